@@ -7,7 +7,8 @@ stdout carries results alone. Rich honours NO_COLOR and the width of the termina
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import IO
 
 from rich.console import Console
 from rich.markup import escape
@@ -17,6 +18,40 @@ from .terminal import Guarded, guarded, printable, unguarded
 
 QUIET, NORMAL, VERBOSE = 0, 1, 2
 _PLAIN_SECONDS = 5.0
+
+
+class _Lossy:
+    """A text file whose writer goes on when it is gone, as a terminal that was closed."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        """Write what can be written."""
+        with suppress(OSError):
+            self._file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Pass on what can be passed on."""
+        with suppress(OSError):
+            self._file.flush()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._file, name)
+
+
+class _Console(Console):
+    """A console on stderr; training is worth more than its messages."""
+
+    @property
+    def file(self) -> IO[str]:
+        """The file to write to now."""
+        return _Lossy(super().file)  # type: ignore[return-value]
+
+    @file.setter
+    def file(self, new_file: IO[str]) -> None:
+        self._file = new_file
 
 
 class Display:
@@ -30,7 +65,7 @@ class Display:
         self.level = level
         # a bar redirects what libraries print to the console, whose own file must be the terminal
         file = unguarded(sys.stderr) if isinstance(sys.stderr, Guarded) else None
-        self.console = Console(file=file, stderr=True, highlight=False, soft_wrap=True)
+        self.console = _Console(file=file, stderr=True, highlight=False, soft_wrap=True)
         self.live = self.console.is_terminal and level > QUIET
 
     def line(self, label: str, text: str, level: int = NORMAL) -> None:

@@ -1,8 +1,10 @@
 """Errors that a user can act on; the command line prints them as one line and exits with 2."""
 
 import re
+import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import IO, Any, Literal
 
 import click
@@ -68,16 +70,54 @@ class PackError(click.ClickException):
 
     def show(self, file: IO[Any] | None = None) -> None:
         """Print the error as one line, without control characters from files."""
-        echo(f"packs: {printable(self.message)}", file=file, err=file is None)
+        with suppress(OSError):  # of a terminal that is closed
+            echo(f"packs: {printable(self.message)}", file=file, err=file is None)
 
 
 class Interrupted(PackError):
-    """The user stopped a run, and it was saved; the command line exits with 130."""
+    """A signal ended a command; the command line exits with 128 + its number, 130 after Ctrl-C."""
 
-    exit_code = 130
-
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, number: int = signal.SIGINT) -> None:
         super().__init__(message, "interrupted")
+        self.exit_code = 128 + number
+
+
+class RunStopped(PackError):
+    """A run ended before its end, and a checkpoint is saved; the message says how to continue.
+
+    Args:
+        reason: why it ended.
+        checkpoint: the folder that holds it.
+        pack: the folder that the run writes at its end.
+        code: the kind of error.
+        exit_code: of the command line.
+
+    Attributes:
+        command: the command line that continues; None unless `continue_with` was called.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        checkpoint: Path,
+        pack: Path,
+        code: Code = "interrupted",
+        exit_code: int = 2,
+    ) -> None:
+        self._saved = f"{reason}. Checkpoint saved to {checkpoint}."
+        super().__init__(f"{self._saved} Continue with --resume.", code)
+        self.exit_code = exit_code
+        self.checkpoint, self.pack = checkpoint, pack
+        self.command: str | None = None
+
+    def continue_with(self, command: str) -> None:
+        """Let the message name the command line that continues."""
+        self.command = command
+        self.message = f"{self._saved} Continue with `{command}`."
+
+    def __str__(self) -> str:
+        """Return the message in terms of Python."""
+        return f"{self._saved} Continue with out={str(self.pack)!r}, resume=True."
 
 
 class Float16Overflow(PackError):

@@ -229,8 +229,12 @@ def save_tensors(file: Path, tensors: dict, metadata: Mapping[str, str] | None =
         mx.save_safetensors(str(file), dict(sorted(tensors.items())), entries)
     except RuntimeError as error:
         raise PackError(f"{file}: cannot be written ({error}).", "unwritable") from None
-    # MLX does not report a full disk: the file is then shorter than its header states
-    read_header(file)
+    try:
+        read_header(file)
+    except PackError:  # MLX does not report it: the file is shorter than its header states
+        raise PackError(
+            f"{file}: cannot be written whole (the disk or a quota is full).", "unwritable"
+        ) from None
 
 
 def write_tensors(

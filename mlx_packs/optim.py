@@ -131,7 +131,9 @@ def unused_learning_rate(config: TrainConfig) -> str | None:
     )
 
 
-def make_optimizer(config: TrainConfig, since: int = 0) -> optimizers.Optimizer:
+def make_optimizer(
+    config: TrainConfig, since: int = 0, factor: float = 1.0
+) -> optimizers.Optimizer:
     """Return the optimizer of a run with its schedule and arguments.
 
     Its class is tried with one update first, so that a wrong value shows before a base is loaded.
@@ -139,6 +141,7 @@ def make_optimizer(config: TrainConfig, since: int = 0) -> optimizers.Optimizer:
     Args:
         config: settings of the run or phase.
         since: updates that its state has seen when the schedule begins.
+        factor: of the learning rate.
 
     Raises:
         PackError: an argument is unknown to the optimizer, or its value does not work.
@@ -157,9 +160,14 @@ def make_optimizer(config: TrainConfig, since: int = 0) -> optimizers.Optimizer:
             f"the first update with {values} is not finite. Check these values.", where
         )
     rate = schedule(config)
-    if since:
-        return optimizer(learning_rate=lambda step: rate(step - since), **arguments)
-    return optimizer(learning_rate=rate, **arguments)
+    if not since and factor == 1:
+        return optimizer(learning_rate=rate, **arguments)
+
+    def shifted(step: mx.array) -> mx.array:
+        # updates that were skipped are not counted, so that a phase may begin with fewer
+        return factor * rate(mx.maximum(step, since) - since)
+
+    return optimizer(learning_rate=shifted, **arguments)
 
 
 def carry_state(old: optimizers.Optimizer, new: optimizers.Optimizer) -> None:

@@ -9,7 +9,8 @@ PACKAGE = Path(__file__).parents[1] / "mlx_packs"
 
 # A package (or module at the top) imports only from those above it, and from itself.
 LAYERS = """
-terminal errors elf fork blas runtime kinds reading hashes filesystem leftovers files display gates measurements chips
+terminal errors signals elf fork blas runtime kinds reading hashes filesystem leftovers files display
+gates measurements chips
 schedules config ops optim nn bases adapters data objectives packs memory inference evaluation training
 convert bench cli
 """.split()

@@ -1,16 +1,19 @@
 """The `packs` command: parse, call one function of the library, print, exit.
 
-Exit codes: 0 done, 1 a gate failed, 2 wrong use or bad input (in one line), 130 interrupted.
+Exit codes: 0 done, 1 a gate failed, 2 wrong use or bad input (in one line), 128 + n ended by signal n
+(130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP).
 """
 
 import errno
 import importlib
 import re
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import click
 
+from .. import signals
 from ..config.parse import RENAMED_KEYS
 from ..errors import Interrupted, PackError, did_you_mean, flag_of
 from ..terminal import guard, guarded
@@ -97,8 +100,8 @@ class Commands(click.Group):
             return super().make_context(*args, **settings)
 
     def invoke(self, ctx: click.Context) -> object:
-        """Parse and run a command."""
-        with guarded(), user_errors():
+        """Parse and run a command; a signal that ends it lets it clean up."""
+        with guarded(), user_errors(), signals.handled():
             return super().invoke(ctx)
 
 
@@ -112,7 +115,9 @@ def user_errors() -> Iterator[None]:
     except click.ClickException as error:
         raise _usage_error(error) from error
     except (click.Abort, KeyboardInterrupt) as error:
-        raise Interrupted("interrupted") from error
+        number = signals.number_of(error)
+        reason = "" if number == signal.SIGINT else f" ({error})"
+        raise Interrupted(f"interrupted{reason}", number) from error
     except OSError as error:  # a disk that fills up, a folder without read permission
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
         message = f"{error.filename or 'input or output'}: {error.strerror or error}"

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from ..packs.pack import Pack
 
 
+ARGUMENTS = "mlx_packs.arguments"  # in `click.Context.meta`
+
 # The settings of a run by name, in the order of the help; without those that only files specify.
 SETTINGS = {
     field.name: field
@@ -54,7 +56,12 @@ class Option(click.Option):
 
 
 class SectionedCommand(click.Command):
-    """A command whose help lists its options in sections."""
+    """A command whose help lists its options in sections; its context keeps its arguments."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Keep the arguments as they were given, and parse them."""
+        ctx.meta[ARGUMENTS] = tuple(args)
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, section by section."""

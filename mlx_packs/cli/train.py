@@ -1,11 +1,14 @@
 """`packs train`: what it does is `mlx_packs.train_pack`."""
 
+import shlex
+from pathlib import Path
+
 import click
 
 from ..config.choices import TASKS
 from ..config.recipe import specified, tiny_recipe
 from ..display import NORMAL, QUIET, VERBOSE, Display
-from ..errors import PackError
+from ..errors import PackError, RunStopped
 from ..gates import failures
 from . import options
 from .options import option
@@ -22,6 +25,7 @@ Examples:
     packs train --out packs/notes --resume
 """
 _TINY = tiny_recipe()
+_OF_A_FRESH_RUN = ("--overwrite", "--resume", "--resume-adapter-file")
 
 
 def _default_text(name: str) -> str:
@@ -111,16 +115,41 @@ def train(
         mask.show_mask(recipe, display)
         return
     run, model = recipe.run, recipe.run.get("model", TINY)
-    result = train_pack(
-        model,
-        lora=recipe.lora,
-        train=recipe.train,
-        out=run.get("out"),
-        columns=recipe.data,
-        display=display,
-        force=force,
-        **{name: value for name, value in run.items() if name not in ("model", "out")},
-    )
+    try:
+        result = train_pack(
+            model,
+            lora=recipe.lora,
+            train=recipe.train,
+            out=run.get("out"),
+            columns=recipe.data,
+            display=display,
+            force=force,
+            **{name: value for name, value in run.items() if name not in ("model", "out")},
+        )
+    except RunStopped as stopped:
+        stopped.continue_with(resume_command("out" in run, stopped.pack))
+        raise
     lines = task_class(recipe.train.task).report_lines(result.report, model)
     print_report(result.to_json(), lines[:1] if quiet else lines)
     exit_if_failed(failures(result.report["gates"]))
+
+
+def resume_command(names_pack: bool, pack: Path) -> str:
+    """Return the command that continues the run of this one, for a shell.
+
+    Args:
+        names_pack: whether the command or its files name the pack.
+        pack: its folder.
+    """
+    context = click.get_current_context()
+    takes_value = {
+        name for p in context.command.params if not getattr(p, "is_flag", True) for name in p.opts
+    }
+    kept, arguments = [], iter(context.meta[options.ARGUMENTS])
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        value = [next(arguments)] if name in takes_value and not equals else []
+        if name not in _OF_A_FRESH_RUN:
+            kept += [argument, *value]
+    kept += [] if names_pack else ["--out", str(pack)]
+    return shlex.join([*context.command_path.split(), *kept, "--resume"])

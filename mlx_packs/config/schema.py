@@ -222,6 +222,14 @@ class TrainConfig(TrainConflicts):
         at_least=0,
         at_most=float("inf"),
     )
+    on_nan: str = _optimization(
+        "stop",
+        "What to do when a loss or gradient is not finite: stop the run, skip that update (10 in a "
+        "row at most), or back off to the last checkpoint with half the learning rate (3 times at "
+        "most). The examples are recorded in not_finite.jsonl of the run folder.",
+        choices=("stop", "skip", "back-off"),
+        resumable=True,
+    )
     grad_checkpoint: bool = _memory(
         False, "Same as --recompute block, as in mlx-lm.", memory=True, resumable="without-dropout"
     )

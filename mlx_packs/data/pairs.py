@@ -3,7 +3,7 @@
 import hashlib
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from .fingerprint import Fingerprint
 from .formats import PAIR_FORMATS, PairFormat, Row, check_format, check_unicode, first_format
 from .sampler import Sampler
 from .shapes import padded_length
+from .sources import as_rows
 from .token_store import StoredExamples, TokenStore
 
 _TEXTS_AT_A_TIME = 1024
@@ -50,6 +51,7 @@ class Pairs:
     scores: np.ndarray | None  # float32 [N]
     cut: int  # texts that were too long
     bad: BadRows = field(default_factory=BadRows)  # rows that were left out
+    where: Callable[[int], str] = str  # the row of a pair, as messages name it
     fingerprint: str | None = None  # of the rows in use
 
     def __len__(self) -> int:
@@ -75,6 +77,7 @@ def encode_pairs(
         raise PackError("--data: the split has no examples.", "data")
     first, row_format = first_format(rows, replace(_COLUMNS, on_bad_row=on_bad_row), PAIR_FORMATS)
     bad, fingerprint = BadRows(on_bad_row == "stop"), Fingerprint()
+    used, where = array("q"), as_rows(rows).places()
     texts, numbers, scores = _Texts(tokenizer, limit), array("q"), array("f")
     for i, row in enumerate(rows):
         try:
@@ -87,6 +90,7 @@ def encode_pairs(
         except RowError as error:
             bad.add(i, error)
             continue
+        used.append(i)
         numbers.extend(map(texts.number, texts_of_row))
     bad.check_some_left(len(rows))
     by_pair = np.array(numbers).reshape(-1, len(row_format.text_columns))
@@ -98,6 +102,7 @@ def encode_pairs(
         np.array(scores, np.float32) if scores else None,
         int(is_cut[by_pair].sum()),
         bad,
+        lambda pair: where(used[pair]),
         fingerprint.hexdigest(),
     )
 

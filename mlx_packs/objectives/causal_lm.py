@@ -11,6 +11,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..data.batches import Batch
+from ..data.micro_batches import split_tokens
 from ..nn.frozen_blocks import injected
 from ..nn.quantized import frozen_head
 from ..nn.segments import restarting, segment_caches
@@ -201,6 +202,10 @@ class CausalLM(Objective):
         arrays = tokens, positions, targets, *segments
         loss, _ = target_loss(self.model, self.head, *arrays, options=self._options)
         return (loss * weights).sum(), weights.sum()
+
+    def split(self, batch: Batch, parts: int) -> Sequence[Batch]:
+        """Return the sequences of a batch in pieces."""
+        return split_tokens(batch, parts)
 
     def score(self, batches: Sequence[Batch], advance: Callable[[], None] | None = None) -> Score:
         """Perplexity and accuracy on batches."""

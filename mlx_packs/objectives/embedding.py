@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from ..bases.encoder import Encoder, unit
 from ..config.choices import DISTANCES, LOSSES, registered
 from ..config.schema import TrainConfig
+from ..data.micro_batches import split_pairs
 from ..data.pairs import PairBatch
 from ..nn.recompute import recomputed
 from ..runtime import mx
@@ -173,6 +174,10 @@ class EmbeddingObjective(Objective):
             embeddings = [self.model(*column) for column in zip(columns, lengths, strict=True)]
         settings = {n: getattr(train, n) for n in facts.settings if n != "mini_batch_size"}
         return _LOSSES[self._name](embeddings, weights, *scores, **settings), weights.sum()
+
+    def split(self, batch: PairBatch, parts: int) -> Sequence[PairBatch]:
+        """Return the pairs of a batch in pieces, where the loss compares none with another."""
+        return [batch] if LOSSES[self._name].compares_all else split_pairs(batch, parts)
 
     def mean_loss(self, batches: Sequence[PairBatch]) -> float:
         """Return the loss per example of some batches, without gradients; nan of none."""

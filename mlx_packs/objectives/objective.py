@@ -68,5 +68,12 @@ class Objective(Inputs, Protocol):
         division, so that N small batches equal one large one.
         """
 
+    def split(self, batch: Any, parts: int) -> Sequence[Any]:
+        """Return a batch in at most ``parts`` pieces whose sums and counts add up to its own.
+
+        A batch whose examples are compared with each other is one piece.
+        """
+        return [batch]
+
     def score(self, batches: Sequence[Any], advance: Callable[[], None] | None = None) -> Score:
         """Score the model in evaluation mode; ``advance`` is called after each batch."""

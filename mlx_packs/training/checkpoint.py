@@ -85,6 +85,12 @@ class TrainingState:
         self.train_s += seconds
         self.window.add(loss, targets, seconds)
 
+    def skip(self, seconds: float) -> None:
+        """Count a batch that is no part of an update."""
+        self.batches += 1
+        self.train_s += seconds
+        self.window.add(0.0, 0, seconds)
+
 
 def save_checkpoint(
     run: Path, trainable: Trainable, optimizer: optimizers.Optimizer, state: TrainingState

@@ -20,6 +20,9 @@ class Dataset(Protocol):
     def batches(self, phase: RunPhase, start: int) -> Iterator[Batch]:
         """Training batches of a phase without end, from batch number ``start``."""
 
+    def rows(self, batch: Any) -> list[str]:
+        """Return the rows of a batch as messages name them: ``train.jsonl:17``."""
+
     def validation(self, phase: RunPhase) -> Sequence[Any]:
         """Return what `Objective.score` scores while a phase trains; it may be empty."""
 

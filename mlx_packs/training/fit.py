@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import mlx.optimizers as optimizers
 
@@ -17,9 +18,12 @@ from ..optim import carry_state
 from ..runtime import mx
 from .checkpoint import TrainingState, load_checkpoint, read_training_state
 from .dataset import Dataset
-from .loop import Loop, interrupted
+from .guards.guard import Guard
+from .loop import Loop
 from .loss_scale import add_scale, scale_facts
+from .micro_batches import MicroBatches
 from .observers.observer import Observer
+from .on_nan import BackOff, OnNan
 from .phases import RunPhase
 from .run_folder import latest_checkpoint, read_metrics
 from .settings import Run
@@ -54,6 +58,9 @@ class Fit:
     observers: Sequence[Observer]
     curve: list[dict]  # the lines of metrics.jsonl, which an observer adds
     float16: bool  # whether the base computes in it, and the loss is scaled
+    on_nan: OnNan
+    guards: Sequence[Guard] = ()
+    micro_batches: MicroBatches = field(default_factory=MicroBatches)
     state: TrainingState = field(default_factory=TrainingState)
     # Before the first phase and after each; empty where they are not known.
     scores: list[Scores] = field(default_factory=list)
@@ -73,17 +80,41 @@ class Fit:
             checkpoint = point.folder
             self.state = read_training_state(checkpoint)
             self.curve.extend(read_metrics(run.folder, self.state.batches))
+            self.on_nan.resume(self.state.batches)
             for fault in point.damaged:
                 display.line("note", fault)
             batches = f"batch {self.state.batches} of {run.goal.stop}"
             display.line("resume", f"{run.folder}: {batches} ({point.why})")
-        self.scores, optimizer = [before], None
         mx.reset_peak_memory()
+        while True:
+            try:
+                optimizer = self._train_phases(before, checkpoint)
+                break
+            except BackOff:
+                checkpoint = latest_checkpoint(run.folder)
+                self.state = read_training_state(checkpoint)
+                self.curve[:] = read_metrics(run.folder, self.state.batches)
+        display.line(
+            "shapes", f"{len(self.shapes)} of batches, {self.traces} compiled traces", VERBOSE
+        )
+        state, unit = self.state, self.objective.unit
+        self.measured = {
+            "train_s": state.train_s,
+            f"{unit}_per_s": state.trained_tokens / state.train_s,
+            "peak_gb": mx.get_peak_memory() / 1e9,
+            **(scale_facts(optimizer) if self.float16 and optimizer else {}),
+            **self.on_nan.facts(),
+        }
+
+    def _train_phases(self, before: Scores, checkpoint: Path | None) -> optimizers.Optimizer | None:
+        """Train every phase that is not over at a checkpoint; return the optimizer of the last."""
+        run = self.run
+        self.scores, optimizer = [before], None
         for phase in run.phases:
             if self.state.batches > phase.stop and phase is not run.goal:  # trained before
                 self.scores.append(self._logged_scores(phase, before))
                 continue
-            previous, optimizer = optimizer, phase.optimizer()
+            previous, optimizer = optimizer, phase.optimizer(self.on_nan.factor)
             optimizer.init(self.trainable.model.trainable_parameters())
             if self.float16:
                 add_scale(optimizer)
@@ -95,16 +126,7 @@ class Fit:
             self._train_phase(phase, optimizer)
             if phase is not run.goal:
                 self.scores.append(self._logged_scores(phase, before) or self._score_after(phase))
-        display.line(
-            "shapes", f"{len(self.shapes)} of batches, {self.traces} compiled traces", VERBOSE
-        )
-        state, unit = self.state, self.objective.unit
-        self.measured = {
-            "train_s": state.train_s,
-            f"{unit}_per_s": state.trained_tokens / state.train_s,
-            "peak_gb": mx.get_peak_memory() / 1e9,
-            **(scale_facts(optimizer) if self.float16 and optimizer else {}),
-        }
+        return optimizer
 
     def score(self) -> Scores:
         """Return the scores on the held-out examples of each phase, by its name.
@@ -122,7 +144,10 @@ class Fit:
         run, objective, settings = self.run, self.objective, phase.train
         if phase.name:
             run.display.line("phase", f"{phase.name}: batches {phase.start + 1} to {phase.stop}")
-        stepper = Stepper(self.trainable.model, objective.loss, optimizer, settings.max_grad_norm)
+        skips = self.on_nan.policy == "skip"
+        stepper = Stepper(
+            self.trainable.model, objective.loss, optimizer, settings.max_grad_norm, skips
+        )
         loop = Loop(
             run=run,
             phase=phase,
@@ -132,6 +157,9 @@ class Fit:
             state=self.state,
             validation=self.dataset.validation(phase),
             observers=self.observers,
+            on_nan=self.on_nan,
+            guards=self.guards,
+            micro_batches=self.micro_batches,
         )
         batches = self.dataset.batches(phase, self.state.batches - phase.start)
         self.trainable.model.train()
@@ -143,11 +171,7 @@ class Fit:
 
     def _score_after(self, phase: RunPhase) -> Scores:
         """Return the scores after a phase that is not the last, logged for a resumed run."""
-        run = self.run
-        try:
-            scores = self.score()
-        except KeyboardInterrupt:
-            raise interrupted(latest_checkpoint(run.folder)) from None
+        scores = self.score()
         held_out = {name: asdict(score) for name, score in scores.items()}
         line = {"batch": self.state.batches, "held_out": held_out, "phase": phase.name}
         for observer in self.observers:

@@ -19,10 +19,11 @@ import mlx.nn as nn
 import mlx.optimizers as optimizers
 from mlx.utils import tree_map
 
+from .. import signals
 from ..adapters.tensors import Slot, load_slots, merged_weight, slot_tensors
 from ..config.fields import fields_where
 from ..config.schema import LoRAConfig, TrainConfig
-from ..errors import PackError, did_you_mean
+from ..errors import Interrupted, PackError, did_you_mean
 from ..files import atomic_write, make_folder, replace_file, save_tensors, to_json, write_errors
 from ..leftovers import temporary
 from ..optim import make_optimizer
@@ -89,6 +90,7 @@ class LayerTrainer:
         )
         self._waiting: Graph | None = None  # whose gradients wait for their update
         self._state = TrainingState()
+        self._on_signal: tuple[list[int], Path] | None = None  # `saving_on_signals`
 
     def register(
         self, name: str, linear: nn.Module, rank: int | None = None, alpha: float | None = None
@@ -285,6 +287,32 @@ class LayerTrainer:
         self._state.updates += 1
         for name in graph.names:
             self.updates[name] += 1
+        self._save_after_signal()
+
+    @contextmanager
+    def saving_on_signals(self, folder: str | Path) -> Iterator[None]:
+        """Let SIGINT, SIGTERM and SIGHUP finish the update, save to a folder and end the steps.
+
+        Raises:
+            Interrupted: from the step that made the update; the message names the checkpoint.
+        """
+        with signals.deferred() as waiting:
+            self._on_signal = waiting, Path(folder)
+            try:
+                yield
+                if self._waiting is None:
+                    self._save_after_signal()
+            finally:
+                self._on_signal = None
+
+    def _save_after_signal(self) -> None:
+        if self._on_signal and self._on_signal[0]:
+            (number, *_), folder = self._on_signal
+            saved = self.save(folder)
+            raise Interrupted(
+                f"interrupted. Checkpoint saved to {saved}. Continue with resume({str(folder)!r}).",
+                number,
+            )
 
     @contextmanager
     def _unchanged_on_error(self) -> Iterator[None]:

@@ -2,50 +2,29 @@
 
 import copy
 import math
-import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
+from .. import signals
 from ..adapters.method import Trainable
-from ..errors import Float16Overflow, Interrupted, PackError
+from ..errors import Float16Overflow
 from ..objectives.objective import Batch, Objective, Score
 from ..runtime import mx
-from .checkpoint import TrainingState, Window, save_checkpoint, set_random_state
+from .checkpoint import TrainingState, Window, set_random_state
+from .guards.guard import Guard
 from .loss_scale import remove_scale, scale_facts
+from .micro_batches import MicroBatches
 from .observers.observer import Observer
+from .on_nan import BackOff, OnNan
 from .phases import RunPhase
 from .run_folder import latest_checkpoint
 from .settings import Run
 from .step import StartedStep, Stepper, not_finite
-
-
-@contextmanager
-def _deferred_interrupts() -> Iterator[list[int]]:
-    """Collect the first Ctrl-C instead of raising it in the middle of a step; the second raises.
-
-    Outside the main thread Python delivers no signals, and the list stays empty.
-    """
-    signals: list[int] = []
-
-    def handle(number: int, _: object) -> None:
-        if signals:
-            raise KeyboardInterrupt
-        signals.append(number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield signals
-        return
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        yield signals
-    finally:
-        signal.signal(signal.SIGINT, before)
+from .stopping import interrupted, stopped, write_checkpoint
 
 
 @dataclass(frozen=True)
@@ -81,32 +60,48 @@ class Loop:
     state: TrainingState  # the loop advances it
     validation: Sequence[Batch]  # empty where the phase is not validated
     observers: Sequence[Observer]
+    on_nan: OnNan
+    guards: Sequence[Guard] = ()
+    micro_batches: MicroBatches = field(default_factory=MicroBatches)
     _in_flight: deque[_Taken] = field(default_factory=deque, init=False)
     _read_at: float = field(default=0.0, init=False)  # when the last step was over
     # The last update that was read, and the random state then: an overflow in float16 leads there.
     _updated: tuple[TrainingState, mx.array] | None = field(default=None, init=False)
+    # Of the update at work, the batches that were read, and what is wrong with the loss of each.
+    _of_update: list[tuple[Batch, str | None]] = field(default_factory=list, init=False)
+    _finite: Batch | None = field(default=None, init=False)  # the last batch whose loss was finite
 
     def train(self, batches: Iterator[Batch]) -> None:
         """Take batches up to the end of the phase: step, report, validate, save.
 
         Raises:
-            PackError: if a loss or gradient is not finite; the last checkpoint remains.
+            PackError: if a loss or gradient is not finite and `on_nan` ends the run; the last
+                checkpoint remains.
+            BackOff: if the run goes on from that.
             Float16Overflow: if that happens in float16; the last update is saved.
-            Interrupted: after Ctrl-C, once a checkpoint is saved.
+            RunStopped: after a signal (Ctrl-C), or because of a guard, once a checkpoint is saved.
         """
         done = self.state.batches - self.phase.start
+        if self.on_nan.policy == "back-off" and latest_checkpoint(self.run.folder) is None:
+            self._write_checkpoint(self.state)
         for observer in self.observers:
             observer.on_phase_start(self.phase.train.iters, done)
         try:
-            with _deferred_interrupts() as interrupts:
-                self._take(batches, interrupts)
+            with signals.deferred() as interrupts:
+                try:
+                    self._take(batches, interrupts)
+                except (BackOff, Float16Overflow):
+                    if interrupts:  # the run does not go on
+                        folder = latest_checkpoint(self.run.folder)
+                        raise interrupted(self.run, folder, interrupts[0]) from None
+                    raise
         finally:
             for observer in self.observers:
                 observer.on_phase_end()
 
     def _take(self, batches: Iterator[Batch], interrupts: list[int]) -> None:
         config, first = self.phase.train, self.phase.start
-        due = False
+        due, reason = False, None
         for number in range(self.state.batches - first + 1, config.iters + 1):
             batch = next(batches)
             ends = number == config.iters
@@ -116,23 +111,31 @@ class Loop:
             due = due or number % config.save_every == 0 or ends
             waits = reports or validates or due or interrupts
             self._read(leaving=0 if waits else self.stepper.ahead)
+            reason = reason or self._watch(batch, first + number)
             if reports:
                 self._report()
             if validates:
                 self._validate()
-            if (due or interrupts) and not self.stepper.waiting:
+            if (due or interrupts or reason) and not self.stepper.waiting:
                 self._read(leaving=0)  # the interruption may be newer
                 folder = self._save(batch)
                 due = False
-                if interrupts and not (ends and self.phase is self.run.goal):
-                    raise interrupted(folder)
+                if interrupts:
+                    raise interrupted(self.run, folder, interrupts[0])
+                if reason:
+                    raise stopped(self.run, folder, reason, "memory")
+
+    def _watch(self, batch: Batch, number: int) -> str | None:
+        """Return why the run should be saved and end; None to go on."""
+        reasons = [guard.between_batches(batch, number) for guard in self.guards]
+        return next(filter(None, reasons), None)
 
     def _start(self, batch: Batch, number: int) -> None:
         """Start the step on a batch, given its number in the phase."""
         several, start = self.phase.train.grad_accumulation_steps, time.perf_counter()
         updates = number % several == 0 or number == self.phase.train.iters
-        arrays, random = self.objective.arrays(batch), mx.random.state[0]
-        step = self.stepper.start(arrays, batch.count, updates, several == 1)
+        random = mx.random.state[0]
+        step = self.micro_batches.start(self.stepper, self.objective, batch, updates, several == 1)
         number += self.phase.start
         self._in_flight.append(_Taken(batch, number, updates, random, step, start))
 
@@ -145,13 +148,38 @@ class Loop:
             if (taken.number - 1 - self.phase.start) % several == 0:
                 self._mark_update(taken.random)
             loss, norm = taken.step.read()
-            norm = self._checked_norm(loss, norm, taken.number)
             start, self._read_at = max(taken.start, self._read_at), time.perf_counter()
-            seconds = self._read_at - start
-            self.state.count(loss, taken.batch.count, norm if taken.updates else None, seconds)
+            self._count(taken, loss, norm, self._read_at - start)
             if limit is not None and mx.get_cache_memory() > limit:
                 mx.clear_cache()
             self._announce(loss)
+
+    def _count(self, taken: _Taken, loss: float, norm: float, seconds: float) -> None:
+        """Check what a step gave, and count its batch."""
+        if self.stepper.scaled:
+            norm = self._checked_scaled(loss, norm, taken.number)
+        fault = not_finite(loss, 0.0)
+        self._of_update.append((taken.batch, fault))
+        self._finite = self._finite if fault else taken.batch
+        if taken.updates or (fault and self.on_nan.policy != "skip"):
+            fault = self._check_update(norm, taken.number)
+        if fault:
+            self.state.skip(seconds)
+        else:
+            count = taken.batch.count
+            self.state.count(loss, count, norm if taken.updates else None, seconds)
+
+    def _check_update(self, norm: float, number: int) -> str | None:
+        """Return what is not finite of the update at work, where it is skipped."""
+        batches = [batch for batch, fault in self._of_update if fault]
+        faults = [fault for _, fault in self._of_update if fault]
+        fault = faults[0] if faults else not_finite(0.0, norm)
+        if fault:
+            self.on_nan.handle(number, fault, batches or [batch for batch, _ in self._of_update])
+        else:
+            self.on_nan.updated()
+        self._of_update.clear()
+        return fault
 
     def _line(self, entries: dict[str, float]) -> dict:
         """Return a line for observers, with the number of batches and the phase's name."""
@@ -170,6 +198,8 @@ class Loop:
             observer.on_step(line)
 
     def _report(self) -> None:
+        if not self.state.window.targets:  # every update was skipped
+            return
         window, self.state.window = self.state.window, Window()
         unit = self.objective.unit
         line = self._line(
@@ -199,12 +229,19 @@ class Loop:
 
     def _save(self, batch: Batch) -> Path:
         """Checkpoint the model if it still works: the loss before an update does not tell."""
-        self._check_finite(self._score([batch]).nll, 0.0, self.state.batches)
+        if self.on_nan.policy != "skip" or self._finite is not None:
+            scored = self._finite or batch
+            if self.micro_batches.parts > 1:
+                scored = self.objective.split(scored, self.micro_batches.parts)[0]
+            if fault := not_finite(self._score([scored]).nll, 0.0):
+                self.on_nan.end(self.state.batches, fault, [scored])
         self.trainable.model.train()
         return self._write_checkpoint(self.state)
 
     def _write_checkpoint(self, state: TrainingState) -> Path:
-        folder = save_checkpoint(self.run.folder, self.trainable, self.stepper.optimizer, state)
+        folder = write_checkpoint(
+            self.run, self.guards, self.trainable, self.stepper.optimizer, state
+        )
         for observer in self.observers:
             observer.on_checkpoint(folder)
         return folder
@@ -223,28 +260,16 @@ class Loop:
         if self.stepper.scaled:
             self._updated = copy.deepcopy(self.state), random
 
-    def _checked_norm(self, loss: float, norm: float, number: int) -> float:
-        """Return the gradient norm of the last update, once the result of a batch is checked."""
-        if self.stepper.scaled and math.isfinite(loss) and math.isinf(norm):
+    def _checked_scaled(self, loss: float, norm: float, number: int) -> float:
+        """Return the gradient norm of the last update in float16, which an overflow skips or ends."""
+        if math.isfinite(loss) and math.isinf(norm):
             self.run.display.line(
                 "dtype", f"batch {number}: a gradient overflows in float16, its update is skipped"
             )
             return self.state.grad_norm
-        self._check_finite(loss, norm, number)
-        return norm
-
-    def _check_finite(self, loss: float, norm: float, number: int) -> None:
-        if (fault := not_finite(loss, norm)) is None:
-            return
-        if self.stepper.scaled:
+        if fault := not_finite(loss, norm):
             self._leave_float16(f"batch {number}: {fault}")
-        folder = latest_checkpoint(self.run.folder)
-        last = f"The last good checkpoint is {folder}." if folder else "No checkpoint was due."
-        raise PackError(
-            f"step {number}: {fault}. Training stopped. {last} "
-            "Try a lower --learning-rate, or --max-grad-norm 1.",
-            "diverged",
-        )
+        return norm
 
     def _leave_float16(self, fault: str) -> NoReturn:
         """Save the last update, after which nothing has changed, and raise Float16Overflow."""
@@ -253,8 +278,3 @@ class Loop:
         remove_scale(self.stepper.optimizer)
         self._write_checkpoint(state)
         raise Float16Overflow(fault, saved=True)
-
-
-def interrupted(checkpoint: Path | None) -> Interrupted:
-    """Return the error that ends a run which is saved up to a checkpoint."""
-    return Interrupted(f"interrupted. Checkpoint saved to {checkpoint}; continue with --resume.")

@@ -38,9 +38,12 @@ class RunPhase:
         """Batches of the run at its end."""
         return self.start + self.train.iters
 
-    def optimizer(self) -> optimizers.Optimizer:
-        """Its optimizer, whose state counts updates since the last fresh one."""
-        return make_optimizer(self.train, self.updates_before)
+    def optimizer(self, factor: float = 1.0) -> optimizers.Optimizer:
+        """Its optimizer, whose state counts updates since the last fresh one.
+
+        ``factor`` is that of the learning rate.
+        """
+        return make_optimizer(self.train, self.updates_before, factor)
 
     def manifest_key(self, key: str) -> str:
         """Return the key itself, or ``<phase>/<key>`` in a run of several phases."""

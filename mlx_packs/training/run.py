@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .. import runtime
+from .. import runtime, signals
 from ..adapters.method import METHODS, Trainable
 from ..bases.files import TINY, check_files, resolve_checkpoint
 from ..bases.precision import STORED, ComputeDtype
@@ -36,15 +36,19 @@ from .command_buffers import limit_command_buffers
 from .dataset import Dataset
 from .fit import Fit, check_scores, score_phases
 from .folders import output_folders
+from .guards.guard import Guarded
+from .guards.registry import make_guards
 from .identity import check_resume, public_recipe, run_identity, start_of
 from .observers.observer import ObservedRun
 from .observers.registry import make_observers
 from .observers.trackers import check_report_to
+from .on_nan import OnNan
 from .phases import left_out_rows, resolve_phases
 from .planning import MemoryChoice, check_headers, fit_into_memory, matmul_paths_by_name
 from .precision import run_dtype, show_dtype
 from .run_folder import check_resumable, clear_run, resume_point, write_identity
 from .settings import Run
+from .stopping import resumable
 from .tasks.task import Summary, Task, make_task
 
 if TYPE_CHECKING:
@@ -129,6 +133,7 @@ def train_pack(  # noqa: PLR0913 (the public face)
 
     Raises:
         PackError: For anything that a user can correct; nothing half-written stays.
+        RunStopped: A signal, memory or the disk ended the run, which is saved.
     """
     display = display or Display(QUIET)
     columns = columns or DataConfig(data=str(data or "tiny"))
@@ -144,7 +149,8 @@ def train_pack(  # noqa: PLR0913 (the public face)
             f"data {data}: every phase names its own data. Leave it out here.", "conflict", "data"
         )
     check_report_to(report_to, project_name)
-    with output_folders(out, phases[-1].sources[0], overwrite, resume) as (pack, folder):
+    folders = output_folders(out, phases[-1].sources[0], overwrite, resume)
+    with signals.handled(), folders as (pack, folder):
         asked = Run(
             base=base,
             lora=lora,
@@ -217,21 +223,23 @@ def _run(run: Run) -> TrainRun:
         trainable.recompute(memory.recompute)
         with closing(task.objective(trainable, memory)) as objective:
             fit = _train(run, identity, trainable, objective, dataset, dtype, left_out)
-            summary = task.summary(trainable, objective, fit, sources)
-        pack = Pack.of(
-            trainable,
-            run.train.pack_dtype,
-            objective=summary.objective,
-            data={
-                "source": ", ".join(dict.fromkeys(sources)),
-                "fingerprint": identity["data"],
-                "rows": dataset.counts(),
-            },
-            recipe=public_recipe(recipe, base),
-            **summary.facts,
-            eval=summary.eval,
-            measured={"compute_dtype": dtype.to_json(), **_measured(fit, memory)},
-        ).save(run.pack, overwrite=run.overwrite or run.resume)
+            with resumable(run):
+                summary = task.summary(trainable, objective, fit, sources)
+        with resumable(run):
+            pack = Pack.of(
+                trainable,
+                run.train.pack_dtype,
+                objective=summary.objective,
+                data={
+                    "source": ", ".join(dict.fromkeys(sources)),
+                    "fingerprint": identity["data"],
+                    "rows": dataset.counts(),
+                },
+                recipe=public_recipe(recipe, base),
+                **summary.facts,
+                eval=summary.eval,
+                measured={"compute_dtype": dtype.to_json(), **_measured(fit, memory)},
+            ).save(run.pack, overwrite=run.overwrite or run.resume)
     finally:
         trainable.detach()
     gates = _check_gates(run, task, pack, summary, memory)
@@ -246,6 +254,8 @@ def _run(run: Run) -> TrainRun:
     }
     for observer in fit.observers:
         observer.on_end(report)
+    for guard in fit.guards:
+        guard.at_end()
     return TrainRun(pack, run.folder, report, fit.curve)
 
 
@@ -346,12 +356,25 @@ def _train(  # noqa: PLR0913 - the parts of a run
     write_identity(run.folder, identity)
     if run.columns.on_bad_row == "quarantine":
         write_quarantine(run.folder, left_out.values())
-    fit = Fit(run, trainable, objective, dataset, observers, observed.curve, float16)
-    fit.train(before)
-    if _backend.detect() != "reference":
-        run.display.line("kernels", _backend.summary())
-    round_adapters(trainable, run.train.pack_dtype)
-    fit.scores.append(fit.score())
+    guarded = Guarded(run, identity, observed.curve, objective, observers)
+    fit = Fit(
+        run=run,
+        trainable=trainable,
+        objective=objective,
+        dataset=dataset,
+        observers=observers,
+        curve=observed.curve,
+        float16=float16,
+        on_nan=OnNan(run, dataset.rows, observers),
+        guards=make_guards(guarded),
+        micro_batches=guarded.micro_batches,
+    )
+    with resumable(run):
+        fit.train(before)
+        if _backend.detect() != "reference":
+            run.display.line("kernels", _backend.summary())
+        round_adapters(trainable, run.train.pack_dtype)
+        fit.scores.append(fit.score())
     return fit
 
 

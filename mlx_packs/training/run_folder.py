@@ -22,6 +22,7 @@ from .checkpoint import (
 )
 
 CONFIG = "config.json"
+NOT_FINITE = "not_finite.jsonl"  # on_nan.py
 RUN_FORMAT = "mlx_packs run 1"
 _POINTER = "latest"  # which early versions wrote
 
@@ -42,10 +43,10 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 def clear_run(run: Path) -> None:
-    """Remove the checkpoints and the metrics of an earlier run."""
+    """Remove the checkpoints the metrics and the records of an earlier run."""
     for folder in checkpoints(run):
         discard(folder, folder)
-    for name in (_POINTER, METRICS):
+    for name in (_POINTER, METRICS, NOT_FINITE):
         (run / name).unlink(missing_ok=True)
 
 

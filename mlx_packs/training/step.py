@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten, tree_map
 from .. import runtime
 from ..objectives.objective import Arrays, Loss
 from ..runtime import is_traced, mx
+from .finite_update import counted_where_finite, update_if_finite
 from .loss_scale import KEY, guarded_update, is_scaled, scaled
 
 _JOINED = 1 << 22  # numbers of gradients that are joined for their norm
@@ -50,6 +51,8 @@ class Stepper:
         optimizer: initialized for the trainable parameters; a scale of the loss is part of its
             state (loss_scale.py).
         max_grad_norm: gradients of a larger norm are scaled down to it; None or 0 never.
+        skips: whether an update that is not finite changes nothing (finite_update.py). Where the loss is
+            scaled, its scale decides.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Stepper:
         loss: Loss,
         optimizer: optimizers.Optimizer,
         max_grad_norm: float | None,
+        skips: bool = False,
     ) -> None:
         self.optimizer = optimizer
         self.ahead = int(runs_ahead())  # steps that may be in flight before one is read
@@ -68,6 +72,9 @@ class Stepper:
         self.waiting = 0  # batches whose gradients wait for the rest of their update
         self._pending: tuple = ()
         self.scaled = is_scaled(optimizer)
+        skips = skips and not self.scaled
+        if skips:
+            loss = counted_where_finite(loss)
         value_and_grad = nn.value_and_grad(model, scaled(loss, optimizer) if self.scaled else loss)
 
         def update(grads: dict, count: mx.array) -> mx.array:
@@ -85,6 +92,8 @@ class Stepper:
             grads = tree_map(lambda g: g * factor, grads)
             if self.scaled:
                 return guarded_update(model, optimizer, grads, norm, targets)
+            if skips:
+                return update_if_finite(model, optimizer, grads, norm)
             optimizer.update(model, grads)
             return norm
 
@@ -140,6 +149,10 @@ class Stepper:
         self._pending = tuple(pending)
         self._evaluate(self._pending, total, mx.random.state)
         return StartedStep(total, count, self._update_waiting() if last else None)
+
+    def wait_for_each(self) -> None:
+        """Take one step at a time from now on, so that one alone is in memory."""
+        self.ahead, self._evaluate = 0, mx.eval
 
     def flush(self) -> float:
         """Make the update of the gradients that wait, and return their norm."""

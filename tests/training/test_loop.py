@@ -77,6 +77,7 @@ def log_of(saves: list | None = None, **settings) -> list[str]:
         state=TrainingState(),
         validation=["a batch"],
         observers=[recorder],
+        on_nan=SimpleNamespace(policy="stop", updated=lambda: None),
     )
     loop._save = lambda batch: recorder.log.append(f"save {loop.state.batches}")
     loop.train(iter([SimpleNamespace(count=3)] * train.iters))

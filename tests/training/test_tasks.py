@@ -83,6 +83,9 @@ class Texts:
             yield self.splits["train"][start % len(self.splits["train"])]
             start += 1
 
+    def rows(self, batch: Batch) -> list[str]:
+        return []
+
     def validation(self, phase) -> list[Batch]:
         return self.splits["valid"]
 

@@ -27,6 +27,10 @@ class MetricsFile(Observer):
         """Log the score of the validation split."""
         self._append(line)
 
+    def on_event(self, line: dict) -> None:
+        """Log what is out of the ordinary."""
+        self._append(line)
+
     def on_held_out(self, line: dict) -> None:
         """Log the scores after a phase; a resumed run reads them from here."""
         self._append(line)

@@ -36,6 +36,9 @@ class Observer:
     def on_validation(self, line: dict, score: Score, seconds: float) -> None:
         """The validation split was scored, in this many seconds; ``line`` logs the score."""
 
+    def on_event(self, line: dict) -> None:
+        """An update was skipped, a learning rate lowered, a batch taken in pieces; ``line`` logs it."""
+
     def on_checkpoint(self, folder: Path) -> None:
         """A checkpoint is complete."""
 

@@ -71,6 +71,10 @@ class PairDataset:
         sampler = self._sampler(pairs, self.train.seed, LOSSES[self.loss].in_batch)
         return pair_batches(pairs, sampler, start, runtime.COMPILES)
 
+    def rows(self, batch: PairBatch) -> list[str]:
+        """Return the rows of a batch as messages name them."""
+        return [self.splits["train"].where(i) for i in batch.examples]
+
     def validation(self, phase: RunPhase) -> EvalPairs | list:
         """Return the first pairs to validate on, and batches of them for the loss."""
         if "valid" not in self.splits or not self.train.val_batches:

@@ -104,6 +104,10 @@ class PhasedDataset:
         """Batches of a phase without end, from batch number ``start``."""
         return training_batches(self.train, self.sampler(phase), start, self.allowed_shapes(phase))
 
+    def rows(self, batch: Batch) -> list[str]:
+        """Return the rows of a batch as messages name them."""
+        return [self.train.items[i].where for i in batch.examples]
+
     def held_out_examples(self, phase: RunPhase) -> tuple[str, Examples]:
         """Return the split that a phase is evaluated on, and its examples."""
         splits = self.splits[self.phases.index(phase)]

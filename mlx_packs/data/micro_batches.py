@@ -1,0 +1,65 @@
+"""Batches in pieces, so that less of one is in memory at a time."""
+
+import dataclasses
+
+import numpy as np
+
+from .batches import Batch
+from .pairs import PairBatch
+from .shapes import padded_targets
+
+
+def split_tokens(batch: Batch, parts: int) -> list[Batch]:
+    """Return the sequences of a batch as at most ``parts`` batches; those without a target are left out."""
+    rows, width = batch.tokens.shape
+    edges = _edges(rows, parts)
+    pieces = (_sequences(batch, start, stop, width) for start, stop in edges)
+    return [piece for piece in pieces if piece.count]
+
+
+def _sequences(batch: Batch, start: int, stop: int, width: int) -> Batch:
+    """Return the sequences [start, stop) of a batch."""
+    rows = batch.positions[: batch.count] // width  # targets come before padding
+    inside = np.flatnonzero((rows >= start) & (rows < stop))
+    chosen = [i for i, at in enumerate(batch.starts) if start <= at // width < stop]
+    slots = padded_targets(len(inside), (stop - start) * width)
+
+    def filled(values: np.ndarray, value: int) -> np.ndarray:
+        padding = (0, slots - len(inside))
+        return np.pad(values[inside], padding, constant_values=value).astype(np.int32)
+
+    return dataclasses.replace(
+        batch,
+        tokens=batch.tokens[start:stop],
+        positions=np.maximum(filled(batch.positions, start * width) - start * width, 0),
+        targets=filled(batch.targets, 0),
+        weights=(np.arange(slots) < len(inside)).astype(np.float32),
+        owners=np.maximum(filled(batch.owners, -1) - (chosen[0] if chosen else 0), -1),
+        examples=tuple(batch.examples[i] for i in chosen),
+        starts=tuple(batch.starts[i] - start * width for i in chosen),
+        count=len(inside),
+        segments=None if batch.segments is None else batch.segments[start:stop],
+        states=None if batch.states is None else batch.states[start:stop],
+    )
+
+
+def split_pairs(batch: PairBatch, parts: int) -> list[PairBatch]:
+    """Return the pairs of a batch as at most ``parts`` batches, none of padding alone."""
+    return [
+        dataclasses.replace(
+            batch,
+            columns=tuple(column[start:stop] for column in batch.columns),
+            lengths=batch.lengths[:, start:stop],
+            weights=batch.weights[start:stop],
+            scores=None if batch.scores is None else batch.scores[start:stop],
+            examples=batch.examples[start:stop],
+        )
+        for start, stop in _edges(len(batch.weights), parts)
+        if start < batch.count
+    ]
+
+
+def _edges(rows: int, parts: int) -> list[tuple[int, int]]:
+    """Return where each of at most ``parts`` pieces of so many rows starts and stops."""
+    edges = np.linspace(0, rows, min(parts, rows) + 1).round().astype(int).tolist()
+    return list(zip(edges, edges[1:], strict=False))

@@ -1,0 +1,140 @@
+"""How short of memory this machine, or the container of this process, is."""
+
+import ctypes
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..display import size
+
+NONE, LOW, CRITICAL = range(3)  # levels: nothing, take less, end before the system swaps or kills
+_CGROUPS = Path("/sys/fs/cgroup")
+_PROC = Path("/proc")
+_LOW, _LOW_BYTES = 0.05, 1 << 30  # of what there is, at most so many bytes; half of it is critical
+_STALLED = 20.0  # percent of the last 10 s in which no process could go on for want of memory
+_STALLS_BELOW = 0.15  # of what there is: with more available, stalls are not for want of memory
+_MACOS_LEVELS = {1: NONE, 2: LOW, 4: CRITICAL}  # DISPATCH_MEMORYPRESSURE_NORMAL, _WARN, _CRITICAL
+
+
+@dataclass(frozen=True)
+class Pressure:
+    """How short memory is (`NONE`, `LOW`, `CRITICAL`), and by what that is known."""
+
+    level: int
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class _Room:
+    """Bytes available of a limit."""
+
+    available: int
+    limit: int
+    name: str
+
+    def pressure(self, stalled: float) -> Pressure:
+        low = min(_LOW * self.limit, _LOW_BYTES)
+        reason = (
+            f"{size(max(self.available, 0))} of {size(self.limit)} of {self.name} are available"
+        )
+        if self.available < low:
+            return Pressure(CRITICAL if self.available < low / 2 else LOW, reason)
+        if stalled >= _STALLED and self.available < _STALLS_BELOW * self.limit:
+            return Pressure(LOW, f"{reason}, and processes stall {stalled:.0f} % of the time")
+        return Pressure(NONE)
+
+
+def memory_pressure() -> Pressure:
+    """Return how short memory is by macOS's own level, or by the limits of a Linux process."""
+    return _of_macos() if sys.platform == "darwin" else _of_linux()
+
+
+def _of_macos() -> Pressure:
+    level = _MACOS_LEVELS.get(_sysctl("kern.memorystatus_vm_pressure_level"), NONE)
+    names = {LOW: "warning", CRITICAL: "critical"}
+    return Pressure(level, f"macOS reports memory pressure ({names[level]})" if level else "")
+
+
+def _sysctl(name: str) -> int:
+    """Return a 32-bit number of the kernel of macOS; 0 where it has none of this name."""
+    value = ctypes.c_int32(0)
+    length = ctypes.c_size_t(ctypes.sizeof(value))
+    call = ctypes.CDLL(None).sysctlbyname
+    failed = call(name.encode(), ctypes.byref(value), ctypes.byref(length), None, 0)
+    return 0 if failed else value.value
+
+
+def _of_linux() -> Pressure:
+    groups = list(_groups())
+    stalled = max((_stalled(group / "memory.pressure") for group in groups), default=0.0)
+    stalled = max(stalled, _stalled(_PROC / "pressure" / "memory"))
+    rooms = [*map(_of_group, groups), _of_machine(), _of_address_space()]
+    pressures = [room.pressure(stalled) for room in rooms if room is not None]
+    return max(pressures, key=lambda pressure: pressure.level, default=Pressure(NONE))
+
+
+def _groups() -> Iterator[Path]:
+    """Yield the folders of the memory cgroups (2 and 1) of this process, innermost first."""
+    with suppress(OSError):
+        for line in (_PROC / "self" / "cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers not in ("", "memory"):
+                continue
+            root = _CGROUPS / controllers
+            folder = root / path.lstrip("/")
+            while folder != root and root in folder.parents:
+                yield folder
+                folder = folder.parent
+            yield root
+
+
+def _of_group(group: Path) -> _Room | None:
+    """Return the room in a cgroup, where it has a limit; caches of files can be dropped."""
+    for limit, used, dropped in (
+        ("memory.max", "memory.current", ("inactive_file", "active_file")),
+        (
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            ("total_inactive_file", "total_active_file"),
+        ),
+    ):
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            most = int((group / limit).read_text())
+            taken = int((group / used).read_text())
+            lines = (line.split() for line in (group / "memory.stat").read_text().splitlines())
+            taken -= sum(int(value) for name, value in lines if name in dropped)
+            if most < 1 << 60:  # version 1 has a number for no limit
+                return _Room(most - taken, most, "the container's memory")
+    return None
+
+
+def _of_machine() -> _Room | None:
+    with suppress(OSError, ValueError, KeyError):
+        lines = (_PROC / "meminfo").read_text().splitlines()
+        kib = {name: int(rest.split()[0]) for name, _, rest in (x.partition(":") for x in lines)}
+        return _Room(kib["MemAvailable"] << 10, kib["MemTotal"] << 10, "the memory")
+    return None
+
+
+def _of_address_space() -> _Room | None:
+    """Return the room below ``ulimit -v``."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    with suppress(OSError, ValueError):
+        pages = int((_PROC / "self" / "statm").read_text().split()[0])
+        return _Room(limit - pages * resource.getpagesize(), limit, "the address space (ulimit -v)")
+    return None
+
+
+def _stalled(file: Path) -> float:
+    """Return ``full avg10`` of a pressure file of Linux, in percent; 0 where there is none."""
+    with suppress(OSError, ValueError, IndexError):
+        for line in file.read_text().splitlines():
+            kind, average, *_ = line.split()
+            if kind == "full":
+                return float(average.partition("=")[2])
+    return 0.0

@@ -1,0 +1,86 @@
+"""Signals that end a command: SIGINT (Ctrl-C), SIGTERM (docker stop, a queue) and SIGHUP (a closed terminal).
+
+The first one unwinds the work like Ctrl-C, as `Signalled`; where the work asks for it (`deferred`)
+it waits for the next good moment instead. A second one unwinds at once, and after that the system
+ends the process.
+"""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Signalled(KeyboardInterrupt):
+    """A signal asks the process to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+def number_of(error: BaseException) -> int:
+    """Return the signal behind a KeyboardInterrupt."""
+    return error.number if isinstance(error, Signalled) else signal.SIGINT
+
+
+_deferred: list[int] | None = None  # signals that wait, where they are deferred
+
+
+def _handle(number: int, _: object) -> None:
+    if _deferred == []:
+        _deferred.append(number)
+        return
+    for each in NUMBERS:
+        if signal.getsignal(each) is _handle:
+            signal.signal(each, signal.SIG_DFL)
+    raise Signalled(number)
+
+
+def _takes_over(number: int) -> bool:
+    """Return whether a signal may be handled here: nohup and a caller's own handlers stay."""
+    default = (signal.SIG_DFL, signal.default_int_handler)
+    now = signal.getsignal(number)
+    return now in default or (number == signal.SIGINT and callable(now) and now is not _handle)
+
+
+@contextmanager
+def handled() -> Iterator[None]:
+    """Raise `Signalled` for the signals that end a command; earlier handlers are restored.
+
+    Outside the main thread, where Python delivers no signals, nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in NUMBERS if _takes_over(number)}
+    try:
+        for number in before:
+            signal.signal(number, _handle)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def deferred() -> Iterator[list[int]]:
+    """Yield a list that receives the first signal, which is raised at the end at the latest.
+
+    A second signal is raised at once.
+    """
+    global _deferred
+    if threading.current_thread() is not threading.main_thread():
+        yield []
+        return
+    with handled():
+        outer, _deferred = _deferred, []
+        waiting = _deferred
+        try:
+            yield waiting
+        finally:
+            _deferred = outer
+        if waiting:
+            raise Signalled(waiting[0])

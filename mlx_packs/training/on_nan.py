@@ -1,0 +1,159 @@
+"""Losses and gradients that are not finite (``--on-nan``): stop, skip the update, or back off.
+
+Each is recorded in ``not_finite.jsonl`` of the run folder, with the rows of its batches. What a
+resumed run needs is there too: the updates that were skipped in a row, and the learning rate's
+factor.
+
+In float16 an overflow is the business of the loss's scale (loss_scale.py): its skipped updates are
+not counted here, and a loss that overflows leads to bfloat16. There these policies apply.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ..errors import PackError
+from ..files import atomic_write
+from .observers.observer import Observer
+from .run_folder import NOT_FINITE, latest_checkpoint
+from .settings import Run
+
+MOST_SKIPPED = 10  # updates in a row
+MOST_BACK_OFFS = 3  # of a run
+_SHOWN = 4  # rows in a message
+
+
+class BackOff(Exception):
+    """A run goes on from its last checkpoint, with half the learning rate."""
+
+
+class OnNan:
+    """What a run does about losses and gradients that are not finite.
+
+    Args:
+        run: its settings have the policy.
+        rows: the rows of a batch, as messages name them.
+        observers: are told of skipped updates.
+    """
+
+    def __init__(
+        self, run: Run, rows: Callable[[Any], list[str]], observers: Sequence[Observer]
+    ) -> None:
+        self._run, self._rows, self._observers = run, rows, observers
+        self._file = run.folder / NOT_FINITE
+        self._records: list[dict] = []
+        self._skipped = 0  # updates in a row
+
+    @property
+    def policy(self) -> str:
+        """``stop``, ``skip`` or ``back-off``."""
+        return self._run.train.on_nan
+
+    @property
+    def factor(self) -> float:
+        """Factor of the learning rate."""
+        return 0.5 ** self._count("back-off")
+
+    def facts(self) -> dict[str, int]:
+        """Return how many updates were skipped, and how often the run backed off, if it did."""
+        counts = {"skipped": self._count("skip"), "back_offs": self._count("back-off")}
+        return {name: count for name, count in counts.items() if count}
+
+    def _count(self, action: str) -> int:
+        return sum(record["action"] == action for record in self._records)
+
+    def resume(self, batches: int) -> None:
+        """Read the records of a run that goes on from a batch; updates after it are taken again."""
+        self._records = [
+            record
+            for record in read_records(self._run.folder)
+            if record["action"] != "skip" or record["batch"] <= batches
+        ]
+        last = next((r for r in reversed(self._records) if r["action"] == "skip"), None)
+        self._skipped = last["in_a_row"] if last and last["batch"] == batches else 0
+
+    def updated(self) -> None:
+        """Note that an update was made."""
+        self._skipped = 0
+
+    def handle(self, number: int, fault: str, batches: Sequence[Any]) -> None:
+        """Record that the update of some batches is not finite; return where it is skipped.
+
+        Args:
+            number: of the last batch, in the run.
+            fault: what is wrong.
+            batches: of the update whose loss is not finite; all of them where only the gradient is.
+
+        Raises:
+            PackError: the policy or its limit ends the run; it names the rows.
+            BackOff: the run goes on from its last checkpoint.
+        """
+        if self.policy == "skip" and self._skipped < MOST_SKIPPED:
+            self._skipped += 1
+            rows = self._rows_of(batches)
+            self._record(number, fault, rows, action="skip", in_a_row=self._skipped)
+            self._tell(number, f"{fault}, its update is skipped", rows)
+            return
+        self.end(number, fault, batches)
+
+    def end(self, number: int, fault: str, batches: Sequence[Any]) -> NoReturn:
+        """Back off, or stop; a model that is not finite leaves no other choice."""
+        rows = self._rows_of(batches)
+        checkpoint = latest_checkpoint(self._run.folder)
+        if self.policy == "back-off" and checkpoint and self._count("back-off") < MOST_BACK_OFFS:
+            self._record(number, fault, rows, action="back-off", to=checkpoint.name)
+            text = f"{fault}, back to {checkpoint.name} with {self.factor:g} of the learning rate"
+            self._tell(number, text, rows)
+            raise BackOff
+        self._record(number, fault, rows, action="stop")
+        limit = {
+            "skip": f" {MOST_SKIPPED} updates in a row were skipped.",
+            "back-off": f" The run backed off {self._count('back-off')} times.",
+        }
+        last = (
+            f"The last good checkpoint is {checkpoint}." if checkpoint else "No checkpoint was due."
+        )
+        others = " or ".join(name for name in ("skip", "back-off") if name != self.policy)
+        raise PackError(
+            f"step {number}: {fault}. Training stopped.{limit.get(self.policy, '')}"
+            f"{self._shown(rows)} {last} Try --on-nan {others}, a lower --learning-rate, or "
+            "--max-grad-norm 1.",
+            "diverged",
+        )
+
+    def _rows_of(self, batches: Sequence[Any]) -> list[str]:
+        return list(dict.fromkeys(row for batch in batches for row in self._rows(batch)))
+
+    def _shown(self, rows: list[str]) -> str:
+        if not rows:
+            return ""
+        more = f" and {len(rows) - _SHOWN} more, all in {self._file}" if len(rows) > _SHOWN else ""
+        return f" Its rows: {', '.join(rows[:_SHOWN])}{more}."
+
+    def _tell(self, number: int, text: str, rows: list[str]) -> None:
+        self._run.display.line("nan", f"batch {number}: {text}.{self._shown(rows)}")
+        for observer in self._observers:
+            observer.on_event(dict(self._records[-1]))
+
+    def _record(self, number: int, fault: str, rows: list[str], **facts: object) -> None:
+        self._records.append({"batch": number, "fault": fault, **facts, "rows": rows})
+        text = "".join(json.dumps(record) + "\n" for record in self._records)
+        atomic_write(self._file, text)
+
+
+def read_records(run: Path) -> list[dict]:
+    """Return the records of a run folder; damaged lines are left out."""
+    try:
+        lines = (run / NOT_FINITE).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    records = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+            if type(record["batch"]) is int and type(record.get("in_a_row", 0)) is int:
+                records.append({"action": str(record["action"]), **record})
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            continue
+    return records

@@ -1,0 +1,75 @@
+"""A run that ends before its end: saved, with the way to continue."""
+
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import mlx.optimizers as optimizers
+from mlx.utils import tree_flatten
+
+from .. import signals
+from ..adapters.method import Trainable
+from ..errors import Code, PackError, RunStopped
+from .checkpoint import TrainingState, save_checkpoint
+from .guards.guard import Guard
+from .run_folder import CONFIG, latest_checkpoint
+from .settings import Run
+
+
+def stopped(run: Run, checkpoint: Path, reason: str, code: Code, exit_code: int = 2) -> RunStopped:
+    """Return the error that ends a run which is saved up to a checkpoint."""
+    return RunStopped(reason, checkpoint, run.pack, code, exit_code)
+
+
+def interrupted(run: Run, checkpoint: Path, number: int) -> RunStopped:
+    """Return the error that ends a run after a signal."""
+    name = "" if number == signal.SIGINT else f" ({signal.Signals(number).name})"
+    return stopped(run, checkpoint, f"interrupted{name}", "interrupted", 128 + number)
+
+
+@contextmanager
+def resumable(run: Run) -> Iterator[None]:
+    """Raise `RunStopped` for a signal or a disk that cannot be written, where there is a checkpoint.
+
+    The run folder holds none of another run any more.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if (checkpoint := latest_checkpoint(run.folder)) is None:
+            raise
+        raise interrupted(run, checkpoint, signals.number_of(error)) from None
+    except PackError as error:
+        checkpoint = latest_checkpoint(run.folder)
+        if isinstance(error, RunStopped) or error.code != "unwritable" or checkpoint is None:
+            raise
+        raise stopped(run, checkpoint, error.message.rstrip("."), "unwritable") from None
+
+
+def write_checkpoint(
+    run: Run,
+    guards: Sequence[Guard],
+    trainable: Trainable,
+    optimizer: optimizers.Optimizer,
+    state: TrainingState,
+) -> Path:
+    """Write a checkpoint and return its folder.
+
+    Raises:
+        PackError: it cannot be written; nothing of it is left.
+    """
+    arrays = [*trainable.tensors().values(), *(a for _, a in tree_flatten(optimizer.state))]
+    nbytes = sum(array.nbytes for array in arrays)
+
+    def write() -> Path:
+        for guard in guards:
+            guard.before_checkpoint(nbytes)
+        return save_checkpoint(run.folder, trainable, optimizer, state)
+
+    try:
+        return write()
+    except PackError:
+        if (run.folder / CONFIG).is_file():
+            raise
+        return write()  # the folder was removed meanwhile

@@ -1,0 +1,114 @@
+"""How short memory is, by the files of Linux and the number of macOS."""
+
+import os
+import resource
+
+import pytest
+
+from mlx_packs.memory import pressure
+from mlx_packs.memory.pressure import CRITICAL, LOW, NONE, memory_pressure
+
+GB = 1 << 30
+
+
+@pytest.fixture
+def system(tmp_path, monkeypatch):
+    """The files of a Linux system with 100 GB of memory, 50 of them available."""
+    monkeypatch.setattr(pressure.sys, "platform", "linux")
+    monkeypatch.setattr(pressure, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(pressure, "_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(pressure.resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+
+    def write(name: str, text: str) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    write("proc/meminfo", f"MemTotal: {100 << 20} kB\nMemAvailable: {50 << 20} kB\nHugePages: 0\n")
+    return write
+
+
+def group(write, version: int, limit: str, used: int, cached: int) -> None:
+    """A container's memory, in bytes."""
+    if version == 2:
+        write("proc/self/cgroup", "0::/box\n")
+        write("cgroup/box/memory.max", limit)
+        write("cgroup/box/memory.current", str(used))
+        write("cgroup/box/memory.stat", f"anon 1\ninactive_file {cached}\nactive_file 0\n")
+    else:
+        write("proc/self/cgroup", "5:devices:/\n4:memory:/box\n0::/\n")
+        write("cgroup/memory/box/memory.limit_in_bytes", limit)
+        write("cgroup/memory/box/memory.usage_in_bytes", str(used))
+        write(
+            "cgroup/memory/box/memory.stat", f"total_inactive_file 0\ntotal_active_file {cached}\n"
+        )
+
+
+def test_enough_of_everything_is_no_pressure(system):
+    assert memory_pressure() == pressure.Pressure(NONE)
+
+
+@pytest.mark.parametrize(("available", "level"), [(2 << 20, NONE), (800 << 10, LOW), (9, CRITICAL)])
+def test_the_machine_has_little_left(system, available, level):
+    system("proc/meminfo", f"MemTotal: {100 << 20} kB\nMemAvailable: {available} kB\n")
+    assert memory_pressure().level == level
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(
+    ("used", "cached", "level"),
+    [
+        (5 * GB, 0, NONE),
+        (10 * GB - (300 << 20), 0, LOW),
+        (10 * GB - (300 << 20), 5 * GB, NONE),  # caches of files are dropped
+        (10 * GB - 1, 0, CRITICAL),
+    ],
+)
+def test_a_container_has_little_left(system, version, used, cached, level):
+    group(system, version, f"{10 * GB}\n", used, cached)
+    result = memory_pressure()
+    assert result.level == level and ("container" in result.reason) == bool(level)
+
+
+@pytest.mark.parametrize(("version", "limit"), [(2, "max\n"), (1, "9223372036854771712\n")])
+def test_a_container_without_a_limit_is_the_machine(system, version, limit):
+    group(system, version, limit, 10 * GB, 0)
+    assert memory_pressure().level == NONE
+
+
+def test_a_limit_of_an_outer_group_counts(system):
+    group(system, 2, "max", GB, 0)
+    system("proc/self/cgroup", "0::/outer/box\n")
+    for name, text in (("max", str(2 * GB)), ("current", str(2 * GB - 1)), ("stat", "")):
+        system(f"cgroup/outer/memory.{name}", text)
+    assert memory_pressure().level == CRITICAL
+
+
+@pytest.mark.parametrize(("available", "level"), [(50 << 20, NONE), (10 << 20, LOW)])
+def test_stalls_count_where_memory_is_not_plenty(system, available, level):
+    system("proc/meminfo", f"MemTotal: {100 << 20} kB\nMemAvailable: {available} kB\n")
+    system("proc/pressure/memory", "some avg10=90.00 x=1\nfull avg10=35.50 avg60=0.00 total=1\n")
+    result = memory_pressure()
+    assert result.level == level and ("stall" in result.reason) == bool(level)
+
+
+def test_an_address_space_that_is_limited_counts(system, monkeypatch):
+    pages = 1000
+    system("proc/self/statm", f"{pages} 5 5\n")
+    limit = pages * resource.getpagesize() + 100
+    monkeypatch.setattr(pressure.resource, "getrlimit", lambda _: (limit, limit))
+    assert memory_pressure().level == CRITICAL
+
+
+@pytest.mark.parametrize(("number", "level"), [(0, NONE), (1, NONE), (2, LOW), (4, CRITICAL)])
+def test_macos_says_it_by_a_number(monkeypatch, number, level):
+    """What a Mac answers was never seen here."""
+    monkeypatch.setattr(pressure.sys, "platform", "darwin")
+    monkeypatch.setattr(pressure, "_sysctl", lambda name: number)
+    assert memory_pressure().level == level
+
+
+@pytest.mark.skipif(os.uname().sysname != "Linux", reason="reads the files of Linux")
+def test_this_machine_has_an_answer():
+    assert memory_pressure().level in (NONE, LOW, CRITICAL)
+    assert pressure._of_machine().limit > GB
+    assert all(folder.is_relative_to(pressure._CGROUPS) for folder in pressure._groups())

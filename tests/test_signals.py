@@ -1,0 +1,82 @@
+"""SIGINT, SIGTERM and SIGHUP: raised, deferred, left to others, restored."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from mlx_packs import signals
+from mlx_packs.signals import NUMBERS, Signalled
+from tests.helpers.interpreter import run_python
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    """What handles signals is the same afterwards."""
+    before = [signal.getsignal(number) for number in NUMBERS]
+    yield
+    assert [signal.getsignal(number) for number in NUMBERS] == before
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_signal_unwinds_like_ctrl_c(number):
+    with pytest.raises(KeyboardInterrupt) as raised, signals.handled():
+        os.kill(os.getpid(), number)
+    assert signals.number_of(raised.value) == number
+
+
+def test_a_deferred_signal_waits_and_the_second_does_not():
+    with pytest.raises(Signalled), signals.deferred() as waiting:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert waiting == [signal.SIGTERM]
+        os.kill(os.getpid(), signal.SIGHUP)
+        raise AssertionError("the second signal did not end the work")
+
+
+def test_a_deferred_signal_that_nobody_saw_is_raised():
+    with pytest.raises(Signalled) as raised, signals.deferred():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert raised.value.number == signal.SIGTERM
+
+
+def test_ignored_signals_and_own_handlers_stay(monkeypatch):
+    seen = []
+    before = [signal.signal(signal.SIGHUP, signal.SIG_IGN)]
+    before.append(signal.signal(signal.SIGTERM, lambda *_: seen.append("own")))
+    try:
+        with signals.deferred() as waiting:
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert waiting == [] and seen == ["own"]
+    finally:
+        for number, handler in zip((signal.SIGHUP, signal.SIGTERM), before, strict=True):
+            signal.signal(number, handler)
+
+
+def test_other_threads_leave_signals_alone():
+    handlers = []
+
+    def work():
+        with signals.deferred() as waiting:
+            handlers.extend([signal.getsignal(signal.SIGTERM), waiting])
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert handlers == [signal.SIG_DFL, []]
+
+
+def test_the_system_ends_what_two_signals_did_not():
+    code = """
+import os, signal
+from mlx_packs import signals
+with signals.handled():
+    for _ in range(2):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except KeyboardInterrupt:
+            pass
+"""
+    with pytest.raises(AssertionError):
+        run_python(code)  # ended by the second, outside of `deferred`
