@@ -15,9 +15,10 @@ import pytest
 
 from mlx_packs import Phase, TrainConfig, train_pack
 from mlx_packs.errors import PackError, RunStopped
-from mlx_packs.files import remove_unused, sha256
+from mlx_packs.files import remove_unused
 from mlx_packs.memory.pressure import CRITICAL, LOW, NONE, Pressure
 from mlx_packs.packs.pack import Pack
+from mlx_packs.reading import sha256
 from mlx_packs.runtime import mx
 from mlx_packs.training import checkpoint as checkpoint_module
 from mlx_packs.training.guards import disk, memory
@@ -47,10 +48,11 @@ def files_of(run: Path) -> dict[str, str]:
 # --- the run folder
 
 
+# before the first checkpoint, at one, between two, at the end
+@pytest.mark.parametrize("at", [3, *(pytest.param(n, marks=SLOW) for n in (1, 2, 6))])
 @pytest.mark.parametrize(
-    "at", [1, 2, 3, 6]
-)  # before the first checkpoint, at one, between, at the end
-@pytest.mark.parametrize("how", ["removed", "moved", "with its parent"])
+    "how", ["removed", *(pytest.param(how, marks=SLOW) for how in ("moved", "with its parent"))]
+)
 def test_a_folder_that_vanishes_is_written_again(shared_tiny, rows, tmp_path, monkeypatch, at, how):
     out = tmp_path / "packs" / "p"
     folder = out.with_name("p-run")

@@ -14,10 +14,10 @@ from mlx_packs import LoRAConfig, Phase, TrainConfig, train_pack
 from mlx_packs.adapters.lora import attach
 from mlx_packs.data.batches import make_batch
 from mlx_packs.errors import RunStopped
-from mlx_packs.files import sha256
 from mlx_packs.objectives.causal_lm import CausalLM, as_arrays, split_head
 from mlx_packs.objectives.embedding import EmbeddingObjective
 from mlx_packs.optim import OPTIMIZERS, make_optimizer
+from mlx_packs.reading import sha256
 from mlx_packs.training import on_nan, step
 from mlx_packs.training.run_folder import latest_checkpoint, read_metrics
 from mlx_packs.training.step import Stepper

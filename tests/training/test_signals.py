@@ -12,8 +12,8 @@ import pytest
 
 from mlx_packs import train_pack
 from mlx_packs.errors import Interrupted, RunStopped
-from mlx_packs.files import sha256
 from mlx_packs.packs.pack import Pack
+from mlx_packs.reading import sha256
 from mlx_packs.training import run as run_module
 from mlx_packs.training.fit import Fit
 from mlx_packs.training.run_folder import latest_checkpoint
