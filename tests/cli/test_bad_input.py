@@ -304,7 +304,7 @@ def test_train_full_disk_that_mlx_does_not_report_is_found(data_here, run, monke
     monkeypatch.setattr(mx, "save_safetensors", save)
     code, _, err = run(*COMMAND)
     assert code == 2 and err.count("\n") == 1
-    check(run.error, "unreadable", None, "adapters.safetensors")
+    check(run.error, "unwritable", None, "adapters.safetensors")
     assert not (data_here / "o").exists() and not list((data_here / "o-run").glob("*step*"))
 
 
