@@ -23,6 +23,7 @@ from .choices import (
 )
 from .conflicts import TrainConflicts
 from .fields import Fault, Settings, fields_where, option
+from .phase import Phase as Phase
 
 _data = partial(option, section="Model and data")
 _text = partial(_data, task="lm")
@@ -38,7 +39,6 @@ _gate = partial(_evaluation, above=0)
 _output = partial(option, section="Output")
 _kept = partial(_output, resumable=True, disk=True)
 _embedding = partial(option, section="Embedding", task="embedding")
-_phase = partial(option, section="Optimization", flags=())
 
 
 @dataclass(frozen=True)
@@ -95,52 +95,6 @@ class LoRAConfig(Settings):
                     re.compile(key)
                 except re.error:
                     yield Fault(name, f"'{key}' must be a module path or a regular expression.")
-
-
-@dataclass(frozen=True)
-class Phase(Settings):
-    """One of the ``phases`` of a run; a setting that it leaves out is as in the run's `TrainConfig`.
-
-    A run trains its phases one after the other, with the same adapters.
-    """
-
-    name: str | None = _phase(None, "Name of the phase.", shown_default="phase-1, phase-2, ...")
-    data: str | list | None = _phase(
-        None, "Training data of the phase: a source as for --data, or a list of them."
-    )
-    iters: int | None = _phase(None, "Batches of the phase.")
-    learning_rate: float | None = _phase(None, "Peak learning rate of the phase.")
-    lr_schedule: str | dict | None = _phase(
-        None, "Learning-rate schedule of the phase; it starts with the phase."
-    )
-    warmup_steps: int | None = _phase(None, "Warm-up updates of the phase.")
-    replay: float = _phase(
-        0.0, "Share of the examples that are drawn from earlier phases.", at_least=0, at_most=1
-    )
-    optimizer_state: str = _phase(
-        "carry",
-        "Whether the optimizer keeps its state (carry) or starts anew (fresh).",
-        choices=("carry", "fresh"),
-    )
-
-    def _conflicts(self) -> Iterator[Fault]:
-        if self.name is not None and not self.name.strip():
-            yield Fault("name", "must not be empty.")
-        elif self.name is not None and not self.name.isprintable():
-            yield Fault("name", f"must be one line of text, but is {self.name!r}.")
-        if self.data is not None:
-            sources = self.data if isinstance(self.data, list) else [self.data]
-            if not sources or not all(isinstance(s, str) and s for s in sources):
-                yield Fault("data", f"must be a source or a list of them, but is {self.data!r}.")
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """Where its examples are; empty where they are those of the run."""
-        return tuple(self.data) if isinstance(self.data, list) else (self.data,) * bool(self.data)
-
-    def to_json(self) -> dict:
-        """Return the settings that it does not leave out."""
-        return {name: getattr(self, name) for name in self.changed(vars(self))}
 
 
 @dataclass(frozen=True)

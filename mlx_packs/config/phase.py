@@ -1,0 +1,55 @@
+"""The settings of one phase of a run."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from .fields import Fault, Settings, option
+
+_phase = partial(option, section="Optimization", flags=())
+
+
+@dataclass(frozen=True)
+class Phase(Settings):
+    """One of the ``phases`` of a run; a setting that it leaves out is as in the run's `TrainConfig`.
+
+    A run trains its phases one after the other, with the same adapters.
+    """
+
+    name: str | None = _phase(None, "Name of the phase.", shown_default="phase-1, phase-2, ...")
+    data: str | list | None = _phase(
+        None, "Training data of the phase: a source as for --data, or a list of them."
+    )
+    iters: int | None = _phase(None, "Batches of the phase.")
+    learning_rate: float | None = _phase(None, "Peak learning rate of the phase.")
+    lr_schedule: str | dict | None = _phase(
+        None, "Learning-rate schedule of the phase; it starts with the phase."
+    )
+    warmup_steps: int | None = _phase(None, "Warm-up updates of the phase.")
+    replay: float = _phase(
+        0.0, "Share of the examples that are drawn from earlier phases.", at_least=0, at_most=1
+    )
+    optimizer_state: str = _phase(
+        "carry",
+        "Whether the optimizer keeps its state (carry) or starts anew (fresh).",
+        choices=("carry", "fresh"),
+    )
+
+    def _conflicts(self) -> Iterator[Fault]:
+        if self.name is not None and not self.name.strip():
+            yield Fault("name", "must not be empty.")
+        elif self.name is not None and not self.name.isprintable():
+            yield Fault("name", f"must be one line of text, but is {self.name!r}.")
+        if self.data is not None:
+            sources = self.data if isinstance(self.data, list) else [self.data]
+            if not sources or not all(isinstance(s, str) and s for s in sources):
+                yield Fault("data", f"must be a source or a list of them, but is {self.data!r}.")
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Where its examples are; empty where they are those of the run."""
+        return tuple(self.data) if isinstance(self.data, list) else (self.data,) * bool(self.data)
+
+    def to_json(self) -> dict:
+        """Return the settings that it does not leave out."""
+        return {name: getattr(self, name) for name in self.changed(vars(self))}
