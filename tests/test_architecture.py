@@ -150,6 +150,8 @@ OWN_READERS = {
     "objectives/state_store.py": "a file that it makes",
     **dict.fromkeys(("files.py", "filesystem.py", "leftovers.py"), "what it writes, and locks"),
     "data/token_store.py": "a file that it makes",
+    "memory/pressure.py": "what Linux says of memory",
+    "training/on_nan.py": "a run, by the reader",
     # not yet
     **dict.fromkeys(("data/rows.py", "data/formats.py", "data/json_lines.py"), "rows"),
     **dict.fromkeys(("training/checkpoint.py", "training/run_folder.py"), "a run"),

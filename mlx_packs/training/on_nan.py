@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from ..errors import PackError
 from ..files import atomic_write
+from ..reading import parse_json, read_text
 from .observers.observer import Observer
 from .run_folder import NOT_FINITE, latest_checkpoint
 from .settings import Run
@@ -145,15 +146,15 @@ class OnNan:
 def read_records(run: Path) -> list[dict]:
     """Return the records of a run folder; damaged lines are left out."""
     try:
-        lines = (run / NOT_FINITE).read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
+        lines = read_text(run / NOT_FINITE).splitlines()
+    except (PackError, OSError):
         return []
     records = []
     for line in lines:
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             if type(record["batch"]) is int and type(record.get("in_a_row", 0)) is int:
                 records.append({"action": str(record["action"]), **record})
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             continue
     return records
