@@ -152,7 +152,7 @@ def test_too_little_space_ends_a_run_before_the_checkpoint(
     check(stopped.value, "unwritable", None, "p-run", "step-000002")
     assert stopped.value.exit_code == 2
     names = sorted(path.name for path in (tmp_path / "p-run").iterdir())
-    assert names == ["config.json", "latest", "metrics.jsonl", "step-000002"]
+    assert names == ["config.json", "metrics.jsonl", "step-000002"]
     full.clear()
     train_pack(shared_tiny, rows, LORA, SETTINGS, tmp_path / "p", resume=True)
 
