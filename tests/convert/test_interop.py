@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from mlx_lm.utils import load_model
 
 from mlx_packs import LoRAConfig, Pack, load_base
 from mlx_packs.adapters.lora import attach
-from mlx_packs.convert.external import folded, verify_numerically
+from mlx_packs.convert.external import CONFIG, folded, verify_numerically
 from mlx_packs.convert.interop import ORIGINALS, SIDECAR, export_pack, import_adapter
 from mlx_packs.convert.merge import merge_pack
 from mlx_packs.convert.peft import Peft
@@ -60,6 +61,12 @@ def pack_with(model: Path, folder: Path, **lora) -> Pack:
         return Pack.of(attached).save(folder)
     finally:
         attached.detach()
+
+
+def edit_json(file: Path, change: Callable[[dict], object]) -> None:
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
 
 
 def same_tensors(one: Pack, other: Pack) -> bool:
@@ -596,6 +603,50 @@ def test_import_of_a_changed_export_reads_its_own_config(bases, tmp_path):
     note |= {"format_version": 1, "sha256": {"../evil": "0"}}
     (tmp_path / "out" / SIDECAR).write_text(json.dumps(note))
     check_rejected(tmp_path / "out", tmp_path / "x", None, "unreadable", "../evil")
+
+
+@pytest.fixture(scope="module")
+def exported(bases, tmp_path_factory) -> Path:
+    """A pack ``p`` as mlx-lm's adapter, beside it; tests copy it."""
+    folder = tmp_path_factory.mktemp("exported")
+    export_pack(pack_with(bases["qwen3"], folder / "p", rank=4), "mlx-lm", folder / "e")
+    return folder / "e"
+
+
+def test_an_adapter_of_mlx_lm_that_names_no_type_is_lora(exported, bases, tmp_path):
+    shutil.copytree(exported, tmp_path / "e")
+    (tmp_path / "e" / SIDECAR).unlink()
+    edit_json(tmp_path / "e" / "adapter_config.json", lambda config: config.pop("fine_tune_type"))
+    import_adapter(tmp_path / "e", tmp_path / "q", bases["qwen3"])
+    assert same_tensors(Pack.open(exported.parent / "p"), Pack.open(tmp_path / "q"))
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        (CONFIG, lambda c: c.update(fine_tune_type=[])),
+        (CONFIG, lambda c: c.update(fine_tune_type=None)),
+        (CONFIG, lambda c: c.update(lora_parameters=[])),
+        (CONFIG, lambda c: c["lora_parameters"].update(scale=True)),
+        (CONFIG, lambda c: c["lora_parameters"].update(scale="2")),
+        (CONFIG, lambda c: c["lora_parameters"].update(scale=10**50)),
+        (CONFIG, lambda c: c.update(model="half of \udc9b")),
+        (SIDECAR, lambda s: s.update(format_version="1")),
+        (SIDECAR, lambda s: s.update(sha256=[])),
+        (SIDECAR, lambda s: s["sha256"].update({"../x": "0"})),
+        (SIDECAR, lambda s: s["pack"].update(license="half of \ud800")),
+        (SIDECAR, lambda s: s["pack"].update(base=3)),
+        (SIDECAR, lambda s: s["pack"]["adapters"].update(modules=[])),
+        (SIDECAR, lambda s: s["pack"]["adapters"]["modules"][0].update(in_features=3)),
+        (SIDECAR, lambda s: s["pack"]["adapters"]["modules"].pop()),
+    ],
+)
+def test_values_of_a_wrong_kind_are_rejected(exported, bases, tmp_path, rejected, file, change):
+    shutil.copytree(exported, tmp_path / "e")
+    edit_json(tmp_path / "e" / file, change)
+    arguments = ("import", tmp_path / "e", "--out", tmp_path / "q", "--model", bases["qwen3"])
+    error = rejected(*arguments)
+    assert str(tmp_path / "e") in error.message and not (tmp_path / "q").exists()
 
 
 def test_import_rejects_full_fine_tuning_and_tensors_of_mlx_lm(bases, tmp_path):
