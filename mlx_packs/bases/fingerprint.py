@@ -4,6 +4,9 @@ A fingerprint is ``sha256:`` and 64 digits. It is the SHA-256 of a JSON list of 
 hashes]``, sorted; ``hashes`` are the SHA-256 of the tensor's bytes, 16 MiB each. So it does not
 depend on how tensors are spread over files, and threads share the work. Older versions of this
 package hashed 4 KiB of each tensor; such a fingerprint has no prefix and is compared as it was made.
+
+The files beside the weights (config, tokenizer, template) have a hash each: a resumed run needs the
+same ones, while a pack on a base with another of them is only worth a note.
 """
 
 import hashlib
@@ -18,10 +21,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import PackError
+from ..errors import PackError, printable
 from ..files import atomic_write, cache_folder, remove_unused, to_json
-from ..reading import read_header, read_json
-from .files import weight_files
+from ..reading import read_header, read_json, sha256
+from .files import CHECKPOINT_FILES, RECORD, weight_files
 
 _PREFIX = "sha256:"
 _PIECE_BYTES = 16 << 20  # of a tensor that are hashed as one
@@ -31,6 +34,7 @@ _SAMPLE_BYTES = 4096
 _DAYS = 90  # that an unused entry of the cache is kept
 _SETTLED_SECONDS = 3  # a file younger than a clock's step may change again with the same times
 _FORMAT = "mlx_packs fingerprint 1"
+_NOT_READ = ("model.safetensors.index.json", RECORD)  # by who computes
 _log = logging.getLogger("mlx_packs")
 
 FileState = tuple[str, int, int, int, int]  # path, size, mtime_ns, ctime_ns, inode
@@ -105,6 +109,41 @@ def same_fingerprint(a: Mapping, b: Mapping) -> bool:
         return a["fingerprint"] == b["fingerprint"]
     old, new = (a, b) if is_sampled(a["fingerprint"]) else (b, a)
     return old["fingerprint"] == new.get("sampled_fingerprint")
+
+
+def text_hashes(path: Path) -> dict[str, str]:
+    """Return the SHA-256 of each file beside the weights that a base's results may depend on."""
+    files = {file for pattern in CHECKPOINT_FILES for file in path.glob(pattern)}
+    files |= set(path.glob("[0-9]*_*/config.json"))  # modules of sentence-transformers
+    states = {
+        file.relative_to(path).as_posix(): _state(file)
+        for file in sorted(files)
+        if file.is_file() and file.suffix != ".safetensors" and file.name not in _NOT_READ
+    }
+    return {name: _hash_of(state) for name, state in states.items()}
+
+
+def changed_texts(path: Path, recorded: Mapping[str, str]) -> list[str]:
+    """Return the names of files beside the weights that are not as recorded."""
+    current = text_hashes(path)
+    names = sorted({*current, *recorded})
+    return [printable(name) for name in names if current.get(name) != recorded.get(name)]
+
+
+@lru_cache(maxsize=256)
+def say_changed(where: str, path: Path, names: tuple[str, ...]) -> None:
+    """Log once that a pack was trained with other files beside the weights."""
+    _log.warning(
+        "%s: was trained with another %s than %s has. Results may differ.",
+        where,
+        ", ".join(names[:3]) + (" …" if len(names) > 3 else ""),
+        path,
+    )
+
+
+@lru_cache(maxsize=256)
+def _hash_of(state: FileState) -> str:
+    return sha256(Path(state[0]))
 
 
 @lru_cache(maxsize=256)

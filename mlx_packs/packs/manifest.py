@@ -40,6 +40,8 @@ _KEYS = {
     "base": "a mapping",
     **dict.fromkeys(("base.id", "base.fingerprint", "base.model_type"), "text"),
     "base.sampled_fingerprint": "text?",
+    "base.text_files": "a mapping?",
+    "base.text_files.*": "text",
     "base.quantization": "a mapping or null",
     "base.num_layers": "an integer of 0 or more",
     "adapters": "a mapping",

@@ -18,11 +18,14 @@ from ..adapters.method import Trainable
 from ..adapters.spec import Specs, check_shapes
 from ..bases.files import check_files, quantization_name, resolve_checkpoint
 from ..bases.fingerprint import (
+    changed_texts,
     fingerprint,
     is_fingerprint_of,
     is_sampled,
     sampled_fingerprint,
+    say_changed,
     short_fingerprint,
+    text_hashes,
 )
 from ..bases.geometry import Group, Heads, block_prefixes
 from ..bases.model import BaseModel
@@ -274,6 +277,8 @@ class Pack:
                 "mismatch",
                 "quantize",
             )
+        if names := changed_texts(path, ours["text_files"]) if ours.get("text_files") else []:
+            say_changed(where, path, tuple(names))
 
     def check_checkpoint(self, model: str | Path) -> tuple[Path, dict]:
         """Return folder and config of a checkpoint whose headers are those of the pack's base."""
@@ -366,6 +371,7 @@ def _manifest_of(base: BaseModel, adapters: dict, facts: Mapping[str, object]) -
             "id": base.public_name,
             "fingerprint": base.fingerprint,
             "sampled_fingerprint": sampled_fingerprint(base.path),
+            "text_files": text_hashes(base.path),
             "model_type": base.config["model_type"],
             "quantization": base.quantization or None,
             "num_layers": len(block_prefixes(base.model)),

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..bases.files import public_name
-from ..bases.fingerprint import is_fingerprint_of
+from ..bases.fingerprint import changed_texts, is_fingerprint_of, text_hashes
 from ..config.fields import fields_where
 from ..config.recipe import Recipe
 from ..config.schema import TrainConfig
@@ -45,6 +45,7 @@ def run_identity(
     return {
         "recipe": recipe.to_json(),
         "base": base.fingerprint,
+        "base_text_files": text_hashes(base.path),
         "data": {
             phase.manifest_key(split): read.fingerprint(split)
             for phase, read in zip(phases, splits, strict=True)
@@ -70,6 +71,14 @@ def check_resume(run: Path, base: Path, identity: dict, earlier: dict) -> None:
                 "mismatch",
                 flag,
             )
+    texts = earlier.get("base_text_files")  # of older runs nobody knows
+    if isinstance(texts, dict) and (names := changed_texts(base, texts)):
+        raise PackError(
+            f"--resume: {run} was trained with another {names[0]} of its base. Resume with the "
+            "original base.",
+            "mismatch",
+            "model",
+        )
     # an option that is newer than the run was what it is by default
     newest = json.loads(json.dumps(Recipe().to_json()))
     then, now = newest | earlier["recipe"], newest | json.loads(json.dumps(identity["recipe"]))

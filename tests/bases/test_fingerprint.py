@@ -13,7 +13,12 @@ import pytest
 from mlx_packs import train_pack
 from mlx_packs.bases import fingerprint as fingerprints
 from mlx_packs.bases.files import tiny_checkpoint
-from mlx_packs.bases.fingerprint import fingerprint, sampled_fingerprint
+from mlx_packs.bases.fingerprint import (
+    changed_texts,
+    fingerprint,
+    sampled_fingerprint,
+    text_hashes,
+)
 from mlx_packs.packs.base import load_base
 from mlx_packs.packs.pack import Pack
 from mlx_packs.packs.weighted_sum import weighted_sum
@@ -232,6 +237,35 @@ def test_apply_and_resume_notice_200_bytes_beyond_the_sample(base_here, rejected
         pass
     with raises("mismatch", "model", "--resume", "another base"):
         train_pack("bx", "d", LORA, TRAIN, "o", resume=True)
+
+
+TEXTS = [f.name for f in tiny_checkpoint().iterdir() if f.suffix in (".json", ".jinja")]
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_each_text_of_a_base_has_a_hash(tmp_path, name):
+    folder = shutil.copytree(tiny_checkpoint(), tmp_path / "base")
+    recorded = text_hashes(folder)
+    assert set(recorded) == set(TEXTS) and changed_texts(folder, recorded) == []
+    for place in (0, 40, -1):
+        flip(folder / name, (folder / name).stat().st_size + place if place < 0 else place)
+        assert changed_texts(folder, recorded) == [name]
+    (folder / name).unlink()
+    assert changed_texts(folder, recorded) == [name]
+    assert changed_texts(folder, recorded | {"\x1b[31m.json": "0"})[0] == "?[31m.json"
+
+
+def test_resume_rejects_another_template_and_apply_says_so(base_here, run, caplog):
+    train_pack("bx", "d", LORA, TRAIN, "o")
+    template = base_here / "chat_template.jinja"
+    text = template.read_text()
+    template.write_text(text + "\n{# another #}")
+    with raises("mismatch", "model", "--resume", "chat_template.jinja"):
+        train_pack("bx", "d", LORA, TRAIN, "o", resume=True)
+    assert run("apply", "o", "--model", "bx", "--dry-run")[0] == 0
+    assert "o: was trained with another chat_template.jinja than bx has" in caplog.text
+    template.write_text(text)
+    train_pack("bx", "d", LORA, TRAIN, "o", resume=True)
 
 
 def of_an_older_version(pack: Path, base: Path) -> None:
