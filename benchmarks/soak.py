@@ -56,8 +56,9 @@ def slope(counts: Sequence[float], sizes: Sequence[float]) -> Slope:
     line = np.polyfit(x, y, 1)
     rest = y - np.polyval(line, x)
     spread = np.sqrt((rest**2).sum() / max(1, len(x) - 2) / ((x - x.mean()) ** 2).sum())
-    alike = np.corrcoef(rest[:-1], rest[1:])[0, 1] if rest.std() > 0 else 0.0
-    alike = min(max(float(alike), 0.0), 0.99)
+    total = float((rest**2).sum())
+    alike = float((rest[:-1] * rest[1:]).sum()) / total if total else 0.0
+    alike = min(max(alike, 0.0), 0.99)
     length = x[-1] - x[0]
     noise = spread * np.sqrt((1 + alike) / (1 - alike)) * length
     return Slope(float(line[0] * length), float(noise))

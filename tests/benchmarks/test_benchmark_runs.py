@@ -25,6 +25,7 @@ from benchmarks import (
     prefix,
     profile,
     report,
+    soak,
     steady,
     stock,
     swap,
@@ -423,6 +424,34 @@ def test_growth_is_from_the_second_tenth_to_the_last():
     samples = [dataclasses.replace(sample, batch=i, rss_mb=100.0 + i) for i in range(100)]
     assert steady.drift(samples)["rss_mb"] == pytest.approx(94.5 - 14.5)
     assert steady.drift(samples)["active_mb"] == 0
+
+
+def test_a_slope_is_told_from_noise():
+    counts = np.arange(1, 201) * 50
+    noise = np.random.default_rng(0).normal(0, 0.5, 200)
+    warm_up = np.where(counts < 500, 40.0, 0.0)
+    assert soak.slope(counts, 100 + noise + warm_up).within_noise
+    leak = soak.slope(counts, 100 + noise + counts * 5e-4)
+    assert leak.growth_mb == pytest.approx(4.5, abs=0.3) and not leak.within_noise
+    assert soak.slope(counts, np.full(200, 100.0)) == soak.Slope(pytest.approx(0), pytest.approx(0))
+    step = soak.slope(
+        counts, 100 + (counts > 5000) * 3
+    )  # a buffer that grew once: alike neighbours
+    assert step.noise_mb > 1
+
+
+@pytest.mark.slow
+def test_steps_swaps_and_texts_are_soaked_and_plotted(tmp_path, monkeypatch):
+    monkeypatch.setattr(soak.alone, "run", lambda module, arguments: soak.WORK[arguments[1]](12, 3))
+    file, out = tmp_path / "h.jsonl", tmp_path / "soak"
+    size = ["--count", "12", "--every", "3"]
+    assert soak.main([*size, "--out", str(out), "--history", str(file)]) == 0
+    with out.with_suffix(".csv").open() as f:
+        rows = list(csv.DictReader(f))
+    assert [row["count"] for row in rows] == ["3", "6", "9", "12"] * 3
+    assert all(float(row["rss_mb"]) > float(row["mlx_mb"]) > 1 for row in rows)
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert {r.metric for r in history.read(file)} == {"growth: process", "growth: kept in MLX"}
 
 
 def record(task, implementation, metric, p50, **more) -> history.Record:
