@@ -336,7 +336,7 @@ def test_a_disturbed_machine_is_noted_and_calibrates_nothing(quickly, monkeypatc
     monkeypatch.setattr(steps, "race", fake_race)
     result = bench_of(before=Conditions(power="battery"))
     assert result.uncalibrated == "the machine runs on battery" and not result.calibrated
-    assert not list((quickly / "cache").rglob("*.json"))
+    assert not list((quickly / "cache" / "measurements").rglob("*.json"))
     assert "The machine runs on battery: it can do more." in record.notes(result)
 
 
