@@ -152,10 +152,9 @@ OWN_READERS = {
     "data/token_store.py": "a file that it makes",
     "memory/pressure.py": "what Linux says of memory",
     "training/on_nan.py": "a run, by the reader",
-    # not yet
-    **dict.fromkeys(("data/rows.py", "data/formats.py", "data/json_lines.py"), "rows"),
-    **dict.fromkeys(("training/checkpoint.py", "training/run_folder.py"), "a run"),
-    **dict.fromkeys(("training/layer_trainer.py", "training/run.py"), "a run"),
+    **dict.fromkeys(("data/rows.py", "data/formats.py", "data/json_lines.py"), "rows, bounded"),
+    **dict.fromkeys(("training/checkpoint.py", "training/run_folder.py"), "a run of its own"),
+    **dict.fromkeys(("training/registered_layer.py", "training/run.py"), "files that were checked"),
 }
 READS = {"open", "read_text", "read_bytes", "safe_open"}
 PARSERS = {

@@ -28,12 +28,12 @@ from ..files import atomic_write, make_folder, replace_file, save_tensors, to_js
 from ..leftovers import temporary
 from ..optim import make_optimizer
 from ..packs.manifest import spec_json
-from ..reading import read_tensors
+from ..reading import read_json, read_tensors
 from ..runtime import mx
 from .checkpoint import TrainingState, load_checkpoint, save_checkpoint, set_random_state
 from .layer_graphs import Graph, GraphCache
 from .layer_losses import Forward, LMLoss, UserLoss, lm_batch, sequence_forward
-from .registered_layer import LAYER_NAME, RegisteredLayer, adapt, adapters_module
+from .registered_layer import LAYER_NAME, RegisteredLayer, adapt, adapters_module, stored_alphas
 from .run_folder import check_unchanged, resume_point
 from .step import not_finite
 
@@ -382,8 +382,7 @@ class LayerTrainer:
         if not file.is_file():
             raise PackError(f"{file}: no such file.", "not-found")
         tensors = read_tensors(file)
-        alphas = mx.load(str(file), return_metadata=True)[1].get("alpha")
-        for name, alpha in (json.loads(alphas) if alphas else {}).items():
+        for name, alpha in stored_alphas(file).items():
             if name in self._layers and self._layers[name].alpha != alpha:
                 raise PackError(
                     f"{file}: {name} has alpha {alpha:g}, but was registered with "
@@ -413,11 +412,13 @@ class LayerTrainer:
         run = Path(folder).expanduser()
         checkpoint = resume_point(run).folder
         try:
-            then = json.loads((run / LAYERS).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            raise PackError(f"{run / LAYERS}: cannot be read as JSON.", "unreadable") from None
+            then = read_json(run / LAYERS)
+        except OSError as error:
+            raise PackError(
+                f"{run / LAYERS}: cannot be read ({error.strerror}).", "unreadable"
+            ) from None
         now = json.loads(to_json(self._identity()))
-        check_unchanged(str(run), then if isinstance(then, dict) else {}, now)
+        check_unchanged(str(run), then, now)
         self._state = load_checkpoint(checkpoint, self, self.optimizer)
         self._forget_graphs()
 

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 import mlx.nn as nn
 
@@ -11,8 +12,10 @@ from ..adapters.targets import plan_specs
 from ..bases.geometry import GeometryError, Group, probe
 from ..config.schema import LoRAConfig
 from ..errors import PackError
+from ..kinds import check_keys, check_kind
 from ..nn.lora import AdaptedLinear, AdapterShape, GroupedLoRA, adapter_key
 from ..nn.quantized import LINEARS
+from ..reading import parse_json
 from ..runtime import mx
 
 LAYER_NAME = re.compile(r"[\w-]+(\.[\w-]+)*")
@@ -112,3 +115,15 @@ def shown(value: object) -> str:
     """Return the shape of an array for a message, or the type of anything else."""
     shape = getattr(value, "shape", None)
     return type(value).__name__ if shape is None else f"shape {list(shape)}"
+
+
+def stored_alphas(file: Path) -> dict[str, float]:
+    """Return the alpha of each layer that a file of adapters names in its metadata."""
+    text = mx.load(str(file), return_metadata=True)[1].get("alpha") or "{}"
+    try:
+        alphas = parse_json(text)
+        check_kind("alpha", alphas, "a mapping")
+        check_keys(alphas, {"*": "a number"}, "alpha")
+    except ValueError as error:
+        raise PackError(f"{file}: its metadata: {error}.", "unreadable") from None
+    return alphas

@@ -20,7 +20,7 @@ from ..config.recipe import Recipe, check_method, resolve, tiny_recipe
 from ..config.schema import DataConfig, LoRAConfig, TrainConfig
 from ..data.bad_rows import LeftOut, write_quarantine
 from ..display import QUIET, VERBOSE, Display, shown_count
-from ..errors import Float16Overflow, PackError
+from ..errors import Float16Overflow, PackError, library_errors
 from ..files import make_folder
 from ..gates import Gates, evaluate_gates, gate_limits
 from ..nn.gated_delta import has_gated_delta
@@ -31,6 +31,7 @@ from ..optim import unused_learning_rate
 from ..packs.base import Base, load_base
 from ..packs.manifest import adapter_config_of
 from ..packs.pack import Pack, round_adapters
+from ..reading import read_header
 from ..runtime import mx
 from .command_buffers import limit_command_buffers
 from .dataset import Dataset
@@ -327,9 +328,13 @@ def _describe(trainable: Trainable, display: Display, base_weights: int) -> None
 def _load_adapters(trainable: Trainable, file: Path) -> None:
     """Set the trainable parameters from a file of exactly these tensors."""
     try:
+        read_header(file)
+    except PackError as error:
+        raise PackError(f"--resume-adapter-file {error.message}", error.code) from error
+    with library_errors(
+        lambda reason: PackError(f"--resume-adapter-file {file}: {reason}.", "unreadable")
+    ):
         tensors = mx.load(str(file))
-    except (RuntimeError, ValueError) as error:
-        raise PackError(f"--resume-adapter-file {file}: {error}", "unreadable") from None
     trainable.load(tensors, str(file))
 
 

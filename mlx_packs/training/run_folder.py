@@ -12,6 +12,7 @@ from ..errors import PackError
 from ..files import atomic_write, to_json
 from ..hashes import check_seal, sealed, without_seal
 from ..leftovers import discard, recovered
+from ..reading import parse_json, read_json
 from .checkpoint import (
     ADAPTERS,
     METRICS,
@@ -77,8 +78,8 @@ def _parsed_identity(run: Path) -> dict:
     """Return what is in the file of a run's identity, with the types that it must have."""
     file = run / CONFIG
     try:
-        identity = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        identity = read_json(file, object)
+    except (OSError, PackError):
         raise PackError(
             f"{file}: cannot be read as JSON. {_without_identity(run)}", "unreadable"
         ) from None
@@ -223,8 +224,8 @@ def read_metrics(run: Path, batches: int) -> list[dict]:
 def _metrics_line(text: str) -> dict | None:
     """Return a line of metrics.jsonl: numbers by name, and perhaps a phase, or scores by phase."""
     try:
-        line = json.loads(text)
-    except (ValueError, RecursionError):
+        line = parse_json(text)
+    except ValueError:
         return None
     if not isinstance(line, dict) or type(line.get("batch")) is not int:
         return None

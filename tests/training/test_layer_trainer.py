@@ -335,6 +335,14 @@ def test_merged_weight_computes_what_the_layer_computes(kind):
     assert mx.abs(trainer.merged_weight("up") - frozen).max().item() > 1e-5
 
 
+@pytest.mark.parametrize("alphas", ["{", "[]", '{"up": "x"}', "[" * 99_999, '{"up": NaN}'])
+def test_adapters_with_damaged_alphas_are_one_line(tmp_path, alphas):
+    file = tmp_path / "own.safetensors"
+    mx.save_safetensors(str(file), {"up.lora_a": mx.zeros((2, 2))}, {"alpha": alphas})
+    with raises("unreadable", None, "own.safetensors", "metadata"):
+        trainer_of(three(), LoRAConfig(rank=2, alpha=8)).load_adapters(file)
+
+
 def test_rank_and_alpha_of_a_layer_override_the_common_ones():
     trainer = LayerTrainer(LoRAConfig(rank=8, alpha=4))
     trainer.register("a", nn.Linear(64, 32), rank=2)
