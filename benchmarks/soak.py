@@ -61,7 +61,7 @@ def slope(counts: Sequence[float], sizes: Sequence[float]) -> Slope:
     alike = min(max(alike, 0.0), 0.99)
     length = x[-1] - x[0]
     noise = spread * np.sqrt((1 + alike) / (1 - alike)) * length
-    return Slope(round(float(line[0] * length), 3), round(float(noise), 3))
+    return Slope(round(float(line[0] * length), 3) + 0.0, round(float(noise), 3))  # no -0.0
 
 
 def _line(count: int) -> Line:
