@@ -89,8 +89,9 @@ class Guarded:
 
 
 def unguarded(stream: IO[str]) -> IO[str]:
-    """Return the stream below a guarded one; for output that is clean and has colours."""
-    return unguarded(stream.stream) if isinstance(stream, Guarded) else stream
+    """Return the stream below guards and bars of rich; for output that is clean and has colours."""
+    below = getattr(stream, "rich_proxied_file", None)
+    return stream if below is None else unguarded(below)
 
 
 def guard() -> None:

@@ -139,10 +139,12 @@ def test_a_bar_shows_text_and_no_markup_of_data(terminals, monkeypatch, is_guard
             if is_guarded:
                 print(f"of a library {HOSTILE}")
                 print(f"of a library {HOSTILE}", file=sys.stderr)
+            Display(NORMAL).line("of", "another display")
             bar.bar.refresh()
         with display.working("base", f"[red]{HOSTILE}"):
             pass
     shown = err.getvalue() + out.getvalue()
+    assert "\x1b[1mof     \x1b[0m another display" in shown
     assert "[red]" in shown and "[link=x]" in shown and SAFE in shown
     assert ("of a library" in shown) == is_guarded
     for text in ("\x1b]", "\x9b", "\u202e", "\u2066", "\u061c", "\udc9b", "\x07", "\x1b[31m"):
