@@ -29,7 +29,8 @@ SECONDS = 2.0  # of CPU time for one conversation
 CHARACTERS = 1 << 22  # of what a template makes, beside what it is given
 _TIMES_GIVEN = 8  # the limit grows by so many times what it is given
 _ITEM = 8  # an entry of a list counts as so many characters
-_TICKS = 64  # between two looks at the clock
+_TICKS = 256  # between two looks at the clock
+_CHARACTERS_A_TICK = 1 << 13  # what an operation on so many takes is one more
 _INTEGER_BITS = 1 << 16
 _REMEDY = "Take the template that the model's publisher has, or examples with 'text'."
 # Methods of texts, and filters, whose result can be far longer than what goes in.
@@ -52,23 +53,29 @@ class _Meter:
 
     def __init__(self, given: int) -> None:
         self.limit = CHARACTERS + _TIMES_GIVEN * given
-        self._deadline = time.thread_time() + SECONDS
-        self._ticks = 0
+        self._deadline: float | None = None  # the clock is slow; most conversations need no look
+        self._left = _TICKS
 
-    def tick(self) -> None:
-        """Count a turn of a loop, or a call."""
-        self._ticks += 1
-        if self._ticks % _TICKS == 0 and time.thread_time() > self._deadline:
+    def tick(self, ticks: int = 1) -> None:
+        """Count a turn of a loop, a call, or a piece of text."""
+        self._left -= ticks
+        if self._left >= 0:
+            return
+        self._left, now = _TICKS, time.thread_time()
+        if self._deadline is None:
+            self._deadline = now + SECONDS
+        elif now > self._deadline:
             raise _LimitReached(f"takes more than {SECONDS:.0f} seconds")
 
     def check_size(self, size: int) -> None:
         """Check so many characters, before they are made."""
         if size > self.limit:
             raise _LimitReached(f"makes a text or list of more than {self.limit:,} characters")
+        self.tick(size // _CHARACTERS_A_TICK)
 
     def checked(self, value: Any) -> Any:
         """Return a value that is not too large."""
-        self.check_size(_weight(value, self.limit))
+        self.check_size(len(value) if isinstance(value, str) else _weight(value, self.limit))
         return value
 
 
@@ -341,13 +348,14 @@ def render_chat(
         PackError: the template rejects this conversation (code ``data``); or it is no template,
             takes too long, makes too much, or does what the sandbox forbids (``unreadable``).
     """
-    file = template_file(tokenizer)
 
     def faulty(fault: str) -> PackError:
-        return PackError(f"{file}: the chat template {fault}. {_REMEDY}", "unreadable")
+        where = template_file(tokenizer)
+        return PackError(f"{where}: the chat template {fault}. {_REMEDY}", "unreadable")
 
     def rejects(reason: str) -> PackError:
-        return PackError(f"{file}: the chat template rejects this conversation: {reason}.", "data")
+        fault = f"the chat template rejects this conversation: {reason}."
+        return PackError(f"{template_file(tokenizer)}: {fault}", "data")
 
     given = _weight([messages, options.get("tools")])
     with library_errors(rejects), _metering(given):

@@ -69,7 +69,7 @@ def with_template(tokenizer, monkeypatch):
         monkeypatch.setattr(tokenizer._tokenizer, "chat_template", text)
         return tokenizer
 
-    monkeypatch.setattr(chat_template, "SECONDS", 0.3)
+    monkeypatch.setattr(chat_template, "SECONDS", 0.1)
     return go
 
 
@@ -84,7 +84,7 @@ def test_a_template_without_end_or_measure_is_stopped(with_template, text):
         assert "\n" not in error.message and len(error.message) < 400
     else:
         assert shown == "x"  # what is in no branch that is taken
-    assert time.thread_time() - start < 3  # of 2 seconds for users, 0.3 here
+    assert time.thread_time() - start < 3  # of 2 seconds for users, 0.1 here
 
 
 FAULTS = {
