@@ -10,6 +10,7 @@ NAMES = (
     "memory",
     "train_run",
     "load",
+    "data",
     "generate",
     "swap",
     "ops",

@@ -1,12 +1,14 @@
 """`packs plan`: what fits into memory."""
 
 import math
+import shlex
 import shutil
 
 import click
 
 from ..config.fields import facts_of
 from ..config.recipe import specified
+from ..display import size
 from ..errors import PackError
 from . import options
 from .options import option
@@ -47,6 +49,11 @@ def _default_text(name: str) -> str:
     help="Device to plan for; needs --memory.",
     default_text="this machine's",
 )
+@options.setting(
+    "data",
+    "not counted",
+    help="Count the memory of this training data too: a folder, a file, or 'tiny' (bundled).",
+)
 @options.recipes
 @options.add(*(options.setting(name, _default_text(name)) for name in _SETTINGS))
 @options.as_json
@@ -59,6 +66,7 @@ def plan(memory: float | None, device: str | None, configs: tuple[str, ...], **f
     printed last has the peak that is shown.
     """
     from ..bases.files import TINY
+    from ..memory.examples import example_memory
     from ..memory.read import read_headers
     from ..memory.recommend import recommend, table
     from ..runtime import assumed_device, total_memory
@@ -76,14 +84,27 @@ def plan(memory: float | None, device: str | None, configs: tuple[str, ...], **f
     unflagged = recipe_of({"model": model}, settings)
     limit = total_memory() if memory is None else int(memory * 1e9)
     headers = read_headers(model)
+    asked = specified(settings, flags)
+    examples = example_memory(recipe.data) if asked & {"data", "hf_dataset"} else None
+    data = ["--data", flags["data"]] if "data" in flags else []
+    least = examples.nbytes if examples else 0
+    if least >= limit:
+        raise PackError(
+            f"--data {recipe.data.data}: the examples alone need {size(least)}, but the memory is "
+            f"{size(limit)}. Use less data or more memory.",
+            "memory",
+        )
     with assumed_device(device):
-        choices = recommend(headers, limit, recipe.lora, recipe.train, specified(settings, flags))
+        choices = recommend(headers, limit - least, recipe.lora, recipe.train, asked)
         report = [
             {
                 **choice.to_json(),
                 "compute_dtype": choice.dtype(headers.config).to_json(),
-                "command": choice.command(model, configs, unflagged),
                 "code": headers.code,
+                "data_gb": examples and examples.nbytes / 1e9,
+                "command": shlex.join(
+                    shlex.split(choice.command(model, configs, unflagged)) + data
+                ),
             }
             for choice in choices
         ]
@@ -95,4 +116,9 @@ def plan(memory: float | None, device: str | None, configs: tuple[str, ...], **f
             f"code    the base brings code of its own ({headers.code}), which was not run. Read it; "
             "training needs --trust-remote-code.",
         )
+    if data and lines[-1].startswith("try:    packs"):
+        lines[-1] = f"{lines[-1]} {shlex.join(data)}"
+    if asked & {"data", "hf_dataset"}:
+        unknown = f"{recipe.data.data} · is not here, so its memory is not counted"
+        lines.insert(1, f"data    {examples.line(recipe.data.data) if examples else unknown}")
     print_report(report, lines)

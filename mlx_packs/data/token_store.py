@@ -15,6 +15,8 @@ from ..files import cache_folder
 
 _IN_MEMORY = 4 << 20  # bytes of a spool that are no file
 _BLOCK_BYTES = 16 << 20
+# After so many reads the pages of mapped arrays are given back: each may bring in 64 KiB or more.
+_READS = 512
 # What a split is encoded to, in the order of a file: wide types first.
 DTYPES = {
     "ends": ("I64", np.int64),  # [N], where each example ends
@@ -47,12 +49,17 @@ class StoredExamples(Sequence):
         self._tokens, self._target = np.asarray(parts["tokens"]), np.asarray(parts["target"])
         self._edges = np.concatenate([[0], parts["ends"]])
         self._rows = parts["rows"]
+        self._reads = 0
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, i: int) -> Example:
         i = range(len(self))[i]
+        self._reads += 1
+        if self._reads % _READS == 0:
+            release(self._tokens)
+            release(self._target)
         here = slice(self._edges[i], self._edges[i + 1])
         return Example(self._tokens[here], self._target[here], self._where(int(self._rows[i])))
 

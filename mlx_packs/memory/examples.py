@@ -1,0 +1,65 @@
+"""The memory of a run's examples on the host, beside the model: what `packs plan --data` counts.
+
+Text is read, rendered and tokenized some rows at a time, and tokens are mapped from a file, so that
+most of it does not depend on the size of the data. Measured by `python -m benchmarks data`.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..config.schema import DataConfig
+from ..data.rows import SPLITS, load_rows
+from ..data.sources import Listed, Part, Rows, as_rows
+from ..display import size
+
+# The tokenizer's working memory for the rows at hand, and the mapped tokens of the last batches.
+_WORKING_BYTES = 125_000_000
+# Where a row begins; where its example ends, its row, length and targets; its place in an epoch's
+# order and a share of its batch.
+_ROW_BYTES = 8 + 40 + 8 + 40
+_IN_MEMORY = 4.6  # of a .json file, as times its size
+
+
+@dataclass(frozen=True)
+class ExampleMemory:
+    """Examples of a run, and what they need.
+
+    Attributes:
+        rows: Of all splits.
+        file_bytes: Of their text.
+        held_bytes: Of them in memory as a whole (.json).
+    """
+
+    rows: int
+    file_bytes: int
+    held_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """The most bytes that the examples take, over the start of a run and its training."""
+        return _WORKING_BYTES + _ROW_BYTES * self.rows + int(_IN_MEMORY * self.held_bytes)
+
+    def line(self, source: str) -> str:
+        """Return what the examples need, for people."""
+        return (
+            f"{source} · {self.rows:,} examples, {size(self.file_bytes)} · about "
+            f"{size(self.nbytes)} beside the model, which the peaks below do not have"
+        )
+
+
+def example_memory(config: DataConfig) -> ExampleMemory | None:
+    """Return the memory of examples in files here; None for those of the Hub, which are not read."""
+    if config.hf_dataset is not None or not (
+        config.data == "tiny" or Path(config.data).expanduser().exists()
+    ):
+        return None
+    splits = load_rows(config).rows
+    rows = [as_rows(splits[split]) for split in SPLITS if len(splits[split])]
+    sizes = [part.nbytes(0, len(part)) for part in rows]
+    held = sum(n for part, n in zip(rows, sizes, strict=True) if _is_held(part))
+    return ExampleMemory(sum(map(len, rows)), sum(sizes), held)
+
+
+def _is_held(rows: Rows) -> bool:
+    """Return whether rows are in memory."""
+    return isinstance(rows.rows if isinstance(rows, Part) else rows, Listed)

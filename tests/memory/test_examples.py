@@ -1,0 +1,75 @@
+"""Memory of the examples on the host, as `packs plan --data` counts it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.data import write
+from mlx_packs.config.schema import DataConfig
+from mlx_packs.memory.examples import example_memory
+
+# The most resident bytes over reading, encoding, one order of an epoch and some hundred batches.
+MEASURED = """
+import itertools, sys
+from pathlib import Path
+from benchmarks import alone
+from mlx_packs.config.schema import DataConfig
+from mlx_packs.data.batches import training_batches
+from mlx_packs.data.encoding import EncodingOptions, encode
+from mlx_packs.data.rows import load_rows
+from mlx_packs.data.sampler import Sampler
+from mlx_packs.packs.base import load_base
+
+base, config, options = load_base("tiny"), DataConfig(), EncodingOptions(max_seq_length=512)
+encode(load_rows(config).rows["train"][:300], base.tokenizer, config, options)
+before = alone.rss_bytes()
+Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+rows = load_rows(DataConfig(data=sys.argv[1])).rows
+examples = [encode(rows[split], base.tokenizer, config, options) for split in ("train", "valid")]
+sampler = Sampler(examples[0].lengths, 4, 511)
+sampler.epoch(0)
+for _ in itertools.islice(training_batches(examples[0], sampler), 1000):
+    pass
+print(alone.peak_rss_bytes() - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_of_examples_is_as_planned(tmp_path, monkeypatch):
+    file = tmp_path / "train.jsonl"
+    write(file, nbytes=100_000_000)
+    planned = example_memory(DataConfig(data=str(file)))
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, str(file)], capture_output=True, text=True, check=True
+    )
+    measured = int(done.stdout.splitlines()[-1])
+    print(measured, planned)
+    assert planned.nbytes == pytest.approx(measured, rel=0.15)
+
+
+def test_plan_counts_examples_and_leaves_their_memory_free(here, run):
+    write(here / "d.jsonl", rows=3000)
+    counted = example_memory(DataConfig(data="d.jsonl"))
+    assert counted.rows == 3000 and counted.file_bytes == (here / "d.jsonl").stat().st_size
+    code, out, _ = run("plan", "--data", "d.jsonl")
+    assert code == 0 and "d.jsonl · 3,000 examples" in out and out.rstrip().endswith("d.jsonl")
+    least = json.loads(run("plan", "--json")[1])[0]["peak_gb"] * 1.2
+    room = least + counted.nbytes / 1e9
+    for args, gb in (((), least), (("--data", "d.jsonl"), room)):
+        fitting = json.loads(run("plan", "--memory", str(gb), "--json", *args)[1])[0]
+        assert fitting["fits"] and fitting["batch_size"] == 4
+    assert run("plan", "--memory", "0.01", "--data", "d.jsonl")[0] == 2
+    tight = json.loads(run("plan", "--memory", str(least), "--json", "--data", "d.jsonl")[1])[0]
+    assert tight["batch_size"] < 4 and tight["data_gb"] == counted.nbytes / 1e9
+
+
+def test_plan_counts_a_json_list_whole_and_a_hub_name_not(here, run):
+    (here / "d.json").write_text(json.dumps([{"text": "a b c " * 200}] * 200))
+    counted = example_memory(DataConfig(data="d.json"))
+    assert counted.held_bytes > 200_000
+    assert example_memory(DataConfig(data="owner/name")) is None
+    code, out, _ = run("plan", "--data", "owner/name")
+    assert code == 0 and "owner/name · is not here" in out
