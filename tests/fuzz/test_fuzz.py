@@ -9,9 +9,29 @@ import pytest
 from mlx_packs.errors import PackError
 from tests.fuzz import runner
 from tests.fuzz.kind import OUT, SUBJECT, Kind, command, library
-from tests.fuzz.runner import Fuzzer, Report, sandbox
+from tests.fuzz.kinds import KINDS
+from tests.fuzz.runner import HEADER, Fuzzer, Report, fuzz, sandbox, supervise
 
 SEED = 18
+
+
+def check(report: Report) -> None:
+    """Assert that no mutant did what none may do."""
+    places = {(f.fault, f.where): f.line() for f in report.failures}
+    assert not places, "\n".join([HEADER, report.row(), *places.values()])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_200_mutants(kind):
+    report = fuzz(kind, range(200), SEED)
+    check(report)
+    assert report.accepted and report.rejected  # mutants that all fail early would test little
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_5000_mutants(kind):
+    check(supervise(kind, 5000, SEED, first=200))
 
 
 class Misbehaving(Kind):

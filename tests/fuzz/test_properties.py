@@ -1,6 +1,7 @@
 """Properties of what reads and prints strangers' text, over inputs that hypothesis draws."""
 
 import json
+import re
 from datetime import timedelta
 
 import pytest
@@ -17,6 +18,7 @@ from mlx_packs.files import is_hub_id
 from mlx_packs.packs.hub import split_name
 from mlx_packs.packs.manifest import check_manifest, read_manifest, read_pin
 from mlx_packs.reading import read_header, read_json
+from tests.fuzz.mutate import CONTROLS
 
 settings.register_profile(
     "fuzz",
@@ -39,6 +41,15 @@ JSON = st.recursive(
 NAMES = st.sampled_from(
     sorted({*vars(TrainConfig()), *vars(LoRAConfig()), "lora_parameters", "phases"})
 )
+
+
+@given(st.text(alphabet=st.sampled_from([*"".join(CONTROLS), *"ab \n\r\x85\u2028"])))
+def test_printable_text_is_one_line_that_steers_no_terminal(text):
+    shown = printable(text)
+    assert not re.search(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]", shown)
+    assert len(shown.splitlines()) <= 1
+    assert printable(shown) == shown
+    shown.encode()
 
 
 @given(

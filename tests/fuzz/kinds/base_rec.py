@@ -6,7 +6,7 @@ from pathlib import Path
 from mlx_packs.bases.files import RECORD
 from tests.fuzz.checkpoints import CheckpointKind
 from tests.fuzz.kind import SUBJECT, Call, Case, command
-from tests.fuzz.subjects import sealed, write_base
+from tests.fuzz.subjects import resealed, write_base
 from tests.helpers.checkpoints import write_quantized
 
 FILE = "model.safetensors"
@@ -36,7 +36,7 @@ class BaseRec(CheckpointKind):
                 part, case.mutator.json if part == "config.json" else case.mutator.safetensors
             )
             data = Path(SUBJECT, part).read_bytes()
-            case.write(RECORD, sealed(case.files[RECORD], {part: data}))
+            case.write(RECORD, resealed(case.files[RECORD], {part: data}))
 
     def cheap(self) -> list[Call]:
         """Return `packs inspect` too."""

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from mlx_packs.bases import chat_template
+from mlx_packs.bases.files import check_files
 from mlx_packs.bases.tokenizer import load_tokenizer
 from tests.fuzz.checkpoints import GENERATE
 from tests.fuzz.kind import SUBJECT, Call, Case, Kind, command, library
@@ -52,6 +54,7 @@ CLASSES = "Qwen2Tokenizer LlamaTokenizer GPT2TokenizerFast BertTokenizer T5Token
 def load_it() -> None:
     """Load the tokenizer."""
     config = {"eos_token_id": ORDINARY + 2, "model_type": "qwen3"}
+    check_files(Path(SUBJECT))
     load_tokenizer(Path(SUBJECT), config, False)
 
 
@@ -76,6 +79,11 @@ class BaseTok(Kind):
         write_base(folder)
         (folder / "generation_config.json").write_text(f'{{"eos_token_id": [{ORDINARY + 2}]}}')
         write_chats(folder.with_name("data"))
+        self.seconds, chat_template.SECONDS = chat_template.SECONDS, 0.5
+
+    def close(self) -> None:
+        """Give templates their time again."""
+        chat_template.SECONDS = self.seconds
 
     def mutate(self, case: Case) -> None:
         """Change one of the files."""

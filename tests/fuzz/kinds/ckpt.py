@@ -9,8 +9,10 @@ from mlx_packs.optim import make_optimizer
 from mlx_packs.training.checkpoint import load_checkpoint
 from mlx_packs.training.run_folder import check_resumable, latest_checkpoint, read_metrics
 from tests.fuzz.kind import SUBJECT, Call, Case, Kind, command, library
-from tests.fuzz.subjects import write_base, write_chats
+from tests.fuzz.subjects import resealed, write_base, write_chats
 from tests.helpers.runs import LORA, TRAIN
+
+NEWEST = "step-000002"
 
 
 class CkptKind(Kind):
@@ -42,16 +44,23 @@ class CkptKind(Kind):
     def mutate(self, case: Case) -> None:
         """Change a file of the newest checkpoint, or one of the run."""
         mutator, rng = case.mutator, case.rng
-        names = [name for name in case.files if rng.random() < 0.9 or "step-000002" in name]
-        name = rng.choice(names)
+        name = rng.choice([name for name in case.files if rng.random() < 0.9 or NEWEST in name])
         if rng.random() < 0.03:
-            case.replace(name)
+            return case.replace(name)
+        change = {".safetensors": mutator.safetensors, ".json": mutator.json}
+        case.edit(name, change.get(Path(name).suffix, mutator.bytes))
+        if rng.random() < 0.7:
+            self._seal(case, name)
+        return None
+
+    def _seal(self, case: Case, name: str) -> None:
+        """Give a mutant right hashes, so that no older checkpoint is taken instead."""
+        data = Path(SUBJECT, name).read_bytes()
+        if name.endswith(".json"):
+            case.write(name, resealed(data))
         elif name.endswith(".safetensors"):
-            case.edit(name, mutator.safetensors)
-        elif name.endswith(".json"):
-            case.edit(name, mutator.json)
-        else:
-            case.edit(name, mutator.bytes)
+            state = f"{Path(name).parent}/state.json"
+            case.write(state, resealed(case.files[state], {Path(name).name: data}))
 
     def _load(self) -> None:
         run = Path(SUBJECT, "o-run")

@@ -10,7 +10,7 @@ from mlx_packs.packs.manifest import ADAPTERS, MANIFEST
 from tests.fuzz.kind import Call, Case, Kind, command
 from tests.fuzz.kinds.pack import FACTS
 from tests.fuzz.mutate import EDGES
-from tests.fuzz.subjects import sealed, write_base, write_pack_on
+from tests.fuzz.subjects import resealed, write_base, write_pack_on
 from tests.helpers.local_hub import Repo, local_hub
 
 NAMES = (
@@ -80,12 +80,14 @@ class HubKind(Kind):
         case.mutator.note(part)
         if part == "manifest":
             files[MANIFEST] = case.mutator.json(files[MANIFEST])
+            if rng.random() < 0.7:
+                files[MANIFEST] = resealed(files[MANIFEST])
         elif part == "files":
             name = rng.choice([name for name in files if name != MANIFEST])
             change = case.mutator.safetensors if name == ADAPTERS else case.mutator.bytes
             files[name] = change(files[name])
             if rng.random() < 0.6:
-                files[MANIFEST] = sealed(files[MANIFEST], {name: files[name]})
+                files[MANIFEST] = resealed(files[MANIFEST], {name: files[name]})
         elif part == "names":
             name = rng.choice(NAMES)
             case.mutator.note(name)
@@ -94,7 +96,7 @@ class HubKind(Kind):
                 name.replace("\\", "\\\\").replace("\x1b", "\\u001b").encode(),
                 0,
             )
-            files[MANIFEST] = sealed(files[MANIFEST].replace(b'"files": {', entry), {name: b"{}"})
+            files[MANIFEST] = resealed(files[MANIFEST].replace(b'"files": {', entry), {name: b"{}"})
         self._serve(files)
         if part == "answers":
             self.hub.tamper = case.mutator.json

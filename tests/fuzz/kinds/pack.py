@@ -4,7 +4,7 @@ from pathlib import Path
 
 from mlx_packs.packs.manifest import ADAPTER_CONFIG, ADAPTERS, MANIFEST, PIN
 from tests.fuzz.kind import SUBJECT, Call, Case, Kind, command
-from tests.fuzz.subjects import sealed, write_base, write_chats, write_pack_on
+from tests.fuzz.subjects import resealed, write_base, write_chats, write_pack_on
 from tests.helpers.packs import EVAL
 
 PINNED = b'{"repo": "me/p", "revision": "main", "commit": "0123456789", "manifest_sha256": "0"}'
@@ -59,9 +59,13 @@ class PackKind(Kind):
             manifest = case.files[MANIFEST]
             if case.rng.random() < 0.3:
                 manifest = case.mutator.json(manifest)
-            case.write(MANIFEST, sealed(manifest, {ADAPTERS: Path(SUBJECT, ADAPTERS).read_bytes()}))
+            case.write(
+                MANIFEST, resealed(manifest, {ADAPTERS: Path(SUBJECT, ADAPTERS).read_bytes()})
+            )
         else:
             case.edit(part, case.mutator.safetensors if part == ADAPTERS else case.mutator.json)
+            if part == MANIFEST and case.rng.random() < 0.7:
+                case.write(part, resealed(Path(SUBJECT, part).read_bytes()))
 
     def cheap(self) -> list[Call]:
         """Return what needs no base, and the check against one."""
