@@ -1,12 +1,14 @@
 """Inputs that fuzzing found to end in a traceback, hang or worse: each is rejected in one line now."""
 
 import json
+import os
 
 import pytest
 
 from mlx_packs.config.external import translate
 from mlx_packs.config.recipe import resolve
 from mlx_packs.packs.share import pull
+from mlx_packs.training.run_folder import read_identity
 from tests.helpers.errors import raises
 from tests.helpers.local_hub import Repo
 
@@ -62,3 +64,9 @@ def test_answer_of_the_hub_with_a_wrong_type(hub, tmp_path, change):
     hub.tamper = lambda data: json.dumps(json.loads(data) | change).encode()
     with raises("network", None, "me/p@main: "):
         pull("me/p", tmp_path / "p")
+
+
+def test_identity_of_a_run_that_is_a_pipe(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    with raises("unreadable", None, "config.json: "):
+        read_identity(tmp_path)
