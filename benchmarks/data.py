@@ -7,6 +7,7 @@ start is in a process of its own, the second with the tokens that the first has 
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -27,6 +28,7 @@ from mlx_packs.training.loop import Loop
 from . import alone, history, report
 from .history import Environment, Record, record
 
+_FEW_ROWS = 400
 _BATCHES = 20  # trained
 
 
@@ -88,7 +90,10 @@ def records(file: Path, name: str) -> list[Record]:
     """Both starts on a file. Raises: alone.Failed."""
     here, size = Environment.here(), file.stat().st_size
     planned = example_memory(DataConfig(data=str(file)))
-    model = alone.run("data", ["--alone", "tiny"])["process"]
+    few = file.with_name("few.jsonl")  # rows of the same lengths: what the model takes alone
+    with file.open(encoding="utf-8") as f:
+        few.write_text("".join(itertools.islice(f, _FEW_ROWS)), encoding="utf-8")
+    model = alone.run("data", ["--alone", str(few)])["process"]
     load = os.getloadavg()[0]
     note = f"load average {load:.1f}; planned {planned.nbytes / 1e6:.0f} MB beside the model"
     shape = f"{planned.rows:,} rows, {size / 1e6:,.0f} MB"
