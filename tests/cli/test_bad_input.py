@@ -75,13 +75,13 @@ def test_train_names_file_and_line_of_a_bad_row(data_here, untouched, line, code
 
 
 def test_train_names_file_and_line_in_other_splits(data_here, untouched):
-    (data_here / "d" / "valid.jsonl").write_text('{"messages": []}\n{')
+    (data_here / "d" / "valid.jsonl").write_text(json.dumps(CHATS[0]) + "\n{")
     check(untouched(*COMMAND), "unreadable", None, "d/valid.jsonl:2: ", "JSON")
 
 
 def test_train_rejects_text_that_is_not_utf8(data_here, untouched):
     (data_here / "d" / "train.jsonl").write_bytes(b'{"text": "\xff"}')
-    check(untouched(*COMMAND), "unreadable", None, "d/train.jsonl: ", "UTF-8", "10")
+    check(untouched(*COMMAND), "unreadable", None, "d/train.jsonl:1: ", "UTF-8", "byte 11")
 
 
 @pytest.mark.parametrize("split", ["train", "valid"])
