@@ -89,6 +89,7 @@ class Mutator:
             return rng.choice([cut, *self.words[:1], [value], {value: value}])
         if isinstance(value, list):
             return rng.choice([value[:-1], value * 2, [value], value[::-1], dict(enumerate(value))])
+        value = dict(value)
         return rng.choice([list(value), list(value.values()), [value], {**value, "more": 1}])
 
     def tree(self, tree: Any, changes: int | None = None) -> Any:
