@@ -61,10 +61,11 @@ class Operations:
             if is_here and self.moment == "torn" and torn:
                 torn(call, *args, **kwargs)
                 _die()
-            result = call(*args, **kwargs)
-            if is_here:
-                _die()
-            return result
+            try:
+                return call(*args, **kwargs)
+            finally:  # an operation that fails counts too
+                if is_here:
+                    _die()
 
         return watched
 
