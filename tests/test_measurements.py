@@ -7,6 +7,7 @@ import os
 import pytest
 
 from mlx_packs import measurements, runtime
+from mlx_packs.blas import Blas
 from mlx_packs.files import CACHE_VARIABLE
 from mlx_packs.measurements import recall, remember
 
@@ -40,7 +41,7 @@ def test_a_measurement_is_found_by_kind_and_subject(folder):
         lambda patch: patch.setattr(runtime, "total_memory", lambda: 1 << 40),
         lambda patch: patch.setattr(measurements.mx, "__version__", "9.9"),
         lambda patch: patch.setattr(measurements, "__version__", "9.9"),
-        lambda patch: patch.setattr(runtime, "BLAS", runtime.Blas("another", True, "", 7)),
+        lambda patch: patch.setattr(runtime, "BLAS", Blas("another", True, "", 7)),
     ],
     ids=["device", "cores", "memory", "mlx", "package", "blas"],
 )

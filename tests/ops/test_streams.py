@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mlx_packs import runtime
+from mlx_packs.blas import Blas
 from mlx_packs.nn.nf4 import NF4Linear
 from mlx_packs.nn.quantized import dense_module, frozen_head, transient_matmul
 from mlx_packs.ops import attention as attention_module
@@ -135,7 +136,7 @@ def test_stream_count_is_two_on_an_uncompiled_cpu_with_an_idle_core(monkeypatch)
     ],
 )
 def test_a_core_is_idle_beside_a_blas_of_one_thread(name, threads, cores, idle, monkeypatch):
-    monkeypatch.setattr(streams, "BLAS", runtime.Blas(name, True, "", threads))
+    monkeypatch.setattr(streams, "BLAS", Blas(name, True, "", threads))
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)), raising=False)
     assert streams.core_is_idle.__wrapped__() == idle
 
