@@ -60,7 +60,9 @@ def stream(
 
 def _check_tokens(base: BaseModel, prompt: Sequence[int]) -> None:
     """Raise PackError for a token that the base lacks: MLX would read past its embeddings."""
-    if prompt and max(prompt) >= base.vocab_size:
+    if not len(prompt):
+        raise PackError(f"{base.name}: the tokenizer makes no token of the prompt.", "unreadable")
+    if max(prompt) >= base.vocab_size:
         raise PackError(
             f"{base.name}: token {max(prompt)} of the prompt lies beyond the base's vocabulary of "
             f"{base.vocab_size}: the tokenizer belongs to another base. Put the tokenizer files of "

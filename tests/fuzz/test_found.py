@@ -7,6 +7,7 @@ import pytest
 
 from mlx_packs.config.external import translate
 from mlx_packs.config.recipe import resolve
+from mlx_packs.inference.generate import stream
 from mlx_packs.packs.share import pull
 from mlx_packs.training.run_folder import read_identity
 from tests.helpers.errors import raises
@@ -70,3 +71,8 @@ def test_identity_of_a_run_that_is_a_pipe(tmp_path):
     os.mkfifo(tmp_path / "config.json")
     with raises("unreadable", None, "config.json: "):
         read_identity(tmp_path)
+
+
+def test_prompt_of_which_the_template_leaves_nothing(shared_tiny):
+    with raises("unreadable", None, "tiny: "):
+        next(stream(shared_tiny, []))
