@@ -63,7 +63,8 @@ def test_a_stream_is_safe_however_it_is_cut(capsys):
     assert capsys.readouterr().out == SAFE + "\n\tend"
 
 
-def test_a_guarded_stream_is_safe_whoever_writes(terminals):
+def test_a_guarded_stream_is_safe_whoever_writes(terminals, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("a.library"), "propagate", False)  # to pytest's report
     streams = out, err = terminals()
     with guarded():
         print(HOSTILE, end="")
