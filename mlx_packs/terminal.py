@@ -12,10 +12,12 @@ What shapes visible text stays: joiners, combining marks, variation selectors, z
 """
 
 import json
+import os
 import re
 import sys
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import IO, Any
 
 import click
@@ -29,6 +31,7 @@ _STEERING = (
 )
 _IN_TEXT = re.compile(f"[{_STEERING}]")
 _IN_LINE = re.compile(f"[\t\n{_STEERING}]")
+_MOST_NATIVE_BYTES = 1 << 16
 _BAR = re.compile(r"\r|(\x1b\[A)+\Z")  # how tqdm goes to the start of a line, or up
 
 
@@ -111,3 +114,37 @@ def guarded() -> Iterator[None]:
         yield
     finally:
         sys.stdout, sys.stderr = before
+
+
+@contextmanager
+def guarded_native() -> Iterator[None]:
+    """Guard what code that is not Python writes itself; at the end it is written to stderr.
+
+    Nor does it get between the lines of stdout, which are results. Output of other threads waits as
+    well, so this is for calls that are short.
+    """
+    with ExitStack() as files:
+        kept = files.enter_context(tempfile.TemporaryFile())
+        before = {}
+        for number in (1, 2):
+            with suppress(OSError):  # it is closed
+                before[number] = files.enter_context(open(os.dup(number), "wb", buffering=0))
+        _flush()
+        for number in before:
+            os.dup2(kept.fileno(), number)
+        try:
+            yield
+        finally:
+            _flush()
+            for number, stream in before.items():
+                os.dup2(stream.fileno(), number)
+            if 2 in before:
+                kept.seek(0)
+                text = kept.read(_MOST_NATIVE_BYTES).decode(errors="replace")
+                before[2].write(printable_text(text).encode())
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # closed, absent, or a pipe unread
+            stream.flush()

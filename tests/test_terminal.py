@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -11,7 +12,16 @@ import pytest
 from rich.console import Console
 
 from mlx_packs.display import NORMAL, Display
-from mlx_packs.terminal import Guarded, echo, escaped, guard, guarded, printable, printable_text
+from mlx_packs.terminal import (
+    Guarded,
+    echo,
+    escaped,
+    guard,
+    guarded,
+    guarded_native,
+    printable,
+    printable_text,
+)
 
 STEERING = [
     *map(chr, [*range(0x20), *range(0x7F, 0xA0)]),
@@ -151,3 +161,19 @@ def test_a_bar_shows_text_and_no_markup_of_data(terminals, monkeypatch, is_guard
     for text in ("\x1b]", "\x9b", "\u202e", "\u2066", "\u061c", "\udc9b", "\x07", "\x1b[31m"):
         assert text not in shown
     assert (sys.stdout, sys.stderr) == streams
+
+
+def test_what_native_code_writes_is_safe_and_no_result(capfd):
+    with guarded_native():
+        for number in (1, 2):
+            os.write(number, f"{HOSTILE.encode(errors='replace').decode()}\n".encode())
+    os.write(1, b"result\n")
+    out, err = capfd.readouterr()
+    assert out == "result\n" and err == f"{SAFE}\n" * 2
+
+
+def test_native_code_writes_again_after_an_error(capfd):
+    with pytest.raises(KeyError), guarded_native():
+        raise KeyError
+    os.write(2, b"later")
+    assert capfd.readouterr().err == "later"

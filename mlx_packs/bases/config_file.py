@@ -25,7 +25,9 @@ _TEXT_KEYS = {
     **dict.fromkeys(("num_key_value_heads", "head_dim"), _SIZES),
     **dict.fromkeys(("max_position_embeddings", "n_positions"), "an integer of 0 or more?"),
     **dict.fromkeys(_EXPERTS, "an integer of 0 or more or a list of such?"),
-    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), "a finite number above 0?"),
+    **dict.fromkeys(
+        ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), "a finite number above 0?"
+    ),
     "rope_theta": "a finite number above 0 or a list of such?",
     **dict.fromkeys(("rope_scaling", "rope_parameters"), "a mapping?"),
     "rope_scaling.factor": "a finite number above 0?",

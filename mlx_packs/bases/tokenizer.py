@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import PackError, library_errors
+from ..terminal import guarded_native
 from .unsupported import unreadable_tokenizer
 
 
@@ -22,7 +23,7 @@ def load_tokenizer(path: Path, config: dict, trust_remote_code: bool) -> Any:
     try:
         if not (path / "tokenizer.json").is_file():  # it then logs each thing that it tries
             transformers_logging.set_verbosity(transformers_logging.CRITICAL)
-        with library_errors(partial(unreadable_tokenizer, path)):
+        with guarded_native(), library_errors(partial(unreadable_tokenizer, path)):
             tokenizer = load_tokenizer(
                 path,
                 {"trust_remote_code": trust_remote_code},
@@ -56,7 +57,7 @@ def load_encoder_tokenizer(
 
     if not (path / "tokenizer.json").is_file() and not (path / "vocab.txt").is_file():
         raise PackError(f"{path}: has neither tokenizer.json nor vocab.txt.", "not-found")
-    with library_errors(partial(unreadable_tokenizer, path)):
+    with guarded_native(), library_errors(partial(unreadable_tokenizer, path)):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         works = tokenizer.is_fast and tokenizer.encode("a")
     if not works:

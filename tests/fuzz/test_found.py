@@ -2,9 +2,12 @@
 
 import json
 import os
+import shutil
 
 import pytest
 
+from mlx_packs.bases.files import tiny_checkpoint
+from mlx_packs.bases.tokenizer import load_tokenizer
 from mlx_packs.config.external import translate
 from mlx_packs.config.recipe import resolve
 from mlx_packs.inference.generate import stream
@@ -76,3 +79,14 @@ def test_identity_of_a_run_that_is_a_pipe(tmp_path):
 def test_prompt_of_which_the_template_leaves_nothing(shared_tiny):
     with raises("unreadable", None, "tiny: "):
         next(stream(shared_tiny, []))
+
+
+def test_tokenizer_whose_library_prints_a_strangers_key(tmp_path, capfd):
+    base = tiny_checkpoint()
+    tokenizer = json.loads((base / "tokenizer.json").read_text())
+    tokenizer["added_tokens"][0]["x\x1b[31my"] = 1
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    shutil.copy(base / "config.json", tmp_path)
+    load_tokenizer(tmp_path, {"eos_token_id": 0}, False)
+    out, err = capfd.readouterr()
+    assert not out and "x?[31my" in err and "\x1b" not in err
