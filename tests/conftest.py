@@ -5,6 +5,7 @@ In `.ci/run` (MLX_PACKS_NO_SKIP=1) a skipped test is a failure.
 
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +30,13 @@ from tests.helpers.runs import LORA, TRAIN
 
 _COMPLETE = SamplePrompt.complete
 os.environ["MLX_PACKS_CACHE"] = "off"  # nothing is left in the home of who runs the tests
+
+# A shell ignores Ctrl-C for what it starts in the background, and the processes of tests inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+for number in (signal.SIGTERM, signal.SIGHUP):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
 
 # Mixtures cannot be trained there; test_families.py holds that they are refused.
 collect_ignore = ["nn/test_experts.py"] if version_of_mlx_lm() < MIXTURES_SINCE else []

@@ -166,7 +166,7 @@ def test_readme_opens_with_two_commands_and_ci_runs_the_second():
 )
 def test_files_that_a_document_names_exist(document):
     text = (ROOT / document).read_text(encoding="utf-8")
-    paths = set(re.findall(r"\b((?:[\w-]+/)+[\w-]+\.py)\b", text))
+    paths = set(re.findall(r"(?<![\w./])(\.?(?:[\w-]+/)+[\w-]+\.py)\b", text))
     assert paths
     assert not {p for p in paths if not (ROOT / p).exists() and not (PACKAGE / p).exists()}
 
