@@ -141,7 +141,8 @@ def guarded_native() -> Iterator[None]:
             if 2 in before:
                 kept.seek(0)
                 text = kept.read(_MOST_NATIVE_BYTES).decode(errors="replace")
-                before[2].write(printable_text(text).encode())
+                with suppress(OSError):  # a terminal that was closed
+                    before[2].write(printable_text(text).encode())
 
 
 def _flush() -> None:

@@ -110,7 +110,7 @@ class Encoder(nn.Module):
     def __init__(self, config: dict, sentence_config: SentenceConfig) -> None:
         super().__init__()
         dims, ffn = config["hidden_size"], config["intermediate_size"]
-        eps = config.get("layer_norm_eps", 1e-12)
+        eps = config.get("layer_norm_eps") or 1e-12
         activation = _ACTIVATIONS[config.get("hidden_act", "gelu")]
         positions, types = config["max_position_embeddings"], config.get("type_vocab_size", 2)
         self.embeddings = _Embeddings(config["vocab_size"], positions, types, dims, eps)

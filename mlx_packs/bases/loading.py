@@ -182,6 +182,7 @@ def load_model_of(
                 sources.update(weight_map(stored, named))
                 stored.clear()
                 own.clear()
+                _check_scales(named, path)
                 return prepare(model, named)
 
             model.sanitize = sanitize
@@ -198,6 +199,21 @@ def load_model_of(
         )
     vars(model).pop("sanitize", None)
     return model, config, sources
+
+
+def _check_scales(weights: Weights, path: Path) -> None:
+    """Check that scales belong to their weights: mlx-lm divides by how many a row has."""
+    for name, scales in weights.items():
+        weight = weights.get(f"{name.removesuffix('.scales')}.weight")
+        if not name.endswith(".scales") or weight is None or weight.dtype != mx.uint32:
+            continue
+        rows, groups = scales.shape[:-1], scales.shape[-1:]
+        if not groups or rows != weight.shape[:-1] or not 1 <= groups[0] <= weight.shape[-1]:
+            raise PackError(
+                f"{path}: {name} is {list(scales.shape)}, but its weight is {list(weight.shape)}. "
+                "Copy or download the base again.",
+                "unreadable",
+            )
 
 
 def _checkpoint(name: str | Path) -> tuple[Path, dict]:

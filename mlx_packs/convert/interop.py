@@ -217,14 +217,16 @@ def _restored(folder: Path, form: AdapterFormat, stored: StoredAdapter, sidecar:
     ranks = {path: spec.rank for path, spec in specs.items()}
     adapter = form.read(stored, manifest["base"]["model_type"], ranks)
     tensors = adapter.full_tensors | adapter.tensors
+    originals = {}
+    if ORIGINALS in sidecar["sha256"]:
+        originals = read_tensors(plain_file(folder, ORIGINALS))
+    shapes = {name: tensor.shape for name, tensor in (tensors | originals).items()}
+    check_shapes(shapes_of(manifest), shapes, str(where))
     for path, spec in specs.items():
         name = f"{path}.lora_b"
-        if name in tensors:
+        if name in tensors and name not in originals:
             tensors[name] = unfolded(spec, tensors[name], form.scale_of(spec, stored.config))
-    if ORIGINALS in sidecar["sha256"]:
-        tensors |= read_tensors(plain_file(folder, ORIGINALS))
-    check_shapes(shapes_of(manifest), {n: t.shape for n, t in tensors.items()}, str(where))
-    return Pack(manifest, tensors)
+    return Pack(manifest, tensors | originals)
 
 
 def _converted(name: str, stored: StoredAdapter, model: str | Path, trust: bool) -> Pack:

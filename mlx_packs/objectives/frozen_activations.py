@@ -311,7 +311,7 @@ def _example_states(
     model.eval()
     try:
         return _probe(attached, part)
-    except (TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
+    except (PackError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
         reason = " ".join(str(error).split())
         raise _Impossible(f"its blocks do not take states: {reason}") from None
     finally:

@@ -94,7 +94,7 @@ class Case:
         elif place == "link to itself":
             file.symlink_to(file.name)
         elif place == "unreadable":
-            file.write_bytes(self.files[name])
+            file.write_bytes(self.files.get(name, b""))
             file.chmod(0)
 
     def restore(self, whole: bool) -> None:

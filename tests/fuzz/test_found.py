@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from contextlib import suppress
 
 import pytest
 
@@ -10,11 +11,18 @@ from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.bases.tokenizer import load_tokenizer
 from mlx_packs.config.external import translate
 from mlx_packs.config.recipe import resolve
+from mlx_packs.convert.interop import export_pack, import_adapter
+from mlx_packs.errors import PackError
 from mlx_packs.inference.generate import stream
+from mlx_packs.packs.base import load_base
 from mlx_packs.packs.share import pull
+from mlx_packs.runtime import mx
 from mlx_packs.training.run_folder import read_identity
+from tests.helpers.checkpoints import write_checkpoint, write_quantized
+from tests.helpers.encoders import write_encoder
 from tests.helpers.errors import raises
 from tests.helpers.local_hub import Repo
+from tests.helpers.packs import random_pack
 
 PEFT = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
 BNB = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
@@ -90,3 +98,35 @@ def test_tokenizer_whose_library_prints_a_strangers_key(tmp_path, capfd):
     load_tokenizer(tmp_path, {"eos_token_id": 0}, False)
     out, err = capfd.readouterr()
     assert not out and "x?[31my" in err and "\x1b" not in err
+
+
+def test_scales_of_another_shape_than_their_weight(tmp_path):
+    """mlx-lm divides by the scales of a row, and MLX then by zero: the process ended."""
+    base = write_quantized(tmp_path / "q", write_checkpoint(tmp_path / "b"))
+    file = base / "model.safetensors"
+    tensors = mx.load(str(file))
+    name = "model.embed_tokens.scales"
+    tensors[name] = tensors[name].T
+    mx.save_safetensors(str(file), tensors)
+    (base / "quantization.json").unlink()
+    with raises("unreadable", None, name):
+        load_base(base)
+
+
+def test_restored_adapter_of_another_rank_than_its_sidecar(shared_tiny, tmp_path):
+    random_pack(shared_tiny, alpha=3.0).save(tmp_path / "p")
+    export_pack(tmp_path / "p", "mlx-lm", tmp_path / "e")
+    sidecar = tmp_path / "e" / "mlx_packs.json"
+    content = json.loads(sidecar.read_text())
+    content["pack"]["adapters"]["modules"][0]["slices"][0] |= {"rank": 2000, "alpha": 1.0}
+    sidecar.write_text(json.dumps(content))
+    with raises("mismatch"):
+        import_adapter(tmp_path / "e", tmp_path / "again")
+
+
+def test_encoder_whose_epsilon_is_null(tmp_path):
+    folder = write_encoder(tmp_path / "e")
+    config = json.loads((folder / "config.json").read_text()) | {"layer_norm_eps": None}
+    (folder / "config.json").write_text(json.dumps(config))
+    with suppress(PackError):  # of transformers, which wants a number for its tokenizer
+        load_base(folder)
