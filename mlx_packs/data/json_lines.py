@@ -112,13 +112,13 @@ class JsonLines(Rows):
         while block := f.read(4 * _BLOCK_BYTES):
             digest.update(block)
             data = np.frombuffer(block, np.uint8)
-            found = np.flatnonzero(data == 10) + 1
+            edges = np.flatnonzero(data == 10) + 1
             if begins:
-                found = np.concatenate([[0], found])
-            begins = len(found) > 0 and bool(found[-1] == len(data))
-            found = found[: len(found) - begins]
-            lines.append(size + found)
-            doubts.append(data[found] <= 32)  # what a blank line may begin with
+                edges = np.concatenate([[0], edges])
+            begins = len(edges) > 0 and bool(edges[-1] == len(data))
+            edges = edges[: len(edges) - begins]
+            lines.append(size + edges)
+            doubts.append(data[edges] <= 32)  # what a blank line may begin with
             size += len(block)
         starts, blank = np.concatenate(lines), np.concatenate(doubts)
         lengths = np.diff(starts, append=size)

@@ -49,14 +49,14 @@ def dumps(value: Any) -> str:
 
 def places(tree: Any) -> list[tuple[Any, Any]]:
     """Return every (container, key or index) of a tree."""
-    found, todo = [], [tree]
+    pairs, todo = [], [tree]
     while todo:
         node = todo.pop()
         if isinstance(node, (dict, list)):
             keys = list(node) if isinstance(node, dict) else range(len(node))
-            found += [(node, key) for key in keys]
+            pairs += [(node, key) for key in keys]
             todo += [node[key] for key in keys]
-    return found
+    return pairs
 
 
 class Mutator:
@@ -96,14 +96,14 @@ class Mutator:
         """Return a tree with one to three changes: values, keys, types, depth, duplicates."""
         tree = copy.deepcopy(tree)
         for _ in range(changes or self.rng.choice((1, 1, 1, 2, 3))):
-            found = places(tree)
-            if not found or self.rng.random() < 0.01:
+            all_places = places(tree)
+            if not all_places or self.rng.random() < 0.01:
                 self.note("the whole becomes another value")
                 return self.value()
-            self._change(*self.rng.choice(found), found)
+            self._change(*self.rng.choice(all_places), all_places)
         return tree
 
-    def _change(self, holder: Any, key: Any, found: list) -> None:
+    def _change(self, holder: Any, key: Any, all_places: list) -> None:
         rng, value = self.rng, holder[key]
         kind = rng.choices(
             ("value", "near", "delete", "rename", "double", "copy", "wrap", "grow"),
@@ -122,7 +122,7 @@ class Mutator:
             first = next(iter(value))
             holder[key] = Pairs([*value.items(), (first, self.value())])
         elif kind == "copy":
-            other, name = rng.choice(found)
+            other, name = rng.choice(all_places)
             holder[key] = (
                 copy.deepcopy(other[name])
                 if name in range(len(other)) or isinstance(other, dict) and name in other

@@ -294,9 +294,9 @@ def test_pairs_have_rows_too(encoder, tmp_path, monkeypatch):
         task="embedding", batch_size=4, iters=40, on_nan="skip", steps_per_report=1, val_batches=0
     )
     run = train_pack(encoder, str(data), LoRAConfig(rank=2), train, tmp_path / "p")
-    found = records(tmp_path / "p-run")
-    assert found and run.report["skipped"] == len(found)
-    assert all(f"{data}/train.jsonl:6" in r["rows"] and len(r["rows"]) <= 4 for r in found)
+    skipped = records(tmp_path / "p-run")
+    assert skipped and run.report["skipped"] == len(skipped)
+    assert all(f"{data}/train.jsonl:6" in r["rows"] and len(r["rows"]) <= 4 for r in skipped)
 
 
 @pytest.mark.slow
