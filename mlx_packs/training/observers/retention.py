@@ -14,11 +14,16 @@ class Retention(Observer):
     """Keeps the last ``keep_last`` checkpoints of a run folder, and the best of the phase."""
 
     def __init__(
-        self, run: Path, keep_last: int, display: Display, starts: Sequence[int] = (0,)
+        self,
+        run: Path,
+        keep_last: int,
+        display: Display,
+        starts: Sequence[int] = (0,),
+        resumed: Path | None = None,
     ) -> None:
-        """``starts`` are the batches before each phase."""
+        """``starts`` are the batches before each phase, ``resumed`` is where a run continues."""
         self._run, self._keep_last, self._display = run, keep_last, display
-        self._starts = starts
+        self._starts, self._resumed = starts, resumed
 
     @classmethod
     def of(cls, observed: ObservedRun) -> "Retention | None":
@@ -27,16 +32,27 @@ class Retention(Observer):
         if run.train.keep_last == -1:
             return None
         starts = [phase.start for phase in run.phases]
-        return cls(run.folder, run.train.keep_last, run.display, starts)
+        resumed = run.resume_point.folder if run.resume_point else None
+        return cls(run.folder, run.train.keep_last, run.display, starts, resumed)
+
+    def on_phase_start(self, batches: int, done: int) -> None:
+        """Remove what a run left that was killed after its last checkpoint and before the removal."""
+        if self._resumed is not None:
+            last = batches_of(self._resumed)
+            self._keep([f for f in checkpoints(self._run) if batches_of(f) <= last], self._resumed)
+            self._resumed = None
 
     def on_checkpoint(self, folder: Path) -> None:
         """Remove all but the last checkpoints and the best; the new one is complete by now.
 
         Later ones are damaged: the run was resumed from one before them.
         """
-        existing = checkpoints(self._run)
-        until_now = existing[: existing.index(folder) + 1]
-        start = max(start for start in self._starts if start < batches_of(folder) or not start)
+        self._keep(checkpoints(self._run), folder)
+
+    def _keep(self, existing: list[Path], newest: Path) -> None:
+        """Of these checkpoints keep the last up to the newest, and the best of its phase."""
+        until_now = existing[: existing.index(newest) + 1]
+        start = max(start for start in self._starts if start < batches_of(newest) or not start)
         kept = {*until_now[-self._keep_last :], best_checkpoint(self._run, start)}
         for old in existing:
             if old in kept:
