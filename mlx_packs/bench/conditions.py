@@ -6,20 +6,14 @@ load is known.
 
 import os
 import re
-import subprocess
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from .. import macos
 from ..runtime import on_cpu
 
-# Darwin's notification com.apple.system.thermalpressurelevel
-THERMAL = ("nominal", "moderate", "heavy", "trapping", "sleeping")
 BUSY_GPU = 20  # percent; the window server alone takes a few
 BUSY_CPU = 0.5  # of the cores
-_SECONDS = 10.0
-
-Read = Callable[[Sequence[str]], str | None]
 
 
 @dataclass(frozen=True)
@@ -29,7 +23,7 @@ class Conditions:
     Attributes:
         power: ``AC`` or ``battery``.
         low_power_mode: Whether macOS saves energy.
-        thermal: The thermal pressure, one of `THERMAL`.
+        thermal: The thermal pressure, one of `macos.THERMAL`.
         cpu_speed_limit: Percent of the full speed; only Macs that limit it say so.
         gpu_utilization: Percent of the GPU that is in use.
         gpu_cores: Of the GPU.
@@ -45,7 +39,7 @@ class Conditions:
     load: float | None = None
 
 
-def read_conditions(read: Read | None = None, system: str = sys.platform) -> Conditions:
+def read_conditions(read: macos.Read | None = None, system: str = sys.platform) -> Conditions:
     """Return the state of this machine.
 
     Args:
@@ -55,19 +49,17 @@ def read_conditions(read: Read | None = None, system: str = sys.platform) -> Con
     load = round(os.getloadavg()[0] / (os.cpu_count() or 1), 2)
     if system != "darwin":
         return Conditions(load=load)
-    read = read or _output
+    read = read or macos.output
     therm = read(["pmset", "-g", "therm"]) or ""
     gpu = read(["ioreg", "-r", "-d", "1", "-w", "0", "-c", "IOAccelerator"]) or ""
     power = re.search(r"Now drawing from '(AC|Battery) Power'", read(["pmset", "-g", "batt"]) or "")
-    saving = re.search(r"^\s*(?:lowpowermode|powermode)\s+(\d)", read(["pmset", "-g"]) or "", re.M)
-    pressure = read(["notifyutil", "-g", "com.apple.system.thermalpressurelevel"])
     return Conditions(
         power=power and {"AC": "AC", "Battery": "battery"}[power[1]],
-        low_power_mode=saving and saving[1] == "1",
-        thermal=_thermal(pressure or "", therm),
-        cpu_speed_limit=_number(r"CPU_Speed_Limit\s*=\s*(\d+)", therm),
-        gpu_utilization=_number(r'"Device Utilization %"\s*=\s*(\d+)', gpu),
-        gpu_cores=_number(r'"gpu-core-count"\s*=\s*(\d+)', gpu),
+        low_power_mode=macos.low_power_mode(read),
+        thermal=macos.thermal_pressure(read),
+        cpu_speed_limit=macos.number(r"CPU_Speed_Limit\s*=\s*(\d+)", therm),
+        gpu_utilization=macos.number(r'"Device Utilization %"\s*=\s*(\d+)', gpu),
+        gpu_cores=macos.number(r'"gpu-core-count"\s*=\s*(\d+)', gpu),
         load=load,
     )
 
@@ -99,29 +91,3 @@ def unknown(conditions: Conditions) -> list[str]:
         "gpu_utilization": "use of the GPU",
     }
     return [words for name, words in names.items() if getattr(conditions, name) is None]
-
-
-def _thermal(pressure: str, therm: str) -> str | None:
-    """Return the thermal pressure by the notification, else by what `pmset -g therm` has recorded."""
-    level = _number(r"thermalpressurelevel\s+(\d+)", pressure)
-    if level is not None and level < len(THERMAL):
-        return THERMAL[level]
-    level = _number(r"(?i)thermal warning level\s*[:=]\s*(\d+)", therm)
-    if level is None:  # that no warning was recorded says nothing on Apple silicon
-        return None
-    return "heavy" if level else "nominal"
-
-
-def _number(pattern: str, text: str) -> int | None:
-    match = re.search(pattern, text)
-    return int(match[1]) if match else None
-
-
-def _output(command: Sequence[str]) -> str | None:
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_SECONDS, check=False
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout + done.stderr

@@ -1,13 +1,12 @@
 """How short of memory this machine, or the container of this process, is."""
 
-import ctypes
 import resource
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from .. import macos
 from ..display import size
 
 NONE, LOW, CRITICAL = range(3)  # levels: nothing, take less, end before the system swaps or kills
@@ -49,22 +48,13 @@ class _Room:
 
 def memory_pressure() -> Pressure:
     """Return how short memory is by macOS's own level, or by the limits of a Linux process."""
-    return _of_macos() if sys.platform == "darwin" else _of_linux()
+    return _of_macos() if macos.is_macos() else _of_linux()
 
 
 def _of_macos() -> Pressure:
-    level = _MACOS_LEVELS.get(_sysctl("kern.memorystatus_vm_pressure_level"), NONE)
+    level = _MACOS_LEVELS.get(macos.sysctl("kern.memorystatus_vm_pressure_level"), NONE)
     names = {LOW: "warning", CRITICAL: "critical"}
     return Pressure(level, f"macOS reports memory pressure ({names[level]})" if level else "")
-
-
-def _sysctl(name: str) -> int:
-    """Return a 32-bit number of the kernel of macOS; 0 where it has none of this name."""
-    value = ctypes.c_int32(0)
-    length = ctypes.c_size_t(ctypes.sizeof(value))
-    call = ctypes.CDLL(None).sysctlbyname
-    failed = call(name.encode(), ctypes.byref(value), ctypes.byref(length), None, 0)
-    return 0 if failed else value.value
 
 
 def _of_linux() -> Pressure:

@@ -283,6 +283,7 @@ def test_a_round_is_taken_late_but_none_after_the_end():
     assert list(steps._turns(entries_of(1.0, 1.0), until=10.0, end=40.0, clock=lambda: 50.0)) == []
 
 
+@pytest.mark.slow
 def test_a_short_time_is_said_and_what_has_none_is_left_out(quickly, monkeypatch):
     monkeypatch.setattr(steps, "race", fake_race)
     result = bench_of(shapes=((1, 4), (2, 4)), minutes=0.3, tick=2.5)
@@ -426,7 +427,7 @@ def test_the_record_of_a_mac_has_its_gpu_and_no_note_on_cpus(quickly, monkeypatc
     assert lines[2] == "state   on AC · heat nominal · GPU 3 % · load 0.30 per core"
 
 
-@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_several_steps_learn_as_single_ones_do(shared_tiny, monkeypatch, ahead):
     monkeypatch.setattr(step, "runs_ahead", lambda: ahead)
     of = steps.contest("tiny", shared_tiny, 2)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlx_packs import runtime
+from mlx_packs import macos, runtime
 from mlx_packs.bench.conditions import Conditions, disturbances, read_conditions, unknown
 
 BATTERY = "pmset -g batt"
@@ -105,9 +105,7 @@ def test_a_busy_processor_counts_where_it_computes(monkeypatch):
 
 
 def test_a_tool_that_is_not_there_or_hangs_prints_nothing(monkeypatch):
-    from mlx_packs.bench import conditions as module
-
-    monkeypatch.setattr(module, "_SECONDS", 0.1)
-    assert module._output(["/nowhere/tool"]) is None
-    assert module._output(["sleep", "5"]) is None
-    assert module._output(["echo", "text"]) == "text\n"
+    monkeypatch.setattr(macos, "_SECONDS", 0.1)
+    assert macos.output(["/nowhere/tool"]) is None
+    assert macos.output(["sleep", "5"]) is None
+    assert macos.output(["echo", "text"]) == "text\n"

@@ -5,8 +5,9 @@ import resource
 
 import pytest
 
+from mlx_packs import macos
 from mlx_packs.memory import pressure
-from mlx_packs.memory.pressure import CRITICAL, LOW, NONE, memory_pressure
+from mlx_packs.memory.pressure import CRITICAL, LOW, NONE, memory_pressure, oom_kills
 
 GB = 1 << 30
 
@@ -14,7 +15,7 @@ GB = 1 << 30
 @pytest.fixture
 def system(tmp_path, monkeypatch):
     """The files of a Linux system with 100 GB of memory, 50 of them available."""
-    monkeypatch.setattr(pressure.sys, "platform", "linux")
+    monkeypatch.setattr(macos, "is_macos", lambda: False)
     monkeypatch.setattr(pressure, "_PROC", tmp_path / "proc")
     monkeypatch.setattr(pressure, "_CGROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(pressure.resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
@@ -102,9 +103,22 @@ def test_an_address_space_that_is_limited_counts(system, monkeypatch):
 @pytest.mark.parametrize(("number", "level"), [(0, NONE), (1, NONE), (2, LOW), (4, CRITICAL)])
 def test_macos_says_it_by_a_number(monkeypatch, number, level):
     """What a Mac answers was never seen here."""
-    monkeypatch.setattr(pressure.sys, "platform", "darwin")
-    monkeypatch.setattr(pressure, "_sysctl", lambda name: number)
+    monkeypatch.setattr(macos, "is_macos", lambda: True)
+    monkeypatch.setattr(macos, "sysctl", lambda name: number)
     assert memory_pressure().level == level
+
+
+@pytest.mark.parametrize(
+    ("version", "file"),
+    [(2, "cgroup/box/memory.events"), (1, "cgroup/memory/box/memory.oom_control")],
+)
+def test_kills_for_want_of_memory_are_counted(system, version, file):
+    assert oom_kills() is None
+    system("proc/vmstat", "nr_free_pages 5\noom_kill 7\n")
+    assert oom_kills() == 7  # of the machine
+    group(system, version, "max", GB, 0)
+    system(file, "oom_kill_disable 0\noom 3\noom_kill 2\n")
+    assert oom_kills() == 2
 
 
 @pytest.mark.skipif(os.uname().sysname != "Linux", reason="reads the files of Linux")
