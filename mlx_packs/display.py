@@ -4,12 +4,14 @@ Colour and movement only on a terminal, plain lines otherwise; everything goes t
 stdout carries results alone. Rich honours NO_COLOR and the width of the terminal.
 """
 
+import re
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import IO
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -17,7 +19,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from .terminal import Guarded, guarded, printable, unguarded
 
 QUIET, NORMAL, VERBOSE = 0, 1, 2
+INDENT = 8  # columns of a label
 _PLAIN_SECONDS = 5.0
+_BAR, _BESIDE = 30, 72  # columns of a bar, and of what stands beside it
 
 
 class _Lossy:
@@ -69,9 +73,13 @@ class Display:
         self.live = self.console.is_terminal and level > QUIET
 
     def line(self, label: str, text: str, level: int = NORMAL) -> None:
-        """Print ``label   text``, the label in bold, at ``level`` and above."""
+        """Print ``label   text``, the label in bold, at ``level`` and above.
+
+        On a terminal it is wrapped between words, with the text below itself.
+        """
         if self.level >= level:
-            self.console.print(_labelled(label, text))
+            width = self.console.width if self.console.is_terminal else None
+            self.console.print(_labelled(label, text, width))
 
     def working(self, label: str, text: str) -> AbstractContextManager:
         """Show a spinner on a terminal while something of unknown length runs."""
@@ -104,8 +112,35 @@ def _plain(text: str) -> str:
     return escape(printable(text))
 
 
-def _labelled(label: str, text: str) -> str:
-    return f"[bold]{label:<7}[/bold] {_plain(text)}"
+def _labelled(label: str, text: str, width: int | None = None) -> str:
+    """Return a line as markup; lines of so many columns where there is a width."""
+    text = printable(text)
+    lines = [text] if width is None else wrapped(text, width - INDENT)
+    return f"[bold]{label:<7}[/bold] " + ("\n" + " " * INDENT).join(map(escape, lines))
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Return a text in lines of so many columns, broken between words alone.
+
+    A word that is longer than a line stays whole: it may be a path that somebody copies.
+    """
+    lines, line = [], ""
+    for word in re.findall(r"\s*\S+", text):
+        if line and cell_len(line + word) > width:
+            lines.append(line)
+            word = word.lstrip()
+            line = ""
+        line += word
+    return [*lines, line]
+
+
+def hanging(line: str, width: int) -> str:
+    """Return ``label   text`` wrapped with the text below itself; other lines as they are."""
+    has_label = line[:1].strip() and line[INDENT - 1 : INDENT + 1].lstrip() == line[INDENT:][:1]
+    if not has_label or cell_len(line) <= width:
+        return line
+    lines = wrapped(line[INDENT:], width - INDENT)
+    return line[:INDENT] + ("\n" + " " * INDENT).join(lines)
 
 
 class Task:
@@ -122,7 +157,7 @@ class Task:
         if display.live:
             self.bar = Progress(
                 TextColumn(f"[bold]{label:<7}[/bold]"),
-                BarColumn(bar_width=30),
+                BarColumn(bar_width=min(_BAR, max(8, display.console.width - _BESIDE))),
                 TextColumn("{task.completed:.0f}/{task.total:.0f} {task.fields[text]}"),
                 TimeRemainingColumn(compact=True),
                 TextColumn("left"),

@@ -8,6 +8,7 @@ from ..kinds import check_keys
 from ..reading import read_json
 
 CONFIG = "config.json"
+_REMEDY = "Copy or download it again."
 _SIZE = "an integer from 1 to 2147483647"  # MLX counts the rows of an array in 32 bits
 _SIZES = f"{_SIZE} or a list of such?"  # some families have one for each block
 _BLOCKS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
@@ -63,9 +64,6 @@ def read_config(file: Path, tensors: Mapping[str, Mapping] | None = None) -> dic
         for part in (config, config.get("text_config") or {}):
             _check_counts(file, part, tensors)
     return config
-
-
-_REMEDY = "Copy or download it again."
 
 
 def _check_counts(file: Path, part: Mapping, tensors: Mapping[str, Mapping]) -> None:

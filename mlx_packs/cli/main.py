@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import click
 
 from .. import signals
+from ..config.other_names import OTHER_NAMES
 from ..config.parse import RENAMED_KEYS
 from ..errors import Interrupted, PackError, did_you_mean, flag_of
 from ..terminal import guard, guarded
@@ -136,8 +137,11 @@ def user_errors() -> Iterator[None]:
 def _usage_error(error: click.ClickException) -> PackError:
     """Turn click's complaint into ours, with the option or argument first."""
     if isinstance(error, click.NoSuchOption):
-        renamed = RENAMED_KEYS.get(error.option_name.lstrip("-").replace("-", "_"))
-        near = [flag_of(renamed)] if renamed else error.possibilities
+        name = error.option_name.lstrip("-").replace("-", "_")
+        ours = RENAMED_KEYS.get(name) or OTHER_NAMES.get(name)
+        parameters = error.ctx.command.params if error.ctx else ()
+        flags = {flag for parameter in parameters for flag in parameter.opts}
+        near = [flag_of(ours)] if ours and flag_of(ours) in flags else error.possibilities
         hint = f" Use {' or '.join(near)}." if near else ""
         return PackError(f"{error.option_name}: no such option.{hint}", "unknown")
     message = " ".join(error.format_message().split())

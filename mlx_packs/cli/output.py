@@ -1,5 +1,7 @@
 """What commands print: a report as JSON or as lines, and the gates that failed."""
 
+import shutil
+import sys
 from collections.abc import Iterable, Sequence
 
 import click
@@ -18,9 +20,18 @@ def wants_json() -> bool:
 def print_report(report: dict | list, lines: Iterable[str]) -> None:
     """Print a report as JSON after --json, else lines about it; neither can steer a terminal."""
     if not wants_json():
-        echo("\n".join(map(printable, lines)))
+        echo("\n".join(_fitted(printable(line)) for line in lines))
         return
     echo(to_json(report), end="")
+
+
+def _fitted(line: str) -> str:
+    """Return a line so that a terminal breaks it between words; as it is for files and pipes."""
+    if not sys.stdout.isatty():
+        return line
+    from ..display import hanging
+
+    return hanging(line, shutil.get_terminal_size((100, 24)).columns)
 
 
 def print_spans(title: str, spans: Iterable[tuple[str, bool]]) -> None:

@@ -1,10 +1,10 @@
 """Keys of mlx-lm's ``lora_config.yaml`` and flags, as ours with the meaning unchanged."""
 
-import re
 from collections.abc import Mapping
 
 from .choices import METHODS
 from .parse import setting_error, typed_value, unknown_setting
+from .sizes import bytes_of
 
 _LORA_PARAMETERS = {  # ours by theirs; alpha is ours alone
     "rank": "rank",
@@ -13,7 +13,6 @@ _LORA_PARAMETERS = {  # ours by theirs; alpha is ours alone
     "alpha": "alpha",
     "keys": "target_modules",
 }
-_SIZES = {"": 1, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9}  # as in mlx-lm
 
 
 def from_mlx_lm(values: Mapping, where: str) -> dict:
@@ -90,9 +89,7 @@ def _take_lora_parameters(flat: dict, where: str) -> None:
 
 
 def _bytes(size: str, where: str) -> int:
-    number, unit = re.fullmatch(r"([\d.]*)\s*(.*)", size.strip(), re.DOTALL).groups()
-    try:
-        return int(float(number) * _SIZES[unit.upper()])
-    except (ValueError, KeyError, OverflowError):
+    if (count := bytes_of(size)) is None:
         text = f"must be a size such as 500M or 2GB, but is '{size}'."
-        raise setting_error(text, "clear_cache_threshold", where) from None
+        raise setting_error(text, "clear_cache_threshold", where)
+    return count

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from ..errors import Code, PackError, did_you_mean, flag_of
 from ..reading import read_json, read_yaml
 from .fields import Settings
+from .other_names import OTHER_NAMES
 
 S = TypeVar("S", bound=Settings)
 
@@ -136,8 +137,13 @@ def _mistyped(expected: str, value: Any, key: str, where: str) -> PackError:
 
 def unknown_setting(key: Any, valid: Iterable[str], where: str, parent: str = "") -> PackError:
     """Return the error for a key that is no setting; ``parent`` is the mapping that it stands in."""
-    renamed = RENAMED_KEYS.get(key)
-    hint = f"It is called '{renamed}' now." if renamed else did_you_mean(str(key), list(valid))
+    valid = list(valid)
+    if renamed := RENAMED_KEYS.get(key):
+        hint = f"It is called '{renamed}' now."
+    elif (ours := OTHER_NAMES.get(str(key).replace("-", "_"))) in valid:
+        hint = f"It is called '{ours}' here."
+    else:
+        hint = did_you_mean(str(key), valid)
     message = f"{where and where + ': '}{parent}{key}: is not a setting. {hint}"
     return PackError(message, "unknown", key)
 

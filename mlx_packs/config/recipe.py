@@ -78,6 +78,9 @@ _PARTS = {"lora": LoRAConfig, "train": TrainConfig, "data": DataConfig, "run": R
 _OWNERS = {f.name: part for part, cls in _PARTS.items() for f in dataclasses.fields(cls)}
 
 
+_INSTEAD = (("alpha", "scale"), ("scale", "alpha"), ("iters", "epochs"), ("epochs", "iters"))
+
+
 def _merged(layers: Sequence[Mapping], where: str) -> dict:
     """Return one flat mapping; later layers override earlier ones, under whatever name either used.
 
@@ -88,8 +91,8 @@ def _merged(layers: Sequence[Mapping], where: str) -> dict:
         flat = from_mlx_lm(layer, where)
         if isinstance(flat.get("lr_schedule"), Mapping):
             merged = {k: v for k, v in merged.items() if k not in ("learning_rate", "warmup_steps")}
-        for key, other in (("alpha", "scale"), ("scale", "alpha")):
-            if key in flat:
+        for key, other in _INSTEAD:
+            if key in flat and other not in flat:
                 merged.pop(other, None)
         merged |= flat
     if "scale" in merged:

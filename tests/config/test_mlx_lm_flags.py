@@ -103,6 +103,7 @@ def recipe_of(*args: str, under=()):
     """The recipe that `packs train ARGS` resolves to."""
     params = command.make_context("train", list(args)).params
     own = {"configs", "force", "show_mask", "as_json", "verbose", "quiet"}
+    own |= {"supervise", "max_restarts", "launch_agent"}
     flags = {k: v for k, v in params.items() if v is not None and k not in own}
     return resolve(flags, under=under)
 
@@ -427,7 +428,7 @@ def test_train_pack_takes_the_other_half_from_the_tiny_recipe(monkeypatch, tmp_p
 def test_training_says_when_stock_mlx_lm_cannot_open_the_pack(capsys, pattern, warns):
     attached = attach(base_of("qwen3"), LoRAConfig(rank=4, rank_pattern=pattern))
     training._describe(attached, Display(NORMAL), base_weights=100_000)
-    assert ("stock mlx-lm cannot open" in capsys.readouterr().err) == warns
+    assert ("packs export --to mlx-lm" in capsys.readouterr().err) == warns
 
 
 def test_examples_make_packs_that_stock_mlx_lm_opens():

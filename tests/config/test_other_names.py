@@ -1,0 +1,31 @@
+"""Flags and keys of other trainers are answered with ours."""
+
+import pytest
+
+from mlx_packs.cli.main import packs
+from mlx_packs.config.other_names import OTHER_NAMES
+from mlx_packs.config.recipe import _OWNERS, resolve
+from tests.helpers.errors import raises
+
+
+def test_all_are_answered_with_a_setting_and_are_none():
+    assert set(OTHER_NAMES.values()) <= set(_OWNERS)
+    assert not set(OTHER_NAMES) & set(_OWNERS)
+
+
+@pytest.mark.parametrize("name", ["num-train-epochs", "lora-r", "output-dir", "max-length"])
+def test_a_flag_is_answered_with_ours(name):
+    ours = OTHER_NAMES[name.replace("-", "_")].replace("_", "-")
+    with raises("unknown", None, f"--{name}", f"--{ours}"):
+        packs(["train", f"--{name}", "1"], standalone_mode=False)
+
+
+@pytest.mark.parametrize("key", ["num_train_epochs", "lora_r", "weight_decay"])
+def test_a_key_is_answered_with_ours(key):
+    with raises("unknown", None, key, OTHER_NAMES[key]):
+        resolve({key: 1}, "recipe.yaml")
+
+
+def test_lr_is_the_learning_rate(monkeypatch):
+    with raises("invalid", "learning_rate"):
+        packs(["train", "--lr", "-1"], standalone_mode=False)
