@@ -1,10 +1,11 @@
-"""`packs export` and `packs import`: adapters of PEFT and mlx-lm."""
+"""`packs export` and `packs import`: adapters of other tools."""
 
 from pathlib import Path
 
 import click
 
-from ..config.choices import ADAPTER_FORMATS
+from ..config.choices import ADAPTER_FORMATS, DESTINATIONS
+from ..errors import PackError
 from . import options
 from .options import option
 from .output import print_report
@@ -15,24 +16,48 @@ from .output import print_report
 @option(
     "--to",
     required=True,
-    type=click.Choice(ADAPTER_FORMATS),
-    help="Format of the adapter to write.",
+    type=click.Choice((*ADAPTER_FORMATS, *DESTINATIONS)),
+    help="Format of the adapter to write, or program that opens it.",
 )
-@options.out("Folder to write the adapter to.")
+@option(
+    "--out",
+    metavar="DIR",
+    help="Folder to write the adapter to.",
+    default_text="needed; with --to lmstudio its folder of models",
+)
+@option(
+    "--from",
+    "start",
+    metavar="NAME",
+    help="Base model as the program calls it: a model or a .gguf file of Ollama, or for LM Studio "
+    "the base that is merged.",
+    default_text="with lmstudio, the base that the pack names",
+)
 @options.as_json
-def export(pack: Path, to: str, out: str) -> None:
-    """Convert a pack to an adapter of PEFT or mlx-lm.
+def export(pack: Path, to: str, out: str | None, start: str | None) -> None:
+    r"""Convert a pack for another tool.
 
-    The adapter is numerically verified against the pack.
+    \b
+    mlx-lm, peft  adapter folders, which packs import gives back to the byte
+    gguf          an adapter for llama.cpp (llama-server --lora) and a Modelfile
+    ollama        the same, from a model of Ollama (--from)
+    lmstudio      the merged model, where LM Studio looks for models
+    swift         an adapter folder for mlx-swift-lm, and the Swift that opens it
+
+    Every adapter is numerically verified against the pack; a merged model is measured first.
     """
     from ..convert.interop import export_pack
+    from ..convert.lmstudio import MODELS
 
-    report = export_pack(pack, to, out)
+    if out is None and to != "lmstudio":
+        raise PackError("--out: name the folder to write.", flag="out")
+    report = export_pack(pack, to, out or MODELS / pack.name, start)
     lines = [
         f"wrote   {report['out']} ({report['mb']:.2f} MB): {report['modules']} modules for "
         f"{to}, numerically verified"
     ]
-    print_report(report, lines + [f"note    {note}" for note in report["notes"]])
+    label = "try     " if to in DESTINATIONS else "note    "
+    print_report(report, lines + [f"{label}{note}" for note in report["notes"]])
 
 
 @click.command("import")

@@ -126,6 +126,7 @@ POLICIES = {
     "block": PolicyFacts(blocks=True, described="blocks recomputed"),
 }
 ADAPTER_FORMATS = ("mlx-lm", "peft")  # that packs export writes and packs import reads
+DESTINATIONS = ("gguf", "ollama", "lmstudio", "swift")  # that packs export writes, and none reads
 LOSSES: dict[str, LossFacts] = {
     "cosine": LossFacts(scored=True, scores_are_cosines=True),
     "mnrl": LossFacts(("similarity_scale",), in_batch=True, compares_all=True),

@@ -25,6 +25,7 @@ from ..packs.pack import Pack
 from ..reading import read_json, read_tensors, sha256
 from ..runtime import mx
 from .adapter_format import FORMATS, AdapterFormat, format_of
+from .destination import DESTINATIONS
 from .external import (
     CONFIG,
     StoredAdapter,
@@ -41,13 +42,18 @@ SIDECAR = "mlx_packs.json"
 ORIGINALS = "mlx_packs.safetensors"  # lora_b that cannot be restored from what it was folded into
 
 
-def export_pack(pack: str | Path | Pack, to: str, out: str | Path) -> dict:
+def export_pack(
+    pack: str | Path | Pack, to: str, out: str | Path, start: str | None = None
+) -> dict:
     """Write a pack as a folder of another tool, atomically.
 
     Args:
         pack: a pack or its folder.
-        to: ``peft`` or ``mlx-lm``.
+        to: a format that `import_adapter` reads (``peft``, ``mlx-lm``), or a program:
+            ``gguf`` (llama.cpp), ``ollama``, ``lmstudio``, ``swift`` (mlx-swift-lm).
         out: the folder to write.
+        start: the base as the program calls it: Ollama's model, or the checkpoint that is merged
+            for LM Studio (None is what the pack was trained on).
 
     Returns:
         What `packs export --json` prints.
@@ -55,10 +61,24 @@ def export_pack(pack: str | Path | Pack, to: str, out: str | Path) -> dict:
     Raises:
         PackError: the other format has no place for something in the pack.
     """
-    if to not in FORMATS:
-        raise PackError(f"--to {to}: must be one of {', '.join(FORMATS)}.", "unknown")
+    if to not in (*FORMATS, *DESTINATIONS):
+        raise PackError(
+            f"--to {to}: must be one of {', '.join((*FORMATS, *DESTINATIONS))}.", "unknown"
+        )
     pack = pack if isinstance(pack, Pack) else Pack.open(pack)
-    out, form = Path(out).expanduser(), FORMATS[to]
+    out = Path(out).expanduser()
+    report = (
+        DESTINATIONS[to].write(pack, out, start)
+        if to in DESTINATIONS
+        else _export_adapter(pack, FORMATS[to], out)
+    )
+    size = sum(f.stat().st_size for f in out.iterdir())
+    facts = {"out": str(out), "to": to, "modules": len(pack.specs), "mb": round(size / 1e6, 3)}
+    return {**facts, **report}
+
+
+def _export_adapter(pack: Pack, form: AdapterFormat, out: Path) -> dict:
+    """Write a pack so that `import_adapter` gives it back bit-identically."""
     stored = form.convert(pack, out / form.tensor_file)
     deltas = form.deltas(stored, pack.manifest["base"]["model_type"])
     verify_numerically(pack.specs, pack.load_tensors(), deltas, out)
@@ -74,15 +94,7 @@ def export_pack(pack: str | Path | Pack, to: str, out: str | Path) -> dict:
             "pack": {k: v for k, v in pack.manifest.items() if k not in ("files", "profile")},
         }
         (partial / SIDECAR).write_text(to_json(sidecar), encoding="utf-8")
-    size = sum(f.stat().st_size for f in out.iterdir())
-    return {
-        "out": str(out),
-        "to": to,
-        "modules": len(pack.specs),
-        "tensors": len(stored.tensors),
-        "mb": round(size / 1e6, 3),
-        "notes": list(stored.notes),
-    }
+    return {"tensors": len(stored.tensors), "notes": list(stored.notes)}
 
 
 def _not_invertible(pack: Pack, config: dict, form: AdapterFormat) -> Tensors:

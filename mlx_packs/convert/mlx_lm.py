@@ -12,14 +12,14 @@ import numpy as np
 from ..adapters.spec import ModuleSpec
 from ..bases.model import BaseModel
 from ..errors import PackError
-from ..packs.manifest import adapter_config, architecture_facts, replaced_of
+from ..packs.adapter_config import adapter_config, config_with, padded
+from ..packs.manifest import architecture_facts, replaced_of
 from ..packs.pack import Pack
 from ..runtime import mx
 from .external import (
     Delta,
     ExternalAdapter,
     StoredAdapter,
-    Tensors,
     check_complete,
     common_scale,
     folded,
@@ -107,20 +107,13 @@ class MlxLm:
         _check_pack(pack)
         rank = max(spec.rank for spec in specs.values())
         scale = common_scale(specs.values())
-        ours, tensors = pack.load_tensors(), {}
+        tensors = dict(pack.load_tensors())
         for path, spec in specs.items():
-            a, b = ours[f"{path}.lora_a"], folded(spec, ours[f"{path}.lora_b"], scale)
-            tensors |= _padded(spec, a, b, rank)
-            if spec.kind == "dora":
-                tensors[f"{path}.m"] = ours[f"{path}.m"]
-        config = {
-            "fine_tune_type": "dora" if any(s.kind == "dora" for s in specs.values()) else "lora",
-            "num_layers": -1,
-            "lora_parameters": {"rank": rank, "scale": scale, "dropout": 0.0, "keys": list(specs)},
-        }
-        padded = sum(spec.rank < rank for spec in specs.values())
-        note = f"{padded} of {len(specs)} modules padded with zeros to rank {rank}"
-        return StoredAdapter(tensors, config, file, (note,) if padded else ())
+            tensors[f"{path}.lora_b"] = folded(spec, tensors[f"{path}.lora_b"], scale)
+        config = config_with(specs, pack.manifest["base"]["num_layers"], rank, scale)
+        lower = sum(spec.rank < rank for spec in specs.values())
+        note = f"{lower} of {len(specs)} modules padded with zeros to rank {rank}"
+        return StoredAdapter(padded(specs, tensors, rank), config, file, (note,) if lower else ())
 
     def save(self, stored: StoredAdapter, folder: Path) -> list[str]:
         """Write both files."""
@@ -177,12 +170,3 @@ def _used_rank(a: mx.array, b: mx.array) -> int:
         return a.shape[1]
     last = np.flatnonzero(np.array(used | used_b))
     return int(last[-1]) + 1 if len(last) else 1
-
-
-def _padded(spec: ModuleSpec, a: mx.array, b: mx.array, rank: int) -> Tensors:
-    more = (0, rank - spec.rank)
-    if spec.experts is None:
-        a, b = mx.pad(a, ((0, 0), more)), mx.pad(b, (more, (0, 0)))
-    else:
-        a, b = mx.pad(a, ((0, 0), more, (0, 0))), mx.pad(b, ((0, 0), (0, 0), more))
-    return {f"{spec.path}.lora_a": a, f"{spec.path}.lora_b": b}

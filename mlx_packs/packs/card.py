@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from ..adapters.spec import leaf_names, ranks_of
 from ..bases.files import TINY
 from ..terminal import printable_text
-from .manifest import HUB_ID, METRICS, adapter_config, architecture_facts, replaced_of, specs_of
+from .adapter_config import adapter_config
+from .manifest import HUB_ID, METRICS, architecture_facts, replaced_of, specs_of
 
 
 def model_card(manifest: dict, name: str) -> str:

@@ -52,11 +52,11 @@ def diff(a: str | Path | Pack, b: str | Path | Pack) -> dict:
         if reason := _unlike(*spec):
             incomparable[path] = reason
             continue
-        factors = [_factors(s, t) if s else None for s, t in zip(spec, tensors, strict=True)]
+        factors = [factors_of(s, t) if s else None for s, t in zip(spec, tensors, strict=True)]
         sums, overlap = _compare(*factors)
         ranks = {"rank_a": spec[0].rank if spec[0] else 0, "rank_b": spec[1].rank if spec[1] else 0}
         modules.append({"path": path, **ranks, **_distances(sums), **overlap})
-        layers.setdefault(_layer(path), []).append((sums, overlap))
+        layers.setdefault(layer_of(path), []).append((sums, overlap))
     for pack, spec, stored in zip(packs, specs, tensors, strict=True):
         incomparable |= dict.fromkeys(replaced_of(pack.manifest), "is stored in full")
         factors = {name for path in spec for name in spec[path].shapes}
@@ -84,7 +84,7 @@ def diff(a: str | Path | Pack, b: str | Path | Pack) -> dict:
     }
 
 
-def _factors(spec: ModuleSpec, tensors: Mapping[str, mx.array]) -> Factors:
+def factors_of(spec: ModuleSpec, tensors: Mapping[str, mx.array]) -> Factors:
     """Return both factors in float64, the scale of each slice in the first."""
     stored = {name: tensors[name].shape for name in spec.shapes if name in tensors}
     check_shapes(spec.shapes, stored, spec.path)
@@ -99,7 +99,7 @@ def _compare(a: Factors | None, b: Factors | None) -> tuple[Sums, dict]:
     """Return norms, product and subspace overlaps of two deltas; None is a delta of zero."""
     no_overlap = {"overlap_in": None, "overlap_out": None, "chance": None}
     if a is None or b is None:
-        square = _squared_norm(*(a or b))
+        square = squared_norm(*(a or b))
         return square * np.array([b is None, a is None, True, False]), no_overlap
     sums, overlaps = np.zeros(4), []
     for expert in range(len(a[0])):
@@ -121,7 +121,7 @@ def _compare(a: Factors | None, b: Factors | None) -> tuple[Sums, dict]:
     }
 
 
-def _squared_norm(a: np.ndarray, b: np.ndarray) -> float:
+def squared_norm(a: np.ndarray, b: np.ndarray) -> float:
     """Return ||A @ B||^2 = sum(A'A * BB'), summed over experts."""
     return float(np.sum((a.swapaxes(-1, -2) @ a) * (b @ b.swapaxes(-1, -2))))
 
@@ -176,7 +176,7 @@ def _unlike(a: ModuleSpec | None, b: ModuleSpec | None) -> str | None:
     return None if a.size == b.size else f"{a.size} in A, {b.size} in B"
 
 
-def _layer(path: str) -> str:
+def layer_of(path: str) -> str:
     """Return the path through the number of its block, or all of it."""
     match = re.match(r"(.*?\.\d+)\.", path)
     return match[1] if match else path

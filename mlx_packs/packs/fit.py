@@ -6,7 +6,8 @@ from ..adapters.spec import ModuleSpec, check_shapes
 from ..bases.files import weight_files
 from ..errors import PackError
 from ..reading import read_header
-from .manifest import ADAPTERS, architecture_facts, replaced_of, shapes_of
+from .adapter_config import stored_shapes
+from .manifest import ADAPTERS, architecture_facts, replaced_of
 from .pack import Pack, is_converted_on_loading
 
 
@@ -20,7 +21,7 @@ def check_fit(pack: Pack, model: str) -> dict:
     path, config = pack.check_checkpoint(model)
     header, _ = read_header(pack.path / ADAPTERS)
     stored = {name: tuple(tensor["shape"]) for name, tensor in header.items()}
-    check_shapes(shapes_of(pack.manifest), stored, str(pack.path / ADAPTERS))
+    check_shapes(stored_shapes(pack.manifest), stored, str(pack.path / ADAPTERS))
     checked = _check_geometry(pack, str(model), path, config)
     return {
         "pack": str(pack.path),

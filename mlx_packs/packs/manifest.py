@@ -1,4 +1,4 @@
-"""The manifest of a pack: what every key must be, and what stock mlx-lm reads of it."""
+"""The manifest of a pack: what every key must be."""
 
 import os
 from contextlib import suppress
@@ -47,6 +47,7 @@ _KEYS = {
     "adapters": "a mapping",
     "adapters.parameters": "an integer of 0 or more",
     "adapters.dtype": "text?",
+    "adapters.padded_rank": "an integer above 0?",
     "adapters.groups": "a list",
     "adapters.groups.*": "a list of texts",
     "adapters.modules": "a list",
@@ -244,44 +245,6 @@ def shapes_of(manifest: dict) -> dict[str, tuple[int, ...]]:
 def architecture_facts(manifest: dict) -> ArchitectureFacts:
     """Return what is known of the architecture of a pack's base."""
     return ARCHITECTURES[architecture_of(manifest["base"]["model_type"])]
-
-
-def adapter_config_of(specs: Specs) -> dict | None:
-    """Return ``adapter_config.json`` for stock mlx-lm, or None where it cannot express adapters.
-
-    It has one rank and one scale, LoRA or DoRA, and adapters of embeddings act on a tied head.
-    """
-    kinds = {spec.kind == "dora" for spec in specs.values()}
-    if len(kinds) != 1 or any(spec.head is False for spec in specs.values()):
-        return None
-    ranks = {spec.rank for spec in specs.values()}
-    scales = {s.scale for spec in specs.values() for s in spec.slices if s.rank}
-    if len(ranks) != 1 or len(scales) != 1:
-        return None
-    return {
-        "fine_tune_type": "dora" if kinds.pop() else "lora",
-        "num_layers": -1,
-        "lora_parameters": {
-            "rank": ranks.pop(),
-            "scale": scales.pop(),
-            "dropout": 0.0,
-            "keys": list(specs),
-        },
-    }
-
-
-def adapter_config(manifest: dict) -> dict | None:
-    """Return ``adapter_config.json`` of a pack, or None where stock mlx-lm cannot load it.
-
-    It loads tensors stored in full as those of a full fine-tuning, over dense ones.
-    """
-    if not architecture_facts(manifest).in_mlx_lm:
-        return None
-    if not replaced_of(manifest):
-        return adapter_config_of(specs_of(manifest))
-    if manifest["adapters"]["modules"] or manifest["base"]["quantization"]:
-        return None
-    return {"fine_tune_type": "full", "num_layers": -1}
 
 
 def read_pin(folder: Path) -> dict | None:

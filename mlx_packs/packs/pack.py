@@ -35,6 +35,7 @@ from ..files import atomic_folder, atomic_write, save_tensors, to_json
 from ..hashes import file_facts
 from ..reading import read_tensors
 from ..runtime import mx
+from .adapter_config import adapter_config, cut, padded, padded_rank, stored_shapes
 from .card import model_card
 from .folder import check_output, open_folder, verify_hashes
 from .hub import cached
@@ -46,7 +47,6 @@ from .manifest import (
     HUB_ID,
     MAIN,
     MANIFEST,
-    adapter_config,
     check_manifest,
     check_quantization,
     manifest_text,
@@ -146,10 +146,11 @@ class Pack:
             self.verify()
             file = self.path / ADAPTERS
             tensors = read_tensors(file)
-            shapes = shapes_of(self.manifest)
+            shapes = stored_shapes(self.manifest)
             stored = {name: tensors[name].shape for name in shapes if name in tensors}
             check_shapes(shapes, stored, str(file))
-            self.tensors = tensors
+            is_padded = "padded_rank" in self.manifest["adapters"]
+            self.tensors = cut(self.specs, tensors) if is_padded else tensors
         return self.tensors
 
     @property
@@ -208,8 +209,12 @@ class Pack:
         """
         folder = Path(path).expanduser()
         check_output(folder, overwrite)
+        tensors = dict(self.load_tensors())
+        if rank := padded_rank(self.manifest):
+            tensors = padded(self.specs, tensors, rank)
+            self.manifest["adapters"]["padded_rank"] = rank
         with atomic_folder(folder, replace=True) as partial:
-            save_tensors(partial / ADAPTERS, dict(self.load_tensors()))
+            save_tensors(partial / ADAPTERS, tensors)
             if config := adapter_config(self.manifest):
                 (partial / ADAPTER_CONFIG).write_text(to_json(config))
             (partial / CARD).write_text(model_card(self.manifest, folder.name), encoding="utf-8")
@@ -272,8 +277,8 @@ class Pack:
             mode = format_name(ours["quantization"])
             how = f"with load_base(…, quantize='{mode}')" if mode != "none" else "without quantize"
             raise PackError(
-                f"{where}: was trained on {ours['id']} as {was}, but {name} is {now}. Load it "
-                f"{how}.",
+                f"{where}: was trained on {ours['id']} as {was}, but {name} is {now}. Packs of "
+                f"different quantization take a command each; from Python, load the base {how}.",
                 "mismatch",
                 "quantize",
             )

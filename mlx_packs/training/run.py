@@ -28,8 +28,8 @@ from ..nn.quantized import count_weights
 from ..objectives.objective import Objective
 from ..ops import _backend, features
 from ..optim import unused_learning_rate
+from ..packs.adapter_config import adapter_config_of
 from ..packs.base import Base, load_base
-from ..packs.manifest import adapter_config_of
 from ..packs.pack import Pack, round_adapters
 from ..reading import read_header
 from ..runtime import mx
@@ -316,9 +316,12 @@ def _describe(trainable: Trainable, display: Display, base_weights: int) -> None
     display.line(trainable.method, f"{count:,} trainable parameters, {share} · {trainable.details}")
     for note in trainable.notes:
         display.line("note", note)
-    if trainable.specs and adapter_config_of(trainable.specs) is None:
+    model_type, blocks = trainable.base.config["model_type"], len(trainable.base.model.layers)
+    if trainable.specs and adapter_config_of(trainable.specs, model_type, blocks) is None:
         display.line(
-            "note", "ranks or scales differ between projections: stock mlx-lm cannot open this pack"
+            "note",
+            "ranks or scales differ between projections: stock mlx-lm opens what "
+            "`packs export --to mlx-lm` makes of this pack",
         )
     for group in trainable.groups:
         for geometry in group.members:

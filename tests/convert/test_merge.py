@@ -9,6 +9,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
+from benchmarks.workloads import PASSAGES
 from mlx_packs import Pack, load_base
 from mlx_packs.bases import writer
 from mlx_packs.bases.quantization import QuantizeOptions
@@ -195,7 +196,8 @@ def test_merge_that_four_bits_would_erase_names_the_bits_that_pass(faint, tmp_pa
 
 def test_a_limit_that_is_said_stands(faint, tmp_path, run):
     base, pack = faint
-    args = ("merge", pack.path, "--model", base, "--rows", 2, "--requantize", "same")
+    args = ("merge", pack.path, "--model", base, "--data", PASSAGES, "--rows", 2)
+    args = (*args, "--requantize", "same")
     limited = (*args, "--out", tmp_path / "a", "--max-drift", "1e-12", "--json")
     code, out, err = run(*limited)
     assert code == 1 and json.loads(out)["passes"] is None and "--requantize" not in err

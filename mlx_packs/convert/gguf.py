@@ -1,0 +1,216 @@
+"""GGUF adapters for llama.cpp, ``llama-server --lora``, and what is built on them.
+
+The file has ``blk.N.attn_q.weight.lora_a`` [r, in] and ``.lora_b`` [out, r] and one
+``adapter.lora.alpha``; llama.cpp multiplies by alpha / r of each tensor (``src/llama-adapter.cpp``).
+Scales that differ go into lora_b. Written by MLX.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..adapters.spec import ModuleSpec
+from ..adapters.tensors import read_factors
+from ..errors import PackError
+from ..files import atomic_folder
+from ..packs.manifest import architecture_facts, replaced_of
+from ..packs.pack import Pack
+from ..runtime import mx
+from .external import Delta, Tensors, low_rank_delta, verify_numerically
+
+ALPHA = "adapter.lora.alpha"
+_SUFFIXES = (".weight.lora_a", ".weight.lora_b")
+_ATTENTION = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+}
+_MLP = {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
+_PHI3 = {
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_GPT2 = {
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How llama.cpp names the linears of a family.
+
+    Attributes:
+        architecture: ``general.architecture``, which must be that of the base's GGUF.
+        names: tensors of a block by their path in it.
+        permuted: whether rows of q and k are in the order of interleaved rotary embeddings.
+    """
+
+    architecture: str
+    names: Mapping[str, str]
+    permuted: bool = False
+
+
+_DENSE = {**_ATTENTION, **_MLP}
+LAYOUTS = {
+    "llama": Layout("llama", _DENSE, permuted=True),
+    "mistral": Layout("llama", _DENSE, permuted=True),
+    "qwen2": Layout("qwen2", _DENSE),
+    "qwen3": Layout("qwen3", _DENSE),
+    "qwen3_moe": Layout("qwen3moe", _ATTENTION),
+    "qwen3_5": Layout("qwen35", _DENSE),
+    "qwen3_5_text": Layout("qwen35", _DENSE),
+    "gemma": Layout("gemma", _DENSE),
+    "gemma2": Layout("gemma2", _DENSE),
+    "gemma3": Layout("gemma3", _DENSE),
+    "gemma3_text": Layout("gemma3", _DENSE),
+    "phi3": Layout("phi3", _PHI3),
+    "gpt2": Layout("gpt2", _GPT2),
+}
+
+
+class Gguf:
+    """One GGUF file, a Modelfile of Ollama, and the line that starts llama.cpp with them."""
+
+    def write(self, pack: Pack, out: Path, start: str | None) -> dict:
+        """Write the folder, read its numbers back, and return what to do with it."""
+        layout = layout_of(pack)
+        tensors, alpha = gguf_tensors(pack, layout)
+        name = f"{out.name}.gguf"
+        with atomic_folder(out) as partial:
+            save_gguf(partial / name, tensors, layout.architecture, alpha)
+            verify_gguf(pack, partial / name, layout)
+            (partial / "Modelfile").write_text(modelfile(pack, name, start), encoding="utf-8")
+        return {
+            "tensors": len(tensors),
+            "notes": [
+                f"llama-server -m BASE.gguf --lora {out / name}",
+                f"BASE.gguf is a GGUF of {pack.manifest['base']['id']} ({layout.architecture})",
+            ],
+        }
+
+
+def layout_of(pack: Pack) -> Layout:
+    """Return llama.cpp's names for a pack's base.
+
+    Raises:
+        PackError: llama.cpp has no place for something in the pack.
+    """
+    family, where = pack.manifest["base"]["model_type"], pack.name
+    if not architecture_facts(pack.manifest).in_mlx_lm or family not in LAYOUTS:
+        raise PackError(
+            f"{where}: GGUF adapters of {family} are not known here. Known are "
+            f"{', '.join(LAYOUTS)}. Merge the pack and convert the whole model.",
+            "unsupported",
+        )
+    if names := list(replaced_of(pack.manifest))[:3]:
+        raise PackError(
+            f"{where}: stores {', '.join(names)} in full, and a GGUF adapter has low-rank factors "
+            "alone. Merge the pack and convert the whole model.",
+            "unsupported",
+        )
+    layout = LAYOUTS[family]
+    for path, spec in pack.specs.items():
+        _tensor_name(path, spec, layout, where)
+    return layout
+
+
+def _tensor_name(path: str, spec: ModuleSpec, layout: Layout, where: str) -> str:
+    """Return the name of a base's tensor in GGUF: ``blk.3.attn_q``."""
+    reason = None
+    match = re.fullmatch(r".*?\.(\d+)\.(.+)", path)
+    if spec.kind != "lora":
+        reason = f"is {spec.kind}, and llama.cpp adds LoRA to linears alone"
+    elif spec.experts is not None:
+        reason = "adapts all experts of a mixture"
+    elif match is None or match[2] not in layout.names:
+        reason = "has no name there"
+    if reason or match is None:
+        raise PackError(
+            f"{where}: {path}: {reason}, so it cannot go into a GGUF adapter. Merge the pack and "
+            "convert the whole model.",
+            "unsupported",
+        )
+    return f"blk.{match[1]}.{layout.names[match[2]]}"
+
+
+def gguf_tensors(pack: Pack, layout: Layout) -> tuple[Tensors, float]:
+    """Return the tensors of a GGUF adapter in float32, and its alpha."""
+    alpha = max(s.scale * spec.rank for spec in pack.specs.values() for s in spec.slices if s.rank)
+    result: Tensors = {}
+    for path, spec in pack.specs.items():
+        a, b = (factor.astype(mx.float32) for factor in read_factors(spec, pack.load_tensors()))
+        factors = [s.scale * spec.rank / alpha for s in spec.slices for _ in range(s.rank)]
+        if any(factor != 1 for factor in factors):
+            b = b * mx.array(factors, mx.float32)[:, None]
+        b = b.T
+        if heads := _permuted_heads(path, pack, layout):
+            b = _interleaved(b, heads)
+        name = _tensor_name(path, spec, layout, pack.name)
+        pair = (mx.contiguous(a.T), mx.contiguous(b))
+        result |= zip((name + suffix for suffix in _SUFFIXES), pair, strict=True)
+    return result, alpha
+
+
+def _permuted_heads(path: str, pack: Pack, layout: Layout) -> int:
+    """Return how many heads a projection's rows are permuted in; 0 where they are not."""
+    base = pack.manifest["base"]
+    heads = {"q_proj": base.get("num_heads"), "k_proj": base.get("num_kv_heads")}
+    return layout.permuted and heads.get(path.rpartition(".")[2]) or 0
+
+
+def _interleaved(rows: mx.array, heads: int) -> mx.array:
+    """Return rows [heads * d, r] with the halves of each head interleaved, as GGUF has llama's."""
+    count, rank = rows.shape
+    return rows.reshape(heads, 2, count // heads // 2, rank).swapaxes(1, 2).reshape(count, rank)
+
+
+def _separated(rows: mx.array, heads: int) -> mx.array:
+    """Undo `_interleaved`."""
+    count, rank = rows.shape
+    return rows.reshape(heads, count // heads // 2, 2, rank).swapaxes(1, 2).reshape(count, rank)
+
+
+def save_gguf(file: Path, tensors: Tensors, architecture: str, alpha: float) -> None:
+    """Write a GGUF adapter."""
+    metadata = {
+        "general.type": "adapter",
+        "general.architecture": architecture,
+        "general.name": file.stem,
+        "adapter.type": "lora",
+        ALPHA: mx.array(alpha, mx.float32),
+    }
+    mx.eval(tensors)
+    mx.save_gguf(str(file), tensors, metadata)
+
+
+def verify_gguf(pack: Pack, file: Path, layout: Layout) -> None:
+    """Compare what a GGUF adapter adds, as it was read back, with what the pack adds."""
+    tensors, metadata = mx.load(str(file), return_metadata=True)
+    alpha = float(np.array(metadata[ALPHA]))
+    deltas: dict[str, Delta] = {}
+    for path, spec in pack.specs.items():
+        name = _tensor_name(path, spec, layout, pack.name)
+        a, b = (tensors[name + suffix] for suffix in _SUFFIXES)
+        if heads := _permuted_heads(path, pack, layout):
+            b = _separated(b, heads)
+        deltas[path] = low_rank_delta(a.T, b.T, alpha / b.shape[1])
+    verify_numerically(pack.specs, pack.load_tensors(), deltas, file)
+
+
+def modelfile(pack: Pack, adapter: str, start: str | None) -> str:
+    """Return a Modelfile for Ollama; without ``start`` it begins with a GGUF to be put beside it."""
+    lines = [
+        f"# {pack.name}: an adapter of {pack.manifest['base']['id']}. FROM must be that model."
+    ]
+    if start is None:
+        lines.append("# Put its GGUF here as base.gguf, or name the model that you pulled.")
+    return "\n".join([*lines, f"FROM {start or './base.gguf'}", f"ADAPTER ./{adapter}", ""])

@@ -1,0 +1,35 @@
+"""LM Studio: a merged model where it looks for models, since it opens no adapters."""
+
+from pathlib import Path
+
+from ..errors import PackError
+from ..packs.pack import Pack
+from .merge import merge_pack
+
+MODELS = Path("~/.lmstudio/models/mlx-packs")  # <publisher>/<model>, as LM Studio has them
+
+
+class LMStudio:
+    """The base with the pack in it, quantized as the base is where the merge gate lets that pass."""
+
+    def write(self, pack: Pack, out: Path, start: str | None) -> dict:
+        """Write the model; ``start`` is the base, where it is not the one that the pack names."""
+        base, quantized = pack.manifest["base"], pack.manifest["base"]["quantization"]
+        requantize = "same" if quantized else "none"
+        report = merge_pack(pack, start or base["id"], out, requantize=requantize)
+        notes = []
+        if not report["passed"] and report["passes"] in report["tried"]:
+            requantize = report["passes"]
+            notes.append(
+                f"merged with --requantize {requantize}: quantized as the base, it would lose too "
+                "much of the pack"
+            )
+            report = merge_pack(pack, start or base["id"], out, requantize=requantize)
+        if not report["passed"]:
+            tried = ", ".join(f"{name} {drift:.2g}" for name, drift in report["tried"].items())
+            raise PackError(
+                f"{out}: not written: merged, the model would differ too much from the base with the "
+                f"pack ({tried}; at most {report['max_drift']:.2g}). `packs merge` has more choices.",
+                "unsupported",
+            )
+        return {"requantize": requantize, "notes": [*notes, "LM Studio lists it in My Models"]}

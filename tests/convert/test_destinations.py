@@ -1,0 +1,182 @@
+"""packs export --to gguf, ollama, lmstudio, swift: files, numbers read back, what is rejected."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlx_packs import LoRAConfig, Pack, load_base
+from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.tensors import delta_of
+from mlx_packs.cli.main import packs
+from mlx_packs.convert.gguf import LAYOUTS, Gguf, gguf_tensors, layout_of, verify_gguf
+from mlx_packs.convert.interop import export_pack
+from mlx_packs.runtime import mx
+from tests.helpers.checkpoints import attached_logits, logits, write_checkpoint
+from tests.helpers.errors import raises
+from tests.helpers.families import family_base, randomized
+from tests.helpers.swift import load_into
+
+UNEVEN = {"rank": 4, "rank_pattern": {"v_proj": 2}, "alpha_pattern": {"q_proj": 3.0}}
+
+
+def pack_of(base, folder: Path, **lora) -> Pack:
+    attached = attach(base, LoRAConfig(**lora))
+    randomized(attached)
+    try:
+        return Pack.of(attached).save(folder)
+    finally:
+        attached.detach()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("base") / "llama", "llama")
+
+
+def deltas_in(file: Path) -> dict[str, np.ndarray]:
+    """What llama.cpp adds to each weight [out, in]: alpha / ne[1] of lora_b, times B A."""
+    tensors, metadata = mx.load(str(file), return_metadata=True)
+    assert metadata["general.type"] == "adapter" and metadata["adapter.type"] == "lora"
+    alpha = float(np.array(metadata["adapter.lora.alpha"]))
+    arrays = {name: np.array(tensor, dtype=np.float64) for name, tensor in tensors.items()}
+    return {
+        name.removesuffix(".lora_a"): alpha
+        / a.shape[0]
+        * arrays[name.replace("lora_a", "lora_b")]
+        @ a
+        for name, a in arrays.items()
+        if name.endswith(".lora_a")
+    }
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "gemma2", "gemma3_text", "phi3", "gpt2"])
+@pytest.mark.parametrize("lora", [{"rank": 4}, {"rank": 4, "alpha": 3.0}], ids=["2r", "3"])
+def test_a_gguf_adds_what_the_pack_adds(family, lora, tmp_path):
+    pack = pack_of(family_base(family), tmp_path / "p", **lora)
+    report = export_pack(pack, "gguf", tmp_path / "out")
+    deltas = deltas_in(tmp_path / "out" / "out.gguf")
+    assert len(deltas) == len(pack.specs) == report["modules"] == report["tensors"] // 2
+    names = LAYOUTS[family].names
+    for path, spec in pack.specs.items():
+        block, rest = (
+            path.partition("layers.")[2].split(".", 1)
+            if "layers." in path
+            else (path.partition("h.")[2].split(".", 1))
+        )
+        delta = np.array(delta_of(spec, pack.load_tensors()), dtype=np.float64)
+        assert np.abs(deltas[f"blk.{block}.{names[rest]}.weight"] - delta).max() < 1e-5
+
+
+def test_llamas_queries_and_keys_are_in_the_order_of_gguf(llama, tmp_path):
+    pack = pack_of(load_base(llama), tmp_path / "p", **UNEVEN)
+    export_pack(pack, "gguf", tmp_path / "out")
+    deltas = deltas_in(tmp_path / "out" / "out.gguf")
+    for name, heads in (("q", 4), ("k", 2), ("v", 0)):
+        spec = pack.specs[f"model.layers.1.self_attn.{name}_proj"]
+        delta = np.array(delta_of(spec, pack.load_tensors()), dtype=np.float64)
+        if heads:  # row 2 i of a head is its row i, row 2 i + 1 its row i + half
+            size = len(delta) // heads
+            half = size // 2
+            order = [h * size + i % 2 * half + i // 2 for h in range(heads) for i in range(size)]
+            assert np.abs(delta[order] - delta).max() > 0.1
+            delta = delta[order]
+        assert np.abs(deltas[f"blk.1.attn_{name}.weight"] - delta).max() < 1e-5
+
+
+def test_a_wrong_number_in_the_file_is_noticed(llama, tmp_path):
+    pack = pack_of(load_base(llama), tmp_path / "p", rank=4)
+    export_pack(pack, "gguf", tmp_path / "out")
+    layout = layout_of(pack)
+    tensors, alpha = gguf_tensors(pack, layout)
+    tensors["blk.0.attn_q.weight.lora_b"] = tensors["blk.0.attn_q.weight.lora_b"][::-1]
+    metadata = {"adapter.lora.alpha": mx.array(alpha)}
+    mx.save_gguf(str(tmp_path / "bad.gguf"), tensors, metadata)
+    with raises("mismatch", None, "bad.gguf", "model.layers.0.self_attn.q_proj"):
+        verify_gguf(pack, tmp_path / "bad.gguf", layout)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "named"),
+    [
+        ("qwen3_moe", ("switch_mlp.gate_proj",), "mixture"),
+        ("cohere", (), "cohere"),
+        ("mamba2", (), "mamba2"),
+    ],
+)
+def test_what_llama_cpp_has_no_place_for_is_rejected(family, targets, named, tmp_path):
+    pack = pack_of(family_base(family), tmp_path / "p", rank=2, target_modules=targets)
+    with raises("unsupported", None, named):
+        export_pack(pack, "gguf", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_modelfile_names_base_and_adapter(llama, tmp_path):
+    pack = pack_of(load_base(llama), tmp_path / "p", rank=2)
+    Gguf().write(pack, tmp_path / "out", None)
+    lines = (tmp_path / "out" / "Modelfile").read_text().splitlines()
+    assert lines[-2:] == ["FROM ./base.gguf", "ADAPTER ./out.gguf"]
+    with raises("invalid", "from", "llama"):
+        export_pack(pack, "ollama", tmp_path / "o")
+    report = export_pack(pack, "ollama", tmp_path / "My Notes", "llama3.2:1b")
+    assert "FROM llama3.2:1b" in (tmp_path / "My Notes" / "Modelfile").read_text()
+    assert "ollama create my-notes" in report["notes"][0]
+
+
+def test_swift_opens_an_export_of_uneven_ranks(tmp_path):
+    base = family_base("qwen3")
+    pack = pack_of(base, tmp_path / "p", **UNEVEN)
+    assert not (tmp_path / "p" / "adapter_config.json").exists()
+    export_pack(pack, "swift", tmp_path / "out")
+    attached = pack.attach(base)
+    expected = np.array(base.model(mx.arange(1, 9)[None]))
+    attached.detach()
+    model = load_into(family_base("qwen3").model, tmp_path / "out")
+    model.eval()
+    assert np.abs(np.array(model(mx.arange(1, 9)[None])) - expected).max() < 1e-4
+    assert "LoRAContainer.from(directory:" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_swift_rejects_experts(tmp_path):
+    targets = ("switch_mlp.gate_proj",)
+    pack = pack_of(family_base("qwen3_moe"), tmp_path / "p", rank=2, target_modules=targets)
+    with raises("unsupported", None, "switch_mlp.gate_proj"):
+        export_pack(pack, "swift", tmp_path / "out")
+
+
+def test_lm_studio_gets_a_merged_model(llama, tmp_path):
+    pack = pack_of(load_base(llama), tmp_path / "p", rank=2)
+    report = export_pack(pack, "lmstudio", tmp_path / "me" / "model", str(llama))
+    expected = attached_logits(pack, llama)
+    assert np.abs(logits(load_base(tmp_path / "me" / "model")) - expected).max() < 1e-4
+    assert report["requantize"] == "none"
+
+
+def test_out_is_needed_but_for_lm_studio(llama, tmp_path):
+    pack = pack_of(load_base(llama), tmp_path / "p", rank=2)
+    with raises("invalid", "out"):
+        packs(["export", str(pack.path), "--to", "gguf"], standalone_mode=False)
+
+
+@pytest.mark.interop
+@pytest.mark.parametrize("family", ["qwen3", "phi3"])
+def test_the_gguf_package_reads_an_adapter(family, tmp_path):
+    import gguf
+
+    pack = pack_of(family_base(family), tmp_path / "p", rank=4)
+    export_pack(pack, "gguf", tmp_path / "out")
+    reader = gguf.GGUFReader(tmp_path / "out" / "out.gguf")
+    architecture = reader.fields["general.architecture"].contents()
+    assert architecture == family
+    assert reader.fields["adapter.lora.alpha"].types == [gguf.GGUFValueType.FLOAT32]
+    arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    known = gguf.get_tensor_name_map(arch, 8)
+    for tensor in reader.tensors:
+        assert known.get_name(tensor.name.rpartition(".weight.")[0]) is not None
+        assert tensor.data.dtype == np.float32
+    pairs = deltas_in(tmp_path / "out" / "out.gguf")
+    by_name = {tensor.name: np.array(tensor.data, np.float64) for tensor in reader.tensors}
+    alpha = reader.fields["adapter.lora.alpha"].contents()
+    for name, delta in pairs.items():
+        a, b = by_name[f"{name}.lora_a"], by_name[f"{name}.lora_b"]
+        assert np.abs(alpha / a.shape[0] * b @ a - delta).max() < 1e-6

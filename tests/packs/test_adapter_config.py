@@ -1,0 +1,122 @@
+"""adapter_config.json: what stock mlx-lm and mlx-swift-lm read of a pack, over all architectures."""
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.tuner.utils import load_adapters
+
+from mlx_packs.adapters.lora import attach
+from mlx_packs.config.schema import LoRAConfig
+from mlx_packs.packs.adapter_config import adapter_config_of
+from mlx_packs.packs.manifest import ADAPTERS
+from mlx_packs.packs.pack import Pack
+from mlx_packs.reading import read_header
+from tests.helpers.families import family_base, randomized
+from tests.helpers.family_sweep import FAMILIES, sweep
+from tests.helpers.swift import load_into
+
+TOKENS = mx.arange(1, 17)[None]
+
+
+def saved(base, folder: Path, **lora) -> Pack:
+    """A pack with random adapters, and what the base gives with it."""
+    attached = attach(base, LoRAConfig(rank=4, **lora))
+    randomized(attached)
+    try:
+        return Pack.of(attached).save(folder)
+    finally:
+        attached.detach()
+
+
+def logits(model) -> np.ndarray:
+    model.eval()
+    result = model(TOKENS)
+    result = result[0] if isinstance(result, tuple) else result
+    return np.nan_to_num(np.array(result.astype(mx.float32)), neginf=0.0)
+
+
+@pytest.mark.parametrize("family", sweep([f for f in FAMILIES if f != "afm7"]))
+def test_stock_readers_open_a_default_pack(family, tmp_path):
+    base = family_base(family)
+    plain = logits(base.model)
+    pack = saved(base, tmp_path / "pack")
+    attached = pack.attach(base)
+    expected = logits(base.model)
+    attached.detach()
+    assert np.abs(expected - plain).max() > 1e-3
+    config = json.loads((tmp_path / "pack" / "adapter_config.json").read_text())
+    assert config["num_layers"] == len(base.model.layers)
+    bound = 1e-4 * max(1.0, np.abs(expected).max())
+
+    stock = load_adapters(family_base(family).model, str(tmp_path / "pack"))
+    assert np.abs(logits(stock) - expected).max() < bound
+    swift = load_into(family_base(family).model, tmp_path / "pack")
+    assert np.abs(logits(swift) - expected).max() < bound
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_the_last_blocks_alone_are_counted(layers, tmp_path):
+    pack = saved(family_base("qwen3"), tmp_path / "p", num_layers=layers)
+    config = json.loads((tmp_path / "p" / "adapter_config.json").read_text())
+    blocks = pack.manifest["base"]["num_layers"]
+    assert config["num_layers"] == layers <= blocks
+    assert "self_attn.q_proj" in config["lora_parameters"]["keys"]
+
+
+def test_irregular_targets_open_too(tmp_path):
+    base = family_base("qwen3")
+    targets = ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj")
+    pack = saved(base, tmp_path / "p", target_modules=targets)
+    attached = pack.attach(base)
+    expected = logits(base.model)
+    attached.detach()
+    for load in (
+        lambda m: load_adapters(m, str(tmp_path / "p")),
+        lambda m: load_into(m, pack.path),
+    ):
+        assert np.abs(logits(load(family_base("qwen3").model)) - expected).max() < 1e-4
+
+
+def test_a_fused_projection_pads_the_others_to_its_rank(tmp_path):
+    base = family_base("phi3")
+    pack = saved(base, tmp_path / "p")
+    ranks = {spec.rank for spec in pack.specs.values()}
+    assert len(ranks) > 1
+    header, _ = read_header(tmp_path / "p" / ADAPTERS)
+    stored = {t["shape"][1] for name, t in header.items() if name.endswith("lora_a")}
+    assert stored == {max(ranks)}
+    again = Pack.open(tmp_path / "p")
+    for name, tensor in pack.load_tensors().items():
+        assert mx.array_equal(again.load_tensors()[name], tensor)
+    copy = Pack(again.manifest, again.load_tensors()).save(tmp_path / "copy")
+    assert (copy.path / ADAPTERS).read_bytes() == (tmp_path / "p" / ADAPTERS).read_bytes()
+
+
+def test_ranks_by_module_are_not_padded():
+    attached = attach(family_base("qwen3"), LoRAConfig(rank=4, rank_pattern={"q_proj": 8}))
+    assert adapter_config_of(attached.specs, "qwen3", 2) is None
+
+
+@pytest.mark.slow
+def test_afm7_has_adapters_of_its_own_in_mlx_lm(tmp_path):
+    saved(family_base("afm7"), tmp_path / "p")
+    assert not (tmp_path / "p" / "adapter_config.json").exists()
+
+
+def test_swift_rejects_what_mlx_packs_wrote_before(tmp_path):
+    saved(family_base("qwen3"), tmp_path / "p")
+    file = tmp_path / "p" / "adapter_config.json"
+    config = json.loads(file.read_text())
+    for change in ({"num_layers": -1}, {"num_layers": None}):
+        file.write_text(json.dumps({**config, **change}))
+        with pytest.raises(ValueError, match="num_layers"):
+            load_into(family_base("qwen3").model, tmp_path / "p")
+    keys = {**config["lora_parameters"], "keys": ["model.layers.0.self_attn.q_proj"]}
+    file.write_text(json.dumps({**config, "lora_parameters": keys}))
+    with pytest.raises(ValueError, match="unused"):
+        load_into(family_base("qwen3").model, tmp_path / "p")
+    assert isinstance(family_base("qwen3").model.layers[0], nn.Module)
