@@ -1,6 +1,6 @@
 """Large JSONL files: memory beside the model, and seconds to the first step, first and second start.
 
-Rows are made from the bundled data: whole chats until the file has its size, or so many sentences. Each
+Rows are made from the passages: whole chats until the file has its size, or so many sentences. Each
 start is in a process of its own, the second with the tokens that the first has cached.
 
     python -m benchmarks data --gb 1 --rows 1000000
@@ -19,7 +19,6 @@ from pathlib import Path
 
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
 from mlx_packs.config.schema import DataConfig
-from mlx_packs.data.rows import tiny_path
 from mlx_packs.errors import PackError
 from mlx_packs.files import CACHE_VARIABLE
 from mlx_packs.memory.examples import example_memory
@@ -27,23 +26,24 @@ from mlx_packs.training.loop import Loop
 
 from . import alone, history, report
 from .history import Environment, Record, record
+from .workloads import PASSAGES
 
 _FEW_ROWS = 400
 _BATCHES = 20  # trained
 
 
 def chats() -> Iterator[dict]:
-    """Yield the bundled chats in a random order, without end, no two alike."""
-    lines = (tiny_path() / "train.jsonl").read_text(encoding="utf-8").splitlines()
-    bundled, choice = [json.loads(line)["messages"] for line in lines], random.Random(0)
+    """Yield the chats of the passages in a random order, without end, no two alike."""
+    lines = (PASSAGES / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    chosen, choice = [json.loads(line)["messages"] for line in lines], random.Random(0)
     for number in iter(lambda: choice.getrandbits(40), None):
-        question, *rest = choice.choice(bundled)
+        question, *rest = choice.choice(chosen)
         question = {**question, "content": f"{number}: {question['content']}"}
         yield {"messages": [question, *rest]}
 
 
 def sentences() -> Iterator[dict]:
-    """Yield sentences of the bundled chats, without end, no two alike."""
+    """Yield sentences of the passages, without end, no two alike."""
     for number, row in enumerate(chats()):
         for message in row["messages"]:
             for i, sentence in enumerate(message["content"].split(". ")):

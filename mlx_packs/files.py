@@ -162,11 +162,14 @@ def write_errors(path: Path, flag: str | None = None) -> Iterator[None]:
         raise PackError(f"{path}: cannot be written ({reason}).", "unwritable", flag) from None
 
 
-def atomic_write(path: Path, text: str | Iterable[str]) -> None:
-    """Write a text file atomically and durably; parts of ``text`` need not be in memory at once."""
+def atomic_write(path: Path, content: str | bytes | Iterable[str]) -> None:
+    """Write a file atomically and durably; parts of a text need not be in memory at once."""
     with write_errors(path), temporary(path, Path.touch) as partial:
-        with partial.open("w", encoding="utf-8") as f:
-            f.writelines([text] if isinstance(text, str) else text)
+        if isinstance(content, bytes):
+            partial.write_bytes(content)
+        else:
+            with partial.open("w", encoding="utf-8") as f:
+                f.writelines([content] if isinstance(content, str) else content)
         replace_file(partial, path)
 
 

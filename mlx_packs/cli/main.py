@@ -23,6 +23,7 @@ from ..terminal import guard, guarded
 COMMANDS = {
     "Train": {
         "train": "train:train",
+        "data": "data:data",
         "plan": "plan:plan",
         "bench": "bench:bench",
         "doctor": "doctor:doctor",

@@ -94,7 +94,7 @@ def train(
     model.
     """
     from ..bases.files import TINY
-    from ..training.phases import check_overridden
+    from ..training.phases import check_data_named, check_overridden
     from ..training.run import train_pack
     from ..training.tasks.task import task_class
 
@@ -115,6 +115,8 @@ def train(
         mask.show_mask(recipe, display)
         return
     run, model = recipe.run, recipe.run.get("model", TINY)
+    named = {"data", "hf_dataset"} & specified(settings, flags) or run.get("resume")
+    check_data_named(model, recipe.train, bool(named))
     try:
         result = train_pack(
             model,

@@ -1,10 +1,21 @@
 """Settings of a training run that exclude or require each other."""
 
 import dataclasses
+import re
 from collections.abc import Iterator
 
 from .choices import METHODS, MethodFacts
 from .fields import Fault, Settings, facts_of
+
+_SECONDS = {"h": 3600, "m": 60, "s": 1, "": 1}
+
+
+def seconds_of(text: str) -> float | None:
+    """Return the seconds of a time above 0 (``6h``, ``1h30m``, ``45``), or None if it is none."""
+    parts = re.findall(r"(\d+(?:\.\d+)?)([hms]?)", text.replace(" ", "").lower())
+    if "".join(number + unit for number, unit in parts) != text.replace(" ", "").lower():
+        return None
+    return sum(float(number) * _SECONDS[unit] for number, unit in parts) or None
 
 
 class TrainConflicts(Settings):

@@ -21,14 +21,15 @@ from .choices import (
     TASKS,
     WEIGHT_FORMATS,
 )
-from .conflicts import TrainConflicts
-from .fields import Fault, Settings, fields_where, option
+from .conflicts import TrainConflicts, seconds_of
+from .data import COLUMN_SETTINGS as COLUMN_SETTINGS
+from .data import DataConfig as DataConfig
+from .fields import Fault, Settings, option
 from .phase import Phase as Phase
 
 _data = partial(option, section="Model and data")
 _text = partial(_data, task="lm")
 _share = partial(_text, metavar="SHARE", at_least=0, at_most=1)
-_column = partial(_text, metavar="COLUMN", column=True)
 _adapter = partial(option, section="Adapter", method="lora")
 _optimization = partial(option, section="Optimization")
 _schedule = partial(_optimization, phase=True, own_layers="optimizer")
@@ -380,32 +381,3 @@ class TrainConfig(TrainConflicts):
     def gates(self) -> dict[str, float | None]:
         """The limits that the pack must meet at the end; None where there is none."""
         return {name: getattr(self, name) for name in MEANING}
-
-
-@dataclass(frozen=True)
-class DataConfig(Settings):
-    """Which examples to train on, and the names of their columns."""
-
-    data: str = _data(
-        "tiny",
-        "Training data: a folder, a file, a Hugging Face dataset id, or 'tiny' (bundled).",
-        metavar="DATA",
-        phase=True,
-    )
-    chat_feature: str = _column("messages", "Column with the messages of a chat.")
-    prompt_feature: str = _column("prompt", "Column with the prompt.")
-    completion_feature: str = _column("completion", "Column with the completion.")
-    text_feature: str = _column("text", "Column with plain text.")
-    on_bad_row: str = _data(
-        "stop",
-        "Examples that cannot be used: stop with an error that names file and line, skip them and "
-        "count them, or also write them to bad-rows.jsonl in the run folder (quarantine).",
-        choices=("stop", "skip", "quarantine"),
-    )
-    hf_dataset: dict | list | None = _data(
-        None, "Hugging Face datasets with splits and columns, as in mlx-lm.", flags=(), phase=True
-    )
-
-
-# The settings that name columns of the data.
-COLUMN_SETTINGS = fields_where(DataConfig, column=True)

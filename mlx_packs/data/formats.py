@@ -3,166 +3,24 @@
 To add a format, write its class and name it in `FORMATS`.
 """
 
-import json
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..bases.tokenizer import tokenizer_errors
 from ..config.choices import LOSSES
 from ..config.schema import DataConfig
-from ..errors import Code, PackError
-from .bad_rows import Reason, RowError
-from .conversations import Conversation, Span
+from ..errors import PackError
+from .bad_rows import RowError
+from .chat_formats import Alpaca, Chat, Completion, ShareGPT
+from .conversations import Span
+from .row_format import Row as Row
+from .row_format import RowFormat as RowFormat
+from .row_format import TokenFormat as TokenFormat
+from .row_format import check_unicode as check_unicode
+from .row_format import shown, text_of
 
 _MOST_SCORE = 3e38  # of float32
 _PROMPT_TOKENS = 32  # that are to be continued; of a short text at most half
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row as it was read, with the place that messages name (``train.jsonl:17``)."""
-
-    where: str
-    value: Mapping
-
-    def error(
-        self, fault: str, reason: Reason, flag: str | None = None, code: Code = "data"
-    ) -> RowError:
-        """Return the error of a row that cannot be used, which ``--on-bad-row`` may leave out."""
-        return RowError(self.where, fault, reason, code, flag)
-
-    def conflict(self, fault: str, code: Code, flag: str | None = None) -> PackError:
-        """Return an error that this row shows, but that is not its own: a setting or the base."""
-        return PackError(f"{self.where}: {fault}", code, flag)
-
-    def text(self) -> str:
-        """Return the row as it stands in its file, or as JSON."""
-        return json.dumps(self.value, ensure_ascii=False, default=str)
-
-
-class RowFormat(ABC):
-    """A kind of row, recognized by its columns; ``name`` is what reports and manifests call it."""
-
-    name: ClassVar[str]
-
-    @abstractmethod
-    def columns(self, names: DataConfig) -> tuple[str, ...]:
-        """Return the columns that a row of this format has."""
-
-    @abstractmethod
-    def texts(self, row: Row, names: DataConfig) -> list[str]:
-        """Return every text of a row, for what needs texts of whatever kind."""
-
-    def matches(self, row: Row, names: DataConfig) -> bool:
-        """Return whether a row has the columns of this format."""
-        return all(column in row.value for column in self.columns(names))
-
-
-class TokenFormat(RowFormat):
-    """Rows that a causal model trains on."""
-
-    loss_on: ClassVar[str]  # what is supervised by default
-    special_tokens: ClassVar[bool] = False  # whether the tokenizer adds what begins and ends a text
-
-    @abstractmethod
-    def render(
-        self, row: Row, names: DataConfig, loss_on: str, tokenizer: Any
-    ) -> tuple[str, list[Span]]:
-        """Return the text of a row and the spans of it that are targets (none for ``all``)."""
-
-    @abstractmethod
-    def prompt(self, row: Row, names: DataConfig, tokenizer: Any) -> tuple[str, list[int]]:
-        """Return what of a row a model is asked to complete: as people see it, and its tokens."""
-
-    def resolve_loss_on(self, loss_on: str | None) -> str:
-        """Return what is supervised, where None is the default."""
-        return loss_on or self.loss_on
-
-
-class Chat(TokenFormat):
-    """Messages with roles, and the tools that they may call."""
-
-    name = "chat"
-    loss_on = "assistant"
-
-    def columns(self, names: DataConfig) -> tuple[str, ...]:
-        """Return the column with the messages."""
-        return (names.chat_feature,)
-
-    def messages(self, row: Row, names: DataConfig) -> list[Mapping]:
-        """Return the messages of a row, as the chat template takes them."""
-        column = names.chat_feature
-        messages = row.value[column]
-
-        def fault(rule: str, value: Any) -> PackError:
-            shown = json.dumps(value, ensure_ascii=False, default=str)
-            shown = shown if len(shown) < 60 else shown[:60] + "…"
-            return row.error(f"{rule} Shown: {shown}", "wrong type")
-
-        if messages == []:
-            raise fault(f"'{column}' must hold at least one message.", messages)
-        if not isinstance(messages, list):
-            rule = f"'{column}' must be a list of {{role, content}}, but is a"
-            raise fault(f"{rule} {type(messages).__name__}.", messages)
-        for message in messages:
-            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                raise fault("every message must be an object with a 'role'.", message)
-            content = message.get("content")
-            if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-                raise fault("the 'content' of a message must be a text.", message)
-        return messages
-
-    def conversation(self, row: Row, names: DataConfig, tokenizer: Any) -> Conversation:
-        """Return the messages of a row with their tools, which may be a JSON text."""
-        messages, tools = self.messages(row, names), row.value.get("tools")
-        if not tokenizer.has_chat_template:
-            raise row.conflict(
-                "the base's tokenizer has no chat template. Use examples with 'text', or a base "
-                "that has one.",
-                "unsupported",
-            )
-        if isinstance(tools, str):
-            try:
-                tools = json.loads(tools)
-            except (ValueError, RecursionError) as error:
-                raise row.error(f"'tools' is not valid JSON: {error}.", "wrong type") from None
-        return Conversation(row.where, messages, tools, tokenizer)
-
-    def render(
-        self, row: Row, names: DataConfig, loss_on: str, tokenizer: Any
-    ) -> tuple[str, list[Span]]:
-        """Return the rendered conversation and the spans of its answers."""
-        return self.conversation(row, names, tokenizer).supervised(loss_on)
-
-    def prompt(self, row: Row, names: DataConfig, tokenizer: Any) -> tuple[str, list[int]]:
-        """Return the messages before the first answer."""
-        conversation = self.conversation(row, names, tokenizer)
-        roles = [message["role"] for message in conversation.messages]
-        first = roles.index("assistant") if "assistant" in roles else 0
-        messages = list(conversation.messages)[: max(1, first)]
-        return messages[-1].get("content") or "", conversation.prompt_tokens(messages)
-
-    def texts(self, row: Row, names: DataConfig) -> list[str]:
-        """Return the content of each message."""
-        return [text for m in self.messages(row, names) if (text := m.get("content"))]
-
-
-class Completion(Chat):
-    """A prompt and its completion: a conversation of two messages."""
-
-    name = "completion"
-    loss_on = "completion"
-
-    def columns(self, names: DataConfig) -> tuple[str, ...]:
-        """Return the columns with the prompt and the completion."""
-        return (names.prompt_feature, names.completion_feature)
-
-    def messages(self, row: Row, names: DataConfig) -> list[Mapping]:
-        """Return the prompt as the user's message, the completion as the assistant's."""
-        roles = zip(("user", "assistant"), self.columns(names), strict=True)
-        return [{"role": role, "content": _text_of(row, column)} for role, column in roles]
 
 
 class Text(TokenFormat):
@@ -180,7 +38,7 @@ class Text(TokenFormat):
         self, row: Row, names: DataConfig, loss_on: str, tokenizer: Any
     ) -> tuple[str, list[Span]]:
         """Return the text as it is."""
-        text = _text_of(row, names.text_feature)
+        text = text_of(row, names.text_feature)
         if not text:
             raise row.error(f"'{names.text_feature}' is empty.", "empty")
         return text, []
@@ -194,7 +52,7 @@ class Text(TokenFormat):
 
     def texts(self, row: Row, names: DataConfig) -> list[str]:
         """Return the text."""
-        return [_text_of(row, names.text_feature)]
+        return [text_of(row, names.text_feature)]
 
     def resolve_loss_on(self, loss_on: str | None) -> str:
         """``all``; a text has no prompt that could be left out."""
@@ -231,14 +89,14 @@ class PairFormat(RowFormat):
 
     def texts(self, row: Row, names: DataConfig) -> list[str]:
         """Return the texts of a row, in the order of the columns."""
-        return [_text_of(row, column) for column in self.text_columns]
+        return [text_of(row, column) for column in self.text_columns]
 
     def score(self, row: Row) -> float:
         """Return the score of a row."""
         score = row.value[self.score_column]
         is_number = isinstance(score, (int, float)) and not isinstance(score, bool)
         if not is_number or not abs(score) <= _MOST_SCORE:  # not even NaN
-            fault = f"'{self.score_column}' must be a number, but is {_shown(score)}."
+            fault = f"'{self.score_column}' must be a number, but is {shown(score)}."
             raise row.error(fault, "wrong type")
         return float(score)
 
@@ -265,8 +123,8 @@ class AnchorPairs(PairFormat):
     text_columns = ("anchor", "positive")
 
 
-# A row is of the first format that it matches; mlx-lm has the same order.
-TOKEN_FORMATS: tuple[TokenFormat, ...] = (Completion(), Chat(), Text())
+# A row is of the first format that it matches; mlx-lm has the same order of the first three.
+TOKEN_FORMATS: tuple[TokenFormat, ...] = (Completion(), Chat(), Text(), Alpaca(), ShareGPT())
 PAIR_FORMATS: tuple[PairFormat, ...] = (ScoredPairs(), Triplets(), AnchorPairs())
 FORMATS: tuple[RowFormat, ...] = (*TOKEN_FORMATS, *PAIR_FORMATS)
 
@@ -280,7 +138,7 @@ def format_of(row: Row, names: DataConfig, formats: Sequence[RowFormat] = FORMAT
         if row_format.matches(row, names):
             return row_format
     columns = " or ".join("{" + ", ".join(each.columns(names)) + "}" for each in formats)
-    fault = f"must have the columns {columns}, but has {_shown(sorted(row.value)) if row.value else 'none'}."
+    fault = f"must have the columns {columns}, but has {shown(sorted(row.value)) if row.value else 'none'}."
     if any(isinstance(each, TokenFormat) for each in formats):
         flags = "--chat-feature, --prompt-feature, --completion-feature, --text-feature"
         raise row.error(f"{fault} Other names: {flags}.", "missing columns")
@@ -319,27 +177,3 @@ def first_format(
                 raise
             first = first or error
     raise first or PackError("--data: the split has no examples.", "data")
-
-
-def check_unicode(row: Row, text: str) -> None:
-    """Raise a PackError where a text cannot be encoded as UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        fault = "has half of a surrogate pair (\\ud800 to \\udfff)."
-        raise row.error(fault, "half a surrogate pair") from None
-
-
-def _text_of(row: Row, column: str) -> str:
-    """Return the text of a column; what is no text is an error."""
-    if not isinstance(text := row.value[column], str):
-        raise row.error(f"'{column}' must be a text, but is {_shown(text)}.", "wrong type")
-    return text
-
-
-def _shown(value: Any) -> str:
-    """Return the beginning of a value; not even an integer of a million digits is an error."""
-    try:
-        return f"{value!r:.60}"
-    except (ValueError, RecursionError):
-        return f"a {type(value).__name__}"

@@ -1,24 +1,27 @@
-"""Rows from files and data sets: JSONL, JSON, parquet, Hugging Face."""
+"""Rows from files and data sets: JSONL, JSON, CSV, texts, parquet, Hugging Face."""
 
-import itertools
 import json
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ..config.schema import COLUMN_SETTINGS, DataConfig
 from ..errors import PackError, did_you_mean
 from ..files import TINY_FOLDER, is_hub_id
 from .bad_rows import BadRows, shown_counts
+from .converted import TEXT_SUFFIXES, gzip_rows, table_rows, text_rows
 from .fingerprint import fingerprint
 from .formats import Row, RowFormat, check_format, first_format
+from .given import IN_MEMORY, SPLIT_NAMES, Given
 from .json_lines import MOST_DEPTH, JsonLines, is_deep
-from .sources import Joined, Listed, Numbered, Parquet, Rows
+from .near_copies import hold_out, without
+from .sources import Chosen, Joined, Listed, Numbered, Parquet, Rows, as_rows
 
-SPLITS = ("train", "valid", "test")
-_SUFFIXES = (".jsonl", ".json", ".parquet")
+SPLITS = tuple(SPLIT_NAMES)
 _HELD_OUT_SHARE, _HELD_OUT_MOST = 0.05, 100
 
 
@@ -69,10 +72,15 @@ class Splits:
             for split, bad in self.bad.items()
         ]
 
+    def usable(self, split: str) -> Iterator[Row]:
+        """Yield the rows of a split that encoding has not left out."""
+        bad = {i for i, _ in self.bad[split].errors} if split in self.bad else set()
+        rows = self.rows[split]
+        yield from (rows[i] for i in range(len(rows)) if i not in bad)
+
     def first_usable(self, split: str) -> Row:
         """Return the first row of a split that encoding has not left out."""
-        bad = {i for i, _ in self.bad[split].errors} if split in self.bad else set()
-        return self.rows[split][next(i for i in itertools.count() if i not in bad)]
+        return next(self.usable(split))
 
     def fingerprint(self, split: str) -> str:
         """Return a hash of the content of a split's rows in use, whatever file they stand in."""
@@ -89,15 +97,17 @@ def tiny_path() -> Path:
 def load_rows(config: DataConfig) -> Splits:
     """Return the rows of train, valid and test from a folder, a file, a Hugging Face id or ``tiny``.
 
-    Without valid and test rows, the last 5 % of the training rows (100 at most) are held out.
+    Without valid and test rows, 5 % of the training rows (100 at most) are held out: a sample, the same
+    each time, or the last ones.
 
     Raises:
         PackError: something cannot be read or used; it names file and line.
     """
+    notes: list[str] = []
     if config.hf_dataset is not None:
         rows, source = _hf_collection(config)
     else:
-        rows, source = _local_or_hub(config.data), str(config.data)
+        (rows, notes), source = _local_or_hub(config.data), str(config.data)
     present = [split for split in SPLITS if len(rows[split])]
     if not present:
         raise PackError(f"--data {source}: there are no examples.", "data")
@@ -105,66 +115,120 @@ def load_rows(config: DataConfig) -> Splits:
     if config.on_bad_row == "stop":
         for split in present[1:]:
             check_format(rows[split][0], row_format, first.where, config)
-    splits = Splits(rows, source, row_format)
+    splits = Splits(rows, source, row_format, notes)
     if config.hf_dataset is None:
-        _hold_out(splits)
+        _hold_out(splits, config)
     return splits
 
 
-def _local_or_hub(data: str) -> dict[str, Sequence[Row]]:
-    """Return the rows of each split of a folder, a file (training rows), or a Hub data set."""
+def _local_or_hub(data: str) -> tuple[dict[str, Sequence[Row]], list[str]]:
+    """Return the rows of each split of a folder, a file (training rows) or a Hub data set, and notes."""
+    if isinstance(data, Given):
+        return dict(data.splits), []
     path = tiny_path() if data == "tiny" else Path(data).expanduser()
+    if data == IN_MEMORY and not path.exists():
+        raise PackError(
+            "--data: these rows were in the memory of another process. Give the same rows to "
+            "train_pack from Python.",
+            "not-found",
+        )
     if path.exists() and not path.is_dir():
-        return {"train": read_rows(path), "valid": [], "test": []}
+        return {"train": read_rows(path), "valid": [], "test": []}, []
     if path.is_dir():
         return _folder_rows(path)
-    if path.suffix not in _SUFFIXES and is_hub_id(data):
-        return _hf_dataset(data)
+    if suffix_of(path) is None and is_hub_id(data):
+        return _hf_dataset(data), []
     raise PackError(
         f"--data {data}: no such folder or file, and not a data set id (owner/name).", "not-found"
     )
 
 
-def _folder_rows(path: Path) -> dict[str, Sequence[Row]]:
-    """Return the rows of each split of a folder; none at all is an error."""
-    rows: dict[str, Sequence[Row]] = {}
-    for split in SPLITS:
-        files = [file for s in _SUFFIXES if (file := path / (split + s)).exists()]
-        if len(files) > 1:
+def _folder_rows(path: Path) -> tuple[dict[str, Sequence[Row]], list[str]]:
+    """Return the rows of each split of a folder, and notes; none at all is an error."""
+    files = sorted(file for file in path.iterdir() if suffix_of(file))
+    tables = [file for file in files if suffix_of(file) not in TEXT_SUFFIXES]
+    by_split = {
+        split: [file for file in tables if file.name.removesuffix(suffix_of(file)) in names]
+        for split, names in SPLIT_NAMES.items()
+    }
+    for split, found in by_split.items():
+        if len(found) > 1:
             raise PackError(
-                f"{path}: {files[0].name} and {files[1].name} both hold {split}.",
+                f"{path}: {found[0].name} and {found[1].name} both hold {split}.",
                 "conflict",
                 "data",
             )
-        rows[split] = read_rows(files[0]) if files else []
-    if not any(map(len, rows.values())):
+    used = [file for found in by_split.values() for file in found]
+    if not used and len(tables) == 1:
+        by_split["train"] = used = tables
+    if not used:
+        return {"train": _text_folder(path, tables), "valid": [], "test": []}, []
+    rows = {split: read_rows(found[0]) if found else [] for split, found in by_split.items()}
+    others = [file.name for file in tables if file not in used]
+    notes = [f"not used: {', '.join(others[:3])} (names are {_known_names()})"] if others else []
+    return rows, notes
+
+
+def _known_names() -> str:
+    return "; ".join(", ".join(names) for names in SPLIT_NAMES.values())
+
+
+def _text_folder(path: Path, tables: Sequence[Path]) -> Rows:
+    """Return the texts below a folder that has no files of rows."""
+    texts = sorted(
+        file
+        for file in path.rglob("*")
+        if file.suffix.lower() in TEXT_SUFFIXES
+        and not any(part.startswith(".") for part in file.relative_to(path).parts)
+    )
+    if tables or not texts:
         raise PackError(
-            f"{path}: must hold train.jsonl (and valid.jsonl, test.jsonl).", "not-found", "data"
+            f"{path}: must hold train.jsonl (and valid.jsonl, test.jsonl), a file of rows, or texts "
+            f"({', '.join(TEXT_SUFFIXES)}).",
+            "not-found",
+            "data",
         )
-    return rows
+    return Joined([read_rows(file) for file in texts if file.stat().st_size])
 
 
-def _hold_out(splits: Splits) -> None:
-    """Make the last training rows the validation split, if nothing is held out."""
+def _hold_out(splits: Splits, config: DataConfig) -> None:
+    """Make some training rows the validation split, if nothing is held out."""
     train = splits.rows["train"]
     if len(splits.rows["valid"]) or len(splits.rows["test"]) or len(train) < 2:
         return
-    n = max(1, min(_HELD_OUT_MOST, int(len(train) * _HELD_OUT_SHARE)))
-    splits.rows["train"], splits.rows["valid"] = train[:-n], train[-n:]
-    splits.notes.append(f"no valid examples: the last {n} training examples are held out")
+    parts = held_out(as_rows(train), config, splits.format)
+    splits.rows["train"], splits.rows["valid"], note = parts
+    splits.notes.append(f"no valid examples: {note}")
+
+
+def held_out(rows: Rows, config: DataConfig, row_format: RowFormat) -> tuple[Rows, Rows, str]:
+    """Return the rows to train on, those to hold out (5 %, 100 at most), and how they were chosen."""
+    n = max(1, min(_HELD_OUT_MOST, int(len(rows) * _HELD_OUT_SHARE)))
+    if config.hold_out == "last":
+        return rows[:-n], rows[-n:], f"the last {n} training examples are held out"
+    chosen, copies = hold_out(rows, n, row_format, config)
+    also = f", {copies} of them near-copies of others" if copies else ""
+    number = "1 training example is" if len(chosen) == 1 else f"{len(chosen)} training examples are"
+    note = f"{number} held out, drawn at random{also}"
+    return Chosen(rows, without(len(rows), chosen)), Chosen(rows, np.array(chosen)), note
+
+
+def suffix_of(file: Path) -> str | None:
+    """Return the ending by which a file's rows are read; None where it has none of these."""
+    name = file.name.lower()
+    return next((file.name[-len(each) :] for each in _READERS if name.endswith(each)), None)
 
 
 def read_rows(file: Path) -> Rows:
-    """Return the rows of a .jsonl, .json or .parquet file.
+    """Return the rows of a file, by its ending: .jsonl, .json, .csv, .tsv, .txt, .md and others.
 
     Those of .jsonl and .parquet are read and checked when they are needed.
     """
-    if file.suffix not in _SUFFIXES:
-        raise PackError(f"{file}: must end in {', '.join(_SUFFIXES)}.", "unsupported", "data")
+    if (suffix := suffix_of(file)) is None:
+        raise PackError(f"{file}: must end in {', '.join(_READERS)}.", "unsupported", "data")
     _check_regular(file)
-    readers = {".jsonl": JsonLines, ".json": _json_rows, ".parquet": Parquet}
     try:
-        rows = readers[file.suffix](file)
+        rows = _READERS[suffix.lower()](file)
     except OSError as error:
         raise PackError(f"{file}: cannot be read ({error.strerror}).", "unreadable") from None
     if not len(rows):
@@ -208,6 +272,19 @@ def _json_rows(file: Path) -> Rows:
 def _too_deep(file: Path) -> PackError:
     message = f"lists and objects are nested more than {MOST_DEPTH} deep."
     return PackError(f"{file}: {message}", "unreadable")
+
+
+_READERS: dict[str, Callable[[Path], Rows]] = {
+    ".jsonl": JsonLines,
+    ".json": _json_rows,
+    ".parquet": Parquet,
+    ".csv": table_rows,
+    ".tsv": table_rows,
+    ".jsonl.gz": gzip_rows,
+    ".csv.gz": table_rows,
+    ".tsv.gz": table_rows,
+    **dict.fromkeys(TEXT_SUFFIXES, text_rows),
+}
 
 
 def _hf_load(name: str, /, **arguments: Any) -> Any:

@@ -15,6 +15,7 @@ import numpy as np
 from ..errors import PackError
 from .formats import Row
 
+_GAP = 16  # rows that are not wanted: fewer are read all the same
 _PARQUET_ROWS = 1024  # in memory at a time
 
 
@@ -97,6 +98,52 @@ class Part(Rows):
         """Return `where`, without what it does not need in memory."""
         where, start = self.rows.places(), self.start
         return lambda i: where(start + i)
+
+
+class Chosen(Rows):
+    """Some rows of others, in their order.
+
+    Args:
+        rows: the others.
+        indices: which of them, increasing.
+    """
+
+    def __init__(self, rows: Rows, indices: np.ndarray) -> None:
+        self.rows, self.indices = rows, indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def read(self, start: int, stop: int) -> Iterator[Row]:
+        """Yield the rows from ``start`` to ``stop``; small gaps are read, and left out."""
+        wanted = self.indices[start:stop]
+        ends = [*(np.flatnonzero(np.diff(wanted) > _GAP) + 1).tolist(), len(wanted)]
+        for low, high in zip([0, *ends], ends, strict=False):
+            piece = wanted[low:high]
+            if len(piece):
+                first = int(piece[0])
+                chosen = np.zeros(int(piece[-1]) - first + 1, bool)
+                chosen[piece - first] = True
+                rows = self.rows.read(first, first + len(chosen))
+                yield from itertools.compress(rows, chosen.tolist())
+
+    def where(self, i: int) -> str:
+        """Return the place of a row."""
+        return self.rows.where(int(self.indices[i]))
+
+    def nbytes(self, start: int, stop: int) -> int:
+        """Return about how many bytes of text these rows have."""
+        return self.rows.nbytes(0, len(self.rows)) * (stop - start) // max(1, len(self.rows))
+
+    def content_key(self) -> bytes | None:
+        """Return a hash of everything in the rows, and which of them these are."""
+        key = self.rows.content_key()
+        return key and key + hashlib.sha256(self.indices.astype("<i8").tobytes()).digest()
+
+    def places(self) -> Callable[[int], str]:
+        """Return `where`, without what it does not need in memory."""
+        where, indices = self.rows.places(), self.indices
+        return lambda i: where(int(indices[i]))
 
 
 class Joined(Rows):

@@ -18,6 +18,7 @@ from ..bases.files import text_config
 from ..config.schema import DataConfig, TrainConfig
 from ..data.batches import Batch, evaluation_batches, make_packed_batch
 from ..data.encoding import EncodingOptions, Examples, encode
+from ..data.given import Data
 from ..data.packing import Packed, first_fit
 from ..data.shapes import padded_length, sequence_inputs
 from ..display import QUIET, Display
@@ -76,7 +77,7 @@ class Compared:
 def evaluate_batch(  # noqa: PLR0913 - a public facade
     base: Base,
     packs: Sequence[Pack | str | Path] | Mapping[str, Pack | str | Path] = (),
-    data: str | Path = "tiny",
+    data: Data = "tiny",
     split: str = "test",
     batch_sizes: Sequence[int] = BATCH_SIZES,
     sequence_length: int | None = None,

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from ..config.choices import ARCHITECTURES, registered
 from ..config.schema import DataConfig, TrainConfig
 from ..data.formats import Row
+from ..data.given import Data
 from ..packs.base import Base, activated, check_no_pack
 from ..packs.pack import Pack
 from .embeddings import EmbeddingEvaluator, EmbeddingReport
@@ -38,7 +39,7 @@ EVALUATORS: dict[str, Callable[[Base, Sequence[Row], EvalSettings], Evaluator]] 
 def evaluate(  # noqa: PLR0913 - a public facade
     base: Base,
     pack: str | Path | Pack | None = None,
-    data: str | Path = "tiny",
+    data: Data = "tiny",
     split: str = "test",
     batch_size: int = 4,
     max_seq_length: int | None = None,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ..config.schema import COLUMN_SETTINGS, DataConfig
 from ..data.formats import Row
+from ..data.given import Data, Given, source_of
 from ..data.rows import load_rows, read_rows
 from ..errors import PackError
 from ..packs.pack import Pack
@@ -21,14 +22,15 @@ class EvalSettings:
     matmul_path: str = "auto"
 
 
-def columns_of(pack: Pack | None, data: str | Path, **specified: str) -> DataConfig:
+def columns_of(pack: Pack | None, data: Data, **specified: str) -> DataConfig:
     """Return where examples are, with columns named as specified, else as the pack was trained.
 
     The embedded data set has the default names whatever a pack was trained on.
     """
-    recipe = pack.part("recipe") if pack is not None and str(data) != "tiny" else {}
+    source = source_of(data)
+    recipe = pack.part("recipe") if pack is not None and source != "tiny" else {}
     trained = {name: recipe[name] for name in COLUMN_SETTINGS if recipe.get(name)}
-    return DataConfig(data=str(data), **{**trained, **specified})
+    return DataConfig(data=source, **{**trained, **specified})
 
 
 def evaluation_rows(columns: DataConfig, split: str, limit: int = -1) -> list[Row]:
@@ -40,6 +42,12 @@ def evaluation_rows(columns: DataConfig, split: str, limit: int = -1) -> list[Ro
         PackError: there are none.
     """
     first = slice(None if limit < 0 else limit)
+    if isinstance(columns.data, Given):
+        splits = columns.data.splits
+        chosen = next((splits[s] for s in (split, "valid", "train") if len(splits[s])), ())
+        if not len(chosen):
+            raise PackError("data: has no rows.", "data", "data")
+        return list(chosen[first])
     if Path(columns.data).is_file():
         return read_rows(Path(columns.data))[first]
     rows = load_rows(columns).rows

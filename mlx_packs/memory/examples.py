@@ -4,7 +4,7 @@ Text is read, rendered and tokenized some rows at a time, and tokens are mapped 
 most of it does not depend on the size of the data. Measured by `python -m benchmarks data`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..config.schema import DataConfig
@@ -53,7 +53,7 @@ def example_memory(config: DataConfig) -> ExampleMemory | None:
         config.data == "tiny" or Path(config.data).expanduser().exists()
     ):
         return None
-    splits = load_rows(config).rows
+    splits = load_rows(replace(config, hold_out="last")).rows
     rows = [as_rows(splits[split]) for split in SPLITS if len(splits[split])]
     sizes = [part.nbytes(0, len(part)) for part in rows]
     held = sum(n for part, n in zip(rows, sizes, strict=True) if _is_held(part))

@@ -11,6 +11,8 @@ from .phases import RunPhase
 class Dataset(Protocol):
     """The examples of a run, encoded."""
 
+    masks: Sequence[dict]  # some training examples as `data.masks` has them; empty without masks
+
     def counts(self) -> dict[str, int]:
         """Return the number of examples by split; in a run with phases ``<phase>/<split>``."""
 
@@ -19,6 +21,12 @@ class Dataset(Protocol):
 
     def batches(self, phase: RunPhase, start: int) -> Iterator[Batch]:
         """Training batches of a phase without end, from batch number ``start``."""
+
+    def batches_per_epoch(self) -> int:
+        """Return after how many batches of a run without phases each example was taken once."""
+
+    def resized(self, phases: Sequence[RunPhase]) -> "Dataset":
+        """Return the same examples for phases that differ in their number of batches."""
 
     def rows(self, batch: Any) -> list[str]:
         """Return the rows of a batch as messages name them: ``train.jsonl:17``."""

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 
 import mlx.optimizers as optimizers
 
-from ..bases.files import public_name
+from ..bases.files import TINY, public_name
 from ..config.fields import fields_where
 from ..config.schema import DataConfig, Phase, TrainConfig
 from ..data import rows as rows_of
 from ..data.bad_rows import LeftOut
+from ..data.given import Data, source_of
+from ..data.row_notes import row_notes
 from ..data.sources import Joined
 from ..errors import PackError, flag_of
 from ..optim import make_optimizer
@@ -52,6 +54,8 @@ class RunPhase:
     def load_rows(self) -> rows_of.Splits:
         """Return the rows of all its sources, those of one after those of another."""
         parts = [rows_of.load_rows(source) for source in self.sources]
+        for part, source in zip(parts, self.sources, strict=True):
+            part.notes.extend(row_notes(part.rows, part.format, source))
         if len(parts) == 1:
             return parts[0]
         rows = {split: Joined([p.rows[split] for p in parts]) for split in rows_of.SPLITS}
@@ -75,6 +79,36 @@ def left_out_rows(
         for phase, read in zip(phases, splits, strict=True)
         for split, bad in read.bad.items()
     }
+
+
+def check_data_named(model: str, train: TrainConfig | None, named: bool) -> None:
+    """Raise a PackError if a base that is not the embedded one would train on the embedded data."""
+    if (
+        not named
+        and model != TINY
+        and not all(p.data for p in (train and train.phases) or [Phase()])
+    ):
+        raise PackError(
+            f"--data: name the examples to train {model} on; the bundled ones are for the bundled "
+            "model (--data tiny).",
+            flag="data",
+        )
+
+
+def columns_of(
+    model: str, train: TrainConfig, data: Data | None, columns: DataConfig | None
+) -> DataConfig:
+    """Return where the examples of a run are, of which at most one of the last two tells.
+
+    Raises:
+        PackError: nothing names the examples, or all phases do.
+    """
+    check_data_named(model, train, data is not None or columns is not None)
+    if data is not None and train.phases and all(phase.data for phase in train.phases):
+        raise PackError(
+            "data: every phase names its own data. Leave it out here.", "conflict", "data"
+        )
+    return columns or DataConfig(data=source_of("tiny" if data is None else data))
 
 
 def resolve_phases(train: TrainConfig, columns: DataConfig) -> tuple[RunPhase, ...]:

@@ -71,6 +71,7 @@ def read_identity(run: Path) -> dict:
     recipe = current_keys(identity["recipe"])
     if recipe.get("keep_last", 0) is None:  # as early versions had it
         recipe["keep_last"] = -1
+    recipe.setdefault("hold_out", "last")  # as early versions did
     return without_seal(identity) | {"recipe": recipe}
 
 

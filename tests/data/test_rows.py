@@ -109,17 +109,6 @@ def test_load_rows_takes_every_split_of_a_folder(tmp_path):
     assert splits.notes == []
 
 
-@pytest.mark.parametrize(("rows", "count"), [(2, 1), (40, 2), (4000, 100)])
-def test_load_rows_holds_out_the_end_of_a_single_file(tmp_path, rows, count):
-    write_rows(tmp_path, only=[{"text": str(i)} for i in range(rows)])
-    splits = load_rows(DataConfig(data=str(tmp_path / "only.jsonl")))
-    assert len(splits.rows["train"]) == rows - count
-    assert [r.value["text"] for r in splits.rows["valid"]] == [
-        str(i) for i in range(rows - count, rows)
-    ]
-    assert str(count) in splits.notes[0]
-
-
 def test_load_rows_keeps_train_whole_beside_a_test_split(tmp_path):
     folder = write_rows(tmp_path, train=[{"text": "a"}] * 30, test=[{"text": "b"}])
     assert len(load_rows(DataConfig(data=str(folder))).rows["train"]) == 30

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from ... import runtime
 from ...adapters.method import Trainable
@@ -43,6 +44,8 @@ class EvalPairs(list[PairBatch]):
 class PairDataset:
     """Pairs by split, with the loss by name and the most tokens of a text."""
 
+    masks: ClassVar[Sequence[dict]] = ()
+
     splits: dict[str, Pairs]
     train: TrainConfig
     loss: str
@@ -70,6 +73,15 @@ class PairDataset:
         pairs = self.splits["train"]
         sampler = self._sampler(pairs, self.train.seed, LOSSES[self.loss].in_batch)
         return pair_batches(pairs, sampler, start, runtime.COMPILES)
+
+    def batches_per_epoch(self) -> int:
+        """Return the number of batches that hold every training pair once."""
+        pairs = self.splits["train"]
+        return len(self._sampler(pairs, self.train.seed, LOSSES[self.loss].in_batch).epoch(0))
+
+    def resized(self, phases: Sequence[RunPhase]) -> "PairDataset":
+        """Return the same pairs for another number of batches."""
+        return replace(self, train=phases[-1].train)
 
     def rows(self, batch: PairBatch) -> list[str]:
         """Return the rows of a batch as messages name them."""

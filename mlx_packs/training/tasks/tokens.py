@@ -22,6 +22,7 @@ from ...data.batches import (
 from ...data.encoding import EncodingOptions, Example, Examples
 from ...data.fim import FillInTheMiddle
 from ...data.formats import RowFormat, Text
+from ...data.masks import masked
 from ...data.sampler import Draw, Sampler, packing_fill
 from ...data.shapes import padded_length, sequence_inputs
 from ...data.token_cache import encode_cached
@@ -31,6 +32,8 @@ from ...nn.blocks import attends_by_spans
 from ...packs.base import Base
 from ..phases import RunPhase
 
+MASKS = 2  # training examples that the page of a run shows
+
 
 @dataclass
 class PhasedDataset:
@@ -39,6 +42,7 @@ class PhasedDataset:
     phases: tuple[RunPhase, ...]
     splits: list[dict[str, Examples]]
     by_spans: bool = False  # whether the model's attention needs no mask of segments
+    masks: Sequence[dict] = ()  # some training examples of the last phase (`data.masks`)
     _allowed: dict[int, Allowed] = field(default_factory=dict, init=False)
 
     @cached_property
@@ -103,6 +107,14 @@ class PhasedDataset:
     def batches(self, phase: RunPhase, start: int) -> Iterator[Batch]:
         """Batches of a phase without end, from batch number ``start``."""
         return training_batches(self.train, self.sampler(phase), start, self.allowed_shapes(phase))
+
+    def batches_per_epoch(self) -> int:
+        """Return the number of batches that hold every training example once."""
+        return len(self.sampler(self.phases[-1]).epoch(0))
+
+    def resized(self, phases: Sequence[RunPhase]) -> "PhasedDataset":
+        """Return the same examples for phases with other numbers of batches."""
+        return replace(self, phases=tuple(phases))
 
     def rows(self, batch: Batch) -> list[str]:
         """Return the rows of a batch as messages name them."""
@@ -177,7 +189,9 @@ def encode_phases(
             )
             display.line("phase", f"{phase.name}: {phase.train.iters:,} batches{replayed}")
         encoded.append(encode_splits(read, base, phase.sources[0], phase.train, display))
-    return PhasedDataset(tuple(phases), encoded, attends_by_spans(base.model))
+    examples = encoded[-1]["train"].items
+    masks = [masked(examples[i], base.tokenizer) for i in range(min(MASKS, len(examples)))]
+    return PhasedDataset(tuple(phases), encoded, attends_by_spans(base.model), masks)
 
 
 def encode_splits(

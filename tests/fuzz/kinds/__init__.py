@@ -14,7 +14,8 @@ from tests.fuzz.kinds.imports import ImportKind
 from tests.fuzz.kinds.jsonl import JsonlKind
 from tests.fuzz.kinds.pack import PackKind
 from tests.fuzz.kinds.recipes import YamlKind
+from tests.fuzz.kinds.tables import TableKind
 
 _BASES = (BaseBnb, BaseConfig, BaseDense, BaseEnc, BaseRec, BaseSt, BaseTok)
-_KINDS = (*_BASES, CkptKind, HubKind, ImportKind, JsonlKind, PackKind, YamlKind)
+_KINDS = (*_BASES, CkptKind, HubKind, ImportKind, JsonlKind, PackKind, TableKind, YamlKind)
 KINDS: dict[str, type[Kind]] = {kind.name: kind for kind in _KINDS}

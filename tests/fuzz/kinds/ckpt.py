@@ -72,7 +72,10 @@ class CkptKind(Kind):
 
     def cheap(self) -> list[Call]:
         """Return what a resumed run reads."""
-        return [library(self._load, "load_checkpoint")]
+        return [
+            command("report", f"{SUBJECT}/o-run", "--out", "out/r.html"),
+            library(self._load, "load_checkpoint"),
+        ]
 
     def whole(self) -> list[Call]:
         """Return resuming."""

@@ -31,6 +31,11 @@ ROWS = {
     * 4,
     "completion": [{"prompt": "a", "completion": "b c"}] * 4,
     "text": [{"text": "a text of some words"}] * 4,
+    "alpaca": [{"instruction": "a", "input": "b", "output": "c", "history": [["d", "e"]]}] * 4,
+    "sharegpt": [
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
+    ]
+    * 4,
 }
 
 
@@ -49,6 +54,13 @@ class JsonlKind(Kind):
         "tool_calls",
         "user",
         "system",
+        "instruction",
+        "input",
+        "output",
+        "history",
+        "conversations",
+        "from",
+        "value",
     )
 
     def make(self, folder: Path) -> None:
@@ -98,5 +110,6 @@ class JsonlKind(Kind):
         return [
             command("train", *model, "--show-mask"),
             command("train", *model, "--show-mask", "--json"),
+            command("data", self.data, "--model", "base", "--out", "out/s"),
             command("train", *model, *short.split()),
         ]

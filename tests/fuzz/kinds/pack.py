@@ -72,6 +72,7 @@ class PackKind(Kind):
         return [
             command("inspect", SUBJECT),
             command("inspect", SUBJECT, "-v", "--json"),
+            command("report", SUBJECT, "--out", "out/r.html"),
             command("list", "."),
             command("list", "--json"),
             command("apply", SUBJECT, "--model", "base", "--dry-run"),

@@ -1,0 +1,135 @@
+"""`packs data`: what a data set is, before an hour is spent on it."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ..config.schema import COLUMN_SETTINGS, DataConfig, TrainConfig
+from ..display import Display
+from ..errors import PackError
+from . import options
+from .options import option
+from .output import print_report, wants_json
+
+if TYPE_CHECKING:
+    from ..data.overview import SplitOverview
+
+_BAR = 40  # characters of the longest bar of a histogram
+
+
+@click.command()
+@click.argument("path", metavar="PATH")
+@options.setting(
+    "model", default="tiny", help="Base model whose tokenizer and chat template count."
+)
+@options.setting("max_seq_length", default=TrainConfig.max_seq_length, type=click.IntRange(2))
+@options.setting("loss_on", "by the format of the rows", default=None)
+@options.setting("hold_out", default=DataConfig.hold_out)
+@options.add(
+    *(options.setting(name, default=getattr(DataConfig, name)) for name in COLUMN_SETTINGS)
+)
+@option("--samples", default=2, type=click.IntRange(0), help="Number of examples to show.")
+@option("--out", metavar="DIR", help="Folder to write train, valid and test to, as JSONL files.")
+@options.overwrite
+@options.trust_remote_code
+@options.as_json
+def data(
+    path: str,
+    model: str,
+    max_seq_length: int,
+    samples: int,
+    out: str | None,
+    overwrite: bool,
+    trust_remote_code: bool,
+    **settings,
+) -> None:
+    """Show what a data set is, and write its splits.
+
+    PATH is what packs train --data takes: a folder, a file, or a data set of the Hub. Shown are the
+    format, the splits, how long examples are and what is cut, which rows cannot be used, near-copies
+    within and between splits, and what of some examples is learned.
+    """
+    from ..data.encoding import encode
+    from ..data.formats import TokenFormat
+    from ..data.masks import masked
+    from ..data.overview import look_at, write_splits
+    from ..data.row_notes import row_notes
+    from ..data.rows import load_rows
+    from ..training.tasks.tokens import encoding_options
+    from . import mask
+
+    if overwrite and out is None:
+        raise PackError("--overwrite: applies to --out DIR only.", "conflict", "overwrite")
+    train = TrainConfig(max_seq_length=max_seq_length, loss_on=settings.pop("loss_on"))
+    columns = DataConfig(data=path, on_bad_row="skip", **settings)
+    tokenizer, vocab_size = mask.tokenizer_of(model, trust_remote_code)
+    splits, looks = load_rows(columns), {}
+    encoding = {
+        split: encoding_options(train, split, splits.format, vocab_size)
+        for split in splits.present()
+    }
+    for split, encoded_so in encoding.items():
+        with Display().working("data", f"reading {split}"):
+            looks[split] = look_at(
+                splits.rows[split], splits.format, columns, tokenizer, encoded_so
+            )
+    notes = [*splits.notes, *row_notes(splits.rows, splits.format, columns)]
+    shown = []
+    if samples and isinstance(splits.format, TokenFormat):
+        split = splits.present()[0]
+        rows = splits.rows[split][:samples]
+        examples = encode(rows, tokenizer, columns, encoding[split], splits.format)
+        shown = [masked(example, tokenizer) for example in examples.items]
+    written = None if out is None else write_splits(splits, columns, Path(out), overwrite)
+    report = {
+        **{"data": path, "format": splits.format.name, "model": model},
+        "max_seq_length": max_seq_length,
+        "splits": {split: look.to_json() for split, look in looks.items()},
+        **{"notes": notes, "out": out, "written": written},
+    }
+    lines = [f"data    {path} · {splits.format.name}"]
+    for split, look in looks.items():
+        lines += _lines(split, look, model, max_seq_length)
+    lines += [f"note    {note}" for note in notes]
+    if written is not None:
+        counts = " · ".join(f"{count:,} {split}" for split, count in written.items())
+        lines.append(f"wrote   {out}: {counts}")
+    print_report(report, lines)
+    if not wants_json():
+        mask.print_masked(shown)
+
+
+def _lines(split: str, look: "SplitOverview", model: str, max_seq_length: int) -> list[str]:
+    """Return what a split is, for people; the histogram of its lengths below."""
+    from ..data.bad_rows import shown_counts
+
+    of = "" if look.looked_at == look.rows else f" ({look.looked_at:,} of them looked at)"
+    q = look.quantiles()
+    counted_by = f"tokens of {model}" if look.unit == "tokens" else "characters"
+    lines = [
+        f"{split:<8}{look.rows:,} examples{of} · {counted_by}: median {q['p50']:,}, 5 to 95 % "
+        f"{q['p5']:,} to {q['p95']:,}, longest {q['longest']:,}"
+    ]
+    facts = []
+    if look.cut:
+        dropped = f", {look.dropped:,} of them without any target left" if look.dropped else ""
+        facts.append(f"{look.cut:,} longer than {max_seq_length:,}, cut{dropped}")
+    if look.learned is not None:
+        facts.append(f"{100 * look.learned:.0f} % of the tokens are learned")
+    if look.near_copies:
+        facts.append(f"{look.near_copies:,} of {look.sampled:,} have a near-copy in {split}")
+    if facts:
+        lines.append(f"{'':<8}{' · '.join(facts)}")
+    if look.bad:
+        first = look.bad.errors[0][1]
+        lines.append(
+            f"{'':<8}{len(look.bad):,} cannot be used: {shown_counts(look.bad.counts())}; the first is "
+            f"{first.message}"
+        )
+    bins = look.histogram()
+    widest = max(count for _, _, count in bins)
+    for low, high, count in bins:
+        bar = "▇" * round(_BAR * count / widest) or ("▏" if count else "")
+        lines.append(f"{'':<8}{f'{low:,} to {high:,}':>16} {bar} {count:,}")
+    return lines

@@ -1,0 +1,44 @@
+"""The settings that say where examples are, and what their columns are called."""
+
+from dataclasses import dataclass
+from functools import partial
+
+from .fields import Settings, fields_where, option
+
+_data = partial(option, section="Model and data")
+_column = partial(_data, task="lm", metavar="COLUMN", column=True)
+
+
+@dataclass(frozen=True)
+class DataConfig(Settings):
+    """Which examples to train on, and the names of their columns."""
+
+    data: str = _data(
+        "tiny",
+        "Training data: a folder, a file, a Hugging Face dataset id, or 'tiny' (bundled).",
+        metavar="DATA",
+        phase=True,
+    )
+    chat_feature: str = _column("messages", "Column with the messages of a chat.")
+    prompt_feature: str = _column("prompt", "Column with the prompt.")
+    completion_feature: str = _column("completion", "Column with the completion.")
+    text_feature: str = _column("text", "Column with plain text.")
+    on_bad_row: str = _data(
+        "stop",
+        "Examples that cannot be used: stop with an error that names file and line, skip them and "
+        "count them, or also write them to bad-rows.jsonl in the run folder (quarantine).",
+        choices=("stop", "skip", "quarantine"),
+    )
+    hold_out: str = _data(
+        "sample",
+        "Examples to hold out where there are none for validation: a random sample, the same in "
+        "every run and near-copies together, or the last ones.",
+        choices=("sample", "last"),
+    )
+    hf_dataset: dict | list | None = _data(
+        None, "Hugging Face datasets with splits and columns, as in mlx-lm.", flags=(), phase=True
+    )
+
+
+# The settings that name columns of the data.
+COLUMN_SETTINGS = fields_where(DataConfig, column=True)

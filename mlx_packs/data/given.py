@@ -1,0 +1,112 @@
+"""Rows that are in memory: lists, iterators, data frames, data sets, or a mapping of splits."""
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import PackError
+from .row_format import Row
+from .sources import Numbered, Rows
+
+IN_MEMORY = "rows-in-memory"  # what runs and manifests call them
+# What people call each split.
+SPLIT_NAMES = {
+    "train": ("train",),
+    "valid": ("valid", "validation", "val", "dev"),
+    "test": ("test",),
+}
+
+
+Data = str | Path | Iterable[Mapping] | Mapping[str, Iterable[Mapping]]  # and what is like these
+
+
+class Given(str):
+    """The name of rows in memory, which carries them.
+
+    Attributes:
+        splits: rows by the names of `SPLIT_NAMES`.
+    """
+
+    splits: dict[str, Rows]
+
+    def __new__(cls, splits: dict[str, Rows]) -> "Given":
+        """Return the name of some splits."""
+        name = super().__new__(cls, IN_MEMORY)
+        name.splits = splits
+        return name
+
+
+def source_of(data: Any) -> str:
+    """Return where rows are: a name as it is, and for rows in memory a `Given`.
+
+    Args:
+        data: a folder, file or data set id; or a list or iterator of mappings, a DataFrame of pandas
+            or polars, a `datasets.Dataset`, or a mapping of split names to such.
+
+    Raises:
+        PackError: it is none of these.
+    """
+    if isinstance(data, (str, Path)):
+        return data if isinstance(data, Given) else str(data)
+    if not isinstance(data, Mapping):
+        return Given({"train": _rows(data, "rows"), "valid": _none(), "test": _none()})
+    names = {name: split for split, known in SPLIT_NAMES.items() for name in known}
+    if unknown := [str(name) for name in data if name not in names]:
+        raise PackError(
+            f"data: a mapping must have rows by split ({', '.join(names)}), but has "
+            f"{', '.join(unknown[:5])}. Give a list of mappings, a DataFrame or a Dataset.",
+            flag="data",
+        )
+    splits = {split: _none() for split in SPLIT_NAMES}
+    for name, part in data.items():
+        splits[names[name]] = _rows(part, name)
+    return Given(splits)
+
+
+def _none() -> Rows:
+    return Numbered("rows", ())
+
+
+def _rows(data: Any, name: str) -> Rows:
+    """Return the rows of one split, whose places are ``name[number]``."""
+    if hasattr(data, "to_dicts"):  # polars
+        values: Any = data.to_dicts()
+    elif hasattr(data, "to_dict") and hasattr(data, "columns"):  # pandas
+        values = data.to_dict("records")
+    elif hasattr(data, "column_names") and hasattr(data, "__getitem__"):  # datasets.Dataset
+        values = data
+    elif isinstance(data, Iterable) and not isinstance(data, (str, bytes, Mapping)):
+        values = data if isinstance(data, Sequence) else list(data)
+    else:
+        raise PackError(
+            f"data: must be a path, a list of mappings, a DataFrame or a Dataset, but is a "
+            f"{type(data).__name__}.",
+            flag="data",
+        )
+    return InMemory(name, values)
+
+
+class InMemory(Numbered):
+    """Rows of Python or of another library, with Python's own values."""
+
+    def read(self, start: int, stop: int) -> Iterator[Row]:
+        """Yield the rows from ``start`` to ``stop``; what is no mapping is an error where it is used."""
+        in_order = (
+            itertools.islice(self.values, start, stop)  # data sets iterate faster than they index
+            if start == 0
+            else (self.values[i] for i in range(start, stop))
+        )
+        for i, value in enumerate(in_order, start):
+            yield Row(self.where(i), _plain(value))
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with the numbers and arrays of NumPy as Python's."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist") and hasattr(value, "dtype"):
+        return _plain(value.tolist())
+    return value

@@ -1,0 +1,138 @@
+"""Rows that nearly repeat others, by the runs of words that they share.
+
+Of a row that has at least half of its runs of five words in common with another one, the other tells
+the answer: a loss on one of them, after training on the other, says little (Lee et al., 2022,
+arXiv:2107.06499; runs of words as in Brown et al., 2020, arXiv:2005.14165, appendix C). What many
+rows share, such as a system prompt, does not count. A paraphrase in other words is not found.
+"""
+
+import random
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from ..config.schema import DataConfig
+from ..errors import PackError
+from .formats import RowFormat
+from .sources import Row, Rows
+
+RUN = 5  # words
+SHARE = 0.5  # of the runs of a row, which make the other one a near-copy of it
+MOST_COMPARED = 50_000  # rows; of more, so many in blocks
+_BLOCKS = 50
+_CHARACTERS = 4_000  # of a row, its first
+_COMMON = 0.05  # runs of words that a larger share of rows has do not count
+# a letter of a script that has no spaces between words, or a word
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]|\w+")
+
+_Runs = frozenset[tuple[str, ...]]
+
+
+def _words(row: Row, row_format: RowFormat, names: DataConfig) -> tuple[str, ...]:
+    """Return the words of a row; none of a row that cannot be used."""
+    try:
+        if not isinstance(row.value, Mapping) or not row_format.matches(row, names):
+            return ()
+        text = "\n".join(row_format.texts(row, names))
+    except PackError:
+        return ()
+    return tuple(_WORD.findall(text[:_CHARACTERS].lower()))
+
+
+def _runs(words: tuple[str, ...]) -> _Runs:
+    """Return the runs of words; all words where they are fewer than a run."""
+    if len(words) <= RUN:
+        return frozenset([words])
+    return frozenset(zip(*(words[i:] for i in range(RUN)), strict=False))
+
+
+class NearCopies:
+    """Some rows, and which of them other rows repeat.
+
+    Args:
+        rows: the rows that others are compared with, by a number of their own.
+        row_format: how to find the texts of a row.
+        names: the names of columns.
+    """
+
+    def __init__(self, rows: Mapping[int, Row], row_format: RowFormat, names: DataConfig) -> None:
+        self._format, self._names = row_format, names
+        words = {i: _words(row, row_format, names) for i, row in rows.items()}
+        counts = Counter(run for i in words for run in _runs(words[i]))
+        most = max(2, int(len(rows) * _COMMON))
+        self._counted = {
+            i: sum(counts[run] <= most for run in _runs(own)) for i, own in words.items()
+        }
+        self._owners: dict[tuple[str, ...], list[int]] = defaultdict(list)
+        self._same: dict[tuple[str, ...], list[int]] = defaultdict(list)
+        for i, own in words.items():
+            if own:
+                self._same[own].append(i)
+            for run in _runs(own):
+                if run and counts[run] <= most:
+                    self._owners[run].append(i)
+
+    def repeated_by(self, row: Row) -> set[int]:
+        """Return the numbers of the rows that a row repeats, word by word or nearly."""
+        words = _words(row, self._format, self._names)
+        copies = set(self._same.get(words, ()))
+        owners = self._owners
+        shared = Counter(i for run in _runs(words) if run in owners for i in owners[run])
+        return copies | {i for i, n in shared.items() if n >= SHARE * self._counted[i]}
+
+    def in_rows(self, rows: Rows) -> dict[int, list[int]]:
+        """Return for each number the indices of the rows that repeat it, of those compared."""
+        copies: dict[int, list[int]] = defaultdict(list)
+        for i, row in compared(rows):
+            for number in self.repeated_by(row):
+                copies[number].append(i)
+        return copies
+
+
+def compared(rows: Rows) -> Iterator[tuple[int, Row]]:
+    """Yield index and row of all rows, or of many rows of some blocks."""
+    count = len(rows)
+    if count <= MOST_COMPARED:
+        yield from enumerate(rows)
+        return
+    size = MOST_COMPARED // _BLOCKS
+    for start in np.linspace(0, count - size, _BLOCKS).astype(int).tolist():
+        yield from enumerate(rows.read(start, start + size), start)
+
+
+def sampled(count: int, size: int) -> Sequence[int]:
+    """Return indices below ``count`` in a random order, the same each time; at most ``size``."""
+    return random.Random(0).sample(range(count), min(count, size))
+
+
+def hold_out(
+    rows: Rows, count: int, row_format: RowFormat, names: DataConfig
+) -> tuple[list[int], int]:
+    """Return which rows to hold out, at most ``count``, in order, and how many stand by another one.
+
+    They are a random sample, the same each time; rows that nearly repeat one of them come with it,
+    and one that too many repeat stays with the training rows.
+    """
+    candidates = sampled(len(rows), 4 * count)
+    copies = NearCopies({i: rows[i] for i in sorted(candidates)}, row_format, names).in_rows(rows)
+    chosen: set[int] = set()
+    alone = 0
+    for i in candidates:
+        group = {i, *copies.get(i, ())}
+        if i not in chosen and len(chosen | group) <= count:
+            chosen |= group
+            alone += 1
+        if len(chosen) == count:
+            break
+    if not chosen:
+        chosen, alone = set(candidates[:count]), count
+    return sorted(chosen), len(chosen) - alone
+
+
+def without(count: int, held_out: Iterable[int]) -> np.ndarray:
+    """Return all indices below ``count`` but those that are held out."""
+    kept = np.ones(count, bool)
+    kept[list(held_out)] = False
+    return np.flatnonzero(kept).astype(np.int32 if count < 1 << 31 else np.int64)

@@ -1,0 +1,177 @@
+"""What a data set is, split by split: lengths, what is cut and learned, bad rows, near-copies."""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..config.schema import DataConfig
+from ..errors import PackError
+from ..files import atomic_folder
+from .bad_rows import BadRows, RowError
+from .encoding import EncodingOptions, encode
+from .formats import Row, RowFormat, TokenFormat, check_format
+from .near_copies import MOST_COMPARED, NearCopies, compared, sampled
+from .rows import Splits, held_out
+from .sources import Chosen, Rows, as_rows
+
+_SAMPLED = 400  # rows of which near-copies are looked for
+_NO_LIMIT = 1 << 30  # tokens
+_SHORTEST = 16  # upper edge of the first bin of a histogram
+
+
+@dataclass(frozen=True)
+class SplitOverview:
+    """What a split is.
+
+    Attributes:
+        rows: its rows.
+        looked_at: of how many of them all but ``rows`` tells.
+        unit: what lengths are in: tokens, or characters of the longest text of a pair.
+        lengths: of the examples that were made of these rows, [N].
+        cut: rows that are longer than the maximum.
+        dropped: rows that lose every target by that.
+        learned: share of the tokens that the loss is on; None of pairs.
+        bad: rows that cannot be used.
+        near_copies: of how many sampled rows another row of the split is a near-copy.
+        sampled: how many those are.
+    """
+
+    rows: int
+    looked_at: int
+    unit: str
+    lengths: np.ndarray
+    cut: int
+    dropped: int
+    learned: float | None
+    bad: BadRows
+    near_copies: int
+    sampled: int
+
+    def quantiles(self) -> dict[str, int]:
+        """Return the 5th, 50th and 95th percentile of the lengths, and the longest."""
+        values = np.quantile(self.lengths, [0.05, 0.5, 0.95, 1], method="nearest")
+        return dict(zip(("p5", "p50", "p95", "longest"), values.astype(int).tolist(), strict=True))
+
+    def histogram(self) -> list[tuple[int, int, int]]:
+        """Return (shortest, longest, number of examples) of bins that double, without empty ends."""
+        edges = [0, _SHORTEST]
+        while edges[-1] < self.lengths.max():
+            edges.append(2 * edges[-1])
+        counts = np.histogram(self.lengths, [edge + 1 for edge in edges])[0]
+        first = int(np.flatnonzero(counts)[0])
+        bins = zip(edges, edges[1:], counts.tolist(), strict=False)
+        return [(low + 1, high, count) for low, high, count in bins][first:]
+
+    def to_json(self) -> dict:
+        """Return the facts as `packs data --json` prints them."""
+        return {
+            "rows": self.rows,
+            "looked_at": self.looked_at,
+            "unit": self.unit,
+            "lengths": self.quantiles(),
+            "histogram": [list(each) for each in self.histogram()],
+            "cut": self.cut,
+            "dropped": self.dropped,
+            "learned": self.learned,
+            "bad_rows": self.bad.counts(),
+            "near_copies": self.near_copies,
+            "sampled": self.sampled,
+        }
+
+
+def look_at(
+    rows: Sequence[Row],
+    row_format: RowFormat,
+    columns: DataConfig,
+    tokenizer: Any,
+    options: EncodingOptions,
+) -> SplitOverview:
+    """Return what a split is; of more than 50,000 rows, so many in blocks are looked at.
+
+    Args:
+        rows: of the split.
+        row_format: of the rows.
+        columns: what the columns are called; rows that cannot be used must not stop (``skip``).
+        tokenizer: of the base, as mlx-lm wraps it.
+        options: how rows become tokens and targets.
+
+    Raises:
+        PackError: no row can be used.
+    """
+    rows = as_rows(rows)
+    looked_at = rows
+    if len(rows) > MOST_COMPARED:
+        looked_at = Chosen(rows, np.array([i for i, _ in compared(rows)]))
+    chosen = sampled(len(rows), _SAMPLED)
+    copies = NearCopies({i: rows[i] for i in sorted(chosen)}, row_format, columns).in_rows(rows)
+    repeated = sum(bool(set(others) - {i}) for i, others in copies.items())
+    if isinstance(row_format, TokenFormat):
+        limit, whole = options.max_seq_length, replace(options, max_seq_length=_NO_LIMIT)
+        examples = encode(looked_at, tokenizer, columns, whole, row_format)
+        cut = np.flatnonzero(examples.lengths > limit).tolist()
+        dropped = sum(not examples.items[i].target[:limit].any() for i in cut)
+        facts = ("tokens", examples.lengths, len(cut), dropped)
+        learned = examples.targets / max(1, int(examples.lengths.sum()))
+        bad = examples.bad
+    else:
+        lengths, bad = _characters(looked_at, row_format, columns)
+        facts, learned = ("characters", lengths, 0, 0), None
+    return SplitOverview(len(rows), len(looked_at), *facts, learned, bad, repeated, len(chosen))
+
+
+def _characters(
+    rows: Rows, row_format: RowFormat, columns: DataConfig
+) -> tuple[np.ndarray, BadRows]:
+    """Return the characters of the longest text of each usable row, and the other rows."""
+    lengths, bad = [], BadRows(stops=False)
+    for i, row in enumerate(rows):
+        try:
+            check_format(row, row_format, rows.where(0), columns)
+            lengths.append(max(map(len, row_format.texts(row, columns))))
+        except RowError as error:
+            bad.add(i, error)
+    bad.check_some_left(len(rows))
+    return np.array(lengths), bad
+
+
+def write_splits(splits: Splits, columns: DataConfig, out: Path, overwrite: bool) -> dict[str, int]:
+    """Write train, valid and test as JSONL files of a new folder; return their numbers of rows.
+
+    Without test rows, some training rows become these. Rows that are no JSON are left out.
+
+    Raises:
+        PackError: the folder exists, and may not be replaced or has other files.
+    """
+    names = {f"{split}.jsonl" for split in splits.rows}
+    if overwrite and out.is_dir() and (other := {f.name for f in out.iterdir()} - names):
+        raise PackError(
+            f"{out}: has {min(other)}, which is not replaced. Choose another folder.",
+            "exists",
+            "out",
+        )
+    rows = {split: as_rows(chosen) for split, chosen in splits.rows.items()}
+    if not len(rows["test"]):
+        rows["train"], rows["test"], _ = held_out(rows["train"], columns, splits.format)
+    counts = {}
+    with atomic_folder(out, replace=overwrite) as partial:
+        for split, chosen in rows.items():
+            if len(chosen):
+                with (partial / f"{split}.jsonl").open("wb") as file:
+                    counts[split] = sum(bool(file.write(line)) for line in _lines(chosen))
+    return counts
+
+
+def _lines(rows: Rows) -> Iterator[bytes]:
+    """Yield each row as a line of JSON; no row that cannot be read."""
+    for row in rows:
+        with suppress(RowError):
+            value = row.value
+            try:
+                yield (json.dumps(value, ensure_ascii=False, default=str) + "\n").encode()
+            except UnicodeEncodeError:  # half a surrogate pair
+                yield (json.dumps(value, default=str) + "\n").encode()

@@ -1,0 +1,101 @@
+"""A row as it was read, and the interface of its formats."""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..config.schema import DataConfig
+from ..errors import Code, PackError
+from .bad_rows import Reason, RowError
+from .conversations import Span
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row as it was read, with the place that messages name (``train.jsonl:17``)."""
+
+    where: str
+    value: Mapping
+
+    def error(
+        self, fault: str, reason: Reason, flag: str | None = None, code: Code = "data"
+    ) -> RowError:
+        """Return the error of a row that cannot be used, which ``--on-bad-row`` may leave out."""
+        return RowError(self.where, fault, reason, code, flag)
+
+    def conflict(self, fault: str, code: Code, flag: str | None = None) -> PackError:
+        """Return an error that this row shows, but that is not its own: a setting or the base."""
+        return PackError(f"{self.where}: {fault}", code, flag)
+
+    def text(self) -> str:
+        """Return the row as it stands in its file, or as JSON."""
+        return json.dumps(self.value, ensure_ascii=False, default=str)
+
+
+class RowFormat(ABC):
+    """A kind of row, recognized by its columns; ``name`` is what reports and manifests call it."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def columns(self, names: DataConfig) -> tuple[str, ...]:
+        """Return the columns that a row of this format has."""
+
+    @abstractmethod
+    def texts(self, row: Row, names: DataConfig) -> list[str]:
+        """Return every text of a row, for what needs texts of whatever kind."""
+
+    def matches(self, row: Row, names: DataConfig) -> bool:
+        """Return whether a row has the columns of this format."""
+        return all(column in row.value for column in self.columns(names))
+
+
+class TokenFormat(RowFormat):
+    """Rows that a causal model trains on."""
+
+    loss_on: ClassVar[str]  # what is supervised by default
+    special_tokens: ClassVar[bool] = False  # whether the tokenizer adds what begins and ends a text
+
+    @abstractmethod
+    def render(
+        self, row: Row, names: DataConfig, loss_on: str, tokenizer: Any
+    ) -> tuple[str, list[Span]]:
+        """Return the text of a row and the spans of it that are targets (none for ``all``)."""
+
+    @abstractmethod
+    def prompt(self, row: Row, names: DataConfig, tokenizer: Any) -> tuple[str, list[int]]:
+        """Return what of a row a model is asked to complete: as people see it, and its tokens."""
+
+    def answer(self, row: Row, names: DataConfig) -> str | None:
+        """Return what the row has after its `prompt`; None where that is no answer."""
+        return None
+
+    def resolve_loss_on(self, loss_on: str | None) -> str:
+        """Return what is supervised, where None is the default."""
+        return loss_on or self.loss_on
+
+
+def check_unicode(row: Row, text: str) -> None:
+    """Raise a PackError where a text cannot be encoded as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        fault = "has half of a surrogate pair (\\ud800 to \\udfff)."
+        raise row.error(fault, "half a surrogate pair") from None
+
+
+def text_of(row: Row, column: str) -> str:
+    """Return the text of a column; what is no text is an error."""
+    if not isinstance(text := row.value[column], str):
+        raise row.error(f"'{column}' must be a text, but is {shown(text)}.", "wrong type")
+    return text
+
+
+def shown(value: Any) -> str:
+    """Return the beginning of a value; not even an integer of a million digits is an error."""
+    try:
+        return f"{value!r:.60}"
+    except (ValueError, RecursionError):
+        return f"a {type(value).__name__}"

@@ -1,0 +1,99 @@
+"""`packs data`: what a data set is, and the splits that it writes."""
+
+import json
+
+import pytest
+
+from mlx_packs.config.schema import DataConfig
+from mlx_packs.data.rows import load_rows
+from tests.helpers.errors import check
+from tests.helpers.rows import chat, write_rows
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def text(count: int, seed: int) -> dict:
+    return {"text": " ".join(f"w{seed}x{i}" for i in range(count))}
+
+
+def test_lengths_cuts_bad_rows_and_copies_are_shown(here, run):
+    rows = [text(3, i) for i in range(8)] + [text(60, i) for i in (20, 21)] + [{"text": 5}, {}]
+    write_rows(here / "d", train=[*rows, rows[8]], valid=[rows[9], text(3, 50)])
+    code, out, err = run("data", "d", "--max-seq-length", 40, "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    train, valid = (report["splits"][split] for split in ("train", "valid"))
+    assert report["format"] == "text" and list(report["splits"]) == ["train", "valid"]
+    assert (train["rows"], train["cut"], train["dropped"]) == (13, 3, 0)
+    assert train["bad_rows"] == {"wrong type": 1, "missing columns": 1}
+    assert (train["near_copies"], train["sampled"]) == (2, 13)
+    assert sum(count for _, _, count in train["histogram"]) == 11
+    assert train["lengths"]["longest"] > 40 > train["lengths"]["p5"] > 0
+    assert valid["near_copies"] == 0 and 0.5 < valid["learned"] < 1
+    (leak,) = report["notes"]
+    assert "1 of 2 valid examples" in leak and "train.jsonl:10" in leak
+    shown = run("data", "d", "--max-seq-length", 40)[1]
+    for part in ("13 examples", "3 longer than 40, cut", "2 of 13 have a near-copy in train"):
+        assert part in shown
+    assert "2 cannot be used: 1 wrong type, 1 missing columns; the first is" in shown
+    assert shown.count("tokens are trained on") == 2 and "▇" in shown
+    assert "tokens are trained on" not in run("data", "d", "--samples", 0)[1]
+
+
+def test_targets_beyond_the_maximum_are_counted(here, run):
+    write_rows(here, only=[chat("word " * 90, "yes"), chat("a", "b")] * 4)
+    code, out, _ = run("data", "only.jsonl", "--max-seq-length", 32, "--json")
+    splits = json.loads(out)["splits"].values()
+    assert sum(s["cut"] for s in splits) == sum(s["dropped"] for s in splits) == 4
+
+
+def test_splits_are_written_and_train_alike(here, run):
+    rows = [{"prompt": f"say {i} é", "completion": "x" * i} for i in range(1, 61)]
+    write_rows(here, only=rows)
+    file = here / "only.jsonl"
+    file.write_text(file.read_text() + "{broken\n")
+    code, out, err = run("data", "only.jsonl", "--out", "s", "--samples", 0)
+    assert code == 0 and "wrote   s: 55 train · 3 valid · 2 test" in out, err
+    whole = load_rows(DataConfig(data="only.jsonl", on_bad_row="skip"))
+    splits = load_rows(DataConfig(data="s"))
+    assert [r.value for r in splits.rows["valid"]] == [r.value for r in whole.rows["valid"]]
+    written = [r.value for split in splits.rows.values() for r in split]
+    assert sorted(map(str, written)) == sorted(map(str, rows))
+    assert "é" in (here / "s" / "train.jsonl").read_text(encoding="utf-8")
+    assert run("data", "only.jsonl", "--out", "s")[0] == 2
+    check(run.error, "exists", None, "s: ")
+    assert run("data", "only.jsonl", "--out", "s", "--overwrite", "--hold-out", "last")[0] == 0
+    last = json.loads((here / "s" / "valid.jsonl").read_text().splitlines()[-1])
+    assert last == rows[-1]
+    (here / "s" / "notes.txt").write_text("mine")
+    assert run("data", "only.jsonl", "--out", "s", "--overwrite")[0] == 2
+    check(run.error, "exists", "out", "notes.txt")
+    assert (here / "s" / "notes.txt").read_text() == "mine"
+
+
+def test_pairs_are_measured_in_characters(here, run):
+    write_rows(here / "d", train=[{"anchor": "a" * i, "positive": "b"} for i in range(1, 41)])
+    report = json.loads(run("data", "d", "--json")[1])
+    train = report["splits"]["train"]
+    assert report["format"] == "pairs" and train["unit"] == "characters"
+    assert train["lengths"]["longest"] in (38, 39, 40) and train["learned"] is None
+    assert "characters: median" in run("data", "d")[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "flag"),
+    [
+        (("nope",), "not-found", "data"),
+        (("bad.jsonl",), "data", None),
+        (("tiny", "--overwrite"), "conflict", "overwrite"),
+        (("tiny", "--loss-on", "nothing"), "unknown", "loss_on"),
+    ],
+)
+def test_what_cannot_be_shown_is_one_line(here, run, arguments, code, flag):
+    (here / "bad.jsonl").write_text('{"x": 1}\n')
+    assert run("data", *arguments)[0] == 2
+    check(run.error, code, flag)

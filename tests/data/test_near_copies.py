@@ -1,0 +1,169 @@
+"""Held-out rows: drawn at random, near-copies on one side, and warnings where they are not."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from mlx_packs.config.schema import DataConfig
+from mlx_packs.data import near_copies
+from mlx_packs.data.formats import FORMATS
+from mlx_packs.data.near_copies import NearCopies
+from mlx_packs.data.row_notes import row_notes
+from mlx_packs.data.rows import load_rows
+from mlx_packs.data.sources import Chosen, Listed, Row
+from tests.helpers.rows import chat, write_rows
+
+COLUMNS = DataConfig()
+SYSTEM = "You are a helpful assistant who answers each question with one short and friendly line."
+
+
+def sentence(seed: int, words: int = 20) -> str:
+    """A sentence of random words."""
+    return " ".join(random.Random(seed).choices([f"w{i}" for i in range(500)], k=words))
+
+
+def texts(count: int, start: int = 0) -> list[dict]:
+    return [{"text": sentence(seed)} for seed in range(start, start + count)]
+
+
+def with_system(row: dict) -> dict:
+    return {"messages": [{"role": "system", "content": SYSTEM}, *row["messages"]]}
+
+
+def splits_of(tmp_path, rows, **settings):
+    write_rows(tmp_path, only=rows)
+    return load_rows(DataConfig(data=str(tmp_path / "only.jsonl"), **settings))
+
+
+def values(rows) -> list:
+    return [row.value for row in rows]
+
+
+@pytest.mark.parametrize(("count", "held_out"), [(2, 1), (40, 2), (4000, 100)])
+def test_a_sample_is_held_out_the_same_each_time(tmp_path, count, held_out):
+    splits = splits_of(tmp_path, texts(count))
+    again = load_rows(DataConfig(data=splits.source))
+    train, valid = values(splits.rows["train"]), values(splits.rows["valid"])
+    assert (len(train), len(valid)) == (count - held_out, held_out)
+    assert values(again.rows["valid"]) == valid
+    assert sorted(map(str, train + valid)) == sorted(map(str, texts(count)))
+    assert str(held_out) in splits.notes[0]
+    places = [int(row.where.rpartition(":")[2]) for row in splits.rows["valid"]]
+    assert places == sorted(places)
+    if count > 2:  # not the end of the file, whose rows may be sorted
+        assert places[0] < 0.7 * count
+        assert splits.rows["train"].where(places[0] - 1).endswith(f":{places[0] + 1}")
+
+
+def test_the_last_rows_are_held_out_where_this_is_asked_for(tmp_path):
+    splits = splits_of(tmp_path, texts(40), hold_out="last")
+    assert values(splits.rows["valid"]) == texts(40)[-2:]
+    assert "last 2" in splits.notes[0]
+
+
+def test_near_copies_stand_on_one_side(tmp_path):
+    """Each text four times, twice with changed words: groups of four, all or none held out."""
+    rows = []
+    for row in texts(60):
+        words = row["text"].split()
+        changed = [{"text": " ".join([*words[:k], "new", *words[k + 1 :]])} for k in (3, 17)]
+        rows += [row, *changed, {"text": row["text"].upper()}]
+    splits = splits_of(tmp_path, rows)
+    held_out = {i // 4 for i, row in enumerate(rows) if row in values(splits.rows["valid"])}
+    assert len(splits.rows["valid"]) == 4 * len(held_out) == 12
+    assert "9 of them near-copies" in splits.notes[0]
+    assert row_notes(splits.rows, splits.format, COLUMNS) == []
+
+
+def test_rows_that_are_all_alike_are_held_out_all_the_same(tmp_path):
+    splits = splits_of(tmp_path, [{"text": "the same words in each and every row"}] * 40)
+    assert len(splits.rows["valid"]) == 2
+    (note,) = row_notes(splits.rows, splits.format, COLUMNS)
+    assert note.startswith("2 of 2 valid examples nearly repeat training examples (")
+
+
+def test_a_leak_between_splits_is_said_with_its_first_places(tmp_path):
+    train = [with_system(chat(sentence(i), sentence(-i - 1))) for i in range(30)]
+    valid = [with_system(chat(sentence(i), sentence(-i - 1))) for i in range(100, 120)]
+    words = sentence(7).split()
+    valid[4] = with_system(chat(" ".join(["please", *words[2:]]), sentence(-8)))
+    write_rows(tmp_path, train=train, valid=valid, test=train[:3])
+    splits = load_rows(DataConfig(data=str(tmp_path)))
+    of_valid, of_test = row_notes(splits.rows, splits.format, COLUMNS)
+    assert "1 of 20 valid examples" in of_valid
+    assert "valid.jsonl:5 is " in of_valid and "train.jsonl:8)" in of_valid
+    assert "3 of 3 test examples" in of_test
+
+
+def test_a_common_system_prompt_is_no_leak(tmp_path):
+    rows = [with_system(chat(sentence(i, 8), sentence(-i - 1, 4))) for i in range(60)]
+    write_rows(tmp_path, train=rows[:40], valid=rows[40:])
+    splits = load_rows(DataConfig(data=str(tmp_path)))
+    assert row_notes(splits.rows, splits.format, COLUMNS) == []
+
+
+def test_scripts_without_spaces_are_compared_by_letters():
+    rows = [Row("a", {"text": "東京は日本の首都であり世界最大の都市です"})]
+    format_of_text = next(f for f in FORMATS if f.name == "text")
+    copies = NearCopies({0: rows[0]}, format_of_text, COLUMNS)
+    assert copies.repeated_by(Row("b", {"text": "東京は日本の首都であり世界最大の都会です。"})) == {
+        0
+    }
+    assert copies.repeated_by(Row("c", {"text": "大阪は西日本の中心となる商業の街です"})) == set()
+
+
+@pytest.mark.parametrize("value", [{}, {"text": 5}, {"text": ""}, [], 5, None])
+def test_rows_that_cannot_be_used_are_no_copies(value):
+    format_of_text = next(f for f in FORMATS if f.name == "text")
+    copies = NearCopies({0: Row("a", value)}, format_of_text, COLUMNS)
+    assert copies.repeated_by(Row("b", value)) == set()
+
+
+def test_of_very_many_rows_some_blocks_are_compared(monkeypatch):
+    monkeypatch.setattr(near_copies, "MOST_COMPARED", 100)
+    rows = Listed([Row(f"r:{i}", {"text": str(i)}) for i in range(1000)])
+    indices = [i for i, row in near_copies.compared(rows) if row.value["text"] == str(i)]
+    assert len(indices) == 100 and indices[0] == 0 and indices[-1] == 999
+
+
+@pytest.mark.parametrize("indices", [[], [0], [999], [3, 4, 5, 50, 51, 700], [*range(0, 1000, 7)]])
+def test_chosen_rows_are_read_in_any_part(tmp_path, indices):
+    write_rows(tmp_path, only=[{"text": str(i)} for i in range(1000)])
+    rows = load_rows(DataConfig(data=str(tmp_path / "only.jsonl"), hold_out="last")).rows["train"]
+    whole = Listed([Row(f"r:{i}", {"text": str(i)}) for i in range(1000)])
+    chosen, listed = (Chosen(r, np.array(indices, int)) for r in (rows.rows, whole))
+    for part in (slice(None), slice(1, 3), slice(2, 100)):
+        expected = [{"text": str(i)} for i in indices[part]]
+        assert values(chosen[part]) == values(listed[part]) == expected
+    assert [chosen.places()(i) for i in range(len(chosen))] == [row.where for row in chosen]
+    if indices:
+        assert chosen[-1].value == {"text": str(indices[-1])}
+        assert 0 < chosen.nbytes(0, len(chosen)) <= rows.rows.nbytes(0, 1000)
+    other = Chosen(rows.rows, np.array([*indices[:-1], 998], int))
+    assert chosen.content_key() != other.content_key()
+    assert chosen.content_key() == Chosen(rows.rows, np.array(indices, np.int32)).content_key()
+
+
+def test_a_run_says_what_leaks(tmp_path, run, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = texts(12)
+    write_rows(tmp_path / "d", train=rows, valid=rows[:3])
+    flags = ("--iters", 1, "--val-batches", 0, "--test-batches", 1, "--batch-size", 1)
+    code, _, err = run("train", "--data", "d", "--out", "p", *flags)
+    assert code == 0 and "3 of 3 valid examples nearly repeat training examples" in err
+    assert json.loads((tmp_path / "p-run" / "config.json").read_text())["recipe"]["hold_out"] == (
+        "sample"
+    )
+
+
+def test_empty_answers_are_said(tmp_path):
+    rows = [
+        {"prompt": sentence(i, 4), "completion": "" if i in (3, 5) else "yes"} for i in range(9)
+    ]
+    write_rows(tmp_path, train=rows, test=[{"prompt": "new", "completion": ""}])
+    splits = load_rows(DataConfig(data=str(tmp_path)))
+    (note,) = row_notes(splits.rows, splits.format, COLUMNS)
+    assert note.startswith("2 training examples have an empty answer (")
+    assert "train.jsonl:4)" in note
