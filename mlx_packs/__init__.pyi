@@ -17,6 +17,7 @@ from .evaluation.lm_eval import evaluate_tasks as evaluate_tasks
 from .evaluation.perplexity import EvalReport as EvalReport
 from .ops._backend import backend as backend
 from .packs.base import Base as Base
+from .packs.base import generate as generate
 from .packs.base import load_base as load_base
 from .packs.diff import diff as diff
 from .packs.listing import list_packs as list_packs

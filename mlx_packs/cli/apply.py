@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("pack", type=click.Path(path_type=Path))
-@options.model
+@options.model_of_pack
 @option(
     "--dry-run",
     is_flag=True,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @options.setting("max_pack_mb", type=float)
 @options.execution
 def apply(
-    pack: Path, model: str, dry_run: bool, max_pack_mb: float | None, trust_remote_code: bool
+    pack: Path, model: str | None, dry_run: bool, max_pack_mb: float | None, trust_remote_code: bool
 ) -> None:
     """Check that a pack fits a base model.
 
@@ -38,6 +38,7 @@ def apply(
 
     limits = gate_limits(max_pack_mb=max_pack_mb)
     opened = Pack.open(pack)
+    model = options.base_of(model, opened)
     report = check_fit(opened, model)
     if not dry_run:
         report |= _largest_change(opened, model, trust_remote_code)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @click.command("eval-batch")
 @click.argument("more", nargs=-1, metavar="[PACK]...")
-@options.model
+@options.model_of_pack
 @options.packs("Pack to compare; PACK=0.5 applies half of its delta. Repeatable.")
 @options.data()
 @options.split
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 @options.execution
 def eval_batch(
     more: tuple[str, ...],
-    model: str,
+    model: str | None,
     packs: tuple[str, ...],
     sizes: str,
     csv_file: str | None,
@@ -67,6 +67,7 @@ def eval_batch(
     csv_path = _writable(csv_file)
     chosen = [pack for _, pack in named_packs([options.one_pack([p]) for p in (*packs, *more)])]
     batch_sizes = _batch_sizes(sizes)
+    model = options.base_of(model, chosen[0] if chosen else None)
     display = Display()
     with display.working("base", f"loading {model}"):
         base = load_base_for(chosen[0] if chosen else None, model, trust_remote_code)

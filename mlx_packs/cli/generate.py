@@ -13,7 +13,7 @@ from .output import print_report, wants_json
 
 
 @click.command()
-@options.model
+@options.model_of_pack
 @options.packs("Pack to apply; PACK=0.7 applies 70 % of its delta. Several add up.")
 @option(
     "--prompt",
@@ -23,24 +23,10 @@ from .output import print_report, wants_json
 )
 @option("--system", metavar="TEXT", help="System message that comes before the prompt.")
 @option("--raw", is_flag=True, help="Continue the prompt as plain text, without the chat template.")
-@option(
-    "--max-tokens",
-    default=100,
-    type=click.IntRange(1),
-    help="Maximum number of tokens to generate.",
-)
-@option(
-    "--temp",
-    "temperature",
-    default=0.0,
-    metavar="T",
-    type=click.FloatRange(0),
-    help="Sampling temperature; 0 always takes the likeliest token.",
-)
-@option("--seed", default=0, help="Random seed of sampling.")
+@options.sampling()
 @options.execution
 def generate(
-    model: str,
+    model: str | None,
     packs: tuple[str, ...],
     prompt: str,
     system: str | None,
@@ -52,14 +38,18 @@ def generate(
 
     Control characters in the text are shown as "?"; --json has them all, escaped.
     """
+    from ..config.parse import build
+    from ..config.sampling import Sampling
     from ..inference.generate import chat_prompt, raw_prompt, stream
     from ..packs.base import load_base_for
 
+    chosen = build(Sampling, {k: v for k, v in sampling.items() if v is not None})
     prompt = _text("--prompt", sys.stdin.buffer.read() if prompt == "-" else prompt)
     system = _text("--system", system or "")
     if not prompt.strip():
         raise PackError("--prompt: is empty.")
     pack = options.one_pack(packs)
+    model = options.base_of(model, pack)
     base = load_base_for(pack, model, trust_remote_code)
     base.check_architecture("generate", "decoder")
     messages = [{"role": "system", "content": system}] if system else []
@@ -67,7 +57,7 @@ def generate(
     tokens = raw_prompt(base, prompt) if raw else chat_prompt(base, messages)
     pieces = []
     with base.applied(pack) if pack else nullcontext():
-        for piece in stream(base, tokens, **sampling):
+        for piece in stream(base, tokens, chosen):
             pieces.append(piece)
             if not wants_json():
                 echo(piece, end="")

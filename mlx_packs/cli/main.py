@@ -39,6 +39,7 @@ COMMANDS = {
         "eval-batch": "eval_batch:eval_batch",
         "eval-tasks": "evaluate:eval_tasks",
         "generate": "generate:generate",
+        "chat": "chat:chat",
     },
     "Share": {"push": "share:push", "pull": "share:pull"},
     "Convert": {

@@ -27,7 +27,7 @@ _fidelity = options.add(
 
 @click.command()
 @click.argument("pack", type=click.Path(path_type=Path))
-@options.model
+@options.model_of_pack
 @options.out("Folder to write the merged model to.")
 @option(
     "--requantize",
@@ -45,7 +45,7 @@ _fidelity = options.add(
 @options.max_shard_gb
 @options.overwrite
 @options.execution
-def merge(pack: Path, model: str, out: str, **settings) -> None:
+def merge(pack: Path, model: str | None, out: str, **settings) -> None:
     """Merge a pack into its base model.
 
     The merged model is first compared with the base model with the pack attached: by mean KL
@@ -54,7 +54,9 @@ def merge(pack: Path, model: str, out: str, **settings) -> None:
     exit code is 1.
     """
     from ..convert.merge import merge_pack
+    from ..packs.pack import Pack
 
+    model = options.base_of(model, Pack.open(pack))
     report = merge_pack(pack, model, out, **settings, display=Display())
     requantize = settings["requantize"]
     lines = _fidelity_lines(report)

@@ -9,6 +9,7 @@ import click
 from ..config.choices import MATMUL_PATHS
 from ..config.fields import SECTIONS, facts_of, flags_of
 from ..config.recipe import RunOptions
+from ..config.sampling import Sampling
 from ..config.schema import DataConfig, LoRAConfig, TrainConfig
 from .output import JSON
 
@@ -96,7 +97,10 @@ def setting(name: str, default_text: str | None = None, **overrides) -> Callable
 
     Without a ``type`` it gives a text, which `config.parse.build` types.
     """
-    field = SETTINGS[name]
+    return _of_field(SETTINGS[name], default_text, **overrides)
+
+
+def _of_field(field: dataclasses.Field, default_text: str | None, **overrides) -> Callable:
     facts, flags = facts_of(field), flags_of(field)
     described: dict = {"section": facts.section, "help": facts.help, "default_text": default_text}
     if isinstance(field.default, bool):
@@ -107,7 +111,7 @@ def setting(name: str, default_text: str | None = None, **overrides) -> Callable
     else:
         kinds = {int: "N", int | None: "N", float: "X", tuple[str, ...]: "NAMES"}
         described["metavar"] = facts.metavar or kinds.get(field.type, "TEXT")
-    return option(*flags, **described | overrides)
+    return option(*flags, field.name, **described | overrides)
 
 
 def shown_default(name: str) -> str | None:
@@ -129,6 +133,7 @@ recipes = option(
     help="YAML file with these options, or a configuration of QLoRA, PEFT or bitsandbytes. Repeatable.",
 )
 model = setting("model", default="tiny")
+model_of_pack = setting("model", "the one that the pack was trained on", default=None)
 trust_remote_code = setting("trust_remote_code", default=False)
 
 
@@ -190,12 +195,29 @@ def matmul_path(*auto: str) -> Callable:
     )
 
 
+def sampling(**defaults) -> Callable:
+    """Add the settings of `Sampling`; ``defaults`` are those of the command."""
+    decorators = []
+    for field in dataclasses.fields(Sampling):
+        default = defaults.get(field.name, field.default)
+        text = None if default in (0, 1) and field.name != "temperature" else f"{default:g}"
+        decorators.append(_of_field(field, text))
+    return add(*decorators)
+
+
 def one_pack(texts: Iterable[str]) -> "Pack | None":
     """Return the pack that ``DIR`` or ``DIR=0.7`` texts name together; None if there is none."""
     from ..packs.weighted_sum import open_weighted, weighted_sum
 
     weighted = [open_weighted(text) for text in texts]
     return weighted_sum(weighted) if weighted else None
+
+
+def base_of(model: str | None, pack: "Pack | None") -> str:
+    """Return the base that was named, or else that of the pack."""
+    from ..packs.base import find_base
+
+    return model or find_base(pack)
 
 
 def names(text: str | None) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ SECTIONS = (
     "Optimization",
     "Memory and speed",
     "Evaluation and gates",
+    "Sampling",
     "Output",
     "Embedding",
 )  # of options in help, in this order

@@ -24,7 +24,6 @@ from ..data.shapes import padded_length, sequence_inputs
 from ..display import QUIET, Display
 from ..errors import PackError, flag_of
 from ..gates import Gates, evaluate_gates, failures, gate_limits
-from ..inference.throughput import Speed, cut_prompts, generation_path, measure_throughput
 from ..memory.matmul_path import choose_matmul_path
 from ..objectives.causal_lm import split_head
 from ..objectives.sequence_packing import why_not_packed
@@ -33,6 +32,7 @@ from ..packs.pack import Pack
 from ..packs.weighted_sum import as_pack, check_distinct
 from .perplexity import Difference, ExampleScores, Scorer
 from .rows import check_limit, columns_of, evaluation_rows
+from .throughput import Speed, cut_prompts, generation_path, measure_throughput
 
 BATCH_SIZES = (1, 4, 8)
 BASE = "base"

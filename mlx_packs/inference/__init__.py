@@ -1,1 +1,1 @@
-"""Text from a base with packs, and how fast it is generated."""
+"""Text from a base, with whatever pack is on it."""

@@ -1,11 +1,19 @@
 """Generate text with a base, with or without a pack, for one prompt or many, by mlx-lm."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ..bases.chat_template import render_chat
 from ..bases.model import BaseModel
 from ..bases.tokenizer import tokenizer_errors
+from ..config.parse import build
+from ..config.sampling import Sampling
 from ..errors import PackError
+
+if TYPE_CHECKING:
+    from mlx_lm.generate import GenerationResponse
+
+PENALIZED_TOKENS = 64  # that a repetition penalty looks back on
 
 
 def chat_prompt(
@@ -31,31 +39,49 @@ def raw_prompt(base: BaseModel, text: str) -> list[int]:
 
 
 def stream(
+    base: BaseModel, prompt: Sequence[int], sampling: Sampling | None = None
+) -> Iterator[str]:
+    """Yield pieces of the text that follows ``prompt``."""
+    yield from (piece.text for piece in responses(base, prompt, sampling))
+
+
+def responses(
     base: BaseModel,
     prompt: Sequence[int],
-    max_tokens: int = 100,
-    temperature: float = 0.0,
-    seed: int = 0,
-) -> Iterator[str]:
-    """Yield pieces of the text that follows ``prompt``; greedy at temperature 0."""
+    sampling: Sampling | None = None,
+    cache: list[Any] | None = None,
+) -> Iterator["GenerationResponse"]:
+    """Yield the tokens that follow ``prompt``, with pieces of their text, as mlx-lm gives them.
+
+    ``cache``, of mlx-lm too, has the keys and values of the tokens before the prompt; those of the
+    prompt and of what follows are added to it.
+    """
     from mlx_lm import stream_generate
-    from mlx_lm.sample_utils import make_sampler
+    from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
     from ..nn.lora import factors_cast
     from ..runtime import mx
 
     _check_tokens(base, prompt)
-    mx.random.seed(seed)
+    sampling = sampling or Sampling()
+    mx.random.seed(sampling.seed)
     base.model.eval()
+    top_k = sampling.top_k if sampling.top_k < base.vocab_size else 0  # mlx-lm rejects others
+    penalty = sampling.repetition_penalty
     pieces = stream_generate(
         base.model,
         base.tokenizer,
         list(prompt),
-        max_tokens=max_tokens,
-        sampler=make_sampler(temp=temperature),
+        max_tokens=sampling.max_tokens,
+        sampler=make_sampler(sampling.temperature, sampling.top_p, sampling.min_p, top_k=top_k),
+        logits_processors=make_logits_processors(
+            repetition_penalty=None if penalty == 1 else penalty,
+            repetition_context_size=PENALIZED_TOKENS,
+        ),
+        prompt_cache=cache,
     )
     with factors_cast(base.model):
-        yield from (piece.text for piece in pieces)
+        yield from pieces
 
 
 def _check_tokens(base: BaseModel, prompt: Sequence[int]) -> None:
@@ -71,9 +97,10 @@ def _check_tokens(base: BaseModel, prompt: Sequence[int]) -> None:
         )
 
 
-def complete(base: BaseModel, prompt: Sequence[int], max_tokens: int = 100, **sampling) -> str:
-    """Return the text that follows ``prompt``; ``sampling`` is that of `stream`."""
-    return "".join(stream(base, prompt, max_tokens, **sampling))
+def complete(base: BaseModel, prompt: Sequence[int], max_tokens: int = 100, **sampling: Any) -> str:
+    """Return the text that follows ``prompt``; ``sampling`` are the settings of `Sampling`."""
+    chosen = build(Sampling, {"max_tokens": max_tokens, **sampling})
+    return "".join(stream(base, prompt, chosen))
 
 
 def stream_batch(
@@ -136,10 +163,10 @@ def complete_batch(
     tokens: list[list[int]] = [[] for _ in prompts]
     for i, token in stream_batch(base, prompts, max_tokens, batch_size):
         tokens[i].append(token)
-    return [_text(base, generated) for generated in tokens]
+    return [text_of(base, generated) for generated in tokens]
 
 
-def _text(base: BaseModel, tokens: Sequence[int]) -> str:
+def text_of(base: BaseModel, tokens: Sequence[int]) -> str:
     """Return tokens as the text that `stream` makes of them."""
     detokenizer = base.tokenizer.detokenizer
     detokenizer.reset()

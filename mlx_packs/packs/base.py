@@ -5,10 +5,11 @@ modules around them are swapped; those of the last few packs are kept, without t
 going back and forth builds nothing.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ..adapters.lora import Attached
 from ..bases.files import TINY
@@ -16,7 +17,10 @@ from ..bases.loading import load_base_model
 from ..bases.model import BaseModel
 from ..config.choices import MATMUL_PATHS
 from ..errors import PackError
+from ..files import is_hub_id
+from ..inference.generate import chat_prompt, complete, raw_prompt
 from ..nn.quantized import apply_matmul_path, replace_modules
+from ..reading import read_json
 from ..runtime import mx
 from .pack import Pack
 from .weighted_sum import Packs, as_pack
@@ -60,6 +64,35 @@ class Base(BaseModel):
             yield self
         finally:
             self.swap_pack(before and before.pack, before.matmul_path if before else "quantized")
+
+    def generate(
+        self,
+        prompt: str | Sequence[Mapping],
+        pack: Packs | None = None,
+        *,
+        raw: bool = False,
+        **sampling: Any,
+    ) -> str:
+        """Return the text that follows a prompt, with a pack or with what is active.
+
+        Args:
+            prompt: the user's message, or messages with ``role`` and ``content``; both are put into
+                the chat template.
+            pack: as `applied` takes it; None leaves the base as it is.
+            raw: continue the prompt, a text, without the chat template.
+            **sampling: settings of `Sampling`: ``max_tokens`` (100), ``temperature`` (0), ``top_p``,
+                ``top_k``, ``min_p``, ``repetition_penalty``, ``seed``.
+
+        Raises:
+            PackError: the base has no chat template, the pack does not fit, or a setting is wrong.
+        """
+        self.check_architecture("generate", "decoder")
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if raw and not isinstance(prompt, str):
+            raise PackError("raw: continues a text, but the prompt is messages.", "conflict", "raw")
+        tokens = raw_prompt(self, prompt) if raw else chat_prompt(self, messages)
+        with nullcontext() if pack is None else self.applied(pack):
+            return complete(self, tokens, **sampling)
 
     def swap_pack(self, pack: Packs | None, matmul_path: str = "quantized") -> None:
         """Replace the active pack by another; None removes it.
@@ -163,6 +196,42 @@ def load_base(
     return Base(**vars(loaded))
 
 
+def find_base(pack: Pack | None) -> str:
+    """Return the base that a pack was trained on, as `load_base` takes it; ``tiny`` without a pack.
+
+    It is a name of the Hub, or a folder: where the run beside the pack has it, or here under its name.
+
+    Raises:
+        PackError: there is no such folder.
+    """
+    if pack is None:
+        return TINY
+    name = pack.manifest["base"]["id"]
+    if name == TINY or is_hub_id(name):
+        return name
+    folders = [name] if Path(name).name == name else []  # a pack leads to no other place
+    folders = [*_bases_of_runs(pack), *folders]
+    for folder in folders:
+        if Path(folder).expanduser().is_dir():
+            return folder
+    raise PackError(
+        f"--model: {pack.name} was trained on {name}, which is not here. Name its folder: --model DIR.",
+        "not-found",
+        "model",
+    )
+
+
+def _bases_of_runs(pack: Pack) -> list[str]:
+    """Return the base of the run that stands beside a pack, or beside the parts of a sum."""
+    folders = [pack.path] if pack.path else [identity for identity, _ in pack.parts]
+    bases = []
+    for folder in folders:
+        with suppress(PackError, OSError, AttributeError, KeyError, TypeError):
+            identity = read_json(folder.with_name(f"{folder.name}-run") / "config.json")
+            bases.append(str(identity["recipe"]["model"]))
+    return bases
+
+
 def load_base_for(
     pack: Pack | None, model: str | Path = TINY, trust_remote_code: bool = False
 ) -> Base:
@@ -174,6 +243,29 @@ def load_base_for(
         return load_base(model, trust_remote_code=trust_remote_code)
     _, config = pack.check_checkpoint(model)
     return load_base(model, pack.quantize_for(config), trust_remote_code, **pack.quantize_options)
+
+
+def generate(
+    base: Base | str | Path | None,
+    prompt: str | Sequence[Mapping],
+    pack: Packs | None = None,
+    **options: Any,
+) -> str:
+    """Return the text that follows a prompt: `Base.generate`, of a base that may have to be loaded.
+
+    Args:
+        base: a loaded base, what `load_base` takes, or None for the one that the pack was trained on.
+        prompt: the user's message, or messages with ``role`` and ``content``.
+        pack: a pack, its folder, or several with weights.
+        **options: ``raw``, and the settings of `Sampling`.
+
+    Raises:
+        PackError: as `Base.generate`, or the base is not here.
+    """
+    if not isinstance(base, Base):
+        pack = None if pack is None else as_pack(pack)
+        base = load_base_for(pack, find_base(pack) if base is None else base)
+    return base.generate(prompt, pack, **options)
 
 
 def check_no_pack(base: Base) -> None:

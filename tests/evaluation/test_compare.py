@@ -17,9 +17,9 @@ from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.data.batches import evaluation_batches
 from mlx_packs.data.encoding import Example, Examples
 from mlx_packs.evaluation import compare as comparison
+from mlx_packs.evaluation import throughput as speed
 from mlx_packs.evaluation.perplexity import Difference, ExampleScores, Scorer
 from mlx_packs.gates import evaluate_gates, failures, gate_limits
-from mlx_packs.inference import throughput as speed
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.runtime import mx
 from tests.helpers.errors import check, raises
@@ -69,6 +69,7 @@ def stock_perplexity(adapter: Path | None) -> float:
     return math.exp(total / count)
 
 
+@pytest.mark.slow
 def test_eval_batch_on_base_and_three_packs(packs_here, run):
     """JSON and CSV; perplexities are those of stock mlx-lm on the same rows."""
     code, out, err = run(
@@ -175,6 +176,7 @@ def test_evaluate_batch_gives_the_perplexities_of_evaluate(packs_here):
     assert base.active is None
 
 
+@pytest.mark.slow
 def test_rows_that_cannot_be_packed_exactly_are_scored_by_length(packs_here, monkeypatch):
     base = load_base("tiny")
     how = dict(batch_sizes=[2], sequence_length=48, max_tokens=2, rounds=1)

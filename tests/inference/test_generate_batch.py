@@ -21,7 +21,9 @@ PROMPTS = (
 )
 
 
-@pytest.mark.parametrize("rank", [0, 4], ids=["base", "pack"])
+@pytest.mark.parametrize(
+    "rank", [pytest.param(0, marks=pytest.mark.slow, id="base"), pytest.param(4, id="pack")]
+)
 def test_complete_batch_gives_the_text_of_each_prompt_alone(shared_tiny, rank):
     """Five ragged prompts, completions of four lengths, two at a time: each slot is used again."""
     prompts = [shared_tiny.tokenizer.encode(text) for text in PROMPTS]

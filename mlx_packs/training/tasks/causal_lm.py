@@ -9,9 +9,9 @@ from ...config.schema import LoRAConfig
 from ...data.formats import TOKEN_FORMATS, format_of
 from ...data.rows import Splits
 from ...evaluation.perplexity import Score, Scorer
+from ...evaluation.throughput import cut_prompts, generation_path, measure_throughput
 from ...gates import gates_text
 from ...inference.generate import complete
-from ...inference.throughput import cut_prompts, generation_path, measure_throughput
 from ...memory.matmul_path import choose_matmul_path
 from ...objectives.causal_lm import CausalLM, LossOptions, split_head
 from ...objectives.frozen_activations import FrozenActivations, open_frozen_activations
@@ -132,7 +132,7 @@ class CausalLMTask(Task):
         )
 
     @staticmethod
-    def report_lines(report: dict, model: str) -> list[str]:
+    def report_lines(report: dict) -> list[str]:
         """Return perplexity, phases, speed, the sample and the pack."""
         drop = 1 - report["ppl_after"] / report["ppl_before"]
         held_out, objective, sample = report["held_out"], report["objective"], report["sample"]
@@ -154,7 +154,7 @@ class CausalLMTask(Task):
             f"before  {_shortened(sample['before'])}",
             f"after   {_shortened(sample['after'])}",
             f"pack    {report['pack']} ({report['pack_mb']:.1f} MB)    try: packs generate "
-            f'--model {model} --pack {report["pack"]} --prompt "…"',
+            f'--pack {report["pack"]} --prompt "…"',
         ]
 
     def gate_values(

@@ -224,7 +224,7 @@ class EmbeddingTask(Task):
         )
 
     @staticmethod
-    def report_lines(report: dict, model: str) -> list[str]:
+    def report_lines(report: dict) -> list[str]:
         """Return metrics, speed and the pack."""
         held_out = report["held_out"]
         return [
@@ -233,5 +233,5 @@ class EmbeddingTask(Task):
             *bad_rows_lines(report),
             f"speed   {report['pairs_per_s']:,.0f} pairs/s · {cost(report)}",
             f"pack    {report['pack']} ({report['pack_mb']:.1f} MB)    try: packs eval "
-            f"{report['pack']} --model {model} --data …",
+            f"{report['pack']} --data …",
         ]

@@ -74,7 +74,7 @@ class Task(ABC):
 
     @staticmethod
     @abstractmethod
-    def report_lines(report: dict, model: str) -> list[str]:
+    def report_lines(report: dict) -> list[str]:
         """Return the report of a run for people, the line that stands alone first."""
 
     def gate_values(

@@ -7,10 +7,10 @@ from statistics import median
 
 import numpy as np
 
+from ..inference.generate import stream_batch
 from ..packs.base import Base, activated
 from ..packs.pack import Pack
 from ..runtime import mx, on_cpu
-from .generate import stream_batch
 
 
 @dataclass(frozen=True)

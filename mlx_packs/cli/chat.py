@@ -1,0 +1,127 @@
+"""`packs chat`: a conversation on the terminal, with packs that come and go."""
+
+import signal
+import sys
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import click
+
+from .. import signals
+from ..errors import PackError
+from ..terminal import echo, printable
+from . import options
+from .options import option
+
+if TYPE_CHECKING:
+    from ..inference.chat import Chat
+    from ..packs.base import Base
+
+_COMMANDS = """\
+/pack PACK     answer with this pack from now on (PACK=0.7 applies 70 % of it)
+/base          answer without a pack
+/history       show the conversation
+/clear         begin a new conversation
+/quit          leave; so does Ctrl-D. Ctrl-C ends an answer"""
+
+
+@click.command()
+@options.model_of_pack
+@options.packs("Pack to begin with; PACK=0.7 applies 70 % of its delta. Several add up.")
+@option("--system", default="", metavar="TEXT", help="System message that comes before all others.")
+@options.sampling(max_tokens=512)
+@options.trust_remote_code
+@options.backend
+def chat(
+    model: str | None, packs: tuple[str, ...], system: str, trust_remote_code: bool, **settings
+) -> None:
+    r"""Chat with a base model, with packs or without.
+
+    \b
+    /pack PACK    answer with this pack from now on
+    /base         answer without a pack
+    /history      show the conversation
+    /clear        begin a new conversation
+    /quit         leave (or Ctrl-D); Ctrl-C ends an answer
+
+    Where standard input is no terminal, each line of it is a message.
+    """
+    from ..config.parse import build
+    from ..config.sampling import Sampling
+    from ..inference.chat import Chat
+    from ..inference.generate import chat_prompt
+    from ..packs.base import load_base_for
+
+    given = {name: value for name, value in settings.items() if value is not None}
+    sampling = build(Sampling, {"max_tokens": 512, **given})
+    pack = options.one_pack(packs)
+    model = options.base_of(model, pack)
+    base = load_base_for(pack, model, trust_remote_code)
+    base.check_architecture("chat", "decoder")
+    chat_prompt(base, [{"role": "user", "content": "?"}])  # a base without a template is said now
+    base.swap_pack(pack)
+    if sys.stdin.isatty():
+        on = f" with {' + '.join(packs)}" if packs else ""
+        echo(printable(f"{base.summary()}{on}. /help lists what you can do, /quit leaves."))
+    _talk(Chat(base, system, sampling), base)
+
+
+def _talk(conversation: "Chat", base: "Base") -> None:
+    """Answer line after line, until there are no more."""
+    while (line := _next_line()) is not None:
+        try:
+            if line.startswith("/"):
+                if not _obey(line, conversation, base):
+                    return
+            elif line:
+                _answer(conversation, line)
+        except PackError as error:
+            echo(printable(str(error)), err=True)
+
+
+def _next_line() -> str | None:
+    """Return the next line without the spaces around it; None where there is none."""
+    if not sys.stdin.isatty():
+        line = sys.stdin.readline()
+        return line.strip() if line else None
+    import readline  # noqa: F401 (lines can be edited, and earlier ones taken again)
+
+    try:
+        return input("> ").strip()
+    except EOFError:
+        echo("")
+        return None
+
+
+def _answer(conversation: "Chat", line: str) -> None:
+    with signals.deferred() as asked, closing(conversation.reply(line)) as pieces:
+        for piece in pieces:
+            echo(piece, end="")
+            if asked:
+                break
+        echo("")
+        if asked == [signal.SIGINT]:  # that ends the answer, not the conversation
+            asked.clear()
+
+
+def _obey(line: str, conversation: "Chat", base: "Base") -> bool:
+    """Do what a line that begins with a slash asks for; return False to leave."""
+    command, _, rest = line.partition(" ")
+    if command == "/quit":
+        return False
+    if command == "/pack" and rest.strip() or command == "/base":
+        pack = options.one_pack([rest.strip()]) if command == "/pack" else None
+        base.swap_pack(pack)
+        conversation.forget_keys()
+        echo(printable(f"({rest.strip() or 'the base alone'})"))
+    elif command == "/clear":
+        conversation.clear()
+        echo("(a new conversation)")
+    elif command == "/history":
+        for message in conversation.messages:
+            echo(f"{message['role']}: {message['content']}")
+    elif command in ("/help", "/pack"):
+        echo(_COMMANDS)
+    else:
+        raise PackError(f"{command}: is not a command. /help lists them.", "unknown")
+    return True

@@ -1,0 +1,73 @@
+"""A conversation with a base: what was said, and the keys and values of its tokens."""
+
+import os
+from collections.abc import Generator
+from typing import Any
+
+from ..bases.model import BaseModel
+from ..config.sampling import Sampling
+from .generate import chat_prompt, responses
+
+
+class Chat:
+    """A conversation that goes on; ``messages`` have ``role`` and ``content``.
+
+    Args:
+        base: a decoder with a chat template, and with whatever pack is on it.
+        system: a message that comes before all others; none if empty.
+        sampling: how tokens are chosen.
+    """
+
+    def __init__(self, base: BaseModel, system: str = "", sampling: Sampling | None = None) -> None:
+        self.base = base
+        self.system = system
+        self.sampling = sampling or Sampling()
+        self.messages: list[dict[str, str]] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin again, after the system message."""
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+        self.forget_keys()
+
+    def forget_keys(self) -> None:
+        """Compute the conversation anew at the next reply: the base has another pack."""
+        self._cache: list[Any] | None = None
+        self._tokens: list[int] = []  # whose keys and values the cache has, and the last one
+
+    def reply(self, text: str) -> Generator[str, None, None]:
+        """Yield pieces of the answer to a message; both are part of the conversation then.
+
+        An answer that is not taken to its end counts as far as it was taken.
+
+        Raises:
+            PackError: the chat template fails; the conversation stays as it was.
+        """
+        messages = [*self.messages, {"role": "user", "content": text}]
+        prompt = chat_prompt(self.base, messages)
+        new = self._not_cached(prompt)
+        answer: list[str] = []
+        try:
+            for response in responses(self.base, new, self.sampling, self._cache):
+                self._tokens.append(response.token)
+                answer.append(response.text)
+                yield response.text
+        finally:
+            if answer:
+                content = "".join(answer)
+                self.messages = [*messages, {"role": "assistant", "content": content}]
+
+    def _not_cached(self, prompt: list[int]) -> list[int]:
+        """Return the tokens of a prompt that the cache lacks, and take others out of it."""
+        from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+
+        kept, cache = 0, self._cache
+        if cache and can_trim_prompt_cache(cache) and all(hasattr(c, "offset") for c in cache):
+            held = min(int(c.offset) for c in cache)
+            known = (self._tokens[:held], prompt[:-1])  # the last one is to be computed
+            kept = len(os.path.commonprefix(known))
+            trim_prompt_cache(cache, held - kept)
+        else:
+            self._cache = make_prompt_cache(self.base.model)
+        self._tokens = list(prompt)
+        return prompt[kept:]
