@@ -1,6 +1,6 @@
 """How far a merge at each precision lies from the attached pack; writes the table of docs/merge.md.
 
-    python -m benchmarks.merge_drift PACK... [--model tiny] [--data tiny] [--rows 32] [--write]
+    python -m benchmarks.merge_drift PACK... [--model tiny] [--data DIR] [--rows 32] [--write]
 
 Drift does not depend on the machine, but for the order of float32 sums.
 """
@@ -71,7 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("packs", nargs="+", type=Path)
     parser.add_argument("--model", default="tiny")
-    parser.add_argument("--data", default="tiny")
+    parser.add_argument("--data", default="benchmarks/passages")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--write", action="store_true", help="put the table into docs/merge.md")
     options = parser.parse_args()

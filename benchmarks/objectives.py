@@ -1,7 +1,7 @@
 """Quality of the projection stack: the same rows and steps as the true forward, evaluated by it.
 
 A small Llama with square o_proj and a head of its own is first trained on Python's documentation (the
-texts that `pydoc` carries), then adapted to the embedded data under each objective. Perplexities
+texts that `pydoc` carries), then adapted to the passages under each objective. Perplexities
 are of held-out rows, by the true forward; the own one is of the graph that was trained.
 
     python -m benchmarks.objectives [--iters 200] [--write]
@@ -24,6 +24,8 @@ from mlx_packs import LoRAConfig, TrainConfig, load_base, train_pack
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.packs.pack import versions_line
 from mlx_packs.runtime import mx
+
+from .workloads import PASSAGES
 
 DOC = Path(__file__).parents[1] / "docs" / "systems.md"
 BEGIN, END = "<!-- objectives -->", "<!-- end of objectives -->"
@@ -98,7 +100,7 @@ def table(base: Path, workload: Path, iters: int, rate: float) -> list[str]:
             save_every=10**6,
         )
         lora = LoRAConfig(rank=16, target_modules=targets)
-        run = train_pack(str(base), "tiny", lora, train, out=out)
+        run = train_pack(str(base), str(PASSAGES), lora, train, out=out)
         report, own = run.report, run.report["objective"]
         before, after = own.get("ppl_before"), own.get("ppl_after")
         shown = "as true | as true" if before is None else f"{before:,.0f} | {after:,.0f}"

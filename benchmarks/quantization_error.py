@@ -31,6 +31,7 @@ from mlx_packs.runtime import mx
 
 from . import history, report, stock
 from .history import Environment, Record
+from .workloads import PASSAGES
 
 Format = Callable[[mx.array], tuple[mx.array, int]]  # a weight to itself dequantized, and its bytes
 
@@ -106,8 +107,8 @@ def rescale(base: Base, seed: int = 0) -> None:
 
 
 def perplexity(base: Base, rows: int) -> Score:
-    """Held-out perplexity of the tiny data's answers."""
-    columns = DataConfig(data="tiny")
+    """Held-out perplexity of the passages' answers."""
+    columns = DataConfig(data=str(PASSAGES))
     test = rows_of.load_rows(columns).rows["test"][:rows]
     options = EncodingOptions(max_seq_length=256, vocab_size=base.vocab_size)
     examples = encode(test, base.tokenizer, columns, options)

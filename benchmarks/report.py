@@ -12,10 +12,14 @@ import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from . import figures, history
 from .apple_gpu import goals
 from .history import Record
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _CHECKOUT = Path(__file__).parent.parent
 READMES = (
@@ -138,33 +142,82 @@ def with_tables(text: str, records: list[Record]) -> str:
     return _MARKED.sub(table, text)
 
 
+_TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)
+_PANELS = {  # kind of task -> title, what its axis says, and which direction is better
+    "train_step ": ("Speed of a training step", "times the speed of stock mlx-lm", "faster →"),
+    "memory ": ("Transient memory", "times the memory of stock mlx-lm", "← less memory"),
+}
+
+
 def plot(records: list[Record], file: Path) -> bool:
-    """How many times mlx-lm stock: speeds of a step, and its memory; whether there was any."""
-    panels = {
-        "times its speed": _ratios(records, "train_step "),
-        "times its transient memory": _ratios(records, "memory "),
-    }
-    panels = {title: results for title, results in panels.items() if results}
+    """How many times mlx-lm stock: speeds of a step, and its memory; whether there was any.
+
+    Bars begin at 1, where nothing differs, on a logarithmic axis: twice and half are as long.
+    """
+    panels = {task: _ratios(records, task) for task in _PANELS}
+    panels = {task: results for task, results in panels.items() if results}
     if not panels:
         return False
-    several = len({r.device for results in panels.values() for r in results}) > 1
-    height = 0.22 * max(len(results) for results in panels.values())
-    with figures.saved(file, columns=len(panels), height=height) as axes:
-        for ax, (title, results) in zip(axes, panels.items(), strict=True):
-            names = [
-                f"{r.task.split(maxsplit=1)[1]} · {r.implementation}"
-                + (f" · {r.device}" if several else "")
-                for r in results
-            ]
-            colours = ["C0" if "mlx_packs" in name else "0.6" for name in names]
-            bars = ax.barh(names, [r.ratio for r in results], color=colours)
-            ax.bar_label(bars, [f"{r.ratio:.3g}" for r in results], padding=3, fontsize="small")
-            ax.axvline(1, color="k", lw=0.8)
-            ax.set(xlabel=f"{title} (mlx-lm stock is 1)", xscale="log")
-            ax.tick_params(axis="y", labelsize="small")
-            ax.invert_yaxis()
-            ax.margins(x=0.12)
+    rows = max(len(results) + len({r.task for r in results}) for results in panels.values())
+    with figures.saved(file, columns=len(panels), height=0.24 * rows) as axes:
+        for ax, (task, results) in zip(axes, panels.items(), strict=True):
+            _plot_ratios(ax, results)
+            title, label, better = _PANELS[task]
+            devices = ", ".join(dict.fromkeys(r.device for r in results))
+            ax.set_title(f"{title} · {devices}", loc="left", fontweight="bold", fontsize="medium")
+            ax.set_xlabel(f"{label}, log scale · {better}")
     return True
+
+
+def _plot_ratios(ax: "Axes", results: list[Record]) -> None:
+    """A bar from 1 for each implementation, below the name of its workload."""
+    several = len({r.device for r in results}) > 1
+    names, places = [], []
+    for place, (row, r) in enumerate(_by_workload(results)):
+        names.append(row if r is None else f"{row} · {r.device}" if several else row)
+        places.append(place)
+        if r is None:
+            continue
+        colour = "#2b63c6" if "mlx_packs" in row else "0.62"
+        ax.barh(place, r.ratio - 1, left=1, color=colour, height=0.72)
+        outside = 1 if r.ratio >= 1 else -1
+        ax.annotate(
+            f"{r.ratio:.3g}×",
+            (r.ratio, place),
+            (4 * outside, 0),
+            textcoords="offset points",
+            ha="left" if outside > 0 else "right",
+            va="center",
+            fontsize="small",
+        )
+    ratios = [r.ratio for r in results]
+    low, high = min([*ratios, 0.8]), max([*ratios, 1.25])
+    margin = (high / low) ** 0.16
+    ax.set_xscale("log")
+    ax.set_xlim(low / margin if low < 0.8 else low, high * margin if high > 1.25 else high)
+    shown = [tick for tick in _TICKS if ax.get_xlim()[0] <= tick <= ax.get_xlim()[1]]
+    ax.set_xticks(shown, [f"{tick:g}×" for tick in shown])
+    ax.minorticks_off()
+    ax.axvline(1, color="k", lw=1.2)
+    ax.set_yticks(places, names, fontsize="small")
+    for label, (_, r) in zip(ax.get_yticklabels(), _by_workload(results), strict=True):
+        label.set_fontweight("bold" if r is None else "normal")
+    ax.tick_params(axis="y", length=0)
+    ax.grid(axis="y", visible=False)
+    ax.set_ylim(len(places) - 0.3, -0.8)
+
+
+def _by_workload(results: list[Record]) -> list[tuple[str, Record | None]]:
+    """Rows of a panel: each workload, then its implementations but the one that is 1."""
+    rows: list[tuple[str, Record | None]] = []
+    for task in dict.fromkeys(r.task for r in results):
+        rows.append((task.split(maxsplit=1)[1], None))
+        rows += [
+            (r.implementation, r)
+            for r in results
+            if r.task == task and r.implementation != "mlx-lm stock"
+        ]
+    return rows
 
 
 def _ratios(records: list[Record], task: str) -> list[Record]:

@@ -27,6 +27,7 @@ from mlx_packs.training.run import train_pack
 
 from . import alone, figures, history, report
 from .history import Environment, Record, record
+from .workloads import PASSAGES
 
 _START = 0.1  # share of the run before memory counts as settled
 
@@ -124,7 +125,7 @@ def run(options: argparse.Namespace) -> list[Record]:
     with tempfile.TemporaryDirectory() as folder:
         trained = train_pack(
             TINY,
-            "tiny",
+            str(PASSAGES),
             LoRAConfig(rank=8),
             TrainConfig(
                 iters=options.iters,

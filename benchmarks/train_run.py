@@ -1,4 +1,4 @@
-"""A whole run on the tiny base and the embedded data set: seconds until the same held-out loss.
+"""A whole run on the tiny base and the passages: seconds until the same held-out loss.
 
 Ours trains for ``--iters`` batches; the mean held-out loss it reaches is the target. mlx-lm's real
 trainer then runs, with the same recipe, until it reaches that loss; between two evaluations the time is
@@ -29,7 +29,6 @@ from mlx_packs.bases.files import TINY, tiny_checkpoint
 from mlx_packs.config.schema import DataConfig, LoRAConfig, TrainConfig
 from mlx_packs.data.batches import Batch, evaluation_batches
 from mlx_packs.data.encoding import EncodingOptions, encode
-from mlx_packs.data.rows import tiny_path
 from mlx_packs.errors import PackError
 from mlx_packs.evaluation.perplexity import Scorer
 from mlx_packs.evaluation.rows import evaluation_rows
@@ -42,6 +41,7 @@ from mlx_packs.training.run import train_pack
 from . import alone, history, patched, report, stock
 from .history import Environment, Record, record
 from .implementations import PATCHED, SAME_BLAS, STOCK
+from .workloads import PASSAGES
 
 OURS, EVALUATION = "mlx_packs", "evaluation"
 RANK, SCALE, RATE, WARMUP, BATCH_SIZE, MAX_LENGTH = 16, 2.0, 1e-3, 5, 4, 256
@@ -51,7 +51,7 @@ _FARTHER = 2  # mlx-lm gives up after so many times the batches of ours
 
 def held_out(base: Base, rows: int) -> list[Batch]:
     """The first so many held-out rows, as ours reads them."""
-    columns = DataConfig()
+    columns = DataConfig(data=str(PASSAGES))
     chosen = evaluation_rows(columns, "test")[:rows]
     options = EncodingOptions("completion", MAX_LENGTH, base.vocab_size)
     examples = encode(chosen, base.tokenizer, columns, options)
@@ -104,7 +104,7 @@ def measure_ours(options: argparse.Namespace) -> dict:
         clock = Clock()
         run = train_pack(
             TINY,
-            "tiny",
+            str(PASSAGES),
             LoRAConfig(rank=RANK, alpha=SCALE * RANK),
             TrainConfig(
                 iters=options.iters,
@@ -159,7 +159,7 @@ def measure_mlx_lm(options: argparse.Namespace) -> dict:
         clock = Clock()
         model, tokenizer = mlx_lm.load(str(tiny_checkpoint()))
         data = SimpleNamespace(
-            data=str(tiny_path()), mask_prompt=True, train=True, test=False, hf_dataset=False
+            data=str(PASSAGES), mask_prompt=True, train=True, test=False, hf_dataset=False
         )
         rows, *_ = load_dataset(data, tokenizer)
         model.freeze()

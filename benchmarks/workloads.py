@@ -17,6 +17,8 @@ from mlx_packs.nn.quantized import quantized_modules
 from mlx_packs.packs.base import Base, load_base
 from mlx_packs.runtime import mx
 
+# Chats of the King James Bible, which the tiny base has not read.
+PASSAGES = Path(__file__).resolve().parent / "passages"
 _WEIGHT_STD = 0.02
 _CODE_STD = (255 / 12) ** 0.5  # of the whole numbers 0 to 15, all as likely
 _CODE_MEAN = 7.5

@@ -26,7 +26,9 @@ from .packs.share import pull as pull
 from .packs.share import push as push
 from .packs.weighted_sum import weighted_sum as weighted_sum
 from .training.layer_trainer import LayerTrainer as LayerTrainer
-from .training.run import TrainRun as TrainRun
+from .training.observers.observer import Observer as Observer
+from .training.result import TrainRun as TrainRun
 from .training.run import train_pack as train_pack
+from .training.run_page import write_page as write_page
 
 __version__: str

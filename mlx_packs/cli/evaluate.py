@@ -14,7 +14,7 @@ _AS_TRAINED = "as the pack was trained"
 
 @click.command("eval")
 @click.argument("pack", required=False)
-@options.model
+@options.model_of_pack
 @options.packs("Pack and its weight; the deltas of several add up. Repeatable.", "PACK=WEIGHT")
 @options.data()
 @options.split
@@ -22,12 +22,13 @@ _AS_TRAINED = "as the pack was trained"
 @options.setting("max_seq_length", _AS_TRAINED, type=click.IntRange(2))
 @options.add(*(options.setting(name, _AS_TRAINED) for name in COLUMN_SETTINGS))
 @options.loss_on
+@options.metric
 @options.limit
 @options.execution
 def evaluate(
     pack: str | None,
     packs: tuple[str, ...],
-    model: str,
+    model: str | None,
     data: str,
     trust_remote_code: bool,
     **settings,
@@ -36,7 +37,8 @@ def evaluate(
 
     The pack of an encoder is evaluated by correlation with scores, retrieval or triplet accuracy,
     depending on the examples. Base model and pack see the same examples, and each result has its
-    standard error; that of the ratio is paired by example and therefore smaller. To evaluate the
+    standard error; that of the ratio is paired by example and therefore smaller. With --metric, the
+    share of right answers is reported too, of answers that are generated greedily. To evaluate the
     weighted sum of several packs, pass --pack PACK=WEIGHT for each.
     """
     from ..evaluation.evaluate import evaluate
@@ -50,7 +52,7 @@ def evaluate(
     columns = {name: settings.pop(name) for name in COLUMN_SETTINGS}
     columns = {name: column for name, column in columns.items() if column is not None}
     report = evaluate(
-        load_base_for(opened, model, trust_remote_code),
+        load_base_for(opened, options.base_of(model, opened), trust_remote_code),
         opened,
         data,
         columns=columns_of(opened, data, **columns),
@@ -61,7 +63,7 @@ def evaluate(
 
 @click.command()
 @click.argument("packs", nargs=-1, metavar="[PACK[=WEIGHT]]...")
-@options.model
+@options.model_of_pack
 @option(
     "--tasks", required=True, metavar="NAMES", help="Names of lm_eval tasks, separated by commas."
 )
@@ -83,7 +85,7 @@ def evaluate(
 @options.matmul_path()
 @options.execution
 def eval_tasks(
-    packs: tuple[str, ...], model: str, tasks: str, trust_remote_code: bool, **settings
+    packs: tuple[str, ...], model: str | None, tasks: str, trust_remote_code: bool, **settings
 ) -> None:
     """Run tasks of lm-evaluation-harness with packs and without.
 
@@ -94,6 +96,7 @@ def eval_tasks(
     from ..packs.base import load_base_for
 
     pack = options.one_pack(packs)
+    model = options.base_of(model, pack)
     with Display().working("base", f"loading {model}"):
         base = load_base_for(pack, model, trust_remote_code)
     report = evaluate_tasks(base, pack, options.names(tasks), **settings)

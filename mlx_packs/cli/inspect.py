@@ -119,7 +119,7 @@ def _adapter_lines(pack: "Pack") -> list[str]:
 
 
 def _training_lines(pack: "Pack") -> list[str]:
-    from ..packs.card import format_change, graph_lines, phase_lines
+    from ..packs.card import format_answers, format_change, graph_lines, phase_lines
 
     lines = []
     objective = pack.part("objective")
@@ -134,6 +134,8 @@ def _training_lines(pack: "Pack") -> list[str]:
     if change := format_change(result):
         held_out = f"{result.get('rows', '?')} {result.get('split', '?')} examples"
         lines.append(f"eval    held-out {change} on {held_out}")
+    if answers := result.get("answers"):
+        lines.append(f"answers {format_answers(answers)}")
     lines += [f"phase   {line}" for line in phase_lines(pack.manifest.get("phases") or ())]
     if gates := pack.part("gates"):
         lines.append(f"gates   {gates_text(gates).removeprefix(' · ')}")

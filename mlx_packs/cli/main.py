@@ -32,6 +32,7 @@ COMMANDS = {
         "inspect": "inspect:inspect",
         "list": "inspect:list_packs",
         "diff": "inspect:diff",
+        "report": "report:report",
         "apply": "apply:apply",
     },
     "Evaluate": {

@@ -164,6 +164,13 @@ loss_on = setting(
     help="Tokens to evaluate: all, those of the completion (the last answer), or those of every "
     "assistant message.",
 )
+metric = setting(
+    "metric",
+    type=click.Choice(facts_of(SETTINGS["metric"]).choices),
+    help="When an answer is right, of which the share is reported: it is the wanted text (exact), "
+    "has it in it (contains), or is the same JSON value (json).",
+    default_text="exact for the bundled data, none otherwise",
+)
 limit = option("--limit", default=-1, help="Number of examples to evaluate; -1 uses all.")
 
 

@@ -1,7 +1,5 @@
 """`packs push` and `packs pull`: packs on the Hugging Face Hub."""
 
-import shlex
-
 import click
 
 from ..display import Display, size
@@ -22,13 +20,18 @@ from .output import print_report
     help="Identifier of the licence on the Hub.",
     default_text="that of the base model",
 )
+@option(
+    "--samples",
+    is_flag=True,
+    help="Also send the held-out examples and completions that the pack's card shows.",
+)
 @options.as_json
 def push(pack: str, repo: str, **settings) -> None:
     """Upload a pack to the Hugging Face Hub.
 
     REPO is owner/name. The pack is checked first, then its folder is uploaded as it is. A licence,
-    or the Hub's metadata that its card lacks, is therefore added to the folder itself; of a pack
-    that was pulled, to a copy.
+    or the Hub's metadata that its card lacks, is therefore added to the folder itself, and held-out
+    examples are removed from it; of a pack that was pulled, a copy is changed.
     """
     from ..packs.share import push
 
@@ -66,10 +69,9 @@ def pull(repo: str, out: str, overwrite: bool) -> None:
         text = "applies to --out DIR only. The cache is always updated."
         raise PackError(f"--overwrite: {text}", "conflict")
     pack = pull(repo, out, overwrite=overwrite, display=Display())
-    base = shlex.quote(pack.manifest["base"]["id"])
     report = {"pack": str(pack.path), "pack_mb": pack.size_mb, **(read_pin(pack.path) or {})}
     lines = [
         f"pulled  {pack.path} ({pack.size_mb:.2f} MB) · commit {report['commit'][:12]} · hashes ok",
-        f'try     packs generate --model {base} --pack {out or repo} --prompt "…"',
+        f'try     packs generate --pack {out or repo} --prompt "…"',
     ]
     print_report(report, lines)

@@ -136,6 +136,7 @@ LOSSES: dict[str, LossFacts] = {
     "cosent": LossFacts(("similarity_scale",), scored=True, compares_all=True),
     "triplet": LossFacts(("triplet_margin", "triplet_distance"), texts=3),
 }
+ANSWER_METRICS = ("exact", "contains", "json")  # when a generated answer is right
 DISTANCES = ("euclidean", "cosine", "manhattan")
 
 

@@ -36,6 +36,11 @@ class TrainConflicts(Settings):
     quantize: str
     double_quant: bool
     keep: tuple[str, ...]
+    load_best: bool
+    patience: int | None
+    val_batches: int
+    time: str | None
+    epochs: float | None
 
     @property
     def trains_base(self) -> bool:
@@ -59,6 +64,7 @@ class TrainConflicts(Settings):
         yield from self._conflicts_of_memory()
         yield from self._conflicts_of_fim()
         yield from self._conflicts_of_objective()
+        yield from self._conflicts_of_its_end()
         for field in dataclasses.fields(self):
             task = facts_of(field).task
             if task not in (None, self.task) and self.changed([field.name]):
@@ -83,6 +89,18 @@ class TrainConflicts(Settings):
             yield Fault("double_quant", text, "conflict")
         if self.keep and self.quantize == "none":
             yield Fault("keep", "needs --quantize.", "conflict")
+
+    def _conflicts_of_its_end(self) -> Iterator[Fault]:
+        if self.epochs is not None and (self.phases or self.changed(["iters"])):
+            other = "phases" if self.phases else "--iters"
+            yield Fault("epochs", f"does not go with {other}. Give one of them.", "conflict")
+        named = self.changed(("load_best", "patience"))
+        if named and self.phases:
+            yield Fault(named[0], "does not go with phases.", "conflict")
+        if named and not self.val_batches:
+            yield Fault(named[0], "needs validation, but --val-batches is 0.", "conflict")
+        if self.time is not None and not seconds_of(self.time):
+            yield Fault("time", f"must be a time such as 6h, 90m or 30s, but is {self.time!r}.")
 
     def _conflicts_of_fim(self) -> Iterator[Fault]:
         if self.fim_rate <= 0:

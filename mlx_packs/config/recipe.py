@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from ..errors import PackError, flag_of
 from ..files import TINY_FOLDER
@@ -35,7 +36,9 @@ class RunOptions(Settings):
         None, "Start from the adapters in FILE.", section="Adapter", metavar="FILE"
     )
     report_to: str | None = _output(
-        None, "Services to log to: wandb, swanlab, or both, separated by a comma.", metavar="NAMES"
+        None,
+        "Services to log to: tensorboard, trackio, wandb, swanlab, separated by commas.",
+        metavar="NAMES",
     )
     project_name: str | None = _output(None, "Name of the project for --report-to.", metavar="NAME")
     trust_remote_code: bool = _data(
@@ -154,3 +157,21 @@ def check_method(lora: LoRAConfig, train: TrainConfig, names: Collection[str] = 
                 "it out, or use --method lora.",
                 "conflict",
             )
+
+
+def suited(
+    model: str,
+    lora: LoRAConfig | Mapping[str, Any] | None,
+    train: TrainConfig | Mapping[str, Any] | None,
+) -> tuple[LoRAConfig, TrainConfig]:
+    """Return adapters and training of a run from Python; what is None suits the base.
+
+    Raises:
+        PackError: a setting of a mapping is wrong, or the two exclude each other.
+    """
+    recipe = resolve(tiny_recipe()) if model == RunOptions.model else Recipe()
+    train = build(TrainConfig, train) if isinstance(train, Mapping) else train or recipe.train
+    default = LoRAConfig() if train.trains_base else recipe.lora
+    lora = build(LoRAConfig, lora) if isinstance(lora, Mapping) else lora or default
+    check_method(lora, train)
+    return lora, train

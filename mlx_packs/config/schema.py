@@ -11,6 +11,7 @@ from functools import partial
 from ..gates import MEANING
 from ..schedules import SCHEDULES
 from .choices import (
+    ANSWER_METRICS,
     DISTANCES,
     LOSSES,
     MATMUL_PATHS,
@@ -145,7 +146,28 @@ class TrainConfig(TrainConflicts):
     packing: bool = _text(
         False, "Pack several examples into each sequence; attention does not cross examples."
     )
-    learning_rate: float = _schedule(2e-4, "Peak learning rate.", metavar="RATE", above=0)
+    epochs: float | None = _optimization(
+        None,
+        "Train on all examples this many times, instead of --iters.",
+        metavar="N",
+        above=0,
+        at_most=10_000,
+        resumable=True,
+    )
+    time: str | None = _optimization(
+        None,
+        "End after this time (6h, 90m, 30s), with a pack; --resume trains on. The learning rate "
+        "follows --iters.",
+        metavar="TIME",
+        resumable=True,
+    )
+    learning_rate: float = _schedule(
+        2e-4,
+        "Peak learning rate.",
+        metavar="RATE",
+        above=0,
+        flags=("--learning-rate", "--lr"),
+    )
     lr_schedule: str | dict = _schedule(
         "cosine",
         "Learning-rate schedule after the warm-up. YAML accepts any schedule of MLX, as in mlx-lm.",
@@ -333,11 +355,31 @@ class TrainConfig(TrainConflicts):
         or_all=True,
         disk=True,
     )
+    load_best: bool = _evaluation(
+        False,
+        "End with the weights that had the least validation loss instead of the last ones; the last "
+        "ones are validated too.",
+    )
+    patience: int | None = _evaluation(
+        None,
+        "End after N validations without a lower loss, with --load-best.",
+        metavar="N",
+        at_least=1,
+    )
     test_batches: int = _evaluation(
         -1,
         "Held-out batches to evaluate before and after training; -1 uses all.",
         at_least=1,
         or_all=True,
+    )
+    metric: str | None = _evaluation(
+        None,
+        "When an answer is right, of which the share is reported before and after: it is the wanted "
+        "text (exact), has it in it (contains), or is the same JSON value (json). 100 held-out "
+        "examples at most are asked, greedily.",
+        shown_default="exact for the bundled data, none otherwise",
+        choices=(*ANSWER_METRICS, "none"),
+        task="lm",
     )
     save_every: int = _kept(100, "Batches between checkpoints in the run folder.", at_least=1)
     keep_last: int = _kept(
@@ -376,6 +418,16 @@ class TrainConfig(TrainConflicts):
         metavar="RATIO",
         task="lm",
     )
+
+    @property
+    def seconds(self) -> float | None:
+        """The time that the run may train for; None without a limit."""
+        return None if self.time is None else seconds_of(self.time)
+
+    @property
+    def picks_best(self) -> bool:
+        """Whether the run ends with the weights of its least validation loss."""
+        return self.load_best or self.patience is not None
 
     @property
     def gates(self) -> dict[str, float | None]:

@@ -16,6 +16,7 @@ from ..data.pairs import Pairs, encode_pairs
 from ..errors import PackError
 from ..packs.base import Base
 from ..packs.card import format_metrics
+from .metrics import NO_METRIC
 from .rows import EvalSettings
 
 TOP = 10  # of MRR and NDCG
@@ -154,6 +155,12 @@ class EmbeddingEvaluator:
     matmul_path = "quantized"  # its base is dense: nothing to choose
 
     def __init__(self, base: Base, rows: Sequence[Row], settings: EvalSettings) -> None:
+        if settings.metric not in (None, NO_METRIC):
+            raise PackError(
+                f"{base.name}: is an encoder, which gives no answers. Leave --metric out.",
+                "conflict",
+                "metric",
+            )
         if settings.loss_on is not None or settings.matmul_path not in ("auto", "dense"):
             setting = "loss_on" if settings.loss_on is not None else "matmul_path"
             raise PackError(

@@ -47,6 +47,7 @@ def evaluate(  # noqa: PLR0913 - a public facade
     limit: int = -1,
     matmul_path: str = "auto",
     columns: DataConfig | None = None,
+    metric: str | None = None,
 ) -> EvalReport | EmbeddingReport:
     """Perplexity and token accuracy of a base, and of the base with a pack, on the same examples.
 
@@ -55,7 +56,7 @@ def evaluate(  # noqa: PLR0913 - a public facade
     Args:
         base: a loaded base without an active pack.
         pack: a pack or its folder; None scores the base alone.
-        data: a folder (its ``split``, or ``valid`` where there is none), a file, ``tiny``.
+        data: a folder (its ``split``, or ``valid`` where there is none), a file, ``tiny``, or rows in memory.
         split: that of a folder.
         batch_size: examples of a batch.
         max_seq_length: longer examples are cut; None is as the pack was trained, else 2048.
@@ -65,12 +66,15 @@ def evaluate(  # noqa: PLR0913 - a public facade
         matmul_path: how the frozen weights are used; ``auto`` is measured.
         columns: what the examples' columns are called, and in place of ``data`` where they are;
             None is as the pack was trained.
+        metric: when a generated answer is right (``exact``, ``contains``, ``json``); None is ``exact`` for
+            ``tiny``, else ``none``: nothing is generated.
 
     Raises:
         PackError: examples cannot be used, the pack is of another base, or the base has an active pack.
     """
     check_no_pack(base)
     check_limit(limit)
+    TrainConfig(metric=metric)
     if pack is not None and not isinstance(pack, Pack):
         pack = Pack.open(pack)
     columns = columns or columns_of(pack, data)
@@ -81,6 +85,7 @@ def evaluate(  # noqa: PLR0913 - a public facade
         max_seq_length or recipe.get("max_seq_length") or TrainConfig.max_seq_length,
         loss_on or objective.get("loss_on"),
         matmul_path,
+        metric,
     )
     rows = evaluation_rows(columns, split, limit)
     evaluator: Evaluator = EVALUATORS[base.architecture](base, rows, settings)

@@ -11,13 +11,15 @@ import numpy as np
 from ..adapters.method import trainable_modules
 from ..data.batches import Batch, evaluation_batches
 from ..data.encoding import EncodingOptions, encode
-from ..data.formats import Row
+from ..data.formats import TOKEN_FORMATS, Row, format_of
 from ..errors import PackError
 from ..memory.matmul_path import choose_matmul_path
 from ..objectives.causal_lm import Arrays, Head, LossOptions, as_arrays, split_head, target_loss
 from ..packs.base import Base
 from ..packs.card import format_perplexity
 from ..runtime import is_traced, mx
+from .answers import AnswerReport, Exam, answer_line, questions_of
+from .metrics import metric_of
 from .rows import EvalSettings
 
 
@@ -110,6 +112,7 @@ class EvalReport:
     pack: Score | None
     ppl_ratio: float | None
     difference: Difference | None = None
+    answers: AnswerReport | None = None  # with a metric
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON has it."""
@@ -130,6 +133,8 @@ class EvalReport:
                 f"ratio   {ratio}, paired by example, on {self.rows} examples, "
                 f"{self.targets:,} target tokens"
             )
+        if self.answers is not None:
+            lines.append(answer_line(self.answers.to_json()))
         return lines
 
 
@@ -205,30 +210,56 @@ class Scorer:
         return self.examples(batches, advance).score
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """Scores of the examples, and with a metric the answers to them."""
+
+    examples: ExampleScores
+    answers: list[str] | None
+
+
 class PerplexityEvaluator:
-    """Perplexity and token accuracy of a causal model; see `evaluate.Evaluator`."""
+    """Perplexity, token accuracy and right answers of a causal model; see `evaluate.Evaluator`."""
 
     def __init__(self, base: Base, rows: Sequence[Row], settings: EvalSettings) -> None:
-        length = settings.max_seq_length
+        length, columns = settings.max_seq_length, settings.columns
         options = EncodingOptions(settings.loss_on, length, base.vocab_size)
-        examples = encode(rows, base.tokenizer, settings.columns, options)
+        examples = encode(rows, base.tokenizer, columns, options)
         self._base = base
         self._batches = evaluation_batches(examples, settings.batch_size, length)
+        self._exam = None
+        if metric := metric_of(settings.metric, columns):
+            bad = {i for i, _ in examples.bad.errors}
+            usable = [row for i, row in enumerate(rows) if i not in bad]
+            row_format = format_of(usable[0], columns, TOKEN_FORMATS)
+            questions = questions_of(usable, row_format, columns, base, metric, length)
+            self._exam = Exam(base, metric, questions, settings.batch_size * length)
         self.matmul_path = settings.matmul_path
         if self.matmul_path == "auto":
             tokens, steps = self._batches[-1].tokens.size, len(self._batches)
             self.matmul_path = choose_matmul_path(base.model, tokens, steps=steps).matmul_path
 
-    def score(self) -> ExampleScores:
+    def score(self) -> Evaluation:
         """Score every example."""
-        return Scorer(self._base.model, split_head(self._base.model)).examples(self._batches)
+        scorer = Scorer(self._base.model, split_head(self._base.model))
+        return Evaluation(
+            scorer.examples(self._batches), self._exam.answers() if self._exam else None
+        )
 
-    def report(self, base: ExampleScores, pack: ExampleScores | None) -> EvalReport:
+    def report(self, base: Evaluation, pack: Evaluation | None) -> EvalReport:
         """Both scores, and their difference paired by example."""
-        score = base.score
+        score, answers = base.examples.score, None
+        if self._exam is not None:
+            answers = self._exam.report(base.answers, pack and pack.answers)
         if pack is None:
-            return EvalReport(score.rows, score.targets, score, None, None)
-        difference = Difference.between(base, pack)
+            return EvalReport(score.rows, score.targets, score, None, None, None, answers)
+        difference = Difference.between(base.examples, pack.examples)
         return EvalReport(
-            score.rows, score.targets, score, pack.score, difference.ppl_ratio, difference
+            score.rows,
+            score.targets,
+            score,
+            pack.examples.score,
+            difference.ppl_ratio,
+            difference,
+            answers,
         )

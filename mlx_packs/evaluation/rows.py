@@ -20,6 +20,7 @@ class EvalSettings:
     max_seq_length: int
     loss_on: str | None = None
     matmul_path: str = "auto"
+    metric: str | None = None
 
 
 def columns_of(pack: Pack | None, data: Data, **specified: str) -> DataConfig:

@@ -12,6 +12,7 @@ from mlx.utils import tree_flatten
 
 from ..data.batches import Batch
 from ..data.micro_batches import split_tokens
+from ..errors import PackError
 from ..nn.frozen_blocks import injected
 from ..nn.quantized import frozen_head
 from ..nn.segments import restarting, segment_caches
@@ -103,13 +104,17 @@ def forward(
         return part(tokens, cache=segment_caches(model, segments, offset))
 
 
+TargetLoss = Callable[[mx.array, mx.array], mx.array]  # logits [M, V], targets [M] to losses [M]
+
+
 @dataclass(frozen=True)
 class LossOptions:
-    """What the loss of a target is, besides its negative log-likelihood."""
+    """What the loss of a target is, besides its negative log-likelihood or in its place."""
 
     z_loss: float = 0.0  # weight of logsumexp^2
     label_smoothing: float = 0.0  # share of each target that is spread over the vocabulary
     gradient: bool = True  # whether one will be asked for
+    custom: TargetLoss | None = None  # in place of the negative log-likelihood, of float32 logits
 
 
 _PLAIN = LossOptions()
@@ -140,13 +145,28 @@ def target_loss(
     z_loss, smoothing = options.z_loss, options.label_smoothing
     states = forward(model, model if head is None else head.hidden, tokens, segments)
     states = states.reshape(-1, states.shape[-1])[positions]  # logits already without a head
-    if head is not None and head.frozen is not None:
+    if options.custom is None and head is not None and head.frozen is not None:
         return linear_cross_entropy(
             states, targets, head.frozen, z_loss, smoothing, options.gradient
         )
     logits = states if head is None else head.logits(states)
-    loss = cross_entropy(logits, targets, z_loss, smoothing)
+    if options.custom is not None:
+        loss = options.custom(logits.astype(mx.float32), targets)
+        _check_losses(loss, targets)
+    else:
+        loss = cross_entropy(logits, targets, z_loss, smoothing)
     return loss, mx.argmax(logits, axis=-1) == targets
+
+
+def _check_losses(loss: object, targets: mx.array) -> None:
+    """Raise a PackError if a loss from Python gives no array with a loss for each target."""
+    shape = list(loss.shape) if isinstance(loss, mx.array) else type(loss).__name__
+    if shape != list(targets.shape):
+        raise PackError(
+            f"loss: must return the loss of each target, an array {list(targets.shape)}, but "
+            f"returned {shape}.",
+            flag="loss",
+        )
 
 
 class TokenInputs(Inputs):

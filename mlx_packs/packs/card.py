@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from ..adapters.spec import leaf_names, ranks_of
 from ..bases.files import TINY
+from ..report.facts import samples_of, stored_curve, thinned
+from ..report.recipe import recipe_sections
 from ..terminal import printable_text
 from .adapter_config import adapter_config
 from .manifest import HUB_ID, METRICS, architecture_facts, replaced_of, specs_of
@@ -36,10 +38,13 @@ def model_card(manifest: dict, name: str) -> str:
     if change:
         examples = f"{result.get('rows', '?')} examples of `{result.get('split', '?')}`"
         lines += [f"Held-out {change}, on {examples}.", ""]
+    if answers := result.get("answers"):
+        lines += [f"Right answers: {format_answers(answers)}.", ""]
     if phases := manifest.get("phases"):
         lines += ["Trained in phases:", "", *(f"- {line}" for line in phase_lines(phases)), ""]
     lines += [f"{line}\n" for line in graph_lines(manifest.get("objective") or {})]
-    lines += ["```", _card_command(manifest), "```", ""]
+    lines += ["```", card_command(manifest), "```", ""]
+    lines += [*_card_samples(manifest), *_card_curve(manifest), *_card_recipe(manifest)]
     lines += [f"Base fingerprint: `{base['fingerprint']}`"]
     if license := manifest.get("license"):
         lines += ["", f"Licence: {license}"]
@@ -72,6 +77,64 @@ def _card_data(data: Mapping) -> list[str]:
         count = f", {rows[split]:,} examples" if split in rows else ""
         lines.append(f"- {split}{count}: `{value}`")
     return lines
+
+
+def _card_samples(manifest: Mapping) -> list[str]:
+    """Return held-out prompts with the wanted answer and the completions before and after."""
+    lines = []
+    for sample in samples_of(manifest.get("samples")):
+        parts = {"Prompt": sample.prompt, "Wanted": sample.wanted}
+        parts |= {"Base model": sample.before, "With the pack": sample.after}
+        for name, content in parts.items():
+            if content:
+                lines += [f"{name}:", "", *_fenced(content), ""]
+    return ["## Sample", "", *lines] if lines else []
+
+
+def _fenced(content: str) -> list[str]:
+    """Return a text as a block that Markdown shows as it is, whatever is in it."""
+    longest = max((len(run) for run in re.findall("`+", content)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return [f"{fence}text", content, fence]
+
+
+def _card_curve(manifest: Mapping) -> list[str]:
+    """Return the losses of a run as a table of a few batches."""
+    curve = stored_curve(manifest)
+    losses, valid = (dict(thinned(curve.get(name, []), 10)) for name in ("loss", "valid_loss"))
+    batches = sorted({*losses, *valid})
+    if len(batches) < 2:
+        return []
+    rows = [
+        f"| {batch:,.0f} | {_loss(losses.get(batch))} | {_loss(valid.get(batch))} |"
+        for batch in batches
+    ]
+    heads = ["| batch | training loss | validation loss |", "|---:|---:|---:|"]
+    return ["## Loss", "", *heads, *rows, ""]
+
+
+def _loss(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def _card_recipe(manifest: Mapping) -> list[str]:
+    """Return the settings of a run that differ from the defaults, as a table."""
+    rows = [
+        f"| {name} | {_cell(value)} |"
+        for _, settings in recipe_sections(manifest.get("recipe") or {})
+        for name, value, differs in settings
+        if differs
+    ]
+    if not rows:
+        return []
+    note = "Settings that differ from the defaults; `pack.json` has all of them."
+    return ["## Recipe", "", note, "", "| setting | value |", "|---|---|", *rows, ""]
+
+
+def _cell(value: str) -> str:
+    """Return a text as code in a cell of a table; of several lines it is one."""
+    shown = " ".join(value.split()).replace("`", "'").replace("|", "\\|")
+    return f"`{shown}`" if shown else ""
 
 
 def format_result(result: Mapping, when: str) -> str | None:
@@ -116,6 +179,23 @@ def format_perplexity(ppl: float, se: float | None, digits: int = 2) -> str:
     return f"{ppl:.{digits}f}" + ("" if se is None else f" ± {se:.{digits}f}")
 
 
+def format_answers(answers: Mapping, examples: str = "examples") -> str:
+    """Return the share of right answers as text: ``exact 0.0 % → 97.5 ± 1.1 % of 200 examples``.
+
+    Args:
+        answers: metric, rows, and accuracies ``before`` and ``after`` (None without a pack).
+        examples: what was asked.
+    """
+    scores = [score for when in ("before", "after") if (score := answers[when])]
+    shares = [
+        f"{100 * score['share']:.1f}" + (f" ± {100 * score['se']:.1f} %" if score["se"] else " %")
+        for score in scores
+    ]
+    text = f"{answers['metric']} {' → '.join(shares)} of {answers['rows']:,} {examples}"
+    valid = [f"{100 * v:.1f} %" for score in scores if (v := score.get("valid")) is not None]
+    return f"{text} (valid JSON {' → '.join(valid)})" if valid else text
+
+
 def phase_lines(phases: Sequence[Mapping]) -> list[str]:
     """Return a line for each phase: its effect on its own held-out examples and on the others'."""
     lines = []
@@ -131,7 +211,7 @@ def phase_lines(phases: Sequence[Mapping]) -> list[str]:
     return lines
 
 
-def _card_command(manifest: dict) -> str:
+def card_command(manifest: dict) -> str:
     """Return a command that loads the pack: stock mlx-lm's, where that loads the same."""
     base = manifest["base"]["id"]
     if not architecture_facts(manifest).in_mlx_lm:

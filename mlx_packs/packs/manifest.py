@@ -96,6 +96,10 @@ _KEYS = {
     **{f"phases.*.{when}": "a mapping" for when in ("before", "after")},
     **{f"phases.*.{when}.*": "a mapping" for when in ("before", "after")},
     **{f"phases.*.{when}.*.ppl": "a number" for when in ("before", "after")},
+    "samples": "a list?",
+    "samples.*": "a mapping",
+    "samples.*.prompt": "text",
+    **{f"samples.*.{key}": "text?" for key in ("wanted", "before", "after")},
     "sum_of": "a list?",
     "sum_of.*": "a mapping",
     "sum_of.*.pack": "text",
@@ -104,6 +108,16 @@ _KEYS = {
     "eval.split": "text?",
     "eval.rows": "an integer of 0 or more?",
     **dict.fromkeys(("eval.ppl_before_se", "eval.ppl_after_se"), "a number?"),
+    "eval.answers": "a mapping?",
+    "eval.answers.metric": "text",
+    "eval.answers.rows": "an integer of 0 or more",
+    **{f"eval.answers.{when}": "a mapping" for when in ("before", "after")},
+    **{
+        f"eval.answers.{when}.{n}": "a number"
+        for when in ("before", "after")
+        for n in ("share", "se")
+    },
+    **{f"eval.answers.{when}.valid": "a number?" for when in ("before", "after")},
     **{f"eval.{n}_{when}": "a number?" for n in ("ppl", *METRICS) for when in ("before", "after")},
 }
 _FILES = {

@@ -34,9 +34,11 @@ from ..errors import PackError
 from ..files import atomic_folder, atomic_write, save_tensors, to_json
 from ..hashes import file_facts
 from ..reading import read_tensors
+from ..report.page import render_fragment
 from ..runtime import mx
 from .adapter_config import adapter_config, cut, padded, padded_rank, stored_shapes
 from .card import model_card
+from .facts import manifest_facts
 from .folder import check_output, open_folder, verify_hashes
 from .hub import cached
 from .manifest import (
@@ -60,7 +62,7 @@ from .manifest import (
 LITE_MB = 10
 
 
-@dataclass
+@dataclass(repr=False)
 class Pack:
     """A pack in memory: manifest and adapters. ``path`` is its folder once saved or opened.
 
@@ -71,6 +73,19 @@ class Pack:
     tensors: Mapping[str, mx.array] | None = None
     path: Path | None = None
     parts: tuple = ()
+
+    def __repr__(self) -> str:
+        """Return name, base, size and perplexity, in one line."""
+        base, adapters = self.manifest["base"]["id"], self.manifest["adapters"]
+        change = self.manifest.get("eval") or {}
+        scored = ""
+        if isinstance(change.get("ppl_before"), float) and "ppl_after" in change:
+            scored = f", PPL {change['ppl_before']:.2f} -> {change['ppl_after']:.2f}"
+        return f"Pack({self.name!r} of {base}, {adapters['parameters']:,} weights{scored})"
+
+    def _repr_html_(self) -> str:
+        """Return name, results and loss curve for a notebook."""
+        return render_fragment(manifest_facts(self.manifest, Path(self.name).name))
 
     @property
     def identity(self) -> object:

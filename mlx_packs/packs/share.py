@@ -63,13 +63,14 @@ def push(
     private: bool = False,
     revision: str | None = None,
     license: str | None = None,
+    samples: bool = False,
     display: Display | None = None,
 ) -> dict:
     """Check a pack and upload it: the manifest and what it names, byte for byte, in one commit.
 
     Before that the pack is rewritten in its folder (one that was pulled: in a copy), if need be: a
-    licence is added to its manifest and card, a path of this machine is cut to its last part, and a
-    card without the Hub's metadata is replaced.
+    licence is added to its manifest and card, a path of this machine is cut to its last part, held-out
+    examples are removed from both, and a card without the Hub's metadata is replaced.
 
     Args:
         pack: a pack or its folder.
@@ -77,6 +78,7 @@ def push(
         private: whether to create it private.
         revision: the branch; ``main`` by default.
         license: the Hub's name for one (``apache-2.0``); by default the base's, if the Hub has it.
+        samples: whether to send the held-out examples and completions that the card shows.
         display: progress output.
 
     Returns:
@@ -99,13 +101,13 @@ def push(
     opened.verify()
     check_names(opened.manifest, str(opened.path))
     with _writable(opened) as writable, errors_of_hub(repo, "cannot be pushed"):
-        opened, changed = prepare(writable, license)
+        opened, changed = prepare(writable, license, samples)
         api = HfApi()
         url = api.create_repo(repo, private=private or None, exist_ok=True)
         if private and api.model_info(repo).private is False:
             raise PackError(f"--private: {repo} already exists, and is public.", "conflict")
         if not opened.manifest.get("license") and (license := _license_of_base(opened, api)):
-            opened, more = prepare(opened, license)
+            opened, more = prepare(opened, license, samples)
             changed += more
         for line in changed:
             show.line("changed", line)
@@ -140,13 +142,17 @@ def _writable(pack: Pack) -> Iterator[Pack]:
         yield Pack.open(copy)
 
 
-def prepare(pack: Pack, license: str | None = None) -> tuple[Pack, list[str]]:
+def prepare(
+    pack: Pack, license: str | None = None, samples: bool = False
+) -> tuple[Pack, list[str]]:
     """Rewrite a saved pack in its folder, where others should not see it as it is.
 
-    Return the pack and a line for each change. Paths of this machine in files other than the
+    Return the pack and a line for each change. Held-out examples go, unless ``samples``. Paths of this machine in files other than the
     manifest are an error.
     """
     manifest, changed = _without_paths(copy.deepcopy(pack.manifest))
+    if not samples and manifest.pop("samples", None):
+        changed.append("held-out examples removed from manifest and card; --samples sends them")
     if license and license != manifest.get("license"):
         manifest["license"] = license
         changed.append(f"licence {license}, in manifest and card")

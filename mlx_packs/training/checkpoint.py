@@ -164,6 +164,16 @@ def load_checkpoint(
     return state
 
 
+def load_weights(folder: Path, trainable: Trainable) -> None:
+    """Restore the trainable parameters of a checkpoint alone.
+
+    Raises:
+        PackError: if the checkpoint is damaged, or belongs to other parameters.
+    """
+    check_checkpoint(folder)
+    trainable.load(mx.load(str(folder / ADAPTERS)), str(folder / ADAPTERS))
+
+
 def has_loss_scale(folder: Path) -> bool:
     """Return whether a checkpoint is of a run in float16, whose loss is scaled."""
     try:

@@ -12,12 +12,19 @@ from .. import runtime
 from ..adapters.method import Trainable
 from ..data.batches import prefetched
 from ..display import VERBOSE, Display
-from ..errors import Float16Overflow
+from ..errors import Float16Overflow, PackError
 from ..objectives.objective import Objective, Score
 from ..optim import carry_state
 from ..runtime import mx
-from .checkpoint import TrainingState, load_checkpoint, read_training_state
+from .checkpoint import (
+    TrainingState,
+    batches_of,
+    load_checkpoint,
+    load_weights,
+    read_training_state,
+)
 from .dataset import Dataset
+from .early_stop import EarlyStop, better_earlier
 from .guards.guard import Guard
 from .loop import Loop
 from .loss_scale import add_scale, scale_facts
@@ -25,7 +32,7 @@ from .micro_batches import MicroBatches
 from .observers.observer import Observer
 from .on_nan import BackOff, OnNan
 from .phases import RunPhase
-from .run_folder import latest_checkpoint, read_metrics
+from .run_folder import best_checkpoint, latest_checkpoint, read_metrics
 from .settings import Run
 from .step import Stepper
 
@@ -67,6 +74,7 @@ class Fit:
     measured: dict = field(default_factory=dict)  # seconds, throughput and peak memory
     shapes: set[tuple] = field(default_factory=set)  # of batches
     traces: int = 0  # compiled
+    end: dict = field(default_factory=dict)  # why it ended early, and which weights it ended with
 
     def train(self, before: Scores) -> None:
         """Train every phase that is not over; a checkpoint is saved at the end of each.
@@ -75,6 +83,7 @@ class Fit:
         """
         run, display = self.run, self.run.display
         mx.random.seed(run.train.seed)
+        self.micro_batches.parts = run.train.micro_batches
         checkpoint = None
         if (point := run.resume_point) is not None:
             checkpoint = point.folder
@@ -94,6 +103,10 @@ class Fit:
                 checkpoint = latest_checkpoint(run.folder)
                 self.state = read_training_state(checkpoint)
                 self.curve[:] = read_metrics(run.folder, self.state.batches)
+        if run.train.picks_best:
+            self._load_best()
+        elif better := better_earlier(self.curve):
+            display.line("note", better)
         display.line(
             "shapes", f"{len(self.shapes)} of batches, {self.traces} compiled traces", VERBOSE
         )
@@ -148,6 +161,7 @@ class Fit:
         stepper = Stepper(
             self.trainable.model, objective.loss, optimizer, settings.max_grad_norm, skips
         )
+        early_stop = EarlyStop(settings, list(self.curve), self.observers)
         loop = Loop(
             run=run,
             phase=phase,
@@ -160,14 +174,38 @@ class Fit:
             on_nan=self.on_nan,
             guards=self.guards,
             micro_batches=self.micro_batches,
+            early_stop=None if phase.name else early_stop,
         )
         batches = self.dataset.batches(phase, self.state.batches - phase.start)
         self.trainable.model.train()
         limits = runtime.memory_limits(settings.clear_cache_threshold or 0)
         with closing(prefetched(objective.prefetch(batches))) as ahead, limits:
             loop.train(ahead)
+        if self.state.batches < phase.stop and (why := early_stop.reason()):
+            self.end["stopped"] = why
+            run.display.line("stop", f"batch {self.state.batches} of {phase.stop}: {why}")
         self.shapes |= stepper.shapes
         self.traces += stepper.traces
+
+    def _load_best(self) -> None:
+        """Take the weights of the least validation loss, which a checkpoint has."""
+        run, last = self.run, self.state
+        folder = best_checkpoint(run.folder)
+        if folder is None:
+            raise PackError(
+                "--load-best: no validation loss was measured. Train longer, or lower "
+                "--steps-per-eval.",
+                flag="load_best",
+            )
+        best, batch = read_training_state(folder).valid_loss, batches_of(folder)
+        self.end |= {"best_batch": batch, "best_valid_loss": best}
+        if batch == last.batches:
+            run.display.line("best", f"batch {batch}, the last: validation loss {best:.3f}")
+            return
+        load_weights(folder, self.trainable)
+        losses = [line["valid_loss"] for line in self.curve if "valid_loss" in line]
+        then = f" ({losses[-1]:.3f} at batch {last.batches})" if losses else ""
+        run.display.line("best", f"batch {batch}: validation loss {best:.3f}{then}")
 
     def _score_after(self, phase: RunPhase) -> Scores:
         """Return the scores after a phase that is not the last, logged for a resumed run."""

@@ -15,6 +15,7 @@ from ..errors import Float16Overflow
 from ..objectives.objective import Batch, Objective, Score
 from ..runtime import mx
 from .checkpoint import TrainingState, Window, set_random_state
+from .early_stop import EarlyStop
 from .guards.guard import Guard
 from .loss_scale import remove_scale, scale_facts
 from .micro_batches import MicroBatches
@@ -63,6 +64,7 @@ class Loop:
     on_nan: OnNan
     guards: Sequence[Guard] = ()
     micro_batches: MicroBatches = field(default_factory=MicroBatches)
+    early_stop: EarlyStop | None = None  # only looked at between updates
     _in_flight: deque[_Taken] = field(default_factory=deque, init=False)
     _read_at: float = field(default=0.0, init=False)  # when the last step was over
     # The last update that was read, and the random state then: an overflow in float16 leads there.
@@ -72,7 +74,7 @@ class Loop:
     _finite: Batch | None = field(default=None, init=False)  # the last batch whose loss was finite
 
     def train(self, batches: Iterator[Batch]) -> None:
-        """Take batches up to the end of the phase: step, report, validate, save.
+        """Take batches up to the end of the phase, or to `early_stop`: step, report, validate, save.
 
         Raises:
             PackError: if a loss or gradient is not finite and `on_nan` ends the run; the last
@@ -100,14 +102,17 @@ class Loop:
                 observer.on_phase_end()
 
     def _take(self, batches: Iterator[Batch], interrupts: list[int]) -> None:
-        config, first = self.phase.train, self.phase.start
-        due, reason = False, None
+        config, first, early = self.phase.train, self.phase.start, self.early_stop
+        due, reason, scores = False, None, False
+        if early and early.reason():  # a resumed run that had ended
+            return
         for number in range(self.state.batches - first + 1, config.iters + 1):
             batch = next(batches)
             ends = number == config.iters
             self._start(batch, number)
             reports = number % config.steps_per_report == 0 or ends
-            validates = self.validation and number % config.steps_per_eval == 0 and not ends
+            scores = scores or number % config.steps_per_eval == 0
+            validates = self._validates(scores, ends)
             due = due or number % config.save_every == 0 or ends
             waits = reports or validates or due or interrupts
             self._read(leaving=0 if waits else self.stepper.ahead)
@@ -115,15 +120,31 @@ class Loop:
             if reports:
                 self._report()
             if validates:
-                self._validate()
-            if (due or interrupts or reason) and not self.stepper.waiting:
+                due = self._validate() or due
+            scores = scores and config.picks_best and not validates
+            if self.stepper.waiting:
+                continue
+            over = early.reason() if early else None
+            if due or interrupts or reason or over:
                 self._read(leaving=0)  # the interruption may be newer
+                if over and not reports:
+                    self._report()
                 folder = self._save(batch)
                 due = False
                 if interrupts:
                     raise interrupted(self.run, folder, interrupts[0])
                 if reason:
                     raise stopped(self.run, folder, reason, "memory")
+                if over:
+                    return
+
+    def _validates(self, scores: bool, ends: bool) -> bool:
+        """Return whether to validate, where a score is due; the best weights are a checkpoint's."""
+        if not self.validation:
+            return False
+        if self.phase.train.picks_best:
+            return (scores or ends) and not self.stepper.waiting
+        return scores and not ends
 
     def _watch(self, batch: Batch, number: int) -> str | None:
         """Return why the run should be saved and end; None to go on."""
@@ -217,7 +238,8 @@ class Loop:
         for observer in self.observers:
             observer.on_report(line, window.batches_per_s)
 
-    def _validate(self) -> None:
+    def _validate(self) -> bool:
+        """Score the validation split; return whether these weights are to be kept as the best."""
         start = time.perf_counter()
         score = self._score(self.validation)
         self.state.valid_loss = score.nll if math.isfinite(score.nll) else None
@@ -226,6 +248,9 @@ class Loop:
         line = self._line(score.log_entry())
         for observer in self.observers:
             observer.on_validation(line, score, seconds)
+        if self.early_stop is None or not self.phase.train.picks_best:
+            return False
+        return self.early_stop.add(self.state.batches, score.nll)
 
     def _save(self, batch: Batch) -> Path:
         """Checkpoint the model if it still works: the loss before an update does not tell."""

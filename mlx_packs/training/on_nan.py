@@ -116,10 +116,12 @@ class OnNan:
             f"The last good checkpoint is {checkpoint}." if checkpoint else "No checkpoint was due."
         )
         others = " or ".join(name for name in ("skip", "back-off") if name != self.policy)
+        norm = self._run.train.max_grad_norm or 0
+        clipped = "" if 0 < norm <= 1 else ", or --max-grad-norm 1"
         raise PackError(
             f"step {number}: {fault}. Training stopped.{limit.get(self.policy, '')}"
-            f"{self._shown(rows)} {last} Try --on-nan {others}, a lower --learning-rate, or "
-            "--max-grad-norm 1.",
+            f"{self._shown(rows)} {last} Try --on-nan {others}, or a lower --learning-rate than "
+            f"{self._run.train.learning_rate:g}{clipped}.",
             "diverged",
         )
 

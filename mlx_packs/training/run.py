@@ -5,26 +5,28 @@
 
 import gc
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from .. import runtime, signals
 from ..adapters.method import METHODS, Trainable
 from ..bases.files import TINY, check_files, resolve_checkpoint
 from ..bases.precision import STORED, ComputeDtype
 from ..config.choices import architecture_of
-from ..config.recipe import Recipe, check_method, resolve, tiny_recipe
+from ..config.recipe import Recipe, suited
 from ..config.schema import DataConfig, LoRAConfig, TrainConfig
 from ..data.bad_rows import LeftOut, write_quarantine
+from ..data.given import Data
 from ..display import QUIET, VERBOSE, Display, shown_count
 from ..errors import Float16Overflow, PackError, library_errors
 from ..files import make_folder
 from ..gates import Gates, evaluate_gates, gate_limits
 from ..nn.gated_delta import has_gated_delta
 from ..nn.quantized import count_weights
+from ..objectives.causal_lm import TargetLoss
 from ..objectives.objective import Objective
 from ..ops import _backend, features
 from ..optim import unused_learning_rate
@@ -32,73 +34,42 @@ from ..packs.adapter_config import adapter_config_of
 from ..packs.base import Base, load_base
 from ..packs.pack import Pack, round_adapters
 from ..reading import read_header
+from ..report.facts import short_curve
 from ..runtime import mx
 from .command_buffers import limit_command_buffers
 from .dataset import Dataset
+from .epochs import with_batches
 from .fit import Fit, check_scores, score_phases
 from .folders import output_folders
 from .guards.guard import Guarded
 from .guards.registry import make_guards
 from .identity import check_resume, public_recipe, run_identity, start_of
-from .observers.observer import ObservedRun
+from .observers.observed_run import ObservedRun
+from .observers.observer import Observer
 from .observers.registry import make_observers
 from .observers.trackers import check_report_to
 from .on_nan import OnNan
-from .phases import left_out_rows, resolve_phases
+from .phases import columns_of, left_out_rows, resolve_phases
 from .planning import MemoryChoice, check_headers, fit_into_memory, matmul_paths_by_name
 from .precision import run_dtype, show_dtype
+from .result import RunReport, TrainRun
 from .run_folder import check_resumable, clear_run, resume_point, write_identity
 from .settings import Run
 from .stopping import resumable
 from .tasks.task import Summary, Task, make_task
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-
-@dataclass
-class TrainRun:
-    """Result of a training run.
-
-    Attributes:
-        pack: the pack.
-        run: the run folder.
-        report: what was measured, as ``packs train --json`` prints it.
-        curve: the lines of metrics.jsonl.
-    """
-
-    pack: Pack
-    run: Path
-    report: dict
-    curve: list[dict] = field(default_factory=list)
-
-    def plot(self, ax: "Axes | None" = None) -> "Axes":
-        """Draw the loss curve (needs matplotlib) and return its axes."""
-        import matplotlib.pyplot as plt
-
-        ax = ax or plt.gca()
-        for key, style in (("loss", "-"), ("valid_loss", "o-")):
-            points = [(line["batch"], line[key]) for line in self.curve if key in line]
-            if points:
-                ax.plot(*zip(*points, strict=True), style, label=key.replace("_", " "))
-        ax.set_xlabel("batch")
-        ax.set_ylabel("loss" if "loss" in self.report else "loss (nats a token)")
-        ax.legend()
-        return ax
-
-    def to_json(self) -> dict:
-        """Return the report."""
-        return self.report
+from .unattended import unattended
 
 
 def train_pack(  # noqa: PLR0913 (the public face)
     base: Base | str | Path = TINY,
-    data: str | Path | None = None,
-    lora: LoRAConfig | None = None,
-    train: TrainConfig | None = None,
+    data: Data | None = None,
+    lora: LoRAConfig | Mapping[str, Any] | None = None,
+    train: TrainConfig | Mapping[str, Any] | None = None,
     out: str | Path | None = None,
     columns: DataConfig | None = None,
     *,
+    callbacks: Sequence[Observer] = (),
+    loss: TargetLoss | None = None,
     overwrite: bool = False,
     resume: bool = False,
     resume_adapter_file: str | None = None,
@@ -112,18 +83,19 @@ def train_pack(  # noqa: PLR0913 (the public face)
 
     Args:
         base: A loaded base, or what `load_base` takes.
-        data: A folder, a file, a data set id, or ``tiny``.
-        lora: Where adapters sit and how large they are. The default suits real 4-bit bases; that of
-            the tiny base is its recipe's.
-        train: How to train; the defaults likewise.
+        data: A folder, a file, a data set id, ``tiny``, or rows in memory (`source_of`).
+        lora: Where adapters sit, and how large; by default for 4-bit bases, or tiny's recipe.
+        train: How to train; the defaults likewise. Both may be mappings of settings.
         out: The pack's folder, by default ``packs/<data>``, numbered so that none is overwritten.
             The run folder with checkpoints and metrics stands beside it as ``<out>-run``.
         columns: Where the examples are and what their columns are called, in place of ``data``.
+        callbacks: Observers that follow the run; one ends it by ``stop_reason``.
+        loss: In place of the cross-entropy: logits [M, V] float32 and targets [M] to losses [M].
         overwrite: Replace a pack and a run that are there.
         resume: Continue the run of ``out`` from its last checkpoint, as if never interrupted; all
             other arguments must be those that it began with.
         resume_adapter_file: Start from these adapters (mlx-lm's names) instead of fresh ones.
-        report_to: Experiment trackers: wandb, swanlab or both (comma).
+        report_to: Experiment trackers: tensorboard, trackio, wandb, swanlab (commas).
         project_name: The trackers' project.
         trust_remote_code: Allow executing Python code shipped with the base.
         force: Train even if the estimate is more memory or disk than there is.
@@ -137,21 +109,14 @@ def train_pack(  # noqa: PLR0913 (the public face)
         RunStopped: A signal, memory or the disk ended the run, which is saved.
     """
     display = display or Display(QUIET)
-    columns = columns or DataConfig(data=str(data or "tiny"))
-    tiny = str(getattr(base, "name", base)) == TINY
-    suited = resolve(tiny_recipe()) if tiny else Recipe()
-    train = train or suited.train
-    lora = lora or (LoRAConfig() if train.trains_base else suited.lora)
-    check_method(lora, train)
+    name = str(getattr(base, "name", base))
+    lora, train = suited(name, lora, train)
+    columns = columns_of(name, train, data, columns)
     _backend.start_record()
     phases = resolve_phases(train, columns)
-    if data is not None and train.phases and all(phase.data for phase in train.phases):
-        raise PackError(
-            f"data {data}: every phase names its own data. Leave it out here.", "conflict", "data"
-        )
     check_report_to(report_to, project_name)
     folders = output_folders(out, phases[-1].sources[0], overwrite, resume)
-    with signals.handled(), folders as (pack, folder):
+    with signals.handled(), folders as (pack, folder), unattended(train.awake, pack, display):
         asked = Run(
             base=base,
             lora=lora,
@@ -168,6 +133,8 @@ def train_pack(  # noqa: PLR0913 (the public face)
             project_name=project_name,
             trust_remote_code=trust_remote_code,
             force=force,
+            callbacks=tuple(callbacks),
+            loss=loss,
         )
         limit_command_buffers(asked)  # before MLX uses the GPU
         return run(asked)
@@ -192,14 +159,16 @@ def run(run: Run) -> TrainRun:
 
 def _run(run: Run) -> TrainRun:
     earlier = check_resumable(run.folder) if run.resume else None
+    run = run.holding_out_as(earlier)
     run = replace(run, resume_point=resume_point(run.folder) if run.resume else None)
     start = start_of(run.resume_adapter_file, earlier)
     task = make_task(run)
     splits = [phase.load_rows() for phase in run.phases]
     base, dtype = _open_base(run, task)
     _say_what_mlx_lacks(base, run)
-    target, lora = task.target(base)
-    dataset = task.encode(base, splits)
+    target, lora = task.checked_target(base)
+    run, dataset = with_batches(run, task.encode(base, splits))
+    task.run, task.dataset = run, dataset
     origin = {"model": base.name, "resume_adapter_file": start}
     recipe = Recipe(run.lora, run.train, run.columns, origin)
     identity = run_identity(recipe, base, run.phases, splits)
@@ -237,6 +206,7 @@ def _run(run: Run) -> TrainRun:
                     "rows": dataset.counts(),
                 },
                 recipe=public_recipe(recipe, base),
+                **({"end": fit.end} if fit.end else {}),
                 **summary.facts,
                 eval=summary.eval,
                 measured={"compute_dtype": dtype.to_json(), **_measured(fit, memory)},
@@ -257,7 +227,7 @@ def _run(run: Run) -> TrainRun:
         observer.on_end(report)
     for guard in fit.guards:
         guard.at_end()
-    return TrainRun(pack, run.folder, report, fit.curve)
+    return TrainRun(pack, run.folder, RunReport(report), fit.curve)
 
 
 def _open_base(run: Run, task: Task) -> tuple[Base, ComputeDtype]:
@@ -356,7 +326,7 @@ def _train(  # noqa: PLR0913 - the parts of a run
         before = score_phases(objective, dataset, run.phases, run.display)
         if float16:
             check_scores(before, saved=False)
-    observed = ObservedRun(run, objective.unit, identity["recipe"])
+    observed = ObservedRun(run, objective.unit, identity["recipe"], masks=dataset.masks)
     observers = make_observers(observed)
     make_folder(run.folder)
     if not run.resume:
@@ -391,6 +361,7 @@ def _measured(fit: Fit, memory: MemoryChoice) -> dict:
     return {
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **fit.measured,
+        "curve": short_curve(fit.curve),
         "plan_peak_gb": memory.peak_gb,
         "matmul_path": memory.choice.matmul_path,
         "matmul_path_ms": memory.choice.step_ms,
@@ -419,6 +390,7 @@ def _report(run: Run, pack: Pack, fit: Fit, summary: Summary, memory: MemoryChoi
         **summary.report,
         "steps": fit.state.updates,
         "batches": fit.state.batches,
+        **fit.end,
         **{key: value for key, value in summary.eval.items() if key not in described},
         "held_out": {
             **{key: summary.eval[key] for key in described if key in summary.eval},

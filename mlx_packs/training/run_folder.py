@@ -13,6 +13,7 @@ from ..files import atomic_write, to_json
 from ..hashes import check_seal, sealed, without_seal
 from ..leftovers import discard, recovered
 from ..reading import parse_json, read_json
+from ..report.page import PAGE
 from .checkpoint import (
     ADAPTERS,
     METRICS,
@@ -24,6 +25,8 @@ from .checkpoint import (
 
 CONFIG = "config.json"
 NOT_FINITE = "not_finite.jsonl"  # on_nan.py
+REPORT = "report.json"  # what the run reported at its end
+PICTURE = "loss.png"
 RUN_FORMAT = "mlx_packs run 1"
 _POINTER = "latest"  # which early versions wrote
 
@@ -47,7 +50,7 @@ def clear_run(run: Path) -> None:
     """Remove the checkpoints the metrics and the records of an earlier run."""
     for folder in checkpoints(run):
         discard(folder, folder)
-    for name in (_POINTER, METRICS, NOT_FINITE):
+    for name in (_POINTER, METRICS, NOT_FINITE, REPORT, PAGE, PICTURE):
         (run / name).unlink(missing_ok=True)
 
 
@@ -213,13 +216,20 @@ def read_metrics(run: Path, batches: int) -> list[dict]:
 
     So are lines that a crash cut short, or that are damaged so that they are no line of a run.
     """
+    if not (run / METRICS).is_file():
+        return []
+    lines = [line for line in logged_metrics(run) if line["batch"] <= batches]
+    atomic_write(run / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
+    return lines
+
+
+def logged_metrics(run: Path) -> list[dict]:
+    """Return the lines of metrics.jsonl that are lines of a run; the file stays as it is."""
     file = run / METRICS
     if not file.is_file():
         return []
     texts = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    lines = [line for line in map(_metrics_line, texts) if line and line["batch"] <= batches]
-    atomic_write(file, "".join(json.dumps(line) + "\n" for line in lines))
-    return lines
+    return [line for line in map(_metrics_line, texts) if line]
 
 
 def _metrics_line(text: str) -> dict | None:

@@ -1,12 +1,15 @@
 """The settings of one training run."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..config.schema import DataConfig, LoRAConfig, TrainConfig
 from ..display import Display
+from ..errors import PackError, flag_of
+from ..objectives.causal_lm import TargetLoss
 from ..packs.base import Base
-from .phases import RunPhase
+from .observers.observer import Observer
+from .phases import RunPhase, resolve_phases
 from .run_folder import ResumePoint
 
 
@@ -30,7 +33,26 @@ class Run:
     project_name: str | None = None  # of the trackers
     trust_remote_code: bool = False
     overflow: str = ""  # why a run that began in float16 goes on in bfloat16
+    callbacks: tuple[Observer, ...] = ()  # that the caller gives
+    loss: TargetLoss | None = None  # in place of the cross-entropy
     force: bool = False  # whether to train although the memory plan exceeds the machine
+
+    def __post_init__(self) -> None:
+        train = self.train
+        if self.loss is not None and train.task != "lm":
+            raise PackError(
+                f"loss: is for task lm, but the task is {train.task}.", "conflict", "loss"
+            )
+        if self.loss is not None and (named := train.changed(("z_loss", "label_smoothing"))):
+            text = "loss: replaces the cross-entropy that it belongs to. Leave one of them out."
+            raise PackError(f"{flag_of(named[0])} and {text}", "conflict", named[0])
+
+    def holding_out_as(self, earlier: dict | None) -> "Run":
+        """Return the run with the held-out rows of the run that it resumes, by its identity."""
+        if earlier is None or self.columns.hold_out != DataConfig.hold_out:
+            return self
+        columns = replace(self.columns, hold_out=earlier["recipe"]["hold_out"])
+        return replace(self, columns=columns, phases=resolve_phases(self.train, columns))
 
     @property
     def goal(self) -> RunPhase:

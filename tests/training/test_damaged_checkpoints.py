@@ -62,7 +62,8 @@ def test_a_pointer_of_an_early_version_has_no_say(resumed, unbroken, text):
 
 def test_a_kill_after_the_first_checkpoint_can_be_resumed(trained_copy, resumed, unbroken):
     shutil.rmtree(RUN / "step-000002")  # nothing else names a checkpoint
-    assert {path.name for path in RUN.iterdir()} == {"step-000001", "config.json", "metrics.jsonl"}
+    names = {"step-000001", "config.json", "metrics.jsonl", "report.json", "report.html"}
+    assert {path.name for path in RUN.iterdir()} == names
     assert "step-000001, the newest checkpoint" in resumed()[0]
     assert hashes(Path("o")) == unbroken
 

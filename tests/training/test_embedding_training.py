@@ -286,6 +286,8 @@ def test_base_that_does_not_fit_the_task_names_what_does(run, encoder, pair_data
     assert run("train", "--data", pair_data["pairs"])[0] == 2
     check(run.error, "conflict", "task", "train.jsonl:1", "pairs", "--task embedding")
     assert run("train", "--model", encoder, "--task", "embedding")[0] == 2
+    check(run.error, "invalid", "data", str(encoder), "tiny")
+    assert run("train", "--model", encoder, "--task", "embedding", "--data", "tiny")[0] == 2
     check(run.error, "data", "task", "train.jsonl:1", "{anchor, positive}", "['messages']")
     assert run("train", "--model", encoder, "--task", "embedding", "--show-mask")[0] == 2
     check(run.error, "conflict", "show_mask")

@@ -140,6 +140,7 @@ def free_space(monkeypatch, free) -> None:
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: Usage(1 << 40, 0, free()))
 
 
+@pytest.mark.page
 def test_too_little_space_ends_a_run_before_the_checkpoint(
     shared_tiny, rows, tmp_path, monkeypatch
 ):
@@ -152,7 +153,7 @@ def test_too_little_space_ends_a_run_before_the_checkpoint(
     check(stopped.value, "unwritable", None, "p-run", "step-000002")
     assert stopped.value.exit_code == 2
     names = sorted(path.name for path in (tmp_path / "p-run").iterdir())
-    assert names == ["config.json", "metrics.jsonl", "step-000002"]
+    assert names == ["config.json", "metrics.jsonl", "report.html", "step-000002"]
     full.clear()
     train_pack(shared_tiny, rows, LORA, SETTINGS, tmp_path / "p", resume=True)
 

@@ -177,7 +177,7 @@ def lines_of(run) -> list[dict]:
     ]
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_steps_ahead_change_no_byte(tiny, rows, tmp_path, monkeypatch, accumulate):
     settings = {"iters": 5, "steps_per_report": 2, "save_every": 4, "steps_per_eval": 3}
     train = replace(TRAIN, **settings, grad_accumulation_steps=accumulate)
@@ -237,6 +237,7 @@ def test_a_loss_that_is_not_finite_has_its_number(
         assert all(mx.isfinite(array).all() for array in mx.load(str(file)).values())
 
 
+@pytest.mark.slow
 def test_a_run_on_a_gpu_that_is_interrupted_goes_on(tiny, rows, tmp_path, on_gpu, monkeypatch):
     train = replace(TRAIN, iters=6, save_every=100, steps_per_report=4)
     train_pack(tiny, rows, LORA, train, tmp_path / "whole")

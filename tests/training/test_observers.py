@@ -14,8 +14,10 @@ from mlx_packs import TrainConfig, train_pack
 from mlx_packs.display import QUIET, Display
 from mlx_packs.errors import PackError
 from mlx_packs.training.checkpoint import TrainingState
+from mlx_packs.training.observers import trackers
 from mlx_packs.training.observers.observer import Observer
 from mlx_packs.training.observers.retention import Retention
+from mlx_packs.training.observers.trackers import check_report_to
 from mlx_packs.training.run_folder import best_checkpoint, checkpoints, latest_checkpoint
 from tests.helpers.errors import check, raises
 from tests.helpers.observers import observe
@@ -94,6 +96,16 @@ def test_retention_removes_checkpoints_of_the_run_alone(tmp_path):
     Retention(tmp_path, 2, Display(QUIET)).on_checkpoint(folders[1_000_000])
     assert checkpoints(tmp_path) == [folders[999_999], folders[1_000_000]]
     assert {"step-1", "step-by-step", "notes"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_a_resumed_run_removes_what_a_killed_one_left(tmp_path):
+    folders = write_states(tmp_path, dict.fromkeys((2, 4, 6, 8)))
+    (folders[8] / "state.json").write_text("{}")  # damaged: the run continues at 6
+    retention = Retention(tmp_path, 2, Display(QUIET), resumed=folders[6])
+    retention.on_phase_start(10, 6)
+    assert checkpoints(tmp_path) == [folders[4], folders[6], folders[8]]
+    retention.on_phase_start(10, 0)  # of the next phase
+    assert checkpoints(tmp_path) == [folders[4], folders[6], folders[8]]
 
 
 def test_the_best_checkpoint_is_of_the_phase(tmp_path):
@@ -204,3 +216,77 @@ def test_trackers_get_metrics_under_mlx_lms_names(tmp_path, monkeypatch):
             "trained_tokens": line["trained_tokens"],
             "peak_memory": line["peak_gb"],
         }
+
+
+class Writer:
+    """tensorboardX's writer, which keeps what it is told."""
+
+    made: list["Writer"] = []
+
+    def __init__(self, folder):
+        self.folder, self.scalars, self.closed = folder, {}, False
+        Writer.made.append(self)
+
+    def add_scalar(self, name, value, step):
+        self.scalars[name, step] = value
+
+    def flush(self):
+        assert not self.closed
+
+    def close(self):
+        self.closed = True
+
+
+def test_tensorboard_and_trackio_get_every_report(tmp_path, monkeypatch):
+    calls = []
+    trackio = ModuleType("trackio")
+    trackio.init = lambda **settings: print("init") or calls.append(settings)
+    trackio.log = lambda values, step: calls.append((step, values))
+    trackio.finish = lambda: calls.append("finished")
+    board = ModuleType("tensorboardX")
+    board.SummaryWriter = Writer
+    for module in (trackio, board):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(trackers, "_is_installed", lambda name: True)
+    monkeypatch.setattr(Writer, "made", [])
+    data = write_rows(tmp_path / "d", train=CHATS, valid=CHATS[:2])
+    config = TrainConfig(iters=4, **SETTINGS)
+    run = train_pack(
+        "tiny", data, LORA, config, tmp_path / "p", report_to="TensorBoard, trackio"
+    ).run
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (writer,) = Writer.made
+    assert writer.folder == str(run / "tensorboard") and writer.closed
+    assert writer.scalars["valid/val_loss", 2] == lines[1]["valid_loss"]
+    assert writer.scalars["train/train_loss", 4] == lines[2]["loss"]
+    begun, first, valid, last, end = calls
+    assert (begun["project"], begun["name"], begun["config"]["rank"]) == ("p-run", "p-run", 2)
+    assert [step for step, _ in (first, valid, last)] == [2, 2, 4] and end == "finished"
+    assert last[1]["train_loss"] == lines[2]["loss"] and "iteration" not in last[1]
+
+
+@pytest.mark.parametrize("name", trackers.PACKAGES)
+def test_a_tracker_that_is_absent_is_named_with_its_command(name, monkeypatch):
+    monkeypatch.setattr(trackers, "_is_installed", lambda asked: asked != name)
+    with raises("dependency", "report_to", f"`pip install {trackers.PACKAGES[name]}`"):
+        check_report_to(",".join(trackers.PACKAGES), None)
+
+
+@pytest.mark.interop
+def test_tensorboard_reads_what_a_run_wrote(tmp_path):
+    pytest.importorskip("tensorboardX")
+    from tensorboardX.proto.event_pb2 import Event
+
+    data = write_rows(tmp_path / "d", train=CHATS, valid=CHATS[:2])
+    config = TrainConfig(iters=4, **SETTINGS)
+    run = train_pack("tiny", data, LORA, config, tmp_path / "p", report_to="tensorboard").run
+    (file,) = (run / "tensorboard").iterdir()
+    content, values = file.read_bytes(), {}
+    while content:  # length, its checksum, an event, its checksum
+        size = int.from_bytes(content[:8], "little")
+        event = Event.FromString(content[12 : 12 + size])
+        values |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
+        content = content[16 + size :]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert values["train/train_loss", 4] == pytest.approx(lines[2]["loss"])
+    assert values["valid/val_loss", 2] == pytest.approx(lines[1]["valid_loss"])

@@ -439,7 +439,12 @@ def test_run_killed_in_each_phase_resumes_bit_identically(phase_data, whole, tmp
     settings |= {"phases": [p.to_json() for p in phases(phase_data)]}
     settings |= {"rank": 2, "num_layers": 2, "dropout": 0.1}
     # what the recipe of the tiny base would say otherwise
-    settings |= {"warmup_steps": 0, "steps_per_eval": 200, "val_batches": 25}
+    settings |= {
+        "warmup_steps": 0,
+        "steps_per_eval": 200,
+        "val_batches": 25,
+        "lr_schedule": "cosine",
+    }
     (tmp_path / "p.yaml").write_text(yaml.safe_dump(settings))
     assert killed(tmp_path, "1", "-c", "p.yaml") == 130
     run = tmp_path / "o-run"

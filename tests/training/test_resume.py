@@ -21,6 +21,7 @@ from mlx_packs.training.folders import output_folders
 from mlx_packs.training.run_folder import clear_run, is_run, latest_checkpoint, read_metrics
 from tests.helpers.damage import remove_hashes
 from tests.helpers.errors import check, raises
+from tests.helpers.rows import write_rows
 from tests.helpers.runs import LORA, TRAIN
 
 LONGER = TrainConfig(**{**vars(TRAIN), "iters": 3})
@@ -240,3 +241,23 @@ def test_a_run_that_another_process_is_at_is_refused(trained_copy, trained, flag
     assert code == 2 and len(err.splitlines()) == 1
     check(run.error, "busy", None, "o-run: ")
     assert sorted((trained_copy / "o-run").iterdir()) == kept
+
+
+def test_a_run_of_an_earlier_version_keeps_its_held_out_rows(tmp_path, monkeypatch):
+    """They were the last ones; now a sample is drawn."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"text": f"row number {i} of a file"} for i in range(40)]
+    write_rows(tmp_path, only=rows)
+    columns = DataConfig(data="only.jsonl", hold_out="last")
+    train_pack("tiny", None, LORA, TRAIN, "o", columns=columns)
+    config = tmp_path / "o-run" / "config.json"
+    identity = json.loads(config.read_text())
+    del identity["recipe"]["hold_out"]
+    config.write_text(json.dumps(sealed(identity)))
+    run = train_pack("tiny", "only.jsonl", LORA, LONGER, "o", resume=True)
+    assert run.report["batches"] == 3
+    with raises("mismatch", "data"):
+        sample = DataConfig(data="only.jsonl", hold_out="sample")
+        identity["recipe"]["hold_out"] = "sample"
+        config.write_text(json.dumps(sealed(identity)))
+        train_pack("tiny", None, LORA, replace(LONGER, iters=4), "o", columns=sample, resume=True)

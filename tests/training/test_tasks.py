@@ -75,6 +75,8 @@ class Texts:
     def shapes(self) -> set[tuple[int, int]]:
         return {(8, 8)}
 
+    masks = ()
+
     def typical_rows(self) -> None:
         return None
 
@@ -113,7 +115,7 @@ class OneWordTask(Task):
         return Summary({"split": "valid", "rows": 2, **losses}, {"task": "one-word"})
 
     @staticmethod
-    def report_lines(report, model) -> list[str]:
+    def report_lines(report) -> list[str]:
         return [f"done    {report['loss_after']}"]
 
 

@@ -42,6 +42,7 @@ def pack_bytes(pack: Pack) -> dict[str, bytes]:
     return files
 
 
+@pytest.mark.slow
 def test_two_runs_with_one_seed_give_the_same_bytes(tiny, numbers, tmp_path):
     lora = LoRAConfig(rank=4, dropout=0.1)
     first = train_pack(tiny, numbers, lora, QUICK, tmp_path / "a" / "p").pack

@@ -4,7 +4,8 @@ from contextlib import ExitStack
 
 from ...display import Task
 from ...objectives.objective import Score
-from .observer import ObservedRun, Observer
+from .observed_run import ObservedRun
+from .observer import Observer
 
 
 class Console(Observer):
@@ -24,15 +25,24 @@ class Console(Observer):
 
     def on_step(self, line: dict) -> None:
         """Advance the bar: losses, supervised tokens per second, peak memory."""
-        losses = [entry["valid_loss"] for entry in self._curve if "valid_loss" in entry][-2:]
-        trend = "" if len(losses) < 2 else " ↓" if losses[1] < losses[0] else " ↑"
-        valid = f"  valid {losses[-1]:.3f}{trend}" if losses else ""
-        speed = f"{line[self._rate]:,.0f} {self._unit}/s"
-        self._bar.advance(f"loss {line['loss']:.3f}{valid}  {speed}  {line['peak_gb']:.1f} GB")
+        self._bar.advance(f"{self._progress(line)}  {line['peak_gb']:.1f} GB")
+
+    def on_report(self, line: dict, batches_per_s: float) -> None:
+        """Leave a line above the bar; without a bar there are such lines already."""
+        if self._display.live:
+            rate = f"rate {line['learning_rate']:.2e}"
+            self._display.line("train", f"batch {line['batch']}: {self._progress(line)}  {rate}")
 
     def on_validation(self, line: dict, score: Score, seconds: float) -> None:
         """Print the score of the validation split."""
         self._display.line("valid", f"batch {line['batch']}: {score.summary()}")
+
+    def _progress(self, line: dict) -> str:
+        """Return the losses and the throughput of a line."""
+        losses = [entry["valid_loss"] for entry in self._curve if "valid_loss" in entry][-2:]
+        trend = "" if len(losses) < 2 else " ↓" if losses[1] < losses[0] else " ↑"
+        valid = f"  valid {losses[-1]:.3f}{trend}" if losses else ""
+        return f"loss {line['loss']:.3f}{valid}  {line[self._rate]:,.0f} {self._unit}/s"
 
     def on_phase_end(self) -> None:
         """Close the progress bar."""

@@ -5,7 +5,8 @@ import json
 from ...files import append_line
 from ...objectives.objective import Score
 from ..run_folder import METRICS
-from .observer import ObservedRun, Observer
+from .observed_run import ObservedRun
+from .observer import Observer
 
 
 class MetricsFile(Observer):

@@ -1,20 +1,8 @@
 """The interface between the training loop and everything that reports on it."""
 
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...objectives.objective import Score
-from ..settings import Run
-
-
-@dataclass(frozen=True)
-class ObservedRun:
-    """What observers are made from."""
-
-    run: Run
-    unit: str  # what the run counts: tokens, pairs
-    recipe: dict  # its configuration as in config.json
-    curve: list[dict] = field(default_factory=list)  # the lines of metrics.jsonl so far
 
 
 class Observer:
@@ -22,7 +10,13 @@ class Observer:
 
     An exception ends the run; its last checkpoint remains. Lines are JSON objects with the number
     of batches, ``batch``; in a run with phases they name theirs, ``phase``.
+
+    Attributes:
+        stop_reason: None; set it to a reason in words, and the run ends after this batch, with a
+            pack. Not in runs with phases.
     """
+
+    stop_reason: str | None = None
 
     def on_phase_start(self, batches: int, done: int) -> None:
         """A phase of this many batches begins, or continues after ``done`` of them."""

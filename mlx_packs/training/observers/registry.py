@@ -4,7 +4,9 @@ from collections.abc import Callable
 
 from .console import Console
 from .metrics import MetricsFile
-from .observer import ObservedRun, Observer
+from .observed_run import ObservedRun
+from .observer import Observer
+from .report_page import ReportPage
 from .retention import Retention
 from .trackers import Trackers
 
@@ -14,10 +16,12 @@ OBSERVERS: dict[str, Callable[[ObservedRun], Observer | None]] = {
     "console": Console,
     "trackers": Trackers.of,
     "retention": Retention.of,
+    "page": ReportPage,
 }
 
 
 def make_observers(observed: ObservedRun) -> list[Observer]:
-    """Return the observers that follow a run."""
+    """Return the observers that follow a run, those of its caller last."""
     observers = (make(observed) for make in OBSERVERS.values())
-    return [observer for observer in observers if observer is not None]
+    own = [observer for observer in observers if observer is not None]
+    return [*own, *observed.run.callbacks]

@@ -7,7 +7,8 @@ from ...display import Display
 from ...leftovers import discard
 from ..checkpoint import batches_of
 from ..run_folder import best_checkpoint, checkpoints
-from .observer import ObservedRun, Observer
+from .observed_run import ObservedRun
+from .observer import Observer
 
 
 class Retention(Observer):

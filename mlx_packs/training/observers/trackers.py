@@ -1,13 +1,93 @@
-"""Experiment trackers, through mlx-lm's own reporters for wandb and swanlab."""
+"""Experiment trackers: mlx-lm's own reporters for wandb and swanlab, and two more of that form."""
 
-from typing import TYPE_CHECKING
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
-from ...errors import PackError
+from ...errors import PackError, reason_of
 from ...objectives.objective import Score
-from .observer import ObservedRun, Observer
+from ...terminal import guarded_native
+from ..settings import Run
+from .observed_run import ObservedRun
+from .observer import Observer
 
-if TYPE_CHECKING:
-    from mlx_lm.tuner.callbacks import TrainingCallback
+# What each tracker needs to be installed, by its name.
+PACKAGES = {
+    "tensorboard": "tensorboardX",
+    "trackio": "trackio",
+    "wandb": "wandb",
+    "swanlab": "swanlab",
+}
+
+
+class Callback(Protocol):
+    """mlx-lm's interface of a tracker; ``iteration`` is the number of batches."""
+
+    def on_train_loss_report(self, train_info: dict) -> None:
+        """Report numbers of the last batches."""
+
+    def on_val_loss_report(self, val_info: dict) -> None:
+        """Report the validation loss."""
+
+
+class TensorBoard:
+    """Writes event files into ``tensorboard`` of the run folder; TensorBoard itself reads them."""
+
+    def __init__(self, run: Run) -> None:
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(str(run.folder / "tensorboard"))
+
+    def on_train_loss_report(self, train_info: dict) -> None:
+        """Write numbers of the last batches."""
+        self._write("train", train_info)
+
+    def on_val_loss_report(self, val_info: dict) -> None:
+        """Write the validation loss."""
+        self._write("valid", val_info)
+
+    def close(self) -> None:
+        """Finish the event file."""
+        self._writer.close()
+
+    def _write(self, group: str, info: dict) -> None:
+        for name, value in info.items():
+            if name != "iteration":
+                self._writer.add_scalar(f"{group}/{name}", value, info["iteration"])
+        self._writer.flush()
+
+
+class Trackio:
+    """Logs to a local project of trackio, which `trackio show` opens."""
+
+    def __init__(self, run: Run, recipe: dict) -> None:
+        import trackio
+
+        self._trackio = trackio
+        with guarded_native():  # it prints to stdout, which is for results
+            trackio.init(
+                project=run.project_name or run.folder.name,
+                name=run.folder.name,
+                config=recipe,
+                resume="allow",
+            )
+
+    def on_train_loss_report(self, train_info: dict) -> None:
+        """Log numbers of the last batches."""
+        self._log(train_info)
+
+    def on_val_loss_report(self, val_info: dict) -> None:
+        """Log the validation loss."""
+        self._log(val_info)
+
+    def close(self) -> None:
+        """Finish the run."""
+        with guarded_native():
+            self._trackio.finish()
+
+    def _log(self, info: dict) -> None:
+        values = {name: value for name, value in info.items() if name != "iteration"}
+        self._trackio.log(values, step=info["iteration"])
 
 
 def check_report_to(report_to: str | None, project: str | None) -> None:
@@ -16,65 +96,89 @@ def check_report_to(report_to: str | None, project: str | None) -> None:
         raise PackError(
             "--project-name: belongs to an experiment tracker. Pass --report-to too.", "conflict"
         )
-    if report_to is None:
-        return
-    from mlx_lm.tuner import callbacks
-
-    for name in (part.strip().lower() for part in report_to.split(",") if part.strip()):
-        if name not in callbacks.SUPPORT_CALLBACK:
-            known = ", ".join(callbacks.SUPPORT_CALLBACK)
+    for name in _names(report_to):
+        if name not in PACKAGES:
             raise PackError(
-                f"--report-to {report_to}: must be of {known}, but got '{name}'.", "unknown"
+                f"--report-to {report_to}: must be of {', '.join(PACKAGES)}, but got '{name}'.",
+                "unknown",
             )
-        if getattr(callbacks, name) is None:
+        if not _is_installed(name):
             raise PackError(
-                f"--report-to {report_to}: is not installed. Run `pip install {name}`.",
+                f"--report-to {report_to}: {name} is not installed. Run "
+                f"`pip install {PACKAGES[name]}`.",
                 "dependency",
             )
+
+
+def _names(report_to: str | None) -> list[str]:
+    return [part.strip().lower() for part in (report_to or "").split(",") if part.strip()]
+
+
+def _is_installed(name: str) -> bool:
+    from mlx_lm.tuner import callbacks
+
+    if name in callbacks.SUPPORT_CALLBACK:
+        return getattr(callbacks, name) is not None
+    return importlib.util.find_spec(PACKAGES[name]) is not None
 
 
 class Trackers(Observer):
     """Reports the numbers that mlx-lm's trainer reports, under its names."""
 
-    def __init__(self, callback: "TrainingCallback", unit: str) -> None:
-        self._callback = callback
+    def __init__(self, callbacks: Sequence[Callback], unit: str) -> None:
+        self._callbacks = callbacks
         self._unit = unit
 
     @classmethod
     def of(cls, observed: ObservedRun) -> "Trackers | None":
         """Return the trackers of ``--report-to``; None without any."""
-        run = observed.run
-        if run.report_to is None:
-            return None
-        from mlx_lm.tuner.callbacks import get_reporting_callbacks
-
-        try:
-            callback = get_reporting_callbacks(
-                run.report_to,
-                project_name=run.project_name or run.folder.name,
-                log_dir=str(run.folder),
-                config=observed.recipe,
-            )
-        except (ImportError, ValueError) as error:
-            raise PackError(f"--report-to {run.report_to}: {error}", "dependency") from None
-        return cls(callback, observed.unit) if callback else None
+        names = _names(observed.run.report_to)
+        return cls([_tracker(name, observed) for name in names], observed.unit) if names else None
 
     def on_report(self, line: dict, batches_per_s: float) -> None:
         """Report the training loss."""
-        self._callback.on_train_loss_report(
-            {
-                "iteration": line["batch"],
-                "train_loss": line["loss"],
-                "learning_rate": line["learning_rate"],
-                "iterations_per_second": batches_per_s,
-                f"{self._unit}_per_second": line[f"{self._unit}_per_s"],
-                f"trained_{self._unit}": line[f"trained_{self._unit}"],
-                "peak_memory": line["peak_gb"],
-            }
-        )
+        info = {
+            "iteration": line["batch"],
+            "train_loss": line["loss"],
+            "learning_rate": line["learning_rate"],
+            "iterations_per_second": batches_per_s,
+            f"{self._unit}_per_second": line[f"{self._unit}_per_s"],
+            f"trained_{self._unit}": line[f"trained_{self._unit}"],
+            "peak_memory": line["peak_gb"],
+        }
+        for callback in self._callbacks:
+            callback.on_train_loss_report(info)
 
     def on_validation(self, line: dict, score: Score, seconds: float) -> None:
         """Report the validation loss."""
-        self._callback.on_val_loss_report(
-            {"iteration": line["batch"], "val_loss": score.nll, "val_time": seconds}
+        info = {"iteration": line["batch"], "val_loss": score.nll, "val_time": seconds}
+        for callback in self._callbacks:
+            callback.on_val_loss_report(info)
+
+    def on_end(self, report: dict) -> None:
+        """Finish the trackers that ask for it; the others finish with the process."""
+        for callback in self._callbacks:
+            if close := getattr(callback, "close", None):
+                close()
+
+
+def _tracker(name: str, observed: ObservedRun) -> Callback:
+    """Return the tracker of a name; what it cannot begin with is an error of ``--report-to``."""
+    from mlx_lm.tuner.callbacks import get_reporting_callbacks
+
+    run = observed.run
+    own: dict[str, Callable[[], Any]] = {
+        "tensorboard": lambda: TensorBoard(run),
+        "trackio": lambda: Trackio(run, observed.recipe),
+    }
+    try:
+        if name in own:
+            return own[name]()
+        return get_reporting_callbacks(
+            name,
+            project_name=run.project_name or run.folder.name,
+            log_dir=str(run.folder),
+            config=observed.recipe,
         )
+    except (ImportError, ValueError) as error:
+        raise PackError(f"--report-to {name}: {reason_of(error)}.", "dependency") from None

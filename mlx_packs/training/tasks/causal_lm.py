@@ -8,12 +8,14 @@ from ...adapters.method import Trainable
 from ...config.schema import LoRAConfig
 from ...data.formats import TOKEN_FORMATS, format_of
 from ...data.rows import Splits
+from ...evaluation.answers import Exam, answer_line, questions_of
+from ...evaluation.metrics import metric_of
 from ...evaluation.perplexity import Score, Scorer
 from ...evaluation.throughput import cut_prompts, generation_path, measure_throughput
 from ...gates import gates_text
 from ...inference.generate import complete
 from ...memory.matmul_path import choose_matmul_path
-from ...objectives.causal_lm import CausalLM, LossOptions, split_head
+from ...objectives.causal_lm import CausalLM, LossOptions, TargetLoss, split_head
 from ...objectives.frozen_activations import FrozenActivations, open_frozen_activations
 from ...objectives.projection_stack import TRANSFORMER, Graph, graph_of
 from ...objectives.sequence_packing import prepare_packing
@@ -28,6 +30,8 @@ from .task import Summary, Task, bad_rows_lines, cost
 from .tokens import PhasedDataset, encode_phases
 
 SAMPLE_TOKENS = 40
+_MOST_QUESTIONS = 100
+STORED_CHARACTERS = 1000  # of each text of a sample in a manifest
 _TEMPERATURE = 0.7
 _PROMPT_TOKENS = 64  # of the prompt that the throughput gate completes
 
@@ -40,6 +44,7 @@ class SamplePrompt:
 
     text: str
     tokens: list[int]
+    wanted: str | None = None  # the answer that the examples have
 
     def complete(self, base: Base) -> str:
         """Return the base's completion as it is now, sampled with a fixed seed."""
@@ -57,6 +62,8 @@ class CausalLMTask(Task):
     scorer: Scorer
     frozen: FrozenActivations | None = None
     sample_before: str | None = None
+    exam: Exam | None = None  # with a metric
+    answers_before: list[str] | None = None
 
     @property
     def lazy_base(self) -> bool:
@@ -79,8 +86,23 @@ class CausalLMTask(Task):
         split, _ = self.dataset.held_out_examples(run.goal)
         row, columns = splits[-1].first_usable(split), run.goal.sources[0]
         row_format = format_of(row, columns, TOKEN_FORMATS)
-        self.sample = SamplePrompt(*row_format.prompt(row, columns, base.tokenizer))
+        self.sample = SamplePrompt(
+            *row_format.prompt(row, columns, base.tokenizer), row_format.answer(row, columns)
+        )
+        if metric := metric_of(run.train.metric, columns):
+            self.exam = self._exam(metric, splits[-1], split)
         return self.dataset
+
+    def _exam(self, metric: str, splits: Splits, split: str) -> Exam:
+        """Return the questions of the first held-out examples of the last phase."""
+        train, most = self.run.train, _MOST_QUESTIONS
+        if train.test_batches > 0:
+            most = min(most, train.test_batches * train.batch_size)
+        columns, length = self.run.goal.sources[0], train.max_seq_length
+        rows = splits.usable(split)
+        row_format = format_of(splits.first_usable(split), columns, TOKEN_FORMATS)
+        questions = questions_of(rows, row_format, columns, self.base, metric, length, most)
+        return Exam(self.base, metric, questions, train.batch_size * length)
 
     def objective(self, trainable: Trainable, memory: MemoryChoice) -> CausalLM:
         """Return the loss of the targets. The sample prompt is completed here, before training."""
@@ -90,6 +112,7 @@ class CausalLMTask(Task):
             if train.packing:  # no token of a proxy sees another
                 prepare_packing(trainable, head, train.max_seq_length, self.base.vocab_size)
             self.sample_before = self.sample.complete(self.base)
+            self.answers_before = self._answers()
             self.frozen = open_frozen_activations(
                 trainable,
                 head,
@@ -102,7 +125,7 @@ class CausalLMTask(Task):
             )
         self.scorer = Scorer(trainable.model, head, self.graph.inputs.arrays)
         inputs = self.frozen or self.graph.inputs
-        options = LossOptions(train.z_loss, train.label_smoothing)
+        options = LossOptions(train.z_loss, train.label_smoothing, custom=self.run.loss)
         return CausalLM(trainable.model, head, inputs, self.scorer.score, options)
 
     def summary(
@@ -113,21 +136,36 @@ class CausalLMTask(Task):
         before, after = fit.scores[0][run.goal.name], fit.scores[-1][run.goal.name]
         if self.graph.is_proxy:
             facts = facts | {"ppl_before": before.ppl, "ppl_after": after.ppl}
-            before, after, texts = self._by_transformer(trainable)
+            before, after, texts, answers = self._by_transformer(trainable)
         else:
             texts = {"before": self.sample_before, "after": self.sample.complete(self.base)}
+            answers = [self.answers_before, self._answers()]
         split, _ = self.dataset.held_out_examples(run.goal)
         phases = phase_reports(self.dataset, sources, fit)
+        sample = {"prompt": self.sample.text, "wanted": self.sample.wanted, **texts}
+        answered, samples = {}, [sample] if any(texts.values()) else []
+        if self.exam is not None:
+            answered = {"answers": self.exam.report(*answers).to_json()}
+            samples = self.exam.samples(*answers)
         return Summary(
-            eval=_changes(split, before, after),
-            objective={"loss_on": self.dataset.loss_on, "ce_last_k": run.train.ce_last_k, **facts},
-            facts={"phases": phases} if phases else {},
+            eval=_changes(split, before, after) | answered,
+            objective={
+                "loss_on": self.dataset.loss_on,
+                "ce_last_k": run.train.ce_last_k,
+                **({"loss": _name_of(run.loss)} if run.loss else {}),
+                **facts,
+            },
+            facts={
+                **({"phases": phases} if phases else {}),
+                **({"samples": [stored_sample(each) for each in samples]} if samples else {}),
+            },
             report={
                 "phases": phases,
                 "objective": facts,
                 "eval_traces": self.scorer.traces,
                 "cache_frozen": self.frozen.to_json() if self.frozen else None,
-                "sample": {"prompt": self.sample.text, **texts},
+                "sample": sample,
+                **({"samples": samples} if answered else {}),
             },
         )
 
@@ -135,10 +173,13 @@ class CausalLMTask(Task):
     def report_lines(report: dict) -> list[str]:
         """Return perplexity, phases, speed, the sample and the pack."""
         drop = 1 - report["ppl_after"] / report["ppl_before"]
-        held_out, objective, sample = report["held_out"], report["objective"], report["sample"]
+        held_out, objective = report["held_out"], report["objective"]
+        answers = report.get("answers")
+        samples = report.get("samples") or [report["sample"]]
         lines = [
             f"done    held-out {format_change(report)} ({-drop:+.0%}) on "
             f"{held_out['rows']} {held_out['split']} examples{gates_text(report['gates'])}",
+            *([answer_line(answers, f"{held_out['split']} examples")] if answers else []),
             *(f"phase   {line}" for line in phase_lines(report["phases"])),
         ]
         if "ppl_before" in objective:
@@ -150,9 +191,7 @@ class CausalLMTask(Task):
             *lines,
             *bad_rows_lines(report),
             f"speed   {report['tokens_per_s']:,.0f} supervised tokens/s · {cost(report)}",
-            f"sample  {_shortened(sample['prompt'])}",
-            f"before  {_shortened(sample['before'])}",
-            f"after   {_shortened(sample['after'])}",
+            *(line for sample in samples for line in _sample_lines(sample)),
             f"pack    {report['pack']} ({report['pack_mb']:.1f} MB)    try: packs generate "
             f'--pack {report["pack"]} --prompt "…"',
         ]
@@ -173,7 +212,16 @@ class CausalLMTask(Task):
             values["min_tps_ratio"] = with_pack.tps_ratio
         return values
 
-    def _by_transformer(self, proxy: Trainable) -> tuple[Score, Score, dict[str, str]]:
+    def _answers(self) -> list[str] | None:
+        """Return the base's answers as it is now; None without a metric."""
+        if self.exam is None:
+            return None
+        with self.run.display.task("eval", len(self.exam.questions), "answers") as bar:
+            return self.exam.answers(bar.advance)
+
+    def _by_transformer(
+        self, proxy: Trainable
+    ) -> tuple[Score, Score, dict[str, str], list[list[str] | None]]:
         """Score the base's own forward without and with what a proxy trained; complete the sample."""
         base, display = self.base, self.run.display
         batches = self.dataset.held_out(self.run.goal)
@@ -184,21 +232,40 @@ class CausalLMTask(Task):
         attached = attach(base, specs=proxy.specs, matmul_path=matmul_path, fp16_fallback=fallback)
         try:
             head = split_head(base.model)
-            scores, texts = [], {}
+            scores, texts, answers = [], {}, []
             total = 2 * len(batches)
             with display.task("eval", total, "held-out batches, whole base model") as bar:
                 for when, tensors in (("before", attached.tensors()), ("after", proxy.tensors())):
                     attached.load(tensors, when)
                     scores.append(Scorer(base.model, head).score(batches, bar.advance))
                     texts[when] = self.sample.complete(base)
+                    answers.append(self.exam and self.exam.answers())
         finally:
             attached.detach()
-        return scores[0], scores[1], texts
+        return scores[0], scores[1], texts, answers
+
+
+def _sample_lines(sample: Mapping[str, str | None]) -> list[str]:
+    """Return a sample for people; the wanted answer is left out where the pack gives it."""
+    labels = {"sample": "prompt", "wanted": "wanted", "before": "before", "after": "after"}
+    if not sample.get("wanted") or sample["wanted"] == sample["after"]:
+        labels.pop("wanted")
+    return [f"{label:<7} {_shortened(sample[key])}" for label, key in labels.items()]
+
+
+def stored_sample(sample: Mapping[str, str | None]) -> dict[str, str]:
+    """Return a sample as a manifest has it: texts of a limited length, those that there are."""
+    return {key: text[:STORED_CHARACTERS] for key, text in sample.items() if text is not None}
 
 
 def _shortened(text: str, width: int = 160) -> str:
     text = " ".join(text.split())
     return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def _name_of(loss: TargetLoss) -> str:
+    """Return the name of a function as a manifest has it."""
+    return getattr(loss, "__qualname__", type(loss).__qualname__)
 
 
 def _changes(split: str, before: Score, after: Score) -> dict:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from ...adapters.method import Trainable
 from ...bases.families import check_task
+from ...bases.geometry import select_targets
 from ...config.choices import TASKS
 from ...config.schema import LoRAConfig, TrainConfig
 from ...data.bad_rows import shown_counts
@@ -53,6 +54,13 @@ class Task(ABC):
     def target(self, base: Base) -> tuple[Base, LoRAConfig]:
         """Return the base that the loss goes through, and which of its modules are adapted."""
         return base, self.run.lora
+
+    def checked_target(self, base: Base) -> tuple[Base, LoRAConfig]:
+        """Return `target`, whose modules exist: nothing is encoded or measured before that is known."""
+        target, lora = self.target(base)
+        if not self.run.train.trains_base:
+            select_targets(target.model, lora.target_modules, lora.num_layers)
+        return target, lora
 
     @abstractmethod
     def encode(self, base: Base, splits: Sequence[Splits]) -> Dataset:

@@ -1,0 +1,192 @@
+"""The share of held-out prompts that are answered as wanted, with its error, and samples of answers."""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..bases.tokenizer import tokenizer_errors
+from ..config.schema import DataConfig
+from ..data.formats import Row, TokenFormat
+from ..errors import PackError
+from ..inference.generate import stream_batch
+from ..inference.generate import text_of as text_of_tokens
+from ..packs.base import Base
+from ..packs.card import format_answers
+from .metrics import METRICS
+
+_SAMPLES = 3
+_MOST_AT_ONCE = 64
+_TIMES_AT_ONCE = 4
+_THOUGHTS = re.compile(r"^\s*<think>.*?</think>", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A held-out prompt, its tokens, and the answer that its example has."""
+
+    text: str
+    tokens: list[int]
+    wanted: str
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Share of right answers with its binomial standard error, and share of answers in valid form.
+
+    ``valid`` is None where the metric asks for no form.
+    """
+
+    share: float
+    se: float
+    valid: float | None = None
+
+
+@dataclass(frozen=True)
+class AnswerReport:
+    """Accuracy of a base, and of the base with a pack (None without one), on the same questions."""
+
+    metric: str
+    rows: int
+    before: Accuracy
+    after: Accuracy | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as JSON has it."""
+        return asdict(self)
+
+
+def answer_line(answers: Mapping[str, Any], examples: str = "examples") -> str:
+    """Return an `AnswerReport` in JSON as a line for people; ``examples`` is what was asked."""
+    metric, rest = format_answers(answers, examples).split(" ", 1)
+    return f"{metric:<7} {rest}"
+
+
+class Exam:
+    """Questions to a base, which it is asked as often as it changes.
+
+    Args:
+        base: the base, with or without adapters.
+        metric: a name of `metrics.METRICS`.
+        questions: at least one.
+        tokens_at_once: tokens of a batch that the base is evaluated on or trained with; a few times as
+            many are generated together, since only their keys and values are kept.
+    """
+
+    def __init__(
+        self, base: Base, metric: str, questions: Sequence[Question], tokens_at_once: int
+    ) -> None:
+        self.metric, self.questions = metric, questions
+        self._base = base
+        with tokenizer_errors(base.tokenizer):
+            longest = max(len(base.tokenizer.encode(q.wanted)) for q in questions)
+        self._limit = longest + METRICS[metric].spare_tokens
+        one = self._limit + max(len(q.tokens) for q in questions)
+        self._batch_size = max(1, min(_MOST_AT_ONCE, _TIMES_AT_ONCE * tokens_at_once // one))
+
+    def answers(self, advance: Callable[[], None] | None = None) -> list[str]:
+        """Return the base's greedy answers as it is now; ``advance`` is called for each question."""
+        tokens: list[list[int]] = [[] for _ in self.questions]
+        prompts = [q.tokens for q in self.questions]
+        for i, token in stream_batch(self._base, prompts, self._limit, self._batch_size):
+            tokens[i].append(token)
+            if advance is not None and len(tokens[i]) == 1:
+                advance()
+        texts = (text_of_tokens(self._base, each) for each in tokens)
+        return [_THOUGHTS.sub("", text).strip() for text in texts]
+
+    def report(self, before: Sequence[str], after: Sequence[str] | None = None) -> AnswerReport:
+        """Return how many answers are right, without a pack and with it."""
+        with_pack = None if after is None else self._accuracy(after)
+        return AnswerReport(self.metric, len(before), self._accuracy(before), with_pack)
+
+    def samples(self, before: Sequence[str], after: Sequence[str]) -> list[dict[str, str]]:
+        """Return up to three answers that are wrong without the pack and right with it.
+
+        Each has ``prompt``, ``wanted``, ``before`` and ``after``. Where there are none, the first question
+        stands for them.
+        """
+        is_right = METRICS[self.metric].is_right
+        asked = list(zip(self.questions, before, after, strict=True))
+        gained = [
+            (question, wrong, right)
+            for question, wrong, right in asked
+            if is_right(right, question.wanted) and not is_right(wrong, question.wanted)
+        ]
+        return [
+            {"prompt": question.text, "wanted": question.wanted, "before": one, "after": other}
+            for question, one, other in _spread(gained or asked[:1])
+        ]
+
+    def _accuracy(self, answers: Sequence[str]) -> Accuracy:
+        metric, count = METRICS[self.metric], len(answers)
+        pairs = zip(answers, self.questions, strict=True)
+        share = sum(metric.is_right(answer, q.wanted) for answer, q in pairs) / count
+        valid = None
+        if metric.is_valid is not None:
+            valid = sum(map(metric.is_valid, answers)) / count
+        return Accuracy(share, math.sqrt(share * (1 - share) / count), valid)
+
+
+def questions_of(
+    rows: Iterable[Row],
+    row_format: TokenFormat,
+    columns: DataConfig,
+    base: Base,
+    metric: str,
+    longest: int,
+    most: int = -1,
+) -> list[Question]:
+    """Return the questions of some examples: those that have an answer with something in it.
+
+    Args:
+        rows: the examples, without those that were left out.
+        row_format: of the examples.
+        columns: what their columns are called.
+        base: whose tokenizer reads them.
+        metric: a name of `metrics.METRICS`.
+        longest: more tokens of prompt and answer than this are not asked.
+        most: at most so many questions, the first; -1 takes all.
+
+    Raises:
+        PackError: no example has an answer, or an answer is not in the metric's form.
+    """
+    questions: list[Question] = []
+    has_answers = False
+    for row in rows:
+        if len(questions) == most:
+            break
+        wanted = row_format.answer(row, columns)
+        if wanted is None or not wanted.strip():
+            continue
+        has_answers = True
+        is_valid = METRICS[metric].is_valid
+        if is_valid is not None and not is_valid(wanted):
+            raise PackError(
+                f"{row.where}: its answer is not {metric}. Use --metric exact or contains.",
+                "data",
+                "metric",
+            )
+        text, tokens = row_format.prompt(row, columns, base.tokenizer)
+        with tokenizer_errors(base.tokenizer):
+            length = len(tokens) + len(base.tokenizer.encode(wanted))
+        if length <= longest:
+            questions.append(Question(text, tokens, wanted))
+    if not questions:
+        raise PackError(
+            f"--metric {metric}: every example is longer than {longest} tokens. Raise "
+            "--max-seq-length."
+            if has_answers
+            else f"--metric {metric}: these examples ({row_format.name}) have no wanted answers. "
+            "Leave it out, or give chats or prompts with completions.",
+            "conflict",
+            "metric",
+        )
+    return questions
+
+
+def _spread(items: Sequence) -> list:
+    """Return a few items from all over a sequence."""
+    count = min(_SAMPLES, len(items))
+    return [items[i * len(items) // count] for i in range(count)]

@@ -1,0 +1,182 @@
+"""What a page shows of a pack, from its manifest alone."""
+
+from collections.abc import Mapping
+
+from ..adapters.spec import leaf_names, ranks_of
+from ..bases.files import quantization_name
+from ..config.choices import TASKS
+from ..report.facts import (
+    Change,
+    Facts,
+    name_alone,
+    number,
+    rate_name,
+    samples_of,
+    stored_curve,
+    text,
+)
+from ..report.recipe import recipe_sections
+from .card import card_command, phase_lines
+from .manifest import METRICS, replaced_of, specs_of
+
+# Metrics of `eval` for people, and whether less of them is better; others are shown by their keys.
+_NAMES = {"ppl": "Perplexity", "accuracy": "Token accuracy", **METRICS}
+_LOWER = ("ppl", "nll", "loss")
+
+
+def manifest_facts(manifest: Mapping, title: str) -> Facts:
+    """Return what a page shows of a pack without its run and without its tensors."""
+    measured, result = _mapping(manifest, "measured"), _mapping(manifest, "eval")
+    changes = changes_of(result)
+    return Facts(
+        title=text(title),
+        base=_base_line(manifest),
+        figures=figures_of(changes, measured) + _size(manifest),
+        changes=changes,
+        held_out=held_out_line(result),
+        curve=stored_curve(manifest),
+        unit="pairs" if "pairs_per_s" in measured else "tokens",
+        best=number(_mapping(manifest, "end").get("best_batch")),
+        samples=samples_of(manifest.get("samples")),
+        memory_gb=memory_of(measured),
+        recipe=recipe_sections(manifest.get("recipe") or {}),
+        phases=[text(line, 400) for line in phase_lines(manifest.get("phases") or ())],
+        origins=_origins(manifest),
+        command=_command(manifest, title),
+    )
+
+
+def changes_of(result: Mapping) -> list[Change]:
+    """Return every metric that has a value before and one after."""
+    changes = []
+    for key in result:
+        name = key.removesuffix("_before")
+        values = [number(result.get(f"{name}_{end}")) for end in ("before", "after")]
+        if name == key or None in values:
+            continue
+        errors = [number(result.get(f"{name}_{end}_se")) for end in ("before", "after")]
+        shown = _NAMES.get(name) or text(name, 40).replace("_", " ").capitalize()
+        changes.append(Change(shown, *values, *errors, lower_is_better=name in _LOWER))
+    if answers := _mapping(result, "answers"):
+        ends = [_mapping(answers, end) for end in ("before", "after")]
+        values = [number(end.get(key)) for key in ("share", "se") for end in ends]
+        if None not in values[:2]:
+            shown = f"Right answers ({text(answers.get('metric'), 40)})"
+            changes.append(Change(shown, *values, lower_is_better=False))
+    return changes
+
+
+def held_out_line(result: Mapping) -> str:
+    """Return on how many examples of which split the metrics are, with what ± means."""
+    rows, targets = number(result.get("rows")), number(result.get("targets"))
+    if rows is None:
+        return ""
+    line = f"On {rows:,.0f} examples of {text(result.get('split')) or 'the held-out split'}"
+    line += "" if targets is None else f", {targets:,.0f} supervised tokens"
+    return line + (". ± is the standard error." if "ppl_after_se" in result else ".")
+
+
+def figures_of(changes: list[Change], measured: Mapping) -> list[tuple[str, str]]:
+    """Return what stands at the top of a page: the first result, updates, time and memory."""
+    figures = []
+    if changes:
+        first = changes[0]
+        most = max(abs(first.before), abs(first.after))
+        digits = 3 if most < 2 else 2 if most < 100 else 1
+        figures.append((first.name, f"{first.before:,.{digits}f} → {first.after:,.{digits}f}"))
+        if first.relative is not None:
+            figures.append(("Change", f"{first.relative:+.0%}".replace("-", "−")))
+    if (seconds := number(measured.get("train_s"))) is not None:
+        figures.append(("Training time", _duration(seconds)))
+    for unit in ("tokens", "pairs"):
+        if (rate := number(measured.get(f"{unit}_per_s"))) is not None:
+            figures.append((rate_name(unit), f"{rate:,.0f}"))
+    return figures
+
+
+def memory_of(measured: Mapping) -> list[tuple[str, float]]:
+    """Return gigabytes that were planned and measured."""
+    names = {
+        "plan_peak_gb": "planned",
+        "peak_gb": "measured (MLX)",
+        "process_peak_gb": "whole process",
+    }
+    amounts = {name: number(measured.get(key)) for key, name in names.items()}
+    return [(name, amount) for name, amount in amounts.items() if amount is not None and amount > 0]
+
+
+def _mapping(values: Mapping, key: str) -> Mapping:
+    """Return an optional part of a manifest, or an empty one."""
+    part = values.get(key)
+    return part if isinstance(part, Mapping) else {}
+
+
+def _base_line(manifest: Mapping) -> str:
+    """Return base, method and size in one line."""
+    base, adapters, specs = manifest["base"], manifest["adapters"], specs_of(manifest)
+    what = f"{len(replaced_of(manifest))} tensors fine-tuned in full"
+    if specs:
+        ranks = ", ".join(map(str, ranks_of(specs)))
+        what = f"LoRA of rank {ranks} on {', '.join(leaf_names(specs)[:10])}"
+    kind = quantization_name(base["quantization"])
+    return text(
+        f"{name_alone(base['id'])} ({base['model_type']}, {base['num_layers']} blocks, {kind}) · "
+        f"{what} · {adapters['parameters']:,} parameters",
+        400,
+    )
+
+
+def _command(manifest: Mapping, title: str) -> str:
+    """Return how to use a pack that stands in the current folder."""
+    base = manifest["base"]
+    named = {**manifest, "base": {**base, "id": name_alone(base["id"])}}
+    return text(card_command(named), 400).replace("--pack .", f"--pack {text(title)}")
+
+
+def _size(manifest: Mapping) -> list[tuple[str, str]]:
+    total = sum(facts["bytes"] for facts in (manifest.get("files") or {}).values())
+    shown = f"{total / 1e6:,.1f} MB" if total >= 1e5 else f"{total / 1e3:,.0f} kB"
+    return [("Size", shown)] if total else []
+
+
+def _origins(manifest: Mapping) -> list[tuple[str, str]]:
+    """Return what a pack depends on: task, data, base, device and versions, gates."""
+    measured, objective, data, versions = (
+        _mapping(manifest, key) for key in ("measured", "objective", "data", "versions")
+    )
+    counts = _mapping(data, "rows").items()
+    rows = ", ".join(f"{count:,} {text(split)}" for split, count in counts)
+    task = text(objective.get("task"))
+    gates = ", ".join(
+        f"{text(name)} {gate['value']:.4g} of {gate['limit']:.4g} "
+        f"({'passed' if gate['passed'] else 'failed'})"
+        for name, gate in (manifest.get("gates") or {}).items()
+    )
+    origins = [
+        ("created", text(measured.get("created"))),
+        ("task", task if task in TASKS else ""),
+        ("loss on", text(objective.get("loss_on"))),
+        ("data", " · ".join(filter(None, (name_alone(data.get("source")), rows)))),
+        *(
+            (f"data, {text(split, 40)}", text(value))
+            for split, value in list(_mapping(data, "fingerprint").items())[:20]
+        ),
+        ("base", text(manifest["base"]["fingerprint"])),
+        ("device", text(versions.get("device"))),
+        (
+            "versions",
+            ", ".join(f"{text(k, 40)} {text(v)}" for k, v in versions.items() if k != "device"),
+        ),
+        ("matmul path", text(measured.get("matmul_path"))),
+        ("gates", gates),
+        ("licence", text(manifest.get("license"))),
+    ]
+    return [(name, value) for name, value in origins if value]
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -1,0 +1,216 @@
+"""What a page shows of a run or a pack, whoever collected it.
+
+Values come from manifests and run folders that somebody else may have written, so `number` and
+`text` take what is usable and leave out the rest: a page is shown as far as it goes.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+
+from ..terminal import printable_text
+
+Points = list[tuple[float, float]]  # (batch, value)
+
+# Series of a curve by the key of a line of metrics.jsonl.
+SERIES = ("loss", "valid_loss", "learning_rate", "grad_norm")
+MOST_POINTS = 500  # of a series on a page
+MOST_SAMPLES = 12
+MOST_TEXT = 3000  # characters of a sample on a page
+
+
+@dataclass(frozen=True)
+class Change:
+    """A metric on held-out examples before and after, each with its standard error or None."""
+
+    name: str
+    before: float
+    after: float
+    before_error: float | None = None
+    after_error: float | None = None
+    lower_is_better: bool = True
+
+    @property
+    def relative(self) -> float | None:
+        """The change as a share of what it was before; None where that was 0."""
+        return self.after / self.before - 1 if self.before else None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A held-out prompt, the wanted answer, and the completions before and after."""
+
+    prompt: str
+    wanted: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class Masked:
+    """A training example in spans of text, each with whether the loss is on it."""
+
+    where: str
+    targets: int
+    tokens: int
+    spans: Sequence[tuple[str, bool]]
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Frobenius norms of deltas: a row for each layer, a value for each projection or None."""
+
+    projections: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[float | None]]]
+
+    @property
+    def largest(self) -> float:
+        """The largest of all norms; 0 without any."""
+        return max((v for _, row in self.rows for v in row if v is not None), default=0.0)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a page shows; every part but the title may be empty.
+
+    Attributes:
+        title: the name of the pack or run, without its folder.
+        status: what is missing of a run that is not over.
+        base: what was trained, in one line.
+        figures: name and value of what stands at the top.
+        curve: points of each of `SERIES`, and of the throughput as ``rate``.
+        unit: what a run counts: tokens, pairs.
+        best: the batch whose weights the pack has, where they are not the last ones.
+        memory_gb: gigabytes (10^9) by name: planned, measured.
+        recipe: sections of settings: name, value, and whether it differs from the default.
+        origins: name and value of what the result depends on: data, versions, fingerprints.
+        command: how to use the pack, for a shell.
+    """
+
+    title: str
+    status: str = ""
+    base: str = ""
+    figures: Sequence[tuple[str, str]] = ()
+    changes: Sequence[Change] = ()
+    held_out: str = ""
+    curve: Mapping[str, Points] = field(default_factory=dict)
+    unit: str = "tokens"
+    best: float | None = None
+    samples: Sequence[Sample] = ()
+    masks: Sequence[Masked] = ()
+    memory_gb: Sequence[tuple[str, float]] = ()
+    norms: Norms | None = None
+    recipe: Sequence[tuple[str, Sequence[tuple[str, str, bool]]]] = ()
+    phases: Sequence[str] = ()
+    origins: Sequence[tuple[str, str]] = ()
+    command: str = ""
+
+
+def number(value: object) -> float | None:
+    """Return a finite number, else None."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        value = float(value)
+    except OverflowError:
+        return None
+    return value if math.isfinite(value) and abs(value) < 1e30 else None
+
+
+def text(value: object, most: int = 200) -> str:
+    """Return a text of at most so many characters, without what could steer a terminal."""
+    if not isinstance(value, str):
+        return ""
+    shown = printable_text(value)
+    return shown if len(shown) <= most else shown[: most - 1] + "…"
+
+
+def rate_name(unit: str) -> str:
+    """Return what the throughput of a run is called."""
+    return "Supervised tokens/s" if unit == "tokens" else f"{unit.capitalize()}/s"
+
+
+def name_alone(path: object) -> str:
+    """Return the last part of a path; a hub id (``owner/name``) and other names as they are."""
+    name = text(path)
+    is_path = name.startswith(("/", "~", ".", "\\")) or name.count("/") > 1 or name[1:3] == ":\\"
+    return PurePosixPath(name.replace("\\", "/")).name or name if is_path else name
+
+
+def points(pairs: object) -> Points:
+    """Return those of a list of pairs that are two finite numbers, by batch."""
+    usable = []
+    for pair in pairs if isinstance(pairs, (list, tuple)) else ():
+        if isinstance(pair, (list, tuple)) and len(pair) == 2:
+            x, y = number(pair[0]), number(pair[1])
+            if x is not None and y is not None:
+                usable.append((x, y))
+    return sorted(usable)
+
+
+def curve_of(lines: Iterable[Mapping]) -> dict[str, Points]:
+    """Return the series of the lines of metrics.jsonl."""
+    pairs: dict[str, list] = {}
+    for line in lines:
+        for key, value in line.items():
+            name = "rate" if key in ("tokens_per_s", "pairs_per_s") else key
+            if name in (*SERIES, "rate"):
+                pairs.setdefault(name, []).append((line.get("batch"), value))
+    return {name: series for name, found in pairs.items() if (series := points(found))}
+
+
+def thinned(series: Points, most: int = MOST_POINTS) -> Points:
+    """Return at most so many points: means of neighbours, the last one among them unchanged."""
+    if len(series) <= most:
+        return series
+    size = math.ceil((len(series) - 1) / (most - 1))
+    groups = [series[i : i + size] for i in range(0, len(series) - 1, size)]
+    means = [(sum(x for x, _ in g) / len(g), sum(y for _, y in g) / len(g)) for g in groups]
+    return [*means, series[-1]]
+
+
+def short_curve(lines: Iterable[Mapping], most: int = 60) -> dict[str, list]:
+    """Return losses of a run as a manifest keeps them: few points of few digits."""
+    curve = curve_of(lines)
+    return {
+        name: [[round(x), float(f"{y:.5g}")] for x, y in thinned(curve[name], most)]
+        for name in ("loss", "valid_loss")
+        if name in curve
+    }
+
+
+def stored_curve(manifest: Mapping) -> dict[str, Points]:
+    """Return the losses that a manifest keeps (`short_curve`)."""
+    measured = manifest.get("measured")
+    stored = measured.get("curve") if isinstance(measured, Mapping) else None
+    if not isinstance(stored, Mapping):
+        return {}
+    return {n: series for n in ("loss", "valid_loss") if (series := points(stored.get(n)))}
+
+
+def samples_of(stored: object) -> list[Sample]:
+    """Return samples as reports and manifests have them."""
+    samples = []
+    for entry in stored[:MOST_SAMPLES] if isinstance(stored, list) else ():
+        if isinstance(entry, Mapping) and isinstance(entry.get("prompt"), str):
+            keys = ("prompt", "wanted", "before", "after")
+            samples.append(Sample(*(text(entry.get(key), MOST_TEXT).strip() for key in keys)))
+    return samples
+
+
+def masks_of(stored: object) -> list[Masked]:
+    """Return training examples of `data.masks`, each cut to so many characters."""
+    masks = []
+    for entry in stored[:MOST_SAMPLES] if isinstance(stored, list) else ():
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("spans"), list):
+            continue
+        left, spans = MOST_TEXT, []
+        for span in entry["spans"]:
+            if left > 0 and isinstance(span, Mapping):
+                shown = text(span.get("text"), left)
+                spans.append((shown, span.get("learned") is True))
+                left -= len(shown)
+        counts = (int(number(entry.get(key)) or 0) for key in ("learned", "total"))
+        masks.append(Masked(name_alone(entry.get("where")), *counts, spans))
+    return masks

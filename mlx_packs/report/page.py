@@ -1,0 +1,88 @@
+"""The page of a run or a pack: one file of HTML without anything from outside, and no script.
+
+Every text is escaped by the template engine; the page also forbids browsers to load or run
+anything, should a text ever pass for more than text.
+"""
+
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..files import atomic_write
+from ..terminal import printable_text
+from .chart import Chart, change_bars, chart, memory_bars, shown
+from .facts import Facts, rate_name
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+PAGE = "report.html"
+_WIDE, _NARROW = (1040, 330), (360, 260)
+_SMALL = (340, 150)
+
+
+@cache
+def _environment() -> "Environment":
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: printable_text(value) if type(value) is str else value,
+    )
+    environment.filters |= {"shown": shown, "norm": norm}
+    environment.globals |= {"change_bars": change_bars, "memory_bars": memory_bars}
+    return environment
+
+
+def norm(value: float, largest: float) -> str:
+    """Return a norm with the decimals that fit the largest of a table."""
+    if not 0.1 <= largest < 1e5:
+        return f"{value:.2e}"
+    return f"{value:,.{max(0, 2 - len(str(int(largest))) + (largest >= 1))}f}"
+
+
+def render(facts: Facts) -> str:
+    """Return the page as HTML."""
+    unit = "nats per token" if facts.unit == "tokens" else ""
+    loss_label = f"loss ({unit})" if unit else "loss"
+    mark = None if facts.best is None else (facts.best, "best")
+    template = _environment().get_template("page.html.jinja")
+    return template.render(
+        facts=facts,
+        wide=_losses(facts, loss_label, _WIDE, mark),
+        narrow=_losses(facts, loss_label, _NARROW, mark),
+        small=[
+            (title, small)
+            for title, name in (
+                ("Learning rate", "learning_rate"),
+                ("Gradient norm", "grad_norm"),
+                (rate_name(facts.unit), "rate"),
+            )
+            if (small := chart({(title, "other"): facts.curve.get(name, [])}, "", _SMALL))
+        ],
+    )
+
+
+def render_fragment(facts: Facts) -> str:
+    """Return what a notebook shows: figures, results and the loss curve, without a page around."""
+    template = _environment().get_template("fragment.html.jinja")
+    return template.render(facts=facts, curve=_losses(facts, "loss", (640, 240), None))
+
+
+def write_page(facts: Facts, file: Path) -> None:
+    """Write the page atomically."""
+    atomic_write(file, render(facts))
+
+
+def _losses(
+    facts: Facts, label: str, size: tuple[int, int], mark: tuple[float, str] | None
+) -> Chart | None:
+    series = {
+        ("training loss", "train"): facts.curve.get("loss", []),
+        ("validation loss", "valid"): facts.curve.get("valid_loss", []),
+    }
+    return chart(series, label, size, mark)

@@ -1,0 +1,68 @@
+"""The settings of a run for readers: by section, each as its flag, those that were changed first."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from ..config.fields import SECTIONS, facts_of, flags_of
+from ..config.schema import DataConfig, LoRAConfig, TrainConfig
+from .facts import name_alone, text
+
+Setting = tuple[str, str, bool]  # name, value, whether it differs from the default
+_NAMES = ("model", "data", "hf_dataset", "resume_adapter_file")  # which may be paths
+
+
+def recipe_sections(recipe: Mapping) -> list[tuple[str, Sequence[Setting]]]:
+    """Return the settings of a recipe that have a value, by section of the help.
+
+    Folders are named without their paths: a page is shared.
+    """
+    sections: dict[str, list[Setting]] = {name: [] for name in SECTIONS}
+    first = [("model", recipe.get("model"), True), ("resume_adapter_file", None, True)]
+    if isinstance(start := recipe.get("resume_adapter_file"), Mapping):
+        first[1] = ("resume_adapter_file", start.get("name"), True)
+    for name, value, differs in first:
+        if value is not None:
+            sections["Model and data"].append((name, _shown(name, value), differs))
+    for config in (DataConfig, LoRAConfig, TrainConfig):
+        for field in dataclasses.fields(config):
+            value = recipe.get(field.name)
+            value = list(value) if isinstance(value, tuple) else value
+            is_other_task = facts_of(field).task not in (None, recipe.get("task", "lm"))
+            if value is None or value in ([], {}) or is_other_task:
+                continue
+            flag = next(iter(flags_of(field)), field.name).lstrip("-")
+            differs = field.name == "data" or value != _default(field)
+            section = facts_of(field).section
+            sections[section].append((flag, _shown(field.name, value), differs))
+    return [(name, settings) for name, settings in sections.items() if settings]
+
+
+def _default(field: dataclasses.Field) -> object:
+    if field.default is dataclasses.MISSING:
+        return field.default_factory() if callable(field.default_factory) else None
+    return list(field.default) if isinstance(field.default, tuple) else field.default
+
+
+def _shown(name: str, value: object) -> str:
+    """Return a value as text, without the folders of paths."""
+    if name in _NAMES:
+        return _names(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, Mapping):
+        shown = (f"{text(k)}: {_shown(str(k), v)}" for k, v in list(value.items())[:20])
+        return ", ".join(shown)
+    if isinstance(value, (list, tuple)):
+        return ", ".join(_shown(name, item) for item in value[:20])
+    return text(value) if isinstance(value, str) else text(str(value))
+
+
+def _names(value: object) -> str:
+    if isinstance(value, (list, tuple)):
+        return " + ".join(_names(item) for item in value[:20])
+    if isinstance(value, Mapping):
+        named = value.get("path") or value.get("name") or ""
+        return _names(named)
+    return name_alone(value)

@@ -1,0 +1,17 @@
+"""What the observers of a run are made from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..settings import Run
+
+
+@dataclass(frozen=True)
+class ObservedRun:
+    """What observers are made from."""
+
+    run: Run
+    unit: str  # what the run counts: tokens, pairs
+    recipe: dict  # its configuration as in config.json
+    curve: list[dict] = field(default_factory=list)  # the lines of metrics.jsonl so far
+    masks: Sequence[dict] = ()  # some training examples, as `data.masks` has them

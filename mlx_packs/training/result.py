@@ -1,0 +1,74 @@
+"""The result of a training run, as Python and notebooks show it."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..packs.card import format_change
+from ..packs.facts import changes_of, figures_of, manifest_facts
+from ..packs.pack import Pack
+from ..report import picture
+from ..report.facts import Facts, curve_of
+from ..report.page import render_fragment
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+class RunReport(dict):
+    """What a run measured, by name, as ``packs train --json`` prints it."""
+
+    def __repr__(self) -> str:
+        """Return the result and the number of updates in one line; ``dict(report)`` has all."""
+        held_out = self.get("held_out", {})
+        change = (
+            f"{format_change(self)} on {held_out.get('rows')} {held_out.get('split')} examples, "
+        )
+        return f"RunReport({change * bool(held_out)}{self.get('steps', 0):,} updates)"
+
+    def _repr_html_(self) -> str:
+        """Return the main figures for a notebook."""
+        figures = figures_of(changes_of(self), self)
+        name = Path(str(self.get("pack", "run"))).name
+        return render_fragment(Facts(title=name, figures=figures))
+
+
+@dataclass(repr=False)
+class TrainRun:
+    """Result of a training run.
+
+    Attributes:
+        pack: the pack.
+        run: the run folder; its ``report.html`` shows what `write_page` describes.
+        report: what was measured, as ``packs train --json`` prints it.
+        curve: the lines of metrics.jsonl.
+    """
+
+    pack: Pack
+    run: Path
+    report: dict
+    curve: list[dict] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        """Return the pack, and the length of the run, in one line."""
+        return f"TrainRun({self.pack!r}, {self.report['steps']:,} updates, run={str(self.run)!r})"
+
+    def _repr_html_(self) -> str:
+        """Return results and loss curve for a notebook."""
+        facts = manifest_facts(self.pack.manifest, Path(self.pack.name).name)
+        return render_fragment(replace(facts, curve=curve_of(self.curve) or facts.curve))
+
+    def plot(self, ax: "Axes | None" = None) -> "Axes":
+        """Draw the loss curve and return its axes.
+
+        Raises:
+            PackError: matplotlib is not installed.
+        """
+        ax = picture.current_axes() if ax is None else ax
+        label = "loss" if "loss" in self.report else "loss (nats per token)"
+        picture.draw(ax, curve_of(self.curve), label)
+        return ax
+
+    def to_json(self) -> dict:
+        """Return the report."""
+        return self.report

@@ -1,0 +1,178 @@
+"""The page of a run or a pack: what its folders have, collected and written."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ..errors import PackError
+from ..files import atomic_write, to_json
+from ..hashes import check_seal, sealed, without_seal
+from ..packs.facts import (
+    changes_of,
+    figures_of,
+    held_out_line,
+    manifest_facts,
+    memory_of,
+)
+from ..packs.norms import delta_norms
+from ..packs.pack import Pack
+from ..reading import read_json
+from ..report.facts import Facts, curve_of, masks_of, number, samples_of, text
+from ..report.page import PAGE, render
+from ..report.recipe import recipe_sections
+from .checkpoint import batches_of
+from .run_folder import (
+    CONFIG,
+    REPORT,
+    checkpoints,
+    logged_metrics,
+    read_identity,
+    run_folder,
+)
+
+_SUFFIX = "-run"
+
+
+def write_page(of: str | Path, out: str | Path | None = None) -> Path:
+    """Write one self-contained page of HTML about a run or a pack, and return its file.
+
+    It shows the loss curve, results with their errors, samples, which tokens the loss is on, how
+    much each layer changed, memory, and the recipe. A run that is not over shows what there is, and
+    a pack without its run what its manifest has. Folders are named without their paths.
+
+    Args:
+        of: a run folder, a pack's folder, or a hub id of a pack that was pulled.
+        out: the file; by default ``report.html`` in the run folder, or ``<pack>-report.html`` in
+            the current folder for a pack without a run.
+
+    Raises:
+        PackError: there is no such run or pack, it is damaged, or the file cannot be written.
+    """
+    folder = Path(of).expanduser()
+    if (folder / CONFIG).is_file():
+        facts, default = run_facts(folder), folder / PAGE
+    else:
+        pack = Pack.open(of)
+        run = run_folder(pack.path)
+        if _is_run_of(run, pack):
+            facts, default = run_facts(run), run / PAGE
+        else:
+            name = pack.short_name.replace("/", "-")
+            facts, default = pack_facts(pack, pack.short_name), Path(f"{name}-{PAGE}")
+    file = default if out is None else Path(out).expanduser()
+    if file.is_dir():
+        raise PackError(f"--out {file}: is a folder. Name a file.", "exists")
+    atomic_write(file, render(facts))
+    return file
+
+
+def pack_facts(pack: Pack, title: str) -> Facts:
+    """Return what a page shows of a pack: its manifest, and the norms of its deltas."""
+    return replace(manifest_facts(pack.manifest, title), norms=delta_norms(pack))
+
+
+def run_facts(run: Path) -> Facts:
+    """Return what a page shows of a run folder, with its pack once the run is over.
+
+    Raises:
+        PackError: the folder is not that of a run, or is damaged.
+    """
+    identity, lines = read_identity(run), logged_metrics(run)
+    report = read_report(run)
+    title = run.resolve().name.removesuffix(_SUFFIX)
+    facts = None
+    if report is not None and (pack := _pack_of(run)) is not None:
+        facts = pack_facts(pack, title)
+    return facts_of_run(title, identity["recipe"], lines, report, facts or _stage(run, identity))
+
+
+def facts_of_run(
+    title: str,
+    recipe: Mapping,
+    lines: Sequence[Mapping],
+    report: Mapping | None,
+    facts: Facts,
+) -> Facts:
+    """Return the facts of a pack, or of a run without one, with what the run itself knows."""
+    facts = replace(facts, title=text(title), curve=curve_of(lines) or facts.curve)
+    if any("pairs_per_s" in line for line in lines):
+        facts = replace(facts, unit="pairs")
+    if not facts.recipe:
+        facts = replace(facts, recipe=recipe_sections(recipe))
+    if report is None:
+        return facts
+    changes, held_out = changes_of(report), report.get("held_out")
+    samples = report.get("samples") or [report.get("sample")]
+    return replace(
+        facts,
+        changes=changes,
+        figures=facts.figures or figures_of(changes, report),
+        held_out=held_out_line({**report, **(held_out if isinstance(held_out, dict) else {})}),
+        best=number(report.get("best_batch")),
+        samples=samples_of(samples) or facts.samples,
+        masks=masks_of(report.get("masks")),
+        memory_gb=memory_of(report),
+    )
+
+
+def write_report(run: Path, report: Mapping, masks: Iterable[Mapping]) -> None:
+    """Write what a run reported, and some of its training examples, into its folder."""
+    atomic_write(run / REPORT, to_json(sealed({**report, "masks": list(masks)})))
+
+
+def read_report(run: Path) -> dict | None:
+    """Return what `write_report` wrote; None if the run is not over.
+
+    Raises:
+        PackError: the file is damaged.
+    """
+    file = run / REPORT
+    if not file.is_file():
+        return None
+    report = read_json(file)
+    try:
+        check_seal(report)
+    except ValueError as error:
+        raise PackError(f"{file}: {error}. Remove it.", "unreadable") from None
+    return without_seal(report)
+
+
+def _stage(run: Path, identity: Mapping) -> Facts:
+    """Return how far a run without a pack got."""
+    recipe = identity["recipe"]
+    batches = [line["batch"] for line in logged_metrics(run)]
+    batches += [batches_of(folder) for folder in checkpoints(run)]
+    done = max(batches, default=0)
+    iters = number(recipe.get("iters"))
+    known = iters is not None and not recipe.get("phases") and recipe.get("epochs") is None
+    total = f" of {iters:,.0f}" if known else ""
+    status = f"Not finished: the last entry is of batch {done:,}{total}"
+    if known and done >= iters:
+        status = "Trained to the last batch, but the result was not recorded"
+    if read_report(run) is not None:
+        status = "The pack of this run is not beside it"
+    return Facts(title="", status=status)
+
+
+def _pack_of(run: Path) -> Pack | None:
+    """Return the pack that stands beside a run and is of it, else None."""
+    if not run.resolve().name.endswith(_SUFFIX):
+        return None
+    folder = run.resolve().with_name(run.resolve().name.removesuffix(_SUFFIX))
+    try:
+        pack = Pack.open(folder)
+        return pack if _is_run_of(run, pack) else None
+    except PackError:
+        return None
+
+
+def _is_run_of(run: Path, pack: Pack) -> bool:
+    """Return whether a run folder has the base and the data of a pack."""
+    try:
+        identity = read_identity(run)
+    except PackError:
+        return False
+    return (pack.manifest["base"]["fingerprint"], pack.part("data").get("fingerprint")) == (
+        identity["base"],
+        identity["data"],
+    )

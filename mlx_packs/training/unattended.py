@@ -1,0 +1,60 @@
+"""A run that nobody watches: the Mac stays awake while it trains, and says when it is over."""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+from .. import macos
+from ..display import Display, clock
+from ..errors import PackError
+
+SUPERVISED = (
+    "MLX_PACKS_SUPERVISED"  # set where a parent process supervises the run (cli/supervise.py)
+)
+CRASHED = 70  # its exit code where a defect ends it
+NOTIFIED_S = 600.0  # from which on the end of a run is worth a notification
+
+
+def is_supervised() -> bool:
+    """Return whether this process is that of a supervised run."""
+    return SUPERVISED in os.environ
+
+
+@contextmanager
+def unattended(awake: bool, pack: Path, display: Display) -> Iterator[None]:
+    """Keep a Mac awake during a run, and notify of its end; elsewhere do nothing.
+
+    Args:
+        awake: whether the Mac is kept awake.
+        pack: the folder that the run writes.
+        display: where messages go.
+    """
+    start = time.monotonic()
+    with macos.kept_awake() if awake and macos.is_macos() else nullcontext(None) as is_kept:
+        if is_kept:
+            display.line("awake", "this Mac does not sleep until the run ends (--no-awake lets it)")
+        elif is_kept is False:
+            display.line("note", "caffeinate cannot be run: this Mac may sleep during the run")
+        try:
+            yield
+        except Exception as error:
+            reason = error.message if isinstance(error, PackError) else type(error).__name__
+            if not (isinstance(error, PackError) and error.code == "interrupted"):
+                announce(start, pack, f"ended early: {reason}")
+            raise
+    announce(start, pack, "is ready")
+
+
+def announce(start: float, pack: Path, what: str) -> None:
+    """Show a notification on a Mac that a run is over, if it took long and no parent will say so.
+
+    Args:
+        start: when the run began, as `time.monotonic` has it.
+        pack: the folder that it writes.
+        what: what is true of the pack now.
+    """
+    seconds = time.monotonic() - start
+    if seconds >= NOTIFIED_S and macos.is_macos() and not is_supervised():
+        macos.notify("mlx-packs", f"{pack} {what} ({clock(seconds)})")

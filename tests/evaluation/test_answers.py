@@ -1,0 +1,172 @@
+"""Metrics of answers: what is right, what is asked, what a report says, in training and `packs eval`."""
+
+import json
+import math
+
+import pytest
+
+from mlx_packs import TrainConfig, evaluate, load_base, train_pack
+from mlx_packs.config.choices import ANSWER_METRICS
+from mlx_packs.config.schema import DataConfig
+from mlx_packs.data.formats import TOKEN_FORMATS, format_of
+from mlx_packs.data.rows import read_rows
+from mlx_packs.evaluation.answers import Exam, Question, answer_line, questions_of
+from mlx_packs.evaluation.metrics import METRICS, metric_of
+from mlx_packs.packs.facts import changes_of
+from mlx_packs.training.tasks.causal_lm import CausalLMTask
+from tests.helpers.errors import check, raises
+from tests.helpers.rows import chat, write_rows
+from tests.helpers.runs import LORA, TRAIN
+
+WANTED = '{"a": [1, true], "b": "x"}'
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        (WANTED, {"exact", "contains", "json"}),
+        (f"\n {WANTED}  ", {"exact", "contains", "json"}),
+        ('{"b":"x","a":[1.0,true]}', {"json"}),
+        (f"Here: {WANTED}.", {"contains"}),
+        ('{"a": [1, 1], "b": "x"}', set()),
+        ('{"a": [1, true, 2], "b": "x"}', set()),
+        ('{"a": [1, true]}', set()),
+        (WANTED[:-1], set()),
+        ("[" * 5000, set()),
+        ("", set()),
+    ],
+)
+def test_when_an_answer_is_right(answer, right):
+    assert {name for name in ANSWER_METRICS if METRICS[name].is_right(answer, WANTED)} == right
+
+
+def test_json_that_is_invalid_on_both_sides_is_not_the_same():
+    assert not METRICS["json"].is_right("{", "{")
+
+
+def test_the_embedded_data_has_a_metric_of_its_own(tmp_path):
+    assert metric_of(None, DataConfig()) == "exact"
+    assert metric_of("json", DataConfig()) == "json"
+    assert metric_of("none", DataConfig()) is None
+    assert metric_of(None, DataConfig(data=str(tmp_path))) is None
+    assert metric_of(None, DataConfig(hf_dataset={"path": "a/b"})) is None
+
+
+def asked(base, rows, metric="exact", longest=100, most=-1, folder=None):
+    """The questions of some rows."""
+    rows = read_rows(write_rows(folder, test=rows) / "test.jsonl")
+    columns = DataConfig()
+    row_format = format_of(rows[0], columns, TOKEN_FORMATS)
+    return questions_of(rows, row_format, columns, base, metric, longest, most)
+
+
+def test_examples_without_an_answer_or_too_long_are_not_asked(shared_tiny, tmp_path):
+    rows = [chat("a", "1"), chat("b", " "), chat("c " * 80, "3"), chat("d", "4"), chat("e", "5")]
+    questions = asked(shared_tiny, rows, longest=60, most=2, folder=tmp_path)
+    assert [(q.text, q.wanted) for q in questions] == [("a", "1"), ("d", "4")]
+
+
+@pytest.mark.parametrize(
+    ("row", "metric", "code", "named"),
+    [
+        ({"text": "hello there"}, "exact", "conflict", "text"),
+        (chat("a", "no JSON"), "json", "data", "test.jsonl:1"),
+        (chat("word " * 200, "b"), "exact", "conflict", "--max-seq-length"),
+    ],
+)
+def test_examples_that_a_metric_cannot_ask_are_named(
+    shared_tiny, tmp_path, row, metric, code, named
+):
+    with raises(code, "metric", named):
+        asked(shared_tiny, [row], metric, folder=tmp_path)
+
+
+def exam(base, metric: str, *wanted: str) -> Exam:
+    questions = [Question(f"q{i}", [5, 6], text) for i, text in enumerate(wanted)]
+    return Exam(base, metric, questions, 1000)
+
+
+def test_report_counts_right_answers_with_their_binomial_error(shared_tiny):
+    report = exam(shared_tiny, "json", "1", "2", "3", "4").report(
+        ["1", "x", "x", "x"], ["1", "2", "3", "9"]
+    )
+    assert (report.rows, report.before.share, report.after.share) == (4, 0.25, 0.75)
+    assert report.after.se == pytest.approx(math.sqrt(0.75 * 0.25 / 4))
+    assert (report.before.valid, report.after.valid) == (0.25, 1.0)
+    line = answer_line(report.to_json(), "test examples")
+    assert line.startswith("json    25.0 ± 21.7 % → 75.0 ± 21.7 % of 4 test examples")
+    assert line.endswith("(valid JSON 25.0 % → 100.0 %)")
+
+
+def test_samples_are_wrong_without_the_pack_and_right_with_it(shared_tiny):
+    four = exam(shared_tiny, "exact", *"1234")
+    samples = four.samples(["1", "x", "y", "x"], ["1", "2", "z", "4"])
+    assert [s["prompt"] for s in samples] == ["q1", "q3"]
+    assert samples[0] == {"prompt": "q1", "wanted": "2", "before": "x", "after": "2"}
+    assert len(four.samples(["x"] * 4, list("1234"))) == 3
+    assert [s["after"] for s in four.samples(list("1234"), list("1234"))] == ["1"]
+
+
+def test_thoughts_and_white_space_are_no_part_of_an_answer(shared_tiny, monkeypatch):
+    tokens = shared_tiny.tokenizer.encode("<think>\nso\n</think>\n\n7 \n")
+    monkeypatch.setattr(
+        "mlx_packs.evaluation.answers.stream_batch", lambda *_: ((0, token) for token in tokens)
+    )
+    assert exam(shared_tiny, "exact", "7").answers() == ["7"]
+
+
+def test_answers_go_on_past_the_longest_wanted_one(shared_tiny):
+    """Else a text that merely begins as it should would count."""
+    long, short = exam(shared_tiny, "contains", "ab"), exam(shared_tiny, "exact", "ab")
+    length = len(shared_tiny.tokenizer.encode("ab"))
+    tokens = [len(shared_tiny.tokenizer.encode(e.answers()[0])) for e in (long, short)]
+    assert tokens[0] > tokens[1] > length
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory):
+    """Chats with one answer, which a few updates teach."""
+    rows = [chat(f"Say {n}.", "yes") for n in range(8)]
+    return write_rows(tmp_path_factory.mktemp("letters"), train=rows, test=rows[:5])
+
+
+def test_training_and_eval_report_the_same_answers(letters, tmp_path, run):
+    out = tmp_path / "p"
+    learn = {**vars(TRAIN), "iters": 12, "learning_rate": 5e-3, "metric": "exact"}
+    result = train_pack("tiny", letters, LORA, TrainConfig(**learn), out)
+    answers = result.report["answers"]
+    assert answers["rows"] == 5 and answers["before"]["share"] == 0
+    assert answers["after"]["share"] == 1
+    lines = CausalLMTask.report_lines(result.report)
+    assert lines[1] == "exact   0.0 % → 100.0 % of 5 test examples"
+    assert sum(line.startswith("before") for line in lines) == 3
+    manifest = json.loads((out / "pack.json").read_text())
+    assert manifest["eval"]["answers"] == answers
+    assert len(manifest["samples"]) == 3
+    assert [change.after for change in changes_of(manifest["eval"])][-1] == 1
+    assert "exact 0.0 % → 100.0 % of 5 examples" in (out / "README.md").read_text()
+    assert "answers exact 0.0 % → 100.0 % of 5 examples" in run("inspect", out)[1]
+    code, text, _ = run("eval", out, "--data", letters, "--metric", "exact", "--limit", 3)
+    assert code == 0 and text.splitlines()[-1] == "exact   0.0 % → 100.0 % of 3 examples"
+    again = evaluate(load_base("tiny"), out, letters, metric="contains", matmul_path="dense")
+    assert again.to_json()["answers"] == {**answers, "metric": "contains"}
+
+
+def test_without_a_metric_nothing_is_asked(letters, shared_tiny, tmp_path):
+    result = train_pack(shared_tiny, letters, LORA, TRAIN, tmp_path / "p")
+    assert "answers" not in result.report and "samples" not in result.report
+    assert evaluate(shared_tiny, None, letters).answers is None
+
+
+def test_a_metric_that_has_no_meaning_is_one_line(letters, encoder, tmp_path, here, run):
+    texts = write_rows(tmp_path / "t", train=[{"text": "hello there, you"}] * 4)
+    few = ("--iters", 1, "--batch-size", 2, "--out", "p", "--matmul-path", "dense")
+    assert run("train", "--data", texts, "--metric", "exact", *few)[:2] == (2, "")
+    check(run.error, "conflict", "metric", "text")
+    assert run("train", "--data", letters, "--metric", "rouge", *few)[0] == 2
+    check(run.error, "unknown", "metric", "exact")
+    assert run("train", "--task", "embedding", "--data", texts, "--metric", "json")[0] == 2
+    check(run.error, "conflict", "metric", "--task lm")
+    with raises("conflict", "metric"):
+        evaluate(load_base(encoder), None, letters, metric="exact")
+    assert not (here / "p").exists()

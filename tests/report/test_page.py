@@ -1,0 +1,268 @@
+"""The page of a run or a pack: self-contained, escaped, small, and drawn on honest axes."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from mlx_packs.config.recipe import Recipe
+from mlx_packs.packs.facts import manifest_facts
+from mlx_packs.packs.norms import delta_norms
+from mlx_packs.packs.pack import Pack
+from mlx_packs.report.chart import change_bars, chart, ticks
+from mlx_packs.report.facts import (
+    Change,
+    Facts,
+    Masked,
+    Norms,
+    Sample,
+    curve_of,
+    masks_of,
+    name_alone,
+    points,
+    samples_of,
+    short_curve,
+    thinned,
+)
+from mlx_packs.report.page import norm, render, render_fragment
+from mlx_packs.report.recipe import recipe_sections
+from mlx_packs.terminal import printable_text
+from tests.helpers.packs import BASE, EVAL, write_pack
+
+HOSTILE = (
+    "</title></style><script>alert(1)</script><img src=x onerror=y>\"'\x1b]0;o\x07\u202e\ud800"
+)
+LINES = [{"batch": n, "loss": 4 - n / 50, "learning_rate": 1e-3} for n in range(10, 101, 10)]
+
+
+class Elements(HTMLParser):
+    """Names of all elements, attributes and their values, and the text, of a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.names, self.attributes, self.words = set(), [], ""
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.names.add(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data):
+        self.words += data
+
+
+def hostile_facts() -> Facts:
+    """Facts with a hostile text wherever one can be."""
+    recipe = {"model": HOSTILE, "data": HOSTILE, "optimizer": HOSTILE, "rank_pattern": {HOSTILE: 1}}
+    return Facts(
+        title=HOSTILE,
+        status=HOSTILE,
+        base=HOSTILE,
+        figures=[(HOSTILE, HOSTILE)],
+        changes=[Change(HOSTILE, 2.0, 1.0)],
+        held_out=HOSTILE,
+        curve=curve_of(LINES),
+        unit=HOSTILE,
+        best=50,
+        samples=[Sample(HOSTILE, HOSTILE, HOSTILE, HOSTILE)],
+        masks=[Masked(HOSTILE, 1, 2, [(HOSTILE, True), (HOSTILE, False)])],
+        memory_gb=[(HOSTILE, 1.0)],
+        norms=Norms([HOSTILE], [(HOSTILE, [1.0])]),
+        recipe=recipe_sections(recipe),
+        phases=[HOSTILE],
+        origins=[(HOSTILE, HOSTILE)],
+        command=HOSTILE,
+    )
+
+
+@pytest.mark.parametrize("draw", [render, render_fragment])
+def test_no_text_becomes_markup_or_steers(draw):
+    page = draw(hostile_facts())
+    shown = Elements(page)
+    assert not {"script", "img", "iframe", "object"} & shown.names
+    assert not [name for name, _ in shown.attributes if name.startswith("on")]
+    assert printable_text(page) == page and "<script>" in shown.words
+
+
+def test_a_page_loads_nothing_and_may_not():
+    page = render(hostile_facts())
+    shown = Elements(page)
+    assert not {"link", "base", "video", "embed"} & shown.names
+    assert not [value for name, value in shown.attributes if name in ("src", "href", "srcset")]
+    assert "url(" not in page and "@import" not in page
+    policy = dict(shown.attributes)["content"]
+    policies = [value for name, value in shown.attributes if name == "content"]
+    assert policy and "default-src 'none'; style-src 'unsafe-inline'" in policies
+
+
+def test_a_page_of_a_long_run_stays_below_a_megabyte():
+    lines = [{"batch": n, "loss": 1 / n, "valid_loss": 2 / n} for n in range(1, 20_000)]
+    text = "word " * 100_000
+    sample = {key: text for key in ("prompt", "wanted", "before", "after")}
+    spans = [{"text": "ab", "learned": i % 2 == 0} for i in range(50_000)]
+    mask = {"where": "t:1", "learned": 1, "total": 2, "spans": spans}
+    facts = Facts(
+        title="long",
+        curve=curve_of(lines),
+        samples=samples_of([sample] * 100),
+        masks=masks_of([mask] * 100),
+        norms=Norms([str(i) for i in range(14)], [(f"layer {i}", [1.0] * 14) for i in range(128)]),
+        recipe=recipe_sections({"model": text, "target_modules": [text] * 1000}),
+    )
+    assert 100_000 < len(render(facts).encode()) < 1_000_000
+
+
+def test_a_page_shows_what_there_is_and_no_more():
+    page = Elements(render(Facts(title="bare"))).words
+    assert "No curve" in page
+    for heading in ("Held-out", "Sample", "Memory", "Recipe", "Origin", "What the loss is on"):
+        assert heading not in page
+    facts = Facts(title="x", samples=[Sample("ask me", "wanted one", "", "said after")])
+    page = Elements(render(facts)).words
+    for text in ("ask me", "wanted one", "(nothing)", "said after"):
+        assert text in page
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]),
+        (3.55, 4.6, [3.6, 3.8, 4.0, 4.2, 4.4, 4.6]),
+        (10, 120, [20, 40, 60, 80, 100, 120]),
+        (2, 2, [2]),
+        (-3e-4, 2e-4, [-3e-4, -2e-4, -1e-4, 0, 1e-4, 2e-4]),
+    ],
+)
+def test_ticks_are_round(low, high, expected):
+    assert ticks(low, high, 5) == pytest.approx(expected)
+
+
+def test_ticks_of_batches_are_whole():
+    drawn = chart({("loss", "train"): [(2, 4.0), (6, 2.0)]}, "loss", (1000, 200))
+    assert [tick.label for tick in drawn.x_ticks] == ["2", "3", "4", "5", "6"]
+
+
+def test_a_chart_maps_values_to_its_box():
+    drawn = chart({("loss", "train"): [(0, 4.0), (100, 2.0)]}, "loss", (400, 200))
+    (x0, y0), (x1, y1) = (map(float, p.split(",")) for p in drawn.lines[0].path.split())
+    assert (x0, x1) == (drawn.left, drawn.right)
+    assert drawn.top < y0 < y1 < drawn.bottom
+    values = {float(tick.label): tick.at for tick in drawn.y_ticks}
+    low, high = sorted(values)[0], sorted(values)[-1]
+    scale = (values[low] - values[high]) / (high - low)
+    assert y1 - y0 == pytest.approx(2 * scale, abs=0.5)
+    assert chart({("loss", "train"): [(1, 1.0)]}, "loss", (400, 200)) is None
+
+
+def test_bars_begin_at_zero_and_carry_their_errors():
+    before, after = change_bars(Change("PPL", 80.0, 40.0, 20.0, 5.0))
+    assert (before.share, after.share) == (0.8, 0.4)
+    assert before.error == (0.6, 1.0) and after.error == (0.35, 0.45)
+    assert after.label == "40.00 ± 5.00"
+    assert [bar.error for bar in change_bars(Change("MRR", 0.0, 0.0))] == [None, None]
+
+
+def test_a_thinned_curve_keeps_its_mean_and_its_end():
+    series = [(float(n), float(n % 7)) for n in range(1, 10_002)]
+    thin = thinned(series, 500)
+    assert len(thin) <= 500 and thin[-1] == series[-1]
+    assert sum(y for _, y in thin) / len(thin) == pytest.approx(3, abs=0.1)
+    assert thinned(series[:500], 500) == series[:500]
+
+
+def test_what_is_no_number_is_no_point():
+    pairs = [[1, 2.0], [3, float("nan")], [2, "x"], "ab", [1], [4, True], [5, 10**400], [0, 1]]
+    assert points(pairs) == [(0.0, 1.0), (1.0, 2.0)]
+    assert points({"a": 1}) == [] and points(None) == []
+    assert short_curve([*LINES, {"batch": 5}])["loss"][0] == [10, 3.8]
+
+
+@pytest.mark.parametrize(
+    ("path", "shown"),
+    [
+        ("/home/bob/secret/notes", "notes"),
+        ("~/data/x.jsonl", "x.jsonl"),
+        ("../up/d", "d"),
+        ("C:\\Users\\bob\\d", "d"),
+        ("a/b/c", "c"),
+        ("mlx-community/Qwen3-4B-4bit", "mlx-community/Qwen3-4B-4bit"),
+        ("tiny", "tiny"),
+    ],
+)
+def test_a_path_is_shown_by_its_last_part(path, shown):
+    assert name_alone(path) == shown
+    page = render(Facts(title="t", recipe=recipe_sections({"model": path, "data": [path, path]})))
+    assert shown in page and (shown == path or path not in page)
+
+
+def test_settings_that_differ_from_the_defaults_are_known():
+    sections = dict(recipe_sections({"data": "d", "rank": 16, "batch_size": 64, "dropout": 0.0}))
+    assert ("rank", "16", False) in sections["Adapter"]
+    assert recipe_sections(Recipe().to_json()) == recipe_sections(
+        json.loads(json.dumps(Recipe().to_json()))
+    )
+    assert all(
+        value for _, settings in recipe_sections(Recipe().to_json()) for _, value, _ in settings
+    )
+    assert ("batch-size", "64", True) in sections["Optimization"]
+
+
+def test_norms_are_those_of_the_deltas(tmp_path):
+    import numpy as np
+
+    pack = write_pack(tmp_path / "p")
+    norms = delta_norms(pack)
+    assert norms.projections == ["q_proj"]
+    assert [layer for layer, _ in norms.rows] == ["layer 0", "layer 1"]
+    for i, (_, row) in enumerate(norms.rows):
+        a, b = (np.array(pack.tensors[f"model.layers.{i}.self_attn.q_proj.lora_{x}"]) for x in "ab")
+        assert row == pytest.approx([np.linalg.norm(2 * a @ b)], rel=1e-5)  # scale: alpha / rank
+    assert norm(4.04, 12.1) == "4.0" and norm(0.3, 0.45) == "0.3"
+
+
+def test_a_manifest_alone_gives_a_page(tmp_path):
+    curve = {"loss": [[1, 3.0], [2, 2.5]], "valid_loss": [["x", 1]]}
+    pack = write_pack(
+        tmp_path / "p",
+        base=BASE | {"id": "/home/bob/models/m"},
+        eval={**EVAL, "ppl_before_se": 1.0, "ppl_after_se": 0.5},
+        measured={"train_s": 75.2, "peak_gb": 1.5, "plan_peak_gb": 2.0, "curve": curve},
+        samples=[{"prompt": "p?", "wanted": "w", "before": "b", "after": "a"}],
+        data={"source": "/home/bob/d", "rows": {"train": 3}},
+        recipe={"data": "/home/bob/d", "learning_rate": 1e-3},
+    )
+    facts = manifest_facts(Pack.open(pack.path).manifest, "p")
+    assert facts.changes == [Change("Perplexity", 10.0, 5.0, 1.0, 0.5)]
+    assert dict(facts.figures)["Training time"] == "1 min 15 s"
+    assert facts.memory_gb == [("planned", 2.0), ("measured (MLX)", 1.5)]
+    assert facts.curve == {"loss": [(1.0, 3.0), (2.0, 2.5)]}
+    page = render(facts)
+    assert "bob" not in page and "polyline" in page and "10.00 ± 1.00" in page
+    assert "−50%" in pack._repr_html_() and "<svg" in pack._repr_html_()
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"measured": {"curve": [[1]], "train_s": "x", "peak_gb": {}, "tokens_per_s": None}},
+        {"measured": {"curve": {"loss": {"a": 1}}}, "data": {"fingerprint": [1]}},
+        {"eval": {"a_before": 1, "a_after": "x", "_before": 0, "_after": 0}, "end": [1]},
+        {"recipe": {"rank": {"a": []}, "data": {"x": 1}, "phases": [[1]], "iters": [1e400]}},
+        {"versions": {"mlx": [1], "device": {}}, "objective": {"task": "nope"}, "license": "x"},
+        {"samples": [{"prompt": "p"}]},
+    ],
+    ids=lambda facts: next(iter(facts)),
+)
+def test_a_manifest_with_odd_values_gives_a_page(tmp_path, facts):
+    pack = write_pack(tmp_path / "p", **facts)
+    assert "</html>" in render(manifest_facts(pack.manifest, "p"))
+
+
+def test_every_file_of_the_template_is_in_the_package():
+    templates = Path(__file__).parents[2] / "mlx_packs" / "report" / "templates"
+    named = re.findall(
+        r"(?:import|include) \"([^\"]+)\"", (templates / "page.html.jinja").read_text()
+    )
+    assert named and all((templates / name).is_file() for name in named)

@@ -1,0 +1,148 @@
+"""--load-best, --patience and --time: which weights a run ends with, and when."""
+
+import json
+
+import pytest
+
+from mlx_packs import TrainConfig, train_pack
+from mlx_packs.config.conflicts import seconds_of
+from mlx_packs.reading import sha256
+from mlx_packs.training import early_stop
+from mlx_packs.training.checkpoint import ADAPTERS
+from mlx_packs.training.early_stop import EarlyStop
+from mlx_packs.training.run_folder import checkpoints, read_identity
+from tests.helpers.errors import raises
+from tests.helpers.rows import CHATS, write_rows
+from tests.helpers.runs import LORA, Lines
+
+SETTINGS = {
+    **{"batch_size": 2, "max_seq_length": 64, "matmul_path": "dense", "save_every": 50},
+    **{"steps_per_report": 2, "steps_per_eval": 2, "lr_schedule": "constant", "keep_last": 1},
+}
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """Train on rows that say nothing of those that validate: it soon overfits."""
+    other = [{"text": f"{word} " * 12} for word in ("zebra", "quartz")]
+    rows = [{"text": text["messages"][-1]["content"]} for text in CHATS]
+    data = write_rows(tmp_path / "d", train=rows, valid=other, test=other)
+
+    def run(out: str, iters: int = 12, resume: bool = False, **settings):
+        config = TrainConfig(iters=iters, **{**SETTINGS, "learning_rate": 2e-2, **settings})
+        lines = Lines()
+        result = train_pack(
+            "tiny", data, LORA, config, tmp_path / out, resume=resume, display=lines
+        )
+        return result, lines.lines
+
+    return run
+
+
+def losses(result) -> dict[int, float]:
+    return {line["batch"]: line["valid_loss"] for line in result.curve if "valid_loss" in line}
+
+
+def test_the_pack_is_the_best_step_and_patience_ends_it(trained):
+    result, lines = trained("p", iters=40, patience=2)
+    measured = losses(result)
+    best = min(measured, key=measured.get)
+    assert result.report["batches"] == max(measured) == best + 4 < 40
+    assert result.report["best_batch"] == best
+    assert result.pack.manifest["end"] == {
+        "stopped": "no lower validation loss in 2 validations",
+        "best_batch": best,
+        "best_valid_loss": measured[best],
+    }
+    assert any(line.startswith(f"best batch {best}: ") for line in lines)
+    folder = next(f for f in checkpoints(result.run) if f.name.endswith(f"{best:06d}"))
+    assert sha256(result.pack.path / ADAPTERS) == sha256(folder / ADAPTERS)
+    until, _ = trained("q", iters=best)
+    assert sha256(until.pack.path / ADAPTERS) == sha256(folder / ADAPTERS)
+
+
+def test_a_better_earlier_batch_is_said(trained):
+    result, lines = trained("p", iters=14)
+    measured = losses(result)
+    best = min(measured, key=measured.get)
+    assert best < max(measured)
+    (note,) = [line for line in lines if line.startswith("note") and "--load-best" in line]
+    assert f"at batch {best} " in note and f"at batch {max(measured)}:" in note
+    assert not any("--load-best" in line for line in trained("q", iters=4)[1])
+
+
+def test_the_last_step_is_validated_too(trained):
+    result, _ = trained("p", iters=5, load_best=True, steps_per_eval=3)
+    assert list(losses(result)) == [3, 5]
+    plain, _ = trained("q", iters=5, steps_per_eval=3)
+    assert list(losses(plain)) == [3]
+    assert "end" not in plain.pack.manifest
+
+
+def test_a_run_that_patience_ended_ends_there_again(trained):
+    result, _ = trained("p", iters=40, patience=1)
+    again, _ = trained("p", iters=40, patience=1, resume=True)
+    assert again.report["batches"] == result.report["batches"]
+    assert sha256(again.pack.path / ADAPTERS) == sha256(result.pack.path / ADAPTERS)
+
+
+def test_resumed_it_takes_what_an_unbroken_run_takes(trained):
+    trained("p", iters=4, load_best=True)
+    resumed, _ = trained("p", iters=9, load_best=True, resume=True)
+    unbroken, _ = trained("q", iters=9, load_best=True)
+    assert resumed.pack.manifest["end"] == unbroken.pack.manifest["end"]
+    assert sha256(resumed.pack.path / ADAPTERS) == sha256(unbroken.pack.path / ADAPTERS)
+
+
+def test_a_finished_run_can_take_its_best_weights(trained):
+    plain, _ = trained("p", iters=10, save_every=2)
+    measured = losses(plain)
+    resumed, _ = trained("p", iters=10, save_every=2, load_best=True, resume=True)
+    assert resumed.report["best_batch"] == min(measured, key=measured.get)
+
+
+def test_accumulated_batches_are_validated_after_their_update(trained):
+    result, _ = trained("p", iters=10, load_best=True, grad_accumulation_steps=3)
+    assert list(losses(result)) == [3, 6, 9, 10]
+
+
+def test_the_time_that_a_run_was_given_ends_it_with_a_pack(trained, monkeypatch):
+    clock = iter(range(0, 1000, 10))
+    monkeypatch.setattr(early_stop, "monotonic", lambda: next(clock))
+    result, lines = trained("p", iters=40, time="45s")
+    assert 1 < result.report["batches"] < 40
+    assert result.report["stopped"] == "it trained for 0:45 (--time)"
+    assert any(line.startswith("stop batch") for line in lines)
+    assert read_identity(result.run)["recipe"]["time"] == "45s"
+    monkeypatch.undo()
+    more, _ = trained("p", iters=result.report["batches"] + 2, resume=True)
+    assert more.report["batches"] == result.report["batches"] + 2
+
+
+def test_no_validation_is_an_error_before_anything_is_loaded(tmp_path):
+    for settings in ({"load_best": True}, {"patience": 2}):
+        with raises("conflict", next(iter(settings))):
+            TrainConfig(val_batches=0, **settings)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("6h", 21600), ("90m", 5400), ("30s", 30), ("1h30m", 5400), ("45", 45), ("0.5h", 1800)],
+)
+def test_times_are_hours_minutes_seconds(text, seconds):
+    assert seconds_of(text) == seconds
+    assert TrainConfig(time=text).seconds == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0", "6 days", "h", "-3m", "1h2x", "nan"])
+def test_what_is_no_time_is_rejected(text):
+    with raises("invalid", "time"):
+        TrainConfig(time=text)
+
+
+def test_a_curve_is_continued():
+    curve = [{"batch": b, "valid_loss": loss} for b, loss in ((2, 2.0), (4, 1.5), (6, 1.7))]
+    early = EarlyStop(TrainConfig(patience=2), json.loads(json.dumps(curve)))
+    assert (early.batch, early.since, early.reason()) == (4, 1, None)
+    assert not early.add(8, float("nan"))
+    assert early.reason() == "no lower validation loss in 2 validations"

@@ -1,0 +1,179 @@
+"""report.html, report.json and loss.png of a run folder, and `packs report`."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import mlx_packs as mp
+from mlx_packs import TrainConfig, train_pack
+from mlx_packs.packs.card import model_card
+from mlx_packs.report import picture
+from mlx_packs.training.observers import report_page
+from mlx_packs.training.run_folder import clear_run
+from mlx_packs.training.run_page import read_report
+from mlx_packs.training.tasks.causal_lm import SamplePrompt
+from tests.helpers.errors import check, raises
+from tests.helpers.rows import CHATS, write_rows
+from tests.helpers.runs import LORA, TRAIN, Lines
+
+pytestmark = pytest.mark.page
+FOUR = replace(TRAIN, iters=4)
+
+
+@pytest.fixture
+def finished(trained_copy) -> Path:
+    """The run folder of a run that is over, in the current folder."""
+    return trained_copy / "o-run"
+
+
+def test_a_run_leaves_its_page(finished):
+    page = (finished / "report.html").read_text(encoding="utf-8")
+    assert "<h1>o</h1>" in page and "Perplexity" in page and "Not finished" not in page
+    assert "What the loss is on" in page and "train.jsonl:1" in page and "layer 5" in page
+    assert str(finished.parent) not in page
+    report = read_report(finished)
+    assert report["steps"] == 2 and len(report["masks"]) == 2
+    assert not (finished / "loss.png").exists()  # two points are no curve
+
+
+def test_packs_report_writes_the_page_of_a_run_or_its_pack(finished, run):
+    before = (finished / "report.html").read_text(encoding="utf-8")
+    for of in ("o-run", "o"):
+        (finished / "report.html").unlink()
+        code, out, _ = run("report", of)
+        assert code == 0 and "o-run/report.html" in out
+        assert (finished / "report.html").read_text(encoding="utf-8") == before
+    assert mp.write_page("o", "there.html") == Path("there.html")
+    assert json.loads(run("report", "o", "--out", "x.html", "--json")[1])["page"] == "x.html"
+    assert Path("x.html").read_text(encoding="utf-8") == before
+
+
+def test_a_pack_without_its_run_has_a_page_of_its_own(finished, run):
+    shutil.rmtree(finished)
+    assert run("report", "o")[0] == 0
+    page = Path("o-report.html").read_text(encoding="utf-8")
+    assert "Perplexity" in page and "polyline" in page and "What the loss is on" not in page
+    assert sorted(path.name for path in Path("o").iterdir()) == sorted(
+        ["README.md", "adapter_config.json", "adapters.safetensors", "pack.json"]
+    )
+
+
+def test_a_run_that_is_not_over_shows_what_there_is(finished, run):
+    (finished / "report.json").unlink()
+    lines = (finished / "metrics.jsonl").read_text().splitlines()
+    (finished / "metrics.jsonl").write_text(lines[0] + "\nbroken\n")
+    shutil.rmtree(finished / "step-000002")
+    assert run("report", finished)[0] == 0
+    page = (finished / "report.html").read_text(encoding="utf-8")
+    assert "Not finished: the last entry is of batch 1 of 2" in page and "learning-rate" in page
+    assert "broken" in (finished / "metrics.jsonl").read_text()  # is only read
+
+
+def test_a_run_that_goes_on_and_is_interrupted_leaves_a_page(finished, monkeypatch):
+    def interrupt(self, line):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mlx_packs.training.observers.console.Console.on_step", interrupt)
+    with pytest.raises((KeyboardInterrupt, mp.PackError)):
+        train_pack("tiny", "d", LORA, FOUR, "o", resume=True)
+    page = (finished / "report.html").read_text(encoding="utf-8")
+    assert "Not finished: the last entry is of batch 2 of 4" in page
+    assert not (finished / "report.json").exists()  # it was of two batches
+
+
+def test_what_is_no_run_or_pack_and_a_damaged_report_are_errors(finished, rejected):
+    check(rejected("report", "nothing"), "not-found")
+    check(rejected("report", "d"), "not-found")
+    check(rejected("report", "o-run", "--out", "d"), "exists", "out")
+    (finished / "config.json").rename("config.json")
+    (finished / "config.json").write_text("{")
+    check(rejected("report", "o-run"), "unreadable", None, "config.json")
+    Path("config.json").replace(finished / "config.json")
+    report = finished / "report.json"
+    report.write_text(report.read_text().replace('"steps": 2', '"steps": 3'))
+    check(rejected("report", "o-run"), "unreadable", None, "report.json")
+
+
+@pytest.fixture
+def train_four(tmp_path, monkeypatch):
+    """Train four batches, with matplotlib in place; the run folder and the lines shown."""
+    monkeypatch.setattr(picture, "is_installed", lambda: True)
+    data = write_rows(tmp_path / "d", train=CHATS, valid=CHATS[:2])
+
+    def go(config: TrainConfig = FOUR, **options) -> tuple[Path, list[str]]:
+        display = Lines()
+        run = train_pack("tiny", data, LORA, config, tmp_path / "p", display=display, **options)
+        return run.run, display.lines
+
+    return go
+
+
+def test_a_curve_is_drawn_of_three_reports_or_more(train_four):
+    folder, lines = train_four()
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert [line for line in lines if line.startswith("page")] == [f"page {folder / 'report.html'}"]
+    clear_run(folder)
+    assert not {"loss.png", "report.html", "report.json"} & {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("title", ["$\\frac{a}$ 100% é", "日本\n\x1b"])
+def test_a_name_is_no_formula_and_warns_of_no_glyph(tmp_path, title):
+    picture.save_picture({"loss": [(1.0, 2.0), (2.0, 1.0)]}, tmp_path / "x.png", title, "loss")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_page_that_cannot_be_written_ends_no_run(train_four, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    def broken(*_):
+        raise RuntimeError("numpy.core.multiarray failed to import")
+
+    monkeypatch.setattr(report_page, "render", full)
+    monkeypatch.setattr(picture, "save_picture", broken)
+    folder, lines = train_four()
+    notes = [line for line in lines if line.startswith("note") and "is not written" in line]
+    assert len(notes) == 2  # one for each file
+    assert "No space left" in notes[0] and "multiarray" in notes[1]
+    assert read_report(folder)["steps"] == 4 and not (folder / "report.html").exists()
+
+
+def test_plot_without_matplotlib_names_the_command(finished, monkeypatch):
+    result = mp.TrainRun(mp.Pack.open("o"), finished, {"steps": 2}, [])
+    with monkeypatch.context() as patch:
+        patch.setitem(__import__("sys").modules, "matplotlib.pyplot", None)
+        with raises("dependency", None, "pip install 'mlx-packs[plot]'"):
+            result.plot()
+    from matplotlib.figure import Figure
+
+    result.curve.extend([{"batch": 1, "loss": 2.0}, {"batch": 2, "loss": 1.0}])
+    axes = result.plot(Figure().subplots())
+    assert axes.get_ylabel() == "loss (nats per token)" and len(axes.lines) == 1
+
+
+def test_a_notebook_shows_a_run_and_its_report(finished):
+    report = read_report(finished)
+    from mlx_packs.training.result import RunReport
+
+    result = mp.TrainRun(mp.Pack.open("o"), finished, RunReport(report), [])
+    assert "<svg" in result._repr_html_()  # the curve that the pack keeps
+    assert len(repr(result.report)) < 200 and "2 updates" in repr(result.report)
+    assert "Perplexity" in result.report._repr_html_() and result.report == report
+    assert json.loads(json.dumps(result.report)) == report
+
+
+def test_the_card_has_sample_curve_and_recipe(tmp_path, monkeypatch):
+    monkeypatch.setattr(SamplePrompt, "complete", lambda *_: "completed")
+    data = write_rows(tmp_path / "d", train=CHATS, valid=CHATS[:2])
+    pack = train_pack("tiny", data, LORA, TRAIN, tmp_path / "p").pack
+    card = (tmp_path / "p" / "README.md").read_text(encoding="utf-8")
+    wanted = CHATS[0]["messages"][1]["content"]
+    assert f"```text\n{wanted}\n```" in card and "```text\ncompleted\n```" in card
+    for row in ("| 1 | ", "| 2 | ", "| batch-size | `2` |", "| learning-rate | `0.001` |"):
+        assert row in card
+    assert [b for b, _ in pack.manifest["measured"]["curve"]["loss"]] == [1, 2]
+    hostile = {**pack.manifest, "samples": [{"prompt": "```\n<script>", "after": "````"}]}
+    assert "````text\n```\n<script>\n````\n" in model_card(hostile, "p")
