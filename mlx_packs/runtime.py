@@ -109,6 +109,15 @@ def total_memory() -> int:
     return int(known or host_memory())
 
 
+def metal_share(memory: int) -> int:
+    """Return what Metal recommends to use at most of a Mac's memory, in bytes.
+
+    Two thirds below 36 GB, three quarters from there: ``recommendedMaxWorkingSetSize`` as llama.cpp's
+    users log it (11.45e9 bytes of 16 GiB, 17.18e9 of 24, 22.91e9 of 32, 28.99e9 of 36).
+    """
+    return memory * 2 // 3 if memory < 36 << 30 else memory * 3 // 4
+
+
 def host_memory() -> int:
     """Return the bytes of memory of this process beside a GPU's own; a container may limit it."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]

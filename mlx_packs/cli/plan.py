@@ -1,6 +1,5 @@
 """`packs plan`: what fits into memory."""
 
-import math
 import shlex
 import shutil
 
@@ -8,6 +7,7 @@ import click
 
 from ..config.fields import facts_of
 from ..config.recipe import specified
+from ..config.sizes import bytes_of
 from ..display import size
 from ..errors import PackError
 from . import options
@@ -35,18 +35,50 @@ def _default_text(name: str) -> str:
     return _SEARCHED.get(name, "{}").format(options.shown_default(name) or "")
 
 
+def _limit(memory: str | None, budget: str | None, device: str | None) -> tuple[int, str]:
+    """Return the bytes that a run may have, and a line that says how much of a Mac's that is."""
+    from ..runtime import assumed_device, metal_share, on_cpu, total_memory
+
+    if memory is not None and budget is not None:
+        raise PackError("--budget: stands in place of --memory. Give one of them.", "conflict")
+    if budget is not None:
+        return _size("--budget", budget), ""
+    if memory is None:
+        return total_memory(), ""
+    total = _size("--memory", memory)
+    with assumed_device(device):
+        if on_cpu():
+            return total, ""
+    sold = total if memory.lower().endswith("ib") else int(total * 2**30 / 1e9)  # in GiB
+    usable = metal_share(sold)
+    note = f"what Metal recommends to use of a Mac with {memory.strip()}"
+    return usable, f"memory  {size(usable)}: {note}"
+
+
+def _size(flag: str, text: str) -> int:
+    """Return the bytes of a size; a number alone is of GB."""
+    if not (count := bytes_of(text, "GB")):
+        raise PackError(f"{flag} {text}: must be a size such as 24 or 24GB.")
+    return count
+
+
 @click.command()
 @option(
     "--memory",
-    type=float,
-    metavar="GB",
-    help="Memory that the run must fit into, in 10^9 bytes.",
+    metavar="SIZE",
+    help="Memory of the machine (24, 24GB). Of a Mac's, MLX uses what Metal recommends: two thirds "
+    "below 36 GB, three quarters from there.",
     default_text="this machine's",
+)
+@option(
+    "--budget",
+    metavar="SIZE",
+    help="Memory that the run itself must fit into (18GB), in place of --memory.",
 )
 @option(
     "--device",
     type=click.Choice(["cpu", "gpu"]),
-    help="Device to plan for; needs --memory.",
+    help="Device to plan for; needs --memory or --budget.",
     default_text="this machine's",
 )
 @options.setting(
@@ -57,7 +89,9 @@ def _default_text(name: str) -> str:
 @options.recipes
 @options.add(*(options.setting(name, _default_text(name)) for name in _SETTINGS))
 @options.as_json
-def plan(memory: float | None, device: str | None, configs: tuple[str, ...], **flags) -> None:
+def plan(
+    memory: str | None, budget: str | None, device: str | None, configs: tuple[str, ...], **flags
+) -> None:
     """Estimate peak memory and disk space, and suggest a training command.
 
     Only config.json and the headers of the tensors are read, also of a model on the Hub. Settings
@@ -69,24 +103,23 @@ def plan(memory: float | None, device: str | None, configs: tuple[str, ...], **f
     from ..memory.examples import example_memory
     from ..memory.read import read_headers
     from ..memory.recommend import recommend, table
-    from ..runtime import assumed_device, total_memory
+    from ..runtime import assumed_device
 
-    if device is not None and memory is None:
+    if device is not None and memory is None and budget is None:
         raise PackError(
             f"--device {device}: needs the memory of that machine. Add --memory GB.", "conflict"
         )
-    if memory is not None and not (math.isfinite(memory) and memory > 0):
-        raise PackError(f"--memory {memory:g}: must be a positive number of GB.")
     flags = {k: v for k, v in flags.items() if v is not None}
     settings = read_recipes(configs, flags)
     recipe = recipe_of(flags, settings)
     model = recipe.run.get("model", TINY)
     unflagged = recipe_of({"model": model}, settings)
-    limit = total_memory() if memory is None else int(memory * 1e9)
+    limit, shared = _limit(memory, budget, device)
     headers = read_headers(model)
     asked = specified(settings, flags)
     examples = example_memory(recipe.data) if asked & {"data", "hf_dataset"} else None
-    data = ["--data", flags["data"]] if "data" in flags else []
+    unnamed = model != TINY and not asked & {"data", "hf_dataset", "phases"}
+    data = ["--data", flags.get("data", "DATA")] if unnamed or "data" in flags else []
     least = examples.nbytes if examples else 0
     if least >= limit:
         raise PackError(
@@ -110,6 +143,8 @@ def plan(memory: float | None, device: str | None, configs: tuple[str, ...], **f
         ]
         width = min(100, shutil.get_terminal_size((100, 24)).columns)
         lines = table(choices, headers, limit, configs, unflagged, width)
+    if shared:
+        lines.insert(1, shared)
     if headers.code is not None:
         lines.insert(
             1,
