@@ -7,7 +7,7 @@ ends the process.
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -84,3 +84,26 @@ def deferred() -> Iterator[list[int]]:
             _deferred = outer
         if waiting:
             raise Signalled(waiting[0])
+
+
+@contextmanager
+def forwarded(send: Callable[[int], object]) -> Iterator[None]:
+    """Call ``send`` with each signal that ends a command, while another process does the work.
+
+    An ignored SIGHUP and a caller's own handlers stay, as in `handled`.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {
+        number: signal.getsignal(number)
+        for number in NUMBERS
+        if signal.getsignal(number) is _handle or _takes_over(number)
+    }
+    try:
+        for number in before:
+            signal.signal(number, lambda number, _: send(number))
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -11,11 +11,13 @@ The price is that ``packs generate > file`` loses carriage returns and marks of 
 What shapes visible text stays: joiners, combining marks, variation selectors, zero-width spaces.
 """
 
+import fcntl
 import json
 import os
 import re
 import sys
 import tempfile
+import termios
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import IO, Any
@@ -95,6 +97,27 @@ def unguarded(stream: IO[str]) -> IO[str]:
     """Return the stream below guards and bars of rich; for output that is clean and has colours."""
     below = getattr(stream, "rich_proxied_file", None)
     return stream if below is None else unguarded(below)
+
+
+def has_terminal() -> bool:
+    """Return whether stderr is a terminal."""
+    return unguarded(sys.stderr).isatty()
+
+
+def terminal_size() -> bytes:
+    """Return the size of the terminal that stderr is, as the system writes it; empty if unknown."""
+    with suppress(OSError):
+        return fcntl.ioctl(unguarded(sys.stderr).fileno(), termios.TIOCGWINSZ, bytes(8))
+    return b""
+
+
+def pass_on(messages: bytes) -> None:
+    """Write to stderr what another process of this program, which guards itself, wrote to its own."""
+    stream = unguarded(sys.stderr)
+    with suppress(OSError, ValueError):  # a terminal that was closed
+        stream.flush()
+        stream.buffer.write(messages)
+        stream.buffer.flush()
 
 
 def guard() -> None:

@@ -40,6 +40,24 @@ def test_a_deferred_signal_that_nobody_saw_is_raised():
     assert raised.value.number == signal.SIGTERM
 
 
+def test_signals_are_forwarded_each_time_and_raise_nothing():
+    sent = []
+    with signals.handled(), signals.forwarded(sent.append):
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+    assert sent == [signal.SIGTERM, signal.SIGTERM, signal.SIGINT]
+
+
+def test_an_ignored_signal_is_not_forwarded():
+    before, sent = signal.signal(signal.SIGHUP, signal.SIG_IGN), []
+    try:
+        with signals.forwarded(sent.append):
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert not sent
+
+
 def test_ignored_signals_and_own_handlers_stay(monkeypatch):
     seen = []
     before = [signal.signal(signal.SIGHUP, signal.SIG_IGN)]

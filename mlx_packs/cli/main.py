@@ -1,13 +1,16 @@
 """The `packs` command: parse, call one function of the library, print, exit.
 
 Exit codes: 0 done, 1 a gate failed, 2 wrong use or bad input (in one line), 128 + n ended by signal n
-(130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP).
+(130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP). A run of `packs train --supervise` that a
+defect ends has 70, where Python's own code would be that of a gate.
 """
 
 import errno
 import importlib
 import re
 import signal
+import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -18,6 +21,7 @@ from ..config.other_names import OTHER_NAMES
 from ..config.parse import RENAMED_KEYS
 from ..errors import Interrupted, PackError, did_you_mean, flag_of
 from ..terminal import guard, guarded
+from ..training.unattended import CRASHED, is_supervised
 
 # Section of `packs --help` -> command -> "module:attribute" of this package.
 COMMANDS = {
@@ -179,7 +183,13 @@ def packs() -> None:
 def main(args: Sequence[str] | None = None) -> None:
     """Run the `packs` command as a program."""
     guard()  # to the end: the traceback of a defect may quote a file
-    packs(args, prog_name="packs")
+    try:
+        packs(args, prog_name="packs")
+    except Exception:
+        if not is_supervised():
+            raise
+        traceback.print_exc()
+        sys.exit(CRASHED)
 
 
 if __name__ == "__main__":

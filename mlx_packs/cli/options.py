@@ -253,5 +253,26 @@ backend = option(
 )
 
 
+supervision = add(
+    option(
+        "--supervise",
+        is_flag=True,
+        help="Train in a process of its own, and go on from its last checkpoint where it is killed "
+        "or crashes; with half the micro-batch where memory or the GPU's time limit was the cause.",
+    ),
+    option(
+        "--max-restarts",
+        type=int,
+        help="With --supervise, start the run again N times at most.",
+        default_text="5",
+    ),
+    option(
+        "--launch-agent",
+        is_flag=True,
+        help="Same as --supervise, and on macOS a LaunchAgent goes on with the run at login after a "
+        "reboot; its file is removed when the run has ended.",
+    ),
+)
+
 # of every command that loads a model
 execution = add(trust_remote_code, backend, as_json)

@@ -1,15 +1,18 @@
 """`packs train`: what it does is `mlx_packs.train_pack`."""
 
 import shlex
+from collections.abc import Collection
 from pathlib import Path
+from typing import NoReturn
 
 import click
 
 from ..config.choices import TASKS
-from ..config.recipe import specified, tiny_recipe
+from ..config.recipe import Recipe, specified, tiny_recipe
 from ..display import NORMAL, QUIET, VERBOSE, Display
 from ..errors import PackError, RunStopped
 from ..gates import failures
+from ..training.unattended import is_supervised
 from . import options
 from .options import option
 from .output import exit_if_failed, print_report
@@ -75,11 +78,20 @@ def _default_text(name: str) -> str:
     is_flag=True,
     help="Show which tokens of the first examples are trained on, and exit.",
 )
+@options.supervision
 @options.as_json
 @option("-v", "--verbose", is_flag=True, help="Also print the reasons for automatic choices.")
 @option("-q", "--quiet", is_flag=True, help="Print the result line only.")
 def train(
-    configs: tuple[str, ...], force: bool, show_mask: bool, verbose: bool, quiet: bool, **flags
+    configs: tuple[str, ...],
+    force: bool,
+    show_mask: bool,
+    supervise: bool,
+    max_restarts: int | None,
+    launch_agent: bool,
+    verbose: bool,
+    quiet: bool,
+    **flags,
 ) -> None:
     """Fine-tune a model and write the result as a pack.
 
@@ -114,6 +126,9 @@ def train(
 
         mask.show_mask(recipe, display)
         return
+    _check_restarts(max_restarts, supervise or launch_agent)
+    if (supervise or launch_agent) and not is_supervised():
+        _supervise(recipe, max_restarts, launch_agent, display)
     run, model = recipe.run, recipe.run.get("model", TINY)
     named = {"data", "hf_dataset"} & specified(settings, flags) or run.get("resume")
     check_data_named(model, recipe.train, bool(named))
@@ -136,10 +151,67 @@ def train(
     exit_if_failed(failures(result.report["gates"]))
 
 
+def _check_restarts(max_restarts: int | None, supervised: bool) -> None:
+    """Raise a PackError if ``--max-restarts`` has no meaning."""
+    if max_restarts is not None and not supervised:
+        raise PackError("--max-restarts: needs --supervise.", "conflict")
+    if max_restarts is not None and max_restarts < 0:
+        raise PackError(f"--max-restarts: must be at least 0, but is {max_restarts}.")
+
+
+def _supervise(
+    recipe: Recipe, max_restarts: int | None, launch_agent: bool, display: Display
+) -> NoReturn:
+    """Train in a process of its own, and exit as it does."""
+    from . import supervise
+
+    run, train = recipe.run, recipe.train
+    pack = Path(run["out"]).expanduser() if "out" in run else _free_output(recipe)
+    if launch_agent:
+        supervise.check_agent(bool(run.get("overwrite")), pack)
+    named = "out" in run or bool(run.get("resume"))  # without --out, the child rejects --resume
+    first = arguments_without((), named, pack)
+    supervised = supervise.Supervised(
+        first=tuple(first),
+        again=(*arguments_without(_OF_A_FRESH_RUN, named, pack), "--resume"),
+        at_login=tuple(arguments_without(("--overwrite", "--resume"), named, pack)),
+        pack=pack,
+        resumes=bool(run.get("resume")),
+        batch_size=train.batch_size,
+        micro_batches=train.micro_batches,
+        seconds=train.seconds,
+        max_restarts=supervise.MAX_RESTARTS if max_restarts is None else max_restarts,
+    )
+    raise click.exceptions.Exit(supervise.supervise(supervised, display, launch_agent))
+
+
+def _free_output(recipe: Recipe) -> Path:
+    """Return the folder that a run writes to if none is named."""
+    from ..training.folders import free_output
+    from ..training.phases import resolve_phases
+
+    phased = recipe.train.phases
+    data = resolve_phases(recipe.train, recipe.data)[-1].sources[0] if phased else recipe.data
+    return free_output(data)
+
+
 def resume_command(names_pack: bool, pack: Path) -> str:
     """Return the command that continues the run of this one, for a shell.
 
     Args:
+        names_pack: whether the command or its files name the pack.
+        pack: its folder.
+    """
+    command = click.get_current_context().command_path.split()
+    arguments = arguments_without(_OF_A_FRESH_RUN, names_pack, pack)
+    return shlex.join([*command, *arguments, "--resume"])
+
+
+def arguments_without(flags: Collection[str], names_pack: bool, pack: Path) -> list[str]:
+    """Return the arguments of this command without some flags; they name the pack.
+
+    Args:
+        flags: that are left out, with their values.
         names_pack: whether the command or its files name the pack.
         pack: its folder.
     """
@@ -151,7 +223,6 @@ def resume_command(names_pack: bool, pack: Path) -> str:
     for argument in arguments:
         name, equals, _ = argument.partition("=")
         value = [next(arguments)] if name in takes_value and not equals else []
-        if name not in _OF_A_FRESH_RUN:
+        if name not in flags:
             kept += [argument, *value]
-    kept += [] if names_pack else ["--out", str(pack)]
-    return shlex.join([*context.command_path.split(), *kept, "--resume"])
+    return kept if names_pack else [*kept, "--out", str(pack)]

@@ -218,6 +218,13 @@ class TrainConfig(TrainConflicts):
         memory=True,
         resumable="without-dropout",
     )
+    micro_batches: int = _memory(
+        1,
+        "Take each batch in N pieces from the start: the same update up to rounding (with dropout, "
+        "other masks) with less in memory, which the plan does not count.",
+        at_least=1,
+        resumable=True,
+    )
     cache_frozen: str = _memory(
         "auto",
         "Compute the blocks below the trained ones once per example and cache their output; auto "
@@ -400,6 +407,11 @@ class TrainConfig(TrainConflicts):
         "float32",
         "Dtype of the adapters in the pack; the final evaluation uses it too.",
         choices=("float32", "bfloat16", "float16"),
+    )
+    awake: bool = _output(
+        True,
+        "Keep a Mac awake during the run; its display may sleep. Elsewhere without effect.",
+        resumable=True,
     )
     max_pack_mb: float | None = _gate(
         None, "Gate: exit with code 1 if the pack is larger than MB megabytes.", metavar="MB"

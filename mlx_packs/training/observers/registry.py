@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from .console import Console
+from .machine import Machine
 from .metrics import MetricsFile
 from .observed_run import ObservedRun
 from .observer import Observer
@@ -12,6 +13,7 @@ from .trackers import Trackers
 
 # By name: makes the observer of a run, or None where the run's settings do not ask for it.
 OBSERVERS: dict[str, Callable[[ObservedRun], Observer | None]] = {
+    "machine": Machine.of,  # before those that log a line, to which it adds
     "metrics": MetricsFile,
     "console": Console,
     "trackers": Trackers.of,

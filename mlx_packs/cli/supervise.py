@@ -1,0 +1,293 @@
+"""`packs train --supervise`: the run is a process of its own, which goes on after it was killed."""
+
+import re
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from signal import SIGHUP, SIGKILL, SIGTERM, Signals
+
+from .. import macos, signals
+from ..display import Display
+from ..errors import Code, PackError, RunStopped
+from ..memory.pressure import LOW, memory_pressure, oom_kills
+from ..terminal import echo
+from ..training.checkpoint import batches_of
+from ..training.run_folder import checkpoints, run_folder
+from ..training.unattended import SUPERVISED, announce
+from .child import Child, Ended
+
+# `python -m mlx_packs` without the current folder on the path, whose files may be called as modules.
+_CODE = (
+    f"import sys; sys.path = [*filter(None, sys.path), {str(Path(__file__).parents[2])!r}]; "
+    "from mlx_packs.cli.main import main; main()"
+)
+PROGRAM = (sys.executable, "-c", _CODE, "train")
+_FINAL = {
+    0,
+    1,
+    2,
+    *(128 + number for number in signals.NUMBERS),
+}  # exit codes of runs that are over
+MAX_RESTARTS = 5  # by default
+_SHORT_S = 10.0  # before a kill, memory pressure counts
+_IDLE = 2  # attempts in a row without a new checkpoint are the last
+_KEPT_AGENT = (SIGTERM, SIGHUP)  # by which a Mac that shuts down ends a run
+
+# What MLX prints of its GPU (mlx/backend/metal/device.cpp throws Metal's own words), and this
+# program at an end of its own.
+_WATCHDOG = re.compile(
+    "kIOGPUCommandBufferCallbackError(Timeout|Hang|ImpactingInteractivity)|GPU Timeout"
+)
+_NO_MEMORY = re.compile(
+    "kIOGPUCommandBufferCallbackErrorOutOfMemory|^packs: memory is (exhausted|short)", re.MULTILINE
+)
+
+
+@dataclass(frozen=True)
+class Supervised:
+    """A run that is supervised.
+
+    Attributes:
+        first: arguments of `packs train` that start it; they name the pack.
+        again: arguments that go on with it.
+        at_login: arguments of a LaunchAgent, which do either.
+        pack: its folder.
+        resumes: whether ``first`` goes on with a run that is there.
+        batch_size: examples of a batch.
+        micro_batches: pieces that a batch is taken in at the start.
+        seconds: that it may train for; None without a limit.
+        max_restarts: how often it is started again.
+    """
+
+    first: tuple[str, ...]
+    again: tuple[str, ...]
+    at_login: tuple[str, ...]
+    pack: Path
+    resumes: bool = False
+    batch_size: int = 1
+    micro_batches: int = 1
+    seconds: float | None = None
+    max_restarts: int = MAX_RESTARTS
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a run ended early, and whether a smaller step may help."""
+
+    text: str
+    by_size: bool = False
+    code: Code = "interrupted"
+
+
+@dataclass
+class Supervisor:
+    """Starts a run, and again from its last checkpoint as long as that helps."""
+
+    run: Supervised
+    display: Display
+    asked: list[int] = field(default_factory=list, init=False)  # signals that end the run
+    _child: Child | None = field(default=None, init=False)
+    _pressed: float = field(default=-_SHORT_S, init=False)  # when memory was short
+    _kills: int | None = field(default=None, init=False)  # for want of memory, before the run
+    _others: frozenset = field(default_factory=frozenset, init=False)  # checkpoints of other runs
+
+    def __post_init__(self) -> None:
+        self._folder = run_folder(self.run.pack)
+        self._start = time.monotonic()
+        self._parts = self.run.micro_batches
+        if not self.run.resumes:
+            self._others = frozenset(map(_identity, checkpoints(self._folder)))
+
+    def supervise(self) -> int:
+        """Return the exit code of the run, whose result is printed.
+
+        Raises:
+            PackError: it is not started again; `exit_code` is that of its last attempt.
+        """
+        with signals.forwarded(self._send):
+            arguments, idle, reached = self.run.first, 0, self._batches()
+            for restarts in range(self.run.max_restarts + 1):
+                ended = self._attempt(arguments)
+                if self.asked or not _is_restarted(ended):
+                    echo(ended.result, end="")
+                    return _exit_code(ended)
+                cause, before = self._cause(ended), reached
+                smaller = cause.by_size and self._halve()
+                reached = self._batches()
+                idle = 0 if reached > before or smaller else idle + 1
+                if idle == _IDLE:
+                    when = "the second time in a row without a new checkpoint"
+                    raise self._given_up(ended, cause, when)
+                if restarts < self.run.max_restarts:
+                    self._say(restarts + 1, cause, smaller)
+                    arguments = self._next()
+            limit = f"and --max-restarts is {self.run.max_restarts}"
+            raise self._given_up(ended, cause, limit)
+
+    def _attempt(self, arguments: Sequence[str]) -> Ended:
+        self._kills = oom_kills()
+        self._child = Child([*PROGRAM, *arguments], {SUPERVISED: "1"})
+        for number in self.asked:  # they came before
+            self._child.send(number)
+        return self._child.wait(self._watch)
+
+    def _send(self, number: int) -> None:
+        self.asked.append(number)
+        if self._child is not None:
+            self._child.send(number)
+
+    def _watch(self) -> None:
+        """Remember when memory was short, where the system does not count what it kills for that."""
+        if self._kills is None and memory_pressure().level >= LOW:
+            self._pressed = time.monotonic()
+
+    def _cause(self, ended: Ended) -> Cause:
+        if _WATCHDOG.search(ended.messages):
+            return Cause("macOS ended the run's work on the GPU, which took too long", True)
+        if _NO_MEMORY.search(ended.messages):
+            return Cause("memory was exhausted", True, "memory")
+        if ended.code == -SIGKILL and self._was_short():
+            return Cause("the system killed the run for want of memory", True, "memory")
+        if ended.code < 0:
+            return Cause(f"the run was killed ({Signals(-ended.code).name})")
+        return Cause(f"the run crashed (exit code {ended.code})")
+
+    def _was_short(self) -> bool:
+        """Return whether memory was the likely reason of a kill just now."""
+        if self._kills is not None:
+            return (oom_kills() or 0) > self._kills
+        return time.monotonic() - self._pressed < _SHORT_S
+
+    def _halve(self) -> bool:
+        """Take batches in twice as many pieces; return whether they have so many examples."""
+        if 2 * self._parts > self.run.batch_size:
+            return False
+        self._parts *= 2
+        return True
+
+    def _own(self) -> list[Path]:
+        """Return the checkpoints of this run, oldest first."""
+        return [f for f in checkpoints(self._folder) if _identity(f) not in self._others]
+
+    def _batches(self) -> int:
+        own = self._own()
+        return batches_of(own[-1]) if own else 0
+
+    def _next(self) -> list[str]:
+        """Return the arguments of the next attempt."""
+        arguments = list(self.run.again if self._own() else self.run.first)
+        if self._parts > self.run.micro_batches:
+            arguments += ["--micro-batches", str(self._parts)]
+        if self.run.seconds is not None:
+            left = self.run.seconds - (time.monotonic() - self._start)
+            arguments += ["--time", f"{max(left, 1):.0f}s"]
+        return arguments
+
+    def _say(self, number: int, cause: Cause, smaller: bool) -> None:
+        own = self._own()
+        place = f"goes on from {own[-1].name}" if own else "starts again, as it had no checkpoint"
+        size = f", each batch in {self._parts} pieces" if smaller else ""
+        if cause.by_size and not smaller:
+            size = ", though its pieces are one example each already"
+        text = f"{cause.text}; it {place}{size} ({number} of {self.run.max_restarts})"
+        self.display.line("restart", text)
+
+    def _given_up(self, ended: Ended, cause: Cause, when: str) -> PackError:
+        reason, code = f"{cause.text}, {when}", cause.code
+        command = shlex.join(["packs", "train", *self._next()])
+        if own := self._own():
+            error = RunStopped(reason, own[-1], self.run.pack, code)
+            error.continue_with(command)
+        else:
+            error = PackError(
+                f"{reason}. It has no checkpoint. Start again with `{command}`.", code
+            )
+        error.exit_code = _exit_code(ended)
+        announce(self._start, self.run.pack, f"ended early: {reason}")
+        return error
+
+
+def _identity(checkpoint: Path) -> tuple[str, int, int]:
+    """Return what tells a checkpoint from a later one of the same name."""
+    status = checkpoint.stat()
+    return checkpoint.name, status.st_ino, status.st_mtime_ns
+
+
+def _is_restarted(ended: Ended) -> bool:
+    exhausted = ended.code == 2 and _NO_MEMORY.search(ended.messages)
+    return bool(exhausted) or ended.code not in _FINAL
+
+
+def _exit_code(ended: Ended) -> int:
+    """Return an exit code as a shell has it: 128 + n after signal n."""
+    return ended.code if ended.code >= 0 else 128 - ended.code
+
+
+def supervise(run: Supervised, display: Display, with_agent: bool) -> int:
+    """Return the exit code of a run that goes on after it was killed, and perhaps after a reboot.
+
+    Args:
+        run: the run.
+        display: where messages go.
+        with_agent: whether a LaunchAgent goes on with it at login, until it has ended.
+
+    Raises:
+        PackError: it is not started again, or there can be no LaunchAgent.
+    """
+    start = time.monotonic()
+    with ExitStack() as stack:
+        if with_agent:
+            agent = macos.LaunchAgent.of(run.pack)
+            stack.enter_context(agent.locked())
+            run = _with_agent(run, agent, display)
+        supervisor = Supervisor(run, display)
+        if with_agent:
+            stack.callback(_end_agent, agent, supervisor.asked, display)
+        code = supervisor.supervise()
+        if not supervisor.asked:
+            announce(start, run.pack, "is ready" if code == 0 else f"ended with exit code {code}")
+        return code
+
+
+def check_agent(overwrite: bool, pack: Path) -> None:
+    """Check that a LaunchAgent can go on with a run.
+
+    Raises:
+        PackError: this is no Mac, or checkpoints of an earlier run could be taken for its own.
+    """
+    if not macos.is_macos():
+        raise PackError(
+            "--launch-agent: is for macOS, which starts LaunchAgents at login. Use --supervise here.",
+            "unsupported",
+        )
+    run = run_folder(pack)
+    if overwrite and checkpoints(run) and not macos.LaunchAgent.of(pack).file.exists():
+        raise PackError(
+            f"--overwrite: {run} has checkpoints of an earlier run, which could be taken for those "
+            "of this one after a reboot. Remove the folder, or choose another --out.",
+            "conflict",
+        )
+
+
+def _with_agent(run: Supervised, agent: macos.LaunchAgent, display: Display) -> Supervised:
+    """Write the agent's file; return the run, which goes on if the file was there before."""
+    if agent.file.exists() and checkpoints(run_folder(run.pack)):
+        run = replace(run, first=run.again, resumes=True)
+    agent.write([*PROGRAM, *run.at_login])
+    display.line("agent", f"{agent.file}: goes on with the run at login, until it has ended")
+    return run
+
+
+def _end_agent(agent: macos.LaunchAgent, asked: Sequence[int], display: Display) -> None:
+    """Remove the agent's file, unless the Mac may be shutting down."""
+    if set(asked) & set(_KEPT_AGENT):
+        text = (
+            f"{agent.file} stays: the run goes on at the next login; without the file it does not"
+        )
+        display.line("agent", text)
+    else:
+        agent.remove()

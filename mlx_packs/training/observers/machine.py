@@ -1,0 +1,101 @@
+"""How hot, how saving and how short of memory a Mac is while it trains."""
+
+import time
+
+from ... import macos
+from ...memory.pressure import memory_pressure
+from .observed_run import ObservedRun
+from .observer import Observer
+
+_EVERY = 10.0  # seconds between two looks; each starts two programs
+
+# Fields in the lines of metrics.jsonl, and what the report calls the share of the time with a number
+# above 0.
+_THERMAL, _SAVING, _MEMORY = "thermal_pressure", "low_power_mode", "memory_pressure_level"
+SHARES = {_THERMAL: "throttled", _SAVING: "low_power_mode", _MEMORY: "memory_pressure"}
+
+
+class Machine(Observer):
+    """Adds the state of a Mac to the lines of reports, and says at the end what it cost.
+
+    The fields are numbers: ``thermal_pressure`` 0 (nominal) to 4 (`macos.THERMAL`),
+    ``low_power_mode`` 0 or 1, ``memory_pressure_level`` 0 (none) to 2 (critical). What macOS does
+    not say is left out.
+    """
+
+    def __init__(self, observed: ObservedRun) -> None:
+        self._display, self._curve, self._unit = observed.run.display, observed.curve, observed.unit
+        self._state: dict[str, int] = {}
+        self._next = 0.0
+
+    @classmethod
+    def of(cls, observed: ObservedRun) -> "Machine | None":
+        """Return the observer on a Mac; None elsewhere."""
+        return cls(observed) if macos.is_macos() else None
+
+    def on_report(self, line: dict, batches_per_s: float) -> None:
+        """Add the state of the machine to the line, which is logged after this."""
+        if (now := time.monotonic()) >= self._next:
+            self._state, self._next = read_state(), now + _EVERY
+        line |= self._state
+
+    def on_end(self, report: dict) -> None:
+        """Add the shares of the training time to the report, and show them."""
+        shares = shares_of(self._curve, self._unit)
+        if not shares:
+            return
+        report["machine"] = {f"{SHARES[name]}_share": share for name, share in shares.items()}
+        if _THERMAL in shares:
+            hottest = max(line.get(_THERMAL, 0) for line in self._curve)
+            report["machine"]["thermal_pressure"] = macos.THERMAL[hottest]
+        self._display.line("machine", described(report["machine"]))
+
+
+def read_state() -> dict[str, int]:
+    """Return the fields of a line, as far as macOS tells them."""
+    thermal, saving = macos.thermal_pressure(), macos.low_power_mode()
+    known = {
+        _THERMAL: None if thermal is None else macos.THERMAL.index(thermal),
+        _SAVING: None if saving is None else int(saving),
+        _MEMORY: memory_pressure().level,
+    }
+    return {name: value for name, value in known.items() if value is not None}
+
+
+def shares_of(curve: list[dict], unit: str) -> dict[str, float]:
+    """Return for each field the share of the training time, where it is known, that it was above 0.
+
+    A line stands for the seconds since the one before, by what was trained on and how fast; so a
+    resumed run counts whole.
+
+    Args:
+        curve: the lines of metrics.jsonl.
+        unit: what the run counts.
+    """
+    known, above = dict.fromkeys(SHARES, 0.0), dict.fromkeys(SHARES, 0.0)
+    trained = 0
+    for line in curve:
+        if f"trained_{unit}" not in line:
+            continue
+        speed = line.get(f"{unit}_per_s") or float("inf")
+        seconds = (line[f"trained_{unit}"] - trained) / speed
+        trained = line[f"trained_{unit}"]
+        for name in SHARES:
+            if isinstance(line.get(name), int):
+                known[name] += seconds
+                above[name] += seconds if line[name] > 0 else 0.0
+    return {name: above[name] / known[name] for name in SHARES if known[name] > 0}
+
+
+def described(machine: dict) -> str:
+    """Return the entry ``machine`` of a report as one line."""
+    parts = []
+    if "throttled_share" in machine:
+        hottest = machine["thermal_pressure"]
+        at_most = f" (thermal pressure {hottest} at most)" if hottest != "nominal" else ""
+        parts.append(f"throttled {machine['throttled_share']:.0%} of the training time{at_most}")
+    if "low_power_mode_share" in machine:
+        parts.append(f"in Low Power Mode {machine['low_power_mode_share']:.0%}")
+    if "memory_pressure_share" in machine:
+        parts.append(f"under memory pressure {machine['memory_pressure_share']:.0%}")
+    return " · ".join(parts)

@@ -1,0 +1,158 @@
+"""Runs on a Mac at night, by stand-ins for its programs: awake, observed, announced."""
+
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mlx_packs import macos, train_pack
+from mlx_packs.display import QUIET, Display
+from mlx_packs.errors import RunStopped
+from mlx_packs.reading import sha256
+from mlx_packs.training import unattended as module
+from mlx_packs.training.observers import machine
+from mlx_packs.training.observers.machine import described, shares_of
+from mlx_packs.training.unattended import SUPERVISED, unattended
+from tests.helpers.observers import observe
+from tests.helpers.rows import CHATS, write_rows
+from tests.helpers.runs import LORA, TRAIN, Lines
+
+PACK = Path("packs/notes")
+
+
+def is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def caffeinate_of(mac) -> int:
+    """Return the process of caffeinate, which may still be at its start."""
+    file, end = mac.folder / "caffeinate.pid", time.monotonic() + 20
+    while not (file.is_file() and file.read_text().strip()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return int(file.read_text())
+
+
+def test_a_mac_is_kept_awake_for_the_length_of_a_run_and_its_display_is_not(mac):
+    lines = Lines()
+    with pytest.raises(ZeroDivisionError), unattended(True, PACK, lines):
+        process = caffeinate_of(mac)
+        assert is_running(process)
+        assert mac.asked("caffeinate") == ["-i", "-s", "-w", str(os.getpid())]
+        raise ZeroDivisionError
+    assert not is_running(process)
+    assert len(lines.lines) == 1
+
+
+def test_a_mac_may_sleep_without_the_setting_or_without_caffeinate(mac, monkeypatch):
+    lines = Lines()
+    with unattended(False, PACK, lines):
+        pass
+    assert not mac.asked("caffeinate") and not lines.lines
+    monkeypatch.setenv("PATH", "/nowhere")
+    with unattended(True, PACK, lines):
+        assert lines.lines[0].startswith("note caffeinate")
+
+
+def test_elsewhere_no_program_is_started(mac, monkeypatch):
+    monkeypatch.setattr(macos, "is_macos", lambda: False)
+    monkeypatch.setattr(module, "NOTIFIED_S", 0)
+    with unattended(True, PACK, Display(QUIET)):
+        pass
+    assert not mac.asked("caffeinate") and not mac.asked("osascript")
+
+
+def test_the_end_of_a_long_run_is_announced(mac, monkeypatch):
+    def end(error: Exception | None = None) -> list[str]:
+        try:
+            with unattended(False, PACK, Display(QUIET)):
+                if error:
+                    raise error
+        except Exception as raised:
+            assert raised is error
+        texts = mac.asked("osascript")[-2:]
+        (mac.folder / "osascript.log").unlink(missing_ok=True)
+        return texts
+
+    assert end() == []  # it was short
+    monkeypatch.setattr(module, "NOTIFIED_S", 0)
+    assert end() == ["mlx-packs", "packs/notes is ready (0:00)"]
+    assert end(ValueError("x")) == ["mlx-packs", "packs/notes ended early: ValueError (0:00)"]
+    short = RunStopped("memory is short", PACK, PACK, "memory")
+    assert end(short)[1].startswith("packs/notes ended early: memory is short.")
+    assert end(RunStopped("interrupted", PACK, PACK, "interrupted", 130)) == []  # somebody is there
+    monkeypatch.setenv(SUPERVISED, "1")
+    assert end() == []
+
+
+def test_what_a_notification_says_is_no_script(mac):
+    macos.notify('a" & (do shell script "id")', "b'; $(id)")
+    assert mac.asked("osascript")[-2:] == ['a" & (do shell script "id")', "b'; $(id)"]
+    assert "a" not in mac.asked("osascript")[:-2]
+
+
+def test_heat_and_power_are_in_the_log_and_their_shares_in_the_report(
+    mac, shared_tiny, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(machine, "_EVERY", 0.0)
+    rows = write_rows(tmp_path / "d", train=CHATS, valid=CHATS[:2])
+    settings = replace(TRAIN, iters=4, save_every=2, awake=False)
+
+    def warm_up(line):
+        mac.answer(thermal=2 if line["batch"] == 1 else 0, saving=int(line["batch"] == 3))
+
+    observe(monkeypatch, on_step=warm_up)
+    display = Lines()
+    run = train_pack(shared_tiny, rows, LORA, settings, tmp_path / "p", display=display)
+    lines = [json.loads(line) for line in (run.run / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if "loss" in line]
+    assert [line["thermal_pressure"] for line in lines] == [2, 0, 0, 0]
+    assert [line["low_power_mode"] for line in lines] == [0, 0, 1, 0]
+    assert [line["memory_pressure_level"] for line in lines] == [0, 0, 0, 0]
+    shares = run.report["machine"]
+    assert 0 < shares["throttled_share"] < 1 and 0 < shares["low_power_mode_share"] < 1
+    assert shares["memory_pressure_share"] == 0 and shares["thermal_pressure"] == "heavy"
+    assert any(line.startswith("machine throttled") for line in display.lines)
+
+
+def test_a_resumed_run_counts_whole_and_what_is_unknown_is_left_out():
+    curve = [
+        {"batch": 1, "trained_tokens": 100, "tokens_per_s": 10.0, "thermal_pressure": 1},  # 10 s
+        {"batch": 1, "valid_loss": 2.0},
+        {"batch": 2, "trained_tokens": 200, "tokens_per_s": 5.0},  # 20 s, unknown
+        {"batch": 3, "trained_tokens": 500, "tokens_per_s": 10.0, "thermal_pressure": 0},  # 30 s
+    ]
+    assert shares_of(curve, "tokens") == {"thermal_pressure": 0.25}
+    assert shares_of([], "tokens") == {}
+    assert shares_of([{"batch": 1, "loss": 1.0}], "tokens") == {}
+    line = described({"throttled_share": 0.25, "thermal_pressure": "moderate"})
+    assert line == "throttled 25% of the training time (thermal pressure moderate at most)"
+
+
+def test_elsewhere_the_log_has_no_such_fields(shared_tiny, tmp_path):
+    rows = write_rows(tmp_path / "d", train=CHATS, valid=CHATS[:2])
+    run = train_pack(shared_tiny, rows, LORA, replace(TRAIN, iters=1), tmp_path / "p")
+    assert "machine" not in run.report or macos.is_macos()
+    assert not any(name in line for line in run.curve for name in machine.SHARES)
+
+
+def test_batches_in_pieces_are_the_same_update_and_a_resumed_run_may_change_them(
+    shared_tiny, tmp_path
+):
+    rows = write_rows(tmp_path / "d", train=CHATS, valid=CHATS[:2])
+    losses, packs = [], []
+    for name, pieces in (("one", 1), ("two", 2)):
+        settings = replace(TRAIN, iters=2, micro_batches=pieces)
+        run = train_pack(shared_tiny, rows, LORA, settings, tmp_path / name)
+        losses.append([line["loss"] for line in run.curve if "loss" in line])
+        packs.append(sha256(next((tmp_path / name).glob("*.safetensors"))))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4) and packs[0] != packs[1]
+    settings = replace(TRAIN, iters=3, micro_batches=2)
+    resumed = train_pack(shared_tiny, rows, LORA, settings, tmp_path / "one", resume=True)
+    assert resumed.report["batches"] == 3
