@@ -27,7 +27,7 @@ for one in mp.evaluate_batch(
     print(f"{one.name:<5} x {one.batch_size}: PPL {one.ppl:.1f}, {one.decode_tps:.0f} tokens/s")
 
 # %% Hot-swap: with the pack, and without it again
-prompt = chat_prompt(base, [{"role": "user", "content": "Continue: And it came to pass"}])
+prompt = chat_prompt(base, [{"role": "user", "content": "Call Anna on Friday at noon."}])
 with base.applied(run.pack):
     print("with   ", complete(base, prompt, 30))
 print("without", complete(base, prompt, 30))

@@ -19,12 +19,15 @@ from mlx_packs.cli.main import main
 from mlx_packs.errors import PackError
 from mlx_packs.ops import _backend
 from mlx_packs.packs.base import Base, load_base
+from mlx_packs.report import picture
 from mlx_packs.runtime import mx
 from mlx_packs.terminal import printable
+from mlx_packs.training.observers.registry import OBSERVERS
 from mlx_packs.training.tasks.causal_lm import SamplePrompt
 from tests.helpers.emulation import Emulated, emulation
 from tests.helpers.encoders import write_encoder
 from tests.helpers.local_hub import LocalHub, local_hub
+from tests.helpers.mac import Mac
 from tests.helpers.rows import CHATS, write_rows
 from tests.helpers.runs import LORA, TRAIN
 
@@ -114,6 +117,12 @@ def hub(here, monkeypatch) -> Iterator[LocalHub]:
 
 
 @pytest.fixture
+def mac(tmp_path, monkeypatch) -> Mac:
+    """A Mac, by stand-ins for its programs."""
+    return Mac(tmp_path / "mac", monkeypatch)
+
+
+@pytest.fixture
 def run(monkeypatch, capsys):
     """Run `packs ARGS` as a program; its exit code, stdout and stderr.
 
@@ -199,6 +208,21 @@ def _no_sample_text() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SamplePrompt, "complete", lambda *_: "")
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_picture() -> Iterator[None]:
+    """Runs draw no loss.png, which takes as long as their steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(picture, "is_installed", lambda: False)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _no_page(request, monkeypatch) -> None:
+    """Runs that a test starts write no report.html, unless it is marked ``page``."""
+    if request.node.get_closest_marker("page") is None:
+        monkeypatch.delitem(OBSERVERS, "page", raising=False)
 
 
 @pytest.fixture

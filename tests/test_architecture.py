@@ -10,8 +10,8 @@ PACKAGE = Path(__file__).parents[1] / "mlx_packs"
 # A package (or module at the top) imports only from those above it, and from itself.
 LAYERS = """
 terminal errors signals elf fork blas runtime kinds reading hashes filesystem leftovers files display
-gates measurements chips
-schedules config ops optim nn bases adapters data objectives packs memory inference evaluation training
+gates measurements chips macos
+schedules config report ops optim nn bases adapters data objectives inference packs memory evaluation training
 convert bench cli
 """.split()
 ENTRY_POINTS = ("__init__", "__main__", "train")  # import what they like; nobody imports them
@@ -141,6 +141,7 @@ OWN_READERS = {
     "runtime.py": "/proc and /sys",
     "elf.py": "libraries of this process",
     "__init__.py": "the program's own stub",
+    "convert/gguf.py": "mx.load, of the file that it wrote",
     "convert/merge_plan.py": "mx.load, of files that were checked",
     "bases/writer.py": "mx.load, of files that were checked",
     "bases/encoder.py": "mx.load, of files that were checked",
@@ -152,7 +153,9 @@ OWN_READERS = {
     "data/token_store.py": "a file that it makes",
     "memory/pressure.py": "what Linux says of memory",
     "training/on_nan.py": "a run, by the reader",
-    **dict.fromkeys(("data/rows.py", "data/formats.py", "data/json_lines.py"), "rows, bounded"),
+    **dict.fromkeys(
+        ("data/rows.py", "data/chat_formats.py", "data/json_lines.py"), "rows, bounded"
+    ),
     **dict.fromkeys(("training/checkpoint.py", "training/run_folder.py"), "a run of its own"),
     **dict.fromkeys(("training/registered_layer.py", "training/run.py"), "files that were checked"),
 }

@@ -219,6 +219,7 @@ def test_products_of_all_dtypes_are_those_of_numpy():
             assert np.allclose(product, a @ b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_doctor_says_what_an_unbound_blas_costs(run, monkeypatch):
     monkeypatch.setattr(runtime, "BLAS", blas.Blas("as linked", False, f"{blas.SLOW}: unknown"))
     code, out, _ = run("doctor")

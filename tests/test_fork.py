@@ -88,6 +88,7 @@ with ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as pool:
     assert numbers == "[0, 0, 1, 3]" and error.startswith(WITH_ERROR)
 
 
+@pytest.mark.slow
 def test_a_base_cannot_be_used_in_a_fork_but_loaded_in_one():
     code = (
         FORK

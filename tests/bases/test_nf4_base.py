@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from benchmarks.workloads import PASSAGES
 from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, train_pack
 from mlx_packs.adapters.lora import attach
 from mlx_packs.bases.bitsandbytes import config_of, to_bitsandbytes
@@ -340,7 +341,7 @@ def test_200_steps_on_nf4_end_within_two_percent_of_affine_4_bit(bf16_tiny, tmp_
             quantize=mode,
             matmul_path="dense",
         )
-        run = train_pack(str(bf16_tiny), "tiny", LoRAConfig(rank=16), train, tmp_path / mode)
+        run = train_pack(str(bf16_tiny), PASSAGES, LoRAConfig(rank=16), train, tmp_path / mode)
         result[mode] = run.report
         print(mode, {k: v for k, v in run.report.items() if k.startswith("ppl")})
     assert result["nf4"]["ppl_after"] < 0.7 * result["nf4"]["ppl_before"]

@@ -77,7 +77,7 @@ def test_a_gpu_that_the_table_does_not_know_is_measured(gpu, monkeypatch, native
 def test_a_plan_names_dtype_and_reason(gpu, tmp_path, run):
     gpu("Apple M1 Max")
     base = write_checkpoint(tmp_path / "base", dtype=mx.bfloat16, torch_dtype="bfloat16")
-    plan = ["plan", "--model", base, "--memory", 8]
+    plan = ["plan", "--model", base, "--budget", 8]
     dtypes = {o["method"]: o["compute_dtype"] for o in json.loads(run(*plan, "--json")[1])}
     assert dtypes["lora"] == {"name": "float16", "why": "Apple M1 Max has no native bfloat16"}
     assert dtypes["lora-fp32"]["name"] == dtypes["full"]["name"] == "float32"

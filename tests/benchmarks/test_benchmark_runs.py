@@ -128,6 +128,7 @@ def test_patched_rows_are_sorted_and_batches_have_targets():
     assert sorted(lengths) == [[3, 5], [7, 9]]
 
 
+@pytest.mark.slow
 def test_memory_of_sides_alone_is_recorded_with_ratios(in_this_process, tmp_path, capsys):
     file = tmp_path / "h.jsonl"
     assert memory.main(["--workload", "small", "--history", str(file)]) == 0
@@ -149,6 +150,7 @@ def test_memory_of_sides_alone_is_recorded_with_ratios(in_this_process, tmp_path
     assert "times mlx-lm stock's transient memory" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_memory_of_different_results_is_not_shown(in_this_process, tmp_path, monkeypatch):
     step = memory.Ours.step
     monkeypatch.setattr(memory.Ours, "step", lambda *a: (0.0, 1.01 * step(*a)[1]))
@@ -186,6 +188,7 @@ def test_swaps_are_timed_against_loading_anew(tmp_path):
     assert all(r.unit == "ms" and r.p50 > 0 for r in result.values())
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_is_named(capfd):
     with pytest.raises(alone.Failed, match="benchmarks.load --model nowhere .*exit code 2"):
         alone.run("load", ["--model", "nowhere", "--alone", load.OURS])
@@ -303,6 +306,7 @@ def test_a_run_of_ours_and_of_mlx_lm_end_at_the_same_loss(in_this_process, tmp_p
 QUICK = ["--rounds", "1", "--tokens", "4", "--repeat", "1", "--matmul-path", "dense"]
 
 
+@pytest.mark.slow
 def test_generating_is_timed_where_all_say_the_same(tmp_path):
     file = tmp_path / "h.jsonl"
     assert generate.main([*QUICK, "--history", str(file)]) == 0
@@ -326,7 +330,7 @@ def test_every_op_is_raced_by_one_command(tmp_path, capsys):
     assert ops.main(["--only", "no such shape"]) == 2
 
 
-@pytest.mark.parametrize("path", ["dense", "transient"])
+@pytest.mark.parametrize("path", ["dense", pytest.param("transient", marks=pytest.mark.slow)])
 def test_a_profile_explains_a_step_and_shows_what_it_does_not(path, tmp_path):
     file = tmp_path / "h.jsonl"
     arguments = [
@@ -359,6 +363,7 @@ def test_a_profile_explains_a_step_and_shows_what_it_does_not(path, tmp_path):
     assert parts <= set(times)
 
 
+@pytest.mark.slow
 def test_the_flops_of_a_profile_are_those_of_the_shapes(tmp_path):
     file = tmp_path / "h.jsonl"
     assert profile.main(["--workload", "small", "--repeats", "1", "--history", str(file)]) == 0

@@ -328,7 +328,9 @@ USES = (
 @pytest.mark.parametrize("use", USES, ids=lambda use: use[0])
 def test_pack_of_another_base_is_rejected(trained_pack, untouched, use):
     edit_manifest(trained_pack, lambda m: m["base"].update(fingerprint="0" * 64, id="other"))
-    check(untouched(*use), "mismatch", None, "o: ", "other", "000000000000", "tiny")
+    check(
+        untouched(*use, "--model", "tiny"), "mismatch", None, "o: ", "other", "000000000000", "tiny"
+    )
 
 
 @pytest.mark.parametrize("use", [("inspect", "o"), *USES], ids=lambda use: use[0])

@@ -45,7 +45,7 @@ class Repo:
 class LocalHub:
     """Repositories by name, and what happened to them.
 
-    ``requests``: method, path and Range of each.   ``tokens``: Authorization seen, by host.
+    ``requests``: method, path and Range of each.   ``tokens``: host, path and Authorization of each.
     ``cut``, ``hold``: bytes of a file to send before its connection is closed (once), or stands
     still until the hub is closed.   ``elsewhere``: address that LFS files are redirected to.
     ``tamper``: what becomes of every JSON answer.
@@ -55,7 +55,7 @@ class LocalHub:
     repos: dict[str, Repo] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
-    tokens: dict[str, set[str | None]] = field(default_factory=dict)
+    tokens: list[tuple[str, str, str | None]] = field(default_factory=list)
     elsewhere: str = ""
     tamper: Callable[[bytes], bytes] | None = None
     no_ranges: bool = False
@@ -126,7 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append((method, path, self.headers.get("Range")))
         host = self.headers["Host"].partition(":")[0]
-        self.hub.tokens.setdefault(host, set()).add(self.headers.get("Authorization"))
+        self.hub.tokens.append((host, path, self.headers.get("Authorization")))
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         routes = {
             ("POST", "/api/repos/create"): self._create,

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from benchmarks.data import write
+from mlx_packs.config.recipe import resolve, tiny_recipe
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.memory.examples import example_memory
 
@@ -56,14 +57,15 @@ def test_plan_counts_examples_and_leaves_their_memory_free(here, run):
     assert counted.rows == 3000 and counted.file_bytes == (here / "d.jsonl").stat().st_size
     code, out, _ = run("plan", "--data", "d.jsonl")
     assert code == 0 and "d.jsonl · 3,000 examples" in out and out.rstrip().endswith("d.jsonl")
+    batch_size = resolve(tiny_recipe()).train.batch_size
     least = json.loads(run("plan", "--json")[1])[0]["peak_gb"] * 1.2
     room = least + counted.nbytes / 1e9
     for args, gb in (((), least), (("--data", "d.jsonl"), room)):
         fitting = json.loads(run("plan", "--memory", str(gb), "--json", *args)[1])[0]
-        assert fitting["fits"] and fitting["batch_size"] == 4
+        assert fitting["fits"] and fitting["batch_size"] == batch_size
     assert run("plan", "--memory", "0.01", "--data", "d.jsonl")[0] == 2
     tight = json.loads(run("plan", "--memory", str(least), "--json", "--data", "d.jsonl")[1])[0]
-    assert tight["batch_size"] < 4 and tight["data_gb"] == counted.nbytes / 1e9
+    assert tight["batch_size"] < batch_size and tight["data_gb"] == counted.nbytes / 1e9
 
 
 def test_plan_counts_a_json_list_whole_and_a_hub_name_not(here, run):

@@ -41,7 +41,7 @@ def learned(option: Option) -> tuple:
     return option.lora.rank, option.train.max_seq_length, option.method != "qlora"
 
 
-@pytest.mark.parametrize("device", ["cpu", "gpu"])
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), "gpu"])
 @pytest.mark.parametrize(
     "name", ["small", "qwen3-4b", pytest.param("llama-3-8b", marks=pytest.mark.slow)]
 )

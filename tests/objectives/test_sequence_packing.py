@@ -207,6 +207,7 @@ def test_packed_run_says_how_full_it_is_and_plans_its_own_shapes(
     assert {width for width, _ in planned[0]} == {95}
 
 
+@pytest.mark.slow
 def test_aligned_run_learns_what_a_packed_run_learns(tiny, ragged_chats, tmp_path, monkeypatch):
     """As on a GPU whose attention needs no mask, with another order of examples."""
     plain = train_pack(tiny, ragged_chats, LoRAConfig(rank=2), PACKED, tmp_path / "plain").report

@@ -7,6 +7,7 @@ from mlx_packs.ops import features
 from mlx_packs.runtime import mx
 from mlx_packs.training import run as run_module
 from tests.helpers.families import family_base
+from tests.helpers.rows import CHATS
 from tests.helpers.runs import LORA, TRAIN, Lines
 
 ALL = (features.ATTENTION, features.CROSS_ENTROPY, features.GATED_DELTA)
@@ -45,7 +46,7 @@ def test_a_run_says_once_what_its_base_would_use(tiny, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(features, "missing", lambda wanted: asked.append(wanted) or "an old one")
     display = Lines()
-    train_pack(tiny, "tiny", LORA, TRAIN, tmp_path / "pack", display=display)
+    train_pack(tiny, CHATS, LORA, TRAIN, tmp_path / "pack", display=display)
     assert display.lines.count("mlx an old one") == 1
     assert asked == [ALL[:2]]
 

@@ -161,6 +161,7 @@ def test_dense_path_is_kept_while_packs_of_one_shape_are_swapped(shared_tiny, pa
     )
 
 
+@pytest.mark.slow
 def test_packs_of_one_shape_share_the_traces_that_score_them():
     # one trace for three packs; without g++ MLX compiles nothing on a CPU and traces each call
     code = """

@@ -493,6 +493,21 @@ def test_an_old_card_gets_metadata_before_it_is_pushed(hub, here):
     }
 
 
+def test_push_sends_samples_on_request_alone(hub, here):
+    samples = [{"prompt": "a held-out row", "wanted": "its answer", "before": "b", "after": "c"}]
+
+    def sent(**options) -> str:
+        write_pack(here / "p", samples=samples)
+        mp.push("p", "me/p", **options)
+        files = hub.repos["me/p"].commits[hub.repos["me/p"].branches[MAIN]]
+        return (files["pack.json"] + files["README.md"]).decode()
+
+    shown = sent(samples=True)
+    assert shown.count("a held-out row") == 2 and "its answer" in shown
+    shutil.rmtree(here / "p")
+    assert "held-out row" not in sent() and "samples" not in mp.Pack.open("p").manifest
+
+
 def test_push_leaves_no_path_of_this_machine_in_what_it_sends(hub, here):
     home = Path.home()
     recipe = {
@@ -556,8 +571,14 @@ def test_a_config_of_an_earlier_pack_does_not_stay_on_the_hub(hub, here):
 def test_a_token_goes_to_the_hub_and_nowhere_else(pushed, hub, here, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     hub.elsewhere = hub.url.replace("127.0.0.1", "localhost")
+    hub.repos["me/p"].commit({"note.txt": hub.url.encode()})  # a commit that is this test's alone
+    sha = hub.repos["me/p"].branches[MAIN]
     mp.pull("me/p", "q")
-    assert hub.tokens == {"127.0.0.1": {"Bearer hf_secret"}, "localhost": {None}}
+    # a client of another process may knock at a port that was its own hub's: it asks for other paths
+    of_pull = {
+        (host, token) for host, path, token in hub.tokens if "objects" in path or sha in path
+    }
+    assert of_pull == {("127.0.0.1", "Bearer hf_secret"), ("localhost", None)}
 
 
 def test_a_push_that_the_hub_forbids_says_what_to_do(hub, here, rejected):

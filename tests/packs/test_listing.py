@@ -171,7 +171,7 @@ def test_a_manifest_cannot_steer_the_terminal(tmp_path, run, monkeypatch, comman
 def test_manifest_cannot_steer_the_terminal_by_errors_or_json(tmp_path, run, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_pack(tmp_path / "p", base=BASE | {"id": "x\x1b[2J\n\x9by", "model_type": "qwen3\x7f"})
-    code, out, err = run("apply", "p", "--dry-run")
+    code, out, err = run("apply", "p", "--dry-run", "--model", "tiny")
     assert (code, out) == (2, "") and "qwen3? (x?[2J??y)" in err and err.count("\n") == 1
     assert "x?[2J??y" in run("inspect", "p")[1]
     out = run("inspect", "p", "--json")[1]

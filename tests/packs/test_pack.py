@@ -23,6 +23,7 @@ from mlx_packs.adapters.lora import attach
 from mlx_packs.bases import loading
 from mlx_packs.errors import PackError
 from mlx_packs.files import atomic_folder
+from mlx_packs.packs.base import find_base
 from mlx_packs.packs.card import model_card
 from mlx_packs.packs.fit import check_fit
 from mlx_packs.packs.pack import round_adapters
@@ -408,6 +409,26 @@ def test_commands_run_code_of_a_checkpoint_only_when_told_to(here, monkeypatch, 
     run(*args, "--model", "base")
     run(*args, "--model", "base", "--trust-remote-code")
     assert trusted == [False, True]
+
+
+@pytest.mark.parametrize("place", ["here", "beside"])
+def test_the_base_of_a_pack_is_found(quantized_folder, here, run, place):
+    """Its folder stands here, or where the run beside the pack says."""
+    shutil.copytree(quantized_folder / "p4", here / "p4")
+    shutil.copytree(quantized_folder / "base", here / {"here": "base", "beside": "other"}[place])
+    generate = ("generate", "--pack", "p4=0.5", "--prompt", "a", "--max-tokens", 2)
+    if place == "beside":
+        assert run(*generate)[0] == 2
+        check(run.error, "not-found", "model", "base", "--model DIR")
+        (here / "p4-run").mkdir()
+        identity = {"recipe": {"model": str(here / "other")}}
+        (here / "p4-run" / "config.json").write_text(json.dumps(identity))
+    assert run(*generate)[0] == 0
+    assert run("apply", "p4", "--dry-run")[0] == 0
+    assert find_base(Pack.open("p4")) == {"here": "base", "beside": str(here / "other")}[place]
+    (here / "p4-run").mkdir(exist_ok=True)
+    (here / "p4-run" / "config.json").write_text("[]")
+    assert run("apply", "p4", "--dry-run")[0] == {"here": 0, "beside": 2}[place]
 
 
 def test_generate_json_is_alone_on_stdout(pack, run):

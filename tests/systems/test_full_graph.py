@@ -6,12 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlx_packs import Pack, load_base
+from mlx_packs import Pack, evaluate, load_base
+from mlx_packs.evaluation.answers import Exam
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import layout, logits, write_checkpoint, write_quantized
 from tests.helpers.errors import check
 from tests.helpers.memory import active_bytes
-from tests.helpers.rows import write_rows
+from tests.helpers.rows import chat, write_rows
 
 pytestmark = pytest.mark.systems
 
@@ -78,6 +79,22 @@ def test_the_default_is_the_true_forward_with_all_projections(graph_folder, trai
     tensors = Pack.open(graph_folder / "true").load_tensors()
     assert all(mx.abs(t).max().item() > 0 for t in tensors.values())  # each B has moved
     assert report["ppl_after"] < report["ppl_before"]
+
+
+def test_a_metric_asks_the_whole_base_with_what_a_proxy_trained(
+    graph_folder, train_graph, monkeypatch
+):
+    asked = []
+    answers = Exam.answers
+    monkeypatch.setattr(Exam, "answers", lambda exam: asked.append(answers(exam)) or asked[-1])
+    chats = write_rows(graph_folder / "chats", train=[chat("Say yes.", "yes")] * 8)
+    proxy = ("--objective", "projection-stack", "--data", chats, "--metric", "exact")
+    report = train_graph("llama", "asked", *proxy, iters=8)
+    assert report["answers"]["rows"] == 1 and report["samples"][0]["before"] == asked[0][0]
+    pack = graph_folder / "asked"
+    again = evaluate(load_base(graph_folder / "llama"), pack, chats, split="valid", metric="exact")
+    assert again.to_json()["answers"] == report["answers"]
+    assert asked[2:] == asked[:2] and asked[0] != asked[1]
 
 
 def test_projection_stack_is_in_the_manifest_and_scored_on_the_true_forward(

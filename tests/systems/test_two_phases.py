@@ -117,6 +117,7 @@ def test_weights_take_4_127_bits(note_run, llama, tmp_path, run):
     assert json.loads(out)["bits_per_quantized_weight"] == pytest.approx(4.127, abs=0.02)
 
 
+@pytest.mark.slow
 def test_the_pack_is_merged_swapped_and_exported(note_run, llama, tmp_path, run):
     out, _ = note_run
     merged = ["merge", out, "--model", llama, "--out", tmp_path / "m", "--json"]
