@@ -29,6 +29,8 @@ REPORT = "report.json"  # what the run reported at its end
 PICTURE = "loss.png"
 RUN_FORMAT = "mlx_packs run 1"
 _POINTER = "latest"  # which early versions wrote
+# What is no number in a line of metrics.jsonl: the phase, and what observers are told in `on_event`.
+_OF_EVENTS = ("phase", "memory_pressure", "fault", "action", "to", "rows")
 
 
 def run_folder(pack: Path) -> Path:
@@ -233,7 +235,7 @@ def logged_metrics(run: Path) -> list[dict]:
 
 
 def _metrics_line(text: str) -> dict | None:
-    """Return a line of metrics.jsonl: numbers by name, and perhaps a phase, or scores by phase."""
+    """Return a line of metrics.jsonl: numbers by name, and perhaps an event, or scores by phase."""
     try:
         line = parse_json(text)
     except ValueError:
@@ -243,6 +245,6 @@ def _metrics_line(text: str) -> dict | None:
     scores = line.get("held_out", {})
     if not isinstance(scores, dict) or not all(isinstance(s, dict) for s in scores.values()):
         return None
-    values = {k: v for k, v in line.items() if k not in ("phase", "held_out")}
+    values = {k: v for k, v in line.items() if k not in ("held_out", *_OF_EVENTS)}
     numbers = [*values.values(), *(n for score in scores.values() for n in score.values())]
     return line if all(type(number) in (int, float, NoneType) for number in numbers) else None

@@ -203,6 +203,19 @@ def test_resume_drops_what_was_logged_beyond_the_checkpoint(trained_copy, resume
     assert run.curve == lines
 
 
+def test_read_metrics_keeps_what_happened(tmp_path):
+    lines = [
+        {"batch": 1, "loss": 2.0},
+        {"batch": 2, "micro_batches": 2, "memory_pressure": "macOS: memory pressure"},
+        {"batch": 3, "fault": "loss nan", "action": "skip", "in_a_row": 1, "rows": ["a:1", "a:2"]},
+    ]
+    damaged = ['{"batch": 2, "loss": "2', '{"batch": 3, "loss": "x"}', '["batch"]']
+    text = "\n".join([*map(json.dumps, lines), *damaged])
+    (tmp_path / "metrics.jsonl").write_text(text)
+    assert read_metrics(tmp_path, 3) == lines
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == list(map(json.dumps, lines))
+
+
 def test_read_metrics_of_a_run_that_logged_nothing(tmp_path):
     assert read_metrics(tmp_path, 5) == []
 
