@@ -19,7 +19,7 @@ _BAR = 40  # characters of the longest bar of a histogram
 
 
 @click.command()
-@click.argument("path", metavar="PATH")
+@click.argument("path", metavar="PATH", type=click.Path())
 @options.setting(
     "model", default="tiny", help="Base model whose tokenizer and chat template count."
 )

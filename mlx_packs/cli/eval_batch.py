@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @click.command("eval-batch")
-@click.argument("more", nargs=-1, metavar="[PACK]...")
+@click.argument("more", nargs=-1, metavar="[PACK]...", type=click.Path())
 @options.model_of_pack
 @options.packs("Pack to compare; PACK=0.5 applies half of its delta. Repeatable.")
 @options.data()

@@ -13,7 +13,7 @@ _AS_TRAINED = "as the pack was trained"
 
 
 @click.command("eval")
-@click.argument("pack", required=False)
+@click.argument("pack", required=False, type=click.Path())
 @options.model_of_pack
 @options.packs("Pack and its weight; the deltas of several add up. Repeatable.", "PACK=WEIGHT")
 @options.data()
@@ -62,7 +62,7 @@ def evaluate(
 
 
 @click.command()
-@click.argument("packs", nargs=-1, metavar="[PACK[=WEIGHT]]...")
+@click.argument("packs", nargs=-1, metavar="[PACK[=WEIGHT]]...", type=click.Path())
 @options.model_of_pack
 @option(
     "--tasks", required=True, metavar="NAMES", help="Names of lm_eval tasks, separated by commas."

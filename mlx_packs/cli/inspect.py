@@ -154,7 +154,7 @@ def _adapted_line(module: dict) -> str:
 
 
 @click.command("list")
-@click.argument("folder", required=False)
+@click.argument("folder", required=False, type=click.Path())
 @option("--hub-cache", is_flag=True, help="List the packs in the Hugging Face Hub's caches.")
 @options.as_json
 def list_packs(folder: str | None, hub_cache: bool) -> None:
@@ -174,8 +174,8 @@ def list_packs(folder: str | None, hub_cache: bool) -> None:
 
 
 @click.command()
-@click.argument("a")
-@click.argument("b")
+@click.argument("a", type=click.Path())
+@click.argument("b", type=click.Path())
 @options.as_json
 def diff(a: str, b: str) -> None:
     """Compare the deltas of two packs.

@@ -54,6 +54,7 @@ COMMANDS = {
         "export": "convert:export",
         "import": "convert:import_",
     },
+    "Shell": {"completion": "completion:completion"},
 }
 
 # RuntimeErrors of MLX (Metal, CUDA or host) that are no defect of the program

@@ -77,7 +77,7 @@ def merge(pack: Path, model: str | None, out: str, **settings) -> None:
 
 
 @click.command()
-@click.argument("weighted_packs", metavar="PACK=WEIGHT...", nargs=-1)
+@click.argument("weighted_packs", metavar="PACK=WEIGHT...", nargs=-1, type=click.Path())
 @options.out("Folder to write the pack to.")
 @option(
     "--method",

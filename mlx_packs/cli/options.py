@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import click
+from click.shell_completion import CompletionItem
 
 from ..config.choices import MATMUL_PATHS
 from ..config.fields import SECTIONS, facts_of, flags_of
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from ..packs.pack import Pack
 
 
+_PATHS = ("DIR", "FILE", "DATA", "MODEL", "PACK", "PACK=WEIGHT")  # metavars
 ARGUMENTS = "mlx_packs.arguments"  # in `click.Context.meta`
 
 # The settings of a run by name, in the order of the help; without those that only files specify.
@@ -47,6 +49,16 @@ class Option(click.Option):
             self.metavar = "{" + ",".join(self.type.choices) + "}"
         elif isinstance(self.type, click.types.IntParamType):
             self.metavar = self.metavar or "N"
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Return what may stand here: the values that the help shows, a file, or a folder."""
+        shown = self.metavar or ""
+        if shown.startswith("{"):
+            values = shown.strip("{}").split(",")
+            return [CompletionItem(v) for v in values if v.startswith(incomplete)]
+        if shown in _PATHS:
+            return [CompletionItem(incomplete, type="dir" if shown == "DIR" else "file")]
+        return super().shell_complete(ctx, incomplete)
 
     def get_help_extra(self, ctx: click.Context) -> "OptionHelpExtra":
         """Return the text in brackets after the help."""

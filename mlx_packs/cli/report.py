@@ -8,7 +8,7 @@ from .output import print_report
 
 
 @click.command()
-@click.argument("run_or_pack")
+@click.argument("run_or_pack", type=click.Path())
 @option(
     "-o",
     "--out",

@@ -10,7 +10,7 @@ from .output import print_report
 
 
 @click.command()
-@click.argument("pack")
+@click.argument("pack", type=click.Path())
 @click.argument("repo")
 @option("--private", is_flag=True, help="Make the repository private if it is created.")
 @option("--revision", metavar="BRANCH", help="Branch to push to.", default_text="main")

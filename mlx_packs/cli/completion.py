@@ -1,0 +1,26 @@
+"""`packs completion`: what a shell needs to complete commands and options."""
+
+import click
+from click.shell_completion import get_completion_class
+
+from ..terminal import echo
+
+_VARIABLE = "_PACKS_COMPLETE"  # click's, by the name of the program
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    r"""Print a shell's completion script.
+
+    \b
+    bash  echo 'eval "$(packs completion bash)"' >> ~/.bashrc
+    zsh   echo 'eval "$(packs completion zsh)"' >> ~/.zshrc
+    fish  packs completion fish > ~/.config/fish/completions/packs.fish
+
+    It completes commands, options, their choices, files and folders in a new shell. zsh needs
+    compinit to run first, bash version 4.4.
+    """
+    script = get_completion_class(shell)(ctx.find_root().command, {}, "packs", _VARIABLE)
+    echo(script.source())
