@@ -51,10 +51,11 @@ def export(pack: Path, to: str, out: str | None, start: str | None) -> None:
 
     if out is None and to != "lmstudio":
         raise PackError("--out: name the folder to write.", flag="out")
-    report = export_pack(pack, to, out or MODELS / pack.name, start)
+    report = export_pack(pack, to, out or MODELS / pack.resolve().name, start)
+    proven = "measured against base and pack" if to == "lmstudio" else "numerically verified"
     lines = [
         f"wrote   {report['out']} ({report['mb']:.2f} MB): {report['modules']} modules for "
-        f"{to}, numerically verified"
+        f"{to}, {proven}"
     ]
     label = "try     " if to in DESTINATIONS else "note    "
     print_report(report, lines + [f"{label}{note}" for note in report["notes"]])

@@ -6,6 +6,7 @@ Scales that differ go into lora_b. Written by MLX.
 """
 
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from ..files import atomic_folder
 from ..packs.manifest import architecture_facts, replaced_of
 from ..packs.pack import Pack
 from ..runtime import mx
+from ..terminal import printable
 from .external import Delta, Tensors, low_rank_delta, verify_numerically
 
 ALPHA = "adapter.lora.alpha"
@@ -92,7 +94,7 @@ class Gguf:
         return {
             "tensors": len(tensors),
             "notes": [
-                f"llama-server -m BASE.gguf --lora {out / name}",
+                f"llama-server -m BASE.gguf --lora {shlex.quote(str(out / name))}",
                 f"BASE.gguf is a GGUF of {pack.manifest['base']['id']} ({layout.architecture})",
             ],
         }
@@ -208,9 +210,8 @@ def verify_gguf(pack: Pack, file: Path, layout: Layout) -> None:
 
 def modelfile(pack: Pack, adapter: str, start: str | None) -> str:
     """Return a Modelfile for Ollama; without ``start`` it begins with a GGUF to be put beside it."""
-    lines = [
-        f"# {pack.name}: an adapter of {pack.manifest['base']['id']}. FROM must be that model."
-    ]
+    name, base = printable(pack.name), printable(pack.manifest["base"]["id"])
+    lines = [f"# {name}: an adapter of {base}. FROM must be that model."]
     if start is None:
         lines.append("# Put its GGUF here as base.gguf, or name the model that you pulled.")
     return "\n".join([*lines, f"FROM {start or './base.gguf'}", f"ADAPTER ./{adapter}", ""])

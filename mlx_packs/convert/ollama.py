@@ -5,6 +5,7 @@ without the scale of mlx-lm's, so a GGUF file is the one form that is right for 
 """
 
 import re
+import shlex
 from pathlib import Path
 
 from ..errors import PackError
@@ -25,5 +26,5 @@ class Ollama:
             )
         report = Gguf().write(pack, out, start)
         name = re.sub(r"[^a-z0-9_.-]", "-", out.name.lower())
-        create = f"(cd {out} && ollama create {name}) && ollama run {name}"
+        create = f"(cd {shlex.quote(str(out))} && ollama create {name}) && ollama run {name}"
         return {**report, "notes": [create]}

@@ -1,10 +1,12 @@
 """mlx-swift-lm: the folder that ``LoRAContainer.from(directory:)`` opens, and how to open it."""
 
+import json
 from pathlib import Path
 
 from ..errors import PackError
 from ..files import atomic_folder
 from ..packs.pack import Pack
+from ..terminal import printable
 from .external import verify_numerically
 from .mlx_lm import MlxLm
 
@@ -18,8 +20,8 @@ import Foundation
 import MLXLLM
 import MLXLMCommon
 
-let model = try await loadModelContainer(id: "{base}")
-let folder = Bundle.main.url(forResource: "{name}", withExtension: nil)!
+let model = try await loadModelContainer(id: {quoted_base})
+let folder = Bundle.main.url(forResource: {quoted_name}, withExtension: nil)!
 let adapter = try LoRAContainer.from(directory: folder)
 try await model.perform {{ context in
     try context.model.load(adapter: adapter)  // context.model.unload(adapter: adapter) takes it off
@@ -55,8 +57,15 @@ class Swift:
             )
         deltas = form.deltas(stored, pack.manifest["base"]["model_type"])
         verify_numerically(pack.specs, pack.load_tensors(), deltas, out)
-        readme = _README.format(name=out.name, base=pack.manifest["base"]["id"])
+        name, base = printable(out.name), printable(pack.manifest["base"]["id"])
+        quoted = {"quoted_name": _literal(name), "quoted_base": _literal(base)}
+        readme = _README.format(name=name, base=base, **quoted)
         with atomic_folder(out) as partial:
             form.save(stored, partial)
             (partial / "README.md").write_text(readme, encoding="utf-8")
         return {"tensors": len(stored.tensors), "notes": [*stored.notes, f"see {out}/README.md"]}
+
+
+def _literal(text: str) -> str:
+    """Return a text as a literal of Swift, in which a backslash or a quote ends nothing."""
+    return json.dumps(text, ensure_ascii=False)

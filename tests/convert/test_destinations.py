@@ -1,5 +1,6 @@
 """packs export --to gguf, ollama, lmstudio, swift: files, numbers read back, what is rejected."""
 
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -123,6 +124,23 @@ def test_a_modelfile_names_base_and_adapter(llama, tmp_path):
     assert "ollama create my-notes" in report["notes"][0]
 
 
+def test_a_name_of_the_base_ends_no_line_and_no_literal(llama, tmp_path):
+    pack = pack_of(load_base(llama), tmp_path / "p", rank=2)
+    pack.manifest["base"]["id"] = 'me/it\nFROM http://x\nTEMPLATE y")\\(exit())'
+    for to, name in (("gguf", "Modelfile"), ("swift", "README.md")):
+        export_pack(pack, to, tmp_path / to)
+        text = (tmp_path / to / name).read_text()
+        assert not [line for line in text.splitlines() if line.startswith(("FROM h", "TEMPLATE"))]
+    assert 'id: "me/it?FROM http://x?TEMPLATE y\\")\\\\(exit())")' in text
+
+
+def test_hints_can_be_pasted(llama, tmp_path):
+    pack = pack_of(load_base(llama), tmp_path / "p", rank=2)
+    for to in ("gguf", "ollama"):
+        hint = export_pack(pack, to, tmp_path / to / "my adapter", "it")["notes"][0]
+        assert shlex.quote(str(tmp_path / to / "my adapter"))[:-1] in hint
+
+
 def test_swift_opens_an_export_of_uneven_ranks(tmp_path):
     base = family_base("qwen3")
     pack = pack_of(base, tmp_path / "p", **UNEVEN)
@@ -152,8 +170,14 @@ def test_lm_studio_gets_a_merged_model(llama, tmp_path):
     assert report["requantize"] == "none"
 
 
-def test_out_is_needed_but_for_lm_studio(llama, tmp_path):
+def test_out_is_needed_but_for_lm_studio(llama, tmp_path, monkeypatch):
     pack = pack_of(load_base(llama), tmp_path / "p", rank=2)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(pack.path)
+    start = ["--from", str(llama)]
+    packs(["export", ".", "--to", "lmstudio", *start], standalone_mode=False)
+    model = tmp_path / ".lmstudio" / "models" / "mlx-packs" / "p"
+    assert (model / "config.json").is_file()
     with raises("invalid", "out"):
         packs(["export", str(pack.path), "--to", "gguf"], standalone_mode=False)
 
