@@ -6,7 +6,7 @@ from typing import Any
 
 from ..bases.model import BaseModel
 from ..config.sampling import Sampling
-from .generate import chat_prompt, responses
+from .generate import PENALIZED_TOKENS, chat_prompt, responses
 
 
 class Chat:
@@ -64,7 +64,8 @@ class Chat:
         kept, cache = 0, self._cache
         if cache and can_trim_prompt_cache(cache) and all(hasattr(c, "offset") for c in cache):
             held = min(int(c.offset) for c in cache)
-            known = (self._tokens[:held], prompt[:-1])  # the last one is to be computed
+            seen = 1 if self.sampling.repetition_penalty == 1 else PENALIZED_TOKENS
+            known = (self._tokens[:held], prompt[:-seen])  # others mlx-lm is to be given
             kept = len(os.path.commonprefix(known))
             trim_prompt_cache(cache, held - kept)
         else:

@@ -48,6 +48,16 @@ def test_a_conversation_is_what_its_messages_are_alone(shared_tiny, monkeypatch)
     assert conversation.messages == [{"role": "system", "content": "Be short."}]
 
 
+def test_a_penalty_looks_back_on_earlier_turns(shared_tiny):
+    sampling = Sampling(max_tokens=12, repetition_penalty=1.5)
+    conversation = Chat(shared_tiny, sampling=sampling)
+    for text in ("Who was it?", "And then, what was it that they did to him?", "Why?"):
+        asked = [*conversation.messages, {"role": "user", "content": text}]
+        prompt = chat_prompt(shared_tiny, asked)
+        expected = complete(shared_tiny, prompt, 12, repetition_penalty=1.5)
+        assert "".join(conversation.reply(text)) == expected
+
+
 def test_an_answer_that_is_not_taken_to_its_end_counts_as_far(shared_tiny):
     conversation = Chat(shared_tiny, sampling=SHORT)
     pieces = conversation.reply("Who was it?")
