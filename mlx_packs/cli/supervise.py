@@ -265,10 +265,13 @@ def check_agent(overwrite: bool, pack: Path) -> None:
             "unsupported",
         )
     run = run_folder(pack)
-    if overwrite and checkpoints(run) and not macos.LaunchAgent.of(pack).file.exists():
+    if not overwrite or macos.LaunchAgent.of(pack).file.exists():
+        return
+    if checkpoints(run) or pack.exists():
+        earlier = f"{run} has checkpoints" if checkpoints(run) else f"{pack} is the pack"
         raise PackError(
-            f"--overwrite: {run} has checkpoints of an earlier run, which could be taken for those "
-            "of this one after a reboot. Remove the folder, or choose another --out.",
+            f"--overwrite: {earlier} of an earlier run, which could be taken for that of this one "
+            "after a reboot. Remove the folder, or choose another --out.",
             "conflict",
         )
 

@@ -269,6 +269,10 @@ def test_a_launch_agent_replaces_no_run_and_runs_once(mac, rejected, here):
     check(error, "conflict", "overwrite")
     with agent_of(here).locked():
         check(rejected("train", "--out", "p", "--launch-agent"), "busy")
+    shutil.rmtree(here / "p-run")
+    (here / "p").mkdir()  # a pack, which a run at login could not replace
+    error = rejected("train", "--out", "p", "--overwrite", "--launch-agent")
+    check(error, "conflict", "overwrite")
 
 
 def test_the_end_of_a_long_run_is_announced_once(mac, starts, monkeypatch):
