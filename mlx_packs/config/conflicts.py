@@ -7,15 +7,19 @@ from collections.abc import Iterator
 from .choices import METHODS, MethodFacts
 from .fields import Fault, Settings, facts_of
 
-_SECONDS = {"h": 3600, "m": 60, "s": 1, "": 1}
+_NUMBER = r"(\d+(?:\.\d+)?)"
+_TIME = re.compile(f"(?:{_NUMBER}h)?(?:{_NUMBER}m)?(?:{_NUMBER}s)?")
 
 
-def seconds_of(text: str) -> float | None:
+def seconds_of(time: str | float) -> float | None:
     """Return the seconds of a time above 0 (``6h``, ``1h30m``, ``45``), or None if it is none."""
-    parts = re.findall(r"(\d+(?:\.\d+)?)([hms]?)", text.replace(" ", "").lower())
-    if "".join(number + unit for number, unit in parts) != text.replace(" ", "").lower():
+    text = str(time).replace(" ", "").lower()
+    if re.fullmatch(_NUMBER, text):
+        text += "s"
+    if not (match := _TIME.fullmatch(text)):
         return None
-    return sum(float(number) * _SECONDS[unit] for number, unit in parts) or None
+    factors = zip((3600, 60, 1), match.groups(), strict=True)
+    return sum(factor * float(number or 0) for factor, number in factors) or None
 
 
 class TrainConflicts(Settings):
@@ -94,10 +98,9 @@ class TrainConflicts(Settings):
         if self.epochs is not None and (self.phases or self.changed(["iters"])):
             other = "phases" if self.phases else "--iters"
             yield Fault("epochs", f"does not go with {other}. Give one of them.", "conflict")
-        named = self.changed(("load_best", "patience"))
-        if named and self.phases:
+        if (named := self.changed(("load_best", "patience", "time"))) and self.phases:
             yield Fault(named[0], "does not go with phases.", "conflict")
-        if named and not self.val_batches:
+        if (named := self.changed(("load_best", "patience"))) and not self.val_batches:
             yield Fault(named[0], "needs validation, but --val-batches is 0.", "conflict")
         if self.time is not None and not seconds_of(self.time):
             yield Fault("time", f"must be a time such as 6h, 90m or 30s, but is {self.time!r}.")

@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 from ..config.schema import TrainConfig
+from ..data.rows import Splits
 from ..display import clock
+from ..errors import PackError, flag_of
 from .observers.observer import Observer
 
 _CLEARLY = 0.01  # less, as a share of the loss
@@ -31,8 +33,9 @@ class EarlyStop:
 
     def __post_init__(self) -> None:
         for line in self.curve:
-            if isinstance(loss := line.get("valid_loss"), (int, float)):
-                self.add(line["batch"], loss)
+            if "valid_loss" in line:  # null where it was not finite
+                loss = line["valid_loss"]
+                self.add(line["batch"], float("nan") if loss is None else loss)
 
     def add(self, batch: int, loss: float) -> bool:
         """Record a validation loss; return whether it is the least so far."""
@@ -51,6 +54,18 @@ class EarlyStop:
         if seconds is not None and monotonic() - self._started >= seconds:
             return f"it trained for {clock(seconds)} (--time)"
         return next((o.stop_reason for o in self.observers if o.stop_reason), None)
+
+
+def check_validated(train: TrainConfig, splits: Splits) -> None:
+    """Raise a PackError if the best step is asked for, and there is nothing to find it by."""
+    named = train.changed(("load_best", "patience"))
+    if named and not len(splits.rows["valid"]):
+        raise PackError(
+            f"{flag_of(named[0])}: {splits.source} has no validation examples. Add some, or remove the "
+            "test examples: then a part of the training examples is held out.",
+            "conflict",
+            named[0],
+        )
 
 
 def better_earlier(curve: Sequence[dict]) -> str | None:

@@ -13,8 +13,8 @@ from ..data import rows as rows_of
 from ..errors import PackError
 from ..packs.base import Base
 from ..reading import sha256
-from .phases import RunPhase
 from .run_folder import check_unchanged
+from .settings import Run
 
 
 def start_of(file: str | None, earlier: dict | None) -> dict | None:
@@ -38,17 +38,16 @@ def start_of(file: str | None, earlier: dict | None) -> dict | None:
     return {"name": Path(file).name, "sha256": sha256(Path(file))}
 
 
-def run_identity(
-    recipe: Recipe, base: Base, phases: Sequence[RunPhase], splits: Sequence[rows_of.Splits]
-) -> dict:
-    """Return the recipe of a run, and the fingerprints of its base and its data."""
+def run_identity(recipe: Recipe, base: Base, run: Run, splits: Sequence[rows_of.Splits]) -> dict:
+    """Return the recipe of a run, the fingerprints of its base and its data, and its own loss."""
     return {
         "recipe": recipe.to_json(),
+        **({"loss": run.loss_name} if run.loss else {}),
         "base": base.fingerprint,
         "base_text_files": text_hashes(base.path),
         "data": {
             phase.manifest_key(split): read.fingerprint(split)
-            for phase, read in zip(phases, splits, strict=True)
+            for phase, read in zip(run.phases, splits, strict=True)
             for split in read.present()
         },
     }
@@ -71,6 +70,14 @@ def check_resume(run: Path, base: Path, identity: dict, earlier: dict) -> None:
                 "mismatch",
                 flag,
             )
+    was, now = earlier.get("loss"), identity.get("loss")
+    if was != now:
+        raise PackError(
+            f"--resume: {run} was trained with {f'the loss {was} from Python' if was else 'the cross-entropy'}"
+            f", not with {now or 'the cross-entropy'}. Resume with the same `loss` of train_pack.",
+            "mismatch",
+            "loss",
+        )
     texts = earlier.get("base_text_files")  # of older runs nobody knows
     if isinstance(texts, dict) and (names := changed_texts(base, texts)):
         raise PackError(

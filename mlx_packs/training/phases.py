@@ -5,7 +5,7 @@ A run without ``phases`` has one phase without a name.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.optimizers as optimizers
 
@@ -98,17 +98,26 @@ def check_data_named(model: str, train: TrainConfig | None, named: bool) -> None
 def columns_of(
     model: str, train: TrainConfig, data: Data | None, columns: DataConfig | None
 ) -> DataConfig:
-    """Return where the examples of a run are, of which at most one of the last two tells.
+    """Return where the examples of a run are, and what their columns are called.
 
     Raises:
-        PackError: nothing names the examples, or all phases do.
+        PackError: nothing names the examples, or all phases do, or both arguments.
     """
     check_data_named(model, train, data is not None or columns is not None)
     if data is not None and train.phases and all(phase.data for phase in train.phases):
         raise PackError(
             "data: every phase names its own data. Leave it out here.", "conflict", "data"
         )
-    return columns or DataConfig(data=source_of("tiny" if data is None else data))
+    if data is None:
+        return columns or DataConfig()
+    named = columns.changed(("data", "hf_dataset")) if columns else []
+    if named:
+        raise PackError(
+            f"data: columns names examples too ({named[0]}). Leave one of them out.",
+            "conflict",
+            "data",
+        )
+    return replace(columns or DataConfig(), data=source_of(data))
 
 
 def resolve_phases(train: TrainConfig, columns: DataConfig) -> tuple[RunPhase, ...]:

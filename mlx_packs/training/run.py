@@ -38,6 +38,7 @@ from ..report.facts import short_curve
 from ..runtime import mx
 from .command_buffers import limit_command_buffers
 from .dataset import Dataset
+from .early_stop import check_validated
 from .epochs import with_batches
 from .fit import Fit, check_scores, score_phases
 from .folders import output_folders
@@ -88,9 +89,10 @@ def train_pack(  # noqa: PLR0913 (the public face)
         train: How to train; the defaults likewise. Both may be mappings of settings.
         out: The pack's folder, by default ``packs/<data>``, numbered so that none is overwritten.
             The run folder with checkpoints and metrics stands beside it as ``<out>-run``.
-        columns: Where the examples are and what their columns are called, in place of ``data``.
+        columns: What the columns are called, and without ``data`` where the examples are.
         callbacks: Observers that follow the run; one ends it by ``stop_reason``.
         loss: In place of the cross-entropy: logits [M, V] float32 and targets [M] to losses [M].
+            A resumed run needs the same one, which is known by its name.
         overwrite: Replace a pack and a run that are there.
         resume: Continue the run of ``out`` from its last checkpoint, as if never interrupted; all
             other arguments must be those that it began with.
@@ -164,6 +166,7 @@ def _run(run: Run) -> TrainRun:
     start = start_of(run.resume_adapter_file, earlier)
     task = make_task(run)
     splits = [phase.load_rows() for phase in run.phases]
+    check_validated(run.train, splits[-1])
     base, dtype = _open_base(run, task)
     _say_what_mlx_lacks(base, run)
     target, lora = task.checked_target(base)
@@ -171,7 +174,7 @@ def _run(run: Run) -> TrainRun:
     task.run, task.dataset = run, dataset
     origin = {"model": base.name, "resume_adapter_file": start}
     recipe = Recipe(run.lora, run.train, run.columns, origin)
-    identity = run_identity(recipe, base, run.phases, splits)
+    identity = run_identity(recipe, base, run, splits)
     if earlier is not None:
         check_resume(run.folder, base.path, identity, earlier)
     sources = [phase.public_source(read) for phase, read in zip(run.phases, splits, strict=True)]

@@ -39,6 +39,13 @@ class Run:
 
     def __post_init__(self) -> None:
         train = self.train
+        for callback in self.callbacks:
+            if not isinstance(callback, Observer):
+                raise PackError(
+                    f"callbacks: must be objects of a class of mlx_packs.Observer, but one is of "
+                    f"{type(callback).__name__}.",
+                    flag="callbacks",
+                )
         if self.loss is not None and train.task != "lm":
             raise PackError(
                 f"loss: is for task lm, but the task is {train.task}.", "conflict", "loss"
@@ -46,6 +53,13 @@ class Run:
         if self.loss is not None and (named := train.changed(("z_loss", "label_smoothing"))):
             text = "loss: replaces the cross-entropy that it belongs to. Leave one of them out."
             raise PackError(f"{flag_of(named[0])} and {text}", "conflict", named[0])
+
+    @property
+    def loss_name(self) -> str | None:
+        """The name of the function that is in place of the cross-entropy; None without one."""
+        if self.loss is None:
+            return None
+        return getattr(self.loss, "__qualname__", type(self.loss).__qualname__)
 
     def holding_out_as(self, earlier: dict | None) -> "Run":
         """Return the run with the held-out rows of the run that it resumes, by its identity."""

@@ -125,16 +125,43 @@ def test_no_validation_is_an_error_before_anything_is_loaded(tmp_path):
             TrainConfig(val_batches=0, **settings)
 
 
+def test_without_validation_examples_nothing_is_trained(tmp_path, monkeypatch):
+    def loaded(*_, **__):
+        raise AssertionError("a base was loaded")
+
+    monkeypatch.setattr("mlx_packs.training.run.load_base", loaded)
+    data = write_rows(tmp_path / "d", train=CHATS, test=CHATS[:1])
+    for settings in ({"load_best": True}, {"patience": 2}):
+        with raises("conflict", next(iter(settings)), "valid"):
+            train_pack("tiny", data, LORA, settings, tmp_path / "p")
+
+
+def test_phases_have_no_time():
+    phases = [{"name": "a", "data": "a"}, {"name": "b", "data": "b"}]
+    with raises("conflict", "time"):
+        TrainConfig(time="1s", phases=phases)
+
+
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("6h", 21600), ("90m", 5400), ("30s", 30), ("1h30m", 5400), ("45", 45), ("0.5h", 1800)],
+    [
+        ("6h", 21600),
+        ("90m", 5400),
+        ("30s", 30),
+        ("1h30m", 5400),
+        ("45", 45),
+        ("0.5h", 1800),
+        (90, 90),
+    ],
 )
 def test_times_are_hours_minutes_seconds(text, seconds):
     assert seconds_of(text) == seconds
     assert TrainConfig(time=text).seconds == seconds
 
 
-@pytest.mark.parametrize("text", ["", "0", "6 days", "h", "-3m", "1h2x", "nan"])
+@pytest.mark.parametrize(
+    "text", ["", "0", "6 days", "h", "-3m", "1h2x", "1h30", "30m1h", "nan", -5, True]
+)
 def test_what_is_no_time_is_rejected(text):
     with raises("invalid", "time"):
         TrainConfig(time=text)
@@ -145,4 +172,6 @@ def test_a_curve_is_continued():
     early = EarlyStop(TrainConfig(patience=2), json.loads(json.dumps(curve)))
     assert (early.batch, early.since, early.reason()) == (4, 1, None)
     assert not early.add(8, float("nan"))
+    resumed = EarlyStop(TrainConfig(patience=2), [*curve, {"batch": 8, "valid_loss": None}])
+    assert (resumed.batch, resumed.since) == (early.batch, early.since)
     assert early.reason() == "no lower validation loss in 2 validations"

@@ -3,8 +3,9 @@
 import mlx.nn as nn
 import pytest
 
-from mlx_packs import Observer, Pack, TrainConfig, train_pack
+from mlx_packs import DataConfig, Observer, Pack, TrainConfig, train_pack
 from mlx_packs.runtime import mx
+from mlx_packs.training.phases import columns_of
 from tests.helpers.errors import raises
 from tests.helpers.rows import CHATS, write_rows
 from tests.helpers.runs import LORA
@@ -107,6 +108,46 @@ def test_a_loss_does_not_go_with_settings_of_another(train):
         train(settings={**SETTINGS, "z_loss": 0.1}, loss=lambda x, t: x[:, 0])
     with raises("conflict", "loss"):
         train(settings={"task": "embedding"}, loss=lambda x, t: x[:, 0])
+
+
+def test_a_resumed_run_has_the_loss_that_it_began_with(train, tmp_path):
+    class Broken(Observer):
+        def on_step(self, line) -> None:
+            if line["batch"] == 4:
+                raise ZeroDivisionError
+
+    def focal(logits: mx.array, targets: mx.array) -> mx.array:
+        loss = nn.losses.cross_entropy(logits, targets)
+        return (1 - mx.exp(-loss)) ** 2 * loss
+
+    settings = {**SETTINGS, "save_every": 2}
+    unbroken = train("a", settings, loss=focal)
+    with pytest.raises(ZeroDivisionError):
+        train("b", settings, loss=focal, callbacks=[Broken()])
+    again = {"overwrite": False, "resume": True}
+    with raises("mismatch", "loss", "focal"):
+        train("b", settings, **again)
+    resumed = train("b", settings, loss=focal, **again)
+    files = [run.pack.path / "adapters.safetensors" for run in (unbroken, resumed)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    train("c", settings)
+    with raises("mismatch", "loss", "focal"):
+        train("c", settings, loss=focal, **again)
+
+
+def test_callbacks_are_observers(train, monkeypatch):
+    monkeypatch.setattr("mlx_packs.training.run.run", None)  # nothing begins
+    with raises("invalid", "callbacks", "function"):
+        train(callbacks=[lambda line: None])
+
+
+def test_rows_in_memory_have_columns_of_their_own():
+    rows = [{"body": f"row {i}"} for i in range(30)]
+    columns = columns_of("tiny", TrainConfig(), rows, DataConfig(text_feature="body"))
+    assert columns.text_feature == "body"
+    assert columns.data.splits["train"][3].value == {"body": "row 3"}
+    with raises("conflict", "data"):
+        columns_of("tiny", TrainConfig(), rows, DataConfig(data="notes"))
 
 
 def test_settings_may_be_mappings(train):

@@ -15,7 +15,7 @@ from ...evaluation.throughput import cut_prompts, generation_path, measure_throu
 from ...gates import gates_text
 from ...inference.generate import complete
 from ...memory.matmul_path import choose_matmul_path
-from ...objectives.causal_lm import CausalLM, LossOptions, TargetLoss, split_head
+from ...objectives.causal_lm import CausalLM, LossOptions, split_head
 from ...objectives.frozen_activations import FrozenActivations, open_frozen_activations
 from ...objectives.projection_stack import TRANSFORMER, Graph, graph_of
 from ...objectives.sequence_packing import prepare_packing
@@ -152,7 +152,7 @@ class CausalLMTask(Task):
             objective={
                 "loss_on": self.dataset.loss_on,
                 "ce_last_k": run.train.ce_last_k,
-                **({"loss": _name_of(run.loss)} if run.loss else {}),
+                **({"loss": run.loss_name} if run.loss else {}),
                 **facts,
             },
             facts={
@@ -261,11 +261,6 @@ def stored_sample(sample: Mapping[str, str | None]) -> dict[str, str]:
 def _shortened(text: str, width: int = 160) -> str:
     text = " ".join(text.split())
     return text if len(text) <= width else text[: width - 1] + "…"
-
-
-def _name_of(loss: TargetLoss) -> str:
-    """Return the name of a function as a manifest has it."""
-    return getattr(loss, "__qualname__", type(loss).__qualname__)
 
 
 def _changes(split: str, before: Score, after: Score) -> dict:
