@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from email import message_from_bytes
+from email.message import Message
 from pathlib import Path
 
 import pytest
@@ -190,6 +192,67 @@ def check_kernel_sources(installed: Path, empty: Path) -> None:
     assert file.startswith(str(installed))
     for name, text in texts.items():
         assert text == (ROOT / "kernels" / name.split(".")[0] / name).read_text()
+
+
+def metadata_of(tree: Path, out: Path) -> Message:
+    """METADATA of the wheel that would be built from a tree."""
+    code = "import sys; from hatchling.build import prepare_metadata_for_build_wheel as f; f(sys.argv[1])"
+    out.mkdir(exist_ok=True)
+    subprocess.run([sys.executable, "-c", code, out], cwd=tree, check=True)
+    return message_from_bytes(next(out.glob("*.dist-info/METADATA")).read_bytes())
+
+
+def links_of(page: str) -> list[str]:
+    """What Markdown or HTML outside of code links to or shows."""
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page, flags=re.S)
+    return re.findall(r'\]\(\s*<?([^)>\s]+)|(?:href|src|srcset)\s*=\s*["\']([^"\']+)', text)
+
+
+def test_metadata_names_the_version_and_one_repository(tmp_path):
+    metadata = metadata_of(ROOT, tmp_path)
+    assert metadata["Version"] == mlx_packs.__version__
+    assert metadata["Author"] == "mlx-packs contributors"
+    urls = dict(line.split(", ") for line in metadata.get_all("Project-URL"))
+    assert all(url.startswith(urls["Repository"]) for url in urls.values())
+    named = re.findall(
+        r"github(?:usercontent)?\.com/([\w-]+/[\w-]+)", (ROOT / "pyproject.toml").read_text()
+    )
+    assert len(named) >= 6 and {f"https://github.com/{name}" for name in named} == {
+        urls["Repository"]
+    }
+
+
+def test_readme_on_pypi_has_no_relative_link_and_every_link_is_of_a_file(tmp_path):
+    metadata = metadata_of(ROOT, tmp_path)
+    links = [markdown or html for markdown, html in links_of(metadata.get_payload())]
+    own = [link.partition(f"/v{mlx_packs.__version__}/")[2] for link in links]
+    assert len(links) >= 5 and all(re.match("https?://|mailto:", link) for link in links)
+    assert any(own) and not {p for p in own if not (ROOT / p.partition("#")[0]).exists()}
+
+
+def test_every_form_of_a_relative_link_becomes_absolute(tmp_path):
+    for name in ("pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "mlx_packs" / "tiny").mkdir(parents=True)
+    for name in ("mlx_packs/__init__.py", "mlx_packs/tiny/NOTICE"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    page = """\
+[a](docs/a.md) [b](./b.md#x "t") [c](#part) ![d](i/d.svg) [![e](e.png)](e.md)
+<img src="f.png"><a href="g.md"><source srcset="h.webp"> [i](https://x.org/i.md) [j](mailto:a@b.c)
+"""
+    (tmp_path / "README.md").write_text(page)
+    blob, raw = (
+        f"https://{host}/v{mlx_packs.__version__}/"
+        for host in (
+            "github.com/mlx-packs/mlx-packs/blob",
+            "raw.githubusercontent.com/mlx-packs/mlx-packs",
+        )
+    )
+    absolute = f"""\
+[a]({blob}docs/a.md) [b]({blob}./b.md#x "t") [c]({blob}README.md#part) ![d]({raw}i/d.svg) [![e]({raw}e.png)]({blob}e.md)
+<img src="{raw}f.png"><a href="{blob}g.md"><source srcset="{raw}h.webp"> [i](https://x.org/i.md) [j](mailto:a@b.c)
+"""
+    assert metadata_of(tmp_path, tmp_path / "out").get_payload() == absolute
 
 
 @pytest.mark.slow
