@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import mlx_packs
+from mlx_packs.reading import sha256
 from tests.helpers.interpreter import run_python
 
 ROOT = Path(__file__).parents[1]
@@ -253,6 +254,64 @@ def test_every_form_of_a_relative_link_becomes_absolute(tmp_path):
 <img src="{raw}f.png"><a href="{blob}g.md"><source srcset="{raw}h.webp"> [i](https://x.org/i.md) [j](mailto:a@b.c)
 """
     assert metadata_of(tmp_path, tmp_path / "out").get_payload() == absolute
+
+
+def copy_of_the_tree(to: Path, mode: int, modified: int) -> Path:
+    """A copy of what git knows, or would add, with other permissions and times."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True
+    )
+    for name in listed.stdout.decode().splitlines()[:: 1 if mode & 0o077 else -1]:
+        if (source := ROOT / name).is_file():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, to / name)
+            (to / name).chmod(mode | (source.stat().st_mode & 0o100))
+            os.utime(to / name, (modified, modified))
+    return to
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a checkout")
+def test_wheel_and_sdist_are_the_same_bytes_from_two_copies_of_the_tree(tmp_path):
+    sums = []
+    for name, umask, mode, year, zone in (
+        ("first", 0o077, 0o600, 9, "Asia/Tokyo"),
+        ("second folder", 0o002, 0o664, 40, "America/Lima"),
+    ):
+        tree = copy_of_the_tree(tmp_path / name / "tree", mode, year * 31_536_000)
+        subprocess.run(
+            [sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path / name, tree],
+            env={**os.environ, "TZ": zone, "PYTHONHASHSEED": str(year)},
+            umask=umask,
+            check=True,
+            capture_output=True,
+        )
+        built = [p for p in (tmp_path / name).iterdir() if p.is_file()]
+        sums.append({file.name: sha256(file) for file in built})
+    assert len(sums[0]) == 2 and sums[0] == sums[1]
+
+
+@pytest.mark.interop
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a checkout")
+def test_wheel_in_an_empty_environment_runs_the_first_command(tmp_path):
+    build = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", tmp_path, ROOT]
+    subprocess.run(build, check=True, capture_output=True)
+    environment, empty = tmp_path / "environment", tmp_path / "empty"
+    empty.mkdir()
+    clean = {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ}
+    subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+    pip = [environment / "bin" / "pip", "install", "-q", "-c", ROOT / "constraints.txt"]
+    subprocess.run([*pip, *tmp_path.glob("*.whl")], env=clean, check=True)
+    command = readme_commands()[0].rpartition("&&")[2].split()
+    assert Path(command[0]).name == "packs"
+    subprocess.run(
+        [environment / "bin" / "packs", *command[1:]],
+        cwd=empty,
+        env={**clean, "MLX_PACKS_CACHE": "off"},
+        check=True,
+        capture_output=True,
+    )
+    assert (empty / "packs" / "tiny" / "pack.json").is_file()
 
 
 @pytest.mark.slow
