@@ -1,5 +1,9 @@
 """The text of kernels: bugs planted in its loops are seen, arrays of a thread are registers."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from mlx_packs.ops import _backend, grouped_lora, lora_qmv, multi_lora, nf4
@@ -9,6 +13,8 @@ from tests.helpers.emulation import emulation
 from tests.metal_emulator import kernel as emulated_kernels
 from tests.metal_emulator.passes import compile_call, private_arrays
 from tests.ops.test_geometries import quantized_weight
+
+ROOT = Path(__file__).parents[2]
 
 # Bugs of the loop over the columns of x that no launch with one tile a group shows, and of `up`.
 MUTANTS = {
@@ -122,3 +128,11 @@ def test_an_array_with_an_unknown_index_is_seen(arrays, monkeypatch):
     )
     nf4._matvec("metal", quantized_weight(64, 2560, True), mx.zeros((1, 2560)))
     assert all(arrays.values())
+
+
+def test_sources_for_the_compiler_of_apple_have_every_kernel_and_the_files_text(tmp_path):
+    subprocess.run([sys.executable, ROOT / ".ci/metal_sources.py", tmp_path], check=True)
+    texts = [file.read_text() for file in tmp_path.iterdir()]
+    assert all(t.startswith('#include "mlx/backend') and "[[host_name(" in t for t in texts)
+    for file in ROOT.glob("kernels/*/*.metal"):
+        assert any(file.read_text() in text for text in texts), file
