@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,8 @@ CONFIG = "config.json"
 NOT_FINITE = "not_finite.jsonl"  # on_nan.py
 REPORT = "report.json"  # what the run reported at its end
 PICTURE = "loss.png"
-RUN_FORMAT = "mlx_packs run 1"
+RUN_FORMAT_VERSION = 1
+_RUN_FORMAT = "mlx_packs run "  # and the version
 _POINTER = "latest"  # which early versions wrote
 # What is no number in a line of metrics.jsonl: the phase, and what observers are told in `on_event`.
 _OF_EVENTS = ("phase", "memory_pressure", "fault", "action", "to", "rows")
@@ -61,7 +63,9 @@ def write_identity(run: Path, identity: dict) -> None:
 
     A resumed run takes the ``matmul_path`` that is there, the choice of ``auto``.
     """
-    atomic_write(run / CONFIG, to_json(sealed({"format": RUN_FORMAT, **identity})))
+    atomic_write(
+        run / CONFIG, to_json(sealed({"format": f"{_RUN_FORMAT}{RUN_FORMAT_VERSION}", **identity}))
+    )
 
 
 def read_identity(run: Path) -> dict:
@@ -89,15 +93,32 @@ def _parsed_identity(run: Path) -> dict:
         raise PackError(
             f"{file}: cannot be read as JSON. {_without_identity(run)}", "unreadable"
         ) from None
-    kinds = {"recipe": dict, "base": str, "data": dict}
-    has_format = isinstance(identity, dict) and identity.get("format") == RUN_FORMAT
-    if not has_format or not all(isinstance(identity.get(k), kind) for k, kind in kinds.items()):
+    version = _format_version(identity)
+    if version > RUN_FORMAT_VERSION:
         raise PackError(
-            f"{file}: is not that of a run (it needs format '{RUN_FORMAT}', recipe, base, data). "
-            f"{_without_identity(run)}",
+            f"{file}: format {version} is newer than this program's ({RUN_FORMAT_VERSION}). Upgrade "
+            "mlx-packs.",
+            "unsupported",
+        )
+    kinds = {"recipe": dict, "base": str, "data": dict}
+    if not version or not all(isinstance(identity.get(k), kind) for k, kind in kinds.items()):
+        raise PackError(
+            f"{file}: is not that of a run (it needs format '{_RUN_FORMAT}{RUN_FORMAT_VERSION}', "
+            f"recipe, base, data). {_without_identity(run)}",
             "unreadable",
         )
     return identity
+
+
+def _format_version(identity: object) -> int:
+    """Return the version of a run's format; 0 where it is no run's."""
+    stated = identity.get("format") if isinstance(identity, dict) else None
+    match = (
+        re.fullmatch(_RUN_FORMAT + r"([1-9][0-9]{0,8})", stated)
+        if isinstance(stated, str)
+        else None
+    )
+    return int(match[1]) if match else 0
 
 
 def _without_identity(run: Path) -> str:

@@ -1,0 +1,1 @@
+"""Packs and runs as earlier programs wrote them."""
