@@ -1,33 +1,26 @@
 """Formats of rows that are conversations."""
 
 import json
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..config.schema import DataConfig
 from ..errors import PackError
 from .conversations import Conversation, Span
-from .row_format import Row, TokenFormat, shown, text_of
+from .row_format import Row, TokenFormat, optional, shown, text_of
 
 
-class Chat(TokenFormat):
-    """Messages with roles, and the tools that they may call."""
+class ConversationFormat(TokenFormat):
+    """Rows that are conversations, which the base's chat template renders."""
 
-    name = "chat"
-    loss_on = "assistant"
-
-    def columns(self, names: DataConfig) -> tuple[str, ...]:
-        """Return the column with the messages."""
-        return (names.chat_feature,)
-
+    @abstractmethod
     def messages(self, row: Row, names: DataConfig) -> list[Mapping]:
         """Return the messages of a row, as the chat template takes them."""
-        messages = _listed(row, names.chat_feature, "{role, content}")
-        return _checked(row, messages)
 
     def conversation(self, row: Row, names: DataConfig, tokenizer: Any) -> Conversation:
         """Return the messages of a row with their tools, which may be a JSON text."""
-        messages, tools = self.messages(row, names), row.value.get("tools")
+        messages, tools = self.messages(row, names), optional(row, "tools")
         if not tokenizer.has_chat_template:
             raise row.conflict(
                 "the base's tokenizer has no chat template. Use examples with 'text', or a base "
@@ -48,25 +41,50 @@ class Chat(TokenFormat):
         return self.conversation(row, names, tokenizer).supervised(loss_on)
 
     def prompt(self, row: Row, names: DataConfig, tokenizer: Any) -> tuple[str, list[int]]:
-        """Return the messages before the first answer."""
+        """Return the messages before the answer that is asked for."""
         conversation = self.conversation(row, names, tokenizer)
-        roles = [message["role"] for message in conversation.messages]
-        first = roles.index("assistant") if "assistant" in roles else 0
-        messages = list(conversation.messages)[: max(1, first)]
+        messages = list(conversation.messages)[: self._asked(conversation.messages)]
         return messages[-1].get("content") or "", conversation.prompt_tokens(messages)
 
     def answer(self, row: Row, names: DataConfig) -> str | None:
-        """Return the content of the first answer."""
-        answers = (m.get("content") for m in self.messages(row, names) if m["role"] == "assistant")
-        return next(answers, None)
+        """Return the content of the answer that is asked for."""
+        messages = self.messages(row, names)
+        answers = messages[self._asked(messages) :][:1]
+        return next((m.get("content") for m in answers if m["role"] == "assistant"), None)
 
     def texts(self, row: Row, names: DataConfig) -> list[str]:
         """Return the content of each message."""
         return [text for m in self.messages(row, names) if (text := m.get("content"))]
 
+    def _asked(self, messages: Sequence[Mapping]) -> int:
+        """Return the number of the message that a model is asked for.
 
-class Completion(Chat):
-    """A prompt and its completion: a conversation of two messages."""
+        It is the last one where a completion is trained, and else the first answer to a message.
+        """
+        if self.loss_on == "completion":
+            return len(messages) - 1
+        roles = [message["role"] for message in messages]
+        return roles.index("assistant", 1) if "assistant" in roles[1:] else 1
+
+
+class Chat(ConversationFormat):
+    """Messages with roles, and the tools that they may call."""
+
+    name = "chat"
+    loss_on = "assistant"
+
+    def columns(self, names: DataConfig) -> tuple[str, ...]:
+        """Return the column with the messages."""
+        return (names.chat_feature,)
+
+    def messages(self, row: Row, names: DataConfig) -> list[Mapping]:
+        """Return the messages of a row, as the chat template takes them."""
+        messages = _listed(row, names.chat_feature, "{role, content}")
+        return _checked(row, messages)
+
+
+class Completion(ConversationFormat):
+    """A prompt and its completion, most often of one message each."""
 
     name = "completion"
     loss_on = "completion"
@@ -90,7 +108,7 @@ class Completion(Chat):
         return messages
 
 
-class Alpaca(Completion):
+class Alpaca(ConversationFormat):
     """An instruction, what it is about (``input``, often empty), and the output.
 
     Stanford Alpaca's columns (https://github.com/tatsu-lab/stanford_alpaca), and LLaMA-Factory's
@@ -98,6 +116,7 @@ class Alpaca(Completion):
     """
 
     name = "alpaca"
+    loss_on = "completion"
 
     def columns(self, names: DataConfig) -> tuple[str, ...]:
         """Return the columns that every row has."""
@@ -106,7 +125,7 @@ class Alpaca(Completion):
     def messages(self, row: Row, names: DataConfig) -> list[Mapping]:
         """Return system message, earlier turns, the instruction with its input, and the output."""
         given = {"input": "", "system": "", "history": []}
-        given |= {key: value for key in given if (value := row.value.get(key)) is not None}
+        given |= {key: value for key in given if (value := optional(row, key)) is not None}
         parts = [text_of(row, "instruction")]
         for key in ("input", "system"):
             if not isinstance(given[key], str):
@@ -123,10 +142,11 @@ class Alpaca(Completion):
         return messages + _turn("\n\n".join(parts), text_of(row, "output"))
 
 
-class ShareGPT(Chat):
+class ShareGPT(ConversationFormat):
     """Turns with ``from`` and ``value`` (or ``role`` and ``content``), as ShareGPT exports them."""
 
     name = "sharegpt"
+    loss_on = "assistant"
 
     def columns(self, names: DataConfig) -> tuple[str, ...]:
         """Return the column with the turns."""
@@ -211,7 +231,7 @@ def _joined(row: Row, parts: list) -> str:
 
 def _check_alpaca_is_whole(row: Row, names: DataConfig) -> None:
     """Raise a PackError where the named columns are Alpaca's and would leave out its input."""
-    if names.prompt_feature == "instruction" and row.value.get("input"):
+    if names.prompt_feature == "instruction" and optional(row, "input"):
         raise row.conflict(
             "has an 'input', which --prompt-feature instruction leaves out. Give neither "
             "--prompt-feature nor --completion-feature: rows with instruction, input and output are "

@@ -1,6 +1,7 @@
 """A row as it was read, and the interface of its formats."""
 
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -91,6 +92,13 @@ def text_of(row: Row, column: str) -> str:
     if not isinstance(text := row.value[column], str):
         raise row.error(f"'{column}' must be a text, but is {shown(text)}.", "wrong type")
     return text
+
+
+def optional(row: Row, column: str) -> Any:
+    """Return what a column has; None where it is missing or empty, as NaN is in pandas."""
+    value = row.value.get(column)
+    is_nan = isinstance(value, float) and math.isnan(value)
+    return None if is_nan or value == "" else value
 
 
 def shown(value: Any) -> str:

@@ -508,6 +508,58 @@ def test_prompt_is_what_stands_before_the_first_answer(tokenizer, row, shown, as
     assert rendered.endswith("assistant\n") and rendered.count("<|im_start|>assistant") == 1
 
 
+SEVERAL_TURNS = {
+    "completion": {
+        "prompt": chat("Q1", "A1", "Q2")["messages"],
+        "completion": [{"role": "assistant", "content": "A2"}],
+    },
+    "completion of two answers": {
+        "prompt": chat("Q1")["messages"],
+        "completion": chat("Q0", "A1", "Q2", "A2")["messages"][1:],
+    },
+    "alpaca": {"instruction": "Q2", "output": "A2", "history": [["Q1", "A1"]]},
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL_TURNS)
+def test_of_a_completion_after_several_turns_the_last_answer_is_asked(tokenizer, name):
+    row = Row("x", SEVERAL_TURNS[name])
+    row_format = format_of(row, COLUMNS)
+    shown, tokens = row_format.prompt(row, COLUMNS, tokenizer)
+    assert (shown, row_format.answer(row, COLUMNS)) == ("Q2", "A2")
+    (example,) = encoded(tokenizer, row.value).items
+    assert example.tokens[: len(tokens)].tolist() == tokens
+    assert not example.target[: len(tokens)].any() and example.target[len(tokens) :].all()
+
+
+def test_a_chat_that_the_assistant_opens_is_asked_for_its_first_reply(tokenizer):
+    turns = [{"role": "assistant", "content": "Hello."}, *chat("Q", "A")["messages"]]
+    row = Row("x", {"messages": turns})
+    assert Chat().answer(row, COLUMNS) == "A"
+    assert Chat().prompt(row, COLUMNS, tokenizer)[0] == "Q"
+
+
+def test_a_completion_that_ends_without_an_answer_has_none(tokenizer):
+    row = Row("x", {"prompt": "Q", "completion": chat("A", "B", "C")["messages"]})
+    assert format_of(row, COLUMNS).answer(row, COLUMNS) is None
+
+
+@pytest.mark.parametrize("empty", [None, "", float("nan")])
+def test_optional_columns_may_be_empty(tokenizer, empty):
+    row = {"instruction": "Q", "output": "A"}
+    expected = encoded(tokenizer, row).items[0].tokens.tolist()
+    more = dict.fromkeys(("input", "system", "history", "tools"), empty)
+    assert encoded(tokenizer, {**row, **more}).items[0].tokens.tolist() == expected
+    named = DataConfig(prompt_feature="instruction", completion_feature="output")
+    whole = Row("x", {**row, "input": empty})
+    assert format_of(whole, named).answer(whole, named) == "A"
+
+
+def test_a_required_column_may_not_be_empty(tokenizer):
+    with raises("data", None, "rows:0", "'output' must be a text, but is nan"):
+        encoded(tokenizer, {"instruction": "Q", "output": float("nan")})
+
+
 def test_prompt_of_a_text_is_its_beginning(tokenizer):
     row = Row("x", {"text": "word " * 80})
     text, tokens = format_of(row, COLUMNS).prompt(row, COLUMNS, tokenizer)
