@@ -4,6 +4,7 @@ To add a format, write its class and name it in `FORMATS`.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar
 
 from ..bases.tokenizer import tokenizer_errors
@@ -91,14 +92,25 @@ class PairFormat(RowFormat):
         """Return the texts of a row, in the order of the columns."""
         return [text_of(row, column) for column in self.text_columns]
 
-    def score(self, row: Row) -> float:
-        """Return the score of a row."""
-        score = row.value[self.score_column]
-        is_number = isinstance(score, (int, float)) and not isinstance(score, bool)
-        if not is_number or not abs(score) <= _MOST_SCORE:  # not even NaN
-            fault = f"'{self.score_column}' must be a number, but is {shown(score)}."
-            raise row.error(fault, "wrong type")
-        return float(score)
+    def usable(self, row: Row, names: DataConfig) -> tuple[list[str], float | None]:
+        """Return the texts of a row and its score, None where rows have none.
+
+        Raises:
+            RowError: a text cannot be used, or the score is no number.
+        """
+        texts = self.texts(row, names)
+        for text in texts:
+            check_unicode(row, text)
+        return texts, None if self.score_column is None else self._score(row, self.score_column)
+
+    def _score(self, row: Row, column: str) -> float:
+        """Return the score of a row, which is a text in tables."""
+        value = row.value[column]
+        is_number = isinstance(value, (int, float, str)) and not isinstance(value, bool)
+        with suppress(ValueError, OverflowError):
+            if is_number and abs(score := float(value)) <= _MOST_SCORE:  # not even NaN
+                return score
+        raise row.error(f"'{column}' must be a number, but is {shown(value)}.", "wrong type")
 
 
 class ScoredPairs(PairFormat):

@@ -14,14 +14,14 @@ from ..errors import PackError
 from ..files import atomic_folder
 from .bad_rows import BadRows, RowError
 from .encoding import EncodingOptions, encode
-from .formats import Row, RowFormat, TokenFormat, check_format
+from .formats import PairFormat, Row, RowFormat, check_format
 from .near_copies import MOST_COMPARED, NearCopies, compared, sampled
 from .rows import Splits, held_out
 from .sources import Chosen, Rows, as_rows
 
 _SAMPLED = 400  # rows of which near-copies are looked for
 _NO_LIMIT = 1 << 30  # tokens
-_SHORTEST = 16  # upper edge of the first bin of a histogram
+_SHORTEST = 16  # upper edge of the first bin of a histogram that has texts with something in them
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class SplitOverview:
 
     def histogram(self) -> list[tuple[int, int, int]]:
         """Return (shortest, longest, number of examples) of bins that double, without empty ends."""
-        edges = [0, _SHORTEST]
+        edges = [-1, 0]  # empty texts have a bin of their own
         while edges[-1] < self.lengths.max():
-            edges.append(2 * edges[-1])
+            edges.append(max(_SHORTEST, 2 * edges[-1]))
         counts = np.histogram(self.lengths, [edge + 1 for edge in edges])[0]
         first = int(np.flatnonzero(counts)[0])
         bins = zip(edges, edges[1:], counts.tolist(), strict=False)
@@ -110,7 +110,10 @@ def look_at(
     chosen = sampled(len(rows), _SAMPLED)
     copies = NearCopies({i: rows[i] for i in sorted(chosen)}, row_format, columns).in_rows(rows)
     repeated = sum(bool(set(others) - {i}) for i, others in copies.items())
-    if isinstance(row_format, TokenFormat):
+    if isinstance(row_format, PairFormat):
+        lengths, bad = _characters(looked_at, row_format, columns)
+        facts, learned = ("characters", lengths, 0, 0), None
+    else:
         limit, whole = options.max_seq_length, replace(options, max_seq_length=_NO_LIMIT)
         examples = encode(looked_at, tokenizer, columns, whole, row_format)
         cut = np.flatnonzero(examples.lengths > limit).tolist()
@@ -118,21 +121,18 @@ def look_at(
         facts = ("tokens", examples.lengths, len(cut), dropped)
         learned = examples.targets / max(1, int(examples.lengths.sum()))
         bad = examples.bad
-    else:
-        lengths, bad = _characters(looked_at, row_format, columns)
-        facts, learned = ("characters", lengths, 0, 0), None
     return SplitOverview(len(rows), len(looked_at), *facts, learned, bad, repeated, len(chosen))
 
 
 def _characters(
-    rows: Rows, row_format: RowFormat, columns: DataConfig
+    rows: Rows, row_format: PairFormat, columns: DataConfig
 ) -> tuple[np.ndarray, BadRows]:
     """Return the characters of the longest text of each usable row, and the other rows."""
     lengths, bad = [], BadRows(stops=False)
     for i, row in enumerate(rows):
         try:
             check_format(row, row_format, rows.where(0), columns)
-            lengths.append(max(map(len, row_format.texts(row, columns))))
+            lengths.append(max(map(len, row_format.usable(row, columns)[0])))
         except RowError as error:
             bad.add(i, error)
     bad.check_some_left(len(rows))
@@ -142,7 +142,8 @@ def _characters(
 def write_splits(splits: Splits, columns: DataConfig, out: Path, overwrite: bool) -> dict[str, int]:
     """Write train, valid and test as JSONL files of a new folder; return their numbers of rows.
 
-    Without test rows, some training rows become these. Rows that are no JSON are left out.
+    Without test rows, some training rows become these, unless no other would be left to train on. Rows
+    that are no JSON are left out.
 
     Raises:
         PackError: the folder exists, and may not be replaced or has other files.
@@ -156,13 +157,17 @@ def write_splits(splits: Splits, columns: DataConfig, out: Path, overwrite: bool
         )
     rows = {split: as_rows(chosen) for split, chosen in splits.rows.items()}
     if not len(rows["test"]):
-        rows["train"], rows["test"], _ = held_out(rows["train"], columns, splits.format)
+        train, test, _ = held_out(rows["train"], columns, splits.format)
+        if any(_lines(train)):
+            rows["train"], rows["test"] = train, test
     counts = {}
     with atomic_folder(out, replace=overwrite) as partial:
         for split, chosen in rows.items():
-            if len(chosen):
-                with (partial / f"{split}.jsonl").open("wb") as file:
-                    counts[split] = sum(bool(file.write(line)) for line in _lines(chosen))
+            with (partial / f"{split}.jsonl").open("wb") as file:
+                counts[split] = sum(bool(file.write(line)) for line in _lines(chosen))
+        for split in [split for split, count in counts.items() if not count]:
+            (partial / f"{split}.jsonl").unlink()
+            del counts[split]
     return counts
 
 

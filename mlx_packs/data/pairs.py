@@ -16,7 +16,7 @@ from ..config.schema import DataConfig, TrainConfig
 from ..errors import PackError, flag_of
 from .bad_rows import BadRows, RowError
 from .fingerprint import Fingerprint
-from .formats import PAIR_FORMATS, PairFormat, Row, check_format, check_unicode, first_format
+from .formats import PAIR_FORMATS, PairFormat, Row, check_format, first_format
 from .sampler import Sampler
 from .shapes import padded_length
 from .sources import as_rows
@@ -82,14 +82,13 @@ def encode_pairs(
     for i, row in enumerate(rows):
         try:
             check_format(row, row_format, first.where, _COLUMNS, PAIR_FORMATS)
-            for text in (texts_of_row := row_format.texts(row, _COLUMNS)):
-                check_unicode(row, text)
-            if row_format.score_column is not None:
-                scores.append(row_format.score(row))
-            fingerprint.add(row)
+            texts_of_row, score = row_format.usable(row, _COLUMNS)
         except RowError as error:
             bad.add(i, error)
             continue
+        fingerprint.add(row)
+        if score is not None:
+            scores.append(score)
         used.append(i)
         numbers.extend(map(texts.number, texts_of_row))
     bad.check_some_left(len(rows))

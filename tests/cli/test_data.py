@@ -84,6 +84,46 @@ def test_pairs_are_measured_in_characters(here, run):
     assert "characters: median" in run("data", "d")[1]
 
 
+def test_scored_pairs_of_a_table_are_checked_as_they_train(here, run):
+    scores = ["0.8"] * 39 + ["high", "", "nan", "0.5"]
+    lines = [f"first {i},second {i},{score}\n" for i, score in enumerate(scores)]
+    (here / "pairs.csv").write_text("sentence1,sentence2,score\n" + "".join(lines))
+    code, out, err = run("data", "pairs.csv", "--hold-out", "last", "--json")
+    assert code == 0, err
+    train, valid = (json.loads(out)["splits"][split] for split in ("train", "valid"))
+    assert (train["rows"], train["bad_rows"]) == (41, {"wrong type": 2})
+    assert (valid["rows"], valid["bad_rows"]) == (2, {"wrong type": 1})
+
+
+def test_pairs_of_empty_texts_are_counted(here, run):
+    empty, pair = {"anchor": "", "positive": ""}, {"anchor": "a", "positive": "b"}
+    write_rows(here / "d", train=[empty] * 3, valid=[empty, pair])
+    code, out, err = run("data", "d", "--json")
+    assert code == 0, err
+    train, valid = (json.loads(out)["splits"][split] for split in ("train", "valid"))
+    assert train["histogram"] == [[0, 0, 3]]
+    assert valid["histogram"] == [[0, 0, 1], [1, 16, 1]]
+    assert "0 to 0" in run("data", "d")[1]
+
+
+@pytest.mark.parametrize(
+    ("lines", "written"),
+    [
+        (['{"text": "a b"}', '{"text": "c d"}'], {"train": 1, "valid": 1}),
+        (['{"text": "a b"}', "{", '{"text": "c d"}'], {"train": 1, "valid": 1}),
+        (["{", '{"text": "a b"}', '{"text": "c d"}'], {"train": 1, "valid": 1}),
+        ([f'{{"text": "a b {i}"}}' for i in range(3)], {"train": 1, "valid": 1, "test": 1}),
+    ],
+)
+def test_training_rows_are_left_where_splits_are_written(here, run, lines, written):
+    (here / "few.jsonl").write_text("\n".join(lines) + "\n")
+    code, out, err = run("data", "few.jsonl", "--hold-out", "last", "--out", "w", "--json")
+    assert code == 0, err
+    assert json.loads(out)["written"] == written
+    assert {f.name for f in (here / "w").iterdir()} == {f"{split}.jsonl" for split in written}
+    assert load_rows(DataConfig(data="w")).present() == list(written)
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "flag"),
     [

@@ -56,11 +56,19 @@ BAD = {
     "a number for a text": ([{"anchor": "a", "positive": 3}], ["d.jsonl:1", "'positive'", "3"]),
     "half a surrogate": ([{"anchor": "\ud800", "positive": "b"}], ["d.jsonl:1", "surrogate"]),
     "a text for a score": (
-        [{"sentence1": "a", "sentence2": "b", "score": "1"}],
+        [{"sentence1": "a", "sentence2": "b", "score": "high"}],
         ["d.jsonl:1", "'score'"],
     ),
     "true for a score": (
         [{"sentence1": "a", "sentence2": "b", "score": True}],
+        ["d.jsonl:1", "'score'"],
+    ),
+    "no number in a table": (
+        [{"sentence1": "a", "sentence2": "b", "score": "nan"}],
+        ["d.jsonl:1", "'score'"],
+    ),
+    "too large": (
+        [{"sentence1": "a", "sentence2": "b", "score": 10**400}],
         ["d.jsonl:1", "'score'"],
     ),
     "no number": (
@@ -69,6 +77,11 @@ BAD = {
     ),
     "nothing": ([], []),
 }
+
+
+def test_scores_of_tables_are_texts(encoder_tokenizer):
+    rows = [{"sentence1": "a", "sentence2": "b", "score": text} for text in ("0.8", " -1", "5e-1")]
+    assert encoded(encoder_tokenizer, rows).scores.tolist() == pytest.approx([0.8, -1, 0.5])
 
 
 @pytest.mark.parametrize("fault", BAD)
