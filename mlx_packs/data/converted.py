@@ -9,6 +9,7 @@ import gzip
 import io
 import json
 import os
+import re
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -30,26 +31,31 @@ _MOST_GROWTH, _ALWAYS = 200, 64 << 20  # of what gzip unpacks: times its size, a
 _BLOCK_BYTES = 1 << 20
 _PIECE = 4000  # characters of a row of text, about a thousand tokens, where paragraphs allow that
 _MOST_TEXT_BYTES = 1 << 30
+_QUOTED = re.compile(r'"([^"]*(?:""[^"]*)*)"')  # a cell in quotes; those within it are doubled
 
 
-class Unpacked(JsonLines):
-    """A JSONL file that was packed; rows are named by the file that people have."""
+class _Copy(JsonLines):
+    """The JSONL copy of a file, which is named by the hash of that."""
 
     def __init__(self, copy: Path, original: Path) -> None:
         super().__init__(copy)
         self._original = original
+
+    def _status(self, f: BinaryIO) -> tuple[int, ...]:
+        """Return the size: every use of a copy changes its time, and its content stays."""
+        return (os.fstat(f.fileno()).st_size,)
+
+
+class Unpacked(_Copy):
+    """A JSONL file that was packed; rows are named by the file that people have."""
 
     def where(self, i: int) -> str:
         """Return file and line of a row."""
         return f"{self._original}:{super().where(i).rpartition(':')[2]}"
 
 
-class Table(JsonLines):
+class Table(_Copy):
     """The rows of a table."""
-
-    def __init__(self, copy: Path, original: Path) -> None:
-        super().__init__(copy)
-        self._original = original
 
     def where(self, i: int) -> str:
         """Return file and number of a row; the header is none."""
@@ -63,10 +69,9 @@ def gzip_rows(file: Path) -> Unpacked:
 
 def table_rows(file: Path) -> Table:
     """Return the rows of a .csv or .tsv file, packed or not; the first line names the columns."""
-    delimiter = "\t" if ".tsv" in file.suffixes[-2:] else ","
-    return Table(
-        _copy(file, f"table {delimiter!r}", lambda out: _tabulate(file, delimiter, out)), file
-    )
+    is_tsv = ".tsv" in Path(file.name.lower()).suffixes[-2:]
+    kind, rows_of = ("tsv", _tsv_rows) if is_tsv else ("csv", _csv_rows)
+    return Table(_copy(file, kind, lambda out: _tabulate(file, rows_of(file), out)), file)
 
 
 def text_rows(file: Path) -> Listed:
@@ -111,7 +116,7 @@ def _blocks(file: Path) -> Iterator[bytes]:
     limit = limit if room is None else min(limit, room // 2)
     total = 0
     with open_regular(file) as raw:
-        source = gzip.GzipFile(fileobj=raw) if file.suffix == ".gz" else raw
+        source = gzip.GzipFile(fileobj=raw) if file.suffix.lower() == ".gz" else raw
         try:
             while block := source.read(_BLOCK_BYTES):
                 total += len(block)
@@ -131,29 +136,61 @@ def _unpack(file: Path, out: BinaryIO) -> None:
         out.write(block)
 
 
-def _tabulate(file: Path, delimiter: str, out: BinaryIO) -> None:
-    """Write each row of a table as a JSON object of texts."""
-    csv.field_size_limit(MOST_LINE_BYTES)
-    reader = csv.reader(_lines(file), delimiter=delimiter, strict=True)
-    try:
-        header = [name.strip() for name in next(reader, [])]
-        if len(set(header)) != len(header) or "" in header:
+_Cells = tuple[int, list[str]]  # of a row of a table, and the line that it begins in
+
+
+def _tabulate(file: Path, rows: Iterator[_Cells], out: BinaryIO) -> None:
+    """Write each row of a table as a JSON object of texts; the first one names the columns."""
+    _, names = next(rows, (1, []))
+    header = [name.strip() for name in names]
+    if len(set(header)) != len(header) or "" in header:
+        raise PackError(
+            f"{file}:1: must name every column, each once, but has {header!r:.80}.", "data"
+        )
+    for line, cells in rows:
+        if not cells:
+            continue
+        if len(cells) != len(header):
             raise PackError(
-                f"{file}:1: must name every column, each once, but has {header!r:.80}.", "data"
+                f"{file}:{line}: has {len(cells)} cells, but the header has {len(header)}. Cells with "
+                "commas, tabs or line breaks in them must stand in quotes, in a .csv file.",
+                "data",
             )
+        row = dict(zip(header, cells, strict=True))
+        out.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+
+
+def _csv_rows(file: Path) -> Iterator[_Cells]:
+    """Yield the rows of a .csv file: RFC 4180."""
+    csv.field_size_limit(MOST_LINE_BYTES)
+    reader = csv.reader(_lines(file), strict=True)
+    line = 1
+    try:
         for cells in reader:
-            if not cells:
-                continue
-            if len(cells) != len(header):
-                raise PackError(
-                    f"{file}:{reader.line_num}: has {len(cells)} cells, but the header has "
-                    f"{len(header)}. Quote cells with {delimiter!r} or line breaks in them.",
-                    "data",
-                )
-            row = dict(zip(header, cells, strict=True))
-            out.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+            yield line, cells
+            line = reader.line_num + 1
     except csv.Error as error:
-        raise PackError(f"{file}:{reader.line_num}: {error}.", "unreadable") from None
+        raise PackError(
+            f"{file}:{line}: the row that begins here cannot be read to its end ({error}). A cell that "
+            "begins with a quote must end with one; double the quotes within it.",
+            "unreadable",
+        ) from None
+
+
+def _tsv_rows(file: Path) -> Iterator[_Cells]:
+    """Yield the rows of a .tsv file, each a line; a cell that is quoted as a whole is unquoted.
+
+    Other quotes are a part of the text: most programs that write .tsv quote nothing.
+    """
+    for number, line in enumerate(_lines(file), 1):
+        cells = line.rstrip("\r\n").split("\t")
+        yield number, [] if cells == [""] else [_unquoted(cell) for cell in cells]
+
+
+def _unquoted(cell: str) -> str:
+    """Return a cell without quotes around it."""
+    quoted = _QUOTED.fullmatch(cell)
+    return quoted[1].replace('""', '"') if quoted else cell
 
 
 def _lines(file: Path) -> Iterator[str]:

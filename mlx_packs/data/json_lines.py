@@ -99,7 +99,7 @@ class JsonLines(Rows):
     def __init__(self, file: Path) -> None:
         self.file = file
         with file.open("rb") as f:
-            self._status = _status(f.fileno())
+            self._opened = self._status(f)
             _check_uncompressed(file, f.read(4))
             f.seek(0)
             self._scan(f)
@@ -136,7 +136,7 @@ class JsonLines(Rows):
     def read(self, start: int, stop: int) -> Iterator[Row]:
         """Yield the rows from ``start`` to ``stop``, a block of lines in memory at a time."""
         with self.file.open("rb") as f:
-            if _status(f.fileno()) != self._status:
+            if self._status(f) != self._opened:
                 raise PackError(
                     f"{self.file}: was changed while it is being read. Start again.", "unreadable"
                 )
@@ -167,11 +167,10 @@ class JsonLines(Rows):
         """Return the SHA-256 of the file."""
         return self._key
 
-
-def _status(handle: int) -> tuple[int, int, int]:
-    """Return what changes when a file does."""
-    status = os.fstat(handle)
-    return status.st_size, status.st_mtime_ns, status.st_ino
+    def _status(self, f: BinaryIO) -> tuple[int, ...]:
+        """Return what changes when the file does."""
+        status = os.fstat(f.fileno())
+        return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def _check_uncompressed(file: Path, beginning: bytes) -> None:

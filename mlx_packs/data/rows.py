@@ -148,7 +148,7 @@ def _folder_rows(path: Path) -> tuple[dict[str, Sequence[Row]], list[str]]:
     files = sorted(file for file in path.iterdir() if suffix_of(file))
     tables = [file for file in files if suffix_of(file) not in TEXT_SUFFIXES]
     by_split = {
-        split: [file for file in tables if file.name.removesuffix(suffix_of(file)) in names]
+        split: [file for file in tables if file.name.lower().removesuffix(suffix_of(file)) in names]
         for split, names in SPLIT_NAMES.items()
     }
     for split, found in by_split.items():
@@ -162,7 +162,8 @@ def _folder_rows(path: Path) -> tuple[dict[str, Sequence[Row]], list[str]]:
     if not used and len(tables) == 1:
         by_split["train"] = used = tables
     if not used:
-        return {"train": _text_folder(path, tables), "valid": [], "test": []}, []
+        texts, notes = _text_folder(path, tables)
+        return {"train": texts, "valid": [], "test": []}, notes
     rows = {split: read_rows(found[0]) if found else [] for split, found in by_split.items()}
     others = [file.name for file in tables if file not in used]
     notes = [f"not used: {', '.join(others[:3])} (names are {_known_names()})"] if others else []
@@ -173,8 +174,8 @@ def _known_names() -> str:
     return "; ".join(", ".join(names) for names in SPLIT_NAMES.values())
 
 
-def _text_folder(path: Path, tables: Sequence[Path]) -> Rows:
-    """Return the texts below a folder that has no files of rows."""
+def _text_folder(path: Path, tables: Sequence[Path]) -> tuple[Rows, list[str]]:
+    """Return the texts below a folder that has no files of rows, and a note on blank ones."""
     texts = sorted(
         file
         for file in path.rglob("*")
@@ -188,7 +189,13 @@ def _text_folder(path: Path, tables: Sequence[Path]) -> Rows:
             "not-found",
             "data",
         )
-    return Joined([read_rows(file) for file in texts if file.stat().st_size])
+    parts = [_rows_of(file) for file in texts]
+    blank = [file for file, rows in zip(texts, parts, strict=True) if not len(rows)]
+    if len(blank) == len(texts):
+        raise PackError(f"{path}: has no examples, only blank texts.", "data", "data")
+    names = ", ".join(str(file.relative_to(path)) for file in blank[:3])
+    number = f"{len(blank)} blank text" + ("s" if len(blank) > 1 else "")
+    return Joined(parts), [f"not used: {number} ({names})"] if blank else []
 
 
 def _hold_out(splits: Splits, config: DataConfig) -> None:
@@ -214,9 +221,9 @@ def held_out(rows: Rows, config: DataConfig, row_format: RowFormat) -> tuple[Row
 
 
 def suffix_of(file: Path) -> str | None:
-    """Return the ending by which a file's rows are read; None where it has none of these."""
+    """Return the ending by which a file's rows are read, in lower case; None where it has none."""
     name = file.name.lower()
-    return next((file.name[-len(each) :] for each in _READERS if name.endswith(each)), None)
+    return next((each for each in _READERS if name.endswith(each)), None)
 
 
 def read_rows(file: Path) -> Rows:
@@ -224,16 +231,20 @@ def read_rows(file: Path) -> Rows:
 
     Those of .jsonl and .parquet are read and checked when they are needed.
     """
+    if not len(rows := _rows_of(file)):
+        raise PackError(f"{file}: has no examples.", "data")
+    return rows
+
+
+def _rows_of(file: Path) -> Rows:
+    """Return the rows of a file, which may have none."""
     if (suffix := suffix_of(file)) is None:
         raise PackError(f"{file}: must end in {', '.join(_READERS)}.", "unsupported", "data")
     _check_regular(file)
     try:
-        rows = _READERS[suffix.lower()](file)
+        return _READERS[suffix](file)
     except OSError as error:
         raise PackError(f"{file}: cannot be read ({error.strerror}).", "unreadable") from None
-    if not len(rows):
-        raise PackError(f"{file}: has no examples.", "data")
-    return rows
 
 
 def _check_regular(file: Path) -> None:

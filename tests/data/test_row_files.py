@@ -12,6 +12,7 @@ from mlx_packs.cli.main import packs
 from mlx_packs.data import converted
 from mlx_packs.data.encoding import EncodingOptions, encode
 from mlx_packs.data.rows import load_rows
+from mlx_packs.errors import PackError
 from tests.helpers.errors import raises
 from tests.helpers.row_files import FILES, QA, write
 from tests.helpers.rows import chat, write_rows
@@ -129,6 +130,66 @@ def test_a_table_may_have_commas_breaks_and_quotes_in_cells(tmp_path):
     ]
 
 
+TSV = """prompt\tcompletion\r
+"What is ""this""?"\tA "thing".\r
+"He said\t5" wide\r
+plain\t"Stop," she said, "now"\r
+\r
+""\t"\r
+"""
+
+
+def test_a_cell_of_a_tsv_ends_with_its_line(tmp_path):
+    file = tmp_path / "t.tsv"
+    file.write_bytes(TSV.encode())
+    rows = load_rows(DataConfig(data=str(file), hold_out="last")).rows
+    values = [(row.value["prompt"], row.value["completion"]) for s in rows.values() for row in s]
+    assert values == [
+        ('What is "this"?', 'A "thing".'),
+        ('"He said', '5" wide'),
+        ("plain", '"Stop," she said, "now"'),
+        ("", '"'),
+    ]
+
+
+def test_a_tsv_has_no_tabs_or_line_breaks_in_cells(tmp_path):
+    for line in ('"a\tb"\tc', '"a\nb"\tc'):
+        (tmp_path / "t.tsv").write_text(f"prompt\tcompletion\nx\ty\n{line}\n")
+        with raises("data", None, "t.tsv:3", "cells", "quotes", ".csv"):
+            load_rows(DataConfig(data=str(tmp_path / "t.tsv")))
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ('a,b\n1,2\n"3\n4",5\n"6,7\n8,9\n', 5),  # never closed
+        ('a,b\n1,2\n3,"4\n5,"6"\n7,8\n', 3),  # closed by the next quote
+        ("a,b\n1,2\n" + '3,"x\ny",z\n', 3),  # a cell too many
+    ],
+)
+def test_a_row_that_goes_on_is_named_by_its_first_line(content, line, tmp_path):
+    (tmp_path / "t.csv").write_text(content)
+    with pytest.raises(PackError, match=rf"t\.csv:{line}: .*quote"):
+        load_rows(DataConfig(data=str(tmp_path / "t.csv")))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_case_of_an_ending_does_not_count(name, tmp_path):
+    file = write(tmp_path, name)
+    upper = file.rename(file.with_name(file.name.upper()))
+    splits = load_rows(DataConfig(data=str(upper)))
+    assert splits.rows["train"][0].where.startswith(str(upper))
+    assert splits.format.texts(splits.rows["train"][0], DataConfig())
+    assert load_rows(DataConfig(data=str(tmp_path))).rows["train"][0] == splits.rows["train"][0]
+
+
+def test_the_case_of_names_in_a_folder_does_not_count(tmp_path):
+    for name, split in (("TRAIN.TSV", "train"), ("Valid.tsv", "valid")):
+        (tmp_path / name).write_text(f"text\n{split} words\n")
+    rows = load_rows(DataConfig(data=str(tmp_path))).rows
+    assert [rows[s][0].value["text"] for s in ("train", "valid")] == ["train words", "valid words"]
+
+
 @pytest.mark.parametrize(
     ("content", "names"),
     [
@@ -158,6 +219,16 @@ def test_a_copy_is_made_once_for_a_file(tmp_path):
     assert copy.stat().st_mtime_ns >= before
     file.write_bytes(gzip.compress(json.dumps({"text": "other"}).encode() + b"\n") * 3)
     assert load_rows(DataConfig(data=str(file))).rows["train"][0].value == {"text": "other"}
+
+
+@pytest.mark.parametrize("name", ["packed.jsonl.gz", "table.csv"])
+def test_a_copy_that_is_used_again_is_read_on(name, tmp_path):
+    file = write(tmp_path, name)
+    first = load_rows(DataConfig(data=str(file))).rows["train"]
+    (copy,) = (tmp_path / "cache" / "rows").iterdir()
+    os.utime(copy, (0, 0))
+    again = load_rows(DataConfig(data=str(file))).rows["train"]
+    assert [row.value for row in first] == [row.value for row in again]
 
 
 def test_a_bomb_and_a_torn_file_are_one_line(tmp_path, monkeypatch):
@@ -205,6 +276,7 @@ def test_a_folder_of_texts_is_read_with_its_subfolders(tmp_path):
     for name in ("b.md", "sub/a.txt", ".git/c.txt"):
         (tmp_path / name).write_text("first\n\n" + "x" * 3993 + "\n\nend")
     (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "sub" / "blank.txt").write_text(" \n\n\t\n")
     splits = load_rows(DataConfig(data=str(tmp_path)))
     rows = [*splits.rows["train"], *splits.rows["valid"]]
     places = [
@@ -212,3 +284,11 @@ def test_a_folder_of_texts_is_read_with_its_subfolders(tmp_path):
     ]
     assert places == [("b.md", "1"), ("b.md", "5"), ("a.txt", "1"), ("a.txt", "5")]
     assert rows[1].value == {"text": "end"}
+    assert splits.notes[0] == "not used: 2 blank texts (empty.txt, sub/blank.txt)"
+
+
+def test_a_folder_of_blank_texts_has_no_examples(tmp_path):
+    (tmp_path / "a.txt").write_text("")
+    (tmp_path / "b.md").write_text(" \n")
+    with raises("data", "data", str(tmp_path), "blank"):
+        load_rows(DataConfig(data=str(tmp_path)))

@@ -10,9 +10,10 @@ from tests.fuzz.kinds.jsonl import JsonlKind
 from tests.fuzz.subjects import ORDINARY, write_base
 
 TABLE = 'prompt,completion\na,"b ""c"" d"\n"e, f","g\nh"\ni,j\n'
+LINES = 'prompt\tcompletion\na\t"b ""c"" d"\n"e, f"\t"g\ni\tj\n'
 FILES = {
     "train.csv": TABLE.encode(),
-    "train.tsv": TABLE.replace(",", "\t").encode(),
+    "train.tsv": LINES.encode(),
     "train.csv.gz": TABLE.encode(),
     "train.jsonl.gz": (json.dumps({"text": "some words"}) + "\n").encode() * 4,
     "notes.md": b"# A title\n\nA paragraph.\n\n" + b"words " * 1000 + b"\n\nan end",
