@@ -1,9 +1,9 @@
 """Rows that nearly repeat others, by the runs of words that they share.
 
-Where either of two rows has at least half of its runs of five words in common with the other, a loss
-on one of them, after training on the other, says little (Lee et al., 2022, arXiv:2107.06499; runs of
-words as in Brown et al., 2020, arXiv:2005.14165, appendix C). What many rows share, such as a system
-prompt, does not count. A paraphrase in other words is not found.
+Of a row that has at least half of its runs of five words in common with another one, the other tells
+the answer: a loss on one of them, after training on the other, says little (Lee et al., 2022,
+arXiv:2107.06499; runs of words as in Brown et al., 2020, arXiv:2005.14165, appendix C). What many
+rows share, such as a system prompt, does not count. A paraphrase in other words is not found.
 """
 
 import random
@@ -19,7 +19,7 @@ from .formats import RowFormat
 from .sources import Row, Rows
 
 RUN = 5  # words
-SHARE = 0.5  # of the runs of one of two rows, which make them near-copies
+SHARE = 0.5  # of the runs of a row, which make the other one a near-copy of it
 MOST_COMPARED = 50_000  # rows; of more, so many in blocks
 _BLOCKS = 50
 _CHARACTERS = 4_000  # of a row, its first
@@ -62,32 +62,25 @@ class NearCopies:
         words = {i: _words(row, row_format, names) for i, row in rows.items()}
         counts = Counter(run for i in words for run in _runs(words[i]))
         most = max(2, int(len(rows) * _COMMON))
-        self._common = frozenset(run for run, count in counts.items() if count > most)
-        self._counted = {i: self._count(_runs(own)) for i, own in words.items()}
+        self._counted = {
+            i: sum(counts[run] <= most for run in _runs(own)) for i, own in words.items()
+        }
         self._owners: dict[tuple[str, ...], list[int]] = defaultdict(list)
         self._same: dict[tuple[str, ...], list[int]] = defaultdict(list)
         for i, own in words.items():
             if own:
                 self._same[own].append(i)
             for run in _runs(own):
-                if run and run not in self._common:
+                if run and counts[run] <= most:
                     self._owners[run].append(i)
 
     def repeated_by(self, row: Row) -> set[int]:
-        """Return the numbers of the rows that a row repeats, or is repeated by, at least nearly."""
+        """Return the numbers of the rows that a row repeats, word by word or nearly."""
         words = _words(row, self._format, self._names)
         copies = set(self._same.get(words, ()))
-        owners, runs = self._owners, _runs(words)
-        shared = Counter(i for run in runs if run in owners for i in owners[run])
-        if not shared:
-            return copies
-        of_row = self._count(runs)
-        near = {i for i, n in shared.items() if n >= SHARE * min(of_row, self._counted[i])}
-        return copies | near
-
-    def _count(self, runs: _Runs) -> int:
-        """Return how many of these runs are not common."""
-        return len(runs) - len(runs & self._common)
+        owners = self._owners
+        shared = Counter(i for run in _runs(words) if run in owners for i in owners[run])
+        return copies | {i for i, n in shared.items() if n >= SHARE * self._counted[i]}
 
     def in_rows(self, rows: Rows) -> dict[int, list[int]]:
         """Return for each number the indices of the rows that repeat it, of those compared."""
