@@ -35,7 +35,7 @@ _COMMANDS = """\
 def chat(
     model: str | None, packs: tuple[str, ...], system: str, trust_remote_code: bool, **settings
 ) -> None:
-    r"""Chat with a base model, with packs or without.
+    """Chat with a base model, with packs or without.
 
     \b
     /pack PACK    answer with this pack from now on
@@ -45,7 +45,7 @@ def chat(
     /quit         leave (or Ctrl-D); Ctrl-C ends an answer
 
     Where standard input is no terminal, each line of it is a message.
-    """
+    """  # noqa: D301 - click keeps the lines after \b
     from ..config.parse import build
     from ..config.sampling import Sampling
     from ..inference.chat import Chat

@@ -12,7 +12,7 @@ _VARIABLE = "_PACKS_COMPLETE"  # click's, by the name of the program
 @click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
-    r"""Print a shell's completion script.
+    """Print a shell's completion script.
 
     \b
     bash  echo 'eval "$(packs completion bash)"' >> ~/.bashrc
@@ -21,6 +21,6 @@ def completion(ctx: click.Context, shell: str) -> None:
 
     It completes commands, options, their choices, files and folders in a new shell. zsh needs
     compinit to run first, bash version 4.4.
-    """
+    """  # noqa: D301 - click keeps the lines after \b
     script = get_completion_class(shell)(ctx.find_root().command, {}, "packs", _VARIABLE)
     echo(script.source())

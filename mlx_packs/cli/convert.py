@@ -35,7 +35,7 @@ from .output import print_report
 )
 @options.as_json
 def export(pack: Path, to: str, out: str | None, start: str | None) -> None:
-    r"""Convert a pack for another tool.
+    """Convert a pack for another tool.
 
     \b
     mlx-lm, peft  adapter folders, which packs import gives back to the byte
@@ -45,7 +45,7 @@ def export(pack: Path, to: str, out: str | None, start: str | None) -> None:
     swift         an adapter folder for mlx-swift-lm, and the Swift that opens it
 
     Every adapter is numerically verified against the pack; a merged model is measured first.
-    """
+    """  # noqa: D301 - click keeps the lines after \b
     from ..convert.interop import export_pack
     from ..convert.lmstudio import MODELS
 

@@ -1,22 +1,28 @@
 """`packs eval` and `packs eval-tasks`: a base model and a pack on the same examples."""
 
+from typing import TYPE_CHECKING
+
 import click
 
-from ..config.schema import COLUMN_SETTINGS
+from ..config.schema import COLUMN_SETTINGS, DataConfig
 from ..display import Display
 from ..errors import PackError
 from . import options
 from .options import option
 from .output import print_report
 
+if TYPE_CHECKING:
+    from ..packs.pack import Pack
+
 _AS_TRAINED = "as the pack was trained"
+_BUNDLED = DataConfig.data
 
 
 @click.command("eval")
 @click.argument("pack", required=False, type=click.Path())
 @options.model_of_pack
 @options.packs("Pack and its weight; the deltas of several add up. Repeatable.", "PACK=WEIGHT")
-@options.data()
+@options.data(default=None, default_text="tiny, for packs that were trained on it")
 @options.split
 @options.setting("batch_size", default=4, type=click.IntRange(1))
 @options.setting("max_seq_length", _AS_TRAINED, type=click.IntRange(2))
@@ -29,7 +35,7 @@ def evaluate(
     pack: str | None,
     packs: tuple[str, ...],
     model: str | None,
-    data: str,
+    data: str | None,
     trust_remote_code: bool,
     **settings,
 ) -> None:
@@ -49,6 +55,7 @@ def evaluate(
     if opened is None:
         text = "is required. To add several packs up, pass --pack a=0.7 --pack b=0.3."
         raise PackError(f"PACK: {text}", flag="pack")
+    data = _data_of(data, opened)
     columns = {name: settings.pop(name) for name in COLUMN_SETTINGS}
     columns = {name: column for name, column in columns.items() if column is not None}
     report = evaluate(
@@ -59,6 +66,18 @@ def evaluate(
         **settings,
     )
     print_report(report.to_json(), report.lines())
+
+
+def _data_of(data: str | None, pack: "Pack") -> str:
+    """Return the examples that were named; a pack of other data says nothing on the bundled ones."""
+    trained = pack.part("recipe").get("data", _BUNDLED)
+    if data is None and trained != _BUNDLED:
+        raise PackError(
+            f"--data: {pack.name} was trained on {trained}. Name the examples to evaluate on (a folder "
+            "with valid.jsonl or test.jsonl, or a file).",
+            flag="data",
+        )
+    return _BUNDLED if data is None else data
 
 
 @click.command()

@@ -191,11 +191,10 @@ def out(sentence: str) -> Callable:
     return option("--out", required=True, metavar="DIR", help=sentence)
 
 
-def data(sentence: str = "Examples to evaluate on") -> Callable:
+def data(sentence: str = "Examples to evaluate on", **overrides) -> Callable:
     """Add the examples that a command evaluates on."""
-    return option(
-        "--data", default="tiny", metavar="DATA", help=f"{sentence}: a folder, a file, or 'tiny'."
-    )
+    described = {"default": "tiny", "help": f"{sentence}: a folder, a file, or 'tiny'."}
+    return option("--data", metavar="DATA", **described | overrides)
 
 
 def packs(sentence: str, metavar: str = "PACK") -> Callable:

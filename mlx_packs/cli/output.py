@@ -1,8 +1,11 @@
 """What commands print: a report as JSON or as lines, and the gates that failed."""
 
+import re
+import shlex
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import click
 
@@ -20,9 +23,17 @@ def wants_json() -> bool:
 def print_report(report: dict | list, lines: Iterable[str]) -> None:
     """Print a report as JSON after --json, else lines about it; neither can steer a terminal."""
     if not wants_json():
-        echo("\n".join(_fitted(printable(line)) for line in lines))
+        echo("\n".join(_fitted(_runnable(printable(line))) for line in lines))
         return
     echo(to_json(report), end="")
+
+
+def _runnable(line: str) -> str:
+    """Return a line whose command runs as printed, where `packs` is not on PATH."""
+    program = Path(sys.argv[0])
+    if program.name != "packs" or shutil.which("packs"):
+        return line
+    return re.sub(r"(try:? +)packs ", lambda m: f"{m[1]}{shlex.quote(str(program))} ", line)
 
 
 def _fitted(line: str) -> str:

@@ -13,6 +13,7 @@ import re
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,7 +26,7 @@ from .row_format import Row
 from .sources import Listed
 
 TEXT_SUFFIXES = (".txt", ".md")
-_VERSION = 1  # of the copies
+_VERSION = 2  # of the copies
 _DAYS = 30  # that an unused copy is kept
 _MOST_GROWTH, _ALWAYS = 200, 64 << 20  # of what gzip unpacks: times its size, and bytes beside that
 _BLOCK_BYTES = 1 << 20
@@ -161,9 +162,12 @@ def _tabulate(file: Path, rows: Iterator[_Cells], out: BinaryIO) -> None:
 
 
 def _csv_rows(file: Path) -> Iterator[_Cells]:
-    """Yield the rows of a .csv file: RFC 4180."""
+    """Yield the rows of a .csv file: RFC 4180, or with semicolons or tabs for its commas."""
     csv.field_size_limit(MOST_LINE_BYTES)
-    reader = csv.reader(_lines(file), strict=True)
+    lines = _lines(file)
+    header = next(lines, "")
+    delimiter = max(",;\t", key=header.count)  # by the language of the spreadsheet
+    reader = csv.reader(chain([header], lines), delimiter=delimiter, strict=True)
     line = 1
     try:
         for cells in reader:

@@ -84,7 +84,13 @@ def cached(name: str) -> Path:
     ]
     if of_revision:
         return max(of_revision, key=lambda folder: (folder / PIN).stat().st_mtime_ns)
-    return fetch(name, None, False, Display())
+    try:
+        return fetch(name, None, False, Display())
+    except PackError as error:
+        if error.code not in ("network", "not-found"):
+            raise
+        text = f"{name}: there is no such folder here. As a pack of the Hub: {error.message}"
+        raise PackError(text, error.code, error.flag) from None
 
 
 def _is_complete(folder: Path, commit: str) -> bool:

@@ -94,6 +94,7 @@ class Fit:
                 display.line("note", fault)
             batches = f"batch {self.state.batches} of {run.goal.stop}"
             display.line("resume", f"{run.folder}: {batches} ({point.why})")
+            self._check_end()
         mx.reset_peak_memory()
         while True:
             try:
@@ -118,6 +119,19 @@ class Fit:
             **(scale_facts(optimizer) if self.float16 and optimizer else {}),
             **self.on_nan.facts(),
         }
+
+    def _check_end(self) -> None:
+        """Say that a resumed run had ended; it cannot end before the batches that it has taken."""
+        run, done, end = self.run, self.state.batches, self.run.goal.stop
+        if done > end:
+            raise PackError(
+                f"--resume: {run.folder} has taken {done:,} batches, and is to end after {end:,}. "
+                "Pass more --iters or --epochs.",
+                "conflict",
+                "iters",
+            )
+        if done == end:
+            run.display.line("note", "the run had ended; with more --iters or --epochs it goes on")
 
     def _train_phases(self, before: Scores, checkpoint: Path | None) -> optimizers.Optimizer | None:
         """Train every phase that is not over at a checkpoint; return the optimizer of the last."""

@@ -108,6 +108,8 @@ def columns_of(
         raise PackError(
             "data: every phase names its own data. Leave it out here.", "conflict", "data"
         )
+    if columns is not None and not isinstance(columns.data, str):
+        columns = replace(columns, data=source_of(columns.data))
     if data is None:
         return columns or DataConfig()
     named = columns.changed(("data", "hf_dataset")) if columns else []

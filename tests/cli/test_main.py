@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from mlx_packs.cli.main import COMMANDS, packs
+from mlx_packs.cli.output import print_report
 from mlx_packs.errors import Interrupted, PackError
 from tests.helpers.errors import check
 
@@ -134,6 +136,26 @@ def test_every_command_has_help_by_both_flags(command):
     short, long = (CliRunner().invoke(packs, [command, flag]) for flag in ("-h", "--help"))
     assert short.exit_code == 0 and short.stdout == long.stdout
     assert command in CliRunner().invoke(packs, ["-h"]).stdout
+
+
+def test_lines_of_a_help_stand_as_they_are_written():
+    for command, line in {
+        "export": "peft  adapter",
+        "chat": "/base   ",
+        "completion": "zsh  ",
+    }.items():
+        text = CliRunner().invoke(packs, [command, "-h"]).stdout
+        assert "\\b" not in text and any(line in each for each in text.splitlines()), command
+
+
+@pytest.mark.parametrize(("on_path", "shown"), [(None, "v/bin/packs"), ("/bin/packs", "packs")])
+def test_a_suggested_command_runs_as_printed(monkeypatch, capsys, on_path, shown):
+    monkeypatch.setattr(sys, "argv", ["v/bin/packs", "train"])
+    monkeypatch.setattr(shutil, "which", lambda name: on_path)
+    with click.Context(packs):
+        print_report({}, ["pack    p    try: packs generate --pack p", "note    packs are small"])
+    expected = f"pack    p    try: {shown} generate --pack p\nnote    packs are small\n"
+    assert capsys.readouterr().out == expected
 
 
 @pytest.mark.parametrize("arguments", [["-h"], ["train", "-h"]], ids=" ".join)

@@ -118,6 +118,18 @@ def test_every_file_trains_a_pack(name, tmp_path, monkeypatch):
     assert (tmp_path / "q" / "pack.json").exists()
 
 
+def test_a_spreadsheet_may_part_its_columns_by_semicolons(tmp_path):
+    for number, mark in enumerate(";\t,"):
+        file = tmp_path / f"{number}.csv"
+        file.write_text(f'prompt{mark}completion\n"a{mark}b, c"{mark}d\ne{mark}f\n')
+        splits = load_rows(DataConfig(data=str(file))).rows
+        rows = [row.value for split in splits.values() for row in split]
+        assert rows == [
+            {"prompt": f"a{mark}b, c", "completion": "d"},
+            {"prompt": "e", "completion": "f"},
+        ]
+
+
 def test_a_table_may_have_commas_breaks_and_quotes_in_cells(tmp_path):
     cells = 'prompt,completion\r\n"a, b","c\r\nd"\r\n"say ""x""",\xe9\r\n\r\n'
     file = tmp_path / "t.csv"

@@ -142,6 +142,8 @@ def test_training_and_eval_report_the_same_answers(letters, tmp_path, run):
     assert sum(line.startswith("before") for line in lines) == 3
     manifest = json.loads((out / "pack.json").read_text())
     assert manifest["eval"]["answers"] == answers
+    assert run("eval", out)[0] == 2  # it learned nothing of the bundled examples
+    check(run.error, "invalid", "data", str(letters.name))
     assert len(manifest["samples"]) == 3
     assert [change.after for change in changes_of(manifest["eval"])][-1] == 1
     assert "exact 0.0 % → 100.0 % of 5 examples" in (out / "README.md").read_text()

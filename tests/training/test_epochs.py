@@ -56,6 +56,23 @@ def test_a_run_goes_on_with_more_epochs(trained):
     assert sha256(more.pack.path / ADAPTERS) == sha256(whole.pack.path / ADAPTERS)
 
 
+def test_the_best_of_short_epochs_is_found_after_each(trained):
+    each = math.ceil(len(CHATS) / 2)
+    result, _ = trained("p", epochs=3, load_best=True, val_batches=1)
+    measured = [line["batch"] for line in result.curve if "valid_loss" in line]
+    assert measured == [each, 2 * each, 3 * each]
+    plain, _ = trained("q", epochs=3, val_batches=1)
+    assert not [line for line in plain.curve if "valid_loss" in line]
+
+
+def test_a_run_that_ended_says_so_and_takes_no_batches_back(trained):
+    trained("p", iters=4)
+    assert any("had ended" in line for line in trained("p", iters=4, resume=True)[1])
+    with raises("conflict", "iters", "4", "2"):
+        trained("p", iters=2, resume=True)
+    assert not any("had ended" in line for line in trained("p", iters=5, resume=True)[1])
+
+
 def test_epochs_take_the_place_of_weaker_iters():
     assert resolve({"epochs": 3}, under=[{"iters": 120}]).train.epochs == 3
     assert resolve({"iters": 5}, under=[{"epochs": 3}]).train.epochs is None

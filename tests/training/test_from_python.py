@@ -148,6 +148,8 @@ def test_rows_in_memory_have_columns_of_their_own():
     assert columns.data.splits["train"][3].value == {"body": "row 3"}
     with raises("conflict", "data"):
         columns_of("tiny", TrainConfig(), rows, DataConfig(data="notes"))
+    same = columns_of("tiny", TrainConfig(), None, DataConfig(data=rows, text_feature="body"))
+    assert list(same.data.splits["train"]) == list(columns.data.splits["train"])
 
 
 def test_settings_may_be_mappings(train):
