@@ -1,5 +1,6 @@
 """`packs data`: what a data set is, before an hour is spent on it."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -7,7 +8,7 @@ import click
 
 from ..config.schema import COLUMN_SETTINGS, DataConfig, TrainConfig
 from ..display import Display
-from ..errors import PackError
+from ..errors import PackError, flag_of
 from . import options
 from .options import option
 from .output import print_report, wants_json
@@ -94,7 +95,10 @@ def data(
     lines += [f"note    {note}" for note in notes]
     if written is not None:
         counts = " · ".join(f"{count:,} {split}" for split, count in written.items())
-        lines.append(f"wrote   {out}: {counts}")
+        names = {flag_of(name): getattr(columns, name) for name in columns.changed(COLUMN_SETTINGS)}
+        named = [text for pair in names.items() for text in pair]
+        command = shlex.join(["packs", "train", "--data", out, *named])
+        lines.append(f"wrote   {out}: {counts}    try: {command}")
     print_report(report, lines)
     if not wants_json():
         mask.print_masked(shown)

@@ -69,6 +69,12 @@ def test_splits_are_written_and_train_alike(here, run):
     assert run("data", "only.jsonl", "--out", "s", "--overwrite", "--hold-out", "last")[0] == 0
     last = json.loads((here / "s" / "valid.jsonl").read_text().splitlines()[-1])
     assert last == rows[-1]
+    flags = ("--prompt-feature", "prompt", "--completion-feature", "the end")
+    write_rows(
+        here, other=[{"prompt": row["prompt"], "the end": row["completion"]} for row in rows]
+    )
+    out = run("data", "other.jsonl", "--out", "o", *flags, "--samples", 0)[1]
+    assert "try: packs train --data o --completion-feature 'the end'" in out
     (here / "s" / "notes.txt").write_text("mine")
     assert run("data", "only.jsonl", "--out", "s", "--overwrite")[0] == 2
     check(run.error, "exists", "out", "notes.txt")
