@@ -112,7 +112,7 @@ def _field_faults(settings: Settings) -> Iterator[Fault]:
         values = value.values() if isinstance(value, Mapping) else [value]
         if not all(_in_range(v, facts) for v in values):
             every = "every value " if isinstance(value, Mapping) else ""
-            yield Fault(field.name, f"{every}must be {_range(facts)}, but is {value}.")
+            yield Fault(field.name, f"{every}must be {valid_range(facts)}, but is {value}.")
 
 
 def _in_range(value: Any, facts: Facts) -> bool:
@@ -127,7 +127,7 @@ def _in_range(value: Any, facts: Facts) -> bool:
     return value < facts.below if facts.at_most is None else value <= facts.at_most
 
 
-def _range(facts: Facts) -> str:
+def valid_range(facts: Facts) -> str:
     """Return a range of numbers in words: ``in [0, 1)``, ``above 0``, ``at least 1``."""
     if facts.at_most in (None, math.inf) and facts.below == math.inf:
         low = f"above {facts.above:g}" if facts.above is not None else f"at least {facts.at_least}"

@@ -159,8 +159,8 @@ class LayerTrainer:
     ) -> float:
         """Train on a batch by cross-entropy, in float32; returns its mean loss before the update.
 
-        Semantics: logits = layers[-1](… layers[0](inputs)) or layers(inputs);
-        loss = sum(weights * -log softmax(logits)[targets]) / sum(weights)
+        Semantics: ``logits = layers[-1](… layers[0](inputs))`` or ``layers(inputs)``;
+        ``loss = sum(weights * -log softmax(logits)[targets]) / sum(weights)``
 
         With ``grad_accumulation_steps`` the update comes with the last of them, and batches count
         by their weights: N small ones equal a large one.

@@ -1,0 +1,133 @@
+"""Parts of pages that are made from the code: the commands from click, the keys from their fields.
+
+A page has ``<!-- generated: commands -->`` or ``<!-- generated: settings -->`` where they belong.
+"""
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterable, Iterator
+
+import click
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import Files
+from mkdocs.structure.pages import Page
+
+from mlx_packs.cli.main import COMMANDS, packs
+from mlx_packs.config.fields import SECTIONS, facts_of, flags_of, valid_range
+from mlx_packs.config.phase import Phase
+from mlx_packs.config.recipe import RunOptions
+from mlx_packs.config.schema import DataConfig, LoRAConfig, TrainConfig
+
+_FLAG = re.compile(r"(?<![\w`-])(--[a-z][\w-]*)")
+_DEFAULT = re.compile(r"\s*\[([^\[\]]*)\]$")
+
+
+def _prose(text: str) -> str:
+    """Return a help text as Markdown: nothing in it is markup, and flags are code."""
+    return _FLAG.sub(r"`\1`", re.sub(r"([<*_\[\]\\])", r"\\\1", " ".join(text.split())))
+
+
+def _definition(term: str, anchor: str, text: str) -> str:
+    return f"`{term}`{{ #{anchor} }}\n:   {text}\n"
+
+
+def commands() -> str:
+    """Return the reference of all commands."""
+    root = click.Context(packs, info_name="packs")
+    parts = []
+    for section, names in COMMANDS.items():
+        parts.append(f"## {section}\n")
+        for name in names:
+            parts += _command(packs.get_command(root, name), name, root)
+    return "\n".join(parts)
+
+
+def _command(command: click.Command, name: str, root: click.Context) -> Iterator[str]:
+    context = click.Context(command, root, f"packs {name}")
+    usage = " ".join(["packs", name, *command.collect_usage_pieces(context)])
+    yield f"### packs {name}\n\n```text\n{usage}\n```\n"
+    for paragraph in inspect.cleandoc(command.help or "").split("\n\n"):
+        yield _prose(paragraph) + "\n"
+    sections: dict[str, list[str]] = {}
+    for param in command.get_params(context):
+        if (record := param.get_help_record(context)) and isinstance(param, click.Option):
+            written = _option(name, param, *record)
+            sections.setdefault(getattr(param, "section", "Output"), []).append(written)
+    for section in sorted(sections, key=SECTIONS.index):
+        if len(sections) > 1:
+            yield f"#### {section} {{ #{name}-{section.lower().replace(' ', '-')} }}\n"
+        yield from sections[section]
+    if command.epilog:
+        yield from _examples(command.epilog)
+
+
+def _option(command: str, option: click.Option, term: str, text: str) -> str:
+    default = _DEFAULT.search(text)
+    sentence = _prose(_DEFAULT.sub("", text))
+    if default:
+        words = default.group(1)
+        words = words.replace("default: ", "Default: `", 1) + "`" * words.startswith("default: ")
+        sentence += f" {words[0].upper()}{words[1:]}."
+    flag = max(option.opts, key=len).lstrip("-")
+    return _definition(term, f"{command}-{flag}", sentence)
+
+
+def _examples(epilog: str) -> Iterator[str]:
+    lines = inspect.cleandoc(epilog.replace("\b", "")).splitlines()
+    shown = [line for line in lines[1:] if line.strip()]
+    code = [
+        line.strip() if line.startswith("    ") else f"# {line.strip().rstrip(':')}"
+        for line in shown
+    ]
+    yield "\n".join(["#### Examples\n", "```sh", *code, "```", ""])
+
+
+def settings() -> str:
+    """Return the reference of all keys of a configuration, by section."""
+    sections: dict[str, list[str]] = {}
+    for config in (RunOptions, DataConfig, LoRAConfig, TrainConfig):
+        for field in dataclasses.fields(config):
+            sections.setdefault(facts_of(field).section, []).append(_key(field, field.name))
+    parts = []
+    for section in sorted(sections, key=SECTIONS.index):
+        parts += [f"## {section}\n", *sections[section]]
+    parts.append("## Keys of a phase\n")
+    parts += [_key(field, f"phases-{field.name}") for field in dataclasses.fields(Phase)]
+    return "\n".join(parts)
+
+
+def _key(field: dataclasses.Field, anchor: str) -> str:
+    return _definition(field.name, anchor, " ".join([_prose(facts_of(field).help), *_notes(field)]))
+
+
+def _notes(field: dataclasses.Field) -> Iterator[str]:
+    facts = facts_of(field)
+    if facts.choices:
+        yield f"One of {_listed(facts.choices)}."
+    if (facts.at_least, facts.above) != (None, None):
+        yield f"Valid: {valid_range(facts)}."
+    default = None if field.default is dataclasses.MISSING else field.default
+    if facts.shown_default or default not in (None, ()):
+        text = facts.shown_default or str(default).lower() * isinstance(default, bool)
+        yield f"Default: `{text or default}`."
+    if flags := flags_of(field):
+        yield f"Flag: {_listed(flags)}."
+    else:
+        yield "In files and Python only."
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+GENERATED = {"commands": commands, "settings": settings}
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Return a page with its generated parts."""
+    for name, generate in GENERATED.items():
+        marker = f"<!-- generated: {name} -->"
+        if marker in markdown:
+            markdown = markdown.replace(marker, generate())
+    return markdown
