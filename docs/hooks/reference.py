@@ -69,7 +69,7 @@ def _option(command: str, option: click.Option, term: str, text: str) -> str:
         words = default.group(1)
         words = words.replace("default: ", "Default: `", 1) + "`" * words.startswith("default: ")
         sentence += f" {words[0].upper()}{words[1:]}."
-    flag = max(option.opts, key=len).lstrip("-")
+    flag = next(name for name in option.opts if name.startswith("--"))[2:]
     return _definition(term, f"{command}-{flag}", sentence)
 
 

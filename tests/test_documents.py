@@ -1,0 +1,163 @@
+"""The documentation: links lead somewhere, commands exist and run, generated pages are complete."""
+
+import dataclasses
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+import mlx_packs
+from mlx_packs import train_pack
+from mlx_packs.cli.main import packs
+from mlx_packs.cli.options import SETTINGS
+from mlx_packs.cli.recipe import recipe_of
+from tests.helpers import documents
+from tests.helpers.documents import DOCUMENTS, GUIDES, ROOT
+from tests.helpers.rows import CHATS, write_rows
+from tests.helpers.runs import LORA, TRAIN
+
+# Models, packs and adapters that a machine without network does not have; commands that need a
+# network, a Mac or a person, or measure for minutes.
+ELSEWHERE = re.compile(
+    r"mlx-community/|all-MiniLM|some-bf16-checkpoint|someones-lora|llama3_8b|--launch-agent"
+    r"|packs/pairs|--model M\b|\b(me|owner)/|^(bench|chat|doctor|eval-tasks|pull|push)\b"
+)
+QUICK = {
+    "--iters": "2",
+    "--batch-size": "2",
+    "--max-seq-length": "64",
+    "--matmul-path": "dense",
+    "--val-batches": "1",
+    "--test-batches": "1",
+    "--metric": "none",
+}
+
+
+def commands(document: str) -> list[list[str]]:
+    blocks = documents.read(document).blocks("bash")
+    return [args for _, block in blocks for args in documents.commands(block)]
+
+
+WITH_COMMANDS = [document for document in GUIDES if commands(document)]
+
+
+def broken_links(page: documents.Document) -> list[str]:
+    """Relative links of a document to a file or a heading that is not there."""
+    broken = []
+    for link in page.links():
+        path, _, anchor = link.partition("#")
+        if re.match(r"[a-z]+:", link):
+            continue
+        target = page.target(path) if path else page.path
+        if not (ROOT / target).exists():
+            broken.append(link)
+        elif anchor and target.endswith(".md"):
+            anchors = documents.read(target).anchors()
+            if anchors is not None and anchor not in anchors:
+                broken.append(link)
+    return broken
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_relative_links_lead_to_a_file_and_a_heading(document):
+    assert not broken_links(documents.read(document))
+
+
+def test_broken_links_are_found():
+    text = (
+        "[a](merge.md#what-is-written) [b](merge.md#nothing) ![c](../nothing.svg) [d](https://x.y)"
+    )
+    assert broken_links(documents.parse("docs/x.md", text)) == [
+        "merge.md#nothing",
+        "../nothing.svg",
+    ]
+
+
+@pytest.mark.parametrize("document", WITH_COMMANDS)
+def test_commands_and_their_flags_exist(document):
+    for name, *args in commands(document):
+        command = packs.get_command(click.Context(packs), name)
+        assert command, name
+        with command.make_context(f"packs {name}", args) as context:
+            if name == "train" and not context.params["configs"]:
+                given = {k: v for k, v in context.params.items() if k in SETTINGS}
+                recipe_of({k: v for k, v in given.items() if v is not None}, {})  # checks values
+
+
+def test_own_variables_of_the_environment_are_documented():
+    text = (ROOT / "docs" / "environment.md").read_text("utf-8")
+    sources = [path.read_text("utf-8") for path in (ROOT / "mlx_packs").rglob("*.py")]
+    read = {name for source in sources for name in re.findall(r'= "(MLX_PACKS_[A-Z]+)"', source)}
+    assert len(read) > 2
+    assert not {name for name in read - {"MLX_PACKS_SUPERVISED"} if f"`{name}`" not in text}
+
+
+def test_python_page_has_every_public_name():
+    text = (ROOT / "docs" / "python.md").read_text("utf-8")
+    assert sorted(re.findall(r"^::: mlx_packs\.(\w+)", text, re.M)) == sorted(mlx_packs.__all__)
+
+
+def test_diagrams_are_those_of_their_script(tmp_path):
+    images = ROOT / "docs" / "images"
+    shutil.copy(images / "diagrams.py", tmp_path)
+    subprocess.run([sys.executable, tmp_path / "diagrams.py"], check=True)
+    for name in ("pack.svg", "run.svg"):
+        assert (tmp_path / name).read_text("utf-8") == (images / name).read_text("utf-8")
+
+
+def few_batches(recipe: str) -> str:
+    """A recipe in YAML with two batches for each phase."""
+    return re.sub(r"\biters: \d+", "iters: 2", recipe)
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory) -> Path:
+    """A folder with what commands name: data, and three small packs with their runs."""
+    folder = tmp_path_factory.mktemp("material")
+    for name in ("notes", "data"):
+        write_rows(folder / name, train=CHATS * 5, valid=CHATS[:2], test=CHATS[2:])
+    write_rows(folder / "code", train=[{"text": "def f(x):\n    return x + 1\n" * 9}] * 8)
+    shutil.copytree(ROOT / "examples", folder / "examples")
+    recipe = folder / "examples" / "two_phases.yaml"
+    recipe.write_text(few_batches(recipe.read_text()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for seed, name in enumerate(("notes", "law", "letters")):
+            train = dataclasses.replace(TRAIN, seed=seed)
+            train_pack("tiny", "notes", LORA, train, f"packs/{name}")
+    return folder
+
+
+def shortened(args: list[str]) -> list[str]:
+    """The arguments of a command; a run is a short one, whose result replaces an earlier one."""
+    if args[0] != "train":
+        return args
+    quick = {} if "-c" in args else QUICK
+    if "--epochs" in args:
+        quick = {flag: value for flag, value in quick.items() if flag != "--iters"}
+    added = [word for flag, value in quick.items() if flag not in args for word in (flag, value)]
+    return [*args, *added, "--overwrite"]
+
+
+RUNNABLE = [
+    d for d in WITH_COMMANDS if any(not ELSEWHERE.search(shlex.join(c)) for c in commands(d))
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("document", RUNNABLE)
+def test_commands_run_on_the_tiny_base(document, material, here, run):
+    shutil.copytree(material, here, dirs_exist_ok=True)
+    for language, block in documents.read(document).blocks("bash", "yaml"):
+        if language == "yaml":
+            (here / f"{Path(document).stem}.yaml").write_text(few_batches(block))
+            continue
+        for args in documents.commands(block):
+            if not ELSEWHERE.search(shlex.join(args)):
+                code, _, error = run(*shortened(args))
+                assert code == 0 or (code == 1 and run.error is None), (args, error)  # 1: a gate
