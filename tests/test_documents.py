@@ -144,20 +144,32 @@ def shortened(args: list[str]) -> list[str]:
     return [*args, *added, "--overwrite"]
 
 
-RUNNABLE = [
-    d for d in WITH_COMMANDS if any(not ELSEWHERE.search(shlex.join(c)) for c in commands(d))
-]
+def runs_here(document: str) -> bool:
+    """Whether a document has commands or Python that need no other machine."""
+    texts = [shlex.join(args) for args in commands(document)]
+    texts.append("\n".join(text for _, text in documents.read(document).blocks("python")))
+    return not all(not text or ELSEWHERE.search(text) for text in texts)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("document", RUNNABLE)
-def test_commands_run_on_the_tiny_base(document, material, here, run):
+@pytest.mark.parametrize("document", [guide for guide in GUIDES if runs_here(guide)])
+def test_commands_and_python_run_on_the_tiny_base(document, material, here, run):
     shutil.copytree(material, here, dirs_exist_ok=True)
-    for language, block in documents.read(document).blocks("bash", "yaml"):
+    python = "\n".join(text for _, text in documents.read(document).blocks("python"))
+    names: dict = {}
+    for language, block in documents.read(document).blocks("bash", "yaml", "python"):
         if language == "yaml":
             (here / f"{Path(document).stem}.yaml").write_text(few_batches(block))
-            continue
-        for args in documents.commands(block):
-            if not ELSEWHERE.search(shlex.join(args)):
-                code, _, error = run(*shortened(args))
-                assert code == 0 or (code == 1 and run.error is None), (args, error)  # 1: a gate
+        elif language == "python":
+            if not ELSEWHERE.search(python):  # later blocks use names of earlier ones
+                exec(compile(block, document, "exec"), names)
+        else:
+            check_commands(block, run)
+
+
+def check_commands(block: str, run) -> None:
+    """Run the commands of a block that can run here; a gate may fail on packs of two updates."""
+    for args in documents.commands(block):
+        if not ELSEWHERE.search(shlex.join(args)):
+            code, _, error = run(*shortened(args))
+            assert code == 0 or (code == 1 and run.error is None), (args, error)

@@ -1,12 +1,13 @@
 """What editors and type checkers see of the package: pyright on users' code, completion by jedi."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.documents import GUIDES, read
 
 pytestmark = pytest.mark.interop
 
@@ -31,10 +32,13 @@ def test_examples_pass_pyright():
     assert not pyright(ROOT / "examples")
 
 
-def test_the_python_of_the_readme_passes_pyright(tmp_path):
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert blocks
-    (tmp_path / "readme.py").write_text("\n".join(blocks))  # later blocks use names of earlier ones
+WITH_PYTHON = [document for document in GUIDES if list(read(document).blocks("python"))]
+
+
+@pytest.mark.parametrize("document", WITH_PYTHON)
+def test_the_python_of_the_documents_passes_pyright(document, tmp_path):
+    blocks = [text for _, text in read(document).blocks("python")]
+    (tmp_path / "page.py").write_text("\n".join(blocks))  # later blocks use names of earlier ones
     assert not pyright(tmp_path)
 
 

@@ -66,11 +66,17 @@ def _option(command: str, option: click.Option, term: str, text: str) -> str:
     default = _DEFAULT.search(text)
     sentence = _prose(_DEFAULT.sub("", text))
     if default:
-        words = default.group(1)
-        words = words.replace("default: ", "Default: `", 1) + "`" * words.startswith("default: ")
-        sentence += f" {words[0].upper()}{words[1:]}."
+        sentence += f" {_bracketed(default.group(1))}."
     flag = next(name for name in option.opts if name.startswith("--"))[2:]
     return _definition(term, f"{command}-{flag}", sentence)
+
+
+def _bracketed(text: str) -> str:
+    """Return what help shows in brackets (a default, or "required") as a sentence."""
+    if not text.startswith("default: "):
+        return text.capitalize()
+    value = text.removeprefix("default: ")
+    return f"Default: {_prose(value) if ' ' in value else f'`{value}`'}"
 
 
 def _examples(epilog: str) -> Iterator[str]:
@@ -109,8 +115,12 @@ def _notes(field: dataclasses.Field) -> Iterator[str]:
         yield f"Valid: {valid_range(facts)}."
     default = None if field.default is dataclasses.MISSING else field.default
     if facts.shown_default or default not in (None, ()):
-        text = facts.shown_default or str(default).lower() * isinstance(default, bool)
-        yield f"Default: `{text or default}`."
+        text = str(default).lower() if isinstance(default, bool) else default
+        yield (
+            f"Default: {_prose(facts.shown_default)}."
+            if facts.shown_default
+            else (f"Default: `{text}`.")
+        )
     if flags := flags_of(field):
         yield f"Flag: {_listed(flags)}."
     else:
