@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 _CHECKOUT = Path(__file__).parent.parent
 READMES = (
-    _CHECKOUT / "README.md",
     _CHECKOUT / "benchmarks" / "README.md",
     _CHECKOUT / "docs" / "performance.md",
 )

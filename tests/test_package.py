@@ -164,7 +164,7 @@ def test_readme_opens_with_two_commands_and_ci_runs_the_second():
 
 @pytest.mark.parametrize(
     "document",
-    ["README.md", "runbook.md", "docs/decisions.md", "docs/systems.md", "docs/performance.md"],
+    ["runbook.md", "docs/decisions.md", "docs/systems.md", "docs/performance.md"],
 )
 def test_files_that_a_document_names_exist(document):
     text = (ROOT / document).read_text(encoding="utf-8")
