@@ -113,7 +113,7 @@ def test_a_damaged_later_checkpoint_confuses_no_later_resume(trained_copy, resum
     assert "step-000008" in resumed()[0]
     assert [folder.name for folder in checkpoints(RUN)] == [f"step-{n:06d}" for n in (1, 2, 3)]
     assert hashes(Path("o")) == unbroken
-    assert resumed() == ["resume o-run: batch 3 of 3 (step-000003, the newest checkpoint)"]
+    assert resumed()[0] == "resume o-run: batch 3 of 3 (step-000003, the newest checkpoint)"
 
 
 def test_checkpoints_without_hashes_resume(trained_copy, resumed, unbroken):
