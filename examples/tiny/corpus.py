@@ -177,18 +177,18 @@ def stdlib_files() -> list[tuple[str, str]]:
 
 def docstrings(module: str, source: str) -> list[tuple[str, str]]:
     """(qualified name, docstring) of the module, its classes and its functions."""
-    found = []
+    named = []
 
     def visit(node: ast.AST, name: str) -> None:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             doc = ast.get_docstring(node)
             if doc and len(doc) > 40:
-                found.append((name, doc))
+                named.append((name, doc))
             for child in node.body:
                 visit(child, f"{name}.{getattr(child, 'name', '')}")
 
     visit(ast.parse(source), module)
-    return found
+    return named
 
 
 def stdlib_docstrings(roots: list[Path]) -> Iterator[Document]:

@@ -49,16 +49,16 @@ Row = dict[str, list[dict[str, str]]]
 
 def pieces(verses: list[str]) -> list[str]:
     """A chapter in pieces: verses, long ones cut behind a colon or semicolon, short ones joined."""
-    found: list[str] = []
+    parts_of_chapter: list[str] = []
     for verse in verses:
         verse = re.sub(r"\s+", " ", verse)
         parts = re.split(r"(?<=[:;]) ", verse) if len(verse) > MAX_ANSWER // 2 else [verse]
         for part in parts:
-            if found and len(found[-1]) < MIN_ANSWER:
-                found[-1] += " " + part
+            if parts_of_chapter and len(parts_of_chapter[-1]) < MIN_ANSWER:
+                parts_of_chapter[-1] += " " + part
             else:
-                found.append(part)
-    return found
+                parts_of_chapter.append(part)
+    return parts_of_chapter
 
 
 def chapter_rows(verses: list[str], rng: random.Random) -> Iterator[Row]:

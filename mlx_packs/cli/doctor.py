@@ -85,16 +85,16 @@ def instances_of(model: str, rank: int) -> list["Instance"]:
         widths = tuple(width for member in group.members for width in member.widths)
         output_of = tuple(i for i, member in enumerate(group.members) for _ in member.widths)
         sizes = (group.members[0].in_features, (rank,) * len(widths), widths, output_of)
-        found = []
+        of_group = []
         if grouped_lora.unsupported(sizes[1]) is None:
-            found += [grouped_lora.instance_of(dtype, rows, *sizes) for rows in (1, 32)]
+            of_group += [grouped_lora.instance_of(dtype, rows, *sizes) for rows in (1, 32)]
         for linear in linears:
             if isinstance(linear, NF4):
                 weight = linear.nf4_weight
                 form = (weight.shape, weight.block_size, weight.double_quant)
-                found += [nf4.instance_of(dtype, rows, *form) for rows in (1, 512)]
-        found += _decoding_instances(dtype, group, modules, rank)
-        instances |= {f"{i.op} {i.name}": i for i in found}
+                of_group += [nf4.instance_of(dtype, rows, *form) for rows in (1, 512)]
+        of_group += _decoding_instances(dtype, group, modules, rank)
+        instances |= {f"{i.op} {i.name}": i for i in of_group}
     return list(instances.values())
 
 

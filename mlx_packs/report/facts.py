@@ -157,7 +157,7 @@ def curve_of(lines: Iterable[Mapping]) -> dict[str, Points]:
             name = "rate" if key in ("tokens_per_s", "pairs_per_s") else key
             if name in (*SERIES, "rate"):
                 pairs.setdefault(name, []).append((line.get("batch"), value))
-    return {name: series for name, found in pairs.items() if (series := points(found))}
+    return {name: series for name, pair in pairs.items() if (series := points(pair))}
 
 
 def thinned(series: Points, most: int = MOST_POINTS) -> Points:

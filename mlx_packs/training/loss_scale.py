@@ -5,8 +5,7 @@ divides by the scale. An update whose gradient overflows is skipped, and halves 
 after `GROWTH` updates without overflow. The state of the scale is part of the optimizer's, so that
 checkpoints have it.
 
-A loss that overflows in the forward pass is not mended by a scale, nor is a gradient that overflows
-unscaled. The scale is 0 from then on, and every later update changes nothing, until the loop reads
+No scale helps a loss that overflows in the forward pass, or a gradient that overflows unscaled. The scale is 0 from then on, and every later update changes nothing, until the loop reads
 the result of that batch and goes back to bfloat16.
 """
 
