@@ -122,6 +122,7 @@ def material(tmp_path_factory) -> Path:
     for name in ("notes", "data"):
         write_rows(folder / name, train=CHATS * 5, valid=CHATS[:2], test=CHATS[2:])
     write_rows(folder / "code", train=[{"text": "def f(x):\n    return x + 1\n" * 9}] * 8)
+    (folder / "qa.csv").write_text("question,answer\n" + "Where is it?,Under the mat.\n" * 30)
     shutil.copytree(ROOT / "examples", folder / "examples")
     recipe = folder / "examples" / "two_phases.yaml"
     recipe.write_text(few_batches(recipe.read_text()))
