@@ -170,8 +170,7 @@ def _fetch(pin: dict, listed: list[str], folder: Path, show: Display) -> None:
         try:
             (partial / MANIFEST).write_bytes(manifest)
             for file, facts in files.items():
-                _download(pin, partial / file, facts["bytes"], show)
-                check_hash(partial / file, facts["sha256"], f"{name}: {file}")
+                _download_checked(pin, partial / file, facts, show)
             read_header(partial / ADAPTERS)
         except PackError:  # rejected, not interrupted
             shutil.rmtree(partial)
@@ -182,6 +181,23 @@ def _fetch(pin: dict, listed: list[str], folder: Path, show: Display) -> None:
         replace_folder(partial, folder)
         for other in folder.parent.glob(f".{glob.escape(folder.name)}.pull-*"):
             shutil.rmtree(other, ignore_errors=True)  # of commits that are past
+
+
+def _download_checked(pin: dict, file: Path, facts: dict, show: Display) -> None:
+    """Download a file and check its hash; once more from the start if it was damaged before.
+
+    A pull that is killed while it takes the old pack's place leaves files of that one.
+    """
+    name, was_there = f"{pin['repo']}@{pin['revision']}: {file.name}", file.is_file()
+    _download(pin, file, facts["bytes"], show)
+    try:
+        check_hash(file, facts["sha256"], name)
+    except PackError:
+        if not was_there:
+            raise
+        file.unlink()
+        _download(pin, file, facts["bytes"], show)
+        check_hash(file, facts["sha256"], name)
 
 
 def _partial(folder: Path, commit: str) -> Path:

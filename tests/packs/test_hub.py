@@ -262,6 +262,17 @@ def test_pull_refuses_what_the_disk_has_no_room_for(pushed, hub, here, rejected,
     assert mp.pull("me/p", "q").path == Path("q")
 
 
+def test_files_of_another_pack_where_a_download_was_are_fetched_anew(pushed, hub, here):
+    """A pull that is killed right after it took the old pack's place leaves that one there."""
+    partial = here / f".q.pull-{hub.repos['me/p'].branches[MAIN][:12]}"
+    shutil.copytree(here / "p", partial)
+    for name in ("adapters.safetensors", "README.md"):
+        content = (partial / name).read_bytes()
+        (partial / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    mp.pull("me/p", "q").verify()
+    assert contents(here / "q") | {"hub.json": b""} == contents(here / "p") | {"hub.json": b""}
+
+
 def test_pull_rejects_paths_that_lead_elsewhere(pushed, hub, here, rejected):
     serve(hub, here / "p", **{"../evil.json": b"{}"})
     check(rejected("pull", "me/evil", "--out", "q"), "unreadable", None, "'../evil.json'")
