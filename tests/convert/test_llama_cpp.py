@@ -34,7 +34,6 @@ def llama(folder: Path) -> Path:
 
 
 def written(model: Path, *arguments: object) -> str:
-    """What llama.cpp writes: two tokens more, since its last one may be lost on a busy machine."""
     command = ["llama-completion", "-m", model, "-p", PROMPT, "-n", 26, "--temp", 0, *arguments]
     quiet = ["-no-cnv", "--no-warmup", "-t", 2, "--simple-io", "--no-display-prompt"]
     exact = ["-ctk", "f32", "-ctv", "f32", "-fa", "off"]
@@ -47,9 +46,17 @@ def written(model: Path, *arguments: object) -> str:
     return result.stdout.decode(errors="replace").strip()
 
 
-def complete_part(text: str) -> str:
-    """A text without the bytes at its end that begin a character."""
-    return text.strip().rstrip("\ufffd")
+def check_text(expected: str, model: Path, *arguments: object) -> None:
+    """Check what llama.cpp writes; the end of it may be lost when the program exits.
+
+    What it writes is compared up to the bytes at the end that only begin a character.
+    """
+    expected = expected.strip().rstrip("\ufffd")
+    texts = []
+    while not texts or (not texts[-1].startswith(expected) and len(texts) < 10):
+        texts.append(written(model, *arguments).rstrip("\ufffd"))
+        assert expected.startswith(texts[-1]) or texts[-1].startswith(expected), texts[-1]
+    assert texts[-1].startswith(expected), texts
 
 
 @pytest.mark.llama_cpp
@@ -69,9 +76,8 @@ def test_llama_cpp_writes_the_same_text(family, targets, tmp_path):
     model = write_gguf(folder, tmp_path / "base.gguf")
     tokens = base.tokenizer.encode(PROMPT)
     plain = complete(base, tokens, 24)
-    assert written(model).startswith(complete_part(plain))
+    check_text(plain, model)
     with base.applied(pack):
         expected = complete(base, tokens, 24)
     assert expected != plain
-    adapted = written(model, "--lora", tmp_path / "out" / "out.gguf")
-    assert adapted.startswith(complete_part(expected))
+    check_text(expected, model, "--lora", tmp_path / "out" / "out.gguf")
