@@ -41,17 +41,17 @@ def _argument(flag: re.Match) -> str:
 
 
 class PackError(click.ClickException):
-    """Wrong use or bad input, as ``<file or flag>: what is wrong. What to do.``.
+    """Wrong use or bad input, in a message of one line: where, what is wrong, and what to do.
 
-    The command line prints the message with its flags (``--max-seq-length``); ``str()`` has the
-    arguments of Python in their place (``max_seq_length``). Inside another message stands
+    The command line prints the message with its flags (``--max-seq-length``); ``str(error)`` has
+    the Python arguments instead (``max_seq_length``). To quote the error in another message, use
     ``error.message``.
 
     Args:
-        message: one line, in terms of the command line; commands to run stand in backticks.
-        code: the kind of error; stable, so that callers and tests can rely on it.
-        flag: the setting that it is about, as in Python (``max_seq_length``); by default the flag
-            that the message begins with.
+        message: The message on one line, in terms of the command line, with commands in backticks.
+        code: The kind of error; it is stable, so that callers and tests can rely on it.
+        flag: The setting that the error is about, as in Python (``max_seq_length``); by default the
+            flag that the message begins with.
     """
 
     exit_code = 2
@@ -69,7 +69,7 @@ class PackError(click.ClickException):
         return "`".join(parts)
 
     def show(self, file: IO[Any] | None = None) -> None:
-        """Print the error as one line, without control characters from files."""
+        """Print the error on one line, without the control characters of files."""
         with suppress(OSError):  # of a terminal that is closed
             echo(f"packs: {printable(self.message)}", file=file, err=file is None)
 

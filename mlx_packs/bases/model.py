@@ -46,10 +46,14 @@ class BaseModel:
         check_architecture(command, wanted, self.name, self.config["model_type"])
 
     def encode(self, texts: Sequence[str], batch_size: int = 32) -> np.ndarray:
-        """Compute the embeddings of texts by an encoder, with its active pack: float32 [N, D].
+        """Return the embeddings of texts, float32 [N, D], by an encoder with its active pack.
+
+        Args:
+            texts: The texts, N in number.
+            batch_size: Number of texts that are computed together.
 
         Raises:
-            PackError: the base is a decoder, or something is no text.
+            PackError: If the base model is a decoder, or an item is not a text.
         """
         self.check_architecture("encode", "encoder")
         if batch_size < 1:

@@ -11,7 +11,7 @@ _column = partial(_data, task="lm", metavar="COLUMN", column=True)
 
 @dataclass(frozen=True)
 class DataConfig(Settings):
-    """Which examples to train on, and the names of their columns."""
+    """The source of the examples, and the names of their columns."""
 
     data: str = _data(
         "tiny",

@@ -11,7 +11,7 @@ _phase = partial(option, section="Optimization", flags=())
 
 @dataclass(frozen=True)
 class Phase(Settings):
-    """One of the ``phases`` of a run; a setting that it leaves out is as in the run's `TrainConfig`.
+    """One of the ``phases`` of a run; omitted settings are those of the run's `TrainConfig`.
 
     A run trains its phases one after the other, with the same adapters.
     """
@@ -47,9 +47,9 @@ class Phase(Settings):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Where its examples are; empty where they are those of the run."""
+        """The training data of the phase; empty if it uses that of the run."""
         return tuple(self.data) if isinstance(self.data, list) else (self.data,) * bool(self.data)
 
     def to_json(self) -> dict:
-        """Return the settings that it does not leave out."""
+        """Return the settings that are not omitted."""
         return {name: getattr(self, name) for name in self.changed(vars(self))}

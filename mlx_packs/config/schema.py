@@ -45,7 +45,7 @@ _embedding = partial(option, section="Embedding", task="embedding")
 
 @dataclass(frozen=True)
 class LoRAConfig(Settings):
-    """Where low-rank adapters sit and how large they are (LoRA: https://arxiv.org/abs/2106.09685)."""
+    """Targets, ranks and scales of the adapters (LoRA: https://arxiv.org/abs/2106.09685)."""
 
     rank: int = _adapter(16, "Rank of the adapters.", at_least=1, memory=True, own_layers="adapter")
     alpha: float | None = _adapter(
@@ -101,7 +101,7 @@ class LoRAConfig(Settings):
 
 @dataclass(frozen=True)
 class TrainConfig(TrainConflicts):
-    """How a run trains. ``iters`` counts batches, as in mlx-lm."""
+    """Settings of the training; ``iters`` counts batches, as in mlx-lm."""
 
     method: str = option(
         "lora",
@@ -433,15 +433,15 @@ class TrainConfig(TrainConflicts):
 
     @property
     def seconds(self) -> float | None:
-        """The time that the run may train for; None without a limit."""
+        """The maximum training time in seconds; None without a limit."""
         return None if self.time is None else seconds_of(self.time)
 
     @property
     def picks_best(self) -> bool:
-        """Whether the run ends with the weights of its least validation loss."""
+        """Whether the run ends with the weights that had the least validation loss."""
         return self.load_best or self.patience is not None
 
     @property
     def gates(self) -> dict[str, float | None]:
-        """The limits that the pack must meet at the end; None where there is none."""
+        """The limits that the pack must meet at the end of the run; None where there is none."""
         return {name: getattr(self, name) for name in MEANING}

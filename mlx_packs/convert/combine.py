@@ -112,31 +112,34 @@ def combine_packs(  # noqa: PLR0913 - a public facade
     columns: DataConfig | None = None,
     display: Display | None = None,
 ) -> dict:
-    """Make one pack of several, if it computes what the method makes of them.
+    """Combine several packs into one, and write it if it matches the deltas of the method.
+
+    TIES: https://arxiv.org/abs/2306.01708. DARE: https://arxiv.org/abs/2311.03099.
 
     Args:
-        packs: at least two with their weights.
-        out: the pack to write.
-        method: ``linear`` keeps all ranks; ``svd``, ``ties`` and ``dare`` come down to ``rank``.
-        rank: of the result.
-        density: share of each delta that ``ties`` and ``dare`` keep; 0.5.
-        seed: of what ``dare`` drops.
-        model: the packs' base.
-        max_drift: largest mean KL, nats a token, of the deltas as the method makes them from the
-            pack of this rank; None as in `merge_pack`.
-        data: examples to compare on.
-        rows: at most so many of them.
-        overwrite: whether a pack at ``out`` is replaced.
-        trust_remote_code: whether to run Python code that comes with the base.
-        columns: names of the data's columns.
-        display: progress output.
+        packs: At least two pairs of a pack, or its folder, and its weight.
+        out: Folder to write the pack to.
+        method: ``"linear"`` adds the deltas and keeps all ranks; ``"svd"``, ``"ties"`` and
+            ``"dare"`` reduce the result to ``rank``.
+        rank: Rank of the result.
+        density: Share of each delta that ``"ties"`` and ``"dare"`` keep; 0.5 by default.
+        seed: Random seed of the weights that ``"dare"`` drops.
+        model: The base model of the packs.
+        max_drift: Maximum mean KL divergence of the pack from the deltas at full rank, in nats per
+            token; None is as in `merge_pack`.
+        data: Examples to compare on.
+        rows: Maximum number of these examples.
+        overwrite: Whether to replace a pack at ``out``.
+        trust_remote_code: Whether to allow executing Python code shipped with the base model.
+        columns: Names of the columns of ``data``.
+        display: Progress output; none by default.
 
     Returns:
-        What `packs combine --json` prints. With ``passed`` false nothing is written, and ``passes``
-        names the smallest doubling of the rank that would pass.
+        What `packs combine --json` prints. If ``passed`` is false, nothing was written, and
+        ``passes`` is the first of the doubled ranks that would pass.
 
     Raises:
-        PackError: the packs are not of one base, or not of kinds that add up.
+        PackError: If the packs have different base models, or their kinds cannot be added up.
     """
     check_max_drift(max_drift)
     _check_settings([weight for _, weight in packs], method, rank, density)

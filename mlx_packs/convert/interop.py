@@ -45,21 +45,21 @@ ORIGINALS = "mlx_packs.safetensors"  # lora_b that cannot be restored from what 
 def export_pack(
     pack: str | Path | Pack, to: str, out: str | Path, start: str | None = None
 ) -> dict:
-    """Write a pack as a folder of another tool, atomically.
+    """Convert a pack for another program, atomically.
 
     Args:
-        pack: a pack or its folder.
-        to: a format that `import_adapter` reads (``peft``, ``mlx-lm``), or a program:
-            ``gguf`` (llama.cpp), ``ollama``, ``lmstudio``, ``swift`` (mlx-swift-lm).
-        out: the folder to write.
-        start: the base as the program calls it: Ollama's model, or the checkpoint that is merged
-            for LM Studio (None is what the pack was trained on).
+        pack: A pack or its folder.
+        to: ``"peft"`` or ``"mlx-lm"``, which `import_adapter` reads back, or a program: ``"gguf"``
+            (llama.cpp), ``"ollama"``, ``"lmstudio"`` or ``"swift"`` (mlx-swift-lm).
+        out: Folder to write.
+        start: The base model as the program names it: a model of Ollama, or for LM Studio the
+            checkpoint to merge into, by default the one that the pack was trained on.
 
     Returns:
         What `packs export --json` prints.
 
     Raises:
-        PackError: the other format has no place for something in the pack.
+        PackError: If the other format cannot store a part of the pack.
     """
     if to not in (*FORMATS, *DESTINATIONS):
         raise PackError(
@@ -115,21 +115,21 @@ def import_adapter(
     overwrite: bool = False,
     trust_remote_code: bool = False,
 ) -> dict:
-    """Make a pack of another tool's adapter.
+    """Convert an adapter of PEFT or mlx-lm to a pack.
 
     Args:
-        folder: with ``adapter_config.json`` and safetensors, of PEFT or mlx-lm.
-        out: the pack to write.
-        model: the adapter's base; None takes the one that its config names, if that is a hub id, or
-            none at all where the folder was exported here and is unchanged.
-        overwrite: whether a pack at ``out`` is replaced.
-        trust_remote_code: whether to run Python code that comes with the base.
+        folder: Folder with ``adapter_config.json`` and safetensors files.
+        out: Folder to write the pack to.
+        model: The base model of the adapter. None takes the one that its config names, if that is a
+            Hub id. A folder that `export_pack` wrote, and that is unchanged, needs none.
+        overwrite: Whether to replace a pack at ``out``.
+        trust_remote_code: Whether to allow executing Python code shipped with the base model.
 
     Returns:
         What `packs import --json` prints.
 
     Raises:
-        PackError: something cannot be converted.
+        PackError: If a part of the adapter cannot be converted.
     """
     folder = Path(folder).expanduser()
     check_no_pickle(folder)

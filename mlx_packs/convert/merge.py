@@ -43,34 +43,36 @@ def merge_pack(  # noqa: PLR0913 - a public facade
     columns: DataConfig | None = None,
     display: Display | None = None,
 ) -> dict:
-    """Write a pack's base with the pack merged into it, if the two stay alike.
+    """Merge a pack into its base model, and write the result if it matches the attached pack.
 
     Args:
-        pack: a pack or its folder.
-        model: its base.
-        out: the folder to write.
-        requantize: ``none`` writes dense weights in the base's float dtype; ``same`` quantizes as
-            the base is quantized; ``affine4``, ``affine8``, ``nf4`` quantize the weights that
-            change so, and of the others those that become smaller by it.
-        dtype: of the weights that change (before quantization, where there is one): ``auto`` is the
-            base's, or ``float32``, ``bfloat16``, ``float16``.
-        max_drift: largest mean KL, nats a token, of the attached pack from the merged model; None
-            is a tenth of the KL that the pack itself makes, and 0.02 at most. For an encoder it is
-            the mean of 1 - cosine of embeddings, at most 0.001.
-        data: examples to compare on.
-        rows: at most so many of them.
-        max_shard_gb: largest file, in GB.
-        overwrite: whether a folder that was written here is replaced.
-        trust_remote_code: whether to run Python code that comes with the base.
-        columns: names of the data's columns.
-        display: progress output.
+        pack: A pack or its folder.
+        model: Its base model: a folder or a Hub id.
+        out: Folder to write the merged model to.
+        requantize: Format of the merged weights. ``"none"`` writes dense weights in the float dtype
+            of the base model, and ``"same"`` quantizes as the base model is. ``"affine4"``,
+            ``"affine8"`` and ``"nf4"`` quantize the weights that change, and others that become
+            smaller by it.
+        dtype: Dtype of the merged weights before any quantization: ``"float32"``, ``"bfloat16"``,
+            ``"float16"``, or ``"auto"`` for that of the base model.
+        max_drift: Maximum mean KL divergence of the merged model from the attached pack, in nats
+            per token. None is a tenth of the KL divergence that the pack itself makes, and 0.02 at
+            most. For an encoder it is the mean of 1 - cosine of the embeddings, and 0.001 at most.
+        data: Examples to compare on.
+        rows: Maximum number of these examples.
+        max_shard_gb: Maximum size of a file of weights, in 10^9 bytes.
+        overwrite: Whether to replace a folder that this function wrote.
+        trust_remote_code: Whether to allow executing Python code shipped with the base model.
+        columns: Names of the columns of ``data``.
+        display: Progress output; none by default.
 
     Returns:
-        What `packs merge --json` prints. With ``passed`` false nothing is written, and ``passes``
-        names the cheapest setting that would pass (``affine8``, ``none --dtype float32``).
+        What `packs merge --json` prints. If ``passed`` is false, nothing was written, and
+        ``passes`` is the cheapest setting that would pass (``affine8``, ``none --dtype float32``).
 
     Raises:
-        PackError: the pack is not of this base, cannot be merged, or ``out`` cannot be written.
+        PackError: If the pack has another base model or cannot be merged, or ``out`` cannot be
+            written.
     """
     started = time.monotonic()
     pack = pack if isinstance(pack, Pack) else Pack.open(pack)

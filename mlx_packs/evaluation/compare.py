@@ -40,10 +40,31 @@ BASE = "base"
 
 @dataclass(frozen=True)
 class Compared:
-    """One model at one batch size; a base has a pack of 0 MB and no gates.
+    """Figures of one model at one batch size; speeds are medians over the rounds.
 
-    ``tps_ratio`` is of decode_tps, alternating with the base. ``ppl_ratio`` and its error are paired
-    by example.
+    Attributes:
+        name: ``base``, or the name of the pack.
+        batch_size: Number of prompts that were completed together.
+        sequence_length: Maximum number of tokens per example, and length of the prompts.
+        rows: Number of examples.
+        targets: Number of target tokens.
+        ppl: Perplexity.
+        ppl_se: Its standard error; None for a single example.
+        ppl_ratio: Perplexity over that of the base model.
+        ppl_ratio_se: Its standard error, paired by example.
+        nll_difference: Nats per target above the base model.
+        nll_difference_se: Its standard error, paired by example.
+        accuracy: Share of the targets that the model ranks first.
+        prompt_tps: Tokens of all prompts per second, until each has its first token.
+        decode_tps: Tokens of all completions per second, after their first tokens.
+        tps_ratio: ``decode_tps`` over that of the base model in the same round.
+        first_token_ms: Milliseconds until each prompt has its first token.
+        peak_gb: MLX peak in GB, including the weights.
+        pack_mb: Size of the pack in MB; 0 for the base model.
+        scoring: How examples were batched for scoring: ``packed`` or ``by length``.
+        scoring_path: Matmul path of scoring.
+        generation_path: Matmul path of generation.
+        gates: Limit, value and result of each gate; empty for the base model.
     """
 
     name: str
@@ -70,7 +91,7 @@ class Compared:
     gates: Gates
 
     def to_json(self) -> dict[str, Any]:
-        """Return the figures as JSON has them."""
+        """Return the figures as a mapping."""
         return asdict(self)
 
 
@@ -92,30 +113,30 @@ def evaluate_batch(  # noqa: PLR0913 - a public facade
     max_pack_mb: float | None = None,
     display: Display | None = None,
 ) -> list[Compared]:
-    """Return PPL, accuracy, speed, memory and size of a base, then of packs, at every batch size.
+    """Return figures of a base model and of packs on the same examples, at each batch size.
 
     Args:
-        base: a loaded base without an active pack.
-        packs: packs or their folders; a mapping gives them names.
-        data: as in `evaluate`.
-        split: as in `evaluate`.
-        batch_sizes: how many prompts are answered together.
-        sequence_length: examples are cut to so many tokens, and prompts have so many; None is the
-            longest that a pack was trained with, else 2048.
-        loss_on: as in `evaluate`; None is what the packs agree on.
-        limit: at most so many examples; -1 takes all.
-        max_tokens: of each answer.
-        rounds: how often each speed is measured, after a warm-up.
-        matmul_path: for both scoring and answering; ``auto`` is measured for scoring, and for
-            answering is the same on a CPU and ``quantized`` elsewhere, as `packs generate` has it.
-        columns: as in `evaluate`; None is as the first pack was trained.
-        max_ppl_ratio: gate, see `failed`.
-        min_tps_ratio: gate.
-        max_pack_mb: gate.
-        display: where progress goes.
+        base: A loaded base model without an active pack.
+        packs: Packs or their folders; a mapping gives them names.
+        data: Examples, as in `evaluate`.
+        split: Split of a folder, as in `evaluate`.
+        batch_sizes: Numbers of prompts that are completed together.
+        sequence_length: Maximum number of tokens per example, and length of the timed prompts. None
+            is the longest that a pack was trained with, or 2048.
+        loss_on: Tokens to evaluate, as in `evaluate`; None is as all packs were trained.
+        limit: Maximum number of examples; -1 uses all.
+        max_tokens: Number of tokens to generate per prompt.
+        rounds: Number of timing rounds after a warm-up.
+        matmul_path: How frozen weights are used. ``"auto"`` takes the fastest for scoring, and for
+            generation on a CPU; elsewhere generation takes ``"quantized"``, as `packs generate`.
+        columns: Names of the columns, as in `evaluate`; None is as the first pack was trained.
+        max_ppl_ratio: Gate: the largest perplexity, as a multiple of that of the base model.
+        min_tps_ratio: Gate: the smallest decoding speed, as a multiple of that of the base model.
+        max_pack_mb: Gate: the largest size of a pack, in MB.
+        display: Progress output; none by default.
 
     Raises:
-        PackError: examples cannot be used, a pack is of another base, or a size makes no sense.
+        PackError: If examples cannot be used, a pack has another base model, or a size is invalid.
     """
     display = display or Display(QUIET)
     limits = gate_limits(

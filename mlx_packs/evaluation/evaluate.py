@@ -49,28 +49,31 @@ def evaluate(  # noqa: PLR0913 - a public facade
     columns: DataConfig | None = None,
     metric: str | None = None,
 ) -> EvalReport | EmbeddingReport:
-    """Perplexity and token accuracy of a base, and of the base with a pack, on the same examples.
+    """Return perplexity and token accuracy of a base model, without and with a pack.
 
-    Of an encoder: correlations, retrieval or triplet accuracy, by the examples' columns.
+    Both see the same examples. For an encoder the report has correlations, retrieval metrics or
+    triplet accuracy, depending on the columns of the examples.
 
     Args:
-        base: a loaded base without an active pack.
-        pack: a pack or its folder; None scores the base alone.
-        data: a folder (its ``split``, or ``valid`` where there is none), a file, ``tiny``, or rows in memory.
-        split: that of a folder.
-        batch_size: examples of a batch.
-        max_seq_length: longer examples are cut; None is as the pack was trained, else 2048.
-        loss_on: which tokens are targets, as in training; None is as the pack was trained, else the
-            default of the examples' format.
-        limit: at most so many examples; -1 takes all.
-        matmul_path: how the frozen weights are used; ``auto`` is measured.
-        columns: what the examples' columns are called, and in place of ``data`` where they are;
-            None is as the pack was trained.
-        metric: when a generated answer is right (``exact``, ``contains``, ``json``); None is ``exact`` for
-            ``tiny``, else ``none``: nothing is generated.
+        base: A loaded base model without an active pack.
+        pack: A pack or its folder; None evaluates the base model alone.
+        data: A folder, a file, a Hugging Face dataset id, ``"tiny"``, or examples in memory.
+        split: Split of a folder; if there is no ``"test"``, that is ``"valid"``.
+        batch_size: Examples per batch.
+        max_seq_length: Maximum number of tokens; longer examples are truncated. None is the length
+            that the pack was trained with, or 2048.
+        loss_on: Tokens to evaluate: ``"all"``, ``"completion"`` or ``"assistant"``. None is as the
+            pack was trained, or the default of the examples' format.
+        limit: Maximum number of examples; -1 uses all.
+        matmul_path: How frozen weights are used; ``"auto"`` measures and takes the fastest.
+        columns: Names of the columns and, in place of ``data``, the source of the examples; None is
+            as the pack was trained.
+        metric: When a generated answer is right: ``"exact"``, ``"contains"``, ``"json"``, or
+            ``"none"`` to generate nothing. None is ``"exact"`` for ``"tiny"`` and ``"none"``
+            otherwise.
 
     Raises:
-        PackError: examples cannot be used, the pack is of another base, or the base has an active pack.
+        PackError: If examples cannot be used, the pack has another base model, or a pack is active.
     """
     check_no_pack(base)
     check_limit(limit)

@@ -42,22 +42,26 @@ def evaluate_tasks(  # noqa: PLR0913 - a public facade
     chat: bool = False,
     matmul_path: str = "quantized",
 ) -> dict[str, dict]:
-    """Results of tasks by name: ``{task: {metric: {base, base_se, pack, pack_se}}}``.
+    """Run tasks of lm-evaluation-harness without and with a pack.
 
     Args:
-        base: a loaded base without an active pack.
-        pack: a pack, its folder, or several with weights; None evaluates the base alone.
-        tasks: names of tasks.
-        num_fewshot: solved examples before each question; None is as the task has it.
-        limit: at most so many examples of a task.
-        batch_size: examples that are scored together.
-        task_path: folder with tasks of your own (YAML), besides those of the harness.
-        chat: whether questions are put into the base's chat template.
-        matmul_path: how the frozen weights are used.
+        base: A loaded base model without an active pack.
+        pack: A pack, its folder, or several packs with weights; None evaluates the base model
+            alone.
+        tasks: Names of the tasks.
+        num_fewshot: Number of solved examples before each question; None is the task's own.
+        limit: Maximum number of examples per task; None uses all.
+        batch_size: Examples per batch.
+        task_path: Folder with custom tasks in YAML, in addition to those of the harness.
+        chat: Whether to put each question into the chat template of the base model.
+        matmul_path: How frozen weights are used: ``"quantized"``, ``"transient"`` or ``"dense"``.
+
+    Returns:
+        ``{task: {metric: {base, base_se, pack, pack_se}}}``; ``_se`` is the standard error.
 
     Raises:
-        PackError: lm_eval is not installed, a task is not known, the pack does not fit, or the base
-            has an active one.
+        PackError: If lm_eval is not installed, a task is unknown, the pack does not fit, or a pack
+            is active.
     """
     check_no_pack(base)
     base.check_architecture("eval-tasks", "decoder")

@@ -104,7 +104,18 @@ def _mean_and_error(sums: np.ndarray, targets: np.ndarray) -> tuple[float, float
 
 @dataclass(frozen=True)
 class EvalReport:
-    """Base and base with pack on the same examples; ``difference`` is the paired one."""
+    """Scores of a base model, and of the base model with a pack, on the same examples.
+
+    Attributes:
+        rows: Number of examples.
+        targets: Number of target tokens.
+        base: Perplexity and token accuracy of the base model, with standard errors.
+        pack: The same with the pack; None without a pack.
+        ppl_ratio: Perplexity with the pack over that of the base model.
+        difference: The difference, paired by example, and its standard error; it is far smaller
+            than the errors of the two perplexities, since per-example difficulty cancels out.
+        answers: Share of right answers, if a metric was requested.
+    """
 
     rows: int
     targets: int
@@ -115,11 +126,11 @@ class EvalReport:
     answers: AnswerReport | None = None  # with a metric
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as JSON has it."""
+        """Return the report as a mapping, as `packs eval --json` prints it."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """Return the report for people."""
+        """Return the report as lines of text."""
         scores = {"base": self.base, "pack": self.pack}
         lines = [
             f"{name}    PPL {format_perplexity(score.ppl, score.ppl_se, 3)} · "

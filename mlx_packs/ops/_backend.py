@@ -85,12 +85,14 @@ def forced() -> str | None:
 
 @contextmanager
 def backend(name: str | None) -> Iterator[None]:
-    """Compute every op of this process by ``reference``, ``metal`` or ``cuda`` in a context.
+    """Compute every operation with one backend inside a ``with`` block.
 
-    None follows the environment and the device again.
+    Args:
+        name: ``"reference"`` (plain MLX), ``"metal"`` or ``"cuda"``; None returns to the choice by
+            environment and device.
 
     Raises:
-        PackError: There is no such backend, or not on this machine.
+        PackError: If there is no such backend, or not on this machine.
     """
     global _forced
     before, _forced = _forced, name

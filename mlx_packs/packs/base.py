@@ -39,24 +39,39 @@ class ActivePack:
 
 @dataclass
 class Base(BaseModel):
-    """A frozen base model with its tokenizer, on which packs are applied and swapped."""
+    """A frozen base model with its tokenizer; packs are applied to it and swapped.
+
+    `load_base` returns it.
+
+    Attributes:
+        name: The name that it was loaded by.
+        path: The folder of the checkpoint.
+        model: The module of mlx-lm, or that of an encoder.
+        tokenizer: The tokenizer.
+        config: The contents of config.json.
+        fingerprint: A hash of the tensors, which packs are checked against.
+        quantization: The quantization as in config.json; empty if the weights are dense.
+        compute_dtype: Dtype of the activations.
+    """
 
     active: ActivePack | None = field(default=None, init=False, repr=False, compare=False)
     suspended: list[Attached] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @contextmanager
     def applied(self, pack: Packs, matmul_path: str = "quantized") -> Iterator["Base"]:
-        """The base with a pack attached; on leaving it is bit-identical to before, not reloaded.
+        """Attach a pack inside a ``with`` block, and restore the base model bit-identically after it.
 
-        An inner pack replaces the outer one until it is left.
+        No weight is reloaded. The pack of an inner block replaces that of the outer block until the
+        inner block ends.
 
         Args:
-            pack: a pack, its folder, or several with weights, whose deltas add up:
-                ``{"packs/a": 0.7, "packs/b": 0.3}``, or pairs of pack and weight.
-            matmul_path: how frozen weights are used (quantized, transient, dense).
+            pack: A pack, its folder, or several packs with weights, whose deltas are added up:
+                ``{"packs/a": 0.7, "packs/b": 0.3}``, or pairs of a pack and its weight.
+            matmul_path: How frozen weights are used: ``"quantized"``, ``"transient"`` or
+                ``"dense"``.
 
         Raises:
-            PackError: the pack does not fit this base.
+            PackError: If the pack does not fit this base model.
         """
         before = self.active
         self.swap_pack(pack, matmul_path)
@@ -73,18 +88,18 @@ class Base(BaseModel):
         raw: bool = False,
         **sampling: Any,
     ) -> str:
-        """Return the text that follows a prompt, with a pack or with what is active.
+        """Return the text that the model generates after a prompt.
 
         Args:
-            prompt: the user's message, or messages with ``role`` and ``content``; both are put into
-                the chat template.
-            pack: as `applied` takes it; None leaves the base as it is.
-            raw: continue the prompt, a text, without the chat template.
-            **sampling: settings of `Sampling`: ``max_tokens`` (100), ``temperature`` (0), ``top_p``,
-                ``top_k``, ``min_p``, ``repetition_penalty``, ``seed``.
+            prompt: The user's message, or a list of messages with ``role`` and ``content``. Either
+                is put into the chat template.
+            pack: A pack for this call, as in `applied`; None uses the active pack, if there is one.
+            raw: Whether to continue the prompt as plain text, without the chat template.
+            **sampling: ``max_tokens`` (default 100), ``temperature`` (default 0: greedy),
+                ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty`` and ``seed``.
 
         Raises:
-            PackError: the base has no chat template, the pack does not fit, or a setting is wrong.
+            PackError: If there is no chat template, the pack does not fit, or a setting is invalid.
         """
         self.check_architecture("generate", "decoder")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -95,13 +110,19 @@ class Base(BaseModel):
             return complete(self, tokens, **sampling)
 
     def swap_pack(self, pack: Packs | None, matmul_path: str = "quantized") -> None:
-        """Replace the active pack by another; None removes it.
+        """Replace the active pack by another one; None removes it.
 
-        A pack of the same targets, ranks and scales is put into the adapters that are there: traces
-        stay good. For others the base's modules are swapped. Base weights are never touched.
+        A pack with the same targets, ranks and scales is loaded into the installed adapters, and
+        compiled graphs stay valid. For any other pack, the adapted modules are swapped. The weights
+        of the base model are never changed.
+
+        Args:
+            pack: The new pack, as in `applied`.
+            matmul_path: How frozen weights are used: ``"quantized"``, ``"transient"`` or
+                ``"dense"``.
 
         Raises:
-            PackError: the pack does not fit; the active pack then stays.
+            PackError: If the pack does not fit; the active pack then stays.
         """
         before = self.active
         after = None if pack is None else as_pack(pack)
@@ -164,25 +185,25 @@ def load_base(
     compute_dtype: str = "auto",
     lazy: bool = False,
 ) -> Base:
-    """Load a checkpoint and its tokenizer, frozen, ready for packs.
+    """Load a checkpoint and its tokenizer as a frozen base model.
 
-    On a CPU the floating tensors (scales, norms) are taken to float32: MLX multiplies bf16 there 30
-    times slower than fp32. On a GPU they keep their dtype.
+    On a CPU, floating tensors (scales, norms) are converted to float32, because MLX multiplies
+    bfloat16 30 times slower than float32 there. On a GPU, they keep their dtype.
 
     Args:
-        name: ``"tiny"``, a checkpoint folder or a hub id: whatever mlx-lm's loader reads, and NF4
-            as `packs quantize` and as bitsandbytes write it.
-        quantize: ``"affine4"``, ``"affine8"`` or ``"nf4"`` quantizes a dense checkpoint tensor by
-            tensor as it is read. A base that is NF4 already stays as it is.
-        trust_remote_code: whether to run Python code that comes with the checkpoint.
-        double_quant: whether the absmax of NF4 are quantized to 8 bits too.
-        keep: names of modules that ``quantize`` leaves dense: leaf (lm_head), tail or path.
-        compute_dtype: ``auto`` as stored, or ``bfloat16``, ``float16``, ``float32``; on a CPU
-            always float32.
-        lazy: whether each weight is read when it is first used.
+        name: ``"tiny"``, a checkpoint folder or a Hub id. Every checkpoint that mlx-lm loads is
+            supported, and NF4 as `packs quantize` and bitsandbytes write it.
+        quantize: ``"affine4"``, ``"affine8"`` or ``"nf4"`` quantizes a dense checkpoint while it is
+            read, one tensor at a time. A checkpoint that is NF4 already stays as it is.
+        trust_remote_code: Whether to allow executing Python code shipped with the checkpoint.
+        double_quant: Whether to store the scales (absmax) of NF4 in 8 bits.
+        keep: Modules that ``quantize`` leaves dense: their paths, or ends of paths (``lm_head``).
+        compute_dtype: Dtype of activations: ``"auto"`` is the stored one; others are
+            ``"bfloat16"``, ``"float16"`` and ``"float32"``. A CPU always computes in float32.
+        lazy: Whether to read each weight only when it is first used.
 
     Raises:
-        PackError: there is no such checkpoint, or its tensors do not fit its config.
+        PackError: If there is no such checkpoint, or its tensors do not fit its config.json.
     """
     loaded = load_base_model(
         name,
@@ -251,16 +272,17 @@ def generate(
     pack: Packs | None = None,
     **options: Any,
 ) -> str:
-    """Return the text that follows a prompt: `Base.generate`, of a base that may have to be loaded.
+    """Return the text that a base model generates after a prompt; the model is loaded if needed.
 
     Args:
-        base: a loaded base, what `load_base` takes, or None for the one that the pack was trained on.
-        prompt: the user's message, or messages with ``role`` and ``content``.
-        pack: a pack, its folder, or several with weights.
-        **options: ``raw``, and the settings of `Sampling`.
+        base: A loaded base model, a name as in `load_base`, or None for the base model that the
+            pack was trained on.
+        prompt: The user's message, or a list of messages with ``role`` and ``content``.
+        pack: A pack, its folder, or several packs with weights, as in `Base.applied`.
+        **options: ``raw`` and the sampling settings of `Base.generate`.
 
     Raises:
-        PackError: as `Base.generate`, or the base is not here.
+        PackError: As in `Base.generate`, or if the base model cannot be found.
     """
     if not isinstance(base, Base):
         pack = None if pack is None else as_pack(pack)

@@ -29,19 +29,25 @@ Sums = np.ndarray
 
 
 def diff(a: str | Path | Pack, b: str | Path | Pack) -> dict:
-    """Compare two packs: what they share, and the distance of their deltas. Loads no base.
+    """Compare two packs: what they have in common, and the distance between their deltas.
 
-    Ranks and targets may differ; a projection that only one adapts counts with its whole delta.
-    ``overlap_in`` and ``overlap_out`` are phi of the LoRA paper for the directions that the deltas
-    read and write, at both packs' full ranks: 1 where the smaller subspace lies in the larger one,
-    ``chance`` (input, output) for random ones.
+    No base model is loaded. Ranks and targets may differ; a projection that only one pack adapts
+    counts with its full delta. ``overlap_in`` and ``overlap_out`` are phi of the LoRA paper
+    (section 7.2 of https://arxiv.org/abs/2106.09685) for the input and the output directions of the
+    deltas, at the full ranks: 1 if the smaller subspace lies within the larger one. ``chance`` has
+    the values of random subspaces (input, output).
+
+    Args:
+        a: The first pack, or its folder.
+        b: The second pack, or its folder.
 
     Returns:
-        ``a``, ``b``, ``shared`` (same, a, b of each fact), ``same_base``, ``total``, ``layers``,
-        ``modules``, ``only_in_a``, ``only_in_b``, ``not_comparable``.
+        A mapping with ``a``, ``b``, ``shared`` (``same``, ``a`` and ``b`` of each fact),
+        ``same_base``, ``total``, ``layers``, ``modules``, ``only_in_a``, ``only_in_b`` and
+        ``not_comparable``.
 
     Raises:
-        PackError: a pack is damaged or cannot be read, or no projection can be compared.
+        PackError: If a pack is damaged or cannot be read, or no projection can be compared.
     """
     packs = [p if isinstance(p, Pack) else Pack.open(p) for p in (a, b)]
     specs = [pack.specs for pack in packs]

@@ -14,20 +14,24 @@ _ID_DIGITS = 7  # of a commit, beside the name of a pack of the Hub
 
 
 def list_packs(folder: str | Path | None = ".", hub_cache: bool = False) -> list[dict]:
-    """List every pack below a folder, or in the Hub's caches; neither tensors nor hashes are read.
+    """List the packs below a folder or in the Hub's caches, without reading tensors or hashes.
 
-    Links to folders are not followed, hidden folders are skipped. Without a ``folder`` only the
-    caches are searched.
+    Links to folders are not followed, and hidden folders are skipped.
+
+    Args:
+        folder: Folder to search with its subfolders; None searches no folder.
+        hub_cache: Whether to list the packs in the Hub's caches.
 
     Returns:
-        An object for each, by name: ``pack`` (folder), ``name``, ``error`` (None if it is
-        complete) and, from its manifest, ``base``, ``fingerprint``, ``model_type``, ``quantization``,
-        ``ranks``, ``parameters``, ``pack_mb``, ``ppl_before``, ``ppl_after`` (of an encoder null,
-        with ``metric``, ``metric_before``, ``metric_after`` instead), ``created``, ``license``,
-        ``hub`` (repo, revision, commit of a pulled one).
+        A mapping for each pack, sorted by name. ``pack`` is the folder, ``name`` the name, and
+        ``error`` is None if the pack is complete. From the manifest it has ``base``,
+        ``fingerprint``, ``model_type``, ``quantization``, ``ranks``, ``parameters``, ``pack_mb``,
+        ``ppl_before``, ``ppl_after`` (for an encoder None, with ``metric``, ``metric_before`` and
+        ``metric_after`` instead), ``created``, ``license`` and, for a pulled pack, ``hub`` (repo,
+        revision, commit).
 
     Raises:
-        PackError: there is no such folder.
+        PackError: If there is no such folder.
     """
     packs: list[tuple[str, Path, OSError | None]] = []
     if folder is not None:

@@ -64,9 +64,13 @@ LITE_MB = 10
 
 @dataclass(repr=False)
 class Pack:
-    """A pack in memory: manifest and adapters. ``path`` is its folder once saved or opened.
+    """A pack: a manifest and the adapters that it describes.
 
-    ``parts``: of a sum that was not saved, which packs it is of, with their weights.
+    Attributes:
+        manifest: The contents of ``pack.json``.
+        tensors: The adapters by name; None until `load_tensors` reads them.
+        path: The folder of a pack that was saved or opened, otherwise None.
+        parts: The packs and weights of a `weighted_sum` that was not saved.
     """
 
     manifest: dict
@@ -89,12 +93,12 @@ class Pack:
 
     @property
     def identity(self) -> object:
-        """What is equal for two that are the same pack: the folder, or the parts of a sum."""
+        """A value that is equal for equal packs: the folder, or the parts of a weighted sum."""
         return self.path.resolve() if self.path else self.parts or id(self)
 
     @classmethod
     def of(cls, attached: Trainable, dtype: str = "float32", **facts: object) -> "Pack":
-        """Return the pack of trained parameters, with tensors of a dtype.
+        """Return a pack with the parameters that were trained on a base model, in a dtype.
 
         ``facts`` are optional parts of the manifest.
         """
@@ -117,10 +121,10 @@ class Pack:
         full_tensors: Mapping[str, mx.array] | None = None,
         **facts: object,
     ) -> "Pack":
-        """Return the pack of adapters that come from elsewhere, each checked against the base.
+        """Return a pack with adapters from another source, after checking each against the base model.
 
-        Tensors have their names on disk; ``full_tensors`` replace those of the base. ``facts`` are
-        optional parts of the manifest.
+        Tensors have their names on disk, and ``full_tensors`` replace those of the base model.
+        ``facts`` are optional parts of the manifest.
         """
         full_tensors = full_tensors or {}
         factors = [shape for spec in specs.values() for shape in spec.shapes.values()]
@@ -138,13 +142,13 @@ class Pack:
 
     @classmethod
     def open(cls, path: str | Path) -> "Pack":
-        """Read a pack's manifest and check its files' sizes; loads no tensor.
+        """Open a pack: read its manifest and check the sizes of its files. No tensor is loaded.
 
         Args:
-            path: a folder, or where there is none of that name a hub id (``owner/name@revision``).
+            path: A folder, or, if there is none of that name, a Hub id (``owner/name@revision``).
 
         Raises:
-            PackError: there is no such pack, or a file of it is damaged.
+            PackError: If there is no such pack, or one of its files is damaged.
         """
         folder = Path(path).expanduser()
         if _is_hub_name(path):
@@ -152,11 +156,19 @@ class Pack:
         return cls(open_folder(folder), None, folder)
 
     def verify(self) -> None:
-        """Raise a PackError if the hash of a file of a saved pack differs from the manifest's."""
+        """Check the hash of every file of a saved pack.
+
+        Raises:
+            PackError: If a hash differs from that of the manifest.
+        """
         verify_hashes(self.path, self.manifest)
 
     def load_tensors(self) -> Mapping[str, mx.array]:
-        """Return the adapters, after checking hashes, shapes, and that every number is finite."""
+        """Return the adapters, after checking hashes and shapes, and that all numbers are finite.
+
+        Raises:
+            PackError: If a check fails.
+        """
         if self.tensors is None:
             self.verify()
             file = self.path / ADAPTERS
@@ -170,17 +182,17 @@ class Pack:
 
     @property
     def specs(self) -> Specs:
-        """Every adapter that the manifest promises."""
+        """The specification of every adapter in the manifest, by module path."""
         return specs_of(self.manifest)
 
     @property
     def adapters_hash(self) -> str | None:
-        """The SHA-256 of the file of a saved pack's adapters."""
+        """The SHA-256 of the adapters' file of a saved pack, otherwise None."""
         return (self.manifest.get("files") or {}).get(ADAPTERS, {}).get("sha256")
 
     @property
     def beyond_lora(self) -> str:
-        """A part of it that is not LoRA of a linear, in words; empty if there is none."""
+        """A description of a part that is not LoRA on a linear layer; empty if there is none."""
         for path, spec in self.specs.items():
             if is_inference_only(spec):
                 return f"{path} is {spec.kind}"
@@ -188,12 +200,12 @@ class Pack:
         return f"{next(iter(replaced))} is stored in full" if replaced else ""
 
     def part(self, name: str) -> dict:
-        """Return an optional part of the manifest (recipe, objective, eval), or an empty one."""
+        """Return an optional part of the manifest (``recipe``, ``eval``), or an empty mapping."""
         return self.manifest.get(name) or {}
 
     @property
     def name(self) -> str:
-        """What messages call it: its folder, or the packs that it is the sum of."""
+        """The name in messages: the folder, or the packs and weights of a weighted sum."""
         if self.path:
             return str(self.path)
         parts = [f"{p['weight']:g} {p['pack']}" for p in self.manifest.get("sum_of") or ()]
@@ -201,7 +213,7 @@ class Pack:
 
     @property
     def short_name(self) -> str:
-        """What it is called off this machine: as on the Hub if it was pulled, else its folder."""
+        """The name off this machine: the Hub id of a pulled pack, else the name of the folder."""
         if self.path is None:
             return self.name
         if (pin := read_pin(self.path)) is None:
@@ -211,16 +223,20 @@ class Pack:
 
     @property
     def size_mb(self) -> float:
-        """Megabytes (10^6) of all files of a saved pack."""
+        """The size of all files of a saved pack, in megabytes (10^6 bytes)."""
         files = [f for f in self.path.iterdir() if f.is_file()]
         return sum(f.stat().st_size for f in files) / 1e6
 
     def save(self, path: str | Path, overwrite: bool = False) -> "Pack":
-        """Write the pack's folder atomically.
+        """Write the pack to a folder atomically, and return it.
+
+        Args:
+            path: The folder.
+            overwrite: Whether to replace a pack that is there.
 
         Raises:
-            PackError: the folder exists and is not a pack, or is one and not ``overwrite``, or the
-                manifest would be faulty.
+            PackError: If the folder exists and is not a pack, if it is a pack and ``overwrite`` is
+                false, or if the manifest would be invalid.
         """
         folder = Path(path).expanduser()
         check_output(folder, overwrite)
@@ -246,12 +262,16 @@ class Pack:
         return self
 
     def note(self, **facts: object) -> None:
-        """Add facts to the manifest of a saved pack; its other files stay as they are."""
+        """Add facts to the manifest of a saved pack; its other files are unchanged."""
         self.manifest = {**self.manifest, **facts}
         atomic_write(self.path / MANIFEST, manifest_text(self.manifest))
 
     def check_base(self, base: BaseModel) -> None:
-        """Raise a PackError unless a base is the one that the pack was trained on."""
+        """Check that a base model is the one that the pack was trained on.
+
+        Raises:
+            PackError: If its model type, fingerprint, quantization or pooling differs.
+        """
         current = base.path, base.fingerprint
         self._check_base(base.name, current, base.config, base.quantization)
         pooling = getattr(base.model, "sentence_config", None)  # which decoders lack
@@ -301,7 +321,7 @@ class Pack:
             say_changed(where, path, tuple(names))
 
     def check_checkpoint(self, model: str | Path) -> tuple[Path, dict]:
-        """Return folder and config of a checkpoint whose headers are those of the pack's base."""
+        """Check a checkpoint by its headers, as `check_base` does; return its folder and config."""
         path = resolve_checkpoint(model)
         config = check_files(path)
         if stored := config.get("quantization"):
@@ -315,19 +335,25 @@ class Pack:
         return path, config
 
     def quantize_for(self, config: dict) -> str:
-        """Return how `load_base` quantizes a checkpoint so that it is what was trained on."""
+        """Return the ``quantize`` of `load_base` that makes a checkpoint the pack's base model."""
         if config.get("quantization") or is_converted_on_loading(config):
             return "none"
         return format_name(self.manifest["base"]["quantization"])
 
     @property
     def quantize_options(self) -> dict:
-        """Options of `load_base` beside the mode of `quantize_for`."""
+        """The other options of `load_base` for `quantize_for`: ``double_quant`` and ``keep``."""
         q = self.manifest["base"]["quantization"] or {}
         return {"double_quant": bool(q.get("double_quant")), "keep": tuple(q.get("keep") or ())}
 
     def attach(self, base: BaseModel, matmul_path: str = "quantized") -> Attached:
-        """Attach this pack to its base, which is checked."""
+        """Check a base model, attach the pack to it, and return the attached adapters.
+
+        `Base.applied` and `Base.swap_pack` do this and also detach the pack again.
+
+        Raises:
+            PackError: If the pack does not fit the base model.
+        """
         self.check_base(base)
         tensors = self.load_tensors()
         fallback = bool(self.part("recipe").get("train_fp16_fallback"))

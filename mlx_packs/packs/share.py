@@ -40,18 +40,18 @@ def pull(
     overwrite: bool = False,
     display: Display | None = None,
 ) -> Pack:
-    """Fetch a pack from the Hub, atomically.
+    """Download a pack from the Hub atomically, and open it.
 
-    A branch or tag is resolved to its commit first; ``hub.json`` beside the pack records both.
+    A branch or tag is first resolved to its commit; ``hub.json`` beside the pack records both.
 
     Args:
-        name: ``owner/name``, with ``@revision`` if it is not ``main``.
-        out: folder to write; without it the cache, where ``owner/name`` is found as a pack.
-        overwrite: whether a pack at ``out`` is replaced.
-        display: progress output.
+        name: ``owner/name``, or ``owner/name@revision`` for a revision other than ``main``.
+        out: Folder to write the pack to; by default the cache, where `Pack.open` looks up ``name``.
+        overwrite: Whether to replace a pack at ``out``.
+        display: Progress output; none by default.
 
     Raises:
-        PackError: the Hub cannot be reached, the pack is not complete, or a hash differs.
+        PackError: If the Hub cannot be reached, the pack is incomplete, or a hash differs.
     """
     return Pack.open(fetch(name, out, overwrite, display or Display(QUIET)))
 
@@ -66,26 +66,28 @@ def push(
     samples: bool = False,
     display: Display | None = None,
 ) -> dict:
-    """Check a pack and upload it: the manifest and what it names, byte for byte, in one commit.
+    """Check a pack and upload it to the Hub: the manifest and the files that it lists, in one commit.
 
-    Before that the pack is rewritten in its folder (one that was pulled: in a copy), if need be: a
-    licence is added to its manifest and card, a path of this machine is cut to its last part, held-out
-    examples are removed from both, and a card without the Hub's metadata is replaced.
+    The files on the Hub are identical to those in the folder. If necessary, the folder is therefore
+    rewritten first: a licence is added to the manifest and the card, paths of this machine are
+    reduced to their last part, held-out examples are removed, and a card without the Hub's metadata
+    is replaced. Of a pack that was pulled, a copy is rewritten.
 
     Args:
-        pack: a pack or its folder.
-        repo: ``owner/name``; it is created if it does not exist.
-        private: whether to create it private.
-        revision: the branch; ``main`` by default.
-        license: the Hub's name for one (``apache-2.0``); by default the base's, if the Hub has it.
-        samples: whether to send the held-out examples and completions that the card shows.
-        display: progress output.
+        pack: A pack or its folder.
+        repo: ``owner/name``; the repository is created if it does not exist.
+        private: Whether to create the repository as a private one.
+        revision: Branch to push to; ``main`` by default.
+        license: Identifier of the licence on the Hub (``apache-2.0``); by default that of the base
+            model, if the Hub has it.
+        samples: Whether to upload the held-out examples and completions that the card shows.
+        display: Progress output; none by default.
 
     Returns:
-        ``repo``, ``revision``, ``commit``, ``url``, ``files``, ``bytes``, ``changed``.
+        ``repo``, ``revision``, ``commit``, ``url``, ``files``, ``bytes`` and ``changed``.
 
     Raises:
-        PackError: the pack is damaged, or the Hub rejects it or cannot be reached.
+        PackError: If the pack is damaged, or the Hub rejects it or cannot be reached.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 

@@ -64,12 +64,16 @@ class _Part:
 
 
 def weighted_sum(packs: Sequence[tuple[Pack, float]]) -> Pack:
-    """Return the pack whose delta is the sum of the packs' deltas, each times its weight.
+    """Return the pack whose delta is the weighted sum of the deltas of several packs.
 
-    One pack with weight 1 is returned unchanged. Recipe and objective keep what all agree on.
+    Ranks and targets may differ; the sum is exact. A single pack with weight 1 is returned
+    unchanged. Of recipe and objective, the sum keeps what all packs have in common.
+
+    Args:
+        packs: Pairs of a pack and its weight.
 
     Raises:
-        PackError: there is no pack, one is listed twice, or they cannot be added up.
+        PackError: If there is no pack, a pack occurs twice, or the packs cannot be added up.
     """
     if not packs:
         raise PackError("--pack: there is no pack to add up.")

@@ -46,19 +46,22 @@ Layers = Sequence[str | nn.Module]
 
 
 class LayerTrainer:
-    """Adapters on registered linears, trained by one optimizer.
+    """Trains adapters on the linear layers that you register, with one optimizer.
+
+    Each adapter adds a low-rank delta: y = W0 x + (alpha / r) B A x
+    (https://arxiv.org/abs/2106.09685).
 
     Args:
-        lora: rank, alpha and dropout of layers that are registered without their own.
-        train: learning rate, schedule (over ``iters`` calls of step), optimizer, accumulation,
-            clipping, z-loss, label smoothing and seed; all else must have its default.
-        optimizer: one of mlx's, instead of the one that ``train`` describes.
+        lora: Default rank and alpha of a registered layer, and the dropout of all.
+        train: Learning rate, schedule (over ``iters`` calls of a step), optimizer, accumulation,
+            clipping, z-loss, label smoothing and seed; all other settings must have their defaults.
+        optimizer: An optimizer of MLX, in place of the one that ``train`` describes.
 
     Attributes:
-        updates: number of updates of each layer, by name.
+        updates: Number of updates of each layer, by name.
 
     Raises:
-        PackError: for a setting that would have no effect.
+        PackError: If a setting would have no effect.
     """
 
     def __init__(
@@ -95,16 +98,17 @@ class LayerTrainer:
     def register(
         self, name: str, linear: nn.Module, rank: int | None = None, alpha: float | None = None
     ) -> RegisteredLayer:
-        """Freeze a linear, put a fresh adapter (B = 0) beside it, and return what to call.
+        """Freeze a linear layer, add a fresh adapter (B = 0) to it, and return the layer to call.
 
         Args:
-            name: its own among the layers; letters, digits, ``_``, ``-`` and dots between them.
-            linear: `nn.Linear`, `nn.QuantizedLinear` or `NF4Linear`.
-            rank: by default that of the trainer's LoRAConfig.
-            alpha: by default that of the trainer's LoRAConfig.
+            name: A name that no other layer has: letters, digits, ``_`` and ``-``, with dots
+                between.
+            linear: An `nn.Linear`, `nn.QuantizedLinear` or `NF4Linear`.
+            rank: Rank of the adapter; by default that of ``lora``.
+            alpha: LoRA alpha of the adapter; by default that of ``lora``.
 
         Raises:
-            PackError: for a name that is used or malformed, or a module that is no linear.
+            PackError: If the name is in use or malformed, or the module is not a linear layer.
         """
         if not isinstance(name, str) or not LAYER_NAME.fullmatch(name):
             raise PackError(
@@ -128,7 +132,7 @@ class LayerTrainer:
         return self._layers[name]
 
     def layer(self, name: str) -> RegisteredLayer:
-        """Return a registered layer; the error for another name suggests the nearest."""
+        """Return the registered layer of a name; the error for another suggests the nearest."""
         if name not in self._layers:
             hint = did_you_mean(str(name), list(self._layers)) if self._layers else ""
             raise PackError(f"'{name}' is not registered. {hint}".rstrip(), "unknown", "layers")
@@ -141,7 +145,7 @@ class LayerTrainer:
 
     @property
     def parameter_count(self) -> int:
-        """Number of trainable parameters."""
+        """The number of trainable parameters."""
         return sum(tensor.size for tensor in self.tensors().values())
 
     def merged_weight(self, name: str) -> mx.array:
@@ -157,28 +161,30 @@ class LayerTrainer:
         mask: mx.array | None = None,
         weights: mx.array | None = None,
     ) -> float:
-        """Train on a batch by cross-entropy, in float32; returns its mean loss before the update.
+        """Train on a batch by cross-entropy, in float32; return its mean loss before the update.
 
         Semantics: ``logits = layers[-1](… layers[0](inputs))`` or ``layers(inputs)``;
         ``loss = sum(weights * -log softmax(logits)[targets]) / sum(weights)``
 
-        With ``grad_accumulation_steps`` the update comes with the last of them, and batches count
-        by their weights: N small ones equal a large one.
+        With ``grad_accumulation_steps`` of N, every N-th call makes an update. Batches count by
+        their weights, so that N small batches equal one large batch.
 
         Args:
-            layers: names or registered layers, applied one after the other; or a function of the
-                inputs that calls registered layers in any way. It is compiled where MLX compiles:
-                pass the same function each time, and let it read no array that changes but those
-                of the layers. A registered layer that it does not call gets no update (and a
-                warning, once).
-            inputs: an array; [..., in] of the first layer in a sequence.
-            targets: token ids of the shape of the logits but for their last axis; -100 is none.
-            mask: of that shape, nonzero where there is a target.
-            weights: of that shape, 0 or more.
+            layers: Names or registered layers, which are applied one after the other; or a function
+                of the inputs that calls registered layers in any way. The function is compiled
+                where MLX compiles: pass the same one each time, and let it read no arrays that
+                change, except those of the layers. A registered layer that it does not call is not
+                updated, and one warning says so.
+            inputs: An array; for a sequence of layers it is [..., in] of the first one.
+            targets: Token ids, in the shape of the logits without their last axis; -100 is no
+                target.
+            mask: An array of that shape, which is nonzero where there is a target.
+            weights: An array of that shape, with weights of 0 or more.
 
         Raises:
-            PackError: naming what does not fit. After a loss or gradient that is not finite all is
-                as it was before the update, and gradients that waited are dropped.
+            PackError: If an argument does not fit, or if the loss or a gradient is not finite.
+                Adapters, optimizer and random state are then unchanged, and accumulated gradients
+                are dropped.
         """
         loss, batch = self._lm_loss(layers, inputs), lm_batch(inputs, targets, mask, weights)
         graph = self._graphs.graph(layers, loss, batch)
@@ -186,14 +192,14 @@ class LayerTrainer:
         return self._step(graph, batch, float(batch[2].sum()))
 
     def step(self, loss: Callable[..., mx.array], *arrays: mx.array) -> float:
-        """Train on a batch by a loss of your own; returns it as it was before the update.
+        """Train on a batch with a loss of your own, and return the loss before the update.
 
-        Batches that are accumulated count alike. All else is as in `step_lm`.
+        Accumulated batches have equal weight. Everything else is as in `step_lm`.
 
         Args:
-            loss: a function of arrays that calls registered layers and returns a scalar, the mean
+            loss: A function of arrays that calls registered layers and returns a scalar, the mean
                 over its batch.
-            arrays: the arrays of a batch.
+            *arrays: The arrays of the batch.
         """
         if not callable(loss):
             kind = type(loss).__name__
@@ -214,14 +220,14 @@ class LayerTrainer:
         mask: mx.array | None = None,
         weights: mx.array | None = None,
     ) -> float:
-        """Return the loss that `step_lm` would return, without dropout and without an update."""
+        """Return the loss of a batch as `step_lm` does, without dropout and without an update."""
         loss, batch = self._lm_loss(layers, inputs), lm_batch(inputs, targets, mask, weights)
         total, count = loss(*batch)
         loss.check_targets(batch[1])
         return (total / count).item()
 
     def flush(self) -> bool:
-        """Make the update of gradients that wait for the rest of their accumulation, if any do."""
+        """Update with the gradients that are still accumulated; return whether there were any."""
         if self._waiting is None:
             return False
         graph = self._waiting
@@ -291,10 +297,12 @@ class LayerTrainer:
 
     @contextmanager
     def saving_on_signals(self, folder: str | Path) -> Iterator[None]:
-        """Let SIGINT, SIGTERM and SIGHUP finish the update, save to a folder and end the steps.
+        """Save a checkpoint to a folder when SIGINT, SIGTERM or SIGHUP arrives in a ``with`` block.
+
+        The current update is completed first; then the steps end with an error.
 
         Raises:
-            Interrupted: from the step that made the update; the message names the checkpoint.
+            Interrupted: From the step that made the update; the message names the checkpoint.
         """
         with signals.deferred() as waiting:
             self._on_signal = waiting, Path(folder)
@@ -349,14 +357,14 @@ class LayerTrainer:
             )
 
     def tensors(self) -> dict[str, mx.array]:
-        """Adapters in mlx-lm's names: ``<name>.lora_a`` [in, r], ``<name>.lora_b`` [r, out]."""
+        """Return the adapters in mlx-lm's names, with factors ``lora_a`` [in, r], ``lora_b`` [r, out]."""
         return slot_tensors(self._slots())
 
     def load(self, tensors: Mapping[str, mx.array], where: str) -> None:
-        """Set all adapters from tensors of these names.
+        """Set all adapters to tensors named as by `tensors`; errors name ``where`` as their source.
 
         Raises:
-            PackError: naming tensors that do not fit; then none is changed.
+            PackError: If tensors do not fit; the adapters are then unchanged.
         """
         load_slots(self._slots(), tensors, where)
 
@@ -364,7 +372,7 @@ class LayerTrainer:
         return {n: Slot(o.lora, 0, o.spec) for n, o in self._layers.items()}
 
     def save_adapters(self, file: str | Path) -> None:
-        """Write the adapters as one safetensors file; alphas are in its metadata."""
+        """Write the adapters to a safetensors file; its metadata has their alphas."""
         file = Path(file).expanduser()
         make_folder(file.parent)
         alphas = {name: layer.alpha for name, layer in self._layers.items()}
@@ -373,10 +381,10 @@ class LayerTrainer:
             replace_file(partial, file)
 
     def load_adapters(self, file: str | Path) -> None:
-        """Set all adapters from a file; the optimizer stays as it is.
+        """Set all adapters to those of a file; the optimizer is unchanged.
 
         Raises:
-            PackError: if names, shapes or alphas are not those of the registered layers.
+            PackError: If names, shapes or alphas are not those of the registered layers.
         """
         file = Path(file).expanduser()
         if not file.is_file():
@@ -392,10 +400,10 @@ class LayerTrainer:
         self.load(tensors, str(file))
 
     def save(self, folder: str | Path) -> Path:
-        """Write a checkpoint (adapters, optimizer, random state) into a folder; returns its path.
+        """Write a checkpoint (adapters, optimizer, random state) to a folder and return its path.
 
         Raises:
-            PackError: while gradients wait for their update.
+            PackError: If accumulated gradients wait for their update; call `flush` first.
         """
         self._check_nothing_waits("saving")
         run = Path(folder).expanduser()
@@ -404,10 +412,10 @@ class LayerTrainer:
         return save_checkpoint(run, self, self.optimizer, self._state)
 
     def resume(self, folder: str | Path) -> None:
-        """Continue from the newest checkpoint of a folder that is not damaged, bit-identically.
+        """Continue from the newest undamaged checkpoint of a folder, bit-identically.
 
         Raises:
-            PackError: if it is of other layers or settings, or of another optimizer.
+            PackError: If the checkpoint has other layers, settings or another optimizer.
         """
         run = Path(folder).expanduser()
         checkpoint = resume_point(run).folder

@@ -35,13 +35,13 @@ class RunReport(dict):
 
 @dataclass(repr=False)
 class TrainRun:
-    """Result of a training run.
+    """The result of a training run.
 
     Attributes:
-        pack: the pack.
-        run: the run folder; its ``report.html`` shows what `write_page` describes.
-        report: what was measured, as ``packs train --json`` prints it.
-        curve: the lines of metrics.jsonl.
+        pack: The pack.
+        run: The run folder; `write_page` describes its ``report.html``.
+        report: What was measured, as `packs train --json` prints it.
+        curve: The lines of ``metrics.jsonl``.
     """
 
     pack: Pack
@@ -59,10 +59,13 @@ class TrainRun:
         return render_fragment(replace(facts, curve=curve_of(self.curve) or facts.curve))
 
     def plot(self, ax: "Axes | None" = None) -> "Axes":
-        """Draw the loss curve and return its axes.
+        """Draw the loss curve with matplotlib and return its axes.
+
+        Args:
+            ax: Axes to draw on; by default the current ones.
 
         Raises:
-            PackError: matplotlib is not installed.
+            PackError: If matplotlib is not installed.
         """
         ax = picture.current_axes() if ax is None else ax
         label = "loss" if "loss" in self.report else "loss (nats per token)"
@@ -70,5 +73,5 @@ class TrainRun:
         return ax
 
     def to_json(self) -> dict:
-        """Return the report."""
+        """Return the report, as `packs train --json` prints it."""
         return self.report

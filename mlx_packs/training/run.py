@@ -83,32 +83,33 @@ def train_pack(  # noqa: PLR0913 (the public face)
     """Train a pack and save it.
 
     Args:
-        base: A loaded base, or what `load_base` takes.
-        data: A folder, a file, a data set id, ``tiny``, or rows in memory (`source_of`).
-        lora: Where adapters sit, and how large; by default for 4-bit bases, or tiny's recipe.
-        train: How to train; the defaults likewise. Both may be mappings of settings.
-        out: The pack's folder, by default ``packs/<data>``, numbered so that none is overwritten.
-            The run folder with checkpoints and metrics stands beside it as ``<out>-run``.
-        columns: What the columns are called, and without ``data`` where the examples are.
-        callbacks: Observers that follow the run; one ends it by ``stop_reason``.
-        loss: In place of the cross-entropy: logits [M, V] float32 and targets [M] to losses [M].
-            A resumed run needs the same one, which is known by its name.
-        overwrite: Replace a pack and a run that are there.
-        resume: Continue the run of ``out`` from its last checkpoint, as if never interrupted; all
-            other arguments must be those that it began with.
-        resume_adapter_file: Start from these adapters (mlx-lm's names) instead of fresh ones.
-        report_to: Experiment trackers: tensorboard, trackio, wandb, swanlab (commas).
-        project_name: The trackers' project.
-        trust_remote_code: Allow executing Python code shipped with the base.
-        force: Train even if the estimate is more memory or disk than there is.
-        display: Where messages for people go; nowhere by default.
+        base: A loaded base model, or a name as in `load_base`.
+        data: A folder, a file, a Hugging Face dataset id, ``"tiny"``, or examples in memory:
+            mappings, a DataFrame, a Dataset, or a mapping of split names to these.
+        lora: Targets, ranks and scales of the adapters, as a config or a mapping of its settings.
+        train: Settings of the training, likewise. For ``"tiny"`` both have defaults of their own.
+        out: Folder to write the pack to; by default ``packs/<data>``, with a number if that exists.
+            The run folder beside it, ``<out>-run``, has the checkpoints and metrics.
+        columns: Names of the columns and, without ``data``, the source of the examples.
+        callbacks: Observers of the run; one of them can end it with ``stop_reason``.
+        loss: A function that replaces the cross-entropy; it maps logits [M, V] in float32 and
+            targets [M] to losses [M]. A resumed run requires a function of the same name.
+        overwrite: Whether to replace the pack and the run of ``out`` if they exist.
+        resume: Whether to continue the run of ``out`` from its last checkpoint; the result is that
+            of an uninterrupted run. All other arguments must be the original ones.
+        resume_adapter_file: File with adapters in mlx-lm's names, to start from.
+        report_to: Services to log to, separated by commas: tensorboard, trackio, wandb, swanlab.
+        project_name: Name of the project for ``report_to``.
+        trust_remote_code: Whether to allow executing Python code shipped with the base model.
+        force: Whether to train even if the run is estimated not to fit into memory or on the disk.
+        display: Progress output; none by default.
 
     Returns:
         The pack, the run folder, the report and the loss curve.
 
     Raises:
-        PackError: For anything that a user can correct; nothing half-written stays.
-        RunStopped: A signal, memory or the disk ended the run, which is saved.
+        PackError: If the caller can correct the cause; no incomplete pack is left behind.
+        RunStopped: If a signal, memory or the disk ended the run; its checkpoint is saved.
     """
     display = display or Display(QUIET)
     name = str(getattr(base, "name", base))

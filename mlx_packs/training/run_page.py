@@ -34,19 +34,20 @@ _SUFFIX = "-run"
 
 
 def write_page(of: str | Path, out: str | Path | None = None) -> Path:
-    """Write one self-contained page of HTML about a run or a pack, and return its file.
+    """Write a self-contained HTML page about a run or a pack, and return its file.
 
-    It shows the loss curve, results with their errors, samples, which tokens the loss is on, how
-    much each layer changed, memory, and the recipe. A run that is not over shows what there is, and
-    a pack without its run what its manifest has. Folders are named without their paths.
+    The page shows the loss curve, the results with their errors, samples, the tokens that the loss
+    is computed on, how much each layer changed, memory, and the recipe. For an unfinished run it
+    shows what is available, and for a pack without its run what the manifest has. Folders appear
+    without their paths.
 
     Args:
-        of: a run folder, a pack's folder, or a hub id of a pack that was pulled.
-        out: the file; by default ``report.html`` in the run folder, or ``<pack>-report.html`` in
-            the current folder for a pack without a run.
+        of: A run folder, a pack's folder, or the Hub id of a pack that was pulled.
+        out: File to write; by default ``report.html`` in the run folder, or ``<pack>-report.html``
+            in the current folder for a pack without a run.
 
     Raises:
-        PackError: there is no such run or pack, it is damaged, or the file cannot be written.
+        PackError: If there is no such run or pack, it is damaged, or the file cannot be written.
     """
     folder = Path(of).expanduser()
     if (folder / CONFIG).is_file():

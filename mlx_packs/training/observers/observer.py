@@ -6,41 +6,53 @@ from ...objectives.objective import Score
 
 
 class Observer:
-    """Follows a run; a subclass overrides the methods that it needs.
+    """Receives the events of a run; a subclass overrides the methods that it needs.
 
-    An exception ends the run; its last checkpoint remains. Lines are JSON objects with the number
-    of batches, ``batch``; in a run with phases they name theirs, ``phase``.
+    An exception in a method ends the run; the last checkpoint remains. Every ``line`` is a JSON
+    object with the number of batches so far as ``batch``; in a run with phases it names its
+    ``phase`` too.
 
     Attributes:
-        stop_reason: None; set it to a reason in words, and the run ends after this batch, with a
-            pack. Not in runs with phases.
+        stop_reason: None. If a method sets it to a reason in words, the run ends after the current
+            batch and writes its pack. Runs with phases do not support it.
     """
 
     stop_reason: str | None = None
 
     def on_phase_start(self, batches: int, done: int) -> None:
-        """A phase of this many batches begins, or continues after ``done`` of them."""
+        """Called before the first batch of a phase, or of a run without phases.
+
+        Args:
+            batches: Number of batches of the phase.
+            done: Number of its batches that a resumed run took before.
+        """
 
     def on_step(self, line: dict) -> None:
-        """A batch was taken; ``line`` has its loss, the throughput, and the peak memory."""
+        """Called after each batch; ``line`` has its loss, the throughput and the peak memory."""
 
     def on_report(self, line: dict, batches_per_s: float) -> None:
-        """``steps_per_report`` batches were taken; ``line`` has their mean loss and more."""
+        """Called every ``steps_per_report`` batches; ``line`` has their mean loss and more."""
 
     def on_validation(self, line: dict, score: Score, seconds: float) -> None:
-        """The validation split was scored, in this many seconds; ``line`` logs the score."""
+        """Called after each evaluation on the validation examples.
+
+        Args:
+            line: The line that logs the score.
+            score: The score; ``score.nll`` is the mean loss per target.
+            seconds: Duration of the evaluation.
+        """
 
     def on_event(self, line: dict) -> None:
-        """An update was skipped, a learning rate lowered, a batch taken in pieces; ``line`` logs it."""
+        """Called after a skipped update, a lowered learning rate, or a batch taken in pieces."""
 
     def on_checkpoint(self, folder: Path) -> None:
-        """A checkpoint is complete."""
+        """Called after a checkpoint was written completely to ``folder``."""
 
     def on_phase_end(self) -> None:
-        """The batches of a phase are over, or an error or an interruption ended them."""
+        """Called after the last batch of a phase, and when an error or an interruption ends it."""
 
     def on_held_out(self, line: dict) -> None:
-        """The held-out examples of all phases were scored after a phase that is not the last."""
+        """Called after each phase but the last; ``line`` has the held-out scores of all phases."""
 
     def on_end(self, report: dict) -> None:
-        """The pack is saved; ``report`` is the result of the run as ``--json`` prints it."""
+        """Called after the pack was saved; ``report`` is what `packs train --json` prints."""
