@@ -80,10 +80,11 @@ def test_broken_links_are_found():
 
 @pytest.mark.parametrize("document", WITH_COMMANDS)
 def test_commands_and_their_flags_exist(document):
+    root = click.Context(packs, **packs.context_settings)
     for name, *args in commands(document):
-        command = packs.get_command(click.Context(packs), name)
+        command = packs.get_command(root, name)
         assert command, name
-        with command.make_context(f"packs {name}", args) as context:
+        with command.make_context(f"packs {name}", args, root) as context:
             if name == "train" and not context.params["configs"]:
                 given = {k: v for k, v in context.params.items() if k in SETTINGS}
                 recipe_of({k: v for k, v in given.items() if v is not None}, {})  # checks values

@@ -34,7 +34,7 @@ def _definition(term: str, anchor: str, text: str) -> str:
 
 def commands() -> str:
     """Return the reference of all commands."""
-    root = click.Context(packs, info_name="packs")
+    root = click.Context(packs, info_name="packs", **packs.context_settings)
     parts = []
     for section, names in COMMANDS.items():
         parts.append(f"## {section}\n")
