@@ -119,8 +119,8 @@ def references(name: str) -> str:
     return ".SH SEE ALSO\n" + ",\n".join(rf"\fB{escape(other)}\fP(1)" for other in names) + "\n"
 
 
-def page(context: click.Context, name: str = "") -> str:
-    """Return the page of a command."""
+def head(context: click.Context) -> str:
+    """Return title, name, synopsis and description; click-man leaves hyphens of a name as they are."""
     command, path = context.command, context.command_path
     manual = ManPage(path)
     manual.date = ""  # the same page every day
@@ -130,11 +130,17 @@ def page(context: click.Context, name: str = "") -> str:
     manual.description = description(command.help)
     title, rest = str(manual).split("\n", 1)
     title = title.replace(path.upper(), path.upper().replace(" ", "-"))
-    parts = [f"{title}\n{_LEFT}{rest}", *options(context)]
-    if isinstance(command, click.Group):
+    rest = rest.replace(path.replace(" ", r"\-"), escape(path.replace(" ", "-")), 1)
+    return f"{title}\n{_LEFT}{rest.replace(f'.B {path}', f'.B {escape(path)}', 1)}"
+
+
+def page(context: click.Context, name: str = "") -> str:
+    """Return the page of a command."""
+    parts = [head(context), *options(context)]
+    if isinstance(context.command, click.Group):
         parts += commands(context)
-    if command.epilog:
-        parts.append(examples(command.epilog))
+    if context.command.epilog:
+        parts.append(examples(context.command.epilog))
     return "".join([*parts, references(name)])
 
 

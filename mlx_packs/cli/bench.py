@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     "--model",
     default="tiny",
     metavar="MODEL",
-    help="Base to time beside the bundled one: a folder or Hub id that mlx-lm trains too.",
+    help="Base model to time in addition to the bundled one: a folder or a Hugging Face id that "
+    "mlx-lm can train too.",
 )
 @option(
     "--shapes",
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
     help="Batches to time: examples x tokens.",
     default_text="1x512,4x512,1x2048; on a CPU 1x64,4x64,1x256",
 )
-@option("--minutes", default=10.0, metavar="N", help="Time that all of it may take.")
+@option(
+    "--minutes", default=10.0, metavar="N", help="Maximum duration of the benchmark, in minutes."
+)
 @option("--rank", default=16, help="Rank of the adapters, on all linear layers.")
 @option(
     "--out",
@@ -41,7 +44,7 @@ if TYPE_CHECKING:
 @option(
     "--contribute",
     is_flag=True,
-    help="Also write the text of a pull request beside it. Nothing is sent.",
+    help="Also write the text of a pull request beside the record. Nothing is sent.",
 )
 @options.trust_remote_code
 @options.as_json
@@ -56,9 +59,9 @@ def bench(
 ) -> None:
     """Time training steps of mlx-lm and mlx-packs on this machine.
 
-    Both take the same steps on the same batches, alternating, after their losses were found equal.
-    Kernels are checked as `packs doctor` does. Afterwards `packs plan` and the choice of the matmul
-    path go by what was measured here. The exit code is 1 if losses differ or a kernel is wrong.
+    Both run the same steps on the same batches, alternating, after a check that their losses are
+    equal. Kernels are checked as by `packs doctor`. Afterwards, `packs plan` and the choice of the
+    matmul path use these measurements. The exit code is 1 if losses differ or a kernel is wrong.
     """
     from ..bench.conditions import disturbances, read_conditions
     from ..bench.record import (

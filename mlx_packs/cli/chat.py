@@ -27,7 +27,10 @@ _COMMANDS = """\
 
 @click.command()
 @options.model_of_pack
-@options.packs("Pack to begin with; PACK=0.7 applies 70 % of its delta. Several add up.")
+@options.packs(
+    "Pack to begin with; PACK=0.7 applies 70 % of its delta. The deltas of several "
+    "packs are added up."
+)
 @option("--system", default="", metavar="TEXT", help="System message that comes before all others.")
 @options.sampling(max_tokens=512)
 @options.trust_remote_code
@@ -35,7 +38,7 @@ _COMMANDS = """\
 def chat(
     model: str | None, packs: tuple[str, ...], system: str, trust_remote_code: bool, **settings
 ) -> None:
-    """Chat with a base model, with packs or without.
+    """Chat with a base model, with or without packs.
 
     \b
     /pack PACK    answer with this pack from now on
@@ -44,7 +47,7 @@ def chat(
     /clear        begin a new conversation
     /quit         leave (or Ctrl-D); Ctrl-C ends an answer
 
-    Where standard input is no terminal, each line of it is a message.
+    If standard input is not a terminal, each of its lines is a message.
     """  # noqa: D301 - click keeps the lines after \b
     from ..config.parse import build
     from ..config.sampling import Sampling

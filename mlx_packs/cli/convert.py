@@ -30,7 +30,7 @@ from .output import print_report
     "start",
     metavar="NAME",
     help="Base model as the program calls it: a model or a .gguf file of Ollama, or for LM Studio "
-    "the base that is merged.",
+    "the base model to merge into.",
     default_text="with lmstudio, the base that the pack names",
 )
 @options.as_json
@@ -38,13 +38,13 @@ def export(pack: Path, to: str, out: str | None, start: str | None) -> None:
     """Convert a pack for another tool.
 
     \b
-    mlx-lm, peft  adapter folders, which packs import gives back to the byte
+    mlx-lm, peft  adapter folders, which packs import converts back bit-identically
     gguf          an adapter for llama.cpp (llama-server --lora) and a Modelfile
-    ollama        the same, from a model of Ollama (--from)
+    ollama        the same, for a model of Ollama (--from)
     lmstudio      the merged model, where LM Studio looks for models
-    swift         an adapter folder for mlx-swift-lm, and the Swift that opens it
+    swift         an adapter folder for mlx-swift-lm, and Swift code that opens it
 
-    Every adapter is numerically verified against the pack; a merged model is measured first.
+    Every adapter is numerically verified against the pack, and a merged model is compared with it.
     """  # noqa: D301 - click keeps the lines after \b
     from ..convert.interop import export_pack
     from ..convert.lmstudio import MODELS

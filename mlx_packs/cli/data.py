@@ -22,10 +22,10 @@ _BAR = 40  # characters of the longest bar of a histogram
 @click.command()
 @click.argument("path", metavar="PATH", type=click.Path())
 @options.setting(
-    "model", default="tiny", help="Base model whose tokenizer and chat template count."
+    "model", default="tiny", help="Base model whose tokenizer and chat template are used."
 )
 @options.setting("max_seq_length", default=TrainConfig.max_seq_length, type=click.IntRange(2))
-@options.setting("loss_on", "by the format of the rows", default=None)
+@options.setting("loss_on", "by the format of the examples", default=None)
 @options.setting("hold_out", default=DataConfig.hold_out)
 @options.add(
     *(options.setting(name, default=getattr(DataConfig, name)) for name in COLUMN_SETTINGS)
@@ -45,11 +45,12 @@ def data(
     trust_remote_code: bool,
     **settings,
 ) -> None:
-    """Show what a data set is, and write its splits.
+    """Describe a dataset, and write its splits.
 
-    PATH is what packs train --data takes: a folder, a file, or a data set of the Hub. Shown are the
-    format, the splits, how long examples are and what is cut, which rows cannot be used, near-copies
-    within and between splits, and what of some examples is learned.
+    PATH is a folder, a file, or a dataset of the Hub, as for packs train --data. The output shows
+    the format, the splits, the lengths of the examples and how many are truncated, the examples
+    that cannot be used, near-copies within and between splits, and the trained tokens of some
+    examples.
     """
     from ..data.encoding import encode
     from ..data.formats import TokenFormat

@@ -40,8 +40,9 @@ def doctor(file: Path | None, model: str | None, rank: int, verbose: bool) -> No
     """Check this machine and its kernels.
 
     The usual instances of every kernel are compared with plain MLX and timed, alone and with their
-    gradients. The times are kept for this device, and where a kernel is slower plain MLX computes
-    from then on. The exit code is 1 if a kernel is wrong; its operation then takes plain MLX.
+    gradients. The times are stored for this device, and an operation whose kernel is slower uses
+    plain MLX from then on. The exit code is 1 if a kernel is wrong; its operation then uses plain
+    MLX.
     """
     from ..files import atomic_write, to_json
     from ..ops.diagnostics import examine_all, kernel_instances

@@ -57,8 +57,8 @@ def eval_batch(
 ) -> None:
     """Compare a base model and packs on the same examples.
 
-    Reports perplexity and its paired ratio, token accuracy, speed of batched generation, memory and
-    size. The base model is loaded once. The exit code is 1 if a pack fails a gate.
+    The report has perplexity and its paired ratio, token accuracy, speed of batched generation,
+    memory and size. The base model is loaded once. The exit code is 1 if a pack fails a gate.
     """
     from ..evaluation.compare import as_csv, evaluate_batch, failed, named_packs
     from ..files import atomic_write

@@ -21,7 +21,9 @@ _BUNDLED = DataConfig.data
 @click.command("eval")
 @click.argument("pack", required=False, type=click.Path())
 @options.model_of_pack
-@options.packs("Pack and its weight; the deltas of several add up. Repeatable.", "PACK=WEIGHT")
+@options.packs(
+    "Pack and its weight; the deltas of several packs are added up. Repeatable.", "PACK=WEIGHT"
+)
 @options.data(default=None, default_text="tiny, for packs that were trained on it")
 @options.split
 @options.setting("batch_size", default=4, type=click.IntRange(1))
@@ -39,13 +41,13 @@ def evaluate(
     trust_remote_code: bool,
     **settings,
 ) -> None:
-    """Compare perplexity and accuracy with a pack and without.
+    """Compare perplexity and accuracy with and without a pack.
 
     The pack of an encoder is evaluated by correlation with scores, retrieval or triplet accuracy,
     depending on the examples. Base model and pack see the same examples, and each result has its
     standard error; that of the ratio is paired by example and therefore smaller. With --metric, the
-    share of right answers is reported too, of answers that are generated greedily. To evaluate the
-    weighted sum of several packs, pass --pack PACK=WEIGHT for each.
+    share of right answers is reported too, with greedy decoding. To evaluate the weighted sum of
+    several packs, pass --pack PACK=WEIGHT for each.
     """
     from ..evaluation.evaluate import evaluate
     from ..evaluation.rows import columns_of
@@ -106,7 +108,7 @@ def _data_of(data: str | None, pack: "Pack") -> str:
 def eval_tasks(
     packs: tuple[str, ...], model: str | None, tasks: str, trust_remote_code: bool, **settings
 ) -> None:
-    """Run tasks of lm-evaluation-harness with packs and without.
+    """Run tasks of lm-evaluation-harness with and without packs.
 
     Install the harness with pip install 'mlx-packs[lm-eval]'; it downloads its data from the Hub.
     Several packs are evaluated as one: the sum of their deltas, each times its WEIGHT.

@@ -14,7 +14,9 @@ from .output import print_report, wants_json
 
 @click.command()
 @options.model_of_pack
-@options.packs("Pack to apply; PACK=0.7 applies 70 % of its delta. Several add up.")
+@options.packs(
+    "Pack to apply; PACK=0.7 applies 70 % of its delta. The deltas of several packs are added up."
+)
 @option(
     "--prompt",
     required=True,
@@ -34,9 +36,9 @@ def generate(
     raw: bool,
     **sampling,
 ) -> None:
-    """Generate text with packs or without, as a stream.
+    """Generate text as a stream, with or without packs.
 
-    Control characters in the text are shown as "?"; --json has them all, escaped.
+    Control characters in the text are shown as "?"; --json keeps them, escaped.
     """
     from ..config.parse import build
     from ..config.sampling import Sampling

@@ -18,7 +18,7 @@ _fidelity = options.add(
         type=float,
         metavar="KL",
         help="Gate: write nothing and exit with code 1 if the mean KL divergence is above KL.",
-        default_text="0.02 and a tenth of the pack's own",
+        default_text="a tenth of the pack's own, and 0.02 at most",
     ),
     options.data("Examples to compare on"),
     option("--rows", default=32, type=click.IntRange(1), help="Number of examples to compare on."),
@@ -101,8 +101,9 @@ def merge(pack: Path, model: str | None, out: str, **settings) -> None:
 def combine(weighted_packs: tuple[str, ...], out: str, method: str, **settings) -> None:
     """Combine several packs of one base model into one.
 
-    The weighted deltas are added up (linear), also reduced to a rank (svd), trimmed and elected by
-    sign (TIES), or dropped at random (DARE). The loss by the reduction to a rank is measured.
+    The weighted deltas are added up (linear). The sum can also be reduced to a rank (svd), after
+    trimming and electing signs (ties) or dropping weights at random (dare). The effect of the
+    reduction is measured.
     """
     from ..convert.combine import combine_packs
 

@@ -167,7 +167,7 @@ split = option(
     "--split",
     default="test",
     metavar="NAME",
-    help="Split to evaluate of a data folder; valid if it has no test split.",
+    help="Split of a data folder to evaluate; valid is used if there is no test split.",
 )
 loss_on = setting(
     "loss_on",
@@ -179,8 +179,8 @@ loss_on = setting(
 metric = setting(
     "metric",
     type=click.Choice(facts_of(SETTINGS["metric"]).choices),
-    help="When an answer is right, of which the share is reported: it is the wanted text (exact), "
-    "has it in it (contains), or is the same JSON value (json).",
+    help="Criterion for a right answer, of which the share is reported: it is the expected text "
+    "(exact), contains it (contains), or is the same JSON value (json).",
     default_text="exact for the bundled data, none otherwise",
 )
 limit = option("--limit", default=-1, help="Number of examples to evaluate; -1 uses all.")
@@ -268,20 +268,20 @@ supervision = add(
     option(
         "--supervise",
         is_flag=True,
-        help="Train in a process of its own, and go on from its last checkpoint where it is killed "
-        "or crashes; with half the micro-batch where memory or the GPU's time limit was the cause.",
+        help="Train in a separate process, and continue from its last checkpoint if it is killed "
+        "or crashes, with half the micro-batch if memory or the GPU's time limit was the cause.",
     ),
     option(
         "--max-restarts",
         type=int,
-        help="With --supervise, start the run again N times at most.",
+        help="Maximum number of restarts with --supervise.",
         default_text="5",
     ),
     option(
         "--launch-agent",
         is_flag=True,
-        help="Same as --supervise, and on macOS a LaunchAgent goes on with the run at login after a "
-        "reboot; its file is removed when the run has ended.",
+        help="Same as --supervise; on macOS, a LaunchAgent also continues the run at login after "
+        "a reboot. Its file is removed when the run has ended.",
     ),
 )
 

@@ -66,8 +66,8 @@ def _size(flag: str, text: str) -> int:
 @option(
     "--memory",
     metavar="SIZE",
-    help="Memory of the machine (24, 24GB). Of a Mac's, MLX uses what Metal recommends: two thirds "
-    "below 36 GB, three quarters from there.",
+    help="Memory of the machine (24, 24GB). On a Mac, MLX uses what Metal recommends: two thirds "
+    "if it is less than 36 GB, otherwise three quarters.",
     default_text="this machine's",
 )
 @option(
@@ -95,9 +95,9 @@ def plan(
     """Estimate peak memory and disk space, and suggest a training command.
 
     Only config.json and the headers of the tensors are read, also of a model on the Hub. Settings
-    from flags and files stay as they are. Of the others, batch size, activation checkpointing,
-    sequence length and rank are reduced in this order until the run fits. The command that is
-    printed last has the peak that is shown.
+    from flags and files are kept. Of the others, batch size, activation checkpointing, sequence
+    length and rank are reduced, in this order, until the run fits. The last line is the command of
+    the run whose peak is shown.
     """
     from ..bases.files import TINY
     from ..memory.examples import example_memory

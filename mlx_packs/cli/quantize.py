@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     help="Number of weights that share a scale: 32, 64 or 128; with --mode nf4 also 256.",
     default_text="64",
 )
-@option("--block", type=int, help="With --mode nf4: another name of --group-size.")
+@option("--block", type=int, help="Same as --group-size, with --mode nf4.")
 @options.setting("keep")
 @option(
     "--bits-for",
     multiple=True,
     metavar="REGEX=BITS",
-    help="Quantize the modules whose path matches REGEX to affine with so many bits. Repeatable.",
+    help="Quantize the modules whose path matches REGEX in affine mode with BITS bits. Repeatable.",
 )
 @option(
     "--format",

@@ -19,9 +19,9 @@ from .output import print_report
 def report(run_or_pack: str, out: str | None) -> None:
     """Write a page about a run or a pack.
 
-    RUN_OR_PACK is a run folder, a pack's folder, or a pulled pack's hub id. The page is one
+    RUN_OR_PACK is a run folder, a pack's folder, or the Hub id of a pulled pack. The page is one
     self-contained HTML file with the loss curve, results, samples, the mask view, changes by layer,
-    memory and recipe. A run that is not over shows what there is. No model is loaded.
+    memory and recipe. For an unfinished run, it shows what is available. No model is loaded.
     """
     from ..training.run_page import write_page
 

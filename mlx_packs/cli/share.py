@@ -23,7 +23,7 @@ from .output import print_report
 @option(
     "--samples",
     is_flag=True,
-    help="Also send the held-out examples and completions that the pack's card shows.",
+    help="Also upload the held-out examples and completions that the pack's card shows.",
 )
 @options.as_json
 def push(pack: str, repo: str, **settings) -> None:
@@ -31,7 +31,7 @@ def push(pack: str, repo: str, **settings) -> None:
 
     REPO is owner/name. The pack is checked first, then its folder is uploaded as it is. A licence,
     or the Hub's metadata that its card lacks, is therefore added to the folder itself, and held-out
-    examples are removed from it; of a pack that was pulled, a copy is changed.
+    examples are removed from it; for a pulled pack, a copy is changed.
     """
     from ..packs.share import push
 

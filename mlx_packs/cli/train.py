@@ -99,8 +99,8 @@ def train(
 
     A data folder contains train.jsonl, and optionally valid.jsonl and test.jsonl, with one JSON
     object per line: {"messages": [{"role", "content"}]}, {"prompt", "completion"} or {"text"}. With
-    --task embedding, it is {"sentence1", "sentence2", "score"} or {"anchor", "positive"}, optionally
-    with "negative".
+    --task embedding, each object is {"sentence1", "sentence2", "score"} or {"anchor", "positive"},
+    optionally with "negative".
 
     Every flag and YAML key of mlx_lm.lora is supported. "tiny:" marks the defaults for the bundled
     model.

@@ -25,14 +25,15 @@ class DataConfig(Settings):
     text_feature: str = _column("text", "Column with plain text.")
     on_bad_row: str = _data(
         "stop",
-        "Examples that cannot be used: stop with an error that names file and line, skip them and "
-        "count them, or also write them to bad-rows.jsonl in the run folder (quarantine).",
+        "What to do with examples that cannot be used: stop with an error that names file and "
+        "line, skip and count them, or also write them to bad-rows.jsonl in the run folder "
+        "(quarantine).",
         choices=("stop", "skip", "quarantine"),
     )
     hold_out: str = _data(
         "sample",
-        "Examples to hold out where there are none for validation: a random sample, the same in "
-        "every run and near-copies together, or the last ones.",
+        "Examples to hold out if there are none for validation: a random sample, which is the "
+        "same in every run and does not separate near-copies, or the last ones.",
         choices=("sample", "last"),
     )
     hf_dataset: dict | list | None = _data(

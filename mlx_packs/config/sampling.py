@@ -28,22 +28,22 @@ class Sampling(Settings):
     )
     top_p: float = _sampling(
         1.0,
-        "Choose among the likeliest tokens that have this probability together.",
+        "Choose among the likeliest tokens whose probabilities add up to P.",
         metavar="P",
         above=0,
         at_most=1,
     )
-    top_k: int = _sampling(0, "Choose among the N likeliest tokens; 0 is all.", at_least=0)
+    top_k: int = _sampling(0, "Choose among the N likeliest tokens; 0 uses all.", at_least=0)
     min_p: float = _sampling(
         0.0,
-        "Choose among tokens that have at least this share of the probability of the likeliest.",
+        "Choose among tokens that are at least P times as probable as the likeliest.",
         metavar="P",
         at_least=0,
         below=1,
     )
     repetition_penalty: float = _sampling(
         1.0,
-        "Divide the scores of the last 64 tokens by this; 1 changes nothing.",
+        "Divide the scores of the last 64 tokens by X; 1 changes nothing.",
         metavar="X",
         above=0,
     )

@@ -81,7 +81,7 @@ class LoRAConfig(Settings):
     rank_pattern: dict[str, int] = _adapter(
         {},
         "Per-module rank: NAME is a module path, its end or a regular expression (v_proj=8); slices "
-        "of fused layers have names too (c_attn.q=8,c_attn.v=2). A mapping in YAML.",
+        "of fused layers have names too (c_attn.q=8,c_attn.v=2). In YAML it is a mapping.",
         metavar="NAME=N,...",
         at_least=1,
         memory=True,
@@ -131,7 +131,7 @@ class TrainConfig(TrainConflicts):
     )
     fim_rate: float = _share(
         0.0,
-        "Share of the texts that are trained as fill-in-the-middle; the tokenizer must have its tokens.",
+        "Share of the texts to train as fill-in-the-middle; the tokenizer must have tokens for it.",
     )
     fim_spm_rate: float = _share(
         0.5, "Share of the fill-in-the-middle examples with the suffix before the prefix."
@@ -156,8 +156,8 @@ class TrainConfig(TrainConflicts):
     )
     time: str | None = _optimization(
         None,
-        "End after this time (6h, 90m, 30s), with a pack; --resume trains on. The learning rate "
-        "follows --iters.",
+        "End after this time (6h, 90m, 30s) and write the pack; --resume continues. The learning "
+        "rate follows --iters.",
         metavar="TIME",
         resumable=True,
     )
@@ -220,15 +220,15 @@ class TrainConfig(TrainConflicts):
     )
     micro_batches: int = _memory(
         1,
-        "Take each batch in N pieces from the start: the same update up to rounding (with dropout, "
-        "other masks) with less in memory, which the plan does not count.",
+        "Split each batch into N pieces. The update is the same up to rounding (with dropout, the "
+        "masks differ) and takes less memory, which the plan does not take into account.",
         at_least=1,
         resumable=True,
     )
     cache_frozen: str = _memory(
         "auto",
         "Compute the blocks below the trained ones once per example and cache their output; auto "
-        "does so where it pays off.",
+        "does so if it saves time.",
         choices=("auto", "on", "off"),
         resumable=True,
         dense=("auto", "off"),
@@ -296,8 +296,8 @@ class TrainConfig(TrainConflicts):
     compute_dtype: str = _memory(
         "auto",
         "Dtype of activations; auto is the stored one, or float16 where the chip has no native "
-        "bfloat16 (M1, M2). The loss of float16 is scaled; a run that overflows goes on in bfloat16. "
-        "A CPU always computes in float32.",
+        "bfloat16 (M1, M2). With float16 the loss is scaled, and a run that overflows continues "
+        "in bfloat16. A CPU always computes in float32.",
         choices=("auto", "bfloat16", "float16", "float32"),
         memory=True,
         dense=("auto", "float32"),
@@ -335,7 +335,7 @@ class TrainConfig(TrainConflicts):
     )
     mini_batch_size: int = _embedding(
         32,
-        "Texts of cached-mnrl whose activations are in memory at a time.",
+        "Number of texts whose activations cached-mnrl keeps in memory at a time.",
         at_least=1,
         memory=True,
     )
@@ -369,7 +369,7 @@ class TrainConfig(TrainConflicts):
     )
     patience: int | None = _evaluation(
         None,
-        "End after N validations without a lower loss, with --load-best.",
+        "End after N validations without a lower loss; implies --load-best.",
         metavar="N",
         at_least=1,
     )
@@ -381,9 +381,9 @@ class TrainConfig(TrainConflicts):
     )
     metric: str | None = _evaluation(
         None,
-        "When an answer is right, of which the share is reported before and after: it is the wanted "
-        "text (exact), has it in it (contains), or is the same JSON value (json). 100 held-out "
-        "examples at most are asked, greedily.",
+        "Criterion for a right answer: it is the expected text (exact), contains it (contains), "
+        "or is the same JSON value (json). The share of right answers is reported before and "
+        "after training, for 100 held-out examples at most and greedy decoding.",
         shown_default="exact for the bundled data, none otherwise",
         choices=(*ANSWER_METRICS, "none"),
         task="lm",
@@ -410,7 +410,7 @@ class TrainConfig(TrainConflicts):
     )
     awake: bool = _output(
         True,
-        "Keep a Mac awake during the run; its display may sleep. Elsewhere without effect.",
+        "Keep a Mac awake during the run; its display may sleep. Other systems ignore this.",
         resumable=True,
     )
     max_pack_mb: float | None = _gate(

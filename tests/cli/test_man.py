@@ -1,5 +1,6 @@
 """The manual pages in docs/man: as their script writes them, with every flag, ready to be copied."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -26,7 +27,8 @@ def printed(page: str) -> str:
 
 def test_pages_are_those_of_their_script(tmp_path):
     shutil.copy(PAGES / "pages.py", tmp_path)
-    subprocess.run([sys.executable, tmp_path / "pages.py"], check=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, tmp_path / "pages.py"], check=True, env=environment)
     written = {file.name: file.read_text("utf-8") for file in (tmp_path / "man1").iterdir()}
     assert written == {file.name: file.read_text("utf-8") for file in (PAGES / "man1").iterdir()}, (
         "run python docs/man/pages.py"
