@@ -1,9 +1,10 @@
 """Progress output: lines, spinners and bars.
 
 Colour and movement only on a terminal, plain lines otherwise; everything goes to stderr, so that
-stdout carries results alone. Rich honours NO_COLOR and the width of the terminal.
+stdout carries results alone. Rich honours NO_COLOR, FORCE_COLOR and the width of the terminal.
 """
 
+import os
 import re
 import sys
 import time
@@ -70,7 +71,7 @@ class Display:
         # a bar redirects what libraries print to the console, whose own file must be the terminal
         file = unguarded(sys.stderr) if isinstance(sys.stderr, Guarded) else None
         self.console = _Console(file=file, stderr=True, highlight=False, soft_wrap=True)
-        self.live = self.console.is_terminal and level > QUIET
+        self.live = self.console.is_terminal and not _is_recorded() and level > QUIET
 
     def line(self, label: str, text: str, level: int = NORMAL) -> None:
         """Print ``label   text``, the label in bold, at ``level`` and above.
@@ -105,6 +106,14 @@ class Display:
         is_guarded = isinstance(sys.stderr, Guarded)
         with shown or nullcontext(), guarded() if shown and is_guarded else nullcontext():
             yield
+
+
+def _is_recorded() -> bool:
+    """Return whether output is kept as it is written, so that nothing may move in it.
+
+    Jupyter kernels set both variables, and give commands a terminal; CI sets the first for colours.
+    """
+    return any(os.environ.get(name) for name in ("FORCE_COLOR", "JPY_PARENT_PID"))
 
 
 def _plain(text: str) -> str:

@@ -47,6 +47,18 @@ def test_a_file_gets_whole_lines():
     assert file.getvalue() == f"lora    {LORA}\n"
 
 
+@pytest.mark.parametrize("variable", [None, "FORCE_COLOR", "JPY_PARENT_PID"])
+def test_nothing_moves_in_a_notebook(monkeypatch, variable):
+    for name in ("FORCE_COLOR", "JPY_PARENT_PID", "NO_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm-color")
+    if variable:
+        monkeypatch.setenv(variable, "1")
+    display = Display()
+    assert display.console.is_terminal and display.live == (variable is None)
+
+
 def test_words_stay_whole_and_wide_characters_count_twice():
     path = "/a/very/long/path/that/nobody/wants/to/copy/in/pieces"
     assert wrapped(f"see {path} now", 20) == ["see", path, "now"]
