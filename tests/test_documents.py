@@ -46,33 +46,16 @@ def commands(document: str) -> list[list[str]]:
 WITH_COMMANDS = [document for document in GUIDES if commands(document)]
 
 
-def broken_links(page: documents.Document) -> list[str]:
-    """Relative links of a document to a file or a heading that is not there."""
-    broken = []
-    for link in page.links():
-        path, _, anchor = link.partition("#")
-        if re.match(r"[a-z]+:", link):
-            continue
-        target = page.target(path) if path else page.path
-        if not (ROOT / target).exists():
-            broken.append(link)
-        elif anchor and target.endswith(".md"):
-            anchors = documents.read(target).anchors()
-            if anchors is not None and anchor not in anchors:
-                broken.append(link)
-    return broken
-
-
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_relative_links_lead_to_a_file_and_a_heading(document):
-    assert not broken_links(documents.read(document))
+    assert not documents.broken_links(documents.read(document))
 
 
 def test_broken_links_are_found():
     text = (
         "[a](merge.md#what-is-written) [b](merge.md#nothing) ![c](../nothing.svg) [d](https://x.y)"
     )
-    assert broken_links(documents.parse("docs/x.md", text)) == [
+    assert documents.broken_links(documents.parse("docs/x.md", text)) == [
         "merge.md#nothing",
         "../nothing.svg",
     ]

@@ -62,6 +62,23 @@ def parse(path: str, text: str) -> Document:
     return Document(path, MarkdownIt("commonmark").enable("table").parse(text), text)
 
 
+def broken_links(page: Document) -> list[str]:
+    """Relative links of a document to a file or a heading that is not there."""
+    broken = []
+    for link in page.links():
+        path, _, anchor = link.partition("#")
+        if re.match(r"[a-z]+:", link):
+            continue
+        target = page.target(path) if path else page.path
+        if not (ROOT / target).exists():
+            broken.append(link)
+        elif anchor and target.endswith(".md"):
+            anchors = read(target).anchors()
+            if anchors is not None and anchor not in anchors:
+                broken.append(link)
+    return broken
+
+
 def _flat(tokens: list[Token]) -> Iterator[Token]:
     for token in tokens:
         yield token
