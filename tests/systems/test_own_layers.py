@@ -1,9 +1,5 @@
 """ADR 007: a trainer over many quantized layers, one case for each row of docs/systems.md."""
 
-import json
-import re
-from pathlib import Path
-
 import mlx.nn as nn
 import mlx.optimizers as optimizers
 import pytest
@@ -14,7 +10,6 @@ from mlx_packs.runtime import mx
 from tests.helpers.errors import raises
 
 pytestmark = pytest.mark.systems
-NOTEBOOK = Path(__file__).parents[2] / "examples" / "own_layers.ipynb"
 SETTINGS = TrainConfig(iters=30, learning_rate=1e-3, lr_schedule="constant")
 QUANTIZERS = {
     "affine": lambda linear: nn.QuantizedLinear.from_linear(linear, 64, 4),
@@ -125,25 +120,3 @@ def test_accumulated_steps_go_on_to_the_bit_after_a_checkpoint(tmp_path):
         assert mx.array_equal(tensor, second.tensors()[name]).item()
     second.save_adapters(tmp_path / "own.safetensors")
     assert {n for n in mx.load(str(tmp_path / "own.safetensors"))} == set(whole.tensors())
-
-
-@pytest.mark.slow
-def test_the_notebook_runs_and_says_what_is_stored_in_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
-    assert notebook["nbformat"] == 4
-    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    space: dict = {}
-    output, stored = "", ""
-    for cell in cells:
-        exec("".join(cell["source"]), space)
-        output += capsys.readouterr().out
-        stored += "".join(part for output in cell["outputs"] for part in output["text"])
-    losses = {
-        text: [float(n) for n in re.findall(r"held out (\d\.\d+)", text)]
-        for text in (output, stored)
-    }
-    assert len(losses[stored]) == 4 and losses[output] == pytest.approx(losses[stored], abs=0.1)
-    fresh, loaded = (float(re.search(f"{word}: +(.+)", output)[1]) for word in ("fresh", "loaded"))
-    assert losses[output][-1] == loaded < 0.6 * fresh
-    assert output.splitlines()[0] == stored.splitlines()[0]

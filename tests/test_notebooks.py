@@ -1,0 +1,123 @@
+"""The notebooks of examples/: they run, and what is stored in them is what they print."""
+
+import base64
+import re
+
+import nbformat
+import pytest
+from nbclient.exceptions import CellExecutionError
+
+from tests.helpers import documents, notebooks
+from tests.helpers.notebooks import NOTEBOOKS
+
+PLOTTED = [file for file in NOTEBOOKS if file.stem != "own_layers"]
+# docs/systems.md has a row for the layers.
+MARKS = {"own_layers": pytest.mark.systems}
+EXECUTED = [pytest.param(file, id=file.stem, marks=MARKS.get(file.stem, ())) for file in NOTEBOOKS]
+MAX_BYTES, MAX_IMAGE = 120_000, 40_000
+# Figures that each prints, by name: where they stand, and how far another machine may be off.
+FIGURES = {
+    "many_packs": {
+        "rank": (r"MB +rank (\d+)", 0),
+        "after": (r"PPL +[\d.]+ → ([\d.]+)", 0.5),
+        "days": (r"^(?:base|day) +PPL of days +([\d.]+)", 0.5),
+    },
+    "own_layers": {
+        "characters": (r"^([\d,]+) characters", 0),
+        "held out": (r"held out (\d\.\d+)", 0.05),
+        "loaded": (r"(?:fresh|loaded): +(\d\.\d+)", 0.05),
+    },
+    "quantized_to_merged": {
+        "bits": (r"bits +([\d.]+) per weight", 0),
+        "after": (r"PPL [\d.]+ -> ([\d.]+)\)", 0.5),
+        "KL in NF4": (r"batches  NF4 +KL ([\d.e-]+)", 0.7),
+    },
+    "quick_start": {
+        "before": (r"base: PPL ([\d.]+)", 0.01),
+        "after": (r"pack: PPL ([\d.]+)", 0.2),
+        "accuracy": (r"([\d]+)% of tokens correct", 0.1),
+    },
+    "your_data": {
+        "examples": (r"(\d+) examples · tokens", 0),
+        "correct": (r"(\d+)% ± \d+% of the answers", 0.6),
+    },
+}
+
+
+def figures(name: str, text: str) -> dict[str, list[float]]:
+    """The figures of a notebook in what it printed."""
+    return {
+        figure: [float(number.replace(",", "")) for number in re.findall(pattern, text, re.M)]
+        for figure, (pattern, _) in FIGURES[name].items()
+    }
+
+
+def faults(notebook: nbformat.NotebookNode) -> list[str]:
+    """What must not be stored: errors, warnings, progress bars, and cells without their output."""
+    cells = notebooks.code_cells(notebook)
+    text = notebooks.printed(notebook)
+    observed = {
+        "an error is stored": any(o["output_type"] == "error" for o in notebooks.outputs(notebook)),
+        "stderr is stored": any(o.get("name") == "stderr" for o in notebooks.outputs(notebook)),
+        "something moves": re.search(r"\r(?!\n)|\x1b\[[0-9;?]*[A-KSTfhl]|it/s|[━⠋⠙⠹⠸]", text),
+        "a machine's path is stored": re.search(r"/(?:home|root|tmp|work|Users)/", text),
+        "a cell was not run": [c["execution_count"] for c in cells]
+        != list(range(1, len(cells) + 1)),
+        "the last cells show nothing": not cells[-1]["outputs"],
+    }
+    return [fault for fault, holds in observed.items() if holds]
+
+
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+def test_what_is_stored_is_whole_and_small(file):
+    notebook = notebooks.read(file)
+    assert faults(notebook) == [] and file.stat().st_size < MAX_BYTES
+    assert 5 <= len(notebooks.code_cells(notebook)) <= 12
+    assert notebook["cells"][0]["source"].startswith("# ")
+    assert not documents.broken_links(
+        documents.parse(f"examples/{file.name}", notebooks.prose(notebook))
+    )
+    assert all(figures(file.stem, notebooks.printed(notebook)).values())
+
+
+@pytest.mark.parametrize("file", PLOTTED, ids=lambda file: file.stem)
+def test_a_small_plot_is_stored(file):
+    data = [output.get("data", {}) for output in notebooks.outputs(notebooks.read(file))]
+    images = [base64.b64decode(entry["image/png"]) for entry in data if "image/png" in entry]
+    assert images and max(map(len, images)) < MAX_IMAGE
+    assert all(image.startswith(b"\x89PNG") for image in images)
+
+
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+def test_measured_figures_of_the_prose_are_stored(file):
+    notebook = notebooks.read(file)
+    told = re.findall(
+        r"(?<![\w.-])\d+(?:\.\d+)? ?%|(?<![\w.])\d+\.\d{2,}\b", notebooks.prose(notebook)
+    )
+    shown = notebooks.printed(notebook).replace(" %", "%")
+    settings = {"0.02"}  # the default limit of a merge
+    assert [n for n in told if n.replace(" ", "") not in shown and n not in settings] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", EXECUTED)
+def test_a_notebook_runs_and_says_what_is_stored_in_it(file, tmp_path):
+    notebook = notebooks.read(file)
+    stored = figures(file.stem, notebooks.printed(notebook))
+    notebooks.execute(notebook, tmp_path)
+    assert faults(notebook) == []
+    printed = figures(file.stem, notebooks.printed(notebook))
+    for name, (_, tolerance) in FIGURES[file.stem].items():
+        assert printed[name] == pytest.approx(stored[name], rel=tolerance, abs=1e-9), name
+
+
+@pytest.mark.slow
+def test_a_cell_that_fails_and_one_that_moves_are_found(tmp_path):
+    cells = ["raise ValueError(1)", "!printf '\\033[2K100%%'"]
+    broken, moving = (
+        nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)]) for cell in cells
+    )
+    with pytest.raises(CellExecutionError, match="ValueError"):
+        notebooks.execute(broken, tmp_path)
+    notebooks.execute(moving, tmp_path)
+    assert faults(moving) == ["something moves"]
