@@ -8,7 +8,7 @@ import pytest
 from nbclient.exceptions import CellExecutionError
 
 from tests.helpers import documents, notebooks
-from tests.helpers.notebooks import NOTEBOOKS
+from tests.helpers.notebooks import NOTEBOOKS, ROOT
 
 PLOTTED = [file for file in NOTEBOOKS if file.stem != "own_layers"]
 # docs/systems.md has a row for the layers.
@@ -97,6 +97,13 @@ def test_measured_figures_of_the_prose_are_stored(file):
     shown = notebooks.printed(notebook).replace(" %", "%")
     settings = {"0.02"}  # the default limit of a merge
     assert [n for n in told if n.replace(" ", "") not in shown and n not in settings] == []
+
+
+def test_every_notebook_is_listed():
+    for page in ("examples/README.md", "mkdocs.yml"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        suffix = ".ipynb" if page.endswith("README.md") else ".md"
+        assert [f.stem for f in NOTEBOOKS if f"{f.stem}{suffix}" not in text] == [], page
 
 
 @pytest.mark.slow

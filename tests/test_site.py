@@ -11,6 +11,7 @@ import pytest
 from mlx_packs.cli.main import COMMANDS
 from mlx_packs.cli.options import SETTINGS
 from tests.helpers.documents import DOCUMENTS, ROOT, parse
+from tests.helpers.notebooks import NOTEBOOKS
 
 pytestmark = pytest.mark.interop
 
@@ -60,6 +61,17 @@ def test_pages_load_nothing_from_elsewhere(site):
     pages = list(site.rglob("*.html"))
     assert len(pages) > 40
     assert not [page for page in pages if loaded.search(page.read_text(encoding="utf-8"))]
+
+
+def test_notebooks_have_a_page_with_code_outputs_and_plots(site):
+    for notebook in NOTEBOOKS:
+        page = html(site, f"examples/{notebook.stem}.html")
+        assert page.count('<div class="highlight">') >= 8 and f'href="{notebook.name}"' in page
+        assert (site / "examples" / notebook.name).is_file() and "\x1b[" not in page
+        if notebook.stem != "own_layers":
+            image = re.search(r'<img [^>]*src="([^"]+\.png)"', page.partition("<article")[2])[1]
+            assert (site / "examples" / image).is_file()
+    assert 'href="your_data.html"' in html(site, "examples/quick_start.html")
 
 
 def test_lists_and_tables_are_those_of_the_markdown_files(site):

@@ -2,7 +2,7 @@
 
 Links in Markdown files are those of the repository, so that they also work where the files are
 read without the site. Here they become links of the site; a link to a file that the site does not
-have becomes its text.
+have becomes its text. A link to a notebook becomes one to its page.
 """
 
 import posixpath
@@ -49,7 +49,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def _of_the_site(text: str, page: Page, files: Files) -> str:
     source = page.file.src_uri
-    place = posixpath.dirname(source if source in PAGES else f"docs/{source}")
+    in_docs = f"docs/{source}"
+    place = posixpath.dirname(in_docs if (ROOT / in_docs).is_file() else source)
 
     def link(match: re.Match) -> str:
         mark, label, target = match.groups()
@@ -58,6 +59,7 @@ def _of_the_site(text: str, page: Page, files: Files) -> str:
         path, _, anchor = target.partition("#")
         path = posixpath.normpath(posixpath.join(place, path))
         path = "index.md" if path == "README.md" else path.removeprefix("docs/")
+        path = re.sub(r"\.ipynb$", ".md", path)  # its page, by notebooks.py
         if files.get_file_from_path(path) is None:
             return label
         relative = posixpath.relpath(path, posixpath.dirname(source) or ".")
