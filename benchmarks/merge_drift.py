@@ -52,7 +52,7 @@ def table(packs: list[Pack], model: str, data: str, rows: int) -> list[str]:
             )
             fidelity = Fidelity(**compare_next_tokens(request).scores)
             limit = drift_limit(None, fidelity.kl_of_pack)
-            verdict = "passes" if fidelity.kl_mean <= limit else "**refused**"
+            verdict = "passes" if fidelity.kl_mean <= limit else "**rejected**"
             lines.append(
                 f"| {_name(pack)}, moves the base by {fidelity.kl_of_pack:.2g} | {name} | "
                 f"{fidelity.kl_mean:.2g} | {fidelity.kl_mean / fidelity.kl_of_pack:.1%} | "

@@ -89,7 +89,7 @@ def targets(records: Iterable[Record]) -> str:
     if not results:
         return ""
     lines = [
-        _line(["workload", "target", "measured", "of", "", "on", "commit"]),
+        _line(["workload", "target", "measured", "implementation", "", "on", "commit"]),
         _line(["---"] * 7),
     ]
     for (workload, device), parts in results.items():

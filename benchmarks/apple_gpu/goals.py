@@ -52,8 +52,8 @@ def _goals() -> list[Goal]:
         shapes = (_EPOCH.format("qwen3_4b", share),)
         what = f"Qwen3-4B, real batches, {share} supervised"
         goals += [
-            Goal(f"{what}, padded: time a target", shapes, paths, TIME, limits[0]),
-            Goal(f"{what}, packed: time a target", shapes, packed, TIME, limits[1]),
+            Goal(f"{what}, padded: time per target", shapes, paths, TIME, limits[0]),
+            Goal(f"{what}, packed: time per target", shapes, packed, TIME, limits[1]),
         ]
     first = (_STEP.format("qwen3_4b", "1 x 2048"),)
     return [*goals, Goal("Qwen3-4B, 1 x 2048: primitives", first, paths, "primitives", 5000)]
@@ -73,7 +73,7 @@ def table(records: Sequence[Record]) -> str:
             newest[key] = r
     if not newest:
         return ""
-    rows = [["work", "at most", "predicted", "of ours", "", "commit"], ["---"] * 6]
+    rows = [["workload", "at most", "predicted", "implementation", "", "commit"], ["---"] * 6]
     for goal in GOALS:
         of = "" if goal.metric not in (TIME, PEAK) else f" x {goal.baseline}"
         limit = f"{goal.limit:,g}{of}"

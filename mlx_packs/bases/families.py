@@ -18,7 +18,7 @@ from ..runtime import mx
 UNTRAINABLE = {
     "bitnet": "its projections (BitLinear) are a kernel for Metal that has no gradient",
     "dbrx": "its experts are chosen on the host, which a compiled step cannot do",
-    "deepseek_v41": "its router lets gradients into indices, which MLX refuses",
+    "deepseek_v41": "its router lets gradients into indices, which MLX rejects",
     "muse_spark": "its attention and norms are kernels for Metal that have no gradient",
     "olmo": "mlx-lm needs the package ai2-olmo for it and ends the program without",
     "prism_hadamard_qwen35": "its projections are HadamardQuantizedLinear, which carry no adapters",
@@ -92,7 +92,7 @@ def check_trainable(name: str, model: nn.Module) -> None:
     if reason is None and is_old and any(is_switch_linear(m) for m in model.modules()):
         reason = (
             f"in mlx-lm {metadata.version('mlx-lm')} gradients reach the indices of a mixture's "
-            "experts, which MLX refuses. Upgrade mlx-lm (0.32 needs Python 3.11)"
+            "experts, which MLX rejects. Upgrade mlx-lm (0.32 needs Python 3.11)"
         )
     if reason:
         raise PackError(f"{name}: mlx-lm's {family} cannot be trained: {reason}.", "unsupported")

@@ -407,21 +407,21 @@ def table() -> str:
             "",
             f"The {len(rows)} architectures of mlx-lm {metadata.version('mlx-lm')}: "
             f"`packs train` works on {len(rows) - len(refused)}, {len(refused)} cannot be trained. "
-            "tests/bases/test_families.py builds each one small and holds a step's loss and "
-            "gradients against plain LoRA.",
+            "tests/bases/test_families.py builds a small model of each and compares the loss and "
+            "gradients of a step with plain LoRA.",
             "",
             "- **grouped**: q, k, v (and gate, up) share one pass over their input. "
-            "**per projection**: the family's own blocks, an adapter on each linear.",
-            "- **adapters by default** sit on these linears of every block. A linear that is narrower "
-            "than the rank is left out, and a note says so.",
-            "- **MoE**: experts carry adapters only where `--target-modules` names them, as there "
-            "would be one for each expert: 128 experts of 2048 x 768 at rank 16 are 17 M weights a "
-            "block. Routers and the indexers of sparse attention carry none unless named.",
+            "**per projection**: the family keeps its own blocks, with an adapter on each linear layer.",
+            "- **adapters by default** are on these linear layers of every block. A layer that is "
+            "narrower than the rank is left out, and a note says so.",
+            "- **MoE**: experts get adapters only where `--target-modules` names them, because each "
+            "expert would have its own: for 128 experts of 2048 x 768 at rank 16 that is 17 M "
+            "parameters per block. Routers and the indexers of sparse attention get none unless named.",
             *[f"- Not on Metal: {line}. A CPU or CUDA trains it." for line in metal],
             "",
-            "mlx-lm loads some model types by another's code: " + ", ".join(aliases) + ".",
+            "mlx-lm loads some model types with the code of another: " + ", ".join(aliases) + ".",
             "",
-            "| family | how | adapters by default, or why not | experts, where named |",
+            "| family | kind | adapters by default, or the reason | experts, if named |",
             "|---|---|---|---|",
             *rows,
             "",
