@@ -102,7 +102,9 @@ def main() -> None:
     with assumed_device(options.device):
         for name in options.bases:
             print(f"**{name}**\n")
-            print("| memory | full fine-tune | LoRA, base unquantized | QLoRA | choice and reason |")
+            print(
+                "| memory | full fine-tune | LoRA, base unquantized | QLoRA | choice and reason |"
+            )
             print("|---|---|---|---|---|")
             print("\n".join(rows(headers_of(name), memories)) + "\n")
 

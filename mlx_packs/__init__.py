@@ -1,17 +1,17 @@
-"""Train LoRA adapters on a frozen 4-bit base and carry them as packs.
+"""Fine-tune LLMs with LoRA and QLoRA on MLX; each run produces a pack.
 
     import mlx_packs as mp
     base = mp.load_base("mlx-community/Qwen3-4B-4bit")
     run = mp.train_pack(base, data="data/", lora=mp.LoRAConfig(rank=16))
 
-The public names stand in ``__init__.pyi``, one import a line. Each loads when it is first used, so
+The public names are listed in ``__init__.pyi``, one import per line. Each loads when it is first used, so
 that importing the package costs next to nothing.
 """
 
 import importlib as _importlib
 import os as _os
 
-# macOS kills GPU work that delays the display; this asks for patience (ml-explore/mlx#3267). It has
+# macOS kills GPU work that delays the display; this extends the limit (ml-explore/mlx#3267). It has
 # to be there before MLX is, and this file is read before any other of the package.
 _os.environ.setdefault("AGX_RELAX_CDM_CTXSTORE_TIMEOUT", "1")
 

@@ -1,4 +1,4 @@
-"""The library that multiplies matrices on CPUs: a real BLAS in place of the one in MLX's wheel.
+"""The library that multiplies matrices on CPUs: OpenBLAS in place of the reference BLAS of MLX's wheel.
 
 The CPU wheel of MLX on Linux ships the reference BLAS (1 to 5 GFLOP/s where OpenBLAS reaches 200).
 The functions have the same names and the same ABI everywhere, so replacing three entries of libmlx's
@@ -163,7 +163,7 @@ def _in_a_thread(compute: Callable[[], list[str]]) -> list[str]:
 
 
 def bind() -> Blas:
-    """Point libmlx's matrix products at a real BLAS, where that is possible, and say which."""
+    """Bind libmlx's matrix products to an optimized BLAS, where that is possible, and return which."""
     if sys.platform != "linux":
         return Blas("Accelerate", False, "MLX's own on this system")
     if os.environ.get(BLAS_VARIABLE) == "off":

@@ -162,7 +162,7 @@ def _measured(
 
 
 def _copied_gb_s() -> float:
-    """Return the rate of reading and writing arrays that no cache holds."""
+    """Return the rate of reading and writing arrays that are larger than any cache."""
     count, dtype = (8 << 20, mx.float32) if on_cpu() else (64 << 20, mx.float16)
     arrays = [mx.full((count,), float(i), dtype) for i in range(4)]
     mx.eval(arrays)

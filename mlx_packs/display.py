@@ -1,7 +1,7 @@
 """Progress output: lines, spinners and bars.
 
 Colour and movement only on a terminal, plain lines otherwise; everything goes to stderr, so that
-stdout carries results alone. Rich honours NO_COLOR, FORCE_COLOR and the width of the terminal.
+stdout contains only results. Rich honours NO_COLOR, FORCE_COLOR and the width of the terminal.
 """
 
 import os
@@ -22,7 +22,7 @@ from .terminal import Guarded, guarded, printable, unguarded
 QUIET, NORMAL, VERBOSE = 0, 1, 2
 INDENT = 8  # columns of a label
 _PLAIN_SECONDS = 5.0
-_BAR, _BESIDE = 30, 72  # columns of a bar, and of what stands beside it
+_BAR, _BESIDE = 30, 72  # columns of a bar, and of the text beside it
 
 
 class _Lossy:
@@ -131,7 +131,7 @@ def _labelled(label: str, text: str, width: int | None = None) -> str:
 def wrapped(text: str, width: int) -> list[str]:
     """Return a text in lines of so many columns, broken between words alone.
 
-    A word that is longer than a line stays whole: it may be a path that somebody copies.
+    A word that is longer than a line is not broken: it may be a path that somebody copies.
     """
     lines, line = [], ""
     for word in re.findall(r"\s*\S+", text):
@@ -176,7 +176,7 @@ class Task:
             self.id = self.bar.add_task(label, total=total, completed=done, text=_plain(unit))
 
     def advance(self, text: str | None = None) -> None:
-        """Count one more step; ``text`` stands beside the bar."""
+        """Count one more step; ``text`` is shown beside the bar."""
         self.done += 1
         if self.bar is not None:
             self.bar.update(self.id, completed=self.done)

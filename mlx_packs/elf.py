@@ -1,6 +1,6 @@
 """Where a library that is loaded keeps the addresses of the functions that it calls (ELF64, Linux).
 
-Nothing here trusts what it reads: every read is held against the memory that is mapped, every count
+Nothing here trusts what it reads: every read is checked against the mapped memory, every count
 against the table that it counts, so that an unknown layout is an ElfError and never a crash.
 System V gABI, chapters 4 and 5.
 """

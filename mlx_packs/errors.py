@@ -16,7 +16,7 @@ Code = Literal[
     "unknown",  # a name that is not among the valid ones
     "conflict",  # settings that exclude or do not apply to each other
     "not-found",
-    "exists",  # something stands where the result would be written
+    "exists",  # the path of the result is in use
     "unreadable",  # a damaged or malformed file
     "unwritable",  # a place that cannot be written, a full disk
     "unsupported",  # an architecture, format or feature that is not implemented
@@ -83,11 +83,11 @@ class Interrupted(PackError):
 
 
 class RunStopped(PackError):
-    """A run ended before its end, and a checkpoint is saved; the message says how to continue.
+    """A run ended before its end, and a checkpoint is saved; the message names the command that continues.
 
     Args:
         reason: why it ended.
-        checkpoint: the folder that holds it.
+        checkpoint: its folder.
         pack: the folder that the run writes at its end.
         code: the kind of error.
         exit_code: of the command line.
@@ -121,7 +121,7 @@ class RunStopped(PackError):
 
 
 class Float16Overflow(PackError):
-    """Numbers that float16 does not hold; a run goes back to bfloat16.
+    """Numbers are out of the range of float16; a run falls back to bfloat16.
 
     Args:
         fault: where they are, and what is wrong, before the words "in float16".
@@ -136,7 +136,7 @@ class Float16Overflow(PackError):
 
 # What Python raises over a defect of the program, if one of its own lines raises it.
 _DEFECTS = (AssertionError, AttributeError, LookupError, NameError, ZeroDivisionError)
-_SHOWN = 300  # characters of what a library says
+_SHOWN = 300  # characters of a library's message
 
 
 @contextmanager
@@ -146,7 +146,7 @@ def library_errors(to_error: Callable[[str], PackError]) -> Iterator[None]:
     A defect of this program that comes to light inside keeps its traceback.
 
     Args:
-        to_error: the error for a reason: what the library says, without a full stop.
+        to_error: the error for a reason: the library's message, without a full stop.
     """
     try:
         yield
@@ -171,7 +171,7 @@ def _is_defect(error: BaseException) -> bool:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return what a library says in an error, in one line without a full stop at its end."""
+    """Return a library's error message in one line, without a full stop at its end."""
     if isinstance(error, RecursionError):
         return "it is nested too deep"
     if isinstance(error, UnboundLocalError):  # mlx-lm's, of AWQ and GPTQ without their tensors

@@ -40,7 +40,7 @@ _DTYPES = {  # of MLX, and how safetensors calls them
 }
 CACHE_VARIABLE = "MLX_PACKS_CACHE"
 _ATTEMPTS = 20  # at replacing a folder that others replace too
-_SWEEP_S = 0.05  # that a process which looks for dead locks may hold one
+_SWEEP_S = 0.05  # for which a process that looks for dead locks may hold one
 _OVERTAKEN = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY)
 
 
@@ -137,7 +137,7 @@ def _locked(lock: Path, path: Path) -> IO:
             has_lock = filesystem.lock(file.fileno())
             # who had the lock may have removed this file since it was opened here
             if not has_lock or filesystem.is_named(file.fileno(), lock):
-                with suppress(OSError):  # it holds on a full disk too
+                with suppress(OSError):  # it works on a full disk too
                     file.truncate(0)
                     file.write(lock_text())
                 return file

@@ -1,4 +1,4 @@
-"""What the file system is asked for beyond Python's own: exchanged names, durable writes, locks."""
+"""Calls of the file system beyond Python's own: exchanged names, durable writes, locks."""
 
 import ctypes
 import errno
@@ -50,7 +50,7 @@ def sync(path: Path, through_drive: bool = True) -> None:
     """Write a file, or the names in a folder, to the medium.
 
     On macOS ``fsync`` ends in the drive's cache; ``through_drive`` has the drive empty it, which
-    takes milliseconds and holds for all that was handed to it before.
+    takes milliseconds and covers all that was written before.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY)

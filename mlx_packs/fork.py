@@ -16,7 +16,7 @@ _MESSAGE = (
     "DataLoader(..., multiprocessing_context='spawn')."
 )
 _READ_ONLY = ("get_", "set_", "default_", "device_", "is_", "reset_", "__")
-_OF_ARRAYS = (  # beside the public methods: what makes an array, or reads a number out of one
+_OF_ARRAYS = (  # beside the public methods: those that create an array, or read a number out of one
     "add sub mul truediv floordiv mod pow matmul neg abs invert and or xor lshift rshift eq ne lt le "
     "gt ge getitem setitem iter bool int float complex index repr str format array dlpack copy "
     "deepcopy"

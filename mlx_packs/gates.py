@@ -1,4 +1,4 @@
-"""Gates: limits that a pack must meet. One that fails makes the exit code 1."""
+"""Gates: limits that a pack must meet. If one fails, the exit code is 1."""
 
 import math
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """Kinds of values in a file that somebody else wrote, checked before the values are used.
 
 A table maps keys to kinds: ``{"base.num_layers": "an integer above 0", "files.*": "a mapping"}``. What
-is at a key stands before what is in it; ``*`` is each entry of a mapping or a list. Where a kind ends in
+is at a key precedes what is in it; ``*`` is each entry of a mapping or a list. Where a kind ends in
 ``?`` there may be nothing, or null; ``… or a list of such`` takes several, too.
 """
 
@@ -66,7 +66,7 @@ def check_kind(key: str, value: object, kind: str) -> None:
 
 
 def _values(value: object, parts: list[str], where: str) -> Iterator[tuple[str, object]]:
-    """Yield the places that a key stands for, and what is there; none without its mapping."""
+    """Yield the places that a key matches, and their values; none without its mapping."""
     if not parts:
         yield where, value
         return

@@ -2,7 +2,7 @@
 
 ``.NAME.partial-HOST-RANDOM`` is a file or folder that becomes ``NAME``, or was it and is being
 removed: it is deleted once nobody uses it. ``.NAME.old-HOST-RANDOM`` was ``NAME`` and is complete:
-it is put back if nothing took its place. ``.NAME.lock`` says that a process writes ``NAME``. Who
+it is put back if nothing took its place. ``.NAME.lock`` shows that a process writes ``NAME``. Who
 uses one holds a lock on it, which ends with the process. Locks of other hosts may not be seen here
 (network folders, shared folders of virtual machines), so what is theirs is left alone for a day.
 """
@@ -33,7 +33,7 @@ _WAIT_S = 2.0  # for a live process between two renames
 
 @dataclass(frozen=True)
 class _Leftover:
-    """A temporary file or folder, and the name that it stands for.
+    """A temporary file or folder, and its final name.
 
     Attributes:
         host: of the process that made it; empty for versions that put their ``pid`` in the name.
@@ -168,7 +168,7 @@ def _settle(leftover: _Leftover, waited: bool = False) -> bool:
 
 
 def lock_text() -> bytes:
-    """Return what a lock file of this host holds, which tells it from those of other programs."""
+    """Return the content of a lock file of this host, which identifies it as one of this program."""
     return f"mlx_packs lock {_host()}\n".encode()
 
 

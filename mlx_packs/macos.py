@@ -69,7 +69,7 @@ def thermal_pressure(read: Read = output) -> str | None:
         return THERMAL[level]
     therm = read(["pmset", "-g", "therm"]) or ""
     level = number(r"(?i)thermal warning level\s*[:=]\s*(\d+)", therm)
-    if level is None:  # that no warning was recorded says nothing on Apple silicon
+    if level is None:  # on Apple silicon, a missing warning means nothing
         return None
     return "heavy" if level else "nominal"
 
@@ -115,7 +115,7 @@ def notify(title: str, text: str) -> None:
 class LaunchAgent:
     """A file in ``~/Library/LaunchAgents``, whose command launchd runs at each login.
 
-    It is there from the start of a run to its end: that it is there says that the run goes on.
+    It is there from the start of a run to its end: its existence means that the run goes on.
     """
 
     label: str

@@ -1,6 +1,6 @@
-"""What was measured on this device, kept for later runs in the user's cache folder.
+"""Measurements of this device, stored for later runs in the user's cache folder.
 
-A measurement is a JSON file of its own, found by its kind, by what was measured, and by all of the
+A measurement is one JSON file, found by its kind, by what was measured, and by all of the
 machine that a time depends on. Runs that measure the same at once write the same file, each
 atomically; a file that cannot be read, or is of something else, is as good as none.
 """
@@ -20,7 +20,7 @@ from .runtime import mx
 
 _discarding = False
 _FORMAT = "mlx_packs measurement 1"
-_DAYS = 90  # that an unused measurement is kept
+_DAYS = 90  # after which an unused measurement is removed
 
 
 def device() -> dict:
@@ -78,7 +78,7 @@ def discarded() -> Iterator[None]:
 
 
 def _key(kind: str, of: Mapping) -> dict:
-    """Return what a file says of its measurement, as JSON gives it back."""
+    """Return the measurement in a file, as JSON returns it."""
     return json.loads(json.dumps({"format": _FORMAT, "kind": kind, "device": device(), "of": of}))
 
 

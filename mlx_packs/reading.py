@@ -103,7 +103,7 @@ def parse_json(text: str) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: it is not JSON, deeper than 100, or has a number or a text that nothing holds.
+        ValueError: it is not JSON, deeper than 100, or has a number or a text that no type can represent.
     """
     containers = text.count("[") + text.count("{")
     if containers > _CONTAINERS:
@@ -179,7 +179,7 @@ def read_yaml(file: Path) -> Any:
 
 
 def _yaml_loader() -> type:
-    """PyYAML's safe loader with the numbers of YAML 1.2: ``1e-5`` is a float wherever it stands."""
+    """PyYAML's safe loader with the numbers of YAML 1.2: ``1e-5`` is a float everywhere."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -191,7 +191,7 @@ def _yaml_loader() -> type:
 
 
 def _count_nodes(node: Any, counts: dict[int, int], depth: int) -> int:
-    """Return how many values a node stands for; a ValueError if they are too many, or endless."""
+    """Return how many values a node expands to; a ValueError if they are too many, or endless."""
     if depth > _DEPTH:
         raise ValueError(f"it is nested more than {_DEPTH} deep")
     if isinstance(node.value, str):
@@ -200,7 +200,7 @@ def _count_nodes(node: Any, counts: dict[int, int], depth: int) -> int:
         return 1
     if id(node) in counts:
         if counts[id(node)] == 0:
-            raise ValueError("an alias stands in what it stands for")
+            raise ValueError("an alias contains itself")
         return counts[id(node)]
     counts[id(node)] = 0
     parts = [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
@@ -277,7 +277,7 @@ def _read_header(file: Path) -> tuple[dict[str, dict], int, dict[str, str]]:
 
 
 def _data_bytes(header: dict) -> int:
-    """Return the bytes of all tensors of a header; a ValueError if they do not lie side by side."""
+    """Return the bytes of all tensors of a header; a ValueError if they are not contiguous."""
     spans = []
     for name, tensor in header.items():
         match tensor:

@@ -1,4 +1,4 @@
-"""The process around MLX: a real BLAS on Linux CPUs, memory limits and readings.
+"""The process around MLX: OpenBLAS on Linux CPUs, memory limits and readings.
 
 Every module of this package that computes imports this one, so that the switches below are in force
 before the first array exists.

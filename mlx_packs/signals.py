@@ -1,6 +1,6 @@
 """Signals that end a command: SIGINT (Ctrl-C), SIGTERM (docker stop, a queue) and SIGHUP (a closed terminal).
 
-The first one unwinds the work like Ctrl-C, as `Signalled`; where the work asks for it (`deferred`)
+The first one unwinds the work like Ctrl-C, as `Signalled`; where the work requests it (`deferred`)
 it waits for the next good moment instead. A second one unwinds at once, and after that the system
 ends the process.
 """

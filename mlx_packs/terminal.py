@@ -4,7 +4,7 @@ Data, templates, manifests, names of files and generated text come from stranger
 obeys what is in them: escape sequences move the cursor, rename the window, write the clipboard or
 answer as if the user had typed, and bidi controls show a line in another order than it has. Each
 such character is replaced by ``?``, always and not on terminals alone: what a file or a pipe
-receives is looked at later, with ``cat``, ``less -R``, ``tee`` or the log viewer of a CI system.
+receives is viewed later, with ``cat``, ``less -R``, ``tee`` or the log viewer of a CI system.
 The price is that ``packs generate > file`` loses carriage returns and marks of direction;
 ``--json`` loses nothing, because JSON can escape them.
 

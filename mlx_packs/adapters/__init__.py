@@ -1,1 +1,1 @@
-"""What trains on a base, and which adapters a pack has: specs, methods, tensors."""
+"""Trainable parameters of a base and the adapters of a pack: specs, methods, tensors."""

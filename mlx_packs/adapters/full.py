@@ -24,7 +24,7 @@ from .spec import Specs, check_shapes
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a trainable weight is, and what the base has there."""
+    """The place of a trainable weight, and the base's own tensor there."""
 
     module: nn.Module
     key: str
@@ -50,7 +50,7 @@ class Unfrozen:
 
     @property
     def details(self) -> str:
-        """Number of tensors, for one line of output."""
+        """Return the number of tensors, for one line of output."""
         return f"float32 · {len(self._places)} tensors"
 
     def detach(self) -> None:

@@ -81,7 +81,7 @@ def full_tensor_modules(
 
 
 def _bare(module: nn.Module | None) -> nn.Module | None:
-    """Return the module that one of a matmul path stands in for."""
+    """Return the module that one of a matmul path replaces."""
     if isinstance(module, TransientLinear):
         return module.linear
     return module.embedding if isinstance(module, TransientEmbedding) else module

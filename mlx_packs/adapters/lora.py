@@ -57,7 +57,7 @@ class Attached:
 
     @property
     def details(self) -> str:
-        """Ranks and places, for one line of output."""
+        """Return ranks and places, for one line of output."""
         return (
             f"rank {', '.join(map(str, ranks_of(self.specs)))} · geometry probed, "
             f"{len(self.specs)} projections in {len(self.groups)} groups"
@@ -70,7 +70,7 @@ class Attached:
         replace_modules(self.model, modules)
 
     def recompute(self, policy: str) -> None:
-        """Set what the backward pass computes again, one of `config.choices.POLICIES`.
+        """Set the activation checkpointing policy, one of `config.choices.POLICIES`.
 
         Operations are computed again in blocks with grouped projections; other families keep all.
         """
@@ -109,7 +109,7 @@ class Attached:
             self.model.eval()
 
     def installed_modules(self) -> list[tuple[str, nn.Module]]:
-        """Return the modules that stand in for the base's own."""
+        """Return the modules that replace the base's own."""
         current = dict(self.model.named_modules())
         return [(path, current[path]) for path, _ in self._originals]
 
@@ -128,7 +128,7 @@ class Attached:
 
     @contextmanager
     def altered_b(self, change: Callable[[int, mx.array], mx.array]) -> Iterator[None]:
-        """Return a context in which every B is what ``change`` makes of its index and itself."""
+        """Return a context in which ``change`` replaces every B, given its index and itself."""
         groups = list({id(slot.lora): slot.lora for slot in self.slots.values()}.values())
         trained = [list(group.lora_b) for group in groups]
         try:
@@ -166,7 +166,7 @@ def attach(
         base: without adapters.
         lora: where and how large, for training; or
         specs: exactly which adapters, as a pack's manifest has them; none at all is allowed.
-        matmul_path: how the frozen weights are multiplied while attached.
+        matmul_path: how frozen weights are used while attached: quantized, dequantized on the fly, or dense.
         seed: of the values of A.
         fp16_fallback: dequantize modules whose geometry cannot be probed to fp16 and train on.
 
@@ -255,7 +255,7 @@ def _sizes(in_features: int, widths: list[int], experts: int | None) -> str:
 
 
 def _adapted(linear: nn.Module, lora: GroupedLoRA, spec: ModuleSpec) -> nn.Module:
-    """Return a module in place of a lone projection that adds what its adapters compute."""
+    """Return a module that replaces a lone projection and adds the output of its adapters."""
     if spec.experts is not None:
         return AdaptedSwitchLinear(linear, lora)
     own = getattr(linear, "output_dims", None)

@@ -1,4 +1,4 @@
-"""What trains on a base: the interface that all of it has, and the registry of methods.
+"""Trainable parameters of a base: their common interface, and the registry of methods.
 
 A new method is a class here and its name in `config.choices.METHODS`.
 """
@@ -45,7 +45,7 @@ class Trainable(Protocol):
 
     @property
     def details(self) -> str:
-        """Its kind and extent, for one line of output."""
+        """Return its kind and extent, for one line of output."""
 
     def tensors(self) -> dict[str, mx.array]:
         """Return the trainable parameters in float32, by name on disk."""
@@ -57,7 +57,7 @@ class Trainable(Protocol):
         """Set all trainable parameters; nothing is changed if a tensor does not fit."""
 
     def recompute(self, policy: str) -> None:
-        """Set what the backward pass computes again: ``none``, ``selective`` or ``block``."""
+        """Set the activation checkpointing policy: ``none``, ``selective`` or ``block``."""
 
     def swap(self, modules: list[tuple[str, nn.Module]]) -> None:
         """Put modules at their paths until `detach`."""
@@ -73,7 +73,7 @@ class Method(Protocol):
     """A way to train a base; `config.choices.METHODS` has what is known of it without MLX."""
 
     def check(self, base: BaseModel, matmul_path: str) -> None:
-        """Raise a PackError if a base cannot be trained so."""
+        """Raise a PackError if this method cannot train a base."""
 
     def attach(
         self, base: BaseModel, lora: LoRAConfig, train: TrainConfig, matmul_path: str

@@ -70,7 +70,7 @@ def without_narrow(groups: list[Group], lora: LoRAConfig) -> tuple[list[Group], 
     if not wide or len(wide) == len(groups):
         return groups, []
     names = sorted({group.members[0].name for group in groups if is_narrow(group)})
-    return wide, [f"{', '.join(names)}: narrower than rank {lora.rank}, carry no adapter"]
+    return wide, [f"{', '.join(names)}: narrower than rank {lora.rank}, have no adapter"]
 
 
 def experts_note(model: nn.Module) -> list[str]:
@@ -78,7 +78,7 @@ def experts_note(model: nn.Module) -> list[str]:
     names = {path.rpartition(".")[2] for path, m in linears(model) if is_switch_linear(m)}
     if not names:
         return []
-    return [f"experts carry adapters only where named: --target-modules {','.join(sorted(names))}"]
+    return [f"experts get adapters only where named: --target-modules {','.join(sorted(names))}"]
 
 
 def fp16_copies(

@@ -133,7 +133,7 @@ def _weight(
     nested_absmax: mx.array | None,
     nested_quant_map: mx.array | None,
 ) -> NF4Weight:
-    """Return a weight from its tensors; a ValueError says what contradicts what."""
+    """Return a weight from its tensors; a ValueError names the contradiction."""
     if (kind := state.get("quant_type")) != "nf4":
         raise ValueError(f"quant_type must be 'nf4' but its quant_state says {kind!r}.")
     block_size, shape = state.get("blocksize"), state.get("shape")

@@ -1,8 +1,8 @@
-"""Chat templates: programs of somebody else, rendered within limits of time and size.
+"""Chat templates: untrusted programs, rendered within limits of time and size.
 
 transformers renders them in jinja's sandbox, which keeps them from running other code. Here the
 same environment counts as well: every turn of a loop and every call takes from a budget of CPU time,
-and every text and list that a template makes is held against a limit before it is made.
+and every text and list that a template makes is checked against a limit before it is created.
 """
 
 import functools
@@ -26,10 +26,10 @@ from jinja2.utils import Namespace
 from ..errors import PackError, library_errors, reason_of
 
 SECONDS = 2.0  # of CPU time for one conversation
-CHARACTERS = 1 << 22  # of what a template makes, beside what it is given
-_TIMES_GIVEN = 8  # the limit grows by so many times what it is given
+CHARACTERS = 1 << 22  # that a template may produce, beside its input
+_TIMES_GIVEN = 8  # the limit grows by so many times the input
 _ITEM = 8  # an entry of a list counts as so many characters
-_TICKS = 256  # between two looks at the clock
+_TICKS = 256  # between two readings of the clock
 _CHARACTERS_A_TICK = 1 << 13  # what an operation on so many takes is one more
 _INTEGER_BITS = 1 << 16
 _REMEDY = "Take the template that the model's publisher has, or examples with 'text'."
@@ -41,11 +41,11 @@ _GROWTH = 16  # of these: by so much less than what goes in times what they are 
 
 
 class _LimitReached(Exception):  # noqa: N818
-    """A template that takes too long or makes too much."""
+    """A template takes too long or produces too much."""
 
 
 class _Meter:
-    """What one rendering may still take.
+    """The remaining budget of one rendering.
 
     Args:
         given: characters of what the template is given.
@@ -53,7 +53,7 @@ class _Meter:
 
     def __init__(self, given: int) -> None:
         self.limit = CHARACTERS + _TIMES_GIVEN * given
-        self._deadline: float | None = None  # the clock is slow; most conversations need no look
+        self._deadline: float | None = None  # the clock is slow; most conversations need no reading
         self._left = _TICKS
 
     def tick(self, ticks: int = 1) -> None:
@@ -68,9 +68,9 @@ class _Meter:
             raise _LimitReached(f"takes more than {SECONDS:.0f} seconds")
 
     def check_size(self, size: int) -> None:
-        """Check so many characters, before they are made."""
+        """Check so many characters before they are created."""
         if size > self.limit:
-            raise _LimitReached(f"makes a text or list of more than {self.limit:,} characters")
+            raise _LimitReached(f"produces a text or list of more than {self.limit:,} characters")
         self.tick(size // _CHARACTERS_A_TICK)
 
     def checked(self, value: Any) -> Any:
@@ -142,7 +142,7 @@ class _CodeGenerator(CodeGenerator):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox of transformers, with what a template takes counted."""
+    """The sandbox of transformers, which counts what a template uses."""
 
     code_generator_class = _CodeGenerator
     intercepted_binops = frozenset(("+", "*", "**", "%"))
@@ -179,7 +179,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def joined(parts: tuple) -> str:
-        """Return what ``~`` makes of its operands."""
+        """Return the joined operands of ``~``."""
         texts = [str(part) for part in parts]
         _meter().check_size(sum(map(len, texts)))
         return "".join(texts)
@@ -200,11 +200,11 @@ class _Environment(ImmutableSandboxedEnvironment):
                 left.bit_length() * abs(right) if grows else left.bit_length() + right.bit_length()
             )
             if bits > _INTEGER_BITS:
-                raise _LimitReached(f"makes an integer of more than {_INTEGER_BITS:,} bits")
+                raise _LimitReached(f"produces an integer of more than {_INTEGER_BITS:,} bits")
         return meter.checked(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        """Return what a call gives, if it is not too large."""
+        """Return the result of a call, if it is not too large."""
         meter = _meter()
         meter.tick()
         method = getattr(__obj, "__wrapped__", __obj)
@@ -215,7 +215,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _metered(name: str, function: Callable) -> Callable:
-    """Return a filter that checks what it makes."""
+    """Return a filter that checks its result."""
     skipped = 1 if hasattr(function, "jinja_pass_arg") else 0  # the context, before the value
 
     @functools.wraps(function)
@@ -237,7 +237,7 @@ def _metered(name: str, function: Callable) -> Callable:
 
 
 def _listed(meter: _Meter, items: Iterator) -> list:
-    """Return what a filter generates, such as map, as a list."""
+    """Return the result of a generating filter, such as map, as a list."""
     kept, total = [], 0
     for item in items:
         meter.tick()
@@ -250,7 +250,7 @@ def _listed(meter: _Meter, items: Iterator) -> list:
 def _check_text(
     meter: _Meter, name: str, subject: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Check how much a method of a text, or a filter, will make."""
+    """Check how much a method of a text, or a filter, will produce."""
     given = [*args, *kwargs.values()]
     if name == "replace" and len(given) > 1 and isinstance(subject, str):
         old, new = str(given[0]), str(given[1])
@@ -267,7 +267,7 @@ def _check_text(
 
 
 def _check_format(meter: _Meter, text: str, given: Any) -> None:
-    """Check what a format string makes: each place may take all that is given."""
+    """Check the result of a format string: each place may take all arguments."""
     if re.search(r"\d{7}|%[^%a-zA-Z]*\*", text):
         raise _LimitReached("formats numbers with too many digits")
     places = text.count("%") + text.count("{")
@@ -309,7 +309,7 @@ def _plain_template(text: str) -> Template:
 
 @contextmanager
 def _metering(given: int) -> Iterator[None]:
-    """Count what templates take that are rendered inside."""
+    """Count what templates use that are rendered inside."""
     _plain()
     token = _METER.set(_Meter(given))
     try:

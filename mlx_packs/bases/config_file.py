@@ -1,4 +1,4 @@
-"""config.json of a base: what is counted with, here or in mlx-lm, is checked before it is used."""
+"""config.json of a base: every number that is used, here or in mlx-lm, is checked first."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +18,7 @@ _MLX_QUANTIZATION = {
     "group_size": "an integer above 0?",
     "mode": "text?",
 }
-# Of the language model, which stands in ``text_config`` where there is more than that.
+# Keys of the language model, which is in ``text_config`` if there are other models.
 _TEXT_KEYS = {
     **dict.fromkeys(_BLOCKS, "an integer from 1 to 10000?"),
     **dict.fromkeys(("hidden_size", "n_embd", "vocab_size", "type_vocab_size"), f"{_SIZE}?"),
@@ -52,7 +52,7 @@ def read_config(file: Path, tensors: Mapping[str, Mapping] | None = None) -> dic
         tensors: headers of its tensors; counts of blocks and experts must not exceed them.
 
     Raises:
-        PackError: a value that a model is made of has another type, or lies out of range.
+        PackError: a value that a model is made of has another type, or is out of range.
     """
     config = read_json(file)
     try:

@@ -1,6 +1,6 @@
 """Sentence encoders of the BERT family: MiniLM, bge, e5 and gte share this architecture.
 
-The modules are named as transformers names them, so that a checkpoint's tensors load as they lie.
+The modules are named as transformers names them, so that a checkpoint's tensors load unchanged.
 All is float32.
 
 BERT: https://arxiv.org/abs/1810.04805
@@ -75,7 +75,7 @@ class _SelfAttention(nn.Module):
 
 
 class _Residual(nn.Module):
-    """A product added to what went in before, and normed."""
+    """A product, added to the residual and normalized."""
 
     def __init__(self, in_dims: int, dims: int, eps: float) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class _Layer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Tokens to one vector a text.
+    """Computes one vector per text from its tokens.
 
     Semantics: pool(layers(words[tokens] + positions + type)), / its length if ``normalize``.
     """
@@ -238,7 +238,7 @@ def load_encoder(path: Path, config: dict, lazy: bool = False) -> Encoder:
 
 
 def padded(rows: Sequence[np.ndarray], width: int | None = None) -> np.ndarray:
-    """Return rows of tokens as one int32 [B, T], zeros behind each."""
+    """Return rows of tokens as one int32 [B, T], padded with zeros."""
     tokens = np.zeros((len(rows), width or max(map(len, rows))), dtype=np.int32)
     for i, row in enumerate(rows):
         tokens[i, : len(row)] = row

@@ -14,7 +14,7 @@ from .config_file import CONFIG, read_config
 from .unsupported import check_method, unsupported_file, unsupported_weights
 
 TINY = "tiny"
-RECORD = "quantization.json"  # that `packs quantize` leaves: what was asked, a hash of every shard
+RECORD = "quantization.json"  # written by `packs quantize`: its options, and a hash of every shard
 _TEXT_BYTES = 256 << 20
 # what mlx-lm downloads; code among it is run only with trust_remote_code
 CHECKPOINT_FILES = (

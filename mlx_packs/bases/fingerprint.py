@@ -1,4 +1,4 @@
-"""The fingerprint of a base: a hash of every byte of its tensors, kept between processes.
+"""The fingerprint of a base: a hash of every byte of its tensors, cached between processes.
 
 A fingerprint is ``sha256:`` and 64 digits. It is the SHA-256 of a JSON list of ``[name, dtype, shape,
 hashes]``, sorted; ``hashes`` are the SHA-256 of the tensor's bytes, 16 MiB each. So it does not
@@ -31,7 +31,7 @@ _PIECE_BYTES = 16 << 20  # of a tensor that are hashed as one
 _BUFFER_BYTES = 1 << 20
 _THREADS = 8
 _SAMPLE_BYTES = 4096
-_DAYS = 90  # that an unused entry of the cache is kept
+_DAYS = 90  # after which an unused entry of the cache is removed
 _SETTLED_SECONDS = 3  # a file younger than a clock's step may change again with the same times
 _FORMAT = "mlx_packs fingerprint 1"
 _NOT_READ = ("model.safetensors.index.json", RECORD)  # by who computes
@@ -237,14 +237,14 @@ def _sampled(states: tuple[FileState, ...]) -> str:
 
 
 def _entry(path: Path) -> Path | None:
-    """Return where the fingerprint of a folder is kept; None without a cache."""
+    """Return where the fingerprint of a folder is stored; None without a cache."""
     folder = cache_folder("fingerprints")
     digest = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()
     return folder and folder / f"{digest[:32]}.json"
 
 
 def _recall(path: Path, states: list[FileState]) -> str | None:
-    """Return the fingerprint that was kept of files in this state."""
+    """Return the stored fingerprint of files in this state."""
     if (entry := _entry(path)) is None or not entry.is_file():
         return None
     try:

@@ -34,7 +34,7 @@ Weights = dict[str, mx.array]
 
 @dataclass(frozen=True)
 class _Request:
-    """A checkpoint and how it is to be loaded, as of `load_base_model`."""
+    """A checkpoint and the arguments of `load_base_model`."""
 
     name: str
     path: Path
@@ -159,7 +159,7 @@ def load_model_of(
     stored = read_config(path / CONFIG)
     if "model_file" in stored and not trust_remote_code:
         raise PackError(
-            f"{path}: brings code of its own. --trust-remote-code runs it.",
+            f"{path}: includes code. --trust-remote-code runs it.",
             "conflict",
             "trust_remote_code",
         )
@@ -176,7 +176,7 @@ def load_model_of(
 
             def sanitize(weights: Weights) -> Weights:
                 own = from_bitsandbytes(dict(weights), str(path))
-                weights.clear()  # the caller keeps this one: nothing else may hold a dense weight
+                weights.clear()  # the caller keeps this one: nothing else may reference a dense weight
                 stored = dict(own)
                 named = dict(to_names_of_model(own))
                 sources.update(weight_map(stored, named))
@@ -254,7 +254,7 @@ _LAZY_LOADERS: dict[str, Callable[[str, Path, dict, bool], BaseModel]] = registe
 
 
 def _activation_dtype(config: dict, requested: str) -> mx.Dtype:
-    """Return the dtype of hidden states: float32 on a CPU, else as asked for or as stored."""
+    """Return the dtype of hidden states: float32 on a CPU, else the specified or the stored one."""
     if runtime.on_cpu():
         return mx.float32
     return DTYPES[stored_dtype(config) if requested == "auto" else requested]

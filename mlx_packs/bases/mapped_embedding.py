@@ -46,7 +46,7 @@ class MappedEmbedding:
 
 
 def map_embedding(folder: Path, key: str | None, module: nn.Module) -> MappedEmbedding | str:
-    """Map an embedding as it lies in a checkpoint's files, or say why it must be loaded.
+    """Map an embedding from a checkpoint's files, or return why it must be loaded.
 
     ``key`` is the name of its weight in the files, if it is one tensor there.
     """
@@ -64,7 +64,7 @@ def map_embedding(folder: Path, key: str | None, module: nn.Module) -> MappedEmb
                 continue
             kind, shape = tensor["dtype"], tuple(tensor["shape"])
             if kind not in _KINDS or shape != tuple(module[name].shape):
-                return f"{path}.{name} lies in the files as {kind} {list(shape)}"
+                return f"{path}.{name} is stored in the files as {kind} {list(shape)}"
             offset = start + int(tensor["data_offsets"][0])
             parts[name] = np.memmap(file, _KINDS[kind], "r", offset, shape), kind
     if missing := [name for name in parameters if name not in parts]:

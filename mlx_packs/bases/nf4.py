@@ -82,13 +82,13 @@ def _check_no_codes_alone(weights: Weights, where: Path) -> None:
 
 
 def _block_size(weight: mx.array, absmax: mx.array) -> int:
-    """Return the block size that gives so many absmax; the default if none does."""
+    """Return the block size for so many absmax; the default if none does."""
     fitting = [b for b in BLOCK_SIZES if -(-2 * weight.size // b) == absmax.size]
     return fitting[0] if len(fitting) == 1 else 64
 
 
 def nf4_quantization(model: nn.Module) -> dict:
-    """Return what config.json would say of an NF4 model if it did not; {} for others."""
+    """Return the quantization settings of an NF4 model whose config.json has none; {} for others."""
     module = next((m for m in model.modules() if isinstance(m, NF4)), None)
     return {} if module is None else format_of(module).to_config()
 

@@ -1,4 +1,4 @@
-"""The dtype that a base computes in, and why: as asked, as stored, or what the chip is fast at."""
+"""The dtype that a base computes in, and why: as specified, as stored, or the dtype that the chip is fast at."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ def choose_compute_dtype(
     if runtime.on_cpu():
         return ComputeDtype("float32", "CPUs are far slower in half precision", requested)
     if requested != "auto":
-        return ComputeDtype(requested, "as asked", requested)
+        return ComputeDtype(requested, "as specified", requested)
     stored = stored_dtype(config)
     if stored == "bfloat16" and (chip := _chip_without_bfloat16()):
         return ComputeDtype("float16", f"{chip} has no native bfloat16", "float16")

@@ -16,7 +16,7 @@ from .weight_formats import AFFINE_BITS, MLXFormat, NF4Format, WeightFormat
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """What is to be quantized, and how it is written.
+    """Which modules are quantized, and to which format.
 
     ``bits_for`` has pairs of a regular expression and bits: paths that it finds become affine with
     so many bits, in groups of 64 unless the format is MLX's own.

@@ -33,7 +33,7 @@ class SentenceConfig:
 
 
 def read_sentence_config(path: Path) -> SentenceConfig:
-    """Read what the files of sentence-transformers in a folder say; without them mean pooling."""
+    """Read the files of sentence-transformers in a folder; without them pooling is the mean."""
     settings = _read(path / _SETTINGS)
     prompts = _read(path / _PROMPTS)
     if name := prompts.get("default_prompt_name"):
@@ -67,7 +67,7 @@ def _modules(path: Path) -> tuple[str, bool]:
         kind, place = module["type"].rpartition(".")[2], module.get("path") or ""
         if not isinstance(place, str) or Path(place).is_absolute() or ".." in Path(place).parts:
             raise PackError(
-                f"{file}: the path of a module must lie in the folder, but is {place!r}.",
+                f"{file}: the path of a module must be in the folder, but is {place!r}.",
                 "unreadable",
             )
         kinds.append(kind)

@@ -18,7 +18,7 @@ _PICKLED = (
     "Take the safetensors of the same model, or write them where PyTorch is: "
     "model.save_pretrained(folder, safe_serialization=True).",
 )
-# Files that hold weights in another format: pattern, what they are, what works.
+# Files with weights in another format: pattern, description, alternative.
 _WEIGHTS = (
     ("*.gguf", "GGUF of llama.cpp, which is not read", INSTEAD),
     (

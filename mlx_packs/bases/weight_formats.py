@@ -1,6 +1,6 @@
 """How a weight is quantized: one class per kind of format, and the registry of those made here.
 
-A format turns a dense weight into the tensors that stand for it on disk and back. To add one, write
+A format turns a dense weight into the tensors that store it on disk, and back. To add one, write
 its class, register it in `CLASSES` and `FORMATS`, and name it in `config.choices`.
 """
 
@@ -27,7 +27,7 @@ Tensors = dict[str, mx.array]
 AFFINE_BITS = (2, 3, 4, 5, 6, 8)
 AFFINE_GROUP_SIZES = (32, 64, 128)
 _SLICE = 1 << 20  # weights that are quantized at a time
-_INFINITY = {  # as a word, without its sign; what lies above is NaN
+_INFINITY = {  # bits without the sign; larger values are NaN
     mx.float32: (mx.uint32, 0x7F800000),
     mx.bfloat16: (mx.uint16, 0x7F80),
     mx.float16: (mx.uint16, 0x7C00),
@@ -65,7 +65,7 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def quantize(self, name: str, w: mx.array, layout: str = "mlx") -> Tensors:
-        """Return the tensors that stand for a weight called ``name`` (with its ``.weight``).
+        """Return the tensors that store a weight called ``name`` (with its ``.weight``).
 
         Slices of rows are quantized and evaluated one after another: beside the weight and the
         result, a few times a million weights are in memory. NaN and infinity are errors.
@@ -76,7 +76,7 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def dequantize(self, tensors: Tensors, dtype: mx.Dtype) -> mx.array:
-        """Return the weight that the tensors of `quantize` stand for, with scales in ``dtype``."""
+        """Return the weight that the tensors of `quantize` store, with scales in ``dtype``."""
 
     @abstractmethod
     def rounded(self, w: mx.array) -> mx.array:
@@ -87,7 +87,7 @@ class WeightFormat(ABC):
         return width % self.divisor == 0
 
     def holds(self, kind: str) -> bool:
-        """Return whether it holds a ``linear``, an ``embedding`` or ``other`` (stacked experts)."""
+        """Return whether it supports a ``linear``, an ``embedding`` or ``other`` (stacked experts)."""
         return self.native or kind != "other"
 
     def to_config(self) -> dict:
@@ -106,7 +106,7 @@ class WeightFormat(ABC):
 
 @dataclass(frozen=True)
 class MLXFormat(WeightFormat):
-    """What `mx.quantize` makes: codes, a scale for each group and, if affine, a bias for each."""
+    """The result of `mx.quantize`: codes, a scale for each group and, if affine, a bias for each."""
 
     mode: str = "affine"
     bits: int = 4
@@ -296,7 +296,7 @@ def check_finite(name: str, w: mx.array) -> None:
 def _by_slices(
     name: str, w: mx.array, multiple: int, quantize: Callable[[mx.array], tuple[mx.array, ...]]
 ) -> list[mx.array]:
-    """Return what ``quantize`` makes of all rows, from slices of a multiple of so many rows.
+    """Return the result of ``quantize`` for all rows, computed in slices of a multiple of so many rows.
 
     Slices are put in their place at once; to join them in the end would take the memory twice.
     """

@@ -28,7 +28,7 @@ class Item:
         layout: str,
         size: int | None = None,
     ) -> "Item":
-        """Describe what a tensor becomes; ``size``: weights that it stands for, if not one each."""
+        """Describe the result of a tensor; ``size`` is the number of weights that it stores, if not one each."""
         outline = {name: mx.zeros(w.shape, w.dtype)}
         if weight_format is not None:
             outline = weight_format.outline(name, w, layout)
@@ -51,7 +51,7 @@ class WritePlan:
     config: dict  # the new config.json
     fingerprint: str  # of the source
     left_dense: dict[str, str]  # modules that could be quantized, and why they are not
-    quantization: dict | None  # of the whole, for the record
+    quantization: dict | None  # of the whole model, for the record
     merged: dict | None = None  # the pack that was merged into it, if any
 
     @property

@@ -1,7 +1,7 @@
-"""Quantize a checkpoint to another, tensor by tensor: the model is never in memory as a whole.
+"""Quantize a checkpoint to another, tensor by tensor: the whole model is never in memory.
 
 `plan_quantized` decides which modules are quantized and how, and spreads the result over shards
-(`packs merge` makes plans of its own); `write` carries a plan out. Finished shards outlive an
+(`packs merge` makes plans of its own); `write` executes a plan. Finished shards outlive an
 interruption.
 """
 
@@ -54,7 +54,7 @@ def quantize(
     `packs quantize --json` prints.
 
     Raises:
-        PackError: then nothing is left behind.
+        PackError: nothing was written.
         Interrupted: finished shards are kept.
     """
     options, display = options or QuantizeOptions(), display or Display(QUIET)

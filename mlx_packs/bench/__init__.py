@@ -1,1 +1,1 @@
-"""Training steps of mlx-lm and of this library, timed side by side on a user's machine."""
+"""Training steps of mlx-lm and of this library, timed alternately on a user's machine."""

@@ -65,7 +65,7 @@ def read_conditions(read: macos.Read | None = None, system: str = sys.platform) 
 
 
 def disturbances(conditions: Conditions) -> list[str]:
-    """Return what makes figures of this machine lower than it can do, as ends of ``the machine …``."""
+    """Return what makes this machine slower than it can be, as ends of ``the machine …``."""
     causes = []
     if conditions.power == "battery":
         causes.append("runs on battery")

@@ -67,7 +67,7 @@ class Rows:
         return self.tokens.shape[0] * (self.tokens.shape[1] - self.offset)
 
     def for_mlx_lm(self) -> tuple[mx.array, mx.array]:
-        """Return the batch that mlx-lm makes of these rows: tokens [B, T + 1], (offset, length) [B, 2].
+        """Return mlx-lm's batch of these rows: tokens [B, T + 1], (offset, length) [B, 2].
 
         No row is padded, so its mask, which takes in one pad after the end of a row, errs nowhere.
         """
@@ -75,7 +75,7 @@ class Rows:
         return next(iterate_batches(rows, len(rows), self.tokens.shape[1]))
 
     def for_ours(self) -> Batch:
-        """Return the batch that ours makes of these rows."""
+        """Return our batch of these rows."""
         target = np.arange(self.tokens.shape[1]) >= self.offset
         examples = [Example(row, target, "benchmark") for row in self.tokens]
         return make_batch(examples, range(len(examples)), len(examples), self.tokens.shape[1] - 1)
@@ -202,7 +202,7 @@ class Ours:
         self.resident_bytes = _active_memory() - start
 
     def step(self, batch: Batch) -> tuple[float, float]:
-        """Learn from a batch as the training loop does; milliseconds and loss."""
+        """Train on a batch as the training loop does; return milliseconds and loss."""
         start = time.perf_counter()
         loss, _ = self.stepper(as_arrays(batch), batch.count, last=True, alone=True)
         return (time.perf_counter() - start) * 1e3, loss

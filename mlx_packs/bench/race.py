@@ -22,7 +22,7 @@ Steps = Iterator[tuple]  # batches for mlx-lm; between them the others take thei
 
 
 class LossesDiffer(Exception):
-    """The implementations do not compute the same, so their speeds say nothing."""
+    """The implementations do not compute the same, so their speeds cannot be compared."""
 
 
 @dataclass(eq=False)
@@ -35,7 +35,7 @@ class Entry:
         untimed: Steps before them: of an implementation that keeps MLX's cache of buffers, which a
             turn begins without.
         around: A context for its steps.
-        checked: Whether its losses are compared; another entry of the same may stand for it.
+        checked: Whether its losses are compared; another entry of the same may represent it.
         step_ms: Of the timed steps, turn by turn.
         checked_ms: Of the steps that were compared.
         transient_bytes: The most that a step took on top of what its implementation keeps.
@@ -92,7 +92,7 @@ def race(
             the same `MlxLm`, and one of them comes first.
         turns: their numbers; they are taken one by one, after the check.
         tolerance: of a loss, as a share of mlx-lm's.
-        say: called with what is being done.
+        say: called with a text about the current activity.
 
     Raises:
         LossesDiffer: before anything is timed.
@@ -170,7 +170,7 @@ def _take_turn(entry: Entry) -> Steps:
 def _step(
     entry: Entry, batch: Batch | tuple[mx.array, ...]
 ) -> Generator[tuple, None, tuple[float, float]]:
-    """Take a step, and return its milliseconds and loss; mlx-lm learns from the batch it is given."""
+    """Take a step, and return its milliseconds and loss; mlx-lm trains on the given batch."""
     if isinstance(entry.implementation, MlxLm):
         yield batch
         return entry.implementation.step_ms, entry.implementation.loss

@@ -1,4 +1,4 @@
-"""Time steps of ours against mlx-lm's on one base and several shapes, within a number of seconds."""
+"""Time our steps against mlx-lm's on one base and several shapes, within a number of seconds."""
 
 import copy
 import math
@@ -53,9 +53,9 @@ class Comparison:
     Attributes:
         shape: Examples of a batch, tokens of each; all are targets.
         recompute: The policy of recomputation of both.
-        choice: The matmul path of ours, and why.
+        choice: Our matmul path, and why.
         plan: Its planned memory; None where there is no plan.
-        predicted: What `packs plan` would have said of it before; None where it says nothing.
+        predicted: The prediction of `packs plan` before this run; None if there is none.
         ratios: How many times as fast ours was, round by round.
         fault: Why there is no speed; empty if there is one.
         differs: Whether that is since the implementations disagree.
@@ -183,7 +183,7 @@ def compare_steps(
 
 
 def _planned(of: Contest, shape: Shape) -> tuple[Comparison, str]:
-    """Return what is known before anything runs, and the matmul path of ours."""
+    """Return the facts known before anything runs, and our matmul path."""
     recompute = "none"
     fault = ""
     try:

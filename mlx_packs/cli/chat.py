@@ -61,7 +61,7 @@ def chat(
     model = options.base_of(model, pack)
     base = load_base_for(pack, model, trust_remote_code)
     base.check_architecture("chat", "decoder")
-    chat_prompt(base, [{"role": "user", "content": "?"}])  # a base without a template is said now
+    chat_prompt(base, [{"role": "user", "content": "?"}])  # a base without a template fails now
     base.swap_pack(pack)
     if sys.stdin.isatty():
         on = f" with {' + '.join(packs)}" if packs else ""
@@ -108,7 +108,7 @@ def _answer(conversation: "Chat", line: str) -> None:
 
 
 def _obey(line: str, conversation: "Chat", base: "Base") -> bool:
-    """Do what a line that begins with a slash asks for; return False to leave."""
+    """Execute a line that begins with a slash; return False to leave."""
     command, _, rest = line.partition(" ")
     if command == "/quit":
         return False

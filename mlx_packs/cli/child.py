@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ..terminal import has_terminal, pass_on, terminal_size
 
 _TICK_S = 1.0  # between two calls of what watches a child
-_TAIL_BYTES = 1 << 14  # of its messages are kept
+_TAIL_BYTES = 1 << 14  # of its messages that are stored
 _SHOW_CURSOR = b"\x1b[?25h\n"  # which the progress bar of a process that was killed has hidden
 
 
@@ -89,7 +89,7 @@ class Child:
             return False
         try:
             data = os.read(self._read, 1 << 16)
-        except OSError:  # how Linux says that nobody has the terminal open any more
+        except OSError:  # on Linux: nobody has the terminal open any more
             data = b""
         self._is_open = bool(data)
         self._tail = (self._tail + data)[-_TAIL_BYTES:]

@@ -71,7 +71,7 @@ def evaluate(
 
 
 def _data_of(data: str | None, pack: "Pack") -> str:
-    """Return the examples that were named; a pack of other data says nothing on the bundled ones."""
+    """Return the specified examples; a pack of other data cannot be evaluated on the bundled ones."""
     trained = pack.part("recipe").get("data", _BUNDLED)
     if data is None and trained != _BUNDLED:
         raise PackError(

@@ -51,7 +51,7 @@ class Option(click.Option):
             self.metavar = self.metavar or "N"
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Return what may stand here: the values that the help shows, a file, or a folder."""
+        """Return the completions: the values that the help shows, a file, or a folder."""
         shown = self.metavar or ""
         if shown.startswith("{"):
             values = shown.strip("{}").split(",")

@@ -40,7 +40,7 @@ def _limit(memory: str | None, budget: str | None, device: str | None) -> tuple[
     from ..runtime import assumed_device, metal_share, on_cpu, total_memory
 
     if memory is not None and budget is not None:
-        raise PackError("--budget: stands in place of --memory. Give one of them.", "conflict")
+        raise PackError("--budget: cannot be combined with --memory. Pass one of them.", "conflict")
     if budget is not None:
         return _size("--budget", budget), ""
     if memory is None:
@@ -148,7 +148,7 @@ def plan(
     if headers.code is not None:
         lines.insert(
             1,
-            f"code    the base brings code of its own ({headers.code}), which was not run. Read it; "
+            f"code    the base includes code ({headers.code}), which was not run. Read it; "
             "training needs --trust-remote-code.",
         )
     if data and lines[-1].startswith("try:    packs"):

@@ -1,6 +1,6 @@
-"""Names that settings accept, where a name stands for code; configuration is read without MLX.
+"""Names that settings accept and that select code; configuration is read without MLX.
 
-Each name stands here once, with the facts that others need to know of it. The module that implements
+Each name is listed here once, with the facts that other modules need. The module that implements
 it builds its registry with `registered`, which fails at import unless every name has its code and all
 code has a name. Schedules are not here: their registry (`mlx_packs.schedules`) does not load MLX.
 """
@@ -21,7 +21,7 @@ class ArchitectureFacts:
     hub_task: str  # the pipeline tag of its packs on the Hub
     peft_task: str  # PEFT's task_type
     model_types: tuple[str, ...] = ()  # of its config.json; empty where it has all others
-    prefix: str = ""  # what may stand before the names of a checkpoint's tensors
+    prefix: str = ""  # that may precede the names of a checkpoint's tensors
     quantizable: bool = True  # whether adapters train beside quantized weights
     in_mlx_lm: bool = True  # whether stock mlx-lm loads it
     instead: str = ""  # what there is for it, where a command does not take it
@@ -54,7 +54,7 @@ class LossFacts:
     settings: tuple[str, ...] = ()  # that only it and some other losses have
     texts: int = 2  # of an example
     scored: bool = False  # whether it needs the scores of the examples
-    scores_are_cosines: bool = False  # whether these must lie in -1 to 1
+    scores_are_cosines: bool = False  # whether these must be in -1 to 1
     in_batch: bool = False  # whether the other examples of a batch are its negatives
     compares_all: bool = False  # whether it compares each example with every other, [B, B]
     by_parts: bool = False  # whether the batch is embedded in mini-batches
@@ -111,7 +111,7 @@ TASKS = {
 METHODS = {"lora": MethodFacts(), "full": MethodFacts(trains_base=True)}
 OBJECTIVES = ("transformer", "projection-stack")
 OPTIMIZERS = ("adamw", "adamw_8bit", "adam", "adafactor", "sgd", "muon", "lion")
-WEIGHT_FORMATS = ("affine4", "affine8", "nf4")  # that --quantize makes
+WEIGHT_FORMATS = ("affine4", "affine8", "nf4")  # that --quantize writes
 WEIGHT_MODES = ("nf4", "affine")  # kinds of formats, of `packs quantize --mode`
 # The cheapest in memory first.
 MATMUL_PATHS = {

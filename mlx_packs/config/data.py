@@ -1,4 +1,4 @@
-"""The settings that say where examples are, and what their columns are called."""
+"""The settings for the location of examples and the names of their columns."""
 
 from dataclasses import dataclass
 from functools import partial

@@ -1,4 +1,4 @@
-"""Settings as fields of frozen dataclasses: what is true of a setting stands at its field.
+"""Settings as fields of frozen dataclasses: the facts of a setting are declared at its field.
 
 Help, flags, checks, and every "which settings ..." (`fields_where`) are read from there.
 """

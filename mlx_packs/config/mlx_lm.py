@@ -22,7 +22,7 @@ def from_mlx_lm(values: Mapping, where: str) -> dict:
 
     Args:
         values: settings by name.
-        where: the file that they stand in; empty for flags and Python.
+        where: the file that they are in; empty for flags and Python.
 
     Raises:
         PackError: a value of mlx-lm has no counterpart here, or two keys contradict each other.
@@ -47,7 +47,7 @@ def from_mlx_lm(values: Mapping, where: str) -> dict:
 
 
 def _set_by(flat: dict, key: str, setting: str, value: str, where: str) -> None:
-    """Set what a key of mlx-lm means; the setting itself may say the same, and nothing else."""
+    """Apply a key of mlx-lm; the setting itself may have the same value, and no other."""
     if flat.setdefault(setting, value) != value:
         text = f"means {setting} {value}, but that is {flat[setting]}. Give one of them."
         raise setting_error(text, key, where, "conflict")

@@ -33,7 +33,7 @@ def typed_value(value: Any, kind: Any, key: str, where: str = "") -> Any:
     Args:
         value: as a file, a flag or Python has it.
         kind: type of a field: a class, a union, ``tuple[X, ...]`` or ``dict[str, X]``.
-        key: the setting, or where in it the value stands (``rank_pattern.q_proj``).
+        key: the setting, or where in it the value is (``rank_pattern.q_proj``).
         where: the file; empty for flags and Python.
 
     Raises:
@@ -136,7 +136,7 @@ def _mistyped(expected: str, value: Any, key: str, where: str) -> PackError:
 
 
 def unknown_setting(key: Any, valid: Iterable[str], where: str, parent: str = "") -> PackError:
-    """Return the error for a key that is no setting; ``parent`` is the mapping that it stands in."""
+    """Return the error for a key that is no setting; ``parent`` is the mapping that it is in."""
     valid = list(valid)
     if renamed := RENAMED_KEYS.get(key):
         hint = f"It is called '{renamed}' now."

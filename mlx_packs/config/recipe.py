@@ -113,7 +113,7 @@ def resolve(values: Mapping, where: str = "", under: Sequence[Mapping] = ()) -> 
 
     Args:
         values: settings by name.
-        where: the file that they stand in; empty for flags and Python.
+        where: the file that they are in; empty for flags and Python.
         under: mappings that ``values`` override, from the weakest to the strongest.
 
     Raises:

@@ -26,7 +26,7 @@ class AdapterFormat(Protocol):
         """Return whether an adapter_config.json is of this format."""
 
     def check_config(self, config: dict, where: Path) -> None:
-        """Raise a PackError unless a pack can store what a config asks for."""
+        """Raise a PackError unless a pack can store the adapters of a config."""
 
     def read(
         self, stored: StoredAdapter, model_type: str, ranks: Mapping[str, int] | None = None

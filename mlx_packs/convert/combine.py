@@ -1,6 +1,6 @@
 """Several packs of one base into one: linear, SVD, TIES, DARE; compared before it is written.
 
-What is combined are deltas D_i = scale * (A B)^T of whole modules, never A and B apart. A linear
+The combined values are deltas D_i = scale * (A B)^T of whole modules, never A and B apart. A linear
 sum of low-rank deltas is low-rank itself and kept exactly; what the other methods make is not, and
 becomes the nearest pack of the requested rank (Eckart and Young, by SVD).
 """
@@ -179,7 +179,7 @@ def combine_packs(  # noqa: PLR0913 - a public facade
 
 
 class _Combination:
-    """Packs of one base, the deltas that a method makes of them, and facts for a manifest."""
+    """Packs of one base, their deltas combined by a method, and facts for a manifest."""
 
     def __init__(
         self,
@@ -274,7 +274,7 @@ def _check_settings(
 
 
 def _deltas(opened: Packs, method: str, density: float, seed: int) -> dict[str, mx.array]:
-    """Return what the method makes of each module's deltas, [out, in] or [E, out, in], lazily."""
+    """Return the method's result for each module's deltas, [out, in] or [E, out, in], lazily."""
     by_path: dict[str, Weighted] = {}
     keys: dict[str, list[mx.array]] = {}
     for i, (pack, weight) in enumerate(opened):

@@ -99,7 +99,7 @@ def first_that_passes(
 ) -> tuple[dict[str, float], str | None]:
     """Return the distances of the settings tried, and the first within the limit.
 
-    If the setting that was asked for does not pass, ``others`` are measured in turn.
+    If the specified setting does not pass, ``others`` are measured in turn.
     """
     tried = {setting: distance}
     if distance <= limit:

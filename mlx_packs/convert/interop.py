@@ -89,7 +89,7 @@ def _export_adapter(pack: Pack, form: AdapterFormat, out: Path) -> dict:
             names.append(ORIGINALS)
         sidecar = {
             "format_version": FORMAT_VERSION,
-            "about": "what packs import needs to give the pack back to the byte",
+            "about": "what packs import needs to restore the pack byte for byte",
             "sha256": {name: sha256(partial / name) for name in names},
             "pack": {k: v for k, v in pack.manifest.items() if k not in ("files", "profile")},
         }

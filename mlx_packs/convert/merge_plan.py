@@ -40,7 +40,7 @@ _PART_NAME = re.compile(rf"(?P<place>.+?)\.(weight(\..*)?|{'|'.join(_PARTS)})")
 
 @dataclass(frozen=True)
 class MergeRequest:
-    """What `merge_pack` was asked for."""
+    """The options of `merge_pack`."""
 
     pack: Pack
     model: str | Path

@@ -41,7 +41,7 @@ class MlxLm:
         return "lora_parameters" in config or "fine_tune_type" in config
 
     def check_config(self, config: dict, where: Path) -> None:
-        """Check that a pack can store what a config asks for."""
+        """Check that a pack can store the adapters of a config."""
         kind = config.get("fine_tune_type", "lora")
         if kind == "full":
             raise PackError(

@@ -35,7 +35,7 @@ from .external import (
 )
 
 _PREFIX = "base_model.model."
-# What a config may ask for that is no low-rank product on a weight, and why it has no place here.
+# Options of a config that are no low-rank product on a weight, and why they are not supported.
 _UNSUPPORTED = {
     "trainable_token_indices": "trains single rows of the embedding",
     "layer_replication": "builds a model of repeated layers",
@@ -83,7 +83,7 @@ class Peft:
         return "peft_type" in config
 
     def check_config(self, config: dict, where: Path) -> None:
-        """Check that a pack can store what a config asks for."""
+        """Check that a pack can store the adapters of a config."""
         kind = config.get("peft_type")
         if kind != "LORA":
             raise PackError(

@@ -36,7 +36,7 @@ class Place(Protocol):
         """Return the place of the row, as messages name it."""
 
     def text(self) -> str:
-        """Return the row as it stands in its file."""
+        """Return the row as it is in its file."""
 
 
 class RowError(PackError):

@@ -1,6 +1,6 @@
 """Fixed-shape batches of examples, in the order of a sampler.
 
-Unpacked, a sequence of a batch is an example. Packed, it holds as many examples as fit, one behind
+Unpacked, a sequence of a batch is an example. Packed, it contains as many examples as fit, one after
 the other: its *segments*.
 """
 
@@ -39,7 +39,7 @@ class Batch:
     targets: np.ndarray  # int32 [M]
     weights: np.ndarray  # float32 [M], 0 where padding
     owners: np.ndarray  # int32 [M], index into `examples`, -1 where padding
-    examples: tuple[int, ...]  # indices of the examples, in the order in which they stand
+    examples: tuple[int, ...]  # indices of the examples, in their order in the batch
     starts: tuple[int, ...]  # where the inputs of each begin among the B x T
     count: int  # real targets
     # int32 [B, T], number of the segment in its sequence, from 0 and rising; what is left of a

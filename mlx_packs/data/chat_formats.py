@@ -195,7 +195,7 @@ def _listed(row: Row, column: str, of: str) -> list:
     """Return a column that is a list with something in it."""
     messages = row.value[column]
     if messages == []:
-        raise _fault(row, f"'{column}' must hold at least one message.", messages)
+        raise _fault(row, f"'{column}' must contain at least one message.", messages)
     if not isinstance(messages, list):
         rule = f"'{column}' must be a list of {of}, but is a {type(messages).__name__}."
         raise _fault(row, rule, messages)

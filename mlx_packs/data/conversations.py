@@ -1,4 +1,4 @@
-"""Conversations as the chat template renders them, and where the answers stand in the text.
+"""Conversations as the chat template renders them, and the positions of the answers in the text.
 
 What is supervised is decided on the rendered text, never by encoding parts again.
 """
@@ -39,7 +39,7 @@ class Conversation:
         return self._rendered(messages, tokenize=True, add_generation_prompt=True)
 
     def _rendered(self, messages: Sequence[Mapping], **options: Any) -> Any:
-        """Return what the chat template makes; an error that is about this row names it."""
+        """Return the result of the chat template; an error that is about this row names it."""
         try:
             return render_chat(self.tokenizer, messages, tools=self.tools, **options)
         except PackError as error:
@@ -75,7 +75,7 @@ class Conversation:
         return len(prompt)
 
     def _answer_span(self, i: int, text: str) -> Span:
-        """Return where answer ``i`` stands in the text, its end-of-turn token included.
+        """Return the position of answer ``i`` in the text, its end-of-turn token included.
 
         Where the template does not render a conversation as its beginning plus more (Qwen3 drops
         the thoughts of earlier turns), the answer is found by rendering another in its place.
@@ -102,7 +102,7 @@ class Conversation:
                 if len(text) > len(start) + len(rest):
                     return len(start), len(text) - len(rest)
         raise self._error(
-            f"the chat template does not show where answer {i} stands. Use --loss-on completion "
+            f"the chat template does not show where answer {i} is. Use --loss-on completion "
             "or all.",
             "rejected by the chat template",
             "loss_on",

@@ -1,6 +1,6 @@
 """Files that are no JSONL, converted to it once and then read like one: CSV, TSV and gzip.
 
-The copy stands in the cache under the hash of the file. Texts (.txt, .md) stay in memory.
+The copy is in the cache under the hash of the file. Texts (.txt, .md) stay in memory.
 """
 
 import codecs
@@ -27,7 +27,7 @@ from .sources import Listed
 
 TEXT_SUFFIXES = (".txt", ".md")
 _VERSION = 2  # of the copies
-_DAYS = 30  # that an unused copy is kept
+_DAYS = 30  # after which an unused copy is removed
 _MOST_GROWTH, _ALWAYS = 200, 64 << 20  # of what gzip unpacks: times its size, and bytes beside that
 _BLOCK_BYTES = 1 << 20
 _PIECE = 4000  # characters of a row of text, about a thousand tokens, where paragraphs allow that
@@ -154,7 +154,7 @@ def _tabulate(file: Path, rows: Iterator[_Cells], out: BinaryIO) -> None:
         if len(cells) != len(header):
             raise PackError(
                 f"{file}:{line}: has {len(cells)} cells, but the header has {len(header)}. Cells with "
-                "commas, tabs or line breaks in them must stand in quotes, in a .csv file.",
+                "commas, tabs or line breaks in them must be in quotes, in a .csv file.",
                 "data",
             )
         row = dict(zip(header, cells, strict=True))

@@ -48,7 +48,7 @@ class Examples:
 
     @classmethod
     def stored(cls, items: StoredExamples, *facts: Any) -> "Examples":
-        """Return examples of a store; ``facts`` are the fields behind ``items``."""
+        """Return examples of a store; ``facts`` are the fields after ``items``."""
         examples = cls(items, *facts)
         examples.lengths, examples.target_counts = items.lengths, items.parts["target_counts"]
         return examples
@@ -78,7 +78,7 @@ class EncodingOptions:
 
     loss_on: str | None = None  # as --loss-on; None is the default of the rows' format
     max_seq_length: int = 2048  # what is longer is cut, and dropped where no target is left
-    vocab_size: int | None = None  # token ids must lie below it; None does not check
+    vocab_size: int | None = None  # token ids must be below it; None does not check
     ce_last_k: int | None = None  # keep only the last K targets of an example; None keeps all
     long_rows: str = "cut"  # of a long text the beginning, or `split` it into several examples
     fim: FillInTheMiddle | None = None  # rearranges texts to fill in the middle
@@ -96,7 +96,7 @@ def encode(
 ) -> Examples:
     """Return tokens and targets of every row; all must have one format.
 
-    Rows are read, rendered and tokenized some at a time, and their text is not kept.
+    Rows are read, rendered and tokenized some at a time, and their text is not stored.
 
     Args:
         rows: of one split.
@@ -227,7 +227,7 @@ class _Encoder:
             yield chunk
 
     def _encodings(self, texts: list[str]) -> dict[str, list]:
-        """Return the tokens of texts, and where each stands in its text if that is needed."""
+        """Return the tokens of texts, and the position of each in its text if that is needed."""
         fim = self.options.fim
         with tokenizer_errors(self.tokenizer):
             try:
@@ -242,7 +242,7 @@ class _Encoder:
                 option = "--fim-rate" if fim else f"--loss-on {self.loss_on}"
                 raise PackError(
                     f"{option}: the base's tokenizer is a slow one and does not say where its "
-                    "tokens stand. Use --loss-on all without --fim-rate, or a base with "
+                    "tokens are. Use --loss-on all without --fim-rate, or a base with "
                     "tokenizer.json.",
                     "unsupported",
                 ) from None
@@ -270,7 +270,7 @@ class _Encoder:
         target[:1] = False  # nothing predicts the first token
         if vocab_size is not None and tokens and max(tokens) >= vocab_size:
             raise PackError(
-                f"{self.rows.where(row)}: token {max(tokens)} lies beyond the base's vocabulary of "
+                f"{self.rows.where(row)}: token {max(tokens)} is beyond the base's vocabulary of "
                 f"{vocab_size}: the tokenizer belongs to another base. Put the tokenizer files of "
                 "this one beside its weights.",
                 "mismatch",

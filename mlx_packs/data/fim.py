@@ -1,7 +1,7 @@
-"""Fill-in-the-middle: a text is cut in three, and its middle comes last, behind what surrounds it.
+"""Fill-in-the-middle: a text is cut in three, and its middle comes last, after its surroundings.
 
 The order is that of the paper's joint training: prefix, suffix, middle (PSM), or with the suffix
-first, so that the middle follows its prefix (SPM). Cuts lie between any two characters.
+first, so that the middle follows its prefix (SPM). Cuts are between any two characters.
 
 Bavarian et al.: https://arxiv.org/abs/2207.14255
 """
@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import PackError
 
-# What is put before prefix, suffix and middle, and behind the middle if not the end of text.
+# What is put before prefix, suffix and middle, and after the middle if not the end of text.
 SPELLINGS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma, Granite 4
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
@@ -46,7 +46,7 @@ class FillInTheMiddle:
 
 
 def sentinels(tokenizer: Any, names: Sequence[str] = ()) -> tuple[int, int, int, int]:
-    """Return the ids of what stands before prefix, suffix, middle, and behind the middle."""
+    """Return the ids of the tokens before prefix, suffix and middle, and after the middle."""
     plain = tokenizer._tokenizer
 
     def ids(spelled: Sequence[str]) -> list[int] | None:

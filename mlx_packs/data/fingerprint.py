@@ -10,7 +10,7 @@ _CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False, default=str)
 
 
 class Fingerprint:
-    """A hash of rows in their order, whatever file they stand in and however it is written."""
+    """A hash of rows in their order, whatever file they are in and however it is written."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()

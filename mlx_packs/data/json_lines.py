@@ -43,7 +43,7 @@ class LineRow(Row):
         return parse_line(self.where, self.line)
 
     def text(self) -> str:
-        """Return the line as it stands in its file; bytes that are not UTF-8 are escaped."""
+        """Return the line as it is in its file; bytes that are not UTF-8 are escaped."""
         return self.line.strip().decode(errors="backslashreplace")
 
 

@@ -1,4 +1,4 @@
-"""What a data set is, split by split: lengths, what is cut and learned, bad rows, near-copies."""
+"""The overview of a data set by split: lengths, truncation, targets, bad rows, near-copies."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from .near_copies import MOST_COMPARED, NearCopies, compared, sampled
 from .rows import Splits, held_out
 from .sources import Chosen, Rows, as_rows
 
-_SAMPLED = 400  # rows of which near-copies are looked for
+_SAMPLED = 400  # rows that are compared for near-copies
 _NO_LIMIT = 1 << 30  # tokens
 _SHORTEST = 16  # upper edge of the first bin of a histogram that has texts with something in them
 
@@ -91,7 +91,7 @@ def look_at(
     tokenizer: Any,
     options: EncodingOptions,
 ) -> SplitOverview:
-    """Return what a split is; of more than 50,000 rows, so many in blocks are looked at.
+    """Return the overview of a split; with more than 50,000 rows, blocks of that many are sampled.
 
     Args:
         rows: of the split.

@@ -1,4 +1,4 @@
-"""Which examples share a packed sequence, and where each of them stands.
+"""Which examples share a packed sequence, and the position of each.
 
 On a GPU attention is computed for one example after the other, and their places are a part of the
 compiled step. So that few steps are compiled, batches share these places: examples of like length
@@ -111,7 +111,7 @@ def _ranked_batches(
 
 
 def _spans(widths: np.ndarray, limit: int) -> tuple[int, ...]:
-    """Return the segments of a sequence; those behind its last example are as long as it is."""
+    """Return the segments of a sequence; those after its last example are as long as it is."""
     spans = widths.tolist()
     more, left = divmod(limit - int(widths.sum()), spans[-1])
     spans += more * spans[-1:]

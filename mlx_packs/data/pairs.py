@@ -143,7 +143,7 @@ class _Texts:
 
 
 def choose_loss(requested: str, pairs: Pairs, where: str) -> str:
-    """Return the loss as asked for, or the one that ``auto`` stands for."""
+    """Return the specified loss, or the one that ``auto`` selects."""
     possible = pairs.format.losses
     loss = possible[0] if requested == "auto" else requested
     if loss not in possible:
@@ -160,7 +160,7 @@ def choose_loss(requested: str, pairs: Pairs, where: str) -> str:
         worst = float(pairs.scores[np.abs(pairs.scores).argmax()])
         others = [name for name in possible if not LOSSES[name].scores_are_cosines]
         raise PackError(
-            f"{where}: a score is {worst:g}, but a cosine lies in -1 to 1. Divide the "
+            f"{where}: a score is {worst:g}, but a cosine is in -1 to 1. Divide the "
             f"scores by the largest, or use --loss {' or '.join(others)}.",
             "data",
             "loss",
@@ -219,7 +219,7 @@ def make_pair_batch(
 
 @dataclass(frozen=True)
 class PairSampler(Sampler):
-    """The same of pairs; with ``texts`` none stands twice in a batch, in whatever column.
+    """The same of pairs; with ``texts`` none occurs twice in a batch, in any column.
 
     The other pairs of a batch are negatives then. One that finds no place waits for a later batch,
     and what would be alone in one is left out of the epoch, unless a pair has its own negative.

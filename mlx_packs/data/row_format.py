@@ -31,7 +31,7 @@ class Row:
         return PackError(f"{self.where}: {fault}", code, flag)
 
     def text(self) -> str:
-        """Return the row as it stands in its file, or as JSON."""
+        """Return the row as it is in its file, or as JSON."""
         return json.dumps(self.value, ensure_ascii=False, default=str)
 
 

@@ -16,7 +16,7 @@ def row_notes(
 ) -> list[str]:
     """Return a warning for each thing that is wrong, with the first place of it.
 
-    Of more than 50,000 training rows, so many in blocks are looked at.
+    With more than 50,000 training rows, blocks of that many are sampled.
     """
     train, notes = as_rows(splits["train"]), []
     held_out = {split: as_rows(rows) for split, rows in splits.items() if split != "train"}
@@ -41,7 +41,7 @@ def row_notes(
             else f"{len(empty):,} training examples have"
         )
         notes.append(
-            f"{number} an empty answer ({train.where(empty[0])}): the pack learns to say nothing"
+            f"{number} an empty answer ({train.where(empty[0])}): the pack learns to answer nothing"
         )
     for split, found in first.items():
         if found:

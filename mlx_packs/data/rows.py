@@ -83,7 +83,7 @@ class Splits:
         return next(self.usable(split))
 
     def fingerprint(self, split: str) -> str:
-        """Return a hash of the content of a split's rows in use, whatever file they stand in."""
+        """Return a hash of the content of a split's rows in use, whatever file they are in."""
         if split not in self.fingerprints:
             self.fingerprints[split] = fingerprint(self.rows[split])
         return self.fingerprints[split]
@@ -154,7 +154,7 @@ def _folder_rows(path: Path) -> tuple[dict[str, Sequence[Row]], list[str]]:
     for split, found in by_split.items():
         if len(found) > 1:
             raise PackError(
-                f"{path}: {found[0].name} and {found[1].name} both hold {split}.",
+                f"{path}: {found[0].name} and {found[1].name} both contain {split}.",
                 "conflict",
                 "data",
             )
@@ -184,7 +184,7 @@ def _text_folder(path: Path, tables: Sequence[Path]) -> tuple[Rows, list[str]]:
     )
     if tables or not texts:
         raise PackError(
-            f"{path}: must hold train.jsonl (and valid.jsonl, test.jsonl), a file of rows, or texts "
+            f"{path}: must contain train.jsonl (and valid.jsonl, test.jsonl), a file of rows, or texts "
             f"({', '.join(TEXT_SUFFIXES)}).",
             "not-found",
             "data",
@@ -259,7 +259,7 @@ def _check_regular(file: Path) -> None:
 
 
 def _json_rows(file: Path) -> Rows:
-    """Return the rows of a JSON list, which is in memory as a whole."""
+    """Return the rows of a JSON list, which is in memory entirely."""
     try:
         values = json.loads(file.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -337,7 +337,7 @@ def _hf_collection(config: DataConfig) -> tuple[dict[str, Sequence[Row]], str]:
     paths = []
     for entry in entries:
         if not isinstance(entry, Mapping):
-            message = f"hf_dataset: must hold keys such as 'path', but got {entry!r}."
+            message = f"hf_dataset: must contain keys such as 'path', but got {entry!r}."
             raise PackError(message, "invalid", "hf_dataset")
         for key in entry:
             if key not in valid_keys:

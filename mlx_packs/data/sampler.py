@@ -1,4 +1,4 @@
-"""Which examples each batch holds: an order that depends on the seed alone."""
+"""Which examples each batch contains: an order that depends on the seed alone."""
 
 import dataclasses
 import itertools
@@ -17,7 +17,7 @@ _COMPILED_WINDOW = 256  # where each padded length costs a compilation
 # Packed sequences that a window of shuffled examples fills; its last one is half full on average.
 _PACKED_WINDOW = 128
 
-# What one batch holds: indices of examples [B], or packed sequences of them.
+# The content of one batch: indices of examples [B], or packed sequences of them.
 Order = np.ndarray | Packed
 
 
@@ -44,13 +44,13 @@ ALL = Draw()
 
 @dataclass(frozen=True)
 class Sampler:
-    """Which examples each batch of a run holds, epoch after epoch: a function of the fields alone."""
+    """Which examples each batch of a run contains, epoch after epoch: a function of the fields alone."""
 
     lengths: np.ndarray  # tokens of each example, int [N]
     batch_size: int  # examples of a batch; with `packing` packed sequences
     inputs: int  # most of a sequence; of a next-token model one less than its tokens
     seed: int = 0  # of the order
-    packing: bool = False  # whether a sequence of a batch holds as many examples as fit
+    packing: bool = False  # whether a sequence of a batch contains as many examples as fit
     draw: Draw = ALL  # which of the examples
     aligned: bool = False  # whether packed batches share the places of their examples
 

@@ -1,4 +1,4 @@
-"""Rows that stay where they are: sequences that read a row when it is asked for."""
+"""Rows that stay where they are: sequences that read a row on access."""
 
 import bisect
 import hashlib

@@ -1,4 +1,4 @@
-"""Tokens of a split kept on disk: encoded once, then mapped into memory and read row by row.
+"""Tokens of a split, cached on disk: encoded once, then mapped into memory and read row by row.
 
 The key of a file covers everything that its tokens depend on, so an entry is right or not found;
 what is damaged, or is not ours, is encoded again and replaced.
@@ -28,7 +28,7 @@ from .sources import Rows, as_rows
 from .token_store import DTYPES, StoredExamples, blocks
 
 WORTHWHILE_BYTES = 2 << 20  # of rows: a second or two of encoding
-_DAYS = 30  # that an unused file is kept
+_DAYS = 30  # after which an unused file is removed
 _DTYPES = {
     **DTYPES,
     "counts": ("I64", np.int64),  # cut, dropped
@@ -81,7 +81,7 @@ def cache_key(
     plain = tokenizer._tokenizer
     backend = getattr(plain, "backend_tokenizer", None)
     if backend is None or not type(plain).__module__.startswith("transformers."):
-        return None  # a slow tokenizer, or one that brings its own code
+        return None  # a slow tokenizer, or one with its own code
     template = str(plain.chat_template)
     special = getattr(tokenizer, "_chat_template", None)
     facts = {

@@ -1,4 +1,4 @@
-"""Encoded examples, one behind the other in two arrays; large ones are files mapped into memory."""
+"""Encoded examples, one after the other in two arrays; large ones are files mapped into memory."""
 
 import io
 import mmap
@@ -15,7 +15,7 @@ from ..files import cache_folder
 
 _IN_MEMORY = 4 << 20  # bytes of a spool that are no file
 _BLOCK_BYTES = 16 << 20
-# After so many reads the pages of mapped arrays are given back: each may bring in 64 KiB or more.
+# After so many reads the pages of mapped arrays are released: each may load 64 KiB or more.
 _READS = 512
 # What a split is encoded to, in the order of a file: wide types first.
 DTYPES = {
@@ -37,7 +37,7 @@ class Example:
 
 
 class StoredExamples(Sequence):
-    """Examples of which each is made when it is asked for.
+    """Examples that are built on access.
 
     Args:
         parts: the arrays of `DTYPES`.

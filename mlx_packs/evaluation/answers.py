@@ -35,7 +35,7 @@ class Question:
 class Accuracy:
     """Share of right answers with its binomial standard error, and share of answers in valid form.
 
-    ``valid`` is None where the metric asks for no form.
+    ``valid`` is None where the metric requires no form.
     """
 
     share: float
@@ -64,7 +64,7 @@ def answer_line(answers: Mapping[str, Any], examples: str = "examples") -> str:
 
 
 class Exam:
-    """Questions to a base, which it is asked as often as it changes.
+    """Questions for a base, evaluated again whenever it changes.
 
     Args:
         base: the base, with or without adapters.
@@ -146,7 +146,7 @@ def questions_of(
         columns: what their columns are called.
         base: whose tokenizer reads them.
         metric: a name of `metrics.METRICS`.
-        longest: more tokens of prompt and answer than this are not asked.
+        longest: questions with more tokens of prompt and answer are skipped.
         most: at most so many questions, the first; -1 takes all.
 
     Raises:

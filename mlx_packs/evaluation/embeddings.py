@@ -27,7 +27,7 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True)
 class EmbeddingScore:
-    """Validation examples in the loop: the loss, as far as it was asked for, and the metrics."""
+    """Validation examples in the loop: the loss, if requested, and the metrics."""
 
     nll: float
     metrics: Metrics

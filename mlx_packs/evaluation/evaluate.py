@@ -28,7 +28,7 @@ class Evaluator(Protocol):
         """Score the base as it is now, with its active pack if it has one."""
 
     def report(self, base: Any, pack: Any | None) -> EvalReport | EmbeddingReport:
-        """Return what the scores of the base, and of the base with the pack, say together."""
+        """Return the combined report of the scores of the base, and of the base with the pack."""
 
 
 EVALUATORS: dict[str, Callable[[Base, Sequence[Row], EvalSettings], Evaluator]] = registered(

@@ -50,7 +50,7 @@ class Score:
 class ExampleScores:
     """Sum of the NLL [R] of each example, its targets [R], and how many of them ranked first [R].
 
-    Examples stand in the order of the data, whatever batches they were scored in.
+    Examples are in the order of the data, whatever batches they were scored in.
     """
 
     nll: np.ndarray

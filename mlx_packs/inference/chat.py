@@ -1,4 +1,4 @@
-"""A conversation with a base: what was said, and the keys and values of its tokens."""
+"""A conversation with a base: its messages, and the keys and values of its tokens."""
 
 import os
 from collections.abc import Generator

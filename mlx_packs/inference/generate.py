@@ -13,7 +13,7 @@ from ..errors import PackError
 if TYPE_CHECKING:
     from mlx_lm.generate import GenerationResponse
 
-PENALIZED_TOKENS = 64  # that a repetition penalty looks back on
+PENALIZED_TOKENS = 64  # to which a repetition penalty applies
 
 
 def chat_prompt(
@@ -90,7 +90,7 @@ def _check_tokens(base: BaseModel, prompt: Sequence[int]) -> None:
         raise PackError(f"{base.name}: the tokenizer makes no token of the prompt.", "unreadable")
     if max(prompt) >= base.vocab_size:
         raise PackError(
-            f"{base.name}: token {max(prompt)} of the prompt lies beyond the base's vocabulary of "
+            f"{base.name}: token {max(prompt)} of the prompt is beyond the base's vocabulary of "
             f"{base.vocab_size}: the tokenizer belongs to another base. Put the tokenizer files of "
             "this one beside its weights.",
             "mismatch",
@@ -167,7 +167,7 @@ def complete_batch(
 
 
 def text_of(base: BaseModel, tokens: Sequence[int]) -> str:
-    """Return tokens as the text that `stream` makes of them."""
+    """Return tokens as the text that `stream` would yield."""
     detokenizer = base.tokenizer.detokenizer
     detokenizer.reset()
     for token in tokens:

@@ -89,7 +89,7 @@ def plan_buffers(
 ) -> CommandBuffers:
     """Return the longest command buffer of a step on full batches, and what keeps it short.
 
-    ``limit`` is that of the user, which stands.
+    ``limit`` is that of the user, which is kept.
 
     Raises:
         PackError: A family without a formula.

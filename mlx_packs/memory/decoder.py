@@ -231,8 +231,7 @@ class Step:
         """Return (saved, in flight) in numbers per token at each moment.
 
         The loss comes when all blocks have run. In the feed-forward of a block its temporaries and
-        those of the attention beside it are in flight. Recomputed blocks hold their inputs, and
-        one of them what it holds anyway.
+        those of the attention beside it are in flight. Recomputed blocks store their inputs, and one of them all of its activations.
         """
         d, f, q = self.sizes.hidden, self.sizes.ffn, self.sizes.queries
         blocks = [self._saved(ranks) for ranks in self.ranks]
@@ -252,7 +251,7 @@ class Step:
         }
 
     def _saved(self, ranks: Mapping[str, int]) -> float:
-        """Return the numbers per token that an adapted block holds from forward to backward."""
+        """Return the values per token that an adapted block stores from forward to backward."""
         d, f = self.sizes.hidden, self.sizes.ffn
         q, k = self.sizes.queries, self.sizes.keys
         adapted = {path.rpartition(".")[2] for path in ranks}
@@ -392,7 +391,7 @@ def _plan_full(
 
     Trainable weights, their gradients and the optimizer are in float32, beside the base's own
     weights, which are kept. Inputs of linear layers are kept as for the smallest adapters on all
-    of them. A trainable head has whole logits.
+    of them. A trainable head has full logits.
     """
     of_adapters = replace(
         train,

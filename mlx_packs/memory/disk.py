@@ -90,7 +90,7 @@ def disk_note(headers: Headers, plan: MemoryPlan, lora: LoRAConfig, train: Train
 def _cached_bytes_per_token(headers: Headers, lora: LoRAConfig, train: TrainConfig) -> int:
     """Return the bytes of a token in the cache of frozen activations; 0 where there is no cache.
 
-    There is one where blocks lie below the adapters.
+    There is one where blocks are below the adapters.
     """
     config = headers.config
     hidden, blocks = config.get("hidden_size"), config.get("num_hidden_layers")

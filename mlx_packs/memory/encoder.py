@@ -1,4 +1,4 @@
-"""Estimate the peak memory of training an encoder, and say why it is not quantized for that.
+"""Estimate the peak memory of training an encoder, and explain why it is not quantized for that.
 
 The count follows a step as that of `decoder` does: all columns of a batch go forward before the
 loss, and what their backward pass needs is there then. What is in flight was read off
@@ -33,7 +33,7 @@ ASSUMED = (
     "up to twice the estimate."
 )
 _QUANTIZED_BITS = 4.5  # a 4-bit weight with its scales
-# In flight while a block goes back: what GELU's gradient is made of, and that of the probabilities.
+# In flight while a block goes back: the inputs of GELU's gradient, and of that of the probabilities.
 _FLYING_FFN, _FLYING_SCORES = 20, 4
 _AHEAD = 2  # recomputed parts that are in memory together: MLX allocates ahead
 
@@ -92,7 +92,7 @@ class _Step:
     policy: PolicyFacts
 
     def saved(self) -> int:
-        """Return the numbers that are kept for the backward pass."""
+        """Return the number of values that are stored for the backward pass."""
         # The input, q, k and v, what attention gave, what both norms read and gave; what went into
         # GELU and what came out; and the probabilities.
         block = 9 * self.hidden + 2 * self.ffn + self.scores

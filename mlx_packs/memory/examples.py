@@ -27,7 +27,7 @@ class ExampleMemory:
     Attributes:
         rows: Of all splits.
         file_bytes: Of their text.
-        held_bytes: Of them in memory as a whole (.json).
+        held_bytes: Those of files that are in memory entirely (.json).
     """
 
     rows: int

@@ -256,7 +256,7 @@ class HybridStep(Step):
         return moments
 
     def _kept(self, recurrent: bool, ranks: Mapping[str, int]) -> float:
-        """Return the numbers per token that a block holds from forward to backward."""
+        """Return the values per token that a block stores from forward to backward."""
         sizes = self.sizes
         kept = 4 * sizes.hidden + sizes.feed_forward + sum(ranks.values())
         if recurrent:

@@ -2,7 +2,7 @@
 
 Concessions to fit, the least harmful first: examples of a batch (gradients can be accumulated),
 time (recomputed blocks), length of examples, rank. Ways are compared by the same scale from its
-other end, with the precision of the base between what is learned (rank, length) and what it costs.
+other end, with the precision of the base between quality (rank, length) and cost.
 """
 
 import itertools
@@ -50,7 +50,7 @@ class Option:
         method: lora, qlora, lora-fp32, or full (the baseline).
         quantize: How the base is quantized on loading.
         fit: As of `plan.fit`.
-        why: What was given up, and what takes most, in one line.
+        why: What was reduced, and what takes most, in one line.
         step: How long a step takes on this device; None where that is not known.
     """
 
@@ -150,7 +150,7 @@ class _Request:
     """What is to be trained within how many bytes.
 
     Attributes:
-        specified: Names of the settings that do not give way.
+        specified: Names of the settings that are not reduced.
     """
 
     headers: Headers
@@ -181,7 +181,7 @@ def recommend(
 ) -> list[Option]:
     """Return ways of training a base within ``memory`` bytes, the best first.
 
-    Settings that are not ``specified`` give way until it fits, in this order: batch_size,
+    Settings that are not ``specified`` are reduced until it fits, in this order: batch_size,
     recompute, max_seq_length, rank; of matmul_path and quantize all are tried.
 
     Raises:
@@ -219,7 +219,7 @@ def _of_task(headers: Headers, train: TrainConfig, specified: frozenset[str]) ->
 
 
 def _harm(option: Option, small: bool) -> tuple:
-    """Return what makes an option worse than another, the weightiest first."""
+    """Return the sort key of an option, worse options last, the most important part first."""
     if option.fit == "no":
         return 2, option.plan.peak_bytes
     path, train = option.plan.matmul_path, option.train
@@ -265,7 +265,7 @@ def _ways(request: _Request) -> list[_Way]:
 
 
 def _option(request: _Request, way: _Way) -> Option:
-    """Return what gives up least and fits this way; the smallest where nothing fits."""
+    """Return the option that is reduced least and fits this way; the smallest where nothing fits."""
     train = replace(
         request.train,
         quantize=request.train.quantize if request.headers.is_quantized else way.quantize,
@@ -291,7 +291,7 @@ def _option(request: _Request, way: _Way) -> Option:
 
 
 def _smaller_settings(request: _Request) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield settings of the run and the rank, what gives up least first."""
+    """Yield settings of the run and the rank, the least reduced first."""
     train, lora, specified = request.train, request.lora, request.specified
     longest = request.headers.config.get("max_position_embeddings") or train.max_seq_length
     ranks = [lora.rank, *(r for r in (8, LEAST_RANK) if r < lora.rank)]

@@ -125,7 +125,7 @@ def _work(
 
 
 def predict(headers: Headers, lora: LoRAConfig, train: TrainConfig) -> StepTime | None:
-    """Return how long a step takes on this device; None where nothing honest can be said.
+    """Return how long a step takes on this device; None where there is no basis for an estimate.
 
     That is so for devices that are only assumed, for what has no formula, for CPUs without and for
     unknown chips before `packs bench`.

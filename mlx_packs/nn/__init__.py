@@ -1,1 +1,1 @@
-"""Modules that stand in for those of a base while it is trained."""
+"""Modules that replace those of a base model while it is trained."""

@@ -172,7 +172,7 @@ class GroupedMLP(nn.Module):
 def _projected(
     x: mx.array, projections: Sequence[nn.Module], lora: GroupedLoRA | None
 ) -> list[mx.array]:
-    """Return what a projection group makes of its input, with its adapters if it has any."""
+    """Return the outputs of a projection group, with its adapters if it has any."""
     if lora is None:
         return [projection(x) for projection in projections]
     return lora.project(x, projections)
@@ -181,7 +181,7 @@ def _projected(
 def _decoded(
     x: mx.array, projections: Sequence[nn.Module], lora: GroupedLoRA | None, **then: Any
 ) -> list[mx.array] | None:
-    """Return what a kernel for decoding makes of a group and of what follows it, if one does."""
+    """Return the result of a decoding kernel for a group and its epilogue, if there is a kernel."""
     return None if lora is None else lora.decoded(x, projections, **then)
 
 

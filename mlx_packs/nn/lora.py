@@ -1,4 +1,4 @@
-"""GroupedLoRA: the adapters of one projection group, and the module that carries a group of one."""
+"""GroupedLoRA: the adapters of one projection group, and the module for a single projection."""
 
 import math
 import operator

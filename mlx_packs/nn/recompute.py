@@ -1,7 +1,6 @@
-"""Activation checkpointing: the backward pass computes again what is cheap.
+"""Activation checkpointing: the backward pass recomputes what is cheap.
 
-``none`` stores all activations. ``selective`` stores the outputs of frozen products and computes
-again what lies between them: norms and RoPE of q and k, attention, SwiGLU
+``none`` stores all activations. ``selective`` stores the outputs of frozen products and recomputes the operations between them: norms and RoPE of q and k, attention, SwiGLU
 (https://arxiv.org/abs/2205.05198). ``block`` stores the input of each block and computes the block
 again (https://arxiv.org/abs/1604.06174).
 """
@@ -24,7 +23,7 @@ def recomputed(
 
     The second call waits for the gradient of the result, and what it passes on waits for the
     gradients of the parameters, so that the activations of one call are in memory at a time.
-    (`mx.checkpoint` enforces neither order, and then those of several blocks are held until the
+    (`mx.checkpoint` enforces neither order, and then those of several blocks stay in memory until the
     end of the step.)
 
     Gradients reach every floating array among the arguments and the trainable parameters of

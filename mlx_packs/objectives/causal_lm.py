@@ -1,7 +1,7 @@
 """The training loss: only rows with a target reach the head.
 
 A model is split into the part that makes hidden states and the head. The split is accepted only if
-both together give logits bit-identical to the model's own; any other model keeps its whole forward.
+both together give logits bit-identical to the model's own; any other model keeps its full forward pass.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +36,7 @@ class Head:
 def split_head(model: nn.Module) -> Head | None:
     """Return the model as hidden states and head; None if they change its logits.
 
-    Logit scaling or capping makes the check fail, and then the whole forward is used.
+    Logit scaling or capping makes the check fail, and then the full forward pass is used.
     """
     probe = mx.array([[1, 2, 3, 1]])
     try:
@@ -113,7 +113,7 @@ class LossOptions:
 
     z_loss: float = 0.0  # weight of logsumexp^2
     label_smoothing: float = 0.0  # share of each target that is spread over the vocabulary
-    gradient: bool = True  # whether one will be asked for
+    gradient: bool = True  # whether one will be computed
     custom: TargetLoss | None = None  # in place of the negative log-likelihood, of float32 logits
 
 
@@ -131,7 +131,7 @@ def target_loss(
 ) -> tuple[mx.array, mx.array | None]:
     """Return the loss [M] float32 of each target, and whether it ranks first [M].
 
-    A frozen head does not say what ranks first where a gradient will be asked for.
+    A frozen head does not return which token ranks first where a gradient will be computed.
 
     Args:
         model: the model.
@@ -159,7 +159,7 @@ def target_loss(
 
 
 def _check_losses(loss: object, targets: mx.array) -> None:
-    """Raise a PackError if a loss from Python gives no array with a loss for each target."""
+    """Raise a PackError if a custom loss returns no array with one loss per target."""
     shape = list(loss.shape) if isinstance(loss, mx.array) else type(loss).__name__
     if shape != list(targets.shape):
         raise PackError(
@@ -207,7 +207,7 @@ class CausalLM(Objective):
         return self._inputs.prefetch(batches)
 
     def close(self) -> None:
-        """Release what the inputs hold."""
+        """Release the arrays of the inputs."""
         self._inputs.close()
 
     def loss(

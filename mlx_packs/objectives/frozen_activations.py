@@ -1,4 +1,4 @@
-"""Cached frozen activations: what enters the first adapted block, computed once per example.
+"""Cached frozen activations: the input of the first adapted block, computed once per example.
 
 Below the adapters all is frozen, so these states are a function of the base and the example. Each
 example is computed in the batch that has it in the first epoch, which costs what a run without a
@@ -139,7 +139,7 @@ class FrozenActivations(Inputs):
         place = ", kept on disk" if store.is_on_disk else f", {store.note}" if store.note else ""
         earlier = f", {self.rows_found:,} from an earlier run" if self.rows_found else ""
         return (
-            f"{self._blocks} of {len(self._model.layers)} blocks lie below the adapters: computed "
+            f"{self._blocks} of {len(self._model.layers)} blocks are below the adapters: computed "
             f"once for each example · {size(store.total_bytes)}, {in_memory} in memory{place}{earlier}"
         )
 
@@ -171,7 +171,7 @@ class FrozenActivations(Inputs):
         return relative_error(first, second) <= TOLERANCE[self._dtype]
 
     def _lay_out(self, batch: Batch, states: dict[int, np.ndarray]) -> np.ndarray:
-        """uint8 [B, T, bytes] of a batch; zero where it holds no example."""
+        """uint8 [B, T, bytes] of a batch; zero where it has no example."""
         laid_out = np.zeros((batch.tokens.size, self._token_bytes), np.uint8)
         for row, start in zip(batch.examples, batch.starts, strict=True):
             place = slice(start, start + self._inputs[row])
@@ -189,7 +189,7 @@ def open_frozen_activations(
     display: Display,
     disk_bytes: int = 0,
 ) -> FrozenActivations | None:
-    """Return the cache that ``train.cache_frozen`` asks for; None if there is none.
+    """Return the cache for ``train.cache_frozen``; None if there is none.
 
     ``plan_bytes`` is the peak of the memory plan; ``disk_bytes`` stay free for the run's own files.
 
@@ -229,7 +229,7 @@ def open_frozen_activations(
 
 
 def frozen_blocks(attached: Attached) -> int:
-    """Return how many blocks lie below the first one that carries an adapter."""
+    """Return how many blocks are below the first one that has an adapter."""
     prefixes = block_prefixes(attached.model)
     for i, prefix in enumerate(prefixes):
         if any(path.startswith(prefix + ".") for path in attached.specs):
@@ -238,7 +238,7 @@ def frozen_blocks(attached: Attached) -> int:
 
 
 def memory_budget(plan_bytes: int | None) -> int:
-    """Return the bytes of states that the process can hold beside a run of this peak in MLX."""
+    """Return the bytes of activations that fit into the process beside a run of this peak in MLX."""
     total = runtime.host_memory()
     return max(0, int(_MEMORY_SHARE * (total - (total // 2 if plan_bytes is None else plan_bytes))))
 
@@ -254,13 +254,13 @@ class _Impossible(Exception):
 def _check_worthwhile(frozen: int, blocks: int, train: TrainConfig, sampler: Sampler) -> None:
     if not frozen:
         raise _Impossible(
-            "the first block carries adapters, so nothing below them is frozen", "conflict"
+            "the first block has adapters, so nothing below them is frozen", "conflict"
         )
     if train.cache_frozen != "auto":
         return
     # a forward costs one, a forward with its backward three
     if frozen < _WORTHWHILE * (3 * blocks - 2 * frozen):
-        raise _Impossible(f"only {frozen} of {blocks} blocks lie below the adapters")
+        raise _Impossible(f"only {frozen} of {blocks} blocks are below the adapters")
     if train.iters <= (batches := len(sampler.epoch(0))):
         raise _Impossible(f"{train.iters} batches take no example twice (an epoch has {batches})")
 
@@ -293,7 +293,7 @@ def _open_store(
 
 
 def _stand_ins(model: nn.Module, frozen: int) -> StandIns:
-    """Return what stands at the paths of the frozen blocks while their states are cached."""
+    """Return the modules that replace the frozen blocks while their activations are cached."""
     injection, paths = Injection(), block_prefixes(model)[:frozen]
     return [
         (path, FrozenBlock(block, injection, path == paths[-1]))

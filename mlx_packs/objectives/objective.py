@@ -2,7 +2,7 @@
 
 The loop knows an objective by this protocol alone. It draws batches (through `prefetch`, in a
 thread of their own), turns each into arrays, takes steps on `loss`, and scores the model with
-`score`. What a batch holds is between the task's data set and its objective.
+`score`. The content of a batch is agreed between the task's data set and its objective.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -56,7 +56,7 @@ class Objective(Inputs, Protocol):
     The model, and whatever else the computation needs, is bound when the objective is made.
 
     Attributes:
-        unit: what targets are, as a plural: ``tokens``, ``pairs``. Names of logged values carry it.
+        unit: what targets are, as a plural: ``tokens``, ``pairs``. It is part of the names of logged values.
     """
 
     unit: str

@@ -1,4 +1,4 @@
-"""What the loss of a run is taken of: the base's own forward, or a bounded proxy of it.
+"""The projection-stack objective: a cheap proxy of the full forward pass, for comparison.
 
 The proxy, ``projection-stack``, is a base without attention, feed-forwards, norms and residuals:
 rows of the embedding table go through the attention's output projections, one after another, to
@@ -43,7 +43,7 @@ class Graph:
     """What the loss of a run is taken of."""
 
     base: BaseModel  # its model is the graph, under the base's own paths
-    lora: LoRAConfig  # which of its modules carry adapters
+    lora: LoRAConfig  # of those of its modules that have adapters
     inputs: Inputs = field(default_factory=TokenInputs)
     facts: dict = field(default_factory=lambda: {"graph": TRANSFORMER})  # for the manifest
 

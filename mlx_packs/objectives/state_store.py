@@ -16,7 +16,7 @@ from ..errors import PackError
 from ..files import exclusive_writer, remove_unused
 
 _DIGEST_BYTES = 16
-_DAYS = 7  # that an unused file is kept
+_DAYS = 7  # after which an unused file is removed
 
 
 class StateStore:
@@ -143,7 +143,7 @@ class StateStore:
             os.preadv(self._file, [self._digests], 0)
             self.is_on_disk = True
         except PackError:
-            self.note = "not kept on disk (another run is at it, or the folder is read-only)"
+            self.note = "not kept on disk (another run uses it, or the folder is read-only)"
         except OSError as error:
             self.note = f"not kept on disk ({error.strerror or error})"
         if not self.is_on_disk:

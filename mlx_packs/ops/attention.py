@@ -257,7 +257,7 @@ class _Heads(NamedTuple):
 class _Attention:
     """Attention over some blocks, and its gradient.
 
-    MLX computes what is independent side by side; each block is made to wait for the one before.
+    MLX computes independent work side by side; each block therefore depends on the one before.
     """
 
     scale: float

@@ -116,7 +116,7 @@ def _microseconds(op: Op, workload: Check, copies: int | None = None) -> float:
 
 
 def examine_machine() -> dict:
-    """Device, versions, BLAS and memory of this machine; rates of a GPU, measured and kept."""
+    """Device, versions, BLAS and memory of this machine; measured and stored rates of a GPU."""
     system = [platform.system(), platform.release(), platform.machine()]
     if mac := platform.mac_ver()[0]:
         system.append(f"macOS {mac}")

@@ -19,7 +19,7 @@ _LOG2_E = 1.4426950408889634
 _LN_2 = 1 / _LOG2_E
 # ln 2 in two parts: n * _LN2_HIGH is exact in float32 for every n in range (Cody and Waite 1980)
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
-# 1.5 * 2^23: a float32 of up to 2^22 that it is added to is rounded, and stands in the low bits
+# 1.5 * 2^23: a float32 of up to 2^22 that it is added to is rounded, and is in the low bits
 _ROUNDING = 12582912.0
 # exp(r) = (u + r) / (u - r) with u = r coth(r / 2) = 2 + r^2 / 6 - r^4 / 360 + ...; the same for
 # 2^r, whose u has been divided by ln 2. On [-ln 2 / 2, ln 2 / 2] three terms are right to 3e-8.

@@ -1,6 +1,6 @@
-"""What newer versions of MLX compute in one kernel, and what a run says where it is missing.
+"""Operations that newer versions of MLX compute in one kernel, and the note of a run without them.
 
-Each is looked for, not deduced from a version; without it the op computes the same by plain MLX.
+Each is detected, not deduced from a version; without it the op computes the same by plain MLX.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ class Feature:
 
     Attributes:
         name: What users may read of it.
-        since: The version of MLX that brought it.
+        since: The version of MLX that introduced it.
         is_present: Whether this MLX has it, on this device.
         backends: Where it is used.
     """

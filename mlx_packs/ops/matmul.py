@@ -1,6 +1,6 @@
 """Products with weights; of a quantized one some slices of rows are dense at a time.
 
-MLX allocates ahead of what it computes, and computes what is independent side by side: without
+MLX allocates ahead of what it computes, and computes independent work side by side: without
 slices that wait for each other, several dense weights of a block are in memory at once.
 """
 

@@ -159,7 +159,7 @@ def matmul(x: mx.array, weight: NF4Weight) -> mx.array:
     """Return the product with a quantized weight, which is frozen: the gradient reaches x only.
 
     Semantics: y = x @ dequantize(weight, x.dtype).T
-    Nothing dense is kept for the backward. For few rows the 4-bit weight is read as it is, and
+    No dense weight is stored for the backward pass. For few rows the 4-bit weight is read as it is, and
     not rounded to the dtype of x.
 
     Args:

@@ -18,12 +18,12 @@ Spans = tuple[tuple[int, ...], ...]
 def span_attention(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, spans: Spans
 ) -> mx.array:
-    """Return the attention of segments that stand one behind the other.
+    """Return the attention of consecutive segments.
 
     Semantics: for each segment softmax(scale * queries @ keys^T + causal mask) @ values
 
     Args:
-        queries: [1, H, N, D]; the sequences stand one behind the other too.
+        queries: [1, H, N, D]; the sequences are consecutive too.
         keys: [1, KV, N, D] with KV dividing H.
         values: [1, KV, N, D].
         scale: of the scores.

@@ -243,7 +243,7 @@ def find_base(pack: Pack | None) -> str:
 
 
 def _bases_of_runs(pack: Pack) -> list[str]:
-    """Return the base of the run that stands beside a pack, or beside the parts of a sum."""
+    """Return the base of the run beside a pack, or beside the parts of a sum."""
     folders = [pack.path] if pack.path else [identity for identity, _ in pack.parts]
     bases = []
     for folder in folders:

@@ -184,7 +184,7 @@ def format_answers(answers: Mapping, examples: str = "examples") -> str:
 
     Args:
         answers: metric, rows, and accuracies ``before`` and ``after`` (None without a pack).
-        examples: what was asked.
+        examples: the questions.
     """
     scores = [score for when in ("before", "after") if (score := answers[when])]
     shares = [

@@ -77,7 +77,7 @@ def held_out_line(result: Mapping) -> str:
 
 
 def figures_of(changes: list[Change], measured: Mapping) -> list[tuple[str, str]]:
-    """Return what stands at the top of a page: the first result, updates, time and memory."""
+    """Return the headline figures of a page: the first result, updates, time and memory."""
     figures = []
     if changes:
         first = changes[0]
@@ -127,7 +127,7 @@ def _base_line(manifest: Mapping) -> str:
 
 
 def _command(manifest: Mapping, title: str) -> str:
-    """Return how to use a pack that stands in the current folder."""
+    """Return how to use a pack in the current folder."""
     base = manifest["base"]
     named = {**manifest, "base": {**base, "id": name_alone(base["id"])}}
     return text(card_command(named), 400).replace("--pack .", f"--pack {text(title)}")

@@ -248,7 +248,7 @@ def _clear(partial: Path) -> None:
 
 
 def _locate(pin: dict, name: str) -> tuple[str, int | None]:
-    """Return the address of a file of a commit, and its size if the Hub says it."""
+    """Return the address of a file of a commit, and its size if the Hub states it."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
     url = hf_hub_url(pin["repo"], name, revision=pin["commit"])
@@ -272,7 +272,7 @@ def _download(pin: dict, file: Path, expected: int, show: Display) -> None:
 
 
 def _receive_all(url: str, file: IO[bytes], total: int, show: Display) -> None:
-    """Append to a file what it lacks, again from where it stands if the connection ends."""
+    """Append the missing bytes to a file, and resume if the connection ends."""
     from huggingface_hub.errors import HfHubHTTPError
 
     name = url.rpartition("/")[2]

@@ -86,7 +86,7 @@ def _packs_of_hub() -> Iterator[tuple[str, Path]]:
 def _entry(name: str, folder: Path, fault: OSError | None) -> dict:
     """Return the entry of a pack; with an error where its manifest or a file is damaged.
 
-    ``fault`` says why the folder cannot be read.
+    ``fault`` is the reason why the folder cannot be read.
     """
     entry = dict.fromkeys(
         "base fingerprint model_type quantization ranks parameters pack_mb ppl_before ppl_after "
@@ -122,7 +122,7 @@ def _entry(name: str, folder: Path, fault: OSError | None) -> dict:
 
 
 def _metric(result: dict) -> dict:
-    """Return the metric that stands for a pack of an encoder; empty if it has none."""
+    """Return the headline metric of a pack of an encoder; empty if it has none."""
     name = next((name for name in METRICS if f"{name}_after" in result), None)
     values = {when: result.get(f"{name}_{when}") for when in ("before", "after")}
     return {} if name is None else {"metric": name} | {f"metric_{k}": v for k, v in values.items()}

@@ -1,6 +1,6 @@
 """Several packs as one: the weighted sum of their deltas, exact, of any ranks and targets.
 
-A sum of low-rank deltas is one of higher rank: the packs' A stand side by side, and their B, times
+A sum of low-rank deltas is one of higher rank: the packs' A are concatenated, and their B, times
 weight and scale, one below the other. The result is a pack like any other, with scale 1.
 """
 

@@ -111,7 +111,7 @@ def _labels(values: Sequence[float]) -> list[str]:
 def _around(series: Sequence[Points]) -> tuple[float, float]:
     """Return bounds of the values with a margin, at 0 where that is near.
 
-    They are at least 2 % apart: a curve that stands still looks like one.
+    They are at least 2 % apart: a flat curve then looks flat.
     """
     values = [y for points in series for _, y in points]
     low, high = min(values), max(values)

@@ -78,7 +78,7 @@ class Facts:
         title: the name of the pack or run, without its folder.
         status: what is missing of a run that is not over.
         base: what was trained, in one line.
-        figures: name and value of what stands at the top.
+        figures: name and value of the headline figures.
         curve: points of each of `SERIES`, and of the throughput as ``rate``.
         unit: what a run counts: tokens, pairs.
         best: the batch whose weights the pack has, where they are not the last ones.

@@ -1,6 +1,6 @@
 """Checkpoints: all that the next step depends on, written atomically, with the hash of every file.
 
-A checkpoint holds the adapters, the optimizer's state, the random state, and how many batches were
+A checkpoint contains the adapters, the optimizer's state, the random state, and how many batches were
 taken (the order of the data is a function of the seed). ``state.json`` has the hashes of the other
 files, and one of itself.
 """
@@ -179,7 +179,7 @@ def has_loss_scale(folder: Path) -> bool:
     try:
         return any(name.startswith(f"{KEY}.") for name in read_header(folder / OPTIMIZER)[0])
     except (PackError, OSError):
-        return False  # loading it says what is wrong
+        return False  # loading it reports the fault
 
 
 def set_random_state(key: mx.array) -> None:
@@ -229,7 +229,7 @@ def _from_json(cls: type, value: object, prefix: str = "") -> Any:
     """Return a dataclass from JSON, after a check of every name and number."""
     kinds = {f.name: f.type for f in fields(cls)}
     if not isinstance(value, dict) or not set(kinds) - _ADDED_LATER <= set(value) <= set(kinds):
-        raise ValueError(f"{STATE} must hold {', '.join(prefix + name for name in kinds)}")
+        raise ValueError(f"{STATE} must contain {', '.join(prefix + name for name in kinds)}")
     entries = dict(value)
     for key, number in entries.items():
         kind = kinds[key]

@@ -15,7 +15,7 @@ from .settings import Run
 def limit_command_buffers(run: Run) -> None:
     """Set MLX's limit of operations where command buffers would be too long, and say so.
 
-    A limit in the environment stands. MLX reads it once, so that a process that has used the GPU
+    A limit in the environment is kept. MLX reads it once, so that a process that has used the GPU
     keeps what it had.
     """
     if runtime.on_cpu() or not mx.metal.is_available():

@@ -13,7 +13,7 @@ def with_batches(run: Run, dataset: Dataset) -> tuple[Run, Dataset]:
         return run, dataset
     each = dataset.batches_per_epoch()
     train = replace(run.train, epochs=None, iters=max(1, round(epochs * each)))
-    if train.picks_best:  # of a few short epochs, each is looked at
+    if train.picks_best:  # each of a few short epochs is evaluated
         train = replace(train, steps_per_eval=min(train.steps_per_eval, each))
     updates = -(-train.iters // train.grad_accumulation_steps)
     run.display.line(

@@ -121,7 +121,7 @@ class Fit:
         }
 
     def _check_end(self) -> None:
-        """Say that a resumed run had ended; it cannot end before the batches that it has taken."""
+        """Note that a resumed run had ended; it cannot end before the batches that it has completed."""
         run, done, end = self.run, self.state.batches, self.run.goal.stop
         if done > end:
             raise PackError(

@@ -1,4 +1,4 @@
-"""What a run is: its recipe, its base and its data; a resumed run must be the same run."""
+"""The identity of a run: its recipe, its base and its data; a resumed run must be the same run."""
 
 import json
 from collections.abc import Sequence

@@ -23,7 +23,7 @@ class Graph:
     stepper: Stepper
     loss: Loss  # as it was first passed
     names: frozenset[str]  # of the layers that take part in it
-    source: object  # what the user passed; held so that its id stays its own
+    source: object  # passed by the user; referenced so that its id is not reused
 
 
 class GraphCache(dict[object, Graph]):

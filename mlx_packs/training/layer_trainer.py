@@ -338,7 +338,7 @@ class LayerTrainer:
             raise
 
     def _forget_graphs(self) -> None:
-        """Drop compiled graphs, which hold the optimizer's earlier state, and what waits."""
+        """Drop compiled graphs, which reference the optimizer's earlier state, and pending work."""
         self._graphs.clear()
         self._waiting = None
 

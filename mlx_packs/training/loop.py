@@ -44,7 +44,7 @@ class _Taken:
 class Loop:
     """The loop over the batches of a phase.
 
-    A GPU is given a step before the loss of the one before is read, so that it never waits for
+    The next step is submitted to a GPU before the loss of the last one is read, so that it never waits for
     Python; two steps are in flight at most. The peak of memory stays that of one: a step begins
     with the weights that the last one ends with, and MLX allocates for ten command buffers of 50
     dispatches before it waits for one of them (its transforms.cpp and metal/device.cpp), which is
@@ -64,7 +64,7 @@ class Loop:
     on_nan: OnNan
     guards: Sequence[Guard] = ()
     micro_batches: MicroBatches = field(default_factory=MicroBatches)
-    early_stop: EarlyStop | None = None  # only looked at between updates
+    early_stop: EarlyStop | None = None  # only checked between updates
     _in_flight: deque[_Taken] = field(default_factory=deque, init=False)
     _read_at: float = field(default=0.0, init=False)  # when the last step was over
     # The last update that was read, and the random state then: an overflow in float16 leads there.

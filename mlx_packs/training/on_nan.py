@@ -30,12 +30,12 @@ class BackOff(Exception):
 
 
 class OnNan:
-    """What a run does about losses and gradients that are not finite.
+    """The policy of a run for losses and gradients that are not finite.
 
     Args:
         run: its settings have the policy.
         rows: the rows of a batch, as messages name them.
-        observers: are told of skipped updates.
+        observers: notified of skipped updates.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class OnNan:
         self._skipped = last["in_a_row"] if last and last["batch"] == batches else 0
 
     def updated(self) -> None:
-        """Note that an update was made."""
+        """Note an applied update."""
         self._skipped = 0
 
     def handle(self, number: int, fault: str, batches: Sequence[Any]) -> None:

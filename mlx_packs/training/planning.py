@@ -100,7 +100,7 @@ def fit_into_memory(
 def choose_path(
     run: Run, base: Base, rows: tuple[int, int] | None, plans: Mapping[str, MemoryPlan]
 ) -> MatmulPathChoice:
-    """Return the matmul path as asked for, that of a resumed run, or the fastest of the planned ones.
+    """Return the specified matmul path, that of a resumed run, or the fastest of the planned ones.
 
     ``rows`` are those of a typical batch that go through a weight and through the head; None where
     the base is dense for the task.
@@ -111,7 +111,7 @@ def choose_path(
     goes_on = run.resume and not run.overflow  # in another dtype, others may be faster
     resumed = recorded_matmul_path(run.folder) if goes_on else None
     if asked != "auto":
-        choice = MatmulPathChoice(asked, {}, "as asked")
+        choice = MatmulPathChoice(asked, {}, "as specified")
     elif resumed in (plans or MATMUL_PATHS):
         choice = MatmulPathChoice(resumed, {}, "as the run began")
     else:

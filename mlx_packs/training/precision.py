@@ -1,4 +1,4 @@
-"""The dtype of a run: chosen when it begins, kept when it is resumed, left after an overflow."""
+"""The dtype of a run: chosen when it begins, kept when it is resumed, changed after an overflow."""
 
 from collections.abc import Mapping
 

@@ -73,7 +73,7 @@ def adapt(
 ) -> RegisteredLayer:
     """Freeze a linear and put a fresh adapter (B = 0) beside it; seed and name decide A."""
     if isinstance(linear, AdaptedLinear):
-        raise PackError(f"{name}: carries an adapter already.", "conflict", "linear")
+        raise PackError(f"{name}: has an adapter already.", "conflict", "linear")
     if type(linear) not in (nn.Linear, *LINEARS):
         raise PackError(
             f"{name}: must be an nn.Linear, nn.QuantizedLinear or NF4Linear, but is a "

@@ -1,6 +1,6 @@
 """Train a pack: examples in, adapters on a frozen base (or its own weights), a folder out.
 
-`run` is the one road of every task and every method; it reads from top to bottom.
+`run` is the one path of every task and every method; it reads from top to bottom.
 """
 
 import gc
@@ -145,7 +145,7 @@ def train_pack(  # noqa: PLR0913 (the public face)
 
 @runtime.memory_limits()
 def run(run: Run) -> TrainRun:
-    """Train as a run asks for, in folders that are its own.
+    """Train as a run specifies, in its own folders.
 
     After an overflow in float16 it goes on in bfloat16 from the last update, as if resumed.
     """
@@ -156,7 +156,7 @@ def run(run: Run) -> TrainRun:
             raise
         fault, saved = overflow.fault, overflow.saved
     run.display.line("dtype", f"{fault}; the run goes on in bfloat16")
-    gc.collect()  # the base in float16, which the exception held
+    gc.collect()  # the base in float16, which the exception referenced
     return _run(replace(run, resume=run.resume or saved, overflow=fault))
 
 
@@ -263,7 +263,7 @@ def _open_base(run: Run, task: Task) -> tuple[Base, ComputeDtype]:
                 compute_dtype=dtype.cast,
                 lazy=task.lazy_base,
             )
-        if dtype.cast == "auto" and dtype.why == STORED:  # config.json may not say it
+        if dtype.cast == "auto" and dtype.why == STORED:  # config.json may not name it
             dtype = replace(dtype, name=base.compute_dtype)
     task.check(base.name, base.config["model_type"])
     METHODS[train.method].check(base, train.matmul_path)

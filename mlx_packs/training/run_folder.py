@@ -31,7 +31,7 @@ PICTURE = "loss.png"
 RUN_FORMAT_VERSION = 1
 _RUN_FORMAT = "mlx_packs run "  # and the version
 _POINTER = "latest"  # which early versions wrote
-# What is no number in a line of metrics.jsonl: the phase, and what observers are told in `on_event`.
+# Fields of metrics.jsonl that are not numbers: the phase, and the events passed to `on_event`.
 _OF_EVENTS = ("phase", "memory_pressure", "fault", "action", "to", "rows")
 
 

@@ -156,7 +156,7 @@ def _stage(run: Path, identity: Mapping) -> Facts:
 
 
 def _pack_of(run: Path) -> Pack | None:
-    """Return the pack that stands beside a run and is of it, else None."""
+    """Return the pack beside a run if it is that run's, else None."""
     if not run.resolve().name.endswith(_SUFFIX):
         return None
     folder = run.resolve().with_name(run.resolve().name.removesuffix(_SUFFIX))

@@ -32,7 +32,7 @@ def interrupted(run: Run, checkpoint: Path, number: int) -> RunStopped:
 def resumable(run: Run) -> Iterator[None]:
     """Raise `RunStopped` for a signal or a disk that cannot be written, where there is a checkpoint.
 
-    The run folder holds none of another run any more.
+    The run folder contains none of another run any more.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""A run that nobody watches: the Mac stays awake while it trains, and says when it is over."""
+"""A run that nobody watches: the Mac stays awake while it trains, and shows a notification at the end."""
 
 import os
 import time

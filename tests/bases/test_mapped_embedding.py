@@ -32,7 +32,7 @@ def test_mapped_rows_are_those_of_the_embedding(tmp_path, dtype, mode):
 def test_the_reason_is_given_where_a_table_cannot_be_mapped(tmp_path):
     folder = write_checkpoint(tmp_path / "base", "llama")
     other = nn.Embedding(10, 64)
-    assert map_embedding(folder, KEY, other) == f"{KEY} lies in the files as F32 [4096, 64]"
+    assert map_embedding(folder, KEY, other) == f"{KEY} is stored in the files as F32 [4096, 64]"
     assert map_embedding(folder, None, other) == "its tensor in the files is not known"
     packed = NF4Embedding.from_embedding(other)
     assert map_embedding(folder, KEY, packed) == "rows of a NF4Embedding are not read from a file"

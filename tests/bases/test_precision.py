@@ -50,7 +50,7 @@ def test_a_dtype_that_is_asked_for_is_taken(gpu):
     gpu("Apple M1")
     for asked in ("bfloat16", "float16", "float32"):
         dtype = choose_compute_dtype(BFLOAT16, asked)
-        assert (dtype.name, dtype.cast, dtype.why) == (asked, asked, "as asked")
+        assert (dtype.name, dtype.cast, dtype.why) == (asked, asked, "as specified")
         assert activation_bytes(BFLOAT16, TrainConfig(compute_dtype=asked)) == (
             4 if asked == "float32" else 2
         )
@@ -82,7 +82,7 @@ def test_a_plan_names_dtype_and_reason(gpu, tmp_path, run):
     assert dtypes["lora"] == {"name": "float16", "why": "Apple M1 Max has no native bfloat16"}
     assert dtypes["lora-fp32"]["name"] == dtypes["full"]["name"] == "float32"
     lines = run(*plan, "--compute-dtype", "bfloat16")[1].splitlines()
-    assert lines[1] == "dtype   bfloat16: as asked"
+    assert lines[1] == "dtype   bfloat16: as specified"
 
 
 def test_no_tensor_is_left_that_would_widen_float16(gpu, tmp_path):

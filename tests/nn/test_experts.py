@@ -41,7 +41,7 @@ def test_experts_routers_and_indexers_have_adapters_only_where_named():
     assert not any("switch_mlp" in p or "indexer" in p for p in attached.specs)
     assert any("shared_experts.up_proj" in p for p in attached.specs)
     assert attached.notes == [
-        "experts carry adapters only where named: --target-modules down_proj,gate_proj,up_proj"
+        "experts get adapters only where named: --target-modules down_proj,gate_proj,up_proj"
     ]
     attached.detach()
     attached = attach(base, LoRAConfig(rank=RANK, target_modules=("up_proj", "indexer.wk")))
@@ -53,7 +53,7 @@ def test_linears_narrower_than_the_rank_are_left_out_unless_named():
     base = family_base("qwen2_moe")
     attached = attach(base, LoRAConfig(rank=8))
     assert not any("shared_expert_gate" in p for p in attached.specs)
-    assert "shared_expert_gate: narrower than rank 8, carry no adapter" in attached.notes
+    assert "shared_expert_gate: narrower than rank 8, have no adapter" in attached.notes
     attached.detach()
     with raises("invalid", "rank", "shared_expert_gate", "64 x 1"):
         attach(base, LoRAConfig(rank=8, target_modules=("shared_expert_gate",)))

@@ -222,7 +222,7 @@ def stored(out: str) -> dict[str, bytes]:
 
 def test_a_run_that_overflows_goes_on_in_bfloat16(checkpoint, rows):
     result, lines = trained(checkpoint, rows)
-    assert lines[0] == "dtype: float16: as asked · the loss is scaled"
+    assert lines[0] == "dtype: float16: as specified · the loss is scaled"
     overflow = next(line for line in lines if "goes on in bfloat16" in line)
     number = int(overflow.removeprefix("dtype: batch ").partition(":")[0])
     assert "the loss is nan in float16" in overflow
@@ -289,7 +289,7 @@ def test_a_resumed_run_is_the_unbroken_one(tmp_path, here, monkeypatch):
     assert has_loss_scale(latest_checkpoint(Path("whole-run")))
     trained(base, data, replace(TRAIN, iters=2))
     result, lines = trained(base, data, resume=True)
-    assert lines == ["dtype: float16: as asked · the loss is scaled"]
+    assert lines == ["dtype: float16: as specified · the loss is scaled"]
     assert stored("o") == stored("whole")
     assert result.report["loss_scale"] == 2 * FIRST and result.report["skipped_updates"] == 0
     assert [line["loss_scale"] for line in result.curve] == [FIRST, FIRST, 2 * FIRST, 2 * FIRST]

@@ -1,1 +1,1 @@
-"""What a run depends on besides itself: one file per guard; registry.py lists them."""
+"""Guards of external resources of a run: one file per guard; registry.py lists them."""

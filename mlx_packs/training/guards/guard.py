@@ -12,7 +12,7 @@ from ..settings import Run
 
 @dataclass(frozen=True)
 class Guarded:
-    """What guards are made from."""
+    """The arguments from which guards are created."""
 
     run: Run
     identity: dict  # of the run, as config.json has it

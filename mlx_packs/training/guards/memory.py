@@ -7,14 +7,14 @@ from ...memory.pressure import CRITICAL, LOW, memory_pressure
 from ...runtime import mx
 from .guard import Guard, Guarded
 
-_EVERY = 1.0  # seconds between two looks at the system
-_WORTHWHILE = 32 << 20  # bytes of freed buffers that are given back before batches are split
+_EVERY = 1.0  # seconds between two readings of the system
+_WORTHWHILE = 32 << 20  # bytes of freed buffers that are released before batches are split
 
 
 class Memory(Guard):
-    """Looks at the system once a second.
+    """Reads the state of the system once a second.
 
-    Under pressure MLX's freed buffers are given back; then batches are taken in twice as many
+    Under pressure MLX's freed buffers are released; then batches are taken in twice as many
     pieces, which changes an update by rounding alone; where a piece is one row already, the run ends
     before the system swaps, once the pressure is critical.
     """

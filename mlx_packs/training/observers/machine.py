@@ -7,7 +7,7 @@ from ...memory.pressure import memory_pressure
 from .observed_run import ObservedRun
 from .observer import Observer
 
-_EVERY = 10.0  # seconds between two looks; each starts two programs
+_EVERY = 10.0  # seconds between two readings; each starts two programs
 
 # Fields in the lines of metrics.jsonl, and what the report calls the share of the time with a number
 # above 0.
@@ -65,7 +65,7 @@ def read_state() -> dict[str, int]:
 def shares_of(curve: list[dict], unit: str) -> dict[str, float]:
     """Return for each field the share of the training time, where it is known, that it was above 0.
 
-    A line stands for the seconds since the one before, by what was trained on and how fast; so a
+    A line covers the seconds since the one before, by what was trained on and how fast; so a
     resumed run counts whole.
 
     Args:

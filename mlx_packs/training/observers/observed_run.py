@@ -1,4 +1,4 @@
-"""What the observers of a run are made from."""
+"""The facts of a run that its observers need."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from ..settings import Run
 
 @dataclass(frozen=True)
 class ObservedRun:
-    """What observers are made from."""
+    """The facts of a run that observers are created from."""
 
     run: Run
     unit: str  # what the run counts: tokens, pairs

@@ -28,7 +28,7 @@ class Retention(Observer):
 
     @classmethod
     def of(cls, observed: ObservedRun) -> "Retention | None":
-        """Return the retention that ``--keep-last`` asks for; None if all checkpoints are kept."""
+        """Return the retention for ``--keep-last``; None if all checkpoints are kept."""
         run = observed.run
         if run.train.keep_last == -1:
             return None

@@ -1,6 +1,6 @@
 """The seam for what is trained: a task is one class in one file, named in `config.choices.TASKS`.
 
-`training.run` makes one task for each run and calls its methods in the order in which they stand
+`training.run` makes one task for each run and calls its methods in the order in which they are defined
 here. Methods with a body are defaults.
 """
 
@@ -28,7 +28,7 @@ from ..settings import Run
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run did, in the task's terms."""
+    """The outcome of a run, in the task's terms."""
 
     # Scores before and after, for manifest and report; ``split`` and ``rows`` name the examples.
     eval: dict
@@ -72,7 +72,7 @@ class Task(ABC):
 
     @abstractmethod
     def objective(self, trainable: Trainable, memory: MemoryChoice) -> Objective:
-        """Return what is computed on a batch, over the model that now carries ``trainable``."""
+        """Return what is computed on a batch, over the model that now has ``trainable``."""
 
     @abstractmethod
     def summary(
@@ -83,7 +83,7 @@ class Task(ABC):
     @staticmethod
     @abstractmethod
     def report_lines(report: dict) -> list[str]:
-        """Return the report of a run for people, the line that stands alone first."""
+        """Return the report of a run for people, the headline first."""
 
     def gate_values(
         self, gates: Mapping[str, float], pack: Pack, summary: Summary, matmul_path: str
@@ -111,7 +111,7 @@ def bad_rows_lines(report: Mapping) -> list[str]:
 
 
 def make_task(run: Run) -> Task:
-    """Return the task that a run asks for."""
+    """Return the task of a run."""
     return task_class(run.train.task)(run)
 
 
