@@ -1,1 +1,1 @@
-"""Benchmarks of mlx_packs against its peers; run from a checkout, never stock in the wheel."""
+"""Benchmarks of mlx_packs against baselines; they run from a checkout and are not in the wheel."""

@@ -18,14 +18,14 @@ _CHECKOUT = Path(__file__).parent.parent
 
 
 class Failed(Exception):
-    """A process ended with an error; its own words are on stderr."""
+    """A process ended with an error; its message is on stderr."""
 
 
 def run(module: str, arguments: Sequence[str], blas: str | None = None) -> dict:
-    """What ``python -m benchmarks.<module>`` prints as its last line.
+    """Return the last line that ``python -m benchmarks.<module>`` prints, parsed.
 
     Args:
-        blas: in place of this process's; ``off`` is what MLX's wheel brings, as its users have it.
+        blas: in place of this process's; ``off`` is that of MLX's wheel.
     Raises: Failed.
     """
     environment = {**os.environ, BLAS_VARIABLE: blas} if blas else os.environ

@@ -1,6 +1,6 @@
-"""Generating with a pack attached, against mlx-lm with the same adapter loaded, by turns.
+"""Generating with a pack attached, against mlx-lm with the same adapter loaded, alternating.
 
-All implementations must say the same greedy text before a speed is printed.
+All implementations must generate the same greedy text before a speed is printed.
 
     python -m benchmarks.generate
 """
@@ -98,23 +98,23 @@ def run(options: argparse.Namespace) -> list[Record]:
     path = resolve_checkpoint(options.model)
     with tempfile.TemporaryDirectory() as workload:
         folder = write_pack(options.model, Path(workload) / "pack", options.seed)
-        peer, tokenizer = mlx_lm.load(str(path), adapter_path=str(folder))
+        baseline, tokenizer = mlx_lm.load(str(path), adapter_path=str(folder))
         pack = Pack.open(folder)
         bases = {p: load_base(options.model) for p in options.matmul_path or ("quantized", "dense")}
-        # mlx-lm keeps the checkpoint's dtype; on a CPU ours is float32, and so must the peer be
-        peer.set_dtype(bases[next(iter(bases))].model.layers[0].input_layernorm.weight.dtype)
+        # mlx-lm keeps the checkpoint's dtype; on a CPU ours is float32, and so must the baseline be
+        baseline.set_dtype(bases[next(iter(bases))].model.layers[0].input_layernorm.weight.dtype)
         for matmul_path, base in bases.items():
             pack.attach(base, matmul_path=matmul_path)
             base.model.eval()
-        mx.eval(peer.parameters())
+        mx.eval(baseline.parameters())
     first = next(iter(bases.values()))
     prompt = chat_prompt(first, [{"role": "user", "content": QUESTION * options.repeat}])
     tokens = options.tokens
 
-    def of_peer(reference_blas: bool) -> Callable[[], dict]:
+    def of_baseline(reference_blas: bool) -> Callable[[], dict]:
         def call() -> dict:
             with stock.mlx(reference_blas):
-                return spoken(peer, tokenizer, prompt, tokens)
+                return spoken(baseline, tokenizer, prompt, tokens)
 
         return call
 
@@ -126,7 +126,9 @@ def run(options: argparse.Namespace) -> list[Record]:
         return call
 
     replaced = stock.blas_is_replaced()
-    implementations = {STOCK: of_peer(replaced)} | ({SAME_BLAS: of_peer(False)} if replaced else {})
+    implementations = {STOCK: of_baseline(replaced)} | (
+        {SAME_BLAS: of_baseline(False)} if replaced else {}
+    )
     implementations |= {f"mlx_packs {path}": of_ours(base) for path, base in bases.items()}
     shape = f"{len(prompt)} tokens of prompt, {tokens} decoded, rank {RANK}"
     return records(
@@ -143,7 +145,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--matmul-path",
         action="append",
         choices=MATMUL_PATHS,
-        help="of ours, repeatable [quantized, dense]",
+        help="our matmul path, repeatable [quantized, dense]",
     )
     parser.add_argument("--tokens", type=int, default=64, help="to decode [64]")
     parser.add_argument("--repeat", type=int, default=8, help="length of the prompt [8]")

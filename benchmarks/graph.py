@@ -1,8 +1,8 @@
 """Primitives, bytes and predicted seconds of training on Apple GPUs, from lazy graphs.
 
-The functions here lay out the step and the batches that an Apple GPU would get, and evaluate
-nothing. They are called in a process where MLX lays out what its Metal build would
-(`apple_gpu.capture`), and stand on the code that trains: the same adapters, objective and compiled
+The functions here build the graph of the step and the batches that an Apple GPU would get, and
+evaluate nothing. They are called in a process where MLX builds the graph of its Metal build
+(`apple_gpu.capture`), and use the code that trains: the same adapters, objective and compiled
 step. No Mac is timed by them.
 
     python -m benchmarks graph                   # steps, and batches of one epoch
@@ -128,9 +128,9 @@ def batch_shapes(
 def batch_steps(
     lengths: Sequence[int], supervised: float, batch_size: int, packing: bool, max_length: int
 ) -> list[tuple[int, int, int, int]]:
-    """Return `batch_shapes`, and with each a number: steps of a shape are compiled once a number.
+    """Return `batch_shapes`, and with each a number: steps of a shape are compiled once per number.
 
-    Packed batches whose examples stand elsewhere have different ones.
+    Packed batches whose examples have other positions have different numbers.
     """
     items = [_example(tokens, supervised) for tokens in lengths]
     examples = Examples(items, "text", "all tokens")

@@ -14,19 +14,19 @@ PATCHED = "mlx-lm patched"
 
 
 def ours_name(matmul_path: str, recompute: str) -> str:
-    """What records call an implementation of ours."""
+    """Return the name of one of our implementations in records."""
     suffix = "" if recompute == "none" else f", recompute {recompute}"
     return f"mlx_packs {matmul_path}{suffix}"
 
 
 def mlx_lm(load: Callable[[], Base], adapters: Adapters) -> MlxLm:
-    """mlx-lm's trainer, which learns from its own batches and from those `patched.with_targets`."""
+    """Return mlx-lm's trainer, which trains on its own batches and on those of `patched.with_targets`."""
     return MlxLm(load, adapters, patched.loss)
 
 
 @contextlib.contextmanager
-def conditions(peer: MlxLm, is_patched: bool, reference_blas: bool) -> Iterator[None]:
-    """MLX as mlx-lm has it; MLX's buffer cache is kept between steps, or emptied as stock."""
-    peer.args.clear_cache_threshold = patched.KEEP_CACHE if is_patched else 0
+def conditions(trainer: MlxLm, is_patched: bool, reference_blas: bool) -> Iterator[None]:
+    """Run stock MLX; its buffer cache is kept between steps, or emptied as in stock mlx-lm."""
+    trainer.args.clear_cache_threshold = patched.KEEP_CACHE if is_patched else 0
     with stock.mlx(reference_blas=reference_blas):
         yield

@@ -1,4 +1,4 @@
-"""Loading a base and its tokenizer: `load_base` against `mlx_lm.load`, by turns.
+"""Loading a base and its tokenizer: `load_base` against `mlx_lm.load`, alternating.
 
 Every load is in a process of its own; imports are not in its time.
 

@@ -1,7 +1,7 @@
-"""What a training step takes in memory: every implementation in a process of its own, on the same rows.
+"""Memory of a training step: every implementation in its own process, on the same examples.
 
-*Beyond the base* is the most that MLX held at once, less the base's own bytes: dense copies,
-adapters and optimizer count. *Transient* is the part of it that a step takes and gives back.
+*Beyond the base* is MLX's peak minus the bytes of the base model: dense copies,
+adapters and optimizer count. *Transient* is the part of it that a step allocates and frees.
 
     python -m benchmarks.memory --workload tiny_long
 """
@@ -47,7 +47,7 @@ def measure(implementation: str, options: argparse.Namespace) -> dict:
 
     losses: list[float] = []
     if implementation in (STOCK, PATCHED):
-        peer = mlx_lm(loaded, adapters)
+        trainer = mlx_lm(loaded, adapters)
         del adapters
 
         def batches():
@@ -56,10 +56,10 @@ def measure(implementation: str, options: argparse.Namespace) -> dict:
             results.update(_at_rest())
             for _ in range(STEPS):
                 yield batch
-                losses.append(peer.loss)
+                losses.append(trainer.loss)
 
-        with conditions(peer, implementation == PATCHED, reference_blas=False):
-            peer.train(batches())
+        with conditions(trainer, implementation == PATCHED, reference_blas=False):
+            trainer.train(batches())
     else:
         ours = Ours(loaded, adapters, implementation, options.recompute)
         del adapters
@@ -151,13 +151,13 @@ def parser() -> argparse.ArgumentParser:
         "--matmul-path",
         action="append",
         choices=MATMUL_PATHS,
-        help="of ours, repeatable [the workload's]",
+        help="our matmul path, repeatable [the workload's]",
     )
     p.add_argument(
         "--recompute",
         choices=POLICIES,
         default="none",
-        help="what ours computes again in the backward [%(default)s]",
+        help="our activation checkpointing policy [%(default)s]",
     )
     p.add_argument("--batch-size", type=int, metavar="N", help="rows [the workload's]")
     p.add_argument("--length", type=int, metavar="N", help="tokens of a row [the workload's]")

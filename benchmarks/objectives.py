@@ -1,12 +1,12 @@
-"""Quality of the projection stack: the same rows and steps as the true forward, evaluated by it.
+"""Quality of the projection stack: the same examples and steps as the full forward pass, evaluated by it.
 
-A small Llama with square o_proj and a head of its own is first trained on Python's documentation (the
-texts that `pydoc` carries), then adapted to the passages under each objective. Perplexities
-are of held-out rows, by the true forward; the own one is of the graph that was trained.
+A small Llama with square o_proj and an untied head is first trained on Python's documentation (the
+texts in `pydoc`), then adapted to the passages under each objective. Perplexities are those of
+held-out examples in the full forward pass; the proxy's is that of the trained graph.
 
     python -m benchmarks.objectives [--iters 200] [--write]
 
-The numbers do not depend on the machine, but for the order of float32 sums.
+The figures do not depend on the machine, except for the order of float32 sums.
 """
 
 import argparse
@@ -130,9 +130,9 @@ def main() -> None:
     versions = " · ".join(f"{k} {v}" for k, v in versions_line().items())
     results += [
         "",
-        f"{options.iters} batches of 8 rows, rank 16, learning rate {options.learning_rate:g}; the "
-        f"base (4 blocks of 128, vocabulary 4096) has a loss of {loss:.2f} on what it was taught "
-        f"first. {versions}.",
+        f"{options.iters} batches of 8 examples, rank 16, learning rate {options.learning_rate:g}; the "
+        f"base model (4 blocks of 128, vocabulary 4096) has a loss of {loss:.2f} on its "
+        f"pretraining text. {versions}.",
     ]
     if options.write:
         text = DOC.read_text(encoding="utf-8")

@@ -131,7 +131,7 @@ class Implementation:
 def race(
     name: str, plain: Implementation, cached: Implementation, rounds: int, tolerance: float
 ) -> None:
-    """Hold all losses of both implementations against each other, then time them by turns.
+    """Compare all losses of both implementations, then time them in alternation.
 
     Raises: LossesDiffer before anything is timed.
     """

@@ -1,7 +1,7 @@
 """Tables of the latest run of every task, from the history: printed, or put into the READMEs.
 
-In a README a table stands between two marks, the first of which names its task; a test holds what
-stands there to the history.
+In a README a table is between two markers, the first of which names its task; a test compares the
+table with the history.
 
     python -m benchmarks report [--task TEXT]    # print
     python -m benchmarks report --write          # the READMEs, and images/ratios.png

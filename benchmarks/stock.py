@@ -1,8 +1,8 @@
-"""MLX as its users have it, for a peer that runs in a process where mlx_packs has changed it.
+"""Stock MLX for a baseline that runs in a process where mlx_packs has changed MLX.
 
 Importing mlx_packs changes two things for the whole process on a Linux CPU (mlx_packs/runtime.py):
-libmlx's matrix products go to a real BLAS, and `mx.compile` is off. A peer would profit from the
-first and suffer from the second unseen. Here each can be undone for a while.
+libmlx's matrix products go to OpenBLAS, and `mx.compile` is off. A baseline would silently gain from
+the first and lose from the second. Here each can be undone temporarily.
 """
 
 import ctypes
@@ -18,18 +18,18 @@ REFERENCE_BLAS = "reference (MLX wheel)"
 
 
 def blas_name() -> str:
-    """File name of the library that multiplies matrices now, without its folder."""
+    """Return the file name of the library that multiplies matrices now, without its folder."""
     return Path(runtime.BLAS.name).name
 
 
 def blas_is_replaced() -> bool:
-    """Whether matrices are multiplied by another library than MLX brings."""
+    """Return whether another library than MLX's own multiplies matrices."""
     return runtime.BLAS.bound
 
 
 @contextmanager
 def mlx(reference_blas: bool) -> Iterator[None]:
-    """MLX as a peer has it: `mx.compile` on and, if asked for, the BLAS of MLX's own wheel."""
+    """Run stock MLX: with `mx.compile` and, if requested, the BLAS of MLX's own wheel."""
     with _compile_on(), _reference_blas() if reference_blas else nullcontext():
         yield
 

@@ -1,6 +1,6 @@
-"""Another pack in place of the one that is carried: `swap_pack` against loading anew with mlx-lm.
+"""Swapping packs: `swap_pack` against loading again with mlx-lm.
 
-Packs are opened beforehand, as a server holds them; loading reads base and adapter from disk.
+Packs are opened beforehand, as in a server; loading reads base and adapter from disk.
 
     python -m benchmarks.swap --model tiny
 """
@@ -42,7 +42,7 @@ def random_pack(base: Base, seed: int, rank: int) -> Pack:
 
 
 def samples(base: Base, rank: int, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of every way, by turns; each swap is warm, as in a server that runs."""
+    """Return milliseconds of every implementation, alternating; each swap is warm, as in a running server."""
     one, two = (random_pack(base, seed, rank) for seed in (0, 1))
     other = random_pack(base, 2, rank + 1)
     results: dict[str, list[float]] = {BASELINE: [], SAME: [], OTHER: [], ON_OFF: []}

@@ -59,12 +59,12 @@ def _value(records: list[Record], implementation: str, metric: str) -> float:
     return next(r.p50 for r in records if r.implementation == implementation and r.metric == metric)
 
 
-def _speed_over(peer: str) -> Callable[[Records, str], float]:
-    """Supervised tokens a second, as times the peer's."""
+def _speed_over(baseline: str) -> Callable[[Records, str], float]:
+    """Return the ratio of supervised tokens per second to the baseline's."""
 
     def of(records_by_run: Records, ours: str) -> float:
         steps = records_by_run["train_step"]
-        return _value(steps, ours, "speed") / _value(steps, peer, "speed")
+        return _value(steps, ours, "speed") / _value(steps, baseline, "speed")
 
     return of
 
@@ -80,10 +80,10 @@ def _memory(metric: str) -> Callable[[Records, str], float]:
     return of
 
 
-def _run_speed(peer: str) -> Callable[[Records, str], float]:
+def _run_speed(baseline: str) -> Callable[[Records, str], float]:
     def of(records_by_run: Records, ours: str) -> float:
         runs = records_by_run["train_run"]
-        return _value(runs, peer, "to the loss") / _value(runs, ours, "to the loss")
+        return _value(runs, baseline, "to the loss") / _value(runs, ours, "to the loss")
 
     return of
 

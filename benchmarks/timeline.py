@@ -41,7 +41,7 @@ class Timeline:
     """Memory in use over the time of a step."""
 
     seconds: list[float]  # since the step began
-    bytes: list[int]  # that MLX held then
+    bytes: list[int]  # in use by MLX then
     forward_s: float  # seconds that the forward and the loss take alone
     still: dict[str, int]  # bytes in use all the time, by part
 
@@ -197,7 +197,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--recompute",
         choices=POLICIES,
         default="none",
-        help="what the backward computes again [%(default)s]",
+        help="activation checkpointing policy [%(default)s]",
     )
     parser.add_argument("--batch-size", type=int, metavar="N", help="rows [the workload's]")
     parser.add_argument("--length", type=int, metavar="N", help="tokens of a row [the workload's]")

@@ -2,8 +2,9 @@
 
 Ours trains for ``--iters`` batches; the mean held-out loss it reaches is the target. mlx-lm's real
 trainer then runs, with the same recipe, until it reaches that loss; between two evaluations the time is
-interpolated. The clock counts loading, tokenizing, training and writing the adapters. It stands
-still for imports and evaluations: a process of its own evaluates every implementation on the held-out examples.
+interpolated. The clock counts loading, tokenizing, training and writing the adapters. It is
+stopped during imports and evaluations: a separate process evaluates every implementation on the
+held-out examples.
 
     python -m benchmarks.train_run
 """
@@ -90,7 +91,7 @@ class Clock:
         return time.perf_counter() - self.start
 
     def stopped(self, evaluation: Callable[[], float]) -> float:
-        """What ``evaluation`` gives, while the clock stands still."""
+        """Return the result of ``evaluation``, with the clock stopped."""
         before = time.perf_counter()
         results = evaluation()
         self.start += time.perf_counter() - before
@@ -256,7 +257,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         "python -m benchmarks.train_run", description=__doc__.split("\n")[0], allow_abbrev=False
     )
-    p.add_argument("--iters", type=int, default=48, metavar="N", help="batches of ours [48]")
+    p.add_argument("--iters", type=int, default=48, metavar="N", help="batches of our run [48]")
     p.add_argument(
         "--eval-every",
         type=int,

@@ -81,10 +81,10 @@ def run(options: argparse.Namespace) -> list[Record]:
     adapters = Adapters.random(base, options.rank, SCALE, options.seed)
     del base
     rows = Rows.random(batch_size, length, vocab_size, options.seed)
-    peer_rows = rows.first(options.mlx_lm_rows or workload.mlx_lm_rows or batch_size)
+    baseline_rows = rows.first(options.mlx_lm_rows or workload.mlx_lm_rows or batch_size)
     _say("loading")
-    peer = mlx_lm(fresh, adapters)
-    entries = _entries_of_mlx_lm(peer, peer_rows)
+    trainer = mlx_lm(fresh, adapters)
+    entries = _entries_of_mlx_lm(trainer, baseline_rows)
     for entry in entries:
         entry.steps = options.mlx_lm_steps or workload.mlx_lm_steps
     for path in options.matmul_path or workload.matmul_paths:
@@ -96,18 +96,20 @@ def run(options: argparse.Namespace) -> list[Record]:
     return records(entries, task, dtype, options.rank)
 
 
-def _entries_of_mlx_lm(peer: MlxLm, rows: Rows) -> list[Entry]:
+def _entries_of_mlx_lm(trainer: MlxLm, rows: Rows) -> list[Entry]:
     """Stock, with our BLAS where that is another one, and patched, which keeps its buffers."""
     batch = rows.for_mlx_lm()
     replaced = stock.blas_is_replaced()
-    own = partial(conditions, peer, False)
+    own = partial(conditions, trainer, False)
     # losses do not depend on the BLAS, and the reference takes long
-    entries = [Entry(STOCK, peer, rows, batch, around=partial(own, replaced), checked=not replaced)]
+    entries = [
+        Entry(STOCK, trainer, rows, batch, around=partial(own, replaced), checked=not replaced)
+    ]
     if replaced:
-        entries.append(Entry(SAME_BLAS, peer, rows, batch, around=partial(own, False)))
-    around = partial(conditions, peer, True, False)
+        entries.append(Entry(SAME_BLAS, trainer, rows, batch, around=partial(own, False)))
+    around = partial(conditions, trainer, True, False)
     targets = patched.with_targets(*batch)
-    return [*entries, Entry(PATCHED, peer, rows, targets, untimed=1, around=around)]
+    return [*entries, Entry(PATCHED, trainer, rows, targets, untimed=1, around=around)]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -131,13 +133,13 @@ def parser() -> argparse.ArgumentParser:
         "--matmul-path",
         action="append",
         choices=MATMUL_PATHS,
-        help="of ours, repeatable [the workload's]",
+        help="our matmul path, repeatable [the workload's]",
     )
     p.add_argument(
         "--recompute",
         choices=POLICIES,
         default="none",
-        help="what ours computes again in the backward [%(default)s]",
+        help="our activation checkpointing policy [%(default)s]",
     )
     number("--batch-size", None, "rows of a batch")
     number("--length", None, "tokens of a row; half are targets")

@@ -115,7 +115,7 @@ def parser() -> argparse.ArgumentParser:
         "--recompute",
         choices=POLICIES,
         default="block",
-        help="what the backward computes again [%(default)s]",
+        help="activation checkpointing policy [%(default)s]",
     )
     for flag, default in (("batch-size", 1), ("length", 512), ("rank", 16), ("steps", 2)):
         p.add_argument(f"--{flag}", type=int, default=default, metavar="N", help=f"[{default}]")

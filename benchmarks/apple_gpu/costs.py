@@ -58,7 +58,7 @@ class Array:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of memory that reading it all brings; broadcast axes once."""
+        """Return the bytes that reading all of it transfers; broadcast axes count once."""
         pairs = zip(self.shape, self.layout.strides, strict=True)
         return math.prod(n for n, stride in pairs if stride) * self.layout.itemsize
 

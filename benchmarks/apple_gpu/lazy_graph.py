@@ -93,7 +93,7 @@ class _Attention(_Primitive):
 
 
 class _TypeInfo(Structure):
-    """std::type_info, which stands before the virtual functions (Itanium C++ ABI, 2.5.2)."""
+    """std::type_info, which precedes the virtual functions (Itanium C++ ABI, 2.5.2)."""
 
     _fields_ = [("functions", c_void_p), ("name", c_char_p)]
 

@@ -109,7 +109,7 @@ class MetalBuild:
         needed = {lazy_graph.address(output) for output in outputs}
         nodes = []
         for node in map(self._named, reversed(lazy_graph.read(outputs, leaves))):
-            # what only stands for the results of a kernel is no part of the step
+            # nodes that only represent the results of a kernel are no part of the step
             if any(name in needed for name, *_ in node.outputs):
                 needed.update(node.inputs)
                 nodes.append(node)
@@ -147,7 +147,7 @@ class MetalBuild:
         mx.fast.metal_kernel = self._metal_kernel
 
     def _metal_kernel(self, name: str, *_: object, **__: object) -> Callable:
-        """Return what stands for a kernel: its launch is one primitive of the graph.
+        """Return the substitute of a kernel: its launch is one primitive of the graph.
 
         That primitive is the Depends of arrays of the right shapes on the kernel's inputs.
         """

@@ -1,7 +1,7 @@
 """Makes the tiny Qwen3 base that travels with mlx_packs.
 
 Corpus, tokenizer, pretraining, 4-bit MLX checkpoint: the model has the architecture of Qwen3 with
-6.6 M weights and is trained from nothing on texts that may be shipped (corpus.py). Training runs in
+6.6M parameters and is trained from scratch on texts that may be redistributed (corpus.py). Training runs in
 torch, which on a CPU is 2 to 3 times as fast as MLX; the result is an ordinary Hugging Face
 checkpoint, and mlx-lm's own converter turns it into the 4-bit MLX folder. In the last part of the
 training the weights are rounded to their 4-bit values in the forward pass (straight-through
@@ -272,7 +272,7 @@ def learning_rate(step: int, progress: float) -> float:
 
 
 def save_snapshot(model, work: Path) -> None:
-    """Write the Hugging Face checkpoint, whole or not at all."""
+    """Write the Hugging Face checkpoint atomically."""
     new, final = work / "hf.new", work / "hf"
     shutil.rmtree(new, ignore_errors=True)
     model.save_pretrained(new)
@@ -369,7 +369,7 @@ def train(
 
 
 def load_blas() -> None:
-    """Put a real BLAS before the slow one in MLX's CPU wheel; runs before mlx is imported."""
+    """Load OpenBLAS before the slow BLAS of MLX's CPU wheel; runs before mlx is imported."""
     try:
         ctypes.CDLL("libopenblas.so.0", mode=ctypes.RTLD_GLOBAL)
     except OSError:

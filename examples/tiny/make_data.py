@@ -1,4 +1,4 @@
-"""Makes the data set that travels with mlx_packs: reminders in plain words, and what they say as JSON.
+"""Makes the bundled data set of mlx_packs: reminders in plain words, and their content as JSON.
 
     Ring me at noon on Friday, I have to call Anna.
     {"task": "call Anna", "day": "Friday", "time": "12:00"}

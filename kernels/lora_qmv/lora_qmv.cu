@@ -52,7 +52,7 @@ __device__ inline float exponential(float v) { return expf(v); }
 __device__ inline float inverse_root(float v) { return rsqrtf(v); }
 
 // y [N, O] = x [N, D] times the weight [O, D], which is scale * code + bias in each GROUP of a row.
-// A warp makes ROWS x OUTPUTS numbers; its lanes take EIGHTS * 8 columns each by turns. Rows and
+// A warp makes ROWS x OUTPUTS numbers; its lanes take EIGHTS * 8 columns each in turn. Rows and
 // outputs past the end repeat the last one and are not stored.
 template <typename T, typename Y, int GROUP, int BITS, int ROWS>
 __device__ inline void qmv(

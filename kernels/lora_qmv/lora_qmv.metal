@@ -50,7 +50,7 @@ inline float exponential(float v) { return metal::exp(v); }
 inline float inverse_root(float v) { return metal::rsqrt(v); }
 
 // y [N, O] = x [N, D] times the weight [O, D], which is scale * code + bias in each GROUP of a row.
-// A simdgroup makes ROWS x OUTPUTS numbers; its lanes take EIGHTS * 8 columns each by turns. Rows and
+// A simdgroup makes ROWS x OUTPUTS numbers; its lanes take EIGHTS * 8 columns each in turn. Rows and
 // outputs past the end repeat the last one and are not stored.
 template <typename T, typename Y, int GROUP, int BITS, int ROWS>
 inline void qmv(

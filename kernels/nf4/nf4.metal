@@ -55,7 +55,7 @@ inline void dequantize(
 }
 
 // y [N, O] = x [N, D] times the weight [O, D]. A simdgroup makes ROWS x OUTPUTS numbers of y: its
-// lanes take the words of a row by turns, and every word is unpacked once for all ROWS. Rows and
+// lanes take the words of a row in turn, and every word is unpacked once for all ROWS. Rows and
 // outputs past the end repeat the last one and are not stored.
 template <typename T, typename W, typename A, int BLOCK, int ROWS, int OUTPUTS, int THREADS>
 inline void matvec(
