@@ -224,7 +224,7 @@ def run(name: str, arguments: list[str]) -> list[Record]:
         return history.read(file)
 
 
-def judge(goal: Goal, records_by_run: Records) -> list[Result]:
+def evaluate(goal: Goal, records_by_run: Records) -> list[Result]:
     """The figures of the configuration of ours that meets most targets of a goal."""
     names = [{r.implementation for r in records} for records in records_by_run.values()]
     ours = sorted(n for n in set.intersection(*names) if n.startswith("mlx_packs")) or [
@@ -280,7 +280,7 @@ def main(arguments: list[str] | None = None) -> int:
         history.append(
             (r for records_of in records_by_run.values() for r in records_of), options.history
         )
-        results += judge(goal, records_by_run)
+        results += evaluate(goal, records_by_run)
         new_records += records(results[-len(goal.targets) :])
         history.append(new_records[-2 * len(goal.targets) :], options.history)
     print(report.targets(new_records))

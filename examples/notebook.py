@@ -19,7 +19,7 @@ print(f"{run.report['pack']}: PPL {run.report['ppl_before']:.1f} → {run.report
 report = mp.evaluate(base, pack=run.pack, data=mp.data.tiny_path() / "valid.jsonl").to_json()
 print(f"valid: ratio {report['ppl_ratio']:.2f} on {report['rows']} rows")
 
-# %% Judge: the pack at half and full strength beside the base, at two batch sizes
+# %% Evaluate: the pack at half and full strength beside the base, at two batch sizes
 half = mp.weighted_sum([(run.pack, 0.5)])
 for one in mp.evaluate_batch(
     base, {"half": half, "full": run.pack}, batch_sizes=[1, 4], limit=40, sequence_length=128

@@ -46,9 +46,9 @@ class Blas:
 
 def _candidates() -> list[tuple[str, str]]:
     """Return (library file, symbol prefix) in the order to try."""
-    wanted = os.environ.get(BLAS_VARIABLE, "auto")
-    if wanted not in ("auto", ""):
-        return [(wanted, ""), (wanted, "scipy_")]
+    setting = os.environ.get(BLAS_VARIABLE, "auto")
+    if setting not in ("auto", ""):
+        return [(setting, ""), (setting, "scipy_")]
     system = [(name, "") for name in _SYSTEM_BLAS]
     try:
         import scipy_openblas32

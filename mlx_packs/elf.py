@@ -122,8 +122,8 @@ def jump_slots(read: Reader, base: int, machine: str, names: Collection[str]) ->
     count, rest = divmod(tags[_DT_PLTRELSZ], _RELOCATION)
     if rest or count > _MOST_RELOCATIONS:
         raise ElfError(f"its jump table has {tags[_DT_PLTRELSZ]} bytes of relocations")
-    wanted = {name.encode() + b"\0": name for name in names}
-    longest = max(map(len, wanted), default=0)
+    encoded = {name.encode() + b"\0": name for name in names}
+    longest = max(map(len, encoded), default=0)
     slots: dict[str, int] = {}
     table = read(relocations, count * _RELOCATION)
     for offset, info, _ in struct.iter_unpack("<QQq", table):
@@ -133,7 +133,7 @@ def jump_slots(read: Reader, base: int, machine: str, names: Collection[str]) ->
         if name_at >= tags[_DT_STRSZ]:
             raise ElfError("a symbol's name is not in the table of names")
         text = read(strings + name_at, min(longest, tags[_DT_STRSZ] - name_at))
-        name = wanted.get(text[: text.find(b"\0") + 1])
+        name = encoded.get(text[: text.find(b"\0") + 1])
         if name is None:
             continue
         if name in slots or offset % 8:

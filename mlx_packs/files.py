@@ -46,8 +46,8 @@ _OVERTAKEN = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY)
 
 def cache_folder(part: str) -> Path | None:
     """Return ``$MLX_PACKS_CACHE/<part>``; None if the variable is ``off``."""
-    named = os.environ.get(CACHE_VARIABLE) or "~/.cache/mlx_packs"
-    return None if named == "off" else Path(named).expanduser() / part
+    setting = os.environ.get(CACHE_VARIABLE) or "~/.cache/mlx_packs"
+    return None if setting == "off" else Path(setting).expanduser() / part
 
 
 @contextmanager

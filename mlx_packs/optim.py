@@ -23,7 +23,7 @@ _MIN_8BIT_SIZE = 4096  # numbers; smaller states stay float32, as in bitsandbyte
 
 
 class AdamW8bit(optimizers.AdamW):
-    """AdamW whose moments are kept in 8 bits: 2.03 bytes a weight instead of 8.
+    """AdamW whose moments are stored in 8 bits: 2.03 bytes per parameter instead of 8.
 
     The first moment has signed codes, the second unsigned ones, in blocks of 256 with a float32
     scale each; the update itself is computed in float32. Its arguments are AdamW's.
@@ -89,9 +89,9 @@ def schedule(config: TrainConfig) -> "Schedule":
 
 def _mlx_lm_schedule(values: dict) -> "Schedule":
     name, arguments = values.get("name"), values.get("arguments")
-    known = {"name", "arguments", "warmup", "warmup_init"}
-    if unknown := {str(key) for key in values} - known:
-        text = f"is not a setting. {did_you_mean(min(unknown), list(known))}"
+    keys = {"name", "arguments", "warmup", "warmup_init"}
+    if unknown := {str(key) for key in values} - keys:
+        text = f"is not a setting. {did_you_mean(min(unknown), list(keys))}"
         raise setting_error(text, f"lr_schedule.{min(unknown)}", code="unknown")
     if name not in _MLX_SCHEDULES:
         text = f"must be one of {', '.join(_MLX_SCHEDULES)}, but is {name!r}."

@@ -105,8 +105,8 @@ def total_memory() -> int:
     """Return the bytes of memory of MLX's device; on Macs what Metal recommends to use at most."""
     info = {} if on_cpu() else mx.device_info()
     # Metal's name and CUDA's
-    known = info.get("max_recommended_working_set_size") or info.get("total_memory")
-    return int(known or host_memory())
+    limit = info.get("max_recommended_working_set_size") or info.get("total_memory")
+    return int(limit or host_memory())
 
 
 def metal_share(memory: int) -> int:

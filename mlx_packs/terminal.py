@@ -5,7 +5,7 @@ obeys what is in them: escape sequences move the cursor, rename the window, writ
 answer as if the user had typed, and bidi controls show a line in another order than it has. Each
 such character is replaced by ``?``, always and not on terminals alone: what a file or a pipe
 receives is viewed later, with ``cat``, ``less -R``, ``tee`` or the log viewer of a CI system.
-The price is that ``packs generate > file`` loses carriage returns and marks of direction;
+The trade-off is that ``packs generate > file`` loses carriage returns and marks of direction;
 ``--json`` loses nothing, because JSON can escape them.
 
 What shapes visible text stays: joiners, combining marks, variation selectors, zero-width spaces.
@@ -147,14 +147,14 @@ def guarded_native() -> Iterator[None]:
     well, so this is for calls that are short.
     """
     with ExitStack() as files:
-        kept = files.enter_context(tempfile.TemporaryFile())
+        output = files.enter_context(tempfile.TemporaryFile())
         before = {}
         for number in (1, 2):
             with suppress(OSError):  # it is closed
                 before[number] = files.enter_context(open(os.dup(number), "wb", buffering=0))
         _flush()
         for number in before:
-            os.dup2(kept.fileno(), number)
+            os.dup2(output.fileno(), number)
         try:
             yield
         finally:
@@ -162,8 +162,8 @@ def guarded_native() -> Iterator[None]:
             for number, stream in before.items():
                 os.dup2(stream.fileno(), number)
             if 2 in before:
-                kept.seek(0)
-                text = kept.read(_MOST_NATIVE_BYTES).decode(errors="replace")
+                output.seek(0)
+                text = output.read(_MOST_NATIVE_BYTES).decode(errors="replace")
                 with suppress(OSError):  # a terminal that was closed
                     before[2].write(printable_text(text).encode())
 

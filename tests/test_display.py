@@ -11,7 +11,7 @@ from mlx_packs.training.observers.console import Console
 from mlx_packs.training.observers.observed_run import ObservedRun
 
 LORA = (
-    "516,096 trainable parameters, 7.87 % of 6.6 M weights · rank 16 · geometry probed, "
+    "516,096 trainable parameters (7.87 % of 6.6 M) · rank 16 · geometry probed, "
     "42 projections in 24 groups"
 )
 

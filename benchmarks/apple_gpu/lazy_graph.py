@@ -100,11 +100,11 @@ class _TypeInfo(Structure):
 
 @dataclass(frozen=True)
 class Node:
-    """A primitive, or an array that is given.
+    """A primitive, or an input array.
 
     Args:
         name: the C++ class of the primitive; `LEAF` or `CONSTANT`.
-        primitive: its address, 0 if it is given.
+        primitive: its address, 0 if it is an input.
         inputs: names of arrays.
         outputs: name, shape and dtype of each array.
         attributes: axes of a transpose, steps of a slice, whether attention is causal.
@@ -137,7 +137,7 @@ def primitive(array: object) -> int:
 
 def read(outputs: Sequence[object], leaves: Sequence[object]) -> list[Node]:
     """Return the primitives from leaves to outputs, inputs first."""
-    given = {address(leaf) for leaf in leaves}
+    leaf_addresses = {address(leaf) for leaf in leaves}
     seen: set[int] = set()
     nodes: list[Node] = []
     stack: list[tuple[int, Iterator[int]]] = []
@@ -146,7 +146,7 @@ def read(outputs: Sequence[object], leaves: Sequence[object]) -> list[Node]:
         if at in seen:
             return
         array = _Array.from_address(at)
-        computed = at not in given and array.primitive.object is not None
+        computed = at not in leaf_addresses and array.primitive.object is not None
         seen.update(_outputs(at) if computed else [at])
         stack.append((at, iter(_addresses(array.inputs) if computed else [])))
 
@@ -159,7 +159,7 @@ def read(outputs: Sequence[object], leaves: Sequence[object]) -> list[Node]:
                 visit(source)
                 continue
             stack.pop()
-            nodes.append(_node(at, LEAF if at in given else None))
+            nodes.append(_node(at, LEAF if at in leaf_addresses else None))
     return nodes
 
 
@@ -176,10 +176,10 @@ def _outputs(at: int) -> list[int]:
     return [*arrays[:position], at, *arrays[position:]]
 
 
-def _node(at: int, given: str | None) -> Node:
+def _node(at: int, name: str | None) -> Node:
     array = _Array.from_address(at)
-    if given or array.primitive.object is None:
-        return Node(given or CONSTANT, 0, [], [_described(at)])
+    if name or array.primitive.object is None:
+        return Node(name or CONSTANT, 0, [], [_described(at)])
     name, pointer = _class_name(array.primitive.object), array.primitive.object
     outputs = [_described(output) for output in _outputs(at)]
     return Node(name, pointer, _addresses(array.inputs), outputs, _attributes(name, pointer))

@@ -71,7 +71,7 @@ def peak_bytes(graph: Graph, queue: Queue | None = None) -> int:
         ending[t].append(buffer)
     freed: dict[int, list[int]] = defaultdict(list)
     sizes: dict[int, int] = {}
-    peak = held = 0
+    peak = in_use = 0
     for t, op in enumerate(order):
         new = {id(a): a.nbytes for a in _allocated(op)}
         missing = sum(new.values())
@@ -82,10 +82,10 @@ def peak_bytes(graph: Graph, queue: Queue | None = None) -> int:
                 sizes[buffer] = sizes.get(buffer, 0) - reused
                 missing -= reused
         sizes |= new
-        held += missing
-        peak = max(peak, held)
+        in_use += missing
+        peak = max(peak, in_use)
         freed[freed_at[t]] += ending[t]
-        held -= sum(sizes.pop(buffer, 0) for buffer in freed.pop(t, ()))
+        in_use -= sum(sizes.pop(buffer, 0) for buffer in freed.pop(t, ()))
     return peak
 
 

@@ -172,13 +172,13 @@ def prepare(work: Path, roots: list[Path], seed: int) -> None:
     rng = random.Random(seed)
     documents = corpus.read_corpus(roots, seed=seed)
     rng.shuffle(documents)
-    held = [d for i, d in enumerate(documents) if i % 50 == 0]
+    held_out = [d for i, d in enumerate(documents) if i % 50 == 0]
     train = [d for i, d in enumerate(documents) if i % 50]
     # Every second text is enough to learn the merges.
     tokenizer = train_tokenizer([d.text for d in train[::2]])
     tokenizer.save_pretrained(work / "tokenizer")
     documents_of, tokens_of = Counter[str](), Counter[str]()
-    for name, part in (("train", train), ("held_out", held)):
+    for name, part in (("train", train), ("held_out", held_out)):
         budget = int(CHAT_SHARE * sum(len(d.text) for d in part))
         texts = [(d.source, d.text.strip()) for d in part]
         texts += [("chat", chat_text(chat)) for chat in make_chats(part, roots, budget, rng)]
@@ -317,11 +317,13 @@ def train(
         return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
     step_loss = torch.compile(loss_of, dynamic=False) if compiled else loss_of
-    held = packed_rows(load_tokens(work / "held_out.npz"), CONTEXT, np.random.default_rng(0))[:96]
+    validation = packed_rows(load_tokens(work / "held_out.npz"), CONTEXT, np.random.default_rng(0))[
+        :96
+    ]
 
     @torch.no_grad()
     def held_out_loss(quantized: bool) -> float:
-        parts = np.split(held, len(held) // (BATCH_TOKENS // CONTEXT))
+        parts = np.split(validation, len(validation) // (BATCH_TOKENS // CONTEXT))
         return float(
             np.mean(
                 [step_loss(torch.from_numpy(rows).to(device), quantized).item() for rows in parts]

@@ -1,4 +1,4 @@
-// Low-rank terms of sequences that use different packs. The text of grouped_lora stands before this
+// Low-rank terms of sequences that use different packs. The text of grouped_lora precedes this
 // one, and its letters hold: N rows of a sequence, D inputs, O outputs of a slice, R its rank; B
 // sequences, P packs. Groups along z are sequences. README.md has the plan.
 

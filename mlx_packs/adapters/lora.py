@@ -59,7 +59,7 @@ class Attached:
     def details(self) -> str:
         """Return ranks and places, for one line of output."""
         return (
-            f"rank {', '.join(map(str, ranks_of(self.specs)))} · geometry probed, "
+            f"rank {', '.join(map(str, ranks_of(self.specs)))} · "
             f"{len(self.specs)} projections in {len(self.groups)} groups"
         )
 

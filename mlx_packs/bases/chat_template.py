@@ -170,12 +170,12 @@ class _Environment(ImmutableSandboxedEnvironment):
     @staticmethod
     def concat(parts: Iterator[str]) -> str:
         """Return the parts of a text as one."""
-        meter, total, kept = _meter(), 0, []
+        meter, total, pieces = _meter(), 0, []
         for part in parts:
             total += len(part)
             meter.check_size(total)
-            kept.append(part)
-        return "".join(kept)
+            pieces.append(part)
+        return "".join(pieces)
 
     @staticmethod
     def joined(parts: tuple) -> str:
@@ -251,27 +251,27 @@ def _check_text(
     meter: _Meter, name: str, subject: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
     """Check how much a method of a text, or a filter, will produce."""
-    given = [*args, *kwargs.values()]
-    if name == "replace" and len(given) > 1 and isinstance(subject, str):
-        old, new = str(given[0]), str(given[1])
+    arguments = [*args, *kwargs.values()]
+    if name == "replace" and len(arguments) > 1 and isinstance(subject, str):
+        old, new = str(arguments[0]), str(arguments[1])
         meter.check_size(len(subject) + subject.count(old) * len(new))
-    elif name == "join" and given and isinstance(given[0], (list, tuple)):
-        meter.check_size(_weight(given[0]) + len(subject) * len(given[0]))
+    elif name == "join" and arguments and isinstance(arguments[0], (list, tuple)):
+        meter.check_size(_weight(arguments[0]) + len(subject) * len(arguments[0]))
     elif name in _PADS:
-        meter.check_size(max((n for n in given if isinstance(n, int)), default=0))
+        meter.check_size(max((n for n in arguments if isinstance(n, int)), default=0))
     elif name in _FORMATS and isinstance(subject, str):
-        _check_format(meter, subject, given)
+        _check_format(meter, subject, arguments)
     elif name in _GROWS:
-        sizes = (abs(n) if isinstance(n, int) else _weight(n, meter.limit) for n in given)
+        sizes = (abs(n) if isinstance(n, int) else _weight(n, meter.limit) for n in arguments)
         meter.check_size(_weight(subject, meter.limit) * max(sizes, default=0) // _GROWTH)
 
 
-def _check_format(meter: _Meter, text: str, given: Any) -> None:
+def _check_format(meter: _Meter, text: str, arguments: Any) -> None:
     """Check the result of a format string: each place may take all arguments."""
     if re.search(r"\d{7}|%[^%a-zA-Z]*\*", text):
         raise _LimitReached("formats numbers with too many digits")
     places = text.count("%") + text.count("{")
-    meter.check_size(len(text) + places * _weight(given, meter.limit))
+    meter.check_size(len(text) + places * _weight(arguments, meter.limit))
 
 
 @functools.lru_cache(maxsize=32)
@@ -357,8 +357,8 @@ def render_chat(
         fault = f"the chat template rejects this conversation: {reason}."
         return PackError(f"{template_file(tokenizer)}: {fault}", "data")
 
-    given = _weight([messages, options.get("tools")])
-    with library_errors(rejects), _metering(given):
+    weight = _weight([messages, options.get("tools")])
+    with library_errors(rejects), _metering(weight):
         try:
             return tokenizer.apply_chat_template(list(messages), tokenize=tokenize, **options)
         except _LimitReached as error:

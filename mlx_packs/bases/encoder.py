@@ -197,8 +197,8 @@ def check_config(config: dict, where: Path) -> dict:
     if (kind := config.get("position_embedding_type", "absolute")) != "absolute":
         raise unsupported(f"position_embedding_type '{kind}' is not supported, only absolute.")
     if (name := config.get("hidden_act", "gelu")) not in _ACTIVATIONS:
-        known = ", ".join(_ACTIVATIONS)
-        raise unsupported(f"hidden_act '{name}' is not supported. Known are {known}.")
+        names = ", ".join(_ACTIVATIONS)
+        raise unsupported(f"hidden_act '{name}' is not supported. Known are {names}.")
     if config.get("is_decoder"):
         raise unsupported("is_decoder is set, but a BERT that decodes is no sentence encoder.")
     if config.get("quantization") or config.get("quantization_config"):

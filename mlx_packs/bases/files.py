@@ -127,8 +127,8 @@ def _missing_shards(path: Path) -> list[str]:
         check_keys(content, {"weight_map": "a mapping", "weight_map.*": "text"})
     except ValueError as error:
         raise PackError(f"{index}: is not an index of shards: {error}.", "unreadable") from None
-    named = set(content["weight_map"].values())
-    return sorted(named - {f.name for f in weight_files(path)})
+    shards = set(content["weight_map"].values())
+    return sorted(shards - {f.name for f in weight_files(path)})
 
 
 _TEXT_BYTES = 256 << 20

@@ -164,7 +164,7 @@ def load_model_of(
             "trust_remote_code",
         )
     # mlx-lm before 0.32, the last for Python 3.10, has no such argument and always runs the code
-    known = "trust_remote_code" in inspect.signature(load_model).parameters
+    has_flag = "trust_remote_code" in inspect.signature(load_model).parameters
     sources: dict[str, Source] = {}
 
     def classes(config: dict) -> tuple[Callable, type]:
@@ -195,7 +195,7 @@ def load_model_of(
             path,
             lazy=True,
             get_model_classes=classes,
-            **({"trust_remote_code": True} if known else {}),
+            **({"trust_remote_code": True} if has_flag else {}),
         )
     vars(model).pop("sanitize", None)
     return model, config, sources
@@ -269,12 +269,12 @@ def _cast(model: nn.Module, dtype: mx.Dtype) -> list[str]:
     half = (mx.float16, mx.bfloat16)
     changed = half if runtime.on_cpu() else (*half, mx.float32)
     casts = getattr(model, "cast_predicate", None)
-    kept = tuple(f"{path}." for path, m in model.named_modules() if isinstance(m, NF4))
+    nf4_paths = tuple(f"{path}." for path, m in model.named_modules() if isinstance(m, NF4))
     names = []
 
     def converted(name: str, value: mx.array) -> mx.array:
         own = casts is not None and not runtime.on_cpu() and not casts(name)
-        if value.dtype not in changed or own or name.startswith(kept):
+        if value.dtype not in changed or own or name.startswith(nf4_paths):
             return value
         names.append(name)
         return value.astype(dtype)

@@ -64,8 +64,8 @@ def choose_compute_dtype(
 def stored_dtype(config: Mapping) -> str:
     """Return the dtype that config.json names for weights; bfloat16 where it names none."""
     text = text_config(dict(config))
-    named = str(text.get("torch_dtype") or text.get("dtype"))
-    return named if named in DTYPES else "bfloat16"
+    name = str(text.get("torch_dtype") or text.get("dtype"))
+    return name if name in DTYPES else "bfloat16"
 
 
 def dtype_of(model: nn.Module) -> str:

@@ -252,12 +252,12 @@ def named_format(name: str, double_quant: bool = True) -> WeightFormat:
 def specified_format(mode: str, **settings: int | bool | None) -> WeightFormat:
     """Return a format of a mode with these settings; None is the default of the format."""
     format_class = CLASSES[mode]
-    chosen = {name: value for name, value in settings.items() if value is not None}
+    specified = {name: value for name, value in settings.items() if value is not None}
     valid = {f.name for f in fields(format_class) if f.init}
-    if misplaced := [name for name in chosen if name not in valid]:
+    if misplaced := [name for name in specified if name not in valid]:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in misplaced)
         raise PackError(f"{flags}: not with --mode {mode}.", "conflict")
-    return format_class(**chosen)
+    return format_class(**specified)
 
 
 def format_name(quantization: Mapping | None) -> str:

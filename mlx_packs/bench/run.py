@@ -198,5 +198,7 @@ def _calibrated(result: BenchResult) -> BenchResult:
         for c in comparisons
         if c.ours is not None
     ]
-    kept = remember_steps(steps)
-    return replace(result, calibrated=kept, uncalibrated="" if kept else "nothing was timed")
+    is_calibrated = remember_steps(steps)
+    return replace(
+        result, calibrated=is_calibrated, uncalibrated="" if is_calibrated else "nothing was timed"
+    )

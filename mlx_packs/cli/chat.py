@@ -55,8 +55,8 @@ def chat(
     from ..inference.generate import chat_prompt
     from ..packs.base import load_base_for
 
-    given = {name: value for name, value in settings.items() if value is not None}
-    sampling = build(Sampling, {"max_tokens": 512, **given})
+    overrides = {name: value for name, value in settings.items() if value is not None}
+    sampling = build(Sampling, {"max_tokens": 512, **overrides})
     pack = options.one_pack(packs)
     model = options.base_of(model, pack)
     base = load_base_for(pack, model, trust_remote_code)

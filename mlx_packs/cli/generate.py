@@ -45,7 +45,7 @@ def generate(
     from ..inference.generate import chat_prompt, raw_prompt, stream
     from ..packs.base import load_base_for
 
-    chosen = build(Sampling, {k: v for k, v in sampling.items() if v is not None})
+    settings = build(Sampling, {k: v for k, v in sampling.items() if v is not None})
     prompt = _text("--prompt", sys.stdin.buffer.read() if prompt == "-" else prompt)
     system = _text("--system", system or "")
     if not prompt.strip():
@@ -59,7 +59,7 @@ def generate(
     tokens = raw_prompt(base, prompt) if raw else chat_prompt(base, messages)
     pieces = []
     with base.applied(pack) if pack else nullcontext():
-        for piece in stream(base, tokens, chosen):
+        for piece in stream(base, tokens, settings):
             pieces.append(piece)
             if not wants_json():
                 echo(piece, end="")

@@ -116,9 +116,9 @@ def plan(
     unflagged = recipe_of({"model": model}, settings)
     limit, shared = _limit(memory, budget, device)
     headers = read_headers(model)
-    asked = specified(settings, flags)
-    examples = example_memory(recipe.data) if asked & {"data", "hf_dataset"} else None
-    unnamed = model != TINY and not asked & {"data", "hf_dataset", "phases"}
+    names = specified(settings, flags)
+    examples = example_memory(recipe.data) if names & {"data", "hf_dataset"} else None
+    unnamed = model != TINY and not names & {"data", "hf_dataset", "phases"}
     data = ["--data", flags.get("data", "DATA")] if unnamed or "data" in flags else []
     least = examples.nbytes if examples else 0
     if least >= limit:
@@ -128,7 +128,7 @@ def plan(
             "memory",
         )
     with assumed_device(device):
-        choices = recommend(headers, limit - least, recipe.lora, recipe.train, asked)
+        choices = recommend(headers, limit - least, recipe.lora, recipe.train, names)
         report = [
             {
                 **choice.to_json(),
@@ -153,7 +153,7 @@ def plan(
         )
     if data and lines[-1].startswith("try:    packs"):
         lines[-1] = f"{lines[-1]} {shlex.join(data)}"
-    if asked & {"data", "hf_dataset"}:
+    if names & {"data", "hf_dataset"}:
         unknown = f"{recipe.data.data} · is not here, so its memory is not counted"
         lines.insert(1, f"data    {examples.line(recipe.data.data) if examples else unknown}")
     print_report(report, lines)

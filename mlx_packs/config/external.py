@@ -74,10 +74,10 @@ def translate(values: dict, where: str) -> dict:
 
 def _bnb_4bit(part: Mapping, where: str) -> dict:
     """Settings of ``{quant_type, compute_dtype, use_double_quant}``."""
-    known = ("quant_type", "compute_dtype", "use_double_quant", "quant_storage")
+    keys = ("quant_type", "compute_dtype", "use_double_quant", "quant_storage")
     for key in part:
-        if key not in known:
-            raise unknown_setting(key, known, where, "bnb_4bit.")
+        if key not in keys:
+            raise unknown_setting(key, keys, where, "bnb_4bit.")
     values = {f"bnb_4bit_{key}": value for key, value in part.items()}
     return _bits_and_bytes({"load_in_4bit": True, **values}, where)
 

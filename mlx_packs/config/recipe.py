@@ -132,9 +132,9 @@ def resolve(values: Mapping, where: str = "", under: Sequence[Mapping] = ()) -> 
         if key not in _OWNERS:
             raise unknown_setting(key, _OWNERS, where)
         parts[_OWNERS[key]][key] = value
-    built = {part: build(cls, parts[part], where) for part, cls in _PARTS.items()}
-    options = {name: getattr(built["run"], name) for name in parts["run"]}
-    return Recipe(built["lora"], built["train"], built["data"], options)
+    configs = {part: build(cls, parts[part], where) for part, cls in _PARTS.items()}
+    options = {name: getattr(configs["run"], name) for name in parts["run"]}
+    return Recipe(configs["lora"], configs["train"], configs["data"], options)
 
 
 def tiny_recipe() -> dict:

@@ -171,13 +171,13 @@ def import_adapter(
 def _base_name(model: str | Path | None, config: dict, folder: Path) -> str | Path:
     if model is not None:
         return model
-    named = config.get("base_model_name_or_path") or config.get("model")
+    name = config.get("base_model_name_or_path") or config.get("model")
     # a path that a downloaded file names is not followed
-    is_id = isinstance(named, str) and is_hub_id(named)
-    if named == TINY or (is_id and ".." not in named):
-        return named
+    is_id = isinstance(name, str) and is_hub_id(name)
+    if name == TINY or (is_id and ".." not in name):
+        return name
     raise PackError(
-        f"{folder}: names no base that can be looked up ({named!r}). Pass --model M.",
+        f"{folder}: names no base that can be looked up ({name!r}). Pass --model M.",
         "not-found",
         "model",
     )

@@ -385,8 +385,8 @@ def _place_of(
     """Return what the files call a module; None if that is not known."""
     short = path.removeprefix("model.")
     origin = base.weight_map.get(f"{path}.weight")
-    known = [origin.removesuffix(".weight")] if isinstance(origin, str) else []
+    origins = [origin.removesuffix(".weight")] if isinstance(origin, str) else []
     candidates = (
-        (path, short, f"transformer.{short}") if is_gpt2 else (path, f"bert.{path}", *known)
+        (path, short, f"transformer.{short}") if is_gpt2 else (path, f"bert.{path}", *origins)
     )
     return next((p for p in candidates if f"{p}.weight" in tensors or f"{p}.bias" in tensors), None)

@@ -61,13 +61,13 @@ def make_batch(
 
     A sequence has ``limit`` inputs at most; ``shapes`` None allows any.
     """
-    chosen = [examples[i] for i in indices]
-    longest = max(len(e.tokens) for e in chosen) - 1
+    batch = [examples[i] for i in indices]
+    longest = max(len(e.tokens) for e in batch) - 1
     width = padded_length(max(longest, 1), limit)
-    slots = padded_targets(sum(int(e.target.sum()) for e in chosen), batch_size * width)
+    slots = padded_targets(sum(int(e.target.sum()) for e in batch), batch_size * width)
     width, slots = fitting_shape((width, slots), batch_size, shapes)
-    starts = [b * width for b in range(len(chosen))]
-    return _laid_out(chosen, starts, (batch_size, width), slots, indices)
+    starts = [b * width for b in range(len(batch))]
+    return _laid_out(batch, starts, (batch_size, width), slots, indices)
 
 
 def make_packed_batch(

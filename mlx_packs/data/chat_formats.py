@@ -124,17 +124,17 @@ class Alpaca(ConversationFormat):
 
     def messages(self, row: Row, names: DataConfig) -> list[Mapping]:
         """Return system message, earlier turns, the instruction with its input, and the output."""
-        given = {"input": "", "system": "", "history": []}
-        given |= {key: value for key in given if (value := optional(row, key)) is not None}
+        values = {"input": "", "system": "", "history": []}
+        values |= {key: value for key in values if (value := optional(row, key)) is not None}
         parts = [text_of(row, "instruction")]
         for key in ("input", "system"):
-            if not isinstance(given[key], str):
+            if not isinstance(values[key], str):
                 raise row.error(
-                    f"'{key}' must be a text, but is {shown(given[key])}.", "wrong type"
+                    f"'{key}' must be a text, but is {shown(values[key])}.", "wrong type"
                 )
-        parts += [given["input"]] if given["input"].strip() else []
-        messages = [{"role": "system", "content": given["system"]}] if given["system"] else []
-        for turn in given["history"] if isinstance(given["history"], list) else [None]:
+        parts += [values["input"]] if values["input"].strip() else []
+        messages = [{"role": "system", "content": values["system"]}] if values["system"] else []
+        for turn in values["history"] if isinstance(values["history"], list) else [None]:
             if not (isinstance(turn, list) and [type(text) for text in turn] == [str, str]):
                 fault = "'history' must be a list of [question, answer]."
                 raise row.error(fault, "wrong type")
@@ -163,8 +163,8 @@ class ShareGPT(ConversationFormat):
                 continue
             speaker = turn.get("from") if isinstance(turn, Mapping) else None
             if not isinstance(speaker, str) or speaker not in _ROLES:
-                known = ", ".join(_ROLES)
-                fault = f"'from' must be one of {known}, but is {shown(speaker)}."
+                roles = ", ".join(_ROLES)
+                fault = f"'from' must be one of {roles}, but is {shown(speaker)}."
                 raise row.error(fault, "wrong type")
             if not isinstance(text := turn.get("value"), str):
                 raise row.error(f"'value' must be a text, but is {shown(text)}.", "wrong type")

@@ -1,6 +1,6 @@
 """JSONL files whose rows are read and parsed when they are needed.
 
-In memory are 8 bytes a row: where it begins. The text stays in the file.
+Only the offset of each row is in memory, 8 bytes per row. The text stays in the file.
 """
 
 import hashlib

@@ -133,6 +133,6 @@ def hold_out(
 
 def without(count: int, held_out: Iterable[int]) -> np.ndarray:
     """Return all indices below ``count`` but those that are held out."""
-    kept = np.ones(count, bool)
-    kept[list(held_out)] = False
-    return np.flatnonzero(kept).astype(np.int32 if count < 1 << 31 else np.int64)
+    mask = np.ones(count, bool)
+    mask[list(held_out)] = False
+    return np.flatnonzero(mask).astype(np.int32 if count < 1 << 31 else np.int64)

@@ -107,8 +107,8 @@ def look_at(
     looked_at = rows
     if len(rows) > MOST_COMPARED:
         looked_at = Chosen(rows, np.array([i for i, _ in compared(rows)]))
-    chosen = sampled(len(rows), _SAMPLED)
-    copies = NearCopies({i: rows[i] for i in sorted(chosen)}, row_format, columns).in_rows(rows)
+    sample = sampled(len(rows), _SAMPLED)
+    copies = NearCopies({i: rows[i] for i in sorted(sample)}, row_format, columns).in_rows(rows)
     repeated = sum(bool(set(others) - {i}) for i, others in copies.items())
     if isinstance(row_format, PairFormat):
         lengths, bad = _characters(looked_at, row_format, columns)
@@ -121,7 +121,7 @@ def look_at(
         facts = ("tokens", examples.lengths, len(cut), dropped)
         learned = examples.targets / max(1, int(examples.lengths.sum()))
         bad = examples.bad
-    return SplitOverview(len(rows), len(looked_at), *facts, learned, bad, repeated, len(chosen))
+    return SplitOverview(len(rows), len(looked_at), *facts, learned, bad, repeated, len(sample))
 
 
 def _characters(

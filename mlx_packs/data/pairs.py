@@ -203,12 +203,12 @@ def make_pair_batch(
     missing = batch_size - len(indices)
     columns, lengths = [], []
     for column in pairs.tokens:
-        chosen = [column[i] for i in indices]
-        chosen += [chosen[0][:1]] * missing
-        longest = max(map(len, chosen))
+        texts = [column[i] for i in indices]
+        texts += [texts[0][:1]] * missing
+        longest = max(map(len, texts))
         width = 32 << max(0, (longest - 1).bit_length() - 5) if powers else longest
-        columns.append(padded(chosen, min(padded_length(width, limit), limit)))
-        lengths.append([len(text) for text in chosen])
+        columns.append(padded(texts, min(padded_length(width, limit), limit)))
+        lengths.append([len(text) for text in texts])
     weights = (np.arange(batch_size) < len(indices)).astype(np.float32)
     scores = None
     if pairs.scores is not None:

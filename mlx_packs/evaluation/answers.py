@@ -104,19 +104,19 @@ class Exam:
     def samples(self, before: Sequence[str], after: Sequence[str]) -> list[dict[str, str]]:
         """Return up to three answers that are wrong without the pack and right with it.
 
-        Each has ``prompt``, ``wanted``, ``before`` and ``after``. Where there are none, the first question
-        stands for them.
+        Each has ``prompt``, ``wanted``, ``before`` and ``after``. If there are none, the first question is
+        returned instead.
         """
         is_right = METRICS[self.metric].is_right
-        asked = list(zip(self.questions, before, after, strict=True))
+        results = list(zip(self.questions, before, after, strict=True))
         gained = [
             (question, wrong, right)
-            for question, wrong, right in asked
+            for question, wrong, right in results
             if is_right(right, question.wanted) and not is_right(wrong, question.wanted)
         ]
         return [
             {"prompt": question.text, "wanted": question.wanted, "before": one, "after": other}
-            for question, one, other in _spread(gained or asked[:1])
+            for question, one, other in _spread(gained or results[:1])
         ]
 
     def _accuracy(self, answers: Sequence[str]) -> Accuracy:
@@ -157,12 +157,12 @@ def questions_of(
     for row in rows:
         if len(questions) == most:
             break
-        wanted = row_format.answer(row, columns)
-        if wanted is None or not wanted.strip():
+        expected = row_format.answer(row, columns)
+        if expected is None or not expected.strip():
             continue
         has_answers = True
         is_valid = METRICS[metric].is_valid
-        if is_valid is not None and not is_valid(wanted):
+        if is_valid is not None and not is_valid(expected):
             raise PackError(
                 f"{row.where}: its answer is not {metric}. Use --metric exact or contains.",
                 "data",
@@ -170,9 +170,9 @@ def questions_of(
             )
         text, tokens = row_format.prompt(row, columns, base.tokenizer)
         with tokenizer_errors(base.tokenizer):
-            length = len(tokens) + len(base.tokenizer.encode(wanted))
+            length = len(tokens) + len(base.tokenizer.encode(expected))
         if length <= longest:
-            questions.append(Question(text, tokens, wanted))
+            questions.append(Question(text, tokens, expected))
     if not questions:
         raise PackError(
             f"--metric {metric}: every example is longer than {longest} tokens. Raise "

@@ -63,11 +63,11 @@ class Chat:
 
         kept, cache = 0, self._cache
         if cache and can_trim_prompt_cache(cache) and all(hasattr(c, "offset") for c in cache):
-            held = min(int(c.offset) for c in cache)
+            cached = min(int(c.offset) for c in cache)
             seen = 1 if self.sampling.repetition_penalty == 1 else PENALIZED_TOKENS
-            known = (self._tokens[:held], prompt[:-seen])  # others mlx-lm is to be given
+            known = (self._tokens[:cached], prompt[:-seen])  # others mlx-lm is to be given
             kept = len(os.path.commonprefix(known))
-            trim_prompt_cache(cache, held - kept)
+            trim_prompt_cache(cache, cached - kept)
         else:
             self._cache = make_prompt_cache(self.base.model)
         self._tokens = list(prompt)

@@ -99,8 +99,8 @@ def _check_tokens(base: BaseModel, prompt: Sequence[int]) -> None:
 
 def complete(base: BaseModel, prompt: Sequence[int], max_tokens: int = 100, **sampling: Any) -> str:
     """Return the text that follows ``prompt``; ``sampling`` are the settings of `Sampling`."""
-    chosen = build(Sampling, {"max_tokens": max_tokens, **sampling})
-    return "".join(stream(base, prompt, chosen))
+    settings = build(Sampling, {"max_tokens": max_tokens, **sampling})
+    return "".join(stream(base, prompt, settings))
 
 
 def stream_batch(

@@ -122,8 +122,8 @@ def sizes_of(config: Mapping, tensors: Tensors) -> Sizes:
     family = config.get("model_type")
     if family not in FAMILIES:
         others = [t for facts in ARCHITECTURES.values() for t in facts.model_types]
-        known = ", ".join((*FAMILIES, *HYBRID_FAMILIES, *others))
-        raise PackError(f"no plan for model_type '{family}'. Known are {known}.", "unsupported")
+        names = ", ".join((*FAMILIES, *HYBRID_FAMILIES, *others))
+        raise PackError(f"no plan for model_type '{family}'. Known are {names}.", "unsupported")
     heads = Heads.of(dict(config))
     blocks, vocab = config.get("num_hidden_layers"), config.get("vocab_size")
     if not all(isinstance(n, int) and n > 0 for n in (*astuple(heads), blocks, vocab)):

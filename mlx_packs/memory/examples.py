@@ -56,10 +56,10 @@ def example_memory(config: DataConfig) -> ExampleMemory | None:
     splits = load_rows(replace(config, hold_out="last")).rows
     rows = [as_rows(splits[split]) for split in SPLITS if len(splits[split])]
     sizes = [part.nbytes(0, len(part)) for part in rows]
-    held = sum(n for part, n in zip(rows, sizes, strict=True) if _is_held(part))
-    return ExampleMemory(sum(map(len, rows)), sum(sizes), held)
+    in_memory = sum(n for part, n in zip(rows, sizes, strict=True) if _is_in_memory(part))
+    return ExampleMemory(sum(map(len, rows)), sum(sizes), in_memory)
 
 
-def _is_held(rows: Rows) -> bool:
+def _is_in_memory(rows: Rows) -> bool:
     """Return whether rows are in memory."""
     return isinstance(rows.rows if isinstance(rows, Part) else rows, Listed)

@@ -246,9 +246,9 @@ class HybridStep(Step):
             "recurrence": gated_delta.working_bytes(rule),
         }
         # of a block that is computed again half of the feed-forward is gone before the recurrence
-        gone = {"recurrence": 0.6 * sizes.feed_forward} if self.policy.blocks else {}
+        freed = {"recurrence": 0.6 * sizes.feed_forward} if self.policy.blocks else {}
         moments = {
-            name: moment_parts(self.waiting, itemsize * tokens * (saved - gone.get(name, 0)), 0, b)
+            name: moment_parts(self.waiting, itemsize * tokens * (saved - freed.get(name, 0)), 0, b)
             for name, b in flying.items()
         }
         at_loss = itemsize * tokens * (before + 2 * d)

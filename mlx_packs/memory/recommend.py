@@ -319,22 +319,24 @@ def _halved(largest: int, least: int) -> list[int]:
 
 def _why(request: _Request, option: Option) -> str:
     """Return what an option gave up of a request, and what takes most, in one line."""
-    gave, train, wanted = [], option.train, request.train
+    reductions, train, wanted = [], option.train, request.train
     for name, before, after in (
         ("rank", request.lora.rank, option.lora.rank),
         ("length", wanted.max_seq_length, train.max_seq_length),
         ("batch", wanted.batch_size, train.batch_size),
     ):
         if after != before:
-            gave.append(f"{name} {after} instead of {before}")
-    if train.recomputes != wanted.recomputes and (said := POLICIES[train.recomputes].described):
-        gave.append(said)
+            reductions.append(f"{name} {after} instead of {before}")
+    if train.recomputes != wanted.recomputes and (
+        description := POLICIES[train.recomputes].described
+    ):
+        reductions.append(description)
     name, largest = max(option.plan.parts().items(), key=lambda item: item[1])
     share = f"{name} {size(largest)} is the largest part"
     if option.fit == "no":
-        smaller = f" with {', '.join(gave)}" if gave else ""
+        smaller = f" with {', '.join(reductions)}" if reductions else ""
         return f"does not fit{smaller}: {share}"
-    why = f"{', '.join(gave)}; {share}" if gave else share
+    why = f"{', '.join(reductions)}; {share}" if reductions else share
     return why if option.fits else f"tight, {ERROR:.0%} more would not fit: {why}"
 
 

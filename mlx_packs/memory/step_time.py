@@ -155,9 +155,9 @@ def predict(headers: Headers, lora: LoRAConfig, train: TrainConfig) -> StepTime 
 
 def measured_steps() -> list[MeasuredStep]:
     """Return the steps that `packs bench` has measured on this device, if any."""
-    known = recall(_KIND, {}) or {}
+    record = recall(_KIND, {}) or {}
     try:
-        return [MeasuredStep(**{**step, "shape": tuple(step["shape"])}) for step in known["steps"]]
+        return [MeasuredStep(**{**step, "shape": tuple(step["shape"])}) for step in record["steps"]]
     except (KeyError, TypeError):
         return []
 

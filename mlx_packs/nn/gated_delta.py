@@ -54,7 +54,7 @@ def _home(module: nn.Module) -> ModuleType | None:
 def _in_training(layer: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass of a layer's class whose recurrence is ours in training.
 
-    Outside it is mlx-lm's to the bit where mlx-lm has a kernel or loops over few tokens.
+    Outside training it is bit-identical to mlx-lm's where mlx-lm has a kernel or loops over few tokens.
     """
 
     class GatedDelta(layer):

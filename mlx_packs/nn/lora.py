@@ -203,11 +203,13 @@ class GroupedLoRA(nn.Module):
             return output
         if self.training and self.dropout.p:
             x = self.dropout(x)
-        chosen = {"rhs_indices": indices, "sorted_indices": sorted_indices}
+        selection = {"rhs_indices": indices, "sorted_indices": sorted_indices}
         (a,), (b,), (scale,) = self.factors(x.dtype)
-        hidden = mx.gather_mm(x, a.astype(x.dtype), **chosen)  # [..., 1, R]
+        hidden = mx.gather_mm(x, a.astype(x.dtype), **selection)  # [..., 1, R]
         hidden = (scale * hidden).astype(output.dtype) if scale != 1 else hidden
-        return output + mx.gather_mm(hidden.astype(output.dtype), b.astype(output.dtype), **chosen)
+        return output + mx.gather_mm(
+            hidden.astype(output.dtype), b.astype(output.dtype), **selection
+        )
 
 
 @contextmanager

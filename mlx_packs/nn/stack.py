@@ -42,13 +42,13 @@ class ProjectionStack(nn.Module):
         head: tuple[str, nn.Module] | None,  # None where it is the table
     ) -> None:
         super().__init__()
-        named = [*projections, *(pair for pair in (embedding, head) if pair is not None)]
+        modules = [*projections, *(pair for pair in (embedding, head) if pair is not None)]
         empty = [
             (block, _Part())
             for block in blocks
-            if not any(path.startswith(f"{block}.") for path, _ in named)
+            if not any(path.startswith(f"{block}.") for path, _ in modules)
         ]
-        for name, child in tree_unflatten([*named, *empty]).items():
+        for name, child in tree_unflatten([*modules, *empty]).items():
             self[name] = _as_modules(child)
         self._blocks = tuple(blocks)
         self._projections = tuple(path for path, _ in projections)

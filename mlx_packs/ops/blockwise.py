@@ -40,7 +40,7 @@ def nearest(values: mx.array, table: mx.array) -> mx.array:
 
 
 def count_below(values: mx.array, edges: mx.array) -> mx.array:
-    """Return how many of the 2^n - 1 sorted edges lie below each value, uint8, by bisection."""
+    """Return how many of the 2^n - 1 sorted edges are below each value, uint8, by bisection."""
     below = mx.zeros(values.shape, mx.uint8)
     step = (edges.size + 1) // 2
     while step:

@@ -164,7 +164,7 @@ def _erf(x: mx.array) -> mx.array:
 
 
 def _normal(x: mx.array) -> mx.array:
-    """Return the share of a normal distribution that lies below x."""
+    """Return the share of a normal distribution that is below x."""
     return 0.5 + 0.5 * _erf(x * math.sqrt(0.5))
 
 

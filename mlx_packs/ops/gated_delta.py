@@ -78,8 +78,8 @@ def reference(
     outputs = []
     for t in range(q.shape[1]):
         state = state * decay[:, t]
-        known = (state * k[:, t, :, None]).sum(-1)
-        added = (v[:, t] - known) * beta[:, t, :, None]
+        prediction = (state * k[:, t, :, None]).sum(-1)
+        added = (v[:, t] - prediction) * beta[:, t, :, None]
         state = state + added[..., None] * k[:, t, :, None]
         outputs.append((state * q[:, t, :, None]).sum(-1))
     return [mx.stack(outputs, axis=1).astype(dtype), state]
@@ -225,13 +225,13 @@ def _plans(sizes: Sizes) -> tuple[list[Launch], list[Launch]]:
     ours = [Launch("products", 10 * all_tokens * sizes.in_flight, flops, matmul=True)]
     ours += [Launch("states", 0.0)] * (10 * -(-length // CHUNK))
     cached = 256 if chip_here().matrix_units else 1
-    kept = sizes.state_bytes * length // cached
+    states = sizes.state_bytes * length // cached
     arrays = 4 * all_tokens * (2 * wide + 3 * narrow)
     steps = 20 * all_tokens * wide * narrow
     theirs = [
         Launch("forward", arrays, steps // 3),
-        Launch("states", arrays + kept, steps // 3),
-        Launch("gradients", 2 * arrays + kept, steps, 2 * kept),
+        Launch("states", arrays + states, steps // 3),
+        Launch("gradients", 2 * arrays + states, steps, 2 * states),
     ]
     return ours, theirs
 
@@ -242,14 +242,14 @@ def _recomputed(compute: Segment) -> Segment:
     The second computation waits for the gradient of the result, so that one segment is in memory
     at a time.
     """
-    kept = mx.custom_function(compute)
+    segment = mx.custom_function(compute)
 
-    @kept.vjp
+    @segment.vjp
     def backward(primals: Arrays, cotangents: Arrays, _: Arrays) -> list[mx.array]:
         cotangents = list(cotangents)
         return mx.vjp(compute, mx.depends(list(primals), cotangents), cotangents)[1]
 
-    return kept
+    return segment
 
 
 def _fused(

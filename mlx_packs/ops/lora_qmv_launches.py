@@ -259,13 +259,13 @@ def prepared(  # noqa: PLR0913 (what a launch depends on)
         "ROWS": row_tile(rows),
         "RANKS": ranks,
     }
-    made = [((rows, ranks), mx.float32)]
+    outputs = [((rows, ranks), mx.float32)]
     for width, whole in zip(widths, finished, strict=True):
-        made.append(((*leading, width), dtype if whole else mx.float32))
-    first = _product_kernel(finished).prepared(backend, template, (groups, 1, 1), made)
+        outputs.append(((*leading, width), dtype if whole else mx.float32))
+    first = _product_kernel(finished).prepared(backend, template, (groups, 1, 1), outputs)
 
-    taken = _second(task.ranks, task.heads, task.gated)
-    completed = taken[:1] if task.gated else taken
+    slices = _second(task.ranks, task.heads, task.gated)
+    completed = slices[:1] if task.gated else slices
     places = sum(tiles(widths[i], task.heads[i] or LANES * COLUMNS) for i in completed)
     second = _up_kernel(task.ranks, task.heads, task.gated).prepared(
         backend,
@@ -283,10 +283,10 @@ def prepared(  # noqa: PLR0913 (what a launch depends on)
 
     def launch(x: mx.array) -> list[mx.array]:
         h, *y = map(padded, first(inputs=[x, *of_first]))
-        summed = second(inputs=[*(y[i] for i in taken), *of_second, h, eps, sizes])
+        summed = second(inputs=[*(y[i] for i in slices), *of_second, h, eps, sizes])
         if task.gated:
             return summed
-        for i, out in zip(taken, summed, strict=True):
+        for i, out in zip(slices, summed, strict=True):
             y[i] = out
         return y
 

@@ -138,10 +138,10 @@ def quantize_absmax(quantized: NF4Weight) -> NF4Weight:
     """Return a weight with float32 absmax as one with codes of them, the second quantization."""
     blocks = quantized.absmax.size
     offset = _sum(quantized.absmax)[None] / blocks
-    left = mx.pad(quantized.absmax - offset, (0, -blocks % NESTED_BLOCK_SIZE))
-    left = left.reshape(-1, NESTED_BLOCK_SIZE)
-    nested_absmax = mx.abs(left).max(axis=1)
-    codes = count_below(left * (1 / nested_absmax)[:, None], _absmax_edges())  # of 0 / 0 it is 0
+    centred = mx.pad(quantized.absmax - offset, (0, -blocks % NESTED_BLOCK_SIZE))
+    centred = centred.reshape(-1, NESTED_BLOCK_SIZE)
+    nested_absmax = mx.abs(centred).max(axis=1)
+    codes = count_below(centred * (1 / nested_absmax)[:, None], _absmax_edges())  # of 0 / 0 it is 0
     codes = codes.flatten()[:blocks]
     return NF4Weight(quantized.weight, codes, nested_absmax, offset, quantized.block_size)
 

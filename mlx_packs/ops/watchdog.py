@@ -69,8 +69,8 @@ def product_calls(tokens: int, out: int, width: int, chip: Chip, half: bool = Fa
 
 def _enough(counts: Iterable[int], needed: float) -> int:
     """Return the first of rising numbers that is enough, or the largest."""
-    known = list(counts)
-    return next((n for n in known if n >= needed), known[-1])
+    options = list(counts)
+    return next((n for n in options if n >= needed), options[-1])
 
 
 def watched_chip() -> Chip | None:

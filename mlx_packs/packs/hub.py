@@ -328,7 +328,7 @@ def check_names(manifest: dict, where: str) -> None:
 
     A Mac's disk ignores case and the normal form of Unicode. Two names must not be one file there.
     """
-    taken = {name: name for name in (MANIFEST, PIN)}
+    names = {name: name for name in (MANIFEST, PIN)}
     for name in manifest["files"]:
         if len(name) > _LONGEST_NAME or not re.fullmatch(_FILE, name, re.ASCII):
             shown = f"{name[:40]}…" if len(name) > _LONGEST_NAME else name
@@ -337,13 +337,13 @@ def check_names(manifest: dict, where: str) -> None:
                 f"card, under plain names of at most {_LONGEST_NAME} characters.",
                 "unsupported",
             )
-        if other := taken.get(name.lower()):
+        if other := names.get(name.lower()):
             raise PackError(
                 f"{where}: {MANIFEST} names {name!r}, which is {other!r} on a disk that ignores "
                 "case. Rename one of them.",
                 "unsupported",
             )
-        taken[name.lower()] = name
+        names[name.lower()] = name
 
 
 def http_errors() -> tuple[type[Exception], ...]:

@@ -324,14 +324,16 @@ class Pack:
         """Check a checkpoint by its headers, as `check_base` does; return its folder and config."""
         path = resolve_checkpoint(model)
         config = check_files(path)
-        if stored := config.get("quantization"):
+        if quantization := config.get("quantization"):
             try:
-                check_quantization("quantization", stored)
+                check_quantization("quantization", quantization)
             except ValueError as error:
                 raise PackError(f"{path / 'config.json'}: {error}.", "unreadable") from None
-        if not stored and (is_converted_on_loading(config) or self.quantize_for(config) != "none"):
-            stored = self.manifest["base"]["quantization"]  # as it will be once it is loaded
-        self._check_base(str(model), (path, fingerprint(path)), config, stored)
+        if not quantization and (
+            is_converted_on_loading(config) or self.quantize_for(config) != "none"
+        ):
+            quantization = self.manifest["base"]["quantization"]  # as it will be once it is loaded
+        self._check_base(str(model), (path, fingerprint(path)), config, quantization)
         return path, config
 
     def quantize_for(self, config: dict) -> str:

@@ -63,6 +63,6 @@ def _names(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return " + ".join(_names(item) for item in value[:20])
     if isinstance(value, Mapping):
-        named = value.get("path") or value.get("name") or ""
-        return _names(named)
+        name = value.get("path") or value.get("name") or ""
+        return _names(name)
     return name_alone(value)

@@ -20,8 +20,8 @@ def limit_command_buffers(run: Run) -> None:
     """
     if runtime.on_cpu() or not mx.metal.is_available():
         return
-    asked = os.environ.get(VARIABLE, "")
-    limit = int(asked) if asked.isdecimal() else None
+    value = os.environ.get(VARIABLE, "")
+    limit = int(value) if value.isdecimal() else None
     try:
         base = run.base
         headers = Headers.of(base) if isinstance(base, Base) else read_headers(base)

@@ -71,7 +71,7 @@ def fit_into_memory(
 ) -> MemoryChoice:
     """Return the memory plan, the matmul path and the activation checkpointing of a run.
 
-    The loss goes through ``target``. ``planned`` are the settings with what ``auto`` stands for in
+    The loss goes through ``target``. ``planned`` are the settings with ``auto`` resolved for
     the task; without a plan ``auto`` checkpointing is ``unplanned_recompute``.
 
     Raises:
@@ -107,11 +107,11 @@ def choose_path(
     """
     if rows is None:
         return MatmulPathChoice("dense", {}, "the base is not quantized")
-    asked = run.train.matmul_path
+    requested = run.train.matmul_path
     goes_on = run.resume and not run.overflow  # in another dtype, others may be faster
     resumed = recorded_matmul_path(run.folder) if goes_on else None
-    if asked != "auto":
-        choice = MatmulPathChoice(asked, {}, "as specified")
+    if requested != "auto":
+        choice = MatmulPathChoice(requested, {}, "as specified")
     elif resumed in (plans or MATMUL_PATHS):
         choice = MatmulPathChoice(resumed, {}, "as the run began")
     else:

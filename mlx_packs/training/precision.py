@@ -34,8 +34,8 @@ def show_dtype(run: Run, dtype: ComputeDtype) -> None:
     """Show the dtype of a run, unless it is the one that every run on a CPU has."""
     if dtype.name == "float32" and run.train.compute_dtype in ("auto", "float32"):
         return
-    asked = run.train.compute_dtype
-    instead = f" instead of {asked}" if asked not in ("auto", dtype.name) else ""
+    requested = run.train.compute_dtype
+    instead = f" instead of {requested}" if requested not in ("auto", dtype.name) else ""
     scaled = " · the loss is scaled" if dtype.name == "float16" else ""
     run.display.line("dtype", f"{dtype.name}{instead}: {dtype.why}{scaled}")
 

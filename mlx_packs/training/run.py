@@ -120,7 +120,7 @@ def train_pack(  # noqa: PLR0913 (the public face)
     check_report_to(report_to, project_name)
     folders = output_folders(out, phases[-1].sources[0], overwrite, resume)
     with signals.handled(), folders as (pack, folder), unattended(train.awake, pack, display):
-        asked = Run(
+        request = Run(
             base=base,
             lora=lora,
             train=train,
@@ -139,8 +139,8 @@ def train_pack(  # noqa: PLR0913 (the public face)
             callbacks=tuple(callbacks),
             loss=loss,
         )
-        limit_command_buffers(asked)  # before MLX uses the GPU
-        return run(asked)
+        limit_command_buffers(request)  # before MLX uses the GPU
+        return run(request)
 
 
 @runtime.memory_limits()
@@ -286,8 +286,10 @@ def _say_what_mlx_lacks(base: Base, run: Run) -> None:
 def _describe(trainable: Trainable, display: Display, base_weights: int) -> None:
     """Show what is trained, and its share of the base's weights."""
     count = trainable.parameter_count()
-    share = f"{100 * count / base_weights:.3g} % of {shown_count(base_weights)} weights"
-    display.line(trainable.method, f"{count:,} trainable parameters, {share} · {trainable.details}")
+    share = f"{100 * count / base_weights:.3g} % of {shown_count(base_weights)}"
+    display.line(
+        trainable.method, f"{count:,} trainable parameters ({share}) · {trainable.details}"
+    )
     for note in trainable.notes:
         display.line("note", note)
     model_type, blocks = trainable.base.config["model_type"], len(trainable.base.model.layers)

@@ -524,7 +524,7 @@ def test_the_share_that_learns_is_told_for_adapters_too(tiny, full_data, tmp_pat
     )
     text = capsys.readouterr().err
     share = 100 * run.report["learned_weights"] / run.report["base_weights"]
-    assert f"{share:.3g} % of 6.6 M weights" in text and 0 < share < 5
+    assert f"{share:.3g} % of 6.6 M)" in text and 0 < share < 5
 
 
 def test_a_base_that_carries_adapters_is_not_unfrozen():

@@ -1,4 +1,4 @@
-"""The dtype that a base computes in: by device and chip, as asked, as stored; and casting to it."""
+"""The dtype that a base computes in: by device and chip, as specified, as stored; and casting to it."""
 
 import json
 

@@ -207,7 +207,7 @@ def test_the_prefix_cache_is_timed_over_all_epochs(tmp_path, monkeypatch):
     assert actual[0].samples == 2 and actual[0].ratio == 1 and actual[1].ratio > 0
     assert actual[0].shape == "3 rows of 32, batch 2, top 1 of 2 blocks, rank 2"
     goal = next(g for g in targets.GOALS if "prefix" in g.runs)
-    (result,) = targets.judge(goal, {"prefix": actual})
+    (result,) = targets.evaluate(goal, {"prefix": actual})
     assert result.ours.startswith("mlx_packs") and result.figure > 0
 
 
@@ -479,7 +479,7 @@ def goal(workload: str) -> targets.Goal:
 
 
 def test_one_configuration_must_meet_speed_and_memory():
-    speed, size = targets.judge(goal("one block of Qwen3-4B, 4 x 128"), speeds_and_sizes())
+    speed, size = targets.evaluate(goal("one block of Qwen3-4B, 4 x 128"), speeds_and_sizes())
     assert speed.ours == size.ours == "mlx_packs transient"
     assert (speed.figure, size.figure) == (41, 0.5)
     assert "**missed**" not in report.targets(targets.records([speed, size]))

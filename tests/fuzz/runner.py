@@ -1,4 +1,4 @@
-"""Run mutants and judge each call: how it ended, what it printed, wrote, took of memory and time."""
+"""Run mutants and evaluate each call: how it ended, what it printed, wrote, took of memory and time."""
 
 import gc
 import io

@@ -173,7 +173,7 @@ def test_auto_is_measured_on_the_rows_and_batches_of_the_run(shared_tiny, tmp_pa
     assert choose_path(run, shared_tiny, (96, 30), plans).matmul_path == "dense"
     assert measured == [(shared_tiny.model, 96, 30, {"quantized", "dense"}, 40)]
     asked = run_of(shared_tiny, tmp_path, matmul_path="transient")
-    assert choose_path(asked, shared_tiny, (96, 30), plans).line() == "transient (as asked)"
+    assert choose_path(asked, shared_tiny, (96, 30), plans).line() == "transient (as specified)"
     assert choose_path(run, shared_tiny, None, {}).matmul_path == "dense" and len(measured) == 1
 
 

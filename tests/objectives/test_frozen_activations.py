@@ -312,7 +312,7 @@ def test_a_file_in_use_is_left_to_the_other_run(states_folder):
     first.attached.detach()
     second = CachedModel(base=base)
     assert first.cache.store.is_on_disk and not second.cache.store.is_on_disk
-    assert any("another run is at it" in text for text, _ in second.lines)
+    assert any("another run uses it" in text for text, _ in second.lines)
     assert second.states(second.batches(1)[0]).any()
 
 
@@ -471,7 +471,7 @@ def test_too_large_states_are_rejected_or_left(monkeypatch):
         ({}, 1, None),
         ({"iters": 4}, 1, "take no example twice (an epoch has 4)"),
         ({"iters": 5}, 1, None),
-        ({}, 4, "the first block carries adapters"),
+        ({}, 4, "the first block has adapters"),
         ({}, 3, None),
     ],
 )
@@ -482,7 +482,7 @@ def test_auto_caches_where_it_pays_and_says_why_not(changes, num_layers, reason)
     ((text, level),) = opened.lines
     assert (opened.cache is None) == (reason is not None)
     if reason is None:
-        assert level == NORMAL and "lie below the adapters: computed once for each example" in text
+        assert level == NORMAL and "are below the adapters: computed once for each example" in text
     else:
         assert level == VERBOSE and reason in text
 

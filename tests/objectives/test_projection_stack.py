@@ -304,7 +304,7 @@ def test_the_last_k_targets_of_a_row_can_be_the_loss(stack_folder):
 
 def test_packed_rows_and_a_base_that_is_quantized_on_loading(stack_folder):
     report = train_stack(stack_folder, "packed", packing=True, quantize="affine4", iters=2).report
-    assert report["objective"]["embedding"].startswith("in memory: model.embed_tokens.weight lies")
+    assert report["objective"]["embedding"].startswith("in memory: model.embed_tokens.weight is")
     assert np.isfinite(report["ppl_after"])
 
 

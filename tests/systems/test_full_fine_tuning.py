@@ -34,7 +34,7 @@ def test_full_fine_tuning_is_a_baseline_with_its_share_of_weights(run, tmp_path)
         code, out, err = run("train", "--method", method, "--out", tmp_path / method, *common)
         assert code == 0, err
         reports[method] = json.loads(out)
-        assert "% of 6.6 M weights" in err
+        assert "% of 6.6 M)" in err
     assert reports["full"]["learned_weights"] == reports["full"]["base_weights"] == 6_557_696
     assert reports["lora"]["learned_weights"] < 0.1 * reports["lora"]["base_weights"]
     assert reports["full"]["ppl_after"] < 0.5 * reports["full"]["ppl_before"]

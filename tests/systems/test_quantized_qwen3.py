@@ -177,7 +177,7 @@ def test_the_fp16_fallback_trains_on_all_the_same_and_says_where(
 @pytest.mark.slow
 def test_eval_batch_measures_ppl_and_speed_and_fails_gates(block_folder, train_block, run):
     train_block("bf16", "evaluated")
-    judge = (
+    evaluate = (
         "eval-batch",
         "--model",
         block_folder / "bf16",
@@ -192,7 +192,7 @@ def test_eval_batch_measures_ppl_and_speed_and_fails_gates(block_folder, train_b
         "--max-tokens",
         4,
     )
-    code, out, _ = run(*judge, "--json", "--max-pack-mb", 10)
+    code, out, _ = run(*evaluate, "--json", "--max-pack-mb", 10)
     base, pack = json.loads(out)
     assert code == 0 and pack["pack_mb"] < 10
     for key in ("ppl", "ppl_se", "prompt_tps", "decode_tps", "first_token_ms", "peak_gb"):
@@ -202,7 +202,7 @@ def test_eval_batch_measures_ppl_and_speed_and_fails_gates(block_folder, train_b
         ("tps-ratio", ("--min", 99)),
         ("pack-mb", ("--max", 0.001)),
     ):
-        code, _, err = run(*judge, f"{value[0]}-{gate}", value[1])
+        code, _, err = run(*evaluate, f"{value[0]}-{gate}", value[1])
         assert code == 1 and gate.replace("-", "_") in err.replace("-", "_")
 
 

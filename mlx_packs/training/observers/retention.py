@@ -54,9 +54,9 @@ class Retention(Observer):
         """Of these checkpoints keep the last up to the newest, and the best of its phase."""
         until_now = existing[: existing.index(newest) + 1]
         start = max(start for start in self._starts if start < batches_of(newest) or not start)
-        kept = {*until_now[-self._keep_last :], best_checkpoint(self._run, start)}
+        newest_and_best = {*until_now[-self._keep_last :], best_checkpoint(self._run, start)}
         for old in existing:
-            if old in kept:
+            if old in newest_and_best:
                 continue
             try:
                 discard(old, old)
