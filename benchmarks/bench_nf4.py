@@ -1,4 +1,4 @@
-"""A product with an NF4 weight: kept dense, packed in plain MLX, packed by kernels.
+"""Products with an NF4 weight: dequantized once, quantized in plain MLX, and quantized with kernels.
 
 python -m benchmarks.bench_nf4
 """

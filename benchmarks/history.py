@@ -113,7 +113,8 @@ def record(
     """A record of samples taken ``here``; numbers to four significant digits.
 
     Args:
-        fields: dtype, baseline, ratio, peak_mb and note of the record; ``stock_blas``: the BLAS was that of MLX's wheel.
+        fields: dtype, baseline, ratio, peak_mb and note of the record; ``stock_blas``: the BLAS
+            was that of MLX's wheel.
     """
     stock_blas = fields.pop("stock_blas", False)
     for name in ("ratio", "peak_mb"):

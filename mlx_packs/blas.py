@@ -142,7 +142,7 @@ def _proven(slots: dict[str, ctypes.c_uint64], addresses: dict[str, int]) -> lis
 
 
 def _in_a_thread(compute: Callable[[], list[str]]) -> list[str]:
-    """Return what a function computes, by a stream of a thread that ends.
+    """Return the result of a function, computed on a stream of a thread that ends.
 
     So this thread has no stream yet, and may fork before it computes (`fork`).
     """

@@ -1,4 +1,4 @@
-"""What GPUs can do: rates, native bfloat16, matrix units; measured where the table has no entry.
+"""Rates and features of GPUs; measured where the table has no entry.
 
 Rates of the table are the makers' figures, Apple's for the largest GPU that a name is sold with. What
 was measured on this machine (`measure`) is preferred to them.
@@ -52,7 +52,7 @@ class Chip:
 
     @property
     def matrix_units(self) -> bool:
-        """Whether products run on units of their own (M5's neural accelerators, tensor cores)."""
+        """Whether products run on dedicated units (M5's neural accelerators, tensor cores)."""
         return self.matrix_tflops > 2 * self.vector_tflops
 
 

@@ -1,4 +1,4 @@
-"""Where a library that is loaded keeps the addresses of the functions that it calls (ELF64, Linux).
+"""The jump table of a loaded library: addresses of the functions that it calls (ELF64, Linux).
 
 Nothing here trusts what it reads: every read is checked against the mapped memory, every count
 against the table that it counts, so that an unknown layout is an ElfError and never a crash.
@@ -25,7 +25,7 @@ _MOST_RELOCATIONS = 1 << 20
 
 
 class ElfError(ValueError):
-    """What is in memory is not laid out as a loaded ELF64 library for this processor."""
+    """The memory is not that of a loaded ELF64 library for this processor."""
 
 
 class Segment(NamedTuple):

@@ -206,7 +206,7 @@ def _locked(path: Path) -> int | None:
 
 
 def _leftovers(folder: Path) -> list[_Leftover]:
-    """Return what is in a folder under temporary names, what was renamed last first."""
+    """Return the entries of a folder with temporary names, the last renamed first."""
     dated = []
     with suppress(OSError, ValueError), os.scandir(folder) as entries:
         for entry in entries:

@@ -1,4 +1,4 @@
-"""What only a Mac has: its heat and power modes, `caffeinate`, notifications, LaunchAgents.
+"""Features of macOS: thermal and power states, `caffeinate`, notifications, LaunchAgents.
 
 Nothing else in this package starts a program of macOS but `packs bench`, by `output`. None of it ever
 ran on a Mac: tests put programs of the same names in their place, which print what is known of those.
@@ -35,7 +35,7 @@ def is_macos() -> bool:
 
 
 def output(command: Sequence[str]) -> str | None:
-    """Return what a program prints; None if it cannot be run, or hangs."""
+    """Return the output of a program; None if it cannot be run, or hangs."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_SECONDS, check=False
@@ -134,7 +134,7 @@ class LaunchAgent:
 
     @property
     def log(self) -> Path:
-        """Where the output of the command goes."""
+        """The file for the output of the command."""
         return Path.home() / "Library" / "Logs" / f"{self.label}.log"
 
     @contextmanager

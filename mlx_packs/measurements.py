@@ -24,7 +24,7 @@ _DAYS = 90  # after which an unused measurement is removed
 
 
 def device() -> dict:
-    """Return what of this machine, and of the code that it runs, a measured time depends on."""
+    """Return the facts of this machine and its software on which a measured time depends."""
     blas = runtime.BLAS
     return {
         "name": runtime.device_name(),
@@ -37,7 +37,7 @@ def device() -> dict:
 
 
 def recall(kind: str, of: Mapping) -> dict | None:
-    """Return what was measured on this device before; None if it was not.
+    """Return an earlier measurement of this device; None if there is none.
 
     Args:
         kind: what was measured, such as ``matmul-path``; part of a file's name.

@@ -110,7 +110,7 @@ def total_memory() -> int:
 
 
 def metal_share(memory: int) -> int:
-    """Return what Metal recommends to use at most of a Mac's memory, in bytes.
+    """Return the most of a Mac's memory that Metal recommends to use, in bytes.
 
     Two thirds below 36 GB, three quarters from there: ``recommendedMaxWorkingSetSize`` as llama.cpp's
     users log it (11.45e9 bytes of 16 GiB, 17.18e9 of 24, 22.91e9 of 32, 28.99e9 of 36).

@@ -1,4 +1,4 @@
-"""What may reach a terminal: every line of the program, and every message of a library, goes here.
+"""Safe text for terminals: every line of the program, and every message of a library, goes here.
 
 Data, templates, manifests, names of files and generated text come from strangers, and a terminal
 obeys what is in them: escape sequences move the cursor, rename the window, write the clipboard or

@@ -41,7 +41,7 @@ for number in (signal.SIGTERM, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL)
 
-# Mixtures cannot be trained there; test_families.py holds that they are refused.
+# Mixtures cannot be trained there; test_families.py checks that they are rejected.
 collect_ignore = ["nn/test_experts.py"] if version_of_mlx_lm() < MIXTURES_SINCE else []
 
 
@@ -104,7 +104,7 @@ def here(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def hub(here, monkeypatch) -> Iterator[LocalHub]:
-    """The stand-in in the Hub's place, with caches of its own."""
+    """A local substitute for the Hub, with its own caches."""
     with local_hub() as found:
         monkeypatch.setattr(constants, "ENDPOINT", found.url)
         template = found.url + "/{repo_id}/resolve/{revision}/{filename}"

@@ -176,10 +176,10 @@ def _outputs(at: int) -> list[int]:
     return [*arrays[:position], at, *arrays[position:]]
 
 
-def _node(at: int, name: str | None) -> Node:
+def _node(at: int, kind: str | None) -> Node:
     array = _Array.from_address(at)
-    if name or array.primitive.object is None:
-        return Node(name or CONSTANT, 0, [], [_described(at)])
+    if kind or array.primitive.object is None:
+        return Node(kind or CONSTANT, 0, [], [_described(at)])
     name, pointer = _class_name(array.primitive.object), array.primitive.object
     outputs = [_described(output) for output in _outputs(at)]
     return Node(name, pointer, _addresses(array.inputs), outputs, _attributes(name, pointer))

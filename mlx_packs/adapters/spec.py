@@ -1,4 +1,4 @@
-"""Which adapters a base has: slices, modules, and the names of their tensors on disk."""
+"""Specifications of adapters: slices, modules, and the names of their tensors on disk."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

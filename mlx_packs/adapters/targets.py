@@ -1,4 +1,4 @@
-"""Which projections of a base get adapters, of which rank and alpha."""
+"""Selection of the projections that get adapters, and of their rank and alpha."""
 
 import re
 from collections.abc import Mapping

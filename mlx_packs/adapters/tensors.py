@@ -14,7 +14,7 @@ from .spec import ModuleSpec, check_shapes, factor_names
 
 @dataclass(frozen=True)
 class Slot:
-    """Where the adapters of one projection are in memory: in ``lora``, from index ``first`` on."""
+    """The place of one projection's adapters in memory: in ``lora``, from index ``first`` on."""
 
     lora: GroupedLoRA
     first: int
@@ -78,7 +78,7 @@ def merged_weight(spec: ModuleSpec, tensors: Mapping[str, mx.array], linear: nn.
 
 
 def delta_of(spec: ModuleSpec, tensors: Mapping[str, mx.array]) -> mx.array:
-    """Return what adapters, named as on disk, add to their weight: [out, in] in float32.
+    """Return the delta of adapters, named as on disk, on their weight: [out, in] in float32.
 
     The delta of experts is [E, out, in]; that of an embedding [vocab, dim], as its table.
     """

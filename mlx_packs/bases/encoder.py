@@ -163,7 +163,7 @@ def unit(x: mx.array) -> mx.array:
 
 
 def tensor_name(stored: str) -> str | None:
-    """Return what a checkpoint's tensor is called here; None if it is not used."""
+    """Return the name of a checkpoint's tensor here; None if it is not used."""
     name = stored.removeprefix("bert.")
     if _UNUSED.match(name):
         return None

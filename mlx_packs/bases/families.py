@@ -1,4 +1,4 @@
-"""Which architectures and which families of mlx-lm cannot be trained.
+"""Architectures and families of mlx-lm that cannot be trained.
 
 Every other one can; docs/families.md lists them all, and tests/bases/test_families.py trains each.
 """

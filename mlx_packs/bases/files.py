@@ -28,7 +28,7 @@ def tiny_checkpoint() -> Path:
 
 
 def public_name(name: str) -> str:
-    """Return what a manifest calls a base or data: a hub id as it is, a folder without its path."""
+    """Return the name of a base or data in a manifest: a hub id as it is, a folder without its path."""
     path = Path(name).expanduser()
     return path.resolve().name if path.exists() else name
 
@@ -184,7 +184,7 @@ _RECORD_KEYS = {
 
 
 def read_record(path: Path) -> dict | None:
-    """Return what `packs quantize` wrote about a folder; None if it did not write this folder."""
+    """Return the record that `packs quantize` wrote about a folder; None if it did not write this folder."""
     try:
         record = read_json(path / RECORD)
         check_keys(record, _RECORD_KEYS)
@@ -224,7 +224,7 @@ def text_config(config: dict) -> dict:
 
 
 def vocab_size_of(config: dict, where: str | Path) -> int:
-    """Return how many tokens a base knows; ``where`` is the base, for errors."""
+    """Return the size of a base's vocabulary; ``where`` is the base, for errors."""
     size = text_config(config).get("vocab_size")
     if size is None:
         raise PackError(f"{where}: its config.json has no vocab_size.", "unreadable")
@@ -256,7 +256,7 @@ def quantization_name(q: Mapping | None) -> str:
 
 
 def quantized_as(path: Path, config: Mapping) -> str | None:
-    """Return what a checkpoint is quantized as, by its config or tensors; None if it is dense."""
+    """Return the quantization of a checkpoint, by its config or tensors; None if it is dense."""
     if stored := stored_quantization(config):
         return quantization_name(stored)
     for file in weight_files(path):

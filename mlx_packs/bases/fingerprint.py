@@ -74,7 +74,7 @@ def fingerprint(path: Path) -> str:
 
 
 def sampled_fingerprint(path: Path) -> str:
-    """Return what older versions called a fingerprint: a hash of 4 KiB of each tensor."""
+    """Return the fingerprint of older versions: a hash of 4 KiB of each tensor."""
     return _sampled(tuple(_state(file) for file in weight_files(path)))
 
 

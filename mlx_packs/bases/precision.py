@@ -37,7 +37,7 @@ class ComputeDtype:
 def choose_compute_dtype(
     config: Mapping, requested: str = "auto", trains_base: bool = False
 ) -> ComputeDtype:
-    """Return what a run on this device computes a base in.
+    """Return the dtype in which a run on this device computes.
 
     ``auto`` is the stored dtype, but float16 for a bfloat16 base on a chip that emulates bfloat16.
     A CPU, an encoder, and full fine-tuning compute in float32.

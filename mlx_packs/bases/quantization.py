@@ -1,4 +1,4 @@
-"""Which modules of a model are quantized, and to which format.
+"""Selection of the modules to quantize, and of their formats.
 
 `format_for` is the rule for `packs quantize`, for quantizing while loading and for `packs plan`.
 """
@@ -16,7 +16,7 @@ from .weight_formats import AFFINE_BITS, MLXFormat, NF4Format, WeightFormat
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """Which modules are quantized, and to which format.
+    """The modules to quantize, and their format.
 
     ``bits_for`` has pairs of a regular expression and bits: paths that it finds become affine with
     so many bits, in groups of 64 unless the format is MLX's own.

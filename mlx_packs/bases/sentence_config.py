@@ -1,4 +1,4 @@
-"""How texts become vectors: the configuration of a sentence-transformers folder.
+"""The configuration of a sentence-transformers folder: tokens, pooling and normalization.
 
 Sentence-BERT: https://arxiv.org/abs/1908.10084
 """
@@ -20,7 +20,7 @@ _PROMPTS = "config_sentence_transformers.json"
 
 @dataclass(frozen=True)
 class SentenceConfig:
-    """How texts become vectors."""
+    """The configuration by which texts become vectors."""
 
     pooling: str = "mean"  # of the states of the tokens, one of `POOLING`
     normalize: bool = False  # to length 1

@@ -40,7 +40,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json"
 
 
 def unsupported_weights(path: Path) -> str:
-    """Return what a folder without model*.safetensors has, and what works instead, or nothing."""
+    """Return the format of a folder without model*.safetensors and the alternative, or nothing."""
     if (path / "pack.json").is_file():
         return " It is a pack: name it with --pack, and its base with --model."
     if (path / "adapter_config.json").is_file():
@@ -52,7 +52,7 @@ def unsupported_weights(path: Path) -> str:
 
 
 def unsupported_file(path: Path) -> str:
-    """Return what a file is that is named where a folder is meant, and what works instead."""
+    """Return the format of a file that was passed in place of a folder, and the alternative."""
     for pattern, kind, works in _WEIGHTS:
         if path.match(pattern):
             return f" It is {kind}. {works}"

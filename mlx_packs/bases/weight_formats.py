@@ -1,4 +1,4 @@
-"""How a weight is quantized: one class per kind of format, and the registry of those made here.
+"""Formats of quantized weights: one class per kind, and the registry of those written here.
 
 A format turns a dense weight into the tensors that store it on disk, and back. To add one, write
 its class, register it in `CLASSES` and `FORMATS`, and name it in `config.choices`.
@@ -45,7 +45,7 @@ class WeightFormat(ABC):
 
     @property
     def divisor(self) -> int:
-        """What must divide the width of a weight."""
+        """A number that must divide the width of a weight."""
         return self.group_size
 
     @abstractmethod
@@ -61,7 +61,7 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def outline(self, name: str, w: mx.array, layout: str = "mlx") -> Tensors:
-        """Return what `quantize` gives, as lazy zeros: names, shapes and dtypes."""
+        """Return the outline of `quantize`'s result, as lazy zeros: names, shapes and dtypes."""
 
     @abstractmethod
     def quantize(self, name: str, w: mx.array, layout: str = "mlx") -> Tensors:
@@ -127,7 +127,7 @@ class MLXFormat(WeightFormat):
         return count * self.bits // 8 + scales * (count // self.group_size)
 
     def outline(self, name: str, w: mx.array, layout: str = "mlx") -> Tensors:
-        """Return what `quantize` gives, as lazy zeros."""
+        """Return the outline of `quantize`'s result, as lazy zeros."""
         return _native_names(name, self._quantize(mx.zeros(w.shape, w.dtype)))
 
     def quantize(self, name: str, w: mx.array, layout: str = "mlx") -> Tensors:
@@ -183,7 +183,7 @@ class NF4Format(WeightFormat):
         return count // 2 + blocks + 4 * -(-blocks // NESTED_BLOCK_SIZE) + 4
 
     def outline(self, name: str, w: mx.array, layout: str = "mlx") -> Tensors:
-        """Return what `quantize` gives, as lazy zeros."""
+        """Return the outline of `quantize`'s result, as lazy zeros."""
         codes = mx.zeros((w.shape[0], w.shape[1] // 2), mx.uint8)
         blocks = -(-w.size // self.group_size)
         absmax = [mx.zeros(blocks)]
@@ -238,7 +238,7 @@ CLASSES: dict[str, type[WeightFormat]] = registered(
 
 
 def named_format(name: str, double_quant: bool = True) -> WeightFormat:
-    """Return what --quantize means by a name."""
+    """Return the format of a name of --quantize."""
     if name not in FORMATS:
         raise PackError(
             f"--quantize {name}: is not a format. {did_you_mean(name, list(FORMATS))}", "unknown"
@@ -271,7 +271,7 @@ def format_name(quantization: Mapping | None) -> str:
 
 
 def format_of(module: nn.Module) -> WeightFormat | None:
-    """Return how the weight of a module is quantized; None if it is dense."""
+    """Return the format of a module's weight; None if it is dense."""
     if isinstance(module, (NF4Linear, NF4Embedding)):
         return NF4Format(group_size=module.group_size, double_quant=module.double_quant)
     if "scales" not in module:

@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint's files each weight of the model is.
+"""The map from weights of a model to tensors of its checkpoint.
 
 mlx-lm's loader renames, transposes and stacks tensors to suit its model. What passes through under
 another name is known by being the same object; what is made anew, only where its name and shape

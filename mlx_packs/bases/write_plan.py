@@ -1,4 +1,4 @@
-"""What writing a checkpoint takes: the tensors of its source, their formats, and their files."""
+"""The plan for writing a checkpoint: the tensors of its source, their formats, and their files."""
 
 from dataclasses import dataclass
 
@@ -43,7 +43,7 @@ class Item:
 
 @dataclass(frozen=True)
 class WritePlan:
-    """What `write` does."""
+    """The plan that `write` executes."""
 
     options: QuantizeOptions
     tensors: dict[str, mx.array]  # of the source, lazy
@@ -60,7 +60,7 @@ class WritePlan:
         return [item for items in self.shards.values() for item in items]
 
     def request(self) -> dict:
-        """Return how a record begins: what a later run must ask for to continue this one.
+        """Return the start of a record: the options that a later run needs to continue this one.
 
         Another version of this package or of MLX may quantize other tensors to other bits.
         """

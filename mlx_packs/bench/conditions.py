@@ -1,4 +1,4 @@
-"""What besides the chip decides how fast a machine computes now: power, heat, other programs.
+"""Conditions besides the chip that affect the speed of a machine: power, heat, other programs.
 
 Nothing here needs root. On a Mac it is read from `pmset`, `notifyutil` and `ioreg`; on Linux only the
 load is known.
@@ -83,7 +83,7 @@ def disturbances(conditions: Conditions) -> list[str]:
 
 
 def unknown(conditions: Conditions) -> list[str]:
-    """Return what of the state of this machine cannot be read."""
+    """Return the names of the conditions that cannot be read here."""
     names = {
         "power": "power",
         "low_power_mode": "low power mode",

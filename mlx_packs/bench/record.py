@@ -32,7 +32,7 @@ _WIDTH = 80
 
 
 def to_record(result: BenchResult) -> dict:
-    """Return what was found as JSON; docs/performance.md describes every key."""
+    """Return the result as JSON; docs/performance.md describes every key."""
     settings = result.settings
     # half precision is emulated on CPUs
     half = None if runtime.on_cpu() else _rounded(result.rates.matrix_tflops * MATMUL_REACHED)
@@ -76,7 +76,7 @@ def to_record(result: BenchResult) -> dict:
 
 
 def notes(result: BenchResult) -> list[str]:
-    """Return what a reader of the figures must know."""
+    """Return notes for readers of the figures."""
     notes = [f"The machine {what}: it can do more." for what in result.disturbances]
     if result.after.thermal not in (None, "nominal", result.before.thermal):
         notes.append(f"At the end the thermal pressure was {result.after.thermal}.")
@@ -97,7 +97,7 @@ def notes(result: BenchResult) -> list[str]:
 
 
 def differing(result: BenchResult) -> list[str]:
-    """Return what the two implementations disagree on."""
+    """Return the differences between the two implementations."""
     return [
         f"{of.name} {c.shape[0]} x {c.shape[1]}: {c.fault}. Please report it."
         for of, comparisons in result.comparisons

@@ -27,7 +27,7 @@ _TINY_SHARE = 0.2  # of the time, beside another base
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """What is to be timed.
+    """The bases and shapes to time.
 
     Attributes:
         model: A base beside the embedded one, if it is another.
@@ -45,7 +45,7 @@ class BenchSettings:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """What was found.
+    """The result of a benchmark.
 
     Attributes:
         before: The state of the machine before anything ran.
@@ -70,7 +70,7 @@ class BenchResult:
 
     @property
     def disturbances(self) -> list[str]:
-        """What made the machine slower than it can be: before anything ran, or its power since."""
+        """Conditions that made the machine slower: before anything ran, or its power since."""
         since = Conditions(power=self.after.power, low_power_mode=self.after.low_power_mode)
         return list(dict.fromkeys([*disturbances(self.before), *disturbances(since)]))
 

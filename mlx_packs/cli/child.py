@@ -21,7 +21,7 @@ _SHOW_CURSOR = b"\x1b[?25h\n"  # which the progress bar of a process that was ki
 
 @dataclass(frozen=True)
 class Ended:
-    """How a child ended.
+    """The end of a child process.
 
     Attributes:
         code: its exit code; -n if signal n killed it.

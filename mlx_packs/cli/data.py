@@ -106,7 +106,7 @@ def data(
 
 
 def _lines(split: str, look: "SplitOverview", model: str, max_seq_length: int) -> list[str]:
-    """Return what a split is, for people; the histogram of its lengths below."""
+    """Return the overview of a split for people, with the histogram of its lengths."""
     from ..data.bad_rows import shown_counts
 
     of = "" if look.looked_at == look.rows else f" ({look.looked_at:,} of them looked at)"

@@ -1,4 +1,4 @@
-"""What commands print: a report as JSON or as lines, and the gates that failed."""
+"""Output of commands: a report as JSON or as lines, and the gates that failed."""
 
 import re
 import shlex

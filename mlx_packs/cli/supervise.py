@@ -212,7 +212,7 @@ class Supervisor:
 
 
 def _identity(checkpoint: Path) -> tuple[str, int, int]:
-    """Return what tells a checkpoint from a later one of the same name."""
+    """Return an identity that differs for a later checkpoint of the same name."""
     status = checkpoint.stat()
     return checkpoint.name, status.st_ino, status.st_mtime_ns
 

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ArchitectureFacts:
-    """What is known of a kind of base model without MLX."""
+    """Facts of an architecture, known without MLX."""
 
     described: str  # what errors call it
     output: str  # what it computes
@@ -29,7 +29,7 @@ class ArchitectureFacts:
 
 @dataclass(frozen=True)
 class TaskFacts:
-    """What is known of a task without MLX."""
+    """Facts of a task, known without MLX."""
 
     code: str  # its class, module:name, imported when a run of it begins
     architecture: str  # of the bases that it trains
@@ -40,7 +40,7 @@ class TaskFacts:
 
 @dataclass(frozen=True)
 class MethodFacts:
-    """What is known of a method without MLX."""
+    """Facts of a method, known without MLX."""
 
     # Whether the base's own weights are trained, dense and in float32, rather than adapters beside
     # frozen weights.
@@ -49,7 +49,7 @@ class MethodFacts:
 
 @dataclass(frozen=True)
 class LossFacts:
-    """What is true of an embedding loss, beside its formula."""
+    """Facts of an embedding loss, besides its formula."""
 
     settings: tuple[str, ...] = ()  # that only it and some other losses have
     texts: int = 2  # of an example
@@ -62,7 +62,7 @@ class LossFacts:
 
 @dataclass(frozen=True)
 class MatmulPathFacts:
-    """What is known of a way to multiply by quantized weights without MLX."""
+    """Facts of a matmul path, known without MLX."""
 
     in_place: bool = False  # whether the base's own modules do it
     dequantizes: bool = False  # whether each use of a weight makes a dense one
@@ -71,7 +71,7 @@ class MatmulPathFacts:
 
 @dataclass(frozen=True)
 class PolicyFacts:
-    """What a policy of activation checkpointing computes again in the backward pass."""
+    """Facts of an activation checkpointing policy."""
 
     operations: bool = False  # the cheap ones between the products of a block
     blocks: bool = False  # every block, from its input

@@ -25,7 +25,7 @@ SECTIONS = (
 
 @dataclass(frozen=True)
 class Facts:
-    """What is true of a setting beside its name, type and default."""
+    """Facts of a setting besides its name, type and default."""
 
     help: str  # full sentences, without the default
     section: str  # one of `SECTIONS`
@@ -60,7 +60,7 @@ def option(default: Any, help: str, *, section: str, **facts: Any) -> Any:
 
 
 def facts_of(field: dataclasses.Field) -> Facts:
-    """Return what is true of a setting."""
+    """Return the facts of a setting."""
     return field.metadata["facts"]
 
 
@@ -71,7 +71,7 @@ def flags_of(field: dataclasses.Field) -> tuple[str, ...]:
 
 
 class Fault(NamedTuple):
-    """What is wrong with a setting: ``text`` follows the name of the setting."""
+    """A fault of a setting; ``text`` follows the name of the setting."""
 
     setting: str
     text: str

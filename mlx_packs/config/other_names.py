@@ -1,4 +1,4 @@
-"""What other trainers call our settings: transformers, PEFT, TRL, axolotl, LLaMA-Factory, Unsloth.
+"""Names of our settings in other trainers: transformers, PEFT, TRL, axolotl, LLaMA-Factory, Unsloth.
 
 They are not accepted, since some mean a little else, but answered with ours.
 """

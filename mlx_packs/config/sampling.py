@@ -1,4 +1,4 @@
-"""How the next token is chosen where text is generated."""
+"""Settings of sampling in text generation."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -18,7 +18,7 @@ from .peft import Peft
 
 
 class AdapterFormat(Protocol):
-    """How another tool stores adapters."""
+    """The storage format of another tool's adapters."""
 
     tensor_file: str
 
@@ -58,7 +58,7 @@ class AdapterFormat(Protocol):
         """Return the scale that a module of a pack has once it is converted."""
 
     def deltas(self, stored: StoredAdapter, model_type: str) -> dict[str, Delta]:
-        """Return what the other tool adds at each module of a pack, from its own tensors."""
+        """Return the other tool's delta of each module of a pack, from its own tensors."""
 
 
 FORMATS: dict[str, AdapterFormat] = registered(ADAPTER_FORMATS, {"mlx-lm": MlxLm(), "peft": Peft()})

@@ -1,4 +1,4 @@
-"""Where packs go to stay: programs that open what `packs export` writes for them.
+"""Destinations of `packs export`: programs that open its output.
 
 A new one is a class in a file of its own, an entry here, and its name in `config.choices`.
 """

@@ -1,4 +1,4 @@
-"""What adapter formats share: an external adapter in memory, folded scales, and verification."""
+"""Code that adapter formats share: an external adapter in memory, folded scales, and verification."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -162,7 +162,7 @@ def common_scale(specs: Iterable[ModuleSpec]) -> float:
 
 
 def low_rank_delta(a: mx.array, b: mx.array, scale: float) -> Delta:
-    """Return what a module adds: scale * (x a) b of a [in, r] and b [r, out], of token ids a[x]."""
+    """Return the delta of a module's output: scale * (x a) b of a [in, r] and b [r, out], of token ids a[x]."""
     a, b = (np.array(factor.astype(mx.float32), dtype=np.float64) for factor in (a, b))
     return lambda x: scale * ((a[x] if x.ndim == 1 else x @ a) @ b)
 

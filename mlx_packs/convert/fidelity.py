@@ -1,7 +1,7 @@
 """Merge fidelity: how far one way of computing a model is from another, in KL and perplexity.
 
-A delta that is small beside the quantization step of a weight is lost when it is rounded. How much
-of it remains cannot be read off the weights; it is measured on examples.
+A delta smaller than the quantization step of a weight is lost in rounding. How much of it remains
+cannot be read off the weights; it is measured on examples.
 """
 
 import math
@@ -39,7 +39,7 @@ Variant = Callable[[], AbstractContextManager[None]]  # installs modules into a 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How far a merged model is from the base with the pack attached.
+    """The difference between a merged model and the base with the pack attached.
 
     Attributes:
         scores: for the report.

@@ -48,7 +48,7 @@ _GPT2 = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How llama.cpp names the linears of a family.
+    """Names of a family's linear layers in llama.cpp.
 
     Attributes:
         architecture: ``general.architecture``, which must be that of the base's GGUF.

@@ -116,7 +116,7 @@ def _check(request: MergeRequest) -> None:
 
 
 def _report(request: MergeRequest, outcome: Outcome, out: str | Path) -> dict:
-    """Return what is known before anything is written."""
+    """Return the facts known before anything is written."""
     return {
         "out": str(out),
         "model": base_files.public_name(str(request.model)),
@@ -131,7 +131,7 @@ def _report(request: MergeRequest, outcome: Outcome, out: str | Path) -> dict:
 
 
 def _facts(request: MergeRequest, outcome: Outcome) -> dict:
-    """Return what the written folder records."""
+    """Return the record of the written folder."""
     return {
         "base": base_files.public_name(str(request.model)),
         "pack_sha256": request.pack.adapters_hash,

@@ -1,4 +1,4 @@
-"""What a merge writes: the weights that change, how they are quantized, under which names.
+"""The plan of a merge: the weights that change, their formats and their names.
 
 Everything is lazy: planning reads headers, and a tensor is computed when it is written.
 """
@@ -304,7 +304,7 @@ def plan_merge(request: MergeRequest, facts: Mapping | None = None) -> WritePlan
 def _items(
     planned: Changes, names: _Names, dtype: mx.Dtype | None, layout: str
 ) -> tuple[list[Item], dict[str, mx.array]]:
-    """Return what the writer needs to know of each tensor, and the tensors, by name."""
+    """Return the writer's entry of each tensor, and the tensors, by name."""
     places = names.places
     by_name = {f"{places[c.path]}.weight": c for c in planned.changes}
     changed = {places[c.path] for c in planned.changes}
@@ -382,7 +382,7 @@ def _own_names(source: Path, planned: Changes, layout: str) -> _Names | None:
 def _place_of(
     path: str, base: BaseModel, tensors: Mapping[str, mx.array], is_gpt2: bool
 ) -> str | None:
-    """Return what the files call a module; None if that is not known."""
+    """Return the name of a module in the files; None if that is unknown."""
     short = path.removeprefix("model.")
     origin = base.weight_map.get(f"{path}.weight")
     origins = [origin.removesuffix(".weight")] if isinstance(origin, str) else []

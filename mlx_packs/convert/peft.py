@@ -393,7 +393,7 @@ def _number(value: float) -> float | int:
 
 
 def _notes(specs: Specs, config: dict) -> tuple[str, ...]:
-    """Return what other readers of the folder cannot take."""
+    """Return notes on limits of other readers of the folder."""
     notes = []
     if config["alpha_pattern"]:
         notes.append("llama.cpp's converter knows one lora_alpha, and this folder has several")

@@ -74,7 +74,7 @@ class Examples:
 
 @dataclass(frozen=True)
 class EncodingOptions:
-    """How rows become tokens and targets."""
+    """The options by which rows become tokens and targets."""
 
     loss_on: str | None = None  # as --loss-on; None is the default of the rows' format
     max_seq_length: int = 2048  # what is longer is cut, and dropped where no target is left
@@ -187,7 +187,7 @@ class _Encoder:
                 self._store(waiting[0], waiting[1].result())
 
     def examples(self) -> Examples:
-        """Return what was encoded."""
+        """Return the encoded examples."""
         self.bad.check_some_left(len(self.rows))
         if not len(self.store):
             raise PackError(

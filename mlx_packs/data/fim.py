@@ -28,7 +28,7 @@ SPARE = 12
 
 @dataclass(frozen=True)
 class FillInTheMiddle:
-    """How many rows are rearranged, and how."""
+    """The share of rows that are rearranged, and their order."""
 
     rate: float  # share of the rows
     spm_rate: float = 0.5  # share of those whose suffix comes first

@@ -1,4 +1,4 @@
-"""Which tokens of an example the loss is on, as text for people."""
+"""The tokens of an example that are trained on, as text for people."""
 
 from typing import TYPE_CHECKING
 

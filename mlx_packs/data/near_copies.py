@@ -110,7 +110,7 @@ def sampled(count: int, size: int) -> Sequence[int]:
 def hold_out(
     rows: Rows, count: int, row_format: RowFormat, names: DataConfig
 ) -> tuple[list[int], int]:
-    """Return which rows to hold out, at most ``count``, in order, and how many are there because of another one.
+    """Return at most ``count`` rows to hold out, in order, and the number of near-copies in them.
 
     They are a random sample, the same each time; rows that nearly repeat one of them come with it,
     and one that too many repeat stays with the training rows.

@@ -26,7 +26,7 @@ _SHORTEST = 16  # upper edge of the first bin of a histogram that has texts with
 
 @dataclass(frozen=True)
 class SplitOverview:
-    """What a split is.
+    """The overview of a split.
 
     Attributes:
         rows: its rows.

@@ -1,4 +1,4 @@
-"""Which examples share a packed sequence, and the position of each.
+"""Packing of examples into sequences, and the position of each.
 
 On a GPU attention is computed for one example after the other, and their places are a part of the
 compiled step. So that few steps are compiled, batches share these places: examples of like length

@@ -67,14 +67,14 @@ class TokenFormat(RowFormat):
 
     @abstractmethod
     def prompt(self, row: Row, names: DataConfig, tokenizer: Any) -> tuple[str, list[int]]:
-        """Return what of a row a model is asked to complete: as people see it, and its tokens."""
+        """Return the prompt of a row: as people see it, and its tokens."""
 
     def answer(self, row: Row, names: DataConfig) -> str | None:
-        """Return what the row has after its `prompt`; None where that is no answer."""
+        """Return the text of the row after its `prompt`; None where that is no answer."""
         return None
 
     def resolve_loss_on(self, loss_on: str | None) -> str:
-        """Return what is supervised, where None is the default."""
+        """Return the supervised part, where None is the default."""
         return loss_on or self.loss_on
 
 
@@ -95,7 +95,7 @@ def text_of(row: Row, column: str) -> str:
 
 
 def optional(row: Row, column: str) -> Any:
-    """Return what a column has; None where it is missing or empty, as NaN is in pandas."""
+    """Return the value of a column; None where it is missing or empty, as NaN is in pandas."""
     value = row.value.get(column)
     is_nan = isinstance(value, float) and math.isnan(value)
     return None if is_nan or value == "" else value

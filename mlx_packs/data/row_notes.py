@@ -1,4 +1,4 @@
-"""What is wrong with rows that can be used: empty answers, held-out rows that training rows repeat."""
+"""Notes on usable rows: empty answers, and held-out rows that training rows repeat."""
 
 from collections.abc import Mapping, Sequence
 

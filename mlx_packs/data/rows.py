@@ -299,7 +299,7 @@ _READERS: dict[str, Callable[[Path], Rows]] = {
 
 
 def _hf_load(name: str, /, **arguments: Any) -> Any:
-    """Return what `datasets.load_dataset` loads."""
+    """Return the result of `datasets.load_dataset`."""
     try:
         import datasets
     except ImportError:

@@ -1,4 +1,4 @@
-"""Which examples each batch contains: an order that depends on the seed alone."""
+"""The examples of each batch, in an order that depends on the seed alone."""
 
 import dataclasses
 import itertools
@@ -44,7 +44,7 @@ ALL = Draw()
 
 @dataclass(frozen=True)
 class Sampler:
-    """Which examples each batch of a run contains, epoch after epoch: a function of the fields alone."""
+    """The examples of each batch of a run, epoch after epoch: a function of the fields alone."""
 
     lengths: np.ndarray  # tokens of each example, int [N]
     batch_size: int  # examples of a batch; with `packing` packed sequences

@@ -90,7 +90,7 @@ class TokenStore:
         self._counts.append(np.count_nonzero(target))
 
     def examples(self, where: Callable[[int], str]) -> StoredExamples:
-        """Return what was added; ``where`` returns the place of a row."""
+        """Return the added examples; ``where`` returns the place of a row."""
         parts = {
             "ends": np.frombuffer(self._ends, np.int64),
             "rows": np.frombuffer(self._rows, np.int64),

@@ -1,1 +1,1 @@
-"""How good a base and its packs are on held-out examples."""
+"""Evaluation of a base and its packs on held-out examples."""

@@ -1,4 +1,4 @@
-"""How good embeddings are on held-out examples: correlation with scores, retrieval, triplets.
+"""Evaluation of embeddings on held-out examples: correlation with scores, retrieval, triplets.
 
 The numbers are those of sentence-transformers' EmbeddingSimilarityEvaluator,
 InformationRetrievalEvaluator and TripletEvaluator with the cosine.

@@ -16,7 +16,7 @@ from .rows import EvalSettings, check_limit, columns_of, evaluation_rows
 
 
 class Evaluator(Protocol):
-    """What is measured of one architecture, on some examples.
+    """The measurements of one architecture on some examples.
 
     It is made of a base, examples, and an `EvalSettings`; it raises a PackError where a setting has
     no meaning for the architecture, or an example cannot be used.

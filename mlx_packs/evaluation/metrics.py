@@ -16,7 +16,7 @@ _INVALID = object()  # what a text that is not JSON parses to
 
 @dataclass(frozen=True)
 class Metric:
-    """When an answer is right, given the wanted one."""
+    """A rule by which an answer is right, given the expected one."""
 
     is_right: Callable[[str, str], bool]
     is_valid: Callable[[str], bool] | None = None  # the form that both must have

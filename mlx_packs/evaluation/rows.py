@@ -1,4 +1,4 @@
-"""Which examples a base and its packs are evaluated on."""
+"""Selection of the examples on which a base and its packs are evaluated."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from ..packs.pack import Pack
 
 @dataclass(frozen=True)
 class EvalSettings:
-    """How examples are evaluated; see `evaluate.evaluate`."""
+    """Settings of an evaluation; see `evaluate.evaluate`."""
 
     columns: DataConfig
     batch_size: int

@@ -1,4 +1,4 @@
-"""How long the GPU works on one command buffer of a step, and the limit that keeps it short.
+"""An estimate of the GPU time of a step's command buffers, and the limit that keeps it short.
 
 macOS ends the process whose command buffers keep the display waiting ("Impacting Interactivity",
 "GPU Timeout Error"). MLX hands operations to Metal in command buffers and ends one after so many
@@ -61,7 +61,7 @@ class CommandBuffers:
     chip: str
 
     def line(self) -> str:
-        """Return what was done, for one line of output; nothing if nothing was needed."""
+        """Return the changes, for one line of output; nothing if none was needed."""
         if self.before_s <= _TOO_LONG * LONGEST_S:
             return ""
         done = [f"{VARIABLE}={self.limit}"] * (self.limit is not None)

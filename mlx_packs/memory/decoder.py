@@ -231,7 +231,8 @@ class Step:
         """Return (saved, in flight) in numbers per token at each moment.
 
         The loss comes when all blocks have run. In the feed-forward of a block its temporaries and
-        those of the attention beside it are in flight. Recomputed blocks store their inputs, and one of them all of its activations.
+        those of the attention beside it are in flight. Recomputed blocks store their inputs,
+        and one of them all of its activations.
         """
         d, f, q = self.sizes.hidden, self.sizes.ffn, self.sizes.queries
         blocks = [self._saved(ranks) for ranks in self.ranks]

@@ -26,7 +26,7 @@ _HELPS = 0.98  # a remedy takes less than this share
 
 
 class Estimator(Protocol):
-    """What is known of the memory of one architecture: a module.
+    """The memory estimate of one architecture: a module.
 
     Attributes:
         ASSUMED: what is assumed of the examples, a sentence.
@@ -186,7 +186,7 @@ def _too_large(plan: MemoryPlan, ways: list[str], bound: str = "") -> PackError:
 
 
 def any_of(ways: list[str]) -> str:
-    """Return what `remedies` names as a choice in words."""
+    """Return the result of `remedies` as a choice in words."""
     return f"{', '.join(ways[:-1])} or {ways[-1]}" if len(ways) > 1 else ways[0]
 
 
@@ -196,7 +196,7 @@ def remedies(
     train: TrainConfig,
     plan_of: Callable[[LoRAConfig, TrainConfig], MemoryPlan],
 ) -> list[str]:
-    """Return what would take less memory by ``plan_of``, the mildest first."""
+    """Return settings that would take less memory by ``plan_of``, the mildest first."""
     shorter = max(train.max_seq_length // 2, SHORTEST)
     smaller_batches = {
         "a smaller --batch-size": (lora, replace(train, batch_size=-(-train.batch_size // 2))),

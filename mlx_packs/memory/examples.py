@@ -40,7 +40,7 @@ class ExampleMemory:
         return _WORKING_BYTES + _ROW_BYTES * self.rows + int(_IN_MEMORY * self.held_bytes)
 
     def line(self, source: str) -> str:
-        """Return what the examples need, for people."""
+        """Return the memory of the examples, for people."""
         return (
             f"{source} · {self.rows:,} examples, {size(self.file_bytes)} · about "
             f"{size(self.nbytes)} beside the model, which the peaks below do not have"

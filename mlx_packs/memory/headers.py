@@ -1,4 +1,4 @@
-"""What is known of a base without its weights: its config and the headers of its tensors."""
+"""The facts of a base without its weights: its config and the headers of its tensors."""
 
 import math
 from collections.abc import Mapping

@@ -167,7 +167,7 @@ def _times(
 
 
 def _facts(kind: WeightKind) -> list:
-    """Return what the time of a kind depends on, as JSON."""
+    """Return the facts on which the time of a kind depends, as JSON."""
     return [*kind.shape, kind.count, kind.tokens, *kind.quantization, str(dense_dtype(kind.module))]
 
 

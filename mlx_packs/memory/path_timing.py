@@ -189,13 +189,13 @@ def _share(kind: WeightKind, path: str, rows: int) -> float:
 
 
 def _sample(kind: WeightKind, path: str) -> int:
-    """Return how many of a batch's tokens are multiplied."""
+    """Return the number of a batch's tokens in the timed products."""
     most = _TOKENS_CPU[MATMUL_PATHS[path].in_place] if on_cpu() else _TOKENS_GPU
     return min(kind.tokens, most)
 
 
 def _products(kind: WeightKind, paths: Sequence[str], rows: int) -> dict[str, Callable[[], None]]:
-    """Return what computes a product with the first rows of a weight, and its input's gradient."""
+    """Return a function for a product with the first rows of a weight, and its input's gradient."""
     module = first_rows(kind.module, rows)
     dense = dense_module(module, mx.float32 if on_cpu() else None)  # as `apply_matmul_path` does
     products = {}

@@ -1,4 +1,4 @@
-"""How short of memory this machine, or the container of this process, is."""
+"""Memory pressure of this machine, or of the container of this process."""
 
 import resource
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ _MACOS_LEVELS = {1: NONE, 2: LOW, 4: CRITICAL}  # DISPATCH_MEMORYPRESSURE_NORMAL
 
 @dataclass(frozen=True)
 class Pressure:
-    """How short memory is (`NONE`, `LOW`, `CRITICAL`), and by what that is known."""
+    """The level of memory pressure (`NONE`, `LOW`, `CRITICAL`), and its source."""
 
     level: int
     reason: str = ""
@@ -47,7 +47,7 @@ class _Room:
 
 
 def memory_pressure() -> Pressure:
-    """Return how short memory is by macOS's own level, or by the limits of a Linux process."""
+    """Return the memory pressure by macOS's own level, or by the limits of a Linux process."""
     return _of_macos() if macos.is_macos() else _of_linux()
 
 
@@ -102,7 +102,7 @@ def _of_group(group: Path) -> _Room | None:
 
 
 def oom_kills() -> int | None:
-    """Return how many processes Linux has killed for want of memory; None where it does not say.
+    """Return how many processes Linux has killed for lack of memory; None where it does not report that.
 
     Those of this process's own cgroup (2 or 1) are counted, those of the machine where it has none.
     """

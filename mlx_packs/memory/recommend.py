@@ -147,7 +147,7 @@ def _flag(name: str, value: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class _Request:
-    """What is to be trained within how many bytes.
+    """A run to plan, and its limit in bytes.
 
     Attributes:
         specified: Names of the settings that are not reduced.
@@ -318,7 +318,7 @@ def _halved(largest: int, least: int) -> list[int]:
 
 
 def _why(request: _Request, option: Option) -> str:
-    """Return what an option gave up of a request, and what takes most, in one line."""
+    """Return what an option reduces of a request, and the largest part, in one line."""
     reductions, train, wanted = [], option.train, request.train
     for name, before, after in (
         ("rank", request.lora.rank, option.lora.rank),
@@ -327,10 +327,8 @@ def _why(request: _Request, option: Option) -> str:
     ):
         if after != before:
             reductions.append(f"{name} {after} instead of {before}")
-    if train.recomputes != wanted.recomputes and (
-        description := POLICIES[train.recomputes].described
-    ):
-        reductions.append(description)
+    if train.recomputes != wanted.recomputes and (text := POLICIES[train.recomputes].described):
+        reductions.append(text)
     name, largest = max(option.plan.parts().items(), key=lambda item: item[1])
     share = f"{name} {size(largest)} is the largest part"
     if option.fit == "no":
@@ -422,7 +420,7 @@ def _seconds(step: StepTime | None) -> str:
 
 
 def _notes(best: Option, headers: Headers, width: int) -> list[str]:
-    """Return what is to be known of the numbers, wrapped."""
+    """Return notes on the numbers, wrapped."""
     assumed = estimator_of(headers.config).ASSUMED
     notes = {
         "disk": disk_note(headers, best.plan, best.lora, best.train),

@@ -37,7 +37,7 @@ _LEAST_ERROR = 0.1  # that a calibrated prediction claims
 
 @dataclass(frozen=True)
 class Work:
-    """What a step of adapters computes, in operations (a multiply-add is two) and bytes.
+    """The work of a step with adapters, in operations (a multiply-add is two) and bytes.
 
     Attributes:
         products: Operations with frozen weights: outputs, gradients of inputs, recomputation.

@@ -14,7 +14,7 @@ from .wrapped import WrappedBlock
 
 
 class Injection:
-    """What the frozen blocks of one model do now."""
+    """The current behaviour of the frozen blocks of one model."""
 
     def __init__(self) -> None:
         self.states: mx.array | None = None  # [B, T, D], in place of all that they compute
@@ -58,7 +58,7 @@ def injected(model: nn.Module, states: mx.array) -> Iterator[None]:
 
 
 def frozen_output(model: nn.Module, forward: Callable[[], object]) -> object:
-    """Return what the frozen blocks compute in a forward, which ends there.
+    """Return the output of the frozen blocks in a forward pass, which ends there.
 
     Raises:
         ValueError: if it never gets there.

@@ -30,7 +30,7 @@ def _update(
     *optional: mx.array | None,
     **named: Any,
 ) -> tuple[mx.array, mx.array]:
-    """Return what mlx-lm's function of these arguments does: ``state`` and ``mask`` follow."""
+    """Return the result of mlx-lm's function of these arguments: ``state`` and ``mask`` follow."""
     options = dict(zip(("state", "mask"), optional, strict=False)) | named
     beta = mx.sigmoid(b) * (2.0 if options.get("allow_neg_eigval") else 1.0)
     rate = mx.exp(A_log.astype(mx.float32))

@@ -52,7 +52,7 @@ class InputDropout:
 
 @dataclass
 class _Kept:
-    """What a group computes once for a text, from these factors."""
+    """Values that a group computes once for a text, from these factors."""
 
     masters: Sequence[mx.array] = ()
     values: dict[tuple, Any] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class GroupedLoRA(nn.Module):
     def project(
         self, x: mx.array, projections: Sequence[Callable[[mx.array], mx.array]]
     ) -> list[mx.array]:
-        """Return what all projections make of x [..., D], [..., O_i] each, with their deltas."""
+        """Return the outputs of all projections of x [..., D], [..., O_i] each, with their deltas."""
         if (decoded := self.decoded(x, projections)) is not None:
             return decoded
         if on_cpu() or not self.training or self.dropout.p:
@@ -124,7 +124,7 @@ class GroupedLoRA(nn.Module):
         norms: Sequence[nn.Module | None] = (),
         gated: bool = False,
     ) -> list[mx.array] | None:
-        """Return what `project` does for few rows of a text; None: compute it otherwise.
+        """Return the result of `project` for few rows of a text; None where no kernel computes it.
 
         Args:
             x: [..., D].
@@ -174,7 +174,7 @@ class GroupedLoRA(nn.Module):
         return self._once(("factors", dtype), cast)
 
     def _once(self, key: tuple, compute: Callable[[], T]) -> T:
-        """Return what a function computes, once inside of `factors_cast` for the same factors."""
+        """Return the result of a function, computed once inside of `factors_cast` for the same factors."""
         kept, masters = self._kept, [*self.lora_a, *self.lora_b]
         if len(masters) != len(kept.masters) or not all(map(operator.is_, masters, kept.masters)):
             kept.masters, kept.values = masters, {}
@@ -229,7 +229,7 @@ def factors_cast(model: nn.Module) -> Iterator[None]:
 
 
 def common_format(projections: Sequence[Callable]) -> Format | None:
-    """Return how projections that do nothing but multiply are quantized; None: not all in one way."""
+    """Return the common format of projections that only multiply; None if they differ."""
     forms = {
         Format(p.group_size, p.bits)
         if type(p) is nn.QuantizedLinear and p.mode == "affine" and "bias" not in p

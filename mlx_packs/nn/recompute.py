@@ -1,6 +1,7 @@
 """Activation checkpointing: the backward pass recomputes what is cheap.
 
-``none`` stores all activations. ``selective`` stores the outputs of frozen products and recomputes the operations between them: norms and RoPE of q and k, attention, SwiGLU
+``none`` stores all activations. ``selective`` stores the outputs of frozen products and
+recomputes the operations between them: norms and RoPE of q and k, attention, SwiGLU
 (https://arxiv.org/abs/2205.05198). ``block`` stores the input of each block and computes the block
 again (https://arxiv.org/abs/1604.06174).
 """
@@ -91,7 +92,7 @@ class RecomputedBlock(WrappedBlock):
     """A block that the backward computes again."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the block returns."""
+        """Return the output of the block."""
         block = self["block"]
         if not self.training:
             return block(*args, **kwargs)

@@ -1,1 +1,1 @@
-"""What is computed on a batch: forwards, losses, sequence packing, cached frozen activations."""
+"""The computation on a batch: forward passes, losses, sequence packing, cached frozen activations."""

@@ -109,7 +109,7 @@ TargetLoss = Callable[[mx.array, mx.array], mx.array]  # logits [M, V], targets 
 
 @dataclass(frozen=True)
 class LossOptions:
-    """What the loss of a target is, besides its negative log-likelihood or in its place."""
+    """Terms of a target's loss, besides its negative log-likelihood or in its place."""
 
     z_loss: float = 0.0  # weight of logsumexp^2
     label_smoothing: float = 0.0  # share of each target that is spread over the vocabulary
@@ -199,7 +199,7 @@ class CausalLM(Objective):
         self._options = options
 
     def arrays(self, batch: Batch) -> Arrays:
-        """Return what `loss` takes of a batch."""
+        """Return the arrays of a batch that `loss` takes."""
         return self._inputs.arrays(batch)
 
     def prefetch(self, batches: Iterator[Batch]) -> Iterator[Batch]:

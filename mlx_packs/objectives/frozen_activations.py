@@ -86,7 +86,7 @@ class FrozenActivations(Inputs):
             yield batch
 
     def arrays(self, batch: Batch) -> Arrays:
-        """Return what the step takes of a batch, states [B, T, D] in the place of tokens.
+        """Return the arrays of a batch for the step, with activations [B, T, D] in place of tokens.
 
         What is not stored is computed, with the batch that has it in the first epoch; a batch whose
         states could not be kept stays as it is.

@@ -1,4 +1,4 @@
-"""What a run optimizes: the seam between a task and the loop over its batches.
+"""The objective of a run: the interface between a task and the loop over its batches.
 
 The loop knows an objective by this protocol alone. It draws batches (through `prefetch`, in a
 thread of their own), turns each into arrays, takes steps on `loss`, and scores the model with
@@ -23,7 +23,7 @@ class Batch(Protocol):
 
 
 class Score(Protocol):
-    """What scoring some batches gave."""
+    """The score of some batches."""
 
     @property
     def nll(self) -> float:
@@ -37,7 +37,7 @@ class Score(Protocol):
 
 
 class Inputs(Protocol):
-    """How batches become arrays; `prefetch` and `close` have defaults."""
+    """The conversion of batches to arrays; `prefetch` and `close` have defaults."""
 
     def arrays(self, batch: Any) -> Arrays:
         """Return the arrays of a batch for `Objective.loss`; each set of shapes is compiled."""
@@ -51,7 +51,7 @@ class Inputs(Protocol):
 
 
 class Objective(Inputs, Protocol):
-    """What is computed on a batch.
+    """The computation on a batch.
 
     The model, and whatever else the computation needs, is bound when the objective is made.
 

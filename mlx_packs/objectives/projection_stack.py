@@ -33,14 +33,14 @@ _PROJECTIONS = ("self_attn.o_proj", "attn.c_proj")
 _TABLES = ("embed_tokens", "wte")
 _HEAD = "lm_head"
 _PROXY = (
-    "a bounded proxy, not the transformer: no attention, feed-forward, norm, residual or position; "
+    "a cheap proxy, not the full transformer: no attention, feed-forward, norm, residual or position; "
     "no token sees another"
 )
 
 
 @dataclass(frozen=True)
 class Graph:
-    """What the loss of a run is taken of."""
+    """The graph of which a run's loss is computed."""
 
     base: BaseModel  # its model is the graph, under the base's own paths
     lora: LoRAConfig  # of those of its modules that have adapters
@@ -49,7 +49,7 @@ class Graph:
 
     @property
     def is_proxy(self) -> bool:
-        """Whether it is another forward than the base's own."""
+        """Whether its forward pass differs from the base's own."""
         return self.facts["graph"] != TRANSFORMER
 
     def head(self) -> Head | None:

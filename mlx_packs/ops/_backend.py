@@ -109,7 +109,7 @@ def start_record() -> None:
 
 
 def record() -> dict:
-    """Return what computed the calls since `start_record`, for reports.
+    """Return the implementations of the calls since `start_record`, for reports.
 
     They are ``backend``; ``kernels``, what ran as kernels; ``plain_mlx``, what plain MLX was chosen
     for, with one reason; ``fallbacks``, ops whose kernel failed in this process, and why.
@@ -131,7 +131,7 @@ def record() -> dict:
 
 
 def summary() -> str:
-    """Return what `record` has in one line."""
+    """Return the result of `record` in one line."""
     known = record()
     if known["backend"] == "reference":
         return "plain MLX"
@@ -247,7 +247,7 @@ def keep_measured(name: str, call: Call, kernel_us: float, plain_us: float) -> N
 
 
 def _subject(name: str, call: Call) -> dict:
-    """Return what the times of a call depend on; numbers of rows count up to a power of two."""
+    """Return the facts on which the times of a call depend; numbers of rows count up to a power of two."""
     op, instance, rows, sizes = call
     return {
         "backend": name,

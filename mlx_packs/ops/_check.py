@@ -82,12 +82,12 @@ def examine(check: Check) -> Finding:
 
 
 def first_fault(checks: Sequence[Check]) -> str | None:
-    """Return what is wrong with a kernel, or None."""
+    """Return the first fault of a kernel, or None."""
     return next((fault for c in checks if (fault := examine(c).fault) is not None), None)
 
 
 def outputs_and_gradients(op: Op, inputs: Sequence[mx.array]) -> dict[str, mx.array]:
-    """Return what an op makes of its inputs, and the gradient of each floating-point one."""
+    """Return the outputs of an op, and the gradient of each floating-point input."""
     floating = [i for i, v in enumerate(inputs) if v.dtype in (*_FLOATS, mx.float64)]
 
     def of_floats(*floats: mx.array) -> list[mx.array]:
@@ -133,5 +133,5 @@ def _error(value: mx.array, truth: mx.array) -> float:
 
 
 def _rounding(dtype: mx.Dtype) -> float:
-    """Return what rounding may add: one of the result; in float32, whose sums are no finer, a few."""
+    """Return the error that rounding may add: one of the result; in float32, whose sums are no finer, a few."""
     return float(mx.finfo(dtype).eps) * (8 if dtype == mx.float32 else 1)

@@ -91,7 +91,7 @@ def mlx_attention(
 
 
 def _in_parts(function: Callable[..., mx.array], arrays: Arrays, count: int, axis: int) -> mx.array:
-    """Return what a function makes of parts of arrays along an axis, joined.
+    """Return the joined results of a function of parts of arrays along an axis.
 
     Parts of an array that has less than there are parts serve several.
     """
@@ -146,7 +146,7 @@ class _Block(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """Which keys a query sees."""
+    """The keys that a query sees."""
 
     mask: Mask
     segments: mx.array | None
@@ -269,7 +269,7 @@ class _Attention:
 
     @property
     def only(self) -> bool:
-        """Whether one block is all."""
+        """Whether there is only one block."""
         return len(self.blocks) == 1 and len(self.blocks[0]) == 1
 
     def function(self) -> Callable[..., tuple[mx.array, ...]]:

@@ -1,4 +1,4 @@
-"""What this machine is, how fast it multiplies, and whether every kernel is right and pays on it.
+"""Diagnostics: this machine, its rates, and whether every kernel is right and faster on it.
 
 The first thing to paste into a bug report.
 """

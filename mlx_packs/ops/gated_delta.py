@@ -140,7 +140,7 @@ def _segment_tokens(token_bytes: int) -> int:
 
 
 def _engine(sizes: Sizes, by_column: bool) -> tuple[Segment, int]:
-    """Return what computes a segment, and the bytes that each of its tokens has in flight."""
+    """Return the implementation of a segment, and the bytes that each of its tokens has in flight."""
     if by_column:
         return _recomputed(reference), _STEP_STATES * sizes.state_bytes
     if _choose(sizes) != "reference":
@@ -149,7 +149,7 @@ def _engine(sizes: Sizes, by_column: bool) -> tuple[Segment, int]:
 
 
 class _Instance(NamedTuple):
-    """What MLX has compiled as one kernel."""
+    """The parameters of one kernel that MLX compiled."""
 
     key_heads: int
     value_heads: int
@@ -260,7 +260,7 @@ def _fused(
     beta: mx.array,
     state: mx.array,
 ) -> list[mx.array]:
-    """Return what MLX's kernels compute; in float32, since they round decays to the dtype of q."""
+    """Return the result of MLX's kernels; in float32, since they round decays to the dtype of q."""
     dtype = q.dtype
     q, k, v, beta, log_decay = _widened(q, k, v, beta, log_decay)
     output, state = mx.fast.gated_delta_update(q, k, v, mx.exp(log_decay), beta, state)

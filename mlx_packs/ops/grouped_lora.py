@@ -139,7 +139,7 @@ def _stacks(rows: int, ranks: Sequence[int]) -> bool:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the slices of a group are: by slice its rank, width, output, first column, scale."""
+    """The places of a group's slices: by slice its rank, width, output, first column, scale."""
 
     ranks: tuple[int, ...]
     widths: tuple[int, ...]
@@ -254,7 +254,7 @@ def _up_kernel(layout: Layout) -> Kernel:
 
 
 def _shape_name(layout: Layout) -> str:
-    """Return what the text of a body depends on: rank and output of each slice."""
+    """Return the facts on which the text of a body depends: rank and output of each slice."""
     pairs = zip(layout.ranks, layout.output_of, strict=True)
     return "_".join(f"{rank}at{m}" for rank, m in pairs)
 
@@ -361,7 +361,7 @@ def _up(backend: str, layout: Layout, outputs: Arrays, b: Arrays, h: mx.array) -
 
 
 class Compiled(NamedTuple):
-    """What one program is compiled for."""
+    """The parameters for which one program is compiled."""
 
     dtype: mx.Dtype
     factors: mx.Dtype
@@ -371,7 +371,7 @@ class Compiled(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What the cost depends on besides the rows."""
+    """The sizes on which the cost depends besides the rows."""
 
     inputs: int
     widths: tuple[int, ...]

@@ -76,7 +76,7 @@ def prepare(  # noqa: PLR0913 (what a launch depends on)
 
 
 class Compiled(NamedTuple):
-    """What the two programs are compiled for."""
+    """The parameters for which the two programs are compiled."""
 
     dtype: mx.Dtype
     group_size: int
@@ -88,7 +88,7 @@ class Compiled(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What the cost depends on besides the rows."""
+    """The sizes on which the cost depends besides the rows."""
 
     inputs: int
     widths: tuple[int, ...]

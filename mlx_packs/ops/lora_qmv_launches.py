@@ -27,7 +27,7 @@ class AffineWeight(NamedTuple):
 
 
 class Format(NamedTuple):
-    """How the weights of a group are quantized."""
+    """The format of a group's weights."""
 
     group_size: int
     bits: int
@@ -79,7 +79,7 @@ Norms = Sequence[Norm | None]
 
 
 class Task(NamedTuple):
-    """What is computed, but for the arrays of weights and factors."""
+    """The computation, without the arrays of weights and factors."""
 
     form: Format
     ranks: tuple[int, ...]

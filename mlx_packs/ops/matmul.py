@@ -114,7 +114,7 @@ def dequantize(
     bits: int,
     mode: str,
 ) -> mx.array:
-    """Return what `mx.dequantize` gives, bit-identical: [O, D] of weight [O, D * bits / 32], uint32.
+    """Return the result of `mx.dequantize`, bit-identical: [O, D] of weight [O, D * bits / 32], uint32.
 
     On CPUs `mx.dequantize` takes weights one at a time; array operations are vectorized. They take
     three times the memory, so this is for slices.

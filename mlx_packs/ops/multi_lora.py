@@ -277,7 +277,7 @@ def _up(
 
 
 class Compiled(NamedTuple):
-    """What one program is compiled for."""
+    """The parameters for which one program is compiled."""
 
     dtype: mx.Dtype
     factors: mx.Dtype
@@ -286,7 +286,7 @@ class Compiled(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What the cost depends on besides the rows."""
+    """The sizes on which the cost depends besides the rows."""
 
     sequences: int
     inputs: int

@@ -399,7 +399,7 @@ def _kernel_inputs(weight: NF4Weight, dtype: mx.Dtype) -> tuple[list[mx.array], 
 
 
 class Compiled(NamedTuple):
-    """What one program is compiled for."""
+    """The parameters for which one program is compiled."""
 
     kernel: str
     dtype: mx.Dtype
@@ -410,7 +410,7 @@ class Compiled(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What the cost depends on besides the rows."""
+    """The sizes on which the cost depends besides the rows."""
 
     weight: tuple[int, int]
 

@@ -1,4 +1,4 @@
-"""How long single operations take on a Mac's GPU, and in how many calls none is too long.
+"""Estimated times of single operations on a Mac's GPU, and the number of calls that keeps them short.
 
 macOS ends the process whose GPU work keeps the display waiting (ml-explore/mlx#3267). MLX commits
 operations to the GPU in command buffers and divides none between two, so that whatever is longer

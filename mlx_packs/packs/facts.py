@@ -1,4 +1,4 @@
-"""What a page shows of a pack, from its manifest alone."""
+"""Facts of a pack for a page, from its manifest alone."""
 
 from collections.abc import Mapping
 
@@ -25,7 +25,7 @@ _LOWER = ("ppl", "nll", "loss")
 
 
 def manifest_facts(manifest: Mapping, title: str) -> Facts:
-    """Return what a page shows of a pack without its run and without its tensors."""
+    """Return the facts of a pack for a page, without its run and without its tensors."""
     measured, result = _mapping(manifest, "measured"), _mapping(manifest, "eval")
     changes = changes_of(result)
     return Facts(
@@ -140,7 +140,7 @@ def _size(manifest: Mapping) -> list[tuple[str, str]]:
 
 
 def _origins(manifest: Mapping) -> list[tuple[str, str]]:
-    """Return what a pack depends on: task, data, base, device and versions, gates."""
+    """Return the origins of a pack: task, data, base, device and versions, gates."""
     measured, objective, data, versions = (
         _mapping(manifest, key) for key in ("measured", "objective", "data", "versions")
     )

@@ -1,4 +1,4 @@
-"""Whether a pack fits a base, from headers alone: what `packs apply --dry-run` prints."""
+"""The check that a pack fits a base, from headers alone: the output of `packs apply --dry-run`."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from .pack import Pack, is_converted_on_loading
 
 
 def check_fit(pack: Pack, model: str) -> dict:
-    """Return what `packs apply` reports of a saved pack; loads no weights of it or of the base.
+    """Return the report of `packs apply` on a saved pack; this loads no weights of it or of the base.
 
     Raises:
         PackError: something does not fit.

@@ -347,7 +347,7 @@ def check_names(manifest: dict, where: str) -> None:
 
 
 def http_errors() -> tuple[type[Exception], ...]:
-    """Return what huggingface_hub raises when a request fails; it differs by version."""
+    """Return the exceptions of huggingface_hub for a failed request; they differ by version."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return (OSError, ValueError, RuntimeError, *HfHubHTTPError.__bases__)

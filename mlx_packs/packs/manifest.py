@@ -169,7 +169,7 @@ def parse_manifest(text: str, where: str) -> dict:
 
 
 def manifest_text(manifest: dict) -> str:
-    """Return what the file of a manifest contains: itself, and its hash."""
+    """Return the text of a manifest's file: the manifest, and its hash."""
     return to_json(sealed(manifest))
 
 
@@ -257,7 +257,7 @@ def shapes_of(manifest: dict) -> dict[str, tuple[int, ...]]:
 
 
 def architecture_facts(manifest: dict) -> ArchitectureFacts:
-    """Return what is known of the architecture of a pack's base."""
+    """Return the facts of the architecture of a pack's base."""
     return ARCHITECTURES[architecture_of(manifest["base"]["model_type"])]
 
 
@@ -272,7 +272,7 @@ def read_pin(folder: Path) -> dict | None:
 
 
 def check_pin(folder: Path) -> dict | None:
-    """Return what `read_pin` does; raises a PackError or OSError if the file is damaged."""
+    """Return the result of `read_pin`; raises a PackError or OSError if the file is damaged."""
     file = folder / PIN
     if not os.path.lexists(file):
         return None

@@ -1,4 +1,4 @@
-"""How much a pack changes each weight: the Frobenius norms of its deltas."""
+"""The change of each weight by a pack: the Frobenius norms of its deltas."""
 
 from ..adapters.spec import by_number
 from ..report.facts import Norms

@@ -1,4 +1,4 @@
-"""What a page shows of a run or a pack, whoever collected it.
+"""Facts of a run or a pack for a page, whatever their source.
 
 Values come from manifests and run folders that somebody else may have written, so `number` and
 `text` take what is usable and leave out the rest: a page is shown as far as it goes.
@@ -72,7 +72,7 @@ class Norms:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a page shows; every part but the title may be empty.
+    """The content of a page; every part but the title may be empty.
 
     Attributes:
         title: the name of the pack or run, without its folder.
@@ -127,7 +127,7 @@ def text(value: object, most: int = 200) -> str:
 
 
 def rate_name(unit: str) -> str:
-    """Return what the throughput of a run is called."""
+    """Return the name of a run's throughput."""
     return "Supervised tokens/s" if unit == "tokens" else f"{unit.capitalize()}/s"
 
 

@@ -68,7 +68,7 @@ def render(facts: Facts) -> str:
 
 
 def render_fragment(facts: Facts) -> str:
-    """Return what a notebook shows: figures, results and the loss curve, without a page around."""
+    """Return the view for a notebook: figures, results and the loss curve, without a page around."""
     template = _environment().get_template("fragment.html.jinja")
     return template.render(facts=facts, curve=_losses(facts, "loss", (640, 240), None))
 

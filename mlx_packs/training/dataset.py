@@ -32,10 +32,10 @@ class Dataset(Protocol):
         """Return the rows of a batch as messages name them: ``train.jsonl:17``."""
 
     def validation(self, phase: RunPhase) -> Sequence[Any]:
-        """Return what `Objective.score` scores while a phase trains; it may be empty."""
+        """Return the examples that `Objective.score` scores while a phase trains; they may be empty."""
 
     def held_out(self, phase: RunPhase) -> Sequence[Any]:
-        """Return what `Objective.score` scores before and after the run, for a phase."""
+        """Return the examples that `Objective.score` scores before and after the run, for a phase."""
 
     def typical_rows(self) -> tuple[int, int] | None:
         """Rows of a typical batch that go through a frozen weight, and those through the head.

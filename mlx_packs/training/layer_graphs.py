@@ -102,7 +102,7 @@ class GraphCache(dict[object, Graph]):
 
 
 def _key(source: object) -> object:
-    """Return what distinguishes a graph: the layers of a sequence, or the function itself."""
+    """Return the key of a graph: the layers of a sequence, or the function itself."""
     if isinstance(source, (list, tuple)):
         return tuple(part if isinstance(part, str) else id(part) for part in source)
     try:

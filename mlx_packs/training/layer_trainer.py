@@ -431,7 +431,7 @@ class LayerTrainer:
         self._forget_graphs()
 
     def _identity(self) -> dict:
-        """Return what must not change when a run continues."""
+        """Return the facts that must not change when a run continues."""
         settings = [*_OF_STEPS, *(_OF_OPTIMIZER if self._has_own_optimizer else ())]
         return {
             "optimizer": type(self.optimizer).__name__,

@@ -191,7 +191,7 @@ class Loop:
             self.state.count(loss, count, norm if taken.updates else None, seconds)
 
     def _check_update(self, norm: float, number: int) -> str | None:
-        """Return what is not finite of the update at work, where it is skipped."""
+        """Return what is not finite in the current update, where it is skipped."""
         batches = [batch for batch, fault in self._of_update if fault]
         faults = [fault for _, fault in self._of_update if fault]
         fault = faults[0] if faults else not_finite(0.0, norm)

@@ -9,7 +9,7 @@ from .step import StartedStep, Stepper
 
 @dataclass
 class MicroBatches:
-    """How many pieces the batches of a run are taken in; it only grows.
+    """The number of pieces of a run's batches; it only grows.
 
     Gradients are sums over targets until their update (step.py), so that the pieces of a batch add
     up to it. Dropout draws other masks, as the shapes it draws for are other ones.

@@ -26,7 +26,7 @@ from .settings import Run
 
 @dataclass(frozen=True)
 class MemoryChoice:
-    """How a run fits: the plans (None where none is possible) and what they decided."""
+    """The plans of a run (None where none is possible) and their decisions."""
 
     plan: MemoryPlan | None
     choice: MatmulPathChoice

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class RunReport(dict):
-    """What a run measured, by name, as ``packs train --json`` prints it."""
+    """The measurements of a run, by name, as ``packs train --json`` prints them."""
 
     def __repr__(self) -> str:
         """Return the result and the number of updates in one line; ``dict(report)`` has all."""

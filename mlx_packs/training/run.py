@@ -388,7 +388,7 @@ def _check_gates(run: Run, task: Task, pack: Pack, summary: Summary, memory: Mem
 
 
 def _report(run: Run, pack: Pack, fit: Fit, summary: Summary, memory: MemoryChoice) -> dict:
-    """Return what a run reports whatever its method and its task."""
+    """Return the part of a run's report that does not depend on its method and task."""
     described = ("split", "rows", "targets")
     return {
         "pack": str(run.pack),

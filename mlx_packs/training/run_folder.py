@@ -85,7 +85,7 @@ def read_identity(run: Path) -> dict:
 
 
 def _parsed_identity(run: Path) -> dict:
-    """Return what is in the file of a run's identity, with the types that it must have."""
+    """Return the content of a run's identity file, with the required types."""
     file = run / CONFIG
     try:
         identity = read_json(file, object)
@@ -122,7 +122,7 @@ def _format_version(identity: object) -> int:
 
 
 def _without_identity(run: Path) -> str:
-    """Return what is left to do with a run whose identity cannot be read."""
+    """Return the remedy for a run whose identity cannot be read."""
     if not (folders := checkpoints(run)):
         return "This is no run folder."
     return (
@@ -164,7 +164,7 @@ class ResumePoint:
 
     @property
     def why(self) -> str:
-        """Which checkpoint it is and why, in words."""
+        """Return which checkpoint it is and why, in words."""
         newest = "the newest that is not damaged" if self.damaged else "the newest checkpoint"
         unchecked = "" if self.has_hashes else "; an early version wrote it, without hashes"
         return f"{self.folder.name}, {newest}{unchecked}"

@@ -68,12 +68,12 @@ def write_page(of: str | Path, out: str | Path | None = None) -> Path:
 
 
 def pack_facts(pack: Pack, title: str) -> Facts:
-    """Return what a page shows of a pack: its manifest, and the norms of its deltas."""
+    """Return the facts of a pack for a page: its manifest, and the norms of its deltas."""
     return replace(manifest_facts(pack.manifest, title), norms=delta_norms(pack))
 
 
 def run_facts(run: Path) -> Facts:
-    """Return what a page shows of a run folder, with its pack once the run is over.
+    """Return the facts of a run folder for a page, with its pack once the run is over.
 
     Raises:
         PackError: the folder is not that of a run, or is damaged.
@@ -122,7 +122,7 @@ def write_report(run: Path, report: Mapping, masks: Iterable[Mapping]) -> None:
 
 
 def read_report(run: Path) -> dict | None:
-    """Return what `write_report` wrote; None if the run is not over.
+    """Return the report that `write_report` wrote; None if the run is not over.
 
     Raises:
         PackError: the file is damaged.

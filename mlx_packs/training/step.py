@@ -190,7 +190,7 @@ def _norm(arrays: Sequence[mx.array]) -> mx.array:
 
 
 def not_finite(loss: float, norm: float) -> str | None:
-    """Return what is wrong with the result of a step; None if loss and gradient norm are finite."""
+    """Return the fault of a step's result; None if loss and gradient norm are finite."""
     if not math.isfinite(loss):
         return f"the loss is {loss}"
     return None if math.isfinite(norm) else "the gradient is not finite"

@@ -1,4 +1,4 @@
-"""Full fine-tuning: the base's own weights learn, as plain MLX would have them."""
+"""Full fine-tuning: the base's own weights are trained, with the results of plain MLX."""
 
 import json
 import shutil
@@ -180,7 +180,7 @@ def test_any_module_is_unfrozen_and_comes_back():
     assert not mx.array_equal(after, before).item()
     learning.detach()
     assert mx.array_equal(base.model(x), before).item()
-    applied = attach(base, specs={})  # as a pack that brings them whole
+    applied = attach(base, specs={})  # as a pack that stores full tensors
     attach_inference_only(applied, {}, learning.replaced, learned, "test")
     assert mx.array_equal(base.model(x), after).item()
     applied.detach()
@@ -353,11 +353,11 @@ def test_a_resumed_run_equals_the_unbroken_one_to_the_bit(
 ):
     half = TrainConfig(**{**vars(FULL), "iters": 2, "lr_schedule": "constant"})
     whole = TrainConfig(**{**vars(FULL), "lr_schedule": "constant"})
-    unbroken = train_pack(dense_tiny, full_data, train=whole, out=tmp_path / "a")
+    uninterrupted = train_pack(dense_tiny, full_data, train=whole, out=tmp_path / "a")
     train_pack(dense_tiny, full_data, train=half, out=tmp_path / "b")
     resumed = train_pack(dense_tiny, full_data, train=whole, out=tmp_path / "b", resume=True)
-    assert resumed.report["ppl_after"] == unbroken.report["ppl_after"]
-    for name, tensor in unbroken.pack.tensors.items():
+    assert resumed.report["ppl_after"] == uninterrupted.report["ppl_after"]
+    for name, tensor in uninterrupted.pack.tensors.items():
         assert mx.array_equal(tensor, resumed.pack.tensors[name]).item(), name
     with raises("mismatch", "method", "'full'", "'lora'"):
         lora = TrainConfig(**{**vars(whole), "method": "lora"})

@@ -1,4 +1,4 @@
-"""Rows of a table that lies in a file are those of the loaded one, to the bit."""
+"""Rows of an embedding mapped from its file are bit-identical to those of the loaded one."""
 
 import mlx.nn as nn
 import numpy as np

@@ -1,4 +1,4 @@
-"""What other backends make is refused in one line that names what works instead."""
+"""Formats of other backends are rejected in one line that names an alternative."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Checkpoint to checkpoint: what is written, that it is written whole, and what is refused."""
+"""Checkpoint to checkpoint: what is written, that it is written completely, and what is rejected."""
 
 import json
 import shutil
@@ -194,8 +194,8 @@ def test_an_interrupted_run_goes_on_without_redoing_shards(dense_checkpoint, tmp
     assert report["shards_found"] == len(interrupted) > 0
     for name, inode in interrupted.items():
         assert (tmp_path / "q" / name).stat().st_ino == inode
-    quantize.quantize(dense_checkpoint, tmp_path / "unbroken", options)
-    for file in (tmp_path / "unbroken").iterdir():
+    quantize.quantize(dense_checkpoint, tmp_path / "uninterrupted", options)
+    for file in (tmp_path / "uninterrupted").iterdir():
         assert (tmp_path / "q" / file.name).read_bytes() == file.read_bytes()
     assert not (tmp_path / ".q.partial").exists()
 
@@ -232,11 +232,13 @@ def test_an_interruption_before_the_rename_keeps_every_shard(
     monkeypatch.setattr(quantize, "replace_folder", real)
     report = quantize.quantize(dense_checkpoint, tmp_path / "q", options)
     assert report["shards_found"] == report["shards"] > 3
-    quantize.quantize(dense_checkpoint, tmp_path / "unbroken", options)
-    names = sorted(file.name for file in (tmp_path / "unbroken").iterdir())
+    quantize.quantize(dense_checkpoint, tmp_path / "uninterrupted", options)
+    names = sorted(file.name for file in (tmp_path / "uninterrupted").iterdir())
     assert names == sorted(file.name for file in (tmp_path / "q").iterdir())
     for name in names:
-        assert (tmp_path / "q" / name).read_bytes() == (tmp_path / "unbroken" / name).read_bytes()
+        assert (tmp_path / "q" / name).read_bytes() == (
+            tmp_path / "uninterrupted" / name
+        ).read_bytes()
 
 
 def test_interruption_after_the_rename_names_the_complete_folder(

@@ -1,4 +1,4 @@
-"""`packs bench`: a record of the embedded base, its text, what it refuses, and what goes by it."""
+"""`packs bench`: a record of the bundled base, its text, what it rejects, and what uses it."""
 
 import getpass
 import json

@@ -1,4 +1,4 @@
-"""A stand-in for `packs train`: each start takes the next act of acts.json, and logs its arguments."""
+"""A substitute for `packs train`: each start takes the next act of acts.json, and logs its arguments."""
 
 import json
 import os

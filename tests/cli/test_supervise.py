@@ -40,7 +40,7 @@ DONE = {"result": "done\n"}
 
 @pytest.fixture
 def starts(here, run, monkeypatch):
-    """Supervise stand-ins that act as told; the exit code and the arguments of each start."""
+    """Supervise substitutes with given behaviour; return the exit code and the arguments of each start."""
     monkeypatch.setattr(
         supervise, "PROGRAM", (sys.executable, "-I", "-S", str(TESTS / "stand_in_run.py"), "train")
     )

@@ -1,4 +1,4 @@
-"""packs merge: what is written computes what was attached, under the base's own names."""
+"""packs merge: the merged model computes what the attached pack did, under the original tensor names."""
 
 import json
 from pathlib import Path
@@ -173,7 +173,7 @@ def test_stock_mlx_lm_loads_what_is_written(tmp_path):
 
 @pytest.fixture
 def faint(tmp_path):
-    """A 4-bit base and a pack whose deltas are small beside its steps; no merge of it is exact."""
+    """A 4-bit base and a pack whose deltas are smaller than its quantization steps; no merge of it is exact."""
     base = write_quantized(tmp_path / "base", write_checkpoint(tmp_path / "dense"))
     return base, random_pack(load_base(base), 4, size=0.02).save(tmp_path / "pack")
 

@@ -26,14 +26,14 @@ RUN_POINTS, OVERWRITE_POINTS, EXPORT_POINTS = 25, 8, 8
 TIMES = 4  # one point of so many is a moment, not an operation
 
 
-def points(unbroken: Ended, count: int) -> Iterator[Kill]:
+def points(uninterrupted: Ended, count: int) -> Iterator[Kill]:
     """Yield so many places to kill at, spread over the operations of a run and over its time.
 
     Each kind of operation has its share, however rare it is.
     """
-    kinds = unbroken.kinds
+    kinds = uninterrupted.kinds
     for n in range(count // TIMES):
-        yield Kill(after_s=unbroken.seconds * (n + 0.5) / (count // TIMES))
+        yield Kill(after_s=uninterrupted.seconds * (n + 0.5) / (count // TIMES))
     left = count - count // TIMES
     at_kind = {
         kind: [i + 1 for i, k in enumerate(kinds) if k == kind] for kind in sorted(set(kinds))
@@ -90,8 +90,8 @@ def check_killed(ended: Ended, kill: Kill) -> None:
     assert ended.code is None or (ended.code == 0 and not kill.at), ended.text
 
 
-def check_run(killer: Killer, args: list[str], unbroken: Path, kill: Kill) -> None:
-    """Kill a run, resume it, and compare the result with that of the unbroken run."""
+def check_run(killer: Killer, args: list[str], uninterrupted: Path, kill: Kill) -> None:
+    """Kill a run, resume it, and compare the result with that of the uninterrupted run."""
     folder = killer.fresh()
     ended = killer.run(args, folder, kill)
     check_killed(ended, kill)
@@ -99,10 +99,10 @@ def check_run(killer: Killer, args: list[str], unbroken: Path, kill: Kill) -> No
     if resumed.code == 2 and not checkpoints(folder / "x-run"):
         resumed = killer.run([*args, "--overwrite"], folder)  # killed before there was anything
     assert resumed.code == 0, resumed.text
-    assert weights_of(folder / "x") == weights_of(unbroken / "x")
+    assert weights_of(folder / "x") == weights_of(uninterrupted / "x")
     Pack.open(folder / "x").verify()
     assert not hidden_names(folder)
-    assert visible(folder) == visible(unbroken)
+    assert visible(folder) == visible(uninterrupted)
 
 
 def check_overwrite(
@@ -143,9 +143,11 @@ def at_points(kills: Iterator[Kill], whole: Ended, check: Callable[[Kill], None]
 
 
 def kill_run(killer: Killer, args: list[str], count: int) -> None:
-    unbroken = killer.fresh()
-    whole = killer.completed(args, unbroken)
-    at_points(points(whole, count), whole, lambda kill: check_run(killer, args, unbroken, kill))
+    uninterrupted = killer.fresh()
+    whole = killer.completed(args, uninterrupted)
+    at_points(
+        points(whole, count), whole, lambda kill: check_run(killer, args, uninterrupted, kill)
+    )
 
 
 def kill_overwrite(killer: Killer, name: str, places: Places, count: int, exchange: bool) -> None:
@@ -165,15 +167,15 @@ def kill_overwrite(killer: Killer, name: str, places: Places, count: int, exchan
 def kill_export(killer: Killer, places: Places, count: int) -> None:
     """Export replaces nothing: its folder is there whole, or not at all."""
     args = ["export", str(places.packs[0]), "--to", "peft", "--out", "x"]
-    unbroken = killer.fresh()
-    whole = killer.completed(args, unbroken)
+    uninterrupted = killer.fresh()
+    whole = killer.completed(args, uninterrupted)
 
     def check(kill: Kill) -> None:
         folder = killer.fresh()
         check_killed(killer.run(args, folder, kill), kill)
         if not (folder / "x").exists():
             killer.completed(args, folder)
-        assert contents(folder / "x") == contents(unbroken / "x")
+        assert contents(folder / "x") == contents(uninterrupted / "x")
         killer.completed(["import", "x", "--out", "y"], folder)
         assert not hidden_names(folder)
 
@@ -186,7 +188,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def hub(places) -> Iterator[LocalHub]:
-    """A stand-in of the Hub with the packs me/old and me/new."""
+    """A substitute for the Hub with the packs me/old and me/new."""
     with local_hub() as hub:
         for name, pack in zip(("me/old", "me/new"), places.packs, strict=True):
             hub.repos[name] = Repo()
@@ -222,9 +224,9 @@ def test_a_killed_export_leaves_nothing_half(killer, places):
 @pytest.mark.slow
 def test_a_full_disk_stops_a_run(killer, places):
     """Full when the adapters are written, or the state of their optimizer."""
-    args, unbroken = RUNS["plain"](places), killer.fresh()
-    killer.completed(args, unbroken)
-    newest = checkpoints(unbroken / "x-run")[-1]
+    args, uninterrupted = RUNS["plain"](places), killer.fresh()
+    killer.completed(args, uninterrupted)
+    newest = checkpoints(uninterrupted / "x-run")[-1]
     sizes = {name: (newest / name).stat().st_size for name in (ADAPTERS, OPTIMIZER)}
     for limit in (sizes[ADAPTERS] - 100, sizes[OPTIMIZER] - 100):
         folder = killer.fresh()
@@ -233,7 +235,7 @@ def test_a_full_disk_stops_a_run(killer, places):
         assert "Traceback" not in failed.text and not (folder / "x").exists()
         assert not hidden_names(folder)
         killer.completed([*args, "--overwrite"], folder)
-        assert weights_of(folder / "x") == weights_of(unbroken / "x")
+        assert weights_of(folder / "x") == weights_of(uninterrupted / "x")
 
 
 def test_there_are_300_points():

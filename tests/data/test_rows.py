@@ -152,7 +152,7 @@ def test_read_rows_ignores_a_byte_order_mark(tmp_path):
 
 
 class ParquetFile:
-    """A stand-in for pyarrow's: two groups of rows, read two at a time."""
+    """A substitute for pyarrow's: two groups of rows, read two at a time."""
 
     values = [{"text": letter} for letter in "abcde"]
 
@@ -207,7 +207,7 @@ def test_read_rows_parquet_says_what_is_wrong(tmp_path, parquet_library, monkeyp
 
 @pytest.fixture
 def datasets_library(monkeypatch):
-    """A stand-in for the `datasets` library with one data set; notes what was asked of it."""
+    """A substitute for the `datasets` library with one data set; records its arguments."""
     stored = {
         "train": [{"q": "1", "a": "one"}, {"q": "2", "a": "two"}],
         "validation": [{"q": "3", "a": "three"}],

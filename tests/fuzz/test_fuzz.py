@@ -35,7 +35,7 @@ def test_5000_mutants(kind):
 
 
 class Misbehaving(Kind):
-    """A kind whose one call does as told; its subject is a text."""
+    """A kind whose one call has given behaviour; its subject is a text."""
 
     name = "misbehaving"
     deed = None

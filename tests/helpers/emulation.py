@@ -14,7 +14,7 @@ from tests import metal_emulator
 
 @contextmanager
 def gpu_rules(patch) -> Iterator[None]:
-    """Refuse what MLX refuses where the default device is a GPU: float64 outside the CPU's stream.
+    """Reject what MLX rejects where the default device is a GPU: float64 outside the CPU's stream.
 
     Only casts are watched; that is how float64 arrays come to be here.
     """

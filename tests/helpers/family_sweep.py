@@ -16,7 +16,7 @@ IS_DOCUMENTED = f"mlx-lm {metadata.version('mlx-lm')}:" in DOCS.read_text()
 OLD = version_of_mlx_lm() < MIXTURES_SINCE
 # With another mlx-lm than that of the table, those that both know.
 FAMILIES = [f for f in architectures() if f in DOCUMENTED and f not in UNTRAINABLE]
-if OLD:  # mixtures are refused, phi3small writes beyond its logits, falcon_h1 is half connected
+if OLD:  # mixtures are rejected, phi3small writes beyond its logits, falcon_h1 is half connected
     FAMILIES = [f for f in FAMILIES if "MoE" not in DOCUMENTED[f]]
     FAMILIES = [f for f in FAMILIES if f not in ("phi3small", "falcon_h1")]
 # One of each kind: grouped blocks, fused projections, mixtures, recurrent and hybrid blocks, latent

@@ -1,4 +1,4 @@
-"""A stand-in for the Hub's HTTP API, for tests: repositories in memory, served on this machine.
+"""A substitute for the Hub's HTTP API, for tests: repositories in memory, served on this machine.
 
 It speaks what huggingface_hub uses of it to make a repository, upload (regular and LFS files),
 look up a revision and download with ranges; it can cut a download off, or hold it.

@@ -14,7 +14,7 @@ def write_rows(folder: Path, **splits: list) -> Path:
 
 
 def chat(*turns: str) -> dict:
-    """A chat row: user and assistant by turns."""
+    """Return a chat row in which user and assistant alternate."""
     roles = ("user", "assistant")
     return {"messages": [{"role": roles[i % 2], "content": t} for i, t in enumerate(turns)]}
 

@@ -1,4 +1,4 @@
-"""Command buffers of a Mac: how long they are by the estimate, what keeps them short, what is said."""
+"""Command buffers of a Mac: how long they are by the estimate, what keeps them short, and the messages."""
 
 import os
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Choosing how the frozen weights are multiplied, and remembering it."""
+"""Choosing the matmul path of frozen weights, and remembering it."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""One call of a kernel, as MLX takes it, checked for what a device would refuse."""
+"""One call of a kernel, as MLX takes it, checked for what a device would reject."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class Call:
     init_value: float | None = None
 
     def check(self, definition: Definition, checks: Checks) -> None:
-        """What both back ends of MLX, or their drivers, refuse."""
+        """Check what both back ends of MLX, or their drivers, reject."""
 
         def refuse(message: str) -> None:
             raise KernelFault("launch", definition.name, message)

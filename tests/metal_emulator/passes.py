@@ -1,4 +1,4 @@
-"""The passes before a run: MLX's text, what Metal refuses, the size of threadgroup memory."""
+"""The passes before a run: MLX's text, what Metal rejects, the size of threadgroup memory."""
 
 import re
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What a run of a kernel says: a report when all is well, a fault that names the place when not."""
+"""The result of a run of a kernel: a report, or a fault that names the place."""
 
 from dataclasses import dataclass, field
 
@@ -36,7 +36,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Checks:
-    """What a kernel must hold to; the defaults are for kernels of this project."""
+    """The rules for a kernel; the defaults are for kernels of this project."""
 
     orders: tuple[str, ...] = ("forward", "reverse", "shuffled")
     seed: int = 0

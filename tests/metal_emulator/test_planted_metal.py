@@ -168,7 +168,7 @@ def test_bugs_are_seen_in_each_order_alone(bug, order):
     assert fault(*changes, checks=Checks(orders=(order,))).kind in kind.split("|")
 
 
-# What the strict pass and the linters refuse before anything runs.
+# What the strict pass and the linters reject before anything runs.
 STRICT = {
     "wrong_address_space": (
         "compile",

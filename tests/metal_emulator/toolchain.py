@@ -63,7 +63,7 @@ Maker = Callable[[Path, str, tuple[str, ...]], Path]
 
 
 class CompileError(Exception):
-    """The compiler refused a text; the message is what it printed."""
+    """The compiler rejected a text; the message is its output."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Toolchain:
         return self._made("so", text, (*RUN_FLAGS, *local, f"-I{include}"), self._link)
 
     def llvm(self, text: str, include: Path, flags: Sequence[str]) -> str:
-        """The LLVM text of a C++ text; a refused text is a ``CompileError``."""
+        """Return the LLVM text of a C++ text; a rejected text is a ``CompileError``."""
         return self._made("ll", text, (*flags, f"-I{include}"), self._compile).read_text()
 
     def _made(self, suffix: str, text: str, flags: tuple[str, ...], make: Maker) -> Path:

@@ -1,4 +1,4 @@
-"""--objective projection-stack: the graph, its gradients, what it reads, and what it refuses."""
+"""--objective projection-stack: the graph, its gradients, what it reads, and what it rejects."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Packs pushed to and pulled from a stand-in of the Hub: the same bytes, or a refusal."""
+"""Packs pushed to and pulled from a substitute for the Hub: the same bytes, or an error."""
 
 import hashlib
 import json
@@ -172,7 +172,7 @@ def test_a_tampered_file_is_refused_with_its_hash(pushed, hub, here, rejected):
     error = rejected("pull", "me/evil", "--out", "q")
     check(error, "unreadable", None, "adapters.safetensors", digest)
     assert not (here / "q").exists()
-    serve(hub, here / "p")  # mended: nothing bad was kept
+    serve(hub, here / "p")  # repaired: nothing bad was stored
     assert mp.pull("me/evil", "q").path == Path("q")
 
 

@@ -102,7 +102,9 @@ def test_projection_stack_is_in_the_manifest_and_scored_on_the_true_forward(
 ):
     report = train_graph("llama", "stack", "--objective", "projection-stack")
     objective = report["objective"]
-    assert objective["graph"] == "projection-stack" and "not the transformer" in objective["note"]
+    assert (
+        objective["graph"] == "projection-stack" and "not the full transformer" in objective["note"]
+    )
     assert objective["stack"] == [f"model.layers.{i}.self_attn.o_proj" for i in range(2)]
     assert list(modules(graph_folder / "stack")) == [*objective["stack"], "lm_head"]
     assert objective["ppl_after"] < objective["ppl_before"]

@@ -59,11 +59,11 @@ def test_resumed_run_with_a_cache_equals_an_unbroken_one(
     tiny, varied_chats, tmp_path, monkeypatch, packing, stop
 ):
     train = changed(RUN, packing=packing)
-    unbroken = train_pack(tiny, varied_chats, LORA, train, tmp_path / "a")
-    assert unbroken.report["cache_frozen"]["rows_computed"] == 6
+    uninterrupted = train_pack(tiny, varied_chats, LORA, train, tmp_path / "a")
+    assert uninterrupted.report["cache_frozen"]["rows_computed"] == 6
     train_pack(tiny, varied_chats, LORA, changed(train, iters=stop), tmp_path / "b")
     resumed = train_pack(tiny, varied_chats, LORA, train, tmp_path / "b", resume=True)
-    for name, tensor in adapters(unbroken).items():
+    for name, tensor in adapters(uninterrupted).items():
         assert mx.array_equal(adapters(resumed)[name], tensor).item(), name
 
 
@@ -73,11 +73,11 @@ def test_resumed_run_finds_its_states_on_disk(tiny, varied_chats, tmp_path, monk
     resumed = train_pack(tiny, varied_chats, LORA, RUN, tmp_path / "b", resume=True)
     cache = resumed.report["cache_frozen"]
     assert (cache["rows_found"], cache["rows_computed"], cache["on_disk"]) == (6, 0, True)
-    unbroken = train_pack(
+    uninterrupted = train_pack(
         tiny, varied_chats, LORA, changed(RUN, cache_frozen="off"), tmp_path / "a"
     )
-    assert unbroken.report["cache_frozen"] is None
-    for name, tensor in adapters(unbroken).items():
+    assert uninterrupted.report["cache_frozen"] is None
+    for name, tensor in adapters(uninterrupted).items():
         assert mx.array_equal(adapters(resumed)[name], tensor).item(), name
 
 

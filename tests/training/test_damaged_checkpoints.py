@@ -22,9 +22,9 @@ FILES = ("adapters.safetensors", "optimizer.safetensors", "state.json")
 
 
 @pytest.fixture(scope="module")
-def unbroken(trained, tmp_path_factory) -> dict[str, str]:
+def uninterrupted(trained, tmp_path_factory) -> dict[str, str]:
     """Hashes of the pack's adapters and of the last optimizer after three batches in one go."""
-    out = tmp_path_factory.mktemp("unbroken") / "o"
+    out = tmp_path_factory.mktemp("uninterrupted") / "o"
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(trained)
         train_pack("tiny", "d", LORA, LONGER, out)
@@ -53,19 +53,19 @@ def flip_last(file: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "step-000001"])
-def test_a_pointer_of_an_early_version_has_no_say(resumed, unbroken, text):
+def test_a_pointer_of_an_early_version_has_no_say(resumed, uninterrupted, text):
     (RUN / "latest").write_text(text)
     (line,) = resumed()
     assert line == "resume o-run: batch 2 of 3 (step-000002, the newest checkpoint)"
-    assert hashes(Path("o")) == unbroken
+    assert hashes(Path("o")) == uninterrupted
 
 
-def test_a_kill_after_the_first_checkpoint_can_be_resumed(trained_copy, resumed, unbroken):
+def test_a_kill_after_the_first_checkpoint_can_be_resumed(trained_copy, resumed, uninterrupted):
     shutil.rmtree(RUN / "step-000002")  # nothing else names a checkpoint
     names = {"step-000001", "config.json", "metrics.jsonl", "report.json", "report.html"}
     assert {path.name for path in RUN.iterdir()} == names
     assert "step-000001, the newest checkpoint" in resumed()[0]
-    assert hashes(Path("o")) == unbroken
+    assert hashes(Path("o")) == uninterrupted
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -78,12 +78,12 @@ def test_a_damaged_newest_checkpoint_is_passed_over(trained_copy, name, damage):
     assert fault.startswith(f"{RUN / 'step-000002'}") and name in fault and "\n" not in fault
 
 
-def test_a_run_resumes_from_before_a_damaged_checkpoint(resumed, unbroken):
+def test_a_run_resumes_from_before_a_damaged_checkpoint(resumed, uninterrupted):
     flip_last(RUN / "step-000002" / "adapters.safetensors")
     note, line = resumed()
     assert note.startswith("note o-run/step-000002: ") and "adapters.safetensors" in note
     assert line == "resume o-run: batch 1 of 3 (step-000001, the newest that is not damaged)"
-    assert hashes(Path("o")) == unbroken
+    assert hashes(Path("o")) == uninterrupted
 
 
 def test_a_changed_counter_is_noticed(trained_copy):
@@ -108,15 +108,15 @@ def test_all_checkpoints_damaged_is_one_error(trained_copy, resumed):
         resumed()
 
 
-def test_a_damaged_later_checkpoint_confuses_no_later_resume(trained_copy, resumed, unbroken):
+def test_a_damaged_later_checkpoint_confuses_no_later_resume(trained_copy, resumed, uninterrupted):
     shutil.copytree(RUN / "step-000002", RUN / "step-000008")
     assert "step-000008" in resumed()[0]
     assert [folder.name for folder in checkpoints(RUN)] == [f"step-{n:06d}" for n in (1, 2, 3)]
-    assert hashes(Path("o")) == unbroken
+    assert hashes(Path("o")) == uninterrupted
     assert resumed()[0] == "resume o-run: batch 3 of 3 (step-000003, the newest checkpoint)"
 
 
-def test_checkpoints_without_hashes_resume(trained_copy, resumed, unbroken):
+def test_checkpoints_without_hashes_resume(trained_copy, resumed, uninterrupted):
     for folder in checkpoints(RUN):
         remove_hashes(folder)
     (RUN / "latest").write_text("step-000002\n")
@@ -124,7 +124,7 @@ def test_checkpoints_without_hashes_resume(trained_copy, resumed, unbroken):
     assert line.endswith(
         "(step-000002, the newest checkpoint; an early version wrote it, without hashes)"
     )
-    assert hashes(Path("o")) == unbroken
+    assert hashes(Path("o")) == uninterrupted
 
 
 def test_a_torn_checkpoint_without_hashes_is_passed_over(trained_copy):
@@ -153,11 +153,11 @@ DAMAGED_LINES = [
 ]
 
 
-def test_damaged_metrics_are_harmless(trained_copy, resumed, unbroken):
+def test_damaged_metrics_are_harmless(trained_copy, resumed, uninterrupted):
     with (RUN / "metrics.jsonl").open("a") as f:
         f.writelines(line + "\n" for line in DAMAGED_LINES)
     resumed()
-    assert hashes(Path("o")) == unbroken
+    assert hashes(Path("o")) == uninterrupted
     lines = [json.loads(text) for text in (RUN / "metrics.jsonl").read_text().splitlines()]
     assert [entry["batch"] for entry in lines] == [1, 2, 3]
 

@@ -89,9 +89,9 @@ def test_a_run_that_patience_ended_ends_there_again(trained):
 def test_resumed_it_takes_what_an_unbroken_run_takes(trained):
     trained("p", iters=4, load_best=True)
     resumed, _ = trained("p", iters=9, load_best=True, resume=True)
-    unbroken, _ = trained("q", iters=9, load_best=True)
-    assert resumed.pack.manifest["end"] == unbroken.pack.manifest["end"]
-    assert sha256(resumed.pack.path / ADAPTERS) == sha256(unbroken.pack.path / ADAPTERS)
+    uninterrupted, _ = trained("q", iters=9, load_best=True)
+    assert resumed.pack.manifest["end"] == uninterrupted.pack.manifest["end"]
+    assert sha256(resumed.pack.path / ADAPTERS) == sha256(uninterrupted.pack.path / ADAPTERS)
 
 
 def test_a_finished_run_can_take_its_best_weights(trained):

@@ -1,4 +1,4 @@
-"""packs train --task embedding: what it learns, keeps, resumes, reports and refuses; and what the
+"""packs train --task embedding: what it trains, keeps, resumes, reports and rejects; and what the
 other commands make of its packs."""
 
 import json

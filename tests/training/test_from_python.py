@@ -121,14 +121,14 @@ def test_a_resumed_run_has_the_loss_that_it_began_with(train, tmp_path):
         return (1 - mx.exp(-loss)) ** 2 * loss
 
     settings = {**SETTINGS, "save_every": 2}
-    unbroken = train("a", settings, loss=focal)
+    uninterrupted = train("a", settings, loss=focal)
     with pytest.raises(ZeroDivisionError):
         train("b", settings, loss=focal, callbacks=[Broken()])
     again = {"overwrite": False, "resume": True}
     with raises("mismatch", "loss", "focal"):
         train("b", settings, **again)
     resumed = train("b", settings, loss=focal, **again)
-    files = [run.pack.path / "adapters.safetensors" for run in (unbroken, resumed)]
+    files = [run.pack.path / "adapters.safetensors" for run in (uninterrupted, resumed)]
     assert files[0].read_bytes() == files[1].read_bytes()
     train("c", settings)
     with raises("mismatch", "loss", "focal"):

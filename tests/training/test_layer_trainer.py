@@ -265,9 +265,9 @@ def test_a_resumed_run_equals_the_unbroken_one_bit_for_bit(tmp_path, optimizer):
 
     fixed = [batch(seed=s) for s in range(6)]
     mx.eval(fixed)
-    unbroken = fresh()
+    uninterrupted = fresh()
     mx.random.seed(9)
-    losses = learn(unbroken, range(6))
+    losses = learn(uninterrupted, range(6))
     broken = fresh()
     mx.random.seed(9)
     before = learn(broken, range(3))
@@ -276,7 +276,7 @@ def test_a_resumed_run_equals_the_unbroken_one_bit_for_bit(tmp_path, optimizer):
     resumed = fresh()
     resumed.resume(tmp_path / "run")
     assert before + learn(resumed, range(3, 6)) == losses
-    assert equal(resumed.tensors(), unbroken.tensors())
+    assert equal(resumed.tensors(), uninterrupted.tensors())
 
 
 def test_checkpoint_is_by_name_in_any_order(tmp_path):

@@ -280,7 +280,7 @@ def test_data_beside_phases_with_data_is_rejected_in_python(phase_data, tmp_path
 
 @pytest.fixture(scope="module")
 def whole(phase_data, tmp_path_factory):
-    """An unbroken run of two phases."""
+    """An uninterrupted run of two phases."""
     return train_pack(
         "tiny", None, LORA, phased(phase_data), tmp_path_factory.mktemp("whole") / "o"
     )

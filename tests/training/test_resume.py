@@ -1,4 +1,4 @@
-"""Run folders: only ours are replaced, a damaged one is refused in a line, resuming goes on."""
+"""Run folders: only ours are replaced, a damaged one is a one-line error, and resuming continues."""
 
 import json
 import shutil

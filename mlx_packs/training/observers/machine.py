@@ -1,4 +1,4 @@
-"""How hot, how saving and how short of memory a Mac is while it trains."""
+"""Thermal pressure, Low Power Mode and memory pressure of a Mac during training."""
 
 import time
 

@@ -51,7 +51,7 @@ class Retention(Observer):
         self._keep(checkpoints(self._run), folder)
 
     def _keep(self, existing: list[Path], newest: Path) -> None:
-        """Of these checkpoints keep the last up to the newest, and the best of its phase."""
+        """Keep the last checkpoints up to the newest, and the best of its phase."""
         until_now = existing[: existing.index(newest) + 1]
         start = max(start for start in self._starts if start < batches_of(newest) or not start)
         newest_and_best = {*until_now[-self._keep_last :], best_checkpoint(self._run, start)}

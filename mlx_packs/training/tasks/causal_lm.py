@@ -278,7 +278,7 @@ def _changes(split: str, before: Score, after: Score) -> dict:
 
 
 def phase_reports(dataset: PhasedDataset, sources: Sequence[str], fit: Fit) -> list[dict]:
-    """Return what each phase of a run was and did; empty where a run has no phases."""
+    """Return the report of each phase of a run; empty where a run has no phases."""
     reports = []
     for i, (phase, source) in enumerate(zip(dataset.phases, sources, strict=True)):
         if not phase.name:

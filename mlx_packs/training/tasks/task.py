@@ -1,4 +1,4 @@
-"""The seam for what is trained: a task is one class in one file, named in `config.choices.TASKS`.
+"""The interface of tasks: a task is one class in one file, named in `config.choices.TASKS`.
 
 `training.run` makes one task for each run and calls its methods in the order in which they are defined
 here. Methods with a body are defaults.
@@ -39,7 +39,7 @@ class Summary:
 
 
 class Task(ABC):
-    """What is trained on which examples."""
+    """A task: the model and the examples that it is trained on."""
 
     lazy_base = False  # whether the base's weights are read when they are used, not before
     unplanned_recompute = "selective"  # where no memory plan is possible
@@ -72,13 +72,13 @@ class Task(ABC):
 
     @abstractmethod
     def objective(self, trainable: Trainable, memory: MemoryChoice) -> Objective:
-        """Return what is computed on a batch, over the model that now has ``trainable``."""
+        """Return the objective of the model that now has ``trainable``."""
 
     @abstractmethod
     def summary(
         self, trainable: Trainable, objective: Objective, fit: Fit, sources: Sequence[str]
     ) -> Summary:
-        """Return what the run did; ``sources`` names the data of each phase in public."""
+        """Return the summary of the run; ``sources`` names the data of each phase in public."""
 
     @staticmethod
     @abstractmethod

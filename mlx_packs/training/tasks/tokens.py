@@ -86,7 +86,7 @@ class PhasedDataset:
         return Sampler(self.train.lengths, t.batch_size, inputs, t.seed, t.packing, draw, aligned)
 
     def allowed_shapes(self, phase: RunPhase) -> Allowed | None:
-        """Return what a phase's batches may be where each shape costs a compilation."""
+        """Return the shapes of a phase's batches where each shape costs a compilation."""
         sampler = self.sampler(phase)
         if not runtime.COMPILES or (sampler.packing and not sampler.aligned):
             return None
@@ -131,7 +131,7 @@ class PhasedDataset:
         return _batches(self.held_out_examples(phase)[1], phase, phase.train.test_batches)
 
     def validation(self, phase: RunPhase) -> list[Batch]:
-        """Return what a phase is validated on while it trains; it may be empty."""
+        """Return the examples on which a phase is validated while it trains; they may be empty."""
         splits, count = self.splits[self.phases.index(phase)], phase.train.val_batches
         return _batches(splits["valid"], phase, count) if "valid" in splits and count else []
 

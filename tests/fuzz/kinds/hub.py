@@ -51,7 +51,7 @@ class HubKind(Kind):
     share = 0.1
 
     def make(self, folder: Path) -> None:
-        """Write a pack and start a stand-in of the Hub."""
+        """Write a pack and start a substitute for the Hub."""
         write_pack_on(write_base(folder.with_name("base")), folder, facts=FACTS)
         self.context = local_hub()
         self.hub = self.context.__enter__()
@@ -64,7 +64,7 @@ class HubKind(Kind):
         self._serve({file.name: file.read_bytes() for file in folder.iterdir()})
 
     def close(self) -> None:
-        """Stop the stand-in."""
+        """Stop the substitute."""
         hub.time = self.time
         self.context.__exit__(None, None, None)
 

@@ -96,7 +96,7 @@ struct Fiber {
   State state;
   int line;               // of the barrier or operation it waits at
   const char* operation;  // likewise
-  u32 turn;               // exchanges done: the slots are used by turns
+  u32 turn;               // exchanges done: the slots alternate
   emu_position here;
 };
 
