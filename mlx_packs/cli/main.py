@@ -22,6 +22,7 @@ from ..config.parse import RENAMED_KEYS
 from ..errors import Interrupted, PackError, did_you_mean, flag_of
 from ..terminal import guard, guarded
 from ..training.unattended import CRASHED, is_supervised
+from .examples import epilog
 
 # Section of `packs --help` -> command -> "module:attribute" of this package.
 COMMANDS = {
@@ -79,7 +80,9 @@ class Commands(click.Group):
         if name not in self.lazy:
             return super().get_command(ctx, name)
         module, _, attribute = self.lazy[name].partition(":")
-        return getattr(importlib.import_module(f".{module}", __package__), attribute)
+        command = getattr(importlib.import_module(f".{module}", __package__), attribute)
+        command.epilog = epilog(name)
+        return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -18,15 +18,6 @@ from .options import option
 from .output import exit_if_failed, print_report
 from .recipe import read_recipes, recipe_of
 
-EXAMPLES = """\b
-Examples:
-  Fine-tune the bundled model on the bundled data:
-    packs train
-  Fine-tune a 4-bit model on the examples in ./data:
-    packs train --model mlx-community/Qwen3-4B-4bit --data data --out packs/notes
-  Continue that run after an interruption:
-    packs train --out packs/notes --resume
-"""
 _TINY = tiny_recipe()
 _OF_A_FRESH_RUN = ("--overwrite", "--resume", "--resume-adapter-file")
 
@@ -39,7 +30,7 @@ def _default_text(name: str) -> str:
     return "; ".join(text for text in (options.shown_default(name), own) if text)
 
 
-@click.command(cls=options.SectionedCommand, epilog=EXAMPLES)
+@click.command(cls=options.SectionedCommand)
 @options.recipes
 @options.add(*(options.setting(name, _default_text(name)) for name in options.SETTINGS))
 @option(

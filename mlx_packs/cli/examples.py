@@ -1,0 +1,196 @@
+"""The examples at the end of each command's help; each runs as printed where its files are."""
+
+EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
+    "train": (
+        ("Fine-tune the bundled model on the bundled data:", "packs train"),
+        (
+            "Fine-tune a 4-bit model on the examples in ./data:",
+            "packs train --model mlx-community/Qwen3-4B-4bit --data data --out packs/notes",
+        ),
+        (
+            "Continue that run after an interruption:",
+            "packs train --out packs/notes --resume",
+        ),
+    ),
+    "data": (
+        ("Count the examples of a folder and their tokens:", "packs data data"),
+        (
+            "Check a table whose columns have other names:",
+            "packs data faq.csv --prompt-feature question --completion-feature answer",
+        ),
+        (
+            "Write its training, validation and test examples to a folder:",
+            "packs data faq.csv --prompt-feature question --completion-feature answer --out data",
+        ),
+    ),
+    "plan": (
+        (
+            "Estimate the memory of a run on a Mac with 16 GB:",
+            "packs plan --model mlx-community/Qwen3-4B-4bit --memory 16GB",
+        ),
+        (
+            "List settings with which a run fits into 10 GB, whatever else the machine does:",
+            "packs plan --model mlx-community/Qwen3-8B-4bit --budget 10GB",
+        ),
+        ("Estimate the bundled model:", "packs plan --model tiny"),
+    ),
+    "bench": (
+        ("Time training steps of the bundled model, beside mlx-lm:", "packs bench"),
+        (
+            "Time a larger model in at most 20 minutes:",
+            "packs bench --model mlx-community/Qwen3-4B-4bit --minutes 20",
+        ),
+        ("Time one shape of a batch, 4 examples of 512 tokens:", "packs bench --shapes 4x512"),
+    ),
+    "doctor": (
+        ("Check this machine and its kernels:", "packs doctor"),
+        ("Write what was found to a file, for a bug report:", "packs doctor --report doctor.json"),
+        ("Print the result as JSON:", "packs doctor --json"),
+    ),
+    "inspect": (
+        ("Show what a pack contains:", "packs inspect packs/notes"),
+        ("List each adapter too:", "packs inspect packs/notes --verbose"),
+        ("Print the manifest's facts as JSON:", "packs inspect packs/notes --json"),
+    ),
+    "list": (
+        ("List the packs below this folder:", "packs list"),
+        ("List those below another folder:", "packs list packs"),
+        ("List packs that were downloaded from the Hub:", "packs list --hub-cache"),
+    ),
+    "diff": (
+        ("Compare two packs:", "packs diff packs/notes packs/law"),
+        ("Print the comparison as JSON:", "packs diff packs/notes packs/law --json"),
+    ),
+    "report": (
+        ("Write the report page of a run that still trains:", "packs report packs/notes-run"),
+        ("Write that of a pack:", "packs report packs/notes"),
+    ),
+    "apply": (
+        ("Check that a pack fits its base model:", "packs apply packs/notes"),
+        (
+            "Check it against another copy of the base model:",
+            "packs apply packs/notes --model models/qwen3-4b",
+        ),
+    ),
+    "eval": (
+        (
+            "Measure the perplexity of held-out examples, with the pack and without:",
+            "packs eval packs/notes --data data",
+        ),
+        (
+            "Count exact answers of the bundled pack:",
+            "packs eval packs/tiny --metric exact --limit 50",
+        ),
+        (
+            "Evaluate a weighted sum of two packs:",
+            "packs eval --pack packs/notes=0.7 --pack packs/law=0.3 --data data",
+        ),
+    ),
+    "eval-batch": (
+        (
+            "Compare two packs on the same examples:",
+            "packs eval-batch packs/notes packs/law --data data",
+        ),
+        (
+            "Compare a weighted sum with a part of it:",
+            "packs eval-batch packs/notes packs/notes=0.5 --data data",
+        ),
+    ),
+    "eval-tasks": (
+        (
+            "Run two tasks of lm-evaluation-harness with a pack:",
+            "packs eval-tasks packs/notes --tasks arc_easy,hellaswag --limit 100",
+        ),
+        (
+            "Compare several packs with the base model:",
+            "packs eval-tasks packs/notes packs/law --tasks arc_easy",
+        ),
+    ),
+    "generate": (
+        (
+            "Generate with a pack:",
+            'packs generate --pack packs/notes --prompt "What did I decide about the roof?"',
+        ),
+        (
+            "Generate with the base model alone:",
+            'packs generate --model tiny --prompt "What is a list?"',
+        ),
+        (
+            "Add up two packs, and sample:",
+            'packs generate --pack packs/notes --pack packs/law=0.3 --temp 0.7 --prompt "Hello"',
+        ),
+    ),
+    "chat": (
+        ("Chat with a pack:", "packs chat --pack packs/notes"),
+        ("Chat with the bundled model:", "packs chat --model tiny"),
+        (
+            "Begin with a system message:",
+            'packs chat --pack packs/notes --system "Answer in one sentence."',
+        ),
+    ),
+    "push": (
+        ("Upload a pack:", "packs push packs/notes me/notes --license apache-2.0"),
+        (
+            "Upload it as a private repository:",
+            "packs push packs/notes me/notes --license apache-2.0 --private",
+        ),
+    ),
+    "pull": (
+        ("Download a pack:", "packs pull me/notes --out packs/theirs"),
+        ("Download one version of it:", "packs pull me/notes@v1 --out packs/theirs"),
+    ),
+    "merge": (
+        (
+            "Merge a pack into its base model:",
+            "packs merge packs/notes --model mlx-community/Qwen3-4B-4bit --out models/notes",
+        ),
+        (
+            "Merge it and quantize the result to 4 bits again:",
+            "packs merge packs/notes --model mlx-community/Qwen3-4B-4bit --out models/notes-4bit "
+            "--requantize affine4",
+        ),
+    ),
+    "combine": (
+        (
+            "Make one pack of two:",
+            "packs combine packs/notes=0.7 packs/law=0.3 --out packs/both",
+        ),
+        (
+            "Reduce the result to rank 16 by TIES:",
+            "packs combine packs/notes=1 packs/law=1 --method ties --rank 16 --out packs/both",
+        ),
+    ),
+    "quantize": (
+        (
+            "Quantize a checkpoint to 4 bits:",
+            "packs quantize --model Qwen/Qwen3-4B --mode affine --out models/qwen3-4b-4bit",
+        ),
+        (
+            "Quantize it to NF4, with the output layer left dense:",
+            "packs quantize --model Qwen/Qwen3-4B --keep lm_head --out models/qwen3-4b-nf4",
+        ),
+    ),
+    "export": (
+        ("Write a pack as PEFT reads it:", "packs export packs/notes --to peft --out peft/notes"),
+        ("Write it for llama.cpp:", "packs export packs/notes --to gguf --out gguf/notes"),
+        ("Write it for Ollama:", "packs export packs/notes --to ollama --out ollama/notes"),
+    ),
+    "import": (
+        (
+            "Make a pack of an adapter of PEFT:",
+            "packs import their-adapter --model mlx-community/Qwen3-4B-4bit --out packs/theirs",
+        ),
+    ),
+    "completion": (
+        ("Complete commands in zsh:", "packs completion zsh >> ~/.zshrc"),
+        ("Complete commands in bash:", "packs completion bash >> ~/.bashrc"),
+    ),
+}
+
+
+def epilog(command: str) -> str:
+    r"""Return the examples of a command as click prints them; \\b keeps the lines."""
+    lines = ["\b", "Examples:"]
+    for sentence, line in EXAMPLES[command]:
+        lines += [f"  {sentence}", f"    {line}"]
+    return "\n".join(lines) + "\n"
