@@ -89,6 +89,24 @@ class GroupedLoRA(nn.Module):
         ]
         self.lora_b = [mx.zeros((*s.stack, s.rank, s.out_features)) for _, s in adapted]
 
+    @classmethod
+    def of_factors(
+        cls, slots: Sequence[int], lora_a: Sequence[mx.array], lora_b: Sequence[mx.array]
+    ) -> "GroupedLoRA":
+        """Return a group for inference with these factors, their scales multiplied into B.
+
+        Args:
+            slots: which projections of the group have them.
+            lora_a: A [D, R] of each of those.
+            lora_b: B [R, O].
+        """
+        lora = cls(lora_a[0].shape[0], [], 0.0, [])
+        lora._slots, lora._scales = list(slots), [1.0] * len(lora_a)
+        lora.lora_a, lora.lora_b = list(lora_a), list(lora_b)
+        lora._kept = None if on_cpu() else _Kept()
+        lora.eval()
+        return lora
+
     def project(
         self, x: mx.array, projections: Sequence[Callable[[mx.array], mx.array]]
     ) -> list[mx.array]:
@@ -168,7 +186,8 @@ class GroupedLoRA(nn.Module):
             return self.lora_a, self.lora_b, self._scales
 
         def cast() -> tuple[list[mx.array], list[mx.array], list[float]]:
-            scaled = [(b * s).astype(dtype) for b, s in zip(self.lora_b, self._scales, strict=True)]
+            pairs = zip(self.lora_b, self._scales, strict=True)
+            scaled = [(b if s == 1 else b * s).astype(dtype) for b, s in pairs]
             return [a.astype(dtype) for a in self.lora_a], scaled, [1.0] * len(scaled)
 
         return self._once(("factors", dtype), cast)

@@ -1,0 +1,190 @@
+"""Adapters of many packs in one projection group, for batches whose sequences use different packs.
+
+Each pack has a slot. Before a forward pass the `Selection` is told the slot of every sequence. Where
+all have the same one, the group computes what `GroupedLoRA` does with that pack alone, with its
+kernels for decoding; otherwise `ops.multi_lora` adds to each sequence the delta of its own pack.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..ops.multi_lora import multi_lora
+from .lora import GroupedLoRA
+
+BASE = -1  # the slot of a sequence without a pack
+_IN_PLACE = 8  # numbers of an index that kernels read in place
+
+# A [D, R] and B [R, O], its scale multiplied into B; None where a pack leaves a slice alone.
+Factors = tuple[mx.array, mx.array] | None
+
+
+class Selection:
+    """The slot of each sequence of the forward pass that is being built; `BASE` is none.
+
+    Attributes:
+        count: number of sequences.
+        only: the slot that all of them have; None if they differ.
+        index: int32, the slots, at least `_IN_PLACE` numbers; None unless they differ.
+    """
+
+    def __init__(self) -> None:
+        self.set((BASE,))
+
+    def set(self, slots: Sequence[int]) -> None:
+        """Choose the slots of the sequences of the next forward pass."""
+        self.count = len(slots)
+        alike = all(slot == slots[0] for slot in slots)
+        self.only: int | None = slots[0] if alike else None
+        padding = [BASE] * (_IN_PLACE - len(slots))
+        self.index = None if alike else mx.array([*slots, *padding], dtype=mx.int32)
+
+
+@dataclass
+class _Stacks:
+    """Factors of all packs, and for each slot a view of its own; not parameters of a module."""
+
+    lora_a: list[mx.array] = field(default_factory=list)  # [P, D, R_i] of each adapted slice
+    lora_b: list[mx.array] = field(default_factory=list)  # [P, R_i, O_i]
+    scales: mx.array | None = None  # ones, [P] or longer
+    views: list[GroupedLoRA | None] = field(default_factory=list)  # by slot
+
+
+class ServedLoRA(GroupedLoRA):
+    """A projection group with the adapters of every pack that is served.
+
+    Args:
+        lora: the group that it takes the place of: which projections have adapters, and their widths.
+        selection: shared by all groups of a model.
+    """
+
+    def __init__(self, lora: GroupedLoRA, selection: Selection) -> None:
+        nn.Module.__init__(self)
+        self._slots = lora._slots
+        self._selection = selection
+        self._stacks = _Stacks()
+        self._sizes = [
+            (a.shape[0], b.shape[-1]) for a, b in zip(lora.lora_a, lora.lora_b, strict=True)
+        ]
+
+    def install(
+        self, packs: Sequence[Sequence[Factors] | None], dtype: mx.Dtype
+    ) -> list[list[Factors]]:
+        """Replace the adapters of all slots; they are evaluated.
+
+        Args:
+            packs: by slot, the factors of each adapted slice; None is an empty slot.
+            dtype: of the factors in memory.
+
+        Returns:
+            The same factors, as parts of the arrays that are in memory now.
+        """
+        stacks = _Stacks()
+        for i, (inputs, outputs) in enumerate(self._sizes):
+            factors = [None if pack is None else pack[i] for pack in packs]
+            rank = max((f[0].shape[-1] for f in factors if f is not None), default=0)
+            empty = mx.zeros((inputs, 0), dtype), mx.zeros((0, outputs), dtype)
+            a, b = zip(*(empty if f is None else f for f in factors), strict=True)
+            stacks.lora_a.append(mx.stack([_padded(x.astype(dtype), rank, -1) for x in a]))
+            stacks.lora_b.append(mx.stack([_padded(x.astype(dtype), rank, -2) for x in b]))
+        stacks.scales = mx.ones((max(len(packs), _IN_PLACE),))
+        mx.eval(stacks.lora_a, stacks.lora_b, stacks.scales)
+        stacks.views = [self._view(stacks, slot, pack) for slot, pack in enumerate(packs)]
+        self._stacks = stacks
+        return [
+            [
+                None if f is None else (a[slot][:, : f[0].shape[-1]], b[slot][: f[1].shape[0]])
+                for f, a, b in zip(
+                    pack or (), stacks.lora_a, stacks.lora_b, strict=pack is not None
+                )
+            ]
+            for slot, pack in enumerate(packs)
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the adapters of all packs."""
+        return sum(stack.nbytes for stack in (*self._stacks.lora_a, *self._stacks.lora_b))
+
+    def _view(
+        self, stacks: _Stacks, slot: int, pack: Sequence[Factors] | None
+    ) -> GroupedLoRA | None:
+        """Return the group of one pack, whose factors are parts of the stacks; None has none."""
+        present = [i for i, factors in enumerate(pack or ()) if factors is not None]
+        if not present:
+            return None
+        return GroupedLoRA.of_factors(
+            [self._slots[i] for i in present],
+            [stacks.lora_a[i][slot] for i in present],
+            [stacks.lora_b[i][slot] for i in present],
+        )
+
+    def project(
+        self, x: mx.array, projections: Sequence[Callable[[mx.array], mx.array]]
+    ) -> list[mx.array]:
+        """Return what all projections make of x [B, ..., D], with the deltas of each sequence."""
+        if self._selection.only is not None and (view := self._only()) is not None:
+            return view.project(x, projections)
+        return self(x, [projection(x) for projection in projections])
+
+    def __call__(self, x: mx.array, outputs: Sequence[mx.array]) -> list[mx.array]:
+        """Return the outputs of all projections with the deltas of each sequence's pack."""
+        if self._selection.only is not None:
+            view = self._only()
+            return list(outputs) if view is None else view(x, outputs)
+        adapted = [outputs[i] for i in self._slots]
+        return self._replaced(outputs, self._mixed(x, adapted))
+
+    def decoded(
+        self,
+        x: mx.array,
+        projections: Sequence[Callable[[mx.array], mx.array]],
+        norms: Sequence[nn.Module | None] = (),
+        gated: bool = False,
+    ) -> list[mx.array] | None:
+        """Return what kernels for decoding compute, where all sequences use one pack; else None."""
+        view = None if self._selection.only is None else self._only()
+        return None if view is None else view.decoded(x, projections, norms, gated)
+
+    def fused(self, x: mx.array, output: mx.array, widths: Sequence[int]) -> mx.array:
+        """Return the output [B, ..., sum(widths)] of one projection of several slices, adapted."""
+        if self._selection.only is not None:
+            view = self._only()
+            return output if view is None else view.fused(x, output, widths)
+        ends = [sum(widths[: i + 1]) for i in range(len(widths) - 1)]
+        return mx.concatenate(self(x, mx.split(output, ends, axis=-1)), axis=-1)
+
+    def _only(self) -> GroupedLoRA | None:
+        slot = self._selection.only
+        return None if slot == BASE else self._stacks.views[slot]
+
+    def _mixed(self, x: mx.array, outputs: Sequence[mx.array]) -> list[mx.array]:
+        """Return the outputs of adapted slices, each sequence with the delta of its own pack."""
+        sequences, stacks = self._selection.count, self._stacks
+
+        def by_sequence(y: mx.array) -> mx.array:
+            return y.reshape(sequences, -1, y.shape[-1])
+
+        summed = multi_lora(
+            by_sequence(x),
+            [by_sequence(y) for y in outputs],
+            stacks.lora_a,
+            stacks.lora_b,
+            [stacks.scales] * len(outputs),
+            self._selection.index,
+        )
+        return [y.reshape(output.shape) for y, output in zip(summed, outputs, strict=True)]
+
+    def of_experts(self, *_: Any, **__: Any) -> mx.array:
+        """Raise: rows of a mixture of experts are sorted, and no longer tell their sequence."""
+        raise NotImplementedError("adapters of experts cannot be served")
+
+
+def _padded(x: mx.array, rank: int, axis: int) -> mx.array:
+    """Return a factor with zeros up to a rank."""
+    missing = rank - x.shape[axis]
+    widths = [(0, missing) if axis == i - x.ndim else (0, 0) for i in range(x.ndim)]
+    return mx.pad(x, widths) if missing else x
