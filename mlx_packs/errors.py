@@ -27,6 +27,7 @@ Code = Literal[
     "busy",  # another process writes there
     "diverged",  # a loss, gradient or weight that is not finite
     "network",
+    "timeout",  # more time than a request may take
     "interrupted",
 ]
 

@@ -55,6 +55,7 @@ COMMANDS = {
         "export": "convert:export",
         "import": "convert:import_",
     },
+    "Serve": {"serve": "serve:serve"},
     "Shell": {"completion": "completion:completion"},
 }
 

@@ -199,7 +199,8 @@ def data(sentence: str = "Examples to evaluate on", **overrides) -> Callable:
 
 def packs(sentence: str, metavar: str = "PACK") -> Callable:
     """Add packs, each with a weight if that is not 1."""
-    return option("--pack", "packs", multiple=True, metavar=metavar, help=sentence)
+    where = {"section": "Model and data", "metavar": metavar}
+    return option("--pack", "packs", multiple=True, help=sentence, **where)
 
 
 def matmul_path(*auto: str) -> Callable:

@@ -18,6 +18,7 @@ SECTIONS = (
     "Memory and speed",
     "Evaluation and gates",
     "Sampling",
+    "Server",
     "Output",
     "Embedding",
 )  # of options in help, in this order

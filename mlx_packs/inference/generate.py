@@ -17,19 +17,22 @@ PENALIZED_TOKENS = 64  # to which a repetition penalty applies
 
 
 def chat_prompt(
-    base: BaseModel, messages: Sequence[Mapping], tools: Sequence[Mapping] | None = None
+    base: BaseModel,
+    messages: Sequence[Mapping],
+    tools: Sequence[Mapping] | None = None,
+    **variables: Any,
 ) -> list[int]:
     """Return the tokens of a conversation up to the assistant's next turn, by the chat template.
 
-    Messages have ``role`` and ``content``; ``tools`` describe the functions that may be called.
+    Messages have ``role`` and ``content``; ``tools`` describe the functions that may be called;
+    ``variables`` are others that the template knows, such as ``enable_thinking``.
     """
     if not base.tokenizer.has_chat_template:
         raise PackError(
             f"{base.name}: the tokenizer has no chat template. Use --raw.", "unsupported", "raw"
         )
-    return render_chat(
-        base.tokenizer, messages, tokenize=True, tools=tools, add_generation_prompt=True
-    )
+    options = {**variables, "tools": tools, "add_generation_prompt": True}
+    return render_chat(base.tokenizer, messages, tokenize=True, **options)
 
 
 def raw_prompt(base: BaseModel, text: str) -> list[int]:

@@ -43,7 +43,7 @@ def list_packs(folder: str | Path | None = ".", hub_cache: bool = False) -> list
                 "not-found",
                 "folder",
             )
-        for path, fault in _packs_below(top):
+        for path, fault in packs_below(top):
             name = top.resolve().name if path == top else str(path.relative_to(top))
             packs.append((name, path, fault))
     if hub_cache:
@@ -51,7 +51,7 @@ def list_packs(folder: str | Path | None = ".", hub_cache: bool = False) -> list
     return [_entry(*pack) for pack in sorted(packs, key=lambda pack: pack[:2])]
 
 
-def _packs_below(top: Path) -> Iterator[tuple[Path, OSError | None]]:
+def packs_below(top: Path) -> Iterator[tuple[Path, OSError | None]]:
     """Yield each folder with a manifest, and each that cannot be read with the reason."""
     waiting = [top]
     while waiting:

@@ -1,0 +1,297 @@
+"""`packs serve`: many packs over one base, for clients of the OpenAI API."""
+
+import logging
+import socket
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ..errors import PackError
+from ..terminal import echo, printable
+from . import options
+from .options import option
+
+if TYPE_CHECKING:
+    from ..packs.base import Base
+    from ..packs.pack import Pack
+    from ..serving.generation import Limits
+
+EXAMPLES = """\b
+Examples:
+  Serve one pack, and the base model beside it:
+    packs serve --pack my-pack
+  Serve every pack below a folder, as they come and go:
+    packs serve --packs packs
+  Serve other machines too, with a key:
+    MLX_PACKS_API_KEY=secret packs serve --pack notes=my-pack --host 0.0.0.0
+"""
+_NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance")
+
+
+@click.command(cls=options.SectionedCommand, epilog=EXAMPLES)
+@options.model_of_pack
+@options.packs("Pack to serve, under the name of its folder or as NAME=PACK.", "[NAME=]PACK")
+@option(
+    "--packs",
+    "folder",
+    section="Model and data",
+    metavar="DIR",
+    help="Serve every pack below this folder, and follow it: new, changed and removed packs.",
+)
+@option(
+    "--host",
+    section="Server",
+    default="127.0.0.1",
+    metavar="ADDRESS",
+    help="Address to listen on. Others than 127.0.0.1 let other machines in.",
+)
+@option(
+    "--port",
+    section="Server",
+    default=8080,
+    type=click.IntRange(0, 65535),
+    metavar="N",
+    help="Port to listen on; 0 chooses one that is free.",
+)
+@option(
+    "--api-key",
+    section="Server",
+    envvar="MLX_PACKS_API_KEY",
+    metavar="KEY",
+    help="Key that clients must send; better set as MLX_PACKS_API_KEY, which other users cannot see.",
+)
+@option(
+    "--batch-size",
+    section="Memory and speed",
+    default=32,
+    type=click.IntRange(1, 1024),
+    metavar="N",
+    help="Requests that are computed at once.",
+)
+@option(
+    "--queue",
+    section="Server",
+    default=256,
+    type=click.IntRange(1),
+    metavar="N",
+    help="Requests that wait at most; more are rejected with status 429.",
+)
+@option(
+    "--kv-memory",
+    section="Memory and speed",
+    metavar="SIZE",
+    help="Memory for keys and values, such as 4GB.",
+    default_text="half of what the base leaves",
+)
+@option(
+    "--prefill-chunk",
+    section="Memory and speed",
+    default=512,
+    type=click.IntRange(16),
+    metavar="N",
+    help="Tokens of a long prompt that are computed between two tokens of other answers.",
+)
+@option(
+    "--max-tokens",
+    section="Sampling",
+    default=512,
+    type=click.IntRange(1),
+    metavar="N",
+    help="Tokens of an answer whose request does not say.",
+)
+@option(
+    "--timeout",
+    section="Server",
+    default=600.0,
+    type=click.FloatRange(1),
+    metavar="SECONDS",
+    help="Time that a request may take.",
+)
+@options.trust_remote_code
+@options.backend
+def serve(
+    model: str | None,
+    packs: tuple[str, ...],
+    folder: str | None,
+    host: str,
+    port: int,
+    trust_remote_code: bool,
+    **settings,
+) -> None:
+    """Serve packs over HTTP to clients of the OpenAI API.
+
+    The model of a request names the pack: base, notes, or a weighted sum such as notes+law:0.3.
+    Requests for different packs are computed in one batch. A page to try them is at /.
+    """
+    _check_installed()
+    listening = _listen(host, port)
+    with listening:
+        named = _named(packs)
+        watched = _watched(folder)
+        base = _load(model, list(named.values()), watched, trust_remote_code)
+        _run(base, named, watched, listening, {"host": host, **settings})
+
+
+def _check_installed() -> None:
+    if missing := [name for name in _NEEDED if find_spec(name) is None]:
+        raise PackError(
+            f"serve: {missing[0]} is not installed. Run `pip install 'mlx-packs[serve]'`.",
+            "dependency",
+        )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens, before anything is loaded."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=512)
+    except OSError as error:
+        raise PackError(
+            f"--port {port}: {host} cannot be listened on ({error.strerror or error}). "
+            "Choose another --port, or 0 for a free one.",
+            "busy",
+        ) from None
+
+
+def _named(texts: tuple[str, ...]) -> "dict[str, Pack]":
+    """Return packs by name of ``PACK`` and ``NAME=PACK``."""
+    from ..packs.pack import Pack
+    from ..serving.registry import check_name
+
+    packs: dict[str, Pack] = {}
+    for text in texts:
+        name, sign, source = text.partition("=")
+        if not sign or Path(text).expanduser().is_dir():
+            source = text
+            name = Path(text).expanduser().resolve().name if Path(text).exists() else text
+        check_name(name)
+        if name in packs:
+            raise PackError(
+                f"--pack {text}: '{name}' names another pack already. Give it a name of its own: "
+                f"--pack NAME={source}.",
+                "conflict",
+            )
+        packs[name] = Pack.open(source)
+    return packs
+
+
+def _watched(folder: str | None) -> Path | None:
+    if folder is None:
+        return None
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        raise PackError(f"--packs {folder}: no such folder.", "not-found", "packs")
+    return path
+
+
+def _load(
+    model: str | None, packs: "list[Pack]", folder: Path | None, trust_remote_code: bool
+) -> "Base":
+    """Load the base that was named, or else that of the first pack."""
+    from ..packs.base import load_base_for
+    from ..packs.listing import list_packs
+    from ..packs.pack import Pack
+
+    if not packs and folder is not None:
+        entries = [entry for entry in list_packs(folder) if entry["error"] is None]
+        packs = [Pack.open(entry["pack"]) for entry in entries[:1]]
+        if not packs and model is None:
+            raise PackError(f"--packs {folder}: has no pack yet, so name its base: --model MODEL.")
+    first = packs[0] if packs else None
+    return load_base_for(first, options.base_of(model, first), trust_remote_code)
+
+
+def _run(
+    base: "Base",
+    packs: "dict[str, Pack]",
+    folder: Path | None,
+    listening: socket.socket,
+    given: dict,
+) -> None:
+    import uvicorn
+
+    from ..serving.app import Server, ServerSettings, make_app
+    from ..serving.embedding import Embedder
+    from ..serving.generation import Generator
+    from ..serving.library import Library
+    from ..serving.metrics import Metrics
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[_Log()])
+    is_encoder = base.architecture == "encoder"
+    worker = (
+        Embedder(base, given["batch_size"], given["queue"])
+        if is_encoder
+        else Generator(base, _limits(base, given))
+    )
+    library = Library(worker, folder)
+    settings = ServerSettings(
+        api_key=given["api_key"] or "",
+        max_tokens=given["max_tokens"],
+        request_seconds=given["timeout"],
+        host=given["host"],
+    )
+    worker.start()
+    try:
+        for name, pack in packs.items():
+            library.load(name, pack.path)
+        if folder is not None:
+            library.scan()
+        _announce(worker.registry.names, listening, settings)
+        app = make_app(Server(worker, library, settings, Metrics()))
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=30,
+            server_header=False,
+        )
+        uvicorn.Server(config).run(sockets=[listening])
+    finally:
+        worker.close(0.0)
+
+
+class _Log(logging.Handler):
+    """Writes what happens while requests are served to standard error."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a message; of an error its traceback too."""
+        for line in self.format(record).splitlines():
+            echo(printable(line), err=True)
+
+
+def _limits(base: "Base", given: dict) -> "Limits":
+    from ..bases.files import text_config
+    from ..config.sizes import bytes_of
+    from ..runtime import mx, total_memory
+    from ..serving.generation import Limits
+
+    kv_bytes = max(0, total_memory() - mx.get_active_memory()) // 2
+    if size := given["kv_memory"]:
+        kv_bytes = bytes_of(size, "GB") or 0
+        if kv_bytes <= 0:
+            raise PackError(f"--kv-memory: '{size}' must be a size, such as 4GB.")
+    stated = text_config(base.config)
+    context = stated.get("max_position_embeddings") or stated.get("n_positions") or 1 << 15
+    return Limits(
+        batch_size=given["batch_size"],
+        waiting=given["queue"],
+        kv_bytes=kv_bytes,
+        prefill_chunk=given["prefill_chunk"],
+        context=context,
+    )
+
+
+def _announce(names: list[str], listening: socket.socket, settings: "object") -> None:
+    host, port = listening.getsockname()[:2]
+    address = f"[{host}]" if ":" in host else host
+    echo(f"serving   {', '.join(names)}")
+    echo(f"at        http://{address}:{port}/v1 · page http://{address}:{port}/")
+    if host not in ("127.0.0.1", "::1"):
+        key = "a key is needed" if settings.api_key else "no key is needed"
+        echo(
+            f"warning   Any machine that reaches {host} can use this server, and {key}; requests "
+            "and answers are not encrypted."
+        )

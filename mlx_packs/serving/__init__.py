@@ -1,0 +1,1 @@
+"""Many packs over one base, served over HTTP."""

@@ -1,0 +1,292 @@
+"""One request over HTTP as computed texts, and these as answers: whole, or a stream of events."""
+
+import asyncio
+import base64
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from .generation import Event, Failed, Finished, Generator, Logprob, Progress, Request, Started
+from .output import Piece
+from .protocol import Tool, new_id, now, tool_calls, usage
+
+MakeRequest = Callable[[int, Callable[[Event], None]], Request]  # number of the choice, where to
+
+
+@dataclass
+class Choice:
+    """One text of an answer as it grows."""
+
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    cached: int = 0
+    tokens: int = 0
+    reason: str | None = None
+
+
+class Texts:
+    """The texts of one request, as they are computed.
+
+    Args:
+        generator: what computes them.
+        count: number of texts.
+        make: the request for each.
+    """
+
+    def __init__(self, generator: Generator, count: int, make: MakeRequest) -> None:
+        self._generator = generator
+        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        self._requests = [make(i, self._listener(i)) for i in range(count)]
+        self._left = count
+        self.choices = [Choice() for _ in range(count)]
+
+    def _listener(self, i: int) -> Callable[[Event], None]:
+        def tell(event: Event) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._events.put_nowait, (i, event))
+
+        return tell
+
+    async def start(self) -> None:
+        """Submit all, and wait until each has its place.
+
+        Raises:
+            Exception: that of the first which has none; the others are cancelled.
+        """
+        for request in self._requests:
+            self._generator.submit(request)
+        waiting = set(range(len(self._requests)))
+        early = []
+        while waiting:
+            i, event = await self._events.get()
+            if isinstance(event, Failed):
+                raise event.error
+            if isinstance(event, Started):
+                self.choices[i].cached = event.cached
+                waiting.discard(i)
+            else:
+                early.append((i, event))
+        for item in early:
+            self._events.put_nowait(item)
+
+    async def events(self) -> AsyncIterator[tuple[int, Progress | Finished]]:
+        """Yield what happens to each text, until all have their end.
+
+        Raises:
+            Exception: what ended one of them.
+        """
+        while self._left:
+            i, event = await self._events.get()
+            if isinstance(event, Failed):
+                raise event.error
+            if isinstance(event, Finished):
+                self._left -= 1
+                self.choices[i].tokens, self.choices[i].reason = event.tokens, event.reason
+                yield i, event
+            elif isinstance(event, Progress):
+                yield i, event
+
+    def cancel(self) -> None:
+        """End what still computes; the client has gone."""
+        for request in self._requests:
+            self._generator.cancel(request)
+
+
+class ChatAnswer:
+    """A chat completion, from texts.
+
+    Args:
+        texts: started.
+        model: as the client wrote it.
+        prompt_tokens: of the prompt.
+        tokenizer: mlx-lm's wrapper.
+        tools: those of the request.
+    """
+
+    kind, stream_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def __init__(
+        self, texts: Texts, model: str, prompt_tokens: int, tokenizer: Any, tools: Sequence[Tool]
+    ) -> None:
+        self._texts, self._prompt_tokens = texts, prompt_tokens
+        self._tokenizer, self._tools = tokenizer, tools
+        self._head = {"id": new_id(self.prefix), "created": now(), "model": model}
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the answer when all texts have their end."""
+        async for i, event in self._texts.events():
+            if isinstance(event, Progress):
+                self._add(self._texts.choices[i], event)
+        choices = [self._choice(i, choice) for i, choice in enumerate(self._texts.choices)]
+        return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage()}
+
+    async def stream(self, wants_usage: bool) -> AsyncIterator[dict[str, Any]]:
+        """Yield the answer in pieces."""
+        for i in range(len(self._texts.choices)):
+            yield self._chunk(i, self._opening())
+        async for i, event in self._texts.events():
+            choice = self._texts.choices[i]
+            if isinstance(event, Finished):
+                yield self._chunk(i, self._nothing(), self._reason(choice))
+                continue
+            before = len(choice.calls)
+            self._add(choice, event)
+            logprobs = self._logprobs([event.logprob]) if event.logprob else None
+            deltas = self._deltas(event.pieces, choice.calls[before:], before)
+            for delta in deltas or ([self._nothing()] if logprobs else []):
+                yield self._chunk(i, delta, logprobs=logprobs)
+                logprobs = None
+        if wants_usage:
+            empty = {**self._head, "object": self.stream_kind, "choices": []}
+            yield {**empty, "usage": self._usage()}
+
+    def _add(self, choice: Choice, event: Progress) -> None:
+        for piece in event.pieces:
+            if piece.kind == "tool_call":
+                parser = self._tokenizer.tool_parser
+                called = tool_calls(parser, [piece.text], self._tools) if self._tools else []
+                choice.calls += called
+                if not called:  # not a call that can be read: the client sees what was written
+                    choice.content.append(piece.text)
+            else:
+                texts = choice.reasoning if piece.kind == "reasoning" else choice.content
+                texts.append(piece.text)
+        if event.logprob is not None:
+            choice.logprobs.append(event.logprob)
+
+    def _usage(self) -> dict[str, Any]:
+        choices = self._texts.choices
+        cached = choices[0].cached
+        return usage(self._prompt_tokens, cached, sum(choice.tokens for choice in choices))
+
+    def _reason(self, choice: Choice) -> str | None:
+        return "tool_calls" if choice.calls and choice.reason == "stop" else choice.reason
+
+    def _chunk(
+        self, i: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None
+    ) -> dict[str, Any]:
+        choice = {"index": i, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
+        return {**self._head, "object": self.stream_kind, "choices": [choice]}
+
+    def _opening(self) -> dict[str, Any]:
+        return {"role": "assistant", "content": ""}
+
+    def _nothing(self) -> dict[str, Any]:
+        return {}
+
+    def _deltas(
+        self, pieces: Sequence[Piece], calls: Sequence[dict], first: int
+    ) -> list[dict[str, Any]]:
+        deltas: list[dict[str, Any]] = []
+        for piece in pieces:
+            if piece.kind == "tool_call" and calls:
+                continue
+            name = "reasoning_content" if piece.kind == "reasoning" else "content"
+            deltas.append({name: piece.text})
+        if calls:
+            numbered = [{"index": first + k, **call} for k, call in enumerate(calls)]
+            deltas.append({"tool_calls": numbered})
+        return deltas
+
+    def _choice(self, i: int, choice: Choice) -> dict[str, Any]:
+        content = "".join(choice.content)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if choice.reasoning:
+            message["reasoning_content"] = "".join(choice.reasoning)
+        if choice.calls:
+            message |= {"content": content.strip() or None, "tool_calls": choice.calls}
+        return {
+            "index": i,
+            "message": message,
+            "finish_reason": self._reason(choice),
+            "logprobs": self._logprobs(choice.logprobs) if choice.logprobs else None,
+        }
+
+    def _logprobs(self, entries: Sequence[Logprob]) -> dict[str, Any]:
+        return {
+            "content": [
+                {
+                    **self._token(entry.token, entry.logprob),
+                    "top_logprobs": [self._token(token, score) for token, score in entry.top],
+                }
+                for entry in entries
+            ]
+        }
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._text(token)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    def _text(self, token: int) -> str:
+        return self._tokenizer.decode([token])
+
+
+class CompletionAnswer(ChatAnswer):
+    """A text completion, from texts.
+
+    Args:
+        echoes: what comes before each text: its prompt, or nothing.
+    """
+
+    kind = stream_kind = "text_completion"
+    prefix = "cmpl"
+
+    def __init__(
+        self, texts: Texts, model: str, prompt_tokens: int, tokenizer: Any, echoes: Sequence[str]
+    ) -> None:
+        super().__init__(texts, model, prompt_tokens, tokenizer, ())
+        self._echoes = echoes
+
+    def _chunk(
+        self, i: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None
+    ) -> dict[str, Any]:
+        text = self._echoes[i] if "role" in delta else delta.get("content", "")
+        choice = {"index": i, "text": text, "finish_reason": reason, "logprobs": logprobs}
+        return {**self._head, "object": self.stream_kind, "choices": [choice]}
+
+    def _choice(self, i: int, choice: Choice) -> dict[str, Any]:
+        return {
+            "index": i,
+            "text": self._echoes[i] + "".join(choice.content),
+            "finish_reason": choice.reason,
+            "logprobs": self._logprobs(choice.logprobs) if choice.logprobs else None,
+        }
+
+    def _logprobs(self, entries: Sequence[Logprob]) -> dict[str, Any]:
+        offsets, at = [], 0
+        for entry in entries:
+            offsets.append(at)
+            at += len(self._text(entry.token))
+        return {
+            "tokens": [self._text(entry.token) for entry in entries],
+            "token_logprobs": [entry.logprob for entry in entries],
+            "top_logprobs": [{self._text(t): s for t, s in entry.top} for entry in entries],
+            "text_offset": offsets,
+        }
+
+
+def sse(data: dict[str, Any] | str) -> str:
+    """Return one server-sent event."""
+    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+    return f"data: {text}\n\n"
+
+
+def embedding_answer(model: str, vectors: Any, tokens: int, encoding: str) -> dict[str, Any]:
+    """Return embeddings [N, D] as OpenAI's."""
+
+    def written(vector: Any) -> Any:
+        if encoding == "base64":
+            return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+        return vector.tolist()
+
+    data = [
+        {"object": "embedding", "index": i, "embedding": written(vector)}
+        for i, vector in enumerate(vectors)
+    ]
+    numbers = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"object": "list", "data": data, "model": model, "usage": numbers}

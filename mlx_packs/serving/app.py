@@ -1,0 +1,312 @@
+"""The HTTP interface: OpenAI's, packs beside it, health, metrics and a page to try them."""
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import anyio
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from ..adapters.spec import ranks_of
+from ..bases.tokenizer import tokens_of
+from ..errors import PackError
+from ..packs.manifest import specs_of
+from .answers import ChatAnswer, CompletionAnswer, Texts, embedding_answer, sse
+from .embedding import Embedder
+from .generation import Generator
+from .http import (
+    EventStream,
+    Guard,
+    ServerSettings,
+    error_response,
+    failure,
+    read_body,
+    unless_gone,
+)
+from .library import Library
+from .metrics import Metrics
+from .prompts import Prompts
+from .protocol import (
+    ChatBody,
+    CompletionBody,
+    EmbeddingBody,
+    PackBody,
+    parsed,
+)
+
+T = TypeVar("T")
+log = logging.getLogger("mlx_packs.serving")
+_PAGE = Path(__file__).with_name("page.html")
+
+
+class Server:
+    """The handlers of all routes.
+
+    Args:
+        worker: computes texts, or embeddings.
+        library: finds packs by name, folder and Hub.
+        settings: what is allowed.
+        metrics: what is counted.
+    """
+
+    def __init__(
+        self,
+        worker: Generator | Embedder,
+        library: Library,
+        settings: ServerSettings,
+        metrics: Metrics,
+    ) -> None:
+        self.worker, self.library = worker, library
+        self.settings, self.metrics = settings, metrics
+        self._tokenizing = anyio.CapacityLimiter(1)  # tokenizers are not made for several threads
+        if isinstance(worker, Generator):
+            self._prompts = Prompts(worker.base, settings.max_tokens)
+
+    # Texts
+
+    async def chat(self, request: Request) -> Response:
+        """Answer ``/v1/chat/completions``."""
+        body: ChatBody = parsed(ChatBody, await read_body(request, self.settings.body_bytes))
+        generator = self._generator("/v1/chat/completions")
+        prompt = await self._in_thread(lambda: self._prompts.of_chat(body))
+        made = self._prompts.chat_maker(body, prompt, self._deadline())
+        texts = Texts(generator, body.n, made)
+
+        def answer() -> ChatAnswer:
+            tools = body.tools or ()
+            tokenizer = generator.base.tokenizer
+            return ChatAnswer(texts, body.model, len(prompt), tokenizer, tools)
+
+        return await self._answer(request, texts, answer, body)
+
+    async def complete(self, request: Request) -> Response:
+        """Answer ``/v1/completions``."""
+        body: CompletionBody = parsed(
+            CompletionBody, await read_body(request, self.settings.body_bytes)
+        )
+        generator = self._generator("/v1/completions")
+        prompts = await self._in_thread(lambda: self._prompts.of_texts(body))
+        each = [prompt for prompt in prompts for _ in range(body.n)]
+        texts = Texts(generator, len(each), self._prompts.text_maker(body, each, self._deadline()))
+
+        def answer() -> CompletionAnswer:
+            tokenizer, tokens = generator.base.tokenizer, sum(map(len, prompts))
+            echoes = [tokenizer.decode(prompt) if body.echo else "" for prompt in each]
+            return CompletionAnswer(texts, body.model, tokens, tokenizer, echoes)
+
+        return await self._answer(request, texts, answer, body)
+
+    async def _answer(
+        self, request: Request, texts: Texts, make: Callable[[], ChatAnswer], body: Any
+    ) -> Response:
+        """Return texts whole or as a stream; they end when the client goes."""
+        began = time.monotonic()
+        try:
+            await unless_gone(request, texts.start())
+            self.metrics.first.observe(time.monotonic() - began)
+            answer = make()
+            if body.stream:
+                events = self._events(answer, texts, body.wants_usage)
+                return EventStream(events, self.settings.request_seconds + 60)
+            whole = await unless_gone(request, answer.whole())
+        except BaseException:
+            texts.cancel()
+            raise
+        return JSONResponse(whole)
+
+    async def _events(
+        self, answer: ChatAnswer, texts: Texts, wants_usage: bool
+    ) -> AsyncIterator[str]:
+        try:
+            async for chunk in answer.stream(wants_usage):
+                yield sse(chunk)
+        except Exception as error:
+            body = bytes(error_response(error).body).decode()
+            yield sse(body)
+        else:
+            yield sse("[DONE]")
+        finally:
+            texts.cancel()
+
+    # Embeddings
+
+    async def embed(self, request: Request) -> Response:
+        """Answer ``/v1/embeddings``."""
+        body: EmbeddingBody = parsed(
+            EmbeddingBody, await read_body(request, self.settings.body_bytes)
+        )
+        worker = self.worker
+        if not isinstance(worker, Embedder):
+            raise PackError(
+                "/v1/embeddings: the base is a decoder. Serve an encoder.", "unsupported"
+            )
+        texts = [body.input] if isinstance(body.input, str) else body.input
+        model = worker.base.model
+        if not texts or not all(texts):
+            raise PackError("input: must have texts, none of them empty.", flag="input")
+        if body.dimensions not in (None, model.dims):
+            raise PackError(f"dimensions: this base has {model.dims}.", flag="dimensions")
+        rows = await self._in_thread(lambda: tokens_of(worker.base.tokenizer, texts, model.longest))
+        future = worker.submit(body.model, rows)
+        with anyio.fail_after(self.settings.request_seconds):
+            vectors = await asyncio.wrap_future(future)
+        tokens = sum(map(len, rows))
+        return JSONResponse(embedding_answer(body.model, vectors, tokens, body.encoding_format))
+
+    # Models and packs
+
+    async def models(self, _: Request) -> Response:
+        """Answer ``/v1/models``."""
+        data = [self._model(name) for name in self.worker.registry.names]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def model(self, request: Request) -> Response:
+        """Answer ``/v1/models/{name}``."""
+        name = request.path_params["name"]
+        if name not in self.worker.registry.names:
+            raise PackError(f"model '{name}': is not served.", "not-found", "model")
+        return JSONResponse(self._model(name))
+
+    def _model(self, name: str) -> dict[str, Any]:
+        base = self.worker.base.public_name
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.library.created(name),
+            "owned_by": "mlx-packs",
+            "root": base,
+            "parent": None if name == "base" else "base",
+        }
+
+    async def packs(self, _: Request) -> Response:
+        """Answer ``GET /v1/packs``."""
+        data = []
+        for name, pack in self.worker.registry.packs.items():
+            adapters, scores = pack.manifest["adapters"], pack.part("eval")
+            data.append(
+                {
+                    "name": name,
+                    "source": self.library.source(name),
+                    "parameters": adapters["parameters"],
+                    "ranks": ranks_of(specs_of(pack.manifest)),
+                    "sha256": pack.adapters_hash,
+                    "ppl_before": scores.get("ppl_before"),
+                    "ppl_after": scores.get("ppl_after"),
+                }
+            )
+        return JSONResponse({"object": "list", "base": self.worker.base.public_name, "data": data})
+
+    async def add_pack(self, request: Request) -> Response:
+        """Answer ``POST /v1/packs``."""
+        body: PackBody = parsed(PackBody, await read_body(request, self.settings.body_bytes))
+        began = time.monotonic()
+        name, changed = await self.library.add(body.source, body.name)
+        seconds = round(time.monotonic() - began, 3)
+        return JSONResponse({"name": name, "changed": changed, "seconds": seconds}, 201)
+
+    async def remove_pack(self, request: Request) -> Response:
+        """Answer ``DELETE /v1/packs/{name}``."""
+        name = request.path_params["name"]
+        await self.library.remove(name)
+        return JSONResponse({"name": name, "removed": True})
+
+    # The server itself
+
+    async def health(self, _: Request) -> Response:
+        """Answer ``/health``."""
+        running, waiting = self.worker.counts
+        alive = self.worker.is_alive
+        facts = {"status": "ok" if alive else "stopping", "running": running, "waiting": waiting}
+        return JSONResponse(facts, 200 if alive else 503)
+
+    async def read_metrics(self, _: Request) -> Response:
+        """Answer ``/metrics``, as Prometheus reads it."""
+        return Response(self.metrics.text(self.worker), media_type=self.metrics.media_type)
+
+    async def page(self, _: Request) -> Response:
+        """Answer ``/``."""
+        return HTMLResponse(_page(), headers=_PAGE_HEADERS)
+
+    # Parts
+
+    def _generator(self, route: str) -> Generator:
+        if not isinstance(self.worker, Generator):
+            raise PackError(f"{route}: the base is an encoder. Use /v1/embeddings.", "unsupported")
+        return self.worker
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self.settings.request_seconds
+
+    async def _in_thread(self, function: Callable[[], T]) -> T:
+        async with self._tokenizing:
+            return await run_in_threadpool(function)
+
+
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
+    "script-src 'unsafe-inline'; connect-src 'self'; img-src data:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+@functools.cache
+def _page() -> str:
+    return _PAGE.read_text(encoding="utf-8")
+
+
+def make_app(server: Server) -> Starlette:
+    """Return the application; it starts and ends the watch of folders, not the worker."""
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        watch = asyncio.ensure_future(server.library.watch())
+        try:
+            yield
+        finally:
+            watch.cancel()
+
+    async def on_error(_: Request, error: Exception) -> Response:
+        running, waiting = server.worker.counts
+        pace = server.metrics.seconds_per_request()
+        return error_response(error, pace * waiting / max(1, running))
+
+    async def on_gone(_: Request, __: Exception) -> Response:
+        return Response(status_code=499)
+
+    async def on_late(_: Request, __: Exception) -> Response:
+        return failure(504, "The request took too long.")
+
+    routes = [
+        Route("/", server.page),
+        Route("/health", server.health),
+        Route("/metrics", server.read_metrics),
+        Route("/v1/models", server.models),
+        Route("/v1/models/{name:path}", server.model),
+        Route("/v1/packs", server.packs, methods=["GET"]),
+        Route("/v1/packs", server.add_pack, methods=["POST"]),
+        Route("/v1/packs/{name:path}", server.remove_pack, methods=["DELETE"]),
+        Route("/v1/chat/completions", server.chat, methods=["POST"]),
+        Route("/v1/completions", server.complete, methods=["POST"]),
+        Route("/v1/embeddings", server.embed, methods=["POST"]),
+    ]
+    handlers: dict[Any, Any] = {
+        PackError: on_error,
+        HTTPException: on_error,
+        ClientDisconnect: on_gone,
+        TimeoutError: on_late,
+        Exception: on_error,
+    }
+    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+    app.add_middleware(Guard, settings=server.settings, metrics=server.metrics)
+    return app

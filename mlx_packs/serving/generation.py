@@ -1,0 +1,397 @@
+"""Continuous batches of texts, each sequence with its own pack, by mlx-lm's `BatchGenerator`.
+
+mlx-lm batches, prefills in chunks and keeps caches of prompts; here requests wait until their keys
+and values have room, each is told its text as it grows, and a failed step ends its requests alone.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mlx_lm.generate import BatchGenerator, StopSequences
+from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
+
+from ..bases.model import BaseModel
+from ..errors import PackError
+from ..runtime import mx
+from .batch import BatchedModel, PackOfSequence, cache_bytes, reserved_tokens
+from .output import Output, Piece
+from .registry import Entry, PackRegistry
+from .sampling import Sampler
+from .slots import PackSlots
+from .worker import Worker
+
+Processor = Callable[[mx.array, mx.array], mx.array]  # tokens so far, logits [1, V] -> logits
+_CACHED_PROMPTS = 64
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a server computes at once, and what it keeps.
+
+    Attributes:
+        batch_size: sequences of one batch.
+        waiting: requests that wait for a place; more are rejected.
+        kv_bytes: keys and values, of running sequences and of earlier prompts.
+        prefill_chunk: tokens of a prompt between two tokens of the others.
+        context: tokens of prompt and answer together.
+    """
+
+    batch_size: int
+    waiting: int
+    kv_bytes: int
+    prefill_chunk: int
+    context: int
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """The log-probability of a token, and the likeliest tokens in its place."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Started:
+    """The request computes; so many tokens of its prompt were in memory already."""
+
+    cached: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Text that one token ended, which may be none."""
+
+    pieces: tuple[Piece, ...]
+    logprob: Logprob | None
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The text has its end: a stop string or token, or as many tokens as were asked for."""
+
+    reason: Literal["stop", "length"]
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The request ends without a text."""
+
+    error: Exception
+
+
+Event = Started | Progress | Finished | Failed
+
+
+@dataclass(eq=False)
+class Request:
+    """What is to be generated.
+
+    Attributes:
+        model: as `PackRegistry.lease` takes it.
+        prompt: its tokens.
+        sampler: chooses tokens; None takes the likeliest.
+        processors: change the scores before; they are called by the thread that computes.
+        state: as `Output` takes it.
+        top_logprobs: likeliest tokens that are reported with each token; None reports nothing.
+        deadline: on the clock of `time.monotonic`.
+        on_event: is called by the thread that computes, and must not block.
+    """
+
+    model: str
+    prompt: list[int]
+    max_tokens: int
+    on_event: Callable[[Event], None]
+    sampler: Callable[[], Sampler | None] = lambda: None
+    processors: Sequence[Processor] = ()
+    stop: Sequence[str] = ()
+    state: str | None = None
+    top_logprobs: int | None = None
+    deadline: float = float("inf")
+
+
+@dataclass(eq=False)
+class _Running:
+    """A request that has its place in the batch."""
+
+    request: Request
+    entry: Entry
+    output: Output
+    faults: list[Exception]
+    tokens: int = 0
+
+
+class Generator(Worker):
+    """Computes the texts of all requests.
+
+    Args:
+        base: a decoder, without a pack.
+        limits: what is computed at once.
+
+    Attributes:
+        registry: the packs; only `call` may touch it.
+        generated: tokens so far; ``prefilled`` and ``reused``: of prompts.
+
+    Raises:
+        PackError: mlx-lm cannot batch this base.
+    """
+
+    def __init__(self, base: BaseModel, limits: Limits) -> None:
+        super().__init__()
+        self.base, self.limits = base, limits
+        self.generated = self.prefilled = self.reused = 0
+        self.registry = PackRegistry(PackSlots(base))
+        self._model = BatchedModel(self.registry.slots)
+        self._model.check_batchable(base.name)
+        self._waiting: deque[Request] = deque()
+        self._running: dict[int, _Running] = {}
+        self._eos = StopSequences([(token,) for token in base.tokenizer.eos_token_ids])
+
+    # Called by other threads.
+
+    def submit(self, request: Request) -> None:
+        """Let a request wait for its place; all else it is told by its ``on_event``."""
+        self.post(lambda: self._enqueue(request))
+
+    def cancel(self, request: Request) -> None:
+        """End a request whose client has gone; it is told nothing more."""
+        self.post(lambda: self._drop(request))
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many requests run, and how many wait."""
+        return len(self._running), len(self._waiting)
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of keys and values of earlier prompts."""
+        return self._prompts.nbytes
+
+    # Called by the thread that computes.
+
+    def on_start(self) -> None:
+        """Measure what a sequence keeps in memory."""
+        self.base.model.eval()
+        self._stream = mx.default_stream(mx.default_device())
+        self._fixed_bytes, self._token_bytes = cache_bytes(self._model)
+        self._reset()
+
+    def _reset(self) -> None:
+        """Begin with an empty batch, and no prompts in memory."""
+        self._generator = BatchGenerator(
+            self._model,
+            completion_batch_size=self.limits.batch_size,
+            prefill_batch_size=min(8, self.limits.batch_size),
+            prefill_step_size=self.limits.prefill_chunk,
+            stream=self._stream,
+        )
+        self._prompts = LRUPromptCache(_CACHED_PROMPTS, self.limits.kv_bytes)
+
+    def is_busy(self) -> bool:
+        """Return whether a request runs or waits."""
+        return bool(self._running or self._waiting)
+
+    def kv_bytes(self, sequences: int, tokens: int) -> int:
+        """Return the bytes of keys and values of a batch whose longest sequence has so many tokens."""
+        return sequences * (self._fixed_bytes + self._token_bytes * reserved_tokens(tokens))
+
+    def _enqueue(self, request: Request) -> None:
+        try:
+            self._check(request)
+        except PackError as error:
+            request.on_event(Failed(error))
+            return
+        self._waiting.append(request)
+
+    def _check(self, request: Request) -> None:
+        """Raise a PackError for a request that will never have a place, or has none now."""
+        if self._closing is not None:
+            raise PackError("The server is shutting down.", "interrupted")
+        if len(self._waiting) >= self.limits.waiting:
+            raise PackError(
+                f"The queue is full: {len(self._waiting)} requests wait. Try again later.", "busy"
+            )
+        tokens = len(request.prompt) + request.max_tokens
+        if tokens > self.limits.context:
+            raise PackError(
+                f"messages: the prompt has {len(request.prompt)} tokens, and with max_tokens "
+                f"{request.max_tokens} that is {tokens}, but the context of {self.base.name} is "
+                f"{self.limits.context}. Shorten the prompt or lower max_tokens.",
+                flag="messages",
+            )
+        if (need := self.kv_bytes(1, tokens)) > self.limits.kv_bytes:
+            raise PackError(
+                f"max_tokens: {tokens} tokens need {need / 1e6:.0f} MB of keys and values, but the "
+                f"server has {self.limits.kv_bytes / 1e6:.0f} MB. Shorten the prompt, lower "
+                "max_tokens, or start the server with a larger --kv-memory.",
+                "memory",
+                "max_tokens",
+            )
+
+    def step(self) -> None:
+        """Give waiting requests their places, and compute one token of each that runs."""
+        self._expire()
+        self._admit()
+        if not self._running:
+            return
+        _, responses = self._generator.next()
+        for response in responses:
+            running = self._running.get(response.uid)
+            if running is not None:
+                self._take(response, running)
+
+    def _expire(self) -> None:
+        """End requests that have taken too long."""
+        now = time.monotonic()
+        late = [r for r in self._waiting if r.deadline < now]
+        late += [r.request for r in self._running.values() if r.request.deadline < now]
+        for request in late:
+            self._drop(request)
+            request.on_event(Failed(PackError("The request took too long.", "timeout")))
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self.limits.batch_size:
+            request = self._waiting[0]
+            if not self._has_room(request):
+                return
+            self._waiting.popleft()
+            try:
+                self._insert(request)
+            except Exception as error:  # of this request alone: its model, its prompt
+                request.on_event(Failed(error))
+
+    def _has_room(self, request: Request) -> bool:
+        """Return whether keys and values fit with another sequence; earlier prompts make way."""
+        requests = [request, *(r.request for r in self._running.values())]
+        longest = max(len(r.prompt) + r.max_tokens for r in requests)
+        left = self.limits.kv_bytes - self.kv_bytes(len(requests), longest)
+        if left < 0:
+            return False
+        self._prompts.trim_to(n_bytes=left)
+        return True
+
+    def _insert(self, request: Request) -> None:
+        entry = self.registry.lease(request.model)
+        faults: list[Exception] = []
+        try:
+            prompt = request.prompt
+            cache, known = self._recalled(entry, prompt)
+            request.on_event(Started(known))
+            (uid,) = self._generator.insert(
+                [prompt[known:]],
+                [request.max_tokens],
+                caches=[[*cache, PackOfSequence([entry.slot])]],
+                all_tokens=[prompt[:known]],
+                samplers=[request.sampler()],
+                logits_processors=[[_isolated(p, faults) for p in request.processors]],
+                stop_sequences=[self._eos],
+            )
+        except BaseException:
+            self.registry.release(entry)
+            raise
+        self.prefilled, self.reused = self.prefilled + len(prompt) - known, self.reused + known
+        output = Output(self.base.tokenizer, request.stop, request.state)
+        self._running[uid] = _Running(request, entry, output, faults)
+
+    def _recalled(self, entry: Entry, prompt: list[int]) -> tuple[list[Any], int]:
+        """Return caches of the longest beginning of a prompt that is in memory, and its tokens."""
+        cache, rest = self._prompts.fetch_nearest_cache(entry.key, prompt)
+        if cache is not None and not rest:  # at least one token is left to be computed
+            rest = prompt[-1:]
+            trimmed = can_trim_prompt_cache(cache) and trim_prompt_cache(cache, 1)
+            cache = cache if trimmed else None
+        return (self._model.new_cache(), 0) if cache is None else (cache, len(prompt) - len(rest))
+
+    def _take(self, response: Any, running: _Running) -> None:
+        """Tell a request its next token."""
+        request, output = running.request, running.output
+        if running.faults:
+            if response.finish_reason is None:
+                self._generator.remove([response.uid])
+            del self._running[response.uid]
+            self.registry.release(running.entry)
+            request.on_event(Failed(running.faults[0]))
+            return
+        running.tokens += 1
+        self.generated += 1
+        ended, pieces = response.finish_reason, []
+        if ended != "stop":
+            pieces += output.add(response.token)
+        if output.stopped:
+            if ended is None:
+                self._generator.remove([response.uid])
+            ended = "stop"
+        if ended is not None:
+            pieces += output.finish()
+        logprob = None
+        if request.top_logprobs is not None and response.finish_reason != "stop":
+            logprob = _logprob(response, request.top_logprobs)
+        if pieces or logprob:
+            request.on_event(Progress(tuple(pieces), logprob))
+        if ended is None:
+            return
+        del self._running[response.uid]
+        if response.prompt_cache is not None:
+            *cache, _ = response.prompt_cache
+            self._prompts.insert_cache(running.entry.key, list(response.all_tokens), cache)
+        self.registry.release(running.entry)
+        request.on_event(Finished(ended, running.tokens))
+
+    def _drop(self, request: Request) -> None:
+        """Take a request out of the batch or the queue."""
+        if request in self._waiting:
+            self._waiting.remove(request)
+            return
+        for uid, running in self._running.items():
+            if running.request is request:
+                del self._running[uid]
+                self._generator.remove([uid])
+                self.registry.release(running.entry)
+                return
+
+    def on_failure(self, error: Exception) -> None:
+        """End the requests of the batch, and begin with an empty one."""
+        running, self._running = self._running, {}
+        for each in running.values():
+            self.registry.release(each.entry)
+            each.request.on_event(Failed(error))
+        self._generator.close()
+        self._reset()
+
+    def on_end(self, reason: PackError) -> None:
+        """End all requests, and take the packs off the base."""
+        for request in self._waiting:
+            request.on_event(Failed(reason))
+        self._waiting.clear()
+        self.on_failure(reason)
+        self._generator.close()
+        self.registry.close()
+
+
+def _isolated(process: Processor, faults: list[Exception]) -> Processor:
+    """Return a processor whose error ends its own request, not those beside it in the batch."""
+
+    def isolated(tokens: mx.array, logits: mx.array) -> mx.array:
+        if not faults:
+            try:
+                return process(tokens, logits)
+            except Exception as error:
+                faults.append(error)
+        return logits
+
+    return isolated
+
+
+def _logprob(response: Any, count: int) -> Logprob:
+    """Return the log-probability of a token, with the likeliest ``count``."""
+    scores, top = response.logprobs, ()
+    if count:
+        likeliest = mx.argpartition(-scores, kth=count - 1)[:count]
+        pairs = zip(likeliest.tolist(), scores[likeliest].tolist(), strict=True)
+        top = tuple(sorted(pairs, key=lambda pair: -pair[1]))
+    return Logprob(response.token, scores[response.token].item(), top)

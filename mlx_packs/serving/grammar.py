@@ -1,0 +1,86 @@
+"""Answers that are JSON of a given schema: what may follow is left, everything else is masked.
+
+The grammar is llguidance's (https://github.com/guidance-ai/llguidance), which knows the tokens of a
+Hugging Face tokenizer and gives a bit for each of them.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..errors import PackError
+from ..runtime import mx
+
+ANY_OBJECT = {"type": "object"}
+
+
+class Grammars:
+    """Makes the processors that hold answers to a schema; one for a base.
+
+    Args:
+        tokenizer: mlx-lm's wrapper of a fast tokenizer.
+        vocab_size: of the base's logits, which may be more than the tokenizer has.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._tokens: Any = None
+
+    def check(self, schema: dict) -> str:
+        """Return the grammar of a JSON schema.
+
+        Raises:
+            PackError: it is no schema, or has what the library does not know.
+        """
+        from llguidance import LLMatcher
+
+        # Without free white space, of which a weak model may never see the end.
+        options = {"whitespace_flexible": False}
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=options)
+        if fault := LLMatcher.validate_grammar(grammar, self._known()):
+            reason = fault.splitlines()[0]
+            raise PackError(
+                f"response_format: the schema cannot be used: {reason}", flag="response_format"
+            )
+        return grammar
+
+    def processor(self, grammar: str, prompt_tokens: int) -> Callable[..., mx.array]:
+        """Return what masks the scores of one answer, after a prompt of so many tokens."""
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self._known(), grammar)
+        taken = 0
+
+        def mask(tokens: mx.array, logits: mx.array) -> mx.array:
+            nonlocal taken
+            answer = tokens[prompt_tokens + taken :].tolist()
+            if answer and not matcher.is_stopped():
+                matcher.consume_tokens(answer)
+            taken += len(answer)
+            if matcher.is_error():
+                raise PackError(f"response_format: {matcher.get_error()}", flag="response_format")
+            bits = np.frombuffer(matcher.compute_logit_bias(), dtype=np.uint8)
+            allowed = mx.array(bits[: logits.shape[-1]] != 0)
+            return mx.where(allowed, logits, -mx.inf)
+
+        return mask
+
+    def _known(self) -> Any:
+        """Return the tokenizer as llguidance has it; it is made once."""
+        if self._tokens is None:
+            from llguidance import LLTokenizer
+
+            fast = self._tokenizer._tokenizer
+            backend = getattr(fast, "backend_tokenizer", None)
+            if backend is None:
+                raise PackError(
+                    "response_format: this base's tokenizer is not a fast one, which JSON needs.",
+                    "unsupported",
+                    "response_format",
+                )
+            eos = sorted(self._tokenizer.eos_token_ids)
+            self._tokens = LLTokenizer(backend.to_str(), n_vocab=self._vocab_size, eos_token=eos)
+        return self._tokens

@@ -1,0 +1,194 @@
+"""What every route has in common: who is let in, how bodies are read, what errors look like."""
+
+import asyncio
+import hmac
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import anyio
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ..errors import PackError
+from .metrics import Metrics
+from .protocol import error_body
+
+T = TypeVar("T")
+log = logging.getLogger("mlx_packs.serving")
+_STATUS = {
+    "not-found": 404,
+    "unknown": 404,
+    "mismatch": 409,
+    "exists": 409,
+    "conflict": 409,
+    "busy": 429,
+    "timeout": 504,
+    "interrupted": 503,
+    "network": 502,
+}
+_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+    504: "timeout_error",
+}
+_OPEN = ("/", "/health")  # without a key
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_BODY_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """What a server allows.
+
+    Attributes:
+        api_key: that clients must send; empty lets all in.
+        max_tokens: of an answer, where a request does not say.
+        body_bytes: the largest body of a request.
+        request_seconds: how long a request may take.
+        host: the address that it listens on; on this machine's own, other names are rejected.
+    """
+
+    api_key: str = ""
+    max_tokens: int = 512
+    body_bytes: int = 10_000_000
+    request_seconds: float = 600.0
+    host: str = "127.0.0.1"
+
+
+class Guard:
+    """Lets a request through if it names this server and has the key, and counts it."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics) -> None:
+        self._app, self._settings, self._metrics = app, settings, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or reject it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status = time.monotonic(), 500
+
+        async def send_counted(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        rejection = self._rejection(scope["path"], Headers(scope=scope))
+        try:
+            await (rejection or self._app)(scope, receive, send_counted)
+        finally:
+            route = scope.get("route")
+            path = route.path if route else "other"
+            self._metrics.count(path, status, time.monotonic() - began)
+
+    def _rejection(self, path: str, headers: Headers) -> Response | None:
+        host = headers.get("host", "").rpartition("@")[2]
+        name = host[: host.find("]") + 1].strip("[]") if "[" in host else host.partition(":")[0]
+        if self._settings.host in _LOOPBACK and name not in _LOOPBACK:
+            return failure(403, f"Host '{host:.80}': this server answers to this machine alone.")
+        key = self._settings.api_key
+        given = headers.get("authorization", "").removeprefix("Bearer ").strip()
+        if key and path not in _OPEN and not hmac.compare_digest(given.encode(), key.encode()):
+            response = failure(401, "The API key is missing or wrong. Send it as a bearer token.")
+            response.headers["WWW-Authenticate"] = "Bearer"
+            return response
+        return None
+
+
+def failure(
+    status: int, message: str, code: str | None = None, param: str | None = None
+) -> JSONResponse:
+    """Return an error as OpenAI's clients read it."""
+    kind = _KINDS.get(status, "invalid_request_error")
+    return JSONResponse(error_body(message, kind, code, param), status)
+
+
+def error_response(error: BaseException, retry_after: float = 1.0) -> JSONResponse:
+    """Return the answer to a request that ended with an error."""
+    if isinstance(error, HTTPException):
+        return failure(error.status_code, error.detail)
+    if not isinstance(error, PackError):
+        log.error("A request failed.", exc_info=error)
+        return failure(500, "Internal error. The server's log has the reason.")
+    status = _STATUS.get(error.code, 400)
+    response = failure(status, error.message, error.code, error.flag)
+    if status in (429, 503):
+        response.headers["Retry-After"] = str(max(1, math.ceil(retry_after)))
+    return response
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """Return the body of a request, which must be JSON of at most ``limit`` bytes.
+
+    Raises:
+        HTTPException: it is too large (413), no JSON by its header (415), or too slow (408).
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise HTTPException(415, "The body must be JSON, with Content-Type: application/json.")
+    parts, size = [], 0
+    too_large = HTTPException(413, f"The body is larger than {limit:,} bytes.")
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:
+        raise too_large
+    try:
+        with anyio.fail_after(_BODY_SECONDS):
+            async for part in request.stream():
+                size += len(part)
+                if size > limit:
+                    raise too_large
+                parts.append(part)
+    except TimeoutError:
+        raise HTTPException(408, "The body took too long to arrive.") from None
+    return b"".join(parts)
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """Return what is waited for; raise ClientDisconnect when the client goes before."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events, given up when a client has not read them for too long."""
+
+    def __init__(self, events: AsyncIterator[str], seconds: float) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self.headers["Cache-Control"] = "no-cache"
+        self._seconds, self._events = seconds, events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events; their source ends with them, however they end."""
+        try:
+            with anyio.move_on_after(self._seconds):
+                await super().__call__(scope, receive, send)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._events.aclose()  # type: ignore[attr-defined]  # it is a generator
+
+
+async def _disconnected(request: Request) -> None:
+    """Return when the client has gone; its body was read before."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

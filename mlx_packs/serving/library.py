@@ -1,0 +1,134 @@
+"""Where the packs of a server come from: named folders, a folder that is watched, the Hub."""
+
+import asyncio
+import logging
+from pathlib import Path
+
+from starlette.concurrency import run_in_threadpool
+
+from ..errors import PackError
+from ..files import is_hub_id
+from ..packs.listing import packs_below
+from ..packs.manifest import MANIFEST
+from ..packs.pack import Pack
+from .embedding import Embedder
+from .generation import Generator
+from .protocol import now
+from .registry import BASE_NAME
+
+log = logging.getLogger("mlx_packs.serving")
+_WATCH_SECONDS = 2.0
+
+
+class Library:
+    """Adds packs to a worker and takes them away, by name.
+
+    Args:
+        worker: that computes with them.
+        folder: whose packs are served, as they come and go; None watches nothing.
+    """
+
+    def __init__(self, worker: Generator | Embedder, folder: Path | None) -> None:
+        self._worker, self._folder = worker, folder
+        self._watched: dict[str, object] = {}  # by name, what tells a folder from a changed one
+        self._sources: dict[str, str] = {}
+        self._created: dict[str, int] = {BASE_NAME: now()}
+
+    def source(self, name: str) -> str | None:
+        """Return where a pack came from: the name of its folder, or of the Hub."""
+        return self._sources.get(name)
+
+    def created(self, name: str) -> int:
+        """Return when a pack was added, in seconds since 1970."""
+        return self._created.get(name, 0)
+
+    def load(self, name: str, source: str | Path) -> bool:
+        """Serve a pack of a folder or of the Hub under a name, and wait for it.
+
+        Returns:
+            Whether it is another than before.
+        """
+        pack = Pack.open(source)
+        changed = self._worker.call(lambda: self._worker.registry.add(name, pack)).result()
+        if changed:
+            self._sources[name], self._created[name] = Path(source).name, now()
+        return changed
+
+    async def add(self, source: str, name: str | None) -> tuple[str, bool]:
+        """Serve a pack that a client names: of the watched folder, or of the Hub.
+
+        Raises:
+            PackError: it is neither.
+        """
+        folder = self._below(source)
+        if folder is None and not is_hub_id(source.partition("@")[0]):
+            below = f"a folder below {self._folder.name} or " if self._folder else ""
+            raise PackError(
+                f"source '{source:.140}': is not here. Name {below}a pack of the Hub (owner/name).",
+                "not-found",
+                "source",
+            )
+        name = name or (folder.name if folder else source)
+        changed = await run_in_threadpool(self.load, name, folder or source)
+        if folder is None:
+            self._sources[name] = source
+        return name, changed
+
+    async def remove(self, name: str) -> None:
+        """Serve a pack no more; it comes back if it changes in the watched folder."""
+        registry = self._worker.registry
+        await asyncio.wrap_future(self._worker.call(lambda: registry.remove(name)))
+        self._sources.pop(name, None)
+
+    async def watch(self) -> None:
+        """Follow the folder until cancelled."""
+        while self._folder is not None:
+            await asyncio.sleep(_WATCH_SECONDS)
+            try:
+                await run_in_threadpool(self.scan)
+            except Exception:
+                log.exception("The folder of packs could not be read.")
+
+    def scan(self) -> None:
+        """Add packs of the folder that are new or changed, and remove those that are gone."""
+        present = {}
+        for folder, fault in packs_below(self._folder):
+            if fault is None:
+                present[self._name_of(folder)] = folder
+        for name in [name for name in self._watched if name not in present]:
+            del self._watched[name]
+            if self._worker.registry.packs.get(name) is not None:
+                self._worker.call(lambda name=name: self._worker.registry.remove(name)).result()
+                log.info("%s: is gone, and no longer served.", name)
+        for name, folder in present.items():
+            stamp = _stamp(folder)
+            if stamp is None or self._watched.get(name) == stamp:
+                continue
+            self._watched[name] = stamp
+            try:
+                if self.load(name, folder):
+                    log.info("%s: is served.", name)
+            except PackError as error:
+                log.warning("%s", error.message)
+
+    def _name_of(self, folder: Path) -> str:
+        if folder == self._folder:
+            return folder.resolve().name
+        return folder.relative_to(self._folder).as_posix()
+
+    def _below(self, source: str) -> Path | None:
+        """Return the folder of a pack below the one that is watched; None if there is none."""
+        if self._folder is None:
+            return None
+        top = self._folder.resolve()
+        folder = (top / source).resolve()
+        return folder if top in folder.parents and (folder / MANIFEST).is_file() else None
+
+
+def _stamp(folder: Path) -> object:
+    """Return what differs when a pack was written anew; None if it has just gone."""
+    try:
+        facts = (folder / MANIFEST).stat()
+    except OSError:
+        return None
+    return facts.st_mtime_ns, facts.st_size, facts.st_ino

@@ -1,0 +1,159 @@
+"""Bodies of requests as tokens, and as what the generator computes."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mlx_lm.sample_utils import make_logits_processors
+
+from ..bases.model import BaseModel
+from ..errors import PackError
+from ..inference.generate import PENALIZED_TOKENS, chat_prompt, raw_prompt
+from .generation import Event, Processor, Request
+from .grammar import ANY_OBJECT, Grammars
+from .output import first_state
+from .protocol import ChatBody, CompletionBody, GenerationBody
+from .sampling import sampler_of
+
+Maker = Callable[[int, Callable[[Event], None]], Request]
+
+
+class Prompts:
+    """Makes requests of one base.
+
+    Args:
+        base: a decoder.
+        max_tokens: of an answer whose request does not say.
+    """
+
+    def __init__(self, base: BaseModel, max_tokens: int) -> None:
+        self._base, self._max_tokens = base, max_tokens
+        self._grammars = Grammars(base.tokenizer, base.vocab_size)
+
+    def of_chat(self, body: ChatBody) -> list[int]:
+        """Return the tokens of a conversation.
+
+        Raises:
+            PackError: the base has no chat template, it rejects the conversation, or has no tools.
+        """
+        tokenizer = self._base.tokenizer
+        if not tokenizer.has_chat_template:
+            raise PackError(
+                f"{self._base.name}: its tokenizer has no chat template. Use /v1/completions.",
+                "unsupported",
+                "messages",
+            )
+        variables = body.chat_template_kwargs or {}
+        own = inspect.signature(tokenizer._tokenizer.apply_chat_template).parameters
+        if taken := [name for name in variables if name in own]:
+            raise PackError(
+                f"chat_template_kwargs: {taken[0]} is not a variable of the template.",
+                flag="chat_template_kwargs",
+            )
+        tools = None
+        if body.tools and body.tool_choice != "none":
+            if not tokenizer.has_tool_calling:
+                raise PackError(
+                    f"tools: the chat template of {self._base.name} has none.",
+                    "unsupported",
+                    "tools",
+                )
+            tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
+        messages = [message.to_template() for message in body.messages]
+        return self._checked(chat_prompt(self._base, messages, tools, **variables))
+
+    def of_texts(self, body: CompletionBody) -> list[list[int]]:
+        """Return the tokens of each prompt of a text completion."""
+        if isinstance(body.prompt, str):
+            return [self._checked(raw_prompt(self._base, body.prompt))]
+        if body.prompt and isinstance(body.prompt[0], int):
+            return [self._checked(list(body.prompt))]
+        if not 0 < len(body.prompt) <= _MAX_PROMPTS:
+            raise PackError(f"prompt: must have 1 to {_MAX_PROMPTS} texts.", flag="prompt")
+        return [self._checked(raw_prompt(self._base, text)) for text in body.prompt]
+
+    def chat_maker(self, body: ChatBody, prompt: list[int], deadline: float) -> Maker:
+        """Return what makes the request of each choice of a chat completion."""
+        grammar = self._grammar(body)
+        state = None if grammar else first_state(self._base.tokenizer, prompt)
+
+        def make(i: int, on_event: Callable[[Event], None]) -> Request:
+            processors = self._processors(body)
+            if grammar is not None:
+                processors.append(self._grammars.processor(grammar, len(prompt)))
+            limit = body.max_completion_tokens or body.max_tokens
+            top = (body.top_logprobs or 0) if body.logprobs else None
+            return Request(
+                body.model,
+                prompt,
+                limit or self._max_tokens,
+                on_event,
+                **self._choosing(body, i),
+                processors=processors,
+                state=state,
+                top_logprobs=top,
+                deadline=deadline,
+            )
+
+        return make
+
+    def text_maker(
+        self, body: CompletionBody, prompts: Sequence[list[int]], deadline: float
+    ) -> Maker:
+        """Return what makes the request of each choice of a text completion."""
+
+        def make(i: int, on_event: Callable[[Event], None]) -> Request:
+            return Request(
+                body.model,
+                prompts[i],
+                body.max_tokens or self._max_tokens,
+                on_event,
+                **self._choosing(body, i),
+                processors=self._processors(body),
+                top_logprobs=body.logprobs,
+                deadline=deadline,
+            )
+
+        return make
+
+    def _grammar(self, body: ChatBody) -> str | None:
+        form = body.response_format
+        if form is None or form.type == "text":
+            return None
+        schema = form.json_schema.json_schema if form.json_schema else ANY_OBJECT
+        return self._grammars.check(schema)
+
+    def _choosing(self, body: GenerationBody, i: int) -> dict[str, Any]:
+        seed = None if body.seed is None else body.seed + i
+        top_k = body.top_k if body.top_k < self._base.vocab_size else 0
+        chosen = body.temperature, body.top_p, top_k, body.min_p, seed
+        return {"sampler": lambda: sampler_of(*chosen), "stop": body.stops}
+
+    def _processors(self, body: GenerationBody) -> list[Processor]:
+        bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
+        if beyond := [token for token in bias if token >= self._base.vocab_size]:
+            raise PackError(f"logit_bias: token {beyond[0]} is unknown.", flag="logit_bias")
+        repetition = body.repetition_penalty
+        return make_logits_processors(
+            logit_bias=bias or None,
+            repetition_penalty=None if repetition == 1 else repetition,
+            repetition_context_size=PENALIZED_TOKENS,
+            presence_penalty=body.presence_penalty or None,
+            presence_context_size=_ALL,
+            frequency_penalty=body.frequency_penalty or None,
+            frequency_context_size=_ALL,
+        )
+
+    def _checked(self, prompt: list[int]) -> list[int]:
+        if not prompt:
+            raise PackError("prompt: the tokenizer makes no token of it.", flag="prompt")
+        if max(prompt) >= self._base.vocab_size or min(prompt) < 0:
+            raise PackError(
+                f"prompt: a token lies beyond the vocabulary of {self._base.vocab_size}.",
+                flag="prompt",
+            )
+        return prompt
+
+
+_MAX_PROMPTS = 64
+_ALL = 1 << 20  # tokens that OpenAI's penalties look back on: the whole text

@@ -1,0 +1,169 @@
+"""The packs that are served, by name, and which of them requests still use."""
+
+import itertools
+import re
+from dataclasses import dataclass, field
+
+from ..errors import PackError
+from ..nn.served_lora import BASE
+from ..packs.pack import Pack
+from ..packs.weighted_sum import weighted_sum
+from .slots import PackSlots
+
+BASE_NAME = "base"
+_NAME = re.compile(r"[A-Za-z0-9][\w./@-]{0,127}", re.ASCII)
+_SUMS = 8  # weighted sums that stay in memory although no request uses them
+_PARTS = 8  # packs of one sum
+
+
+@dataclass(eq=False)
+class Entry:
+    """A pack in memory, or the base: what requests compute with.
+
+    Attributes:
+        key: differs between any two entries that ever were; prompt caches are kept by it.
+        users: requests that compute with it.
+    """
+
+    name: str
+    slot: int
+    pack: Pack | None
+    key: int
+    users: int = 0
+    retired: bool = False
+
+
+@dataclass
+class PackRegistry:
+    """Names and packs; only the thread that computes may call it, but for `names`."""
+
+    slots: PackSlots
+    _entries: dict[str, Entry] = field(default_factory=dict)
+    _sums: dict[str, Entry] = field(default_factory=dict)
+    _keys: itertools.count = field(default_factory=itertools.count)
+
+    def __post_init__(self) -> None:
+        self._entries[BASE_NAME] = Entry(BASE_NAME, BASE, None, next(self._keys))
+
+    @property
+    def names(self) -> list[str]:
+        """The names that a request may have for its model, sums aside."""
+        return list(self._entries)
+
+    @property
+    def packs(self) -> dict[str, Pack]:
+        """The packs by name."""
+        return {name: e.pack for name, e in self._entries.copy().items() if e.pack is not None}
+
+    def add(self, name: str, pack: Pack) -> bool:
+        """Serve a pack under a name; return whether it is another than before.
+
+        A pack that had the name is used to the end by the requests that began with it.
+        """
+        check_name(name)
+        before = self._entries.get(name)
+        if before is not None and before.pack and before.pack.adapters_hash == pack.adapters_hash:
+            return False
+        entry = self._load(name, pack)
+        self._entries[name] = entry
+        if before is not None:
+            self._retire(before)
+        return True
+
+    def remove(self, name: str) -> None:
+        """Serve a pack no more; requests that began with it end with it."""
+        if name == BASE_NAME:
+            raise PackError("base: is not a pack.", "conflict", "name")
+        self._retire(self._entry(name))
+        del self._entries[name]
+
+    def lease(self, model: str) -> Entry:
+        """Return what a request for a model computes with, until `release`.
+
+        Args:
+            model: ``base``, the name of a pack, or a weighted sum such as ``notes+law:0.3``.
+        """
+        entry = self._entries.get(model) or self._sum(model)
+        entry.users += 1
+        return entry
+
+    def release(self, entry: Entry) -> None:
+        """End a request's use of an entry."""
+        entry.users -= 1
+        if entry.retired and entry.users == 0:
+            self.slots.remove(entry.slot)
+
+    def close(self) -> None:
+        """Take all packs off the base."""
+        self.slots.close()
+
+    def _load(self, name: str, pack: Pack) -> Entry:
+        slot = self.slots.add(pack)
+        if pack.path is not None:
+            pack.tensors = None  # they are in the slot now
+        return Entry(name, slot, pack, next(self._keys))
+
+    def _retire(self, entry: Entry) -> None:
+        """Free a slot, as soon as no request uses it; sums of its pack are for the next no more."""
+        entry.retired = True
+        if entry.users == 0:
+            self.slots.remove(entry.slot)
+        for name, other in list(self._sums.items()):
+            if entry.name in [part for part, _ in parts_of(name)]:
+                del self._sums[name]
+                self._retire(other)
+
+    def _entry(self, name: str) -> Entry:
+        entry = self._entries.get(name)
+        if entry is None:
+            raise PackError(
+                f"model '{name}': is not served. Served are {', '.join(self.names)}.",
+                "not-found",
+                "model",
+            )
+        return entry
+
+    def _sum(self, model: str) -> Entry:
+        """Return the entry of a weighted sum, which is loaded at its first use."""
+        parts = parts_of(model)
+        if len(parts) == 1 and parts[0][1] == 1:
+            return self._entry(parts[0][0])
+        if model in self._sums:
+            self._sums[model] = self._sums.pop(model)  # the last is the one that was used last
+            return self._sums[model]
+        entries = [(self._entry(name), weight) for name, weight in parts]
+        if any(entry.pack is None for entry, _ in entries):
+            raise PackError(f"model '{model}': base has no adapters to add.", flag="model")
+        pack = weighted_sum([(entry.pack, weight) for entry, weight in entries])
+        idle = [name for name, entry in self._sums.items() if entry.users == 0]
+        if len(self._sums) >= _SUMS and idle:
+            self._retire(self._sums.pop(idle[0]))
+        self._sums[model] = self._load(model, pack)
+        return self._sums[model]
+
+
+def check_name(name: str) -> None:
+    """Raise a PackError unless a pack can be asked for by a name."""
+    if name == BASE_NAME or not _NAME.fullmatch(name):
+        raise PackError(
+            f"name '{name:.140}': cannot name a pack here. Use letters, digits and . _ - / @, "
+            f"and not '{BASE_NAME}'.",
+            flag="name",
+        )
+
+
+def parts_of(model: str) -> list[tuple[str, float]]:
+    """Return the names and weights of ``notes+law:0.3``; a name alone has weight 1."""
+    parts = []
+    for text in model.split("+"):
+        name, colon, weight = text.partition(":")
+        try:
+            parts.append((name.strip(), float(weight) if colon else 1.0))
+        except ValueError:
+            raise PackError(
+                f"model '{model:.140}': the weight of {name} must be a number, as in {name}:0.3.",
+                flag="model",
+            ) from None
+    if len(parts) > _PARTS:
+        raise PackError(f"model: adds {len(parts)} packs, and {_PARTS} is the most.", flag="model")
+    return parts

@@ -1,0 +1,197 @@
+"""Packs over one base, all of them in memory: each has a slot in every projection group."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..adapters.lora import Attached, attach
+from ..adapters.spec import ModuleSpec, SliceSpec, Specs
+from ..adapters.tensors import read_factors
+from ..bases.model import BaseModel
+from ..errors import PackError
+from ..nn.lora import GroupedLoRA
+from ..nn.served_lora import Factors, Selection, ServedLoRA
+from ..packs.pack import Pack
+from ..runtime import mx
+
+SlicesByPath = dict[str, list[Factors]]
+
+
+@dataclass
+class _Loaded:
+    """A pack in its slot; its factors are parts of the stacks of all packs once it is installed."""
+
+    specs: Specs
+    factors: SlicesByPath
+
+
+class PackSlots:
+    """The adapters of several packs on one base, which computes each sequence with its own pack.
+
+    Args:
+        base: without adapters; `close` leaves it as it was.
+
+    Attributes:
+        nbytes: bytes of the adapters of all packs.
+    """
+
+    def __init__(self, base: BaseModel) -> None:
+        self.base = base
+        self.selection = Selection()
+        self.nbytes = 0
+        self._dtype = getattr(mx, base.compute_dtype)
+        self._loaded: list[_Loaded | None] = []
+        self._attached: Attached | None = None
+        self._specs: Specs = {}
+        self._groups: list[tuple[ServedLoRA, list[tuple[str, int]]]] = []
+
+    def add(self, pack: Pack) -> int:
+        """Put a pack into a free slot, and return the slot; what is computed meanwhile stays valid.
+
+        Raises:
+            PackError: the pack is of another base, or has adapters that cannot be mixed in a batch.
+        """
+        pack.check_base(self.base)
+        if reason := _unservable(pack):
+            raise PackError(
+                f"{pack.name}: {reason}, which `packs serve` does not mix with other packs. Merge "
+                "it (packs merge) and serve the result.",
+                "unsupported",
+            )
+        loaded = _Loaded(pack.specs, _slices(pack.specs, pack.load_tensors()))
+        free = (i for i, other in enumerate(self._loaded) if other is None)
+        slot = next(free, len(self._loaded))
+        before = list(self._loaded)
+        self._loaded[slot : slot + 1] = [loaded]
+        try:
+            self._install()
+        except BaseException:
+            self._loaded = before
+            self._install()
+            raise
+        return slot
+
+    def remove(self, slot: int) -> None:
+        """Empty a slot; no sequence may use it any more."""
+        self._loaded[slot] = None
+        while self._loaded and self._loaded[-1] is None:
+            self._loaded.pop()
+        self._install()
+
+    def close(self) -> None:
+        """Put the base's own modules back."""
+        if self._attached is not None:
+            self._attached.detach()
+        self._attached, self._groups, self._specs, self._loaded = None, [], {}, []
+
+    def _install(self) -> None:
+        """Let every projection group have the adapters of the packs that are loaded now."""
+        present = [loaded for loaded in self._loaded if loaded is not None]
+        specs = _union([loaded.specs for loaded in present])
+        if _places(specs) != _places(self._specs):
+            self._attach(specs)
+        for served, places in self._groups:
+            packs = [
+                None if loaded is None else _factors_at(loaded, places, self._specs)
+                for loaded in self._loaded
+            ]
+            parts = served.install(packs, self._dtype)
+            for loaded, factors in zip(self._loaded, parts, strict=True):
+                for (path, i), part in zip(places if loaded else (), factors, strict=True):
+                    if part is not None:
+                        loaded.factors[path][i] = part
+        self.nbytes = sum(served.nbytes for served, _ in self._groups)
+
+    def _attach(self, specs: Specs) -> None:
+        """Put groups for these adapters on the base, in place of those that are there."""
+        if self._attached is not None:
+            self._attached.detach()
+        self._attached, self._groups, self._specs = None, [], specs
+        if not specs:
+            return
+        attached = attach(self.base, specs=specs)
+        places: dict[int, list[tuple[str, int]]] = {}
+        for path, slot in attached.slots.items():
+            adapted = [(path, i) for i, s in enumerate(specs[path].slices) if s.rank]
+            places.setdefault(id(slot.lora), []).extend(adapted)
+        modules = self.base.model.named_modules()
+        loras = [(path, module) for path, module in modules if type(module) is GroupedLoRA]
+        served = [(path, ServedLoRA(lora, self.selection)) for path, lora in loras]
+        self._groups = [
+            (module, places[id(lora)]) for (_, module), (_, lora) in zip(served, loras, strict=True)
+        ]
+        attached.swap(served)
+        self.base.model.eval()
+        self._attached = attached
+
+
+def _unservable(pack: Pack) -> str:
+    """Return what of a pack cannot be mixed with others in a batch; empty if all can."""
+    if reason := pack.beyond_lora:
+        return reason
+    for path, spec in pack.specs.items():
+        if spec.experts is not None:
+            return f"{path} has an adapter for each expert"
+    return ""
+
+
+def _slices(specs: Specs, tensors: Mapping[str, mx.array]) -> SlicesByPath:
+    """Return A and scaled B of every slice of every projection, from tensors named as on disk."""
+    factors: SlicesByPath = {}
+    for path, spec in specs.items():
+        a, b = read_factors(spec, tensors)
+        rank = column = 0
+        factors[path] = []
+        for s in spec.slices:
+            rows, columns = slice(rank, rank + s.rank), slice(column, column + s.width)
+            part = a[:, rows], b[rows, columns].astype(mx.float32) * s.scale
+            factors[path].append(part if s.rank else None)
+            rank, column = rank + s.rank, column + s.width
+    return factors
+
+
+def _union(packs: Sequence[Specs]) -> Specs:
+    """Return where any of the packs has adapters; where they cut a projection otherwise, uncut."""
+    union: Specs = {}
+    for path in dict.fromkeys(path for specs in packs for path in specs):
+        specs = [specs[path] for specs in packs if path in specs]
+        first = specs[0]
+        if any(spec.widths != first.widths for spec in specs):
+            specs = [_uncut(spec) for spec in specs]
+        ranks = [max(s.slices[i].rank for s in specs) for i in range(len(specs[0].slices))]
+        slices = [
+            SliceSpec(s.name, s.width, rank, float(rank))
+            for s, rank in zip(specs[0].slices, ranks, strict=True)
+        ]
+        union[path] = replace(first, slices=tuple(slices))
+    return union
+
+
+def _places(specs: Specs) -> dict[str, list[tuple[int, bool]]]:
+    """Return the width of each slice, and whether any pack adapts it."""
+    return {path: [(s.width, s.rank > 0) for s in spec.slices] for path, spec in specs.items()}
+
+
+def _uncut(spec: ModuleSpec) -> ModuleSpec:
+    whole = SliceSpec(spec.path.rpartition(".")[2], spec.out_features, spec.rank, float(spec.rank))
+    return replace(spec, slices=(whole,))
+
+
+def _factors_at(loaded: _Loaded, places: Sequence[tuple[str, int]], specs: Specs) -> list[Factors]:
+    """Return a pack's factors for slices of a projection group, cut as the group is."""
+    for path in dict.fromkeys(path for path, _ in places):
+        if path in loaded.specs and loaded.specs[path].widths != specs[path].widths:
+            loaded.factors[path] = [_joined(loaded.specs[path], loaded.factors[path])]
+            loaded.specs = {**loaded.specs, path: _uncut(loaded.specs[path])}
+    return [loaded.factors[path][i] if path in loaded.factors else None for path, i in places]
+
+
+def _joined(spec: ModuleSpec, slices: Sequence[Factors]) -> Factors:
+    """Return the factors of the slices of a projection as those of the whole projection."""
+    rows, column = [], 0
+    for s, factors in zip(spec.slices, slices, strict=True):
+        if factors is not None:
+            after = spec.out_features - column - s.width
+            rows.append(mx.pad(factors[1], ((0, 0), (column, after))))
+        column += s.width
+    a = mx.concatenate([factors[0] for factors in slices if factors is not None], axis=-1)
+    return a, mx.concatenate(rows)

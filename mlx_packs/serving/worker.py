@@ -1,0 +1,111 @@
+"""The one thread that computes: others hand it functions, and what it does meanwhile goes on."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+from ..errors import PackError
+
+T = TypeVar("T")
+log = logging.getLogger("mlx_packs.serving")
+
+
+class Worker:
+    """A thread that runs what it is handed, and between that its own `step` while there is work.
+
+    Everything that belongs to the model is touched by this thread alone, so nothing is locked.
+    """
+
+    def __init__(self) -> None:
+        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="packs-serve", daemon=True)
+        self._closing: float | None = None  # when it must have ended
+        self.steps = 0
+
+    def start(self) -> None:
+        """Begin to compute."""
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are computed."""
+        return self._thread.is_alive() and self._closing is None
+
+    def post(self, function: Callable[[], None]) -> None:
+        """Let the thread run a function before its next step; it must not raise."""
+        self._commands.put(function)
+
+    def call(self, function: Callable[[], T]) -> "Future[T]":
+        """Let the thread run a function, and return what will have its result or its error."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self.post(run)
+        return future
+
+    def close(self, grace: float) -> None:
+        """End the thread: at once if it is idle, else when its work is done or the grace is over.
+
+        Args:
+            grace: seconds that requests have to end.
+        """
+        self._closing = time.monotonic() + grace
+        self.post(lambda: None)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        self.on_start()
+        while self._closing is None or (self.is_busy() and time.monotonic() < self._closing):
+            self._take_commands()
+            if not self.is_busy():
+                continue
+            try:
+                self.step()
+            except Exception as error:
+                log.exception("A step failed; its requests end with an error.")
+                self.on_failure(error)
+            self.steps += 1
+        self._take_commands()
+        self.on_end(PackError("The server is shutting down.", "interrupted"))
+
+    def _take_commands(self) -> None:
+        """Run what waits; where there is no other work, wait for it."""
+        wait = not self.is_busy() and self._closing is None
+        while True:
+            try:
+                command = self._commands.get(block=wait)
+            except Empty:
+                return
+            command()
+            wait = False
+
+    def on_start(self) -> None:
+        """Do what must be done by the thread itself before anything else."""
+
+    def is_busy(self) -> bool:
+        """Return whether there is something to compute."""
+        raise NotImplementedError
+
+    def step(self) -> None:
+        """Compute a little."""
+        raise NotImplementedError
+
+    def on_failure(self, error: Exception) -> None:
+        """End the requests that were computed when a step raised."""
+        raise NotImplementedError
+
+    def on_end(self, reason: PackError) -> None:
+        """End what is left of all requests, and put the base back."""
+        raise NotImplementedError

@@ -1,0 +1,117 @@
+"""A server in this process, and requests to it by the standard library alone."""
+
+import http.client
+import json
+import queue
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import uvicorn
+
+from mlx_packs.serving.app import Server, make_app
+from mlx_packs.serving.generation import Failed, Finished, Generator, Progress, Request
+from mlx_packs.serving.http import ServerSettings
+from mlx_packs.serving.library import Library
+from mlx_packs.serving.metrics import Metrics
+
+SECONDS = 60
+
+
+class Running:
+    """A server over a worker, on a free port of this machine; ends on leaving."""
+
+    def __init__(self, worker, folder: Path | None = None, **settings) -> None:
+        self.worker, self.settings = worker, ServerSettings(**settings)
+        self.library = Library(worker, folder)
+        self.server = Server(worker, self.library, self.settings, Metrics())
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        config = uvicorn.Config(make_app(self.server), log_level="error", access_log=False)
+        self._uvicorn = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=self._uvicorn.run, kwargs={"sockets": [self._listening]}
+        )
+
+    def __enter__(self) -> "Running":
+        if self.library._folder is not None:
+            self.library.scan()
+        self._thread.start()
+        while not self._uvicorn.started:
+            if not self._thread.is_alive():
+                raise RuntimeError("the server ended")
+            self._thread.join(0.01)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._uvicorn.should_exit = True
+        self._thread.join(SECONDS)
+        assert not self._thread.is_alive()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def request(
+        self, method: str, path: str, body: object = None, headers: dict | None = None
+    ) -> tuple[int, dict, bytes]:
+        """Return status, headers and body of an answer; ``body`` is sent as JSON, bytes as they are."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)
+        headers = dict(headers or {})
+        if body is not None:
+            headers.setdefault("Content-Type", "application/json")
+            body = body if isinstance(body, bytes) else json.dumps(body).encode()
+        try:
+            connection.request(method, path, body, headers)
+            response = connection.getresponse()
+            return response.status, dict(response.getheaders()), response.read()
+        finally:
+            connection.close()
+
+    def json(self, method: str, path: str, body: object = None, **headers: str) -> tuple[int, dict]:
+        status, _, answer = self.request(method, path, body, headers)
+        return status, json.loads(answer)
+
+    def chat(self, model: str, text: str, **options: object) -> dict:
+        """Return the answer to one message, greedily unless another temperature is asked for."""
+        messages = [{"role": "user", "content": text}]
+        body = {"model": model, "messages": messages, "temperature": 0, "max_tokens": 12, **options}
+        status, answer = self.json("POST", "/v1/chat/completions", body)
+        assert status == 200, answer
+        return answer
+
+    def events(self, path: str, body: dict) -> Iterator[dict]:
+        """Yield the events of a stream, without the last."""
+        status, headers, answer = self.request("POST", path, {**body, "stream": True})
+        assert status == 200, answer
+        assert headers["content-type"].startswith("text/event-stream")
+        lines = [line.removeprefix("data: ") for line in answer.decode().split("\n\n") if line]
+        assert lines[-1] == "[DONE]"
+        yield from map(json.loads, lines[:-1])
+
+
+def texts_of(
+    generator: Generator, requests: Sequence[tuple[str, list[int], int]], **options: object
+) -> list[str | Exception]:
+    """Return the text of each request (model, prompt, tokens), all submitted at once."""
+    texts: list = ["" for _ in requests]
+    ended: queue.Queue[int] = queue.Queue()
+
+    def listener(i: int):
+        def tell(event: object) -> None:
+            if isinstance(event, Progress):
+                texts[i] += "".join(piece.text for piece in event.pieces)
+            elif isinstance(event, Failed):
+                texts[i] = event.error
+                ended.put(i)
+            elif isinstance(event, Finished):
+                ended.put(i)
+
+        return tell
+
+    for i, (model, prompt, tokens) in enumerate(requests):
+        generator.submit(Request(model, prompt, tokens, listener(i), **options))
+    for _ in requests:
+        ended.get(timeout=SECONDS)
+    return texts

@@ -1,0 +1,41 @@
+"""Packs on the bundled base, what computes with them, and a server around it."""
+
+import pytest
+
+from mlx_packs.serving.generation import Generator, Limits
+from tests.helpers.packs import random_pack
+from tests.helpers.serving import Running
+
+NAMES = ("notes", "law", "med")
+
+
+@pytest.fixture(scope="session")
+def shelf(shared_tiny, tmp_path_factory):
+    """A folder with packs of different ranks and targets."""
+    folder = tmp_path_factory.mktemp("shelf")
+    kinds = ((4, ()), (8, ("q_proj", "down_proj")), (2, ("q_proj", "v_proj")))
+    for seed, (name, (rank, targets)) in enumerate(zip(NAMES, kinds, strict=True)):
+        random_pack(shared_tiny, seed, rank, targets, size=0.05).save(folder / name)
+    return folder
+
+
+@pytest.fixture
+def limits():
+    """Room for eight requests at once."""
+    return Limits(batch_size=8, waiting=64, kv_bytes=64 << 20, prefill_chunk=64, context=2048)
+
+
+@pytest.fixture
+def generator(shared_tiny, limits):
+    """What computes texts, ended after the test; the base is then as it was."""
+    worker = Generator(shared_tiny, limits)
+    worker.start()
+    yield worker
+    worker.close(0.0)
+
+
+@pytest.fixture
+def server(generator, shelf):
+    """A server that listens, with every pack of the shelf."""
+    with Running(generator, shelf) as running:
+        yield running
