@@ -79,6 +79,14 @@ _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance"
     help="Requests that wait at most; more are rejected with status 429.",
 )
 @option(
+    "--matmul-path",
+    section="Memory and speed",
+    default="auto",
+    type=click.Choice(["auto", "quantized", "dense"]),
+    help="How frozen weights are used: quantized, or dequantized once (dense). On CPUs auto is "
+    "dense where a quarter of the free memory is enough.",
+)
+@option(
     "--kv-memory",
     section="Memory and speed",
     metavar="SIZE",
@@ -223,7 +231,7 @@ def _run(
     worker = (
         Embedder(base, given["batch_size"], given["queue"])
         if is_encoder
-        else Generator(base, _limits(base, given))
+        else Generator(base, _limits(base, given), _matmul_path(base, given["matmul_path"]))
     )
     library = Library(worker, folder)
     settings = ServerSettings(
@@ -260,6 +268,17 @@ class _Log(logging.Handler):
         """Write a message; of an error its traceback too."""
         for line in self.format(record).splitlines():
             echo(printable(line), err=True)
+
+
+def _matmul_path(base: "Base", chosen: str) -> str:
+    """Return how frozen weights are used; on a CPU a batch is several times faster when dense."""
+    from ..memory.matmul_path import dense_bytes
+    from ..runtime import mx, on_cpu, total_memory
+
+    if chosen != "auto":
+        return chosen
+    left = total_memory() - mx.get_active_memory()
+    return "dense" if on_cpu() and dense_bytes(base.model) < left // 4 else "quantized"
 
 
 def _limits(base: "Base", given: dict) -> "Limits":

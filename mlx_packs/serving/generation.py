@@ -132,6 +132,7 @@ class Generator(Worker):
     Args:
         base: a decoder, without a pack.
         limits: what is computed at once.
+        matmul_path: as `PackSlots` takes it.
 
     Attributes:
         registry: the packs; only `call` may touch it.
@@ -141,11 +142,11 @@ class Generator(Worker):
         PackError: mlx-lm cannot batch this base.
     """
 
-    def __init__(self, base: BaseModel, limits: Limits) -> None:
+    def __init__(self, base: BaseModel, limits: Limits, matmul_path: str = "quantized") -> None:
         super().__init__()
         self.base, self.limits = base, limits
         self.generated = self.prefilled = self.reused = 0
-        self.registry = PackRegistry(PackSlots(base))
+        self.registry = PackRegistry(PackSlots(base, matmul_path))
         self._model = BatchedModel(self.registry.slots)
         self._model.check_batchable(base.name)
         self._waiting: deque[Request] = deque()

@@ -3,12 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..adapters.lora import Attached, attach
+from ..adapters.lora import Attached, attach, check_bare
 from ..adapters.spec import ModuleSpec, SliceSpec, Specs
 from ..adapters.tensors import read_factors
 from ..bases.model import BaseModel
 from ..errors import PackError
 from ..nn.lora import GroupedLoRA
+from ..nn.quantized import apply_matmul_path, replace_modules
 from ..nn.served_lora import Factors, Selection, ServedLoRA
 from ..packs.pack import Pack
 from ..runtime import mx
@@ -29,13 +30,17 @@ class PackSlots:
 
     Args:
         base: without adapters; `close` leaves it as it was.
+        matmul_path: how frozen weights are used: ``quantized``, or ``dense`` where many rows at
+            once are worth the memory, as on CPUs.
 
     Attributes:
         nbytes: bytes of the adapters of all packs.
     """
 
-    def __init__(self, base: BaseModel) -> None:
+    def __init__(self, base: BaseModel, matmul_path: str = "quantized") -> None:
+        check_bare(base)
         self.base = base
+        self._originals = apply_matmul_path(base.model, matmul_path)
         self.selection = Selection()
         self.nbytes = 0
         self._dtype = getattr(mx, base.compute_dtype)
@@ -82,6 +87,8 @@ class PackSlots:
         if self._attached is not None:
             self._attached.detach()
         self._attached, self._groups, self._specs, self._loaded = None, [], {}, []
+        replace_modules(self.base.model, self._originals)
+        self._originals = []
 
     def _install(self) -> None:
         """Let every projection group have the adapters of the packs that are loaded now."""
