@@ -12,6 +12,7 @@ NAMES = (
     "load",
     "data",
     "generate",
+    "serve",
     "swap",
     "ops",
     "steady",

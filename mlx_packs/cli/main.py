@@ -55,7 +55,7 @@ COMMANDS = {
         "export": "convert:export",
         "import": "convert:import_",
     },
-    "Serve": {"serve": "serve:serve"},
+    "Serve": {"serve": "serve:serve", "bench-serve": "bench_serve:bench_serve"},
     "Shell": {"completion": "completion:completion"},
 }
 
