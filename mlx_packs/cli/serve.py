@@ -94,6 +94,13 @@ _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance"
     default_text="half of what the base leaves",
 )
 @option(
+    "--kv-bits",
+    section="Memory and speed",
+    type=click.Choice(["4", "8"]),
+    help="Quantize keys and values, so that more or longer requests fit; answers may change.",
+    default_text="not quantized",
+)
+@option(
     "--prefill-chunk",
     section="Memory and speed",
     default=512,
@@ -300,6 +307,7 @@ def _limits(base: "Base", given: dict) -> "Limits":
         kv_bytes=kv_bytes,
         prefill_chunk=given["prefill_chunk"],
         context=context,
+        kv_bits=int(given["kv_bits"]) if given["kv_bits"] else None,
     )
 
 

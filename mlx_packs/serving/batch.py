@@ -12,6 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..errors import PackError
 from ..runtime import mx
+from .quantized_cache import quantized
 from .slots import PackSlots
 
 
@@ -49,11 +50,18 @@ class PackOfSequence:
 
 
 class BatchedModel:
-    """The model of a base, called with caches that end with a `PackOfSequence`."""
+    """The model of a base, called with caches that end with a `PackOfSequence`.
 
-    def __init__(self, slots: PackSlots) -> None:
+    Args:
+        slots: the packs on the base.
+        kv_bits: of keys and values, 4 or 8; None keeps them as they are computed.
+    """
+
+    def __init__(self, slots: PackSlots, kv_bits: int | None = None) -> None:
         self._model = slots.base.model
+        self._name = slots.base.name
         self._selection = slots.selection
+        self._kv_bits = kv_bits
 
     def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
         """Map tokens [B, T] to logits [B, T, V], each sequence with its own pack."""
@@ -63,14 +71,15 @@ class BatchedModel:
 
     def new_cache(self) -> list[Any]:
         """Return empty caches of one sequence, without its pack."""
-        return make_prompt_cache(self._model)
+        caches = make_prompt_cache(self._model)
+        return caches if self._kv_bits is None else quantized(caches, self._kv_bits, self._name)
 
-    def check_batchable(self, name: str) -> None:
-        """Raise a PackError if mlx-lm cannot batch the caches of this model."""
+    def check_batchable(self) -> None:
+        """Raise a PackError if the caches of this model cannot be batched, or not quantized."""
         for cache in self.new_cache():
             if not hasattr(cache, "merge"):
                 raise PackError(
-                    f"{name}: cannot be served: mlx-lm has no batch of {type(cache).__name__}.",
+                    f"{self._name}: cannot be served: mlx-lm has no batch of {type(cache).__name__}.",
                     "unsupported",
                 )
 
@@ -79,7 +88,7 @@ def cache_bytes(model: BatchedModel) -> tuple[int, int]:
     """Measure what a sequence keeps: bytes of whatever its length, and bytes for each token."""
     sizes = []
     for tokens in (1, _STEP + 1):
-        caches = [type(c).merge([c]) for c in model.new_cache()]
+        caches = [c.merge([c]) for c in model.new_cache()]
         model(mx.zeros((1, tokens), dtype=mx.int32), [*caches, PackOfSequence([-1])])
         mx.eval([c.state for c in caches])
         sizes.append(sum(c.nbytes for c in caches))

@@ -37,6 +37,7 @@ class Limits:
         kv_bytes: keys and values, of running sequences and of earlier prompts.
         prefill_chunk: tokens of a prompt between two tokens of the others.
         context: tokens of prompt and answer together.
+        kv_bits: of keys and values, 4 or 8; None keeps them as they are computed.
     """
 
     batch_size: int
@@ -44,6 +45,7 @@ class Limits:
     kv_bytes: int
     prefill_chunk: int
     context: int
+    kv_bits: int | None = None
 
 
 @dataclass(frozen=True)
@@ -147,8 +149,8 @@ class Generator(Worker):
         self.base, self.limits = base, limits
         self.generated = self.prefilled = self.reused = 0
         self.registry = PackRegistry(PackSlots(base, matmul_path))
-        self._model = BatchedModel(self.registry.slots)
-        self._model.check_batchable(base.name)
+        self._model = BatchedModel(self.registry.slots, limits.kv_bits)
+        self._model.check_batchable()
         self._waiting: deque[Request] = deque()
         self._running: dict[int, _Running] = {}
         self._eos = StopSequences([(token,) for token in base.tokenizer.eos_token_ids])
