@@ -275,10 +275,10 @@ def tool_calls(parser: Any, texts: Sequence[str], tools: Sequence[Tool]) -> list
     calls = []
     for text in texts:
         try:
-            found = parser(text, described)
+            parts = parser(text, described)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError):
             continue  # cut off at max_tokens, or not what the model was trained to write
-        for call in found if isinstance(found, list) else [found]:
+        for call in parts if isinstance(parts, list) else [parts]:
             arguments = json.dumps(call["arguments"], ensure_ascii=False)
             calls.append(
                 {
