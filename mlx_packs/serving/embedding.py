@@ -54,6 +54,7 @@ class Embedder(Worker):
     def submit(self, model: str, rows: Sequence[np.ndarray]) -> "Future[np.ndarray]":
         """Return what will have the vectors [N, D] of texts, given as their tokens."""
         future: Future[np.ndarray] = Future()
+        future.set_running_or_notify_cancel()  # whoever waits may go; the batch does not notice
         self.post(lambda: self._enqueue(model, list(rows), future))
         return future
 

@@ -9,7 +9,7 @@ from starlette.concurrency import run_in_threadpool
 from ..errors import PackError
 from ..files import is_hub_id
 from ..packs.listing import packs_below
-from ..packs.manifest import MANIFEST
+from ..packs.manifest import ADAPTERS, MANIFEST
 from ..packs.pack import Pack
 from .embedding import Embedder
 from .generation import Generator
@@ -126,9 +126,15 @@ class Library:
 
 
 def _stamp(folder: Path) -> object:
-    """Return what differs when a pack was written anew; None if it has just gone."""
-    try:
-        facts = (folder / MANIFEST).stat()
-    except OSError:
-        return None
-    return facts.st_mtime_ns, facts.st_size, facts.st_ino
+    """Return what differs when files of a pack were written anew; None if it has just gone."""
+    facts = []
+    for name in (MANIFEST, ADAPTERS):
+        try:
+            status = (folder / name).stat()
+        except OSError:
+            if name == MANIFEST:
+                return None
+            facts.append(None)  # it is still being copied
+        else:
+            facts.append((status.st_mtime_ns, status.st_size, status.st_ino))
+    return tuple(facts)

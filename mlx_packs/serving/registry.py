@@ -138,8 +138,10 @@ class PackRegistry:
         idle = [name for name, entry in self._sums.items() if entry.users == 0]
         if len(self._sums) >= _SUMS and idle:
             self._retire(self._sums.pop(idle[0]))
-        self._sums[model] = self._load(model, pack)
-        return self._sums[model]
+        entry = self._load(model, pack)
+        pack.tensors = {}  # they are in the slot, and nothing is summed from a sum
+        self._sums[model] = entry
+        return entry
 
 
 def check_name(name: str) -> None:

@@ -41,6 +41,7 @@ class PackSlots:
         check_bare(base)
         self.base = base
         self._originals = apply_matmul_path(base.model, matmul_path)
+        mx.eval(base.model.parameters())
         self.selection = Selection()
         self.nbytes = 0
         self._dtype = getattr(mx, base.compute_dtype)
