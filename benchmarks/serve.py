@@ -170,7 +170,7 @@ def records(
 ) -> list[Record]:
     """Tokens a second and the time to the first token, each as a ratio to the peer's."""
     here = Environment.here()
-    made = []
+    lines = []
     for (name, workload), runs in results.items():
         rates = [run["tokens_per_s"] for run in runs]
         peer = results.get((PEER, workload))
@@ -184,12 +184,12 @@ def records(
         about = {"baseline": PEER if peer else "", "dtype": "float32", "note": note}
         task = f"serve {Path(options.model).name}"
         shape = f"{workload}, {options.tokens} tokens of answer"
-        made.append(
+        lines.append(
             record(here, task, name, shape, "generated", "tokens/s", rates, ratio=ratio, **about)
         )
         first = [run["first_token_ms"]["p50"] for run in runs]
-        made.append(record(here, task, name, shape, "first token", "ms", first, **about))
-    return made
+        lines.append(record(here, task, name, shape, "first token", "ms", first, **about))
+    return lines
 
 
 def main(arguments: list[str] | None = None) -> int:

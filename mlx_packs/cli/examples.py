@@ -181,6 +181,21 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
             "packs import their-adapter --model mlx-community/Qwen3-4B-4bit --out packs/theirs",
         ),
     ),
+    "serve": (
+        ("Serve one pack, and the base model beside it:", "packs serve --pack packs/notes"),
+        ("Serve every pack below a folder, as they come and go:", "packs serve --packs packs"),
+        (
+            "Serve other machines too, with a key:",
+            "MLX_PACKS_API_KEY=secret packs serve --pack notes=packs/notes --host 0.0.0.0",
+        ),
+    ),
+    "bench-serve": (
+        ("Measure the server that runs here:", "packs bench-serve"),
+        (
+            "Measure another one with 32 requests at once:",
+            "packs bench-serve --url http://127.0.0.1:8000 --concurrency 32",
+        ),
+    ),
     "completion": (
         ("Complete commands in zsh:", "packs completion zsh >> ~/.zshrc"),
         ("Complete commands in bash:", "packs completion bash >> ~/.bashrc"),

@@ -18,19 +18,10 @@ if TYPE_CHECKING:
     from ..packs.pack import Pack
     from ..serving.generation import Limits
 
-EXAMPLES = """\b
-Examples:
-  Serve one pack, and the base model beside it:
-    packs serve --pack my-pack
-  Serve every pack below a folder, as they come and go:
-    packs serve --packs packs
-  Serve other machines too, with a key:
-    MLX_PACKS_API_KEY=secret packs serve --pack notes=my-pack --host 0.0.0.0
-"""
 _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance")
 
 
-@click.command(cls=options.SectionedCommand, epilog=EXAMPLES)
+@click.command(cls=options.SectionedCommand)
 @options.model_of_pack
 @options.packs("Pack to serve, under the name of its folder or as NAME=PACK.", "[NAME=]PACK")
 @option(

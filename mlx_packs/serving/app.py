@@ -79,8 +79,8 @@ class Server:
         body: ChatBody = parsed(ChatBody, await read_body(request, self.settings.body_bytes))
         generator = self._generator("/v1/chat/completions")
         prompt = await self._in_thread(lambda: self._prompts.of_chat(body))
-        made = self._prompts.chat_maker(body, prompt, self._deadline())
-        texts = Texts(generator, body.n, made)
+        make = self._prompts.chat_maker(body, prompt, self._deadline())
+        texts = Texts(generator, body.n, make)
 
         def answer() -> ChatAnswer:
             tools = body.tools or ()

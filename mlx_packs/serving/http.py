@@ -100,8 +100,8 @@ class Guard:
         if self._settings.host in _LOOPBACK and name not in _LOOPBACK:
             return failure(403, f"Host '{host:.80}': this server answers to this machine alone.")
         key = self._settings.api_key
-        given = headers.get("authorization", "").removeprefix("Bearer ").strip()
-        if key and path not in _OPEN and not hmac.compare_digest(given.encode(), key.encode()):
+        token = headers.get("authorization", "").removeprefix("Bearer ").strip()
+        if key and path not in _OPEN and not hmac.compare_digest(token.encode(), key.encode()):
             response = failure(401, "The API key is missing or wrong. Send it as a bearer token.")
             response.headers["WWW-Authenticate"] = "Bearer"
             return response
