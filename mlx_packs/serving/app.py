@@ -204,7 +204,9 @@ class Server:
                     "ppl_after": scores.get("ppl_after"),
                 }
             )
-        return JSONResponse({"object": "list", "base": self.worker.base.public_name, "data": data})
+        base = self.worker.base
+        facts = {"base": base.public_name, "architecture": base.architecture}
+        return JSONResponse({"object": "list", **facts, "data": data})
 
     async def add_pack(self, request: Request) -> Response:
         """Answer ``POST /v1/packs``."""
