@@ -329,6 +329,7 @@ def test_wheel_and_wheel_from_sdist_carry_the_same_files_and_train(tmp_path):
     assert {name for name in names[0] if name.startswith("mlx_packs/report/templates/")}
     pages = {name.partition(".data/data/share/man/man1/")[2] for name in names[0]} - {""}
     assert pages == {file.name for file in (ROOT / "docs/man/man1").iterdir()} and len(pages) > 20
+    assert "mlx_packs/serving/page.html" in names[0]
     sources = sorted((ROOT / "kernels").glob("*/*.*"))
     assert len(sources) >= 9 and {s.suffix for s in sources} == {".metal", ".cu", ".md"}
     for source in sources:
