@@ -100,7 +100,7 @@ class Library:
             if self._worker.registry.packs.get(name) is not None:
                 self._worker.call(lambda name=name: self._worker.registry.remove(name)).result()
                 log.info("%s: is gone, and no longer served.", name)
-        for name, folder in present.items():
+        for name, folder in sorted(present.items()):
             stamp = _stamp(folder)
             if stamp is None or self._watched.get(name) == stamp:
                 continue
