@@ -13,6 +13,7 @@ NAMES = (
     "data",
     "generate",
     "serve",
+    "serve_soak",
     "swap",
     "ops",
     "steady",

@@ -41,9 +41,9 @@ def run(module: str, arguments: Sequence[str], blas: str | None = None) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def rss_bytes() -> int:
-    """Resident bytes of this process now; where the system does not say, the most it has had."""
-    return _proc_status("VmRSS") or peak_rss_bytes()
+def rss_bytes(pid: int | str = "self") -> int:
+    """Resident bytes of a process now; where the system does not say, the most this one has had."""
+    return _proc_status("VmRSS", pid) or peak_rss_bytes()
 
 
 def peak_rss_bytes() -> int:
@@ -55,9 +55,9 @@ def peak_rss_bytes() -> int:
     return _proc_status("VmHWM") or (peak if sys.platform == "darwin" else peak * 1024)
 
 
-def _proc_status(key: str) -> int:
+def _proc_status(key: str, pid: int | str = "self") -> int:
     """A size in /proc/self/status, in bytes; 0 where there is no such file."""
-    file = Path("/proc/self/status")
+    file = Path(f"/proc/{pid}/status")
     if not file.is_file():
         return 0
     line = next(line for line in file.read_text().splitlines() if line.startswith(key))
