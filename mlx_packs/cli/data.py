@@ -49,7 +49,7 @@ def data(
 
     PATH is a folder, a file, or a dataset of the Hub, as for packs train --data. The output shows
     the format, the splits, the lengths of the examples and how many are truncated, the examples
-    that cannot be used, near-copies within and between splits, and the trained tokens of some
+    that cannot be used, near-duplicates within and between splits, and the trained tokens of some
     examples.
     """
     from ..data.encoding import encode
@@ -121,9 +121,9 @@ def _lines(split: str, look: "SplitOverview", model: str, max_seq_length: int) -
         dropped = f", {look.dropped:,} of them without any target left" if look.dropped else ""
         facts.append(f"{look.cut:,} longer than {max_seq_length:,}, cut{dropped}")
     if look.learned is not None:
-        facts.append(f"{100 * look.learned:.0f} % of the tokens are learned")
+        facts.append(f"{100 * look.learned:.0f} % of the tokens are trained")
     if look.near_copies:
-        facts.append(f"{look.near_copies:,} of {look.sampled:,} have a near-copy in {split}")
+        facts.append(f"{look.near_copies:,} of {look.sampled:,} have a near-duplicate in {split}")
     if facts:
         lines.append(f"{'':<8}{' · '.join(facts)}")
     if look.bad:

@@ -33,7 +33,7 @@ class DataConfig(Settings):
     hold_out: str = _data(
         "sample",
         "Examples to hold out if there are none for validation: a random sample, which is the "
-        "same in every run and does not separate near-copies, or the last ones.",
+        "same in every run and keeps near-duplicates together, or the last ones.",
         choices=("sample", "last"),
     )
     hf_dataset: dict | list | None = _data(

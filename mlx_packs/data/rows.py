@@ -214,7 +214,7 @@ def held_out(rows: Rows, config: DataConfig, row_format: RowFormat) -> tuple[Row
     if config.hold_out == "last":
         return rows[:-n], rows[-n:], f"the last {n} training examples are held out"
     chosen, copies = hold_out(rows, n, row_format, config)
-    also = f", {copies} of them near-copies of others" if copies else ""
+    also = f", {copies} of them near-duplicates of others" if copies else ""
     number = "1 training example is" if len(chosen) == 1 else f"{len(chosen)} training examples are"
     note = f"{number} held out, drawn at random{also}"
     return Chosen(rows, without(len(rows), chosen)), Chosen(rows, np.array(chosen)), note

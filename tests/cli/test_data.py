@@ -37,7 +37,7 @@ def test_lengths_cuts_bad_rows_and_copies_are_shown(here, run):
     (leak,) = report["notes"]
     assert "1 of 2 valid examples" in leak and "train.jsonl:10" in leak
     shown = run("data", "d", "--max-seq-length", 40)[1]
-    for part in ("13 examples", "3 longer than 40, cut", "2 of 13 have a near-copy in train"):
+    for part in ("13 examples", "3 longer than 40, cut", "2 of 13 have a near-duplicate in train"):
         assert part in shown
     assert "2 cannot be used: 1 wrong type, 1 missing columns; the first is" in shown
     assert shown.count("tokens are trained on") == 2 and "▇" in shown

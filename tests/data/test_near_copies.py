@@ -73,7 +73,7 @@ def test_near_copies_stand_on_one_side(tmp_path):
     splits = splits_of(tmp_path, rows)
     held_out = {i // 4 for i, row in enumerate(rows) if row in values(splits.rows["valid"])}
     assert len(splits.rows["valid"]) == 4 * len(held_out) == 12
-    assert "9 of them near-copies" in splits.notes[0]
+    assert "9 of them near-duplicates" in splits.notes[0]
     assert row_notes(splits.rows, splits.format, COLUMNS) == []
 
 
