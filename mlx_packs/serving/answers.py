@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -220,7 +221,7 @@ class ChatAnswer:
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._text(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
 
     def _text(self, token: int) -> str:
         return self._tokenizer.decode([token])
@@ -264,10 +265,18 @@ class CompletionAnswer(ChatAnswer):
             at += len(self._text(entry.token))
         return {
             "tokens": [self._text(entry.token) for entry in entries],
-            "token_logprobs": [entry.logprob for entry in entries],
-            "top_logprobs": [{self._text(t): s for t, s in entry.top} for entry in entries],
+            "token_logprobs": [_finite(entry.logprob) for entry in entries],
+            "top_logprobs": [
+                {self._text(token): _finite(score) for token, score in entry.top}
+                for entry in entries
+            ],
             "text_offset": offsets,
         }
+
+
+def _finite(logprob: float) -> float:
+    """Return a log-probability as JSON has it: OpenAI's -9999 for a token that cannot be."""
+    return logprob if math.isfinite(logprob) else -9999.0
 
 
 def sse(data: dict[str, Any] | str) -> str:

@@ -9,6 +9,8 @@ from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 from ..runtime import mx
 
 Sampler = Callable[[mx.array], mx.array]
+# Of a temperature and of top_p: less is 0 in float32, of which samplers make numbers at random.
+_LEAST = 1e-6
 
 
 def sampler_of(
@@ -18,11 +20,11 @@ def sampler_of(
 
     The same seed gives the same tokens whatever else is in the batch. ``top_k`` 0 is all.
     """
-    if temperature == 0:
+    if temperature < _LEAST:
         return None
     filters: list[Sampler] = []
     if top_p < 1:
-        filters.append(partial(apply_top_p, top_p=top_p))
+        filters.append(partial(apply_top_p, top_p=max(top_p, _LEAST)))
     if min_p:
         filters.append(partial(apply_min_p, min_p=min_p))
     if top_k:

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -71,7 +72,7 @@ class Running:
 
     def json(self, method: str, path: str, body: object = None, **headers: str) -> tuple[int, dict]:
         status, _, answer = self.request(method, path, body, headers)
-        return status, json.loads(answer)
+        return status, strict_json(answer)
 
     def chat(self, model: str, text: str, **options: object) -> dict:
         """Return the answer to one message, greedily unless another temperature is asked for."""
@@ -88,7 +89,16 @@ class Running:
         assert headers["content-type"].startswith("text/event-stream")
         lines = [line.removeprefix("data: ") for line in answer.decode().split("\n\n") if line]
         assert lines[-1] == "[DONE]"
-        yield from map(json.loads, lines[:-1])
+        yield from map(strict_json, lines[:-1])
+
+
+def strict_json(text: str | bytes) -> Any:
+    """Return what JSON says; NaN and Infinity, which Python alone reads, are none."""
+
+    def reject(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=reject)
 
 
 def texts_of(

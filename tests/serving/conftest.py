@@ -34,6 +34,16 @@ def generator(shared_tiny, limits):
     worker.close(0.0)
 
 
+@pytest.fixture(scope="module")
+def shared_server(shared_tiny, shelf):
+    """A server for all tests of a file, which leave its packs and its base alone."""
+    worker = Generator(shared_tiny, Limits(8, 64, 64 << 20, 64, 2048))
+    worker.start()
+    with Running(worker, shelf) as running:
+        yield running
+    worker.close(0.0)
+
+
 @pytest.fixture
 def server(generator, shelf):
     """A server that listens, with every pack of the shelf."""
