@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import logging
 import math
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
@@ -39,10 +40,10 @@ _KINDS = {
     409: "conflict_error",
     413: "request_too_large",
     429: "rate_limit_error",
-    500: "server_error",
-    503: "server_error",
     504: "timeout_error",
 }
+# The folders of an absolute path in a message, which are no business of clients; routes stay.
+_FOLDERS = re.compile(r"(?<![^\s'\"(])/(?!v1/)(?:[^/\s:'\"]+/)+")
 _OPEN = ("/", "/health")  # without a key
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _BODY_SECONDS = 60.0
@@ -97,11 +98,12 @@ class Guard:
     def _rejection(self, path: str, headers: Headers) -> Response | None:
         host = headers.get("host", "").rpartition("@")[2]
         name = host[: host.find("]") + 1].strip("[]") if "[" in host else host.partition(":")[0]
-        if self._settings.host in _LOOPBACK and name not in _LOOPBACK:
+        if self._settings.host in _LOOPBACK and name.lower() not in _LOOPBACK:
             return failure(403, f"Host '{host:.80}': this server answers to this machine alone.")
         key = self._settings.api_key
-        token = headers.get("authorization", "").removeprefix("Bearer ").strip()
-        if key and path not in _OPEN and not hmac.compare_digest(token.encode(), key.encode()):
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        known = hmac.compare_digest(given.strip().encode("latin-1"), key.encode())
+        if key and path not in _OPEN and not (known and scheme.lower() == "bearer"):
             response = failure(401, "The API key is missing or wrong. Send it as a bearer token.")
             response.headers["WWW-Authenticate"] = "Bearer"
             return response
@@ -112,19 +114,22 @@ def failure(
     status: int, message: str, code: str | None = None, param: str | None = None
 ) -> JSONResponse:
     """Return an error as OpenAI's clients read it."""
-    kind = _KINDS.get(status, "invalid_request_error")
+    kind = _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return JSONResponse(error_body(message, kind, code, param), status)
 
 
 def error_response(error: BaseException, retry_after: float = 1.0) -> JSONResponse:
     """Return the answer to a request that ended with an error."""
     if isinstance(error, HTTPException):
-        return failure(error.status_code, error.detail)
+        response = failure(error.status_code, error.detail)
+        response.headers.update(error.headers or {})  # Allow, of a wrong method
+        return response
     if not isinstance(error, PackError):
         log.error("A request failed.", exc_info=error)
         return failure(500, "Internal error. The server's log has the reason.")
     status = _STATUS.get(error.code, 400)
-    response = failure(status, error.message, error.code, error.flag)
+    message = _FOLDERS.sub("", error.message)
+    response = failure(status, message, error.code, error.flag)
     if status in (429, 503):
         response.headers["Retry-After"] = str(max(1, math.ceil(retry_after)))
     return response

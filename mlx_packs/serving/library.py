@@ -8,13 +8,14 @@ from starlette.concurrency import run_in_threadpool
 
 from ..errors import PackError
 from ..files import is_hub_id
+from ..packs.hub import cached
 from ..packs.listing import packs_below
-from ..packs.manifest import ADAPTERS, MANIFEST
+from ..packs.manifest import MANIFEST
 from ..packs.pack import Pack
 from .embedding import Embedder
 from .generation import Generator
 from .protocol import now
-from .registry import BASE_NAME
+from .registry import BASE_NAME, check_name
 
 log = logging.getLogger("mlx_packs.serving")
 _WATCH_SECONDS = 2.0
@@ -68,9 +69,13 @@ class Library:
                 "not-found",
                 "source",
             )
-        name = name or (folder.name if folder else source)
-        changed = await run_in_threadpool(self.load, name, folder or source)
-        if folder is None:
+        name = name or (self._name_of(folder) if folder else source)
+        check_name(name)
+        is_of_hub = folder is None
+        if is_of_hub:  # never a folder of that name below the current one
+            folder = await run_in_threadpool(cached, source)
+        changed = await run_in_threadpool(self.load, name, folder)
+        if is_of_hub:
             self._sources[name] = source
         return name, changed
 
@@ -112,29 +117,26 @@ class Library:
                 log.warning("%s", error.message)
 
     def _name_of(self, folder: Path) -> str:
-        if folder == self._folder:
-            return folder.resolve().name
-        return folder.relative_to(self._folder).as_posix()
+        top, folder = self._folder.resolve(), folder.resolve()
+        return top.name if folder == top else folder.relative_to(top).as_posix()
 
     def _below(self, source: str) -> Path | None:
         """Return the folder of a pack below the one that is watched; None if there is none."""
         if self._folder is None:
             return None
         top = self._folder.resolve()
-        folder = (top / source).resolve()
-        return folder if top in folder.parents and (folder / MANIFEST).is_file() else None
+        try:
+            folder = (top / source).resolve()
+            is_pack = top in folder.parents and (folder / MANIFEST).is_file()
+        except (OSError, ValueError, RuntimeError):  # too long, a NUL, links in a circle
+            return None
+        return folder if is_pack else None
 
 
 def _stamp(folder: Path) -> object:
-    """Return what differs when files of a pack were written anew; None if it has just gone."""
-    facts = []
-    for name in (MANIFEST, ADAPTERS):
-        try:
-            status = (folder / name).stat()
-        except OSError:
-            if name == MANIFEST:
-                return None
-            facts.append(None)  # it is still being copied
-        else:
-            facts.append((status.st_mtime_ns, status.st_size, status.st_ino))
-    return tuple(facts)
+    """Return what differs when a pack was written anew, or is not copied yet; None if it has gone."""
+    try:
+        facts = {file.name: file.stat() for file in folder.iterdir()}
+    except OSError:
+        return None
+    return {name: (f.st_mtime_ns, f.st_size, f.st_ino) for name, f in facts.items()}

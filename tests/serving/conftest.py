@@ -2,6 +2,7 @@
 
 import pytest
 
+from mlx_packs import load_base
 from mlx_packs.serving.generation import Generator, Limits
 from tests.helpers.packs import random_pack
 from tests.helpers.serving import Running
@@ -34,10 +35,10 @@ def generator(shared_tiny, limits):
     worker.close(0.0)
 
 
-@pytest.fixture(scope="module")
-def shared_server(shared_tiny, shelf):
-    """A server for all tests of a file, which leave its packs and its base alone."""
-    worker = Generator(shared_tiny, Limits(8, 64, 64 << 20, 64, 2048))
+@pytest.fixture(scope="session")
+def shared_server(shelf):
+    """A server with a base of its own for all tests that leave its packs as they are."""
+    worker = Generator(load_base("tiny"), Limits(8, 64, 64 << 20, 64, 2048))
     worker.start()
     with Running(worker, shelf) as running:
         yield running
