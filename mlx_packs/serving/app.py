@@ -5,6 +5,7 @@ import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -116,17 +117,15 @@ class Server:
             self.metrics.first.observe(time.monotonic() - began)
             answer = make()
             if body.stream:
-                events = self._events(answer, texts, body.wants_usage)
-                return EventStream(events, self.settings.request_seconds + 60)
+                events = self._events(answer, body.wants_usage)
+                return EventStream(events, self.settings.request_seconds + 60, texts.cancel)
             whole = await unless_gone(request, answer.whole())
         except BaseException:
             texts.cancel()
             raise
         return JSONResponse(whole)
 
-    async def _events(
-        self, answer: ChatAnswer, texts: Texts, wants_usage: bool
-    ) -> AsyncIterator[str]:
+    async def _events(self, answer: ChatAnswer, wants_usage: bool) -> AsyncIterator[str]:
         try:
             async for chunk in answer.stream(wants_usage):
                 yield sse(chunk)
@@ -135,8 +134,6 @@ class Server:
             yield sse(body)
         else:
             yield sse("[DONE]")
-        finally:
-            texts.cancel()
 
     # Embeddings
 
@@ -152,14 +149,18 @@ class Server:
             )
         texts = [body.input] if isinstance(body.input, str) else body.input
         model = worker.base.model
-        if not texts or not all(texts):
-            raise PackError("input: must have texts, none of them empty.", flag="input")
+        if not 0 < len(texts) <= _MAX_TEXTS or not all(texts):
+            message = f"input: must have 1 to {_MAX_TEXTS} texts, none of them empty."
+            raise PackError(message, flag="input")
         if body.dimensions not in (None, model.dims):
             raise PackError(f"dimensions: this base has {model.dims}.", flag="dimensions")
         rows = await self._in_thread(lambda: tokens_of(worker.base.tokenizer, texts, model.longest))
         future = worker.submit(body.model, rows)
-        with anyio.fail_after(self.settings.request_seconds):
-            vectors = await asyncio.wrap_future(future)
+        try:
+            with anyio.fail_after(self.settings.request_seconds):
+                vectors = await unless_gone(request, _result(future))
+        finally:
+            future.cancel()
         tokens = sum(map(len, rows))
         return JSONResponse(embedding_answer(body.model, vectors, tokens, body.encoding_format))
 
@@ -254,6 +255,11 @@ class Server:
             return await run_in_threadpool(function)
 
 
+async def _result(future: "Future[T]") -> T:
+    return await asyncio.wrap_future(future)
+
+
+_MAX_TEXTS = 2048  # of one request for embeddings, as OpenAI has it
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
     "script-src 'unsafe-inline'; connect-src 'self'; img-src data:; base-uri 'none'; "

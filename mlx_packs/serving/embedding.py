@@ -52,7 +52,10 @@ class Embedder(Worker):
         return min(1, len(self._waiting)), max(0, len(self._waiting) - 1)
 
     def submit(self, model: str, rows: Sequence[np.ndarray]) -> "Future[np.ndarray]":
-        """Return what will have the vectors [N, D] of texts, given as their tokens."""
+        """Return what will have the vectors [N, D] of texts, given as their tokens.
+
+        Cancelling it ends the request.
+        """
         future: Future[np.ndarray] = Future()
         future.set_running_or_notify_cancel()  # whoever waits may go; the batch does not notice
         self.post(lambda: self._enqueue(model, list(rows), future))
@@ -61,11 +64,14 @@ class Embedder(Worker):
     def _enqueue(self, model: str, rows: list[np.ndarray], future: "Future[np.ndarray]") -> None:
         waiting = sum(len(texts.rows) for texts in self._waiting)
         try:
+            if self._closing is not None:
+                raise PackError("The server is shutting down.", "interrupted")
             if waiting and waiting + len(rows) > self._limit:
                 raise PackError(f"The queue is full: {waiting} texts wait.", "busy")
             entry = self.registry.lease(model)
         except Exception as error:
-            future.set_exception(error)
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
             return
         self._waiting.append(_Texts(entry, rows, future, []))
 
@@ -75,6 +81,9 @@ class Embedder(Worker):
 
     def step(self) -> None:
         """Compute a batch of the texts that have waited longest."""
+        self._forget_cancelled()
+        if not self._waiting:
+            return
         batch = []
         for texts in self._waiting:
             missing = texts.rows[len(texts.vectors) :]
@@ -89,14 +98,22 @@ class Embedder(Worker):
         while self._waiting and len(self._waiting[0].vectors) == len(self._waiting[0].rows):
             texts = self._waiting.popleft()
             self.registry.release(texts.entry)
-            texts.future.set_result(np.stack(texts.vectors))
+            if texts.future.set_running_or_notify_cancel():
+                texts.future.set_result(np.stack(texts.vectors))
+
+    def _forget_cancelled(self) -> None:
+        """Drop the texts of requests that were given up."""
+        for texts in [texts for texts in self._waiting if texts.future.cancelled()]:
+            self._waiting.remove(texts)
+            self.registry.release(texts.entry)
 
     def on_failure(self, error: Exception) -> None:
         """End all requests."""
         while self._waiting:
             texts = self._waiting.popleft()
             self.registry.release(texts.entry)
-            texts.future.set_exception(error)
+            if texts.future.set_running_or_notify_cancel():
+                texts.future.set_exception(error)
 
     def on_end(self, reason: PackError) -> None:
         """End all requests, and take the packs off the base."""

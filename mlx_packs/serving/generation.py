@@ -21,7 +21,7 @@ from .output import Output, Piece
 from .registry import Entry, PackRegistry
 from .sampling import Sampler
 from .slots import PackSlots
-from .worker import Worker
+from .worker import Worker, exception_of
 
 Processor = Callable[[mx.array, mx.array], mx.array]  # tokens so far, logits [1, V] -> logits
 _CACHED_PROMPTS = 64
@@ -383,8 +383,8 @@ def _isolated(process: Processor, faults: list[Exception]) -> Processor:
         if not faults:
             try:
                 return process(tokens, logits)
-            except Exception as error:
-                faults.append(error)
+            except BaseException as error:  # a panic of a library in Rust is no Exception
+                faults.append(exception_of(error))
         return logits
 
     return isolated

@@ -6,7 +6,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -176,12 +176,18 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events, given up when a client has not read them for too long."""
+    """Server-sent events, given up when a client has not read them for too long.
 
-    def __init__(self, events: AsyncIterator[str], seconds: float) -> None:
+    Args:
+        events: their texts.
+        seconds: that they may take.
+        end: is called when they have ended, or when the client has gone, be it before the first.
+    """
+
+    def __init__(self, events: AsyncIterator[str], seconds: float, end: Callable[[], None]) -> None:
         super().__init__(events, media_type="text/event-stream")
         self.headers["Cache-Control"] = "no-cache"
-        self._seconds, self._events = seconds, events
+        self._seconds, self._events, self._end = seconds, events, end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events; their source ends with them, however they end."""
@@ -189,6 +195,7 @@ class EventStream(StreamingResponse):
             with anyio.move_on_after(self._seconds):
                 await super().__call__(scope, receive, send)
         finally:
+            self._end()
             with anyio.CancelScope(shield=True):
                 await self._events.aclose()  # type: ignore[attr-defined]  # it is a generator
 

@@ -24,11 +24,17 @@ class Worker:
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="packs-serve", daemon=True)
         self._closing: float | None = None  # when it must have ended
+        self._began: Future[None] = Future()
         self.steps = 0
 
     def start(self) -> None:
-        """Begin to compute."""
+        """Begin to compute.
+
+        Raises:
+            Exception: that of `on_start`.
+        """
         self._thread.start()
+        self._began.result()
 
     @property
     def is_alive(self) -> bool:
@@ -36,7 +42,7 @@ class Worker:
         return self._thread.is_alive() and self._closing is None
 
     def post(self, function: Callable[[], None]) -> None:
-        """Let the thread run a function before its next step; it must not raise."""
+        """Let the thread run a function before its next step; what it raises is logged alone."""
         self._commands.put(function)
 
     def call(self, function: Callable[[], T]) -> "Future[T]":
@@ -66,16 +72,21 @@ class Worker:
             self._thread.join()
 
     def _run(self) -> None:
-        self.on_start()
+        try:
+            self.on_start()
+        except BaseException as error:
+            self._began.set_exception(error)
+            return
+        self._began.set_result(None)
         while self._closing is None or (self.is_busy() and time.monotonic() < self._closing):
             self._take_commands()
             if not self.is_busy():
                 continue
             try:
                 self.step()
-            except Exception as error:
+            except BaseException as error:  # a panic of a library in Rust is no Exception
                 log.exception("A step failed; its requests end with an error.")
-                self.on_failure(error)
+                self.on_failure(exception_of(error))
             self.steps += 1
         self._take_commands()
         self.on_end(PackError("The server is shutting down.", "interrupted"))
@@ -88,7 +99,10 @@ class Worker:
                 command = self._commands.get(block=wait)
             except Empty:
                 return
-            command()
+            try:
+                command()
+            except Exception:
+                log.exception("A command failed; the server goes on.")
             wait = False
 
     def on_start(self) -> None:
@@ -109,3 +123,8 @@ class Worker:
     def on_end(self, reason: PackError) -> None:
         """End what is left of all requests, and put the base back."""
         raise NotImplementedError
+
+
+def exception_of(error: BaseException) -> Exception:
+    """Return an error as one that ends a request alone."""
+    return error if isinstance(error, Exception) else RuntimeError(repr(error))

@@ -5,7 +5,8 @@ import json
 import queue
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,14 @@ class Running:
         lines = [line.removeprefix("data: ") for line in answer.decode().split("\n\n") if line]
         assert lines[-1] == "[DONE]"
         yield from map(strict_json, lines[:-1])
+
+
+def until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Wait until something holds; fail if it does not."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it never came to hold"
+        time.sleep(0.01)
 
 
 def strict_json(text: str | bytes) -> Any:

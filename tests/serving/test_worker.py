@@ -1,0 +1,147 @@
+"""The thread that computes outlives what goes wrong in it, and what is given up leaves it."""
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+
+from mlx_packs import load_base
+from mlx_packs.errors import PackError
+from mlx_packs.serving.app import Server, make_app
+from mlx_packs.serving.embedding import Embedder
+from mlx_packs.serving.generation import Generator
+from mlx_packs.serving.http import ServerSettings
+from mlx_packs.serving.library import Library
+from mlx_packs.serving.metrics import Metrics
+from tests.helpers.serving import SECONDS, Running, texts_of, until
+
+ROW = np.array([2, 5, 3], dtype=np.int32)
+
+
+class Panic(BaseException):
+    """What a library in Rust raises where it is broken."""
+
+
+@pytest.fixture
+def embedder(encoder):
+    worker = Embedder(load_base(encoder), 4, 100)
+    worker.start()
+    yield worker
+    worker.close(0.0)
+
+
+def test_a_worker_that_cannot_begin_says_so(shared_tiny, limits, monkeypatch):
+    worker = Generator(shared_tiny, limits)
+    monkeypatch.setattr(worker, "_reset", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        worker.start()
+    worker.close(0.0)
+
+
+def test_a_command_that_raises_ends_nothing(generator, caplog):
+    generator.post(lambda: 1 / 0)
+    assert texts_of(generator, [("base", [5, 6], 3)])[0] and generator.is_alive
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_panic_in_a_processor_ends_its_request_alone(generator):
+    def panics(tokens, logits):
+        raise Panic("unreachable")
+
+    (error,) = texts_of(generator, [("base", [5, 6], 3)], processors=[panics])
+    assert isinstance(error, Exception)
+    assert texts_of(generator, [("base", [5, 6], 3)])[0] and generator.is_alive
+
+
+def test_a_panic_in_a_step_ends_its_requests(generator, monkeypatch):
+    def panics():
+        monkeypatch.undo()
+        raise Panic("unreachable")
+
+    monkeypatch.setattr(generator._generator, "next", panics)
+    (error,) = texts_of(generator, [("base", [5, 6], 5)])
+    assert isinstance(error, Exception)
+    assert texts_of(generator, [("base", [5, 6], 5)])[0] and generator.is_alive
+
+
+def test_embeddings_that_are_given_up_leave_the_others_alone(embedder):
+    go_on = threading.Event()
+    embedder.post(lambda: go_on.wait(SECONDS))
+    given_up = [embedder.submit("base", [ROW] * 9), embedder.submit("other", [ROW])]
+    kept = embedder.submit("base", [ROW])
+    assert all(future.cancel() for future in given_up)
+    go_on.set()
+    assert kept.result(SECONDS).shape == (1, embedder.base.model.dims)
+    assert embedder.prefilled == len(ROW) and embedder.counts == (0, 0) and embedder.is_alive
+
+
+def test_a_step_that_fails_ends_its_embeddings_alone(embedder, monkeypatch):
+    def fails(*_):
+        monkeypatch.undo()
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(embedder.base, "model", fails)
+    with pytest.raises(RuntimeError):
+        embedder.submit("base", [ROW]).result(SECONDS)
+    assert embedder.submit("base", [ROW]).result(SECONDS).shape[0] == 1
+
+
+def test_embeddings_take_no_longer_than_they_may(embedder):
+    go_on = threading.Event()
+    with Running(embedder, request_seconds=0.1) as server:
+        embedder.post(lambda: go_on.wait(SECONDS))
+        status, answer = server.json("POST", "/v1/embeddings", {"model": "base", "input": "a"})
+        assert (status, answer["error"]["type"]) == (504, "timeout_error")
+        go_on.set()
+        until(lambda: embedder.counts == (0, 0))
+    assert embedder.submit("base", [ROW]).result(SECONDS).shape[0] == 1
+
+
+def test_closing_tells_those_who_wait_for_embeddings(encoder):
+    worker = Embedder(load_base(encoder), 4, 100)
+    worker.start()
+    go_on = threading.Event()
+    worker.post(lambda: go_on.wait(SECONDS))
+    future = worker.submit("base", [ROW])
+    threading.Timer(0.05, go_on.set).start()
+    worker.close(0.0)
+    with pytest.raises(PackError):
+        future.result(SECONDS)
+
+
+def test_a_stream_whose_client_goes_before_the_first_event_ends(generator):
+    """The disconnect comes with the body: nothing of the stream was asked for yet."""
+    server = Server(generator, Library(generator, None), ServerSettings(), Metrics())
+    body = b'{"model": "base", "prompt": "The list", "max_tokens": 1900, "stream": true}'
+    gone = False
+
+    async def receive():
+        nonlocal gone
+        if gone:
+            return {"type": "http.disconnect"}
+        if sum(generator.counts) == 0:
+            return {"type": "http.request", "body": body, "more_body": False}
+        await asyncio.sleep(3600)
+
+    async def send(_):
+        await asyncio.sleep(0)  # as where a client reads slowly
+
+    async def main():
+        nonlocal gone
+        app = make_app(server)
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
+        scope |= {"query_string": b"", "asgi": {"spec_version": "2.3"}}
+        events = server._events
+
+        def events_of_a_client_that_goes(*args):
+            nonlocal gone
+            gone = True
+            return events(*args)
+
+        server._events = events_of_a_client_that_goes
+        await app(scope, receive, send)
+
+    asyncio.run(main())
+    until(lambda: generator.counts == (0, 0), seconds=2)
