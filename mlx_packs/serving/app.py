@@ -36,7 +36,7 @@ from .http import (
 )
 from .library import Library
 from .metrics import Metrics
-from .prompts import Prompts
+from .prompts import Maker, Prompts
 from .protocol import (
     ChatBody,
     CompletionBody,
@@ -71,7 +71,8 @@ class Server:
         self.settings, self.metrics = settings, metrics
         self._tokenizing = anyio.CapacityLimiter(1)  # tokenizers are not made for several threads
         if isinstance(worker, Generator):
-            self._prompts = Prompts(worker.base, settings.max_tokens)
+            limit = settings.max_tokens
+            self._prompts = Prompts(worker.base, limit, worker.limits.context)
 
     # Texts
 
@@ -79,9 +80,14 @@ class Server:
         """Answer ``/v1/chat/completions``."""
         body: ChatBody = parsed(ChatBody, await read_body(request, self.settings.body_bytes))
         generator = self._generator("/v1/chat/completions")
-        prompt = await self._in_thread(lambda: self._prompts.of_chat(body))
-        make = self._prompts.chat_maker(body, prompt, self._deadline())
-        texts = Texts(generator, body.n, make)
+        deadline = self._deadline()
+
+        def prepare() -> tuple[list[int], Maker]:
+            prompt = self._prompts.of_chat(body)
+            return prompt, self._prompts.chat_maker(body, prompt, deadline)
+
+        prompt, maker = await self._in_thread(prepare)
+        texts = Texts(generator, body.n, maker)
 
         def answer() -> ChatAnswer:
             tools = body.tools or ()

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import PackError
+from ..errors import PackError, library_errors
 from ..runtime import mx
 
 ANY_OBJECT = {"type": "object"}
@@ -39,12 +39,15 @@ class Grammars:
 
         # Without free white space, of which a weak model may never see the end.
         options = {"whitespace_flexible": False}
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=options)
-        if fault := LLMatcher.validate_grammar(grammar, self._known()):
-            reason = fault.splitlines()[0]
-            raise PackError(
-                f"response_format: the schema cannot be used: {reason}", flag="response_format"
-            )
+        with library_errors(_unusable):
+            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=options)
+            fault = LLMatcher.validate_grammar(grammar, self._known())
+        if not fault:  # that no answer obeys it, the first mask alone says
+            matcher = LLMatcher(self._known(), grammar)
+            matcher.compute_logit_bias()
+            fault = matcher.get_error()
+        if fault:
+            raise _unusable(fault.splitlines()[0].rstrip("."))
         return grammar
 
     def processor(self, grammar: str, prompt_tokens: int) -> Callable[..., mx.array]:
@@ -60,9 +63,9 @@ class Grammars:
             if answer and not matcher.is_stopped():
                 matcher.consume_tokens(answer)
             taken += len(answer)
-            if matcher.is_error():
-                raise PackError(f"response_format: {matcher.get_error()}", flag="response_format")
             bits = np.frombuffer(matcher.compute_logit_bias(), dtype=np.uint8)
+            if matcher.is_error():
+                raise _unusable(matcher.get_error().splitlines()[0].rstrip("."))
             allowed = mx.array(bits[: logits.shape[-1]] != 0)
             return mx.where(allowed, logits, -mx.inf)
 
@@ -84,3 +87,8 @@ class Grammars:
             eos = sorted(self._tokenizer.eos_token_ids)
             self._tokens = LLTokenizer(backend.to_str(), n_vocab=self._vocab_size, eos_token=eos)
         return self._tokens
+
+
+def _unusable(reason: str) -> PackError:
+    message = f"response_format: the schema cannot be used: {reason}."
+    return PackError(message, flag="response_format")

@@ -6,6 +6,7 @@ from typing import Any
 
 from mlx_lm.sample_utils import make_logits_processors
 
+from ..bases.chat_template import render_chat
 from ..bases.model import BaseModel
 from ..errors import PackError
 from ..inference.generate import PENALIZED_TOKENS, chat_prompt, raw_prompt
@@ -23,12 +24,18 @@ class Prompts:
 
     Args:
         base: a decoder.
-        max_tokens: of an answer whose request does not say.
+        max_tokens: of an answer whose request does not say; less where the context ends before.
+        context: tokens of prompt and answer together.
     """
 
-    def __init__(self, base: BaseModel, max_tokens: int) -> None:
+    def __init__(self, base: BaseModel, max_tokens: int, context: int) -> None:
         self._base, self._max_tokens = base, max_tokens
+        self._context = context
         self._grammars = Grammars(base.tokenizer, base.vocab_size)
+        # what renders a template takes these itself
+        template = base.tokenizer._tokenizer.apply_chat_template
+        functions = (template, chat_prompt, render_chat)
+        self._own = {"self"}.union(*(inspect.signature(f).parameters for f in functions))
 
     def of_chat(self, body: ChatBody) -> list[int]:
         """Return the tokens of a conversation.
@@ -44,8 +51,7 @@ class Prompts:
                 "messages",
             )
         variables = body.chat_template_kwargs or {}
-        own = inspect.signature(tokenizer._tokenizer.apply_chat_template).parameters
-        if taken := [name for name in variables if name in own]:
+        if taken := [name for name in variables if name in self._own]:
             raise PackError(
                 f"chat_template_kwargs: {taken[0]} is not a variable of the template.",
                 flag="chat_template_kwargs",
@@ -81,12 +87,12 @@ class Prompts:
             processors = self._processors(body)
             if grammar is not None:
                 processors.append(self._grammars.processor(grammar, len(prompt)))
-            limit = body.max_completion_tokens or body.max_tokens
+            limit = body.max_completion_tokens or body.max_tokens or self._default(prompt)
             top = (body.top_logprobs or 0) if body.logprobs else None
             return Request(
                 body.model,
                 prompt,
-                limit or self._max_tokens,
+                limit,
                 on_event,
                 **self._choosing(body, i),
                 processors=processors,
@@ -106,7 +112,7 @@ class Prompts:
             return Request(
                 body.model,
                 prompts[i],
-                body.max_tokens or self._max_tokens,
+                body.max_tokens or self._default(prompts[i]),
                 on_event,
                 **self._choosing(body, i),
                 processors=self._processors(body),
@@ -115,6 +121,9 @@ class Prompts:
             )
 
         return make
+
+    def _default(self, prompt: list[int]) -> int:
+        return max(1, min(self._max_tokens, self._context - len(prompt)))
 
     def _grammar(self, body: ChatBody) -> str | None:
         form = body.response_format

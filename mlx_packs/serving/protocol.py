@@ -18,6 +18,7 @@ from ..errors import PackError
 MAX_STOPS = 16
 MAX_CHOICES = 8
 
+_DIGITS = 12  # of a token; Python converts no more than 4,300
 _Share = Field(1.0, gt=0, le=1)
 _Penalty = Field(0.0, ge=-2, le=2)
 
@@ -159,7 +160,7 @@ class GenerationBody(_Strict):
         if not all(0 < len(stop) <= 1024 for stop in stops):
             raise ValueError("every stop string must have 1 to 1024 characters")
         for token, bias in (self.logit_bias or {}).items():
-            if not token.isdecimal() or not -100 <= bias <= 100:
+            if not (token.isdecimal() and len(token) <= _DIGITS) or not -100 <= bias <= 100:
                 raise ValueError("logit_bias must map tokens (numbers) to -100 to 100")
         return self
 
@@ -275,16 +276,21 @@ def tool_calls(parser: Any, texts: Sequence[str], tools: Sequence[Tool]) -> list
     calls = []
     for text in texts:
         try:
-            parts = parser(text, described)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-            continue  # cut off at max_tokens, or not what the model was trained to write
-        for call in parts if isinstance(parts, list) else [parts]:
-            arguments = json.dumps(call["arguments"], ensure_ascii=False)
-            calls.append(
-                {
-                    "id": call.get("id") or new_id("call"),
-                    "type": "function",
-                    "function": {"name": call["name"], "arguments": arguments},
-                }
-            )
+            written = parser(text, described)
+            calls += [_call(c) for c in (written if isinstance(written, list) else [written])]
+        except Exception:  # of the model's library: cut off at max_tokens, or written otherwise
+            continue
     return calls
+
+
+def _call(written: Any) -> dict[str, Any]:
+    """Return a call that a parser read as OpenAI's; raise what a model wrote that is none."""
+    name, arguments = written["name"], written["arguments"]
+    if not isinstance(name, str):
+        raise TypeError("the name of a function is a text")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {
+        "id": str(written.get("id") or new_id("call")),
+        "type": "function",
+        "function": {"name": name, "arguments": text},
+    }

@@ -1,0 +1,191 @@
+"""Tokens as answers: reasoning and tool calls apart, whole and as a stream."""
+
+import asyncio
+import json
+
+import pytest
+from mlx_lm.tool_parsers import json_tools, pythonic
+
+from mlx_packs.serving.answers import ChatAnswer, Texts
+from mlx_packs.serving.generation import Finished, Logprob, Progress, Request, Started
+from mlx_packs.serving.output import Output, first_state
+from mlx_packs.serving.protocol import Tool
+
+WEATHER = Tool.model_validate_json(
+    '{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}'
+)
+CALL = '{"name": "weather", "arguments": {"city": "Bonn é"}}'
+
+
+class Detokenizer:
+    """Each token is a character."""
+
+    last_segment = ""
+
+    def add_token(self, token):
+        self.last_segment = chr(token)
+
+    def finalize(self):
+        self.last_segment = ""
+
+
+class Letters:
+    """A tokenizer whose tokens are characters, with mlx-lm's marks."""
+
+    has_thinking, think_start, think_end = True, "<think>", "</think>"
+    has_tool_calling, response_initial_state, response_transitions = True, None, {}
+    structural_markers = ()
+
+    def __init__(self, parser=json_tools) -> None:
+        self.tool_call_start, self.tool_call_end = parser.tool_call_start, parser.tool_call_end
+        self.tool_parser = parser.parse_tool_call
+
+    @property
+    def detokenizer(self):
+        return Detokenizer()
+
+    def decode(self, tokens):
+        return "".join(map(chr, tokens))
+
+
+class Writer:
+    """What computes texts, in a generator's place: it writes what it is told to."""
+
+    def __init__(self, tokenizer, text, reason="stop", state="normal", stop=()):
+        self.tokenizer, self.text, self.reason = tokenizer, text, reason
+        self.state, self.stop = state, stop
+
+    def submit(self, request):
+        request.on_event(Started(2))
+        output = Output(self.tokenizer, self.stop, self.state)
+        for character in self.text:
+            logprob = Logprob(ord(character), -0.5, ())
+            request.on_event(Progress(tuple(output.add(ord(character))), logprob))
+        request.on_event(Progress(tuple(output.finish()), None))
+        request.on_event(Finished(self.reason, len(self.text)))
+
+    def cancel(self, request):
+        pass
+
+
+def answers(writer, tools=(WEATHER,)) -> tuple[dict, list[dict]]:
+    """The message of the whole answer, and what the deltas of the stream add up to."""
+
+    def answer() -> tuple[Texts, ChatAnswer]:
+        texts = Texts(writer, 1, lambda i, tell: Request("m", [1], 9, tell))
+        return texts, ChatAnswer(texts, "m", 1, writer.tokenizer, tools)
+
+    async def both():
+        texts, first = answer()
+        await texts.start()
+        whole = await first.whole()
+        texts, second = answer()
+        await texts.start()
+        return whole, [chunk async for chunk in second.stream(True)]
+
+    return asyncio.run(both())
+
+
+def check(writer, tools=(WEATHER,)) -> dict:
+    """The choice of the whole answer, which the stream says too."""
+    whole, chunks = answers(writer, tools)
+    (choice,) = whole["choices"]
+    message, joined, calls = choice["message"], {"content": "", "reasoning_content": ""}, []
+    for chunk in chunks[:-1]:
+        delta = chunk["choices"][0]["delta"]
+        for name in joined:
+            joined[name] += delta.get(name, "")
+        calls += delta.get("tool_calls", [])
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == whole["usage"]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]][-1] == (
+        choice["finish_reason"]
+    )
+    assert joined["reasoning_content"] == message.get("reasoning_content", "")
+    assert (joined["content"].strip() if calls else joined["content"]) == (message["content"] or "")
+    assert [call["function"] for call in calls] == [
+        call["function"] for call in message.get("tool_calls", [])
+    ]
+    assert [call["index"] for call in calls] == list(range(len(calls)))
+    return choice
+
+
+def test_a_call_is_read_and_its_marks_are_gone():
+    choice = check(Writer(Letters(), f"Let me see.\n<tool_call>{CALL}</tool_call>"))
+    assert choice["finish_reason"] == "tool_calls"
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "weather" and call["id"].startswith("call-")
+    assert json.loads(call["function"]["arguments"]) == {"city": "Bonn é"}
+    assert choice["message"]["content"] == "Let me see."
+
+
+def test_several_calls_in_one_and_in_several_marks():
+    text = f"<tool_call>{CALL}</tool_call>\n<tool_call>[{CALL}, {CALL}]</tool_call>"
+    choice = check(Writer(Letters(), text))
+    assert len({call["id"] for call in choice["message"]["tool_calls"]}) == 3
+    assert choice["message"]["content"] is None
+
+
+def test_a_call_as_python_writes_it():
+    text = "<|tool_call_start|>[weather(city='Bonn', days=2)]<|tool_call_end|>"
+    (call,) = check(Writer(Letters(pythonic), text))["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"city": "Bonn", "days": 2}
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        '{"name": "weather"}',
+        '{"arguments": {}}',
+        '{"name": 5, "arguments": {}}',
+        '"weather"',
+        "[1, 2]",
+        "null",
+        "{",
+        "",
+        "[" * 100_000,
+        '{"name": "weather", "arguments": {"a": NaN, "b": "\\ud800"}',
+    ],
+    ids=lambda written: written[:20],
+)
+def test_what_is_no_call_is_shown_as_it_was_written(written):
+    choice = check(Writer(Letters(), f"So: <tool_call>{written}</tool_call>"))
+    assert choice["message"]["content"] == f"So: {written}"
+    assert choice["finish_reason"] == "stop" and "tool_calls" not in choice["message"]
+
+
+def test_a_call_that_is_cut_off_is_shown():
+    choice = check(Writer(Letters(), f"<tool_call>{CALL[:20]}", "length"))
+    assert choice["finish_reason"] == "length" and choice["message"]["content"] == CALL[:20]
+
+
+def test_without_tools_there_are_no_calls():
+    choice = check(Writer(Letters(), f"<tool_call>{CALL}</tool_call>"), ())
+    assert choice["message"]["content"] == CALL and choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("state", ["normal", "reasoning"])
+def test_reasoning_is_apart(state):
+    begin = "" if state == "reasoning" else "<think>"
+    choice = check(Writer(Letters(), f"{begin}a < b</think>So <b", state=state))
+    assert choice["message"]["reasoning_content"] == "a < b"
+    assert choice["message"]["content"] == "So <b"
+
+
+def test_without_marks_all_is_content():
+    text = "<think>a</think><tool_call>b"
+    assert check(Writer(Letters(), text, state=None))["message"]["content"] == text
+
+
+def test_a_stop_string_over_several_tokens_ends_the_text():
+    output = Output(Letters(), ["stop"], "normal")
+    texts = [piece.text for c in "a sto" for piece in output.add(ord(c))]
+    assert "".join(texts) == "a " and not output.stopped
+    assert list(output.add(ord("p"))) == [] and output.stopped
+    assert list(output.finish()) == []
+
+
+def test_first_state_is_what_the_template_has_opened(tokenizer):
+    start, end = tokenizer.think_start_tokens, tokenizer.think_end_tokens
+    assert first_state(tokenizer, [5, *start, 6]) == "reasoning"
+    assert first_state(tokenizer, [5, *start, *end]) == "normal"
+    assert first_state(tokenizer, [5]) == "normal"

@@ -1,0 +1,110 @@
+"""Bodies as prompts and processors: what templates, grammars and tokens may be."""
+
+import json
+
+import pytest
+
+from mlx_packs.errors import PackError
+from mlx_packs.inference.generate import raw_prompt
+from mlx_packs.runtime import mx
+from mlx_packs.serving.grammar import Grammars
+from mlx_packs.serving.prompts import Prompts
+from mlx_packs.serving.protocol import ChatBody, CompletionBody, parsed
+from tests.helpers.errors import raises
+
+MESSAGES = [{"role": "user", "content": "The list"}]
+
+
+def chat(**fields) -> ChatBody:
+    return parsed(ChatBody, json.dumps({"model": "base", "messages": MESSAGES, **fields}).encode())
+
+
+@pytest.fixture
+def prompts(shared_tiny):
+    return Prompts(shared_tiny, 512, 600)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["self", "base", "messages", "tools", "tokenizer", "tokenize", "conversation", "options"]
+    + ["add_generation_prompt", "chat_template", "return_dict", "documents", "kwargs"],
+)
+def test_names_of_arguments_are_no_variables_of_a_template(prompts, name):
+    with raises("invalid", "chat_template_kwargs", name):
+        prompts.of_chat(chat(chat_template_kwargs={name: [1]}))
+
+
+def test_variables_reach_the_template(prompts, shared_tiny, monkeypatch):
+    tokenizer = shared_tiny.tokenizer
+    monkeypatch.setattr(tokenizer._tokenizer, "chat_template", "{{ tone }} {{ missing }}")
+    tokens = prompts.of_chat(chat(chat_template_kwargs={"tone": "kind", "a b": None}))
+    assert tokenizer.decode(tokens) == "kind "
+
+
+def test_a_request_without_max_tokens_takes_what_the_context_leaves(prompts):
+    def limit(body, prompt):
+        return prompts.text_maker(body, [prompt], 0.0)(0, print).max_tokens
+
+    body = parsed(CompletionBody, b'{"model": "base", "prompt": "a"}')
+    assert limit(body, [5] * 10) == 512
+    assert limit(body, [5] * 500) == 100
+    assert limit(body, [5] * 600) == 1  # which is then too much, and rejected as such
+    assert prompts.chat_maker(chat(), [5] * 500, 0.0)(0, print).max_tokens == 100
+    said = chat(max_tokens=7)
+    assert prompts.chat_maker(said, [5] * 500, 0.0)(0, print).max_tokens == 7
+    said = chat(max_tokens=7, max_completion_tokens=8)
+    assert prompts.chat_maker(said, [5], 0.0)(0, print).max_tokens == 8
+
+
+@pytest.mark.parametrize("token", ["9" * 5000, "9" * 13, "4096", "-1", "1.0", "x", ""])
+def test_biases_of_no_token(prompts, token):
+    with pytest.raises(PackError):
+        body = chat(logit_bias={token: 1})
+        prompts.chat_maker(body, [5], 0.0)(0, print)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "nope"},
+        {"$ref": "#"},  # nothing obeys it
+        {"$ref": "http://example.org/schema"},
+        {"type": "string", "pattern": "(" * 1000},
+        {"type": "string", "pattern": "(?=a)b"},
+        {"enum": []},
+        {"properties": 5},
+        {"type": "integer", "minimum": 5, "maximum": 1},
+    ],
+    ids=str,
+)
+def test_schemas_that_cannot_be_obeyed_are_rejected_at_once(shared_tiny, schema):
+    grammars = Grammars(shared_tiny.tokenizer, shared_tiny.vocab_size)
+    with raises("invalid", "response_format") as caught:
+        grammars.check(schema)
+    assert "\n" not in caught.value.message and len(caught.value.message) < 500
+
+
+def test_a_grammar_follows_the_answer_and_ends_it(shared_tiny):
+    grammars = Grammars(shared_tiny.tokenizer, shared_tiny.vocab_size)
+    schema = {"const": {"a": 1}}
+    mask = grammars.processor(grammars.check(schema), 2)
+    tokens, logits = [5, 6], mx.zeros((1, shared_tiny.vocab_size))
+    for _ in range(20):
+        tokens.append(int(mask(mx.array(tokens), logits).argmax()))
+        if tokens[-1] in shared_tiny.tokenizer.eos_token_ids:
+            break
+    assert shared_tiny.tokenizer.decode(tokens[2:-1]) == '{"a":1}'
+
+
+def test_prompts_of_a_completion(prompts, shared_tiny):
+    def of(prompt):
+        return prompts.of_texts(
+            parsed(CompletionBody, json.dumps({"model": "m", "prompt": prompt}).encode())
+        )
+
+    text = raw_prompt(shared_tiny, "The list")
+    assert of("The list") == of(["The list"]) == of(text) == [text]
+    assert of(["The list"] * 64) == [text] * 64
+    for prompt in ([], ["a"] * 65, "", [""], [4096], [-1]):
+        with raises("invalid", "prompt"):
+            of(prompt)
