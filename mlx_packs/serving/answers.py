@@ -137,7 +137,7 @@ class ChatAnswer:
                 continue
             before = len(choice.calls)
             self._add(choice, event)
-            logprobs = self._logprobs([event.logprob]) if event.logprob else None
+            logprobs = self._logprobs(i, [event.logprob]) if event.logprob else None
             deltas = self._deltas(event.pieces, choice.calls[before:], before)
             for delta in deltas or ([self._nothing()] if logprobs else []):
                 yield self._chunk(i, delta, logprobs=logprobs)
@@ -205,10 +205,10 @@ class ChatAnswer:
             "index": i,
             "message": message,
             "finish_reason": self._reason(choice),
-            "logprobs": self._logprobs(choice.logprobs) if choice.logprobs else None,
+            "logprobs": self._logprobs(i, choice.logprobs) if choice.logprobs else None,
         }
 
-    def _logprobs(self, entries: Sequence[Logprob]) -> dict[str, Any]:
+    def _logprobs(self, _: int, entries: Sequence[Logprob]) -> dict[str, Any]:
         return {
             "content": [
                 {
@@ -242,6 +242,7 @@ class CompletionAnswer(ChatAnswer):
     ) -> None:
         super().__init__(texts, model, prompt_tokens, tokenizer, ())
         self._echoes = echoes
+        self._offsets = list(map(len, echoes))  # where the next token of each text begins
 
     def _chunk(
         self, i: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None
@@ -255,14 +256,14 @@ class CompletionAnswer(ChatAnswer):
             "index": i,
             "text": self._echoes[i] + "".join(choice.content),
             "finish_reason": choice.reason,
-            "logprobs": self._logprobs(choice.logprobs) if choice.logprobs else None,
+            "logprobs": self._logprobs(i, choice.logprobs) if choice.logprobs else None,
         }
 
-    def _logprobs(self, entries: Sequence[Logprob]) -> dict[str, Any]:
-        offsets, at = [], 0
+    def _logprobs(self, i: int, entries: Sequence[Logprob]) -> dict[str, Any]:
+        offsets = []
         for entry in entries:
-            offsets.append(at)
-            at += len(self._text(entry.token))
+            offsets.append(self._offsets[i])
+            self._offsets[i] += len(self._text(entry.token))
         return {
             "tokens": [self._text(entry.token) for entry in entries],
             "token_logprobs": [_finite(entry.logprob) for entry in entries],

@@ -99,7 +99,7 @@ class Request:
         prompt: its tokens.
         sampler: chooses tokens; None takes the likeliest.
         processors: change the scores before; they are called by the thread that computes.
-        state: as `Output` takes it.
+        state: as `Output` takes it, and ``after``.
         top_logprobs: likeliest tokens that are reported with each token; None reports nothing.
         deadline: on the clock of `time.monotonic`.
         on_event: is called by the thread that computes, and must not block.
@@ -113,6 +113,7 @@ class Request:
     processors: Sequence[Processor] = ()
     stop: Sequence[str] = ()
     state: str | None = None
+    after: int | None = None
     top_logprobs: int | None = None
     deadline: float = float("inf")
 
@@ -298,7 +299,7 @@ class Generator(Worker):
             self.registry.release(entry)
             raise
         self.prefilled, self.reused = self.prefilled + len(prompt) - known, self.reused + known
-        output = Output(self.base.tokenizer, request.stop, request.state)
+        output = Output(self.base.tokenizer, request.stop, request.state, request.after)
         self._running[uid] = _Running(request, entry, output, faults)
 
     def _recalled(self, entry: Entry, prompt: list[int]) -> tuple[list[Any], int]:

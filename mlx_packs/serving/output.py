@@ -25,13 +25,19 @@ class Output:
         tokenizer: mlx-lm's wrapper, which knows how a model marks reasoning and tool calls.
         stop: strings that end the text, and are not part of it.
         state: where the text begins: ``normal``, ``reasoning``, or None to look for no marks.
+        after: token that the text continues, and keeps its first space; None begins a new text.
 
     Attributes:
         stopped: whether a stop string was found.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str], state: str | None) -> None:
+    def __init__(
+        self, tokenizer: Any, stop: Sequence[str], state: str | None, after: int | None = None
+    ) -> None:
         self._detokenizer = tokenizer.detokenizer
+        if after is not None:
+            self._detokenizer.add_token(after)
+            _ = self._detokenizer.last_segment  # is not part of the text
         stops = TextStateMachine({"normal": [(word, None) for word in stop]} if stop else None)
         self._stop = stops.make_state()
         marks = TextStateMachine() if state is None else make_text_state_machine(tokenizer)

@@ -116,6 +116,7 @@ class Prompts:
                 on_event,
                 **self._choosing(body, i),
                 processors=self._processors(body),
+                after=prompts[i][-1],
                 top_logprobs=body.logprobs,
                 deadline=deadline,
             )

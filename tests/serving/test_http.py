@@ -1,0 +1,308 @@
+"""What an OpenAI client asks and gets, over HTTP."""
+
+import json
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.helpers.serving import Running
+from tests.serving.conftest import NAMES
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+TEXT = "The list of"
+
+
+def text(answer: dict) -> str:
+    (choice,) = answer["choices"]
+    return choice["message"]["content"]
+
+
+def chat_body(model: str = "notes", **options) -> dict:
+    messages = [{"role": "user", "content": TEXT}]
+    return {"model": model, "messages": messages, "temperature": 0, "max_tokens": 12, **options}
+
+
+def completion_body(prompt: object = TEXT, **options) -> dict:
+    return {"model": "notes", "prompt": prompt, "temperature": 0, "max_tokens": 8, **options}
+
+
+def complete(server: Running, prompt: object = TEXT, **options) -> list[dict]:
+    status, answer = server.json("POST", COMPLETIONS, completion_body(prompt, **options))
+    assert status == 200, answer
+    return answer["choices"]
+
+
+def test_models_are_the_base_and_its_packs(shared_server):
+    status, answer = shared_server.json("GET", "/v1/models")
+    assert status == 200 and answer["object"] == "list"
+    assert {model["id"] for model in answer["data"]} == {"base", *NAMES}
+    for model in answer["data"]:
+        assert shared_server.json("GET", f"/v1/models/{model['id']}") == (200, model)
+        assert model["object"] == "model" and model["created"] > 0
+        assert model["parent"] == (None if model["id"] == "base" else "base")
+    assert shared_server.json("GET", "/v1/models/other")[0] == 404
+
+
+def test_each_model_has_its_answer_and_says_what_it_took(shared_server):
+    answers = {model: shared_server.chat(model, TEXT) for model in ("base", *NAMES)}
+    first = {
+        complete(shared_server, model=model, logprobs=0)[0]["logprobs"]["token_logprobs"][0]
+        for model in answers
+    }
+    assert len(first) == 4
+    for model, answer in answers.items():
+        assert answer["object"] == "chat.completion" and answer["model"] == model
+        assert answer["choices"][0]["finish_reason"] in ("stop", "length")
+        usage = answer["usage"]
+        assert usage["completion_tokens"] <= 12 and usage["prompt_tokens"] > 3
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    again = shared_server.chat("notes", TEXT)
+    assert text(again) == text(answers["notes"]) and again["id"] != answers["notes"]["id"]
+    cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert 0 < cached < again["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize("options", [{}, {"logprobs": True, "top_logprobs": 3}, {"n": 3}], ids=str)
+def test_a_stream_is_the_whole_answer_in_pieces(shared_server, options):
+    body = chat_body(**options)
+    _, whole = shared_server.json("POST", CHAT, body)
+    chunks = list(shared_server.events(CHAT, body | {"stream_options": {"include_usage": True}}))
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    for i, expected in enumerate(whole["choices"]):
+        parts = [c for chunk in chunks for c in chunk["choices"] if c["index"] == i]
+        assert parts[0]["delta"]["role"] == "assistant"
+        joined = "".join(part["delta"].get("content", "") for part in parts)
+        assert joined == expected["message"]["content"] and joined
+        assert [p["finish_reason"] for p in parts if p["finish_reason"]] == [
+            expected["finish_reason"]
+        ]
+        entries = [entry for part in parts for entry in (part["logprobs"] or {}).get("content", [])]
+        assert entries == (expected["logprobs"] or {"content": []})["content"]
+    assert "usage" not in list(shared_server.events(CHAT, body))[-1]
+
+
+def test_logprobs_are_of_the_tokens_that_were_chosen(shared_server):
+    answer = shared_server.chat("notes", TEXT, logprobs=True, top_logprobs=4)
+    entries = answer["choices"][0]["logprobs"]["content"]
+    assert len(entries) == answer["usage"]["completion_tokens"] == 12
+    assert "".join(entry["token"] for entry in entries) == text(answer)
+    for entry in entries:
+        tops = entry["top_logprobs"]
+        assert len(tops) == 4 and tops[0]["token"] == entry["token"]
+        scores = [top["logprob"] for top in tops]
+        assert scores == sorted(scores, reverse=True) and scores[0] == entry["logprob"] <= 0
+        assert bytes(entry["bytes"]).decode() == entry["token"]
+    plain = shared_server.chat("notes", TEXT, logprobs=True)["choices"][0]["logprobs"]["content"]
+    assert [entry["top_logprobs"] for entry in plain] == [[]] * 12
+
+
+def test_text_completions_of_several_prompts_and_choices(shared_server):
+    alone = [complete(shared_server, prompt)[0]["text"] for prompt in ("def", TEXT)]
+    assert alone[0] != alone[1]
+    choices = complete(shared_server, ["def", TEXT], n=2)
+    assert [choice["text"] for choice in choices] == [alone[0]] * 2 + [alone[1]] * 2
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    echoed = complete(shared_server, TEXT, echo=True, logprobs=2)[0]
+    assert echoed["text"] == TEXT + alone[1]
+    logprobs = echoed["logprobs"]
+    assert "".join(logprobs["tokens"]) == alone[1]
+    assert [len(top) for top in logprobs["top_logprobs"]] == [2] * 8
+    for token, score, top in zip(
+        logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
+    ):
+        assert top[token] == score
+    body = completion_body(echo=True, logprobs=2)
+    parts = [chunk["choices"][0] for chunk in shared_server.events(COMPLETIONS, body)]
+    assert "".join(part["text"] for part in parts) == echoed["text"]
+    streamed = [part["logprobs"] for part in parts if part["logprobs"]]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [item for part in streamed for item in part[name]] == logprobs[name]
+    offset = logprobs["text_offset"][3]
+    assert echoed["text"][offset:].startswith(logprobs["tokens"][3])
+
+
+def test_stop_strings_and_lengths(shared_server):
+    whole = complete(shared_server)[0]
+    assert whole["finish_reason"] == "length"
+    stop = whole["text"][6:9]
+    for stops in (stop, ["never there", stop]):
+        (choice,) = complete(shared_server, stop=stops)
+        assert choice["finish_reason"] == "stop"
+        assert choice["text"] == whole["text"].partition(stop)[0]
+    assert whole["text"].startswith(complete(shared_server, max_tokens=1)[0]["text"])
+
+
+def test_a_seed_gives_the_same_text_in_a_batch_and_alone(shared_server):
+    sampled = {"temperature": 1, "seed": 11, "max_tokens": 10}
+    (alone,) = complete(shared_server, **sampled)
+    assert complete(shared_server, **sampled) == [alone]
+    batch = complete(shared_server, ["def", "It was a fine day", "def"], **sampled)
+    second = complete(shared_server, [TEXT] * 3, **sampled)
+    assert second[0]["text"] == alone["text"] and len(batch) == 3
+    assert len({choice["text"] for choice in second}) > 1  # each choice has a seed of its own
+    assert complete(shared_server, **sampled | {"seed": 12})[0]["text"] != alone["text"]
+    unseeded = {complete(shared_server, temperature=1)[0]["text"] for _ in range(4)}
+    assert len(unseeded) > 1
+
+
+def test_answers_have_as_many_tokens_as_the_server_says(generator, shelf):
+    with Running(generator, shelf, max_tokens=5) as server:
+        body = completion_body("It was a fine day", logit_bias={"5": 100})
+        del body["max_tokens"]
+        _, answer = server.json("POST", COMPLETIONS, body)
+        assert answer["usage"]["completion_tokens"] == 5
+
+
+def test_answers_are_json(shared_server):
+    answer = shared_server.chat(
+        "notes",
+        TEXT,
+        response_format={"type": "json_object"},
+        temperature=1,
+        seed=2,
+        max_tokens=200,
+    )
+    assert isinstance(json.loads(text(answer)), dict)
+
+
+def test_answers_obey_a_schema(shared_server):
+    schema = {
+        "type": "object",
+        "properties": {"name": {"enum": ["list", "tuple"]}, "count": {"type": "integer"}},
+        "required": ["name", "count"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
+    sampled = {"temperature": 1, "seed": 3, "max_tokens": 200}
+    whole = shared_server.chat("notes", TEXT, response_format=form, **sampled)
+    content = json.loads(text(whole))
+    assert set(content) == {"name", "count"} and isinstance(content["count"], int)
+    assert content["name"] in ("list", "tuple")
+    chunks = shared_server.events(CHAT, chat_body(response_format=form, **sampled))
+    pieces = [c["delta"].get("content", "") for chunk in chunks for c in chunk["choices"]]
+    assert "".join(pieces) == text(whole)
+
+
+def test_biases_and_penalties_change_the_text(shared_server):
+    (forced,) = complete(shared_server, logit_bias={"5": 100}, logprobs=0)
+    assert len(set(forced["logprobs"]["tokens"])) == 1
+    plain = complete(shared_server, "a a a a a a")
+    for penalty in ({"frequency_penalty": 2}, {"presence_penalty": 2}, {"repetition_penalty": 10}):
+        assert complete(shared_server, "a a a a a a", **penalty) != plain
+
+
+def test_tools_reach_the_template(shared_server):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    plain = shared_server.chat("notes", TEXT)["usage"]["prompt_tokens"]
+    assert shared_server.chat("notes", TEXT, tools=[tool])["usage"]["prompt_tokens"] > plain
+    none = shared_server.chat("notes", TEXT, tools=[tool], tool_choice="none")
+    assert none["usage"]["prompt_tokens"] == plain
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    turns = [
+        {"role": "developer", "content": [{"type": "text", "text": "Be kind."}]},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "1"},
+    ]
+    status, answer = shared_server.json("POST", CHAT, chat_body(messages=turns, tools=[tool]))
+    assert status == 200 and answer["usage"]["prompt_tokens"] > plain
+
+
+def test_a_template_without_tools_rejects_them(shared_server, monkeypatch):
+    tokenizer = shared_server.worker.base.tokenizer
+    monkeypatch.setattr(type(tokenizer), "has_tool_calling", property(lambda _: False))
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    status, answer = shared_server.json("POST", CHAT, chat_body(tools=tools))
+    assert (status, answer["error"]["param"]) == (400, "tools")
+    assert shared_server.json("POST", CHAT, chat_body(tools=tools, tool_choice="none"))[0] == 200
+
+
+def test_weighted_sums_are_models(shared_server):
+    assert text(shared_server.chat("notes:1", TEXT)) == text(shared_server.chat("notes", TEXT))
+    assert text(shared_server.chat("notes+law:0.5", TEXT))
+
+
+def test_packs_tell_what_they_are(shared_server):
+    _, answer = shared_server.json("GET", "/v1/packs")
+    packs = {pack["name"]: pack for pack in answer["data"]}
+    assert answer["base"] == "tiny" and set(packs) == set(NAMES)
+    assert packs["notes"]["ranks"] == [4] and packs["notes"]["source"] == "notes"
+    assert len(packs["law"]["sha256"]) == 64 and packs["law"]["parameters"] > 0
+
+
+def test_health_and_metrics_count_requests(shared_server):
+    assert shared_server.json("GET", "/health") == (
+        200,
+        {"status": "ok", "running": 0, "waiting": 0},
+    )
+
+    def values() -> dict:
+        status, headers, body = shared_server.request("GET", "/metrics")
+        assert status == 200 and headers["content-type"].startswith("text/plain")
+        families = text_string_to_metric_families(body.decode())
+        samples = [sample for family in families for sample in family.samples]
+        return {(s.name, *sorted(s.labels.items())): s.value for s in samples}
+
+    before = values()
+    shared_server.chat("base", TEXT)
+    shared_server.json("GET", "/v1/models/other")
+    shared_server.json("GET", "/nowhere/" + "x" * 50)
+    after = values()
+
+    def more(*key) -> float:
+        return after.get(key, 0) - before.get(key, 0)
+
+    name = "mlx_packs_requests_total"
+    assert more(name, ("route", CHAT), ("status", "200")) == 1
+    assert more(name, ("route", "/v1/models/{name:path}"), ("status", "404")) == 1
+    assert more(name, ("route", "other"), ("status", "404")) == 1
+    assert more("mlx_packs_tokens", ("kind", "generated")) == 12
+    assert more("mlx_packs_steps") >= 12 and after["mlx_packs_packs",] == 3
+    assert more("mlx_packs_request_seconds_count") == 4  # and the metrics before
+
+
+def test_the_page_brings_its_rules(shared_server):
+    status, headers, body = shared_server.request("GET", "/")
+    assert status == 200 and body.startswith(b"<!doctype html>")
+    assert "default-src 'none'" in headers["content-security-policy"]
+
+
+def test_a_key_opens_all_but_the_page_and_the_health(shared_server, monkeypatch):
+    with Running(shared_server.worker, api_key="sécret") as server:
+        for path in ("/", "/health"):
+            assert server.request("GET", path)[0] == 200
+        routes = [("GET", "/v1/models"), ("GET", "/metrics"), ("DELETE", "/v1/packs/notes")]
+        routes += [("POST", CHAT), ("GET", "/nowhere"), ("POST", "/v1/packs")]
+        for given in (None, "Bearer", "Bearer wrong", "sécret", "Basic sécret", "Bearer sécre"):
+            headers = {} if given is None else {"Authorization": given.encode()}
+            for method, path in routes:
+                status, answer_headers, body = server.request(method, path, None, headers)
+                assert (status, answer_headers["www-authenticate"]) == (401, "Bearer")
+                assert json.loads(body)["error"]["type"] == "authentication_error"
+        for scheme in ("Bearer", "bearer"):
+            headers = {"Authorization": f"{scheme} sécret".encode()}
+            assert server.request("GET", "/v1/models", None, headers)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:80", "127.0.0.1:1", "[::1]", "[::1]:8080"]
+)
+def test_names_of_this_machine_are_answered(shared_server, host):
+    assert shared_server.request("GET", "/v1/models", headers={"Host": host})[0] == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["example.org", "127.0.0.1.example.org", "localhost.example.org:80", "", "[::2]:80", "::1"]
+    + ["127.0.0.1@example.org", "[::1", "localhost example.org", "10.0.0.1"],
+)
+def test_names_of_other_machines_are_rejected(shared_server, host):
+    status, answer = shared_server.json("GET", "/v1/models", Host=host)
+    assert status == 403 and set(answer["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_server_for_other_machines_answers_to_any_name(shared_server):
+    with Running(shared_server.worker, host="0.0.0.0") as server:
+        assert server.request("GET", "/v1/models", headers={"Host": "example.org"})[0] == 200
