@@ -222,11 +222,12 @@ class Generator(Worker):
             )
         tokens = len(request.prompt) + request.max_tokens
         if tokens > self.limits.context:
+            field = "messages" if request.after is None else "prompt"
             raise PackError(
-                f"messages: the prompt has {len(request.prompt)} tokens, and with max_tokens "
+                f"{field}: the prompt has {len(request.prompt)} tokens, and with max_tokens "
                 f"{request.max_tokens} that is {tokens}, but the context of {self.base.name} is "
                 f"{self.limits.context}. Shorten the prompt or lower max_tokens.",
-                flag="messages",
+                flag=field,
             )
         if (need := self.kv_bytes(1, tokens)) > self.limits.kv_bytes:
             raise PackError(

@@ -232,7 +232,7 @@ def parsed(kind: type[_Strict], body: bytes) -> Any:
         return kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
+        where = ".".join(str(part) for part in first["loc"])[:100]
         reason = first["msg"].removeprefix("Value error, ")
         if first["type"] == "extra_forbidden":
             reason = "is not supported here. Leave it out."

@@ -1,0 +1,334 @@
+"""Requests that are wrong, hostile or given up: an error in OpenAI's form, and the server goes on."""
+
+import http.client
+import json
+import re
+import socket
+
+import pytest
+
+from mlx_packs.serving.generation import Generator, Limits
+from tests.helpers.serving import SECONDS, Running, until
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "user", "content": "The list"}]
+BODY = {"model": "notes", "messages": MESSAGES, "max_tokens": 4, "temperature": 0}
+TEXT = {"model": "notes", "prompt": "The list", "max_tokens": 4}
+LONG = {"model": "notes", "prompt": "It was", "max_tokens": 2000, "logit_bias": {"5": 100}}
+JSON = {"Content-Type": "application/json"}
+
+
+def check(answer: bytes | dict) -> dict:
+    """Assert that an error has OpenAI's form, and neither a traceback nor a folder; the error."""
+    answer = answer if isinstance(answer, dict) else json.loads(answer)
+    assert set(answer) == {"error"}
+    error = answer["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str) and error["message"]
+    assert isinstance(error["type"], str) and error["type"].endswith(("_error", "_too_large"))
+    assert not re.search(r"Traceback|\.py\b|File \"|/(tmp|home|root|usr|Users)/", error["message"])
+    assert len(error["message"]) < 2000
+    return error
+
+
+def rejected(server, path: str, body: object, status: int = 400, **headers: str) -> dict:
+    """The error of a POST, after which the server still answers."""
+    code, _, answer = server.request("POST", path, body, headers)
+    assert code == status, answer
+    return check(answer)
+
+
+def test_an_unknown_model_names_those_that_are_known(shared_server):
+    for path, body in ((CHAT, BODY), (COMPLETIONS, TEXT)):
+        for options in ({}, {"stream": True}, {"n": 2}):
+            error = rejected(shared_server, path, body | options | {"model": "other"}, 404)
+            assert error["param"] == "model" and error["code"] == "not-found"
+            for name in ("other", "base", "notes", "law", "med"):
+                assert name in error["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b"5",
+        b'"text"',
+        b"{}",
+        b"\xff\xfe",
+        b'{"model": "notes", "messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"model": "notes", "messages": [{"role": "user", "content": "\xed\xa0\x80"}]}',
+        b'{"model": "notes\xff", "messages": []}',
+        b'{"a":' * 100_000,
+        b"[" * 100_000 + b"]" * 100_000,
+        b'{"model": "notes", "max_tokens": ' + b"9" * 5000 + b"}",
+        json.dumps(BODY).encode() + b"x",
+        b'\xef\xbb\xbf{"model": "notes"}',
+    ],
+    ids=lambda body: repr(body[:40]),
+)
+def test_what_is_not_the_json_of_a_request(shared_server, body):
+    for path in (CHAT, COMPLETIONS, "/v1/packs"):
+        rejected(shared_server, path, body)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model", 5),
+        ("model", ""),
+        ("model", "x" * 2000),
+        ("messages", []),
+        ("messages", "text"),
+        ("messages", [{"role": "nobody", "content": "a"}]),
+        ("messages", [{"role": "user", "content": 5}]),
+        ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]),
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("max_tokens", 1.5),
+        ("max_tokens", "5"),
+        ("max_tokens", True),
+        ("max_tokens", 10**30),
+        ("temperature", -0.1),
+        ("temperature", 2.1),
+        ("temperature", "1"),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("top_k", -1),
+        ("min_p", 1),
+        ("repetition_penalty", 0),
+        ("frequency_penalty", 3),
+        ("presence_penalty", float("-inf")),
+        ("logit_bias", {"5": 101}),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {"4096": 1}),
+        ("logit_bias", {"9" * 5000: 1}),
+        ("logit_bias", {str(i): 1 for i in range(1025)}),
+        ("seed", 2**63),
+        ("seed", 10**400),
+        ("stop", ["x"] * 10_000),
+        ("stop", ""),
+        ("stop", [""]),
+        ("stop", "x" * 1025),
+        ("n", 0),
+        ("n", 9),
+        ("stream", "yes"),
+        ("stream_options", {"include": True}),
+        ("logprobs", 5),
+        ("top_logprobs", 3),
+        ("response_format", {"type": "json_schema"}),
+        ("response_format", {"type": "xml"}),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}),
+        ("tools", [{"type": "function"}]),
+        ("tools", [{"type": "code"}]),
+        ("tool_choice", "required"),
+        ("chat_template_kwargs", {"messages": []}),
+        ("functions", []),
+        ("audio", {}),
+        ("x" * 5000, 1),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_wrong_fields_are_named(shared_server, field, value):
+    error = rejected(shared_server, CHAT, BODY | {field: value})
+    if field not in ("stop", "logit_bias", "top_logprobs", "response_format"):
+        assert error["param"].startswith(field[:20]), error
+    assert field[:20] in error["message"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": 5},
+        {"prompt": []},
+        {"prompt": [[5]]},
+        {"prompt": [10**30]},
+        {"prompt": [-1]},
+        {"prompt": ["a", 5]},
+        {"prompt": ["a"] * 65},
+        {"prompt": ""},
+        {"suffix": "x"},
+        {"best_of": 2},
+        {"logprobs": 21},
+        {"logprobs": True},
+        {"messages": MESSAGES},
+    ],
+    ids=str,
+)
+def test_wrong_fields_of_a_text_completion(shared_server, fields):
+    rejected(shared_server, COMPLETIONS, TEXT | fields)
+
+
+def test_texts_with_control_characters_are_texts(shared_server):
+    for text in ("a\0b", "\x1b[31m", "\u202e", "<|im_end|>", "😀" * 10, "\r\n" * 10):
+        messages = [{"role": "user", "content": text, "name": text}]
+        assert shared_server.json("POST", CHAT, BODY | {"messages": messages})[0] == 200
+
+
+def test_a_prompt_beyond_the_context_says_both_numbers(shared_server):
+    error = rejected(shared_server, COMPLETIONS, TEXT | {"prompt": [5] * 2045})
+    assert {"2045", "4", "2048"} <= set(re.findall(r"\d+", error["message"]))
+    assert error["param"] == "prompt"
+    messages = [{"role": "user", "content": "a " * 3000}]
+    error = rejected(shared_server, CHAT, BODY | {"messages": messages, "stream": True})
+    assert error["param"] == "messages"
+
+
+def test_what_the_template_rejects(shared_server, monkeypatch):
+    tokenizer = shared_server.worker.base.tokenizer._tokenizer
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('no such turn') }}")
+    assert "no such turn" in rejected(shared_server, CHAT, BODY)["message"]
+    monkeypatch.setattr(tokenizer, "chat_template", "{% for")
+    rejected(shared_server, CHAT, BODY)
+
+
+def test_a_body_must_be_json_by_its_header(shared_server):
+    data = json.dumps(BODY).encode()
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "application/jsonx", ""):
+        rejected(shared_server, CHAT, data, 415, **{"Content-Type": kind})
+    code, _ = shared_server.json("POST", CHAT, data, **{"Content-Type": "Application/JSON; a=b"})
+    assert code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", CHAT, "POST"),
+        ("PUT", CHAT, "POST"),
+        ("POST", "/v1/models", "GET"),
+        ("DELETE", "/v1/models/notes", "GET"),
+        ("POST", "/health", "GET"),
+        ("GET", "/v1/embeddings", "POST"),
+        ("GET", "/v1/packs/notes", "DELETE"),
+    ],
+)
+def test_wrong_methods(shared_server, method, path, allowed):
+    status, headers, body = shared_server.request(method, path)
+    assert status == 405 and allowed in headers["allow"]
+    check(body)
+
+
+def test_wrong_paths(shared_server):
+    for path in ("/v1", "/v2/models", "/v1/chat", "//", "/v1/models/%ff%00", "/../etc/passwd"):
+        status, _, body = shared_server.request("GET", path)
+        assert status == 404, path
+        check(body)
+
+
+def head(path: str, *lines: str) -> bytes:
+    text = "\r\n".join((f"POST {path} HTTP/1.1", "Host: localhost", *lines))
+    return f"{text}\r\nContent-Type: application/json\r\n\r\n".encode()
+
+
+def answered(connection: socket.socket) -> tuple[int, bytes]:
+    response = http.client.HTTPResponse(connection)
+    response.begin()
+    return response.status, response.read()
+
+
+def test_a_large_body_is_not_read(shared_server):
+    with socket.create_connection(("127.0.0.1", shared_server.port), SECONDS) as connection:
+        connection.sendall(head(CHAT, "Content-Length: 104857600"))
+        status, body = answered(connection)
+    assert status == 413
+    check(body)
+
+
+def test_a_large_body_without_a_length_is_not_read_to_its_end(shared_server):
+    with socket.create_connection(("127.0.0.1", shared_server.port), SECONDS) as connection:
+        connection.sendall(head(CHAT, "Transfer-Encoding: chunked"))
+        chunk = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
+        for _ in range(10):  # of 1 MiB each; there is no end of it
+            connection.sendall(chunk)
+        status, body = answered(connection)
+    assert status == 413
+    check(body)
+    assert shared_server.json("GET", "/health")[0] == 200
+
+
+def test_a_body_of_another_length_than_its_header(shared_server):
+    for length in ("5", "-1", "x", "1e3", "99999999999999999999999"):
+        with socket.create_connection(("127.0.0.1", shared_server.port), SECONDS) as connection:
+            connection.sendall(head(CHAT, f"Content-Length: {length}") + b'{"model": 5}')
+            status, _ = answered(connection)
+        assert status in (400, 413)
+
+
+@pytest.fixture
+def narrow(shared_tiny, shelf):
+    """A server that computes one request at a time, and lets two wait."""
+    worker = Generator(shared_tiny, Limits(1, 2, 64 << 20, 64, 2048))
+    worker.start()
+    with Running(worker, shelf) as running:
+        yield running
+    worker.close(0.0)
+
+
+def begin(server, body: dict, path: str = COMPLETIONS) -> socket.socket:
+    """Send a request without waiting for its answer."""
+    data = json.dumps(body).encode()
+    connection = socket.create_connection(("127.0.0.1", server.port), SECONDS)
+    connection.sendall(head(path, f"Content-Length: {len(data)}") + data)
+    return connection
+
+
+def test_clients_that_go_take_their_requests_with_them(narrow):
+    worker = narrow.worker
+    for options in ({"stream": True}, {}):
+        running = begin(narrow, LONG | options)
+        until(lambda: worker.counts == (1, 0))
+        waiting = begin(narrow, LONG | options)
+        until(lambda: worker.counts == (1, 1))
+        waiting.close()  # while it waits in the queue
+        until(lambda: worker.counts == (1, 0))
+        if options:
+            assert b"200" in running.recv(4096)
+        running.close()  # in the middle of its text
+        until(lambda: worker.counts == (0, 0))
+        choice = narrow.chat("notes", "The list", n=2)["choices"][0]
+        assert choice["message"]["content"]
+
+
+def test_more_than_the_queue_holds_is_told_when_to_come_again(narrow):
+    worker = narrow.worker
+    connections = []
+    for n in range(3):
+        connections.append(begin(narrow, LONG))
+        until(lambda n=n: worker.counts == (1, n))
+    status, headers, body = narrow.request("POST", COMPLETIONS, TEXT)
+    assert status == 429 and 1 <= int(headers["retry-after"]) < 3600
+    assert check(body)["type"] == "rate_limit_error"
+    assert narrow.json("GET", "/health")[1] == {"status": "ok", "running": 1, "waiting": 2}
+    for connection in connections:
+        connection.close()
+    until(lambda: worker.counts == (0, 0))
+    status, _, body = narrow.request("POST", COMPLETIONS, TEXT | {"n": 4})
+    assert status == 429  # more choices than have a place at once
+    until(lambda: worker.counts == (0, 0))
+
+
+def test_an_error_in_the_middle_of_a_stream_is_an_event(narrow, monkeypatch):
+    def fails():
+        raise RuntimeError("secret of /root/file.py")
+
+    with begin(narrow, LONG | {"stream": True}) as connection:
+        reader = connection.makefile("rb")
+        while not reader.readline().startswith(b"data: "):
+            pass
+        monkeypatch.setattr(narrow.worker._generator, "next", fails)
+        rest = b"".join(iter(reader.readline, b"0\r\n"))
+    events = [line for line in rest.splitlines() if line.startswith(b"data: ")]
+    assert check(events[-1].removeprefix(b"data: "))["type"] == "server_error"
+    assert b"[DONE]" not in rest
+    assert narrow.json("POST", COMPLETIONS, TEXT)[0] == 200
+
+
+def test_a_request_that_takes_too_long(generator):
+    with Running(generator, request_seconds=0.3) as server:
+        error = rejected(server, COMPLETIONS, LONG | {"model": "base"}, 504)
+        assert error["type"] == "timeout_error"
+        until(lambda: generator.counts == (0, 0))
