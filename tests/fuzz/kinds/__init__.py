@@ -9,6 +9,7 @@ from tests.fuzz.kinds.base_rec import BaseRec
 from tests.fuzz.kinds.base_st import BaseSt
 from tests.fuzz.kinds.base_tok import BaseTok
 from tests.fuzz.kinds.ckpt import CkptKind
+from tests.fuzz.kinds.http import BodyKind, RawKind
 from tests.fuzz.kinds.hub import HubKind
 from tests.fuzz.kinds.imports import ImportKind
 from tests.fuzz.kinds.jsonl import JsonlKind
@@ -17,5 +18,6 @@ from tests.fuzz.kinds.recipes import YamlKind
 from tests.fuzz.kinds.tables import TableKind
 
 _BASES = (BaseBnb, BaseConfig, BaseDense, BaseEnc, BaseRec, BaseSt, BaseTok)
-_KINDS = (*_BASES, CkptKind, HubKind, ImportKind, JsonlKind, PackKind, TableKind, YamlKind)
+_FILES = (CkptKind, ImportKind, JsonlKind, PackKind, TableKind, YamlKind)
+_KINDS = (*_BASES, *_FILES, HubKind, BodyKind, RawKind)
 KINDS: dict[str, type[Kind]] = {kind.name: kind for kind in _KINDS}
