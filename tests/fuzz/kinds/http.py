@@ -281,6 +281,8 @@ class RawKind(_Served):
 
 def _is_answered(data: bytes) -> bool:
     """Return whether a server that has read so much answers, instead of waiting for more."""
+    if not data:
+        return False
     reader = h11.Connection(h11.SERVER, _HEAD_BYTES)
     reader.receive_data(data)
     try:
