@@ -1,10 +1,13 @@
 """`packs serve`: many packs over one base, for clients of the OpenAI API."""
 
+import asyncio
 import logging
 import socket
+from collections.abc import Awaitable, Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,7 +20,9 @@ if TYPE_CHECKING:
     from ..packs.base import Base
     from ..packs.pack import Pack
     from ..serving.generation import Limits
+    from ..serving.worker import Worker
 
+_GRACE_SECONDS = 3  # that requests have to end after Ctrl-C
 _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance")
 
 
@@ -169,9 +174,10 @@ def _named(texts: tuple[str, ...]) -> "dict[str, Pack]":
     packs: dict[str, Pack] = {}
     for text in texts:
         name, sign, source = text.partition("=")
-        if not sign or Path(text).expanduser().is_dir():
-            source = text
-            name = Path(text).expanduser().resolve().name if Path(text).exists() else text
+        folder = Path(text).expanduser()
+        if not sign or folder.is_dir():
+            name, source = folder.resolve().name if folder.exists() else text, text
+        pack = Pack.open(source)
         check_name(name)
         if name in packs:
             raise PackError(
@@ -179,7 +185,7 @@ def _named(texts: tuple[str, ...]) -> "dict[str, Pack]":
                 f"--pack NAME={source}.",
                 "conflict",
             )
-        packs[name] = Pack.open(source)
+        packs[name] = pack
     return packs
 
 
@@ -251,12 +257,22 @@ def _run(
             log_level="warning",
             access_log=False,
             timeout_keep_alive=30,
-            timeout_graceful_shutdown=30,
+            timeout_graceful_shutdown=_GRACE_SECONDS + 1,
             server_header=False,
         )
-        uvicorn.Server(config).run(sockets=[listening])
+        server = uvicorn.Server(config)
+        server.shutdown = partial(_end, worker, server.shutdown)  # type: ignore[method-assign]
+        server.run(sockets=[listening])
     finally:
         worker.close(0.0)
+
+
+async def _end(worker: "Worker", shutdown: Callable[..., Awaitable[None]], **options: Any) -> None:
+    """Let requests end for a while, and tell the others that they do, before connections close."""
+    await asyncio.gather(
+        asyncio.to_thread(worker.close, _GRACE_SECONDS),
+        shutdown(**options),
+    )
 
 
 class _Log(logging.Handler):
