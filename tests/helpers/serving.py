@@ -1,5 +1,6 @@
 """A server in this process, and requests to it by the standard library alone."""
 
+import asyncio
 import http.client
 import json
 import queue
@@ -50,6 +51,11 @@ class Running:
         self._uvicorn.should_exit = True
         self._thread.join(SECONDS)
         assert not self._thread.is_alive()
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop that answers, which runs in another thread."""
+        return self._uvicorn.servers[0].get_loop()
 
     @property
     def url(self) -> str:
