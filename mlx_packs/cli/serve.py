@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..packs.base import Base
     from ..packs.pack import Pack
     from ..serving.generation import Limits
+    from ..serving.http import ServerSettings
     from ..serving.worker import Worker
 
 _GRACE_SECONDS = 3  # that requests have to end after Ctrl-C
@@ -318,12 +319,14 @@ def _limits(base: "Base", given: dict) -> "Limits":
     )
 
 
-def _announce(names: list[str], listening: socket.socket, settings: "object") -> None:
+def _announce(names: list[str], listening: socket.socket, settings: "ServerSettings") -> None:
+    from ..serving.http import is_loopback
+
     host, port = listening.getsockname()[:2]
     address = f"[{host}]" if ":" in host else host
     echo(f"serving   {', '.join(names)}")
     echo(f"at        http://{address}:{port}/v1 · page http://{address}:{port}/")
-    if host not in ("127.0.0.1", "::1"):
+    if not is_loopback(host):
         key = "a key is needed" if settings.api_key else "no key is needed"
         echo(
             f"warning   Any machine that reaches {host} can use this server, and {key}; requests "

@@ -87,7 +87,7 @@ class Server:
             return prompt, self._prompts.chat_maker(body, prompt, deadline)
 
         prompt, maker = await self._in_thread(prepare)
-        texts = Texts(generator, body.n, maker)
+        texts = _texts(generator, body.n, maker)
 
         def answer() -> ChatAnswer:
             tools = body.tools or ()
@@ -104,7 +104,8 @@ class Server:
         generator = self._generator("/v1/completions")
         prompts = await self._in_thread(lambda: self._prompts.of_texts(body))
         each = [prompt for prompt in prompts for _ in range(body.n)]
-        texts = Texts(generator, len(each), self._prompts.text_maker(body, each, self._deadline()))
+        maker = self._prompts.text_maker(body, each, self._deadline())
+        texts = _texts(generator, len(each), maker)
 
         def answer() -> CompletionAnswer:
             tokenizer, tokens = generator.base.tokenizer, sum(map(len, prompts))
@@ -259,6 +260,15 @@ class Server:
     async def _in_thread(self, function: Callable[[], T]) -> T:
         async with self._tokenizing:
             return await run_in_threadpool(function)
+
+
+def _texts(generator: Generator, count: int, maker: Maker) -> Texts:
+    """Return the texts of a request, unless they are more than can ever wait at once."""
+    if count > (most := generator.limits.waiting):
+        raise PackError(
+            f"n: the request asks for {count} texts, but only {most} may wait.", flag="n"
+        )
+    return Texts(generator, count, maker)
 
 
 async def _result(future: "Future[T]") -> T:

@@ -363,8 +363,8 @@ class Generator(Worker):
         """End the requests of the batch, and begin with an empty one."""
         running, self._running = self._running, {}
         for each in running.values():
-            self.registry.release(each.entry)
             each.request.on_event(Failed(error))
+            self.registry.release(each.entry)
         self._generator.close()
         self._reset()
 

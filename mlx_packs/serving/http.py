@@ -2,6 +2,7 @@
 
 import asyncio
 import hmac
+import ipaddress
 import logging
 import math
 import re
@@ -45,7 +46,6 @@ _KINDS = {
 # The folders of an absolute path in a message, which are no business of clients; routes stay.
 _FOLDERS = re.compile(r"(?<![^\s'\"(])/(?!v1/)(?:[^/\s:'\"]+/)+")
 _OPEN = ("/", "/health")  # without a key
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _BODY_SECONDS = 60.0
 
 
@@ -98,7 +98,7 @@ class Guard:
     def _rejection(self, path: str, headers: Headers) -> Response | None:
         host = headers.get("host", "").rpartition("@")[2]
         name = host[: host.find("]") + 1].strip("[]") if "[" in host else host.partition(":")[0]
-        if self._settings.host in _LOOPBACK and name.lower() not in _LOOPBACK:
+        if is_loopback(self._settings.host) and not is_loopback(name):
             return failure(403, f"Host '{host:.80}': this server answers to this machine alone.")
         key = self._settings.api_key
         scheme, _, given = headers.get("authorization", "").partition(" ")
@@ -108,6 +108,14 @@ class Guard:
             response.headers["WWW-Authenticate"] = "Bearer"
             return response
         return None
+
+
+def is_loopback(name: str) -> bool:
+    """Return whether a host is this machine, and reached by nobody else."""
+    try:
+        return name.lower() == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 def failure(

@@ -25,6 +25,7 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="packs-serve", daemon=True)
         self._closing: float | None = None  # when it must have ended
         self._began: Future[None] = Future()
+        self._has_ended = False
         self.steps = 0
 
     def start(self) -> None:
@@ -44,6 +45,8 @@ class Worker:
     def post(self, function: Callable[[], None]) -> None:
         """Let the thread run a function before its next step; what it raises is logged alone."""
         self._commands.put(function)
+        if self._has_ended:  # nobody else will
+            self._take_commands()
 
     def call(self, function: Callable[[], T]) -> "Future[T]":
         """Let the thread run a function, and return what will have its result or its error."""
@@ -86,10 +89,25 @@ class Worker:
                 self.step()
             except BaseException as error:  # a panic of a library in Rust is no Exception
                 log.exception("A step failed; its requests end with an error.")
-                self.on_failure(exception_of(error))
+                if not self._survives(exception_of(error)):
+                    break
             self.steps += 1
         self._take_commands()
-        self.on_end(PackError("The server is shutting down.", "interrupted"))
+        try:
+            self.on_end(PackError("The server is shutting down.", "interrupted"))
+        except Exception:
+            log.exception("The server could not be put in order at its end.")
+        self._has_ended = True
+        self._take_commands()
+
+    def _survives(self, error: Exception) -> bool:
+        """Return whether the thread can go on after a step that failed."""
+        try:
+            self.on_failure(error)
+        except Exception:
+            log.exception("The server cannot go on after a failed step.")
+            self._closing = time.monotonic()
+        return self._closing is None or self._closing > time.monotonic()
 
     def _take_commands(self) -> None:
         """Run what waits; where there is no other work, wait for it."""

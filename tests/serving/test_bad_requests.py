@@ -306,9 +306,9 @@ def test_more_than_the_queue_holds_is_told_when_to_come_again(narrow):
     for connection in connections:
         connection.close()
     until(lambda: worker.counts == (0, 0))
-    status, _, body = narrow.request("POST", COMPLETIONS, TEXT | {"n": 4})
-    assert status == 429  # more choices than have a place at once
-    until(lambda: worker.counts == (0, 0))
+    assert rejected(narrow, COMPLETIONS, TEXT | {"n": 3})["param"] == "n"  # never has a place
+    assert rejected(narrow, CHAT, BODY | {"n": 3})["param"] == "n"
+    assert narrow.json("POST", COMPLETIONS, TEXT | {"n": 2})[0] == 200
 
 
 def test_an_error_in_the_middle_of_a_stream_is_an_event(narrow, monkeypatch):

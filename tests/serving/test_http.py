@@ -303,6 +303,12 @@ def test_names_of_other_machines_are_rejected(shared_server, host):
     assert status == 403 and set(answer["error"]) == {"message", "type", "param", "code"}
 
 
+def test_another_address_of_this_machine_is_as_safe(shared_server):
+    with Running(shared_server.worker, host="127.0.0.2") as server:
+        assert server.request("GET", "/v1/models", headers={"Host": "127.0.0.2"})[0] == 200
+        assert server.request("GET", "/v1/models", headers={"Host": "example.org"})[0] == 403
+
+
 def test_a_server_for_other_machines_answers_to_any_name(shared_server):
     with Running(shared_server.worker, host="0.0.0.0") as server:
         assert server.request("GET", "/v1/models", headers={"Host": "example.org"})[0] == 200

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from mlx_packs import load_base
 from mlx_packs.serving.embedding import Embedder
-from mlx_packs.serving.generation import Generator, Limits
+from mlx_packs.serving.generation import Generator, Limits, Request
 from tests.helpers.serving import Running, until
 from tests.serving.conftest import NAMES
 
@@ -137,8 +137,11 @@ def test_errors_have_their_class(client, shared_server, shared_tiny, monkeypatch
             long = {"model": "base", "max_tokens": 1900, "logit_bias": {"5": 100}}
             with create(busy, **long, stream=True):
                 until(lambda: worker.counts == (1, 0))
+                waiting = Request("base", [5], 5, lambda _: None)
+                worker.submit(waiting)
                 with pytest.raises(openai.RateLimitError) as caught:
-                    create(busy, **long, n=3)
+                    create(busy, **long)
+                worker.cancel(waiting)
                 assert int(caught.value.response.headers["retry-after"]) >= 1
             until(lambda: worker.counts == (0, 0))
             with pytest.raises(openai.InternalServerError):  # a time limit

@@ -65,6 +65,24 @@ def test_a_panic_in_a_step_ends_its_requests(generator, monkeypatch):
     assert texts_of(generator, [("base", [5, 6], 5)])[0] and generator.is_alive
 
 
+def test_a_worker_that_cannot_go_on_rejects_what_comes(generator, monkeypatch):
+    def fails(*_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(generator._generator, "next", fails)
+    monkeypatch.setattr(generator, "_reset", fails)
+    with Running(generator) as server:
+        body = {"model": "base", "prompt": "a", "max_tokens": 2}
+        assert server.json("POST", "/v1/completions", body)[0] == 500
+        until(lambda: not generator.is_alive)
+        status, headers, _ = server.request("POST", "/v1/completions", body)
+        assert status == 503 and headers["retry-after"]
+        assert server.json("GET", "/health") == (
+            503,
+            {"status": "stopping", "running": 0, "waiting": 0},
+        )
+
+
 def test_embeddings_that_are_given_up_leave_the_others_alone(embedder):
     go_on = threading.Event()
     embedder.post(lambda: go_on.wait(SECONDS))
