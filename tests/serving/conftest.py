@@ -3,11 +3,29 @@
 import pytest
 
 from mlx_packs import load_base
+from mlx_packs.serving import generation
+from mlx_packs.serving.batch import cache_bytes
 from mlx_packs.serving.generation import Generator, Limits
 from tests.helpers.packs import random_pack
 from tests.helpers.serving import Running
 
 NAMES = ("notes", "law", "med")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _measured_once():
+    """Generators measure what a sequence of a model keeps once, which takes as long as most tests."""
+    sizes: dict[int, tuple[object, tuple[int, int]]] = {}
+
+    def measured(batched):
+        model = batched._model  # which stays, so that no other has its id
+        if id(model) not in sizes:
+            sizes[id(model)] = model, cache_bytes(batched)
+        return sizes[id(model)][1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generation, "cache_bytes", measured)
+        yield
 
 
 @pytest.fixture(scope="session")
