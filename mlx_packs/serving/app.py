@@ -80,6 +80,7 @@ class Server:
         """Answer ``/v1/chat/completions``."""
         body: ChatBody = parsed(ChatBody, await read_body(request, self.settings.body_bytes))
         generator = self._generator("/v1/chat/completions")
+        generator.registry.check_model(body.model)  # at once, however many requests wait
         deadline = self._deadline()
 
         def prepare() -> tuple[list[int], Maker]:
@@ -102,6 +103,7 @@ class Server:
             CompletionBody, await read_body(request, self.settings.body_bytes)
         )
         generator = self._generator("/v1/completions")
+        generator.registry.check_model(body.model)
         prompts = await self._in_thread(lambda: self._prompts.of_texts(body))
         each = [prompt for prompt in prompts for _ in range(body.n)]
         maker = self._prompts.text_maker(body, each, self._deadline())
@@ -154,6 +156,7 @@ class Server:
             raise PackError(
                 "/v1/embeddings: the base is a decoder. Serve an encoder.", "unsupported"
             )
+        worker.registry.check_model(body.model)
         texts = [body.input] if isinstance(body.input, str) else body.input
         model = worker.base.model
         if not 0 < len(texts) <= _MAX_TEXTS or not all(texts):

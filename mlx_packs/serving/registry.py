@@ -35,7 +35,7 @@ class Entry:
 
 @dataclass
 class PackRegistry:
-    """Names and packs; only the thread that computes may call it, but for `names`."""
+    """Names and packs; only the thread that computes may call it, where nothing else is said."""
 
     slots: PackSlots
     _entries: dict[str, Entry] = field(default_factory=dict)
@@ -76,6 +76,12 @@ class PackRegistry:
             raise PackError("base: is not a pack.", "conflict", "name")
         self._retire(self._entry(name))
         del self._entries[name]
+
+    def check_model(self, model: str) -> None:
+        """Raise a PackError unless a model can be leased now; any thread may call it."""
+        if model not in self._entries:
+            for name, _ in parts_of(model):
+                self._entry(name)
 
     def lease(self, model: str) -> Entry:
         """Return what a request for a model computes with, until `release`.

@@ -302,6 +302,7 @@ def test_more_than_the_queue_holds_is_told_when_to_come_again(narrow):
     status, headers, body = narrow.request("POST", COMPLETIONS, TEXT)
     assert status == 429 and 1 <= int(headers["retry-after"]) < 3600
     assert check(body)["type"] == "rate_limit_error"
+    rejected(narrow, COMPLETIONS, TEXT | {"model": "other"}, 404)  # which need not come again
     assert narrow.json("GET", "/health")[1] == {"status": "ok", "running": 1, "waiting": 2}
     for connection in connections:
         connection.close()
