@@ -288,9 +288,12 @@ def _call(written: Any) -> dict[str, Any]:
     name, arguments = written["name"], written["arguments"]
     if not isinstance(name, str):
         raise TypeError("the name of a function is a text")
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    identity = str(written.get("id") or new_id("call"))
+    (identity + name + arguments).encode()  # half a surrogate pair cannot be sent
     return {
-        "id": str(written.get("id") or new_id("call")),
+        "id": identity,
         "type": "function",
-        "function": {"name": name, "arguments": text},
+        "function": {"name": name, "arguments": arguments},
     }

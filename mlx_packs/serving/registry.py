@@ -1,6 +1,7 @@
 """The packs that are served, by name, and which of them requests still use."""
 
 import itertools
+import math
 import re
 from dataclasses import dataclass, field
 
@@ -142,8 +143,8 @@ class PackRegistry:
             raise PackError(f"model '{model}': base has no adapters to add.", flag="model")
         pack = weighted_sum([(entry.pack, weight) for entry, weight in entries])
         idle = [name for name, entry in self._sums.items() if entry.users == 0]
-        if len(self._sums) >= _SUMS and idle:
-            self._retire(self._sums.pop(idle[0]))
+        for name in idle[: max(0, len(self._sums) - _SUMS + 1)]:
+            self._retire(self._sums.pop(name))
         entry = self._load(model, pack)
         pack.tensors = {}  # they are in the slot, and nothing is summed from a sum
         self._sums[model] = entry
@@ -166,12 +167,16 @@ def parts_of(model: str) -> list[tuple[str, float]]:
     for text in model.split("+"):
         name, colon, weight = text.partition(":")
         try:
-            parts.append((name.strip(), float(weight) if colon else 1.0))
+            value = float(weight) if colon else 1.0
         except ValueError:
+            value = math.nan
+        if not math.isfinite(value) or value == 0:
             raise PackError(
-                f"model '{model:.140}': the weight of {name} must be a number, as in {name}:0.3.",
+                f"model '{model:.140}': the weight of {name:.140} must be a number other than 0, "
+                "as in notes:0.3.",
                 flag="model",
-            ) from None
+            )
+        parts.append((name.strip(), value))
     if len(parts) > _PARTS:
         raise PackError(f"model: adds {len(parts)} packs, and {_PARTS} is the most.", flag="model")
     return parts

@@ -4,12 +4,14 @@ import http.client
 import json
 import re
 import socket
+from pathlib import Path
 
 import pytest
 
 from mlx_packs.serving.generation import Generator, Limits
 from tests.helpers.serving import SECONDS, Running, until
 
+ROOT = Path(__file__).parents[2]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "The list"}]
 BODY = {"model": "notes", "messages": MESSAGES, "max_tokens": 4, "temperature": 0}
@@ -27,7 +29,7 @@ def check(answer: bytes | dict) -> dict:
     assert isinstance(error["message"], str) and error["message"]
     assert isinstance(error["type"], str) and error["type"].endswith(("_error", "_too_large"))
     assert not re.search(r"Traceback|\.py\b|File \"|/(tmp|home|root|usr|Users)/", error["message"])
-    assert len(error["message"]) < 2000
+    assert str(ROOT) not in error["message"] and len(error["message"]) < 2000
     return error
 
 
@@ -45,6 +47,13 @@ def test_an_unknown_model_names_those_that_are_known(shared_server):
             assert error["param"] == "model" and error["code"] == "not-found"
             for name in ("other", "base", "notes", "law", "med"):
                 assert name in error["message"]
+
+
+@pytest.mark.parametrize("weight", ["inf", "nan", "0", "x", "", "1e999", "0.5:1"])
+def test_weights_of_a_sum_are_numbers(shared_server, weight):
+    for model in (f"notes:{weight}", f"notes+law:{weight}"):
+        assert rejected(shared_server, CHAT, BODY | {"model": model})["param"] == "model"
+    assert shared_server.json("GET", "/v1/models")[0] == 200
 
 
 @pytest.mark.parametrize(

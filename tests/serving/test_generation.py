@@ -138,6 +138,21 @@ def test_sums_that_nobody_uses_make_room(generator, shelf):
     assert len(sums) == 8 and sums[-1] == "notes+law:0.9"
 
 
+def test_sums_that_were_used_all_at_once_make_room_later(generator, shelf):
+    registry = with_packs(generator, shelf).registry
+
+    def use():
+        entries = [registry.lease(f"notes+law:0.{i}") for i in range(1, 10)]
+        entries += [registry.lease(f"notes+law:1.{i}") for i in range(1, 4)]
+        assert len(registry._sums) == 12
+        for entry in entries:
+            registry.release(entry)
+        registry.release(registry.lease("notes+law:2"))
+        return len(registry._sums), sum(e is not None for e in registry.slots._loaded)
+
+    assert generator.call(use).result() == (8, 11)
+
+
 def test_keys_and_values_wait_for_room(shared_tiny):
     """With room for two requests, ten are computed two at a time."""
     one = Generator(shared_tiny, Limits(8, 64, 1 << 30, 64, 2048))

@@ -89,6 +89,8 @@ def answers(writer, tools=(WEATHER,)) -> tuple[dict, list[dict]]:
 def check(writer, tools=(WEATHER,)) -> dict:
     """The choice of the whole answer, which the stream says too."""
     whole, chunks = answers(writer, tools)
+    for answer in (whole, *chunks):
+        json.dumps(answer, allow_nan=False, ensure_ascii=False).encode()
     (choice,) = whole["choices"]
     message, joined, calls = choice["message"], {"content": "", "reasoning_content": ""}, []
     for chunk in chunks[:-1]:
@@ -143,7 +145,10 @@ def test_a_call_as_python_writes_it():
         "{",
         "",
         "[" * 5_000,
-        '{"name": "weather", "arguments": {"a": NaN, "b": "\\ud800"}',
+        '{"name": "weather", "arguments": {"a": NaN}}',
+        '{"name": "weather", "arguments": {"a": "\\ud800"}}',
+        '{"name": "\\ud800", "arguments": {}}',
+        '{"name": "weather", "arguments": "\\ud800"}',
     ],
     ids=lambda written: written[:20],
 )
