@@ -133,7 +133,7 @@ def test_errors_have_their_class(client, shared_server, shared_tiny, monkeypatch
     worker = Generator(shared_tiny, Limits(1, 1, 64 << 20, 64, 2048))
     worker.start()
     try:
-        with Running(worker, request_seconds=1.0) as narrow, client_of(narrow) as busy:
+        with Running(worker) as narrow, client_of(narrow) as busy:
             long = {"model": "base", "max_tokens": 1900, "logit_bias": {"5": 100}}
             with create(busy, **long, stream=True):
                 until(lambda: worker.counts == (1, 0))
@@ -144,8 +144,9 @@ def test_errors_have_their_class(client, shared_server, shared_tiny, monkeypatch
                 worker.cancel(waiting)
                 assert int(caught.value.response.headers["retry-after"]) >= 1
             until(lambda: worker.counts == (0, 0))
-            with pytest.raises(openai.InternalServerError):  # a time limit
-                create(busy, **long)
+        with Running(worker, request_seconds=0.3) as hasty, client_of(hasty) as late:
+            with pytest.raises(openai.InternalServerError):
+                create(late, **long)
     finally:
         worker.close(0.0)
 
