@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .. import signals
 from ..errors import PackError
 from ..terminal import echo, printable
 from . import options
 from .options import option
 
 if TYPE_CHECKING:
+    import uvicorn
+
     from ..packs.base import Base
     from ..packs.pack import Pack
     from ..serving.generation import Limits
@@ -263,9 +266,24 @@ def _run(
         )
         server = uvicorn.Server(config)
         server.shutdown = partial(_end, worker, server.shutdown)  # type: ignore[method-assign]
-        server.run(sockets=[listening])
+        _run_until_signalled(server, listening)
     finally:
         worker.close(0.0)
+
+
+def _run_until_signalled(server: "uvicorn.Server", listening: socket.socket) -> None:
+    """Serve; the first signal lets the server end in order, and is raised then."""
+    caught: list[int] = []
+
+    def end(number: int, _: object = None) -> None:
+        caught.append(number)
+        server.should_exit = True
+
+    server.handle_exit = end  # type: ignore[method-assign]  # of uvicorn, which knows no SIGHUP
+    with signals.forwarded(end):
+        server.run(sockets=[listening])
+    if caught:
+        raise signals.Signalled(caught[0])
 
 
 async def _end(worker: "Worker", shutdown: Callable[..., Awaitable[None]], **options: Any) -> None:

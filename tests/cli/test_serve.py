@@ -91,7 +91,12 @@ def test_it_announces_its_address_and_answers_until_ctrl_c(folder):
     assert "Traceback" not in err and err.splitlines()[-1].startswith("packs: ")
 
 
-def test_sigterm_ends_it_while_a_client_still_reads(folder):
+@pytest.mark.parametrize(
+    ("numbers", "code"),
+    [((signal.SIGTERM,), 143), ((signal.SIGHUP, signal.SIGINT), 129)],
+    ids=["SIGTERM", "SIGHUP and Ctrl-C"],
+)
+def test_signals_end_it_while_a_client_still_reads(folder, numbers, code):
     body = {"model": "base", "prompt": "a", "max_tokens": 4000, "stream": True}
     body["logit_bias"] = {"5": 100}
     with Process(folder, "--pack", "packs/notes") as server:
@@ -103,12 +108,15 @@ def test_sigterm_ends_it_while_a_client_still_reads(folder):
         connection.request("POST", "/v1/completions", json.dumps(body), headers)
         response = connection.getresponse()
         assert response.status == 200 and response.readline().startswith(b"data: ")
-        code, err, seconds = server.end(signal.SIGTERM)
+        for number in numbers[:-1]:
+            server.process.send_signal(number)
+            time.sleep(0.3)
+        exit_code, err, seconds = server.end(numbers[-1])
         rest = response.read().splitlines()
         idle.close()
         connection.close()
-    assert code == 143 and seconds < SECONDS, err
-    assert "Traceback" not in err
+    assert exit_code == code and seconds < SECONDS, err
+    assert "Traceback" not in err and err.splitlines()[-1].startswith("packs: ")
     (last,) = [line for line in rest if line.startswith(b"data: ")][-1:]
     assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "interrupted"
 
