@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import socket
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from ..serving.http import ServerSettings
     from ..serving.worker import Worker
 
-_GRACE_SECONDS = 3  # that requests have to end after Ctrl-C
 _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance")
 
 
@@ -123,6 +123,14 @@ _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance"
     type=click.FloatRange(1),
     metavar="SECONDS",
     help="Time that a request may take.",
+)
+@option(
+    "--grace",
+    section="Server",
+    default=10.0,
+    type=click.FloatRange(0),
+    metavar="SECONDS",
+    help="Time that running requests have to end after Ctrl-C or SIGTERM.",
 )
 @options.trust_remote_code
 @options.backend
@@ -261,11 +269,11 @@ def _run(
             log_level="warning",
             access_log=False,
             timeout_keep_alive=30,
-            timeout_graceful_shutdown=_GRACE_SECONDS + 1,
+            timeout_graceful_shutdown=math.ceil(given["grace"]) + 1,
             server_header=False,
         )
         server = uvicorn.Server(config)
-        server.shutdown = partial(_end, worker, server.shutdown)  # type: ignore[method-assign]
+        server.shutdown = partial(_end, worker, given["grace"], server.shutdown)  # type: ignore[method-assign]
         _run_until_signalled(server, listening)
     finally:
         worker.close(0.0)
@@ -286,10 +294,12 @@ def _run_until_signalled(server: "uvicorn.Server", listening: socket.socket) -> 
         raise signals.Signalled(caught[0])
 
 
-async def _end(worker: "Worker", shutdown: Callable[..., Awaitable[None]], **options: Any) -> None:
+async def _end(
+    worker: "Worker", grace: float, shutdown: Callable[..., Awaitable[None]], **options: Any
+) -> None:
     """Let requests end for a while, and tell the others that they do, before connections close."""
     await asyncio.gather(
-        asyncio.to_thread(worker.close, _GRACE_SECONDS),
+        asyncio.to_thread(worker.close, grace),
         shutdown(**options),
     )
 

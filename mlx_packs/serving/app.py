@@ -28,7 +28,9 @@ from .generation import Generator
 from .http import (
     EventStream,
     Guard,
+    Handler,
     ServerSettings,
+    answering,
     error_response,
     failure,
     read_body,
@@ -314,26 +316,33 @@ def make_app(server: Server) -> Starlette:
     async def on_late(_: Request, __: Exception) -> Response:
         return failure(504, "The request took too long.")
 
+    get: dict[str, Handler] = {
+        "/": server.page,
+        "/health": server.health,
+        "/metrics": server.read_metrics,
+        "/v1/models": server.models,
+        "/v1/models/{name:path}": server.model,
+        "/v1/packs": server.packs,
+    }
+    post: dict[str, Handler] = {
+        "/v1/packs": server.add_pack,
+        "/v1/chat/completions": server.chat,
+        "/v1/completions": server.complete,
+        "/v1/embeddings": server.embed,
+    }
+    delete: dict[str, Handler] = {"/v1/packs/{name:path}": server.remove_pack}
     routes = [
-        Route("/", server.page),
-        Route("/health", server.health),
-        Route("/metrics", server.read_metrics),
-        Route("/v1/models", server.models),
-        Route("/v1/models/{name:path}", server.model),
-        Route("/v1/packs", server.packs, methods=["GET"]),
-        Route("/v1/packs", server.add_pack, methods=["POST"]),
-        Route("/v1/packs/{name:path}", server.remove_pack, methods=["DELETE"]),
-        Route("/v1/chat/completions", server.chat, methods=["POST"]),
-        Route("/v1/completions", server.complete, methods=["POST"]),
-        Route("/v1/embeddings", server.embed, methods=["POST"]),
+        Route(path, answering(handler), methods=[method])
+        for method, handlers in (("GET", get), ("POST", post), ("DELETE", delete))
+        for path, handler in handlers.items()
     ]
-    handlers: dict[Any, Any] = {
+    on: dict[Any, Any] = {
         PackError: on_error,
         HTTPException: on_error,
         ClientDisconnect: on_gone,
         TimeoutError: on_late,
         Exception: on_error,
     }
-    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+    app = Starlette(routes=routes, exception_handlers=on, lifespan=lifespan)
     app.add_middleware(Guard, settings=server.settings, metrics=server.metrics)
     return app

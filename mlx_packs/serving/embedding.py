@@ -57,7 +57,6 @@ class Embedder(Worker):
         Cancelling it ends the request.
         """
         future: Future[np.ndarray] = Future()
-        future.set_running_or_notify_cancel()  # whoever waits may go; the batch does not notice
         self.post(lambda: self._enqueue(model, list(rows), future))
         return future
 

@@ -23,6 +23,7 @@ from .metrics import Metrics
 from .protocol import error_body
 
 T = TypeVar("T")
+Handler = Callable[[Request], Awaitable[Response]]
 log = logging.getLogger("mlx_packs.serving")
 _STATUS = {
     "not-found": 404,
@@ -141,6 +142,23 @@ def error_response(error: BaseException, retry_after: float = 1.0) -> JSONRespon
     if status in (429, 503):
         response.headers["Retry-After"] = str(max(1, math.ceil(retry_after)))
     return response
+
+
+def answering(handler: Handler) -> Handler:
+    """Return a handler that answers errors of its own with status 500, on the open connection.
+
+    Starlette would raise them again after the answer, and uvicorn then close the connection.
+    """
+
+    async def answered(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except (HTTPException, PackError, ClientDisconnect, TimeoutError):
+            raise  # each has an answer of its own
+        except Exception as error:
+            return error_response(error)
+
+    return answered
 
 
 async def read_body(request: Request, limit: int) -> bytes:

@@ -36,7 +36,17 @@ class Process:
     """`packs serve ARGS` on a free port; it is killed at the end, should it still run."""
 
     def __init__(self, folder, *args: str, **environment: str) -> None:
-        command = [sys.executable, "-m", "mlx_packs.cli.main", "serve", "--port", "0", *args]
+        command = [
+            sys.executable,
+            "-m",
+            "mlx_packs.cli.main",
+            "serve",
+            "--port",
+            "0",
+            "--grace",
+            "3",
+        ]
+        command += args
         self.process = subprocess.Popen(
             command,
             cwd=folder,

@@ -15,13 +15,14 @@ NAMES = ("notes", "law", "med")
 @pytest.fixture(scope="session", autouse=True)
 def _measured_once():
     """Generators measure what a sequence of a model keeps once, which takes as long as most tests."""
-    sizes: dict[int, tuple[object, tuple[int, int]]] = {}
+    sizes: dict[tuple[int, int | None], tuple[object, tuple[int, int]]] = {}
 
     def measured(batched):
         model = batched._model  # which stays, so that no other has its id
-        if id(model) not in sizes:
-            sizes[id(model)] = model, cache_bytes(batched)
-        return sizes[id(model)][1]
+        key = id(model), batched._kv_bits
+        if key not in sizes:
+            sizes[key] = model, cache_bytes(batched)
+        return sizes[key][1]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generation, "cache_bytes", measured)

@@ -342,3 +342,18 @@ def test_a_request_that_takes_too_long(generator):
         error = rejected(server, COMPLETIONS, LONG | {"model": "base"}, 504)
         assert error["type"] == "timeout_error"
         until(lambda: generator.counts == (0, 0))
+
+
+def test_a_connection_outlives_an_error_of_ours(shared_server, monkeypatch, caplog):
+    def fails(name):
+        raise RuntimeError("a defect")
+
+    connection = http.client.HTTPConnection("127.0.0.1", shared_server.port, timeout=SECONDS)
+    monkeypatch.setattr(shared_server.library, "created", fails)
+    for path, status in (("/v1/models", 500), ("/health", 200), ("/v1/models", 500)):
+        connection.request("GET", path)
+        response = connection.getresponse()
+        body = json.loads(response.read())
+        assert response.status == status and "a defect" not in str(body)
+    connection.close()
+    assert "a defect" in caplog.text
