@@ -25,6 +25,7 @@ from .worker import Worker, exception_of
 
 Processor = Callable[[mx.array, mx.array], mx.array]  # tokens so far, logits [1, V] -> logits
 _CACHED_PROMPTS = 64
+_PASSED_OVER = 6  # steps that a free place waits at most
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,7 @@ class Generator(Worker):
         self._model.check_batchable()
         self._waiting: deque[Request] = deque()
         self._running: dict[int, _Running] = {}
+        self._passed_over = 0  # steps that a free place has waited for others
         self._eos = StopSequences([(token,) for token in base.tokenizer.eos_token_ids])
 
     # Called by other threads.
@@ -260,6 +262,16 @@ class Generator(Worker):
             request.on_event(Failed(PackError("The request took too long.", "timeout")))
 
     def _admit(self) -> None:
+        """Give places to requests that wait, where the batch is full to several at a time.
+
+        Each admission takes two forward passes of its own, whether for one request or for several.
+        """
+        free = self.limits.batch_size - len(self._running)
+        together = min(len(self._waiting), self.limits.batch_size // 4)
+        if self._running and free < together and self._passed_over < _PASSED_OVER:
+            self._passed_over += free > 0
+            return
+        self._passed_over = 0
         while self._waiting and len(self._running) < self.limits.batch_size:
             request = self._waiting[0]
             if not self._has_room(request):
