@@ -34,8 +34,8 @@ NAMES = ("a", "b", "c")
 ONE, MANY, ALTERNATING, BASE_TOO = (
     "one pack, 1 at once",
     "one pack, 16 at once",
-    "3 packs in turns, 16 at once",
-    "3 packs and the base in turns, 16 at once",
+    "3 packs alternating, 16 at once",
+    "3 packs and the base alternating, 16 at once",
 )
 SECONDS = 120
 _PEER_PROGRAM = "import mlx_packs.runtime; from mlx_lm.server import main; main()"

@@ -81,7 +81,7 @@ class Load:
     """Requests of one measurement.
 
     Attributes:
-        models: taken in turns.
+        models: taken one after the other, again and again.
         concurrency: requests that are under way at once.
         requests: in all.
         prompt_words: of each prompt; each begins differently, so that none is in memory already.
@@ -224,7 +224,7 @@ def table(results: Sequence[dict]) -> list[str]:
     lines = [head]
     for result in results:
         names = ", ".join(result["models"])
-        names = names if len(names) <= 20 else f"{len(result['models'])} in turns"
+        names = names if len(names) <= 20 else f"{len(result['models'])} alternating"
         first, whole = (
             " ".join(f"{result[key].get(f'p{p}', float('nan')):8.0f}" for p in PERCENTILES)
             for key in ("first_token_ms", "latency_ms")

@@ -65,7 +65,7 @@ def bench_serve(
 ) -> None:
     """Measure how a server of the OpenAI API answers many requests at once.
 
-    For each number of concurrent requests, one model alone and several in turns are measured:
+    For each number of concurrent requests, one model alone and several alternating ones are measured:
     answers and tokens per second, and percentiles of the time to the first token and to the whole
     answer. The exit code is 1 if a request failed.
     """

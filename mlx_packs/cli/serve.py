@@ -4,7 +4,8 @@ import asyncio
 import logging
 import math
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -236,6 +237,7 @@ def _run(
 ) -> None:
     import uvicorn
 
+    from ..runtime import memory_limits
     from ..serving.app import Server, ServerSettings, make_app
     from ..serving.embedding import Embedder
     from ..serving.generation import Generator
@@ -256,8 +258,7 @@ def _run(
         request_seconds=given["timeout"],
         host=given["host"],
     )
-    worker.start()
-    try:
+    with memory_limits(), _started(worker):
         for name, pack in packs.items():
             library.load(name, pack.path)
         if folder is not None:
@@ -275,6 +276,14 @@ def _run(
         server = uvicorn.Server(config)
         server.shutdown = partial(_end, worker, given["grace"], server.shutdown)  # type: ignore[method-assign]
         _run_until_signalled(server, listening)
+
+
+@contextmanager
+def _started(worker: "Worker") -> Iterator[None]:
+    """Let a worker compute inside the block."""
+    worker.start()
+    try:
+        yield
     finally:
         worker.close(0.0)
 

@@ -103,7 +103,10 @@ def test_it_announces_its_address_and_answers_until_ctrl_c(folder):
 
 @pytest.mark.parametrize(
     ("numbers", "code"),
-    [((signal.SIGTERM,), 143), ((signal.SIGHUP, signal.SIGINT), 129)],
+    [
+        ((signal.SIGTERM,), 143),
+        pytest.param((signal.SIGHUP, signal.SIGINT), 129, marks=pytest.mark.slow),
+    ],
     ids=["SIGTERM", "SIGHUP and Ctrl-C"],
 )
 def test_signals_end_it_while_a_client_still_reads(folder, numbers, code):

@@ -48,9 +48,13 @@ class Running:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._uvicorn.should_exit = True
-        self._thread.join(SECONDS)
-        assert not self._thread.is_alive()
+        loop, self._uvicorn.should_exit = self.loop, True
+        self._thread.join(10)
+        if self._thread.is_alive():  # say what it waits for, and end it
+            waiting = [repr(task) for task in asyncio.all_tasks(loop)]
+            self._uvicorn.force_exit = True
+            self._thread.join(SECONDS)
+            raise AssertionError(f"the server did not end: {waiting}")
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:

@@ -54,7 +54,7 @@ def generator(shared_tiny, limits):
     worker.close(0.0)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def shared_server(shelf):
     """A server with a base of its own for all tests that leave its packs as they are."""
     worker = Generator(load_base("tiny"), Limits(8, 64, 64 << 20, 64, 2048))

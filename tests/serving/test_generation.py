@@ -9,6 +9,7 @@ import pytest
 from mlx_packs import Pack
 from mlx_packs.errors import PackError
 from mlx_packs.inference.generate import complete, raw_prompt
+from mlx_packs.serving import generation
 from mlx_packs.serving.generation import Failed, Finished, Generator, Limits, Progress, Request
 from tests.helpers.errors import check
 from tests.helpers.serving import SECONDS, texts_of
@@ -54,6 +55,7 @@ def test_texts_of_a_batch_are_those_of_each_request_alone(expected, generator, s
     assert generator.counts == (0, 0)
 
 
+@pytest.mark.slow
 def test_packs_come_and_go_and_no_request_is_lost(expected, generator, shelf):
     requests, texts = expected
     with_packs(generator, shelf)
@@ -253,3 +255,28 @@ def test_stop_strings_end_the_text_and_are_not_part_of_it(generator, shared_tiny
     for stop in (text[5:8], text[10:11], text[:1], "never there"):
         expected = text.partition(stop)[0]
         assert texts_of(generator, [("base", prompt, 30)], stop=[stop]) == [expected]
+
+
+def test_a_full_batch_takes_several_requests_at_a_time(shared_tiny, limits):
+    """Places that become free one after the other wait for each other, but not for long."""
+    worker = Generator(shared_tiny, limits)
+    admitted, idle = [], []
+    admit = worker._admit
+
+    def counted():
+        before = len(worker._running)
+        admit()
+        admitted.append(len(worker._running) - before)
+        idle.append(bool(worker._waiting) and len(worker._running) < limits.batch_size)
+
+    worker._admit = counted
+    worker.start()
+    try:
+        requests = [("base", [5, 6, 7], 3 + i % 8) for i in range(32)]
+        assert all(isinstance(text, str) for text in texts_of(worker, requests))
+    finally:
+        worker.close(0.0)
+    groups = [n for n in admitted if n]
+    assert sum(groups) == 32 and len(groups) < 16 and max(groups) >= 2
+    longest = max(len(run) for run in "".join("x" if i else " " for i in idle).split())
+    assert longest <= generation._PASSED_OVER
