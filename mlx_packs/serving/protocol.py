@@ -16,6 +16,7 @@ from pydantic_core import from_json
 from ..errors import PackError
 
 MAX_STOPS = 16
+_CONTAINERS = 100_000  # lists and objects of a body, each of which takes many times its bytes
 MAX_CHOICES = 8
 
 _DIGITS = 12  # of a token; Python converts no more than 4,300
@@ -228,6 +229,8 @@ def parsed(kind: type[_Strict], body: bytes) -> Any:
     Raises:
         PackError: it is not JSON, or a field is wrong; ``flag`` names the field.
     """
+    if body.count(b"[") + body.count(b"{") > _CONTAINERS:
+        raise PackError(f"body: has more than {_CONTAINERS:,} lists and objects.")
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:

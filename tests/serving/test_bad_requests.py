@@ -344,6 +344,12 @@ def test_a_request_that_takes_too_long(generator):
         until(lambda: generator.counts == (0, 0))
 
 
+def test_a_body_of_very_many_lists_is_not_read(shared_server):
+    body = b'{"model": "notes", "messages": [' + b"[]," * 200_000 + b"[]]}"
+    status, _, answer = shared_server.request("POST", CHAT, body)
+    assert status == 400 and "lists" in check(answer)["message"]
+
+
 def test_a_connection_outlives_an_error_of_ours(shared_server, monkeypatch, caplog):
     def fails(name):
         raise RuntimeError("a defect")
