@@ -91,12 +91,12 @@ def test_a_small_plot_is_stored(file):
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
 def test_measured_figures_of_the_prose_are_stored(file):
     notebook = notebooks.read(file)
-    told = re.findall(
+    measured = re.findall(
         r"(?<![\w.-])\d+(?:\.\d+)? ?%|(?<![\w.])\d+\.\d{2,}\b", notebooks.prose(notebook)
     )
     shown = notebooks.printed(notebook).replace(" %", "%")
     settings = {"0.02"}  # the default limit of a merge
-    assert [n for n in told if n.replace(" ", "") not in shown and n not in settings] == []
+    assert [n for n in measured if n.replace(" ", "") not in shown and n not in settings] == []
 
 
 def test_every_notebook_is_listed():
@@ -116,6 +116,10 @@ def test_a_notebook_runs_and_says_what_is_stored_in_it(file, tmp_path):
     printed = figures(file.stem, notebooks.printed(notebook))
     for name, (_, tolerance) in FIGURES[file.stem].items():
         assert printed[name] == pytest.approx(stored[name], rel=tolerance, abs=1e-9), name
+    if file.stem == "own_layers":
+        losses, (fresh, loaded) = printed["held out"], printed["loaded"]
+        assert len(losses) == 4 and losses == pytest.approx(stored["held out"], abs=0.1)
+        assert losses[-1] == loaded < 0.6 * fresh
 
 
 @pytest.mark.slow

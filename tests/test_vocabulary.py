@@ -69,8 +69,10 @@ def test_the_words_are_recognized():
     assert RETIRED["a price, which is a trade-off"].search("Price: one pass")
     stands = RETIRED["stands, which is where a thing is"]
     assert stands.search("stands in the file") and not stands.search("it stands for it")
-    told = RETIRED["unsaid and told, which are default and specified"]
+    pattern = RETIRED["unsaid and told, which are default and specified"]
     assert (
-        told.search("unless said.") and told.search("as asked.") and not told.search("it told us")
+        pattern.search("unless said.")
+        and pattern.search("as asked.")
+        and not pattern.search("it told us")
     )
     assert len(files()) > 250

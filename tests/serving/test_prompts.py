@@ -50,10 +50,10 @@ def test_a_request_without_max_tokens_takes_what_the_context_leaves(prompts):
     assert limit(body, [5] * 500) == 100
     assert limit(body, [5] * 600) == 1  # which is then too much, and rejected as such
     assert prompts.chat_maker(chat(), [5] * 500, 0.0)(0, print).max_tokens == 100
-    said = chat(max_tokens=7)
-    assert prompts.chat_maker(said, [5] * 500, 0.0)(0, print).max_tokens == 7
-    said = chat(max_tokens=7, max_completion_tokens=8)
-    assert prompts.chat_maker(said, [5], 0.0)(0, print).max_tokens == 8
+    body = chat(max_tokens=7)
+    assert prompts.chat_maker(body, [5] * 500, 0.0)(0, print).max_tokens == 7
+    body = chat(max_tokens=7, max_completion_tokens=8)
+    assert prompts.chat_maker(body, [5], 0.0)(0, print).max_tokens == 8
 
 
 @pytest.mark.parametrize("token", ["9" * 5000, "9" * 13, "4096", "-1", "1.0", "x", ""])
