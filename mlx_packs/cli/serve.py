@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import signals
-from ..errors import PackError
+from ..errors import PackError, flag_of
 from ..terminal import echo, printable
 from . import options
 from .options import option
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ..serving.http import ServerSettings
     from ..serving.worker import Worker
 
+_OF_TEXT = ("matmul_path", "kv_memory", "kv_bits", "prefill_chunk", "max_tokens")
 _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance")
 
 
@@ -150,12 +151,25 @@ def serve(
     Requests for different packs are computed in one batch. A page to try them is at /.
     """
     _check_installed()
+    specified = _specified(click.get_current_context())
     listening = _listen(host, port)
     with listening:
         named = _named(packs)
         watched = _watched(folder)
         base = _load(model, list(named.values()), watched, trust_remote_code)
+        if base.architecture == "encoder" and specified:
+            raise PackError(
+                f"{flag_of(specified[0])}: is about generated text, and {base.name} is an encoder. "
+                "Leave it out.",
+                "conflict",
+            )
         _run(base, named, watched, listening, {"host": host, **settings})
+
+
+def _specified(ctx: click.Context) -> list[str]:
+    """Return the settings of the command line that only generated text has."""
+    default = click.core.ParameterSource.DEFAULT
+    return [name for name in _OF_TEXT if ctx.get_parameter_source(name) is not default]
 
 
 def _check_installed() -> None:

@@ -39,7 +39,7 @@ class Function(_Strict):
     name: str = Field(min_length=1, max_length=64)
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    strict: Literal[False] | None = None  # calls are not held to their schema
 
 
 class Tool(_Strict):
@@ -185,7 +185,7 @@ class ChatBody(GenerationBody):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[Tool] | None = Field(None, max_length=128)
     tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: Literal[True] | None = None  # the model calls as many as it likes
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

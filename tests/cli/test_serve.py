@@ -204,3 +204,7 @@ def test_a_missing_package_is_named(inside, rejected, monkeypatch, missing):
 def test_a_folder_in_the_home_is_named_as_it_is(folder, monkeypatch):
     monkeypatch.setenv("HOME", str(folder))
     assert list(serve._named(("~/packs/notes", "mine=~/packs/law"))) == ["notes", "mine"]
+
+
+def test_settings_of_texts_are_rejected_for_an_encoder(inside, rejected, encoder):
+    check(rejected("serve", "--model", str(encoder), "--kv-bits", "8"), "conflict", "kv_bits")

@@ -134,6 +134,8 @@ def test_what_is_not_the_json_of_a_request(shared_server, body):
         ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}),
         ("tools", [{"type": "function"}]),
         ("tools", [{"type": "code"}]),
+        ("tools", [{"type": "function", "function": {"name": "f", "strict": True}}]),
+        ("parallel_tool_calls", False),
         ("tool_choice", "required"),
         ("chat_template_kwargs", {"messages": []}),
         ("functions", []),
