@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from ..packs.base import Base
     from ..packs.pack import Pack
-    from ..serving.generation import Limits
     from ..serving.http import ServerSettings
+    from ..serving.request import Limits
     from ..serving.worker import Worker
 
 _OF_TEXT = ("matmul_path", "kv_memory", "kv_bits", "prefill_chunk", "max_tokens")
@@ -351,7 +351,7 @@ def _limits(base: "Base", given: dict) -> "Limits":
     from ..bases.files import text_config
     from ..config.sizes import bytes_of
     from ..runtime import mx, total_memory
-    from ..serving.generation import Limits
+    from ..serving.request import Limits
 
     kv_bytes = max(0, total_memory() - mx.get_active_memory()) // 2
     if size := given["kv_memory"]:

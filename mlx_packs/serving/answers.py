@@ -9,9 +9,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from .generation import Event, Failed, Finished, Generator, Logprob, Progress, Request, Started
+from .generation import Generator
 from .output import Piece
 from .protocol import Tool, new_id, now, tool_calls, usage
+from .request import Event, Failed, Finished, Logprob, Progress, Request, Started
 
 MakeRequest = Callable[[int, Callable[[Event], None]], Request]  # number of the choice, where to
 

@@ -10,10 +10,10 @@ from ..bases.chat_template import render_chat
 from ..bases.model import BaseModel
 from ..errors import PackError
 from ..inference.generate import PENALIZED_TOKENS, chat_prompt, raw_prompt
-from .generation import Event, Processor, Request
 from .grammar import ANY_OBJECT, Grammars
 from .output import first_state
 from .protocol import ChatBody, CompletionBody, GenerationBody
+from .request import Event, Processor, Request
 from .sampling import sampler_of
 
 Maker = Callable[[int, Callable[[Event], None]], Request]

@@ -14,10 +14,11 @@ from typing import Any
 import uvicorn
 
 from mlx_packs.serving.app import Server, make_app
-from mlx_packs.serving.generation import Failed, Finished, Generator, Progress, Request
+from mlx_packs.serving.generation import Generator
 from mlx_packs.serving.http import ServerSettings
 from mlx_packs.serving.library import Library
 from mlx_packs.serving.metrics import Metrics
+from mlx_packs.serving.request import Failed, Finished, Progress, Request
 
 SECONDS = 60
 

@@ -5,7 +5,8 @@ import pytest
 from mlx_packs import load_base
 from mlx_packs.serving import generation
 from mlx_packs.serving.batch import cache_bytes
-from mlx_packs.serving.generation import Generator, Limits
+from mlx_packs.serving.generation import Generator
+from mlx_packs.serving.request import Limits
 from tests.helpers.packs import random_pack
 from tests.helpers.serving import Running
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mlx_packs.serving.generation import Generator, Limits
+from mlx_packs.serving.generation import Generator
+from mlx_packs.serving.request import Limits
 from tests.helpers.serving import SECONDS, Running, until
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from mlx_packs import Pack
-from mlx_packs.serving.generation import Generator, Limits
+from mlx_packs.serving.generation import Generator
+from mlx_packs.serving.request import Limits
 from tests.helpers.serving import SECONDS, Running, strict_json, until
 from tests.serving.conftest import NAMES
 

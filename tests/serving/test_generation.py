@@ -10,7 +10,8 @@ from mlx_packs import Pack
 from mlx_packs.errors import PackError
 from mlx_packs.inference.generate import complete, raw_prompt
 from mlx_packs.serving import generation
-from mlx_packs.serving.generation import Failed, Finished, Generator, Limits, Progress, Request
+from mlx_packs.serving.generation import Generator
+from mlx_packs.serving.request import Failed, Finished, Limits, Progress, Request
 from tests.helpers.errors import check
 from tests.helpers.serving import SECONDS, texts_of
 from tests.serving.conftest import NAMES

@@ -9,7 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from mlx_packs import load_base
 from mlx_packs.serving.embedding import Embedder
-from mlx_packs.serving.generation import Generator, Limits, Request
+from mlx_packs.serving.generation import Generator
+from mlx_packs.serving.request import Limits, Request
 from tests.helpers.serving import Running, until
 from tests.serving.conftest import NAMES
 

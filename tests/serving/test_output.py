@@ -7,9 +7,9 @@ import pytest
 from mlx_lm.tool_parsers import json_tools, pythonic
 
 from mlx_packs.serving.answers import ChatAnswer, Texts
-from mlx_packs.serving.generation import Finished, Logprob, Progress, Request, Started
 from mlx_packs.serving.output import Output, first_state
 from mlx_packs.serving.protocol import Tool
+from mlx_packs.serving.request import Finished, Logprob, Progress, Request, Started
 
 WEATHER = Tool.model_validate_json(
     '{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}'

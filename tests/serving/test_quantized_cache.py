@@ -7,8 +7,9 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
 from mlx_packs.inference.generate import raw_prompt, text_of
 from mlx_packs.runtime import mx
-from mlx_packs.serving.generation import Generator, Limits
+from mlx_packs.serving.generation import Generator
 from mlx_packs.serving.quantized_cache import QuantizedSequence, quantized
+from mlx_packs.serving.request import Limits
 from tests.helpers.errors import raises
 from tests.helpers.serving import texts_of
 

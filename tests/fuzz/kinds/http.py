@@ -11,7 +11,8 @@ import h11
 from mlx_packs import load_base
 from mlx_packs.errors import PackError
 from mlx_packs.serving.embedding import Embedder
-from mlx_packs.serving.generation import Generator, Limits
+from mlx_packs.serving.generation import Generator
+from mlx_packs.serving.request import Limits
 from tests.fuzz.kind import SUBJECT, Call, Case, Kind, library
 from tests.fuzz.subjects import write_base, write_pack_on
 from tests.helpers.encoders import write_encoder
