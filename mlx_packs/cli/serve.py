@@ -253,6 +253,7 @@ def _run(
 
     from ..runtime import memory_limits
     from ..serving.app import Server, ServerSettings, make_app
+    from ..serving.connection import TimedHeaders
     from ..serving.embedding import Embedder
     from ..serving.generation import Generator
     from ..serving.library import Library
@@ -281,6 +282,7 @@ def _run(
         app = make_app(Server(worker, library, settings, Metrics()))
         config = uvicorn.Config(
             app,
+            http=TimedHeaders,
             log_level="warning",
             access_log=False,
             timeout_keep_alive=30,

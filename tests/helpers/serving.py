@@ -14,6 +14,7 @@ from typing import Any
 import uvicorn
 
 from mlx_packs.serving.app import Server, make_app
+from mlx_packs.serving.connection import TimedHeaders
 from mlx_packs.serving.generation import Generator
 from mlx_packs.serving.http import ServerSettings
 from mlx_packs.serving.library import Library
@@ -32,7 +33,9 @@ class Running:
         self.server = Server(worker, self.library, self.settings, Metrics())
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port = self._listening.getsockname()[1]
-        config = uvicorn.Config(make_app(self.server), log_level="error", access_log=False)
+        config = uvicorn.Config(
+            make_app(self.server), http=TimedHeaders, log_level="error", access_log=False
+        )
         self._uvicorn = uvicorn.Server(config)
         self._thread = threading.Thread(
             target=self._uvicorn.run, kwargs={"sockets": [self._listening]}

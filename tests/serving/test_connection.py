@@ -1,0 +1,63 @@
+"""Headers that never end: the connection is closed, and no other is."""
+
+import json
+import socket
+import time
+
+import pytest
+
+from mlx_packs.serving import connection
+
+HALF = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Le"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+SECONDS = 0.5
+
+
+@pytest.fixture
+def connect(shared_server, monkeypatch):
+    monkeypatch.setattr(connection, "_HEADER_SECONDS", SECONDS)
+
+    def connect() -> socket.socket:
+        return socket.create_connection(("127.0.0.1", shared_server.port), timeout=20)
+
+    return connect
+
+
+@pytest.mark.parametrize("sent", [b"", HALF], ids=["nothing", "half a header"])
+def test_headers_must_arrive_in_time(connect, sent):
+    with connect() as client:
+        began = time.monotonic()
+        client.sendall(sent)
+        assert client.recv(1) == b""
+        assert time.monotonic() - began >= 0.9 * SECONDS
+
+
+def test_headers_of_a_second_request_must_arrive_in_time(connect):
+    with connect() as client:
+        client.sendall(HEALTH)
+        answer = client.recv(10_000)
+        assert b"200 OK" in answer
+        client.sendall(HALF)
+        assert client.recv(1) == b""
+
+
+def test_a_header_byte_by_byte_takes_no_longer(connect):
+    with connect() as client:
+        began = time.monotonic()
+        try:
+            for byte in HALF * 100:
+                client.sendall(bytes([byte]))
+                time.sleep(0.05)
+        except OSError:
+            pass
+        assert time.monotonic() - began < 20 * SECONDS
+
+
+def test_bodies_and_answers_may_take_longer(connect):
+    body = json.dumps({"model": "base", "prompt": "The sea", "max_tokens": 4}).encode()
+    head = HALF.replace(b"/chat", b"") + b"ngth: %d\r\nContent-Type: application/json\r\n\r\n"
+    with connect() as client:
+        client.sendall(head % len(body))
+        time.sleep(2 * SECONDS)
+        client.sendall(body)
+        assert b"200 OK" in client.recv(10_000)
