@@ -335,7 +335,7 @@ def test_200_steps_on_nf4_end_within_two_percent_of_affine_4_bit(bf16_tiny, tmp_
         train = TrainConfig(
             iters=200,
             batch_size=2,
-            max_seq_length=256,
+            max_seq_length=128,
             learning_rate=1e-3,
             val_batches=0,
             quantize=mode,
