@@ -35,7 +35,9 @@ def test_headers_must_arrive_in_time(connect, sent):
 def test_headers_of_a_second_request_must_arrive_in_time(connect):
     with connect() as client:
         client.sendall(HEALTH)
-        answer = client.recv(10_000)
+        answer = b""
+        while not answer.endswith(b"}"):  # headers and body may come apart
+            answer += client.recv(10_000)
         assert b"200 OK" in answer
         client.sendall(HALF)
         assert client.recv(1) == b""
