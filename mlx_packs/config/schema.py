@@ -3,8 +3,6 @@
 Command line, checks and error messages are made from the facts at each field (`Facts`).
 """
 
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,13 +23,13 @@ from .choices import (
 from .conflicts import TrainConflicts, seconds_of
 from .data import COLUMN_SETTINGS as COLUMN_SETTINGS
 from .data import DataConfig as DataConfig
-from .fields import Fault, Settings, option
+from .fields import option
+from .lora import LoRAConfig as LoRAConfig
 from .phase import Phase as Phase
 
 _data = partial(option, section="Model and data")
 _text = partial(_data, task="lm")
 _share = partial(_text, metavar="SHARE", at_least=0, at_most=1)
-_adapter = partial(option, section="Adapter", method="lora")
 _optimization = partial(option, section="Optimization")
 _schedule = partial(_optimization, phase=True, own_layers="optimizer")
 _step = partial(_optimization, own_layers="step")
@@ -41,62 +39,6 @@ _gate = partial(_evaluation, above=0)
 _output = partial(option, section="Output")
 _kept = partial(_output, resumable=True, disk=True)
 _embedding = partial(option, section="Embedding", task="embedding")
-
-
-@dataclass(frozen=True)
-class LoRAConfig(Settings):
-    """Targets, ranks and scales of the adapters (LoRA: https://arxiv.org/abs/2106.09685)."""
-
-    rank: int = _adapter(16, "Rank of the adapters.", at_least=1, memory=True, own_layers="adapter")
-    alpha: float | None = _adapter(
-        None,
-        "LoRA alpha: the adapter's output is scaled by alpha / rank.",
-        shown_default="2 x rank",
-        metavar="ALPHA",
-        above=0,
-        own_layers="adapter",
-    )
-    dropout: float = _adapter(
-        0.0,
-        "Dropout probability on the adapter input.",
-        metavar="P",
-        at_least=0,
-        below=1,
-        own_layers="adapter",
-    )
-    target_modules: tuple[str, ...] = _adapter(
-        (),
-        "Layers to adapt: names or paths, separated by commas (q_proj,v_proj).",
-        shown_default="all linear layers except MoE routers and experts",
-        memory=True,
-    )
-    num_layers: int = _adapter(
-        -1,
-        "Train only the last N blocks; -1 trains all.",
-        method=None,
-        at_least=0,
-        or_all=True,
-        memory=True,
-    )
-    rank_pattern: dict[str, int] = _adapter(
-        {},
-        "Per-module rank: NAME is a module path, its end or a regular expression (v_proj=8); slices "
-        "of fused layers have names too (c_attn.q=8,c_attn.v=2). In YAML it is a mapping.",
-        metavar="NAME=N,...",
-        at_least=1,
-        memory=True,
-    )
-    alpha_pattern: dict[str, float] = _adapter(
-        {}, "Per-module alpha; same syntax as --rank-pattern.", metavar="NAME=ALPHA,...", above=0
-    )
-
-    def _conflicts(self) -> Iterator[Fault]:
-        for name in ("rank_pattern", "alpha_pattern"):
-            for key in getattr(self, name):
-                try:
-                    re.compile(key)
-                except re.error:
-                    yield Fault(name, f"'{key}' must be a module path or a regular expression.")
 
 
 @dataclass(frozen=True)
