@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import mlx.optimizers as optimizers
+from mlx.utils import tree_map_with_path
 
 from .config import choices
 from .config.choices import registered
@@ -159,15 +160,37 @@ def make_optimizer(
         raise setting_error(
             f"the first update with {values} is not finite. Check these values.", where
         )
-    rate = schedule(config)
+    rate, ratio = schedule(config), config.loraplus_lr_ratio
     if not since and factor == 1:
-        return optimizer(learning_rate=rate, **arguments)
+        return _with_ratio(optimizer(learning_rate=rate, **arguments), ratio)
 
     def shifted(step: mx.array) -> mx.array:
         # updates that were skipped are not counted, so that a phase may begin with fewer
         return factor * rate(mx.maximum(step, since) - since)
 
-    return optimizer(learning_rate=shifted, **arguments)
+    return _with_ratio(optimizer(learning_rate=shifted, **arguments), ratio)
+
+
+def _with_ratio(optimizer: optimizers.Optimizer, ratio: float) -> optimizers.Optimizer:
+    """Return an optimizer that moves B of adapters ``ratio`` times as far as the rest.
+
+    The updates of all optimizers here are linear in the learning rate, weight decay included, so it is
+    the learning rate of B that is ``ratio`` times the other.
+
+    LoRA+: https://arxiv.org/abs/2402.12354
+    """
+    if ratio == 1:
+        return optimizer
+    apply = optimizer.apply_gradients
+
+    def moved(path: str, new: mx.array, old: mx.array) -> mx.array:
+        return old + ratio * (new - old) if "lora_b" in path.split(".") else new
+
+    def apply_gradients(gradients: dict, parameters: dict) -> dict:
+        return tree_map_with_path(moved, apply(gradients, parameters), parameters)
+
+    optimizer.apply_gradients = apply_gradients  # its class decides how overflows are skipped
+    return optimizer
 
 
 def carry_state(old: optimizers.Optimizer, new: optimizers.Optimizer) -> None:

@@ -241,3 +241,31 @@ def test_schedules_start_low_when_warmed_up_and_stay_positive(lr_schedule):
     assert all(v >= 0 for v in values) and 0 < max(values) <= 1.001e-3
     if not isinstance(lr_schedule, dict) or "warmup" in lr_schedule:
         assert values[0] < values[3]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_loraplus_multiplies_the_learning_rate_of_b_alone(name):
+    shape = (8, 600)  # large enough to be stored in 8 bits
+    start = {"q": {x: [mx.random.normal(shape, key=mx.random.key(i))] for i, x in enumerate(AB)}}
+    gradients = {"q": {x: [mx.random.normal(shape, key=mx.random.key(9))] for x in AB}}
+
+    def after(**settings) -> dict:
+        optimizer = make_optimizer(TrainConfig(optimizer=name, lr_schedule="constant", **settings))
+        values = start
+        for _ in range(3):
+            values = optimizer.apply_gradients(gradients, values)
+        return {x: values["q"][x][0] for x in AB}
+
+    both = after(learning_rate=1e-3, loraplus_lr_ratio=4.0)
+    slow, fast = after(learning_rate=1e-3), after(learning_rate=4e-3)
+    assert mx.array_equal(both["lora_a"], slow["lora_a"]).item()
+    assert mx.allclose(both["lora_b"], fast["lora_b"], rtol=1e-4, atol=1e-6).item()
+    assert not mx.allclose(fast["lora_b"], slow["lora_b"], rtol=1e-4, atol=1e-6).item()
+
+
+def test_loraplus_is_for_adapters():
+    with raises("conflict", "loraplus_lr_ratio", "--method full"):
+        TrainConfig(method="full", loraplus_lr_ratio=2.0)
+
+
+AB = ("lora_a", "lora_b")

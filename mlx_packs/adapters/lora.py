@@ -24,7 +24,7 @@ from ..nn.lora import AdaptedLinear, AdapterShape, GroupedLoRA, adapter_key
 from ..nn.quantized import apply_matmul_path, replace_modules
 from ..nn.recompute import RecomputedBlock
 from ..runtime import mx
-from .spec import ModuleSpec, Specs, ranks_of
+from .spec import ModuleSpec, Specs, ranks_of, weights_of
 from .targets import experts_note, fp16_copies, plan_specs, without_narrow
 from .tensors import Slot, load_slots, slot_tensors
 
@@ -145,11 +145,7 @@ class Attached:
 
     def parameter_count(self) -> int:
         """Return the number of trainable parameters."""
-        return sum(
-            part.rank * (slot.spec.in_features + part.width) * (slot.spec.experts or 1)
-            for slot in self.slots.values()
-            for part in slot.spec.slices
-        )
+        return weights_of(slot.spec for slot in self.slots.values())
 
 
 def attach(

@@ -16,9 +16,13 @@ from ..config import choices
 from ..config.choices import registered
 from ..config.schema import LoRAConfig, TrainConfig
 from ..runtime import mx
+from .dora import DoRA
 from .full import check_dense, unfreeze
+from .initial_factors import orthonormal_factors, principal_factors
+from .loftq import LoftQ
 from .lora import attach
-from .spec import Specs
+from .residual import ResidualMethod
+from .spec import ModuleSpec, Specs, factor_shapes
 
 Shape = tuple[int, ...]
 
@@ -83,6 +87,9 @@ class Method(Protocol):
     def adapter_shapes(self, specs: Specs) -> list[Shape]:
         """Return the shapes of the trainable parameters of adapters, for an estimate of memory."""
 
+    def kept_numbers(self, spec: ModuleSpec) -> int:
+        """Return how many numbers per token an adapter keeps from the forward to the backward."""
+
 
 class LoRA:
     """Low-rank adapters beside frozen weights: y = W x + (alpha / r) B A x."""
@@ -98,12 +105,11 @@ class LoRA:
 
     def adapter_shapes(self, specs: Specs) -> list[Shape]:
         """Return the shapes of A [in, r] and B [r, out] of every slice."""
-        return [
-            shape
-            for spec in specs.values()
-            for part in spec.slices
-            for shape in ((spec.in_features, part.rank), (part.rank, part.width))
-        ]
+        return factor_shapes(specs)
+
+    def kept_numbers(self, spec: ModuleSpec) -> int:
+        """Return the rank: x A is kept."""
+        return spec.rank
 
 
 class FullFineTuning:
@@ -123,6 +129,10 @@ class FullFineTuning:
         """Return none: there are no adapters."""
         return []
 
+    def kept_numbers(self, spec: ModuleSpec) -> int:
+        """Return 0: there are no adapters."""
+        return 0
+
 
 def trainable_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules with trainable parameters of their own, in the order of the model."""
@@ -138,4 +148,14 @@ def _has_trainable(module: nn.Module) -> bool:
     )
 
 
-METHODS: dict[str, Method] = registered(choices.METHODS, {"lora": LoRA(), "full": FullFineTuning()})
+METHODS: dict[str, Method] = registered(
+    choices.METHODS,
+    {
+        "lora": LoRA(),
+        "dora": DoRA(),
+        "pissa": ResidualMethod("pissa", principal_factors),
+        "olora": ResidualMethod("olora", orthonormal_factors),
+        "loftq": LoftQ(),
+        "full": FullFineTuning(),
+    },
+)

@@ -78,6 +78,26 @@ def factor_names(path: str) -> tuple[str, str]:
     return f"{path}.lora_a", f"{path}.lora_b"
 
 
+def factor_shapes(specs: Specs) -> list[tuple[int, ...]]:
+    """Return the shapes of A [in, r] and B [r, out] of every slice."""
+    return [
+        shape
+        for spec in specs.values()
+        for part in spec.slices
+        for shape in ((spec.in_features, part.rank), (part.rank, part.width))
+    ]
+
+
+def weights_of(specs: Iterable[ModuleSpec]) -> int:
+    """Return the number of weights of adapters; a fused B counts without its zeros."""
+    return sum(
+        sum(part.rank * (spec.in_features + part.width) for part in spec.slices)
+        * (spec.experts or 1)
+        + (spec.out_features if spec.kind == "dora" else 0)
+        for spec in specs
+    )
+
+
 def ranks_of(specs: Specs) -> list[int]:
     """Return the ranks of all slices that have an adapter, each once."""
     return sorted({s.rank for spec in specs.values() for s in spec.slices if s.rank})

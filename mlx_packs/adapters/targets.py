@@ -1,5 +1,6 @@
 """Selection of the projections that get adapters, and of their rank and alpha."""
 
+import math
 import re
 from collections.abc import Mapping
 
@@ -36,7 +37,10 @@ def plan_specs(groups: list[Group], lora: LoRAConfig) -> Specs:
                     f"--rank {rank}: {path} is {geometry.in_features} x {width}. Its rank can be "
                     f"at most {limit}."
                 )
-            slices.append(SliceSpec(name, width, rank, 2.0 * rank if alpha is None else alpha))
+            alpha = 2.0 * rank if alpha is None else alpha
+            # a spec's scale is alpha / rank, so that of rsLoRA is in its alpha
+            alpha *= math.sqrt(rank) if lora.rslora else 1
+            slices.append(SliceSpec(name, width, rank, alpha))
         specs[geometry.path] = ModuleSpec(
             geometry.path, geometry.in_features, tuple(slices), geometry.experts
         )

@@ -45,6 +45,8 @@ class MethodFacts:
     # Whether the base's own weights are trained, dense and in float32, rather than adapters beside
     # frozen weights.
     trains_base: bool = False
+    # Whether every output of an adapted projection has a magnitude, whose gradient needs the output.
+    magnitudes: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,14 @@ TASKS = {
         in_batch=True,
     ),
 }
-METHODS = {"lora": MethodFacts(), "full": MethodFacts(trains_base=True)}
+METHODS = {
+    "lora": MethodFacts(),
+    "dora": MethodFacts(magnitudes=True),
+    "pissa": MethodFacts(),
+    "olora": MethodFacts(),
+    "loftq": MethodFacts(),
+    "full": MethodFacts(trains_base=True),
+}
 OBJECTIVES = ("transformer", "projection-stack")
 OPTIMIZERS = ("adamw", "adamw_8bit", "adam", "adafactor", "sgd", "muon", "lion")
 WEIGHT_FORMATS = ("affine4", "affine8", "nf4")  # that --quantize writes

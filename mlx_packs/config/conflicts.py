@@ -56,6 +56,11 @@ class TrainConflicts(Settings):
         """The policy of activation checkpointing, whichever of its two settings names it."""
         return "block" if self.grad_checkpoint else self.recompute
 
+    @property
+    def has_magnitudes(self) -> bool:
+        """Whether the method trains a magnitude for every output of an adapted projection."""
+        return METHODS.get(self.method, MethodFacts()).magnitudes
+
     def unfit_for_dense(self) -> list[str]:
         """Return the settings that do not fit a base whose weights are dense in float32."""
         return [
@@ -74,7 +79,7 @@ class TrainConflicts(Settings):
             if task not in (None, self.task) and self.changed([field.name]):
                 yield Fault(field.name, f"needs --task {task}.", "conflict")
         if self.trains_base:
-            for name in self.unfit_for_dense():
+            for name in (*self.unfit_for_dense(), *self.changed(["loraplus_lr_ratio"])):
                 text = f"{getattr(self, name)} does not go with --method full."
                 yield Fault(name, text, "conflict")
         if self.warmup_steps and not isinstance(self.lr_schedule, str):
@@ -128,7 +133,7 @@ class TrainConflicts(Settings):
                 self.recomputes not in ("auto", "none")
             ),
             "phases": bool(self.phases),
-            "method": self.trains_base,
+            "method": self.trains_base or self.has_magnitudes,
             "cache_frozen": self.cache_frozen == "on",
         }
         for name in (name for name, bad in unfit.items() if bad):

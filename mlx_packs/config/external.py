@@ -39,8 +39,9 @@ _PEFT = {  # ours by PEFT's
     "rank_pattern": "rank_pattern",
     "base_model_name_or_path": "model",
 }
+_PEFT_METHODS = ("pissa", "olora", "loftq")  # of init_lora_weights, by the same names here
 _PEFT_READ_APART = (
-    "peft_type lora_alpha alpha_pattern target_modules use_rslora bias init_lora_weights"
+    "peft_type lora_alpha alpha_pattern target_modules use_rslora use_dora bias init_lora_weights"
 ).split()
 _PEFT_WITHOUT_EFFECT = (
     "task_type inference_mode auto_mapping revision fan_in_fan_out peft_version peft_config"
@@ -129,15 +130,29 @@ def _peft(values: Mapping, where: str) -> dict:
         if not has_no_effect and key not in (*_PEFT, *_PEFT_READ_APART, *_PEFT_WITHOUT_EFFECT):
             raise _unsupported(where, key, value, "Take it out.")
     _check_bias(values, where)
-    if values.get("init_lora_weights", True) is not True:
-        value = values["init_lora_weights"]
-        raise _unsupported(where, "init_lora_weights", value, "Write true (A uniform, B zero).")
     return {
+        **_peft_method(values, where),
         **{name: values[key] for key, name in _PEFT.items() if values.get(key)},
         "rank": values.get("r") or 8,
         **_peft_alpha(values, where),
         **_peft_targets(values, where),
     }
+
+
+def _peft_method(values: Mapping, where: str) -> dict:
+    """The method by what adapters begin with, or by their magnitudes; nothing for plain LoRA."""
+    begins = values.get("init_lora_weights", True)
+    name = begins.partition("_niter_")[0] if isinstance(begins, str) else begins
+    if name not in (True, *_PEFT_METHODS):
+        known = ", ".join(_PEFT_METHODS)
+        raise _unsupported(
+            where, "init_lora_weights", begins, f"Write true (A uniform, B zero) or one of {known}."
+        )
+    if values.get("use_dora"):
+        if name is not True:
+            raise _unsupported(where, "init_lora_weights", begins, "With use_dora, write true.")
+        return {"method": "dora"}
+    return {} if name is True else {"method": name}
 
 
 def _peft_alpha(values: Mapping, where: str) -> dict:

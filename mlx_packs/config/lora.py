@@ -12,7 +12,10 @@ _adapter = partial(option, section="Adapter", method="lora")
 
 @dataclass(frozen=True)
 class LoRAConfig(Settings):
-    """Targets, ranks and scales of the adapters (LoRA: https://arxiv.org/abs/2106.09685)."""
+    """Targets, ranks and scales of the adapters.
+
+    LoRA: https://arxiv.org/abs/2106.09685. rsLoRA: https://arxiv.org/abs/2312.03732
+    """
 
     rank: int = _adapter(16, "Rank of the adapters.", at_least=1, memory=True, own_layers="adapter")
     alpha: float | None = _adapter(
@@ -55,6 +58,11 @@ class LoRAConfig(Settings):
     )
     alpha_pattern: dict[str, float] = _adapter(
         {}, "Per-module alpha; same syntax as --rank-pattern.", metavar="NAME=ALPHA,...", above=0
+    )
+    rslora: bool = _adapter(
+        False,
+        "Scale the adapter's output by alpha / sqrt(rank), so that large ranks learn as fast "
+        "(rsLoRA).",
     )
 
     def _conflicts(self) -> Iterator[Fault]:

@@ -59,11 +59,8 @@ def _take_method(flat: dict, where: str) -> None:
     if kind is None:
         return
     if kind not in METHODS:
-        text = (
-            f"{kind} is not trained here, only {' and '.join(METHODS)}. Use "
-            f"`mlx_lm.lora --fine-tune-type {kind}`."
-        )
-        raise setting_error(text, "fine_tune_type", where, "unsupported")
+        text = f"must be one of {', '.join(METHODS)}, but is {kind}."
+        raise setting_error(text, "fine_tune_type", where, "unknown")
     _set_by(flat, "fine_tune_type", "method", kind, where)
 
 

@@ -47,7 +47,9 @@ class TrainConfig(TrainConflicts):
 
     method: str = option(
         "lora",
-        "Train LoRA adapters, or all weights of the base model in float32 (full).",
+        "Train LoRA adapters; adapters with magnitudes (dora); adapters that begin with the principal "
+        "part of the weights (pissa), with columns of their QR (olora), or with what quantization "
+        "lost (loftq); or all weights of the base model in float32 (full).",
         section="Adapter",
         choices=tuple(METHODS),
         memory=True,
@@ -109,6 +111,14 @@ class TrainConfig(TrainConflicts):
         metavar="RATE",
         above=0,
         flags=("--learning-rate", "--lr"),
+    )
+    loraplus_lr_ratio: float = _optimization(
+        1.0,
+        "Learning rate of B, the second factor of every adapter, over that of the rest (LoRA+).",
+        metavar="RATIO",
+        above=0,
+        method="lora",
+        own_layers="optimizer",
     )
     lr_schedule: str | dict = _schedule(
         "cosine",

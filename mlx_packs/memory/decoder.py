@@ -188,7 +188,7 @@ class Step:
 
     Attributes:
         scores: Attention scores of a token: heads x T.
-        ranks: As of `PlannedAdapters`.
+        kept: As of `PlannedAdapters`.
         waiting: Bytes of gradients that wait for the update.
         unpacks: Whether weights are dequantized by slices, which wait for each other.
     """
@@ -197,7 +197,7 @@ class Step:
     tokens: int
     targets: int
     scores: int
-    ranks: list[dict[str, int]]
+    kept: list[dict[str, int]]
     policy: PolicyFacts
     waiting: int
     unpacks: bool
@@ -235,7 +235,7 @@ class Step:
         and one of them all of its activations.
         """
         d, f, q = self.sizes.hidden, self.sizes.ffn, self.sizes.queries
-        blocks = [self._saved(ranks) for ranks in self.ranks]
+        blocks = [self._saved(kept) for kept in self.kept]
         before = saved = sum(blocks)
         if self.policy.blocks:
             before = len(blocks) * d
@@ -251,15 +251,15 @@ class Step:
             "attention": (saved - f, attention),
         }
 
-    def _saved(self, ranks: Mapping[str, int]) -> float:
+    def _saved(self, kept: Mapping[str, int]) -> float:
         """Return the values per token that an adapted block stores from forward to backward."""
         d, f = self.sizes.hidden, self.sizes.ffn
         q, k = self.sizes.queries, self.sizes.keys
-        adapted = {path.rpartition(".")[2] for path in ranks}
+        adapted = {path.rpartition(".")[2] for path in kept}
         qkv = bool(adapted & {"q_proj", "k_proj", "v_proj"})
         gate_up = bool(adapted & {"gate_proj", "up_proj"})
         # two residual streams, and what the gradients of A are made of
-        saved = d * (2 + qkv + gate_up) + q * ("o_proj" in adapted) + sum(ranks.values())
+        saved = d * (2 + qkv + gate_up) + q * ("o_proj" in adapted) + sum(kept.values())
         if self._recomputes and runtime.on_cpu():
             return saved + q + 2 * k + 2 * f  # outputs of the frozen products
         # attention probabilities are saved if they are one piece
@@ -341,7 +341,7 @@ def plan_step(
         tokens=train.batch_size * length,
         targets=targets,
         scores=sizes.heads * length,
-        ranks=adapters.ranks,
+        kept=adapters.kept,
         policy=POLICIES[recompute_policies(train)[0]],
         waiting=adapters.waiting(train),
         unpacks=quantized and (no_kernel or path_facts.dequantizes),

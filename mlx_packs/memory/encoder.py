@@ -78,7 +78,7 @@ class _Step:
         tokens: Of a column of the batch, or of what is computed of it at once.
         columns: Columns whose activations are there at once.
         scores: Attention probabilities of a token: heads x T.
-        ranks: Sum of the ranks of each block from the first adapted one.
+        kept: Numbers per token that the adapters of each block keep, from the first adapted one.
         all_blocks: Whether that is the first block of the base.
     """
 
@@ -87,7 +87,7 @@ class _Step:
     tokens: int
     columns: int
     scores: int
-    ranks: list[int]
+    kept: list[int]
     all_blocks: bool
     policy: PolicyFacts
 
@@ -96,7 +96,7 @@ class _Step:
         # The input, q, k and v, what attention gave, what both norms read and gave; what went into
         # GELU and what came out; and the probabilities.
         block = 9 * self.hidden + 2 * self.ffn + self.scores
-        blocks = [block + rank for rank in self.ranks]
+        blocks = [block + kept for kept in self.kept]
         if self.policy.blocks:
             inputs = self.columns * self.hidden * len(blocks)
             return self.tokens * (inputs + _AHEAD * max(blocks))
@@ -147,8 +147,8 @@ def estimate(
         tokens=texts * length,
         columns=at_once,
         scores=heads * length,
-        ranks=[sum(ranks.values()) for ranks in adapters.ranks],
-        all_blocks=len(adapters.ranks) == blocks,
+        kept=[sum(kept.values()) for kept in adapters.kept],
+        all_blocks=len(adapters.kept) == blocks,
         policy=POLICIES[recompute_policies(train)[0]],
     )
     logits = 0

@@ -223,8 +223,10 @@ class HybridStep(Step):
         """Return the parts at the moments of the forward and backward pass, in bytes."""
         sizes, tokens = self.sizes, self.tokens
         d, length = sizes.hidden, self.scores // sizes.heads
-        kinds = sizes.recurrent[-len(self.ranks) :]
-        blocks = [self._kept(k, r) for k, r in zip(kinds, self.ranks, strict=True)]
+        kinds = sizes.recurrent[-len(self.kept) :]
+        blocks = [
+            self._kept(k, of_adapters) for k, of_adapters in zip(kinds, self.kept, strict=True)
+        ]
         before = saved = sum(blocks)
         if self.policy.blocks:
             before = len(blocks) * d
@@ -255,10 +257,10 @@ class HybridStep(Step):
         moments["loss"] = moment_parts(self.waiting, at_loss, itemsize * self.loss_numbers())
         return moments
 
-    def _kept(self, recurrent: bool, ranks: Mapping[str, int]) -> float:
+    def _kept(self, recurrent: bool, of_adapters: Mapping[str, int]) -> float:
         """Return the values per token that a block stores from forward to backward."""
         sizes = self.sizes
-        kept = 4 * sizes.hidden + sizes.feed_forward + sum(ranks.values())
+        kept = 4 * sizes.hidden + sizes.feed_forward + sum(of_adapters.values())
         if recurrent:
             keys = sizes.key_heads * sizes.key_width
             return kept + 6 * keys + 6 * sizes.values + 6 * sizes.value_heads

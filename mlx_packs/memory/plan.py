@@ -124,9 +124,11 @@ class PlannedAdapters:
     Attributes:
         ranks: Rank by projection of each block from the first adapted one: those with a backward
             pass.
+        kept: In the same way, the numbers per token that an adapter keeps for the backward pass.
     """
 
     ranks: list[dict[str, int]]
+    kept: list[dict[str, int]]
     shapes: list[tuple[int, ...]]
 
     @property
@@ -194,12 +196,15 @@ def plan_adapters(
             )
         selected |= matched
     specs = plan_specs([_group(p, *projections[p]) for p in projections if p in selected], lora)
+    of_method = METHODS[method]
     ranks: list[dict[str, int]] = [{} for _ in range(blocks)]
+    kept: list[dict[str, int]] = [{} for _ in range(blocks)]
     for path, spec in specs.items():
         if spec.rank:
-            ranks[_block_of(path)][path.split(".", 3)[3]] = spec.rank
+            block, name = _block_of(path), path.split(".", 3)[3]
+            ranks[block][name], kept[block][name] = spec.rank, of_method.kept_numbers(spec)
     lowest = next(i for i, of_block in enumerate(ranks) if of_block)
-    return PlannedAdapters(ranks[lowest:], METHODS[method].adapter_shapes(specs))
+    return PlannedAdapters(ranks[lowest:], kept[lowest:], of_method.adapter_shapes(specs))
 
 
 def _block_of(path: str) -> int:

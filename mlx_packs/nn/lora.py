@@ -107,6 +107,10 @@ class GroupedLoRA(nn.Module):
         lora.eval()
         return lora
 
+    def multiplied(self) -> tuple[list[mx.array], list[mx.array]]:
+        """Return A and B of each adapter as inputs are multiplied by them."""
+        return self.lora_a, self.lora_b
+
     def project(
         self, x: mx.array, projections: Sequence[Callable[[mx.array], mx.array]]
     ) -> list[mx.array]:
@@ -115,10 +119,11 @@ class GroupedLoRA(nn.Module):
             return decoded
         if on_cpu() or not self.training or self.dropout.p:
             return self(x, [projection(x) for projection in projections])
-        x, hidden = shared_input(x, self.lora_a)
+        a, b = self.multiplied()
+        x, hidden = shared_input(x, a)
         outputs = [projection(x) for projection in projections]
         adapted = [outputs[i] for i in self._slots]
-        return self._replaced(outputs, with_deltas(adapted, hidden, self.lora_b, self._scales))
+        return self._replaced(outputs, with_deltas(adapted, hidden, b, self._scales))
 
     def __call__(self, x: mx.array, outputs: Sequence[mx.array]) -> list[mx.array]:
         """Return the outputs of all projections, [..., O_i] each, with the deltas of adapted ones."""
@@ -174,7 +179,7 @@ class GroupedLoRA(nn.Module):
             return None
         weights = [AffineWeight(m.weight, m.scales, m.biases) for m in projections]
         of_heads = [None if n is None else Norm(n.weight, n.eps) for n in norms]
-        present = zip(self.lora_a, self.lora_b, self._scales, strict=True)
+        present = zip(*self.multiplied(), self._scales, strict=True)
         present = dict(zip(self._slots, present, strict=True))
         slots = [present.get(i, (None, None, 0.0)) for i in range(len(projections))]
         factors = Factors.of(*zip(*slots, strict=True), x.dtype)
@@ -182,13 +187,14 @@ class GroupedLoRA(nn.Module):
 
     def factors(self, dtype: mx.Dtype) -> tuple[list[mx.array], list[mx.array], list[float]]:
         """Return A's, B's and scales; inside of `factors_cast` in a dtype, with B's scaled."""
+        all_a, all_b = self.multiplied()
         if self._kept is None or self.training:
-            return self.lora_a, self.lora_b, self._scales
+            return all_a, all_b, self._scales
 
         def cast() -> tuple[list[mx.array], list[mx.array], list[float]]:
-            pairs = zip(self.lora_b, self._scales, strict=True)
+            pairs = zip(all_b, self._scales, strict=True)
             scaled = [(b if s == 1 else b * s).astype(dtype) for b, s in pairs]
-            return [a.astype(dtype) for a in self.lora_a], scaled, [1.0] * len(scaled)
+            return [a.astype(dtype) for a in all_a], scaled, [1.0] * len(scaled)
 
         return self._once(("factors", dtype), cast)
 
@@ -206,11 +212,12 @@ class GroupedLoRA(nn.Module):
         if self.training and self.dropout.p:
             x = self.dropout(x)
         empty_a = mx.zeros((x.shape[-1], 0))
+        all_a, all_b = self.multiplied()
         a, b, scales = [], [], []
         for i, width in enumerate(widths):
             at = self._slots.index(i) if i in self._slots else None
-            a.append(empty_a if at is None else self.lora_a[at])
-            b.append(mx.zeros((0, width)) if at is None else self.lora_b[at])
+            a.append(empty_a if at is None else all_a[at])
+            b.append(mx.zeros((0, width)) if at is None else all_b[at])
             scales.append(0.0 if at is None else self._scales[at])
         return grouped_lora(x, [output], a, b, scales)[0]
 

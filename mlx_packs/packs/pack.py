@@ -15,7 +15,7 @@ from .. import runtime
 from ..adapters.imported import attach_inference_only, is_inference_only
 from ..adapters.lora import Attached, attach
 from ..adapters.method import Trainable
-from ..adapters.spec import Specs, check_shapes
+from ..adapters.spec import Specs, check_shapes, weights_of
 from ..bases.files import check_files, quantization_name, resolve_checkpoint
 from ..bases.fingerprint import (
     changed_texts,
@@ -103,7 +103,7 @@ class Pack:
         ``facts`` are optional parts of the manifest.
         """
         adapters = {
-            "parameters": attached.parameter_count(),
+            "parameters": weights_of(attached.specs.values()) or attached.parameter_count(),
             "groups": _paths_of(attached.groups),
             "dtype": dtype,
             **_modules_json(attached.base, attached.specs, attached.replaced),

@@ -497,8 +497,8 @@ def test_settings_of_adapters_are_refused_in_python_too(tiny, full_data):
 def test_mlx_lms_key_is_the_method_and_flags_override_files():
     assert resolve({"fine_tune_type": "full"}).train.method == "full"
     assert resolve({"method": "lora"}, under=[{"fine_tune_type": "full"}]).train.method == "lora"
-    with raises("unsupported", "fine_tune_type", "dora", "lora"):
-        resolve({"fine_tune_type": "dora"})
+    with raises("unknown", "fine_tune_type", "ia3", "lora"):
+        resolve({"fine_tune_type": "ia3"})
 
 
 def test_a_run_that_cannot_fit_is_refused_by_the_plan(dense_tiny, full_data, tmp_path, monkeypatch):

@@ -173,7 +173,7 @@ def test_train_rejects_chats_for_a_base_without_chat_template(data_here, untouch
             "resume_adapter_file",
             ["d/train.jsonl"],
         ),
-        (["--fine-tune-type", "dora"], "unsupported", "fine_tune_type", ["dora"]),
+        (["--fine-tune-type", "ia3"], "unknown", "fine_tune_type", ["ia3", "dora"]),
         (["what"], "invalid", None, ["what"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

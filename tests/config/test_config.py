@@ -189,7 +189,7 @@ def test_recipe_to_json_is_json_and_comes_back():
 
 def test_recipe_to_json_of_every_field_is_resolved_to_the_same():
     recipe = Recipe(
-        LoRAConfig(4, 8.0, 0.1, ("q_proj",), 2, {"q_proj": 2}, {"q_proj": 1.0}),
+        LoRAConfig(4, 8.0, 0.1, ("q_proj",), 2, {"q_proj": 2}, {"q_proj": 1.0}, True),
         TrainConfig(
             lr_schedule={"name": "step_decay", "arguments": [1e-3, 0.5, 10]},
             optimizer_config={"adamw": {"betas": [0.9, 0.98]}},

@@ -136,9 +136,16 @@ UNSUPPORTED = [
     ({"lora": {"rank": 8}}, "unknown", "rank", "lora.rank"),
     ({"lora": {"bias": "all"}}, "unsupported", "bias", "'all'"),
     (PEFT | {"peft_type": "IA3"}, "unsupported", "peft_type", "LORA"),
-    (PEFT | {"use_dora": True}, "unsupported", "use_dora", "True"),
+    (PEFT | {"use_qalora": True}, "unsupported", "use_qalora", "True"),
     (PEFT | {"modules_to_save": ["lm_head"]}, "unsupported", "modules_to_save", "lm_head"),
-    (PEFT | {"init_lora_weights": "pissa"}, "unsupported", "init_lora_weights", "'pissa'"),
+    (PEFT | {"init_lora_weights": "eva"}, "unsupported", "init_lora_weights", "'eva'"),
+    (PEFT | {"init_lora_weights": False}, "unsupported", "init_lora_weights", "False"),
+    (
+        PEFT | {"use_dora": True, "init_lora_weights": "pissa"},
+        "unsupported",
+        "init_lora_weights",
+        "use_dora",
+    ),
     (PEFT | {"bias": "lora_only"}, "unsupported", "bias", "'lora_only'"),
     (PEFT | {"target_modules": r".*\.q_proj"}, "unsupported", "target_modules", r".*\.q_proj"),
     (PEFT | {"target_modules": None}, "unsupported", "target_modules", "all-linear"),
@@ -148,6 +155,21 @@ UNSUPPORTED = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("values", "method"),
+    [
+        ({"use_dora": True}, "dora"),
+        ({"init_lora_weights": "pissa"}, "pissa"),
+        ({"init_lora_weights": "pissa_niter_16"}, "pissa"),
+        ({"init_lora_weights": "olora"}, "olora"),
+        ({"init_lora_weights": "loftq"}, "loftq"),
+        ({}, "lora"),
+    ],
+)
+def test_peft_names_the_method(values, method):
+    assert recipe(PEFT | values).train.method == method
+
+
 @pytest.mark.parametrize(("values", "code", "key", "shown"), UNSUPPORTED)
 def test_what_would_mean_something_else_is_an_error(values, code, key, shown):
     with raises(code, key, "recipe: ", shown):
@@ -155,8 +177,8 @@ def test_what_would_mean_something_else_is_an_error(values, code, key, shown):
 
 
 def test_train_takes_several_recipes_and_names_the_faulty_one(run, tmp_path):
-    (tmp_path / "adapter_config.json").write_text(json.dumps(PEFT | {"use_dora": True}))
+    (tmp_path / "adapter_config.json").write_text(json.dumps(PEFT | {"use_qalora": True}))
     (tmp_path / "bnb.json").write_text(json.dumps(BNB))
     code, out, _ = run("train", "-c", tmp_path / "bnb.json", "-c", tmp_path / "adapter_config.json")
     assert (code, out) == (2, "")
-    check(run.error, "unsupported", "use_dora", "adapter_config.json: use_dora")
+    check(run.error, "unsupported", "use_qalora", "adapter_config.json: use_qalora")

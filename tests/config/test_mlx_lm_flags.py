@@ -307,12 +307,8 @@ def test_optimizers_of_mlx_lm_exist_here(optimizer):
 
 
 @pytest.mark.parametrize("kind", ACTIONS["fine_tune_type"].choices)
-def test_fine_tune_type_is_the_method_or_says_what_to_use(kind):
-    if kind != "dora":
-        assert recipe_of("--fine-tune-type", kind) == recipe_of("--method", kind)
-        return
-    with raises("unsupported", "fine_tune_type", f"`mlx_lm.lora --fine-tune-type {kind}`"):
-        recipe_of("--fine-tune-type", kind)
+def test_fine_tune_type_is_the_method(kind):
+    assert recipe_of("--fine-tune-type", kind) == recipe_of("--method", kind)
 
 
 @pytest.mark.parametrize(

@@ -111,8 +111,9 @@ class CausalLMTask(Task):
             check_forward(self.base, self.sample.tokens)
             if train.packing:  # no token of a proxy sees another
                 prepare_packing(trainable, head, train.max_seq_length, self.base.vocab_size)
-            self.sample_before = self.sample.complete(self.base)
-            self.answers_before = self._answers()
+            with trainable.disabled():
+                self.sample_before = self.sample.complete(self.base)
+                self.answers_before = self._answers()
             self.frozen = open_frozen_activations(
                 trainable,
                 head,

@@ -1,0 +1,141 @@
+"""DoRA: low-rank adapters, and a magnitude for every output of the adapted weight."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+import mlx.nn as nn
+
+from ..bases.model import BaseModel
+from ..config.schema import LoRAConfig, TrainConfig
+from ..nn.dora import GroupedDoRA
+from ..nn.lora import AdaptedLinear, GroupedLoRA
+from ..nn.quantized import TransientLinear
+from ..runtime import mx
+from .lora import Attached, attach
+from .residual import check_no_experts, weight_of
+from .spec import ModuleSpec, SliceSpec, Specs
+from .tensors import load_slots, slot_tensors
+
+Shape = tuple[int, ...]
+
+
+class DoRAAttached(Attached):
+    """Adapters with magnitudes; tensors are mlx-lm's, with ``<path>.m`` [out]."""
+
+    method = "dora"
+
+    def __init__(self, attached: Attached) -> None:
+        super().__init__(attached.base, attached.specs, attached.groups, attached.notes)
+        vars(self).update(vars(attached))
+        self.specs = {path: replace(spec, kind="dora") for path, spec in attached.specs.items()}
+        self._install()
+
+    def _install(self) -> None:
+        """Put a group with magnitudes in the place of every group of adapters."""
+        modules = dict(self.model.named_modules())
+        frozen: dict[int, list[tuple[nn.Module, mx.array]]] = {}
+        for path, slot in sorted(self.slots.items(), key=lambda item: item[1].first):
+            norms = mx.linalg.norm(weight_of(path, self.frozen[path]), axis=1)
+            mx.eval(norms)
+            frozen.setdefault(id(slot.lora), []).append((_projection(modules[path]), norms))
+        loras = [(path, m) for path, m in modules.items() if type(m) is GroupedLoRA]
+        groups = {
+            id(lora): GroupedDoRA(lora, *zip(*frozen[id(lora)], strict=True)) for _, lora in loras
+        }
+        self.swap([(path, groups[id(lora)]) for path, lora in loras])
+        self.slots = {
+            path: replace(slot, lora=groups[id(slot.lora)], spec=self.specs[path])
+            for path, slot in self.slots.items()
+        }
+
+    def tensors(self) -> dict[str, mx.array]:
+        """Return adapters and magnitudes by name on disk, in float32."""
+        magnitudes = {
+            f"{path}.m": slot.lora.magnitude[slot.first] for path, slot in self.slots.items()
+        }
+        return slot_tensors(self.slots) | magnitudes
+
+    def load(self, tensors: Mapping[str, mx.array], where: str) -> None:
+        """Set all adapters and magnitudes."""
+        load_slots(self.slots, tensors, where)
+        for path, slot in self.slots.items():
+            slot.lora.magnitude[slot.first] = tensors[f"{path}.m"].astype(mx.float32)
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Return a context in which the model computes what the base does."""
+        trained = self.tensors()
+        bare = {name: mx.zeros_like(tensor) for name, tensor in trained.items()}
+        for path, slot in self.slots.items():
+            bare[f"{path}.m"] = slot.lora.norms[slot.first]
+        try:
+            self.load(bare, "base")
+            yield
+        finally:
+            self.load(trained, "trained")
+
+
+class DoRA:
+    """Low-rank adapters with magnitudes: y = m / ||W + s B A|| (W x + s B A x).
+
+    DoRA: https://arxiv.org/abs/2402.09353
+    """
+
+    def check(self, base: BaseModel, matmul_path: str) -> None:
+        """Accept every base whose weights can be read."""
+
+    def attach(
+        self, base: BaseModel, lora: LoRAConfig, train: TrainConfig, matmul_path: str
+    ) -> Attached:
+        """Attach fresh adapters, whose magnitudes are the norms of the weights: no output changes.
+
+        A projection of several slices has one adapter, as in PEFT.
+        """
+        settings = matmul_path, train.seed, train.train_fp16_fallback
+        attached = attach(base, lora, None, *settings)
+        if any(len(spec.slices) > 1 for spec in attached.specs.values()):
+            specs = {path: _uncut(spec) for path, spec in attached.specs.items()}
+            attached.detach()
+            attached = attach(base, lora, specs, *settings)
+        try:
+            check_no_experts(attached, "dora")
+            return DoRAAttached(attached)
+        except BaseException:
+            attached.detach()
+            raise
+
+    def adapter_shapes(self, specs: Specs) -> list[Shape]:
+        """Return the shapes of A, B and the magnitudes of every projection."""
+        return [
+            shape
+            for spec in specs.values()
+            for shape in (
+                (spec.in_features, spec.rank),
+                (spec.rank, spec.out_features),
+                (spec.out_features,),
+            )
+        ]
+
+    def kept_numbers(self, spec: ModuleSpec) -> int:
+        """Return the rank and the outputs: the gradient of magnitudes is made of these."""
+        return spec.rank + spec.out_features
+
+
+def _uncut(spec: ModuleSpec) -> ModuleSpec:
+    """Return one adapter for all slices of a projection."""
+    if len(spec.slices) == 1:
+        return spec
+    first = max(spec.slices, key=lambda part: part.rank)
+    name = spec.path.rpartition(".")[2]
+    whole = SliceSpec(name, spec.out_features, first.rank, first.alpha)
+    return replace(spec, slices=(whole,))
+
+
+def _projection(module: nn.Module) -> nn.Module:
+    """Return what multiplies by the weight of a module on the model.
+
+    A few rows are multiplied by a quantized weight as it is, where many would dequantize it.
+    """
+    linear = module.linear if isinstance(module, AdaptedLinear) else module
+    return linear.linear if isinstance(linear, TransientLinear) else linear

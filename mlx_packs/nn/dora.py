@@ -1,0 +1,84 @@
+"""DoRA in training: adapted weights with a magnitude for each output, which are never made.
+
+DoRA: https://arxiv.org/abs/2402.09353
+"""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .lora import GroupedLoRA
+
+_LEAST = 1e-8  # of a norm that is divided by: rows of zeros have the magnitude 0
+
+
+class GroupedDoRA(GroupedLoRA):
+    """Adapters of a projection group whose adapted weights have a learned magnitude.
+
+    Semantics: y = m / ||W + s B A|| * (W x + s B A x) + bias
+
+    The norm of each row has no gradient, as in the paper (4.3) and in PEFT. Its square is
+    ||W||^2 + 2 s <W, B A> + s^2 ||B A||^2, of which the first is computed once, and the others by
+    products with R rows: of the frozen weight as it is, and of A with itself.
+
+    Dropout is on the input of A alone, as in mlx-lm.
+
+    Args:
+        lora: the group that it takes the place of.
+        projections: the frozen linear of each adapter, in its order.
+        norms: of the rows of its weight, [O_i] in float32; magnitudes begin with them.
+    """
+
+    def __init__(
+        self, lora: GroupedLoRA, projections: Sequence[nn.Module], norms: Sequence[mx.array]
+    ) -> None:
+        nn.Module.__init__(self)
+        self._slots, self._scales, self._kept = lora._slots, lora._scales, None
+        self.dropout = lora.dropout
+        self.lora_a, self.lora_b = list(lora.lora_a), list(lora.lora_b)
+        self.magnitude, self._norms = list(norms), list(norms)
+        self._projections = _Hidden(projections)
+
+    def decoded(self, *_: object, **__: object) -> None:
+        """Return None: no kernel for decoding has magnitudes."""
+        return None
+
+    @property
+    def norms(self) -> list[mx.array]:
+        """The norms of the rows of each frozen weight, [O_i] in float32."""
+        return self._norms
+
+    def _replaced(self, outputs: Sequence[mx.array], summed: Sequence[mx.array]) -> list[mx.array]:
+        """Return all outputs, those of adapted projections with their magnitudes."""
+        return super()._replaced(outputs, [self._scaled(i, y) for i, y in enumerate(summed)])
+
+    def _scaled(self, i: int, y: mx.array) -> mx.array:
+        """Return the output [..., O] of an adapted projection with its magnitudes."""
+        norms = self._adapted_norms(i, y.dtype)
+        ratio = (self.magnitude[i] / mx.maximum(norms, _LEAST)).astype(y.dtype)
+        bias = self._projections.all[i].get("bias")
+        return y * ratio if bias is None else (y - bias) * ratio + bias
+
+    def _adapted_norms(self, i: int, dtype: mx.Dtype) -> mx.array:
+        """Return the norms of the rows of W + s B A, [O] in float32, without a gradient."""
+        if self._kept is None or self.training:
+            return self._computed_norms(i, dtype)
+        return self._once(("norms", i), lambda: self._computed_norms(i, dtype))
+
+    def _computed_norms(self, i: int, dtype: mx.Dtype) -> mx.array:
+        projection, s = self._projections.all[i], self._scales[i]
+        a, b = mx.stop_gradient(self.lora_a[i]), mx.stop_gradient(self.lora_b[i])
+        products = projection(a.T.astype(dtype))
+        if "bias" in projection:
+            products = products - projection.bias
+        between = (products.astype(mx.float32) * b).sum(axis=0)
+        own = (((a.T @ a) @ b) * b).sum(axis=0)
+        return mx.sqrt(mx.maximum(self._norms[i].square() + 2 * s * between + s * s * own, 0))
+
+
+class _Hidden:
+    """Modules that are not a part of the one that uses them."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.all = list(modules)

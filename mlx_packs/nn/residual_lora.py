@@ -1,0 +1,57 @@
+"""LoRA that begins with a part of the weight: the frozen weight is used without that part."""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .lora import GroupedLoRA
+
+
+class ResidualLoRA(GroupedLoRA):
+    """Adapters of a projection group beside what is left of the weights when they begin.
+
+    Semantics: y = (W - s B0 A0) x + s B A x, where A and B begin as A0 and B0
+
+    The weight stays as it is, quantized or not: what it is left without is added with a minus, as
+    more rows of A and columns of B.
+
+    Args:
+        lora: the group that it takes the place of.
+        lora_a: A0 of each adapter, [D, R_i].
+        lora_b: B0 of each adapter, [R_i, O_i].
+
+    PiSSA: https://arxiv.org/abs/2404.02948
+    """
+
+    def __init__(
+        self, lora: GroupedLoRA, lora_a: Sequence[mx.array], lora_b: Sequence[mx.array]
+    ) -> None:
+        nn.Module.__init__(self)
+        self._slots, self._scales, self._kept = lora._slots, lora._scales, None
+        self.dropout = lora.dropout
+        self.lora_a, self.lora_b = list(lora_a), list(lora_b)
+        self._removed_a, self._removed_b = list(lora_a), [-b for b in lora_b]
+
+    @property
+    def removed(self) -> list[mx.array]:
+        """A0 and -B0 of each adapter, which are not trained."""
+        return [*self._removed_a, *self._removed_b]
+
+    def multiplied(self) -> tuple[list[mx.array], list[mx.array]]:
+        """Return A and B of each adapter with those that are removed: [D, 2R] and [2R, O]."""
+        return (
+            [mx.concatenate(p, -1) for p in zip(self.lora_a, self._removed_a, strict=True)],
+            [mx.concatenate(p, -2) for p in zip(self.lora_b, self._removed_b, strict=True)],
+        )
+
+    def set_factors(self, lora_a: Sequence[mx.array], lora_b: Sequence[mx.array]) -> None:
+        """Set all factors from what `multiplied` returns."""
+        first, second = (
+            list(half) for half in zip(*(mx.split(a, 2, -1) for a in lora_a), strict=True)
+        )
+        self.lora_a[:], self._removed_a[:] = first, second
+        first, second = (
+            list(half) for half in zip(*(mx.split(b, 2, -2) for b in lora_b), strict=True)
+        )
+        self.lora_b[:], self._removed_b[:] = first, second

@@ -1,0 +1,222 @@
+"""Methods other than plain LoRA: what they begin with, what they train, and the packs they make."""
+
+import math
+
+import pytest
+
+from mlx_packs import LoRAConfig, TrainConfig, load_base, train_pack
+from mlx_packs.adapters.initial_factors import _EXACT, orthonormal_factors, principal_factors
+from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.method import METHODS
+from mlx_packs.adapters.tensors import delta_of, merged_weight
+from mlx_packs.nn.quantized import dense_weight
+from mlx_packs.runtime import mx
+from tests.helpers.checkpoints import write_dense
+from tests.helpers.errors import raises
+from tests.helpers.models import SMALL_FAMILIES, base_of
+from tests.helpers.rows import chat, write_rows
+
+TOKENS = mx.array([[5, 9, 3, 77, 12, 40], [1, 2, 3, 4, 5, 6]])
+OTHERS = ("dora", "pissa", "olora")  # that go with any base
+
+
+def attached(method: str, base, **lora):
+    lora = LoRAConfig(rank=4, **lora)
+    return METHODS[method].attach(base, lora, TrainConfig(method=method), "quantized")
+
+
+def moved(trainable):
+    """The same with other values."""
+    changed = {
+        n: t + 0.05 * mx.random.normal(t.shape) * (not n.endswith(".m"))
+        for n, t in trainable.tensors().items()
+    }
+    trainable.load(changed, "test")
+    return trainable
+
+
+@pytest.mark.parametrize("method", OTHERS)
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "olmo2"])
+def test_attaching_changes_no_output(method, family):
+    base = base_of(family)
+    before = base.model(TOKENS)
+    attached(method, base)
+    assert mx.allclose(base.model(TOKENS), before, atol=1e-4).item()
+
+
+@pytest.mark.parametrize("method", OTHERS)
+def test_of_a_quantized_base_too(method, shared_tiny):
+    before = shared_tiny.model(TOKENS)
+    trainable = attached(method, shared_tiny)
+    try:
+        assert mx.allclose(shared_tiny.model(TOKENS), before, atol=1e-3).item()
+    finally:
+        trainable.detach()
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "gpt2"])
+def test_dora_is_the_adapted_weight_with_other_norms(family, mode):
+    """The definition, with the weight made: m (W + s B A) / ||W + s B A||."""
+    base = base_of(family)
+    trainable = moved(attached("dora", base))
+    tensors = trainable.tensors()
+    for path in trainable.specs:  # magnitudes other than the norms
+        tensors[f"{path}.m"] = tensors[f"{path}.m"] * 1.1 + 0.01
+    trainable.load(tensors, "test")
+    getattr(base.model, mode)()
+    trained = base.model(TOKENS)
+    specs, frozen = trainable.specs, trainable.frozen
+    trainable.detach()
+    for path, linear in frozen.items():
+        weight = merged_weight(specs[path], tensors, linear)
+        norms = mx.linalg.norm(weight, axis=1)
+        linear.weight = (tensors[f"{path}.m"] / norms)[:, None] * weight
+    assert mx.allclose(base.model(TOKENS), trained, atol=1e-4).item()
+
+
+def test_rows_of_zeros_have_no_magnitude_and_finite_gradients():
+    base = base_of("llama")
+    base.model.layers[0].self_attn.q_proj.weight[3] = 0
+    trainable = attached("dora", base)
+    lora = trainable.slots["model.layers.0.self_attn.q_proj"].lora
+    base.model.train()
+
+    def loss(m):
+        lora.magnitude[0] = m
+        return base.model(TOKENS).square().sum()
+
+    gradient = mx.grad(loss)(lora.magnitude[0])
+    assert mx.isfinite(gradient).all().item()
+    assert mx.abs(gradient).max().item() > 0
+
+
+@pytest.mark.parametrize("method", ["pissa", "olora"])
+def test_a_pack_of_twice_the_rank_is_the_change_since_the_beginning(method):
+    base = base_of("qwen3")
+    trainable = moved(attached(method, base))
+    trained, tensors = base.model(TOKENS), trainable.tensors()
+    assert all(spec.rank == 8 for spec in trainable.specs.values())
+    trainable.detach()
+    plain = attach(base, specs=trainable.specs)
+    plain.load(tensors, "test")
+    assert mx.allclose(base.model(TOKENS), trained, atol=1e-4).item()
+
+
+@pytest.mark.parametrize("shape", [(40, 24), (24, 40), (_EXACT + 40, _EXACT + 90)])
+def test_principal_factors_are_the_best_of_their_rank(shape):
+    u = mx.linalg.qr(mx.random.normal((shape[0], 20)), stream=mx.cpu)[0]
+    v = mx.linalg.qr(mx.random.normal((shape[1], 20)), stream=mx.cpu)[0]
+    values = mx.array([2.0 ** -(i / 2) for i in range(20)])
+    weight, scale = (u * values) @ v.T, 2.0
+    a, b = principal_factors(weight, 6, scale)
+    left = mx.linalg.norm(weight - scale * (a @ b).T).item()
+    assert left == pytest.approx(math.sqrt(sum(2.0**-i for i in range(6, 20))), rel=1e-3)
+    assert mx.allclose(a.square().sum(0), b.square().sum(1), rtol=1e-3).item()
+
+
+def test_orthonormal_factors_are_those_of_the_whole_qr():
+    weight = mx.random.normal((24, 40))
+    a, b = orthonormal_factors(weight, 5, 2.0)
+    q, r = mx.linalg.qr(weight, stream=mx.cpu)
+    assert mx.allclose((a @ b).T, q[:, :5] @ r[:5], atol=1e-4).item()
+    assert mx.allclose(b @ b.T, mx.eye(5), atol=1e-5).item()
+
+
+@pytest.mark.parametrize("mode", ["nf4", "affine4"])
+def test_loftq_begins_nearer_to_the_dense_weights(mode, tmp_path):
+    folder = write_dense(tmp_path / "dense")
+    dense = dict(load_base(folder).model.named_modules())
+    base = load_base(folder, mode)
+    trainable = attached("loftq", base)
+    for path, spec in trainable.specs.items():
+        weight = dense[path].weight.astype(mx.float32)
+        lost = weight - dense_weight(trainable.frozen[path]).astype(mx.float32)
+        left = lost - delta_of(spec, trainable.tensors())
+        assert mx.linalg.norm(left).item() < 0.97 * mx.linalg.norm(lost).item()
+
+
+def test_rslora_scales_by_the_root_of_the_rank():
+    base = base_of("llama")
+    lora = LoRAConfig(rank=4, alpha=6.0, rslora=True, rank_pattern={"q_proj": 9})
+    specs = attach(base, lora).specs
+    scales = {path.rpartition(".")[2]: spec.slices[0].scale for path, spec in specs.items()}
+    assert scales["q_proj"] == pytest.approx(6 / 3)
+    assert scales["v_proj"] == pytest.approx(6 / 2)
+
+
+TRAIN = TrainConfig(
+    iters=4,
+    batch_size=2,
+    max_seq_length=64,
+    learning_rate=1e-3,
+    lr_schedule="constant",
+    matmul_path="dense",
+    val_batches=0,
+)
+
+
+@pytest.fixture
+def rows(tmp_path):
+    words = "one two three four five six seven eight".split()
+    each = [chat(f"Say {word}.", f"{word}, I say, {word}.") for word in words]
+    return write_rows(tmp_path / "rows", train=each, valid=each[:4])
+
+
+def with_settings(**changes) -> TrainConfig:
+    return TrainConfig(**{**vars(TRAIN), **changes})
+
+
+@pytest.mark.parametrize("method", OTHERS)
+def test_a_run_learns_and_its_pack_computes_what_was_trained(method, tiny, rows, tmp_path):
+    run = train_pack(tiny, rows, LoRAConfig(rank=4), with_settings(method=method), tmp_path / "p")
+    assert run.report["ppl_after"] < run.report["ppl_before"]
+    assert run.pack.manifest["method"] == method
+    stored = sum(tensor.size for tensor in run.pack.load_tensors().values())
+    assert run.pack.manifest["adapters"]["parameters"] == stored
+    base = load_base("tiny")
+    before = base.model(TOKENS)
+    with base.applied(run.pack):
+        assert not mx.allclose(base.model(TOKENS), before, atol=1e-3).item()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"packing": True}, {"recompute": "block"}], ids=str)
+@pytest.mark.parametrize("method", [*OTHERS, "loftq"])
+def test_a_resumed_run_equals_an_unbroken_one_to_the_bit(method, settings, rows, tmp_path):
+    base = write_dense(tmp_path / "dense", vocab_size=4096)
+    lora = LoRAConfig(rank=4, dropout=0.1)
+    if method == "loftq":
+        settings = settings | {"quantize": "affine4"}
+    whole = with_settings(method=method, **settings)
+    unbroken = train_pack(str(base), rows, lora, whole, tmp_path / "a")
+    half = with_settings(method=method, iters=2, **settings)
+    train_pack(str(base), rows, lora, half, tmp_path / "b")
+    resumed = train_pack(str(base), rows, lora, whole, tmp_path / "b", resume=True, overwrite=True)
+    for name, tensor in unbroken.pack.tensors.items():
+        assert mx.array_equal(tensor, resumed.pack.tensors[name]).item(), name
+
+
+def test_loftq_needs_a_dense_checkpoint_that_is_quantized(tiny, rows, tmp_path):
+    loftq = with_settings(method="loftq")
+    with raises("conflict", None, "--method loftq", "stored quantized", "--quantize"):
+        train_pack(tiny, rows, train=loftq, out=tmp_path / "p")
+    dense = write_dense(tmp_path / "dense", vocab_size=4096)
+    with raises("conflict", None, "--method loftq", "is not quantized", "--quantize nf4"):
+        train_pack(str(dense), rows, train=loftq, out=tmp_path / "p")
+    assert not (tmp_path / "p").exists()
+
+
+@pytest.mark.parametrize("method", [*OTHERS, "loftq"])
+def test_experts_are_rejected(method):
+    base = base_of("qwen3_moe", **SMALL_FAMILIES["qwen3_moe"])
+    with raises("unsupported", None, f"--method {method}", "switch_mlp", "--target-modules"):
+        attached(method, base, target_modules=("gate_proj",))
+
+
+def test_a_proxy_has_no_magnitudes(run, rows):
+    code, out, _ = run(
+        "train", "--data", rows, "--method", "dora", "--objective", "projection-stack"
+    )
+    assert (code, out) == (2, "")
+    assert "--method" in run.error.message and "projection-stack" in run.error.message

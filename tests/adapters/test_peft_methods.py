@@ -1,0 +1,187 @@
+"""Methods beside PEFT's own, on one small model: what they begin with, logits and gradients."""
+
+import shutil
+from types import SimpleNamespace
+
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from mlx_packs import Pack, load_base
+from mlx_packs.adapters.initial_factors import principal_factors
+from mlx_packs.adapters.method import METHODS
+from mlx_packs.bases.files import tiny_checkpoint
+from mlx_packs.config.schema import LoRAConfig, TrainConfig
+from mlx_packs.convert.interop import export_pack
+from mlx_packs.runtime import mx
+
+pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("default")]
+TOKENS = [list(range(7, 39)), list(range(90, 122))]
+TARGETS = ("q_proj", "v_proj", "o_proj", "down_proj")
+RANK, ALPHA = 4, 6.0
+PEFT_OPTIONS = {
+    "lora": {},
+    "dora": {"use_dora": True},
+    "pissa": {"init_lora_weights": "pissa"},
+    "olora": {"init_lora_weights": "olora"},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A Llama of transformers, with biases, and its tokenizer."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        num_hidden_layers=2,
+        intermediate_size=128,
+        vocab_size=4096,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        head_dim=16,
+        attention_bias=True,
+        tie_word_embeddings=False,
+    )
+    model = transformers.LlamaForCausalLM(config).to(torch.float32)
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    folder = tmp_path_factory.mktemp("methods") / "llama"
+    model.save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_checkpoint() / file, folder)
+    return folder
+
+
+def in_peft(checkpoint, **options):
+    """The same model with PEFT's adapters."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    config = LoraConfig(
+        r=RANK, lora_alpha=ALPHA, target_modules=list(TARGETS), task_type="CAUSAL_LM", **options
+    )
+    return get_peft_model(model, config).eval()
+
+
+def here(checkpoint, method: str):
+    """The same base with our adapters."""
+    base = load_base(checkpoint)
+    lora = LoRAConfig(rank=RANK, alpha=ALPHA, target_modules=TARGETS)
+    train = TrainConfig(method=method)
+    return base, METHODS[method].attach(base, lora, train, "quantized")
+
+
+def parameters_of(trainable) -> dict[str, mx.array]:
+    """What is trained, by PEFT's names."""
+    named = {}
+    for path, slot in trainable.slots.items():
+        named[f"{path}.lora_A"] = slot.lora.lora_a[slot.first].T
+        named[f"{path}.lora_B"] = slot.lora.lora_b[slot.first].T
+        if trainable.method == "dora":
+            named[f"{path}.lora_magnitude_vector"] = slot.lora.magnitude[slot.first]
+    return named
+
+
+def set_parameters(trainable, named) -> None:
+    for path, slot in trainable.slots.items():
+        slot.lora.lora_a[slot.first] = named[f"{path}.lora_A"].T
+        slot.lora.lora_b[slot.first] = named[f"{path}.lora_B"].T
+        if trainable.method == "dora":
+            slot.lora.magnitude[slot.first] = named[f"{path}.lora_magnitude_vector"]
+
+
+def torch_parameters(model) -> dict:
+    """The trained parameters of a model with PEFT's adapters."""
+    return {
+        name.removeprefix("base_model.model.").replace(".default.weight", ""): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+@pytest.mark.parametrize("method", PEFT_OPTIONS)
+def test_a_method_is_that_of_peft(checkpoint, method):
+    import torch
+
+    base, trainable = here(checkpoint, method)
+    model = in_peft(checkpoint, **PEFT_OPTIONS[method])
+    theirs, tokens = torch_parameters(model), torch.tensor(TOKENS)
+    ours = parameters_of(trainable)
+    assert {n: tuple(p.shape) for n, p in theirs.items()} == {n: p.shape for n, p in ours.items()}
+    if method in ("pissa", "olora"):  # factors of either sign
+        for path in trainable.slots:
+            a, b = (theirs[f"{path}.lora_{x}"].detach().numpy() for x in "AB")
+            product = np.array(ours[f"{path}.lora_B"] @ ours[f"{path}.lora_A"])
+            np.testing.assert_allclose(product, b @ a, atol=1e-4)
+    with torch.no_grad():
+        begun = model(tokens).logits.numpy()
+    np.testing.assert_allclose(np.array(base.model(mx.array(TOKENS))), begun, atol=1e-4)
+
+    mx.random.seed(5)
+    moved = {n: p + 0.1 * mx.random.normal(p.shape) for n, p in ours.items()}
+    for name, parameter in theirs.items():
+        parameter.data = torch.tensor(np.array(moved[name]))
+    loss = model(tokens, labels=tokens).loss
+    loss.backward()
+
+    def our_loss(named):
+        set_parameters(trainable, named)
+        logits = base.model(mx.array(TOKENS))[:, :-1]
+        return nn.losses.cross_entropy(logits, mx.array(TOKENS)[:, 1:], reduction="mean")
+
+    base.model.train()
+    value, gradients = mx.value_and_grad(our_loss)(moved)
+    assert value.item() == pytest.approx(loss.item(), abs=1e-4)
+    for name, parameter in theirs.items():
+        np.testing.assert_allclose(np.array(gradients[name]), parameter.grad.numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize("method", [*PEFT_OPTIONS, "rslora"])
+def test_an_export_of_a_method_has_the_same_logits_in_peft(checkpoint, method, tmp_path):
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base, trainable = here(checkpoint, "lora" if method == "rslora" else method)
+    moved = {
+        n: t + 0.05 * mx.random.normal(t.shape) * (t.size > 1)
+        for n, t in trainable.tensors().items()
+    }
+    trainable.load(moved, "test")
+    expected = np.array(base.model(mx.array(TOKENS)))
+    pack = Pack.of(trainable).save(tmp_path / "pack")
+    trainable.detach()
+    export_pack(pack, "peft", tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(model, str(tmp_path / "out")).eval()
+    with torch.no_grad():
+        logits = loaded(torch.tensor(TOKENS)).logits.numpy()
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
+
+
+def test_rslora_has_the_scale_of_peft(checkpoint):
+    model = in_peft(checkpoint, use_rslora=True)
+    scaling = (getattr(m, "scaling", None) for m in model.modules())
+    scales = {each["default"] for each in scaling if isinstance(each, dict)}
+    base = load_base(checkpoint)
+    lora = LoRAConfig(rank=RANK, alpha=ALPHA, target_modules=TARGETS, rslora=True)
+    trainable = METHODS["lora"].attach(base, lora, TrainConfig(), "quantized")
+    ours = {part.scale for spec in trainable.specs.values() for part in spec.slices}
+    assert sorted(ours) == pytest.approx(sorted(scales))
+
+
+def test_loftq_begins_with_the_factors_of_peft():
+    pytest.importorskip("torch")
+    import torch
+    from peft.utils.loftq_utils import _low_rank_decomposition
+
+    lost = mx.random.normal((48, 80), key=mx.random.key(1))
+    theirs = _low_rank_decomposition(torch.tensor(np.array(lost)), reduced_rank=RANK)
+    theirs = SimpleNamespace(**theirs)
+    a, b = principal_factors(lost, RANK, 1.0)
+    np.testing.assert_allclose(np.array(a @ b).T, (theirs.L @ theirs.R).numpy(), atol=1e-4)
