@@ -20,7 +20,9 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from mlx_packs import runtime
-from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.dora import DoRAAttached
+from mlx_packs.adapters.lora import Attached, attach
+from mlx_packs.adapters.residual import install
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.data.batches import few_shapes, lay_out, most_targets
 from mlx_packs.data.encoding import Example, Examples
@@ -28,6 +30,8 @@ from mlx_packs.data.packing import aligned_batches
 from mlx_packs.data.sampler import Sampler
 from mlx_packs.data.shapes import sequence_inputs
 from mlx_packs.nn.blocks import attends_by_spans
+from mlx_packs.nn.dora import GroupedDoRA
+from mlx_packs.nn.residual_lora import ResidualLoRA
 from mlx_packs.objectives.causal_lm import CausalLM, possible_heads
 from mlx_packs.ops import _check
 from mlx_packs.ops.span_attention import Spans
@@ -51,6 +55,7 @@ def lazy_step(  # noqa: PLR0913 (one argument for each thing that a step depends
     path: str,
     recompute: str,
     packed: bool,
+    method: str = "lora",
 ) -> tuple[list[mx.array], list[mx.array]]:
     """Call one compiled training step on a model whose arrays are not evaluated.
 
@@ -65,6 +70,7 @@ def lazy_step(  # noqa: PLR0913 (one argument for each thing that a step depends
         recompute: activation checkpointing: none, selective or block.
         packed: whether sequences hold several examples, of lengths as `_TYPICAL` draws them: what
             attention costs depends on the sum of their squares.
+        method: of training: lora, dora, or pissa, which stands for olora too.
 
     Returns:
         What the step computes: loss, gradient norm, the updated adapters and the optimizer's
@@ -72,6 +78,7 @@ def lazy_step(  # noqa: PLR0913 (one argument for each thing that a step depends
     """
     base = Base("captured", Path("."), model, None, args, "")
     attached = attach(base, LoRAConfig(rank=rank), matmul_path=path)
+    known = _made_of(attached, method)
     attached.recompute(recompute)
     model.train()
     settings = TrainConfig()
@@ -83,12 +90,26 @@ def lazy_step(  # noqa: PLR0913 (one argument for each thing that a step depends
     arrays = [mx.zeros(shape, mx.int32) for shape in integers] + [mx.ones((targets,))]
     segments = [_typical_segments(model, batch, length)] if packed else []
     arrays += [own for own in segments if isinstance(own, mx.array)]
-    state = [model.parameters(), optimizer.state, mx.random.state[0]]
+    state = [model.parameters(), known, optimizer.state, mx.random.state[0]]
     leaves = [array for _, array in tree_flatten(state)] + arrays
     with _unchecked_kernels():
         results = stepper.whole(*arrays[:4], *segments)
     updated = [model.trainable_parameters(), optimizer.state, results]
     return [array for _, array in tree_flatten(updated)], leaves
+
+
+def _made_of(attached: Attached, method: str) -> list[mx.array]:
+    """Install a method's groups; return the arrays that it computes once, when it is attached."""
+    if method == "dora":
+        DoRAAttached(attached)
+    elif method in ("pissa", "olora"):
+        install(attached, ResidualLoRA)  # beginning with any factors
+    elif method != "lora":
+        raise ValueError(f"no step of {method}")
+    groups = list(attached.model.modules())
+    norms = [m.norms for m in groups if isinstance(m, GroupedDoRA)]
+    removed = [m.removed for m in groups if isinstance(m, ResidualLoRA)]
+    return [norms, removed]
 
 
 def kernel_cost(

@@ -33,6 +33,7 @@ class StepJob:
         path: matmul path.
         recompute: activation checkpointing; of mlx-lm, block is ``--grad-checkpoint``.
         packed: whether sequences hold several examples.
+        method: of training, of ours.
     """
 
     config: dict
@@ -44,6 +45,7 @@ class StepJob:
     supervised: float = 1.0
     targets: int | None = None
     packed: bool = False
+    method: str = "lora"
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ class _Ours:
         return shapes[0][2]
 
     def step(self, job: StepJob) -> tuple[list, list]:
-        options = {name: getattr(job, name) for name in ("path", "recompute", "packed")}
+        options = {name: getattr(job, name) for name in ("path", "recompute", "packed", "method")}
         size = {"batch": job.batch, "length": job.length, "rank": job.rank}
         quantized = {"quantization": {"group_size": 64, "bits": 4, "mode": "affine"}}
         model, config = _model(job.config), job.config | quantized

@@ -46,7 +46,17 @@ def _steps(options: argparse.Namespace, here: Environment) -> list[Record]:
             theirs = [(MLX_LM, StepJob(**size, recompute=p)) for p in ("none", "block")]
             for supervised in options.supervised or [1.0]:
                 ours = [
-                    (OURS, StepJob(**size, path=path, recompute=policy, supervised=supervised))
+                    (
+                        OURS,
+                        StepJob(
+                            **size,
+                            path=path,
+                            recompute=policy,
+                            supervised=supervised,
+                            method=method,
+                        ),
+                    )
+                    for method in options.method or ["lora"]
                     for path, policy in jobs
                 ]
                 steps = lay_out(theirs + ours, options.chip)
@@ -109,7 +119,8 @@ class _Part:
 
 _PARTS = {
     "steps": _Part(
-        _steps, frozenset({"model", "batch", "length", "supervised", "path", "recompute"})
+        _steps,
+        frozenset({"model", "batch", "length", "supervised", "path", "recompute", "method"}),
     ),
     "batches": _Part(_batches, frozenset({"model", "batch", "supervised", "path", "examples"})),
     "ops": _Part(_ops, frozenset({"model", "batch", "length", "path", "recompute"})),
@@ -163,6 +174,7 @@ def parser() -> argparse.ArgumentParser:
         ("--model", CONFIGS, "Models by geometry [qwen3_4b; steps: and qwen3_0_6b]"),
         ("--path", MATMUL_PATHS, "Matmul paths of ours [quantized; steps, batches: and transient]"),
         ("--recompute", POLICIES, "Activation checkpointing of ours, in steps and ops [none]"),
+        ("--method", ("lora", "dora", "pissa"), "Methods of ours, in steps [lora]"),
     ):
         names = list(known)
         add(flag, type=_several(names), metavar="NAMES", help=f"{shown}; of {', '.join(names)}")

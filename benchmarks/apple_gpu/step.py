@@ -63,7 +63,8 @@ class Step:
     def name(self) -> str:
         if self.implementation == MLX_LM:
             return MLX_LM + (" --grad-checkpoint" if self.job.recompute == "block" else "")
-        name = f"{OURS} {self.job.path}"
+        method = f" {self.job.method}" if self.job.method != "lora" else ""
+        name = f"{OURS}{method} {self.job.path}"
         name += f", recompute {self.job.recompute}" if self.job.recompute != "none" else ""
         return name + (", packed" if self.job.packed else "")
 
