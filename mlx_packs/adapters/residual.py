@@ -44,7 +44,7 @@ class Residual(Attached):
         factors = {id(self.slots[path].lora): slot.lora for path, slot in whole.items()}
         for slot in self.slots.values():
             if (both := factors.pop(id(slot.lora), None)) is not None:
-                slot.lora.set_factors(both.lora_a, both.lora_b)
+                slot.lora.set_stored(both.lora_a, both.lora_b)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -61,7 +61,7 @@ class Residual(Attached):
         loras = {id(slot.lora): slot.lora for slot in self.slots.values()}
         whole = {}
         for key, lora in loras.items():
-            a, b = lora.multiplied()
+            a, b = lora.stored()
             whole[key] = SimpleNamespace(lora_a=a, lora_b=b)
         return {
             path: Slot(whole[id(slot.lora)], slot.first, self.specs[path])

@@ -39,19 +39,28 @@ class ResidualLoRA(GroupedLoRA):
         return [*self._removed_a, *self._removed_b]
 
     def multiplied(self) -> tuple[list[mx.array], list[mx.array]]:
-        """Return A and B of each adapter with those that are removed: [D, 2R] and [2R, O]."""
+        """Return factors [D, 2R] and [2R, O] whose product is B A - B0 A0.
+
+        They are those of B (A - A0) + (B - B0) A0: in half precision nothing large is subtracted.
+        """
+        a = zip(self.lora_a, self._removed_a, strict=True)
+        b = zip(self.lora_b, self._removed_b, strict=True)
         return (
-            [mx.concatenate(p, -1) for p in zip(self.lora_a, self._removed_a, strict=True)],
-            [mx.concatenate(p, -2) for p in zip(self.lora_b, self._removed_b, strict=True)],
+            [mx.concatenate([own - removed, removed], -1) for own, removed in a],
+            [mx.concatenate([own, own + removed], -2) for own, removed in b],
         )
 
-    def set_factors(self, lora_a: Sequence[mx.array], lora_b: Sequence[mx.array]) -> None:
-        """Set all factors from what `multiplied` returns."""
-        first, second = (
-            list(half) for half in zip(*(mx.split(a, 2, -1) for a in lora_a), strict=True)
-        )
-        self.lora_a[:], self._removed_a[:] = first, second
-        first, second = (
-            list(half) for half in zip(*(mx.split(b, 2, -2) for b in lora_b), strict=True)
-        )
-        self.lora_b[:], self._removed_b[:] = first, second
+    def stored(self) -> tuple[list[mx.array], list[mx.array]]:
+        """Return the same product as factors that have every bit: A with A0, B with -B0."""
+        a = zip(self.lora_a, self._removed_a, strict=True)
+        b = zip(self.lora_b, self._removed_b, strict=True)
+        return [mx.concatenate(p, -1) for p in a], [mx.concatenate(p, -2) for p in b]
+
+    def set_stored(self, lora_a: Sequence[mx.array], lora_b: Sequence[mx.array]) -> None:
+        """Set all factors from what `stored` returns."""
+        for own, removed, whole, axis in (
+            (self.lora_a, self._removed_a, lora_a, -1),
+            (self.lora_b, self._removed_b, lora_b, -2),
+        ):
+            halves = [mx.split(factor, 2, axis) for factor in whole]
+            own[:], removed[:] = [h[0] for h in halves], [h[1] for h in halves]

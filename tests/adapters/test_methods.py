@@ -9,7 +9,9 @@ from mlx_packs.adapters.initial_factors import _EXACT, orthonormal_factors, prin
 from mlx_packs.adapters.lora import attach
 from mlx_packs.adapters.method import METHODS
 from mlx_packs.adapters.tensors import delta_of, merged_weight
+from mlx_packs.nn.lora import AdapterShape, GroupedLoRA
 from mlx_packs.nn.quantized import dense_weight
+from mlx_packs.nn.residual_lora import ResidualLoRA
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import write_dense
 from tests.helpers.errors import raises
@@ -89,6 +91,28 @@ def test_rows_of_zeros_have_no_magnitude_and_finite_gradients():
     gradient = mx.grad(loss)(lora.magnitude[0])
     assert mx.isfinite(gradient).all().item()
     assert mx.abs(gradient).max().item() > 0
+
+
+@pytest.mark.parametrize("method", ["dora", "pissa"])
+def test_the_graph_of_a_gpu_computes_the_same(method, monkeypatch):
+    base = base_of("qwen3")
+    moved(attached(method, base))
+    base.model.train()
+    on_cpu = base.model(TOKENS)
+    monkeypatch.setattr("mlx_packs.nn.lora.on_cpu", lambda: False)
+    assert mx.allclose(base.model(TOKENS), on_cpu, atol=1e-4).item()
+
+
+def test_small_changes_of_large_factors_survive_half_precision():
+    """B A - B0 A0 in bfloat16, where A has changed by less than its own last bit there."""
+    lora = GroupedLoRA(64, [AdapterShape(32, 4, 1.0)], 0.0, [mx.random.key(0)])
+    a, b = mx.random.normal((64, 4)), mx.random.normal((4, 32))
+    residual = ResidualLoRA(lora, [a], [b])
+    residual.lora_a[0] = a * (1 + 2.0**-12)
+    wide = [m.astype(mx.bfloat16).astype(mx.float32) for (m,) in residual.multiplied()]
+    wanted = (residual.lora_a[0] - a) @ b
+    left = mx.linalg.norm(wide[0] @ wide[1] - wanted).item()
+    assert left < 0.01 * mx.linalg.norm(wanted).item()
 
 
 @pytest.mark.parametrize("method", ["pissa", "olora"])
