@@ -71,7 +71,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write a checkpoint of a real model's geometry.")
     parser.add_argument("--geometry", choices=GEOMETRIES, default="qwen3-4b")
     parser.add_argument("--blocks", type=int, help="number of blocks, by default all")
-    parser.add_argument("--vocab", type=int, default=8192, help="rows of the embedding (151936)")
+    parser.add_argument(
+        "--vocab",
+        type=int,
+        default=8192,
+        help="rows of the embedding [8192]; the real ones have 151936",
+    )
     parser.add_argument("--dense", action="store_true", help="bfloat16 weights instead of 4-bit")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
