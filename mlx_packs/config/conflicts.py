@@ -43,6 +43,7 @@ class TrainConflicts(Settings):
     load_best: bool
     patience: int | None
     val_batches: int
+    neftune_noise_alpha: float
     time: str | None
     epochs: float | None
 
@@ -135,6 +136,7 @@ class TrainConflicts(Settings):
             "phases": bool(self.phases),
             "method": self.trains_base or self.has_magnitudes,
             "cache_frozen": self.cache_frozen == "on",
+            "neftune_noise_alpha": bool(self.neftune_noise_alpha),
         }
         for name in (name for name, bad in unfit.items() if bad):
             yield Fault(name, f"does not go with --objective {self.objective}.", "conflict")

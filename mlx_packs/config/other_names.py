@@ -34,6 +34,7 @@ OTHER_NAMES = {
     "model_name": "model",
     "model_name_or_path": "model",
     "n_epochs": "epochs",
+    "neftune_alpha": "neftune_noise_alpha",
     "num_epochs": "epochs",
     "num_iters": "iters",
     "num_train_epochs": "epochs",

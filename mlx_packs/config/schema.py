@@ -221,6 +221,13 @@ class TrainConfig(TrainConflicts):
         below=1,
         task="lm",
     )
+    neftune_noise_alpha: float = _optimization(
+        0.0,
+        "Add noise of this size to the embeddings of the tokens in training (NEFTune; 5 to 15).",
+        metavar="ALPHA",
+        at_least=0,
+        task="lm",
+    )
     matmul_path: str = _memory(
         "auto",
         "How frozen weights are used: quantized, dequantized on the fly (transient), or dequantized "

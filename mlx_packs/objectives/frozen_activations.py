@@ -256,6 +256,10 @@ def _check_worthwhile(frozen: int, blocks: int, train: TrainConfig, sampler: Sam
         raise _Impossible(
             "the first block has adapters, so nothing below them is frozen", "conflict"
         )
+    if train.neftune_noise_alpha:
+        raise _Impossible(
+            "with --neftune-noise-alpha other activations enter them at every step", "conflict"
+        )
     if train.cache_frozen != "auto":
         return
     # a forward costs one, a forward with its backward three

@@ -3,11 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import mlx.nn as nn
+
 from ...adapters.lora import attach
 from ...adapters.method import Trainable
 from ...config.schema import LoRAConfig
 from ...data.formats import TOKEN_FORMATS, format_of
 from ...data.rows import Splits
+from ...errors import PackError
 from ...evaluation.answers import Exam, answer_line, questions_of
 from ...evaluation.metrics import metric_of
 from ...evaluation.perplexity import Score, Scorer
@@ -15,6 +18,8 @@ from ...evaluation.throughput import cut_prompts, generation_path, measure_throu
 from ...gates import gates_text
 from ...inference.generate import complete
 from ...memory.matmul_path import choose_matmul_path
+from ...nn.noisy_embedding import NoisyEmbedding
+from ...nn.quantized import EMBEDDINGS, TransientEmbedding, true_shape
 from ...objectives.causal_lm import CausalLM, LossOptions, split_head
 from ...objectives.frozen_activations import FrozenActivations, open_frozen_activations
 from ...objectives.projection_stack import TRANSFORMER, Graph, graph_of
@@ -124,6 +129,8 @@ class CausalLMTask(Task):
                 self.run.display,
                 memory.disk.total_bytes if memory.disk else 0,
             )
+        if train.neftune_noise_alpha:
+            add_noise(trainable, train.neftune_noise_alpha)
         self.scorer = Scorer(trainable.model, head, self.graph.inputs.arrays)
         inputs = self.frozen or self.graph.inputs
         options = LossOptions(train.z_loss, train.label_smoothing, custom=self.run.loss)
@@ -244,6 +251,23 @@ class CausalLMTask(Task):
         finally:
             attached.detach()
         return scores[0], scores[1], texts, answers
+
+
+def add_noise(trainable: Trainable, alpha: float) -> None:
+    """Put noise on the embeddings of the tokens, in training, until the trainable is detached."""
+    vocab_size = trainable.base.vocab_size
+    noisy = [
+        (path, NoisyEmbedding(module, alpha))
+        for path, module in trainable.model.named_modules()
+        if isinstance(module, (nn.Embedding, *EMBEDDINGS, TransientEmbedding))
+        and true_shape(module)[0] == vocab_size
+    ]
+    if not noisy:
+        raise PackError(
+            f"--neftune-noise-alpha: {trainable.base.name} has no embedding that it can be added to.",
+            "unsupported",
+        )
+    trainable.swap(noisy)
 
 
 def _sample_lines(sample: Mapping[str, str | None]) -> list[str]:

@@ -1,0 +1,85 @@
+"""NEFTune's noise: of its size, in training alone, and repeatable."""
+
+import mlx.nn as nn
+import pytest
+
+from mlx_packs import LoRAConfig, TrainConfig, train_pack
+from mlx_packs.nn.noisy_embedding import NoisyEmbedding
+from mlx_packs.runtime import mx
+from tests.helpers.checkpoints import write_dense
+from tests.helpers.errors import raises
+from tests.helpers.rows import chat, write_rows
+
+ALPHA = 5.0
+TRAIN = TrainConfig(
+    iters=4,
+    batch_size=2,
+    max_seq_length=64,
+    lr_schedule="constant",
+    matmul_path="dense",
+    val_batches=0,
+    neftune_noise_alpha=ALPHA,
+)
+
+
+@pytest.fixture
+def rows(tmp_path):
+    words = "one two three four five six seven eight".split()
+    each = [chat(f"Say {word}.", f"{word}, I say, {word}.") for word in words]
+    return write_rows(tmp_path / "rows", train=each, valid=each[:4])
+
+
+def test_noise_is_uniform_and_as_large_as_the_paper_has_it():
+    embedding = nn.Embedding(100, 64)
+    noisy = NoisyEmbedding(embedding, ALPHA)
+    tokens = mx.random.randint(0, 100, (8, 200))
+    noise = noisy(tokens) - embedding(tokens)
+    most = ALPHA / (200 * 64) ** 0.5
+    assert 0.99 * most < mx.abs(noise).max().item() <= most * (1 + 1e-4)
+    assert abs(noise.mean().item()) < 0.01 * most
+    assert noise.square().mean().item() == pytest.approx(most**2 / 3, rel=0.02)
+    assert not mx.array_equal(noisy(tokens), noisy(tokens)).item()
+    noisy.eval()
+    assert mx.array_equal(noisy(tokens), embedding(tokens)).item()
+
+
+def settings(**changes) -> TrainConfig:
+    return TrainConfig(**{**vars(TRAIN), **changes})
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_run_trains_with_noise_and_leaves_the_base_alone(method, rows, tmp_path):
+    base = str(write_dense(tmp_path / "base", vocab_size=4096))
+    lora = LoRAConfig() if method == "full" else LoRAConfig(rank=4)
+    losses = []
+    for alpha in (ALPHA, 0.0):
+        train = settings(neftune_noise_alpha=alpha, method=method, steps_per_report=1)
+        run = train_pack(base, rows, lora, train, tmp_path / f"p{alpha}")
+        losses.append([line["loss"] for line in run.curve if "loss" in line])
+        before = run.report["ppl_before"]
+    assert losses[0] != losses[1]
+    assert before == run.report["ppl_before"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{"packing": True}, {"recompute": "block"}], ids=str)
+def test_a_resumed_run_equals_an_unbroken_one_to_the_bit(changes, tiny, rows, tmp_path):
+    lora, whole = LoRAConfig(rank=4), settings(**changes)
+    unbroken = train_pack(tiny, rows, lora, whole, tmp_path / "a")
+    train_pack(tiny, rows, lora, settings(iters=2, **changes), tmp_path / "b")
+    resumed = train_pack(tiny, rows, lora, whole, tmp_path / "b", resume=True, overwrite=True)
+    for name, tensor in unbroken.pack.tensors.items():
+        assert mx.array_equal(tensor, resumed.pack.tensors[name]).item(), name
+
+
+def test_frozen_activations_differ_at_every_step_and_are_not_cached(tiny, rows, tmp_path):
+    lora = LoRAConfig(rank=4, num_layers=2)
+    with raises("conflict", None, "--cache-frozen on", "--neftune-noise-alpha"):
+        train_pack(tiny, rows, lora, settings(cache_frozen="on"), tmp_path / "p")
+    run = train_pack(tiny, rows, lora, settings(cache_frozen="auto"), tmp_path / "p")
+    assert run.report["cache_frozen"] is None
+
+
+def test_a_proxy_has_no_embeddings_to_add_noise_to():
+    with raises("conflict", "neftune_noise_alpha", "projection-stack"):
+        settings(objective="projection-stack")
