@@ -27,6 +27,7 @@ NAMES = (
     "quantize",
     "cost_tables",
     "graph",
+    "methods",
     "report",
 )
 
