@@ -11,7 +11,7 @@ from ..config.schema import LoRAConfig, TrainConfig
 from ..nn.dora import GroupedDoRA
 from ..nn.lora import AdaptedLinear, GroupedLoRA
 from ..nn.quantized import TransientLinear
-from ..runtime import mx
+from ..runtime import mx, on_cpu
 from .lora import Attached, attach
 from .residual import check_no_experts, weight_of
 from .spec import ModuleSpec, SliceSpec, Specs
@@ -118,8 +118,11 @@ class DoRA:
         ]
 
     def kept_numbers(self, spec: ModuleSpec) -> int:
-        """Return the rank and the outputs: the gradient of magnitudes is made of these."""
-        return spec.rank + spec.out_features
+        """Return the rank, and the outputs where they are not kept anyway, as on a GPU.
+
+        The gradient of the magnitudes is made of them.
+        """
+        return spec.rank + (spec.out_features if on_cpu() else 0)
 
 
 def _uncut(spec: ModuleSpec) -> ModuleSpec:

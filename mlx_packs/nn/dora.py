@@ -56,9 +56,9 @@ class GroupedDoRA(GroupedLoRA):
     def _scaled(self, i: int, y: mx.array) -> mx.array:
         """Return the output [..., O] of an adapted projection with its magnitudes."""
         norms = self._adapted_norms(i, y.dtype)
-        ratio = (self.magnitude[i] / mx.maximum(norms, _LEAST)).astype(y.dtype)
+        ratio = self.magnitude[i] / mx.maximum(norms, _LEAST)
         bias = self._projections.all[i].get("bias")
-        return y * ratio if bias is None else (y - bias) * ratio + bias
+        return _times(y, ratio) if bias is None else _times(y - bias, ratio) + bias
 
     def _adapted_norms(self, i: int, dtype: mx.Dtype) -> mx.array:
         """Return the norms of the rows of W + s B A, [O] in float32, without a gradient."""
@@ -75,6 +75,23 @@ class GroupedDoRA(GroupedLoRA):
         between = (products.astype(mx.float32) * b).sum(axis=0)
         own = (((a.T @ a) @ b) * b).sum(axis=0)
         return mx.sqrt(mx.maximum(self._norms[i].square() + 2 * s * between + s * s * own, 0))
+
+
+@mx.custom_function
+def _times(y: mx.array, ratio: mx.array) -> mx.array:
+    """Return y [..., O] times ratio [O], in the dtype of y.
+
+    The gradient of ``ratio`` is made of the result, which what comes after keeps anyway, not of y.
+    """
+    return y * ratio.astype(y.dtype)
+
+
+@_times.vjp
+def _times_vjp(primals: tuple, cotangent: mx.array, result: mx.array) -> tuple[mx.array, mx.array]:
+    y, ratio = primals
+    rows = (cotangent * result).astype(mx.float32).reshape(-1, ratio.size).sum(axis=0)
+    of_ratio = mx.where(ratio == 0, 0, rows / mx.where(ratio == 0, 1, ratio))
+    return cotangent * ratio.astype(y.dtype), of_ratio
 
 
 class _Hidden:
