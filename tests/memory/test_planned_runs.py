@@ -58,9 +58,15 @@ def measured(monkeypatch) -> list:
     return calls
 
 
-@pytest.mark.parametrize("recomputed", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize(
+    ("recomputed", "method"),
+    [
+        (True, "lora"),
+        *(pytest.param(False, m, marks=pytest.mark.slow) for m in ("lora", "dora", "pissa")),
+    ],
+)
 def test_the_estimate_is_within_its_error_of_the_measured_peak(
-    recomputed, tiny, long_chats, tmp_path
+    recomputed, method, tiny, long_chats, tmp_path
 ):
     train = TrainConfig(
         iters=2,
@@ -68,6 +74,7 @@ def test_the_estimate_is_within_its_error_of_the_measured_peak(
         max_seq_length=128,
         matmul_path="dense",
         grad_checkpoint=recomputed,
+        method=method,
         val_batches=0,
     )
     gc.collect()
