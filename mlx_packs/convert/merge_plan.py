@@ -24,6 +24,7 @@ from ..bases.write_plan import Item, WritePlan, in_shards
 from ..config.schema import DataConfig
 from ..display import Display
 from ..errors import PackError
+from ..nn.dora import LEAST_NORM
 from ..nn.experts import is_switch_linear
 from ..nn.quantized import QUANTIZED, dense_weight
 from ..packs.manifest import replaced_of
@@ -221,7 +222,8 @@ def _merged(spec: ModuleSpec, tensors: Mapping[str, mx.array], weight: mx.array)
     if spec.kind != "dora":
         return adapted
     m = tensors[f"{spec.path}.m"].astype(mx.float32)
-    return (m / mx.linalg.norm(adapted, axis=1))[:, None] * adapted
+    norms = mx.maximum(mx.linalg.norm(adapted, axis=1), LEAST_NORM)
+    return (m / norms)[:, None] * adapted
 
 
 def _config(

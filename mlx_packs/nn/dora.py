@@ -10,7 +10,7 @@ import mlx.nn as nn
 
 from .lora import GroupedLoRA
 
-_LEAST = 1e-8  # of a norm that is divided by: rows of zeros have the magnitude 0
+LEAST_NORM = 1e-8  # that is divided by: rows of zeros have the magnitude 0
 
 
 class GroupedDoRA(GroupedLoRA):
@@ -56,7 +56,7 @@ class GroupedDoRA(GroupedLoRA):
     def _scaled(self, i: int, y: mx.array) -> mx.array:
         """Return the output [..., O] of an adapted projection with its magnitudes."""
         norms = self._adapted_norms(i, y.dtype)
-        ratio = self.magnitude[i] / mx.maximum(norms, _LEAST)
+        ratio = self.magnitude[i] / mx.maximum(norms, LEAST_NORM)
         bias = self._projections.all[i].get("bias")
         return _times(y, ratio) if bias is None else _times(y - bias, ratio) + bias
 

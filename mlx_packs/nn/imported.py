@@ -6,6 +6,8 @@ They come by import and compute what mlx-lm's and PEFT's own modules compute.
 import mlx.core as mx
 import mlx.nn as nn
 
+from .dora import LEAST_NORM
+
 
 class DoRALinear(nn.Module):
     """A frozen linear whose adapted weight is given a learned magnitude for each output.
@@ -31,7 +33,7 @@ class DoRALinear(nn.Module):
         self.lora_b = lora_b.astype(mx.float32)
         self.m = m.astype(mx.float32)
         adapted = weight.astype(mx.float32) + scale * (self.lora_a @ self.lora_b).T
-        self.magnitude = self.m / mx.linalg.norm(adapted, axis=1)
+        self.magnitude = self.m / mx.maximum(mx.linalg.norm(adapted, axis=1), LEAST_NORM)
         self._scale = scale
         self._bias = bias
         self.freeze()

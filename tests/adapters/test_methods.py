@@ -2,9 +2,10 @@
 
 import math
 
+import numpy as np
 import pytest
 
-from mlx_packs import LoRAConfig, TrainConfig, load_base, train_pack
+from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, merge_pack, train_pack
 from mlx_packs.adapters.initial_factors import _EXACT, orthonormal_factors, principal_factors
 from mlx_packs.adapters.lora import attach
 from mlx_packs.adapters.method import METHODS
@@ -125,6 +126,51 @@ def test_a_pack_of_twice_the_rank_is_the_change_since_the_beginning(method):
     plain = attach(base, specs=trainable.specs)
     plain.load(tensors, "test")
     assert mx.allclose(base.model(TOKENS), trained, atol=1e-4).item()
+
+
+def test_rows_of_zeros_are_applied_and_merged(tmp_path):
+    folder = write_dense(tmp_path / "dense", dtype=mx.float32, vocab_size=4096)
+    file = str(folder / "model.safetensors")
+    tensors = mx.load(file)
+    tensors["model.layers.0.self_attn.q_proj.weight"][3] = 0
+    mx.eval(tensors)
+    mx.save_safetensors(file, tensors, {"format": "mlx"})
+    base = load_base(folder)
+    trainable = attached("dora", base)
+    trained, pack = base.model(TOKENS), Pack.of(trainable)
+    assert mx.isfinite(trained).all().item()
+    trainable.detach()
+    with base.applied(pack):
+        assert mx.allclose(base.model(TOKENS), trained, atol=1e-4).item()
+    merge_pack(pack, folder, tmp_path / "merged")
+    merged = load_base(tmp_path / "merged").model(TOKENS)
+    assert mx.allclose(merged, trained, atol=1e-4).item()
+
+
+@pytest.mark.parametrize("method", OTHERS)
+def test_encoders_are_trained_applied_and_merged(method, encoder, tmp_path):
+    words = "one two three four five six seven eight".split()
+    pairs = [{"anchor": f"Say {word}.", "positive": f"{word}, I say."} for word in words]
+    rows = write_rows(tmp_path / "pairs", train=pairs, valid=pairs[:4])
+    train = TrainConfig(task="embedding", method=method, iters=2, batch_size=4, val_batches=0)
+    pack = train_pack(str(encoder), rows, LoRAConfig(rank=4), train, tmp_path / "p").pack
+    base = load_base(encoder)
+    bare = base.encode(words)
+    with base.applied(pack):
+        wanted = base.encode(words)
+    assert np.abs(wanted - bare).max() > 1e-5
+    merge_pack(pack, encoder, tmp_path / "merged", data=rows)
+    assert np.abs(load_base(tmp_path / "merged").encode(words) - wanted).max() < 1e-4
+
+
+def test_weights_that_cannot_be_dequantized_are_named(monkeypatch):
+    def fails(_):
+        raise ValueError("no kernel for this")
+
+    monkeypatch.setattr("mlx_packs.adapters.residual.dense_weight", fails)
+    for method in OTHERS:
+        with raises("unsupported", None, "q_proj", "no kernel for this", "--method lora"):
+            attached(method, base_of("llama"))
 
 
 @pytest.mark.parametrize("shape", [(40, 24), (24, 40), (_EXACT + 40, _EXACT + 90)])
