@@ -43,7 +43,7 @@ def _default_text(name: str) -> str:
 @option(
     "--fine-tune-type",
     section="Adapter",
-    metavar="{lora,full}",
+    metavar="{lora,dora,full}",
     help="Same as --method, as in mlx-lm.",
 )
 @option(
