@@ -33,7 +33,7 @@ class StepJob:
         path: matmul path.
         recompute: activation checkpointing; of mlx-lm, block is ``--grad-checkpoint``.
         packed: whether sequences hold several examples.
-        method: of training, of ours.
+        method: of training; of mlx-lm lora or dora.
     """
 
     config: dict
@@ -148,7 +148,8 @@ class _MlxLM:
 
     def step(self, job: StepJob) -> tuple[list, list]:
         size = {"batch": job.batch, "length": job.length, "rank": job.rank}
-        return self.module.lazy_step(_model(job.config), recompute=job.recompute, **size)
+        options = {"recompute": job.recompute, "method": job.method}
+        return self.module.lazy_step(_model(job.config), **options, **size)
 
     def batches(self, job: EpochJob) -> list[tuple[int, int, int, int]]:
         shapes = self.module.batch_shapes(job.lengths, job.batch_size, job.max_length)

@@ -43,7 +43,12 @@ def _steps(options: argparse.Namespace, here: Environment) -> list[Record]:
         for batch, length in sizes:
             size = {"config": CONFIGS[model], "batch": batch, "length": length}
             size["rank"] = options.rank
-            theirs = [(MLX_LM, StepJob(**size, recompute=p)) for p in ("none", "block")]
+            methods = options.method or ["lora"]
+            theirs = [
+                (MLX_LM, StepJob(**size, recompute=p, method=m))
+                for m in dict.fromkeys(("lora", *(m for m in methods if m == "dora")))
+                for p in ("none", "block")
+            ]
             for supervised in options.supervised or [1.0]:
                 ours = [
                     (
@@ -56,7 +61,7 @@ def _steps(options: argparse.Namespace, here: Environment) -> list[Record]:
                             method=method,
                         ),
                     )
-                    for method in options.method or ["lora"]
+                    for method in methods
                     for path, policy in jobs
                 ]
                 steps = lay_out(theirs + ours, options.chip)
@@ -174,7 +179,11 @@ def parser() -> argparse.ArgumentParser:
         ("--model", CONFIGS, "Models by geometry [qwen3_4b; steps: and qwen3_0_6b]"),
         ("--path", MATMUL_PATHS, "Matmul paths of ours [quantized; steps, batches: and transient]"),
         ("--recompute", POLICIES, "Activation checkpointing of ours, in steps and ops [none]"),
-        ("--method", ("lora", "dora", "pissa"), "Methods of ours, in steps [lora]"),
+        (
+            "--method",
+            ("lora", "dora", "pissa"),
+            "Methods, in steps; of mlx-lm lora and dora [lora]",
+        ),
     ):
         names = list(known)
         add(flag, type=_several(names), metavar="NAMES", help=f"{shown}; of {', '.join(names)}")

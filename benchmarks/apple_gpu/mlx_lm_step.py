@@ -7,6 +7,7 @@ import mlx.nn as nn
 import mlx.optimizers as optimizers
 from mlx.utils import tree_flatten
 from mlx_lm.tuner import trainer
+from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 _SCALE, _LEARNING_RATE = 20.0, 1e-5
@@ -21,7 +22,7 @@ class _LaidOut(Exception):
 
 
 def lazy_step(
-    model: nn.Module, *, batch: int, length: int, rank: int, recompute: str
+    model: nn.Module, *, batch: int, length: int, rank: int, recompute: str, method: str = "lora"
 ) -> tuple[list[mx.array], list[mx.array]]:
     """As `benchmarks.graph.lazy_step`, of mlx-lm.
 
@@ -29,9 +30,13 @@ def lazy_step(
 
     Args:
         recompute: block is mlx-lm's ``--grad-checkpoint``.
+        method: lora or dora.
     """
     config = {"rank": rank, "scale": _SCALE, "dropout": 0.0}
-    linear_to_lora_layers(model, len(model.layers), config)
+    linear_to_lora_layers(model, len(model.layers), config, use_dora=method == "dora")
+    for module in model.modules():
+        if isinstance(module, DoRALinear):  # which it computes once, from weights
+            module.m = mx.zeros(module.m.shape)
     optimizer = optimizers.AdamW(learning_rate=_LEARNING_RATE)
     optimizer.init(model.trainable_parameters())
     options = trainer.TrainingArgs(

@@ -61,9 +61,9 @@ class Step:
 
     @property
     def name(self) -> str:
-        if self.implementation == MLX_LM:
-            return MLX_LM + (" --grad-checkpoint" if self.job.recompute == "block" else "")
         method = f" {self.job.method}" if self.job.method != "lora" else ""
+        if self.implementation == MLX_LM:
+            return MLX_LM + method + " --grad-checkpoint" * (self.job.recompute == "block")
         name = f"{OURS}{method} {self.job.path}"
         name += f", recompute {self.job.recompute}" if self.job.recompute != "none" else ""
         return name + (", packed" if self.job.packed else "")
