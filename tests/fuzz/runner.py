@@ -27,6 +27,7 @@ from huggingface_hub import constants
 
 from mlx_packs.cli.main import packs, user_errors
 from mlx_packs.errors import PackError
+from mlx_packs.report import picture
 from mlx_packs.runtime import mx
 from tests.fuzz.kind import OUT, SUBJECT, Call, Case, Kind
 from tests.fuzz.kinds import KINDS
@@ -104,8 +105,11 @@ class Outcome:
 
 @contextmanager
 def sandbox() -> Iterator[Path]:
-    """Stand in an empty folder that has everything a user has: home, caches, temporary files."""
-    keep = dict(vars(constants))
+    """Stand in an empty folder that has everything a user has: home, caches, temporary files.
+
+    No picture of a loss is drawn: matplotlib's first one writes its list of fonts to the home.
+    """
+    keep, draws = dict(vars(constants)), picture.is_installed
     environment, here = dict(os.environ), Path.cwd()
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         root = Path(folder).resolve()
@@ -114,6 +118,7 @@ def sandbox() -> Iterator[Path]:
         (root / "elsewhere" / "file").write_text('{"secret": 1}')
         os.environ |= {"HOME": str(root / "home"), "TMPDIR": str(root / "tmp"), "COLUMNS": "100"}
         os.environ["MLX_PACKS_CACHE"] = "off"
+        picture.is_installed = lambda: False
         os.chdir(root)
         vars(constants).update(_HUB | {name: str(root / "home" / name) for name in _CACHES})
         try:
@@ -124,6 +129,7 @@ def sandbox() -> Iterator[Path]:
             os.environ.clear()
             os.environ.update(environment)
             vars(constants).update(keep)
+            picture.is_installed = draws
 
 
 _CACHES = ("HF_HUB_CACHE", "HF_ASSETS_CACHE")
