@@ -188,7 +188,8 @@ def _run(run: Run) -> TrainRun:
         identity["matmul_path"] = memory.choice.matmul_path
     base_weights = count_weights(base.model)
     method = METHODS[run.train.method]
-    trainable = method.attach(target, lora, run.train, memory.choice.matmul_path)
+    with run.display.working(run.train.method, "attaching"):  # pissa decomposes every weight
+        trainable = method.attach(target, lora, run.train, memory.choice.matmul_path)
     try:
         _describe(trainable, run.display, base_weights)
         paths = matmul_paths_by_name(trainable, memory.choice)
