@@ -9,11 +9,11 @@ import mlx.nn as nn
 from ..bases.model import BaseModel
 from ..config.schema import LoRAConfig, TrainConfig
 from ..nn.dora import GroupedDoRA
-from ..nn.lora import AdaptedLinear, GroupedLoRA
+from ..nn.lora import AdaptedLinear
 from ..nn.quantized import TransientLinear
 from ..runtime import mx, on_cpu
 from .lora import Attached, attach
-from .residual import check_no_experts, weight_of
+from .residual import check_no_experts, install, weight_of
 from .spec import ModuleSpec, SliceSpec, Specs
 from .tensors import load_slots, slot_tensors
 
@@ -39,15 +39,8 @@ class DoRAAttached(Attached):
             norms = mx.linalg.norm(weight_of(path, self.frozen[path]), axis=1)
             mx.eval(norms)
             frozen.setdefault(id(slot.lora), []).append((_projection(modules[path]), norms))
-        loras = [(path, m) for path, m in modules.items() if type(m) is GroupedLoRA]
-        groups = {
-            id(lora): GroupedDoRA(lora, *zip(*frozen[id(lora)], strict=True)) for _, lora in loras
-        }
-        self.swap([(path, groups[id(lora)]) for path, lora in loras])
-        self.slots = {
-            path: replace(slot, lora=groups[id(slot.lora)], spec=self.specs[path])
-            for path, slot in self.slots.items()
-        }
+        install(self, lambda lora: GroupedDoRA(lora, *zip(*frozen[id(lora)], strict=True)))
+        self.slots = {p: replace(slot, spec=self.specs[p]) for p, slot in self.slots.items()}
 
     def tensors(self) -> dict[str, mx.array]:
         """Return adapters and magnitudes by name on disk, in float32."""

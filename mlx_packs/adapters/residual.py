@@ -142,11 +142,11 @@ def begin_with(
             row += part.width
 
 
-def install(attached: Attached, make: Callable[..., GroupedLoRA]) -> None:
-    """Put another kind of group in the place of every group of adapters, with its factors."""
+def install(attached: Attached, make: Callable[[GroupedLoRA], GroupedLoRA]) -> None:
+    """Put another kind of group in the place of every group of adapters."""
     modules = attached.model.named_modules()
     loras = [(path, module) for path, module in modules if type(module) is GroupedLoRA]
-    others = {id(lora): make(lora, lora.lora_a, lora.lora_b) for _, lora in loras}
+    others = {id(lora): make(lora) for _, lora in loras}
     attached.swap([(path, others[id(lora)]) for path, lora in loras])
     attached.slots = {
         path: replace(slot, lora=others[id(slot.lora)]) for path, slot in attached.slots.items()

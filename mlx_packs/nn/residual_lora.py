@@ -17,21 +17,17 @@ class ResidualLoRA(GroupedLoRA):
     more rows of A and columns of B.
 
     Args:
-        lora: the group that it takes the place of.
-        lora_a: A0 of each adapter, [D, R_i].
-        lora_b: B0 of each adapter, [R_i, O_i].
+        lora: the group that it takes the place of, with A0 and B0 of each adapter.
 
     PiSSA: https://arxiv.org/abs/2404.02948
     """
 
-    def __init__(
-        self, lora: GroupedLoRA, lora_a: Sequence[mx.array], lora_b: Sequence[mx.array]
-    ) -> None:
+    def __init__(self, lora: GroupedLoRA) -> None:
         nn.Module.__init__(self)
         self._slots, self._scales, self._kept = lora._slots, lora._scales, None
         self.dropout = lora.dropout
-        self.lora_a, self.lora_b = list(lora_a), list(lora_b)
-        self._removed_a, self._removed_b = list(lora_a), [-b for b in lora_b]
+        self.lora_a, self.lora_b = list(lora.lora_a), list(lora.lora_b)
+        self._removed_a, self._removed_b = list(lora.lora_a), [-b for b in lora.lora_b]
 
     @property
     def removed(self) -> list[mx.array]:
