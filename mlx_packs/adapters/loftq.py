@@ -4,8 +4,12 @@ The base is quantized as it always is, from a dense checkpoint, and adapters beg
 approximation of the difference: W is about Q + s B A from the first step.
 """
 
+from collections.abc import Iterable
+
 import mlx.nn as nn
 
+from ..bases.config_file import CONFIG, read_config
+from ..bases.files import quantized_as
 from ..bases.loading import lazy_base
 from ..bases.model import BaseModel
 from ..config.schema import LoRAConfig, TrainConfig
@@ -36,9 +40,7 @@ class LoftQ:
                 "begin with. Pass --quantize nf4 or affine4, or take --method pissa or lora.",
                 "conflict",
             )
-        # its code, if it has any, was run with the user's consent when it was loaded before
-        dense = lazy_base(base.path, trust_remote_code=True).model
-        if any(isinstance(module, QUANTIZED) for module in dense.modules()):
+        if quantized_as(base.path, read_config(base.path / CONFIG)) is not None:
             raise PackError(
                 f"--method loftq: {base.name} is stored quantized, and what that has lost is not in "
                 "it. Take the dense checkpoint with --quantize, or --method lora.",
@@ -52,10 +54,11 @@ class LoftQ:
         attached = attach(base, lora, None, matmul_path, train.seed, train.train_fp16_fallback)
         try:
             check_no_experts(attached, "loftq")
-            stored = dict(lazy_base(base.path, trust_remote_code=True).model.named_modules())
+            dense = _dense_weights(base, attached.frozen)
 
             def lost(path: str, module: nn.Module) -> mx.array:
-                return weight_of(path, stored[path]) - weight_of(path, module)
+                # taken out, so that one dense weight at a time is in memory
+                return dense.pop(path).astype(mx.float32) - weight_of(path, module)
 
             begin_with(attached, principal_factors, lost)
         except BaseException:
@@ -71,3 +74,10 @@ class LoftQ:
     def kept_numbers(self, spec: ModuleSpec) -> int:
         """Return the rank: x A is kept."""
         return spec.rank
+
+
+def _dense_weights(base: BaseModel, paths: Iterable[str]) -> dict[str, mx.array]:
+    """Return the weights at some paths as the checkpoint has them; none is read yet."""
+    # its code, if it has any, was run with the user's consent when it was loaded before
+    modules = dict(lazy_base(base.path, trust_remote_code=True).model.named_modules())
+    return {path: modules[path].weight for path in paths}
