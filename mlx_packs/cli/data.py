@@ -52,10 +52,10 @@ def data(
     that cannot be used, near-duplicates within and between splits, and the trained tokens of some
     examples.
     """
-    from ..data.encoding import encode
-    from ..data.formats import TokenFormat
+    from ..data.formats import PairFormat
     from ..data.masks import masked
     from ..data.overview import look_at, write_splits
+    from ..data.preferences import encode_tokens
     from ..data.row_notes import row_notes
     from ..data.rows import load_rows
     from ..training.tasks.tokens import encoding_options
@@ -78,10 +78,10 @@ def data(
             )
     notes = [*splits.notes, *row_notes(splits.rows, splits.format, columns)]
     shown = []
-    if samples and isinstance(splits.format, TokenFormat):
+    if samples and not isinstance(splits.format, PairFormat):
         split = splits.present()[0]
         rows = splits.rows[split][:samples]
-        examples = encode(rows, tokenizer, columns, encoding[split], splits.format)
+        examples = encode_tokens(rows, tokenizer, columns, encoding[split], splits.format)
         shown = [masked(example, tokenizer) for example in examples.items]
     written = None if out is None else write_splits(splits, columns, Path(out), overwrite)
     report = {

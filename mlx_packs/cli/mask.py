@@ -7,8 +7,8 @@ from ..bases.files import TINY, check_files, resolve_checkpoint, vocab_size_of
 from ..bases.tokenizer import load_tokenizer
 from ..bases.unsupported import unreadable
 from ..config.recipe import Recipe
-from ..data.encoding import encode
 from ..data.masks import masked
+from ..data.preferences import encode_tokens
 from ..display import Display
 from ..errors import library_errors
 from ..training.phases import resolve_phases
@@ -49,7 +49,8 @@ def _masked_examples(recipe: Recipe) -> tuple[list[dict], str]:
     for phase in resolve_phases(train, recipe.data):
         splits = phase.load_rows()
         options = encoding_options(train, "train", splits.format, vocab_size)
-        examples = encode(splits.rows["train"][:COUNT], tokenizer, phase.sources[0], options)
+        rows, columns = splits.rows["train"][:COUNT], phase.sources[0]
+        examples = encode_tokens(rows, tokenizer, columns, options, splits.format)
         shown += [masked(example, tokenizer) for example in examples.items]
         losses[examples.loss_on] = None
     return shown, ", ".join(losses)

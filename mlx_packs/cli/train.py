@@ -137,7 +137,7 @@ def train(
     except RunStopped as stopped:
         stopped.continue_with(resume_command("out" in run, stopped.pack))
         raise
-    lines = task_class(recipe.train.task).report_lines(result.report)
+    lines = task_class(recipe.train.tasks).report_lines(result.report)
     print_report(result.to_json(), lines[:1] if quiet else lines)
     exit_if_failed(failures(result.report["gates"]))
 

@@ -36,6 +36,10 @@ class TaskFacts:
     defaults: Mapping[str, object] = field(default_factory=dict)  # other than in TrainConfig
     in_batch: bool = False  # whether the examples of a batch are each other's negatives
     masks: bool = False  # whether its targets are some tokens of an example
+    sequences: int = 1  # that an example becomes
+    losses: tuple[
+        str, ...
+    ] = ()  # values of --loss; `auto` is the first, unless it is chosen by data
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,29 @@ ARCHITECTURES = {
         "base.encode(texts).",
     ),
 }
+LOSSES: dict[str, LossFacts] = {
+    "cosine": LossFacts(scored=True, scores_are_cosines=True),
+    "mnrl": LossFacts(("similarity_scale",), in_batch=True, compares_all=True),
+    "cached-mnrl": LossFacts(
+        ("similarity_scale", "mini_batch_size"), in_batch=True, compares_all=True, by_parts=True
+    ),
+    "cosent": LossFacts(("similarity_scale",), scored=True, compares_all=True),
+    "triplet": LossFacts(("triplet_margin", "triplet_distance"), texts=3),
+}
+
+
+def _preferences(*losses: str, **defaults: object) -> TaskFacts:
+    """Return the facts of a task of preferences, whose examples become two sequences each."""
+    return TaskFacts(
+        "mlx_packs.training.tasks.preference:PreferenceTask",
+        "decoder",
+        defaults={"learning_rate": 2e-5, **defaults},
+        masks=True,
+        sequences=2,
+        losses=losses,
+    )
+
+
 TASKS = {
     "lm": TaskFacts("mlx_packs.training.tasks.causal_lm:CausalLMTask", "decoder", masks=True),
     "embedding": TaskFacts(
@@ -108,8 +135,17 @@ TASKS = {
         "encoder",
         defaults={"batch_size": 32},
         in_batch=True,
+        losses=tuple(LOSSES),
     ),
+    "dpo": _preferences("sigmoid", "robust", "hinge", "ipo"),
+    "orpo": _preferences(),
+    "simpo": _preferences(beta=2.0),
+    "cpo": _preferences("sigmoid", "hinge", "ipo"),
+    "kto": _preferences(),
 }
+# Tasks by what they train on.
+DECODER_TASKS = tuple(name for name, facts in TASKS.items() if facts.architecture == "decoder")
+PREFERENCE_TASKS = tuple(name for name, facts in TASKS.items() if facts.sequences == 2)
 METHODS = {
     "lora": MethodFacts(),
     "dora": MethodFacts(magnitudes=True),
@@ -136,15 +172,6 @@ POLICIES = {
 }
 ADAPTER_FORMATS = ("mlx-lm", "peft")  # that packs export writes and packs import reads
 DESTINATIONS = ("gguf", "ollama", "lmstudio", "swift")  # that packs export writes, and none reads
-LOSSES: dict[str, LossFacts] = {
-    "cosine": LossFacts(scored=True, scores_are_cosines=True),
-    "mnrl": LossFacts(("similarity_scale",), in_batch=True, compares_all=True),
-    "cached-mnrl": LossFacts(
-        ("similarity_scale", "mini_batch_size"), in_batch=True, compares_all=True, by_parts=True
-    ),
-    "cosent": LossFacts(("similarity_scale",), scored=True, compares_all=True),
-    "triplet": LossFacts(("triplet_margin", "triplet_distance"), texts=3),
-}
 ANSWER_METRICS = ("exact", "contains", "json")  # when a generated answer is right
 DISTANCES = ("euclidean", "cosine", "manhattan")
 

@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
-from .choices import METHODS, MethodFacts
+from .choices import METHODS, TASKS, MethodFacts
 from .fields import Fault, Settings, facts_of
 
 _NUMBER = r"(\d+(?:\.\d+)?)"
@@ -27,6 +27,9 @@ class TrainConflicts(Settings):
 
     method: str
     task: str
+    tasks: tuple[str, ...]
+    loss: str
+    label_smoothing: float
     objective: str
     phases: tuple
     max_seq_length: int
@@ -75,10 +78,7 @@ class TrainConflicts(Settings):
         yield from self._conflicts_of_fim()
         yield from self._conflicts_of_objective()
         yield from self._conflicts_of_its_end()
-        for field in dataclasses.fields(self):
-            task = facts_of(field).task
-            if task not in (None, self.task) and self.changed([field.name]):
-                yield Fault(field.name, f"needs --task {task}.", "conflict")
+        yield from self._conflicts_of_tasks()
         if self.trains_base:
             for name in (*self.unfit_for_dense(), *self.changed(["loraplus_lr_ratio"])):
                 text = f"{getattr(self, name)} does not go with --method full."
@@ -90,6 +90,47 @@ class TrainConflicts(Settings):
                 f"{self.warmup_steps}.",
                 "conflict",
             )
+
+    def _conflicts_of_tasks(self) -> Iterator[Fault]:
+        if not set(self.tasks) <= set(TASKS):
+            return  # each setting's own check names it
+        for name in self.changed(vars(self)):
+            if not self.has_setting(name):
+                yield Fault(
+                    name, f"needs --task {' or '.join(self._tasks_with(name))}.", "conflict"
+                )
+        losses = [loss for task in self.tasks for loss in TASKS[task].losses]
+        if self.loss != "auto" and losses and self.loss not in losses:
+            tasks = [name for name, facts in TASKS.items() if self.loss in facts.losses]
+            text = f"{self.loss} needs --task {' or '.join(tasks)}. Take {' or '.join(losses)}."
+            yield Fault("loss", text, "conflict")
+        if self.label_smoothing >= 0.5 and set(self.tasks) & {"dpo", "cpo"}:
+            text = f"must be below 0.5 for preferences, but is {self.label_smoothing:g}."
+            yield Fault("label_smoothing", text)
+        if self.loss == "robust" and self.label_smoothing == 0:
+            yield Fault("loss", "robust needs a --label-smoothing above 0.", "conflict")
+        if self.label_smoothing and self.loss in ("hinge", "ipo"):
+            text = f"does not go with --loss {self.loss}."
+            yield Fault("label_smoothing", text, "conflict")
+        if self.cache_frozen == "on" and "lm" not in self.tasks:
+            yield Fault("cache_frozen", "on needs --task lm.", "conflict")
+
+    def has_setting(self, name: str) -> bool:
+        """Return whether a setting belongs to a task of the run."""
+        tasks = self._tasks_with(name)
+        return not tasks or bool(set(tasks) & {self.task, *self.tasks})
+
+    def of_other_tasks(self, task: str) -> dict[str, object]:
+        """Return the defaults of the changed settings that a task does not have."""
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        names = (
+            n for n in self.changed(vars(self)) if task not in (self._tasks_with(n) or (task,))
+        )
+        return {name: defaults[name] for name in names}
+
+    def _tasks_with(self, name: str) -> tuple[str, ...]:
+        """Return the tasks that a setting belongs to; none where all have it."""
+        return next(facts_of(f).tasks for f in dataclasses.fields(self) if f.name == name)
 
     def _conflicts_of_memory(self) -> Iterator[Fault]:
         if self.grad_checkpoint and self.recompute == "none":

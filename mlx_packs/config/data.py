@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from functools import partial
 
+from .choices import DECODER_TASKS
 from .fields import Settings, fields_where, option
 
 _data = partial(option, section="Model and data")
-_column = partial(_data, task="lm", metavar="COLUMN", column=True)
+_column = partial(_data, tasks=DECODER_TASKS, metavar="COLUMN", column=True)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ SECTIONS = (
     "Sampling",
     "Server",
     "Output",
+    "Preferences",
     "Embedding",
 )  # of options in help, in this order
 
@@ -39,7 +40,7 @@ class Facts:
     above: float | None = None  # number that a valid one exceeds
     at_most: float | None = None  # largest valid number
     below: float = math.inf  # number that a valid one stays under; infinity is invalid by default
-    task: str | None = None  # the one task that it belongs to
+    tasks: tuple[str, ...] = ()  # that it belongs to; empty where all have it
     method: str | None = None  # the one method that it belongs to
     phase: bool = False  # whether a phase of a run may have its own
     column: bool = False  # whether it names a column of the data

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from .choices import DECODER_TASKS
 from .fields import Fault, Settings, option
 
 _phase = partial(option, section="Optimization", flags=())
@@ -20,6 +21,7 @@ class Phase(Settings):
     data: str | list | None = _phase(
         None, "Training data of the phase: a source as for --data, or a list of them."
     )
+    task: str | None = _phase(None, "Task of the phase.", choices=DECODER_TASKS)
     iters: int | None = _phase(None, "Batches of the phase.")
     learning_rate: float | None = _phase(None, "Peak learning rate of the phase.")
     lr_schedule: str | dict | None = _phase(

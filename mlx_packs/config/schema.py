@@ -10,8 +10,8 @@ from ..gates import MEANING
 from ..schedules import SCHEDULES
 from .choices import (
     ANSWER_METRICS,
+    DECODER_TASKS,
     DISTANCES,
-    LOSSES,
     MATMUL_PATHS,
     METHODS,
     OBJECTIVES,
@@ -20,15 +20,16 @@ from .choices import (
     TASKS,
     WEIGHT_FORMATS,
 )
-from .conflicts import TrainConflicts, seconds_of
+from .conflicts import seconds_of
 from .data import COLUMN_SETTINGS as COLUMN_SETTINGS
 from .data import DataConfig as DataConfig
 from .fields import option
 from .lora import LoRAConfig as LoRAConfig
 from .phase import Phase as Phase
+from .preferences import PreferenceSettings
 
 _data = partial(option, section="Model and data")
-_text = partial(_data, task="lm")
+_text = partial(_data, tasks=("lm",))
 _share = partial(_text, metavar="SHARE", at_least=0, at_most=1)
 _optimization = partial(option, section="Optimization")
 _schedule = partial(_optimization, phase=True, own_layers="optimizer")
@@ -38,11 +39,11 @@ _evaluation = partial(option, section="Evaluation and gates", resumable=True)
 _gate = partial(_evaluation, above=0)
 _output = partial(option, section="Output")
 _kept = partial(_output, resumable=True, disk=True)
-_embedding = partial(option, section="Embedding", task="embedding")
+_embedding = partial(option, section="Embedding", tasks=("embedding",))
 
 
 @dataclass(frozen=True)
-class TrainConfig(TrainConflicts):
+class TrainConfig(PreferenceSettings):
     """Settings of the training; ``iters`` counts batches, as in mlx-lm."""
 
     method: str = option(
@@ -87,8 +88,10 @@ class TrainConfig(TrainConflicts):
         shown_default="the tokenizer's own",
         metavar="TOKENS",
     )
-    packing: bool = _text(
-        False, "Pack several examples into each sequence; attention does not cross examples."
+    packing: bool = _data(
+        False,
+        "Pack several examples into each sequence; attention does not cross examples.",
+        tasks=DECODER_TASKS,
     )
     epochs: float | None = _optimization(
         None,
@@ -197,36 +200,37 @@ class TrainConfig(TrainConflicts):
         "Forward pass used for the loss: the full transformer, or a cheap proxy (embeddings -> "
         "attention output projections -> LM head) for comparison.",
         choices=OBJECTIVES,
-        task="lm",
+        tasks=("lm",),
     )
     ce_last_k: int | None = _optimization(
         None,
         "Train only on the last K target tokens of each example.",
         metavar="K",
         at_least=1,
-        task="lm",
+        tasks=("lm",),
     )
     z_loss: float = _step(
         0.0,
         "Weight of the z-loss, logsumexp(logits)^2, which keeps logits small.",
         metavar="WEIGHT",
         at_least=0,
-        task="lm",
+        tasks=("lm",),
     )
     label_smoothing: float = _step(
         0.0,
-        "Share of each target's probability that is spread over the vocabulary.",
+        "Share of each target's probability that is spread over the vocabulary; with --task dpo or cpo, "
+        "the share of preferences that are the wrong way round (below 0.5).",
         metavar="SHARE",
         at_least=0,
         below=1,
-        task="lm",
+        tasks=("lm", "dpo", "cpo"),
     )
     neftune_noise_alpha: float = _optimization(
         0.0,
         "Add noise of this size to the embeddings of the tokens in training (NEFTune; 5 to 15).",
         metavar="ALPHA",
         at_least=0,
-        task="lm",
+        tasks=DECODER_TASKS,
     )
     matmul_path: str = _memory(
         "auto",
@@ -270,20 +274,24 @@ class TrainConfig(TrainConflicts):
         (),
         "Phases to train one after the other, each with its own data and learning rate.",
         flags=(),
-        task="lm",
+        tasks=DECODER_TASKS,
     )
     task: str = _data(
         "lm",
-        "What to train: next-token prediction (lm), or sentence embeddings with an encoder.",
+        "What to train: next-token prediction (lm), preferences (dpo, orpo, simpo, cpo; kto for rated "
+        "completions), or sentence embeddings with an encoder.",
         choices=TASKS,
         memory=True,
+        phase=True,
     )
-    loss: str = _embedding(
+    loss: str = _data(
         "auto",
-        "Loss of embeddings: cosine or cosent for pairs with scores, mnrl (in-batch negatives) or "
-        "cached-mnrl for anchors with positives, triplet for those with negatives; auto is cosine "
-        "or mnrl, by the data.",
-        choices=("auto", *LOSSES),
+        "Loss of preferences (dpo, cpo): sigmoid, robust (to wrong preferences), hinge or ipo. Loss of "
+        "embeddings: cosine or cosent for pairs with scores, mnrl (in-batch negatives) or "
+        "cached-mnrl for anchors with positives, triplet for those with negatives. auto is sigmoid; "
+        "of embeddings cosine or mnrl, by the data.",
+        choices=("auto", *dict.fromkeys(loss for facts in TASKS.values() for loss in facts.losses)),
+        tasks=tuple(name for name, facts in TASKS.items() if facts.losses),
         memory=True,
     )
     similarity_scale: float = _embedding(
@@ -345,7 +353,7 @@ class TrainConfig(TrainConflicts):
         "after training, for 100 held-out examples at most and greedy decoding.",
         shown_default="exact for the bundled data, none otherwise",
         choices=(*ANSWER_METRICS, "none"),
-        task="lm",
+        tasks=("lm",),
     )
     save_every: int = _kept(100, "Batches between checkpoints in the run folder.", at_least=1)
     keep_last: int = _kept(
@@ -380,15 +388,28 @@ class TrainConfig(TrainConflicts):
         "Gate: exit with code 1 if held-out perplexity with the pack is more than RATIO times that "
         "of the base model.",
         metavar="RATIO",
-        task="lm",
+        tasks=("lm",),
     )
     min_tps_ratio: float | None = _gate(
         None,
         "Gate: exit with code 1 if tokens/s with the pack are less than RATIO times those of the "
         "base model.",
         metavar="RATIO",
-        task="lm",
+        tasks=("lm",),
     )
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The tasks of the run, those of its phases in their order."""
+        phases = dict.fromkeys(phase.task or self.task for phase in self.phases)
+        return tuple(phases) or (self.task,)
+
+    @property
+    def sequences(self) -> int:
+        """The sequences of a batch; packed ones hold several examples each."""
+        if self.packing:
+            return self.batch_size
+        return self.batch_size * max(TASKS[task].sequences for task in self.tasks)
 
     @property
     def seconds(self) -> float | None:

@@ -25,6 +25,8 @@ Reason = Literal[
     "half a surrogate pair",
     "rejected by the chat template",
     "no target",
+    "prompts differ",
+    "same completions",
 ]
 
 

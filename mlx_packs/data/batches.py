@@ -49,6 +49,11 @@ class Batch:
     # uint8 [B, T, bytes], what enters the first adapted block (frozen_activations.py), or None
     states: np.ndarray | None = None
 
+    @property
+    def terms(self) -> int:
+        """Number of targets, over which the loss is a mean."""
+        return self.count
+
 
 def make_batch(
     examples: Sequence[Example],
@@ -232,7 +237,12 @@ def evaluation_batches(
     """
     sampler = Sampler(examples.lengths, batch_size, sequence_inputs(max_seq_length))
     shapes = few_shapes(examples, sampler) if few else None
-    count = len(examples) if max_batches < 0 else min(len(examples), max_batches * batch_size)
-    order = sorted(range(count), key=lambda i: examples.lengths[i])
-    orders = (order[i : i + batch_size] for i in range(0, count, batch_size))
+    orders = evaluation_orders(examples.lengths, batch_size, max_batches)
     return [lay_out(examples, sampler, indices, shapes) for indices in orders]
+
+
+def evaluation_orders(lengths: np.ndarray, batch_size: int, most: int = -1) -> Iterator[np.ndarray]:
+    """Yield the first examples, by length, in batches; ``most`` of these at most, -1 all."""
+    count = len(lengths) if most < 0 else min(len(lengths), most * batch_size)
+    order = np.argsort(lengths[:count], kind="stable")
+    return (order[i : i + batch_size] for i in range(0, count, batch_size))

@@ -17,6 +17,7 @@ from .conversations import Span
 from .fim import SPARE, FillInTheMiddle, arranged, continued, sentinels
 from .fingerprint import Fingerprint
 from .formats import (
+    PREFERENCE,
     Row,
     RowFormat,
     Text,
@@ -130,6 +131,13 @@ def checked_format(
     first = rows[0]
     if row_format is None:
         first, row_format = first_format(rows, columns)
+    if row_format is PREFERENCE:
+        raise first.conflict(
+            "the examples are preferences, which `packs train --task dpo`, orpo, simpo and cpo train "
+            "on. This needs completions, chats or texts.",
+            "conflict",
+            "task",
+        )
     if not isinstance(row_format, TokenFormat):
         raise first.conflict(
             f"the examples are {row_format.name}, which encoders train on. Pass --task embedding, "

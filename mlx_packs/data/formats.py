@@ -135,10 +135,41 @@ class AnchorPairs(PairFormat):
     text_columns = ("anchor", "positive")
 
 
+class Preference(RowFormat):
+    """A prompt with a completion that is chosen and one that is rejected, as TRL has them.
+
+    Without a prompt both are conversations that begin with the same messages.
+    """
+
+    name = "preferences"
+
+    def columns(self, names: DataConfig) -> tuple[str, ...]:
+        """Return the columns that every row has; the prompt may be in both of them."""
+        return ("chosen", "rejected")
+
+    def texts(self, row: Row, names: DataConfig) -> list[str]:
+        """Return prompt and completions."""
+        return [
+            text
+            for column in (names.prompt_feature, *self.columns(names))
+            for text in _texts(row, column)
+        ]
+
+
+def _texts(row: Row, column: str) -> list[str]:
+    """Return the text of a column, or of each of its messages; none without the column."""
+    if not isinstance(value := row.value.get(column, []), list):
+        return [text_of(row, column)]
+    contents = [m.get("content") for m in value if isinstance(m, Mapping)]
+    return [content for content in contents if isinstance(content, str)]
+
+
+COMPLETION = Completion()
 # A row is of the first format that it matches; mlx-lm has the same order of the first three.
-TOKEN_FORMATS: tuple[TokenFormat, ...] = (Completion(), Chat(), Text(), Alpaca(), ShareGPT())
+TOKEN_FORMATS: tuple[TokenFormat, ...] = (COMPLETION, Chat(), Text(), Alpaca(), ShareGPT())
 PAIR_FORMATS: tuple[PairFormat, ...] = (ScoredPairs(), Triplets(), AnchorPairs())
-FORMATS: tuple[RowFormat, ...] = (*TOKEN_FORMATS, *PAIR_FORMATS)
+PREFERENCE = Preference()
+FORMATS: tuple[RowFormat, ...] = (*TOKEN_FORMATS, PREFERENCE, *PAIR_FORMATS)
 
 
 def format_of(row: Row, names: DataConfig, formats: Sequence[RowFormat] = FORMATS) -> RowFormat:

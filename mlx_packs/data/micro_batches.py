@@ -13,11 +13,11 @@ def split_tokens(batch: Batch, parts: int) -> list[Batch]:
     """Return the sequences of a batch as at most ``parts`` batches; those without a target are left out."""
     rows, width = batch.tokens.shape
     edges = _edges(rows, parts)
-    pieces = (_sequences(batch, start, stop, width) for start, stop in edges)
+    pieces = (sequences_of(batch, start, stop, width) for start, stop in edges)
     return [piece for piece in pieces if piece.count]
 
 
-def _sequences(batch: Batch, start: int, stop: int, width: int) -> Batch:
+def sequences_of(batch: Batch, start: int, stop: int, width: int) -> Batch:
     """Return the sequences [start, stop) of a batch."""
     rows = batch.positions[: batch.count] // width  # targets come before padding
     inside = np.flatnonzero((rows >= start) & (rows < stop))

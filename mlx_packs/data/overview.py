@@ -13,9 +13,10 @@ from ..config.schema import DataConfig
 from ..errors import PackError
 from ..files import atomic_folder
 from .bad_rows import BadRows, RowError
-from .encoding import EncodingOptions, encode
+from .encoding import EncodingOptions
 from .formats import PairFormat, Row, RowFormat, check_format
 from .near_copies import MOST_COMPARED, NearCopies, compared, sampled
+from .preferences import encode_tokens
 from .rows import Splits, held_out
 from .sources import Chosen, Rows, as_rows
 
@@ -115,7 +116,7 @@ def look_at(
         facts, learned = ("characters", lengths, 0, 0), None
     else:
         limit, whole = options.max_seq_length, replace(options, max_seq_length=_NO_LIMIT)
-        examples = encode(looked_at, tokenizer, columns, whole, row_format)
+        examples = encode_tokens(looked_at, tokenizer, columns, whole, row_format)
         cut = np.flatnonzero(examples.lengths > limit).tolist()
         dropped = sum(not examples.items[i].target[:limit].any() for i in cut)
         facts = ("tokens", examples.lengths, len(cut), dropped)

@@ -195,6 +195,11 @@ class PairBatch:
         """Number of pairs in this batch."""
         return len(self.examples)
 
+    @property
+    def terms(self) -> int:
+        """Number of pairs, over which the loss is a mean."""
+        return self.count
+
 
 def make_pair_batch(
     pairs: Pairs, indices: Sequence[int], batch_size: int, limit: int, powers: bool = False

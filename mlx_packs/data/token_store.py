@@ -69,6 +69,22 @@ class StoredExamples(Sequence):
         return np.diff(self._edges)
 
 
+class JoinedExamples(Sequence):
+    """Several sequences of examples as one; nothing is copied."""
+
+    def __init__(self, parts: list[Sequence[Example]]) -> None:
+        self.parts = parts
+        self.edges = np.cumsum([0, *map(len, parts)])
+
+    def __len__(self) -> int:
+        return int(self.edges[-1])
+
+    def __getitem__(self, i: int) -> Example:
+        i = range(len(self))[i]
+        part = int(np.searchsorted(self.edges, i, "right")) - 1
+        return self.parts[part][i - int(self.edges[part])]
+
+
 class TokenStore:
     """Collects examples; more than some MB of them go to files without a name."""
 

@@ -140,12 +140,12 @@ class _Step:
 
     @property
     def _tokens(self) -> int:
-        return self.train.batch_size * (sequence_inputs(self.train.max_seq_length))
+        return self.train.sequences * (sequence_inputs(self.train.max_seq_length))
 
     @property
     def _attention(self) -> AttentionSizes:
         width = self.sizes.queries // self.sizes.heads
-        rows, length = self.train.batch_size, sequence_inputs(self.train.max_seq_length)
+        rows, length = self.train.sequences, sequence_inputs(self.train.max_seq_length)
         return AttentionSizes(rows, self.sizes.heads, self.sizes.keys // width, length, width)
 
     @property

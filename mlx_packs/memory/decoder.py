@@ -338,7 +338,7 @@ def plan_step(
     no_kernel = nf4 and runtime.on_cpu() and not path_facts.keeps_dense
     step = step_class(
         sizes,
-        tokens=train.batch_size * length,
+        tokens=train.sequences * length,
         targets=targets,
         scores=sizes.heads * length,
         kept=adapters.kept,
@@ -363,20 +363,20 @@ def _path_of(train: TrainConfig) -> str:
 
 def _largest_shape(train: TrainConfig) -> Shape:
     length = sequence_inputs(train.max_seq_length)
-    return length, train.batch_size * length
+    return length, train.sequences * length
 
 
 def smallest_shape(train: TrainConfig) -> Shape:
     """Return the shape of the smallest batch that a run has."""
     length = padded_length(1, sequence_inputs(train.max_seq_length))
-    return length, padded_targets(1, train.batch_size * length)
+    return length, padded_targets(1, train.sequences * length)
 
 
 def resized(shape: Shape, before: TrainConfig, after: TrainConfig) -> Shape:
     """Return the shape that a batch has after a change of its batch size or maximal length."""
     length, targets = shape
     cut = min(length, sequence_inputs(after.max_seq_length))
-    share = after.batch_size * cut / (before.batch_size * length)
+    share = after.sequences * cut / (before.sequences * length)
     return cut, int(targets * share)
 
 

@@ -101,7 +101,7 @@ def _work(
     sizes: Sizes, ranks: Sequence[Mapping[str, int]], train: TrainConfig, itemsize: int
 ) -> Work:
     length = sequence_inputs(train.max_seq_length)
-    tokens = train.batch_size * length
+    tokens = train.sequences * length
     again = POLICIES[recompute_policies(train)[0]].blocks
     # blocks' worth of a forward pass, of those before the first adapter too, and of a backward pass
     forward, backward = sizes.blocks + again * len(ranks), len(ranks)
@@ -109,7 +109,7 @@ def _work(
     head = sizes.vocab * sizes.hidden
     widths = {path.split(".", 3)[3]: sum(shape) for path, shape in sizes.projections.items()}
     adapters = sum(rank * widths[name] for of_block in ranks for name, rank in of_block.items())
-    one_attention = 2 * train.batch_size * length**2 * sizes.queries
+    one_attention = 2 * train.sequences * length**2 * sizes.queries
     widest = sizes.hidden + sizes.ffn + sizes.queries + sizes.keys
     share = (
         forward + 3 * backward
@@ -177,7 +177,7 @@ def remember_steps(steps: Sequence[tuple[Headers, LoRAConfig, TrainConfig, str, 
             continue
         if (by_rates := _by_rates(needed, headers, train)) is None:
             continue
-        shape = train.batch_size, sequence_inputs(train.max_seq_length)
+        shape = train.sequences, sequence_inputs(train.max_seq_length)
         step = MeasuredStep(model, shape, needed.blocks, by_rates, seconds, today)
         new[model, shape] = vars(step)
     if new:

@@ -21,6 +21,10 @@ class Batch(Protocol):
     def count(self) -> int:
         """Number of targets, in the objective's unit."""
 
+    @property
+    def terms(self) -> int:
+        """Number of terms that its loss is a mean of: its targets, or the rows that have them."""
+
 
 class Score(Protocol):
     """The score of some batches."""
@@ -66,6 +70,16 @@ class Objective(Inputs, Protocol):
 
         Both are scalars. Sums and counts of the batches of one update are added before the
         division, so that N small batches equal one large one.
+        """
+
+    def of_phase(self, start: int) -> "Objective":
+        """Return the objective of the phase that has ``start`` batches before it."""
+        return self
+
+    def begin_phase(self, start: int, fresh: bool) -> None:
+        """Prepare for the steps of a phase, which has ``start`` batches before it.
+
+        ``fresh`` is whether no batch of the phase was taken, so that the model is as it begins.
         """
 
     def split(self, batch: Any, parts: int) -> Sequence[Any]:

@@ -20,8 +20,13 @@ from .card import card_command, phase_lines
 from .manifest import METRICS, replaced_of, specs_of
 
 # Metrics of `eval` for people, and whether less of them is better; others are shown by their keys.
-_NAMES = {"ppl": "Perplexity", "accuracy": "Token accuracy", **METRICS}
-_LOWER = ("ppl", "nll", "loss")
+_NAMES = {
+    "ppl": "Perplexity",
+    "accuracy": "Token accuracy",
+    "chosen_ppl": "Perplexity of what is chosen",
+    **METRICS,
+}
+_LOWER = ("ppl", "chosen_ppl", "nll", "loss")
 
 
 def manifest_facts(manifest: Mapping, title: str) -> Facts:

@@ -23,8 +23,10 @@ CARD = "README.md"
 PIN = "hub.json"  # in a pulled pack, beyond what the manifest names: where it comes from
 HUB_ID = r"[\w-][\w.-]*/[\w-][\w.-]*"
 MAIN = "main"  # the Hub's branch where none is named
-# Metrics of embeddings, and their names for people.
+# Metrics of embeddings and of preferences, and their names for people.
 METRICS = {
+    "preference_accuracy": "preference accuracy",
+    "reward_margin": "reward margin",
     "spearman": "Spearman",
     "pearson": "Pearson",
     "triplet_accuracy": "triplet accuracy",

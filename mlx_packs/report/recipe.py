@@ -27,7 +27,8 @@ def recipe_sections(recipe: Mapping) -> list[tuple[str, Sequence[Setting]]]:
         for field in dataclasses.fields(config):
             value = recipe.get(field.name)
             value = list(value) if isinstance(value, tuple) else value
-            is_other_task = facts_of(field).task not in (None, recipe.get("task", "lm"))
+            tasks = facts_of(field).tasks
+            is_other_task = bool(tasks) and not set(tasks) & set(_tasks_of(recipe))
             if value is None or value in ([], {}) or is_other_task:
                 continue
             flag = next(iter(flags_of(field)), field.name).lstrip("-")
@@ -35,6 +36,13 @@ def recipe_sections(recipe: Mapping) -> list[tuple[str, Sequence[Setting]]]:
             section = facts_of(field).section
             sections[section].append((flag, _shown(field.name, value), differs))
     return [(name, settings) for name, settings in sections.items() if settings]
+
+
+def _tasks_of(recipe: Mapping) -> list[str]:
+    """Return the tasks of a recipe, those of its phases too."""
+    phases = recipe.get("phases")
+    own = [phase.get("task") for phase in phases or () if isinstance(phase, Mapping)]
+    return [recipe.get("task", "lm"), *(task for task in own if task)]
 
 
 def _default(field: dataclasses.Field) -> object:

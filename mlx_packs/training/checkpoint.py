@@ -21,6 +21,7 @@ from ..errors import PackError
 from ..files import atomic_folder, save_tensors, to_json
 from ..filesystem import sync
 from ..hashes import SEAL, check_files, check_seal, file_facts, sealed
+from ..objectives.objective import Batch
 from ..reading import read_header, read_json
 from ..runtime import mx
 from .loss_scale import KEY, is_scaled
@@ -29,10 +30,22 @@ ADAPTERS = "adapters.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 METRICS = "metrics.jsonl"  # of the run, beside its checkpoints
-_ADDED_LATER = {"grad_norm", "window", "valid_loss"}  # absent in early versions
+_ADDED_LATER = {"grad_norm", "window", "valid_loss", "terms"}  # absent in early versions
 _FILES = "files"  # in the state: size and hash of each
 _PREFIX = "step-"
 NAME = re.compile(_PREFIX + r"\d{6,}")  # of a checkpoint
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A batch whose loss is a mean over its targets, as far as it is counted."""
+
+    count: int
+
+    @property
+    def terms(self) -> int:
+        """Number of targets."""
+        return self.count
 
 
 @dataclass
@@ -41,19 +54,30 @@ class Window:
 
     batches: int = 0
     targets: int = 0
+    terms: int | None = 0  # of the losses; None in early versions, where they were the targets
     loss_sum: float = 0.0
     seconds: float = 0.0
 
-    def add(self, loss: float, targets: int, seconds: float) -> None:
+    def __post_init__(self) -> None:
+        if self.terms is None:
+            self.terms = self.targets
+
+    def add(self, loss: float, batch: Batch, seconds: float) -> None:
         """Count a batch with this mean loss."""
         self.batches += 1
-        self.targets += targets
-        self.loss_sum += loss * targets
+        self.targets += batch.count
+        self.terms += batch.terms
+        self.loss_sum += loss * batch.terms
         self.seconds += seconds
 
     @property
+    def loss(self) -> float:
+        """Mean loss of its batches."""
+        return self.loss_sum / self.terms
+
+    @property
     def targets_per_s(self) -> float:
-        """Throughput in supervised tokens, or in pairs."""
+        """Throughput in the objective's unit."""
         return self.targets / self.seconds
 
     @property
@@ -74,22 +98,23 @@ class TrainingState:
     window: Window = field(default_factory=Window)  # for the next report
     valid_loss: float | None = None  # of exactly these weights; None where it was not measured
 
-    def count(self, loss: float, targets: int, norm: float | None, seconds: float) -> None:
+    def count(self, loss: float, batch: Batch, norm: float | None, seconds: float) -> None:
         """Count a batch; ``norm`` is the gradient norm of its update, None without an update."""
         self.batches += 1
         if norm is not None:
             self.updates += 1
             self.grad_norm = norm
             self.valid_loss = None
-        self.trained_tokens += targets
+        self.trained_tokens += batch.count
         self.train_s += seconds
-        self.window.add(loss, targets, seconds)
+        self.window.add(loss, batch, seconds)
 
     def skip(self, seconds: float) -> None:
         """Count a batch that is no part of an update."""
         self.batches += 1
         self.train_s += seconds
-        self.window.add(0.0, 0, seconds)
+        self.window.batches += 1
+        self.window.seconds += seconds
 
 
 def save_checkpoint(
@@ -242,6 +267,8 @@ def _from_json(cls: type, value: object, prefix: str = "") -> Any:
             raise ValueError(
                 f"{STATE}: {prefix}{key} must be a number of 0 or more, but is {number!r}"
             )
+    if cls is Window:
+        entries.setdefault("terms", None)
     return cls(**entries)
 
 

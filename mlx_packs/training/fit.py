@@ -43,9 +43,12 @@ def score_phases(
     objective: Objective, dataset: Dataset, phases: Sequence[RunPhase], display: Display
 ) -> Scores:
     """Return the scores on the held-out examples of each phase, by its name."""
-    held_out = {phase.name: dataset.held_out(phase) for phase in phases}
-    with display.task("eval", sum(map(len, held_out.values())), "held-out batches") as bar:
-        return {name: objective.score(batches, bar.advance) for name, batches in held_out.items()}
+    held_out = [dataset.held_out(phase) for phase in phases]
+    with display.task("eval", sum(map(len, held_out)), "held-out batches") as bar:
+        return {
+            phase.name: objective.of_phase(phase.start).score(batches, bar.advance)
+            for phase, batches in zip(phases, held_out, strict=True)
+        }
 
 
 def check_scores(scores: Scores, saved: bool) -> None:
@@ -168,9 +171,11 @@ class Fit:
         return scores
 
     def _train_phase(self, phase: RunPhase, optimizer: optimizers.Optimizer) -> None:
-        run, objective, settings = self.run, self.objective, phase.train
+        run, settings, done = self.run, phase.train, self.state.batches
+        objective = self.objective.of_phase(phase.start)
         if phase.name:
             run.display.line("phase", f"{phase.name}: batches {phase.start + 1} to {phase.stop}")
+        self.objective.begin_phase(phase.start, fresh=done == phase.start)
         skips = self.on_nan.policy == "skip"
         stepper = Stepper(
             self.trainable.model, objective.loss, optimizer, settings.max_grad_norm, skips

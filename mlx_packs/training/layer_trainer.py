@@ -30,7 +30,7 @@ from ..optim import make_optimizer
 from ..packs.manifest import spec_json
 from ..reading import read_json, read_tensors
 from ..runtime import mx
-from .checkpoint import TrainingState, load_checkpoint, save_checkpoint, set_random_state
+from .checkpoint import Counted, TrainingState, load_checkpoint, save_checkpoint, set_random_state
 from .layer_graphs import Graph, GraphCache
 from .layer_losses import Forward, LMLoss, UserLoss, lm_batch, sequence_forward
 from .registered_layer import LAYER_NAME, RegisteredLayer, adapt, adapters_module, stored_alphas
@@ -282,7 +282,7 @@ class LayerTrainer:
                 for name in graph.names:
                     self._layers[name].eval()
             self._check_finite(loss, norm)
-        self._state.count(loss, round(count), None, time.perf_counter() - started)
+        self._state.count(loss, Counted(round(count)), None, time.perf_counter() - started)
         self._waiting = graph
         if last:
             self._count_update(graph)

@@ -187,8 +187,7 @@ class Loop:
         if fault:
             self.state.skip(seconds)
         else:
-            count = taken.batch.count
-            self.state.count(loss, count, norm if taken.updates else None, seconds)
+            self.state.count(loss, taken.batch, norm if taken.updates else None, seconds)
 
     def _check_update(self, norm: float, number: int) -> str | None:
         """Return what is not finite in the current update, where it is skipped."""
@@ -219,14 +218,14 @@ class Loop:
             observer.on_step(line)
 
     def _report(self) -> None:
-        if not self.state.window.targets:  # every update was skipped
+        if not self.state.window.terms:  # every update was skipped
             return
         window, self.state.window = self.state.window, Window()
         unit = self.objective.unit
         line = self._line(
             {
                 "update": self.state.updates,
-                "loss": window.loss_sum / window.targets,
+                "loss": window.loss,
                 "grad_norm": self.state.grad_norm,
                 "learning_rate": float(self.stepper.optimizer.learning_rate),
                 f"{unit}_per_s": window.targets_per_s,

@@ -30,11 +30,11 @@ class MicroBatches:
         """Start the step on a batch, as `Stepper.start`; of several pieces each waits for the one before."""
         pieces = objective.split(batch, self.parts) if self.parts > 1 else [batch]
         if len(pieces) <= 1:
-            return stepper.start(objective.arrays(batch), batch.count, last, alone)
+            return stepper.start(objective.arrays(batch), batch.terms, last, alone)
         stepper.wait_for_each()
         total = 0.0
         for piece in pieces:
             ends = last and piece is pieces[-1]
-            step = stepper.start(objective.arrays(piece), piece.count, ends, alone=False)
+            step = stepper.start(objective.arrays(piece), piece.terms, ends, alone=False)
             total = total + step.loss
-        return StartedStep(total, batch.count, step.norm)
+        return StartedStep(total, batch.terms, step.norm)

@@ -137,7 +137,7 @@ def resolve_phases(train: TrainConfig, columns: DataConfig) -> tuple[RunPhase, .
                 "phases",
             )
         try:
-            phases.append(_resolve(name, phase, train, columns, phases[-1] if phases else None))
+            phases.append(_resolve(name, phase, train, columns, phases))
         except PackError as error:
             text = f"phases[{i}] ({name}): {error}"
             raise PackError(text, error.code, error.flag) from None
@@ -145,14 +145,11 @@ def resolve_phases(train: TrainConfig, columns: DataConfig) -> tuple[RunPhase, .
 
 
 def _resolve(
-    name: str, phase: Phase, train: TrainConfig, columns: DataConfig, before: RunPhase | None
+    name: str, phase: Phase, train: TrainConfig, columns: DataConfig, earlier: Sequence[RunPhase]
 ) -> RunPhase:
-    if before is None and phase.replay:
-        raise PackError(
-            f"replay {phase.replay:g}: the first phase has none before it. Leave it out.",
-            "conflict",
-            "replay",
-        )
+    before = earlier[-1] if earlier else None
+    task = phase.task or train.task
+    _check_replay(phase, task, earlier)
     own = {key: getattr(phase, key) for key in OWN if getattr(phase, key) is not None}
     schedule = own.get("lr_schedule", train.lr_schedule)
     if isinstance(schedule, Mapping):
@@ -164,7 +161,7 @@ def _resolve(
                 unused[0],
             )
         own.setdefault("warmup_steps", 0)
-    settings = dataclasses.replace(train, **own, phases=())
+    settings = dataclasses.replace(train, **train.of_other_tasks(task), **own, phases=())
     make_optimizer(settings)
     sources = tuple(
         dataclasses.replace(columns, data=source, hf_dataset=None) for source in phase.sources
@@ -180,6 +177,17 @@ def _resolve(
         before.stop if before else 0,
         before.updates_before + updates if carries else 0,
     )
+
+
+def _check_replay(phase: Phase, task: str, earlier: Sequence[RunPhase]) -> None:
+    """Check that there are examples to replay, which the task of a phase can train on."""
+    fault = ""
+    if not earlier:
+        fault = "the first phase has none before it"
+    elif others := [each.name for each in earlier if each.train.task != task]:
+        fault = f"{others[0]} has another task, whose examples --task {task} cannot train on"
+    if phase.replay and fault:
+        raise PackError(f"replay {phase.replay:g}: {fault}. Leave it out.", "conflict", "replay")
 
 
 def check_overridden(train: TrainConfig, specified: frozenset[str]) -> None:

@@ -165,6 +165,7 @@ def _run(run: Run) -> TrainRun:
     run = run.holding_out_as(earlier)
     run = replace(run, resume_point=resume_point(run.folder) if run.resume else None)
     start = start_of(run.resume_adapter_file, earlier)
+    run = replace(run, begins_with_adapters=start is not None)
     task = make_task(run)
     splits = [phase.load_rows() for phase in run.phases]
     check_validated(run.train, splits[-1])

@@ -50,12 +50,22 @@ def checkpoints(run: Path) -> list[Path]:
     return sorted(folders, key=batches_of)
 
 
+def reference_file(run: Path, start: int) -> Path:
+    """Return the file for the parameters that a phase on preferences begins with.
+
+    ``start`` is the number of batches of the run before that phase.
+    """
+    return run / f"reference-{start:06d}.safetensors"
+
+
 def clear_run(run: Path) -> None:
-    """Remove the checkpoints the metrics and the records of an earlier run."""
+    """Remove the checkpoints, the metrics and the records of an earlier run."""
     for folder in checkpoints(run):
         discard(folder, folder)
     for name in (_POINTER, METRICS, NOT_FINITE, REPORT, PAGE, PICTURE):
         (run / name).unlink(missing_ok=True)
+    for file in run.glob("reference-*.safetensors"):
+        file.unlink()
 
 
 def write_identity(run: Path, identity: dict) -> None:

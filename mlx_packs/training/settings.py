@@ -33,6 +33,9 @@ class Run:
     project_name: str | None = None  # of the trackers
     trust_remote_code: bool = False
     overflow: str = ""  # why a run that began in float16 goes on in bfloat16
+    begins_with_adapters: bool = (
+        False  # whether the run began with adapters, not with the base alone
+    )
     callbacks: tuple[Observer, ...] = ()  # that the caller gives
     loss: TargetLoss | None = None  # in place of the cross-entropy
     force: bool = False  # whether to train although the memory plan exceeds the machine
@@ -46,9 +49,11 @@ class Run:
                     f"{type(callback).__name__}.",
                     flag="callbacks",
                 )
-        if self.loss is not None and train.task != "lm":
+        if self.loss is not None and train.tasks != ("lm",):
             raise PackError(
-                f"loss: is for task lm, but the task is {train.task}.", "conflict", "loss"
+                f"loss: is for task lm, but the task is {', '.join(train.tasks)}.",
+                "conflict",
+                "loss",
             )
         if self.loss is not None and (named := train.changed(("z_loss", "label_smoothing"))):
             text = "loss: replaces the cross-entropy that it belongs to. Leave one of them out."

@@ -80,7 +80,7 @@ def log_of(saves: list | None = None, **settings) -> list[str]:
         on_nan=SimpleNamespace(policy="stop", updated=lambda: None),
     )
     loop._save = lambda batch: recorder.log.append(f"save {loop.state.batches}")
-    loop.train(iter([SimpleNamespace(count=3)] * train.iters))
+    loop.train(iter([SimpleNamespace(count=3, terms=3)] * train.iters))
     assert loop.state.batches == train.iters and loop.state.trained_tokens == 3 * train.iters
     assert loop.state.updates == math.ceil(train.iters / train.grad_accumulation_steps)
     return recorder.log

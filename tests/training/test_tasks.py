@@ -29,6 +29,10 @@ class Batch:
     def count(self) -> int:
         return self.tokens.size
 
+    @property
+    def terms(self) -> int:
+        return self.count
+
 
 @dataclass
 class Score:

@@ -199,7 +199,7 @@ class CausalLMTask(Task):
             *lines,
             *bad_rows_lines(report),
             f"speed   {report['tokens_per_s']:,.0f} supervised tokens/s · {cost(report)}",
-            *(line for sample in samples for line in _sample_lines(sample)),
+            *(line for sample in samples for line in sample_lines(sample)),
             f"pack    {report['pack']} ({report['pack_mb']:.1f} MB)    try: packs generate "
             f'--pack {report["pack"]} --prompt "…"',
         ]
@@ -270,7 +270,7 @@ def add_noise(trainable: Trainable, alpha: float) -> None:
     trainable.swap(noisy)
 
 
-def _sample_lines(sample: Mapping[str, str | None]) -> list[str]:
+def sample_lines(sample: Mapping[str, str | None]) -> list[str]:
     """Return a sample for people; the wanted answer is left out where the pack gives it."""
     labels = {"sample": "prompt", "wanted": "wanted", "before": "before", "after": "after"}
     if not sample.get("wanted") or sample["wanted"] == sample["after"]:
@@ -304,14 +304,15 @@ def _changes(split: str, before: Score, after: Score) -> dict:
 
 def phase_reports(dataset: PhasedDataset, sources: Sequence[str], fit: Fit) -> list[dict]:
     """Return the report of each phase of a run; empty where a run has no phases."""
-    reports = []
+    reports, counts = [], dataset.counts()
     for i, (phase, source) in enumerate(zip(dataset.phases, sources, strict=True)):
         if not phase.name:
             continue
         losses = [
             x["loss"] for x in fit.curve if "loss" in x and phase.start < x["batch"] <= phase.stop
         ]
-        split, held_out = dataset.held_out_examples(phase)
+        split, _ = dataset.held_out_examples(phase)
+        rows = {each: counts[phase.manifest_key(each)] for each in dataset.splits[i]}
         reports.append(
             {
                 "name": phase.name,
@@ -321,10 +322,10 @@ def phase_reports(dataset: PhasedDataset, sources: Sequence[str], fit: Fit) -> l
                 **{key: getattr(phase.train, key) for key in OWN},
                 "replay": phase.replay,
                 "optimizer_state": "carry" if phase.carries_optimizer else "fresh",
-                "rows": {s: len(e) for s, e in dataset.splits[i].items()},
+                "rows": rows,
                 "loss_first": losses[0] if losses else None,
                 "loss_last": losses[-1] if losses else None,
-                "held_out": {"split": split, "rows": len(held_out)},
+                "held_out": {"split": split, "rows": rows[split]},
                 "before": _perplexities(fit.scores[i]),
                 "after": _perplexities(fit.scores[i + 1]),
             }

@@ -25,6 +25,8 @@ from ..fit import Fit
 from ..planning import MemoryChoice
 from ..settings import Run
 
+_SEVERAL = "mlx_packs.training.tasks.several:SeveralTasks"  # what trains phases of several tasks
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -111,10 +113,11 @@ def bad_rows_lines(report: Mapping) -> list[str]:
 
 
 def make_task(run: Run) -> Task:
-    """Return the task of a run."""
-    return task_class(run.train.task)(run)
+    """Return the task of a run, which is of several tasks where its phases are."""
+    return task_class(run.train.tasks)(run)
 
 
-def task_class(name: str) -> type[Task]:
-    """Return the class of a task."""
-    return pkgutil.resolve_name(TASKS[name].code)
+def task_class(names: Sequence[str]) -> type[Task]:
+    """Return the class of a run of these tasks."""
+    code = _SEVERAL if len(names) > 1 else TASKS[names[0]].code
+    return pkgutil.resolve_name(code)

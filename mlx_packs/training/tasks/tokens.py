@@ -19,13 +19,14 @@ from ...data.batches import (
     most_targets,
     training_batches,
 )
-from ...data.encoding import EncodingOptions, Example, Examples
+from ...data.encoding import EncodingOptions, Examples
 from ...data.fim import FillInTheMiddle
 from ...data.formats import RowFormat, Text
 from ...data.masks import masked
 from ...data.sampler import Draw, Sampler, packing_fill
 from ...data.shapes import padded_length, sequence_inputs
 from ...data.token_cache import encode_cached
+from ...data.token_store import JoinedExamples
 from ...display import VERBOSE, Display
 from ...errors import PackError
 from ...nn.blocks import attends_by_spans
@@ -53,7 +54,7 @@ class PhasedDataset:
             return parts[0]
         formats = dict.fromkeys(part.format for part in parts)
         losses = dict.fromkeys(part.loss_on for part in parts)
-        items = _Joined([part.items for part in parts])
+        items = JoinedExamples([part.items for part in parts])
         joined = Examples(items, " + ".join(formats), " + ".join(losses))
         joined.lengths = np.concatenate([part.lengths for part in parts])
         joined.target_counts = np.concatenate([part.target_counts for part in parts])
@@ -149,22 +150,6 @@ class PhasedDataset:
 def _batches(examples: Examples, phase: RunPhase, count: int) -> list[Batch]:
     t = phase.train
     return evaluation_batches(examples, t.batch_size, t.max_seq_length, count, runtime.COMPILES)
-
-
-class _Joined(Sequence):
-    """Several sequences of examples as one; nothing is copied."""
-
-    def __init__(self, parts: list[Sequence[Example]]) -> None:
-        self.parts = parts
-        self.edges = np.cumsum([0, *map(len, parts)])
-
-    def __len__(self) -> int:
-        return int(self.edges[-1])
-
-    def __getitem__(self, i: int) -> Example:
-        i = range(len(self))[i]
-        part = int(np.searchsorted(self.edges, i, "right")) - 1
-        return self.parts[part][i - int(self.edges[part])]
 
 
 def encode_phases(

@@ -1,0 +1,293 @@
+"""Rows of preferences as tokens: two examples for each row, one after the other.
+
+Of a row {prompt, chosen, rejected} they are the prompt with either completion. Of a rated completion
+{prompt, completion, label} they are the row itself, and its prompt with the completion of the row
+before it, by which KTO measures how far the model is from its reference (arXiv:2402.01306). The
+columns are TRL's.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from ..config.schema import DataConfig
+from ..errors import PackError
+from .bad_rows import BadRows, RowError
+from .chat_formats import Completion
+from .encoding import EncodingOptions, Example, Examples, encode
+from .formats import COMPLETION, PREFERENCE, Row, check_format
+from .row_format import RowFormat, shown
+from .sources import Chosen, Rows, as_rows
+from .token_cache import encode_cached
+from .token_store import JoinedExamples
+
+
+class RatedCompletion(Completion):
+    """A prompt, a completion, and whether that is desirable."""
+
+    name = "rated completions"
+
+    def columns(self, names: DataConfig) -> tuple[str, ...]:
+        """Return the columns of a completion, and the label."""
+        return (*super().columns(names), "label")
+
+
+RATED = RatedCompletion()
+
+
+@dataclass
+class PreferenceExamples(Examples):
+    """Two examples for each row, at 2 i and 2 i + 1.
+
+    Attributes:
+        labels: of each row, float32 [N]: 1 where its first example is desirable, else 0. All are 1
+            where the second one is what was rejected.
+    """
+
+    labels: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+
+
+def encode_preferences(
+    rows: Sequence[Row],
+    tokenizer: Any,
+    columns: DataConfig,
+    options: EncodingOptions,
+    row_format: RowFormat = PREFERENCE,
+) -> PreferenceExamples:
+    """Return tokens and targets of every row, `PREFERENCE` or `RATED`; targets are the completions.
+
+    Raises:
+        RowError: a row cannot be used, unless ``columns.on_bad_row`` leaves such rows out.
+    """
+    if not len(rows):
+        raise PackError("--data: the split has no examples.", "data")
+    rows = as_rows(rows)
+    used, labels, bad = _checked(rows, columns, row_format)
+    options = replace(options, loss_on="completion")
+    chosen = Chosen(rows, used)
+    if row_format is RATED:
+        examples, _ = encode_cached(chosen, tokenizer, columns, options, row_format=COMPLETION)
+        kept = examples.items.parts["rows"]
+        items: Sequence[Example] = Mismatched(examples, options.max_seq_length)
+    else:
+        examples, _ = encode_cached(
+            Sides(chosen, columns), tokenizer, columns, options, row_format=COMPLETION
+        )
+        sides = examples.items.parts["rows"]
+        first = np.flatnonzero((sides[:-1] % 2 == 0) & (sides[:-1] + 1 == sides[1:]))
+        kept = sides[first] // 2
+        items = _Selected(examples, np.stack([first, first + 1], axis=1).reshape(-1))
+    per_row = 1 if row_format is RATED else 2
+    for i, error in examples.bad.errors:
+        bad.add(int(used[i // per_row]), error)
+    if not len(kept):
+        raise PackError(
+            f"{rows.where(0)}: no example has targets within {options.max_seq_length} tokens.",
+            "data",
+            "max_seq_length",
+        )
+    left_out = {i for i, _ in bad.errors}
+    result = PreferenceExamples(
+        items,
+        row_format.name,
+        examples.loss_on,
+        examples.cut,
+        len(rows) - len(left_out) - len(kept),
+        _once(bad),
+        examples.fingerprint,
+        labels[kept],
+    )
+    result.lengths, result.target_counts = items.lengths, items.target_counts
+    return result
+
+
+def encode_tokens(
+    rows: Sequence[Row],
+    tokenizer: Any,
+    columns: DataConfig,
+    options: EncodingOptions,
+    row_format: RowFormat,
+) -> Examples:
+    """Return tokens and targets of rows of any format but pairs; of preferences both sides."""
+    encoded = encode_preferences if row_format is PREFERENCE else encode
+    return encoded(rows, tokenizer, columns, options, row_format)
+
+
+def joined_preferences(parts: Sequence[PreferenceExamples]) -> PreferenceExamples:
+    """Return the examples of several phases as one, those of one after those of another."""
+    if len(parts) == 1:
+        return parts[0]
+    names = [
+        " + ".join(dict.fromkeys(getattr(p, key) for p in parts)) for key in ("format", "loss_on")
+    ]
+    joined = PreferenceExamples(JoinedExamples([part.items for part in parts]), *names)
+    joined.labels = np.concatenate([part.labels for part in parts])
+    joined.lengths = np.concatenate([part.lengths for part in parts])
+    joined.target_counts = np.concatenate([part.target_counts for part in parts])
+    return joined
+
+
+def _checked(
+    rows: Rows, columns: DataConfig, row_format: RowFormat
+) -> tuple[np.ndarray, np.ndarray, BadRows]:
+    """Return which rows can be used, the label of each of them, and the others."""
+    bad = BadRows(columns.on_bad_row == "stop")
+    used, labels = [], []
+    for i, row in enumerate(rows):
+        try:
+            check_format(row, row_format, rows.where(0), columns, (row_format,))
+            labels.append(
+                _label(row, columns) if row_format is RATED else _check_sides(row, columns)
+            )
+        except RowError as error:
+            bad.add(i, error)
+            continue
+        used.append(i)
+    bad.check_some_left(len(rows))
+    return np.array(used), np.array(labels, np.float32), bad
+
+
+def _label(row: Row, names: DataConfig) -> bool:
+    """Return whether the completion of a row, which is not empty, is desirable."""
+    _check_not_empty(row, names.completion_feature, row.value[names.completion_feature])
+    if not isinstance(label := row.value["label"], bool):
+        raise row.error(f"'label' must be true or false, but is {shown(label)}.", "wrong type")
+    return label
+
+
+def _check_sides(row: Row, names: DataConfig) -> bool:
+    """Check that a row has one prompt, and two completions that differ and are not empty."""
+    chosen, rejected = (split_prompt(row, column, names) for column in PREFERENCE.columns(names))
+    for column, (_, completion) in zip(PREFERENCE.columns(names), (chosen, rejected), strict=True):
+        _check_not_empty(row, column, completion)
+    if chosen[0] != rejected[0]:
+        raise row.error(
+            "the prompts of 'chosen' and 'rejected' differ: their messages before the last must be the same.",
+            "prompts differ",
+        )
+    if chosen[1] == rejected[1]:
+        raise row.error("'chosen' and 'rejected' are the same.", "same completions")
+    return True
+
+
+def _check_not_empty(row: Row, column: str, completion: Any) -> None:
+    """Check that a completion says something, or calls a tool."""
+    messages = completion if isinstance(completion, list) else [{"content": completion}]
+    parts = [
+        m.get(key) for m in messages if isinstance(m, Mapping) for key in ("content", "tool_calls")
+    ]
+    if not any(part.strip() if isinstance(part, str) else part for part in parts):
+        raise row.error(f"'{column}' is empty.", "empty")
+
+
+def split_prompt(row: Row, column: str, names: DataConfig) -> tuple[Any, Any]:
+    """Return prompt and completion of one side; without a prompt the last message is the completion."""
+    value = row.value[column]
+    if names.prompt_feature in row.value:
+        return row.value[names.prompt_feature], value
+    if not isinstance(value, list) or len(value) < 2:
+        raise row.error(
+            f"'{column}' must be a list of messages that ends with the completion, since there is no "
+            f"'{names.prompt_feature}'.",
+            "wrong type",
+        )
+    return value[:-1], value[-1:]
+
+
+class Sides(Rows):
+    """Each row of preferences as two completions: the chosen one, and the rejected one."""
+
+    def __init__(self, rows: Rows, names: DataConfig) -> None:
+        self.rows, self.names = rows, names
+
+    def __len__(self) -> int:
+        return 2 * len(self.rows)
+
+    def read(self, start: int, stop: int) -> Iterator[Row]:
+        """Yield the completions from ``start`` to ``stop``."""
+        number = start // 2 * 2
+        for row in self.rows.read(start // 2, -(-stop // 2)):
+            for column in PREFERENCE.columns(self.names):
+                if start <= number < stop:
+                    yield self._side(row, column)
+                number += 1
+
+    def _side(self, row: Row, column: str) -> Row:
+        prompt, completion = split_prompt(row, column, self.names)
+        value = {self.names.prompt_feature: prompt, self.names.completion_feature: completion}
+        if "tools" in row.value:
+            value["tools"] = row.value["tools"]
+        return Row(row.where, value)
+
+    def where(self, i: int) -> str:
+        """Return the place of the row that a completion is of."""
+        return self.rows.where(i // 2)
+
+    def nbytes(self, start: int, stop: int) -> int:
+        """Return about how many bytes of text these completions have."""
+        return self.rows.nbytes(start // 2, -(-stop // 2))
+
+    def content_key(self) -> bytes | None:
+        """Return a hash of everything in the rows, and that these are sides."""
+        key = self.rows.content_key()
+        return key and key + b"sides"
+
+    def places(self) -> Callable[[int], str]:
+        """Return `where`, without what it does not need in memory."""
+        where = self.rows.places()
+        return lambda i: where(i // 2)
+
+
+class _Selected(Sequence):
+    """Some examples of others, by their numbers."""
+
+    def __init__(self, examples: Examples, numbers: np.ndarray) -> None:
+        self._items, self._numbers = examples.items, numbers
+        self.lengths = examples.lengths[numbers]
+        self.target_counts = examples.target_counts[numbers]
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, i: int) -> Example:
+        return self._items[int(self._numbers[i])]
+
+
+class Mismatched(Sequence):
+    """Each of N examples, and after it its prompt with the completion of the one before it.
+
+    The first one has the completion of the last. TRL does the same within each batch.
+    """
+
+    def __init__(self, examples: Examples, limit: int) -> None:
+        self._items, self._limit = examples.items, limit
+        hits = np.flatnonzero(examples.items.parts["target"])
+        starts = np.cumsum(examples.lengths) - examples.lengths
+        self._prompts = hits[np.searchsorted(hits, starts)] - starts  # tokens of each
+        completions = np.roll(examples.target_counts, 1)
+        lengths = np.minimum(self._prompts + completions, limit)
+        self.lengths = np.stack([examples.lengths, lengths], axis=1).reshape(-1)
+        targets = np.stack([examples.target_counts, lengths - self._prompts], axis=1)
+        self.target_counts = targets.reshape(-1)
+
+    def __len__(self) -> int:
+        return 2 * len(self._items)
+
+    def __getitem__(self, i: int) -> Example:
+        i = range(len(self))[i]
+        own = self._items[i // 2]
+        if i % 2 == 0:
+            return own
+        other, prompt = self._items[i // 2 - 1], int(self._prompts[i // 2])
+        tokens = np.concatenate([own.tokens[:prompt], other.tokens[other.target]])[: self._limit]
+        return Example(tokens, np.arange(len(tokens)) >= prompt, own.where)
+
+
+def _once(bad: BadRows) -> BadRows:
+    """Return the bad rows with one error each, in their order."""
+    first: dict[int, RowError] = {}
+    for i, error in bad.in_order().errors:
+        first.setdefault(i, error)
+    return BadRows(bad.stops, list(first.items()))

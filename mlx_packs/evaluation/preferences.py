@@ -1,0 +1,81 @@
+"""Loss, accuracy and margin of a model on held-out preferences."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..data.preference_batches import PreferenceBatch
+from ..errors import PackError
+from ..objectives.preference import PreferenceObjective
+from ..runtime import mx
+from .perplexity import perplexity
+
+
+@dataclass(frozen=True)
+class PreferenceScore:
+    """The score of a model on preferences.
+
+    Attributes:
+        nll: mean loss of a row.
+        accuracy: share of the rows whose chosen completion has the higher reward, or whose rated
+            completion has a reward of the right sign; a tie counts as half.
+        margin: mean reward of chosen completions less that of rejected ones.
+        ppl: perplexity of the chosen completions; ``ppl_se`` is not known.
+        rows: number of rows.
+    """
+
+    nll: float
+    accuracy: float
+    margin: float
+    ppl: float
+    rows: int
+    ppl_se: float | None = None
+
+    def log_entry(self) -> dict[str, float]:
+        """Entries of the line in a run's metrics for validation examples."""
+        return {
+            "valid_loss": self.nll,
+            "valid_preference_accuracy": self.accuracy,
+            "valid_reward_margin": self.margin,
+        }
+
+    def summary(self) -> str:
+        """Return the same in one line for people."""
+        return f"loss {self.nll:.3f}, accuracy {self.accuracy:.1%}, margin {self.margin:.3f}"
+
+
+def score_preferences(
+    objective: PreferenceObjective,
+    batches: Sequence[PreferenceBatch],
+    advance: Callable[[], None] | None = None,
+) -> PreferenceScore:
+    """Score all rows of some batches, at least one, in evaluation mode."""
+    if not batches:
+        raise PackError("--data: there are no examples to evaluate.", "data")
+    objective.model.eval()
+    loss, parts, labels = 0.0, [], []
+    for batch in batches:
+        total, *values = objective.outcome(*objective.arrays(batch))
+        mx.eval(total, values)
+        loss += total.item()
+        parts.append([np.array(value, np.float64)[: batch.terms] for value in values])
+        labels.append(batch.labels[: batch.terms] > 0)
+        if advance is not None:
+            advance()
+    rewards, log_probs, targets = (np.concatenate(part) for part in zip(*parts, strict=True))
+    desirable = np.concatenate(labels)
+    rated = objective.train.task == "kto"
+    gains = np.where(desirable, 1, -1) * rewards[:, 0] if rated else rewards[:, 0] - rewards[:, 1]
+    accuracy = float(((np.sign(gains) + 1) / 2).mean())
+    margin = _rated_margin(rewards[:, 0], desirable) if rated else float(gains.mean())
+    nll, count = -log_probs[desirable, 0].sum(), int(targets[desirable, 0].sum())
+    ppl = perplexity(float(nll), count) if count else float("nan")
+    return PreferenceScore(loss / len(rewards), accuracy, margin, ppl, len(rewards))
+
+
+def _rated_margin(rewards: np.ndarray, desirable: np.ndarray) -> float:
+    """Return the mean reward of desirable completions less that of the others, if there are both."""
+    if desirable.all() or not desirable.any():
+        return float(np.where(desirable, rewards, -rewards).mean())
+    return float(rewards[desirable].mean() - rewards[~desirable].mean())

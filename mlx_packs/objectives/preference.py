@@ -1,0 +1,300 @@
+"""Losses of preferences, with TRL's numbers, and the objective over batches of them.
+
+A loss takes the log-probabilities of both completions of each row, and gives a loss for each row.
+
+DPO: https://arxiv.org/abs/2305.18290, with label smoothing: https://arxiv.org/abs/2403.00409 (robust)
+and its section 3 (conservative). IPO: https://arxiv.org/abs/2310.12036. Hinge:
+https://arxiv.org/abs/2305.10425. ORPO: https://arxiv.org/abs/2403.07691. SimPO:
+https://arxiv.org/abs/2405.14734. CPO: https://arxiv.org/abs/2401.08417. KTO:
+https://arxiv.org/abs/2402.01306
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import mlx.nn as nn
+
+from ..adapters.method import trainable_modules
+from ..config.choices import PREFERENCE_TASKS, TASKS, registered
+from ..config.schema import TrainConfig
+from ..data.preference_batches import PreferenceBatch, split_rows
+from ..runtime import mx
+from .causal_lm import Arrays, Head, Score, as_arrays, target_loss
+from .objective import Objective
+from .reference import Reference
+
+_LEAST = 1e-7  # least 1 - p of a completion, whose odds would be infinite
+
+
+@dataclass(frozen=True)
+class Completions:
+    """The completions of P rows, two of each; a row that is padding has no targets.
+
+    Attributes:
+        log_probs: [P, 2] float32, the sum over the targets of each.
+        targets: [P, 2] float32, how many these are.
+        reference: [P, 2] float32, the same sums by the reference; zeros where there is none.
+        labels: [P] float32, 1 where the first completion is desirable, else 0.
+    """
+
+    log_probs: mx.array
+    targets: mx.array
+    reference: mx.array
+    labels: mx.array
+
+    @property
+    def ratios(self) -> mx.array:
+        """Log-probabilities less those of the reference, [P, 2]."""
+        return self.log_probs - self.reference
+
+    @property
+    def means(self) -> mx.array:
+        """Log-probability of a target, [P, 2]."""
+        return self.log_probs / mx.maximum(self.targets, 1)
+
+    @property
+    def is_row(self) -> mx.array:
+        """1 where a row is no padding, [P]."""
+        return (self.targets[:, 0] > 0).astype(mx.float32)
+
+
+class PreferenceLoss(Protocol):
+    """A loss of preferences.
+
+    Attributes:
+        has_reference: whether the log-probabilities are compared with those of a reference.
+    """
+
+    has_reference: bool
+
+    def losses(self, completions: Completions, train: TrainConfig) -> mx.array:
+        """Return the loss of each row, [P]."""
+
+    def rewards(self, completions: Completions, train: TrainConfig) -> mx.array:
+        """Return how much the model prefers each completion, [P, 2], in the scale of the loss."""
+
+
+def pair_loss(margins: mx.array, loss: str, smoothing: float) -> mx.array:
+    """Return the loss of each margin by which the chosen completion is preferred, [P]."""
+    if loss == "hinge":
+        return mx.maximum(1 - margins, 0)
+    right, wrong = -nn.log_sigmoid(margins), -nn.log_sigmoid(-margins)
+    if loss == "robust":
+        return ((1 - smoothing) * right - smoothing * wrong) / (1 - 2 * smoothing)
+    return (1 - smoothing) * right + smoothing * wrong
+
+
+def loss_of(train: TrainConfig) -> str:
+    """Return the value of ``--loss`` that ``auto`` stands for."""
+    return TASKS[train.task].losses[0] if train.loss == "auto" else train.loss
+
+
+class DPO:
+    """Each chosen completion is to gain more over the reference than the rejected one."""
+
+    has_reference = True
+
+    def losses(self, completions: Completions, train: TrainConfig) -> mx.array:
+        """Semantics: -log sigmoid(beta * (ratio_chosen - ratio_rejected)), or another `pair_loss`.
+
+        IPO: (mean ratio_chosen - mean ratio_rejected - 1 / (2 beta))^2, means over the targets.
+        """
+        ratios = completions.ratios
+        if loss_of(train) == "ipo":
+            means = ratios / mx.maximum(completions.targets, 1)
+            return (means[:, 0] - means[:, 1] - 1 / (2 * train.beta)).square()
+        margins = train.beta * (ratios[:, 0] - ratios[:, 1])
+        return pair_loss(margins, loss_of(train), train.label_smoothing)
+
+    def rewards(self, completions: Completions, train: TrainConfig) -> mx.array:
+        """Return beta times the log-ratios."""
+        return train.beta * completions.ratios
+
+
+class ORPO:
+    """The cross-entropy of what is chosen, and the odds of it against what is rejected."""
+
+    has_reference = False
+
+    def losses(self, completions: Completions, train: TrainConfig) -> mx.array:
+        """Semantics: NLL of the chosen targets - beta * log sigmoid(log odds ratio).
+
+        The cross-entropy is that of the completion, as in the paper; TRL adds the prompt's.
+        """
+        means = completions.means
+        odds = means - mx.log(mx.maximum(-mx.expm1(means), _LEAST))
+        ratio = nn.log_sigmoid(odds[:, 0] - odds[:, 1])
+        return mean_nll(completions) - train.beta * ratio
+
+    def rewards(self, completions: Completions, train: TrainConfig) -> mx.array:
+        """Return beta times the mean log-probabilities."""
+        return train.beta * completions.means
+
+
+class SimPO:
+    """The mean log-probability of what is chosen is to exceed that of what is rejected by a margin."""
+
+    has_reference = False
+
+    def losses(self, completions: Completions, train: TrainConfig) -> mx.array:
+        """Semantics: -log sigmoid(beta * (mean_chosen - mean_rejected) - gamma)."""
+        means = completions.means
+        return -nn.log_sigmoid(train.beta * (means[:, 0] - means[:, 1]) - train.simpo_gamma)
+
+    def rewards(self, completions: Completions, train: TrainConfig) -> mx.array:
+        """Return beta times the mean log-probabilities."""
+        return train.beta * completions.means
+
+
+class CPO:
+    """DPO's loss without a reference, and the cross-entropy of what is chosen."""
+
+    has_reference = False
+
+    def losses(self, completions: Completions, train: TrainConfig) -> mx.array:
+        """Semantics: `pair_loss` of beta * (log p_chosen - log p_rejected) + alpha * NLL of chosen."""
+        nll, loss = train.cpo_alpha * mean_nll(completions), loss_of(train)
+        if loss == "ipo":
+            means = completions.means
+            return (means[:, 0] - means[:, 1] - 1 / (2 * train.beta)).square() + nll
+        margins = train.beta * (completions.log_probs[:, 0] - completions.log_probs[:, 1])
+        return pair_loss(margins, loss, train.label_smoothing) + nll
+
+    def rewards(self, completions: Completions, train: TrainConfig) -> mx.array:
+        """Return beta times the log-probabilities."""
+        return train.beta * completions.log_probs
+
+
+class KTO:
+    """Desirable completions are to gain over the reference, undesirable ones to lose.
+
+    The second completion of a row is that of another: what it has gained is the distance from the
+    reference that gains are measured from.
+    """
+
+    has_reference = True
+
+    def losses(self, completions: Completions, train: TrainConfig) -> mx.array:
+        """Semantics: weight * (1 - sigmoid(+-beta * (ratio - max(0, mean ratio of mismatched))))."""
+        ratios, is_row = completions.ratios, completions.is_row
+        distance = (ratios[:, 1] * is_row).sum() / mx.maximum(is_row.sum(), 1)
+        gains = train.beta * (ratios[:, 0] - mx.stop_gradient(mx.maximum(distance, 0)))
+        desirable = completions.labels > 0
+        weights = mx.where(desirable, train.desirable_weight, train.undesirable_weight)
+        return weights * (1 - mx.sigmoid(mx.where(desirable, gains, -gains)))
+
+    def rewards(self, completions: Completions, train: TrainConfig) -> mx.array:
+        """Return beta times the log-ratios."""
+        return train.beta * completions.ratios
+
+
+def mean_nll(completions: Completions) -> mx.array:
+    """Return the cross-entropy of all targets of the chosen completions, a scalar."""
+    targets = completions.targets[:, 0] * completions.is_row
+    nll = -completions.log_probs[:, 0] * completions.is_row
+    return nll.sum() / mx.maximum(targets.sum(), 1)
+
+
+LOSSES: dict[str, PreferenceLoss] = registered(
+    PREFERENCE_TASKS, {"dpo": DPO(), "orpo": ORPO(), "simpo": SimPO(), "cpo": CPO(), "kto": KTO()}
+)
+
+
+def completion_sums(
+    model: nn.Module, head: Head | None, rows: int, arrays: Arrays
+) -> tuple[mx.array, mx.array]:
+    """Return log-probability and number of the targets of each completion, [rows, 2] each.
+
+    ``arrays`` are tokens, positions, targets, owners and, of packed ones, segments. An owner [M] is
+    the number of the completion that a target belongs to, -1 where it is padding.
+    """
+    tokens, positions, targets, owners, *segments = arrays
+    loss, _ = target_loss(model, head, tokens, positions, targets, *segments)
+    # sums in a fixed order, which a scatter on a GPU does not have
+    owned = owners[None] == mx.arange(2 * rows)[:, None]
+    sums = mx.where(owned, -loss[None], 0).sum(axis=1)
+    return sums.reshape(-1, 2), owned.sum(axis=1).astype(mx.float32).reshape(-1, 2)
+
+
+class PreferenceObjective(Objective):
+    """A loss of preferences on batches of completions.
+
+    Args:
+        model: the model.
+        head: the model as hidden states and head, None where it cannot be split.
+        train: the settings; its task names the loss.
+        reference: the log-probabilities that the loss compares with; None where it has none.
+        score: scores batches; an objective that only trains needs none.
+    """
+
+    unit = "tokens"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        head: Head | None,
+        train: TrainConfig,
+        reference: Reference | None = None,
+        score: Callable[..., Score] | None = None,
+    ) -> None:
+        self.model, self.head, self.train = model, head, train
+        self.preference = LOSSES[train.task]
+        self.reference = reference if self.preference.has_reference else None
+        self._score = score
+
+        def outcome(*arrays: mx.array) -> tuple[mx.array, ...]:
+            """Sum of the losses, rewards, log-probabilities and numbers of targets."""
+            completions = self._completions(*arrays)
+            rewards = self.preference.rewards(completions, train)
+            loss, _ = self._sum(completions)
+            return loss, rewards, completions.log_probs, completions.targets
+
+        self.outcome = mx.compile(outcome, inputs=[m.state for m in trainable_modules(model)])
+
+    def begin_phase(self, start: int, fresh: bool) -> None:
+        """Take the reference of that phase."""
+        if self.reference is not None:
+            self.reference.begin(start, fresh)
+
+    def arrays(self, batch: PreferenceBatch) -> Arrays:
+        """Return the arrays of a batch that `loss` takes."""
+        tokens, positions, targets, _, *segments = as_arrays(batch.tokens)
+        reference = mx.zeros((len(batch.labels), 2))
+        if self.reference is not None:
+            reference = self.reference.of(batch)
+        owners, labels = mx.array(batch.tokens.owners), mx.array(batch.labels)
+        return (tokens, positions, targets, owners, reference, labels, *segments)
+
+    def loss(self, *arrays: mx.array) -> tuple[mx.array, mx.array]:
+        """Return the sum of the losses of the rows, and how many rows there are."""
+        return self._sum(self._completions(*arrays))
+
+    def _completions(
+        self,
+        tokens: mx.array,
+        positions: mx.array,
+        targets: mx.array,
+        owners: mx.array,
+        reference: mx.array,
+        labels: mx.array,
+        *segments: mx.array,
+    ) -> Completions:
+        arrays = tokens, positions, targets, owners, *segments
+        sums = completion_sums(self.model, self.head, len(labels), arrays)
+        return Completions(*sums, reference, labels)
+
+    def _sum(self, completions: Completions) -> tuple[mx.array, mx.array]:
+        is_row = completions.is_row
+        losses = self.preference.losses(completions, self.train)
+        return mx.where(is_row > 0, losses, 0).sum(), is_row.sum()
+
+    def split(self, batch: PreferenceBatch, parts: int) -> Sequence[PreferenceBatch]:
+        """Return the rows of a batch in pieces; one piece where the loss compares rows."""
+        return [batch] if self.train.task in ("kto", "orpo", "cpo") else split_rows(batch, parts)
+
+    def score(
+        self, batches: Sequence[PreferenceBatch], advance: Callable[[], None] | None = None
+    ) -> Score:
+        """Loss, accuracy and margin of the rewards on batches."""
+        return self._score(self, batches, advance)

@@ -1,0 +1,275 @@
+"""Preferences of completions: which of two is better, or whether one is good."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ...adapters.method import Trainable
+from ...config.schema import TrainConfig
+from ...data.encoding import EncodingOptions
+from ...data.formats import COMPLETION, PREFERENCE
+from ...data.masks import masked
+from ...data.preference_batches import (
+    PreferenceBatch,
+    PreferenceSampler,
+    preference_batch,
+    preference_evaluation,
+)
+from ...data.preferences import (
+    RATED,
+    PreferenceExamples,
+    Sides,
+    encode_preferences,
+    joined_preferences,
+)
+from ...data.rows import Splits
+from ...data.shapes import padded_length, sequence_inputs
+from ...data.sources import as_rows
+from ...errors import PackError
+from ...evaluation.preferences import score_preferences
+from ...gates import gates_text
+from ...objectives.causal_lm import split_head
+from ...objectives.preference import PreferenceObjective, completion_sums, loss_of
+from ...objectives.reference import Reference
+from ...objectives.sequence_packing import prepare_packing
+from ...packs.base import Base
+from ...packs.card import format_change, phase_lines
+from ..fit import Fit
+from ..phases import RunPhase
+from ..planning import MemoryChoice
+from ..precision import check_forward
+from ..run_folder import reference_file
+from .causal_lm import SamplePrompt, add_noise, phase_reports, sample_lines, stored_sample
+from .task import Summary, Task, bad_rows_lines, cost
+from .tokens import MASKS, PhasedDataset
+
+
+@dataclass
+class PreferenceDataset(PhasedDataset):
+    """Preferences of all phases as tokens, two examples for each row."""
+
+    splits: list[dict[str, PreferenceExamples]]
+    _firsts: dict[int, "_FirstBatches"] = field(default_factory=dict, init=False)
+
+    @cached_property
+    def train(self) -> PreferenceExamples:
+        """The training rows of all phases, those of one phase after those of another."""
+        return joined_preferences([splits["train"] for splits in self.splits])
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of rows by split."""
+        return {key: count // 2 for key, count in super().counts().items()}
+
+    def sampler(self, phase: RunPhase) -> PreferenceSampler:
+        """Return which of all training examples each batch of a phase holds."""
+        t, draw = phase.train, self.draw(phase)
+        size, inputs = t.batch_size * (1 if t.packing else 2), sequence_inputs(t.max_seq_length)
+        return PreferenceSampler(self.train.lengths, size, inputs, t.seed, t.packing, draw)
+
+    def batches(self, phase: RunPhase, start: int) -> Iterator[PreferenceBatch]:
+        """Batches of a phase without end, from batch number ``start``."""
+        sampler, allowed = self.sampler(phase), self.allowed_shapes(phase)
+        for order in sampler.batches(start):
+            yield preference_batch(self.train, sampler, order, "train", allowed)
+
+    def first(self, start: int, row: int) -> PreferenceBatch:
+        """Return the batch in which a row first occurs, of the phase with ``start`` batches before it."""
+        (phase,) = (phase for phase in self.phases if phase.start == start)
+        sampler = self.sampler(phase)
+        number = self._firsts.setdefault(start, _FirstBatches(sampler)).number(row)
+        order = next(sampler.batches(number))
+        return preference_batch(self.train, sampler, order, "train", self.allowed_shapes(phase))
+
+    def rows(self, batch: PreferenceBatch) -> list[str]:
+        """Return the rows of a batch as messages name them."""
+        return [self.train.items[2 * row].where for row in batch.rows]
+
+    def held_out(self, phase: RunPhase) -> list[PreferenceBatch]:
+        """Return the rows that a phase is evaluated on, in batches."""
+        split, _ = self.held_out_examples(phase)
+        return self._evaluated(phase, split, phase.train.test_batches)
+
+    def validation(self, phase: RunPhase) -> list[PreferenceBatch]:
+        """Return the rows on which a phase is validated while it trains; they may be empty."""
+        splits, count = self.splits[self.phases.index(phase)], phase.train.val_batches
+        return self._evaluated(phase, "valid", count) if "valid" in splits and count else []
+
+    def _evaluated(self, phase: RunPhase, split: str, most: int) -> list[PreferenceBatch]:
+        t, examples = phase.train, self.splits[self.phases.index(phase)][split]
+        inputs, name = sequence_inputs(t.max_seq_length), f"{phase.name}/{split}"
+        return preference_evaluation(examples, t.batch_size, inputs, name, most)
+
+    def typical_rows(self) -> tuple[int, int]:
+        """Return the tokens of a typical batch, and those of them that reach the head."""
+        t, lengths = self.phases[-1].train, self.train.lengths
+        width = padded_length(int(sorted(lengths)[len(lengths) // 2]), t.max_seq_length)
+        rows = t.sequences * (sequence_inputs(t.max_seq_length) if t.packing else width)
+        return rows, max(1, rows * self.train.targets // int(lengths.sum()))
+
+
+class _FirstBatches:
+    """The number of the batch in which each row first occurs, examples as far as it is asked for."""
+
+    def __init__(self, sampler: PreferenceSampler) -> None:
+        self._orders, self._next = sampler.batches(), 0
+        self._numbers: dict[int, int] = {}
+
+    def number(self, row: int) -> int:
+        """Return the number of the first batch with a row, which has one."""
+        while row not in self._numbers:
+            order = next(self._orders)
+            for example in (order if not hasattr(order, "examples") else order.examples)[::2]:
+                self._numbers.setdefault(int(example) // 2, self._next)
+            self._next += 1
+        return self._numbers[row]
+
+
+class PreferenceTask(Task):
+    """``--task dpo``, ``orpo``, ``simpo``, ``cpo`` and ``kto``."""
+
+    base: Base
+    dataset: PreferenceDataset
+    sample: SamplePrompt
+    sample_before: str | None = None
+
+    @property
+    def train(self) -> TrainConfig:
+        """The settings of the last phase, whose task is this one."""
+        return self.run.goal.train
+
+    def encode(self, base: Base, splits: Sequence[Splits]) -> PreferenceDataset:
+        """Return the tokens of the rows of every phase."""
+        self.base, display = base, self.run.display
+        row_format = RATED if self.train.task == "kto" else PREFERENCE
+        encoded: list[dict[str, PreferenceExamples]] = []
+        for phase, read in zip(self.run.phases, splits, strict=True):
+            t, columns, of_phase = phase.train, phase.sources[0], {}
+            if phase.name:
+                display.line("phase", f"{phase.name}: {t.iters:,} batches")
+            options = EncodingOptions(max_seq_length=t.max_seq_length, vocab_size=base.vocab_size)
+            present = read.present()
+            with display.task("data", len(present), "splits") as bar:
+                for split in present:
+                    rows = read.rows[split]
+                    examples = encode_preferences(
+                        rows, base.tokenizer, columns, options, row_format
+                    )
+                    read.note_encoded(split, examples.fingerprint, examples.bad)
+                    of_phase[split] = examples
+                    bar.advance()
+            self._describe(read, of_phase, t)
+            encoded.append(of_phase)
+        examples = encoded[-1]["train"].items
+        masks = [masked(examples[i], base.tokenizer) for i in range(min(MASKS, len(examples)))]
+        self.dataset = PreferenceDataset(self.run.phases, encoded, masks=masks)
+        self._choose_sample(splits[-1])
+        return self.dataset
+
+    def _describe(
+        self, read: Splits, examples: dict[str, PreferenceExamples], train: TrainConfig
+    ) -> None:
+        """Show the number of rows, and what was cut; check that packed rows fit."""
+        first, display = examples["train"], self.run.display
+        counts = " / ".join(f"{len(part) // 2:,} {split}" for split, part in examples.items())
+        display.line(
+            "data",
+            f"{read.source} · {counts} examples · {first.format} · {first.targets:,} supervised tokens",
+        )
+        cut, dropped = (
+            sum(getattr(e, key) for e in examples.values()) for key in ("cut", "dropped")
+        )
+        if cut:
+            text = f"longer than {train.max_seq_length} tokens (--max-seq-length): {cut} completions cut"
+            lost = f", {dropped} examples dropped, since no target was left" if dropped else ""
+            display.line("data", text + lost)
+        for note in (*read.notes, *read.bad_lines()):
+            display.line("data", note)
+        longest = int((first.lengths.reshape(-1, 2).sum(axis=1) - 2).max())
+        if train.packing and longest > sequence_inputs(train.max_seq_length):
+            raise PackError(
+                f"--packing: both completions of an example share a sequence, and the longest need "
+                f"{longest + 2} tokens. Pass --max-seq-length {longest + 2}, or leave --packing out.",
+                "conflict",
+                "max_seq_length",
+            )
+
+    def _choose_sample(self, splits: Splits) -> None:
+        """Take the prompt of the first held-out row for the sample."""
+        split, _ = self.dataset.held_out_examples(self.run.goal)
+        row, columns = splits.first_usable(split), self.run.goal.sources[0]
+        if self.train.task != "kto":
+            row = Sides(as_rows([row]), columns)[0]
+        prompt = COMPLETION.prompt(row, columns, self.base.tokenizer)
+        self.sample = SamplePrompt(*prompt, COMPLETION.answer(row, columns))
+
+    def objective(self, trainable: Trainable, memory: MemoryChoice) -> PreferenceObjective:
+        """Return the loss of the rows. The sample prompt is completed here, before training."""
+        run, train = self.run, self.train
+        head = split_head(trainable.model)
+        check_forward(self.base, self.sample.tokens)
+        if train.packing:
+            prepare_packing(trainable, head, train.max_seq_length, self.base.vocab_size)
+        with trainable.disabled():
+            self.sample_before = self.sample.complete(self.base)
+        if train.neftune_noise_alpha:
+            add_noise(trainable, train.neftune_noise_alpha)
+        reference = Reference(
+            trainable,
+            lambda rows, arrays: completion_sums(trainable.model, head, rows, arrays)[0],
+            self.dataset.first,
+            lambda start: reference_file(run.folder, start),
+            bare=not run.begins_with_adapters,
+        )
+        return PreferenceObjective(trainable.model, head, train, reference, score_preferences)
+
+    def summary(
+        self, trainable: Trainable, objective: PreferenceObjective, fit: Fit, sources: Sequence[str]
+    ) -> Summary:
+        """Accuracy and margin on the held-out rows of the last phase, and the sample again."""
+        goal, train = self.run.goal, self.train
+        ends = {"before": fit.scores[0][goal.name], "after": fit.scores[-1][goal.name]}
+        split, _ = self.dataset.held_out_examples(goal)
+        texts = {"before": self.sample_before, "after": self.sample.complete(self.base)}
+        sample = {"prompt": self.sample.text, "wanted": self.sample.wanted, **texts}
+        phases = phase_reports(self.dataset, sources, fit)
+        facts: dict = {"phases": phases} if phases else {}
+        if any(texts.values()):
+            facts["samples"] = [stored_sample(sample)]
+        named = {"task": train.task, "loss_on": "completion", "beta": train.beta}
+        if train.task in ("dpo", "cpo"):
+            named["loss"] = loss_of(train)
+        values = {
+            "preference_accuracy": "accuracy",
+            "reward_margin": "margin",
+            "loss": "nll",
+            "chosen_ppl": "ppl",
+        }
+        return Summary(
+            eval={
+                "split": split,
+                "rows": ends["after"].rows,
+                **{
+                    f"{name}_{when}": getattr(score, key)
+                    for name, key in values.items()
+                    for when, score in ends.items()
+                },
+            },
+            objective=named,
+            facts=facts,
+            report={"task": train.task, "phases": phases, "objective": named, "sample": sample},
+        )
+
+    @staticmethod
+    def report_lines(report: dict) -> list[str]:
+        """Return accuracy and margin, phases, speed, the sample and the pack."""
+        held_out = report["held_out"]
+        return [
+            f"done    held-out {format_change(report)} on {held_out['rows']} {held_out['split']} "
+            f"examples{gates_text(report['gates'])}",
+            *(f"phase   {line}" for line in phase_lines(report["phases"])),
+            *bad_rows_lines(report),
+            f"speed   {report['tokens_per_s']:,.0f} supervised tokens/s · {cost(report)}",
+            *sample_lines(report["sample"]),
+            f"pack    {report['pack']} ({report['pack_mb']:.1f} MB)    try: packs generate "
+            f'--pack {report["pack"]} --prompt "…"',
+        ]

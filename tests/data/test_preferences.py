@@ -1,0 +1,185 @@
+"""Preferences as tokens: two examples for each row, which stay together in every batch."""
+
+import numpy as np
+import pytest
+
+from mlx_packs import load_base
+from mlx_packs.config.schema import DataConfig
+from mlx_packs.data.encoding import EncodingOptions, encode
+from mlx_packs.data.formats import PREFERENCE, Row
+from mlx_packs.data.preference_batches import (
+    PreferenceSampler,
+    preference_batch,
+    preference_evaluation,
+    split_rows,
+)
+from mlx_packs.data.preferences import RATED, Sides, encode_preferences, joined_preferences
+from mlx_packs.data.sampler import Draw
+from mlx_packs.data.sources import Listed
+from tests.helpers.errors import raises
+from tests.helpers.preferences import preference, rated
+
+NAMES, OPTIONS = DataConfig(), EncodingOptions(max_seq_length=64)
+MESSAGES = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": "Red."}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_base("tiny").tokenizer
+
+
+def rows_of(*values) -> list[Row]:
+    return [Row(f"f:{i + 1}", value) for i, value in enumerate(values)]
+
+
+def encoded(tokenizer, *values, row_format=PREFERENCE, names=NAMES, options=OPTIONS):
+    return encode_preferences(rows_of(*values), tokenizer, names, options, row_format)
+
+
+def test_sides_are_the_completions_that_lm_would_train_on(tokenizer):
+    values = [preference(i) for i in range(5)]
+    examples = encoded(tokenizer, *values)
+    completions = [
+        {"prompt": value["prompt"], "completion": value[side]}
+        for value in values
+        for side in ("chosen", "rejected")
+    ]
+    expected = encode(rows_of(*completions), tokenizer, NAMES, OPTIONS)
+    assert len(examples.items) == 10 and examples.labels.tolist() == [1.0] * 5
+    for ours, theirs in zip(examples.items, expected.items, strict=True):
+        assert ours.tokens.tolist() == theirs.tokens.tolist()
+        assert ours.target.tolist() == theirs.target.tolist()
+    assert examples.items[7].where == "f:4"
+    assert examples.lengths.tolist() == [len(e.tokens) for e in examples.items]
+
+
+def test_messages_and_a_prompt_in_both_sides_are_read(tokenizer):
+    text = preference(0)
+    as_messages = {
+        "prompt": [{"role": "user", "content": text["prompt"]}],
+        "chosen": [{"role": "assistant", "content": text["chosen"]}],
+        "rejected": [{"role": "assistant", "content": text["rejected"]}],
+    }
+    implicit = {side: as_messages["prompt"] + as_messages[side] for side in ("chosen", "rejected")}
+    examples = encoded(tokenizer, text, as_messages, implicit)
+    for i in (2, 4):
+        for side in (0, 1):
+            assert examples.items[i + side].tokens.tolist() == examples.items[side].tokens.tolist()
+
+
+def test_a_row_loses_both_sides_where_one_has_no_target_left(tokenizer):
+    long = {"prompt": "word " * 80, "chosen": "a", "rejected": "b"}
+    examples = encoded(tokenizer, preference(0), long, preference(1))
+    assert len(examples.items) == 4 and examples.dropped == 1
+    assert [e.where for e in examples.items] == ["f:1", "f:1", "f:3", "f:3"]
+
+
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "'chosen' and 'rejected' are the same."),
+        ({"prompt": "a", "chosen": " ", "rejected": "b"}, "'chosen' is empty."),
+        ({"prompt": "a", "chosen": "b", "rejected": []}, "'rejected' is empty."),
+        ({"prompt": "a", "chosen": "b"}, "must have the columns {chosen, rejected}, but has"),
+        ({"chosen": MESSAGES, "rejected": [{"role": "user", "content": "Who?"}, *MESSAGES[1:]]}, "the prompts of"),
+        ({"chosen": "a", "rejected": "b"}, "'chosen' must be a list of messages that ends"),
+        ({"prompt": "a", "chosen": 1, "rejected": "b"}, "must be a text, but is 1."),
+    ],
+)  # fmt: skip
+def test_a_row_that_says_no_preference_is_named(tokenizer, row, fault):
+    with raises("data", None, "f:2: ") as error:
+        encoded(tokenizer, preference(0), row)
+    assert fault in error.value.message
+    skipping = DataConfig(on_bad_row="skip")
+    examples = encoded(tokenizer, preference(0), row, preference(1), names=skipping)
+    assert len(examples.items) == 4 and [i for i, _ in examples.bad.errors] == [1]
+
+
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        ({**rated(0), "label": "good"}, "'label' must be true or false, but is 'good'."),
+        ({**rated(0), "completion": ""}, "'completion' is empty."),
+        (preference(0), "must have the columns {prompt, completion, label}"),
+    ],
+)
+def test_a_row_without_a_rating_is_named(tokenizer, row, fault):
+    with raises("data", None, "f:2: ") as error:
+        encoded(tokenizer, rated(0), row, row_format=RATED)
+    assert fault in error.value.message
+
+
+def test_a_rated_row_is_followed_by_its_prompt_with_the_completion_before_it(tokenizer):
+    values = [rated(i) for i in range(4)]
+    examples = encoded(tokenizer, *values, row_format=RATED)
+    assert examples.labels.tolist() == [1, 0, 1, 0]
+    for i in range(4):
+        own, mixed = examples.items[2 * i], examples.items[2 * i + 1]
+        before = examples.items[2 * ((i - 1) % 4)]
+        prompt = own.tokens[: int(np.argmax(own.target))].tolist()
+        assert mixed.tokens.tolist() == prompt + before.tokens[before.target].tolist()
+        assert mixed.target.tolist() == [False] * len(prompt) + [True] * int(before.target.sum())
+    counted = [(len(e.tokens), int(e.target.sum())) for e in examples.items]
+    assert list(zip(examples.lengths, examples.target_counts, strict=True)) == counted
+
+
+def test_lm_does_not_train_on_preferences(tokenizer):
+    with raises("conflict", "task", "f:1: the examples are preferences"):
+        encode(rows_of(preference(0)), tokenizer, NAMES, OPTIONS)
+
+
+def test_sides_are_read_from_anywhere():
+    sides = Sides(Listed(rows_of(*(preference(i) for i in range(4)))), NAMES)
+    whole = list(sides)
+    assert len(sides) == len(whole) == 8
+    for start in range(8):
+        for stop in range(start, 9):
+            assert list(sides.read(start, stop)) == whole[start:stop]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("replay", [0.0, 0.5])
+def test_both_examples_of_a_row_are_in_one_batch(tokenizer, packing, replay):
+    parts = [encoded(tokenizer, *(preference(i) for i in range(n))) for n in (9, 14)]
+    examples = joined_preferences(parts)
+    draw = Draw(18, 46, replay)
+    size = 2 if packing else 6
+    sampler = PreferenceSampler(examples.lengths, size, 63, 3, packing, draw)
+    seen = []
+    for number, order in zip(range(20), sampler.batches(), strict=False):
+        batch = preference_batch(examples, sampler, order, "train")
+        tokens = batch.tokens
+        assert tokens.examples == tuple(i for row in batch.rows for i in (2 * row, 2 * row + 1))
+        assert batch.terms == len(batch.rows) and batch.count == tokens.count
+        assert len(batch.labels) >= len(batch.rows) and batch.labels.sum() == len(batch.rows)
+        if packing:
+            sequence = np.array(tokens.starts) // tokens.tokens.shape[1]
+            assert (sequence[::2] == sequence[1::2]).all()
+        seen += batch.rows
+        again = next(sampler.batches(number))
+        assert preference_batch(examples, sampler, again, "train").rows == batch.rows
+    assert set(range(9, 23)) <= set(seen)
+    assert bool(set(range(9)) & set(seen)) == bool(replay)
+
+
+def test_an_epoch_has_every_row_once(tokenizer):
+    examples = encoded(tokenizer, *(preference(i) for i in range(11)))
+    for packing in (False, True):
+        sampler = PreferenceSampler(examples.lengths, 4, 63, 0, packing)
+        orders = [order.examples if packing else order for order in sampler.epoch(0)]
+        assert sorted(np.concatenate(orders).tolist()) == list(range(22))
+    batches = preference_evaluation(examples, 3, 63, "valid", 2)
+    assert sorted(row for batch in batches for row in batch.rows) == list(range(6))
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_pieces_of_a_batch_have_its_rows(tokenizer, packing):
+    examples = encoded(tokenizer, *(preference(i) for i in range(12)))
+    sampler = PreferenceSampler(examples.lengths, 4 if packing else 8, 63, 0, packing)
+    batch = preference_batch(examples, sampler, next(sampler.batches()), "train")
+    pieces = split_rows(batch, 3)
+    assert len(pieces) > 1
+    assert tuple(row for piece in pieces for row in piece.rows) == batch.rows
+    assert sum(piece.count for piece in pieces) == batch.count
+    for piece in pieces:
+        assert piece.tokens.examples[::2] == tuple(2 * row for row in piece.rows)

@@ -1,0 +1,220 @@
+"""Losses of preferences by their definitions, and the objective over batches of them."""
+
+import math
+
+import numpy as np
+import pytest
+
+from mlx_packs import load_base
+from mlx_packs.adapters.method import METHODS
+from mlx_packs.config.choices import PREFERENCE_TASKS
+from mlx_packs.config.schema import DataConfig, LoRAConfig, TrainConfig
+from mlx_packs.data.encoding import EncodingOptions
+from mlx_packs.data.formats import PREFERENCE, Row
+from mlx_packs.data.preference_batches import PreferenceSampler, preference_batch
+from mlx_packs.data.preferences import RATED, encode_preferences
+from mlx_packs.evaluation.preferences import score_preferences
+from mlx_packs.objectives.causal_lm import split_head
+from mlx_packs.objectives.preference import (
+    LOSSES,
+    Completions,
+    PreferenceObjective,
+    completion_sums,
+)
+from mlx_packs.objectives.reference import Reference
+from mlx_packs.objectives.sequence_packing import prepare_packing
+from mlx_packs.runtime import mx
+from tests.helpers.preferences import preference, rated
+
+LOG_PROBS = np.array([[-4.0, -6.0], [-9.0, -2.0], [-5.0, -5.5]])
+TARGETS = np.array([[4.0, 3.0], [6.0, 2.0], [5.0, 5.0]])
+REFERENCE = np.array([[-5.0, -5.0], [-8.0, -3.0], [-5.5, -5.0]])
+LABELS = np.array([1.0, 0.0, 1.0])
+
+
+def completions(**changes) -> Completions:
+    values = {
+        "log_probs": LOG_PROBS,
+        "targets": TARGETS,
+        "reference": REFERENCE,
+        "labels": LABELS,
+    } | changes
+    return Completions(**{name: mx.array(value, mx.float32) for name, value in values.items()})
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def expected(task: str, loss: str, smoothing: float) -> np.ndarray:
+    """The losses as the papers define them, with beta 0.5, gamma 0.7 and alpha 1."""
+    ratios, means = LOG_PROBS - REFERENCE, LOG_PROBS / TARGETS
+    nll = -LOG_PROBS[:, 0].sum() / TARGETS[:, 0].sum()
+    if task == "orpo":
+        odds = np.exp(means) / (1 - np.exp(means))
+        return nll - 0.5 * np.log(sigmoid(np.log(odds[:, 0] / odds[:, 1])))
+    if task == "simpo":
+        return -np.log(sigmoid(0.5 * (means[:, 0] - means[:, 1]) - 0.7))
+    if task == "kto":
+        gain = 0.5 * (ratios[:, 0] - max(0, ratios[:, 1].mean()))
+        return np.where(LABELS > 0, 1.5 * (1 - sigmoid(gain)), 0.5 * (1 - sigmoid(-gain)))
+    values = ratios if task == "dpo" else LOG_PROBS
+    extra = 0 if task == "dpo" else nll
+    if loss == "ipo":
+        values = values / TARGETS
+        return (values[:, 0] - values[:, 1] - 1 / (2 * 0.5)) ** 2 + extra
+    margin = 0.5 * (values[:, 0] - values[:, 1])
+    if loss == "hinge":
+        return np.maximum(0, 1 - margin) + extra
+    right, wrong = -np.log(sigmoid(margin)), -np.log(sigmoid(-margin))
+    if loss == "robust":
+        return ((1 - smoothing) * right - smoothing * wrong) / (1 - 2 * smoothing) + extra
+    return (1 - smoothing) * right + smoothing * wrong + extra
+
+
+@pytest.mark.parametrize(
+    ("task", "loss", "smoothing"),
+    [
+        *((task, "auto", 0.0) for task in PREFERENCE_TASKS),
+        *((task, loss, 0.0) for task in ("dpo", "cpo") for loss in ("hinge", "ipo")),
+        *((task, "sigmoid", 0.2) for task in ("dpo", "cpo")),
+        ("dpo", "robust", 0.2),
+    ],
+)
+def test_a_loss_is_that_of_its_paper(task, loss, smoothing):
+    own = {"simpo_gamma": 0.7} if task == "simpo" else {}
+    if task == "kto":
+        own = {"desirable_weight": 1.5, "undesirable_weight": 0.5}
+    train = TrainConfig(task=task, loss=loss, beta=0.5, label_smoothing=smoothing, **own)
+    losses = LOSSES[task].losses(completions(), train)
+    np.testing.assert_allclose(np.array(losses), expected(task, loss, smoothing), rtol=1e-5)
+
+
+@pytest.mark.parametrize("task", PREFERENCE_TASKS)
+def test_padding_changes_no_loss(task):
+    train = TrainConfig(task=task)
+    objective = PreferenceObjective(load_base("tiny").model, None, train)
+    padded = completions(
+        log_probs=np.pad(LOG_PROBS, ((0, 2), (0, 0))),
+        targets=np.pad(TARGETS, ((0, 2), (0, 0))),
+        reference=np.pad(REFERENCE, ((0, 2), (0, 0))),
+        labels=np.pad(LABELS, (0, 2)),
+    )
+    (total, rows), (expected_total, _) = objective._sum(padded), objective._sum(completions())
+    assert rows.item() == 3 and total.item() == pytest.approx(expected_total.item(), rel=1e-6)
+    gradient = mx.grad(lambda x: objective._sum(completions(log_probs=x))[0])(
+        mx.array(LOG_PROBS, mx.float32)
+    )
+    assert mx.isfinite(gradient).all().item()
+
+
+def test_odds_of_a_certain_completion_are_finite():
+    train = TrainConfig(task="orpo")
+    certain = completions(log_probs=np.array([[0.0, -3.0], [-1e-9, -3.0], [-3.0, 0.0]]))
+    assert mx.isfinite(LOSSES["orpo"].losses(certain, train)).all().item()
+
+
+class Small:
+    """A base with adapters that have moved, and an objective over eight rows."""
+
+    def __init__(self, task: str, packing: bool = False, **settings) -> None:
+        self.base = load_base("tiny")
+        self.train = TrainConfig(
+            task=task, batch_size=4, max_seq_length=96, packing=packing, **settings
+        )
+        lora = LoRAConfig(rank=2, target_modules=("q_proj", "down_proj"))
+        self.trainable = METHODS["lora"].attach(self.base, lora, self.train, "dense")
+        head = split_head(self.base.model)
+        if packing:
+            prepare_packing(self.trainable, head, 96, self.base.vocab_size)
+        rows = [Row(f"f:{i + 1}", (rated if task == "kto" else preference)(i)) for i in range(8)]
+        row_format, options = RATED if task == "kto" else PREFERENCE, EncodingOptions()
+        tokenizer = self.base.tokenizer
+        self.examples = encode_preferences(rows, tokenizer, DataConfig(), options, row_format)
+        size = 4 if packing else 8
+        self.sampler = PreferenceSampler(self.examples.lengths, size, 95, 1, packing)
+        self.passes = 0
+
+        def sums(rows, arrays):
+            self.passes += 1
+            return completion_sums(self.base.model, head, rows, arrays)[0]
+
+        reference = Reference(self.trainable, sums, self.first, lambda start: None, bare=True)
+        self.objective = PreferenceObjective(
+            self.base.model, head, self.train, reference, score_preferences
+        )
+        mx.random.seed(2)
+        self.trainable.load(
+            {n: t + 0.2 * mx.random.normal(t.shape) for n, t in self.trainable.tensors().items()},
+            "test",
+        )
+
+    def batch(self, number: int):
+        return self.of(next(self.sampler.batches(number)))
+
+    def of(self, order):
+        return preference_batch(self.examples, self.sampler, order, "train")
+
+    def first(self, start: int, row: int):
+        return next(b for b in map(self.of, self.sampler.epoch(0)) if row in b.rows)
+
+    def loss(self, batch) -> tuple[float, float]:
+        total, rows = self.objective.loss(*self.objective.arrays(batch))
+        return total.item(), rows.item()
+
+
+@pytest.mark.parametrize("task", ["dpo", "simpo"])
+def test_packed_rows_have_the_loss_of_unpacked_ones(task):
+    packed, unpacked = Small(task, packing=True), Small(task)
+    sums = []
+    for small in (packed, unpacked):
+        batches = [small.of(order) for order in small.sampler.epoch(0)]
+        assert sum(len(batch.rows) for batch in batches) == 8
+        assert any(len(batch.rows) > 4 for batch in batches) == (small is packed)
+        losses = [small.loss(batch) for batch in batches]
+        assert sum(rows for _, rows in losses) == 8
+        sums.append(sum(total for total, _ in losses))
+    assert sums[0] == pytest.approx(sums[1], rel=1e-5)
+
+
+def test_pieces_add_up_to_their_batch():
+    small = Small("dpo")
+    batch = small.batch(0)
+    pieces = small.objective.split(batch, 2)
+    losses = [small.loss(piece) for piece in pieces]
+    assert [count for _, count in losses] == [2, 2]
+    assert sum(value for value, _ in losses) == pytest.approx(small.loss(batch)[0], rel=1e-5)
+    assert len(Small("kto").objective.split(batch, 2)) == 1  # its rows are compared
+
+
+def test_the_reference_is_the_base_and_is_computed_once():
+    small = Small("dpo")
+    trained = {name: np.array(t) for name, t in small.trainable.tensors().items()}
+    batches = [small.batch(number) for number in range(2)]
+    small.base.model.train()
+    values = [small.objective.arrays(batch)[4] for batch in batches]
+    passes = small.passes
+    assert small.base.model.training
+    for name, tensor in small.trainable.tensors().items():
+        assert np.array_equal(np.array(tensor), trained[name])
+    mixed = small.of(np.array([2, 3, 14, 15, 0, 1, 8, 9]))  # as a later epoch has them
+    again = np.array(small.objective.arrays(mixed)[4])
+    assert small.passes == passes
+    by_row = {
+        row: np.array(v)[i]
+        for b, v in zip(batches, values, strict=True)
+        for i, row in enumerate(b.rows)
+    }
+    assert all(np.array_equal(again[i], by_row[row]) for i, row in enumerate(mixed.rows))
+    with small.trainable.disabled():
+        sums = small.objective.outcome(*small.objective.arrays(batches[0]))[2]
+    np.testing.assert_allclose(np.array(sums), np.array(values[0]), rtol=1e-5)
+
+
+def test_a_loss_begins_at_its_value_without_a_difference():
+    small = Small("dpo")
+    with small.trainable.disabled():
+        total, rows = small.loss(small.batch(0))
+        score = small.objective.score([small.batch(0)])
+    assert total / rows == pytest.approx(math.log(2), abs=1e-5)
+    assert (score.accuracy, score.rows) == (0.5, 4) and abs(score.margin) < 1e-4

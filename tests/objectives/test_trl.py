@@ -1,0 +1,225 @@
+"""Losses of preferences beside TRL's own trainers, on one small model: values and gradients."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from mlx_packs import load_base
+from mlx_packs.adapters.method import METHODS
+from mlx_packs.bases.files import tiny_checkpoint
+from mlx_packs.config.schema import LoRAConfig, TrainConfig
+from mlx_packs.data.encoding import Example
+from mlx_packs.data.preference_batches import PreferenceSampler, preference_batch
+from mlx_packs.data.preferences import PreferenceExamples
+from mlx_packs.objectives.causal_lm import split_head
+from mlx_packs.objectives.preference import PreferenceObjective, completion_sums
+from mlx_packs.objectives.reference import Reference
+from mlx_packs.runtime import mx
+
+pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("default")]
+TARGETS = ("q_proj", "v_proj", "down_proj")
+RANK, ALPHA = 4, 8.0
+PROMPTS = ["a", "b", "c", "d"]  # one token each, since TRL's ORPO counts the prompt's loss too
+CHOSEN = [" cat sat there", " longer answer of many words", " no", " it rains today"]
+REJECTED = [" dog", " no idea at all", " yes and more of it", " sun"]
+PAIRS = {"prompt": PROMPTS, "chosen": CHOSEN, "rejected": REJECTED}
+RATED = {"prompt": PROMPTS, "completion": CHOSEN, "label": [True, False, True, True]}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A Llama of transformers with a tokenizer that has no template."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    pytest.importorskip("trl")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        num_hidden_layers=2,
+        intermediate_size=128,
+        vocab_size=4096,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        head_dim=16,
+        tie_word_embeddings=False,
+    )
+    model = transformers.LlamaForCausalLM(config).to(torch.float32)
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    folder = tmp_path_factory.mktemp("trl") / "llama"
+    model.save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_checkpoint() / file, folder)
+    return folder
+
+
+def trainer_of(task: str, checkpoint, folder, rows: dict, **options):
+    """TRL's trainer with PEFT's adapters."""
+    import datasets
+    import torch
+    import trl
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl.experimental import cpo, orpo
+
+    kinds = {
+        "dpo": (trl.DPOTrainer, trl.DPOConfig),
+        "kto": (trl.KTOTrainer, trl.KTOConfig),
+        "orpo": (orpo.ORPOTrainer, orpo.ORPOConfig),
+        "cpo": (cpo.CPOTrainer, cpo.CPOConfig),
+    }
+    trainer, config = kinds[task]
+    arguments = config(
+        output_dir=str(folder),
+        per_device_train_batch_size=len(PROMPTS),
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        **options,
+    )
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    lora = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(TARGETS), task_type="CAUSAL_LM")
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    data = datasets.Dataset.from_dict(rows)
+    return trainer(
+        model=model,
+        args=arguments,
+        train_dataset=data,
+        processing_class=tokenizer,
+        peft_config=lora,
+    )
+
+
+def examples_of(tokens, masks) -> list[Example]:
+    """Examples of padded rows of tokens, given which of them are targets and which are no padding."""
+    examples = []
+    for row, (target, real) in zip(tokens, masks, strict=True):
+        examples.append(Example(row[real].astype(np.int32), target[real].astype(bool), "row"))
+    return examples
+
+
+def interleaved(first: list, second: list) -> list:
+    return [example for pair in zip(first, second, strict=True) for example in pair]
+
+
+def examples_of_batch(task: str, batch: dict) -> tuple[list[Example], np.ndarray]:
+    """The examples and labels of a batch of TRL's, as ours are ordered."""
+    b = {key: value.numpy() for key, value in batch.items() if hasattr(value, "numpy")}
+    if task in ("orpo", "cpo"):
+        sides = [
+            examples_of(
+                b[f"{side}_input_ids"],
+                zip(
+                    b[f"{side}_labels"] != -100,
+                    b[f"{side}_attention_mask"].astype(bool),
+                    strict=True,
+                ),
+            )
+            for side in ("chosen", "rejected")
+        ]
+        return interleaved(*sides), np.ones(len(PROMPTS), np.float32)
+    own = examples_of(
+        b["input_ids"],
+        zip(b["completion_mask"], b["attention_mask"].astype(bool), strict=True),
+    )
+    if task == "dpo":
+        half = len(own) // 2
+        return interleaved(own[:half], own[half:]), np.ones(half, np.float32)
+    other = examples_of(
+        b["KL_input_ids"],
+        zip(b["KL_completion_mask"], b["KL_attention_mask"].astype(bool), strict=True),
+    )
+    labels = np.array([bool(x) for x in batch["label"]], np.float32)
+    return interleaved(own, other), labels
+
+
+def objective_of(checkpoint, train: TrainConfig, batch):
+    base = load_base(checkpoint)
+    lora = LoRAConfig(rank=RANK, alpha=ALPHA, target_modules=TARGETS)
+    trainable = METHODS["lora"].attach(base, lora, train, "dense")
+    head = split_head(base.model)
+    reference = Reference(
+        trainable,
+        lambda rows, arrays: completion_sums(base.model, head, rows, arrays)[0],
+        lambda start, row: batch,
+        lambda start: None,
+        bare=True,
+    )
+    return trainable, PreferenceObjective(base.model, head, train, reference)
+
+
+CASES = {
+    "dpo sigmoid": ({}, {}),
+    "dpo robust": (
+        {"loss": "robust", "label_smoothing": 0.1},
+        {"loss_type": ["robust"], "label_smoothing": 0.1},
+    ),
+    "dpo hinge": ({"loss": "hinge"}, {"loss_type": ["hinge"]}),
+    "dpo ipo": ({"loss": "ipo"}, {"loss_type": ["ipo"]}),
+    "orpo": ({}, {}),
+    "cpo sigmoid": ({}, {"loss_type": "sigmoid"}),
+    "cpo smoothed": ({"label_smoothing": 0.2}, {"loss_type": "sigmoid", "label_smoothing": 0.2}),
+    "cpo hinge": ({"loss": "hinge"}, {"loss_type": "hinge"}),
+    "cpo ipo": ({"loss": "ipo"}, {"loss_type": "ipo"}),
+    "simpo": (
+        {"beta": 2.0, "simpo_gamma": 0.7},
+        {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 0.7, "cpo_alpha": 0.0},
+    ),
+    "kto": (
+        {"desirable_weight": 1.3},
+        {"desirable_weight": 1.3, "train_sampling_strategy": "sequential"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_are_those_of_trl(checkpoint, tmp_path, case):
+    import torch
+
+    task = case.split()[0]
+    ours, theirs = CASES[case]
+    rows = RATED if task == "kto" else PAIRS
+    trainer = trainer_of("cpo" if task == "simpo" else task, checkpoint, tmp_path, rows, **theirs)
+    batch = next(iter(trainer.get_train_dataloader()))
+    examples, labels = examples_of_batch("cpo" if task == "simpo" else task, batch)
+    data = PreferenceExamples(examples, "preferences", "completion", labels=labels)
+    sampler = PreferenceSampler(data.lengths, 2 * len(labels), 64)
+    laid_out = preference_batch(data, sampler, np.arange(len(examples)), "train")
+    train = TrainConfig(task=task, batch_size=len(labels), **ours)
+    trainable, objective = objective_of(checkpoint, train, laid_out)
+
+    mx.random.seed(3)
+    moved = {n: t + 0.1 * mx.random.normal(t.shape) for n, t in trainable.tensors().items()}
+    parameters = {
+        name.removeprefix("base_model.model."): parameter
+        for name, parameter in trainer.model.named_parameters()
+        if parameter.requires_grad
+    }
+    named = {
+        f"{name.rpartition('.')[0]}.lora_{name[-1].upper()}.default.weight": t
+        for name, t in moved.items()
+    }
+    assert set(named) == set(parameters)
+    for name, parameter in parameters.items():
+        parameter.data = torch.tensor(np.array(named[name].T))
+    trainer.model.train()
+    loss = trainer.compute_loss(trainer.model, batch)
+    loss.backward()
+
+    arrays = objective.arrays(laid_out)
+
+    def mean(tensors):
+        trainable.load(tensors, "test")
+        total, count = objective.loss(*arrays)
+        return total / count
+
+    trainable.model.train()
+    value, gradients = mx.value_and_grad(mean)(moved)
+    assert value.item() == pytest.approx(loss.item(), abs=1e-4)
+    for name, gradient in gradients.items():
+        torch_name = f"{name.rpartition('.')[0]}.lora_{name[-1].upper()}.default.weight"
+        expected = parameters[torch_name].grad.numpy().T
+        assert np.abs(expected).max() > 1e-5
+        np.testing.assert_allclose(np.array(gradient), expected, atol=1e-4)
