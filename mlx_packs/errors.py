@@ -2,7 +2,7 @@
 
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -187,6 +187,11 @@ def reason_of(error: BaseException) -> str:
 def flag_of(setting: str) -> str:
     """Return the flag of a setting: ``max_seq_length`` is ``--max-seq-length``."""
     return "--" + setting.replace("_", "-")
+
+
+def any_of(choices: Sequence[str]) -> str:
+    """Return choices in words: ``a, b or c``."""
+    return f"{', '.join(choices[:-1])} or {choices[-1]}" if len(choices) > 1 else choices[0]
 
 
 def did_you_mean(name: str, valid: list[str]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import mlx.nn as nn
 
 from ..config.choices import ARCHITECTURES, TASKS, architecture_of
-from ..errors import PackError
+from ..errors import PackError, any_of
 from ..nn.experts import is_switch_linear
 from ..runtime import mx
 
@@ -60,7 +60,7 @@ def check_task(task: str, name: str | Path, model_type: str) -> None:
     if task not in fitting:
         raise PackError(
             f"--task {task}: trains {ARCHITECTURES[wanted].described}, but {name} is a "
-            f"{model_type}. Pass --task {' or '.join(fitting)}.",
+            f"{model_type}. Pass --task {any_of(fitting)}.",
             "mismatch",
         )
 

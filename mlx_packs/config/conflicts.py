@@ -4,6 +4,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
+from ..errors import any_of
 from .choices import METHODS, TASKS, MethodFacts
 from .fields import Fault, Settings, facts_of
 
@@ -96,13 +97,11 @@ class TrainConflicts(Settings):
             return  # each setting's own check names it
         for name in self.changed(vars(self)):
             if not self.has_setting(name):
-                yield Fault(
-                    name, f"needs --task {' or '.join(self._tasks_with(name))}.", "conflict"
-                )
+                yield Fault(name, f"needs --task {any_of(self._tasks_with(name))}.", "conflict")
         losses = [loss for task in self.tasks for loss in TASKS[task].losses]
         if self.loss != "auto" and losses and self.loss not in losses:
             tasks = [name for name, facts in TASKS.items() if self.loss in facts.losses]
-            text = f"{self.loss} needs --task {' or '.join(tasks)}. Take {' or '.join(losses)}."
+            text = f"{self.loss} needs --task {any_of(tasks)}. Take {any_of(losses)}."
             yield Fault("loss", text, "conflict")
         if self.label_smoothing >= 0.5 and set(self.tasks) & {"dpo", "cpo"}:
             text = f"must be below 0.5 for preferences, but is {self.label_smoothing:g}."

@@ -16,7 +16,7 @@ from ..config.choices import (
 )
 from ..config.schema import LoRAConfig, TrainConfig
 from ..display import size
-from ..errors import PackError
+from ..errors import PackError, any_of
 from . import decoder, encoder, hybrid
 from .headers import Headers, Tensors
 from .plan import ERROR, MemoryPlan, Shape, fit, recompute_policies
@@ -183,11 +183,6 @@ def _too_large(plan: MemoryPlan, ways: list[str], bound: str = "") -> PackError:
         f"{size(runtime.total_memory())}. Take {any_of(ways)}, or pass --force to try anyway.",
         "memory",
     )
-
-
-def any_of(ways: list[str]) -> str:
-    """Return the result of `remedies` as a choice in words."""
-    return f"{', '.join(ways[:-1])} or {ways[-1]}" if len(ways) > 1 else ways[0]
 
 
 def remedies(

@@ -21,13 +21,12 @@ from ..config.fields import fields_where
 from ..config.recipe import ADAPTER_SETTINGS, Recipe
 from ..config.schema import LoRAConfig, TrainConfig
 from ..display import shown_count, size
-from ..errors import PackError
+from ..errors import PackError, any_of
 from .decoder import activation_bytes
 from .disk import disk_note, plan_disk
 from .estimate import (
     LEAST_RANK,
     SHORTEST,
-    any_of,
     estimate,
     estimator_of,
     matmul_paths,

@@ -1,4 +1,4 @@
-"""Runs on preferences: they learn them, resume to the bit, and follow a phase of completions."""
+"""Runs on preferences: they learn them, resume bit-identically, and follow a phase of completions."""
 
 import shutil
 
@@ -86,7 +86,7 @@ def test_a_run_learns_what_is_preferred(tmp_path, data, rated_data, task):
         ("dpo", {"micro_batches": 2, "method": "dora"}),
     ],
 )
-def test_a_resumed_run_is_the_same_to_the_bit(tmp_path, data, rated_data, task, changes):
+def test_a_resumed_run_is_bit_identical(tmp_path, data, rated_data, task, changes):
     chosen = rated_data if task == "kto" else data
     whole = settings(task=task, **changes)  # 6 batches: the second epoch begins within them
     train_pack("tiny", chosen, LORA, whole, tmp_path / "whole")
@@ -161,8 +161,8 @@ def train_error(*args) -> str:
     [
         (["--task", "dpo", "--beta", "0"], "--beta: must be above 0, but is 0.0."),
         (["--task", "dpo", "--beta", "-1"], "--beta: must be above 0, but is -1.0."),
-        (["--beta", "0.2"], "--beta: needs --task dpo or orpo or simpo or cpo or kto."),
-        (["--task", "dpo", "--loss", "mnrl"], "--loss: mnrl needs --task embedding. Take sigmoid or robust or hinge or ipo."),
+        (["--beta", "0.2"], "--beta: needs --task dpo, orpo, simpo, cpo or kto."),
+        (["--task", "dpo", "--loss", "mnrl"], "--loss: mnrl needs --task embedding. Take sigmoid, robust, hinge or ipo."),
         (["--task", "orpo", "--loss", "ipo"], "--loss: needs --task"),
         (["--task", "dpo", "--label-smoothing", "0.5"], "--label-smoothing: must be below 0.5 for preferences, but is 0.5."),
         (["--task", "dpo", "--loss", "ipo", "--label-smoothing", "0.1"], "--label-smoothing: does not go with --loss ipo."),
