@@ -37,6 +37,7 @@ class TaskFacts:
     in_batch: bool = False  # whether the examples of a batch are each other's negatives
     masks: bool = False  # whether its targets are some tokens of an example
     sequences: int = 1  # that an example becomes
+    generates: bool = False  # whether it trains on completions that the model generates
     losses: tuple[
         str, ...
     ] = ()  # values of --loss; `auto` is the first, unless it is chosen by data
@@ -142,10 +143,17 @@ TASKS = {
     "simpo": _preferences(beta=2.0),
     "cpo": _preferences("sigmoid", "hinge", "ipo"),
     "kto": _preferences(),
+    "grpo": TaskFacts(
+        "mlx_packs.training.tasks.grpo:GRPOTask",
+        "decoder",
+        defaults={"batch_size": 1, "learning_rate": 2e-5, "beta": 0.0},
+        generates=True,
+    ),
 }
 # Tasks by what they train on.
 DECODER_TASKS = tuple(name for name, facts in TASKS.items() if facts.architecture == "decoder")
 PREFERENCE_TASKS = tuple(name for name, facts in TASKS.items() if facts.sequences == 2)
+PACKABLE_TASKS = ("lm", *PREFERENCE_TASKS)
 METHODS = {
     "lora": MethodFacts(),
     "dora": MethodFacts(magnitudes=True),

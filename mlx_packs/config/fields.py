@@ -21,6 +21,7 @@ SECTIONS = (
     "Server",
     "Output",
     "Preferences",
+    "Rewards",
     "Embedding",
 )  # of options in help, in this order
 

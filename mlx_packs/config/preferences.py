@@ -1,28 +1,31 @@
-"""The settings of training on preferences."""
+"""The settings of training on preferences and on rewards."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from .choices import PREFERENCE_TASKS
+from ..errors import any_of
+from .choices import ANSWER_METRICS, PREFERENCE_TASKS
 from .conflicts import TrainConflicts
-from .fields import option
+from .fields import Fault, option
 
 _preference = partial(option, section="Preferences")
+_generated = partial(option, section="Rewards", tasks=("grpo",))
 _rated = partial(_preference, tasks=("kto",), metavar="WEIGHT", above=0)
 
 
 @dataclass(frozen=True)
 class PreferenceSettings(TrainConflicts):
-    """The part of `TrainConfig` that tasks of preferences have."""
+    """The part of `TrainConfig` that tasks of preferences and rewards have."""
 
     beta: float = _preference(
         0.1,
-        "Weight of the distance from the reference (dpo, kto), of the odds ratio (orpo), or scale of "
-        "the log-probabilities (cpo, simpo).",
-        shown_default="0.1; 2 with --task simpo",
-        tasks=PREFERENCE_TASKS,
+        "Weight of the distance from the reference (dpo, kto, grpo), of the odds ratio (orpo), or scale "
+        "of the log-probabilities (cpo, simpo).",
+        shown_default="0.1; 2 with --task simpo, 0 with --task grpo",
+        tasks=(*PREFERENCE_TASKS, "grpo"),
         metavar="BETA",
-        above=0,
+        at_least=0,
     )
     simpo_gamma: float = _preference(
         0.5,
@@ -40,3 +43,23 @@ class PreferenceSettings(TrainConflicts):
     )
     desirable_weight: float = _rated(1.0, "Weight of the desirable completions (kto).")
     undesirable_weight: float = _rated(1.0, "Weight of the undesirable completions (kto).")
+    reward: str | None = _generated(
+        None,
+        "Reward of a completion: a function of your own, FILE.py:NAME, or whether it is the expected "
+        f"one by a metric ({', '.join(ANSWER_METRICS)}).",
+        metavar="REWARD",
+    )
+    num_generations: int = _generated(
+        8, "Completions of each prompt, whose rewards are compared.", at_least=2, memory=True
+    )
+    max_completion_length: int = _generated(
+        256, "Most tokens of a completion that is generated.", at_least=1, memory=True
+    )
+    temperature: float = _generated(
+        1.0, "Sampling temperature of the completions in training.", metavar="TEMP", above=0
+    )
+
+    def _conflicts(self) -> Iterator[Fault]:
+        yield from super()._conflicts()
+        if self.beta == 0 and (tasks := [task for task in self.tasks if task in PREFERENCE_TASKS]):
+            yield Fault("beta", f"must be above 0 with --task {any_of(tasks)}, but is 0.")

@@ -16,6 +16,7 @@ from .choices import (
     METHODS,
     OBJECTIVES,
     OPTIMIZERS,
+    PACKABLE_TASKS,
     POLICIES,
     TASKS,
     WEIGHT_FORMATS,
@@ -91,7 +92,7 @@ class TrainConfig(PreferenceSettings):
     packing: bool = _data(
         False,
         "Pack several examples into each sequence; attention does not cross examples.",
-        tasks=DECODER_TASKS,
+        tasks=PACKABLE_TASKS,
     )
     epochs: float | None = _optimization(
         None,
@@ -279,7 +280,8 @@ class TrainConfig(PreferenceSettings):
     task: str = _data(
         "lm",
         "What to train: next-token prediction (lm), preferences (dpo, orpo, simpo, cpo; kto for rated "
-        "completions), or sentence embeddings with an encoder.",
+        "completions), completions that a reward function likes (grpo), or sentence embeddings with an "
+        "encoder.",
         choices=TASKS,
         memory=True,
         phase=True,
@@ -409,7 +411,10 @@ class TrainConfig(PreferenceSettings):
         """The sequences of a batch; packed ones hold several examples each."""
         if self.packing:
             return self.batch_size
-        return self.batch_size * max(TASKS[task].sequences for task in self.tasks)
+        facts = (TASKS[task] for task in self.tasks)
+        return self.batch_size * max(
+            self.num_generations if each.generates else each.sequences for each in facts
+        )
 
     @property
     def seconds(self) -> float | None:

@@ -18,6 +18,8 @@ from .fim import SPARE, FillInTheMiddle, arranged, continued, sentinels
 from .fingerprint import Fingerprint
 from .formats import (
     PREFERENCE,
+    PROMPT,
+    TOKEN_FORMATS,
     Row,
     RowFormat,
     Text,
@@ -25,6 +27,7 @@ from .formats import (
     check_format,
     check_unicode,
     first_format,
+    format_of,
 )
 from .sources import Rows, as_rows
 from .token_store import Example, StoredExamples, TokenStore
@@ -138,6 +141,8 @@ def checked_format(
             "conflict",
             "task",
         )
+    if row_format is PROMPT:
+        format_of(first, columns, TOKEN_FORMATS)  # an error that names the columns
     if not isinstance(row_format, TokenFormat):
         raise first.conflict(
             f"the examples are {row_format.name}, which encoders train on. Pass --task embedding, "

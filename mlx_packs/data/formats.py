@@ -156,6 +156,20 @@ class Preference(RowFormat):
         ]
 
 
+class Prompt(RowFormat):
+    """A prompt whose completions are generated; a reward function sees all columns of its row."""
+
+    name = "prompts"
+
+    def columns(self, names: DataConfig) -> tuple[str, ...]:
+        """Return the column with the prompt."""
+        return (names.prompt_feature,)
+
+    def texts(self, row: Row, names: DataConfig) -> list[str]:
+        """Return the prompt."""
+        return _texts(row, names.prompt_feature)
+
+
 def _texts(row: Row, column: str) -> list[str]:
     """Return the text of a column, or of each of its messages; none without the column."""
     if not isinstance(value := row.value.get(column, []), list):
@@ -168,8 +182,8 @@ COMPLETION = Completion()
 # A row is of the first format that it matches; mlx-lm has the same order of the first three.
 TOKEN_FORMATS: tuple[TokenFormat, ...] = (COMPLETION, Chat(), Text(), Alpaca(), ShareGPT())
 PAIR_FORMATS: tuple[PairFormat, ...] = (ScoredPairs(), Triplets(), AnchorPairs())
-PREFERENCE = Preference()
-FORMATS: tuple[RowFormat, ...] = (*TOKEN_FORMATS, PREFERENCE, *PAIR_FORMATS)
+PREFERENCE, PROMPT = Preference(), Prompt()
+FORMATS: tuple[RowFormat, ...] = (*TOKEN_FORMATS, PREFERENCE, *PAIR_FORMATS, PROMPT)
 
 
 def format_of(row: Row, names: DataConfig, formats: Sequence[RowFormat] = FORMATS) -> RowFormat:

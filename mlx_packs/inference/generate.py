@@ -1,6 +1,6 @@
 """Generate text with a base, with or without a pack, for one prompt or many, by mlx-lm."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..bases.chat_template import render_chat
@@ -12,6 +12,8 @@ from ..errors import PackError
 
 if TYPE_CHECKING:
     from mlx_lm.generate import GenerationResponse
+
+    from ..runtime import mx
 
 PENALIZED_TOKENS = 64  # to which a repetition penalty applies
 
@@ -121,6 +123,45 @@ def stream_batch(
     Raises:
         PackError: the model's cache cannot be batched, or a prompt is empty.
     """
+    for i, token, ends in _generated(base, prompts, max_tokens, batch_size, stop):
+        if not ends:
+            yield i, token
+
+
+def sample_batch(
+    base: BaseModel,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: Sequence[int],
+    batch_size: int,
+    sampler: "Callable[[mx.array], mx.array] | None" = None,
+) -> list[list[int]]:
+    """Return the tokens that follow each prompt, with the token that ends them, if one did.
+
+    Args:
+        base: the model.
+        prompts: their tokens.
+        max_tokens: the most that follow each.
+        batch_size: how many are generated at a time.
+        sampler: of log-probabilities [N, V], the tokens [N]; None takes the likeliest.
+
+    Raises:
+        PackError: as of `stream_batch`.
+    """
+    tokens: list[list[int]] = [[] for _ in prompts]
+    for i, token, _ in _generated(base, prompts, max_tokens, batch_size, True, sampler):
+        tokens[i].append(token)
+    return tokens
+
+
+def _generated(  # noqa: PLR0913 - what a batch of texts depends on
+    base: BaseModel,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int | Sequence[int],
+    batch_size: int,
+    stop: bool,
+    sampler: "Callable[[mx.array], mx.array] | None" = None,
+) -> Iterator[tuple[int, int, bool]]:
+    """Yield (index of the prompt, token, whether it ends the text) for many prompts."""
     from mlx_lm.generate import BatchGenerator
     from mlx_lm.models.cache import make_prompt_cache
 
@@ -141,6 +182,7 @@ def stream_batch(
     generator = BatchGenerator(
         base.model,
         stop_tokens=[[token] for token in base.tokenizer.eos_token_ids] if stop else None,
+        sampler=sampler,
         completion_batch_size=batch_size,
         prefill_batch_size=batch_size,
     )
@@ -150,8 +192,8 @@ def stream_batch(
         with factors_cast(base.model):
             while responses := generator.next_generated():
                 for response in responses:
-                    if response.finish_reason != "stop":
-                        yield order[response.uid], response.token
+                    ends = response.finish_reason == "stop"
+                    yield order[response.uid], response.token, ends
     finally:
         generator.close()
 

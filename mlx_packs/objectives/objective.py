@@ -82,6 +82,10 @@ class Objective(Inputs, Protocol):
         ``fresh`` is whether no batch of the phase was taken, so that the model is as it begins.
         """
 
+    def facts(self) -> dict[str, float]:
+        """Return entries for the next report of a training run, about the batches since the last."""
+        return {}
+
     def split(self, batch: Any, parts: int) -> Sequence[Any]:
         """Return a batch in at most ``parts`` pieces whose sums and counts add up to its own.
 

@@ -27,6 +27,7 @@ MAIN = "main"  # the Hub's branch where none is named
 METRICS = {
     "preference_accuracy": "preference accuracy",
     "reward_margin": "reward margin",
+    "reward": "reward",
     "spearman": "Spearman",
     "pearson": "Pearson",
     "triplet_accuracy": "triplet accuracy",

@@ -31,6 +31,7 @@ OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 METRICS = "metrics.jsonl"  # of the run, beside its checkpoints
 _ADDED_LATER = {"grad_norm", "window", "valid_loss", "terms"}  # absent in early versions
+_SIGNED = {"loss_sum", "valid_loss"}  # which may be negative
 _FILES = "files"  # in the state: size and hash of each
 _PREFIX = "step-"
 NAME = re.compile(_PREFIX + r"\d{6,}")  # of a checkpoint
@@ -263,10 +264,11 @@ def _from_json(cls: type, value: object, prefix: str = "") -> Any:
             entries[key] = _from_json(Window, number, f"{key}.")
         elif optional and number is None:
             continue
-        elif type(number) not in (int, kind, *get_args(kind)) or not 0 <= number < math.inf:
-            raise ValueError(
-                f"{STATE}: {prefix}{key} must be a number of 0 or more, but is {number!r}"
-            )
+        elif type(number) not in (int, kind, *get_args(kind)) or not (
+            (key in _SIGNED or number >= 0) and -math.inf < number < math.inf
+        ):
+            bound = "" if key in _SIGNED else " of 0 or more"
+            raise ValueError(f"{STATE}: {prefix}{key} must be a number{bound}, but is {number!r}")
     if cls is Window:
         entries.setdefault("terms", None)
     return cls(**entries)

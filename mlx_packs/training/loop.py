@@ -231,6 +231,7 @@ class Loop:
                 f"{unit}_per_s": window.targets_per_s,
                 f"trained_{unit}": self.state.trained_tokens,
                 "peak_gb": mx.get_peak_memory() / 1e9,
+                **self.objective.facts(),
                 **(scale_facts(self.stepper.optimizer) if self.stepper.scaled else {}),
             }
         )

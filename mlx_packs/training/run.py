@@ -54,6 +54,7 @@ from .phases import columns_of, left_out_rows, resolve_phases
 from .planning import MemoryChoice, check_headers, fit_into_memory, matmul_paths_by_name
 from .precision import run_dtype, show_dtype
 from .result import RunReport, TrainRun
+from .rewards import RewardFunction
 from .run_folder import check_resumable, clear_run, resume_point, write_identity
 from .settings import Run
 from .stopping import resumable
@@ -71,6 +72,7 @@ def train_pack(  # noqa: PLR0913 (the public face)
     *,
     callbacks: Sequence[Observer] = (),
     loss: TargetLoss | None = None,
+    reward: RewardFunction | None = None,
     overwrite: bool = False,
     resume: bool = False,
     resume_adapter_file: str | None = None,
@@ -94,6 +96,8 @@ def train_pack(  # noqa: PLR0913 (the public face)
         callbacks: Observers of the run; one of them can end it with ``stop_reason``.
         loss: A function that replaces the cross-entropy; it maps logits [M, V] in float32 and
             targets [M] to losses [M]. A resumed run requires a function of the same name.
+        reward: A function that rewards the completions of ``task="grpo"``: lists of prompts,
+            completions and columns by name in, a number for each completion out.
         overwrite: Whether to replace the pack and the run of ``out`` if they exist.
         resume: Whether to continue the run of ``out`` from its last checkpoint; the result is that
             of an uninterrupted run. All other arguments must be the original ones.
@@ -121,14 +125,7 @@ def train_pack(  # noqa: PLR0913 (the public face)
     folders = output_folders(out, phases[-1].sources[0], overwrite, resume)
     with signals.handled(), folders as (pack, folder), unattended(train.awake, pack, display):
         request = Run(
-            base=base,
-            lora=lora,
-            train=train,
-            columns=columns,
-            phases=phases,
-            pack=pack,
-            folder=folder,
-            display=display,
+            *(base, lora, train, columns, phases, pack, folder, display),
             overwrite=overwrite,
             resume=resume,
             resume_adapter_file=resume_adapter_file,
@@ -138,6 +135,7 @@ def train_pack(  # noqa: PLR0913 (the public face)
             force=force,
             callbacks=tuple(callbacks),
             loss=loss,
+            reward=reward,
         )
         limit_command_buffers(request)  # before MLX uses the GPU
         return run(request)

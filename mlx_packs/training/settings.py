@@ -10,6 +10,7 @@ from ..objectives.causal_lm import TargetLoss
 from ..packs.base import Base
 from .observers.observer import Observer
 from .phases import RunPhase, resolve_phases
+from .rewards import RewardFunction
 from .run_folder import ResumePoint
 
 
@@ -38,6 +39,7 @@ class Run:
     )
     callbacks: tuple[Observer, ...] = ()  # that the caller gives
     loss: TargetLoss | None = None  # in place of the cross-entropy
+    reward: RewardFunction | None = None  # of generated completions
     force: bool = False  # whether to train although the memory plan exceeds the machine
 
     def __post_init__(self) -> None:
@@ -54,6 +56,12 @@ class Run:
                 f"loss: is for task lm, but the task is {', '.join(train.tasks)}.",
                 "conflict",
                 "loss",
+            )
+        if self.reward is not None and "grpo" not in train.tasks:
+            raise PackError(
+                f"reward: is for task grpo, but the task is {', '.join(train.tasks)}.",
+                "conflict",
+                "reward",
             )
         if self.loss is not None and (named := train.changed(("z_loss", "label_smoothing"))):
             text = "loss: replaces the cross-entropy that it belongs to. Leave one of them out."

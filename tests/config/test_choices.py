@@ -10,8 +10,8 @@ from mlx_packs.config import choices
 
 PACKAGE = Path(choices.__file__).parents[1]
 LISTINGS = {name for name in vars(choices) if name.isupper() and len(name) > 1}
-# A task names its class, DECODER_TASKS are some of them, policies are their facts, and two objectives are unpacked at import.
-WITHOUT_REGISTRY = {"TASKS", "DECODER_TASKS", "POLICIES", "OBJECTIVES"}
+# A task names its class, two listings are some of them, policies are their facts, and two objectives are unpacked at import.
+WITHOUT_REGISTRY = {"TASKS", "DECODER_TASKS", "PACKABLE_TASKS", "POLICIES", "OBJECTIVES"}
 
 
 def registries() -> list[tuple[str, str]]:

@@ -15,6 +15,7 @@ from mlx_packs.data.preference_batches import PreferenceSampler, preference_batc
 from mlx_packs.data.preferences import RATED, encode_preferences
 from mlx_packs.evaluation.preferences import score_preferences
 from mlx_packs.objectives.causal_lm import split_head
+from mlx_packs.objectives.phase_start import PhaseStart
 from mlx_packs.objectives.preference import (
     LOSSES,
     Completions,
@@ -139,7 +140,8 @@ class Small:
             self.passes += 1
             return completion_sums(self.base.model, head, rows, arrays)[0]
 
-        reference = Reference(self.trainable, sums, self.first, lambda start: None, bare=True)
+        start = PhaseStart(self.trainable, lambda start: None, bare=True)
+        reference = Reference(self.base.model, start, sums, self.first)
         self.objective = PreferenceObjective(
             self.base.model, head, self.train, reference, score_preferences
         )

@@ -9,10 +9,13 @@ from mlx_packs import load_base
 from mlx_packs.adapters.method import METHODS
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
+from mlx_packs.data.batches import make_batch
 from mlx_packs.data.encoding import Example
 from mlx_packs.data.preference_batches import PreferenceSampler, preference_batch
 from mlx_packs.data.preferences import PreferenceExamples
 from mlx_packs.objectives.causal_lm import split_head
+from mlx_packs.objectives.grpo import GRPO, Generated, PromptBatch, advantages
+from mlx_packs.objectives.phase_start import PhaseStart
 from mlx_packs.objectives.preference import PreferenceObjective, completion_sums
 from mlx_packs.objectives.reference import Reference
 from mlx_packs.runtime import mx
@@ -141,11 +144,10 @@ def objective_of(checkpoint, train: TrainConfig, batch):
     trainable = METHODS["lora"].attach(base, lora, train, "dense")
     head = split_head(base.model)
     reference = Reference(
-        trainable,
+        base.model,
+        PhaseStart(trainable, lambda start: None, bare=True),
         lambda rows, arrays: completion_sums(base.model, head, rows, arrays)[0],
         lambda start, row: batch,
-        lambda start: None,
-        bare=True,
     )
     return trainable, PreferenceObjective(base.model, head, train, reference)
 
@@ -221,5 +223,95 @@ def test_loss_and_gradients_are_those_of_trl(checkpoint, tmp_path, case):
     for name, gradient in gradients.items():
         torch_name = f"{name.rpartition('.')[0]}.lora_{name[-1].upper()}.default.weight"
         expected = parameters[torch_name].grad.numpy().T
+        assert np.abs(expected).max() > 1e-5
+        np.testing.assert_allclose(np.array(gradient), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.2])
+def test_loss_and_gradients_of_rewards_are_those_of_trl(checkpoint, tmp_path, beta):
+    import datasets
+    import torch
+    import trl
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    rng = np.random.default_rng(0)
+    prompts, lengths = rng.integers(5, 4000, (6, 5)), [7, 3, 5, 2, 6, 4]
+    texts = rng.integers(5, 4000, (6, 7))
+    rewards = np.array([[1.0, 0.2, -0.4], [0.5, 0.5, 2.0]], np.float32)
+    arguments = trl.GRPOConfig(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=6,
+        num_generations=3,
+        beta=beta,
+        loss_type="grpo",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to=[],
+    )
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    lora = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(TARGETS), task_type="CAUSAL_LM")
+    trainer = trl.GRPOTrainer(
+        model=model,
+        args=arguments,
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        train_dataset=datasets.Dataset.from_dict({"prompt": PROMPTS}),
+        processing_class=AutoTokenizer.from_pretrained(checkpoint),
+        peft_config=lora,
+    )
+    examples = [
+        Example(np.array([*p, *t[:n]], np.int32), np.arange(5 + n) >= 5, "row")
+        for p, t, n in zip(prompts, texts, lengths, strict=True)
+    ]
+    batch = PromptBatch(None, 0, (0, 1))
+    generated = Generated(make_batch(examples, range(6), 6, 32), rewards)
+    train = TrainConfig(task="grpo", beta=beta, num_generations=3, batch_size=2)
+    base = load_base(checkpoint)
+    adapters = LoRAConfig(rank=RANK, alpha=ALPHA, target_modules=TARGETS)
+    trainable = METHODS["lora"].attach(base, adapters, train, "dense")
+    start = PhaseStart(trainable, lambda start: None, bare=True)
+    objective = GRPO(base.model, split_head(base.model), train, lambda _: generated, start)
+    mx.random.seed(3)
+    moved = {n: t + 0.1 * mx.random.normal(t.shape) for n, t in trainable.tensors().items()}
+    parameters = {
+        name.removeprefix("base_model.model."): parameter
+        for name, parameter in trainer.model.named_parameters()
+        if parameter.requires_grad
+    }
+    names = {n: f"{n.rpartition('.')[0]}.lora_{n[-1].upper()}.default.weight" for n in moved}
+    for name, tensor in moved.items():
+        parameters[names[name]].data = torch.tensor(np.array(tensor.T))
+    mask = np.arange(7)[None] < np.array(lengths)[:, None]
+    inputs = {
+        "prompt_ids": torch.tensor(prompts),
+        "prompt_mask": torch.ones(6, 5, dtype=torch.long),
+        "completion_ids": torch.tensor(np.where(mask, texts, 0)),
+        "completion_mask": torch.tensor(mask.astype(np.int64)),
+        "advantages": torch.tensor(advantages(rewards).reshape(-1)),
+        "num_items_in_batch": torch.tensor(sum(lengths)),
+    }
+    if beta:
+        with torch.no_grad(), trainer.model.disable_adapter():
+            ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+            both = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+            logits = trainer.model(ids, attention_mask=both).logits[:, 4:-1]
+            chosen = inputs["completion_ids"][..., None]
+            inputs["ref_per_token_logps"] = logits.log_softmax(-1).gather(-1, chosen)[..., 0]
+    trainer.current_gradient_accumulation_steps = 1
+    loss = trainer._compute_loss(trainer.model, inputs)
+    loss.backward()
+    trainable.load(moved, "test")
+    arrays = objective.arrays(batch)
+
+    def mean(tensors):
+        trainable.load(tensors, "test")
+        total, count = objective.loss(*arrays)
+        return total / count
+
+    value, gradients = mx.value_and_grad(mean)(moved)
+    assert value.item() == pytest.approx(loss.item(), abs=1e-4)
+    for name, gradient in gradients.items():
+        expected = parameters[names[name]].grad.numpy().T
         assert np.abs(expected).max() > 1e-5
         np.testing.assert_allclose(np.array(gradient), expected, atol=1e-4)

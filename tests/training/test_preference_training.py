@@ -159,9 +159,9 @@ def train_error(*args) -> str:
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
-        (["--task", "dpo", "--beta", "0"], "--beta: must be above 0, but is 0.0."),
-        (["--task", "dpo", "--beta", "-1"], "--beta: must be above 0, but is -1.0."),
-        (["--beta", "0.2"], "--beta: needs --task dpo, orpo, simpo, cpo or kto."),
+        (["--task", "dpo", "--beta", "0"], "--beta: must be above 0 with --task dpo, but is 0."),
+        (["--task", "dpo", "--beta", "-1"], "--beta: must be at least 0, but is -1.0."),
+        (["--beta", "0.2"], "--beta: needs --task dpo, orpo, simpo, cpo, kto or grpo."),
         (["--task", "dpo", "--loss", "mnrl"], "--loss: mnrl needs --task embedding. Take sigmoid, robust, hinge or ipo."),
         (["--task", "orpo", "--loss", "ipo"], "--loss: needs --task"),
         (["--task", "dpo", "--label-smoothing", "0.5"], "--label-smoothing: must be below 0.5 for preferences, but is 0.5."),

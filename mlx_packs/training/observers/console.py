@@ -38,11 +38,14 @@ class Console(Observer):
         self._display.line("valid", f"batch {line['batch']}: {score.summary()}")
 
     def _progress(self, line: dict) -> str:
-        """Return the losses and the throughput of a line."""
+        """Return the losses and the throughput of a line; of rewards, which have no loss, these."""
+        rate = f"{line[self._rate]:,.0f} {self._unit}/s"
+        if rewards := [entry["reward"] for entry in self._curve if "reward" in entry]:
+            return f"reward {rewards[-1]:.3f}  {rate}"
         losses = [entry["valid_loss"] for entry in self._curve if "valid_loss" in entry][-2:]
         trend = "" if len(losses) < 2 else " ↓" if losses[1] < losses[0] else " ↑"
         valid = f"  valid {losses[-1]:.3f}{trend}" if losses else ""
-        return f"loss {line['loss']:.3f}{valid}  {line[self._rate]:,.0f} {self._unit}/s"
+        return f"loss {line['loss']:.3f}{valid}  {rate}"
 
     def on_phase_end(self) -> None:
         """Close the progress bar."""

@@ -338,4 +338,5 @@ def _perplexities(scores: Scores) -> dict:
     return {
         name: {"ppl": s.ppl, "ppl_se": s.ppl_se, "accuracy": s.accuracy}
         for name, s in scores.items()
+        if s.ppl is not None
     }

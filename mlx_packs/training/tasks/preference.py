@@ -9,6 +9,7 @@ from ...config.schema import TrainConfig
 from ...data.encoding import EncodingOptions
 from ...data.formats import COMPLETION, PREFERENCE
 from ...data.masks import masked
+from ...data.packing import Packed
 from ...data.preference_batches import (
     PreferenceBatch,
     PreferenceSampler,
@@ -29,6 +30,7 @@ from ...errors import PackError
 from ...evaluation.preferences import score_preferences
 from ...gates import gates_text
 from ...objectives.causal_lm import split_head
+from ...objectives.phase_start import PhaseStart
 from ...objectives.preference import PreferenceObjective, completion_sums, loss_of
 from ...objectives.reference import Reference
 from ...objectives.sequence_packing import prepare_packing
@@ -39,6 +41,7 @@ from ..phases import RunPhase
 from ..planning import MemoryChoice
 from ..precision import check_forward
 from ..run_folder import reference_file
+from ..settings import Run
 from .causal_lm import SamplePrompt, add_noise, phase_reports, sample_lines, stored_sample
 from .task import Summary, Task, bad_rows_lines, cost
 from .tokens import MASKS, PhasedDataset
@@ -118,7 +121,8 @@ class _FirstBatches:
         """Return the number of the first batch with a row, which has one."""
         while row not in self._numbers:
             order = next(self._orders)
-            for example in (order if not hasattr(order, "examples") else order.examples)[::2]:
+            examples = order.examples if isinstance(order, Packed) else order
+            for example in examples[::2]:
                 self._numbers.setdefault(int(example) // 2, self._next)
             self._next += 1
         return self._numbers[row]
@@ -213,12 +217,12 @@ class PreferenceTask(Task):
             self.sample_before = self.sample.complete(self.base)
         if train.neftune_noise_alpha:
             add_noise(trainable, train.neftune_noise_alpha)
+        start = phase_start(run, trainable)
         reference = Reference(
-            trainable,
+            trainable.model,
+            start,
             lambda rows, arrays: completion_sums(trainable.model, head, rows, arrays)[0],
             self.dataset.first,
-            lambda start: reference_file(run.folder, start),
-            bare=not run.begins_with_adapters,
         )
         return PreferenceObjective(trainable.model, head, train, reference, score_preferences)
 
@@ -262,14 +266,25 @@ class PreferenceTask(Task):
     @staticmethod
     def report_lines(report: dict) -> list[str]:
         """Return accuracy and margin, phases, speed, the sample and the pack."""
-        held_out = report["held_out"]
-        return [
-            f"done    held-out {format_change(report)} on {held_out['rows']} {held_out['split']} "
-            f"examples{gates_text(report['gates'])}",
-            *(f"phase   {line}" for line in phase_lines(report["phases"])),
-            *bad_rows_lines(report),
-            f"speed   {report['tokens_per_s']:,.0f} supervised tokens/s · {cost(report)}",
-            *sample_lines(report["sample"]),
-            f"pack    {report['pack']} ({report['pack_mb']:.1f} MB)    try: packs generate "
-            f'--pack {report["pack"]} --prompt "…"',
-        ]
+        return outcome_lines(report)
+
+
+def phase_start(run: Run, trainable: Trainable) -> PhaseStart:
+    """Return the model as the phases of a run begin, whose parameters the run folder has."""
+    bare = not run.begins_with_adapters
+    return PhaseStart(trainable, lambda start: reference_file(run.folder, start), bare)
+
+
+def outcome_lines(report: dict) -> list[str]:
+    """Return metrics before and after, phases, speed, the sample and the pack."""
+    held_out = report["held_out"]
+    return [
+        f"done    held-out {format_change(report)} on {held_out['rows']} {held_out['split']} "
+        f"examples{gates_text(report['gates'])}",
+        *(f"phase   {line}" for line in phase_lines(report["phases"])),
+        *bad_rows_lines(report),
+        f"speed   {report['tokens_per_s']:,.0f} supervised tokens/s · {cost(report)}",
+        *sample_lines(report["sample"]),
+        f"pack    {report['pack']} ({report['pack_mb']:.1f} MB)    try: packs generate "
+        f'--pack {report["pack"]} --prompt "…"',
+    ]

@@ -29,6 +29,11 @@ class SeveralTasks(Task):
             phases = tuple(phase for phase in run.phases if phase.train.task == name)
             self.parts[name] = task_class([name])(replace(run, phases=phases))
 
+    def check(self, name: str, model_type: str) -> None:
+        """Check the base and the settings of every task."""
+        for part in self.parts.values():
+            part.check(name, model_type)
+
     @property
     def last(self) -> Task:
         """The task of the last phase."""

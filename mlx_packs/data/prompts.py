@@ -1,0 +1,107 @@
+"""Prompts as tokens: the rows whose completions a run generates."""
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..config.schema import DataConfig
+from ..errors import PackError
+from .bad_rows import BadRows, RowError
+from .chat_formats import Completion
+from .fingerprint import Fingerprint
+from .formats import COMPLETION, PROMPT, Row, check_format, check_unicode
+from .sources import Rows, as_rows
+
+_PLACEHOLDER = "."  # of a row without a completion, for the template
+
+
+@dataclass
+class Prompts:
+    """The prompts of a split.
+
+    Attributes:
+        tokens: of each, up to where the completion begins.
+        rows: the rows that they are of.
+        used: which of them.
+        bad: the rows that were left out.
+        fingerprint: of the rows in use.
+    """
+
+    tokens: list[list[int]]
+    rows: Rows
+    used: Sequence[int]
+    bad: BadRows
+    fingerprint: str
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each prompt, [N]."""
+        return np.array([len(tokens) for tokens in self.tokens])
+
+    def row(self, i: int) -> Row:
+        """Return the row of a prompt."""
+        return self.rows[self.used[i]]
+
+    def where(self, i: int) -> str:
+        """Return the place of the row of a prompt."""
+        return self.rows.where(self.used[i])
+
+
+def encode_prompts(
+    rows: Sequence[Row], tokenizer: Any, columns: DataConfig, max_seq_length: int
+) -> Prompts:
+    """Return the tokens of the prompt of every row, as the chat template renders it.
+
+    Raises:
+        RowError: a row cannot be used, unless ``columns.on_bad_row`` leaves such rows out.
+    """
+    if not len(rows):
+        raise PackError("--data: the split has no examples.", "data")
+    rows = as_rows(rows)
+    bad, fingerprint, used = BadRows(columns.on_bad_row == "stop"), Fingerprint(), array("q")
+    tokens: list[list[int]] = []
+    for i, row in enumerate(rows):
+        try:
+            check_format(row, PROMPT, rows.where(0), columns, (PROMPT,))
+            tokens.append(_prompt(row, columns, tokenizer, max_seq_length))
+        except RowError as error:
+            bad.add(i, error)
+            continue
+        fingerprint.add(row)
+        used.append(i)
+    bad.check_some_left(len(rows))
+    return Prompts(tokens, rows, used, bad, fingerprint.hexdigest())
+
+
+def _prompt(row: Row, columns: DataConfig, tokenizer: Any, max_seq_length: int) -> list[int]:
+    """Return the tokens of a prompt, which leave room for a completion."""
+    text, tokens = COMPLETION.prompt(_completed(row, columns), columns, tokenizer)
+    check_unicode(row, text)
+    if len(tokens) >= max_seq_length:
+        raise row.error(
+            f"the prompt has {len(tokens)} tokens, which leaves no room for a completion in "
+            f"--max-seq-length {max_seq_length}.",
+            "no target",
+            "max_seq_length",
+        )
+    return tokens
+
+
+def _completed(row: Row, columns: DataConfig) -> Row:
+    """Return a row with a prompt and some completion."""
+    value: Mapping = {columns.completion_feature: _PLACEHOLDER}
+    value |= {key: row.value[key] for key in (columns.prompt_feature, "tools") if key in row.value}
+    return Row(row.where, value)
+
+
+def wanted_text(row: Row, columns: DataConfig) -> str | None:
+    """Return the expected completion of a row's prompt; None where it has none."""
+    if columns.completion_feature not in row.value:
+        return None
+    return Completion().answer(row, columns)

@@ -1,0 +1,70 @@
+"""The model as it was when a phase began: the reference of tasks that keep near to it.
+
+It is no second model: the trainable parameters of that moment are put back for a forward pass, or
+disabled where the phase began with the base alone.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..adapters.method import Trainable
+from ..errors import PackError
+from ..files import save_tensors
+from ..reading import read_tensors
+from ..runtime import mx
+
+
+class PhaseStart:
+    """The model as a phase began.
+
+    Args:
+        trainable: what the model has learned, and how to put it aside.
+        file: of the number of batches before a phase, the file for the parameters it begins with.
+        bare: whether the run begins with the base alone.
+    """
+
+    def __init__(self, trainable: Trainable, file: Callable[[int], Path], bare: bool) -> None:
+        self._trainable, self._file, self._bare = trainable, file, bare
+        self._parameters: dict[str, mx.array] | None = None
+
+    def begin(self, start: int, fresh: bool) -> None:
+        """Take the model as it is, or that which began the phase.
+
+        Args:
+            start: number of batches of the run before the phase.
+            fresh: whether the model is as the phase begins with it.
+
+        Raises:
+            PackError: a resumed run lacks the file of its parameters.
+        """
+        self._parameters = None
+        if self._bare and start == 0:
+            return
+        file = self._file(start)
+        if fresh:
+            self._parameters = self._trainable.tensors()
+            save_tensors(file, self._parameters)
+        elif file.is_file():
+            self._parameters = read_tensors(file)
+        else:
+            raise PackError(
+                f"--resume: {file} is missing, which has the reference of the run. Train again with "
+                "--overwrite.",
+                "not-found",
+                "resume",
+            )
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Return a context in which the model is as the phase began."""
+        if self._parameters is None:
+            with self._trainable.disabled():
+                yield
+            return
+        trained = self._trainable.tensors()
+        self._trainable.load(self._parameters, "reference")
+        try:
+            yield
+        finally:
+            self._trainable.load(trained, "trained")

@@ -1,0 +1,160 @@
+"""Rewards of generated completions: a function of the user's, or a metric of answers."""
+
+import importlib.util
+import inspect
+import numbers
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..config.schema import DataConfig
+from ..data.prompts import Prompts, wanted_text
+from ..errors import PackError, reason_of
+from ..evaluation.metrics import METRICS
+
+# Takes prompts, completions and the other columns of the rows, a list each; returns a number each.
+RewardFunction = Callable[..., Sequence[float]]
+
+
+def load_reward(name: str) -> RewardFunction:
+    """Return the function ``FILE.py:NAME``; the file is executed.
+
+    Raises:
+        PackError: there is no such file or function, or the file cannot be executed.
+    """
+    file, colon, function = name.rpartition(":")
+    if not colon or not file.endswith(".py"):
+        raise PackError(
+            f"--reward {name}: must be FILE.py:NAME, or one of {', '.join(METRICS)}.",
+            "unknown",
+            "reward",
+        )
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise PackError(f"--reward {name}: {file} is no file.", "not-found", "reward")
+    spec = importlib.util.spec_from_file_location("reward_function", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise PackError(
+            f"--reward {name}: {file} cannot be executed ({_named(error)}).", "unreadable", "reward"
+        ) from error
+    if not callable(found := getattr(module, function, None)):
+        raise PackError(
+            f"--reward {name}: {file} has no function {function}.", "not-found", "reward"
+        )
+    return found
+
+
+class Reward:
+    """The rewards of completions, each a finite number.
+
+    Args:
+        function: the user's own, or the name of a metric of answers.
+        columns: what the columns are called.
+    """
+
+    def __init__(self, function: RewardFunction | str, columns: DataConfig) -> None:
+        self._columns = columns
+        self.name = function if isinstance(function, str) else function.__name__
+        self._function: RewardFunction = function
+        if isinstance(function, str):
+            self._function = _metric_reward(function)
+
+    def check(self, prompts: Prompts) -> None:
+        """Check that the rows have what a metric needs."""
+        if self.name not in METRICS:
+            return
+        for i in range(len(prompts)):
+            if wanted_text(prompts.row(i), self._columns) is None:
+                raise PackError(
+                    f"{prompts.where(i)}: --reward {self.name} needs the expected completion in "
+                    f"'{self._columns.completion_feature}'.",
+                    "data",
+                    "reward",
+                )
+
+    def __call__(
+        self, prompts: Prompts, indices: Sequence[int], completions: Sequence[str]
+    ) -> np.ndarray:
+        """Return the reward of each completion of the prompts at ``indices``, float32 [N].
+
+        Raises:
+            PackError: the function raises, or returns other than as many finite numbers.
+        """
+        rows = [prompts.row(i) for i in indices]
+        names = dict.fromkeys(name for row in rows for name in row.value)
+        columns: dict[str, list] = {name: [row.value.get(name) for row in rows] for name in names}
+        prompt = columns.pop(self._columns.prompt_feature)
+        wanted = [wanted_text(row, self._columns) for row in rows]
+        place = f"--reward {self.name}"
+        try:
+            values = self._function(
+                prompts=prompt, completions=list(completions), expected=wanted, **columns
+            )
+        except Exception as error:
+            raise PackError(
+                f"{place}: raised {_named(error)} for the completions of {prompts.where(indices[0])}.",
+                "data",
+                "reward",
+            ) from error
+        if inspect.isawaitable(values) or not isinstance(values, (Sequence, np.ndarray)):
+            raise _fault(place, f"returned a {type(values).__name__}", len(rows))
+        if len(values) != len(rows):
+            raise _fault(place, f"returned {len(values)} values", len(rows))
+        for i, value in zip(indices, values, strict=True):
+            if not isinstance(value, numbers.Real) or not np.isfinite(float(value)):
+                where = prompts.where(i)
+                raise _fault(
+                    place, f"returned {value!r:.40} for a completion of {where}", len(rows)
+                )
+        return np.array([float(value) for value in values], np.float32)
+
+
+def _metric_reward(name: str) -> RewardFunction:
+    """Return the reward of a metric: 1 for a right answer, and else 0."""
+    is_right = METRICS[name].is_right
+
+    def reward(completions: Sequence[str], expected: Sequence[str], **_: Any) -> list[float]:
+        return [float(is_right(c, e)) for c, e in zip(completions, expected, strict=True)]
+
+    return reward
+
+
+def _fault(place: str, fault: str, count: int) -> PackError:
+    return PackError(
+        f"{place}: {fault}, but must return a list of {count} finite numbers, one for each completion.",
+        "data",
+        "reward",
+    )
+
+
+def _named(error: Exception) -> str:
+    """Return an exception in one line."""
+    return f"{type(error).__name__}: {reason_of(error)}"
+
+
+def reward_of(given: RewardFunction | None, setting: str | None) -> RewardFunction | str:
+    """Return the reward of a run: the function given in Python, or what ``--reward`` names.
+
+    Raises:
+        PackError: there is none, or both.
+    """
+    if given is not None and setting is not None:
+        raise PackError(
+            "reward: is given twice, as a function and by --reward.", "conflict", "reward"
+        )
+    if given is not None:
+        return given
+    if setting is None:
+        raise PackError(
+            "--reward: --task grpo needs one: FILE.py:NAME, or the expected completion by "
+            f"{', '.join(METRICS)}.",
+            "invalid",
+            "reward",
+        )
+    return setting if setting in METRICS else load_reward(setting)

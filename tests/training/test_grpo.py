@@ -1,0 +1,163 @@
+"""Runs on rewards: the model generates, learns from the better completions, and can be resumed."""
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from mlx_packs import LoRAConfig, Pack, TrainConfig, train_pack
+from mlx_packs.cli.train import train as train_command
+from mlx_packs.objectives.grpo import advantages, policy_loss
+from mlx_packs.runtime import mx
+from tests.helpers.errors import raises
+from tests.helpers.preferences import preference
+from tests.helpers.rows import write_rows
+
+SETTINGS = {
+    "task": "grpo",
+    "batch_size": 2,
+    "num_generations": 4,
+    "max_completion_length": 12,
+    "max_seq_length": 64,
+    "matmul_path": "dense",
+    "learning_rate": 2e-3,
+    "lr_schedule": "constant",
+    "save_every": 2,
+    "steps_per_report": 1,
+    "val_batches": 0,
+    "beta": 0.0,
+}
+LORA = LoRAConfig(rank=4)
+
+
+def shorter(completions, **_):
+    """More for fewer characters."""
+    return [-len(text) / 20 for text in completions]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    rows = [preference(i) for i in range(12)]
+    prompts = [{"prompt": r["prompt"], "completion": r["chosen"], "n": 3} for r in rows]
+    return write_rows(tmp_path_factory.mktemp("data") / "p", train=prompts[:8], valid=prompts[8:])
+
+
+def settings(**changes) -> TrainConfig:
+    return TrainConfig(**(SETTINGS | {"iters": 4} | changes))
+
+
+def same(one, other) -> bool:
+    ours, theirs = (mx.load(str(folder / "adapters.safetensors")) for folder in (one, other))
+    return all(np.array_equal(np.array(ours[name]), np.array(theirs[name])) for name in ours)
+
+
+def test_advantages_and_losses_are_those_of_the_paper():
+    rewards = np.array([[1.0, 2.0, 4.0], [3.0, 3.0, 3.0]], np.float32)
+    gains = advantages(rewards)
+    expected = (rewards[0] - rewards[0].mean()) / (rewards[0].std(ddof=1) + 1e-4)
+    np.testing.assert_allclose(gains[0], expected, rtol=1e-5)
+    assert gains[1].tolist() == [0, 0, 0]
+    log_probs, reference = mx.array([-1.0, -2.0, -3.0, -9.0]), mx.array([-1.5, -2.0, -2.0, 0.0])
+    owners, of_two = mx.array([0, 0, 1, -1]), mx.array([2.0, -1.0])
+    plain = policy_loss(log_probs, None, owners, of_two, 0.0)
+    assert np.array(plain).tolist() == [-2.0, 1.0]
+    kept = np.array(policy_loss(log_probs, reference, owners, of_two, 0.5))
+    apart = np.exp([-0.5, 0, 1]) - np.array([-0.5, 0, 1]) - 1
+    np.testing.assert_allclose(kept, [-2 + 0.5 * apart[:2].mean(), 1 + 0.5 * apart[2]], rtol=1e-5)
+    gradient = mx.grad(lambda x: policy_loss(x, None, owners, of_two, 0.0).sum())(log_probs)
+    assert np.array(gradient).tolist() == [-1.0, -1.0, 1.0, 0.0]
+
+
+def test_a_run_earns_more_reward(tmp_path, data):
+    run = train_pack("tiny", data, LORA, settings(iters=6), tmp_path / "p", reward=shorter)
+    report = run.report
+    assert report["reward_after"] > report["reward_before"] + 0.1
+    assert {"reward", "reward_std", "tokens_per_s"} <= set(run.curve[0])
+    manifest = Pack.open(tmp_path / "p").manifest
+    assert manifest["objective"] == {"task": "grpo", "reward": "shorter", "beta": 0.0}
+    assert manifest["data"]["rows"] == {"train": 8, "valid": 4}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes", [{}, {"beta": 0.1}, {"grad_accumulation_steps": 2, "recompute": "block"}]
+)
+def test_a_resumed_run_is_bit_identical(tmp_path, data, changes):
+    train_pack("tiny", data, LORA, settings(**changes), tmp_path / "a", reward=shorter)
+    part = settings(**changes, **{"iters": 2})
+    train_pack("tiny", data, LORA, part, tmp_path / "b", reward=shorter)
+    train_pack("tiny", data, LORA, settings(**changes), tmp_path / "b", reward=shorter, resume=True)
+    assert same(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.slow
+def test_rewards_follow_completions(tmp_path, data):
+    phases = [{"name": "sft", "task": "lm", "iters": 2}, {"name": "rl", "iters": 2}]
+    train = {**SETTINGS, "phases": phases, "reward": "exact"}
+    run = train_pack("tiny", data, LORA, train, tmp_path / "p")
+    assert [phase["task"] for phase in run.report["phases"]] == ["lm", "grpo"]
+    assert run.report["reward_after"] >= 0
+
+
+def test_a_reward_sees_the_columns_of_its_rows(tmp_path, data):
+    calls = []
+
+    def reward(prompts, completions, expected, n, **others):
+        calls.append((prompts, completions, expected, n, others))
+        return np.arange(len(completions), dtype=np.float32)
+
+    train_pack("tiny", data, LORA, settings(iters=1), tmp_path / "p", reward=reward)
+    prompts, completions, expected, n, others = calls[1]  # the first is of the held-out prompts
+    assert len(prompts) == len(completions) == len(expected) == len(n) == 8
+    assert prompts[0] == prompts[3] != prompts[4] and set(n) == {3}
+    assert expected[0] == f"{prompts[0].split()[1]}." and set(others) == {"completion"}
+
+
+@pytest.mark.parametrize(
+    ("reward", "fault"),
+    [
+        (lambda **_: 1 / 0, "raised ZeroDivisionError: division by zero for the completions of"),
+        (lambda completions, **_: [float("nan")] * len(completions), "returned nan for a completion of"),
+        (lambda completions, **_: ["x"] * len(completions), "returned 'x' for a completion of"),
+        (lambda completions, **_: [1.0], "returned 1 values, but must return a list of 4 finite"),
+        (lambda **_: None, "returned a NoneType, but must return a list of 4 finite numbers"),
+    ],
+)  # fmt: skip
+def test_a_reward_that_is_none_ends_the_run_with_one_line(tmp_path, data, reward, fault):
+    with raises("data", "reward") as error:
+        train_pack("tiny", data, LORA, settings(), tmp_path / "p", reward=reward)
+    assert fault in error.value.message and "\n" not in error.value.message
+    assert not (tmp_path / "p").exists()
+
+
+@pytest.mark.parametrize(
+    ("reward", "error"),
+    [
+        (None, "--reward: --task grpo needs one"),
+        ("best", "--reward best: must be FILE.py:NAME, or one of exact, contains, json."),
+        ("none.py:f", "--reward none.py:f: none.py is no file."),
+        ("r.py:g", "--reward r.py:g: r.py has no function g."),
+        ("broken.py:f", "--reward broken.py:f: broken.py cannot be executed (SyntaxError"),
+    ],
+)
+def test_a_reward_that_is_not_there_is_named(tmp_path, monkeypatch, data, reward, error):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.py").write_text(
+        "def f(completions, **_):\n    return [0.0] * len(completions)\n"
+    )
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    flags = ["--task", "grpo", "--data", str(data), "--out", "p"]
+    flags += [] if reward is None else ["--reward", reward]
+    result = CliRunner().invoke(train_command, flags, standalone_mode=False)
+    assert error in result.exception.message
+
+
+def test_rows_that_give_no_prompt_or_answer_are_named(tmp_path, data):
+    rows = [{"prompt": "Say red.", "answer": "red"}, {"prompt": "Say " * 80}]
+    short = write_rows(tmp_path / "a", train=rows[:1] * 4, valid=rows[:1])
+    with raises("data", "reward", "train.jsonl:1", "needs the expected completion in 'completion'"):
+        train_pack("tiny", short, LORA, settings(reward="exact"), tmp_path / "p")
+    long = write_rows(tmp_path / "b", train=rows[:1] * 3 + rows[1:], valid=rows[:1])
+    with raises("data", "max_seq_length", "train.jsonl:4", "leaves no room for a completion"):
+        train_pack("tiny", long, LORA, settings(), tmp_path / "p", reward=shorter)
+    with raises("data", None, "train.jsonl:1", "must have the columns {prompt, completion}"):
+        train_pack("tiny", short, LORA, TrainConfig(), tmp_path / "p")
