@@ -19,13 +19,13 @@ from ..bases.bitsandbytes import METHOD
 from ..bases.loading import lazy_base
 from ..bases.model import BaseModel
 from ..bases.quantization import QuantizeOptions, formats_for
-from ..bases.weight_formats import CLASSES, FORMATS, WeightFormat, format_of, named_format
+from ..bases.requantize import format_after, formats_of_dense, smaller_formats
+from ..bases.weight_formats import FORMATS, WeightFormat, format_of, named_format
 from ..bases.write_plan import Item, WritePlan, in_shards
 from ..config.schema import DataConfig
 from ..display import Display
 from ..errors import PackError
 from ..nn.dora import LEAST_NORM
-from ..nn.experts import is_switch_linear
 from ..nn.quantized import QUANTIZED, dense_weight
 from ..packs.manifest import replaced_of
 from ..packs.pack import Pack
@@ -104,7 +104,7 @@ class _Planner:
             return
         self.options = QuantizeOptions(named_format(self.request.requantize))
         if not self.base.quantization:
-            self.formats = dict(formats_for(self.base.model, self.options)[0])
+            self.formats = formats_of_dense(self.base, self.request.requantize)
 
     def replace_full_tensors(self, tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
         """Take tensors that the pack stores in full; return those that are not such weights."""
@@ -132,51 +132,22 @@ class _Planner:
         for path in {**self.weights, **self.formats}:
             dtype = self.dtype or dtype_of(self.modules[path])
             self.weights[path] = self._weight(path).astype(dtype)
-            self.formats.setdefault(path, self._format_for(path))
+            self.formats.setdefault(
+                path, format_after(path, self.modules[path], self.request.requantize)
+            )
 
     def requantize_others(self) -> None:
         """Change modules of a quantized base without an adapter, where they become smaller."""
-        if not self.base.quantization or self.request.requantize == "same":
-            return
-        for path, module in self.modules.items():
-            if path in self.weights or not (stored := format_of(module)):
-                continue
-            wanted = self._format_for(path)
-            if wanted is None or wanted.bits_per_weight < stored.bits_per_weight:
-                weight = dense_weight(module)
-                self.weights[path] = weight.astype(self.dtype or weight.dtype)
-                self.formats[path] = wanted
+        for path, weight_format in smaller_formats(
+            self.base, self.request.requantize, self.weights
+        ).items():
+            weight = dense_weight(self.modules[path])
+            self.weights[path] = weight.astype(self.dtype or weight.dtype)
+            self.formats[path] = weight_format
 
     def _weight(self, path: str) -> mx.array:
         """Return the new weight of a module as far as it is known, else its own, dense."""
         return self.weights[path] if path in self.weights else dense_weight(self.modules[path])
-
-    def _format_for(self, path: str) -> WeightFormat | None:
-        """Return the format of the merged weight of a module; None is dense."""
-        module, requantize = self.modules[path], self.request.requantize
-        stored = format_of(module)
-        if requantize == "none":
-            return None
-        if requantize == "same":
-            if stored and stored.mode not in CLASSES:
-                raise PackError(
-                    f"--requantize same: {path} is {stored.mode}, which cannot be written. Choose "
-                    "affine4, affine8 or none.",
-                    "unsupported",
-                )
-            return stored
-        if stored is None:  # what the base left dense stays so
-            return None
-        wanted = named_format(requantize)
-        if wanted.is_stored(stored.to_config()):
-            return stored
-        if is_switch_linear(module) and not wanted.holds("other"):
-            raise PackError(
-                f"--requantize {requantize}: {path} has experts, and {requantize} is for linears "
-                "and embeddings. Choose same, affine4 or affine8.",
-                "unsupported",
-            )
-        return wanted if wanted.fits(dense_weight(module).shape[-1]) else None
 
 
 def plan_changes(request: MergeRequest) -> Changes:

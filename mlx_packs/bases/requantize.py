@@ -1,0 +1,81 @@
+"""The format that each weight gets where a base is quantized anew with some weights changed.
+
+`packs merge --requantize` writes by these rules, and packs of ``--for-merge`` are trained and
+applied by them.
+"""
+
+from collections.abc import Collection
+
+import mlx.nn as nn
+
+from ..errors import PackError
+from ..nn.experts import is_switch_linear
+from ..nn.quantized import dense_weight
+from .model import BaseModel
+from .quantization import QuantizeOptions, formats_for
+from .weight_formats import CLASSES, WeightFormat, format_of, named_format
+
+Formats = dict[str, WeightFormat | None]  # by path; None is dense
+
+
+def requantized_formats(base: BaseModel, requantize: str, changed: Collection[str]) -> Formats:
+    """Return the format of every weight that is written anew, by path.
+
+    Args:
+        base: as it is stored: of `lazy_base`, whose weights are not read.
+        requantize: one of `config.choices.WEIGHT_FORMATS`.
+        changed: paths of the weights that change.
+    """
+    modules = dict(base.model.named_modules())
+    formats = formats_of_dense(base, requantize)
+    for path in changed:
+        formats.setdefault(path, format_after(path, modules[path], requantize))
+    return formats | smaller_formats(base, requantize, changed)
+
+
+def formats_of_dense(base: BaseModel, requantize: str) -> Formats:
+    """Return the formats of a dense base, all of which is quantized; nothing of another base."""
+    if base.quantization:
+        return {}
+    return dict(formats_for(base.model, QuantizeOptions(named_format(requantize)))[0])
+
+
+def format_after(path: str, module: nn.Module, requantize: str) -> WeightFormat | None:
+    """Return the format of the changed weight of a module; None is dense."""
+    stored = format_of(module)
+    if requantize == "none":
+        return None
+    if requantize == "same":
+        if stored and stored.mode not in CLASSES:
+            raise PackError(
+                f"--requantize same: {path} is {stored.mode}, which cannot be written. Choose "
+                "affine4, affine8 or none.",
+                "unsupported",
+            )
+        return stored
+    if stored is None:  # what the base left dense stays so
+        return None
+    wanted = named_format(requantize)
+    if wanted.is_stored(stored.to_config()):
+        return stored
+    if is_switch_linear(module) and not wanted.holds("other"):
+        raise PackError(
+            f"--requantize {requantize}: {path} has experts, and {requantize} is for linears "
+            "and embeddings. Choose same, affine4 or affine8.",
+            "unsupported",
+        )
+    return wanted if wanted.fits(dense_weight(module).shape[-1]) else None
+
+
+def smaller_formats(base: BaseModel, requantize: str, changed: Collection[str]) -> Formats:
+    """Return the formats of unchanged weights of a quantized base that become smaller by them."""
+    formats: Formats = {}
+    if not base.quantization or requantize == "same":
+        return formats
+    for path, module in base.model.named_modules():
+        if path in changed or not (stored := format_of(module)):
+            continue
+        wanted = format_after(path, module, requantize)
+        if wanted is None or wanted.bits_per_weight < stored.bits_per_weight:
+            formats[path] = wanted
+    return formats
