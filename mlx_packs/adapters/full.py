@@ -35,6 +35,7 @@ class Unfrozen:
     """A base whose weights are trainable; tensors have the names of its parameters."""
 
     method = "full"
+    for_merge = "none"
 
     def __init__(self, blocks: Attached, places: dict[str, _Place]) -> None:
         self.base = blocks.base

@@ -35,10 +35,12 @@ class Attached:
     Attributes:
         slots: the adapters in memory, by path of the projection.
         frozen: the base's own modules, by path of the projection.
+        for_merge: the format of the merge on whose grid they are trained, or none.
         inference_only: whether there is more on the base, which is applied but not trained.
     """
 
     method = "lora"
+    for_merge = "none"
 
     def __init__(
         self, base: BaseModel, specs: Specs, groups: list[Group], notes: list[str]

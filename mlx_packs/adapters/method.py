@@ -17,6 +17,7 @@ from ..config.choices import registered
 from ..config.schema import LoRAConfig, TrainConfig
 from ..runtime import mx
 from .dora import DoRA
+from .for_merge import attach_for_merge
 from .full import check_dense, unfreeze
 from .initial_factors import orthonormal_factors, principal_factors
 from .loftq import LoftQ
@@ -32,6 +33,7 @@ class Trainable(Protocol):
 
     Attributes:
         method: name of the method that attached it.
+        for_merge: the format of the merge that it is trained for, or none.
         model: the model of the base.
         specs: adapters by path; empty where none are attached.
         groups: projections that share one input, as probed.
@@ -40,6 +42,7 @@ class Trainable(Protocol):
     """
 
     method: str
+    for_merge: str
     base: BaseModel
     model: nn.Module
     specs: Specs
@@ -100,7 +103,9 @@ class LoRA:
     def attach(
         self, base: BaseModel, lora: LoRAConfig, train: TrainConfig, matmul_path: str
     ) -> Trainable:
-        """Attach fresh adapters, which change no output."""
+        """Attach fresh adapters, which change no output but by the rounding of ``--for-merge``."""
+        if train.for_merge != "none":
+            return attach_for_merge(base, lora, train, matmul_path)
         return attach(base, lora, None, matmul_path, train.seed, train.train_fp16_fallback)
 
     def adapter_shapes(self, specs: Specs) -> list[Shape]:

@@ -82,6 +82,14 @@ class WeightFormat(ABC):
     def rounded(self, w: mx.array) -> mx.array:
         """Return a dense weight as it is after quantizing, lazily and in its own dtype."""
 
+    @abstractmethod
+    def module(self, dense: nn.Module, dtype: mx.Dtype) -> nn.Module:
+        """Return a frozen module with the weight of a dense one, quantized lazily.
+
+        The weight is quantized in its own dtype, as `quantize` does; scales are then in ``dtype``,
+        that of activations. A bias is kept. For a linear no random number is drawn.
+        """
+
     def fits(self, width: int) -> bool:
         """Return whether rows of this width can be quantized so."""
         return width % self.divisor == 0
@@ -144,6 +152,26 @@ class MLXFormat(WeightFormat):
     def rounded(self, w: mx.array) -> mx.array:
         """Return a dense weight as it is after quantizing."""
         return self._dequantize(*self._quantize(w)).astype(w.dtype)
+
+    def module(self, dense: nn.Module, dtype: mx.Dtype) -> nn.Module:
+        """Return MLX's own module."""
+        if isinstance(dense, nn.Linear):
+            module = nn.QuantizedLinear.__new__(nn.QuantizedLinear)
+            nn.Module.__init__(module)  # its own would draw weights
+            module.group_size, module.bits, module.mode = self.group_size, self.bits, self.mode
+            arrays = self._quantize(dense.weight)
+            for name, array in zip(("weight", "scales", "biases"), arrays, strict=False):
+                module[name] = array
+            if "bias" in dense:
+                module.bias = dense.bias
+        else:
+            module = dense.to_quantized(self.group_size, self.bits, self.mode)
+        if self.mode == "affine":
+            module.scales, module.biases = (
+                module[name].astype(dtype) for name in ("scales", "biases")
+            )
+        module.freeze()
+        return module
 
     def _quantize(self, w: mx.array) -> tuple[mx.array, ...]:
         return tuple(mx.quantize(w, self.group_size, self.bits, self.mode))
@@ -215,6 +243,13 @@ class NF4Format(WeightFormat):
     def rounded(self, w: mx.array) -> mx.array:
         """Return a dense weight as it is after quantizing."""
         return nf4.dequantize(nf4.quantize(w, self.group_size, self.double_quant), w.dtype)
+
+    def module(self, dense: nn.Module, dtype: mx.Dtype) -> nn.Module:
+        """Return an NF4 module."""
+        weight = nf4.quantize(dense.weight, self.group_size, self.double_quant)
+        if isinstance(dense, nn.Embedding):
+            return NF4Embedding(weight, dtype)
+        return NF4Linear(weight, dense.get("bias"), dtype)
 
     def to_config(self) -> dict:
         """Return it as config.json spells it."""

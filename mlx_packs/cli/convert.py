@@ -57,6 +57,11 @@ def export(pack: Path, to: str, out: str | None, start: str | None) -> None:
         f"wrote   {report['out']} ({report['mb']:.2f} MB): {report['modules']} modules for "
         f"{to}, {proven}"
     ]
+    if report["for_merge"] != "none" and to != "lmstudio":
+        lines.append(
+            f"note    the pack was trained for packs merge --requantize {report['for_merge']}: other "
+            "programs apply the adapter without that rounding"
+        )
     label = "try     " if to in DESTINATIONS else "note    "
     print_report(report, lines + [f"{label}{note}" for note in report["notes"]])
 

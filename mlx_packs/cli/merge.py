@@ -65,6 +65,8 @@ def merge(pack: Path, model: str | None, out: str, **settings) -> None:
             f"wrote   {report['out']} ({size(report['gb'] * 1e9)}, {report['shards']} shard(s)): "
             f"{report['changed']} weights changed, requantize {requantize}"
         )
+    if report["passed"] and report["for_merge"] != "none":
+        lines.append(f"exact   the pack was trained for {requantize} (--for-merge)")
     print_report(report, lines)
     if not report["passed"]:
         scores, passing = report["tried"], report["passes"]

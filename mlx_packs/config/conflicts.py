@@ -27,6 +27,7 @@ class TrainConflicts(Settings):
     """The checks of `TrainConfig` that are about more than one setting."""
 
     method: str
+    for_merge: str
     task: str
     tasks: tuple[str, ...]
     loss: str
@@ -41,6 +42,7 @@ class TrainConflicts(Settings):
     grad_checkpoint: bool
     recompute: str
     cache_frozen: str
+    train_fp16_fallback: bool
     quantize: str
     double_quant: bool
     keep: tuple[str, ...]
@@ -78,6 +80,7 @@ class TrainConflicts(Settings):
         yield from self._conflicts_of_memory()
         yield from self._conflicts_of_fim()
         yield from self._conflicts_of_objective()
+        yield from self._conflicts_of_for_merge()
         yield from self._conflicts_of_its_end()
         yield from self._conflicts_of_tasks()
         if self.trains_base:
@@ -180,3 +183,15 @@ class TrainConflicts(Settings):
         }
         for name in (name for name, bad in unfit.items() if bad):
             yield Fault(name, f"does not go with --objective {self.objective}.", "conflict")
+
+    def _conflicts_of_for_merge(self) -> Iterator[Fault]:
+        if self.for_merge == "none":
+            return
+        unfit = {
+            "method": self.method != "lora",
+            "objective": self.objective != "transformer",
+            "train_fp16_fallback": self.train_fp16_fallback,
+        }
+        for name in (name for name, bad in unfit.items() if bad):
+            text = f"{getattr(self, name)} does not go with --for-merge {self.for_merge}."
+            yield Fault(name, text, "conflict")

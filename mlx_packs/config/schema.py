@@ -56,6 +56,15 @@ class TrainConfig(PreferenceSettings):
         choices=tuple(METHODS),
         memory=True,
     )
+    for_merge: str = option(
+        "none",
+        "Train for packs merge --requantize FORMAT: every forward pass rounds the adapted weights as "
+        "that merge does, so that merging loses nothing.",
+        section="Adapter",
+        choices=("none", *WEIGHT_FORMATS),
+        memory=True,
+        task="lm",
+    )
     iters: int = _schedule(600, "Batches to train on.", at_least=1, resumable=True, disk=True)
     batch_size: int = _optimization(
         4,

@@ -74,6 +74,7 @@ def export_pack(
     )
     size = sum(f.stat().st_size for f in out.iterdir())
     facts = {"out": str(out), "to": to, "modules": len(pack.specs), "mb": round(size / 1e6, 3)}
+    facts["for_merge"] = pack.for_merge
     return {**facts, **report}
 
 

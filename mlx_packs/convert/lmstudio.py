@@ -10,12 +10,17 @@ MODELS = Path("~/.lmstudio/models/mlx-packs")  # <publisher>/<model>, as LM Stud
 
 
 class LMStudio:
-    """The base with the pack in it, quantized as the base is where the merge gate lets that pass."""
+    """The base with the pack in it, quantized as the base is where the merge gate lets that pass.
+
+    A pack of ``--for-merge`` is merged in its format.
+    """
 
     def write(self, pack: Pack, out: Path, start: str | None) -> dict:
         """Write the model; ``start`` is the base, where it is not the one that the pack names."""
         base, quantized = pack.manifest["base"], pack.manifest["base"]["quantization"]
         requantize = "same" if quantized else "none"
+        if pack.for_merge != "none":
+            requantize = pack.for_merge
         report = merge_pack(pack, start or base["id"], out, requantize=requantize)
         notes = []
         if not report["passed"] and report["passes"] in report["tried"]:

@@ -113,6 +113,13 @@ def _check(request: MergeRequest) -> None:
     if request.dtype not in DTYPES:
         raise PackError(f"--dtype {request.dtype}: must be one of {', '.join(DTYPES)}.", "unknown")
     check_max_drift(request.max_drift)
+    if request.pack.for_merge not in ("none", request.requantize):
+        raise PackError(
+            f"--requantize {request.requantize}: {request.pack.name} was trained for another merge "
+            f"(--for-merge). Pass --requantize {request.pack.for_merge}, which is exact.",
+            "conflict",
+            "requantize",
+        )
 
 
 def _report(request: MergeRequest, outcome: Outcome, out: str | Path) -> dict:
@@ -122,6 +129,7 @@ def _report(request: MergeRequest, outcome: Outcome, out: str | Path) -> dict:
         "model": base_files.public_name(str(request.model)),
         "requantize": request.requantize,
         "dtype": request.dtype,
+        "for_merge": request.pack.for_merge,
         **outcome.scores,
         "max_drift": outcome.limit,
         "passed": outcome.passes == request.requantize,

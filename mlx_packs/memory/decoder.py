@@ -29,6 +29,7 @@ from ..errors import PackError
 from ..ops.linear_cross_entropy import columns as loss_columns
 from ..ops.streams import stream_count
 from ..ops.tiling import tiling
+from .for_merge import requantized_bytes, rounding_bytes
 from .headers import Headers, Tensors, tensor_bytes
 from .plan import (
     MemoryPlan,
@@ -202,6 +203,7 @@ class Step:
     waiting: int
     unpacks: bool
     nf4: bool
+    rounding: int = 0  # bytes of the weight that is rounded for a merge at a time
 
     def moments(self, itemsize: int) -> dict[str, dict[str, int]]:
         """Return the parts at the moments of the forward and backward pass, in bytes."""
@@ -218,7 +220,8 @@ class Step:
                 self.waiting,
                 itemsize * (tokens * saved),
                 itemsize * logits.get(moment, 0),
-                itemsize * (tokens * flying + working.get(moment, 0)),
+                itemsize * (tokens * flying + working.get(moment, 0))
+                + self.rounding * (moment in working),
             )
             for moment, (saved, flying) in self._numbers_per_token().items()
         }
@@ -346,10 +349,12 @@ def plan_step(
         waiting=adapters.waiting(train),
         unpacks=quantized and (no_kernel or path_facts.dequantizes),
         nf4=nf4,
+        rounding=rounding_bytes(sizes.modules, adapters, train, quantized),
     )
+    others = requantized_bytes(sizes.modules, adapters, headers, train, itemsize)
     return adapters.plan(
         train,
-        base=base_bytes(sizes, headers, train, itemsize),
+        base=base_bytes(sizes, headers, train, itemsize) + others,
         base_weights=sizes.weights,
         moments=step.moments(itemsize),
         matmul_path=_path_of(train) if quantized else "dense",

@@ -97,6 +97,8 @@ def matmul_paths(headers: Headers, train: TrainConfig) -> list[str]:
     if train.matmul_path != "auto":
         return [train.matmul_path]
     quantized = headers.is_quantized or train.quantize != "none"
+    if train.for_merge != "none":  # adapted weights are made for each use, whatever the path
+        return ["transient" if quantized else "dense"]
     return list(MATMUL_PATHS) if quantized else ["dense"]
 
 

@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .lora import GroupedLoRA
+from .wrapped import Hidden
 
 LEAST_NORM = 1e-8  # that is divided by: rows of zeros have the magnitude 0
 
@@ -38,7 +39,7 @@ class GroupedDoRA(GroupedLoRA):
         self.dropout = lora.dropout
         self.lora_a, self.lora_b = list(lora.lora_a), list(lora.lora_b)
         self.magnitude, self._norms = list(norms), list(norms)
-        self._projections = _Hidden(projections)
+        self._projections = Hidden(projections)
 
     def decoded(self, *_: object, **__: object) -> None:
         """Return None: no kernel for decoding has magnitudes."""
@@ -92,10 +93,3 @@ def _times_vjp(primals: tuple, cotangent: mx.array, result: mx.array) -> tuple[m
     rows = (cotangent * result).astype(mx.float32).reshape(-1, ratio.size).sum(axis=0)
     of_ratio = mx.where(ratio == 0, 0, rows / mx.where(ratio == 0, 1, ratio))
     return cotangent * ratio.astype(y.dtype), of_ratio
-
-
-class _Hidden:
-    """Modules that are not a part of the one that uses them."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.all = list(modules)

@@ -69,6 +69,8 @@ class GroupedLoRA(nn.Module):
             attaching changes no output (as in mlx-lm and the paper).
     """
 
+    keeps_on_cpu = False  # whether `factors_cast` is for it on a CPU, too
+
     def __init__(
         self,
         in_features: int,
@@ -244,7 +246,8 @@ def factors_cast(model: nn.Module) -> Iterator[None]:
 
     Factors that are replaced meanwhile are cast again. On a CPU activations are float32 as they are.
     """
-    groups = [] if on_cpu() else [m for m in model.modules() if isinstance(m, GroupedLoRA)]
+    groups = [m for m in model.modules() if isinstance(m, GroupedLoRA)]
+    groups = [group for group in groups if group.keeps_on_cpu or not on_cpu()]
     for group in groups:
         group._kept = _Kept()
     try:

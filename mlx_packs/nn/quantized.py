@@ -7,7 +7,7 @@ once and keep. Which is fastest depends on device, rows and shape: `auto` measur
 
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -20,7 +20,9 @@ from ..ops.linear_cross_entropy import FrozenHead, HeadSlice
 from ..ops.matmul import dense_matmul, dequantize, sliced_matmul
 from ..ops.streams import stream_count
 from ..runtime import on_cpu
+from .experts import is_switch_linear
 from .nf4 import NF4Embedding, NF4Linear
+from .wrapped import Hidden
 
 LINEARS = (nn.QuantizedLinear, NF4Linear)
 EMBEDDINGS = (nn.QuantizedEmbedding, NF4Embedding)
@@ -127,6 +129,35 @@ class TransientEmbedding(nn.Module):
         return transient_matmul(x, self.embedding)
 
 
+class Requantized(nn.Module):
+    """A frozen module whose weight is quantized anew, and that can be used as it was, too.
+
+    Attributes:
+        linear: the linear, embedding or stack of experts with the new weight.
+        unchanged: whether the module as it was is used instead.
+    """
+
+    def __init__(self, own: nn.Module, linear: nn.Module) -> None:
+        super().__init__()
+        self.linear = linear
+        self.unchanged = False
+        self._own = Hidden([own])
+        self.freeze()
+
+    @property
+    def used(self) -> nn.Module:
+        """The module that computes."""
+        return self._own.all[0] if self.unchanged else self.linear
+
+    def __call__(self, *args: mx.array, **kwargs: object) -> mx.array:
+        """Return what the module in use computes."""
+        return self.used(*args, **kwargs)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """Multiply x [..., D] by the table, [..., V]."""
+        return self.used.as_linear(x)
+
+
 class HalfLinear(nn.Module):
     """A frozen fp16 copy of a weight [O, D] whose geometry could not be probed.
 
@@ -173,6 +204,57 @@ def dense_module(module: nn.Module, dtype: mx.Dtype | None = None) -> nn.Module:
     return dense
 
 
+def stored_weight(module: nn.Module, dtype: mx.Dtype, after: Sequence[mx.array] = ()) -> mx.array:
+    """Return the dense weight of a module bit-identical to that of its checkpoint.
+
+    On a CPU a loaded base has scales, and dense weights, in float32.
+
+    Args:
+        module: a linear, an embedding or a stack of experts.
+        dtype: of the dense weight in the checkpoint.
+        after: what is computed before the weight is dequantized.
+    """
+    names = [name for name, value in module.items() if isinstance(value, mx.array)]
+    part = copy.copy(module)
+    if after:
+        arrays = mx.depends([module[name] for name in names], list(after))
+        for name, array in zip(names, arrays, strict=True):
+            part[name] = array
+    if isinstance(part, NF4):
+        return nf4.dequantize(part.nf4_weight, dtype)
+    if "scales" in part and part.mode == "affine":
+        part.scales, part.biases = part.scales.astype(dtype), part.biases.astype(dtype)
+    return dense_weight(part).astype(dtype)
+
+
+def dense_like(module: nn.Module, weight: mx.array) -> nn.Module:
+    """Return a frozen dense module of the kind of another one, with its bias, and this weight."""
+    if isinstance(module, (nn.Linear, *LINEARS)):
+        return linear_of(weight, module.get("bias"))
+    if is_switch_linear(module):
+        from mlx_lm.models.switch_layers import SwitchLinear
+
+        dense = SwitchLinear(1, 1, 1, bias="bias" in module)
+        if "bias" in module:
+            dense.bias = module.bias
+    else:
+        dense = nn.Embedding(1, 1)
+    dense.weight = weight
+    dense.freeze()
+    return dense
+
+
+def linear_of(weight: mx.array, bias: mx.array | None = None) -> nn.Module:
+    """Return a frozen linear with a dense weight [O, D]; no random number is drawn."""
+    linear = DenseLinear.__new__(DenseLinear)
+    nn.Module.__init__(linear)
+    linear.weight = weight
+    if bias is not None:
+        linear.bias = bias
+    linear.freeze()
+    return linear
+
+
 def first_rows(module: nn.Module, count: int) -> nn.Module:
     """Return a quantized linear or embedding with the first rows of its weight and no others."""
     sizes = {"weight": count, "scales": count, "biases": count, "bias": count}
@@ -190,6 +272,8 @@ def frozen_head(module: nn.Module) -> FrozenHead | None:
 
     By the transient path, and from NF4, a slice is dense while it is used.
     """
+    if isinstance(module, Requantized):
+        return _head_in_use(module)
     if isinstance(module, TransientLinear):
         return _quantized_head(module.linear, dense=True)
     if isinstance(module, TransientEmbedding):
@@ -199,6 +283,15 @@ def frozen_head(module: nn.Module) -> FrozenHead | None:
     if type(module) in (nn.Linear, DenseLinear, nn.Embedding, HalfLinear):
         return _head(module, *module.weight.shape, lambda at: module.weight[at])
     return None
+
+
+def _head_in_use(module: Requantized) -> FrozenHead | None:
+    """Return a head that is read from whichever module is in use then."""
+    head = frozen_head(module.linear)
+    return head and head._replace(
+        part=lambda start, stop: frozen_head(module.used).part(start, stop),
+        rows=lambda at: frozen_head(module.used).rows(at),
+    )
 
 
 def _head(

@@ -1,5 +1,6 @@
-"""A module that takes the place of a block."""
+"""A module that takes the place of a block, and modules that one uses without having them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.nn as nn
@@ -19,3 +20,10 @@ class WrappedBlock(nn.Module):
             if name == "block":
                 raise
             return getattr(self["block"], name)
+
+
+class Hidden:
+    """Modules that are not a part of the one that uses them."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.all = list(modules)

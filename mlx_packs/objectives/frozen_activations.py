@@ -371,6 +371,7 @@ def _key(
             train.quantize,
             train.double_quant,
             train.keep,
+            *([train.for_merge] if train.for_merge != "none" else []),
         ],
         "blocks": frozen,
         "states": [str(states.dtype), states.shape[-1], train.compute_dtype, matmul_path],

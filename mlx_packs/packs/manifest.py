@@ -6,7 +6,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ..adapters.spec import ModuleSpec, SliceSpec, Specs
-from ..config.choices import ARCHITECTURES, ArchitectureFacts, architecture_of
+from ..config.choices import (
+    ARCHITECTURES,
+    WEIGHT_FORMATS,
+    ArchitectureFacts,
+    architecture_of,
+)
 from ..config.parse import current_keys
 from ..config.schema import COLUMN_SETTINGS
 from ..errors import PackError
@@ -50,6 +55,7 @@ _KEYS = {
     "adapters": "a mapping",
     "adapters.parameters": "an integer of 0 or more",
     "adapters.dtype": "text?",
+    "adapters.for_merge": "text?",
     "adapters.padded_rank": "an integer above 0?",
     "adapters.groups": "a list",
     "adapters.groups.*": "a list of texts",
@@ -189,6 +195,7 @@ def check_manifest(manifest: dict, with_files: bool = True) -> None:
         raise ValueError("adapters.modules must be a list with something in it, but is []")
     for i, module in enumerate(modules):
         _check_module(f"adapters.modules[{i}]", module)
+    _check_for_merge(manifest["adapters"])
     for i, tensor in enumerate(replaced or []):
         if not tensor["name"].rpartition(".")[0]:
             raise ValueError(
@@ -202,6 +209,19 @@ def check_quantization(key: str, quantization: object) -> None:
     check_kind(key, quantization, "a mapping")
     check_keys(quantization, _QUANTIZATION, key)
     check_kind(f"{key}.mode", quantization.get("mode", "affine"), "text")
+
+
+def _check_for_merge(adapters: dict) -> None:
+    """Raise a ValueError for adapters that no merge in the recorded format rounds."""
+    if (name := adapters.get("for_merge")) is None:
+        return
+    if name not in WEIGHT_FORMATS:
+        raise ValueError(
+            f"adapters.for_merge must be one of {', '.join(WEIGHT_FORMATS)}, but is {name!r}"
+        )
+    others = [m for m in adapters["modules"] if m.get("kind", "lora") != "lora" or m.get("experts")]
+    if others or adapters.get("replaced"):
+        raise ValueError("adapters.for_merge is for adapters of linears alone")
 
 
 def _check_module(key: str, module: dict) -> None:

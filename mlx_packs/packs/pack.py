@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import runtime
+from ..adapters.for_merge import attach_merged
 from ..adapters.imported import attach_inference_only, is_inference_only
 from ..adapters.lora import Attached, attach
 from ..adapters.method import Trainable
@@ -106,6 +107,7 @@ class Pack:
             "parameters": weights_of(attached.specs.values()) or attached.parameter_count(),
             "groups": _paths_of(attached.groups),
             "dtype": dtype,
+            **({"for_merge": attached.for_merge} if attached.for_merge != "none" else {}),
             **_modules_json(attached.base, attached.specs, attached.replaced),
         }
         facts = {"method": attached.method, **facts}
@@ -191,8 +193,15 @@ class Pack:
         return (self.manifest.get("files") or {}).get(ADAPTERS, {}).get("sha256")
 
     @property
+    def for_merge(self) -> str:
+        """The format of the merge that the pack was trained for (``--for-merge``), or ``none``."""
+        return self.manifest["adapters"].get("for_merge", "none")
+
+    @property
     def beyond_lora(self) -> str:
         """A description of a part that is not LoRA on a linear layer; empty if there is none."""
+        if self.for_merge != "none":
+            return f"it is trained for packs merge --requantize {self.for_merge}"
         for path, spec in self.specs.items():
             if is_inference_only(spec):
                 return f"{path} is {spec.kind}"
@@ -361,6 +370,8 @@ class Pack:
         fallback = bool(self.part("recipe").get("train_fp16_fallback"))
         where = str(self.path / ADAPTERS if self.path else "pack")
         check_shapes(shapes_of(self.manifest), {n: t.shape for n, t in tensors.items()}, where)
+        if self.for_merge != "none":
+            return attach_merged(base, self.specs, tensors, self.for_merge, matmul_path)
         inference_only = {p: spec for p, spec in self.specs.items() if is_inference_only(spec)}
         trainable = {p: spec for p, spec in self.specs.items() if p not in inference_only}
         replaced = replaced_of(self.manifest)

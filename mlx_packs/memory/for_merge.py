@@ -1,0 +1,68 @@
+"""What training for a quantized merge (``--for-merge``) takes beside plain LoRA, in bytes."""
+
+import math
+from collections.abc import Mapping
+
+from ..bases.quantization import QuantizeOptions, format_for
+from ..bases.weight_formats import MLXFormat, NF4Format, named_format
+from ..config.schema import TrainConfig
+from .headers import Headers
+from .plan import PlannedAdapters
+
+# Bytes in flight for each weight that is rounded, of a quantized and of a dense base. Read off
+# peaks on a CPU; a GPU in half precision has fewer.
+_BYTES = {True: 16, False: 28}
+
+Modules = Mapping[str, tuple[int, int]]  # path -> (out, in)
+
+
+def rounding_bytes(
+    modules: Modules, adapters: PlannedAdapters, train: TrainConfig, quantized: bool
+) -> int:
+    """Return the bytes in flight while the largest adapted weight is rounded."""
+    if train.for_merge == "none":
+        return 0
+    adapted = adapted_paths(modules, adapters)
+    return _BYTES[quantized] * max(math.prod(modules[path]) for path in adapted)
+
+
+def requantized_bytes(
+    modules: Modules,
+    adapters: PlannedAdapters,
+    headers: Headers,
+    train: TrainConfig,
+    itemsize: int,
+) -> int:
+    """Return the bytes of the weights without adapters that are quantized anew beside the base's."""
+    if train.for_merge == "none":
+        return 0
+    options = QuantizeOptions(named_format(train.for_merge))
+    stored = _stored_bits(headers)
+    if stored is not None and options.weight_format.bits_per_weight >= stored:
+        return 0
+    adapted = adapted_paths(modules, adapters)
+    formats = {p: (format_for(p, s, options), s) for p, s in modules.items() if p not in adapted}
+    return sum(
+        weight_format.nbytes(shape, itemsize)
+        for weight_format, shape in formats.values()
+        if not isinstance(weight_format, str)
+    )
+
+
+def adapted_paths(modules: Modules, adapters: PlannedAdapters) -> set[str]:
+    """Return the paths of the modules that have adapters."""
+    first = 1 + max(int(path.split(".")[2]) for path in modules if "layers" in path)
+    first -= len(adapters.kept)
+    names = {f"{i}.{name}" for i, block in enumerate(adapters.kept, first) for name in block}
+    return {path for path in modules if path.partition("layers.")[2] in names}
+
+
+def _stored_bits(headers: Headers) -> float | None:
+    """Return the bits of a weight of a base that is stored quantized; None if it is dense."""
+    quantization = headers.config.get("quantization") or {}
+    if headers.is_nf4:
+        return NF4Format().bits_per_weight
+    if not headers.is_quantized or "bits" not in quantization:
+        return None
+    mode, group_size = quantization.get("mode", "affine"), quantization["group_size"]
+    return MLXFormat(mode, quantization["bits"], group_size).bits_per_weight
