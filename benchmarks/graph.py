@@ -21,8 +21,10 @@ from mlx.utils import tree_flatten
 
 from mlx_packs import runtime
 from mlx_packs.adapters.dora import DoRAAttached
+from mlx_packs.adapters.for_merge import ForMerge, Rounding
 from mlx_packs.adapters.lora import Attached, attach
 from mlx_packs.adapters.residual import install
+from mlx_packs.bases.weight_formats import FORMATS
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.data.batches import few_shapes, lay_out, most_targets
 from mlx_packs.data.encoding import Example, Examples
@@ -42,6 +44,7 @@ from mlx_packs.training.step import Stepper
 
 _TYPICAL = math.log(300) - 0.7**2 / 2, 0.7  # of the logarithms of tokens: mean 300
 _EXAMPLES = 4000
+_FOR_MERGE = "for-merge-"  # and a format
 
 
 def lazy_step(  # noqa: PLR0913 (one argument for each thing that a step depends on)
@@ -70,15 +73,17 @@ def lazy_step(  # noqa: PLR0913 (one argument for each thing that a step depends
         recompute: activation checkpointing: none, selective or block.
         packed: whether sequences hold several examples, of lengths as `_TYPICAL` draws them: what
             attention costs depends on the sum of their squares.
-        method: of training: lora, dora, or pissa, which stands for olora too.
+        method: of training: lora, dora, or pissa, which stands for olora too; or lora with
+            --for-merge: for-merge-affine4, for-merge-affine8, for-merge-nf4.
 
     Returns:
         What the step computes: loss, gradient norm, the updated adapters and the optimizer's
         state; and every array that exists before it and is read.
     """
     base = Base("captured", Path("."), model, None, args, "")
-    attached = attach(base, LoRAConfig(rank=rank), matmul_path=path)
-    known = _made_of(attached, method)
+    own_path = "quantized" if method.startswith(_FOR_MERGE) else path  # it applies the path itself
+    attached = attach(base, LoRAConfig(rank=rank), matmul_path=own_path)
+    known = _made_of(attached, method, path)
     attached.recompute(recompute)
     model.train()
     settings = TrainConfig()
@@ -98,12 +103,16 @@ def lazy_step(  # noqa: PLR0913 (one argument for each thing that a step depends
     return [array for _, array in tree_flatten(updated)], leaves
 
 
-def _made_of(attached: Attached, method: str) -> list[mx.array]:
+def _made_of(attached: Attached, method: str, path: str) -> list[mx.array]:
     """Install a method's groups; return the arrays that it computes once, when it is attached."""
     if method == "dora":
         DoRAAttached(attached)
     elif method in ("pissa", "olora"):
         install(attached, ResidualLoRA)  # beginning with any factors
+    elif method.startswith(_FOR_MERGE):
+        name = method.removeprefix(_FOR_MERGE)
+        grid = dict.fromkeys(attached.specs, Rounding(mx.bfloat16, FORMATS[name]))
+        ForMerge(attached, name, grid, path)
     elif method != "lora":
         raise ValueError(f"no step of {method}")
     groups = list(attached.model.modules())

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from mlx_packs.config.choices import MATMUL_PATHS, POLICIES
+from mlx_packs.config.choices import MATMUL_PATHS, POLICIES, WEIGHT_FORMATS
 
 from .. import history
 from ..history import Environment, Record
@@ -181,7 +181,7 @@ def parser() -> argparse.ArgumentParser:
         ("--recompute", POLICIES, "Activation checkpointing of ours, in steps and ops [none]"),
         (
             "--method",
-            ("lora", "dora", "pissa"),
+            ("lora", "dora", "pissa", *(f"for-merge-{name}" for name in WEIGHT_FORMATS)),
             "Methods, in steps; of mlx-lm lora and dora [lora]",
         ),
     ):

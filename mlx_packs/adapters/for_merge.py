@@ -1,7 +1,7 @@
 """Adapters that are trained and applied on the grid of a quantized merge (``--for-merge``).
 
-`packs merge --requantize FORMAT` rounds W + s B A. In training the same rounding is in every
-forward pass; a pack is applied as the quantized weights themselves. So merging changes nothing.
+`packs merge --requantize FORMAT` rounds W + s B A. In the second half of training the same rounding is
+in every forward pass; a pack is applied as the quantized weights themselves. So merging changes nothing.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -37,6 +37,9 @@ from .residual import install
 from .spec import ModuleSpec, Specs
 from .tensors import Slot, delta_of
 
+# Share of a run before it rounds. While deltas are smaller than a step of the grid, rounding hides
+# what they change: runs that rounded from the start were behind (docs/methods.md).
+ROUNDED_FROM = 0.5
 _LINEARS = (nn.Linear, DenseLinear, nn.QuantizedLinear, NF4Linear)  # but no subclasses of others
 
 
@@ -131,6 +134,11 @@ class ForMerge(Attached):
         self.swap(swapped)
         self.model.train(self.model.training)
 
+    def at(self, share: float) -> None:
+        """Round in training once this share of a run is done; scores are of rounded weights always."""
+        for slot in self.slots.values():
+            slot.lora.rounds = share >= ROUNDED_FROM
+
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """Return a context in which the model computes what the base does, nothing quantized anew.
@@ -161,12 +169,6 @@ def attach_for_merge(
     Raises:
         PackError: an adapted module cannot be quantized with its adapters.
     """
-    if lora.dropout:
-        raise PackError(
-            "--dropout: does not go with --for-merge, where adapters have no input of their own. "
-            "Leave it out.",
-            "conflict",
-        )
     attached = attach(base, lora, None, "quantized", train.seed)
     try:
         for path, spec in attached.specs.items():

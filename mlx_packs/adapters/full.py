@@ -54,6 +54,9 @@ class Unfrozen:
         """Return the number of tensors, for one line of output."""
         return f"float32 · {len(self._places)} tensors"
 
+    def at(self, share: float) -> None:
+        """Do what a share of a run that is done asks for: nothing."""
+
     def detach(self) -> None:
         """Put the base's own arrays and modules back, frozen; can be called twice."""
         for place in self._places.values():

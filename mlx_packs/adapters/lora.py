@@ -65,6 +65,9 @@ class Attached:
             f"{len(self.specs)} projections in {len(self.groups)} groups"
         )
 
+    def at(self, share: float) -> None:
+        """Do what a share of a run that is done asks for: nothing."""
+
     def swap(self, modules: list[tuple[str, nn.Module]]) -> None:
         """Put modules at their paths until `detach`."""
         current = dict(self.model.named_modules())

@@ -66,6 +66,9 @@ class Trainable(Protocol):
     def recompute(self, policy: str) -> None:
         """Set the activation checkpointing policy: ``none``, ``selective`` or ``block``."""
 
+    def at(self, share: float) -> None:
+        """Take note of the share of a run that is done, in [0, 1), before each of its batches."""
+
     def swap(self, modules: list[tuple[str, nn.Module]]) -> None:
         """Put modules at their paths until `detach`."""
 

@@ -143,13 +143,19 @@ def tiny_recipe() -> dict:
 
 
 def check_method(lora: LoRAConfig, train: TrainConfig, names: Collection[str] = ()) -> None:
-    """Raise a PackError for a setting of adapters beside ``method: full``.
+    """Raise a PackError for a setting of adapters beside ``method: full`` or ``for_merge``.
 
     Args:
         lora: settings of the adapters, whose defaults are allowed.
         train: settings of the training.
         names: settings that were specified, which are not allowed even at their defaults.
     """
+    if lora.dropout and train.for_merge != "none":
+        raise PackError(
+            "--dropout: does not go with --for-merge, where adapters have no input of their own. "
+            "Leave it out.",
+            "conflict",
+        )
     for name in ADAPTER_SETTINGS if train.trains_base else ():
         if name in names or lora.changed([name]):
             raise PackError(

@@ -11,6 +11,7 @@ from functools import partial
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..ops.grouped_lora import grouped_lora
 from ..ops.lora_qmv import MAX_ROWS
 from ..ops.matmul import dense_matmul
 from .lora import AdaptedLinear, GroupedLoRA, low_rank_delta
@@ -147,7 +148,8 @@ class StraightThroughLoRA(GroupedLoRA):
 
     Semantics: y = Q(W + s B A) x + bias, where the gradient takes Q for the identity
 
-    Without a rank (A [D, 0]) it computes y = W x + bias.
+    Without a rank (A [D, 0]) it computes y = W x + bias, and in training before it ``rounds`` what
+    LoRA does: y = W x + s B A x + bias.
 
     Args:
         lora: the group that it takes the place of.
@@ -162,6 +164,22 @@ class StraightThroughLoRA(GroupedLoRA):
         self.dropout = lora.dropout
         self.lora_a, self.lora_b = list(lora.lora_a), list(lora.lora_b)
         self._sums = QuantizedSums(sums)
+        self.rounding = mx.zeros((1,))
+        self.freeze(recurse=False, keys="rounding")
+
+    @property
+    def rounds(self) -> bool:
+        """Whether weights are quantized in training.
+
+        The size of an array says so: functions that are compiled with the state of the module as an
+        input are traced again when it changes.
+        """
+        return self.rounding.size > 0
+
+    @rounds.setter
+    def rounds(self, value: bool) -> None:
+        if value != self.rounds:
+            self.rounding = mx.zeros((int(value),))
 
     def decoded(self, *_: object, **__: object) -> None:
         """Return None: decoding takes the quantized sums."""
@@ -187,12 +205,23 @@ class StraightThroughLoRA(GroupedLoRA):
         """Return the products of x with quantized sums, without their biases."""
         if not any(a.shape[-1] for a in self.lora_a):
             return [multiply(x, total.linear) for _, total in sums]
+        if self.training and not self.rounds:
+            return [self._unrounded(x, total) for _, total in sums]
         if self._kept is None or self.training:
             factors = self.lora_a, self.lora_b, self._scales
             return quantized_sum_matmul(x, *factors, [total for _, total in sums])
         modules = [self._once(("quantized", i), partial(self._module, total)) for i, total in sums]
         few = x.size <= MAX_ROWS * x.shape[-1]
         return [module(x) if few else multiply(x, module) for module in modules]
+
+    def _unrounded(self, x: mx.array, total: QuantizedSum) -> mx.array:
+        """Return the product with a sum as it is."""
+        a, b, scales = [], [], []
+        for width, i in total.slices:
+            a.append(mx.zeros((x.shape[-1], 0)) if i is None else self.lora_a[i])
+            b.append(mx.zeros((0, width)) if i is None else self.lora_b[i])
+            scales.append(0.0 if i is None else self._scales[i])
+        return grouped_lora(x, [multiply(x, total.linear)], a, b, scales)[0]
 
     def _module(self, total: QuantizedSum) -> nn.Module:
         indices = total.adapters

@@ -108,6 +108,7 @@ class Loop:
             return
         for number in range(self.state.batches - first + 1, config.iters + 1):
             batch = next(batches)
+            self.trainable.at((first + number - 1) / self.run.goal.stop)
             ends = number == config.iters
             self._start(batch, number)
             reports = number % config.steps_per_report == 0 or ends

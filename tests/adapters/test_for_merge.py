@@ -1,0 +1,385 @@
+"""--for-merge: trained, applied and merged on one grid."""
+
+import json
+import signal
+from functools import partial
+
+import pytest
+
+from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, merge_pack, train_pack
+from mlx_packs.adapters.for_merge import ROUNDED_FROM, Rounding
+from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.method import METHODS
+from mlx_packs.bases.weight_formats import named_format
+from mlx_packs.config.recipe import resolve, tiny_recipe
+from mlx_packs.convert.interop import export_pack
+from mlx_packs.errors import RunStopped
+from mlx_packs.inference.generate import complete
+from mlx_packs.memory.estimate import estimate, matmul_paths
+from mlx_packs.memory.headers import Headers
+from mlx_packs.nn.quantized import dense_weight, linear_of, stored_weight
+from mlx_packs.nn.straight_through import QuantizedSum, quantized_sum_matmul
+from mlx_packs.packs.weighted_sum import weighted_sum
+from mlx_packs.runtime import mx
+from mlx_packs.serving.slots import PackSlots
+from mlx_packs.training.observers.observer import Observer
+from tests.helpers.checkpoints import write_checkpoint, write_dense
+from tests.helpers.errors import raises
+from tests.helpers.rows import chat, write_rows
+
+FORMATS = ("affine4", "affine8", "nf4")
+TOKENS = mx.array([[5, 9, 3, 77, 12, 40], [1, 2, 3, 4, 5, 6]])
+ON_TINY = ("affine4", *(pytest.param(name, marks=pytest.mark.slow) for name in FORMATS[1:]))
+EXACT = 1e-5  # nats a token
+
+
+def attached(base, for_merge: str, path: str = "transient", **lora):
+    train = TrainConfig(for_merge=for_merge)
+    return METHODS["lora"].attach(base, LoRAConfig(rank=4, **lora), train, path)
+
+
+def moved(trainable, by: float = 0.05):
+    """The same with other values."""
+    mx.random.seed(1)
+    for lora in {id(slot.lora): slot.lora for slot in trainable.slots.values()}.values():
+        for factors in (lora.lora_a, lora.lora_b):
+            factors[:] = [m + by * mx.random.normal(m.shape) for m in factors]
+    return trainable
+
+
+def moved_pack(base, for_merge: str, **lora) -> tuple[Pack, mx.array]:
+    """A pack of a base, and the logits that it had when it was trained."""
+    trainable = moved(attached(base, for_merge, **lora))
+    try:
+        return Pack.of(trainable), base.model(TOKENS)
+    finally:
+        trainable.detach()
+
+
+@pytest.mark.parametrize("slices", [(96,), (32, 48, 16)])
+@pytest.mark.parametrize("stored", ["none", "affine4", "nf4"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_gradients_are_those_of_the_definition(name, stored, slices):
+    """With the dense weight made: W' + stop_gradient(Q(W') - W'), for A and B; Q(W') for x."""
+    mx.random.seed(3)
+    width, rank, dtype = 128, 4, mx.bfloat16
+    own = linear_of((0.1 * mx.random.normal((sum(slices), width))).astype(dtype))
+    if stored != "none":
+        own = named_format(stored).module(own, mx.float32)
+    rounding = Rounding(dtype, named_format(name))
+    places = [(n, None if i == 1 else min(i, 1)) for i, n in enumerate(slices)]
+    total = QuantizedSum(own, dtype, partial(rounding.linear, mx.float32), tuple(places))
+    adapted = [n for n, i in places if i is not None]
+    a = [mx.random.normal((width, rank)) * 0.1 for _ in adapted]
+    b = [mx.random.normal((rank, n)) * 0.1 for n in adapted]
+    scales = [2.0, 0.5][: len(adapted)]
+    x, dy = mx.random.normal((2, 3, width)), mx.random.normal((2, 3, sum(slices)))
+
+    def ours(x, a, b):
+        (y,) = quantized_sum_matmul(x, a, b, scales, [total])
+        return (y * dy).sum()
+
+    def defined(x, a, b):
+        weight, parts, i = stored_weight(own, dtype).astype(mx.float32), [], 0
+        for n, at in places:
+            delta = mx.zeros((n, width)) if at is None else scales[i] * (a[i] @ b[i]).T
+            parts.append(delta)
+            i += at is not None
+        delta = mx.concatenate(parts)
+        rounded = dense_weight(rounding.linear(mx.float32, (weight + delta).astype(dtype)))
+        through = mx.stop_gradient(rounded) + delta - mx.stop_gradient(delta)
+        return ((x @ through.T) * dy).sum()
+
+    value, gradients = mx.value_and_grad(ours, argnums=(0, 1, 2))(x, a, b)
+    wanted, of_definition = mx.value_and_grad(defined, argnums=(0, 1, 2))(x, a, b)
+    assert mx.allclose(value, wanted, rtol=1e-4).item()
+    pairs = [(gradients[0], of_definition[0])]
+    pairs += zip(gradients[1] + gradients[2], of_definition[1] + of_definition[2], strict=True)
+    for one, other in pairs:
+        assert (mx.abs(one - other).max() / mx.abs(other).max()).item() < EXACT
+
+
+@pytest.mark.parametrize("name", ON_TINY)
+def test_training_applying_and_the_base_alone(name, shared_tiny):
+    before = shared_tiny.model(TOKENS)
+    trainable = moved(attached(shared_tiny, name))
+    try:
+        trained = shared_tiny.model(TOKENS)
+        with trainable.disabled():
+            assert mx.allclose(shared_tiny.model(TOKENS), before, atol=1e-4).item()
+        assert mx.array_equal(shared_tiny.model(TOKENS), trained).item()
+        text = complete(shared_tiny, [5, 9, 3], 8)
+        pack = Pack.of(trainable)
+    finally:
+        trainable.detach()
+    assert mx.array_equal(shared_tiny.model(TOKENS), before).item()
+    assert pack.for_merge == name
+    for path in ("quantized", "transient", "dense"):
+        with shared_tiny.applied(pack, path):
+            assert mx.allclose(shared_tiny.model(TOKENS), trained, atol=1e-3).item()
+    assert mx.abs(trained - before).max().item() > 0.1
+    with shared_tiny.applied(pack):
+        assert complete(shared_tiny, [5, 9, 3], 8) == text
+    assert mx.array_equal(shared_tiny.model(TOKENS), before).item()
+
+
+@pytest.mark.parametrize("name", ON_TINY)
+def test_a_merge_of_the_bundled_base_is_exact(name, shared_tiny, tmp_path):
+    pack, trained = moved_pack(shared_tiny, name)
+    report = merge_pack(pack, "tiny", tmp_path / "m", name, rows=6)
+    assert report["passed"] and report["for_merge"] == name
+    assert report["kl_mean"] <= EXACT < report["kl_of_pack"]
+    assert mx.allclose(load_base(tmp_path / "m").model(TOKENS), trained, atol=1e-3).item()
+
+
+@pytest.mark.parametrize(
+    "family, quantize, name, lora",
+    [
+        ("qwen3", "none", "affine4", {}),
+        ("qwen3", "none", "nf4", {"target_modules": ("v_proj",)}),
+        ("qwen3", "nf4", "nf4", {"num_layers": 1}),
+        ("qwen3", "nf4", "affine4", {}),
+        ("qwen3", "affine8", "affine4", {"rslora": True}),
+        ("gpt2", "affine4", "affine8", {}),
+    ],
+)
+def test_a_merge_of_other_bases_is_exact(family, quantize, name, lora, tmp_path):
+    if family == "qwen3":
+        folder = write_dense(tmp_path / "dense", vocab_size=4096)
+    else:
+        folder = write_checkpoint(tmp_path / "dense", family)
+    base = load_base(folder, quantize)
+    before = base.model(TOKENS)
+    pack, trained = moved_pack(base, name, **lora)
+    with base.applied(pack):
+        assert mx.allclose(base.model(TOKENS), trained, atol=1e-3).item()
+    assert mx.array_equal(base.model(TOKENS), before).item()
+    report = merge_pack(pack, folder, tmp_path / "m", name, rows=4)
+    assert report["passed"] and report["kl_mean"] <= EXACT
+    assert mx.allclose(load_base(tmp_path / "m").model(TOKENS), trained, atol=2e-3).item()
+
+
+def test_weights_that_a_format_cannot_hold_stay_dense(tmp_path):
+    folder = write_dense(tmp_path / "dense", vocab_size=4096, intermediate_size=96)
+    base = load_base(folder)
+    pack, trained = moved_pack(base, "affine4")  # 64 does not divide the width of down_proj
+    assert merge_pack(pack, folder, tmp_path / "m", "affine4", rows=4)["kl_mean"] <= EXACT
+    merged = load_base(tmp_path / "m")
+    assert "scales" not in merged.model.layers[0].mlp.down_proj
+    assert mx.allclose(merged.model(TOKENS), trained, atol=2e-3).item()
+
+
+TRAIN = TrainConfig(
+    iters=8,
+    batch_size=2,
+    max_seq_length=64,
+    learning_rate=1e-3,
+    lr_schedule="constant",
+    val_batches=0,
+    for_merge="affine4",
+)
+
+
+def with_settings(**changes) -> TrainConfig:
+    return TrainConfig(**{**vars(TRAIN), **changes})
+
+
+@pytest.fixture
+def rows(tmp_path):
+    words = "one two three four five six seven eight".split()
+    each = [chat(f"Say {word}.", f"{word}, I say, {word}.") for word in words]
+    return write_rows(tmp_path / "rows", train=each, valid=each[:4])
+
+
+def test_a_run_learns_and_merges_exactly(tiny, rows, tmp_path):
+    run = train_pack(tiny, rows, LoRAConfig(rank=4), TRAIN, tmp_path / "p")
+    assert run.report["ppl_after"] < run.report["ppl_before"]
+    assert Pack.open(tmp_path / "p").for_merge == "affine4"
+    report = merge_pack(run.pack, "tiny", tmp_path / "m", "affine4", data=rows)
+    assert report["kl_mean"] <= EXACT
+    assert report["ppl_after"] == pytest.approx(run.report["ppl_after"], rel=1e-3)
+
+
+class Interrupts(Observer):
+    """Interrupts a run after a batch, as Ctrl-C does."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_step(self, line) -> None:
+        if line["batch"] == self.batch:
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantize", ["none", "affine4", "nf4"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"packing": True}, {"recompute": "block"}, {"grad_accumulation_steps": 2}],
+    ids=str,
+)
+def test_an_interrupted_run_equals_an_unbroken_one_to_the_bit(settings, quantize, rows, tmp_path):
+    base, lora = write_dense(tmp_path / "dense", vocab_size=4096), LoRAConfig(rank=4)
+    train = with_settings(quantize=quantize, **settings)
+    unbroken = train_pack(str(base), rows, lora, train, tmp_path / "a")
+    for at in (2, 6):  # before it rounds, and after that
+        with pytest.raises(RunStopped):
+            out = tmp_path / f"b{at}"
+            train_pack(str(base), rows, lora, train, out, callbacks=[Interrupts(at)])
+        resumed = train_pack(str(base), rows, lora, train, out, resume=True)
+        for name, tensor in unbroken.pack.tensors.items():
+            assert mx.array_equal(tensor, resumed.pack.tensors[name]).item(), name
+
+
+def test_rounding_begins_in_the_second_half_and_scores_are_always_rounded(shared_tiny):
+    trainable = moved(attached(shared_tiny, "affine4"))
+    specs, tensors = trainable.specs, trainable.tensors()
+    try:
+        rounded = shared_tiny.model(TOKENS)
+        trainable.at(ROUNDED_FROM - 0.01)
+        assert mx.array_equal(shared_tiny.model(TOKENS), rounded).item()
+        shared_tiny.model.train()
+        before = shared_tiny.model(TOKENS)
+        trainable.at(ROUNDED_FROM)
+        assert mx.allclose(shared_tiny.model(TOKENS), rounded, atol=1e-3).item()
+    finally:
+        trainable.detach()
+    plain = attach(shared_tiny, specs=specs)
+    try:
+        plain.load(tensors, "test")
+        assert mx.allclose(shared_tiny.model(TOKENS), before, atol=1e-3).item()
+    finally:
+        plain.detach()
+
+
+@pytest.mark.parametrize("policy", ["selective", "block"])
+def test_recomputed_gradients_are_the_same(policy, shared_tiny):
+    trainable = moved(attached(shared_tiny, "affine4"))
+    lora = trainable.slots["model.layers.0.self_attn.q_proj"].lora
+
+    def gradient():
+        def loss(b):
+            lora.lora_b[0] = b
+            return shared_tiny.model(TOKENS).square().mean()
+
+        own = lora.lora_b[0]
+        shared_tiny.model.train()
+        result = mx.grad(loss)(own)
+        lora.lora_b[0] = own
+        return result
+
+    try:
+        plain = gradient()
+        trainable.recompute(policy)
+        assert mx.allclose(gradient(), plain, rtol=1e-4, atol=1e-6).item()
+    finally:
+        trainable.detach()
+
+
+@pytest.mark.parametrize("quantize", ["none", "nf4"])
+def test_the_plan_counts_the_weights_that_are_rounded(quantize, tmp_path):
+    base = load_base(write_dense(tmp_path / "dense", hidden_size=256), quantize)
+    headers, train = Headers.of(base), TrainConfig(max_seq_length=64, matmul_path="transient")
+    plain = estimate(headers, LoRAConfig(), train)
+    for_merge = estimate(headers, LoRAConfig(), TrainConfig(**vars(train) | {"for_merge": "nf4"}))
+    assert for_merge.peak_bytes > plain.peak_bytes
+    assert (for_merge.base > plain.base) == (quantize == "none")  # the table and the head
+    paths = matmul_paths(headers, TrainConfig(for_merge="nf4"))
+    assert paths == ["dense" if quantize == "none" else "transient"]
+
+
+@pytest.fixture(scope="module")
+def for_merge_pack(tmp_path_factory, shared_tiny):
+    pack, _ = moved_pack(shared_tiny, "affine4")
+    return pack.save(tmp_path_factory.mktemp("for-merge") / "p")
+
+
+@pytest.mark.parametrize(
+    "flags, other",
+    [
+        (("--method", "dora"), "--method"),
+        (("--method", "pissa"), "--method"),
+        (("--method", "full"), "--method"),
+        (("--dropout", "0.1"), "--dropout"),
+        (("--objective", "projection-stack"), "--objective"),
+        (("--train-fp16-fallback",), "--train-fp16-fallback"),
+        (("--task", "embedding"), "--for-merge"),
+    ],
+)
+def test_settings_that_do_not_go_with_it_are_rejected(flags, other, rejected, rows):
+    error = rejected("train", "--data", rows, "--for-merge", "affine4", *flags)
+    assert error.code == "conflict" and other in error.message
+
+
+def test_experts_are_rejected(tmp_path):
+    base = load_base(write_checkpoint(tmp_path / "moe", "qwen3_moe"))
+    with raises("unsupported", None, "--for-merge", "switch_mlp", "--target-modules"):
+        attached(base, "affine4", target_modules=("down_proj",))
+    assert not any(type(m).__name__ == "GroupedLoRA" for m in base.model.modules())
+
+
+def test_such_packs_are_not_mixed_but_name_their_merge(for_merge_pack, shared_tiny):
+    command = "packs merge --requantize affine4"
+    with raises("unsupported", None, command):
+        weighted_sum([(for_merge_pack, 0.5)])
+    slots = PackSlots(shared_tiny)
+    try:
+        with raises("unsupported", None, command):
+            slots.add(for_merge_pack)
+    finally:
+        slots.close()
+
+
+@pytest.mark.parametrize("other", ["none", "same", "affine8", "nf4"])
+def test_another_merge_is_rejected(other, for_merge_pack, rejected, here):
+    error = rejected("merge", for_merge_pack.path, "--requantize", other, "--out", "m")
+    assert error.code == "conflict" and "--requantize affine4" in error.message
+    assert not (here / "m").exists()
+
+
+def test_the_command_line_says_that_a_merge_is_exact(for_merge_pack, run, here):
+    wanted = ("--requantize", "affine4", "--out", "m", "--rows", "4")
+    code, out, _ = run("merge", for_merge_pack.path, *wanted)
+    assert code == 0 and "exact" in out
+
+
+@pytest.mark.parametrize("to", ["peft", "mlx-lm"])
+def test_an_export_says_that_others_do_not_round(to, for_merge_pack, run, here):
+    code, out, _ = run("export", for_merge_pack.path, "--to", to, "--out", "e")
+    assert code == 0 and "packs merge --requantize affine4" in out
+
+
+@pytest.mark.slow
+def test_lm_studio_gets_the_merge_that_was_trained_for(for_merge_pack, here):
+    assert export_pack(for_merge_pack, "lmstudio", here / "l")["requantize"] == "affine4"
+
+
+@pytest.mark.parametrize("fault", ["mxfp4", 3])
+def test_manifests_name_a_format(fault, for_merge_pack, tmp_path, rejected):
+    manifest = json.loads((for_merge_pack.path / "pack.json").read_text())
+    manifest["adapters"]["for_merge"] = fault
+    manifest.pop("sha256", None)
+    folder = tmp_path / "p"
+    folder.mkdir()
+    (folder / "pack.json").write_text(json.dumps(manifest))
+    with raises("unreadable", None):
+        Pack.open(folder)
+
+
+@pytest.mark.slow
+def test_merged_it_is_no_worse_than_lora_that_is_rounded(tmp_path):
+    """Same recipe and seed: after 30 updates of the bundled model, the mean of three seeds."""
+    ratios = []
+    for seed in range(3):
+        ppl = {}
+        for name in ("none", "affine4"):
+            changes = {"iters": 30, "seed": seed, "for_merge": name, "metric": "none"}
+            recipe = resolve(tiny_recipe() | changes | {"val_batches": 0, "test_batches": 1})
+            out = tmp_path / f"{seed}-{name}"
+            pack = train_pack("tiny", "tiny", recipe.lora, recipe.train, out).pack
+            report = merge_pack(
+                pack, "tiny", tmp_path / f"{seed}-{name}-m", "affine4", rows=64, max_drift=10
+            )
+            ppl[name] = report["ppl_after"]
+        ratios.append(ppl["affine4"] / ppl["none"])
+    assert sum(ratios) / 3 <= 1
