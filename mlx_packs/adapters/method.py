@@ -15,6 +15,7 @@ from ..bases.model import BaseModel
 from ..config import choices
 from ..config.choices import registered
 from ..config.schema import LoRAConfig, TrainConfig
+from ..errors import PackError
 from ..runtime import mx
 from .dora import DoRA
 from .for_merge import attach_for_merge
@@ -145,6 +146,19 @@ class FullFineTuning:
 def trainable_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules with trainable parameters of their own, in the order of the model."""
     return [module for module in model.modules() if _has_trainable(module)]
+
+
+def round_adapters(attached: Trainable, dtype: str) -> None:
+    """Round every adapter to a dtype, so that a pack of that dtype loses nothing."""
+    rounded = {n: t.astype(getattr(mx, dtype)) for n, t in attached.tensors().items()}
+    for name, tensor in rounded.items():
+        if not mx.isfinite(tensor).all().item():
+            raise PackError(
+                f"{name}: is too large for {dtype}. Pass --pack-dtype bfloat16.",
+                "mismatch",
+                "pack_dtype",
+            )
+    attached.load(rounded, f"--pack-dtype {dtype}")
 
 
 def _has_trainable(module: nn.Module) -> bool:

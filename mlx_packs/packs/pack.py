@@ -387,19 +387,6 @@ class Pack:
         return attached
 
 
-def round_adapters(attached: Trainable, dtype: str) -> None:
-    """Round every adapter to a dtype, so that a pack of that dtype loses nothing."""
-    rounded = {n: t.astype(getattr(mx, dtype)) for n, t in attached.tensors().items()}
-    for name, tensor in rounded.items():
-        if not mx.isfinite(tensor).all().item():
-            raise PackError(
-                f"{name}: is too large for {dtype}. Pass --pack-dtype bfloat16.",
-                "mismatch",
-                "pack_dtype",
-            )
-    attached.load(rounded, f"--pack-dtype {dtype}")
-
-
 def _is_hub_name(path: str | Path) -> bool:
     """Return whether a pack's name can only be meant for the Hub: nothing here begins like it."""
     is_id = re.fullmatch(HUB_ID + r"(@[\w./-]+)?", str(path), re.ASCII) is not None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import runtime, signals
-from ..adapters.method import METHODS, Trainable
+from ..adapters.method import METHODS, Trainable, round_adapters
 from ..bases.files import TINY, check_files, resolve_checkpoint
 from ..bases.precision import STORED, ComputeDtype
 from ..config.choices import architecture_of
@@ -32,7 +32,7 @@ from ..ops import _backend, features
 from ..optim import unused_learning_rate
 from ..packs.adapter_config import adapter_config_of
 from ..packs.base import Base, load_base
-from ..packs.pack import Pack, round_adapters
+from ..packs.pack import Pack
 from ..reading import read_header
 from ..report.facts import short_curve
 from ..runtime import mx

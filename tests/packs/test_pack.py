@@ -20,13 +20,13 @@ from mlx_packs import (
     train_pack,
 )
 from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.method import round_adapters
 from mlx_packs.bases import loading
 from mlx_packs.errors import PackError
 from mlx_packs.files import atomic_folder
 from mlx_packs.packs.base import find_base
 from mlx_packs.packs.card import model_card
 from mlx_packs.packs.fit import check_fit
-from mlx_packs.packs.pack import round_adapters
 from mlx_packs.reading import sha256
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import SIZES, write_files
