@@ -69,7 +69,7 @@ def log_of(saves: list | None = None, **settings) -> list[str]:
     loop = Loop(
         run=SimpleNamespace(goal=phase),
         phase=phase,
-        trainable=SimpleNamespace(model=SimpleNamespace(train=lambda: None)),
+        trainable=SimpleNamespace(model=SimpleNamespace(train=lambda: None), at=lambda share: None),
         objective=SimpleNamespace(
             unit="tokens", arrays=lambda batch: (), score=lambda batches: score
         ),
