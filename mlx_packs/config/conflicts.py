@@ -191,7 +191,9 @@ class TrainConflicts(Settings):
             "method": self.method != "lora",
             "objective": self.objective != "transformer",
             "train_fp16_fallback": self.train_fp16_fallback,
+            "phases": bool(self.phases and set(self.tasks) - {"lm"}),
         }
         for name in (name for name, bad in unfit.items() if bad):
-            text = f"{getattr(self, name)} does not go with --for-merge {self.for_merge}."
+            value = "of another task" if name == "phases" else getattr(self, name)
+            text = f"{value} does not go with --for-merge {self.for_merge}."
             yield Fault(name, text, "conflict")

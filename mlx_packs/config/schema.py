@@ -63,7 +63,7 @@ class TrainConfig(PreferenceSettings):
         section="Adapter",
         choices=("none", *WEIGHT_FORMATS),
         memory=True,
-        task="lm",
+        tasks=("lm",),
     )
     iters: int = _schedule(600, "Batches to train on.", at_least=1, resumable=True, disk=True)
     batch_size: int = _optimization(

@@ -71,7 +71,7 @@ def log_of(saves: list | None = None, **settings) -> list[str]:
         phase=phase,
         trainable=SimpleNamespace(model=SimpleNamespace(train=lambda: None), at=lambda share: None),
         objective=SimpleNamespace(
-            unit="tokens", arrays=lambda batch: (), score=lambda batches: score
+            unit="tokens", arrays=lambda batch: (), score=lambda batches: score, facts=dict
         ),
         stepper=recorder,
         state=TrainingState(),
