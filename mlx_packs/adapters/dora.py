@@ -13,7 +13,7 @@ from ..nn.lora import AdaptedLinear
 from ..nn.quantized import TransientLinear
 from ..runtime import mx, on_cpu
 from .lora import Attached, attach
-from .residual import check_no_experts, install, weight_of
+from .residual import check_linears, install, weight_of
 from .spec import ModuleSpec, SliceSpec, Specs
 from .tensors import load_slots, slot_tensors
 
@@ -92,7 +92,7 @@ class DoRA:
             attached.detach()
             attached = attach(base, lora, specs, *settings)
         try:
-            check_no_experts(attached, "dora")
+            check_linears(attached, "dora")
             return DoRAAttached(attached)
         except BaseException:
             attached.detach()

@@ -1,4 +1,4 @@
-"""Attach inference-only adapters: DoRA, adapters on embeddings, and tensors stored in full.
+"""Attach what is applied and not trained as it is attached: DoRA, and tensors stored in full.
 
 `lora.attach` puts the trainable kinds in place; these go on top of it, and `detach` takes them off
 with the rest.
@@ -10,13 +10,12 @@ from collections.abc import Collection, Iterable, Mapping
 import mlx.nn as nn
 
 from ..errors import PackError
-from ..nn.imported import AdaptedEmbedding, DoRALinear
+from ..nn.imported import DoRALinear
 from ..nn.quantized import (
-    EMBEDDINGS,
     LINEARS,
     QUANTIZED,
-    TransientEmbedding,
     TransientLinear,
+    bare_module,
     dense_module,
     dense_weight,
 )
@@ -24,15 +23,12 @@ from ..runtime import mx
 from .lora import Attached
 from .spec import ModuleSpec, Specs, factor_names
 
-_KINDS = {
-    "dora": ((nn.Linear, *LINEARS, TransientLinear), "a linear"),
-    "embedding": ((nn.Embedding, *EMBEDDINGS, TransientEmbedding), "an embedding"),
-}
+_LINEARS = (nn.Linear, *LINEARS, TransientLinear)
 
 
 def is_inference_only(spec: ModuleSpec) -> bool:
     """Return whether an adapter is of a kind that is applied but not trained here."""
-    return spec.kind != "lora"
+    return spec.kind == "dora"
 
 
 def attach_inference_only(
@@ -42,7 +38,7 @@ def attach_inference_only(
     tensors: Mapping[str, mx.array],
     where: str,
 ) -> None:
-    """Put the tensors ``replaced``, then DoRA and embeddings' adapters, on top of trainable kinds.
+    """Put the tensors ``replaced``, then DoRA, on top of trainable kinds.
 
     Tensors have names and shapes of the pack, which errors call ``where``.
     """
@@ -63,7 +59,7 @@ def full_tensor_modules(
         by_path.setdefault(path, {})[parameter] = tensors[name]
     copies = []
     for path, parameters in by_path.items():
-        module = _bare(modules.get(path))
+        module = bare_module(modules.get(path))
         if module is None or not all(isinstance(module.get(p), mx.array) for p in parameters):
             raise PackError(f"{where}: {path}: the base has no such module.", "mismatch")
         dense = dense_module(module) if isinstance(module, QUANTIZED) else copy.copy(module)
@@ -80,35 +76,24 @@ def full_tensor_modules(
     return copies
 
 
-def _bare(module: nn.Module | None) -> nn.Module | None:
-    """Return the module that one of a matmul path replaces."""
-    if isinstance(module, TransientLinear):
-        return module.linear
-    return module.embedding if isinstance(module, TransientEmbedding) else module
-
-
 def _adapted(
     module: nn.Module | None, spec: ModuleSpec, tensors: Mapping[str, mx.array], where: str
 ) -> nn.Module:
     path = spec.path
-    types, kind = _KINDS[spec.kind]
-    if not isinstance(module, types):
+    if not isinstance(module, _LINEARS):
         actual = "nothing" if module is None else f"a {type(module).__name__}"
         raise PackError(
-            f"{where}: {path}: the adapter is for {kind}, but the base has {actual}.", "mismatch"
+            f"{where}: {path}: the adapter is for a linear, but the base has {actual}.", "mismatch"
         )
-    bare = _bare(module)
+    bare = bare_module(module)
     weight = dense_weight(bare)
     (part,) = spec.slices
-    shape = (spec.in_features, part.width)
-    if tuple(weight.shape) != (shape if spec.kind == "embedding" else shape[::-1]):
+    if tuple(weight.shape) != (part.width, spec.in_features):
         raise PackError(
             f"{where}: {path}: the adapter is for {spec.in_features} x {part.width}, "
             f"but the base's weight is {list(weight.shape)}.",
             "mismatch",
         )
     a, b = (tensors[name] for name in factor_names(path))
-    if spec.kind == "embedding":
-        return AdaptedEmbedding(module, a, b, part.scale, spec.head is not False)
     m = tensors[f"{path}.m"]
     return DoRALinear(module, weight, a, b, m, part.scale, bare.get("bias"))

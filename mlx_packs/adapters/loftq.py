@@ -18,7 +18,7 @@ from ..nn.quantized import QUANTIZED
 from ..runtime import mx
 from .initial_factors import principal_factors
 from .lora import Attached, attach
-from .residual import begin_with, check_no_experts, weight_of
+from .residual import begin_with, check_linears, weight_of
 from .spec import ModuleSpec, Specs, factor_shapes
 
 
@@ -53,7 +53,7 @@ class LoftQ:
         """Attach adapters that begin with what quantization has lost."""
         attached = attach(base, lora, None, matmul_path, train.seed, train.train_fp16_fallback)
         try:
-            check_no_experts(attached, "loftq")
+            check_linears(attached, "loftq")
             dense = _dense_weights(base, attached.frozen)
 
             def lost(path: str, module: nn.Module) -> mx.array:

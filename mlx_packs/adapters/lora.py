@@ -18,6 +18,7 @@ from ..config.choices import POLICIES
 from ..config.schema import LoRAConfig
 from ..errors import PackError
 from ..nn.blocks import GroupedAttention, GroupedMLP, grouped_class
+from ..nn.embedding_lora import AdaptedEmbedding, EmbeddingLoRA
 from ..nn.experts import AdaptedSwitchLinear
 from ..nn.gated_delta import gated_delta_layer
 from ..nn.lora import AdaptedLinear, AdapterShape, GroupedLoRA, adapter_key
@@ -25,7 +26,7 @@ from ..nn.quantized import apply_matmul_path, replace_modules
 from ..nn.recompute import RecomputedBlock
 from ..runtime import mx
 from .spec import ModuleSpec, Specs, ranks_of, weights_of
-from .targets import experts_note, fp16_copies, plan_specs, without_narrow
+from .targets import experts_note, fp16_copies, plan_specs, with_heads, without_narrow
 from .tensors import Slot, load_slots, slot_tensors
 
 
@@ -179,10 +180,10 @@ def attach(
         check_trainable(base.name, base.model)
     lora = lora or LoRAConfig()
     targets = tuple(specs) if specs is not None else lora.target_modules
-    num_layers = -1 if specs is not None else lora.num_layers
+    where = (targets, -1) if specs is not None else (targets, lora.num_layers, lora.modules_to_save)
     groups, faults = [], []
     if specs is None or specs:
-        groups, faults = find_groups(base.model, base.config, targets, num_layers)
+        groups, faults = find_groups(base.model, base.config, *where)
     if faults and not fp16_fallback:
         raise faults[0]
     fallback, notes = fp16_copies(base, faults)
@@ -193,7 +194,7 @@ def attach(
     if not groups and specs != {}:
         raise PackError("--target-modules: no projection gets an adapter.", "unknown")
     if specs is None:
-        specs = plan_specs(groups, lora)
+        specs = with_heads(plan_specs(groups, lora), base.model)
     attached = Attached(base, specs, groups, notes)
     try:
         attached.swap([(geometry.path, module) for geometry, module in fallback])
@@ -228,6 +229,14 @@ def _make_lora(
             keys.append(None)
             continue
         adapter = spec.in_features, spec.widths, spec.experts
+        if (spec.kind == "embedding") != geometry.embeds:
+            kinds = (
+                ("an embedding", "a linear") if geometry.embeds else ("a linear", "an embedding")
+            )
+            raise PackError(
+                f"{spec.path}: the adapter is for {kinds[1]}, but the base has {kinds[0]}.",
+                "mismatch",
+            )
         projection = geometry.in_features, geometry.widths, geometry.experts
         # one adapter over all slices of a fused projection, as other tools train it
         whole = geometry.in_features, [sum(geometry.widths)], geometry.experts
@@ -244,8 +253,12 @@ def _make_lora(
             keys.append(adapter_key(seed, f"{spec.path}.{s.name}"))
     if not firsts:
         return None
-    in_features = attached.specs[next(iter(firsts))].in_features
-    lora = GroupedLoRA(in_features, shapes, dropout, keys)
+    first = attached.specs[next(iter(firsts))]
+    if first.kind == "embedding":
+        (part,) = first.slices
+        lora = EmbeddingLoRA(first.in_features, part.width, part.rank, part.scale, keys[0])
+    else:
+        lora = GroupedLoRA(first.in_features, shapes, dropout, keys)
     for path, first in firsts.items():
         attached.slots[path] = Slot(lora, first, attached.specs[path])
     return lora
@@ -257,6 +270,8 @@ def _sizes(in_features: int, widths: list[int], experts: int | None) -> str:
 
 def _adapted(linear: nn.Module, lora: GroupedLoRA, spec: ModuleSpec) -> nn.Module:
     """Return a module that replaces a lone projection and adds the output of its adapters."""
+    if isinstance(lora, EmbeddingLoRA):
+        return AdaptedEmbedding(linear, lora, spec.head is not False)
     if spec.experts is not None:
         return AdaptedSwitchLinear(linear, lora)
     own = getattr(linear, "output_dims", None)

@@ -90,7 +90,7 @@ class ResidualMethod:
         """Attach adapters that begin with factors of the weights; no output changes."""
         attached = attach(base, lora, None, matmul_path, train.seed, train.train_fp16_fallback)
         try:
-            check_no_experts(attached, self.name)
+            check_linears(attached, self.name)
             begin_with(attached, self.factors, weight_of)
             install(attached, ResidualLoRA)
         except BaseException:
@@ -107,9 +107,15 @@ class ResidualMethod:
         return 2 * spec.rank
 
 
-def check_no_experts(attached: Attached, method: str) -> None:
-    """Raise a PackError if an adapter is for a stack of experts."""
+def check_linears(attached: Attached, method: str) -> None:
+    """Raise a PackError if an adapter is for an embedding or for a stack of experts."""
     for path, spec in attached.specs.items():
+        if spec.kind == "embedding":
+            raise PackError(
+                f"--method {method}: {path} is an embedding, which has LoRA alone. Leave it out of "
+                "--target-modules, name it in --modules-to-save, or take --method lora.",
+                "unsupported",
+            )
         if spec.experts is not None:
             raise PackError(
                 f"--method {method}: {path} is a stack of experts, which it cannot adapt. Leave it out "

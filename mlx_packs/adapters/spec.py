@@ -28,7 +28,7 @@ class ModuleSpec:
     Attributes:
         in_features: width of its input; of an embedding the vocabulary.
         experts: how many experts a switch linear has, each with an adapter.
-        kind: ``lora``; imported adapters may be ``dora`` or ``embedding``.
+        kind: ``lora``, ``dora``, or ``embedding``: of a table [vocab, out], which A has the rows of.
         head: whether the adapter of an embedding that is the head too acts there.
     """
 

@@ -2,7 +2,9 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
 
 import mlx.nn as nn
 
@@ -11,7 +13,7 @@ from ..bases.model import BaseModel
 from ..config.schema import LoRAConfig
 from ..errors import PackError
 from ..nn.experts import is_switch_linear
-from ..nn.quantized import HalfLinear, dense_weight
+from ..nn.quantized import HalfLinear, dense_weight, replace_modules
 from ..runtime import mx
 from .spec import ModuleSpec, SliceSpec, Specs
 
@@ -41,8 +43,9 @@ def plan_specs(groups: list[Group], lora: LoRAConfig) -> Specs:
             # a spec's scale is alpha / rank, so that of rsLoRA is in its alpha
             alpha *= math.sqrt(rank) if lora.rslora else 1
             slices.append(SliceSpec(name, width, rank, alpha))
+        kind = "embedding" if geometry.embeds else "lora"
         specs[geometry.path] = ModuleSpec(
-            geometry.path, geometry.in_features, tuple(slices), geometry.experts
+            geometry.path, geometry.in_features, tuple(slices), geometry.experts, kind
         )
     if unused := (set(lora.rank_pattern) | set(lora.alpha_pattern)) - used:
         pattern = sorted(unused)[0]
@@ -75,6 +78,58 @@ def without_narrow(groups: list[Group], lora: LoRAConfig) -> tuple[list[Group], 
         return groups, []
     names = sorted({group.members[0].name for group in groups if is_narrow(group)})
     return wide, [f"{', '.join(names)}: narrower than rank {lora.rank}, have no adapter"]
+
+
+def with_heads(specs: Specs, model: nn.Module) -> Specs:
+    """Return specs that have whether an adapted embedding acts as the head."""
+    paths = [path for path, spec in specs.items() if spec.kind == "embedding"]
+    heads = used_as_heads(model, paths)
+    return {p: replace(spec, head=heads.get(p) or spec.head) for p, spec in specs.items()}
+
+
+def used_as_heads(model: nn.Module, paths: Collection[str]) -> dict[str, bool]:
+    """Return which embeddings a model multiplies by for its logits, as a tied head; by path.
+
+    The model is called, and nothing is computed. One that is no language model has none.
+    """
+    modules, used = dict(model.named_modules()), dict.fromkeys(paths, False)
+    if not used:
+        return used
+    probes = [
+        (path, _HeadProbe(modules[path], partial(used.__setitem__, path, True))) for path in paths
+    ]
+    replace_modules(model, probes)
+    try:
+        model(mx.array([[1, 2]]))
+    except TypeError:  # an encoder takes a mask
+        pass
+    finally:
+        replace_modules(model, [(path, modules[path]) for path in paths])
+    return used
+
+
+def tied_tables(model: nn.Module, tensors: Iterable[str]) -> set[str]:
+    """Return those of the tensors that are tables of embeddings and the head as well."""
+    modules = dict(model.named_modules())
+    paths = [name.removesuffix(".weight") for name in tensors]
+    tables = [path for path in paths if hasattr(modules.get(path), "as_linear")]
+    return {f"{path}.weight" for path, used in used_as_heads(model, tables).items() if used}
+
+
+class _HeadProbe(nn.Module):
+    """An embedding that reports that it is used as a head."""
+
+    def __init__(self, embedding: nn.Module, report: Callable[[], None]) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self._report = report
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        return self.embedding(tokens)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        self._report()
+        return self.embedding.as_linear(x)
 
 
 def experts_note(model: nn.Module) -> list[str]:

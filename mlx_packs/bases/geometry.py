@@ -12,7 +12,8 @@ import mlx.nn as nn
 from ..errors import PackError, did_you_mean
 from ..nn.blocks import grouped_class
 from ..nn.experts import is_switch_linear
-from ..nn.quantized import LINEARS, NF4Linear
+from ..nn.quantized import EMBEDDINGS, LINEARS, NF4
+from ..runtime import mx
 from .quantization import is_named
 
 # Projections of a grouped block: all but the last read the block's input and form one group, the
@@ -25,7 +26,7 @@ BLOCK_PROJECTIONS = {
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sizes of one frozen linear."""
+    """The sizes of one frozen linear, or of an embedding, from whose V tokens it maps to D."""
 
     path: str
     in_features: int  # D
@@ -37,6 +38,7 @@ class Geometry:
     bias: bool
     slices: tuple[tuple[str, int], ...]  # names and widths of its output columns
     experts: int | None = None  # of a switch linear: how many such weights are stacked
+    embeds: bool = False  # whether it is an embedding
 
     @property
     def name(self) -> str:
@@ -51,11 +53,13 @@ class Geometry:
     def describe(self) -> str:
         """Return one line for people: stored and true shape."""
         if self.bits is None:
-            stored = f"dense [{self.out_features}, {self.in_features}]"
+            shape = [self.out_features, self.in_features]
+            stored = f"dense {shape[::-1] if self.embeds else shape}"
         else:
-            unit = self.in_features * self.bits // self.stored_width  # bits of a byte or a word
+            width = self.out_features if self.embeds else self.in_features
+            unit = width * self.bits // self.stored_width  # bits of a byte or a word
             stored = f"{self.mode} {self.bits}-bit g{self.group_size}, stored width"
-            stored += f" {self.stored_width} = {self.in_features} x {self.bits} / {unit}"
+            stored += f" {self.stored_width} = {width} x {self.bits} / {unit}"
         experts = "" if self.experts is None else f"{self.experts} experts of "
         return f"{self.path}: {experts}{self.in_features} -> {self.out_features} ({stored})"
 
@@ -99,7 +103,7 @@ class Heads:
 
 
 def probe(path: str, module: nn.Module, config: dict, grouped: bool = False) -> Geometry:
-    """Return the geometry of one linear, from its tensors, checked against the config.
+    """Return the geometry of a linear or embedding, from its tensors, checked against the config.
 
     With ``grouped`` the parent is attention or SwiGLU of the Llama family, whose sizes the config
     has.
@@ -114,7 +118,7 @@ def probe(path: str, module: nn.Module, config: dict, grouped: bool = False) -> 
     *stack, out_features, stored_width = weight.shape
     bits = group_size = mode = None
     in_features = stored_width
-    if isinstance(module, NF4Linear):
+    if isinstance(module, NF4):
         bits, group_size, mode = module.bits, module.group_size, module.mode
         try:
             out_features, in_features = module.nf4_weight.shape
@@ -124,10 +128,10 @@ def probe(path: str, module: nn.Module, config: dict, grouped: bool = False) -> 
         bits, group_size, mode = module.bits, module.group_size, module.mode
         in_features, odd = divmod(stored_width * 32, bits)
         expected = [*stack, out_features, in_features // group_size]
-        stored = {"scales": module.scales}
+        parts = {"scales": module.scales}
         if mode == "affine" or module.get("biases") is not None:
-            stored["biases"] = module.get("biases")
-        for name, tensor in stored.items():
+            parts["biases"] = module.get("biases")
+        for name, tensor in parts.items():
             shape = list(tensor.shape) if tensor is not None else None
             if odd or in_features % group_size or shape != expected:
                 raise GeometryError(
@@ -139,15 +143,17 @@ def probe(path: str, module: nn.Module, config: dict, grouped: bool = False) -> 
     if bias and list(module.bias.shape) != [*stack, out_features]:
         raise GeometryError(path, f"bias {list(module.bias.shape)} for {out_features} outputs.")
     name = path.rsplit(".", 1)[-1]
+    stored = bits, group_size, mode, stored_width
+    if embeds := is_embedding(module):
+        slices = ((name, in_features),)
+        return Geometry(path, out_features, in_features, *stored, False, slices, embeds=embeds)
     if grouped:
         _check_config(path, name, in_features, out_features, Heads.of(config))
     if stack:
         slices = ((name, out_features),)
     else:
         slices = _own_slices(name, module) or _fused_slices(name, out_features, Heads.of(config))
-    return Geometry(
-        path, in_features, out_features, bits, group_size, mode, stored_width, bias, slices, *stack
-    )
+    return Geometry(path, in_features, out_features, *stored, bias, slices, *stack)
 
 
 def _check_config(path: str, name: str, in_features: int, out_features: int, c: Heads) -> None:
@@ -214,6 +220,17 @@ def linears(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
+def is_embedding(module: nn.Module) -> bool:
+    """Return whether a module is a table of rows for tokens or positions."""
+    return isinstance(module, (nn.Embedding, *EMBEDDINGS))
+
+
+def adaptable(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return every module that can have an adapter: the `linears`, then the embeddings."""
+    tables = [(path, m) for path, m in reversed(model.named_modules()) if is_embedding(m)]
+    return linears(model) + tables
+
+
 # Parts of the paths of linears that choose the highest of their outputs: routers, and the indexer
 # of sparse attention. Little gradient reaches them, or none.
 _CHOOSERS = ("gate", "indexer")
@@ -235,42 +252,109 @@ def block_prefixes(model: nn.Module) -> list[str]:
 
 
 def select_targets(
-    model: nn.Module, target_modules: Sequence[str], num_layers: int
+    model: nn.Module,
+    target_modules: Sequence[str],
+    num_layers: int,
+    modules_to_save: Sequence[str] = (),
 ) -> list[tuple[str, nn.Module]]:
-    """Return the linears that get adapters.
+    """Return the linears, and the embeddings if they are named, that get adapters.
 
     They are named by leaf (q_proj), by tail (self_attn.q_proj) or by path. Without names: every
-    linear inside the last ``num_layers`` blocks but routers, indexers and the experts of a mixture,
-    whose adapters would be as many as there are experts. A full path may be outside these blocks
+    linear inside the last ``num_layers`` blocks but routers, indexers, the experts of a mixture,
+    whose adapters would be as many as there are experts, and ``modules_to_save``. Names are those
+    of modules in these blocks, else of modules outside of all blocks; a full path may be anywhere
     (as with mlx-lm's absolute keys).
     """
     prefixes = block_prefixes(model)
     check_num_layers(num_layers, len(prefixes))
     # 0 and -1 both mean all, as in mlx-lm
     blocks = tuple(p + "." for p in (prefixes[-num_layers:] if num_layers > 0 else prefixes))
-    every = linears(model)
+    saved = dict(select_saved(model, modules_to_save))
+    every = adaptable(model)
     inside = [(path, m) for path, m in every if path.startswith(blocks)]
     if not target_modules:
-        return [(p, m) for p, m in inside if not is_switch_linear(m) and not is_router(p)]
+        return [
+            (path, m)
+            for path, m in inside
+            if not (is_switch_linear(m) or is_embedding(m) or is_router(path) or path in saved)
+        ]
+    in_blocks = tuple(f"{prefix}." for prefix in prefixes)
+    outside = [(path, m) for path, m in every if not path.startswith(in_blocks)]
     chosen: dict[str, nn.Module] = {}
     for target in target_modules:
         matched = [(p, m) for p, m in inside if is_named(p, target)]
+        matched = matched or [(p, m) for p, m in outside if is_named(p, target)]
         matched = matched or [(p, m) for p, m in every if p == target]
         if not matched:
-            names = sorted({p.rsplit(".", 1)[-1] for p, _ in every})
-            other = next((m for p, m in model.named_modules() if is_named(p, target)), None)
-            if other is not None:
-                kind = type(other).__name__
+            raise _no_target(model, target, every)
+        for path, _ in matched:
+            if path in saved:
                 raise PackError(
-                    f"--target-modules {target}: is of type {kind} and cannot have an adapter.",
-                    "unsupported",
+                    f"--modules-to-save: {path} is one of --target-modules too. It has an adapter, "
+                    "or is trained in full. Leave it out of one of them.",
+                    "conflict",
+                    "modules_to_save",
                 )
-            hint = did_you_mean(target, names)
-            if not hint.startswith("Valid"):
-                hint += f" Those that exist: {', '.join(names)}."
-            raise PackError(f"--target-modules {target}: no such projection. {hint}", "unknown")
         chosen.update(matched)
     return [(path, m) for path, m in every if path in chosen]
+
+
+def _no_target(model: nn.Module, target: str, every: Sequence[tuple[str, nn.Module]]) -> PackError:
+    """Return the error for a name that no module has that can have an adapter."""
+    names = sorted({p.rsplit(".", 1)[-1] for p, _ in every})
+    other = next((m for p, m in model.named_modules() if is_named(p, target)), None)
+    if other is not None:
+        kind = type(other).__name__
+        return PackError(
+            f"--target-modules {target}: is of type {kind} and cannot have an adapter.",
+            "unsupported",
+        )
+    return PackError(
+        f"--target-modules {target}: no such projection. {_hint(target, names)}", "unknown"
+    )
+
+
+def _hint(name: str, names: Sequence[str]) -> str:
+    """Return the name that was probably meant, or all names."""
+    if name.rpartition(".")[2] == "lm_head":
+        tables = [n for n in ("embed_tokens", "wte") if n in names]
+        return (
+            f"The head is the embedding: name {tables[0]}." if tables else did_you_mean(name, names)
+        )
+    hint = did_you_mean(name, names)
+    return hint if hint.startswith("Valid") else f"{hint} Those that exist: {', '.join(names)}."
+
+
+def select_saved(model: nn.Module, modules_to_save: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    """Return the modules with weights of their own that have these names.
+
+    They are named as in `select_targets`, in all blocks and outside of them.
+    """
+    own = [(path, m) for path, m in reversed(model.named_modules()) if path and _has_weights(m)]
+    chosen: dict[str, nn.Module] = {}
+    for name in modules_to_save:
+        matched = [(path, m) for path, m in own if is_named(path, name)]
+        if not matched:
+            others = [path for path, _ in model.named_modules() if is_named(path, name)]
+            names = sorted({path.rpartition(".")[2] for path, _ in own})
+            fault = (
+                "no such module."
+                if not others
+                else f"{others[0]} has no weights of its own. Name modules inside it."
+            )
+            raise PackError(
+                f"--modules-to-save {name}: {fault} {_hint(name, names)}",
+                "unsupported" if others else "unknown",
+                "modules_to_save",
+            )
+        chosen.update(matched)
+    return [(path, m) for path, m in own if path in chosen]
+
+
+def _has_weights(module: nn.Module) -> bool:
+    """Return whether a module has weights of its own, and no modules inside it."""
+    own = (value for key, value in module.items() if not key.startswith("_"))
+    return not module.children() and any(isinstance(value, mx.array) for value in own)
 
 
 def check_num_layers(num_layers: int, blocks: int) -> None:
@@ -282,14 +366,18 @@ def check_num_layers(num_layers: int, blocks: int) -> None:
 
 
 def find_groups(
-    model: nn.Module, config: dict, target_modules: Sequence[str], num_layers: int
+    model: nn.Module,
+    config: dict,
+    target_modules: Sequence[str],
+    num_layers: int,
+    modules_to_save: Sequence[str] = (),
 ) -> tuple[list[Group], list[GeometryError]]:
     """Return the projection groups of the targets, and an error for each module that has none."""
     modules = dict(model.named_modules())
     groups: list[Group] = []
     faults: list[GeometryError] = []
     members: dict[tuple[str, tuple[str, ...]], list[Geometry]] = {}
-    for path, module in select_targets(model, target_modules, num_layers):
+    for path, module in select_targets(model, target_modules, num_layers, modules_to_save):
         parent, _, name = path.rpartition(".")
         block = modules.get(parent)
         grouped = block is not None and grouped_class(block) is not None

@@ -1,5 +1,6 @@
 """`packs inspect`, `packs list`, `packs diff`: what packs are, without loading a model."""
 
+import math
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -107,6 +108,12 @@ def _adapter_lines(pack: "Pack") -> list[str]:
             f"lora    rank {', '.join(map(str, ranks))} · scale {', '.join(map(str, scales))} · "
             f"{count} on {len(modules)} projections in {len(m['adapters']['groups'])} groups"
         )
+        if replaced := list(replaced_of(m)):
+            numbers = sum(math.prod(shape) for shape in replaced_of(m).values())
+            shown = ", ".join(replaced[:4]) + (
+                f" and {len(replaced) - 4} more" * (len(replaced) > 4)
+            )
+            lines.append(f"full    {numbers:,} of these in tensors stored in full: {shown}")
     else:
         lines.append(
             f"full    {count} in {len(replaced_of(m))} tensors of the base, stored in full"

@@ -36,7 +36,8 @@ class LoRAConfig(Settings):
     )
     target_modules: tuple[str, ...] = _adapter(
         (),
-        "Layers to adapt: names or paths, separated by commas (q_proj,v_proj).",
+        "Layers to adapt: names or paths, separated by commas (q_proj,v_proj); embeddings and the "
+        "head too (embed_tokens,lm_head).",
         shown_default="all linear layers except MoE routers and experts",
         memory=True,
     )
@@ -63,6 +64,13 @@ class LoRAConfig(Settings):
         False,
         "Scale the adapter's output by alpha / sqrt(rank), so that large ranks learn as fast "
         "(rsLoRA).",
+    )
+    modules_to_save: tuple[str, ...] = _adapter(
+        (),
+        "Modules to train in full beside the adapters, in float32, and to store in the pack: names "
+        "or paths of embeddings, the head, norms or linear layers (embed_tokens,norm).",
+        metavar="NAMES",
+        memory=True,
     )
 
     def _conflicts(self) -> Iterator[Fault]:

@@ -8,7 +8,7 @@ in a way that a pack cannot store is rejected by name.
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from mlx.utils import tree_flatten
@@ -19,13 +19,14 @@ from ..bases.geometry import is_router
 from ..bases.model import BaseModel
 from ..config.choices import ARCHITECTURES, architecture_of
 from ..errors import PackError
-from ..packs.manifest import replaced_of
+from ..packs.manifest import head_tables_of, replaced_of
 from ..packs.pack import Pack
 from ..runtime import mx
 from .external import (
     Delta,
     ExternalAdapter,
     StoredAdapter,
+    Tensors,
     check_complete,
     common_scale,
     folded,
@@ -33,6 +34,7 @@ from .external import (
     low_rank_delta,
     save_folder,
 )
+from .tied_head import HEAD, TIED, drop_head, table_of, with_head
 
 _PREFIX = "base_model.model."
 # Options of a config that are no low-rank product on a weight, and why they are not supported.
@@ -139,6 +141,8 @@ class Peft:
                 bare = re.sub(r"\.(modules_to_save(\.default)?|base_layer)\.", ".", bare)
                 path = path_here(bare, model_type)
                 adapter.full_tensors[path] = _transposed(bare, tensor, model_type)
+        if stored.config.get(TIED):
+            drop_head(adapter, where)
         check_complete(adapter, bool(stored.config.get("use_dora")), where)
         return adapter
 
@@ -157,7 +161,10 @@ class Peft:
                 "unsupported",
             )
         _check_specs(pack, model_type, specs)
-        ours, tensors = pack.load_tensors(), {}
+        heads = head_tables_of(pack.manifest)
+        is_tied = bool(heads) or any(spec.head for spec in specs.values())
+        specs, ours = with_head(specs, pack.load_tensors())
+        tensors: Tensors = {}
         for path, spec in specs.items():
             name = _PREFIX + path_there(path, model_type)
             b = folded(spec, ours[f"{path}.lora_b"], common_scale([spec]))
@@ -167,6 +174,8 @@ class Peft:
             if spec.kind == "dora":
                 tensors[f"{name}.lora_magnitude_vector"] = ours[f"{path}.m"]
         config, full_modules = _config(pack, model_type, specs), set()
+        if is_tied:
+            config[TIED] = True
         for name in replaced_of(pack.manifest):
             path, _, parameter = name.rpartition(".")
             there, tensor = path_there(path, model_type), _transposed(name, ours[name], model_type)
@@ -175,6 +184,9 @@ class Peft:
             else:
                 full_modules.add(there)
             tensors[f"{_PREFIX}{there}.{parameter}"] = tensor
+            if name in heads:
+                full_modules.add(HEAD)
+                tensors[f"{_PREFIX}{HEAD}.{parameter}"] = tensor
         config["modules_to_save"] = sorted(full_modules) or None
         return StoredAdapter(tensors, dict(sorted(config.items())), file, _notes(specs, config))
 
@@ -259,15 +271,10 @@ def _drop_copies(adapter: ExternalAdapter, base: BaseModel) -> None:
     own = dict(tree_flatten(base.model.parameters()))
     for name, tensor in list(adapter.full_tensors.items()):
         tied = "lm_head.weight" not in own and name == "lm_head.weight"
-        ours = own.get(_table_of(own) if tied else name)
+        ours = own.get(table_of(own) if tied else name)
         if ours is not None and ours.shape == tensor.shape and ours.dtype == tensor.dtype:
             if mx.array_equal(ours, tensor).item():
                 del adapter.full_tensors[name]
-
-
-def _table_of(names: Collection[str]) -> str | None:
-    """Return the name of the embedding's tensor."""
-    return next((n for n in names if n.endswith(("embed_tokens.weight", "wte.weight"))), None)
 
 
 def _drop_tied_head(adapter: ExternalAdapter, base: BaseModel, where: Path) -> None:
@@ -275,8 +282,8 @@ def _drop_tied_head(adapter: ExternalAdapter, base: BaseModel, where: Path) -> N
     full = adapter.full_tensors
     if "lm_head" in dict(base.model.named_modules()) or not full:
         return
-    table, head = _table_of(full), full.get("lm_head.weight")
-    if table is None and head is None:
+    table, head = table_of(full), full.get("lm_head.weight")
+    if head is None and (table is None or adapter.head):
         return
     if table is None or head is None or not mx.array_equal(head, full[table]).item():
         only = "lm_head" if table is None else "the embedding"
@@ -317,11 +324,6 @@ def _check_specs(pack: Pack, model_type: str, specs: Specs) -> None:
             raise unsupported(
                 f"{path}: adapts a router, which is not a linear in transformers. Export it to "
                 "mlx-lm, or merge it."
-            )
-        if spec.head:
-            raise unsupported(
-                f"{path}: this adapter acts on the tied head too, and PEFT's on the input alone. "
-                "Merge it instead."
             )
     if len({spec.kind == "dora" for spec in specs.values()}) > 1:
         raise unsupported(
@@ -395,6 +397,10 @@ def _number(value: float) -> float | int:
 def _notes(specs: Specs, config: dict) -> tuple[str, ...]:
     """Return notes on limits of other readers of the folder."""
     notes = []
+    if config.get(TIED) and HEAD in specs:
+        notes.append(
+            "PEFT 0.21's merge_and_unload adds a tied table's adapter twice; packs merge does it once"
+        )
     if config["alpha_pattern"]:
         notes.append("llama.cpp's converter knows one lora_alpha, and this folder has several")
     kinds = sorted({spec.kind for spec in specs.values()} - {"lora"})

@@ -32,7 +32,9 @@ from ..ops.tiling import tiling
 from .for_merge import requantized_bytes, rounding_bytes
 from .headers import Headers, Tensors, tensor_bytes
 from .plan import (
+    UPDATED_AT_ONCE,
     MemoryPlan,
+    Places,
     Shape,
     accumulates,
     moment_parts,
@@ -50,7 +52,6 @@ HYBRID_FAMILIES = (
     "qwen3_next",
 )  # memory/hybrid.py
 _WHOLE_LOGITS = 15  # arrays of the size of all logits, where the head is trainable
-_UPDATED_AT_ONCE = 3  # arrays of the size of the largest trainable weight
 ASSUMED = "Every token is taken as a target."
 _SMALL = "small base: full precision fits, quantizing would cost accuracy for memory not needed"
 
@@ -111,6 +112,10 @@ class Sizes:
     def projections(self) -> dict[str, tuple[int, int]]:
         """Those of ``modules`` that are in blocks."""
         return {path: shape for path, shape in self.modules.items() if "layers" in path}
+
+    def places(self, tensors: Tensors) -> Places:
+        """Return where the base can be trained; ``tensors`` has its norms and biases too."""
+        return Places.of(self.projections, self.modules, self.blocks, tensors)
 
     @property
     def weights(self) -> int:
@@ -192,6 +197,7 @@ class Step:
         kept: As of `PlannedAdapters`.
         waiting: Bytes of gradients that wait for the update.
         unpacks: Whether weights are dequantized by slices, which wait for each other.
+        head: Whether the head is trained or adapted, and all logits are made.
     """
 
     sizes: Sizes
@@ -204,6 +210,7 @@ class Step:
     unpacks: bool
     nf4: bool
     rounding: int = 0  # bytes of the weight that is rounded for a merge at a time
+    head: bool = False
 
     def moments(self, itemsize: int) -> dict[str, dict[str, int]]:
         """Return the parts at the moments of the forward and backward pass, in bytes."""
@@ -276,6 +283,8 @@ class Step:
     def loss_numbers(self) -> float:
         """Return the numbers in flight in the loss: slices of logits and head, states [M, D]."""
         sizes, targets = self.sizes, self.targets
+        if self.head:
+            return _WHOLE_LOGITS * targets * sizes.vocab + 3 * targets * sizes.hidden
         columns = min(stream_count() * loss_columns(targets, sizes.hidden), sizes.vocab)
         head = 1.25 * columns * sizes.hidden if self.unpacks else 0
         # on a GPU logits and their exponentials, in half precision; hidden states in float32
@@ -332,7 +341,7 @@ def plan_step(
     if train.trains_base:
         return _plan_full(headers, lora, train, shape, sizes, step_class)
     itemsize = activation_bytes(headers.config, train)
-    adapters = plan_adapters(sizes.projections, sizes.blocks, lora, train.method)
+    adapters = plan_adapters(sizes.places(headers.tensors), lora, train.method)
     length, targets = shape or _largest_shape(train)
     quantized = headers.is_quantized or train.quantize != "none"
     nf4 = train.quantize == "nf4" or headers.is_nf4
@@ -350,6 +359,7 @@ def plan_step(
         unpacks=quantized and (no_kernel or path_facts.dequantizes),
         nf4=nf4,
         rounding=rounding_bytes(sizes.modules, adapters, train, quantized),
+        head=adapters.head,
     )
     others = requantized_bytes(sizes.modules, adapters, headers, train, itemsize)
     return adapters.plan(
@@ -428,7 +438,7 @@ def _plan_full(
                 _WHOLE_LOGITS * targets * sizes.vocab + 3 * targets * sizes.hidden
             )
         if moment == "update":
-            parts["working"] = 4 * _UPDATED_AT_ONCE * largest
+            parts["working"] = 4 * UPDATED_AT_ONCE * largest
             if train.optimizer == "adamw_8bit":  # the moments of all weights are decoded first
                 parts["working"] = 14 * trainable
         moments[moment] = parts

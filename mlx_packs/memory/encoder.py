@@ -20,6 +20,7 @@ from ..errors import PackError
 from .headers import Headers, Tensors, tensors_of
 from .plan import (
     MemoryPlan,
+    Places,
     Shape,
     accumulates,
     moment_parts,
@@ -134,7 +135,7 @@ def estimate(
     method = train.method
     if train.trains_base:  # all blocks, with the activations of adapters
         lora, method = replace(lora, num_layers=-1), "lora"
-    adapters = plan_adapters(projections, blocks, lora, method)
+    adapters = plan_adapters(Places(projections, blocks), lora, method)
     loss = _loss_of(train)
     length, columns = shape or (train.max_seq_length, loss.texts)
     length = min(length, config.get("max_position_embeddings") or train.max_seq_length)

@@ -91,7 +91,7 @@ def work(headers: Headers, lora: LoRAConfig, train: TrainConfig) -> Work | None:
         return None
     try:
         sizes = sizes_of(headers.config, headers.tensors)
-        ranks = plan_adapters(sizes.projections, sizes.blocks, lora, train.method).ranks
+        ranks = plan_adapters(sizes.places(headers.tensors), lora, train.method).ranks
     except PackError:  # a family without a formula
         return None
     return _work(sizes, ranks, train, activation_bytes(headers.config, train))

@@ -1,7 +1,4 @@
-"""Inference-only adapters: DoRA, and LoRA on an embedding; applied and merged, not trained.
-
-They come by import and compute what mlx-lm's and PEFT's own modules compute.
-"""
+"""DoRA that is applied and not trained: it computes what mlx-lm's and PEFT's own modules compute."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -46,34 +43,3 @@ class DoRALinear(nn.Module):
         if self._bias is not None:  # it is in y, and has no magnitude
             scaled = scaled + (1 - self.magnitude) * self._bias
         return scaled.astype(y.dtype)
-
-
-class AdaptedEmbedding(nn.Module):
-    """A frozen embedding [V, D] with an adapter on its table, lora_a [V, R] and lora_b [R, D].
-
-    With ``head`` it acts on the output too, where the table is the head: as in mlx-lm, not in PEFT.
-    """
-
-    def __init__(
-        self, embedding: nn.Module, lora_a: mx.array, lora_b: mx.array, scale: float, head: bool
-    ) -> None:
-        super().__init__()
-        self.embedding = embedding
-        self.lora_a = lora_a.astype(mx.float32)
-        self.lora_b = lora_b.astype(mx.float32)
-        self._scale = scale
-        self._head = head
-        self.freeze()
-
-    def __call__(self, tokens: mx.array) -> mx.array:
-        """Return rows [..., D] of the adapted table."""
-        rows = self.embedding(tokens)
-        return rows + (self._scale * (self.lora_a[tokens] @ self.lora_b)).astype(rows.dtype)
-
-    def as_linear(self, x: mx.array) -> mx.array:
-        """Multiply x [..., D] by the table, [..., V]."""
-        y = self.embedding.as_linear(x)
-        if not self._head:
-            return y
-        low_rank = (x.astype(mx.float32) @ self.lora_b.T) @ self.lora_a.T
-        return y + (self._scale * low_rank).astype(y.dtype)

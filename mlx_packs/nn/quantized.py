@@ -158,6 +158,13 @@ class Requantized(nn.Module):
         return self.used.as_linear(x)
 
 
+def bare_module(module: nn.Module | None) -> nn.Module | None:
+    """Return the module that one of a matmul path replaces."""
+    if isinstance(module, TransientLinear):
+        return module.linear
+    return module.embedding if isinstance(module, TransientEmbedding) else module
+
+
 class HalfLinear(nn.Module):
     """A frozen fp16 copy of a weight [O, D] whose geometry could not be probed.
 

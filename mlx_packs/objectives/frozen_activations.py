@@ -18,7 +18,8 @@ import numpy as np
 
 from .. import runtime
 from ..adapters.lora import Attached
-from ..bases.geometry import block_prefixes
+from ..adapters.saved_modules import WithSavedModules
+from ..bases.geometry import block_prefixes, is_embedding
 from ..config.schema import TrainConfig
 from ..data.batches import Batch, lay_out
 from ..data.encoding import Examples
@@ -28,6 +29,7 @@ from ..display import VERBOSE, Display, size
 from ..errors import Code, PackError
 from ..files import cache_folder, free_bytes
 from ..nn.frozen_blocks import FrozenBlock, Injection, frozen_output
+from ..nn.full_copy import trained_module
 from ..nn.quantized import replace_modules
 from ..ops.streams import stream_count
 from ..runtime import mx
@@ -56,7 +58,7 @@ class FrozenActivations(Inputs):
 
     def __init__(
         self,
-        attached: Attached,
+        attached: Attached | WithSavedModules,
         part: Callable[..., mx.array],
         examples: Examples,
         sampler: Sampler,
@@ -180,7 +182,7 @@ class FrozenActivations(Inputs):
 
 
 def open_frozen_activations(
-    attached: Attached,
+    attached: Attached | WithSavedModules,
     head: Head | None,
     train: TrainConfig,
     examples: Examples,
@@ -228,11 +230,20 @@ def open_frozen_activations(
     return cache
 
 
-def frozen_blocks(attached: Attached) -> int:
-    """Return how many blocks are below the first one that has an adapter."""
+def frozen_blocks(attached: Attached | WithSavedModules) -> int:
+    """Return how many blocks are below the first one with trainable parameters; 0 of an embedding.
+
+    What is outside of the blocks and no embedding comes after them; the probe of the cache checks it.
+    """
+    modules = dict(attached.model.named_modules())
+    saved = {name.rpartition(".")[0] for name in attached.replaced}
+    if any(spec.kind == "embedding" for spec in attached.specs.values()):
+        return 0
+    if any(is_embedding(trained_module(modules[path])) for path in saved):
+        return 0
     prefixes = block_prefixes(attached.model)
     for i, prefix in enumerate(prefixes):
-        if any(path.startswith(prefix + ".") for path in attached.specs):
+        if any(path.startswith(prefix + ".") for path in (*attached.specs, *saved)):
             return i
     return len(prefixes)
 
@@ -254,7 +265,7 @@ class _Impossible(Exception):
 def _check_worthwhile(frozen: int, blocks: int, train: TrainConfig, sampler: Sampler) -> None:
     if not frozen:
         raise _Impossible(
-            "the first block has adapters, so nothing below them is frozen", "conflict"
+            "the first block or the embedding is trained, so nothing below is frozen", "conflict"
         )
     if train.neftune_noise_alpha:
         raise _Impossible(
@@ -306,7 +317,7 @@ def _stand_ins(model: nn.Module, frozen: int) -> StandIns:
 
 
 def _example_states(
-    attached: Attached, part: Callable[..., mx.array], stand_ins: StandIns
+    attached: Attached | WithSavedModules, part: Callable[..., mx.array], stand_ins: StandIns
 ) -> mx.array:
     """Return the states of some tokens, if the model takes states."""
     model, training = attached.model, attached.model.training
@@ -323,7 +334,7 @@ def _example_states(
         model.train(training)
 
 
-def _probe(attached: Attached, part: Callable[..., mx.array]) -> mx.array:
+def _probe(attached: Attached | WithSavedModules, part: Callable[..., mx.array]) -> mx.array:
     """Return the states of two rows, which must come out as they do without a cache."""
     model = attached.model
     tokens = mx.array(np.random.default_rng(0).integers(0, attached.base.vocab_size, _PROBE))
@@ -353,7 +364,7 @@ def _disk_budget(file: Path, reserved: int) -> int:
 
 
 def _key(
-    attached: Attached,
+    attached: Attached | WithSavedModules,
     train: TrainConfig,
     examples: Examples,
     matmul_path: str,

@@ -76,9 +76,14 @@ def graph_of(base: BaseModel, lora: LoRAConfig, train: TrainConfig) -> Graph:
     if train.objective == TRANSFORMER:
         return Graph(base, lora)
     check_bare(base)
-    if lora.target_modules:
+    for flag, names in (
+        ("--target-modules", lora.target_modules),
+        ("--modules-to-save", lora.modules_to_save),
+    ):
+        if not names:
+            continue
         raise PackError(
-            f"--target-modules {','.join(lora.target_modules)}: --objective {STACK} adapts the "
+            f"{flag} {','.join(names)}: --objective {STACK} adapts the "
             "attention's output projections and the head, and nothing else is in its graph. Leave "
             "it out, or train --objective transformer.",
             "conflict",

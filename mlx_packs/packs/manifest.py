@@ -76,6 +76,7 @@ _KEYS = {
     "adapters.replaced.*": "a mapping",
     "adapters.replaced.*.name": "text",
     "adapters.replaced.*.shape": "a list of integers",
+    "adapters.replaced.*.head": "true or false?",
     **dict.fromkeys(("method", "profile", "license"), "text?"),
     "objective": "a mapping?",
     **{f"objective.{key}": "text?" for key in "loss_on task loss pooling graph note".split()},
@@ -266,9 +267,19 @@ def specs_of(manifest: dict) -> Specs:
     return specs
 
 
+def replaced_json(name: str, shape: tuple[int, ...], head: bool) -> dict:
+    """Return a tensor of the manifest that is stored in full; ``head``: it is table and head."""
+    return {"name": name, "shape": list(shape), **({"head": True} if head else {})}
+
+
 def replaced_of(manifest: dict) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of tensors stored in full (PEFT's modules_to_save)."""
     return {t["name"]: tuple(t["shape"]) for t in manifest["adapters"].get("replaced") or []}
+
+
+def head_tables_of(manifest: dict) -> set[str]:
+    """Return those of `replaced_of` that are the table of an embedding and the head as well."""
+    return {t["name"] for t in manifest["adapters"].get("replaced") or [] if t.get("head")}
 
 
 def shapes_of(manifest: dict) -> dict[str, tuple[int, ...]]:

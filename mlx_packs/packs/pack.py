@@ -17,6 +17,7 @@ from ..adapters.imported import attach_inference_only, is_inference_only
 from ..adapters.lora import Attached, attach
 from ..adapters.method import Trainable
 from ..adapters.spec import Specs, check_shapes, weights_of
+from ..adapters.targets import tied_tables
 from ..bases.files import check_files, quantization_name, resolve_checkpoint
 from ..bases.fingerprint import (
     changed_texts,
@@ -54,6 +55,7 @@ from .manifest import (
     check_quantization,
     manifest_text,
     read_pin,
+    replaced_json,
     replaced_of,
     shapes_of,
     spec_json,
@@ -104,7 +106,8 @@ class Pack:
         ``facts`` are optional parts of the manifest.
         """
         adapters = {
-            "parameters": weights_of(attached.specs.values()) or attached.parameter_count(),
+            "parameters": weights_of(attached.specs.values())
+            + sum(math.prod(shape) for shape in attached.replaced.values()),
             "groups": _paths_of(attached.groups),
             "dtype": dtype,
             **({"for_merge": attached.for_merge} if attached.for_merge != "none" else {}),
@@ -203,7 +206,7 @@ class Pack:
         if self.for_merge != "none":
             return f"it is trained for packs merge --requantize {self.for_merge}"
         for path, spec in self.specs.items():
-            if is_inference_only(spec):
+            if spec.kind != "lora":
                 return f"{path} is {spec.kind}"
         replaced = replaced_of(self.manifest)
         return f"{next(iter(replaced))} is stored in full" if replaced else ""
@@ -404,7 +407,8 @@ def _modules_json(
     origins = {path: base.weight_map.get(f"{path}.weight") for path in specs}
     modules = {"modules": [spec_json(spec, origins[path]) for path, spec in specs.items()]}
     if replaced:
-        modules["replaced"] = [{"name": n, "shape": list(s)} for n, s in replaced.items()]
+        heads = tied_tables(base.model, replaced) if specs else ()
+        modules["replaced"] = [replaced_json(n, s, n in heads) for n, s in replaced.items()]
     return modules
 
 

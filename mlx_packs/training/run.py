@@ -13,6 +13,7 @@ from typing import Any
 
 from .. import runtime, signals
 from ..adapters.method import METHODS, Trainable, round_adapters
+from ..adapters.saved_modules import attach_method
 from ..bases.files import TINY, check_files, resolve_checkpoint
 from ..bases.precision import STORED, ComputeDtype
 from ..config.choices import architecture_of
@@ -186,9 +187,8 @@ def _run(run: Run) -> TrainRun:
     if run.train.matmul_path == "auto":
         identity["matmul_path"] = memory.choice.matmul_path
     base_weights = count_weights(base.model)
-    method = METHODS[run.train.method]
     with run.display.working(run.train.method, "attaching"):  # pissa decomposes every weight
-        trainable = method.attach(target, lora, run.train, memory.choice.matmul_path)
+        trainable = attach_method(target, lora, run.train, memory.choice.matmul_path)
     try:
         _describe(trainable, run.display, base_weights)
         paths = matmul_paths_by_name(trainable, memory.choice)

@@ -234,8 +234,12 @@ def test_num_layers_adapts_the_last_blocks_only():
 @pytest.mark.parametrize(
     ("lora", "code", "names"),
     [
-        ({"target_modules": ("q_prj",)}, "unknown", ("'q_proj'", "down_proj, gate_proj, k_proj")),
-        ({"target_modules": ("model.embed_tokens",)}, "unsupported", ("Embedding",)),
+        (
+            {"target_modules": ("q_prj",)},
+            "unknown",
+            ("'q_proj'", "down_proj, embed_tokens, gate_proj"),
+        ),
+        ({"target_modules": ("model.norm",)}, "unsupported", ("RMSNorm",)),
         ({"rank": 1000}, "invalid", ("1000", "64")),
         ({"num_layers": 9}, "mismatch", ("9", "2 blocks")),
         ({"rank_pattern": {"nothing": 3}}, "unknown", ("nothing",)),

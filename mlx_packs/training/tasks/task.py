@@ -61,7 +61,7 @@ class Task(ABC):
         """Return `target`, whose modules exist: nothing is encoded or measured before that is known."""
         target, lora = self.target(base)
         if not self.run.train.trains_base:
-            select_targets(target.model, lora.target_modules, lora.num_layers)
+            select_targets(target.model, lora.target_modules, lora.num_layers, lora.modules_to_save)
         return target, lora
 
     @abstractmethod

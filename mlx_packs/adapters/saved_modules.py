@@ -1,0 +1,168 @@
+"""Modules that are trained in full beside the adapters of any method (``--modules-to-save``).
+
+Each is replaced by a float32 copy, dequantized where it is quantized. A pack stores the copies
+whole; PEFT's name for them is ``modules_to_save``.
+"""
+
+import copy
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import mlx.nn as nn
+
+from ..bases.geometry import select_saved
+from ..bases.model import BaseModel
+from ..config.schema import LoRAConfig, TrainConfig
+from ..errors import PackError
+from ..nn.experts import is_switch_linear
+from ..nn.full_copy import FullCopy
+from ..nn.quantized import QUANTIZED, bare_module, dense_module
+from ..runtime import mx
+from .method import METHODS, Trainable
+from .spec import check_shapes
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A trainable weight: its module and name there, its shape, and the module of the base."""
+
+    module: nn.Module
+    key: str
+    shape: tuple[int, ...]
+    original: nn.Module
+
+    def own(self) -> mx.array:
+        """Return the base's own value in float32, dequantized if it is quantized."""
+        return _dense(self.original)[self.key].astype(mx.float32)
+
+
+class WithSavedModules:
+    """Adapters and float32 copies of modules, trained together; `Trainable`.
+
+    Attributes:
+        adapters: what a method attached.
+    """
+
+    def __init__(self, adapters: Trainable, copies: Mapping[str, _Copy]) -> None:
+        self.adapters = adapters
+        self.method, self.base, self.model = adapters.method, adapters.base, adapters.model
+        self.specs, self.groups, self.notes = adapters.specs, adapters.groups, adapters.notes
+        self.replaced = {name: each.shape for name, each in copies.items()}
+        self.swap, self.recompute, self.detach = adapters.swap, adapters.recompute, adapters.detach
+        self._copies = copies
+
+    @property
+    def details(self) -> str:
+        """Return those of the adapters, and the modules that are trained in full."""
+        paths = list(dict.fromkeys(name.rpartition(".")[0] for name in self._copies))
+        names = ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in paths))
+        return f"{self.adapters.details} · {len(paths)} modules in full ({names})"
+
+    def tensors(self) -> dict[str, mx.array]:
+        """Return adapters and the weights of the copies in float32, by name on disk."""
+        return self.adapters.tensors() | self._values()
+
+    def _values(self) -> dict[str, mx.array]:
+        return {name: each.module[each.key] for name, each in self._copies.items()}
+
+    def _set(self, values: Mapping[str, mx.array]) -> None:
+        for name, each in self._copies.items():
+            each.module[each.key] = values[name].astype(mx.float32)
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Return a context in which the model computes what the base does."""
+        trained = self._values()
+        try:
+            self._set({name: each.own() for name, each in self._copies.items()})
+            with self.adapters.disabled():
+                yield
+        finally:
+            self._set(trained)
+
+    @contextmanager
+    def altered_b(self, change: Callable[[int, mx.array], mx.array]) -> Iterator[None]:
+        """Return a context in which ``change`` replaces every B and every weight of the copies."""
+        trained, numbers = self._values(), itertools.count()
+        try:
+            self._set({name: change(next(numbers), w) for name, w in trained.items()})
+            with self.adapters.altered_b(change):
+                yield
+        finally:
+            self._set(trained)
+
+    def load(self, tensors: Mapping[str, mx.array], where: str) -> None:
+        """Set all trainable parameters; nothing is changed if a tensor does not fit."""
+        present = {n: tensors[n].shape for n in self.replaced if n in tensors}
+        check_shapes(self.replaced, present, where)
+        self.adapters.load({n: t for n, t in tensors.items() if n not in present}, where)
+        self._set(tensors)
+
+    def parameter_count(self) -> int:
+        """Return the number of trainable parameters; a tied table counts once."""
+        return self.adapters.parameter_count() + sum(
+            math.prod(shape) for shape in self.replaced.values()
+        )
+
+
+def attach_method(
+    base: BaseModel, lora: LoRAConfig, train: TrainConfig, matmul_path: str
+) -> Trainable:
+    """Attach what the method of a run trains, and the modules that it saves in full beside it."""
+    saved = [path for path, _ in select_saved(base.model, lora.modules_to_save)]
+    trainable = METHODS[train.method].attach(base, lora, train, matmul_path)
+    if not saved:
+        return trainable
+    try:
+        return WithSavedModules(trainable, _install(trainable, saved))
+    except BaseException:
+        trainable.detach()
+        raise
+
+
+def _install(trainable: Trainable, paths: Sequence[str]) -> dict[str, _Copy]:
+    """Put trainable float32 copies in the place of modules; return their weights by name on disk."""
+    present, copies, swapped = dict(trainable.model.named_modules()), {}, []
+    shared = Counter(map(id, present.values()))
+    for path in paths:
+        original = bare_module(present.get(path))
+        if original is None or is_switch_linear(original) or shared[id(present[path])] > 1:
+            raise PackError(
+                f"--modules-to-save: {path} cannot be trained in full beside adapters: it is a stack "
+                "of experts, or is used at several places. Leave it out.",
+                "unsupported",
+                "modules_to_save",
+            )
+        dense, dtypes = _trainable_copy(original)
+        copies |= {f"{path}.{key}": _Copy(dense, key, dense[key].shape, original) for key in dtypes}
+        narrow = {key: dtype for key, dtype in dtypes.items() if dtype != mx.float32}
+        swapped.append((path, FullCopy(dense, narrow) if narrow else dense))
+    trainable.swap(swapped)
+    mx.eval([each.module[each.key] for each in copies.values()])
+    trainable.model.train(trainable.model.training)  # new modules join the mode of the rest
+    return copies
+
+
+def _trainable_copy(original: nn.Module) -> tuple[nn.Module, dict[str, mx.Dtype]]:
+    """Return a copy with trainable float32 weights, and the dtype of each in the base."""
+    dense = copy.copy(_dense(original))
+    dense._no_grad = set(dense._no_grad)  # a shallow copy shares it
+    dtypes = {
+        key: value.dtype
+        for key, value in dense.items()
+        if isinstance(value, mx.array)
+        and not key.startswith("_")
+        and mx.issubdtype(value.dtype, mx.floating)
+    }
+    for key in dtypes:
+        dense[key] = dense[key].astype(mx.float32)
+    dense.unfreeze(recurse=False, keys=list(dtypes))
+    return dense, dtypes
+
+
+def _dense(module: nn.Module) -> nn.Module:
+    return dense_module(module) if isinstance(module, QUANTIZED) else module

@@ -1,0 +1,224 @@
+"""LoRA on embeddings: what it computes, on which bases, and what goes with it."""
+
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.tuner.utils import load_adapters
+from mlx_lm.utils import load_model
+
+from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, merge_pack, train_pack
+from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.method import METHODS
+from mlx_packs.adapters.tensors import delta_of
+from mlx_packs.convert.interop import export_pack
+from mlx_packs.memory.estimate import estimate
+from mlx_packs.memory.headers import Headers
+from mlx_packs.nn.embedding_lora import AdaptedEmbedding, EmbeddingLoRA
+from mlx_packs.objectives.causal_lm import split_head, target_loss
+from mlx_packs.objectives.frozen_activations import frozen_blocks
+from mlx_packs.packs.weighted_sum import weighted_sum
+from mlx_packs.runtime import mx
+from mlx_packs.training.tasks.causal_lm import add_noise
+from tests.helpers.checkpoints import write_dense
+from tests.helpers.errors import check, raises
+from tests.helpers.models import base_of
+from tests.helpers.rows import CHATS, write_rows
+
+TOKENS = mx.array([[5, 9, 3, 77, 12, 40], [1, 2, 3, 4, 5, 6]])
+TABLES = {"qwen3": "embed_tokens", "llama": "embed_tokens", "gpt2": "wte"}
+TINY = TrainConfig(iters=4, batch_size=2, max_seq_length=48, save_every=2, lr_schedule="constant")
+
+
+def attached(base, *names: str, **lora):
+    return attach(base, LoRAConfig(rank=4, target_modules=names, **lora))
+
+
+def moved(trainable):
+    """The same with other values."""
+    mx.random.seed(3)
+    changed = {n: t + 0.1 * mx.random.normal(t.shape) for n, t in trainable.tensors().items()}
+    trainable.load(changed, "test")
+    return trainable
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", TABLES)
+def test_an_adapter_is_a_delta_of_the_one_table(family, tied):
+    """The definition, with the table made; gpt2 is always tied."""
+    base = base_of(family, **({} if family == "gpt2" else {"tie_word_embeddings": tied}))
+    before = base.model(TOKENS)
+    trainable = attached(base, TABLES[family])
+    assert mx.array_equal(base.model(TOKENS), before).item()
+    trained = moved(trainable) and base.model(TOKENS)
+    ((path, spec),) = trainable.specs.items()
+    assert spec.kind == "embedding" and spec.head is ((tied or family == "gpt2") or None)
+    table, delta = trainable.frozen[path], delta_of(spec, trainable.tensors())
+    trainable.detach()
+    assert mx.array_equal(base.model(TOKENS), before).item()
+    table.weight = table.weight + delta
+    assert mx.allclose(base.model(TOKENS), trained, atol=1e-4).item()
+
+
+@pytest.mark.parametrize("quantize", ["affine4", "nf4"])
+@pytest.mark.parametrize("matmul_path", ["quantized", "transient", "dense"])
+def test_on_a_quantized_table(quantize, matmul_path, tmp_path):
+    folder = write_dense(tmp_path / "dense", vocab_size=4096, tie_word_embeddings=True)
+    base = load_base(folder, quantize)
+    before = base.model(TOKENS)
+    lora = LoRAConfig(rank=4, target_modules=("embed_tokens", "q_proj"))
+    trainable = attach(base, lora, matmul_path=matmul_path)
+    assert mx.allclose(base.model(TOKENS), before, atol=1e-4).item()
+    trained, pack = moved(trainable) and base.model(TOKENS), Pack.of(trainable)
+    assert not mx.allclose(trained, before, atol=1e-2).item()
+    trainable.detach()
+    with base.applied(pack):
+        assert mx.allclose(base.model(TOKENS), trained, atol=1e-4).item()
+    assert mx.array_equal(base.model(TOKENS), before).item()
+
+
+def test_the_beginning_is_zero_and_normal_and_depends_on_the_seed():
+    lora = EmbeddingLoRA(512, 256, 8, 2.0, mx.random.key(0))
+    assert not mx.any(lora.lora_a[0]).item()
+    b = np.array(lora.lora_b[0])
+    assert abs(b.mean()) < 0.1 and abs(b.std() - 1) < 0.1
+    seeds = [
+        attach(base_of("llama"), LoRAConfig(4, target_modules=("embed_tokens",)), seed=s)
+        for s in (0, 0, 1)
+    ]
+    first, same, other = (t.tensors()["model.embed_tokens.lora_b"] for t in seeds)
+    assert mx.array_equal(first, same).item() and not mx.array_equal(first, other).item()
+
+
+def test_an_adapted_tied_head_is_no_frozen_head():
+    """The loss by rows with a target has the gradient of the loss of all logits."""
+    base = base_of("qwen3", tie_word_embeddings=True)
+    lora = moved(attached(base, "embed_tokens", "q_proj")).slots["model.embed_tokens"].lora
+    head = split_head(base.model)
+    assert head is not None and head.frozen is None
+    targets, positions = mx.array([7, 8, 9]), mx.array([0, 3, 8])
+
+    def by_rows(a, b):
+        lora.lora_a[0], lora.lora_b[0] = a, b
+        return target_loss(base.model, head, TOKENS, positions, targets)[0].sum()
+
+    def of_all(a, b):
+        lora.lora_a[0], lora.lora_b[0] = a, b
+        logits = base.model(TOKENS).reshape(-1, 128)[positions]
+        return nn.losses.cross_entropy(logits, targets, reduction="sum")
+
+    base.model.train()
+    factors = lora.lora_a[0], lora.lora_b[0]
+    ours, whole = (mx.value_and_grad(f, argnums=(0, 1))(*factors) for f in (by_rows, of_all))
+    assert ours[0].item() == pytest.approx(whole[0].item(), rel=1e-5)
+    for one, other in zip(ours[1], whole[1], strict=True):
+        assert mx.allclose(one, other, atol=1e-4).item() and mx.any(one).item()
+
+
+def test_an_untied_head_stays_frozen_and_an_adapted_one_does_not():
+    base = base_of("qwen3")
+    attached(base, "embed_tokens").detach()
+    attached(base, "embed_tokens")
+    assert split_head(base.model).frozen is not None
+    base = base_of("qwen3")
+    trainable = attached(base, "lm_head")
+    assert list(trainable.specs) == ["lm_head"] and split_head(base.model).frozen is None
+
+
+def test_no_block_is_frozen_below_an_adapted_embedding():
+    base = base_of("qwen3")
+    assert frozen_blocks(attached(base, "q_proj", num_layers=1)) == 1
+    base = base_of("qwen3")
+    assert frozen_blocks(attached(base, "embed_tokens", "q_proj", num_layers=1)) == 0
+
+
+def test_noise_is_on_the_rows_in_training_alone():
+    base = base_of("llama", tie_word_embeddings=True)
+    trainable = moved(attached(base, "embed_tokens"))
+    table = base.model.model.embed_tokens
+    rows, logits = table(TOKENS), table.as_linear(table(TOKENS))
+    add_noise(trainable, 5.0)
+    base.model.train()
+    noise = table(TOKENS) - rows
+    size = 5.0 / (6 * 64) ** 0.5
+    assert 0.8 * size < mx.abs(noise).max().item() <= size + 1e-6
+    assert mx.array_equal(table.as_linear(rows), logits).item()
+    base.model.eval()
+    assert mx.array_equal(table(TOKENS), rows).item()
+    trainable.detach()
+    assert not any(isinstance(m, AdaptedEmbedding) for m in base.model.modules())
+
+
+@pytest.mark.parametrize("method", ["dora", "pissa", "olora"])
+def test_methods_that_need_a_linear_name_the_embedding(method):
+    base = base_of("llama")
+    lora = LoRAConfig(rank=4, target_modules=("embed_tokens", "q_proj"))
+    with raises("unsupported", None, f"--method {method}", "model.embed_tokens", "--method lora"):
+        METHODS[method].attach(base, lora, TrainConfig(method=method), "quantized")
+    assert not any(isinstance(m, AdaptedEmbedding) for m in base.model.modules())
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    return write_rows(tmp_path_factory.mktemp("rows"), train=CHATS, valid=CHATS[:2])
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def trained(request, rows, tmp_path_factory):
+    """A base, its run, and the logits that the run's pack gives it."""
+    folder = tmp_path_factory.mktemp("embeddings")
+    tied = {"tie_word_embeddings": request.param}
+    base = write_dense(folder / "base", dtype=mx.float32, vocab_size=4096, **tied)
+    head = () if request.param else ("lm_head",)
+    lora = LoRAConfig(rank=4, target_modules=("embed_tokens", "q_proj", *head))
+    run = train_pack(str(base), rows, lora, TINY, folder / "pack")
+    loaded = load_base(base)
+    with loaded.applied(run.pack):
+        return base, lora, run.pack, np.array(loaded.model(TOKENS))
+
+
+def test_merging_and_mlx_lm_compute_what_the_attached_pack_does(trained, rows, tmp_path):
+    base, _, pack, wanted = trained
+    assert np.abs(wanted - np.array(load_base(base).model(TOKENS))).max() > 1e-3
+    merge_pack(pack, base, tmp_path / "merged", data=rows)
+    merged = load_base(tmp_path / "merged").model(TOKENS)
+    assert np.abs(np.array(merged) - wanted).max() < 1e-4
+    export_pack(pack, "mlx-lm", tmp_path / "out")
+    stock = load_adapters(load_model(base)[0], str(tmp_path / "out")).eval()
+    assert np.abs(np.array(stock(TOKENS)) - wanted).max() < 1e-4
+
+
+def test_a_resumed_run_is_bit_identical(trained, rows, tmp_path):
+    base, lora, pack, _ = trained
+    train_pack(str(base), rows, lora, TrainConfig(**{**vars(TINY), "iters": 2}), tmp_path / "b")
+    resumed = train_pack(str(base), rows, lora, TINY, tmp_path / "b", resume=True, overwrite=True)
+    for name, tensor in pack.load_tensors().items():
+        assert mx.array_equal(tensor, resumed.pack.tensors[name]).item(), name
+
+
+def test_such_packs_are_not_mixed(trained):
+    _, _, pack, _ = trained
+    with raises("unsupported", None, "model.embed_tokens", "embedding"):
+        weighted_sum([(pack, 0.5)])
+
+
+def test_the_memory_plan_counts_the_table_and_all_logits_of_a_tied_head():
+    headers = Headers.of(base_of("qwen3", tie_word_embeddings=True))
+    plain, adapted, saved = (
+        estimate(headers, LoRAConfig(rank=4, **lora), TINY)
+        for lora in (
+            {"target_modules": ("q_proj",)},
+            {"target_modules": ("q_proj", "embed_tokens")},
+            {"target_modules": ("q_proj",), "modules_to_save": ("embed_tokens", "norm")},
+        )
+    )
+    assert adapted.adapter_weights - plain.adapter_weights == 4 * (128 + 64)
+    assert saved.adapter_weights - plain.adapter_weights == 128 * 64 + 64
+    for plan in (adapted, saved):
+        assert plan.moments["loss"]["logits"] > plain.moments["loss"]["logits"]
+
+
+def test_a_misspelled_embedding_is_one_line(run, tmp_path):
+    code, _, err = run("train", "--target-modules", "embed_token", "--out", tmp_path / "p")
+    assert code == 2 and "embed_tokens" in err and len(err.strip().splitlines()) <= 2
+    check(run.error, "unknown", None)
+    assert not (tmp_path / "p").exists()

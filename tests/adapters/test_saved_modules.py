@@ -1,0 +1,244 @@
+"""Modules that are trained in full beside adapters (``--modules-to-save``)."""
+
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, merge_pack, train_pack
+from mlx_packs.adapters.saved_modules import attach_method
+from mlx_packs.bases.geometry import select_targets
+from mlx_packs.config.schema import DataConfig
+from mlx_packs.convert.interop import export_pack, import_adapter
+from mlx_packs.nn.full_copy import FullCopy
+from mlx_packs.objectives.causal_lm import split_head
+from mlx_packs.objectives.frozen_activations import frozen_blocks
+from mlx_packs.runtime import mx
+from mlx_packs.training.checkpoint import ADAPTERS
+from tests.helpers.checkpoints import write_dense
+from tests.helpers.errors import raises
+from tests.helpers.models import base_of
+from tests.helpers.rows import CHATS, write_rows
+
+TOKENS = mx.array([[5, 9, 3, 77, 12, 40], [1, 2, 3, 4, 5, 6]])
+RUN = TrainConfig(iters=4, batch_size=2, max_seq_length=48, save_every=2, lr_schedule="constant")
+METHODS = ("lora", "dora", "pissa", "olora")
+
+
+def attached(base, *names: str, method: str = "lora", path: str = "quantized", **lora):
+    lora = LoRAConfig(rank=4, modules_to_save=names, **lora)
+    return attach_method(base, lora, TrainConfig(method=method), path)
+
+
+def moved(trainable):
+    """The same with other values."""
+    mx.random.seed(3)
+    changed = {n: t + 0.02 * mx.random.normal(t.shape) for n, t in trainable.tensors().items()}
+    trainable.load(changed, "test")
+    return trainable
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "olmo2"])
+def test_attach_train_detach(method, family):
+    base = base_of(family)
+    names = {"gpt2": ("wte", "ln_f"), "olmo2": ("lm_head", "q_norm")}.get(
+        family, ("embed_tokens", "norm")
+    )
+    objects = {path: id(m) for path, m in base.model.named_modules()}
+    before = base.model(TOKENS)
+    targets = {"gpt2": ("c_fc",)}.get(family, ())  # no slices, whose zeros must stay
+    trainable = attached(base, *names, method=method, target_modules=targets)
+    assert mx.allclose(base.model(TOKENS), before, atol=1e-4).item()
+    assert trainable.method == method and len(trainable.replaced) >= 2
+    count = sum(t.size for t in trainable.tensors().values())
+    assert trainable.parameter_count() <= count  # of fused projections and residuals fewer
+    trained = moved(trainable) and base.model(TOKENS)
+    assert not mx.allclose(trained, before, atol=1e-2).item()
+    with trainable.disabled():
+        assert mx.allclose(base.model(TOKENS), before, atol=1e-4).item()
+    assert mx.array_equal(base.model(TOKENS), trained).item()
+    pack = Pack.of(trainable)
+    trainable.detach()
+    assert {path: id(m) for path, m in base.model.named_modules()} == objects
+    assert mx.array_equal(base.model(TOKENS), before).item()
+    assert not tree_flatten(base.model.trainable_parameters())
+    with base.applied(pack):
+        assert mx.allclose(base.model(TOKENS), trained, atol=1e-4).item()
+
+
+@pytest.mark.parametrize("quantize", ["affine4", "nf4"])
+@pytest.mark.parametrize("path", ["quantized", "transient", "dense"])
+def test_quantized_modules_are_trained_as_dense_copies(quantize, path, tmp_path):
+    folder = write_dense(tmp_path / "dense", vocab_size=4096)
+    base = load_base(folder, quantize)
+    before = base.model(TOKENS)
+    trainable = attached(base, "embed_tokens", "o_proj", "lm_head", path=path, num_layers=1)
+    assert mx.allclose(base.model(TOKENS), before, atol=1e-4).item()
+    tensors = trainable.tensors()
+    assert tensors["lm_head.weight"].shape == (4096, 128)
+    assert all(tensor.dtype == mx.float32 for tensor in tensors.values())
+    assert len(trainable.replaced) == 4
+    trained, pack = moved(trainable) and base.model(TOKENS), Pack.of(trainable)
+    trainable.detach()
+    with base.applied(pack):
+        assert mx.allclose(base.model(TOKENS), trained, atol=1e-4).item()
+    assert mx.array_equal(base.model(TOKENS), before).item()
+
+
+def test_a_tied_table_counts_once_and_stays_tied():
+    base = base_of("qwen3", tie_word_embeddings=True)
+    trainable = attached(base, "embed_tokens", target_modules=("q_proj",))
+    assert trainable.replaced == {"model.embed_tokens.weight": (128, 64)}
+    plain = attached(base_of("qwen3"), target_modules=("q_proj",))
+    assert trainable.parameter_count() == plain.parameter_count() + 128 * 64
+    head = split_head(base.model)
+    assert head is not None and head.frozen is None
+    assert Pack.of(trainable).manifest["adapters"]["replaced"][0]["head"] is True
+
+
+@pytest.mark.parametrize("policy", ["none", "selective", "block"])
+def test_gradients_reach_the_copies_whatever_is_recomputed(policy):
+    base = base_of("qwen3")
+    names = ("embed_tokens", "lm_head", "norm", "q_norm", "input_layernorm", "down_proj", "k_proj")
+    trainable = moved(attached(base, *names, target_modules=("q_proj", "gate_proj")))
+    value = nn.value_and_grad(base.model, lambda: base.model(TOKENS).square().mean())
+    base.model.train()
+    expected = [g for _, g in sorted(tree_flatten(value()[1]))]
+    trainable.recompute(policy)
+    gradients = tree_flatten(value()[1])
+    gradients = [g for _, g in sorted((n.replace(".block", ""), g) for n, g in gradients)]
+    assert len(gradients) == len(trainable.tensors())
+    for one, other in zip(gradients, expected, strict=True):
+        assert mx.any(one).item() and mx.allclose(one, other, atol=1e-5).item()
+
+
+def test_in_half_precision_nothing_after_a_copy_is_promoted():
+    base = base_of("llama")
+    base.model.set_dtype(mx.bfloat16)
+    before = base.model(TOKENS)
+    trainable = attached(base, "embed_tokens", "norm", "lm_head", "v_proj")
+    assert any(isinstance(m, FullCopy) for m in base.model.modules())
+    after = base.model(TOKENS)
+    assert after.dtype == mx.bfloat16 and mx.array_equal(after, before).item()
+    assert all(t.dtype == mx.float32 for t in trainable.tensors().values())
+    gradients = nn.value_and_grad(base.model, lambda: base.model(TOKENS).square().mean())()[1]
+    flat = dict(tree_flatten(gradients))
+    assert all(g.dtype == mx.float32 and mx.any(g).item() for n, g in flat.items() if "module" in n)
+
+
+def test_what_is_frozen_below():
+    def frozen(*names):
+        return frozen_blocks(
+            attached(base_of("qwen3"), *names, target_modules=("q_proj",), num_layers=1)
+        )
+
+    assert frozen("norm") == frozen("lm_head") == 1
+    assert frozen("embed_tokens") == 0 and frozen("layers.0.mlp.down_proj") == 0
+
+
+def test_default_targets_leave_saved_modules_out_and_named_ones_conflict():
+    base = base_of("qwen3")
+    paths = {path for path, _ in select_targets(base.model, (), -1, ("q_proj",))}
+    assert paths and not any(path.endswith("q_proj") for path in paths)
+    with raises("conflict", "modules_to_save", "q_proj", "--target-modules"):
+        attached(base, "q_proj", target_modules=("self_attn.q_proj", "v_proj"))
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "hint"),
+    [
+        ("nrm", "unknown", "'norm'"),
+        ("mlp", "unsupported", "inside"),
+        ("lm_head", "unknown", "embed_tokens"),
+    ],
+)
+def test_names_that_fit_nothing(name, code, hint):
+    base = base_of("qwen3", tie_word_embeddings=True)
+    with raises(code, "modules_to_save", f"--modules-to-save {name}", hint):
+        attached(base, name)
+
+
+def test_experts_cannot_be_saved():
+    base = base_of(
+        "qwen3_moe",
+        **{
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "norm_topk_prob": True,
+        },
+    )
+    with raises("unsupported", "modules_to_save", "switch_mlp"):
+        attached(base, "switch_mlp.gate_proj")
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    return write_rows(tmp_path_factory.mktemp("rows"), train=CHATS, valid=CHATS[:2])
+
+
+SAVED = {"tied": ("embed_tokens", "norm"), "untied": ("lm_head", "embed_tokens", "q_norm")}
+
+
+@pytest.fixture(scope="module", params=SAVED)
+def trained(request, rows, tmp_path_factory):
+    """A base, the adapters of a run, its pack, and the logits that it gives the base."""
+    folder = tmp_path_factory.mktemp("saved")
+    tied = {"tie_word_embeddings": request.param == "tied"}
+    base = write_dense(folder / "base", dtype=mx.float32, vocab_size=4096, **tied)
+    lora = LoRAConfig(rank=4, dropout=0.1, modules_to_save=SAVED[request.param])
+    run = train_pack(str(base), rows, lora, RUN, folder / "pack")
+    loaded = load_base(base)
+    with loaded.applied(run.pack):
+        return base, lora, run, np.array(loaded.model(TOKENS))
+
+
+def test_merged_is_attached_and_bit_identical_when_resumed(trained, rows, tmp_path):
+    base, lora, run, wanted = trained
+    assert np.abs(wanted - np.array(load_base(base).model(TOKENS))).max() > 1e-3
+    merge_pack(run.pack, base, tmp_path / "merged", data=rows)
+    merged = load_base(tmp_path / "merged").model(TOKENS)
+    assert np.abs(np.array(merged) - wanted).max() < 1e-4
+    half = TrainConfig(**{**vars(RUN), "iters": 2})
+    train_pack(str(base), rows, lora, half, tmp_path / "b")
+    checkpoint = next((tmp_path / "b-run").glob(f"step-*/{ADAPTERS}"))
+    assert set(mx.load(str(checkpoint))) == set(run.pack.load_tensors())
+    resumed = train_pack(str(base), rows, lora, RUN, tmp_path / "b", resume=True, overwrite=True)
+    for name, tensor in run.pack.load_tensors().items():
+        assert mx.array_equal(tensor, resumed.pack.tensors[name]).item(), name
+
+
+def test_a_round_trip_through_peft_and_none_to_mlx_lm(trained, tmp_path):
+    base, _, run, wanted = trained
+    export_pack(run.pack, "peft", tmp_path / "peft")
+    import_adapter(tmp_path / "peft", tmp_path / "same")
+    (tmp_path / "peft" / "mlx_packs.json").unlink()  # by PEFT's own config
+    import_adapter(tmp_path / "peft", tmp_path / "back", base)
+    for name in ("same", "back"):
+        loaded = load_base(base)
+        with loaded.applied(Pack.open(tmp_path / name)):
+            assert np.abs(np.array(loaded.model(TOKENS)) - wanted).max() < 1e-4
+    for to in ("mlx-lm", "gguf"):
+        with raises("unsupported", None, "in full"):
+            export_pack(run.pack, to, tmp_path / "x")
+    assert not (tmp_path / "x").exists() and not (run.pack.path / "adapter_config.json").exists()
+
+
+def test_full_fine_tuning_and_the_proxy_have_no_use_for_it(rows, tmp_path, rejected):
+    arguments = ["train", "--data", rows, "--modules-to-save", "norm", "--out", tmp_path / "p"]
+    error = rejected(*arguments, "--method", "full")
+    assert error.code == "conflict" and "--modules-to-save" in error.message
+    with raises("conflict", None, "--modules-to-save"):
+        train = TrainConfig(**{**vars(RUN), "objective": "projection-stack"})
+        lora = LoRAConfig(rank=4, modules_to_save=("norm",))
+        train_pack("tiny", rows, lora, train, tmp_path / "p", DataConfig())
+    assert not (tmp_path / "p").exists()
+
+
+def test_inspect_names_them(trained, run):
+    code, out, err = run("inspect", trained[2].pack.path)
+    assert code == 0, err
+    assert "embed_tokens" in out and "in full" in out
