@@ -101,8 +101,12 @@ def used_as_heads(model: nn.Module, paths: Collection[str]) -> dict[str, bool]:
     replace_modules(model, probes)
     try:
         model(mx.array([[1, 2]]))
-    except TypeError:  # an encoder takes a mask
-        pass
+    except AttributeError as error:
+        raise PackError(
+            f"--target-modules: {', '.join(paths)}: the model does not call every one of them, but "
+            f"reads its arrays itself ({error}). Leave those out.",
+            "unsupported",
+        ) from None
     finally:
         replace_modules(model, [(path, modules[path]) for path in paths])
     return used

@@ -37,6 +37,7 @@ _PEFT = {  # ours by PEFT's
     "r": "rank",
     "lora_dropout": "dropout",
     "rank_pattern": "rank_pattern",
+    "modules_to_save": "modules_to_save",
     "base_model_name_or_path": "model",
 }
 _PEFT_METHODS = ("pissa", "olora", "loftq")  # of init_lora_weights, by the same names here
@@ -44,7 +45,8 @@ _PEFT_READ_APART = (
     "peft_type lora_alpha alpha_pattern target_modules use_rslora use_dora bias init_lora_weights"
 ).split()
 _PEFT_WITHOUT_EFFECT = (
-    "task_type inference_mode auto_mapping revision fan_in_fan_out peft_version peft_config"
+    "task_type inference_mode auto_mapping revision fan_in_fan_out peft_version peft_config "
+    "ensure_weight_tying"
 ).split()
 # PEFT writes these into every file; without their feature they have no effect
 _PEFT_DEFAULTS = {"megatron_core": "megatron.core", "qalora_group_size": 16}

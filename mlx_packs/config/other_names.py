@@ -21,6 +21,7 @@ OTHER_NAMES = {
     "lora_dropout": "dropout",
     "lora_layers": "num_layers",
     "lora_r": "rank",
+    "lora_modules_to_save": "modules_to_save",
     "lora_rank": "rank",
     "lora_target": "target_modules",
     "lora_target_modules": "target_modules",

@@ -18,8 +18,11 @@ def model_card(manifest: dict, name: str) -> str:
     base = manifest["base"]
     specs = specs_of(manifest)
     what = f"rank {', '.join(map(str, ranks_of(specs)))} on {', '.join(leaf_names(specs))}"
+    full = f"{len(replaced_of(manifest))} of its tensors fine-tuned in full"
     if not specs:
-        what = f"{len(replaced_of(manifest))} of its tensors fine-tuned in full"
+        what = full
+    elif replaced_of(manifest):
+        what += f", {full}"
     lines = [
         *_card_metadata(manifest),
         "",

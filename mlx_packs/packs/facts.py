@@ -119,10 +119,12 @@ def _mapping(values: Mapping, key: str) -> Mapping:
 def _base_line(manifest: Mapping) -> str:
     """Return base, method and size in one line."""
     base, adapters, specs = manifest["base"], manifest["adapters"], specs_of(manifest)
-    what = f"{len(replaced_of(manifest))} tensors fine-tuned in full"
+    full = f"{len(replaced_of(manifest))} tensors fine-tuned in full"
+    what = full
     if specs:
         ranks = ", ".join(map(str, ranks_of(specs)))
         what = f"LoRA of rank {ranks} on {', '.join(leaf_names(specs)[:10])}"
+        what += f", {full}" * bool(replaced_of(manifest))
     kind = quantization_name(base["quantization"])
     return text(
         f"{name_alone(base['id'])} ({base['model_type']}, {base['num_layers']} blocks, {kind}) · "

@@ -207,7 +207,7 @@ class Pack:
             return f"it is trained for packs merge --requantize {self.for_merge}"
         for path, spec in self.specs.items():
             if spec.kind != "lora":
-                return f"{path} is {spec.kind}"
+                return f"{path} is {'an ' * (spec.kind == 'embedding')}{spec.kind}"
         replaced = replaced_of(self.manifest)
         return f"{next(iter(replaced))} is stored in full" if replaced else ""
 

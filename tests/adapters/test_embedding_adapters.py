@@ -9,11 +9,13 @@ from mlx_lm.utils import load_model
 from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, merge_pack, train_pack
 from mlx_packs.adapters.lora import attach
 from mlx_packs.adapters.method import METHODS
+from mlx_packs.adapters.saved_modules import attach_method
 from mlx_packs.adapters.tensors import delta_of
 from mlx_packs.convert.interop import export_pack
 from mlx_packs.memory.estimate import estimate
 from mlx_packs.memory.headers import Headers
 from mlx_packs.nn.embedding_lora import AdaptedEmbedding, EmbeddingLoRA
+from mlx_packs.nn.noisy_embedding import NoisyEmbedding
 from mlx_packs.objectives.causal_lm import split_head, target_loss
 from mlx_packs.objectives.frozen_activations import frozen_blocks
 from mlx_packs.packs.weighted_sum import weighted_sum
@@ -146,6 +148,23 @@ def test_noise_is_on_the_rows_in_training_alone():
     assert mx.array_equal(table(TOKENS), rows).item()
     trainable.detach()
     assert not any(isinstance(m, AdaptedEmbedding) for m in base.model.modules())
+
+
+@pytest.mark.parametrize("matmul_path", ["quantized", "transient"])
+@pytest.mark.parametrize("kind", ["frozen", "adapted", "saved"])
+def test_noise_is_added_once_to_any_table(matmul_path, kind, tmp_path):
+    base = load_base(write_dense(tmp_path / "dense", vocab_size=4096), "affine4")
+    targets = ("q_proj", *(["embed_tokens"] * (kind == "adapted")))
+    lora = LoRAConfig(
+        4, target_modules=targets, modules_to_save=("embed_tokens",) * (kind == "saved")
+    )
+    trainable = attach_method(base, lora, TrainConfig(), matmul_path)
+    add_noise(trainable, 5.0)
+    assert sum(isinstance(m, NoisyEmbedding) for m in base.model.modules()) == 1
+    base.model.train()
+    assert not mx.array_equal(base.model(TOKENS), base.model(TOKENS)).item()
+    trainable.detach()
+    assert not any(isinstance(m, NoisyEmbedding) for m in base.model.modules())
 
 
 @pytest.mark.parametrize("method", ["dora", "pissa", "olora"])

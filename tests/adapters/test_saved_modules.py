@@ -15,6 +15,7 @@ from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.objectives.frozen_activations import frozen_blocks
 from mlx_packs.runtime import mx
 from mlx_packs.training.checkpoint import ADAPTERS
+from mlx_packs.training.tasks.causal_lm import add_noise
 from tests.helpers.checkpoints import write_dense
 from tests.helpers.errors import raises
 from tests.helpers.models import base_of
@@ -86,6 +87,16 @@ def test_quantized_modules_are_trained_as_dense_copies(quantize, path, tmp_path)
     assert mx.array_equal(base.model(TOKENS), before).item()
 
 
+def test_beside_loftq(tmp_path):
+    base = load_base(write_dense(tmp_path / "dense", vocab_size=4096), "affine4")
+    trainable = attached(base, "embed_tokens", "norm", method="loftq")
+    trained, pack = moved(trainable) and base.model(TOKENS), Pack.of(trainable)
+    assert trainable.method == "loftq" and len(trainable.replaced) == 2
+    trainable.detach()
+    with base.applied(pack):
+        assert mx.allclose(base.model(TOKENS), trained, atol=1e-4).item()
+
+
 def test_a_tied_table_counts_once_and_stays_tied():
     base = base_of("qwen3", tie_word_embeddings=True)
     trainable = attached(base, "embed_tokens", target_modules=("q_proj",))
@@ -124,6 +135,8 @@ def test_in_half_precision_nothing_after_a_copy_is_promoted():
     assert all(t.dtype == mx.float32 for t in trainable.tensors().values())
     gradients = nn.value_and_grad(base.model, lambda: base.model(TOKENS).square().mean())()[1]
     flat = dict(tree_flatten(gradients))
+    add_noise(trainable, 5.0)
+    assert base.model.train()(TOKENS).dtype == mx.bfloat16
     assert all(g.dtype == mx.float32 and mx.any(g).item() for n, g in flat.items() if "module" in n)
 
 

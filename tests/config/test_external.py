@@ -137,7 +137,7 @@ UNSUPPORTED = [
     ({"lora": {"bias": "all"}}, "unsupported", "bias", "'all'"),
     (PEFT | {"peft_type": "IA3"}, "unsupported", "peft_type", "LORA"),
     (PEFT | {"use_qalora": True}, "unsupported", "use_qalora", "True"),
-    (PEFT | {"modules_to_save": ["lm_head"]}, "unsupported", "modules_to_save", "lm_head"),
+    (PEFT | {"modules_to_save": 3}, "invalid", "modules_to_save", "3"),
     (PEFT | {"init_lora_weights": "eva"}, "unsupported", "init_lora_weights", "'eva'"),
     (PEFT | {"init_lora_weights": False}, "unsupported", "init_lora_weights", "False"),
     (

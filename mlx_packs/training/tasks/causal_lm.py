@@ -3,10 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import mlx.nn as nn
-
 from ...adapters.lora import attach
 from ...adapters.method import Trainable
+from ...bases.geometry import is_embedding
 from ...config.schema import LoRAConfig
 from ...data.formats import TOKEN_FORMATS, format_of
 from ...data.rows import Splits
@@ -18,8 +17,9 @@ from ...evaluation.throughput import cut_prompts, generation_path, measure_throu
 from ...gates import gates_text
 from ...inference.generate import complete
 from ...memory.matmul_path import choose_matmul_path
+from ...nn.full_copy import trained_module
 from ...nn.noisy_embedding import NoisyEmbedding
-from ...nn.quantized import EMBEDDINGS, TransientEmbedding, true_shape
+from ...nn.quantized import bare_module, true_shape
 from ...objectives.causal_lm import CausalLM, LossOptions, split_head
 from ...objectives.frozen_activations import FrozenActivations, open_frozen_activations
 from ...objectives.projection_stack import TRANSFORMER, Graph, graph_of
@@ -255,19 +255,18 @@ class CausalLMTask(Task):
 
 def add_noise(trainable: Trainable, alpha: float) -> None:
     """Put noise on the embeddings of the tokens, in training, until the trainable is detached."""
-    vocab_size = trainable.base.vocab_size
-    noisy = [
-        (path, NoisyEmbedding(module, alpha))
-        for path, module in trainable.model.named_modules()
-        if isinstance(module, (nn.Embedding, *EMBEDDINGS, TransientEmbedding))
-        and true_shape(module)[0] == vocab_size
-    ]
+    vocab_size, noisy = trainable.base.vocab_size, {}
+    for path, module in trainable.model.named_modules():  # a module comes before those inside it
+        table = bare_module(trained_module(module))
+        is_inside = path.rpartition(".")[0] in noisy
+        if not is_inside and is_embedding(table) and true_shape(table)[0] == vocab_size:
+            noisy[path] = NoisyEmbedding(module, alpha)
     if not noisy:
         raise PackError(
             f"--neftune-noise-alpha: {trainable.base.name} has no embedding that it can be added to.",
             "unsupported",
         )
-    trainable.swap(noisy)
+    trainable.swap(list(noisy.items()))
 
 
 def sample_lines(sample: Mapping[str, str | None]) -> list[str]:
