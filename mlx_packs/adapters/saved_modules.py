@@ -52,7 +52,9 @@ class WithSavedModules:
         self.method, self.base, self.model = adapters.method, adapters.base, adapters.model
         self.specs, self.groups, self.notes = adapters.specs, adapters.groups, adapters.notes
         self.replaced = {name: each.shape for name, each in copies.items()}
+        self.for_merge = adapters.for_merge
         self.swap, self.recompute, self.detach = adapters.swap, adapters.recompute, adapters.detach
+        self.at = adapters.at
         self._copies = copies
 
     @property
@@ -114,6 +116,12 @@ def attach_method(
 ) -> Trainable:
     """Attach what the method of a run trains, and the modules that it saves in full beside it."""
     saved = [path for path, _ in select_saved(base.model, lora.modules_to_save)]
+    if saved and train.for_merge != "none":
+        raise PackError(
+            "--for-merge: does not go with --modules-to-save. Leave one of them out.",
+            "conflict",
+            "for_merge",
+        )
     trainable = METHODS[train.method].attach(base, lora, train, matmul_path)
     if not saved:
         return trainable

@@ -22,7 +22,8 @@ from ..ops.watchdog import (
     product_calls,
     product_seconds,
 )
-from .decoder import Sizes, activation_bytes, sizes_of
+from .decoder import activation_bytes
+from .decoder_sizes import Sizes, sizes_of
 from .headers import Headers
 
 VARIABLE = "MLX_MAX_OPS_PER_BUFFER"

@@ -17,8 +17,6 @@ from ..kinds import check_keys
 from ..ops import gated_delta
 from .decoder import (
     ASSUMED,
-    HYBRID_FAMILIES,
-    Sizes,
     Step,
     check_objective,
     plan_step,
@@ -27,6 +25,7 @@ from .decoder import (
     smallest_shape,
     why_not_quantized,
 )
+from .decoder_sizes import HYBRID_FAMILIES, Sizes
 from .headers import Headers, Tensors
 from .plan import MemoryPlan, Shape, moment_parts
 

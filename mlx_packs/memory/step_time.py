@@ -22,7 +22,8 @@ from ..config.schema import LoRAConfig, TrainConfig
 from ..data.shapes import sequence_inputs
 from ..errors import PackError
 from ..measurements import recall, remember
-from .decoder import Sizes, activation_bytes, sizes_of
+from .decoder import activation_bytes
+from .decoder_sizes import Sizes, sizes_of
 from .headers import Headers
 from .matmul_path import matmul_rates
 from .plan import plan_adapters, recompute_policies

@@ -255,3 +255,10 @@ def test_inspect_names_them(trained, run):
     code, out, err = run("inspect", trained[2].pack.path)
     assert code == 0, err
     assert "embed_tokens" in out and "in full" in out
+
+
+def test_modules_in_full_are_not_trained_for_a_merge():
+    train = TrainConfig(for_merge="affine4")
+    lora = LoRAConfig(modules_to_save=("norm",))
+    with raises("conflict", "for_merge", "--modules-to-save"):
+        attach_method(load_base("tiny"), lora, train, "dense")

@@ -242,7 +242,7 @@ def test_a_dense_base_has_its_estimate(long_chats, tmp_path, run):
 
 
 def test_a_base_without_a_plan_is_trained_all_the_same(monkeypatch, tiny, long_chats, tmp_path):
-    monkeypatch.setattr("mlx_packs.memory.decoder.FAMILIES", ())
+    monkeypatch.setattr("mlx_packs.memory.decoder_sizes.FAMILIES", ())
     train = TrainConfig(iters=1, batch_size=2, matmul_path="dense", val_batches=0)
     run = train_pack(tiny, long_chats, LoRAConfig(rank=4), train, tmp_path / "p")
     assert run.report["plan_peak_gb"] is None

@@ -1,0 +1,89 @@
+"""The widths of a decoder of the Llama family, by its config."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+
+from ..bases.geometry import Heads
+from ..config.choices import ARCHITECTURES
+from ..errors import PackError
+from .headers import Tensors
+from .plan import Places
+
+FAMILIES = ("qwen3", "qwen2", "llama", "mistral")
+HYBRID_FAMILIES = (
+    "qwen3_5",
+    "qwen3_5_text",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+)  # memory/hybrid.py
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Widths of a base of the Llama family, and where its modules are.
+
+    Attributes:
+        queries: Heads x head_dim.
+        keys: KV heads x head_dim.
+        modules: Path -> (out, in) of linear layers and embeddings.
+    """
+
+    hidden: int
+    ffn: int
+    blocks: int
+    heads: int
+    queries: int
+    keys: int
+    vocab: int
+    head_norms: bool
+    modules: dict[str, tuple[int, int]]
+
+    @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """Those of ``modules`` that are in blocks."""
+        return {path: shape for path, shape in self.modules.items() if "layers" in path}
+
+    def places(self, tensors: Tensors) -> Places:
+        """Return where the base can be trained; ``tensors`` has its norms and biases too."""
+        return Places.of(self.projections, self.modules, self.blocks, tensors)
+
+    @property
+    def weights(self) -> int:
+        """Number of weights of linear layers and embeddings."""
+        return sum(map(math.prod, self.modules.values()))
+
+
+def sizes_of(config: Mapping, tensors: Tensors) -> Sizes:
+    """Return the sizes of a base, or raise a PackError where the formula does not know it."""
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        others = [t for facts in ARCHITECTURES.values() for t in facts.model_types]
+        names = ", ".join((*FAMILIES, *HYBRID_FAMILIES, *others))
+        raise PackError(f"no plan for model_type '{family}'. Known are {names}.", "unsupported")
+    heads = Heads.of(dict(config))
+    blocks, vocab = config.get("num_hidden_layers"), config.get("vocab_size")
+    if not all(isinstance(n, int) and n > 0 for n in (*astuple(heads), blocks, vocab)):
+        raise PackError(
+            "no plan: config.json lacks a size (hidden, FFN, heads, blocks or vocab).",
+            "unsupported",
+        )
+    hidden, ffn = heads.hidden, heads.ffn
+    queries, keys = heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim
+    shapes = {
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (ffn, hidden),
+        "mlp.up_proj": (ffn, hidden),
+        "mlp.down_proj": (hidden, ffn),
+    }
+    modules = {"model.embed_tokens": (vocab, hidden)}
+    for i in range(blocks):
+        modules |= {f"model.layers.{i}.{name}": shape for name, shape in shapes.items()}
+    if "lm_head.weight" in tensors and not config.get("tie_word_embeddings"):
+        modules["lm_head"] = (vocab, hidden)
+    norms = any(name.endswith("self_attn.q_norm.weight") for name in tensors)
+    return Sizes(hidden, ffn, blocks, heads.heads, queries, keys, vocab, norms, modules)
