@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ..errors import any_of
 from .choices import METHODS, TASKS, MethodFacts
 from .fields import Fault, Settings, facts_of
+from .phase import Phase
 
 _NUMBER = r"(\d+(?:\.\d+)?)"
 _TIME = re.compile(f"(?:{_NUMBER}h)?(?:{_NUMBER}m)?(?:{_NUMBER}s)?")
@@ -33,7 +34,7 @@ class TrainConflicts(Settings):
     loss: str
     label_smoothing: float
     objective: str
-    phases: tuple
+    phases: tuple[Phase, ...]
     max_seq_length: int
     fim_rate: float
     fim_tokens: tuple[str, ...]
@@ -77,6 +78,9 @@ class TrainConflicts(Settings):
         ]
 
     def _conflicts(self) -> Iterator[Fault]:
+        if not all(isinstance(phase, Phase) for phase in self.phases):
+            yield Fault("phases", "must be a tuple of Phase(...).")
+            return
         yield from self._conflicts_of_memory()
         yield from self._conflicts_of_fim()
         yield from self._conflicts_of_objective()
@@ -102,8 +106,8 @@ class TrainConflicts(Settings):
             if not self.has_setting(name):
                 yield Fault(name, f"needs --task {any_of(self._tasks_with(name))}.", "conflict")
         losses = [loss for task in self.tasks for loss in TASKS[task].losses]
-        if self.loss != "auto" and losses and self.loss not in losses:
-            tasks = [name for name, facts in TASKS.items() if self.loss in facts.losses]
+        tasks = [name for name, facts in TASKS.items() if self.loss in facts.losses]
+        if tasks and losses and self.loss not in losses:
             text = f"{self.loss} needs --task {any_of(tasks)}. Take {any_of(losses)}."
             yield Fault("loss", text, "conflict")
         if self.label_smoothing >= 0.5 and set(self.tasks) & {"dpo", "cpo"}:

@@ -241,7 +241,7 @@ def test_select_targets_by_default_are_all_in_the_blocks():
     ("targets", "num_layers", "code", "names"),
     [
         (("q_pro",), -1, "unknown", ("'q_proj'", "down_proj", "v_proj")),
-        (("model.embed_tokens",), -1, "unsupported", ("model.embed_tokens", "Embedding")),
+        (("model.norm",), -1, "unsupported", ("model.norm", "RMSNorm")),
         (("oj",), -1, "unknown", ("oj",)),
         ((), 3, "mismatch", ("3", "2 blocks")),
     ],

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mlx_packs import TrainConfig, train_pack
+from mlx_packs import Phase, TrainConfig, train_pack
 from mlx_packs.config.conflicts import seconds_of
 from mlx_packs.reading import sha256
 from mlx_packs.training import early_stop
@@ -137,9 +137,14 @@ def test_without_validation_examples_nothing_is_trained(tmp_path, monkeypatch):
 
 
 def test_phases_have_no_time():
-    phases = [{"name": "a", "data": "a"}, {"name": "b", "data": "b"}]
+    phases = (Phase(name="a", data="a"), Phase(name="b", data="b"))
     with raises("conflict", "time"):
         TrainConfig(time="1s", phases=phases)
+
+
+def test_phases_are_phases():
+    with raises("invalid", "phases", "Phase"):
+        TrainConfig(phases=({"name": "a", "data": "a"},))
 
 
 @pytest.mark.parametrize(
