@@ -6,7 +6,6 @@ mlx-lm's names and shapes; with one rank and scale throughout, ``adapter_config.
 """
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,13 +41,12 @@ from .adapter_config import adapter_config, cut, padded, padded_rank, stored_sha
 from .card import model_card
 from .facts import manifest_facts
 from .folder import check_output, open_folder, verify_hashes
-from .hub import cached
+from .hub import cached, is_hub_name
 from .manifest import (
     ADAPTER_CONFIG,
     ADAPTERS,
     CARD,
     FORMAT_VERSION,
-    HUB_ID,
     MAIN,
     MANIFEST,
     check_manifest,
@@ -156,7 +154,7 @@ class Pack:
             PackError: If there is no such pack, or one of its files is damaged.
         """
         folder = Path(path).expanduser()
-        if _is_hub_name(path):
+        if is_hub_name(path):
             folder = cached(str(path))
         return cls(open_folder(folder), None, folder)
 
@@ -388,12 +386,6 @@ class Pack:
             raise
         base.model.eval()
         return attached
-
-
-def _is_hub_name(path: str | Path) -> bool:
-    """Return whether a pack's name can only be meant for the Hub: nothing here begins like it."""
-    is_id = re.fullmatch(HUB_ID + r"(@[\w./-]+)?", str(path), re.ASCII) is not None
-    return is_id and not Path(Path(path).parts[0]).exists()
 
 
 def _paths_of(groups: Iterable[Group]) -> list[list[str]]:
