@@ -38,6 +38,7 @@ class Attached:
         frozen: the base's own modules, by path of the projection.
         for_merge: the format of the merge on whose grid they are trained, or none.
         inference_only: whether there is more on the base, which is applied but not trained.
+        score: the head of a reward model, beside the base's own modules; None where there is none.
     """
 
     method = "lora"
@@ -55,6 +56,7 @@ class Attached:
         self.slots: dict[str, Slot] = {}
         self.frozen: dict[str, nn.Module] = {}
         self.inference_only = False
+        self.score: nn.Linear | None = None
         self._originals: list[tuple[str, nn.Module]] = []
         self._suspended: list[tuple[str, nn.Module]] = []
 

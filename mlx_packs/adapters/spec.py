@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from ..errors import PackError
 
+SCORE = "score"  # the head of a reward model, as transformers and PEFT call it
+SCORE_WEIGHT = f"{SCORE}.weight"  # what a pack stores of it
+
 
 @dataclass(frozen=True)
 class SliceSpec:

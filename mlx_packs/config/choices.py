@@ -38,6 +38,7 @@ class TaskFacts:
     masks: bool = False  # whether its targets are some tokens of an example
     sequences: int = 1  # that an example becomes
     generates: bool = False  # whether it trains on completions that the model generates
+    scores: bool = False  # whether a head of its own gives a number, in the place of logits
     losses: tuple[
         str, ...
     ] = ()  # values of --loss; `auto` is the first, unless it is chosen by data
@@ -143,6 +144,13 @@ TASKS = {
     "simpo": _preferences(beta=2.0),
     "cpo": _preferences("sigmoid", "hinge", "ipo"),
     "kto": _preferences(),
+    "reward": TaskFacts(
+        "mlx_packs.training.tasks.reward:RewardTask",
+        "decoder",
+        defaults={"learning_rate": 1e-4},
+        sequences=2,
+        scores=True,
+    ),
     "grpo": TaskFacts(
         "mlx_packs.training.tasks.grpo:GRPOTask",
         "decoder",
@@ -152,8 +160,9 @@ TASKS = {
 }
 # Tasks by what they train on.
 DECODER_TASKS = tuple(name for name, facts in TASKS.items() if facts.architecture == "decoder")
-PREFERENCE_TASKS = tuple(name for name, facts in TASKS.items() if facts.sequences == 2)
-PACKABLE_TASKS = ("lm", *PREFERENCE_TASKS)
+PAIR_TASKS = tuple(name for name, facts in TASKS.items() if facts.sequences == 2)
+PREFERENCE_TASKS = tuple(name for name in PAIR_TASKS if not TASKS[name].scores)
+PACKABLE_TASKS = ("lm", *PAIR_TASKS)
 METHODS = {
     "lora": MethodFacts(),
     "dora": MethodFacts(magnitudes=True),

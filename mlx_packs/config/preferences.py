@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..errors import any_of
-from .choices import ANSWER_METRICS, PREFERENCE_TASKS
+from .choices import ANSWER_METRICS, PREFERENCE_TASKS, TASKS
 from .conflicts import TrainConflicts
 from .fields import Fault, option
 
@@ -43,6 +43,14 @@ class PreferenceSettings(TrainConflicts):
     )
     desirable_weight: float = _rated(1.0, "Weight of the desirable completions (kto).")
     undesirable_weight: float = _rated(1.0, "Weight of the undesirable completions (kto).")
+    center_rewards_coefficient: float = _preference(
+        0.0,
+        "Weight of the squared sum of both rewards of an example, which keeps them around 0 "
+        "(reward).",
+        tasks=("reward",),
+        metavar="WEIGHT",
+        at_least=0,
+    )
     reward: str | None = _generated(
         None,
         "Reward of a completion: a function of your own, FILE.py:NAME, or whether it is the expected "
@@ -63,3 +71,18 @@ class PreferenceSettings(TrainConflicts):
         yield from super()._conflicts()
         if self.beta == 0 and (tasks := [task for task in self.tasks if task in PREFERENCE_TASKS]):
             yield Fault("beta", f"must be above 0 with --task {any_of(tasks)}, but is 0.")
+        yield from self._conflicts_of_scores()
+
+    def _conflicts_of_scores(self) -> Iterator[Fault]:
+        """Check a task that trains a head of its own."""
+        order = [phase.task or self.task for phase in self.phases] or [self.task]
+        scores = [task in TASKS and TASKS[task].scores for task in order]
+        if not any(scores):
+            return
+        first = order[scores.index(True)]
+        if self.trains_base:
+            text = f"full does not go with --task {first}, whose head is trained beside adapters."
+            yield Fault("method", text, "conflict")
+        if not all(scores[scores.index(True) :]):
+            text = f"have another task after {first}, whose head that would not train. Put {first} last."
+            yield Fault("phases", text, "conflict")

@@ -11,11 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..adapters.lora import Attached
 from ..bases.files import TINY
 from ..bases.loading import load_base_model
 from ..bases.model import BaseModel
 from ..config.choices import MATMUL_PATHS
+from ..data.given import Data
 from ..errors import PackError
 from ..files import is_hub_id
 from ..inference.generate import chat_prompt, complete, raw_prompt
@@ -23,6 +26,7 @@ from ..nn.quantized import apply_matmul_path, replace_modules
 from ..reading import read_json
 from ..runtime import mx
 from .pack import Pack
+from .rewards import rewards
 from .weighted_sum import Packs, as_pack
 
 _SUSPENDED = 4  # adapters that are kept, without their arrays
@@ -109,6 +113,29 @@ class Base(BaseModel):
         with nullcontext() if pack is None else self.applied(pack):
             return complete(self, tokens, **sampling)
 
+    def rewards(
+        self, completions: Data, pack: str | Path | Pack, *, batch_size: int = 8
+    ) -> np.ndarray:
+        """Return the rewards of completions by a reward model, float32 [N].
+
+        Args:
+            completions: Examples with ``prompt`` and ``completion``, texts or lists of messages, as
+                `train_pack` takes them: mappings, a DataFrame or a Dataset.
+            pack: A pack of ``--task reward``, or its folder. It is on this base for the call; an
+                active pack comes back after it.
+            batch_size: Number of completions that are computed together.
+
+        Raises:
+            PackError: If the pack is no reward model or does not fit, or an example cannot be used.
+        """
+        self.check_architecture("rewards", "decoder")
+        before = self.active
+        self.swap_pack(None)
+        try:
+            return rewards(self, completions, as_pack(pack), batch_size)
+        finally:
+            self.swap_pack(before and before.pack, before.matmul_path if before else "quantized")
+
     def swap_pack(self, pack: Packs | None, matmul_path: str = "quantized") -> None:
         """Replace the active pack by another one; None removes it.
 
@@ -122,11 +149,12 @@ class Base(BaseModel):
                 ``"dense"``.
 
         Raises:
-            PackError: If the pack does not fit; the active pack then stays.
+            PackError: If the pack does not fit or is a reward model; the active pack then stays.
         """
         before = self.active
         after = None if pack is None else as_pack(pack)
         if after is not None:
+            after.check_generates()
             after.check_base(self)
             tensors = after.load_tensors()
             if before and before.matmul_path == matmul_path and _fits(before.attached, after):

@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from ..adapters.spec import ModuleSpec, SliceSpec, Specs
+from ..adapters.spec import SCORE_WEIGHT, ModuleSpec, SliceSpec, Specs
 from ..config.choices import (
     ARCHITECTURES,
     WEIGHT_FORMATS,
@@ -275,6 +275,11 @@ def replaced_json(name: str, shape: tuple[int, ...], head: bool) -> dict:
 def replaced_of(manifest: dict) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of tensors stored in full (PEFT's modules_to_save)."""
     return {t["name"]: tuple(t["shape"]) for t in manifest["adapters"].get("replaced") or []}
+
+
+def is_reward_model(manifest: dict) -> bool:
+    """Return whether a pack has the head of a reward model, which scores and generates no text."""
+    return SCORE_WEIGHT in replaced_of(manifest)
 
 
 def head_tables_of(manifest: dict) -> set[str]:

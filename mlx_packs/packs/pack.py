@@ -15,7 +15,8 @@ from ..adapters.for_merge import attach_merged
 from ..adapters.imported import attach_inference_only, is_inference_only
 from ..adapters.lora import Attached, attach
 from ..adapters.method import Trainable
-from ..adapters.spec import Specs, check_shapes, weights_of
+from ..adapters.score_head import stored_score_head
+from ..adapters.spec import SCORE_WEIGHT, Specs, check_shapes, weights_of
 from ..adapters.targets import tied_tables
 from ..bases.files import check_files, quantization_name, resolve_checkpoint
 from ..bases.fingerprint import (
@@ -51,6 +52,7 @@ from .manifest import (
     MANIFEST,
     check_manifest,
     check_quantization,
+    is_reward_model,
     manifest_text,
     read_pin,
     replaced_json,
@@ -194,6 +196,20 @@ class Pack:
         return (self.manifest.get("files") or {}).get(ADAPTERS, {}).get("sha256")
 
     @property
+    def is_reward_model(self) -> bool:
+        """Whether it has the head of a reward model, which scores completions (`Base.rewards`)."""
+        return is_reward_model(self.manifest)
+
+    def check_generates(self) -> None:
+        """Raise a PackError for a reward model, which no text can be generated with."""
+        if self.is_reward_model:
+            raise PackError(
+                f"{self.name}: is a reward model (--task reward), which scores completions and "
+                f"generates no text. Evaluate it with packs eval, or score with base.rewards().",
+                "unsupported",
+            )
+
+    @property
     def for_merge(self) -> str:
         """The format of the merge that the pack was trained for (``--for-merge``), or ``none``."""
         return self.manifest["adapters"].get("for_merge", "none")
@@ -203,6 +219,8 @@ class Pack:
         """A description of a part that is not LoRA on a linear layer; empty if there is none."""
         if self.for_merge != "none":
             return f"it is trained for packs merge --requantize {self.for_merge}"
+        if self.is_reward_model:
+            return "it is a reward model, which generates no text"
         for path, spec in self.specs.items():
             if spec.kind != "lora":
                 return f"{path} is {'an ' * (spec.kind == 'embedding')}{spec.kind}"
@@ -361,7 +379,8 @@ class Pack:
     def attach(self, base: BaseModel, matmul_path: str = "quantized") -> Attached:
         """Check a base model, attach the pack to it, and return the attached adapters.
 
-        `Base.applied` and `Base.swap_pack` do this and also detach the pack again.
+        `Base.applied` and `Base.swap_pack` do this and also detach the pack again. The head of a
+        reward model is ``score`` of the attached adapters; the base itself has none.
 
         Raises:
             PackError: If the pack does not fit the base model.
@@ -375,12 +394,14 @@ class Pack:
             return attach_merged(base, self.specs, tensors, self.for_merge, matmul_path)
         inference_only = {p: spec for p, spec in self.specs.items() if is_inference_only(spec)}
         trainable = {p: spec for p, spec in self.specs.items() if p not in inference_only}
-        replaced = replaced_of(self.manifest)
+        replaced = [name for name in replaced_of(self.manifest) if name != SCORE_WEIGHT]
         attached = attach(base, specs=trainable, matmul_path=matmul_path, fp16_fallback=fallback)
         try:
             factors = {n: tensors[n] for spec in trainable.values() for n in spec.shapes}
             attached.load(factors, where)
             attach_inference_only(attached, inference_only, replaced, tensors, where)
+            if self.is_reward_model:
+                attached.score = stored_score_head(base, tensors[SCORE_WEIGHT], where)
         except PackError:
             attached.detach()
             raise

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ...adapters.method import Trainable
-from ...config.schema import TrainConfig
+from ...config.schema import DataConfig, TrainConfig
 from ...data.encoding import EncodingOptions
-from ...data.formats import COMPLETION, PREFERENCE
+from ...data.formats import COMPLETION, PREFERENCE, Row
 from ...data.masks import masked
 from ...data.packing import Packed
 from ...data.preference_batches import (
@@ -144,7 +144,6 @@ class PreferenceTask(Task):
     def encode(self, base: Base, splits: Sequence[Splits]) -> PreferenceDataset:
         """Return the tokens of the rows of every phase."""
         self.base, display = base, self.run.display
-        row_format = RATED if self.train.task == "kto" else PREFERENCE
         encoded: list[dict[str, PreferenceExamples]] = []
         for phase, read in zip(self.run.phases, splits, strict=True):
             t, columns, of_phase = phase.train, phase.sources[0], {}
@@ -155,19 +154,28 @@ class PreferenceTask(Task):
             with display.task("data", len(present), "splits") as bar:
                 for split in present:
                     rows = read.rows[split]
-                    examples = encode_preferences(
-                        rows, base.tokenizer, columns, options, row_format
-                    )
+                    examples = self._encoded(rows, columns, options)
                     read.note_encoded(split, examples.fingerprint, examples.bad)
                     of_phase[split] = examples
                     bar.advance()
             self._describe(read, of_phase, t)
             encoded.append(of_phase)
-        examples = encoded[-1]["train"].items
-        masks = [masked(examples[i], base.tokenizer) for i in range(min(MASKS, len(examples)))]
-        self.dataset = PreferenceDataset(self.run.phases, encoded, masks=masks)
+        self.dataset = self._dataset(encoded)
         self._choose_sample(splits[-1])
         return self.dataset
+
+    def _encoded(
+        self, rows: Sequence[Row], columns: DataConfig, options: EncodingOptions
+    ) -> PreferenceExamples:
+        """Return the tokens of rows."""
+        row_format = RATED if self.train.task == "kto" else PREFERENCE
+        return encode_preferences(rows, self.base.tokenizer, columns, options, row_format)
+
+    def _dataset(self, encoded: list[dict[str, PreferenceExamples]]) -> PreferenceDataset:
+        """Return the data set of the examples of every phase."""
+        examples, tokenizer = encoded[-1]["train"].items, self.base.tokenizer
+        masks = [masked(examples[i], tokenizer) for i in range(min(MASKS, len(examples)))]
+        return PreferenceDataset(self.run.phases, encoded, masks=masks)
 
     def _describe(
         self, read: Splits, examples: dict[str, PreferenceExamples], train: TrainConfig
@@ -175,17 +183,13 @@ class PreferenceTask(Task):
         """Show the number of rows, and what was cut; check that packed rows fit."""
         first, display = examples["train"], self.run.display
         counts = " / ".join(f"{len(part) // 2:,} {split}" for split, part in examples.items())
-        display.line(
-            "data",
-            f"{read.source} · {counts} examples · {first.format} · {first.targets:,} supervised tokens",
-        )
+        targets = self._targets_line(first)
+        display.line("data", f"{read.source} · {counts} examples · {first.format} · {targets}")
         cut, dropped = (
             sum(getattr(e, key) for e in examples.values()) for key in ("cut", "dropped")
         )
-        if cut:
-            text = f"longer than {train.max_seq_length} tokens (--max-seq-length): {cut} completions cut"
-            lost = f", {dropped} examples dropped, since no target was left" if dropped else ""
-            display.line("data", text + lost)
+        if line := self._cut_line(cut, dropped, train.max_seq_length):
+            display.line("data", line)
         for note in (*read.notes, *read.bad_lines()):
             display.line("data", note)
         longest = int((first.lengths.reshape(-1, 2).sum(axis=1) - 2).max())
@@ -196,6 +200,17 @@ class PreferenceTask(Task):
                 "conflict",
                 "max_seq_length",
             )
+
+    def _targets_line(self, examples: PreferenceExamples) -> str:
+        """Return how much of the examples is trained on."""
+        return f"{examples.targets:,} supervised tokens"
+
+    def _cut_line(self, cut: int, dropped: int, limit: int) -> str:
+        """Return what was cut or dropped for its length; empty if nothing was."""
+        lost = f", {dropped} examples dropped, since no target was left" if dropped else ""
+        return f"longer than {limit} tokens (--max-seq-length): {cut} completions cut{lost}" * (
+            cut > 0
+        )
 
     def _choose_sample(self, splits: Splits) -> None:
         """Take the prompt of the first held-out row for the sample."""

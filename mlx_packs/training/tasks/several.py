@@ -40,8 +40,12 @@ class SeveralTasks(Task):
         return self.parts[self.run.goal.train.task]
 
     def target(self, base: Base) -> tuple[Base, LoRAConfig]:
-        """Return what every task adapts; none of them has a base of its own."""
-        return [part.target(base) for part in self.parts.values()][-1]
+        """Return what the last task adapts, which the others train too."""
+        for part in self.parts.values():
+            target = part.target(base)
+            if part is self.last:
+                of_last = target
+        return of_last
 
     def encode(self, base: Base, splits: Sequence[Splits]) -> "SeveralDatasets":
         """Encode the examples of every phase by its task."""

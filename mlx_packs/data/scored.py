@@ -1,0 +1,79 @@
+"""Rows of preferences whose completions are scored: one number of each, at its last token."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ..config.schema import DataConfig
+from ..errors import PackError
+from .encoding import EncodingOptions, Example, Examples
+from .formats import Row
+from .preference_batches import PreferenceBatch
+from .preferences import PreferenceExamples, encode_preferences
+
+
+@dataclass(frozen=True)
+class ScoredBatch(PreferenceBatch):
+    """A batch of pairs whose completions are scored."""
+
+    @property
+    def count(self) -> int:
+        """Number of pairs."""
+        return len(self.rows)
+
+
+class Scored(Sequence):
+    """Some of the examples of others, whose only target is the score of their last token.
+
+    A token is added after it, which no model reads: inputs are all tokens but the last one, and the
+    target has the last input as its own.
+    """
+
+    def __init__(self, examples: Examples, numbers: np.ndarray) -> None:
+        self._items, self._numbers = examples.items, numbers
+        self.lengths = examples.lengths[numbers] + 1
+        self.target_counts = np.ones(len(numbers), np.int64)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, i: int) -> Example:
+        own = self._items[int(self._numbers[i])]
+        tokens = np.append(own.tokens, np.int32(0))
+        return Example(tokens, np.arange(len(tokens)) == len(own.tokens), own.where)
+
+
+def encode_scored(
+    rows: Sequence[Row], tokenizer: Any, columns: DataConfig, options: EncodingOptions
+) -> PreferenceExamples:
+    """Return both sides of every row, to be scored.
+
+    Rows with a side of ``max_seq_length`` tokens or more are dropped, as TRL does: a side that was
+    cut would be scored in its middle.
+
+    Raises:
+        RowError: a row cannot be used, unless ``columns.on_bad_row`` leaves such rows out.
+    """
+    examples = encode_preferences(rows, tokenizer, columns, options)
+    longest = examples.lengths.reshape(-1, 2).max(axis=1)
+    kept = np.flatnonzero(longest < options.max_seq_length)
+    if not len(kept):
+        raise PackError(
+            f"{examples.items[0].where}: no example has fewer than {options.max_seq_length} tokens, "
+            "and one that is cut cannot be scored. Raise --max-seq-length.",
+            "data",
+            "max_seq_length",
+        )
+    items = Scored(examples, np.stack([2 * kept, 2 * kept + 1], axis=1).reshape(-1))
+    result = replace(
+        examples,
+        items=items,
+        loss_on="last token",
+        cut=0,
+        dropped=examples.dropped + len(longest) - len(kept),
+        labels=examples.labels[kept],
+    )
+    result.lengths, result.target_counts = items.lengths, items.target_counts
+    return result

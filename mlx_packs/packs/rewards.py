@@ -1,0 +1,75 @@
+"""Rewards of completions by a pack that is a reward model."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from ..adapters.lora import Attached
+from ..bases.model import BaseModel
+from ..config.schema import DataConfig
+from ..data.batches import make_batch
+from ..data.encoding import EncodingOptions, encode
+from ..data.formats import COMPLETION
+from ..data.given import Data, source_of
+from ..data.scored import Scored
+from ..errors import PackError
+from ..objectives.causal_lm import as_arrays
+from ..objectives.reward_model import completion_scores, hidden_states
+from ..runtime import mx
+from .pack import Pack
+
+_NO_LIMIT = 1 << 30  # of the tokens of a completion with its prompt
+
+
+def rewards(base: BaseModel, completions: Data, pack: Pack, batch_size: int) -> np.ndarray:
+    """Return the rewards of completions, float32 [N]; `packs.base.Base.rewards` has the rest."""
+    if batch_size < 1:
+        raise PackError(
+            f"rewards: batch_size must be positive, but got {batch_size}.", flag="batch_size"
+        )
+    source = source_of(completions)
+    if not hasattr(source, "splits"):
+        raise PackError(
+            "rewards: completions must be examples in memory, but got a name.", flag="completions"
+        )
+    rows = source.splits["train"]
+    if not len(rows):
+        raise PackError("rewards: there are no completions.", flag="completions")
+    options = EncodingOptions("completion", _NO_LIMIT, base.vocab_size)
+    encoded = encode(rows, base.tokenizer, DataConfig(), options, COMPLETION)
+    examples = Scored(encoded, np.arange(len(encoded)))
+    order = np.argsort(examples.lengths, kind="stable")
+    result = np.zeros(len(rows), np.float32)
+    with attached_reward_model(base, pack) as attached:
+        states = hidden_states(base.model, base.name)
+        for start in range(0, len(order), batch_size):
+            numbers = order[start : start + batch_size]
+            slots = batch_size + batch_size % 2  # in pairs
+            tokens = make_batch(examples, numbers.tolist(), slots, _NO_LIMIT)
+            parts = as_arrays(tokens)[:2]
+            arrays = (*parts, mx.array(tokens.owners))
+            scores = completion_scores(base.model, states, attached.score, slots // 2, arrays)
+            result[numbers] = np.array(scores).reshape(-1)[: len(numbers)]
+    return result
+
+
+@contextmanager
+def attached_reward_model(
+    base: BaseModel, pack: Pack, matmul_path: str = "quantized"
+) -> Iterator[Attached]:
+    """Return a context in which a base, which has no pack, has a reward model.
+
+    Raises:
+        PackError: the pack is none, or does not fit.
+    """
+    if not pack.is_reward_model:
+        raise PackError(
+            f"{pack.name}: is no reward model: it has no score head. Train one with --task reward.",
+            "unsupported",
+        )
+    attached = pack.attach(base, matmul_path)
+    try:
+        yield attached
+    finally:
+        attached.detach()

@@ -1,0 +1,119 @@
+"""A reward model: a score for each completion, which is higher for the one that is preferred."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from ...adapters.method import Trainable
+from ...adapters.score_head import fresh_score_head, with_score_head
+from ...adapters.spec import SCORE
+from ...config.schema import DataConfig, LoRAConfig
+from ...data.encoding import EncodingOptions
+from ...data.formats import Row
+from ...data.preferences import PreferenceExamples
+from ...data.rows import Splits
+from ...data.scored import ScoredBatch, encode_scored
+from ...evaluation.reward_model import score_pairs
+from ...gates import gates_text
+from ...objectives.causal_lm import split_head
+from ...objectives.reward_model import RewardModel, hidden_states
+from ...objectives.sequence_packing import prepare_packing
+from ...packs.base import Base
+from ...packs.card import format_change, phase_lines
+from ..fit import Fit
+from ..phases import RunPhase
+from ..planning import MemoryChoice
+from .causal_lm import add_noise, phase_reports
+from .preference import PreferenceDataset, PreferenceTask
+from .task import Summary, bad_rows_lines, cost
+
+
+class RewardDataset(PreferenceDataset):
+    """Pairs of completions, of which the last tokens are scored."""
+
+    def batches(self, phase: RunPhase, start: int) -> Iterator[ScoredBatch]:
+        """Batches of a phase without end, from batch number ``start``."""
+        return (ScoredBatch(**vars(batch)) for batch in super().batches(phase, start))
+
+
+class RewardTask(PreferenceTask):
+    """``--task reward``."""
+
+    def target(self, base: Base) -> tuple[Base, LoRAConfig]:
+        """Return the base with a head besides, which is trained in full."""
+        hidden_states(base.model, base.name)
+        head = fresh_score_head(base, self.run.train.seed)
+        saved = (*self.run.lora.modules_to_save, SCORE)
+        return (
+            replace(base, model=with_score_head(base.model, head)),
+            replace(self.run.lora, modules_to_save=saved),
+        )
+
+    def _encoded(
+        self, rows: Sequence[Row], columns: DataConfig, options: EncodingOptions
+    ) -> PreferenceExamples:
+        return encode_scored(rows, self.base.tokenizer, columns, options)
+
+    def _dataset(self, encoded: list[dict[str, PreferenceExamples]]) -> RewardDataset:
+        return RewardDataset(self.run.phases, encoded)
+
+    def _targets_line(self, examples: PreferenceExamples) -> str:
+        return "each completion scored at its last token"
+
+    def _cut_line(self, cut: int, dropped: int, limit: int) -> str:
+        text = f"{limit} tokens or more (--max-seq-length): {dropped} examples dropped"
+        return text if dropped else ""
+
+    def _choose_sample(self, splits: Splits) -> None:
+        """Take none: a reward model generates no text."""
+
+    def objective(self, trainable: Trainable, memory: MemoryChoice) -> RewardModel:
+        """Return the loss of the rewards."""
+        train, model = self.train, trainable.model
+        if train.packing:
+            vocab_size = self.base.vocab_size
+            prepare_packing(trainable, split_head(model), train.max_seq_length, vocab_size)
+        if train.neftune_noise_alpha:
+            add_noise(trainable, train.neftune_noise_alpha)
+        states, centering = hidden_states(model, self.base.name), train.center_rewards_coefficient
+        return RewardModel(model, states, model[SCORE], centering, score_pairs)
+
+    def summary(
+        self, trainable: Trainable, objective: RewardModel, fit: Fit, sources: Sequence[str]
+    ) -> Summary:
+        """Accuracy and margin on the held-out rows of the last phase."""
+        goal, train = self.run.goal, self.train
+        ends = {"before": fit.scores[0][goal.name], "after": fit.scores[-1][goal.name]}
+        split, _ = self.dataset.held_out_examples(goal)
+        phases = phase_reports(self.dataset, sources, fit)
+        named = {"task": "reward", "loss_on": self.dataset.loss_on}
+        named["center_rewards_coefficient"] = train.center_rewards_coefficient
+        values = {"preference_accuracy": "accuracy", "reward_margin": "margin", "loss": "nll"}
+        return Summary(
+            eval={
+                "split": split,
+                "rows": ends["after"].rows,
+                **{
+                    f"{name}_{when}": getattr(score, key)
+                    for name, key in values.items()
+                    for when, score in ends.items()
+                },
+            },
+            objective=named,
+            facts={"phases": phases} if phases else {},
+            report={"task": "reward", "phases": phases, "objective": named},
+        )
+
+    @staticmethod
+    def report_lines(report: dict) -> list[str]:
+        """Return accuracy and margin, phases, speed and the pack."""
+        held_out = report["held_out"]
+        unit = "pairs" if "pairs_per_s" in report else "tokens"  # of phases of several tasks
+        return [
+            f"done    held-out {format_change(report)} on {held_out['rows']} {held_out['split']} "
+            f"examples{gates_text(report['gates'])}",
+            *(f"phase   {line}" for line in phase_lines(report["phases"])),
+            *bad_rows_lines(report),
+            f"speed   {report[f'{unit}_per_s']:,.0f} {unit}/s · {cost(report)}",
+            f"pack    {report['pack']} ({report['pack_mb']:.1f} MB)    try: packs eval "
+            f"{report['pack']} --data DATA",
+        ]
