@@ -21,7 +21,8 @@ from ..nn.quantized import (
 )
 from ..runtime import mx
 from .lora import Attached
-from .spec import ModuleSpec, Specs, factor_names
+from .score_head import stored_score_head
+from .spec import SCORE_WEIGHT, ModuleSpec, Specs, factor_names
 
 _LINEARS = (nn.Linear, *LINEARS, TransientLinear)
 
@@ -38,12 +39,15 @@ def attach_inference_only(
     tensors: Mapping[str, mx.array],
     where: str,
 ) -> None:
-    """Put the tensors ``replaced``, then DoRA, on top of trainable kinds.
+    """Put the tensors ``replaced``, then DoRA, on top of trainable kinds; a score head beside them.
 
     Tensors have names and shapes of the pack, which errors call ``where``.
     """
     attached.inference_only = bool(specs or replaced)
-    attached.swap(full_tensor_modules(attached.model, replaced, tensors, where))
+    if SCORE_WEIGHT in replaced:
+        attached.score = stored_score_head(attached.base, tensors[SCORE_WEIGHT], where)
+    of_base = [name for name in replaced if name != SCORE_WEIGHT]
+    attached.swap(full_tensor_modules(attached.model, of_base, tensors, where))
     modules = dict(attached.model.named_modules())
     attached.swap([(p, _adapted(modules.get(p), s, tensors, where)) for p, s in specs.items()])
 

@@ -44,7 +44,7 @@ def evaluate(
     """Compare perplexity and accuracy with and without a pack.
 
     The pack of an encoder is evaluated by correlation with scores, retrieval or triplet accuracy,
-    depending on the examples. Base model and pack see the same examples, and each result has its
+    depending on the examples, a reward model by preference accuracy and reward margin. Base model and pack see the same examples, and each result has its
     standard error; that of the ratio is paired by example and therefore smaller. With --metric, the
     share of right answers is reported too, with greedy decoding. To evaluate the weighted sum of
     several packs, pass --pack PACK=WEIGHT for each.

@@ -135,6 +135,8 @@ def _training_lines(pack: "Pack") -> list[str]:
         learned = f"loss on {objective.get('loss_on') or '?'}"
         if loss := objective.get("loss"):
             learned = f"embeddings, loss {loss}"
+        if pack.is_reward_model:
+            learned = "a reward model, which scores the last token"
         lines.append(f"data    {data.get('source')} · {rows or '?'} examples · {learned}")
     lines += [f"graph   {line}" for line in graph_lines(objective)]
     result = pack.part("eval")

@@ -160,9 +160,10 @@ TASKS = {
 }
 # Tasks by what they train on.
 DECODER_TASKS = tuple(name for name, facts in TASKS.items() if facts.architecture == "decoder")
-PAIR_TASKS = tuple(name for name, facts in TASKS.items() if facts.sequences == 2)
-PREFERENCE_TASKS = tuple(name for name in PAIR_TASKS if not TASKS[name].scores)
-PACKABLE_TASKS = ("lm", *PAIR_TASKS)
+PREFERENCE_TASKS = tuple(
+    name for name, facts in TASKS.items() if facts.sequences == 2 and not facts.scores
+)
+PACKABLE_TASKS = ("lm", *(name for name, facts in TASKS.items() if facts.sequences == 2))
 METHODS = {
     "lora": MethodFacts(),
     "dora": MethodFacts(magnitudes=True),

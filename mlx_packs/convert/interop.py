@@ -66,6 +66,13 @@ def export_pack(
             f"--to {to}: must be one of {', '.join((*FORMATS, *DESTINATIONS))}.", "unknown"
         )
     pack = pack if isinstance(pack, Pack) else Pack.open(pack)
+    if pack.is_reward_model and to != "peft":
+        raise PackError(
+            f"--to {to}: {pack.name} is a reward model, whose head {to} has no place for. Pass --to "
+            "peft.",
+            "unsupported",
+            "to",
+        )
     out = Path(out).expanduser()
     report = (
         DESTINATIONS[to].write(pack, out, start)

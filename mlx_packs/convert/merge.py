@@ -113,6 +113,12 @@ def _check(request: MergeRequest) -> None:
     if request.dtype not in DTYPES:
         raise PackError(f"--dtype {request.dtype}: must be one of {', '.join(DTYPES)}.", "unknown")
     check_max_drift(request.max_drift)
+    if request.pack.is_reward_model:
+        raise PackError(
+            f"{request.pack.name}: is a reward model, and a merged checkpoint has no place for its "
+            "head. Use packs export --to peft.",
+            "unsupported",
+        )
     if request.pack.for_merge not in ("none", request.requantize):
         raise PackError(
             f"--requantize {request.requantize}: {request.pack.name} was trained for another merge "

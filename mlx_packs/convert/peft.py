@@ -19,7 +19,7 @@ from ..bases.geometry import is_router
 from ..bases.model import BaseModel
 from ..config.choices import ARCHITECTURES, architecture_of
 from ..errors import PackError
-from ..packs.manifest import head_tables_of, replaced_of
+from ..packs.manifest import head_tables_of, is_reward_model, replaced_of
 from ..packs.pack import Pack
 from ..runtime import mx
 from .external import (
@@ -347,7 +347,11 @@ def _config(pack: Pack, model_type: str, specs: Specs) -> dict:
 
     return {
         "peft_type": "LORA",
-        "task_type": ARCHITECTURES[architecture_of(model_type)].peft_task,
+        "task_type": (
+            "SEQ_CLS"
+            if is_reward_model(pack.manifest)
+            else ARCHITECTURES[architecture_of(model_type)].peft_task
+        ),
         "base_model_name_or_path": pack.manifest["base"]["id"],
         "r": rank,
         "lora_alpha": alpha,
@@ -400,6 +404,10 @@ def _notes(specs: Specs, config: dict) -> tuple[str, ...]:
     if config.get(TIED) and HEAD in specs:
         notes.append(
             "PEFT 0.21's merge_and_unload adds a tied table's adapter twice; packs merge does it once"
+        )
+    if config["task_type"] == "SEQ_CLS":
+        notes.append(
+            "AutoModelForSequenceClassification with num_labels=1 opens it; set pad_token_id"
         )
     if config["alpha_pattern"]:
         notes.append("llama.cpp's converter knows one lora_alpha, and this folder has several")

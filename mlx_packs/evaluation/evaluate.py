@@ -12,6 +12,7 @@ from ..packs.base import Base, activated, check_no_pack
 from ..packs.pack import Pack
 from .embeddings import EmbeddingEvaluator, EmbeddingReport
 from .perplexity import EvalReport, PerplexityEvaluator
+from .reward_model import RewardReport, evaluate_reward_model
 from .rows import EvalSettings, check_limit, columns_of, evaluation_rows
 
 
@@ -48,11 +49,12 @@ def evaluate(  # noqa: PLR0913 - a public facade
     matmul_path: str = "auto",
     columns: DataConfig | None = None,
     metric: str | None = None,
-) -> EvalReport | EmbeddingReport:
+) -> EvalReport | EmbeddingReport | RewardReport:
     """Return perplexity and token accuracy of a base model, without and with a pack.
 
     Both see the same examples. For an encoder the report has correlations, retrieval metrics or
-    triplet accuracy, depending on the columns of the examples.
+    triplet accuracy, depending on the columns of the examples. For a reward model it has preference
+    accuracy and reward margin with the pack; a base model alone has no score.
 
     Args:
         base: A loaded base model without an active pack.
@@ -82,15 +84,18 @@ def evaluate(  # noqa: PLR0913 - a public facade
         pack = Pack.open(pack)
     columns = columns or columns_of(pack, data)
     objective, recipe = (pack.part("objective"), pack.part("recipe")) if pack else ({}, {})
+    is_reward_model = pack is not None and pack.is_reward_model
     settings = EvalSettings(
         columns,
         batch_size,
         max_seq_length or recipe.get("max_seq_length") or TrainConfig.max_seq_length,
-        loss_on or objective.get("loss_on"),
+        loss_on or (None if is_reward_model else objective.get("loss_on")),
         matmul_path,
         metric,
     )
     rows = evaluation_rows(columns, split, limit)
+    if pack is not None and is_reward_model:
+        return evaluate_reward_model(base, pack, rows, settings)
     evaluator: Evaluator = EVALUATORS[base.architecture](base, rows, settings)
     scores = []
     for each in [None, pack] if pack else [None]:

@@ -1,14 +1,25 @@
 """Loss, accuracy and margin of a reward model on held-out pairs."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
-from ..data.preference_batches import PreferenceBatch
+from ..data.encoding import EncodingOptions
+from ..data.formats import Row
+from ..data.preference_batches import PreferenceBatch, preference_evaluation
+from ..data.scored import encode_scored
+from ..data.shapes import sequence_inputs
 from ..errors import PackError
-from ..objectives.reward_model import RewardModel
+from ..memory.matmul_path import choose_matmul_path
+from ..objectives.reward_model import RewardModel, hidden_states
+from ..packs.base import Base
+from ..packs.pack import Pack
+from ..packs.rewards import attached_reward_model
 from ..runtime import mx
+from .metrics import NO_METRIC
+from .rows import EvalSettings
 
 
 @dataclass(frozen=True)
@@ -21,6 +32,8 @@ class RewardScore:
             half.
         margin: mean reward of chosen completions less that of rejected ones.
         rows: number of pairs.
+        accuracy_se: standard error of the accuracy; None of one pair.
+        margin_se: standard error of the margin; None of one pair.
         ppl: none; a score is no probability.
     """
 
@@ -28,6 +41,8 @@ class RewardScore:
     accuracy: float
     margin: float
     rows: int
+    accuracy_se: float | None = None
+    margin_se: float | None = None
     ppl: None = None
 
     def log_entry(self) -> dict[str, float]:
@@ -62,6 +77,82 @@ def score_pairs(
             advance()
     pairs = np.concatenate(rewards)
     gains = pairs[:, 0] - pairs[:, 1]
-    accuracy = float(((np.sign(gains) + 1) / 2).mean())
+    right = (np.sign(gains) + 1) / 2
     loss = float(np.concatenate(losses).mean())
-    return RewardScore(loss, accuracy, float(gains.mean()), len(pairs))
+    errors = _standard_error(right), _standard_error(gains)
+    return RewardScore(loss, float(right.mean()), float(gains.mean()), len(pairs), *errors)
+
+
+def _standard_error(values: np.ndarray) -> float | None:
+    return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else None
+
+
+@dataclass(frozen=True)
+class RewardReport:
+    """A reward model on held-out pairs; the base alone has no score to compare with."""
+
+    rows: int
+    dropped: int
+    format: str
+    preference_accuracy: float
+    preference_accuracy_se: float | None
+    reward_margin: float
+    reward_margin_se: float | None
+    loss: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as JSON has it."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """Return the report for people."""
+        accuracy = _with_error(self.preference_accuracy, self.preference_accuracy_se)
+        margin = _with_error(self.reward_margin, self.reward_margin_se)
+        dropped = f" · {self.dropped} dropped for their length" if self.dropped else ""
+        return [
+            f"pack    preference accuracy {accuracy}, reward margin {margin}, loss {self.loss:.4f}",
+            f"data    {self.rows} examples ({self.format}){dropped}",
+        ]
+
+
+def _with_error(value: float, error: float | None) -> str:
+    return f"{value:.4f}" + ("" if error is None else f" ± {error:.4f}")
+
+
+def evaluate_reward_model(
+    base: Base, pack: Pack, rows: Sequence[Row], settings: EvalSettings
+) -> RewardReport:
+    """Return accuracy, margin and loss of a reward model on rows of preferences.
+
+    Raises:
+        PackError: a setting has no meaning for it, or a row cannot be used.
+    """
+    for flag, given in (
+        ("loss_on", settings.loss_on is not None),
+        ("metric", settings.metric not in (None, NO_METRIC)),
+    ):
+        if given:
+            name = flag.replace("_", "-")
+            text = f"--{name}: does not apply to a reward model, which scores completions. Leave it out."
+            raise PackError(text, "conflict", flag)
+    length = settings.max_seq_length
+    options = EncodingOptions(max_seq_length=length, vocab_size=base.vocab_size)
+    examples = encode_scored(rows, base.tokenizer, settings.columns, options)
+    batches = preference_evaluation(examples, settings.batch_size, sequence_inputs(length), "eval")
+    path = settings.matmul_path
+    if path == "auto":
+        tokens = batches[-1].tokens.tokens.size
+        path = choose_matmul_path(base.model, tokens, steps=len(batches)).matmul_path
+    with attached_reward_model(base, pack, path) as attached:
+        states = hidden_states(base.model, base.name)
+        score = score_pairs(RewardModel(base.model, states, attached.score), batches)
+    return RewardReport(
+        score.rows,
+        examples.dropped,
+        examples.format,
+        score.accuracy,
+        score.accuracy_se,
+        score.margin,
+        score.margin_se,
+        score.nll,
+    )

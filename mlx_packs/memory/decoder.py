@@ -20,6 +20,7 @@ from ..bases.weight_formats import named_format
 from ..config.choices import (
     MATMUL_PATHS,
     POLICIES,
+    TASKS,
     PolicyFacts,
 )
 from ..config.schema import LoRAConfig, TrainConfig
@@ -36,6 +37,7 @@ from .plan import (
     MemoryPlan,
     Shape,
     accumulates,
+    has_logits,
     moment_parts,
     optimizer_bytes,
     plan_adapters,
@@ -120,6 +122,7 @@ class Step:
         waiting: Bytes of gradients that wait for the update.
         unpacks: Whether weights are dequantized by slices, which wait for each other.
         head: Whether the head is trained or adapted, and all logits are made.
+        logits: Whether there are any; a reward model reads the states of its targets alone.
     """
 
     sizes: Sizes
@@ -133,6 +136,7 @@ class Step:
     nf4: bool
     rounding: int = 0  # bytes of the weight that is rounded for a merge at a time
     head: bool = False
+    logits: bool = True
 
     def moments(self, itemsize: int) -> dict[str, dict[str, int]]:
         """Return the parts at the moments of the forward and backward pass, in bytes."""
@@ -205,6 +209,8 @@ class Step:
     def loss_numbers(self) -> float:
         """Return the numbers in flight in the loss: slices of logits and head, states [M, D]."""
         sizes, targets = self.sizes, self.targets
+        if not self.logits:  # hidden states in float32, and their gradients
+            return 6 * targets * sizes.hidden
         if self.head:
             return _WHOLE_LOGITS * targets * sizes.vocab + 3 * targets * sizes.hidden
         columns = min(stream_count() * loss_columns(targets, sizes.hidden), sizes.vocab)
@@ -264,6 +270,8 @@ def plan_step(
         return _plan_full(headers, lora, train, shape, sizes, step_class)
     itemsize = activation_bytes(headers.config, train)
     adapters = plan_adapters(sizes.places(headers.tensors), lora, train.method)
+    if any(TASKS[task].scores for task in train.tasks):
+        adapters = adapters.beside((1, sizes.hidden))
     length, targets = shape or _largest_shape(train)
     quantized = headers.is_quantized or train.quantize != "none"
     nf4 = train.quantize == "nf4" or headers.is_nf4
@@ -282,6 +290,7 @@ def plan_step(
         nf4=nf4,
         rounding=rounding_bytes(sizes.modules, adapters, train, quantized),
         head=adapters.head,
+        logits=has_logits(train),
     )
     others = requantized_bytes(sizes.modules, adapters, headers, train, itemsize)
     return adapters.plan(
@@ -300,6 +309,8 @@ def _path_of(train: TrainConfig) -> str:
 
 def _largest_shape(train: TrainConfig) -> Shape:
     length = sequence_inputs(train.max_seq_length)
+    if not has_logits(train):  # packed ones may hold many completions
+        return length, train.sequences * (length if train.packing else 1)
     return length, train.sequences * length
 
 

@@ -7,7 +7,7 @@ backward pass, and what is in flight. What the estimators share is here.
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mlx.utils import tree_flatten
 
@@ -15,7 +15,7 @@ from ..adapters.method import METHODS
 from ..adapters.targets import plan_specs
 from ..bases.geometry import Geometry, Group, check_num_layers
 from ..bases.quantization import is_named
-from ..config.choices import POLICIES
+from ..config.choices import POLICIES, TASKS
 from ..config.schema import LoRAConfig, TrainConfig
 from ..errors import PackError, did_you_mean
 from ..optim import make_optimizer
@@ -115,6 +115,11 @@ def recompute_policies(train: TrainConfig) -> tuple[str, ...]:
     return tuple(POLICIES) if train.recomputes == "auto" else (train.recomputes,)
 
 
+def has_logits(train: TrainConfig) -> bool:
+    """Return whether a run computes logits: one of reward models alone does not."""
+    return not all(TASKS[task].scores for task in train.tasks)
+
+
 def accumulates(train: TrainConfig) -> bool:
     """Return whether a run adds up the gradients of several batches, in a copy of their size."""
     return train.grad_accumulation_steps > 1
@@ -138,6 +143,10 @@ class PlannedAdapters:
     shapes: list[tuple[int, ...]]
     saved: tuple[tuple[int, ...], ...] = ()
     head: bool = False
+
+    def beside(self, head: tuple[int, ...]) -> "PlannedAdapters":
+        """Return the same with a head that is trained in full and belongs to no base."""
+        return replace(self, shapes=[*self.shapes, head], saved=(*self.saved, head))
 
     @property
     def weights(self) -> int:

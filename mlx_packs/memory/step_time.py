@@ -26,7 +26,7 @@ from .decoder import activation_bytes
 from .decoder_sizes import Sizes, sizes_of
 from .headers import Headers
 from .matmul_path import matmul_rates
-from .plan import plan_adapters, recompute_policies
+from .plan import has_logits, plan_adapters, recompute_policies
 
 _KIND = "step-times"
 _LAUNCHES = 170  # of a block, both ways; recomputed ones take a quarter more
@@ -107,7 +107,7 @@ def _work(
     # blocks' worth of a forward pass, of those before the first adapter too, and of a backward pass
     forward, backward = sizes.blocks + again * len(ranks), len(ranks)
     block = sum(map(math.prod, sizes.projections.values())) / sizes.blocks
-    head = sizes.vocab * sizes.hidden
+    head = sizes.vocab * sizes.hidden * has_logits(train)
     widths = {path.split(".", 3)[3]: sum(shape) for path, shape in sizes.projections.items()}
     adapters = sum(rank * widths[name] for of_block in ranks for name, rank in of_block.items())
     one_attention = 2 * train.sequences * length**2 * sizes.queries

@@ -26,7 +26,7 @@ from ..nn.quantized import apply_matmul_path, replace_modules
 from ..reading import read_json
 from ..runtime import mx
 from .pack import Pack
-from .rewards import rewards
+from .rewards import check_generates, rewards
 from .weighted_sum import Packs, as_pack
 
 _SUSPENDED = 4  # adapters that are kept, without their arrays
@@ -154,7 +154,7 @@ class Base(BaseModel):
         before = self.active
         after = None if pack is None else as_pack(pack)
         if after is not None:
-            after.check_generates()
+            check_generates(after)
             after.check_base(self)
             tensors = after.load_tensors()
             if before and before.matmul_path == matmul_path and _fits(before.attached, after):

@@ -10,7 +10,14 @@ from ..report.facts import samples_of, stored_curve, thinned
 from ..report.recipe import recipe_sections
 from ..terminal import printable_text
 from .adapter_config import adapter_config
-from .manifest import HUB_ID, METRICS, architecture_facts, replaced_of, specs_of
+from .manifest import (
+    HUB_ID,
+    METRICS,
+    architecture_facts,
+    is_reward_model,
+    replaced_of,
+    specs_of,
+)
 
 
 def model_card(manifest: dict, name: str) -> str:
@@ -18,7 +25,7 @@ def model_card(manifest: dict, name: str) -> str:
     base = manifest["base"]
     specs = specs_of(manifest)
     what = f"rank {', '.join(map(str, ranks_of(specs)))} on {', '.join(leaf_names(specs))}"
-    full = f"{len(replaced_of(manifest))} of its tensors fine-tuned in full"
+    full = _full_tensors(manifest)
     if not specs:
         what = full
     elif replaced_of(manifest):
@@ -28,7 +35,7 @@ def model_card(manifest: dict, name: str) -> str:
         "",
         f"# {name}",
         "",
-        f"A {'LoRA ' if specs else ''}pack for `{base['id']}` ({base['model_type']}, "
+        f"A {'LoRA ' if specs else ''}{_kind(manifest)} for `{base['id']}` ({base['model_type']}, "
         f"{base['num_layers']} blocks), {what}.",
         "",
     ]
@@ -55,6 +62,18 @@ def model_card(manifest: dict, name: str) -> str:
     return printable_text("\n".join(lines) + "\n")
 
 
+def _full_tensors(manifest: dict) -> str:
+    """Return how many tensors of the base are stored in full, and the head that is none of them."""
+    scores = is_reward_model(manifest)
+    count = len(replaced_of(manifest)) - scores
+    parts = [f"{count} of its tensors fine-tuned in full"] * bool(count)
+    return ", ".join([*parts, *["and a score head beside"] * scores])
+
+
+def _kind(manifest: dict) -> str:
+    return "pack that is a reward model (`--task reward`)" if is_reward_model(manifest) else "pack"
+
+
 def _card_metadata(manifest: dict) -> list[str]:
     """Return the YAML that the Hub reads; a base is named there only if it is a hub id."""
     base = manifest["base"]["id"]
@@ -65,7 +84,9 @@ def _card_metadata(manifest: dict) -> list[str]:
     if re.fullmatch(HUB_ID, base, re.ASCII):
         lines.append(f"base_model: {json.dumps(base)}")
         lines.append(f"base_model_relation: {'adapter' if is_lora else 'finetune'}")
-    lines.append(f"pipeline_tag: {architecture_facts(manifest).hub_task}")
+    scores = is_reward_model(manifest)
+    task = "text-classification" if scores else architecture_facts(manifest).hub_task
+    lines.append(f"pipeline_tag: {task}")
     return [*lines, f"tags: [mlx, {'lora, ' * is_lora}mlx-packs]", "---"]
 
 
@@ -219,6 +240,8 @@ def card_command(manifest: dict) -> str:
     base = manifest["base"]["id"]
     if not architecture_facts(manifest).in_mlx_lm:
         return f"packs merge . --model {base} --out merged  # a folder of sentence-transformers"
+    if is_reward_model(manifest):
+        return f"packs eval . --model {base} --data ..."
     if base == TINY:
         return "packs generate --pack . --prompt ..."
     quantize = (manifest.get("recipe") or {}).get("quantize") or "none"

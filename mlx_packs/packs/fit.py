@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from ..adapters.spec import ModuleSpec, check_shapes
+from ..adapters.spec import SCORE_WEIGHT, ModuleSpec, check_shapes
 from ..bases.files import weight_files
+from ..bases.geometry import Heads
 from ..errors import PackError
 from ..reading import read_header
 from .adapter_config import stored_shapes
@@ -48,7 +49,7 @@ def _check_geometry(pack: Pack, model: str, path: Path, config: dict) -> bool:
     stored = {name.removeprefix(prefix): tensor for name, tensor in stored.items()}
     if is_converted_on_loading(config):
         return False
-    _check_full_tensors(pack, model, stored)
+    _check_full_tensors(pack, model, stored, Heads.of(config).hidden)
     specs = pack.specs.values()
     if not specs:
         return any(name in stored for name in replaced_of(pack.manifest))
@@ -75,9 +76,16 @@ def _check_geometry(pack: Pack, model: str, path: Path, config: dict) -> bool:
     return True
 
 
-def _check_full_tensors(pack: Pack, model: str, stored: dict[str, dict]) -> None:
+def _check_full_tensors(
+    pack: Pack, model: str, stored: dict[str, dict], hidden: int | None
+) -> None:
     """Compare tensors that the pack stores in full with dense ones of the checkpoint."""
     for name, shape in replaced_of(pack.manifest).items():
+        if name == SCORE_WEIGHT and shape != (1, hidden):
+            raise PackError(
+                f"{pack.path}: {name} is {list(shape)}, but a reward head of {model} is {[1, hidden]}.",
+                "mismatch",
+            )
         dense = name in stored and f"{name.rpartition('.')[0]}.scales" not in stored
         if dense and stored[name]["dtype"] != "U8" and stored[name]["shape"] != list(shape):
             raise PackError(

@@ -15,8 +15,7 @@ from ..adapters.for_merge import attach_merged
 from ..adapters.imported import attach_inference_only, is_inference_only
 from ..adapters.lora import Attached, attach
 from ..adapters.method import Trainable
-from ..adapters.score_head import stored_score_head
-from ..adapters.spec import SCORE_WEIGHT, Specs, check_shapes, weights_of
+from ..adapters.spec import Specs, check_shapes, weights_of
 from ..adapters.targets import tied_tables
 from ..bases.files import check_files, quantization_name, resolve_checkpoint
 from ..bases.fingerprint import (
@@ -200,15 +199,6 @@ class Pack:
         """Whether it has the head of a reward model, which scores completions (`Base.rewards`)."""
         return is_reward_model(self.manifest)
 
-    def check_generates(self) -> None:
-        """Raise a PackError for a reward model, which no text can be generated with."""
-        if self.is_reward_model:
-            raise PackError(
-                f"{self.name}: is a reward model (--task reward), which scores completions and "
-                f"generates no text. Evaluate it with packs eval, or score with base.rewards().",
-                "unsupported",
-            )
-
     @property
     def for_merge(self) -> str:
         """The format of the merge that the pack was trained for (``--for-merge``), or ``none``."""
@@ -219,8 +209,6 @@ class Pack:
         """A description of a part that is not LoRA on a linear layer; empty if there is none."""
         if self.for_merge != "none":
             return f"it is trained for packs merge --requantize {self.for_merge}"
-        if self.is_reward_model:
-            return "it is a reward model, which generates no text"
         for path, spec in self.specs.items():
             if spec.kind != "lora":
                 return f"{path} is {'an ' * (spec.kind == 'embedding')}{spec.kind}"
@@ -394,14 +382,12 @@ class Pack:
             return attach_merged(base, self.specs, tensors, self.for_merge, matmul_path)
         inference_only = {p: spec for p, spec in self.specs.items() if is_inference_only(spec)}
         trainable = {p: spec for p, spec in self.specs.items() if p not in inference_only}
-        replaced = [name for name in replaced_of(self.manifest) if name != SCORE_WEIGHT]
+        replaced = replaced_of(self.manifest)
         attached = attach(base, specs=trainable, matmul_path=matmul_path, fp16_fallback=fallback)
         try:
             factors = {n: tensors[n] for spec in trainable.values() for n in spec.shapes}
             attached.load(factors, where)
             attach_inference_only(attached, inference_only, replaced, tensors, where)
-            if self.is_reward_model:
-                attached.score = stored_score_head(base, tensors[SCORE_WEIGHT], where)
         except PackError:
             attached.detach()
             raise

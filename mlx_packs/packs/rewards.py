@@ -54,6 +54,16 @@ def rewards(base: BaseModel, completions: Data, pack: Pack, batch_size: int) -> 
     return result
 
 
+def check_generates(pack: Pack) -> None:
+    """Raise a PackError for a reward model, which no text can be generated with."""
+    if pack.is_reward_model:
+        raise PackError(
+            f"{pack.name}: is a reward model (--task reward), which scores completions and generates "
+            "no text. Evaluate it with packs eval, or score with base.rewards().",
+            "unsupported",
+        )
+
+
 @contextmanager
 def attached_reward_model(
     base: BaseModel, pack: Pack, matmul_path: str = "quantized"

@@ -17,6 +17,7 @@ from ..errors import PackError
 from ..runtime import mx
 from .manifest import spec_json
 from .pack import Pack
+from .rewards import check_generates
 
 OnePack = str | Path | Pack
 Packs = OnePack | Mapping[str | Path, float] | Sequence[tuple[OnePack, float]]
@@ -126,6 +127,7 @@ def check_addable(packs: Sequence[Pack]) -> None:
     """Raise a PackError unless packs are sums of low-rank deltas for one base."""
     first = packs[0]
     for pack in packs:
+        check_generates(pack)
         if reason := pack.beyond_lora:
             raise PackError(
                 f"{pack.name}: {reason}, which is not a delta of a linear that can be weighted and "
