@@ -20,8 +20,9 @@ class ScoredBatch(PreferenceBatch):
 
     @property
     def count(self) -> int:
-        """Number of pairs."""
-        return len(self.rows)
+        """Number of tokens that are read: those of all completions and their prompts."""
+        last = self.tokens.positions[: self.tokens.count]
+        return int((last + 1 - np.array(self.tokens.starts)).sum())
 
 
 class Scored(Sequence):

@@ -76,7 +76,7 @@ class RewardModel(Objective):
         score_batches: scores batches; an objective that only trains needs none.
     """
 
-    unit = "pairs"
+    unit = "tokens"
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from ..nn.lora import GroupedLoRA
 from ..nn.quantized import apply_matmul_path, replace_modules
 from ..nn.served_lora import Factors, Selection, ServedLoRA
 from ..packs.pack import Pack
+from ..packs.rewards import check_generates
 from ..runtime import mx
 
 SlicesByPath = dict[str, list[Factors]]
@@ -57,6 +58,7 @@ class PackSlots:
             PackError: the pack is of another base, or has adapters that cannot be mixed in a batch.
         """
         pack.check_base(self.base)
+        check_generates(pack)
         if reason := _unservable(pack):
             raise PackError(
                 f"{pack.name}: {reason}, which `packs serve` does not mix with other packs. Merge "

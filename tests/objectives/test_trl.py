@@ -1,23 +1,28 @@
 """Losses of preferences beside TRL's own trainers, on one small model: values and gradients."""
 
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from mlx_packs import load_base
 from mlx_packs.adapters.method import METHODS
+from mlx_packs.adapters.saved_modules import attach_method
+from mlx_packs.adapters.score_head import fresh_score_head, with_score_head
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.data.batches import make_batch
 from mlx_packs.data.encoding import Example
 from mlx_packs.data.preference_batches import PreferenceSampler, preference_batch
 from mlx_packs.data.preferences import PreferenceExamples
+from mlx_packs.data.scored import Scored
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.objectives.grpo import GRPO, Generated, PromptBatch, advantages
 from mlx_packs.objectives.phase_start import PhaseStart
 from mlx_packs.objectives.preference import PreferenceObjective, completion_sums
 from mlx_packs.objectives.reference import Reference
+from mlx_packs.objectives.reward_model import RewardModel, hidden_states
 from mlx_packs.runtime import mx
 
 pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("default")]
@@ -315,3 +320,91 @@ def test_loss_and_gradients_of_rewards_are_those_of_trl(checkpoint, tmp_path, be
         expected = parameters[names[name]].grad.numpy().T
         assert np.abs(expected).max() > 1e-5
         np.testing.assert_allclose(np.array(gradient), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("centering", [0.0, 0.3])
+def test_loss_and_gradients_of_a_reward_model_are_those_of_trl(checkpoint, tmp_path, centering):
+    import datasets
+    import torch
+    import trl
+    from peft import LoraConfig
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    arguments = trl.RewardConfig(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=len(PROMPTS),
+        center_rewards_coefficient=centering or None,
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        disable_dropout=True,
+    )
+    model = AutoModelForSequenceClassification.from_pretrained(
+        checkpoint, num_labels=1, dtype=torch.float32
+    )
+    lora = LoraConfig(
+        r=RANK,
+        lora_alpha=ALPHA,
+        target_modules=list(TARGETS),
+        task_type="SEQ_CLS",
+        modules_to_save=["score"],
+    )
+    trainer = trl.RewardTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=datasets.Dataset.from_dict(PAIRS),
+        processing_class=AutoTokenizer.from_pretrained(checkpoint),
+        peft_config=lora,
+    )
+    batch = next(iter(trainer.get_train_dataloader()))
+    tokens, real = batch["input_ids"].numpy(), batch["attention_mask"].numpy().astype(bool)
+    sides = examples_of(tokens, zip(real, real, strict=True))
+    half = len(sides) // 2
+    whole = PreferenceExamples(interleaved(sides[:half], sides[half:]), "preferences", "last token")
+    items = Scored(whole, np.arange(2 * half))
+    data = PreferenceExamples(items, "preferences", "last token", labels=np.ones(half, np.float32))
+    sampler = PreferenceSampler(data.lengths, 2 * half, 64)
+    laid_out = preference_batch(data, sampler, np.arange(2 * half), "train")
+
+    base = load_base(checkpoint)
+    base = replace(base, model=with_score_head(base.model, fresh_score_head(base, 0)))
+    adapters = LoRAConfig(
+        rank=RANK, alpha=ALPHA, target_modules=TARGETS, modules_to_save=("score",)
+    )
+    train = TrainConfig(task="reward", batch_size=half)
+    trainable = attach_method(base, adapters, train, "dense")
+    states = hidden_states(base.model, base.name)
+    objective = RewardModel(base.model, states, base.model["score"], centering)
+    mx.random.seed(3)
+    moved = {n: t + 0.1 * mx.random.normal(t.shape) for n, t in trainable.tensors().items()}
+    parameters = {
+        name.removeprefix("base_model.model."): parameter
+        for name, parameter in trainer.model.named_parameters()
+        if parameter.requires_grad
+    }
+    names = {n: f"{n.rpartition('.')[0]}.lora_{n[-1].upper()}.default.weight" for n in moved}
+    names["score.weight"] = "score.modules_to_save.default.weight"
+    assert set(names.values()) == set(parameters)
+
+    def there(name, tensor) -> np.ndarray:
+        return np.array(tensor if name == "score.weight" else tensor.T)
+
+    for name, tensor in moved.items():
+        parameters[names[name]].data = torch.tensor(there(name, tensor))
+    trainer.model.train()
+    loss = trainer.compute_loss(trainer.model, batch)
+    loss.backward()
+    arrays = objective.arrays(laid_out)
+
+    def mean(tensors):
+        trainable.load(tensors, "test")
+        total, count = objective.loss(*arrays)
+        return total / count
+
+    value, gradients = mx.value_and_grad(mean)(moved)
+    assert value.item() == pytest.approx(loss.item(), abs=1e-4)
+    for name, gradient in gradients.items():
+        expected = parameters[names[name]].grad.numpy()
+        assert np.abs(expected).max() > 1e-5
+        np.testing.assert_allclose(there(name, gradient), expected, atol=1e-4)

@@ -107,13 +107,12 @@ class RewardTask(PreferenceTask):
     def report_lines(report: dict) -> list[str]:
         """Return accuracy and margin, phases, speed and the pack."""
         held_out = report["held_out"]
-        unit = "pairs" if "pairs_per_s" in report else "tokens"  # of phases of several tasks
         return [
             f"done    held-out {format_change(report)} on {held_out['rows']} {held_out['split']} "
             f"examples{gates_text(report['gates'])}",
             *(f"phase   {line}" for line in phase_lines(report["phases"])),
             *bad_rows_lines(report),
-            f"speed   {report[f'{unit}_per_s']:,.0f} {unit}/s · {cost(report)}",
+            f"speed   {report['tokens_per_s']:,.0f} tokens/s · {cost(report)}",
             f"pack    {report['pack']} ({report['pack_mb']:.1f} MB)    try: packs eval "
             f"{report['pack']} --data DATA",
         ]

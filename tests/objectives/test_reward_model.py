@@ -1,0 +1,125 @@
+"""Scores of completions: of their last tokens, whatever shares their batch or their sequence."""
+
+import numpy as np
+import pytest
+
+from mlx_packs import LoRAConfig, TrainConfig, load_base
+from mlx_packs.adapters.method import METHODS
+from mlx_packs.adapters.score_head import fresh_score_head
+from mlx_packs.config.schema import DataConfig
+from mlx_packs.data.encoding import EncodingOptions
+from mlx_packs.data.formats import Row
+from mlx_packs.data.preference_batches import PreferenceSampler, preference_batch
+from mlx_packs.data.scored import ScoredBatch, encode_scored
+from mlx_packs.evaluation.reward_model import score_pairs
+from mlx_packs.objectives.causal_lm import split_head
+from mlx_packs.objectives.reward_model import RewardModel, hidden_states, reward_losses
+from mlx_packs.objectives.sequence_packing import prepare_packing
+from mlx_packs.runtime import mx
+from tests.helpers.errors import raises
+from tests.helpers.preferences import preference
+
+OPTIONS = EncodingOptions(max_seq_length=96)
+
+
+class Small:
+    """The tiny base with a head, and an objective over eight pairs."""
+
+    def __init__(self, packing: bool = False, length: int = 192) -> None:
+        self.base = load_base("tiny")
+        train = TrainConfig(task="reward", batch_size=4, max_seq_length=length, packing=packing)
+        lora = LoRAConfig(rank=2, target_modules=("q_proj",))
+        self.trainable = METHODS["lora"].attach(self.base, lora, train, "dense")
+        if packing:
+            head = split_head(self.base.model)
+            prepare_packing(self.trainable, head, length, self.base.vocab_size)
+        rows = [Row(f"f:{i + 1}", preference(i)) for i in range(8)]
+        self.examples = encode_scored(rows, self.base.tokenizer, DataConfig(), OPTIONS)
+        size = 4 if packing else 8
+        self.sampler = PreferenceSampler(self.examples.lengths, size, length - 1, 1, packing)
+        self.states = hidden_states(self.base.model, "tiny")
+        self.score = fresh_score_head(self.base, 0)
+        self.objective = RewardModel(self.base.model, self.states, self.score, 0.1)
+
+    def batches(self):
+        orders = self.sampler.epoch(0)
+        return [preference_batch(self.examples, self.sampler, order, "train") for order in orders]
+
+    def sums(self, batches) -> np.ndarray:
+        losses = [self.objective.loss(*self.objective.arrays(batch)) for batch in batches]
+        return np.array([[value.item() for value in pair] for pair in losses]).sum(axis=0)
+
+
+def test_a_completion_is_scored_at_its_last_token():
+    small = Small()
+    batch = small.batches()[0]
+    _, rewards = small.objective.outcome(*small.objective.arrays(batch))
+    for row, (chosen, rejected) in zip(batch.rows, np.array(rewards), strict=True):
+        for side, reward in enumerate((chosen, rejected)):
+            tokens = small.examples.items[2 * row + side].tokens[:-1]  # the last one has no input
+            state = small.states(mx.array(tokens)[None])[0, -1]
+            assert reward == pytest.approx((small.score.weight[0] @ state).item(), abs=1e-4)
+
+
+def test_the_head_is_that_of_the_seed_and_of_the_deviation_of_the_config():
+    base = load_base("tiny")
+    weight = fresh_score_head(base, 0).weight
+    assert weight.shape == (1, 256) and weight.std().item() == pytest.approx(0.02, rel=0.2)
+    assert mx.array_equal(weight, fresh_score_head(base, 0).weight)
+    assert not mx.array_equal(weight, fresh_score_head(base, 1).weight)
+
+
+def test_packed_pairs_have_the_loss_of_unpacked_ones():
+    packed, unpacked = Small(packing=True), Small()
+    batches = packed.batches()
+    assert any(len(batch.rows) > len(batch.tokens.tokens) for batch in batches)
+    read = sum(ScoredBatch(**vars(batch)).count for batch in batches)
+    assert read == (packed.examples.lengths - 1).sum()
+    sums = [small.sums(small.batches()) for small in (packed, unpacked)]
+    assert sums[0][1] == sums[1][1] == 8
+    np.testing.assert_allclose(sums[0], sums[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_pieces_add_up_to_their_batch(packing):
+    small = Small(packing)
+    batch = small.batches()[0]
+    pieces = small.objective.split(batch, 2)
+    assert len(pieces) == 2
+    np.testing.assert_allclose(small.sums(pieces), small.sums([batch]), rtol=1e-5)
+
+
+def test_padding_rows_count_for_nothing():
+    small = Small()
+    order = np.arange(6)  # three pairs of four
+    batch = preference_batch(small.examples, small.sampler, order, "train")
+    whole = small.sums([batch])
+    assert whole[1] == 3
+    score = score_pairs(small.objective, [batch])
+    assert score.rows == 3 and score.nll == pytest.approx(whole[0] / 3, rel=1e-5)
+
+
+def test_losses_are_those_of_the_formula():
+    rewards = mx.array([[1.0, -1.0], [0.5, 0.5], [-2.0, 1.0]])
+    margins, sums = np.array([2.0, 0.0, -3.0]), np.array([0.0, 1.0, -1.0])
+    plain = np.log1p(np.exp(-margins))
+    np.testing.assert_allclose(reward_losses(rewards, 0.0), plain, rtol=1e-5)
+    np.testing.assert_allclose(reward_losses(rewards, 0.5), plain + 0.5 * sums**2, rtol=1e-5)
+
+
+def test_pairs_that_do_not_fit_are_dropped_and_not_cut():
+    tokenizer = load_base("tiny").tokenizer
+    values = [preference(0), preference(1)]
+    values[1]["rejected"] += " and on" * 40
+    rows = [Row(f"f:{i + 1}", value) for i, value in enumerate(values)]
+    examples = encode_scored(rows, tokenizer, DataConfig(), EncodingOptions(max_seq_length=48))
+    assert (len(examples), examples.dropped, examples.cut) == (2, 1, 0)
+    with raises("data", "max_seq_length", "f:2"):
+        encode_scored(rows[1:], tokenizer, DataConfig(), EncodingOptions(max_seq_length=48))
+
+
+def test_a_model_that_changes_its_logits_is_rejected(monkeypatch):
+    base = load_base("tiny")
+    monkeypatch.setattr(type(base.model), "__call__", lambda self, x, **_: 2 * self.model(x))
+    with raises("unsupported", "task", "tiny"):
+        hidden_states(base.model, "tiny")

@@ -1,0 +1,155 @@
+"""Runs of reward models: they learn, resume bit-identically, and follow a phase of completions."""
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, train_pack
+from mlx_packs.cli.train import train as train_command
+from mlx_packs.runtime import mx
+from tests.helpers.errors import check, raises
+from tests.helpers.preferences import preference
+from tests.helpers.rows import write_rows
+
+SETTINGS = {
+    "task": "reward",
+    "iters": 6,
+    "batch_size": 4,
+    "max_seq_length": 96,
+    "matmul_path": "dense",
+    "learning_rate": 5e-3,
+    "lr_schedule": "constant",
+    "save_every": 2,
+    "steps_per_report": 1,
+    "steps_per_eval": 3,
+}
+LORA = LoRAConfig(rank=2, num_layers=2)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    rows = [preference(i) for i in range(24)]
+    return write_rows(tmp_path_factory.mktemp("data") / "p", train=rows[:16], valid=rows[16:])
+
+
+def settings(**changes) -> TrainConfig:
+    return TrainConfig(**(SETTINGS | changes))
+
+
+def tensors_of(folder) -> dict[str, np.ndarray]:
+    return {n: np.array(t) for n, t in mx.load(str(folder / "adapters.safetensors")).items()}
+
+
+def test_a_run_learns_what_is_preferred(tmp_path, data):
+    base = load_base("tiny")
+    modules = dict(base.model.named_modules())
+    run = train_pack(base, data, LORA, settings(), tmp_path / "p")
+    report, manifest = run.report, Pack.open(tmp_path / "p").manifest
+    assert report["preference_accuracy_after"] > max(0.8, report["preference_accuracy_before"])
+    assert report["reward_margin_after"] > report["reward_margin_before"] + 0.2
+    assert report["loss_after"] < report["loss_before"]
+    assert manifest["objective"] == {
+        "task": "reward",
+        "loss_on": "last token",
+        "center_rewards_coefficient": 0.0,
+    }
+    assert manifest["adapters"]["replaced"] == [{"name": "score.weight", "shape": [1, 256]}]
+    assert report["trained_tokens"] > 24 * 2 * 15 and report["learned_weights"] > 256
+    lines = [line for line in run.curve if "valid_loss" in line]
+    assert lines and {"valid_preference_accuracy", "valid_reward_margin"} <= set(lines[0])
+    assert dict(base.model.named_modules()) == modules  # the head was never one of them
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"center_rewards_coefficient": 0.1},
+        {"packing": True},
+        {"recompute": "block", "grad_accumulation_steps": 2},
+        {"micro_batches": 2, "method": "dora"},
+    ],
+)
+def test_a_resumed_run_is_bit_identical(tmp_path, data, changes):
+    whole = settings(**changes)  # 6 batches: the second epoch begins within them
+    train_pack("tiny", data, LORA, whole, tmp_path / "whole")
+    train_pack("tiny", data, LORA, settings(**changes | {"iters": 4}), tmp_path / "part")
+    train_pack("tiny", data, LORA, whole, tmp_path / "part", resume=True)
+    ours, theirs = tensors_of(tmp_path / "whole"), tensors_of(tmp_path / "part")
+    assert set(ours) == set(theirs) and "score.weight" in ours
+    assert all(np.array_equal(ours[n], theirs[n]) for n in ours)
+
+
+@pytest.mark.slow
+def test_recomputed_blocks_and_pieces_of_batches_change_no_numbers(tmp_path, data):
+    changes = {"none": {}, "recomputed": {"recompute": "block"}, "pieces": {"micro_batches": 2}}
+    for name, changed in changes.items():
+        train = settings(iters=2, optimizer="sgd", **changed)
+        train_pack("tiny", data, LORA, train, tmp_path / name)
+    expected = tensors_of(tmp_path / "none")
+    for name in ("recomputed", "pieces"):
+        for key, tensor in tensors_of(tmp_path / name).items():
+            np.testing.assert_allclose(tensor, expected[key], atol=1e-6)
+
+
+def phases_of(data, tmp_path) -> list[dict]:
+    rows = [preference(i) for i in range(12)]
+    completions = [{"prompt": r["prompt"], "completion": r["chosen"]} for r in rows]
+    sft = write_rows(tmp_path / "sft", train=completions[:8], valid=completions[8:])
+    return [
+        {"name": "sft", "task": "lm", "iters": 2, "data": str(sft)},
+        {"name": "reward", "task": "reward", "iters": 3, "data": str(data)},
+    ]
+
+
+def test_rewards_follow_completions(tmp_path, data):
+    phases = phases_of(data, tmp_path)
+    shared = {**SETTINGS, "task": "lm"}
+    del shared["iters"]
+    run = train_pack("tiny", None, LORA, {**shared, "phases": phases}, tmp_path / "p")
+    assert [phase["task"] for phase in run.report["phases"]] == ["lm", "reward"]
+    assert run.report["reward_margin_after"] > run.report["reward_margin_before"]
+    assert "sft" in run.report["phases"][1]["after"]  # its perplexity; a reward model has none
+    assert set(run.report["phases"][1]["after"]) == {"sft"}
+    before = mx.load(str(tmp_path / "p-run" / "step-000002" / "adapters.safetensors"))
+    assert "score.weight" in before and "score.weight" in tensors_of(tmp_path / "p")
+
+
+def error_of(*flags):
+    result = CliRunner().invoke(train_command, [str(f) for f in flags], standalone_mode=False)
+    return result.exception
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "flag"),
+    [
+        (["--method", "full"], "conflict", "method"),
+        (["--beta", "0.2"], "conflict", "beta"),
+        (["--center-rewards-coefficient", "-1"], "invalid", "center_rewards_coefficient"),
+        (["--loss", "ipo"], "conflict", "loss"),
+        (["--packing", "--max-seq-length", "40"], "conflict", "max_seq_length"),
+        (["--max-seq-length", "12"], "data", "max_seq_length"),
+        (["--target-modules", "score"], "conflict", "modules_to_save"),
+    ],
+)
+def test_what_means_nothing_for_rewards_is_one_line(tmp_path, data, flags, code, flag):
+    places = ["--model", "tiny", "--data", data, "--out", tmp_path / "p", "--task", "reward"]
+    error = error_of(*places, *flags)
+    check(error, code, flag)
+    assert "\n" not in str(error)
+    assert not (tmp_path / "p").exists()
+
+
+@pytest.mark.parametrize("changed", [{"chosen": " "}, {"rejected": ""}, {"rejected": "red."}])
+def test_a_row_that_cannot_be_compared_names_its_line(tmp_path, changed):
+    rows = [preference(i) for i in range(4)]
+    rows[0] |= {"chosen": "red."} | changed
+    folder = write_rows(tmp_path / "d", train=rows, valid=rows[1:])
+    with raises("data", None, "train.jsonl:1"):
+        train_pack("tiny", folder, LORA, settings(), tmp_path / "p")
+
+
+def test_no_task_follows_one_of_rewards():
+    phases = [{"task": "lm"}, {"task": "reward"}, {"task": "lm"}]
+    with raises("conflict", "phases", "reward"):
+        train_pack("tiny", "tiny", LORA, {"phases": phases})
