@@ -114,7 +114,12 @@ class Base(BaseModel):
             return complete(self, tokens, **sampling)
 
     def rewards(
-        self, completions: Data, pack: str | Path | Pack, *, batch_size: int = 8
+        self,
+        completions: Data,
+        pack: str | Path | Pack,
+        *,
+        batch_size: int = 8,
+        matmul_path: str = "quantized",
     ) -> np.ndarray:
         """Return the rewards of completions by a reward model, float32 [N].
 
@@ -124,6 +129,7 @@ class Base(BaseModel):
             pack: A pack of ``--task reward``, or its folder. It is on this base for the call; an
                 active pack comes back after it.
             batch_size: Number of completions that are computed together.
+            matmul_path: How frozen weights are used, as in `applied`.
 
         Raises:
             PackError: If the pack is no reward model or does not fit, or an example cannot be used.
@@ -132,7 +138,7 @@ class Base(BaseModel):
         before = self.active
         self.swap_pack(None)
         try:
-            return rewards(self, completions, as_pack(pack), batch_size)
+            return rewards(self, completions, as_pack(pack), batch_size, matmul_path)
         finally:
             self.swap_pack(before and before.pack, before.matmul_path if before else "quantized")
 

@@ -22,7 +22,9 @@ from .pack import Pack
 _NO_LIMIT = 1 << 30  # of the tokens of a completion with its prompt
 
 
-def rewards(base: BaseModel, completions: Data, pack: Pack, batch_size: int) -> np.ndarray:
+def rewards(
+    base: BaseModel, completions: Data, pack: Pack, batch_size: int, matmul_path: str
+) -> np.ndarray:
     """Return the rewards of completions, float32 [N]; `packs.base.Base.rewards` has the rest."""
     if batch_size < 1:
         raise PackError(
@@ -41,7 +43,7 @@ def rewards(base: BaseModel, completions: Data, pack: Pack, batch_size: int) -> 
     examples = Scored(encoded, np.arange(len(encoded)))
     order = np.argsort(examples.lengths, kind="stable")
     result = np.zeros(len(rows), np.float32)
-    with attached_reward_model(base, pack) as attached:
+    with attached_reward_model(base, pack, matmul_path) as attached:
         states = hidden_states(base.model, base.name)
         for start in range(0, len(order), batch_size):
             numbers = order[start : start + batch_size]
@@ -65,9 +67,7 @@ def check_generates(pack: Pack) -> None:
 
 
 @contextmanager
-def attached_reward_model(
-    base: BaseModel, pack: Pack, matmul_path: str = "quantized"
-) -> Iterator[Attached]:
+def attached_reward_model(base: BaseModel, pack: Pack, matmul_path: str) -> Iterator[Attached]:
     """Return a context in which a base, which has no pack, has a reward model.
 
     Raises:

@@ -15,8 +15,11 @@ from mlx_packs import Pack, load_base
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.bases.geometry import is_router
 from mlx_packs.config.choices import architecture_of
+from mlx_packs.config.schema import DataConfig
 from mlx_packs.convert import peft as peft_format
 from mlx_packs.convert.interop import export_pack, import_adapter
+from mlx_packs.data.encoding import encode
+from mlx_packs.data.formats import COMPLETION, Row
 from mlx_packs.nn.quantized import QUANTIZED, dense_weight
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import attached_logits
@@ -234,3 +237,37 @@ def test_mlx_lm_and_transformers_name_modules_alike(family):
     here = module.Model(module.ModelArgs.from_dict(sizes))
     ours = {n for n, m in here.named_modules() if isinstance(m, nn.Linear) and not is_router(n)}
     assert {peft_format.path_there(path, family) for path in ours} <= there and ours
+
+
+def test_a_reward_model_has_the_same_scores_in_peft(transformers_base, tmp_path):
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification
+
+    base = load_base(transformers_base)
+    base.tokenizer = load_base("tiny").tokenizer  # the same, with a chat template
+    pack = random_pack(base, targets=TARGETS.get(transformers_base.name, ALL))
+    weight = mx.random.normal((1, 64), key=mx.random.key(5))
+    pack = Pack.untrained(base, pack.specs, pack.tensors, {"score.weight": weight})
+    export_pack(pack.save(tmp_path / "pack"), "peft", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (config["task_type"], config["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    model = AutoModelForSequenceClassification.from_pretrained(
+        transformers_base, num_labels=1, dtype=torch.float32
+    )
+    there = PeftModel.from_pretrained(model, str(tmp_path / "out")).eval()
+    rows = [{"prompt": "Say red.", "completion": c} for c in ("red.", "No, blue it is.")]
+    scores = base.rewards(rows, pack)
+    places = [Row(f"f:{i}", row) for i, row in enumerate(rows)]
+    encoded = encode(places, base.tokenizer, DataConfig(), row_format=COMPLETION)
+    for example, score in zip(encoded.items, scores, strict=True):
+        with torch.no_grad():
+            logits = there(torch.tensor([example.tokens.tolist()])).logits
+        assert logits.shape == (1, 1) and abs(logits.item() - score) < 1e-4
+    assert abs(scores[0] - scores[1]) > 1e-3
+    import_adapter(tmp_path / "out", tmp_path / "back")
+    (tmp_path / "out" / "mlx_packs.json").unlink()  # as PEFT itself would write it
+    import_adapter(tmp_path / "out", tmp_path / "read", transformers_base)
+    for name in ("back", "read"):
+        again = base.rewards(rows, Pack.open(tmp_path / name))
+        np.testing.assert_allclose(again, scores, atol=1e-4)

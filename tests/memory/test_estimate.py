@@ -99,6 +99,19 @@ def test_more_work_takes_more_and_recomputing_less():
     assert peak() < peak(matmul_path="dense")
 
 
+def test_a_reward_model_has_a_head_of_its_own_and_no_logits():
+    headers, lora = Headers.of(base_of("qwen3")), LoRAConfig(rank=4)
+    settings = {"matmul_path": "dense", "batch_size": 2, "max_seq_length": 64}
+    dpo, reward = (
+        estimate(headers, lora, TrainConfig(task=task, **settings)) for task in ("dpo", "reward")
+    )
+    assert reward.adapter_weights == dpo.adapter_weights + 64
+    assert reward.optimizer == dpo.optimizer + 8 * 64
+    # 4 states of 64 numbers in float32, their gradients and copies
+    assert reward.moments["loss"]["logits"] == 4 * 6 * 4 * 64 < dpo.moments["loss"]["logits"] / 100
+    assert reward.base == dpo.base
+
+
 def test_parts_add_up_to_the_peak_and_each_is_largest_somewhere():
     plan = estimate(read_headers("tiny"), LoRAConfig(), DENSE)
     assert sum(plan.parts().values()) == plan.peak_bytes

@@ -1,0 +1,148 @@
+"""A reward model as a pack: what it scores, that it leaves the base alone, and what it refuses."""
+
+import shutil
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from mlx_packs import Pack, PackError, evaluate, load_base
+from mlx_packs.cli.main import packs
+from mlx_packs.convert.interop import export_pack
+from mlx_packs.convert.merge import merge_pack
+from mlx_packs.packs.card import card_command, model_card
+from mlx_packs.packs.fit import check_fit
+from mlx_packs.runtime import mx
+from mlx_packs.serving.slots import PackSlots
+from tests.helpers.errors import raises
+from tests.helpers.packs import random_pack
+from tests.helpers.preferences import preference
+from tests.helpers.rows import write_rows
+
+ROWS = [preference(i) for i in range(6)]
+COMPLETIONS = [{"prompt": r["prompt"], "completion": r[s]} for r in ROWS for s in ("chosen", "rejected")]  # fmt: skip
+
+
+def reward_pack(base, width: int = 256) -> Pack:
+    pack = random_pack(base)
+    weight = 0.1 * mx.random.normal((1, width), key=mx.random.key(5))
+    pack.tensors |= {"score.weight": weight}
+    pack.manifest["adapters"]["replaced"] = [{"name": "score.weight", "shape": [1, width]}]
+    return pack
+
+
+def scores_of(base, pack, **options) -> np.ndarray:
+    return base.rewards(COMPLETIONS, pack, matmul_path="dense", **options)
+
+
+@pytest.fixture(scope="module")
+def base():
+    return load_base("tiny")
+
+
+@pytest.fixture(scope="module")
+def saved(base, tmp_path_factory):
+    return reward_pack(base).save(tmp_path_factory.mktemp("packs") / "reward")
+
+
+def test_a_saved_pack_gives_the_same_scores(base, saved):
+    scores = scores_of(base, reward_pack(base))
+    assert scores.shape == (12,) and scores.dtype == np.float32 and scores.std() > 0.01
+    assert np.array_equal(scores_of(base, Pack.open(saved.path)), scores)
+    for size in (1, 3, 12):
+        np.testing.assert_allclose(scores_of(base, saved.path, batch_size=size), scores, atol=1e-4)
+    messages = [
+        {
+            "prompt": [{"role": "user", "content": row["prompt"]}],
+            "completion": [{"role": "assistant", "content": row["completion"]}],
+        }
+        for row in COMPLETIONS
+    ]
+    np.testing.assert_allclose(
+        base.rewards(messages, saved, matmul_path="dense"), scores, atol=1e-4
+    )
+
+
+def test_the_head_is_beside_the_base_and_goes_with_the_pack(base, saved):
+    modules = dict(base.model.named_modules())
+    attached = saved.attach(base)
+    try:
+        assert np.array_equal(attached.score.weight, saved.load_tensors()["score.weight"])
+        assert "score" not in dict(base.model.named_modules())
+    finally:
+        attached.detach()
+    assert dict(base.model.named_modules()) == modules
+
+
+def test_the_active_pack_comes_back(base, saved):
+    other = random_pack(base, seed=2)
+    with base.applied(other):
+        base.rewards(COMPLETIONS[:1], saved)
+        assert base.active.pack is other
+    assert base.active is None
+
+
+def test_what_generates_text_refuses_a_reward_model(base, saved, tmp_path):
+    with raises("unsupported", None, str(saved.path)):
+        base.generate("Say red.", saved)
+    with raises("unsupported", None, str(saved.path)):
+        base.swap_pack([(saved, 0.5), (random_pack(base), 0.5)])
+    with raises("unsupported", None, str(saved.path)):
+        merge_pack(saved, "tiny", tmp_path / "merged")
+    for to in ("mlx-lm", "gguf", "swift", "ollama", "lmstudio"):
+        with raises("unsupported", "to", to):
+            export_pack(saved, to, tmp_path / "out")
+    with raises("unsupported", None, str(saved.path)):
+        PackSlots(load_base("tiny")).add(saved)
+    assert not list(tmp_path.iterdir())
+    run = CliRunner().invoke(packs, ["generate", "--pack", str(saved.path), "--prompt", "x"])
+    assert run.exit_code != 0
+
+
+def test_what_is_no_reward_model_has_no_rewards(base):
+    with raises("unsupported"):
+        scores_of(base, random_pack(base))
+
+
+@pytest.mark.parametrize("completions", [[], "tiny", [{"prompt": "x"}], [{"text": "x"}]])
+def test_completions_that_cannot_be_scored_are_one_line(base, saved, completions):
+    with pytest.raises(PackError) as caught:
+        base.rewards(completions, saved)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_head_of_another_width_does_not_fit(base, tmp_path):
+    pack = reward_pack(base, width=128)
+    with raises("mismatch", None, "score.weight", "[1, 128]", "[1, 256]"):
+        pack.attach(base)
+    with raises("mismatch", None, "score.weight", "[1, 128]", "[1, 256]"):
+        check_fit(pack.save(tmp_path / "p"), "tiny")
+    assert "score" not in dict(base.model.named_modules())
+
+
+def test_a_saved_pack_fits_by_its_headers(saved):
+    assert check_fit(Pack.open(saved.path), "tiny")["full_tensors"] == 1
+
+
+def test_held_out_accuracy_and_margin_are_those_of_the_scores(base, saved, tmp_path):
+    folder = write_rows(tmp_path / "d", train=ROWS[:1], valid=ROWS)
+    report = evaluate(base, saved, folder, matmul_path="dense")
+    pairs = scores_of(base, saved).reshape(-1, 2)
+    gains = pairs[:, 0] - pairs[:, 1]
+    assert report.rows == 6 and report.dropped == 0
+    assert report.preference_accuracy == pytest.approx((gains > 0).mean())
+    assert report.reward_margin == pytest.approx(gains.mean(), abs=1e-4)
+    assert report.loss == pytest.approx(np.log1p(np.exp(-gains)).mean(), abs=1e-4)
+    assert report.reward_margin_se == pytest.approx(gains.std(ddof=1) / 6**0.5, abs=1e-4)
+    for setting in ({"metric": "exact"}, {"loss_on": "all"}):
+        with raises("conflict", next(iter(setting))):
+            evaluate(base, saved, folder, **setting)
+    shutil.rmtree(folder)
+
+
+def test_a_card_names_the_head_and_how_to_use_it(saved):
+    card = model_card(saved.manifest, "reward")
+    assert "reward model" in card and "pipeline_tag: text-classification" in card
+    assert card_command(saved.manifest).startswith("packs eval .")
+    run = CliRunner().invoke(packs, ["inspect", str(saved.path)])
+    assert run.exit_code == 0 and "score.weight" in run.output
