@@ -20,7 +20,6 @@ from ..bases.weight_formats import named_format
 from ..config.choices import (
     MATMUL_PATHS,
     POLICIES,
-    TASKS,
     PolicyFacts,
 )
 from ..config.schema import LoRAConfig, TrainConfig
@@ -38,6 +37,7 @@ from .plan import (
     Shape,
     accumulates,
     has_logits,
+    has_score_head,
     moment_parts,
     optimizer_bytes,
     plan_adapters,
@@ -270,7 +270,7 @@ def plan_step(
         return _plan_full(headers, lora, train, shape, sizes, step_class)
     itemsize = activation_bytes(headers.config, train)
     adapters = plan_adapters(sizes.places(headers.tensors), lora, train.method)
-    if any(TASKS[task].scores for task in train.tasks):
+    if has_score_head(train):
         adapters = adapters.beside((1, sizes.hidden))
     length, targets = shape or _largest_shape(train)
     quantized = headers.is_quantized or train.quantize != "none"

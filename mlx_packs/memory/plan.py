@@ -115,6 +115,11 @@ def recompute_policies(train: TrainConfig) -> tuple[str, ...]:
     return tuple(POLICIES) if train.recomputes == "auto" else (train.recomputes,)
 
 
+def has_score_head(train: TrainConfig) -> bool:
+    """Return whether a run trains the head of a reward model, which goes with adapters alone."""
+    return any(TASKS[task].scores for task in train.tasks)
+
+
 def has_logits(train: TrainConfig) -> bool:
     """Return whether a run computes logits: one of reward models alone does not."""
     return not all(TASKS[task].scores for task in train.tasks)

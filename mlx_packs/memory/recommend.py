@@ -33,7 +33,7 @@ from .estimate import (
     remedies,
 )
 from .headers import Headers
-from .plan import ERROR, MemoryPlan, fit, recompute_policies
+from .plan import ERROR, MemoryPlan, fit, has_logits, has_score_head, recompute_policies
 from .step_time import StepTime, predict
 
 SMALL_WEIGHTS = 1e9  # a base of fewer weights is better left unquantized, if that fits
@@ -202,7 +202,8 @@ def recommend(
     if small and best.method == "lora-fp32" and best.fits and not headers.is_quantized:
         reason = estimator.why_not_quantized(headers, best.plan)
         options[0] = replace(best, why=f"{reason}; {best.why}")
-    options.append(_full_option(replace(request, lora=best.lora, train=best.train)))
+    if not has_score_head(train):
+        options.append(_full_option(replace(request, lora=best.lora, train=best.train)))
     return [replace(o, step=predict(headers, o.lora, o.train)) for o in options]
 
 
@@ -420,12 +421,12 @@ def _seconds(step: StepTime | None) -> str:
 
 def _notes(best: Option, headers: Headers, width: int) -> list[str]:
     """Return notes on the numbers, wrapped."""
-    assumed = estimator_of(headers.config).ASSUMED
+    assumed = estimator_of(headers.config).ASSUMED if has_logits(best.train) else ""
     notes = {
         "disk": disk_note(headers, best.plan, best.lora, best.train),
         "why": f"{best.kind}: {best.why}",
         "error": f"± {ERROR:.0%} against runs on a CPU (benchmarks/plan_accuracy.py); on a GPU "
-        f"the formula is not measured. {assumed}",
+        f"the formula is not measured. {assumed}".strip(),
         "cache": "not counted: the buffers that MLX has freed and keeps; it gives them back when "
         "memory is short.",
     }

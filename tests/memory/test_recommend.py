@@ -134,6 +134,11 @@ def test_full_fine_tuning_is_planned_with_16_bytes_a_weight():
     assert full.plan.peak_bytes > 18 * weights and "--method full" in full.command("m")
 
 
+def test_a_reward_model_has_no_plan_of_full_fine_tuning():
+    options = recommend(dense_headers("small"), int(8e9), train=TrainConfig(task="reward"))
+    assert options and all(option.method != "full" for option in options)
+
+
 def test_what_is_specified_is_not_searched():
     train = TrainConfig(batch_size=3, max_seq_length=300)
     specified = frozenset({"batch_size", "max_seq_length"})
