@@ -109,8 +109,9 @@ def test_rewards_follow_completions(tmp_path, data):
     run = train_pack("tiny", None, LORA, {**shared, "phases": phases}, tmp_path / "p")
     assert [phase["task"] for phase in run.report["phases"]] == ["lm", "reward"]
     assert run.report["reward_margin_after"] > run.report["reward_margin_before"]
-    assert "sft" in run.report["phases"][1]["after"]  # its perplexity; a reward model has none
-    assert set(run.report["phases"][1]["after"]) == {"sft"}
+    sft, reward = run.report["phases"]
+    assert set(reward["after"]) == {"sft"}  # its perplexity; a reward model has none
+    assert reward["before"] == sft["after"] != sft["before"]
     before = mx.load(str(tmp_path / "p-run" / "step-000002" / "adapters.safetensors"))
     assert "score.weight" in before and "score.weight" in tensors_of(tmp_path / "p")
 

@@ -304,6 +304,9 @@ def _changes(split: str, before: Score, after: Score) -> dict:
 def phase_reports(dataset: PhasedDataset, sources: Sequence[str], fit: Fit) -> list[dict]:
     """Return the report of each phase of a run; empty where a run has no phases."""
     reports, counts = [], dataset.counts()
+    numbers = {
+        phase.name: at for at, phase in enumerate(fit.run.phases)
+    }  # those of other tasks too
     for i, (phase, source) in enumerate(zip(dataset.phases, sources, strict=True)):
         if not phase.name:
             continue
@@ -325,8 +328,8 @@ def phase_reports(dataset: PhasedDataset, sources: Sequence[str], fit: Fit) -> l
                 "loss_first": losses[0] if losses else None,
                 "loss_last": losses[-1] if losses else None,
                 "held_out": {"split": split, "rows": rows[split]},
-                "before": _perplexities(fit.scores[i]),
-                "after": _perplexities(fit.scores[i + 1]),
+                "before": _perplexities(fit.scores[numbers[phase.name]]),
+                "after": _perplexities(fit.scores[numbers[phase.name] + 1]),
             }
         )
     return reports
