@@ -28,6 +28,7 @@ NAMES = (
     "cost_tables",
     "graph",
     "methods",
+    "quality",
     "report",
 )
 

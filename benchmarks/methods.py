@@ -1,7 +1,7 @@
 """A training step of every method beside plain LoRA's: speed, memory, and what Apple GPUs should take.
 
 Each method is attached to the same base in a process of its own, and takes the same steps; methods
-alternate. The base has the widths of Qwen3-0.6B, four blocks and random weights, which are quantized
+alternate, and `--for-merge` is measured where it rounds, in the second half of a run. The base has the widths of Qwen3-0.6B, four blocks and random weights, which are quantized
 as they are read. Beside the measured figures are those of Qwen3-4B, predicted from lazy graphs
 (`python -m benchmarks graph`); no Mac was timed.
 
@@ -20,6 +20,7 @@ from pathlib import Path
 
 from mlx_packs import LoRAConfig, TrainConfig, load_base
 from mlx_packs.adapters.method import METHODS
+from mlx_packs.config.choices import WEIGHT_FORMATS
 from mlx_packs.objectives.causal_lm import CausalLM, split_head
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
@@ -36,8 +37,14 @@ LORA = "lora"
 BLOCKS, BATCH, LENGTH, TARGETS, RANK = 4, 2, 256, 128, 16
 STEPS = 6  # that are timed, after two that are not
 SHAPE = f"{BATCH} x {LENGTH}, {TARGETS} targets, rank {RANK}"
+FOR_MERGE = "for-merge "  # and the format of the merge
+CASES = {
+    **{name: {"method": name} for name in METHODS},
+    **{FOR_MERGE + name: {"for_merge": name} for name in WEIGHT_FORMATS},
+}
 # Which graph a method's step has, on a GPU; full fine-tuning is not laid out.
 GRAPHS = {LORA: LORA, "dora": "dora", "pissa": "pissa", "olora": "pissa", "loftq": LORA}
+GRAPHS |= {FOR_MERGE + name: f"for-merge-{name}" for name in WEIGHT_FORMATS}
 CHIP = "M4 Max"
 
 
@@ -53,11 +60,12 @@ def write_base(folder: Path) -> Path:
 
 def measure(method: str, folder: str) -> dict:
     """Return seconds of attaching and of each step, and the peak of memory beyond the base."""
-    train = TrainConfig(method=method)
+    train = TrainConfig(**CASES[method])
     base = load_base(folder, "none" if method == "full" else "affine4")
     lora = LoRAConfig(rank=RANK, num_layers=BLOCKS if method == "full" else -1)
     began = time.perf_counter()
-    trainable = METHODS[method].attach(base, lora, train, "dense")
+    trainable = METHODS[train.method].attach(base, lora, train, "dense")
+    trainable.at(1.0)  # of the run
     mx.eval(trainable.model.parameters())
     attach_s = time.perf_counter() - began
     base.model.train()
@@ -116,20 +124,20 @@ def main(arguments: list[str] | None = None) -> int:
         "python -m benchmarks methods", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--rounds", type=int, default=3, help="of all methods [3]")
-    parser.add_argument("--alone", choices=METHODS, help=argparse.SUPPRESS)
+    parser.add_argument("--alone", choices=CASES, help=argparse.SUPPRESS)
     parser.add_argument("--base", help=argparse.SUPPRESS)
     history.add_option(parser)
     options = parser.parse_args(arguments)
     if options.alone:
         print(json.dumps(measure(options.alone, options.base)))
         return 0
-    results: dict[str, list[dict]] = {method: [] for method in METHODS}
+    results: dict[str, list[dict]] = {method: [] for method in CASES}
     try:
         ratios = predicted()
         with tempfile.TemporaryDirectory() as folder:
             base = write_base(Path(folder) / "base")
             for turn in range(options.rounds):
-                for method in list(METHODS)[:: 1 if turn % 2 == 0 else -1]:
+                for method in list(CASES)[:: 1 if turn % 2 == 0 else -1]:
                     print(f"round {turn + 1}: {method}", file=sys.stderr)
                     own = alone.run("methods", ["--alone", method, "--base", str(base)])
                     results[method].append(own)
