@@ -107,11 +107,13 @@ def measure(name: str, data: str, seed: int, work: Path) -> dict:
     if not case.merged:
         return result
     merged = work / "merged" / out.name
-    made = merge_pack(out, work / "base", merged, GRID, max_drift=100, data=place, overwrite=True)
-    base, rows = load_base(merged), report["answers"]["rows"]  # the first ones
+    report_of_merge = merge_pack(
+        out, work / "base", merged, GRID, max_drift=100, data=place, overwrite=True
+    )
+    base, limit = load_base(merged), report["answers"]["rows"]  # the first ones
     scored = evaluate(base, None, place, max_seq_length=256).base
-    answers = evaluate(base, None, place, metric="exact", limit=rows).answers
-    after = {"ppl": scored.ppl, "right": answers.before.share, "kl": made["kl_mean"]}
+    answers = evaluate(base, None, place, metric="exact", limit=limit).answers
+    after = {"ppl": scored.ppl, "right": answers.before.share, "kl": report_of_merge["kl_mean"]}
     return result | {"merged": after}
 
 
