@@ -94,6 +94,7 @@ class RunStopped(PackError):
         exit_code: of the command line.
 
     Attributes:
+        reason: as above.
         command: the command line that continues; None unless `continue_with` was called.
     """
 
@@ -108,6 +109,7 @@ class RunStopped(PackError):
         self._saved = f"{reason}. Checkpoint saved to {checkpoint}."
         super().__init__(f"{self._saved} Continue with --resume.", code)
         self.exit_code = exit_code
+        self.reason = reason
         self.checkpoint, self.pack = checkpoint, pack
         self.command: str | None = None
 

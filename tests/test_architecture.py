@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "mlx_packs"
 LAYERS = """
 terminal errors signals elf fork blas runtime kinds reading hashes filesystem leftovers files display
 gates measurements chips macos
-schedules config report ops optim nn bases adapters data objectives inference packs memory evaluation training
+schedules config report ops optim nn bases adapters data objectives inference packs memory evaluation training sweeps
 convert serving bench cli
 """.split()
 ENTRY_POINTS = ("__init__", "__main__", "train")  # import what they like; nobody imports them
@@ -154,6 +154,7 @@ OWN_READERS = {
     "memory/pressure.py": "what Linux says of memory",
     "serving/app.py": "a page of its own",
     "training/on_nan.py": "a run, by the reader",
+    "sweeps/trial.py": "the log of a trial of its own",
     **dict.fromkeys(
         ("data/rows.py", "data/chat_formats.py", "data/json_lines.py"), "rows, bounded"
     ),

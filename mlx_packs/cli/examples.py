@@ -12,6 +12,13 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
             "packs train --out packs/notes --resume",
         ),
     ),
+    "sweep": (
+        (
+            "Train and compare the trials of a recipe with a section sweep:",
+            "packs sweep -c sweep.yaml",
+        ),
+        ("Train them on the workers of a Ray cluster:", "packs sweep -c sweep.yaml --runner ray"),
+    ),
     "data": (
         ("Count the examples of a folder and their tokens:", "packs data data"),
         (

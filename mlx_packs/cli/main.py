@@ -28,6 +28,7 @@ from .examples import epilog
 COMMANDS = {
     "Train": {
         "train": "train:train",
+        "sweep": "sweep:sweep",
         "data": "data:data",
         "plan": "plan:plan",
         "bench": "bench:bench",

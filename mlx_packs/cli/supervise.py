@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -17,15 +16,10 @@ from ..memory.pressure import LOW, memory_pressure, oom_kills
 from ..terminal import echo
 from ..training.checkpoint import batches_of
 from ..training.run_folder import checkpoints, run_folder
-from ..training.unattended import SUPERVISED, announce
+from ..training.unattended import SUPERVISED, announce, program
 from .child import Child, Ended
 
-# `python -m mlx_packs` without the current folder on the path, whose files may be called as modules.
-_CODE = (
-    f"import sys; sys.path = [*filter(None, sys.path), {str(Path(__file__).parents[2])!r}]; "
-    "from mlx_packs.cli.main import main; main()"
-)
-PROGRAM = (sys.executable, "-c", _CODE, "train")
+PROGRAM = (*program("cli.main"), "train")
 _FINAL = {
     0,
     1,

@@ -22,7 +22,8 @@ _SMALL = (340, 150)
 
 
 @cache
-def _environment() -> "Environment":
+def environment() -> "Environment":
+    """Return the template engine, which escapes every text."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
@@ -50,7 +51,7 @@ def render(facts: Facts) -> str:
     unit = "nats per token" if facts.unit == "tokens" else ""
     loss_label = f"loss ({unit})" if unit else "loss"
     mark = None if facts.best is None else (facts.best, "best")
-    template = _environment().get_template("page.html.jinja")
+    template = environment().get_template("page.html.jinja")
     return template.render(
         facts=facts,
         wide=_losses(facts, loss_label, _WIDE, mark),
@@ -69,7 +70,7 @@ def render(facts: Facts) -> str:
 
 def render_fragment(facts: Facts) -> str:
     """Return the view for a notebook: figures, results and the loss curve, without a page around."""
-    template = _environment().get_template("fragment.html.jinja")
+    template = environment().get_template("fragment.html.jinja")
     return template.render(facts=facts, curve=_losses(facts, "loss", (640, 240), None))
 
 

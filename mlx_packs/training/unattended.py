@@ -1,6 +1,7 @@
 """A run that nobody watches: the Mac stays awake while it trains, and shows a notification at the end."""
 
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -15,6 +16,18 @@ SUPERVISED = (
 )
 CRASHED = 70  # its exit code where a defect ends it
 NOTIFIED_S = 600.0  # from which on the end of a run is worth a notification
+
+
+def program(module: str) -> tuple[str, ...]:
+    """Return the command that calls ``main`` of a module of this package in a new process.
+
+    It is `python -m` without the current folder on the path, whose files may be called as modules.
+    """
+    code = (
+        f"import sys; sys.path = [*filter(None, sys.path), {str(Path(__file__).parents[2])!r}]; "
+        f"from mlx_packs.{module} import main; main()"
+    )
+    return (sys.executable, "-c", code)
 
 
 def is_supervised() -> bool:

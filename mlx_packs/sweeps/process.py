@@ -1,0 +1,124 @@
+"""The process of one trial: `main` trains it to the end of a rung and writes the result."""
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+from .. import signals, terminal
+from ..config.parse import read_settings
+from ..config.recipe import resolve
+from ..display import Display
+from ..errors import PackError, RunStopped
+from ..report.facts import number
+from ..training.observers.observer import Observer
+from ..training.run import train_pack
+from ..training.run_folder import checkpoints, run_folder
+from ..training.unattended import CRASHED
+from .metrics import measured
+from .trial import RECIPE, Result, Trial, write_result
+
+# How long the process of an earlier sweep that was killed may take to save its checkpoint.
+_WAIT_S = 120.0
+# Faults of the machine, not of a trial: they end the sweep, which goes on later.
+_OF_ALL = ("unwritable", "busy", "interrupted")
+
+
+class StopAt(Observer):
+    """Ends a run after so many batches; a later one goes on from there.
+
+    The learning rate follows the whole run, so that a run in pieces is the run in one piece.
+    """
+
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+
+    def on_phase_start(self, batches: int, done: int) -> None:
+        """End a run at once that was interrupted after the last batch."""
+        self._check(done)
+
+    def on_step(self, line: dict) -> None:
+        """End the run after its last batch."""
+        self._check(line["batch"])
+
+    def _check(self, done: int) -> None:
+        if done >= self.batches:
+            self.stop_reason = f"{self.batches} batches (sweep)"
+
+
+def train_trial(trial: Trial, until: int | None) -> Result:
+    """Train a trial, or go on from its checkpoint; return the result.
+
+    Raises:
+        PackError: it cannot be trained.
+    """
+    recipe = resolve(trial.recipe)
+    run = {k: v for k, v in recipe.run.items() if k not in ("model", "out", "resume", "overwrite")}
+    if resumes := bool(checkpoints(run_folder(trial.pack))):
+        run.pop("resume_adapter_file", None)
+    trained = train_pack(
+        recipe.run.get("model", "tiny"),
+        lora=recipe.lora,
+        train=recipe.train,
+        out=trial.pack,
+        columns=recipe.data,
+        callbacks=() if until is None else (StopAt(until),),
+        resume=resumes,
+        overwrite=not resumes,
+        display=Display(),
+        **run,
+    )
+    report = trained.report
+    return Result(
+        batches=report["batches"],
+        metrics=measured(report),
+        gates={
+            name: {**gate, "value": number(gate["value"])} for name, gate in report["gates"].items()
+        },
+        pack_mb=report["pack_mb"],
+        train_s=report["train_s"],
+        peak_gb=report["peak_gb"],
+    )
+
+
+def _when_free(trial: Trial, until: int | None) -> Result:
+    """Train a trial as soon as no process of an earlier sweep writes its run any more."""
+    start = time.monotonic()
+    while True:
+        try:
+            return train_trial(trial, until)
+        except PackError as error:
+            if error.code != "busy" or time.monotonic() - start > _WAIT_S:
+                raise
+        time.sleep(0.5)
+
+
+def _end_with_parent() -> None:
+    """End this process as by SIGTERM, which saves a checkpoint, when the one that began it is gone."""
+    os.read(0, 1)  # it writes nothing
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def main() -> None:
+    """Train the trial in a folder: ``FOLDER RUNG BATCHES``; 0 batches train to the end."""
+    terminal.guard()
+    folder, rung, until = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]) or None
+    trial = Trial(0, {}, read_settings(folder / RECIPE), folder)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        with signals.handled():
+            result = _when_free(trial, until)
+    except KeyboardInterrupt as error:  # before the first checkpoint
+        sys.exit(128 + signals.number_of(error))
+    except PackError as error:
+        error.show()
+        if error.code in _OF_ALL:
+            sys.exit(error.exit_code)
+        result = Result(error=error.reason if isinstance(error, RunStopped) else error.message)
+    except Exception:
+        traceback.print_exc()
+        sys.exit(CRASHED)
+    write_result(trial, rung, result)

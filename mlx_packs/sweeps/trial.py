@@ -1,0 +1,169 @@
+"""A trial of a sweep: its folder, and the run that trains it in a process of its own."""
+
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from signal import SIGKILL, Signals
+from typing import Any
+
+from .. import signals
+from ..errors import Interrupted, PackError
+from ..files import atomic_write, make_folder, to_json
+from ..reading import read_json
+from ..terminal import printable
+from ..training.unattended import SUPERVISED, program
+from .searches import Values
+
+RECIPE = "recipe.json"
+LOG = "train.log"
+_PACK = "pack"
+_TAIL_BYTES = 300  # of a log, for the reason of its end
+_PROGRAM = program("sweeps.process")
+_SIGNALLED = {code: n for n in signals.NUMBERS for code in (-n, 128 + n)}  # by exit code
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a trial at the end of a rung.
+
+    Attributes:
+        batches: that it was trained on.
+        metrics: held-out metrics by name; only finite ones.
+        gates: each limit of the recipe with its value and whether it passed.
+        pack_mb: size of the pack in megabytes.
+        train_s: seconds of training, without evaluations.
+        peak_gb: peak of MLX's memory in 10^9 bytes.
+        error: why there is no pack; empty where there is one.
+    """
+
+    batches: int = 0
+    metrics: Mapping[str, float] | None = None
+    gates: Mapping[str, dict] | None = None
+    pack_mb: float | None = None
+    train_s: float | None = None
+    peak_gb: float | None = None
+    error: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether there is a pack, and it passes the gates."""
+        gates = (self.gates or {}).values()
+        return not self.error and all(gate["passed"] for gate in gates)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One recipe of a sweep.
+
+    Attributes:
+        number: from 1.
+        values: of the parameters, by key of the recipe.
+        recipe: all settings of its run, as `Recipe.to_json` has them.
+        folder: for its pack, its run and its results.
+    """
+
+    number: int
+    values: Values
+    recipe: dict[str, Any]
+    folder: Path
+
+    @property
+    def pack(self) -> Path:
+        """The folder of its pack."""
+        return self.folder / _PACK
+
+    def result_file(self, rung: int) -> Path:
+        """Return the file for the result of a rung."""
+        return self.folder / f"result-{rung}.json"
+
+    def result(self, rung: int) -> Result | None:
+        """Return the result of a rung; None if it is not over.
+
+        Raises:
+            PackError: its file is damaged.
+        """
+        file = self.result_file(rung)
+        if not file.is_file():
+            return None
+        try:
+            return Result(**read_json(file))
+        except TypeError:
+            raise PackError(f"{file}: is not a result. Remove it.", "unreadable") from None
+
+    def last_result(self, rungs: int) -> tuple[int, Result] | None:
+        """Return the last rung that is over and its result; None before the first."""
+        over = [(rung, result) for rung in range(rungs) if (result := self.result(rung))]
+        return over[-1] if over else None
+
+
+def write_result(trial: Trial, rung: int, result: Result) -> None:
+    """Write the result of a rung atomically: from then on it is not repeated."""
+    atomic_write(trial.result_file(rung), to_json(vars(result)))
+
+
+def train(trial: Trial, rung: int, until: int | None) -> Result:
+    """Train a trial to the end of a rung, in a process of its own, and return the result.
+
+    A rung that is over is not repeated, and one that was interrupted goes on from its checkpoint.
+    A trial that fails has a result with an ``error``.
+
+    Args:
+        trial: the trial.
+        rung: its number, from 0.
+        until: batches after which it is evaluated; None trains to the end.
+
+    Raises:
+        PackError: something ended it that would end every trial, as a full disk.
+        Interrupted: a signal ended its process; it goes on from its checkpoint.
+    """
+    if (result := trial.result(rung)) is not None:
+        return result
+    make_folder(trial.folder)
+    atomic_write(trial.folder / RECIPE, to_json(trial.recipe))
+    code = _run(trial, [str(trial.folder), str(rung), str(until or 0)])
+    if (result := trial.result(rung)) is not None:
+        return result
+    reason = _last_line(trial.folder / LOG).removeprefix("packs: ")
+    if code in _SIGNALLED:
+        raise Interrupted(f"interrupted in trial {trial.number}", _SIGNALLED[code])
+    if code == 2:
+        raise PackError(f"trial {trial.number}: {reason}", "unwritable")
+    if code == -SIGKILL:
+        reason = "was killed (SIGKILL), probably for want of memory"
+    elif code < 0:
+        reason = f"crashed ({Signals(-code).name})"
+    result = Result(error=reason or f"ended with exit code {code}")
+    write_result(trial, rung, result)
+    return result
+
+
+def _run(trial: Trial, arguments: list[str]) -> int:
+    """Run the process of a trial and return its exit code; it ends when this process does."""
+    with (trial.folder / LOG).open("ab") as log:
+        process = subprocess.Popen(
+            [*_PROGRAM, *arguments],
+            stdin=subprocess.PIPE,  # closed by the system when this process ends, however it does
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, SUPERVISED: "1"},
+            start_new_session=True,  # Ctrl-C reaches this process alone
+        )
+        try:
+            return process.wait()
+        except BaseException:
+            process.terminate()  # it saves a checkpoint
+            process.wait()
+            raise
+        finally:
+            if process.stdin is not None:
+                process.stdin.close()
+
+
+def _last_line(log: Path) -> str:
+    """Return the end of the last line of a log."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+        lines = file.read().decode(errors="replace").split("\n")
+    return printable(next((line.strip() for line in reversed(lines) if line.strip()), ""))

@@ -1,0 +1,158 @@
+"""The trials of a sweep: values, their determinism, and the rungs of successive halving."""
+
+import pytest
+from click.testing import CliRunner
+
+from mlx_packs.cli.main import packs
+from mlx_packs.errors import PackError
+from mlx_packs.sweeps.parameters import parse_parameters, with_values
+from mlx_packs.sweeps.searches import SEARCHES, SweepConfig, rungs_of, trial_values
+
+RATE = {"min": "1e-5", "max": 1e-3, "scale": "log"}
+
+
+def values(search, parameters, **settings):
+    config = SweepConfig(search, parameters=parameters, **settings)
+    return trial_values(config, parse_parameters(parameters, "f"), "f")
+
+
+def test_grid_has_every_combination_once_in_order():
+    assert values("grid", {"rank": [8, 16], "learning_rate": ["1e-4", 0.5]}) == [
+        {"rank": 8, "learning_rate": 1e-4},
+        {"rank": 8, "learning_rate": 0.5},
+        {"rank": 16, "learning_rate": 1e-4},
+        {"rank": 16, "learning_rate": 0.5},
+    ]
+
+
+def test_a_seed_gives_the_same_values_and_another_seed_others():
+    parameters = {"learning_rate": RATE, "rank": [8, 16, 32]}
+    first = values("random", parameters, trials=20, seed=3)
+    assert first == values("random", parameters, trials=20, seed=3)
+    assert first == values("halving", parameters, trials=20, seed=3)
+    assert first != values("random", parameters, trials=20, seed=4)
+    assert first[:5] == values("random", parameters, trials=5, seed=3)
+
+
+def test_log_scale_draws_as_many_from_each_power_of_ten():
+    drawn = [v["learning_rate"] for v in values("random", {"learning_rate": RATE}, trials=400)]
+    assert all(1e-5 <= rate <= 1e-3 for rate in drawn)
+    assert 150 < sum(rate < 1e-4 for rate in drawn) < 250
+    linear = {"learning_rate": {**RATE, "scale": "linear"}}
+    drawn = [v["learning_rate"] for v in values("random", linear, trials=400)]
+    assert sum(rate < 1e-4 for rate in drawn) < 80
+
+
+def test_integers_stay_integers_and_reach_both_ends():
+    drawn = [v["rank"] for v in values("random", {"rank": {"min": 1, "max": 4}}, trials=4)]
+    assert sorted(drawn) == [1, 2, 3, 4] and all(type(rank) is int for rank in drawn)
+
+
+def test_random_trials_are_all_different():
+    drawn = values("random", {"rank": [1, 2, 3], "seed": [0, 1]}, trials=6)
+    assert len({tuple(v.items()) for v in drawn}) == 6
+
+
+@pytest.mark.parametrize(
+    "trials, iters, least, expected",
+    [
+        (9, 90, None, (10, 30, None)),
+        (12, 90, None, (10, 30, None)),
+        (27, 90, 10, (10, 30, None)),
+        (2, 90, None, (None,)),
+        (9, 2, None, (None,)),
+    ],
+)
+def test_rungs_end_with_the_whole_run(trials, iters, least, expected):
+    config = SweepConfig("halving", trials=trials, min_iters=least)
+    assert rungs_of(config, iters).batches == expected
+    assert rungs_of(SweepConfig("random", trials=trials), iters).batches == (None,)
+
+
+def test_keys_in_mappings_leave_the_others():
+    recipe = {"rank": 8, "rank_pattern": {"q_proj": 4}}
+    changed = with_values(recipe, {"rank_pattern.v_proj": 2, "rank": 16})
+    assert changed == {"rank": 16, "rank_pattern": {"q_proj": 4, "v_proj": 2}}
+    assert recipe == {"rank": 8, "rank_pattern": {"q_proj": 4}}
+
+
+@pytest.mark.parametrize(
+    "parameters, code",
+    [
+        ({}, "invalid"),
+        ({"rank": []}, "invalid"),
+        ({"rank": 8}, "invalid"),
+        ({"rank": [8, 8]}, "invalid"),
+        ({"rank": {"min": 8}}, "invalid"),
+        ({"rank": {"min": 8, "max": 8}}, "invalid"),
+        ({"rank": {"min": 0, "max": 8, "scale": "log"}}, "invalid"),
+        ({"rank": {"min": 1, "max": float("inf")}}, "invalid"),
+        ({"rank": {"min": 1, "max": 8, "scale": "ln"}}, "unknown"),
+        ({"rank": {"min": 1, "max": 8, "step": 1}}, "unknown"),
+    ],
+)
+def test_wrong_parameters_are_errors(parameters, code):
+    with pytest.raises(PackError) as error:
+        parse_parameters(parameters, "f")
+    assert error.value.code == code and error.value.message.startswith("f: sweep.parameters")
+
+
+@pytest.mark.parametrize(
+    "search, settings",
+    [
+        ("grid", {"trials": 3}),
+        ("random", {}),
+        ("random", {"trials": 0}),
+        ("random", {"trials": 2, "min_iters": 3}),
+        ("halving", {"trials": 2, "reduction_factor": 1}),
+        ("bayes", {"trials": 2}),
+    ],
+)
+def test_wrong_searches_are_errors(search, settings):
+    with pytest.raises(PackError):
+        SweepConfig(search, **settings)
+
+
+def test_a_grid_of_a_range_and_too_few_combinations_are_errors():
+    with pytest.raises(PackError, match=r"sweep\.parameters\.rank: is a range"):
+        values("grid", {"rank": {"min": 1, "max": 4}})
+    with pytest.raises(PackError, match=r"sweep\.trials: is 3"):
+        values("random", {"rank": [1, 2]}, trials=3)
+    with pytest.raises(PackError, match="only 2 different"):
+        values("random", {"rank": {"min": 1, "max": 2}}, trials=3)
+
+
+BASE = "data: tiny\niters: 9\n"
+FAULTS = {
+    "sweep: {parameters: {rnk: [1]}}": "unknown",
+    "sweep: {parameters: {rank: [4, 0]}}": "invalid",
+    "sweep: {parameters: {rank: [x]}}": "invalid",
+    "sweep: {parameters: {out: [x]}}": "conflict",
+    "sweep: {parameters: {task: [lm, grpo]}}": "conflict",
+    "sweep: {parameters: {data: [tiny, nowhere]}}": "not-found",
+    "sweep: {metric: pll, parameters: {rank: [4]}}": "unknown",
+    "sweep: {seach: grid, parameters: {rank: [4]}}": "unknown",
+    "sweep: {search: halving, trials: 2, parameters: {iters: [4, 8]}}": "conflict",
+    "sweep: {search: halving, trials: 2, min_iters: 10, parameters: {rank: [4, 8]}}": "invalid",
+    "resume: true\nsweep: {parameters: {rank: [4]}}": "conflict",
+    "itrs: 3\nsweep: {parameters: {rank: [4]}}": "unknown",
+    "rank: 4": "invalid",
+}
+
+
+@pytest.mark.parametrize("text", FAULTS)
+def test_bad_files_are_one_line_before_anything_is_written(tmp_path, monkeypatch, text):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s.yaml").write_text(BASE + text)
+    result = CliRunner().invoke(packs, ["sweep", "-c", "s.yaml"])
+    assert (result.exit_code, result.output.count("\n")) == (2, 1), result.output
+    again = CliRunner().invoke(packs, ["sweep", "-c", "s.yaml"], standalone_mode=False)
+    assert again.exception.code == FAULTS[text]
+    assert [file.name for file in tmp_path.iterdir()] == ["s.yaml"]
+
+
+def test_searches_that_draw_need_a_number_of_trials():
+    for name, search in SEARCHES.items():
+        if search.draws:
+            with pytest.raises(PackError, match="trials"):
+                SweepConfig(name)
