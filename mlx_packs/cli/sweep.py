@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from .. import signals
-from ..config.choices import RUNNERS
+from ..config.choices import SWEEP_RUNNERS
 from ..config.external import translate
 from ..config.parse import read_settings
 from ..display import NORMAL, QUIET, Display
@@ -34,8 +34,8 @@ from .recipe import recipe_of
 )
 @option(
     "--runner",
-    type=click.Choice(RUNNERS),
-    default=RUNNERS[0],
+    type=click.Choice(SWEEP_RUNNERS),
+    default=SWEEP_RUNNERS[0],
     help="Train the trials one after the other on this machine (local), or by Ray Tune on the Ray "
     "cluster of RAY_ADDRESS, else on this machine (ray).",
 )

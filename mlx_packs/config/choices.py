@@ -191,7 +191,7 @@ POLICIES = {
 ADAPTER_FORMATS = ("mlx-lm", "peft")  # that packs export writes and packs import reads
 DESTINATIONS = ("gguf", "ollama", "lmstudio", "swift")  # that packs export writes, and none reads
 ANSWER_METRICS = ("exact", "contains", "json")  # when a generated answer is right
-RUNNERS = ("local", "ray")  # that train the trials of packs sweep
+SWEEP_RUNNERS = ("local", "ray")  # that train the trials of packs sweep
 DISTANCES = ("euclidean", "cosine", "manhattan")
 
 

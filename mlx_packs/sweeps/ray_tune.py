@@ -4,6 +4,7 @@ Ray's workers start the same processes as the local runner, in the same folders,
 must see under the same path. Results are those files: what Ray knows is not needed to continue.
 """
 
+import logging
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -43,7 +44,7 @@ def run(sweep: Sweep, display: Display, show: Callable[[Trial, int, Result], Non
 
     begun = not ray.is_initialized()
     if begun:
-        ray.init(log_to_driver=False, logging_level="warning", include_dashboard=False)
+        ray.init(log_to_driver=False, logging_level=logging.WARNING, include_dashboard=False)
     try:
         cpus = _cpus()
         place = os.getcwd()

@@ -3,8 +3,7 @@
 import importlib.util
 from collections.abc import Callable
 
-from ..config.choices import RUNNERS as RUNNER_NAMES
-from ..config.choices import registered
+from ..config.choices import SWEEP_RUNNERS, registered
 from ..display import Display, clock
 from ..errors import PackError
 from ..report.scatter import value_text
@@ -39,7 +38,7 @@ def run_on_ray(sweep: Sweep, display: Display) -> None:
     run(sweep, display, lambda trial, rung, result: show(sweep, trial, rung, result, display))
 
 
-RUNNERS: dict[str, Runner] = registered(RUNNER_NAMES, {"local": run_locally, "ray": run_on_ray})
+RUNNERS: dict[str, Runner] = registered(SWEEP_RUNNERS, {"local": run_locally, "ray": run_on_ray})
 
 
 def check_runner(name: str) -> None:
