@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -18,14 +18,13 @@ import numpy as np
 
 from ..config.schema import COLUMN_SETTINGS, DataConfig
 from ..errors import PackError
-from ..files import cache_folder, remove_unused, replace_file
-from ..leftovers import temporary
-from ..reading import read_header
+from ..files import cache_folder, remove_unused
 from .bad_rows import BadRows
 from .encoding import ENCODING_VERSION, EncodingOptions, Examples, checked_format, encode
 from .formats import Row, RowFormat
 from .sources import Rows, as_rows
-from .token_store import DTYPES, StoredExamples, blocks
+from .token_file import read_arrays, write_arrays
+from .token_store import DTYPES, StoredExamples
 
 WORTHWHILE_BYTES = 2 << 20  # of rows: a second or two of encoding
 _DAYS = 30  # after which an unused file is removed
@@ -34,7 +33,6 @@ _DTYPES = {
     "counts": ("I64", np.int64),  # cut, dropped
     "bad": ("U8", np.uint8),  # `BadRows.to_json`
     "fingerprint": ("U8", np.uint8),  # [32], of the rows
-    "digest": ("U8", np.uint8),  # [32], SHA-256 of the key and all of the above
 }
 _MAPPED = ("tokens", "target")
 
@@ -103,45 +101,16 @@ def cache_key(
     return hashlib.sha256(text.encode() + content).hexdigest()
 
 
-def _digest(key: str, parts: Mapping[str, np.ndarray]) -> np.ndarray:
-    digest = hashlib.sha256(key.encode())
-    for name in _DTYPES:
-        if name != "digest":
-            for block in blocks(parts[name]):
-                digest.update(np.ascontiguousarray(block).data)
-    return np.frombuffer(digest.digest(), np.uint8)
-
-
 def _write(file: Path, key: str, examples: Examples) -> None:
-    """Write encoded examples as safetensors, atomically and a block at a time."""
+    """Write encoded examples."""
     bad = json.dumps(examples.bad.to_json()).encode()
-    parts = {
+    arrays = {
         **examples.items.parts,
         "counts": np.array([examples.cut, examples.dropped], np.int64),
         "bad": np.frombuffer(bad, np.uint8),
         "fingerprint": np.frombuffer(bytes.fromhex(examples.fingerprint), np.uint8),
     }
-    parts["digest"] = _digest(key, parts)
-    header, end = {}, 0
-    order = sorted(_DTYPES, key=lambda name: -np.dtype(_DTYPES[name][1]).itemsize)  # aligned
-    for name in order:
-        begin, end = end, end + parts[name].nbytes
-        offsets = [begin, end]
-        header[name] = {
-            "dtype": _DTYPES[name][0],
-            "shape": [len(parts[name])],
-            "data_offsets": offsets,
-        }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # rows may be private
-    with temporary(file, Path.touch) as partial:
-        with partial.open("wb") as f:
-            f.write(len(text).to_bytes(8, "little") + text)
-            for name in order:
-                for block in blocks(parts[name]):
-                    f.write(np.ascontiguousarray(block).data)
-        replace_file(partial, file)
+    write_arrays(file, key, arrays, _DTYPES)
 
 
 def _read(
@@ -157,20 +126,11 @@ def _read(
         return None
     _, token_format = checked_format(rows, columns, row_format)
     loss_on = token_format.resolve_loss_on(options.loss_on)
+    if (parts := read_arrays(file, key, _DTYPES)) is None:
+        return None
     try:
-        header, start = read_header(file)
-        parts = {}
-        for name, (stored, dtype) in _DTYPES.items():
-            tensor = header[name]
-            (length,) = tensor["shape"]
-            if tensor["dtype"] != stored or start % 8:
-                return None
-            offset = start + tensor["data_offsets"][0]
-            parts[name] = np.memmap(file, dtype, "r", offset, (length,))
-        if not np.array_equal(_digest(key, parts), parts["digest"]):
-            return None
         entries = json.loads(parts["bad"].tobytes())
-    except (PackError, OSError, ValueError, KeyError, TypeError):
+    except ValueError:
         return None
     bad = BadRows.from_json(entries, rows, columns.on_bad_row == "stop")
     cut, dropped = parts["counts"].tolist()
