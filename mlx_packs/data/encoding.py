@@ -1,6 +1,7 @@
 """Rows as tokens; a token is a target if it starts inside a supervised span of the row's text."""
 
 import itertools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from ..errors import PackError
 from .bad_rows import BadRows, RowError
 from .conversations import Span
 from .fim import SPARE, FillInTheMiddle, arranged, continued, sentinels
-from .fingerprint import Fingerprint
+from .fingerprint import Fingerprint, canonical_line
 from .formats import (
     PREFERENCE,
     PROMPT,
@@ -30,12 +31,19 @@ from .formats import (
     format_of,
 )
 from .sources import Rows, as_rows
-from .token_store import Example, StoredExamples, TokenStore
+from .token_store import DTYPES, Example, Spool, StoredExamples, TokenStore, blocks
 
 # Part of the token cache's key: raise it whenever the same rows give other tokens or targets.
 ENCODING_VERSION = 1
 # Of rows that are rendered and tokenized at a time: enough for all cores, and some MB of tokens.
 _CHUNK_ROWS, _CHUNK_CHARACTERS = 1024, 1 << 19
+# The arrays of some of the rows, encoded; row numbers are those among all.
+PART = {
+    **DTYPES,
+    "lines": ("U8", np.uint8),  # `canonical_line` of each row
+    "counts": ("I64", np.int64),  # cut, dropped
+    "bad": ("U8", np.uint8),  # `BadRows.to_json`
+}
 
 
 @dataclass
@@ -113,15 +121,8 @@ def encode(
         RowError: a row cannot be used, unless ``columns.on_bad_row`` leaves such rows out.
     """
     first, row_format = checked_format(rows, columns, row_format)
-    fim, is_split = options.fim, options.long_rows == "split"
-    if not isinstance(row_format, Text) and (fim is not None or is_split):
-        raise PackError(
-            f"--{'fim-rate' if fim else 'long-rows split'}: is for text examples, but "
-            f"{first.where} is {row_format.name}.",
-            "conflict",
-        )
-    encoder = _Encoder(as_rows(rows), tokenizer, columns, options, row_format, first.where)
-    encoder.encode()
+    encoder = Encoder(as_rows(rows), tokenizer, columns, options, row_format, first.where)
+    encoder.encode(0, len(rows))
     return encoder.examples()
 
 
@@ -161,8 +162,21 @@ class _Rendered(NamedTuple):
     spans: list[Span]
 
 
-class _Encoder:
-    """Encodes rows chunk by chunk: one is tokenized in a thread while the next is rendered."""
+class Encoder:
+    """Encodes rows chunk by chunk: one is tokenized in a thread while the next is rendered.
+
+    What it has encoded can be moved as arrays (`PART`) to an encoder of the same rows that has the
+    rows before them; its examples are then the same as if it had encoded all of them.
+
+    Args:
+        rows: of the whole split.
+        tokenizer: as of `encode`.
+        columns: as of `encode`.
+        options: as of `encode`.
+        row_format: of all rows.
+        first: the place of a row of this format, as messages name it.
+        is_part: whether `part` is called, so that the rows are kept for the fingerprint of others.
+    """
 
     def __init__(
         self,
@@ -172,24 +186,32 @@ class _Encoder:
         options: EncodingOptions,
         row_format: TokenFormat,
         first: str,
+        is_part: bool = False,
     ) -> None:
         self.rows, self.tokenizer, self.columns, self.options = rows, tokenizer, columns, options
         self.format, self.first = row_format, first
         self.loss_on = row_format.resolve_loss_on(options.loss_on)
         self.ends = set(tokenizer.eos_token_ids) | set(tokenizer.all_special_ids)
         fim, is_split = options.fim, options.long_rows == "split"
+        if not isinstance(row_format, Text) and (fim is not None or is_split):
+            raise PackError(
+                f"--{'fim-rate' if fim else 'long-rows split'}: is for text examples, but "
+                f"{self.first} is {row_format.name}.",
+                "conflict",
+            )
         self.pieces = _Pieces(tokenizer, options.max_seq_length, is_split, fim)
         self.in_pieces = fim is not None or is_split
         self.bad = BadRows(columns.on_bad_row == "stop")
         self.fingerprint = Fingerprint()
+        self.lines = Spool() if is_part else None
         self.store = TokenStore()
         self.cut = self.dropped = 0
 
-    def encode(self) -> None:
-        """Encode all rows into the store."""
+    def encode(self, start: int, stop: int) -> None:
+        """Encode the rows from ``start`` to ``stop``, after those before."""
         with ThreadPoolExecutor(1, "tokenizer") as thread:
             waiting: tuple[list[_Rendered], Future] | None = None
-            for chunk in self._chunks():
+            for chunk in self._chunks(start, stop):
                 ahead = thread.submit(self._encodings, [each.text for each in chunk])
                 if self.in_pieces:  # which are tokenized where they are stored
                     wait([ahead])
@@ -219,15 +241,36 @@ class _Encoder:
             self.fingerprint.hexdigest(),
         )
 
-    def _chunks(self) -> Iterator[list[_Rendered]]:
+    def part(self) -> dict[str, np.ndarray]:
+        """Return what was encoded as the arrays of `PART`."""
+        assert self.lines is not None
+        bad = json.dumps(self.bad.to_json()).encode()
+        return {
+            **self.store.arrays(),
+            "lines": self.lines.mapped(np.uint8),
+            "counts": np.array([self.cut + self.pieces.cut, self.dropped], np.int64),
+            "bad": np.frombuffer(bad, np.uint8),
+        }
+
+    def add_part(self, part: Mapping[str, np.ndarray]) -> None:
+        """Add what another one has encoded of the rows after those before: its `part`."""
+        bad = BadRows.from_json(json.loads(part["bad"].tobytes()), self.rows, self.bad.stops)
+        self.bad.errors += bad.errors
+        self.store.extend(part)
+        for block in blocks(part["lines"]):
+            self.fingerprint.update(block.data)
+        cut, dropped = part["counts"].tolist()
+        self.cut, self.dropped = self.cut + cut, self.dropped + dropped
+
+    def _chunks(self, start: int, stop: int) -> Iterator[list[_Rendered]]:
         """Yield rows as texts, some at a time."""
         chunk, size = [], 0
-        for i, row in enumerate(self.rows):
+        for i, row in enumerate(self.rows.read(start, stop), start):
             try:
                 check_format(row, self.format, self.first, self.columns)
                 text, spans = self.format.render(row, self.columns, self.loss_on, self.tokenizer)
                 check_unicode(row, text)
-                self.fingerprint.add(row)
+                self._note(canonical_line(row))
             except RowError as error:
                 self.bad.add(i, error)
                 continue
@@ -238,6 +281,13 @@ class _Encoder:
                 chunk, size = [], 0
         if chunk:
             yield chunk
+
+    def _note(self, line: bytes) -> None:
+        """Add a row to the fingerprint, or keep it for that of all rows."""
+        if self.lines is None:
+            self.fingerprint.update(line)
+        else:
+            self.lines.write(np.frombuffer(line, np.uint8))
 
     def _encodings(self, texts: list[str]) -> dict[str, list]:
         """Return the tokens of texts, and the position of each in its text if that is needed."""

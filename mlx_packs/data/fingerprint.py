@@ -9,6 +9,11 @@ from .formats import Row
 _CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False, default=str)
 
 
+def canonical_line(row: Row) -> bytes:
+    """Return a row as the line of JSON that is hashed, however its file is written."""
+    return _CANONICAL.encode(row.value).encode(errors="surrogatepass") + b"\n"
+
+
 class Fingerprint:
     """A hash of rows in their order, whatever file they are in and however it is written."""
 
@@ -17,8 +22,11 @@ class Fingerprint:
 
     def add(self, row: Row) -> None:
         """Add a row."""
-        line = _CANONICAL.encode(row.value)
-        self._digest.update(line.encode(errors="surrogatepass") + b"\n")
+        self.update(canonical_line(row))
+
+    def update(self, lines: bytes | memoryview) -> None:
+        """Add the lines of some rows (`canonical_line`)."""
+        self._digest.update(lines)
 
     def hexdigest(self) -> str:
         """Return the hash of all rows so far."""

@@ -167,6 +167,10 @@ class JsonLines(Rows):
         """Return the SHA-256 of the file."""
         return self._key
 
+    def is_in_files(self) -> bool:
+        """Return whether another process can read the rows."""
+        return True
+
     def _status(self, f: BinaryIO) -> tuple[int, ...]:
         """Return what changes when the file does."""
         status = os.fstat(f.fileno())

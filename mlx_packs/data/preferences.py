@@ -234,6 +234,10 @@ class Sides(Rows):
         key = self.rows.content_key()
         return key and key + b"sides"
 
+    def is_in_files(self) -> bool:
+        """Return whether another process can read the rows."""
+        return self.rows.is_in_files()
+
     def places(self) -> Callable[[int], str]:
         """Return `where`, without what it does not need in memory."""
         where = self.rows.places()

@@ -8,11 +8,12 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 
 from ..errors import PackError
+from ..reading import sha256
 from .formats import Row
 
 _GAP = 16  # rows that are not wanted: fewer are read all the same
@@ -47,6 +48,10 @@ class Rows(Sequence[Row]):
         except (TypeError, ValueError, RecursionError):
             return None
         return digest.digest()
+
+    def is_in_files(self) -> bool:
+        """Return whether another process can read the rows, since they are not in memory here."""
+        return False
 
     def places(self) -> Callable[[int], str]:
         """Return `where`, without what it does not need in memory."""
@@ -94,6 +99,10 @@ class Part(Rows):
         key = self.rows.content_key()
         return key and key + f"[{self.start}:{self.stop}]".encode()
 
+    def is_in_files(self) -> bool:
+        """Return whether another process can read the rows."""
+        return self.rows.is_in_files()
+
     def places(self) -> Callable[[int], str]:
         """Return `where`, without what it does not need in memory."""
         where, start = self.rows.places(), self.start
@@ -140,6 +149,10 @@ class Chosen(Rows):
         key = self.rows.content_key()
         return key and key + hashlib.sha256(self.indices.astype("<i8").tobytes()).digest()
 
+    def is_in_files(self) -> bool:
+        """Return whether another process can read the rows."""
+        return self.rows.is_in_files()
+
     def places(self) -> Callable[[int], str]:
         """Return `where`, without what it does not need in memory."""
         where, indices = self.rows.places(), self.indices
@@ -158,10 +171,12 @@ class Joined(Rows):
 
     def _ranges(self, start: int, stop: int) -> Iterator[tuple[Rows, int, int]]:
         """Yield what of each part these rows are."""
-        for part, first, end in zip(self.parts, self.edges, self.edges[1:], strict=False):
-            low, high = max(start, first) - first, min(stop, end) - first
-            if low < high:
-                yield part, low, high
+        for i in range(bisect.bisect_right(self.edges, start) - 1, len(self.parts)):
+            first, end = self.edges[i], self.edges[i + 1]
+            if first >= stop:
+                return
+            if start < end:
+                yield self.parts[i], max(start, first) - first, min(stop, end) - first
 
     def read(self, start: int, stop: int) -> Iterator[Row]:
         """Yield the rows from ``start`` to ``stop``."""
@@ -176,6 +191,10 @@ class Joined(Rows):
     def nbytes(self, start: int, stop: int) -> int:
         """Return about how many bytes of text these rows have."""
         return sum(part.nbytes(low, high) for part, low, high in self._ranges(start, stop))
+
+    def is_in_files(self) -> bool:
+        """Return whether another process can read the rows."""
+        return all(part.is_in_files() for part in self.parts)
 
     def content_key(self) -> bytes | None:
         """Return the hashes of all parts."""
@@ -257,25 +276,25 @@ class Parquet(Rows):
     """The rows of a parquet file, of which a group's batch is in memory at a time."""
 
     def __init__(self, file: Path) -> None:
-        try:
-            import pyarrow.parquet as parquet
-        except ImportError:
-            raise PackError(
-                f"{file}: reading parquet needs `pip install pyarrow`.", "dependency"
-            ) from None
         self.file = file
-        with self._errors():
-            self._table = parquet.ParquetFile(file, memory_map=True)
-            facts = self._table.metadata
+        with self._opened() as table:
+            facts = table.metadata
             groups = [facts.row_group(i) for i in range(facts.num_row_groups)]
             self._edges = np.cumsum([0, *(group.num_rows for group in groups)]).tolist()
             self._bytes = sum(group.total_byte_size for group in groups)
 
     @contextmanager
-    def _errors(self) -> Iterator[None]:
-        """Raise whatever pyarrow raises over a file as that of a file that cannot be read."""
+    def _opened(self) -> Iterator[Any]:
+        """Open the file meanwhile, one of a thousand shards; what pyarrow raises is a PackError."""
         try:
-            yield
+            import pyarrow.parquet as parquet
+        except ImportError:
+            raise PackError(
+                f"{self.file}: reading parquet needs `pip install pyarrow`.", "dependency"
+            ) from None
+        try:
+            with parquet.ParquetFile(self.file, memory_map=True) as table:
+                yield table
         except PackError:
             raise
         except Exception as error:
@@ -291,9 +310,9 @@ class Parquet(Rows):
         """Yield the rows from ``start`` to ``stop``."""
         group = bisect.bisect_right(self._edges, start) - 1
         number = self._edges[group]
-        with self._errors():
+        with self._opened() as table:
             groups = range(group, bisect.bisect_left(self._edges, stop))
-            for batch in self._table.iter_batches(_PARQUET_ROWS, row_groups=list(groups)):
+            for batch in table.iter_batches(_PARQUET_ROWS, row_groups=list(groups)):
                 low, high = max(start - number, 0), min(stop - number, batch.num_rows)
                 if low < high:
                     values = batch.slice(low, high - low).to_pylist()
@@ -304,6 +323,14 @@ class Parquet(Rows):
     def where(self, i: int) -> str:
         """Return the place of a row."""
         return f"{self.file}[{i}]"
+
+    def content_key(self) -> bytes:
+        """Return the SHA-256 of the file."""
+        return bytes.fromhex(sha256(self.file))
+
+    def is_in_files(self) -> bool:
+        """Return whether another process can read the rows."""
+        return True
 
     def nbytes(self, start: int, stop: int) -> int:
         """Return about how many bytes these rows have, uncompressed."""

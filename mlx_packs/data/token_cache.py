@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +21,7 @@ from ..errors import PackError
 from ..files import cache_folder, remove_unused
 from .bad_rows import BadRows
 from .encoding import ENCODING_VERSION, EncodingOptions, Examples, checked_format, encode
+from .encoding_parts import EncodingJob, encode_parts, parts_of
 from .formats import Row, RowFormat
 from .sources import Rows, as_rows
 from .token_file import read_arrays, write_arrays
@@ -44,10 +45,14 @@ def encode_cached(
     options: EncodingOptions,
     least_bytes: int = WORTHWHILE_BYTES,
     row_format: RowFormat | None = None,
+    num_proc: int | None = None,
+    advance: Callable[[], None] | None = None,
 ) -> tuple[Examples, Path | None]:
     """Return `encoding.encode`, or what it gave for the same before; and the file, if there is one.
 
     Splits of less than ``least_bytes`` are encoded each time, and so is what the key cannot cover.
+    A split of several parts (`encoding_parts`) is encoded by at most ``num_proc`` processes, and
+    ``advance`` is called after each part.
     """
     rows = as_rows(rows)
     folder, key = cache_folder("tokens"), None
@@ -59,11 +64,19 @@ def encode_cached(
     if (stored := _read(file, key, rows, columns, options, row_format)) is not None:
         os.utime(file)
         return stored, file
-    examples = encode(rows, tokenizer, columns, options, row_format)
+    parts = parts_of(rows, folder, key)
+    if len(parts) > 1:
+        first, token_format = checked_format(rows, columns, row_format)
+        job = EncodingJob(rows, tokenizer, columns, options, token_format.name, first.where)
+        examples = encode_parts(job, parts, num_proc, advance or (lambda: None))
+    else:
+        examples = encode(rows, tokenizer, columns, options, row_format)
     try:
         _write(file, key, examples)
     except (PackError, OSError):  # a full or read-only disk must not stop a run
         return examples, None
+    for part in parts:
+        part.file.unlink(missing_ok=True)
     remove_unused(folder, "*.safetensors", _DAYS)
     return _read(file, key, rows, columns, options, row_format) or examples, file
 

@@ -89,7 +89,7 @@ class TokenStore:
     """Collects examples; more than some MB of them go to files without a name."""
 
     def __init__(self) -> None:
-        self._tokens, self._target = _Spool(), _Spool()
+        self._tokens, self._target = Spool(), Spool()
         self._ends, self._rows, self._counts = array("q"), array("q"), array("i")
         self._end = 0
 
@@ -105,19 +105,32 @@ class TokenStore:
         self._rows.append(row)
         self._counts.append(np.count_nonzero(target))
 
-    def examples(self, where: Callable[[int], str]) -> StoredExamples:
-        """Return the added examples; ``where`` returns the place of a row."""
-        parts = {
+    def extend(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Add the examples of another store, given as its `arrays`."""
+        for name, spool in (("tokens", self._tokens), ("target", self._target)):
+            for block in blocks(arrays[name]):
+                spool.write(block)
+        self._ends.frombytes((arrays["ends"] + self._end).tobytes())
+        self._rows.frombytes(arrays["rows"].tobytes())
+        self._counts.frombytes(arrays["target_counts"].tobytes())
+        self._end += len(arrays["tokens"])
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return the added examples as the arrays of `DTYPES`."""
+        return {
             "ends": np.frombuffer(self._ends, np.int64),
             "rows": np.frombuffer(self._rows, np.int64),
             "tokens": self._tokens.mapped(np.int32),
             "target_counts": np.frombuffer(self._counts, np.int32),
             "target": self._target.mapped(np.bool_),
         }
-        return StoredExamples(parts, where)
+
+    def examples(self, where: Callable[[int], str]) -> StoredExamples:
+        """Return the added examples; ``where`` returns the place of a row."""
+        return StoredExamples(self.arrays(), where)
 
 
-class _Spool:
+class Spool:
     """Bytes that are appended: in memory while they are few, then in a file without a name."""
 
     def __init__(self) -> None:

@@ -164,6 +164,12 @@ class ParquetFile:
         facts = [types.SimpleNamespace(num_rows=len(g), total_byte_size=9) for g in self.groups]
         self.metadata = types.SimpleNamespace(num_row_groups=2, row_group=facts.__getitem__)
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.groups = None
+
     def iter_batches(self, size, row_groups):
         for values in (self.groups[i] for i in row_groups):
             for start in range(0, len(values), 2):

@@ -1,0 +1,215 @@
+"""A large split encoded part by part, by several processes; a killed run does not begin again.
+
+A part is some MB of consecutive rows. Its tokens go to a file of the token cache as soon as they are
+complete, and the parts are joined in the order of the rows, so that tokens, targets and fingerprint
+do not depend on the number of processes. These are programs of their own (`encoding_worker`), since
+rendering and collecting hold Python's lock: threads would wait for each other.
+"""
+
+import os
+import pickle
+import queue
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from signal import Signals
+from typing import IO, Any, NamedTuple
+
+from ..config.schema import DataConfig
+from ..errors import PackError
+from .encoding import PART, Encoder, EncodingOptions, Examples
+from .formats import TOKEN_FORMATS
+from .sources import Rows
+from .token_file import read_arrays, write_arrays
+
+PART_BYTES = 8 << 20  # of text; some seconds of encoding
+SUFFIX = ".part.safetensors"
+MOST_PROCESSES = 8  # by default
+PROCESS_BYTES = 190_000_000  # of memory, of a process that encodes, measured
+_LEAST_PARTS = 2  # of a process, which takes some seconds to start
+# Without the current folder on the path, whose files may be called as modules.
+_CODE = (
+    f"import sys; sys.path = [*filter(None, sys.path), {str(Path(__file__).parents[2])!r}]; "
+    "from mlx_packs.data.encoding_worker import main; main()"
+)
+_ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"}
+
+
+class Part(NamedTuple):
+    """The rows from ``start`` to ``stop``, and the file for their tokens."""
+
+    file: Path
+    key: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class EncodingJob:
+    """What a process must know to encode any part of a split: the arguments of `Encoder`."""
+
+    rows: Rows
+    tokenizer: Any
+    columns: DataConfig
+    options: EncodingOptions
+    format: str  # the name of the rows' format
+    first: str  # the place of a row of it
+
+    def encoder(self, is_part: bool = False) -> Encoder:
+        """Return an encoder of the rows."""
+        formats = {each.name: each for each in TOKEN_FORMATS}
+        args = self.rows, self.tokenizer, self.columns, self.options, formats[self.format]
+        return Encoder(*args, self.first, is_part)
+
+    def encode(self, part: Part) -> None:
+        """Write the file of a part; nothing is written of one that has an error."""
+        encoder = self.encoder(is_part=True)
+        with suppress(PackError, OSError):  # who joins the parts encodes it again, and raises it
+            encoder.encode(part.start, part.stop)
+            write_arrays(part.file, part.key, encoder.part(), PART)
+
+
+def part_count(rows: Rows) -> int:
+    """Return the number of parts of a split."""
+    return max(1, min(len(rows), round(rows.nbytes(0, len(rows)) / PART_BYTES)))
+
+
+def parts_of(rows: Rows, folder: Path, key: str) -> list[Part]:
+    """Return the parts of a split, the same whenever it is encoded; ``key`` is that of its tokens."""
+    count = part_count(rows)
+    edges = [len(rows) * i // count for i in range(count + 1)]
+    return [
+        Part(folder / f"{key}-{i:05d}{SUFFIX}", f"{key} {start}:{stop}", start, stop)
+        for i, (start, stop) in enumerate(zip(edges, edges[1:], strict=False))
+    ]
+
+
+def default_processes() -> int:
+    """Return how many processes encode a large split by default: one for each core, 8 at most."""
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    return min(cores, MOST_PROCESSES)
+
+
+def process_count(rows: Rows, parts: int, num_proc: int | None) -> int:
+    """Return how many processes encode so many parts of a split; 1 is this one alone."""
+    wanted = default_processes() if num_proc is None else num_proc
+    return min(wanted, max(1, parts // _LEAST_PARTS)) if rows.is_in_files() else 1
+
+
+def encode_parts(
+    job: EncodingJob, parts: list[Part], num_proc: int | None, advance: Callable[[], None]
+) -> Examples:
+    """Return the examples of all parts, encoding those whose files are not there.
+
+    Args:
+        job: the split.
+        parts: of `parts_of`.
+        num_proc: most processes; None is `default_processes`.
+        advance: is called after each part.
+
+    Raises:
+        PackError: a row cannot be used, as of `Encoder`; or a process was killed.
+    """
+    missing = [part for part in parts if not part.file.exists()]
+    encoder = job.encoder()
+    with _encoding(job, missing, process_count(job.rows, len(missing), num_proc)) as futures:
+        for part in parts:
+            if part in futures:
+                futures[part].result()
+            elif part in missing:
+                job.encode(part)
+            if (arrays := read_arrays(part.file, part.key, PART)) is not None:
+                encoder.add_part(arrays)
+            else:  # it has an error, or its file cannot be written or is damaged
+                encoder.encode(part.start, part.stop)
+            advance()
+    return encoder.examples()
+
+
+@contextmanager
+def _encoding(job: EncodingJob, parts: list[Part], count: int) -> Iterator[dict[Part, Future]]:
+    """Encode parts in ``count`` processes meanwhile; yield when each is done, none for one process."""
+    if count == 1:
+        yield {}
+        return
+    stored = pickle.dumps(job)
+    workers: list[_Worker] = []
+    idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+
+    def encode(part: Part) -> None:
+        worker = idle.get()
+        try:
+            worker.encode(part)
+        finally:
+            idle.put(worker)
+
+    with ThreadPoolExecutor(count, "encoding") as threads:
+        try:
+            for _ in range(count):
+                workers.append(_Worker(stored))
+                idle.put(workers[-1])
+            yield {part: threads.submit(encode, part) for part in parts}
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+            for worker in workers:
+                worker.end()
+
+
+class _Worker:
+    """A process that encodes parts."""
+
+    def __init__(self, job: bytes) -> None:
+        self._errors: IO[bytes] = tempfile.TemporaryFile()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _CODE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env={**os.environ, **_ONE_THREAD},
+        )
+        self._job: bytes | None = job
+
+    def encode(self, part: Part) -> None:
+        """Wait until the process has encoded a part.
+
+        Raises:
+            PackError: it has ended.
+        """
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        with suppress(BrokenPipeError):
+            if self._job is not None:
+                stdin.write(self._job)
+                self._job = None
+            stdin.write(pickle.dumps(part))
+            stdin.flush()
+        if not stdout.read(1):
+            raise self._ended()
+
+    def _ended(self) -> PackError:
+        code = self._process.wait()
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        reason = f"by {Signals(-code).name}" if code < 0 else f"with code {code}: {last:.200}"
+        return PackError(
+            f"--num-proc: a process that tokenizes ended {reason}. Start again, with a smaller "
+            "--num-proc if memory was short; what is done is not tokenized again.",
+            "interrupted",
+        )
+
+    def end(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout, self._errors):
+            with suppress(OSError):  # what was not sent is not needed
+                if pipe is not None:
+                    pipe.close()

@@ -1,0 +1,155 @@
+"""A split encoded in parts: the same as in one piece, by however many processes, and after a kill."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from mlx_packs.config.schema import DataConfig
+from mlx_packs.data import encoding_parts, token_cache
+from mlx_packs.data.encoding import EncodingOptions, encode
+from mlx_packs.data.encoding_parts import EncodingJob, encode_parts, parts_of, process_count
+from mlx_packs.data.fim import FillInTheMiddle
+from mlx_packs.data.rows import read_rows
+from mlx_packs.data.sources import Joined, Listed
+from tests.helpers.errors import raises
+from tests.helpers.rows import chat
+
+OPTIONS = EncodingOptions(max_seq_length=40, vocab_size=5000)
+FIM = FillInTheMiddle(0.5, tokens=("<|im_start|>", "<|im_end|>", "<|endoftext|>"))
+PIECES = EncodingOptions(max_seq_length=32, long_rows="split", fim=FIM)
+COLUMNS = DataConfig(on_bad_row="skip")
+CHATS = [chat(f"Say {i}.", "yes, I will " * (i % 14 + 1)) for i in range(30)]
+CHATS[7:7] = [{"messages": []}, chat("word " * 60, "too late")]  # a bad row, one without targets
+TEXTS = [{"text": "one two three " * (5 * i + 1)} for i in range(20)]
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    """Parts of a few rows."""
+    monkeypatch.setattr(encoding_parts, "PART_BYTES", 500)
+
+
+def shards(folder, rows):
+    """The rows of three files."""
+    files = [folder / f"{i}.jsonl" for i in range(3)]
+    for i, file in enumerate(files):
+        lines = rows[len(rows) * i // 3 : len(rows) * (i + 1) // 3]
+        file.write_text("".join(json.dumps(row) + "\n" for row in lines))
+    return Joined([read_rows(file) for file in files])
+
+
+def job_of(rows, tokenizer, options=OPTIONS, columns=COLUMNS):
+    row_format = "chat" if "messages" in rows[0].value else "text"
+    return EncodingJob(rows, tokenizer, columns, options, row_format, rows.where(0))
+
+
+def encoded(job, folder, num_proc=1):
+    """The examples of a job, and how many parts they were encoded in."""
+    parts = parts_of(job.rows, folder, "key")
+    advanced = []
+    examples = encode_parts(job, parts, num_proc, lambda: advanced.append(1))
+    assert len(advanced) == len(parts) > 4
+    return examples
+
+
+def assert_same(examples, wanted):
+    for name in ("format", "loss_on", "cut", "dropped", "targets", "fingerprint"):
+        assert getattr(examples, name) == getattr(wanted, name), name
+    for name, array in wanted.items.parts.items():
+        assert examples.items.parts[name].tolist() == array.tolist(), name
+    assert examples.bad.to_json() == wanted.bad.to_json()
+    assert [e.where for e in examples.items] == [e.where for e in wanted.items]
+
+
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [(CHATS, OPTIONS), (CHATS, replace(OPTIONS, ce_last_k=2)), (TEXTS, PIECES)],
+    ids=["chats", "last k", "pieces"],
+)
+def test_parts_give_the_same_as_one_piece(tmp_path, tokenizer, small_parts, rows, options):
+    rows = shards(tmp_path, rows)
+    wanted = encode(rows, tokenizer, COLUMNS, options)
+    assert wanted.cut and (options is PIECES or (wanted.dropped == 1 and len(wanted.bad) == 1))
+    assert_same(encoded(job_of(rows, tokenizer, options), tmp_path / "parts"), wanted)
+
+
+def test_processes_give_the_same_as_one_piece(tmp_path, tokenizer, small_parts):
+    rows = shards(tmp_path, CHATS)
+    assert process_count(rows, 5, 2) == 2
+    wanted = encode(rows, tokenizer, COLUMNS, OPTIONS)
+    assert_same(encoded(job_of(rows, tokenizer), tmp_path / "parts", 2), wanted)
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_finished_parts_are_not_encoded_again(
+    tmp_path, tokenizer, small_parts, monkeypatch, is_damaged
+):
+    rows = shards(tmp_path, CHATS)
+    job = job_of(rows, tokenizer)
+    wanted = encoded(job, tmp_path / "parts")
+    files = sorted((tmp_path / "parts").iterdir())
+    files[3].unlink()  # the run was killed before
+    if is_damaged:
+        content = files[1].read_bytes()
+        files[1].unlink()
+        files[1].write_bytes(content[:-50] + bytes(50))
+    ranges, whole = [], encoding_parts.Encoder.encode
+
+    def encode(self, start, stop):
+        ranges.append((start, stop))
+        whole(self, start, stop)
+
+    monkeypatch.setattr(encoding_parts.Encoder, "encode", encode)
+    assert_same(encoded(job, tmp_path / "parts"), wanted)
+    parts = parts_of(rows, tmp_path / "parts", "key")
+    expected = [parts[i] for i in ([1, 3] if is_damaged else [3])]
+    assert ranges == [(part.start, part.stop) for part in expected]
+
+
+def test_first_bad_row_stops_and_parts_before_it_stay(tmp_path, tokenizer, small_parts):
+    rows = [*CHATS[:6], *CHATS[9:], {"messages": []}, *CHATS[:5], {"messages": 1}]
+    rows = shards(tmp_path, rows)
+    job = job_of(rows, tokenizer, columns=DataConfig())
+    with raises("data", None, "2.jsonl:6"):
+        encoded(job, tmp_path / "parts")
+    done = [part.file.exists() for part in parts_of(rows, tmp_path / "parts", "key")]
+    assert done == sorted(done, reverse=True) and len(set(done)) == 2
+
+
+def test_killed_process_is_an_error_of_one_line(tmp_path, tokenizer, small_parts, monkeypatch):
+    job = job_of(shards(tmp_path, CHATS), tokenizer)
+    for code, reason in (
+        ("import os; os.kill(os.getpid(), 9)", "by SIGKILL"),
+        ("raise ValueError('no such\\nthing')", "with code 1: thing"),
+    ):
+        monkeypatch.setattr(encoding_parts, "_CODE", code)
+        with raises("interrupted", "num_proc", f"ended {reason}"):
+            encoded(job, tmp_path / "parts", 2)
+
+
+def test_parts_that_cannot_be_written_stop_nothing(tmp_path, tokenizer, small_parts):
+    rows = shards(tmp_path, CHATS)
+    (tmp_path / "file").touch()
+    wanted = encode(rows, tokenizer, COLUMNS, OPTIONS)
+    assert_same(encoded(job_of(rows, tokenizer), tmp_path / "file"), wanted)
+
+
+def test_number_of_processes(tmp_path):
+    rows = shards(tmp_path, TEXTS)
+    assert [process_count(rows, parts, 8) for parts in (0, 1, 3, 4, 40)] == [1, 1, 1, 2, 8]
+    assert process_count(rows, 40, None) == encoding_parts.default_processes() >= 1
+    assert process_count(Listed(list(rows)), 40, 8) == 1  # they would be copied to each
+    assert process_count(rows[1:15], 40, 8) == 8
+
+
+def test_cache_of_parts_is_that_of_one_piece(tmp_path, tokenizer, monkeypatch):
+    rows = shards(tmp_path, TEXTS)
+    contents = []
+    for size in (500, 1 << 20):
+        monkeypatch.setattr(encoding_parts, "PART_BYTES", size)
+        monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / str(size)))
+        _, file = token_cache.encode_cached(rows, tokenizer, COLUMNS, OPTIONS, 1)
+        assert list((tmp_path / str(size) / "tokens").iterdir()) == [file]  # no parts are left
+        contents.append((file.name, file.read_bytes()))
+    assert contents[0] == contents[1]
