@@ -242,7 +242,11 @@ class PairSampler(Sampler):
         negatives = pairs.format.has_negatives
         return cls(pairs.lengths, batch_size, inputs, seed, texts=texts, has_negatives=negatives)
 
-    def epoch(self, number: int) -> list[np.ndarray]:
+    def _cursor(self, start: int) -> tuple[int, int]:
+        """Return the first epoch; with ``texts`` its number of batches shows when it is made."""
+        return (0, start) if self.texts is not None else super()._cursor(start)
+
+    def epoch(self, number: int) -> Sequence[np.ndarray]:
         """Return the pairs of each batch of an epoch."""
         order = super().epoch(number)
         if self.texts is None:

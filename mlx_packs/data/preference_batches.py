@@ -54,7 +54,7 @@ class PreferenceSampler(Sampler):
         """Yield the examples of each batch without end, from batch number ``start``."""
         return (of_rows(order) for order in self._of_rows().batches(start))
 
-    def epoch(self, number: int) -> list[Order]:
+    def epoch(self, number: int) -> Sequence[Order]:
         """Return the examples of each batch of an epoch, each once."""
         return [of_rows(order) for order in self._of_rows().epoch(number)]
 

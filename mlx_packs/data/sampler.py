@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +42,26 @@ class Draw:
 ALL = Draw()
 
 
+class _Batches(Sequence[np.ndarray]):
+    """Batches that are slices of an order, made on access: of a million a list takes 100 MB.
+
+    Args:
+        order: of the examples, int [N].
+        size: examples of a batch; the last slice may be shorter.
+        numbers: which slice each batch is.
+    """
+
+    def __init__(self, order: np.ndarray, size: int, numbers: np.ndarray) -> None:
+        self._order, self._size, self._numbers = order, size, numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, i: int) -> np.ndarray:  # pyright: ignore[reportIncompatibleMethodOverride]
+        start = int(self._numbers[i]) * self._size
+        return self._order[start : start + self._size]
+
+
 @dataclass(frozen=True)
 class Sampler:
     """The examples of each batch of a run, epoch after epoch: a function of the fields alone."""
@@ -58,34 +78,44 @@ class Sampler:
         """Yield the examples of each batch without end, from batch number ``start``."""
         if self.draw.replay:
             yield from itertools.islice(self._mixed(), start, None)
-        for number in itertools.count():
+        first, start = self._cursor(start)
+        for number in itertools.count(first):
             epoch = self.epoch(number)
-            yield from epoch[start:]
+            yield from (epoch[i] for i in range(start, len(epoch)))
             start = max(0, start - len(epoch))
 
-    def epoch(self, number: int) -> list[Order]:
+    def _cursor(self, start: int) -> tuple[int, int]:
+        """Return an epoch at or before batch number ``start``, and which of the batches from it.
+
+        How many batches an epoch of packed sequences has shows when it is packed.
+        """
+        if self.packing:
+            return 0, start
+        count = len(self.lengths[self.draw.first : self.draw.stop])
+        return divmod(start, -(-count // self.batch_size))
+
+    def epoch(self, number: int) -> Sequence[Order]:
         """Return the examples of each batch of an epoch of the own ones, each once."""
         random = np.random.default_rng([self.seed, number])
         first, lengths = self.draw.first, self.lengths[self.draw.first : self.draw.stop]
         if not self.packing:
-            return [indices + first for indices in self._by_length(lengths, random)]
+            return self._by_length(lengths, random)
         return [
             batch._replace(sequences=[indices + first for indices in batch.sequences])
             for batch in self._packed(lengths, random)
         ]
 
-    def _by_length(self, lengths: np.ndarray, random: np.random.Generator) -> list[np.ndarray]:
+    def _by_length(self, lengths: np.ndarray, random: np.random.Generator) -> "_Batches":
         """Batches of an epoch: shuffled, examples of like length together."""
         order, size = random.permutation(len(lengths)), self.batch_size
         window = size * _WINDOW
         if runtime.COMPILES:  # those that are padded to the same length stay shuffled
             lengths, window = -(-(lengths - 1) // TILE), size * _COMPILED_WINDOW
-        batches = []
         for start in range(0, len(order), window):
             part = order[start : start + window]
-            part = part[np.argsort(lengths[part], kind="stable")]
-            batches += [part[i : i + size] for i in range(0, len(part), size)]
-        return [batches[i] for i in random.permutation(len(batches))]
+            order[start : start + window] = part[np.argsort(lengths[part], kind="stable")]
+        numbers = random.permutation(-(-len(order) // size))
+        return _Batches(order + self.draw.first, size, numbers)
 
     def _packed(self, lengths: np.ndarray, random: np.random.Generator) -> list[Packed]:
         """Packed sequences of each batch of an epoch.

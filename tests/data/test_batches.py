@@ -53,6 +53,15 @@ def test_training_batches_take_every_example_once_an_epoch(ragged_examples, epoc
     assert sorted(rows) == list(range(203))
 
 
+def test_batches_begin_late_without_the_epochs_before(ragged_examples, monkeypatch):
+    epochs, epoch = [], Sampler.epoch
+    monkeypatch.setattr(
+        Sampler, "epoch", lambda self, number: epochs.append(number) or epoch(self, number)
+    )
+    next(sampler_of(ragged_examples).batches(26 * 1000 + 25))  # 26 batches an epoch
+    assert epochs == [1000]
+
+
 def test_training_batches_differ_by_epoch_and_seed_alone(ragged_examples):
     first, again = epoch_of(ragged_examples, 0), epoch_of(ragged_examples, 0)
     assert [b.examples for b in first] == [b.examples for b in again]
