@@ -98,6 +98,15 @@ class TrainConfig(PreferenceSettings):
         shown_default="the tokenizer's own",
         metavar="TOKENS",
     )
+    num_proc: int | None = _data(
+        None,
+        "Most processes that tokenize data sets of files of about 30 MB or more.",
+        shown_default="one per core, at most 8",
+        metavar="N",
+        at_least=1,
+        tasks=PACKABLE_TASKS,
+        resumable=True,
+    )
     packing: bool = _data(
         False,
         "Pack several examples into each sequence; attention does not cross examples.",

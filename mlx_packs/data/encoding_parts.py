@@ -29,8 +29,7 @@ from .token_file import read_arrays, write_arrays
 
 PART_BYTES = 8 << 20  # of text; some seconds of encoding
 SUFFIX = ".part.safetensors"
-MOST_PROCESSES = 8  # by default
-PROCESS_BYTES = 190_000_000  # of memory, of a process that encodes, measured
+MOST_PROCESSES = 8  # by default; each has about 160 MB
 _LEAST_PARTS = 2  # of a process, which takes some seconds to start
 # Without the current folder on the path, whose files may be called as modules.
 _CODE = (

@@ -55,8 +55,11 @@ def encode_preferences(
     columns: DataConfig,
     options: EncodingOptions,
     row_format: RowFormat = PREFERENCE,
+    num_proc: int | None = None,
 ) -> PreferenceExamples:
     """Return tokens and targets of every row, `PREFERENCE` or `RATED`; targets are the completions.
+
+    ``num_proc`` is the most processes that encode them, as of `encode_cached`.
 
     Raises:
         RowError: a row cannot be used, unless ``columns.on_bad_row`` leaves such rows out.
@@ -68,12 +71,19 @@ def encode_preferences(
     options = replace(options, loss_on="completion")
     chosen = Chosen(rows, used)
     if row_format is RATED:
-        examples, _ = encode_cached(chosen, tokenizer, columns, options, row_format=COMPLETION)
+        examples, _ = encode_cached(
+            chosen, tokenizer, columns, options, row_format=COMPLETION, num_proc=num_proc
+        )
         kept = examples.items.parts["rows"]
         items: Sequence[Example] = Mismatched(examples, options.max_seq_length)
     else:
         examples, _ = encode_cached(
-            Sides(chosen, columns), tokenizer, columns, options, row_format=COMPLETION
+            Sides(chosen, columns),
+            tokenizer,
+            columns,
+            options,
+            row_format=COMPLETION,
+            num_proc=num_proc,
         )
         sides = examples.items.parts["rows"]
         first = np.flatnonzero((sides[:-1] % 2 == 0) & (sides[:-1] + 1 == sides[1:]))

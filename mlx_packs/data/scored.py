@@ -47,9 +47,13 @@ class Scored(Sequence):
 
 
 def encode_scored(
-    rows: Sequence[Row], tokenizer: Any, columns: DataConfig, options: EncodingOptions
+    rows: Sequence[Row],
+    tokenizer: Any,
+    columns: DataConfig,
+    options: EncodingOptions,
+    num_proc: int | None = None,
 ) -> PreferenceExamples:
-    """Return both sides of every row, to be scored.
+    """Return both sides of every row, to be scored; ``num_proc`` is that of `encode_preferences`.
 
     Rows with a side of ``max_seq_length`` tokens or more are dropped, as TRL does: a side that was
     cut would be scored in its middle.
@@ -57,7 +61,7 @@ def encode_scored(
     Raises:
         RowError: a row cannot be used, unless ``columns.on_bad_row`` leaves such rows out.
     """
-    examples = encode_preferences(rows, tokenizer, columns, options)
+    examples = encode_preferences(rows, tokenizer, columns, options, num_proc=num_proc)
     longest = examples.lengths.reshape(-1, 2).max(axis=1)
     kept = np.flatnonzero(longest < options.max_seq_length)
     if not len(kept):

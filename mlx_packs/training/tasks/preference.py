@@ -169,7 +169,9 @@ class PreferenceTask(Task):
     ) -> PreferenceExamples:
         """Return the tokens of rows."""
         row_format = RATED if self.train.task == "kto" else PREFERENCE
-        return encode_preferences(rows, self.base.tokenizer, columns, options, row_format)
+        return encode_preferences(
+            rows, self.base.tokenizer, columns, options, row_format, self.train.num_proc
+        )
 
     def _dataset(self, encoded: list[dict[str, PreferenceExamples]]) -> PreferenceDataset:
         """Return the data set of the examples of every phase."""

@@ -51,7 +51,7 @@ class RewardTask(PreferenceTask):
     def _encoded(
         self, rows: Sequence[Row], columns: DataConfig, options: EncodingOptions
     ) -> PreferenceExamples:
-        return encode_scored(rows, self.base.tokenizer, columns, options)
+        return encode_scored(rows, self.base.tokenizer, columns, options, self.train.num_proc)
 
     def _dataset(self, encoded: list[dict[str, PreferenceExamples]]) -> RewardDataset:
         return RewardDataset(self.run.phases, encoded)

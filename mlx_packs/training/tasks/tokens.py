@@ -20,11 +20,13 @@ from ...data.batches import (
     training_batches,
 )
 from ...data.encoding import EncodingOptions, Examples
+from ...data.encoding_parts import part_count
 from ...data.fim import FillInTheMiddle
 from ...data.formats import RowFormat, Text
 from ...data.masks import masked
 from ...data.sampler import Draw, Sampler, packing_fill
 from ...data.shapes import padded_length, sequence_inputs
+from ...data.sources import as_rows
 from ...data.token_cache import encode_cached
 from ...data.token_store import JoinedExamples
 from ...display import VERBOSE, Display
@@ -185,19 +187,24 @@ def encode_splits(
     """Return the tokens of every split that has examples; show their number and what was cut."""
     present = splits.present()
     examples = {}
-    with display.task("data", len(present), "splits") as bar:
+    counts = {split: part_count(as_rows(splits.rows[split])) for split in present}
+    with display.task("data", sum(counts.values()), "parts") as bar:
         for split in present:
+            done = bar.done
             examples[split], file = encode_cached(
                 splits.rows[split],
                 base.tokenizer,
                 columns,
                 encoding_options(train, split, splits.format, base.vocab_size),
                 row_format=splits.format,
+                num_proc=train.num_proc,
+                advance=bar.advance,
             )
+            for _ in range(done + counts[split] - bar.done):  # what was cached, or small
+                bar.advance()
             splits.note_encoded(split, examples[split].fingerprint, examples[split].bad)
             if file is not None:
                 display.line("data", f"tokens of {split} are in {file}", VERBOSE)
-            bar.advance()
     first = examples["train"]
     display.line(
         "data",
