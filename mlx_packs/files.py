@@ -1,6 +1,7 @@
 """Atomic writes: files and folders appear under their name only when they are complete."""
 
 import errno
+import glob
 import itertools
 import json
 import os
@@ -221,6 +222,11 @@ def to_json(value: object) -> str:
 def is_hub_id(name: str) -> bool:
     """Return whether a name can be that of a model or data set on the Hub: ``owner/name``."""
     return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name, re.ASCII) is not None
+
+
+def is_pattern(name: str) -> bool:
+    """Return whether a name is a pattern of files, such as ``DIR/*.jsonl``."""
+    return glob.has_magic(name) and not os.path.exists(os.path.expanduser(name))
 
 
 def save_tensors(file: Path, tensors: dict, metadata: Mapping[str, str] | None = None) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ..errors import PackError
-from ..files import TINY_FOLDER, is_hub_id
+from ..files import TINY_FOLDER, is_hub_id, is_pattern
 from ..kinds import check_keys
 from ..leftovers import recover
 from ..reading import FLOATS, check_regular, read_header, read_json, sha256
@@ -30,6 +30,8 @@ def tiny_checkpoint() -> Path:
 def public_name(name: str) -> str:
     """Return the name of a base or data in a manifest: a hub id as it is, a folder without its path."""
     path = Path(name).expanduser()
+    if is_pattern(name):
+        return path.name
     return path.resolve().name if path.exists() else name
 
 

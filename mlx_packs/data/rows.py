@@ -11,7 +11,7 @@ import numpy as np
 
 from ..config.schema import COLUMN_SETTINGS, DataConfig
 from ..errors import PackError, did_you_mean
-from ..files import TINY_FOLDER, is_hub_id
+from ..files import TINY_FOLDER, is_hub_id, is_pattern
 from .bad_rows import BadRows, shown_counts
 from .converted import TEXT_SUFFIXES, gzip_rows, table_rows, text_rows
 from .fingerprint import fingerprint
@@ -19,6 +19,7 @@ from .formats import Row, RowFormat, check_format, first_format
 from .given import IN_MEMORY, SPLIT_NAMES, Given
 from .json_lines import MOST_DEPTH, JsonLines, is_deep
 from .near_copies import hold_out, without
+from .shards import matching_files, numbered_shards
 from .sources import Chosen, Joined, Listed, Numbered, Parquet, Rows, as_rows
 
 SPLITS = tuple(SPLIT_NAMES)
@@ -95,7 +96,7 @@ def tiny_path() -> Path:
 
 
 def load_rows(config: DataConfig) -> Splits:
-    """Return the rows of train, valid and test from a folder, a file, a Hugging Face id or ``tiny``.
+    """Return the rows of train, valid and test: of a folder, a file, files by a pattern, or the Hub.
 
     Without valid and test rows, 5 % of the training rows (100 at most) are held out: a sample, the same
     each time, or the last ones.
@@ -136,6 +137,9 @@ def _local_or_hub(data: str) -> tuple[dict[str, Sequence[Row]], list[str]]:
         return {"train": read_rows(path), "valid": [], "test": []}, []
     if path.is_dir():
         return _folder_rows(path)
+    if is_pattern(data):
+        rows = Joined([_rows_of(file) for file in matching_files(data)])
+        return {"train": rows, "valid": [], "test": []}, []
     if suffix_of(path) is None and is_hub_id(data):
         return _hf_dataset(data), []
     raise PackError(
@@ -147,27 +151,51 @@ def _folder_rows(path: Path) -> tuple[dict[str, Sequence[Row]], list[str]]:
     """Return the rows of each split of a folder, and notes; none at all is an error."""
     files = sorted(file for file in path.iterdir() if suffix_of(file))
     tables = [file for file in files if suffix_of(file) not in TEXT_SUFFIXES]
-    by_split = {
-        split: [file for file in tables if file.name.lower().removesuffix(suffix_of(file)) in names]
-        for split, names in SPLIT_NAMES.items()
-    }
-    for split, found in by_split.items():
-        if len(found) > 1:
-            raise PackError(
-                f"{path}: {found[0].name} and {found[1].name} both contain {split}.",
-                "conflict",
-                "data",
-            )
-    used = [file for found in by_split.values() for file in found]
-    if not used and len(tables) == 1:
-        by_split["train"] = used = tables
+    by_split = _files_of_splits(path, tables)
+    used = [file for chosen in by_split.values() for file in chosen]
     if not used:
         texts, notes = _text_folder(path, tables)
         return {"train": texts, "valid": [], "test": []}, notes
-    rows = {split: read_rows(found[0]) if found else [] for split, found in by_split.items()}
+    rows = {split: _joined_rows(chosen) for split, chosen in by_split.items()}
     others = [file.name for file in tables if file not in used]
     notes = [f"not used: {', '.join(others[:3])} (names are {_known_names()})"] if others else []
     return rows, notes
+
+
+def _files_of_splits(path: Path, tables: Sequence[Path]) -> dict[str, list[Path]]:
+    """Return the files of each split of a folder: one by its name, or its numbered shards.
+
+    Without either, a single file or the shards of a single name are training data.
+    """
+    stems = {file: file.name.lower().removesuffix(suffix_of(file) or "") for file in tables}
+    by_split = {
+        split: [file for file in tables if stems[file] in names]
+        for split, names in SPLIT_NAMES.items()
+    }
+    shards = numbered_shards(stems)
+    for split, names in SPLIT_NAMES.items():
+        sharded = [shards[name] for name in names if name in shards]
+        chosen = [[file] for file in by_split[split]] or sharded
+        if len(chosen) > 1:
+            raise PackError(
+                f"{path}: {chosen[0][0].name} and {chosen[1][0].name} both contain {split}.",
+                "conflict",
+                "data",
+            )
+        by_split[split] = chosen[0] if chosen else []
+    if not any(by_split.values()):
+        if len(tables) == 1:
+            by_split["train"] = list(tables)
+        elif len(shards) == 1 and len(files := next(iter(shards.values()))) == len(tables):
+            by_split["train"] = files
+    return by_split
+
+
+def _joined_rows(files: Sequence[Path]) -> Sequence[Row]:
+    """Return the rows of the files of a split."""
+    if len(files) < 2:
+        return read_rows(files[0]) if files else []
+    return Joined([_rows_of(file) for file in files])
 
 
 def _known_names() -> str:
@@ -184,8 +212,8 @@ def _text_folder(path: Path, tables: Sequence[Path]) -> tuple[Rows, list[str]]:
     )
     if tables or not texts:
         raise PackError(
-            f"{path}: must contain train.jsonl (and valid.jsonl, test.jsonl), a file of rows, or texts "
-            f"({', '.join(TEXT_SUFFIXES)}).",
+            f"{path}: must contain train.jsonl (and valid.jsonl, test.jsonl) or shards of it "
+            f"(train-00000-of-00008.jsonl), a file of rows, or texts ({', '.join(TEXT_SUFFIXES)}).",
             "not-found",
             "data",
         )

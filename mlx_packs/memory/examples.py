@@ -11,6 +11,7 @@ from ..config.schema import DataConfig
 from ..data.rows import SPLITS, load_rows
 from ..data.sources import Listed, Part, Rows, as_rows
 from ..display import size
+from ..files import is_pattern
 
 # The tokenizer's working memory for the rows at hand, and the mapped tokens of the last batches.
 _WORKING_BYTES = 125_000_000
@@ -49,9 +50,8 @@ class ExampleMemory:
 
 def example_memory(config: DataConfig) -> ExampleMemory | None:
     """Return the memory of examples in files here; None for those of the Hub, which are not read."""
-    if config.hf_dataset is not None or not (
-        config.data == "tiny" or Path(config.data).expanduser().exists()
-    ):
+    is_here = config.data == "tiny" or Path(config.data).expanduser().exists()
+    if config.hf_dataset is not None or not (is_here or is_pattern(config.data)):
         return None
     splits = load_rows(replace(config, hold_out="last")).rows
     rows = [as_rows(splits[split]) for split in SPLITS if len(splits[split])]

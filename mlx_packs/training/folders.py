@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..config.schema import DataConfig
 from ..errors import PackError
-from ..files import exclusive_writer, make_folder, write_errors
+from ..files import exclusive_writer, is_pattern, make_folder, write_errors
 from ..leftovers import sweep
 from ..packs.folder import check_output
 from .run_folder import checkpoints, is_run, run_folder
@@ -97,4 +97,7 @@ def _data_name(columns: DataConfig) -> str:
     first = entries[0] if isinstance(entries, list) and entries else entries
     if isinstance(first, dict) and isinstance(first.get("path"), str):
         return Path(first["path"]).expanduser().resolve().name or "pack"
-    return Path(columns.data).expanduser().resolve().stem or "pack"
+    path = Path(columns.data).expanduser().resolve()
+    if is_pattern(columns.data):  # the first folder above it that is no pattern
+        path = next(above for above in path.parents if not is_pattern(str(above)))
+    return path.stem or "pack"

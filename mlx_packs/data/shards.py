@@ -1,0 +1,67 @@
+"""Data sets in several files: those of a pattern (``DIR/*.jsonl``), and numbered shards of a split."""
+
+import glob
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+from ..errors import PackError
+
+# train-00000-of-00008, train_3, part.12
+_SHARD = re.compile(r"(?P<name>.+?)[-_.](?P<number>\d+)(?:-of-(?P<count>\d+))?")
+
+
+def matching_files(pattern: str) -> list[Path]:
+    """Return the files of a pattern in the order of their names; ``**`` is any folders.
+
+    Raises:
+        PackError: there are none.
+    """
+    paths = map(Path, glob.glob(str(Path(pattern).expanduser()), recursive=True))
+    files = sorted(path for path in paths if not path.is_dir())
+    if not files:
+        raise PackError(f"--data {pattern}: no file has such a name.", "not-found", "data")
+    _check_complete({file: file.name.split(".")[0] for file in files})
+    return files
+
+
+def numbered_shards(stems: dict[Path, str]) -> dict[str, list[Path]]:
+    """Return the files that are numbered, by their common name and in the order of their numbers.
+
+    Args:
+        stems: the name of each file without its ending.
+
+    Raises:
+        PackError: some of those that the names count are not there.
+    """
+    shards: dict[str, list[tuple[int, Path]]] = defaultdict(list)
+    for file, stem in stems.items():
+        if match := _SHARD.fullmatch(stem):
+            shards[match["name"]].append((int(match["number"]), file))
+    _check_complete(stems)
+    return {name: [file for _, file in sorted(numbered)] for name, numbered in shards.items()}
+
+
+def _check_complete(stems: dict[Path, str]) -> None:
+    """Raise a PackError where the names of shards (``-of-00008``) count more than there are."""
+    numbers: dict[tuple[Path, str, int], set[int]] = defaultdict(set)
+    for file, stem in stems.items():
+        match = _SHARD.fullmatch(stem)
+        if match and match["count"]:
+            numbers[file.parent, match["name"], int(match["count"])].add(int(match["number"]))
+    for (folder, name, count), present in numbers.items():
+        if len(present) < count:
+            raise PackError(
+                f"{folder}: has {len(present)} of the {count} shards of {name}{_missing(present, count)}. "
+                "Complete the download, or rename the files without '-of-'.",
+                "not-found",
+                "data",
+            )
+
+
+def _missing(present: Iterable[int], count: int) -> str:
+    """Return the first missing number; shards count from 0, or from 1 to their last."""
+    first = 1 if count in set(present) else 0
+    absent = sorted(set(range(first, first + count)) - set(present))
+    return f"; number {absent[0]} is missing" if absent else ""
