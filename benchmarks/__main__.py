@@ -11,6 +11,7 @@ NAMES = (
     "train_run",
     "load",
     "data",
+    "stream",
     "generate",
     "serve",
     "serve_soak",

@@ -1,0 +1,25 @@
+"""Shards streamed through kills: every row once, in the same order."""
+
+import pytest
+
+from benchmarks import stream
+from mlx_packs.data import encoding_parts
+from mlx_packs.data.rows import read_rows
+
+
+def test_shards_have_about_so_many_tokens(tmp_path):
+    stream.write_shards(tmp_path, 3000, 3, "chats")
+    files = sorted(tmp_path.iterdir())
+    assert [file.name for file in files] == [f"train-0000{i}-of-00003.jsonl" for i in range(3)]
+    assert len({row.line for file in files for row in read_rows(file)}) > 15  # no two alike
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["texts", "chats"])
+def test_every_row_is_seen_once_in_the_same_order_after_kills(tmp_path, monkeypatch, kind):
+    """13 million tokens: what is killed must still have parts to do."""
+    monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
+    stream.write_shards(tmp_path / "shards", 13e6, 4, kind)
+    result = stream.check(tmp_path, tmp_path / "shards", 2)
+    assert result["tokens"] > 4 * encoding_parts.PART_BYTES / 4
+    assert result["kills"] == 3 and result["peak_rss_mb"] < result["rss_before_mb"] + 120
