@@ -226,7 +226,8 @@ def is_hub_id(name: str) -> bool:
 
 def is_pattern(name: str) -> bool:
     """Return whether a name is a pattern of files, such as ``DIR/*.jsonl``."""
-    return glob.has_magic(name) and not os.path.exists(os.path.expanduser(name))
+    is_local = not name.startswith("hf:")  # of which a slice is a part: hf:owner/name[:1000]
+    return is_local and glob.has_magic(name) and not os.path.exists(os.path.expanduser(name))
 
 
 def save_tensors(file: Path, tensors: dict, metadata: Mapping[str, str] | None = None) -> None:

@@ -16,7 +16,8 @@ class DataConfig(Settings):
 
     data: str = _data(
         "tiny",
-        "Training data: a folder, a file, a Hugging Face dataset id, or 'tiny' (bundled).",
+        "Training data: a folder, a file, files by a pattern ('DIR/*.jsonl'), a Hugging Face dataset id "
+        "(hf:ID streams it), or 'tiny' (bundled).",
         metavar="DATA",
         phase=True,
     )

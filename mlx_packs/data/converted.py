@@ -35,10 +35,10 @@ _MOST_TEXT_BYTES = 1 << 30
 _QUOTED = re.compile(r'"([^"]*(?:""[^"]*)*)"')  # a cell in quotes; those within it are doubled
 
 
-class _Copy(JsonLines):
+class Copy(JsonLines):
     """The JSONL copy of a file, which is named by the hash of that."""
 
-    def __init__(self, copy: Path, original: Path) -> None:
+    def __init__(self, copy: Path, original: Path | str) -> None:
         super().__init__(copy)
         self._original = original
 
@@ -47,7 +47,7 @@ class _Copy(JsonLines):
         return (os.fstat(f.fileno()).st_size,)
 
 
-class Unpacked(_Copy):
+class Unpacked(Copy):
     """A JSONL file that was packed; rows are named by the file that people have."""
 
     def where(self, i: int) -> str:
@@ -55,7 +55,7 @@ class Unpacked(_Copy):
         return f"{self._original}:{super().where(i).rpartition(':')[2]}"
 
 
-class Table(_Copy):
+class Table(Copy):
     """The rows of a table."""
 
     def where(self, i: int) -> str:

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import PackError
-from .row_format import Row
+from .row_format import Row, plain
 from .sources import Numbered, Rows
+from .streams import is_stream, temporary_rows
 
 IN_MEMORY = "rows-in-memory"  # what runs and manifests call them
 # What people call each split.
@@ -42,7 +43,7 @@ def source_of(data: Any) -> str:
 
     Args:
         data: a folder, file or data set id; or a list or iterator of mappings, a DataFrame of pandas
-            or polars, a `datasets.Dataset`, or a mapping of split names to such.
+            or polars, a `datasets.Dataset` or `IterableDataset`, or a mapping of split names to such.
 
     Raises:
         PackError: it is none of these.
@@ -70,6 +71,8 @@ def _none() -> Rows:
 
 def _rows(data: Any, name: str) -> Rows:
     """Return the rows of one split, whose places are ``name[number]``."""
+    if is_stream(data):
+        return temporary_rows(name, data)
     if hasattr(data, "to_dicts"):  # polars
         values: Any = data.to_dicts()
     elif hasattr(data, "to_dict") and hasattr(data, "columns"):  # pandas
@@ -98,15 +101,4 @@ class InMemory(Numbered):
             else (self.values[i] for i in range(start, stop))
         )
         for i, value in enumerate(in_order, start):
-            yield Row(self.where(i), _plain(value))
-
-
-def _plain(value: Any) -> Any:
-    """Return a value with the numbers and arrays of NumPy as Python's."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if hasattr(value, "tolist") and hasattr(value, "dtype"):
-        return _plain(value.tolist())
-    return value
+            yield Row(self.where(i), plain(value))

@@ -107,3 +107,14 @@ def shown(value: Any) -> str:
         return f"{value!r:.60}"
     except (ValueError, RecursionError):
         return f"a {type(value).__name__}"
+
+
+def plain(value: Any) -> Any:
+    """Return a value with the numbers and arrays of NumPy as Python's."""
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if hasattr(value, "tolist") and hasattr(value, "dtype"):
+        return plain(value.tolist())
+    return value

@@ -21,6 +21,7 @@ from .json_lines import MOST_DEPTH, JsonLines, is_deep
 from .near_copies import hold_out, without
 from .shards import matching_files, numbered_shards
 from .sources import Chosen, Joined, Listed, Numbered, Parquet, Rows, as_rows
+from .streams import STREAMED, hub_stream
 
 SPLITS = tuple(SPLIT_NAMES)
 _HELD_OUT_SHARE, _HELD_OUT_MOST = 0.05, 100
@@ -137,6 +138,9 @@ def _local_or_hub(data: str) -> tuple[dict[str, Sequence[Row]], list[str]]:
         return {"train": read_rows(path), "valid": [], "test": []}, []
     if path.is_dir():
         return _folder_rows(path)
+    if data.startswith(STREAMED):
+        streamed = hub_stream(data, SPLIT_NAMES)
+        return {split: streamed.get(split, []) for split in SPLITS}, []
     if is_pattern(data):
         rows = Joined([_rows_of(file) for file in matching_files(data)])
         return {"train": rows, "valid": [], "test": []}, []

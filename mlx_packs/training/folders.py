@@ -97,7 +97,10 @@ def _data_name(columns: DataConfig) -> str:
     first = entries[0] if isinstance(entries, list) and entries else entries
     if isinstance(first, dict) and isinstance(first.get("path"), str):
         return Path(first["path"]).expanduser().resolve().name or "pack"
-    path = Path(columns.data).expanduser().resolve()
+    name = columns.data
+    if name.startswith("hf:"):
+        name = name.removeprefix("hf:").partition("[")[0]
+    path = Path(name).expanduser().resolve()
     if is_pattern(columns.data):  # the first folder above it that is no pattern
         path = next(above for above in path.parents if not is_pattern(str(above)))
     return path.stem or "pack"

@@ -1,0 +1,136 @@
+"""Rows that come one after another: `datasets` in streaming mode, on disk as they come.
+
+Training takes rows in any order and more than once, so a stream is written to JSONL, of which one row
+is in memory at a time; the files of the data set are not downloaded as a whole.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+import re
+import tempfile
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ..errors import PackError, library_errors
+from ..files import cache_folder, remove_unused, replace_file, write_errors
+from ..leftovers import temporary
+from .converted import Copy
+from .row_format import plain
+from .sources import Rows
+
+STREAMED = "hf:"
+_NAME = re.compile(r"hf:(?P<name>[\w-][\w.-]*(?:/[\w.-]+)?)(?:\[:(?P<count>\d+)\])?", re.ASCII)
+_DAYS = 30  # after which an unused copy is removed
+
+
+class Stream(Copy):
+    """The copy of a stream; a place is ``name[number]``."""
+
+    def where(self, i: int) -> str:
+        """Return name and number of a row."""
+        return f"{self._original}[{i}]"
+
+
+def is_stream(values: Any) -> bool:
+    """Return whether values are a `datasets.IterableDataset`, which has rows but no number of them."""
+    return hasattr(values, "take") and hasattr(values, "skip") and not hasattr(values, "__len__")
+
+
+def temporary_rows(name: str, values: Iterable[Mapping]) -> Rows:
+    """Return the rows of a stream, in a file that is removed with them."""
+    folder = cache_folder("rows")
+    with write_errors(folder or Path(tempfile.gettempdir())):
+        if folder is not None:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # rows may be private
+        descriptor, path = tempfile.mkstemp(".jsonl", "stream-", folder)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                _write(name, values, file)
+            rows = Stream(Path(path), name)
+        except BaseException:
+            os.unlink(path)
+            raise
+    weakref.finalize(rows, Path(path).unlink, missing_ok=True)
+    return rows
+
+
+def hub_stream(data: str, names: Mapping[str, Sequence[str]]) -> dict[str, Rows]:
+    """Return every split of a data set of the Hub, read as a stream: ``hf:owner/name``.
+
+    ``hf:owner/name[:1000]`` has the first 1000 rows of each. The copy is kept, by the revision of the
+    data set; what an interrupted stream has written is not. ``names`` are those of each split.
+
+    Raises:
+        PackError: it has no train split, or cannot be read.
+    """
+    match = _NAME.fullmatch(data)
+    if not match:
+        raise PackError(
+            f"--data {data}: must be hf:owner/name, or hf:owner/name[:1000] for the first 1000 rows of "
+            "each split.",
+            "invalid",
+        )
+    count = int(match["count"]) if match["count"] else None
+    try:
+        import datasets
+    except ImportError:
+        raise PackError(
+            f"--data {data}: to stream from the Hugging Face Hub, run `pip install datasets`.",
+            "dependency",
+        ) from None
+    from huggingface_hub import dataset_info
+
+    with library_errors(partial(_failed, data)):
+        revision = dataset_info(match["name"]).sha
+        streams = datasets.load_dataset(match["name"], revision=revision, streaming=True)
+    present = {
+        split: next((name for name in known if name in streams), None)
+        for split, known in names.items()
+    }
+    if present["train"] is None:
+        raise PackError(f"--data {data}: has no train split, only {', '.join(streams)}.", "data")
+    return {
+        split: _kept(f"{data}/{split}", str(revision), itertools.islice(streams[name], count))
+        for split, name in present.items()
+        if name is not None
+    }
+
+
+def _kept(name: str, revision: str, values: Iterable[Mapping]) -> Rows:
+    """Return the rows of a stream, in a copy of the cache that is written if it is not there."""
+    folder = cache_folder("rows")
+    if folder is None:
+        return temporary_rows(name, values)
+    copy = folder / f"{hashlib.sha256(f'{name} {revision}'.encode()).hexdigest()}-stream.jsonl"
+    if copy.is_file():
+        os.utime(copy)
+        return Stream(copy, name)
+    with write_errors(folder):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # rows may be private
+        remove_unused(folder, "*.jsonl", _DAYS)
+        with temporary(copy, Path.touch) as partial_copy:
+            with partial_copy.open("wb") as file:
+                _write(name, values, file)
+            replace_file(partial_copy, copy)
+    return Stream(copy, name)
+
+
+def _write(name: str, values: Iterable[Mapping], file: BinaryIO) -> None:
+    """Write each row as a line of JSON; what JSON does not have, such as a date, as text."""
+    source = iter(values)
+    while True:
+        with library_errors(partial(_failed, name)):
+            value = next(source, None)
+        if value is None:
+            return
+        line = json.dumps(plain(value), ensure_ascii=False, default=str)
+        file.write(line.encode(errors="surrogatepass") + b"\n")
+
+
+def _failed(name: str, reason: str) -> PackError:
+    return PackError(f"--data {name}: cannot be streamed: {reason[:200]}", "network")

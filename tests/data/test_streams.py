@@ -1,0 +1,127 @@
+"""Rows of a stream: on disk as they come, in memory one at a time."""
+
+import gc
+import itertools
+import sys
+import types
+
+import numpy as np
+import pytest
+
+import mlx_packs.data.streams as streams
+from mlx_packs.config.schema import DataConfig
+from mlx_packs.data.given import source_of
+from mlx_packs.data.rows import load_rows
+from mlx_packs.training.folders import _data_name
+from tests.helpers.errors import raises
+
+
+class IterableDataset:
+    """A substitute for that of `datasets`, which counts how often it is read and may break."""
+
+    def __init__(self, values, breaks_at=None):
+        self.values, self.breaks_at, self.reads = values, breaks_at, 0
+
+    def take(self, count):
+        return IterableDataset(self.values[:count])
+
+    def skip(self, count):
+        return IterableDataset(self.values[count:])
+
+    def __iter__(self):
+        self.reads += 1
+        for i, value in enumerate(self.values):
+            if i == self.breaks_at:
+                raise ConnectionError("the server\nis gone")
+            yield value
+
+
+ROWS = [{"text": f"row {i}", "score": np.float32(i)} for i in range(50)]
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "rows"
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A data set of the Hub, by a substitute for its libraries."""
+    module = types.ModuleType("datasets")
+    module.splits = {"train": IterableDataset(ROWS), "validation": IterableDataset(ROWS[:9])}
+    module.revision = "a" * 40
+
+    def load_dataset(name, revision, streaming):
+        assert name == "some/set" and revision == module.revision and streaming
+        return module.splits
+
+    module.load_dataset = load_dataset
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    monkeypatch.setattr(
+        "huggingface_hub.dataset_info", lambda name: types.SimpleNamespace(sha=module.revision)
+    )
+    return module
+
+
+def test_stream_given_in_python_is_a_file_while_it_is_used(cache):
+    given = source_of({"train": IterableDataset(ROWS), "validation": ROWS[:3]})
+    rows = load_rows(DataConfig(data=given)).rows["train"]
+    assert [row.value for row in rows] == [{"text": f"row {i}", "score": i} for i in range(50)]
+    assert rows[7].where == "train[7]" and rows.is_in_files()
+    assert len(list(cache.iterdir())) == 1
+    del given, rows
+    gc.collect()
+    assert not list(cache.iterdir())
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_data_set_of_the_hub_is_streamed_once(cache, hub, monkeypatch, is_kept):
+    if not is_kept:
+        monkeypatch.setenv("MLX_PACKS_CACHE", "off")
+    for _ in range(2):
+        rows = load_rows(DataConfig(data="hf:some/set")).rows
+        assert [len(rows[split]) for split in ("train", "valid", "test")] == [50, 9, 0]
+        assert rows["train"][49].where == "hf:some/set/train[49]"
+    assert hub.splits["train"].reads == (1 if is_kept else 2)
+    hub.revision = "b" * 40
+    load_rows(DataConfig(data="hf:some/set"))
+    assert hub.splits["train"].reads == (2 if is_kept else 3)
+
+
+def test_first_rows_of_a_stream(cache, hub):
+    rows = load_rows(DataConfig(data="hf:some/set[:20]")).rows
+    assert [len(rows[split]) for split in ("train", "valid")] == [20, 9]
+    assert _data_name(DataConfig(data="hf:some/set[:20]")) == "set"
+
+
+def test_stream_that_breaks_off_leaves_nothing(cache, hub):
+    hub.splits["train"] = IterableDataset(ROWS, breaks_at=5)
+    with raises("network", "data", "hf:some/set/train: cannot be streamed: the server is gone"):
+        load_rows(DataConfig(data="hf:some/set"))
+    assert not list(cache.iterdir())
+    with raises("network", None, "rows: cannot be streamed"):
+        source_of(IterableDataset(ROWS, breaks_at=5))
+    assert not list(cache.iterdir())
+
+
+def test_what_is_wrong_with_a_stream_is_named(cache, hub, monkeypatch):
+    for name in ("hf:", "hf:some/set[5:]", "hf:a/b/c"):
+        with raises("invalid", "data", "hf:owner/name[:1000]"):
+            load_rows(DataConfig(data=name))
+    del hub.splits["train"]
+    with raises("data", "data", "has no train split, only validation"):
+        load_rows(DataConfig(data="hf:some/set"))
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with raises("dependency", "data", "`pip install datasets`"):
+        load_rows(DataConfig(data="hf:some/set"))
+
+
+@pytest.mark.interop
+def test_stream_of_the_library_itself(cache):
+    datasets = pytest.importorskip("datasets")
+    stream = datasets.Dataset.from_list([{"text": f"row {i}"} for i in range(30)])
+    given = source_of(stream.to_iterable_dataset(3).take(20))
+    assert [row.value["text"] for row in given.splits["train"]] == [f"row {i}" for i in range(20)]
+    assert not streams.is_stream(stream) and not streams.is_stream(iter([1]))
+    assert not streams.is_stream(itertools.count())
