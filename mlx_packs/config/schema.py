@@ -100,7 +100,7 @@ class TrainConfig(PreferenceSettings):
     )
     num_proc: int | None = _data(
         None,
-        "Most processes that tokenize data sets of files of about 30 MB or more.",
+        "Most processes that tokenize data sets of files of about 16 MB or more.",
         shown_default="one per core, at most 8",
         metavar="N",
         at_least=1,

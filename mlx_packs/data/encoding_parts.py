@@ -27,7 +27,7 @@ from .formats import TOKEN_FORMATS
 from .sources import Rows
 from .token_file import read_arrays, write_arrays
 
-PART_BYTES = 8 << 20  # of text; some seconds of encoding
+PART_BYTES = 4 << 20  # of text; a few seconds of encoding
 SUFFIX = ".part.safetensors"
 MOST_PROCESSES = 8  # by default; each has about 160 MB
 _LEAST_PARTS = 2  # of a process, which takes some seconds to start

@@ -21,7 +21,11 @@ def matching_files(pattern: str) -> list[Path]:
     paths = map(Path, glob.glob(str(Path(pattern).expanduser()), recursive=True))
     files = sorted(path for path in paths if not path.is_dir())
     if not files:
-        raise PackError(f"--data {pattern}: no file has such a name.", "not-found", "data")
+        raise PackError(
+            f"--data {pattern}: no file matches. Check the folder, and quote the pattern.",
+            "not-found",
+            "data",
+        )
     _check_complete({file: file.name.split(".")[0] for file in files})
     return files
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from mlx_packs import LoRAConfig, TrainConfig, train_pack
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data import encoding_parts, token_cache
 from mlx_packs.data.encoding import EncodingOptions, encode
@@ -13,7 +14,7 @@ from mlx_packs.data.fim import FillInTheMiddle
 from mlx_packs.data.rows import read_rows
 from mlx_packs.data.sources import Joined, Listed
 from tests.helpers.errors import raises
-from tests.helpers.rows import chat
+from tests.helpers.rows import chat, write_rows
 
 OPTIONS = EncodingOptions(max_seq_length=40, vocab_size=5000)
 FIM = FillInTheMiddle(0.5, tokens=("<|im_start|>", "<|im_end|>", "<|endoftext|>"))
@@ -133,6 +134,22 @@ def test_parts_that_cannot_be_written_stop_nothing(tmp_path, tokenizer, small_pa
     (tmp_path / "file").touch()
     wanted = encode(rows, tokenizer, COLUMNS, OPTIONS)
     assert_same(encoded(job_of(rows, tokenizer), tmp_path / "file"), wanted)
+
+
+def test_run_takes_at_most_the_wanted_processes(tmp_path, monkeypatch, small_parts):
+    monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(token_cache.encode_cached, "__defaults__", (1, None, None, None))
+    wanted = []
+
+    def count(rows, parts, num_proc):
+        wanted.append((parts, num_proc))
+        return 1
+
+    monkeypatch.setattr(encoding_parts, "process_count", count)
+    data = write_rows(tmp_path / "d", train=TEXTS, valid=TEXTS[:2])
+    train = TrainConfig(iters=1, batch_size=1, max_seq_length=64, num_proc=3, matmul_path="dense")
+    train_pack("tiny", data, LoRAConfig(rank=2, num_layers=1), train, tmp_path / "pack")
+    assert len(wanted) == 1 and wanted[0][0] > 4 and wanted[0][1] == 3
 
 
 def test_number_of_processes(tmp_path):

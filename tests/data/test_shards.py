@@ -76,7 +76,7 @@ def test_files_by_a_pattern_are_training_data_in_the_order_of_their_names(tmp_pa
     assert len(matching_files(str(tmp_path / "d" / "**" / "*.jsonl"))) == 3
     rows = load_rows(DataConfig(data=str(tmp_path / "d" / "*.jsonl"))).rows["train"]
     assert rows[0].where.endswith("d/a.jsonl:1")
-    with raises("not-found", "data", "*.json: no file has such a name"):
+    with raises("not-found", "data", "*.json: no file matches"):
         texts(tmp_path / "d" / "*.json")
     with raises("unsupported", "data", "x.bin: must end in .jsonl"):
         write(tmp_path / "x", "x.bin")
