@@ -130,7 +130,7 @@ def check(folder: Path, shards: Path, num_proc: int, kills: int = 2) -> dict:
     _result(_start(shards, log, num_proc))
     if log.read_bytes() != uninterrupted.read_bytes():
         raise Failed("the batches after kills are not those of an uninterrupted pass")
-    rows = [row for line in log.open() for row in json.loads(line)["rows"]]
+    rows = [row for line in log.read_text().splitlines() for row in json.loads(line)["rows"]]
     split = load_rows(DataConfig(data=str(shards), hold_out="last")).rows["train"]
     if sorted(rows) != sorted(Path(split.where(i)).name for i in range(len(split))):
         raise Failed("a row is missing, or twice")
