@@ -1,7 +1,7 @@
 """A training step of every method beside plain LoRA's: speed, memory, and what Apple GPUs should take.
 
 Each method is attached to the same base in a process of its own, and takes the same steps; methods
-alternate, and `--for-merge` is measured where it rounds, in the second half of a run. The base has the widths of Qwen3-0.6B, four blocks and random weights, which are quantized
+alternate, and `--for-merge` is measured where it rounds, in the last fifth of a run. The base has the widths of Qwen3-0.6B, four blocks and random weights, which are quantized
 as they are read. Beside the measured figures are those of Qwen3-4B, predicted from lazy graphs
 (`python -m benchmarks graph`); no Mac was timed.
 

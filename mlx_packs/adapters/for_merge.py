@@ -1,6 +1,6 @@
 """Adapters that are trained and applied on the grid of a quantized merge (``--for-merge``).
 
-`packs merge --requantize FORMAT` rounds W + s B A. In the second half of training the same rounding is
+`packs merge --requantize FORMAT` rounds W + s B A. In the last fifth of training the same rounding is
 in every forward pass; a pack is applied as the quantized weights themselves. So merging changes nothing.
 """
 
@@ -38,8 +38,8 @@ from .spec import ModuleSpec, Specs
 from .tensors import Slot, delta_of
 
 # Share of a run before it rounds. While deltas are smaller than a step of the grid, rounding hides
-# what they change: runs that rounded from the start were behind (docs/methods.md).
-ROUNDED_FROM = 0.5
+# what they change: runs that rounded earlier were behind (docs/methods.md).
+ROUNDED_FROM = 0.8
 _LINEARS = (nn.Linear, DenseLinear, nn.QuantizedLinear, NF4Linear)  # but no subclasses of others
 
 
@@ -136,8 +136,11 @@ class ForMerge(Attached):
 
     def at(self, share: float) -> None:
         """Round in training once this share of a run is done; scores are of rounded weights always."""
+        rounds = share >= ROUNDED_FROM
         for slot in self.slots.values():
-            slot.lora.rounds = share >= ROUNDED_FROM
+            slot.lora.rounds = rounds  # which lets a compiled step be traced again
+        for other in self._others:
+            other.unchanged_in_training = not rounds
 
     @contextmanager
     def disabled(self) -> Iterator[None]:

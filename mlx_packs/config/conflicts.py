@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
-from ..errors import any_of
+from ..errors import PackError, any_of
 from .choices import METHODS, TASKS, MethodFacts
 from .fields import Fault, Settings, facts_of
 from .phase import Phase
@@ -79,8 +79,7 @@ class TrainConflicts(Settings):
 
     def _conflicts(self) -> Iterator[Fault]:
         if not all(isinstance(phase, Phase) for phase in self.phases):
-            yield Fault("phases", "must be a tuple of Phase(...).")
-            return
+            raise PackError("phases: must be a tuple of Phase(...).", flag="phases")
         yield from self._conflicts_of_memory()
         yield from self._conflicts_of_fim()
         yield from self._conflicts_of_objective()

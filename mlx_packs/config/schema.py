@@ -58,7 +58,7 @@ class TrainConfig(PreferenceSettings):
     )
     for_merge: str = option(
         "none",
-        "Train for packs merge --requantize FORMAT: the second half of the run, and the pack, round the "
+        "Train for packs merge --requantize FORMAT: the last fifth of the run, and the pack, round the "
         "adapted weights as that merge does, so that merging loses nothing.",
         section="Adapter",
         choices=("none", *WEIGHT_FORMATS),

@@ -135,19 +135,21 @@ class Requantized(nn.Module):
     Attributes:
         linear: the linear, embedding or stack of experts with the new weight.
         unchanged: whether the module as it was is used instead.
+        unchanged_in_training: the same for training alone.
     """
 
     def __init__(self, own: nn.Module, linear: nn.Module) -> None:
         super().__init__()
         self.linear = linear
-        self.unchanged = False
+        self.unchanged = self.unchanged_in_training = False
         self._own = Hidden([own])
         self.freeze()
 
     @property
     def used(self) -> nn.Module:
         """The module that computes."""
-        return self._own.all[0] if self.unchanged else self.linear
+        unchanged = self.unchanged or (self.training and self.unchanged_in_training)
+        return self._own.all[0] if unchanged else self.linear
 
     def __call__(self, *args: mx.array, **kwargs: object) -> mx.array:
         """Return what the module in use computes."""
