@@ -11,7 +11,8 @@ PACKAGE = Path(__file__).parents[1] / "mlx_packs"
 LAYERS = """
 terminal errors signals elf fork blas runtime kinds reading hashes filesystem leftovers files display
 gates measurements chips macos
-schedules config report ops optim nn bases adapters data objectives inference packs memory evaluation training sweeps
+distributed schedules config report ops optim nn bases adapters data objectives inference packs memory evaluation
+training sweeps
 convert serving bench cli
 """.split()
 ENTRY_POINTS = ("__init__", "__main__", "train")  # import what they like; nobody imports them

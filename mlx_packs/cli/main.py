@@ -19,6 +19,7 @@ import click
 from .. import signals
 from ..config.other_names import OTHER_NAMES
 from ..config.parse import RENAMED_KEYS
+from ..distributed.launched import launched
 from ..errors import Interrupted, PackError, did_you_mean, flag_of
 from ..terminal import guard, guarded
 from ..training.unattended import CRASHED, is_supervised
@@ -115,7 +116,7 @@ class Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> object:
         """Parse and run a command; a signal that ends it lets it clean up."""
-        with guarded(), user_errors(), signals.handled():
+        with guarded(), first_rank_speaks(), user_errors(), signals.handled():
             return super().invoke(ctx)
 
 
@@ -145,6 +146,18 @@ def user_errors() -> Iterator[None]:
             "train with --grad-checkpoint.",
             "memory",
         ) from error
+
+
+@contextmanager
+def first_rank_speaks() -> Iterator[None]:
+    """Let ranks other than the first end without a line; what they have to say, it says."""
+    try:
+        yield
+    except PackError as error:
+        here = launched()
+        if here is None or here.rank == 0:
+            raise
+        raise click.exceptions.Exit(error.exit_code) from None
 
 
 def _usage_error(error: click.ClickException) -> PackError:

@@ -97,6 +97,7 @@ def train(
     model.
     """
     from ..bases.files import TINY
+    from ..distributed.group import group
     from ..training.phases import check_data_named, check_overridden
     from ..training.run import train_pack
     from ..training.tasks.task import task_class
@@ -137,6 +138,8 @@ def train(
     except RunStopped as stopped:
         stopped.continue_with(resume_command("out" in run, stopped.pack))
         raise
+    if not group().is_first:  # which prints
+        return
     lines = task_class(recipe.train.tasks).report_lines(result.report)
     print_report(result.to_json(), lines[:1] if quiet else lines)
     exit_if_failed(failures(result.report["gates"]))

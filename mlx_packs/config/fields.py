@@ -23,6 +23,7 @@ SECTIONS = (
     "Preferences",
     "Rewards",
     "Embedding",
+    "Several machines",
 )  # of options in help, in this order
 
 

@@ -166,6 +166,13 @@ class TrainConfig(PreferenceSettings):
     grad_accumulation_steps: int = _step(
         1, "Batches per update, weighted by their target tokens.", at_least=1, memory=True
     )
+    exchange_dtype: str = option(
+        "float32",
+        "Dtype in which several machines exchange gradients; half precision halves the traffic.",
+        section="Several machines",
+        choices=("float32", "bfloat16", "float16"),
+        resumable=True,
+    )
     max_grad_norm: float | None = _step(
         1.0,
         "Clip gradients to this global norm; 0 disables clipping.",

@@ -100,6 +100,30 @@ def preference_evaluation(
     ]
 
 
+def shared_rows(batch: PreferenceBatch, size: int) -> list[PreferenceBatch]:
+    """Return the rows of a batch that each of ``size`` ranks takes, with as many slots each."""
+    sequences, width = batch.tokens.tokens.shape
+    pieces = [
+        sequences_of(batch.tokens, sequences * r // size, sequences * (r + 1) // size, width)
+        for r in range(size)
+    ]
+    slots = sequences // size // 2
+    if batch.tokens.segments is not None:
+        most = max(len(piece.examples) // 2 for piece in pieces)
+        slots = max(-(-most // _PAIR_STEP), 1) * _PAIR_STEP
+    return [_with_slots(batch, piece, slots) for piece in pieces]
+
+
+def _with_slots(batch: PreferenceBatch, piece: Batch, slots: int) -> PreferenceBatch:
+    """Return a piece of a batch as rows, given its sequences."""
+    rows = tuple(i // 2 for i in piece.examples[::2])
+    labels = np.zeros(slots, np.float32)
+    if rows:
+        first = batch.rows.index(rows[0])
+        labels[: len(rows)] = batch.labels[first : first + len(rows)]
+    return dataclasses.replace(batch, tokens=piece, rows=rows, labels=labels)
+
+
 def split_rows(batch: PreferenceBatch, parts: int) -> Sequence[PreferenceBatch]:
     """Return the rows of a batch as at most ``parts`` batches, none of padding alone."""
     sequences, width = batch.tokens.tokens.shape
@@ -110,10 +134,7 @@ def split_rows(batch: PreferenceBatch, parts: int) -> Sequence[PreferenceBatch]:
         piece = sequences_of(batch.tokens, int(start), int(stop), width)
         if not piece.count:
             continue
-        rows = tuple(i // 2 for i in piece.examples[::2])
-        first = batch.rows.index(rows[0])
-        slots = (stop - start) // 2 if step == 2 else -(-len(rows) // _PAIR_STEP) * _PAIR_STEP
-        labels = np.zeros(slots, np.float32)
-        labels[: len(rows)] = batch.labels[first : first + len(rows)]
-        pieces.append(dataclasses.replace(batch, tokens=piece, rows=rows, labels=labels))
+        rows = len(piece.examples) // 2
+        slots = (stop - start) // 2 if step == 2 else -(-rows // _PAIR_STEP) * _PAIR_STEP
+        pieces.append(_with_slots(batch, piece, slots))
     return pieces

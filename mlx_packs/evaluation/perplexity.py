@@ -12,6 +12,7 @@ from ..adapters.method import trainable_modules
 from ..data.batches import Batch, evaluation_batches
 from ..data.encoding import EncodingOptions, encode
 from ..data.formats import TOKEN_FORMATS, Row, format_of
+from ..distributed.group import group
 from ..errors import PackError
 from ..memory.matmul_path import choose_matmul_path
 from ..objectives.causal_lm import Arrays, Head, LossOptions, as_arrays, split_head, target_loss
@@ -199,18 +200,19 @@ class Scorer:
         if not batches:
             raise PackError("--data: there are no examples to evaluate.", "data")
         self.model.eval()
-        order: list[int] = []
-        parts = []
-        for batch in batches:
+
+        def scored(batch: Batch) -> list[np.ndarray]:
             real = batch.owners >= 0
             owners, count = batch.owners[real], len(batch.examples)
-            scored = self._forward(*self._arrays(batch))
-            mx.eval(scored)
-            nll, hits = (np.array(values, dtype=np.float64)[real] for values in scored)
-            parts.append([np.bincount(owners, weights, count) for weights in (nll, None, hits)])
-            order += batch.examples
+            values = self._forward(*self._arrays(batch))
+            mx.eval(values)
             if advance is not None:
                 advance()
+            nll, hits = (np.array(value, dtype=np.float64)[real] for value in values)
+            return [np.bincount(owners, weights, count) for weights in (nll, None, hits)]
+
+        parts = group().map(scored, batches)
+        order = [example for batch in batches for example in batch.examples]
         by_example = np.argsort(order, kind="stable")
         return ExampleScores(
             *(np.concatenate(part)[by_example] for part in zip(*parts, strict=True))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..data.preference_batches import PreferenceBatch
+from ..distributed.group import group
 from ..errors import PackError
 from ..objectives.preference import PreferenceObjective
 from ..runtime import mx
@@ -54,17 +55,18 @@ def score_preferences(
     if not batches:
         raise PackError("--data: there are no examples to evaluate.", "data")
     objective.model.eval()
-    loss, parts, labels = 0.0, [], []
-    for batch in batches:
+
+    def scored(batch: PreferenceBatch) -> list[np.ndarray]:
         total, *values = objective.outcome(*objective.arrays(batch))
         mx.eval(total, values)
-        loss += total.item()
-        parts.append([np.array(value, np.float64)[: batch.terms] for value in values])
-        labels.append(batch.labels[: batch.terms] > 0)
         if advance is not None:
             advance()
-    rewards, log_probs, targets = (np.concatenate(part) for part in zip(*parts, strict=True))
-    desirable = np.concatenate(labels)
+        return [np.array(total), *(np.array(value, np.float64)[: batch.terms] for value in values)]
+
+    losses, *parts = zip(*group().map(scored, batches), strict=True)
+    loss = sum(float(each) for each in losses)
+    rewards, log_probs, targets = map(np.concatenate, parts)
+    desirable = np.concatenate([batch.labels[: batch.terms] > 0 for batch in batches])
     rated = objective.train.task == "kto"
     gains = np.where(desirable, 1, -1) * rewards[:, 0] if rated else rewards[:, 0] - rewards[:, 1]
     accuracy = float(((np.sign(gains) + 1) / 2).mean())

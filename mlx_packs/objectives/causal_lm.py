@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..data.batches import Batch
-from ..data.micro_batches import split_tokens
+from ..data.micro_batches import shared_tokens, split_tokens
 from ..errors import PackError
 from ..nn.frozen_blocks import injected
 from ..nn.quantized import frozen_head
@@ -226,6 +226,10 @@ class CausalLM(Objective):
     def split(self, batch: Batch, parts: int) -> Sequence[Batch]:
         """Return the sequences of a batch in pieces."""
         return split_tokens(batch, parts)
+
+    def share(self, batch: Batch, rank: int, size: int) -> Batch | None:
+        """Return the sequences of a batch that a rank takes."""
+        return shared_tokens(batch, rank, size)
 
     def score(self, batches: Sequence[Batch], advance: Callable[[], None] | None = None) -> Score:
         """Perplexity and accuracy on batches."""

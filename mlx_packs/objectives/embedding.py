@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from ..bases.encoder import Encoder, unit
 from ..config.choices import DISTANCES, LOSSES, registered
 from ..config.schema import TrainConfig
-from ..data.micro_batches import split_pairs
+from ..data.micro_batches import shared_pairs, split_pairs
 from ..data.pairs import PairBatch
+from ..distributed.group import ALONE, Group, group
 from ..nn.recompute import recomputed
 from ..runtime import mx
 from .objective import Arrays, Objective, Score
@@ -156,15 +157,25 @@ class EmbeddingObjective(Objective):
         scores = [] if batch.scores is None else [mx.array(batch.scores)]
         return (first, second, mx.array(batch.lengths), mx.array(batch.weights), *scores, *others)
 
-    def loss(
+    def loss(self, *arrays: mx.array) -> tuple[mx.array, mx.array]:
+        """Sum of the loss over the examples, and the number of those that are not padding.
+
+        Where the loss compares examples, those of all ranks are compared.
+        """
+        ranks = group() if LOSSES[self._name].compares_all else ALONE
+        total, count = self._loss(ranks, *arrays)
+        return ranks.counted_once(total), ranks.counted_once(count)
+
+    def _loss(
         self,
+        ranks: Group,
         first: mx.array,
         second: mx.array,
         lengths: mx.array,
         weights: mx.array,
         *rest: mx.array,
     ) -> tuple[mx.array, mx.array]:
-        """Sum of the loss over the examples, and the number of those that are not padding."""
+        """Sum and count of the examples of some ranks."""
         train, facts = self._train, LOSSES[self._name]
         scores, others = (rest, ()) if facts.scored else ((), rest)
         columns = [first, second, *others]
@@ -173,15 +184,21 @@ class EmbeddingObjective(Objective):
         else:
             embeddings = [self.model(*column) for column in zip(columns, lengths, strict=True)]
         settings = {n: getattr(train, n) for n in facts.settings if n != "mini_batch_size"}
+        embeddings = [ranks.joined(column) for column in embeddings]
+        weights, *scores = (ranks.joined(values) for values in (weights, *scores))
         return _LOSSES[self._name](embeddings, weights, *scores, **settings), weights.sum()
 
     def split(self, batch: PairBatch, parts: int) -> Sequence[PairBatch]:
         """Return the pairs of a batch in pieces, where the loss compares none with another."""
         return [batch] if LOSSES[self._name].compares_all else split_pairs(batch, parts)
 
+    def share(self, batch: PairBatch, rank: int, size: int) -> PairBatch:
+        """Return the pairs of a batch that a rank takes."""
+        return shared_pairs(batch, rank, size)
+
     def mean_loss(self, batches: Sequence[PairBatch]) -> float:
         """Return the loss per example of some batches, without gradients; nan of none."""
-        total = sum(self.loss(*self.arrays(batch))[0].item() for batch in batches)
+        total = sum(self._loss(ALONE, *self.arrays(batch))[0].item() for batch in batches)
         count = sum(batch.count for batch in batches)
         return total / count if count else math.nan
 

@@ -93,5 +93,12 @@ class Objective(Inputs, Protocol):
         """
         return [batch]
 
+    def share(self, batch: Any, rank: int, size: int) -> Any | None:
+        """Return the part of a batch that one of ``size`` ranks takes; None where it has none.
+
+        Sums and counts of the parts add up to those of the batch; all ranks ask for theirs.
+        """
+        raise NotImplementedError
+
     def score(self, batches: Sequence[Any], advance: Callable[[], None] | None = None) -> Score:
         """Score the model in evaluation mode; ``advance`` is called after each batch."""

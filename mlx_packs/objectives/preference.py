@@ -18,7 +18,8 @@ import mlx.nn as nn
 from ..adapters.method import trainable_modules
 from ..config.choices import PREFERENCE_TASKS, TASKS, registered
 from ..config.schema import TrainConfig
-from ..data.preference_batches import PreferenceBatch, split_rows
+from ..data.preference_batches import PreferenceBatch, shared_rows, split_rows
+from ..distributed.group import group
 from ..runtime import mx
 from .causal_lm import Arrays, Head, Score, as_arrays, target_loss
 from .objective import Objective
@@ -267,8 +268,16 @@ class PreferenceObjective(Objective):
         return (tokens, positions, targets, owners, reference, labels, *segments)
 
     def loss(self, *arrays: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the sum of the losses of the rows, and how many rows there are."""
-        return self._sum(self._completions(*arrays))
+        """Return the sum of the losses of the rows, and how many rows there are.
+
+        Where the loss compares rows, those of all ranks are compared.
+        """
+        completions = self._completions(*arrays)
+        if not self._compares_rows:
+            return self._sum(completions)
+        ranks = group()
+        total, count = self._sum(Completions(*map(ranks.joined, vars(completions).values())))
+        return ranks.counted_once(total), ranks.counted_once(count)
 
     def _completions(
         self,
@@ -291,7 +300,17 @@ class PreferenceObjective(Objective):
 
     def split(self, batch: PreferenceBatch, parts: int) -> Sequence[PreferenceBatch]:
         """Return the rows of a batch in pieces; one piece where the loss compares rows."""
-        return [batch] if self.train.task in ("kto", "orpo", "cpo") else split_rows(batch, parts)
+        return [batch] if self._compares_rows else split_rows(batch, parts)
+
+    @property
+    def _compares_rows(self) -> bool:
+        return self.train.task in ("kto", "orpo", "cpo")
+
+    def share(self, batch: PreferenceBatch, rank: int, size: int) -> PreferenceBatch:
+        """Return the rows of a batch that a rank takes; the reference of all is computed first."""
+        if self.reference is not None:
+            self.reference.learn(batch)
+        return shared_rows(batch, size)[rank]
 
     def score(
         self, batches: Sequence[PreferenceBatch], advance: Callable[[], None] | None = None

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import mlx.nn as nn
 
 from ..adapters.method import trainable_modules
-from ..data.preference_batches import PreferenceBatch
+from ..data.preference_batches import PreferenceBatch, shared_rows
+from ..distributed.group import group
 from ..runtime import mx
 from .causal_lm import Arrays, as_arrays
 from .phase_start import PhaseStart
@@ -56,10 +57,7 @@ class Reference:
         """Return the log-probabilities of a batch's completions, [slots, 2] float32."""
         if batch.split != "train":
             return self._computed(batch)
-        missing = [row for row in batch.rows if row not in self._places]
-        for row in missing:
-            if row not in self._places:
-                self._learn(batch, row)
+        self.learn(batch)
         arrays = {id(array): array for array, _ in (self._places[row] for row in batch.rows)}
         (one,) = arrays.values() if len(arrays) == 1 else (None,)
         numbers = [self._places[row][1] for row in batch.rows]
@@ -73,13 +71,20 @@ class Reference:
         padding = [mx.zeros((2,))] * (len(batch.labels) - len(parts))
         return mx.stack([*parts, *padding])
 
-    def _learn(self, batch: PreferenceBatch, row: int) -> None:
-        """Compute the log-probabilities of the batch in which a training row first occurs."""
-        first = self._first(self._phase, row)
-        first = batch if batch.rows == first.rows else first
-        values = self._computed(first, keep=False)
-        for number, each in enumerate(first.rows):
-            self._places.setdefault(each, (values, number))
+    def learn(self, batch: PreferenceBatch) -> None:
+        """Compute the log-probabilities of training rows that are not known; ranks share the work."""
+        ranks = group()
+        for row in batch.rows:
+            if row in self._places:
+                continue
+            first = self._first(self._phase, row)
+            first = batch if batch.rows == first.rows else first
+            shares = [first] if ranks.is_alone else shared_rows(first, ranks.size)
+            values = ranks.joined(self._computed(shares[ranks.rank], keep=False))
+            for number, share in enumerate(shares):
+                start = number * len(share.labels)
+                for i, each in enumerate(share.rows):
+                    self._places.setdefault(each, (values, start + i))
 
     def _computed(self, batch: PreferenceBatch, keep: bool = True) -> mx.array:
         key = batch.split, batch.rows

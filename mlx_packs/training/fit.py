@@ -178,7 +178,12 @@ class Fit:
         self.objective.begin_phase(phase.start, fresh=done == phase.start)
         skips = self.on_nan.policy == "skip"
         stepper = Stepper(
-            self.trainable.model, objective.loss, optimizer, settings.max_grad_norm, skips
+            self.trainable.model,
+            objective.loss,
+            optimizer,
+            settings.max_grad_norm,
+            skips,
+            getattr(mx, settings.exchange_dtype),
         )
         early_stop = EarlyStop(settings, list(self.curve), self.observers)
         loop = Loop(

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from .. import signals
 from ..adapters.method import Trainable
+from ..distributed.group import group
 from ..errors import Float16Overflow
 from ..objectives.objective import Batch, Objective, Score
 from ..runtime import mx
@@ -125,19 +126,30 @@ class Loop:
             scores = scores and config.picks_best and not validates
             if self.stepper.waiting:
                 continue
-            over = early.reason() if early else None
-            if due or interrupts or reason or over:
+            signal, reason, over = self._agreed(
+                interrupts, reason, early.reason() if early else None
+            )
+            if due or signal or reason or over:
                 self._read(leaving=0)  # the interruption may be newer
                 if over and not reports:
                     self._report()
                 folder = self._save(batch)
                 due = False
-                if interrupts:
-                    raise interrupted(self.run, folder, interrupts[0])
+                if signal:
+                    raise interrupted(self.run, folder, signal)
                 if reason:
                     raise stopped(self.run, folder, reason, "memory")
                 if over:
                     return
+
+    def _agreed(
+        self, interrupts: Sequence[int], reason: str | None, over: str | None
+    ) -> tuple[int, str | None, str | None]:
+        """Return the signal (0 without one) and the reasons to end that any rank has."""
+        ranks, signal = group(), interrupts[0] if interrupts else 0
+        signal, stops, ends = ranks.highest(signal, int(bool(reason)), int(bool(over)))
+        other = "another rank had to stop"
+        return signal, reason or (other if stops else None), over or (other if ends else None)
 
     def _validates(self, scores: bool, ends: bool) -> bool:
         """Return whether to validate, where a score is due; the best weights are a checkpoint's."""
@@ -257,8 +269,8 @@ class Loop:
         """Checkpoint the model if it still works: the loss before an update does not tell."""
         if self.on_nan.policy != "skip" or self._finite is not None:
             scored = self._finite or batch
-            if self.micro_batches.parts > 1:
-                scored = self.objective.split(scored, self.micro_batches.parts)[0]
+            if (parts := self.micro_batches.parts * group().size) > 1:
+                scored = self.objective.split(scored, parts)[0]
             if fault := not_finite(self._score([scored]).nll, 0.0):
                 self.on_nan.end(self.state.batches, fault, [scored])
         self.trainable.model.train()

@@ -1,9 +1,15 @@
-"""Steps on a batch in pieces: the same update up to rounding, with less in memory at a time."""
+"""Steps on a batch in pieces: the same update up to rounding, with less in memory at a time.
 
+Of several ranks each takes its share of a batch, which its own pieces are of.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..distributed.group import group
 from ..objectives.objective import Objective
+from ..runtime import mx
 from .step import StartedStep, Stepper
 
 
@@ -28,13 +34,38 @@ class MicroBatches:
         self, stepper: Stepper, objective: Objective, batch: Any, last: bool, alone: bool
     ) -> StartedStep:
         """Start the step on a batch, as `Stepper.start`; of several pieces each waits for the one before."""
+        if not group().is_alone:
+            return self._start_share(stepper, objective, batch, last)
         pieces = objective.split(batch, self.parts) if self.parts > 1 else [batch]
         if len(pieces) <= 1:
             return stepper.start(objective.arrays(batch), batch.terms, last, alone)
-        stepper.wait_for_each()
+        return self._start_pieces(stepper, objective, pieces, last)
+
+    def _start_share(
+        self, stepper: Stepper, objective: Objective, batch: Any, last: bool
+    ) -> StartedStep:
+        """Start the step on this rank's share of a batch; its loss is that of the whole batch."""
+        ranks = group()
+        with stepper.random_of_rank():
+            share = objective.share(batch, ranks.rank, ranks.size)
+            if share is None:
+                step = stepper.start_without_batch(last)
+            else:
+                pieces = objective.split(share, self.parts) if self.parts > 1 else []
+                step = self._start_pieces(stepper, objective, pieces or [share], last)
+            total = ranks.sum(mx.array(step.loss, mx.float32))
+            mx.async_eval(total)
+        return StartedStep(total, batch.terms, step.norm)
+
+    def _start_pieces(
+        self, stepper: Stepper, objective: Objective, pieces: Sequence[Any], last: bool
+    ) -> StartedStep:
+        """Start the steps on all pieces of a batch; the loss is the sum of theirs."""
+        if len(pieces) > 1:
+            stepper.wait_for_each()
         total = 0.0
         for piece in pieces:
             ends = last and piece is pieces[-1]
             step = stepper.start(objective.arrays(piece), piece.terms, ends, alone=False)
             total = total + step.loss
-        return StartedStep(total, batch.terms, step.norm)
+        return StartedStep(total, sum(piece.terms for piece in pieces), step.norm)

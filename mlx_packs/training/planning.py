@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .. import runtime
@@ -10,6 +10,7 @@ from ..adapters.method import Trainable
 from ..config.choices import MATMUL_PATHS
 from ..config.schema import TrainConfig
 from ..display import VERBOSE, size
+from ..distributed.group import group
 from ..errors import PackError
 from ..memory.disk import DiskPlan, check_disk, plan_disk
 from ..memory.estimate import check_least, plan_run
@@ -77,6 +78,8 @@ def fit_into_memory(
     Raises:
         PackError: if nothing is within the memory and the disk that there are, unless forced.
     """
+    ranks = group()
+    planned = replace(planned, batch_size=planned.batch_size // ranks.size)
     plans, shapes = {}, dataset.shapes()
     try:
         plans = plan_run(Headers.of(base), run.lora, planned, shapes, run.force)
@@ -94,6 +97,7 @@ def fit_into_memory(
     recompute = run.train.recomputes
     if recompute == "auto":
         recompute = plan.recompute if plan else unplanned_recompute
+        recompute = ranks.from_first(recompute.encode()).decode()
     return MemoryChoice(plan, choice, recompute, disk)
 
 
@@ -105,6 +109,7 @@ def choose_path(
     ``rows`` are those of a typical batch that go through a weight and through the head; None where
     the base is dense for the task.
     """
+    ranks = group()
     if rows is None:
         return MatmulPathChoice("dense", {}, "the base is not quantized")
     requested = run.train.matmul_path
@@ -117,7 +122,11 @@ def choose_path(
     else:
         with run.display.working("path", "measuring how frozen weights are used fastest"):
             planned = frozenset(plans) or None
-            choice = choose_matmul_path(base.model, *rows, planned, run.goal.stop)
+            if ranks.is_first:
+                choice = choose_matmul_path(base.model, *rows, planned, run.goal.stop)
+            path = ranks.from_first(choice.matmul_path.encode() if ranks.is_first else b"")
+        if not ranks.is_first:
+            choice = MatmulPathChoice(path.decode(), {}, "as the first rank has chosen")
     run.display.line("path", choice.line())
     for kind in choice.kinds:
         run.display.line("", kind.line(), VERBOSE)

@@ -42,7 +42,6 @@ from .dataset import Dataset
 from .early_stop import check_validated
 from .epochs import with_batches
 from .fit import Fit, check_scores, score_phases
-from .folders import output_folders
 from .guards.guard import Guarded
 from .guards.registry import make_guards
 from .identity import check_resume, public_recipe, run_identity, start_of
@@ -54,6 +53,7 @@ from .on_nan import OnNan
 from .phases import columns_of, left_out_rows, resolve_phases
 from .planning import MemoryChoice, check_headers, fit_into_memory, matmul_paths_by_name
 from .precision import run_dtype, show_dtype
+from .ranks import check_alike, check_ranks, folders_of_rank, of_rank
 from .result import RunReport, TrainRun
 from .rewards import RewardFunction
 from .run_folder import check_resumable, clear_run, resume_point, write_identity
@@ -123,8 +123,8 @@ def train_pack(  # noqa: PLR0913 (the public face)
     _backend.start_record()
     phases = resolve_phases(train, columns)
     check_report_to(report_to, project_name)
-    folders = output_folders(out, phases[-1].sources[0], overwrite, resume)
-    with signals.handled(), folders as (pack, folder), unattended(train.awake, pack, display):
+    folders = folders_of_rank(out, phases[-1].sources[0], overwrite, resume)
+    with signals.handled(), folders as (pack, folder):
         request = Run(
             *(base, lora, train, columns, phases, pack, folder, display),
             overwrite=overwrite,
@@ -139,7 +139,7 @@ def train_pack(  # noqa: PLR0913 (the public face)
             reward=reward,
         )
         limit_command_buffers(request)  # before MLX uses the GPU
-        return run(request)
+        return run(of_rank(request))
 
 
 @runtime.memory_limits()
@@ -148,15 +148,17 @@ def run(run: Run) -> TrainRun:
 
     After an overflow in float16 it goes on in bfloat16 from the last update, as if resumed.
     """
-    try:
-        return _run(run)
-    except Float16Overflow as overflow:
-        if isinstance(run.base, Base):  # it is the caller's
-            raise
-        fault, saved = overflow.fault, overflow.saved
-    run.display.line("dtype", f"{fault}; the run goes on in bfloat16")
-    gc.collect()  # the base in float16, which the exception referenced
-    return _run(replace(run, resume=run.resume or saved, overflow=fault))
+    check_ranks(run.train)
+    with unattended(run.train.awake, run.pack, run.display):
+        try:
+            return _run(run)
+        except Float16Overflow as overflow:
+            if isinstance(run.base, Base):  # it is the caller's
+                raise
+            fault, saved = overflow.fault, overflow.saved
+        run.display.line("dtype", f"{fault}; the run goes on in bfloat16")
+        gc.collect()  # the base in float16, which the exception referenced
+        return _run(replace(run, resume=run.resume or saved, overflow=fault))
 
 
 def _run(run: Run) -> TrainRun:
@@ -178,6 +180,7 @@ def _run(run: Run) -> TrainRun:
     identity = run_identity(recipe, base, run, splits)
     if earlier is not None:
         check_resume(run.folder, base.path, identity, earlier)
+    check_alike(identity | {"compute dtype": dtype.name})
     sources = [phase.public_source(read) for phase, read in zip(run.phases, splits, strict=True)]
     left_out = left_out_rows(run.phases, splits)
     splits.clear()  # from here on only what they are encoded to is needed

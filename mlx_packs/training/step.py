@@ -5,7 +5,8 @@ so that N small batches equal one large one whatever their lengths.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import mlx.nn as nn
@@ -13,8 +14,11 @@ import mlx.optimizers as optimizers
 from mlx.utils import tree_flatten, tree_map
 
 from .. import runtime
+from ..distributed.gradients import summed_over_ranks
+from ..distributed.group import group
 from ..objectives.objective import Arrays, Loss
 from ..runtime import is_traced, mx
+from .checkpoint import set_random_state
 from .finite_update import counted_where_finite, update_if_finite
 from .loss_scale import KEY, guarded_update, is_scaled, scaled
 
@@ -53,6 +57,7 @@ class Stepper:
         max_grad_norm: gradients of a larger norm are scaled down to it; None or 0 never.
         skips: whether an update that is not finite changes nothing (finite_update.py). Where the loss is
             scaled, its scale decides.
+        exchange_dtype: in which ranks exchange gradients.
     """
 
     def __init__(
@@ -62,8 +67,9 @@ class Stepper:
         optimizer: optimizers.Optimizer,
         max_grad_norm: float | None,
         skips: bool = False,
+        exchange_dtype: mx.Dtype = mx.float32,
     ) -> None:
-        self.optimizer = optimizer
+        self.model, self.optimizer = model, optimizer
         self.ahead = int(runs_ahead())  # steps that may be in flight before one is read
         self._evaluate = mx.async_eval if self.ahead else mx.eval
         self.state = [model.state, optimizer.state, mx.random.state]
@@ -79,6 +85,7 @@ class Stepper:
 
         def update(grads: dict, count: mx.array) -> mx.array:
             """Mean gradient over ``count`` targets, clipped; returns its norm before clipping."""
+            grads, count = summed_over_ranks(grads, count, exchange_dtype)
             targets = count
             if self.scaled:
                 count = count * optimizer.state[KEY]["scale"]
@@ -149,6 +156,23 @@ class Stepper:
         self._pending = tuple(pending)
         self._evaluate(self._pending, total, mx.random.state)
         return StartedStep(total, count, self._update_waiting() if last else None)
+
+    def start_without_batch(self, last: bool) -> StartedStep:
+        """Take part in an update of the ranks without a batch of this one."""
+        if not self.waiting:
+            zeros = tree_map(mx.zeros_like, self.model.trainable_parameters())
+            self._pending = mx.zeros(()), zeros
+        self.waiting += 1
+        return StartedStep(mx.zeros(()), 0, self._update_waiting() if last else None)
+
+    @contextmanager
+    def random_of_rank(self) -> Iterator[None]:
+        """Draw random numbers of the own rank in a step; afterwards all ranks have the same state."""
+        ranks, state = group(), mx.random.state[0]
+        *of_ranks, following = mx.random.split(state, ranks.size + 1, stream=mx.cpu)
+        set_random_state(of_ranks[ranks.rank])
+        yield
+        set_random_state(following)
 
     def wait_for_each(self) -> None:
         """Take one step at a time from now on, so that one alone is in memory."""

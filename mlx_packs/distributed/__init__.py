@@ -1,0 +1,1 @@
+"""Several ranks that train one pack: what they exchange, and how they end together."""

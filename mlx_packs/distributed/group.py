@@ -1,0 +1,127 @@
+"""The ranks of a run, and what they exchange through `mx.distributed`.
+
+A rank is one process, on a machine of its own or beside others. The ranks of a run take the same
+batches, each its share of every one, so that all of them hold the same weights at any time.
+"""
+
+import io
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ..runtime import mx
+
+T = TypeVar("T")
+_CHUNK = 1 << 26  # bytes that are sent at once
+
+
+class Group:
+    """The ranks of a run; without arguments one rank alone, whose exchanges change nothing.
+
+    Args:
+        ranks: MLX's group of them; None for one rank alone.
+    """
+
+    def __init__(self, ranks: Any = None) -> None:
+        self._ranks = ranks
+        self.rank: int = ranks.rank() if ranks is not None else 0
+        self.size: int = ranks.size() if ranks is not None else 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the one that writes and prints."""
+        return self.rank == 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other rank."""
+        return self.size == 1
+
+    def sum(self, array: mx.array) -> mx.array:
+        """Return the sum of the arrays of all ranks, of the same shape and dtype."""
+        return array if self.is_alone else mx.distributed.all_sum(array, group=self._ranks)
+
+    def joined(self, array: mx.array) -> mx.array:
+        """Return the rows of all ranks [size x B, ...], given own ones [B, ...].
+
+        Gradients reach the own rows alone: added over the ranks, they are those of one rank that
+        has all rows.
+        """
+        if self.is_alone:
+            return array
+        others = mx.distributed.all_gather(mx.stop_gradient(array), group=self._ranks)
+        start, stop = self.rank * len(array), (self.rank + 1) * len(array)
+        return mx.concatenate([others[:start], array, others[stop:]])
+
+    def counted_once(self, array: mx.array) -> mx.array:
+        """Return what all ranks have alike so that its sum over them is itself, as its gradient is."""
+        return array if self.is_first else array - mx.stop_gradient(array)
+
+    def highest(self, *numbers: int) -> list[int]:
+        """Return the highest of each number over the ranks, whose numbers they are."""
+        if self.is_alone:
+            return list(numbers)
+        own = mx.array(numbers, mx.int64)[None]
+        highest = mx.distributed.all_gather(own, group=self._ranks).max(axis=0)
+        mx.eval(highest)
+        return highest.tolist()
+
+    def gathered(self, content: bytes) -> list[bytes]:
+        """Return the bytes of each rank."""
+        if self.is_alone:
+            return [content]
+        sizes = mx.distributed.all_gather(mx.array([len(content)], mx.int64), group=self._ranks)
+        mx.eval(sizes)
+        padded = np.zeros((1, max(*sizes.tolist(), 1)), np.uint8)
+        padded[0, : len(content)] = np.frombuffer(content, np.uint8)
+        rows = mx.distributed.all_gather(mx.array(padded), group=self._ranks)
+        mx.eval(rows)
+        return [np.array(rows[i, :n]).tobytes() for i, n in enumerate(sizes.tolist())]
+
+    def from_first(self, content: bytes) -> bytes:
+        """Return the bytes that the first rank has; those of others count for nothing."""
+        if self.is_alone:
+            return content
+        own = np.frombuffer(content if self.is_first else b"", np.uint8)
+        received = [np.zeros(0, np.uint8)]
+        for start in range(0, self.highest(len(own))[0], _CHUNK):
+            size = min(_CHUNK, self.highest(len(own) - start)[0])
+            chunk = own[start : start + size] if self.is_first else np.zeros(size, np.uint8)
+            summed = self.sum(mx.array(chunk))
+            mx.eval(summed)
+            received.append(np.array(summed))
+        return np.concatenate(received).tobytes()
+
+    def map(
+        self, function: Callable[[T], Sequence[np.ndarray]], items: Sequence[T]
+    ) -> list[list[np.ndarray]]:
+        """Return a function's arrays for every item, each computed by one rank alone."""
+        own = [list(map(np.asarray, function(item))) for item in items[self.rank :: self.size]]
+        if self.is_alone:
+            return own
+        content = io.BytesIO()
+        named = {f"{i}.{j}": a for i, arrays in enumerate(own) for j, a in enumerate(arrays)}
+        np.savez(content, **named)
+        results: list[list[np.ndarray]] = [[] for _ in items]
+        for rank, received in enumerate(self.gathered(content.getvalue())):
+            with np.load(io.BytesIO(received), allow_pickle=False) as arrays:
+                for name in sorted(arrays.files, key=lambda n: tuple(map(int, n.split(".")))):
+                    number = int(name.partition(".")[0])
+                    results[rank + number * self.size].append(arrays[name])
+        return results
+
+
+ALONE = Group()
+_current = ALONE
+
+
+def group() -> Group:
+    """Return the ranks of this process's run."""
+    return _current
+
+
+def join(ranks: Group) -> None:
+    """Make a group that of this process, which has one group at most."""
+    global _current
+    _current = ranks

@@ -1,0 +1,71 @@
+"""Joining the ranks of a run, and leaving them together."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+
+from ..errors import PackError
+from ..runtime import mx
+from . import group as current
+from .group import ALONE, Group
+from .launched import Launched, launched
+from .link import SILENCE_S, Link, connect
+
+_CONNECT_S = 60  # for MLX, once all ranks are there; it holds Python's lock meanwhile
+_link: Link | None = None  # of this process, as its group is
+
+
+@contextmanager
+def joined_ranks() -> Iterator[Group]:
+    """Yield the group of the ranks that this process was launched with, one rank alone otherwise.
+
+    They end together: an error of one ends all of them, and the first one says so.
+
+    Raises:
+        PackError: ranks do not answer, or differ in a version.
+    """
+    here = launched()
+    if here is None:
+        yield ALONE
+        return
+    ranks = _join(here)
+    if _link is None:  # mpirun ends them together
+        yield ranks
+        return
+    try:
+        _link.begin()
+        yield ranks
+        ranks.highest(0)  # all have written what they write
+    except BaseException as error:
+        if isinstance(error, RuntimeError) and "peer" in str(error):  # MLX's words
+            time.sleep(SILENCE_S)  # the link ends the process, which knows more
+        known = isinstance(error, PackError)
+        _link.end(error.message if known else f"{type(error).__name__}: {error}")
+        raise
+    _link.end()
+
+
+def when_gone(tell: Callable[[str], None]) -> None:
+    """Let ``tell`` print, on the first rank, why another one has ended; the process ends after it."""
+    if _link is not None:
+        _link.on_gone = tell
+
+
+def _join(here: Launched) -> Group:
+    """Return the group of this process, connected with the first run in it."""
+    global _link
+    if current.group() is not ALONE:
+        return current.group()
+    if here.host:
+        _link = connect(here, {name: version(name) for name in ("mlx-packs", "mlx", "mlx-lm")})
+        signal.alarm(_CONNECT_S)  # the process ends, as no Python can run
+    try:
+        ranks = Group(mx.distributed.init(strict=True))
+    except RuntimeError as error:
+        raise PackError(f"--hosts: MLX cannot connect the ranks ({error}).", "network") from None
+    finally:
+        signal.alarm(0)
+    current.join(ranks)
+    return ranks

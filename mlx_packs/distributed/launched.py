@@ -1,0 +1,63 @@
+"""How this process was launched: `mlx.launch` tells a rank its place in environment variables."""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import PackError
+
+_MPI = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")  # which mpirun sets
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A rank that was launched with others.
+
+    Attributes:
+        rank: its number, from 0.
+        size: how many there are; 0 where only MPI knows.
+        host: where the others reach the first rank; empty where only MPI knows.
+        port: on which they do so before MLX connects them.
+        own_port: on which MLX waits for a neighbour here; None where it is not known.
+    """
+
+    rank: int
+    size: int = 0
+    host: str = ""
+    port: int = 0
+    own_port: int | None = None
+
+
+def launched() -> Launched | None:
+    """Return how this process was launched; None if it is alone.
+
+    Raises:
+        PackError: the launcher's file cannot be read.
+    """
+    if any(name in os.environ for name in _MPI):
+        return Launched(int(next(os.environ[name] for name in _MPI if name in os.environ)))
+    if "MLX_RANK" not in os.environ:
+        return None
+    rank = int(os.environ["MLX_RANK"])
+    if coordinator := os.environ.get("MLX_JACCL_COORDINATOR"):
+        host, _, port = coordinator.rpartition(":")
+        size = len(_listed("MLX_IBV_DEVICES"))
+        return Launched(rank, size, host, int(port) + 1)
+    ring = _listed("MLX_HOSTFILE")
+    if len(ring) < 2:
+        return None
+    host, _, port = ring[0][0].rpartition(":")
+    return Launched(rank, len(ring), host, int(port) - 1, int(ring[rank][0].rpartition(":")[2]))
+
+
+def _listed(variable: str) -> list:
+    """Return the list in the file that a variable names; empty without one."""
+    name = os.environ.get(variable)
+    if not name:
+        return []
+    try:
+        content = Path(name).read_text(encoding="utf-8").strip()
+        return json.loads(content) if content else []
+    except (OSError, ValueError) as error:
+        raise PackError(f"{variable}={name}: cannot be read ({error}).", "unreadable") from None

@@ -1,0 +1,109 @@
+"""What the ranks of a run do apart: the first one writes and prints, the others keep what they need."""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from ..config.schema import DataConfig, TrainConfig
+from ..display import QUIET, Display
+from ..distributed.group import Group, group
+from ..distributed.join import joined_ranks, when_gone
+from ..distributed.link import GONE
+from ..errors import PackError, RunStopped
+from .folders import output_folders
+from .run_folder import latest_checkpoint, run_folder
+from .settings import Run
+
+
+@contextmanager
+def folders_of_rank(
+    out: str | Path | None, columns: DataConfig, overwrite: bool, resume: bool
+) -> Iterator[tuple[Path, Path]]:
+    """Yield the folders of pack and run: those of `output_folders` on the first rank.
+
+    Others have folders that are removed at the end. A resumed run's is copied to them, so that
+    machines need no disk in common.
+    """
+    with joined_ranks() as ranks:
+        if ranks.is_first:
+            with output_folders(out, columns, overwrite, resume) as (pack, run):
+                when_gone(partial(_say_gone, pack, run))
+                _send_run(ranks, run if resume else None)
+                yield pack, run
+            return
+        with tempfile.TemporaryDirectory(prefix="mlx-packs-rank-") as folder:
+            pack = Path(folder) / "pack"
+            _receive_run(ranks, run_folder(pack))
+            yield pack, run_folder(pack)
+
+
+def _say_gone(pack: Path, run: Path, reason: str) -> None:
+    """Print why a rank has ended, and how to go on."""
+    checkpoint = latest_checkpoint(run)
+    if checkpoint is None:
+        PackError(f"{reason}. There is no checkpoint; start again.").show()
+    else:
+        RunStopped(reason, checkpoint, pack, "network", GONE).show()
+
+
+def _send_run(ranks: Group, run: Path | None) -> None:
+    """Send the files of a run folder to the other ranks, one after the other."""
+    files = sorted(file for file in run.rglob("*") if file.is_file()) if run else []
+    names = [str(file.relative_to(run)) for file in files if file.suffix not in (".png", ".html")]
+    ranks.from_first(json.dumps(names).encode())
+    for name in names:
+        ranks.from_first((run / name).read_bytes())
+
+
+def _receive_run(ranks: Group, run: Path) -> None:
+    run.mkdir(parents=True)
+    for name in json.loads(ranks.from_first(b"")):
+        file = run / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(ranks.from_first(b""))
+
+
+def of_rank(run: Run) -> Run:
+    """Return the run of this rank: only the first one prints and reports."""
+    if group().is_first:
+        return run
+    return replace(run, display=Display(QUIET), callbacks=(), report_to=None)
+
+
+def check_alike(facts: dict) -> None:
+    """Check that all ranks train the same base on the same examples by the same recipe.
+
+    Raises:
+        PackError: they differ; the message names the rank and in what.
+    """
+    received = [json.loads(each) for each in group().gathered(json.dumps(facts).encode())]
+    for rank, other in enumerate(received):
+        differing = sorted(key for key in facts if other.get(key) != received[0].get(key))
+        if differing:
+            raise PackError(
+                f"rank {rank} differs from rank 0 in its {', '.join(differing)}. Bring the same "
+                "files to every machine.",
+                "mismatch",
+            )
+
+
+def check_ranks(train: TrainConfig) -> None:
+    """Check that a run can be trained by the ranks that there are.
+
+    Raises:
+        PackError: its batches cannot be shared.
+    """
+    size = group().size
+    if size > 1 and train.batch_size % size:
+        raise PackError(
+            f"--batch-size: must be a multiple of the {size} ranks, which share every batch, but is "
+            f"{train.batch_size}.",
+            "conflict",
+            "batch_size",
+        )
+    if size > 1 and "grpo" in train.tasks:
+        raise PackError("--task grpo: trains on one machine alone.", "unsupported", "task")
