@@ -1,0 +1,85 @@
+"""Runs that are trained by one rank or several: `python -m tests.distributed.runs FOLDER NAME...`."""
+
+import sys
+from pathlib import Path
+
+from mlx_packs import LoRAConfig, Phase, TrainConfig, train_pack
+from tests.helpers.encoders import all_pairs, all_scored, write_encoder, write_pairs
+from tests.helpers.preferences import preference, rated
+from tests.helpers.rows import chat, write_rows
+
+LORA = LoRAConfig(rank=2, num_layers=2)
+SETTINGS = {
+    "iters": 4,
+    "batch_size": 4,
+    "max_seq_length": 96,
+    "matmul_path": "dense",
+    "learning_rate": 2e-3,
+    "steps_per_report": 1,
+    "steps_per_eval": 2,
+    "save_every": 2,
+}
+PREFERENCES = {"data": "preferences", "learning_rate": 2e-3}
+RUNS = {
+    "plain": {"data": "chats"},
+    "uneven": {"data": "few", "iters": 5},
+    "accumulated": {"data": "chats", "grad_accumulation_steps": 2},
+    "packed": {"data": "chats", "packing": True, "max_seq_length": 128},
+    "cached": {"data": "chats", "cache_frozen": "on", "iters": 8},
+    "adam8": {"data": "chats", "optimizer": "adamw_8bit", "exchange_dtype": "bfloat16"},
+    "dpo": {**PREFERENCES, "task": "dpo", "iters": 6},
+    "packed-dpo": {**PREFERENCES, "task": "dpo", "packing": True, "max_seq_length": 192},
+    "orpo": {**PREFERENCES, "task": "orpo"},
+    "kto": {"data": "rated", "task": "kto"},
+    "phases": {
+        "data": "preferences",
+        "phases": (
+            Phase(name="told", data="chats", task="lm", iters=2),
+            Phase(name="preferred", task="dpo", iters=3),
+        ),
+    },
+    "mnrl": {"data": "pairs", "task": "embedding", "loss": "mnrl"},
+    "cached-mnrl": {
+        "data": "pairs",
+        "task": "embedding",
+        "loss": "cached-mnrl",
+        "mini_batch_size": 2,
+    },
+    "cosent": {"data": "scored", "task": "embedding", "loss": "cosent"},
+    "cosine": {"data": "scored", "task": "embedding", "loss": "cosine"},
+}
+
+
+def write_data(folder: Path) -> None:
+    """Write the examples of all runs, and an encoder."""
+    chats = [chat(f"Say {'one two three '[: 4 + i]}.", f"{'Yes, ' * (1 + i % 5)}{i}.") for i in range(18)]
+    write_rows(folder / "chats", train=chats[:12], valid=chats[12:15], test=chats[15:])
+    write_rows(folder / "few", train=chats[:5], valid=chats[12:15])
+    rows = [preference(i) for i in range(16)]
+    write_rows(folder / "preferences", train=rows[:12], valid=rows[12:])
+    rows = [rated(i) for i in range(16)]
+    write_rows(folder / "rated", train=rows[:12], valid=rows[12:])
+    write_pairs(folder / "pairs", all_pairs())
+    write_pairs(folder / "scored", all_scored())
+    write_encoder(folder / "encoder")
+
+
+def train(folder: Path, name: str, out: Path, **changes) -> None:
+    """Train one of the runs."""
+    settings = {**SETTINGS, **RUNS[name], **changes}
+    resume = settings.pop("resume", False)
+    data = str(folder / settings.pop("data"))
+    if settings.get("task") == "embedding":
+        settings.pop("matmul_path")
+    base = folder / "encoder" if settings.get("task") == "embedding" else "tiny"
+    if phases := settings.get("phases"):
+        settings.pop("iters")
+        named = [vars(p) | ({"data": str(folder / p.data)} if p.data else {}) for p in phases]
+        settings["phases"] = tuple(Phase(**phase) for phase in named)
+    train_pack(base, data, LORA, TrainConfig(**settings), out, resume=resume)
+
+
+if __name__ == "__main__":
+    place, where, *names = sys.argv[1:]
+    for each in names:
+        train(Path(place), each, Path(where) / each)
