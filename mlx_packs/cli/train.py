@@ -70,6 +70,14 @@ def _default_text(name: str) -> str:
     help="Show which tokens of the first examples are trained on, and exit.",
 )
 @options.supervision
+@option(
+    "--hosts",
+    section="Several machines",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Train on all machines of a host file of MLX, as mlx.distributed_config writes it; each "
+    "takes its share of every batch.",
+)
 @options.as_json
 @option("-v", "--verbose", is_flag=True, help="Also print the reasons for automatic choices.")
 @option("-q", "--quiet", is_flag=True, help="Print the result line only.")
@@ -98,11 +106,13 @@ def train(
     """
     from ..bases.files import TINY
     from ..distributed.group import group
+    from ..distributed.launched import launched
     from ..training.phases import check_data_named, check_overridden
     from ..training.run import train_pack
     from ..training.tasks.task import task_class
 
     flags = {k: v for k, v in flags.items() if v is not None}
+    hosts = flags.pop("hosts", None)
     settings = read_recipes(configs, flags)
     recipe = recipe_of(flags, settings)
     check_overridden(recipe.train, specified(settings, flags))
@@ -121,6 +131,8 @@ def train(
     _check_restarts(max_restarts, supervise or launch_agent)
     if (supervise or launch_agent) and not is_supervised():
         _supervise(recipe, max_restarts, launch_agent, display)
+    if hosts is not None and launched() is None:
+        _launch_on(hosts, recipe)
     run, model = recipe.run, recipe.run.get("model", TINY)
     named = {"data", "hf_dataset"} & specified(settings, flags) or run.get("resume")
     check_data_named(model, recipe.train, bool(named))
@@ -143,6 +155,17 @@ def train(
     lines = task_class(recipe.train.tasks).report_lines(result.report)
     print_report(result.to_json(), lines[:1] if quiet else lines)
     exit_if_failed(failures(result.report["gates"]))
+
+
+def _launch_on(hosts: Path, recipe: Recipe) -> NoReturn:
+    """Train on several machines, and exit as the first of them does."""
+    from . import hosts as of_hosts
+
+    run = recipe.run
+    pack = Path(run["out"]).expanduser() if "out" in run else _free_output(recipe)
+    named = "out" in run or bool(run.get("resume"))
+    arguments = arguments_without(("--hosts",), named, pack)
+    raise click.exceptions.Exit(of_hosts.launch(hosts, arguments))
 
 
 def _check_restarts(max_restarts: int | None, supervised: bool) -> None:

@@ -44,6 +44,9 @@ def launched() -> Launched | None:
         host, _, port = coordinator.rpartition(":")
         size = len(_listed("MLX_IBV_DEVICES"))
         return Launched(rank, size, host, int(port) + 1)
+    if host := os.environ.get("NCCL_HOST_IP"):
+        size = int(os.environ.get("MLX_WORLD_SIZE", "0"))
+        return Launched(rank, size, host, int(os.environ.get("NCCL_PORT", "0")) + 1)
     ring = _listed("MLX_HOSTFILE")
     if len(ring) < 2:
         return None

@@ -52,7 +52,9 @@ RUNS = {
 
 def write_data(folder: Path) -> None:
     """Write the examples of all runs, and an encoder."""
-    chats = [chat(f"Say {'one two three '[: 4 + i]}.", f"{'Yes, ' * (1 + i % 5)}{i}.") for i in range(18)]
+    chats = [
+        chat(f"Say {'one two three '[: 4 + i]}.", f"{'Yes, ' * (1 + i % 5)}{i}.") for i in range(18)
+    ]
     write_rows(folder / "chats", train=chats[:12], valid=chats[12:15], test=chats[15:])
     write_rows(folder / "few", train=chats[:5], valid=chats[12:15])
     rows = [preference(i) for i in range(16)]

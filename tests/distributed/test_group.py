@@ -1,0 +1,138 @@
+"""What ranks exchange; ranks of one process are a stand-in for MLX's, several are in test_ranks.py."""
+
+import json
+import socket
+import threading
+
+import numpy as np
+import pytest
+
+from mlx_packs.data.batches import make_batch, make_packed_batch
+from mlx_packs.data.encoding import Example
+from mlx_packs.data.micro_batches import shared_pairs, shared_tokens
+from mlx_packs.data.packing import Packed
+from mlx_packs.data.pairs import PairBatch
+from mlx_packs.distributed import link
+from mlx_packs.distributed.group import ALONE
+from mlx_packs.distributed.launched import Launched, launched
+from mlx_packs.errors import PackError
+from mlx_packs.runtime import mx
+from tests.helpers.errors import raises
+from tests.helpers.ranks import free_ports
+
+
+def example(length: int) -> Example:
+    target = np.zeros(length, bool)
+    target[length // 2 :] = True
+    return Example(np.arange(length, dtype=np.int32), target)
+
+
+def targets_of(batch) -> list[int]:
+    return sorted(batch.targets[: batch.count].tolist())
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("count", [4, 3, 1])
+def test_shares_of_a_batch_are_the_batch(size, count):
+    examples = [example(length) for length in (9, 5, 7, 3)]
+    batch = make_batch(examples, range(count), 4, 32)
+    shares = [shared_tokens(batch, rank, size) for rank in range(size)]
+    assert sum(share.count for share in shares) == batch.count
+    assert sorted(t for share in shares for t in targets_of(share)) == targets_of(batch)
+    assert sum((share.examples for share in shares), ()) == batch.examples
+    for share in shares:
+        width = batch.tokens.shape[1]
+        assert share.tokens.shape == (4 // size, width)
+        at = share.positions[: share.count]
+        # each position is of the token before its target
+        assert (share.tokens.reshape(-1)[at] + 1 == share.targets[: share.count]).all()
+
+
+def test_a_rank_may_have_no_sequence():
+    examples = [example(9), example(5)]
+    batch = make_packed_batch(examples, Packed([[0, 1]], ((16, 16),)), 4, 32)
+    shares = [shared_tokens(batch, rank, 2) for rank in range(2)]
+    assert [share is None for share in shares] == [True, False]
+    assert shares[1].count == batch.count
+
+
+def test_shares_of_pairs_have_as_many_rows():
+    column = np.arange(12, dtype=np.int32).reshape(4, 3)
+    weights = np.array([1, 1, 1, 0], np.float32)
+    batch = PairBatch((column, column), np.full((2, 4), 3, np.int32), weights, None, (5, 6, 7))
+    shares = [shared_pairs(batch, rank, 2) for rank in range(2)]
+    assert [share.weights.tolist() for share in shares] == [[1, 1], [1, 0]]
+    assert sum((share.examples for share in shares), ()) == (5, 6, 7)
+    assert np.array_equal(np.concatenate([s.columns[0] for s in shares]), column)
+
+
+def test_one_rank_alone_exchanges_nothing():
+    x = mx.array([1.0, 2.0])
+    assert ALONE.sum(x) is x and ALONE.joined(x) is x
+    assert ALONE.highest(3, 0) == [3, 0] and ALONE.from_first(b"a") == b"a"
+    assert ALONE.counted_once(x).tolist() == [1.0, 2.0]
+    assert [a.tolist() for (a,) in ALONE.map(lambda i: (np.array(i),), [4, 5])] == [4, 5]
+
+
+def test_a_launcher_names_the_place_of_a_rank(monkeypatch, tmp_path):
+    monkeypatch.delenv("MLX_RANK", raising=False)
+    assert launched() is None
+    file = tmp_path / "hosts.json"
+    file.write_text(json.dumps([["10.0.0.1:4000"], ["10.0.0.2:4001"]]))
+    monkeypatch.setenv("MLX_RANK", "1")
+    monkeypatch.setenv("MLX_HOSTFILE", str(file))
+    assert launched() == Launched(1, 2, "10.0.0.1", 3999, 4001)
+    file.write_text("no list")
+    with raises("unreadable", None, str(file)):
+        launched()
+    file.write_text("")
+    assert launched() is None
+
+
+def connected(size: int, versions: list[dict]) -> list:
+    """What `connect` returns or raises on each rank of this machine."""
+    port = free_ports(1)
+    results: list = [None] * size
+
+    def call(rank: int) -> None:
+        try:
+            results[rank] = link.connect(Launched(rank, size, "127.0.0.1", port), versions[rank])
+        except PackError as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=call, args=(rank,)) for rank in range(len(versions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return results
+
+
+def test_ranks_find_each_other():
+    assert all(isinstance(each, link.Link) for each in connected(3, [{"mlx": "1"}] * 3))
+
+
+def test_ranks_of_different_versions_do_not_train_together():
+    errors = connected(3, [{"mlx": "1"}, {"mlx": "1"}, {"mlx": "2"}])
+    assert all(isinstance(error, PackError) for error in errors)
+    for word in ("rank 2", "mlx 2", "rank 0 1"):
+        assert word in errors[0].message
+    assert errors[0].code == "mismatch"
+
+
+def test_a_rank_that_does_not_call_is_named(monkeypatch):
+    monkeypatch.setattr(link, "WAIT_S", 0.5)
+    first, second, _ = connected(3, [{}, {}])
+    assert "rank 2 of 3" in first.message and first.code == "network"
+    assert "rank 2 of 3" in second.message
+
+
+def test_a_port_in_use_is_named():
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with raises("busy", "hosts", str(port)):
+            link.connect(Launched(0, 2, "127.0.0.1", port), {})
+        own = Launched(1, 2, "127.0.0.1", port + 1, port)
+        assert str(port) in link._port_fault(own)
