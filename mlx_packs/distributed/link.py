@@ -62,6 +62,13 @@ class Link:
             self._send(0, {"error": error})
             time.sleep(_PING_S / 10)  # a process that ends could cut it off
 
+    def close(self) -> None:
+        """Close the connections; the other ranks take it for an end."""
+        for peer in self._peers.values():
+            with suppress(OSError):
+                peer.shutdown(socket.SHUT_RDWR)
+            peer.close()
+
     def _reason(self, rank: int, error: str) -> str:
         where = f"rank {rank} of {self._here.size}"
         return f"{where}: {error}" if error else f"{where} has ended, or does not answer"
@@ -173,9 +180,12 @@ def _disagreement(reports: Mapping[int, Mapping[str, Any]]) -> str:
 
 
 def _answer(peers: Mapping[int, socket.socket], fault: str) -> None:
+    """Say yes to the other ranks, or no with the reason."""
     for peer in peers.values():
         with suppress(OSError):
             peer.sendall(json.dumps({"fault": fault}).encode() + b"\n")
+        if fault:
+            peer.close()
 
 
 def _call(here: Launched, report: Mapping[str, Any]) -> socket.socket:
@@ -195,8 +205,9 @@ def _call(here: Launched, report: Mapping[str, Any]) -> socket.socket:
         peer.sendall(json.dumps(report).encode() + b"\n")
         answer = _read_line(peer)
     except (OSError, ValueError):
-        raise _fault("rank 0 has ended before the run began.", "network") from None
+        answer = {"fault": "rank 0 has ended before the run began."}
     if answer["fault"]:
+        peer.close()
         raise _fault(answer["fault"], "network")
     return peer
 

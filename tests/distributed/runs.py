@@ -15,6 +15,7 @@ SETTINGS = {
     "max_seq_length": 96,
     "matmul_path": "dense",
     "learning_rate": 2e-3,
+    "lr_schedule": "constant",
     "steps_per_report": 1,
     "steps_per_eval": 2,
     "save_every": 2,
@@ -84,4 +85,6 @@ def train(folder: Path, name: str, out: Path, **changes) -> None:
 if __name__ == "__main__":
     place, where, *names = sys.argv[1:]
     for each in names:
-        train(Path(place), each, Path(where) / each)
+        name, *changes = each.split(",")  # "plain,iters=8,resume=1"
+        values = {key: int(value) for key, value in (c.split("=") for c in changes)}
+        train(Path(place), name, Path(where) / name, **values)

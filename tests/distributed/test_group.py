@@ -24,7 +24,7 @@ from tests.helpers.ranks import free_ports
 def example(length: int) -> Example:
     target = np.zeros(length, bool)
     target[length // 2 :] = True
-    return Example(np.arange(length, dtype=np.int32), target)
+    return Example(np.arange(length, dtype=np.int32), target, "here")
 
 
 def targets_of(batch) -> list[int]:
@@ -109,7 +109,10 @@ def connected(size: int, versions: list[dict]) -> list:
 
 
 def test_ranks_find_each_other():
-    assert all(isinstance(each, link.Link) for each in connected(3, [{"mlx": "1"}] * 3))
+    links = connected(3, [{"mlx": "1"}] * 3)
+    assert all(isinstance(each, link.Link) for each in links)
+    for each in links:
+        each.close()
 
 
 def test_ranks_of_different_versions_do_not_train_together():

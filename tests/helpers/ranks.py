@@ -26,11 +26,11 @@ class Ended:
 
 
 class Ranks:
-    """Processes that run a module with arguments, each as a rank."""
+    """Processes that run a module with arguments, each as a rank in a folder."""
 
-    def __init__(self, folder: Path, size: int, arguments: Sequence[str], hostfile=None) -> None:
+    def __init__(self, folder: Path, size: int, arguments: Sequence[str], folders=()) -> None:
         start = free_ports(size + 1)
-        hosts = hostfile or [[f"127.0.0.1:{start + 1 + i}"] for i in range(size)]
+        hosts = [[f"127.0.0.1:{start + 1 + i}"] for i in range(size)]
         file = folder / f"hosts-{start}.json"
         file.write_text(json.dumps(hosts))
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
@@ -42,7 +42,7 @@ class Ranks:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
-                cwd=folder,
+                cwd=folders[rank] if folders else folder,
             )
             for rank in range(size)
         ]

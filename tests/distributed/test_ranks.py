@@ -1,0 +1,136 @@
+"""Runs by several ranks are those of one with the same batches, and all ranks end together."""
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlx_packs.runtime import mx
+from tests.distributed import runs
+from tests.helpers.ranks import Ended, Ranks
+from tests.helpers.rows import CHATS, write_rows
+
+pytestmark = pytest.mark.slow
+
+OF_FOUR = ("plain", "uneven", "packed", "phases", "kto", "mnrl")
+# Adam takes steps of about the learning rate whatever a gradient's size, and so of noise in one.
+TOLERANCE = {"packed-dpo": 2e-4, "packed": 2e-4, "adam8": 1e-2}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    runs.write_data(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def by_ranks(place):
+    """The folder of the packs that so many ranks have trained."""
+    for size, names in ((1, runs.RUNS), (2, runs.RUNS), (4, OF_FOUR)):
+        ended = train(place, size, *names)
+        assert ended.codes == [0] * size, ended.text
+    return place
+
+
+def train(place: Path, size: int, *names: str, out: str = "") -> Ended:
+    where = place / (out or f"by-{size}")
+    return Ranks(place, size, ["tests.distributed.runs", str(place), str(where), *names]).wait(600)
+
+
+def difference(one: Path, other: Path) -> float:
+    ours, theirs = (mx.load(str(p / "adapters.safetensors")) for p in (one, other))
+    assert set(ours) == set(theirs)
+    return max(float(mx.abs(ours[n] - theirs[n]).max()) for n in ours)
+
+
+def curve(pack: Path) -> list[dict]:
+    lines = pack.with_name(pack.name + "-run") / "metrics.jsonl"
+    return [json.loads(line) for line in lines.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("size", "name"), [(2, name) for name in runs.RUNS] + [(4, name) for name in OF_FOUR]
+)
+def test_ranks_train_what_one_trains(by_ranks, size, name):
+    alone, shared = by_ranks / "by-1" / name, by_ranks / f"by-{size}" / name
+    assert difference(alone, shared) < TOLERANCE.get(name, 2e-5)
+    ours, theirs = curve(alone), curve(shared)
+    assert [line["batch"] for line in ours] == [line["batch"] for line in theirs]
+    losses = [[line.get("loss", line.get("valid_loss", 0)) for line in c] for c in (ours, theirs)]
+    assert np.allclose(*losses, rtol=1e-3 if name == "adam8" else 1e-4, atol=1e-5)
+
+
+def test_a_run_of_four_goes_on_with_two(place):
+    ended = train(place, 4, "plain,iters=4", out="fewer")
+    assert not any(ended.codes), ended.text
+    ended = train(place, 2, "plain,iters=8,resume=1", out="fewer")
+    assert not any(ended.codes), ended.text
+    ended = train(place, 1, "plain,iters=8", out="whole")
+    assert not any(ended.codes), ended.text
+    assert difference(place / "fewer" / "plain", place / "whole" / "plain") < 5e-5
+    assert [line["batch"] for line in curve(place / "fewer" / "plain")] == [
+        line["batch"] for line in curve(place / "whole" / "plain")
+    ]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_ranks_end_with_one_that_is_killed(place, victim):
+    pack = place / f"killed-{victim}" / "plain"
+    pack.parent.mkdir()
+    arguments = ["tests.distributed.runs", str(place), str(pack.parent), "plain,iters=500"]
+    ranks = Ranks(place, 2, arguments)
+    run = pack.with_name("plain-run")
+    deadline = time.monotonic() + 120
+    while not list(run.glob("step-*")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    ranks.kill(victim)
+    start = time.monotonic()
+    ended = ranks.wait(30)
+    assert time.monotonic() - start < 30
+    assert ended.codes[victim] == -9 and ended.codes[1 - victim] == 75
+    if victim:
+        (line,) = [line for line in ended.outputs[0].splitlines() if line.startswith("packs:")]
+        assert "rank 1 of 2" in line and "step-" in line and "--resume" in line
+    done = max(int(folder.name.removeprefix("step-")) for folder in run.glob("step-??????"))
+    ended = train(place, 2, f"plain,iters={done + 2},resume=1", out=f"killed-{victim}")
+    assert not any(ended.codes), ended.text
+    assert curve(pack)[-1]["batch"] == done + 2
+
+
+def line_of_first(ended: Ended) -> str:
+    """The one line of the first rank; the others say nothing."""
+    assert ended.codes == [2] * len(ended.codes), ended.text
+    lines = [
+        [line for line in out.splitlines() if line.startswith(("packs:", "Traceback"))]
+        for out in ended.outputs
+    ]
+    assert [len(each) for each in lines] == [1] + [0] * (len(lines) - 1), ended.text
+    return lines[0][0]
+
+
+def test_data_that_differ_between_ranks_are_refused(tmp_path):
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder, rows in zip(folders, (CHATS, CHATS[:2]), strict=True):
+        write_rows(folder / "data", train=rows, valid=CHATS)
+    arguments = ["mlx_packs", "train", "--data", "data", "--iters", "2", "--batch-size", "2"]
+    line = line_of_first(Ranks(tmp_path, 2, [*arguments, "--out", "p"], folders).wait())
+    assert "rank 1 differs" in line and "data" in line
+    assert not (folders[0] / "p").exists() and not (folders[1] / "p").exists()
+
+
+def test_an_error_of_one_rank_is_told_by_the_first(tmp_path):
+    folders = [tmp_path / "a", tmp_path / "b"]
+    write_rows(folders[0] / "data", train=CHATS, valid=CHATS)
+    folders[1].mkdir()
+    arguments = ["mlx_packs", "train", "--data", "data", "--iters", "2", "--batch-size", "2"]
+    line = line_of_first(Ranks(tmp_path, 2, [*arguments, "--out", "p"], folders).wait())
+    assert "rank 1 of 2" in line and "--data data" in line
+
+
+def test_a_batch_that_cannot_be_shared_is_refused(tmp_path):
+    arguments = ["mlx_packs", "train", "--batch-size", "3", "--iters", "2", "--out", "p"]
+    line = line_of_first(Ranks(tmp_path, 2, arguments).wait())
+    assert "--batch-size" in line and "2 ranks" in line
