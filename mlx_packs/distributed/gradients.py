@@ -1,4 +1,4 @@
-"""The gradients of all ranks, added up in parts while others are still computed."""
+"""The gradients of all ranks, added up in parts while the backward pass of others lasts."""
 
 from mlx.utils import tree_flatten, tree_unflatten
 
@@ -13,8 +13,8 @@ def summed_over_ranks(
 ) -> tuple[dict, mx.array]:
     """Return the sum of gradients and counts over the ranks; of one alone they are as they were.
 
-    The exchange of a part needs the gradients of that part alone, so that it begins while the
-    backward pass of others lasts. In half precision gradients are sent as means over all targets,
+    Each part is given to MLX by itself, the last layers first: its exchange begins when the
+    backward pass has come so far, and lasts while that goes on. In half precision gradients are sent as means over all targets,
     since sums can be out of range.
 
     Args:
@@ -37,6 +37,7 @@ def summed_over_ranks(
     for part in filter(None, parts):
         flat = mx.concatenate([(a / scale).astype(dtype).reshape(-1) for _, a in part])
         start, total = 0, ranks.sum(flat)
+        mx.async_eval(total)
         for name, array in part:
             values = total[start : start + array.size].reshape(array.shape).astype(array.dtype)
             summed[name] = values * scale

@@ -70,6 +70,7 @@ class Stepper:
         exchange_dtype: mx.Dtype = mx.float32,
     ) -> None:
         self.model, self.optimizer = model, optimizer
+        self._exchange_dtype = exchange_dtype
         self.ahead = int(runs_ahead())  # steps that may be in flight before one is read
         self._evaluate = mx.async_eval if self.ahead else mx.eval
         self.state = [model.state, optimizer.state, mx.random.state]
@@ -85,7 +86,6 @@ class Stepper:
 
         def update(grads: dict, count: mx.array) -> mx.array:
             """Mean gradient over ``count`` targets, clipped; returns its norm before clipping."""
-            grads, count = summed_over_ranks(grads, count, exchange_dtype)
             targets = count
             if self.scaled:
                 count = count * optimizer.state[KEY]["scale"]
@@ -154,7 +154,8 @@ class Stepper:
             total, *pending = self._gather(*batch)
         self.waiting += 1
         self._pending = tuple(pending)
-        self._evaluate(self._pending, total, mx.random.state)
+        if group().is_alone or not last:  # else parts of the gradient are sent as they come
+            self._evaluate(self._pending, total, mx.random.state)
         return StartedStep(total, count, self._update_waiting() if last else None)
 
     def start_without_batch(self, last: bool) -> StartedStep:
@@ -183,7 +184,9 @@ class Stepper:
         return self._update_waiting().item()
 
     def _update_waiting(self) -> mx.array:
-        norm = self._update(self._pending[1], self._pending[0])
+        count, grads = self._pending
+        grads, count = summed_over_ranks(grads, count, self._exchange_dtype)
+        norm = self._update(grads, count)
         self.waiting, self._pending = 0, ()
         self._evaluate(self.state, norm)
         return norm
