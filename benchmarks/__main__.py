@@ -31,6 +31,7 @@ NAMES = (
     "methods",
     "quality",
     "report",
+    "scaling",
 )
 
 

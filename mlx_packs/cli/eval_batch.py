@@ -7,17 +7,19 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..display import Display
+from ..display import NORMAL, QUIET, Display
+from ..distributed.launched import launched
 from ..errors import PackError
 from . import options
-from .options import option
+from .hosts import launch
+from .options import arguments_without, option
 from .output import exit_if_failed, print_report
 
 if TYPE_CHECKING:
     from ..evaluation.compare import Compared
 
 
-@click.command("eval-batch")
+@click.command("eval-batch", cls=options.RepeatableCommand)
 @click.argument("more", nargs=-1, metavar="[PACK]...", type=click.Path())
 @options.model_of_pack
 @options.packs("Pack to compare; PACK=0.5 applies half of its delta. Repeatable.")
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 @options.setting("min_tps_ratio", type=float)
 @options.setting("max_pack_mb", type=float)
 @option("--csv", "csv_file", metavar="FILE", help="Also write all results to FILE as CSV.")
+@options.hosts("the examples")
 @options.execution
 def eval_batch(
     more: tuple[str, ...],
@@ -52,6 +55,7 @@ def eval_batch(
     packs: tuple[str, ...],
     sizes: str,
     csv_file: str | None,
+    hosts: Path | None,
     trust_remote_code: bool,
     **settings,
 ) -> None:
@@ -60,19 +64,28 @@ def eval_batch(
     The report has perplexity and its paired ratio, token accuracy, speed of batched generation,
     memory and size. The base model is loaded once. The exit code is 1 if a pack fails a gate.
     """
+    from ..distributed.join import joined_ranks
     from ..evaluation.compare import as_csv, evaluate_batch, failed, named_packs
     from ..files import atomic_write
     from ..packs.base import load_base_for
 
+    if hosts is not None and launched() is None:
+        raise click.exceptions.Exit(launch(hosts, ["eval-batch", *arguments_without(("--hosts",))]))
     csv_path = _writable(csv_file)
     chosen = [pack for _, pack in named_packs([options.one_pack([p]) for p in (*packs, *more)])]
     batch_sizes = _batch_sizes(sizes)
     model = options.base_of(model, chosen[0] if chosen else None)
-    display = Display()
+    here = launched()
+    display = Display(QUIET if here and here.rank else NORMAL)
     with display.working("base", f"loading {model}"):
         base = load_base_for(chosen[0] if chosen else None, model, trust_remote_code)
     display.line("base", base.summary())
-    compared = evaluate_batch(base, chosen, batch_sizes=batch_sizes, display=display, **settings)
+    with joined_ranks() as ranks:
+        compared = evaluate_batch(
+            base, chosen, batch_sizes=batch_sizes, display=display, **settings
+        )
+    if not ranks.is_first:
+        return
     lines, failures = _lines(compared), failed(compared)
     if csv_path is not None:
         atomic_write(csv_path, as_csv(compared))

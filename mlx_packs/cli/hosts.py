@@ -1,4 +1,4 @@
-"""`packs train --hosts FILE`: the same command on several machines, launched by `mlx.launch`."""
+"""`--hosts FILE`: the same command on several machines, launched by `mlx.launch`."""
 
 import os
 import re
@@ -24,18 +24,18 @@ _REACH_S = 5
 
 
 def launch(file: Path, arguments: Sequence[str]) -> int:
-    """Train on the machines of a host file; return the exit code of the first rank.
+    """Run a command on the machines of a host file; return the exit code of the first rank.
 
     Args:
         file: as `mlx.distributed_config` writes it.
-        arguments: of `packs train`, without ``--hosts``.
+        arguments: of `packs`, without ``--hosts``.
 
     Raises:
         PackError: the file is none, or a machine cannot be reached.
     """
     hosts = _read_hosts(file)
     _check_reachable(hosts)
-    command = [sys.executable, "-m", "mlx_packs", "train", *arguments]
+    command = [sys.executable, "-m", "mlx_packs", *arguments]
     process = subprocess.Popen(
         [sys.executable, "-c", _LAUNCH, "--hostfile", str(file), "--", *command],
         stdin=subprocess.PIPE,
@@ -62,7 +62,10 @@ def _read_hosts(file: Path) -> list[str]:
     try:
         hosts = Hostfile.from_file(str(file)).hosts
     except ValueError as error:
-        raise PackError(f"--hosts {file}: {error}.", "unreadable", "hosts") from None
+        reason = str(error).removeprefix(f"Failed to parse hostfile {file} ")
+        raise PackError(
+            f"--hosts {file}: is no host file {reason}.", "unreadable", "hosts"
+        ) from None
     if len(hosts) < 2:
         raise PackError(f"--hosts {file}: must list two machines or more.", "invalid", "hosts")
     for host in hosts:

@@ -1,7 +1,8 @@
 """Options that several commands share, and the sections of `packs train --help`."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -68,13 +69,32 @@ class Option(click.Option):
         return extra
 
 
-class SectionedCommand(click.Command):
-    """A command whose help lists its options in sections; its context keeps its arguments."""
+class RepeatableCommand(click.Command):
+    """A command whose context keeps its arguments, so that it can be started again."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Keep the arguments as they were given, and parse them."""
         ctx.meta[ARGUMENTS] = tuple(args)
         return super().parse_args(ctx, args)
+
+
+def arguments_without(flags: Collection[str]) -> list[str]:
+    """Return the arguments of a `RepeatableCommand` without some flags and their values."""
+    context = click.get_current_context()
+    takes_value = {
+        name for p in context.command.params if not getattr(p, "is_flag", True) for name in p.opts
+    }
+    kept, arguments = [], iter(context.meta[ARGUMENTS])
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        value = [next(arguments)] if name in takes_value and not equals else []
+        if name not in flags:
+            kept += [argument, *value]
+    return kept
+
+
+class SectionedCommand(RepeatableCommand):
+    """The same, with its options in sections of its help."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, section by section."""
@@ -263,6 +283,18 @@ backend = option(
     help="Implementation of the operations: plain MLX (reference), or metal or cuda kernels.",
     default_text="chosen for the device",
 )
+
+
+def hosts(shared: str) -> Callable:
+    """Return the option of commands that several machines run."""
+    return option(
+        "--hosts",
+        section="Several machines",
+        metavar="FILE",
+        type=click.Path(dir_okay=False, path_type=Path),
+        help="Run on all machines of a host file of MLX, as mlx.distributed_config writes it; each "
+        f"takes its share of {shared}.",
+    )
 
 
 supervision = add(

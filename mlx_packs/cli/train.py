@@ -70,14 +70,7 @@ def _default_text(name: str) -> str:
     help="Show which tokens of the first examples are trained on, and exit.",
 )
 @options.supervision
-@option(
-    "--hosts",
-    section="Several machines",
-    metavar="FILE",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Train on all machines of a host file of MLX, as mlx.distributed_config writes it; each "
-    "takes its share of every batch.",
-)
+@options.hosts("every batch")
 @options.as_json
 @option("-v", "--verbose", is_flag=True, help="Also print the reasons for automatic choices.")
 @option("-q", "--quiet", is_flag=True, help="Print the result line only.")
@@ -165,7 +158,7 @@ def _launch_on(hosts: Path, recipe: Recipe) -> NoReturn:
     pack = Path(run["out"]).expanduser() if "out" in run else _free_output(recipe)
     named = "out" in run or bool(run.get("resume"))
     arguments = arguments_without(("--hosts",), named, pack)
-    raise click.exceptions.Exit(of_hosts.launch(hosts, arguments))
+    raise click.exceptions.Exit(of_hosts.launch(hosts, ["train", *arguments]))
 
 
 def _check_restarts(max_restarts: int | None, supervised: bool) -> None:
@@ -232,14 +225,5 @@ def arguments_without(flags: Collection[str], names_pack: bool, pack: Path) -> l
         names_pack: whether the command or its files name the pack.
         pack: its folder.
     """
-    context = click.get_current_context()
-    takes_value = {
-        name for p in context.command.params if not getattr(p, "is_flag", True) for name in p.opts
-    }
-    kept, arguments = [], iter(context.meta[options.ARGUMENTS])
-    for argument in arguments:
-        name, equals, _ = argument.partition("=")
-        value = [next(arguments)] if name in takes_value and not equals else []
-        if name not in flags:
-            kept += [argument, *value]
+    kept = options.arguments_without(flags)
     return kept if names_pack else [*kept, "--out", str(pack)]
