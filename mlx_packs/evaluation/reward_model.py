@@ -11,6 +11,7 @@ from ..data.formats import Row
 from ..data.preference_batches import PreferenceBatch, preference_evaluation
 from ..data.scored import encode_scored
 from ..data.shapes import sequence_inputs
+from ..distributed.group import group
 from ..errors import PackError
 from ..memory.matmul_path import choose_matmul_path
 from ..objectives.reward_model import RewardModel, hidden_states
@@ -67,14 +68,15 @@ def score_pairs(
     if not batches:
         raise PackError("--data: there are no examples to evaluate.", "data")
     objective.model.eval()
-    losses, rewards = [], []
-    for batch in batches:
+
+    def scored(batch: PreferenceBatch) -> list[np.ndarray]:
         values = objective.outcome(*objective.arrays(batch))
         mx.eval(values)
-        for parts, value in zip((losses, rewards), values, strict=True):
-            parts.append(np.array(value, np.float64)[: batch.terms])
         if advance is not None:
             advance()
+        return [np.array(value, np.float64)[: batch.terms] for value in values]
+
+    losses, rewards = zip(*group().map(scored, batches), strict=True)
     pairs = np.concatenate(rewards)
     gains = pairs[:, 0] - pairs[:, 1]
     right = (np.sign(gains) + 1) / 2

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import mlx.nn as nn
 
 from ..adapters.method import trainable_modules
-from ..data.preference_batches import PreferenceBatch, split_rows
+from ..data.preference_batches import PreferenceBatch, shared_rows, split_rows
 from ..errors import PackError
 from ..runtime import mx
 from .causal_lm import Arrays, as_arrays, forward, split_head
@@ -125,6 +125,10 @@ class RewardModel(Objective):
     def split(self, batch: PreferenceBatch, parts: int) -> Sequence[PreferenceBatch]:
         """Return the rows of a batch in pieces."""
         return split_rows(batch, parts)
+
+    def share(self, batch: PreferenceBatch, rank: int, size: int) -> PreferenceBatch:
+        """Return the rows of a batch that a rank takes."""
+        return shared_rows(batch, size)[rank]
 
     def score(
         self, batches: Sequence[PreferenceBatch], advance: Callable[[], None] | None = None

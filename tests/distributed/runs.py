@@ -32,6 +32,7 @@ RUNS = {
     "packed-dpo": {**PREFERENCES, "task": "dpo", "packing": True, "max_seq_length": 192},
     "orpo": {**PREFERENCES, "task": "orpo"},
     "kto": {"data": "rated", "task": "kto"},
+    "reward": {"data": "preferences", "task": "reward"},
     "phases": {
         "data": "preferences",
         "phases": (
