@@ -1,11 +1,10 @@
 """How this process was launched: `mlx.launch` tells a rank its place in environment variables."""
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import PackError
+from ..reading import read_json
 
 _MPI = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")  # which mpirun sets
 
@@ -33,7 +32,7 @@ def launched() -> Launched | None:
     """Return how this process was launched; None if it is alone.
 
     Raises:
-        PackError: the launcher's file cannot be read.
+        PackError: the launcher's file is no list.
     """
     if any(name in os.environ for name in _MPI):
         return Launched(int(next(os.environ[name] for name in _MPI if name in os.environ)))
@@ -57,10 +56,6 @@ def launched() -> Launched | None:
 def _listed(variable: str) -> list:
     """Return the list in the file that a variable names; empty without one."""
     name = os.environ.get(variable)
-    if not name:
+    if not name or not (file := Path(name)).is_file() or not file.stat().st_size:
         return []
-    try:
-        content = Path(name).read_text(encoding="utf-8").strip()
-        return json.loads(content) if content else []
-    except (OSError, ValueError) as error:
-        raise PackError(f"{variable}={name}: cannot be read ({error}).", "unreadable") from None
+    return read_json(file, list)

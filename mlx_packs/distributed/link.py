@@ -19,6 +19,7 @@ from .launched import Launched
 WAIT_S = 25.0  # for all ranks to call
 SILENCE_S = 15.0  # after which a rank counts as gone
 _PING_S = 3.0
+_LONGEST = 1 << 16  # bytes of a message
 _GRACE_S = 2.0  # for an error of the own rank, which says more than the end of another
 GONE = 75  # exit code of a run of which a rank is gone; `--supervise` starts it again
 
@@ -153,10 +154,16 @@ def _wait_for_calls(here: Launched, own: Mapping[str, Any]) -> dict[int, socket.
                 )
                 _answer(peers, text)
                 raise _fault(text, "network") from None
-            with suppress(OSError, ValueError):
-                peer.settimeout(SILENCE_S)
+            peer.settimeout(SILENCE_S)
+            try:
                 report = _read_line(peer)
-                reports[report["rank"]], peers[report["rank"]] = report, peer
+                rank = report["rank"]
+                if rank in reports or rank not in range(here.size):
+                    raise ValueError(rank)
+            except (OSError, ValueError, TypeError, KeyError):  # no rank of this run
+                peer.close()
+                continue
+            reports[rank], peers[rank] = report, peer
     text = _disagreement(reports)
     _answer(peers, text)
     if text:
@@ -216,8 +223,8 @@ def _read_line(peer: socket.socket) -> dict:
     """Return the next message, read byte by byte so that nothing after it is lost."""
     line = bytearray()
     while not line.endswith(b"\n"):
-        if not (byte := peer.recv(1)):
-            raise ValueError("closed")
+        if not (byte := peer.recv(1)) or len(line) > _LONGEST:
+            raise ValueError("no message")
         line += byte
     return json.loads(line)
 
