@@ -26,8 +26,8 @@ from .data import COLUMN_SETTINGS as COLUMN_SETTINGS
 from .data import DataConfig as DataConfig
 from .fields import option
 from .lora import LoRAConfig as LoRAConfig
+from .machines import MachineSettings
 from .phase import Phase as Phase
-from .preferences import PreferenceSettings
 
 _data = partial(option, section="Model and data")
 _text = partial(_data, tasks=("lm",))
@@ -44,7 +44,7 @@ _embedding = partial(option, section="Embedding", tasks=("embedding",))
 
 
 @dataclass(frozen=True)
-class TrainConfig(PreferenceSettings):
+class TrainConfig(MachineSettings):
     """Settings of the training; ``iters`` counts batches, as in mlx-lm."""
 
     method: str = option(
@@ -165,13 +165,6 @@ class TrainConfig(PreferenceSettings):
     )
     grad_accumulation_steps: int = _step(
         1, "Batches per update, weighted by their target tokens.", at_least=1, memory=True
-    )
-    exchange_dtype: str = option(
-        "float32",
-        "Dtype in which several machines exchange gradients; half precision halves the traffic.",
-        section="Several machines",
-        choices=("float32", "bfloat16", "float16"),
-        resumable=True,
     )
     max_grad_norm: float | None = _step(
         1.0,

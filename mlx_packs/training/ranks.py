@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -107,3 +107,20 @@ def check_ranks(train: TrainConfig) -> None:
         )
     if size > 1 and "grpo" in train.tasks:
         raise PackError("--task grpo: trains on one machine alone.", "unsupported", "task")
+
+
+def check_examples(counts: Mapping[str, int]) -> None:
+    """Check that there are examples for every rank, given their numbers by split.
+
+    Raises:
+        PackError: a rank would have nothing to train on.
+    """
+    size = group().size
+    for name, count in counts.items():
+        if name.rpartition("/")[2] == "train" and count < size:
+            raise PackError(
+                f"--data: {count:,} {name} examples are fewer than the {size} ranks. Use fewer "
+                "ranks, or more examples.",
+                "data",
+                "data",
+            )

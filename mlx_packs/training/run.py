@@ -53,7 +53,7 @@ from .on_nan import OnNan
 from .phases import columns_of, left_out_rows, resolve_phases
 from .planning import MemoryChoice, check_headers, fit_into_memory, matmul_paths_by_name
 from .precision import run_dtype, show_dtype
-from .ranks import check_alike, check_ranks, folders_of_rank, of_rank
+from .ranks import check_alike, check_examples, check_ranks, folders_of_rank, of_rank
 from .result import RunReport, TrainRun
 from .rewards import RewardFunction
 from .run_folder import check_resumable, clear_run, resume_point, write_identity
@@ -181,6 +181,7 @@ def _run(run: Run) -> TrainRun:
     if earlier is not None:
         check_resume(run.folder, base.path, identity, earlier)
     check_alike(identity | {"compute dtype": dtype.name})
+    check_examples(dataset.counts())
     sources = [phase.public_source(read) for phase, read in zip(run.phases, splits, strict=True)]
     left_out = left_out_rows(run.phases, splits)
     splits.clear()  # from here on only what they are encoded to is needed

@@ -130,6 +130,13 @@ def test_an_error_of_one_rank_is_told_by_the_first(tmp_path):
     assert "rank 1 of 2" in line and "--data data" in line
 
 
+def test_examples_for_every_rank_are_needed(tmp_path):
+    data = write_rows(tmp_path / "data", train=CHATS[:1], valid=CHATS)
+    arguments = ["mlx_packs", "train", "--data", str(data), "--batch-size", "2", "--out", "p"]
+    line = line_of_first(Ranks(tmp_path, 2, arguments).wait())
+    assert "1 train examples" in line and "2 ranks" in line
+
+
 def test_a_batch_that_cannot_be_shared_is_refused(tmp_path):
     arguments = ["mlx_packs", "train", "--batch-size", "3", "--iters", "2", "--out", "p"]
     line = line_of_first(Ranks(tmp_path, 2, arguments).wait())
