@@ -10,7 +10,6 @@ graph of a step (`python -m benchmarks graph`) and the rates of links; no Mac wa
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -248,15 +247,15 @@ def draw(events: list[tuple[float, float]], file: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 2.8), layout="constrained")
-    for number, (ready, done) in enumerate(events):
-        axes.barh(number, 1000 * ready, color="lightgray", height=0.5)
-        axes.barh(number, 1000 * max(done - ready, 0), left=1000 * ready, height=0.5)
+    numbers = range(len(events))
+    axes.barh(numbers, [1000 * ready for ready, _ in events], color="lightgray", height=0.5)
+    axes.plot([1000 * done for _, done in events], numbers, "o", ms=5)
     backward = 1000 * max(ready for ready, _ in events)
     axes.axvline(backward, color="black", lw=0.8, ls="--")
-    axes.text(backward, -0.9, " backward pass is over", va="bottom", fontsize=8)
+    axes.text(backward, 0, "backward pass is over ", ha="right", va="center", fontsize=8)
     axes.invert_yaxis()
     axes.set_yticks(range(len(events)), [f"part {i + 1}" for i in range(len(events))])
-    axes.set_xlabel("milliseconds of a step (gray: until the part is computed; blue: exchanged)")
+    axes.set_xlabel("milliseconds of a step (bar: until a part is computed; dot: it is exchanged)")
     figure.savefig(file, metadata={"Date": None})
 
 
@@ -306,8 +305,6 @@ def main(arguments: list[str] | None = None) -> int:
     history.append(lines, options.history)
     if options.plot:
         draw(events, options.plot)
-    spread = statistics.mean(done - ready for ready, done in events)
-    print(f"a part took {1000 * spread:.1f} ms from computed to exchanged, on average")
     return 0
 
 
