@@ -23,7 +23,7 @@ def summed_over_ranks(
         dtype: in which they are sent and added; what is returned is in their own.
     """
     ranks = group()
-    if ranks.is_alone:
+    if ranks.shares == 1:
         return gradients, count
     count = ranks.sum(count.astype(mx.float32))
     scale = 1.0 if dtype == mx.float32 else mx.maximum(count, 1)

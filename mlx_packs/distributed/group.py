@@ -5,7 +5,7 @@ batches, each its share of every one, so that all of them hold the same weights 
 """
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,10 +21,13 @@ class Group:
 
     Args:
         ranks: MLX's group of them; None for one rank alone.
+
+    Attributes:
+        native: the same.
     """
 
     def __init__(self, ranks: Any = None) -> None:
-        self._ranks = ranks
+        self.native = ranks
         self.rank: int = ranks.rank() if ranks is not None else 0
         self.size: int = ranks.size() if ranks is not None else 1
 
@@ -38,9 +41,22 @@ class Group:
         """Whether there is no other rank."""
         return self.size == 1
 
+    @property
+    def shares(self) -> int:
+        """Number of ranks that share a batch."""
+        return self.size
+
+    def norm(self, norm: mx.array) -> mx.array:
+        """Return the L2 norm of gradients, given that of the own ones: all ranks have the same."""
+        return norm
+
+    def union(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
+        """Return the arrays of all ranks by name, which have the same ones."""
+        return dict(arrays)
+
     def sum(self, array: mx.array) -> mx.array:
         """Return the sum of the arrays of all ranks, of the same shape and dtype."""
-        return array if self.is_alone else mx.distributed.all_sum(array, group=self._ranks)
+        return array if self.is_alone else mx.distributed.all_sum(array, group=self.native)
 
     def joined(self, array: mx.array) -> mx.array:
         """Return the rows of all ranks [size x B, ...], given own ones [B, ...].
@@ -50,7 +66,7 @@ class Group:
         """
         if self.is_alone:
             return array
-        others = mx.distributed.all_gather(mx.stop_gradient(array), group=self._ranks)
+        others = mx.distributed.all_gather(mx.stop_gradient(array), group=self.native)
         start, stop = self.rank * len(array), (self.rank + 1) * len(array)
         return mx.concatenate([others[:start], array, others[stop:]])
 
@@ -63,7 +79,7 @@ class Group:
         if self.is_alone:
             return list(numbers)
         own = mx.array(numbers, mx.int64)[None]
-        highest = mx.distributed.all_gather(own, group=self._ranks).max(axis=0)
+        highest = mx.distributed.all_gather(own, group=self.native).max(axis=0)
         mx.eval(highest)
         return highest.tolist()
 
@@ -71,11 +87,11 @@ class Group:
         """Return the bytes of each rank."""
         if self.is_alone:
             return [content]
-        sizes = mx.distributed.all_gather(mx.array([len(content)], mx.int64), group=self._ranks)
+        sizes = mx.distributed.all_gather(mx.array([len(content)], mx.int64), group=self.native)
         mx.eval(sizes)
         padded = np.zeros((1, max(*sizes.tolist(), 1)), np.uint8)
         padded[0, : len(content)] = np.frombuffer(content, np.uint8)
-        rows = mx.distributed.all_gather(mx.array(padded), group=self._ranks)
+        rows = mx.distributed.all_gather(mx.array(padded), group=self.native)
         mx.eval(rows)
         return [np.array(rows[i, :n]).tobytes() for i, n in enumerate(sizes.tolist())]
 

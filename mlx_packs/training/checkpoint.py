@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from ..adapters.method import Trainable
 from ..adapters.spec import check_shapes
+from ..distributed.group import group
 from ..errors import PackError
 from ..files import atomic_folder, save_tensors, to_json
 from ..filesystem import sync
@@ -125,7 +126,7 @@ def save_checkpoint(
     folder = run / f"{_PREFIX}{state.batches:06d}"
     with atomic_folder(folder, replace=True) as partial:
         save_tensors(partial / ADAPTERS, trainable.tensors())
-        arrays = dict(tree_flatten(optimizer.state))
+        arrays = group().union(dict(tree_flatten(optimizer.state)))
         arrays["random"] = mx.random.state[0]
         save_tensors(partial / OPTIMIZER, arrays)
         content = {**asdict(state), _FILES: file_facts(partial, (ADAPTERS, OPTIMIZER))}
@@ -179,6 +180,8 @@ def load_checkpoint(
         arrays = {name: a for name, a in arrays.items() if not name.startswith(f"{KEY}.")}
     arrays = _with_current_names(arrays, optimizer)
     expected = {name: a.shape for name, a in tree_flatten(optimizer.state)} | {"random": (2,)}
+    if group().shares < group().size:  # those of all ranks of a pipeline
+        arrays = {name: a for name, a in arrays.items() if name in expected}
     file = folder / OPTIMIZER
     check_shapes(expected, {name: a.shape for name, a in arrays.items()}, str(file))
     key = arrays.pop("random")

@@ -269,7 +269,7 @@ class Loop:
         """Checkpoint the model if it still works: the loss before an update does not tell."""
         if self.on_nan.policy != "skip" or self._finite is not None:
             scored = self._finite or batch
-            if (parts := self.micro_batches.parts * group().size) > 1:
+            if (parts := self.micro_batches.parts * group().shares) > 1:
                 scored = self.objective.split(scored, parts)[0]
             if fault := not_finite(self._score([scored]).nll, 0.0):
                 self.on_nan.end(self.state.batches, fault, [scored])

@@ -3,12 +3,11 @@
 Of several ranks each takes its share of a batch, which its own pieces are of.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..distributed.group import group
-from ..objectives.objective import Objective
+from ..objectives.objective import Arrays, Objective
 from ..runtime import mx
 from .step import StartedStep, Stepper
 
@@ -25,6 +24,8 @@ class MicroBatches:
 
     def halve(self, objective: Objective, batch: Any) -> bool:
         """Double the number of pieces; return whether ``batch`` has so many."""
+        if group().shares < group().size:  # the ranks of a pipeline take the same pieces
+            return False
         if len(objective.split(batch, 2 * self.parts)) <= len(objective.split(batch, self.parts)):
             return False
         self.parts *= 2
@@ -34,12 +35,12 @@ class MicroBatches:
         self, stepper: Stepper, objective: Objective, batch: Any, last: bool, alone: bool
     ) -> StartedStep:
         """Start the step on a batch, as `Stepper.start`; of several pieces each waits for the one before."""
-        if not group().is_alone:
+        if group().shares > 1:
             return self._start_share(stepper, objective, batch, last)
-        pieces = objective.split(batch, self.parts) if self.parts > 1 else [batch]
-        if len(pieces) <= 1:
-            return stepper.start(objective.arrays(batch), batch.terms, last, alone)
-        return self._start_pieces(stepper, objective, pieces, last)
+        pieces = self._pieces(objective, batch)
+        if len(pieces) == 1:
+            return stepper.start(*pieces[0], last, alone)
+        return stepper.start_pieces(pieces, last)
 
     def _start_share(
         self, stepper: Stepper, objective: Objective, batch: Any, last: bool
@@ -51,21 +52,13 @@ class MicroBatches:
             if share is None:
                 step = stepper.start_without_batch(last)
             else:
-                pieces = objective.split(share, self.parts) if self.parts > 1 else []
-                step = self._start_pieces(stepper, objective, pieces or [share], last)
+                step = stepper.start_pieces(self._pieces(objective, share), last)
             total = ranks.sum(mx.array(step.loss, mx.float32))
             mx.async_eval(total)
         return StartedStep(total, batch.terms, step.norm)
 
-    def _start_pieces(
-        self, stepper: Stepper, objective: Objective, pieces: Sequence[Any], last: bool
-    ) -> StartedStep:
-        """Start the steps on all pieces of a batch; the loss is the sum of theirs."""
-        if len(pieces) > 1:
-            stepper.wait_for_each()
-        total = 0.0
-        for piece in pieces:
-            ends = last and piece is pieces[-1]
-            step = stepper.start(objective.arrays(piece), piece.terms, ends, alone=False)
-            total = total + step.loss
-        return StartedStep(total, sum(piece.terms for piece in pieces), step.norm)
+    def _pieces(self, objective: Objective, batch: Any) -> list[tuple[Arrays, int]]:
+        """Return the arrays of every piece of a batch, and its number of targets."""
+        pieces = objective.split(batch, self.parts) if self.parts > 1 else []
+        pieces = pieces if len(pieces) > 1 else [batch]
+        return [(objective.arrays(piece), piece.terms) for piece in pieces]

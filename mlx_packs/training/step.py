@@ -82,7 +82,8 @@ class Stepper:
         skips = skips and not self.scaled
         if skips:
             loss = counted_where_finite(loss)
-        value_and_grad = nn.value_and_grad(model, scaled(loss, optimizer) if self.scaled else loss)
+        self._loss = scaled(loss, optimizer) if self.scaled else loss
+        value_and_grad = nn.value_and_grad(model, self._loss)
 
         def update(grads: dict, count: mx.array) -> mx.array:
             """Mean gradient over ``count`` targets, clipped; returns its norm before clipping."""
@@ -92,7 +93,7 @@ class Stepper:
             # elsewhere one factor for mean and clipping would spare nothing, and change last bits
             if not runtime.COMPILES:
                 grads, count = tree_map(lambda g: g / count, grads), 1
-            norm = _norm([g for _, g in tree_flatten(grads)]) / count
+            norm = group().norm(_norm([g for _, g in tree_flatten(grads)])) / count
             factor = 1 / count
             if max_grad_norm:
                 factor = factor * mx.minimum(max_grad_norm / (norm + 1e-6), 1.0)
@@ -120,17 +121,17 @@ class Stepper:
             total, count, grads = gather(*batch)
             return total, pending[0] + count, tree_map(mx.add, pending[1], grads)
 
-        def compiled(step: Callable) -> Callable:
-            def counted(*args: object) -> tuple:
-                self.traces += is_traced(mx.random.state[0])
-                return step(*args)
-
-            return mx.compile(counted, inputs=self.state, outputs=self.state)
-
         # an update of one batch; its loss and norm are not evaluated yet
-        self.whole = compiled(whole)
-        self._gather, self._add = compiled(gather), compiled(add)
+        self.whole = self._compiled(whole)
+        self._gather, self._add = self._compiled(gather), self._compiled(add)
         self._update = mx.compile(update, inputs=self.state, outputs=self.state)
+
+    def _compiled(self, step: Callable) -> Callable:
+        def counted(*args: object) -> tuple:
+            self.traces += is_traced(mx.random.state[0])
+            return step(*args)
+
+        return mx.compile(counted, inputs=self.state, outputs=self.state)
 
     def __call__(self, batch: Arrays, count: int, last: bool, alone: bool) -> tuple[float, float]:
         """Take a step; return the batch's mean loss and the gradient norm of its update (0 without)."""
@@ -157,6 +158,19 @@ class Stepper:
         if group().is_alone or not last:  # else parts of the gradient are sent as they come
             self._evaluate(self._pending, total, mx.random.state)
         return StartedStep(total, count, self._update_waiting() if last else None)
+
+    def start_pieces(self, pieces: Sequence[tuple[Arrays, int]], last: bool) -> StartedStep:
+        """Start the step on the pieces of a batch, each with its number of targets, as `start`.
+
+        Of several each waits for the one before; the loss is the sum of theirs.
+        """
+        if len(pieces) > 1:
+            self.wait_for_each()
+        total, count = mx.zeros(()), 0
+        for number, (arrays, terms) in enumerate(pieces, 1):
+            step = self.start(arrays, terms, last and number == len(pieces), alone=False)
+            total, count = total + step.loss, count + terms
+        return StartedStep(total, count, step.norm)
 
     def start_without_batch(self, last: bool) -> StartedStep:
         """Take part in an update of the ranks without a batch of this one."""
