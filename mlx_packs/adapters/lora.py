@@ -202,7 +202,7 @@ def attach(
         attached.swap([(geometry.path, module) for geometry, module in fallback])
         modules = dict(base.model.named_modules())
         attached.frozen = {path: modules[path] for path in specs}
-        attached._originals += apply_matmul_path(base.model, matmul_path)
+        attached._originals += apply_matmul_path(base.model, matmul_path, base.is_lazy)
         _swap_in_adapters(attached, lora.dropout, seed)
         base.model.train(base.model.training)  # new modules join the mode of the rest
     except BaseException:

@@ -116,7 +116,16 @@ def _load_decoder(request: _Request) -> BaseModel:
     tokenizer = load_tokenizer(path, config, request.trust_remote_code)
     hashed, dtype_name = fingerprint(path), dtype_of(model)
     return BaseModel(
-        name, path, model, tokenizer, config, hashed, dict(quantization), sources, dtype_name
+        name,
+        path,
+        model,
+        tokenizer,
+        config,
+        hashed,
+        dict(quantization),
+        sources,
+        dtype_name,
+        request.lazy,
     )
 
 

@@ -30,6 +30,7 @@ class BaseModel:
     # which tensor of the files each weight of the model is
     weight_map: dict[str, Source] = field(default_factory=dict, repr=False, compare=False)
     compute_dtype: str = "float32"  # of hidden states
+    is_lazy: bool = False  # whether its weights are read when they are used
 
     @property
     def vocab_size(self) -> int:

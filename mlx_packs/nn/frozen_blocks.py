@@ -48,7 +48,7 @@ class FrozenBlock(WrappedBlock):
 
 @contextmanager
 def injected(model: nn.Module, states: mx.array) -> Iterator[None]:
-    """Let the frozen blocks of a model return ``states`` [B, T, D]."""
+    """Let the frozen or remote blocks of a model return ``states`` [B, T, D]."""
     injection = _injection(model)
     injection.states = states
     try:
@@ -75,4 +75,5 @@ def frozen_output(model: nn.Module, forward: Callable[[], object]) -> object:
 
 
 def _injection(model: nn.Module) -> Injection:
-    return next(m.injection for m in model.modules() if isinstance(m, FrozenBlock))
+    injections = (vars(module).get("injection") for module in model.modules())
+    return next(each for each in injections if isinstance(each, Injection))

@@ -428,8 +428,10 @@ def replace_modules(model: nn.Module, modules: list[tuple[str, nn.Module]]) -> N
         model.update_modules(tree_unflatten(list(level)))
 
 
-def apply_matmul_path(model: nn.Module, matmul_path: str) -> list[tuple[str, nn.Module]]:
-    """Make every quantized module of ``model`` compute by ``matmul_path``.
+def apply_matmul_path(
+    model: nn.Module, matmul_path: str, lazy: bool = False
+) -> list[tuple[str, nn.Module]]:
+    """Make every quantized module of ``model`` compute by ``matmul_path``; ``lazy`` reads no weight.
 
     Returns:
         (path, original module) of those replaced; `replace_modules` puts them back.
@@ -441,5 +443,6 @@ def apply_matmul_path(model: nn.Module, matmul_path: str) -> list[tuple[str, nn.
             originals.append((path, module))
             replaced.append((path, other))
     replace_modules(model, replaced)
-    mx.eval([m.parameters() for _, m in replaced])
+    if not lazy:
+        mx.eval([m.parameters() for _, m in replaced])
     return originals

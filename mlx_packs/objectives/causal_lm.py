@@ -33,16 +33,17 @@ class Head:
     frozen: FrozenHead | None
 
 
-def split_head(model: nn.Module) -> Head | None:
-    """Return the model as hidden states and head; None if they change its logits.
+def split_head(model: nn.Module, probe: mx.array | None = None) -> Head | None:
+    """Return the model as hidden states and head; None if they change its logits of ``probe``.
 
     Logit scaling or capping makes the check fail, and then the full forward pass is used.
     """
-    probe = mx.array([[1, 2, 3, 1]])
+    probe = mx.array([[1, 2, 3, 1]]) if probe is None else probe
     try:
-        expected = model(probe)
+        expected = forward(model, model, probe)
         for head in possible_heads(model):
-            if mx.array_equal(head.logits(head.hidden(probe)), expected).item():
+            states = forward(model, head.hidden, probe)
+            if mx.array_equal(head.logits(states), expected).item():
                 return head
     except (TypeError, ValueError, AttributeError):
         return None
@@ -58,7 +59,8 @@ def possible_heads(model: nn.Module) -> Iterator[Head]:
     if not isinstance(inner, nn.Module):
         return
     heads = [(model["lm_head"], model["lm_head"])] if "lm_head" in model else []
-    heads += [(inner[n], inner[n].as_linear) for n in ("embed_tokens", "wte") if n in inner]
+    tables = [inner[name] for name in ("embed_tokens", "wte") if name in inner]
+    heads += [(table, table.as_linear) for table in tables if hasattr(table, "as_linear")]
     for module, logits in heads:
         trainable = bool(tree_flatten(module.trainable_parameters()))
         yield Head(inner, logits, None if trainable else frozen_head(module))

@@ -124,7 +124,7 @@ def graph_of(base: BaseModel, lora: LoRAConfig, train: TrainConfig) -> Graph:
     }
     lora = dataclasses.replace(lora, target_modules=tuple(adapted), num_layers=-1)
     inputs = TokenInputs() if in_memory else _MappedInputs(mapped)
-    return Graph(dataclasses.replace(base, model=model), lora, inputs, facts)
+    return Graph(dataclasses.replace(base, model=model, is_lazy=False), lora, inputs, facts)
 
 
 class _MappedInputs(Inputs):

@@ -1,0 +1,131 @@
+"""Adapters on a base of which each rank of a pipeline has some blocks."""
+
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from ..bases.geometry import Heads, block_prefixes, select_targets
+from ..bases.model import BaseModel
+from ..config.schema import LoRAConfig
+from ..display import size
+from ..distributed.stages import Stages, stage_blocks
+from ..errors import PackError
+from ..nn.frozen_blocks import Injection
+from ..nn.remote_blocks import RemoteBlock, RemoteEmbedding, RemoteHead
+from ..runtime import mx
+from .method import Trainable
+
+# Families whose forward pass is: embedding, blocks that pass on one array, norm, head.
+# tests/distributed/test_pipeline.py splits a model of each.
+FAMILIES = (
+    *("qwen3", "qwen2", "llama", "mistral", "gemma2", "gemma3_text", "olmo2", "phi3"),
+    *("qwen3_moe", "mixtral", "glm4_moe", "gpt_oss"),
+)
+_TABLE, _HEAD = "model.embed_tokens", "lm_head"
+
+
+class PipelinedAdapters:
+    """The adapters of all ranks, of which each trains those in its own blocks; `Trainable`.
+
+    The base must be lazy: the weights of other ranks are taken off before they are read. Those of
+    the own blocks are read here, on the first rank the embedding too, on the last norm and head.
+
+    Attributes:
+        adapters: what a method attached to the whole base.
+        blocks: the numbers of the own blocks.
+    """
+
+    def __init__(self, adapters: Trainable, stages: Stages) -> None:
+        self.adapters = adapters
+        self.method, self.base, self.model = adapters.method, adapters.base, adapters.model
+        self.specs, self.groups, self.notes = adapters.specs, adapters.groups, adapters.notes
+        self.replaced, self.for_merge = adapters.replaced, adapters.for_merge
+        self.disabled, self.load, self.at = adapters.disabled, adapters.load, adapters.at
+        self.swap, self.recompute, self.detach = adapters.swap, adapters.recompute, adapters.detach
+        self.parameter_count = adapters.parameter_count
+        self._stages = stages
+        prefixes = block_prefixes(self.model)
+        own = stage_blocks(len(prefixes), stages.size)[stages.rank]
+        self.blocks = own
+        self._own = tuple(f"{prefixes[number]}." for number in own)
+        self.swap(_remote_modules(self.base, own, stages))
+        mx.eval(self.model.parameters())
+
+    @property
+    def details(self) -> str:
+        """Return those of the adapters of all ranks."""
+        return self.adapters.details
+
+    def lines(self) -> list[str]:
+        """Return the blocks and bytes of this rank, for people."""
+        nbytes = sum(a.nbytes for _, a in tree_flatten(self.model.parameters()))
+        return [
+            f"{self._stages.size} ranks · here blocks {self.blocks.start + 1} to "
+            f"{self.blocks.stop} of {len(self.model.layers)}, {size(nbytes)}"
+        ]
+
+    def tensors(self) -> dict[str, mx.array]:
+        """Return the adapters of all ranks in float32, by name on disk; all ranks call it."""
+        tensors = self.adapters.tensors()
+        own = {name: a for name, a in tensors.items() if name.startswith(self._own)}
+        united = self._stages.union(own)
+        return {name: united[name] for name in tensors}
+
+
+def check_splittable(base: BaseModel, stages: int) -> None:
+    """Check that the blocks of a base can be split over so many ranks.
+
+    Raises:
+        PackError: its family passes more than one array from block to block, or is not known, or
+            there are more ranks than blocks.
+    """
+    family = base.config["model_type"]
+    if family not in FAMILIES:
+        raise PackError(
+            f"--pipeline: the blocks of {base.name}, a {family}, cannot be split over ranks. Those "
+            f"of {', '.join(FAMILIES)} can.",
+            "unsupported",
+            "pipeline",
+        )
+    if (blocks := len(base.model.layers)) < stages:
+        raise PackError(
+            f"--pipeline: {base.name} has {blocks} blocks, too few for {stages} ranks. Launch "
+            f"{blocks} at most.",
+            "conflict",
+            "pipeline",
+        )
+
+
+def check_in_blocks(base: BaseModel, lora: LoRAConfig) -> None:
+    """Check that all adapters are in blocks, of which each is on one rank.
+
+    Raises:
+        PackError: another module is a target, or there is no such target.
+    """
+    prefixes = tuple(f"{prefix}." for prefix in block_prefixes(base.model))
+    for path, _ in select_targets(base.model, lora.target_modules, lora.num_layers):
+        if not path.startswith(prefixes):
+            raise PackError(
+                f"--target-modules: {path} is in no block, and --pipeline trains adapters in blocks "
+                "alone. Leave one of them out.",
+                "unsupported",
+                "target_modules",
+            )
+
+
+def _remote_modules(base: BaseModel, own: range, stages: Stages) -> list[tuple[str, nn.Module]]:
+    """Return what takes the place of the modules of other ranks, by path."""
+    model = base.model
+    entry = Injection()
+    remote: list[tuple[str, nn.Module]] = [
+        (path, RemoteBlock(block, entry if number < own.start else None))
+        for number, (path, block) in enumerate(
+            zip(block_prefixes(model), model.layers, strict=True)
+        )
+        if number not in own
+    ]
+    has_head = _HEAD in model
+    if not stages.is_first and (has_head or not stages.is_last):  # else the table is the head
+        remote.append((_TABLE, RemoteEmbedding(Heads.of(base.config).hidden or 1)))
+    if not stages.is_last and has_head:
+        remote.append((_HEAD, RemoteHead()))
+    return remote
