@@ -2,6 +2,7 @@
 
 import shlex
 import shutil
+import textwrap
 
 import click
 
@@ -86,11 +87,24 @@ def _size(flag: str, text: str) -> int:
     "not counted",
     help="Count the memory of this training data too: a folder, a file, or 'tiny' (bundled).",
 )
+@option(
+    "--machines",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Also show what N such machines would need for these settings: nothing, data-parallel "
+    "training, or a pipeline, which splits the base.",
+    default_text="not counted",
+)
 @options.recipes
 @options.add(*(options.setting(name, _default_text(name)) for name in _SETTINGS))
 @options.as_json
 def plan(
-    memory: str | None, budget: str | None, device: str | None, configs: tuple[str, ...], **flags
+    memory: str | None,
+    budget: str | None,
+    device: str | None,
+    machines: int | None,
+    configs: tuple[str, ...],
+    **flags,
 ) -> None:
     """Estimate peak memory and disk space, and suggest a training command.
 
@@ -101,6 +115,7 @@ def plan(
     """
     from ..bases.files import TINY
     from ..memory.examples import example_memory
+    from ..memory.pipeline import plan_machines
     from ..memory.read import read_headers
     from ..memory.recommend import recommend, table
     from ..runtime import assumed_device
@@ -143,6 +158,10 @@ def plan(
         ]
         width = min(100, shutil.get_terminal_size((100, 24)).columns)
         lines = table(choices, headers, limit, configs, unflagged, width)
+        if machines is not None:
+            needed = plan_machines(headers, limit - least, recipe.lora, recipe.train, machines)
+            report = [{**each, "machines": needed.to_json()} for each in report]
+            lines[-1:-1] = textwrap.wrap(needed.line(), width, subsequent_indent=" " * 8)
     if shared:
         lines.insert(1, shared)
     if headers.code is not None:

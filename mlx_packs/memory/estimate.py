@@ -68,6 +68,19 @@ def estimator_of(config: Mapping) -> Estimator:
     return ESTIMATORS[architecture_of(config.get("model_type"))]
 
 
+class Estimate(Protocol):
+    """The peak memory of a run, or of a rank of it, as `estimate` returns it."""
+
+    def __call__(
+        self,
+        headers: Headers,
+        lora: LoRAConfig,
+        train: TrainConfig,
+        shapes: Iterable[Shape] | None = None,
+    ) -> MemoryPlan:
+        """Return the plan of training with these settings."""
+
+
 def estimate(
     headers: Headers,
     lora: LoRAConfig,
@@ -102,25 +115,29 @@ def matmul_paths(headers: Headers, train: TrainConfig) -> list[str]:
     return list(MATMUL_PATHS) if quantized else ["dense"]
 
 
-def least(headers: Headers, lora: LoRAConfig, train: TrainConfig) -> MemoryPlan:
+def least(
+    headers: Headers, lora: LoRAConfig, train: TrainConfig, estimate_of: Estimate = estimate
+) -> MemoryPlan:
     """Return the plan of the least that a run takes, whatever its examples are.
 
     Its batches are the shortest, its matmul path and policy of recomputation the cheapest.
     """
     shape = estimator_of(headers.config).smallest_shape(train)
     plans = [
-        estimate(headers, lora, replace(train, matmul_path=path, recompute=policy), [shape])
+        estimate_of(headers, lora, replace(train, matmul_path=path, recompute=policy), [shape])
         for path in matmul_paths(headers, train)
         for policy in recompute_policies(train)
     ]
     return min(plans, key=lambda plan: plan.peak_bytes)
 
 
-def check_least(headers: Headers, lora: LoRAConfig, train: TrainConfig) -> MemoryPlan:
+def check_least(
+    headers: Headers, lora: LoRAConfig, train: TrainConfig, estimate_of: Estimate = estimate
+) -> MemoryPlan:
     """Return the plan of `least`; raise a PackError unless it fits into this machine."""
-    plan = least(headers, lora, train)
+    plan = least(headers, lora, train, estimate_of)
     if fit(plan, runtime.total_memory()) == "no":
-        ways = remedies(headers, lora, train, partial(least, headers))
+        ways = remedies(headers, lora, train, partial(least, headers, estimate_of=estimate_of))
         raise _too_large(plan, ways, "at least ")
     return plan
 
@@ -131,6 +148,7 @@ def plan_run(
     train: TrainConfig,
     shapes: set[Shape],
     force: bool = False,
+    estimate_of: Estimate = estimate,
 ) -> dict[str, MemoryPlan]:
     """Return the plan of each matmul path that a run may take.
 
@@ -144,7 +162,9 @@ def plan_run(
     train = replace(train, quantize="none", keep=(), double_quant=True)  # it is done already
     memory = runtime.total_memory()
     plans = {
-        path: _first_fitting(headers, lora, replace(train, matmul_path=path), shapes, memory)
+        path: _first_fitting(
+            partial(estimate_of, headers, lora), replace(train, matmul_path=path), shapes, memory
+        )
         for path in matmul_paths(headers, train)
     }
     for wanted in ("fits", "tight"):
@@ -156,7 +176,7 @@ def plan_run(
     resized = estimator_of(headers.config).resized
 
     def plan_of(lora: LoRAConfig, less: TrainConfig) -> MemoryPlan:
-        return estimate(headers, lora, less, {resized(shape, train, less) for shape in shapes})
+        return estimate_of(headers, lora, less, {resized(shape, train, less) for shape in shapes})
 
     planned = replace(
         train,
@@ -168,12 +188,12 @@ def plan_run(
 
 
 def _first_fitting(
-    headers: Headers, lora: LoRAConfig, train: TrainConfig, shapes: set[Shape], memory: int
+    estimate_of: Callable[..., MemoryPlan], train: TrainConfig, shapes: set[Shape], memory: int
 ) -> MemoryPlan:
     """Return the plan of the first policy of recomputation that fits, else of the cheapest."""
     plans = []
     for policy in recompute_policies(train):
-        plans.append(estimate(headers, lora, replace(train, recompute=policy), shapes))
+        plans.append(estimate_of(replace(train, recompute=policy), shapes))
         if fit(plans[-1], memory) == "fits":
             return plans[-1]
     return min(plans, key=lambda plan: plan.peak_bytes)

@@ -1,0 +1,179 @@
+"""The memory of a rank of a pipeline, and on how many machines a run fits."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from ..config.schema import LoRAConfig, TrainConfig
+from ..display import size
+from ..distributed.stages import stage_blocks
+from .decoder import activation_bytes
+from .decoder_sizes import FAMILIES, sizes_of
+from .estimate import Estimate, estimate, estimator_of, matmul_paths
+from .headers import Headers
+from .plan import MemoryPlan, Shape, fit, recompute_policies
+
+_BLOCKS, _TABLE, _HEAD = "model.layers.", "model.embed_tokens.", "lm_head."
+
+
+def estimate_stage(
+    headers: Headers,
+    lora: LoRAConfig,
+    train: TrainConfig,
+    shapes: Iterable[Shape] | None = None,
+    stages: int = 1,
+) -> MemoryPlan:
+    """Return the peak memory of the rank of a pipeline that takes the most.
+
+    Beside its blocks it has the states that enter them, of the whole batch; all else is of one
+    piece of ``--micro-batches``. Every rank counts the loss, which the last one computes.
+
+    Raises:
+        PackError: The base is of no family of which a plan is known.
+    """
+    blocks = sizes_of(headers.config, headers.tensors).blocks
+    shapes = None if shapes is None else set(shapes)
+    resized = estimator_of(headers.config).resized
+    piece = replace(train, batch_size=-(-train.batch_size // train.micro_batches))
+    pieces = None
+    if shapes is not None:
+        resized_shapes = (resized(shape, train, piece) for shape in shapes)
+        pieces = {(inputs, max(1, targets)) for inputs, targets in resized_shapes}
+    length = train.max_seq_length if shapes is None else max(inputs for inputs, _ in shapes)
+    numbers = train.batch_size * length * headers.config["hidden_size"]
+    states = numbers * activation_bytes(headers.config, train)
+    plans = []
+    for own in stage_blocks(blocks, stages):
+        adapted = min(lora.num_layers, blocks) if lora.num_layers > 0 else blocks
+        of_stage = replace(lora, num_layers=max(1, min(len(own), adapted - (blocks - own.stop))))
+        plans.append(estimate(stage_headers(headers, own, blocks), of_stage, piece, pieces))
+    plan = max(plans, key=lambda each: each.peak_bytes)
+    moments = {
+        name: {**parts, "activations": parts["activations"] + states}
+        for name, parts in plan.moments.items()
+    }
+    return replace(plan, moments=moments)
+
+
+def of_stages(stages: int) -> Estimate:
+    """Return `estimate_stage` of a number of stages."""
+    return partial(estimate_stage, stages=stages)
+
+
+def stage_headers(headers: Headers, own: range, blocks: int) -> Headers:
+    """Return the headers of a rank's part of a base: its blocks, counted from 0, and table or head."""
+    tied = not any(name.startswith(_HEAD) for name in headers.tensors)
+    is_first, is_last = own.start == 0, own.stop == blocks
+    tensors = {}
+    for name, tensor in headers.tensors.items():
+        if name.startswith(_BLOCKS):
+            number, _, rest = name.removeprefix(_BLOCKS).partition(".")
+            if int(number) in own:
+                tensors[f"{_BLOCKS}{int(number) - own.start}.{rest}"] = tensor
+        elif name.startswith(_TABLE):
+            if is_first or (is_last and tied):
+                tensors[name] = tensor
+        elif is_last or not name.startswith(_HEAD):
+            tensors[name] = tensor
+    config = headers.config | {"num_hidden_layers": len(own)}
+    return Headers(headers.name, config, tensors)
+
+
+@dataclass(frozen=True)
+class Machines:
+    """How a run fits on some machines.
+
+    Attributes:
+        count: of them.
+        alone: the plan of one machine.
+        shared: of a rank that takes its share of every batch; None where it cannot be shared.
+        pipelines: of a rank by the number of stages, as far as they are needed.
+        memory: of a machine, in bytes.
+    """
+
+    count: int
+    alone: MemoryPlan
+    shared: MemoryPlan | None
+    pipelines: dict[int, MemoryPlan]
+    memory: int
+
+    @property
+    def needed(self) -> str:
+        """The simplest way that fits: ``one``, ``data-parallel``, ``pipeline N`` or ``none``."""
+        if self._fits(self.alone):
+            return "one"
+        if self.shared is not None and self._fits(self.shared):
+            return "data-parallel"
+        return next((f"pipeline {n}" for n, p in self.pipelines.items() if self._fits(p)), "none")
+
+    def _fits(self, plan: MemoryPlan) -> bool:
+        return fit(plan, self.memory) == "fits"
+
+    def to_json(self) -> dict:
+        """Return the peaks in GB, and what is needed."""
+        return {
+            "count": self.count,
+            "needed": self.needed,
+            "alone_gb": self.alone.peak_gb,
+            "data_parallel_gb": self.shared and self.shared.peak_gb,
+            "pipeline_gb": {stages: plan.peak_gb for stages, plan in self.pipelines.items()},
+        }
+
+    def line(self) -> str:
+        """Return the same in one line."""
+        peaks = [f"{size(self.alone.peak_bytes)} alone"]
+        if self.shared is not None:
+            peaks.append(f"{size(self.shared.peak_bytes)} data-parallel")
+        peaks += [
+            f"{size(plan.peak_bytes)} in a pipeline of {stages}"
+            for stages, plan in list(self.pipelines.items())[-1:]
+        ]
+        kind, _, stages = self.needed.partition(" ")
+        needed = {
+            "one": "fits one machine",
+            "data-parallel": f"data-parallel on {self.count}",
+            "pipeline": f"pipeline of {stages} (--pipeline)",
+            "none": f"does not fit on {self.count}",
+        }[kind]
+        return f"ranks   {needed}; a rank takes {' · '.join(peaks)}, of {size(self.memory)}"
+
+
+def plan_machines(
+    headers: Headers, memory: int, lora: LoRAConfig, train: TrainConfig, count: int
+) -> Machines:
+    """Return how a run fits on ``count`` machines with ``memory`` bytes each.
+
+    Of matmul paths and policies of activation checkpointing that are ``auto`` the cheapest count.
+
+    Raises:
+        PackError: No plan is possible.
+    """
+    alone = cheapest(headers, lora, train)
+    shared = None
+    if train.batch_size % count == 0:
+        shared = cheapest(headers, lora, replace(train, batch_size=train.batch_size // count))
+    pipelines: dict[int, MemoryPlan] = {}
+    blocks = 0
+    if headers.config.get("model_type") in FAMILIES:
+        blocks = sizes_of(headers.config, headers.tensors).blocks
+    for stages in range(2, min(count, blocks) + 1):
+        pipelines[stages] = cheapest(headers, lora, train, of_stages(stages))
+        if fit(pipelines[stages], memory) == "fits":
+            break
+    return Machines(count, alone, shared, pipelines, memory)
+
+
+def cheapest(
+    headers: Headers,
+    lora: LoRAConfig,
+    train: TrainConfig,
+    estimate_of: Estimate = estimate,
+    shapes: Iterable[Shape] | None = None,
+) -> MemoryPlan:
+    """Return the plan of the matmul path and the policy that take the least memory."""
+    plans = [
+        estimate_of(headers, lora, replace(train, matmul_path=path, recompute=policy), shapes)
+        for path in matmul_paths(headers, train)
+        for policy in recompute_policies(train)
+    ]
+    return min(plans, key=lambda plan: plan.peak_bytes)
