@@ -51,6 +51,10 @@ class TrainConflicts(Settings):
     patience: int | None
     val_batches: int
     neftune_noise_alpha: float
+    pipeline: bool
+    packing: bool
+    metric: str | None
+    min_tps_ratio: float | None
     time: str | None
     epochs: float | None
 
@@ -84,6 +88,7 @@ class TrainConflicts(Settings):
         yield from self._conflicts_of_fim()
         yield from self._conflicts_of_objective()
         yield from self._conflicts_of_for_merge()
+        yield from self._conflicts_of_pipeline()
         yield from self._conflicts_of_its_end()
         yield from self._conflicts_of_tasks()
         if self.trains_base:
@@ -186,6 +191,27 @@ class TrainConflicts(Settings):
         }
         for name in (name for name, bad in unfit.items() if bad):
             yield Fault(name, f"does not go with --objective {self.objective}.", "conflict")
+
+    def _conflicts_of_pipeline(self) -> Iterator[Fault]:
+        """Faults of what needs the whole base on one rank, or random numbers of its own."""
+        if not self.pipeline:
+            return
+        unfit = {
+            "method": self.method != "lora",
+            "task": set(self.tasks) != {"lm"},
+            "objective": self.objective != "transformer",
+            "for_merge": self.for_merge != "none",
+            "packing": self.packing,
+            "cache_frozen": self.cache_frozen == "on",
+            "neftune_noise_alpha": bool(self.neftune_noise_alpha),
+            "quantize": self.quantize != "none",
+            "train_fp16_fallback": self.train_fp16_fallback,
+            "metric": self.metric not in (None, "none"),
+            "min_tps_ratio": self.min_tps_ratio is not None,
+        }
+        for name in (name for name, bad in unfit.items() if bad):
+            value = "" if getattr(self, name) is True else f"{getattr(self, name)} "
+            yield Fault(name, f"{value}does not go with --pipeline.", "conflict")
 
     def _conflicts_of_for_merge(self) -> Iterator[Fault]:
         if self.for_merge == "none":

@@ -19,3 +19,9 @@ class MachineSettings(PreferenceSettings):
         choices=("float32", "bfloat16", "float16"),
         resumable=True,
     )
+    pipeline: bool = _machines(
+        False,
+        "Split the blocks of the base over the machines of --hosts, for a base that one cannot hold; "
+        "the pieces of --micro-batches pass from machine to machine.",
+        resumable=True,
+    )

@@ -204,7 +204,7 @@ class Scorer:
         def scored(batch: Batch) -> list[np.ndarray]:
             real = batch.owners >= 0
             owners, count = batch.owners[real], len(batch.examples)
-            values = self._forward(*self._arrays(batch))
+            values = self._values(batch)
             mx.eval(values)
             if advance is not None:
                 advance()
@@ -217,6 +217,10 @@ class Scorer:
         return ExampleScores(
             *(np.concatenate(part)[by_example] for part in zip(*parts, strict=True))
         )
+
+    def _values(self, batch: Batch) -> Sequence[mx.array]:
+        """Return the NLL [M] of every target, and whether it ranks first [M]."""
+        return self._forward(*self._arrays(batch))
 
     def score(self, batches: Sequence[Batch], advance: Callable[[], None] | None = None) -> Score:
         """Return the score of all examples, by token-weighted negative log-likelihood."""

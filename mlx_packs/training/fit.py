@@ -14,6 +14,7 @@ from ..data.batches import prefetched
 from ..display import VERBOSE, Display
 from ..errors import Float16Overflow, PackError
 from ..objectives.objective import Objective, Score
+from ..objectives.pipeline import PipelinedCausalLM
 from ..optim import carry_state
 from ..runtime import mx
 from .checkpoint import (
@@ -32,6 +33,7 @@ from .micro_batches import MicroBatches
 from .observers.observer import Observer
 from .on_nan import BackOff, OnNan
 from .phases import RunPhase
+from .pipeline_step import PipelineStepper
 from .run_folder import best_checkpoint, latest_checkpoint, read_metrics
 from .settings import Run
 from .step import Stepper
@@ -177,14 +179,16 @@ class Fit:
             run.display.line("phase", f"{phase.name}: batches {phase.start + 1} to {phase.stop}")
         self.objective.begin_phase(phase.start, fresh=done == phase.start)
         skips = self.on_nan.policy == "skip"
-        stepper = Stepper(
-            self.trainable.model,
-            objective.loss,
+        arguments = (
             optimizer,
             settings.max_grad_norm,
             skips,
             getattr(mx, settings.exchange_dtype),
         )
+        if isinstance(objective, PipelinedCausalLM):
+            stepper = PipelineStepper(objective, *arguments)
+        else:
+            stepper = Stepper(self.trainable.model, objective.loss, *arguments)
         early_stop = EarlyStop(settings, list(self.curve), self.observers)
         loop = Loop(
             run=run,

@@ -1,7 +1,8 @@
 """The memory plan of a run, and how its frozen weights are used."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,11 +13,13 @@ from ..config.schema import TrainConfig
 from ..display import VERBOSE, size
 from ..distributed.group import group
 from ..errors import PackError
+from ..memory.decoder_sizes import FAMILIES
 from ..memory.disk import DiskPlan, check_disk, plan_disk
-from ..memory.estimate import check_least, plan_run
+from ..memory.estimate import Estimate, check_least, estimate, estimator_of, plan_run
 from ..memory.headers import Headers
 from ..memory.matmul_path import MatmulPathChoice, choose_matmul_path
-from ..memory.plan import ERROR, MemoryPlan, fit
+from ..memory.pipeline import cheapest, of_stages
+from ..memory.plan import ERROR, MemoryPlan, Shape, fit
 from ..memory.read import read_headers
 from ..nn.quantized import matmul_path_of
 from ..packs.base import Base
@@ -48,12 +51,42 @@ def check_headers(name: str | Path, run: Run) -> None:
     if run.force:
         return
     try:
-        least = check_least(read_headers(name), run.lora, run.train)
+        headers = read_headers(name)
+        with suggesting_pipeline(headers, run):
+            least = check_least(headers, run.lora, run.train, _estimate_of(run.train))
     except PackError as error:
         if error.code == "memory":
             raise
         return
     _check_disk(run, plan_disk(least, run.train))
+
+
+def _estimate_of(train: TrainConfig) -> Estimate:
+    """Return the estimate of a rank's memory."""
+    return of_stages(group().size) if train.pipeline else estimate
+
+
+@contextmanager
+def suggesting_pipeline(
+    headers: Headers, run: Run, shapes: Iterable[Shape] | None = None
+) -> Iterator[None]:
+    """Let the error of a run that is too large for its ranks name ``--pipeline`` where that fits."""
+    try:
+        yield
+    except PackError as error:
+        ranks, train = group().size, run.train
+        is_known = headers.config.get("model_type") in FAMILIES and train.tasks == ("lm",)
+        if error.code != "memory" or ranks == 1 or train.pipeline or not is_known:
+            raise
+        shapes = shapes or [estimator_of(headers.config).smallest_shape(train)]
+        plan = cheapest(headers, run.lora, train, of_stages(ranks), shapes)
+        if fit(plan, runtime.total_memory()) == "no":
+            raise
+        raise PackError(
+            f"{error.message} With --pipeline each of the {ranks} ranks would take "
+            f"{size(plan.peak_bytes)}.",
+            "memory",
+        ) from None
 
 
 def _check_disk(run: Run, disk: DiskPlan) -> None:
@@ -79,10 +112,12 @@ def fit_into_memory(
         PackError: if nothing is within the memory and the disk that there are, unless forced.
     """
     ranks = group()
-    planned = replace(planned, batch_size=planned.batch_size // ranks.size)
+    planned = replace(planned, batch_size=planned.batch_size // ranks.shares)
+    headers, estimate_of = Headers.of(base), _estimate_of(run.train)
     plans, shapes = {}, dataset.shapes()
     try:
-        plans = plan_run(Headers.of(base), run.lora, planned, shapes, run.force)
+        with suggesting_pipeline(headers, run, shapes):
+            plans = plan_run(headers, run.lora, planned, shapes, run.force, estimate_of)
     except PackError as error:
         if error.code == "memory":
             raise

@@ -8,12 +8,16 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ..config.schema import DataConfig, TrainConfig
+from ..adapters.method import Trainable
+from ..adapters.pipelined import PipelinedAdapters, check_in_blocks, check_splittable
+from ..bases.model import BaseModel
+from ..config.schema import DataConfig, LoRAConfig, TrainConfig
 from ..display import QUIET, Display
-from ..distributed.group import Group, group
+from ..distributed.group import Group, group, join
 from ..distributed.join import joined_ranks, when_gone
 from ..distributed.link import GONE
-from ..errors import PackError, RunStopped
+from ..distributed.stages import Stages
+from ..errors import PackError, RunStopped, flag_of
 from .folders import output_folders
 from .run_folder import latest_checkpoint, run_folder
 from .settings import Run
@@ -91,6 +95,26 @@ def check_alike(facts: dict) -> None:
             )
 
 
+@contextmanager
+def ranks_of_run(lora: LoRAConfig, train: TrainConfig) -> Iterator[None]:
+    """Let the ranks that there are train a run: each its share of a batch, or the blocks of a stage.
+
+    Raises:
+        PackError: they cannot.
+    """
+    ranks = group()
+    check_ranks(train)
+    if not train.pipeline:
+        yield
+        return
+    check_pipeline(lora)
+    join(Stages(ranks))
+    try:
+        yield
+    finally:
+        join(ranks)
+
+
 def check_ranks(train: TrainConfig) -> None:
     """Check that a run can be trained by the ranks that there are.
 
@@ -98,6 +122,8 @@ def check_ranks(train: TrainConfig) -> None:
         PackError: its batches cannot be shared.
     """
     size = group().size
+    if train.pipeline:
+        return
     if size > 1 and train.batch_size % size:
         raise PackError(
             f"--batch-size: must be a multiple of the {size} ranks, which share every batch, but is "
@@ -115,7 +141,7 @@ def check_examples(counts: Mapping[str, int]) -> None:
     Raises:
         PackError: a rank would have nothing to train on.
     """
-    size = group().size
+    size = group().shares
     for name, count in counts.items():
         if name.rpartition("/")[2] == "train" and count < size:
             raise PackError(
@@ -124,3 +150,46 @@ def check_examples(counts: Mapping[str, int]) -> None:
                 "data",
                 "data",
             )
+
+
+def check_pipeline(lora: LoRAConfig) -> None:
+    """Check that there are ranks for a pipeline, and that adapters can be trained in one.
+
+    Raises:
+        PackError: this process is alone, or a setting needs the whole base on one rank.
+    """
+    if group().is_alone:
+        raise PackError(
+            "--pipeline: splits a base over several machines. Pass --hosts too, or leave it out.",
+            "conflict",
+            "pipeline",
+        )
+    for name in lora.changed(("dropout", "modules_to_save")):
+        raise PackError(
+            f"{flag_of(name)}: does not go with --pipeline. Leave one of them out.",
+            "conflict",
+            name,
+        )
+
+
+def check_stages(base: BaseModel, lora: LoRAConfig) -> None:
+    """Check that a base, and what is to be adapted, can be split over the ranks of a pipeline.
+
+    Raises:
+        PackError: it cannot.
+    """
+    if isinstance(ranks := group(), Stages):
+        check_splittable(base, ranks.size)
+        check_in_blocks(base, lora)
+
+
+def of_stage(trainable: Trainable, display: Display) -> Trainable:
+    """Return what a rank trains: all of it, or of a pipeline what is in its own blocks."""
+    ranks = group()
+    if not isinstance(ranks, Stages):
+        return trainable
+    with display.working("pipeline", "reading the blocks of this rank"):
+        pipelined = PipelinedAdapters(trainable, ranks)
+    for line in pipelined.lines():
+        display.line("pipeline", line)
+    return pipelined

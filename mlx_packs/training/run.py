@@ -53,7 +53,15 @@ from .on_nan import OnNan
 from .phases import columns_of, left_out_rows, resolve_phases
 from .planning import MemoryChoice, check_headers, fit_into_memory, matmul_paths_by_name
 from .precision import run_dtype, show_dtype
-from .ranks import check_alike, check_examples, check_ranks, folders_of_rank, of_rank
+from .ranks import (
+    check_alike,
+    check_examples,
+    check_stages,
+    folders_of_rank,
+    of_rank,
+    of_stage,
+    ranks_of_run,
+)
 from .result import RunReport, TrainRun
 from .rewards import RewardFunction
 from .run_folder import check_resumable, clear_run, resume_point, write_identity
@@ -148,8 +156,10 @@ def run(run: Run) -> TrainRun:
 
     After an overflow in float16 it goes on in bfloat16 from the last update, as if resumed.
     """
-    check_ranks(run.train)
-    with unattended(run.train.awake, run.pack, run.display):
+    with (
+        ranks_of_run(run.lora, run.train),
+        unattended(run.train.awake, run.pack, run.display),
+    ):
         try:
             return _run(run)
         except Float16Overflow as overflow:
@@ -172,6 +182,7 @@ def _run(run: Run) -> TrainRun:
     check_validated(run.train, splits[-1])
     base, dtype = _open_base(run, task)
     _say_what_mlx_lacks(base, run)
+    check_stages(base, run.lora)
     target, lora = task.checked_target(base)
     run, dataset = with_batches(run, task.encode(base, splits))
     task.run, task.dataset = run, dataset
@@ -199,6 +210,7 @@ def _run(run: Run) -> TrainRun:
         if run.resume_adapter_file is not None:
             _load_adapters(trainable, Path(run.resume_adapter_file))
         trainable.recompute(memory.recompute)
+        trainable = of_stage(trainable, run.display)
         with closing(task.objective(trainable, memory)) as objective:
             fit = _train(run, identity, trainable, objective, dataset, dtype, left_out)
             with resumable(run):
@@ -245,6 +257,7 @@ def _open_base(run: Run, task: Task) -> tuple[Base, ComputeDtype]:
         for flag, value, default in (
             ("--quantize", train.quantize, "none"),
             ("--compute-dtype", train.compute_dtype, "auto"),
+            ("--pipeline", train.pipeline, False),
         ):
             if value != default:
                 raise PackError(

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 from mlx_packs import LoRAConfig, Phase, TrainConfig, train_pack
+from mlx_packs.distributed.launched import launched
 from tests.helpers.encoders import all_pairs, all_scored, write_encoder, write_pairs
 from tests.helpers.preferences import preference, rated
 from tests.helpers.rows import chat, write_rows
@@ -50,6 +51,12 @@ RUNS = {
     "cosent": {"data": "scored", "task": "embedding", "loss": "cosent"},
     "cosine": {"data": "scored", "task": "embedding", "loss": "cosine"},
 }
+PIPELINES = {
+    "whole": {"data": "chats", "batch_size": 3},
+    "pieces": {"data": "chats", "micro_batches": 2, "grad_accumulation_steps": 2, "iters": 5},
+    "blocks": {"data": "few", "recompute": "block", "matmul_path": "quantized"},
+    "top": {"data": "chats", "num_layers": 2, "z_loss": 1e-3, "load_best": True},
+}
 
 
 def write_data(folder: Path) -> None:
@@ -69,8 +76,12 @@ def write_data(folder: Path) -> None:
 
 
 def train(folder: Path, name: str, out: Path, **changes) -> None:
-    """Train one of the runs."""
-    settings = {**SETTINGS, **RUNS[name], **changes}
+    """Train one of the runs; a pipeline where there are several ranks."""
+    settings = {**SETTINGS, **(RUNS | PIPELINES)[name], **changes}
+    lora = LORA
+    if name in PIPELINES:
+        lora = LoRAConfig(rank=2, num_layers=settings.pop("num_layers", -1))
+        settings["pipeline"] = launched() is not None
     resume = settings.pop("resume", False)
     data = str(folder / settings.pop("data"))
     if settings.get("task") == "embedding":
@@ -80,7 +91,7 @@ def train(folder: Path, name: str, out: Path, **changes) -> None:
         settings.pop("iters")
         named = [vars(p) | ({"data": str(folder / p.data)} if p.data else {}) for p in phases]
         settings["phases"] = tuple(Phase(**phase) for phase in named)
-    train_pack(base, data, LORA, TrainConfig(**settings), out, resume=resume)
+    train_pack(base, data, lora, TrainConfig(**settings), out, resume=resume)
 
 
 if __name__ == "__main__":

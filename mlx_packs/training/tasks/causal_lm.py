@@ -9,10 +9,13 @@ from ...bases.geometry import is_embedding
 from ...config.schema import LoRAConfig
 from ...data.formats import TOKEN_FORMATS, format_of
 from ...data.rows import Splits
+from ...distributed.group import group
+from ...distributed.stages import Stages
 from ...errors import PackError
 from ...evaluation.answers import Exam, answer_line, questions_of
 from ...evaluation.metrics import metric_of
 from ...evaluation.perplexity import Score, Scorer
+from ...evaluation.pipeline import PipelinedScorer
 from ...evaluation.throughput import cut_prompts, generation_path, measure_throughput
 from ...gates import gates_text
 from ...inference.generate import complete
@@ -22,6 +25,7 @@ from ...nn.noisy_embedding import NoisyEmbedding
 from ...nn.quantized import bare_module, true_shape
 from ...objectives.causal_lm import CausalLM, LossOptions, split_head
 from ...objectives.frozen_activations import FrozenActivations, open_frozen_activations
+from ...objectives.pipeline import PipelinedCausalLM, Stage
 from ...objectives.projection_stack import TRANSFORMER, Graph, graph_of
 from ...objectives.sequence_packing import prepare_packing
 from ...packs.base import Base
@@ -72,8 +76,8 @@ class CausalLMTask(Task):
 
     @property
     def lazy_base(self) -> bool:
-        """A proxy uses few of the base's weights."""
-        return self.run.train.objective != TRANSFORMER
+        """A proxy, or a rank of a pipeline, uses few of the base's weights."""
+        return self.run.train.objective != TRANSFORMER or self.run.train.pipeline
 
     def target(self, base: Base) -> tuple[Base, LoRAConfig]:
         """Return the base, or the projection stack over it (``--objective``)."""
@@ -94,7 +98,8 @@ class CausalLMTask(Task):
         self.sample = SamplePrompt(
             *row_format.prompt(row, columns, base.tokenizer), row_format.answer(row, columns)
         )
-        if metric := metric_of(run.train.metric, columns):
+        metric = metric_of(run.train.metric, columns)
+        if metric and not run.train.pipeline:  # which completes no text
             self.exam = self._exam(metric, splits[-1], split)
         return self.dataset
 
@@ -111,7 +116,10 @@ class CausalLMTask(Task):
 
     def objective(self, trainable: Trainable, memory: MemoryChoice) -> CausalLM:
         """Return the loss of the targets. The sample prompt is completed here, before training."""
-        train, head = self.run.train, self.graph.head()
+        train, ranks = self.run.train, group()
+        if isinstance(ranks, Stages):
+            return self._pipelined(trainable, Stage(trainable.model, ranks))
+        head = self.graph.head()
         if not self.graph.is_proxy:
             check_forward(self.base, self.sample.tokens)
             if train.packing:  # no token of a proxy sees another
@@ -133,8 +141,16 @@ class CausalLMTask(Task):
             add_noise(trainable, train.neftune_noise_alpha)
         self.scorer = Scorer(trainable.model, head, self.graph.inputs.arrays)
         inputs = self.frozen or self.graph.inputs
-        options = LossOptions(train.z_loss, train.label_smoothing, custom=self.run.loss)
-        return CausalLM(trainable.model, head, inputs, self.scorer.score, options)
+        return CausalLM(trainable.model, head, inputs, self.scorer.score, self._loss_options())
+
+    def _pipelined(self, trainable: Trainable, stage: Stage) -> PipelinedCausalLM:
+        """Return the objective of this rank's blocks; no sample is completed by a pipeline."""
+        self.scorer = PipelinedScorer(trainable.model, stage)
+        return PipelinedCausalLM(stage, self.scorer.score, self._loss_options())
+
+    def _loss_options(self) -> LossOptions:
+        train = self.run.train
+        return LossOptions(train.z_loss, train.label_smoothing, custom=self.run.loss)
 
     def summary(
         self, trainable: Trainable, objective: CausalLM, fit: Fit, sources: Sequence[str]
@@ -146,7 +162,9 @@ class CausalLMTask(Task):
             facts = facts | {"ppl_before": before.ppl, "ppl_after": after.ppl}
             before, after, texts, answers = self._by_transformer(trainable)
         else:
-            texts = {"before": self.sample_before, "after": self.sample.complete(self.base)}
+            texts = {"before": self.sample_before, "after": None}
+            if self.sample_before is not None:
+                texts["after"] = self.sample.complete(self.base)
             answers = [self.answers_before, self._answers()]
         split, _ = self.dataset.held_out_examples(run.goal)
         phases = phase_reports(self.dataset, sources, fit)
@@ -274,7 +292,8 @@ def sample_lines(sample: Mapping[str, str | None]) -> list[str]:
     labels = {"sample": "prompt", "wanted": "wanted", "before": "before", "after": "after"}
     if not sample.get("wanted") or sample["wanted"] == sample["after"]:
         labels.pop("wanted")
-    return [f"{label:<7} {_shortened(sample[key])}" for label, key in labels.items()]
+    texts = {label: sample.get(key) for label, key in labels.items()}
+    return [f"{label:<7} {_shortened(text)}" for label, text in texts.items() if text is not None]
 
 
 def stored_sample(sample: Mapping[str, str | None]) -> dict[str, str]:

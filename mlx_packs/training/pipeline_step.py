@@ -1,0 +1,100 @@
+"""Training steps of a pipeline, in the order of GPipe (https://arxiv.org/abs/1811.06965).
+
+The states of all pieces of a batch go forward; then the gradients of one piece after the other go
+back. A rank keeps what enters its blocks and computes them again for their gradients, so that the
+activations of one piece are in memory at a time.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.optimizers as optimizers
+from mlx.utils import tree_flatten, tree_map
+
+from ..objectives.objective import Arrays
+from ..objectives.pipeline import PipelinedCausalLM
+from ..runtime import mx
+from .step import StartedStep, Stepper
+
+
+class PipelineStepper(Stepper):
+    """Steps over batches of one run, by all ranks: each updates what it trains.
+
+    Args:
+        objective: that of this rank.
+        others: as of `Stepper`.
+    """
+
+    def __init__(
+        self, objective: PipelinedCausalLM, optimizer: optimizers.Optimizer, *others: Any
+    ) -> None:
+        stage = self._stage = objective.stage
+        super().__init__(stage.model, objective.loss, optimizer, *others)
+        self.wait_for_each()
+        own = tree_flatten(stage.model.trainable_parameters())
+        trains = stage.stages.gathered(b"1" if own else b"")
+        # whether a gradient comes from the next rank, and whether one goes back from here
+        self._goes_back = any(trains[: stage.stages.rank + 1])
+        self._passes_back = any(trains[: stage.stages.rank])
+
+        def weighted(entering: mx.array, gradient: mx.array) -> mx.array:
+            return (stage.output(entering) * gradient).sum()
+
+        self._output = self._compiled(stage.output)
+        self._gradients = self._compiled(self._differentiated(weighted))
+        self._loss_and_gradients = self._compiled(self._differentiated(self._loss))
+
+    def start(self, batch: Arrays, count: int, last: bool, alone: bool) -> StartedStep:
+        """Take a step on a batch in one piece."""
+        return self.start_pieces([(batch, count)], last)
+
+    def start_pieces(self, pieces: Sequence[tuple[Arrays, int]], last: bool) -> StartedStep:
+        """Take a step on the pieces of a batch, as `Stepper.start_pieces`."""
+        stage = self._stage
+        entered = []
+        for (tokens, *others), _ in pieces:
+            self.shapes.add(tuple(array.shape for array in (tokens, *others)))
+            entered.append(stage.entering(tokens))
+            if not stage.stages.is_last:
+                stage.pass_on(self._output(entered[-1]))
+        sums = mx.zeros(2)  # of the losses, and what they are divided by
+        gradients = self._pending[1] if self.waiting else None
+        for ((_, *others), _), entering in zip(pieces, entered, strict=True):
+            of_piece, added = self._go_back(entering, others)
+            sums = sums + of_piece
+            gradients = added if gradients is None else tree_map(mx.add, gradients, added)
+            mx.eval(sums, gradients)
+        total, number = stage.stages.from_last(sums)
+        self._pending = (self._pending[0] + number if self.waiting else number), gradients
+        self.waiting += 1
+        mx.eval(self._pending, total)
+        terms = sum(terms for _, terms in pieces)
+        return StartedStep(total, terms, self._update_waiting() if last else None)
+
+    def _go_back(self, entering: mx.array, others: Arrays) -> tuple[mx.array, dict]:
+        """Return loss and count of a piece, zeros before the last rank, and the own gradients."""
+        stage, sums = self._stage, mx.zeros(2)
+        if stage.stages.is_last:
+            values, gradients = self._loss_and_gradients(entering, *others)
+            sums = mx.stack(
+                [mx.array(v, mx.float32) for v in (values[1] if self.scaled else values)]
+            )
+        elif self._goes_back:
+            _, gradients = self._gradients(entering, stage.gradient(entering))
+        else:
+            return sums, self.model.trainable_parameters()
+        of_parameters, of_entering = gradients if self._passes_back else (gradients, None)
+        if of_entering is not None:
+            stage.pass_back(of_entering)
+        return sums, of_parameters
+
+    def _differentiated(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function's value, and the gradients of the parameters and of what enters."""
+
+        def of_parameters(parameters: dict, *arrays: mx.array) -> Any:
+            self.model.update(parameters)
+            return function(*arrays)
+
+        both = [0, 1] if self._passes_back else 0
+        gradients = mx.value_and_grad(of_parameters, argnums=both)
+        return lambda *arrays: gradients(self.model.trainable_parameters(), *arrays)

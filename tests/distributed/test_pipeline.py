@@ -1,0 +1,215 @@
+"""A base that is split over the ranks of a pipeline is the base; runs by one are those of one rank."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_packs import LoRAConfig, TrainConfig, evaluate, load_base, runtime
+from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.pipelined import (
+    FAMILIES,
+    PipelinedAdapters,
+    check_in_blocks,
+    check_splittable,
+)
+from mlx_packs.distributed.group import Group
+from mlx_packs.distributed.stages import Stages, stage_blocks
+from mlx_packs.memory.estimate import least
+from mlx_packs.memory.read import read_headers
+from mlx_packs.nn.remote_blocks import stage_output
+from mlx_packs.objectives.causal_lm import forward, split_head
+from mlx_packs.runtime import mx
+from mlx_packs.training import planning
+from tests.distributed import runs
+from tests.distributed.test_ranks import curve, difference, line_of_first, train
+from tests.helpers.errors import raises
+from tests.helpers.families import family_base, randomized
+from tests.helpers.models import base_of
+from tests.helpers.ranks import Ranks
+
+TOKENS = mx.array([[1, 2, 3, 4, 5], [7, 8, 9, 1, 2]])
+LORA = LoRAConfig(rank=2)
+
+
+def stage(rank: int, size: int = 2) -> Stages:
+    """A rank of a pipeline that nothing is exchanged with."""
+    return Stages(Group(SimpleNamespace(rank=lambda: rank, size=lambda: size)))
+
+
+def test_every_block_is_in_one_stage():
+    assert stage_blocks(28, 3) == [range(0, 10), range(10, 19), range(19, 28)]
+    for blocks, stages in ((6, 2), (7, 2), (36, 8), (4, 4)):
+        parts = stage_blocks(blocks, stages)
+        assert [number for part in parts for number in part] == list(range(blocks))
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "mistral"])  # a name of llama
+def test_the_stages_of_a_base_compute_what_it_computes(family):
+    base = family_base(family)
+    attached = attach(base, LORA)
+    adapters = randomized(attached)
+    expected = base.model(TOKENS)
+    mx.eval(expected)
+    attached.detach()
+    states = TOKENS
+    for rank in range(2):
+        attached = attach(base, LORA)
+        attached.load(adapters, "here")
+        PipelinedAdapters(attached, stage(rank))
+        if rank == 0:
+            states = stage_output(lambda: forward(base.model, base.model, TOKENS))
+        else:
+            states = forward(base.model, base.model, states)
+        mx.eval(states)
+        attached.detach()
+    assert mx.array_equal(states, expected)
+
+
+def test_a_stage_in_the_middle_has_neither_table_nor_head():
+    base = base_of("qwen3", num_hidden_layers=3, tie_word_embeddings=True)
+    attached = attach(base, LORA)
+    PipelinedAdapters(attached, stage(1, 3))
+    names = [name for name, _ in tree_flatten(base.model.parameters())]
+    assert not any("embed_tokens" in name for name in names)
+    assert {name.split(".")[2] for name in names if ".layers." in name} == {"1"}
+    entering = mx.random.normal((2, 5, 64))
+    assert stage_output(lambda: forward(base.model, base.model, entering)).shape == (2, 5, 64)
+    attached.detach()
+    assert mx.isfinite(base.model(TOKENS)).all()
+
+
+def test_a_rank_reads_its_own_blocks_alone():
+    base = load_base("tiny", lazy=True)
+    attached = attach(base, LORA, matmul_path="dense")
+    mx.synchronize()
+    before = mx.get_active_memory()
+    PipelinedAdapters(attached, stage(1, 6))
+    own = sum(a.nbytes for _, a in tree_flatten(base.model.parameters()))
+    # dense copies of one block and the tied table; while they are made, what they are made of
+    assert mx.get_active_memory() - before < 1.5 * own
+    whole = load_base("tiny")
+    attached = attach(whole, LORA, matmul_path="dense")
+    assert own < sum(a.nbytes for _, a in tree_flatten(whole.model.parameters())) / 6
+
+
+def test_the_last_stage_has_the_head_of_the_base():
+    base = base_of("llama")
+    attached = attach(base, LORA)
+    PipelinedAdapters(attached, stage(1))
+    head = split_head(base.model, mx.random.normal((1, 4, 64)))
+    assert head is not None and head.frozen is not None
+
+
+def test_a_base_that_cannot_be_split_is_refused():
+    with raises("conflict", "pipeline", "2 blocks", "3 ranks"):
+        check_splittable(base_of("qwen3"), 3)
+    with raises("unsupported", "pipeline", "gpt2", "qwen3"):
+        check_splittable(base_of("gpt2"), 2)
+    with raises("unsupported", "target_modules", "lm_head"):
+        check_in_blocks(base_of("qwen3"), LoRAConfig(target_modules=("lm_head", "q_proj")))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("method", "dora"),
+        ("method", "full"),
+        ("task", "dpo"),
+        ("packing", True),
+        ("cache_frozen", "on"),
+        ("quantize", "nf4"),
+        ("metric", "exact"),
+        ("neftune_noise_alpha", 5.0),
+    ],
+)
+def test_settings_that_need_the_whole_base_are_refused(name, value):
+    with raises("conflict", name, "--pipeline"):
+        TrainConfig(pipeline=True, **{name: value})
+
+
+def test_a_run_that_is_too_large_for_its_ranks_names_the_pipeline_that_fits(monkeypatch):
+    train = TrainConfig(batch_size=6, max_seq_length=64, matmul_path="dense")
+    memory = int(0.9 * least(read_headers("tiny"), LORA, train).peak_bytes)
+    monkeypatch.setattr(runtime, "total_memory", lambda: memory)
+    ranks = Group(SimpleNamespace(rank=lambda: 0, size=lambda: 6))
+    monkeypatch.setattr(planning, "group", lambda: ranks)
+    run = SimpleNamespace(force=False, lora=LORA, train=train)
+    with raises("memory", None, "--pipeline", "6 ranks"):
+        planning.check_headers("tiny", run)
+    monkeypatch.setattr(runtime, "total_memory", lambda: memory // 100)
+    with raises("memory") as caught:
+        planning.check_headers("tiny", run)
+    assert "--pipeline" not in caught.value.message
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pipeline")
+    runs.write_data(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def by_stages(place):
+    """The folder of the packs that so many ranks have trained."""
+    for size, names in ((1, tuple(runs.PIPELINES)), (2, tuple(runs.PIPELINES)), (3, ("pieces",))):
+        ended = train(place, size, *names)
+        assert ended.codes == [0] * size, ended.text
+    return place
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "name"), [(2, n) for n in runs.PIPELINES] + [(3, "pieces")])
+def test_a_pipeline_trains_what_one_rank_trains(by_stages, size, name):
+    alone, split = by_stages / "by-1" / name, by_stages / f"by-{size}" / name
+    assert difference(alone, split) < 1e-5
+    ours, theirs = curve(alone), curve(split)
+    assert [line["batch"] for line in ours] == [line["batch"] for line in theirs]
+    for key in ("loss", "valid_loss", "grad_norm"):
+        values = [[line[key] for line in lines if key in line] for lines in (ours, theirs)]
+        assert values[0] and np.allclose(*values, rtol=1e-5, atol=1e-5)
+    evals = [json.loads((p / "pack.json").read_text())["eval"] for p in (alone, split)]
+    for key in ("ppl_before", "ppl_after"):
+        assert evals[0][key] == pytest.approx(evals[1][key], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_pack_of_a_pipeline_evaluates_alone(by_stages):
+    pack = by_stages / "by-2" / "whole"
+    report = evaluate(load_base("tiny"), pack, str(by_stages / "chats"))
+    stored = json.loads((pack / "pack.json").read_text())["eval"]
+    assert report.pack.ppl == pytest.approx(stored["ppl_after"], rel=1e-4)
+    assert report.base.ppl == pytest.approx(stored["ppl_before"], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("second", [1, 2, 3])
+def test_a_pipeline_goes_on_with_other_ranks(by_stages, second):
+    out = f"on-{second}"
+    for size, changes in ((2, "pieces,iters=4"), (second, "pieces,iters=8,resume=1")):
+        ended = train(by_stages, size, changes, out=out)
+        assert not any(ended.codes), ended.text
+    whole = by_stages / "whole-8" / "pieces"
+    if not whole.exists():
+        ended = train(by_stages, 1, "pieces,iters=8", out="whole-8")
+        assert not any(ended.codes), ended.text
+    assert difference(by_stages / out / "pieces", whole) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--lora-dropout", "0.1"], "--lora-dropout"),
+        (["--task", "dpo"], "--pipeline"),
+        (["--target-modules", "embed_tokens"], "embed_tokens"),
+    ],
+)
+def test_a_pipeline_that_is_not_possible_is_one_line(tmp_path, arguments, named):
+    command = ["mlx_packs", "train", "--pipeline", "--iters", "2", "--out", "p", *arguments]
+    assert named in line_of_first(Ranks(tmp_path, 2, command).wait())
+    assert not (tmp_path / "p").exists()
