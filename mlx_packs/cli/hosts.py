@@ -11,6 +11,7 @@ from pathlib import Path
 
 from .. import signals
 from ..errors import PackError
+from ..reading import read_json
 from ..terminal import pass_on
 
 # Its own handlers, so that a signal is for the ranks, which end together and save.
@@ -19,6 +20,7 @@ _LAUNCH = (
     "from mlx._distributed_utils.launch import main; main()"
 )
 _ENDED = re.compile(rb"\[WARN\] Node with rank (\d+) (?:exited with code (-?\d+)|was killed)")
+_OF_MLX = b"[ring] "  # what it prints of connections that are lost
 _LOCAL = ("127.0.0.1", "localhost")
 _REACH_S = 5
 
@@ -45,34 +47,34 @@ def launch(file: Path, arguments: Sequence[str]) -> int:
     code = 0
     with signals.forwarded(lambda number: os.killpg(process.pid, number)):
         for line in process.stderr:
-            if (ended := _ENDED.search(line)) is None:
+            if ended := _ENDED.search(line):
+                code = int(ended[2] or -signal.SIGKILL) if ended[1] == b"0" else code
+            elif not line.startswith(_OF_MLX):  # the ranks say it themselves
                 pass_on(line)
-            elif ended[1] == b"0":
-                code = int(ended[2] or -signal.SIGKILL)
         launched = process.wait()
     return code or launched
 
 
 def _read_hosts(file: Path) -> list[str]:
     """Return the names by which the machines are reached."""
-    from mlx._distributed_utils.common import Hostfile
-
     if not file.is_file():
         raise PackError(f"--hosts {file}: no such file.", "not-found", "hosts")
     try:
-        hosts = Hostfile.from_file(str(file)).hosts
-    except ValueError as error:
-        reason = str(error).removeprefix(f"Failed to parse hostfile {file} ")
-        raise PackError(
-            f"--hosts {file}: is no host file {reason}.", "unreadable", "hosts"
-        ) from None
-    if len(hosts) < 2:
+        content = read_json(file, object)
+    except PackError as error:
+        raise PackError(f"--hosts {error.message}", error.code, "hosts") from None
+    hosts = content.get("hosts") if isinstance(content, dict) else content
+    if not isinstance(hosts, list) or len(hosts) < 2:
         raise PackError(f"--hosts {file}: must list two machines or more.", "invalid", "hosts")
-    for host in hosts:
-        if not host.ips:
-            text = f'--hosts {file}: {host.ssh_hostname} has no "ips". `mlx.distributed_config` writes them.'
-            raise PackError(text, "invalid", "hosts")
-    return [host.ssh_hostname for host in hosts]
+    for number, host in enumerate(hosts):
+        if not isinstance(host, dict) or not all(host.get(key) for key in ("ssh", "ips")):
+            raise PackError(
+                f'--hosts {file}: machine {number} needs "ssh" and "ips". '
+                "`mlx.distributed_config` writes such files.",
+                "invalid",
+                "hosts",
+            )
+    return [str(host["ssh"]) for host in hosts]
 
 
 def _check_reachable(hosts: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ from signal import SIGHUP, SIGKILL, SIGTERM, Signals
 
 from .. import macos, signals
 from ..display import Display
+from ..distributed.link import GONE
 from ..errors import Code, PackError, RunStopped
 from ..memory.pressure import LOW, memory_pressure, oom_kills
 from ..terminal import echo
@@ -146,6 +147,8 @@ class Supervisor:
             return Cause("memory was exhausted", True, "memory")
         if ended.code == -SIGKILL and self._was_short():
             return Cause("the system killed the run for want of memory", True, "memory")
+        if ended.code == GONE:
+            return Cause("another machine of the run had gone")
         if ended.code < 0:
             return Cause(f"the run was killed ({Signals(-ended.code).name})")
         return Cause(f"the run crashed (exit code {ended.code})")

@@ -1,0 +1,94 @@
+"""`--hosts FILE`: the commands on several machines, here on this one twice."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mlx_packs.cli.hosts import launch
+from tests.helpers.errors import raises
+from tests.helpers.ranks import ROOT
+from tests.helpers.rows import CHATS, write_rows
+
+HERE = {"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}
+
+
+def host_file(folder: Path, hosts: object) -> Path:
+    file = folder / "hosts.json"
+    file.write_text(hosts if isinstance(hosts, str) else json.dumps(hosts))
+    return file
+
+
+def test_bad_host_files_are_rejected(tmp_path):
+    with raises("not-found", "hosts", "none.json"):
+        launch(tmp_path / "none.json", ["train"])
+    for hosts, code, names in (
+        ("{", "unreadable", ("hosts.json",)),
+        ([], "invalid", ("two machines",)),
+        ([HERE], "invalid", ("two machines",)),
+        ([HERE, {"ssh": "mac-2"}], "invalid", ("machine 1", '"ips"')),
+        ([HERE, HERE | {"ssh": "mac.invalid"}], "network", ("mac.invalid", "ssh")),
+    ):
+        with raises(code, "hosts", *names):
+            launch(host_file(tmp_path, hosts), ["train"])
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen:
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return subprocess.Popen(
+        [sys.executable, "-m", "mlx_packs", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+
+
+def rank_of(number: int, out: str) -> int:
+    """The process of a rank that writes a pack."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command, variables = ((entry / f).read_bytes() for f in ("cmdline", "environ"))
+            except OSError:
+                continue
+            is_rank = f"MLX_RANK={number}\0".encode() in variables
+            if is_rank and out.encode() in command and b"mlx_packs" in command:
+                return int(entry.name)
+    raise AssertionError("there is no such rank")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="finds a rank in /proc")
+def test_a_run_on_two_machines_goes_on_where_one_has_gone(tmp_path):
+    file = host_file(tmp_path, [HERE, HERE])
+    data = write_rows(tmp_path / "data", train=CHATS, valid=CHATS)
+    settings = "--iters 12 --batch-size 2 --save-every 2 --matmul-path dense --val-batches 0"
+    run = start(
+        tmp_path, "train", "--hosts", str(file), "--supervise", "--data", str(data), "--out",
+        "several", *settings.split(),
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "several-run" / "step-000002").exists():
+        assert time.monotonic() < deadline and run.poll() is None
+        time.sleep(0.1)
+    os.kill(rank_of(1, "several"), signal.SIGKILL)
+    out, messages = run.communicate(timeout=300)
+    assert run.returncode == 0, messages
+    assert "[ring]" not in messages and "[WARN]" not in messages
+    assert messages.count("restart") == 1 and "another machine" in messages
+    assert "rank 1 of 2 has ended" in messages
+    assert sum(line.startswith("done") for line in out.splitlines()) == 1
+    compared = start(
+        tmp_path, "eval-batch", "several", "--hosts", str(file), "--data", str(data),
+        "--split", "valid", "--batch-size", "1", "--rounds", "1", "--max-tokens", "2", "--json",
+    )  # fmt: skip
+    out, messages = compared.communicate(timeout=300)
+    assert compared.returncode == 0, messages
+    assert [one["name"] for one in json.loads(out)] == ["base", "several"]
