@@ -14,24 +14,21 @@ from .perplexity import perplexity
 
 
 @dataclass(frozen=True)
-class PreferenceScore:
-    """The score of a model on preferences.
+class PairScore:
+    """What every score of preferences has.
 
     Attributes:
         nll: mean loss of a row.
         accuracy: share of the rows whose chosen completion has the higher reward, or whose rated
             completion has a reward of the right sign; a tie counts as half.
         margin: mean reward of chosen completions less that of rejected ones.
-        ppl: perplexity of the chosen completions; ``ppl_se`` is not known.
         rows: number of rows.
     """
 
     nll: float
     accuracy: float
     margin: float
-    ppl: float
     rows: int
-    ppl_se: float | None = None
 
     def log_entry(self) -> dict[str, float]:
         """Entries of the line in a run's metrics for validation examples."""
@@ -44,6 +41,19 @@ class PreferenceScore:
     def summary(self) -> str:
         """Return the same in one line for people."""
         return f"loss {self.nll:.3f}, accuracy {self.accuracy:.1%}, margin {self.margin:.3f}"
+
+
+@dataclass(frozen=True)
+class PreferenceScore(PairScore):
+    """The score of a model on preferences.
+
+    Attributes:
+        ppl: perplexity of the chosen completions.
+        ppl_se: not known.
+    """
+
+    ppl: float = float("nan")
+    ppl_se: float | None = None
 
 
 def score_preferences(
@@ -73,7 +83,7 @@ def score_preferences(
     margin = _rated_margin(rewards[:, 0], desirable) if rated else float(gains.mean())
     nll, count = -log_probs[desirable, 0].sum(), int(targets[desirable, 0].sum())
     ppl = perplexity(float(nll), count) if count else float("nan")
-    return PreferenceScore(loss / len(rewards), accuracy, margin, ppl, len(rewards))
+    return PreferenceScore(loss / len(rewards), accuracy, margin, len(rewards), ppl)
 
 
 def _rated_margin(rewards: np.ndarray, desirable: np.ndarray) -> float:

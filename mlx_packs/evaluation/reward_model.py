@@ -20,43 +20,23 @@ from ..packs.pack import Pack
 from ..packs.rewards import attached_reward_model
 from ..runtime import mx
 from .metrics import NO_METRIC
+from .preferences import PairScore
 from .rows import EvalSettings
 
 
 @dataclass(frozen=True)
-class RewardScore:
+class RewardScore(PairScore):
     """The score of a reward model on pairs.
 
     Attributes:
-        nll: mean loss of a pair.
-        accuracy: share of the pairs whose chosen completion has the higher reward; a tie counts as
-            half.
-        margin: mean reward of chosen completions less that of rejected ones.
-        rows: number of pairs.
         accuracy_se: standard error of the accuracy; None of one pair.
         margin_se: standard error of the margin; None of one pair.
         ppl: none; a score is no probability.
     """
 
-    nll: float
-    accuracy: float
-    margin: float
-    rows: int
     accuracy_se: float | None = None
     margin_se: float | None = None
     ppl: None = None
-
-    def log_entry(self) -> dict[str, float]:
-        """Entries of the line in a run's metrics for validation examples."""
-        return {
-            "valid_loss": self.nll,
-            "valid_preference_accuracy": self.accuracy,
-            "valid_reward_margin": self.margin,
-        }
-
-    def summary(self) -> str:
-        """Return the same in one line for people."""
-        return f"loss {self.nll:.3f}, accuracy {self.accuracy:.1%}, margin {self.margin:.3f}"
 
 
 def score_pairs(

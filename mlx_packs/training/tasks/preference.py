@@ -1,6 +1,6 @@
 """Preferences of completions: which of two is better, or whether one is good."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -27,7 +27,7 @@ from ...data.rows import Splits
 from ...data.shapes import padded_length, sequence_inputs
 from ...data.sources import as_rows
 from ...errors import PackError
-from ...evaluation.preferences import score_preferences
+from ...evaluation.preferences import PairScore, score_preferences
 from ...gates import gates_text
 from ...objectives.causal_lm import split_head
 from ...objectives.phase_start import PhaseStart
@@ -266,15 +266,7 @@ class PreferenceTask(Task):
             "chosen_ppl": "ppl",
         }
         return Summary(
-            eval={
-                "split": split,
-                "rows": ends["after"].rows,
-                **{
-                    f"{name}_{when}": getattr(score, key)
-                    for name, key in values.items()
-                    for when, score in ends.items()
-                },
-            },
+            eval={"split": split, **before_and_after(ends, values)},
             objective=named,
             facts=facts,
             report={"task": train.task, "phases": phases, "objective": named, "sample": sample},
@@ -284,6 +276,23 @@ class PreferenceTask(Task):
     def report_lines(report: dict) -> list[str]:
         """Return accuracy and margin, phases, speed, the sample and the pack."""
         return outcome_lines(report)
+
+
+def before_and_after(ends: Mapping[str, PairScore], names: Mapping[str, str]) -> dict:
+    """Return the number of rows and, by name, a value of the scores before and after a run.
+
+    Args:
+        ends: the scores ``before`` and ``after``.
+        names: the attribute of a score, by what reports call it.
+    """
+    return {
+        "rows": ends["after"].rows,
+        **{
+            f"{name}_{when}": getattr(score, key)
+            for name, key in names.items()
+            for when, score in ends.items()
+        },
+    }
 
 
 def phase_start(run: Run, trainable: Trainable) -> PhaseStart:

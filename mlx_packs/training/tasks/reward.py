@@ -23,7 +23,7 @@ from ..fit import Fit
 from ..phases import RunPhase
 from ..planning import MemoryChoice
 from .causal_lm import add_noise, phase_reports
-from .preference import PreferenceDataset, PreferenceTask
+from .preference import PreferenceDataset, PreferenceTask, before_and_after
 from .task import Summary, bad_rows_lines, cost
 
 
@@ -89,15 +89,7 @@ class RewardTask(PreferenceTask):
         named["center_rewards_coefficient"] = train.center_rewards_coefficient
         values = {"preference_accuracy": "accuracy", "reward_margin": "margin", "loss": "nll"}
         return Summary(
-            eval={
-                "split": split,
-                "rows": ends["after"].rows,
-                **{
-                    f"{name}_{when}": getattr(score, key)
-                    for name, key in values.items()
-                    for when, score in ends.items()
-                },
-            },
+            eval={"split": split, **before_and_after(ends, values)},
             objective=named,
             facts={"phases": phases} if phases else {},
             report={"task": "reward", "phases": phases, "objective": named},
