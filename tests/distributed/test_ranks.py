@@ -71,9 +71,8 @@ def test_a_run_of_four_goes_on_with_two(place):
     ended = train(place, 1, "plain,iters=8", out="whole")
     assert not any(ended.codes), ended.text
     assert difference(place / "fewer" / "plain", place / "whole" / "plain") < 5e-5
-    assert [line["batch"] for line in curve(place / "fewer" / "plain")] == [
-        line["batch"] for line in curve(place / "whole" / "plain")
-    ]
+    losses = [line for line in curve(place / "fewer" / "plain") if "loss" in line]
+    assert [line["batch"] for line in losses] == list(range(1, 9))
 
 
 @pytest.mark.parametrize("victim", [0, 1])
