@@ -25,7 +25,7 @@ from tests.helpers.runs import LORA, TRAIN
 # network, a Mac or a person, or measure for minutes.
 ELSEWHERE = re.compile(
     r"mlx-community/|all-MiniLM|some-bf16-checkpoint|base-affine|someones-lora|llama3_8b|--launch-agent|--runner ray"
-    r"|packs/pairs|--model M\b|\b(me|owner)/|^from openai |^(bench|bench-serve|chat|doctor|eval-tasks|pull|push|serve)\b"
+    r"|packs/pairs|--hosts|--model (M|BASE)\b|\b(me|owner)/|^from openai |^(bench|bench-serve|chat|doctor|eval-tasks|pull|push|serve)\b"
 )
 QUICK = {
     "--iters": "2",
@@ -106,6 +106,13 @@ def material(tmp_path_factory) -> Path:
     for name in ("notes", "data"):
         write_rows(folder / name, train=CHATS * 5, valid=CHATS[:2], test=CHATS[2:])
     write_rows(folder / "code", train=[{"text": "def f(x):\n    return x + 1\n" * 9}] * 8)
+    write_rows(folder / "shards", **{f"part-{n}": CHATS for n in range(3)})
+    pair = {"prompt": "Say red.", "chosen": "red.", "rejected": "blue."}
+    write_rows(folder / "prefs", train=[pair] * 20, valid=[pair] * 2, test=[pair] * 2)
+    write_rows(folder / "prompts", train=[{"prompt": "Say red.", "completion": "red."}] * 20)
+    (folder / "rewards.py").write_text(
+        "def short(completions, **_):\n    return [-len(text) / 100 for text in completions]\n"
+    )
     (folder / "qa.csv").write_text("question,answer\n" + "Where is it?,Under the mat.\n" * 30)
     shutil.copytree(ROOT / "examples", folder / "examples")
     recipe = folder / "examples" / "two_phases.yaml"
@@ -122,9 +129,11 @@ def shortened(args: list[str]) -> list[str]:
     """The arguments of a command; a run is a short one, whose result replaces an earlier one."""
     if args[0] != "train":
         return args
-    quick = {} if "-c" in args else QUICK
+    quick = {} if "-c" in args else dict(QUICK)
     if "--epochs" in args:
-        quick = {flag: value for flag, value in quick.items() if flag != "--iters"}
+        del quick["--iters"]
+    if "--task" in args:
+        del quick["--metric"]  # a metric needs completions
     added = [word for flag, value in quick.items() if flag not in args for word in (flag, value)]
     return [*args, *added, "--overwrite"]
 

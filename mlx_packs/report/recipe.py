@@ -42,7 +42,7 @@ def _tasks_of(recipe: Mapping) -> list[str]:
     """Return the tasks of a recipe, those of its phases too."""
     phases = recipe.get("phases")
     own = [phase.get("task") for phase in phases or () if isinstance(phase, Mapping)]
-    return [recipe.get("task", "lm"), *(task for task in own if task)]
+    return [task for task in (recipe.get("task", "lm"), *own) if isinstance(task, str)]
 
 
 def _default(field: dataclasses.Field) -> object:

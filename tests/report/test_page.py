@@ -197,6 +197,11 @@ def test_a_path_is_shown_by_its_last_part(path, shown):
     assert shown in page and (shown == path or path not in page)
 
 
+def test_a_task_of_a_damaged_config_that_is_no_name():
+    recipe = {"task": [0, 1], "phases": [{"task": {}}], "rank": 8}
+    assert ("rank", "8", True) in dict(recipe_sections(recipe))["Adapter"]
+
+
 def test_settings_that_differ_from_the_defaults_are_known():
     sections = dict(recipe_sections({"data": "d", "rank": 16, "batch_size": 64, "dropout": 0.0}))
     assert ("rank", "16", False) in sections["Adapter"]
