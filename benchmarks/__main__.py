@@ -30,6 +30,7 @@ NAMES = (
     "graph",
     "methods",
     "quality",
+    "real",
     "report",
     "scaling",
 )

@@ -44,7 +44,7 @@ def write_pack(model: str, folder: Path, seed: int) -> Path:
     adapters = Adapters.random(base, RANK, SCALE, seed)
     attached = attach(base, LoRAConfig(rank=RANK, alpha=SCALE * RANK))
     attached.load(adapters.tensors, "benchmark")
-    Pack.of(attached).save(folder)
+    Pack._of(attached).save(folder)
     return folder
 
 

@@ -63,7 +63,7 @@ def table(packs: list[Pack], model: str, data: str, rows: int) -> list[str]:
 
 
 def _name(pack: Pack) -> str:
-    steps = pack.part("recipe").get("iters")
+    steps = pack._part("recipe").get("iters")
     return f"{steps} updates" if steps else pack.path.name
 
 

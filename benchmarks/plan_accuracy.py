@@ -1,26 +1,36 @@
 """The estimate of `packs plan` against the measured peak of `packs train`, run by run.
 
     python -m benchmarks.plan_accuracy
+    python -m benchmarks.plan_accuracy --models MODELS      # and real models on real data
 
 Each case is a process of its own: a few steps on rows of random words, long enough to fill
 ``max_seq_length``, or a fifth of it where rows are packed. The estimate is the one that the run
-printed before its first step.
+printed before its first step. MODELS is a folder with ``SmolLM2-135M-Instruct.Q4_1.gguf``,
+``all-MiniLM-L6-v2`` and the data sets in ``data``.
 """
 
 import argparse
 import dataclasses
+import gzip
 import json
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlx.utils import tree_flatten
+from mlx_lm.models import llama
+
 from mlx_packs import runtime
+from mlx_packs.bases.files import tiny_checkpoint
+from mlx_packs.runtime import mx
 
 from . import history, stock
 from .history import Environment, Record
+from .real import jobs
 
 LIMIT = 0.15
 _CHECKOUT = Path(__file__).parent.parent
@@ -29,9 +39,14 @@ _MEASURED, _PLAN = "measured", "plan"
 
 @dataclass(frozen=True)
 class Case:
-    """One run: ``base`` is ``tiny`` or ``qwen3_4b_block`` (one block, vocabulary 8192).
+    """One run.
 
-    The block is affine 4-bit, or dense where ``quantize`` says what is done to it on loading.
+    Attributes:
+        base: ``tiny``; ``qwen3_4b_block`` (one block, vocabulary 8,192); ``llama_BxD`` (B blocks of
+            width D with random weights); or the name of a model in the folder of real models. The
+            block is affine 4-bit, or dense where it is quantized on loading.
+        data: A data set in the folder of real models; by default rows of random words.
+        options: Further options of `packs train`.
     """
 
     base: str
@@ -43,15 +58,26 @@ class Case:
     iters: int = 3
     quantize: str = "none"
     packing: bool = False
+    method: str = "lora"
+    task: str = "lm"
+    data: str = ""
+    options: tuple[str, ...] = ()
 
     @property
     def shape(self) -> str:
+        parts = [
+            self.base,
+            *[self.quantize] * (self.quantize != "none"),
+            *[self.data] * bool(self.data),
+            *[self.task] * (self.task != "lm"),
+            *[self.method] * (self.method != "lora"),
+        ]
         recomputed = "" if self.recompute == "none" else f", recompute {self.recompute}"
         packed = ", packed" if self.packing else ""
-        kind = "" if self.quantize == "none" else f" {self.quantize}"
+        options = f", {' '.join(self.options)}" if self.options else ""
         return (
-            f"{self.base}{kind} {self.matmul_path}, {self.batch_size} x {self.length}, "
-            f"rank {self.rank}{recomputed}{packed}"
+            f"{' '.join(parts)} {self.matmul_path}, {self.batch_size} x {self.length}, "
+            f"rank {self.rank}{recomputed}{packed}{options}"
         )
 
 
@@ -74,6 +100,29 @@ CASES = (
     Case("qwen3_4b_block", "dense", 2, 128, quantize="nf4"),
     Case("qwen3_4b_block", "transient", 4, 128, quantize="nf4"),
     Case("qwen3_4b_block", "quantized", 1, 256, rank=32, recompute="block", quantize="nf4"),
+    Case("tiny", "dense", 1, 64, rank=8),
+    Case("tiny", "dense", 4, 256, options=("--num-layers", "4")),
+    Case("tiny", "transient", 1, 64, rank=8, recompute="block"),
+    Case("tiny", "dense", 2, 256, method="dora"),
+    Case("tiny", "dense", 2, 128, task="dpo"),
+    Case("llama_4x256", "dense", 4, 256),
+    Case("llama_4x256", "dense", 1, 64, rank=8),
+    Case("llama_4x256", "dense", 4, 128, method="full"),
+    Case("llama_2x512", "dense", 8, 64),
+    Case("llama_2x512", "dense", 4, 256, method="dora"),
+    Case("llama_2x512", "dense", 2, 128, task="orpo"),
+    Case("llama_8x256", "dense", 8, 512, recompute="block"),
+    Case("llama_8x256", "dense", 2, 512, recompute="selective"),
+    Case("llama_2x1024", "dense", 2, 256),
+    Case("llama_2x1024", "dense", 1, 128, method="full", recompute="block"),
+)
+_SMOLLM2, _MINILM = "SmolLM2-135M-Instruct.Q4_1.gguf", "all-MiniLM-L6-v2"
+REAL_CASES = (
+    Case(_SMOLLM2, "dense", 4, 2048, iters=1, data="banking77"),
+    Case(_SMOLLM2, "dense", 8, 2048, iters=1, data="banking77"),
+    Case(_SMOLLM2, "dense", 4, 2048, iters=1, data="tldr"),
+    Case(_SMOLLM2, "transient", 4, 2048, iters=1, data="tldr", recompute="block"),
+    Case(_MINILM, "dense", 32, 256, iters=1, data="banking77", task="embedding"),
 )
 
 
@@ -90,65 +139,129 @@ class Result:
         return self.plan_gb / self.measured_gb - 1
 
 
-def write_rows(folder: Path, words: int) -> None:
-    """Text rows, every token of which is learned."""
+def write_rows(folder: Path, words: int, task: str = "lm") -> None:
+    """Write examples of random words; every token of a completion or text is supervised."""
     draw = random.Random(0)
     vocabulary = "the and of to unto him that he said lord in all shall king house day".split()
-    folder.mkdir()
+    keys = {"lm": ("text",), "embedding": ("anchor", "positive")}
+
     for split, count in (("train", 120), ("valid", 2), ("test", 2)):
-        rows = [{"text": " ".join(draw.choices(vocabulary, k=words))} for _ in range(count)]
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / f"{split}.jsonl").write_text(text)
+        rows = []
+        for _ in range(count):
+            texts = {
+                key: " ".join(draw.choices(vocabulary, k=words))
+                for key in keys.get(task, ("chosen", "rejected"))
+            }
+            rows.append(texts if task in keys else {"prompt": "and", **texts})
+
+        jobs.write_rows(folder / f"{split}.jsonl", rows)
 
 
-def run(case: Case, folder: Path) -> Result:
-    """Train in a process of its own. Raises: CalledProcessError if that fails."""
-    base = "tiny" if case.base == "tiny" else str(_block(folder, case.quantize != "none"))
+def write_pairs(folder: Path, data: Path) -> None:
+    """Write pairs of texts of one class, of a data set of chats that name the class."""
+    by_class: dict[str, list[str]] = {}
+    with gzip.open(data / "train.jsonl.gz", "rt") as lines:
+        for line in lines:
+            question, answer = json.loads(line)["messages"][-2:]
+            by_class.setdefault(answer["content"], []).append(question["content"])
+
+    pairs = [
+        {"anchor": anchor, "positive": positive}
+        for texts in by_class.values()
+        for anchor, positive in zip(texts[::2], texts[1::2], strict=False)
+    ]
+
+    for split, rows in (("train", pairs[4:]), ("valid", pairs[:2]), ("test", pairs[2:4])):
+        jobs.write_rows(folder / f"{split}.jsonl", rows)
+
+
+def _base(case: Case, folder: Path, models: Path | None) -> str:
+    """Return the base of a case, which is written on its first use unless it is there."""
+    if case.base == "tiny":
+        return "tiny"
+    if case.base == "qwen3_4b_block":
+        return str(_block(folder, case.quantize != "none"))
+    if case.base.startswith("llama_"):
+        return str(_small(folder / case.base, *map(int, case.base.split("_")[1].split("x"))))
+    return str(models / case.base)
+
+
+def _rows(case: Case, folder: Path, models: Path | None) -> Path:
+    """Return the data of a case, which are written on their first use unless they are there."""
+    if case.data and case.task != "embedding":
+        return models / "data" / case.data
     words = case.length // 5 if case.packing else 2 * case.length
-    rows = folder / f"rows-{words}"
-    if not rows.exists():
-        write_rows(rows, words)
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "mlx_packs.train",
-            "--json",
-            "--quiet",
-            "--overwrite",
-            "--model",
-            base,
-            "--data",
-            str(rows),
-            "--out",
-            str(folder / "pack"),
-            "--iters",
-            str(case.iters),
-            "--batch-size",
-            str(case.batch_size),
-            "--max-seq-length",
-            str(case.length),
-            "--rank",
-            str(case.rank),
-            "--matmul-path",
-            case.matmul_path,
-            "--quantize",
-            case.quantize,
-            "--test-batches",
-            "1",
-            "--val-batches",
-            "0",
-            "--recompute",
-            case.recompute,
-            *["--packing"] * case.packing,
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=_CHECKOUT,
-    )
+    rows = folder / f"rows-{case.task}-{case.data or words}"
+    if rows.exists():
+        return rows
+    if case.data:
+        write_pairs(rows, models / "data" / case.data)
+    else:
+        write_rows(rows, words, case.task)
+    return rows
+
+
+def run(case: Case, folder: Path, models: Path | None = None) -> Result:
+    """Train in a process of its own. Raises: CalledProcessError if that fails."""
+    settings = {
+        "--model": _base(case, folder, models),
+        "--data": _rows(case, folder, models),
+        "--out": folder / "pack",
+        "--iters": case.iters,
+        "--batch-size": case.batch_size,
+        "--max-seq-length": case.length,
+        "--method": case.method,
+        "--task": case.task,
+        "--quantize": case.quantize,
+        "--test-batches": 1,
+        "--val-batches": 0,
+        "--recompute": case.recompute,
+    }
+    if case.method != "full":
+        settings["--rank"] = case.rank
+        if case.task != "embedding":
+            settings["--matmul-path"] = case.matmul_path
+
+    command = [sys.executable, "-m", "mlx_packs.train", "--json", "--quiet", "--overwrite"]
+    command += [str(part) for pair in settings.items() for part in pair]
+    command += ["--packing"] * case.packing + list(case.options)
+
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=_CHECKOUT)
     report = json.loads(done.stdout)
     return Result(case, report["plan_peak_gb"], report["peak_gb"])
+
+
+def _small(out: Path, blocks: int, hidden: int) -> Path:
+    """Return a Llama of some blocks in bfloat16 with random weights, written once."""
+    if out.exists():
+        return out
+
+    heads = hidden // 64
+    config = {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": blocks,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": 8192,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    }
+
+    mx.random.seed(0)
+    model = llama.Model(llama.ModelArgs.from_dict(config))
+    model.set_dtype(mx.bfloat16)
+
+    out.mkdir()
+    weights = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(out / "model.safetensors"), weights, {"format": "mlx"})
+    (out / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(tiny_checkpoint() / name, out / name)
+    return out
 
 
 def _block(folder: Path, dense: bool) -> Path:
@@ -216,8 +329,10 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="FILE",
         help="where records are appended [benchmarks/history.jsonl]",
     )
+    asked.add_argument("--models", type=Path, metavar="DIR", help="run the real cases, too")
     options = asked.parse_args(arguments)
-    cases = [case for case in CASES if options.only in case.shape]
+    every = CASES + REAL_CASES * bool(options.models)
+    cases = [case for case in every if options.only in case.shape]
     if not cases:
         asked.error(f"--only {options.only}: no such case")
     results, here = [], Environment.here()
@@ -225,7 +340,7 @@ def main(arguments: list[str] | None = None) -> int:
         for case in cases:
             print(case.shape, file=sys.stderr)
             try:
-                result = run(case, Path(folder))
+                result = run(case, Path(folder), options.models)
             except subprocess.CalledProcessError as error:
                 print(f"benchmarks: {case.shape}: {error.stderr.strip()}", file=sys.stderr)
                 return 2

@@ -1,8 +1,10 @@
 """What bases need with full fine-tuning, LoRA and QLoRA, on several sizes of memory, in Markdown.
 
     python -m benchmarks.plan_table --device gpu --memory 8,16,24,64
+    python -m benchmarks.plan_table --fits
 
-Each base is a folder (its config.json is enough), a hub id, or one of `CONFIGS`, whose sizes are
+`--fits` prints the table of the README: QLoRA on Macs, with the predicted speed of a step
+(`python -m benchmarks graph`). Each base is a folder (its config.json is enough), a hub id, or one of `CONFIGS`, whose sizes are
 those of the published config.json; without one, all of these. The numbers are those of `packs
 plan`, which computes nothing.
 """
@@ -10,12 +12,18 @@ plan`, which computes nothing.
 import argparse
 from dataclasses import replace
 
-from mlx_packs.config.schema import TrainConfig
+from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.display import size
+from mlx_packs.memory.estimate import estimate
 from mlx_packs.memory.headers import Headers
+from mlx_packs.memory.plan import ERROR
 from mlx_packs.memory.read import describe, read_headers
 from mlx_packs.memory.recommend import Option, recommend
-from mlx_packs.runtime import assumed_device
+from mlx_packs.runtime import assumed_device, metal_share
+
+from .apple_gpu.capture import OURS, StepJob
+from .apple_gpu.step import lay_out
+from .workloads import LLAMA3_8B, QWEN3_0_6B, QWEN3_4B
 
 CONFIGS = {
     "all-minilm-l6-v2": {
@@ -58,6 +66,29 @@ CONFIGS = {
     },
 }
 _LONGEST = {"all-minilm-l6-v2": 256}  # by its sentence_bert_config.json
+MACS_GB = (8, 16, 18, 24, 32, 36, 48, 64)
+BATCHES = (1, 4)
+CHIPS = ("M2 Pro", "M4 Max")
+# Qwen3-8B's and 14B's sizes are those of their published config.json.
+QWEN3_8B = QWEN3_4B | {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "tie_word_embeddings": False,
+}
+QWEN3_14B = QWEN3_8B | {
+    "hidden_size": 5120,
+    "num_hidden_layers": 40,
+    "intermediate_size": 17408,
+    "num_attention_heads": 40,
+}
+FITTED = {
+    "Qwen3-0.6B": QWEN3_0_6B,
+    "Qwen3-4B": QWEN3_4B,
+    "Qwen3-8B": QWEN3_8B,
+    "Llama-3-8B": LLAMA3_8B,
+    "Qwen3-14B": QWEN3_14B,
+}
+_BATCH, _LENGTH = 4, 512  # of the step whose speed is predicted
 _METHODS = ("full", "lora", "lora-fp32", "qlora")
 
 
@@ -92,12 +123,52 @@ def rows(headers: Headers, memories: list[float]) -> list[str]:
     return [f"| {', '.join(sizes)} GB | {answer} |" for answer, sizes in answers.items()]
 
 
+def smallest_mac(headers: Headers, batch: int) -> str:
+    """The peak of QLoRA with recomputed blocks, and the smallest Mac that holds it."""
+    train = TrainConfig(
+        quantize="affine4", matmul_path="quantized", recompute="block", batch_size=batch
+    )
+    peak = estimate(headers, LoRAConfig(), train).peak_bytes
+    macs = (gb for gb in MACS_GB if peak * (1 + ERROR) <= metal_share(gb << 30))
+    return f"{size(peak)} → {next(macs)} GB"
+
+
+def fits(name: str) -> list[str]:
+    """What a model of `FITTED` needs on a Mac, for each of `BATCHES`."""
+    with assumed_device("gpu"):
+        headers = describe(name, FITTED[name] | {"torch_dtype": "bfloat16"})
+        return [smallest_mac(headers, batch) for batch in BATCHES]
+
+
+def tokens_per_s(config: dict) -> list[str]:
+    """The predicted tokens/s of a 4-bit LoRA step on each of `CHIPS`."""
+    job = StepJob(config=config, batch=_BATCH, length=_LENGTH, rank=16)
+    (step,) = lay_out([(OURS, job)], list(CHIPS))
+    return [f"{_BATCH * _LENGTH / step.whole.seconds[chip]:,.0f}" for chip in CHIPS]
+
+
+def print_fits() -> None:
+    """Print the README's table of what fits."""
+    shapes = [f"{batch} × 2,048: peak → smallest Mac" for batch in BATCHES]
+    speeds = [f"{chip}, tokens/s" for chip in CHIPS]
+    print("| " + " | ".join(["4-bit base model", *shapes, *speeds]) + " |")
+    print("|---" * (1 + len(shapes) + len(speeds)) + "|")
+
+    for name, config in FITTED.items():
+        print("| " + " | ".join([name, *fits(name), *tokens_per_s(config)]) + " |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("bases", nargs="*", default=list(CONFIGS))
     parser.add_argument("--device", choices=["cpu", "gpu"])
     parser.add_argument("--memory", default="8,16,24,64")
+    parser.add_argument("--fits", action="store_true", help="the README's table")
     options = parser.parse_args()
+    if options.fits:
+        print_fits()
+        return
+
     memories = [float(part) for part in options.memory.split(",")]
     with assumed_device(options.device):
         for name in options.bases:

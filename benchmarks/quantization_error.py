@@ -22,7 +22,7 @@ from mlx_packs.config.schema import DataConfig
 from mlx_packs.data import rows as rows_of
 from mlx_packs.data.batches import evaluation_batches
 from mlx_packs.data.encoding import EncodingOptions, encode
-from mlx_packs.evaluation.perplexity import Score, Scorer
+from mlx_packs.evaluation.perplexity import PerplexityScore, Scorer
 from mlx_packs.nn.quantized import dense_module, quantized_modules, replace_modules
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.ops import nf4
@@ -106,7 +106,7 @@ def rescale(base: Base, seed: int = 0) -> None:
         attention.o_proj.weight = attention.o_proj.weight * of_heads
 
 
-def perplexity(base: Base, rows: int) -> Score:
+def perplexity(base: Base, rows: int) -> PerplexityScore:
     """Held-out perplexity of the passages' answers."""
     columns = DataConfig(data=str(PASSAGES))
     test = rows_of.load_rows(columns).rows["test"][:rows]
@@ -122,7 +122,7 @@ def linears(base: Base) -> dict[str, nn.Linear]:
     return {path: m for path, m in named if isinstance(m, nn.Linear) and "layers." in path}
 
 
-def measure(base: Base, rows: int) -> dict[str, tuple[float, float, Score]]:
+def measure(base: Base, rows: int) -> dict[str, tuple[float, float, PerplexityScore]]:
     """By format: bits per weight, relative RMSE over all weights, and the score."""
     dense = {path: m.weight for path, m in linears(base).items()}
     total = sum(w.size for w in dense.values())

@@ -41,6 +41,7 @@ NIGHT_S = 8 * 3600
 SERVER_FLOPS = 8 * 989e12 * 0.4  # eight H100 in bfloat16, of which 40 % is reached; assumed
 FULL_BYTES = 16  # of a weight: bfloat16 and its gradient, float32 and two moments of Adam
 MAC_GB = 128
+USABLE = 0.75  # of a Mac's memory, what Metal recommends
 MODELS = {
     "Qwen3-0.6B": QWEN3_0_6B,
     "Qwen3-4B": QWEN3_4B,
@@ -84,6 +85,12 @@ def block_weights(config: dict) -> int:
     """Return the weights of all blocks, by which a step's time grows."""
     products = sum(inputs * outputs for inputs, outputs in projections(config))
     return config["num_hidden_layers"] * products
+
+
+def embedding_weights(config: dict) -> int:
+    """Return the weights of the embedding and of the head, which may be one table."""
+    tables = 1 if config.get("tie_word_embeddings") else 2
+    return tables * config["vocab_size"] * config["hidden_size"]
 
 
 def exchange_seconds(numbers: int, ranks: int, link: Link, number_bytes: int = 4) -> float:
@@ -223,8 +230,8 @@ def nights(steps: dict[str, float]) -> list[list[str]]:
         tokens, weights = BATCH * LENGTH * NIGHT_S, block_weights(config)
         one, four = tokens / steps[name], 4 * tokens / (steps[name] + exchange)
         server = NIGHT_S * SERVER_FLOPS / (4 * weights)  # forward, and gradients of activations
-        full_gb = FULL_BYTES * weights / 1e9
-        fits = "fits" if full_gb < 0.75 * MAC_GB else "does not fit"
+        full_gb = FULL_BYTES * (weights + embedding_weights(config)) / 1e9
+        fits = "fits" if full_gb < USABLE * MAC_GB else "does not fit"
         rows.append(
             [name, f"{one / 1e6:.1f} M", f"{four / 1e6:.1f} M", f"{server / 1e6:,.0f} M",
              f"{full_gb:,.0f} GB, {fits}"]

@@ -15,12 +15,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from mlx_packs.bases.files import TINY
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
-from mlx_packs.display import QUIET, Display
+from mlx_packs.display import QUIET, Display, Task
 from mlx_packs.errors import PackError
 from mlx_packs.runtime import mx
 from mlx_packs.training.run import train_pack
@@ -54,8 +55,8 @@ class Samples(Display):
         self._since = 0.0
 
     @contextmanager
-    def task(self, label: str, total: int, unit: str = "", done: int = 0) -> Iterator:
-        with super().task(label, total, unit, done) as task:
+    def task(self, label: str, total: int, *args: Any, **options: Any) -> Iterator[Task]:
+        with super().task(label, total, *args, **options) as task:
             if label == "train":
                 self._since = time.perf_counter()
                 advance = task.advance

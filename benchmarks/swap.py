@@ -34,7 +34,7 @@ def random_pack(base: Base, seed: int, rank: int) -> Pack:
         mx.random.seed(seed)
         noise = {n: mx.random.normal(t.shape) * 0.01 for n, t in attached.tensors().items()}
         attached.load(noise, "noise")
-        pack = Pack.of(attached)
+        pack = Pack._of(attached)
         mx.eval(pack.tensors)
         return pack
     finally:

@@ -2,7 +2,7 @@
 
 Drawn above what lies still (the base as it was loaded, what the matmul path adds, adapters and
 optimizer), beside the sizes of what a step should not hold: whole logits, one block's T x T scores,
-all weights dense. Marks show how long a forward alone takes, and the peak.
+all weights dense. Marks show how long a forward pass takes by itself, and the peak.
 
     python -m benchmarks.timeline --workload qwen3_4b_block --recompute block
 """
@@ -151,7 +151,7 @@ def plot(line: Timeline, limits: dict[str, int], title: str, file: Path) -> None
             textcoords="offset points",
             xytext=(6, 4),
         )
-        ax.axvline(1e3 * line.forward_s, color="k", ls=":", lw=1, label="a forward alone")
+        ax.axvline(1e3 * line.forward_s, color="k", ls=":", lw=1, label="forward pass only")
         end = ms[-1]
         for i, (name, size) in enumerate(limits.items(), 1):
             ax.bar(

@@ -14,6 +14,8 @@ import os as _os
 # macOS kills GPU work that delays the display; this extends the limit (ml-explore/mlx#3267). It has
 # to be there before MLX is, and this file is read before any other of the package.
 _os.environ.setdefault("AGX_RELAX_CDM_CTXSTORE_TIMEOUT", "1")
+# As mlx-lm does: transformers advises at its import that there is no torch, which is no news here.
+_os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 __version__ = "0.1.0"
 

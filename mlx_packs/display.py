@@ -15,14 +15,18 @@ from typing import IO
 from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn
+from rich.progress import Task as RichTask
+from rich.text import Text
 
+from .notebook_bar import NotebookBar, in_notebook
+from .run_clock import TRAIN, RunClock
 from .terminal import Guarded, guarded, printable, unguarded
 
 QUIET, NORMAL, VERBOSE = 0, 1, 2
 INDENT = 8  # columns of a label
 _PLAIN_SECONDS = 5.0
-_BAR, _BESIDE = 30, 72  # columns of a bar, and of the text beside it
+_BAR, _BESIDE = 30, 66  # columns of a bar, and of the text beside it
 
 
 class _Lossy:
@@ -68,6 +72,7 @@ class Display:
 
     def __init__(self, level: int = NORMAL) -> None:
         self.level = level
+        self.clock: RunClock | None = None  # of the run that is shown
         # a bar redirects what libraries print to the console, whose own file must be the terminal
         file = unguarded(sys.stderr) if isinstance(sys.stderr, Guarded) else None
         self.console = _Console(file=file, stderr=True, highlight=False, soft_wrap=True)
@@ -87,7 +92,9 @@ class Display:
         return self._moving(self.console.status(_labelled(label, text)) if self.live else None)
 
     @contextmanager
-    def task(self, label: str, total: int, unit: str = "", done: int = 0) -> Iterator["Task"]:
+    def task(
+        self, label: str, total: int, unit: str = "", done: int = 0, part: str = ""
+    ) -> Iterator["Task"]:
         """Show a bar on a terminal, else a plain line every few seconds.
 
         Args:
@@ -95,8 +102,10 @@ class Display:
             total: how many steps it has.
             unit: what a step is, beside the bar.
             done: steps that were done before.
+            part: the part of a run that its clock counts the steps for; the time left is that of the
+                run then.
         """
-        task = Task(self, label, total, unit, done)
+        task = Task(self, label, total, unit, done, part)
         with self._moving(task.bar):
             yield task
 
@@ -152,42 +161,77 @@ def hanging(line: str, width: int) -> str:
     return line[:INDENT] + ("\n" + " " * INDENT).join(lines)
 
 
+class _Left(ProgressColumn):
+    """The time that is left, of the task or of the whole run."""
+
+    def __init__(self, task: "Task") -> None:
+        self._task = task
+        super().__init__()
+
+    def render(self, task: RichTask) -> Text:
+        """Return the time; nothing until it is known."""
+        left = self._task.left()
+        return Text("" if left is None else f"{clock(left)} left")
+
+
 class Task:
     """Progress of one long piece of work."""
 
-    def __init__(self, display: Display, label: str, total: int, unit: str, done: int) -> None:
+    def __init__(  # noqa: PLR0913 - its display, and what it shows
+        self, display: Display, label: str, total: int, unit: str, done: int, part: str = ""
+    ) -> None:
         self.display = display
         self.label = label
         self.total = total
         self.unit = unit
         self.done = self.initial = done
+        self.clock = display.clock if part else None
+        self.part = part
         self.start = self.last_line = time.monotonic()
-        self.bar: Progress | None = None
+        self.bar: Progress | NotebookBar | None = None
+        self.id = TaskID(0)
         if display.live:
             self.bar = Progress(
                 TextColumn(f"[bold]{label:<7}[/bold]"),
                 BarColumn(bar_width=min(_BAR, max(8, display.console.width - _BESIDE))),
                 TextColumn("{task.completed:.0f}/{task.total:.0f} {task.fields[text]}"),
-                TimeRemainingColumn(compact=True),
-                TextColumn("left"),
+                _Left(self),
                 console=display.console,
                 transient=True,
             )
             self.id = self.bar.add_task(label, total=total, completed=done, text=_plain(unit))
+        elif display.level > QUIET and in_notebook():
+            self.bar = NotebookBar(label, total, done, printable(unit))
 
-    def advance(self, text: str | None = None) -> None:
-        """Count one more step; ``text`` is shown beside the bar."""
-        self.done += 1
+    def left(self) -> float | None:
+        """Return the seconds that are left of the run, or of the task where it is no part of one."""
+        if self.clock is not None:
+            return self.clock.left()
+        if self.done == self.initial:
+            return None
+        pace = (time.monotonic() - self.start) / (self.done - self.initial)
+        return pace * (self.total - self.done)
+
+    def advance(self, text: str | None = None, steps: int = 1) -> None:
+        """Count one more step, or several at once; ``text`` is shown beside the bar."""
+        self.done += steps
+        if self.clock is not None:
+            self.clock.tick(self.part, steps)
         if self.bar is not None:
             self.bar.update(self.id, completed=self.done)
             if text is not None:
                 self.bar.update(self.id, text=_plain(text))
-        elif time.monotonic() - self.last_line > _PLAIN_SECONDS and self.display.level > QUIET:
+        elif self._is_due() and self.display.level > QUIET:
             self.last_line = time.monotonic()
-            pace = (self.last_line - self.start) / (self.done - self.initial)
-            left = pace * (self.total - self.done)
             text = f" {text}" if text else ""
-            self.display.line(self.label, f"{self.done}/{self.total}{text}  {clock(left)} left")
+            left = self.left()
+            left = "" if left is None else f"  {clock(left)} left"
+            self.display.line(self.label, f"{self.done}/{self.total}{text}{left}")
+
+    def _is_due(self) -> bool:
+        """Return whether to print a line; the first step of a run is shown at once."""
+        is_first = self.part == TRAIN and self.done == self.initial + 1
+        return is_first or time.monotonic() - self.last_line > _PLAIN_SECONDS
 
 
 def clock(seconds: float) -> str:

@@ -74,18 +74,31 @@ _MLX_SCHEDULES = ("cosine_decay", "linear_schedule", "exponential_decay", "step_
 def schedule(config: TrainConfig) -> "Schedule":
     """Return the learning rate by the number of updates that were made.
 
-    By name: a linear warm-up, then one of `SCHEDULES`. As a mapping, mlx-lm's form:
-    ``{name, arguments, warmup, warmup_init}`` with any schedule of MLX.
+    By name: a linear warm-up, then one of `SCHEDULES`, which equal the schedules of transformers by
+    the same names. As a mapping, mlx-lm's form: ``{name, arguments, warmup, warmup_init}`` with any
+    schedule of MLX.
     """
     if isinstance(config.lr_schedule, dict):
         return _mlx_lm_schedule(config.lr_schedule)
-    peak, warmup = config.learning_rate, config.warmup_steps
-    updates = -(-config.iters // config.grad_accumulation_steps)
-    main = SCHEDULES[config.lr_schedule](peak, max(1, updates - warmup))
+    peak, warmup = config.learning_rate, warmup_updates(config)
+    main = SCHEDULES[config.lr_schedule](peak, max(1, updates_of(config) - warmup))
     if not warmup:
         return main
-    rise = optimizers.linear_schedule(peak / (warmup + 1), peak, warmup)
+    start = 0.0 if config.warmup_from_zero else peak / (warmup + 1)
+    rise = optimizers.linear_schedule(start, peak, warmup)
     return optimizers.join_schedules([rise, main], [warmup])
+
+
+def updates_of(config: TrainConfig) -> int:
+    """Return the number of updates of a run or phase."""
+    return -(-config.iters // config.grad_accumulation_steps)
+
+
+def warmup_updates(config: TrainConfig) -> int:
+    """Return the number of updates of the warm-up, by whichever setting has it."""
+    if isinstance(config.lr_schedule, dict):
+        return int(config.lr_schedule.get("warmup") or 0)
+    return config.warmup_steps or math.ceil(updates_of(config) * config.warmup_ratio)
 
 
 def _mlx_lm_schedule(values: dict) -> "Schedule":
@@ -215,9 +228,22 @@ def _arguments(config: TrainConfig) -> dict:
             text = f"is not an argument. {did_you_mean(str(key), list(defaults))}"
             raise setting_error(text, f"{where}.{key}", code="unknown")
     typed = {key: _as_default(v, defaults[key], f"{where}.{key}") for key, v in arguments.items()}
+    typed |= _first_class_arguments(config)
     if config.optimizer == "adafactor":  # by default it ignores the learning rate
         return {"relative_step": False, "scale_parameter": False, "warmup_init": False} | typed
     return typed
+
+
+def _first_class_arguments(config: TrainConfig) -> dict:
+    """Return the arguments of the optimizer that are settings of their own."""
+    arguments: dict[str, Any] = {}
+    if choices.OPTIMIZERS[config.optimizer].corrects_bias:
+        arguments["bias_correction"] = config.bias_correction
+    if config.weight_decay is not None:
+        arguments["weight_decay"] = config.weight_decay
+    if config.betas:
+        arguments["betas"] = list(config.betas)
+    return arguments
 
 
 def _as_default(value: Any, default: Any, key: str) -> Any:

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[1] / "mlx_packs"
+from tests.helpers.imports import PACKAGE, imported_modules, imported_names
 
 # A package (or module at the top) imports only from those above it, and from itself.
 LAYERS = """
-terminal errors signals elf fork blas runtime kinds reading hashes filesystem leftovers files display
-gates measurements chips macos
+terminal errors signals elf fork blas runtime kinds reading hashes filesystem leftovers files run_clock
+notebook_bar display gates measurements chips macos
 distributed schedules config report ops optim nn bases adapters data objectives inference packs memory evaluation
 training sweeps
 convert serving bench cli
@@ -26,24 +26,12 @@ def unit_of(file: Path) -> str:
     return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imported_modules(file: Path) -> Iterator[str]:
-    """Dotted names below mlx_packs of everything that a file imports, wherever the import stands."""
-    parents = ["mlx_packs", *file.relative_to(PACKAGE).parts[:-1]]
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom):
-            prefix = parents[: len(parents) - node.level + 1] if node.level else []
-            module = ".".join([*prefix, *((node.module or "").split("."))]).strip(".")
-            yield from (f"{module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-
-
 def imports_between_units() -> dict[tuple[str, str], set[str]]:
     """(importing unit, imported unit) -> the files that import, without entry points."""
     edges: dict[tuple[str, str], set[str]] = {}
     for file in sorted(PACKAGE.rglob("*.py")):
         unit = unit_of(file)
-        for name in imported_modules(file):
+        for name in imported_names(file):
             package, _, rest = name.partition(".")
             imported = rest.split(".")[0]
             if package != "mlx_packs" or imported in (unit, "__version__") or unit in ENTRY_POINTS:
@@ -66,23 +54,8 @@ def test_packages_import_only_from_above():
     assert set(upward) == UPWARD, upward
 
 
-def modules_imported(file: Path) -> set[Path]:
-    """Files of the package that a file imports; names of a module count for the module."""
-    files = set()
-    for name in imported_modules(file):
-        parts = name.split(".")
-        while parts and parts[0] == "mlx_packs":
-            path = PACKAGE.joinpath(*parts[1:])
-            candidates = (path.with_suffix(".py"), path / "__init__.py")
-            if module := next((file for file in candidates if file.is_file()), None):
-                files.add(module)
-                break
-            parts.pop()
-    return files - {file}
-
-
 def test_no_module_imports_itself_by_way_of_others():
-    graph = {file: modules_imported(file) for file in PACKAGE.rglob("*.py")}
+    graph = {file: imported_modules(file) for file in PACKAGE.rglob("*.py")}
     faces = {PACKAGE / "__init__.py", PACKAGE / "__main__.py"}
     order = TopologicalSorter({file: graph[file] - faces for file in graph if file not in faces})
     try:
@@ -145,6 +118,7 @@ OWN_READERS = {
     "convert/gguf.py": "mx.load, of the file that it wrote",
     "convert/merge_plan.py": "mx.load, of files that were checked",
     "bases/writer.py": "mx.load, of files that were checked",
+    "bases/gguf/header.py": "mapped, of files that were checked",
     "bases/encoder.py": "mx.load, of files that were checked",
     "bases/fingerprint.py": "weights, of files that were checked",
     "bases/mapped_embedding.py": "mapped, of files that were checked",
@@ -161,9 +135,7 @@ OWN_READERS = {
     "serving/app.py": "a page of its own",
     "training/on_nan.py": "a run, by the reader",
     "sweeps/trial.py": "the log of a trial of its own",
-    **dict.fromkeys(
-        ("data/rows.py", "data/chat_formats.py", "data/json_lines.py"), "rows, bounded"
-    ),
+    **dict.fromkeys(("data/rows.py", "data/tool_calls.py", "data/json_lines.py"), "rows, bounded"),
     **dict.fromkeys(("training/checkpoint.py", "training/run_folder.py"), "a run of its own"),
     **dict.fromkeys(("training/registered_layer.py", "training/run.py"), "files that were checked"),
 }

@@ -93,7 +93,7 @@ def test_reports_stay_above_the_bar(terminal):
         if batch % 2 == 0:
             console.on_report(line | {"batch": batch, "loss": 4.0}, 1.0)
     console.on_phase_end()
-    expected = "train   batch {}: loss 4.000  valid 3.500  300 tok/s  rate 1.00e-03"
+    expected = "train   batch {}: loss 4.000  valid 3.500  300 tok/s  lr 1.00e-03"
     lines = [line.rstrip() for line in re.split(r"[\r\n]+", shown())]
     assert lines.index(expected.format(2)) < lines.index(expected.format(4))
     display.live = False

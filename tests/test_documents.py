@@ -103,7 +103,7 @@ def few_batches(recipe: str) -> str:
 def material(tmp_path_factory) -> Path:
     """A folder with what commands name: data, and three small packs with their runs."""
     folder = tmp_path_factory.mktemp("material")
-    for name in ("notes", "data"):
+    for name in ("tickets", "data"):
         write_rows(folder / name, train=CHATS * 5, valid=CHATS[:2], test=CHATS[2:])
     write_rows(folder / "code", train=[{"text": "def f(x):\n    return x + 1\n" * 9}] * 8)
     write_rows(folder / "shards", **{f"part-{n}": CHATS for n in range(3)})
@@ -119,9 +119,9 @@ def material(tmp_path_factory) -> Path:
     recipe.write_text(few_batches(recipe.read_text()))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        for seed, name in enumerate(("notes", "law", "letters")):
+        for seed, name in enumerate(("tickets", "law", "letters")):
             train = dataclasses.replace(TRAIN, seed=seed)
-            train_pack("tiny", "notes", LORA, train, f"packs/{name}")
+            train_pack("tiny", "tickets", LORA, train, f"packs/{name}")
     return folder
 
 

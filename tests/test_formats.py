@@ -2,12 +2,15 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from mlx_packs import train_pack
 from mlx_packs.packs.manifest import FORMAT_VERSION
 from mlx_packs.packs.pack import Pack
+from mlx_packs.runtime import mx
 from mlx_packs.training.run_folder import (
     RUN_FORMAT_VERSION,
     is_run,
@@ -15,10 +18,12 @@ from mlx_packs.training.run_folder import (
     read_identity,
     resume_point,
 )
+from tests.formats.write import LORA, TRAIN
 from tests.helpers.errors import check, raises
 
 FORMATS = Path(__file__).parent / "formats"
-NAMES = ["first", "unsealed", "sealed"]
+UNCORRECTED = ["first", "unsealed", "sealed"]  # of Adam without bias correction
+NAMES = [*UNCORRECTED, "corrected"]
 
 
 @pytest.fixture
@@ -54,7 +59,7 @@ def test_a_pack_of_an_earlier_program_opens_and_applies(copy_of, run, name):
     code, out, _ = run("apply", "o", "--json")
     assert code == 0 and json.loads(out)["largest_logit_change"] > 0
     pack = Pack.open("o")
-    recipe = pack.part("recipe")
+    recipe = pack._part("recipe")
     assert (recipe["rank"], recipe["iters"], recipe["matmul_path"]) == (1, 2, "dense")
 
 
@@ -63,13 +68,47 @@ def test_a_run_of_an_earlier_program_resumes(copy_of, run, name):
     copy_of(name)
     before = logged_metrics(Path("o-run"))
     assert [line["batch"] for line in before] == [1, 2]
-    assert resume_point(Path("o-run")).has_hashes == (name == "sealed")
+    assert resume_point(Path("o-run")).has_hashes == (name in ("sealed", "corrected"))
     code, _, err = run("train", "--resume", "--out", "o", "--iters", 3)
     assert code == 0, err
     after = logged_metrics(Path("o-run"))
     assert after[:2] == before and after[2]["batch"] == 3
-    assert Pack.open("o").part("recipe")["iters"] == 3
+    assert Pack.open("o")._part("recipe")["iters"] == 3
     assert resume_point(Path("o-run")).has_hashes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_resumes_with_the_learning_rate_and_the_optimizer_that_it_began_with(
+    copy_of, run, name
+):
+    copy_of(name)
+    recorded = json.loads((FORMATS / name / "run" / "config.json").read_text())["recipe"]
+    code, _, err = run("train", "--resume", "--out", "o", "--iters", 3)
+    assert code == 0, err
+    recipe = Pack.open("o")._part("recipe")
+    began_before = name in UNCORRECTED
+    assert ("bias_correction" in recorded) != began_before
+    assert recipe["bias_correction"] != began_before and recipe["warmup_from_zero"] != began_before
+    assert ("without bias correction" in err) == began_before
+    warmup = recorded["warmup_steps"]
+    rate = 1e-3 * (3 / (warmup + 1) if began_before and warmup else 1)
+    assert logged_metrics(Path("o-run"))[2]["learning_rate"] == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("name", UNCORRECTED)
+def test_from_python_a_run_resumes_as_it_began_too(copy_of, run, name):
+    copy_of(name)
+    assert run("train", "--resume", "--out", "o", "--iters", 3)[0] == 0
+    expected = mx.load("o/adapters.safetensors")
+    for folder in ("o", "o-run"):
+        shutil.rmtree(folder)
+    for part, place in (("pack", "o"), ("run", "o-run")):
+        shutil.copytree(FORMATS / name / part, place)
+    recorded = json.loads((FORMATS / name / "run" / "config.json").read_text())["recipe"]
+    changes = {"iters": 3, "warmup_steps": recorded["warmup_steps"]}
+    train_pack("tiny", "d", LORA, replace(TRAIN, **changes), "o", resume=True)
+    resumed = mx.load("o/adapters.safetensors")
+    assert all(mx.array_equal(resumed[key], expected[key]) for key in expected)
 
 
 @pytest.mark.parametrize("version", [RUN_FORMAT_VERSION + 1, 987654321])

@@ -1,6 +1,7 @@
 """Optimizer and schedule: values are typed and tried before anything is loaded."""
 
 import dataclasses
+import inspect
 import math
 
 import numpy as np
@@ -55,7 +56,7 @@ def test_schedule_has_the_rate_of_its_formula_at_every_update(name):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedule_rises_linearly_to_its_peak_then_follows_its_formula(name):
-    rise = PEAK * np.arange(1, 11) / 11
+    rise = PEAK * np.arange(10) / 10
     follow = PEAK * SHARES[name](np.arange(40, dtype=float), 40)
     wanted = np.concatenate([rise, follow])
     np.testing.assert_allclose(rates(name, 50, warmup=10)[:50], wanted, rtol=1e-5, atol=1e-9)
@@ -71,7 +72,8 @@ def test_schedule_counts_updates_and_not_batches(name):
 def test_schedule_of_few_updates_is_positive_and_never_above_its_peak(name, iters):
     for warmup in (0, 1, 3):
         values = rates(name, iters, warmup)[:iters]
-        assert (values > 0).all() and (values <= PEAK * (1 + 1e-6)).all()
+        assert (values[1 if warmup else 0 :] > 0).all() and (values <= PEAK * (1 + 1e-6)).all()
+        assert values[0] == 0 or not warmup
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -214,6 +216,50 @@ def test_adamw_in_8_bits_keeps_two_bytes_a_weight_and_follows_adamw():
     assert paths["adamw_8bit"][1].state["small"]["m"].dtype == mx.float32
 
 
+def gradients_of(decades: float, updates: int = 20) -> list[np.ndarray]:
+    """Gradients [64, 128] of each update; in every block their magnitudes span this many decades."""
+    random = np.random.default_rng(0)
+    sizes = 10 ** random.uniform(-decades, 0, (64, 128))
+    return [
+        (sizes * random.standard_normal(sizes.shape)).astype(np.float32) for _ in range(updates)
+    ]
+
+
+def test_adamw_in_8_bits_makes_no_jump_where_gradients_span_decades():
+    """A second moment that were rounded to 0 would make an update of a hundred learning rates."""
+    rate = 1e-3
+    optimizer = make_optimizer(
+        TrainConfig(optimizer="adamw_8bit", learning_rate=rate, lr_schedule="constant")
+    )
+    weights = {"w": mx.zeros((64, 128))}
+    for gradient in gradients_of(decades=6):
+        before = weights["w"]
+        weights = optimizer.apply_gradients({"w": mx.array(gradient)}, weights)
+        assert mx.abs(weights["w"] - before).max() < 6 * rate
+
+
+@pytest.mark.interop
+def test_adamw_in_8_bits_stays_near_that_of_bitsandbytes():
+    """Not equal: on a CPU, bitsandbytes rounds moments to one of 65,536 places before its map."""
+    torch = pytest.importorskip("torch")
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    start = np.random.default_rng(1).standard_normal((64, 128)).astype(np.float32)
+    theirs = torch.nn.Parameter(torch.tensor(start))
+    reference = bitsandbytes.optim.AdamW8bit([theirs], lr=1e-3, weight_decay=0.01)
+    optimizer = make_optimizer(
+        TrainConfig(optimizer="adamw_8bit", learning_rate=1e-3, lr_schedule="constant")
+    )
+    ours = {"w": mx.array(start)}
+    for gradient in gradients_of(decades=1):
+        theirs.grad = torch.tensor(gradient)
+        reference.step()
+        ours = optimizer.apply_gradients({"w": mx.array(gradient)}, ours)
+
+    expected = theirs.detach().numpy()
+    difference = np.abs(np.array(ours["w"]) - expected).max()
+    assert difference < 0.05 * np.abs(expected - start).max()
+
+
 def test_adamw_in_8_bits_takes_the_arguments_of_adamw():
     arguments = {"adamw_8bit": {"weight_decay": 0.1, "betas": [0.9, 0.99]}}
     optimizer = make_optimizer(TrainConfig(optimizer="adamw_8bit", optimizer_config=arguments))
@@ -269,3 +315,24 @@ def test_loraplus_is_for_adapters():
 
 
 AB = ("lora_a", "lora_b")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_facts_of_an_optimizer_are_the_defaults_of_its_class(name):
+    facts, parameters = OPTIMIZERS[name], inspect.signature(REGISTERED[name]).parameters
+    assert facts.corrects_bias == ("bias_correction" in parameters)
+    assert list(facts.betas) == (parameters["betas"].default if "betas" in parameters else [])
+    decay = parameters["weight_decay"].default if "weight_decay" in parameters else None
+    assert facts.weight_decay == decay
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "adamw_8bit"])
+def test_the_first_update_is_of_the_learning_rate_as_in_torch(name):
+    def first(**changes) -> float:
+        config = TrainConfig(optimizer=name, lr_schedule="constant", learning_rate=1e-3, **changes)
+        weights, gradients = {"w": mx.zeros((64, 128))}, {"w": mx.full((64, 128), 0.01)}
+        updated = make_optimizer(config).apply_gradients(gradients, weights)["w"]
+        return -updated[0, 0].item()
+
+    assert first() == pytest.approx(1e-3, rel=1e-3)
+    assert first(bias_correction=False) == pytest.approx(3.162e-3, rel=1e-3)

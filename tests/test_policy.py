@@ -76,7 +76,7 @@ def private_names() -> dict[str, set[str]]:
 
 def test_private_names_are_known_and_their_packages_bounded():
     assert private_names() == {
-        "mlx-lm": {"_get_classes", "_tokenizer", "_chat_template"},
+        "mlx-lm": {"_byte_decoder", "_get_classes", "_tokenizer", "_chat_template"},
         "mlx": {"_no_grad"},
     }
     bounded = {r.name for r in dependencies(project()) if "<" in str(r.specifier).replace("<=", "")}

@@ -13,7 +13,10 @@ RETIRED = {
     "participles as names, which say nothing of their content": re.compile(
         r"^\s*(found|told|said|made|given|gave|held|judged)(:[^=\n]+)? (\+|\|)?= "
     ),
-    "refused, which is rejected": re.compile(r"\brefus(e|es|ed|als|al(?!\": None|: str))\b", re.I),
+    # ``refusal`` is a field of OpenAI's API
+    "refused, which is rejected": re.compile(
+        r"\brefus(e|es|ed|als)\b|(?<![.\"'`])\brefusal\b(?!\": None|: str)", re.I
+    ),
     "by turns, which is alternating": re.compile(r"\bby turns\b", re.I),
     "to the bit, which is bit-identical": re.compile(r"\bto the bit\b", re.I),
     "whole or not at all, which is atomic": re.compile(r"\bwhole,? or not at all\b", re.I),

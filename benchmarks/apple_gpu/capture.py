@@ -50,7 +50,7 @@ class StepJob:
 
 @dataclass(frozen=True)
 class EpochJob:
-    """The batches of one epoch over examples of some lengths (`benchmarks.graph.batch_steps`)."""
+    """The batches of one epoch over examples of some lengths (`our_step.batch_steps`)."""
 
     lengths: list[int]
     supervised: float
@@ -73,7 +73,7 @@ class Failed(Exception):
 
 
 def capture(implementation: str, jobs: list[StepJob | EpochJob]) -> list[Captured | list[tuple]]:
-    """Return the graph of each step and the batches (`benchmarks.graph.batch_steps`) of each epoch.
+    """Return the graph of each step and the batches (`our_step.batch_steps`) of each epoch.
 
     Raises: Failed; Unsupported is one.
     """
@@ -118,7 +118,7 @@ def _model(config: dict) -> object:
 
 class _Ours:
     def __init__(self, build: MetalBuild) -> None:
-        self.graph = importlib.import_module("benchmarks.graph")
+        self.graph = importlib.import_module("benchmarks.apple_gpu.our_step")
         build.kernel_cost = self.graph.kernel_cost
 
     def targets(self, job: StepJob) -> int:

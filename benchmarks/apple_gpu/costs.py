@@ -347,7 +347,7 @@ def _pad(op: Op) -> None:
 
 
 def _own_kernel(op: Op) -> None:
-    """As `benchmarks.graph.kernel_cost` declares it."""
+    """As `our_step.kernel_cost` declares it."""
     nbytes, operations, by_matrix_units = op.attributes
     op.stream()
     op.bytes = max(op.bytes, nbytes or 0)

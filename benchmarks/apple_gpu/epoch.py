@@ -86,7 +86,7 @@ def epochs(
 def _batches(
     asked: Sequence[tuple[str, StepJob]], lengths: list[int], examples: Examples
 ) -> list[Counter[tuple[int, int, int, int]]]:
-    """Return how many batches each has by compiled step (`benchmarks.graph.batch_steps`)."""
+    """Return how many batches each has by compiled step (`our_step.batch_steps`)."""
     batches: dict[tuple[str, int, bool], Counter] = {}
     for implementation, job in asked:
         key = implementation, job.batch, job.packed

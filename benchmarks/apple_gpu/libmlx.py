@@ -89,7 +89,7 @@ class MetalBuild:
     """MLX of this process, as its Metal build lays graphs out. Cannot be undone.
 
     Args:
-        kernel_cost: what a launch of an own kernel costs (`benchmarks.graph.kernel_cost`).
+        kernel_cost: what a launch of an own kernel costs (`our_step.kernel_cost`).
     """
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ class _LaidOut(Exception):
 def lazy_step(
     model: nn.Module, *, batch: int, length: int, rank: int, recompute: str, method: str = "lora"
 ) -> tuple[list[mx.array], list[mx.array]]:
-    """As `benchmarks.graph.lazy_step`, of mlx-lm.
+    """As `our_step.lazy_step`, of mlx-lm.
 
     Every projection of every block has an adapter; every position reaches the head.
 
@@ -71,7 +71,7 @@ def lazy_step(
 def batch_shapes(
     lengths: Sequence[int], batch_size: int, max_length: int
 ) -> list[tuple[int, int, int]]:
-    """As `benchmarks.graph.batch_shapes`, of mlx-lm, whose targets are all positions."""
+    """As `our_step.batch_shapes`, of mlx-lm, whose targets are all positions."""
     rows = [([0] * length, 0) for length in lengths]
     batches = trainer.iterate_batches(rows, batch_size, max_length)
     shapes = [(tokens.shape[0], tokens.shape[1] - 1) for tokens, _ in batches]

@@ -63,10 +63,7 @@ class Attached:
     @property
     def details(self) -> str:
         """Return ranks and places, for one line of output."""
-        return (
-            f"rank {', '.join(map(str, ranks_of(self.specs)))} · "
-            f"{len(self.specs)} projections in {len(self.groups)} groups"
-        )
+        return f"rank {', '.join(map(str, ranks_of(self.specs)))} · {len(self.specs)} projections"
 
     def at(self, share: float) -> None:
         """Do what a share of a run that is done asks for: nothing."""

@@ -8,7 +8,7 @@ and every text and list that a template makes is checked against a limit before 
 import functools
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -19,11 +19,13 @@ from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.environment import Template
 from jinja2.exceptions import SecurityError, TemplateSyntaxError
+from jinja2.meta import find_undeclared_variables
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from ..errors import PackError, library_errors, reason_of
+from .template_clock import clock_at, strftime_now
 
 SECONDS = 2.0  # of CPU time for one conversation
 CHARACTERS = 1 << 22  # that a template may produce, beside its input
@@ -155,6 +157,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         copy.extensions = {name: e.bind(copy) for name, e in environment.extensions.items()}
         copy.filters = {name: _metered(name, f) for name, f in environment.filters.items()}
         copy.globals = {k: v for k, v in environment.globals.items() if k != "lipsum"}
+        copy.globals["strftime_now"] = strftime_now
         return copy
 
     @staticmethod
@@ -318,6 +321,36 @@ def _metering(given: int) -> Iterator[None]:
         _METER.reset(token)
 
 
+def check_syntax(text: str, where: str) -> None:
+    """Check that a template can be parsed; ``where`` is its file, for errors."""
+
+    def faulty(reason: str) -> PackError:
+        return PackError(f"{where}: the chat template is not valid Jinja: {reason}.", "unreadable")
+
+    with library_errors(faulty):
+        try:
+            _compiled(text)
+        except (MemoryError, RecursionError):
+            raise faulty("it is nested too deep") from None
+
+
+@functools.lru_cache(maxsize=32)
+def variables_of(text: str) -> frozenset[str]:
+    """Return the names that a template reads and does not set itself."""
+    return frozenset(find_undeclared_variables(_compiled(text).environment.parse(text)))
+
+
+def unread_variables(tokenizer: Any, names: Iterable[str]) -> list[str]:
+    """Return the names that no chat template of a tokenizer reads; none if it is not in Jinja."""
+    templates = getattr(getattr(tokenizer, "_tokenizer", tokenizer), "chat_template", None)
+    if isinstance(templates, str):
+        templates = {"default": templates}
+    if not templates or getattr(tokenizer, "_chat_template", None) is not None:
+        return []
+    read = frozenset().union(*map(variables_of, templates.values()))
+    return [name for name in names if name not in read]
+
+
 def template_file(tokenizer: Any) -> Path:
     """Return the file that a tokenizer's chat template is in."""
     folder = Path(str(getattr(tokenizer, "name_or_path", "")))
@@ -327,14 +360,29 @@ def template_file(tokenizer: Any) -> Path:
 
 @overload
 def render_chat(
-    tokenizer: Any, messages: Sequence[Mapping], *, tokenize: Literal[False], **options: Any
+    tokenizer: Any,
+    messages: Sequence[Mapping],
+    *,
+    tokenize: Literal[False],
+    template_date: str | None = None,
+    **options: Any,
 ) -> str: ...
 @overload
 def render_chat(
-    tokenizer: Any, messages: Sequence[Mapping], *, tokenize: Literal[True], **options: Any
+    tokenizer: Any,
+    messages: Sequence[Mapping],
+    *,
+    tokenize: Literal[True],
+    template_date: str | None = None,
+    **options: Any,
 ) -> list[int]: ...
 def render_chat(
-    tokenizer: Any, messages: Sequence[Mapping], *, tokenize: bool, **options: Any
+    tokenizer: Any,
+    messages: Sequence[Mapping],
+    *,
+    tokenize: bool,
+    template_date: str | None = None,
+    **options: Any,
 ) -> str | list[int]:
     """Return a conversation as a tokenizer's chat template renders it: its text, or its tokens.
 
@@ -342,6 +390,7 @@ def render_chat(
         tokenizer: as mlx-lm wraps it.
         messages: mappings with ``role`` and ``content``.
         tokenize: whether tokens are returned.
+        template_date: at which the template's clock stands, as YYYY-MM-DD; None for the present.
         options: of ``apply_chat_template``: ``tools``, ``add_generation_prompt`` and others.
 
     Raises:
@@ -358,9 +407,9 @@ def render_chat(
         return PackError(f"{template_file(tokenizer)}: {fault}", "data")
 
     weight = _weight([messages, options.get("tools")])
-    with library_errors(rejects), _metering(weight):
+    with library_errors(rejects), _metering(weight), clock_at(template_date):
         try:
-            return tokenizer.apply_chat_template(list(messages), tokenize=tokenize, **options)
+            return _applied(tokenizer, list(messages), tokenize, options)
         except _LimitReached as error:
             raise faulty(str(error)) from None
         except TemplateSyntaxError as error:
@@ -369,3 +418,19 @@ def render_chat(
             raise faulty(f"does what is not allowed: {reason_of(error)}") from None
         except (MemoryError, RecursionError):
             raise faulty("does not come to an end") from None
+
+
+def _applied(tokenizer: Any, messages: list[Mapping], tokenize: bool, options: dict) -> Any:
+    """Apply a tokenizer's template with the variables that are given, and no others.
+
+    mlx-lm's ``TokenizerWrapper.apply_chat_template`` adds ``enable_thinking=True`` for a model that
+    can think. Without it, the template's own default applies, as in transformers and TRL.
+    """
+    name = getattr(tokenizer, "_thinking_kwarg", "enable_thinking")
+    if "enable_thinking" in options:
+        options = {name if k == "enable_thinking" else k: v for k, v in options.items()}
+    plain = getattr(tokenizer, "_tokenizer", tokenizer)
+    if (renderer := getattr(tokenizer, "_chat_template", None)) is None:
+        return plain.apply_chat_template(messages, tokenize=tokenize, return_dict=False, **options)
+    text = renderer(messages, **options)
+    return plain.encode(text, add_special_tokens=False) if tokenize else text

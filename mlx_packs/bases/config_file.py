@@ -58,6 +58,9 @@ def read_config(file: Path, tensors: Mapping[str, Mapping] | None = None) -> dic
     try:
         check_keys(config, _KEYS)
         check_keys(config.get("text_config") or {}, _TEXT_KEYS, "text_config")
+        for module_path, settings in (config.get("quantization") or {}).items():
+            if isinstance(settings, Mapping):
+                check_keys(settings, _MLX_QUANTIZATION, f"quantization.{module_path}")
     except ValueError as error:
         raise PackError(f"{file}: {error}. {_REMEDY}", "unreadable") from None
     if tensors is not None:

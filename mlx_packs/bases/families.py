@@ -3,7 +3,9 @@
 Every other one can; docs/families.md lists them all, and tests/bases/test_families.py trains each.
 """
 
+import logging
 from collections.abc import Mapping
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 
@@ -13,6 +15,8 @@ from ..config.choices import ARCHITECTURES, TASKS, architecture_of
 from ..errors import PackError, any_of
 from ..nn.experts import is_switch_linear
 from ..runtime import mx
+
+_log = logging.getLogger("mlx_packs")
 
 # By the name of the module in mlx_lm.models.
 UNTRAINABLE = {
@@ -25,6 +29,13 @@ UNTRAINABLE = {
     "recurrent_gemma": "mlx-lm's Model is not set up as a module and cannot be frozen",
 }
 UNTRAINABLE_ON_METAL = {"rwkv7": "its kernel for Metal (the recurrence) has no gradient"}
+# Families whose texts in a batch of mlx-lm differ from each alone: a mask without a batch axis, or a
+# recurrent state that padding runs through. tests/inference/test_families.py compares every family.
+ONE_BY_ONE = frozenset(
+    "afm7 baichuan_m1 bailing_moe_linear gear gemma2 gpt_bigcode jamba longcat_flash_ngram mamba "
+    "nemotron-nas nemotron_h olmo_hybrid phi3small rwkv7".split()
+)
+CACHE_DIFFERS = frozenset({"gemma3n"})  # other logits with a cache than without
 MIXTURES_SINCE = (0, 32)  # of mlx-lm
 # Encoders of other families that people train with sentence-transformers, by model_type.
 _UNSUPPORTED_TYPES = (
@@ -76,6 +87,36 @@ def family_of(model: nn.Module) -> str:
     return type(model).__module__.rpartition(".")[2]
 
 
+def is_batchable(name: str, model: nn.Module) -> bool:
+    """Return whether texts in a batch equal each alone; log once for a base if they do not."""
+    if (family := family_of(model)) not in ONE_BY_ONE:
+        return True
+    _say_one_by_one(name, family)
+    return False
+
+
+@lru_cache(maxsize=64)
+def _say_cache_differs(name: str, family: str) -> None:
+    """Log that training and generation are not the same model."""
+    _log.warning(
+        "%s: mlx-lm's %s computes other logits with a cache than without. Training uses none and "
+        "generation uses one, so texts can be worse than the loss suggests.",
+        name,
+        family,
+    )
+
+
+@lru_cache(maxsize=64)
+def _say_one_by_one(name: str, family: str) -> None:
+    """Log that texts are generated one at a time."""
+    _log.warning(
+        "%s: mlx-lm's %s gives other texts in a batch than alone, so texts are generated one at a "
+        "time.",
+        name,
+        family,
+    )
+
+
 def why_untrainable(family: str) -> str | None:
     """Return why a family cannot be trained on this device; None if it can."""
     on_metal = mx.default_device() == mx.gpu and mx.metal.is_available()
@@ -87,6 +128,8 @@ def why_untrainable(family: str) -> str | None:
 def check_trainable(name: str, model: nn.Module) -> None:
     """Check that a model is of a family that can be trained."""
     family = family_of(model)
+    if family in CACHE_DIFFERS:
+        _say_cache_differs(name, family)
     reason = why_untrainable(family)
     is_old = version_of_mlx_lm() < MIXTURES_SINCE
     if reason is None and is_old and any(is_switch_linear(m) for m in model.modules()):

@@ -1,7 +1,9 @@
 """The files of a base: found by name (offline first) and checked."""
 
+import logging
 import os
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 
 from ..errors import PackError
@@ -11,12 +13,17 @@ from ..leftovers import recover
 from ..reading import FLOATS, check_regular, read_header, read_json, sha256
 from .bitsandbytes import METHOD
 from .config_file import CONFIG, read_config
+from .local_models import is_local_model, local_model
+from .readers import reader_of
 from .unsupported import check_method, unsupported_file, unsupported_weights
+
+_log = logging.getLogger("mlx_packs")
 
 TINY = "tiny"
 RECORD = "quantization.json"  # written by `packs quantize`: its options, and a hash of every shard
 _TEXT_BYTES = 256 << 20
 # what mlx-lm downloads; code among it is run only with trust_remote_code
+MORE_TEMPLATES = "additional_chat_templates/*"  # besides chat_template.jinja, by name
 CHECKPOINT_FILES = (
     "*.json model*.safetensors *.jinja *.txt *.jsonl tokenizer.model *.tiktoken tiktoken.model *.py"
 ).split()
@@ -36,12 +43,17 @@ def public_name(name: str) -> str:
 
 
 def resolve_checkpoint(name: str | Path) -> Path:
-    """Return the checkpoint folder for ``tiny``, a local folder, or a hub id (cached first)."""
+    """Return the checkpoint folder for ``tiny``, a local folder or file, or a hub id (cached first).
+
+    A file, such as a GGUF, is converted to a folder in the cache when it is first named.
+    """
     if str(name) == TINY:
         return tiny_checkpoint()
     if not str(name):
         raise PackError("--model: is empty. Name a folder, a hub id (owner/name) or 'tiny'.")
     path = Path(name).expanduser()
+    if is_local_model(str(name)) and not os.path.exists(path):
+        path = local_model(str(name))
     recover(path)
     if os.path.isdir(path):  # unlike Path.is_dir, False for a name that is too long
         if not (path / "config.json").is_file():
@@ -52,11 +64,15 @@ def resolve_checkpoint(name: str | Path) -> Path:
             )
         return path
     if os.path.exists(path):
+        if reader := reader_of(path):
+            return reader.folder(path)
         raise PackError(
             f"{path}: must be a checkpoint folder, but is a file.{unsupported_file(path)}",
             "unsupported",
             "model",
         )
+    if path.suffix.lower() == ".gguf":
+        raise PackError(f"--model {name}: no such file.", "not-found", "model")
     if not is_hub_id(str(name)):
         hint = "" if "/" in str(name) else f" Its 4-bit form may be 'mlx-community/{name}'."
         raise PackError(
@@ -115,22 +131,37 @@ def _first_line(error: Exception) -> str:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the safetensors shards of a checkpoint folder, in order."""
-    return sorted(path.glob("model*.safetensors"))
+    """Return the safetensors files of a checkpoint folder, in order.
+
+    With an index they are the files that it names, so that older ones beside them are not read.
+    """
+    named, files = _named_shards(path), sorted(path.glob("model*.safetensors"))
+    return files if named is None else [file for file in files if file.name in named]
 
 
-def _missing_shards(path: Path) -> list[str]:
-    """Return the shards that the index of a checkpoint folder names and that are missing."""
+def files_not_read(path: Path) -> list[str]:
+    """Return the names of safetensors files beside the weights that the index does not name."""
+    read = weight_files(path)
+    return [file.name for file in sorted(path.glob("model*.safetensors")) if file not in read]
+
+
+def _named_shards(path: Path) -> set[str] | None:
+    """Return the shards that the index of a checkpoint folder names; None without an index."""
     index = path / "model.safetensors.index.json"
     if not index.is_file():
-        return []
+        return None
     content = read_json(index)
     try:
         check_keys(content, {"weight_map": "a mapping", "weight_map.*": "text"})
     except ValueError as error:
         raise PackError(f"{index}: is not an index of shards: {error}.", "unreadable") from None
-    shards = set(content["weight_map"].values())
-    return sorted(shards - {f.name for f in weight_files(path)})
+    return set(content["weight_map"].values()) or None
+
+
+def _missing_shards(path: Path) -> list[str]:
+    """Return the shards that the index of a checkpoint folder names and that are missing."""
+    named = _named_shards(path) or set()
+    return sorted(named - {file.name for file in path.glob("model*.safetensors")})
 
 
 _TEXT_BYTES = 256 << 20
@@ -139,7 +170,7 @@ _TEXT_BYTES = 256 << 20
 def check_files(path: Path) -> dict:
     """Check that all weights of a checkpoint are there and readable by MLX; return its config.json."""
     files = weight_files(path)
-    if not files:
+    if not any(path.glob("model*.safetensors")):
         other = unsupported_weights(path)
         raise PackError(
             f"{path}: has no model*.safetensors. Is it a checkpoint folder?{other}",
@@ -149,15 +180,34 @@ def check_files(path: Path) -> dict:
     check_readable(path)
     check_record(path)
     tensors: dict[str, Mapping] = {}
-    for file in files:
-        tensors |= read_header(file)[0]
     if missing := _missing_shards(path):
         raise PackError(
             f"{path}: shard {missing[0]} is named in the index but missing.", "unreadable"
         )
+    owners: dict[str, Path] = {}
+    for file in files:
+        header = read_header(file)[0]
+        if twice := next((name for name in header if name in owners), None):
+            raise PackError(
+                f"{path}: {twice} is in {owners[twice].name} and in {file.name}. Move the files of "
+                "the other model out of the folder.",
+                "conflict",
+                "model",
+            )
+        owners |= dict.fromkeys(header, file)
+        tensors |= header
+    if extra := files_not_read(path):
+        _say_not_read(path, tuple(extra))
     config = read_config(path / CONFIG, tensors)
     check_method(path, config)
     return config
+
+
+@lru_cache(maxsize=256)
+def _say_not_read(path: Path, names: tuple[str, ...]) -> None:
+    """Log once which files a checkpoint folder has besides its weights."""
+    shown = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
+    _log.warning("%s: the index does not name %s, so they are not read.", path, shown)
 
 
 def check_readable(path: Path) -> None:
@@ -165,7 +215,7 @@ def check_readable(path: Path) -> None:
 
     Texts are limited to 256 MiB; the largest tokenizer known has 35 MB.
     """
-    for pattern in (*CHECKPOINT_FILES, "additional_chat_templates/*"):
+    for pattern in (*CHECKPOINT_FILES, MORE_TEMPLATES):
         for file in path.glob(pattern):
             if file.is_symlink() and not file.exists():
                 continue  # a cache of the Hub without this file

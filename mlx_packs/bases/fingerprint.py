@@ -24,7 +24,7 @@ from typing import NamedTuple
 from ..errors import PackError, printable
 from ..files import atomic_write, cache_folder, remove_unused, to_json
 from ..reading import read_header, read_json, sha256
-from .files import CHECKPOINT_FILES, RECORD, weight_files
+from .files import CHECKPOINT_FILES, MORE_TEMPLATES, RECORD, weight_files
 
 _PREFIX = "sha256:"
 _PIECE_BYTES = 16 << 20  # of a tensor that are hashed as one
@@ -115,6 +115,7 @@ def text_hashes(path: Path) -> dict[str, str]:
     """Return the SHA-256 of each file beside the weights that a base's results may depend on."""
     files = {file for pattern in CHECKPOINT_FILES for file in path.glob(pattern)}
     files |= set(path.glob("[0-9]*_*/config.json"))  # modules of sentence-transformers
+    files |= set(path.glob(MORE_TEMPLATES))
     states = {
         file.relative_to(path).as_posix(): _state(file)
         for file in sorted(files)

@@ -1,10 +1,12 @@
 """Load a base: any model of mlx-lm, dense or quantized, or quantized while it is read."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
@@ -18,12 +20,19 @@ from .bitsandbytes import from_bitsandbytes
 from .config_file import CONFIG, read_config
 from .encoder import load_encoder
 from .families import check_supported
-from .files import TINY, check_files, quantized_as, resolve_checkpoint
+from .files import (
+    TINY,
+    check_files,
+    files_not_read,
+    quantized_as,
+    resolve_checkpoint,
+    weight_files,
+)
 from .fingerprint import fingerprint
 from .model import BaseModel
 from .nf4 import already_quantized, check_stored_nf4, nf4_quantization, place_nf4, stored_as_asked
 from .precision import DTYPES, dense_dtype, dtype_of, stored_dtype
-from .quantization import QuantizeOptions, quantize_weights
+from .quantization import QuantizeOptions, RoundingError, quantize_weights
 from .tokenizer import load_encoder_tokenizer, load_tokenizer
 from .unsupported import unreadable
 from .weight_formats import named_format
@@ -90,10 +99,11 @@ def _load_decoder(request: _Request) -> BaseModel:
     if options and (kind := quantized_as(path, stored)):
         raise already_quantized(quantize, kind)
     dtype = _activation_dtype(stored, request.compute_dtype)
+    rounding = RoundingError()
 
     def prepare(model: nn.Module, weights: Weights) -> Weights:
         if options:
-            weights = quantize_weights(model, weights, options)
+            weights = quantize_weights(model, weights, options, rounding)
         place_nf4(model, weights, dtype, stored, path)
         return weights
 
@@ -110,7 +120,7 @@ def _load_decoder(request: _Request) -> BaseModel:
     model.freeze()
     model.eval()
     if not request.lazy:
-        mx.eval(model.parameters())
+        mx.eval(model.parameters(), _constants(model))
         if names and dtype == mx.float16:
             _check_range(model, names)
     tokenizer = load_tokenizer(path, config, request.trust_remote_code)
@@ -126,6 +136,7 @@ def _load_decoder(request: _Request) -> BaseModel:
         sources,
         dtype_name,
         request.lazy,
+        rounding.relative if options else None,
     )
 
 
@@ -191,7 +202,7 @@ def load_model_of(
                 sources.update(weight_map(stored, named))
                 stored.clear()
                 own.clear()
-                _check_scales(named, path)
+                _check_scales(named, model, path)
                 return prepare(model, named)
 
             model.sanitize = sanitize
@@ -199,7 +210,7 @@ def load_model_of(
 
         return make, arguments_class
 
-    with library_errors(partial(unreadable, path, stored)):
+    with library_errors(partial(unreadable, path, stored)), _named_files_only(path):
         model, config = load_model(
             path,
             lazy=True,
@@ -210,17 +221,48 @@ def load_model_of(
     return model, config, sources
 
 
-def _check_scales(weights: Weights, path: Path) -> None:
-    """Check that scales belong to their weights: mlx-lm divides by how many a row has."""
+@contextmanager
+def _named_files_only(path: Path) -> Iterator[None]:
+    """Let mlx-lm, which reads every model*.safetensors of a folder, read only the weights of it."""
+    import mlx_lm.utils
+
+    if not files_not_read(path):
+        yield
+        return
+    stock, files = mlx_lm.utils.glob, [str(file) for file in weight_files(path)]
+    mlx_lm.utils.glob = SimpleNamespace(glob=lambda _: files)
+    try:
+        yield
+    finally:
+        mlx_lm.utils.glob = stock
+
+
+def _check_scales(weights: Weights, model: nn.Module, path: Path) -> None:
+    """Check that scales belong to their weights, stored and by config.json.
+
+    mlx-lm divides the columns of a module by the scales of a row; MLX ends the process for groups
+    of 0.
+    """
+    modules = dict(model.named_modules())
     for name, scales in weights.items():
-        weight = weights.get(f"{name.removesuffix('.scales')}.weight")
+        module_path = name.removesuffix(".scales")
+        weight = weights.get(f"{module_path}.weight")
         if not name.endswith(".scales") or weight is None or weight.dtype != mx.uint32:
             continue
+
         rows, groups = scales.shape[:-1], scales.shape[-1:]
         if not groups or rows != weight.shape[:-1] or not 1 <= groups[0] <= weight.shape[-1]:
             raise PackError(
                 f"{path}: {name} is {list(scales.shape)}, but its weight is {list(weight.shape)}. "
                 "Copy or download the base again.",
+                "unreadable",
+            )
+
+        dense = getattr(modules.get(module_path), "weight", None)
+        if dense is not None and dense.shape[-1] % groups[0]:
+            raise PackError(
+                f"{path}: {name} is {list(scales.shape)}, but by {CONFIG} its weight is "
+                f"{list(dense.shape)}. Copy or download the base again.",
                 "unreadable",
             )
 
@@ -267,6 +309,18 @@ def _activation_dtype(config: dict, requested: str) -> mx.Dtype:
     if runtime.on_cpu():
         return mx.float32
     return DTYPES[stored_dtype(config) if requested == "auto" else requested]
+
+
+def _constants(model: nn.Module) -> list[mx.array]:
+    """Return the arrays that modules keep beside their parameters, such as frequencies of rope.
+
+    What is not computed yet belongs to the thread that made it; a server computes in another.
+    """
+    kept = []
+    for module in model.modules():
+        private = [value for name, value in module.items() if name.startswith("_")]
+        kept += [each for each in (*private, *vars(module).values()) if isinstance(each, mx.array)]
+    return kept
 
 
 def _cast(model: nn.Module, dtype: mx.Dtype) -> list[str]:

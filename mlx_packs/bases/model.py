@@ -31,11 +31,18 @@ class BaseModel:
     weight_map: dict[str, Source] = field(default_factory=dict, repr=False, compare=False)
     compute_dtype: str = "float32"  # of hidden states
     is_lazy: bool = False  # whether its weights are read when they are used
+    # relative error of the weights, where they were quantized on loading
+    rounding_error: float | None = field(default=None, compare=False)
 
     @property
     def vocab_size(self) -> int:
         """Number of rows of the embedding table."""
         return vocab_size_of(self.config, self.name)
+
+    @property
+    def template_kwargs(self) -> dict:
+        """The variables that the chat template is given; a pack may have some."""
+        return {}
 
     @property
     def architecture(self) -> str:
@@ -80,6 +87,8 @@ class BaseModel:
         """Return one line: architecture, blocks, quantization, size."""
         text = text_config(self.config)
         kind = quantization_name(self.quantization)
+        if self.rounding_error is not None:
+            kind += f" (relative error of the weights {100 * self.rounding_error:.1f} %)"
         size = sum(f.stat().st_size for f in weight_files(self.path))
         shown = f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
         blocks = text.get("num_hidden_layers", text.get("n_layer", "?"))

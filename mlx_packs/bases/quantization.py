@@ -13,6 +13,30 @@ from ..errors import PackError, did_you_mean
 from ..runtime import mx
 from .weight_formats import AFFINE_BITS, MLXFormat, NF4Format, WeightFormat
 
+_SAMPLED = 1 << 16  # weights of a tensor whose rounding is measured
+
+
+class RoundingError:
+    """What quantizing changes: ||Q(W) - W|| / ||W||, on rows from all over each weight."""
+
+    def __init__(self) -> None:
+        self._difference = self._weights = 0.0
+
+    def add(self, w: mx.array, weight_format: WeightFormat) -> None:
+        """Measure the rounding of a dense weight [..., D] to a format."""
+        rows = w.reshape(-1, w.shape[-1])
+        step = max(1, w.size // _SAMPLED)
+        sample = rows[::step]
+        change = weight_format.rounded(sample).astype(mx.float32) - sample.astype(mx.float32)
+        squares = [mx.square(part.astype(mx.float32)).sum().item() for part in (change, sample)]
+        self._difference += step * squares[0]
+        self._weights += step * squares[1]
+
+    @property
+    def relative(self) -> float:
+        """The relative error of all weights; 0 if none was quantized."""
+        return (self._difference / self._weights) ** 0.5 if self._weights else 0.0
+
 
 @dataclass(frozen=True)
 class QuantizeOptions:
@@ -154,18 +178,24 @@ def _kind(module: nn.Module) -> str:
 
 
 def quantize_weights(
-    model: nn.Module, weights: dict[str, mx.array], options: QuantizeOptions
+    model: nn.Module,
+    weights: dict[str, mx.array],
+    options: QuantizeOptions,
+    rounding: RoundingError | None = None,
 ) -> dict[str, mx.array]:
     """Quantize a dense checkpoint as its weights are read; one dense weight exists at a time.
 
-    The model gets MLX's modules for native formats.
+    The model gets MLX's modules for native formats. ``rounding`` measures what this changes.
     """
     native = {}
     for path, weight_format in formats_for(model, options)[0].items():
         name = f"{path}.weight"
         if name not in weights:
             continue
-        weights |= weight_format.quantize(name, weights.pop(name))
+        dense = weights.pop(name)
+        if rounding is not None:
+            rounding.add(dense, weight_format)
+        weights |= weight_format.quantize(name, dense)
         if weight_format.native:
             native[path] = weight_format.to_config()
     nn.quantize(model, class_predicate=lambda path, _: native.get(path, False))

@@ -1,16 +1,19 @@
 """The tokenizer of a checkpoint."""
 
-import os
+import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from ..errors import PackError, library_errors
+from ..reading import read_json
 from ..terminal import guarded_native
+from .turns import stop_at_answer_end
 from .unsupported import unreadable_tokenizer
 
 
@@ -24,11 +27,12 @@ def load_tokenizer(path: Path, config: dict, trust_remote_code: bool) -> Any:
         if not (path / "tokenizer.json").is_file():  # it then logs each thing that it tries
             transformers_logging.set_verbosity(transformers_logging.CRITICAL)
         with guarded_native(), library_errors(partial(unreadable_tokenizer, path)):
-            tokenizer = load_tokenizer(
-                path,
-                {"trust_remote_code": trust_remote_code},
-                eos_token_ids=config.get("eos_token_id"),
-            )
+            options = {"trust_remote_code": trust_remote_code, **stored_template(path)}
+            ends = config.get("eos_token_id")
+            tokenizer = load_tokenizer(path, options, eos_token_ids=ends)
+            if parser := _parser_of_named_template(tokenizer):
+                options["tool_parser_type"] = parser
+                tokenizer = load_tokenizer(path, options, eos_token_ids=ends)
             tokens = tokenizer.encode("a b", add_special_tokens=False)
             tokenizer.decode(tokens)
     finally:
@@ -38,7 +42,103 @@ def load_tokenizer(path: Path, config: dict, trust_remote_code: bool) -> Any:
     # without its files, transformers makes an empty tokenizer of the kind that the config names
     if not tokens:
         raise unreadable_tokenizer(path, "it knows no token")
+    with library_errors(partial(unreadable_tokenizer, path)):
+        stop_at_answer_end(tokenizer)
     return tokenizer
+
+
+def _parser_of_named_template(tokenizer: Any) -> str | None:
+    """Return mlx-lm's parser for the calls of a template by name; it looks at a single one only."""
+    from mlx_lm import tokenizer_utils
+
+    templates = tokenizer.chat_template
+    infer = getattr(tokenizer_utils, "_infer_tool_parser", None)
+    if not isinstance(templates, dict) or tokenizer.has_tool_calling or infer is None:
+        return None
+    template = templates.get("tool_use", templates.get("default"))
+    return infer(SimpleNamespace(chat_template=template, get_vocab=tokenizer.get_vocab))
+
+
+def token_bytes(tokenizer: Any, token: int) -> bytes:
+    """Return the bytes that a token stands for, which may be a part of a character.
+
+    Byte-level BPE writes each byte as a letter, and sentencepiece a byte that is no piece as
+    ``<0xF0>``; a token that has no text (of a vocabulary that is padded) has no bytes.
+    """
+    from mlx_lm.tokenizer_utils import _byte_decoder
+
+    piece = tokenizer.convert_ids_to_tokens(int(token))
+    if piece is None or isinstance(piece, bytes):
+        return piece or b""
+    if byte := _BYTE_PIECE.fullmatch(piece):
+        return bytes([int(byte[1], 16)])
+    added = tokenizer.added_tokens_decoder.get(token)
+    if added is not None and added.special:
+        return piece.encode()
+
+    decoder = _decoder_of(tokenizer)
+    if "Metaspace" in decoder or _SPACE in decoder:
+        return piece.replace(_SPACE, " ").encode()
+    if added is not None:
+        return piece.encode()
+
+    letters, text = _byte_decoder(), tokenizer.decode([token])
+    is_of_bytes = "ByteLevel" in decoder or "\ufffd" in text
+    if is_of_bytes and all(letter in letters for letter in piece):
+        return bytes(letters[letter] for letter in piece)
+    return text.encode()
+
+
+def _decoder_of(tokenizer: Any) -> str:
+    """Return how a fast tokenizer joins its pieces, as tokenizer.json has it; nothing for others."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decoder = getattr(backend, "decoder", None)
+    if decoder is None:
+        return ""
+    return decoder.__getstate__().decode()
+
+
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE = "\u2581"  # as sentencepiece writes it
+
+
+def stored_template(path: Path) -> dict[str, str]:
+    """Return the chat template of ``chat_template.json`` if it is in no file that transformers reads.
+
+    Processors of transformers 4 wrote it there (Mistral Small 3.1, Qwen2-VL); a tokenizer alone
+    reads chat_template.jinja, additional_chat_templates and tokenizer_config.json.
+    """
+    file = path / "chat_template.json"
+    others = (path / "chat_template.jinja", path / "additional_chat_templates")
+    if not file.is_file() or any(other.exists() for other in others):
+        return {}
+    config = path / "tokenizer_config.json"
+    if config.is_file() and read_json(config).get("chat_template"):
+        return {}
+    template = read_json(file).get("chat_template")
+    if not isinstance(template, str):
+        raise PackError(
+            f"{file}: 'chat_template' must be a text. Copy the file of the model's publisher.",
+            "unreadable",
+        )
+    return {"chat_template": template}
+
+
+def text_tokens(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a text that a model continues; a BOS token is there once at most."""
+    with tokenizer_errors(tokenizer):
+        tokens = tokenizer.encode(text)
+    return tokens[1:] if starts_twice(tokenizer, tokens) else tokens
+
+
+def starts_twice(tokenizer: Any, tokens: Sequence[int]) -> bool:
+    """Return whether a text begins with BOS, and the tokenizer has put another one before it."""
+    bos = tokenizer.bos_token_id
+    if bos is None or list(tokens[:2]) != [bos, bos]:
+        return False
+    if (adds := getattr(tokenizer, "_adds_bos", None)) is None:
+        adds = tokenizer._adds_bos = tokenizer.encode("a")[:1] == [bos]
+    return adds
 
 
 def tokenizer_errors(tokenizer: Any) -> AbstractContextManager[None]:
@@ -51,8 +151,6 @@ def load_encoder_tokenizer(
     path: Path, config: dict, lower_case: bool, trust_remote_code: bool
 ) -> Any:
     """Load the WordPiece tokenizer of an encoder, from tokenizer.json or vocab.txt."""
-    # as mlx-lm does: that there is no torch is no news
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
     if not (path / "tokenizer.json").is_file() and not (path / "vocab.txt").is_file():

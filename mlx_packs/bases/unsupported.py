@@ -20,7 +20,6 @@ _PICKLED = (
 )
 # Files with weights in another format: pattern, description, alternative.
 _WEIGHTS = (
-    ("*.gguf", "GGUF of llama.cpp, which is not read", INSTEAD),
     (
         "consolidated*.safetensors",
         "weights in Mistral's own layout, which is not read",
@@ -45,6 +44,8 @@ def unsupported_weights(path: Path) -> str:
         return " It is a pack: name it with --pack, and its base with --model."
     if (path / "adapter_config.json").is_file():
         return f" It is an adapter, no base: `packs import {path} --out PACK`."
+    if files := sorted(path.glob("*.gguf")):
+        return f" Name the GGUF file itself: --model {files[0]}."
     for pattern, kind, works in _WEIGHTS:
         if files := sorted(path.glob(pattern)):
             return f" {files[0].name} is {kind}. {works}"

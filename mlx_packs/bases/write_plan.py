@@ -53,6 +53,7 @@ class WritePlan:
     left_dense: dict[str, str]  # modules that could be quantized, and why they are not
     quantization: dict | None  # of the whole model, for the record
     merged: dict | None = None  # the pack that was merged into it, if any
+    ends: tuple[int, ...] = ()  # what ends an answer, for eos_token_id in addition to its own
 
     @property
     def items(self) -> list[Item]:

@@ -62,7 +62,7 @@ def quantize(
     source = base_files.resolve_checkpoint(model)
     started = time.monotonic()
     output_folder(str(out), source, overwrite)
-    plan = plan_quantized(source, options, trust_remote_code)
+    plan = plan_quantized(source, options, trust_remote_code, str(model))
     record, finished = write(out, source, plan, overwrite, display)
     return {
         "out": str(out),
@@ -141,15 +141,22 @@ def output_folder(folder: str, source: Path, overwrite: bool) -> Path:
 
 
 def plan_quantized(
-    source: Path, options: QuantizeOptions, trust_remote_code: bool = False
+    source: Path,
+    options: QuantizeOptions,
+    trust_remote_code: bool = False,
+    named: str | None = None,
 ) -> WritePlan:
-    """Plan which tensors of a checkpoint become what; reads its headers only."""
+    """Plan which tensors of a checkpoint become what; reads its headers only.
+
+    Errors call it as the user ``named`` it, by default as its folder.
+    """
     config = base_files.check_files(source)
     check_supported(config, source)
     check_architecture("quantize", "decoder", source, config.get("model_type"))
     if kind := base_files.quantized_as(source, config):
         raise PackError(
-            f"{source}: is quantized already ({kind}). Take the checkpoint that it was made from.",
+            f"{named or source}: is quantized already ({kind}). Take the checkpoint that it was made "
+            "from.",
             "conflict",
             "model",
         )
@@ -285,7 +292,8 @@ def _write_rest(partial: Path, source: Path, plan: WritePlan) -> dict:
         for file in source.glob(pattern):
             if file.suffix != ".safetensors" and file.name != "model.safetensors.index.json":
                 shutil.copyfile(file, partial / file.name)
-    for file in source.glob("[0-9]*_*/config.json"):  # modules of sentence-transformers
+    # modules of sentence-transformers, and named chat templates
+    for file in (*source.glob("[0-9]*_*/config.json"), *source.glob(base_files.MORE_TEMPLATES)):
         (partial / file.parent.name).mkdir(exist_ok=True)
         shutil.copyfile(file, partial / file.parent.name / file.name)
     names = {
@@ -313,10 +321,23 @@ def _write_rest(partial: Path, source: Path, plan: WritePlan) -> dict:
             for shard in plan.shards
         },
     }
-    atomic_write(partial / "config.json", to_json(plan.config))
+    atomic_write(partial / "config.json", to_json(_with_ends(plan.config, plan.ends)))
+    generation = partial / "generation_config.json"
+    if plan.ends and generation.is_file() and "eos_token_id" in read_json(generation):
+        atomic_write(generation, to_json(_with_ends(read_json(generation), plan.ends)))
     atomic_write(partial / "model.safetensors.index.json", to_json(index))
     atomic_write(partial / RECORD, to_json(record))
     return record
+
+
+def _with_ends(config: dict, ends: tuple[int, ...]) -> dict:
+    """Return a config whose ``eos_token_id`` has more tokens, too."""
+    if not ends:
+        return config
+    own = config.get("eos_token_id")
+    tokens = own if isinstance(own, list) else [own]
+    all_ends = dict.fromkeys(token for token in (*tokens, *ends) if token is not None)
+    return {**config, "eos_token_id": list(all_ends)}
 
 
 def _bits(items: list[Item]) -> float:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def apply(
     pack: Path, model: str | None, dry_run: bool, max_pack_mb: float | None, trust_remote_code: bool
 ) -> None:
-    """Check that a pack fits a base model.
+    """Check that a pack fits a base model; nothing is changed.
 
     Without --dry-run, the pack is also attached, run and detached again.
     """

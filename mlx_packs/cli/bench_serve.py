@@ -63,7 +63,7 @@ def bench_serve(
     max_tokens: int,
     api_key: str,
 ) -> None:
-    """Measure how a server of the OpenAI API answers many requests at once.
+    """Measure how a server of the OpenAI API answers at high load.
 
     For each number of concurrent requests, one model alone and several alternating ones are measured:
     answers and tokens per second, and percentiles of the time to the first token and to the whole

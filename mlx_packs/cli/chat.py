@@ -14,8 +14,11 @@ from . import options
 from .options import option
 
 if TYPE_CHECKING:
+    import mlx.nn as nn
+
     from ..inference.chat import Chat
     from ..packs.base import Base
+    from ..packs.pack import Pack
 
 _COMMANDS = """\
 /pack PACK     answer with this pack from now on (PACK=0.7 applies 70 % of it)
@@ -32,11 +35,17 @@ _COMMANDS = """\
     "packs are added up."
 )
 @option("--system", default="", metavar="TEXT", help="System message that comes before all others.")
+@options.template_kwargs("Variables of the chat template, such as '{\"enable_thinking\": false}'.")
 @options.sampling(max_tokens=512)
 @options.trust_remote_code
 @options.backend
 def chat(
-    model: str | None, packs: tuple[str, ...], system: str, trust_remote_code: bool, **settings
+    model: str | None,
+    packs: tuple[str, ...],
+    system: str,
+    template_kwargs: dict,
+    trust_remote_code: bool,
+    **settings,
 ) -> None:
     """Chat with a base model, with or without packs.
 
@@ -61,20 +70,47 @@ def chat(
     model = options.base_of(model, pack)
     base = load_base_for(pack, model, trust_remote_code)
     base.check_architecture("chat", "decoder")
-    chat_prompt(base, [{"role": "user", "content": "?"}])  # a base without a template fails now
-    base.swap_pack(pack)
+    chat_prompt(
+        base, [{"role": "user", "content": "?"}], **template_kwargs
+    )  # a base without a template fails now
+    model_in_use = _ModelInUse(base)
+    model_in_use.switch_to(pack)
     if sys.stdin.isatty():
         on = f" with {' + '.join(packs)}" if packs else ""
         echo(printable(f"{base.summary()}{on}. /help lists what you can do, /quit leaves."))
-    _talk(Chat(base, system, sampling), base)
+    _talk(Chat(base, system, sampling, template_kwargs), model_in_use)
 
 
-def _talk(conversation: "Chat", base: "Base") -> None:
+class _ModelInUse:
+    """The base with a pack or without, by the matmul path that generates fastest."""
+
+    def __init__(self, base: "Base") -> None:
+        from ..memory.matmul_path import generation_path
+
+        self._base = base
+        self._matmul_path = generation_path(base.model)
+        self._originals: list[tuple[str, nn.Module]] = []
+
+    def switch_to(self, pack: "Pack | None") -> None:
+        """Use a pack from now on, or the base alone; after an error the model is as before."""
+        from ..nn.quantized import apply_matmul_path, replace_modules
+
+        base = self._base
+        replace_modules(base.model, self._originals)
+        self._originals = []
+        try:
+            base.swap_pack(pack, self._matmul_path)
+        finally:
+            if base.active is None:
+                self._originals = apply_matmul_path(base.model, self._matmul_path)
+
+
+def _talk(conversation: "Chat", model_in_use: _ModelInUse) -> None:
     """Answer line after line, until there are no more."""
     while (line := _next_line()) is not None:
         try:
             if line.startswith("/"):
-                if not _obey(line, conversation, base):
+                if not _obey(line, conversation, model_in_use):
                     return
             elif line:
                 _answer(conversation, line)
@@ -107,14 +143,14 @@ def _answer(conversation: "Chat", line: str) -> None:
             asked.clear()
 
 
-def _obey(line: str, conversation: "Chat", base: "Base") -> bool:
+def _obey(line: str, conversation: "Chat", model_in_use: _ModelInUse) -> bool:
     """Execute a line that begins with a slash; return False to leave."""
     command, _, rest = line.partition(" ")
     if command == "/quit":
         return False
     if command == "/pack" and rest.strip() or command == "/base":
         pack = options.one_pack([rest.strip()]) if command == "/pack" else None
-        base.swap_pack(pack)
+        model_in_use.switch_to(pack)
         conversation.forget_keys()
         echo(printable(f"({rest.strip() or 'the base alone'})"))
     elif command == "/clear":

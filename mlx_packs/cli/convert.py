@@ -97,4 +97,4 @@ def import_(
         f"{', '.join(report['kinds'])} of rank {ranks} on {report['modules']} modules of "
         f"{report['base']}{in_full}"
     ]
-    print_report(report, lines)
+    print_report(report, lines + [f"note    {note}" for note in report["notes"]])

@@ -30,6 +30,7 @@ _BAR = 40  # characters of the longest bar of a histogram
 @options.add(
     *(options.setting(name, default=getattr(DataConfig, name)) for name in COLUMN_SETTINGS)
 )
+@options.template_kwargs("Variables of the chat template, as for packs train.", None)
 @option("--samples", default=2, type=click.IntRange(0), help="Number of examples to show.")
 @option("--out", metavar="DIR", help="Folder to write train, valid and test to, as JSONL files.")
 @options.overwrite
@@ -53,6 +54,7 @@ def data(
     examples.
     """
     from ..data.formats import PairFormat
+    from ..data.left_out import template_notes
     from ..data.masks import masked
     from ..data.overview import look_at, write_splits
     from ..data.preferences import encode_tokens
@@ -77,6 +79,7 @@ def data(
                 splits.rows[split], splits.format, columns, tokenizer, encoded_so
             )
     notes = [*splits.notes, *row_notes(splits.rows, splits.format, columns)]
+    notes += template_notes(splits.rows["train"], splits.format, columns, tokenizer)
     shown = []
     if samples and not isinstance(splits.format, PairFormat):
         split = splits.present()[0]

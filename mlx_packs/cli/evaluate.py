@@ -29,6 +29,7 @@ _BUNDLED = DataConfig.data
 @options.setting("batch_size", default=4, type=click.IntRange(1))
 @options.setting("max_seq_length", _AS_TRAINED, type=click.IntRange(2))
 @options.add(*(options.setting(name, _AS_TRAINED) for name in COLUMN_SETTINGS))
+@options.template_kwargs("Variables of the chat template.")
 @options.loss_on
 @options.metric
 @options.limit
@@ -58,8 +59,8 @@ def evaluate(
         text = "is required. To add several packs up, pass --pack a=0.7 --pack b=0.3."
         raise PackError(f"PACK: {text}", flag="pack")
     data = _data_of(data, opened)
-    columns = {name: settings.pop(name) for name in COLUMN_SETTINGS}
-    columns = {name: column for name, column in columns.items() if column is not None}
+    columns = {name: settings.pop(name) for name in (*COLUMN_SETTINGS, "template_kwargs")}
+    columns = {name: column for name, column in columns.items() if column}
     report = evaluate(
         load_base_for(opened, options.base_of(model, opened), trust_remote_code),
         opened,
@@ -72,7 +73,7 @@ def evaluate(
 
 def _data_of(data: str | None, pack: "Pack") -> str:
     """Return the specified examples; a pack of other data cannot be evaluated on the bundled ones."""
-    trained = pack.part("recipe").get("data", _BUNDLED)
+    trained = pack._part("recipe").get("data", _BUNDLED)
     if data is None and trained != _BUNDLED:
         raise PackError(
             f"--data: {pack.name} was trained on {trained}. Name the examples to evaluate on (a folder "

@@ -5,11 +5,11 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("Fine-tune the bundled model on the bundled data:", "packs train"),
         (
             "Fine-tune a 4-bit model on the examples in ./data:",
-            "packs train --model mlx-community/Qwen3-4B-4bit --data data --out packs/notes",
+            "packs train --model mlx-community/Qwen3-4B-4bit --data data --out packs/tickets",
         ),
         (
             "Continue that run after an interruption:",
-            "packs train --out packs/notes --resume",
+            "packs train --out packs/tickets --resume",
         ),
     ),
     "sweep": (
@@ -55,9 +55,9 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("Print the result as JSON:", "packs doctor --json"),
     ),
     "inspect": (
-        ("Show what a pack contains:", "packs inspect packs/notes"),
-        ("List each adapter too:", "packs inspect packs/notes --verbose"),
-        ("Print the manifest's facts as JSON:", "packs inspect packs/notes --json"),
+        ("Show what a pack contains:", "packs inspect packs/tickets"),
+        ("List each adapter too:", "packs inspect packs/tickets --verbose"),
+        ("Print the manifest's facts as JSON:", "packs inspect packs/tickets --json"),
     ),
     "list": (
         ("List the packs below this folder:", "packs list"),
@@ -65,24 +65,24 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("List packs that were downloaded from the Hub:", "packs list --hub-cache"),
     ),
     "diff": (
-        ("Compare two packs:", "packs diff packs/notes packs/law"),
-        ("Print the comparison as JSON:", "packs diff packs/notes packs/law --json"),
+        ("Compare two packs:", "packs diff packs/tickets packs/law"),
+        ("Print the comparison as JSON:", "packs diff packs/tickets packs/law --json"),
     ),
     "report": (
-        ("Write the report page of a run that still trains:", "packs report packs/notes-run"),
-        ("Write that of a pack:", "packs report packs/notes"),
+        ("Write the report page of a run that still trains:", "packs report packs/tickets-run"),
+        ("Write that of a pack:", "packs report packs/tickets"),
     ),
     "apply": (
-        ("Check that a pack fits its base model:", "packs apply packs/notes"),
+        ("Check that a pack fits its base model:", "packs apply packs/tickets"),
         (
             "Check it against another copy of the base model:",
-            "packs apply packs/notes --model models/qwen3-4b",
+            "packs apply packs/tickets --model models/qwen3-4b",
         ),
     ),
     "eval": (
         (
             "Measure the perplexity of held-out examples, with the pack and without:",
-            "packs eval packs/notes --data data",
+            "packs eval packs/tickets --data data",
         ),
         (
             "Count exact answers of the bundled pack:",
@@ -90,33 +90,33 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ),
         (
             "Evaluate a weighted sum of two packs:",
-            "packs eval --pack packs/notes=0.7 --pack packs/law=0.3 --data data",
+            "packs eval --pack packs/tickets=0.7 --pack packs/law=0.3 --data data",
         ),
     ),
     "eval-batch": (
         (
             "Compare two packs on the same examples:",
-            "packs eval-batch packs/notes packs/law --data data",
+            "packs eval-batch packs/tickets packs/law --data data",
         ),
         (
             "Compare a weighted sum with a part of it:",
-            "packs eval-batch packs/notes packs/notes=0.5 --data data",
+            "packs eval-batch packs/tickets packs/tickets=0.5 --data data",
         ),
     ),
     "eval-tasks": (
         (
             "Run two tasks of lm-evaluation-harness with a pack:",
-            "packs eval-tasks packs/notes --tasks arc_easy,hellaswag --limit 100",
+            "packs eval-tasks packs/tickets --tasks arc_easy,hellaswag --limit 100",
         ),
         (
             "Compare several packs with the base model:",
-            "packs eval-tasks packs/notes packs/law --tasks arc_easy",
+            "packs eval-tasks packs/tickets packs/law --tasks arc_easy",
         ),
     ),
     "generate": (
         (
             "Generate with a pack:",
-            'packs generate --pack packs/notes --prompt "What did I decide about the roof?"',
+            'packs generate --pack packs/tickets --prompt "My card was charged twice for order 1042."',
         ),
         (
             "Generate with the base model alone:",
@@ -124,47 +124,47 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ),
         (
             "Add up two packs, and sample:",
-            'packs generate --pack packs/notes --pack packs/law=0.3 --temp 0.7 --prompt "Hello"',
+            'packs generate --pack packs/tickets --pack packs/law=0.3 --temp 0.7 --prompt "Hello"',
         ),
     ),
     "chat": (
-        ("Chat with a pack:", "packs chat --pack packs/notes"),
+        ("Chat with a pack:", "packs chat --pack packs/tickets"),
         ("Chat with the bundled model:", "packs chat --model tiny"),
         (
             "Begin with a system message:",
-            'packs chat --pack packs/notes --system "Answer in one sentence."',
+            'packs chat --pack packs/tickets --system "Answer in one sentence."',
         ),
     ),
     "push": (
-        ("Upload a pack:", "packs push packs/notes me/notes --license apache-2.0"),
+        ("Upload a pack:", "packs push packs/tickets me/tickets --license apache-2.0"),
         (
             "Upload it as a private repository:",
-            "packs push packs/notes me/notes --license apache-2.0 --private",
+            "packs push packs/tickets me/tickets --license apache-2.0 --private",
         ),
     ),
     "pull": (
-        ("Download a pack:", "packs pull me/notes --out packs/theirs"),
-        ("Download one version of it:", "packs pull me/notes@v1 --out packs/theirs"),
+        ("Download a pack:", "packs pull me/tickets --out packs/theirs"),
+        ("Download one version of it:", "packs pull me/tickets@v1 --out packs/theirs"),
     ),
     "merge": (
         (
             "Merge a pack into its base model:",
-            "packs merge packs/notes --model mlx-community/Qwen3-4B-4bit --out models/notes",
+            "packs merge packs/tickets --model mlx-community/Qwen3-4B-4bit --out models/tickets",
         ),
         (
             "Merge it and quantize the result to 4 bits again:",
-            "packs merge packs/notes --model mlx-community/Qwen3-4B-4bit --out models/notes-4bit "
+            "packs merge packs/tickets --model mlx-community/Qwen3-4B-4bit --out models/tickets-4bit "
             "--requantize affine4",
         ),
     ),
     "combine": (
         (
             "Make one pack of two:",
-            "packs combine packs/notes=0.7 packs/law=0.3 --out packs/both",
+            "packs combine packs/tickets=0.7 packs/law=0.3 --out packs/both",
         ),
         (
             "Reduce the result to rank 16 by TIES:",
-            "packs combine packs/notes=1 packs/law=1 --method ties --rank 16 --out packs/both",
+            "packs combine packs/tickets=1 packs/law=1 --method ties --rank 16 --out packs/both",
         ),
     ),
     "quantize": (
@@ -178,9 +178,12 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ),
     ),
     "export": (
-        ("Write a pack as PEFT reads it:", "packs export packs/notes --to peft --out peft/notes"),
-        ("Write it for llama.cpp:", "packs export packs/notes --to gguf --out gguf/notes"),
-        ("Write it for Ollama:", "packs export packs/notes --to ollama --out ollama/notes"),
+        (
+            "Write a pack as PEFT reads it:",
+            "packs export packs/tickets --to peft --out peft/tickets",
+        ),
+        ("Write it for llama.cpp:", "packs export packs/tickets --to gguf --out gguf/tickets"),
+        ("Write it for Ollama:", "packs export packs/tickets --to ollama --out ollama/tickets"),
     ),
     "import": (
         (
@@ -189,11 +192,11 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ),
     ),
     "serve": (
-        ("Serve one pack, and the base model beside it:", "packs serve --pack packs/notes"),
+        ("Serve one pack, and the base model beside it:", "packs serve --pack packs/tickets"),
         ("Serve every pack below a folder, as they come and go:", "packs serve --packs packs"),
         (
             "Serve other machines too, with a key:",
-            "MLX_PACKS_API_KEY=secret packs serve --pack notes=packs/notes --host 0.0.0.0",
+            "MLX_PACKS_API_KEY=secret packs serve --pack tickets=packs/tickets --host 0.0.0.0",
         ),
     ),
     "bench-serve": (

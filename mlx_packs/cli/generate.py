@@ -1,7 +1,6 @@
 """`packs generate`: text from a base model, with packs or without."""
 
 import sys
-from contextlib import nullcontext
 
 import click
 
@@ -25,6 +24,7 @@ from .output import print_report, wants_json
 )
 @option("--system", metavar="TEXT", help="System message that comes before the prompt.")
 @option("--raw", is_flag=True, help="Continue the prompt as plain text, without the chat template.")
+@options.template_kwargs("Variables of the chat template, such as '{\"enable_thinking\": false}'.")
 @options.sampling()
 @options.execution
 def generate(
@@ -34,6 +34,7 @@ def generate(
     system: str | None,
     trust_remote_code: bool,
     raw: bool,
+    template_kwargs: dict,
     **sampling,
 ) -> None:
     """Generate text as a stream, with or without packs.
@@ -43,22 +44,29 @@ def generate(
     from ..config.parse import build
     from ..config.sampling import Sampling
     from ..inference.generate import chat_prompt, raw_prompt, stream
-    from ..packs.base import load_base_for
+    from ..memory.matmul_path import generation_path
+    from ..packs.base import activated, load_base_for
 
     settings = build(Sampling, {k: v for k, v in sampling.items() if v is not None})
     prompt = _text("--prompt", sys.stdin.buffer.read() if prompt == "-" else prompt)
     system = _text("--system", system or "")
     if not prompt.strip():
         raise PackError("--prompt: is empty.")
+    if raw and template_kwargs:
+        raise PackError(
+            "--raw and --template-kwargs: raw text has no template. Leave one out.",
+            "conflict",
+            "raw",
+        )
     pack = options.one_pack(packs)
     model = options.base_of(model, pack)
     base = load_base_for(pack, model, trust_remote_code)
     base.check_architecture("generate", "decoder")
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": prompt})
-    tokens = raw_prompt(base, prompt) if raw else chat_prompt(base, messages)
     pieces = []
-    with base.applied(pack) if pack else nullcontext():
+    with activated(base, pack, generation_path(base.model)):
+        tokens = raw_prompt(base, prompt) if raw else chat_prompt(base, messages, **template_kwargs)
         for piece in stream(base, tokens, settings):
             pieces.append(piece)
             if not wants_json():

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 import click
 
 from ..display import Display, size
+from ..errors import PackError
 from ..gates import gates_text
+from ..terminal import echo, printable
 from . import options
 from .options import option
 from .output import print_report
@@ -27,11 +29,12 @@ def inspect(pack: Path, verbose: bool) -> None:
     """Show a pack's base model, ranks, results and hashes.
 
     No tensor and no model is loaded. PACK may also be a folder that `packs quantize` wrote, whose
-    files are then checked against their hashes.
+    files are then checked against their hashes, or another base model: a folder, a GGUF file,
+    'ollama:NAME' or 'lmstudio:PUBLISHER/MODEL'.
     """
     from ..bases.files import RECORD
-    from ..packs.manifest import read_pin
     from ..packs.pack import Pack
+    from .inspect_base import describe_base, is_base
 
     if (pack / RECORD).is_file():
         from ..bases.writer import verify
@@ -39,11 +42,28 @@ def inspect(pack: Path, verbose: bool) -> None:
         record = verify(pack, Display())
         print_report(record, _checkpoint_lines(pack, record))
         return
+    if is_base(pack):
+        print_report(*describe_base(pack))
+        return
+
     opened = Pack.open(pack)
     opened.verify()
-    pin = read_pin(opened.path)
+    pin = _pin_of(opened.path)
     report = opened.manifest | ({"hub": pin} if pin else {})
     print_report(report, _pack_lines(opened, verbose))
+
+
+def _pin_of(folder: Path) -> dict | None:
+    """Return where a pulled pack comes from; a damaged file is named, and not needed."""
+    from ..packs.manifest import PIN, check_pin
+
+    try:
+        return check_pin(folder)
+    except (PackError, OSError) as error:
+        file = folder / PIN
+        reason = str(error).removeprefix(f"{file}: ")
+        echo(printable(f"{file}: is ignored, since it is damaged: {reason}"), err=True)
+        return None
 
 
 def _checkpoint_lines(folder: Path, record: dict) -> list[str]:
@@ -129,8 +149,8 @@ def _training_lines(pack: "Pack") -> list[str]:
     from ..packs.card import format_answers, format_change, graph_lines, phase_lines
 
     lines = []
-    objective = pack.part("objective")
-    if data := pack.part("data"):
+    objective = pack._part("objective")
+    if data := pack._part("data"):
         rows = " / ".join(f"{n:,} {split}" for split, n in (data.get("rows") or {}).items())
         learned = f"loss on {objective.get('loss_on') or '?'}"
         if loss := objective.get("loss"):
@@ -139,17 +159,17 @@ def _training_lines(pack: "Pack") -> list[str]:
             learned = "a reward model, which scores the last token"
         lines.append(f"data    {data.get('source')} · {rows or '?'} examples · {learned}")
     lines += [f"graph   {line}" for line in graph_lines(objective)]
-    result = pack.part("eval")
+    result = pack._part("eval")
     if change := format_change(result):
         held_out = f"{result.get('rows', '?')} {result.get('split', '?')} examples"
         lines.append(f"eval    held-out {change} on {held_out}")
     if answers := result.get("answers"):
         lines.append(f"answers {format_answers(answers)}")
     lines += [f"phase   {line}" for line in phase_lines(pack.manifest.get("phases") or ())]
-    if gates := pack.part("gates"):
+    if gates := pack._part("gates"):
         lines.append(f"gates   {gates_text(gates).removeprefix(' · ')}")
-    if created := pack.part("measured").get("created"):
-        lines.append(f"made    {created} · mlx {pack.part('versions').get('mlx')}")
+    if created := pack._part("measured").get("created"):
+        lines.append(f"made    {created} · mlx {pack._part('versions').get('mlx')}")
     return lines
 
 

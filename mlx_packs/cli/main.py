@@ -17,8 +17,8 @@ from contextlib import contextmanager
 import click
 
 from .. import signals
-from ..config.other_names import OTHER_NAMES
-from ..config.parse import RENAMED_KEYS
+from ..config.choices import TASKS
+from ..config.other_names import OTHER_NAMES, OTHER_VALUES, RENAMED_KEYS
 from ..distributed.launched import launched
 from ..errors import Interrupted, PackError, did_you_mean, flag_of
 from ..terminal import guard, guarded
@@ -27,13 +27,13 @@ from .examples import epilog
 
 # Section of `packs --help` -> command -> "module:attribute" of this package.
 COMMANDS = {
-    "Train": {
-        "train": "train:train",
-        "sweep": "sweep:sweep",
-        "data": "data:data",
-        "plan": "plan:plan",
-        "bench": "bench:bench",
-        "doctor": "doctor:doctor",
+    "Train": {"train": "train:train", "sweep": "sweep:sweep"},
+    "Prepare": {"data": "data:data", "plan": "plan:plan", "doctor": "doctor:doctor"},
+    "Use": {"generate": "generate:generate", "chat": "chat:chat", "serve": "serve:serve"},
+    "Evaluate": {
+        "eval": "evaluate:evaluate",
+        "eval-batch": "eval_batch:eval_batch",
+        "eval-tasks": "evaluate:eval_tasks",
     },
     "Inspect": {
         "inspect": "inspect:inspect",
@@ -41,13 +41,6 @@ COMMANDS = {
         "diff": "inspect:diff",
         "report": "report:report",
         "apply": "apply:apply",
-    },
-    "Evaluate": {
-        "eval": "evaluate:evaluate",
-        "eval-batch": "eval_batch:eval_batch",
-        "eval-tasks": "evaluate:eval_tasks",
-        "generate": "generate:generate",
-        "chat": "chat:chat",
     },
     "Share": {"push": "share:push", "pull": "share:pull"},
     "Convert": {
@@ -57,8 +50,30 @@ COMMANDS = {
         "export": "convert:export",
         "import": "convert:import_",
     },
-    "Serve": {"serve": "serve:serve", "bench-serve": "bench_serve:bench_serve"},
+    "Benchmark": {"bench": "bench:bench", "bench-serve": "bench_serve:bench_serve"},
     "Shell": {"completion": "completion:completion"},
+}
+
+# Commands of other tools, and what to type for them.
+OTHER_COMMANDS = {
+    "benchmark": "bench",
+    "convert": "quantize",
+    "download": "pull",
+    "evaluate": "eval",
+    "fine-tune": "train",
+    "finetune": "train",
+    "fuse": "merge",
+    "info": "inspect",
+    "lora": "train",
+    "ls": "list",
+    "run": "chat",
+    "server": "serve",
+    "sft": "train",
+    "show": "inspect",
+    "test": "eval",
+    "tune": "train",
+    "upload": "push",
+    **{name: f"train --task {name}" for name in TASKS if name not in ("lm", "embedding")},
 }
 
 # RuntimeErrors of MLX (Metal, CUDA or host) that are no defect of the program
@@ -93,7 +108,8 @@ class Commands(click.Group):
         """Find the command that the arguments name; an unknown one gets the nearest name."""
         name = args[0]
         if not name.startswith("-") and self.get_command(ctx, name) is None:
-            hint = did_you_mean(name, self.list_commands(ctx))
+            ours = OTHER_COMMANDS.get(name.replace("_", "-"))
+            hint = f"Use packs {ours}." if ours else did_you_mean(name, self.list_commands(ctx))
             raise PackError(f"no such command '{name}'. {hint}", "unknown", flag="command")
         return super().resolve_command(ctx, args)
 
@@ -167,7 +183,9 @@ def _usage_error(error: click.ClickException) -> PackError:
         ours = RENAMED_KEYS.get(name) or OTHER_NAMES.get(name)
         parameters = error.ctx.command.params if error.ctx else ()
         flags = {flag for parameter in parameters for flag in parameter.opts}
-        near = [flag_of(ours)] if ours and flag_of(ours) in flags else error.possibilities
+        near = error.possibilities
+        if ours and flag_of(ours) in flags:
+            near = [" ".join(filter(None, (flag_of(ours), OTHER_VALUES.get(name))))]
         hint = f" Use {' or '.join(near)}." if near else ""
         return PackError(f"{error.option_name}: no such option.{hint}", "unknown")
     message = " ".join(error.format_message().split())

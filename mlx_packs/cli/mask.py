@@ -1,14 +1,21 @@
 """`packs train --show-mask`: which tokens of some examples the loss is on."""
 
+from dataclasses import replace
+from datetime import date
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ..bases.files import TINY, check_files, resolve_checkpoint, vocab_size_of
+from ..bases.template_clock import reads_clock
 from ..bases.tokenizer import load_tokenizer
 from ..bases.unsupported import unreadable
+from ..config.choices import TASKS
 from ..config.recipe import Recipe
+from ..data.encoding import encode
+from ..data.formats import PREFERENCE
+from ..data.left_out import template_notes
 from ..data.masks import masked
-from ..data.preferences import encode_tokens
+from ..data.preferences import RATED, encode_preferences
 from ..display import Display
 from ..errors import library_errors
 from ..training.phases import resolve_phases
@@ -23,12 +30,14 @@ COUNT = 5  # of the examples of each phase that are shown
 
 def show_mask(recipe: Recipe, display: Display) -> None:
     """Print the first training examples of each phase; targets are green, or between ⟦ and ⟧."""
-    shown, loss_on = _masked_examples(recipe)
+    shown, loss_on, notes = _masked_examples(recipe)
     if wants_json():
         print_report(shown, [])
         return
     print_masked(shown)
-    display.line("mask", f"loss on {loss_on}; --loss-on all, completion or assistant")
+    display.line("mask", f"loss on {loss_on}")
+    for note in notes:
+        display.line("data", note)
 
 
 def print_masked(masked: list[dict]) -> None:
@@ -39,21 +48,36 @@ def print_masked(masked: list[dict]) -> None:
         print_spans(f"{example['where']}: {targets}", spans)
 
 
-def _masked_examples(recipe: Recipe) -> tuple[list[dict], str]:
-    """Training examples in spans of text that are targets or not, and what the loss is on."""
+def _masked_examples(recipe: Recipe) -> tuple[list[dict], str, list[str]]:
+    """Return training examples in spans of text, what the loss is on, and what is left out."""
     run, train = recipe.run, recipe.train
     tokenizer, vocab_size = tokenizer_of(
         run.get("model", TINY), run.get("trust_remote_code", False)
     )
-    shown, losses = [], {}
-    for phase in resolve_phases(train, recipe.data):
+    shown, losses, notes = [], {}, []
+    phases = resolve_phases(train, recipe.data)
+    for phase in phases:
         splits = phase.load_rows()
-        options = encoding_options(train, "train", splits.format, vocab_size)
+        task, row_format = phase.train.task, splits.format
+        encoded = encode
+        if TASKS[task].sequences == 2:  # preferences, whose rows may have other columns too
+            encoded = encode_preferences
+            row_format = RATED if task == "kto" else PREFERENCE
+
+        options = encoding_options(train, "train", row_format, vocab_size)
         rows, columns = splits.rows["train"][:COUNT], phase.sources[0]
-        examples = encode_tokens(rows, tokenizer, columns, options, splits.format)
+        if columns.template_date is None and reads_clock(tokenizer):
+            columns = replace(columns, template_date=date.today().isoformat())
+
+        examples = encoded(rows, tokenizer, columns, options, row_format)
         shown += [masked(example, tokenizer) for example in examples.items]
         losses[examples.loss_on] = None
-    return shown, ", ".join(losses)
+        notes += template_notes(splits.rows["train"], row_format, columns, tokenizer)
+
+    loss_on = ", ".join(losses)
+    if any(phase.train.task == "lm" for phase in phases):
+        loss_on += "; --loss-on all, completion or assistant"
+    return shown, loss_on, list(dict.fromkeys(notes))
 
 
 def tokenizer_of(model: str, trust_remote_code: bool) -> tuple["TokenizerWrapper", int]:

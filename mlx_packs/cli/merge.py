@@ -128,7 +128,7 @@ def _weighted(text: str) -> tuple[str, float]:
             return folder, float(weight)
     except ValueError:
         pass
-    raise PackError(f"{text}: must be PACK=WEIGHT, as in packs/notes=0.7.", flag="weighted_packs")
+    raise PackError(f"{text}: must be PACK=WEIGHT, as in packs/tickets=0.7.", flag="weighted_packs")
 
 
 def _fidelity_lines(report: dict) -> list[str]:

@@ -1,7 +1,7 @@
-"""Options that several commands share, and the sections of `packs train --help`."""
+"""Options that several commands share."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,7 @@ from click.shell_completion import CompletionItem
 
 from ..config.choices import MATMUL_PATHS
 from ..config.fields import SECTIONS, facts_of, flags_of
+from ..config.parse import build
 from ..config.recipe import RunOptions
 from ..config.sampling import Sampling
 from ..config.schema import DataConfig, LoRAConfig, TrainConfig
@@ -34,16 +35,29 @@ SETTINGS = {
 
 
 class Option(click.Option):
-    """An option in a section of `SectionedCommand`, whose help may show the default in words."""
+    """An option in a section of help, which may show the default in words.
+
+    Args:
+        names: its flags.
+        section: of help.
+        default_text: the default in words.
+        common: whether short help has it, or what it says there in place of ``help``.
+        tasks: the tasks that it belongs to; empty where all have it.
+        settings: of `click.Option`.
+    """
 
     def __init__(
         self,
         names: Sequence[str],
         section: str = "Output",
         default_text: str | None = None,
+        common: bool | str = False,
+        tasks: Sequence[str] = (),
         **settings,
     ) -> None:
         super().__init__(names, **settings)
+        self.common = common
+        self.tasks = tuple(tasks)
         self.section = section
         self.default_text = default_text
         if isinstance(self.type, click.Choice):
@@ -96,10 +110,14 @@ def arguments_without(flags: Collection[str]) -> list[str]:
 class SectionedCommand(RepeatableCommand):
     """The same, with its options in sections of its help."""
 
+    def shown_options(self, ctx: click.Context) -> Iterator[click.Parameter]:
+        """Yield the options that help shows."""
+        yield from self.get_params(ctx)
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, section by section."""
         records = {name: [] for name in SECTIONS}
-        for param in self.get_params(ctx):
+        for param in self.shown_options(ctx):
             if record := param.get_help_record(ctx):
                 records[getattr(param, "section", "Output")].append(record)
         for section, rows in records.items():
@@ -135,6 +153,7 @@ def setting(name: str, default_text: str | None = None, **overrides) -> Callable
 def _of_field(field: dataclasses.Field, default_text: str | None, **overrides) -> Callable:
     facts, flags = facts_of(field), flags_of(field)
     described: dict = {"section": facts.section, "help": facts.help, "default_text": default_text}
+    described |= {"common": facts.common, "tasks": facts.tasks}
     if isinstance(field.default, bool):
         described |= {"is_flag": True, "default": None}
         flags = facts.flags or (f"{flags[0]}/--no-{flags[0][2:]}",)
@@ -162,6 +181,7 @@ recipes = option(
     section="Model and data",
     metavar="FILE",
     multiple=True,
+    common="YAML file with these options; repeatable.",
     help="YAML file with these options, or a configuration of QLoRA, PEFT or bitsandbytes. Repeatable.",
 )
 model = setting("model", default="tiny")
@@ -169,12 +189,26 @@ model_of_pack = setting("model", "the one that the pack was trained on", default
 trust_remote_code = setting("trust_remote_code", default=False)
 
 
+def template_kwargs(help: str, default_text: str | None = "as the pack was trained") -> Callable:
+    """Add the variables of the chat template; the command is given a mapping."""
+    return setting("template_kwargs", default_text, help=help, default=None, callback=_variables)
+
+
+def _variables(ctx: click.Context, param: click.Parameter, text: str | None) -> dict:
+    return build(DataConfig, {} if text is None else {"template_kwargs": text}).template_kwargs
+
+
 def _use_json(ctx: click.Context, _: click.Parameter, value: bool) -> None:
     ctx.meta[JSON] = value
 
 
 as_json = option(
-    "--json", is_flag=True, expose_value=False, callback=_use_json, help="Print the result as JSON."
+    "--json",
+    is_flag=True,
+    expose_value=False,
+    callback=_use_json,
+    help="Print the result as JSON.",
+    common=True,
 )
 overwrite = option("--overwrite", is_flag=True, help="Replace the folder --out if it exists.")
 max_shard_gb = option(

@@ -3,6 +3,7 @@
 import shlex
 import shutil
 import textwrap
+from typing import TYPE_CHECKING
 
 import click
 
@@ -15,6 +16,11 @@ from . import options
 from .options import option
 from .output import print_report
 from .recipe import read_recipes, recipe_of
+from .topics import TopicCommand
+
+if TYPE_CHECKING:
+    from ..memory.examples import ExampleMemory
+    from ..memory.recommend import Option
 
 _SEARCHED = {
     "batch_size": "{}, less if necessary",
@@ -63,9 +69,11 @@ def _size(flag: str, text: str) -> int:
     return count
 
 
-@click.command()
+@click.command(cls=TopicCommand)
 @option(
     "--memory",
+    section="Memory and speed",
+    common="Memory of the machine (24, 24GB).",
     metavar="SIZE",
     help="Memory of the machine (24, 24GB). On a Mac, MLX uses what Metal recommends: two thirds "
     "if it is less than 36 GB, otherwise three quarters.",
@@ -73,11 +81,15 @@ def _size(flag: str, text: str) -> int:
 )
 @option(
     "--budget",
+    section="Memory and speed",
+    common="Memory that the run itself must fit into (18GB).",
     metavar="SIZE",
     help="Memory that the run itself must fit into (18GB), in place of --memory.",
 )
 @option(
     "--device",
+    section="Memory and speed",
+    common="Device to plan for.",
     type=click.Choice(["cpu", "gpu"]),
     help="Device to plan for; needs --memory or --budget.",
     default_text="this machine's",
@@ -85,10 +97,14 @@ def _size(flag: str, text: str) -> int:
 @options.setting(
     "data",
     "not counted",
-    help="Count the memory of this training data too: a folder, a file, or 'tiny' (bundled).",
+    common="Training data, whose memory is counted too.",
+    help="Estimate with the lengths of these training examples, and count their memory too: a "
+    "folder, a file, or 'tiny' (bundled).",
 )
 @option(
     "--machines",
+    section="Memory and speed",
+    common="Also show what N such machines would need.",
     type=click.IntRange(min=1),
     metavar="N",
     help="Also show what N such machines would need for these settings: nothing, data-parallel "
@@ -106,7 +122,7 @@ def plan(
     configs: tuple[str, ...],
     **flags,
 ) -> None:
-    """Estimate peak memory and disk space, and suggest a training command.
+    """Estimate memory and disk space, and suggest a training command.
 
     Only config.json and the headers of the tensors are read, also of a model on the Hub. Settings
     from flags and files are kept. Of the others, batch size, activation checkpointing, sequence
@@ -118,6 +134,7 @@ def plan(
     from ..memory.pipeline import plan_machines
     from ..memory.read import read_headers
     from ..memory.recommend import recommend, table
+    from ..memory.row_shapes import row_shapes
     from ..runtime import assumed_device
 
     if device is not None and memory is None and budget is None:
@@ -143,7 +160,9 @@ def plan(
             "memory",
         )
     with assumed_device(device):
-        choices = recommend(headers, limit - least, recipe.lora, recipe.train, names)
+        rows = row_shapes(str(model), recipe.data, recipe.train) if examples else None
+        shapes_of = rows[1] if rows else None
+        choices = recommend(headers, limit - least, recipe.lora, recipe.train, names, shapes_of)
         report = [
             {
                 **choice.to_json(),
@@ -173,6 +192,20 @@ def plan(
     if data and lines[-1].startswith("try:    packs"):
         lines[-1] = f"{lines[-1]} {shlex.join(data)}"
     if names & {"data", "hf_dataset"}:
-        unknown = f"{recipe.data.data} · is not here, so its memory is not counted"
-        lines.insert(1, f"data    {examples.line(recipe.data.data) if examples else unknown}")
+        lines[1:1] = _data_lines(recipe.data.data, examples, rows and rows[0], choices[0])
     print_report(report, lines)
+
+
+def _data_lines(
+    data: str | None, examples: "ExampleMemory | None", longest: int | None, best: "Option"
+) -> list[str]:
+    """Return what is known of the training data; ``longest`` is the longest example, in tokens."""
+    if examples is None:
+        return [f"data    {data} · is not here, so its memory is not counted"]
+    lines = [f"data    {examples.line(data)}"]
+    if longest is not None:
+        lines.append(
+            f"rows    at most {longest:,} tokens · planned for {best.train.batch_size} x "
+            f"{best.longest:,} tokens (longest batch of the data)"
+        )
+    return lines

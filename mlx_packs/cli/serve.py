@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..serving.request import Limits
     from ..serving.worker import Worker
 
-_OF_TEXT = ("matmul_path", "kv_memory", "kv_bits", "prefill_chunk", "max_tokens")
+_OF_TEXT = ("matmul_path", "kv_memory", "kv_bits", "prefill_chunk", "max_tokens", "template_kwargs")
 _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance")
 
 
@@ -117,6 +117,10 @@ _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance"
     type=click.IntRange(1),
     metavar="N",
     help="Tokens of an answer whose request does not say.",
+)
+@options.template_kwargs(
+    "Variables of the chat template, such as '{\"enable_thinking\": false}', for requests without "
+    "chat_template_kwargs of their own."
 )
 @option(
     "--timeout",
@@ -251,6 +255,7 @@ def _run(
 ) -> None:
     import uvicorn
 
+    from ..memory.matmul_path import generation_path
     from ..runtime import memory_limits
     from ..serving.app import Server, ServerSettings, make_app
     from ..serving.connection import TimedHeaders
@@ -261,15 +266,19 @@ def _run(
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[_Log()])
     is_encoder = base.architecture == "encoder"
+    path = given["matmul_path"]
+    if path == "auto" and not is_encoder:
+        path = generation_path(base.model)
     worker = (
         Embedder(base, given["batch_size"], given["queue"])
         if is_encoder
-        else Generator(base, _limits(base, given), _matmul_path(base, given["matmul_path"]))
+        else Generator(base, _limits(base, given), path)
     )
     library = Library(worker, folder)
     settings = ServerSettings(
         api_key=given["api_key"] or "",
         max_tokens=given["max_tokens"],
+        template_kwargs=given["template_kwargs"],
         request_seconds=given["timeout"],
         host=given["host"],
     )
@@ -336,17 +345,6 @@ class _Log(logging.Handler):
         """Write a message; of an error its traceback too."""
         for line in self.format(record).splitlines():
             echo(printable(line), err=True)
-
-
-def _matmul_path(base: "Base", chosen: str) -> str:
-    """Return how frozen weights are used; on a CPU a batch is several times faster when dense."""
-    from ..memory.matmul_path import dense_bytes
-    from ..runtime import mx, on_cpu, total_memory
-
-    if chosen != "auto":
-        return chosen
-    left = total_memory() - mx.get_active_memory()
-    return "dense" if on_cpu() and dense_bytes(base.model) < left // 4 else "quantized"
 
 
 def _limits(base: "Base", given: dict) -> "Limits":

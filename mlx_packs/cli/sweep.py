@@ -42,7 +42,7 @@ from .recipe import recipe_of
 @options.as_json
 @option("-q", "--quiet", is_flag=True, help="Print the leaderboard only.")
 def sweep(file: str, out: str | None, runner: str, quiet: bool) -> None:
-    """Train a recipe with several values of some settings, and compare the packs.
+    """Train a recipe with several settings, and compare the packs.
 
     The section sweep of FILE names the search (grid, random or halving) and the values by key of the
     recipe. Every trial is checked before the first one starts. Each is trained in a process of its

@@ -17,6 +17,7 @@ from . import options
 from .options import option
 from .output import exit_if_failed, print_report
 from .recipe import read_recipes, recipe_of
+from .topics import TopicCommand
 
 _TINY = tiny_recipe()
 _OF_A_FRESH_RUN = ("--overwrite", "--resume", "--resume-adapter-file")
@@ -30,7 +31,7 @@ def _default_text(name: str) -> str:
     return "; ".join(text for text in (options.shown_default(name), own) if text)
 
 
-@click.command(cls=options.SectionedCommand)
+@click.command(cls=TopicCommand)
 @options.recipes
 @options.add(*(options.setting(name, _default_text(name)) for name in options.SETTINGS))
 @option(
@@ -72,8 +73,20 @@ def _default_text(name: str) -> str:
 @options.supervision
 @options.hosts("every batch")
 @options.as_json
-@option("-v", "--verbose", is_flag=True, help="Also print the reasons for automatic choices.")
-@option("-q", "--quiet", is_flag=True, help="Print the result line only.")
+@option(
+    "-v",
+    "--verbose",
+    is_flag=True,
+    help="Also print the reasons for automatic choices.",
+    common=True,
+)
+@option(
+    "-q",
+    "--quiet",
+    is_flag=True,
+    help="Print the result line only.",
+    common=True,
+)
 def train(
     configs: tuple[str, ...],
     force: bool,

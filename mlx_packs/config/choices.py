@@ -56,6 +56,15 @@ class MethodFacts:
 
 
 @dataclass(frozen=True)
+class OptimizerFacts:
+    """Facts of an optimizer, with its defaults."""
+
+    betas: tuple[float, ...] = ()  # decays of its moments; empty where it has none
+    weight_decay: float | None = 0.0  # None where it has none
+    corrects_bias: bool = False  # whether it has ``bias_correction``
+
+
+@dataclass(frozen=True)
 class LossFacts:
     """Facts of an embedding loss, besides its formula."""
 
@@ -173,7 +182,15 @@ METHODS = {
     "full": MethodFacts(trains_base=True),
 }
 OBJECTIVES = ("transformer", "projection-stack")
-OPTIMIZERS = ("adamw", "adamw_8bit", "adam", "adafactor", "sgd", "muon", "lion")
+OPTIMIZERS = {
+    "adamw": OptimizerFacts((0.9, 0.999), weight_decay=0.01, corrects_bias=True),
+    "adamw_8bit": OptimizerFacts((0.9, 0.999), weight_decay=0.01, corrects_bias=True),
+    "adam": OptimizerFacts((0.9, 0.999), weight_decay=None, corrects_bias=True),
+    "adafactor": OptimizerFacts(),
+    "sgd": OptimizerFacts(),
+    "muon": OptimizerFacts(weight_decay=0.01),
+    "lion": OptimizerFacts((0.9, 0.99)),
+}
 WEIGHT_FORMATS = ("affine4", "affine8", "nf4")  # that --quantize writes
 WEIGHT_MODES = ("nf4", "affine")  # kinds of formats, of `packs quantize --mode`
 # The cheapest in memory first.

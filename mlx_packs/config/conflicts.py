@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from ..errors import PackError, any_of
 from .choices import METHODS, TASKS, MethodFacts
-from .fields import Fault, Settings, facts_of
+from .common import CommonSettings
+from .fields import Fault, facts_of
 from .phase import Phase
 
 _NUMBER = r"(\d+(?:\.\d+)?)"
@@ -24,39 +25,27 @@ def seconds_of(time: str | float) -> float | None:
     return sum(factor * float(number or 0) for factor, number in factors) or None
 
 
-class TrainConflicts(Settings):
+class TrainConflicts(CommonSettings):
     """The checks of `TrainConfig` that are about more than one setting."""
 
-    method: str
     for_merge: str
-    task: str
     tasks: tuple[str, ...]
     loss: str
     label_smoothing: float
     objective: str
     phases: tuple[Phase, ...]
-    max_seq_length: int
     fim_rate: float
     fim_tokens: tuple[str, ...]
-    lr_schedule: str | dict
-    warmup_steps: int
-    grad_checkpoint: bool
     recompute: str
     cache_frozen: str
     train_fp16_fallback: bool
-    quantize: str
     double_quant: bool
     keep: tuple[str, ...]
     load_best: bool
-    patience: int | None
     val_batches: int
     neftune_noise_alpha: float
     pipeline: bool
-    packing: bool
-    metric: str | None
     min_tps_ratio: float | None
-    time: str | None
-    epochs: float | None
 
     @property
     def trains_base(self) -> bool:
@@ -95,13 +84,6 @@ class TrainConflicts(Settings):
             for name in (*self.unfit_for_dense(), *self.changed(["loraplus_lr_ratio"])):
                 text = f"{getattr(self, name)} does not go with --method full."
                 yield Fault(name, text, "conflict")
-        if self.warmup_steps and not isinstance(self.lr_schedule, str):
-            yield Fault(
-                "warmup_steps",
-                "does not apply to a schedule with arguments. Write lr_schedule.warmup: "
-                f"{self.warmup_steps}.",
-                "conflict",
-            )
 
     def _conflicts_of_tasks(self) -> Iterator[Fault]:
         if not set(self.tasks) <= set(TASKS):

@@ -1,25 +1,37 @@
 """The settings for the location of examples and the names of their columns."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import date
 from functools import partial
+from typing import Any
 
 from .choices import DECODER_TASKS
-from .fields import Settings, fields_where, option
+from .fields import Fault, Settings, fields_where, option
 
 _data = partial(option, section="Model and data")
 _column = partial(_data, tasks=DECODER_TASKS, metavar="COLUMN", column=True)
 
 
-@dataclass(frozen=True)
+# Arguments of transformers' apply_chat_template.
+_RENDERER = frozenset(
+    "tools documents add_generation_prompt continue_final_message conversation chat_template "
+    "tokenize padding truncation max_length return_tensors return_dict "
+    "return_assistant_tokens_mask tokenizer_kwargs messages template_date".split()
+)
+
+
+@dataclass(frozen=True, repr=False)
 class DataConfig(Settings):
     """The source of the examples, and the names of their columns."""
 
-    data: str = _data(
+    data: str | Any = _data(  # Python has examples in memory, too
         "tiny",
         "Training data: a folder, a file, files by a pattern ('DIR/*.jsonl'), a Hugging Face dataset id "
         "(hf:ID streams it), or 'tiny' (bundled).",
         metavar="DATA",
         phase=True,
+        common="Training data: a folder, a file or a Hugging Face dataset (hf:ID).",
     )
     chat_feature: str = _column("messages", "Column with the messages of a chat.")
     prompt_feature: str = _column("prompt", "Column with the prompt.")
@@ -38,9 +50,48 @@ class DataConfig(Settings):
         "same in every run and keeps near-duplicates together, or the last ones.",
         choices=("sample", "last"),
     )
+    template_kwargs: dict = _data(
+        {},
+        "Variables of the chat template, such as '{\"enable_thinking\": false}', in training and wherever "
+        "the pack generates. A column chat_template_kwargs has those of one example.",
+        tasks=DECODER_TASKS,
+        metavar="JSON",
+    )
+    template_date: str | None = _data(
+        None,
+        "Date that a chat template which reads the clock sees in training.",
+        shown_default="the day on which the run begins",
+        tasks=DECODER_TASKS,
+        metavar="YYYY-MM-DD",
+    )
     hf_dataset: dict | list | None = _data(
         None, "Hugging Face datasets with splits and columns, as in mlx-lm.", flags=(), phase=True
     )
+
+    def _conflicts(self) -> Iterator[Fault]:
+        yield from super()._conflicts()
+        if taken := renderer_argument(self.template_kwargs):
+            yield Fault(
+                "template_kwargs", f"{taken} is not a variable of the template. Leave it out."
+            )
+        if self.data is None or isinstance(self.data, (bool, int, float)):
+            text = f"must be text that names a source, or examples, but is {self.data!r}."
+            yield Fault("data", text)
+        if self.template_date is not None and not _is_date(self.template_date):
+            text = f"must be a date such as 2026-01-31, but is {self.template_date!r:.60}."
+            yield Fault("template_date", text)
+
+
+def renderer_argument(variables: Iterable[str]) -> str | None:
+    """Return the first name that is an argument of the renderer, no variable of a template."""
+    return next((name for name in variables if name in _RENDERER), None)
+
+
+def _is_date(text: str) -> bool:
+    try:
+        return date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
 
 
 # The settings that name columns of the data.

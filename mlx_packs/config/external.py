@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import PackError
+from .mlx_lm import with_its_optimizer
 from .parse import setting_error, typed_value, unknown_setting
 
 # transformers quantizes linear layers only, and not the head
@@ -72,7 +73,7 @@ def translate(values: dict, where: str) -> dict:
                     text = f"is specified twice, by itself and in '{key}'."
                     raise setting_error(text, name, where, "conflict")
                 ours[name] = value
-    return ours
+    return with_its_optimizer(ours)
 
 
 def _bnb_4bit(part: Mapping, where: str) -> dict:

@@ -5,11 +5,17 @@ Help, flags, checks, and every "which settings ..." (`fields_where`) are read fr
 
 import dataclasses
 import math
+import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from functools import cache
+from typing import Any, Literal, NamedTuple, TypeVar
 
-from ..errors import Code, PackError, flag_of
+from ..errors import Code, PackError, did_you_mean, flag_of
+from .other_names import OTHER_NAMES, OTHER_VALUES, RENAMED_KEYS
+from .values import typed_value
+
+S = TypeVar("S", bound="Settings")
 
 SECTIONS = (
     "Model and data",
@@ -46,6 +52,7 @@ class Facts:
     method: str | None = None  # the one method that it belongs to
     phase: bool = False  # whether a phase of a run may have its own
     column: bool = False  # whether it names a column of the data
+    common: bool | str = False  # whether short help has it, or what it says there
     memory: bool = False  # whether the peak memory of a run depends on it
     disk: bool = False  # whether the disk space of a run depends on it
     # Whether it may differ when a run is resumed. "without-dropout": a change keeps the results up
@@ -83,14 +90,59 @@ class Fault(NamedTuple):
 
 
 class Settings:
-    """Base of the configurations: each is checked when it is made."""
+    """Base of the configurations: each value gets the type of its field and is checked.
+
+    Subclasses are dataclasses without a ``repr`` of their own.
+    """
+
+    def __new__(cls, *args: Any, **settings: Any) -> "Settings":
+        """Answer a name that is no field with the right one, where Python's own error is bare."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in settings:
+            if name not in names:
+                raise unknown_setting(name, names, cls.__name__)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        kinds = _kinds(type(self))
+        for name, value in vars(self).items():
+            object.__setattr__(self, name, typed_value(value, kinds[name], name))
+
         faults = [*_field_faults(self), *self._conflicts()]
         if faults:
             spelled = {f.name: next(iter(flags_of(f)), f.name) for f in dataclasses.fields(self)}
             text = " ".join(f"{spelled[fault.setting]}: {fault.text}" for fault in faults)
             raise PackError(text, faults[0].code, faults[0].setting)
+
+    def __repr__(self) -> str:
+        """Return the settings that differ from their defaults."""
+        values = (f"{name}={getattr(self, name)!r}" for name in self.changed(vars(self)))
+        return f"{type(self).__name__}({', '.join(values)})"
+
+    @classmethod
+    def from_mapping(cls: type[S], values: Mapping[str, Any], where: str = "") -> S:
+        """Return the configuration that a mapping has.
+
+        Args:
+            values: By the names of the settings; texts stand for the numbers that they spell.
+            where: The file that they are from, for errors; empty for flags and Python.
+
+        Raises:
+            PackError: If a key is unknown, or a value is wrong.
+        """
+        kinds = _kinds(cls)
+        names = [field.name for field in dataclasses.fields(cls)]
+        typed = {}
+        for key, value in values.items():
+            if key not in names:
+                raise unknown_setting(key, names, where)
+            typed[key] = typed_value(value, kinds[key], key, where)
+        try:
+            return cls(**typed)
+        except PackError as error:
+            if not where:
+                raise
+            raise PackError(f"{where}: {error}", error.code, error.flag) from None
 
     def _conflicts(self) -> Iterator[Fault]:
         """Faults of settings that exclude or require each other."""
@@ -105,6 +157,11 @@ class Settings:
         return [
             name for name in names if name in defaults and getattr(self, name) != defaults[name]
         ]
+
+
+@cache
+def _kinds(cls: type[Settings]) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
 
 
 def _field_faults(settings: Settings) -> Iterator[Fault]:
@@ -154,3 +211,48 @@ def fields_where(*configs: type[Settings], **facts: Any) -> tuple[str, ...]:
         for field in dataclasses.fields(config)
         if all(getattr(facts_of(field), name) == value for name, value in facts.items())
     )
+
+
+def unknown_setting(key: Any, valid: Iterable[str], where: str, parent: str = "") -> PackError:
+    """Return the error for a key that is no setting; ``parent`` is the mapping that it is in."""
+    valid = list(valid)
+    name = str(key).replace("-", "_")
+    ours = OTHER_NAMES.get(name)
+    value = OTHER_VALUES.get(name)
+    example = f": {ours}={value!r}" if value else ""
+    fault = "is not a setting."
+    if renamed := RENAMED_KEYS.get(key):
+        hint = f"It is called '{renamed}' now."
+    elif ours in valid:
+        hint = f"It is called '{ours}' here{example}."
+    elif owner := _owner_of(ours or name, valid):
+        hint = f"It is called '{ours}' here, {owner}{example}."
+        if not ours:
+            fault, hint = f"is {owner}.", "Give it there."
+    else:
+        hint = did_you_mean(str(key), valid)
+    message = f"{where and where + ': '}{parent}{key}: {fault} {hint}"
+    return PackError(message, "unknown", key)
+
+
+def _owner_of(name: str, valid: Iterable[str]) -> str:
+    """Return what has a setting that is not among the ``valid`` ones; empty if nothing has."""
+    classes = _subclasses(Settings)
+    if set(valid) not in [_names(cls) for cls in classes]:
+        return ""  # a part of a file
+    for cls in classes:
+        if cls.__name__ in _PUBLIC and name in _names(cls):
+            return f"a setting of {cls.__name__}"
+    return "an argument of train_pack" if name in OTHER_NAMES.values() else ""
+
+
+_PUBLIC = ("LoRAConfig", "TrainConfig", "DataConfig")  # of `train_pack`
+
+
+def _names(cls: type[Settings]) -> set[str]:
+    return {field.name for field in dataclasses.fields(cls)}
+
+
+def _subclasses(cls: type[Settings]) -> list[type[Settings]]:
+    below = [each for sub in cls.__subclasses__() for each in (sub, *_subclasses(sub))]
+    return [each for each in below if dataclasses.is_dataclass(each)]

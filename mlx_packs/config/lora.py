@@ -7,17 +7,25 @@ from functools import partial
 
 from .fields import Fault, Settings, option
 
+ALL_LINEAR = "all-linear"  # PEFT's name of the default targets
 _adapter = partial(option, section="Adapter", method="lora")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LoRAConfig(Settings):
     """Targets, ranks and scales of the adapters.
 
     LoRA: https://arxiv.org/abs/2106.09685. rsLoRA: https://arxiv.org/abs/2312.03732
     """
 
-    rank: int = _adapter(16, "Rank of the adapters.", at_least=1, memory=True, own_layers="adapter")
+    rank: int = _adapter(
+        16,
+        "Rank of the adapters.",
+        at_least=1,
+        memory=True,
+        own_layers="adapter",
+        common=True,
+    )
     alpha: float | None = _adapter(
         None,
         "LoRA alpha: the adapter's output is scaled by alpha / rank.",
@@ -25,6 +33,7 @@ class LoRAConfig(Settings):
         metavar="ALPHA",
         above=0,
         own_layers="adapter",
+        common="The adapter's output is scaled by alpha / rank.",
     )
     dropout: float = _adapter(
         0.0,
@@ -37,9 +46,10 @@ class LoRAConfig(Settings):
     target_modules: tuple[str, ...] = _adapter(
         (),
         "Layers to adapt: names or paths, separated by commas (q_proj,v_proj); embeddings and the "
-        "head too (embed_tokens,lm_head).",
+        "head too (embed_tokens,lm_head). all-linear is the default, as in PEFT.",
         shown_default="all linear layers except MoE routers and experts",
         memory=True,
+        common="Layers to adapt, separated by commas (q_proj,v_proj).",
     )
     num_layers: int = _adapter(
         -1,
@@ -73,7 +83,19 @@ class LoRAConfig(Settings):
         memory=True,
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.target_modules == (ALL_LINEAR,):
+            object.__setattr__(self, "target_modules", LoRAConfig.target_modules)
+
     def _conflicts(self) -> Iterator[Fault]:
+        if ALL_LINEAR in self.target_modules and len(self.target_modules) > 1:
+            yield Fault(
+                "target_modules",
+                f"'{ALL_LINEAR}' stands for all linear layers. Write it alone, or list the names of "
+                "the modules.",
+                "conflict",
+            )
         for name in ("rank_pattern", "alpha_pattern"):
             for key in getattr(self, name):
                 try:

@@ -9,7 +9,7 @@ from .preferences import PreferenceSettings
 _machines = partial(option, section="Several machines")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MachineSettings(PreferenceSettings):
     """The part of `TrainConfig` that is about several machines."""
 

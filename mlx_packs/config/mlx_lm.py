@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from .choices import METHODS
+from .optimizer import uncorrected
 from .parse import setting_error, typed_value, unknown_setting
 from .sizes import bytes_of
 
@@ -13,6 +14,21 @@ _LORA_PARAMETERS = {  # ours by theirs; alpha is ours alone
     "alpha": "alpha",
     "keys": "target_modules",
 }
+# Keys that a recipe has only in mlx-lm's form; so is a schedule that is a mapping.
+_FORM = (
+    "adapter_path fine_tune_type lora_parameters mask_prompt optimizer_config test train".split()
+)
+
+
+def with_its_optimizer(values: dict) -> dict:
+    """Return a recipe that trains as in mlx-lm if it is in mlx-lm's form: without bias correction.
+
+    What the recipe says about it itself is kept.
+    """
+    is_mapping = isinstance(values.get("lr_schedule"), Mapping)
+    if "bias_correction" in values or not (is_mapping or set(_FORM) & set(values)):
+        return values
+    return {**values, "optimizer_config": uncorrected(values.get("optimizer_config"))}
 
 
 def from_mlx_lm(values: Mapping, where: str) -> dict:

@@ -10,7 +10,7 @@ from .fields import Fault, Settings, option
 _phase = partial(option, section="Optimization", flags=())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Phase(Settings):
     """One of the ``phases`` of a run; omitted settings are those of the run's `TrainConfig`.
 
@@ -28,6 +28,9 @@ class Phase(Settings):
         None, "Learning-rate schedule of the phase; it starts with the phase."
     )
     warmup_steps: int | None = _phase(None, "Warm-up updates of the phase.")
+    warmup_ratio: float | None = _phase(
+        None, "Share of the phase's updates for the warm-up, instead of warmup_steps."
+    )
     replay: float = _phase(
         0.0, "Share of the examples that are drawn from earlier phases.", at_least=0, at_most=1
     )

@@ -6,7 +6,7 @@ from functools import partial
 
 from ..errors import any_of
 from .choices import ANSWER_METRICS, PREFERENCE_TASKS, TASKS
-from .conflicts import TrainConflicts
+from .embedding import EmbeddingSettings
 from .fields import Fault, option
 
 _preference = partial(option, section="Preferences")
@@ -14,8 +14,8 @@ _generated = partial(option, section="Rewards", tasks=("grpo",))
 _rated = partial(_preference, tasks=("kto",), metavar="WEIGHT", above=0)
 
 
-@dataclass(frozen=True)
-class PreferenceSettings(TrainConflicts):
+@dataclass(frozen=True, repr=False)
+class PreferenceSettings(EmbeddingSettings):
     """The part of `TrainConfig` that tasks of preferences and rewards have."""
 
     beta: float = _preference(

@@ -10,6 +10,7 @@ from ..errors import PackError, flag_of
 from ..files import TINY_FOLDER
 from .fields import Settings, fields_where, option
 from .mlx_lm import from_mlx_lm
+from .optimizer import with_bias_correction, without_arguments
 from .parse import build, read_settings, unknown_setting
 from .schema import DataConfig, LoRAConfig, TrainConfig
 
@@ -18,12 +19,16 @@ _output = partial(option, section="Output")
 _data = partial(option, section="Model and data")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RunOptions(Settings):
     """Settings of a run beside training: its base model, where it writes, what it starts from."""
 
     model: str = _data(
-        "tiny", "Base model: a folder, a Hugging Face id, or 'tiny' (bundled).", metavar="MODEL"
+        "tiny",
+        "Base model: a folder, a GGUF file, a Hugging Face id, a model of Ollama or LM Studio "
+        "(ollama:NAME, lmstudio:NAME), or 'tiny' (bundled).",
+        metavar="MODEL",
+        common="Base model: a folder, a GGUF file, a Hugging Face id or 'tiny'.",
     )
     out: str | None = _output(
         None,
@@ -31,6 +36,7 @@ class RunOptions(Settings):
         shown_default="packs/<data>",
         metavar="DIR",
         flags=("--out", "--adapter-path"),
+        common=True,
     )
     resume_adapter_file: str | None = option(
         None, "Start from the adapters in FILE.", section="Adapter", metavar="FILE"
@@ -39,16 +45,24 @@ class RunOptions(Settings):
         None,
         "Services to log to: tensorboard, trackio, wandb, swanlab, separated by commas.",
         metavar="NAMES",
+        common="Log to tensorboard, trackio, wandb or swanlab.",
     )
     project_name: str | None = _output(None, "Name of the project for --report-to.", metavar="NAME")
     trust_remote_code: bool = _data(
         False, "Allow executing Python code shipped with the model.", flags=("--trust-remote-code",)
     )
     overwrite: bool = _output(
-        False, "Replace the pack and the run of --out.", flags=("--overwrite",)
+        False,
+        "Replace the pack and the run of --out.",
+        flags=("--overwrite",),
+        common=True,
     )
     resume: bool = _output(
-        False, "Continue the run of --out with its original settings.", flags=("--resume",)
+        False,
+        "Continue the run of --out with its original settings; another --iters or --epochs also "
+        "changes the learning rate from here on.",
+        flags=("--resume",),
+        common="Continue the run of --out.",
     )
 
 
@@ -81,7 +95,8 @@ _PARTS = {"lora": LoRAConfig, "train": TrainConfig, "data": DataConfig, "run": R
 _OWNERS = {f.name: part for part, cls in _PARTS.items() for f in dataclasses.fields(cls)}
 
 
-_INSTEAD = (("alpha", "scale"), ("scale", "alpha"), ("iters", "epochs"), ("epochs", "iters"))
+_PAIRS = (("alpha", "scale"), ("iters", "epochs"), ("warmup_steps", "warmup_ratio"))
+_INSTEAD = (*_PAIRS, *(pair[::-1] for pair in _PAIRS))
 
 
 def _merged(layers: Sequence[Mapping], where: str) -> dict:
@@ -93,11 +108,14 @@ def _merged(layers: Sequence[Mapping], where: str) -> dict:
     for layer in layers:
         flat = from_mlx_lm(layer, where)
         if isinstance(flat.get("lr_schedule"), Mapping):
-            merged = {k: v for k, v in merged.items() if k not in ("learning_rate", "warmup_steps")}
+            own = ("learning_rate", "warmup_steps", "warmup_ratio")
+            merged = {k: v for k, v in merged.items() if k not in own}
         for key, other in _INSTEAD:
             if key in flat and other not in flat:
                 merged.pop(other, None)
-        merged |= flat
+        merged = without_arguments(merged, flat) | flat
+    if "optimizer_config" in merged:
+        merged = with_bias_correction(merged)
     if "scale" in merged:
         merged["alpha"] = merged.pop("scale") * merged.get("rank", LoRAConfig.rank)
     return merged

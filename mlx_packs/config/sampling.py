@@ -9,7 +9,7 @@ from .fields import Fault, Settings, option
 _sampling = partial(option, section="Sampling")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Sampling(Settings):
     """Length and randomness of a generated text; the likeliest token each time by default.
 

@@ -7,15 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..gates import MEANING
-from ..schedules import SCHEDULES
 from .choices import (
     ANSWER_METRICS,
     DECODER_TASKS,
-    DISTANCES,
     MATMUL_PATHS,
     METHODS,
     OBJECTIVES,
-    OPTIMIZERS,
     PACKABLE_TASKS,
     POLICIES,
     TASKS,
@@ -26,7 +23,7 @@ from .data import COLUMN_SETTINGS as COLUMN_SETTINGS
 from .data import DataConfig as DataConfig
 from .fields import option
 from .lora import LoRAConfig as LoRAConfig
-from .machines import MachineSettings
+from .optimizer import OptimizerSettings
 from .phase import Phase as Phase
 
 _data = partial(option, section="Model and data")
@@ -40,11 +37,10 @@ _evaluation = partial(option, section="Evaluation and gates", resumable=True)
 _gate = partial(_evaluation, above=0)
 _output = partial(option, section="Output")
 _kept = partial(_output, resumable=True, disk=True)
-_embedding = partial(option, section="Embedding", tasks=("embedding",))
 
 
-@dataclass(frozen=True)
-class TrainConfig(MachineSettings):
+@dataclass(frozen=True, repr=False)
+class TrainConfig(OptimizerSettings):
     """Settings of the training; ``iters`` counts batches, as in mlx-lm."""
 
     method: str = option(
@@ -55,6 +51,7 @@ class TrainConfig(MachineSettings):
         section="Adapter",
         choices=tuple(METHODS),
         memory=True,
+        common="Train LoRA adapters, another kind of adapters, or all weights (full).",
     )
     for_merge: str = option(
         "none",
@@ -65,19 +62,23 @@ class TrainConfig(MachineSettings):
         memory=True,
         tasks=("lm",),
     )
-    iters: int = _schedule(600, "Batches to train on.", at_least=1, resumable=True, disk=True)
+    iters: int = _schedule(
+        600, "Batches to train on.", at_least=1, resumable=True, disk=True, common=True
+    )
     batch_size: int = _optimization(
         4,
         "Examples per batch.",
         shown_default="4; 32 with --task embedding",
         at_least=1,
         memory=True,
+        common=True,
     )
     max_seq_length: int = _data(
         2048,
         "Maximum number of tokens per example; longer examples are truncated.",
         at_least=2,
         memory=True,
+        common="Maximum number of tokens per example.",
     )
     long_rows: str = _text(
         "cut",
@@ -111,6 +112,7 @@ class TrainConfig(MachineSettings):
         False,
         "Pack several examples into each sequence; attention does not cross examples.",
         tasks=PACKABLE_TASKS,
+        common="Pack several examples into each sequence.",
     )
     epochs: float | None = _optimization(
         None,
@@ -119,52 +121,22 @@ class TrainConfig(MachineSettings):
         above=0,
         at_most=10_000,
         resumable=True,
+        common="Passes over the examples, instead of --iters.",
     )
-    time: str | None = _optimization(
+    time: str | int | float | None = _optimization(
         None,
         "End after this time (6h, 90m, 30s) and write the pack; --resume continues. The learning "
         "rate follows --iters.",
         metavar="TIME",
         resumable=True,
-    )
-    learning_rate: float = _schedule(
-        2e-4,
-        "Peak learning rate.",
-        metavar="RATE",
-        above=0,
-        flags=("--learning-rate", "--lr"),
-    )
-    loraplus_lr_ratio: float = _optimization(
-        1.0,
-        "Learning rate of B, the second factor of every adapter, over that of the rest (LoRA+).",
-        metavar="RATIO",
-        above=0,
-        method="lora",
-        own_layers="optimizer",
-    )
-    lr_schedule: str | dict = _schedule(
-        "cosine",
-        "Learning-rate schedule after the warm-up. YAML accepts any schedule of MLX, as in mlx-lm.",
-        choices=tuple(SCHEDULES),
-    )
-    warmup_steps: int = _schedule(
-        0, "Updates over which the learning rate rises to its peak.", at_least=0
-    )
-    optimizer: str = _optimization(
-        "adamw",
-        "Optimizer; adamw_8bit stores its moments in 8 bits.",
-        choices=OPTIMIZERS,
-        memory=True,
-        own_layers="optimizer",
-    )
-    optimizer_config: dict = _optimization(
-        {},
-        "Arguments of the optimizer, by its name, as in mlx-lm.",
-        flags=(),
-        own_layers="optimizer",
+        common="End after this time (6h, 90m) and write the pack.",
     )
     grad_accumulation_steps: int = _step(
-        1, "Batches per update, weighted by their target tokens.", at_least=1, memory=True
+        1,
+        "Batches per update, weighted by their target tokens.",
+        at_least=1,
+        memory=True,
+        common="Batches per update.",
     )
     max_grad_norm: float | None = _step(
         1.0,
@@ -182,7 +154,11 @@ class TrainConfig(MachineSettings):
         resumable=True,
     )
     grad_checkpoint: bool = _memory(
-        False, "Same as --recompute block, as in mlx-lm.", memory=True, resumable="without-dropout"
+        False,
+        "Same as --recompute block, as in mlx-lm.",
+        memory=True,
+        resumable="without-dropout",
+        common="Recompute activations, which saves memory.",
     )
     recompute: str = _memory(
         "auto",
@@ -213,6 +189,7 @@ class TrainConfig(MachineSettings):
         "assistant message.",
         shown_default="assistant for chats, completion for prompts with completions, all for texts",
         choices=("all", "completion", "assistant"),
+        common="Tokens to train on.",
     )
     objective: str = _optimization(
         "transformer",
@@ -266,6 +243,7 @@ class TrainConfig(MachineSettings):
         choices=("none", *WEIGHT_FORMATS),
         memory=True,
         dense=("none",),
+        common="Quantize the base model while loading it.",
     )
     double_quant: bool = _memory(
         True, "Double quantization: store the scales of NF4 in 8 bits.", memory=True
@@ -303,40 +281,14 @@ class TrainConfig(MachineSettings):
         choices=TASKS,
         memory=True,
         phase=True,
-    )
-    loss: str = _data(
-        "auto",
-        "Loss of preferences (dpo, cpo): sigmoid, robust (to wrong preferences), hinge or ipo. Loss of "
-        "embeddings: cosine or cosent for pairs with scores, mnrl (in-batch negatives) or "
-        "cached-mnrl for anchors with positives, triplet for those with negatives. auto is sigmoid; "
-        "of embeddings cosine or mnrl, by the data.",
-        choices=("auto", *dict.fromkeys(loss for facts in TASKS.values() for loss in facts.losses)),
-        tasks=tuple(name for name, facts in TASKS.items() if facts.losses),
-        memory=True,
-    )
-    similarity_scale: float = _embedding(
-        20.0,
-        "Factor on the cosines in mnrl, cached-mnrl and cosent (1 / temperature).",
-        metavar="FACTOR",
-        above=0,
-    )
-    mini_batch_size: int = _embedding(
-        32,
-        "Number of texts whose activations cached-mnrl keeps in memory at a time.",
-        at_least=1,
-        memory=True,
-    )
-    triplet_margin: float = _embedding(
-        5.0, "Margin of the triplet loss.", metavar="MARGIN", at_least=0
-    )
-    triplet_distance: str = _embedding(
-        "euclidean", "Distance function of the triplet loss.", choices=DISTANCES
+        common="What to train.",
     )
     seed: int = _step(
         0,
         "Random seed of the adapters, the order of examples and dropout.",
         at_least=0,
         below=2**32,
+        common="Random seed.",
     )
     steps_per_report: int = _output(10, "Batches between log lines.", at_least=1, resumable=True)
     steps_per_eval: int = _evaluation(
@@ -351,18 +303,21 @@ class TrainConfig(MachineSettings):
     )
     load_best: bool = _evaluation(
         False,
-        "End with the weights that had the least validation loss instead of the last ones; the last "
-        "ones are validated too.",
+        "End with the weights that had the least validation loss (with --task grpo the highest "
+        "reward) instead of the last ones; the last ones are validated too.",
     )
     patience: int | None = _evaluation(
         None,
-        "End after N validations without a lower loss; implies --load-best.",
+        "End after N validations without a better one; implies --load-best.",
         metavar="N",
         at_least=1,
     )
-    test_batches: int = _evaluation(
-        -1,
-        "Held-out batches to evaluate before and after training; -1 uses all.",
+    test_batches: int | None = _evaluation(
+        None,
+        "Number of held-out batches to evaluate without and with the pack; -1 uses all. The default "
+        "is a random sample of at most 400 examples, whose evaluation takes about 5 % of the run.",
+        metavar="N",
+        shown_default="a sample",
         at_least=1,
         or_all=True,
     )
@@ -370,15 +325,16 @@ class TrainConfig(MachineSettings):
         None,
         "Criterion for a right answer: it is the expected text (exact), contains it (contains), "
         "or is the same JSON value (json). The share of right answers is reported before and "
-        "after training, for 100 held-out examples at most and greedy decoding.",
+        "after training, for 100 evaluated examples at most and greedy decoding.",
         shown_default="exact for the bundled data, none otherwise",
         choices=(*ANSWER_METRICS, "none"),
         tasks=("lm",),
+        common="Also report the share of right answers.",
     )
     save_every: int = _kept(100, "Batches between checkpoints in the run folder.", at_least=1)
     keep_last: int = _kept(
         3,
-        "Keep the last N checkpoints, and the one with the least validation loss; -1 keeps all.",
+        "Keep the last N checkpoints, and the one with the best validation; -1 keeps all.",
         at_least=1,
         or_all=True,
     )
@@ -441,7 +397,7 @@ class TrainConfig(MachineSettings):
 
     @property
     def picks_best(self) -> bool:
-        """Whether the run ends with the weights that had the least validation loss."""
+        """Whether the run ends with the weights of the best validation."""
         return self.load_best or self.patience is not None
 
     @property

@@ -18,6 +18,7 @@ from ..adapters.tensors import delta_of
 from ..bases import files as base_files
 from ..bases.families import check_architecture
 from ..bases.model import BaseModel
+from ..config.keywords import answers_other_names
 from ..config.schema import DataConfig
 from ..display import QUIET, Display
 from ..errors import PackError
@@ -96,6 +97,7 @@ METHODS: dict[str, Callable[..., mx.array]] = {
 }
 
 
+@answers_other_names
 def combine_packs(  # noqa: PLR0913 - a public facade
     packs: Sequence[tuple[str | Path | Pack, float]],
     out: str | Path,
@@ -200,7 +202,7 @@ class _Combination:
                 {
                     "name": pack.short_name if pack.path else None,
                     "weight": weight,
-                    "sha256": pack.adapters_hash,
+                    "sha256": pack._adapters_hash,
                 }
                 for pack, weight in packs
             ],
@@ -216,7 +218,7 @@ class _Combination:
             facts = {**facts, "rank": rank}
             specs, tensors = _low_rank(self.packs, self.deltas, rank)
         parts = {k: first.manifest[k] for k in ("recipe", "objective") if k in first.manifest}
-        return Pack.untrained(self.base, specs, tensors, **parts, combined=facts)
+        return Pack._untrained(self.base, specs, tensors, **parts, combined=facts)
 
     def modules(self) -> Modules:
         """Return dense modules with the deltas added."""

@@ -122,8 +122,8 @@ class FidelityMeter:
         Raises:
             PackError: no example has a target.
         """
-        length = pack.part("recipe").get("max_seq_length") or TrainConfig.max_seq_length
-        loss_on = pack.part("objective").get("loss_on") if columns.data != "tiny" else None
+        length = pack._part("recipe").get("max_seq_length") or TrainConfig.max_seq_length
+        loss_on = pack._part("objective").get("loss_on") if columns.data != "tiny" else None
         examples = encode(
             evaluation_rows(columns, "test", rows),
             base.tokenizer,

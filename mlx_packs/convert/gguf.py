@@ -44,6 +44,7 @@ _GPT2 = {
     "mlp.c_fc": "ffn_up",
     "mlp.c_proj": "ffn_down",
 }
+_HEAD_COUNTS = {"q_proj": "num_heads", "k_proj": "num_kv_heads"}  # in a manifest
 
 
 @dataclass(frozen=True)
@@ -93,11 +94,19 @@ class Gguf:
             (partial / "Modelfile").write_text(modelfile(pack, name, start), encoding="utf-8")
         return {
             "tensors": len(tensors),
-            "notes": [
-                f"llama-server -m BASE.gguf --lora {shlex.quote(str(out / name))}",
-                f"BASE.gguf is a GGUF of {pack.manifest['base']['id']} ({layout.architecture})",
-            ],
+            "notes": _commands(pack.manifest["base"]["id"], layout, out / name),
         }
+
+
+def _commands(base: str, layout: Layout, adapter: Path) -> list[str]:
+    """Return the command that starts llama.cpp with an adapter, and what its BASE.gguf is."""
+    lora = shlex.quote(str(adapter))
+    if base.lower().endswith(".gguf"):  # it was trained on this file
+        return [f"llama-server -m {shlex.quote(base)} --lora {lora}"]
+    return [
+        f"llama-server -m BASE.gguf --lora {lora}",
+        f"BASE.gguf is a GGUF of {base} ({layout.architecture})",
+    ]
 
 
 def layout_of(pack: Pack) -> Layout:
@@ -164,9 +173,17 @@ def gguf_tensors(pack: Pack, layout: Layout) -> tuple[Tensors, float]:
 
 def _permuted_heads(path: str, pack: Pack, layout: Layout) -> int:
     """Return how many heads a projection's rows are permuted in; 0 where they are not."""
-    base = pack.manifest["base"]
-    heads = {"q_proj": base.get("num_heads"), "k_proj": base.get("num_kv_heads")}
-    return layout.permuted and heads.get(path.rpartition(".")[2]) or 0
+    key = _HEAD_COUNTS.get(path.rpartition(".")[2])
+    if not layout.permuted or key is None:
+        return 0
+    heads = pack.manifest["base"].get(key)
+    if not heads:
+        raise PackError(
+            f"{pack.name}: its manifest has no {key}, which the order of rows in GGUF depends on. "
+            "Merge the pack and convert the whole model.",
+            "unsupported",
+        )
+    return heads
 
 
 def _interleaved(rows: mx.array, heads: int) -> mx.array:

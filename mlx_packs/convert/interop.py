@@ -9,8 +9,9 @@ from pathlib import Path
 
 from .. import __version__
 from ..adapters.spec import check_shapes
-from ..bases.files import TINY
+from ..bases.files import TINY, public_name, resolve_checkpoint
 from ..bases.loading import lazy_base
+from ..config.keywords import answers_other_names
 from ..errors import PackError
 from ..files import atomic_folder, is_hub_id, save_tensors, to_json
 from ..packs.manifest import (
@@ -25,6 +26,7 @@ from ..packs.pack import Pack
 from ..reading import read_json, read_tensors, sha256
 from ..runtime import mx
 from .adapter_format import FORMATS, AdapterFormat, format_of
+from .adapter_texts import differing_texts
 from .destination import DESTINATIONS
 from .external import (
     CONFIG,
@@ -42,6 +44,7 @@ SIDECAR = "mlx_packs.json"
 ORIGINALS = "mlx_packs.safetensors"  # lora_b that cannot be restored from what it was folded into
 
 
+@answers_other_names
 def export_pack(
     pack: str | Path | Pack, to: str, out: str | Path, start: str | None = None
 ) -> dict:
@@ -151,15 +154,17 @@ def import_adapter(
     form.check_config(config, folder / CONFIG)
     file = plain_file(folder, form.tensor_file)
     stored = StoredAdapter(read_tensors(file), config, file)
-    sidecar = _read_sidecar(folder)
+    sidecar, note = _read_sidecar(folder), ""
     unchanged = sidecar is not None and _is_unchanged(folder, sidecar, (form.tensor_file, CONFIG))
     if unchanged:
         pack = _restored(folder, form, stored, sidecar)
         if model is not None:
-            pack.check_checkpoint(model)
+            pack._check_checkpoint(model)
+            note = differing_texts(folder, resolve_checkpoint(model), public_name(str(model)))
     else:
         base = _base_name(model, config, folder)
         pack = _converted(name, stored, base, trust_remote_code)
+        note = differing_texts(folder, resolve_checkpoint(base), public_name(str(base)))
     deltas = form.deltas(stored, pack.manifest["base"]["model_type"])
     verify_numerically(pack.specs, pack.tensors, deltas, file)
     pack.save(out, overwrite)
@@ -173,6 +178,7 @@ def import_adapter(
         "replaced": list(replaced_of(pack.manifest)),
         "exported_here": unchanged,
         "pack_mb": round(pack.size_mb, 3),
+        "notes": [note] if note else [],
     }
 
 
@@ -261,4 +267,4 @@ def _converted(name: str, stored: StoredAdapter, model: str | Path, trust: bool)
         "base": base_id if isinstance(base_id, str) else None,
         "by": f"mlx-packs {__version__}",
     }
-    return Pack.untrained(base, specs, adapter.tensors, adapter.full_tensors, imported=source)
+    return Pack._untrained(base, specs, adapter.tensors, adapter.full_tensors, imported=source)

@@ -7,11 +7,15 @@ where quantization would erase the pack's effect.
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from ..bases import files as base_files
 from ..bases import writer
+from ..bases.tokenizer import load_tokenizer
+from ..bases.turns import unnamed_ends
 from ..config.choices import ARCHITECTURES, architecture_of, registered
+from ..config.keywords import answers_other_names
 from ..config.schema import DataConfig
 from ..display import QUIET, Display
 from ..errors import PackError
@@ -28,6 +32,7 @@ MERGERS: dict[str, Callable[[MergeRequest], Outcome]] = registered(
 )
 
 
+@answers_other_names
 def merge_pack(  # noqa: PLR0913 - a public facade
     pack: str | Path | Pack,
     model: str | Path,
@@ -89,13 +94,14 @@ def merge_pack(  # noqa: PLR0913 - a public facade
         display=display or Display(QUIET),
     )
     _check(request)
-    source, _ = pack.check_checkpoint(model)
+    source, _ = pack._check_checkpoint(model)
     writer.output_folder(str(out), source, overwrite)
     outcome = MERGERS[architecture_of(pack.manifest["base"]["model_type"])](request)
     report = _report(request, outcome, out)
     if not report["passed"]:
         return report
     plan = plan_merge(request, _facts(request, outcome))
+    plan = replace(plan, ends=_ends(pack, source, trust_remote_code))
     record, _ = writer.write(out, source, plan, overwrite, request.display)
     return report | {
         "changed": record["merged"]["changed"],
@@ -128,6 +134,18 @@ def _check(request: MergeRequest) -> None:
         )
 
 
+def _ends(pack: Pack, source: Path, trust_remote_code: bool) -> tuple[int, ...]:
+    """Return what ends an answer if the base does not name it: the pack writes it."""
+    if architecture_of(pack.manifest["base"]["model_type"]) != "decoder":
+        return ()
+    from mlx_lm.utils import load_config
+
+    tokenizer = load_tokenizer(source, load_config(source), trust_remote_code)
+    if not (ends := unnamed_ends(tokenizer)):
+        return ()
+    return (tokenizer.eos_token_id, *ends)
+
+
 def _report(request: MergeRequest, outcome: Outcome, out: str | Path) -> dict:
     """Return the facts known before anything is written."""
     return {
@@ -148,7 +166,7 @@ def _facts(request: MergeRequest, outcome: Outcome) -> dict:
     """Return the record of the written folder."""
     return {
         "base": base_files.public_name(str(request.model)),
-        "pack_sha256": request.pack.adapters_hash,
+        "pack_sha256": request.pack._adapters_hash,
         "requantize": request.requantize,
         "dtype": request.dtype,
         **{name: outcome.scores[name] for name in outcome.recorded},

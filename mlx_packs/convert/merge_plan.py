@@ -88,10 +88,10 @@ class _Planner:
     def quantize_as_trained(self) -> None:
         """Round a dense checkpoint as it was for training, where the pack was trained on that."""
         pack = self.request.pack
-        on_loading = pack.quantize_for(self.base.config)
+        on_loading = pack._quantize_for(self.base.config)
         if on_loading == "none":
             return
-        trained = pack.quantize_options
+        trained = pack._quantize_options
         weight_format = named_format(on_loading, trained["double_quant"])
         self.options = QuantizeOptions(weight_format, trained["keep"])
         for path, weight_format in formats_for(self.base.model, self.options)[0].items():

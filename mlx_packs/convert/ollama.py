@@ -12,18 +12,24 @@ from ..errors import PackError
 from ..packs.pack import Pack
 from .gguf import Gguf
 
+# The base of a pack that was trained on a model of Ollama. The name may be somebody else's text.
+_OF_OLLAMA = re.compile(r"ollama:([\w.\-/:]+)", re.ASCII)
+
 
 class Ollama:
     """`Gguf`, with the model that the Modelfile starts from."""
 
     def write(self, pack: Pack, out: Path, start: str | None) -> dict:
         """Write the folder; ``start`` is the model that `ollama pull` fetched."""
+        base = pack.manifest["base"]["id"]
+        if start is None and (of_ollama := _OF_OLLAMA.fullmatch(base)):
+            start = of_ollama[1]
         if start is None:
             raise PackError(
-                f"--to ollama: pass --from MODEL: the Ollama model, or the .gguf file, of "
-                f"{pack.manifest['base']['id']}.",
+                f"--to ollama: pass --from MODEL: the Ollama model, or the .gguf file, of {base}.",
                 flag="from",
             )
+
         report = Gguf().write(pack, out, start)
         name = re.sub(r"[^a-z0-9_.-]", "-", out.name.lower())
         create = f"(cd {shlex.quote(str(out))} && ollama create {name}) && ollama run {name}"

@@ -48,6 +48,7 @@ class Batch:
     segments: np.ndarray | Spans | None = None
     # uint8 [B, T, bytes], what enters the first adapted block (frozen_activations.py), or None
     states: np.ndarray | None = None
+    inputs: int = 0  # real inputs, without padding
 
     @property
     def terms(self) -> int:
@@ -139,6 +140,7 @@ def _laid_out(
         tuple(starts),
         count,
         segments,
+        inputs=sum(len(e.tokens) - 1 for e in chosen),
     )
 
 
@@ -229,20 +231,26 @@ def evaluation_batches(
     max_seq_length: int,
     max_batches: int = -1,
     few: bool = False,
+    chosen: np.ndarray | None = None,
 ) -> list[Batch]:
     """Return every example once, by length.
 
-    ``max_batches`` takes the first examples that fill so many batches, -1 all of them. With ``few``
-    the batches have at most `MOST_SHAPES` shapes, since each costs a compilation.
+    ``max_batches`` takes the first examples that fill N batches, -1 all of them; ``chosen`` takes
+    the examples with these indices instead. With ``few`` the batches have at most `MOST_SHAPES`
+    shapes, since each costs a compilation.
     """
     sampler = Sampler(examples.lengths, batch_size, sequence_inputs(max_seq_length))
     shapes = few_shapes(examples, sampler) if few else None
-    orders = evaluation_orders(examples.lengths, batch_size, max_batches)
+    orders = evaluation_orders(examples.lengths, batch_size, max_batches, chosen)
     return [lay_out(examples, sampler, indices, shapes) for indices in orders]
 
 
-def evaluation_orders(lengths: np.ndarray, batch_size: int, most: int = -1) -> Iterator[np.ndarray]:
-    """Yield the first examples, by length, in batches; ``most`` of these at most, -1 all."""
-    count = len(lengths) if most < 0 else min(len(lengths), most * batch_size)
-    order = np.argsort(lengths[:count], kind="stable")
-    return (order[i : i + batch_size] for i in range(0, count, batch_size))
+def evaluation_orders(
+    lengths: np.ndarray, batch_size: int, most: int = -1, chosen: np.ndarray | None = None
+) -> Iterator[np.ndarray]:
+    """Yield the chosen examples by length in batches; without them the first ``most`` batches."""
+    if chosen is None:
+        chosen = np.arange(len(lengths) if most < 0 else min(len(lengths), most * batch_size))
+    chosen = np.sort(chosen)
+    order = chosen[np.argsort(np.asarray(lengths)[chosen], kind="stable")]
+    return (order[i : i + batch_size] for i in range(0, len(order), batch_size))

@@ -5,10 +5,19 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..config.data import renderer_argument
 from ..config.schema import DataConfig
 from ..errors import PackError
 from .conversations import Conversation, Span
+from .messages import Turn, turns_of
 from .row_format import Row, TokenFormat, optional, shown, text_of
+from .tool_calls import is_given, json_value, normal_tools, without_padding
+
+SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
+TOOL_COLUMNS = ("tools", "functions")
+# What a row says about its conversation beside the messages.
+CONVERSATION_COLUMNS = (*SYSTEM_COLUMNS, *TOOL_COLUMNS, "documents", "chat_template_kwargs")
+_LEAST_WORDS = 3  # of a prompt: an answer may begin with a word of it
 
 
 class ConversationFormat(TokenFormat):
@@ -16,23 +25,50 @@ class ConversationFormat(TokenFormat):
 
     @abstractmethod
     def messages(self, row: Row, names: DataConfig) -> list[Mapping]:
-        """Return the messages of a row, as the chat template takes them."""
+        """Return the messages of a row, in any dialect that `turns_of` reads."""
+
+    def own_turns(self, row: Row, names: DataConfig) -> list[Turn]:
+        """Return the turns of a row, without what other columns say about the conversation."""
+        return _turns(row, self.messages(row, names))
+
+    def optional_columns(self, names: DataConfig) -> tuple[str, ...]:
+        """Return the columns that a row may have, too."""
+        return CONVERSATION_COLUMNS
+
+    def turns(self, row: Row, names: DataConfig) -> list[Turn]:
+        """Return the turns of a row; a system prompt in a column of its own is the first of them."""
+        turns, system = self.own_turns(row, names), _system_prompt(row, self.columns(names))
+        if system is None:
+            return turns
+        first = turns[0].message
+        if first["role"] != "system":
+            return [Turn({"role": "system", "content": system}), *turns]
+        if first["content"].strip() != system.strip():
+            fault = "has a system message, and another one in a column. Remove one of them."
+            raise row.error(fault, "wrong type")
+        return turns
 
     def conversation(self, row: Row, names: DataConfig, tokenizer: Any) -> Conversation:
-        """Return the messages of a row with their tools, which may be a JSON text."""
-        messages, tools = self.messages(row, names), optional(row, "tools")
+        """Return the messages of a row with their tools and documents."""
+        turns = self.turns(row, names)
         if not tokenizer.has_chat_template:
             raise row.conflict(
                 "the base's tokenizer has no chat template. Use examples with 'text', or a base "
                 "that has one.",
                 "unsupported",
             )
-        if isinstance(tools, str):
-            try:
-                tools = json.loads(tools)
-            except (ValueError, RecursionError) as error:
-                raise row.error(f"'tools' is not valid JSON: {error}.", "wrong type") from None
-        return Conversation(row.where, messages, tools, tokenizer)
+        conversation = Conversation(
+            row.where,
+            [turn.message for turn in turns],
+            _tools(row),
+            tokenizer,
+            documents=_documents(row),
+            variables={**names.template_kwargs, **_variables(row)},
+            template_date=names.template_date,
+            context=frozenset(i for i, turn in enumerate(turns) if not turn.is_target),
+        )
+        conversation.check_plain()
+        return conversation
 
     def render(
         self, row: Row, names: DataConfig, loss_on: str, tokenizer: Any
@@ -43,28 +79,36 @@ class ConversationFormat(TokenFormat):
     def prompt(self, row: Row, names: DataConfig, tokenizer: Any) -> tuple[str, list[int]]:
         """Return the messages before the answer that is asked for."""
         conversation = self.conversation(row, names, tokenizer)
-        messages = list(conversation.messages)[: self._asked(conversation.messages)]
+        asked = self._asked(self.turns(row, names))
+        messages = list(conversation.messages)[:asked]
         return messages[-1].get("content") or "", conversation.prompt_tokens(messages)
 
     def answer(self, row: Row, names: DataConfig) -> str | None:
         """Return the content of the answer that is asked for."""
-        messages = self.messages(row, names)
-        answers = messages[self._asked(messages) :][:1]
-        return next((m.get("content") for m in answers if m["role"] == "assistant"), None)
+        turns = self.turns(row, names)
+        asked = turns[self._asked(turns) :][:1]
+        return next((_answer_of(turn) for turn in asked), None)
 
     def texts(self, row: Row, names: DataConfig) -> list[str]:
         """Return the content of each message."""
-        return [text for m in self.messages(row, names) if (text := m.get("content"))]
+        return [text for turn in self.turns(row, names) if (text := turn.message["content"])]
 
-    def _asked(self, messages: Sequence[Mapping]) -> int:
+    def _asked(self, turns: Sequence[Turn]) -> int:
         """Return the number of the message that a model is asked for.
 
-        It is the last one where a completion is trained, and else the first answer to a message.
+        It is the last one where a completion is trained, and else the first answer to a message that
+        is a target.
         """
         if self.loss_on == "completion":
-            return len(messages) - 1
-        roles = [message["role"] for message in messages]
-        return roles.index("assistant", 1) if "assistant" in roles[1:] else 1
+            return len(turns) - 1
+        targets = [i for i, turn in enumerate(turns) if i and _answer_of(turn) is not None]
+        return targets[0] if targets else 1
+
+
+def _answer_of(turn: Turn) -> str | None:
+    """Return the text of an answer that is a target; None of other messages."""
+    is_answer = turn.message["role"] == "assistant" and turn.is_target
+    return turn.message["content"] if is_answer else None
 
 
 class Chat(ConversationFormat):
@@ -78,9 +122,8 @@ class Chat(ConversationFormat):
         return (names.chat_feature,)
 
     def messages(self, row: Row, names: DataConfig) -> list[Mapping]:
-        """Return the messages of a row, as the chat template takes them."""
-        messages = _listed(row, names.chat_feature, "{role, content}")
-        return _checked(row, messages)
+        """Return the messages of a row."""
+        return _listed(row, names.chat_feature, "{role, content}")
 
 
 class Completion(ConversationFormat):
@@ -94,18 +137,19 @@ class Completion(ConversationFormat):
         return (names.prompt_feature, names.completion_feature)
 
     def messages(self, row: Row, names: DataConfig) -> list[Mapping]:
+        """Return the messages of prompt and completion."""
+        return [turn.message for turn in self.own_turns(row, names)]
+
+    def own_turns(self, row: Row, names: DataConfig) -> list[Turn]:
         """Return the prompt as the user's message, the completion as the assistant's.
 
-        Either may be a list of messages, as TRL has it.
+        Either may be a list of messages, as TRL has it. What a completion repeats of the prompt is
+        left out of it.
         """
         _check_alpaca_is_whole(row, names)
-        messages: list[Mapping] = []
-        for role, column in zip(("user", "assistant"), self.columns(names), strict=True):
-            if isinstance(row.value[column], list):
-                messages += _checked(row, _listed(row, column, "{role, content}"))
-            else:
-                messages.append({"role": role, "content": text_of(row, column)})
-        return messages
+        columns = names.prompt_feature, names.completion_feature
+        prompt, completion = prompt_and_completion(row, *columns)
+        return prompt + completion
 
 
 class Alpaca(ConversationFormat):
@@ -122,24 +166,25 @@ class Alpaca(ConversationFormat):
         """Return the columns that every row has."""
         return ("instruction", "output")
 
+    def optional_columns(self, names: DataConfig) -> tuple[str, ...]:
+        """Return the columns that a row may have, too."""
+        return ("input", "history", *super().optional_columns(names))
+
     def messages(self, row: Row, names: DataConfig) -> list[Mapping]:
-        """Return system message, earlier turns, the instruction with its input, and the output."""
-        values = {"input": "", "system": "", "history": []}
+        """Return earlier turns, the instruction with its input, and the output."""
+        values = {"input": "", "history": []}
         values |= {key: value for key in values if (value := optional(row, key)) is not None}
         parts = [text_of(row, "instruction")]
-        for key in ("input", "system"):
-            if not isinstance(values[key], str):
-                raise row.error(
-                    f"'{key}' must be a text, but is {shown(values[key])}.", "wrong type"
-                )
-        parts += [values["input"]] if values["input"].strip() else []
-        messages = [{"role": "system", "content": values["system"]}] if values["system"] else []
+        if not isinstance(about := values["input"], str):
+            raise row.error(f"'input' must be a text, but is {shown(about)}.", "wrong type")
+        parts += [about] if about.strip() else []
+        messages: list[Mapping] = []
         for turn in values["history"] if isinstance(values["history"], list) else [None]:
             if not (isinstance(turn, list) and [type(text) for text in turn] == [str, str]):
                 fault = "'history' must be a list of [question, answer]."
                 raise row.error(fault, "wrong type")
-            messages += _turn(*turn)
-        return messages + _turn("\n\n".join(parts), text_of(row, "output"))
+            messages += _exchange(*turn)
+        return messages + _exchange("\n\n".join(parts), text_of(row, "output"))
 
 
 class ShareGPT(ConversationFormat):
@@ -153,42 +198,155 @@ class ShareGPT(ConversationFormat):
         return ("conversations",)
 
     def messages(self, row: Row, names: DataConfig) -> list[Mapping]:
-        """Return the turns as messages; a column ``system`` is the first of them."""
-        messages: list[Mapping] = []
-        if isinstance(system := row.value.get("system"), str) and system:
-            messages.append({"role": "system", "content": system})
-        for turn in _listed(row, "conversations", "{from, value}"):
-            if isinstance(turn, Mapping) and "role" in turn:
-                messages += _checked(row, [turn])
-                continue
-            speaker = turn.get("from") if isinstance(turn, Mapping) else None
-            if not isinstance(speaker, str) or speaker not in _ROLES:
-                roles = ", ".join(_ROLES)
-                fault = f"'from' must be one of {roles}, but is {shown(speaker)}."
-                raise row.error(fault, "wrong type")
-            if not isinstance(text := turn.get("value"), str):
-                raise row.error(f"'value' must be a text, but is {shown(text)}.", "wrong type")
-            messages.append({"role": _ROLES[speaker], "content": text})
-        return messages
+        """Return the turns."""
+        return _listed(row, "conversations", "{from, value}")
 
 
-# Who speaks in ShareGPT's data, and in what is made like it.
-_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "system": "system",
-    "function_call": "assistant",
-    "observation": "tool",
-    "function_response": "tool",
-    "tool": "tool",
-}
-
-
-def _turn(question: str, answer: str) -> list[Mapping]:
+def _exchange(question: str, answer: str) -> list[Mapping]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def _turns(row: Row, messages: list) -> list[Turn]:
+    """Return messages as turns; an error shows the first message that is not one."""
+    try:
+        return turns_of(messages)
+    except ValueError as error:
+        raise _fault(row, str(error), _first_faulty(messages)) from None
+
+
+def _first_faulty(messages: list) -> Any:
+    """Return the first message that cannot be read; all of them if each one can."""
+    for message in messages:
+        try:
+            turns_of([message])
+        except ValueError:
+            return message
+    return messages
+
+
+def about_conversation(row: Row) -> dict[str, Any]:
+    """Return the columns of a row that belong to its conversation beside the messages."""
+    return {key: row.value[key] for key in CONVERSATION_COLUMNS if key in row.value}
+
+
+def prompt_and_completion(
+    row: Row, prompt_column: str, column: str
+) -> tuple[list[Turn], list[Turn]]:
+    """Return prompt and completion, without what the completion repeats of the prompt's messages.
+
+    A system message that only the completion has belongs before the prompt. A completion that repeats
+    the text of the prompt is an error: no rule says where the answer begins.
+    """
+    prompt, completion = _side(row, "user", prompt_column), _side(row, "assistant", column)
+    roles = [turns[0].message["role"] for turns in (prompt, completion)]
+    if roles[1] == "system" and roles[0] != "system":
+        prompt, completion = [completion[0], *prompt], completion[1:]
+    completion = completion[_repeated(prompt, completion) :]
+    if not completion:
+        raise row.error(f"'{column}' has no message after the prompt.", "empty")
+    if completion[0].calls and prompt[-1].message["role"] == "assistant":
+        raise row.error(
+            f"'{column}' begins with a call that belongs to the answer which the prompt ends with. "
+            f"Write that answer into '{column}', or end the prompt with another message.",
+            "wrong type",
+        )
+    if _begins_with(completion[0].message["content"], prompt[-1].message["content"]):
+        raise row.error(
+            f"'{column}' begins with the text of the prompt, which would be in the example twice. "
+            "Remove it there, or use examples with 'text'.",
+            "wrong type",
+        )
+    return prompt, completion
+
+
+def _side(row: Row, role: str, column: str) -> list[Turn]:
+    """Return a prompt or a completion as turns: of messages, or of a text that ``role`` writes."""
+    value = row.value[column]
+    if isinstance(value, Mapping):
+        return _turns(row, [value])
+    if isinstance(value, list):
+        return _turns(row, _listed(row, column, "{role, content}"))
+    return [Turn({"role": role, "content": text_of(row, column)})]
+
+
+def _repeated(prompt: list[Turn], completion: list[Turn]) -> int:
+    """Return how many messages of a completion are those that its prompt ends with."""
+    if not completion or completion[0].message["role"] not in ("system", "user"):
+        return 0
+    first, second = ([_words_of(turn) for turn in turns] for turns in (prompt, completion))
+    counts = range(min(len(first), len(second)), 0, -1)
+    return next((n for n in counts if first[-n:] == second[:n]), 0)
+
+
+def _words_of(turn: Turn) -> tuple:
+    message = turn.message
+    return message["role"], message["content"].strip(), message.get("tool_calls")
+
+
+def _begins_with(completion: str, prompt: str) -> bool:
+    """Return whether a text begins with another one of some words, and goes on after it."""
+    prompt = prompt.strip()
+    rest = completion.strip().removeprefix(prompt)
+    is_repeated = rest != completion.strip() and rest[:1].isspace()
+    return is_repeated and len(prompt.split()) >= _LEAST_WORDS
+
+
+def _system_prompt(row: Row, used: Sequence[str]) -> str | None:
+    """Return the system prompt that a column of its own has."""
+    prompts = {}
+    for column in (column for column in SYSTEM_COLUMNS if column not in used):
+        if (value := optional(row, column)) is None:
+            continue
+        if not isinstance(value, str):
+            raise row.error(f"'{column}' must be a text, but is {shown(value)}.", "wrong type")
+        prompts[column] = value
+    if len(set(prompts.values())) > 1:
+        raise row.error(f"{' and '.join(prompts)} differ. Remove one of them.", "wrong type")
+    return next(iter(prompts.values()), None)
+
+
+def _tools(row: Row) -> list | None:
+    """Return the tools of a row, which may be a JSON text or in OpenAI's older column."""
+    try:
+        columns = {column: normal_tools(optional(row, column)) for column in TOOL_COLUMNS}
+    except ValueError as error:
+        raise row.error(str(error), "wrong type") from None
+
+    given = [tools for tools in columns.values() if tools is not None]
+    if any(tools != given[0] for tools in given[1:]):
+        raise row.error(f"{' and '.join(columns)} differ. Remove one of them.", "wrong type")
+    return next(iter(given), None)
+
+
+def _documents(row: Row) -> list | None:
+    """Return the documents of a row that its answers are based on."""
+    documents = without_padding(optional(row, "documents"))
+    if documents is None or documents == []:
+        return None
+    if not isinstance(documents, list) or not all(isinstance(d, Mapping) for d in documents):
+        fault = f"'documents' must be a list of objects, but is {shown(documents)}."
+        raise row.error(fault, "wrong type")
+    return _json_value(row, [d for d in documents if is_given(d)], "documents") or None
+
+
+def _variables(row: Row) -> Mapping[str, Any]:
+    """Return the variables of the chat template that a row has, in TRL's column."""
+    variables = without_padding(optional(row, "chat_template_kwargs")) or {}
+    if not isinstance(variables, Mapping):
+        fault = f"'chat_template_kwargs' must be an object, but is {shown(variables)}."
+        raise row.error(fault, "wrong type")
+    if taken := renderer_argument(variables):
+        fault = f"'chat_template_kwargs': {taken} is not a variable of the template. Remove it."
+        raise row.error(fault, "wrong type")
+    return _json_value(row, variables, "chat_template_kwargs")
+
+
+def _json_value(row: Row, value: Any, column: str) -> Any:
+    """Return a value of a column as JSON has it; what JSON does not have is an error."""
+    try:
+        return json_value(value, f"'{column}' has")
+    except ValueError as error:
+        raise row.error(str(error), "wrong type") from None
 
 
 def _listed(row: Row, column: str, of: str) -> list:
@@ -200,33 +358,6 @@ def _listed(row: Row, column: str, of: str) -> list:
         rule = f"'{column}' must be a list of {of}, but is a {type(messages).__name__}."
         raise _fault(row, rule, messages)
     return messages
-
-
-def _checked(row: Row, messages: list) -> list[Mapping]:
-    """Return messages as a chat template takes them; content in parts is joined to one text."""
-    for message in messages:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise _fault(row, "every message must be an object with a 'role'.", message)
-        content = message.get("content")
-        is_call = content is None and message.get("tool_calls")
-        if not isinstance(content, (str, list)) and not is_call:
-            raise _fault(row, "the 'content' of a message must be a text.", message)
-    return [
-        {**message, "content": _joined(row, content)}
-        if isinstance(content := message.get("content"), list)
-        else message
-        for message in messages
-    ]
-
-
-def _joined(row: Row, parts: list) -> str:
-    """Return the text of a message in parts, as OpenAI's API has them."""
-    for part in parts:
-        is_text = isinstance(part, Mapping) and part.get("type") == "text"
-        if not is_text or not isinstance(part.get("text"), str):
-            rule = "the 'content' of a message must be a text, or parts of type 'text' alone."
-            raise _fault(row, rule, parts)
-    return "".join(part["text"] for part in parts)
 
 
 def _check_alpaca_is_whole(row: Row, names: DataConfig) -> None:

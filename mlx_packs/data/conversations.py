@@ -4,14 +4,12 @@ What is supervised is decided on the rendered text, never by encoding parts agai
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from ..bases.chat_template import render_chat
+from ..bases.turns import SENTINEL, answer_end, render_conversation, turn_style
 from ..errors import PackError
 from .bad_rows import Reason, RowError
-
-_SENTINEL = "\ue000\ue001\ue002"  # private use: in no template and no sane text
 
 Span = tuple[int, int]  # of characters, the second excluded
 
@@ -24,15 +22,38 @@ class Conversation:
     messages: Sequence[Mapping]
     tools: list | None
     tokenizer: Any
+    documents: list | None = None  # that answers are based on
+    context: frozenset[int] = frozenset()  # numbers of messages that are no targets
+    variables: Mapping[str, Any] = field(default_factory=dict)  # others that the template knows
+    template_date: str | None = None  # at which the template's clock stands; None for the present
 
     def _error(self, fault: str, reason: Reason, flag: str | None = None) -> RowError:
         return RowError(self.where, fault, reason, flag=flag)
+
+    def check_plain(self) -> None:
+        """Raise an error for a text that a chat template has already been applied to."""
+        style = turn_style(self.tokenizer)
+        for number, message in enumerate(self.messages, 1):
+            mark = style.mark_around(message["role"], message.get("content") or "")
+            if mark is not None:
+                raise self._error(
+                    f"the text of message {number} is already rendered: it has {mark!r}, which the "
+                    "chat template writes again. Give the plain text, or use examples with 'text'.",
+                    "wrong type",
+                )
 
     def render(self, messages: Sequence[Mapping], add_generation_prompt: bool = False) -> str:
         """Return the text of some messages, with the same tools."""
         if not messages:
             return ""
         return self._rendered(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+
+    def _ended(self, text: str) -> str:
+        """Return a rendered conversation with an end behind its last answer."""
+        missing = answer_end(self.tokenizer).missing
+        if not missing or self.messages[-1]["role"] != "assistant":
+            return text
+        return text.rstrip() + missing
 
     def prompt_tokens(self, messages: Sequence[Mapping]) -> list[int]:
         """Return the tokens of some messages, up to the assistant's next turn."""
@@ -41,7 +62,12 @@ class Conversation:
     def _rendered(self, messages: Sequence[Mapping], **options: Any) -> Any:
         """Return the result of the chat template; an error that is about this row names it."""
         try:
-            return render_chat(self.tokenizer, messages, tools=self.tools, **options)
+            if self.documents is not None:
+                options["documents"] = self.documents
+            options = {**self.variables, **options, "tools": self.tools}
+            return render_conversation(
+                self.tokenizer, messages, template_date=self.template_date, **options
+            )
         except PackError as error:
             if error.code != "data":
                 raise
@@ -49,15 +75,43 @@ class Conversation:
 
     def supervised(self, loss_on: str) -> tuple[str, list[Span]]:
         """Return the text, and the spans of it that are targets (none for ``all``)."""
-        text = self.render(self.messages)
+        text = self._ended(self.render(self.messages))
         if loss_on == "all":
+            self._check_all_targets()
             return text, []
         answers = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
         if loss_on == "completion":
+            if len(self.messages) - 1 in self.context:
+                raise self._error("the completion is marked as no target.", "no target")
             return text, [(self._completion_start(text, answers), len(text))]
         if not answers:
             raise self._error("nothing to supervise: no message has role 'assistant'.", "no target")
-        return text, [self._answer_span(i, text) for i in answers]
+        targets = [i for i in answers if i not in self.context]
+        if not targets:
+            raise self._error("every answer is marked as no target.", "no target")
+        self._check_not_empty(answers, targets)
+        return text, [self._answer_span(i, text) for i in targets]
+
+    def _check_all_targets(self) -> None:
+        """Raise an error where an answer is marked as no target, and every token is to be one."""
+        if self.context:
+            raise self._error(
+                "has an answer that is marked as no target. Use --loss-on assistant.",
+                "no target",
+                "loss_on",
+            )
+
+    def _check_not_empty(self, answers: Sequence[int], targets: Sequence[int]) -> None:
+        """Raise an error for an empty target before the last answer: nothing to learn from."""
+        for number, i in enumerate(answers[:-1], 1):
+            message = self.messages[i]
+            parts = [message.get(key) for key in ("content", "tool_calls", "reasoning_content")]
+            if i in targets and not any(p.strip() if isinstance(p, str) else p for p in parts):
+                raise self._error(
+                    f"answer {number} is empty (message {i + 1}). Remove it and its question, or mark it "
+                    "as no target with 'weight': 0.",
+                    "empty",
+                )
 
     def _completion_start(self, text: str, answers: list[int]) -> int:
         """Return where what follows the last prompt begins: mlx-lm's ``--mask-prompt``."""
@@ -66,6 +120,9 @@ class Conversation:
             return self._answer_span(0, text)[0]
         prompt = self.render(self.messages[:-1], add_generation_prompt=last in answers)
         if not text.startswith(prompt):
+            # the prompt ends with what no conversation has, such as an empty thought
+            if last in answers and (span := self._find_answer(last, text)):
+                return span[0]
             raise self._error(
                 "the chat template renders the prompt differently when the answer follows, so it "
                 "cannot be told apart. Use --loss-on assistant.",
@@ -75,7 +132,18 @@ class Conversation:
         return len(prompt)
 
     def _answer_span(self, i: int, text: str) -> Span:
-        """Return the position of answer ``i`` in the text, its end-of-turn token included.
+        """Return the position of answer ``i`` in the text, its end-of-turn token included."""
+        if span := self._find_answer(i, text):
+            return span
+        raise self._error(
+            f"the chat template does not show where answer {i} is. Use --loss-on completion "
+            "or all.",
+            "rejected by the chat template",
+            "loss_on",
+        )
+
+    def _find_answer(self, i: int, text: str) -> Span | None:
+        """Return the position of answer ``i``; None if the template does not show it.
 
         Where the template does not render a conversation as its beginning plus more (Qwen3 drops
         the thoughts of earlier turns), the answer is found by rendering another in its place.
@@ -94,16 +162,12 @@ class Conversation:
             if before and through and text.startswith(before) and text.startswith(through):
                 if len(through) > len(before):
                     return len(before), len(before) + len(through[len(before) :].rstrip())
-        bare = {"role": "assistant", "content": _SENTINEL}
+        bare = {"role": "assistant", "content": SENTINEL}
         for other in (bare, {**messages[i], **bare}):  # without and with its tool calls
             changed = attempt([other if j == i else m for j, m in enumerate(messages)]) or ""
-            start, sentinel, rest = changed.partition(_SENTINEL)
+            changed = self._ended(changed)
+            start, sentinel, rest = changed.partition(SENTINEL)
             if sentinel and text.startswith(start) and text.endswith(rest):
                 if len(text) > len(start) + len(rest):
                     return len(start), len(text) - len(rest)
-        raise self._error(
-            f"the chat template does not show where answer {i} is. Use --loss-on completion "
-            "or all.",
-            "rejected by the chat template",
-            "loss_on",
-        )
+        return None

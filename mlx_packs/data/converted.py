@@ -12,6 +12,7 @@ import os
 import re
 import tempfile
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -26,12 +27,13 @@ from .row_format import Row
 from .sources import Listed
 
 TEXT_SUFFIXES = (".txt", ".md")
-_VERSION = 2  # of the copies
+_VERSION = 3  # of the copies
 _DAYS = 30  # after which an unused copy is removed
 _MOST_GROWTH, _ALWAYS = 200, 64 << 20  # of what gzip unpacks: times its size, and bytes beside that
 _BLOCK_BYTES = 1 << 20
 _PIECE = 4000  # characters of a row of text, about a thousand tokens, where paragraphs allow that
 _MOST_TEXT_BYTES = 1 << 30
+_MOST_QUOTED_LINES = 1000  # of a row of .tsv
 _QUOTED = re.compile(r'"([^"]*(?:""[^"]*)*)"')  # a cell in quotes; those within it are doubled
 
 
@@ -154,7 +156,7 @@ def _tabulate(file: Path, rows: Iterator[_Cells], out: BinaryIO) -> None:
         if len(cells) != len(header):
             raise PackError(
                 f"{file}:{line}: has {len(cells)} cells, but the header has {len(header)}. Cells with "
-                "commas, tabs or line breaks in them must be in quotes, in a .csv file.",
+                "commas, tabs or line breaks in them must be in quotes.",
                 "data",
             )
         row = dict(zip(header, cells, strict=True))
@@ -182,13 +184,103 @@ def _csv_rows(file: Path) -> Iterator[_Cells]:
 
 
 def _tsv_rows(file: Path) -> Iterator[_Cells]:
-    """Yield the rows of a .tsv file, each a line; a cell that is quoted as a whole is unquoted.
+    """Yield the rows of a .tsv file; a cell that is quoted as a whole is unquoted.
 
-    Other quotes are a part of the text: most programs that write .tsv quote nothing.
+    Other quotes are a part of the text: most programs that write .tsv quote nothing. So a line that
+    has the cells of the header is a row, and a quote goes on past its tab or line only where that
+    gives a row of as many cells as the header.
     """
-    for number, line in enumerate(_lines(file), 1):
+    lines = _Lookahead(_lines(file))
+    columns = 0
+    for number, line in lines:
         cells = line.rstrip("\r\n").split("\t")
+        columns = columns or len(cells)
+        if len(cells) != columns or _opens(cells[-1]):
+            if quoted := _quoted_row(line, lines, columns):
+                yield number, quoted
+                continue
         yield number, [] if cells == [""] else [_unquoted(cell) for cell in cells]
+
+
+def _quoted_row(line: str, lines: "_Lookahead", columns: int) -> list[str] | None:
+    """Return the cells of a row with tabs or line breaks in quotes, and take its lines.
+
+    None if there is no such row before the next row that is a line.
+    """
+    text = line
+    for taken in range(_MOST_QUOTED_LINES):
+        cells = _quoted_cells(text.rstrip("\r\n"))
+        if cells is not None:
+            if len(cells) != columns:
+                return None
+            lines.take(taken)
+            return cells
+
+        following = lines.peek(taken)
+        if following is None or len(text) > MOST_LINE_BYTES:
+            return None
+        if columns > 1 and following.count("\t") == columns - 1 and not _closes(following):
+            return None
+        text += following
+    return None
+
+
+def _quoted_cells(text: str) -> list[str] | None:
+    """Return the cells of a whole row; None if a quote is open at its end, or it has two lines."""
+    cells, start = [], 0
+    while start <= len(text):
+        quoted = _QUOTED.match(text, start)
+        if quoted and text[quoted.end() : quoted.end() + 1] in ("", "\t"):
+            cells.append(quoted[1].replace('""', '"'))
+            start = quoted.end() + 1
+            continue
+        cell = text[start:].partition("\t")[0]
+        if "\n" in cell or _opens(cell):
+            return None
+        cells.append(cell)
+        start += len(cell) + 1
+    return cells
+
+
+def _opens(cell: str) -> bool:
+    """Return whether a cell begins with a quote that it does not close."""
+    return cell.startswith('"') and cell.count('"') % 2 == 1
+
+
+def _closes(line: str) -> bool:
+    """Return whether the first cell of a line ends a quote that an earlier line opened."""
+    cell = line.rstrip("\r\n").partition("\t")[0]
+    return cell.endswith('"') and cell.count('"') % 2 == 1
+
+
+class _Lookahead:
+    """Numbered lines, of which the next ones can be looked at before they are taken."""
+
+    def __init__(self, lines: Iterator[str]) -> None:
+        self._lines = lines
+        self._ahead: deque[str] = deque()
+        self._number = 0
+
+    def __iter__(self) -> Iterator[tuple[int, str]]:
+        while self.peek(0) is not None:
+            line = self._ahead.popleft()
+            self._number += 1
+            yield self._number, line
+
+    def peek(self, after: int) -> str | None:
+        """Return the line after so many others; None at the end of the file."""
+        while len(self._ahead) <= after:
+            line = next(self._lines, None)
+            if line is None:
+                return None
+            self._ahead.append(line)
+        return self._ahead[after]
+
+    def take(self, count: int) -> None:
+        """Leave out the next lines."""
+        for _ in range(count):
+            self._ahead.popleft()
+        self._number += count
 
 
 def _unquoted(cell: str) -> str:

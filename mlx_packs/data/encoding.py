@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..bases.tokenizer import tokenizer_errors
+from ..bases.tokenizer import starts_twice, tokenizer_errors
 from ..config.schema import DataConfig
 from ..errors import PackError
 from .bad_rows import BadRows, RowError
@@ -30,11 +30,12 @@ from .formats import (
     first_format,
     format_of,
 )
+from .prompt_boundary import split_prompts
 from .sources import Rows, as_rows
 from .token_store import DTYPES, Example, Spool, StoredExamples, TokenStore, blocks
 
 # Part of the token cache's key: raise it whenever the same rows give other tokens or targets.
-ENCODING_VERSION = 1
+ENCODING_VERSION = 3
 # Of rows that are rendered and tokenized at a time: enough for all cores, and some MB of tokens.
 _CHUNK_ROWS, _CHUNK_CHARACTERS = 1024, 1 << 19
 # The arrays of some of the rows, encoded; row numbers are those among all.
@@ -315,6 +316,9 @@ class Encoder:
         offsets = encodings.get("offset_mapping") or itertools.repeat(None)
         end = [self.tokenizer.eos_token_id] if self.format.special_tokens else []
         for (row, text, spans), tokens, places in zip(chunk, encodings["input_ids"], offsets):  # noqa: B905
+            if end and starts_twice(self.tokenizer, tokens):
+                tokens, places = tokens[1:], places and places[1:]
+            tokens, places = split_prompts(self.tokenizer, text, spans, tokens, places)
             if tokens[-1:] != end:
                 tokens = [*tokens, *end]
             if self.in_pieces:
@@ -381,13 +385,13 @@ class _Pieces:
             stop = min(start + self.room, count)
             piece, parts = tokens[start:stop] if self.is_split else tokens, None
             if self.fim:
-                begin = offsets[start][0] if start else 0
+                bos = self.tokenizer.bos_token_id
+                begins = not start and tokens[0] == bos
+                begin = offsets[start][begins]
                 end = offsets[stop][0] if stop < len(offsets) else len(text)
                 parts = self.fim.parts(text[begin:end], row, number)
             if parts is not None:
                 self.cut += count > self.limit and not self.is_split
-                bos = self.tokenizer.bos_token_id
-                begins = not start and tokens[0] == bos and tuple(offsets[0]) == (0, 0)
                 piece = [bos] if begins else []
             self.pieces.append((row, piece, parts))
 

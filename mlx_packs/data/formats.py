@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
 
-from ..bases.tokenizer import tokenizer_errors
+from ..bases.tokenizer import text_tokens
 from ..config.choices import LOSSES
 from ..config.schema import DataConfig
 from ..errors import PackError
@@ -46,10 +46,10 @@ class Text(TokenFormat):
 
     def prompt(self, row: Row, names: DataConfig, tokenizer: Any) -> tuple[str, list[int]]:
         """Return the beginning of the text."""
-        with tokenizer_errors(tokenizer):
-            tokens = tokenizer.encode(row.value[names.text_feature])
+        tokens = text_tokens(tokenizer, row.value[names.text_feature])
         tokens = tokens[: max(1, min(_PROMPT_TOKENS, len(tokens) // 2))]
-        return tokenizer.decode(tokens), tokens
+        shown = tokens[1:] if tokens[0] == tokenizer.bos_token_id else tokens
+        return tokenizer.decode(shown), tokens
 
     def texts(self, row: Row, names: DataConfig) -> list[str]:
         """Return the text."""
@@ -180,20 +180,28 @@ def _texts(row: Row, column: str) -> list[str]:
 
 COMPLETION = Completion()
 # A row is of the first format that it matches; mlx-lm has the same order of the first three.
-TOKEN_FORMATS: tuple[TokenFormat, ...] = (COMPLETION, Chat(), Text(), Alpaca(), ShareGPT())
+TEXT = Text()
+TOKEN_FORMATS: tuple[TokenFormat, ...] = (COMPLETION, Chat(), TEXT, Alpaca(), ShareGPT())
 PAIR_FORMATS: tuple[PairFormat, ...] = (ScoredPairs(), Triplets(), AnchorPairs())
 PREFERENCE, PROMPT = Preference(), Prompt()
 FORMATS: tuple[RowFormat, ...] = (*TOKEN_FORMATS, PREFERENCE, *PAIR_FORMATS, PROMPT)
 
 
 def format_of(row: Row, names: DataConfig, formats: Sequence[RowFormat] = FORMATS) -> RowFormat:
-    """Return the first of ``formats`` that a row matches; a row without one is an error."""
+    """Return the first of ``formats`` that a row matches; a row without one is an error.
+
+    Columns that are null, as tables put together have them, count only where no others match.
+    """
     if not isinstance(row.value, Mapping):
         fault = f"must be a JSON object, but is a {type(row.value).__name__}."
         raise row.error(fault, "not an object")
-    for row_format in formats:
-        if row_format.matches(row, names):
+    matching = [each for each in formats if each.matches(row, names)]
+    for row_format in matching:
+        if all(row.value[column] is not None for column in row_format.columns(names)):
             return row_format
+    if matching:
+        return matching[0]
+
     columns = " or ".join("{" + ", ".join(each.columns(names)) + "}" for each in formats)
     fault = f"must have the columns {columns}, but has {shown(sorted(row.value)) if row.value else 'none'}."
     if any(isinstance(each, TokenFormat) for each in formats):

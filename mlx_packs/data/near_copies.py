@@ -30,7 +30,7 @@ _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]|\w+"
 _Runs = frozenset[tuple[str, ...]]
 
 
-def _words(row: Row, row_format: RowFormat, names: DataConfig) -> tuple[str, ...]:
+def words_of(row: Row, row_format: RowFormat, names: DataConfig) -> tuple[str, ...]:
     """Return the words of a row; none of a row that cannot be used."""
     try:
         if not isinstance(row.value, Mapping) or not row_format.matches(row, names):
@@ -59,7 +59,7 @@ class NearCopies:
 
     def __init__(self, rows: Mapping[int, Row], row_format: RowFormat, names: DataConfig) -> None:
         self._format, self._names = row_format, names
-        words = {i: _words(row, row_format, names) for i, row in rows.items()}
+        words = {i: words_of(row, row_format, names) for i, row in rows.items()}
         counts = Counter(run for i in words for run in _runs(words[i]))
         most = max(2, int(len(rows) * _COMMON))
         self._counted = {
@@ -76,7 +76,10 @@ class NearCopies:
 
     def repeated_by(self, row: Row) -> set[int]:
         """Return the numbers of the rows that a row repeats, word by word or nearly."""
-        words = _words(row, self._format, self._names)
+        return self.repeated_by_words(words_of(row, self._format, self._names))
+
+    def repeated_by_words(self, words: tuple[str, ...]) -> set[int]:
+        """Return the same for the words of a row (`words_of`)."""
         copies = set(self._same.get(words, ()))
         owners = self._owners
         shared = Counter(i for run in _runs(words) if run in owners for i in owners[run])
@@ -91,13 +94,13 @@ class NearCopies:
         return copies
 
 
-def compared(rows: Rows) -> Iterator[tuple[int, Row]]:
-    """Yield index and row of all rows, or of many rows of some blocks."""
-    count = len(rows)
-    if count <= MOST_COMPARED:
+def compared(rows: Rows, most: int | None = None) -> Iterator[tuple[int, Row]]:
+    """Yield index and row of all rows, or of ``most`` rows of some blocks."""
+    count, most = len(rows), most or MOST_COMPARED
+    if count <= most:
         yield from enumerate(rows)
         return
-    size = MOST_COMPARED // _BLOCKS
+    size = most // _BLOCKS
     for start in np.linspace(0, count - size, _BLOCKS).astype(int).tolist():
         yield from enumerate(rows.read(start, start + size), start)
 

@@ -88,15 +88,23 @@ def preference_batch(
 
 
 def preference_evaluation(
-    examples: PreferenceExamples, batch_size: int, inputs: int, split: str, most: int = -1
+    examples: PreferenceExamples,
+    batch_size: int,
+    inputs: int,
+    split: str,
+    most: int = -1,
+    chosen: np.ndarray | None = None,
 ) -> list[PreferenceBatch]:
-    """Return every row once, by length; ``most`` batches of the first rows at most, -1 all."""
+    """Return every row once, by length.
+
+    ``most`` batches of the first rows at most, -1 all; or the rows with the ``chosen`` indices.
+    """
     sampler = PreferenceSampler(examples.lengths, 2 * batch_size, inputs)
     shapes = few_shapes(examples, sampler) if runtime.COMPILES else None
     longest = examples.lengths.reshape(-1, 2).max(axis=1)
     return [
         preference_batch(examples, sampler, of_rows(order), split, shapes)
-        for order in evaluation_orders(longest, batch_size, most)
+        for order in evaluation_orders(longest, batch_size, most, chosen)
     ]
 
 

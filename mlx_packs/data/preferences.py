@@ -6,7 +6,7 @@ before it, by which KTO measures how far the model is from its reference (arXiv:
 columns are TRL's.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,9 +15,10 @@ import numpy as np
 from ..config.schema import DataConfig
 from ..errors import PackError
 from .bad_rows import BadRows, RowError
-from .chat_formats import Completion
+from .chat_formats import Completion, about_conversation, prompt_and_completion
 from .encoding import EncodingOptions, Example, Examples, encode
 from .formats import COMPLETION, PREFERENCE, Row, check_format
+from .messages import Turn, last_turn_start
 from .row_format import RowFormat, shown
 from .sources import Chosen, Rows, as_rows
 from .token_cache import encode_cached
@@ -161,7 +162,7 @@ def _checked(
 
 def _label(row: Row, names: DataConfig) -> bool:
     """Return whether the completion of a row, which is not empty, is desirable."""
-    _check_not_empty(row, names.completion_feature, row.value[names.completion_feature])
+    _split_turns(row, names.completion_feature, names)
     if not isinstance(label := row.value["label"], bool):
         raise row.error(f"'label' must be true or false, but is {shown(label)}.", "wrong type")
     return label
@@ -169,12 +170,11 @@ def _label(row: Row, names: DataConfig) -> bool:
 
 def _check_sides(row: Row, names: DataConfig) -> bool:
     """Check that a row has one prompt, and two completions that differ and are not empty."""
-    chosen, rejected = (split_prompt(row, column, names) for column in PREFERENCE.columns(names))
-    for column, (_, completion) in zip(PREFERENCE.columns(names), (chosen, rejected), strict=True):
-        _check_not_empty(row, column, completion)
+    chosen, rejected = (_split_turns(row, column, names) for column in PREFERENCE.columns(names))
     if chosen[0] != rejected[0]:
         raise row.error(
-            "the prompts of 'chosen' and 'rejected' differ: their messages before the last must be the same.",
+            "the prompts of 'chosen' and 'rejected' differ: their messages before the last answer "
+            "must be the same.",
             "prompts differ",
         )
     if chosen[1] == rejected[1]:
@@ -182,28 +182,33 @@ def _check_sides(row: Row, names: DataConfig) -> bool:
     return True
 
 
-def _check_not_empty(row: Row, column: str, completion: Any) -> None:
-    """Check that a completion says something, or calls a tool."""
-    messages = completion if isinstance(completion, list) else [{"content": completion}]
-    parts = [
-        m.get(key) for m in messages if isinstance(m, Mapping) for key in ("content", "tool_calls")
-    ]
+def _split_turns(row: Row, column: str, names: DataConfig) -> tuple[list[Turn], list[Turn]]:
+    """Return prompt and completion of one side, which says something or calls a tool."""
+    prompt, completion = split_prompt(row, column, names)
+    if completion == []:
+        raise row.error(f"'{column}' is empty.", "empty")
+    side = Row(row.where, {names.prompt_feature: prompt, column: completion})
+    prompt, completion = prompt_and_completion(side, names.prompt_feature, column)
+    parts = [turn.message.get(key) for turn in completion for key in ("content", "tool_calls")]
     if not any(part.strip() if isinstance(part, str) else part for part in parts):
         raise row.error(f"'{column}' is empty.", "empty")
+    return prompt, completion
 
 
 def split_prompt(row: Row, column: str, names: DataConfig) -> tuple[Any, Any]:
-    """Return prompt and completion of one side; without a prompt the last message is the completion."""
+    """Return prompt and completion of one side; without a prompt the last turn is the completion."""
     value = row.value[column]
-    if names.prompt_feature in row.value:
+    if row.value.get(names.prompt_feature) is not None:
         return row.value[names.prompt_feature], value
-    if not isinstance(value, list) or len(value) < 2:
+
+    start = last_turn_start(value) if isinstance(value, list) else 0
+    if start < 1:
         raise row.error(
             f"'{column}' must be a list of messages that ends with the completion, since there is no "
             f"'{names.prompt_feature}'.",
             "wrong type",
         )
-    return value[:-1], value[-1:]
+    return value[:start], value[start:]
 
 
 class Sides(Rows):
@@ -227,9 +232,7 @@ class Sides(Rows):
     def _side(self, row: Row, column: str) -> Row:
         prompt, completion = split_prompt(row, column, self.names)
         value = {self.names.prompt_feature: prompt, self.names.completion_feature: completion}
-        if "tools" in row.value:
-            value["tools"] = row.value["tools"]
-        return Row(row.where, value)
+        return Row(row.where, {**about_conversation(row), **value})
 
     def where(self, i: int) -> str:
         """Return the place of the row that a completion is of."""

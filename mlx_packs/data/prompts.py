@@ -1,7 +1,7 @@
 """Prompts as tokens: the rows whose completions a run generates."""
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 from ..config.schema import DataConfig
 from ..errors import PackError
 from .bad_rows import BadRows, RowError
-from .chat_formats import Completion
+from .chat_formats import Completion, about_conversation
 from .fingerprint import Fingerprint
 from .formats import COMPLETION, PROMPT, Row, check_format, check_unicode
 from .sources import Rows, as_rows
@@ -81,7 +81,7 @@ def encode_prompts(
 
 def _prompt(row: Row, columns: DataConfig, tokenizer: Any, max_seq_length: int) -> list[int]:
     """Return the tokens of a prompt, which leave room for a completion."""
-    text, tokens = COMPLETION.prompt(_completed(row, columns), columns, tokenizer)
+    text, tokens = COMPLETION.prompt(with_placeholder(row, columns), columns, tokenizer)
     check_unicode(row, text)
     if len(tokens) >= max_seq_length:
         raise row.error(
@@ -93,11 +93,11 @@ def _prompt(row: Row, columns: DataConfig, tokenizer: Any, max_seq_length: int) 
     return tokens
 
 
-def _completed(row: Row, columns: DataConfig) -> Row:
+def with_placeholder(row: Row, columns: DataConfig) -> Row:
     """Return a row with a prompt and some completion."""
-    value: Mapping = {columns.completion_feature: _PLACEHOLDER}
-    value |= {key: row.value[key] for key in (columns.prompt_feature, "tools") if key in row.value}
-    return Row(row.where, value)
+    prompt = row.value[columns.prompt_feature]
+    own = {columns.prompt_feature: prompt, columns.completion_feature: _PLACEHOLDER}
+    return Row(row.where, {**about_conversation(row), **own})
 
 
 def wanted_text(row: Row, columns: DataConfig) -> str | None:

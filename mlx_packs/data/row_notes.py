@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from ..config.schema import DataConfig
 from .bad_rows import RowError
 from .formats import Row, RowFormat, TokenFormat
-from .near_copies import NearCopies, compared, sampled
+from .near_copies import NearCopies, compared, sampled, words_of
 from .sources import Rows, as_rows
 
 _LOOKED_AT = 400  # rows of a split that is held out
@@ -31,8 +31,9 @@ def row_notes(
     for i, row in compared(train):
         if _has_empty_answer(row, row_format, names):
             empty.append(i)
+        words = words_of(row, row_format, names) if copies else ()
         for split, of_split in copies.items():
-            for number in of_split.repeated_by(row):
+            for number in of_split.repeated_by_words(words):
                 first[split].setdefault(number, i)
     if empty:
         number = (

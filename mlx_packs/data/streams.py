@@ -12,6 +12,7 @@ import re
 import tempfile
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import date, time
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -121,14 +122,18 @@ def _kept(name: str, revision: str, values: Iterable[Mapping]) -> Rows:
 
 
 def _write(name: str, values: Iterable[Mapping], file: BinaryIO) -> None:
-    """Write each row as a line of JSON; what JSON does not have, such as a date, as text."""
+    """Write each row as a line of JSON: dates as ISO text, other values that it lacks as text."""
+
+    def text(value: Any) -> str:
+        return value.isoformat() if isinstance(value, (date, time)) else str(value)
+
     source = iter(values)
     while True:
         with library_errors(partial(_failed, name)):
             value = next(source, None)
         if value is None:
             return
-        line = json.dumps(plain(value), ensure_ascii=False, default=str)
+        line = json.dumps(plain(value), ensure_ascii=False, default=text)
         file.write(line.encode(errors="surrogatepass") + b"\n")
 
 

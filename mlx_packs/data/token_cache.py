@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ..bases.template_clock import reads_clock
 from ..config.schema import COLUMN_SETTINGS, DataConfig
 from ..errors import PackError
 from ..files import cache_folder, remove_unused
@@ -103,8 +104,9 @@ def cache_key(
         "special": [plain.special_tokens_map, sorted(plain.all_special_ids)],
         "ends": [tokenizer.eos_token_id, sorted(tokenizer.eos_token_ids)],
         "template": [template, getattr(special, "__module__", None)],
-        "today": time.strftime("%Y-%m-%d") if "strftime_now" in template else None,
+        "today": columns.template_date or _today(tokenizer),
         "columns": [getattr(columns, name) for name in COLUMN_SETTINGS],
+        "template_kwargs": columns.template_kwargs,
         "options": asdict(options),
         "format": row_format and row_format.name,
     }
@@ -112,6 +114,11 @@ def cache_key(
         return None
     text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode() + content).hexdigest()
+
+
+def _today(tokenizer: Any) -> str | None:
+    """Return the date that a chat template reads; None for one that does not read the clock."""
+    return time.strftime("%Y-%m-%d") if reads_clock(tokenizer) else None
 
 
 def _write(file: Path, key: str, examples: Examples) -> None:

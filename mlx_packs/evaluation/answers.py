@@ -14,6 +14,7 @@ from ..inference.generate import stream_batch
 from ..inference.generate import text_of as text_of_tokens
 from ..packs.base import Base
 from ..packs.card import format_answers
+from ..run_clock import DECODE, FORWARD
 from .metrics import METRICS
 
 _SAMPLES = 3
@@ -78,21 +79,41 @@ class Exam:
         self, base: Base, metric: str, questions: Sequence[Question], tokens_at_once: int
     ) -> None:
         self.metric, self.questions = metric, questions
-        self._base = base
+        self._base, self._tokens_at_once = base, tokens_at_once
         with tokenizer_errors(base.tokenizer):
             longest = max(len(base.tokenizer.encode(q.wanted)) for q in questions)
         self._limit = longest + METRICS[metric].spare_tokens
         one = self._limit + max(len(q.tokens) for q in questions)
         self._batch_size = max(1, min(_MOST_AT_ONCE, _TIMES_AT_ONCE * tokens_at_once // one))
 
-    def answers(self, advance: Callable[[], None] | None = None) -> list[str]:
-        """Return the base's greedy answers as it is now; ``advance`` is called for each question."""
+    def first(self, count: int) -> "Exam":
+        """Return an exam of the first questions."""
+        return Exam(self._base, self.metric, self.questions[:count], self._tokens_at_once)
+
+    @property
+    def cost(self) -> float:
+        """The mean time of a question, in training steps on a token."""
+        lengths = [len(question.tokens) for question in self.questions]
+        return FORWARD * sum(lengths) / len(lengths) + DECODE * self._limit
+
+    def answers(self, advance: Callable[[int], None] = lambda begun: None) -> list[str]:
+        """Return the base's greedy answers as it is now.
+
+        ``advance`` is called with the number of questions whose answers begin together.
+        """
         tokens: list[list[int]] = [[] for _ in self.questions]
         prompts = [q.tokens for q in self.questions]
+        begun = 0
         for i, token in stream_batch(self._base, prompts, self._limit, self._batch_size):
             tokens[i].append(token)
-            if advance is not None and len(tokens[i]) == 1:
-                advance()
+            if len(tokens[i]) == 1:
+                begun += 1
+            elif begun:
+                advance(begun)
+                begun = 0
+
+        if begun:
+            advance(begun)
         texts = (text_of_tokens(self._base, each) for each in tokens)
         return [_THOUGHTS.sub("", text).strip() for text in texts]
 

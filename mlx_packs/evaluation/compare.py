@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..bases.files import text_config
+from ..config.keywords import answers_other_names
 from ..config.schema import DataConfig, TrainConfig
 from ..data.batches import Batch, evaluation_batches, make_packed_batch
 from ..data.encoding import EncodingOptions, Examples, encode
@@ -95,6 +96,7 @@ class Compared:
         return asdict(self)
 
 
+@answers_other_names
 def evaluate_batch(  # noqa: PLR0913 - a public facade
     base: Base,
     packs: Sequence[Pack | str | Path] | Mapping[str, Pack | str | Path] = (),
@@ -148,7 +150,7 @@ def evaluate_batch(  # noqa: PLR0913 - a public facade
     _check_models(base, models[1:], limits)
     length = _sequence_length(sequence_length, models[1:], base, max_tokens)
     columns = columns or columns_of(models[1] if models[1:] else None, data)
-    trained_on = {pack.part("objective").get("loss_on") for pack in models[1:]}
+    trained_on = {pack._part("objective").get("loss_on") for pack in models[1:]}
     loss_on = loss_on or (trained_on.pop() if len(trained_on) == 1 else None)
     options = EncodingOptions(loss_on, length, base.vocab_size)
     examples = encode(evaluation_rows(columns, split, limit), base.tokenizer, columns, options)
@@ -233,7 +235,7 @@ def _sequence_length(wanted: int | None, packs: Sequence[Pack], base: Base, max_
     """Return the requested length, else the longest of the packs' with room for answers."""
     if wanted is not None and wanted < 2:
         raise PackError(f"--sequence-length {wanted}: must be 2 or more.")
-    trained = [n for pack in packs if (n := pack.part("recipe").get("max_seq_length"))]
+    trained = [n for pack in packs if (n := pack._part("recipe").get("max_seq_length"))]
     length = wanted or max(trained, default=TrainConfig.max_seq_length)
     text = text_config(base.config)
     positions = text.get("n_positions", text.get("max_position_embeddings"))

@@ -14,6 +14,7 @@ from ..bases.encoder import Encoder, embedded
 from ..data.formats import Row
 from ..data.pairs import Pairs, encode_pairs
 from ..errors import PackError
+from ..objectives.score import Score
 from ..packs.base import Base
 from ..packs.card import format_metrics
 from .metrics import NO_METRIC
@@ -26,17 +27,24 @@ Metrics = dict[str, float]
 
 
 @dataclass(frozen=True)
-class EmbeddingScore:
+class EmbeddingScore(Score):
     """Validation examples in the loop: the loss, if requested, and the metrics."""
 
     nll: float
     metrics: Metrics
 
-    def log_entry(self) -> dict[str, float]:
+    @property
+    def value(self) -> float:
+        """Mean loss of a target."""
+        return self.nll
+
+    @property
+    def entries(self) -> dict[str, float]:
         """Entries of the line in a run's metrics for validation examples."""
         return {"valid_loss": self.nll, **{f"valid_{k}": v for k, v in self.metrics.items()}}
 
-    def summary(self) -> str:
+    @property
+    def text(self) -> str:
         """Return the same in one line for people."""
         return f"loss {self.nll:.3f}, {format_metrics(self.metrics)}"
 

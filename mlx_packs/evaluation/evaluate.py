@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..config.choices import ARCHITECTURES, registered
+from ..config.keywords import answers_other_names
 from ..config.schema import DataConfig, TrainConfig
 from ..data.formats import Row
 from ..data.given import Data
@@ -37,6 +38,7 @@ EVALUATORS: dict[str, Callable[[Base, Sequence[Row], EvalSettings], Evaluator]] 
 )
 
 
+@answers_other_names
 def evaluate(  # noqa: PLR0913 - a public facade
     base: Base,
     pack: str | Path | Pack | None = None,
@@ -83,7 +85,7 @@ def evaluate(  # noqa: PLR0913 - a public facade
     if pack is not None and not isinstance(pack, Pack):
         pack = Pack.open(pack)
     columns = columns or columns_of(pack, data)
-    objective, recipe = (pack.part("objective"), pack.part("recipe")) if pack else ({}, {})
+    objective, recipe = (pack._part("objective"), pack._part("recipe")) if pack else ({}, {})
     is_reward_model = pack is not None and pack.is_reward_model
     settings = EvalSettings(
         columns,

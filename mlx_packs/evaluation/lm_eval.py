@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ..bases.chat_template import render_chat
 from ..bases.files import text_config
+from ..bases.turns import render_conversation
 from ..data.batches import evaluation_batches
 from ..data.encoding import Example, Examples
 from ..errors import PackError
@@ -158,7 +158,7 @@ def language_model(base: Base, batch_size: int = 8) -> Any:
         def apply_chat_template(
             self, chat_history: list, add_generation_prompt: bool = True
         ) -> str:
-            return render_chat(
+            return render_conversation(
                 tokenizer,
                 chat_history,
                 tokenize=False,

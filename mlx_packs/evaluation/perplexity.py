@@ -16,6 +16,7 @@ from ..distributed.group import group
 from ..errors import PackError
 from ..memory.matmul_path import choose_matmul_path
 from ..objectives.causal_lm import Arrays, Head, LossOptions, as_arrays, split_head, target_loss
+from ..objectives.score import Score
 from ..packs.base import Base
 from ..packs.card import format_perplexity
 from ..runtime import is_traced, mx
@@ -25,7 +26,7 @@ from .rows import EvalSettings
 
 
 @dataclass(frozen=True)
-class Score:
+class PerplexityScore(Score):
     """PPL is exp(mean NLL a target); its standard error counts examples as independent, not tokens.
 
     A single example has no error: ``ppl_se`` is None then.
@@ -38,11 +39,18 @@ class Score:
     rows: int
     targets: int
 
-    def log_entry(self) -> dict[str, float]:
+    @property
+    def value(self) -> float:
+        """Mean loss of a target."""
+        return self.nll
+
+    @property
+    def entries(self) -> dict[str, float]:
         """Entries of the line in a run's metrics for validation examples."""
         return {"valid_loss": self.nll, "valid_ppl": self.ppl}
 
-    def summary(self) -> str:
+    @property
+    def text(self) -> str:
         """Return the same in one line for people."""
         return f"loss {self.nll:.3f}, PPL {self.ppl:.2f}"
 
@@ -59,7 +67,7 @@ class ExampleScores:
     hits: np.ndarray
 
     @property
-    def score(self) -> Score:
+    def score(self) -> PerplexityScore:
         """All examples together.
 
         Their error is that of a ratio, since tokens of an example depend on each other:
@@ -69,7 +77,9 @@ class ExampleScores:
         mean, se = _mean_and_error(self.nll, self.targets)
         ppl = perplexity(float(self.nll.sum()), count)
         accuracy = float(self.hits.sum()) / count
-        return Score(ppl, None if se is None else ppl * se, accuracy, mean, len(self.nll), count)
+        return PerplexityScore(
+            ppl, None if se is None else ppl * se, accuracy, mean, len(self.nll), count
+        )
 
 
 @dataclass(frozen=True)
@@ -120,8 +130,8 @@ class EvalReport:
 
     rows: int
     targets: int
-    base: Score
-    pack: Score | None
+    base: PerplexityScore
+    pack: PerplexityScore | None
     ppl_ratio: float | None
     difference: Difference | None = None
     answers: AnswerReport | None = None  # with a metric
@@ -222,7 +232,9 @@ class Scorer:
         """Return the NLL [M] of every target, and whether it ranks first [M]."""
         return self._forward(*self._arrays(batch))
 
-    def score(self, batches: Sequence[Batch], advance: Callable[[], None] | None = None) -> Score:
+    def score(
+        self, batches: Sequence[Batch], advance: Callable[[], None] | None = None
+    ) -> PerplexityScore:
         """Return the score of all examples, by token-weighted negative log-likelihood."""
         return self.examples(batches, advance).score
 

@@ -9,12 +9,13 @@ from ..data.preference_batches import PreferenceBatch
 from ..distributed.group import group
 from ..errors import PackError
 from ..objectives.preference import PreferenceObjective
+from ..objectives.score import Score
 from ..runtime import mx
 from .perplexity import perplexity
 
 
 @dataclass(frozen=True)
-class PairScore:
+class PairScore(Score):
     """What every score of preferences has.
 
     Attributes:
@@ -30,7 +31,13 @@ class PairScore:
     margin: float
     rows: int
 
-    def log_entry(self) -> dict[str, float]:
+    @property
+    def value(self) -> float:
+        """Mean loss of a target."""
+        return self.nll
+
+    @property
+    def entries(self) -> dict[str, float]:
         """Entries of the line in a run's metrics for validation examples."""
         return {
             "valid_loss": self.nll,
@@ -38,7 +45,8 @@ class PairScore:
             "valid_reward_margin": self.margin,
         }
 
-    def summary(self) -> str:
+    @property
+    def text(self) -> str:
         """Return the same in one line for people."""
         return f"loss {self.nll:.3f}, accuracy {self.accuracy:.1%}, margin {self.margin:.3f}"
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..config.schema import COLUMN_SETTINGS, DataConfig
 from ..data.formats import Row
@@ -23,14 +24,17 @@ class EvalSettings:
     metric: str | None = None
 
 
-def columns_of(pack: Pack | None, data: Data, **specified: str) -> DataConfig:
+def columns_of(pack: Pack | None, data: Data, **specified: Any) -> DataConfig:
     """Return where examples are, with columns named as specified, else as the pack was trained.
 
     The embedded data set has the default names whatever a pack was trained on.
     """
     source = source_of(data)
-    recipe = pack.part("recipe") if pack is not None and source != "tiny" else {}
-    trained = {name: recipe[name] for name in COLUMN_SETTINGS if recipe.get(name)}
+    recipe = pack._part("recipe") if pack is not None and source != "tiny" else {}
+    settings = (*COLUMN_SETTINGS, "template_kwargs", "template_date")
+    trained = {name: recipe[name] for name in settings if recipe.get(name)}
+    if variables := specified.get("template_kwargs"):
+        specified["template_kwargs"] = {**trained.get("template_kwargs", {}), **variables}
     return DataConfig(data=source, **{**trained, **specified})
 
 

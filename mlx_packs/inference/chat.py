@@ -1,7 +1,7 @@
 """A conversation with a base: its messages, and the keys and values of its tokens."""
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from typing import Any
 
 from ..bases.model import BaseModel
@@ -16,12 +16,20 @@ class Chat:
         base: a decoder with a chat template, and with whatever pack is on it.
         system: a message that comes before all others; none if empty.
         sampling: how tokens are chosen.
+        variables: of the chat template; they take precedence over the variables that a pack was trained with.
     """
 
-    def __init__(self, base: BaseModel, system: str = "", sampling: Sampling | None = None) -> None:
+    def __init__(
+        self,
+        base: BaseModel,
+        system: str = "",
+        sampling: Sampling | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
         self.base = base
         self.system = system
         self.sampling = sampling or Sampling()
+        self._variables = variables or {}
         self.messages: list[dict[str, str]] = []
         self.clear()
 
@@ -44,7 +52,7 @@ class Chat:
             PackError: the chat template fails; the conversation stays as it was.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
-        prompt = chat_prompt(self.base, messages)
+        prompt = chat_prompt(self.base, messages, **self._variables)
         new = self._not_cached(prompt)
         answer: list[str] = []
         try:

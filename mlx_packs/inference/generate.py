@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..bases.chat_template import render_chat
+from ..bases.families import is_batchable
 from ..bases.model import BaseModel
-from ..bases.tokenizer import tokenizer_errors
+from ..bases.tokenizer import text_tokens
+from ..bases.turns import given_variables, render_conversation
 from ..config.parse import build
 from ..config.sampling import Sampling
 from ..errors import PackError
@@ -33,14 +34,15 @@ def chat_prompt(
         raise PackError(
             f"{base.name}: the tokenizer has no chat template. Use --raw.", "unsupported", "raw"
         )
-    options = {**variables, "tools": tools, "add_generation_prompt": True}
-    return render_chat(base.tokenizer, messages, tokenize=True, **options)
+    options = {**base.template_kwargs, **given_variables(variables), "tools": tools}
+    return render_conversation(
+        base.tokenizer, messages, tokenize=True, add_generation_prompt=True, **options
+    )
 
 
 def raw_prompt(base: BaseModel, text: str) -> list[int]:
     """Return the tokens of a text, without the chat template."""
-    with tokenizer_errors(base.tokenizer):
-        return base.tokenizer.encode(text)
+    return text_tokens(base.tokenizer, text)
 
 
 def stream(
@@ -168,7 +170,9 @@ def _generated(  # noqa: PLR0913 - what a batch of texts depends on
     from ..nn.lora import factors_cast
 
     base.model.eval()
-    if other := next((c for c in make_prompt_cache(base.model) if not hasattr(c, "merge")), None):
+    one_by_one = not is_batchable(base.name, base.model)
+    caches = [] if one_by_one else make_prompt_cache(base.model)
+    if other := next((c for c in caches if not hasattr(c, "merge")), None):
         raise PackError(
             f"{base.name}: its texts cannot be generated in batches: mlx-lm has no batch of "
             f"{type(other).__name__}.",
@@ -179,6 +183,9 @@ def _generated(  # noqa: PLR0913 - what a batch of texts depends on
     for prompt in prompts:
         _check_tokens(base, prompt)
     limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
+    if one_by_one:
+        yield from _generated_alone(base, prompts, limits, stop, sampler)
+        return
     generator = BatchGenerator(
         base.model,
         stop_tokens=[[token] for token in base.tokenizer.eos_token_ids] if stop else None,
@@ -198,6 +205,30 @@ def _generated(  # noqa: PLR0913 - what a batch of texts depends on
         generator.close()
 
 
+def _generated_alone(
+    base: BaseModel,
+    prompts: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    stop: bool,
+    sampler: "Callable[[mx.array], mx.array] | None",
+) -> Iterator[tuple[int, int, bool]]:
+    """Yield what `_generated` does, one prompt after the other."""
+    from mlx_lm.generate import generate_step
+
+    from ..nn.lora import factors_cast
+    from ..runtime import mx
+
+    ends = base.tokenizer.eos_token_ids if stop else ()
+    with factors_cast(base.model):
+        for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+            steps = generate_step(mx.array(prompt), base.model, max_tokens=limit, sampler=sampler)
+            for token, _ in steps:
+                is_end = int(token) in ends
+                yield i, int(token), is_end
+                if is_end:
+                    break
+
+
 def complete_batch(
     base: BaseModel,
     prompts: Sequence[Sequence[int]],
@@ -208,6 +239,38 @@ def complete_batch(
     tokens: list[list[int]] = [[] for _ in prompts]
     for i, token in stream_batch(base, prompts, max_tokens, batch_size):
         tokens[i].append(token)
+    return [text_of(base, generated) for generated in tokens]
+
+
+def complete_prompts(
+    base: BaseModel, prompts: Sequence[Sequence[int]], sampling: Sampling, batch_size: int = 8
+) -> list[str]:
+    """Return the text that follows each prompt, in their order, with the settings of `Sampling`.
+
+    Raises:
+        PackError: as of `stream_batch`, or for a repetition penalty, which no batch has.
+    """
+    from mlx_lm.sample_utils import make_sampler
+
+    from ..runtime import mx
+
+    if sampling.repetition_penalty != 1:
+        raise PackError(
+            "--repetition-penalty: is not available for batches. Leave it out, or generate one text "
+            "at a time.",
+            "unsupported",
+        )
+    sampler = None
+    if sampling.temperature:
+        top_k = sampling.top_k if sampling.top_k < base.vocab_size else 0
+        mx.random.seed(sampling.seed)
+        sampler = make_sampler(sampling.temperature, sampling.top_p, sampling.min_p, top_k=top_k)
+
+    tokens: list[list[int]] = [[] for _ in prompts]
+    limit = sampling.max_tokens
+    for i, token, ends in _generated(base, prompts, limit, batch_size, True, sampler):
+        if not ends:
+            tokens[i].append(token)
     return [text_of(base, generated) for generated in tokens]
 
 

@@ -44,6 +44,10 @@ from .plan import (
     recompute_policies,
 )
 
+# Arrays in flight of the pieces of an operation that both streams of a CPU compute at a time, as
+# the peak of the operation alone shows (a slice of logits with its softmax; SwiGLU's gradient).
+_LOGITS_CPU, _SWIGLU_CPU = 10.5, 13
+_LOGITS_ONE_ROUND = 8.5  # of two slices, one for each stream: no later one is allocated ahead
 _WHOLE_LOGITS = 15  # arrays of the size of all logits, where the head is trainable
 ASSUMED = "Every token is taken as a target."
 _SMALL = "small base: full precision fits, quantizing would cost accuracy for memory not needed"
@@ -147,7 +151,9 @@ class Step:
             "attention": 9 * min(stream_count() * _score_block(), tokens * self.scores),
         }
         if runtime.on_cpu():
-            working["mlp"] += 15 * min(stream_count() * tiling().elements, tokens * sizes.ffn)
+            working["mlp"] += _SWIGLU_CPU * min(
+                stream_count() * tiling().elements, tokens * sizes.ffn
+            )
         return {
             moment: moment_parts(
                 self.waiting,
@@ -216,8 +222,13 @@ class Step:
         columns = min(stream_count() * loss_columns(targets, sizes.hidden), sizes.vocab)
         head = 1.25 * columns * sizes.hidden if self.unpacks else 0
         # on a GPU logits and their exponentials, in half precision; hidden states in float32
-        of_logits, of_states = (12.5, 3) if runtime.on_cpu() else (3, 6)
+        of_logits, of_states = (self._logits_cpu(), 3) if runtime.on_cpu() else (3, 6)
         return of_logits * targets * columns + of_states * targets * sizes.hidden + head
+
+    def _logits_cpu(self) -> float:
+        """Return how many arrays of the size of the slices that are computed at a time are there."""
+        slices = math.ceil(self.sizes.vocab / loss_columns(self.targets, self.sizes.hidden))
+        return _LOGITS_ONE_ROUND if slices == stream_count() == 2 else _LOGITS_CPU
 
     def dense_slices(self) -> float:
         """Return the dense weights in flight while products dequantize theirs."""

@@ -25,6 +25,8 @@ LIMIT_S = 1.6  # of a measurement; with what has begun by then it takes 2 s at m
 _SHARE = 0.1  # of the work that follows
 _LEAST_S = 0.1
 _DENSE_SHARE = 0.6  # of the memory that is left
+# The same for generated text, whose keys and values need memory too.
+_DENSE_SHARE_TO_GENERATE = 0.25
 _LARGE = 1 << 20  # numbers of a weight whose rate is worth keeping
 # A second of a core: multiply-adds of a dense product by OpenBLAS and of MLX's quantized one, and
 # dequantized numbers
@@ -83,6 +85,18 @@ def dense_bytes(model: nn.Module) -> int:
         itemsize = 4 if dense_dtype(module) == mx.float32 else 2
         total += out * width * itemsize
     return total
+
+
+def generation_path(model: nn.Module) -> str:
+    """Return the matmul path to generate text by: ``quantized``, or ``dense`` on most CPUs.
+
+    On a CPU a product with a quantized weight is slow even for one token: dequantizing all weights
+    once costs about as much as ten tokens. GPUs read a quantized weight faster than a dense one.
+    """
+    if not runtime.on_cpu():
+        return "quantized"
+    free = runtime.total_memory() - mx.get_active_memory()
+    return "dense" if dense_bytes(model) < _DENSE_SHARE_TO_GENERATE * free else "quantized"
 
 
 def choose_matmul_path(

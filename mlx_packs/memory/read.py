@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..bases.config_file import CONFIG, read_config
 from ..bases.files import TINY, check_files, is_complete, resolve_checkpoint, weight_files
+from ..bases.local_models import is_local_model
 from ..errors import PackError
 from ..reading import read_header
 from .estimate import estimator_of
@@ -20,7 +21,8 @@ def read_headers(name: str | Path) -> Headers:
     Raises:
         PackError: There is none, or the Hub cannot be reached.
     """
-    is_id = str(name) != TINY and "/" in str(name) and not os.path.exists(Path(name).expanduser())
+    is_here = is_local_model(str(name)) or os.path.exists(Path(name).expanduser())
+    is_id = str(name) != TINY and "/" in str(name) and not is_here
     path = _cached(str(name)) if is_id else resolve_checkpoint(name)
     if path is None:
         return Headers(str(name), *_from_hub(str(name)))

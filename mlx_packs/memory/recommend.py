@@ -34,6 +34,8 @@ from .estimate import (
 )
 from .headers import Headers
 from .plan import ERROR, MemoryPlan, fit, has_logits, has_score_head, recompute_policies
+from .plan_request import PlanRequest
+from .row_shapes import ShapesOf
 from .step_time import StepTime, predict
 
 SMALL_WEIGHTS = 1e9  # a base of fewer weights is better left unquantized, if that fits
@@ -61,6 +63,7 @@ class Option:
     fit: str
     why: str
     step: StepTime | None = None
+    longest: int | None = None  # tokens of a row of the longest batch, by the rows of the run
 
     @property
     def fits(self) -> bool:
@@ -91,6 +94,7 @@ class Option:
             "rank": self.lora.rank,
             "batch_size": self.train.batch_size,
             "max_seq_length": self.train.max_seq_length,
+            "planned_length": self.longest or self.train.max_seq_length,
             "recompute": self.train.recomputes,
             "optimizer": self.train.optimizer,
             "peak_gb": self.plan.peak_gb,
@@ -144,26 +148,6 @@ def _flag(name: str, value: Any) -> list[str]:
     return [f"--{spelling}", ",".join(value) if isinstance(value, tuple) else str(value)]
 
 
-@dataclass(frozen=True)
-class _Request:
-    """A run to plan, and its limit in bytes.
-
-    Attributes:
-        specified: Names of the settings that are not reduced.
-    """
-
-    headers: Headers
-    memory: int
-    lora: LoRAConfig
-    train: TrainConfig
-    specified: frozenset[str]
-
-    @property
-    def in_batch(self) -> bool:
-        """Whether the other examples of a batch are the negatives of each."""
-        return TASKS[self.train.task].in_batch
-
-
 class _Way(NamedTuple):
     method: str
     quantize: str
@@ -177,11 +161,13 @@ def recommend(
     lora: LoRAConfig | None = None,
     train: TrainConfig | None = None,
     specified: frozenset[str] = frozenset(),
+    shapes_of: ShapesOf | None = None,
 ) -> list[Option]:
     """Return ways of training a base within ``memory`` bytes, the best first.
 
     Settings that are not ``specified`` are reduced until it fits, in this order: batch_size,
-    recompute, max_seq_length, rank; of matmul_path and quantize all are tried.
+    recompute, max_seq_length, rank; of matmul_path and quantize all are tried. ``shapes_of`` has
+    the shapes of the batches; without it every row has max_seq_length tokens.
 
     Raises:
         PackError: No plan is possible.
@@ -192,7 +178,7 @@ def recommend(
     train = _of_task(headers, train or TrainConfig(), specified)
     train = estimator.run_settings(headers, train)
     headers.check_quantize(train)
-    request = _Request(headers, memory, lora or LoRAConfig(), train, specified)
+    request = PlanRequest(headers, memory, lora or LoRAConfig(), train, specified, shapes_of)
     if train.trains_base:
         return [_full_option(request)]
     options = [_option(request, way) for way in _ways(request)]
@@ -204,7 +190,14 @@ def recommend(
         options[0] = replace(best, why=f"{reason}; {best.why}")
     if not has_score_head(train):
         options.append(_full_option(replace(request, lora=best.lora, train=best.train)))
-    return [replace(o, step=predict(headers, o.lora, o.train)) for o in options]
+    return [
+        replace(
+            option,
+            step=predict(headers, option.lora, option.train),
+            longest=request.longest(option.train),
+        )
+        for option in options
+    ]
 
 
 def _of_task(headers: Headers, train: TrainConfig, specified: frozenset[str]) -> TrainConfig:
@@ -238,7 +231,7 @@ def _harm(option: Option, small: bool) -> tuple:
     )
 
 
-def _ways(request: _Request) -> list[_Way]:
+def _ways(request: PlanRequest) -> list[_Way]:
     """Return the ways to try."""
     headers, train = request.headers, request.train
     dtype = train.compute_dtype
@@ -264,7 +257,7 @@ def _ways(request: _Request) -> list[_Way]:
     return ways
 
 
-def _option(request: _Request, way: _Way) -> Option:
+def _option(request: PlanRequest, way: _Way) -> Option:
     """Return the option that is reduced least and fits this way; the smallest where nothing fits."""
     train = replace(
         request.train,
@@ -276,7 +269,7 @@ def _option(request: _Request, way: _Way) -> Option:
     for changes, rank in _smaller_settings(request):
         smaller = replace(train, **changes)
         lora = replace(request.lora, rank=rank)
-        plan = estimate(request.headers, lora, smaller)
+        plan = request.estimate(lora, smaller)
         fitting = fit(plan, request.memory)
         tried.append(Option(way.method, way.quantize, lora, smaller, plan, fitting, ""))
         if fitting == "fits":
@@ -290,7 +283,7 @@ def _option(request: _Request, way: _Way) -> Option:
     return replace(best, why=_why(request, best))
 
 
-def _smaller_settings(request: _Request) -> Iterator[tuple[dict[str, Any], int]]:
+def _smaller_settings(request: PlanRequest) -> Iterator[tuple[dict[str, Any], int]]:
     """Yield settings of the run and the rank, the least reduced first."""
     train, lora, specified = request.train, request.lora, request.specified
     longest = request.headers.config.get("max_position_embeddings") or train.max_seq_length
@@ -317,7 +310,7 @@ def _halved(largest: int, least: int) -> list[int]:
     return sizes
 
 
-def _why(request: _Request, option: Option) -> str:
+def _why(request: PlanRequest, option: Option) -> str:
     """Return what an option reduces of a request, and the largest part, in one line."""
     reductions, train, wanted = [], option.train, request.train
     for name, before, after in (
@@ -338,7 +331,7 @@ def _why(request: _Request, option: Option) -> str:
     return why if option.fits else f"tight, {ERROR:.0%} more would not fit: {why}"
 
 
-def _full_option(request: _Request) -> Option:
+def _full_option(request: PlanRequest) -> Option:
     """Return full fine-tuning, the baseline: the least that it takes at the length wanted.
 
     Weights, gradients and both moments of AdamW are in float32 beside the base, with float32
@@ -364,7 +357,7 @@ def _full_option(request: _Request) -> Option:
         **changes,
     )
     layers = LoRAConfig(num_layers=request.lora.num_layers)
-    plan = estimate(request.headers, layers, train)
+    plan = request.estimate(layers, train)
     each = (4 * 2 * plan.adapter_weights + plan.optimizer) / plan.adapter_weights
     why = (
         f"the baseline: {each:.3g} bytes a trainable weight (float32 weights, gradients, "
@@ -394,7 +387,7 @@ def table(
         f"{'s/step ' * timed}fits",
     ]
     for o in options:
-        batch = f"{o.train.batch_size} x {o.train.max_seq_length}"
+        batch = f"{o.train.batch_size} x {o.longest or o.train.max_seq_length}"
         rank = "-" if o.train.trains_base else o.lora.rank
         lines.append(
             f"{o.kind:<13} {o.plan.matmul_path:<9}{rank:>4} {batch:>8} "
@@ -422,6 +415,8 @@ def _seconds(step: StepTime | None) -> str:
 def _notes(best: Option, headers: Headers, width: int) -> list[str]:
     """Return notes on the numbers, wrapped."""
     assumed = estimator_of(headers.config).ASSUMED if has_logits(best.train) else ""
+    if best.longest is not None:
+        assumed = ""
     notes = {
         "disk": disk_note(headers, best.plan, best.lora, best.train),
         "why": f"{best.kind}: {best.why}",

@@ -18,7 +18,8 @@ from ..nn.quantized import frozen_head
 from ..nn.segments import restarting, segment_caches
 from ..ops.linear_cross_entropy import FrozenHead, cross_entropy, linear_cross_entropy
 from ..runtime import mx
-from .objective import Arrays, Inputs, Objective, Score
+from .objective import Arrays, Inputs, Objective
+from .score import Score
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from ..data.pairs import PairBatch
 from ..distributed.group import ALONE, Group, group
 from ..nn.recompute import recomputed
 from ..runtime import mx
-from .objective import Arrays, Objective, Score
+from .objective import Arrays, Objective
+from .score import Score
 
 _HIDDEN = -1e9  # a logit that takes no part, finite so that its gradient is 0 and not NaN
 

@@ -15,9 +15,10 @@ from ..config.schema import TrainConfig
 from ..data.batches import Batch
 from ..data.prompts import Prompts
 from ..runtime import mx
-from .causal_lm import Arrays, Head, Score, as_arrays, target_loss
+from .causal_lm import Arrays, Head, as_arrays, target_loss
 from .objective import Objective
 from .phase_start import PhaseStart
+from .score import Score
 
 _LEAST_SPREAD = 1e-4  # that is added to the standard deviation of a group's rewards, as in TRL
 
@@ -56,16 +57,23 @@ class PromptBatch:
 
 
 @dataclass(frozen=True)
-class TrainedScore:
+class TrainedScore(Score):
     """The mean cross-entropy of what was generated and trained on."""
 
     nll: float
 
-    def log_entry(self) -> dict[str, float]:
+    @property
+    def value(self) -> float:
+        """Mean loss of a target."""
+        return self.nll
+
+    @property
+    def entries(self) -> dict[str, float]:
         """No entry: it is no result."""
         return {}
 
-    def summary(self) -> str:
+    @property
+    def text(self) -> str:
         """Return the same in one line for people."""
         return f"loss {self.nll:.3f}"
 

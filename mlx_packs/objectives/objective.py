@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from ..runtime import mx
+from .score import Score
 
 Arrays = tuple[mx.array, ...]
 Loss = Callable[..., tuple[mx.array, mx.array]]
@@ -24,20 +25,6 @@ class Batch(Protocol):
     @property
     def terms(self) -> int:
         """Number of terms that its loss is a mean of: its targets, or the rows that have them."""
-
-
-class Score(Protocol):
-    """The score of some batches."""
-
-    @property
-    def nll(self) -> float:
-        """Mean loss per target; the loop stops where it is not finite."""
-
-    def log_entry(self) -> dict[str, float]:
-        """Entries of the line in metrics.jsonl (``valid_loss`` and others)."""
-
-    def summary(self) -> str:
-        """Return the same in one line for people."""
 
 
 class Inputs(Protocol):

@@ -12,7 +12,7 @@ from ..errors import PackError
 from ..nn.remote_blocks import stage_output
 from ..runtime import mx
 from .causal_lm import CausalLM, LossOptions, forward, split_head
-from .objective import Score
+from .score import Score
 
 _PROBE = (1, 4)
 _DTYPES = (mx.float32, mx.float16, mx.bfloat16)

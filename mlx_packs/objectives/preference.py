@@ -21,9 +21,10 @@ from ..config.schema import TrainConfig
 from ..data.preference_batches import PreferenceBatch, shared_rows, split_rows
 from ..distributed.group import group
 from ..runtime import mx
-from .causal_lm import Arrays, Head, Score, as_arrays, target_loss
+from .causal_lm import Arrays, Head, as_arrays, target_loss
 from .objective import Objective
 from .reference import Reference
+from .score import Score
 
 _LEAST = 1e-7  # least 1 - p of a completion, whose odds would be infinite
 

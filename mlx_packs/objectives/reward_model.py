@@ -13,7 +13,8 @@ from ..data.preference_batches import PreferenceBatch, shared_rows, split_rows
 from ..errors import PackError
 from ..runtime import mx
 from .causal_lm import Arrays, as_arrays, forward, split_head
-from .objective import Objective, Score
+from .objective import Objective
+from .score import Score
 
 States = Callable[..., mx.array]  # tokens [B, T] to final hidden states [B, T, D]
 

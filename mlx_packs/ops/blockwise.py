@@ -50,12 +50,18 @@ def count_below(values: mx.array, edges: mx.array) -> mx.array:
 
 
 def encode(values: mx.array, signed: bool = True) -> tuple[mx.array, mx.array]:
-    """Return codes uint8 [N] and scales float32 [N / 256, rounded up] of N values of any shape."""
+    """Return codes uint8 [N] and scales float32 [N / 256, rounded up] of N values of any shape.
+
+    Without signs, a number above 0 never becomes 0: an optimizer divides by its root.
+    """
     flat = values.astype(mx.float32).flatten()
     blocks = mx.pad(flat, (0, -flat.size % BLOCK_SIZE)).reshape(-1, BLOCK_SIZE)
     scales = mx.abs(blocks).max(axis=1)
     scaled = blocks / mx.where(scales > 0, scales, 1)[:, None]
-    return nearest(scaled, dynamic_map(signed)).flatten()[: flat.size], scales
+    codes = nearest(scaled, dynamic_map(signed))
+    if not signed:
+        codes = mx.maximum(codes, scaled > 0)
+    return codes.flatten()[: flat.size], scales
 
 
 def decode(

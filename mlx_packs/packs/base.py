@@ -16,15 +16,22 @@ import numpy as np
 from ..adapters.lora import Attached
 from ..bases.files import TINY
 from ..bases.loading import load_base_model
+from ..bases.local_models import is_local_model
 from ..bases.model import BaseModel
+from ..bases.readers import reader_of
 from ..config.choices import MATMUL_PATHS
+from ..config.keywords import answers_other_names
+from ..config.parse import build
+from ..config.sampling import Sampling
 from ..data.given import Data
+from ..data.messages import turns_of
 from ..errors import PackError
 from ..files import is_hub_id
-from ..inference.generate import chat_prompt, complete, raw_prompt
+from ..inference.generate import chat_prompt, complete_prompts, raw_prompt, stream
 from ..nn.quantized import apply_matmul_path, replace_modules
 from ..reading import read_json
 from ..runtime import mx
+from .manifest import template_kwargs_of
 from .pack import Pack
 from .rewards import check_generates, rewards
 from .weighted_sum import Packs, as_pack
@@ -60,6 +67,11 @@ class Base(BaseModel):
 
     active: ActivePack | None = field(default=None, init=False, repr=False, compare=False)
     suspended: list[Attached] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """The variables of the chat template that the active pack was trained with."""
+        return template_kwargs_of(self.active.pack.manifest) if self.active else {}
 
     @contextmanager
     def applied(self, pack: Packs, matmul_path: str = "quantized") -> Iterator["Base"]:
@@ -105,13 +117,85 @@ class Base(BaseModel):
         Raises:
             PackError: If there is no chat template, the pack does not fit, or a setting is invalid.
         """
+        return "".join(self.stream(prompt, pack, raw=raw, **sampling))
+
+    def stream(
+        self,
+        prompt: str | Sequence[Mapping],
+        pack: Packs | None = None,
+        *,
+        raw: bool = False,
+        **sampling: Any,
+    ) -> Iterator[str]:
+        """Return an iterator over pieces of the text that `generate` returns, as they are generated.
+
+        The pack of the call stays on the base model until the iterator ends or is closed.
+
+        Args:
+            prompt: As in `generate`.
+            pack: As in `generate`.
+            raw: As in `generate`.
+            **sampling: As in `generate`.
+
+        Raises:
+            PackError: As in `generate`, before the first piece.
+        """
+        tokens = self._prompt_tokens(prompt, raw, pack)
+        settings = build(Sampling, sampling)
+        return self._pieces(tokens, None if pack is None else as_pack(pack), settings)
+
+    def generate_batch(
+        self,
+        prompts: Sequence[str | Sequence[Mapping]],
+        pack: Packs | None = None,
+        *,
+        raw: bool = False,
+        batch_size: int = 8,
+        **sampling: Any,
+    ) -> list[str]:
+        """Return the text that the model generates after each prompt, several at a time.
+
+        Args:
+            prompts: Prompts as in `generate`.
+            pack: As in `generate`.
+            raw: As in `generate`.
+            batch_size: Maximum number of texts that are generated together.
+            **sampling: As in `generate`, without ``repetition_penalty``.
+
+        Raises:
+            PackError: As in `generate`, or if mlx-lm cannot batch this architecture.
+        """
+        if isinstance(prompts, str):
+            raise PackError("prompts: must be a list of prompts, but is one text.", flag="prompts")
+        if batch_size < 1:
+            raise PackError(f"--batch-size: must be at least 1, but is {batch_size}.")
+        tokens = [self._prompt_tokens(prompt, raw, pack) for prompt in prompts]
+        settings = build(Sampling, sampling)
+        if not tokens:
+            return []
+        with nullcontext() if pack is None else self.applied(pack):
+            return complete_prompts(self, tokens, settings, batch_size)
+
+    def _prompt_tokens(
+        self, prompt: str | Sequence[Mapping], raw: bool, pack: Packs | None
+    ) -> list[int]:
         self.check_architecture("generate", "decoder")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if raw and not isinstance(prompt, str):
             raise PackError("raw: continues a text, but the prompt is messages.", "conflict", "raw")
-        tokens = raw_prompt(self, prompt) if raw else chat_prompt(self, messages)
+        if raw:
+            return raw_prompt(self, prompt)
+
+        try:
+            messages = [turn.message for turn in turns_of(messages)]
+        except ValueError as error:
+            raise PackError(f"prompt: {error}", flag="prompt") from None
+        variables = {} if pack is None else template_kwargs_of(as_pack(pack).manifest)
+        return chat_prompt(self, messages, **variables)
+
+    def _pieces(self, tokens: list[int], pack: Pack | None, sampling: Sampling) -> Iterator[str]:
         with nullcontext() if pack is None else self.applied(pack):
-            return complete(self, tokens, **sampling)
+            yield from stream(self, tokens, sampling)
 
     def rewards(
         self,
@@ -141,6 +225,25 @@ class Base(BaseModel):
             return rewards(self, completions, as_pack(pack), batch_size, matmul_path)
         finally:
             self.swap_pack(before and before.pack, before.matmul_path if before else "quantized")
+
+    def attach(self, pack: Packs, matmul_path: str = "quantized") -> "Base":
+        """Attach a pack until `detach`, in place of the active one, and return the base model.
+
+        `applied` does the same for a ``with`` block.
+
+        Args:
+            pack: A pack, its folder, or several packs with weights, as in `applied`.
+            matmul_path: How frozen weights are used, as in `applied`.
+
+        Raises:
+            PackError: If the pack does not fit or is a reward model; the active pack then stays.
+        """
+        self.swap_pack(pack, matmul_path)
+        return self
+
+    def detach(self) -> None:
+        """Remove the active pack, if there is one; the base model is bit-identical to before."""
+        self.swap_pack(None)
 
     def swap_pack(self, pack: Packs | None, matmul_path: str = "quantized") -> None:
         """Replace the active pack by another one; None removes it.
@@ -204,11 +307,12 @@ class Base(BaseModel):
 
 def _fits(attached: Attached, pack: Pack) -> bool:
     """Return whether a pack has the targets, ranks and scales of adapters, and nothing else."""
-    if attached.inference_only or pack.beyond_lora:
+    if attached.inference_only or pack._beyond_lora:
         return False
     return attached.specs == pack.specs
 
 
+@answers_other_names
 def load_base(
     name: str | Path = TINY,
     quantize: str = "none",
@@ -225,7 +329,8 @@ def load_base(
     bfloat16 30 times slower than float32 there. On a GPU, they keep their dtype.
 
     Args:
-        name: ``"tiny"``, a checkpoint folder or a Hub id. Every checkpoint that mlx-lm loads is
+        name: ``"tiny"``, a checkpoint folder, a GGUF file (or ``ollama:NAME``,
+            ``lmstudio:PUBLISHER/MODEL``) or a Hub id. Every checkpoint that mlx-lm loads is
             supported, and NF4 as `packs quantize` and bitsandbytes write it.
         quantize: ``"affine4"``, ``"affine8"`` or ``"nf4"`` quantizes a dense checkpoint while it is
             read, one tensor at a time. A checkpoint that is NF4 already stays as it is.
@@ -262,12 +367,13 @@ def find_base(pack: Pack | None) -> str:
     if pack is None:
         return TINY
     name = pack.manifest["base"]["id"]
-    if name == TINY or is_hub_id(name):
+    if name == TINY or is_hub_id(name) or is_local_model(name):
         return name
     folders = [name] if Path(name).name == name else []  # a pack leads to no other place
     folders = [*_bases_of_runs(pack), *folders]
     for folder in folders:
-        if Path(folder).expanduser().is_dir():
+        path = Path(folder).expanduser()
+        if is_local_model(folder) or path.is_dir() or (path.is_file() and reader_of(path)):
             return folder
     raise PackError(
         f"--model: {pack.name} was trained on {name}, which is not here. Name its folder: --model DIR.",
@@ -296,32 +402,8 @@ def load_base_for(
     """
     if pack is None:
         return load_base(model, trust_remote_code=trust_remote_code)
-    _, config = pack.check_checkpoint(model)
-    return load_base(model, pack.quantize_for(config), trust_remote_code, **pack.quantize_options)
-
-
-def generate(
-    base: Base | str | Path | None,
-    prompt: str | Sequence[Mapping],
-    pack: Packs | None = None,
-    **options: Any,
-) -> str:
-    """Return the text that a base model generates after a prompt; the model is loaded if needed.
-
-    Args:
-        base: A loaded base model, a name as in `load_base`, or None for the base model that the
-            pack was trained on.
-        prompt: The user's message, or a list of messages with ``role`` and ``content``.
-        pack: A pack, its folder, or several packs with weights, as in `Base.applied`.
-        **options: ``raw`` and the sampling settings of `Base.generate`.
-
-    Raises:
-        PackError: As in `Base.generate`, or if the base model cannot be found.
-    """
-    if not isinstance(base, Base):
-        pack = None if pack is None else as_pack(pack)
-        base = load_base_for(pack, find_base(pack) if base is None else base)
-    return base.generate(prompt, pack, **options)
+    _, config = pack._check_checkpoint(model)
+    return load_base(model, pack._quantize_for(config), trust_remote_code, **pack._quantize_options)
 
 
 def check_no_pack(base: Base) -> None:

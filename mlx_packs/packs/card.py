@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from ..adapters.spec import leaf_names, ranks_of
 from ..bases.files import TINY
-from ..report.facts import samples_of, stored_curve, thinned
+from ..bases.local_models import is_local_model
+from ..report.facts import progress_series, samples_of, stored_curve, thinned
 from ..report.recipe import recipe_sections
 from ..terminal import printable_text
 from .adapter_config import adapter_config
@@ -123,21 +124,24 @@ def _fenced(content: str) -> list[str]:
 
 
 def _card_curve(manifest: Mapping) -> list[str]:
-    """Return the losses of a run as a table of a few batches."""
+    """Return the losses, or rewards, of a run as a table of a few batches."""
     curve = stored_curve(manifest)
-    losses, valid = (dict(thinned(curve.get(name, []), 10)) for name in ("loss", "valid_loss"))
-    batches = sorted({*losses, *valid})
+    names = progress_series(curve)
+    training, valid = (dict(thinned(curve.get(name, []), 10)) for name in names)
+    batches = sorted({*training, *valid})
     if len(batches) < 2:
         return []
+
     rows = [
-        f"| {batch:,.0f} | {_loss(losses.get(batch))} | {_loss(valid.get(batch))} |"
+        f"| {batch:,.0f} | {_decimals(training.get(batch))} | {_decimals(valid.get(batch))} |"
         for batch in batches
     ]
-    heads = ["| batch | training loss | validation loss |", "|---:|---:|---:|"]
-    return ["## Loss", "", *heads, *rows, ""]
+    measure = names[0]
+    heads = [f"| batch | training {measure} | validation {measure} |", "|---:|---:|---:|"]
+    return [f"## {measure.capitalize()}", "", *heads, *rows, ""]
 
 
-def _loss(value: float | None) -> str:
+def _decimals(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
 
 
@@ -245,6 +249,7 @@ def card_command(manifest: dict) -> str:
     if base == TINY:
         return "packs generate --pack . --prompt ..."
     quantize = (manifest.get("recipe") or {}).get("quantize") or "none"
-    if quantize == "none" and adapter_config(manifest):
+    is_gguf = is_local_model(base) or base.lower().endswith(".gguf")
+    if quantize == "none" and not is_gguf and adapter_config(manifest):
         return f"mlx_lm.generate --model {base} --adapter-path . --prompt ..."
     return f"packs generate --model {base} --pack . --prompt ..."

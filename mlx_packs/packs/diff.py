@@ -203,22 +203,22 @@ def _shared(a: Pack, b: Pack) -> dict[str, dict]:
     """Return facts of both manifests side by side; of a recipe only what differs."""
     packs = (a, b)
     bases = [pack.manifest["base"] for pack in packs]
-    recipes = [pack.part("recipe") for pack in packs]
+    recipes = [pack._part("recipe") for pack in packs]
     keys = [k for k in {**recipes[0], **recipes[1]} if recipes[0].get(k) != recipes[1].get(k)]
     values = {
         "base": [base["fingerprint"] for base in bases],
         "quantization": [quantization_name(base["quantization"]) for base in bases],
         "targets": [leaf_names(pack.specs) for pack in packs],
-        "data": [pack.part("data").get("fingerprint") for pack in packs],
-        "objective": [pack.part("objective") for pack in packs],
+        "data": [pack._part("data").get("fingerprint") for pack in packs],
+        "objective": [pack._part("objective") for pack in packs],
         "recipe": [{k: recipe.get(k) for k in keys} for recipe in recipes],
-        "versions": [pack.part("versions") for pack in packs],
-        "adapters": [pack.adapters_hash for pack in packs],
+        "versions": [pack._part("versions") for pack in packs],
+        "adapters": [pack._adapters_hash for pack in packs],
     }
     facts = {key: {"same": x == y, "a": x, "b": y} for key, (x, y) in values.items()}
     facts["base"]["same"] = same_fingerprint(*bases)
-    if a.adapters_hash is None:  # neither of two sums is on disk
-        facts["adapters"]["same"] = a.identity == b.identity
+    if a._adapters_hash is None:  # neither of two sums is on disk
+        facts["adapters"]["same"] = a._identity == b._identity
     return facts
 
 

@@ -19,7 +19,7 @@ def check_fit(pack: Pack, model: str) -> dict:
         PackError: something does not fit.
     """
     pack.verify()
-    path, config = pack.check_checkpoint(model)
+    path, config = pack._check_checkpoint(model)
     header, _ = read_header(pack.path / ADAPTERS)
     stored = {name: tuple(tensor["shape"]) for name, tensor in header.items()}
     check_shapes(stored_shapes(pack.manifest), stored, str(pack.path / ADAPTERS))

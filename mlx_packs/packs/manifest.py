@@ -90,6 +90,8 @@ _KEYS = {
     "recipe": "a mapping?",
     "recipe.max_seq_length": "an integer above 1?",
     "recipe.train_fp16_fallback": "true or false?",
+    "recipe.template_kwargs": "a mapping?",
+    "recipe.template_date": "text?",
     **{f"recipe.{key}": "text?" for key in ("quantize", *COLUMN_SETTINGS)},
     "versions": "a mapping?",
     "measured": "a mapping?",
@@ -320,3 +322,9 @@ def check_pin(folder: Path) -> dict | None:
     if not all(isinstance(pin.get(key), str) for key in keys):
         raise PackError(f"{file}: has no {', '.join(keys)}. Pull the pack again.", "unreadable")
     return {key: pin[key] for key in (*keys, "manifest_sha256") if isinstance(pin.get(key), str)}
+
+
+def template_kwargs_of(manifest: dict) -> dict:
+    """Return the variables of the chat template that a pack was trained with."""
+    recipe = manifest.get("recipe")
+    return dict(recipe.get("template_kwargs") or {}) if isinstance(recipe, dict) else {}

@@ -94,12 +94,12 @@ class Pack:
         return render_fragment(manifest_facts(self.manifest, Path(self.name).name))
 
     @property
-    def identity(self) -> object:
+    def _identity(self) -> object:
         """A value that is equal for equal packs: the folder, or the parts of a weighted sum."""
         return self.path.resolve() if self.path else self.parts or id(self)
 
     @classmethod
-    def of(cls, attached: Trainable, dtype: str = "float32", **facts: object) -> "Pack":
+    def _of(cls, attached: Trainable, dtype: str = "float32", **facts: object) -> "Pack":
         """Return a pack with the parameters that were trained on a base model, in a dtype.
 
         ``facts`` are optional parts of the manifest.
@@ -117,7 +117,7 @@ class Pack:
         return cls(_manifest_of(attached.base, adapters, facts), tensors)
 
     @classmethod
-    def untrained(
+    def _untrained(
         cls,
         base: BaseModel,
         specs: Specs,
@@ -190,7 +190,7 @@ class Pack:
         return specs_of(self.manifest)
 
     @property
-    def adapters_hash(self) -> str | None:
+    def _adapters_hash(self) -> str | None:
         """The SHA-256 of the adapters' file of a saved pack, otherwise None."""
         return (self.manifest.get("files") or {}).get(ADAPTERS, {}).get("sha256")
 
@@ -205,7 +205,7 @@ class Pack:
         return self.manifest["adapters"].get("for_merge", "none")
 
     @property
-    def beyond_lora(self) -> str:
+    def _beyond_lora(self) -> str:
         """A description of a part that is not LoRA on a linear layer; empty if there is none."""
         if self.for_merge != "none":
             return f"it is trained for packs merge --requantize {self.for_merge}"
@@ -215,7 +215,7 @@ class Pack:
         replaced = replaced_of(self.manifest)
         return f"{next(iter(replaced))} is stored in full" if replaced else ""
 
-    def part(self, name: str) -> dict:
+    def _part(self, name: str) -> dict:
         """Return an optional part of the manifest (``recipe``, ``eval``), or an empty mapping."""
         return self.manifest.get(name) or {}
 
@@ -277,7 +277,7 @@ class Pack:
         self.path, self.manifest = folder, manifest
         return self
 
-    def note(self, **facts: object) -> None:
+    def _note(self, **facts: object) -> None:
         """Add facts to the manifest of a saved pack; its other files are unchanged."""
         self.manifest = {**self.manifest, **facts}
         atomic_write(self.path / MANIFEST, manifest_text(self.manifest))
@@ -291,7 +291,7 @@ class Pack:
         current = base.path, base.fingerprint
         self._check_base(base.name, current, base.config, base.quantization)
         pooling = getattr(base.model, "sentence_config", None)  # which decoders lack
-        trained = self.part("objective")
+        trained = self._part("objective")
         for name, value in (pooling.to_json() if pooling else {}).items():
             if trained.get(name, value) != value:
                 raise PackError(
@@ -336,7 +336,7 @@ class Pack:
         if names := changed_texts(path, ours["text_files"]) if ours.get("text_files") else []:
             say_changed(where, path, tuple(names))
 
-    def check_checkpoint(self, model: str | Path) -> tuple[Path, dict]:
+    def _check_checkpoint(self, model: str | Path) -> tuple[Path, dict]:
         """Check a checkpoint by its headers, as `check_base` does; return its folder and config."""
         path = resolve_checkpoint(model)
         config = check_files(path)
@@ -346,21 +346,21 @@ class Pack:
             except ValueError as error:
                 raise PackError(f"{path / 'config.json'}: {error}.", "unreadable") from None
         if not quantization and (
-            is_converted_on_loading(config) or self.quantize_for(config) != "none"
+            is_converted_on_loading(config) or self._quantize_for(config) != "none"
         ):
             quantization = self.manifest["base"]["quantization"]  # as it will be once it is loaded
         self._check_base(str(model), (path, fingerprint(path)), config, quantization)
         return path, config
 
-    def quantize_for(self, config: dict) -> str:
+    def _quantize_for(self, config: dict) -> str:
         """Return the ``quantize`` of `load_base` that makes a checkpoint the pack's base model."""
         if config.get("quantization") or is_converted_on_loading(config):
             return "none"
         return format_name(self.manifest["base"]["quantization"])
 
     @property
-    def quantize_options(self) -> dict:
-        """The other options of `load_base` for `quantize_for`: ``double_quant`` and ``keep``."""
+    def _quantize_options(self) -> dict:
+        """The other options of `load_base` for `_quantize_for`: ``double_quant`` and ``keep``."""
         q = self.manifest["base"]["quantization"] or {}
         return {"double_quant": bool(q.get("double_quant")), "keep": tuple(q.get("keep") or ())}
 
@@ -375,7 +375,7 @@ class Pack:
         """
         self.check_base(base)
         tensors = self.load_tensors()
-        fallback = bool(self.part("recipe").get("train_fp16_fallback"))
+        fallback = bool(self._part("recipe").get("train_fp16_fallback"))
         where = str(self.path / ADAPTERS if self.path else "pack")
         check_shapes(shapes_of(self.manifest), {n: t.shape for n, t in tensors.items()}, where)
         if self.for_merge != "none":

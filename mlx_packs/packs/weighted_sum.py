@@ -101,10 +101,10 @@ def weighted_sum(packs: Sequence[tuple[Pack, float]]) -> Pack:
             "groups": _sum_groups(parts),
             "modules": [spec_json(spec) for spec in specs.values()],
         },
-        **{name: _agreed([p.pack.part(name) for p in parts]) for name in ("recipe", "objective")},
+        **{name: _agreed([p.pack._part(name) for p in parts]) for name in ("recipe", "objective")},
         "sum_of": [{"pack": p.pack.short_name, "weight": p.weight} for p in parts],
     }
-    return Pack(manifest, tensors, parts=tuple((p.pack.identity, p.weight) for p in parts))
+    return Pack(manifest, tensors, parts=tuple((p.pack._identity, p.weight) for p in parts))
 
 
 def _base_of(packs: Sequence[Pack]) -> dict:
@@ -118,9 +118,9 @@ def check_distinct(packs: Sequence[Pack]) -> None:
     """Raise a PackError if two of the packs are one folder, one object, or the same sum."""
     seen = set()
     for pack in packs:
-        if pack.identity in seen:
+        if pack._identity in seen:
             raise PackError(f"--pack {pack.name}: is listed twice.", "conflict")
-        seen.add(pack.identity)
+        seen.add(pack._identity)
 
 
 def check_addable(packs: Sequence[Pack]) -> None:
@@ -128,7 +128,7 @@ def check_addable(packs: Sequence[Pack]) -> None:
     first = packs[0]
     for pack in packs:
         check_generates(pack)
-        if reason := pack.beyond_lora:
+        if reason := pack._beyond_lora:
             raise PackError(
                 f"{pack.name}: {reason}, which is not a delta of a linear that can be weighted and "
                 "added. Merge it instead.",

@@ -14,7 +14,7 @@ from ..terminal import printable_text
 Points = list[tuple[float, float]]  # (batch, value)
 
 # Series of a curve by the key of a line of metrics.jsonl.
-SERIES = ("loss", "valid_loss", "learning_rate", "grad_norm")
+SERIES = ("loss", "valid_loss", "reward", "valid_reward", "learning_rate", "grad_norm")
 MOST_POINTS = 500  # of a series on a page
 MOST_SAMPLES = 12
 MOST_TEXT = 3000  # characters of a sample on a page
@@ -170,23 +170,30 @@ def thinned(series: Points, most: int = MOST_POINTS) -> Points:
     return [*means, series[-1]]
 
 
+def progress_series(curve: Mapping) -> tuple[str, str]:
+    """Return the series that show progress in training and validation: rewards or losses."""
+    measure = "reward" if "reward" in curve or "valid_reward" in curve else "loss"
+    return measure, f"valid_{measure}"
+
+
 def short_curve(lines: Iterable[Mapping], most: int = 60) -> dict[str, list]:
-    """Return losses of a run as a manifest keeps them: few points of few digits."""
+    """Return losses or rewards of a run as a manifest keeps them: few points of few digits."""
     curve = curve_of(lines)
     return {
         name: [[round(x), float(f"{y:.5g}")] for x, y in thinned(curve[name], most)]
-        for name in ("loss", "valid_loss")
+        for name in progress_series(curve)
         if name in curve
     }
 
 
 def stored_curve(manifest: Mapping) -> dict[str, Points]:
-    """Return the losses that a manifest keeps (`short_curve`)."""
+    """Return the losses or rewards that a manifest keeps (`short_curve`)."""
     measured = manifest.get("measured")
     stored = measured.get("curve") if isinstance(measured, Mapping) else None
     if not isinstance(stored, Mapping):
         return {}
-    return {n: series for n in ("loss", "valid_loss") if (series := points(stored.get(n)))}
+    names = progress_series(stored)
+    return {name: series for name in names if (series := points(stored.get(name)))}
 
 
 def samples_of(stored: object) -> list[Sample]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ..files import atomic_write
 from ..terminal import printable_text
 from .chart import Chart, change_bars, chart, memory_bars, shown
-from .facts import Facts, rate_name
+from .facts import Facts, progress_series, rate_name
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -48,14 +48,13 @@ def norm(value: float, largest: float) -> str:
 
 def render(facts: Facts) -> str:
     """Return the page as HTML."""
-    unit = "nats per token" if facts.unit == "tokens" else ""
-    loss_label = f"loss ({unit})" if unit else "loss"
+    loss_label = "loss (nats per token)" if facts.unit == "tokens" else "loss"
     mark = None if facts.best is None else (facts.best, "best")
     template = environment().get_template("page.html.jinja")
     return template.render(
         facts=facts,
-        wide=_losses(facts, loss_label, _WIDE, mark),
-        narrow=_losses(facts, loss_label, _NARROW, mark),
+        wide=_progress(facts, loss_label, _WIDE, mark),
+        narrow=_progress(facts, loss_label, _NARROW, mark),
         small=[
             (title, small)
             for title, name in (
@@ -71,7 +70,7 @@ def render(facts: Facts) -> str:
 def render_fragment(facts: Facts) -> str:
     """Return the view for a notebook: figures, results and the loss curve, without a page around."""
     template = environment().get_template("fragment.html.jinja")
-    return template.render(facts=facts, curve=_losses(facts, "loss", (640, 240), None))
+    return template.render(facts=facts, curve=_progress(facts, "loss", (640, 240), None))
 
 
 def write_page(facts: Facts, file: Path) -> None:
@@ -79,11 +78,12 @@ def write_page(facts: Facts, file: Path) -> None:
     atomic_write(file, render(facts))
 
 
-def _losses(
-    facts: Facts, label: str, size: tuple[int, int], mark: tuple[float, str] | None
+def _progress(
+    facts: Facts, loss_label: str, size: tuple[int, int], mark: tuple[float, str] | None
 ) -> Chart | None:
+    training, validation = progress_series(facts.curve)
     series = {
-        ("training loss", "train"): facts.curve.get("loss", []),
-        ("validation loss", "valid"): facts.curve.get("valid_loss", []),
+        (f"training {training}", "train"): facts.curve.get(training, []),
+        (f"validation {training}", "valid"): facts.curve.get(validation, []),
     }
-    return chart(series, label, size, mark)
+    return chart(series, loss_label if training == "loss" else training, size, mark)

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 
 from ..errors import PackError
 from ..files import atomic_write
-from .facts import Points, thinned
+from .facts import Points, progress_series, thinned
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_NAMES = {"loss": "training loss", "valid_loss": "validation loss"}
-_COLOURS = {"loss": "#2b63c6", "valid_loss": "#b4490f"}
+_COLOURS = ("#2b63c6", "#b4490f")  # of training and validation
 
 
 def is_installed() -> bool:
@@ -38,14 +37,18 @@ def current_axes() -> "Axes":
     return plt.gca()
 
 
-def draw(axes: "Axes", curve: Mapping[str, Points], label: str) -> None:
-    """Draw training and validation loss over batches; ``label`` is that of the losses."""
-    for name, style in (("loss", "-"), ("valid_loss", "o-")):
+def draw(axes: "Axes", curve: Mapping[str, Points], loss_label: str) -> None:
+    """Draw the losses or rewards of a run over batches; ``loss_label`` is that of losses."""
+    names = progress_series(curve)
+    measure = names[0]
+    labels, styles = (f"training {measure}", f"validation {measure}"), ("-", "o-")
+    for name, label, style, color in zip(names, labels, styles, _COLOURS, strict=True):
         if series := thinned(curve.get(name, []), 2000):
             xs, ys = zip(*series, strict=True)
-            axes.plot(xs, ys, style, label=_NAMES[name], color=_COLOURS[name], markersize=4)
+            axes.plot(xs, ys, style, label=label, color=color, markersize=4)
+
     axes.set_xlabel("batch")
-    axes.set_ylabel(label)
+    axes.set_ylabel(loss_label if measure == "loss" else measure)
     if axes.lines:
         axes.legend(frameon=False)
 

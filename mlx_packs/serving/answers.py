@@ -4,11 +4,13 @@ import asyncio
 import base64
 import json
 import math
+from codecs import getincrementaldecoder
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..bases.tokenizer import token_bytes
 from .generation import Generator
 from .output import Piece
 from .protocol import Tool, new_id, now, tool_calls, usage
@@ -221,11 +223,9 @@ class ChatAnswer:
         }
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._text(token)
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
-
-    def _text(self, token: int) -> str:
-        return self._tokenizer.decode([token])
+        written = token_bytes(self._tokenizer, token)
+        text, numbers = _text(written), list(written)
+        return {"token": text, "logprob": _finite(logprob), "bytes": numbers}
 
 
 class CompletionAnswer(ChatAnswer):
@@ -244,6 +244,7 @@ class CompletionAnswer(ChatAnswer):
         super().__init__(texts, model, prompt_tokens, tokenizer, ())
         self._echoes = echoes
         self._offsets = list(map(len, echoes))  # where the next token of each text begins
+        self._decoders = [getincrementaldecoder("utf-8")("replace") for _ in echoes]
 
     def _chunk(
         self, i: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None
@@ -261,19 +262,33 @@ class CompletionAnswer(ChatAnswer):
         }
 
     def _logprobs(self, i: int, entries: Sequence[Logprob]) -> dict[str, Any]:
+        written = [token_bytes(self._tokenizer, entry.token) for entry in entries]
         offsets = []
-        for entry in entries:
+        for each in written:
             offsets.append(self._offsets[i])
-            self._offsets[i] += len(self._text(entry.token))
+            self._offsets[i] += len(self._decoders[i].decode(each))
         return {
-            "tokens": [self._text(entry.token) for entry in entries],
+            "tokens": [_text(each) for each in written],
             "token_logprobs": [_finite(entry.logprob) for entry in entries],
-            "top_logprobs": [
-                {self._text(token): _finite(score) for token, score in entry.top}
-                for entry in entries
-            ],
+            "top_logprobs": [self._mapped(entry.top) for entry in entries],
             "text_offset": offsets,
         }
+
+    def _mapped(self, candidates: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """Return candidates by their text; one whose text another has is named by its number."""
+        mapping: dict[str, float] = {}
+        for token, score in candidates:
+            text = _text(token_bytes(self._tokenizer, token))
+            mapping[f"token_id:{token}" if text in mapping else text] = _finite(score)
+        return mapping
+
+
+def _text(written: bytes) -> str:
+    """Return the bytes of a token as a text, in hex digits if they are a part of a character."""
+    try:
+        return written.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in written)
 
 
 def _finite(logprob: float) -> float:

@@ -24,6 +24,7 @@ from ..errors import PackError
 from ..packs.manifest import specs_of
 from .answers import ChatAnswer, CompletionAnswer, Texts, embedding_answer, sse
 from .embedding import Embedder
+from .fields import parsed
 from .generation import Generator
 from .http import (
     EventStream,
@@ -44,7 +45,6 @@ from .protocol import (
     CompletionBody,
     EmbeddingBody,
     PackBody,
-    parsed,
 )
 
 T = TypeVar("T")
@@ -86,14 +86,15 @@ class Server:
         deadline = self._deadline()
 
         def prepare() -> tuple[list[int], Maker]:
-            prompt = self._prompts.of_chat(body)
+            of_pack = generator.registry.template_kwargs(body.model)
+            prompt = self._prompts.of_chat(body, {**of_pack, **self.settings.template_kwargs})
             return prompt, self._prompts.chat_maker(body, prompt, deadline)
 
         prompt, maker = await self._in_thread(prepare)
         texts = _texts(generator, body.n, maker)
 
         def answer() -> ChatAnswer:
-            tools = body.tools or ()
+            tools = body.usable_tools
             tokenizer = generator.base.tokenizer
             return ChatAnswer(texts, body.model, len(prompt), tokenizer, tools)
 
@@ -159,8 +160,7 @@ class Server:
                 "/v1/embeddings: the base is a decoder. Serve an encoder.", "unsupported"
             )
         worker.registry.check_model(body.model)
-        texts = [body.input] if isinstance(body.input, str) else body.input
-        model = worker.base.model
+        texts, model = body.input, worker.base.model
         if not 0 < len(texts) <= _MAX_TEXTS or not all(texts):
             message = f"input: must have 1 to {_MAX_TEXTS} texts, none of them empty."
             raise PackError(message, flag="input")
@@ -205,14 +205,14 @@ class Server:
         """Answer ``GET /v1/packs``."""
         data = []
         for name, pack in self.worker.registry.packs.items():
-            adapters, scores = pack.manifest["adapters"], pack.part("eval")
+            adapters, scores = pack.manifest["adapters"], pack._part("eval")
             data.append(
                 {
                     "name": name,
                     "source": self.library.source(name),
                     "parameters": adapters["parameters"],
                     "ranks": ranks_of(specs_of(pack.manifest)),
-                    "sha256": pack.adapters_hash,
+                    "sha256": pack._adapters_hash,
                     "ppl_before": scores.get("ppl_before"),
                     "ppl_after": scores.get("ppl_after"),
                 }

@@ -6,12 +6,13 @@ and values have room, each is told its text as it grows, and a failed step ends 
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_lm.generate import BatchGenerator, StopSequences
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
 
+from ..bases.families import is_batchable
 from ..bases.model import BaseModel
 from ..errors import PackError
 from ..runtime import mx
@@ -64,6 +65,8 @@ class Generator(Worker):
 
     def __init__(self, base: BaseModel, limits: Limits, matmul_path: str = "quantized") -> None:
         super().__init__()
+        if not is_batchable(base.name, base.model):
+            limits = replace(limits, batch_size=1)
         self.base, self.limits = base, limits
         self.generated = self.prefilled = self.reused = 0
         self.registry = PackRegistry(PackSlots(base, matmul_path))
@@ -228,7 +231,9 @@ class Generator(Worker):
             self.registry.release(entry)
             raise
         self.prefilled, self.reused = self.prefilled + len(prompt) - known, self.reused + known
-        output = Output(self.base.tokenizer, request.stop, request.state, request.after)
+        output = Output(
+            self.base.tokenizer, request.stop, request.state, request.after, request.one_call
+        )
         self._running[uid] = _Running(request, entry, output, faults)
 
     def _recalled(self, entry: Entry, prompt: list[int]) -> tuple[list[Any], int]:

@@ -7,8 +7,8 @@ import logging
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import anyio
@@ -57,6 +57,7 @@ class ServerSettings:
     Attributes:
         api_key: that clients must send; empty lets all in.
         max_tokens: of an answer, where a request does not say.
+        template_kwargs: variables of the chat template, where a request has none of its own.
         body_bytes: the largest body of a request.
         request_seconds: how long a request may take.
         host: the address that it listens on; on this machine's own, other names are rejected.
@@ -64,6 +65,7 @@ class ServerSettings:
 
     api_key: str = ""
     max_tokens: int = 512
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     body_bytes: int = 10_000_000
     request_seconds: float = 600.0
     host: str = "127.0.0.1"

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 
+from ..bases.thoughts import opens_thoughts
+
 Kind = Literal["content", "reasoning", "tool_call"]
 _KINDS: dict[str | None, Kind] = {"reasoning": "reasoning", "tool": "tool_call"}
 
@@ -25,24 +27,33 @@ class Output:
         tokenizer: mlx-lm's wrapper, which knows how a model marks reasoning and tool calls.
         stop: strings that end the text, and are not part of it.
         state: where the text begins: ``normal``, ``reasoning``, or None to look for no marks.
-        after: token that the text continues, and keeps its first space; None begins a new text.
+        after: last tokens of a text that is continued, so that its first space is kept; None begins a
+            new text.
+        one_call: whether the text ends with its first tool call.
 
     Attributes:
-        stopped: whether a stop string was found.
+        stopped: whether a stop string was found, or the only call has ended.
     """
 
     def __init__(
-        self, tokenizer: Any, stop: Sequence[str], state: str | None, after: int | None = None
+        self,
+        tokenizer: Any,
+        stop: Sequence[str],
+        state: str | None,
+        after: Sequence[int] | None = None,
+        one_call: bool = False,
     ) -> None:
         self._detokenizer = tokenizer.detokenizer
         if after is not None:
-            self._detokenizer.add_token(after)
+            for token in after:
+                self._detokenizer.add_token(token)
             _ = self._detokenizer.last_segment  # is not part of the text
         stops = TextStateMachine({"normal": [(word, None) for word in stop]} if stop else None)
         self._stop = stops.make_state()
         marks = TextStateMachine() if state is None else make_text_state_machine(tokenizer)
         self._marks = marks.make_state(state or "normal")
         self._call = ""
+        self._one_call = one_call
         self.stopped = False
 
     def add(self, token: int) -> Iterator[Piece]:
@@ -85,15 +96,15 @@ class Output:
             if self._call:
                 yield Piece("tool_call", self._call)
                 self._call = ""
+                if self._one_call:
+                    self.stopped = True
+                    return
             if text:
                 yield Piece(kind, text)
 
 
 def first_state(tokenizer: Any, prompt: Sequence[int]) -> str:
-    """Return where the answer to a prompt begins: in the reasoning that the template has opened?"""
+    """Return where the answer to a prompt begins: in the thoughts that the template has opened?"""
     if tokenizer.response_initial_state:
         return tokenizer.response_initial_state
-    if not tokenizer.has_thinking:
-        return "normal"
-    opened, closed = tokenizer.rfind_think_start(prompt), tokenizer.rfind_think_end(prompt)
-    return "reasoning" if opened > closed else "normal"
+    return "reasoning" if opens_thoughts(tokenizer, prompt) else "normal"

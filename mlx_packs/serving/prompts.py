@@ -1,13 +1,13 @@
 """Bodies of requests as tokens, and as what the generator computes."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mlx_lm.sample_utils import make_logits_processors
 
-from ..bases.chat_template import render_chat
 from ..bases.model import BaseModel
+from ..bases.turns import given_variables, render_conversation
 from ..errors import PackError
 from ..inference.generate import PENALIZED_TOKENS, chat_prompt, raw_prompt
 from .grammar import ANY_OBJECT, Grammars
@@ -15,6 +15,7 @@ from .output import first_state
 from .protocol import ChatBody, CompletionBody, GenerationBody
 from .request import Event, Processor, Request
 from .sampling import sampler_of
+from .tool_grammar import has_tool_grammar
 
 Maker = Callable[[int, Callable[[Event], None]], Request]
 
@@ -34,10 +35,10 @@ class Prompts:
         self._grammars = Grammars(base.tokenizer, base.vocab_size)
         # what renders a template takes these itself
         template = base.tokenizer._tokenizer.apply_chat_template
-        functions = (template, chat_prompt, render_chat)
+        functions = (template, chat_prompt, render_conversation)
         self._own = {"self"}.union(*(inspect.signature(f).parameters for f in functions))
 
-    def of_chat(self, body: ChatBody) -> list[int]:
+    def of_chat(self, body: ChatBody, defaults: Mapping[str, Any] | None = None) -> list[int]:
         """Return the tokens of a conversation.
 
         Raises:
@@ -57,21 +58,20 @@ class Prompts:
                 flag="chat_template_kwargs",
             )
         tools = None
-        if body.tools and body.tool_choice != "none":
+        if body.usable_tools:
             if not tokenizer.has_tool_calling:
                 raise PackError(
                     f"tools: the chat template of {self._base.name} has none.",
                     "unsupported",
                     "tools",
                 )
-            tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
+            tools = [tool.to_template() for tool in body.usable_tools]
         messages = [message.to_template() for message in body.messages]
+        variables = {**(defaults or {}), **given_variables(variables)}
         return self._checked(chat_prompt(self._base, messages, tools, **variables))
 
     def of_texts(self, body: CompletionBody) -> list[list[int]]:
         """Return the tokens of each prompt of a text completion."""
-        if isinstance(body.prompt, str):
-            return [self._checked(raw_prompt(self._base, body.prompt))]
         if body.prompt and isinstance(body.prompt[0], int):
             return [self._checked(list(body.prompt))]
         if not 0 < len(body.prompt) <= _MAX_PROMPTS:
@@ -80,8 +80,13 @@ class Prompts:
 
     def chat_maker(self, body: ChatBody, prompt: list[int], deadline: float) -> Maker:
         """Return what makes the request of each choice of a chat completion."""
-        grammar = self._grammar(body)
-        state = None if grammar else first_state(self._base.tokenizer, prompt)
+        state: str | None = first_state(self._base.tokenizer, prompt)
+        grammar = self._tool_grammar(body, state)
+        if grammar is None:
+            grammar = self._grammar(body)
+            state = None if grammar else state
+        is_named = body.tool_choice is not None and body.tool_choice.function is not None
+        one_call = is_named or not body.parallel_tool_calls
 
         def make(i: int, on_event: Callable[[Event], None]) -> Request:
             processors = self._processors(body)
@@ -97,6 +102,7 @@ class Prompts:
                 **self._choosing(body, i),
                 processors=processors,
                 state=state,
+                one_call=one_call,
                 top_logprobs=top,
                 deadline=deadline,
             )
@@ -116,7 +122,7 @@ class Prompts:
                 on_event,
                 **self._choosing(body, i),
                 processors=self._processors(body),
-                after=prompts[i][-1],
+                after=prompts[i][-_CHARACTER_TOKENS:],
                 top_logprobs=body.logprobs,
                 deadline=deadline,
             )
@@ -133,11 +139,33 @@ class Prompts:
         schema = form.json_schema.json_schema if form.json_schema else ANY_OBJECT
         return self._grammars.check(schema)
 
+    def _tool_grammar(self, body: ChatBody, state: str) -> str | None:
+        """Return the grammar of an answer with calls that are required or strict."""
+        tools, choice = body.usable_tools, body.tool_choice
+        must_call = choice is not None and choice.type in ("required", "function")
+        if must_call and choice.function is not None:
+            tools = [tool for tool in tools if tool.function.name == choice.function.name]
+        is_strict = any(tool.function.strict for tool in tools)
+        is_json = body.response_format is not None and body.response_format.type != "text"
+        if not must_call and (is_json or not is_strict):
+            return None
+        if not has_tool_grammar(self._base.tokenizer):
+            field, remedy = "tools", "strict calls are not supported. Send strict: false"
+            if must_call:
+                field, remedy = "tool_choice", "a call cannot be enforced. Send 'auto'"
+            raise PackError(
+                f"{field}: {self._base.name} does not write calls as JSON between marks, so that "
+                f"{remedy}.",
+                "unsupported",
+                field,
+            )
+        return self._grammars.check_tools(tools, state, must_call)
+
     def _choosing(self, body: GenerationBody, i: int) -> dict[str, Any]:
         seed = None if body.seed is None else body.seed + i
         top_k = body.top_k if body.top_k < self._base.vocab_size else 0
         chosen = body.temperature, body.top_p, top_k, body.min_p, seed
-        return {"sampler": lambda: sampler_of(*chosen), "stop": body.stops}
+        return {"sampler": lambda: sampler_of(*chosen), "stop": body.stop}
 
     def _processors(self, body: GenerationBody) -> list[Processor]:
         bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
@@ -166,4 +194,5 @@ class Prompts:
 
 
 _MAX_PROMPTS = 64
+_CHARACTER_TOKENS = 4  # at most, since a character has at most four bytes
 _ALL = 1 << 20  # tokens that OpenAI's penalties look back on: the whole text

@@ -5,18 +5,29 @@ concerns a hosted service (``user``, ``store``, ...) is accepted.
 """
 
 import json
+import logging
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import from_json
+from pydantic import (
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    field_validator,
+    model_validator,
+)
 
-from ..errors import PackError
+from ..data.messages import name_thoughts
+from ..data.tool_calls import normal_arguments, normal_tools
+from ..errors import PackError, library_errors, reason_of
+from .fields import UNSUPPORTED, Object
+
+_log = logging.getLogger("mlx_packs.serving")
 
 MAX_STOPS = 16
-_CONTAINERS = 100_000  # lists and objects of a body, each of which takes many times its bytes
 MAX_CHOICES = 8
 
 _DIGITS = 12  # of a token; Python converts no more than 4,300
@@ -24,110 +35,173 @@ _Share = Field(1.0, gt=0, le=1)
 _Penalty = Field(0.0, ge=-2, le=2)
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class _Part(Object):
+    type: Literal["text", "refusal"]
+    text: str = ""
+    refusal: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_type(cls, value: Any) -> Any:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if not isinstance(kind, str):
+            return value  # which `type` itself rejects
+        if kind not in ("text", "refusal"):
+            raise ValueError(f"a part of type '{kind:.40}' is not supported. Send text parts")
+        if kind not in value:
+            raise ValueError(f"a part of type '{kind}' needs '{kind}'")
+        return value
 
 
-class _Part(_Strict):
-    type: Literal["text"]
-    text: str
-
-
-class Function(_Strict):
+class Function(Object):
     """A function that the model may call."""
 
     name: str = Field(min_length=1, max_length=64)
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None  # calls are not held to their schema
+    strict: bool | None = None
 
 
-class Tool(_Strict):
+class Tool(Object):
     """A tool, which is always a function."""
 
     type: Literal["function"]
     function: Function
+    _template: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep_order(cls, value: Any, validated: ModelWrapValidatorHandler["Tool"]) -> "Tool":
+        """Keep the keys as the request orders them, which the fields of a model do not."""
+        tool = validated(value)
+        for normal in normal_tools(value) or ():  # one, since a tool has a name
+            tool._template = normal
+        return tool
+
+    def to_template(self) -> dict[str, Any]:
+        """Return the tool as chat templates read it, in the form that training has."""
+        return self._template
 
 
-class _Called(_Strict):
+class _Called(Object):
     name: str
-    arguments: str
+    arguments: str = "{}"
+    parsed_arguments: Any = None  # which OpenAI's client derives from `arguments`
+
+    @field_validator("arguments", mode="before")
+    @classmethod
+    def _to_text(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return json.dumps(normal_arguments(value), ensure_ascii=False)
 
 
-class _Call(_Strict):
+class _Call(Object):
     id: str | None = None
     type: Literal["function"] = "function"
     function: _Called
     index: int | None = None
 
+    def to_template(self) -> dict[str, Any]:
+        """Return the call as training has it; arguments that a model wrote as no object stay."""
+        arguments: Any = self.function.arguments
+        with suppress(ValueError):
+            arguments = normal_arguments(arguments)
+        function = {"name": self.function.name, "arguments": arguments}
+        call = {"type": self.type, "function": function}
+        return call if self.id is None else {"id": self.id, **call}
 
-class Message(_Strict):
-    """One turn of a conversation."""
+
+class Message(Object):
+    """One turn of a conversation, also as an answer of this server or OpenAI's client has it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[_Part] | None = None
+    content: list[_Part] | None = None
     name: str | None = None
     tool_calls: list[_Call] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
+    # Of an answer; no model reads them.
+    annotations: list[Any] | None = None
+    parsed: Any = None  # which OpenAI's client derives from `content`
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _to_parts(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return [{"type": "text", "text": value}]
+        if not isinstance(value, list):
+            raise ValueError("must be a text or a list of parts")
+        return value
+
+    @property
+    def text(self) -> str:
+        """The content, or what OpenAI's field ``refusal`` has in its place."""
+        parts = self.content or ()
+        return "".join(part.text + part.refusal for part in parts) or self.refusal or ""
 
     def to_template(self) -> dict[str, Any]:
         """Return the message as chat templates read it."""
-        content = self.content
-        if isinstance(content, list):
-            content = "".join(part.text for part in content)
         role = "system" if self.role == "developer" else self.role
-        message: dict[str, Any] = {"role": role, "content": content or ""}
+        message: dict[str, Any] = {"role": role, "content": self.text}
         for name in ("name", "tool_call_id", "reasoning_content"):
             if (value := getattr(self, name)) is not None:
                 message[name] = value
+        name_thoughts(message)
         if self.tool_calls:
-            message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.function.name, "arguments": _parsed(call.function)},
-                }
-                for call in self.tool_calls
-            ]
+            message["tool_calls"] = [call.to_template() for call in self.tool_calls]
         return message
 
 
-def _parsed(called: _Called) -> Any:
-    """Return the arguments of a call as templates take them: an object, where they are JSON."""
-    try:
-        return from_json(called.arguments)
-    except ValueError:
-        return called.arguments
-
-
-class _Schema(_Strict):
+class _Schema(Object):
     name: str = ""
     description: str | None = None
     json_schema: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(_Strict):
+class ResponseFormat(Object):
     """The form of the answer: free text, any JSON object, or JSON of a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _Schema | None = None
 
     @model_validator(mode="after")
-    def _has_schema(self) -> "ResponseFormat":
+    def _check_schema(self) -> "ResponseFormat":
         if self.type == "json_schema" and self.json_schema is None:
             raise ValueError("json_schema is required with type json_schema")
         return self
 
 
-class _StreamOptions(_Strict):
+class _StreamOptions(Object):
     include_usage: bool = False
     include_obfuscation: bool | None = None
 
 
-class GenerationBody(_Strict):
+class _Named(Object):
+    name: str
+
+
+class ToolChoice(Object):
+    """Whether the model may, must or must not call functions, or which one it must call."""
+
+    type: Literal["none", "auto", "required", "function"]
+    function: _Named | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _to_object(cls, value: Any) -> Any:
+        return {"type": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _check_name(self) -> "ToolChoice":
+        if (self.type == "function") != (self.function is not None):
+            raise ValueError("type 'function', and it alone, has the name of a function")
+        return self
+
+
+class GenerationBody(Object):
     """What chat and text completions have in common."""
 
     model: str = Field(min_length=1, max_length=1024)
@@ -141,7 +215,7 @@ class GenerationBody(_Strict):
     frequency_penalty: float = _Penalty
     logit_bias: dict[str, float] | None = Field(None, max_length=1024)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: str | list[str] | None = None
+    stop: list[str] = []
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     stream: bool = False
     stream_options: _StreamOptions | None = None
@@ -153,22 +227,32 @@ class GenerationBody(_Strict):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
-    @model_validator(mode="after")
-    def _check(self) -> "GenerationBody":
-        stops = self.stops
-        if len(stops) > MAX_STOPS:
-            raise ValueError(f"stop has {len(stops)} strings, and {MAX_STOPS} is the most")
-        if not all(0 < len(stop) <= 1024 for stop in stops):
-            raise ValueError("every stop string must have 1 to 1024 characters")
-        for token, bias in (self.logit_bias or {}).items():
-            if not (token.isdecimal() and len(token) <= _DIGITS) or not -100 <= bias <= 100:
-                raise ValueError("logit_bias must map tokens (numbers) to -100 to 100")
-        return self
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _to_list(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            value = [value]
+        if not isinstance(value, list):
+            raise ValueError("must be a text or a list of texts")
+        return value
 
-    @property
-    def stops(self) -> list[str]:
-        """The strings that end the text."""
-        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+    @field_validator("stop")
+    @classmethod
+    def _check_stop(cls, stops: list[str]) -> list[str]:
+        stops = [stop for stop in stops if stop]  # an empty text ends nothing
+        if len(stops) > MAX_STOPS:
+            raise ValueError(f"has {len(stops)} strings, and {MAX_STOPS} is the most")
+        if not all(len(stop) <= 1024 for stop in stops):
+            raise ValueError("every stop string must have at most 1024 characters")
+        return stops
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _check_bias(cls, biases: dict[str, float] | None) -> dict[str, float] | None:
+        for token, bias in (biases or {}).items():
+            if not (token.isdecimal() and len(token) <= _DIGITS) or not -100 <= bias <= 100:
+                raise ValueError("must map tokens (numbers) to -100 to 100")
+        return biases
 
     @property
     def wants_usage(self) -> bool:
@@ -184,62 +268,83 @@ class ChatBody(GenerationBody):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[Tool] | None = Field(None, max_length=128)
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: Literal[True] | None = None  # the model calls as many as it likes
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
     response_format: ResponseFormat | None = None
+    modalities: list[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
-    def _check_logprobs(self) -> "ChatBody":
+    def _check(self) -> "ChatBody":
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs")
+            raise PackError("top_logprobs: needs logprobs.", flag="top_logprobs")
+        choice = self.tool_choice
+        if choice is None or choice.type in ("none", "auto"):
+            return self
+        if not self.tools:
+            raise PackError(f"tool_choice: '{choice.type}' needs tools.", flag="tool_choice")
+        names = [tool.function.name for tool in self.tools]
+        if choice.function is not None and choice.function.name not in names:
+            message = f"tool_choice: '{choice.function.name}' is none of the tools."
+            raise PackError(message, flag="tool_choice")
         return self
+
+    @property
+    def usable_tools(self) -> list[Tool]:
+        """The tools that the model may call."""
+        if self.tool_choice is not None and self.tool_choice.type == "none":
+            return []
+        return self.tools or []
 
 
 class CompletionBody(GenerationBody):
     """The body of ``/v1/completions``."""
 
-    prompt: str | list[str] | list[int]
+    prompt: list[str] | list[int]
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
-    suffix: None = None
+    suffix: str | None = None
     best_of: Literal[1] | None = None
 
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _to_list_of_prompts(cls, value: Any) -> Any:
+        kinds = {type(item) for item in value} if isinstance(value, list) else {type(value)}
+        if not kinds <= {str} and not (isinstance(value, list) and kinds == {int}):
+            raise ValueError("must be a text, a list of texts, or a list of tokens")
+        return value if isinstance(value, list) else [value]
 
-class EmbeddingBody(_Strict):
+    @field_validator("suffix")
+    @classmethod
+    def _check_suffix(cls, suffix: str | None) -> str | None:
+        if suffix:
+            raise ValueError(UNSUPPORTED)
+        return suffix
+
+
+class EmbeddingBody(Object):
     """The body of ``/v1/embeddings``."""
 
     model: str = Field(min_length=1, max_length=1024)
-    input: str | list[str]
+    input: list[str]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
     user: str | None = None
 
+    @field_validator("input", mode="before")
+    @classmethod
+    def _to_list(cls, value: Any) -> Any:
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise ValueError("must be a text or a list of texts")
+        return texts
 
-class PackBody(_Strict):
+
+class PackBody(Object):
     """The body of ``POST /v1/packs``."""
 
     source: str = Field(min_length=1, max_length=4096)
     name: str | None = None
-
-
-def parsed(kind: type[_Strict], body: bytes) -> Any:
-    """Return a body as one of the classes above.
-
-    Raises:
-        PackError: it is not JSON, or a field is wrong; ``flag`` names the field.
-    """
-    if body.count(b"[") + body.count(b"{") > _CONTAINERS:
-        raise PackError(f"body: has more than {_CONTAINERS:,} lists and objects.")
-    try:
-        return kind.model_validate_json(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])[:100]
-        reason = first["msg"].removeprefix("Value error, ")
-        if first["type"] == "extra_forbidden":
-            reason = "is not supported here. Leave it out."
-        raise PackError(f"{where or 'body'}: {reason}", flag=where or None) from None
 
 
 def new_id(kind: str) -> str:
@@ -275,15 +380,24 @@ def tool_calls(parser: Any, texts: Sequence[str], tools: Sequence[Tool]) -> list
         texts: what stands between the marks of a call.
         tools: those of the request.
     """
-    described = [tool.model_dump(exclude_none=True) for tool in tools]
+    described = [tool.to_template() for tool in tools]
     calls = []
     for text in texts:
         try:
-            written = parser(text, described)
-            calls += [_call(c) for c in (written if isinstance(written, list) else [written])]
-        except Exception:  # of the model's library: cut off at max_tokens, or written otherwise
-            continue
+            with library_errors(_unreadable):
+                written = parser(text, described)
+            several = written if isinstance(written, list) else [written]
+            calls += [_call(each) for each in several]
+        except (PackError, *_NO_CALL) as error:  # cut off at max_tokens, or written otherwise
+            _log.info("A tool call cannot be read and is answered as text: %s", reason_of(error))
     return calls
+
+
+_NO_CALL = (AttributeError, KeyError, TypeError, ValueError)  # of a mapping that is no call
+
+
+def _unreadable(reason: str) -> PackError:
+    return PackError(reason, "unreadable")
 
 
 def _call(written: Any) -> dict[str, Any]:

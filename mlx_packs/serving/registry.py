@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ..errors import PackError
 from ..nn.served_lora import BASE
+from ..packs.manifest import template_kwargs_of
 from ..packs.pack import Pack
 from ..packs.weighted_sum import weighted_sum
 from .slots import PackSlots
@@ -63,7 +64,7 @@ class PackRegistry:
         """
         check_name(name)
         before = self._entries.get(name)
-        if before is not None and before.pack and before.pack.adapters_hash == pack.adapters_hash:
+        if before is not None and before.pack and before.pack._adapters_hash == pack._adapters_hash:
             return False
         entry = self._load(name, pack)
         self._entries[name] = entry
@@ -77,6 +78,23 @@ class PackRegistry:
             raise PackError("base: is not a pack.", "conflict", "name")
         self._retire(self._entry(name))
         del self._entries[name]
+
+    def template_kwargs(self, model: str) -> dict:
+        """Return the variables of the chat template that the packs of a model were trained with.
+
+        Of a weighted sum, those that all of its packs agree on.
+        """
+        packs = self.packs
+        names = [model] if model in packs else [name for name, _ in parts_of(model)]
+        variables = [template_kwargs_of(packs[name].manifest) for name in names if name in packs]
+        if not variables:
+            return {}
+        first, *others = variables
+        return {
+            name: value
+            for name, value in first.items()
+            if all(name in other and other[name] == value for other in others)
+        }
 
     def check_model(self, model: str) -> None:
         """Raise a PackError unless a model can be leased now; any thread may call it."""

@@ -83,7 +83,7 @@ class Request:
         prompt: its tokens.
         sampler: chooses tokens; None takes the likeliest.
         processors: change the scores before; they are called by the thread that computes.
-        state: as `Output` takes it, and ``after``.
+        state: as `Output` takes it, and ``after`` and ``one_call``.
         top_logprobs: likeliest tokens that are reported with each token; None reports nothing.
         deadline: on the clock of `time.monotonic`.
         on_event: is called by the thread that computes, and must not block.
@@ -97,6 +97,7 @@ class Request:
     processors: Sequence[Processor] = ()
     stop: Sequence[str] = ()
     state: str | None = None
-    after: int | None = None
+    after: Sequence[int] | None = None
+    one_call: bool = False
     top_logprobs: int | None = None
     deadline: float = float("inf")

@@ -136,7 +136,7 @@ class PackSlots:
 
 def _unservable(pack: Pack) -> str:
     """Return what of a pack cannot be mixed with others in a batch; empty if all can."""
-    if reason := pack.beyond_lora:
+    if reason := pack._beyond_lora:
         return reason
     for path, spec in pack.specs.items():
         if spec.experts is not None:

@@ -14,7 +14,7 @@ from ..config.recipe import resolve
 from ..display import Display
 from ..errors import PackError, RunStopped
 from ..report.facts import number
-from ..training.observers.observer import Observer
+from ..training.observer import Observer
 from ..training.run import train_pack
 from ..training.run_folder import checkpoints, run_folder
 from ..training.unattended import CRASHED

@@ -37,7 +37,7 @@ SEARCHES: dict[str, Search] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SweepConfig(Settings):
     """The section ``sweep`` of a recipe."""
 

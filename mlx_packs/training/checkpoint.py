@@ -23,16 +23,27 @@ from ..files import atomic_folder, save_tensors, to_json
 from ..filesystem import sync
 from ..hashes import SEAL, check_files, check_seal, file_facts, sealed
 from ..objectives.objective import Batch
+from ..objectives.score import REWARD, Score, StoredScore
 from ..reading import read_header, read_json
 from ..runtime import mx
 from .loss_scale import KEY, is_scaled
+
+COMPUTED_PER_S = "computed_tokens_per_s"  # of a line: all tokens, also those without a loss
 
 ADAPTERS = "adapters.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 METRICS = "metrics.jsonl"  # of the run, beside its checkpoints
-_ADDED_LATER = {"grad_norm", "window", "valid_loss", "terms"}  # absent in early versions
-_SIGNED = {"loss_sum", "valid_loss"}  # which may be negative
+_ADDED_LATER = {
+    "grad_norm",
+    "window",
+    "valid_loss",
+    "valid_reward",
+    "terms",
+    "computed_tokens",
+    "inputs",
+}  # absent in early versions
+_SIGNED = {"loss_sum", "valid_loss", "valid_reward"}  # which may be negative
 _FILES = "files"  # in the state: size and hash of each
 _PREFIX = "step-"
 NAME = re.compile(_PREFIX + r"\d{6,}")  # of a checkpoint
@@ -50,6 +61,13 @@ class Counted:
         return self.count
 
 
+def real_inputs(batch: Batch) -> int:
+    """Return how many tokens of a batch are computed, padding excluded; 0 where it has none yet."""
+    generated = getattr(batch, "generated", None) or batch
+    tokens = getattr(generated, "tokens", None)
+    return getattr(batch, "inputs", 0) or getattr(tokens, "inputs", 0)
+
+
 @dataclass
 class Window:
     """Sums over the batches since the last report."""
@@ -59,6 +77,7 @@ class Window:
     terms: int | None = 0  # of the losses; None in early versions, where they were the targets
     loss_sum: float = 0.0
     seconds: float = 0.0
+    inputs: int = 0  # all real tokens
 
     def __post_init__(self) -> None:
         if self.terms is None:
@@ -71,6 +90,7 @@ class Window:
         self.terms += batch.terms
         self.loss_sum += loss * batch.terms
         self.seconds += seconds
+        self.inputs += real_inputs(batch)
 
     @property
     def loss(self) -> float:
@@ -81,6 +101,11 @@ class Window:
     def targets_per_s(self) -> float:
         """Throughput in the objective's unit."""
         return self.targets / self.seconds
+
+    @property
+    def computed_per_s(self) -> dict[str, float]:
+        """Throughput in all tokens, as an entry of a line; empty where they are not counted."""
+        return {COMPUTED_PER_S: self.inputs / self.seconds} if self.inputs else {}
 
     @property
     def batches_per_s(self) -> float:
@@ -98,7 +123,10 @@ class TrainingState:
     train_s: float = 0.0  # spent in steps
     grad_norm: float = 0.0  # of the last update
     window: Window = field(default_factory=Window)  # for the next report
-    valid_loss: float | None = None  # of exactly these weights; None where it was not measured
+    # of exactly these weights; None where it was not measured
+    valid_loss: float | None = None
+    valid_reward: float | None = None
+    computed_tokens: int | None = 0  # all real tokens of those batches; None in early versions
 
     def count(self, loss: float, batch: Batch, norm: float | None, seconds: float) -> None:
         """Count a batch; ``norm`` is the gradient norm of its update, None without an update."""
@@ -106,10 +134,26 @@ class TrainingState:
         if norm is not None:
             self.updates += 1
             self.grad_norm = norm
-            self.valid_loss = None
+            self.valid_loss = self.valid_reward = None
         self.trained_tokens += batch.count
+        if self.computed_tokens is not None:
+            self.computed_tokens += real_inputs(batch)
         self.train_s += seconds
         self.window.add(loss, batch, seconds)
+
+    @property
+    def score(self) -> StoredScore | None:
+        """The score of exactly these weights; None where it was not measured."""
+        return StoredScore.of(asdict(self))
+
+    def keep_score(self, score: Score) -> None:
+        """Keep the score of these weights, if it is finite."""
+        value = score.value if math.isfinite(score.value) else None
+        self.valid_loss = self.valid_reward = None
+        if score.measure == REWARD:
+            self.valid_reward = value
+        else:
+            self.valid_loss = value
 
     def skip(self, seconds: float) -> None:
         """Count a batch that is no part of an update."""
@@ -260,6 +304,8 @@ def _from_json(cls: type, value: object, prefix: str = "") -> Any:
     if not isinstance(value, dict) or not set(kinds) - _ADDED_LATER <= set(value) <= set(kinds):
         raise ValueError(f"{STATE} must contain {', '.join(prefix + name for name in kinds)}")
     entries = dict(value)
+    if cls is TrainingState:
+        entries.setdefault("computed_tokens", None)
     for key, number in entries.items():
         kind = kinds[key]
         optional = NoneType in get_args(kind)

@@ -28,6 +28,12 @@ class Dataset(Protocol):
     def resized(self, phases: Sequence[RunPhase]) -> "Dataset":
         """Return the same examples for phases that differ in their number of batches."""
 
+    def mean_inputs(self) -> float | None:
+        """Return the mean of `checkpoint.real_inputs` over training batches.
+
+        None where it is not known, or all batches are alike.
+        """
+
     def rows(self, batch: Any) -> list[str]:
         """Return the rows of a batch as messages name them: ``train.jsonl:17``."""
 

@@ -8,14 +8,15 @@ from ..config.schema import TrainConfig
 from ..data.rows import Splits
 from ..display import clock
 from ..errors import PackError, flag_of
-from .observers.observer import Observer
+from ..objectives.score import Score, StoredScore, was_scored
+from .observer import Observer
 
-_CLEARLY = 0.01  # less, as a share of the loss
+_CLEARLY = 0.01  # better, as a share of the score
 
 
 @dataclass
 class EarlyStop:
-    """The least validation loss of a run so far, and why it should end now.
+    """The best validation score of a run so far, and why it should end now.
 
     Args:
         train: ``patience`` and ``time``.
@@ -26,21 +27,20 @@ class EarlyStop:
     train: TrainConfig
     curve: Sequence[dict] = ()
     observers: Sequence[Observer] = ()
-    batch: int = 0  # of the least loss
-    loss: float = float("inf")
+    batch: int = 0  # of the best score
+    best: Score | None = None
     since: int = 0  # validations after it
     _started: float = field(default_factory=lambda: monotonic())
 
     def __post_init__(self) -> None:
         for line in self.curve:
-            if "valid_loss" in line:  # null where it was not finite
-                loss = line["valid_loss"]
-                self.add(line["batch"], float("nan") if loss is None else loss)
+            if was_scored(line):
+                self.add(line["batch"], StoredScore.of(line))
 
-    def add(self, batch: int, loss: float) -> bool:
-        """Record a validation loss; return whether it is the least so far."""
-        if loss < self.loss:
-            self.batch, self.loss, self.since = batch, loss, 0
+    def add(self, batch: int, score: Score | None) -> bool:
+        """Record a validation score, None if not finite; return whether it is the best."""
+        if score is not None and score.is_better_than(self.best):
+            self.batch, self.best, self.since = batch, score, 0
             return True
         self.since += 1
         return False
@@ -50,7 +50,10 @@ class EarlyStop:
         patience, seconds = self.train.patience, self.train.seconds
         if patience is not None and self.since >= patience:
             times = f"{patience} validations" if patience > 1 else "a validation"
-            return f"no lower validation loss in {times}"
+            better = "no lower validation loss"
+            if self.best and self.best.higher_is_better:
+                better = "no higher validation reward"
+            return f"{better} in {times}"
         if seconds is not None and monotonic() - self._started >= seconds:
             return f"it trained for {clock(seconds)} (--time)"
         return next((o.stop_reason for o in self.observers if o.stop_reason), None)
@@ -69,17 +72,21 @@ def check_validated(train: TrainConfig, splits: Splits) -> None:
 
 
 def better_earlier(curve: Sequence[dict]) -> str | None:
-    """Return which earlier batch had a clearly lower validation loss than the last validated one."""
-    validated = [line for line in curve if line.get("valid_loss")]
-    losses = [
-        (line["valid_loss"], line["batch"])
-        for line in validated
-        if line.get("phase") == validated[-1].get("phase")
-    ]
-    if not losses or min(losses)[0] > (1 - _CLEARLY) * losses[-1][0]:
+    """Return which earlier batch had a clearly better validation score than the last one."""
+    validated = [line for line in curve if StoredScore.of(line)]
+    if not validated:
         return None
-    (best, batch), (last, end) = min(losses), losses[-1]
+
+    end = validated[-1]
+    last = best = StoredScore.of(end)
+    for line in validated:
+        score = StoredScore.of(line)
+        if line.get("phase") == end.get("phase") and score.is_better_than(best):
+            best, batch = score, line["batch"]
+    if not best.is_better_than(last, by=_CLEARLY):
+        return None
+
     return (
-        f"the validation loss was {best:.3f} at batch {batch} and {last:.3f} at batch {end}: "
-        "--load-best ends with the best weights"
+        f"the validation {best.measure} was {best.value:.3f} at batch {batch} and "
+        f"{last.value:.3f} at batch {end['batch']}: --load-best ends with the best weights"
     )

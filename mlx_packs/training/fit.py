@@ -13,11 +13,14 @@ from ..adapters.method import Trainable
 from ..data.batches import prefetched
 from ..display import VERBOSE, Display
 from ..errors import Float16Overflow, PackError
-from ..objectives.objective import Objective, Score
+from ..objectives.objective import Objective
 from ..objectives.pipeline import PipelinedCausalLM
+from ..objectives.score import Score, StoredScore
 from ..optim import carry_state
+from ..run_clock import FORWARD, TRAIN
 from ..runtime import mx
 from .checkpoint import (
+    COMPUTED_PER_S,
     TrainingState,
     batches_of,
     load_checkpoint,
@@ -30,7 +33,7 @@ from .guards.guard import Guard
 from .loop import Loop
 from .loss_scale import add_scale, scale_facts
 from .micro_batches import MicroBatches
-from .observers.observer import Observer
+from .observer import Observer
 from .on_nan import BackOff, OnNan
 from .phases import RunPhase
 from .pipeline_step import PipelineStepper
@@ -39,6 +42,7 @@ from .settings import Run
 from .step import Stepper
 
 Scores = dict[str, Score]  # by phase
+EVALUATE, VALIDATE, SAVE = "evaluate", "validate", "save"  # parts of a run's time, in batches
 
 
 def score_phases(
@@ -46,7 +50,8 @@ def score_phases(
 ) -> Scores:
     """Return the scores on the held-out examples of each phase, by its name."""
     held_out = [dataset.held_out(phase) for phase in phases]
-    with display.task("eval", sum(map(len, held_out)), "held-out batches") as bar:
+    total = sum(map(len, held_out))
+    with display.task("eval", total, "held-out batches", part=EVALUATE) as bar:
         return {
             phase.name: objective.of_phase(phase.start).score(batches, bar.advance)
             for phase, batches in zip(phases, held_out, strict=True)
@@ -55,7 +60,7 @@ def score_phases(
 
 def check_scores(scores: Scores, saved: bool) -> None:
     """Raise Float16Overflow if a score is not finite; ``saved`` is whether a checkpoint is there."""
-    if not all(math.isfinite(score.nll) for score in scores.values()):
+    if not all(math.isfinite(score.value) for score in scores.values()):
         raise Float16Overflow("the loss of the held-out examples overflows", saved)
 
 
@@ -81,10 +86,10 @@ class Fit:
     traces: int = 0  # compiled
     end: dict = field(default_factory=dict)  # why it ended early, and which weights it ended with
 
-    def train(self, before: Scores) -> None:
+    def train(self, before: Scores | None = None) -> None:
         """Train every phase that is not over; a checkpoint is saved at the end of each.
 
-        ``before`` are the scores of the base alone.
+        ``before`` are the scores of the base alone, if they are known; several phases need them.
         """
         run, display = self.run, self.run.display
         mx.random.seed(run.train.seed)
@@ -101,6 +106,7 @@ class Fit:
             display.line("resume", f"{run.folder}: {batches} ({point.why})")
             self._check_end()
         mx.reset_peak_memory()
+        before = self._plan_time(before)
         while True:
             try:
                 optimizer = self._train_phases(before, checkpoint)
@@ -120,10 +126,40 @@ class Fit:
         self.measured = {
             "train_s": state.train_s,
             f"{unit}_per_s": state.trained_tokens / state.train_s,
+            **self._computed(),
             "peak_gb": mx.get_peak_memory() / 1e9,
             **(scale_facts(optimizer) if self.float16 and optimizer else {}),
             **self.on_nan.facts(),
         }
+
+    def _computed(self) -> dict:
+        """Return how many tokens were computed, where all batches of the run are counted."""
+        state = self.state
+        if not state.computed_tokens:
+            return {}
+        per_s = state.computed_tokens / state.train_s
+        return {"computed_tokens": state.computed_tokens, COMPUTED_PER_S: per_s}
+
+    def _plan_time(self, before: Scores | None) -> Scores:
+        """Tell the clock of the run what is to come; return the scores of the base so far."""
+        run, clock, done = self.run, self.run.display.clock, self.state.batches
+        if clock is None:
+            return before or {}
+        clock.plan(TRAIN, run.goal.stop - done, limit=run.train.seconds)
+        validations, saves = 0, 1
+        for phase in run.phases:
+            left = max(0, phase.stop - max(done, phase.start))
+            batches = len(self.dataset.validation(phase))
+            validations += left // phase.train.steps_per_eval * batches
+            saves += left // phase.train.save_every
+        held_out = sum(len(self.dataset.held_out(phase)) for phase in run.phases)
+        evaluations = len(run.phases) + (before is None)
+
+        clock.plan(VALIDATE, validations, FORWARD)
+        clock.plan(SAVE, saves, FORWARD)
+        clock.plan(EVALUATE, evaluations * held_out, FORWARD)
+        clock.restart()
+        return before or {}
 
     def _check_end(self) -> None:
         """Note that a resumed run had ended; it cannot end before the batches that it has completed."""
@@ -203,6 +239,7 @@ class Fit:
             guards=self.guards,
             micro_batches=self.micro_batches,
             early_stop=None if phase.name else early_stop,
+            mean_inputs=self.dataset.mean_inputs(),
         )
         batches = self.dataset.batches(phase, self.state.batches - phase.start)
         self.trainable.model.train()
@@ -216,24 +253,27 @@ class Fit:
         self.traces += stepper.traces
 
     def _load_best(self) -> None:
-        """Take the weights of the least validation loss, which a checkpoint has."""
+        """Take the weights of the best validation score, which a checkpoint has."""
         run, last = self.run, self.state
         folder = best_checkpoint(run.folder)
-        if folder is None:
+        best = read_training_state(folder).score if folder else None
+        if best is None:
             raise PackError(
-                "--load-best: no validation loss was measured. Train longer, or lower "
+                "--load-best: no validation score was measured. Train longer, or lower "
                 "--steps-per-eval.",
                 flag="load_best",
             )
-        best, batch = read_training_state(folder).valid_loss, batches_of(folder)
-        self.end |= {"best_batch": batch, "best_valid_loss": best}
+
+        batch = batches_of(folder)
+        self.end |= {"best_batch": batch, f"best_valid_{best.measure}": best.value}
         if batch == last.batches:
-            run.display.line("best", f"batch {batch}, the last: validation loss {best:.3f}")
+            run.display.line("best", f"batch {batch}, the last: validation {best.text}")
             return
+
         load_weights(folder, self.trainable)
-        losses = [line["valid_loss"] for line in self.curve if "valid_loss" in line]
-        then = f" ({losses[-1]:.3f} at batch {last.batches})" if losses else ""
-        run.display.line("best", f"batch {batch}: validation loss {best:.3f}{then}")
+        scores = [score for line in self.curve if (score := StoredScore.of(line))]
+        then = f" ({scores[-1].value:.3f} at batch {last.batches})" if scores else ""
+        run.display.line("best", f"batch {batch}: validation {best.text}{then}")
 
     def _score_after(self, phase: RunPhase) -> Scores:
         """Return the scores after a phase that is not the last, logged for a resumed run."""

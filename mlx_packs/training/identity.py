@@ -7,6 +7,7 @@ from pathlib import Path
 from ..bases.files import public_name
 from ..bases.fingerprint import changed_texts, is_fingerprint_of, text_hashes
 from ..config.fields import fields_where
+from ..config.optimizer import with_bias_correction
 from ..config.recipe import Recipe
 from ..config.schema import TrainConfig
 from ..data import rows as rows_of
@@ -89,6 +90,7 @@ def check_resume(run: Path, base: Path, identity: dict, earlier: dict) -> None:
     # an option that is newer than the run was what it is by default
     newest = json.loads(json.dumps(Recipe().to_json()))
     then, now = newest | earlier["recipe"], newest | json.loads(json.dumps(identity["recipe"]))
+    then, now = with_bias_correction(then), with_bias_correction(now)
     may_change = set(fields_where(TrainConfig, resumable=True))
     if not then["dropout"]:  # else other masks would be drawn
         may_change |= set(fields_where(TrainConfig, resumable="without-dropout"))

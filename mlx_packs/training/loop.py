@@ -13,14 +13,16 @@ from .. import signals
 from ..adapters.method import Trainable
 from ..distributed.group import group
 from ..errors import Float16Overflow
-from ..objectives.objective import Batch, Objective, Score
+from ..objectives.objective import Batch, Objective
+from ..objectives.score import Score
+from ..run_clock import TRAIN
 from ..runtime import mx
-from .checkpoint import TrainingState, Window, set_random_state
+from .checkpoint import TrainingState, Window, real_inputs, set_random_state
 from .early_stop import EarlyStop
 from .guards.guard import Guard
 from .loss_scale import remove_scale, scale_facts
 from .micro_batches import MicroBatches
-from .observers.observer import Observer
+from .observer import Observer
 from .on_nan import BackOff, OnNan
 from .phases import RunPhase
 from .run_folder import latest_checkpoint
@@ -66,6 +68,7 @@ class Loop:
     guards: Sequence[Guard] = ()
     micro_batches: MicroBatches = field(default_factory=MicroBatches)
     early_stop: EarlyStop | None = None  # only checked between updates
+    mean_inputs: float | None = None  # of the batches, as `Dataset.mean_inputs`
     _in_flight: deque[_Taken] = field(default_factory=deque, init=False)
     _read_at: float = field(default=0.0, init=False)  # when the last step was over
     # The last update that was read, and the random state then: an overflow in float16 leads there.
@@ -89,6 +92,8 @@ class Loop:
             self._write_checkpoint(self.state)
         for observer in self.observers:
             observer.on_phase_start(self.phase.train.iters, done)
+        if (clock := self.run.display.clock) is not None:
+            clock.restart()  # what came before is no step
         try:
             with signals.deferred() as interrupts:
                 try:
@@ -186,6 +191,7 @@ class Loop:
             self._count(taken, loss, norm, self._read_at - start)
             if limit is not None and mx.get_cache_memory() > limit:
                 mx.clear_cache()
+            self._weigh(taken.batch)
             self._announce(loss)
 
     def _count(self, taken: _Taken, loss: float, norm: float, seconds: float) -> None:
@@ -224,6 +230,7 @@ class Loop:
             {
                 "loss": loss,
                 f"{self.objective.unit}_per_s": self.state.window.targets_per_s,
+                **self.state.window.computed_per_s,
                 "peak_gb": mx.get_peak_memory() / 1e9,
             }
         )
@@ -242,6 +249,7 @@ class Loop:
                 "grad_norm": self.state.grad_norm,
                 "learning_rate": float(self.stepper.optimizer.learning_rate),
                 f"{unit}_per_s": window.targets_per_s,
+                **window.computed_per_s,
                 f"trained_{unit}": self.state.trained_tokens,
                 "peak_gb": mx.get_peak_memory() / 1e9,
                 **self.objective.facts(),
@@ -255,15 +263,16 @@ class Loop:
         """Score the validation split; return whether these weights are to be kept as the best."""
         start = time.perf_counter()
         score = self._score(self.validation)
-        self.state.valid_loss = score.nll if math.isfinite(score.nll) else None
+        self._tick("validate", len(self.validation))
+        self.state.keep_score(score)
         self.trainable.model.train()
         seconds = time.perf_counter() - start
-        line = self._line(score.log_entry())
+        line = self._line(score.entries)
         for observer in self.observers:
             observer.on_validation(line, score, seconds)
         if self.early_stop is None or not self.phase.train.picks_best:
             return False
-        return self.early_stop.add(self.state.batches, score.nll)
+        return self.early_stop.add(self.state.batches, score)
 
     def _save(self, batch: Batch) -> Path:
         """Checkpoint the model if it still works: the loss before an update does not tell."""
@@ -271,7 +280,7 @@ class Loop:
             scored = self._finite or batch
             if (parts := self.micro_batches.parts * group().shares) > 1:
                 scored = self.objective.split(scored, parts)[0]
-            if fault := not_finite(self._score([scored]).nll, 0.0):
+            if fault := not_finite(self._score([scored]).value, 0.0):
                 self.on_nan.end(self.state.batches, fault, [scored])
         self.trainable.model.train()
         return self._write_checkpoint(self.state)
@@ -282,15 +291,27 @@ class Loop:
         )
         for observer in self.observers:
             observer.on_checkpoint(folder)
+        self._tick("save")
         return folder
+
+    def _weigh(self, batch: Batch) -> None:
+        """Tell the clock how large a batch is, relative to the others: lengths may differ by factors."""
+        clock, inputs = self.run.display.clock, real_inputs(batch)
+        if clock is not None and self.mean_inputs and inputs:
+            clock.weigh(TRAIN, inputs / self.mean_inputs)
+
+    def _tick(self, part: str, units: int = 1) -> None:
+        """Count time for a part of the run."""
+        if (clock := self.run.display.clock) is not None:
+            clock.tick(part, units)
 
     def _score(self, batches: Sequence[Batch]) -> Score:
         """Score batches once every step was read; in float16 the score is finite."""
         if not self.stepper.waiting:
             self._mark_update(mx.random.state[0])
         score = self.objective.score(batches)
-        if self.stepper.scaled and not math.isfinite(score.nll):
-            self._leave_float16(f"after batch {self.state.batches}: the loss is {score.nll}")
+        if self.stepper.scaled and not math.isfinite(score.value):
+            self._leave_float16(f"after batch {self.state.batches}: the loss is {score.value}")
         return score
 
     def _mark_update(self, random: mx.array) -> None:

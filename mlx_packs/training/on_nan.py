@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from ..errors import PackError
 from ..files import atomic_write
 from ..reading import parse_json, read_text
-from .observers.observer import Observer
+from .observer import Observer
 from .run_folder import NOT_FINITE, latest_checkpoint
 from .settings import Run
 

@@ -153,14 +153,18 @@ def _resolve(
     own = {key: getattr(phase, key) for key in OWN if getattr(phase, key) is not None}
     schedule = own.get("lr_schedule", train.lr_schedule)
     if isinstance(schedule, Mapping):
-        if unused := sorted({"learning_rate", "warmup_steps"} & set(own)):
+        if unused := sorted({"learning_rate", "warmup_steps", "warmup_ratio"} & set(own)):
             raise PackError(
                 f"{unused[0]}: is not used with an lr_schedule that is a mapping, which has its "
                 "own. Give the phase an lr_schedule of its own.",
                 "conflict",
                 unused[0],
             )
-        own.setdefault("warmup_steps", 0)
+        own |= {"warmup_steps": 0, "warmup_ratio": 0.0}
+    elif ("warmup_steps" in own) != (
+        "warmup_ratio" in own
+    ):  # it replaces the run's, in either form
+        own = {"warmup_steps": 0, "warmup_ratio": 0.0} | own
     settings = dataclasses.replace(train, **train.of_other_tasks(task), **own, phases=())
     make_optimizer(settings)
     sources = tuple(

@@ -162,7 +162,7 @@ def choose_path(
             path = ranks.from_first(choice.matmul_path.encode() if ranks.is_first else b"")
         if not ranks.is_first:
             choice = MatmulPathChoice(path.decode(), {}, "as the first rank has chosen")
-    run.display.line("path", choice.line())
+    run.display.line("path", choice.line(), VERBOSE)
     for kind in choice.kinds:
         run.display.line("", kind.line(), VERBOSE)
     return choice
@@ -196,10 +196,10 @@ def _show_plan(base: Base, run: Run, plan: MemoryPlan, disk: DiskPlan) -> None:
     method = "full fine-tuning" if run.train.trains_base else method
     run.display.line(
         "plan",
-        f"{method} · {plan.adapter_weights:,} weights · recompute {plan.recompute} · "
-        f"{size(plan.peak_bytes)} of {size(memory)} (estimate ± {ERROR:.0%}) · "
-        f"disk {disk.summary()}",
+        f"{method} · {size(plan.peak_bytes)} of {size(memory)} (± {ERROR:.0%}) · "
+        f"disk {size(disk.total_bytes)}",
     )
+    run.display.line("", f"recompute {plan.recompute} · disk {disk.summary()}", VERBOSE)
     warnings = {"tight": f"tight: {ERROR:.0%} more would not fit", "no": "does not fit, forced"}
     if warning := warnings.get(fit(plan, memory)):
         run.display.line("plan", warning)

@@ -1,8 +1,9 @@
 """The result of a training run, as Python and notebooks show it."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..packs.card import format_change
 from ..packs.facts import changes_of, figures_of, manifest_facts
@@ -13,6 +14,29 @@ from ..report.page import render_fragment
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+
+# The keys of a report that come first, in this order, if it has them; the others follow by name.
+_FIRST_KEYS = (
+    "pack run task method steps batches first_loss last_loss ppl_before ppl_after ppl_before_se "
+    "ppl_after_se held_out gates train_s tokens_per_s trained_tokens peak_gb process_peak_gb "
+    "plan_peak_gb pack_mb learned_weights base_weights matmul_path recompute compute_dtype"
+).split()
+_LAST_KEYS = ("versions",)
+
+
+def in_order(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a report with its keys in the order in which people read them."""
+    first = [key for key in _FIRST_KEYS if key in report]
+    last = [key for key in _LAST_KEYS if key in report]
+    others = sorted(set(report) - {*first, *last})
+    return {key: report[key] for key in (*first, *others, *last)}
+
+
+def losses_of(curve: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the first and the last training loss of a run; nothing if it reported none."""
+    losses = [line["loss"] for line in curve if isinstance(line.get("loss"), float)]
+    return {"first_loss": losses[0], "last_loss": losses[-1]} if losses else {}
 
 
 class RunReport(dict):

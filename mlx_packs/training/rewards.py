@@ -92,10 +92,11 @@ class Reward:
         prompt = columns.pop(self._columns.prompt_feature)
         wanted = [wanted_text(row, self._columns) for row in rows]
         place = f"--reward {self.name}"
+        passed: list = list(completions)
+        if self.name not in METRICS:
+            passed = [_like(p, c) for p, c in zip(prompt, completions, strict=True)]
         try:
-            values = self._function(
-                prompts=prompt, completions=list(completions), expected=wanted, **columns
-            )
+            values = self._function(prompts=prompt, completions=passed, expected=wanted, **columns)
         except Exception as error:
             raise PackError(
                 f"{place}: raised {_named(error)} for the completions of {prompts.where(indices[0])}.",
@@ -113,6 +114,13 @@ class Reward:
                     place, f"returned {value!r:.40} for a completion of {where}", len(rows)
                 )
         return np.array([float(value) for value in values], np.float32)
+
+
+def _like(prompt: Any, completion: str) -> str | list[dict[str, str]]:
+    """Return a completion in the form of its prompt: a text, or messages as TRL has them."""
+    if isinstance(prompt, str):
+        return completion
+    return [{"role": "assistant", "content": completion}]
 
 
 def _metric_reward(name: str) -> RewardFunction:

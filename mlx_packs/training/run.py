@@ -16,26 +16,26 @@ from ..adapters.method import METHODS, Trainable, round_adapters
 from ..adapters.saved_modules import attach_method
 from ..bases.files import TINY, check_files, resolve_checkpoint
 from ..bases.precision import STORED, ComputeDtype
-from ..config.choices import architecture_of
+from ..config.choices import TASKS
+from ..config.keywords import answers_other_names
 from ..config.recipe import Recipe, suited
 from ..config.schema import DataConfig, LoRAConfig, TrainConfig
 from ..data.bad_rows import LeftOut, write_quarantine
 from ..data.given import Data
-from ..display import QUIET, VERBOSE, Display, shown_count
+from ..display import NORMAL, QUIET, VERBOSE, Display, shown_count
 from ..errors import Float16Overflow, PackError, library_errors
 from ..files import make_folder
 from ..gates import Gates, evaluate_gates, gate_limits
-from ..nn.gated_delta import has_gated_delta
 from ..nn.quantized import count_weights
 from ..objectives.causal_lm import TargetLoss
 from ..objectives.objective import Objective
-from ..ops import _backend, features
-from ..optim import unused_learning_rate
+from ..ops import _backend
 from ..packs.adapter_config import adapter_config_of
 from ..packs.base import Base, load_base
 from ..packs.pack import Pack
 from ..reading import read_header
 from ..report.facts import short_curve
+from ..run_clock import RunClock
 from ..runtime import mx
 from .command_buffers import limit_command_buffers
 from .dataset import Dataset
@@ -45,14 +45,14 @@ from .fit import Fit, check_scores, score_phases
 from .guards.guard import Guarded
 from .guards.registry import make_guards
 from .identity import check_resume, public_recipe, run_identity, start_of
+from .observer import Observer
 from .observers.observed_run import ObservedRun
-from .observers.observer import Observer
 from .observers.registry import make_observers
 from .observers.trackers import check_report_to
 from .on_nan import OnNan
 from .phases import columns_of, left_out_rows, resolve_phases
 from .planning import MemoryChoice, check_headers, fit_into_memory, matmul_paths_by_name
-from .precision import run_dtype, show_dtype
+from .precision import run_dtype, say_what_mlx_lacks, show_dtype
 from .ranks import (
     check_alike,
     check_examples,
@@ -62,15 +62,18 @@ from .ranks import (
     of_stage,
     ranks_of_run,
 )
-from .result import RunReport, TrainRun
+from .rates import note_rates
+from .result import RunReport, TrainRun, in_order, losses_of
 from .rewards import RewardFunction
 from .run_folder import check_resumable, clear_run, resume_point, write_identity
 from .settings import Run
 from .stopping import resumable
 from .tasks.task import Summary, Task, make_task
+from .template_date import with_template_date
 from .unattended import unattended
 
 
+@answers_other_names
 def train_pack(  # noqa: PLR0913 (the public face)
     base: Base | str | Path = TINY,
     data: Data | None = None,
@@ -89,6 +92,7 @@ def train_pack(  # noqa: PLR0913 (the public face)
     project_name: str | None = None,
     trust_remote_code: bool = False,
     force: bool = False,
+    progress: bool = True,
     display: Display | None = None,
 ) -> TrainRun:
     """Train a pack and save it.
@@ -115,7 +119,8 @@ def train_pack(  # noqa: PLR0913 (the public face)
         project_name: Name of the project for ``report_to``.
         trust_remote_code: Whether to allow executing Python code shipped with the base model.
         force: Whether to train even if the run is estimated not to fit into memory or on the disk.
-        display: Progress output; none by default.
+        progress: Whether to show the progress on standard error, as bars in a terminal or a notebook.
+        display: An object that shows the progress in another way, in place of ``progress``.
 
     Returns:
         The pack, the run folder, the report and the loss curve.
@@ -124,7 +129,8 @@ def train_pack(  # noqa: PLR0913 (the public face)
         PackError: If the caller can correct the cause; no incomplete pack is left behind.
         RunStopped: If a signal, memory or the disk ended the run; its checkpoint is saved.
     """
-    display = display or Display(QUIET)
+    display = display or Display(NORMAL if progress else QUIET)
+    display.clock = RunClock()
     name = str(getattr(base, "name", base))
     lora, train = suited(name, lora, train)
     columns = columns_of(name, train, data, columns)
@@ -173,21 +179,23 @@ def run(run: Run) -> TrainRun:
 
 def _run(run: Run) -> TrainRun:
     earlier = check_resumable(run.folder) if run.resume else None
-    run = run.holding_out_as(earlier)
-    run = replace(run, resume_point=resume_point(run.folder) if run.resume else None)
+    run = run.as_it_began(earlier)
     start = start_of(run.resume_adapter_file, earlier)
-    run = replace(run, begins_with_adapters=start is not None)
+    point = resume_point(run.folder) if run.resume else None
+    run = replace(run, resume_point=point, begins_with_adapters=start is not None)
     task = make_task(run)
     splits = [phase.load_rows() for phase in run.phases]
     check_validated(run.train, splits[-1])
     base, dtype = _open_base(run, task)
-    _say_what_mlx_lacks(base, run)
     check_stages(base, run.lora)
     target, lora = task.checked_target(base)
+    task.run = run = with_template_date(run, base, earlier)
     run, dataset = with_batches(run, task.encode(base, splits))
     task.run, task.dataset = run, dataset
-    origin = {"model": base.name, "resume_adapter_file": start}
-    recipe = Recipe(run.lora, run.train, run.columns, origin)
+    note_rates(run, earlier)
+    recipe = Recipe(
+        *(run.lora, run.train, run.columns), {"model": base.name, "resume_adapter_file": start}
+    )
     identity = run_identity(recipe, base, run, splits)
     if earlier is not None:
         check_resume(run.folder, base.path, identity, earlier)
@@ -216,7 +224,7 @@ def _run(run: Run) -> TrainRun:
             with resumable(run):
                 summary = task.summary(trainable, objective, fit, sources)
         with resumable(run):
-            pack = Pack.of(
+            pack = Pack._of(
                 trainable,
                 run.train.pack_dtype,
                 objective=summary.objective,
@@ -233,21 +241,22 @@ def _run(run: Run) -> TrainRun:
             ).save(run.pack, overwrite=run.overwrite or run.resume)
     finally:
         trainable.detach()
-    gates = _check_gates(run, task, pack, summary, memory)
-    report = {
-        **_report(run, pack, fit, summary, memory),
-        "bad_rows": {key: bad.counts() for key, (bad, _) in left_out.items()},
-        "compute_dtype": dtype.to_json(),
-        "matmul_paths": paths,
-        "method": trainable.method,
-        "base_weights": base_weights,
-        "gates": gates,
-    }
-    for observer in fit.observers:
+    report = in_order(
+        {
+            "gates": _check_gates(run, task, pack, summary, memory),  # first: they change its size
+            **_report(run, pack, fit, summary, memory),
+            "bad_rows": {key: bad.counts() for key, (bad, _) in left_out.items()},
+            "compute_dtype": dtype.to_json(),
+            "matmul_paths": paths,
+            "method": trainable.method,
+            "base_weights": base_weights,
+        }
+    )
+    for observer in fit.observers:  # which may add to it
         observer.on_end(report)
     for guard in fit.guards:
         guard.at_end()
-    return TrainRun(pack, run.folder, RunReport(report), fit.curve)
+    return TrainRun(pack, run.folder, RunReport(in_order(report)), fit.curve)
 
 
 def _open_base(run: Run, task: Task) -> tuple[Base, ComputeDtype]:
@@ -286,18 +295,8 @@ def _open_base(run: Run, task: Task) -> tuple[Base, ComputeDtype]:
     METHODS[train.method].check(base, train.matmul_path)
     run.display.line("base", base.summary())
     show_dtype(run, dtype)
-    if unused := unused_learning_rate(train):
-        run.display.line("note", unused)
+    say_what_mlx_lacks(base, run)
     return base, dtype
-
-
-def _say_what_mlx_lacks(base: Base, run: Run) -> None:
-    """Show which kernels of a newer MLX a run on a GPU goes without."""
-    if architecture_of(base.config["model_type"]) != "decoder":
-        return
-    recurrent = (features.GATED_DELTA,) if has_gated_delta(base.model) else ()
-    if line := features.missing((features.ATTENTION, features.CROSS_ENTROPY, *recurrent)):
-        run.display.line("mlx", line)
 
 
 def _describe(trainable: Trainable, display: Display, base_weights: int) -> None:
@@ -307,6 +306,8 @@ def _describe(trainable: Trainable, display: Display, base_weights: int) -> None
     display.line(
         trainable.method, f"{count:,} trainable parameters ({share}) · {trainable.details}"
     )
+    if trainable.groups:
+        display.line("", f"in {len(trainable.groups)} groups that share an input", VERBOSE)
     for note in trainable.notes:
         display.line("note", note)
     model_type, blocks = trainable.base.config["model_type"], len(trainable.base.model.layers)
@@ -343,10 +344,12 @@ def _train(  # noqa: PLR0913 - the parts of a run
     dtype: ComputeDtype,
     left_out: Mapping[str, LeftOut],
 ) -> Fit:
-    """Score the base, train, round to the pack's dtype, and score again."""
-    float16 = dtype.name == "float16"
-    with trainable.disabled():
-        before = score_phases(objective, dataset, run.phases, run.display)
+    """Train, round, and score without and with what was trained; the first step waits for no score."""
+    float16, before = dtype.name == "float16", None
+    generates = any(TASKS[task].generates for task in run.train.tasks)  # which tries the reward
+    if float16 or generates or len(run.phases) > 1 or run.begins_with_adapters:
+        with trainable.disabled():
+            before = score_phases(objective, dataset, run.phases, run.display)
         if float16:
             check_scores(before, saved=False)
     observed = ObservedRun(run, objective.unit, identity["recipe"], masks=dataset.masks)
@@ -375,6 +378,9 @@ def _train(  # noqa: PLR0913 - the parts of a run
         if _backend.detect() != "reference":
             run.display.line("kernels", _backend.summary())
         round_adapters(trainable, run.train.pack_dtype)
+        if before is None:
+            with trainable.disabled():
+                fit.scores[0] = fit.score()
         fit.scores.append(fit.score())
     return fit
 
@@ -400,17 +406,19 @@ def _check_gates(run: Run, task: Task, pack: Pack, summary: Summary, memory: Mem
     values = task.gate_values(gates, pack, summary, memory.choice.matmul_path)
     for _ in range(2):  # the manifest, which has the result, is part of the size
         results = evaluate_gates(gates, {**values, "max_pack_mb": pack.size_mb})
-        pack.note(gates=results)
+        pack._note(gates=results)
     return results
 
 
 def _report(run: Run, pack: Pack, fit: Fit, summary: Summary, memory: MemoryChoice) -> dict:
     """Return the part of a run's report that does not depend on its method and task."""
-    described = ("split", "rows", "targets")
+    described = ("split", "rows", "available", "targets")
     return {
         "pack": str(run.pack),
         "run": str(run.folder),
         **summary.report,
+        **losses_of(fit.curve),
+        "versions": pack.manifest["versions"],
         "steps": fit.state.updates,
         "batches": fit.state.batches,
         **fit.end,

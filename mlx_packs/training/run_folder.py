@@ -1,13 +1,13 @@
 """The run folder: step-NNNNNN checkpoints, metrics.jsonl, config.json."""
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
 
+from ..config.optimizer import corrected_in_mlx_lm
 from ..config.parse import current_keys
 from ..errors import PackError
 from ..files import atomic_write, to_json
@@ -91,6 +91,8 @@ def read_identity(run: Path) -> dict:
     if recipe.get("keep_last", 0) is None:  # as early versions had it
         recipe["keep_last"] = -1
     recipe.setdefault("hold_out", "last")  # as early versions did
+    recipe.setdefault("bias_correction", corrected_in_mlx_lm(recipe))
+    recipe.setdefault("warmup_from_zero", False)
     return without_seal(identity) | {"recipe": recipe}
 
 
@@ -209,19 +211,19 @@ def latest_checkpoint(run: Path) -> Path | None:
 
 
 def best_checkpoint(run: Path, after: int = 0) -> Path | None:
-    """Return the checkpoint with the least validation loss; None where none was measured.
+    """Return the checkpoint with the best validation score; None where none was measured.
 
     A validation (``--steps-per-eval``) counts for the checkpoint of the same batch. ``after`` leaves
     out earlier batches: each phase of a run has validation examples of its own.
     """
-    best, least = None, math.inf
+    best, highest = None, None
     for folder in checkpoints(run):
         try:
-            loss = read_training_state(folder).valid_loss
+            score = read_training_state(folder).score
         except PackError:
             continue
-        if loss is not None and loss < least and batches_of(folder) > after:
-            best, least = folder, loss
+        if score and batches_of(folder) > after and score.is_better_than(highest):
+            best, highest = folder, score
     return best
 
 

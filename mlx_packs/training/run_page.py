@@ -173,7 +173,7 @@ def _is_run_of(run: Path, pack: Pack) -> bool:
         identity = read_identity(run)
     except PackError:
         return False
-    return (pack.manifest["base"]["fingerprint"], pack.part("data").get("fingerprint")) == (
+    return (pack.manifest["base"]["fingerprint"], pack._part("data").get("fingerprint")) == (
         identity["base"],
         identity["data"],
     )

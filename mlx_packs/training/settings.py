@@ -3,12 +3,13 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ..config.optimizer import arguments_of
 from ..config.schema import DataConfig, LoRAConfig, TrainConfig
 from ..display import Display
 from ..errors import PackError, flag_of
 from ..objectives.causal_lm import TargetLoss
 from ..packs.base import Base
-from .observers.observer import Observer
+from .observer import Observer
 from .phases import RunPhase, resolve_phases
 from .rewards import RewardFunction
 from .run_folder import ResumePoint
@@ -74,12 +75,25 @@ class Run:
             return None
         return getattr(self.loss, "__qualname__", type(self.loss).__qualname__)
 
-    def holding_out_as(self, earlier: dict | None) -> "Run":
-        """Return the run with the held-out rows of the run that it resumes, by its identity."""
-        if earlier is None or self.columns.hold_out != DataConfig.hold_out:
+    def as_it_began(self, earlier: dict | None) -> "Run":
+        """Return the run with the earlier defaults of the run that it resumes, by its identity."""
+        if earlier is None:
             return self
-        columns = replace(self.columns, hold_out=earlier["recipe"]["hold_out"])
-        return replace(self, columns=columns, phases=resolve_phases(self.train, columns))
+        columns, train = self.columns, self.train
+        if not columns.changed(["hold_out"]):
+            columns = replace(columns, hold_out=earlier["recipe"]["hold_out"])
+        if columns.template_date is None:
+            columns = replace(columns, template_date=earlier["recipe"].get("template_date"))
+        earlier_defaults = {
+            name: earlier["recipe"][name]
+            for name in ("bias_correction", "warmup_from_zero")
+            if not train.changed([name]) and name not in arguments_of(vars(train))
+        }
+        if train.test_batches is None:  # older runs evaluate all
+            earlier_defaults["test_batches"] = earlier["recipe"].get("test_batches", -1)
+        train = replace(train, **earlier_defaults)
+        phases = resolve_phases(train, columns)
+        return replace(self, columns=columns, train=train, phases=phases)
 
     @property
     def goal(self) -> RunPhase:

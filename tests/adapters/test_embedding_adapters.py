@@ -70,7 +70,7 @@ def test_on_a_quantized_table(quantize, matmul_path, tmp_path):
     lora = LoRAConfig(rank=4, target_modules=("embed_tokens", "q_proj"))
     trainable = attach(base, lora, matmul_path=matmul_path)
     assert mx.allclose(base.model(TOKENS), before, atol=1e-4).item()
-    trained, pack = moved(trainable) and base.model(TOKENS), Pack.of(trainable)
+    trained, pack = moved(trainable) and base.model(TOKENS), Pack._of(trainable)
     assert not mx.allclose(trained, before, atol=1e-2).item()
     trainable.detach()
     with base.applied(pack):

@@ -22,7 +22,7 @@ from mlx_packs.nn.straight_through import QuantizedSum, quantized_sum_matmul
 from mlx_packs.packs.weighted_sum import weighted_sum
 from mlx_packs.runtime import mx
 from mlx_packs.serving.slots import PackSlots
-from mlx_packs.training.observers.observer import Observer
+from mlx_packs.training.observer import Observer
 from tests.helpers.checkpoints import write_checkpoint, write_dense
 from tests.helpers.errors import raises
 from tests.helpers.rows import chat, write_rows
@@ -51,7 +51,7 @@ def moved_pack(base, for_merge: str, **lora) -> tuple[Pack, mx.array]:
     """A pack of a base, and the logits that it had when it was trained."""
     trainable = moved(attached(base, for_merge, **lora))
     try:
-        return Pack.of(trainable), base.model(TOKENS)
+        return Pack._of(trainable), base.model(TOKENS)
     finally:
         trainable.detach()
 
@@ -109,7 +109,7 @@ def test_training_applying_and_the_base_alone(name, shared_tiny):
             assert mx.allclose(shared_tiny.model(TOKENS), before, atol=1e-4).item()
         assert mx.array_equal(shared_tiny.model(TOKENS), trained).item()
         text = complete(shared_tiny, [5, 9, 3], 8)
-        pack = Pack.of(trainable)
+        pack = Pack._of(trainable)
     finally:
         trainable.detach()
     assert mx.array_equal(shared_tiny.model(TOKENS), before).item()

@@ -138,7 +138,7 @@ def test_rows_of_zeros_are_applied_and_merged(tmp_path):
     mx.save_safetensors(file, tensors, {"format": "mlx"})
     base = load_base(folder)
     trainable = attached("dora", base)
-    trained, pack = base.model(TOKENS), Pack.of(trainable)
+    trained, pack = base.model(TOKENS), Pack._of(trainable)
     assert mx.isfinite(trained).all().item()
     trainable.detach()
     with base.applied(pack):

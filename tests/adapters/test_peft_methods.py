@@ -155,7 +155,7 @@ def test_an_export_of_a_method_has_the_same_logits_in_peft(checkpoint, method, t
     }
     trainable.load(moved, "test")
     expected = np.array(base.model(mx.array(TOKENS)))
-    pack = Pack.of(trainable).save(tmp_path / "pack")
+    pack = Pack._of(trainable).save(tmp_path / "pack")
     trainable.detach()
     export_pack(pack, "peft", tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
@@ -323,7 +323,7 @@ def test_exports_of_embeddings_and_saved_modules_open_in_peft(place, tmp_path):
     }
     trainable.load(moved, "test")
     expected = np.array(base.model(mx.array(TOKENS)))
-    pack = Pack.of(trainable).save(tmp_path / "pack")
+    pack = Pack._of(trainable).save(tmp_path / "pack")
     trainable.detach()
     export_pack(pack, "peft", tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -154,7 +154,8 @@ def test_what_templates_use_is_rendered_as_by_transformers(with_template):
     assert render_chat(tokenizer, CONVERSATION * 3, tokenize=False) == plain
 
 
-def test_a_long_conversation_is_within_the_limits(with_template):
+def test_a_long_conversation_is_within_the_limits(with_template, monkeypatch):
+    monkeypatch.setattr(chat_template, "SECONDS", 2.0)  # as for users
     tokenizer = with_template(
         "{% for m in messages %}{{ m.content | replace('a', 'bb') }}{% endfor %}"
     )
@@ -185,7 +186,7 @@ def test_an_answer_is_not_looked_for_with_a_template_that_does_not_end(with_temp
 
 
 def test_the_template_of_a_prompt_is_named(with_template):
-    base = SimpleNamespace(tokenizer=with_template("{{ 1 / 0 }}"), name="tiny")
+    base = SimpleNamespace(tokenizer=with_template("{{ 1 / 0 }}"), name="tiny", template_kwargs={})
     with raises("data", None, "chat_template.jinja"):
         chat_prompt(base, CONVERSATION[:1])
 

@@ -226,7 +226,7 @@ def base_here(here) -> Path:
 
 
 def test_apply_and_resume_notice_200_bytes_beyond_the_sample(base_here, rejected):
-    train_pack("bx", "d", LORA, TRAIN, "o")
+    train_pack("bx", "d", LORA, TRAIN, "o", progress=False)
     sample = sampled_fingerprint(base_here)
     flip_beyond_the_sample(base_here)
     assert sampled_fingerprint(base_here) == sample

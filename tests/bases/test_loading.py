@@ -3,10 +3,12 @@
 import json
 import shutil
 import socket
+import threading
 import time
 from pathlib import Path
 
 import mlx.nn as nn
+import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
@@ -18,6 +20,7 @@ from mlx_packs.bases.files import (
     tiny_checkpoint,
     weight_files,
 )
+from mlx_packs.nn.quantized import dense_weight, quantized_modules
 from mlx_packs.packs.base import load_base
 from mlx_packs.reading import read_header
 from mlx_packs.runtime import mx
@@ -138,6 +141,22 @@ def test_load_base_quantizes_a_dense_checkpoint(checkpoint, quantize, bits):
     assert base.quantization == {"group_size": 64, "bits": bits, "mode": "affine"}
 
 
+@pytest.mark.parametrize("quantize", ["affine4", "affine8", "nf4"])
+def test_the_error_of_quantizing_is_measured_and_shown(checkpoint, quantize):
+    folder = checkpoint()
+    dense = dict(load_base(folder).model.named_modules())
+    base = load_base(folder, quantize=quantize)
+    change = total = 0.0
+    for path, module in quantized_modules(base.model):
+        weight = np.array(dense[path].weight.astype(mx.float32))
+        change += ((np.array(dense_weight(module)) - weight) ** 2).sum()
+        total += (weight**2).sum()
+    assert base.rounding_error == pytest.approx((change / total) ** 0.5, rel=0.02)
+    shown = f"relative error of the weights {100 * base.rounding_error:.1f} %"
+    assert shown in base.summary()
+    assert "relative" not in load_base(checkpoint("4", bits=4)).summary()
+
+
 def test_load_base_rejects_quantizing_twice(checkpoint):
     with raises("conflict", "quantize", "affine4", "affine 4-bit g32"):
         load_base(checkpoint(bits=4), quantize="affine4")
@@ -185,6 +204,30 @@ def test_load_base_tiny_speaks_and_has_grouped_heads(tiny):
     attention = tiny.model.layers[0].self_attn
     assert attention.n_heads > attention.n_kv_heads and tiny.quantization["bits"] == 4
     assert tiny.tokenizer.has_chat_template and tiny.vocab_size == 4096
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+
+
+@pytest.mark.parametrize("scaling", [LLAMA3, YARN], ids=["llama3", "yarn"])
+def test_a_loaded_base_computes_in_any_thread(checkpoint, scaling):
+    """A server computes in a thread of its own, where rope's frequencies must be known already."""
+    folder = checkpoint(rope_scaling={**scaling, "rope_theta": 10000.0})
+    expected = np.array(load_base(folder).model(TOKENS))
+
+    base = load_base(folder)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(np.array(base.model(TOKENS))))
+    thread.start()
+    thread.join()
+    assert np.array_equal(found[0], expected)
 
 
 def test_load_base_of_a_folder_never_touches_the_network(checkpoint, no_network):

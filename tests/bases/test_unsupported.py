@@ -32,7 +32,7 @@ def check_unsupported(code: str, names: tuple[str, ...], load, *args) -> None:
 @pytest.mark.parametrize(
     ("file", "names"),
     [
-        ("model-q4_k_m.gguf", ("GGUF", DENSE)),
+        ("model-q4_k_m.gguf", ("GGUF", "--model")),
         ("pytorch_model.bin", ("PyTorch", SAFE)),
         ("model.pth", ("PyTorch", SAFE)),
         ("consolidated.safetensors", ("Mistral", "model*.safetensors")),
@@ -52,8 +52,8 @@ def test_a_folder_of_other_weights(llama_folder, file, names, config):
 
 
 def test_a_file_of_other_weights(tmp_path):
-    (tmp_path / "m.gguf").write_bytes(b"GGUF")
-    check_unsupported("unsupported", ("m.gguf", "GGUF", DENSE), load_base, tmp_path / "m.gguf")
+    (tmp_path / "m.onnx").write_bytes(b"ONNX")
+    check_unsupported("unsupported", ("m.onnx", "ONNX", DENSE), load_base, tmp_path / "m.onnx")
 
 
 def edited(folder: Path, **changes) -> Path:

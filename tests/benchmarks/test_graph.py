@@ -4,7 +4,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from benchmarks.graph import batch_shapes, batch_steps, lazy_step
+from benchmarks.apple_gpu.our_step import batch_shapes, batch_steps, lazy_step
 from mlx_packs import runtime
 from mlx_packs.data.sampler import Sampler
 from tests.helpers.models import model_of

@@ -1,6 +1,7 @@
 """The `packs` command on a small pack: what it prints, what JSON it gives, how it exits."""
 
 import json
+import shlex
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -209,9 +210,46 @@ def test_module_is_the_command_and_json_is_alone_on_stdout(answers):
     assert "held-out batches" not in result.stdout
 
 
+def test_a_run_on_texts_ends_with_a_command_that_continues_one(tmp_path):
+    text = "Once there was a fox who lived by the river and sang all day long."
+    (tmp_path / "train.jsonl").write_text((json.dumps({"text": text}) + "\n") * 8)
+    out = tmp_path / "pack"
+    result = invoke("train", "--data", tmp_path / "train.jsonl", "--iters", 1, "--out", out)
+    last = result.stdout.splitlines()[-1]
+    assert last.startswith(f"packs generate --pack {out} --raw --prompt 'Once there was"), last
+    shown = invoke(*shlex.split(last)[1:], "--max-tokens", 2)
+    assert shown.exit_code == 0 and shown.stdout.strip()
+
+
 def test_show_mask_marks_what_is_learned(answers):
     result = invoke("train", "--data", answers / "rows", "--show-mask")
     assert "⟦It is one and one.<|im_end|>⟧" in result.stdout
+    assert "loss on assistant; --loss-on all, completion or assistant" in result.stderr
+
+
+def test_show_mask_advises_only_what_the_task_takes(tmp_path):
+    row = {"prompt": "Name a fruit.", "chosen": "A lime.", "rejected": "A stone."}
+    (tmp_path / "prefs.jsonl").write_text(json.dumps(row) + "\n")
+    result = invoke("train", "--data", tmp_path / "prefs.jsonl", "--task", "dpo", "--show-mask")
+    assert "⟦A lime.<|im_end|>" in result.stdout and "--loss-on" not in result.output
+
+
+def test_show_mask_shows_the_format_that_the_task_trains_on(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    sides = {"prompt": "Name a fruit.", "chosen": "A lime.", "rejected": "A stone."}
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+    file.write_text(json.dumps({**sides, "text": "A text.", "messages": messages}) + "\n")
+    shown = invoke("train", "--data", file, "--task", "dpo", "--show-mask").output
+    assert "⟦A lime.<|im_end|>" in shown and "⟦A stone.<|im_end|>" in shown
+    assert "Hello" not in shown and "A text" not in shown
+
+    file.write_text(json.dumps({"prompt": "Name a fruit.", "completion": "A lime.", "label": 1}))
+    rejected = invoke("train", "--data", file, "--task", "kto", "--show-mask")
+    assert rejected.exit_code == 2 and "rows.jsonl:1" in rejected.stderr
+
+    file.write_text(json.dumps(sides) + "\n")
+    rejected = invoke("train", "--data", file, "--show-mask")
+    assert rejected.exit_code == 2 and "--task dpo" in rejected.stderr
 
 
 def test_quiet_prints_the_result_line_only(answers):

@@ -1,9 +1,11 @@
 """`packs data`: what a data set is, and the splits that it writes."""
 
 import json
+import shutil
 
 import pytest
 
+from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data.rows import load_rows
 from tests.helpers.errors import check
@@ -143,3 +145,16 @@ def test_what_cannot_be_shown_is_one_line(here, run, arguments, code, flag):
     (here / "bad.jsonl").write_text('{"x": 1}\n')
     assert run("data", *arguments)[0] == 2
     check(run.error, code, flag)
+
+
+def test_a_template_without_an_end_is_named(here, run):
+    base = shutil.copytree(tiny_checkpoint(), here / "base")
+    template = "{% for m in messages %}{{ '### ' + m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    (base / "chat_template.jinja").write_text(template)
+    write_rows(here, only=[chat("a", "b")] * 4)
+    code, out, err = run("data", "only.jsonl", "--model", base, "--json")
+    assert code == 0, err
+    assert any("<|im_end|> is put behind it" in note for note in json.loads(out)["notes"])
+    few = ("--iters", 1, "--batch-size", 1, "--test-batches", 1)
+    code, out, err = run("train", "--data", "only.jsonl", "--model", base, "--out", "p", *few)
+    assert code == 0 and "<|im_end|> is put behind it" in out + err

@@ -20,7 +20,7 @@ def test_a_flag_is_answered_with_ours(name):
         packs(["train", f"--{name}", "1"], standalone_mode=False)
 
 
-@pytest.mark.parametrize("key", ["num_train_epochs", "lora_r", "weight_decay"])
+@pytest.mark.parametrize("key", ["num_train_epochs", "lora_r", "adam_beta2"])
 def test_a_key_is_answered_with_ours(key):
     with raises("unknown", None, key, OTHER_NAMES[key]):
         resolve({key: 1}, "recipe.yaml")

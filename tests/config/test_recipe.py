@@ -33,9 +33,9 @@ def older(trained_copy) -> Path:
 
 def test_manifest_of_an_older_pack_has_the_names_of_today(trained, older):
     today, before = Pack.open(trained / "o"), Pack.open(older / "o")
-    assert before.part("recipe") == today.part("recipe")
-    assert before.part("measured") == today.part("measured")
-    assert before.part("measured")["matmul_path"] == "dense"
+    assert before._part("recipe") == today._part("recipe")
+    assert before._part("measured") == today._part("measured")
+    assert before._part("measured")["matmul_path"] == "dense"
 
 
 def test_identity_of_an_older_run_has_the_names_of_today(trained, older):
@@ -45,7 +45,7 @@ def test_identity_of_an_older_run_has_the_names_of_today(trained, older):
 def test_older_run_goes_on_with_its_own_settings(run, trained, older):
     code, _, _ = run("train", "--resume", "--out", "o", "--iters", 3)
     assert code == 0
-    recipe = Pack.open("o").part("recipe")
+    recipe = Pack.open("o")._part("recipe")
     assert (recipe["matmul_path"], recipe["iters"]) == ("dense", 3)
     assert not {"base_path", "cache_prefix"} & set(recipe)
 

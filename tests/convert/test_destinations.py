@@ -12,10 +12,12 @@ from mlx_packs.adapters.tensors import delta_of
 from mlx_packs.cli.main import packs
 from mlx_packs.convert.gguf import LAYOUTS, Gguf, gguf_tensors, layout_of, verify_gguf
 from mlx_packs.convert.interop import export_pack
+from mlx_packs.nn.quantized import dense_weight
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import attached_logits, logits, write_checkpoint
 from tests.helpers.errors import raises
 from tests.helpers.families import family_base, randomized
+from tests.helpers.gguf_file import HEADS, KV_HEADS, write_tiny
 from tests.helpers.swift import load_into
 
 UNEVEN = {"rank": 4, "rank_pattern": {"v_proj": 2}, "alpha_pattern": {"q_proj": 3.0}}
@@ -25,7 +27,7 @@ def pack_of(base, folder: Path, **lora) -> Pack:
     attached = attach(base, LoRAConfig(**lora))
     randomized(attached)
     try:
-        return Pack.of(attached).save(folder)
+        return Pack._of(attached).save(folder)
     finally:
         attached.detach()
 
@@ -83,6 +85,37 @@ def test_llamas_queries_and_keys_are_in_the_order_of_gguf(llama, tmp_path):
             assert np.abs(delta[order] - delta).max() > 0.1
             delta = delta[order]
         assert np.abs(deltas[f"blk.1.attn_{name}.weight"] - delta).max() < 1e-5
+
+
+def converted_by_llama_cpp(weights: np.ndarray, heads: int) -> np.ndarray:
+    """The order of rows that llama.cpp's converter writes (`LlamaModel.permute`)."""
+    halves = weights.reshape(heads, 2, weights.shape[0] // heads // 2, *weights.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weights.shape)
+
+
+def test_a_pack_of_a_gguf_adds_to_its_rows_in_the_order_of_that_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
+    stored = write_tiny(tmp_path / "m.gguf")
+    base = load_base(tmp_path / "m.gguf")
+    pack = pack_of(base, tmp_path / "p", rank=4)
+    export_pack(pack, "gguf", tmp_path / "out")
+    deltas = deltas_in(tmp_path / "out" / "out.gguf")
+    modules = dict(base.model.named_modules())
+    for name, heads in (("q", HEADS), ("k", KV_HEADS)):
+        path = f"model.layers.1.self_attn.{name}_proj"
+        delta = np.array(delta_of(pack.specs[path], pack.load_tensors()), dtype=np.float64)
+        adapted = np.array(dense_weight(modules[path])) + delta
+        in_file = stored[f"blk.1.attn_{name}"] + deltas[f"blk.1.attn_{name}.weight"]
+        assert np.abs(in_file - converted_by_llama_cpp(adapted, heads)).max() < 1e-4
+        assert np.abs(in_file - adapted).max() > 0.1
+
+
+def test_a_manifest_without_heads_is_not_exported_in_a_wrong_order(llama, tmp_path):
+    pack = pack_of(load_base(llama), tmp_path / "p", rank=4)
+    pack.manifest["base"]["num_heads"] = None
+    with raises("unsupported", None, "num_heads"):
+        export_pack(pack, "gguf", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_wrong_number_in_the_file_is_noticed(llama, tmp_path):
@@ -160,6 +193,24 @@ def test_swift_rejects_experts(tmp_path):
     pack = pack_of(family_base("qwen3_moe"), tmp_path / "p", rank=2, target_modules=targets)
     with raises("unsupported", None, "switch_mlp.gate_proj"):
         export_pack(pack, "swift", tmp_path / "out")
+
+
+def test_a_pack_of_a_gguf_file_names_it(tmp_path):
+    write_tiny(tmp_path / "llama.gguf")
+    pack = pack_of(load_base(tmp_path / "llama.gguf"), tmp_path / "p", rank=2)
+    (command,) = export_pack(pack, "gguf", tmp_path / "out")["notes"]
+    assert command == f"llama-server -m llama.gguf --lora {tmp_path / 'out' / 'out.gguf'}"
+
+
+def test_a_pack_of_a_model_of_ollama_starts_from_it(tmp_path, monkeypatch):
+    write_tiny(tmp_path / "llama.gguf")
+    pack = pack_of(load_base(tmp_path / "llama.gguf"), tmp_path / "p", rank=2)
+    monkeypatch.setitem(pack.manifest["base"], "id", "ollama:llama3.2:1b")
+    export_pack(pack, "ollama", tmp_path / "out")
+    assert "FROM llama3.2:1b" in (tmp_path / "out" / "Modelfile").read_text()
+    pack.manifest["base"]["id"] = "ollama:it\nFROM http://x"
+    with raises("invalid", "from"):
+        export_pack(pack, "ollama", tmp_path / "other")
 
 
 def test_lm_studio_gets_a_merged_model(llama, tmp_path):

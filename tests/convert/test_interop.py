@@ -58,7 +58,7 @@ def pack_with(model: Path, folder: Path, **lora) -> Pack:
         mx.random.seed(1)
         for adapters in {id(slot.lora): slot.lora for slot in attached.slots.values()}.values():
             adapters.lora_b[:] = [mx.random.normal(t.shape) * 0.1 for t in adapters.lora_b]
-        return Pack.of(attached).save(folder)
+        return Pack._of(attached).save(folder)
     finally:
         attached.detach()
 

@@ -70,7 +70,7 @@ def test_llama_cpp_writes_the_same_text(family, targets, tmp_path):
         base, LoRAConfig(rank=8, alpha=12.0, rank_pattern=ranks, target_modules=targets)
     )
     randomized(attached)
-    pack = Pack.of(attached).save(tmp_path / "pack")
+    pack = Pack._of(attached).save(tmp_path / "pack")
     attached.detach()
     export_pack(pack, "gguf", tmp_path / "out")
     model = write_gguf(folder, tmp_path / "base.gguf")

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import mlx.nn as nn
+import mlx_lm
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
@@ -17,7 +18,7 @@ from mlx_packs.bases.writer import quantize, verify
 from mlx_packs.convert.merge import merge_pack
 from mlx_packs.hashes import file_facts
 from mlx_packs.packs.manifest import ADAPTERS
-from mlx_packs.reading import sha256
+from mlx_packs.reading import read_json, sha256
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import (
     SIZES,
@@ -169,6 +170,33 @@ def test_stock_mlx_lm_loads_what_is_written(tmp_path):
         model, _ = load_model(tmp_path / way)
         expected = logits(load_base(tmp_path / way))
         assert np.abs(np.array(model(mx.arange(1, 33)[None])) - expected).max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("own", "of_generation", "expected"),
+    [(4089, 4089, [4089, 4091]), ([4089], None, [4089, 4091]), ([4091, 4089], [4089], None)],
+)
+def test_the_merged_model_names_what_ends_an_answer(own, of_generation, expected, tmp_path):
+    base = write_checkpoint(tmp_path / "base")
+    changes = {
+        "config.json": {"eos_token_id": own},
+        "tokenizer_config.json": {"eos_token": "<|endoftext|>"},
+    }
+    if of_generation is not None:
+        changes["generation_config.json"] = {"eos_token_id": of_generation, "top_k": 5}
+    for name, values in changes.items():
+        before = read_json(base / name) if (base / name).is_file() else {}
+        (base / name).write_text(json.dumps({**before, **values}))
+    pack = random_pack(load_base(base)).save(tmp_path / "pack")
+    merged(pack, base, tmp_path / "out")
+
+    config = read_json(tmp_path / "out" / "config.json")
+    assert config["eos_token_id"] == (expected or own)
+    if of_generation is not None:
+        generation = read_json(tmp_path / "out" / "generation_config.json")
+        assert generation == {"eos_token_id": [4089, 4091], "top_k": 5}
+    _, stock = mlx_lm.load(str(tmp_path / "out"))
+    assert {4089, 4091} <= stock.eos_token_ids
 
 
 @pytest.fixture

@@ -248,7 +248,7 @@ def test_a_reward_model_has_the_same_scores_in_peft(transformers_base, tmp_path)
     base.tokenizer = load_base("tiny").tokenizer  # the same, with a chat template
     pack = random_pack(base, targets=TARGETS.get(transformers_base.name, ALL))
     weight = mx.random.normal((1, 64), key=mx.random.key(5))
-    pack = Pack.untrained(base, pack.specs, pack.tensors, {"score.weight": weight})
+    pack = Pack._untrained(base, pack.specs, pack.tensors, {"score.weight": weight})
     export_pack(pack.save(tmp_path / "pack"), "peft", tmp_path / "out")
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert (config["task_type"], config["modules_to_save"]) == ("SEQ_CLS", ["score"])

@@ -3,7 +3,9 @@
 import json
 
 import pytest
+from mlx_lm.utils import load_tokenizer
 
+from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data.encoding import EncodingOptions, encode
 from mlx_packs.data.formats import Row
@@ -24,10 +26,19 @@ BAD = {
     "another format": b'{"text": "a"}',
     "wrong type": b'{"messages": 5}',
     "half a surrogate pair": json.dumps(chat("a", "b \ud800")).encode(),
-    "rejected by the chat template": json.dumps({**chat("a", "b"), "tools": 5}).encode(),
+    "rejected by the chat template": json.dumps(chat("reject", "b")).encode(),
     "no target": json.dumps(chat("a")).encode(),
 }
+_REJECTS = "{%- if messages[0].content == 'reject' %}{{ raise_exception('No.') }}{%- endif %}"
 SKIP, STOP = DataConfig(on_bad_row="skip"), DataConfig()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """The tokenizer of the embedded base, whose template rejects a conversation."""
+    tokenizer = load_tokenizer(tiny_checkpoint())
+    tokenizer._tokenizer.chat_template = _REJECTS + tokenizer._tokenizer.chat_template
+    return tokenizer
 
 
 @pytest.fixture

@@ -164,10 +164,38 @@ def test_a_cell_of_a_tsv_ends_with_its_line(tmp_path):
     ]
 
 
-def test_a_tsv_has_no_tabs_or_line_breaks_in_cells(tmp_path):
-    for line in ('"a\tb"\tc', '"a\nb"\tc'):
-        (tmp_path / "t.tsv").write_text(f"prompt\tcompletion\nx\ty\n{line}\n")
-        with raises("data", None, "t.tsv:3", "cells", "quotes", ".csv"):
+@pytest.mark.parametrize(
+    ("lines", "rows"),
+    [
+        ('"a\nb"\tc\n', [("a\nb", "c")]),
+        ('a\t"b\nc"\nx\ty\n', [("a", "b\nc"), ("x", "y")]),
+        ('"a\r\n\r\nb ""c"""\t"d\ne"\r\nx\ty\r\n', [('a\r\n\r\nb "c"', "d\ne"), ("x", "y")]),
+        ('"a\tb"\tc\n', [("a\tb", "c")]),
+        ('a\t"b\n\nc"', [("a", "b\n\nc")]),  # the last line has no end
+        ('a\t"5 inch\nb\t6"\n', [("a", '"5 inch'), ("b", '6"')]),  # two rows: quotes are text
+        ('a\t"b\nx\ty\n', [("a", '"b'), ("x", "y")]),  # never closed
+    ],
+)
+def test_a_quoted_cell_of_a_tsv_may_have_tabs_and_line_breaks(lines, rows, tmp_path):
+    file = tmp_path / "t.tsv"
+    file.write_bytes(f"prompt\tcompletion\n{lines}".encode())
+    loaded = load_rows(DataConfig(data=str(file), hold_out="last")).rows
+    values = [(row.value["prompt"], row.value["completion"]) for s in loaded.values() for row in s]
+    assert values == rows
+
+
+def test_a_tsv_of_one_column_reads_quoted_line_breaks(tmp_path):
+    file = tmp_path / "t.tsv"
+    file.write_text('text\n"one\ntwo"\n"three" and more\nfour\n')
+    loaded = load_rows(DataConfig(data=str(file), hold_out="last")).rows
+    texts = [row.value["text"] for s in loaded.values() for row in s]
+    assert texts == ["one\ntwo", '"three" and more', "four"]
+
+
+def test_a_row_of_a_tsv_with_other_cells_is_named_by_its_line(tmp_path):
+    for line in ('"a\nb"\tc\td', '"a\nb', "a\tb\tc"):
+        (tmp_path / "t.tsv").write_text(f'prompt\tcompletion\n"x\nz"\ty\n{line}\n')
+        with raises("data", None, "t.tsv:4", "cells", "quotes"):
             load_rows(DataConfig(data=str(tmp_path / "t.tsv")))
 
 

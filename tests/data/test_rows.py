@@ -10,10 +10,11 @@ from mlx_lm.tuner.datasets import ChatDataset, CompletionsDataset, TextDataset
 from mlx_lm.utils import load_tokenizer
 
 from mlx_packs.bases.files import tiny_checkpoint
+from mlx_packs.bases.turns import AnswerEnd, TurnStyle
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data import rows as data
 from mlx_packs.data.encoding import EncodingOptions, encode
-from mlx_packs.data.formats import FORMATS, Chat, Row, format_of
+from mlx_packs.data.formats import FORMATS, TOKEN_FORMATS, Chat, Row, format_of
 from mlx_packs.data.rows import load_rows
 from tests.helpers.errors import raises
 from tests.helpers.rows import chat, write_rows
@@ -125,6 +126,23 @@ def test_load_rows_rejects_splits_of_different_formats(tmp_path):
     write_rows(tmp_path, train=[chat("a", "b")], test=[{"text": "c"}])
     with raises("data", None, "test.jsonl:1", "text", "train.jsonl:1", "chat"):
         load_rows(DataConfig(data=str(tmp_path)))
+
+
+MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "ok"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        ({"prompt": None, "completion": None, "messages": MESSAGES}, "chat"),
+        ({"messages": None, "prompt": "Hi", "completion": "ok"}, "completion"),
+        ({"text": "Hi", "messages": None}, "text"),
+        ({"messages": None}, "chat"),  # which then names the fault
+        ({"prompt": "Hi", "completion": None, "messages": None}, "completion"),
+    ],
+)
+def test_columns_that_are_null_decide_no_format(row, name):
+    assert format_of(Row("rows.jsonl:1", row), COLUMNS, TOKEN_FORMATS).name == name
 
 
 def test_load_rows_embedded_splits_are_disjoint():
@@ -398,10 +416,20 @@ def test_encode_all_trains_every_token_but_the_first(tokenizer):
     assert not example.target[0] and example.target[1:].all()
 
 
-def test_encode_completion_rejects_templates_that_rewrite_prompts(with_template):
+def test_encode_completion_finds_the_answer_of_templates_that_rewrite_prompts(with_template):
     rewrites = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = with_template(rewrites)
+    assert learned(tokenizer, chat("a", "b"), loss_on="completion") == ["b<|im_end|>"]
+
+
+def test_encode_completion_rejects_templates_that_hide_the_answer(with_template):
+    hides = "{{ messages | length }}{% for m in messages %}{{ m.content | upper }}{% endfor %}"
     with raises("data", "loss_on", "rows:0"):
-        encoded(with_template(rewrites), chat("a", "b"), loss_on="completion")
+        encoded(
+            with_template(hides + "{{ messages[-1].content | length }}"),
+            chat("a", "b"),
+            loss_on="completion",
+        )
 
 
 def test_encode_finds_columns_under_other_names(tokenizer):
@@ -446,7 +474,7 @@ def test_encode_ce_last_k_counts_from_the_end_of_a_cut_row(tokenizer):
         ({"text": 5}, {}, ["'text'", "5"]),
         ({"words": "a"}, {}, ["{messages}", "{prompt, completion}", "{text}", "['words']"]),
         ({**chat("a", "b"), "tools": "{"}, {}, ["'tools'", "JSON"]),
-        ({**chat("a", "b"), "tools": 5}, {}, ["template"]),
+        ({**chat("a", "b"), "tools": 5}, {}, ["'tools' must be a list"]),
         (chat("a", "b \ud800"), {}, ["surrogate"]),
         (chat("a", "b"), {"vocab_size": 100}, ["vocabulary", "100"]),
         (chat("a" * 99, "b"), {"max_seq_length": 8}, ["8 tokens"]),
@@ -489,7 +517,8 @@ def test_encode_slow_tokenizer_says_what_to_do():
     class Slow:
         eos_token_ids, all_special_ids, has_chat_template = {7}, [], True
         _tokenizer = staticmethod(refuse)
-        apply_chat_template = staticmethod(lambda messages, **_: "x" * len(messages))
+        _chat_template = staticmethod(lambda messages, **_: "x" * len(messages))
+        _turn_style = (None, TurnStyle(AnswerEnd(7)))
 
     with raises("unsupported", "loss_on", "--loss-on all"):
         encoded(Slow, chat("a", "b"), loss_on="completion")

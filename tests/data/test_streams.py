@@ -4,6 +4,7 @@ import gc
 import itertools
 import sys
 import types
+from datetime import date, datetime
 
 import numpy as np
 import pytest
@@ -73,6 +74,12 @@ def test_stream_given_in_python_is_a_file_while_it_is_used(cache):
     del given, rows
     gc.collect()
     assert not list(cache.iterdir())
+
+
+def test_dates_of_a_stream_are_iso_texts(cache):
+    values = [{"text": "a", "of": {"at": datetime(2026, 5, 1, 8), "day": date(2026, 5, 1)}}]
+    (row,) = source_of(IterableDataset(values)).splits["train"]
+    assert row.value["of"] == {"at": "2026-05-01T08:00:00", "day": "2026-05-01"}
 
 
 @pytest.mark.parametrize("is_kept", [True, False])

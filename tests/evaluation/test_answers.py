@@ -115,6 +115,15 @@ def test_thoughts_and_white_space_are_no_part_of_an_answer(shared_tiny, monkeypa
     assert exam(shared_tiny, "exact", "7").answers() == ["7"]
 
 
+def test_answers_that_begin_together_are_counted_together(shared_tiny, monkeypatch):
+    """One by one, the first would take the time of all, and the clock of the run jump."""
+    begun = []
+    stream = [(0, 7), (1, 7), (0, 8), (1, 8), (2, 7)]
+    monkeypatch.setattr("mlx_packs.evaluation.answers.stream_batch", lambda *_: iter(stream))
+    exam(shared_tiny, "exact", *"123").answers(begun.append)
+    assert begun == [2, 1]
+
+
 def test_answers_go_on_past_the_longest_wanted_one(shared_tiny):
     """Else a text that merely begins as it should would count."""
     long, short = exam(shared_tiny, "contains", "ab"), exam(shared_tiny, "exact", "ab")
@@ -138,7 +147,7 @@ def test_training_and_eval_report_the_same_answers(letters, tmp_path, run):
     assert answers["rows"] == 5 and answers["before"]["share"] == 0
     assert answers["after"]["share"] == 1
     lines = CausalLMTask.report_lines(result.report)
-    assert lines[1] == "exact   0.0 % → 100.0 % of 5 test examples"
+    assert lines[0] == "exact   0.0 % → 100.0 % of 5 test examples"
     assert sum(line.startswith("before") for line in lines) == 3
     manifest = json.loads((out / "pack.json").read_text())
     assert manifest["eval"]["answers"] == answers

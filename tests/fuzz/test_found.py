@@ -8,6 +8,7 @@ from contextlib import suppress
 import pytest
 
 from mlx_packs.bases.files import tiny_checkpoint
+from mlx_packs.bases.loading import lazy_base
 from mlx_packs.bases.tokenizer import load_tokenizer
 from mlx_packs.config.external import translate
 from mlx_packs.config.recipe import resolve
@@ -21,6 +22,7 @@ from mlx_packs.training.run_folder import read_identity
 from tests.helpers.checkpoints import write_checkpoint, write_quantized
 from tests.helpers.encoders import write_encoder
 from tests.helpers.errors import raises
+from tests.helpers.gguf_file import write_tiny
 from tests.helpers.local_hub import Repo
 from tests.helpers.packs import random_pack
 
@@ -111,6 +113,49 @@ def test_scales_of_another_shape_than_their_weight(tmp_path):
     (base / "quantization.json").unlink()
     with raises("unreadable", None, name):
         load_base(base)
+
+
+def change_config(base, **values) -> None:
+    file = base / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+    (base / "quantization.json").unlink()
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "size"), [("affine", 1), ("affine", 3), ("mxfp4", 1), ("mxfp8", 1)]
+)
+def test_config_with_fewer_columns_than_scales(tmp_path, mode, size, lazy):
+    """MLX divides by a group size of 0, and the process ended."""
+    source = write_checkpoint(tmp_path / "b")
+    bits = 8 if mode == "mxfp8" else 4
+    base = write_quantized(tmp_path / "q", source, bits, mode)
+    change_config(base, intermediate_size=size)
+    with raises("unreadable", None, "down_proj.scales", "config.json"):
+        lazy_base(base) if lazy else load_base(base)
+
+
+@pytest.mark.parametrize("key", ["group_size", "bits"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, "4", [4]], ids=str)
+def test_config_with_a_group_size_or_bits_of_a_module(tmp_path, key, value):
+    base = write_quantized(tmp_path / "q", write_checkpoint(tmp_path / "b"))
+    path = "model.layers.0.mlp.up_proj"
+    settings = {"group_size": 32, "bits": 4, path: {"group_size": 32, "bits": 4} | {key: value}}
+    change_config(base, quantization=settings)
+    with raises("unreadable", None, "config.json", f"quantization.{path}.{key}"):
+        load_base(base)
+
+
+def test_gguf_with_a_feed_forward_length_of_one(tmp_path):
+    file = tmp_path / "m.gguf"
+    write_tiny(file)
+    data = file.read_bytes()
+    name = b"llama.feed_forward_length"
+    at = data.index(name) + len(name) + 4  # a type precedes the number
+    file.write_bytes(data[:at] + (1).to_bytes(4, "little") + data[at + 4 :])
+    for load in (load_base, lazy_base):
+        with raises("unreadable", None, "scales"):
+            load(file)
 
 
 def test_restored_adapter_of_another_rank_than_its_sidecar(shared_tiny, tmp_path):

@@ -19,7 +19,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
 from mlx_packs.adapters.lora import Attached, attach
-from mlx_packs.bases.families import UNTRAINABLE, UNTRAINABLE_ON_METAL
+from mlx_packs.bases.families import ONE_BY_ONE, UNTRAINABLE, UNTRAINABLE_ON_METAL
 from mlx_packs.bases.geometry import linears
 from mlx_packs.config.schema import LoRAConfig
 from mlx_packs.nn.experts import is_switch_linear
@@ -417,6 +417,10 @@ def table() -> str:
             "- **MoE**: experts get adapters only where `--target-modules` names them, because each "
             "expert would have its own: for 128 experts of 2048 x 768 at rank 16 that is 17 M "
             "parameters per block. Routers and the indexers of sparse attention get none unless named.",
+            "- **In batches**, texts of these families differ from each alone, so `mlx_packs` generates them "
+            "one at a time and says so: " + ", ".join(sorted(ONE_BY_ONE)) + ".",
+            "- **Gemma 3n**: mlx-lm computes other logits with a cache than without. Training uses none "
+            "and generation uses one; a run says so.",
             *[f"- Not on Metal: {line}. A CPU or CUDA trains it." for line in metal],
             "",
             "mlx-lm loads some model types with the code of another: " + ", ".join(aliases) + ".",

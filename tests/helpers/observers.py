@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from mlx_packs.training.observers.observer import Observer
+from mlx_packs.training.observer import Observer
 from mlx_packs.training.observers.registry import OBSERVERS
 
 

@@ -43,7 +43,7 @@ def random_pack(
             arrays[:] = [
                 mx.random.normal(t.shape, key=k) * size for k, t in zip(parts, arrays, strict=True)
             ]
-        pack = Pack.of(attached, **(facts or {}))
+        pack = Pack._of(attached, **(facts or {}))
         mx.eval(pack.tensors)
         return pack
     finally:

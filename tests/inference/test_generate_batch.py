@@ -6,7 +6,7 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models import cache
 
-from mlx_packs.inference.generate import complete, complete_batch, stream_batch
+from mlx_packs.inference.generate import chat_prompt, complete, complete_batch, stream_batch
 from mlx_packs.runtime import mx
 from tests.helpers.errors import raises
 from tests.helpers.models import base_of
@@ -76,3 +76,16 @@ def test_stream_batch_rejects_empty_prompts_and_states_without_batches(shared_ti
     monkeypatch.setattr(cache, "make_prompt_cache", lambda model: [Lone()])
     with raises("unsupported", None, "tiny", "Lone"):
         list(stream_batch(shared_tiny, [[1]]))
+
+
+def test_messages_of_a_prompt_are_read_as_those_of_training(shared_tiny):
+    """Parts of a content, roles and calls of other programs: as `packs serve` takes them."""
+    plain = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say red."}]
+    parts = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Say red."}]},
+    ]
+    for raw in (plain, parts):
+        assert shared_tiny._prompt_tokens(raw, False, None) == chat_prompt(shared_tiny, plain)
+    with raises("invalid", "prompt", "'content'"):
+        shared_tiny.generate([{"role": "user"}])

@@ -67,7 +67,7 @@ def test_the_plan_is_within_a_few_percent_of_the_files(base, changes, encoder, t
     total = plan["checkpoints"] * plan["checkpoint_bytes"] + plan["pack_bytes"]
     assert plan["total_gb"] == total / 1e9
     (line,) = [line for line in display.lines if line.startswith("plan ")]
-    assert f"disk {total / 1e6:.1f} MB ({plan['checkpoints']} checkpoints of " in line
+    assert line.endswith(f"disk {total / 1e6:.1f} MB")
 
 
 @pytest.mark.parametrize(

@@ -57,14 +57,21 @@ def test_plan_counts_examples_and_leaves_their_memory_free(here, run):
     assert counted.rows == 3000 and counted.file_bytes == (here / "d.jsonl").stat().st_size
     code, out, _ = run("plan", "--data", "d.jsonl")
     assert code == 0 and "d.jsonl · 3,000 examples" in out and out.rstrip().endswith("d.jsonl")
-    batch_size = resolve(tiny_recipe()).train.batch_size
+    recipe = resolve(tiny_recipe())
+    batch_size = recipe.train.batch_size
+    planned = json.loads(run("plan", "--json", "--data", "d.jsonl")[1])[0]["planned_length"]
+    assert f"planned for {batch_size} x {planned} tokens (longest batch of the data)" in out
+    assert planned < recipe.train.max_seq_length and f"{batch_size} x {planned} " in out
+    assert f"x {recipe.train.max_seq_length} " not in out
     least = json.loads(run("plan", "--json")[1])[0]["peak_gb"] * 1.2
     room = least + counted.nbytes / 1e9
     for args, gb in (((), least), (("--data", "d.jsonl"), room)):
         fitting = json.loads(run("plan", "--memory", str(gb), "--json", *args)[1])[0]
         assert fitting["fits"] and fitting["batch_size"] == batch_size
     assert run("plan", "--memory", "0.01", "--data", "d.jsonl")[0] == 2
-    tight = json.loads(run("plan", "--memory", str(least), "--json", "--data", "d.jsonl")[1])[0]
+    with_rows = ("plan", "--json", "--data", "d.jsonl")
+    least = json.loads(run(*with_rows)[1])[0]["peak_gb"] * 1.2  # of short rows
+    tight = json.loads(run(*with_rows, "--memory", str(least))[1])[0]
     assert tight["batch_size"] < batch_size and tight["data_gb"] == counted.nbytes / 1e9
 
 

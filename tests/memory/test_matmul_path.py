@@ -8,7 +8,7 @@ import pytest
 from mlx_packs import chips, measurements, runtime
 from mlx_packs.files import CACHE_VARIABLE
 from mlx_packs.memory import matmul_path
-from mlx_packs.memory.matmul_path import LIMIT_S, choose_matmul_path
+from mlx_packs.memory.matmul_path import LIMIT_S, choose_matmul_path, generation_path
 from mlx_packs.memory.path_timing import Timing
 from mlx_packs.runtime import mx
 from tests.helpers.models import base_of
@@ -195,3 +195,14 @@ def test_formula_takes_the_rates_that_were_measured(cache, monkeypatch):
     assert choose_matmul_path(quantized(), 128, steps=1).matmul_path == "quantized"
     other = matmul_path.weight_kinds(quantized(bits=8), 128, 128)
     assert matmul_path._expected(other, sorted(EVERY)) != expected
+
+
+def test_text_is_generated_with_dense_weights_on_a_cpu_that_has_the_memory(monkeypatch):
+    model = quantized()
+    with runtime.assumed_device("cpu"):
+        assert generation_path(model) == "dense"
+        needed = matmul_path.dense_bytes(model)
+        monkeypatch.setattr(runtime, "total_memory", lambda: mx.get_active_memory() + 2 * needed)
+        assert generation_path(model) == "quantized"
+    with runtime.assumed_device("gpu"):
+        assert generation_path(model) == "quantized"

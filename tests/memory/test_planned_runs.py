@@ -214,7 +214,7 @@ def test_plan_takes_the_first_policy_that_fits(long_chats, tmp_path, memory, run
     assert peaks["none"] > peaks["selective"] > peaks["block"]
     for policy, peak in peaks.items():
         memory((1 + ERROR) * peak * 1e9 + 1000)
-        code, out, err = run(*arguments)
+        code, out, err = run(*arguments, "-v")
         assert code == 0 and json.loads(out)["recompute"] == policy
         assert f"recompute {policy}" in err
 

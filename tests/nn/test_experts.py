@@ -105,7 +105,7 @@ def test_stock_mlx_lm_opens_a_pack_with_experts(family, tokens, tmp_path):
     assert tensors[f"{path}.lora_a"].shape == (experts, RANK, width)
     assert tensors[f"{path}.lora_b"].shape == (experts, out, RANK)
     expected = base.model(TOKENS[:, :tokens])
-    Pack.of(attached).save(tmp_path / "pack")
+    Pack._of(attached).save(tmp_path / "pack")
     attached.detach()
     pack = Pack.open(tmp_path / "pack")
     assert pack.specs == attached.specs and pack.specs[path].experts == experts

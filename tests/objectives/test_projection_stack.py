@@ -269,7 +269,7 @@ def train_stack(folder: Path, out: str, model: str = "llama", resume=False, **op
 
 
 def test_a_run_is_an_ordinary_pack_judged_by_the_true_forward(stack_folder, run):
-    report = train_stack(stack_folder, "o").report
+    report = train_stack(stack_folder, "o", learning_rate=3e-2).report
     pack = Pack.open(stack_folder / "o")
     objective = pack.manifest["objective"]
     assert objective["graph"] == "projection-stack" and "no attention" in objective["note"]

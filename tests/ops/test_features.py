@@ -5,7 +5,7 @@ import pytest
 from mlx_packs import train_pack
 from mlx_packs.ops import features
 from mlx_packs.runtime import mx
-from mlx_packs.training import run as run_module
+from mlx_packs.training.precision import say_what_mlx_lacks
 from tests.helpers.families import family_base
 from tests.helpers.rows import CHATS
 from tests.helpers.runs import LORA, TRAIN, Lines
@@ -55,5 +55,5 @@ def test_a_hybrid_base_asks_for_its_recurrence_too(monkeypatch):
     asked = []
     monkeypatch.setattr(features, "missing", lambda wanted: asked.append(wanted))
     run = type("Run", (), {"display": Lines()})
-    run_module._say_what_mlx_lacks(family_base("qwen3_next"), run)
+    say_what_mlx_lacks(family_base("qwen3_next"), run)
     assert asked == [ALL] and run.display.lines == []

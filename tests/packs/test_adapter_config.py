@@ -27,7 +27,7 @@ def saved(base, folder: Path, **lora) -> Pack:
     attached = attach(base, LoRAConfig(rank=4, **lora))
     randomized(attached)
     try:
-        return Pack.of(attached).save(folder)
+        return Pack._of(attached).save(folder)
     finally:
         attached.detach()
 

@@ -84,6 +84,15 @@ def test_inspect_shows_where_a_pulled_pack_comes_from(pushed, hub, run):
     assert "hub" not in json.loads(run("inspect", "p", "--json")[1])
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, "{}", "no json"])
+def test_inspect_names_a_damaged_file_of_the_hub(text, here, run):
+    write_pack(here / "p")
+    (here / "p" / "hub.json").write_text(text)
+    code, out, err = run("inspect", "p")
+    assert code == 0 and "hub     " not in out
+    assert "hub.json: is ignored, since it is damaged: " in err and err.count("\n") == 1
+
+
 def test_pull_takes_a_branch_or_a_commit(pushed, hub, here):
     first = hub.repos["me/p"].branches[MAIN]
     mp.push(write_pack(here / "new", rank=3), "me/p")

@@ -260,7 +260,7 @@ def test_save_refuses_what_could_not_be_opened(full_pack, tmp_path):
 def test_double_quantization_is_as_in_the_manifest_or_single(pack, more, double):
     nf4 = {"mode": "nf4", "bits": 4, "group_size": 64, "keep": None, **more}
     edit_manifest(pack, _set("base.quantization", nf4))
-    assert Pack.open(pack).quantize_options == {"double_quant": double, "keep": ()}
+    assert Pack.open(pack)._quantize_options == {"double_quant": double, "keep": ()}
 
 
 def test_pack_that_is_open_is_called_by_its_folder(pack):
@@ -370,6 +370,9 @@ def test_model_card_prints_a_command_that_can_load_the_base(full_pack, quantized
     quantized = {**named, "recipe": {"quantize": "affine4"}}
     ours = "\npacks generate --model owner/name --pack . --prompt ...\n"
     assert ours in model_card(quantized, "p")
+    for name in ("model.Q4_1.gguf", "ollama:qwen3:4b"):  # mlx-lm reads neither
+        of_gguf = {**manifest, "base": {**manifest["base"], "id": name}}
+        assert f"\npacks generate --model {name} --pack . --prompt" in model_card(of_gguf, "p")
 
 
 def test_evaluate_takes_columns_and_length_from_the_pack(pack, tiny):

@@ -30,7 +30,7 @@ def library(generator, copies):
 
 
 def hashes(library) -> dict[str, str]:
-    return {name: p.adapters_hash for name, p in library._worker.registry.packs.items()}
+    return {name: p._adapters_hash for name, p in library._worker.registry.packs.items()}
 
 
 def test_new_changed_and_removed_packs_are_followed(library, copies):

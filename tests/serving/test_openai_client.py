@@ -19,6 +19,20 @@ MESSAGES = [{"role": "user", "content": "The list of"}]
 GREEDY = {"temperature": 0, "max_tokens": 12}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
+STRICT = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"enum": [1, 2]}},
+            "required": ["a"],
+            "additionalProperties": False,
+        },
+    },
+}
+
 
 class Answer(BaseModel):
     """What an answer has to be."""
@@ -96,6 +110,46 @@ def test_answers_of_a_class(client):
 def test_tools(client):
     answer = client.chat.completions.create(
         model="notes", messages=MESSAGES, tools=[TOOL], **GREEDY
+    )
+    assert answer.choices[0].message.content or answer.choices[0].message.tool_calls
+
+
+def test_answers_and_their_dumps_can_be_sent_back(client):
+    fields = {"model": "notes", "temperature": 0}
+    text = client.chat.completions.create(messages=MESSAGES, max_tokens=8, **fields)
+    tools = {"tools": [STRICT], "tool_choice": "required", "parallel_tool_calls": False}
+    call = client.chat.completions.create(messages=MESSAGES, max_tokens=64, **tools, **fields)
+    form = {"response_format": Answer, "max_tokens": 64}
+    parsed = client.chat.completions.parse(messages=MESSAGES, **form, **fields)
+    called = client.chat.completions.parse(messages=MESSAGES, max_tokens=64, **tools, **fields)
+    assert called.choices[0].message.tool_calls[0].function.parsed_arguments
+
+    for answer in (text, call, parsed, called):
+        message = answer.choices[0].message
+        results = [
+            {"role": "tool", "tool_call_id": each.id, "content": "5"}
+            for each in message.tool_calls or ()
+        ]
+        for sent in (message, message.model_dump(), message.model_dump(exclude_unset=True)):
+            again = [*MESSAGES, sent, *results, {"role": "user", "content": "More"}]
+            reply = client.chat.completions.create(messages=again, max_tokens=4, **fields)
+            assert reply.choices[0].message.content
+
+
+def test_null_fields_of_a_client(client):
+    answer = client.chat.completions.create(
+        model="notes",
+        messages=MESSAGES,
+        tools=[STRICT],
+        tool_choice=None,
+        parallel_tool_calls=None,
+        stop=None,
+        n=None,
+        stream=None,
+        top_p=None,
+        logprobs=None,
+        reasoning_effort=None,
+        **GREEDY,
     )
     assert answer.choices[0].message.content or answer.choices[0].message.tool_calls
 

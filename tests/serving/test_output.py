@@ -44,8 +44,13 @@ class Letters:
     def detokenizer(self):
         return Detokenizer()
 
+    added_tokens_decoder = {}
+
     def decode(self, tokens):
         return "".join(map(chr, tokens))
+
+    def convert_ids_to_tokens(self, token):
+        return chr(token)
 
 
 class Writer:
@@ -191,6 +196,8 @@ def test_a_stop_string_over_several_tokens_ends_the_text():
 
 def test_first_state_is_what_the_template_has_opened(tokenizer):
     start, end = tokenizer.think_start_tokens, tokenizer.think_end_tokens
-    assert first_state(tokenizer, [5, *start, 6]) == "reasoning"
+    (line,) = tokenizer.encode("\n", add_special_tokens=False)
+    assert first_state(tokenizer, [5, *start, line]) == "reasoning"
+    assert first_state(tokenizer, [5, *start, 6]) == "normal"  # a text of the conversation
     assert first_state(tokenizer, [5, *start, *end]) == "normal"
     assert first_state(tokenizer, [5]) == "normal"

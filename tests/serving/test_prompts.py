@@ -5,11 +5,12 @@ import json
 import pytest
 
 from mlx_packs.errors import PackError
-from mlx_packs.inference.generate import raw_prompt
+from mlx_packs.inference.generate import chat_prompt, raw_prompt
 from mlx_packs.runtime import mx
+from mlx_packs.serving.fields import parsed
 from mlx_packs.serving.grammar import Grammars
 from mlx_packs.serving.prompts import Prompts
-from mlx_packs.serving.protocol import ChatBody, CompletionBody, parsed
+from mlx_packs.serving.protocol import ChatBody, CompletionBody
 from tests.helpers.errors import raises
 
 MESSAGES = [{"role": "user", "content": "The list"}]
@@ -39,6 +40,16 @@ def test_variables_reach_the_template(prompts, shared_tiny, monkeypatch):
     monkeypatch.setattr(tokenizer._tokenizer, "chat_template", "{{ tone }} {{ missing }}")
     tokens = prompts.of_chat(chat(chat_template_kwargs={"tone": "kind", "a b": None}))
     assert tokenizer.decode(tokens) == "kind "
+
+
+def test_a_variable_that_is_null_is_not_given(prompts, shared_tiny, monkeypatch):
+    tokenizer = shared_tiny.tokenizer
+    shows = "{{ tone is defined }} {{ tone|default('none') }}"
+    monkeypatch.setattr(tokenizer._tokenizer, "chat_template", shows)
+    null = chat(chat_template_kwargs={"tone": None})
+    assert tokenizer.decode(prompts.of_chat(null)) == "False none"
+    assert tokenizer.decode(prompts.of_chat(null, {"tone": "kind"})) == "True kind"
+    assert tokenizer.decode(chat_prompt(shared_tiny, MESSAGES, tone=None)) == "False none"
 
 
 def test_a_request_without_max_tokens_takes_what_the_context_leaves(prompts):
@@ -108,3 +119,11 @@ def test_prompts_of_a_completion(prompts, shared_tiny):
     for prompt in ([], ["a"] * 65, "", [""], [4096], [-1]):
         with raises("invalid", "prompt"):
             of(prompt)
+
+
+def test_variables_of_a_request_come_before_the_defaults(prompts, shared_tiny, monkeypatch):
+    tokenizer = shared_tiny.tokenizer
+    monkeypatch.setattr(tokenizer._tokenizer, "chat_template", "{{ tone }} {{ mood }}")
+    body = chat(chat_template_kwargs={"tone": "cold"})
+    tokens = prompts.of_chat(body, {"tone": "warm", "mood": "calm"})
+    assert tokenizer.decode(tokens) == "cold calm"

@@ -53,7 +53,8 @@ def test_slots_are_used_again_and_others_stay(shared_tiny, shelf, slots):
     before = logits(slots, third)
     slots.remove(first)
     slots.remove(second)
-    np.testing.assert_array_equal(logits(slots, third), before)
+    # sums may depend on where arrays lie in memory: 9e-6 on one CPU, 0 on others
+    np.testing.assert_allclose(logits(slots, third), before, atol=2e-5)
     assert slots.add(Pack.open(shelf / NAMES[1])) == first
     after = logits(slots, third, first)
     np.testing.assert_allclose(after[0], before[0], atol=1e-4)

@@ -274,14 +274,14 @@ def test_double_quantization_is_the_default_and_can_be_turned_off(graph_folder, 
 @pytest.mark.parametrize(
     ("spoil", "parts"),
     [
-        (lambda f: (f / "model.safetensors").rename(f / "m.gguf"), ("m.gguf", "--quantize nf4")),
+        (lambda f: (f / "model.safetensors").rename(f / "m.bin"), ("m.bin", "safetensors")),
         (
             lambda f: (f / "tokenizer.json").rename(f / "tokenizer.model"),
             ("tokenizer.model ", "tokenizer.json"),
         ),
         (lambda f: _claim(f, "hqq"), ("hqq", "mlx-community")),
     ],
-    ids=["gguf", "sentencepiece", "hqq"],
+    ids=["pickle", "sentencepiece", "hqq"],
 )
 def test_what_cannot_be_read_is_refused_and_what_works_is_named(
     tmp_path, graph_folder, run, spoil, parts

@@ -58,7 +58,7 @@ def test_three_layers_equal_plain_autograd_as_sequence_and_function():
     names, (x, y) = list(linears), batch()
     start = trainer.tensors()
     adapters = {n: [start[f"{n}.lora_a"], start[f"{n}.lora_b"]] for n in names}
-    adamw = optimizers.AdamW(2e-4)
+    adamw = optimizers.AdamW(2e-4, bias_correction=True)
 
     def plain(adapters):
         h = x

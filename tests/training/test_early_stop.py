@@ -6,10 +6,11 @@ import pytest
 
 from mlx_packs import Phase, TrainConfig, train_pack
 from mlx_packs.config.conflicts import seconds_of
+from mlx_packs.objectives.score import REWARD, StoredScore
 from mlx_packs.reading import sha256
 from mlx_packs.training import early_stop
 from mlx_packs.training.checkpoint import ADAPTERS
-from mlx_packs.training.early_stop import EarlyStop
+from mlx_packs.training.early_stop import EarlyStop, better_earlier
 from mlx_packs.training.run_folder import checkpoints, read_identity
 from tests.helpers.errors import raises
 from tests.helpers.rows import CHATS, write_rows
@@ -143,8 +144,10 @@ def test_phases_have_no_time():
 
 
 def test_phases_are_phases():
-    with raises("invalid", "phases", "Phase"):
-        TrainConfig(phases=({"name": "a", "data": "a"},))
+    (phase,) = TrainConfig(phases=({"name": "a", "data": "a"},)).phases
+    assert phase == Phase(name="a", data="a")
+    with raises("invalid", "phases"):
+        TrainConfig(phases=("a",))
 
 
 @pytest.mark.parametrize(
@@ -176,7 +179,44 @@ def test_a_curve_is_continued():
     curve = [{"batch": b, "valid_loss": loss} for b, loss in ((2, 2.0), (4, 1.5), (6, 1.7))]
     early = EarlyStop(TrainConfig(patience=2), json.loads(json.dumps(curve)))
     assert (early.batch, early.since, early.reason()) == (4, 1, None)
-    assert not early.add(8, float("nan"))
+    assert not early.add(8, StoredScore(float("nan")))
     resumed = EarlyStop(TrainConfig(patience=2), [*curve, {"batch": 8, "valid_loss": None}])
     assert (resumed.batch, resumed.since) == (early.batch, early.since)
     assert early.reason() == "no lower validation loss in 2 validations"
+
+
+@pytest.mark.parametrize(
+    ("losses", "batch"),
+    [
+        ([2.0, 1.0, 1.5], 2),
+        ([2.0, 1.5, 1.5], None),
+        ([0.0, 0.5], 1),
+        ([0.5, 0.0], None),
+        ([-0.1, -0.336], None),  # the best is the last: nothing to advise
+        ([-0.5, -0.2], 1),
+        ([-0.5, -0.499], None),
+        ([None, 1.0], None),
+    ],
+)
+def test_an_earlier_batch_is_better_by_losses_of_any_sign(losses, batch):
+    curve = [{"batch": i, "valid_loss": loss} for i, loss in enumerate(losses, 1)]
+    note = better_earlier(curve)
+    assert (note is not None) == (batch is not None)
+    assert note is None or f"at batch {batch} " in note
+
+
+def test_of_rewards_a_higher_one_is_better():
+    curve = [{"batch": b, "valid_reward": r} for b, r in ((2, 0.2), (4, 0.5), (6, 0.3))]
+    early = EarlyStop(TrainConfig(patience=1), curve)
+    assert (early.batch, early.since) == (4, 1)
+    assert early.reason() == "no higher validation reward in a validation"
+    assert early.add(8, StoredScore(0.6, REWARD)) and early.reason() is None
+
+
+@pytest.mark.parametrize("earlier_version", [False, True])
+def test_of_rewards_the_reward_is_compared(earlier_version):
+    curve = [{"batch": i, "valid_reward": reward} for i, reward in enumerate((0.5, 0.2), 1)]
+    for line in curve if earlier_version else ():
+        line["valid_loss"] = -line["valid_reward"]
+    assert better_earlier(curve).startswith("the validation reward was 0.500 at batch 1 and 0.200")
+    assert better_earlier(curve[::-1][:1]) is None

@@ -89,7 +89,8 @@ def test_every_loss_goes_down_and_is_reported(encoder, pair_data, tmp_path, rows
     losses = [line["loss"] for line in result.curve]
     assert losses[-1] < losses[0]
     assert result.report["loss"] == result.pack.manifest["objective"]["loss"] == loss
-    assert next(key for key in result.report if key.endswith("_before")) == f"{metric}_before"
+    scores = result.pack.manifest["eval"]
+    assert next(key for key in scores if key.endswith("_before")) == f"{metric}_before"
 
 
 def test_report_and_manifest_say_what_was_done(run_of_pairs, encoder):
@@ -100,7 +101,8 @@ def test_report_and_manifest_say_what_was_done(run_of_pairs, encoder):
     ).split():
         assert key in report
     assert not [key for key in report if key.startswith("ppl") or "tokens" in key]
-    assert report["held_out"] == {"split": "test", "rows": 22, "format": "pairs"}
+    described = {"split": "test", "rows": 22, "available": 22, "format": "pairs"}
+    assert report["held_out"] == described
     base = load_base(encoder)
     shapes = [tensor["shape"] for tensor in tensors_of(base.model).values()]
     assert report["base_weights"] == sum(map(np.prod, shapes))

@@ -1,5 +1,7 @@
 """Runs on rewards: the model generates, learns from the better completions, and can be resumed."""
 
+import json
+
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -68,7 +70,8 @@ def test_advantages_and_losses_are_those_of_the_paper():
 
 
 def test_a_run_earns_more_reward(tmp_path, data):
-    run = train_pack("tiny", data, LORA, settings(iters=6), tmp_path / "p", reward=shorter)
+    train = settings(iters=6, bias_correction=False)  # six updates are small with it
+    run = train_pack("tiny", data, LORA, train, tmp_path / "p", reward=shorter)
     report = run.report
     assert report["reward_after"] > report["reward_before"] + 0.1
     assert {"reward", "reward_std", "tokens_per_s"} <= set(run.curve[0])
@@ -110,6 +113,36 @@ def test_a_reward_sees_the_columns_of_its_rows(tmp_path, data):
     assert len(prompts) == len(completions) == len(expected) == len(n) == 8
     assert prompts[0] == prompts[3] != prompts[4] and set(n) == {3}
     assert expected[0] == f"{prompts[0].split()[1]}." and set(others) == {"completion"}
+
+
+def test_a_completion_has_the_form_of_its_prompt(tmp_path):
+    (tmp_path / "d").mkdir()
+    text = {"prompt": "Say 1.", "completion": "1."}
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say 2."}]
+    messages = {"prompt": turns, "completion": [{"role": "assistant", "content": "2."}]}
+    for split in ("train", "valid"):
+        rows = [text, messages]
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / "d" / f"{split}.jsonl").write_text(lines)
+    seen = []
+
+    def reward(prompts, completions, **_):
+        seen.extend(zip(prompts, completions, strict=True))
+        return [0.0] * len(completions)
+
+    changed = settings(iters=1, batch_size=2)
+    train_pack("tiny", tmp_path / "d", LORA, changed, tmp_path / "p", reward=reward)
+    assert {type(prompt) for prompt, _ in seen} == {str, list}
+    for prompt, completion in seen:
+        if isinstance(prompt, str):
+            assert isinstance(completion, str)
+        else:
+            assert prompt == turns
+            (turn,) = completion
+            assert turn["role"] == "assistant" and isinstance(turn["content"], str)
+    exact = settings(iters=1, batch_size=2, reward="exact")
+    run = train_pack("tiny", tmp_path / "d", LORA, exact, tmp_path / "q")
+    assert 0 <= run.report["reward_after"] <= 1
 
 
 @pytest.mark.parametrize(

@@ -340,7 +340,7 @@ from pathlib import Path
 from mlx_packs.cli.main import main
 from mlx_packs.runtime import mx
 from mlx_packs.training.guards import memory
-from mlx_packs.training.observers.observer import Observer
+from mlx_packs.training.observer import Observer
 from mlx_packs.training.observers.registry import OBSERVERS
 memory._EVERY = 0
 class Limit(Observer):

@@ -88,7 +88,8 @@ def equal(one: dict, other: dict) -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_steps_equal_plain_mlx_autograd(kind, optimizer):
-    plain = {"adamw": optimizers.AdamW(1e-3), "sgd": optimizers.SGD(1e-3)}[optimizer]
+    corrected = optimizers.AdamW(1e-3, bias_correction=True)
+    plain = {"adamw": corrected, "sgd": optimizers.SGD(1e-3)}[optimizer]
     linears = three(kind)
     trainer = trainer_of(linears, train=settings(optimizer=optimizer))
     layers = {name: trainer.layer(name) for name in linears}

@@ -206,7 +206,7 @@ def test_stock_mlx_lm_loads_a_pack_with_the_same_logits(family, tmp_path):
     attached.model.eval()
     tokens = mx.array([random_rows([WIDTH], False)[0][0]])
     expected = attached.model(tokens)
-    Pack.of(attached).save(tmp_path / "pack")
+    Pack._of(attached).save(tmp_path / "pack")
     stock = quantized(family).model
     plain = stock(tokens)
     loaded = load_adapters(stock, str(tmp_path / "pack"))

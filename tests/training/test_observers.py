@@ -14,8 +14,8 @@ from mlx_packs import TrainConfig, train_pack
 from mlx_packs.display import QUIET, Display
 from mlx_packs.errors import PackError
 from mlx_packs.training.checkpoint import TrainingState
+from mlx_packs.training.observer import Observer
 from mlx_packs.training.observers import trackers
-from mlx_packs.training.observers.observer import Observer
 from mlx_packs.training.observers.retention import Retention
 from mlx_packs.training.observers.trackers import check_report_to
 from mlx_packs.training.run_folder import best_checkpoint, checkpoints, latest_checkpoint
@@ -205,7 +205,8 @@ def test_trackers_get_metrics_under_mlx_lms_names(tmp_path, monkeypatch):
     for (kind, info), line in zip(events, lines, strict=True):
         if kind == "valid":
             assert info.pop("val_time") > 0
-            assert info == {"iteration": 2, "val_loss": line["valid_loss"]}
+            scores = {"val_loss": line["valid_loss"], "val_ppl": line["valid_ppl"]}
+            assert info == {"iteration": 2, **scores}
             continue
         assert info.pop("iterations_per_second") > 0
         assert info == {

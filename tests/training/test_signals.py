@@ -86,7 +86,8 @@ def kill_in(monkeypatch, place, name: str, number: int) -> None:
     [
         (run_module, "load_base"),
         pytest.param(run_module, "make_task", marks=SLOW),
-        pytest.param(run_module, "score_phases", marks=SLOW),
+        pytest.param(run_module, "attach_method", marks=SLOW),
+        pytest.param(run_module, "make_observers", marks=SLOW),
     ],
 )
 def test_before_the_loop_nothing_is_left(run, rows, here, monkeypatch, place, name, number):
@@ -148,7 +149,7 @@ def test_nohup_and_a_closed_terminal(rows, tmp_path):
     code = f"""
 import os, signal, sys
 from mlx_packs.cli.main import main
-from mlx_packs.training.observers.observer import Observer
+from mlx_packs.training.observer import Observer
 from mlx_packs.training.observers.registry import OBSERVERS
 class Hangup(Observer):
     def on_step(self, line):

@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_packs import LoRAConfig, Pack, TrainConfig, train_pack
 from mlx_packs.config.choices import TASKS, TaskFacts
 from mlx_packs.objectives.objective import Objective
+from mlx_packs.objectives.score import Score
 from mlx_packs.runtime import mx
 from mlx_packs.training.step import Stepper
 from mlx_packs.training.tasks.task import Summary, Task, make_task
@@ -34,14 +35,20 @@ class Batch:
         return self.count
 
 
-@dataclass
-class Score:
+@dataclass(frozen=True)
+class WordScore(Score):
     nll: float
 
-    def log_entry(self) -> dict[str, float]:
+    @property
+    def value(self) -> float:
+        return self.nll
+
+    @property
+    def entries(self) -> dict[str, float]:
         return {"valid_loss": self.nll}
 
-    def summary(self) -> str:
+    @property
+    def text(self) -> str:
         return f"loss {self.nll:.3f}"
 
 
@@ -61,10 +68,10 @@ class OneWord(Objective):
         total = nn.losses.cross_entropy(self.model(tokens), targets, reduction="sum")
         return total, mx.array(float(tokens.size))
 
-    def score(self, batches: list[Batch], advance=None) -> Score:
+    def score(self, batches: list[Batch], advance=None) -> WordScore:
         self.model.eval()
         sums = [self.loss(*self.arrays(batch)) for batch in batches]
-        return Score(sum(s.item() for s, _ in sums) / sum(n.item() for _, n in sums))
+        return WordScore(sum(s.item() for s, _ in sums) / sum(n.item() for _, n in sums))
 
 
 class Texts:
@@ -82,6 +89,9 @@ class Texts:
     masks = ()
 
     def typical_rows(self) -> None:
+        return None
+
+    def mean_inputs(self) -> None:
         return None
 
     def batches(self, phase, start: int):

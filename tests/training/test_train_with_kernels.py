@@ -9,6 +9,8 @@ from mlx_packs.runtime import mx
 from tests.helpers.emulation import emulation, failing_maker
 from tests.helpers.rows import chat, write_rows
 
+STEPS = 10  # emulated ones take seconds each
+
 
 @pytest.fixture(scope="module")
 def four_chats(tmp_path_factory):
@@ -16,7 +18,9 @@ def four_chats(tmp_path_factory):
     return write_rows(tmp_path_factory.mktemp("rows"), train=turns, valid=turns[:2])
 
 
-def losses(rows, out, iters=20, dtype=mx.float32, learning_rate=1e-3) -> tuple[list[float], dict]:
+def losses(
+    rows, out, iters=STEPS, dtype=mx.float32, learning_rate=5e-3
+) -> tuple[list[float], dict]:
     """The loss of each step of a run on the tiny base, and the run's report."""
     base = load_base("tiny")
     base.model.set_dtype(dtype)
@@ -37,9 +41,9 @@ def losses(rows, out, iters=20, dtype=mx.float32, learning_rate=1e-3) -> tuple[l
 
 @pytest.mark.slow
 @pytest.mark.parametrize("language", ["metal", "cuda"])
-def test_twenty_steps_have_the_losses_of_the_reference(language, four_chats, tmp_path):
+def test_ten_steps_have_the_losses_of_the_reference(language, four_chats, tmp_path):
     expected, report = losses(four_chats, tmp_path / "reference")
-    assert len(expected) == 20 and expected[-1] < 0.8 * expected[0]
+    assert len(expected) == STEPS and expected[-1] < 0.8 * expected[0]
     assert report["ops"]["backend"] == "reference" and not report["ops"]["kernels"]
     with emulation(language, orders=("forward",)) as built, _backend.backend(language):
         by_kernels, report = losses(four_chats, tmp_path / "kernels")
@@ -53,7 +57,7 @@ def test_twenty_steps_have_the_losses_of_the_reference(language, four_chats, tmp
 
 
 @pytest.mark.slow
-def test_twenty_bfloat16_steps_have_losses_of_the_reference(four_chats, tmp_path):
+def test_ten_bfloat16_steps_have_losses_of_the_reference(four_chats, tmp_path):
     how = {"dtype": mx.bfloat16, "learning_rate": 1e-4}  # larger ones make paths part by chance
     expected, _ = losses(four_chats, tmp_path / "reference", **how)
     with emulation("metal", orders=("forward",)), _backend.backend("metal"):

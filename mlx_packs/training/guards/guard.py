@@ -6,7 +6,7 @@ from typing import Any
 
 from ...objectives.objective import Objective
 from ..micro_batches import MicroBatches
-from ..observers.observer import Observer
+from ..observer import Observer
 from ..settings import Run
 
 

@@ -3,9 +3,11 @@
 from contextlib import ExitStack
 
 from ...display import Task
-from ...objectives.objective import Score
+from ...objectives.score import Score
+from ...run_clock import TRAIN
+from ..checkpoint import COMPUTED_PER_S
+from ..observer import Observer
 from .observed_run import ObservedRun
-from .observer import Observer
 
 
 class Console(Observer):
@@ -21,7 +23,9 @@ class Console(Observer):
 
     def on_phase_start(self, batches: int, done: int) -> None:
         """Open a progress bar."""
-        self._bar = self._open.enter_context(self._display.task("train", batches, done=done))
+        self._bar = self._open.enter_context(
+            self._display.task("train", batches, done=done, part=TRAIN)
+        )
 
     def on_step(self, line: dict) -> None:
         """Advance the bar: losses, supervised tokens per second, peak memory."""
@@ -30,19 +34,22 @@ class Console(Observer):
     def on_report(self, line: dict, batches_per_s: float) -> None:
         """Leave a line above the bar; without a bar there are such lines already."""
         if self._display.live:
-            rate = f"rate {line['learning_rate']:.2e}"
+            rate = f"lr {line['learning_rate']:.2e}"
             self._display.line("train", f"batch {line['batch']}: {self._progress(line)}  {rate}")
 
     def on_validation(self, line: dict, score: Score, seconds: float) -> None:
         """Print the score of the validation split."""
-        self._display.line("valid", f"batch {line['batch']}: {score.summary()}")
+        self._display.line("valid", f"batch {line['batch']}: {score.text}")
 
     def _progress(self, line: dict) -> str:
-        """Return the losses and the throughput of a line; of rewards, which have no loss, these."""
-        rate = f"{line[self._rate]:,.0f} {self._unit}/s"
+        """Return the losses and the throughput of a line; of rewards, which have no loss, these.
+
+        The throughput counts all tokens where they are known, otherwise the targets.
+        """
+        rate = f"{line.get(COMPUTED_PER_S, line[self._rate]):,.0f} {self._unit}/s"
         if rewards := [entry["reward"] for entry in self._curve if "reward" in entry]:
             return f"reward {rewards[-1]:.3f}  {rate}"
-        losses = [entry["valid_loss"] for entry in self._curve if "valid_loss" in entry][-2:]
+        losses = [entry.get("valid_loss") for entry in self._curve if "valid_loss" in entry][-2:]
         trend = "" if len(losses) < 2 else " ↓" if losses[1] < losses[0] else " ↑"
         valid = f"  valid {losses[-1]:.3f}{trend}" if losses else ""
         return f"loss {line['loss']:.3f}{valid}  {rate}"

@@ -4,8 +4,8 @@ import time
 
 from ... import macos
 from ...memory.pressure import memory_pressure
+from ..observer import Observer
 from .observed_run import ObservedRun
-from .observer import Observer
 
 _EVERY = 10.0  # seconds between two readings; each starts two programs
 

@@ -3,10 +3,10 @@
 import json
 
 from ...files import append_line
-from ...objectives.objective import Score
+from ...objectives.score import Score
+from ..observer import Observer
 from ..run_folder import METRICS
 from .observed_run import ObservedRun
-from .observer import Observer
 
 
 class MetricsFile(Observer):

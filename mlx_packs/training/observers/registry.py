@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
+from ..observer import Observer
 from .console import Console
 from .machine import Machine
 from .metrics import MetricsFile
 from .observed_run import ObservedRun
-from .observer import Observer
 from .report_page import ReportPage
 from .retention import Retention
 from .trackers import Trackers

@@ -8,10 +8,10 @@ from ...files import atomic_write
 from ...report import picture
 from ...report.facts import Points, curve_of
 from ...report.page import PAGE, render
+from ..observer import Observer
 from ..run_folder import PICTURE, REPORT
 from ..run_page import run_facts, write_report
 from .observed_run import ObservedRun
-from .observer import Observer
 
 _LEAST_POINTS = 3  # of a curve that is worth a picture
 

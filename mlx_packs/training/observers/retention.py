@@ -6,9 +6,9 @@ from pathlib import Path
 from ...display import Display
 from ...leftovers import discard
 from ..checkpoint import batches_of
+from ..observer import Observer
 from ..run_folder import best_checkpoint, checkpoints
 from .observed_run import ObservedRun
-from .observer import Observer
 
 
 class Retention(Observer):

@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ...errors import PackError, reason_of
-from ...objectives.objective import Score
+from ...objectives.score import Score
 from ...terminal import guarded_native
+from ..observer import Observer
 from ..settings import Run
 from .observed_run import ObservedRun
-from .observer import Observer
 
 # What each tracker needs to be installed, by its name.
 PACKAGES = {
@@ -150,8 +150,11 @@ class Trackers(Observer):
             callback.on_train_loss_report(info)
 
     def on_validation(self, line: dict, score: Score, seconds: float) -> None:
-        """Report the validation loss."""
-        info = {"iteration": line["batch"], "val_loss": score.nll, "val_time": seconds}
+        """Report what was measured, by mlx-lm's names: ``val_loss``."""
+        info = {"iteration": line["batch"], "val_time": seconds}
+        for name, value in score.entries.items():
+            info[f"val_{name.removeprefix('valid_')}"] = value
+
         for callback in self._callbacks:
             callback.on_val_loss_report(info)
 

@@ -3,18 +3,20 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from ...adapters.lora import attach
 from ...adapters.method import Trainable
 from ...bases.geometry import is_embedding
 from ...config.schema import LoRAConfig
-from ...data.formats import TOKEN_FORMATS, format_of
+from ...data.formats import TEXT, TOKEN_FORMATS, format_of
 from ...data.rows import Splits
 from ...distributed.group import group
 from ...distributed.stages import Stages
 from ...errors import PackError
 from ...evaluation.answers import Exam, answer_line, questions_of
 from ...evaluation.metrics import metric_of
-from ...evaluation.perplexity import Score, Scorer
+from ...evaluation.perplexity import PerplexityScore, Scorer
 from ...evaluation.pipeline import PipelinedScorer
 from ...evaluation.throughput import cut_prompts, generation_path, measure_throughput
 from ...gates import gates_text
@@ -35,16 +37,17 @@ from ..fit import Fit
 from ..phases import OWN
 from ..planning import MemoryChoice
 from ..precision import check_forward
-from .task import Summary, Task, bad_rows_lines, cost
+from .task import Summary, Task, bad_rows_lines, cost, evaluated, speed, try_lines
 from .tokens import PhasedDataset, encode_phases
 
 SAMPLE_TOKENS = 40
+ANSWER = "answer"  # the part of a run's time, in questions
 _MOST_QUESTIONS = 100
 STORED_CHARACTERS = 1000  # of each text of a sample in a manifest
 _TEMPERATURE = 0.7
 _PROMPT_TOKENS = 64  # of the prompt that the throughput gate completes
 
-Scores = Mapping[str, Score]  # by phase
+Scores = Mapping[str, PerplexityScore]  # by phase
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class SamplePrompt:
     text: str
     tokens: list[int]
     wanted: str | None = None  # the answer that the examples have
+    is_raw: bool = False  # whether it is the beginning of a text, rather than a question
 
     def complete(self, base: Base) -> str:
         """Return the base's completion as it is now, sampled with a fixed seed."""
@@ -70,9 +74,7 @@ class CausalLMTask(Task):
     sample: SamplePrompt
     scorer: Scorer
     frozen: FrozenActivations | None = None
-    sample_before: str | None = None
     exam: Exam | None = None  # with a metric
-    answers_before: list[str] | None = None
 
     @property
     def lazy_base(self) -> bool:
@@ -96,7 +98,9 @@ class CausalLMTask(Task):
         row, columns = splits[-1].first_usable(split), run.goal.sources[0]
         row_format = format_of(row, columns, TOKEN_FORMATS)
         self.sample = SamplePrompt(
-            *row_format.prompt(row, columns, base.tokenizer), row_format.answer(row, columns)
+            *row_format.prompt(row, columns, base.tokenizer),
+            row_format.answer(row, columns),
+            is_raw=row_format is TEXT,
         )
         metric = metric_of(run.train.metric, columns)
         if metric and not run.train.pipeline:  # which completes no text
@@ -106,10 +110,13 @@ class CausalLMTask(Task):
     def _exam(self, metric: str, splits: Splits, split: str) -> Exam:
         """Return the questions of the first held-out examples of the last phase."""
         train, most = self.run.train, _MOST_QUESTIONS
-        if train.test_batches > 0:
+        if train.test_batches is not None and train.test_batches > 0:
             most = min(most, train.test_batches * train.batch_size)
         columns, length = self.run.goal.sources[0], train.max_seq_length
-        rows = splits.usable(split)
+        rows = list(splits.usable(split))
+        if train.test_batches is None:  # those of the sample that is evaluated, in its order
+            order = np.random.RandomState(0).permutation(len(rows))
+            rows = [rows[i] for i in order]
         row_format = format_of(splits.first_usable(split), columns, TOKEN_FORMATS)
         questions = questions_of(rows, row_format, columns, self.base, metric, length, most)
         return Exam(self.base, metric, questions, train.batch_size * length)
@@ -124,9 +131,7 @@ class CausalLMTask(Task):
             check_forward(self.base, self.sample.tokens)
             if train.packing:  # no token of a proxy sees another
                 prepare_packing(trainable, head, train.max_seq_length, self.base.vocab_size)
-            with trainable.disabled():
-                self.sample_before = self.sample.complete(self.base)
-                self.answers_before = self._answers()
+            self._limit_exam()
             self.frozen = open_frozen_activations(
                 trainable,
                 head,
@@ -162,11 +167,14 @@ class CausalLMTask(Task):
             facts = facts | {"ppl_before": before.ppl, "ppl_after": after.ppl}
             before, after, texts, answers = self._by_transformer(trainable)
         else:
-            texts = {"before": self.sample_before, "after": None}
-            if self.sample_before is not None:
+            texts, answers = {"before": None, "after": None}, []
+            if not run.train.pipeline:  # which completes no text
+                with trainable.disabled():
+                    texts["before"] = self.sample.complete(self.base)
+                    answers.append(self._answers())
                 texts["after"] = self.sample.complete(self.base)
-            answers = [self.answers_before, self._answers()]
-        split, _ = self.dataset.held_out_examples(run.goal)
+                answers.append(self._answers())
+        split, examples = self.dataset.held_out_examples(run.goal)
         phases = phase_reports(self.dataset, sources, fit)
         sample = {"prompt": self.sample.text, "wanted": self.sample.wanted, **texts}
         answered, samples = {}, [sample] if any(texts.values()) else []
@@ -174,7 +182,11 @@ class CausalLMTask(Task):
             answered = {"answers": self.exam.report(*answers).to_json()}
             samples = self.exam.samples(*answers)
         return Summary(
-            eval=_changes(split, before, after) | answered,
+            eval={
+                **_changes(split, before, after),
+                "available": len(examples),
+                **answered,
+            },
             objective={
                 "loss_on": self.dataset.loss_on,
                 "ce_last_k": run.train.ce_last_k,
@@ -191,6 +203,7 @@ class CausalLMTask(Task):
                 "eval_traces": self.scorer.traces,
                 "cache_frozen": self.frozen.to_json() if self.frozen else None,
                 "sample": sample,
+                "raw_prompt": self.sample.is_raw,
                 **({"samples": samples} if answered else {}),
             },
         )
@@ -203,9 +216,9 @@ class CausalLMTask(Task):
         answers = report.get("answers")
         samples = report.get("samples") or [report["sample"]]
         lines = [
-            f"done    held-out {format_change(report)} ({-drop:+.0%}) on "
-            f"{held_out['rows']} {held_out['split']} examples{gates_text(report['gates'])}",
             *([answer_line(answers, f"{held_out['split']} examples")] if answers else []),
+            f"done    held-out {format_change(report)} ({-drop:+.0%}) on "
+            f"{evaluated(held_out)}{gates_text(report['gates'])}",
             *(f"phase   {line}" for line in phase_lines(report["phases"])),
         ]
         if "ppl_before" in objective:
@@ -216,10 +229,9 @@ class CausalLMTask(Task):
         return [
             *lines,
             *bad_rows_lines(report),
-            f"speed   {report['tokens_per_s']:,.0f} supervised tokens/s · {cost(report)}",
+            f"speed   {speed(report)} · {cost(report)}",
             *(line for sample in samples for line in sample_lines(sample)),
-            f"pack    {report['pack']} ({report['pack_mb']:.1f} MB)    try: packs generate "
-            f'--pack {report["pack"]} --prompt "…"',
+            *try_lines(report, samples[0].get("prompt")),
         ]
 
     def gate_values(
@@ -238,16 +250,31 @@ class CausalLMTask(Task):
             values["min_tps_ratio"] = with_pack.tps_ratio
         return values
 
+    def _limit_exam(self) -> None:
+        """Ask no more questions than there are examples evaluated, and plan their time."""
+        if self.exam is None:
+            return
+        goal = self.run.goal
+        if goal.train.test_batches is None:
+            self.exam = self.exam.first(len(self.dataset.sampled(goal)))
+        if (clock := self.run.display.clock) is not None:
+            tokens = goal.train.batch_size * float(self.dataset.train.lengths.mean())
+            clock.plan(ANSWER, 2 * len(self.exam.questions), self.exam.cost / tokens)
+
     def _answers(self) -> list[str] | None:
         """Return the base's answers as it is now; None without a metric."""
         if self.exam is None:
             return None
-        with self.run.display.task("eval", len(self.exam.questions), "answers") as bar:
-            return self.exam.answers(bar.advance)
+        display = self.run.display
+        with display.task("eval", len(self.exam.questions), "answers", part=ANSWER) as bar:
+            answers = self.exam.answers(lambda begun: bar.advance(steps=begun))
+        if display.clock is not None:
+            display.clock.tick(ANSWER, 0)
+        return answers
 
     def _by_transformer(
         self, proxy: Trainable
-    ) -> tuple[Score, Score, dict[str, str], list[list[str] | None]]:
+    ) -> tuple[PerplexityScore, PerplexityScore, dict[str, str], list[list[str] | None]]:
         """Score the base's own forward without and with what a proxy trained; complete the sample."""
         base, display = self.base, self.run.display
         batches = self.dataset.held_out(self.run.goal)
@@ -306,7 +333,7 @@ def _shortened(text: str, width: int = 160) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-def _changes(split: str, before: Score, after: Score) -> dict:
+def _changes(split: str, before: PerplexityScore, after: PerplexityScore) -> dict:
     return {
         "split": split,
         "rows": after.rows,

@@ -4,11 +4,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import numpy as np
+
 from ... import runtime
 from ...adapters.method import Trainable
 from ...bases.encoder import Encoder
 from ...config.choices import LOSSES, POLICIES, PolicyFacts
 from ...config.schema import COLUMN_SETTINGS, TrainConfig
+from ...data.left_out import left_out_notes
 from ...data.pairs import (
     PairBatch,
     Pairs,
@@ -29,7 +32,9 @@ from ...packs.card import format_change
 from ..fit import Fit
 from ..phases import RunPhase
 from ..planning import MemoryChoice
-from .task import Summary, Task, bad_rows_lines, cost
+from .task import Summary, Task, bad_rows_lines, cost, evaluated
+
+_MOST_PAIRS = 1000  # that a run is evaluated on by default
 
 
 class EvalPairs(list[PairBatch]):
@@ -79,6 +84,9 @@ class PairDataset:
         pairs = self.splits["train"]
         return len(self._sampler(pairs, self.train.seed, LOSSES[self.loss].in_batch).epoch(0))
 
+    def mean_inputs(self) -> None:
+        """Texts of pairs are not counted in tokens."""
+
     def resized(self, phases: Sequence[RunPhase]) -> "PairDataset":
         """Return the same pairs for another number of batches."""
         return replace(self, train=phases[-1].train)
@@ -98,7 +106,23 @@ class PairDataset:
 
     def held_out(self, phase: RunPhase) -> EvalPairs:
         """Return the pairs that the run is evaluated on."""
-        return EvalPairs(self.first(self.split, self.train.test_batches))
+        pairs, most = self.splits[self.split], self.train.test_batches
+        if most is not None:
+            return EvalPairs(self.first(self.split, most))
+        if len(pairs) <= _MOST_PAIRS:
+            return EvalPairs(pairs)
+
+        order = np.sort(np.random.RandomState(0).permutation(len(pairs))[:_MOST_PAIRS])
+        scores = None if pairs.scores is None else pairs.scores[order]
+        return EvalPairs(
+            replace(
+                pairs,
+                tokens=[[column[i] for i in order] for column in pairs.tokens],
+                texts=pairs.texts[order],
+                scores=scores,
+                where=lambda i: pairs.where(int(order[i])),
+            )
+        )
 
     def first(self, split: str, batches: int) -> Pairs:
         """Return the first pairs of a split, so many batches' worth; -1 is all."""
@@ -175,7 +199,8 @@ class EmbeddingTask(Task):
         )
         if cut := sum(part.cut for part in pairs.values()):
             display.line("data", f"longer than {limit} tokens (--max-seq-length): {cut} texts cut")
-        for note in (*read.notes, *read.bad_lines()):
+        lost = left_out_notes(read.rows["train"], read.format, self.run.columns, base.tokenizer)
+        for note in (*read.notes, *lost, *read.bad_lines()):
             display.line("data", note)
         check_scores(self.dataset.held_out(self.run.goal).pairs, f"--data {read.source}")
         if validation := self.dataset.validation(self.run.goal):
@@ -215,6 +240,7 @@ class EmbeddingTask(Task):
             eval={
                 "split": self.dataset.split,
                 "rows": len(held_out),
+                "available": len(self.dataset.splits[self.dataset.split]),
                 **{f"{name}_before": value for name, value in before.items()},
                 **{f"{name}_after": value for name, value in after.items()},
             },
@@ -228,8 +254,8 @@ class EmbeddingTask(Task):
         """Return metrics, speed and the pack."""
         held_out = report["held_out"]
         return [
-            f"done    held-out {format_change(report)} on {held_out['rows']} {held_out['split']} "
-            f"examples{gates_text(report['gates'])}",
+            f"done    held-out {format_change(report)} on {evaluated(held_out)}"
+            f"{gates_text(report['gates'])}",
             *bad_rows_lines(report),
             f"speed   {report['pairs_per_s']:,.0f} pairs/s · {cost(report)}",
             f"pack    {report['pack']} ({report['pack_mb']:.1f} MB)    try: packs eval "

@@ -14,6 +14,8 @@ from ...adapters.method import Trainable
 from ...config.schema import TrainConfig
 from ...data.batches import make_batch
 from ...data.encoding import Example
+from ...data.formats import PROMPT
+from ...data.left_out import template_notes
 from ...data.prompts import Prompts, encode_prompts, wanted_text
 from ...data.rows import Splits
 from ...data.sampler import Sampler
@@ -21,9 +23,11 @@ from ...data.shapes import Shape, padded_length, padded_targets, sequence_inputs
 from ...inference.generate import sample_batch, text_of
 from ...objectives.causal_lm import split_head
 from ...objectives.grpo import GRPO, Generated, PromptBatch
+from ...objectives.score import REWARD, Score
 from ...packs.base import Base
 from ...runtime import mx
 from ..fit import Fit
+from ..held_out import sample
 from ..phases import RunPhase
 from ..planning import MemoryChoice
 from ..precision import check_forward
@@ -36,22 +40,30 @@ _MOST_AT_ONCE = 64  # completions that are generated together
 
 
 @dataclass(frozen=True)
-class RewardScore:
-    """The mean reward of a model's likeliest completions; ``nll`` is the reward with a minus."""
+class RewardScore(Score):
+    """The mean reward of a model's likeliest completions."""
 
     reward: float
     rows: int
-    nll: float
+    nll: float | None = None  # the reward with a minus, in lines of early versions
     ppl: float | None = None
     ppl_se: float | None = None
     accuracy: float | None = None
+    measure: ClassVar[str] = REWARD
 
-    def log_entry(self) -> dict[str, float]:
+    @property
+    def value(self) -> float:
+        """The reward."""
+        return self.reward
+
+    @property
+    def entries(self) -> dict[str, float]:
         """Entries of the line in a run's metrics for validation examples."""
-        return {"valid_loss": self.nll, "valid_reward": self.reward}
+        return {"valid_reward": self.reward}
 
-    def summary(self) -> str:
-        """Return the same in one line for people."""
+    @property
+    def text(self) -> str:
+        """The same in one line for people."""
         return f"reward {self.reward:.3f}"
 
 
@@ -101,6 +113,9 @@ class PromptDataset:
         """Return the number of batches that have every prompt once."""
         return len(self.sampler(self.phases[-1]).epoch(0))
 
+    def mean_inputs(self) -> None:
+        """Completions, of which a batch consists, are not known before it."""
+
     def resized(self, phases: Sequence[RunPhase]) -> "PromptDataset":
         """Return the same prompts for phases with other numbers of batches."""
         return replace(self, phases=tuple(phases))
@@ -116,7 +131,14 @@ class PromptDataset:
 
     def held_out(self, phase: RunPhase) -> list[tuple[Prompts, int]]:
         """Return a prompt each to evaluate on."""
-        return self._first(self.of(phase)[self.split(phase)], phase.train.test_batches, phase)
+        prompts, t = self.of(phase)[self.split(phase)], phase.train
+        if t.test_batches is not None:
+            return self._first(prompts, t.test_batches, phase)
+
+        completion = t.max_completion_length
+        trained = self.of(phase)["train"].lengths.mean() + completion
+        chosen = sample(prompts.lengths + completion, t.iters * t.sequences * trained)
+        return [(prompts, int(i)) for i in np.sort(chosen)]
 
     def split(self, phase: RunPhase) -> str:
         """Return the split that a phase is evaluated on."""
@@ -171,7 +193,8 @@ class GRPOTask(Task):
                 of_phase[split] = prompts
             counts = " / ".join(f"{len(part):,} {split}" for split, part in of_phase.items())
             display.line("data", f"{read.source} · {counts} prompts · reward {self.reward.name}")
-            for note in (*read.notes, *read.bad_lines()):
+            lost = template_notes(read.rows["train"], PROMPT, columns, base.tokenizer)
+            for note in (*read.notes, *lost, *read.bad_lines()):
                 display.line("data", note)
             encoded.append(of_phase)
         self.dataset = PromptDataset(self.run.phases, encoded)
@@ -254,7 +277,7 @@ class GRPOTask(Task):
             for _ in part if advance is not None else ():
                 advance()
         mean = float(np.concatenate(rewards).mean())
-        return RewardScore(mean, len(indices), -mean)
+        return RewardScore(mean, len(indices))
 
     def summary(
         self, trainable: Trainable, objective: GRPO, fit: Fit, sources: Sequence[str]
@@ -270,6 +293,7 @@ class GRPOTask(Task):
             eval={
                 "split": self.dataset.split(goal),
                 "rows": after.rows,
+                "available": len(self.dataset.held_out_examples(goal)[1]),
                 "reward_before": before.reward,
                 "reward_after": after.reward,
             },

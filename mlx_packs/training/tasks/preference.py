@@ -4,10 +4,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
+
 from ...adapters.method import Trainable
 from ...config.schema import DataConfig, TrainConfig
 from ...data.encoding import EncodingOptions
-from ...data.formats import COMPLETION, PREFERENCE, Row
+from ...data.formats import COMPLETION, PREFERENCE, Row, RowFormat
+from ...data.left_out import template_notes
 from ...data.masks import masked
 from ...data.packing import Packed
 from ...data.preference_batches import (
@@ -43,7 +46,7 @@ from ..precision import check_forward
 from ..run_folder import reference_file
 from ..settings import Run
 from .causal_lm import SamplePrompt, add_noise, phase_reports, sample_lines, stored_sample
-from .task import Summary, Task, bad_rows_lines, cost
+from .task import Summary, Task, bad_rows_lines, cost, evaluated, speed, try_lines
 from .tokens import MASKS, PhasedDataset
 
 
@@ -90,6 +93,8 @@ class PreferenceDataset(PhasedDataset):
     def held_out(self, phase: RunPhase) -> list[PreferenceBatch]:
         """Return the rows that a phase is evaluated on, in batches."""
         split, _ = self.held_out_examples(phase)
+        if phase.train.test_batches is None:
+            return self._evaluated(phase, split, -1, self.sampled(phase))
         return self._evaluated(phase, split, phase.train.test_batches)
 
     def validation(self, phase: RunPhase) -> list[PreferenceBatch]:
@@ -97,10 +102,15 @@ class PreferenceDataset(PhasedDataset):
         splits, count = self.splits[self.phases.index(phase)], phase.train.val_batches
         return self._evaluated(phase, "valid", count) if "valid" in splits and count else []
 
-    def _evaluated(self, phase: RunPhase, split: str, most: int) -> list[PreferenceBatch]:
+    def _held_out_lengths(self, phase: RunPhase) -> np.ndarray:
+        return super()._held_out_lengths(phase).reshape(-1, 2).sum(axis=1)
+
+    def _evaluated(
+        self, phase: RunPhase, split: str, most: int, chosen: np.ndarray | None = None
+    ) -> list[PreferenceBatch]:
         t, examples = phase.train, self.splits[self.phases.index(phase)][split]
         inputs, name = sequence_inputs(t.max_seq_length), f"{phase.name}/{split}"
-        return preference_evaluation(examples, t.batch_size, inputs, name, most)
+        return preference_evaluation(examples, t.batch_size, inputs, name, most, chosen)
 
     def typical_rows(self) -> tuple[int, int]:
         """Return the tokens of a typical batch, and those of them that reach the head."""
@@ -158,7 +168,8 @@ class PreferenceTask(Task):
                     read.note_encoded(split, examples.fingerprint, examples.bad)
                     of_phase[split] = examples
                     bar.advance()
-            self._describe(read, of_phase, t)
+            lost = template_notes(read.rows["train"], self._row_format(), columns, base.tokenizer)
+            self._describe(read, of_phase, t, lost)
             encoded.append(of_phase)
         self.dataset = self._dataset(encoded)
         self._choose_sample(splits[-1])
@@ -168,10 +179,13 @@ class PreferenceTask(Task):
         self, rows: Sequence[Row], columns: DataConfig, options: EncodingOptions
     ) -> PreferenceExamples:
         """Return the tokens of rows."""
-        row_format = RATED if self.train.task == "kto" else PREFERENCE
         return encode_preferences(
-            rows, self.base.tokenizer, columns, options, row_format, self.train.num_proc
+            rows, self.base.tokenizer, columns, options, self._row_format(), self.train.num_proc
         )
+
+    def _row_format(self) -> RowFormat:
+        """Return the format of the rows of this task."""
+        return RATED if self.train.task == "kto" else PREFERENCE
 
     def _dataset(self, encoded: list[dict[str, PreferenceExamples]]) -> PreferenceDataset:
         """Return the data set of the examples of every phase."""
@@ -180,7 +194,11 @@ class PreferenceTask(Task):
         return PreferenceDataset(self.run.phases, encoded, masks=masks)
 
     def _describe(
-        self, read: Splits, examples: dict[str, PreferenceExamples], train: TrainConfig
+        self,
+        read: Splits,
+        examples: dict[str, PreferenceExamples],
+        train: TrainConfig,
+        lost: Sequence[str],
     ) -> None:
         """Show the number of rows, and what was cut; check that packed rows fit."""
         first, display = examples["train"], self.run.display
@@ -192,7 +210,7 @@ class PreferenceTask(Task):
         )
         if line := self._cut_line(cut, dropped, train.max_seq_length):
             display.line("data", line)
-        for note in (*read.notes, *read.bad_lines()):
+        for note in (*read.notes, *lost, *read.bad_lines()):
             display.line("data", note)
         longest = int((first.lengths.reshape(-1, 2).sum(axis=1) - 2).max())
         if train.packing and longest > sequence_inputs(train.max_seq_length):
@@ -249,7 +267,7 @@ class PreferenceTask(Task):
         """Accuracy and margin on the held-out rows of the last phase, and the sample again."""
         goal, train = self.run.goal, self.train
         ends = {"before": fit.scores[0][goal.name], "after": fit.scores[-1][goal.name]}
-        split, _ = self.dataset.held_out_examples(goal)
+        split, examples = self.dataset.held_out_examples(goal)
         texts = {"before": self.sample_before, "after": self.sample.complete(self.base)}
         sample = {"prompt": self.sample.text, "wanted": self.sample.wanted, **texts}
         phases = phase_reports(self.dataset, sources, fit)
@@ -266,7 +284,11 @@ class PreferenceTask(Task):
             "chosen_ppl": "ppl",
         }
         return Summary(
-            eval={"split": split, **before_and_after(ends, values)},
+            eval={
+                "split": split,
+                "available": len(examples) // 2,
+                **before_and_after(ends, values),
+            },
             objective=named,
             facts=facts,
             report={"task": train.task, "phases": phases, "objective": named, "sample": sample},
@@ -305,12 +327,11 @@ def outcome_lines(report: dict) -> list[str]:
     """Return metrics before and after, phases, speed, the sample and the pack."""
     held_out = report["held_out"]
     return [
-        f"done    held-out {format_change(report)} on {held_out['rows']} {held_out['split']} "
-        f"examples{gates_text(report['gates'])}",
+        f"done    held-out {format_change(report)} on {evaluated(held_out)}"
+        f"{gates_text(report['gates'])}",
         *(f"phase   {line}" for line in phase_lines(report["phases"])),
         *bad_rows_lines(report),
-        f"speed   {report['tokens_per_s']:,.0f} supervised tokens/s · {cost(report)}",
+        f"speed   {speed(report)} · {cost(report)}",
         *sample_lines(report["sample"]),
-        f"pack    {report['pack']} ({report['pack_mb']:.1f} MB)    try: packs generate "
-        f'--pack {report["pack"]} --prompt "…"',
+        *try_lines(report, report["sample"].get("prompt")),
     ]

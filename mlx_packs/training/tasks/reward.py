@@ -24,7 +24,7 @@ from ..phases import RunPhase
 from ..planning import MemoryChoice
 from .causal_lm import add_noise, phase_reports
 from .preference import PreferenceDataset, PreferenceTask, before_and_after
-from .task import Summary, bad_rows_lines, cost
+from .task import Summary, bad_rows_lines, cost, evaluated, speed
 
 
 class RewardDataset(PreferenceDataset):
@@ -83,13 +83,17 @@ class RewardTask(PreferenceTask):
         """Accuracy and margin on the held-out rows of the last phase."""
         goal, train = self.run.goal, self.train
         ends = {"before": fit.scores[0][goal.name], "after": fit.scores[-1][goal.name]}
-        split, _ = self.dataset.held_out_examples(goal)
+        split, examples = self.dataset.held_out_examples(goal)
         phases = phase_reports(self.dataset, sources, fit)
         named = {"task": "reward", "loss_on": self.dataset.loss_on}
         named["center_rewards_coefficient"] = train.center_rewards_coefficient
         values = {"preference_accuracy": "accuracy", "reward_margin": "margin", "loss": "nll"}
         return Summary(
-            eval={"split": split, **before_and_after(ends, values)},
+            eval={
+                "split": split,
+                "available": len(examples) // 2,
+                **before_and_after(ends, values),
+            },
             objective=named,
             facts={"phases": phases} if phases else {},
             report={"task": "reward", "phases": phases, "objective": named},
@@ -100,11 +104,11 @@ class RewardTask(PreferenceTask):
         """Return accuracy and margin, phases, speed and the pack."""
         held_out = report["held_out"]
         return [
-            f"done    held-out {format_change(report)} on {held_out['rows']} {held_out['split']} "
-            f"examples{gates_text(report['gates'])}",
+            f"done    held-out {format_change(report)} on {evaluated(held_out)}"
+            f"{gates_text(report['gates'])}",
             *(f"phase   {line}" for line in phase_lines(report["phases"])),
             *bad_rows_lines(report),
-            f"speed   {report['tokens_per_s']:,.0f} tokens/s · {cost(report)}",
+            f"speed   {speed(report)} · {cost(report)}",
             f"pack    {report['pack']} ({report['pack_mb']:.1f} MB)    try: packs eval "
             f"{report['pack']} --data DATA",
         ]

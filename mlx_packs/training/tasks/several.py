@@ -123,6 +123,9 @@ class SeveralDatasets(Dataset):
         """Return the batches of an epoch of the last phase."""
         return self._of(self.phases[-1]).batches_per_epoch()
 
+    def mean_inputs(self) -> None:
+        """Batches of several tasks have no common measure."""
+
     def resized(self, phases: Sequence[RunPhase]) -> "SeveralDatasets":
         """Return the same examples for phases with other numbers of batches."""
         datasets = {

@@ -5,6 +5,7 @@ here. Methods with a body are defaults.
 """
 
 import pkgutil
+import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,12 +21,16 @@ from ...display import clock
 from ...objectives.objective import Objective
 from ...packs.base import Base
 from ...packs.pack import Pack
+from ..checkpoint import COMPUTED_PER_S
 from ..dataset import Dataset
 from ..fit import Fit
 from ..planning import MemoryChoice
 from ..settings import Run
 
 _SEVERAL = "mlx_packs.training.tasks.several:SeveralTasks"  # what trains phases of several tasks
+
+
+_MOST_PASTED = 300  # characters of a prompt in a command
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,34 @@ def cost(report: Mapping) -> str:
         f"{clock(report['train_s'])} for {report['steps']} updates · MLX peak "
         f"{report['peak_gb']:.2f} GB{planned}, process RSS {report['process_peak_gb']:.2f} GB"
     )
+
+
+def try_lines(report: Mapping, prompt: str | None = None) -> list[str]:
+    """Return commands that use the pack of a run, which can be pasted as they are."""
+    pack = shlex.quote(str(report["pack"]))
+    lines = [f"pack    {report['pack']} ({report['pack_mb']:.1f} MB)    try:"]
+    if report.get("raw_prompt"):
+        start = (prompt or "").strip().partition("\n")[0][:_MOST_PASTED]
+        return [*lines, f"packs generate --pack {pack} --raw --prompt {shlex.quote(start)}"]
+
+    if prompt and len(prompt) <= _MOST_PASTED and prompt.isprintable():
+        lines.append(f"packs generate --pack {pack} --prompt {shlex.quote(prompt)}")
+    return [*lines, f"packs chat --pack {pack}"]
+
+
+def speed(report: Mapping) -> str:
+    """Return the throughput of a run in tokens for people: all that were computed, and targets."""
+    supervised = f"{report['tokens_per_s']:,.0f}"
+    if COMPUTED_PER_S not in report:
+        return f"{supervised} supervised tokens/s"
+    return f"{report[COMPUTED_PER_S]:,.0f} tokens/s, {supervised} of them supervised"
+
+
+def evaluated(held_out: Mapping) -> str:
+    """Return how many examples were evaluated, and of how many, for people."""
+    rows, available = held_out["rows"], held_out.get("available", held_out["rows"])
+    number = f"{rows:,}" if rows == available else f"{rows:,} of {available:,}"
+    return f"{number} {held_out['split']} examples"
 
 
 def bad_rows_lines(report: Mapping) -> list[str]:

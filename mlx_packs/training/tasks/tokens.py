@@ -23,6 +23,7 @@ from ...data.encoding import EncodingOptions, Examples
 from ...data.encoding_parts import part_count
 from ...data.fim import FillInTheMiddle
 from ...data.formats import RowFormat, Text
+from ...data.left_out import template_notes
 from ...data.masks import masked
 from ...data.sampler import Draw, Sampler, packing_fill
 from ...data.shapes import padded_length, sequence_inputs
@@ -33,6 +34,7 @@ from ...display import VERBOSE, Display
 from ...errors import PackError
 from ...nn.blocks import attends_by_spans
 from ...packs.base import Base
+from ..held_out import sample
 from ..phases import RunPhase
 
 MASKS = 2  # training examples that the page of a run shows
@@ -115,6 +117,14 @@ class PhasedDataset:
         """Return the number of batches that hold every training example once."""
         return len(self.sampler(self.phases[-1]).epoch(0))
 
+    def mean_inputs(self) -> float | None:
+        """Return the mean of the tokens of a training batch; None where batches are packed."""
+        train = self.phases[-1].train
+        if train.packing:
+            return None
+        inputs = np.minimum(self.train.lengths - 1, sequence_inputs(train.max_seq_length))
+        return train.sequences * float(inputs.mean())
+
     def resized(self, phases: Sequence[RunPhase]) -> "PhasedDataset":
         """Return the same examples for phases with other numbers of batches."""
         return replace(self, phases=tuple(phases))
@@ -131,7 +141,19 @@ class PhasedDataset:
 
     def held_out(self, phase: RunPhase) -> list[Batch]:
         """Return the examples that a phase is evaluated on, in batches."""
-        return _batches(self.held_out_examples(phase)[1], phase, phase.train.test_batches)
+        _, examples = self.held_out_examples(phase)
+        if phase.train.test_batches is None:
+            return _batches(examples, phase, -1, self.sampled(phase))
+        return _batches(examples, phase, phase.train.test_batches)
+
+    def sampled(self, phase: RunPhase) -> np.ndarray:
+        """Return the held-out rows that a phase is evaluated on by default, in random order."""
+        t = phase.train
+        length = t.max_seq_length if t.packing else float(self.train.lengths.mean())
+        return sample(self._held_out_lengths(phase), t.iters * t.sequences * length)
+
+    def _held_out_lengths(self, phase: RunPhase) -> np.ndarray:
+        return self.held_out_examples(phase)[1].lengths
 
     def validation(self, phase: RunPhase) -> list[Batch]:
         """Return the examples on which a phase is validated while it trains; they may be empty."""
@@ -149,9 +171,12 @@ class PhasedDataset:
         return rows, max(1, rows * self.train.targets // int(lengths.sum()))
 
 
-def _batches(examples: Examples, phase: RunPhase, count: int) -> list[Batch]:
+def _batches(
+    examples: Examples, phase: RunPhase, count: int, chosen: np.ndarray | None = None
+) -> list[Batch]:
     t = phase.train
-    return evaluation_batches(examples, t.batch_size, t.max_seq_length, count, runtime.COMPILES)
+    few = runtime.COMPILES
+    return evaluation_batches(examples, t.batch_size, t.max_seq_length, count, few, chosen)
 
 
 def encode_phases(
@@ -213,7 +238,8 @@ def encode_splits(
     )
     if cut := _cut(examples, train):
         display.line("data", cut)
-    for note in (*splits.notes, *splits.bad_lines()):
+    lost = template_notes(splits.rows["train"], splits.format, columns, base.tokenizer)
+    for note in (*splits.notes, *lost, *splits.bad_lines()):
         display.line("data", note)
     return examples
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ...objectives.objective import Score
+from ..objectives.score import Score
 
 
 class Observer:
@@ -38,7 +38,8 @@ class Observer:
 
         Args:
             line: The line that logs the score.
-            score: The score; ``score.nll`` is the mean loss per target.
+            score: The score; ``score.value`` is the number that runs are compared by, of most
+                tasks the mean loss per target (``score.nll``).
             seconds: Duration of the evaluation.
         """
 

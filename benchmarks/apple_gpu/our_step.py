@@ -1,0 +1,205 @@
+"""The step and the batches of mlx_packs, laid out and never evaluated.
+
+They are called in a process where MLX builds the graph of its Metal build (`capture`), and use the
+code that trains: the same adapters, objective and compiled step.
+"""
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from unittest import mock
+
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+
+from mlx_packs import runtime
+from mlx_packs.adapters.dora import DoRAAttached
+from mlx_packs.adapters.for_merge import ForMerge, Rounding
+from mlx_packs.adapters.lora import Attached, attach
+from mlx_packs.adapters.residual import install
+from mlx_packs.bases.weight_formats import FORMATS
+from mlx_packs.config.schema import LoRAConfig, TrainConfig
+from mlx_packs.data.batches import few_shapes, lay_out, most_targets
+from mlx_packs.data.encoding import Example, Examples
+from mlx_packs.data.packing import aligned_batches
+from mlx_packs.data.sampler import Sampler
+from mlx_packs.data.shapes import sequence_inputs
+from mlx_packs.nn.blocks import attends_by_spans
+from mlx_packs.nn.dora import GroupedDoRA
+from mlx_packs.nn.residual_lora import ResidualLoRA
+from mlx_packs.objectives.causal_lm import CausalLM, possible_heads
+from mlx_packs.ops import _check
+from mlx_packs.ops.span_attention import Spans
+from mlx_packs.optim import make_optimizer
+from mlx_packs.packs.base import Base
+from mlx_packs.runtime import mx
+from mlx_packs.training.step import Stepper
+
+_TYPICAL = math.log(300) - 0.7**2 / 2, 0.7  # of the logarithms of tokens: mean 300
+_EXAMPLES = 4000
+_FOR_MERGE = "for-merge-"  # and a format
+
+
+def lazy_step(  # noqa: PLR0913 (one argument for each thing that a step depends on)
+    model: nn.Module,
+    args: dict,
+    *,
+    batch: int,
+    length: int,
+    targets: int,
+    rank: int,
+    path: str,
+    recompute: str,
+    packed: bool,
+    method: str = "lora",
+) -> tuple[list[mx.array], list[mx.array]]:
+    """Call one compiled training step on a model whose arrays are not evaluated.
+
+    Args:
+        model: a 4-bit model of mlx-lm, frozen.
+        args: its config.json.
+        batch: sequences.
+        length: inputs of each.
+        targets: target slots of the batch.
+        rank: of the adapters on every projection of every block.
+        path: matmul path: quantized, transient or dense.
+        recompute: activation checkpointing: none, selective or block.
+        packed: whether sequences hold several examples, of lengths as `_TYPICAL` draws them: what
+            attention costs depends on the sum of their squares.
+        method: of training: lora, dora, or pissa, which stands for olora too; or lora with
+            --for-merge: for-merge-affine4, for-merge-affine8, for-merge-nf4.
+
+    Returns:
+        What the step computes: loss, gradient norm, the updated adapters and the optimizer's
+        state; and every array that exists before it and is read.
+    """
+    base = Base("captured", Path("."), model, None, args, "")
+    own_path = "quantized" if method.startswith(_FOR_MERGE) else path  # it applies the path itself
+    attached = attach(base, LoRAConfig(rank=rank), matmul_path=own_path)
+    known = _made_of(attached, method, path)
+    attached.recompute(recompute)
+    model.train()
+    settings = TrainConfig()
+    optimizer = make_optimizer(settings)
+    optimizer.init(model.trainable_parameters())
+    head = next(possible_heads(model))
+    stepper = Stepper(model, CausalLM(model, head).loss, optimizer, settings.max_grad_norm)
+    integers = [(batch, length), (targets,), (targets,)]
+    arrays = [mx.zeros(shape, mx.int32) for shape in integers] + [mx.ones((targets,))]
+    segments = [_typical_segments(model, batch, length)] if packed else []
+    arrays += [own for own in segments if isinstance(own, mx.array)]
+    state = [model.parameters(), known, optimizer.state, mx.random.state[0]]
+    leaves = [array for _, array in tree_flatten(state)] + arrays
+    with _unchecked_kernels():
+        results = stepper.whole(*arrays[:4], *segments)
+    updated = [model.trainable_parameters(), optimizer.state, results]
+    return [array for _, array in tree_flatten(updated)], leaves
+
+
+def _made_of(attached: Attached, method: str, path: str) -> list[mx.array]:
+    """Install a method's groups; return the arrays that it computes once, when it is attached."""
+    if method == "dora":
+        DoRAAttached(attached)
+    elif method in ("pissa", "olora"):
+        install(attached, ResidualLoRA)  # beginning with any factors
+    elif method.startswith(_FOR_MERGE):
+        name = method.removeprefix(_FOR_MERGE)
+        grid = dict.fromkeys(attached.specs, Rounding(mx.bfloat16, FORMATS[name]))
+        ForMerge(attached, name, grid, path)
+    elif method != "lora":
+        raise ValueError(f"no step of {method}")
+    groups = list(attached.model.modules())
+    norms = [m.norms for m in groups if isinstance(m, GroupedDoRA)]
+    removed = [m.removed for m in groups if isinstance(m, ResidualLoRA)]
+    return [norms, removed]
+
+
+def kernel_cost(
+    name: str, inputs: list[tuple], outputs: list[tuple], template: dict
+) -> tuple[int | None, float | None, bool]:
+    """Return what a launch of a kernel of ours costs, by its name and shapes.
+
+    Returns:
+        Bytes that it moves (None: every operand once), its operations (None: not known), and
+        whether simdgroup matrices compute them.
+    """
+    kind = name.partition("grouped_lora_")[2]
+    if kind == "down":  # x @ A of every rank
+        return None, 2 * math.prod(inputs[0]) * outputs[0][-1], False
+    if kind.startswith("up"):
+        factors = sum(map(math.prod, inputs[len(outputs) : -3]))  # B of every slice
+        return None, 2 * inputs[0][0] * factors, False
+    return None, None, False
+
+
+def batch_shapes(
+    lengths: Sequence[int], supervised: float, batch_size: int, packing: bool, max_length: int
+) -> list[tuple[int, int, int]]:
+    """Return (sequences, inputs, target slots) of each batch of one epoch.
+
+    Args:
+        lengths: tokens of each example.
+        supervised: the share of an example's inputs that predict a target.
+        batch_size: sequences of a batch.
+        packing: whether sequences hold several examples.
+        max_length: most tokens of a sequence.
+    """
+    steps = batch_steps(lengths, supervised, batch_size, packing, max_length)
+    return [step[:3] for step in steps]
+
+
+def batch_steps(
+    lengths: Sequence[int], supervised: float, batch_size: int, packing: bool, max_length: int
+) -> list[tuple[int, int, int, int]]:
+    """Return `batch_shapes`, and with each a number: steps of a shape are compiled once per number.
+
+    Packed batches whose examples have other positions have different numbers.
+    """
+    items = [_example(tokens, supervised) for tokens in lengths]
+    examples = Examples(items, "text", "all tokens")
+    sampler = Sampler(
+        examples.lengths,
+        batch_size,
+        sequence_inputs(max_length),
+        packing=packing,
+        aligned=packing and runtime.COMPILES,
+    )
+    allowed = few_shapes(examples, sampler) if not packing else None
+    if sampler.aligned:
+        allowed = most_targets(examples, sampler)
+    numbers: dict[Spans | None, int] = {}
+    steps = []
+    for order in sampler.epoch(0):
+        batch = lay_out(examples, sampler, order, allowed)
+        spans = batch.segments if isinstance(batch.segments, tuple) else None
+        number = numbers.setdefault(spans, len(numbers))
+        steps.append((*batch.tokens.shape, len(batch.positions), number))
+    return steps
+
+
+def _typical_segments(model: nn.Module, batch: int, length: int) -> mx.array | Spans:
+    """Return the segments of a packed batch of typical examples, as the model's attention has them.
+
+    Of the batches of an epoch it is the one whose attention costs what it costs on average.
+    """
+    if not attends_by_spans(model):
+        return mx.zeros((batch, length), mx.int32)
+    tokens = np.random.default_rng(0).lognormal(*_TYPICAL, _EXAMPLES).round()
+    inputs = tokens.clip(2, length).astype(int) - 1
+    packed = aligned_batches(inputs, batch, length, np.random.default_rng(0))
+    spans = [one.spans for one in packed if len(one.spans) == batch]
+    squares = np.array([sum(n * n for row in own for n in row) for own in spans])
+    return spans[np.abs(squares - squares.mean()).argmin()]
+
+
+def _unchecked_kernels() -> AbstractContextManager:
+    """Trust kernels without their self-check, which would evaluate them."""
+    return mock.patch.object(_check, "examine", lambda check: _check.Finding(0.0, None))
+
+
+def _example(tokens: int, supervised: float) -> Example:
+    target = np.zeros(tokens, bool)
+    target[tokens - max(1, round((tokens - 1) * supervised)) :] = True
+    return Example(np.zeros(tokens, np.int32), target, "captured")

@@ -1,0 +1,217 @@
+"""Writes the checkpoint folder of a GGUF file: config, tokenizer and safetensors, one tensor at a time."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...errors import PackError
+from ...files import atomic_write, free_bytes, to_json, write_tensors
+from ...runtime import mx
+from .architectures import Architecture, architecture_of, config_of, names_of
+from .blocks import DENSE, EXACT, GROUP_SIZE, Affine, read_affine, read_dense
+from .header import GgufFile, TensorInfo, read_gguf
+from .tokenizer import tokenizer_files
+
+_DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+_STORED = {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32}
+_FREE_BYTES = 256 << 20  # that stay free on the disk
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """How a GGUF file becomes a checkpoint.
+
+    Attributes:
+        file: its header.
+        architecture: its architecture.
+        config: the config.json.
+        names: tensors of the file by the names of MLX's model.
+        dtype: of weights that are not exact: norms, biases, and what is dequantized.
+        tokenizer: tokenizer.json and tokenizer_config.json.
+    """
+
+    file: GgufFile
+    architecture: Architecture
+    config: dict[str, Any]
+    names: dict[str, str]
+    dtype: mx.Dtype
+    tokenizer: tuple[str, dict[str, Any]]
+
+    @classmethod
+    def of(cls, path: Path) -> "Conversion":
+        """Read and check everything of a file but its weights."""
+        file = read_gguf(path)
+        architecture = architecture_of(file)
+        config = config_of(file, architecture)
+        names = names_of(file, architecture, config["num_hidden_layers"])
+        _check_shapes(file, architecture, config, names)
+        text, tokenizer_config, ends = tokenizer_files(file, config["vocab_size"])
+
+        dtype = _main_dtype(file, architecture)
+        config["torch_dtype"] = next(name for name, value in _DTYPES.items() if value == dtype)
+        config["eos_token_id"] = ends
+        bos = file.metadata.get("tokenizer.ggml.bos_token_id")
+        if isinstance(bos, int):
+            config["bos_token_id"] = bos
+        if quantization := _quantization(file, names):
+            config |= {"quantization": quantization, "quantization_config": quantization}
+        return cls(file, architecture, config, names, dtype, (text, tokenizer_config))
+
+    def write(self, folder: Path) -> None:
+        """Write the checkpoint into a folder that is there and empty."""
+        outline = {
+            name: array for name, info in self._infos() for name, array in self._zeros(name, info)
+        }
+        needed = sum(array.nbytes for array in outline.values()) + _FREE_BYTES
+        free = free_bytes(folder)
+        if free is not None and free < needed:
+            raise PackError(
+                f"{folder.parent}: {self.file.path.name} needs {needed / 1e9:.1f} GB there, but "
+                f"{free / 1e9:.1f} GB are free. Set MLX_PACKS_CACHE to a folder on another disk.",
+                "unwritable",
+            )
+        write_tensors(folder / "model.safetensors", outline, self._tensors())
+        text, tokenizer_config = self.tokenizer
+        atomic_write(folder / "tokenizer.json", text)
+        atomic_write(folder / "tokenizer_config.json", to_json(tokenizer_config))
+        atomic_write(folder / "config.json", to_json(self.config))
+
+    def _infos(self) -> Iterator[tuple[str, TensorInfo]]:
+        for name, tensor in self.names.items():
+            yield name, self.file.tensors[tensor]
+
+    def _zeros(self, name: str, info: TensorInfo) -> Iterator[tuple[str, mx.array]]:
+        """Yield the outline of what a tensor becomes."""
+        if _is_exact(info):
+            rows, columns = info.shape
+            bits = EXACT[info.type][0]
+            path = name.removesuffix(".weight")
+            yield name, mx.zeros((rows, columns * bits // 32), mx.uint32)
+            for part in ("scales", "biases"):
+                yield f"{path}.{part}", mx.zeros((rows, columns // GROUP_SIZE), self._scale_dtype)
+        else:
+            yield name, mx.zeros(info.shape, self._dense_dtype(info))
+
+    @property
+    def _scale_dtype(self) -> mx.Dtype:
+        return mx.float32 if self.dtype == mx.float32 else mx.float16
+
+    def _dense_dtype(self, info: TensorInfo) -> mx.Dtype:
+        """Return the dtype of a dense tensor: its own for matrices in F16 and BF16."""
+        if len(info.shape) > 1 and info.type in ("F16", "BF16"):
+            return _STORED[info.type]
+        return self.dtype
+
+    def _tensors(self) -> Iterator[tuple[str, mx.array]]:
+        """Yield the tensors of the checkpoint."""
+        for name, info in self._infos():
+            order = self._order(name, info)
+            if _is_exact(info):
+                weight = read_affine(self.file, info)
+                yield from self._affine(name, weight if order is None else weight.rows(order))
+                continue
+            array = read_dense(self.file, info)
+            if order is not None:
+                array = array[order]
+            if name.endswith("norm.weight") and self.architecture.norm_offset:
+                array = array - np.float32(self.architecture.norm_offset)
+            tensor = mx.array(array).astype(self._dense_dtype(info))
+            if not mx.isfinite(tensor).all().item():
+                raise self.file.fault(f"{info.name} has weights beyond {tensor.dtype}.")
+            yield name, tensor
+
+    def _affine(self, name: str, weight: Affine) -> Iterator[tuple[str, mx.array]]:
+        path = name.removesuffix(".weight")
+        yield name, mx.array(weight.weight)
+        for part, values in (("scales", weight.scales), ("biases", weight.biases)):
+            tensor = mx.array(values).astype(self._scale_dtype)
+            if not mx.isfinite(tensor).all().item():
+                raise self.file.fault(f"{name} has a scale beyond float16. Get it again.")
+            yield f"{path}.{part}", tensor
+
+    def _order(self, name: str, info: TensorInfo) -> np.ndarray | None:
+        """Return the rows of q and k in MLX's order; None if they are in it."""
+        heads = _heads_of(name, self.config) if self.architecture.permuted else None
+        if heads is None:
+            return None
+        rows = info.shape[0]
+        return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(rows)
+
+
+def _heads_of(name: str, config: dict[str, Any]) -> int | None:
+    """Return how many heads are in the rows of a q or k projection; None of another tensor."""
+    keys = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+    key = keys.get(name.split(".")[-2])
+    return config[key] if key else None
+
+
+def _is_exact(info: TensorInfo) -> bool:
+    return info.type in EXACT and len(info.shape) == 2
+
+
+def _check_shapes(
+    file: GgufFile, architecture: Architecture, config: dict[str, Any], names: dict[str, str]
+) -> None:
+    """Check that no tensor is missing, and the shapes that the rows of q and k depend on."""
+    blocks = range(config["num_hidden_layers"])
+    needed = [
+        f"model.layers.{i}.{path}.weight" for i in blocks for path in architecture.names.values()
+    ]
+    missing = [
+        n for n in ("model.embed_tokens.weight", "model.norm.weight", *needed) if n not in names
+    ]
+    if missing:
+        raise file.fault(f"has no tensor for {missing[0]}. Copy or download it again.")
+    for name, tensor in names.items():
+        shape = file.tensors[tensor].shape
+        is_matrix = name.endswith("_proj.weight") or "embed" in name or "lm_head" in name
+        if len(shape) != (2 if is_matrix else 1):
+            raise file.fault(f"{tensor} has the shape {list(shape)}. Copy or download it again.")
+        heads = _heads_of(name, config)
+        if heads and shape[0] != heads * config["head_dim"]:
+            raise file.fault(
+                f"{tensor} has {shape[0]} rows, but {heads} heads of {config['head_dim']} need "
+                f"{heads * config['head_dim']}. Copy or download it again."
+            )
+
+
+def _main_dtype(file: GgufFile, architecture: Architecture) -> mx.Dtype:
+    """Return the dtype of norms, biases and dequantized weights, in which a GPU also computes.
+
+    It is the dtype of most weights of a dense file, else float16, in which the scales are. Gemma
+    overflows float16: it computes in bfloat16, or in float32 where scales are exact.
+    """
+    sizes: dict[str, int] = {}
+    for tensor in file.tensors.values():
+        kind = tensor.type if tensor.type in DENSE else "quantized"
+        kind = "exact" if _is_exact(tensor) else kind
+        sizes[kind] = sizes.get(kind, 0) + tensor.nbytes
+    most = max(sizes, key=lambda kind: sizes[kind])
+    if architecture.needs_bfloat16:
+        is_exact = "exact" in sizes or most == "F32"
+        return mx.float32 if is_exact else mx.bfloat16
+    return _STORED.get(most, mx.float16)
+
+
+def _quantization(file: GgufFile, names: dict[str, str]) -> dict[str, Any]:
+    """Return the quantization settings of config.json: those of most weights, and the others by path."""
+    bits_of: dict[str, int] = {}
+    sizes: dict[int, int] = {}
+    for name, tensor in names.items():
+        info = file.tensors[tensor]
+        if _is_exact(info):
+            bits = EXACT[info.type][0]
+            bits_of[name.removesuffix(".weight")] = bits
+            sizes[bits] = sizes.get(bits, 0) + info.nbytes
+    if not sizes:
+        return {}
+    main = max(sizes, key=lambda bits: sizes[bits])
+
+    def settings(bits: int) -> dict[str, Any]:
+        return {"group_size": GROUP_SIZE, "bits": bits, "mode": "affine"}
+
+    others = {path: settings(bits) for path, bits in bits_of.items() if bits != main}
+    return settings(main) | others

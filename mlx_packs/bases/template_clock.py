@@ -1,0 +1,29 @@
+"""The clock that chat templates read (Llama 3.2, gpt-oss, Granite), which training stops at a date."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import datetime
+from typing import Any
+
+_STOPPED_AT: ContextVar[datetime | None] = ContextVar("stopped_at", default=None)
+
+
+def reads_clock(tokenizer: Any) -> bool:
+    """Return whether a tokenizer's chat template reads the clock."""
+    return "strftime_now" in str(getattr(tokenizer, "chat_template", None))
+
+
+def strftime_now(form: str) -> str:
+    """Return the time as templates ask for it: the present one, or where the clock is stopped."""
+    return (_STOPPED_AT.get() or datetime.now()).strftime(form)
+
+
+@contextmanager
+def clock_at(date: str | None) -> Iterator[None]:
+    """Stop the clock of templates inside the block, at midnight of a date; None lets it go on."""
+    token = _STOPPED_AT.set(None if date is None else datetime.fromisoformat(date))
+    try:
+        yield
+    finally:
+        _STOPPED_AT.reset(token)

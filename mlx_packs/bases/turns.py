@@ -1,0 +1,367 @@
+"""Turns of a conversation as a chat template writes them: what begins and what ends an answer.
+
+A checkpoint's ``eos_token_id`` ends a text. A template may end an answer with another token, or
+with none at all: the mark of the next speaker is then the end. A template may also ignore that a
+prompt is asked for, or read contents as lists of parts only. Rendered probes show all of this.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, overload
+
+from ..errors import PackError
+from .chat_template import render_chat
+
+SENTINEL = "\ue000\ue001\ue002"  # private use: in no template and no sane text
+_ASKED = "\ue003\ue004\ue005"
+_SYSTEM = {"role": "system", "content": "a"}
+_QUESTION = {"role": "user", "content": _ASKED}
+_ANSWER = {"role": "assistant", "content": SENTINEL}
+_CALL_ID = "call00001"  # Mistral's templates want nine letters or digits
+_CALL = {
+    "id": _CALL_ID,
+    "type": "function",
+    "function": {"name": SENTINEL, "arguments": {"a": "b"}},
+}
+_TOOL = {"type": "function", "function": {"name": "a", "parameters": {"type": "object"}}}
+_RESULT = {"role": "tool", "content": "a", "name": SENTINEL, "tool_call_id": _CALL_ID}
+
+
+@dataclass(frozen=True)
+class AnswerEnd:
+    """What ends an answer of a chat template.
+
+    Attributes:
+        token: the token behind an answer; None if the template shows none.
+        text: the token's text.
+        is_written: whether the template writes it behind the last answer of a conversation, too.
+        others: tokens that end other answers: those that call a tool.
+        is_known: whether the template renders the probe; if not, the token is EOS.
+    """
+
+    token: int | None = None
+    text: str = ""
+    is_written: bool = True
+    others: tuple[int, ...] = ()
+    is_known: bool = True
+
+    @property
+    def missing(self) -> str:
+        """The text that training puts behind the last answer; empty if the template writes it."""
+        return "" if self.is_written else self.text
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The tokens at which generation stops."""
+        return self.others if self.token is None else (self.token, *self.others)
+
+
+@dataclass(frozen=True)
+class TurnStyle:
+    """How a chat template reads and writes turns.
+
+    Attributes:
+        end: what ends an answer.
+        takes_parts: whether contents are shown only as lists of parts.
+        needs_header: whether the template ignores ``add_generation_prompt``, although it writes a
+            header before an answer.
+        opening: the added tokens before a question, as texts.
+        header: the text before a question, without these tokens.
+        between: the text between a question and its answer.
+    """
+
+    end: AnswerEnd
+    takes_parts: bool = False
+    needs_header: bool = False
+    opening: tuple[str, ...] = ()
+    header: str = ""
+    between: str = ""
+
+    def mark_around(self, role: str, text: str) -> str | None:
+        """Return what the template writes around a turn, and its text already has; None if plain."""
+        text = text.strip()
+        if role == "assistant" and self.end.text and text.endswith(self.end.text):
+            return self.end.text
+        has_header = self.header and self.between and text.startswith(self.header)
+        if has_header and text.removeprefix(self.header).endswith(self.between):
+            return self.header
+        return next((mark for mark in self.opening if text.startswith(mark)), None)
+
+
+def turn_style(tokenizer: Any) -> TurnStyle:
+    """Return how a tokenizer's chat template reads and writes turns; rendered once per template."""
+    plain = getattr(tokenizer, "_tokenizer", tokenizer)
+    template = getattr(plain, "chat_template", None)
+    known_template, style = getattr(tokenizer, "_turn_style", (None, None))
+    if style is None or known_template != template:
+        style = _turn_style(tokenizer)
+        tokenizer._turn_style = template, style
+    return style
+
+
+def answer_end(tokenizer: Any) -> AnswerEnd:
+    """Return what ends an answer of a tokenizer's chat template.
+
+    It is the first added token behind a rendered answer. If the template writes none there, it is
+    the added token that the next turn starts with (GLM-4), or else the token that ends a text. An
+    answer that calls a tool may end with another token.
+    """
+    return turn_style(tokenizer).end
+
+
+def stop_at_answer_end(tokenizer: Any) -> None:
+    """Let generation stop at what ends an answer, in addition to what ends a text."""
+    ends = answer_end(tokenizer).tokens
+    tokenizer._unnamed_ends = [end for end in ends if end not in tokenizer.eos_token_ids]
+    tokenizer.eos_token_ids = {*tokenizer.eos_token_ids, *ends}
+
+
+def unnamed_ends(tokenizer: Any) -> list[int]:
+    """Return the tokens that end an answer and that neither config nor tokenizer names as EOS."""
+    return getattr(tokenizer, "_unnamed_ends", [])
+
+
+def answer_end_note(tokenizer: Any) -> str:
+    """Return a line on an answer's end that is not what ends a text; empty if nothing is unusual."""
+    if not getattr(tokenizer, "has_chat_template", False):
+        return ""
+
+    end = answer_end(tokenizer)
+    if end.token is None:
+        return (
+            "the chat template shows no token that ends an answer, and the tokenizer has none: "
+            "generation stops only at --max-tokens. Set eos_token in tokenizer_config.json"
+        )
+
+    if not end.is_known:
+        return (
+            "the chat template rejects a plain question with its answer, so that what ends an "
+            "answer is unknown: generation stops at eos_token_id. Name all ends in config.json"
+        )
+    if not end.is_written:
+        return (
+            f"the chat template does not end the last answer: {end.text} is put behind it, "
+            "and generation stops there"
+        )
+
+    if unnamed := unnamed_ends(tokenizer):
+        texts = " or ".join(tokenizer.decode([token]) for token in unnamed)
+        return (
+            f"an answer ends with {texts}, which eos_token_id does not name: "
+            "generation stops there, too"
+        )
+    return ""
+
+
+def given_variables(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return variables of a chat template without those that are None, which are not given."""
+    return {name: value for name, value in variables.items() if value is not None}
+
+
+@overload
+def render_conversation(
+    tokenizer: Any,
+    messages: Sequence[Mapping],
+    *,
+    tokenize: Literal[False],
+    template_date: str | None = None,
+    **options: Any,
+) -> str: ...
+@overload
+def render_conversation(
+    tokenizer: Any,
+    messages: Sequence[Mapping],
+    *,
+    tokenize: Literal[True],
+    template_date: str | None = None,
+    **options: Any,
+) -> list[int]: ...
+def render_conversation(
+    tokenizer: Any,
+    messages: Sequence[Mapping],
+    *,
+    tokenize: bool,
+    template_date: str | None = None,
+    **options: Any,
+) -> str | list[int]:
+    """Return a conversation as `render_chat` does, the same in training and in use.
+
+    Contents are given in the form that the template reads. A prompt ends with the header of the
+    answer, also if the template ignores ``add_generation_prompt``. A variable that is None is not
+    given to the template.
+    """
+    style = turn_style(tokenizer)
+    options = given_variables(options)
+    options["template_date"] = template_date
+    turns = [_in_parts(message) for message in messages] if style.takes_parts else list(messages)
+    if style.needs_header and options.get("add_generation_prompt"):
+        prompt = _before_answer(tokenizer, turns, style, options)
+        if prompt is not None:
+            return _encoded(tokenizer, prompt) if tokenize else prompt
+    if tokenize:
+        return render_chat(tokenizer, turns, tokenize=True, **options)
+    return render_chat(tokenizer, turns, tokenize=False, **options)
+
+
+def _before_answer(
+    tokenizer: Any, turns: list[Mapping], style: TurnStyle, options: Mapping[str, Any]
+) -> str | None:
+    """Return the text before the next answer, header included; None if the template rejects one."""
+    answer = _in_parts(_ANSWER) if style.takes_parts else _ANSWER
+    options = {**options, "add_generation_prompt": False}
+    try:
+        text = render_chat(tokenizer, [*turns, answer], tokenize=False, **options)
+    except PackError as error:
+        if error.code != "data":
+            raise
+        return None
+    prompt, sentinel, _ = text.partition(SENTINEL)
+    return prompt if sentinel else None
+
+
+def _in_parts(message: Mapping) -> Mapping:
+    """Return a message whose text is a list of parts."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    parts = [{"type": "text", "text": text} for text in (content,) if text]
+    return {**message, "content": parts}
+
+
+def _turn_style(tokenizer: Any) -> TurnStyle:
+    """Return how a template reads and writes turns, by rendering a question and its answer."""
+    if not tokenizer.has_chat_template:
+        return TurnStyle(AnswerEnd(tokenizer.eos_token_id))
+
+    unknown = TurnStyle(AnswerEnd(tokenizer.eos_token_id, is_known=False))
+    second_choice = None
+    for takes_parts in (False, True):
+        for opening in ([_QUESTION], [_SYSTEM, _QUESTION]):
+            probe = _Probe(tokenizer, opening, takes_parts)
+            try:
+                text = probe.render([_ANSWER])
+            except PackError as error:  # it is raised again where a conversation is rendered
+                if error.code != "data":
+                    return unknown
+                continue
+            if SENTINEL in text and _ASKED in text:
+                return _style_of(probe)
+            if SENTINEL in text and second_choice is None:
+                second_choice = probe
+
+    return unknown if second_choice is None else _style_of(second_choice)
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """Renders what may follow the opening of a conversation that the template takes."""
+
+    tokenizer: Any
+    opening: list[dict]
+    takes_parts: bool
+
+    def render(self, messages: Sequence[Mapping], **options: Any) -> str:
+        """Return the opening and some messages as a text."""
+        turns: list[Mapping] = [*self.opening, *messages]
+        if self.takes_parts:
+            turns = [_in_parts(message) for message in turns]
+        return render_chat(self.tokenizer, turns, tokenize=False, **options)
+
+    def try_to_render(self, messages: Sequence[Mapping], **options: Any) -> str | None:
+        """Return the opening and some messages as a text; None if the template rejects them."""
+        try:
+            return self.render(messages, **options)
+        except PackError:
+            return None
+
+    def behind(self, *messages: Mapping) -> str:
+        """Return the text behind the first sentinel; empty if there is none."""
+        text = self.try_to_render(messages) or ""
+        return text.partition(SENTINEL)[2].strip()
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text without the white space around it."""
+        return _encoded(self.tokenizer, text.strip()) if text.strip() else []
+
+
+def _style_of(probe: _Probe) -> TurnStyle:
+    end, tokenizer = _answer_end(probe), probe.tokenizer
+    others = tuple(token for token in _call_ends(probe) if token != end.token)
+    end = replace(end, others=others)
+
+    before, asked, rest = probe.render([_ANSWER]).partition(SENTINEL)[0].partition(_ASKED)
+    if not asked:
+        return TurnStyle(end, probe.takes_parts, _needs_header(probe))
+    marks = _marks(tokenizer)
+    opening = [tokenizer.decode([token]) for token in probe.encode(before) if token in marks]
+    texts = tuple(text for text in dict.fromkeys(opening) if text.strip())
+    for text in texts:
+        before = before.replace(text, "")
+    around = {"opening": texts, "header": before.strip(), "between": rest.strip()}
+    return TurnStyle(end, probe.takes_parts, _needs_header(probe), **around)
+
+
+def _answer_end(probe: _Probe) -> AnswerEnd:
+    """Return what ends a plain answer."""
+    tokenizer, marks = probe.tokenizer, _marks(probe.tokenizer)
+    tokens = probe.encode(probe.behind(_ANSWER))
+    if (token := next((token for token in tokens if token in marks), None)) is not None:
+        return AnswerEnd(token, tokenizer.decode([token]))
+
+    tokens = probe.encode(probe.behind(_ANSWER, _QUESTION))
+    token = tokens[0] if tokens and tokens[0] in marks else tokenizer.eos_token_id
+    if token is None:
+        return AnswerEnd()
+    return AnswerEnd(token, tokenizer.decode([token]), is_written=False)
+
+
+def _call_ends(probe: _Probe) -> list[int]:
+    """Return what ends an answer that calls a tool: a token that does not also stand between calls.
+
+    If the template writes none, it is the mark that the result of the call starts with.
+    """
+    call = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+    calls = {**call, "tool_calls": [_CALL, _CALL]}  # which not every template takes
+    for tools, message in itertools.product((None, [_TOOL]), (calls, call)):
+        text = probe.try_to_render([message], tools=tools) or ""
+        if text.count(SENTINEL) >= len(message["tool_calls"]):
+            break
+    else:
+        return []
+
+    _, *between, behind = text.split(SENTINEL)
+    names = ("tool_call_start", "tool_call_end")  # by which mlx-lm's parser reads calls
+    parsed = "".join(getattr(probe.tokenizer, name, None) or "" for name in names)
+    inside = {*probe.encode("".join(between)), *probe.encode(parsed)}
+    ends = _marks(probe.tokenizer) - inside
+    written = [token for token in probe.encode(behind) if token in ends]
+    if written:
+        return written[-1:]
+
+    before = text.rstrip()
+    text = probe.try_to_render([message, _RESULT], tools=tools) or ""
+    follows = probe.encode(text.removeprefix(before)) if text.startswith(before) else []
+    return [token for token in follows[:1] if token in ends]
+
+
+def _needs_header(probe: _Probe) -> bool:
+    """Return whether a prompt, when asked for, lacks the header that the template writes."""
+    plain, prompt = (
+        probe.try_to_render([], add_generation_prompt=asked) for asked in (False, True)
+    )
+    if plain is None or plain != prompt:
+        return False
+    before = probe.render([_ANSWER]).partition(SENTINEL)[0]
+    header = before.removeprefix(plain.rstrip())
+    return header != before and bool(header.strip())
+
+
+def _marks(tokenizer: Any) -> set[int]:
+    """Return the tokens that may be marks of a template: special or only added."""
+    added = getattr(tokenizer._tokenizer, "added_tokens_decoder", {})
+    return {*tokenizer.all_special_ids, *tokenizer.eos_token_ids, *added}
+
+
+def _encoded(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)

@@ -1,0 +1,55 @@
+"""Arguments of public functions by the names of other trainers, answered with ours."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+from ..errors import PackError, did_you_mean
+from .other_names import OTHER_NAMES
+from .schema import DataConfig, LoRAConfig, TrainConfig
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# The configurations of a run, by the argument that takes each.
+_CONFIGS = {"lora": LoRAConfig, "train": TrainConfig, "columns": DataConfig}
+# One idea each, which functions of files call otherwise.
+_SAME = {
+    "model": ("base", "name"),
+    "base": ("model", "name"),
+    "max_seq_length": ("sequence_length",),
+    "sequence_length": ("max_seq_length",),
+}
+
+
+def answers_other_names(function: F) -> F:
+    """Let a function answer an argument that it does not have with the one to write instead."""
+    parameters = inspect.signature(function).parameters
+
+    @wraps(function)
+    def checked(*args: Any, **arguments: Any) -> Any:
+        for name in arguments:
+            if name not in parameters:
+                raise _unknown_argument(function.__name__, name, list(parameters))
+        return function(*args, **arguments)
+
+    return cast(F, checked)
+
+
+def _names(config: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(config)}
+
+
+def _unknown_argument(function: str, name: str, valid: list[str]) -> PackError:
+    ours = OTHER_NAMES.get(name, name)
+    same = [other for other in (ours, *_SAME.get(ours, ())) if other in valid]
+    owners = (key for key, config in _CONFIGS.items() if key in valid and ours in _names(config))
+    if same:
+        hint = f"It is called '{same[0]}' here."
+    elif owner := next(owners, None):
+        config = _CONFIGS[owner].__name__
+        hint = f"It is a setting: {owner}=mp.{config}({ours}=...)."
+    else:
+        hint = did_you_mean(name, valid)
+    return PackError(f"{function}: has no argument '{name}'. {hint}", "unknown", name)

@@ -1,0 +1,214 @@
+"""The settings of the optimizer and of its learning rate."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ..errors import any_of
+from ..schedules import SCHEDULES
+from .choices import OPTIMIZERS, OptimizerFacts
+from .fields import Fault, option
+from .machines import MachineSettings
+
+_optimizer = partial(option, section="Optimization", own_layers="optimizer")
+_schedule = partial(_optimizer, phase=True)
+
+# Settings that are arguments of the optimizer, by the same names in `optimizer_config`.
+ARGUMENTS = ("bias_correction", "weight_decay", "betas")
+_CORRECTING = tuple(name for name, facts in OPTIMIZERS.items() if facts.corrects_bias)
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class OptimizerSettings(MachineSettings):
+    """The part of `TrainConfig` that is about the optimizer and its learning rate."""
+
+    learning_rate: float = _schedule(
+        2e-4,
+        "Peak learning rate, with the meaning that it has in PEFT and TRL.",
+        metavar="RATE",
+        above=0,
+        flags=("--learning-rate", "--lr"),
+        common="Peak learning rate, as in PEFT and TRL.",
+    )
+    lr_schedule: str | dict = _schedule(
+        "cosine",
+        "Learning-rate schedule after the warm-up. YAML accepts any schedule of MLX, as in mlx-lm.",
+        choices=tuple(SCHEDULES),
+    )
+    warmup_steps: int = _schedule(
+        0,
+        "Updates over which the learning rate rises linearly from 0, its value in the first update, "
+        "to its peak.",
+        at_least=0,
+    )
+    warmup_ratio: float = _schedule(
+        0.0,
+        "Share of the updates for the warm-up, rounded up, instead of --warmup-steps.",
+        metavar="SHARE",
+        at_least=0,
+        at_most=1,
+    )
+    warmup_from_zero: bool = _optimizer(
+        True,
+        "Start the warm-up at a rate of 0, as PEFT and TRL do; false starts it at the first of N + 1 "
+        "equal steps, as runs of earlier versions do.",
+        flags=(),
+    )
+    optimizer: str = _optimizer(
+        "adamw",
+        "Optimizer; adamw_8bit stores its moments in 8 bits.",
+        choices=OPTIMIZERS,
+        memory=True,
+    )
+    bias_correction: bool = _optimizer(
+        True,
+        "Correct the bias of the moments of Adam and AdamW, as torch does. Recipes of mlx-lm train "
+        "without it, unless they say otherwise.",
+    )
+    weight_decay: float | None = _optimizer(
+        None,
+        "Weight decay of the optimizer.",
+        shown_default="0.01 with adamw, adamw_8bit and muon, 0 with the others",
+        metavar="DECAY",
+        at_least=0,
+    )
+    betas: tuple[float, ...] = _optimizer(
+        (),
+        "Decay of the first and of the second moment, separated by a comma.",
+        shown_default="0.9,0.999; 0.9,0.99 with lion",
+        metavar="BETA1,BETA2",
+    )
+    optimizer_config: dict = _optimizer(
+        {},
+        "Arguments of the optimizer, by its name, as in mlx-lm.",
+        flags=(),
+    )
+    loraplus_lr_ratio: float = _optimizer(
+        1.0,
+        "Learning rate of B, the second factor of every adapter, over that of the rest (LoRA+).",
+        metavar="RATIO",
+        above=0,
+        method="lora",
+    )
+
+    def _conflicts(self) -> Iterator[Fault]:
+        yield from super()._conflicts()
+        yield from self._conflicts_of_warmup()
+        if self.optimizer in OPTIMIZERS:
+            yield from self._conflicts_of_optimizer(OPTIMIZERS[self.optimizer])
+
+    def _conflicts_of_warmup(self) -> Iterator[Fault]:
+        named = self.changed(("warmup_steps", "warmup_ratio"))
+        if len(named) > 1:
+            yield Fault("warmup_ratio", "does not go with --warmup-steps. Give one.", "conflict")
+        if named and not isinstance(self.lr_schedule, str):
+            instead = self.warmup_steps or "N"
+            text = (
+                f"does not apply to a schedule with arguments. Write lr_schedule.warmup: {instead}."
+            )
+            yield Fault(named[0], text, "conflict")
+
+    def _conflicts_of_optimizer(self, facts: OptimizerFacts) -> Iterator[Fault]:
+        """Faults of settings that the optimizer does not have, or has twice."""
+        if not self.bias_correction and not facts.corrects_bias:
+            text = f"is a setting of {any_of(_CORRECTING)}, not of {self.optimizer}. Leave it out."
+            yield Fault("bias_correction", text, "conflict")
+        if self.weight_decay is not None and facts.weight_decay is None:
+            text = f"{self.optimizer} has none. Use --optimizer adamw."
+            yield Fault("weight_decay", text, "conflict")
+        if self.betas and not facts.betas:
+            yield Fault("betas", f"{self.optimizer} has none. Leave them out.", "conflict")
+        if self.betas and not (len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas)):
+            text = f"must be two numbers in [0, 1), but is {', '.join(map(str, self.betas))}."
+            yield Fault("betas", text)
+        own = arguments_of(vars(self))
+        for name in own.keys() & set(ARGUMENTS):
+            ours = getattr(self, name)
+            is_fault = name == "bias_correction" and not isinstance(own[name], bool)  # said later
+            if not is_fault and ours not in (None, ()) and not _equal(ours, own[name]):
+                text = (
+                    f"is {_text(ours)}, but optimizer_config.{self.optimizer}.{name} is "
+                    f"{_text(own[name])}. Give one of them."
+                )
+                yield Fault(name, text, "conflict")
+
+
+def arguments_of(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what ``optimizer_config`` has for the chosen optimizer; empty if it is malformed."""
+    name = settings.get("optimizer", OptimizerSettings.optimizer)
+    every = settings.get("optimizer_config")
+    own = every.get(name) if isinstance(every, Mapping) and isinstance(name, str) else None
+    return own if isinstance(own, Mapping) else {}
+
+
+def corrected_in_mlx_lm(settings: Mapping[str, Any]) -> bool:
+    """Return the ``bias_correction`` of settings that do not have it, by mlx-lm's default.
+
+    It is off for Adam and AdamW; other optimizers have nothing to turn off.
+    """
+    name = settings.get("optimizer", OptimizerSettings.optimizer)
+    own = arguments_of(settings).get("bias_correction")
+    return own if isinstance(own, bool) else name not in _CORRECTING
+
+
+def uncorrected(optimizer_config: Any) -> Any:
+    """Return ``optimizer_config`` with mlx-lm's default, no bias correction, where it says nothing."""
+    if not isinstance(optimizer_config, Mapping | None):
+        return optimizer_config
+    configs = dict(optimizer_config or {})
+    for name in _CORRECTING:
+        if isinstance(own := configs.get(name) or {}, Mapping):
+            configs[name] = {"bias_correction": False, **own}
+    return configs
+
+
+def with_bias_correction(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings whose ``bias_correction`` is not in ``optimizer_config``, but a key of its own.
+
+    A value there that contradicts the key stays, as the fault that it is.
+    """
+    settings, configs = dict(settings), settings.get("optimizer_config")
+    if isinstance(own := arguments_of(settings).get("bias_correction"), bool):
+        settings.setdefault("bias_correction", own)
+        if settings["bias_correction"] != own:
+            return settings
+    if not isinstance(configs, Mapping):
+        return settings
+    settings["optimizer_config"] = {}
+    for name, values in configs.items():
+        if not isinstance(values, Mapping) or not isinstance(values.get("bias_correction"), bool):
+            settings["optimizer_config"][name] = values
+        elif rest := {k: v for k, v in values.items() if k != "bias_correction"}:
+            settings["optimizer_config"][name] = rest
+    return settings
+
+
+def without_arguments(settings: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings without the arguments of the optimizer that ``over`` has, in either form."""
+    settings = dict(settings)
+    named, configs = set(ARGUMENTS) & set(over), settings.get("optimizer_config")
+    if named and isinstance(configs, Mapping):
+        settings["optimizer_config"] = {
+            name: _without(values, named) for name, values in configs.items()
+        }
+    chosen = {"optimizer": settings["optimizer"]} if "optimizer" in settings else {}
+    return _without(settings, set(ARGUMENTS) & set(arguments_of({**chosen, **over})))
+
+
+def _without(values: Any, names: set[str]) -> Any:
+    if not isinstance(values, Mapping):
+        return values
+    return {name: value for name, value in values.items() if name not in names}
+
+
+def _equal(ours: Any, theirs: Any) -> bool:
+    return list(ours) == list(theirs) if _are_lists(ours, theirs) else ours == theirs
+
+
+def _are_lists(*values: Any) -> bool:
+    return all(isinstance(value, (list, tuple)) for value in values)
+
+
+def _text(value: Any) -> str:
+    return ",".join(map(str, value)) if _are_lists(value) else str(value).lower()

@@ -1,0 +1,125 @@
+"""Values of settings, each converted to the type of its field."""
+
+import dataclasses
+import os
+import re
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import Code, PackError, flag_of
+from ..reading import parse_json
+
+_NUMBERS = {int: "an integer", float: "a number"}
+_KINDS = {bool: "true or false", str: "text", dict: "a mapping", list: "a list", **_NUMBERS}
+
+
+def typed_value(value: Any, kind: Any, key: str, where: str = "") -> Any:
+    """``value`` as ``kind``; integers pass for floats, and texts for the numbers that they spell.
+
+    Args:
+        value: as a file, a flag or Python has it.
+        kind: type of a field: a class, a union, ``tuple[X, ...]`` or ``dict[str, X]``.
+        key: the setting, or where in it the value is (``rank_pattern.q_proj``).
+        where: the file; empty for flags and Python.
+
+    Raises:
+        PackError: the value is of another type.
+    """
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    value = _of_python(value)
+    if origin in (typing.Union, types.UnionType):
+        return _one_of(parts, value, key, where)
+    if origin is tuple:
+        return _items(value, parts[0], key, where)
+    if origin is dict:
+        value = _pairs(value, key, where) if isinstance(value, str) else value
+        if not isinstance(value, Mapping):
+            raise _mistyped("a mapping", value, key, where)
+        return {str(k): typed_value(v, parts[1], f"{key}.{k}", where) for k, v in value.items()}
+    if kind in _NUMBERS and isinstance(value, (int, float, str)) and not isinstance(value, bool):
+        try:
+            number = float(value)
+            if kind is float or number == int(number):
+                return kind(number)
+        except (ValueError, OverflowError):
+            pass
+    elif kind is dict and isinstance(value, str):
+        return _mapping_of_json(value, key, where)
+    elif kind not in _NUMBERS and isinstance(value, kind):
+        return value
+    elif dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
+        settings = {str(k): v for k, v in value.items()}
+        return kind.from_mapping(settings, f"{where}: {key}" if where else key)
+    raise _mistyped(_KINDS.get(kind, "a mapping"), value, key, where)
+
+
+def _one_of(kinds: tuple, value: Any, key: str, where: str) -> Any:
+    """``value`` as one of several kinds; `Any` among them takes every value."""
+    if Any in kinds or (value is None and types.NoneType in kinds):
+        return value
+    kinds = tuple(kind for kind in kinds if kind is not types.NoneType)
+    if len(kinds) == 1:
+        return typed_value(value, kinds[0], key, where)
+    if isinstance(value, kinds):
+        return value
+    raise _mistyped(" or ".join(_KINDS[kind] for kind in kinds), value, key, where)
+
+
+def _mapping_of_json(text: str, key: str, where: str) -> dict:
+    """Return the mapping that a flag gives as JSON."""
+    try:
+        value = parse_json(text)
+    except ValueError:
+        value = text
+    if not isinstance(value, dict):
+        raise _mistyped("a mapping in JSON", text, key, where)
+    return value
+
+
+def _of_python(value: Any) -> Any:
+    """Return a number of NumPy or MLX as Python's, and a path as text."""
+    if getattr(value, "ndim", None) == 0:
+        return value.item()
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _items(value: Any, kind: Any, key: str, where: str) -> tuple:
+    items = value.split(",") if isinstance(value, str) else value
+    if isinstance(items, (set, frozenset)):
+        items = sorted(items, key=str)
+    if not isinstance(items, (list, tuple)):
+        raise _mistyped("a list", value, key, where)
+    items = [item.strip() if isinstance(item, str) else item for item in items]
+    return tuple(
+        typed_value(item, kind, f"{key}[{i}]", where) for i, item in enumerate(items) if item != ""
+    )
+
+
+def _pairs(text: str, key: str, where: str) -> dict[str, str]:
+    """``a=8,b=2`` as a flag has it; in YAML it is a mapping."""
+    pairs = [part.rpartition("=") for part in text.split(",") if part.strip()]
+    if not all(name.strip() and value.strip() for name, _, value in pairs):
+        raise _mistyped("of the form name=number,name=number", text, key, where)
+    names = [name.strip() for name, _, _ in pairs]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise setting_error(f"has two values for '{twice}'. Give one.", key, where, "conflict")
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def setting_error(text: str, key: str, where: str = "", code: Code = "invalid") -> PackError:
+    """Return the error of a setting, which begins with its file and key, or with its flag.
+
+    Args:
+        text: what is wrong and what to do.
+        key: the setting, or where in it the fault is (``rank_pattern.q_proj``).
+        where: the file; empty for flags and Python.
+        code: the kind of error.
+    """
+    place = f"{where}: {key}" if where else flag_of(key) if key.isidentifier() else key
+    return PackError(f"{place}: {text}", code, re.split(r"[.\[]", key, maxsplit=1)[0])
+
+
+def _mistyped(expected: str, value: Any, key: str, where: str) -> PackError:
+    return setting_error(f"must be {expected}, but is {value!r}.", key, where)

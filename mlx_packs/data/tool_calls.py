@@ -1,0 +1,230 @@
+"""One form of tools and of calls of them, whatever dialect they are written in.
+
+It is OpenAI's, with arguments as an object: training and serving render calls and tools in this form.
+What cannot be brought into it is a ValueError whose text says why.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from datetime import date, time
+from typing import Any
+
+from .row_format import shown
+
+_ARGUMENTS = ("arguments", "parameters", "args", "input")  # of a call, as others call them too
+# Keys of a call that say nothing which its name and arguments do not.
+_OTHER_KEYS = ("id", "type", "index", "parsed_arguments")
+_CALL_KEYS = {"function", "name", *_ARGUMENTS, *_OTHER_KEYS}
+_MOST_DEPTH = 100  # of lists and objects within one another, as in a line of a file
+_NO_CALL = "a call of a tool must be an object with a 'name' and 'arguments'."
+WRITTEN_THOUGHTS = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
+_MARKED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+
+def normal_arguments(value: Any) -> dict[str, Any]:
+    """Return the arguments of a call as an object.
+
+    Args:
+        value: an object, in which a null is padding (of Arrow) and left out; the JSON text of one,
+            which stays as it is written; or nothing.
+    """
+    return _arguments(without_padding(value))
+
+
+def _arguments(value: Any) -> dict[str, Any]:
+    """Return the arguments of a call as an object; one that is given is free of padding."""
+    if isinstance(value, str):
+        value = _parsed(value, "the arguments of a call are") if value.strip() else None
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ValueError("the arguments of a call must be an object.")
+    return json_value(value, "the arguments of a call have")
+
+
+def _normal_call(call: Any) -> dict[str, Any]:
+    """Return one call: ``{id, type, function: {name, arguments}}``, without an id if it has none."""
+    if isinstance(call, str):
+        call = _parsed(call, "a call of a tool is")
+    if not isinstance(call, Mapping):
+        raise ValueError(_NO_CALL)
+
+    function = call.get("function") or {}
+    if isinstance(function, str):
+        function = _parsed(function, "the 'function' of a call is")
+    if not isinstance(function, Mapping):
+        raise ValueError(_NO_CALL)
+
+    parts = [{k: v for k, v in part.items() if v is not None} for part in (function, call)]
+    if unknown := [key for part in parts for key in part if key not in _CALL_KEYS]:
+        raise ValueError(
+            f"a call of a tool has the unknown key {shown(unknown[0])}. Write its arguments under "
+            "'arguments', and remove other keys."
+        )
+    name = _only([part["name"] for part in parts if "name" in part], "names")
+    if not isinstance(name, str) or not name:
+        raise ValueError(_NO_CALL)
+    given = [_arguments(part[key]) for part in parts for key in _ARGUMENTS if key in part]
+    arguments = _only([each for each in given if each], "arguments") or {}
+
+    normal = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return normal if call.get("id") is None else {"id": call["id"], **normal}
+
+
+def _only(values: Sequence[Any], what: str) -> Any:
+    """Return the value that a call has, maybe under several keys; None without."""
+    if any(value != values[0] for value in values[1:]):
+        raise ValueError(f"a call of a tool has different {what} under several keys.")
+    return next(iter(values), None)
+
+
+def normal_calls(calls: Any) -> list[dict[str, Any]]:
+    """Return the calls of a message: a list of them, one of them, or the JSON text of either.
+
+    A null outside such a text is padding; an object of nothing but nulls is no call.
+    """
+    if isinstance(calls, str):
+        calls = _parsed(calls, "the calls of tools are") if calls.strip() else None
+    else:
+        calls = without_padding(calls)
+    if isinstance(calls, Mapping):
+        calls = [calls]
+    if calls is None:
+        return []
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        raise ValueError("'tool_calls' must be a list of calls.")
+    return [_normal_call(call) for call in calls if is_given(call)]
+
+
+def calls_in_text(text: str) -> tuple[str, list[dict[str, Any]]]:
+    """Return what stands before the calls in a text of nothing else, and the calls.
+
+    The text is the JSON of one call or of several, or has each between ``<tool_call>`` tags; thoughts
+    between ``<think>`` tags may come first.
+    """
+    thoughts = WRITTEN_THOUGHTS.match(text)
+    before, rest = (thoughts[0], text[thoughts.end() :]) if thoughts else ("", text)
+    first, *pieces = _MARKED.split(rest)  # the texts around calls, and the calls
+    if not pieces:
+        return before.strip(), normal_calls(rest)
+
+    if others := [other for piece in pieces[1::2] if (other := piece.strip())]:
+        raise ValueError(
+            f"a text follows a call of a tool: {shown(others[0])}. Write it before the calls, or "
+            "into a message of its own."
+        )
+    return (before + first).strip(), [_normal_call(call) for call in pieces[::2]]
+
+
+def normal_tools(tools: Any) -> list[Any] | None:
+    """Return the tools of a conversation as ``{type: function, function: {name, ...}}``; None without.
+
+    Args:
+        tools: a list of tools or functions, or one of them, each of which may be a JSON text. A null
+            is padding, unless it is in such a text; an object of nothing but nulls is no tool.
+    """
+    if isinstance(tools, str):
+        tools = _parsed(tools, "'tools' is") if tools.strip() else None
+    else:
+        tools = without_padding(tools)
+    tools = [tools] if isinstance(tools, Mapping) else tools
+    if not tools:
+        return None
+    if not isinstance(tools, Sequence) or isinstance(tools, str):
+        raise ValueError("'tools' must be a list of tools.")
+    return [_normal_tool(tool) for tool in tools if is_given(tool)] or None
+
+
+def _normal_tool(tool: Any) -> dict[str, Any]:
+    if isinstance(tool, str):
+        tool = _parsed(tool, "a tool is")
+    if not isinstance(tool, Mapping):
+        raise ValueError("a tool must be an object.")
+
+    function = tool.get("function")
+    is_bare = isinstance(tool.get("name"), str)
+    if isinstance(function, str) and not is_bare:
+        function = _parsed(function, "the 'function' of a tool is")
+    if not isinstance(function, Mapping):
+        if not is_bare:
+            return json_value(tool, "a tool has")  # of a kind that the template may know
+        function = {key: value for key, value in tool.items() if key != "type"}
+        tool = {}
+
+    if isinstance(schema := function.get("parameters"), str):
+        parameters = _parsed(schema, "the 'parameters' of a tool are") if schema.strip() else {}
+        function = {**function, "parameters": parameters}
+    return json_value({"type": "function", **tool, "function": function}, "a tool has")
+
+
+def is_given(value: Any) -> bool:
+    """Return whether a value is more than nulls: Arrow may give an object of them for none."""
+    rest = [value]
+    while rest:
+        part = rest.pop()
+        if isinstance(part, Mapping):
+            rest += part.values()
+        elif part is not None:
+            return True
+    return False
+
+
+def without_padding(value: Any) -> Any:
+    """Return a value without the keys that are null: Arrow gives every object all keys."""
+    if isinstance(value, Mapping):
+        return {key: without_padding(item) for key, item in value.items() if item is not None}
+    if isinstance(value, (list, tuple)):
+        return [without_padding(item) for item in value]
+    return value
+
+
+def _parsed(text: str, what: str) -> Any:
+    """Return the value of a JSON text; ``what`` begins the sentence that says it is none."""
+
+    def reject(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON")
+
+    try:
+        return json.loads(text, parse_constant=reject)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{what} not valid JSON: {error}.") from None
+
+
+def json_value(value: Any, what: str, place: str = "", depth: int = 0) -> Any:
+    """Return a value as JSON has it: dates and times as ISO text.
+
+    Args:
+        value: of any type.
+        what: begins the sentence that says what JSON does not have.
+        place: of the value, in the value that ``what`` is about.
+        depth: how many lists and objects the value is in.
+
+    Raises:
+        ValueError: a part is of another type, or is NaN or infinite; or a text has more levels than
+            a line may have.
+    """
+    if value is None or isinstance(value, (str, int)):
+        return value
+    if depth >= _MOST_DEPTH:
+        raise ValueError(f"{what} lists and objects that are nested more than {_MOST_DEPTH} deep.")
+    if isinstance(value, Mapping):
+        places = {key: f"{place}.{key}".lstrip(".") for key in value}
+        if others := [key for key in places if not isinstance(key, str)]:
+            raise ValueError(f"{what} the key {shown(others[0])}, which is no text.")
+        return {key: json_value(item, what, places[key], depth + 1) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = enumerate(value)
+        return [json_value(item, what, f"{place}[{i}]", depth + 1) for i, item in items]
+
+    is_number = isinstance(value, float)
+    if is_number and math.isfinite(value):
+        return value
+    if isinstance(value, (date, time)) and value == value:  # pandas' NaT is a date
+        return value.isoformat()
+    fault = f"{value}" if is_number else f"a {type(value).__name__}"
+    raise ValueError(
+        f"{what}, in '{place:.60}', {fault}, which JSON does not have. Write it as a text or leave it "
+        "out."
+    )

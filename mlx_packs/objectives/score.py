@@ -1,0 +1,84 @@
+"""The score of a model: the one number that runs are compared by, and its direction."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+LOSS, REWARD = "loss", "reward"
+_ENTRIES = {REWARD: "valid_reward", LOSS: "valid_loss"}  # of a line of metrics.jsonl
+
+
+class Score(ABC):
+    """The score of some batches.
+
+    Attributes:
+        value: what early stopping and --load-best compare.
+        measure: what it is, `LOSS` or `REWARD`.
+    """
+
+    value: float
+    measure: ClassVar[str] = LOSS
+
+    @property
+    @abstractmethod
+    def entries(self) -> dict[str, float]:
+        """Entries of the line in metrics.jsonl: ``valid_loss`` or ``valid_reward``, and others."""
+
+    @property
+    @abstractmethod
+    def text(self) -> str:
+        """The same in one line for people."""
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether a score is better if its value is higher."""
+        return self.measure == REWARD
+
+    def is_better_than(self, other: "Score | None", by: float = 0.0) -> bool:
+        """Return whether this score is better; one that is not finite never is.
+
+        Args:
+            other: another score or None. A loss is a reward with a minus, as it once was stored.
+            by: how much better, as a share of the larger of both values.
+        """
+        if other is None:
+            return math.isfinite(self.value)
+        theirs = other.value if other.measure == self.measure else -other.value
+        gain = self.value - theirs if self.higher_is_better else theirs - self.value
+        return gain > by * max(abs(self.value), abs(theirs))
+
+
+@dataclass(frozen=True)
+class StoredScore(Score):
+    """A score as files have it: its value and what it measures."""
+
+    value: float
+    measure: str = LOSS  # type: ignore[misc]
+
+    @classmethod
+    def of(cls, stored: Mapping) -> "StoredScore | None":
+        """Return the score in a line of metrics.jsonl or a checkpoint's state; None without one.
+
+        States of early versions have a reward with a minus, as a loss.
+        """
+        for measure, entry in _ENTRIES.items():
+            if (value := stored.get(entry)) is not None:
+                return cls(value, measure)
+        return None
+
+    @property
+    def entries(self) -> dict[str, float]:
+        """The value."""
+        return {_ENTRIES[self.measure]: self.value}
+
+    @property
+    def text(self) -> str:
+        """Measure and value."""
+        return f"{self.measure} {self.value:.3f}"
+
+
+def was_scored(line: Mapping) -> bool:
+    """Return whether a line of metrics.jsonl has a score, be it null because it was not finite."""
+    return any(entry in line for entry in _ENTRIES.values())

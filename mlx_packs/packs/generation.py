@@ -1,0 +1,80 @@
+"""Text by a base model that is loaded if needed: whole, in pieces, or for many prompts."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .base import Base, find_base, load_base_for
+from .weighted_sum import Packs, as_pack
+
+
+def generate(
+    base: Base | str | Path | None,
+    prompt: str | Sequence[Mapping],
+    pack: Packs | None = None,
+    **options: Any,
+) -> str:
+    """Return the text that a base model generates after a prompt; the model is loaded if needed.
+
+    Args:
+        base: A loaded base model, a name as in `load_base`, or None for the base model that the
+            pack was trained on.
+        prompt: The user's message, or a list of messages with ``role`` and ``content``.
+        pack: A pack, its folder, or several packs with weights, as in `Base.applied`.
+        **options: ``raw`` and the sampling settings of `Base.generate`.
+
+    Raises:
+        PackError: As in `Base.generate`, or if the base model cannot be found.
+    """
+    loaded, pack = _loaded(base, pack)
+    return loaded.generate(prompt, pack, **options)
+
+
+def stream_generate(
+    base: Base | str | Path | None,
+    prompt: str | Sequence[Mapping],
+    pack: Packs | None = None,
+    **options: Any,
+) -> Iterator[str]:
+    """Return an iterator over pieces of the text that `generate` returns, as they are generated.
+
+    Args:
+        base: As in `generate`.
+        prompt: As in `generate`.
+        pack: As in `generate`.
+        **options: As in `generate`.
+
+    Raises:
+        PackError: As in `generate`, before the first piece.
+    """
+    loaded, pack = _loaded(base, pack)
+    return loaded.stream(prompt, pack, **options)
+
+
+def batch_generate(
+    base: Base | str | Path | None,
+    prompts: Sequence[str | Sequence[Mapping]],
+    pack: Packs | None = None,
+    **options: Any,
+) -> list[str]:
+    """Return the text that a base model generates after each prompt, several at a time.
+
+    Args:
+        base: As in `generate`.
+        prompts: Prompts as in `generate`.
+        pack: As in `generate`.
+        **options: ``raw``, ``batch_size`` and the sampling settings of `Base.generate_batch`.
+
+    Raises:
+        PackError: As in `Base.generate_batch`, or if the base model cannot be found.
+    """
+    loaded, pack = _loaded(base, pack)
+    return loaded.generate_batch(prompts, pack, **options)
+
+
+def _loaded(base: Base | str | Path | None, pack: Packs | None) -> tuple[Base, Packs | None]:
+    """Return a base model, loaded if needed, and the pack."""
+    if isinstance(base, Base):
+        return base, pack
+    pack = None if pack is None else as_pack(pack)
+    return load_base_for(pack, find_base(pack) if base is None else base), pack

@@ -1,0 +1,111 @@
+"""How long a run will still take, from what its parts have taken so far."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+TRAIN = "train"
+# Costs of work that was not measured yet, in training steps on as many tokens.
+FORWARD = 0.4
+DECODE = 0.6
+
+
+@dataclass
+class _Part:
+    """A kind of work: its units, and the seconds of those that are done."""
+
+    units: float = 0
+    cost: float = 1.0  # of a unit, in training batches, until one is measured
+    limit: float | None = None  # of its seconds
+    done: float = 0
+    work: float = 0.0  # of what is done, in usual units
+    seconds: float = 0.0
+    next_work: float = 1.0  # of the next unit, in usual ones
+    first: tuple[float, float] = (0, 0.0)  # work and seconds of the first measurement
+
+
+class RunClock:
+    """Estimates the time that is left of a whole run: training, evaluations, checkpoints.
+
+    All time counts for the part whose units it ended with. The pace of a part is measured; a part
+    that has not begun takes its cost times the time of a training batch.
+
+    Args:
+        now: Returns the time in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._parts: dict[str, _Part] = {}
+        self._mark = now()
+
+    def plan(self, name: str, units: float, cost: float = 1.0, limit: float | None = None) -> None:
+        """Add work to a part.
+
+        Args:
+            name: The part; that of training is ``train``.
+            units: Number of units of work.
+            cost: Time of a unit in training batches, used until a unit is measured.
+            limit: Maximum number of seconds of the part, which ends it early.
+        """
+        part = self._parts.setdefault(name, _Part())
+        part.units += units
+        part.cost, part.limit = cost, limit
+
+    def restart(self) -> None:
+        """Count the time since the last unit for no part."""
+        self._mark = self._now()
+
+    def weigh(self, name: str, work: float) -> None:
+        """Note how much work the next unit of a part is, relative to a usual one."""
+        if name in self._parts:
+            self._parts[name].next_work = work
+
+    def tick(self, name: str, units: float = 1) -> None:
+        """Count the time since the last unit for a part, of which ``units`` are done."""
+        now = self._now()
+        seconds, self._mark = now - self._mark, now
+        part = self._parts.get(name)
+        if part is None:
+            return
+        work, part.next_work = units * part.next_work, 1.0
+        if not part.done:
+            part.first = work, seconds
+        part.done += units
+        part.work += work
+        part.seconds += seconds
+
+    def end(self, name: str) -> None:
+        """Note that no more units of a part are to come."""
+        if name in self._parts:
+            self._parts[name].units = self._parts[name].done
+
+    def left(self) -> float | None:
+        """Return the seconds that are left; None until a training batch was measured."""
+        batch = self._pace(TRAIN)
+        if batch is None:
+            return None
+
+        seconds = 0.0
+        for name, part in self._parts.items():
+            pace = self._pace(name)
+            if pace is None:
+                pace = part.cost * batch
+            needed = max(0.0, part.units - part.done) * pace
+            if part.limit is not None:
+                needed = min(needed, max(0.0, part.limit - part.seconds))
+            seconds += needed
+        return max(0.0, seconds - (self._now() - self._mark))
+
+    def _pace(self, name: str) -> float | None:
+        """Return the seconds of a usual unit.
+
+        The first unit of training, which compiles, does not count once there is another.
+        """
+        part = self._parts.get(name)
+        if part is None or not part.work:
+            return None
+        work, seconds = part.first
+        if name == TRAIN and part.work > work:
+            return (part.seconds - seconds) / (part.work - work)
+        return part.seconds / part.work

@@ -1,0 +1,86 @@
+"""What a run says about its learning rate before it starts."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ..config.choices import OPTIMIZERS
+from ..config.schema import TrainConfig
+from ..errors import flag_of
+from ..optim import schedule, unused_learning_rate, updates_of, warmup_updates
+from ..runtime import mx
+from .checkpoint import batches_of
+from .phases import RunPhase
+from .settings import Run
+
+
+def note_rates(run: Run, earlier: dict | None) -> None:
+    """Show what is unexpected about the learning rate of a run.
+
+    ``earlier`` is the identity of the run that it resumes.
+    """
+    for note in _notes(run, earlier):
+        run.display.line("note", note)
+
+
+def _notes(run: Run, earlier: dict | None) -> Iterator[str]:
+    train = run.train
+    if unused := unused_learning_rate(train):
+        yield unused
+    if OPTIMIZERS[train.optimizer].corrects_bias and not train.bias_correction:
+        yield (
+            f"{train.optimizer} without bias correction, as mlx-lm trains: the first updates are up "
+            "to 6 times as large as in PEFT and TRL at the same learning rate (--bias-correction)"
+        )
+    for phase in run.phases:
+        if note := _long_warmup(phase):
+            yield note
+    if earlier is not None and (note := _changed_schedule(run, earlier)):
+        yield note
+
+
+def _long_warmup(phase: RunPhase) -> str | None:
+    """Return a note if a phase ends before its warm-up does."""
+    train = phase.train
+    warmup, updates = warmup_updates(train), updates_of(train)
+    if warmup < updates:
+        return None
+    highest, peak = _rate(train, updates - 1), _rate(train, warmup)
+    return (
+        f"{phase.name and phase.name + ': '}the warm-up takes {warmup:,} updates, and the "
+        f"{'phase' if phase.name else 'run'} has {updates:,}: the learning rate ends at "
+        f"{highest:.3g}, {100 * highest / peak:.2g} % of its peak. Use {_shorter(train)}, or train "
+        "longer"
+    )
+
+
+def _shorter(train: TrainConfig) -> str:
+    if isinstance(train.lr_schedule, dict):
+        return "a lower lr_schedule.warmup"
+    return f"a lower {flag_of(train.changed(('warmup_steps', 'warmup_ratio'))[0])}"
+
+
+def _changed_schedule(run: Run, earlier: dict) -> str | None:
+    """Return a note if a resumed run has another learning rate, because it has another length."""
+    train, recipe = run.train, earlier["recipe"]
+    if len(run.phases) > 1 or run.resume_point is None or type(recipe.get("iters")) is not int:
+        return None
+    batches = batches_of(run.resume_point.folder)
+    updates = -(-batches // train.grad_accumulation_steps)
+    before = replace(train, iters=recipe["iters"])
+    if updates < 1 or _rates(before, updates) == _rates(train, updates):
+        return None
+    last, following = _rate(before, updates - 1), _rate(train, updates)
+    return (
+        f"with --iters {train.iters:,} instead of {before.iters:,} the schedule has another length: "
+        f"the learning rate was {last:.3g} at batch {batches:,} and is {following:.3g} from here. "
+        "For a schedule that starts anew, start a run with --resume-adapter-file"
+    )
+
+
+def _rates(train: TrainConfig, update: int) -> list[float]:
+    """Return the learning rates of the update before and of this one."""
+    return [_rate(train, update - 1), _rate(train, update)]
+
+
+def _rate(train: TrainConfig, update: int) -> float:
+    return schedule(train)(mx.array(update)).item()

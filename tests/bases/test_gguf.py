@@ -1,0 +1,418 @@
+"""GGUF files as base models: weights, config, tokenizer, and what is rejected."""
+
+import json
+import os
+import shutil
+import struct
+
+import gguf
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_packs import load_base
+from mlx_packs.bases.gguf.blocks import EXACT, read_affine, read_dense
+from mlx_packs.bases.gguf.header import read_gguf
+from mlx_packs.errors import PackError
+from mlx_packs.runtime import mx
+from tests.helpers.gguf_file import HEADS, KV_HEADS, WIDTH, write_tiny
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("MLX_PACKS_CACHE", str(folder))
+    return folder
+
+
+def random_blocks(kind: str, rows: int = 8, columns: int = 96) -> np.ndarray:
+    """Blocks of random bits whose scales are finite: also subnormal, negative and large ones."""
+    rng = np.random.default_rng(3)
+    _, size, _ = EXACT[kind]
+    blocks = rng.integers(0, 256, (rows * columns // 32, size), dtype=np.uint8)
+    scales = rng.normal(0, 1, (len(blocks), 2)) * 10.0 ** rng.integers(-8, 3, (len(blocks), 2))
+    count = 2 if kind.endswith("1") else 1
+    blocks[:, : 2 * count] = scales[:, :count].astype(np.float16).view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_exact_types_have_the_very_weights_of_the_file(tmp_path, kind):
+    blocks = random_blocks(kind)
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    quantized_type = gguf.GGMLQuantizationType[kind]
+    writer.add_tensor("w", blocks, raw_dtype=quantized_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = read_gguf(tmp_path / "x.gguf")
+    affine = read_affine(file, file.tensors["w"])
+
+    parts = (mx.array(affine.scales).astype(mx.float32), mx.array(affine.biases).astype(mx.float32))
+    actual = mx.dequantize(mx.array(affine.weight), *parts, 32, affine.bits)
+
+    expected = gguf.quants.dequantize(blocks, quantized_type)
+    assert np.array_equal(np.array(actual), expected)
+    assert affine.scales.dtype == np.float16
+
+
+@pytest.mark.parametrize(
+    "kind", ["F16", "BF16", "Q5_K", "Q2_K", "IQ4_XS", "IQ2_XXS", "Q6_K", "Q4_K"]
+)
+def test_other_types_are_dequantized_as_gguf_does(tmp_path, kind):
+    rng = np.random.default_rng(5)
+    quantized_type = gguf.GGMLQuantizationType[kind]
+    per_block, size = gguf.constants.GGML_QUANT_SIZES[quantized_type]
+    if kind in ("F16", "BF16"):
+        data = gguf.quants.quantize(rng.normal(size=(4, 64)).astype(np.float32), quantized_type)
+    else:
+        data = rng.integers(
+            0, 56, (4, 2 * size), dtype=np.uint8
+        )  # small bytes: no NaN among scales
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    writer.add_tensor("w", data, raw_dtype=None if kind == "F16" else quantized_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = read_gguf(tmp_path / "x.gguf")
+
+    actual = read_dense(file, file.tensors["w"])
+
+    expected = gguf.quants.dequantize(data, quantized_type).astype(np.float32)
+    assert np.array_equal(actual, expected)
+    assert actual.dtype == np.float32
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("kind", ["Q4_0", "F16"])
+def test_every_architecture_loads_with_its_weights(tmp_path, architecture, kind):
+    stored = write_tiny(tmp_path / "m.gguf", architecture, kind, {"token_embd": "Q8_0"})
+
+    base = load_base(tmp_path / "m.gguf")
+
+    weights = {}
+    for path, module in base.model.named_modules():
+        if "scales" in module:
+            parts = (module.weight, module.scales, module.biases)
+            weights[path] = mx.dequantize(*parts, module.group_size, module.bits)
+        elif "weight" in module:
+            weights[path] = module.weight
+    embedding = np.array(weights["model.embed_tokens"])
+    assert np.array_equal(embedding, stored["token_embd"])
+    block = {name: np.array(weights[f"model.layers.1.{name}"]) for name in ("mlp.down_proj",)}
+    assert np.array_equal(block["mlp.down_proj"], stored["blk.1.ffn_down"])
+    shift = 1 if architecture.startswith("gemma") else 0
+    norm = np.array(weights["model.layers.1.input_layernorm"])
+    np.testing.assert_allclose(norm + shift, stored["blk.1.attn_norm"], rtol=2e-3)
+    if architecture == "phi3":
+        assert np.array_equal(
+            weights["model.layers.1.self_attn.qkv_proj"], stored["blk.1.attn_qkv"]
+        )
+        return
+    for name, heads in (("q", HEADS), ("k", KV_HEADS)):
+        expected = stored[f"blk.1.attn_{name}"]
+        if architecture == "llama":  # the halves of a head instead of pairs
+            expected = (
+                expected.reshape(heads, WIDTH // 2, 2, -1).swapaxes(1, 2).reshape(expected.shape)
+            )
+        assert np.array_equal(weights[f"model.layers.1.self_attn.{name}_proj"], expected)
+    assert np.isfinite(np.array(base.model(mx.array([[1, 70, 80]])))).all()
+
+
+@pytest.mark.parametrize("kind", ["F16", "MXFP4"])
+def test_dense_and_dequantized_types_are_quantized_on_request(tmp_path, kind):
+    write_tiny(tmp_path / "m.gguf", kind=kind)
+
+    base = load_base(tmp_path / "m.gguf", "affine4")
+
+    assert base.model.layers[0].self_attn.q_proj.bits == 4
+    assert 0.01 < base.rounding_error < 0.2 and "relative error" in base.summary()
+    with pytest.raises(PackError, match="quantized already"):
+        write_tiny(tmp_path / "n.gguf", kind="Q4_1")
+        load_base(tmp_path / "n.gguf", "affine4")
+
+
+def test_formats_are_mixed_in_a_file(tmp_path):
+    kinds = {"token_embd": "Q8_0", "blk.0.attn_v": "F16", "blk.1.ffn_up": "Q5_1"}
+    write_tiny(tmp_path / "m.gguf", kinds=kinds)
+
+    base = load_base(tmp_path / "m.gguf")
+
+    bits = {p: m.bits for p, m in base.model.named_modules() if "scales" in m}
+    assert bits["model.embed_tokens"] == 8 and bits["model.layers.1.mlp.up_proj"] == 5
+    assert bits["model.layers.0.self_attn.q_proj"] == 4
+    assert "model.layers.0.self_attn.v_proj" not in bits
+    assert base.quantization["model.embed_tokens"] == {
+        "group_size": 32,
+        "bits": 8,
+        "mode": "affine",
+    }
+    assert base.generate("hello", max_tokens=3) is not None
+
+
+def test_a_bias_that_overflows_float16_is_an_error_or_exact(tmp_path):
+    blocks = random_blocks("Q8_0")
+    scales = np.full(len(blocks.reshape(-1, 34)), 600, np.float16)
+    blocks.reshape(-1, 34)[:, :2] = scales.view(np.uint8).reshape(-1, 2)
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    writer.add_tensor("w", blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = read_gguf(tmp_path / "x.gguf")
+
+    affine = read_affine(file, file.tensors["w"])
+
+    assert affine.scales.dtype == affine.biases.dtype == np.float32
+    assert (affine.biases == -128 * 600).all()
+
+
+def test_tokenizer_template_and_ends_are_those_of_the_metadata(tmp_path):
+    write_tiny(tmp_path / "m.gguf", change=lambda w: w.add_eot_token_id(4))
+
+    tokenizer = load_base(tmp_path / "m.gguf").tokenizer
+
+    assert tokenizer.eos_token_ids == {2, 4}
+    assert tokenizer.bos_token == "<s>" and tokenizer.eos_token == "</s>"
+    messages = [{"role": "user", "content": "hi"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    assert tokens[0] == 3 and tokens.count(4) == 1 and tokenizer.decode(tokens) == text
+    assert tokenizer.encode("he") == [261]
+
+
+def test_sentence_piece_merges_by_scores_and_falls_back_to_bytes(tmp_path):
+    write_tiny(tmp_path / "m.gguf", tokenizer="llama")
+
+    tokenizer = load_base(tmp_path / "m.gguf").tokenizer
+
+    assert tokenizer.encode(" hello")[0] == 1  # BOS, as llama.cpp adds it by default
+    assert tokenizer.convert_ids_to_tokens(
+        tokenizer.encode(" hello", add_special_tokens=False)
+    ) == ["▁hello"]
+    tokens = tokenizer.encode("hé", add_special_tokens=False)
+    assert tokenizer.convert_ids_to_tokens(tokens) == ["h", "<0xC3>", "<0xA9>"]
+    assert tokenizer.decode(tokens) == "hé"
+
+
+def test_the_folder_is_written_again_only_if_the_file_changes(tmp_path, cache):
+    file = tmp_path / "m.gguf"
+    write_tiny(file)
+    first = load_base(file)
+    folder = first.path
+    before = (folder / "model.safetensors").stat().st_mtime_ns
+    assert load_base(file).path == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == before
+
+    write_tiny(file, kind="Q8_0")
+
+    second = load_base(file)
+    assert second.quantization["bits"] == 8 and second.fingerprint != first.fingerprint
+    assert [p.name for p in (cache / "gguf").iterdir()] == [folder.name]
+
+
+def rejected(file, cache, *words: str) -> None:
+    """Check that a file is rejected in one line with these words, and nothing is left of it."""
+    with pytest.raises(PackError) as raised:
+        load_base(file)
+    text = raised.value.message
+    assert "\n" not in text and str(file) in text
+    for word in words:
+        assert word in text, text
+    assert not list((cache / "gguf").glob("*")) and not list((cache / "gguf").glob(".*"))
+
+
+def patched(tmp_path, at: int, data: bytes):
+    file = tmp_path / "m.gguf"
+    write_tiny(file)
+    content = bytearray(file.read_bytes())
+    content[at : at + len(data)] = data
+    file.write_bytes(content)
+    return file
+
+
+@pytest.mark.parametrize("share", [0.0, 0.0001, 0.01, 0.3, 0.9, 0.9999])
+def test_a_file_that_is_cut_short(tmp_path, cache, share):
+    write_tiny(tmp_path / "m.gguf")
+    content = (tmp_path / "m.gguf").read_bytes()
+    (tmp_path / "m.gguf").write_bytes(content[: int(len(content) * share)])
+    rejected(tmp_path / "m.gguf", cache, "cut short")
+
+
+@pytest.mark.parametrize(
+    ("version", "word"),
+    [
+        (struct.pack("<I", 4), "version 4"),
+        (struct.pack(">I", 3), "big-endian"),
+        (b"\1\0\0\0", "version 1"),
+    ],
+)
+def test_another_version_or_byte_order(tmp_path, cache, version, word):
+    rejected(patched(tmp_path, 4, version), cache, word)
+
+
+@pytest.mark.parametrize("at", [8, 16])
+@pytest.mark.parametrize("count", [1 << 40, (1 << 64) - 1, 5000])
+def test_counts_that_the_file_cannot_have(tmp_path, cache, at, count):
+    rejected(patched(tmp_path, at, struct.pack("<Q", count)), cache)
+
+
+def test_parts_of_a_file(tmp_path, cache):
+    file = tmp_path / "m-00001-of-00003.gguf"
+    write_tiny(file)
+    rejected(file, cache, "3 parts", "llama-gguf-split --merge")
+
+
+def test_no_tokenizer(tmp_path, cache):
+    write_tiny(tmp_path / "m.gguf", tokenizer="")
+    rejected(tmp_path / "m.gguf", cache, "no tokenizer")
+
+
+def test_a_template_that_does_not_parse(tmp_path, cache):
+    write_tiny(tmp_path / "m.gguf", template="{% for m in %}")
+    rejected(tmp_path / "m.gguf", cache, "template", "Jinja")
+
+
+def test_a_lora_and_a_projector(tmp_path, cache):
+    write_tiny(tmp_path / "a.gguf", change=lambda w: w.add_type("adapter"))
+    rejected(tmp_path / "a.gguf", cache, "LoRA adapter")
+    write_tiny(tmp_path / "b.gguf", change=lambda w: w.add_type("mmproj"))
+    rejected(tmp_path / "b.gguf", cache, "vision projector")
+
+
+def test_an_architecture_that_is_not_known(tmp_path, cache):
+    write_tiny(tmp_path / "m.gguf", "qwen35")
+    rejected(tmp_path / "m.gguf", cache, "'qwen35'", ", ".join(ARCHITECTURES))
+
+
+def test_a_tensor_of_an_unknown_type_or_place(tmp_path, cache):
+    write_tiny(tmp_path / "m.gguf")
+    content = (tmp_path / "m.gguf").read_bytes()
+    name = b"blk.1.ffn_up.weight"
+    at = content.index(name) + len(name) + 4 + 16
+    for data in (struct.pack("<I", 999), struct.pack("<IQ", 3, 1 << 60), struct.pack("<IQ", 3, 7)):
+        (tmp_path / "m.gguf").write_bytes(content[:at] + data + content[at + len(data) :])
+        rejected(tmp_path / "m.gguf", cache, "blk.1.ffn_up.weight")
+
+
+def test_sizes_that_contradict_the_tensors(tmp_path, cache):
+    for key, value in (("block_count", 3), ("attention.head_count", 3), ("block_count", 1 << 30)):
+        file = tmp_path / "m.gguf"
+        write_tiny(
+            file,
+            change=lambda w, k=key, v=value: w.kv_data[0].update(
+                {f"llama.{k}": gguf.gguf_writer.GGUFValue(v, gguf.GGUFValueType.UINT32)}
+            ),
+        )
+        rejected(file, cache)
+
+
+def test_nothing_there_and_a_folder_of_files(tmp_path, cache):
+    write_tiny(tmp_path / "m.gguf")
+    with pytest.raises(PackError) as raised:
+        load_base(tmp_path)
+    assert f"--model {tmp_path / 'm.gguf'}" in raised.value.message
+    with pytest.raises(PackError):
+        load_base(tmp_path / "gone.gguf")
+    os.mkfifo(tmp_path / "pipe.gguf")
+    rejected(tmp_path / "pipe.gguf", cache, "named pipe")
+
+
+def test_all_weights_are_frozen_and_named_as_in_mlx(tmp_path):
+    write_tiny(tmp_path / "m.gguf", "qwen3")
+    names = dict(tree_flatten(load_base(tmp_path / "m.gguf").model.parameters()))
+    assert "model.layers.0.self_attn.q_norm.weight" in names
+
+
+def scaled(kind, original=64, factor=4.0, **more):
+    """Return what adds keys of a rope scaling to a writer."""
+
+    def change(writer):
+        writer.add_rope_scaling_type(kind)
+        writer.add_rope_scaling_factor(factor)
+        writer.add_rope_scaling_orig_ctx_len(original)
+        for name, value in more.items():
+            writer.add_float32(f"{writer.arch}.rope.scaling.{name}", value)
+
+    return change
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("kind", [gguf.RopeScalingType.LINEAR, gguf.RopeScalingType.YARN])
+def test_rope_scaling_reaches_the_model(tmp_path, architecture, kind):
+    write_tiny(tmp_path / "plain.gguf", architecture)
+    write_tiny(tmp_path / "m.gguf", architecture, change=scaled(kind, yarn_beta_fast=16.0))
+    tokens = mx.array([list(range(5, 45))])
+
+    plain = load_base(tmp_path / "plain.gguf").model(tokens)
+    base = load_base(tmp_path / "m.gguf")
+
+    assert not np.allclose(np.array(base.model(tokens)), np.array(plain), atol=1e-4)
+    scaling = json.loads((base.path / "config.json").read_text())["rope_scaling"]
+    assert scaling["rope_type"] == kind.value and scaling["factor"] == 4
+    if kind == gguf.RopeScalingType.YARN:
+        assert scaling["original_max_position_embeddings"] == 64 and scaling["beta_fast"] == 16
+
+
+@pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])
+def test_a_rope_factor_without_a_type_is_linear_as_in_llama_cpp(tmp_path, cache, key):
+    for value, expected in (
+        (4.0, {"type": "linear", "rope_type": "linear", "factor": 4}),
+        (1.0, None),
+    ):
+        change = lambda w, v=value: w.add_float32(f"llama.{key}", v)  # noqa: E731
+        write_tiny(tmp_path / "m.gguf", change=change)
+        config = json.loads((load_base(tmp_path / "m.gguf").path / "config.json").read_text())
+        assert config.get("rope_scaling") == expected
+    write_tiny(tmp_path / "g.gguf", "gemma2", change=lambda w: w.add_float32(f"gemma2.{key}", 4.0))
+    shutil.rmtree(cache / "gguf")
+    rejected(tmp_path / "g.gguf", cache, "'linear'", "gemma2")
+
+
+def test_the_factors_of_llama_3_are_its_scaling_and_others_are_rejected(tmp_path, cache):
+    wavelengths = 2 * np.pi * 10000.0 ** (np.arange(0, WIDTH, 2) / WIDTH)
+    smooth = np.clip((8192 / wavelengths - 1) / 3, 0, 1)
+    factors = (1 / ((1 - smooth) / 8 + smooth)).astype(np.float32)
+    write_tiny(tmp_path / "m.gguf", change=lambda w: w.add_tensor("rope_freqs.weight", factors))
+    folder = load_base(tmp_path / "m.gguf").path
+    scaling = json.loads((folder / "config.json").read_text())["rope_scaling"]
+    assert scaling["rope_type"] == "llama3" and scaling["factor"] == 8
+    shutil.rmtree(folder)
+
+    write_tiny(tmp_path / "o.gguf", change=lambda w: w.add_tensor("rope_freqs.weight", factors + 1))
+    rejected(tmp_path / "o.gguf", cache, "rope_freqs.weight", "Llama 3")
+
+
+def test_rope_scaling_that_mlx_lm_would_leave_out_is_rejected(tmp_path, cache):
+    yarn, linear = gguf.RopeScalingType.YARN, gguf.RopeScalingType.LINEAR
+    file = tmp_path / "m.gguf"
+    write_tiny(file, "gemma2", change=scaled(linear))
+    rejected(file, cache, "'linear'", "gemma2")
+    write_tiny(file, "phi3", change=scaled(yarn))
+    rejected(file, cache, "'yarn'", "linear, longrope")
+    write_tiny(file, "llama", change=scaled(gguf.RopeScalingType.LONGROPE))
+    rejected(file, cache, "'longrope'")
+    write_tiny(file, "qwen2", change=scaled(yarn, attn_factor=0.7))
+    rejected(file, cache, "attn_factor")
+    ones = np.ones(WIDTH // 2, np.float32)
+    for architecture, name in (("qwen3", "rope_freqs"), ("llama", "rope_factors_long")):
+        write_tiny(file, architecture, change=lambda w, n=name: w.add_tensor(f"{n}.weight", ones))
+        rejected(file, cache, name)
+    write_tiny(file, "phi3", change=lambda w: w.add_tensor("rope_factors_long.weight", ones))
+    rejected(file, cache, "one of two")
+
+
+def test_vision_tensors_are_left_out_with_a_line(tmp_path, caplog):
+    ones = np.ones((32, 32), np.float32)
+    write_tiny(tmp_path / "m.gguf", change=lambda w: w.add_tensor("v.patch_embd.weight", ones))
+
+    with caplog.at_level("WARNING", "mlx_packs"):
+        load_base(tmp_path / "m.gguf")
+
+    assert "tensors of its vision model are left out (1)" in caplog.text

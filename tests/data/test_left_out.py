@@ -1,0 +1,250 @@
+"""What rows say and nothing is trained on is named, with the count and the first place."""
+
+import pytest
+from mlx_lm.utils import load_tokenizer
+
+from mlx_packs.bases.files import tiny_checkpoint
+from mlx_packs.config.schema import DataConfig
+from mlx_packs.data import left_out
+from mlx_packs.data.formats import PREFERENCE, PROMPT, Row, first_format
+from mlx_packs.data.left_out import left_out_notes, template_notes
+from mlx_packs.data.preferences import RATED
+from mlx_packs.data.sources import Listed
+from tests.helpers.rows import chat
+
+COLUMNS = DataConfig()
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+TOOL = {"type": "function", "function": {"name": "f"}}
+THOUGHT = "<think>Two and three make five.</think>5"
+# As DeepSeek-R1-Distill: no thoughts, no tools.
+DROPS = """{%- for m in messages %}{% if m.role in ('user', 'assistant', 'system') %}
+{{- '<|im_start|>' + m.role + '\n' + m.content.split('</think>')[-1] + '<|im_end|>\n' }}
+{%- endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+# As Qwen3-Thinking and distills of R1: the prompt opens thoughts.
+OPENS = """{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
+{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}
+{%- if enable_thinking|default(true) %}{{ '<think>\n' }}{% endif %}{% endif %}"""
+# As Qwen3: thoughts in a key of their own, those of answers before the last question are dropped.
+KEEPS_LAST = """{%- set ns = namespace(last=0) %}{% for m in messages %}
+{%- if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}
+{%- if m.reasoning_content and loop.index0 > ns.last %}
+{{- '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}{% endif %}
+{{- m.content + '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def with_template():
+    """A tokenizer of the tiny base with another chat template."""
+    tokenizer = load_tokenizer(tiny_checkpoint())
+    own = tokenizer._tokenizer.chat_template
+
+    def make(template: str | None = None):
+        tokenizer._tokenizer.chat_template = template or own
+        return tokenizer
+
+    return make
+
+
+def notes_of(tokenizer, *values, row_format=None, columns=COLUMNS) -> list[str]:
+    rows = Listed([Row(f"f:{i + 1}", value) for i, value in enumerate(values)])
+    row_format = row_format or first_format(rows, columns)[1]
+    return left_out_notes(rows, row_format, columns, tokenizer)
+
+
+def noted(kind: str, lost: int, checked: int, first: str) -> str:
+    return f"leaves out {kind}: {lost} of {checked} checked, the first in {first}. "
+
+
+@pytest.mark.parametrize(
+    ("row", "row_format"),
+    [
+        (chat("2+3?", THOUGHT), None),
+        ({"prompt": "2+3?", "completion": THOUGHT}, None),
+        ({"instruction": "2+3?", "output": THOUGHT}, None),
+        ({"prompt": "2+3?", "completion": THOUGHT, "label": True}, RATED),
+        ({"prompt": "2+3?", "chosen": THOUGHT, "rejected": "6"}, PREFERENCE),
+        (
+            {"prompt": [*chat("1+1?", THOUGHT)["messages"], {"role": "user", "content": "?"}]},
+            PROMPT,
+        ),
+    ],
+)
+def test_thoughts_that_a_template_removes_are_counted(with_template, row, row_format):
+    plain = {k: [] if isinstance(v, list) else v for k, v in row.items()}
+    plain = {k: chat("Hello", "Hi.")["messages"] if v == [] else v for k, v in plain.items()}
+    plain = {k: "Hi." if v == THOUGHT else v for k, v in plain.items()}
+    (note,) = notes_of(with_template(DROPS), plain, row, row, row_format=row_format)
+    assert noted("thoughts", 2, 2, "f:2, answer 1") in note and "training template" in note
+    assert notes_of(with_template(), plain, row, row, row_format=row_format) == []
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_thoughts_in_a_key_are_counted(with_template, key):
+    row = chat("1+1?", "2", "2+2?", "4")
+    row["messages"][1][key] = row["messages"][3][key] = "A sum of small numbers."
+    (note,) = notes_of(with_template(KEEPS_LAST), row)
+    assert noted("thoughts", 1, 2, "f:1, answer 1") in note
+    (note,) = notes_of(with_template(), row)
+    assert noted("thoughts", 2, 2, "f:1, answer 1") in note
+
+
+def test_messages_calls_tools_documents_and_keys_that_are_lost_are_named(with_template):
+    row = chat("Look.", "Yes.")
+    row["messages"][1] |= {"tool_calls": [CALL]}
+    row["messages"] += [
+        {"role": "tool", "content": "1", "name": "f"},
+        *chat("And?", "One.")["messages"],
+    ]
+    row |= {"tools": [TOOL], "documents": [{"title": "a", "text": "b"}]}
+    notes = notes_of(with_template(DROPS), row)
+    expected = {
+        "tools": "f:1",
+        "documents": "f:1",
+        "calls of tools": "f:1, answer 1",
+        "messages of tool": "f:1, message 3",
+        "'name' of messages": "f:1, message 3",
+    }
+    assert len(notes) == len(expected)
+    for kind, first in expected.items():
+        assert any(noted(kind, 1, 1, first) in note for note in notes), kind
+    kinds = [
+        note.split(":")[0].removeprefix("the chat template leaves out ")
+        for note in notes_of(with_template(), row)
+    ]
+    assert sorted(kinds) == ["'name' of messages", "documents"]
+
+
+@pytest.mark.parametrize(
+    ("of_run", "of_row", "unread"),
+    [
+        ({"enable_thinkng": False}, None, "enable_thinkng"),
+        ({}, {"enable_thinkng": False}, "enable_thinkng"),
+        ({"enable_thinking": False}, {"tone": "warm"}, "tone"),
+        ({"enable_thinking": False}, None, None),
+    ],
+)
+def test_variables_that_the_template_does_not_read_are_named(with_template, of_run, of_row, unread):
+    rows = [chat("a", "b") | {"chat_template_kwargs": of_row}] * 2
+    notes = notes_of(with_template(OPENS), *rows, columns=DataConfig(template_kwargs=of_run))
+    unread_notes = [note for note in notes if "does not read" in note]
+    assert len(unread_notes) == (unread is not None)
+    assert all(f"does not read {unread}, the first in f:1" in note for note in unread_notes)
+
+
+# The first tool, document and call only.
+FIRST = """{%- for t in (tools or [])[:1] %}{{ t.function.name }}{% endfor %}
+{%- for d in (documents or [])[:1] %}{{ d.text }}{% endfor %}
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}
+{%- for c in (m.tool_calls or [])[:1] %}{{ c.function.name ~ c.function.arguments }}{% endfor %}
+{{- '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+
+def test_each_tool_document_and_call_is_checked(with_template):
+    row = chat("Look.", "")
+    row["messages"][1] |= {"tool_calls": [CALL, CALL]}
+    row |= {"tools": [TOOL, {"name": "g"}], "documents": [{"text": "Red."}, {"text": "Blue."}]}
+    notes = notes_of(with_template(FIRST), row)
+    assert len(notes) == 3
+    for kind, first in {
+        "tools": "f:1",
+        "documents": "f:1",
+        "calls of tools": "f:1, answer 1",
+    }.items():
+        assert any(noted(kind, 1, 2, first) in note for note in notes), kind
+
+
+def test_documents_that_a_template_renders_are_not_named(with_template):
+    template = "{%- for d in documents or [] %}{{ d.text }}{% endfor %}" + DROPS
+    row = {**chat("a", "b"), "documents": [{"text": "Red."}]}
+    assert notes_of(with_template(template), row) == []
+
+
+@pytest.mark.parametrize(
+    ("row", "row_format", "unused"),
+    [
+        (chat("a", "b") | {"id": 7, "source": "web", "system": "c"}, None, "id, source"),
+        ({"text": "a", "system": "c"}, None, "system"),
+        ({"prompt": "a", "completion": "b", "label": True}, None, "label"),
+        ({"prompt": "a", "completion": "b", "label": True, "id": 1}, RATED, "id"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "score": 1}, PREFERENCE, "score"),
+        ({"anchor": "a", "positive": "b", "id": 1}, None, "id"),
+        ({"instruction": "a", "input": "", "output": "b", "id": None}, None, None),
+        ({"prompt": "a", "answer": "b"}, PROMPT, None),
+    ],
+)  # a reward function sees every column of prompts
+def test_columns_without_a_use_are_named_once(with_template, row, row_format, unused):
+    notes = notes_of(with_template(), row, row, row_format=row_format)
+    assert notes == ([f"columns that are not used: {unused}"] if unused else [])
+
+
+def test_columns_are_named_with_other_names_too(with_template):
+    row = {"question": "a", "chosen": "b", "rejected": "c", "prompt": "d"}
+    columns = DataConfig(prompt_feature="question")
+    notes = notes_of(with_template(), row, row_format=PREFERENCE, columns=columns)
+    assert notes == ["columns that are not used: prompt"]
+
+
+@pytest.mark.parametrize(
+    ("row", "row_format", "count"),
+    [
+        (chat("a", "b"), None, 1),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, PREFERENCE, 1),
+        ({"prompt": "a"}, PROMPT, 1),
+        ({"text": "a"}, None, 0),
+    ],
+)
+def test_an_unusual_end_is_named_where_a_template_renders_rows(
+    with_template, row, row_format, count
+):
+    open_end = "{% for m in messages %}{{ '### ' + m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    tokenizer = with_template(open_end)
+    rows = Listed([Row("f:1", row)])
+    row_format = row_format or first_format(rows, COLUMNS)[1]
+    notes = template_notes(rows, row_format, COLUMNS, tokenizer)
+    assert len(notes) == count
+    assert all("does not end the last answer: <|im_end|> is put behind it" in n for n in notes)
+
+
+WITH_THOUGHTS = "<think>\nTwo and three.</think>5"
+
+
+@pytest.mark.parametrize(
+    ("row", "row_format", "missing", "checked"),
+    [
+        (chat("2+3?", "5"), None, 2, 2),
+        (chat("2+3?", WITH_THOUGHTS), None, 0, 2),
+        (chat("2+3?", "5") | {"chat_template_kwargs": {"enable_thinking": False}}, None, 0, 2),
+        ({"prompt": "2+3?", "completion": "5"}, None, 2, 2),
+        ({"prompt": "2+3?", "completion": "5", "label": True}, RATED, 2, 2),
+        ({"prompt": "2+3?", "chosen": WITH_THOUGHTS, "rejected": "6"}, PREFERENCE, 2, 4),
+        ({"prompt": "2+3?"}, PROMPT, 0, 0),
+    ],
+)
+def test_answers_without_the_thoughts_that_a_prompt_opens_are_counted(
+    with_template, row, row_format, missing, checked
+):
+    notes = notes_of(with_template(OPENS), row, row, row_format=row_format)
+    notes = [note for note in notes if "opens thoughts" in note]
+    assert len(notes) == (missing > 0)
+    for note in notes:
+        assert f"{missing} of {checked} answers checked have none, the first in f:1" in note
+        assert ("their prompts differ" in note) == (row_format is PREFERENCE)
+
+
+def test_a_large_split_costs_a_limited_number_of_renderings(with_template, monkeypatch):
+    counted = []
+    render = left_out.Conversation.render
+    monkeypatch.setattr(
+        left_out.Conversation, "render", lambda *args: counted.append(1) or render(*args)
+    )
+    rows = [chat("2+3?", THOUGHT)] * 2_000
+    (note,) = notes_of(with_template(DROPS), *rows)
+    assert noted("thoughts", 300, 300, "f:1, answer 1") in note
+    assert len(counted) <= 4 * 300 + 300
+
+
+def test_bad_rows_are_left_to_those_who_name_them(with_template):
+    bad = [{"messages": 5}, {"messages": [{"role": "user"}]}, [], {"text": "a"}]
+    assert notes_of(with_template(), chat("a", "b"), *bad) == ["columns that are not used: text"]

@@ -1,0 +1,320 @@
+"""What rows say beside the text of messages: marks on answers, system prompts, repeated prompts."""
+
+import json
+from datetime import date
+
+import pytest
+
+from mlx_packs.config.schema import DataConfig
+from mlx_packs.data.encoding import EncodingOptions, encode
+from mlx_packs.data.formats import PREFERENCE, Chat, Row, format_of
+from mlx_packs.data.masks import masked
+from mlx_packs.data.messages import turns_of
+from mlx_packs.data.preferences import RATED, encode_preferences
+from mlx_packs.data.prompts import encode_prompts
+from tests.helpers.errors import raises
+from tests.helpers.rows import chat
+
+COLUMNS = DataConfig()
+USER, SYSTEM = {"role": "user", "content": "Name a red fruit."}, "Answer as a pirate."
+ANSWER = {"role": "assistant", "content": "A cherry."}
+LIME = {"role": "assistant", "content": "A lime."}
+SHOWN = "<|im_start|>{}\n{}<|im_end|>\n".format
+
+
+def rendered(tokenizer, row: dict, task: str = "lm", columns: DataConfig = COLUMNS, **options):
+    """Return the text of an example and its targets; of preferences those of the chosen side."""
+    rows, options = [Row("f:1", row)], EncodingOptions(**options)
+    if task == "lm":
+        example = encode(rows, tokenizer, columns, options).items[0]
+    else:
+        row_format = RATED if task == "kto" else PREFERENCE
+        example = encode_preferences(rows, tokenizer, columns, options, row_format).items[0]
+    spans = masked(example, tokenizer)["spans"]
+    text = "".join(span["text"] for span in spans)
+    return text, [span["text"].rstrip("\n") for span in spans if span["learned"]]
+
+
+def marked(**marks) -> dict:
+    row = chat("Capital?", "Rome.", "Really?", "Paris.")
+    row["messages"][1] |= marks
+    return row
+
+
+@pytest.mark.parametrize(
+    "marks",
+    [
+        {"weight": 0},
+        {"weight": 0.0},
+        {"train": False},
+        {"training": False},
+        {"trainable": 0},
+        {"loss": False},
+        {"loss_weight": 0.0},
+        {"masked": True},
+        {"weight": 0, "train": False, "loss": None},
+    ],
+)
+def test_a_marked_answer_is_context(tokenizer, marks):
+    text, targets = rendered(tokenizer, marked(**marks))
+    assert text == rendered(tokenizer, marked())[0] and targets == ["Paris.<|im_end|>"]
+    turns = [{"from": m["role"], "value": m["content"]} for m in marked()["messages"]]
+    turns[1] |= marks
+    assert rendered(tokenizer, {"conversations": turns}) == (text, targets)
+    row_format, row = Chat(), Row("f:1", marked(**marks))
+    assert row_format.answer(row, COLUMNS) == "Paris."
+    assert "Really?" in row_format.prompt(row, COLUMNS, tokenizer)[0]
+
+
+@pytest.mark.parametrize(
+    "marks", [{"weight": 1}, {"train": True}, {"masked": False}, {"loss": None}]
+)
+def test_an_answer_that_is_marked_as_a_target_is_one(tokenizer, marks):
+    assert rendered(tokenizer, marked(**marks)) == rendered(tokenizer, marked())
+
+
+@pytest.mark.parametrize(
+    ("marks", "fault"),
+    [
+        ({"weight": 0.5}, "'weight' of a message must be 0 or 1"),
+        ({"train": "x"}, "'train' of a message must be 0 or 1"),
+        ({"loss": float("nan")}, "'loss' of a message must be 0 or 1"),
+        ({"weight": 0, "train": True}, "contradict"),
+        ({"mask": True}, "'mask' of a message is not supported"),
+        ({"train_detail": []}, "'train_detail' of a message is not supported"),
+    ],
+)
+def test_other_marks_are_rejected(tokenizer, marks, fault):
+    with raises("data", None, "f:1", fault):
+        rendered(tokenizer, marked(**marks))
+
+
+def test_marks_that_leave_no_target_are_rejected(tokenizer):
+    row = chat("Capital?", "Rome.")
+    row["messages"][1]["weight"] = 0
+    with raises("data", None, "f:1", "every answer is marked"):
+        rendered(tokenizer, row)
+    for loss_on, fault in (
+        ("completion", "the completion is marked"),
+        ("all", "--loss-on assistant"),
+    ):
+        with raises("data", None, "f:1", fault):
+            rendered(tokenizer, row, loss_on=loss_on)
+    with raises("data", None, "the completion is marked"):
+        rendered(
+            tokenizer, {"prompt": "a", "completion": [row["messages"][1]], "label": True}, "kto"
+        )
+    row["messages"][0]["weight"] = 1
+    with raises("data", None, "marks a message of user as a target"):
+        rendered(tokenizer, row)
+
+
+ROWS = {
+    "chat": ({"messages": [USER, ANSWER]}, "lm"),
+    "completion": ({"prompt": USER["content"], "completion": "A cherry."}, "lm"),
+    "alpaca": ({"instruction": USER["content"], "output": "A cherry."}, "lm"),
+    "sharegpt": (
+        {
+            "conversations": [
+                {"from": "human", "value": USER["content"]},
+                {"from": "gpt", "value": "A cherry."},
+            ]
+        },
+        "lm",
+    ),
+    "dpo": ({"prompt": USER["content"], "chosen": "A cherry.", "rejected": "A lime."}, "dpo"),
+    "implicit": ({"chosen": [USER, ANSWER], "rejected": [USER, LIME]}, "dpo"),
+    "kto": ({"prompt": USER["content"], "completion": "A cherry.", "label": True}, "kto"),
+}
+
+
+@pytest.mark.parametrize("column", ["system", "system_prompt", "system_message"])
+@pytest.mark.parametrize("name", ROWS)
+def test_a_system_prompt_in_a_column_is_the_first_message(tokenizer, name, column):
+    row, task = ROWS[name]
+    text, targets = rendered(tokenizer, {column: SYSTEM, **row}, task)
+    assert text.startswith(SHOWN("system", SYSTEM) + SHOWN("user", USER["content"]))
+    assert targets == ["A cherry.<|im_end|>"]
+    for nothing in (None, "", float("nan")):
+        assert rendered(tokenizer, {column: nothing, **row}, task) == rendered(tokenizer, row, task)
+    with raises("data", None, f"'{column}' must be a text"):
+        rendered(tokenizer, {column: 5, **row}, task)
+
+
+def test_a_system_prompt_is_in_prompts_and_with_other_column_names(tokenizer):
+    rows = [Row("f:1", {"system": SYSTEM, "question": "Hello?"})]
+    columns = DataConfig(prompt_feature="question")
+    tokens = encode_prompts(rows, tokenizer, columns, 64).tokens[0]
+    expected = SHOWN("system", SYSTEM) + SHOWN("user", "Hello?") + "<|im_start|>assistant\n"
+    assert tokenizer.decode(tokens) == expected
+    row = {"system": SYSTEM, "question": "Hello?", "chosen": "Ahoy!", "rejected": "Good day."}
+    text, _ = rendered(tokenizer, row, "dpo", columns)
+    assert text == expected + "Ahoy!<|im_end|>\n"
+
+
+def test_a_column_that_is_named_as_another_is_no_system_prompt(tokenizer):
+    columns = DataConfig(prompt_feature="system")
+    text, _ = rendered(tokenizer, {"system": "Hi.", "completion": "Ho."}, columns=columns)
+    assert text == SHOWN("user", "Hi.") + SHOWN("assistant", "Ho.")
+
+
+def test_one_system_message_is_rendered_once_and_two_are_rejected(tokenizer):
+    messages = [{"role": "system", "content": SYSTEM}, USER, ANSWER]
+    same, row = {"system": SYSTEM, "messages": messages}, {"messages": messages}
+    assert rendered(tokenizer, same) == rendered(tokenizer, row)
+    with raises("data", None, "f:1: has a system message, and another one in a column"):
+        rendered(tokenizer, {"system": "Be brief.", "messages": messages})
+    with raises("data", None, "system and system_prompt differ"):
+        rendered(tokenizer, {"system": "a", "system_prompt": "b", "messages": [USER, ANSWER]})
+
+
+def test_tools_are_in_one_column(tokenizer):
+    one, two = ([{"name": name, "parameters": {}}] for name in ("one", "two"))
+    row = {"messages": [USER, ANSWER]}
+    text, _ = rendered(tokenizer, {**row, "tools": one})
+    assert '"name": "one"' in text
+    for columns in ({"functions": one}, {"tools": "[]", "functions": json.dumps(one)}):
+        assert rendered(tokenizer, {**row, **columns})[0] == text
+    assert rendered(tokenizer, {**row, "tools": one, "functions": one})[0] == text
+    with raises("data", None, "f:1: tools and functions differ. Remove one of them."):
+        rendered(tokenizer, {**row, "tools": one, "functions": two})
+
+
+def test_documents_and_variables_are_as_json_has_them(tokenizer):
+    day, row = date(2026, 5, 1), {"messages": [USER, ANSWER]}
+    documents = [{"day": day}, {"day": None}]
+    row |= {"documents": documents, "chat_template_kwargs": {"of": day, "x": None}}
+    conversation = Chat().conversation(Row("f:1", row), COLUMNS, tokenizer)
+    assert conversation.documents == [{"day": "2026-05-01"}]
+    assert conversation.variables == {"of": "2026-05-01"}
+    for column, value in (("documents", [{"day": b"x"}]), ("chat_template_kwargs", {"day": b"x"})):
+        with raises("data", None, f"f:1: '{column}' has, in '", "day', a bytes"):
+            rendered(tokenizer, {**row, column: value})
+
+
+ONCE = SHOWN("user", USER["content"]) + SHOWN("assistant", "A cherry.")
+FIRST = {"role": "system", "content": SYSTEM}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "before", "expected"),
+    [
+        (USER["content"], [USER], ONCE),
+        ([USER], [USER], ONCE),
+        ([USER], [{"role": "user", "content": USER["content"] + "\n"}], ONCE),
+        ([FIRST, USER], [USER], SHOWN("system", SYSTEM) + ONCE),
+        ([FIRST, USER], [FIRST, USER], SHOWN("system", SYSTEM) + ONCE),
+        (USER["content"], [FIRST, USER], SHOWN("system", SYSTEM) + ONCE),
+        (
+            [USER, LIME, USER],
+            [USER],
+            SHOWN("user", USER["content"]) + SHOWN("assistant", "A lime.") + ONCE,
+        ),
+    ],
+)
+def test_a_prompt_that_a_completion_repeats_is_rendered_once(tokenizer, prompt, before, expected):
+    chosen, rejected = [*before, ANSWER], [*before, LIME]
+    for row, task in (
+        ({"prompt": prompt, "chosen": chosen, "rejected": rejected}, "dpo"),
+        ({"prompt": prompt, "completion": chosen}, "lm"),
+        ({"prompt": prompt, "completion": chosen, "label": True}, "kto"),
+    ):
+        assert rendered(tokenizer, row, task) == (expected, ["A cherry.<|im_end|>"])
+    row = Row("f:1", {"prompt": prompt, "completion": chosen})
+    assert format_of(row, COLUMNS).answer(row, COLUMNS) == "A cherry."
+
+
+def test_a_text_that_repeats_its_prompt_is_rejected(tokenizer):
+    twice = f"{USER['content']} A cherry."
+    for row, task, column in (
+        ({"prompt": USER["content"], "chosen": twice, "rejected": "No."}, "dpo", "chosen"),
+        ({"prompt": [USER], "completion": twice}, "lm", "completion"),
+        ({"prompt": USER["content"], "completion": twice, "label": False}, "kto", "completion"),
+    ):
+        with raises("data", None, f"f:1: '{column}' begins with the text of the prompt"):
+            rendered(tokenizer, row, task)
+
+
+def call_of(number: int, role: str = "function_call") -> dict:
+    return {"role": role, "content": json.dumps({"name": "f", "arguments": {"a": number}})}
+
+
+CALL_SHOWN = '<tool_call>\n{{"name": "f", "arguments": {{"a": {}}}}}\n</tool_call>'.format
+
+
+@pytest.mark.parametrize(
+    ("answer", "other", "shown"),
+    [
+        ([call_of(1), call_of(2)], [call_of(1)], f"{CALL_SHOWN(1)}\n{CALL_SHOWN(2)}"),
+        ([ANSWER, call_of(1, "tool_call")], [LIME], f"A cherry.\n{CALL_SHOWN(1)}"),
+        (
+            [
+                {"from": "gpt", "value": "A cherry."},
+                {"from": "function_call", "value": call_of(1)["content"]},
+            ],
+            [ANSWER],
+            f"A cherry.\n{CALL_SHOWN(1)}",
+        ),
+    ],
+)
+def test_an_answer_and_its_calls_are_one_completion(tokenizer, answer, other, shown):
+    expected = SHOWN("user", USER["content"]) + SHOWN("assistant", shown)
+    targets = [f"{shown}<|im_end|>"]
+    row = {"chosen": [USER, *answer], "rejected": [USER, *other]}
+    assert rendered(tokenizer, row, "dpo") == (expected, targets)
+    for row, task in (
+        ({"prompt": [USER], "chosen": answer, "rejected": other}, "dpo"),
+        ({"prompt": [USER], "completion": answer}, "lm"),
+        ({"prompt": [USER], "completion": answer, "label": True}, "kto"),
+    ):
+        assert rendered(tokenizer, row, task) == (expected, targets)
+    with raises("data", None, "f:1: 'chosen' must be a list of messages that ends"):
+        rendered(tokenizer, {"chosen": answer, "rejected": other}, "dpo")
+
+
+def test_a_call_is_not_apart_from_its_answer(tokenizer):
+    prompt, called = [USER, ANSWER], [call_of(1)]
+    for row, task, column in (
+        ({"prompt": prompt, "completion": called}, "lm", "completion"),
+        ({"prompt": prompt, "completion": called, "label": True}, "kto", "completion"),
+        ({"prompt": prompt, "chosen": called, "rejected": [LIME]}, "dpo", "chosen"),
+        ({"prompt": [USER, call_of(2)], "completion": called}, "lm", "completion"),
+    ):
+        with raises("data", None, f"f:1: '{column}' begins with a call that belongs to the answer"):
+            rendered(tokenizer, row, task)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion"),
+    [
+        ("Hello", "Hello there!"),
+        ("He go home", "He go home"),
+        ("It rains a lot", "It rains a lot."),
+    ],
+)
+def test_an_answer_may_begin_as_its_prompt_does(tokenizer, prompt, completion):
+    _, targets = rendered(tokenizer, {"prompt": prompt, "completion": completion})
+    assert targets == [completion + "<|im_end|>"]
+
+
+def test_an_empty_answer_before_the_last_one_is_named(tokenizer):
+    for answer in ("", " \n"):
+        with raises("data", None, "f:1: answer 1 is empty (message 2)", "'weight': 0"):
+            rendered(tokenizer, chat("Hello", answer, "There?", "Yes."))
+    row = chat("Hello", "", "There?", "Yes.")
+    row["messages"][1]["weight"] = 0
+    assert rendered(tokenizer, row)[1] == ["Yes.<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [("human", "user"), ("gpt", "assistant"), ("observation", "tool"), ("developer", "system")],
+)
+def test_roles_have_one_name(name, role):
+    assert turns_of([{"role": name, "content": "a"}])[0].message == {"role": role, "content": "a"}
+
+
+def test_thoughts_have_every_name_that_templates_know():
+    for key in ("reasoning_content", "reasoning", "thinking"):
+        message = turns_of([{**ANSWER, key: "Hm."}])[0].message
+        assert [message[k] for k in ("reasoning_content", "reasoning", "thinking")] == ["Hm."] * 3

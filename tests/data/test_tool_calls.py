@@ -1,0 +1,325 @@
+"""Calls and tools of every dialect have one form, which training and serving render."""
+
+import json
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
+
+import pytest
+
+from mlx_packs.data.messages import turns_of
+from mlx_packs.data.tool_calls import calls_in_text, normal_arguments, normal_calls, normal_tools
+from mlx_packs.serving.protocol import Message
+
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bonn"}}}
+TEXT = json.dumps({"name": "weather", "arguments": {"city": "Bonn"}})
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({"city": "Bonn"}, {"city": "Bonn"}),
+        ('{"city": "Bonn", "a": null}', {"city": "Bonn", "a": None}),
+        ({"city": "Bonn", "a": None, "at": {"x": 1, "y": None}}, {"city": "Bonn", "at": {"x": 1}}),
+        ({"of": [None, {"a": None}]}, {"of": [None, {}]}),
+        (
+            {"at": datetime(2026, 5, 1, 8), "of": [{"day": date(2026, 5, 1)}, time(8, 30)]},
+            {"at": "2026-05-01T08:00:00", "of": [{"day": "2026-05-01"}, "08:30:00"]},
+        ),
+        *((nothing, {}) for nothing in (None, "", " ", "null", "{}", {}, {"a": None})),
+    ],
+)
+def test_arguments_are_an_object(value, expected):
+    assert normal_arguments(value) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "fault"),
+    [
+        ("{city", "not valid JSON"),
+        ('{"a": NaN}', "not valid JSON: NaN"),
+        ('{"a": Infinity}', "not valid JSON"),
+        ({"a": [{"b": float("nan")}]}, r"have, in 'a\[0\].b', nan, which JSON does not have"),
+        ({"a": {"b": b"x"}}, r"have, in 'a.b', a bytes, which JSON does not have"),
+        ({"a": [timedelta(1)]}, r"in 'a\[0\]', a timedelta"),
+        ({"a": Decimal("1.5")}, "in 'a', a Decimal"),
+        ({"a": {5: 1}}, "have the key 5, which is no text"),
+        ("[1]", "must be an object"),
+        (5, "must be an object"),
+    ],
+)
+def test_arguments_that_are_no_object_are_a_fault(value, fault):
+    with pytest.raises(ValueError, match=fault):
+        normal_arguments(value)
+
+
+@pytest.mark.parametrize("levels", [101, 700, 985, 5000])
+def test_a_text_that_is_nested_too_deeply_is_a_fault(levels):
+    deep = '{"a":' * levels + "1" + "}" * levels
+    tool = f'{{"name": "f", "parameters": {deep}}}'
+    call = f'{{"name": "f", "arguments": {deep}}}'
+    for read, value in (
+        (normal_arguments, deep),
+        (normal_tools, tool),
+        (normal_tools, [tool]),
+        (normal_tools, [{"name": "f", "parameters": deep}]),
+        (normal_calls, call),
+        (calls_in_text, call),
+    ):
+        with pytest.raises(ValueError, match="nested more than 100 deep|not valid JSON"):
+            read(value)
+
+
+@pytest.mark.interop
+def test_a_missing_date_of_pandas_is_a_fault():
+    import pandas
+
+    with pytest.raises(ValueError, match="in 'a', a NaTType"):
+        normal_arguments({"a": pandas.NaT})
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [CALL],
+        CALL,
+        json.dumps([CALL]),
+        [json.dumps(CALL)],
+        [{"name": "weather", "arguments": '{"city": "Bonn"}'}],
+        [{"name": "weather", "parameters": {"city": "Bonn", "a": None}}],
+        [
+            {
+                "function": {"name": "weather", "arguments": '{"city": "Bonn"}'},
+                "id": None,
+                "index": 0,
+            }
+        ],
+        [{"name": "weather", "args": {"city": "Bonn"}, "type": "tool_call"}],
+        [{"type": "tool_use", "name": "weather", "input": {"city": "Bonn"}}],
+        [{"function": {"name": "weather"}, "arguments": {"city": "Bonn"}}],
+        [{"name": "weather", "function": {"arguments": {"city": "Bonn"}}}],
+        [{"function": json.dumps(CALL["function"])}],
+        [{**CALL["function"], "input": {"city": "Bonn"}, "args": {}, "parameters": {"a": None}}],
+        [{**CALL["function"], "call_id": None, "parsed_arguments": {"city": "Bonn"}}],
+        [CALL, {"name": None, "arguments": {"city": None}}, {"function": {"name": None}}, None],
+    ],
+)
+def test_calls_of_every_form_are_one(calls):
+    assert normal_calls(calls) == [CALL]
+
+
+def test_a_call_keeps_its_id():
+    assert normal_calls([{**CALL, "id": "c1"}]) == [{"id": "c1", **CALL}]
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [[5], ["x"], [{"arguments": {"a": 1}}], [{"name": ""}], [{"name": "f", "function": 5}], 5],
+)
+def test_what_is_no_call_is_a_fault(calls):
+    with pytest.raises(ValueError, match="call"):
+        normal_calls(calls)
+
+
+@pytest.mark.parametrize(
+    ("call", "fault"),
+    [
+        ({"name": "f", "kwargs": {"a": 1}}, "unknown key 'kwargs'"),
+        ({"function": {"name": "f", "values": {"a": 1}}}, "unknown key 'values'"),
+        ({"name": "f", "arguments": {"a": 1}, "input": {"a": 2}}, "different arguments"),
+        ({"name": "f", "function": {"name": "g"}}, "different names"),
+    ],
+)
+def test_what_a_call_says_elsewhere_is_named(call, fault):
+    with pytest.raises(ValueError, match=fault):
+        normal_calls([call])
+
+
+@pytest.mark.parametrize("nothing", [None, "", "null", [], {}, [None], [{}], {"name": None}])
+def test_no_calls_are_none(nothing):
+    assert normal_calls(nothing) == []
+
+
+def test_a_null_in_the_text_of_calls_stays():
+    call = {"name": "weather", "arguments": {"city": "Bonn", "unit": None}}
+    expected = [{"type": "function", "function": call}]
+    text = json.dumps(call)
+    for calls in (f"[{text}]", [text], text, [{"function": text}]):
+        assert normal_calls(calls) == expected
+    for written in (text, f"<tool_call>\n{text}\n</tool_call>"):
+        assert calls_in_text(written) == ("", expected)
+    assert normal_calls([call]) == [CALL]
+
+
+@pytest.mark.parametrize(
+    ("text", "before", "count"),
+    [
+        (TEXT, "", 1),
+        (f"[{TEXT}, {TEXT}]", "", 2),
+        (f"<tool_call>\n{TEXT}\n</tool_call>\n<tool_call>{TEXT}</tool_call>", "", 2),
+        (f"<think>\nAsk.\n</think>\n\n{TEXT}", "<think>\nAsk.\n</think>", 1),
+    ],
+)
+def test_a_text_of_calls_is_read(text, before, count):
+    assert calls_in_text(text) == (before, [CALL] * count)
+
+
+MARKED = f"<tool_call>{TEXT}</tool_call>"
+
+
+@pytest.mark.parametrize(
+    "text", [f"{MARKED} Please wait.", f"{MARKED} Please wait. {MARKED}", f"{MARKED} <tool_call>"]
+)
+def test_a_text_after_a_call_is_a_fault(text):
+    with pytest.raises(ValueError, match="a text follows a call of a tool: '(Please|<tool)"):
+        calls_in_text(text)
+    assert calls_in_text(f"Wait. {MARKED}") == ("Wait.", [CALL])
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        [TOOL],
+        TOOL,
+        json.dumps([TOOL]),
+        [json.dumps(TOOL["function"])],
+        [TOOL["function"]],
+        [{"type": "function", **TOOL["function"]}],
+        [{"type": "function", "function": {**TOOL["function"], "parameters": json.dumps(SCHEMA)}}],
+        [{**TOOL, "function": {**TOOL["function"], "strict": None}, "x": None}],
+        [{"type": "function", "function": json.dumps(TOOL["function"])}],
+        [{"function": TOOL["function"]}],
+        [TOOL, {}, None, {"type": None, "function": {"name": None}}],
+    ],
+)
+def test_tools_of_every_form_are_one(tools):
+    assert normal_tools(tools) == [TOOL]
+
+
+def test_a_null_in_the_text_of_a_schema_stays():
+    schema = {"type": "object", "properties": {"city": {"default": None}}}
+    text = json.dumps([{"name": "f", "parameters": schema}])
+    assert normal_tools(text)[0]["function"]["parameters"] == schema
+
+
+def test_dates_in_tools_are_iso_texts():
+    schema = {"default": datetime(2026, 5, 1, 8, tzinfo=timezone.utc), "minimum": date(2026, 5, 1)}
+    (tool,) = normal_tools([{"name": "f", "parameters": schema}])
+    expected = {"default": "2026-05-01T08:00:00+00:00", "minimum": "2026-05-01"}
+    assert tool["function"]["parameters"] == expected
+    with pytest.raises(ValueError, match="a tool has, in 'function.parameters.x', a bytes"):
+        normal_tools([{"name": "f", "parameters": {"x": b"x"}}])
+
+
+@pytest.mark.parametrize("nothing", [None, "", [], "[]", {}, [{}], [None], {"type": None}])
+def test_no_tools_are_none(nothing):
+    assert normal_tools(nothing) is None
+
+
+USER = {"role": "user", "content": "Weather in Bonn?"}
+NORMAL = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+RESULT = {"role": "tool", "content": "clear"}
+
+
+@pytest.mark.parametrize(
+    ("called", "result"),
+    [
+        (NORMAL, RESULT),
+        ({"role": "assistant", "content": None, "tool_calls": [CALL], "name": None}, RESULT),
+        (
+            {"role": "assistant", "content": None, "function_call": CALL["function"]},
+            {"role": "function", "content": "clear"},
+        ),
+        ({"role": "function_call", "content": TEXT}, {"role": "observation", "content": "clear"}),
+        ({"role": "tool_call", "content": TEXT}, {"role": "tool_response", "content": "clear"}),
+        ({"from": "function_call", "value": TEXT}, {"from": "observation", "value": "clear"}),
+    ],
+)
+def test_messages_of_every_dialect_have_one_form(called, result):
+    messages = [turn.message for turn in turns_of([USER, called, result])]
+    assert messages == [USER, NORMAL, RESULT]
+
+
+def test_calls_that_follow_each_other_are_of_one_answer():
+    called = {"role": "function_call", "content": TEXT}
+    answer = {"role": "assistant", "content": "I look."}
+    messages = [turn.message for turn in turns_of([USER, answer, called, called, RESULT, called])]
+    assert messages == [
+        USER,
+        {"role": "assistant", "content": "I look.", "tool_calls": [CALL, CALL]},
+        RESULT,
+        NORMAL,
+    ]
+
+
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ({"content": "Look."}, {"reasoning": "Ask."}, {"content": "Look.", "thoughts": "Ask."}),
+        (
+            {"content": "Look.", "thinking": "Hm."},
+            {"reasoning_content": "Ask."},
+            {"content": "Look.", "thoughts": "Hm.\nAsk."},
+        ),
+        ({"content": "Look.", "thinking": "Hm."}, {}, {"content": "Look.", "thoughts": "Hm."}),
+        (
+            {"content": "Look."},
+            {"content": f"<think>Ask.</think>{TEXT}"},
+            {"content": "<think>\nAsk.\n</think>\n\nLook."},
+        ),
+        (
+            {"content": "<think>Hm.</think>Look."},
+            {"content": f"<think>\nAsk.\n</think>\n\nWait.<tool_call>{TEXT}</tool_call>"},
+            {"content": "<think>\nHm.\nAsk.\n</think>\n\nLook.\nWait."},
+        ),
+        ({"content": "Look.", "name": "a"}, {"name": "a"}, {"content": "Look.", "name": "a"}),
+        ({"content": "Look."}, {"name": "a"}, {"content": "Look.", "name": "a"}),
+    ],
+)
+def test_a_call_that_is_joined_to_an_answer_keeps_what_it_says(first, second, expected):
+    called = {"role": "tool_call", "content": TEXT, **second}
+    (turn,) = turns_of([{"role": "assistant", **first}, called])
+    thoughts = expected.pop("thoughts", None)
+    named = dict.fromkeys(THOUGHTS, thoughts) if thoughts else {}
+    assert turn.message == {"role": "assistant", "tool_calls": [CALL], **expected, **named}
+
+
+def test_thoughts_of_calls_that_follow_each_other_are_joined():
+    calls = [{"role": "function_call", "content": TEXT, "thinking": each} for each in "ab"]
+    (turn,) = turns_of(calls)
+    assert turn.message == {**NORMAL, "tool_calls": [CALL] * 2, **dict.fromkeys(THOUGHTS, "a\nb")}
+
+
+def test_messages_of_one_answer_that_contradict_each_other_are_a_fault():
+    called = {"role": "function_call", "content": TEXT, "name": "b"}
+    with pytest.raises(ValueError, match="differ in 'name'"):
+        turns_of([{"role": "assistant", "content": "Look.", "name": "a"}, called])
+
+
+@pytest.mark.parametrize("content", ["", "clear", "[]", None, "<think>Ask.</think>"])
+def test_a_turn_of_calls_without_one_is_a_fault(content):
+    with pytest.raises(ValueError, match="call"):
+        turns_of([USER, {"role": "function_call", "content": content}])
+
+
+def test_calls_as_text_stay_text():
+    answer = {"role": "assistant", "content": f"<tool_call>\n{TEXT}\n</tool_call>"}
+    assert turns_of([answer])[0].message == answer
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Bonn", "a": null}', "", "{}"])
+def test_serving_has_the_same_form_as_training(arguments):
+    calls = [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}]
+    message = {"role": "assistant", "content": None, "tool_calls": calls}
+    served = Message.model_validate(message).to_template()
+    assert served == turns_of([message])[0].message
+
+
+def test_serving_gives_back_arguments_that_a_model_wrote_wrongly():
+    calls = [{"type": "function", "function": {"name": "f", "arguments": "{city"}}]
+    served = Message.model_validate({"role": "assistant", "tool_calls": calls}).to_template()
+    assert served["tool_calls"][0]["function"]["arguments"] == "{city"

@@ -1,0 +1,124 @@
+"""Figures of how the sources of the package read: what the ratchet of tests/budgets.toml holds.
+
+Docstrings and comments count as neither code nor blank lines.
+"""
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.helpers.imports import PACKAGE
+
+LONG_BODY = 15  # lines, from which on a body needs air
+WIDE = 100  # columns
+SMALL = 4  # lines of a function that may stand where it is called
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def figures(package: Path = PACKAGE) -> dict[str, float]:
+    """Every figure by its name; each is better when lower, unless its name begins with 'least'."""
+    sources = {file: file.read_text(encoding="utf-8") for file in sorted(package.rglob("*.py"))}
+    trees = {file: ast.parse(text) for file, text in sources.items()}
+    bodies = [body_lines(f, sources[file]) for file, tree in trees.items() for f in functions(tree)]
+    code = sum(map(code_lines, sources.values())) / 1000
+
+    blank = sum(line == "" for body in bodies for line in body)
+    dense = [body for body in bodies if len(body) >= LONG_BODY and "" not in body]
+    lines = [line for text in sources.values() for line in text.splitlines()]
+    statements = [node for tree in trees.values() for node in ast.walk(tree)]
+    choices = [node for node in statements if isinstance(node, ast.IfExp)]
+    return {
+        "least_blank_lines_percent": round(100 * blank / sum(map(len, bodies)), 2),
+        "long_bodies_without_blank_line": len(dense),
+        "conditional_expressions_per_1000_lines": round(len(choices) / code, 2),
+        "nested_conditional_expressions": sum(map(has_inner_choice, choices)),
+        "parallel_assignments_per_1000_lines": round(
+            sum(map(assigns_in_parallel, statements)) / code, 2
+        ),
+        "products_with_a_condition": sum(map(multiplies_by_condition, statements)),
+        "small_private_functions_called_once": called_once(trees.values()),
+        "docstring_lines_per_1000_lines": round(
+            sum(map(docstring_lines, trees.values())) / code, 2
+        ),
+        "wide_lines": sum(len(line) > WIDE for line in lines),
+    }
+
+
+def functions(tree: ast.AST) -> Iterator[Function]:
+    """All functions of a module, methods and inner ones too."""
+    return (node for node in ast.walk(tree) if isinstance(node, Function))
+
+
+def body_lines(function: Function, source: str) -> list[str]:
+    """The stripped lines of a body without its docstring."""
+    statements = function.body
+    if ast.get_docstring(function) is not None:
+        statements = statements[1:]
+    if not statements:
+        return []
+    lines = source.splitlines()[statements[0].lineno - 1 : function.end_lineno]
+    return [line.strip() for line in lines]
+
+
+def code_lines(source: str) -> int:
+    """Lines that are neither blank, nor a comment, nor of a docstring."""
+    lines = [line.strip() for line in source.splitlines()]
+    code = sum(line != "" and not line.startswith("#") for line in lines)
+    return code - docstring_lines(ast.parse(source))
+
+
+def docstring_lines(tree: ast.AST) -> int:
+    """Lines of all docstrings of a module that are not blank."""
+    owners = ast.Module | ast.ClassDef | Function
+    texts = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, owners)]
+    return sum(line.strip() != "" for text in texts if text for line in text.splitlines())
+
+
+def has_inner_choice(choice: ast.IfExp) -> bool:
+    """Whether a conditional expression has another one inside."""
+    return any(isinstance(node, ast.IfExp) for node in ast.walk(choice) if node is not choice)
+
+
+def assigns_in_parallel(node: ast.AST) -> bool:
+    """Whether it is `a, b = x, y`."""
+    return (
+        isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Tuple)
+        and isinstance(node.value, ast.Tuple)
+    )
+
+
+def multiplies_by_condition(node: ast.AST) -> bool:
+    """Whether a text or list is multiplied by a condition, as an `if` would choose it."""
+    if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)):
+        return False
+    sides = (node.left, node.right)
+    has_text = any(
+        isinstance(side, ast.JoinedStr | ast.List)
+        or (isinstance(side, ast.Constant) and isinstance(side.value, str))
+        for side in sides
+    )
+    return has_text and any(map(is_condition, sides))
+
+
+def is_condition(node: ast.AST) -> bool:
+    """Whether an expression is true or false by its form."""
+    if isinstance(node, ast.Call):
+        return ast.unparse(node.func) == "bool"
+    is_negation = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
+    return is_negation or isinstance(node, ast.Compare | ast.BoolOp)
+
+
+def called_once(trees: Iterator[ast.AST]) -> int:
+    """Private functions of at most `SMALL` lines whose name is used once in their module."""
+    count = 0
+    for tree in trees:
+        names = [getattr(node, "id", getattr(node, "attr", None)) for node in ast.walk(tree)]
+        uses = Counter(names)
+        for function in functions(tree):
+            size = (function.end_lineno or 0) - function.body[0].lineno + 1
+            is_private = function.name.startswith("_") and not function.name.startswith("__")
+            count += is_private and size <= SMALL and uses[function.name] == 1
+    return count

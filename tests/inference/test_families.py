@@ -1,0 +1,91 @@
+"""A batch of prompts equals each alone, in every family: by mlx-lm's batches, or one at a time."""
+
+from types import SimpleNamespace
+
+import pytest
+from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_packs.bases import families
+from mlx_packs.bases.families import ONE_BY_ONE
+from mlx_packs.inference.generate import sample_batch, stream_batch
+from mlx_packs.runtime import mx
+from tests.helpers.families import architectures, family_base
+from tests.helpers.family_sweep import FAMILIES, sweep
+
+LONG = [(5 * i + 3) % 120 for i in range(37)]
+PROMPTS = ([5, 9, 3], [7, 2], LONG)  # other lengths, and two rows: as many as KV heads
+CASES = {"three": PROMPTS, "two": (LONG, [7, 2])}
+# mlx-lm cannot batch the cache of llama4, and cannot generate with gear at all.
+MERGED = [f for f in FAMILIES if f not in ("llama4", "gear")]
+
+
+def base_of(family: str):
+    base = family_base(family)
+    base.tokenizer = SimpleNamespace(eos_token_ids={0})
+    base.config.setdefault("vocab_size", 128)  # phixtral's own config has another name for it
+    return base
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("family", [*sweep(MERGED), pytest.param("phi3small"), "mamba", "rwkv7"])
+def test_a_batch_equals_each_alone(family, case):
+    base, prompts = base_of(family), CASES[case]
+    texts = [[] for _ in prompts]
+    for i, token in stream_batch(base, prompts, 4, len(prompts), stop=False):
+        texts[i].append(token)
+    for prompt, tokens in zip(prompts, texts, strict=True):
+        steps = generate_step(mx.array(prompt), base.model, max_tokens=4)
+        assert tokens == [int(token) for token, _ in steps]
+
+
+@pytest.mark.parametrize("family", sweep(MERGED))
+def test_log_probabilities_in_a_batch_are_those_alone(family):
+    if family in ONE_BY_ONE:
+        return
+    model = family_base(family).model
+    together, alone = scores(model, PROMPTS), [scores(model, [p])[0] for p in PROMPTS]
+    for one, other in zip(together, alone, strict=True):
+        finite = mx.isfinite(one) & mx.isfinite(other)
+        assert mx.abs(mx.where(finite, one - other, 0)).max().item() < 2e-3
+
+
+def scores(model, prompts) -> list[mx.array]:
+    """The log-probabilities of the first token after each prompt."""
+    generator = BatchGenerator(model, completion_batch_size=8, prefill_batch_size=8)
+    numbers = generator.insert([list(p) for p in prompts], [1] * len(prompts))
+    rows = {}
+    while responses := generator.next_generated():
+        rows |= {response.uid: response.logprobs for response in responses}
+    generator.close()
+    return [rows[number] for number in numbers]
+
+
+@pytest.mark.parametrize("family", ["gemma2", "mamba", "qwen3"])
+def test_one_at_a_time_ends_at_the_end_and_samples(family, caplog):
+    families._say_one_by_one.cache_clear()
+    base = base_of(family)
+    first = sample_batch(base, PROMPTS, [5, 5, 5], 3)
+    assert ("one at a time" in caplog.text) == (family in ONE_BY_ONE)
+    base.tokenizer.eos_token_ids = {first[0][1]}
+    again = sample_batch(base, PROMPTS, [5, 2, 5], 3)
+    assert again[0] == first[0][: first[0].index(first[0][1]) + 1] and len(again[1]) <= 2
+    base.tokenizer.eos_token_ids = set()
+    assert (
+        sample_batch(base, PROMPTS, [3] * 3, 3, lambda x: mx.array([7] * len(x))) == [[7] * 3] * 3
+    )
+
+
+def test_training_says_that_a_family_generates_as_another_model(caplog):
+    families._say_cache_differs.cache_clear()
+    base = base_of("gemma3n")
+    families.check_trainable("mine", base.model)
+    assert "mine" in caplog.text and "cache" in caplog.text
+    caplog.clear()
+    families.check_trainable("mine", base_of("qwen3").model)
+    assert not caplog.text
+
+
+def test_what_is_listed_is_an_architecture():
+    assert set(architectures()) >= ONE_BY_ONE
+    assert all(hasattr(c, "merge") for c in make_prompt_cache(family_base("gemma2").model))

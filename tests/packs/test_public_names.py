@@ -1,0 +1,18 @@
+"""The names that a pack shows in completion and on the page of the Python reference."""
+
+from mlx_packs import Base, Pack
+
+
+def public(cls: type) -> set[str]:
+    return {name for name in dir(cls) if not name.startswith("_")}
+
+
+def test_a_pack_shows_what_users_call_and_nothing_internal():
+    calls = {"open", "save", "verify", "load_tensors", "check_base", "attach"}
+    facts = {"name", "short_name", "size_mb", "specs", "is_reward_model", "for_merge"}
+    attributes = {"path", "tensors", "parts"}  # those of them that have defaults
+    assert public(Pack) == calls | facts | attributes
+
+
+def test_a_base_attaches_and_detaches_packs():
+    assert {"attach", "detach", "applied", "swap_pack", "generate", "stream"} <= public(Base)

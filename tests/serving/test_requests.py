@@ -1,0 +1,362 @@
+"""What clients send: null for what is not given, answers sent back, and tools as agents have them."""
+
+import json
+
+import pytest
+
+from mlx_packs.config.schema import DataConfig
+from mlx_packs.data.formats import Chat, Row
+from mlx_packs.data.tool_calls import normal_calls, normal_tools
+from mlx_packs.runtime import mx
+from mlx_packs.serving.fields import parsed
+from mlx_packs.serving.prompts import Prompts
+from mlx_packs.serving.protocol import ChatBody, CompletionBody, EmbeddingBody, Message, PackBody
+from tests.helpers.errors import raises
+from tests.serving.test_bad_requests import CHAT, COMPLETIONS, rejected
+
+MESSAGES = [{"role": "user", "content": "The list"}]
+REQUIRED = {"model", "messages", "prompt", "input", "source"}
+BODIES = {
+    ChatBody: {"model": "notes", "messages": MESSAGES},
+    CompletionBody: {"model": "notes", "prompt": "The list"},
+    EmbeddingBody: {"model": "notes", "input": "The list"},
+    PackBody: {"source": "me/notes"},
+}
+# Of OpenAI's API, and not implemented here.
+OTHERS = (
+    "audio best_of dimensions echo encoding_format function_call functions logit_bias "
+    "max_completion_tokens max_tokens metadata modalities n name parallel_tool_calls prediction "
+    "prompt_cache_retention reasoning_effort response_format service_tier store suffix "
+    "tool_choice tools top_logprobs verbosity web_search_options"
+).split()
+FIELDS = [
+    (kind, field) for kind in BODIES for field in sorted({*kind.model_fields, *OTHERS} - REQUIRED)
+]
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Bonn", "Rome"]}, "days": {"enum": [1, 2]}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "description": None, "parameters": SCHEMA, "strict": True},
+}
+OTHER = {"type": "function", "function": {"name": "time", "parameters": {"type": "object"}}}
+
+
+def parse(kind, **fields):
+    return parsed(kind, json.dumps({**BODIES[kind], **fields}).encode())
+
+
+@pytest.mark.parametrize(("kind", "field"), FIELDS)
+def test_null_is_not_given(kind, field):
+    assert parse(kind, **{field: None}) == parse(kind)
+
+
+@pytest.mark.parametrize("field", sorted(REQUIRED))
+def test_null_is_no_value_of_a_field_that_is_required(field):
+    kind = next(kind for kind in BODIES if field in BODIES[kind])
+    with raises("invalid", field, "required"):
+        parse(kind, **{field: None})
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_requests_full_of_nulls_are_answered_as_those_without(shared_server, streams):
+    for path, kind in ((CHAT, ChatBody), (COMPLETIONS, CompletionBody)):
+        given = {**BODIES[kind], "max_tokens": 4, "temperature": 0, "seed": 5}
+        nulls = dict.fromkeys({*kind.model_fields, *OTHERS} - {*given, "stream"})
+        options = {"include_usage": True}
+        stream = {"stream": True, "stream_options": options} if streams else {"stream": None}
+        texts = []
+        for body in (given, nulls | given):
+            if streams:
+                events = shared_server.events(path, body | stream)
+                texts.append([event["choices"] for event in events])
+                continue
+            status, answer = shared_server.json("POST", path, body | stream)
+            assert status == 200, answer
+            texts.append(answer["choices"])
+        assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("stop", ["", [], [""], None])
+def test_a_stop_without_text_ends_nothing(shared_server, stop):
+    plain = shared_server.chat("notes", "The list")["choices"]
+    assert shared_server.chat("notes", "The list", stop=stop)["choices"] == plain
+    assert parse(ChatBody, stop=["", "a"]).stop == ["a"]
+    assert parse(ChatBody, stop=[""] * 16 + ["a"]).stop == ["a"]
+
+
+def test_a_stop_that_is_no_text_is_named_by_its_place():
+    with raises("invalid", "stop.1", "must be a text"):
+        parse(ChatBody, stop=["", None])
+
+
+@pytest.mark.parametrize("name", ["required", "properties", "default"])
+def test_null_in_a_schema_is_data_of_the_grammar_but_not_of_the_template(name):
+    parameters = {"type": "object", name: None}
+    given = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    (tool,) = parse(ChatBody, tools=[given]).usable_tools
+    assert tool.function.parameters == parameters
+    assert [tool.to_template()] == normal_tools([given])
+    assert tool.to_template()["function"]["parameters"] == {"type": "object"}
+
+
+TOOL_IN_OTHER_ORDER = {
+    "function": {
+        "strict": False,
+        "description": "Say the weather.",
+        "parameters": {"properties": {"city": {"default": None, "type": "string"}}, "x": [None]},
+        "name": "weather",
+    },
+    "type": "function",
+}
+
+
+def test_tools_and_calls_have_the_text_that_training_has(shared_tiny):
+    arguments = {"unit": None, "city": "Bonn", "of": {"b": 1, "a": None}}
+    calls = [{"type": "function", "function": {"arguments": arguments, "name": "weather"}}]
+    messages = [*MESSAGES, {"role": "assistant", "content": "", "tool_calls": calls}]
+    messages += [{"role": "tool", "content": "sun"}]
+    fields = {"tools": [TOOL_IN_OTHER_ORDER], "messages": messages}
+
+    served = Prompts(shared_tiny, 8, 512).of_chat(parse(ChatBody, **fields))
+    row = Row("f:1", fields)
+    trained = Chat().conversation(row, DataConfig(), shared_tiny.tokenizer)
+    assert served == trained.prompt_tokens(trained.messages)
+    text = shared_tiny.tokenizer.decode(served)
+    assert '{"strict": false, "description": "Say the weather.", "parameters"' in text
+    assert '{"city": {"type": "string"}}, "x": [null]}' in text
+    assert '"arguments": {"city": "Bonn", "of": {"b": 1}}' in text
+
+
+def test_a_call_without_an_id_has_none_in_the_template():
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    body = parse(ChatBody, messages=[{"role": "assistant", "tool_calls": [call]}])
+    assert body.messages[0].to_template()["tool_calls"] == normal_calls([call])
+
+
+def test_numbers_that_json_does_not_have_are_rejected():
+    nan = float("nan")
+    with raises("invalid", "tools.0", "in 'function.parameters.minimum', nan"):
+        parse(
+            ChatBody, tools=[{**OTHER, "function": {"name": "f", "parameters": {"minimum": nan}}}]
+        )
+    call = {"function": {"name": "f", "arguments": {"a": nan}}}
+    with raises("invalid", "messages.0.tool_calls.0.function.arguments", "in 'a', nan"):
+        parse(ChatBody, messages=[{"role": "assistant", "tool_calls": [call]}])
+
+
+# Messages
+
+
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+CALLED = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"content": None, "tool_calls": [CALL]}, CALLED),
+        ({"tool_calls": [CALL], "name": None, "reasoning_content": None}, CALLED),
+        ({"tool_calls": [{**CALL, "index": None}], "parsed": None}, CALLED),
+        (
+            {
+                "content": None,
+                "tool_calls": [
+                    {"id": "call_1", "function": {**CALL["function"], "parsed_arguments": {"a": 1}}}
+                ],
+            },
+            CALLED,
+        ),
+        (
+            {
+                "content": None,
+                "tool_calls": [{**CALL, "function": {"name": "f", "arguments": {"a": 1}}}],
+            },
+            CALLED,
+        ),
+        ({"content": "a", "tool_calls": None}, {"role": "assistant", "content": "a"}),
+        (
+            {"content": "a", "audio": None, "function_call": None, "annotations": []},
+            {"role": "assistant", "content": "a"},
+        ),
+        (
+            {"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "x": None}]},
+            {"role": "assistant", "content": "ab"},
+        ),
+        ({"content": None, "refusal": "No."}, {"role": "assistant", "content": "No."}),
+        (
+            {"content": [{"type": "refusal", "refusal": "No."}]},
+            {"role": "assistant", "content": "No."},
+        ),
+        (
+            {"content": "a", "reasoning_content": "why"},
+            {
+                "role": "assistant",
+                "content": "a",
+                **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "why"),
+            },
+        ),
+    ],
+)
+def test_messages_of_an_assistant(message, expected):
+    body = parse(ChatBody, messages=[{"role": "assistant", **message}])
+    assert body.messages[0].to_template() == expected
+
+
+@pytest.mark.parametrize(
+    ("message", "where", "named"),
+    [
+        ({"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "content.0", "image_url"),
+        (
+            {"content": [{"type": "text", "text": "a"}, {"type": "input_audio"}]},
+            "content.1",
+            "input_audio",
+        ),
+        ({"content": [{"type": "file", "file": {}}]}, "content.0", "file"),
+        ({"content": [{"type": "text"}]}, "content.0", "text"),
+        ({"content": 5}, "content", "text"),
+        ({"content": "a", "audio": {"id": "x"}}, "audio", "not supported"),
+        ({"content": "a", "function_call": {"name": "f"}}, "function_call", "not supported"),
+        (
+            {"tool_calls": [{"type": "custom", "function": CALL["function"]}]},
+            "tool_calls.0.type",
+            "function",
+        ),
+    ],
+)
+def test_what_is_not_supported_in_a_message_is_named(shared_server, message, where, named):
+    messages = [{"role": "user", **message}]
+    error = rejected(shared_server, CHAT, {"model": "notes", "messages": messages})
+    assert error["param"] == f"messages.0.{where}"
+    assert error["message"].startswith(error["param"]) and named in error["message"]
+
+
+def test_answers_can_be_sent_back(shared_server, monkeypatch):
+    first = shared_server.chat("notes", "The list", logprobs=True)["choices"][0]["message"]
+    tools = {"tools": [TOOL], "tool_choice": "required", "max_tokens": 60}
+    second = shared_server.chat("notes", "The list", **tools)["choices"][0]["message"]
+    assert second["tool_calls"] and set(first) < set(Message.model_fields)
+    for message in (first, second, {**first, "reasoning_content": "Why"}):
+        again = [*MESSAGES, message, {"role": "user", "content": "More"}]
+        body = {"model": "notes", "messages": again, "max_tokens": 4, "tools": [TOOL]}
+        status, answer = shared_server.json("POST", CHAT, body)
+        assert status == 200, answer
+
+
+# Tools
+
+
+@pytest.fixture
+def prompts(shared_tiny):
+    return Prompts(shared_tiny, 512, 600)
+
+
+def written(prompts, base, tools=(TOOL,), start=(), **fields) -> str:
+    """The answer of a model that writes ``start``, and then at random what it may."""
+    body = parse(ChatBody, tools=list(tools), **fields)
+    prompt = prompts.of_chat(body)
+    request = prompts.chat_maker(body, prompt, 0.0)(0, print)
+    tokens, forced = list(prompt), list(start)
+    for i in range(80):
+        logits = mx.random.normal((1, base.vocab_size), key=mx.random.key(i))
+        if forced:
+            logits[0, forced.pop(0)] = 99
+        for process in request.processors:
+            logits = process(mx.array(tokens), logits)
+        tokens.append(int(logits.argmax()))
+        if tokens[-1] in base.tokenizer.eos_token_ids:
+            break
+    return base.tokenizer.decode(tokens[len(prompt) :])
+
+
+def calls_in(text: str) -> list[dict]:
+    parts = [part.split("</tool_call>")[0] for part in text.split("<tool_call>")[1:]]
+    return [json.loads(part) for part in parts if part.endswith("}\n")]
+
+
+def check_weather(call: dict) -> None:
+    assert call["name"] == "weather" and set(call["arguments"]) == {"city", "days"}
+    assert call["arguments"]["city"] in ("Bonn", "Rome") and call["arguments"]["days"] in (1, 2)
+
+
+def test_a_required_call_is_written_at_once_and_obeys_its_schema(prompts, shared_tiny):
+    text = written(prompts, shared_tiny, tool_choice="required")
+    assert text.startswith("<tool_call>")
+    calls = calls_in(text)
+    assert calls
+    for call in calls:
+        check_weather(call)
+
+
+def test_a_named_function_is_the_one_that_is_called(prompts, shared_tiny):
+    choice = {"type": "function", "function": {"name": "weather"}}
+    text = written(prompts, shared_tiny, [OTHER, TOOL], tool_choice=choice)
+    check_weather(calls_in(text)[0])
+
+
+def test_a_strict_call_obeys_its_schema_and_text_is_free(prompts, shared_tiny):
+    tokenizer = shared_tiny.tokenizer
+    thought = tokenizer.encode("<think>Hm.</think>Well ", add_special_tokens=False)
+    start = [*thought, tokenizer.tool_call_start_tokens[0]]
+    text = written(prompts, shared_tiny, start=start)
+    assert text.startswith("<think>Hm.</think>Well <tool_call>")
+    check_weather(calls_in(text)[0])
+    assert "<tool_call>" not in written(prompts, shared_tiny).split()[:1]
+
+
+def test_tools_that_are_not_strict_are_not_constrained(prompts):
+    body = parse(ChatBody, tools=[OTHER])
+    assert not prompts.chat_maker(body, [5], 0.0)(0, print).processors
+    body = parse(ChatBody, tools=[TOOL], tool_choice="none")
+    assert not prompts.chat_maker(body, [5], 0.0)(0, print).processors
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_one_call_ends_an_answer_without_parallel_calls(shared_server, streams):
+    base = shared_server.worker.base.tokenizer
+    fields = {"tools": [TOOL], "tool_choice": "required", "max_tokens": 90, "temperature": 0}
+    body = {"model": "notes", "messages": MESSAGES, **fields, "parallel_tool_calls": False}
+    body["logit_bias"] = {str(token): -100 for token in base.eos_token_ids}
+    if streams:
+        events = list(shared_server.events(CHAT, body))
+        deltas = [event["choices"][0]["delta"] for event in events]
+        calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+        reason = events[-1]["choices"][0]["finish_reason"]
+    else:
+        status, answer = shared_server.json("POST", CHAT, body)
+        assert status == 200, answer
+        calls = answer["choices"][0]["message"]["tool_calls"]
+        reason = answer["choices"][0]["finish_reason"]
+    assert len(calls) == 1 and reason == "tool_calls"
+    function = calls[0]["function"]
+    check_weather({**function, "arguments": json.loads(function["arguments"])})
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [({}, "tools"), ({"tool_choice": "required"}, "tool_choice")],
+)
+def test_calls_that_are_not_json_cannot_be_constrained(prompts, monkeypatch, fields, named):
+    from mlx_lm.tool_parsers import pythonic
+
+    monkeypatch.setattr(prompts._base.tokenizer, "_tool_parser", pythonic.parse_tool_call)
+    with raises("unsupported", named, "JSON"):
+        prompts.chat_maker(parse(ChatBody, tools=[TOOL], **fields), [5], 0.0)
+    plain = parse(ChatBody, tools=[OTHER], parallel_tool_calls=False)
+    assert prompts.chat_maker(plain, [5], 0.0)(0, print).one_call
+
+
+@pytest.mark.parametrize("parameters", [{"type": "nope"}, {"$ref": "#"}, {"enum": []}], ids=str)
+def test_schemas_of_strict_tools_that_cannot_be_obeyed(prompts, parameters):
+    tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}
+    with raises("invalid", "tools"):
+        prompts.chat_maker(parse(ChatBody, tools=[tool]), [5], 0.0)

@@ -1,0 +1,82 @@
+"""Facts that stand in several documents are those of the code: counts, codes, names, defaults."""
+
+import re
+
+import pytest
+
+from benchmarks.plan_table import BATCHES, FITTED, fits
+from mlx_packs.cli.main import COMMANDS
+from mlx_packs.config import choices
+from mlx_packs.distributed.link import GONE
+from mlx_packs.training.unattended import CRASHED
+from tests.fuzz.kinds import KINDS
+from tests.helpers.documents import ROOT
+
+
+def text(page: str) -> str:
+    return (ROOT / page).read_text("utf-8")
+
+
+def table(page: str, heading: str) -> list[list[str]]:
+    """The cells of the first table below a line that contains ``heading``."""
+    below = text(page).split(heading, 1)[1]
+    lines = re.search(r"(?:^ *\|.*\n)+", below, re.M).group(0).splitlines()
+    return [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines[2:]]
+
+
+def test_exit_codes_are_those_of_the_program():
+    codes = {row[0] for row in table("docs/cli.md", "**Exit codes**")}
+    assert codes == {"0", "1", "2", str(CRASHED), str(GONE), "128 + n"}
+
+
+def test_security_counts_the_kinds_of_input_that_are_fuzzed():
+    assert f"Mutants of {len(KINDS)} kinds of input" in text("SECURITY.md")
+
+
+@pytest.mark.parametrize("page", ["docs/methods.md", "docs/formats.md"])
+def test_every_method_is_named(page):
+    assert not [name for name in choices.METHODS if f"`{name}`" not in text(page)]
+
+
+def test_kernels_are_those_of_the_folder():
+    folders = {path.parent.name for path in (ROOT / "kernels").glob("*/*.metal")}
+    for page in ("kernels/README.md", "docs/kernels.md", "CHANGELOG.md"):
+        assert not [name for name in folders if name not in text(page)], page
+
+
+def test_readme_has_the_commands_in_their_groups():
+    rows = {row[0]: re.findall(r"`([a-z-]+)`", row[1]) for row in table("README.md", "## Commands")}
+    assert rows == {group: list(names) for group, names in COMMANDS.items() if group != "Shell"}
+
+
+def test_readme_and_index_list_the_extras_that_users_install():
+    section = text("pyproject.toml").split("[project.optional-dependencies]")[1].split("\n[")[0]
+    extras = set(re.findall(r"^([a-z-]+) = \[", section, re.M))
+    assert len(extras) > 5
+    for page in ("README.md", "docs/index.md"):
+        missing = extras - {"test", "interop", "dev"} - set(re.findall(r"`([a-z-]+)`", text(page)))
+        assert not missing, page
+
+
+def test_readme_counts_the_architectures():
+    counts = re.search(r"works on (\d+), \d+ cannot", text("docs/families.md")).group(1)
+    total = re.search(r"The (\d+) architectures", text("docs/families.md")).group(1)
+    assert f"| {counts} of mlx-lm's {total} |" in text("README.md")
+
+
+def test_readme_and_index_show_the_same_run():
+    """Both show lines of one run of `packs train`."""
+    for start in ("done ", "exact ", "before ", "after "):
+        lines = {
+            re.search(rf"^{start}.*$", text(page), re.M).group(0)
+            for page in ("README.md", "docs/index.md")
+        }
+        assert len(lines) == 1, start
+
+
+def test_readme_says_what_fits_as_the_plan_does():
+    rows = table("README.md", "## What fits on which Mac")
+    assert [row[0] for row in rows] == list(FITTED)
+    assert [row[1 : 1 + len(BATCHES)] for row in rows] == [fits(name) for name in FITTED], (
+        "run python -m benchmarks.plan_table --fits"
+    )

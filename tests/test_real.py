@@ -1,0 +1,111 @@
+"""SmolLM2-135M-Instruct (a GGUF) and MiniLM on real data, as a user would train them.
+
+Models and data are in a folder that MLX_PACKS_REAL names; docs/environment.md has its layout.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.real import files, jobs, minilm, perplexity
+from mlx_packs import TrainConfig, load_base, train_pack
+from mlx_packs.inference.generate import chat_prompt, complete
+
+pytestmark = pytest.mark.real
+
+SEED = 0
+
+
+def located(find, *names):
+    """The path of a model or data set; the test is skipped, with what to do, where there is none."""
+    try:
+        return find(*names)
+    except files.Missing as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    return located(files.smollm2)
+
+
+@pytest.fixture(scope="module")
+def real_data():
+    return {name: located(files.data, name) for name in files.DATA}
+
+
+def test_smollm2_answers_as_it_was_trained_to(smollm2):
+    base = load_base(smollm2)
+    prompt = chat_prompt(base, [{"role": "user", "content": "What is the capital of France?"}])
+    assert complete(base, prompt, 7) == "The capital of France is Paris."
+
+
+def train_smollm2(run, model, name: str, iters: int, batch_size: int) -> tuple[list[float], dict]:
+    """Train in the current folder with `packs train`; the loss of each step, and the report."""
+    jobs.write_rows(Path("d/train.jsonl"), jobs.read_rows(name, "train")[: batch_size * iters])
+    jobs.write_rows(Path("d/test.jsonl"), jobs.read_rows(name, "test")[:4])
+    settings = ["--iters", iters, "--batch-size", batch_size, "--learning-rate", "1e-3"]
+    settings += ["--matmul-path", "dense", "--val-batches", 0, "--max-seq-length", 256]
+    settings += ["--lr-schedule", "constant", "--steps-per-report", 1, "--metric", "none"]
+    settings += ["--seed", SEED]
+    code, out, err = run(
+        "train", "--model", model, "--data", "d", "--out", "pack", "--json", *settings
+    )
+    assert code == 0, err
+
+    lines = map(json.loads, Path("pack-run/metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "loss" in line], json.loads(out)
+
+
+def test_the_loss_falls_on_intents(smollm2, real_data, here, run):
+    losses, report = train_smollm2(run, smollm2, "banking77", 8, 4)
+    assert losses[0] > 6
+    assert np.mean(losses[-3:]) < 0.6 * losses[0]
+    assert report["ppl_after"] < 0.5 * report["ppl_before"]
+
+
+@pytest.mark.parametrize(("name", "iters", "ratio"), [("tldr", 3, 0.9), ("gsm8k", 3, 0.95)])
+def test_perplexity_falls_on_real_data(smollm2, real_data, here, run, name, iters, ratio):
+    _, report = train_smollm2(run, smollm2, name, iters, 2)
+    assert report["ppl_after"] < ratio * report["ppl_before"]
+
+
+def test_minilm_puts_messages_of_one_intent_together(real_data, here):
+    model = located(files.minilm)
+    references = minilm.Messages.read("train").sample(400)
+    queries = minilm.Messages.read("test").sample(300)
+    jobs.write_rows(here / "d" / "train.jsonl", minilm.Messages.read("train").pairs(480, SEED))
+    jobs.write_rows(here / "d" / "test.jsonl", minilm.Messages.read("valid").pairs(16, 0))
+    base = load_base(model)
+
+    def accuracy() -> float:
+        vectors = [np.asarray(base.encode(each.texts)) for each in (references, queries)]
+        return minilm.nearest_accuracy(vectors[0], references.intents, vectors[1], queries.intents)
+
+    before = accuracy()
+    train = TrainConfig(
+        task="embedding",
+        iters=20,
+        batch_size=24,
+        learning_rate=3e-4,
+        lr_schedule="constant",
+        val_batches=0,
+        seed=SEED,
+    )
+    trained = train_pack(base, str(here / "d"), minilm.lora(), train, here / "pack")
+    with base.applied(trained.pack):
+        after = accuracy()
+    assert after > before + 0.02
+
+
+def test_perplexity_grows_with_the_error_of_a_format(smollm2, real_data):
+    with tempfile.TemporaryDirectory() as folder:  # 1 GB
+        dense = jobs.write_dense(smollm2, Path(folder) / "dense")
+        results = perplexity.measure(dense, Path(folder), 8)
+    _, groups_of_32, groups_of_64, nf4 = (result["ppl"] for result in results.values())
+    # the weights lie on a 4-bit grid with groups of 32 already, which MLX moves before it rounds
+    assert results[perplexity.DENSE]["ppl"] < min(groups_of_32, nf4)
+    assert groups_of_32 < groups_of_64
