@@ -141,13 +141,17 @@ def _turn(message: Any) -> Turn:
         calls += written
     if speaker in _CALLS and not calls:
         raise ValueError(f"a message of {speaker} must have the JSON of a call.")
-    if content is None and not calls:
+
+    is_thoughts = role == "assistant" and any(given.get(key) for key in THOUGHTS)
+    if content is None and not calls and not is_thoughts:
         raise ValueError("the 'content' of a message must be a text.")
+
     normal = {**given, "role": role, "content": content or ""}
     if calls:
         normal["tool_calls"] = calls
     if role == "assistant":
         name_thoughts(normal)
+        _write_thoughts_once(normal)
     return Turn(normal, is_target, speaker in _CALLS)
 
 
@@ -178,6 +182,19 @@ def name_thoughts(message: dict[str, Any]) -> None:
         raise ValueError(f"an answer has different thoughts in {', '.join(THOUGHTS)}.")
     if thoughts:
         message.update(dict.fromkeys(THOUGHTS, thoughts.pop()))
+
+
+def _write_thoughts_once(message: dict[str, Any]) -> None:
+    """Take thoughts out of the content of an answer that also has them under a key."""
+    written = WRITTEN_THOUGHTS.match(message["content"])
+    thoughts = message.get(THOUGHTS[0])
+    if written is None or not thoughts or not written[1].strip():
+        return
+    if written[1].strip() != thoughts.strip():
+        raise ValueError(
+            f"an answer has other thoughts in its content than in '{THOUGHTS[0]}'. Keep one of them."
+        )
+    message["content"] = message["content"][written.end() :]
 
 
 def _popped_mark(given: dict[str, Any], role: str) -> bool:

@@ -318,3 +318,20 @@ def test_thoughts_have_every_name_that_templates_know():
     for key in ("reasoning_content", "reasoning", "thinking"):
         message = turns_of([{**ANSWER, key: "Hm."}])[0].message
         assert [message[k] for k in ("reasoning_content", "reasoning", "thinking")] == ["Hm."] * 3
+
+
+def test_thoughts_in_content_and_under_a_key_are_there_once():
+    written = {**ANSWER, "content": "<think>\nHm.\n</think>\n\nA cherry.", "reasoning": "Hm."}
+    message = turns_of([written])[0].message
+    assert (message["content"], message["reasoning_content"]) == ("A cherry.", "Hm.")
+    with pytest.raises(ValueError, match="other thoughts in its content than in 'reasoning_cont"):
+        turns_of([{**written, "reasoning": "Oh."}])
+    empty = {**written, "content": "<think>\n\n</think>\n\nA cherry."}
+    assert turns_of([empty])[0].message["content"] == empty["content"]
+
+
+def test_thoughts_need_no_content():
+    message = turns_of([{"role": "assistant", "content": None, "reasoning": "Hm."}])[0].message
+    assert (message["content"], message["reasoning_content"]) == ("", "Hm.")
+    with pytest.raises(ValueError, match="'content' of a message must be a text"):
+        turns_of([{"role": "user", "content": None, "reasoning": "Hm."}])
