@@ -7,7 +7,8 @@ from dataclasses import replace
 import mlx.nn as nn
 
 from ..bases.model import BaseModel
-from ..config.schema import LoRAConfig, TrainConfig
+from ..config.lora import LoRAConfig
+from ..config.schema import TrainConfig
 from ..nn.dora import GroupedDoRA
 from ..nn.lora import AdaptedLinear
 from ..nn.quantized import TransientLinear

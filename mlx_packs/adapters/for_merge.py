@@ -15,7 +15,8 @@ from ..bases.loading import lazy_base
 from ..bases.model import BaseModel
 from ..bases.requantize import requantized_formats
 from ..bases.weight_formats import WeightFormat
-from ..config.schema import LoRAConfig, TrainConfig
+from ..config.lora import LoRAConfig
+from ..config.schema import TrainConfig
 from ..errors import PackError
 from ..nn.lora import AdaptedLinear, GroupedLoRA
 from ..nn.nf4 import NF4Linear

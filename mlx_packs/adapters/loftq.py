@@ -12,7 +12,8 @@ from ..bases.config_file import CONFIG, read_config
 from ..bases.files import quantized_as
 from ..bases.loading import lazy_base
 from ..bases.model import BaseModel
-from ..config.schema import LoRAConfig, TrainConfig
+from ..config.lora import LoRAConfig
+from ..config.schema import TrainConfig
 from ..errors import PackError
 from ..nn.quantized import QUANTIZED
 from ..runtime import mx

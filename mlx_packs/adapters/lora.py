@@ -15,7 +15,7 @@ from ..bases.families import check_trainable
 from ..bases.geometry import BLOCK_PROJECTIONS, Geometry, Group, block_prefixes, find_groups
 from ..bases.model import BaseModel
 from ..config.choices import POLICIES
-from ..config.schema import LoRAConfig
+from ..config.lora import LoRAConfig
 from ..errors import PackError
 from ..nn.blocks import GroupedAttention, GroupedMLP, grouped_class
 from ..nn.embedding_lora import AdaptedEmbedding, EmbeddingLoRA

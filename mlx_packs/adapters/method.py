@@ -14,7 +14,8 @@ from ..bases.geometry import Group
 from ..bases.model import BaseModel
 from ..config import choices
 from ..config.choices import registered
-from ..config.schema import LoRAConfig, TrainConfig
+from ..config.lora import LoRAConfig
+from ..config.schema import TrainConfig
 from ..errors import PackError
 from ..runtime import mx
 from .dora import DoRA

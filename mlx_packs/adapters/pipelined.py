@@ -5,7 +5,7 @@ from mlx.utils import tree_flatten
 
 from ..bases.geometry import Heads, block_prefixes, select_targets
 from ..bases.model import BaseModel
-from ..config.schema import LoRAConfig
+from ..config.lora import LoRAConfig
 from ..display import size
 from ..distributed.stages import Stages, stage_blocks
 from ..errors import PackError

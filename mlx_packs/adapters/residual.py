@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import mlx.nn as nn
 
 from ..bases.model import BaseModel
-from ..config.schema import LoRAConfig, TrainConfig
+from ..config.lora import LoRAConfig
+from ..config.schema import TrainConfig
 from ..errors import PackError
 from ..nn.lora import GroupedLoRA
 from ..nn.quantized import dense_weight

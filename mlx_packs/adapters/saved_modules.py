@@ -16,7 +16,8 @@ import mlx.nn as nn
 
 from ..bases.geometry import select_saved
 from ..bases.model import BaseModel
-from ..config.schema import LoRAConfig, TrainConfig
+from ..config.lora import LoRAConfig
+from ..config.schema import TrainConfig
 from ..errors import PackError
 from ..nn.experts import is_switch_linear
 from ..nn.full_copy import FullCopy

@@ -10,7 +10,7 @@ import mlx.nn as nn
 
 from ..bases.geometry import Geometry, GeometryError, Group, linears
 from ..bases.model import BaseModel
-from ..config.schema import LoRAConfig
+from ..config.lora import LoRAConfig
 from ..errors import PackError
 from ..nn.experts import is_switch_linear
 from ..nn.quantized import HalfLinear, dense_weight, replace_modules

@@ -28,7 +28,7 @@ from mlx_lm.tuner.trainer import (
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from ..adapters.lora import attach
-from ..config.schema import LoRAConfig
+from ..config.lora import LoRAConfig
 from ..data.batches import Batch, make_batch
 from ..data.encoding import Example
 from ..objectives.causal_lm import CausalLM, as_arrays, split_head

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..config.schema import COLUMN_SETTINGS, DataConfig, TrainConfig
+from ..config.data import COLUMN_SETTINGS, DataConfig
+from ..config.schema import TrainConfig
 from ..display import Display
 from ..errors import PackError, flag_of
 from . import options

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..config.schema import COLUMN_SETTINGS, DataConfig
+from ..config.data import COLUMN_SETTINGS, DataConfig
 from ..display import Display
 from ..errors import PackError
 from . import options

@@ -9,11 +9,13 @@ import click
 from click.shell_completion import CompletionItem
 
 from ..config.choices import MATMUL_PATHS
+from ..config.data import DataConfig
 from ..config.fields import SECTIONS, facts_of, flags_of
+from ..config.lora import LoRAConfig
 from ..config.parse import build
 from ..config.recipe import RunOptions
 from ..config.sampling import Sampling
-from ..config.schema import DataConfig, LoRAConfig, TrainConfig
+from ..config.schema import TrainConfig
 from .output import JSON
 
 if TYPE_CHECKING:

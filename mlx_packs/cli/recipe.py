@@ -6,9 +6,9 @@ from pathlib import Path
 
 from ..config.choices import TASKS
 from ..config.external import translate
+from ..config.lora import LoRAConfig
 from ..config.parse import read_settings
 from ..config.recipe import Recipe, RunOptions, check_method, resolve, specified, tiny_recipe
-from ..config.schema import LoRAConfig
 from ..errors import PackError
 
 _RUN = ("adapter_path", *(f.name for f in dataclasses.fields(RunOptions)))

@@ -7,8 +7,10 @@ from functools import wraps
 from typing import Any, TypeVar, cast
 
 from ..errors import PackError, did_you_mean
+from .data import DataConfig
+from .lora import LoRAConfig
 from .other_names import OTHER_NAMES
-from .schema import DataConfig, LoRAConfig, TrainConfig
+from .schema import TrainConfig
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -8,11 +8,13 @@ from typing import Any
 
 from ..errors import PackError, flag_of
 from ..files import TINY_FOLDER
+from .data import DataConfig
 from .fields import Settings, fields_where, option
+from .lora import LoRAConfig
 from .mlx_lm import from_mlx_lm
 from .optimizer import with_bias_correction, without_arguments
 from .parse import build, read_settings, unknown_setting
-from .schema import DataConfig, LoRAConfig, TrainConfig
+from .schema import TrainConfig
 
 ADAPTER_SETTINGS = fields_where(LoRAConfig, method="lora")  # without meaning for method full
 _output = partial(option, section="Output")

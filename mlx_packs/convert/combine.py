@@ -18,8 +18,8 @@ from ..adapters.tensors import delta_of
 from ..bases import files as base_files
 from ..bases.families import check_architecture
 from ..bases.model import BaseModel
+from ..config.data import DataConfig
 from ..config.keywords import answers_other_names
-from ..config.schema import DataConfig
 from ..display import QUIET, Display
 from ..errors import PackError
 from ..evaluation.rows import columns_of

@@ -12,7 +12,8 @@ from functools import partial
 
 import mlx.nn as nn
 
-from ..config.schema import DataConfig, TrainConfig
+from ..config.data import DataConfig
+from ..config.schema import TrainConfig
 from ..data.batches import Batch, evaluation_batches
 from ..data.encoding import EncodingOptions, encode
 from ..display import Display

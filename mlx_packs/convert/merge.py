@@ -15,8 +15,8 @@ from ..bases import writer
 from ..bases.tokenizer import load_tokenizer
 from ..bases.turns import unnamed_ends
 from ..config.choices import ARCHITECTURES, architecture_of, registered
+from ..config.data import DataConfig
 from ..config.keywords import answers_other_names
-from ..config.schema import DataConfig
 from ..display import QUIET, Display
 from ..errors import PackError
 from ..evaluation.rows import columns_of

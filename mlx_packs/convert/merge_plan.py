@@ -22,7 +22,7 @@ from ..bases.quantization import QuantizeOptions, formats_for
 from ..bases.requantize import format_after, formats_of_dense, smaller_formats
 from ..bases.weight_formats import FORMATS, WeightFormat, format_of, named_format
 from ..bases.write_plan import Item, WritePlan, in_shards
-from ..config.schema import DataConfig
+from ..config.data import DataConfig
 from ..display import Display
 from ..errors import PackError
 from ..nn.dora import LEAST_NORM

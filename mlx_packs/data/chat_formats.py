@@ -5,8 +5,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..config.data import renderer_argument
-from ..config.schema import DataConfig
+from ..config.data import DataConfig, renderer_argument
 from ..errors import PackError
 from .conversations import Conversation, Span
 from .messages import Turn, turns_of

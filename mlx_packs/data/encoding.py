@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..bases.tokenizer import starts_twice, tokenizer_errors
-from ..config.schema import DataConfig
+from ..config.data import DataConfig
 from ..errors import PackError
 from .bad_rows import BadRows, RowError
 from .conversations import Span

@@ -20,7 +20,7 @@ from pathlib import Path
 from signal import Signals
 from typing import IO, Any, NamedTuple
 
-from ..config.schema import DataConfig
+from ..config.data import DataConfig
 from ..errors import PackError
 from .encoding import PART, Encoder, EncodingOptions, Examples
 from .formats import TOKEN_FORMATS

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from ..bases.tokenizer import text_tokens
 from ..config.choices import LOSSES
-from ..config.schema import DataConfig
+from ..config.data import DataConfig
 from ..errors import PackError
 from .bad_rows import RowError
 from .chat_formats import Alpaca, Chat, Completion, ShareGPT

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..bases.chat_template import unread_variables
 from ..bases.turns import answer_end_note
-from ..config.schema import DataConfig
+from ..config.data import DataConfig
 from .bad_rows import RowError
 from .chat_formats import CONVERSATION_COLUMNS, ConversationFormat
 from .conversations import Conversation

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from ..config.schema import DataConfig
+from ..config.data import DataConfig
 from ..errors import PackError
 from .formats import RowFormat
 from .sources import Row, Rows

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..config.schema import DataConfig
+from ..config.data import DataConfig
 from ..errors import PackError
 from ..files import atomic_folder
 from .bad_rows import BadRows, RowError

@@ -12,7 +12,8 @@ import numpy as np
 from ..bases.encoder import padded
 from ..bases.tokenizer import tokens_of
 from ..config.choices import LOSSES
-from ..config.schema import DataConfig, TrainConfig
+from ..config.data import DataConfig
+from ..config.schema import TrainConfig
 from ..errors import PackError, flag_of
 from .bad_rows import BadRows, RowError
 from .fingerprint import Fingerprint

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..config.schema import DataConfig
+from ..config.data import DataConfig
 from ..errors import PackError
 from .bad_rows import BadRows, RowError
 from .chat_formats import Completion, about_conversation

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..config.schema import DataConfig
+from ..config.data import DataConfig
 from ..errors import Code, PackError
 from .bad_rows import Reason, RowError
 from .conversations import Span

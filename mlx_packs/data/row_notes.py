@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from ..config.schema import DataConfig
+from ..config.data import DataConfig
 from .bad_rows import RowError
 from .formats import Row, RowFormat, TokenFormat
 from .near_copies import NearCopies, compared, sampled, words_of

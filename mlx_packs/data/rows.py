@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..config.schema import COLUMN_SETTINGS, DataConfig
+from ..config.data import COLUMN_SETTINGS, DataConfig
 from ..errors import PackError, did_you_mean
 from ..files import TINY_FOLDER, is_hub_id, is_pattern
 from .bad_rows import BadRows, shown_counts

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..config.schema import DataConfig
+from ..config.data import DataConfig
 from ..errors import PackError
 from .encoding import EncodingOptions, Example, Examples
 from .formats import Row

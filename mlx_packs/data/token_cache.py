@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..bases.template_clock import reads_clock
-from ..config.schema import COLUMN_SETTINGS, DataConfig
+from ..config.data import COLUMN_SETTINGS, DataConfig
 from ..errors import PackError
 from ..files import cache_folder, remove_unused
 from .bad_rows import BadRows

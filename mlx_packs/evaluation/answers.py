@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..bases.tokenizer import tokenizer_errors
-from ..config.schema import DataConfig
+from ..config.data import DataConfig
 from ..data.formats import Row, TokenFormat
 from ..errors import PackError
 from ..inference.generate import stream_batch

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from ..bases.files import text_config
+from ..config.data import DataConfig
 from ..config.keywords import answers_other_names
-from ..config.schema import DataConfig, TrainConfig
+from ..config.schema import TrainConfig
 from ..data.batches import Batch, evaluation_batches, make_packed_batch
 from ..data.encoding import EncodingOptions, Examples, encode
 from ..data.given import Data

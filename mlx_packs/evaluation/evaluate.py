@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..config.choices import ARCHITECTURES, registered
+from ..config.data import DataConfig
 from ..config.keywords import answers_other_names
-from ..config.schema import DataConfig, TrainConfig
+from ..config.schema import TrainConfig
 from ..data.formats import Row
 from ..data.given import Data
 from ..packs.base import Base, activated, check_no_pack

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config.choices import ANSWER_METRICS, registered
-from ..config.schema import DataConfig
+from ..config.data import DataConfig
 from ..reading import parse_json
 
 NO_METRIC = "none"

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config.schema import COLUMN_SETTINGS, DataConfig
+from ..config.data import COLUMN_SETTINGS, DataConfig
 from ..data.formats import Row
 from ..data.given import Data, Given, source_of
 from ..data.rows import load_rows, read_rows

@@ -22,7 +22,8 @@ from ..config.choices import (
     POLICIES,
     PolicyFacts,
 )
-from ..config.schema import LoRAConfig, TrainConfig
+from ..config.lora import LoRAConfig
+from ..config.schema import TrainConfig
 from ..data.shapes import padded_length, padded_targets, sequence_inputs
 from ..errors import PackError
 from ..ops.linear_cross_entropy import columns as loss_columns

@@ -13,7 +13,8 @@ from pathlib import Path
 from ..bases.encoder import Encoder, check_config, tensor_name
 from ..bases.sentence_config import SentenceConfig, read_sentence_config
 from ..config.choices import LOSSES, POLICIES, LossFacts, PolicyFacts
-from ..config.schema import LoRAConfig, TrainConfig
+from ..config.lora import LoRAConfig
+from ..config.schema import TrainConfig
 from ..data.shapes import padded_length
 from ..display import size
 from ..errors import PackError

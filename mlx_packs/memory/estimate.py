@@ -14,7 +14,8 @@ from ..config.choices import (
     architecture_of,
     registered,
 )
-from ..config.schema import LoRAConfig, TrainConfig
+from ..config.lora import LoRAConfig
+from ..config.schema import TrainConfig
 from ..display import size
 from ..errors import PackError, any_of
 from . import decoder, encoder, hybrid

@@ -7,7 +7,7 @@ most of it does not depend on the size of the data. Measured by `python -m bench
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..config.schema import DataConfig
+from ..config.data import DataConfig
 from ..data.rows import SPLITS, load_rows
 from ..data.sources import Listed, Part, Rows, as_rows
 from ..display import size

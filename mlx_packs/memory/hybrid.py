@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from .. import runtime
 from ..bases.geometry import Heads
-from ..config.schema import LoRAConfig, TrainConfig
+from ..config.lora import LoRAConfig
+from ..config.schema import TrainConfig
 from ..errors import PackError
 from ..kinds import check_keys
 from ..ops import gated_delta

@@ -16,7 +16,8 @@ from ..adapters.targets import plan_specs
 from ..bases.geometry import Geometry, Group, check_num_layers
 from ..bases.quantization import is_named
 from ..config.choices import POLICIES, TASKS
-from ..config.schema import LoRAConfig, TrainConfig
+from ..config.lora import LoRAConfig
+from ..config.schema import TrainConfig
 from ..errors import PackError, did_you_mean
 from ..optim import make_optimizer
 from ..runtime import mx

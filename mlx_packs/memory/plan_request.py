@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from ..config.choices import TASKS
-from ..config.schema import LoRAConfig, TrainConfig
+from ..config.lora import LoRAConfig
+from ..config.schema import TrainConfig
 from .estimate import estimate
 from .headers import Headers
 from .plan import MemoryPlan

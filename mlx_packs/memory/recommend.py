@@ -18,8 +18,9 @@ from ..bases.families import check_task, tasks_of
 from ..bases.precision import ComputeDtype, choose_compute_dtype
 from ..config.choices import ARCHITECTURES, MATMUL_PATHS, POLICIES, TASKS, architecture_of
 from ..config.fields import fields_where
+from ..config.lora import LoRAConfig
 from ..config.recipe import ADAPTER_SETTINGS, Recipe
-from ..config.schema import LoRAConfig, TrainConfig
+from ..config.schema import TrainConfig
 from ..display import shown_count, size
 from ..errors import PackError, any_of
 from .decoder import activation_bytes

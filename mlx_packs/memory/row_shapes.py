@@ -9,7 +9,8 @@ import numpy as np
 from .. import runtime
 from ..bases.files import check_files, resolve_checkpoint
 from ..bases.tokenizer import load_tokenizer
-from ..config.schema import DataConfig, TrainConfig
+from ..config.data import DataConfig
+from ..config.schema import TrainConfig
 from ..data.batches import batch_shapes, few_shapes
 from ..data.encoding import EncodingOptions
 from ..data.rows import load_rows

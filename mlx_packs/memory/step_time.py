@@ -18,7 +18,8 @@ from .. import chips, runtime
 from ..bases.precision import choose_compute_dtype
 from ..chips import BANDWIDTH_REACHED, MATMUL_REACHED, Chip
 from ..config.choices import MATMUL_PATHS, POLICIES, architecture_of
-from ..config.schema import LoRAConfig, TrainConfig
+from ..config.lora import LoRAConfig
+from ..config.schema import TrainConfig
 from ..data.shapes import sequence_inputs
 from ..errors import PackError
 from ..measurements import recall, remember

@@ -17,7 +17,8 @@ from ..bases.geometry import GeometryError, block_prefixes, check_num_layers, pr
 from ..bases.mapped_embedding import MappedEmbedding, map_embedding
 from ..bases.model import BaseModel
 from ..config.choices import OBJECTIVES
-from ..config.schema import LoRAConfig, TrainConfig
+from ..config.lora import LoRAConfig
+from ..config.schema import TrainConfig
 from ..data.batches import Batch
 from ..errors import PackError
 from ..nn.quantized import EMBEDDINGS, LINEARS, frozen_head, true_shape

@@ -12,8 +12,8 @@ from ..config.choices import (
     ArchitectureFacts,
     architecture_of,
 )
+from ..config.data import COLUMN_SETTINGS
 from ..config.parse import current_keys
-from ..config.schema import COLUMN_SETTINGS
 from ..errors import PackError
 from ..files import to_json
 from ..hashes import check_seal, sealed, without_seal

@@ -7,7 +7,7 @@ import numpy as np
 
 from ..adapters.lora import Attached
 from ..bases.model import BaseModel
-from ..config.schema import DataConfig
+from ..config.data import DataConfig
 from ..data.batches import make_batch
 from ..data.encoding import EncodingOptions, encode
 from ..data.formats import COMPLETION

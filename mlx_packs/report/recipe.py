@@ -3,8 +3,10 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from ..config.data import DataConfig
 from ..config.fields import SECTIONS, facts_of, flags_of
-from ..config.schema import DataConfig, LoRAConfig, TrainConfig
+from ..config.lora import LoRAConfig
+from ..config.schema import TrainConfig
 from .facts import name_alone, text
 
 Setting = tuple[str, str, bool]  # name, value, whether it differs from the default

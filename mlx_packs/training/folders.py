@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..config.schema import DataConfig
+from ..config.data import DataConfig
 from ..errors import PackError
 from ..files import exclusive_writer, is_pattern, make_folder, write_errors
 from ..leftovers import sweep

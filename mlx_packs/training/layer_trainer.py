@@ -22,7 +22,8 @@ from mlx.utils import tree_map
 from .. import signals
 from ..adapters.tensors import Slot, load_slots, merged_weight, slot_tensors
 from ..config.fields import fields_where
-from ..config.schema import LoRAConfig, TrainConfig
+from ..config.lora import LoRAConfig
+from ..config.schema import TrainConfig
 from ..errors import Interrupted, PackError, did_you_mean
 from ..files import atomic_write, make_folder, replace_file, save_tensors, to_json, write_errors
 from ..leftovers import temporary

@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 import mlx.optimizers as optimizers
 
 from ..bases.files import TINY, public_name
+from ..config.data import DataConfig
 from ..config.fields import fields_where
-from ..config.schema import DataConfig, Phase, TrainConfig
+from ..config.phase import Phase
+from ..config.schema import TrainConfig
 from ..data import rows as rows_of
 from ..data.bad_rows import LeftOut
 from ..data.given import Data, source_of

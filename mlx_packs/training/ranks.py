@@ -11,7 +11,9 @@ from pathlib import Path
 from ..adapters.method import Trainable
 from ..adapters.pipelined import PipelinedAdapters, check_in_blocks, check_splittable
 from ..bases.model import BaseModel
-from ..config.schema import DataConfig, LoRAConfig, TrainConfig
+from ..config.data import DataConfig
+from ..config.lora import LoRAConfig
+from ..config.schema import TrainConfig
 from ..display import QUIET, Display
 from ..distributed.group import Group, group, join
 from ..distributed.join import joined_ranks, when_gone

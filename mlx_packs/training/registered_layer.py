@@ -10,7 +10,7 @@ import mlx.nn as nn
 from ..adapters.spec import ModuleSpec
 from ..adapters.targets import plan_specs
 from ..bases.geometry import GeometryError, Group, probe
-from ..config.schema import LoRAConfig
+from ..config.lora import LoRAConfig
 from ..errors import PackError
 from ..kinds import check_keys, check_kind
 from ..nn.lora import AdaptedLinear, AdapterShape, GroupedLoRA, adapter_key

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..config.schema import DataConfig
+from ..config.data import DataConfig
 from ..data.prompts import Prompts, wanted_text
 from ..errors import PackError, reason_of
 from ..evaluation.metrics import METRICS

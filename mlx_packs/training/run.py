@@ -17,9 +17,11 @@ from ..adapters.saved_modules import attach_method
 from ..bases.files import TINY, check_files, resolve_checkpoint
 from ..bases.precision import STORED, ComputeDtype
 from ..config.choices import TASKS
+from ..config.data import DataConfig
 from ..config.keywords import answers_other_names
+from ..config.lora import LoRAConfig
 from ..config.recipe import Recipe, suited
-from ..config.schema import DataConfig, LoRAConfig, TrainConfig
+from ..config.schema import TrainConfig
 from ..data.bad_rows import LeftOut, write_quarantine
 from ..data.given import Data
 from ..display import NORMAL, QUIET, VERBOSE, Display, shown_count

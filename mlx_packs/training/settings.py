@@ -3,8 +3,10 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ..config.data import DataConfig
+from ..config.lora import LoRAConfig
 from ..config.optimizer import arguments_of
-from ..config.schema import DataConfig, LoRAConfig, TrainConfig
+from ..config.schema import TrainConfig
 from ..display import Display
 from ..errors import PackError, flag_of
 from ..objectives.causal_lm import TargetLoss

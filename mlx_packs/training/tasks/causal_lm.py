@@ -8,7 +8,7 @@ import numpy as np
 from ...adapters.lora import attach
 from ...adapters.method import Trainable
 from ...bases.geometry import is_embedding
-from ...config.schema import LoRAConfig
+from ...config.lora import LoRAConfig
 from ...data.formats import TEXT, TOKEN_FORMATS, format_of
 from ...data.rows import Splits
 from ...distributed.group import group

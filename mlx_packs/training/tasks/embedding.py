@@ -10,7 +10,8 @@ from ... import runtime
 from ...adapters.method import Trainable
 from ...bases.encoder import Encoder
 from ...config.choices import LOSSES, POLICIES, PolicyFacts
-from ...config.schema import COLUMN_SETTINGS, TrainConfig
+from ...config.data import COLUMN_SETTINGS
+from ...config.schema import TrainConfig
 from ...data.left_out import left_out_notes
 from ...data.pairs import (
     PairBatch,

@@ -7,7 +7,8 @@ from functools import cached_property
 import numpy as np
 
 from ...adapters.method import Trainable
-from ...config.schema import DataConfig, TrainConfig
+from ...config.data import DataConfig
+from ...config.schema import TrainConfig
 from ...data.encoding import EncodingOptions
 from ...data.formats import COMPLETION, PREFERENCE, Row, RowFormat
 from ...data.left_out import template_notes

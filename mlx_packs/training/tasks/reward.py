@@ -6,7 +6,8 @@ from dataclasses import replace
 from ...adapters.method import Trainable
 from ...adapters.score_head import fresh_score_head, with_score_head
 from ...adapters.spec import SCORE
-from ...config.schema import DataConfig, LoRAConfig
+from ...config.data import DataConfig
+from ...config.lora import LoRAConfig
 from ...data.encoding import EncodingOptions
 from ...data.formats import Row
 from ...data.preferences import PreferenceExamples

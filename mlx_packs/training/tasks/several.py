@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...adapters.method import Trainable
-from ...config.schema import LoRAConfig
+from ...config.lora import LoRAConfig
 from ...data.rows import Splits
 from ...memory.plan import Shape
 from ...objectives.objective import Batch, Objective

@@ -14,7 +14,8 @@ from ...adapters.method import Trainable
 from ...bases.families import check_task
 from ...bases.geometry import select_targets
 from ...config.choices import TASKS
-from ...config.schema import LoRAConfig, TrainConfig
+from ...config.lora import LoRAConfig
+from ...config.schema import TrainConfig
 from ...data.bad_rows import shown_counts
 from ...data.rows import Splits
 from ...display import clock

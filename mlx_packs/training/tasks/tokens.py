@@ -8,7 +8,8 @@ import mlx.nn as nn
 import numpy as np
 
 from ... import runtime
-from ...config.schema import DataConfig, TrainConfig
+from ...config.data import DataConfig
+from ...config.schema import TrainConfig
 from ...data import rows as rows_of
 from ...data.batches import (
     Allowed,
