@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 
 from mlx_packs import LoRAConfig, TrainConfig, load_base
-from mlx_packs.adapters.method import METHODS
-from mlx_packs.config.choices import WEIGHT_FORMATS
+from mlx_packs.adapters.method import find_method
+from mlx_packs.config.choices import METHODS, WEIGHT_FORMATS
 from mlx_packs.objectives.causal_lm import CausalLM, split_head
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
@@ -64,7 +64,7 @@ def measure(method: str, folder: str) -> dict:
     base = load_base(folder, "none" if method == "full" else "affine4")
     lora = LoRAConfig(rank=RANK, num_layers=BLOCKS if method == "full" else -1)
     began = time.perf_counter()
-    trainable = METHODS[train.method].attach(base, lora, train, "dense")
+    trainable = find_method(train.method).attach(base, lora, train, "dense")
     trainable.at(1.0)  # of the run
     mx.eval(trainable.model.parameters())
     attach_s = time.perf_counter() - began

@@ -19,8 +19,8 @@ from pathlib import Path
 from mlx.utils import tree_flatten
 
 from mlx_packs.bases.files import tiny_checkpoint
-from mlx_packs.files import write_tensors
 from mlx_packs.runtime import mx
+from mlx_packs.tensors import write_tensors
 
 from . import history, report
 from .history import Environment, Record, percentiles

@@ -143,7 +143,7 @@ def timeline_rank() -> None:
     from mlx.utils import tree_flatten
 
     from mlx_packs import LoRAConfig, TrainConfig, load_base
-    from mlx_packs.adapters.method import METHODS
+    from mlx_packs.adapters.method import find_method
     from mlx_packs.distributed import group as current
     from mlx_packs.objectives.causal_lm import CausalLM, split_head
     from mlx_packs.runtime import mx
@@ -151,7 +151,7 @@ def timeline_rank() -> None:
     ranks = Group(mx.distributed.init(strict=True))
     current.join(ranks)
     base = load_base("tiny")
-    trainable = METHODS["lora"].attach(base, LoRAConfig(rank=64), TrainConfig(), "dense")
+    trainable = find_method("lora").attach(base, LoRAConfig(rank=64), TrainConfig(), "dense")
     objective = CausalLM(trainable.model, split_head(trainable.model))
     tokens = mx.random.randint(0, 4000, (4, 256))
     positions = mx.arange(1024)

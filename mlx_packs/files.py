@@ -8,37 +8,17 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from . import filesystem
 from .errors import PackError
 from .leftovers import OLD, discard, hidden_name, lock_text, recover, sweep, temporary
-from .reading import read_header
 from .terminal import escaped
 
-if TYPE_CHECKING:
-    import mlx.core as mx
-
-
 TINY_FOLDER = Path(__file__).parent / "tiny"  # the bundled base, data set and recipe
-_DTYPES = {  # of MLX, and how safetensors calls them
-    "bool": "BOOL",
-    "uint8": "U8",
-    "uint16": "U16",
-    "uint32": "U32",
-    "uint64": "U64",
-    "int8": "I8",
-    "int16": "I16",
-    "int32": "I32",
-    "int64": "I64",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
-}
 CACHE_VARIABLE = "MLX_PACKS_CACHE"
 _ATTEMPTS = 20  # at replacing a folder that others replace too
 _SWEEP_S = 0.05  # for which a process that looks for dead locks may hold one
@@ -228,57 +208,3 @@ def is_pattern(name: str) -> bool:
     """Return whether a name is a pattern of files, such as ``DIR/*.jsonl``."""
     is_local = not name.startswith("hf:")  # of which a slice is a part: hf:owner/name[:1000]
     return is_local and glob.has_magic(name) and not os.path.exists(os.path.expanduser(name))
-
-
-def save_tensors(file: Path, tensors: dict, metadata: Mapping[str, str] | None = None) -> None:
-    """Write MLX arrays as safetensors, in the order of their names; the header has ``metadata``."""
-    from .runtime import mx
-
-    try:
-        entries = {"format": "mlx", **(metadata or {})}
-        mx.save_safetensors(str(file), dict(sorted(tensors.items())), entries)
-    except RuntimeError as error:
-        raise PackError(f"{file}: cannot be written ({error}).", "unwritable") from None
-    try:
-        read_header(file)
-    except PackError:  # MLX does not report it: the file is shorter than its header states
-        raise PackError(
-            f"{file}: cannot be written whole (the disk or a quota is full).", "unwritable"
-        ) from None
-
-
-def write_tensors(
-    file: Path, outline: dict, tensors: Iterable[tuple[str, "mx.array"]], kind: str = "mlx"
-) -> None:
-    """Write safetensors atomically and one tensor at a time; none stays in memory.
-
-    ``outline`` has lazy arrays of the shapes and dtypes to come, by name; ``tensors`` come in any
-    order; ``kind`` is ``mlx`` or ``pt``, whose conventions the names follow.
-    """
-    from .runtime import mx
-
-    # wide dtypes first, so that each is aligned
-    names = sorted(outline, key=lambda name: (-outline[name].dtype.size, name))
-    header: dict = {"__metadata__": {"format": kind}}
-    end = 0
-    for name in names:
-        begin, end = end, end + outline[name].nbytes
-        dtype = _DTYPES[dtype_name(outline[name])]
-        shape = list(outline[name].shape)
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with write_errors(file), temporary(file, Path.touch) as partial:
-        with partial.open("wb") as f:
-            f.write(len(text).to_bytes(8, "little") + text)
-            for name, tensor in tensors:
-                begin, end = header[name]["data_offsets"]
-                assert tensor.dtype == outline[name].dtype and tensor.nbytes == end - begin
-                f.seek(8 + len(text) + begin)
-                f.write(tensor.flatten().view(mx.uint8))
-        replace_file(partial, file)
-
-
-def dtype_name(tensor: "mx.array") -> str:
-    """Return the dtype of a tensor without its module: ``bfloat16``."""
-    return str(tensor.dtype).removeprefix("mlx.core.")

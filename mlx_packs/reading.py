@@ -11,13 +11,10 @@ import os
 import re
 import stat
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from .errors import PackError, library_errors
 from .kinds import check_keys, check_kind
-
-if TYPE_CHECKING:
-    import mlx.core as mx
 
 FLOATS = ("F32", "F16", "BF16")  # dtypes of adapters and of dense weights
 DOCUMENT_BYTES = 64 << 20  # of a JSON file; the index of a base with 140,000 tensors has 15 MB
@@ -304,25 +301,3 @@ def _data_bytes(header: dict) -> int:
             raise ValueError(f"{name} {kind}")
         last = end
     return last
-
-
-def read_tensors(file: Path) -> dict[str, "mx.array"]:
-    """Return the adapters of a safetensors file; a value that is not finite is an error."""
-    from .runtime import mx
-
-    header, _ = read_header(file)
-    if bad := next((n for n, t in header.items() if t["dtype"] not in FLOATS), None):
-        raise PackError(
-            f"{file}: {bad} is {header[bad]['dtype']}. Adapters are F32, F16 or BF16.",
-            "unsupported",
-        )
-    try:
-        tensors = mx.load(str(file))
-        mx.eval(tensors)
-    except (RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise PackError(f"{file}: cannot be read: {reason}", "unreadable") from None
-    for name, tensor in tensors.items():
-        if not mx.isfinite(tensor).all().item():
-            raise PackError(f"{file}: {name} has NaN or infinite values.", "unreadable")
-    return tensors

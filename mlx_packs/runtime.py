@@ -86,6 +86,11 @@ def on_cpu() -> bool:
     return mx.default_device() == mx.Device(mx.cpu)
 
 
+def dtype_name(dtype: mx.Dtype) -> str:
+    """Return ``bfloat16`` for ``mx.bfloat16``."""
+    return str(dtype).removeprefix("mlx.core.")
+
+
 def device_name() -> str:
     """Return the name of the chip, as MLX has it."""
     info = mx.device_info()

@@ -9,7 +9,7 @@ from tests.helpers.imports import PACKAGE, imported_modules, imported_names
 
 # A package (or module at the top) imports only from those above it, and from itself.
 LAYERS = """
-terminal errors signals elf fork blas runtime kinds reading hashes filesystem leftovers files run_clock
+terminal errors signals elf fork blas runtime kinds reading hashes filesystem leftovers files tensors run_clock
 notebook_bar display gates measurements chips macos
 distributed schedules config report ops optim nn bases adapters data objectives inference packs memory evaluation
 training sweeps
@@ -65,11 +65,8 @@ def test_no_module_imports_itself_by_way_of_others():
         raise AssertionError(cycle) from None
 
 
-# Longer than the limit, each for its reason.
-LONG_MODULES = {
-    "ops/grouped_lora.py": "the reference and the kernels of one operation",
-    "ops/nf4.py": "the reference and the kernels of one operation",
-}
+# Longer than the limit, each for its reason. A file is one idea, however long that is.
+LONG_MODULES: dict[str, str] = {}
 # Facades that users call by keyword; ruff holds all others to 8 parameters.
 FACADES = {
     "train_pack",
@@ -81,12 +78,12 @@ FACADES = {
 }
 
 
-def test_modules_have_at_most_450_lines_and_functions_80():
+def test_modules_have_at_most_600_lines_and_functions_80():
     long_modules, long_functions = set(), []
     for file in sorted(PACKAGE.rglob("*.py")):
         text = file.read_text(encoding="utf-8")
         name = file.relative_to(PACKAGE).as_posix()
-        if text.count("\n") > 450:
+        if text.count("\n") > 600:
             long_modules.add(name)
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -113,6 +110,7 @@ OWN_READERS = {
     "packs/hub.py": "what it downloads, to append to it",
     "ops/_backend.py": "the program's own kernels",
     "runtime.py": "/proc and /sys",
+    "tensors.py": "mx.load, of a file whose header was checked",
     "elf.py": "libraries of this process",
     "__init__.py": "the program's own stub",
     "convert/gguf.py": "mx.load, of the file that it wrote",

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import mlx.nn as nn
 
-from ..bases.model import BaseModel
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..nn.dora import GroupedDoRA
@@ -17,6 +17,9 @@ from .lora import Attached, attach
 from .residual import check_linears, install, weight_of
 from .spec import ModuleSpec, SliceSpec, Specs
 from .tensors import load_slots, slot_tensors
+
+if TYPE_CHECKING:
+    from ..bases.model import BaseModel
 
 Shape = tuple[int, ...]
 
@@ -76,11 +79,11 @@ class DoRA:
     DoRA: https://arxiv.org/abs/2402.09353
     """
 
-    def check(self, base: BaseModel, matmul_path: str) -> None:
+    def check(self, base: "BaseModel", matmul_path: str) -> None:
         """Accept every base whose weights can be read."""
 
     def attach(
-        self, base: BaseModel, lora: LoRAConfig, train: TrainConfig, matmul_path: str
+        self, base: "BaseModel", lora: LoRAConfig, train: TrainConfig, matmul_path: str
     ) -> Attached:
         """Attach fresh adapters, whose magnitudes are the norms of the weights: no output changes.
 

@@ -8,11 +8,11 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import mlx.nn as nn
 
 from ..bases.loading import lazy_base
-from ..bases.model import BaseModel
 from ..bases.requantize import requantized_formats
 from ..bases.weight_formats import WeightFormat
 from ..config.lora import LoRAConfig
@@ -37,6 +37,9 @@ from .lora import Attached, attach, check_bare
 from .residual import install
 from .spec import ModuleSpec, Specs
 from .tensors import Slot, delta_of
+
+if TYPE_CHECKING:
+    from ..bases.model import BaseModel
 
 # Share of a run before it rounds. While deltas are smaller than a step of the grid, rounding hides
 # what they change: runs that rounded earlier were behind (docs/methods.md).
@@ -69,7 +72,7 @@ class Rounding:
 Grid = Mapping[str, Rounding]  # by path, of every weight that a merge writes anew
 
 
-def grid_of(base: BaseModel, requantize: str, adapted: Collection[str]) -> Grid:
+def grid_of(base: "BaseModel", requantize: str, adapted: Collection[str]) -> Grid:
     """Return how `packs merge --requantize` rounds each weight of a base, of which some are adapted."""
     # its code, if it has any, was run with the user's consent when it was loaded before
     stored = lazy_base(base.path, trust_remote_code=True)
@@ -166,7 +169,7 @@ class ForMerge(Attached):
 
 
 def attach_for_merge(
-    base: BaseModel, lora: LoRAConfig, train: TrainConfig, matmul_path: str
+    base: "BaseModel", lora: LoRAConfig, train: TrainConfig, matmul_path: str
 ) -> ForMerge:
     """Attach fresh adapters on the grid of ``train.for_merge``.
 
@@ -185,7 +188,7 @@ def attach_for_merge(
 
 
 def attach_merged(
-    base: BaseModel,
+    base: "BaseModel",
     specs: Specs,
     tensors: Mapping[str, mx.array],
     for_merge: str,

@@ -6,20 +6,27 @@ The base's arrays are kept, and `detach` puts them back.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..bases.families import check_trainable
 from ..bases.files import quantization_name
-from ..bases.geometry import Group, block_prefixes, check_num_layers
-from ..bases.model import BaseModel
+from ..bases.geometry import block_prefixes
+from ..bases.shapes import check_num_layers
 from ..config.choices import MATMUL_PATHS, MatmulPathFacts
+from ..config.lora import LoRAConfig
+from ..config.schema import TrainConfig
 from ..errors import PackError
 from ..nn.quantized import QUANTIZED
 from ..runtime import mx
 from .lora import Attached, attach
-from .spec import Specs, check_shapes
+from .spec import ModuleSpec, Specs, check_shapes
+from .trainable import Extended, Shape, Trainable
+
+if TYPE_CHECKING:
+    from ..bases.model import BaseModel
 
 
 @dataclass(frozen=True)
@@ -31,22 +38,13 @@ class _Place:
     own: mx.array
 
 
-class Unfrozen:
+class Unfrozen(Extended):
     """A base whose weights are trainable; tensors have the names of its parameters."""
 
-    method = "full"
-    for_merge = "none"
-
     def __init__(self, blocks: Attached, places: dict[str, _Place]) -> None:
-        self.base = blocks.base
-        self.model = blocks.model
-        self.specs: Specs = {}
-        self.groups: list[Group] = []
-        self.notes: list[str] = []
+        super().__init__(blocks)
+        self.method = "full"
         self.replaced = {name: place.own.shape for name, place in places.items()}
-        self.swap = blocks.swap
-        self.recompute = blocks.recompute
-        self._blocks = blocks
         self._places = places
 
     @property
@@ -54,15 +52,12 @@ class Unfrozen:
         """Return the number of tensors, for one line of output."""
         return f"float32 · {len(self._places)} tensors"
 
-    def at(self, share: float) -> None:
-        """Do what a share of a run that is done asks for: nothing."""
-
     def detach(self) -> None:
         """Put the base's own arrays and modules back, frozen; can be called twice."""
         for place in self._places.values():
             place.module[place.key] = place.own
         self.model.freeze()
-        self._blocks.detach()
+        super().detach()
 
     def tensors(self) -> dict[str, mx.array]:
         """Return the trained weights, in float32, by the names of the base's parameters."""
@@ -89,7 +84,29 @@ class Unfrozen:
         return sum(place.own.size for place in self._places.values())
 
 
-def unfreeze(base: BaseModel, num_layers: int = -1, matmul_path: str = "auto") -> Unfrozen:
+class FullFineTuning:
+    """The base's own weights, in float32."""
+
+    def check(self, base: "BaseModel", matmul_path: str) -> None:
+        """Check that the weights of a base are dense, or are made so."""
+        check_dense(base, matmul_path)
+
+    def attach(
+        self, base: "BaseModel", lora: LoRAConfig, train: TrainConfig, matmul_path: str
+    ) -> Trainable:
+        """Make the weights of the last ``lora.num_layers`` blocks trainable, or all."""
+        return unfreeze(base, lora.num_layers, matmul_path)
+
+    def adapter_shapes(self, specs: Specs) -> list[Shape]:
+        """Return none: there are no adapters."""
+        return []
+
+    def kept_numbers(self, spec: ModuleSpec) -> int:
+        """Return 0: there are no adapters."""
+        return 0
+
+
+def unfreeze(base: "BaseModel", num_layers: int = -1, matmul_path: str = "auto") -> Unfrozen:
     """Make the weights of a base trainable, as float32 copies.
 
     Of the last ``num_layers`` blocks alone, as in mlx-lm; -1 is every floating weight, embedding and
@@ -111,7 +128,7 @@ def unfreeze(base: BaseModel, num_layers: int = -1, matmul_path: str = "auto") -
     return Unfrozen(blocks, places)
 
 
-def check_dense(base: BaseModel, matmul_path: str) -> None:
+def check_dense(base: "BaseModel", matmul_path: str) -> None:
     """Raise a PackError unless the weights of a base are dense, or are to be."""
     quantized = any(isinstance(m, QUANTIZED) for m in base.model.modules())
     if quantized and not MATMUL_PATHS.get(matmul_path, MatmulPathFacts()).keeps_dense:
@@ -123,7 +140,7 @@ def check_dense(base: BaseModel, matmul_path: str) -> None:
         )
 
 
-def _places(base: BaseModel, prefixes: list[str] | None) -> dict[str, _Place]:
+def _places(base: "BaseModel", prefixes: list[str] | None) -> dict[str, _Place]:
     """Return every floating weight, or those in the blocks at ``prefixes``; shared ones once."""
     places: dict[str, _Place] = {}
     visited: set[int] = set()

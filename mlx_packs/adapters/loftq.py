@@ -5,13 +5,13 @@ approximation of the difference: W is about Q + s B A from the first step.
 """
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import mlx.nn as nn
 
 from ..bases.config_file import CONFIG, read_config
 from ..bases.files import quantized_as
 from ..bases.loading import lazy_base
-from ..bases.model import BaseModel
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..errors import PackError
@@ -21,6 +21,9 @@ from .initial_factors import principal_factors
 from .lora import Attached, attach
 from .residual import begin_with, check_linears, weight_of
 from .spec import ModuleSpec, Specs, factor_shapes
+
+if TYPE_CHECKING:
+    from ..bases.model import BaseModel
 
 
 class LoftQ:
@@ -32,7 +35,7 @@ class LoftQ:
     LoftQ: https://arxiv.org/abs/2310.08659
     """
 
-    def check(self, base: BaseModel, matmul_path: str) -> None:
+    def check(self, base: "BaseModel", matmul_path: str) -> None:
         """Check that a base is quantized, and its checkpoint is not."""
         modules = base.model.modules()
         if not any(isinstance(module, QUANTIZED) for module in modules):
@@ -49,7 +52,7 @@ class LoftQ:
             )
 
     def attach(
-        self, base: BaseModel, lora: LoRAConfig, train: TrainConfig, matmul_path: str
+        self, base: "BaseModel", lora: LoRAConfig, train: TrainConfig, matmul_path: str
     ) -> Attached:
         """Attach adapters that begin with what quantization has lost."""
         attached = attach(base, lora, None, matmul_path, train.seed, train.train_fp16_fallback)
@@ -77,7 +80,7 @@ class LoftQ:
         return spec.rank
 
 
-def _dense_weights(base: BaseModel, paths: Iterable[str]) -> dict[str, mx.array]:
+def _dense_weights(base: "BaseModel", paths: Iterable[str]) -> dict[str, mx.array]:
     """Return the weights at some paths as the checkpoint has them; none is read yet."""
     # its code, if it has any, was run with the user's consent when it was loaded before
     modules = dict(lazy_base(base.path, trust_remote_code=True).model.named_modules())

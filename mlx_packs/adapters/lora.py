@@ -5,15 +5,17 @@ wraps any other linear; detaching puts the very same objects back. In memory ada
 their names and shapes on disk are mlx-lm's, per projection (`Attached.tensors`).
 """
 
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 import mlx.nn as nn
 
 from ..bases.families import check_trainable
-from ..bases.geometry import BLOCK_PROJECTIONS, Geometry, Group, block_prefixes, find_groups
-from ..bases.model import BaseModel
+from ..bases.geometry import BLOCK_PROJECTIONS, block_prefixes, find_groups
+from ..bases.shapes import Geometry, Group
 from ..config.choices import POLICIES
 from ..config.lora import LoRAConfig
 from ..errors import PackError
@@ -25,9 +27,15 @@ from ..nn.lora import AdaptedLinear, AdapterShape, GroupedLoRA, adapter_key
 from ..nn.quantized import apply_matmul_path, replace_modules
 from ..nn.recompute import RecomputedBlock
 from ..runtime import mx
-from .spec import ModuleSpec, Specs, ranks_of, weights_of
+from .spec import ModuleSpec, Specs, factor_shapes, ranks_of, weights_of
 from .targets import experts_note, fp16_copies, plan_specs, with_heads, without_narrow
 from .tensors import Slot, load_slots, slot_tensors
+
+if TYPE_CHECKING:
+    from ..bases.model import BaseModel
+    from ..config.schema import TrainConfig
+
+FOR_MERGE = "mlx_packs.adapters.for_merge:attach_for_merge"
 
 
 class Attached:
@@ -45,7 +53,7 @@ class Attached:
     for_merge = "none"
 
     def __init__(
-        self, base: BaseModel, specs: Specs, groups: list[Group], notes: list[str]
+        self, base: "BaseModel", specs: Specs, groups: list[Group], notes: list[str]
     ) -> None:
         self.base = base
         self.model = base.model
@@ -153,8 +161,32 @@ class Attached:
         return weights_of(slot.spec for slot in self.slots.values())
 
 
+class LoRA:
+    """Low-rank adapters beside frozen weights: y = W x + (alpha / r) B A x."""
+
+    def check(self, base: "BaseModel", matmul_path: str) -> None:
+        """Accept every base; `attach` checks what it targets."""
+
+    def attach(
+        self, base: "BaseModel", lora: LoRAConfig, train: "TrainConfig", matmul_path: str
+    ) -> Attached:
+        """Attach fresh adapters, which change no output but by the rounding of ``--for-merge``."""
+        if train.for_merge != "none":
+            attach_for_merge = pkgutil.resolve_name(FOR_MERGE)
+            return attach_for_merge(base, lora, train, matmul_path)
+        return attach(base, lora, None, matmul_path, train.seed, train.train_fp16_fallback)
+
+    def adapter_shapes(self, specs: Specs) -> list[tuple[int, ...]]:
+        """Return the shapes of A [in, r] and B [r, out] of every slice."""
+        return factor_shapes(specs)
+
+    def kept_numbers(self, spec: ModuleSpec) -> int:
+        """Return the rank: x A is kept."""
+        return spec.rank
+
+
 def attach(
-    base: BaseModel,
+    base: "BaseModel",
     lora: LoRAConfig | None = None,
     specs: Specs | None = None,
     matmul_path: str = "quantized",
@@ -208,7 +240,7 @@ def attach(
     return attached
 
 
-def check_bare(base: BaseModel) -> None:
+def check_bare(base: "BaseModel") -> None:
     """Raise a PackError if a base has adapters."""
     if any(isinstance(m, GroupedLoRA) for m in base.model.modules()):
         raise PackError(f"{base.name}: has adapters already. Detach them first.", "conflict")

@@ -1,10 +1,12 @@
 """Adapters on a base of which each rank of a pipeline has some blocks."""
 
+from typing import TYPE_CHECKING
+
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..bases.geometry import Heads, block_prefixes, select_targets
-from ..bases.model import BaseModel
+from ..bases.geometry import block_prefixes, select_targets
+from ..bases.shapes import Heads
 from ..config.lora import LoRAConfig
 from ..display import size
 from ..distributed.stages import Stages, stage_blocks
@@ -12,7 +14,10 @@ from ..errors import PackError
 from ..nn.frozen_blocks import Injection
 from ..nn.remote_blocks import RemoteBlock, RemoteEmbedding, RemoteHead
 from ..runtime import mx
-from .method import Trainable
+from .trainable import Extended, Trainable
+
+if TYPE_CHECKING:
+    from ..bases.model import BaseModel
 
 # Families whose forward pass is: embedding, blocks that pass on one array, norm, head.
 # tests/distributed/test_pipeline.py splits a model of each.
@@ -23,25 +28,18 @@ FAMILIES = (
 _TABLE, _HEAD = "model.embed_tokens", "lm_head"
 
 
-class PipelinedAdapters:
-    """The adapters of all ranks, of which each trains those in its own blocks; `Trainable`.
+class PipelinedAdapters(Extended):
+    """The adapters of all ranks, of which each trains those in its own blocks.
 
     The base must be lazy: the weights of other ranks are taken off before they are read. Those of
     the own blocks are read here, on the first rank the embedding too, on the last norm and head.
 
     Attributes:
-        adapters: what a method attached to the whole base.
         blocks: the numbers of the own blocks.
     """
 
     def __init__(self, adapters: Trainable, stages: Stages) -> None:
-        self.adapters = adapters
-        self.method, self.base, self.model = adapters.method, adapters.base, adapters.model
-        self.specs, self.groups, self.notes = adapters.specs, adapters.groups, adapters.notes
-        self.replaced, self.for_merge = adapters.replaced, adapters.for_merge
-        self.disabled, self.load, self.at = adapters.disabled, adapters.load, adapters.at
-        self.swap, self.recompute, self.detach = adapters.swap, adapters.recompute, adapters.detach
-        self.parameter_count = adapters.parameter_count
+        super().__init__(adapters)
         self._stages = stages
         prefixes = block_prefixes(self.model)
         own = stage_blocks(len(prefixes), stages.size)[stages.rank]
@@ -49,11 +47,6 @@ class PipelinedAdapters:
         self._own = tuple(f"{prefixes[number]}." for number in own)
         self.swap(_remote_modules(self.base, own, stages))
         mx.eval(self.model.parameters())
-
-    @property
-    def details(self) -> str:
-        """Return those of the adapters of all ranks."""
-        return self.adapters.details
 
     def lines(self) -> list[str]:
         """Return the blocks and bytes of this rank, for people."""
@@ -71,7 +64,7 @@ class PipelinedAdapters:
         return {name: united[name] for name in tensors}
 
 
-def check_splittable(base: BaseModel, stages: int) -> None:
+def check_splittable(base: "BaseModel", stages: int) -> None:
     """Check that the blocks of a base can be split over so many ranks.
 
     Raises:
@@ -95,7 +88,7 @@ def check_splittable(base: BaseModel, stages: int) -> None:
         )
 
 
-def check_in_blocks(base: BaseModel, lora: LoRAConfig) -> None:
+def check_in_blocks(base: "BaseModel", lora: LoRAConfig) -> None:
     """Check that all adapters are in blocks, of which each is on one rank.
 
     Raises:
@@ -112,7 +105,7 @@ def check_in_blocks(base: BaseModel, lora: LoRAConfig) -> None:
             )
 
 
-def _remote_modules(base: BaseModel, own: range, stages: Stages) -> list[tuple[str, nn.Module]]:
+def _remote_modules(base: "BaseModel", own: range, stages: Stages) -> list[tuple[str, nn.Module]]:
     """Return what takes the place of the modules of other ranks, by path."""
     model = base.model
     entry = Injection()

@@ -6,12 +6,12 @@ minus, so it is plain LoRA of twice the rank, on the very base.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import TYPE_CHECKING, ClassVar
 
 import mlx.nn as nn
 
-from ..bases.model import BaseModel
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..errors import PackError
@@ -19,10 +19,13 @@ from ..nn.lora import GroupedLoRA
 from ..nn.quantized import dense_weight
 from ..nn.residual_lora import ResidualLoRA
 from ..runtime import mx
-from .initial_factors import Factors
+from .initial_factors import Factors, orthonormal_factors, principal_factors
 from .lora import Attached, attach
 from .spec import ModuleSpec, Specs, factor_shapes
 from .tensors import Slot, load_slots, slot_tensors
+
+if TYPE_CHECKING:
+    from ..bases.model import BaseModel
 
 
 class Residual(Attached):
@@ -70,23 +73,22 @@ class Residual(Attached):
         }
 
 
-@dataclass(frozen=True)
 class ResidualMethod:
     """A method whose adapters begin with factors of the weights, which are left without them.
 
-    Args:
+    Attributes:
         name: in `config.choices.METHODS`.
         factors: of a weight, a rank and a scale.
     """
 
-    name: str
-    factors: Callable[[mx.array, int, float], Factors]
+    name: ClassVar[str]
+    factors: ClassVar[Callable[[mx.array, int, float], Factors]]
 
-    def check(self, base: BaseModel, matmul_path: str) -> None:
+    def check(self, base: "BaseModel", matmul_path: str) -> None:
         """Accept every base whose weights can be read."""
 
     def attach(
-        self, base: BaseModel, lora: LoRAConfig, train: TrainConfig, matmul_path: str
+        self, base: "BaseModel", lora: LoRAConfig, train: TrainConfig, matmul_path: str
     ) -> Residual:
         """Attach adapters that begin with factors of the weights; no output changes."""
         attached = attach(base, lora, None, matmul_path, train.seed, train.train_fp16_fallback)
@@ -106,6 +108,20 @@ class ResidualMethod:
     def kept_numbers(self, spec: ModuleSpec) -> int:
         """Return twice the rank: x A and x A0 are kept."""
         return 2 * spec.rank
+
+
+class PiSSA(ResidualMethod):
+    """Adapters that begin with the principal factors of the weights (arXiv:2404.02948)."""
+
+    name = "pissa"
+    factors = staticmethod(principal_factors)
+
+
+class OLoRA(ResidualMethod):
+    """Adapters that begin with orthonormal factors of the weights (arXiv:2406.01775)."""
+
+    name = "olora"
+    factors = staticmethod(orthonormal_factors)
 
 
 def check_linears(attached: Attached, method: str) -> None:

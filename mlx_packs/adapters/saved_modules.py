@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import mlx.nn as nn
 
 from ..bases.geometry import select_saved
-from ..bases.model import BaseModel
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..errors import PackError
@@ -23,8 +23,12 @@ from ..nn.experts import is_switch_linear
 from ..nn.full_copy import FullCopy
 from ..nn.quantized import QUANTIZED, bare_module, dense_module
 from ..runtime import mx
-from .method import METHODS, Trainable
+from .method import find_method
 from .spec import check_shapes
+from .trainable import Extended, Trainable
+
+if TYPE_CHECKING:
+    from ..bases.model import BaseModel
 
 
 @dataclass(frozen=True)
@@ -41,21 +45,12 @@ class _Copy:
         return _dense(self.original)[self.key].astype(mx.float32)
 
 
-class WithSavedModules:
-    """Adapters and float32 copies of modules, trained together; `Trainable`.
-
-    Attributes:
-        adapters: what a method attached.
-    """
+class WithSavedModules(Extended):
+    """Adapters and float32 copies of modules, trained together."""
 
     def __init__(self, adapters: Trainable, copies: Mapping[str, _Copy]) -> None:
-        self.adapters = adapters
-        self.method, self.base, self.model = adapters.method, adapters.base, adapters.model
-        self.specs, self.groups, self.notes = adapters.specs, adapters.groups, adapters.notes
+        super().__init__(adapters)
         self.replaced = {name: each.shape for name, each in copies.items()}
-        self.for_merge = adapters.for_merge
-        self.swap, self.recompute, self.detach = adapters.swap, adapters.recompute, adapters.detach
-        self.at = adapters.at
         self._copies = copies
 
     @property
@@ -113,7 +108,7 @@ class WithSavedModules:
 
 
 def attach_method(
-    base: BaseModel, lora: LoRAConfig, train: TrainConfig, matmul_path: str
+    base: "BaseModel", lora: LoRAConfig, train: TrainConfig, matmul_path: str
 ) -> Trainable:
     """Attach what the method of a run trains, and the modules that it saves in full beside it."""
     saved = [path for path, _ in select_saved(base.model, lora.modules_to_save)]
@@ -123,7 +118,7 @@ def attach_method(
             "conflict",
             "for_merge",
         )
-    trainable = METHODS[train.method].attach(base, lora, train, matmul_path)
+    trainable = find_method(train.method).attach(base, lora, train, matmul_path)
     if not saved:
         return trainable
     try:

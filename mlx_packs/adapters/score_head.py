@@ -5,20 +5,23 @@ It is beside the model's own modules, and belongs to no base: a pack stores it a
 """
 
 import copy
+from typing import TYPE_CHECKING
 
 import mlx.nn as nn
 
-from ..bases.geometry import Heads
-from ..bases.model import BaseModel
+from ..bases.shapes import Heads
 from ..errors import PackError
 from ..nn.lora import adapter_key
 from ..runtime import mx
 from .spec import SCORE, SCORE_WEIGHT
 
+if TYPE_CHECKING:
+    from ..bases.model import BaseModel
+
 _DEFAULT_STD = 0.02  # transformers' initializer_range, where a config has none
 
 
-def fresh_score_head(base: BaseModel, seed: int) -> nn.Linear:
+def fresh_score_head(base: "BaseModel", seed: int) -> nn.Linear:
     """Return an untrained head as transformers makes it: normal, of the config's deviation."""
     text = base.config.get("text_config") or base.config
     std = text.get("initializer_range") or _DEFAULT_STD
@@ -42,7 +45,7 @@ def with_score_head(model: nn.Module, head: nn.Linear) -> nn.Module:
     return scored
 
 
-def stored_score_head(base: BaseModel, weight: mx.array, where: str) -> nn.Linear:
+def stored_score_head(base: "BaseModel", weight: mx.array, where: str) -> nn.Linear:
     """Return the head of a pack for a base.
 
     Raises:

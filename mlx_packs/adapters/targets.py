@@ -5,17 +5,21 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import mlx.nn as nn
 
-from ..bases.geometry import Geometry, GeometryError, Group, linears
-from ..bases.model import BaseModel
+from ..bases.geometry import linears
+from ..bases.shapes import Geometry, GeometryError, Group
 from ..config.lora import LoRAConfig
 from ..errors import PackError
 from ..nn.experts import is_switch_linear
 from ..nn.quantized import HalfLinear, dense_weight, replace_modules
 from ..runtime import mx
 from .spec import ModuleSpec, SliceSpec, Specs
+
+if TYPE_CHECKING:
+    from ..bases.model import BaseModel
 
 
 def plan_specs(groups: list[Group], lora: LoRAConfig) -> Specs:
@@ -145,7 +149,7 @@ def experts_note(model: nn.Module) -> list[str]:
 
 
 def fp16_copies(
-    base: BaseModel, faults: list[GeometryError]
+    base: "BaseModel", faults: list[GeometryError]
 ) -> tuple[list[tuple[Geometry, nn.Module]], list[str]]:
     """Return geometry and fp16 copy of each module that could not be probed, and notes on them."""
     copies, notes = [], []

@@ -21,6 +21,7 @@ from ..ops.exponential import gelu
 from ..runtime import mx
 from .files import weight_files
 from .sentence_config import SentenceConfig, read_sentence_config
+from .tokenizer import padded
 from .unsupported import unreadable
 
 _ACTIVATIONS = {
@@ -235,14 +236,6 @@ def load_encoder(path: Path, config: dict, lazy: bool = False) -> Encoder:
     if not lazy:
         mx.eval(model.parameters())
     return model
-
-
-def padded(rows: Sequence[np.ndarray], width: int | None = None) -> np.ndarray:
-    """Return rows of tokens as one int32 [B, T], padded with zeros."""
-    tokens = np.zeros((len(rows), width or max(map(len, rows))), dtype=np.int32)
-    for i, row in enumerate(rows):
-        tokens[i, : len(row)] = row
-    return tokens
 
 
 def embedded(model: Encoder, rows: Sequence[np.ndarray], batch_size: int) -> np.ndarray:

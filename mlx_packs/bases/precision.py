@@ -8,7 +8,7 @@ from mlx.utils import tree_flatten
 
 from .. import chips, runtime
 from ..config.choices import architecture_of
-from ..runtime import mx
+from ..runtime import dtype_name, mx
 from .files import text_config
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -70,7 +70,7 @@ def stored_dtype(config: Mapping) -> str:
 
 def dtype_of(model: nn.Module) -> str:
     """Return the dtype of most tensors of a model that are not quantized, such as norms."""
-    return str(dense_dtype(dict(tree_flatten(model.parameters())))).removeprefix("mlx.core.")
+    return dtype_name(dense_dtype(dict(tree_flatten(model.parameters()))))
 
 
 def dense_dtype(weights: Mapping[str, mx.array]) -> mx.Dtype:

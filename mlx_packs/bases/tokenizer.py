@@ -190,3 +190,11 @@ def tokens_of(tokenizer: Any, texts: Sequence[str], limit: int) -> list[np.ndarr
             return_token_type_ids=False,
         )
     return [np.array(ids, dtype=np.int32) for ids in encoding["input_ids"]]
+
+
+def padded(rows: Sequence[np.ndarray], width: int | None = None) -> np.ndarray:
+    """Return rows of tokens as one int32 [B, T], padded with zeros."""
+    tokens = np.zeros((len(rows), width or max(map(len, rows))), dtype=np.int32)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = row
+    return tokens

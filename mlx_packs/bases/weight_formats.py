@@ -14,11 +14,10 @@ import mlx.nn as nn
 
 from ..config.choices import WEIGHT_FORMATS, WEIGHT_MODES, registered
 from ..errors import PackError, did_you_mean
-from ..files import dtype_name
 from ..nn.nf4 import NF4Embedding, NF4Linear
 from ..ops import nf4
 from ..ops.nf4 import BLOCK_SIZES, NESTED_BLOCK_SIZE, NF4Weight
-from ..runtime import mx
+from ..runtime import dtype_name, mx
 from .bitsandbytes import to_bitsandbytes
 
 Shape = tuple[int, ...]
@@ -219,7 +218,7 @@ class NF4Format(WeightFormat):
             nested = mx.zeros(-(-blocks // NESTED_BLOCK_SIZE))
             absmax = [mx.zeros(blocks, mx.uint8), nested, mx.zeros(1)]
         weight = NF4Weight(codes, *absmax, block_size=self.group_size)
-        return _nf4_names(name, weight, dtype_name(w), layout)
+        return _nf4_names(name, weight, dtype_name(w.dtype), layout)
 
     def quantize(self, name: str, w: mx.array, layout: str = "mlx") -> Tensors:
         """Return codes and absmax."""
@@ -233,7 +232,7 @@ class NF4Format(WeightFormat):
         weight = NF4Weight(*arrays, block_size=self.group_size)
         if self.double_quant:
             weight = nf4.quantize_absmax(weight)
-        return _nf4_names(name, weight, dtype_name(w), layout)
+        return _nf4_names(name, weight, dtype_name(w.dtype), layout)
 
     def dequantize(self, tensors: Tensors, dtype: mx.Dtype) -> mx.array:
         """Return the dense weight in ``dtype``."""

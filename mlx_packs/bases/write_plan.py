@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from .. import runtime
-from ..files import dtype_name
-from ..runtime import mx
+from ..runtime import dtype_name, mx
 from .quantization import QuantizeOptions
 from .weight_formats import WeightFormat
 
@@ -33,7 +32,7 @@ class Item:
         if weight_format is not None:
             outline = weight_format.outline(name, w, layout)
         size = w.size if size is None else size
-        return cls(name, size, dtype_name(w), weight_format, outline)
+        return cls(name, size, dtype_name(w.dtype), weight_format, outline)
 
     @property
     def nbytes(self) -> int:

@@ -23,10 +23,10 @@ from ..files import (
     replace_folder,
     to_json,
     write_errors,
-    write_tensors,
 )
 from ..reading import read_json, sha256
 from ..runtime import mx
+from ..tensors import write_tensors
 from . import bitsandbytes
 from . import files as base_files
 from .families import check_architecture, check_supported

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import mlx.core as mx
     import mlx.nn as nn
 
-    from ..bases.geometry import Group
+    from ..bases.shapes import Group
     from ..ops._check import Instance
 
 

@@ -48,6 +48,7 @@ class TaskFacts:
 class MethodFacts:
     """Facts of a method, known without MLX."""
 
+    code: str  # its class, module:name, imported when it is used
     # Whether the base's own weights are trained, dense and in float32, rather than adapters beside
     # frozen weights.
     trains_base: bool = False
@@ -174,12 +175,12 @@ PREFERENCE_TASKS = tuple(
 )
 PACKABLE_TASKS = ("lm", *(name for name, facts in TASKS.items() if facts.sequences == 2))
 METHODS = {
-    "lora": MethodFacts(),
-    "dora": MethodFacts(magnitudes=True),
-    "pissa": MethodFacts(),
-    "olora": MethodFacts(),
-    "loftq": MethodFacts(),
-    "full": MethodFacts(trains_base=True),
+    "lora": MethodFacts("mlx_packs.adapters.lora:LoRA"),
+    "dora": MethodFacts("mlx_packs.adapters.dora:DoRA", magnitudes=True),
+    "pissa": MethodFacts("mlx_packs.adapters.residual:PiSSA"),
+    "olora": MethodFacts("mlx_packs.adapters.residual:OLoRA"),
+    "loftq": MethodFacts("mlx_packs.adapters.loftq:LoftQ"),
+    "full": MethodFacts("mlx_packs.adapters.full:FullFineTuning", trains_base=True),
 }
 OBJECTIVES = ("transformer", "projection-stack")
 OPTIMIZERS = {

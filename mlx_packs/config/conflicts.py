@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 
 from ..errors import PackError, any_of
-from .choices import METHODS, TASKS, MethodFacts
+from .choices import METHODS, TASKS
 from .common import CommonSettings
 from .fields import Fault, facts_of
 from .phase import Phase
@@ -50,7 +50,7 @@ class TrainConflicts(CommonSettings):
     @property
     def trains_base(self) -> bool:
         """Whether the method trains the base's own weights."""
-        return METHODS.get(self.method, MethodFacts()).trains_base
+        return self.method in METHODS and METHODS[self.method].trains_base
 
     @property
     def recomputes(self) -> str:
@@ -60,7 +60,7 @@ class TrainConflicts(CommonSettings):
     @property
     def has_magnitudes(self) -> bool:
         """Whether the method trains a magnitude for every output of an adapted projection."""
-        return METHODS.get(self.method, MethodFacts()).magnitudes
+        return self.method in METHODS and METHODS[self.method].magnitudes
 
     def unfit_for_dense(self) -> list[str]:
         """Return the settings that do not fit a base whose weights are dense in float32."""

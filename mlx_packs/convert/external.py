@@ -12,10 +12,11 @@ from ..adapters.tensors import delta_of
 from ..bases.geometry import linears
 from ..bases.model import BaseModel
 from ..errors import PackError
-from ..files import to_json, write_tensors
+from ..files import to_json
 from ..nn.experts import is_switch_linear
 from ..nn.quantized import EMBEDDINGS
 from ..runtime import mx
+from ..tensors import write_tensors
 
 Tensors = dict[str, mx.array]
 Delta = Callable[[np.ndarray], np.ndarray]  # x [n, in], or token ids [n], -> [n, out] in float64

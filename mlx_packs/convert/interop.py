@@ -13,7 +13,7 @@ from ..bases.files import TINY, public_name, resolve_checkpoint
 from ..bases.loading import lazy_base
 from ..config.keywords import answers_other_names
 from ..errors import PackError
-from ..files import atomic_folder, is_hub_id, save_tensors, to_json
+from ..files import atomic_folder, is_hub_id, to_json
 from ..packs.manifest import (
     FORMAT_VERSION,
     MANIFEST,
@@ -23,8 +23,9 @@ from ..packs.manifest import (
     specs_of,
 )
 from ..packs.pack import Pack
-from ..reading import read_json, read_tensors, sha256
+from ..reading import read_json, sha256
 from ..runtime import mx
+from ..tensors import read_tensors, save_tensors
 from .adapter_format import FORMATS, AdapterFormat, format_of
 from .adapter_texts import differing_texts
 from .destination import DESTINATIONS

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..bases.encoder import padded
-from ..bases.tokenizer import tokens_of
+from ..bases.tokenizer import padded, tokens_of
 from ..config.choices import LOSSES
 from ..config.data import DataConfig
 from ..config.schema import TrainConfig

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.nn as nn
 import numpy as np
 
-from ..adapters.method import trainable_modules
+from ..adapters.trainable import trainable_modules
 from ..data.batches import Batch, evaluation_batches
 from ..data.encoding import EncodingOptions, encode
 from ..data.formats import TOKEN_FORMATS, Row, format_of

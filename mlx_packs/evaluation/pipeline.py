@@ -2,7 +2,7 @@
 
 import mlx.nn as nn
 
-from ..adapters.method import trainable_modules
+from ..adapters.trainable import trainable_modules
 from ..data.batches import Batch
 from ..objectives.pipeline import Stage
 from ..runtime import mx

@@ -2,11 +2,13 @@
 
 import os
 from collections.abc import Generator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..bases.model import BaseModel
 from ..config.sampling import Sampling
 from .generate import PENALIZED_TOKENS, chat_prompt, responses
+
+if TYPE_CHECKING:
+    from ..bases.model import BaseModel
 
 
 class Chat:
@@ -21,7 +23,7 @@ class Chat:
 
     def __init__(
         self,
-        base: BaseModel,
+        base: "BaseModel",
         system: str = "",
         sampling: Sampling | None = None,
         variables: Mapping[str, Any] | None = None,

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..bases.families import is_batchable
-from ..bases.model import BaseModel
 from ..bases.tokenizer import text_tokens
 from ..bases.turns import given_variables, render_conversation
 from ..config.parse import build
@@ -14,13 +13,14 @@ from ..errors import PackError
 if TYPE_CHECKING:
     from mlx_lm.generate import GenerationResponse
 
+    from ..bases.model import BaseModel
     from ..runtime import mx
 
 PENALIZED_TOKENS = 64  # to which a repetition penalty applies
 
 
 def chat_prompt(
-    base: BaseModel,
+    base: "BaseModel",
     messages: Sequence[Mapping],
     tools: Sequence[Mapping] | None = None,
     **variables: Any,
@@ -40,20 +40,20 @@ def chat_prompt(
     )
 
 
-def raw_prompt(base: BaseModel, text: str) -> list[int]:
+def raw_prompt(base: "BaseModel", text: str) -> list[int]:
     """Return the tokens of a text, without the chat template."""
     return text_tokens(base.tokenizer, text)
 
 
 def stream(
-    base: BaseModel, prompt: Sequence[int], sampling: Sampling | None = None
+    base: "BaseModel", prompt: Sequence[int], sampling: Sampling | None = None
 ) -> Iterator[str]:
     """Yield pieces of the text that follows ``prompt``."""
     yield from (piece.text for piece in responses(base, prompt, sampling))
 
 
 def responses(
-    base: BaseModel,
+    base: "BaseModel",
     prompt: Sequence[int],
     sampling: Sampling | None = None,
     cache: list[Any] | None = None,
@@ -91,7 +91,7 @@ def responses(
         yield from pieces
 
 
-def _check_tokens(base: BaseModel, prompt: Sequence[int]) -> None:
+def _check_tokens(base: "BaseModel", prompt: Sequence[int]) -> None:
     """Raise PackError for a token that the base lacks: MLX would read past its embeddings."""
     if not len(prompt):
         raise PackError(f"{base.name}: the tokenizer makes no token of the prompt.", "unreadable")
@@ -104,14 +104,16 @@ def _check_tokens(base: BaseModel, prompt: Sequence[int]) -> None:
         )
 
 
-def complete(base: BaseModel, prompt: Sequence[int], max_tokens: int = 100, **sampling: Any) -> str:
+def complete(
+    base: "BaseModel", prompt: Sequence[int], max_tokens: int = 100, **sampling: Any
+) -> str:
     """Return the text that follows ``prompt``; ``sampling`` are the settings of `Sampling`."""
     settings = build(Sampling, {"max_tokens": max_tokens, **sampling})
     return "".join(stream(base, prompt, settings))
 
 
 def stream_batch(
-    base: BaseModel,
+    base: "BaseModel",
     prompts: Sequence[Sequence[int]],
     max_tokens: int | Sequence[int] = 100,
     batch_size: int = 8,
@@ -131,7 +133,7 @@ def stream_batch(
 
 
 def sample_batch(
-    base: BaseModel,
+    base: "BaseModel",
     prompts: Sequence[Sequence[int]],
     max_tokens: Sequence[int],
     batch_size: int,
@@ -156,7 +158,7 @@ def sample_batch(
 
 
 def _generated(  # noqa: PLR0913 - what a batch of texts depends on
-    base: BaseModel,
+    base: "BaseModel",
     prompts: Sequence[Sequence[int]],
     max_tokens: int | Sequence[int],
     batch_size: int,
@@ -206,7 +208,7 @@ def _generated(  # noqa: PLR0913 - what a batch of texts depends on
 
 
 def _generated_alone(
-    base: BaseModel,
+    base: "BaseModel",
     prompts: Sequence[Sequence[int]],
     limits: Sequence[int],
     stop: bool,
@@ -230,7 +232,7 @@ def _generated_alone(
 
 
 def complete_batch(
-    base: BaseModel,
+    base: "BaseModel",
     prompts: Sequence[Sequence[int]],
     max_tokens: int | Sequence[int] = 100,
     batch_size: int = 8,
@@ -243,7 +245,7 @@ def complete_batch(
 
 
 def complete_prompts(
-    base: BaseModel, prompts: Sequence[Sequence[int]], sampling: Sampling, batch_size: int = 8
+    base: "BaseModel", prompts: Sequence[Sequence[int]], sampling: Sampling, batch_size: int = 8
 ) -> list[str]:
     """Return the text that follows each prompt, in their order, with the settings of `Sampling`.
 
@@ -274,7 +276,7 @@ def complete_prompts(
     return [text_of(base, generated) for generated in tokens]
 
 
-def text_of(base: BaseModel, tokens: Sequence[int]) -> str:
+def text_of(base: "BaseModel", tokens: Sequence[int]) -> str:
     """Return tokens as the text that `stream` would yield."""
     detokenizer = base.tokenizer.detokenizer
     detokenizer.reset()

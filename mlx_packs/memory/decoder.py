@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from .. import runtime
-from ..bases.geometry import Heads
 from ..bases.precision import DTYPES, choose_compute_dtype
 from ..bases.quantization import QuantizeOptions, format_for
+from ..bases.shapes import Heads
 from ..bases.weight_formats import named_format
 from ..config.choices import (
     MATMUL_PATHS,

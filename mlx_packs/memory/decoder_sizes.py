@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 
-from ..bases.geometry import Heads
+from ..bases.shapes import Heads
 from ..config.choices import ARCHITECTURES
 from ..errors import PackError
 from .headers import Tensors

@@ -3,14 +3,17 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..bases.nf4 import check_stored_nf4, stored_as_asked
 from ..config.schema import TrainConfig
-from ..packs.base import Base
 from ..runtime import mx
+
+if TYPE_CHECKING:
+    from ..bases.model import BaseModel
 
 Tensors = Mapping[str, Mapping]  # name -> {"dtype": as safetensors spells it, "shape": [...]}
 
@@ -28,7 +31,7 @@ class Headers:
     tensors: Tensors
 
     @classmethod
-    def of(cls, base: Base) -> "Headers":
+    def of(cls, base: "BaseModel") -> "Headers":
         """Return those of a loaded base, before adapters are attached."""
         return cls(base.name, base.config, tensors_of(base.model))
 

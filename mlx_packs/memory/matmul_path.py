@@ -17,8 +17,7 @@ from ..config.choices import MATMUL_PATHS, MatmulPathFacts
 from ..measurements import recall, remember
 from ..nn.quantized import dense_dtype, quantized_modules, true_shape
 from ..ops import _cost
-from ..ops._backend import dtype_name
-from ..runtime import mx
+from ..runtime import dtype_name, mx
 from .path_timing import WeightKind, time_paths, weight_kinds
 
 LIMIT_S = 1.6  # of a measurement; with what has begun by then it takes 2 s at most

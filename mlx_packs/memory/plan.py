@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 
 from mlx.utils import tree_flatten
 
-from ..adapters.method import METHODS
+from ..adapters.method import find_method
 from ..adapters.targets import plan_specs
-from ..bases.geometry import Geometry, Group, check_num_layers
 from ..bases.quantization import is_named
+from ..bases.shapes import Geometry, Group, check_num_layers
 from ..config.choices import POLICIES, TASKS
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
@@ -260,7 +260,7 @@ def plan_adapters(places: Places, lora: LoRAConfig, method: str = "lora") -> Pla
         _group(p, *shape, p in places.embedding) for p, shape in everywhere.items() if p in selected
     ]
     specs = plan_specs(groups, lora)
-    of_method = METHODS[method]
+    of_method = find_method(method)
     ranks: list[dict[str, int]] = [{} for _ in range(blocks)]
     kept: list[dict[str, int]] = [{} for _ in range(blocks)]
     trained = {*saved, *(path for path, spec in specs.items() if spec.rank)}

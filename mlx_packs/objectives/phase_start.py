@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..adapters.method import Trainable
+from ..adapters.trainable import Trainable
 from ..errors import PackError
-from ..files import save_tensors
-from ..reading import read_tensors
 from ..runtime import mx
+from ..tensors import read_tensors, save_tensors
 
 
 class PhaseStart:

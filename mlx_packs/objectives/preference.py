@@ -15,7 +15,7 @@ from typing import Protocol
 
 import mlx.nn as nn
 
-from ..adapters.method import trainable_modules
+from ..adapters.trainable import trainable_modules
 from ..config.choices import PREFERENCE_TASKS, TASKS, registered
 from ..config.schema import TrainConfig
 from ..data.preference_batches import PreferenceBatch, shared_rows, split_rows

@@ -9,13 +9,14 @@ with the true forward, so a run under it is evaluated on the true forward all th
 import dataclasses
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import mlx.nn as nn
 
 from ..adapters.lora import check_bare
-from ..bases.geometry import GeometryError, block_prefixes, check_num_layers, probe
+from ..bases.geometry import block_prefixes, probe
 from ..bases.mapped_embedding import MappedEmbedding, map_embedding
-from ..bases.model import BaseModel
+from ..bases.shapes import GeometryError, check_num_layers
 from ..config.choices import OBJECTIVES
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
@@ -26,6 +27,9 @@ from ..nn.stack import ProjectionStack
 from ..runtime import mx
 from .causal_lm import Head, TokenInputs, as_arrays, split_head
 from .objective import Arrays, Inputs
+
+if TYPE_CHECKING:
+    from ..bases.model import BaseModel
 
 TRANSFORMER, STACK = OBJECTIVES  # all that there are
 
@@ -43,7 +47,7 @@ _PROXY = (
 class Graph:
     """The graph of which a run's loss is computed."""
 
-    base: BaseModel  # its model is the graph, under the base's own paths
+    base: "BaseModel"  # its model is the graph, under the base's own paths
     lora: LoRAConfig  # of those of its modules that have adapters
     inputs: Inputs = field(default_factory=TokenInputs)
     facts: dict = field(default_factory=lambda: {"graph": TRANSFORMER})  # for the manifest
@@ -72,7 +76,7 @@ class Graph:
         ]
 
 
-def graph_of(base: BaseModel, lora: LoRAConfig, train: TrainConfig) -> Graph:
+def graph_of(base: "BaseModel", lora: LoRAConfig, train: TrainConfig) -> Graph:
     """Return the graph of ``train.objective`` over a base, whose other weights are not read."""
     if train.objective == TRANSFORMER:
         return Graph(base, lora)
@@ -139,7 +143,7 @@ class _MappedInputs(Inputs):
         return self._table(batch.tokens), *as_arrays(batch)[1:]
 
 
-def _table(base: BaseModel, modules: dict[str, nn.Module]) -> tuple[str, nn.Module]:
+def _table(base: "BaseModel", modules: dict[str, nn.Module]) -> tuple[str, nn.Module]:
     """Return path and module of the embedding table."""
     for path, module in modules.items():
         if path.rpartition(".")[2] in _TABLES and isinstance(module, (nn.Embedding, *EMBEDDINGS)):
@@ -151,7 +155,7 @@ def _table(base: BaseModel, modules: dict[str, nn.Module]) -> tuple[str, nn.Modu
     )
 
 
-def _head(base: BaseModel, modules: dict[str, nn.Module]) -> tuple[str, nn.Module] | None:
+def _head(base: "BaseModel", modules: dict[str, nn.Module]) -> tuple[str, nn.Module] | None:
     """Return path and module of the head; None where the embedding table is it."""
     for path, module in modules.items():
         if path.rpartition(".")[2] == _HEAD and isinstance(module, (nn.Linear, *LINEARS)):
@@ -167,7 +171,7 @@ def _head(base: BaseModel, modules: dict[str, nn.Module]) -> tuple[str, nn.Modul
 
 
 def _square(
-    base: BaseModel, modules: dict[str, nn.Module], blocks: list[str], table_path: str
+    base: "BaseModel", modules: dict[str, nn.Module], blocks: list[str], table_path: str
 ) -> tuple[list[tuple[str, nn.Module]], str]:
     """Return the projections [D, D] of the blocks, D the table's width, and others' faults."""
     table = modules[table_path]

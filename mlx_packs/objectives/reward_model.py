@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import mlx.nn as nn
 
-from ..adapters.method import trainable_modules
+from ..adapters.trainable import trainable_modules
 from ..data.preference_batches import PreferenceBatch, shared_rows, split_rows
 from ..errors import PackError
 from ..runtime import mx

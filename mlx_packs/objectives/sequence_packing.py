@@ -9,7 +9,7 @@ import itertools
 import mlx.nn as nn
 import numpy as np
 
-from ..adapters.method import Trainable
+from ..adapters.trainable import Trainable
 from ..data.shapes import sequence_inputs
 from ..errors import PackError
 from ..nn.blocks import attends_by_spans

@@ -19,7 +19,7 @@ from pathlib import Path
 from .. import measurements
 from ..chips import chip_here
 from ..errors import PackError
-from ..runtime import mx, on_cpu
+from ..runtime import dtype_name, mx, on_cpu
 from ._check import Check, first_fault
 from ._cost import MARGIN, Launch, seconds
 
@@ -142,11 +142,6 @@ def summary() -> str:
     if known["fallbacks"]:
         parts.append(f"failed here: {', '.join(known['fallbacks'])}")
     return " · ".join(parts)
-
-
-def dtype_name(dtype: mx.Dtype) -> str:
-    """Return ``float32`` for ``mx.float32``."""
-    return str(dtype).removeprefix("mlx.core.")
 
 
 def _span(rows: list[int]) -> str:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..runtime import mx, on_cpu
-from ._backend import Kernel, choose, dtype_name, forced, table, tiles
+from ..runtime import dtype_name, mx, on_cpu
+from ._backend import Kernel, choose, forced, table, tiles
 from ._check import Check, Instance, seeded
 from ._cost import Launch, level, product
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..chips import BANDWIDTH_REACHED
-from ..runtime import mx
-from ._backend import choose, detect, dtype_name, forced, measured, tiles
+from ..runtime import dtype_name, mx
+from ._backend import choose, detect, forced, measured, tiles
 from ._check import Check, Instance, seeded
 from ._cost import CACHE_FACTOR, Launch, level, product
 from .lora_qmv_launches import (

@@ -11,8 +11,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ..runtime import mx, on_cpu
-from ._backend import Kernel, choose, dtype_name, table, tiles
+from ..runtime import dtype_name, mx, on_cpu
+from ._backend import Kernel, choose, table, tiles
 from ._check import Check, Instance, seeded
 from ._cost import Launch, casts, level
 from .grouped_lora import (

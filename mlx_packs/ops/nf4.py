@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..runtime import mx
-from ._backend import THREADS, Kernel, choose, dtype_name, table, tiles
+from ..runtime import dtype_name, mx
+from ._backend import THREADS, Kernel, choose, table, tiles
 from ._check import Check, Instance, normal, sparse_signs
 from ._cost import Launch, casts, product
 from .blockwise import count_below, dynamic_map, nearest

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ..adapters.spec import SCORE_WEIGHT, ModuleSpec, check_shapes
 from ..bases.files import weight_files
-from ..bases.geometry import Heads
+from ..bases.shapes import Heads
 from ..errors import PackError
 from ..reading import read_header
 from .adapter_config import stored_shapes

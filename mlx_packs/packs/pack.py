@@ -14,9 +14,9 @@ from .. import runtime
 from ..adapters.for_merge import attach_merged
 from ..adapters.imported import attach_inference_only, is_inference_only
 from ..adapters.lora import Attached, attach
-from ..adapters.method import Trainable
 from ..adapters.spec import Specs, check_shapes, weights_of
 from ..adapters.targets import tied_tables
+from ..adapters.trainable import Trainable
 from ..bases.files import check_files, quantization_name, resolve_checkpoint
 from ..bases.fingerprint import (
     changed_texts,
@@ -28,15 +28,16 @@ from ..bases.fingerprint import (
     short_fingerprint,
     text_hashes,
 )
-from ..bases.geometry import Group, Heads, block_prefixes
+from ..bases.geometry import block_prefixes
 from ..bases.model import BaseModel
+from ..bases.shapes import Group, Heads
 from ..bases.weight_formats import format_name
 from ..errors import PackError
-from ..files import atomic_folder, atomic_write, save_tensors, to_json
+from ..files import atomic_folder, atomic_write, to_json
 from ..hashes import file_facts
-from ..reading import read_tensors
 from ..report.page import render_fragment
 from ..runtime import mx
+from ..tensors import read_tensors, save_tensors
 from .adapter_config import adapter_config, cut, padded, padded_rank, stored_shapes
 from .card import model_card
 from .facts import manifest_facts

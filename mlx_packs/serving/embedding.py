@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..bases.encoder import padded
 from ..bases.model import BaseModel
+from ..bases.tokenizer import padded
 from ..errors import PackError
 from ..runtime import mx
 from .registry import Entry, PackRegistry

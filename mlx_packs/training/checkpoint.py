@@ -15,17 +15,18 @@ from typing import Any, get_args
 import mlx.optimizers as optimizers
 from mlx.utils import tree_flatten, tree_unflatten
 
-from ..adapters.method import Trainable
 from ..adapters.spec import check_shapes
+from ..adapters.trainable import Trainable
 from ..distributed.group import group
 from ..errors import PackError
-from ..files import atomic_folder, save_tensors, to_json
+from ..files import atomic_folder, to_json
 from ..filesystem import sync
 from ..hashes import SEAL, check_files, check_seal, file_facts, sealed
 from ..objectives.objective import Batch
 from ..objectives.score import REWARD, Score, StoredScore
 from ..reading import read_header, read_json
 from ..runtime import mx
+from ..tensors import save_tensors
 from .loss_scale import KEY, is_scaled
 
 COMPUTED_PER_S = "computed_tokens_per_s"  # of a line: all tokens, also those without a loss

@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.optimizers as optimizers
 
 from .. import runtime
-from ..adapters.method import Trainable
+from ..adapters.trainable import Trainable
 from ..data.batches import prefetched
 from ..display import VERBOSE, Display
 from ..errors import Float16Overflow, PackError

@@ -25,12 +25,13 @@ from ..config.fields import fields_where
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..errors import Interrupted, PackError, did_you_mean
-from ..files import atomic_write, make_folder, replace_file, save_tensors, to_json, write_errors
+from ..files import atomic_write, make_folder, replace_file, to_json, write_errors
 from ..leftovers import temporary
 from ..optim import make_optimizer
 from ..packs.manifest import spec_json
-from ..reading import read_json, read_tensors
+from ..reading import read_json
 from ..runtime import mx
+from ..tensors import read_tensors, save_tensors
 from .checkpoint import Counted, TrainingState, load_checkpoint, save_checkpoint, set_random_state
 from .layer_graphs import Graph, GraphCache
 from .layer_losses import Forward, LMLoss, UserLoss, lm_batch, sequence_forward
@@ -49,8 +50,7 @@ Layers = Sequence[str | nn.Module]
 class LayerTrainer:
     """Trains adapters on the linear layers that you register, with one optimizer.
 
-    Each adapter adds a low-rank delta: y = W0 x + (alpha / r) B A x
-    (https://arxiv.org/abs/2106.09685).
+    Each adapter adds a low-rank delta: y = W0 x + (alpha / r) B A x (arXiv:2106.09685).
 
     Args:
         lora: Default rank and alpha of a registered layer, and the dropout of all.

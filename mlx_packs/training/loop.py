@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from .. import signals
-from ..adapters.method import Trainable
+from ..adapters.trainable import Trainable
 from ..distributed.group import group
 from ..errors import Float16Overflow
 from ..objectives.objective import Batch, Objective

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .. import runtime
-from ..adapters.method import Trainable
+from ..adapters.trainable import Trainable
 from ..config.choices import MATMUL_PATHS
 from ..config.schema import TrainConfig
 from ..display import VERBOSE, size

@@ -8,8 +8,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ..adapters.method import Trainable
 from ..adapters.pipelined import PipelinedAdapters, check_in_blocks, check_splittable
+from ..adapters.trainable import Trainable
 from ..bases.model import BaseModel
 from ..config.data import DataConfig
 from ..config.lora import LoRAConfig

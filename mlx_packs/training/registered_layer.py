@@ -9,7 +9,8 @@ import mlx.nn as nn
 
 from ..adapters.spec import ModuleSpec
 from ..adapters.targets import plan_specs
-from ..bases.geometry import GeometryError, Group, probe
+from ..bases.geometry import probe
+from ..bases.shapes import GeometryError, Group
 from ..config.lora import LoRAConfig
 from ..errors import PackError
 from ..kinds import check_keys, check_kind

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from .. import runtime, signals
-from ..adapters.method import METHODS, Trainable, round_adapters
+from ..adapters.method import find_method
 from ..adapters.saved_modules import attach_method
+from ..adapters.trainable import Trainable, round_adapters
 from ..bases.files import TINY, check_files, resolve_checkpoint
 from ..bases.precision import STORED, ComputeDtype
 from ..config.choices import TASKS
@@ -294,7 +295,7 @@ def _open_base(run: Run, task: Task) -> tuple[Base, ComputeDtype]:
         if dtype.cast == "auto" and dtype.why == STORED:  # config.json may not name it
             dtype = replace(dtype, name=base.compute_dtype)
     task.check(base.name, base.config["model_type"])
-    METHODS[train.method].check(base, train.matmul_path)
+    find_method(train.method).check(base, train.matmul_path)
     run.display.line("base", base.summary())
     show_dtype(run, dtype)
     say_what_mlx_lacks(base, run)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..config.data import DataConfig
 from ..config.lora import LoRAConfig
@@ -10,18 +11,20 @@ from ..config.schema import TrainConfig
 from ..display import Display
 from ..errors import PackError, flag_of
 from ..objectives.causal_lm import TargetLoss
-from ..packs.base import Base
 from .observer import Observer
 from .phases import RunPhase, resolve_phases
 from .rewards import RewardFunction
 from .run_folder import ResumePoint
+
+if TYPE_CHECKING:
+    from ..packs.base import Base
 
 
 @dataclass(frozen=True)
 class Run:
     """A training run: what to train on what, and where."""
 
-    base: Base | str | Path  # a loaded base, or what `load_base` takes
+    base: "Base | str | Path"  # a loaded base, or what `load_base` takes
     lora: LoRAConfig
     train: TrainConfig
     columns: DataConfig

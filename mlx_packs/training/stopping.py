@@ -9,7 +9,7 @@ import mlx.optimizers as optimizers
 from mlx.utils import tree_flatten
 
 from .. import signals
-from ..adapters.method import Trainable
+from ..adapters.trainable import Trainable
 from ..errors import Code, PackError, RunStopped
 from .checkpoint import TrainingState, save_checkpoint
 from .guards.guard import Guard

@@ -8,7 +8,7 @@ from mlx_lm.utils import load_model
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, merge_pack, train_pack
 from mlx_packs.adapters.lora import attach
-from mlx_packs.adapters.method import METHODS
+from mlx_packs.adapters.method import find_method
 from mlx_packs.adapters.saved_modules import attach_method
 from mlx_packs.adapters.tensors import delta_of
 from mlx_packs.convert.interop import export_pack
@@ -172,7 +172,7 @@ def test_methods_that_need_a_linear_name_the_embedding(method):
     base = base_of("llama")
     lora = LoRAConfig(rank=4, target_modules=("embed_tokens", "q_proj"))
     with raises("unsupported", None, f"--method {method}", "model.embed_tokens", "--method lora"):
-        METHODS[method].attach(base, lora, TrainConfig(method=method), "quantized")
+        find_method(method).attach(base, lora, TrainConfig(method=method), "quantized")
     assert not any(isinstance(m, AdaptedEmbedding) for m in base.model.modules())
 
 

@@ -9,7 +9,7 @@ import pytest
 from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, merge_pack, train_pack
 from mlx_packs.adapters.for_merge import ROUNDED_FROM, Rounding
 from mlx_packs.adapters.lora import attach
-from mlx_packs.adapters.method import METHODS
+from mlx_packs.adapters.method import find_method
 from mlx_packs.bases.weight_formats import named_format
 from mlx_packs.config.recipe import resolve, tiny_recipe
 from mlx_packs.convert.interop import export_pack
@@ -35,7 +35,7 @@ EXACT = 1e-5  # nats a token
 
 def attached(base, for_merge: str, path: str = "transient", **lora):
     train = TrainConfig(for_merge=for_merge)
-    return METHODS["lora"].attach(base, LoRAConfig(rank=4, **lora), train, path)
+    return find_method("lora").attach(base, LoRAConfig(rank=4, **lora), train, path)
 
 
 def moved(trainable, by: float = 0.05):

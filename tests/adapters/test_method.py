@@ -5,7 +5,8 @@ from mlx.utils import tree_flatten
 
 from mlx_packs import load_base
 from mlx_packs.adapters.lora import attach
-from mlx_packs.adapters.method import METHODS, trainable_modules
+from mlx_packs.adapters.method import find_method
+from mlx_packs.adapters.trainable import trainable_modules
 from mlx_packs.config import choices
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.runtime import mx
@@ -16,7 +17,7 @@ TOKENS = mx.array([[5, 9, 3, 77, 12, 40], [1, 2, 3, 4, 5, 6]])
 LORA = LoRAConfig(rank=4)
 
 
-@pytest.fixture(params=METHODS)
+@pytest.fixture(params=choices.METHODS)
 def name(request) -> str:
     return request.param
 
@@ -31,8 +32,8 @@ def base(name, tmp_path):
 
 def attached(name: str, base):
     train = TrainConfig(method=name)
-    METHODS[name].check(base, "dense")
-    return METHODS[name].attach(base, LORA, train, "dense")
+    find_method(name).check(base, "dense")
+    return find_method(name).attach(base, LORA, train, "dense")
 
 
 def change_values(trainable) -> dict[str, mx.array]:
@@ -69,7 +70,7 @@ def test_adapter_shapes_are_those_that_are_trained(name, base):
     parameters = [tuple(w.shape) for _, w in tree_flatten(base.model.trainable_parameters())]
     trainable.detach()
     planned = attach(base, LORA, matmul_path="dense").specs
-    shapes = METHODS[name].adapter_shapes(planned)
+    shapes = find_method(name).adapter_shapes(planned)
     assert sorted(shapes) == ([] if choices.METHODS[name].trains_base else sorted(parameters))
 
 

@@ -8,7 +8,7 @@ import pytest
 from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, merge_pack, train_pack
 from mlx_packs.adapters.initial_factors import _EXACT, orthonormal_factors, principal_factors
 from mlx_packs.adapters.lora import attach
-from mlx_packs.adapters.method import METHODS
+from mlx_packs.adapters.method import find_method
 from mlx_packs.adapters.tensors import delta_of, merged_weight
 from mlx_packs.nn.lora import AdapterShape, GroupedLoRA
 from mlx_packs.nn.quantized import dense_weight
@@ -25,7 +25,7 @@ OTHERS = ("dora", "pissa", "olora")  # that go with any base
 
 def attached(method: str, base, **lora):
     lora = LoRAConfig(rank=4, **lora)
-    return METHODS[method].attach(base, lora, TrainConfig(method=method), "quantized")
+    return find_method(method).attach(base, lora, TrainConfig(method=method), "quantized")
 
 
 def moved(trainable):

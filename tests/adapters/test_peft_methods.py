@@ -9,7 +9,7 @@ import pytest
 
 from mlx_packs import Pack, load_base
 from mlx_packs.adapters.initial_factors import principal_factors
-from mlx_packs.adapters.method import METHODS
+from mlx_packs.adapters.method import find_method
 from mlx_packs.adapters.saved_modules import attach_method
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
@@ -74,7 +74,7 @@ def here(checkpoint, method: str):
     base = load_base(checkpoint)
     lora = LoRAConfig(rank=RANK, alpha=ALPHA, target_modules=TARGETS)
     train = TrainConfig(method=method)
-    return base, METHODS[method].attach(base, lora, train, "quantized")
+    return base, find_method(method).attach(base, lora, train, "quantized")
 
 
 def parameters_of(trainable) -> dict[str, mx.array]:
@@ -171,7 +171,7 @@ def test_rslora_has_the_scale_of_peft(checkpoint):
     scales = {each["default"] for each in scaling if isinstance(each, dict)}
     base = load_base(checkpoint)
     lora = LoRAConfig(rank=RANK, alpha=ALPHA, target_modules=TARGETS, rslora=True)
-    trainable = METHODS["lora"].attach(base, lora, TrainConfig(), "quantized")
+    trainable = find_method("lora").attach(base, lora, TrainConfig(), "quantized")
     ours = {part.scale for spec in trainable.specs.values() for part in spec.slices}
     assert sorted(ours) == pytest.approx(sorted(scales))
 

@@ -7,14 +7,8 @@ import numpy as np
 import pytest
 
 from mlx_packs.adapters.lora import attach
-from mlx_packs.bases.geometry import (
-    GeometryError,
-    Heads,
-    find_groups,
-    linears,
-    probe,
-    select_targets,
-)
+from mlx_packs.bases.geometry import find_groups, linears, probe, select_targets
+from mlx_packs.bases.shapes import GeometryError, Heads
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.data.batches import make_batch
 from mlx_packs.data.encoding import Example

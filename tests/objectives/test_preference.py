@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mlx_packs import load_base
-from mlx_packs.adapters.method import METHODS
+from mlx_packs.adapters.method import find_method
 from mlx_packs.config.choices import PREFERENCE_TASKS
 from mlx_packs.config.schema import DataConfig, LoRAConfig, TrainConfig
 from mlx_packs.data.encoding import EncodingOptions
@@ -124,7 +124,7 @@ class Small:
             task=task, batch_size=4, max_seq_length=96, packing=packing, **settings
         )
         lora = LoRAConfig(rank=2, target_modules=("q_proj", "down_proj"))
-        self.trainable = METHODS["lora"].attach(self.base, lora, self.train, "dense")
+        self.trainable = find_method("lora").attach(self.base, lora, self.train, "dense")
         head = split_head(self.base.model)
         if packing:
             prepare_packing(self.trainable, head, 96, self.base.vocab_size)

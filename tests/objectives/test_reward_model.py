@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mlx_packs import LoRAConfig, TrainConfig, load_base
-from mlx_packs.adapters.method import METHODS
+from mlx_packs.adapters.method import find_method
 from mlx_packs.adapters.score_head import fresh_score_head
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data.encoding import EncodingOptions
@@ -29,7 +29,7 @@ class Small:
         self.base = load_base("tiny")
         train = TrainConfig(task="reward", batch_size=4, max_seq_length=length, packing=packing)
         lora = LoRAConfig(rank=2, target_modules=("q_proj",))
-        self.trainable = METHODS["lora"].attach(self.base, lora, train, "dense")
+        self.trainable = find_method("lora").attach(self.base, lora, train, "dense")
         if packing:
             head = split_head(self.base.model)
             prepare_packing(self.trainable, head, length, self.base.vocab_size)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_packs import load_base
-from mlx_packs.adapters.method import METHODS
+from mlx_packs.adapters.method import find_method
 from mlx_packs.adapters.saved_modules import attach_method
 from mlx_packs.adapters.score_head import fresh_score_head, with_score_head
 from mlx_packs.bases.files import tiny_checkpoint
@@ -146,7 +146,7 @@ def examples_of_batch(task: str, batch: dict) -> tuple[list[Example], np.ndarray
 def objective_of(checkpoint, train: TrainConfig, batch):
     base = load_base(checkpoint)
     lora = LoRAConfig(rank=RANK, alpha=ALPHA, target_modules=TARGETS)
-    trainable = METHODS["lora"].attach(base, lora, train, "dense")
+    trainable = find_method("lora").attach(base, lora, train, "dense")
     head = split_head(base.model)
     reference = Reference(
         base.model,
@@ -274,7 +274,7 @@ def test_loss_and_gradients_of_rewards_are_those_of_trl(checkpoint, tmp_path, be
     train = TrainConfig(task="grpo", beta=beta, num_generations=3, batch_size=2)
     base = load_base(checkpoint)
     adapters = LoRAConfig(rank=RANK, alpha=ALPHA, target_modules=TARGETS)
-    trainable = METHODS["lora"].attach(base, adapters, train, "dense")
+    trainable = find_method("lora").attach(base, adapters, train, "dense")
     start = PhaseStart(trainable, lambda start: None, bare=True)
     objective = GRPO(base.model, split_head(base.model), train, lambda _: generated, start)
     mx.random.seed(3)

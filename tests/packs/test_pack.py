@@ -20,7 +20,7 @@ from mlx_packs import (
     train_pack,
 )
 from mlx_packs.adapters.lora import attach
-from mlx_packs.adapters.method import round_adapters
+from mlx_packs.adapters.trainable import round_adapters
 from mlx_packs.bases import loading
 from mlx_packs.errors import PackError
 from mlx_packs.files import atomic_folder

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from ...errors import PackError
-from ...files import atomic_write, free_bytes, to_json, write_tensors
+from ...files import atomic_write, free_bytes, to_json
 from ...runtime import mx
+from ...tensors import write_tensors
 from .architectures import Architecture, architecture_of, config_of, names_of
 from .blocks import DENSE, EXACT, GROUP_SIZE, Affine, read_affine, read_dense
 from .header import GgufFile, TensorInfo, read_gguf

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...adapters.lora import attach
-from ...adapters.method import Trainable
+from ...adapters.trainable import Trainable
 from ...bases.geometry import is_embedding
 from ...config.lora import LoRAConfig
 from ...data.formats import TEXT, TOKEN_FORMATS, format_of

@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 
 from ... import runtime
-from ...adapters.method import Trainable
+from ...adapters.trainable import Trainable
 from ...bases.encoder import Encoder
 from ...config.choices import LOSSES, POLICIES, PolicyFacts
 from ...config.data import COLUMN_SETTINGS

@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from ... import runtime
-from ...adapters.method import Trainable
+from ...adapters.trainable import Trainable
 from ...config.schema import TrainConfig
 from ...data.batches import make_batch
 from ...data.encoding import Example

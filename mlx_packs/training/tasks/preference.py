@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ...adapters.method import Trainable
+from ...adapters.trainable import Trainable
 from ...config.data import DataConfig
 from ...config.schema import TrainConfig
 from ...data.encoding import EncodingOptions

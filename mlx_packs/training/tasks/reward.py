@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ...adapters.method import Trainable
 from ...adapters.score_head import fresh_score_head, with_score_head
 from ...adapters.spec import SCORE
+from ...adapters.trainable import Trainable
 from ...config.data import DataConfig
 from ...config.lora import LoRAConfig
 from ...data.encoding import EncodingOptions

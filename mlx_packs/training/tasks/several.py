@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...adapters.method import Trainable
+from ...adapters.trainable import Trainable
 from ...config.lora import LoRAConfig
 from ...data.rows import Splits
 from ...memory.plan import Shape

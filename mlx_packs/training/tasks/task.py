@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...adapters.method import Trainable
+from ...adapters.trainable import Trainable
 from ...bases.families import check_task
 from ...bases.geometry import select_targets
 from ...config.choices import TASKS

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 from mlx_packs import load_base, train_pack
-from mlx_packs.adapters.method import METHODS
+from mlx_packs.adapters.method import find_method
 from mlx_packs.optim import make_optimizer
 from mlx_packs.training.checkpoint import load_checkpoint
 from mlx_packs.training.run_folder import check_resumable, latest_checkpoint, read_metrics
@@ -39,7 +39,7 @@ class CkptKind(Kind):
         folder.mkdir()
         train_pack("base", "data", LORA, TRAIN, folder / "o")
         shutil.rmtree(folder / "o")
-        self.trainable = METHODS["lora"].attach(base, LORA, TRAIN, "dense")
+        self.trainable = find_method("lora").attach(base, LORA, TRAIN, "dense")
 
     def mutate(self, case: Case) -> None:
         """Change a file of the newest checkpoint, or one of the run."""

@@ -1,0 +1,153 @@
+"""Trainable parameters on a base: what every method gives to a run."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Protocol
+
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from ..bases.shapes import Group
+from ..errors import PackError
+from ..runtime import mx
+from .spec import Specs
+
+if TYPE_CHECKING:
+    from ..bases.model import BaseModel
+
+Shape = tuple[int, ...]
+
+
+class Trainable(Protocol):
+    """Trainable parameters on a base, by the names that they have on disk.
+
+    Attributes:
+        method: name of the method that attached it.
+        for_merge: the format of the merge that it is trained for, or none.
+        model: the model of the base.
+        specs: adapters by path; empty where none are attached.
+        groups: projections that share one input, as probed.
+        replaced: names and shapes of the base's tensors that a pack stores in full.
+        notes: what a user should know of it.
+    """
+
+    method: str
+    for_merge: str
+    base: "BaseModel"
+    model: nn.Module
+    specs: Specs
+    groups: list[Group]
+    replaced: Mapping[str, Shape]
+    notes: list[str]
+
+    @property
+    def details(self) -> str:
+        """Return its kind and extent, for one line of output."""
+
+    def tensors(self) -> dict[str, mx.array]:
+        """Return the trainable parameters in float32, by name on disk."""
+
+    def disabled(self) -> AbstractContextManager[None]:
+        """Return a context in which the model computes what the base alone does."""
+
+    def load(self, tensors: Mapping[str, mx.array], where: str) -> None:
+        """Set all trainable parameters; nothing is changed if a tensor does not fit."""
+
+    def recompute(self, policy: str) -> None:
+        """Set the activation checkpointing policy: ``none``, ``selective`` or ``block``."""
+
+    def at(self, share: float) -> None:
+        """Take note of the share of a run that is done, in [0, 1), before each of its batches."""
+
+    def swap(self, modules: list[tuple[str, nn.Module]]) -> None:
+        """Put modules at their paths until `detach`."""
+
+    def detach(self) -> None:
+        """Put the base's own modules and arrays back; can be called twice."""
+
+    def parameter_count(self) -> int:
+        """Return the number of trainable parameters."""
+
+
+class Extended:
+    """A `Trainable` that is another one and more; what a subclass leaves alone is the other's.
+
+    Attributes:
+        adapters: the other one.
+    """
+
+    def __init__(self, adapters: Trainable) -> None:
+        self.adapters = adapters
+        self.method = adapters.method
+        self.for_merge = adapters.for_merge
+        self.base = adapters.base
+        self.model = adapters.model
+        self.specs = adapters.specs
+        self.groups = adapters.groups
+        self.replaced = adapters.replaced
+        self.notes = adapters.notes
+
+    @property
+    def details(self) -> str:
+        """Return its kind and extent, for one line of output."""
+        return self.adapters.details
+
+    def tensors(self) -> dict[str, mx.array]:
+        """Return the trainable parameters in float32, by name on disk."""
+        return self.adapters.tensors()
+
+    def disabled(self) -> AbstractContextManager[None]:
+        """Return a context in which the model computes what the base alone does."""
+        return self.adapters.disabled()
+
+    def load(self, tensors: Mapping[str, mx.array], where: str) -> None:
+        """Set all trainable parameters; nothing is changed if a tensor does not fit."""
+        self.adapters.load(tensors, where)
+
+    def recompute(self, policy: str) -> None:
+        """Set the activation checkpointing policy."""
+        self.adapters.recompute(policy)
+
+    def at(self, share: float) -> None:
+        """Take note of the share of a run that is done."""
+        self.adapters.at(share)
+
+    def swap(self, modules: list[tuple[str, nn.Module]]) -> None:
+        """Put modules at their paths until `detach`."""
+        self.adapters.swap(modules)
+
+    def detach(self) -> None:
+        """Put the base's own modules and arrays back; can be called twice."""
+        self.adapters.detach()
+
+    def parameter_count(self) -> int:
+        """Return the number of trainable parameters."""
+        return self.adapters.parameter_count()
+
+
+def trainable_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules with trainable parameters of their own, in the order of the model."""
+    return [module for module in model.modules() if _has_trainable(module)]
+
+
+def _has_trainable(module: nn.Module) -> bool:
+    return any(
+        isinstance(leaf, mx.array)
+        for key, value in module.items()
+        if not key.startswith("_") and key not in module._no_grad
+        for _, leaf in tree_flatten(value, is_leaf=lambda v: isinstance(v, nn.Module))
+    )
+
+
+def round_adapters(attached: Trainable, dtype: str) -> None:
+    """Round every adapter to a dtype, so that a pack of that dtype loses nothing."""
+    rounded = {n: t.astype(getattr(mx, dtype)) for n, t in attached.tensors().items()}
+
+    for name, tensor in rounded.items():
+        if not mx.isfinite(tensor).all().item():
+            raise PackError(
+                f"{name}: is too large for {dtype}. Pass --pack-dtype bfloat16.",
+                "mismatch",
+                "pack_dtype",
+            )
+    attached.load(rounded, f"--pack-dtype {dtype}")

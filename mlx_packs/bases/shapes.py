@@ -1,0 +1,99 @@
+"""The sizes of projections and blocks, as a config states them or `geometry` probes them."""
+
+from dataclasses import dataclass
+
+from ..errors import PackError
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The sizes of one frozen linear, or of an embedding, from whose V tokens it maps to D."""
+
+    path: str
+    in_features: int  # D
+    out_features: int  # O
+    bits: int | None  # of a code; None for a dense weight
+    group_size: int | None  # weights that share a scale
+    mode: str | None
+    stored_width: int  # of the stored tensor, in words or bytes
+    bias: bool
+    slices: tuple[tuple[str, int], ...]  # names and widths of its output columns
+    experts: int | None = None  # of a switch linear: how many such weights are stacked
+    embeds: bool = False  # whether it is an embedding
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.path.rsplit(".", 1)[-1]
+
+    @property
+    def widths(self) -> list[int]:
+        """Output columns of each slice."""
+        return [width for _, width in self.slices]
+
+    def describe(self) -> str:
+        """Return one line for people: stored and true shape."""
+        if self.bits is None:
+            shape = [self.out_features, self.in_features]
+            stored = f"dense {shape[::-1] if self.embeds else shape}"
+        else:
+            width = self.out_features if self.embeds else self.in_features
+            unit = width * self.bits // self.stored_width  # bits of a byte or a word
+            stored = f"{self.mode} {self.bits}-bit g{self.group_size}, stored width"
+            stored += f" {self.stored_width} = {width} x {self.bits} / {unit}"
+        experts = "" if self.experts is None else f"{self.experts} experts of "
+        return f"{self.path}: {experts}{self.in_features} -> {self.out_features} ({stored})"
+
+
+@dataclass(frozen=True)
+class Group:
+    """A projection group: the linears that read one input. ``block``: path of a grouped block."""
+
+    block: str | None
+    members: tuple[Geometry, ...]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The sizes that a config states; None where it does not."""
+
+    hidden: int | None
+    ffn: int | None
+    heads: int | None
+    kv_heads: int | None
+    head_dim: int | None
+
+    @classmethod
+    def of(cls, config: dict) -> "Heads":
+        """Read the sizes from a config.json."""
+        text = config.get("text_config") or config
+
+        def size(*keys: str) -> int | None:
+            value = next((text[key] for key in keys if text.get(key)), None)
+            return value if isinstance(value, int) else None  # some families have one a block
+
+        hidden, heads = size("hidden_size", "n_embd"), size("num_attention_heads", "n_head")
+        head_dim = size("head_dim") or (hidden // heads if hidden and heads else None)
+        kv_heads = size("num_key_value_heads") or heads
+        return cls(hidden, size("intermediate_size"), heads, kv_heads, head_dim)
+
+
+class GeometryError(PackError):
+    """A module whose tensors contradict each other or the config."""
+
+    def __init__(self, path: str, fault: str) -> None:
+        self.path = path
+        self.fault = fault
+        super().__init__(
+            f"{path}: {fault} Pass --train-fp16-fallback to train on a dequantized copy of just "
+            "such modules, or leave it out of --target-modules.",
+            "unreadable",
+        )
+
+
+def check_num_layers(num_layers: int, blocks: int) -> None:
+    """Check that a base has as many blocks as are to be trained."""
+    if num_layers > blocks:
+        raise PackError(
+            f"--num-layers {num_layers}: the base has only {blocks} blocks.", "mismatch"
+        )
