@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from mlx_packs.ops import _backend  # noqa: E402 - the path comes first
+from mlx_packs.ops import _backend, dispatch  # noqa: E402 - the path comes first
 from mlx_packs.ops._check import outputs_and_gradients  # noqa: E402
 from mlx_packs.ops.diagnostics import kernel_instances  # noqa: E402
 from mlx_packs.runtime import mx  # noqa: E402
@@ -49,7 +49,7 @@ def main(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     Recorder.out = out
     _backend.MAKERS["metal"] = Recorder
-    _backend.detect = lambda: "metal"
+    dispatch.detect = lambda: "metal"
     for instance in kernel_instances():
         workload = instance.workload("metal")
         outputs_and_gradients(workload.kernel, workload.inputs)

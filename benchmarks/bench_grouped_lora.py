@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from mlx_lm.tuner.lora import LoRALinear
 
-from mlx_packs.ops import _backend, grouped_lora
+from mlx_packs.ops import dispatch, grouped_lora
 from mlx_packs.runtime import mx
 
 from . import op_race
@@ -39,7 +39,7 @@ def implementations(widths: Sequence[int], rank: int) -> dict[str, Callable]:
 
     def ours(backend):
         def call(x, outputs, a, b):
-            with _backend.backend(backend):
+            with dispatch.backend(backend):
                 return grouped_lora.grouped_lora(x, outputs, a, b, [SCALE] * len(a))
 
         return call

@@ -13,14 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 import mlx.nn as nn
 from mlx_lm.tuner.lora import LoRALinear
 
-from mlx_packs.ops.lora_qmv_launches import (
-    AffineWeight,
-    Factors,
-    Format,
-    Task,
-    prepared,
-    reference,
-)
+from mlx_packs.ops.lora_qmv import AffineWeight, Factors, Format, Task, reference
+from mlx_packs.ops.lora_qmv_kernel import prepared
 from mlx_packs.runtime import mx
 
 from . import op_race

@@ -9,7 +9,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 
-from mlx_packs.ops import _backend
+from mlx_packs.ops import dispatch
 from mlx_packs.ops.grouped_lora import grouped_lora
 from mlx_packs.ops.multi_lora import multi_lora
 from mlx_packs.runtime import mx
@@ -40,7 +40,7 @@ def implementations(x, outputs, a, b, scales, pack) -> dict[str, Callable]:
 
     def ours(backend):
         def call():
-            with _backend.backend(backend):
+            with dispatch.backend(backend):
                 return multi_lora(x, outputs, a, b, scales, pack)
 
         return call

@@ -7,7 +7,7 @@ import functools
 import sys
 from collections.abc import Iterator
 
-from mlx_packs.ops import _backend, nf4
+from mlx_packs.ops import dispatch, nf4
 from mlx_packs.runtime import mx
 
 from . import op_race
@@ -34,7 +34,7 @@ def prepare(dtype: mx.Dtype, rows: int, outputs: int, depth: int) -> op_race.Cal
 
     def ours(backend):
         def call():
-            with _backend.backend(backend):
+            with dispatch.backend(backend):
                 return [nf4.matmul(x, weight)]
 
         return call

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mlx_packs.chips import CHIPS as ALL_CHIPS
-from mlx_packs.ops import grouped_lora, lora_qmv, multi_lora, nf4
+from mlx_packs.ops import grouped_lora_kernel, lora_qmv_kernel, multi_lora_kernel, nf4_kernel
 from mlx_packs.ops._cost import Launch, seconds
 from mlx_packs.runtime import mx
 
@@ -42,16 +42,16 @@ def cases() -> dict[str, list[tuple[str, Plans]]]:
     for rank in (8, 16, 64):
         for rows in (1, 8, 64):
             for what, itemsize in (("", 2), (", factors in float32", 4)):
-                plans = grouped_lora.plans(2, itemsize, rows, 2560, (rank,) * 3, WIDTHS)
+                plans = grouped_lora_kernel.plans(2, itemsize, rows, 2560, (rank,) * 3, WIDTHS)
                 deltas.append((f"rank {rank}, {rows:,} rows{what}", plans))
     packs = [
         (
             f"rank {rank}, {sequences} x {rows:,} rows",
-            multi_lora.plans(
+            multi_lora_kernel.plans(
                 2,
                 2,
                 (sequences, rows),
-                multi_lora.Sizes(sequences, 2560, WIDTHS, 4),
+                multi_lora_kernel.Sizes(sequences, 2560, WIDTHS, 4),
                 (rank,) * 3,
             ),
         )
@@ -59,10 +59,10 @@ def cases() -> dict[str, list[tuple[str, Plans]]]:
         for sequences, rows in ((1, 1), (8, 1), (64, 1), (4, 128), (4, 1024))
     ]
     products = [(f"rows {rows:,}", nf4_plans(rows)) for rows in (1, 4, 8, 16, 64, 512, 4096)]
-    unpacked = nf4.dequantize_plans(2, (WIDTHS[0], 2560), 64, True)
+    unpacked = nf4_kernel.dequantize_plans(2, (WIDTHS[0], 2560), 64, True)
     decoded = [
-        (i.name.removeprefix("bfloat16 "), lora_qmv.plans(i.call[1], i.call[0], i.call[2]))
-        for i in lora_qmv.instances()
+        (i.name.removeprefix("bfloat16 "), lora_qmv_kernel.plans(i.call[1], i.call[0], i.call[2]))
+        for i in lora_qmv_kernel.instances()
         if i.call[0].dtype == mx.bfloat16
     ]
     return {
@@ -76,10 +76,10 @@ def cases() -> dict[str, list[tuple[str, Plans]]]:
 def nf4_plans(rows: int) -> Plans:
     """Launches of a forward by the q projection: of plain MLX, and kernels with MLX's product."""
     weight = ((WIDTHS[0], 2560), 64, True)
-    plain, unpack = nf4.dequantize_plans(2, *weight)
-    by_dense, by_matvec = nf4.matvec_plans(2, rows, *weight)
+    plain, unpack = nf4_kernel.dequantize_plans(2, *weight)
+    by_dense, by_matvec = nf4_kernel.matvec_plans(2, rows, *weight)
     product = by_dense[-1:]
-    kernels = by_matvec if rows <= nf4.MATVEC_ROWS else unpack + product
+    kernels = by_matvec if rows <= nf4_kernel.MATVEC_ROWS else unpack + product
     return plain + product, kernels
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from mlx_packs import runtime
-from mlx_packs.ops import _backend
+from mlx_packs.ops import _backend, dispatch
 from mlx_packs.runtime import mx
 
 from . import history, report, stock
@@ -128,7 +128,7 @@ def main(task: str, contests: Iterable[Contest], arguments: list[str] | None = N
 
 def kernel_backend() -> str | None:
     """The backend of this machine whose kernels can be timed, or None."""
-    name = _backend.detect()
+    name = dispatch.detect()
     return None if name == "reference" else name
 
 

@@ -15,7 +15,7 @@ from .evaluation.compare import evaluate_batch as evaluate_batch
 from .evaluation.evaluate import evaluate as evaluate
 from .evaluation.lm_eval import evaluate_tasks as evaluate_tasks
 from .evaluation.perplexity import EvalReport as EvalReport
-from .ops._backend import backend as backend
+from .ops.dispatch import backend as backend
 from .packs.base import Base as Base
 from .packs.base import load_base as load_base
 from .packs.diff import diff as diff

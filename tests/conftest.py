@@ -17,7 +17,7 @@ from mlx_packs import train_pack
 from mlx_packs.bases.families import MIXTURES_SINCE, version_of_mlx_lm
 from mlx_packs.cli.main import main
 from mlx_packs.errors import PackError
-from mlx_packs.ops import _backend
+from mlx_packs.ops import _backend, dispatch
 from mlx_packs.packs.base import Base, load_base
 from mlx_packs.report import picture
 from mlx_packs.runtime import mx
@@ -185,7 +185,7 @@ def emulated(request) -> Iterator[Emulated]:
 
     None may fall back to its reference, or compute in half precision.
     """
-    with emulation(request.param) as built, _backend.backend(request.param):
+    with emulation(request.param) as built, dispatch.backend(request.param):
         yield Emulated(request.param, built)
         assert not _backend.record()["fallbacks"]
         assert built and all(kernel.reports for kernel in built)
@@ -196,7 +196,7 @@ def emulated(request) -> Iterator[Emulated]:
 @pytest.fixture(params=["metal", "cuda"])
 def nothing_launched(request) -> Iterator[Emulated]:
     """A forced backend as `emulated`, of which no kernel may run."""
-    with emulation(request.param) as built, _backend.backend(request.param):
+    with emulation(request.param) as built, dispatch.backend(request.param):
         yield Emulated(request.param, built)
         assert not _backend.record()["fallbacks"]
         assert not built

@@ -66,11 +66,11 @@ def instances_of(model: str, rank: int) -> list["Instance"]:
     from ..bases.geometry import find_groups
     from ..bases.loading import lazy_base
     from ..nn.quantized import NF4, dense_dtype
-    from ..ops import grouped_lora, nf4
+    from ..ops import grouped_lora_kernel, nf4_kernel
     from ..runtime import mx, on_cpu
 
-    if not 1 <= rank <= grouped_lora.MAX_RANK:
-        most = grouped_lora.MAX_RANK
+    if not 1 <= rank <= grouped_lora_kernel.MAX_RANK:
+        most = grouped_lora_kernel.MAX_RANK
         raise PackError(f"--rank {rank}: must be from 1 to {most}.")
     base = lazy_base(model)
     modules = dict(base.model.named_modules())
@@ -87,13 +87,13 @@ def instances_of(model: str, rank: int) -> list["Instance"]:
         output_of = tuple(i for i, member in enumerate(group.members) for _ in member.widths)
         sizes = (group.members[0].in_features, (rank,) * len(widths), widths, output_of)
         of_group = []
-        if grouped_lora.unsupported(sizes[1]) is None:
-            of_group += [grouped_lora.instance_of(dtype, rows, *sizes) for rows in (1, 32)]
+        if grouped_lora_kernel.unsupported(sizes[1]) is None:
+            of_group += [grouped_lora_kernel.instance_of(dtype, rows, *sizes) for rows in (1, 32)]
         for linear in linears:
             if isinstance(linear, NF4):
                 weight = linear.nf4_weight
                 form = (weight.shape, weight.block_size, weight.double_quant)
-                of_group += [nf4.instance_of(dtype, rows, *form) for rows in (1, 512)]
+                of_group += [nf4_kernel.instance_of(dtype, rows, *form) for rows in (1, 512)]
         of_group += _decoding_instances(dtype, group, modules, rank)
         instances |= {f"{i.op} {i.name}": i for i in of_group}
     return list(instances.values())
@@ -104,7 +104,7 @@ def _decoding_instances(
 ) -> list["Instance"]:
     """Return instances of `lora_qmv` for a group of a base, with 1 row and 8."""
     from ..nn.lora import common_format
-    from ..ops import lora_qmv
+    from ..ops import lora_qmv_kernel
 
     names = [member.path.rpartition(".")[2] for member in group.members]
     form = common_format([modules[member.path] for member in group.members])
@@ -115,11 +115,13 @@ def _decoding_instances(
     heads = tuple(0 if norm is None else norm.weight.size for norm in norms)
     widths = tuple(sum(member.widths) for member in group.members)
     gated = names == ["gate_proj", "up_proj"]
-    compiled = lora_qmv.Compiled(dtype, *form, 1, (rank,) * len(names), heads, gated)
-    if lora_qmv.unsupported(compiled, widths):
+    compiled = lora_qmv_kernel.Compiled(dtype, *form, 1, (rank,) * len(names), heads, gated)
+    if lora_qmv_kernel.unsupported(compiled, widths):
         return []
     return [
-        lora_qmv.instance_of(compiled._replace(row_tile=rows), group.members[0].in_features, widths)
+        lora_qmv_kernel.instance_of(
+            compiled._replace(row_tile=rows), group.members[0].in_features, widths
+        )
         for rows in (1, 8)
     ]
 

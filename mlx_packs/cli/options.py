@@ -302,12 +302,12 @@ def names(text: str | None) -> tuple[str, ...]:
 
 def _use_backend(ctx: click.Context, _: click.Parameter, name: str | None) -> None:
     """Force the backend while the command runs; a wrong one shows before anything is loaded."""
-    from ..ops import _backend
+    from ..ops import dispatch
 
     if name is not None:
-        ctx.with_resource(_backend.backend(name))
+        ctx.with_resource(dispatch.backend(name))
     else:
-        _backend.forced()
+        dispatch.forced()
 
 
 backend = option(

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..ops import _backend
+from ..ops import dispatch
 from ..ops.gated_delta import CHUNK, gated_delta
 
 _NAME = "gated_delta_update"
@@ -59,7 +59,7 @@ def _in_training(layer: type[nn.Module]) -> type[nn.Module]:
 
     class GatedDelta(layer):
         def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> Any:
-            if not self.training and (x.shape[1] <= CHUNK or _backend.detect() == "metal"):
+            if not self.training and (x.shape[1] <= CHUNK or dispatch.detect() == "metal"):
                 return super().__call__(x, *args, **kwargs)
             home = sys.modules[layer.__module__]
             theirs = getattr(home, _NAME)

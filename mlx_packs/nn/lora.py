@@ -12,8 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..ops.grouped_lora import grouped_lora, shared_input, with_deltas
-from ..ops.lora_qmv import MAX_ROWS, prepare
-from ..ops.lora_qmv_launches import AffineWeight, Factors, Format, Launches, Norm
+from ..ops.lora_qmv import MAX_ROWS, AffineWeight, Factors, Format, Launches, Norm, prepare
 from ..runtime import on_cpu
 
 T = TypeVar("T")

@@ -1,30 +1,25 @@
-"""Choose what computes an op: plain MLX (the reference), or a Metal or CUDA kernel.
+"""Choose whether a kernel computes a call of an op, and launch it.
 
-An op asks `choose` before it launches a kernel. The default follows the device; a name forces one.
-What `packs doctor` measured on this device decides, else the cost model.
-A kernel instance (what the device compiles as one program) is compared with its reference when it
-is first used; if it does not compile or is wrong, its op stays with the reference in this process,
-and a warning is logged once.
+The kernels of an op ask `choose` before they are launched. What `packs doctor` measured on this
+device decides, else the cost model. A kernel instance (what the device compiles as one program) is
+compared with its reference when it is first used; if it does not compile or is wrong, its op stays
+with the reference in this process, and a warning is logged once.
 """
 
 import functools
 import hashlib
 import logging
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from .. import measurements
 from ..chips import chip_here
-from ..errors import PackError
-from ..runtime import dtype_name, mx, on_cpu
+from ..runtime import dtype_name, mx
+from . import dispatch
 from ._check import Check, first_fault
 from ._cost import MARGIN, Launch, seconds
 
-BACKENDS = ("reference", "metal", "cuda")
-VARIABLE = "MLX_PACKS_BACKEND"
 MAKERS = {"metal": mx.fast.metal_kernel, "cuda": mx.fast.cuda_kernel}
 _SUFFIX = {"metal": "metal", "cuda": "cu"}
 # How the two languages name what a body needs: {shared} {group} {thread} in its text.
@@ -46,61 +41,10 @@ Plans = Callable[[], tuple[Sequence[Launch], Sequence[Launch]]]
 Call = tuple[str, tuple, int, tuple]  # op, instance, rows, sizes
 Decision = tuple[str, str | None]  # a backend, and why it is plain MLX where a kernel could be
 
-_forced: str | None = None
 _checked: set[tuple] = set()  # backend, op, instance: agreed with their reference
 _fallbacks: dict[str, str] = {}  # by op: why its kernels are off in this process
 _decided: dict[tuple, Decision] = {}  # by everything that this depends on
 _calls: dict[Call, Decision] = {}  # since `start_record`
-
-
-def detect() -> str:
-    """Return the backend of MLX's default device."""
-    if on_cpu():
-        return "reference"
-    return "metal" if mx.metal.is_available() else "cuda"
-
-
-def forced() -> str | None:
-    """Return the backend specified by name, here or in the environment.
-
-    Raises:
-        PackError: There is no such backend, or not on this machine.
-    """
-    name, source = _forced, "--backend"
-    if name is None:
-        name, source = os.environ.get(VARIABLE) or None, VARIABLE
-    if name is None:
-        return None
-    if name not in BACKENDS:
-        choices = ", ".join(BACKENDS)
-        raise PackError(f"{source} {name}: must be one of {choices}.", "unknown", "backend")
-    if name not in ("reference", here := detect()):
-        raise PackError(
-            f"{source} {name}: is not available. MLX computes by '{here}' here.",
-            "unsupported",
-            "backend",
-        )
-    return name
-
-
-@contextmanager
-def backend(name: str | None) -> Iterator[None]:
-    """Compute every operation with one backend inside a ``with`` block.
-
-    Args:
-        name: ``"reference"`` (plain MLX), ``"metal"`` or ``"cuda"``; None returns to the choice by
-            environment and device.
-
-    Raises:
-        PackError: If there is no such backend, or not on this machine.
-    """
-    global _forced
-    before, _forced = _forced, name
-    try:
-        forced()
-        yield
-    finally:
-        _forced = before
 
 
 def start_record() -> None:
@@ -123,7 +67,7 @@ def record() -> dict:
         elif reason is not None:
             plain.setdefault(kind, ([], reason))[0].append(rows)
     return {
-        "backend": forced() or detect(),
+        "backend": dispatch.forced() or dispatch.detect(),
         "kernels": {kind: _span(rows) for kind, rows in by_kernel.items()},
         "plain_mlx": {kind: f"{_span(rows)}: {why}" for kind, (rows, why) in plain.items()},
         "fallbacks": dict(_fallbacks),
@@ -182,8 +126,8 @@ def choose(
         plans: Launches of plain MLX and of the kernel, for the cost model.
         unsupported: Why the op has no kernel for this call; the reference computes it.
     """
-    wanted = forced()
-    name = wanted or detect()
+    wanted = dispatch.forced()
+    name = wanted or dispatch.detect()
     if name == "reference":
         return name
     call = (op, instance, rows, sizes)
@@ -357,11 +301,6 @@ def _built(backend: str, kernel: Kernel) -> Callable[..., list[mx.array]]:
         source=body,
         header="\n".join(texts),
     )
-
-
-def tiles(count: int, size: int) -> int:
-    """Return how many tiles of a size cover a count."""
-    return -(-count // size)
 
 
 @functools.cache

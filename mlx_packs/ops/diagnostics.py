@@ -12,11 +12,18 @@ from functools import partial
 
 from .. import chips, runtime
 from ..runtime import mx
-from . import _backend, grouped_lora, lora_qmv, multi_lora, nf4
+from . import (
+    _backend,
+    dispatch,
+    grouped_lora_kernel,
+    lora_qmv_kernel,
+    multi_lora_kernel,
+    nf4_kernel,
+)
 from ._check import Check, Instance, Op, examine, outputs_and_gradients
 from .streams import stream_count
 
-OPS = (grouped_lora, lora_qmv, multi_lora, nf4)
+OPS = (grouped_lora_kernel, lora_qmv_kernel, multi_lora_kernel, nf4_kernel)
 # In one evaluation: an evaluation alone takes 0.25 ms on a Mac (ml-explore/mlx#4265), more than most
 # calls.
 COPIES = 64
@@ -51,7 +58,7 @@ def examine_kernel(instance: Instance) -> dict:
     a GPU the reference itself is compared with float64, and timed in float32 alone: half precision
     on a CPU is far slower.
     """
-    backend = _backend.forced() or _backend.detect()
+    backend = dispatch.forced() or dispatch.detect()
     max_error = fault = None
     times: dict[str, float | str] = {}
     try:

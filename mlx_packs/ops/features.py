@@ -9,7 +9,7 @@ from importlib import metadata
 
 import mlx.core as mx
 
-from . import _backend, gated_delta
+from . import dispatch, gated_delta
 from .attention import has_fused_gradient
 
 
@@ -50,7 +50,7 @@ GATED_DELTA = Feature(
 
 def missing(features: tuple[Feature, ...]) -> str | None:
     """Return one line that says which of these this MLX lacks; None if none, and on CPUs."""
-    here = _backend.detect()
+    here = dispatch.detect()
     absent = [f for f in features if here in f.backends and not f.is_present()]
     if not absent:
         return None

@@ -13,18 +13,13 @@ computes them again. On Metal MLX's own kernels compute a segment where the cost
 """
 
 import functools
-import io
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from .. import runtime
-from ..chips import chip_here
-from . import _backend
-from ._check import Check, normal
-from ._cost import Launch
+from . import dispatch
 
 CHUNK = 64  # tokens of a chunk, a power of two
 SEGMENT_BYTES = 512 << 20  # that a segment may have in flight
@@ -71,7 +66,7 @@ def reference(
     """Return outputs and the last state, token by token, with autodiff's gradient."""
     repeats = v.shape[2] // q.shape[2]
     dtype = q.dtype
-    q, k, v, beta, log_decay = _widened(q, k, v, beta, log_decay)
+    q, k, v, beta, log_decay = widened(q, k, v, beta, log_decay)
     q, k = mx.repeat(q, repeats, 2), mx.repeat(k, repeats, 2)
     decay = mx.exp(log_decay)
     decay = decay[..., None, None] if decay.ndim == 3 else decay[..., None, :]
@@ -143,97 +138,10 @@ def _engine(sizes: Sizes, by_column: bool) -> tuple[Segment, int]:
     """Return the implementation of a segment, and the bytes that each of its tokens has in flight."""
     if by_column:
         return _recomputed(reference), _STEP_STATES * sizes.state_bytes
-    if _choose(sizes) != "reference":
-        return _fused, sizes.state_bytes
+    kernels = dispatch.kernels("gated_delta")
+    if kernels is not None and kernels.choose(sizes) != "reference":
+        return kernels.fused, sizes.state_bytes
     return _recomputed(_chunked), 4 * sizes.rows * sizes.value_heads * sizes.in_flight
-
-
-class _Instance(NamedTuple):
-    """The parameters of one kernel that MLX compiled."""
-
-    key_heads: int
-    value_heads: int
-    key_width: int
-    value_width: int
-
-
-def _choose(sizes: Sizes) -> str:
-    """Return the backend of a call: ``metal`` where MLX's kernels compute it, else ``reference``."""
-    instance = _Instance(*sizes[2:])
-    return _backend.choose(
-        "gated_delta",
-        instance,
-        sizes.rows * sizes.length,
-        sizes,
-        functools.partial(_checks, instance),
-        functools.partial(_plans, sizes),
-        _unsupported(instance),
-    )
-
-
-def _unsupported(instance: _Instance) -> str | None:
-    """Return why MLX has no kernel for a call."""
-    if not hasattr(mx.fast, "gated_delta_update"):
-        return f"needs MLX {MLX_SINCE}"
-    return None if has_fused_gradient(*instance) else "MLX has no kernel for these heads"
-
-
-@functools.cache
-def has_fused_gradient(key_heads: int, value_heads: int, key_width: int, value_width: int) -> bool:
-    """Return whether the gradient of MLX's own op is one primitive, not a loop, on this device.
-
-    The graph of a gradient is laid out, not computed: its primitives tell.
-    """
-    if runtime.on_cpu() or not hasattr(mx.fast, "gated_delta_update"):
-        return False
-    q = mx.zeros((1, 2, key_heads, key_width))
-    v = mx.zeros((1, 2, value_heads, value_width))
-    gates, state = mx.ones(v.shape[:3]), mx.zeros((1, value_heads, value_width, key_width))
-
-    def outputs(*arrays: mx.array) -> list[mx.array]:
-        return list(mx.fast.gated_delta_update(*arrays))
-
-    _, gradients = mx.vjp(outputs, [q, q, v, gates, gates, state], [v, state])
-    graph = io.StringIO()
-    mx.export_to_dot(graph, *gradients)
-    return "GatedDeltaUpdateVJP" in graph.getvalue()
-
-
-def _checks(instance: _Instance, backend: str) -> list[Check]:
-    """Return inputs for which MLX's kernels are compared with the loop over tokens."""
-    heads, width = instance.value_heads, instance.value_width
-    q, k = (
-        normal((2, 37, instance.key_heads, instance.key_width), seed) / instance.key_width**0.5
-        for seed in (0, 1)
-    )
-    v, gates = normal((2, 37, heads, width), 2), normal((2, 37, 2 * heads), 3)
-    log_decay, beta = mx.split(mx.sigmoid(gates), 2, axis=-1)
-    state = normal((2, heads, width, instance.key_width), 4)
-    return [Check("tokens", _fused, reference, [q, k, v, -log_decay, beta, state], alone=True)]
-
-
-def _plans(sizes: Sizes) -> tuple[list[Launch], list[Launch]]:
-    """Return the launches, forward and backward, of our products and of MLX's kernels.
-
-    MLX's backward pass stores the state of every token and reads it again, and adds the gradients
-    of q and k up in memory; on chips with matrix units it stores a state in 256 tokens.
-    """
-    rows, length, _, heads, wide, narrow = sizes
-    all_tokens = rows * heads * length
-    within = 2 * CHUNK * (5 * wide + 2 * narrow + 2 * CHUNK * CHUNK.bit_length())
-    flops = 3 * all_tokens * (within + 6 * wide * narrow)
-    ours = [Launch("products", 10 * all_tokens * sizes.in_flight, flops, matmul=True)]
-    ours += [Launch("states", 0.0)] * (10 * -(-length // CHUNK))
-    cached = 256 if chip_here().matrix_units else 1
-    states = sizes.state_bytes * length // cached
-    arrays = 4 * all_tokens * (2 * wide + 3 * narrow)
-    steps = 20 * all_tokens * wide * narrow
-    theirs = [
-        Launch("forward", arrays, steps // 3),
-        Launch("states", arrays + states, steps // 3),
-        Launch("gradients", 2 * arrays + states, steps, 2 * states),
-    ]
-    return ours, theirs
 
 
 def _recomputed(compute: Segment) -> Segment:
@@ -252,22 +160,8 @@ def _recomputed(compute: Segment) -> Segment:
     return segment
 
 
-def _fused(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    log_decay: mx.array,
-    beta: mx.array,
-    state: mx.array,
-) -> list[mx.array]:
-    """Return the result of MLX's kernels; in float32, since they round decays to the dtype of q."""
-    dtype = q.dtype
-    q, k, v, beta, log_decay = _widened(q, k, v, beta, log_decay)
-    output, state = mx.fast.gated_delta_update(q, k, v, mx.exp(log_decay), beta, state)
-    return [output.astype(dtype), state]
-
-
-def _widened(*arrays: mx.array) -> list[mx.array]:
+def widened(*arrays: mx.array) -> list[mx.array]:
+    """Return arrays in float32, or float64 where they are."""
     return [x if x.dtype == mx.float64 else x.astype(mx.float32) for x in arrays]
 
 
@@ -292,7 +186,7 @@ def _chunked(
         x = x.reshape(batch, -1, chunk, key_heads, x.shape[2] // key_heads, *x.shape[3:])
         return x.transpose(1, 0, 3, 4, 2, *range(5, x.ndim))
 
-    q, k, v, beta, log_decay = map(cut, _widened(q, k, v, beta, log_decay))
+    q, k, v, beta, log_decay = map(cut, widened(q, k, v, beta, log_decay))
     beta, keys = beta[..., None], k.swapaxes(-1, -2)
     since, between = mx.exp(mx.cumsum(log_decay, axis=-1))[..., None], _decays_between(log_decay)
     until = between[..., -1, :, None]

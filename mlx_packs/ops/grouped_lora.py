@@ -2,19 +2,16 @@
 
 q, k and v (or gate and up) share ``x``, so ``x @ A`` is one product over all A's: ``x`` is read
 once for the whole group. Each delta is added where its base output is and never exists on its own.
-The reference comes first; below it the kernels of kernels/grouped_lora, whose README has the plan.
+This is the reference; grouped_lora_kernel.py launches the kernels of kernels/grouped_lora.
 """
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from ..runtime import dtype_name, mx, on_cpu
-from ._backend import Kernel, choose, forced, table, tiles
-from ._check import Check, Instance, seeded
-from ._cost import Launch, level, product
+from ..runtime import mx, on_cpu
+from . import dispatch
 
 OP = "grouped_lora"
 # What the kernels are for: generation, and what scores or embeds a few short texts. Beyond, whatever
@@ -48,11 +45,11 @@ def grouped_lora(
 
     LoRA: https://arxiv.org/abs/2106.09685
     """
-    layout = _layout_of(outputs, lora_b, scales)
-    backend = _backend_of(x, outputs, [*lora_a, *lora_b], layout)
-    if backend == "reference":
-        return reference(x, outputs, lora_a, lora_b, scales)
-    return by_kernel(backend, x, outputs, lora_a, lora_b, scales)
+    layout_of(outputs, lora_b, scales)
+    compute = reference
+    if (kernels := dispatch.kernels(OP)) is not None:
+        compute = kernels.compute
+    return compute(x, outputs, lora_a, lora_b, scales)
 
 
 def reference(
@@ -63,7 +60,7 @@ def reference(
     if not present:
         return list(outputs)
     rows = x.reshape(-1, x.shape[-1])  # [N, D]
-    if _stacks(rows.shape[0], [a.shape[1] for a in present]):
+    if stacks(rows.shape[0], [a.shape[1] for a in present]):
         hidden = rows @ mx.concatenate(present, axis=1).astype(x.dtype)
         hidden = mx.split(hidden, _edges(present), axis=1)
     else:
@@ -109,7 +106,7 @@ def with_deltas(
     outputs: Arrays, hidden: Arrays, lora_b: Arrays, scales: Sequence[float]
 ) -> list[mx.array]:
     """Return `grouped_lora` from x @ A: ``hidden`` has [N, R] of every slice with a rank."""
-    layout, remaining = _layout_of(outputs, lora_b, scales), iter(hidden)
+    layout, remaining = layout_of(outputs, lora_b, scales), iter(hidden)
     summed = []
     for m, y in enumerate(outputs):
         slices = [i for i, at in enumerate(layout.output_of) if at == m]
@@ -132,9 +129,14 @@ def with_deltas(
     return summed
 
 
-def _stacks(rows: int, ranks: Sequence[int]) -> bool:
+def stacks(rows: int, ranks: Sequence[int]) -> bool:
     """Return whether one product over the stacked A's moves less than one for each; it copies A."""
     return rows * (len(ranks) - 1) > 2 * sum(ranks)
+
+
+def factor_dtype(dtype: mx.Dtype, factors: Arrays) -> mx.Dtype:
+    """Return the dtype in which kernels read factors: that of the activations, else float32."""
+    return dtype if all(v.dtype == dtype for v in factors) else mx.float32
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,8 @@ class Layout:
         return [sum(self.ranks[:i]) for i in range(len(self.ranks))]
 
 
-def _layout_of(outputs: Arrays, lora_b: Arrays, scales: Sequence[float]) -> Layout:
+def layout_of(outputs: Arrays, lora_b: Arrays, scales: Sequence[float]) -> Layout:
+    """Return the places of slices; raises ValueError if they do not fill the outputs."""
     strides = tuple(y.shape[-1] for y in outputs)
     return _layout(strides, tuple(b.shape for b in lora_b), tuple(scales))
 
@@ -168,7 +171,6 @@ def _layout_of(outputs: Arrays, lora_b: Arrays, scales: Sequence[float]) -> Layo
 def _layout(
     strides: tuple[int, ...], shapes: tuple[tuple[int, int], ...], scales: tuple[float, ...]
 ) -> Layout:
-    """Return the layout; raises ValueError if the slices do not fill the outputs."""
     ranks, widths = tuple(r for r, _ in shapes), tuple(w for _, w in shapes)
     output_of, offsets, m, column = [], [], 0, 0
     for width in widths:
@@ -182,366 +184,3 @@ def _layout(
             f"[grouped_lora] slices of {list(widths)} columns must fill outputs of {list(strides)}."
         )
     return Layout(ranks, widths, tuple(output_of), tuple(offsets), scales, strides)
-
-
-DEPTH = 256  # columns of a staged tile
-MAX_SLICES, MAX_RANK, MAX_RANKS = 4, 64, 256  # pointers of a launch; registers; threads
-# Four rows of a float4 each: few for decoding, more where a tile of A or B is read again by each.
-FEW_ROWS4, MANY_ROWS4 = 1, 4
-WANTED_GROUPS = 64  # below that many the columns of x are split, so that all cores read
-UP_THREADS, UP_COLUMNS = 64, 256
-
-
-def row_tile(rows: int) -> int:
-    """Return the rows of a tile, in fours."""
-    return FEW_ROWS4 if rows <= 4 * FEW_ROWS4 else MANY_ROWS4
-
-
-def down_chunk(row_tiles: int, depth: int) -> int:
-    """Return the columns of x of one group: fewer where row tiles are few, so that all cores read."""
-    column_tiles = tiles(depth, DEPTH)
-    parts = min(column_tiles, tiles(WANTED_GROUPS, row_tiles))
-    return tiles(column_tiles, parts) * DEPTH
-
-
-def four(values: Sequence, empty: object) -> list:
-    """Return values for the four places that a launch has for slices."""
-    return [*values, *[empty] * (MAX_SLICES - len(values))]
-
-
-def factor_dtype(dtype: mx.Dtype, factors: Arrays) -> mx.Dtype:
-    """Return the dtype in which kernels read factors: that of the activations, else float32."""
-    return dtype if all(v.dtype == dtype for v in factors) else mx.float32
-
-
-_DOWN = Kernel(
-    OP,
-    "grouped_lora_down",
-    ("x", "a0", "a1", "a2", "a3", "sizes"),
-    ("h",),
-    "{shared} float4 tile[DEPTH * ROWS4];\n"
-    "down<T, F, ROWS4, R0, R1, R2, R3>(x, a0, a1, a2, a3, sizes, h, tile, {group}, {thread});",
-)
-_STRIDE, _OFFSET = 3 + 8, 3 + 16  # where sizes has them, for up to 8 slices
-
-
-@functools.cache
-def _up_kernel(layout: Layout) -> Kernel:
-    """Return a kernel with a line for each slice: groups along y are tiles of columns."""
-    lines = ["{shared} float4 tile[TILE];", "const int row0 = {group}.x * 4 * ROWS4;"]
-    lines += ["int first_tile = 0;"]
-    for i, (rank, m) in enumerate(zip(layout.ranks, layout.output_of, strict=True)):
-        b, f = (f"b{i}", "F") if rank else ("h", "float")
-        lines += [
-            f"const int tiles{i} = (sizes[{3 + i}] + UP_COLUMNS - 1) / UP_COLUMNS;",
-            f"if (int({{group}}.y) >= first_tile && int({{group}}.y) < first_tile + tiles{i})",
-            f"  up_slice<T, {f}, ROWS4, {rank}>(y{m}, h, {b}, scales[{i}], sizes[0], sizes[1],"
-            f" sizes[2], {layout.firsts[i]}, sizes[{3 + i}], sizes[{_STRIDE + i}],"
-            f" sizes[{_OFFSET + i}], out{m}, tile, row0,"
-            " (int({group}.y) - first_tile) * UP_COLUMNS + int({thread}) * 4, {thread});",
-            f"first_tile += tiles{i};",
-        ]
-    outputs = range(len(layout.strides))
-    inputs = [f"y{m}" for m in outputs] + [f"b{i}" for i in layout.adapted]
-    return Kernel(
-        OP,
-        f"grouped_lora_up_{_shape_name(layout)}",
-        (*inputs, "h", "scales", "sizes"),
-        tuple(f"out{m}" for m in outputs),
-        "\n".join(lines),
-        UP_THREADS,
-    )
-
-
-def _shape_name(layout: Layout) -> str:
-    """Return the facts on which the text of a body depends: rank and output of each slice."""
-    pairs = zip(layout.ranks, layout.output_of, strict=True)
-    return "_".join(f"{rank}at{m}" for rank, m in pairs)
-
-
-def by_kernel(
-    backend: str,
-    x: mx.array,
-    outputs: Arrays,
-    lora_a: Arrays,
-    lora_b: Arrays,
-    scales: Sequence[float],
-    chunk: int | None = None,
-) -> list[mx.array]:
-    """Return `grouped_lora` by the kernels of a backend, whatever the cost model estimates.
-
-    ``chunk`` is the columns of x of one group, a multiple of DEPTH, where a check chooses them.
-    """
-    layout = _layout_of(outputs, lora_b, scales)
-    flat_x = x.reshape(-1, x.shape[-1])
-    flat = [y.reshape(-1, y.shape[-1]) for y in outputs]
-    factors = [part[i] for part in (lora_a, lora_b) for i in layout.adapted]
-    dtype = factor_dtype(x.dtype, factors)
-    factors = [v.astype(dtype) for v in factors]
-    summed = _differentiable(backend, layout, chunk)(flat_x, *flat, *factors)
-    return [s.reshape(y.shape) for s, y in zip(summed, outputs, strict=True)]
-
-
-@functools.cache
-def _differentiable(
-    backend: str, layout: Layout, chunk: int | None
-) -> Callable[..., tuple[mx.array, ...]]:
-    """Return (x, *outputs, *A, *B) to sums; the gradient is that of plain MLX."""
-    m, s = len(layout.strides), len(layout.adapted)
-
-    @mx.custom_function
-    def op(x: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
-        outputs, a, b = rest[:m], rest[m : m + s], rest[m + s :]
-        return tuple(_up(backend, layout, outputs, b, _down(backend, layout, x, a, chunk)))
-
-    @op.vjp
-    def op_vjp(primals: Arrays, cotangents: Arrays, _: Arrays) -> tuple[mx.array, ...]:
-        def plain(x: mx.array, *rest: mx.array) -> list[mx.array]:
-            a, b = _with_empty(layout, x.shape[-1], rest[m : m + s], rest[m + s :])
-            return reference(x, rest[:m], a, b, layout.scales)
-
-        return tuple(mx.vjp(plain, list(primals), list(cotangents))[1])
-
-    return op
-
-
-def _with_empty(layout: Layout, depth: int, a: Arrays, b: Arrays) -> tuple[Arrays, Arrays]:
-    """Return A and B of every slice, from those of adapted ones; the others are empty."""
-    all_a = [mx.zeros((depth, 0)) for _ in layout.ranks]
-    all_b = [mx.zeros((0, width)) for width in layout.widths]
-    for at, i in enumerate(layout.adapted):
-        all_a[i], all_b[i] = a[at], b[at]
-    return all_a, all_b
-
-
-def rank_template(ranks: Sequence[int]) -> dict[str, int]:
-    """Return the template arguments for the ranks of adapted slices."""
-    return {f"R{j}": rank for j, rank in enumerate(four(ranks, 0))}
-
-
-def _down(backend: str, layout: Layout, x: mx.array, a: Arrays, chunk: int | None) -> mx.array:
-    """Return h, [parts, N, RANKS]: each part is the product over a chunk of D."""
-    rows, depth = x.shape
-    rows4 = row_tile(rows)
-    chunk = chunk or down_chunk(tiles(rows, 4 * rows4), depth)
-    parts, ranks = tiles(depth, chunk), [r for r in layout.ranks if r]
-    (h,) = _DOWN.launch(
-        backend,
-        [x, *four(a, a[0]), table((rows, depth, chunk))],
-        {"T": x.dtype, "F": a[0].dtype, "ROWS4": rows4, **rank_template(ranks)},
-        (tiles(rows, 4 * rows4), parts, 1),
-        [((parts, rows, sum(ranks)), mx.float32)],
-    )
-    return h
-
-
-def _sizes(layout: Layout, rows: int, h: mx.array) -> mx.array:
-    values = [rows, h.shape[0], h.shape[2]]
-    strides = [layout.strides[m] for m in layout.output_of]
-    for columns in (layout.widths, strides, layout.offsets):
-        values += [*columns, *[0] * (8 - len(columns))]
-    return table(tuple(values))
-
-
-def _up(backend: str, layout: Layout, outputs: Arrays, b: Arrays, h: mx.array) -> list[mx.array]:
-    rows, rows4 = outputs[0].shape[0], row_tile(outputs[0].shape[0])
-    column_tiles = sum(tiles(width, UP_COLUMNS) for width in layout.widths)
-    return _up_kernel(layout).launch(
-        backend,
-        [*outputs, *b, h, table(layout.scales, mx.float32), _sizes(layout, rows, h)],
-        {
-            "T": outputs[0].dtype,
-            "F": b[0].dtype,
-            "ROWS4": rows4,
-            "TILE": max(layout.ranks) * rows4,
-        },
-        (tiles(rows, 4 * rows4), column_tiles, 1),
-        [(y.shape, y.dtype) for y in outputs],
-    )
-
-
-class Compiled(NamedTuple):
-    """The parameters for which one program is compiled."""
-
-    dtype: mx.Dtype
-    factors: mx.Dtype
-    ranks: tuple[int, ...]
-    outputs: tuple[int, ...]  # of each slice
-    row_tile: int  # in fours
-
-
-class Sizes(NamedTuple):
-    """The sizes on which the cost depends besides the rows."""
-
-    inputs: int
-    widths: tuple[int, ...]
-
-
-def _backend_of(x: mx.array, outputs: Arrays, factors: Arrays, layout: Layout) -> str:
-    if x.size == 0 or not any(layout.ranks) or any(y.dtype != x.dtype for y in outputs):
-        return "reference"
-    rows = x.size // x.shape[-1]
-    factors = [v for v in factors if v.size]
-    instance = Compiled(
-        x.dtype, factor_dtype(x.dtype, factors), layout.ranks, layout.output_of, row_tile(rows)
-    )
-    reason = unsupported(layout.ranks)
-    if rows > MOST_ROWS and forced() is None:
-        reason = f"products of more than {MOST_ROWS} rows are MLX's"
-    return choose(
-        OP,
-        instance,
-        rows,
-        Sizes(x.shape[-1], layout.widths),
-        lambda backend: checks(backend, *instance),
-        lambda: plans(
-            x.dtype.size, factors[0].dtype.size, rows, x.shape[-1], layout.ranks, layout.widths
-        ),
-        reason,
-    )
-
-
-def unsupported(ranks: Sequence[int]) -> str | None:
-    """Return why no launch takes slices of these ranks, if it is so."""
-    if len(ranks) > MAX_SLICES or max(ranks) > MAX_RANK or sum(ranks) > MAX_RANKS:
-        return "more slices or ranks than a launch can hold"
-    return None
-
-
-def checks(
-    backend: str,
-    dtype: mx.Dtype,
-    factors: mx.Dtype,
-    ranks: tuple[int, ...],
-    output_of: tuple[int, ...],
-    rows4: int,
-) -> list[Check]:
-    """Return inputs with tails in rows and columns, exact and random, for one kernel instance.
-
-    A group takes two tiles of the columns of x in one of them, and three in the other.
-    """
-    few, more = (3, 4) if rows4 == FEW_ROWS4 else (4 * rows4 + 3, 4 * rows4 + 2)
-    sizes = (ranks, check_widths(ranks), output_of, factors)
-    aligned, unaligned = 2 * DEPTH + 44, 2 * DEPTH + 46
-    two_tiles = Workload(few, aligned, *sizes, chunk=2 * DEPTH)
-    three_tiles = Workload(more, unaligned, *sizes, chunk=3 * DEPTH)
-    return [
-        check_of(backend, dtype, two_tiles, exact=True),
-        check_of(backend, dtype, three_tiles, exact=False),
-    ]
-
-
-def check_widths(ranks: Sequence[int]) -> tuple[int, ...]:
-    """Return columns of slices, of which none is a whole number of tiles."""
-    return tuple(max(rank, (UP_COLUMNS + 43, 37, 22, 52)[i % 4]) for i, rank in enumerate(ranks))
-
-
-class Workload(NamedTuple):
-    """The sizes of all arrays, and how a launch splits the columns of x."""
-
-    rows: int
-    depth: int
-    ranks: tuple[int, ...]
-    widths: tuple[int, ...]
-    output_of: tuple[int, ...]
-    factors: mx.Dtype = mx.float32
-    chunk: int | None = None
-
-
-def check_of(backend: str, dtype: mx.Dtype, workload: Workload, exact: bool) -> Check:
-    """Return seeded inputs of a workload; a scale for each slice, powers of two."""
-    rows, depth, ranks, widths, output_of, factors, chunk = workload
-    scales = tuple((2.0, 0.5, 1.0, 4.0)[i % 4] for i in range(len(ranks)))
-    strides = [0] * (max(output_of) + 1)
-    for m, width in zip(output_of, widths, strict=True):
-        strides[m] += width
-    layout = Layout(ranks, widths, output_of, (), scales, tuple(strides))
-    m, s = len(strides), len(layout.adapted)
-
-    def kernel(x: mx.array, *rest: mx.array) -> list[mx.array]:
-        a, b = _with_empty(layout, depth, rest[m : m + s], rest[m + s :])
-        return by_kernel(backend, x, rest[:m], a, b, scales, chunk)
-
-    def plain(x: mx.array, *rest: mx.array) -> list[mx.array]:
-        a, b = _with_empty(layout, depth, rest[m : m + s], rest[m + s :])
-        return reference(x, rest[:m], a, b, scales)
-
-    shapes = [(rows, depth), *((rows, stride) for stride in strides)]
-    shapes += [(depth, ranks[i]) for i in layout.adapted]
-    shapes += [(ranks[i], widths[i]) for i in layout.adapted]
-    drawn = seeded(shapes, exact)
-    drawn = [v.astype(dtype if i <= m else factors) for i, v in enumerate(drawn)]
-    name = f"{'exact' if exact else 'random'} {rows} x {depth}"
-    return Check(name, kernel, plain, drawn, exact)
-
-
-def instances() -> list[Instance]:
-    """Return instances of q, k, v of Qwen3-4B and of its o: one row, and 32."""
-    return [
-        instance_of(dtype, rows, depth, (rank,) * len(widths), widths)
-        for dtype in (mx.float32, mx.bfloat16, mx.float16)
-        for rank in (8, 16, 64)
-        for depth, widths in ((2560, (4096, 1024, 1024)), (4096, (2560,)))
-        for rows in (1, 32)
-    ]
-
-
-def instance_of(
-    dtype: mx.Dtype,
-    rows: int,
-    depth: int,
-    ranks: tuple[int, ...],
-    widths: tuple[int, ...],
-    output_of: tuple[int, ...] | None = None,
-) -> Instance:
-    """Return the instance of a group of these sizes; by default each slice is an output."""
-    output_of = output_of or tuple(range(len(widths)))
-    compiled = Compiled(dtype, dtype, ranks, output_of, row_tile(rows))
-    workload = Workload(rows, depth, ranks, widths, output_of, dtype)
-    rank = "/".join(map(str, sorted(set(ranks))))
-    return Instance(
-        OP,
-        f"{dtype_name(dtype)} rank {rank} {depth} to {'/'.join(map(str, widths))} rows {rows}",
-        (compiled, rows, Sizes(depth, widths)),
-        lambda backend: checks(backend, *compiled),
-        lambda backend: check_of(backend, dtype, workload, exact=False),
-    )
-
-
-def plans(
-    itemsize: int,
-    factor_itemsize: int,
-    rows: int,
-    depth: int,
-    ranks: Sequence[int],
-    widths: Sequence[int],
-) -> tuple[list[Launch], list[Launch]]:
-    """Return launches of plain MLX and of the kernels, forward: nobody trains on so few rows."""
-    e, f, n, d, total = itemsize, factor_itemsize, rows, depth, sum(ranks)
-    adapted = [(r, o) for r, o in zip(ranks, widths, strict=True) if r]
-    of_products = [r for r, _ in adapted]
-    steps = []
-    if _stacks(n, of_products):
-        steps.append([Launch("copy A into the stack", 2 * f * d * r) for r in of_products])
-        of_products = [total]
-    if f != e:
-        steps.append([Launch("cast A", (e + f) * d * r) for r in of_products])
-    steps.append([product("x A", e, n, d, r) for r in of_products])
-    if f != e:
-        steps[0] += [Launch("cast B", (e + f) * r * o) for r, o in adapted]
-    steps.append(
-        [
-            Launch("y + h B", e * (2 * n * o + n * r + r * o), 2 * n * r * o, matmul=True)
-            for r, o in adapted
-        ]
-    )
-    plain = [launch for step in steps for launch in level(step)]
-    row_tiles = tiles(n, 4 * row_tile(n))
-    computed = row_tiles * 4 * row_tile(n)  # rows, with those of no use in a tile of four
-    parts = tiles(d, down_chunk(row_tiles, d))
-    hidden = 4 * parts * n * total
-    moved = e * n * d + f * d * total + hidden
-    down = Launch("down", moved, 2 * computed * d * total, f * row_tiles * d * total)
-    area = sum(r * o for r, o in adapted)
-    moved = 2 * e * n * sum(widths) + f * area + hidden
-    return plain, [down, Launch("up", moved, 2 * computed * area, f * row_tiles * area)]

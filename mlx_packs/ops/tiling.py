@@ -44,3 +44,8 @@ def forced_tiling(sizes: Tiling) -> Iterator[None]:
         yield
     finally:
         _forced = before
+
+
+def tiles(count: int, size: int) -> int:
+    """Return how many tiles of a size cover a count."""
+    return -(-count // size)

@@ -32,7 +32,7 @@ from ..gates import Gates, evaluate_gates, gate_limits
 from ..nn.quantized import count_weights
 from ..objectives.causal_lm import TargetLoss
 from ..objectives.objective import Objective
-from ..ops import _backend
+from ..ops import _backend, dispatch
 from ..packs.adapter_config import adapter_config_of
 from ..packs.base import Base, load_base
 from ..packs.pack import Pack
@@ -378,7 +378,7 @@ def _train(  # noqa: PLR0913 - the parts of a run
     )
     with resumable(run):
         fit.train(before)
-        if _backend.detect() != "reference":
+        if dispatch.detect() != "reference":
             run.display.line("kernels", _backend.summary())
         round_adapters(trainable, run.train.pack_dtype)
         if before is None:

@@ -2,16 +2,19 @@
 
 import ast
 import importlib.util
+import pkgutil
 from pathlib import Path
 
 import pytest
 
+from mlx_packs.adapters import lora
 from mlx_packs.config import choices
+from mlx_packs.ops import dispatch
 
 PACKAGE = Path(choices.__file__).parents[1]
 LISTINGS = {name for name in vars(choices) if name.isupper() and len(name) > 1}
-# A task names its class, two listings are some of them, policies are their facts, and two objectives are unpacked at import.
-WITHOUT_REGISTRY = {"TASKS", "DECODER_TASKS", "PACKABLE_TASKS", "POLICIES", "OBJECTIVES"}
+# A task and a method name their class, two listings are some of them, policies are their facts, and two objectives are unpacked at import.
+WITHOUT_REGISTRY = {"TASKS", "METHODS", "DECODER_TASKS", "PACKABLE_TASKS", "POLICIES", "OBJECTIVES"}
 
 
 def registries() -> list[tuple[str, str]]:
@@ -49,6 +52,19 @@ def test_a_registry_has_the_names_of_its_listing_alone(monkeypatch, listing, mod
 
 def test_every_listing_has_a_registry():
     assert {listing for listing, _ in registries()} == LISTINGS - WITHOUT_REGISTRY
+
+
+LATE_NAMES = {  # of what is imported when it is used
+    *(facts.code for facts in choices.TASKS.values()),
+    *(facts.code for facts in choices.METHODS.values()),
+    *dispatch.KERNELS.values(),
+    lora.FOR_MERGE,
+}
+
+
+@pytest.mark.parametrize("name", sorted(LATE_NAMES))
+def test_a_name_of_code_that_is_imported_later_exists(name):
+    assert pkgutil.resolve_name(name)
 
 
 def test_a_name_is_of_one_architecture():

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from mlx_packs.ops import _backend
+from mlx_packs.ops import _backend, dispatch
 from mlx_packs.runtime import mx
 from tests import metal_emulator
 
@@ -73,7 +73,7 @@ def emulation(language: str, orders=("forward", "reverse", "shuffled"), compile_
 
     with pytest.MonkeyPatch.context() as patch, gpu_rules(patch):
         patch.setitem(_backend.MAKERS, language, maker)
-        patch.setattr(_backend, "detect", lambda: language)
+        patch.setattr(dispatch, "detect", lambda: language)
         _forget_kernels()
         yield built
     _forget_kernels()

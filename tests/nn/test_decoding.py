@@ -7,7 +7,7 @@ from mlx_packs.config.schema import LoRAConfig
 from mlx_packs.inference.generate import complete, complete_batch
 from mlx_packs.nn import lora
 from mlx_packs.nn.lora import GroupedLoRA, factors_cast
-from mlx_packs.ops import _backend, grouped_lora
+from mlx_packs.ops import _backend, dispatch, grouped_lora
 from mlx_packs.runtime import assumed_device, mx
 from tests.helpers.emulation import emulation
 
@@ -34,7 +34,7 @@ def on_gpu():
 @pytest.fixture
 def on_plain_gpu(on_gpu):
     """The same without kernels."""
-    with _backend.backend("reference"):
+    with dispatch.backend("reference"):
         yield
 
 
@@ -51,9 +51,9 @@ def groups(attached) -> list[GroupedLoRA]:
 
 def test_a_block_decodes_in_8_launches_to_the_same_logits(adapted, on_gpu):
     tokens = mx.array([[5], [9], [300]])
-    with _backend.backend("reference"):
+    with dispatch.backend("reference"):
         expected = adapted.model(tokens)
-    with emulation("metal", ("forward",)) as built, _backend.backend("metal"):
+    with emulation("metal", ("forward",)) as built, dispatch.backend("metal"):
         with factors_cast(adapted.model):
             adapted.model(tokens)  # the first call compares the kernels with the reference
             before = sum(len(kernel.reports) for kernel in built)
@@ -65,7 +65,7 @@ def test_a_block_decodes_in_8_launches_to_the_same_logits(adapted, on_gpu):
 
 @pytest.mark.slow
 def test_text_by_kernels_is_that_of_plain_mlx(adapted, emulated, on_gpu):
-    with _backend.backend("reference"):
+    with dispatch.backend("reference"):
         expected = complete(adapted.base, PROMPT, max_tokens=3)
         batch = complete_batch(adapted.base, [PROMPT, [7]], max_tokens=2)
     assert complete(adapted.base, PROMPT, max_tokens=3) == expected

@@ -10,7 +10,7 @@ from mlx_packs.adapters.lora import attach
 from mlx_packs.config.schema import LoRAConfig
 from mlx_packs.nn import gated_delta as layers
 from mlx_packs.nn.gated_delta import gated_delta_layer, has_gated_delta
-from mlx_packs.ops import _backend
+from mlx_packs.ops import dispatch
 from mlx_packs.ops.gated_delta import reference
 from mlx_packs.runtime import mx
 from tests.helpers.families import build, family_base, randomized
@@ -88,7 +88,7 @@ def test_long_rows_are_evaluated_by_chunks_but_on_metal(monkeypatch):
     calls = count_calls(monkeypatch)
     attached = attach(base, LoRAConfig(rank=2))
     assert mx.allclose(base.model(TOKENS), expected, rtol=1e-4, atol=1e-4).item() and calls
-    monkeypatch.setattr(_backend, "detect", lambda: "metal")
+    monkeypatch.setattr(dispatch, "detect", lambda: "metal")
     calls.clear()
     assert mx.array_equal(base.model(TOKENS), expected).item() and not calls
     attached.detach()

@@ -8,7 +8,7 @@ import pytest
 import mlx_packs as mp
 from mlx_packs.chips import chip
 from mlx_packs.files import CACHE_VARIABLE
-from mlx_packs.ops import _backend, _cost, diagnostics, grouped_lora
+from mlx_packs.ops import _backend, _cost, diagnostics, dispatch, grouped_lora, grouped_lora_kernel
 from mlx_packs.ops._check import Check, examine
 from mlx_packs.runtime import mx
 from tests.helpers.emulation import emulation, failing_maker
@@ -24,10 +24,10 @@ def call() -> list[mx.array]:
 
 
 def test_reference_is_the_default_on_a_cpu_and_can_be_named():
-    assert _backend.detect() == "reference" and _backend.forced() is None
+    assert dispatch.detect() == "reference" and dispatch.forced() is None
     with mp.backend("reference"):
-        assert _backend.forced() == "reference"
-    assert _backend.forced() is None
+        assert dispatch.forced() == "reference"
+    assert dispatch.forced() is None
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_reference_is_the_default_on_a_cpu_and_can_be_named():
 def test_an_unavailable_backend_is_an_error_however_it_is_named(name, kind, monkeypatch, run):
     with raises(kind, "backend", f"--backend {name}"), mp.backend(name):
         pass
-    assert _backend.forced() is None  # the failed one left nothing behind
+    assert dispatch.forced() is None  # the failed one left nothing behind
     monkeypatch.setenv("MLX_PACKS_BACKEND", name)
     with raises(kind, "backend", f"MLX_PACKS_BACKEND {name}"):
         call()
@@ -55,14 +55,14 @@ def test_backend_context_neither_raises_nor_hides_an_error_on_exit(monkeypatch, 
         raise KeyError("of the body")
     assert run("generate", "--backend", "reference", "--prompt", "x", "--max-tokens", 1)[0] == 0
     monkeypatch.delenv("MLX_PACKS_BACKEND")
-    assert _backend.forced() is None
+    assert dispatch.forced() is None
     with raises("unknown", "backend", "--backend : "), mp.backend(""):
         pass
 
 
 def test_backend_of_a_command_ends_with_it(run):
     assert run("generate", "--prompt", "x", "--max-tokens", 1, "--backend", "reference")[0] == 0
-    assert _backend.forced() is None
+    assert dispatch.forced() is None
 
 
 @pytest.mark.parametrize("forced", [False, True])
@@ -73,7 +73,7 @@ def test_a_failing_kernel_falls_back_once_with_its_reason(kind, forced, monkeypa
         monkeypatch.setitem(_backend.MAKERS, "metal", failing_maker(kind, _backend.MAKERS["metal"]))
         if not forced:
             monkeypatch.setattr(_backend, "chip_here", lambda: chip("Apple M1"))
-        with _backend.backend("metal" if forced else None):
+        with dispatch.backend("metal" if forced else None):
             for _ in range(3):
                 assert mx.array_equal(call()[0], expected[0]).item()
         reason = _backend.record()["fallbacks"]["grouped_lora"]
@@ -90,7 +90,7 @@ def test_choose_follows_the_cost_model_and_records_its_reason(monkeypatch):
         text = "grouped_lora float32, factors float32, ranks 4/4, outputs 0/1, row tile 4 · inputs 40, widths 24/24"
         assert built and _backend.record()["kernels"] == {text: "6 rows"}
         slow = _cost.Launch("kernel", bytes=1e9)
-        monkeypatch.setattr(grouped_lora, "plans", lambda *_: ([], [slow]))
+        monkeypatch.setattr(grouped_lora_kernel, "plans", lambda *_: ([], [slow]))
         _backend.forget()
         call()
         assert f"plain MLX for 1 ({text}, 6 rows: 0 us, kernel 333" in _backend.summary()
@@ -105,7 +105,7 @@ def remembered(tmp_path, monkeypatch):
     """What is measured is kept; the cost model would take a kernel for every call."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(_backend, "chip_here", lambda: chip("Apple M3 Max"))
-    monkeypatch.setattr(grouped_lora, "plans", lambda *_: ([_cost.Launch("plain", 1e9)], []))
+    monkeypatch.setattr(grouped_lora_kernel, "plans", lambda *_: ([_cost.Launch("plain", 1e9)], []))
 
 
 def test_a_measured_loss_or_win_decides_before_the_cost_model(remembered, monkeypatch):
@@ -121,16 +121,18 @@ def test_a_measured_loss_or_win_decides_before_the_cost_model(remembered, monkey
         assert _backend.measured("metal", (*key[:2], 7, key[3])) == (9.0, 8.0)  # up to 8 rows
         assert _backend.measured("metal", (*key[:2], 9, key[3])) is None
         assert _backend.measured("cuda", key) is None
-        monkeypatch.setattr(grouped_lora, "plans", lambda *_: ([], [_cost.Launch("kernel", 1e9)]))
+        monkeypatch.setattr(
+            grouped_lora_kernel, "plans", lambda *_: ([], [_cost.Launch("kernel", 1e9)])
+        )
         _backend.keep_measured("metal", key, 7.0, 8.0)
         call()
         assert _backend.record()["kernels"]
-        with _backend.backend("reference"):
+        with dispatch.backend("reference"):
             assert _backend.choose(*key, None, None) == "reference"
 
 
 def test_doctor_keeps_times_of_many_copies_and_they_decide(remembered, monkeypatch):
-    instance = next(i for i in grouped_lora.instances() if i.name.endswith("rows 1"))
+    instance = next(i for i in grouped_lora_kernel.instances() if i.name.endswith("rows 1"))
     small = replace(instance, workload=lambda backend: instance.checks(backend)[0])
     calls = {"kernel": 0, "reference": 0}
 
@@ -158,7 +160,7 @@ def test_doctor_keeps_times_of_many_copies_and_they_decide(remembered, monkeypat
 
 
 def test_doctor_finds_an_error_that_small_inputs_do_not_show(remembered, monkeypatch):
-    instance = grouped_lora.instances()[0]
+    instance = grouped_lora_kernel.instances()[0]
     with emulation("metal", orders=("forward",)):
         wrong = replace(instance.checks("metal")[1], kernel=lambda *v: [y + 1 for y in v[1:4]])
         result = diagnostics.examine_kernel(replace(instance, workload=lambda _: wrong))
@@ -173,7 +175,7 @@ def test_usual_instances_ask_for_the_kernel_that_is_measured():
 
 
 def test_choose_records_why_a_launch_is_unsupported():
-    with emulation("metal") as built, _backend.backend("metal"):
+    with emulation("metal") as built, dispatch.backend("metal"):
         x, y = mx.ones((3, 80)), mx.ones((3, 96))
         grouped_lora.grouped_lora(x, [y], [mx.ones((80, 65))], [mx.ones((65, 96))], [1.0])
         assert not built

@@ -16,7 +16,7 @@ ALL = (features.ATTENTION, features.CROSS_ENTROPY, features.GATED_DELTA)
 @pytest.fixture
 def older(monkeypatch):
     """Metal with an MLX that has none of the kernels."""
-    monkeypatch.setattr(features._backend, "detect", lambda: "metal")
+    monkeypatch.setattr(features.dispatch, "detect", lambda: "metal")
     monkeypatch.setattr(features, "has_fused_gradient", lambda *_: False)
     for name in ("cross_entropy", "gated_delta_update"):
         monkeypatch.delattr(mx.fast, name, raising=False)
@@ -31,13 +31,13 @@ def test_all_that_is_missing_is_one_line_with_the_version(older):
 
 def test_a_newer_mlx_and_a_cpu_say_nothing(monkeypatch):
     assert features.missing(ALL) is None
-    monkeypatch.setattr(features._backend, "detect", lambda: "metal")
+    monkeypatch.setattr(features.dispatch, "detect", lambda: "metal")
     monkeypatch.setattr(features, "has_fused_gradient", lambda *_: True)
     assert features.missing(ALL) is None
 
 
 def test_cuda_needs_no_kernel_of_metal(older, monkeypatch):
-    monkeypatch.setattr(features._backend, "detect", lambda: "cuda")
+    monkeypatch.setattr(features.dispatch, "detect", lambda: "cuda")
     line = features.missing(ALL)
     assert "cross_entropy" in line and "attention" not in line and "gated" not in line
 

@@ -8,7 +8,7 @@ import pytest
 
 from mlx_packs import runtime
 from mlx_packs.chips import chip
-from mlx_packs.ops import _backend, _cost, gated_delta
+from mlx_packs.ops import _backend, _cost, dispatch, gated_delta, gated_delta_kernel
 from mlx_packs.ops._check import first_fault, normal
 from mlx_packs.runtime import mx
 
@@ -136,63 +136,63 @@ def on_metal(monkeypatch):
     """MLX computes on Metal, has a kernel for every head, and its loop stands in for that."""
     monkeypatch.setattr(runtime, "_assumed", "gpu")
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    monkeypatch.setattr(gated_delta, "has_fused_gradient", lambda *_: True)
+    monkeypatch.setattr(gated_delta_kernel, "has_fused_gradient", lambda *_: True)
     _backend.forget()
     yield monkeypatch
     _backend.forget()
 
 
 def on_chip(monkeypatch, name: str) -> None:
-    for module in (_backend, gated_delta):
+    for module in (_backend, gated_delta_kernel):
         monkeypatch.setattr(module, "chip_here", lambda: chip(name))
 
 
 def test_kernels_of_mlx_compute_where_they_are_faster(on_metal):
     on_metal.setattr(_backend, "first_fault", lambda _: None)
     on_chip(on_metal, "Apple M5 Max")
-    assert gated_delta._choose(QWEN) == "metal"
+    assert gated_delta_kernel.choose(QWEN) == "metal"
     on_chip(on_metal, "Apple M3 Max")
-    assert gated_delta._choose(QWEN._replace(rows=2)) == "reference"
-    with _backend.backend("metal"):
-        assert gated_delta._choose(QWEN) == "metal"
-    with _backend.backend("reference"):
-        assert gated_delta._choose(QWEN) == "reference"
+    assert gated_delta_kernel.choose(QWEN._replace(rows=2)) == "reference"
+    with dispatch.backend("metal"):
+        assert gated_delta_kernel.choose(QWEN) == "metal"
+    with dispatch.backend("reference"):
+        assert gated_delta_kernel.choose(QWEN) == "reference"
 
 
 def test_chosen_kernels_are_called_and_checked_first(on_metal):
     inputs = inputs_of(SHAPES["grouped"])
-    with _backend.backend("metal"):
+    with dispatch.backend("metal"):
         check_against_loop(gated_delta.gated_delta, inputs)  # on a CPU MLX's op is a loop
         assert any(key[1] == "gated_delta" for key in _backend._checked)
-    wrong = mock.patch.object(gated_delta, "_fused", lambda *a: [x * 1.01 for x in loop(*a)])
+    wrong = mock.patch.object(gated_delta_kernel, "fused", lambda *a: [x * 1.01 for x in loop(*a)])
     loop = gated_delta.reference
     _backend.forget()
-    with wrong, _backend.backend("metal"):
+    with wrong, dispatch.backend("metal"):
         check_against_loop(gated_delta.gated_delta, inputs)
         assert "off by" in _backend.record()["fallbacks"]["gated_delta"]
 
 
 def test_checks_pass_for_the_loop_itself():
-    instance = gated_delta._Instance(1, 2, 8, 16)
-    assert first_fault(gated_delta._checks(instance, "metal")) is None
+    instance = gated_delta_kernel._Instance(1, 2, 8, 16)
+    assert first_fault(gated_delta_kernel._checks(instance, "metal")) is None
 
 
 def test_an_older_mlx_has_no_kernel(on_metal, monkeypatch):
     monkeypatch.delattr(mx.fast, "gated_delta_update")
-    assert "0.32.4" in gated_delta._unsupported(gated_delta._Instance(*QWEN[2:]))
+    assert "0.32.4" in gated_delta_kernel._unsupported(gated_delta_kernel._Instance(*QWEN[2:]))
     check_against_loop(gated_delta.gated_delta, inputs_of(SHAPES["part_of_a_chunk"]))
 
 
 def test_a_cpu_has_no_fused_gradient():
-    gated_delta.has_fused_gradient.cache_clear()
-    assert not gated_delta.has_fused_gradient(16, 32, 128, 128)
+    gated_delta_kernel.has_fused_gradient.cache_clear()
+    assert not gated_delta_kernel.has_fused_gradient(16, 32, 128, 128)
     with runtime.assumed_device("gpu"):  # MLX lays out the loop of a CPU here
-        assert not gated_delta.has_fused_gradient(16, 32, 128, 128)
-    gated_delta.has_fused_gradient.cache_clear()
+        assert not gated_delta_kernel.has_fused_gradient(16, 32, 128, 128)
+    gated_delta_kernel.has_fused_gradient.cache_clear()
 
 
 def test_plan_of_our_products_is_far_below_stored_states(monkeypatch):
     on_chip(monkeypatch, "Apple M1")
-    ours, theirs = gated_delta._plans(QWEN)
+    ours, theirs = gated_delta_kernel._plans(QWEN)
     assert _cost.seconds(ours, chip("Apple M1")) < 0.1
     assert sum(launch.bytes for launch in theirs) > 2 * QWEN.length * QWEN.state_bytes

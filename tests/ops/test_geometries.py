@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlx_packs.ops import grouped_lora, lora_qmv, multi_lora, nf4
+from mlx_packs.ops import grouped_lora_kernel, lora_qmv_kernel, multi_lora_kernel, nf4, nf4_kernel
 from mlx_packs.runtime import mx
 from tests.helpers.emulation import emulation
 
@@ -42,7 +42,7 @@ def trace(language: str, rows: int, depth: int, widths, rank: int, dtype: mx.Dty
         x, *y = (mx.zeros((rows, w), dtype) for w in (depth, *widths))
         a = [mx.zeros((depth, rank), factors) for _ in widths]
         b = [mx.zeros((rank, w), factors) for w in widths]
-        grouped_lora.by_kernel(language, x, y, a, b, (1.0,) * len(widths))
+        grouped_lora_kernel.by_kernel(language, x, y, a, b, (1.0,) * len(widths))
 
 
 def trace_all(name: str, language: str, ranks: tuple[int, ...]) -> None:
@@ -83,13 +83,13 @@ def test_multi_lora_and_nf4_compile_at_every_geometry(name, language):
                     b = [mx.zeros((2, 16, w)) for w in widths]
                     scales = [mx.ones((8,))] * len(widths)
                     pack = mx.zeros((max(8, sequences),), mx.int32)
-                    multi_lora.by_kernel(language, x, y, a, b, scales, pack)
+                    multi_lora_kernel.by_kernel(language, x, y, a, b, scales, pack)
                 for width in widths:
                     for double_quant in (False, True):
                         weight = quantized_weight(width, depth, double_quant)
-                        nf4._dequantized(language, weight, dtype)
-                        for rows in nf4.ROW_TILES:
-                            nf4._matvec(language, weight, mx.zeros((rows, depth), dtype))
+                        nf4_kernel._dequantized(language, weight, dtype)
+                        for rows in nf4_kernel.ROW_TILES:
+                            nf4_kernel._matvec(language, weight, mx.zeros((rows, depth), dtype))
         assert {k.definition.name for k in built} >= {
             "mlx_packs_nf4_dequantize",
             "mlx_packs_nf4_matvec",
@@ -103,12 +103,12 @@ def test_lora_qmv_compiles_at_every_geometry(name, language):
     with emulation(language, compile_only=True) as built:
         for depth, widths in groups(name):
             heads = (128, 128, 0) if len(widths) == 3 else (0,) * len(widths)
-            instance = lora_qmv.Compiled(
+            instance = lora_qmv_kernel.Compiled(
                 mx.bfloat16, 64, 4, 1, (16,) * len(widths), heads, len(widths) == 2
             )
             for rows in (1, 8):
                 sized = instance._replace(row_tile=rows)
-                check = lora_qmv.check_of(language, sized, rows, depth, widths, exact=False)
+                check = lora_qmv_kernel.check_of(language, sized, rows, depth, widths, exact=False)
                 check.kernel(*check.inputs)
         assert sum(len(kernel.reports) for kernel in built) == 2 * 4 * 2
         check_launches(built)

@@ -3,7 +3,8 @@
 import pytest
 
 from mlx_packs.ops._check import examine
-from mlx_packs.ops.grouped_lora import Workload, check_of, grouped_lora, reference
+from mlx_packs.ops.grouped_lora import grouped_lora, reference
+from mlx_packs.ops.grouped_lora_kernel import Workload, check_of
 from mlx_packs.runtime import mx
 
 DTYPES = (mx.float32, mx.bfloat16, mx.float16)

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from mlx_packs.ops import _backend, grouped_lora, lora_qmv, multi_lora, nf4
+from mlx_packs.ops import (
+    _backend,
+    grouped_lora_kernel,
+    lora_qmv_kernel,
+    multi_lora_kernel,
+    nf4_kernel,
+)
 from mlx_packs.ops._check import first_fault
 from mlx_packs.runtime import mx
 from tests.helpers.emulation import emulation
@@ -62,15 +68,15 @@ def is_seen(check: list) -> bool:
 def test_self_checks_see_a_bug_of_a_loop(planted, mutant):
     language = planted(mutant)
     sizes = (mx.float32, mx.float32, (16, 16))
-    for rows4 in (grouped_lora.FEW_ROWS4, grouped_lora.MANY_ROWS4):
-        assert is_seen(grouped_lora.checks(language, *sizes, (0, 1), rows4))
-    assert is_seen(multi_lora.checks(language, *sizes, grouped_lora.FEW_ROWS4))
+    for rows4 in (grouped_lora_kernel.FEW_ROWS4, grouped_lora_kernel.MANY_ROWS4):
+        assert is_seen(grouped_lora_kernel.checks(language, *sizes, (0, 1), rows4))
+    assert is_seen(multi_lora_kernel.checks(language, *sizes, grouped_lora_kernel.FEW_ROWS4))
 
 
 @pytest.mark.parametrize("mutant", SURVIVORS)
 def test_a_large_workload_sees_a_bug_of_the_loop_over_tiles(planted, mutant):
-    workload = grouped_lora.Workload(1040, 600, (2,), (4,), (0,))
-    check = grouped_lora.check_of(planted(mutant), mx.float32, workload, exact=False)
+    workload = grouped_lora_kernel.Workload(1040, 600, (2,), (4,), (0,))
+    check = grouped_lora_kernel.check_of(planted(mutant), mx.float32, workload, exact=False)
     assert is_seen([check])
 
 
@@ -94,27 +100,27 @@ def test_arrays_of_lora_kernels_stay_in_registers(arrays, rank):
     for rows in (1, 8):
         x, *y = (mx.zeros((rows, w), mx.bfloat16) for w in (2560, *widths))
         a, b = [mx.zeros((2560, rank))] * 2, [mx.zeros((rank, w)) for w in widths]
-        grouped_lora.by_kernel("metal", x, y, a, b, (1.0, 1.0))
+        grouped_lora_kernel.by_kernel("metal", x, y, a, b, (1.0, 1.0))
         stacked = [[v[None] for v in part] for part in ([x, *y], a, b)]
         scales, pack = [mx.ones((8,))] * 2, mx.zeros((8,), mx.int32)
         (x, *y), a, b = stacked
-        multi_lora.by_kernel("metal", x, y, a, b, scales, pack)
+        multi_lora_kernel.by_kernel("metal", x, y, a, b, scales, pack)
     assert len(arrays) == 8 and not any(arrays.values()), arrays
 
 
 def test_arrays_of_nf4_kernels_stay_in_registers(arrays):
     weight = quantized_weight(64, 2560, True)
-    nf4._dequantized("metal", weight, mx.bfloat16)
-    for rows in nf4.ROW_TILES:
-        nf4._matvec("metal", weight, mx.zeros((rows, 2560), mx.bfloat16))
-    assert len(arrays) == 1 + len(nf4.ROW_TILES) and not any(arrays.values()), arrays
+    nf4_kernel._dequantized("metal", weight, mx.bfloat16)
+    for rows in nf4_kernel.ROW_TILES:
+        nf4_kernel._matvec("metal", weight, mx.zeros((rows, 2560), mx.bfloat16))
+    assert len(arrays) == 1 + len(nf4_kernel.ROW_TILES) and not any(arrays.values()), arrays
 
 
 @pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.slow), 8])
 def test_arrays_of_lora_qmv_kernels_stay_in_registers(arrays, rows):
     for ranks, heads, gated in (((16, 5), (128, 0), False), ((16, 16), (0, 0), True)):
-        instance = lora_qmv.Compiled(mx.bfloat16, 64, 4, rows, ranks, heads, gated)
-        check = lora_qmv.check_of("metal", instance, rows, 2560, (256, 256), exact=False)
+        instance = lora_qmv_kernel.Compiled(mx.bfloat16, 64, 4, rows, ranks, heads, gated)
+        check = lora_qmv_kernel.check_of("metal", instance, rows, 2560, (256, 256), exact=False)
         check.kernel(*check.inputs)
     assert len(arrays) == 4 and not any(arrays.values()), arrays
 
@@ -126,7 +132,7 @@ def test_an_array_with_an_unknown_index_is_seen(arrays, monkeypatch):
         "source",
         lambda *of: source(*of).replace("UNROLL for", "for"),
     )
-    nf4._matvec("metal", quantized_weight(64, 2560, True), mx.zeros((1, 2560)))
+    nf4_kernel._matvec("metal", quantized_weight(64, 2560, True), mx.zeros((1, 2560)))
     assert all(arrays.values())
 
 

@@ -5,9 +5,10 @@ import pytest
 from mlx_packs.chips import CHIPS
 from mlx_packs.ops import _backend
 from mlx_packs.ops import lora_qmv as op
+from mlx_packs.ops import lora_qmv_kernel as op_kernel
 from mlx_packs.ops._check import examine
 from mlx_packs.ops._cost import MARGIN, seconds
-from mlx_packs.ops.lora_qmv_launches import (
+from mlx_packs.ops.lora_qmv import (
     AffineWeight,
     Factors,
     Format,
@@ -137,17 +138,17 @@ QUICK = ("qwen3_4b_qkv_normed", "qwen3_4b_gate_up", "qwen3_4b_down", "qwen3_4b_o
 )
 def test_lora_qmv_kernels_pass_their_random_and_exact_checks(emulated, name):
     fields, *sizes = WORKLOADS[name]
-    instance = op.Compiled(*fields)
+    instance = op_kernel.Compiled(*fields)
     for exact in (False,) if instance.gated or any(instance.heads) else (True, False):
-        assert examine(op.check_of(emulated.backend, instance, *sizes, exact)).fault is None
+        assert examine(op_kernel.check_of(emulated.backend, instance, *sizes, exact)).fault is None
 
 
 @pytest.mark.parametrize(
     "rows", [pytest.param(n, marks=() if n == 3 else pytest.mark.slow) for n in range(1, 9)]
 )
 def test_lora_qmv_kernels_are_exact_for_up_to_8_rows(emulated, rows):
-    instance = op.Compiled(FP16, 32, 4, op.row_tile(rows), (3, 2), (0, 0), False)
-    check = op.check_of(emulated.backend, instance, rows, 352, (9, 5), exact=True)
+    instance = op_kernel.Compiled(FP16, 32, 4, op_kernel.row_tile(rows), (3, 2), (0, 0), False)
+    check = op_kernel.check_of(emulated.backend, instance, rows, 352, (9, 5), exact=True)
     assert examine(check).fault is None
 
 
@@ -156,10 +157,10 @@ def test_lora_qmv_kernels_are_exact_for_up_to_8_rows(emulated, rows):
 def test_lora_qmv_kernels_round_once(emulated, dtype):
     """Their error is that of the result in its dtype, and of sums in float32."""
     for fields, *sizes in WORKLOADS.values():
-        instance = op.Compiled(*fields)._replace(dtype=dtype)
+        instance = op_kernel.Compiled(*fields)._replace(dtype=dtype)
         if sizes[1] > 1200:
             continue
-        check = op.check_of(emulated.backend, instance, *sizes, exact=False)
+        check = op_kernel.check_of(emulated.backend, instance, *sizes, exact=False)
         outputs = check.kernel(*check.inputs)
         with mx.stream(mx.cpu):
             truth = check.reference(check.inputs[0].astype(mx.float64))
@@ -169,17 +170,17 @@ def test_lora_qmv_kernels_round_once(emulated, dtype):
 
 
 def test_plans_favour_the_kernels_where_a_level_of_launches_goes():
-    qkv = op.Compiled(BF16, 64, 4, 1, (16,) * 3, (128, 128, 0), False)
-    gate_up = op.Compiled(BF16, 64, 4, 1, (16, 16), (0, 0), True)
+    qkv = op_kernel.Compiled(BF16, 64, 4, 1, (16,) * 3, (128, 128, 0), False)
+    gate_up = op_kernel.Compiled(BF16, 64, 4, 1, (16, 16), (0, 0), True)
     cases = ((qkv, (2560, (4096, 1024, 1024))), (gate_up, (2560, (9728, 9728))))
     for chip in CHIPS.values():
         for instance, sizes in cases:
-            plain, kernel = op.plans(1, instance, op.Sizes(*sizes))
+            plain, kernel = op_kernel.plans(1, instance, op_kernel.Sizes(*sizes))
             assert len(kernel) == 2 and seconds(kernel, chip) < MARGIN * seconds(plain, chip)
 
 
 def test_instances_are_those_of_qwen3_4b(emulated):
-    instances = op.instances()
+    instances = op_kernel.instances()
     assert len({i.name for i in instances}) == len(instances) == 16
     one = instances[0]
     assert all(examine(check).fault is None for check in one.checks(emulated.backend))

@@ -3,17 +3,17 @@
 import pytest
 
 from mlx_packs.ops import _backend
-from mlx_packs.ops import lora_qmv as op
+from mlx_packs.ops import lora_qmv_kernel as op_kernel
 from mlx_packs.ops._check import first_fault
 from mlx_packs.runtime import mx
 from tests.helpers.emulation import emulation
 
 # Each is one edit of the text: what is wrong, to the text, what it becomes, and the case that sees it.
 PLAIN, HEADS, GATED, MANY = (
-    op.Compiled(mx.bfloat16, 64, 4, 1, (5, 0, 3), (0, 0, 0), False),
-    op.Compiled(mx.bfloat16, 64, 4, 1, (5, 3), (64, 0), False),
-    op.Compiled(mx.bfloat16, 64, 4, 1, (5, 3), (0, 0), True),
-    op.Compiled(mx.bfloat16, 64, 4, 4, (5, 3), (0, 0), False),
+    op_kernel.Compiled(mx.bfloat16, 64, 4, 1, (5, 0, 3), (0, 0, 0), False),
+    op_kernel.Compiled(mx.bfloat16, 64, 4, 1, (5, 3), (64, 0), False),
+    op_kernel.Compiled(mx.bfloat16, 64, 4, 1, (5, 3), (0, 0), True),
+    op_kernel.Compiled(mx.bfloat16, 64, 4, 4, (5, 3), (0, 0), False),
 )
 QMV_LOOP = "int k = lane * EIGHTS * 8; k < depth; k += LANES * EIGHTS * 8"
 DOWN_LOOP = "int k = lane * 8; k < depth; k += LANES * 8"
@@ -118,7 +118,7 @@ def test_the_self_check_finds_a_mutant(name, monkeypatch):
     with emulation("metal", orders=("forward",)):
         monkeypatch.setattr(_backend, "source", lambda *_: intact.replace(text, changed))
         try:
-            fault = first_fault(op.checks("metal", instance))
+            fault = first_fault(op_kernel.checks("metal", instance))
         except Exception as error:  # of the emulator, as of a device
             fault = str(error)
     assert fault
@@ -128,4 +128,4 @@ def test_the_self_check_finds_a_mutant(name, monkeypatch):
 @pytest.mark.parametrize("instance", [PLAIN, HEADS, GATED, MANY])
 def test_the_self_check_passes_the_kernel_that_mutants_are_of(instance):
     with emulation("metal", orders=("forward",)):
-        assert first_fault(op.checks("metal", instance)) is None
+        assert first_fault(op_kernel.checks("metal", instance)) is None

@@ -5,18 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from mlx_packs.ops import _backend
+from mlx_packs.ops import _backend, dispatch
 from mlx_packs.ops._check import examine, sparse_signs
 from mlx_packs.ops.grouped_lora import grouped_lora
-from mlx_packs.ops.multi_lora import (
-    Sizes,
-    Workload,
-    check_of,
-    instances,
-    multi_lora,
-    plans,
-    reference,
-)
+from mlx_packs.ops.multi_lora import multi_lora, reference
+from mlx_packs.ops.multi_lora_kernel import Sizes, Workload, check_of, instances, plans
 from mlx_packs.runtime import mx
 from tests.helpers.emulation import emulation
 
@@ -134,10 +127,10 @@ def test_multi_lora_reports_every_shape_mismatch():
 def each_backend(request) -> Iterator[str]:
     """Plain MLX, and the kernels executed."""
     if request.param == "reference":
-        with _backend.backend("reference"):
+        with dispatch.backend("reference"):
             yield "reference"
     else:
-        with emulation(request.param) as built, _backend.backend(request.param):
+        with emulation(request.param) as built, dispatch.backend(request.param):
             yield request.param
             assert built and not _backend.record()["fallbacks"]
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mlx_packs.chips import CHIPS
-from mlx_packs.ops import _backend, blockwise, nf4
+from mlx_packs.ops import _backend, blockwise, nf4, nf4_kernel
 from mlx_packs.ops._check import examine
 from mlx_packs.ops._cost import seconds
 from mlx_packs.runtime import mx
@@ -177,7 +177,7 @@ def test_nf4_rejects_mismatched_arrays_naming_all_faults():
 def test_matvec_plans_favour_the_kernel_for_one_row_only():
     for chip in CHIPS.values():
         for rows, matvec_wins in ((1, True), (64, False)):
-            dense, matvec = nf4.matvec_plans(2, rows, (4096, 2560), 64, True)
+            dense, matvec = nf4_kernel.matvec_plans(2, rows, (4096, 2560), 64, True)
             assert (seconds(matvec, chip) < seconds(dense, chip)) == matvec_wins
 
 
@@ -195,7 +195,10 @@ WORKLOADS = {  # rows, D, O, block size, double quantization
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nf4_kernels_pass_their_random_and_exact_checks(emulated, dtype, name):
     for exact in (True, False):
-        assert examine(nf4.check_of(emulated.backend, dtype, *WORKLOADS[name], exact)).fault is None
+        assert (
+            examine(nf4_kernel.check_of(emulated.backend, dtype, *WORKLOADS[name], exact)).fault
+            is None
+        )
 
 
 @pytest.mark.parametrize("double_quant", [False, True])
@@ -203,7 +206,7 @@ def test_dequantize_and_matmul_run_their_kernels(emulated, double_quant):
     quantized = nf4.quantize(random_weight("blocks_across_rows"), double_quant=double_quant)
     dense = nf4.reference_dequantize(quantized, mx.float32)
     assert mx.allclose(nf4.dequantize(quantized, mx.float32), dense, rtol=1e-6).item()
-    for rows in (3, nf4.MATVEC_ROWS + 1):
+    for rows in (3, nf4_kernel.MATVEC_ROWS + 1):
         x = mx.random.normal((rows, 1, 72))
         loss = mx.checkpoint(lambda x: (nf4.matmul(x, quantized) ** 2).sum())
         value, gradient = mx.value_and_grad(loss)(x)
@@ -221,7 +224,7 @@ def test_matmul_of_an_empty_batch_launches_no_product(emulated):
 
 
 def test_instances_cover_dtypes_double_quantization_and_rows(emulated):
-    instances = nf4.instances()
+    instances = nf4_kernel.instances()
     assert len({instance.name for instance in instances}) == len(instances) == 12
     one = next(i for i in instances if i.name == "bfloat16 nf4 double 2560 to 4096 rows 1")
     assert all(examine(check).fault is None for check in one.checks(emulated.backend))

@@ -3,7 +3,7 @@
 import pytest
 
 from mlx_packs.nn.served_lora import BASE
-from mlx_packs.ops import _backend
+from mlx_packs.ops import _backend, dispatch
 from mlx_packs.runtime import assumed_device, mx
 from mlx_packs.serving.slots import PackSlots
 from tests.helpers.emulation import emulation
@@ -23,7 +23,7 @@ def test_kernels_give_the_logits_of_plain_mlx(tiny, chosen, kernels):
         with tiny.applied(pack):
             expected.append(tiny.model(TOKENS))
     slots = PackSlots(tiny)
-    with assumed_device("gpu"), emulation("metal", ("forward",)), _backend.backend("metal"):
+    with assumed_device("gpu"), emulation("metal", ("forward",)), dispatch.backend("metal"):
         for pack in packs:
             slots.add(pack)
         slots.selection.set(chosen)

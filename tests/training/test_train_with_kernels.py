@@ -3,7 +3,7 @@
 import pytest
 
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
-from mlx_packs.ops import _backend
+from mlx_packs.ops import _backend, dispatch
 from mlx_packs.packs.base import load_base
 from mlx_packs.runtime import mx
 from tests.helpers.emulation import emulation, failing_maker
@@ -45,7 +45,7 @@ def test_ten_steps_have_the_losses_of_the_reference(language, four_chats, tmp_pa
     expected, report = losses(four_chats, tmp_path / "reference")
     assert len(expected) == STEPS and expected[-1] < 0.8 * expected[0]
     assert report["ops"]["backend"] == "reference" and not report["ops"]["kernels"]
-    with emulation(language, orders=("forward",)) as built, _backend.backend(language):
+    with emulation(language, orders=("forward",)) as built, dispatch.backend(language):
         by_kernels, report = losses(four_chats, tmp_path / "kernels")
     assert by_kernels == pytest.approx(expected, rel=1e-5)
     assert {k.definition.name.removeprefix("mlx_packs_grouped_lora_") for k in built} >= {
@@ -60,7 +60,7 @@ def test_ten_steps_have_the_losses_of_the_reference(language, four_chats, tmp_pa
 def test_ten_bfloat16_steps_have_losses_of_the_reference(four_chats, tmp_path):
     how = {"dtype": mx.bfloat16, "learning_rate": 1e-4}  # larger ones make paths part by chance
     expected, _ = losses(four_chats, tmp_path / "reference", **how)
-    with emulation("metal", orders=("forward",)), _backend.backend("metal"):
+    with emulation("metal", orders=("forward",)), dispatch.backend("metal"):
         by_kernels, _ = losses(four_chats, tmp_path / "kernels", **how)
     assert by_kernels == pytest.approx(expected, rel=0.01)
 
@@ -75,7 +75,7 @@ def reference_losses(four_chats, tmp_path_factory) -> list[float]:
 def test_run_where_a_kernel_fails_equals_the_reference(
     kind, four_chats, reference_losses, tmp_path, monkeypatch, caplog
 ):
-    with emulation("metal") as _, _backend.backend("metal"):
+    with emulation("metal") as _, dispatch.backend("metal"):
         monkeypatch.setitem(_backend.MAKERS, "metal", failing_maker(kind, _backend.MAKERS["metal"]))
         by_kernels, report = losses(four_chats, tmp_path / "kernels", iters=3)
     assert by_kernels == reference_losses

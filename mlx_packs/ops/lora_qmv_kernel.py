@@ -1,0 +1,407 @@
+"""The launches of kernels/lora_qmv, checks against the reference, and what they cost."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..chips import BANDWIDTH_REACHED
+from ..runtime import dtype_name, mx
+from ._backend import Kernel, choose, measured, padded, table
+from ._check import Check, Instance, seeded
+from ._cost import CACHE_FACTOR, Launch, level, product
+from .dispatch import detect, forced
+from .lora_qmv import (
+    MAX_ROWS,
+    OP,
+    AffineWeight,
+    Factors,
+    Format,
+    Launches,
+    Norm,
+    Task,
+    reference,
+)
+from .tiling import tiles
+
+MAX_SLICES, MAX_RANK = 4, 64
+GROUP_SIZES, BITS = (32, 64, 128), (4, 8)
+# As MLX's own quantized matrix-vector product: groups of two simdgroups, so that 1024 outputs fill
+# all cores, and 4 outputs a simdgroup, so that x is loaded once for 4.
+THREADS, LANES, OUTPUTS = 64, 32, 4
+SIMDGROUPS = THREADS // LANES
+ROW_TILES = (1, 2, 4, MAX_ROWS)  # rows that share an unpacked code
+COLUMNS = 2  # of a lane of the second launch, but for norms
+
+
+def row_tile(rows: int) -> int:
+    """Return the rows that a launch is compiled for."""
+    return next(tile for tile in ROW_TILES if rows <= tile)
+
+
+def _is_finished(task: Task, i: int) -> bool:
+    """Return whether the first launch makes the output of a slice."""
+    return not (task.ranks[i] or task.heads[i] or task.gated)
+
+
+@functools.cache
+def _product_kernel(finished: tuple[bool, ...]) -> Kernel:
+    """Return the first launch: simdgroups for the ranks, then a line for each slice."""
+    lines = [
+        "const int simdgroup = int({thread}) / LANES, lane = int({thread}) % LANES;",
+        f"int first = (RANKS + {SIMDGROUPS - 1}) / {SIMDGROUPS};",
+        "if (int({group}.x) < first)",
+        "  down<T, ROWS, RANKS>(x, a, sizes[0], sizes[1],"
+        f" int({{group}}.x) * {SIMDGROUPS} + simdgroup, lane, h);",
+    ]
+    outputs = SIMDGROUPS * OUTPUTS
+    for i, whole in enumerate(finished):
+        lines += [
+            f"const int tiles{i} = (sizes[{2 + i}] + {outputs - 1}) / {outputs};",
+            f"if (int({{group}}.x) >= first && int({{group}}.x) < first + tiles{i})",
+            f"  qmv<T, {'T' if whole else 'float'}, GROUP, BITS, ROWS>"
+            f"(x, w{i}, s{i}, z{i}, sizes[0], sizes[1], sizes[{2 + i}],"
+            f" (int({{group}}.x) - first) * {outputs} + simdgroup * OUTPUTS, lane, y{i});",
+            f"first += tiles{i};",
+        ]
+    slices = range(len(finished))
+    inputs = [f"{name}{i}" for i in slices for name in ("w", "s", "z")]
+    name = "".join("t" if whole else "f" for whole in finished)
+    return Kernel(
+        OP,
+        f"{OP}_product_{name}",
+        ("x", *inputs, "a", "sizes"),
+        ("h", *(f"y{i}" for i in slices)),
+        "\n".join(lines),
+        THREADS,
+    )
+
+
+@functools.cache
+def _up_kernel(ranks: tuple[int, ...], heads: tuple[int, ...], gated: bool) -> Kernel:
+    """Return the second launch: a simdgroup for some columns of a row, groups along y are rows.
+
+    Inputs are y, B and the norm of each slice, as far as it has them.
+    """
+    lines = [
+        "const int lane = int({thread}) % LANES, row = {group}.y;",
+        f"int place = int({{group}}.x) * {SIMDGROUPS} + int({{thread}}) / LANES;",
+    ]
+    columns = LANES * COLUMNS
+    adapted = [i for i, rank in enumerate(ranks) if rank]
+    b = ["h" if i not in adapted else f"b{i}" for i in range(len(ranks))]
+    taken = _second(ranks, heads, gated)
+    if gated:
+        b = [f"b{adapted[0]}" if name == "h" else name for name in b]  # of rank 0 it is not read
+        lines += [
+            f"swiglu<T, {ranks[0]}, {ranks[1]}, {_columns_of_h(ranks)}, {COLUMNS}>"
+            f"(y0, y1, h, {b[0]}, {b[1]}, sizes[2], row, place * {columns}, lane, out0);"
+        ]
+    for i in () if gated else taken:
+        norm = f"norm{i}" if heads[i] else b[i]  # without a norm it is not read
+        factor = b[i] if ranks[i] else norm
+        each = heads[i] or columns
+        lines += [
+            f"const int places{i} = (sizes[{2 + i}] + {each - 1}) / {each};",
+            f"if (place >= 0 && place < places{i})",
+            f"  up<T, {ranks[i]}, {sum(ranks[:i])}, {_columns_of_h(ranks)}, {each // LANES},"
+            f" {'true' if heads[i] else 'false'}>(y{i}, h, {factor}, {norm},"
+            f" eps[{i}], sizes[{2 + i}], row, place * {each}, lane, out{i});",
+            f"place -= places{i};",
+        ]
+    inputs = [f"y{i}" for i in taken] + [f"b{i}" for i in adapted]
+    inputs += [f"norm{i}" for i in taken if heads[i]]
+    return Kernel(
+        OP,
+        f"{OP}_up_{'_'.join(map(str, ranks))}_{'gated' if gated else '_'.join(map(str, heads))}",
+        (*inputs, "h", "eps", "sizes"),
+        ("out0",) if gated else tuple(f"out{i}" for i in taken),
+        "\n".join(lines),
+        THREADS,
+    )
+
+
+def _second(ranks: Sequence[int], heads: Sequence[int], gated: bool) -> list[int]:
+    """Return the slices that the second launch finishes."""
+    return [i for i in range(len(ranks)) if ranks[i] or heads[i] or gated]
+
+
+def _columns_of_h(ranks: Sequence[int]) -> int:
+    """Return the ranks of all slices, or 8: shorter inputs would be copied (`padded`)."""
+    return max(8, sum(ranks))
+
+
+def prepared(  # noqa: PLR0913 (what a launch depends on)
+    backend: str,
+    shape: Sequence[int],
+    dtype: mx.Dtype,
+    weights: Sequence[AffineWeight],
+    factors: Factors,
+    task: Task,
+) -> Launches:
+    """Return x of a shape [..., D] to the outputs, [..., O] each, by the kernels of a backend."""
+    *leading, depth = shape
+    rows = math.prod(leading)
+    widths = [w.weight.shape[0] for w in weights]
+    finished = tuple(_is_finished(task, i) for i in range(len(weights)))
+    ranks = _columns_of_h(task.ranks)
+    groups = tiles(ranks, SIMDGROUPS)
+    groups += sum(tiles(width, SIMDGROUPS * OUTPUTS) for width in widths)
+    template = {
+        "T": dtype,
+        "GROUP": task.form.group_size,
+        "BITS": task.form.bits,
+        "ROWS": row_tile(rows),
+        "RANKS": ranks,
+    }
+    outputs = [((rows, ranks), mx.float32)]
+    for width, whole in zip(widths, finished, strict=True):
+        outputs.append(((*leading, width), dtype if whole else mx.float32))
+    first = _product_kernel(finished).prepared(backend, template, (groups, 1, 1), outputs)
+
+    slices = _second(task.ranks, task.heads, task.gated)
+    completed = slices[:1] if task.gated else slices
+    places = sum(tiles(widths[i], task.heads[i] or LANES * COLUMNS) for i in completed)
+    second = _up_kernel(task.ranks, task.heads, task.gated).prepared(
+        backend,
+        {"T": dtype},
+        (tiles(places, SIMDGROUPS), rows, 1),
+        [((*leading, widths[i]), dtype) for i in completed],
+    )
+    sizes = table((rows, depth, *widths))
+    eps = table(tuple(0.0 if n is None else n.eps for n in task.norms), mx.float32)
+    parts = [padded(part) for w in weights for part in w]
+    up = [padded(b) for b in factors.up if b is not None]
+    norms = [padded(norm.weight) for norm in task.norms if norm is not None]
+    down = mx.pad(factors.down, ((0, ranks - len(factors.down)), (0, 0)))
+    of_first, of_second = [*parts, down, sizes], [*up, *norms]
+
+    def launch(x: mx.array) -> list[mx.array]:
+        h, *y = map(padded, first(inputs=[x, *of_first]))
+        summed = second(inputs=[*(y[i] for i in slices), *of_second, h, eps, sizes])
+        if task.gated:
+            return summed
+        for i, out in zip(slices, summed, strict=True):
+            y[i] = out
+        return y
+
+    return launch
+
+
+def launches_of(
+    shape: Sequence[int],
+    dtype: mx.Dtype,
+    weights: Sequence[AffineWeight],
+    factors: Factors,
+    task: Task,
+) -> Launches | None:
+    """Return `prepared` where a kernel is faster than plain MLX; else None."""
+    backend = _backend_of(shape, dtype, weights, task)
+    if backend == "reference":
+        return None
+    return prepared(backend, shape, dtype, weights, factors, task)
+
+
+class Compiled(NamedTuple):
+    """The parameters for which the two programs are compiled."""
+
+    dtype: mx.Dtype
+    group_size: int
+    bits: int
+    row_tile: int
+    ranks: tuple[int, ...]
+    heads: tuple[int, ...]
+    gated: bool
+
+
+class Sizes(NamedTuple):
+    """The sizes on which the cost depends besides the rows."""
+
+    inputs: int
+    widths: tuple[int, ...]
+
+
+def _backend_of(
+    shape: Sequence[int], dtype: mx.Dtype, weights: Sequence[AffineWeight], task: Task
+) -> str:
+    *leading, depth = shape
+    rows = math.prod(leading)
+    if not 0 < rows <= MAX_ROWS or any(w.scales.dtype != dtype for w in weights):
+        return "reference"
+    if any(n is not None and n.weight.dtype != dtype for n in task.norms):
+        return "reference"
+    instance = Compiled(dtype, *task.form, row_tile(rows), task.ranks, task.heads, task.gated)
+    sizes = Sizes(depth, tuple(w.weight.shape[0] for w in weights))
+    reason = unsupported(instance, sizes.widths)
+    # the model leaves out the weights, since `qmv` has the layout of MLX's kernel for Metal
+    if detect() == "cuda" and not (forced() or measured("cuda", (OP, instance, rows, sizes))):
+        reason = reason or "not measured here (packs doctor)"
+    return choose(
+        OP,
+        instance,
+        rows,
+        sizes,
+        lambda backend: checks(backend, instance),
+        lambda: plans(rows, instance, sizes),
+        reason,
+    )
+
+
+def unsupported(instance: Compiled, widths: Sequence[int]) -> str | None:
+    """Return why there is no launch for a group, if it is so."""
+    if instance.group_size not in GROUP_SIZES or instance.bits not in BITS:
+        return f"weights of {instance.bits} bits in groups of {instance.group_size}"
+    if len(instance.ranks) > MAX_SLICES or max(instance.ranks) > MAX_RANK:
+        return "more slices or ranks than a launch can hold"
+    if any(
+        head % LANES or (head and width % head)
+        for head, width in zip(instance.heads, widths, strict=True)
+    ):
+        return "heads that simdgroups cannot share"
+    return None
+
+
+def checks(backend: str, instance: Compiled) -> list[Check]:
+    """Return inputs with tails in columns, outputs and rows for one instance; exact and random.
+
+    The lanes take several turns over the columns, the last of them not all lanes.
+    """
+    rows = {1: 1, 2: 2, 4: 3, 8: 7}[instance.row_tile]
+    depth = 2 * LANES * 16 + 128
+    widths = check_widths(instance)
+    plain = not (instance.gated or any(instance.heads))
+    return [
+        check_of(backend, instance, rows, depth, widths, exact)
+        for exact in ((True, False) if plain else (False,))
+    ]
+
+
+def check_widths(instance: Compiled) -> tuple[int, ...]:
+    """Return outputs of slices, of which none is a whole number of tiles but those of heads."""
+    if instance.gated:
+        return (LANES * COLUMNS + 11,) * 2
+    some = (LANES * COLUMNS + 5, 19, 6, 9)
+    return tuple(
+        2 * head if head else max(rank, some[i])
+        for i, (rank, head) in enumerate(zip(instance.ranks, instance.heads, strict=True))
+    )
+
+
+def check_of(
+    backend: str,
+    instance: Compiled,
+    rows: int,
+    depth: int,
+    widths: Sequence[int],
+    exact: bool,
+) -> Check:
+    """Return a seeded row or more for a group with seeded weights and factors of these sizes."""
+    dtype, form = instance.dtype, Format(instance.group_size, instance.bits)
+    least = (
+        -4 if exact else -4 - form.bits
+    )  # random sums of any size stay within float16, gated too
+    weights = [
+        _seeded_weight(width, depth, form, dtype, i, least) for i, width in enumerate(widths)
+    ]
+    shapes = [(rows, depth), *((depth, r) for r in instance.ranks)]
+    shapes += [(r, width) for r, width in zip(instance.ranks, widths, strict=True)]
+    x, *drawn = seeded(shapes, exact)
+    a, b = drawn[: len(widths)], drawn[len(widths) :]
+    a, b = ([v if v.size else None for v in part] for part in (a, b))
+    scales = [2.0 if exact else 0.03] * len(widths)
+    factors = Factors.of(a, b, scales, dtype)
+    norms = [
+        Norm((1 + seeded([(head,)], True)[0] / 4).astype(dtype), 2.0) if head else None
+        for head in instance.heads
+    ]
+    task = Task(form, instance.ranks, norms, instance.gated)
+
+    def kernel(x: mx.array) -> list[mx.array]:
+        launches = prepared(backend, x.shape, dtype, weights, factors, task)
+        return launches(mx.stop_gradient(x))
+
+    def plain(x: mx.array) -> list[mx.array]:
+        x = mx.stop_gradient(x)
+        if x.dtype != mx.float64:
+            return reference(x, weights, factors, task)
+        double = [None if v is None else v.astype(mx.float64) for v in (factors.down, *factors.up)]
+        of_norms = [n and Norm(n.weight.astype(mx.float64), n.eps) for n in norms]
+        exactly = Factors(double[0], tuple(double[1:]))
+        return reference(x, weights, exactly, task._replace(norms=of_norms))
+
+    name = f"{'exact' if exact else 'random'} {rows} x {depth}"
+    return Check(name, kernel, plain, [x.astype(dtype)], exact)
+
+
+def _seeded_weight(
+    outputs: int, depth: int, form: Format, dtype: mx.Dtype, seed: int, least: int
+) -> AffineWeight:
+    """Return random codes, and as scales and biases powers of two, 2^least and more."""
+    keys = [mx.random.key(4 * seed + i) for i in range(4)]
+    codes = outputs, depth * form.bits // 32
+    low, high = (mx.random.randint(0, 1 << 16, codes, mx.uint32, key) for key in keys[:2])
+    groups = outputs, depth // form.group_size
+    scales, biases = (
+        2.0 ** mx.random.randint(least, least + 3, groups, key=key) for key in keys[2:]
+    )
+    return AffineWeight(low + (high << 16), scales.astype(dtype), (-8 * biases).astype(dtype))
+
+
+def instances() -> list[Instance]:
+    """Return instances of the groups of Qwen3-4B at rank 16, with 1 row and 8."""
+    groups = (
+        (2560, (4096, 1024, 1024), (128, 128, 0), False),
+        (4096, (2560,), (0,), False),
+        (2560, (9728, 9728), (0, 0), True),
+        (9728, (2560,), (0,), False),
+    )
+    return [
+        instance_of(Compiled(dtype, 64, 4, rows, (16,) * len(widths), heads, gated), depth, widths)
+        for dtype in (mx.bfloat16, mx.float16)
+        for depth, widths, heads, gated in groups
+        for rows in (1, 8)
+    ]
+
+
+def instance_of(compiled: Compiled, depth: int, widths: tuple[int, ...]) -> Instance:
+    """Return the instance of a group of these sizes, with as many rows as it is compiled for."""
+    dtype, _, bits, rows, ranks, *_ = compiled
+    rank = "/".join(map(str, sorted(set(ranks))))
+    return Instance(
+        OP,
+        f"{dtype_name(dtype)} {bits} bits rank {rank} {depth} to {'/'.join(map(str, widths))}"
+        f" rows {rows}",
+        (compiled, rows, Sizes(depth, widths)),
+        lambda backend: checks(backend, compiled),
+        lambda backend: check_of(backend, compiled, rows, depth, widths, exact=False),
+    )
+
+
+def plans(rows: int, instance: Compiled, sizes: Sizes) -> tuple[list[Launch], list[Launch]]:
+    """Return launches of plain MLX with factors in the same dtype, and of the kernels.
+
+    The weights are left out: both read them once, and that takes most of the time. Our kernel reads x
+    from a cache for every four outputs; what of that takes longer than the weights counts.
+    """
+    e, n, d, total = instance.dtype.size, rows, sizes.inputs, sum(instance.ranks)
+    each = list(zip(instance.ranks, instance.heads, sizes.widths, strict=True))
+    plain = level(
+        [*(Launch("x W", e * n * (d + o)) for *_, o in each), product("x A", e, n, d, total)]
+    )
+    adapted = [(r, o) for r, _, o in each if r]
+    plain += level([Launch("y + h B", e * (2 * n * o + n * r + r * o)) for r, o in adapted])
+    plain += level([Launch("norm", 2 * e * n * o) for _, head, o in each if head])
+    outputs = e * n * sum(sizes.widths)
+    if instance.gated:
+        plain += [Launch("SwiGLU", 1.5 * outputs)]
+        outputs /= 2
+    between = 4 * n * (total + sum(sizes.widths))  # y and h in float32
+    factors = e * sum(r * o for r, o in adapted)
+    again = e * n * d * tiles(sum(sizes.widths), OUTPUTS) * BANDWIDTH_REACHED / CACHE_FACTOR
+    stored = d * sum(sizes.widths) * (instance.bits / 8 + 2 * e / instance.group_size)
+    late = max(0.0, again - stored)
+    kernel = [
+        Launch("product", e * d * (n + total) + between + late),
+        Launch("up", between + factors + outputs),
+    ]
+    return plain, kernel

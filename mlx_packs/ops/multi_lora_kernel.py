@@ -1,0 +1,343 @@
+"""The launches of kernels/multi_lora, checks against the reference, and what they cost."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ..runtime import dtype_name, mx
+from ._backend import Kernel, choose, table
+from ._check import Check, Instance, seeded
+from ._cost import Launch, casts, level
+from .grouped_lora import factor_dtype
+from .grouped_lora_kernel import (
+    DEPTH,
+    FEW_ROWS4,
+    UP_COLUMNS,
+    UP_THREADS,
+    check_widths,
+    down_chunk,
+    four,
+    rank_template,
+    row_tile,
+    unsupported,
+)
+from .multi_lora import OP, Arrays, reference
+from .tiling import tiles
+
+
+def _row_tiles(rows: int) -> int:
+    return tiles(rows, 4 * row_tile(rows))
+
+
+_DOWN = Kernel(
+    OP,
+    "multi_lora_down",
+    ("x", "pack", "a0", "a1", "a2", "a3", "sizes"),
+    ("h",),
+    "{shared} float4 tile[DEPTH * ROWS4];\n"
+    "multi_down<T, F, ROWS4, R0, R1, R2, R3>"
+    "(x, pack, a0, a1, a2, a3, sizes, h, tile, {group}, {thread});",
+    includes=("grouped_lora",),
+)
+
+
+@functools.cache
+def _up_kernel(ranks: tuple[int, ...]) -> Kernel:
+    """Return one line for each slice: groups along y are tiles of columns, slice after slice."""
+    lines = [
+        "{shared} float4 tile[TILE];",
+        "const int p = pack_of(pack, {group}.z, sizes[2]);",
+        "int first_tile = 0;",
+    ]
+    for i, rank in enumerate(ranks):
+        lines += [
+            f"const int tiles{i} = (sizes[{3 + i}] + UP_COLUMNS - 1) / UP_COLUMNS;",
+            f"if (int({{group}}.y) >= first_tile && int({{group}}.y) < first_tile + tiles{i})",
+            f"  multi_up_slice<T, F, ROWS4, {rank}, {sum(ranks)}>(y{i}, h, b{i}, scales{i}, p,"
+            f" sizes[0], sizes[1], {sum(ranks[:i])}, sizes[{3 + i}], out{i}, tile,"
+            " (int({group}.y) - first_tile) * UP_COLUMNS + int({thread}) * 4, {group}, {thread});",
+            f"first_tile += tiles{i};",
+        ]
+    slices = range(len(ranks))
+    inputs = [f"{name}{i}" for name in ("y", "b", "scales") for i in slices]
+    return Kernel(
+        OP,
+        f"multi_lora_up_{'_'.join(map(str, ranks))}",
+        (*inputs, "h", "pack", "sizes"),
+        tuple(f"out{i}" for i in slices),
+        "\n".join(lines),
+        UP_THREADS,
+        includes=("grouped_lora",),
+    )
+
+
+def compute(
+    x: mx.array,
+    outputs: Arrays,
+    lora_a: Arrays,
+    lora_b: Arrays,
+    scales: Arrays,
+    pack: mx.array,
+) -> list[mx.array]:
+    """Return `multi_lora` by a kernel, or by the reference where that is faster."""
+    backend = _backend_of(x, outputs, lora_a, lora_b)
+    if backend == "reference":
+        return reference(x, outputs, lora_a, lora_b, scales, pack)
+    return by_kernel(backend, x, outputs, lora_a, lora_b, scales, pack)
+
+
+def by_kernel(
+    backend: str,
+    x: mx.array,
+    outputs: Arrays,
+    lora_a: Arrays,
+    lora_b: Arrays,
+    scales: Arrays,
+    pack: mx.array,
+    chunk: int | None = None,
+) -> list[mx.array]:
+    """Return `multi_lora` by the kernels of a backend, whatever the cost model estimates.
+
+    ``chunk`` is the columns of x of one group, a multiple of DEPTH, where a check chooses them.
+    """
+    dtype = factor_dtype(x.dtype, [*lora_a, *lora_b])
+    factors = [v.astype(dtype) for v in (*lora_a, *lora_b)]
+    scales = [v.astype(mx.float32) for v in scales]
+    op = _differentiable(backend, chunk)
+    return list(op(x, pack.astype(mx.int32), *outputs, *factors, *scales))
+
+
+def _by_kind(values: Arrays) -> list[Arrays]:
+    """Return the outputs, A's, B's and scales of the slices."""
+    slices = len(values) // 4
+    return [values[k * slices : (k + 1) * slices] for k in range(4)]
+
+
+@functools.cache
+def _differentiable(backend: str, chunk: int | None) -> Callable[..., tuple[mx.array, ...]]:
+    """Return (x, pack, *outputs, *A, *B, *scales) to sums; the gradient is that of plain MLX."""
+
+    @mx.custom_function
+    def op(x: mx.array, pack: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
+        outputs, a, b, scales = _by_kind(rest)
+        h = _down(backend, x, a, pack, chunk)
+        return tuple(_up(backend, outputs, b, scales, pack, h))
+
+    @op.vjp
+    def op_vjp(primals: Arrays, cotangents: Arrays, _: Arrays) -> tuple[mx.array, ...]:
+        x, pack, *rest = primals
+
+        def plain(x: mx.array, *rest: mx.array) -> list[mx.array]:
+            return reference(x, *_by_kind(rest), pack)
+
+        _, (dx, *others) = mx.vjp(plain, [x, *rest], list(cotangents))
+        return (dx, mx.zeros_like(pack), *others)
+
+    return op
+
+
+def _down(backend: str, x: mx.array, a: Arrays, pack: mx.array, chunk: int | None) -> mx.array:
+    """Return h, [B, parts, T, sum(R)]: each part is the product over a chunk of D."""
+    sequences, rows, depth = x.shape
+    ranks = [v.shape[-1] for v in a]
+    chunk = chunk or down_chunk(sequences * _row_tiles(rows), depth)
+    parts = tiles(depth, chunk)
+    (h,) = _DOWN.launch(
+        backend,
+        [x, pack, *four(a, a[0]), table((rows, depth, chunk, a[0].shape[0]))],
+        {"T": x.dtype, "F": a[0].dtype, "ROWS4": row_tile(rows), **rank_template(ranks)},
+        (_row_tiles(rows), parts, sequences),
+        [((sequences, parts, rows, sum(ranks)), mx.float32)],
+    )
+    return h
+
+
+def _up(
+    backend: str, outputs: Arrays, b: Arrays, scales: Arrays, pack: mx.array, h: mx.array
+) -> list[mx.array]:
+    sequences, parts, rows, _ = h.shape
+    ranks = tuple(v.shape[1] for v in b)
+    widths = [y.shape[-1] for y in outputs]
+    return _up_kernel(ranks).launch(
+        backend,
+        [*outputs, *b, *scales, h, pack, table((rows, parts, b[0].shape[0], *widths))],
+        {
+            "T": outputs[0].dtype,
+            "F": b[0].dtype,
+            "ROWS4": row_tile(rows),
+            "TILE": max(ranks) * row_tile(rows),
+        },
+        (_row_tiles(rows), sum(tiles(width, UP_COLUMNS) for width in widths), sequences),
+        [(y.shape, y.dtype) for y in outputs],
+    )
+
+
+class Compiled(NamedTuple):
+    """The parameters for which one program is compiled."""
+
+    dtype: mx.Dtype
+    factors: mx.Dtype
+    ranks: tuple[int, ...]
+    row_tile: int  # in fours
+
+
+class Sizes(NamedTuple):
+    """The sizes on which the cost depends besides the rows."""
+
+    sequences: int
+    inputs: int
+    widths: tuple[int, ...]
+    packs: int
+
+
+def _backend_of(x: mx.array, outputs: Arrays, lora_a: Arrays, lora_b: Arrays) -> str:
+    if any(y.dtype != x.dtype for y in outputs):
+        return "reference"
+    sequences, rows, depth = x.shape
+    ranks = tuple(a.shape[-1] for a in lora_a)
+    packs, widths = lora_a[0].shape[0], tuple(y.shape[-1] for y in outputs)
+    factors = factor_dtype(x.dtype, [*lora_a, *lora_b])
+    instance = Compiled(x.dtype, factors, ranks, row_tile(rows))
+    sizes = Sizes(sequences, depth, widths, packs)
+    return choose(
+        OP,
+        instance,
+        rows,
+        sizes,
+        lambda backend: checks(backend, *instance),
+        lambda: plans(x.dtype.size, lora_a[0].dtype.size, (sequences, rows), sizes, ranks),
+        unsupported(ranks),
+    )
+
+
+def checks(
+    backend: str, dtype: mx.Dtype, factors: mx.Dtype, ranks: tuple[int, ...], rows4: int
+) -> list[Check]:
+    """Return small inputs with tails in rows and columns, exact and random, for one instance.
+
+    A group takes two tiles of the columns of x in one of them, and three in the other.
+    """
+    few, more = (1, 4) if rows4 == FEW_ROWS4 else (4 * rows4 + 3, 4 * rows4 + 2)
+    sizes = (3, ranks, check_widths(ranks), factors)
+    aligned, unaligned = 2 * DEPTH + 44, 2 * DEPTH + 46
+    two_tiles = Workload((2, -1, 0), few, aligned, *sizes, chunk=2 * DEPTH)
+    three_tiles = Workload((2, -1, 0), more, unaligned, *sizes, chunk=3 * DEPTH)
+    return [
+        check_of(backend, dtype, two_tiles, exact=True),
+        check_of(backend, dtype, three_tiles, exact=False),
+    ]
+
+
+class Workload(NamedTuple):
+    """Sequences that use these packs, and the sizes of all arrays."""
+
+    pack: tuple[int, ...]
+    rows: int
+    depth: int
+    packs: int
+    ranks: tuple[int, ...]
+    widths: tuple[int, ...]
+    factors: mx.Dtype = mx.float32
+    chunk: int | None = None
+
+
+def check_of(backend: str, dtype: mx.Dtype, workload: Workload, exact: bool) -> Check:
+    """Return seeded inputs of a workload; every scale is a power of two.
+
+    ``pack`` and ``scales`` are long enough for kernels to read them in place.
+    """
+    pack, rows, depth, packs, ranks, widths, factors, chunk = workload
+    s, sequences = len(ranks), len(pack)
+    index = mx.array([*pack, *[-1] * (8 - sequences)], dtype=mx.int32)
+
+    def kernel(x: mx.array, *rest: mx.array) -> list[mx.array]:
+        return by_kernel(backend, x, *_by_kind(rest), index, chunk)
+
+    def plain(x: mx.array, *rest: mx.array) -> list[mx.array]:
+        return reference(x, *_by_kind(rest), index)
+
+    shapes = [(sequences, rows, depth), *((sequences, rows, width) for width in widths)]
+    shapes += [(packs, depth, rank) for rank in ranks]
+    shapes += [(packs, rank, width) for rank, width in zip(ranks, widths, strict=True)]
+    drawn = seeded(shapes, exact)
+    drawn = [v.astype(dtype if i <= s else factors) for i, v in enumerate(drawn)]
+    drawn += [mx.array([2.0 ** ((i + p) % 4 - 1) for p in range(max(packs, 8))]) for i in range(s)]
+    name = f"{'exact' if exact else 'random'} {sequences} x {rows} x {depth}"
+    return Check(name, kernel, plain, drawn, exact)
+
+
+def instances() -> list[Instance]:
+    """Return instances of q, k, v of Qwen3-4B at rank 16 with 4 packs: decode and prefill."""
+    return [
+        _instance(dtype, sequences, rows)
+        for dtype in (mx.float32, mx.bfloat16, mx.float16)
+        for sequences, rows in ((1, 1), (8, 1), (64, 1), (4, 128))
+    ]
+
+
+def _instance(dtype: mx.Dtype, sequences: int, rows: int) -> Instance:
+    ranks, widths, packs = (16, 16, 16), (4096, 1024, 1024), 4
+    workload = Workload(
+        tuple(b % packs for b in range(sequences)), rows, 2560, packs, ranks, widths, dtype
+    )
+    return Instance(
+        OP,
+        f"{dtype_name(dtype)} rank 16 2560 to 4096/1024/1024 sequences {sequences} rows {rows}",
+        (
+            Compiled(dtype, dtype, ranks, row_tile(rows)),
+            rows,
+            Sizes(sequences, 2560, widths, packs),
+        ),
+        lambda backend: checks(backend, dtype, dtype, ranks, row_tile(rows)),
+        lambda backend: check_of(backend, dtype, workload, exact=False),
+    )
+
+
+PLAIN_TILE = 64  # rows that share one read of a factor in MLX's gathered product; assumed
+
+
+def plans(
+    itemsize: int,
+    factor_itemsize: int,
+    shape: tuple[int, int],
+    sizes: Sizes,
+    ranks: Sequence[int],
+) -> tuple[list[Launch], list[Launch]]:
+    """Return launches of plain MLX and of the kernels, forward; every sequence has a pack.
+
+    ``shape`` is of x: sequences and rows. ``scales`` and ``pack`` are taken to need no copy.
+    """
+    (sequences, rows), (_, d, widths, packs) = shape, sizes
+    e, f, total = itemsize, factor_itemsize, sum(ranks)
+    n, used = sequences * rows, min(sequences, packs)
+    pairs = list(zip(ranks, widths, strict=True))
+    reads = sequences * tiles(rows, PLAIN_TILE)
+
+    def gathered(what: str, depth: int, columns: int) -> Launch:
+        area = depth * columns
+        moved = f * (n * (depth + columns) + used * area)
+        return Launch(what, moved, 2 * n * area, f * reads * area, matmul=True)
+
+    half = e if f == 4 else 4  # with factors as narrow as x nothing is cast
+    first = [Launch("index of packs: max", 16 * sequences), *casts("cast x", half, [n * d])]
+    index = [Launch("index of packs: equal", 16 * sequences)]
+    index += [Launch("scales of packs", 12 * sequences)] * len(pairs)
+    steps = [
+        first,
+        [Launch("index of packs: min", 16 * sequences)],
+        [gathered("x A", d, r) for r in ranks] + index,
+        [Launch("scale it", 2 * f * n * r) for r in ranks],
+        [gathered("h B", r, o) for r, o in pairs],
+        casts("cast delta", half, [n * o for o in widths]),
+        [Launch("add", 3 * e * n * o) for o in widths],
+        [Launch("keep rows without a pack", 3 * e * n * o) for o in widths],
+    ]
+    area = sum(r * o for r, o in pairs)
+    row_tiles = sequences * _row_tiles(rows)
+    computed = row_tiles * 4 * row_tile(rows)  # rows, with those of no use in a tile of four
+    hidden = 4 * tiles(d, down_chunk(row_tiles, d)) * n * total
+    moved = e * n * d + f * used * d * total + hidden
+    down = Launch("down", moved, 2 * computed * d * total, f * row_tiles * d * total)
+    moved = 2 * e * n * sum(widths) + f * used * area + hidden
+    up = Launch("up", moved, 2 * computed * area, f * row_tiles * area)
+    return [launch for step in steps for launch in level(step)], [down, up]

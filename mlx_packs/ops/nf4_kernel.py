@@ -1,0 +1,286 @@
+"""The launches of kernels/nf4, checks against the reference, and what they cost."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ..runtime import dtype_name, mx
+from ._backend import THREADS, Kernel, choose, table
+from ._check import Check, Instance, normal, sparse_signs
+from ._cost import Launch, casts, product
+from .blockwise import dynamic_map, nearest
+from .nf4 import NESTED_BLOCK_SIZE, OP, NF4Weight, level_table, quantize, reference_dequantize
+from .nf4 import product as nf4_product
+from .tiling import tiles
+
+LANES = 32  # of a simdgroup, of a warp
+# As MLX's own quantized matrix-vector product: small groups, so that 1024 outputs fill all cores,
+# and 4 outputs a simdgroup, so that x is loaded once for 4.
+MATVEC_THREADS, MATVEC_OUTPUTS = 64, 4
+ROW_TILES = (1, 2, 4, 8)  # rows that share an unpacked word
+MATVEC_ROWS = 16  # at 24 a dense weight and MLX's product cost the same, by the cost model of Macs
+UNPACK_FLOPS = 6  # shift, mask, look up; each costs as much as a multiply-add
+
+
+def _row_tile(rows: int) -> int:
+    return next((tile for tile in ROW_TILES if rows <= tile), ROW_TILES[-1])
+
+
+def _word_dtype(depth: int) -> mx.Dtype:
+    """Return the word that codes are read by: 8 codes where rows begin at a word, else 2."""
+    return mx.uint32 if depth % 8 == 0 else mx.uint8
+
+
+_INPUTS = ("weight", "absmax", "map", "nested", "offset", "levels", "sizes")
+_ARGUMENTS = "weight, absmax, map, nested, offset, levels, sizes"
+
+
+_DEQUANTIZE = Kernel(  # one word of codes a thread
+    OP,
+    "nf4_dequantize",
+    _INPUTS,
+    ("w",),
+    "{shared} float table[LEVELS];\n"
+    f"dequantize<T, W, A, BLOCK>({_ARGUMENTS}, w, table,"
+    f" {{group}}.x * {THREADS} + {{thread}}, {{thread}});",
+)
+_MATVEC = Kernel(
+    OP,
+    "nf4_matvec",
+    ("x", *_INPUTS),
+    ("y",),
+    "{shared} float table[LEVELS];\n"
+    f"matvec<T, W, A, BLOCK, ROWS, {MATVEC_OUTPUTS}, {MATVEC_THREADS}>"
+    f"(x, {_ARGUMENTS}, y, table, {{group}}, {{thread}});",
+    MATVEC_THREADS,
+)
+
+
+def compute_dequantize(weight: NF4Weight, dtype: mx.Dtype) -> mx.array:
+    """Return `dequantize` by a kernel, or by the reference where that is faster."""
+    backend = _dequantize_backend(weight, dtype)
+    if backend == "reference":
+        return reference_dequantize(weight, dtype)
+    return _dequantized(backend, weight, dtype)
+
+
+def matvec_of(x: mx.array, weight: NF4Weight) -> Callable[[mx.array], mx.array] | None:
+    """Return the kernel for a product with as few rows as x has; None where there is none."""
+    backend = _matvec_backend(x, weight)
+    return None if backend == "reference" else functools.partial(_matvec, backend, weight)
+
+
+def _dequantized(backend: str, weight: NF4Weight, dtype: mx.Dtype) -> mx.array:
+    inputs, template = _kernel_inputs(weight, dtype)
+    words = inputs[0].size
+    (w,) = _DEQUANTIZE.launch(
+        backend,
+        [*inputs, table((words,))],
+        template,
+        (tiles(words, THREADS), 1, 1),
+        [(weight.shape, dtype)],
+    )
+    return w
+
+
+def _matvec(backend: str, weight: NF4Weight, x: mx.array) -> mx.array:
+    rows, (outputs, depth) = x.shape[0], weight.shape
+    inputs, template = _kernel_inputs(weight, x.dtype)
+    tile = _row_tile(rows)
+    outputs_of_group = MATVEC_OUTPUTS * MATVEC_THREADS // LANES
+    (y,) = _MATVEC.launch(
+        backend,
+        [x, *inputs, table((rows, depth, outputs))],
+        {**template, "ROWS": tile},
+        (tiles(outputs, outputs_of_group), tiles(rows, tile), 1),
+        [((rows, outputs), x.dtype)],
+    )
+    return y
+
+
+def _kernel_inputs(weight: NF4Weight, dtype: mx.Dtype) -> tuple[list[mx.array], dict]:
+    """Return the inputs of both kernels but the sizes, and their template arguments."""
+    word = _word_dtype(weight.shape[1])
+    nested, offset = dynamic_map(), dynamic_map()  # without double quantization they are not read
+    if weight.double_quant:
+        nested, offset = weight.nested_absmax, weight.offset
+    inputs = [weight.weight.flatten().view(word), weight.absmax, dynamic_map(), nested, offset]
+    template = {"T": dtype, "W": word, "A": weight.absmax.dtype, "BLOCK": weight.block_size}
+    return [*inputs, level_table()], template
+
+
+class Compiled(NamedTuple):
+    """The parameters for which one program is compiled."""
+
+    kernel: str
+    dtype: mx.Dtype
+    word: mx.Dtype
+    block: int
+    double_quant: bool
+    row_tile: int = 0
+
+
+class Sizes(NamedTuple):
+    """The sizes on which the cost depends besides the rows."""
+
+    weight: tuple[int, int]
+
+
+def _dequantize_backend(weight: NF4Weight, dtype: mx.Dtype) -> str:
+    if weight.weight.size == 0:
+        return "reference"
+    form = weight.block_size, weight.double_quant
+    instance = Compiled("dequantize", dtype, _word_dtype(weight.shape[1]), *form)
+    return choose(
+        OP,
+        instance,
+        weight.shape[0],
+        Sizes(weight.shape),
+        lambda backend: checks(backend, *instance[1:5], rows=MATVEC_ROWS + 1),
+        lambda: dequantize_plans(dtype.size, weight.shape, *form),
+    )
+
+
+def _matvec_backend(x: mx.array, weight: NF4Weight) -> str:
+    if x.size == 0 or weight.weight.size == 0:
+        return "reference"
+    rows = x.size // x.shape[-1]
+    if rows > MATVEC_ROWS:
+        return "reference"
+    tile = _row_tile(rows)
+    rows_of_check = tile + 3 if tile == ROW_TILES[-1] else tile  # a second tile, with a tail
+    form = weight.block_size, weight.double_quant
+    instance = Compiled("matvec", x.dtype, _word_dtype(weight.shape[1]), *form, tile)
+    return choose(
+        OP,
+        instance,
+        rows,
+        Sizes(weight.shape),
+        lambda backend: checks(backend, *instance[1:5], rows=rows_of_check),
+        lambda: matvec_plans(x.dtype.size, rows, weight.shape, *form),
+    )
+
+
+def checks(
+    backend: str, dtype: mx.Dtype, word: mx.Dtype, block_size: int, double_quant: bool, rows: int
+) -> list[Check]:
+    """Return small inputs with tails in all directions and blocks across rows."""
+    depth = 264 + (0 if word == mx.uint32 else 2)
+    outputs = tiles((NESTED_BLOCK_SIZE + 1) * block_size, depth) | 1  # two nested blocks, a tail
+    shape = (dtype, rows, depth, outputs, block_size, double_quant)
+    return [check_of(backend, *shape, exact) for exact in (True, False)]
+
+
+def check_of(
+    backend: str,
+    dtype: mx.Dtype,
+    rows: int,
+    depth: int,
+    outputs: int,
+    block_size: int,
+    double_quant: bool,
+    exact: bool,
+) -> Check:
+    """Return a seeded weight of these sizes and rows of x; exact ones have levels -1, 0 and 1."""
+    drawn = _drawn_weight(outputs, depth, block_size, double_quant, exact)
+    matvec = functools.partial(_matvec, backend, drawn) if rows <= MATVEC_ROWS else None
+
+    def by_kernel(x: mx.array) -> list[mx.array]:
+        return [nf4_product(x, drawn, matvec, functools.partial(_dequantized, backend))]
+
+    def by_reference(x: mx.array) -> list[mx.array]:
+        return [x @ reference_dequantize(drawn, x.dtype).T]
+
+    x = (sparse_signs if exact else normal)((rows, depth), 0).astype(dtype)
+    name = f"{'exact' if exact else 'random'} {rows} x {depth} to {outputs}"
+    return Check(name, by_kernel, by_reference, [x], exact)
+
+
+def _drawn_weight(
+    outputs: int, depth: int, block_size: int, double_quant: bool, exact: bool
+) -> NF4Weight:
+    if not exact:
+        return quantize(normal((outputs, depth), 1), block_size, double_quant)
+    signs = sparse_signs((outputs, depth), 1)
+    quantized = quantize(signs, block_size, double_quant=False)
+    blocks = quantized.absmax.size
+    powers = 2.0 ** (mx.arange(blocks) % 3)
+    if not double_quant:
+        return NF4Weight(quantized.weight, powers, block_size=block_size)
+    values = mx.arange(blocks) % 2  # of the map: 0 or 1
+    codes = nearest(values.astype(mx.float32), dynamic_map())
+    nested = 2.0 ** (mx.arange(tiles(blocks, NESTED_BLOCK_SIZE)) % 3)
+    return NF4Weight(quantized.weight, codes, nested, mx.array([2.0]), block_size)
+
+
+def instances() -> list[Instance]:
+    """Return instances of the q projection of Qwen3-4B, 2560 to 4096: one row, and 512."""
+    return [
+        instance_of(dtype, rows, (4096, 2560), 64, double_quant)
+        for dtype in (mx.float32, mx.bfloat16, mx.float16)
+        for double_quant in (False, True)
+        for rows in (1, 512)
+    ]
+
+
+def instance_of(
+    dtype: mx.Dtype, rows: int, shape: tuple[int, int], block_size: int, double_quant: bool
+) -> Instance:
+    """Return the instance of a product with a weight [O, D]: by `matvec`, or dequantized."""
+    outputs, depth = shape
+    form = (dtype, _word_dtype(depth), block_size, double_quant)
+    many = rows > MATVEC_ROWS
+    compiled = Compiled("dequantize", *form)
+    if not many:
+        compiled = Compiled("matvec", *form, _row_tile(rows))
+    kind = "nf4 double" if double_quant else "nf4"
+    sizes = (rows, depth, outputs, block_size, double_quant)
+    return Instance(
+        OP,
+        f"{dtype_name(dtype)} {kind} {depth} to {outputs} rows {rows}",
+        (compiled, outputs if many else rows, Sizes(shape)),
+        lambda backend: checks(backend, *form, min(rows, MATVEC_ROWS + 1)),
+        lambda backend: check_of(backend, dtype, *sizes, exact=False),
+        trains=many,
+    )
+
+
+def dequantize_plans(
+    itemsize: int, shape: tuple[int, int], block_size: int, double_quant: bool
+) -> tuple[list[Launch], list[Launch]]:
+    """Return launches that dequantize the weight: of plain MLX, and the kernel."""
+    n = shape[0] * shape[1]
+    blocks = tiles(n, block_size)
+    plain = []
+    if double_quant:
+        plain += [
+            Launch("look up absmax", 5 * blocks),
+            Launch("times nested absmax", 8 * blocks),
+            Launch("add offset", 8 * blocks),
+        ]
+    plain += [Launch("look up levels", 4.5 * n), Launch("times absmax", 8 * n + 4 * blocks)]
+    plain += casts("cast", itemsize, [n])
+    stored = _quantized_bytes(n, block_size, double_quant)
+    return plain, [Launch("dequantize", stored + itemsize * n, (UNPACK_FLOPS + 2) * n)]
+
+
+def matvec_plans(
+    itemsize: int, rows: int, shape: tuple[int, int], block_size: int, double_quant: bool
+) -> tuple[list[Launch], list[Launch]]:
+    """Return launches of a product with few rows: by a dense weight, and by the matvec kernel."""
+    outputs, depth = shape
+    n = outputs * depth
+    dense = dequantize_plans(itemsize, shape, block_size, double_quant)[1]
+    dense += [product("MLX's product", itemsize, rows, depth, outputs)]
+    row_tiles, tile = tiles(rows, _row_tile(rows)), _row_tile(rows)
+    stored = _quantized_bytes(n, block_size, double_quant)
+    x = itemsize * rows * depth
+    flops = row_tiles * (UNPACK_FLOPS + 2 * tile) * n
+    again = row_tiles * stored + tiles(outputs, MATVEC_OUTPUTS) * x
+    return dense, [Launch("matvec", stored + x + itemsize * rows * outputs, flops, again)]
+
+
+def _quantized_bytes(n: int, block_size: int, double_quant: bool) -> float:
+    blocks = tiles(n, block_size)
+    absmax = blocks + 4 * tiles(blocks, NESTED_BLOCK_SIZE) if double_quant else 4 * blocks
+    return n / 2 + absmax
