@@ -4,13 +4,14 @@ Rates of the table are the makers' figures, Apple's for the largest GPU that a n
 was measured on this machine (`measure`) is preferred to them.
 """
 
+import importlib
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from types import ModuleType
 
-from . import measurements
 from .runtime import mx, on_cpu
 
 # Shares of nominal rates that programs reach: copies 0.70 to 0.85 (locara.dev), products of MLX and
@@ -18,6 +19,7 @@ from .runtime import mx, on_cpu
 BANDWIDTH_REACHED = 0.75
 MATMUL_REACHED = 0.70
 
+STORE = "mlx_packs.measurements"  # of rates; reads and writes files, so it is imported when used
 _KIND = "rates"
 _RATES = ("copied_gb_s", "float32_tflops", "float16_tflops", "bfloat16_tflops", "launch_us")
 _NATIVE = 0.8  # of the rate of float16 that products in bfloat16 reach where it is native
@@ -117,7 +119,7 @@ def chip_here() -> Chip:
 
 def known_chip() -> Chip | None:
     """Return this machine's device, measured before or by the table; None if neither is known."""
-    rates = measurements.recall(_KIND, {"name": _name()}) or {}
+    rates = _store().recall(_KIND, {"name": _name()}) or {}
     return _measured(**rates) if rates.keys() == set(_RATES) else chip()
 
 
@@ -125,7 +127,7 @@ def measure() -> Chip:
     """Measure the rates of MLX's default device, and remember them for `chip_here`."""
     products = [_product_tflops(dtype) for dtype in (mx.float32, mx.float16, mx.bfloat16)]
     rates = dict(zip(_RATES, [_copied_gb_s(), *products, _launch_us()], strict=True))
-    measurements.remember(_KIND, {"name": _name()}, rates)
+    _store().remember(_KIND, {"name": _name()}, rates)
     chip_here.cache_clear()
     return _measured(**rates)
 
@@ -202,6 +204,10 @@ def _seconds(compute: Callable[[], list[mx.array]]) -> float:
         mx.eval(compute())
         seconds.append(time.perf_counter() - start)
     return min(seconds)
+
+
+def _store() -> ModuleType:
+    return importlib.import_module(STORE)
 
 
 def _name() -> str:

@@ -13,8 +13,7 @@ from ..nn.blocks import grouped_class
 from ..nn.experts import is_switch_linear
 from ..nn.quantized import EMBEDDINGS, LINEARS, NF4
 from ..runtime import mx
-from .quantization import is_named
-from .shapes import Geometry, GeometryError, Group, Heads, check_num_layers
+from .shapes import Geometry, GeometryError, Group, Heads, check_num_layers, is_named
 
 # Projections of a grouped block: all but the last read the block's input and form one group, the
 # last is a group of its own. Any other linear is a group of its own, too.

@@ -11,7 +11,7 @@ from ..nn.quantized import NF4, replace_modules
 from ..ops.nf4 import BLOCK_SIZES, NF4Weight
 from ..runtime import mx
 from .files import quantization_name, stored_quantization
-from .quantization import is_named
+from .shapes import is_named
 from .weight_formats import FORMATS, format_of
 
 Weights = dict[str, mx.array]

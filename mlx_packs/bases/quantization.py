@@ -11,6 +11,7 @@ import mlx.nn as nn
 
 from ..errors import PackError, did_you_mean
 from ..runtime import mx
+from .shapes import is_named
 from .weight_formats import AFFINE_BITS, MLXFormat, NF4Format, WeightFormat
 
 _SAMPLED = 1 << 16  # weights of a tensor whose rounding is measured
@@ -79,11 +80,6 @@ class QuantizeOptions:
             "format": self.layout,
             "max_shard_gb": self.max_shard_gb,
         }
-
-
-def is_named(path: str, name: str) -> bool:
-    """Return whether a module at ``path`` is called so: by its whole path or the end of it."""
-    return path == name or path.endswith("." + name)
 
 
 def check_names(options: QuantizeOptions, paths: Collection[str]) -> None:

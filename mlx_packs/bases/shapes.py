@@ -97,3 +97,8 @@ def check_num_layers(num_layers: int, blocks: int) -> None:
         raise PackError(
             f"--num-layers {num_layers}: the base has only {blocks} blocks.", "mismatch"
         )
+
+
+def is_named(path: str, name: str) -> bool:
+    """Return whether a module at ``path`` is called so: by its whole path or the end of it."""
+    return path == name or path.endswith("." + name)

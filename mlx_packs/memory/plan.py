@@ -13,8 +13,7 @@ from mlx.utils import tree_flatten
 
 from ..adapters.method import find_method
 from ..adapters.targets import plan_specs
-from ..bases.quantization import is_named
-from ..bases.shapes import Geometry, Group, check_num_layers
+from ..bases.shapes import Geometry, Group, check_num_layers, is_named
 from ..config.choices import POLICIES, TASKS
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig

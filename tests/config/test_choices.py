@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mlx_packs import chips
 from mlx_packs.adapters import lora
 from mlx_packs.config import choices
 from mlx_packs.ops import dispatch
@@ -59,6 +60,7 @@ LATE_NAMES = {  # of what is imported when it is used
     *(facts.code for facts in choices.METHODS.values()),
     *dispatch.KERNELS.values(),
     lora.FOR_MERGE,
+    chips.STORE,
 }
 
 
