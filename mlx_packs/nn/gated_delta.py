@@ -72,11 +72,6 @@ def _in_training(layer: type[nn.Module]) -> type[nn.Module]:
     return GatedDelta
 
 
-def has_gated_delta(model: nn.Module) -> bool:
-    """Return whether a model has layers with the gated delta rule."""
-    return any(_home(module) is not None for module in model.modules())
-
-
 def gated_delta_layer(module: nn.Module) -> nn.Module | None:
     """Return a layer with the same parameters that trains by chunks; None if it is no such layer."""
     if _home(module) is None:

@@ -89,8 +89,11 @@ def summary() -> str:
 
 
 def _span(rows: list[int]) -> str:
-    low, high = min(rows), max(rows)
-    return f"{low:,} rows" if low == high else f"{low:,} to {high:,} rows"
+    low = min(rows)
+    high = max(rows)
+    if low == high:
+        return f"{low:,} rows"
+    return f"{low:,} to {high:,} rows"
 
 
 def _words(value: object) -> str:
@@ -164,7 +167,10 @@ def _loss(name: str, call: Call, plans: Plans) -> str | None:
     """Return why plain MLX is faster for a call, by a measurement or else the cost model."""
     if (times := measured(name, call)) is not None:
         kernel, plain = times
-        return None if kernel < plain else f"{plain:.0f} us, kernel {kernel:.0f} us (measured)"
+        if kernel < plain:
+            return None
+        return f"{plain:.0f} us, kernel {kernel:.0f} us (measured)"
+
     chip = chip_here()
     plain, kernel = (1e6 * seconds(plan, chip) for plan in plans())
     if kernel <= MARGIN * plain:

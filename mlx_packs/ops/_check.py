@@ -59,7 +59,8 @@ def examine(check: Check) -> Finding:
     computed = outputs_and_gradients(check.kernel, check.inputs)
     plain = outputs_and_gradients(check.reference, check.inputs)
     mx.eval(computed, plain)
-    worst, fault = 0.0, None
+    worst = 0.0
+    fault = None
     roundings = 8 * max(_rounding(v.dtype) for v in check.inputs if v.dtype in _FLOATS)
     with mx.stream(mx.cpu):  # GPUs have no float64
         doubles = [v.astype(mx.float64) if v.dtype in _FLOATS else v for v in check.inputs]
@@ -77,7 +78,8 @@ def examine(check: Check) -> Finding:
             if not error <= allowed:  # NaN too
                 off = f"{check.name}: {name} is off by {error:.1e}, allowed {allowed:.1e}"
                 fault = fault or off
-            worst = error if not error <= worst else worst
+            if not error <= worst:
+                worst = error
     return Finding(worst, fault)
 
 

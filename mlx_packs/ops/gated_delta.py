@@ -23,7 +23,6 @@ from . import dispatch
 
 CHUNK = 64  # tokens of a chunk, a power of two
 SEGMENT_BYTES = 512 << 20  # that a segment may have in flight
-MLX_SINCE = "0.32.4"  # which has mx.fast.gated_delta_update with a gradient
 _STEP_STATES = 5  # arrays of a state's size that autodiff keeps of a token
 
 Arrays = Sequence[mx.array]

@@ -11,7 +11,7 @@ from ..chips import chip_here
 from . import _backend
 from ._check import Check, normal
 from ._cost import Launch
-from .gated_delta import CHUNK, MLX_SINCE, Sizes, reference, widened
+from .gated_delta import CHUNK, Sizes, reference, widened
 
 
 class _Instance(NamedTuple):
@@ -39,8 +39,6 @@ def choose(sizes: Sizes) -> str:
 
 def _unsupported(instance: _Instance) -> str | None:
     """Return why MLX has no kernel for a call."""
-    if not hasattr(mx.fast, "gated_delta_update"):
-        return f"needs MLX {MLX_SINCE}"
     return None if has_fused_gradient(*instance) else "MLX has no kernel for these heads"
 
 
@@ -50,7 +48,7 @@ def has_fused_gradient(key_heads: int, value_heads: int, key_width: int, value_w
 
     The graph of a gradient is laid out, not computed: its primitives tell.
     """
-    if runtime.on_cpu() or not hasattr(mx.fast, "gated_delta_update"):
+    if runtime.on_cpu():
         return False
     q = mx.zeros((1, 2, key_heads, key_width))
     v = mx.zeros((1, 2, value_heads, value_width))

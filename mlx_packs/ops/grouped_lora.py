@@ -117,12 +117,13 @@ def with_deltas(
                 continue
             h = next(remaining).astype(y.dtype)
             flat = parts[j].reshape(-1, layout.widths[i])
-            b, alpha = lora_b[i], scales[i]
-            few = h.shape[0] <= MOST_ROWS
-            if alpha != 1 and not (
-                on_cpu() or few
-            ):  # the gradient of ``alpha`` would be a pass over all of dy
-                b, alpha = alpha * b, 1.0
+            b = lora_b[i]
+            alpha = scales[i]
+            is_small = on_cpu() or h.shape[0] <= MOST_ROWS
+            if alpha != 1 and not is_small:  # the gradient of ``alpha`` would read all of dy
+                b = alpha * b
+                alpha = 1.0
+
             delta = mx.addmm(flat, h, b.astype(y.dtype), alpha=alpha)
             parts[j] = delta.reshape(*y.shape[:-1], layout.widths[i])
         summed.append(parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1))

@@ -219,7 +219,7 @@ def _weights(logits: mx.array, at: mx.array) -> tuple[mx.array, mx.array, mx.arr
     The reference is the largest logit. Where MLX fuses the cross-entropy (of any targets ``at``),
     which reads the logits once, it is their logsumexp, and the sum is 1 (in float16 more).
     """
-    if on_cpu() or not hasattr(mx.fast, "cross_entropy"):
+    if on_cpu():
         logits = logits.astype(mx.float32)
         largest = logits.max(axis=-1, keepdims=True)
         weights = exp(logits - largest)

@@ -3,10 +3,7 @@
 from collections.abc import Mapping
 
 from ..bases.precision import ComputeDtype, choose_compute_dtype
-from ..config.choices import architecture_of
 from ..errors import Float16Overflow
-from ..nn.gated_delta import has_gated_delta
-from ..ops import features
 from ..packs.base import Base
 from ..runtime import mx
 from .checkpoint import has_loss_scale
@@ -50,12 +47,3 @@ def check_forward(base: Base, tokens: list[int]) -> None:
     logits = base.model(mx.array([tokens[:_PROBED]]))
     if not mx.isfinite(logits).all().item():
         raise Float16Overflow("the forward pass overflows")
-
-
-def say_what_mlx_lacks(base: Base, run: Run) -> None:
-    """Show which kernels of a newer MLX a run on a GPU goes without."""
-    if architecture_of(base.config["model_type"]) != "decoder":
-        return
-    recurrent = (features.GATED_DELTA,) if has_gated_delta(base.model) else ()
-    if line := features.missing((features.ATTENTION, features.CROSS_ENTROPY, *recurrent)):
-        run.display.line("mlx", line)

@@ -55,7 +55,7 @@ from .observers.trackers import check_report_to
 from .on_nan import OnNan
 from .phases import columns_of, left_out_rows, resolve_phases
 from .planning import MemoryChoice, check_headers, fit_into_memory, matmul_paths_by_name
-from .precision import run_dtype, say_what_mlx_lacks, show_dtype
+from .precision import run_dtype, show_dtype
 from .ranks import (
     check_alike,
     check_examples,
@@ -298,7 +298,6 @@ def _open_base(run: Run, task: Task) -> tuple[Base, ComputeDtype]:
     find_method(train.method).check(base, train.matmul_path)
     run.display.line("base", base.summary())
     show_dtype(run, dtype)
-    say_what_mlx_lacks(base, run)
     return base, dtype
 
 

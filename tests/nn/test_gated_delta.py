@@ -9,7 +9,7 @@ from mlx.utils import tree_flatten
 from mlx_packs.adapters.lora import attach
 from mlx_packs.config.schema import LoRAConfig
 from mlx_packs.nn import gated_delta as layers
-from mlx_packs.nn.gated_delta import gated_delta_layer, has_gated_delta
+from mlx_packs.nn.gated_delta import gated_delta_layer
 from mlx_packs.ops import dispatch
 from mlx_packs.ops.gated_delta import reference
 from mlx_packs.runtime import mx
@@ -104,9 +104,3 @@ def test_a_layer_that_fails_leaves_mlx_lm_as_it_was(monkeypatch):
     with pytest.raises(ValueError):
         layer(mx.zeros((1, 4, 3)))
     assert home.gated_delta_update is theirs
-
-
-def test_other_families_have_no_such_layer():
-    assert has_gated_delta(build("qwen3_next")[0])
-    for family in ("qwen3", "mamba2"):
-        assert not has_gated_delta(build(family)[0])

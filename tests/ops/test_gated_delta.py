@@ -177,12 +177,6 @@ def test_checks_pass_for_the_loop_itself():
     assert first_fault(gated_delta_kernel._checks(instance, "metal")) is None
 
 
-def test_an_older_mlx_has_no_kernel(on_metal, monkeypatch):
-    monkeypatch.delattr(mx.fast, "gated_delta_update")
-    assert "0.32.4" in gated_delta_kernel._unsupported(gated_delta_kernel._Instance(*QWEN[2:]))
-    check_against_loop(gated_delta.gated_delta, inputs_of(SHAPES["part_of_a_chunk"]))
-
-
 def test_a_cpu_has_no_fused_gradient():
     gated_delta_kernel.has_fused_gradient.cache_clear()
     assert not gated_delta_kernel.has_fused_gradient(16, 32, 128, 128)
