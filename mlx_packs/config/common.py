@@ -1,35 +1,246 @@
-"""The settings of `TrainConfig` that come first, in this order."""
+"""The settings of a run that all tasks have."""
 
 from dataclasses import dataclass
+from functools import partial
 
-from .fields import Settings
+from .choices import MATMUL_PATHS, METHODS, POLICIES, TASKS, WEIGHT_FORMATS
+from .fields import Settings, option
+
+_data = partial(option, section="Model and data")
+_optimization = partial(option, section="Optimization")
+_schedule = partial(_optimization, phase=True, own_layers="optimizer")
+_step = partial(_optimization, own_layers="step")
+_memory = partial(option, section="Memory and speed")
+_evaluation = partial(option, section="Evaluation and gates", resumable=True)
+_gate = partial(_evaluation, above=0)
+_output = partial(option, section="Output")
+_kept = partial(_output, resumable=True, disk=True)
+_machines = partial(option, section="Several machines", resumable=True)
 
 
 @dataclass(frozen=True, repr=False)
-class CommonSettings(Settings):
-    """Names and order of the common settings; subclasses declare their facts.
+class CommonConfig(Settings):
+    """Settings that all tasks have; ``iters`` counts batches, as in mlx-lm."""
 
-    A dataclass has the fields of its bases first: without this one, those of single tasks.
-    """
-
-    task: str
-    method: str
-    iters: int
-    epochs: float | None
-    learning_rate: float
-    batch_size: int
-    max_seq_length: int
-    lr_schedule: str | dict
-    warmup_steps: int
-    optimizer: str
-    grad_accumulation_steps: int
-    seed: int
-    quantize: str
-    loss_on: str | None
-    packing: bool
-    grad_checkpoint: bool
-    metric: str | None
-    patience: int | None
-    steps_per_eval: int
-    save_every: int
-    time: str | None
+    task: str = _data(
+        "lm",
+        "What to train: next-token prediction (lm), preferences (dpo, orpo, simpo, cpo; kto for rated "
+        "completions), completions that a reward function likes (grpo), or sentence embeddings with an "
+        "encoder.",
+        choices=TASKS,
+        memory=True,
+        phase=True,
+        common="What to train.",
+    )
+    method: str = option(
+        "lora",
+        "Train LoRA adapters; adapters with magnitudes (dora); adapters that begin with the principal "
+        "part of the weights (pissa), with columns of their QR (olora), or with what quantization "
+        "lost (loftq); or all weights of the base model in float32 (full).",
+        section="Adapter",
+        choices=tuple(METHODS),
+        memory=True,
+        common="Train LoRA adapters, another kind of adapters, or all weights (full).",
+    )
+    iters: int = _schedule(
+        600, "Batches to train on.", at_least=1, resumable=True, disk=True, common=True
+    )
+    epochs: float | None = _optimization(
+        None,
+        "Train on all examples this many times, instead of --iters.",
+        metavar="N",
+        above=0,
+        at_most=10_000,
+        resumable=True,
+        common="Passes over the examples, instead of --iters.",
+    )
+    batch_size: int = _optimization(
+        4,
+        "Examples per batch.",
+        shown_default="4; 32 with --task embedding",
+        at_least=1,
+        memory=True,
+        common=True,
+    )
+    max_seq_length: int = _data(
+        2048,
+        "Maximum number of tokens per example; longer examples are truncated.",
+        at_least=2,
+        memory=True,
+        common="Maximum number of tokens per example.",
+    )
+    grad_accumulation_steps: int = _step(
+        1,
+        "Batches per update, weighted by their target tokens.",
+        at_least=1,
+        memory=True,
+        common="Batches per update.",
+    )
+    seed: int = _step(
+        0,
+        "Random seed of the adapters, the order of examples and dropout.",
+        at_least=0,
+        below=2**32,
+        common="Random seed.",
+    )
+    quantize: str = _memory(
+        "none",
+        "Quantize the base model while loading it.",
+        choices=("none", *WEIGHT_FORMATS),
+        memory=True,
+        dense=("none",),
+        common="Quantize the base model while loading it.",
+    )
+    grad_checkpoint: bool = _memory(
+        False,
+        "Same as --recompute block, as in mlx-lm.",
+        memory=True,
+        resumable="without-dropout",
+        common="Recompute activations, which saves memory.",
+    )
+    patience: int | None = _evaluation(
+        None,
+        "End after N validations without a better one; implies --load-best.",
+        metavar="N",
+        at_least=1,
+    )
+    steps_per_eval: int = _evaluation(
+        200, "Batches between evaluations on the validation examples.", at_least=1, disk=True
+    )
+    save_every: int = _kept(100, "Batches between checkpoints in the run folder.", at_least=1)
+    time: str | int | float | None = _optimization(
+        None,
+        "End after this time (6h, 90m, 30s) and write the pack; --resume continues. The learning "
+        "rate follows --iters.",
+        metavar="TIME",
+        resumable=True,
+        common="End after this time (6h, 90m) and write the pack.",
+    )
+    max_grad_norm: float | None = _step(
+        1.0,
+        "Clip gradients to this global norm; 0 disables clipping.",
+        metavar="NORM",
+        at_least=0,
+        at_most=float("inf"),
+    )
+    on_nan: str = _optimization(
+        "stop",
+        "What to do when a loss or gradient is not finite: stop the run, skip that update (10 in a "
+        "row at most), or back off to the last checkpoint with half the learning rate (3 times at "
+        "most). The examples are recorded in not_finite.jsonl of the run folder.",
+        choices=("stop", "skip", "back-off"),
+        resumable=True,
+    )
+    recompute: str = _memory(
+        "auto",
+        "Activation checkpointing: none, selective (cheap operations) or block (least memory, most "
+        "time); auto uses the first that fits into memory.",
+        choices=("auto", *POLICIES),
+        memory=True,
+        resumable="without-dropout",
+    )
+    micro_batches: int = _memory(
+        1,
+        "Split each batch into N pieces. The update is the same up to rounding (with dropout, the "
+        "masks differ) and takes less memory, which the plan does not take into account.",
+        at_least=1,
+        resumable=True,
+    )
+    cache_frozen: str = _memory(
+        "auto",
+        "Compute the blocks below the trained ones once per example and cache their output; auto "
+        "does so if it saves time.",
+        choices=("auto", "on", "off"),
+        resumable=True,
+        dense=("auto", "off"),
+    )
+    matmul_path: str = _memory(
+        "auto",
+        "How frozen weights are used: quantized, dequantized on the fly (transient), or dequantized "
+        "once (dense); auto measures them, for 2 s at most, and remembers the fastest.",
+        choices=("auto", *MATMUL_PATHS),
+        memory=True,
+        resumable=True,
+        dense=("auto", "dense"),
+    )
+    double_quant: bool = _memory(
+        True, "Double quantization: store the scales of NF4 in 8 bits.", memory=True
+    )
+    keep: tuple[str, ...] = _memory(
+        (),
+        "Modules to leave dense when quantizing: names or paths, separated by commas.",
+        memory=True,
+    )
+    compute_dtype: str = _memory(
+        "auto",
+        "Dtype of activations; auto is the stored one, or float16 where the chip has no native "
+        "bfloat16 (M1, M2). With float16 the loss is scaled, and a run that overflows continues "
+        "in bfloat16. A CPU always computes in float32.",
+        choices=("auto", "bfloat16", "float16", "float32"),
+        memory=True,
+        dense=("auto", "float32"),
+    )
+    train_fp16_fallback: bool = _memory(
+        False,
+        "Dequantize to float16 only the modules whose geometry cannot be probed.",
+        dense=(False,),
+    )
+    steps_per_report: int = _output(10, "Batches between log lines.", at_least=1, resumable=True)
+    val_batches: int = _evaluation(
+        25,
+        "Validation batches per evaluation; -1 uses all, 0 none.",
+        at_least=0,
+        or_all=True,
+        disk=True,
+    )
+    load_best: bool = _evaluation(
+        False,
+        "End with the weights that had the least validation loss (with --task grpo the highest "
+        "reward) instead of the last ones; the last ones are validated too.",
+    )
+    test_batches: int | None = _evaluation(
+        None,
+        "Number of held-out batches to evaluate without and with the pack; -1 uses all. The default "
+        "is a random sample of at most 400 examples, whose evaluation takes about 5 % of the run.",
+        metavar="N",
+        shown_default="a sample",
+        at_least=1,
+        or_all=True,
+    )
+    keep_last: int = _kept(
+        3,
+        "Keep the last N checkpoints, and the one with the best validation; -1 keeps all.",
+        at_least=1,
+        or_all=True,
+    )
+    clear_cache_threshold: int | None = _memory(
+        None,
+        "Clear MLX's buffer cache between steps when it exceeds SIZE (2GB, 500M); a SIZE above the "
+        "run's own limit raises that limit.",
+        metavar="SIZE",
+        at_least=0,
+        resumable=True,
+    )
+    pack_dtype: str = _kept(
+        "float32",
+        "Dtype of the adapters in the pack; the final evaluation uses it too.",
+        choices=("float32", "bfloat16", "float16"),
+    )
+    awake: bool = _output(
+        True,
+        "Keep a Mac awake during the run; its display may sleep. Other systems ignore this.",
+        resumable=True,
+    )
+    max_pack_mb: float | None = _gate(
+        None, "Gate: exit with code 1 if the pack is larger than MB megabytes.", metavar="MB"
+    )
+    exchange_dtype: str = _machines(
+        "float32",
+        "Dtype in which several machines exchange gradients; half precision halves the traffic.",
+        choices=("float32", "bfloat16", "float16"),
+    )
+    pipeline: bool = _machines(
+        False,
+        "Split the blocks of the base over the machines of --hosts, for a base that one cannot hold; "
+        "the pieces of --micro-batches pass from machine to machine.",
+    )

@@ -5,9 +5,8 @@ import re
 from collections.abc import Iterator
 
 from ..errors import PackError, any_of
-from .choices import METHODS, TASKS
-from .common import CommonSettings
-from .fields import Fault, facts_of
+from .choices import METHODS, PREFERENCE_TASKS, TASKS
+from .fields import Fault, Settings, facts_of
 from .phase import Phase
 
 _NUMBER = r"(\d+(?:\.\d+)?)"
@@ -25,7 +24,7 @@ def seconds_of(time: str | float) -> float | None:
     return sum(factor * float(number or 0) for factor, number in factors) or None
 
 
-class TrainConflicts(CommonSettings):
+class TrainConflicts(Settings):
     """The checks of `TrainConfig` that are about more than one setting."""
 
     for_merge: str
@@ -80,10 +79,16 @@ class TrainConflicts(CommonSettings):
         yield from self._conflicts_of_pipeline()
         yield from self._conflicts_of_its_end()
         yield from self._conflicts_of_tasks()
+
         if self.trains_base:
             for name in (*self.unfit_for_dense(), *self.changed(["loraplus_lr_ratio"])):
                 text = f"{getattr(self, name)} does not go with --method full."
                 yield Fault(name, text, "conflict")
+
+        if self.beta == 0 and (tasks := [task for task in self.tasks if task in PREFERENCE_TASKS]):
+            yield Fault("beta", f"must be above 0 with --task {any_of(tasks)}, but is 0.")
+        yield from self._conflicts_of_scores()
+        yield from super()._conflicts()
 
     def _conflicts_of_tasks(self) -> Iterator[Fault]:
         if not set(self.tasks) <= set(TASKS):
@@ -121,7 +126,6 @@ class TrainConflicts(CommonSettings):
         return {name: defaults[name] for name in names}
 
     def _tasks_with(self, name: str) -> tuple[str, ...]:
-        """Return the tasks that a setting belongs to; none where all have it."""
         return next(facts_of(f).tasks for f in dataclasses.fields(self) if f.name == name)
 
     def _conflicts_of_memory(self) -> Iterator[Fault]:
@@ -175,7 +179,6 @@ class TrainConflicts(CommonSettings):
             yield Fault(name, f"does not go with --objective {self.objective}.", "conflict")
 
     def _conflicts_of_pipeline(self) -> Iterator[Fault]:
-        """Faults of what needs the whole base on one rank, or random numbers of its own."""
         if not self.pipeline:
             return
         unfit = {
@@ -208,3 +211,16 @@ class TrainConflicts(CommonSettings):
             value = "of another task" if name == "phases" else getattr(self, name)
             text = f"{value} does not go with --for-merge {self.for_merge}."
             yield Fault(name, text, "conflict")
+
+    def _conflicts_of_scores(self) -> Iterator[Fault]:
+        order = [phase.task or self.task for phase in self.phases] or [self.task]
+        scores = [task in TASKS and TASKS[task].scores for task in order]
+        if not any(scores):
+            return
+        first = order[scores.index(True)]
+        if self.trains_base:
+            text = f"full does not go with --task {first}, whose head is trained beside adapters."
+            yield Fault("method", text, "conflict")
+        if not all(scores[scores.index(True) :]):
+            text = f"have another task after {first}, whose head that would not train. Put {first} last."
+            yield Fault("phases", text, "conflict")

@@ -8,8 +8,7 @@ from typing import Any
 from ..errors import any_of
 from ..schedules import SCHEDULES
 from .choices import OPTIMIZERS, OptimizerFacts
-from .fields import Fault, option
-from .machines import MachineSettings
+from .fields import Fault, Settings, option
 
 _optimizer = partial(option, section="Optimization", own_layers="optimizer")
 _schedule = partial(_optimizer, phase=True)
@@ -20,8 +19,8 @@ _CORRECTING = tuple(name for name, facts in OPTIMIZERS.items() if facts.corrects
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class OptimizerSettings(MachineSettings):
-    """The part of `TrainConfig` that is about the optimizer and its learning rate."""
+class OptimizerConfig(Settings):
+    """Settings of the optimizer and of its learning rate."""
 
     learning_rate: float = _schedule(
         2e-4,
@@ -110,7 +109,6 @@ class OptimizerSettings(MachineSettings):
             yield Fault(named[0], text, "conflict")
 
     def _conflicts_of_optimizer(self, facts: OptimizerFacts) -> Iterator[Fault]:
-        """Faults of settings that the optimizer does not have, or has twice."""
         if not self.bias_correction and not facts.corrects_bias:
             text = f"is a setting of {any_of(_CORRECTING)}, not of {self.optimizer}. Leave it out."
             yield Fault("bias_correction", text, "conflict")
@@ -136,7 +134,7 @@ class OptimizerSettings(MachineSettings):
 
 def arguments_of(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return what ``optimizer_config`` has for the chosen optimizer; empty if it is malformed."""
-    name = settings.get("optimizer", OptimizerSettings.optimizer)
+    name = settings.get("optimizer", OptimizerConfig.optimizer)
     every = settings.get("optimizer_config")
     own = every.get(name) if isinstance(every, Mapping) and isinstance(name, str) else None
     return own if isinstance(own, Mapping) else {}
@@ -147,7 +145,7 @@ def corrected_in_mlx_lm(settings: Mapping[str, Any]) -> bool:
 
     It is off for Adam and AdamW; other optimizers have nothing to turn off.
     """
-    name = settings.get("optimizer", OptimizerSettings.optimizer)
+    name = settings.get("optimizer", OptimizerConfig.optimizer)
     own = arguments_of(settings).get("bias_correction")
     return own if isinstance(own, bool) else name not in _CORRECTING
 

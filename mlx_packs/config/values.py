@@ -68,7 +68,6 @@ def _one_of(kinds: tuple, value: Any, key: str, where: str) -> Any:
 
 
 def _mapping_of_json(text: str, key: str, where: str) -> dict:
-    """Return the mapping that a flag gives as JSON."""
     try:
         value = parse_json(text)
     except ValueError:
@@ -98,7 +97,7 @@ def _items(value: Any, kind: Any, key: str, where: str) -> tuple:
 
 
 def _pairs(text: str, key: str, where: str) -> dict[str, str]:
-    """``a=8,b=2`` as a flag has it; in YAML it is a mapping."""
+    # a=8,b=2 as a flag has it; in YAML it is a mapping
     pairs = [part.rpartition("=") for part in text.split(",") if part.strip()]
     if not all(name.strip() and value.strip() for name, _, value in pairs):
         raise _mistyped("of the form name=number,name=number", text, key, where)

@@ -1,0 +1,316 @@
+"""The settings of each task, and those that several tasks share; all are in `TrainConfig`."""
+
+from dataclasses import dataclass
+from functools import partial
+
+from .choices import (
+    ANSWER_METRICS,
+    DECODER_TASKS,
+    DISTANCES,
+    OBJECTIVES,
+    PACKABLE_TASKS,
+    PREFERENCE_TASKS,
+    TASKS,
+    WEIGHT_FORMATS,
+)
+from .fields import Settings, option
+from .phase import Phase
+
+_data = partial(option, section="Model and data")
+_text = partial(_data, tasks=("lm",))
+_share = partial(_text, metavar="SHARE", at_least=0, at_most=1)
+_optimization = partial(option, section="Optimization")
+_step = partial(_optimization, own_layers="step")
+_evaluation = partial(option, section="Evaluation and gates", resumable=True)
+_gate = partial(_evaluation, above=0)
+_embedding = partial(option, section="Embedding", tasks=("embedding",))
+_preference = partial(option, section="Preferences")
+_generated = partial(option, section="Rewards", tasks=("grpo",))
+_rated = partial(_preference, tasks=("kto",), metavar="WEIGHT", above=0)
+
+
+@dataclass(frozen=True, repr=False)
+class DecoderConfig(Settings):
+    """Settings of tasks that train a decoder."""
+
+    neftune_noise_alpha: float = _optimization(
+        0.0,
+        "Add noise of this size to the embeddings of the tokens in training (NEFTune; 5 to 15).",
+        metavar="ALPHA",
+        at_least=0,
+        tasks=DECODER_TASKS,
+    )
+    phases: tuple[Phase, ...] = _optimization(
+        (),
+        "Phases to train one after the other, each with its own data and learning rate.",
+        flags=(),
+        tasks=DECODER_TASKS,
+    )
+
+
+@dataclass(frozen=True, repr=False)
+class PackableConfig(DecoderConfig):
+    """Settings of tasks that train a decoder on texts which the data has, and none generates."""
+
+    num_proc: int | None = _data(
+        None,
+        "Most processes that tokenize data sets of files of about 16 MB or more.",
+        shown_default="one per core, at most 8",
+        metavar="N",
+        at_least=1,
+        tasks=PACKABLE_TASKS,
+        resumable=True,
+    )
+    packing: bool = _data(
+        False,
+        "Pack several examples into each sequence; attention does not cross examples.",
+        tasks=PACKABLE_TASKS,
+        common="Pack several examples into each sequence.",
+    )
+
+
+@dataclass(frozen=True, repr=False)
+class LabelSmoothing(Settings):
+    """The setting of tasks whose targets may be smoothed."""
+
+    label_smoothing: float = _step(
+        0.0,
+        "Share of each target's probability that is spread over the vocabulary; with --task dpo or cpo, "
+        "the share of preferences that are the wrong way round (below 0.5).",
+        metavar="SHARE",
+        at_least=0,
+        below=1,
+        tasks=("lm", "dpo", "cpo"),
+    )
+
+
+@dataclass(frozen=True, repr=False)
+class NamedLoss(Settings):
+    """The setting of tasks that have several losses."""
+
+    loss: str = option(
+        "auto",
+        "Loss of preferences (dpo, cpo): sigmoid, robust (to wrong preferences), hinge or ipo. Loss of "
+        "embeddings: cosine or cosent for pairs with scores, mnrl (in-batch negatives) or "
+        "cached-mnrl for anchors with positives, triplet for those with negatives. auto is sigmoid; "
+        "of embeddings cosine or mnrl, by the data.",
+        choices=("auto", *dict.fromkeys(loss for facts in TASKS.values() for loss in facts.losses)),
+        tasks=tuple(name for name, facts in TASKS.items() if facts.losses),
+        section="Model and data",
+        memory=True,
+    )
+
+
+@dataclass(frozen=True, repr=False)
+class Beta(Settings):
+    """The setting of tasks that weigh a distance, or scale log-probabilities."""
+
+    beta: float = _preference(
+        0.1,
+        "Weight of the distance from the reference (dpo, kto, grpo), of the odds ratio (orpo), or scale "
+        "of the log-probabilities (cpo, simpo).",
+        shown_default="0.1; 2 with --task simpo, 0 with --task grpo",
+        tasks=(*PREFERENCE_TASKS, "grpo"),
+        metavar="BETA",
+        at_least=0,
+    )
+
+
+@dataclass(frozen=True, repr=False)
+class PairLoss(LabelSmoothing, NamedLoss):
+    """Settings of tasks with a loss of the margin between two completions."""
+
+
+@dataclass(frozen=True, repr=False)
+class PreferenceConfig(PackableConfig, Beta):
+    """Settings of all tasks that train on preferences."""
+
+
+@dataclass(frozen=True, repr=False)
+class LMConfig(PackableConfig, LabelSmoothing):
+    """Settings of next-token prediction."""
+
+    loss_on: str | None = _text(
+        None,
+        "Tokens to train on: all, those of the completion (the last answer), or those of every "
+        "assistant message.",
+        shown_default="assistant for chats, completion for prompts with completions, all for texts",
+        choices=("all", "completion", "assistant"),
+        common="Tokens to train on.",
+    )
+    metric: str | None = _evaluation(
+        None,
+        "Criterion for a right answer: it is the expected text (exact), contains it (contains), "
+        "or is the same JSON value (json). The share of right answers is reported before and "
+        "after training, for 100 evaluated examples at most and greedy decoding.",
+        shown_default="exact for the bundled data, none otherwise",
+        choices=(*ANSWER_METRICS, "none"),
+        tasks=("lm",),
+        common="Also report the share of right answers.",
+    )
+    for_merge: str = option(
+        "none",
+        "Train for packs merge --requantize FORMAT: the last fifth of the run, and the pack, round the "
+        "adapted weights as that merge does, so that merging loses nothing.",
+        section="Adapter",
+        choices=("none", *WEIGHT_FORMATS),
+        memory=True,
+        tasks=("lm",),
+    )
+    long_rows: str = _text(
+        "cut",
+        "Texts over --max-seq-length: truncate them, or split them into several examples.",
+        choices=("cut", "split"),
+    )
+    fim_rate: float = _share(
+        0.0,
+        "Share of the texts to train as fill-in-the-middle; the tokenizer must have tokens for it.",
+    )
+    fim_spm_rate: float = _share(
+        0.5, "Share of the fill-in-the-middle examples with the suffix before the prefix."
+    )
+    fim_tokens: tuple[str, ...] = _text(
+        (),
+        "Tokens before prefix, suffix and middle, and optionally after the middle, separated by "
+        "commas.",
+        shown_default="the tokenizer's own",
+        metavar="TOKENS",
+    )
+    objective: str = _optimization(
+        "transformer",
+        "Forward pass used for the loss: the full transformer, or a cheap proxy (embeddings -> "
+        "attention output projections -> LM head) for comparison.",
+        choices=OBJECTIVES,
+        tasks=("lm",),
+    )
+    ce_last_k: int | None = _optimization(
+        None,
+        "Train only on the last K target tokens of each example.",
+        metavar="K",
+        at_least=1,
+        tasks=("lm",),
+    )
+    z_loss: float = _step(
+        0.0,
+        "Weight of the z-loss, logsumexp(logits)^2, which keeps logits small.",
+        metavar="WEIGHT",
+        at_least=0,
+        tasks=("lm",),
+    )
+    max_ppl_ratio: float | None = _gate(
+        None,
+        "Gate: exit with code 1 if held-out perplexity with the pack is more than RATIO times that "
+        "of the base model.",
+        metavar="RATIO",
+        tasks=("lm",),
+    )
+    min_tps_ratio: float | None = _gate(
+        None,
+        "Gate: exit with code 1 if tokens/s with the pack are less than RATIO times those of the "
+        "base model.",
+        metavar="RATIO",
+        tasks=("lm",),
+    )
+
+
+@dataclass(frozen=True, repr=False)
+class EmbeddingConfig(NamedLoss):
+    """Settings of sentence embeddings."""
+
+    similarity_scale: float = _embedding(
+        20.0,
+        "Factor on the cosines in mnrl, cached-mnrl and cosent (1 / temperature).",
+        metavar="FACTOR",
+        above=0,
+    )
+    mini_batch_size: int = _embedding(
+        32,
+        "Number of texts whose activations cached-mnrl keeps in memory at a time.",
+        at_least=1,
+        memory=True,
+    )
+    triplet_margin: float = _embedding(
+        5.0, "Margin of the triplet loss.", metavar="MARGIN", at_least=0
+    )
+    triplet_distance: str = _embedding(
+        "euclidean", "Distance function of the triplet loss.", choices=DISTANCES
+    )
+
+
+@dataclass(frozen=True, repr=False)
+class DPOConfig(PreferenceConfig, PairLoss):
+    """Settings of DPO."""
+
+
+@dataclass(frozen=True, repr=False)
+class ORPOConfig(PreferenceConfig):
+    """Settings of ORPO."""
+
+
+@dataclass(frozen=True, repr=False)
+class SimPOConfig(PreferenceConfig):
+    """Settings of SimPO."""
+
+    simpo_gamma: float = _preference(
+        0.5,
+        "Margin by which the chosen completion is to be better (simpo).",
+        tasks=("simpo",),
+        metavar="GAMMA",
+        at_least=0,
+    )
+
+
+@dataclass(frozen=True, repr=False)
+class CPOConfig(PreferenceConfig, PairLoss):
+    """Settings of CPO."""
+
+    cpo_alpha: float = _preference(
+        1.0,
+        "Weight of the chosen completion's cross-entropy (cpo).",
+        tasks=("cpo",),
+        metavar="ALPHA",
+        at_least=0,
+    )
+
+
+@dataclass(frozen=True, repr=False)
+class KTOConfig(PreferenceConfig):
+    """Settings of KTO."""
+
+    desirable_weight: float = _rated(1.0, "Weight of the desirable completions (kto).")
+    undesirable_weight: float = _rated(1.0, "Weight of the undesirable completions (kto).")
+
+
+@dataclass(frozen=True, repr=False)
+class RewardConfig(PackableConfig):
+    """Settings of reward models."""
+
+    center_rewards_coefficient: float = _preference(
+        0.0,
+        "Weight of the squared sum of both rewards of an example, which keeps them around 0 "
+        "(reward).",
+        tasks=("reward",),
+        metavar="WEIGHT",
+        at_least=0,
+    )
+
+
+@dataclass(frozen=True, repr=False)
+class GRPOConfig(DecoderConfig, Beta):
+    """Settings of GRPO."""
+
+    reward: str | None = _generated(
+        None,
+        "Reward of a completion: a function of your own, FILE.py:NAME, or whether it is the expected "
+        f"one by a metric ({', '.join(ANSWER_METRICS)}).",
+        metavar="REWARD",
+    )
+    num_generations: int = _generated(
+        8, "Completions of each prompt, whose rewards are compared.", at_least=2, memory=True
+    )
+    max_completion_length: int = _generated(
+        256, "Most tokens of a completion that is generated.", at_least=1, memory=True
+    )
+    temperature: float = _generated(
+        1.0, "Sampling temperature of the completions in training.", metavar="TEMP", above=0
+    )
