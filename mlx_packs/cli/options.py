@@ -16,6 +16,7 @@ from ..config.parse import build
 from ..config.recipe import RunOptions
 from ..config.sampling import Sampling
 from ..config.schema import TrainConfig
+from ..config.tasks import tasks_of
 from .output import JSON
 
 if TYPE_CHECKING:
@@ -149,13 +150,13 @@ def setting(name: str, default_text: str | None = None, **overrides) -> Callable
 
     Without a ``type`` it gives a text, which `config.parse.build` types.
     """
-    return _of_field(SETTINGS[name], default_text, **overrides)
+    return _of_field(SETTINGS[name], default_text, tasks=tasks_of(name), **overrides)
 
 
 def _of_field(field: dataclasses.Field, default_text: str | None, **overrides) -> Callable:
     facts, flags = facts_of(field), flags_of(field)
     described: dict = {"section": facts.section, "help": facts.help, "default_text": default_text}
-    described |= {"common": facts.common, "tasks": facts.tasks}
+    described["common"] = facts.common
     if isinstance(field.default, bool):
         described |= {"is_flag": True, "default": None}
         flags = facts.flags or (f"{flags[0]}/--no-{flags[0][2:]}",)

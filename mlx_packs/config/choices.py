@@ -173,7 +173,6 @@ DECODER_TASKS = tuple(name for name, facts in TASKS.items() if facts.architectur
 PREFERENCE_TASKS = tuple(
     name for name, facts in TASKS.items() if facts.sequences == 2 and not facts.scores
 )
-PACKABLE_TASKS = ("lm", *(name for name, facts in TASKS.items() if facts.sequences == 2))
 METHODS = {
     "lora": MethodFacts("mlx_packs.adapters.lora:LoRA"),
     "dora": MethodFacts("mlx_packs.adapters.dora:DoRA", magnitudes=True),

@@ -8,6 +8,7 @@ from ..errors import PackError, any_of
 from .choices import METHODS, PREFERENCE_TASKS, TASKS
 from .fields import Fault, Settings, facts_of
 from .phase import Phase
+from .tasks import tasks_of
 
 _NUMBER = r"(\d+(?:\.\d+)?)"
 _TIME = re.compile(f"(?:{_NUMBER}h)?(?:{_NUMBER}m)?(?:{_NUMBER}s)?")
@@ -94,8 +95,9 @@ class TrainConflicts(Settings):
         if not set(self.tasks) <= set(TASKS):
             return  # each setting's own check names it
         for name in self.changed(vars(self)):
-            if not self.has_setting(name):
-                yield Fault(name, f"needs --task {any_of(self._tasks_with(name))}.", "conflict")
+            having = tasks_of(name)
+            if having and not set(having) & {self.task, *self.tasks}:
+                yield Fault(name, f"needs --task {any_of(having)}.", "conflict")
         losses = [loss for task in self.tasks for loss in TASKS[task].losses]
         tasks = [name for name, facts in TASKS.items() if self.loss in facts.losses]
         if tasks and losses and self.loss not in losses:
@@ -111,22 +113,6 @@ class TrainConflicts(Settings):
             yield Fault("label_smoothing", text, "conflict")
         if self.cache_frozen == "on" and "lm" not in self.tasks:
             yield Fault("cache_frozen", "on needs --task lm.", "conflict")
-
-    def has_setting(self, name: str) -> bool:
-        """Return whether a setting belongs to a task of the run."""
-        tasks = self._tasks_with(name)
-        return not tasks or bool(set(tasks) & {self.task, *self.tasks})
-
-    def of_other_tasks(self, task: str) -> dict[str, object]:
-        """Return the defaults of the changed settings that a task does not have."""
-        defaults = {f.name: f.default for f in dataclasses.fields(self)}
-        names = (
-            n for n in self.changed(vars(self)) if task not in (self._tasks_with(n) or (task,))
-        )
-        return {name: defaults[name] for name in names}
-
-    def _tasks_with(self, name: str) -> tuple[str, ...]:
-        return next(facts_of(f).tasks for f in dataclasses.fields(self) if f.name == name)
 
     def _conflicts_of_memory(self) -> Iterator[Fault]:
         if self.grad_checkpoint and self.recompute == "none":

@@ -6,12 +6,15 @@ from datetime import date
 from functools import partial
 from typing import Any
 
-from .choices import DECODER_TASKS
 from .fields import Fault, Settings, fields_where, option
 
 _data = partial(option, section="Model and data")
-_column = partial(_data, tasks=DECODER_TASKS, metavar="COLUMN", column=True)
+_column = partial(_data, metavar="COLUMN", column=True)
 
+ORDER = """
+data chat_feature prompt_feature completion_feature text_feature on_bad_row hold_out template_kwargs
+template_date hf_dataset
+""".split()
 
 # Arguments of transformers' apply_chat_template.
 _RENDERER = frozenset(
@@ -22,7 +25,45 @@ _RENDERER = frozenset(
 
 
 @dataclass(frozen=True, repr=False)
-class DataConfig(Settings):
+class TextConfig(Settings):
+    """Columns of texts, and variables of the chat template: what tasks of decoders have."""
+
+    chat_feature: str = _column("messages", "Column with the messages of a chat.")
+    prompt_feature: str = _column("prompt", "Column with the prompt.")
+    completion_feature: str = _column("completion", "Column with the completion.")
+    text_feature: str = _column("text", "Column with plain text.")
+    template_kwargs: dict = _data(
+        {},
+        "Variables of the chat template, such as '{\"enable_thinking\": false}', in training and wherever "
+        "the pack generates. A column chat_template_kwargs has those of one example.",
+        metavar="JSON",
+    )
+    template_date: str | None = _data(
+        None,
+        "Date that a chat template which reads the clock sees in training.",
+        shown_default="the day on which the run begins",
+        metavar="YYYY-MM-DD",
+    )
+
+    def _conflicts(self) -> Iterator[Fault]:
+        yield from super()._conflicts()
+        if taken := renderer_argument(self.template_kwargs):
+            yield Fault(
+                "template_kwargs", f"{taken} is not a variable of the template. Leave it out."
+            )
+        if self.template_date is not None and not _is_date(self.template_date):
+            text = f"must be a date such as 2026-01-31, but is {self.template_date!r:.60}."
+            yield Fault("template_date", text)
+
+
+@dataclass(frozen=True, repr=False)
+class _Ordered(Settings):
+    # The order of `DataConfig`, as its last base; other bases have types and facts.
+    __annotations__ = dict.fromkeys(ORDER, Any)
+
+
+@dataclass(frozen=True, repr=False)
+class DataConfig(TextConfig, _Ordered):
     """The source of the examples, and the names of their columns."""
 
     data: str | Any = _data(  # Python has examples in memory, too
@@ -33,10 +74,6 @@ class DataConfig(Settings):
         phase=True,
         common="Training data: a folder, a file or a Hugging Face dataset (hf:ID).",
     )
-    chat_feature: str = _column("messages", "Column with the messages of a chat.")
-    prompt_feature: str = _column("prompt", "Column with the prompt.")
-    completion_feature: str = _column("completion", "Column with the completion.")
-    text_feature: str = _column("text", "Column with plain text.")
     on_bad_row: str = _data(
         "stop",
         "What to do with examples that cannot be used: stop with an error that names file and "
@@ -50,36 +87,15 @@ class DataConfig(Settings):
         "same in every run and keeps near-duplicates together, or the last ones.",
         choices=("sample", "last"),
     )
-    template_kwargs: dict = _data(
-        {},
-        "Variables of the chat template, such as '{\"enable_thinking\": false}', in training and wherever "
-        "the pack generates. A column chat_template_kwargs has those of one example.",
-        tasks=DECODER_TASKS,
-        metavar="JSON",
-    )
-    template_date: str | None = _data(
-        None,
-        "Date that a chat template which reads the clock sees in training.",
-        shown_default="the day on which the run begins",
-        tasks=DECODER_TASKS,
-        metavar="YYYY-MM-DD",
-    )
     hf_dataset: dict | list | None = _data(
         None, "Hugging Face datasets with splits and columns, as in mlx-lm.", flags=(), phase=True
     )
 
     def _conflicts(self) -> Iterator[Fault]:
         yield from super()._conflicts()
-        if taken := renderer_argument(self.template_kwargs):
-            yield Fault(
-                "template_kwargs", f"{taken} is not a variable of the template. Leave it out."
-            )
         if self.data is None or isinstance(self.data, (bool, int, float)):
             text = f"must be text that names a source, or examples, but is {self.data!r}."
             yield Fault("data", text)
-        if self.template_date is not None and not _is_date(self.template_date):
-            text = f"must be a date such as 2026-01-31, but is {self.template_date!r:.60}."
-            yield Fault("template_date", text)
 
 
 def renderer_argument(variables: Iterable[str]) -> str | None:

@@ -48,7 +48,6 @@ class Facts:
     above: float | None = None  # number that a valid one exceeds
     at_most: float | None = None  # largest valid number
     below: float = math.inf  # number that a valid one stays under; infinity is invalid by default
-    tasks: tuple[str, ...] = ()  # that it belongs to; empty where all have it
     method: str | None = None  # the one method that it belongs to
     phase: bool = False  # whether a phase of a run may have its own
     column: bool = False  # whether it names a column of the data

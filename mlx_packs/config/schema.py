@@ -3,6 +3,7 @@
 Command line, checks and error messages are made from the facts at each field (`Facts`).
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from .tasks import (
     ORPOConfig,
     RewardConfig,
     SimPOConfig,
+    tasks_of,
 )
 
 # The common settings come first; in each section of the help the order is the same.
@@ -45,8 +47,7 @@ keep_last clear_cache_threshold pack_dtype awake max_pack_mb max_ppl_ratio min_t
 
 @dataclass(frozen=True, repr=False)
 class _Ordered(Settings):
-    """The order of `TrainConfig`, as its last base; other bases have types and facts."""
-
+    # The order of `TrainConfig`, as its last base; other bases have types and facts.
     __annotations__ = dict.fromkeys(ORDER, Any)
 
 
@@ -73,6 +74,15 @@ class TrainConfig(
         """The tasks of the run, those of its phases in their order."""
         phases = dict.fromkeys(phase.task or self.task for phase in self.phases)
         return tuple(phases) or (self.task,)
+
+    def of_other_tasks(self, task: str) -> dict[str, object]:
+        """Return the defaults of the changed settings that a task does not have."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        return {
+            name: defaults[name]
+            for name in self.changed(vars(self))
+            if task not in (tasks_of(name) or (task,))
+        }
 
     @property
     def sequences(self) -> int:

@@ -1,32 +1,24 @@
 """The settings of each task, and those that several tasks share; all are in `TrainConfig`."""
 
+import dataclasses
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
-from .choices import (
-    ANSWER_METRICS,
-    DECODER_TASKS,
-    DISTANCES,
-    OBJECTIVES,
-    PACKABLE_TASKS,
-    PREFERENCE_TASKS,
-    TASKS,
-    WEIGHT_FORMATS,
-)
+from .choices import ANSWER_METRICS, DISTANCES, OBJECTIVES, TASKS, WEIGHT_FORMATS, registered
+from .data import TextConfig
 from .fields import Settings, option
 from .phase import Phase
 
 _data = partial(option, section="Model and data")
-_text = partial(_data, tasks=("lm",))
-_share = partial(_text, metavar="SHARE", at_least=0, at_most=1)
+_share = partial(_data, metavar="SHARE", at_least=0, at_most=1)
 _optimization = partial(option, section="Optimization")
 _step = partial(_optimization, own_layers="step")
 _evaluation = partial(option, section="Evaluation and gates", resumable=True)
 _gate = partial(_evaluation, above=0)
-_embedding = partial(option, section="Embedding", tasks=("embedding",))
+_embedding = partial(option, section="Embedding")
 _preference = partial(option, section="Preferences")
-_generated = partial(option, section="Rewards", tasks=("grpo",))
-_rated = partial(_preference, tasks=("kto",), metavar="WEIGHT", above=0)
+_generated = partial(option, section="Rewards")
+_rated = partial(_preference, metavar="WEIGHT", above=0)
 
 
 @dataclass(frozen=True, repr=False)
@@ -38,13 +30,11 @@ class DecoderConfig(Settings):
         "Add noise of this size to the embeddings of the tokens in training (NEFTune; 5 to 15).",
         metavar="ALPHA",
         at_least=0,
-        tasks=DECODER_TASKS,
     )
     phases: tuple[Phase, ...] = _optimization(
         (),
         "Phases to train one after the other, each with its own data and learning rate.",
         flags=(),
-        tasks=DECODER_TASKS,
     )
 
 
@@ -58,13 +48,11 @@ class PackableConfig(DecoderConfig):
         shown_default="one per core, at most 8",
         metavar="N",
         at_least=1,
-        tasks=PACKABLE_TASKS,
         resumable=True,
     )
     packing: bool = _data(
         False,
         "Pack several examples into each sequence; attention does not cross examples.",
-        tasks=PACKABLE_TASKS,
         common="Pack several examples into each sequence.",
     )
 
@@ -80,7 +68,6 @@ class LabelSmoothing(Settings):
         metavar="SHARE",
         at_least=0,
         below=1,
-        tasks=("lm", "dpo", "cpo"),
     )
 
 
@@ -95,7 +82,6 @@ class NamedLoss(Settings):
         "cached-mnrl for anchors with positives, triplet for those with negatives. auto is sigmoid; "
         "of embeddings cosine or mnrl, by the data.",
         choices=("auto", *dict.fromkeys(loss for facts in TASKS.values() for loss in facts.losses)),
-        tasks=tuple(name for name, facts in TASKS.items() if facts.losses),
         section="Model and data",
         memory=True,
     )
@@ -110,7 +96,6 @@ class Beta(Settings):
         "Weight of the distance from the reference (dpo, kto, grpo), of the odds ratio (orpo), or scale "
         "of the log-probabilities (cpo, simpo).",
         shown_default="0.1; 2 with --task simpo, 0 with --task grpo",
-        tasks=(*PREFERENCE_TASKS, "grpo"),
         metavar="BETA",
         at_least=0,
     )
@@ -130,7 +115,7 @@ class PreferenceConfig(PackableConfig, Beta):
 class LMConfig(PackableConfig, LabelSmoothing):
     """Settings of next-token prediction."""
 
-    loss_on: str | None = _text(
+    loss_on: str | None = _data(
         None,
         "Tokens to train on: all, those of the completion (the last answer), or those of every "
         "assistant message.",
@@ -145,7 +130,6 @@ class LMConfig(PackableConfig, LabelSmoothing):
         "after training, for 100 evaluated examples at most and greedy decoding.",
         shown_default="exact for the bundled data, none otherwise",
         choices=(*ANSWER_METRICS, "none"),
-        tasks=("lm",),
         common="Also report the share of right answers.",
     )
     for_merge: str = option(
@@ -155,9 +139,8 @@ class LMConfig(PackableConfig, LabelSmoothing):
         section="Adapter",
         choices=("none", *WEIGHT_FORMATS),
         memory=True,
-        tasks=("lm",),
     )
-    long_rows: str = _text(
+    long_rows: str = _data(
         "cut",
         "Texts over --max-seq-length: truncate them, or split them into several examples.",
         choices=("cut", "split"),
@@ -169,7 +152,7 @@ class LMConfig(PackableConfig, LabelSmoothing):
     fim_spm_rate: float = _share(
         0.5, "Share of the fill-in-the-middle examples with the suffix before the prefix."
     )
-    fim_tokens: tuple[str, ...] = _text(
+    fim_tokens: tuple[str, ...] = _data(
         (),
         "Tokens before prefix, suffix and middle, and optionally after the middle, separated by "
         "commas.",
@@ -181,35 +164,30 @@ class LMConfig(PackableConfig, LabelSmoothing):
         "Forward pass used for the loss: the full transformer, or a cheap proxy (embeddings -> "
         "attention output projections -> LM head) for comparison.",
         choices=OBJECTIVES,
-        tasks=("lm",),
     )
     ce_last_k: int | None = _optimization(
         None,
         "Train only on the last K target tokens of each example.",
         metavar="K",
         at_least=1,
-        tasks=("lm",),
     )
     z_loss: float = _step(
         0.0,
         "Weight of the z-loss, logsumexp(logits)^2, which keeps logits small.",
         metavar="WEIGHT",
         at_least=0,
-        tasks=("lm",),
     )
     max_ppl_ratio: float | None = _gate(
         None,
         "Gate: exit with code 1 if held-out perplexity with the pack is more than RATIO times that "
         "of the base model.",
         metavar="RATIO",
-        tasks=("lm",),
     )
     min_tps_ratio: float | None = _gate(
         None,
         "Gate: exit with code 1 if tokens/s with the pack are less than RATIO times those of the "
         "base model.",
         metavar="RATIO",
-        tasks=("lm",),
     )
 
 
@@ -254,7 +232,6 @@ class SimPOConfig(PreferenceConfig):
     simpo_gamma: float = _preference(
         0.5,
         "Margin by which the chosen completion is to be better (simpo).",
-        tasks=("simpo",),
         metavar="GAMMA",
         at_least=0,
     )
@@ -267,7 +244,6 @@ class CPOConfig(PreferenceConfig, PairLoss):
     cpo_alpha: float = _preference(
         1.0,
         "Weight of the chosen completion's cross-entropy (cpo).",
-        tasks=("cpo",),
         metavar="ALPHA",
         at_least=0,
     )
@@ -289,7 +265,6 @@ class RewardConfig(PackableConfig):
         0.0,
         "Weight of the squared sum of both rewards of an example, which keeps them around 0 "
         "(reward).",
-        tasks=("reward",),
         metavar="WEIGHT",
         at_least=0,
     )
@@ -314,3 +289,34 @@ class GRPOConfig(DecoderConfig, Beta):
     temperature: float = _generated(
         1.0, "Sampling temperature of the completions in training.", metavar="TEMP", above=0
     )
+
+
+CONFIGS: dict[str, type[Settings]] = registered(
+    TASKS,
+    {
+        "lm": LMConfig,
+        "embedding": EmbeddingConfig,
+        "dpo": DPOConfig,
+        "orpo": ORPOConfig,
+        "simpo": SimPOConfig,
+        "cpo": CPOConfig,
+        "kto": KTOConfig,
+        "reward": RewardConfig,
+        "grpo": GRPOConfig,
+    },
+)
+
+
+@cache
+def tasks_of(setting: str) -> tuple[str, ...]:
+    """Return the tasks that have a setting of a run; empty if all have it."""
+    return tuple(task for task, config in CONFIGS.items() if setting in _settings_of(config))
+
+
+@cache
+def _settings_of(config: type[Settings]) -> frozenset[str]:
+    configs = [config]
+    if issubclass(config, DecoderConfig):
+        configs.append(TextConfig)
+
+    return frozenset(field.name for each in configs for field in dataclasses.fields(each))

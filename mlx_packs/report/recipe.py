@@ -7,6 +7,7 @@ from ..config.data import DataConfig
 from ..config.fields import SECTIONS, facts_of, flags_of
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
+from ..config.tasks import tasks_of
 from .facts import name_alone, text
 
 Setting = tuple[str, str, bool]  # name, value, whether it differs from the default
@@ -29,7 +30,7 @@ def recipe_sections(recipe: Mapping) -> list[tuple[str, Sequence[Setting]]]:
         for field in dataclasses.fields(config):
             value = recipe.get(field.name)
             value = list(value) if isinstance(value, tuple) else value
-            tasks = facts_of(field).tasks
+            tasks = tasks_of(field.name)
             is_other_task = bool(tasks) and not set(tasks) & set(_tasks_of(recipe))
             if value is None or value in ([], {}) or is_other_task:
                 continue

@@ -10,6 +10,7 @@ from mlx_packs.cli.main import COMMANDS, OTHER_COMMANDS, packs
 from mlx_packs.cli.options import SETTINGS
 from mlx_packs.config.choices import TASKS
 from mlx_packs.config.fields import facts_of, flags_of
+from mlx_packs.config.tasks import tasks_of
 
 
 def shown(*arguments: str, width: int = 100) -> str:
@@ -65,7 +66,7 @@ def test_full_help_has_every_option(command):
 def test_help_of_a_task_has_its_options_and_no_others(task):
     flags = flags_in(shown("train", "-h", task))
     for field in SETTINGS.values():
-        tasks, flag = facts_of(field).tasks, flags_of(field)[0]
+        tasks, flag = tasks_of(field.name), flags_of(field)[0]
         if tasks:
             assert (flag in flags) == (task in tasks), flag
         elif facts_of(field).common:

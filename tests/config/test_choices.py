@@ -14,8 +14,9 @@ from mlx_packs.ops import dispatch
 
 PACKAGE = Path(choices.__file__).parents[1]
 LISTINGS = {name for name in vars(choices) if name.isupper() and len(name) > 1}
-# A task and a method name their class, two listings are some of them, policies are their facts, and two objectives are unpacked at import.
-WITHOUT_REGISTRY = {"TASKS", "METHODS", "DECODER_TASKS", "PACKABLE_TASKS", "POLICIES", "OBJECTIVES"}
+# A method names its class, a listing is some of the tasks, policies are their facts, and two objectives are unpacked at
+# import.
+WITHOUT_REGISTRY = {"METHODS", "DECODER_TASKS", "POLICIES", "OBJECTIVES"}
 
 
 def registries() -> list[tuple[str, str]]:
