@@ -1,10 +1,13 @@
 """The settings of a run that all tasks have."""
 
+import dataclasses
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 from .choices import MATMUL_PATHS, METHODS, POLICIES, TASKS, WEIGHT_FORMATS
-from .fields import Settings, option
+from .fields import Fault, Settings, facts_of, option
 
 _data = partial(option, section="Model and data")
 _optimization = partial(option, section="Optimization")
@@ -16,6 +19,9 @@ _gate = partial(_evaluation, above=0)
 _output = partial(option, section="Output")
 _kept = partial(_output, resumable=True, disk=True)
 _machines = partial(option, section="Several machines", resumable=True)
+
+_NUMBER = r"(\d+(?:\.\d+)?)"
+_TIME = re.compile(f"(?:{_NUMBER}h)?(?:{_NUMBER}m)?(?:{_NUMBER}s)?")
 
 
 @dataclass(frozen=True, repr=False)
@@ -244,3 +250,61 @@ class CommonConfig(Settings):
         "Split the blocks of the base over the machines of --hosts, for a base that one cannot hold; "
         "the pieces of --micro-batches pass from machine to machine.",
     )
+
+    @property
+    def trains_base(self) -> bool:
+        """Whether the method trains the base's own weights."""
+        return self.method in METHODS and METHODS[self.method].trains_base
+
+    @property
+    def recomputes(self) -> str:
+        """The policy of activation checkpointing, whichever of its two settings names it."""
+        return "block" if self.grad_checkpoint else self.recompute
+
+    @property
+    def has_magnitudes(self) -> bool:
+        """Whether the method trains a magnitude for every output of an adapted projection."""
+        return self.method in METHODS and METHODS[self.method].magnitudes
+
+    @property
+    def seconds(self) -> float | None:
+        """The maximum training time in seconds; None without a limit."""
+        return None if self.time is None else seconds_of(self.time)
+
+    @property
+    def picks_best(self) -> bool:
+        """Whether the run ends with the weights of the best validation."""
+        return self.load_best or self.patience is not None
+
+    def unfit_for_dense(self) -> list[str]:
+        """Return the settings that do not fit a base whose weights are dense in float32."""
+        return [
+            field.name
+            for field in dataclasses.fields(self)
+            if (fit := facts_of(field).dense) and getattr(self, field.name) not in fit
+        ]
+
+    def _conflicts(self) -> Iterator[Fault]:
+        if self.grad_checkpoint and self.recompute == "none":
+            yield Fault("grad_checkpoint", "means --recompute block, but that is none.", "conflict")
+        if not self.double_quant and self.quantize != "nf4":
+            text = f"can be off only with --quantize nf4, but that is {self.quantize}."
+            yield Fault("double_quant", text, "conflict")
+        if self.keep and self.quantize == "none":
+            yield Fault("keep", "needs --quantize.", "conflict")
+
+        if (named := self.changed(("load_best", "patience"))) and not self.val_batches:
+            yield Fault(named[0], "needs validation, but --val-batches is 0.", "conflict")
+        if self.time is not None and not seconds_of(self.time):
+            yield Fault("time", f"must be a time such as 6h, 90m or 30s, but is {self.time!r}.")
+
+
+def seconds_of(time: str | float) -> float | None:
+    """Return the seconds of a time above 0 (``6h``, ``1h30m``, ``45``), or None if it is none."""
+    text = str(time).replace(" ", "").lower()
+    if re.fullmatch(_NUMBER, text):
+        text += "s"
+    if not (match := _TIME.fullmatch(text)):
+        return None
+    factors = zip((3600, 60, 1), match.groups(), strict=True)
+    return sum(factor * float(number or 0) for factor, number in factors) or None

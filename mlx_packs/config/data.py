@@ -46,7 +46,6 @@ class TextConfig(Settings):
     )
 
     def _conflicts(self) -> Iterator[Fault]:
-        yield from super()._conflicts()
         if taken := renderer_argument(self.template_kwargs):
             yield Fault(
                 "template_kwargs", f"{taken} is not a variable of the template. Leave it out."
@@ -92,7 +91,6 @@ class DataConfig(TextConfig, _Ordered):
     )
 
     def _conflicts(self) -> Iterator[Fault]:
-        yield from super()._conflicts()
         if self.data is None or isinstance(self.data, (bool, int, float)):
             text = f"must be text that names a source, or examples, but is {self.data!r}."
             yield Fault("data", text)

@@ -107,7 +107,9 @@ class Settings:
         for name, value in vars(self).items():
             object.__setattr__(self, name, typed_value(value, kinds[name], name))
 
-        faults = [*_field_faults(self), *self._conflicts()]
+        faults = list(_field_faults(self))
+        for part in self._parts():
+            faults += part._conflicts(self)
         if faults:
             spelled = {f.name: next(iter(flags_of(f)), f.name) for f in dataclasses.fields(self)}
             text = " ".join(f"{spelled[fault.setting]}: {fault.text}" for fault in faults)
@@ -143,8 +145,13 @@ class Settings:
                 raise
             raise PackError(f"{where}: {error}", error.code, error.flag) from None
 
+    def _parts(self) -> list[type["Settings"]]:
+        """Return the classes that check settings in use, the one with all settings last."""
+        own, *bases = type(self).__mro__
+        return [cls for cls in (*bases, own) if "_conflicts" in vars(cls)]
+
     def _conflicts(self) -> Iterator[Fault]:
-        """Faults of settings that exclude or require each other."""
+        """Faults of settings of this class that exclude or require each other."""
         yield from ()
 
     def changed(self, names: Iterable[str]) -> list[str]:

@@ -92,7 +92,6 @@ class OptimizerConfig(Settings):
     )
 
     def _conflicts(self) -> Iterator[Fault]:
-        yield from super()._conflicts()
         yield from self._conflicts_of_warmup()
         if self.optimizer in OPTIMIZERS:
             yield from self._conflicts_of_optimizer(OPTIMIZERS[self.optimizer])

@@ -4,16 +4,17 @@ Command line, checks and error messages are made from the facts at each field (`
 """
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import any_of
 from ..gates import MEANING
-from .choices import TASKS
+from .choices import PREFERENCE_TASKS, TASKS
 from .common import CommonConfig
-from .conflicts import TrainConflicts, seconds_of
 from .data import COLUMN_SETTINGS as COLUMN_SETTINGS
 from .data import DataConfig as DataConfig
-from .fields import Settings
+from .fields import Fault, Settings
 from .lora import LoRAConfig as LoRAConfig
 from .optimizer import OptimizerConfig
 from .phase import Phase as Phase
@@ -28,6 +29,7 @@ from .tasks import (
     RewardConfig,
     SimPOConfig,
     tasks_of,
+    tasks_with,
 )
 
 # The common settings come first; in each section of the help the order is the same.
@@ -53,8 +55,6 @@ class _Ordered(Settings):
 
 @dataclass(frozen=True, repr=False)
 class TrainConfig(
-    TrainConflicts,
-    OptimizerConfig,
     CommonConfig,
     LMConfig,
     EmbeddingConfig,
@@ -65,6 +65,7 @@ class TrainConfig(
     KTOConfig,
     RewardConfig,
     GRPOConfig,
+    OptimizerConfig,
     _Ordered,
 ):
     """Settings of the training; ``iters`` counts batches, as in mlx-lm."""
@@ -95,16 +96,142 @@ class TrainConfig(
         )
 
     @property
-    def seconds(self) -> float | None:
-        """The maximum training time in seconds; None without a limit."""
-        return None if self.time is None else seconds_of(self.time)
-
-    @property
-    def picks_best(self) -> bool:
-        """Whether the run ends with the weights of the best validation."""
-        return self.load_best or self.patience is not None
-
-    @property
     def gates(self) -> dict[str, float | None]:
         """The limits that the pack must meet at the end of the run; None where there is none."""
         return {name: getattr(self, name) for name in MEANING}
+
+    def _parts(self) -> list[type[Settings]]:
+        # those of all tasks, and those of a task in the run
+        parts = {part: tasks_with(part) for part in super()._parts()}
+        return [part for part, tasks in parts.items() if not tasks or set(tasks) & set(self.tasks)]
+
+    def _conflicts(self) -> Iterator[Fault]:
+        for faults in _CONFLICTS:
+            yield from faults(self)
+
+
+def _objective_faults(train: TrainConfig) -> Iterator[Fault]:
+    if train.objective == "transformer":
+        return
+
+    unfit = {
+        "grad_checkpoint" if train.grad_checkpoint else "recompute": (
+            train.recomputes not in ("auto", "none")
+        ),
+        "phases": bool(train.phases),
+        "method": train.trains_base or train.has_magnitudes,
+        "cache_frozen": train.cache_frozen == "on",
+        "neftune_noise_alpha": bool(train.neftune_noise_alpha),
+    }
+    for name in (name for name, is_unfit in unfit.items() if is_unfit):
+        yield Fault(name, f"does not go with --objective {train.objective}.", "conflict")
+
+
+def _for_merge_faults(train: TrainConfig) -> Iterator[Fault]:
+    if train.for_merge == "none":
+        return
+
+    unfit = {
+        "method": train.method != "lora",
+        "objective": train.objective != "transformer",
+        "train_fp16_fallback": train.train_fp16_fallback,
+        "phases": bool(train.phases and set(train.tasks) - {"lm"}),
+    }
+    for name in (name for name, is_unfit in unfit.items() if is_unfit):
+        value = "of another task" if name == "phases" else getattr(train, name)
+        text = f"{value} does not go with --for-merge {train.for_merge}."
+        yield Fault(name, text, "conflict")
+
+
+def _pipeline_faults(train: TrainConfig) -> Iterator[Fault]:
+    if not train.pipeline:
+        return
+
+    # what needs the whole base on one rank, or random numbers of its own
+    unfit = {
+        "method": train.method != "lora",
+        "task": set(train.tasks) != {"lm"},
+        "objective": train.objective != "transformer",
+        "for_merge": train.for_merge != "none",
+        "packing": train.packing,
+        "cache_frozen": train.cache_frozen == "on",
+        "neftune_noise_alpha": bool(train.neftune_noise_alpha),
+        "quantize": train.quantize != "none",
+        "train_fp16_fallback": train.train_fp16_fallback,
+        "metric": train.metric not in (None, "none"),
+        "min_tps_ratio": train.min_tps_ratio is not None,
+    }
+    for name in (name for name, is_unfit in unfit.items() if is_unfit):
+        value = "" if getattr(train, name) is True else f"{getattr(train, name)} "
+        yield Fault(name, f"{value}does not go with --pipeline.", "conflict")
+
+
+def _length_faults(train: TrainConfig) -> Iterator[Fault]:
+    if train.fim_rate > 0 and train.max_seq_length < 32:
+        text = f"needs a --max-seq-length of at least 32, but that is {train.max_seq_length}."
+        yield Fault("fim_rate", text, "conflict")
+
+    if train.epochs is not None and (train.phases or train.changed(["iters"])):
+        other = "phases" if train.phases else "--iters"
+        yield Fault("epochs", f"does not go with {other}. Give one of them.", "conflict")
+    if (named := train.changed(("load_best", "patience", "time"))) and train.phases:
+        yield Fault(named[0], "does not go with phases.", "conflict")
+
+
+def _task_faults(train: TrainConfig) -> Iterator[Fault]:
+    if not set(train.tasks) <= set(TASKS):
+        return  # each setting's own check names it
+
+    for name in train.changed(vars(train)):
+        owners = tasks_of(name)
+        if owners and not set(owners) & {train.task, *train.tasks}:
+            yield Fault(name, f"needs --task {any_of(owners)}.", "conflict")
+
+    losses = [loss for task in train.tasks for loss in TASKS[task].losses]
+    owners = [name for name, facts in TASKS.items() if train.loss in facts.losses]
+    if owners and losses and train.loss not in losses:
+        text = f"{train.loss} needs --task {any_of(owners)}. Take {any_of(losses)}."
+        yield Fault("loss", text, "conflict")
+
+    if train.cache_frozen == "on" and "lm" not in train.tasks:
+        yield Fault("cache_frozen", "on needs --task lm.", "conflict")
+    if train.beta == 0 and (tasks := [task for task in train.tasks if task in PREFERENCE_TASKS]):
+        yield Fault("beta", f"must be above 0 with --task {any_of(tasks)}, but is 0.")
+
+
+def _full_faults(train: TrainConfig) -> Iterator[Fault]:
+    if not train.trains_base:
+        return
+
+    for name in (*train.unfit_for_dense(), *train.changed(["loraplus_lr_ratio"])):
+        text = f"{getattr(train, name)} does not go with --method full."
+        yield Fault(name, text, "conflict")
+
+
+def _score_head_faults(train: TrainConfig) -> Iterator[Fault]:
+    order = [phase.task or train.task for phase in train.phases] or [train.task]
+    scores = [task in TASKS and TASKS[task].scores for task in order]
+    if not any(scores):
+        return
+
+    first = order[scores.index(True)]
+    if train.trains_base:
+        text = f"full does not go with --task {first}, whose head is trained beside adapters."
+        yield Fault("method", text, "conflict")
+    if not all(scores[scores.index(True) :]):
+        text = (
+            f"have another task after {first}, whose head that would not train. Put {first} last."
+        )
+        yield Fault("phases", text, "conflict")
+
+
+# The faults of settings of different classes.
+_CONFLICTS = (
+    _objective_faults,
+    _for_merge_faults,
+    _pipeline_faults,
+    _length_faults,
+    _task_faults,
+    _full_faults,
+    _score_head_faults,
+)

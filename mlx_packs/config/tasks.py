@@ -1,12 +1,13 @@
 """The settings of each task, and those that several tasks share; all are in `TrainConfig`."""
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 
 from .choices import ANSWER_METRICS, DISTANCES, OBJECTIVES, TASKS, WEIGHT_FORMATS, registered
 from .data import TextConfig
-from .fields import Settings, option
+from .fields import Fault, Settings, option
 from .phase import Phase
 
 _data = partial(option, section="Model and data")
@@ -105,6 +106,16 @@ class Beta(Settings):
 class PairLoss(LabelSmoothing, NamedLoss):
     """Settings of tasks with a loss of the margin between two completions."""
 
+    def _conflicts(self) -> Iterator[Fault]:
+        if self.label_smoothing >= 0.5:
+            text = f"must be below 0.5 for preferences, but is {self.label_smoothing:g}."
+            yield Fault("label_smoothing", text)
+        if self.loss == "robust" and self.label_smoothing == 0:
+            yield Fault("loss", "robust needs a --label-smoothing above 0.", "conflict")
+        if self.label_smoothing and self.loss in ("hinge", "ipo"):
+            text = f"does not go with --loss {self.loss}."
+            yield Fault("label_smoothing", text, "conflict")
+
 
 @dataclass(frozen=True, repr=False)
 class PreferenceConfig(PackableConfig, Beta):
@@ -189,6 +200,19 @@ class LMConfig(PackableConfig, LabelSmoothing):
         "base model.",
         metavar="RATIO",
     )
+
+    def _conflicts(self) -> Iterator[Fault]:
+        if self.fim_rate <= 0:
+            for name in self.changed(("fim_tokens", "fim_spm_rate")):
+                yield Fault(name, "needs a --fim-rate above 0.", "conflict")
+
+        tokens = self.fim_tokens
+        if len(tokens) not in (0, 3, 4) or len(set(tokens)) != len(tokens):
+            yield Fault(
+                "fim_tokens",
+                "must be three different tokens (before prefix, suffix, middle), or a fourth that "
+                f"ends the middle, but is {', '.join(tokens)}.",
+            )
 
 
 @dataclass(frozen=True, repr=False)
@@ -311,6 +335,12 @@ CONFIGS: dict[str, type[Settings]] = registered(
 def tasks_of(setting: str) -> tuple[str, ...]:
     """Return the tasks that have a setting of a run; empty if all have it."""
     return tuple(task for task, config in CONFIGS.items() if setting in _settings_of(config))
+
+
+@cache
+def tasks_with(part: type[Settings]) -> tuple[str, ...]:
+    """Return the tasks that have the settings of a class; empty if it is not one of tasks."""
+    return tuple(task for task, config in CONFIGS.items() if issubclass(config, part))
 
 
 @cache

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mlx_packs import Phase, TrainConfig, train_pack
-from mlx_packs.config.conflicts import seconds_of
+from mlx_packs.config.common import seconds_of
 from mlx_packs.objectives.score import REWARD, StoredScore
 from mlx_packs.reading import sha256
 from mlx_packs.training import early_stop

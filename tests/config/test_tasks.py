@@ -1,0 +1,54 @@
+"""Each task has a class of settings, which `TrainConfig` is too."""
+
+import dataclasses
+
+import pytest
+
+from mlx_packs import DataConfig, Phase, TrainConfig
+from mlx_packs.config import data, schema
+from mlx_packs.config.choices import TASKS
+from mlx_packs.config.tasks import CONFIGS, DPOConfig, LMConfig, PairLoss, tasks_of, tasks_with
+from tests.helpers.errors import raises
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_train_config_is_the_config_of_every_task(task):
+    assert isinstance(TrainConfig(), CONFIGS[task])
+    assert CONFIGS[task]()  # and each can be made alone
+
+
+def test_a_setting_belongs_to_the_tasks_of_its_class():
+    assert tasks_of("cpo_alpha") == ("cpo",)
+    assert tasks_of("loss") == ("embedding", "dpo", "cpo")
+    assert tasks_of("beta") == ("dpo", "orpo", "simpo", "cpo", "kto", "grpo")
+    assert tasks_of("text_feature") == tuple(task for task in TASKS if task != "embedding")
+    assert tasks_of("iters") == tasks_of("learning_rate") == tasks_of("rank") == ()
+    assert tasks_with(PairLoss) == ("dpo", "cpo")
+    assert tasks_with(TrainConfig) == ()
+
+
+@pytest.mark.parametrize(
+    ("config", "order"), [(TrainConfig, schema.ORDER), (DataConfig, data.ORDER)]
+)
+def test_the_order_has_every_setting_once(config, order):
+    assert [field.name for field in dataclasses.fields(config)] == order
+
+
+def test_the_class_of_a_task_checks_its_own_settings():
+    assert DPOConfig(beta=0.2, loss="ipo") == DPOConfig(beta="0.2", loss="ipo")
+    with raises("conflict", "loss", "--label-smoothing"):
+        DPOConfig(loss="robust")
+    with raises("conflict", "fim_tokens", "--fim-rate"):
+        LMConfig(fim_tokens=("a", "b", "c"))
+
+
+def test_settings_of_other_tasks_have_one_fault_each():
+    with raises("conflict", "fim_tokens") as error:
+        TrainConfig(task="dpo", fim_tokens=("a", "b", "c"))
+    assert error.value.message == "--fim-tokens: needs --task lm."
+
+
+def test_settings_are_checked_where_one_phase_has_their_task():
+    phases = (Phase(task="lm"), Phase(task="cpo"))
+    with raises("conflict", "label_smoothing", "--loss hinge"):
+        TrainConfig(phases=phases, loss="hinge", label_smoothing=0.1)
