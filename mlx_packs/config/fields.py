@@ -116,7 +116,6 @@ class Settings:
             raise PackError(text, faults[0].code, faults[0].setting)
 
     def __repr__(self) -> str:
-        """Return the settings that differ from their defaults."""
         values = (f"{name}={getattr(self, name)!r}" for name in self.changed(vars(self)))
         return f"{type(self).__name__}({', '.join(values)})"
 

@@ -70,7 +70,6 @@ def _set_by(flat: dict, key: str, setting: str, value: str, where: str) -> None:
 
 
 def _take_method(flat: dict, where: str) -> None:
-    """``fine_tune_type`` as ``method``."""
     kind = typed_value(flat.pop("fine_tune_type", None), str | None, "fine_tune_type", where)
     if kind is None:
         return

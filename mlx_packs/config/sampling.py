@@ -50,7 +50,6 @@ class Sampling(Settings):
     seed: int = _sampling(0, "Random seed of sampling.", at_least=0)
 
     def _conflicts(self) -> Iterator[Fault]:
-        """Settings that change nothing where nothing is drawn."""
         if self.temperature == 0:
             for name in self.changed(("top_p", "top_k", "min_p")):
                 yield Fault(name, "needs a temperature: add --temp 0.7.", "conflict")

@@ -18,21 +18,9 @@ from .fields import Fault, Settings
 from .lora import LoRAConfig as LoRAConfig
 from .optimizer import OptimizerConfig
 from .phase import Phase as Phase
-from .tasks import (
-    CPOConfig,
-    DPOConfig,
-    EmbeddingConfig,
-    GRPOConfig,
-    KTOConfig,
-    LMConfig,
-    ORPOConfig,
-    RewardConfig,
-    SimPOConfig,
-    tasks_of,
-    tasks_with,
-)
+from .tasks import AllTasksConfig, tasks_of, tasks_with
 
-# The common settings come first; in each section of the help the order is the same.
+# The common settings come first, and what is not listed last; help has this order in each section.
 ORDER = """
 task method iters epochs learning_rate batch_size max_seq_length lr_schedule warmup_steps optimizer
 grad_accumulation_steps seed quantize loss_on packing grad_checkpoint metric patience steps_per_eval
@@ -54,20 +42,7 @@ class _Ordered(Settings):
 
 
 @dataclass(frozen=True, repr=False)
-class TrainConfig(
-    CommonConfig,
-    LMConfig,
-    EmbeddingConfig,
-    DPOConfig,
-    ORPOConfig,
-    SimPOConfig,
-    CPOConfig,
-    KTOConfig,
-    RewardConfig,
-    GRPOConfig,
-    OptimizerConfig,
-    _Ordered,
-):
+class TrainConfig(CommonConfig, AllTasksConfig, OptimizerConfig, _Ordered):
     """Settings of the training; ``iters`` counts batches, as in mlx-lm."""
 
     @property

@@ -1,13 +1,12 @@
 """The settings of each task, and those that several tasks share; all are in `TrainConfig`."""
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 
 from .choices import ANSWER_METRICS, DISTANCES, OBJECTIVES, TASKS, WEIGHT_FORMATS, registered
 from .data import TextConfig
-from .fields import Fault, Settings, option
+from .fields import Fault, Settings, fields_where, option
 from .phase import Phase
 
 _data = partial(option, section="Model and data")
@@ -315,6 +314,21 @@ class GRPOConfig(DecoderConfig, Beta):
     )
 
 
+@dataclass(frozen=True, repr=False)
+class AllTasksConfig(
+    LMConfig,
+    EmbeddingConfig,
+    DPOConfig,
+    ORPOConfig,
+    SimPOConfig,
+    CPOConfig,
+    KTOConfig,
+    RewardConfig,
+    GRPOConfig,
+):
+    """Settings of all tasks."""
+
+
 CONFIGS: dict[str, type[Settings]] = registered(
     TASKS,
     {
@@ -349,4 +363,4 @@ def _settings_of(config: type[Settings]) -> frozenset[str]:
     if issubclass(config, DecoderConfig):
         configs.append(TextConfig)
 
-    return frozenset(field.name for each in configs for field in dataclasses.fields(each))
+    return frozenset(fields_where(*configs))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from ..bases.encoder import Encoder, unit
 from ..config.choices import DISTANCES, LOSSES, registered
-from ..config.schema import TrainConfig
+from ..config.tasks import EmbeddingConfig
 from ..data.micro_batches import shared_pairs, split_pairs
 from ..data.pairs import PairBatch
 from ..distributed.group import ALONE, Group, group
@@ -146,7 +146,7 @@ class EmbeddingObjective(Objective):
         self,
         model: Encoder,
         loss: str,
-        train: TrainConfig,
+        train: EmbeddingConfig,
         score: Callable[..., Score] | None = None,
     ) -> None:
         self.model = model

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import mlx.nn as nn
 import numpy as np
 
-from ..config.schema import TrainConfig
+from ..config.tasks import GRPOConfig
 from ..data.batches import Batch
 from ..data.prompts import Prompts
 from ..runtime import mx
@@ -139,7 +139,7 @@ class GRPO(Objective):
         self,
         model: nn.Module,
         head: Head | None,
-        train: TrainConfig,
+        train: GRPOConfig,
         generate: Generator,
         start: PhaseStart | None = None,
         score: Callable[..., Score] | None = None,

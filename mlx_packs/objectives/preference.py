@@ -16,8 +16,9 @@ from typing import Protocol
 import mlx.nn as nn
 
 from ..adapters.trainable import trainable_modules
-from ..config.choices import PREFERENCE_TASKS, TASKS, registered
+from ..config.choices import PREFERENCE_TASKS, registered
 from ..config.schema import TrainConfig
+from ..config.tasks import CPOConfig, DPOConfig, KTOConfig, ORPOConfig, PairLoss, SimPOConfig
 from ..data.preference_batches import PreferenceBatch, shared_rows, split_rows
 from ..distributed.group import group
 from ..runtime import mx
@@ -87,9 +88,9 @@ def pair_loss(margins: mx.array, loss: str, smoothing: float) -> mx.array:
     return (1 - smoothing) * right + smoothing * wrong
 
 
-def loss_of(train: TrainConfig) -> str:
+def loss_of(train: PairLoss) -> str:
     """Return the value of ``--loss`` that ``auto`` stands for."""
-    return TASKS[train.task].losses[0] if train.loss == "auto" else train.loss
+    return "sigmoid" if train.loss == "auto" else train.loss
 
 
 class DPO:
@@ -97,7 +98,7 @@ class DPO:
 
     has_reference = True
 
-    def losses(self, completions: Completions, train: TrainConfig) -> mx.array:
+    def losses(self, completions: Completions, train: DPOConfig) -> mx.array:
         """Semantics: -log sigmoid(beta * (ratio_chosen - ratio_rejected)), or another `pair_loss`.
 
         IPO: (mean ratio_chosen - mean ratio_rejected - 1 / (2 beta))^2, means over the targets.
@@ -109,7 +110,7 @@ class DPO:
         margins = train.beta * (ratios[:, 0] - ratios[:, 1])
         return pair_loss(margins, loss_of(train), train.label_smoothing)
 
-    def rewards(self, completions: Completions, train: TrainConfig) -> mx.array:
+    def rewards(self, completions: Completions, train: DPOConfig) -> mx.array:
         """Return beta times the log-ratios."""
         return train.beta * completions.ratios
 
@@ -119,7 +120,7 @@ class ORPO:
 
     has_reference = False
 
-    def losses(self, completions: Completions, train: TrainConfig) -> mx.array:
+    def losses(self, completions: Completions, train: ORPOConfig) -> mx.array:
         """Semantics: NLL of the chosen targets - beta * log sigmoid(log odds ratio).
 
         The cross-entropy is that of the completion, as in the paper; TRL adds the prompt's.
@@ -129,7 +130,7 @@ class ORPO:
         ratio = nn.log_sigmoid(odds[:, 0] - odds[:, 1])
         return mean_nll(completions) - train.beta * ratio
 
-    def rewards(self, completions: Completions, train: TrainConfig) -> mx.array:
+    def rewards(self, completions: Completions, train: ORPOConfig) -> mx.array:
         """Return beta times the mean log-probabilities."""
         return train.beta * completions.means
 
@@ -139,12 +140,12 @@ class SimPO:
 
     has_reference = False
 
-    def losses(self, completions: Completions, train: TrainConfig) -> mx.array:
+    def losses(self, completions: Completions, train: SimPOConfig) -> mx.array:
         """Semantics: -log sigmoid(beta * (mean_chosen - mean_rejected) - gamma)."""
         means = completions.means
         return -nn.log_sigmoid(train.beta * (means[:, 0] - means[:, 1]) - train.simpo_gamma)
 
-    def rewards(self, completions: Completions, train: TrainConfig) -> mx.array:
+    def rewards(self, completions: Completions, train: SimPOConfig) -> mx.array:
         """Return beta times the mean log-probabilities."""
         return train.beta * completions.means
 
@@ -154,7 +155,7 @@ class CPO:
 
     has_reference = False
 
-    def losses(self, completions: Completions, train: TrainConfig) -> mx.array:
+    def losses(self, completions: Completions, train: CPOConfig) -> mx.array:
         """Semantics: `pair_loss` of beta * (log p_chosen - log p_rejected) + alpha * NLL of chosen."""
         nll, loss = train.cpo_alpha * mean_nll(completions), loss_of(train)
         if loss == "ipo":
@@ -163,7 +164,7 @@ class CPO:
         margins = train.beta * (completions.log_probs[:, 0] - completions.log_probs[:, 1])
         return pair_loss(margins, loss, train.label_smoothing) + nll
 
-    def rewards(self, completions: Completions, train: TrainConfig) -> mx.array:
+    def rewards(self, completions: Completions, train: CPOConfig) -> mx.array:
         """Return beta times the log-probabilities."""
         return train.beta * completions.log_probs
 
@@ -177,7 +178,7 @@ class KTO:
 
     has_reference = True
 
-    def losses(self, completions: Completions, train: TrainConfig) -> mx.array:
+    def losses(self, completions: Completions, train: KTOConfig) -> mx.array:
         """Semantics: weight * (1 - sigmoid(+-beta * (ratio - max(0, mean ratio of mismatched))))."""
         ratios, is_row = completions.ratios, completions.is_row
         distance = (ratios[:, 1] * is_row).sum() / mx.maximum(is_row.sum(), 1)
@@ -186,7 +187,7 @@ class KTO:
         weights = mx.where(desirable, train.desirable_weight, train.undesirable_weight)
         return weights * (1 - mx.sigmoid(mx.where(desirable, gains, -gains)))
 
-    def rewards(self, completions: Completions, train: TrainConfig) -> mx.array:
+    def rewards(self, completions: Completions, train: KTOConfig) -> mx.array:
         """Return beta times the log-ratios."""
         return train.beta * completions.ratios
 

@@ -42,7 +42,6 @@ def recipe_sections(recipe: Mapping) -> list[tuple[str, Sequence[Setting]]]:
 
 
 def _tasks_of(recipe: Mapping) -> list[str]:
-    """Return the tasks of a recipe, those of its phases too."""
     phases = recipe.get("phases")
     own = [phase.get("task") for phase in phases or () if isinstance(phase, Mapping)]
     return [task for task in (recipe.get("task", "lm"), *own) if isinstance(task, str)]
