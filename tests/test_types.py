@@ -50,6 +50,14 @@ def test_pyright_sees_what_is_wrong(tmp_path):
     assert '"iters"' in lines and '"no_such_name"' in lines
 
 
+def test_pyright_knows_the_first_settings_by_their_position(tmp_path):
+    (tmp_path / "settings.py").write_text(
+        "import mlx_packs as mp\nmp.DataConfig([{'text': 'a'}])\n"
+        "mp.TrainConfig('dpo', 'lora', 100, 1.5, 4, 512, beta=0.2, learning_rate=1e-4)\n"
+    )
+    assert not pyright(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("code", "name"),
     [

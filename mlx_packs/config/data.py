@@ -25,6 +25,41 @@ _RENDERER = frozenset(
 
 
 @dataclass(frozen=True, repr=False)
+class SourceConfig(Settings):
+    """The source of the examples, and what is done with those that cannot be used."""
+
+    data: str | Any = _data(  # Python has examples in memory, too
+        "tiny",
+        "Training data: a folder, a file, files by a pattern ('DIR/*.jsonl'), a Hugging Face dataset id "
+        "(hf:ID streams it), or 'tiny' (bundled).",
+        metavar="DATA",
+        phase=True,
+        common="Training data: a folder, a file or a Hugging Face dataset (hf:ID).",
+    )
+    on_bad_row: str = _data(
+        "stop",
+        "What to do with examples that cannot be used: stop with an error that names file and "
+        "line, skip and count them, or also write them to bad-rows.jsonl in the run folder "
+        "(quarantine).",
+        choices=("stop", "skip", "quarantine"),
+    )
+    hold_out: str = _data(
+        "sample",
+        "Examples to hold out if there are none for validation: a random sample, which is the "
+        "same in every run and keeps near-duplicates together, or the last ones.",
+        choices=("sample", "last"),
+    )
+    hf_dataset: dict | list | None = _data(
+        None, "Hugging Face datasets with splits and columns, as in mlx-lm.", flags=(), phase=True
+    )
+
+    def _conflicts(self) -> Iterator[Fault]:
+        if self.data is None or isinstance(self.data, (bool, int, float)):
+            text = f"must be text that names a source, or examples, but is {self.data!r}."
+            yield Fault("data", text)
+
+
+@dataclass(frozen=True, repr=False)
 class TextConfig(Settings):
     """Columns of texts, and variables of the chat template: what tasks of decoders have."""
 
@@ -57,43 +92,13 @@ class TextConfig(Settings):
 
 @dataclass(frozen=True, repr=False)
 class _Ordered(Settings):
-    # The order of `DataConfig`, as its last base; other bases have types and facts.
+    # The order of `DataConfig`, as its last base.
     __annotations__ = dict.fromkeys(ORDER, Any)
 
 
 @dataclass(frozen=True, repr=False)
-class DataConfig(TextConfig, _Ordered):
+class DataConfig(TextConfig, SourceConfig, _Ordered):
     """The source of the examples, and the names of their columns."""
-
-    data: str | Any = _data(  # Python has examples in memory, too
-        "tiny",
-        "Training data: a folder, a file, files by a pattern ('DIR/*.jsonl'), a Hugging Face dataset id "
-        "(hf:ID streams it), or 'tiny' (bundled).",
-        metavar="DATA",
-        phase=True,
-        common="Training data: a folder, a file or a Hugging Face dataset (hf:ID).",
-    )
-    on_bad_row: str = _data(
-        "stop",
-        "What to do with examples that cannot be used: stop with an error that names file and "
-        "line, skip and count them, or also write them to bad-rows.jsonl in the run folder "
-        "(quarantine).",
-        choices=("stop", "skip", "quarantine"),
-    )
-    hold_out: str = _data(
-        "sample",
-        "Examples to hold out if there are none for validation: a random sample, which is the "
-        "same in every run and keeps near-duplicates together, or the last ones.",
-        choices=("sample", "last"),
-    )
-    hf_dataset: dict | list | None = _data(
-        None, "Hugging Face datasets with splits and columns, as in mlx-lm.", flags=(), phase=True
-    )
-
-    def _conflicts(self) -> Iterator[Fault]:
-        if self.data is None or isinstance(self.data, (bool, int, float)):
-            text = f"must be text that names a source, or examples, but is {self.data!r}."
-            yield Fault("data", text)
 
 
 def renderer_argument(variables: Iterable[str]) -> str | None:

@@ -145,9 +145,8 @@ class Settings:
             raise PackError(f"{where}: {error}", error.code, error.flag) from None
 
     def _parts(self) -> list[type["Settings"]]:
-        """Return the classes that check settings in use, the one with all settings last."""
-        own, *bases = type(self).__mro__
-        return [cls for cls in (*bases, own) if "_conflicts" in vars(cls)]
+        """Return the classes that check settings in use, bases before those with all settings."""
+        return [cls for cls in reversed(type(self).__mro__) if "_conflicts" in vars(cls)]
 
     def _conflicts(self) -> Iterator[Fault]:
         """Faults of settings of this class that exclude or require each other."""

@@ -80,7 +80,6 @@ def _take_method(flat: dict, where: str) -> None:
 
 
 def _take_lora_parameters(flat: dict, where: str) -> None:
-    """The keys of ``lora_parameters`` as ours, and ``scale``."""
     if "scale" in flat:
         text = "is not a setting. Write alpha (scale x rank)."
         raise setting_error(text, "scale", where, "unknown")

@@ -37,12 +37,13 @@ keep_last clear_cache_threshold pack_dtype awake max_pack_mb max_ppl_ratio min_t
 
 @dataclass(frozen=True, repr=False)
 class _Ordered(Settings):
-    # The order of `TrainConfig`, as its last base; other bases have types and facts.
+    # The order of `TrainConfig`, as its last base; editors, which do not run this, have the common
+    # settings first too, since `CommonConfig` comes before it.
     __annotations__ = dict.fromkeys(ORDER, Any)
 
 
 @dataclass(frozen=True, repr=False)
-class TrainConfig(CommonConfig, AllTasksConfig, OptimizerConfig, _Ordered):
+class TrainConfig(OptimizerConfig, AllTasksConfig, CommonConfig, _Ordered):
     """Settings of the training; ``iters`` counts batches, as in mlx-lm."""
 
     @property

@@ -40,7 +40,7 @@ class DecoderConfig(Settings):
 
 @dataclass(frozen=True, repr=False)
 class PackableConfig(DecoderConfig):
-    """Settings of tasks that train a decoder on texts which the data has, and none generates."""
+    """Settings of tasks that train a decoder on texts of the data, not on generated ones."""
 
     num_proc: int | None = _data(
         None,
