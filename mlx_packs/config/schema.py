@@ -160,7 +160,7 @@ def _task_faults(train: TrainConfig) -> Iterator[Fault]:
 
     for name in train.changed(vars(train)):
         owners = tasks_of(name)
-        if owners and not set(owners) & {train.task, *train.tasks}:
+        if owners and not set(owners) & set(train.tasks):
             yield Fault(name, f"needs --task {any_of(owners)}.", "conflict")
 
     losses = [loss for task in train.tasks for loss in TASKS[task].losses]

@@ -52,3 +52,11 @@ def test_settings_are_checked_where_one_phase_has_their_task():
     phases = (Phase(task="lm"), Phase(task="cpo"))
     with raises("conflict", "label_smoothing", "--loss hinge"):
         TrainConfig(phases=phases, loss="hinge", label_smoothing=0.1)
+
+
+def test_a_setting_of_no_task_of_the_phases_is_rejected():
+    phases = (Phase("a", task="dpo"), Phase("b", task="orpo"))
+    for name, value in (("fim_rate", 0.5), ("loss_on", "all")):
+        with raises("conflict", name, "needs --task lm"):
+            TrainConfig(phases=phases, **{name: value})
+    assert TrainConfig(phases=(*phases, Phase("c", task="lm")), loss_on="all").loss_on == "all"
