@@ -24,8 +24,8 @@ from mlx_packs.bases.files import TINY
 from mlx_packs.bench.implementations import SCALE, Adapters, Ours, Rows
 from mlx_packs.config.choices import MATMUL_PATHS
 from mlx_packs.errors import PackError
+from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.nn.lora import GroupedLoRA
-from mlx_packs.nn.quantized import dense_weight, true_shape
 from mlx_packs.objectives.causal_lm import CausalLM, as_arrays, split_head
 from mlx_packs.ops.attention import attention
 from mlx_packs.ops.exponential import swiglu
@@ -112,13 +112,13 @@ class Profile:
         frozen = self.ours.attached.frozen
         paths: dict[tuple, list[str]] = defaultdict(list)
         for path, module in frozen.items():
-            paths[true_shape(module)].append(path)
+            paths[frozen_weight(module).shape].append(path)
         for (out, width), same in paths.items():
             # no adapter comes before the first block's q, k, v: their input needs no gradient
             first = [p for p in same if ".layers.0." in p and p.endswith(_FIRST_GROUP)]
             x = noise((self.tokens, width), self.dtype, 1)
             module = modules[same[0]]
-            dense = dense_weight(frozen[same[0]]).astype(self.dtype)
+            dense = frozen_weight(frozen[same[0]]).dense().astype(self.dtype)
             gflop = 2e-9 * self.tokens * out * width
             self._add_product(
                 "base products", lambda v, w=dense: [dense_matmul(v, w)], x, same, first, gflop
@@ -167,7 +167,7 @@ class Profile:
     def _attention(self) -> None:
         block = self.model.layers[0].self_attn
         heads, kv_heads = block.n_heads, block.n_kv_heads
-        width = true_shape(self._frozen("q_proj"))[0] // heads
+        width = frozen_weight(self._frozen("q_proj")).shape[0] // heads
         q, k, v = (
             noise((self.batch_size, n, self.length, width), self.dtype, 4)
             for n in (heads, kv_heads, kv_heads)
@@ -191,7 +191,7 @@ class Profile:
         x = noise((self.batch_size, self.length, hidden), self.dtype, 5)
         norm = forward_and_backward(lambda v: [block.input_layernorm(v)], [x])
         self.add("norms and RoPE", norm, 2 * self.blocks + 1)
-        width = true_shape(self._frozen("q_proj"))[0] // inside.n_heads
+        width = frozen_weight(self._frozen("q_proj")).shape[0] // inside.n_heads
         for heads, name in ((inside.n_heads, "q_norm"), (inside.n_kv_heads, "k_norm")):
             x = noise((self.batch_size, self.length, heads, width), self.dtype, 6)
 
@@ -202,7 +202,7 @@ class Profile:
             self.add("norms and RoPE", forward_and_backward(call, [x]), self.blocks)
 
     def _activation(self) -> None:
-        width = true_shape(self._frozen("gate_proj"))[0]
+        width = frozen_weight(self._frozen("gate_proj")).shape[0]
         gate, up = (noise((self.tokens, width), self.dtype, seed) for seed in (8, 9))
         call = forward_and_backward(lambda g, u: [swiglu(g, u)], [gate, up])
         self.add("MLP activation", call, self.blocks)

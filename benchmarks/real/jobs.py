@@ -16,7 +16,8 @@ from mlx_packs.data.sampler import Sampler
 from mlx_packs.data.shapes import sequence_inputs
 from mlx_packs.evaluation.rows import evaluation_rows
 from mlx_packs.files import atomic_folder, to_json
-from mlx_packs.nn.quantized import dense_weight, quantized_modules
+from mlx_packs.nn.frozen_weight import frozen_weight
+from mlx_packs.nn.quantized import quantized_modules
 from mlx_packs.packs.base import Base
 from mlx_packs.runtime import mx
 
@@ -183,7 +184,7 @@ def write_dense(model: Path, out: Path) -> Path:
         if name.rpartition(".")[0] not in modules
     }
     for path, module in modules.items():
-        tensors[f"{path}.weight"] = dense_weight(module).astype(mx.float32)
+        tensors[f"{path}.weight"] = frozen_weight(module).dense().astype(mx.float32)
 
     dropped = ("quantization", "quantization_config")
     config = {key: value for key, value in base.config.items() if key not in dropped}

@@ -18,6 +18,7 @@ from ..bases.weight_formats import WeightFormat
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..errors import PackError
+from ..nn.frozen_weight import frozen_weight
 from ..nn.lora import AdaptedLinear, GroupedLoRA
 from ..nn.nf4 import NF4Linear
 from ..nn.quantized import (
@@ -25,9 +26,7 @@ from ..nn.quantized import (
     QUANTIZED,
     DenseLinear,
     Requantized,
-    dense_dtype,
     dense_like,
-    dense_weight,
     linear_of,
     stored_weight,
 )
@@ -78,7 +77,7 @@ def grid_of(base: "BaseModel", requantize: str, adapted: Collection[str]) -> Gri
     stored = lazy_base(base.path, trust_remote_code=True)
     modules = dict(stored.model.named_modules())
     return {
-        path: Rounding(dense_weight(modules[path]).dtype, weight_format)
+        path: Rounding(frozen_weight(modules[path]).dense().dtype, weight_format)
         for path, weight_format in requantized_formats(stored, requantize, adapted).items()
     }
 
@@ -237,7 +236,7 @@ def _quantized_sum(path: str, slot: Slot, own: nn.Module, rounding: Rounding) ->
 
 def _compute_dtype(module: nn.Module) -> mx.Dtype:
     """Return the dtype that scales or weights of a loaded module have."""
-    return dense_dtype(module) if isinstance(module, QUANTIZED) else module.weight.dtype
+    return frozen_weight(module).dtype if isinstance(module, QUANTIZED) else module.weight.dtype
 
 
 def _check_module(path: str, spec: ModuleSpec, module: nn.Module) -> None:

@@ -10,15 +10,9 @@ from collections.abc import Collection, Iterable, Mapping
 import mlx.nn as nn
 
 from ..errors import PackError
+from ..nn.frozen_weight import frozen_weight
 from ..nn.imported import DoRALinear
-from ..nn.quantized import (
-    LINEARS,
-    QUANTIZED,
-    TransientLinear,
-    bare_module,
-    dense_module,
-    dense_weight,
-)
+from ..nn.quantized import LINEARS, QUANTIZED, TransientLinear, bare_module, dense_module
 from ..runtime import mx
 from .lora import Attached
 from .score_head import stored_score_head
@@ -90,7 +84,7 @@ def _adapted(
             f"{where}: {path}: the adapter is for a linear, but the base has {actual}.", "mismatch"
         )
     bare = bare_module(module)
-    weight = dense_weight(bare)
+    weight = frozen_weight(bare).dense()
     (part,) = spec.slices
     if tuple(weight.shape) != (part.width, spec.in_features):
         raise PackError(

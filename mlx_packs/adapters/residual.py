@@ -15,8 +15,8 @@ import mlx.nn as nn
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..errors import PackError
+from ..nn.frozen_weight import frozen_weight
 from ..nn.lora import GroupedLoRA
-from ..nn.quantized import dense_weight
 from ..nn.residual_lora import ResidualLoRA
 from ..runtime import mx
 from .initial_factors import Factors, orthonormal_factors, principal_factors
@@ -183,7 +183,7 @@ def weight_of(path: str, module: nn.Module) -> mx.array:
         PackError: it cannot be dequantized.
     """
     try:
-        weight = dense_weight(module).astype(mx.float32)
+        weight = frozen_weight(module).dense().astype(mx.float32)
         mx.eval(weight)
     except (ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())

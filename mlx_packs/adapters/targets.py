@@ -14,7 +14,8 @@ from ..bases.shapes import Geometry, GeometryError, Group
 from ..config.lora import LoRAConfig
 from ..errors import PackError
 from ..nn.experts import is_switch_linear
-from ..nn.quantized import HalfLinear, dense_weight, replace_modules
+from ..nn.frozen_weight import frozen_weight
+from ..nn.quantized import HalfLinear, replace_modules
 from ..runtime import mx
 from .spec import ModuleSpec, SliceSpec, Specs
 
@@ -159,7 +160,7 @@ def fp16_copies(
         if is_switch_linear(module):
             raise fault
         try:
-            weight = dense_weight(module).astype(mx.float16)
+            weight = frozen_weight(module).dense().astype(mx.float16)
             half = HalfLinear(weight, module.get("bias"))
             mx.eval(half.parameters())
         except (ValueError, RuntimeError) as error:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import mlx.nn as nn
 
 from ..errors import PackError
+from ..nn.frozen_weight import frozen_weight
 from ..nn.lora import GroupedLoRA, low_rank_delta
-from ..nn.quantized import dense_weight
 from ..runtime import mx
 from .spec import ModuleSpec, check_shapes, factor_names
 
@@ -74,7 +74,7 @@ def load_slots(slots: Slots, tensors: Mapping[str, mx.array], where: str) -> Non
 
 def merged_weight(spec: ModuleSpec, tensors: Mapping[str, mx.array], linear: nn.Module) -> mx.array:
     """Return the dense weight of a frozen linear with its adapters' delta added, in float32."""
-    return dense_weight(linear).astype(mx.float32) + delta_of(spec, tensors)
+    return frozen_weight(linear).dense().astype(mx.float32) + delta_of(spec, tensors)
 
 
 def delta_of(spec: ModuleSpec, tensors: Mapping[str, mx.array]) -> mx.array:

@@ -11,7 +11,8 @@ import mlx.nn as nn
 from ..errors import PackError, did_you_mean
 from ..nn.blocks import grouped_class
 from ..nn.experts import is_switch_linear
-from ..nn.quantized import EMBEDDINGS, LINEARS, NF4
+from ..nn.frozen_weight import frozen_weight
+from ..nn.quantized import EMBEDDINGS, LINEARS
 from ..runtime import mx
 from .shapes import Geometry, GeometryError, Group, Heads, check_num_layers, is_named
 
@@ -36,35 +37,19 @@ def probe(path: str, module: nn.Module, config: dict, grouped: bool = False) -> 
     axes = 3 if is_switch_linear(module) else 2
     if weight.ndim != axes:
         raise GeometryError(path, f"its weight must have {axes} axes, but is {list(weight.shape)}.")
-    *stack, out_features, stored_width = weight.shape
-    bits = group_size = mode = None
-    in_features = stored_width
-    if isinstance(module, NF4):
-        bits, group_size, mode = module.bits, module.group_size, module.mode
-        try:
-            out_features, in_features = module.nf4_weight.shape
-        except ValueError as error:
-            raise GeometryError(path, f"its quantized tensors do not fit: {error}") from None
-    elif "scales" in module:
-        bits, group_size, mode = module.bits, module.group_size, module.mode
-        in_features, odd = divmod(stored_width * 32, bits)
-        expected = [*stack, out_features, in_features // group_size]
-        parts = {"scales": module.scales}
-        if mode == "affine" or module.get("biases") is not None:
-            parts["biases"] = module.get("biases")
-        for name, tensor in parts.items():
-            shape = list(tensor.shape) if tensor is not None else None
-            if odd or in_features % group_size or shape != expected:
-                raise GeometryError(
-                    path,
-                    f"weight {list(weight.shape)} at {bits} bits, group {group_size} asks for "
-                    f"{name} {expected}, but they are {shape}.",
-                )
+    *stack, _, stored_width = weight.shape
+    frozen = frozen_weight(module)
+    try:
+        frozen.check()
+    except ValueError as error:
+        raise GeometryError(path, str(error)) from None
+    out_features, in_features = frozen.shape
+
     bias = "bias" in module
     if bias and list(module.bias.shape) != [*stack, out_features]:
         raise GeometryError(path, f"bias {list(module.bias.shape)} for {out_features} outputs.")
     name = path.rsplit(".", 1)[-1]
-    stored = bits, group_size, mode, stored_width
+    stored = frozen.bits, frozen.group_size, frozen.mode, stored_width
     if embeds := is_embedding(module):
         slices = ((name, in_features),)
         return Geometry(path, out_features, in_features, *stored, False, slices, embeds=embeds)

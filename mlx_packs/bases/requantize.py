@@ -10,7 +10,7 @@ import mlx.nn as nn
 
 from ..errors import PackError
 from ..nn.experts import is_switch_linear
-from ..nn.quantized import dense_weight
+from ..nn.frozen_weight import frozen_weight
 from .model import BaseModel
 from .quantization import QuantizeOptions, formats_for
 from .weight_formats import CLASSES, WeightFormat, format_of, named_format
@@ -64,7 +64,7 @@ def format_after(path: str, module: nn.Module, requantize: str) -> WeightFormat 
             "and embeddings. Choose same, affine4 or affine8.",
             "unsupported",
         )
-    return wanted if wanted.fits(dense_weight(module).shape[-1]) else None
+    return wanted if wanted.fits(frozen_weight(module).dense().shape[-1]) else None
 
 
 def smaller_formats(base: BaseModel, requantize: str, changed: Collection[str]) -> Formats:

@@ -65,7 +65,8 @@ def instances_of(model: str, rank: int) -> list["Instance"]:
     """Return the kernel instances that adapters of a rank on every block of a base ask for."""
     from ..bases.geometry import find_groups
     from ..bases.loading import lazy_base
-    from ..nn.quantized import NF4, dense_dtype
+    from ..nn.frozen_weight import frozen_weight
+    from ..nn.quantized import NF4
     from ..ops import grouped_lora_kernel, nf4_kernel
     from ..runtime import mx, on_cpu
 
@@ -80,7 +81,9 @@ def instances_of(model: str, rank: int) -> list["Instance"]:
             continue
         linears = [modules[member.path] for member in group.members]
         dtype = (
-            linears[0].weight.dtype if group.members[0].bits is None else dense_dtype(linears[0])
+            linears[0].weight.dtype
+            if group.members[0].bits is None
+            else frozen_weight(linears[0]).dtype
         )
         dtype = mx.float32 if on_cpu() else dtype
         widths = tuple(width for member in group.members for width in member.widths)

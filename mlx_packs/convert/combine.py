@@ -23,8 +23,8 @@ from ..config.keywords import answers_other_names
 from ..display import QUIET, Display
 from ..errors import PackError
 from ..evaluation.rows import columns_of
+from ..nn.frozen_weight import frozen_weight
 from ..nn.lora import adapter_key
-from ..nn.quantized import dense_weight
 from ..packs.base import load_base_for
 from ..packs.folder import check_output
 from ..packs.pack import Pack
@@ -224,7 +224,7 @@ class _Combination:
         """Return dense modules with the deltas added."""
         modules = dict(self.base.model.named_modules())
         changes = [
-            Change(path, dense_weight(modules[path]).astype(mx.float32) + delta, None)
+            Change(path, frozen_weight(modules[path]).dense().astype(mx.float32) + delta, None)
             for path, delta in self.deltas.items()
         ]
         return dense_modules(self.base, changes)

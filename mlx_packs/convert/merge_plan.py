@@ -26,7 +26,8 @@ from ..config.data import DataConfig
 from ..display import Display
 from ..errors import PackError
 from ..nn.dora import LEAST_NORM
-from ..nn.quantized import QUANTIZED, dense_weight
+from ..nn.frozen_weight import frozen_weight
+from ..nn.quantized import QUANTIZED
 from ..packs.manifest import replaced_of
 from ..packs.pack import Pack
 from ..reading import read_json
@@ -141,13 +142,17 @@ class _Planner:
         for path, weight_format in smaller_formats(
             self.base, self.request.requantize, self.weights
         ).items():
-            weight = dense_weight(self.modules[path])
+            weight = frozen_weight(self.modules[path]).dense()
             self.weights[path] = weight.astype(self.dtype or weight.dtype)
             self.formats[path] = weight_format
 
     def _weight(self, path: str) -> mx.array:
         """Return the new weight of a module as far as it is known, else its own, dense."""
-        return self.weights[path] if path in self.weights else dense_weight(self.modules[path])
+        return (
+            self.weights[path]
+            if path in self.weights
+            else frozen_weight(self.modules[path]).dense()
+        )
 
 
 def plan_changes(request: MergeRequest) -> Changes:
@@ -184,7 +189,7 @@ def _check_mergeable(pack: Pack) -> None:
 
 def dtype_of(module: nn.Module) -> mx.Dtype:
     """Return the dtype of a weight when it is dense."""
-    return dense_weight(module).dtype
+    return frozen_weight(module).dense().dtype
 
 
 def _merged(spec: ModuleSpec, tensors: Mapping[str, mx.array], weight: mx.array) -> mx.array:

@@ -15,7 +15,8 @@ import mlx.nn as nn
 from .. import chips, runtime
 from ..config.choices import MATMUL_PATHS, MatmulPathFacts
 from ..measurements import recall, remember
-from ..nn.quantized import dense_dtype, quantized_modules, true_shape
+from ..nn.frozen_weight import frozen_weight
+from ..nn.quantized import quantized_modules
 from ..ops import _cost
 from ..runtime import dtype_name, mx
 from .path_timing import WeightKind, time_paths, weight_kinds
@@ -80,8 +81,8 @@ def dense_bytes(model: nn.Module) -> int:
     """Return the bytes that the dense path adds: every quantized weight in its scales' dtype."""
     total = 0
     for _, module in quantized_modules(model):
-        out, width = true_shape(module)
-        itemsize = 4 if dense_dtype(module) == mx.float32 else 2
+        out, width = frozen_weight(module).shape
+        itemsize = 4 if frozen_weight(module).dtype == mx.float32 else 2
         total += out * width * itemsize
     return total
 
@@ -181,7 +182,13 @@ def _times(
 
 def _facts(kind: WeightKind) -> list:
     """Return the facts on which the time of a kind depends, as JSON."""
-    return [*kind.shape, kind.count, kind.tokens, *kind.quantization, str(dense_dtype(kind.module))]
+    return [
+        *kind.shape,
+        kind.count,
+        kind.tokens,
+        *kind.quantization,
+        str(frozen_weight(kind.module).dtype),
+    ]
 
 
 def _recalled(
@@ -231,7 +238,7 @@ def _rates_of(quantization: Sequence, dtype: str) -> dict:
 
 
 def _precision(kind: WeightKind) -> tuple[tuple[int, int, str], str]:
-    return kind.quantization, dtype_name(dense_dtype(kind.module))
+    return kind.quantization, dtype_name(frozen_weight(kind.module).dtype)
 
 
 def _remember_rates(kinds: Sequence[WeightKind], step_s: Sequence[Mapping[str, float]]) -> None:
@@ -252,7 +259,7 @@ def _expected_on_cpu(kind: WeightKind, facts: MatmulPathFacts) -> float:
 
 def _expected_on_gpu(kind: WeightKind, facts: MatmulPathFacts) -> float:
     (out, width), (bits, group_size, _) = kind.shape, kind.quantization
-    itemsize = 4 if dense_dtype(kind.module) == mx.float32 else 2
+    itemsize = 4 if frozen_weight(kind.module).dtype == mx.float32 else 2
     quantized = out * width * (bits + 32 / group_size) / 8  # bytes
     launches = [_cost.product("product", itemsize, kind.tokens, width, out)]
     if facts.in_place:

@@ -13,14 +13,8 @@ from time import perf_counter
 import mlx.nn as nn
 
 from ..config.choices import MATMUL_PATHS
-from ..nn.quantized import (
-    EMBEDDINGS,
-    PATHS,
-    dense_module,
-    first_rows,
-    quantized_modules,
-    true_shape,
-)
+from ..nn.frozen_weight import frozen_weight
+from ..nn.quantized import EMBEDDINGS, PATHS, dense_module, quantized_modules
 from ..runtime import mx, on_cpu
 
 # Tokens of a batch that are timed; times are scaled up. On a CPU that of a product in place is in
@@ -95,7 +89,7 @@ def weight_kinds(model: nn.Module, tokens: int, head_tokens: int) -> list[Weight
         if is_embedding and has_head:
             continue
         is_head = is_embedding or path.endswith("lm_head")
-        kind = true_shape(module), module.bits, module.group_size, module.mode, is_head
+        kind = frozen_weight(module).shape, module.bits, module.group_size, module.mode, is_head
         kinds.setdefault(kind, []).append((path, module))
     return [
         WeightKind(
@@ -196,7 +190,7 @@ def _sample(kind: WeightKind, path: str) -> int:
 
 def _products(kind: WeightKind, paths: Sequence[str], rows: int) -> dict[str, Callable[[], None]]:
     """Return a function for a product with the first rows of a weight, and its input's gradient."""
-    module = first_rows(kind.module, rows)
+    module = frozen_weight(kind.module).first_rows(rows)
     dense = dense_module(module, mx.float32 if on_cpu() else None)  # as `apply_matmul_path` does
     products = {}
     for path in paths:
@@ -206,7 +200,8 @@ def _products(kind: WeightKind, paths: Sequence[str], rows: int) -> dict[str, Ca
         cotangent = mx.random.normal((tokens, rows), key=mx.random.key(1))
         arrays = [array.astype(dense.weight.dtype) for array in (x, cotangent)]
         mx.eval(arrays, weights.parameters())
-        products[path] = partial(_compute, partial(PATHS[path].product, module=weights), *arrays)
+        multiply = partial(PATHS[path].product, frozen_weight(weights))
+        products[path] = partial(_compute, multiply, *arrays)
     return products
 
 

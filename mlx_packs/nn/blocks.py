@@ -18,8 +18,8 @@ from ..ops.attention import attention, has_fused_gradient, scores_are_cut
 from ..ops.exponential import swiglu
 from ..ops.span_attention import Spans, span_attention
 from ..ops.watchdog import product_calls, watched_chip
+from .frozen_weight import frozen_weight
 from .lora import GroupedLoRA
-from .quantized import true_shape
 from .recompute import recomputed
 from .segments import SegmentCache
 
@@ -148,7 +148,7 @@ class GroupedMLP(nn.Module):
         if chip is None or not self.training:
             return []
         half = x.dtype == mx.float16
-        sizes = x.size // x.shape[-1], true_shape(self.gate_proj)[0], x.shape[-1]
+        sizes = x.size // x.shape[-1], frozen_weight(self.gate_proj).shape[0], x.shape[-1]
         calls = product_calls(*sizes, chip, half)
         length = -(-x.shape[1] // calls)
         return list(range(length, x.shape[1], length))

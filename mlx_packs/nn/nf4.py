@@ -7,7 +7,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..ops import nf4
-from ..ops.nf4 import NF4Weight
+from ..ops.nf4 import NESTED_BLOCK_SIZE, NF4Weight
+from ..ops.tiling import tiles
+from .frozen_weight import FROZEN, FrozenWeight
 
 
 class _NF4Module(nn.Module):
@@ -41,10 +43,6 @@ class _NF4Module(nn.Module):
     def double_quant(self) -> bool:
         """Whether the absmax are 8-bit codes."""
         return "nested_absmax" in self
-
-    def dequantized(self) -> mx.array:
-        """Return the weight [O, D] in ``dtype``."""
-        return nf4.dequantize(self.nf4_weight, self.dtype)
 
     def _extra_repr(self) -> str:
         outputs, depth = self.nf4_weight.shape
@@ -101,3 +99,50 @@ class NF4Embedding(_NF4Module):
     def as_linear(self, x: mx.array) -> mx.array:
         """Multiply x [..., D] by the table, as the head of a model with tied embeddings: [..., V]."""
         return nf4.matmul(x, self.nf4_weight)
+
+
+class FrozenNF4(FrozenWeight):
+    """The weight of an NF4 module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.bits = self.module.bits
+        self.group_size = self.module.group_size
+        self.mode = self.module.mode
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.module.nf4_weight.shape
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self.module.dtype
+
+    def check(self) -> None:
+        try:
+            _ = self.module.nf4_weight
+        except ValueError as error:
+            raise ValueError(f"its quantized tensors do not fit: {error}") from None
+
+    def dense(self) -> mx.array:
+        return nf4.dequantize(self.module.nf4_weight, self.module.dtype)
+
+    def stored(self, dtype: mx.Dtype) -> mx.array:
+        return nf4.dequantize(self.module.nf4_weight, dtype)
+
+    def rows(self, at: slice | mx.array) -> mx.array:
+        if isinstance(at, slice):
+            at = mx.arange(at.start, at.stop)
+
+        return nf4.rows(self.module.nf4_weight, at, self.module.dtype)
+
+    def product(self, x: mx.array) -> mx.array:
+        return nf4.matmul(x, self.module.nf4_weight)
+
+    def _row_counts(self, count: int) -> dict[str, int]:
+        blocks = tiles(count * self.shape[1], self.module.group_size)
+        nested = tiles(blocks, NESTED_BLOCK_SIZE)
+        return super()._row_counts(count) | {"absmax": blocks, "nested_absmax": nested}
+
+
+FROZEN[_NF4Module] = FrozenNF4

@@ -15,12 +15,12 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from ..config.choices import MATMUL_PATHS, registered
-from ..ops import nf4
 from ..ops.linear_cross_entropy import FrozenHead, HeadSlice
-from ..ops.matmul import dense_matmul, dequantize, sliced_matmul
+from ..ops.matmul import dense_matmul
 from ..ops.streams import stream_count
 from ..runtime import on_cpu
 from .experts import is_switch_linear
+from .frozen_weight import FrozenWeight, frozen_weight
 from .nf4 import NF4Embedding, NF4Linear
 from .wrapped import Hidden
 
@@ -28,76 +28,6 @@ LINEARS = (nn.QuantizedLinear, NF4Linear)
 EMBEDDINGS = (nn.QuantizedEmbedding, NF4Embedding)
 NF4 = (NF4Linear, NF4Embedding)
 QUANTIZED = (*LINEARS, *EMBEDDINGS)
-
-
-def true_shape(module: nn.Module) -> tuple[int, int]:
-    """Return [out, in] of the weight of a linear or embedding, adapted ones included."""
-    while "linear" in module:
-        module = module["linear"]
-    if isinstance(module, NF4):
-        return module.nf4_weight.shape
-    if "scales" not in module:
-        return module.weight.shape
-    return module.weight.shape[0], module.weight.shape[1] * 32 // module.bits
-
-
-def dense_dtype(module: nn.Module) -> mx.Dtype:
-    """Return the dtype that a quantized module has when it is dense."""
-    return module.dtype if isinstance(module, NF4) else module.scales.dtype
-
-
-def dense_weight(module: nn.Module) -> mx.array:
-    """Return the weight of a linear, an embedding or a stack of experts, dequantized if quantized.
-
-    It is [out, in], of experts [E, out, in], in the dtype of `dense_dtype`.
-    """
-    if isinstance(module, NF4):
-        return module.dequantized()
-    if "scales" not in module:
-        return module.weight
-    return mx.dequantize(
-        module.weight, module.scales, module.get("biases"), **_quantization(module)
-    )
-
-
-def _quantization(module: nn.Module) -> dict:
-    """Return how one of MLX's quantized modules is quantized, as MLX's functions take it."""
-    return {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
-
-
-def _dequantized_rows(
-    module: nn.Module, at: slice | mx.array, after: mx.array | None = None
-) -> mx.array:
-    """Return some rows of a weight in one of MLX's formats, not before ``after`` is computed."""
-    names = [name for name in ("weight", "scales", "biases") if name in module]
-    arrays = [module[name][at] for name in names]
-    if after is not None:
-        arrays = mx.depends(arrays, after)
-    weight, scales, biases = arrays if "biases" in module else (*arrays, None)
-    return dequantize(weight, scales, biases, module.group_size, module.bits, module.mode)
-
-
-def quantized_matmul(x: mx.array, module: nn.Module) -> mx.array:
-    """Compute ``x @ W.T`` for a quantized module by the kernel that reads W quantized."""
-    if isinstance(module, NF4):
-        return nf4.matmul(x, module.nf4_weight)
-    return mx.quantized_matmul(
-        x, module.weight, module.scales, module.get("biases"), **_quantization(module)
-    )
-
-
-def transient_matmul(x: mx.array, module: nn.Module) -> mx.array:
-    """Compute ``x @ W.T`` for a quantized module, dequantizing W for this one use.
-
-    The result is in the dtype of x. The gradient reaches x only; the weight is frozen.
-    """
-    if isinstance(module, NF4):  # for more than a few rows that is what the op does anyway
-        return nf4.matmul(x, module.nf4_weight)
-
-    def rows(start: int, stop: int, after: mx.array) -> mx.array:
-        return _dequantized_rows(module, slice(start, stop), after).astype(after.dtype)
-
-    return sliced_matmul(x, true_shape(module), rows)
 
 
 class TransientLinear(nn.Module):
@@ -109,7 +39,7 @@ class TransientLinear(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         """Map x [..., D] to [..., O]."""
-        y = transient_matmul(x, self.linear)
+        y = frozen_weight(self.linear).transient_product(x)
         return y + self.linear.bias if "bias" in self.linear else y
 
 
@@ -126,7 +56,7 @@ class TransientEmbedding(nn.Module):
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Multiply x [..., D] by the table, [..., V]."""
-        return transient_matmul(x, self.embedding)
+        return frozen_weight(self.embedding).transient_product(x)
 
 
 class Requantized(nn.Module):
@@ -199,7 +129,7 @@ class DenseLinear(nn.Linear):
 
 def dense_module(module: nn.Module, dtype: mx.Dtype | None = None) -> nn.Module:
     """Return a frozen nn.Linear or nn.Embedding with the weight of ``module``, dequantized."""
-    weight = dense_weight(module)
+    weight = frozen_weight(module).dense()
     if dtype is not None:
         weight = weight.astype(dtype)
     if isinstance(module, EMBEDDINGS):
@@ -223,17 +153,14 @@ def stored_weight(module: nn.Module, dtype: mx.Dtype, after: Sequence[mx.array] 
         dtype: of the dense weight in the checkpoint.
         after: what is computed before the weight is dequantized.
     """
-    names = [name for name, value in module.items() if isinstance(value, mx.array)]
-    part = copy.copy(module)
+    part = module
     if after:
+        part = copy.copy(module)
+        names = [name for name, value in module.items() if isinstance(value, mx.array)]
         arrays = mx.depends([module[name] for name in names], list(after))
         for name, array in zip(names, arrays, strict=True):
             part[name] = array
-    if isinstance(part, NF4):
-        return nf4.dequantize(part.nf4_weight, dtype)
-    if "scales" in part and part.mode == "affine":
-        part.scales, part.biases = part.scales.astype(dtype), part.biases.astype(dtype)
-    return dense_weight(part).astype(dtype)
+    return frozen_weight(part).stored(dtype)
 
 
 def dense_like(module: nn.Module, weight: mx.array) -> nn.Module:
@@ -264,18 +191,6 @@ def linear_of(weight: mx.array, bias: mx.array | None = None) -> nn.Module:
     return linear
 
 
-def first_rows(module: nn.Module, count: int) -> nn.Module:
-    """Return a quantized linear or embedding with the first rows of its weight and no others."""
-    sizes = {"weight": count, "scales": count, "biases": count, "bias": count}
-    if isinstance(module, NF4):
-        sizes["absmax"] = -(-count * true_shape(module)[1] // module.group_size)
-        sizes["nested_absmax"] = -(-sizes["absmax"] // nf4.NESTED_BLOCK_SIZE)
-    part = copy.copy(module)
-    for name in sizes.keys() & module.keys():
-        part[name] = module[name][: sizes[name]]
-    return part
-
-
 def frozen_head(module: nn.Module) -> FrozenHead | None:
     """Return a linear or embedding as a head that is read by slices of rows; None if it is neither.
 
@@ -283,14 +198,11 @@ def frozen_head(module: nn.Module) -> FrozenHead | None:
     """
     if isinstance(module, Requantized):
         return _head_in_use(module)
-    if isinstance(module, TransientLinear):
-        return _quantized_head(module.linear, dense=True)
-    if isinstance(module, TransientEmbedding):
-        return _quantized_head(module.embedding, dense=True)
-    if isinstance(module, QUANTIZED):
-        return _quantized_head(module, dense=isinstance(module, NF4))
+    own = bare_module(module)
+    if isinstance(own, QUANTIZED):
+        return _head(own, keeps_quantized=own is module)
     if type(module) in (nn.Linear, DenseLinear, nn.Embedding, HalfLinear):
-        return _head(module, *module.weight.shape, lambda at: module.weight[at])
+        return _head(module, keeps_quantized=False)
     return None
 
 
@@ -303,48 +215,27 @@ def _head_in_use(module: Requantized) -> FrozenHead | None:
     )
 
 
-def _head(
-    module: nn.Module, vocab_size: int, width: int, rows: Callable[[slice | mx.array], mx.array]
-) -> FrozenHead:
-    """Return a head whose rows are dequantized or dense."""
+def _head(module: nn.Module, keeps_quantized: bool) -> FrozenHead:
+    """Return a head whose slices are multiplied as they are stored, or dense."""
+    weight = frozen_weight(module)
+    products = weight.dense_slice_products
+    if keeps_quantized:
+        products = weight.slice_products
 
     def part(start: int, stop: int) -> HeadSlice:
-        weight = rows(slice(start, stop))
-        bias = module.bias[start:stop] if "bias" in module else None
-        return HeadSlice(
-            lambda h: _biased(h @ weight.astype(h.dtype).T, bias),
-            lambda p: p @ weight.astype(p.dtype),
-        )
+        forward, backward = products(start, stop)
+        if "bias" not in module:
+            return HeadSlice(forward, backward)
 
-    return FrozenHead(vocab_size, width, part, rows)
+        bias = module.bias[start:stop]
 
+        def biased(h: mx.array) -> mx.array:
+            y = forward(h)
+            return y + bias.astype(y.dtype)
 
-def _biased(y: mx.array, bias: mx.array | None) -> mx.array:
-    return y if bias is None else y + bias.astype(y.dtype)
+        return HeadSlice(biased, backward)
 
-
-def _quantized_head(module: nn.Module, dense: bool) -> FrozenHead:
-    """Return a head of quantized rows; ``dense`` slices of it are dequantized, then multiplied."""
-    vocab_size, width = true_shape(module)
-    how = _quantization(module)
-
-    def rows(at: slice | mx.array) -> mx.array:
-        if isinstance(module, NF4):
-            at = mx.arange(at.start, at.stop) if isinstance(at, slice) else at
-            return nf4.rows(module.nf4_weight, at, module.dtype)
-        return _dequantized_rows(module, at)
-
-    def part(start: int, stop: int) -> HeadSlice:
-        biases = module.get("biases")
-        arrays = [p if p is None else p[start:stop] for p in (module.weight, module.scales, biases)]
-        bias = module.bias[start:stop] if "bias" in module else None
-        return HeadSlice(
-            lambda h: _biased(mx.quantized_matmul(h, *arrays, **how), bias),
-            lambda p: mx.quantized_matmul(p, *arrays, transpose=False, **how),
-        )
-
-    head = _head(module, vocab_size, width, rows)
-    return head if dense else head._replace(part=part)
+    return FrozenHead(*weight.shape, part, weight.rows)
 
 
 def quantized_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -357,16 +248,11 @@ def count_weights(model: nn.Module) -> int:
     count = 0
     for module in model.modules():
         own = {k: v for k, v in module.items() if isinstance(v, mx.array) and not k.startswith("_")}
-        if "scales" in own or isinstance(module, NF4):
-            count += own["weight"].nbytes * 8 // module.bits + own.get("bias", mx.zeros(0)).size
+        if "weight" in own and (bits := frozen_weight(module).bits) is not None:
+            count += own["weight"].nbytes * 8 // bits + own.get("bias", mx.zeros(0)).size
         else:
             count += sum(v.size for v in own.values())
     return count
-
-
-def _stored_dense_matmul(x: mx.array, module: nn.Module) -> mx.array:
-    """Compute ``x @ W.T`` for a module whose weight is dense."""
-    return dense_matmul(x, module.weight)
 
 
 def _unchanged(module: nn.Module) -> None:
@@ -395,7 +281,7 @@ class MatmulPath:
     """A way to multiply by frozen weights."""
 
     modules: tuple[type[nn.Module], ...]  # that multiply so
-    product: Callable[[mx.array, nn.Module], mx.array]  # x @ W.T
+    product: Callable[[FrozenWeight, mx.array], mx.array]  # x @ W.T
     # What replaces a base's module; None where it stays, as subclasses do: they compute something
     # of their own with the product.
     replacement: Callable[[nn.Module], nn.Module | None]
@@ -404,11 +290,17 @@ class MatmulPath:
 PATHS: dict[str, MatmulPath] = registered(
     MATMUL_PATHS,
     {
-        "quantized": MatmulPath(QUANTIZED, quantized_matmul, _unchanged),
+        "quantized": MatmulPath(QUANTIZED, lambda weight, x: weight.product(x), _unchanged),
         "transient": MatmulPath(
-            (TransientLinear, TransientEmbedding), transient_matmul, _transient
+            (TransientLinear, TransientEmbedding),
+            lambda weight, x: weight.transient_product(x),
+            _transient,
         ),
-        "dense": MatmulPath((nn.Linear, nn.Embedding, HalfLinear), _stored_dense_matmul, _dense),
+        "dense": MatmulPath(
+            (nn.Linear, nn.Embedding, HalfLinear),
+            lambda weight, x: weight.product(x),
+            _dense,
+        ),
     },
 )
 

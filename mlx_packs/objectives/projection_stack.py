@@ -22,7 +22,8 @@ from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..data.batches import Batch
 from ..errors import PackError
-from ..nn.quantized import EMBEDDINGS, LINEARS, frozen_head, true_shape
+from ..nn.frozen_weight import frozen_weight
+from ..nn.quantized import EMBEDDINGS, LINEARS, frozen_head
 from ..nn.stack import ProjectionStack
 from ..runtime import mx
 from .causal_lm import Head, TokenInputs, as_arrays, split_head
@@ -175,7 +176,7 @@ def _square(
 ) -> tuple[list[tuple[str, nn.Module]], str]:
     """Return the projections [D, D] of the blocks, D the table's width, and others' faults."""
     table = modules[table_path]
-    width = (true_shape(table) if isinstance(table, EMBEDDINGS) else table.weight.shape)[1]
+    width = (frozen_weight(table).shape if isinstance(table, EMBEDDINGS) else table.weight.shape)[1]
     stack, faults = [], []
     for block in blocks:
         paths = [f"{block}.{tail}" for tail in _PROJECTIONS]

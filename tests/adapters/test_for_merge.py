@@ -17,7 +17,8 @@ from mlx_packs.errors import RunStopped
 from mlx_packs.inference.generate import complete
 from mlx_packs.memory.estimate import estimate, matmul_paths
 from mlx_packs.memory.headers import Headers
-from mlx_packs.nn.quantized import dense_weight, linear_of, stored_weight
+from mlx_packs.nn.frozen_weight import frozen_weight
+from mlx_packs.nn.quantized import linear_of, stored_weight
 from mlx_packs.nn.straight_through import QuantizedSum, quantized_sum_matmul
 from mlx_packs.packs.weighted_sum import weighted_sum
 from mlx_packs.runtime import mx
@@ -86,7 +87,7 @@ def test_gradients_are_those_of_the_definition(name, stored, slices):
             parts.append(delta)
             i += at is not None
         delta = mx.concatenate(parts)
-        rounded = dense_weight(rounding.linear(mx.float32, (weight + delta).astype(dtype)))
+        rounded = frozen_weight(rounding.linear(mx.float32, (weight + delta).astype(dtype))).dense()
         through = mx.stop_gradient(rounded) + delta - mx.stop_gradient(delta)
         return ((x @ through.T) * dy).sum()
 

@@ -10,8 +10,8 @@ from mlx_packs.adapters.initial_factors import _EXACT, orthonormal_factors, prin
 from mlx_packs.adapters.lora import attach
 from mlx_packs.adapters.method import find_method
 from mlx_packs.adapters.tensors import delta_of, merged_weight
+from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.nn.lora import AdapterShape, GroupedLoRA
-from mlx_packs.nn.quantized import dense_weight
 from mlx_packs.nn.residual_lora import ResidualLoRA
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import write_dense
@@ -168,7 +168,7 @@ def test_weights_that_cannot_be_dequantized_are_named(monkeypatch):
     def fails(_):
         raise ValueError("no kernel for this")
 
-    monkeypatch.setattr("mlx_packs.adapters.residual.dense_weight", fails)
+    monkeypatch.setattr("mlx_packs.adapters.residual.frozen_weight", fails)
     for method in OTHERS:
         with raises("unsupported", None, "q_proj", "no kernel for this", "--method lora"):
             attached(method, base_of("llama"))
@@ -202,7 +202,7 @@ def test_loftq_begins_nearer_to_the_dense_weights(mode, tmp_path):
     trainable = attached("loftq", base)
     for path, spec in trainable.specs.items():
         weight = dense[path].weight.astype(mx.float32)
-        lost = weight - dense_weight(trainable.frozen[path]).astype(mx.float32)
+        lost = weight - frozen_weight(trainable.frozen[path]).dense().astype(mx.float32)
         left = lost - delta_of(spec, trainable.tensors())
         assert mx.linalg.norm(left).item() < 0.97 * mx.linalg.norm(lost).item()
 

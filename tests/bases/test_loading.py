@@ -20,7 +20,8 @@ from mlx_packs.bases.files import (
     tiny_checkpoint,
     weight_files,
 )
-from mlx_packs.nn.quantized import dense_weight, quantized_modules
+from mlx_packs.nn.frozen_weight import frozen_weight
+from mlx_packs.nn.quantized import quantized_modules
 from mlx_packs.packs.base import load_base
 from mlx_packs.reading import read_header
 from mlx_packs.runtime import mx
@@ -149,7 +150,7 @@ def test_the_error_of_quantizing_is_measured_and_shown(checkpoint, quantize):
     change = total = 0.0
     for path, module in quantized_modules(base.model):
         weight = np.array(dense[path].weight.astype(mx.float32))
-        change += ((np.array(dense_weight(module)) - weight) ** 2).sum()
+        change += ((np.array(frozen_weight(module).dense()) - weight) ** 2).sum()
         total += (weight**2).sum()
     assert base.rounding_error == pytest.approx((change / total) ** 0.5, rel=0.02)
     shown = f"relative error of the weights {100 * base.rounding_error:.1f} %"

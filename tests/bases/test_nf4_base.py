@@ -15,6 +15,7 @@ from mlx_packs.adapters.lora import attach
 from mlx_packs.bases.bitsandbytes import config_of, to_bitsandbytes
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.bases.geometry import probe
+from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.nn.nf4 import NF4Embedding, NF4Linear
 from mlx_packs.nn.quantized import dense_module, quantized_modules, replace_modules
 from mlx_packs.objectives.causal_lm import split_head
@@ -70,7 +71,7 @@ def test_a_dense_checkpoint_is_quantized_as_it_is_loaded(bf16_tiny, double_quant
         weight = dict(reference.model.named_modules())[path].weight
         assert module.double_quant == double_quant and module.dtype == mx.float32
         wanted = nf4.dequantize(nf4.quantize(weight, 64, double_quant), mx.float32)
-        assert mx.array_equal(module.dequantized(), wanted).item()
+        assert mx.array_equal(frozen_weight(module).dense(), wanted).item()
     assert split_head(base.model) is not None  # so the loss is on supervised rows alone
     logits, dense_logits = base.model(TOKENS), reference.model(TOKENS)
     assert mx.abs(logits - dense_logits).mean() < 0.1 * mx.abs(dense_logits).mean()
@@ -152,16 +153,18 @@ def test_embedding_rows_are_those_of_the_dense_table():
             table = nn.Embedding(37, width)
             packed = NF4Embedding.from_embedding(table, block, double_quant)
             tokens = mx.array([[0, 36, 5], [5, 5, 21]])
-            assert mx.array_equal(packed(tokens), packed.dequantized()[tokens]).item()
+            assert mx.array_equal(packed(tokens), frozen_weight(packed).dense()[tokens]).item()
             x = mx.random.normal((3, width))
-            assert mx.allclose(packed.as_linear(x), x @ packed.dequantized().T, atol=1e-4).item()
+            assert mx.allclose(
+                packed.as_linear(x), x @ frozen_weight(packed).dense().T, atol=1e-4
+            ).item()
 
 
 def test_a_linear_with_bias_is_its_dequantized_self():
     linear = nn.Linear(96, 40)
     packed = NF4Linear.from_linear(linear)
     x = mx.random.normal((2, 5, 96))
-    wanted = x @ packed.dequantized().T + linear.bias
+    wanted = x @ frozen_weight(packed).dense().T + linear.bias
     assert mx.allclose(packed(x), wanted, atol=1e-5).item()
     assert not packed.trainable_parameters() and "double-quantized" in repr(packed)
 

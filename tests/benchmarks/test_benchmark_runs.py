@@ -35,7 +35,8 @@ from benchmarks import (
     whole,
     workloads,
 )
-from mlx_packs.nn.quantized import dense_weight, quantized_modules
+from mlx_packs.nn.frozen_weight import frozen_weight
+from mlx_packs.nn.quantized import quantized_modules
 from mlx_packs.runtime import mx
 from tests.helpers.memory import active_bytes
 
@@ -85,7 +86,7 @@ def test_a_random_base_never_has_a_dense_weight():
 def test_weights_of_a_random_base_are_centred_and_of_the_usual_size(config):
     small = {k: CONFIG[k] for k in CONFIG if k.startswith(("num_", "inter", "vocab", "head"))}
     base = workloads.random_base(config | small, seed=0)
-    weights = dense_weight(base.model.layers[0].mlp.gate_proj)
+    weights = frozen_weight(base.model.layers[0].mlp.gate_proj).dense()
     assert abs(weights.mean().item()) < 1e-3
     assert weights.var().sqrt().item() == pytest.approx(0.02, rel=0.05)
     assert mx.isfinite(base.model(mx.array([[1, 2, 3]]))).all().item()

@@ -12,7 +12,7 @@ from mlx_packs.adapters.tensors import delta_of
 from mlx_packs.cli.main import packs
 from mlx_packs.convert.gguf import LAYOUTS, Gguf, gguf_tensors, layout_of, verify_gguf
 from mlx_packs.convert.interop import export_pack
-from mlx_packs.nn.quantized import dense_weight
+from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import attached_logits, logits, write_checkpoint
 from tests.helpers.errors import raises
@@ -104,7 +104,7 @@ def test_a_pack_of_a_gguf_adds_to_its_rows_in_the_order_of_that_file(tmp_path, m
     for name, heads in (("q", HEADS), ("k", KV_HEADS)):
         path = f"model.layers.1.self_attn.{name}_proj"
         delta = np.array(delta_of(pack.specs[path], pack.load_tensors()), dtype=np.float64)
-        adapted = np.array(dense_weight(modules[path])) + delta
+        adapted = np.array(frozen_weight(modules[path]).dense()) + delta
         in_file = stored[f"blk.1.attn_{name}"] + deltas[f"blk.1.attn_{name}.weight"]
         assert np.abs(in_file - converted_by_llama_cpp(adapted, heads)).max() < 1e-4
         assert np.abs(in_file - adapted).max() > 0.1

@@ -20,7 +20,8 @@ from mlx_packs.convert import peft as peft_format
 from mlx_packs.convert.interop import export_pack, import_adapter
 from mlx_packs.data.encoding import encode
 from mlx_packs.data.formats import COMPLETION, Row
-from mlx_packs.nn.quantized import QUANTIZED, dense_weight
+from mlx_packs.nn.frozen_weight import frozen_weight
+from mlx_packs.nn.quantized import QUANTIZED
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import attached_logits
 from tests.helpers.packs import random_pack
@@ -135,7 +136,7 @@ def test_over_the_dequantized_base_of_a_4_bit_pack_too(transformers_base, tmp_pa
                 if transformers_base.name == "gpt2"
                 else path
             )
-            weight = np.array(dense_weight(module).astype(mx.float32))
+            weight = np.array(frozen_weight(module).dense().astype(mx.float32))
             turned = (
                 transformers_base.name == "gpt2" and state[f"{name}.weight"].shape != weight.shape
             )

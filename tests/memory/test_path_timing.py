@@ -6,8 +6,9 @@ import pytest
 from mlx_packs.config.choices import MATMUL_PATHS
 from mlx_packs.memory import path_timing
 from mlx_packs.memory.path_timing import time_paths, weight_kinds
+from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.nn.nf4 import NF4Embedding, NF4Linear
-from mlx_packs.nn.quantized import PATHS, dense_weight, first_rows
+from mlx_packs.nn.quantized import PATHS
 from mlx_packs.runtime import mx
 from tests.helpers.models import base_of
 
@@ -78,9 +79,9 @@ def test_first_rows_are_those_of_the_weight(kind, double_quant):
         "nf4": lambda: NF4Linear.from_linear(linear, 64, double_quant),
         "nf4-embedding": lambda: NF4Embedding.from_embedding(embedding, 64, double_quant),
     }[kind]()
-    part, whole = first_rows(module, 7), dense_weight(module)
-    assert mx.array_equal(dense_weight(part), whole[:7])
-    assert mx.array_equal(dense_weight(module), whole), "the module stays as it was"
+    part, whole = frozen_weight(module).first_rows(7), frozen_weight(module).dense()
+    assert mx.array_equal(frozen_weight(part).dense(), whole[:7])
+    assert mx.array_equal(frozen_weight(module).dense(), whole), "the module stays as it was"
 
 
 def test_kinds_are_timed_by_every_path(monkeypatch):

@@ -9,8 +9,9 @@ import pytest
 
 from mlx_packs import runtime
 from mlx_packs.blas import Blas
+from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.nn.nf4 import NF4Linear
-from mlx_packs.nn.quantized import dense_module, frozen_head, transient_matmul
+from mlx_packs.nn.quantized import dense_module, frozen_head
 from mlx_packs.ops import attention as attention_module
 from mlx_packs.ops import exponential, linear_cross_entropy, matmul, streams
 from mlx_packs.ops.tiling import Tiling, forced_tiling
@@ -60,8 +61,8 @@ def operations() -> dict:
         return lambda *a: attention_module.attention(*a, 0.2, mask, segments)
 
     return {
-        "transient": (lambda x: transient_matmul(x, affine), [noise(33, 64)]),
-        "nf4": (lambda x: transient_matmul(x, nf4), [noise(33, 64)]),
+        "transient": (lambda x: frozen_weight(affine).transient_product(x), [noise(33, 64)]),
+        "nf4": (lambda x: frozen_weight(nf4).transient_product(x), [noise(33, 64)]),
         "dense": (dense, [noise(3, 11, 64)]),
         "dense_trainable": (matmul.dense_matmul, [noise(3, 11, 64), noise(176, 64)]),
         "swiglu": (exponential.swiglu, [noise(33, 64), noise(33, 64)]),

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mlx_packs import LayerTrainer, LoRAConfig, TrainConfig
+from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.nn.nf4 import NF4Linear
-from mlx_packs.nn.quantized import dense_weight
 from mlx_packs.runtime import mx
 from mlx_packs.training.registered_layer import RegisteredLayer
 from tests.helpers.errors import raises
@@ -332,7 +332,7 @@ def test_merged_weight_computes_what_the_layer_computes(kind):
     x = mx.random.normal((3, 64))
     merged = x @ trainer.merged_weight("up").T + linears["up"].bias
     assert mx.allclose(merged, trainer.layer("up")(x), atol=1e-5).item()
-    frozen = linears["up"].weight if kind == "dense" else dense_weight(linears["up"])
+    frozen = linears["up"].weight if kind == "dense" else frozen_weight(linears["up"]).dense()
     assert mx.abs(trainer.merged_weight("up") - frozen).max().item() > 1e-5
 
 

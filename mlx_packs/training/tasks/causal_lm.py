@@ -22,9 +22,10 @@ from ...evaluation.throughput import cut_prompts, generation_path, measure_throu
 from ...gates import gates_text
 from ...inference.generate import complete
 from ...memory.matmul_path import choose_matmul_path
+from ...nn.frozen_weight import frozen_weight
 from ...nn.full_copy import trained_module
 from ...nn.noisy_embedding import NoisyEmbedding
-from ...nn.quantized import bare_module, true_shape
+from ...nn.quantized import bare_module
 from ...objectives.causal_lm import CausalLM, LossOptions, split_head
 from ...objectives.frozen_activations import FrozenActivations, open_frozen_activations
 from ...objectives.pipeline import PipelinedCausalLM, Stage
@@ -304,7 +305,7 @@ def add_noise(trainable: Trainable, alpha: float) -> None:
     for path, module in trainable.model.named_modules():  # a module comes before those inside it
         table = bare_module(trained_module(module))
         is_inside = path.rpartition(".")[0] in noisy
-        if not is_inside and is_embedding(table) and true_shape(table)[0] == vocab_size:
+        if not is_inside and is_embedding(table) and frozen_weight(table).shape[0] == vocab_size:
             noisy[path] = NoisyEmbedding(module, alpha)
     if not noisy:
         raise PackError(

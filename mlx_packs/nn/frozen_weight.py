@@ -1,0 +1,224 @@
+"""What a frozen weight is stored as: dense, in one of MLX's quantized formats, or another.
+
+A module is asked through one face, whatever it stores. A new format is one class here or beside its
+module, and an entry in `FROZEN`.
+"""
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..ops.matmul import dense_matmul, dequantize, sliced_matmul
+
+Product = Callable[[mx.array], mx.array]
+
+
+class FrozenWeight(ABC):
+    """The weight [out, in] of a linear or embedding, or [E, out, in] of a stack of experts.
+
+    Attributes:
+        bits: of a number; None where it is dense.
+        group_size: numbers that share a scale; None where it is dense.
+        mode: the name of the format; None where it is dense.
+    """
+
+    bits: int | None = None
+    group_size: int | None = None
+    mode: str | None = None
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module: Any = module
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """[out, in]."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> mx.Dtype:
+        """Of the weight when it is dense."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Check that its tensors fit each other; a ValueError says what does not."""
+
+    @abstractmethod
+    def dense(self) -> mx.array:
+        """Return the dense weight in `dtype`."""
+
+    @abstractmethod
+    def stored(self, dtype: mx.Dtype) -> mx.array:
+        """Return the dense weight bit-identical to that of its checkpoint, whose dtype this is.
+
+        On a CPU a loaded base has scales, and dense weights, in float32.
+        """
+
+    @abstractmethod
+    def rows(self, at: slice | mx.array) -> mx.array:
+        """Return some dense rows."""
+
+    @abstractmethod
+    def product(self, x: mx.array) -> mx.array:
+        """Return ``x @ W.T`` from the stored form."""
+
+    def transient_product(self, x: mx.array) -> mx.array:
+        """Return ``x @ W.T`` from a weight that is dense for this use, with a gradient for x."""
+        return self.product(x)
+
+    def slice_products(self, start: int, stop: int) -> tuple[Product, Product]:
+        """Return ``h @ W[start:stop].T`` and ``p @ W[start:stop]`` as functions of h and of p."""
+        return self.dense_slice_products(start, stop)
+
+    def dense_slice_products(self, start: int, stop: int) -> tuple[Product, Product]:
+        """Return the same, from rows that are dense while they are used."""
+        weight = self.rows(slice(start, stop))
+
+        return lambda h: h @ weight.astype(h.dtype).T, lambda p: p @ weight.astype(p.dtype)
+
+    def first_rows(self, count: int) -> nn.Module:
+        """Return a module with the first rows of the weight and no others."""
+        part = copy.copy(self.module)
+        for name, rows in self._row_counts(count).items():
+            if name in part:
+                part[name] = part[name][:rows]
+        return part
+
+    def _row_counts(self, count: int) -> dict[str, int]:
+        """Return how much of each array belongs to the first rows."""
+        return dict.fromkeys(("weight", "scales", "biases", "bias"), count)
+
+
+class DenseWeight(FrozenWeight):
+    """A weight that is not quantized."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.module.weight.shape[-2:]
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self.module.weight.dtype
+
+    def check(self) -> None:
+        """Accept every weight."""
+
+    def dense(self) -> mx.array:
+        return self.module.weight
+
+    def stored(self, dtype: mx.Dtype) -> mx.array:
+        return self.module.weight.astype(dtype)
+
+    def rows(self, at: slice | mx.array) -> mx.array:
+        return self.module.weight[at]
+
+    def product(self, x: mx.array) -> mx.array:
+        return dense_matmul(x, self.module.weight)
+
+
+class MLXWeight(FrozenWeight):
+    """A weight in one of MLX's quantized formats."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.bits = self.module.bits
+        self.group_size = self.module.group_size
+        self.mode = self.module.mode
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        outputs, words = self.module.weight.shape[-2:]
+        return outputs, words * 32 // self.bits
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self.module.scales.dtype
+
+    def check(self) -> None:
+        *stack, outputs, words = self.module.weight.shape
+        width, odd = divmod(words * 32, self.bits)
+        expected = [*stack, outputs, width // self.group_size]
+        parts = {"scales": self.module.scales}
+        if self.mode == "affine" or self.module.get("biases") is not None:
+            parts["biases"] = self.module.get("biases")
+
+        for name, tensor in parts.items():
+            shape = None
+            if tensor is not None:
+                shape = list(tensor.shape)
+            if odd or width % self.group_size or shape != expected:
+                raise ValueError(
+                    f"weight {list(self.module.weight.shape)} at {self.bits} bits, group "
+                    f"{self.group_size} asks for {name} {expected}, but they are {shape}."
+                )
+
+    def dense(self) -> mx.array:
+        return mx.dequantize(*self._arrays(self.module), **self._format)
+
+    def stored(self, dtype: mx.Dtype) -> mx.array:
+        weight, scales, biases = self._arrays(self.module)
+
+        if self.mode == "affine":
+            scales = scales.astype(dtype)
+            biases = biases.astype(dtype)
+
+        return mx.dequantize(weight, scales, biases, **self._format).astype(dtype)
+
+    def rows(self, at: slice | mx.array) -> mx.array:
+        return self._dequantized(self._rows_of_arrays(at))
+
+    def product(self, x: mx.array) -> mx.array:
+        return mx.quantized_matmul(x, *self._arrays(self.module), **self._format)
+
+    def transient_product(self, x: mx.array) -> mx.array:
+        def rows(start: int, stop: int, after: mx.array) -> mx.array:
+            arrays = mx.depends(self._rows_of_arrays(slice(start, stop)), after)
+            return self._dequantized(arrays).astype(after.dtype)
+
+        return sliced_matmul(x, self.shape, rows)
+
+    def slice_products(self, start: int, stop: int) -> tuple[Product, Product]:
+        arrays = [
+            None if array is None else array[start:stop] for array in self._arrays(self.module)
+        ]
+        return (
+            lambda h: mx.quantized_matmul(h, *arrays, **self._format),
+            lambda p: mx.quantized_matmul(p, *arrays, transpose=False, **self._format),
+        )
+
+    @property
+    def _format(self) -> dict[str, Any]:
+        """How the weight is quantized, as MLX's functions take it."""
+        return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
+
+    @staticmethod
+    def _arrays(module: nn.Module) -> tuple[mx.array, mx.array, mx.array | None]:
+        return module["weight"], module["scales"], module.get("biases")
+
+    def _rows_of_arrays(self, at: slice | mx.array) -> list[mx.array]:
+        """Return some rows of codes, scales, and biases where there are any."""
+        return [array[at] for array in self._arrays(self.module) if array is not None]
+
+    def _dequantized(self, arrays: list[mx.array]) -> mx.array:
+        weight, scales, *biases = arrays
+        bias = next(iter(biases), None)
+        return dequantize(weight, scales, bias, self.group_size, self.bits, self.mode)
+
+
+FROZEN: dict[type[nn.Module], type[FrozenWeight]] = {}  # formats of modules that are not MLX's
+
+
+def frozen_weight(module: nn.Module) -> FrozenWeight:
+    """Return what a linear, an embedding or a stack of experts stores; an adapted one's own."""
+    while "linear" in module:
+        module = module["linear"]
+    for kind in type(module).__mro__:
+        if kind in FROZEN:
+            return FROZEN[kind](module)
+    if "scales" in module:
+        return MLXWeight(module)
+    return DenseWeight(module)
