@@ -23,6 +23,7 @@ from mlx_packs.errors import PackError
 from mlx_packs.inference.generate import chat_prompt
 from mlx_packs.nn.lora import factors_cast
 from mlx_packs.packs.base import load_base
+from mlx_packs.packs.making import pack_of
 from mlx_packs.packs.pack import Pack
 from mlx_packs.runtime import mx
 
@@ -44,7 +45,7 @@ def write_pack(model: str, folder: Path, seed: int) -> Path:
     adapters = Adapters.random(base, RANK, SCALE, seed)
     attached = attach(base, LoRAConfig(rank=RANK, alpha=SCALE * RANK))
     attached.load(adapters.tensors, "benchmark")
-    Pack._of(attached).save(folder)
+    pack_of(attached).save(folder)
     return folder
 
 

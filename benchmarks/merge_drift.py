@@ -15,7 +15,7 @@ from mlx_packs.convert.merge_decoder import compare_next_tokens
 from mlx_packs.convert.merge_plan import MergeRequest
 from mlx_packs.display import QUIET, Display
 from mlx_packs.evaluation.rows import columns_of
-from mlx_packs.packs.pack import versions_line
+from mlx_packs.packs.making import versions_line
 
 DOC = Path(__file__).parents[1] / "docs" / "merge.md"
 BEGIN, END = "<!-- merge drift -->", "<!-- end of merge drift -->"

@@ -22,7 +22,7 @@ from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, TrainConfig, load_base, train_pack
 from mlx_packs.bases.files import tiny_checkpoint
-from mlx_packs.packs.pack import versions_line
+from mlx_packs.packs.making import versions_line
 from mlx_packs.runtime import mx
 
 from .workloads import PASSAGES

@@ -18,6 +18,7 @@ from mlx_packs.adapters.lora import attach
 from mlx_packs.bases.files import TINY
 from mlx_packs.errors import PackError
 from mlx_packs.packs.base import Base, load_base
+from mlx_packs.packs.making import pack_of
 from mlx_packs.runtime import mx
 
 from . import history, report
@@ -34,7 +35,7 @@ def random_pack(base: Base, seed: int, rank: int) -> Pack:
         mx.random.seed(seed)
         noise = {n: mx.random.normal(t.shape) * 0.01 for n, t in attached.tensors().items()}
         attached.load(noise, "noise")
-        pack = Pack._of(attached)
+        pack = pack_of(attached)
         mx.eval(pack.tensors)
         return pack
     finally:

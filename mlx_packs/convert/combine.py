@@ -27,6 +27,7 @@ from ..nn.frozen_weight import frozen_weight
 from ..nn.lora import adapter_key
 from ..packs.base import load_base_for
 from ..packs.folder import check_output
+from ..packs.making import untrained_pack
 from ..packs.pack import Pack
 from ..packs.weighted_sum import check_addable, check_distinct, weighted_sum
 from ..runtime import mx
@@ -218,7 +219,7 @@ class _Combination:
             facts = {**facts, "rank": rank}
             specs, tensors = _low_rank(self.packs, self.deltas, rank)
         parts = {k: first.manifest[k] for k in ("recipe", "objective") if k in first.manifest}
-        return Pack._untrained(self.base, specs, tensors, **parts, combined=facts)
+        return untrained_pack(self.base, specs, tensors, **parts, combined=facts)
 
     def modules(self) -> Modules:
         """Return dense modules with the deltas added."""

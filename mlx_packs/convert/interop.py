@@ -14,6 +14,8 @@ from ..bases.loading import lazy_base
 from ..config.keywords import answers_other_names
 from ..errors import PackError
 from ..files import atomic_folder, is_hub_id, to_json
+from ..packs.compatibility import check_checkpoint
+from ..packs.making import untrained_pack
 from ..packs.manifest import (
     FORMAT_VERSION,
     MANIFEST,
@@ -160,7 +162,7 @@ def import_adapter(
     if unchanged:
         pack = _restored(folder, form, stored, sidecar)
         if model is not None:
-            pack._check_checkpoint(model)
+            check_checkpoint(pack, model)
             note = differing_texts(folder, resolve_checkpoint(model), public_name(str(model)))
     else:
         base = _base_name(model, config, folder)
@@ -268,4 +270,4 @@ def _converted(name: str, stored: StoredAdapter, model: str | Path, trust: bool)
         "base": base_id if isinstance(base_id, str) else None,
         "by": f"mlx-packs {__version__}",
     }
-    return Pack._untrained(base, specs, adapter.tensors, adapter.full_tensors, imported=source)
+    return untrained_pack(base, specs, adapter.tensors, adapter.full_tensors, imported=source)

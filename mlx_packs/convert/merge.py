@@ -20,6 +20,7 @@ from ..config.keywords import answers_other_names
 from ..display import QUIET, Display
 from ..errors import PackError
 from ..evaluation.rows import columns_of
+from ..packs.compatibility import check_checkpoint
 from ..packs.pack import Pack
 from .fidelity import ROWS, Outcome, check_max_drift
 from .merge_decoder import compare_next_tokens
@@ -94,7 +95,7 @@ def merge_pack(  # noqa: PLR0913 - a public facade
         display=display or Display(QUIET),
     )
     _check(request)
-    source, _ = pack._check_checkpoint(model)
+    source, _ = check_checkpoint(pack, model)
     writer.output_folder(str(out), source, overwrite)
     outcome = MERGERS[architecture_of(pack.manifest["base"]["model_type"])](request)
     report = _report(request, outcome, out)

@@ -28,6 +28,7 @@ from ..errors import PackError
 from ..nn.dora import LEAST_NORM
 from ..nn.frozen_weight import frozen_weight
 from ..nn.quantized import QUANTIZED
+from ..packs.compatibility import quantize_for, quantize_options
 from ..packs.manifest import replaced_of
 from ..packs.pack import Pack
 from ..reading import read_json
@@ -89,10 +90,10 @@ class _Planner:
     def quantize_as_trained(self) -> None:
         """Round a dense checkpoint as it was for training, where the pack was trained on that."""
         pack = self.request.pack
-        on_loading = pack._quantize_for(self.base.config)
+        on_loading = quantize_for(pack, self.base.config)
         if on_loading == "none":
             return
-        trained = pack._quantize_options
+        trained = quantize_options(pack)
         weight_format = named_format(on_loading, trained["double_quant"])
         self.options = QuantizeOptions(weight_format, trained["keep"])
         for path, weight_format in formats_for(self.base.model, self.options)[0].items():

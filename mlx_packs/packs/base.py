@@ -31,6 +31,7 @@ from ..inference.generate import chat_prompt, complete_prompts, raw_prompt, stre
 from ..nn.quantized import apply_matmul_path, replace_modules
 from ..reading import read_json
 from ..runtime import mx
+from .compatibility import check_checkpoint, quantize_for, quantize_options
 from .manifest import template_kwargs_of
 from .pack import Pack
 from .rewards import check_generates, rewards
@@ -402,8 +403,8 @@ def load_base_for(
     """
     if pack is None:
         return load_base(model, trust_remote_code=trust_remote_code)
-    _, config = pack._check_checkpoint(model)
-    return load_base(model, pack._quantize_for(config), trust_remote_code, **pack._quantize_options)
+    _, config = check_checkpoint(pack, model)
+    return load_base(model, quantize_for(pack, config), trust_remote_code, **quantize_options(pack))
 
 
 def check_no_pack(base: Base) -> None:

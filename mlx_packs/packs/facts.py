@@ -15,6 +15,7 @@ from ..report.facts import (
     stored_curve,
     text,
 )
+from ..report.page import render_fragment
 from ..report.recipe import recipe_sections
 from .card import card_command, phase_lines
 from .manifest import METRICS, replaced_of, specs_of
@@ -49,6 +50,11 @@ def manifest_facts(manifest: Mapping, title: str) -> Facts:
         origins=_origins(manifest),
         command=_command(manifest, title),
     )
+
+
+def notebook_html(manifest: Mapping, title: str) -> str:
+    """Return name, results and loss curve of a pack for a notebook."""
+    return render_fragment(manifest_facts(manifest, title))
 
 
 def changes_of(result: Mapping) -> list[Change]:

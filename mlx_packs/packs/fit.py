@@ -8,8 +8,9 @@ from ..bases.shapes import Heads
 from ..errors import PackError
 from ..reading import read_header
 from .adapter_config import stored_shapes
+from .compatibility import check_checkpoint, is_converted_on_loading
 from .manifest import ADAPTERS, architecture_facts, replaced_of
-from .pack import Pack, is_converted_on_loading
+from .pack import Pack
 
 
 def check_fit(pack: Pack, model: str) -> dict:
@@ -19,7 +20,7 @@ def check_fit(pack: Pack, model: str) -> dict:
         PackError: something does not fit.
     """
     pack.verify()
-    path, config = pack._check_checkpoint(model)
+    path, config = check_checkpoint(pack, model)
     header, _ = read_header(pack.path / ADAPTERS)
     stored = {name: tuple(tensor["shape"]) for name, tensor in header.items()}
     check_shapes(stored_shapes(pack.manifest), stored, str(pack.path / ADAPTERS))

@@ -53,12 +53,6 @@ def split_name(name: str) -> tuple[str, str]:
     return repo, revision or MAIN
 
 
-def is_hub_name(path: str | Path) -> bool:
-    """Return whether a pack's name can only be meant for the Hub: nothing here begins like it."""
-    is_id = re.fullmatch(HUB_ID + r"(@[\w./-]+)?", str(path), re.ASCII) is not None
-    return is_id and not Path(Path(path).parts[0]).exists()
-
-
 def fetch(name: str, out: str | Path | None, overwrite: bool, show: Display) -> Path:
     """Fetch a pack as `pull` does; its folder."""
     repo, revision = split_name(str(name))

@@ -1,6 +1,7 @@
 """The manifest of a pack: what every key must be."""
 
 import os
+import re
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -328,3 +329,9 @@ def template_kwargs_of(manifest: dict) -> dict:
     """Return the variables of the chat template that a pack was trained with."""
     recipe = manifest.get("recipe")
     return dict(recipe.get("template_kwargs") or {}) if isinstance(recipe, dict) else {}
+
+
+def is_hub_name(path: str | Path) -> bool:
+    """Return whether a pack's name can only be meant for the Hub: nothing here begins like it."""
+    is_id = re.fullmatch(HUB_ID + r"(@[\w./-]+)?", str(path), re.ASCII) is not None
+    return is_id and not Path(Path(path).parts[0]).exists()

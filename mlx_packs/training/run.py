@@ -35,6 +35,7 @@ from ..objectives.objective import Objective
 from ..ops import _backend, dispatch
 from ..packs.adapter_config import adapter_config_of
 from ..packs.base import Base, load_base
+from ..packs.making import pack_of
 from ..packs.pack import Pack
 from ..reading import read_header
 from ..report.facts import short_curve
@@ -227,7 +228,7 @@ def _run(run: Run) -> TrainRun:
             with resumable(run):
                 summary = task.summary(trainable, objective, fit, sources)
         with resumable(run):
-            pack = Pack._of(
+            pack = pack_of(
                 trainable,
                 run.train.pack_dtype,
                 objective=summary.objective,

@@ -6,7 +6,7 @@ import pytest
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model
 
-from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, merge_pack, train_pack
+from mlx_packs import LoRAConfig, TrainConfig, load_base, merge_pack, train_pack
 from mlx_packs.adapters.lora import attach
 from mlx_packs.adapters.method import find_method
 from mlx_packs.adapters.saved_modules import attach_method
@@ -18,6 +18,7 @@ from mlx_packs.nn.embedding_lora import AdaptedEmbedding, EmbeddingLoRA
 from mlx_packs.nn.noisy_embedding import NoisyEmbedding
 from mlx_packs.objectives.causal_lm import split_head, target_loss
 from mlx_packs.objectives.frozen_activations import frozen_blocks
+from mlx_packs.packs.making import pack_of
 from mlx_packs.packs.weighted_sum import weighted_sum
 from mlx_packs.runtime import mx
 from mlx_packs.training.tasks.causal_lm import add_noise
@@ -70,7 +71,7 @@ def test_on_a_quantized_table(quantize, matmul_path, tmp_path):
     lora = LoRAConfig(rank=4, target_modules=("embed_tokens", "q_proj"))
     trainable = attach(base, lora, matmul_path=matmul_path)
     assert mx.allclose(base.model(TOKENS), before, atol=1e-4).item()
-    trained, pack = moved(trainable) and base.model(TOKENS), Pack._of(trainable)
+    trained, pack = moved(trainable) and base.model(TOKENS), pack_of(trainable)
     assert not mx.allclose(trained, before, atol=1e-2).item()
     trainable.detach()
     with base.applied(pack):

@@ -20,6 +20,7 @@ from mlx_packs.memory.headers import Headers
 from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.nn.quantized import linear_of, stored_weight
 from mlx_packs.nn.straight_through import QuantizedSum, quantized_sum_matmul
+from mlx_packs.packs.making import pack_of
 from mlx_packs.packs.weighted_sum import weighted_sum
 from mlx_packs.runtime import mx
 from mlx_packs.serving.slots import PackSlots
@@ -52,7 +53,7 @@ def moved_pack(base, for_merge: str, **lora) -> tuple[Pack, mx.array]:
     """A pack of a base, and the logits that it had when it was trained."""
     trainable = moved(attached(base, for_merge, **lora))
     try:
-        return Pack._of(trainable), base.model(TOKENS)
+        return pack_of(trainable), base.model(TOKENS)
     finally:
         trainable.detach()
 
@@ -110,7 +111,7 @@ def test_training_applying_and_the_base_alone(name, shared_tiny):
             assert mx.allclose(shared_tiny.model(TOKENS), before, atol=1e-4).item()
         assert mx.array_equal(shared_tiny.model(TOKENS), trained).item()
         text = complete(shared_tiny, [5, 9, 3], 8)
-        pack = Pack._of(trainable)
+        pack = pack_of(trainable)
     finally:
         trainable.detach()
     assert mx.array_equal(shared_tiny.model(TOKENS), before).item()

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, merge_pack, train_pack
+from mlx_packs import LoRAConfig, TrainConfig, load_base, merge_pack, train_pack
 from mlx_packs.adapters.initial_factors import _EXACT, orthonormal_factors, principal_factors
 from mlx_packs.adapters.lora import attach
 from mlx_packs.adapters.method import find_method
@@ -13,6 +13,7 @@ from mlx_packs.adapters.tensors import delta_of, merged_weight
 from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.nn.lora import AdapterShape, GroupedLoRA
 from mlx_packs.nn.residual_lora import ResidualLoRA
+from mlx_packs.packs.making import pack_of
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import write_dense
 from tests.helpers.errors import raises
@@ -138,7 +139,7 @@ def test_rows_of_zeros_are_applied_and_merged(tmp_path):
     mx.save_safetensors(file, tensors, {"format": "mlx"})
     base = load_base(folder)
     trainable = attached("dora", base)
-    trained, pack = base.model(TOKENS), Pack._of(trainable)
+    trained, pack = base.model(TOKENS), pack_of(trainable)
     assert mx.isfinite(trained).all().item()
     trainable.detach()
     with base.applied(pack):

@@ -14,6 +14,7 @@ from mlx_packs.adapters.saved_modules import attach_method
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.convert.interop import export_pack, import_adapter
+from mlx_packs.packs.making import pack_of
 from mlx_packs.runtime import mx
 
 pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("default")]
@@ -155,7 +156,7 @@ def test_an_export_of_a_method_has_the_same_logits_in_peft(checkpoint, method, t
     }
     trainable.load(moved, "test")
     expected = np.array(base.model(mx.array(TOKENS)))
-    pack = Pack._of(trainable).save(tmp_path / "pack")
+    pack = pack_of(trainable).save(tmp_path / "pack")
     trainable.detach()
     export_pack(pack, "peft", tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
@@ -323,7 +324,7 @@ def test_exports_of_embeddings_and_saved_modules_open_in_peft(place, tmp_path):
     }
     trainable.load(moved, "test")
     expected = np.array(base.model(mx.array(TOKENS)))
-    pack = Pack._of(trainable).save(tmp_path / "pack")
+    pack = pack_of(trainable).save(tmp_path / "pack")
     trainable.detach()
     export_pack(pack, "peft", tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

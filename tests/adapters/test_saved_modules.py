@@ -13,6 +13,7 @@ from mlx_packs.convert.interop import export_pack, import_adapter
 from mlx_packs.nn.full_copy import FullCopy
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.objectives.frozen_activations import frozen_blocks
+from mlx_packs.packs.making import pack_of
 from mlx_packs.runtime import mx
 from mlx_packs.training.checkpoint import ADAPTERS
 from mlx_packs.training.tasks.causal_lm import add_noise
@@ -59,7 +60,7 @@ def test_attach_train_detach(method, family):
     with trainable.disabled():
         assert mx.allclose(base.model(TOKENS), before, atol=1e-4).item()
     assert mx.array_equal(base.model(TOKENS), trained).item()
-    pack = Pack._of(trainable)
+    pack = pack_of(trainable)
     trainable.detach()
     assert {path: id(m) for path, m in base.model.named_modules()} == objects
     assert mx.array_equal(base.model(TOKENS), before).item()
@@ -80,7 +81,7 @@ def test_quantized_modules_are_trained_as_dense_copies(quantize, path, tmp_path)
     assert tensors["lm_head.weight"].shape == (4096, 128)
     assert all(tensor.dtype == mx.float32 for tensor in tensors.values())
     assert len(trainable.replaced) == 4
-    trained, pack = moved(trainable) and base.model(TOKENS), Pack._of(trainable)
+    trained, pack = moved(trainable) and base.model(TOKENS), pack_of(trainable)
     trainable.detach()
     with base.applied(pack):
         assert mx.allclose(base.model(TOKENS), trained, atol=1e-4).item()
@@ -90,7 +91,7 @@ def test_quantized_modules_are_trained_as_dense_copies(quantize, path, tmp_path)
 def test_beside_loftq(tmp_path):
     base = load_base(write_dense(tmp_path / "dense", vocab_size=4096), "affine4")
     trainable = attached(base, "embed_tokens", "norm", method="loftq")
-    trained, pack = moved(trainable) and base.model(TOKENS), Pack._of(trainable)
+    trained, pack = moved(trainable) and base.model(TOKENS), pack_of(trainable)
     assert trainable.method == "loftq" and len(trainable.replaced) == 2
     trainable.detach()
     with base.applied(pack):
@@ -105,7 +106,7 @@ def test_a_tied_table_counts_once_and_stays_tied():
     assert trainable.parameter_count() == plain.parameter_count() + 128 * 64
     head = split_head(base.model)
     assert head is not None and head.frozen is None
-    assert Pack._of(trainable).manifest["adapters"]["replaced"][0]["head"] is True
+    assert pack_of(trainable).manifest["adapters"]["replaced"][0]["head"] is True
 
 
 @pytest.mark.parametrize("policy", ["none", "selective", "block"])

@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import pkgutil
+import re
 from pathlib import Path
 
 import pytest
@@ -56,12 +57,14 @@ def test_every_listing_has_a_registry():
     assert {listing for listing, _ in registries()} == LISTINGS - WITHOUT_REGISTRY
 
 
+PACK = (PACKAGE / "packs" / "pack.py").read_text(encoding="utf-8")
 LATE_NAMES = {  # of what is imported when it is used
     *(facts.code for facts in choices.TASKS.values()),
     *(facts.code for facts in choices.METHODS.values()),
     *dispatch.KERNELS.values(),
     lora.FOR_MERGE,
     chips.STORE,
+    *(f"mlx_packs.packs.{name}" for name in re.findall(r'_later\("([\w:]+)"\)', PACK)),
 }
 
 

@@ -13,6 +13,7 @@ from mlx_packs.cli.main import packs
 from mlx_packs.convert.gguf import LAYOUTS, Gguf, gguf_tensors, layout_of, verify_gguf
 from mlx_packs.convert.interop import export_pack
 from mlx_packs.nn.frozen_weight import frozen_weight
+from mlx_packs.packs import making
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import attached_logits, logits, write_checkpoint
 from tests.helpers.errors import raises
@@ -27,7 +28,7 @@ def pack_of(base, folder: Path, **lora) -> Pack:
     attached = attach(base, LoRAConfig(**lora))
     randomized(attached)
     try:
-        return Pack._of(attached).save(folder)
+        return making.pack_of(attached).save(folder)
     finally:
         attached.detach()
 

@@ -19,6 +19,7 @@ from mlx_packs.convert.external import CONFIG, folded, verify_numerically
 from mlx_packs.convert.interop import ORIGINALS, SIDECAR, export_pack, import_adapter
 from mlx_packs.convert.merge import merge_pack
 from mlx_packs.convert.peft import Peft
+from mlx_packs.packs.making import pack_of
 from mlx_packs.reading import read_header, sha256
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import (
@@ -58,7 +59,7 @@ def pack_with(model: Path, folder: Path, **lora) -> Pack:
         mx.random.seed(1)
         for adapters in {id(slot.lora): slot.lora for slot in attached.slots.values()}.values():
             adapters.lora_b[:] = [mx.random.normal(t.shape) * 0.1 for t in adapters.lora_b]
-        return Pack._of(attached).save(folder)
+        return pack_of(attached).save(folder)
     finally:
         attached.detach()
 

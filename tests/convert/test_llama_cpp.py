@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from mlx_packs import LoRAConfig, Pack, load_base
+from mlx_packs import LoRAConfig, load_base
 from mlx_packs.adapters.lora import attach
 from mlx_packs.bases.files import resolve_checkpoint
 from mlx_packs.convert.interop import export_pack
 from mlx_packs.inference.generate import complete
+from mlx_packs.packs.making import pack_of
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.families import randomized
 from tests.helpers.gguf_base import write_gguf
@@ -70,7 +71,7 @@ def test_llama_cpp_writes_the_same_text(family, targets, tmp_path):
         base, LoRAConfig(rank=8, alpha=12.0, rank_pattern=ranks, target_modules=targets)
     )
     randomized(attached)
-    pack = Pack._of(attached).save(tmp_path / "pack")
+    pack = pack_of(attached).save(tmp_path / "pack")
     attached.detach()
     export_pack(pack, "gguf", tmp_path / "out")
     model = write_gguf(folder, tmp_path / "base.gguf")

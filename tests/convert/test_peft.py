@@ -22,6 +22,7 @@ from mlx_packs.data.encoding import encode
 from mlx_packs.data.formats import COMPLETION, Row
 from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.nn.quantized import QUANTIZED
+from mlx_packs.packs.making import untrained_pack
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import attached_logits
 from tests.helpers.packs import random_pack
@@ -249,7 +250,7 @@ def test_a_reward_model_has_the_same_scores_in_peft(transformers_base, tmp_path)
     base.tokenizer = load_base("tiny").tokenizer  # the same, with a chat template
     pack = random_pack(base, targets=TARGETS.get(transformers_base.name, ALL))
     weight = mx.random.normal((1, 64), key=mx.random.key(5))
-    pack = Pack._untrained(base, pack.specs, pack.tensors, {"score.weight": weight})
+    pack = untrained_pack(base, pack.specs, pack.tensors, {"score.weight": weight})
     export_pack(pack.save(tmp_path / "pack"), "peft", tmp_path / "out")
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert (config["task_type"], config["modules_to_save"]) == ("SEQ_CLS", ["score"])

@@ -9,6 +9,7 @@ from mlx_packs.adapters.lora import Attached, attach
 from mlx_packs.adapters.tensors import merged_weight
 from mlx_packs.bases.model import BaseModel
 from mlx_packs.hashes import sealed
+from mlx_packs.packs.making import pack_of
 from mlx_packs.runtime import mx
 
 BASE = {
@@ -43,7 +44,7 @@ def random_pack(
             arrays[:] = [
                 mx.random.normal(t.shape, key=k) * size for k, t in zip(parts, arrays, strict=True)
             ]
-        pack = Pack._of(attached, **(facts or {}))
+        pack = pack_of(attached, **(facts or {}))
         mx.eval(pack.tensors)
         return pack
     finally:

@@ -16,6 +16,7 @@ from mlx_packs.adapters.lora import attach
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.config.schema import LoRAConfig
 from mlx_packs.nn.quantized import replace_modules
+from mlx_packs.packs.making import pack_of
 from mlx_packs.packs.pack import Pack
 from mlx_packs.runtime import mx
 from tests.helpers.errors import check, raises
@@ -105,7 +106,7 @@ def test_stock_mlx_lm_opens_a_pack_with_experts(family, tokens, tmp_path):
     assert tensors[f"{path}.lora_a"].shape == (experts, RANK, width)
     assert tensors[f"{path}.lora_b"].shape == (experts, out, RANK)
     expected = base.model(TOKENS[:, :tokens])
-    Pack._of(attached).save(tmp_path / "pack")
+    pack_of(attached).save(tmp_path / "pack")
     attached.detach()
     pack = Pack.open(tmp_path / "pack")
     assert pack.specs == attached.specs and pack.specs[path].experts == experts

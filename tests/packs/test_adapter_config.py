@@ -12,6 +12,7 @@ from mlx_lm.tuner.utils import load_adapters
 from mlx_packs.adapters.lora import attach
 from mlx_packs.config.schema import LoRAConfig
 from mlx_packs.packs.adapter_config import adapter_config_of
+from mlx_packs.packs.making import pack_of
 from mlx_packs.packs.manifest import ADAPTERS
 from mlx_packs.packs.pack import Pack
 from mlx_packs.reading import read_header
@@ -27,7 +28,7 @@ def saved(base, folder: Path, **lora) -> Pack:
     attached = attach(base, LoRAConfig(rank=4, **lora))
     randomized(attached)
     try:
-        return Pack._of(attached).save(folder)
+        return pack_of(attached).save(folder)
     finally:
         attached.detach()
 

@@ -26,6 +26,7 @@ from mlx_packs.errors import PackError
 from mlx_packs.files import atomic_folder
 from mlx_packs.packs.base import find_base
 from mlx_packs.packs.card import model_card
+from mlx_packs.packs.compatibility import quantize_options
 from mlx_packs.packs.fit import check_fit
 from mlx_packs.reading import sha256
 from mlx_packs.runtime import mx
@@ -260,7 +261,7 @@ def test_save_refuses_what_could_not_be_opened(full_pack, tmp_path):
 def test_double_quantization_is_as_in_the_manifest_or_single(pack, more, double):
     nf4 = {"mode": "nf4", "bits": 4, "group_size": 64, "keep": None, **more}
     edit_manifest(pack, _set("base.quantization", nf4))
-    assert Pack.open(pack)._quantize_options == {"double_quant": double, "keep": ()}
+    assert quantize_options(Pack.open(pack)) == {"double_quant": double, "keep": ()}
 
 
 def test_pack_that_is_open_is_called_by_its_folder(pack):

@@ -18,6 +18,7 @@ from mlx_packs.adapters.lora import attach
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.cli.main import packs
 from mlx_packs.packs.base import Base, load_base_for
+from mlx_packs.packs.making import pack_of
 from mlx_packs.runtime import mx
 from mlx_packs.training.checkpoint import batches_of
 from mlx_packs.training.run_folder import checkpoints, latest_checkpoint
@@ -180,7 +181,7 @@ def test_adapters_of_8b_at_rank_16_take_168_mb_or_84_in_half(dtype, mb, tmp_path
         "down": (14336, 4096),
     }
     assert attached.parameter_count() == 32 * sum(16 * (i + o) for i, o in sizes.values())
-    pack = Pack._of(attached, dtype).save(tmp_path / "p")
+    pack = pack_of(attached, dtype).save(tmp_path / "p")
     file = tmp_path / "p" / "adapters.safetensors"
     assert file.stat().st_size / 1e6 == pytest.approx(mb, abs=0.1) and pack.size_mb < mb + 0.2
 

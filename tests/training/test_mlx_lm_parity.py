@@ -19,7 +19,7 @@ from mlx_packs.config.schema import LoRAConfig
 from mlx_packs.data.batches import make_batch
 from mlx_packs.data.encoding import Example
 from mlx_packs.objectives.causal_lm import as_arrays
-from mlx_packs.packs.pack import Pack
+from mlx_packs.packs.making import pack_of
 from mlx_packs.runtime import mx
 from tests.helpers.models import base_of
 from tests.helpers.steps import lm_stepper
@@ -206,7 +206,7 @@ def test_stock_mlx_lm_loads_a_pack_with_the_same_logits(family, tmp_path):
     attached.model.eval()
     tokens = mx.array([random_rows([WIDTH], False)[0][0]])
     expected = attached.model(tokens)
-    Pack._of(attached).save(tmp_path / "pack")
+    pack_of(attached).save(tmp_path / "pack")
     stock = quantized(family).model
     plain = stock(tokens)
     loaded = load_adapters(stock, str(tmp_path / "pack"))
