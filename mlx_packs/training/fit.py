@@ -1,9 +1,11 @@
 """Train through the phases of a run: from its start or its last checkpoint to its end."""
 
 import math
+import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import mlx.optimizers as optimizers
@@ -43,6 +45,7 @@ from .step import Stepper
 
 Scores = dict[str, Score]  # by phase
 EVALUATE, VALIDATE, SAVE = "evaluate", "validate", "save"  # parts of a run's time, in batches
+_LONG_S = 2  # of a forward pass
 
 
 def score_phases(
@@ -62,6 +65,14 @@ def check_scores(scores: Scores, saved: bool) -> None:
     """Raise Float16Overflow if a score is not finite; ``saved`` is whether a checkpoint is there."""
     if not all(math.isfinite(score.value) for score in scores.values()):
         raise Float16Overflow("the loss of the held-out examples overflows", saved)
+
+
+def show_first_loss(display: Display, loss: mx.array) -> None:
+    """Show the loss of a first step whose gradient will take long, too."""
+    start = time.perf_counter()
+    value = loss.item()
+    if time.perf_counter() - start >= _LONG_S:
+        display.line("train", f"first loss {value:.3f}")
 
 
 @dataclass
@@ -225,6 +236,8 @@ class Fit:
             stepper = PipelineStepper(objective, *arguments)
         else:
             stepper = Stepper(self.trainable.model, objective.loss, *arguments)
+            if done == 0:
+                stepper.on_first_loss = partial(show_first_loss, run.display)
         early_stop = EarlyStop(settings, list(self.curve), self.observers)
         loop = Loop(
             run=run,

@@ -77,6 +77,8 @@ class Stepper:
         self.shapes: set[tuple] = set()  # of the arrays of all batches so far
         self.traces = 0  # functions that MLX has compiled
         self.waiting = 0  # batches whose gradients wait for the rest of their update
+        # Called with the loss of the first step, before its gradient is computed.
+        self.on_first_loss: Callable[[mx.array], None] | None = None
         self._pending: tuple = ()
         self.scaled = is_scaled(optimizer)
         skips = skips and not self.scaled
@@ -147,17 +149,25 @@ class Stepper:
         self.shapes.add(tuple(a.shape if isinstance(a, mx.array) else a for a in batch))
         if alone:
             loss, norm = self.whole(*batch)
+            self._show_first(loss)
             self._evaluate(self.state, loss, norm)
             return StartedStep(loss, 1, norm)
+
         if self.waiting:
             total, *pending = self._add(self._pending, batch)
         else:
             total, *pending = self._gather(*batch)
+        self._show_first(total / count)
         self.waiting += 1
         self._pending = tuple(pending)
         if group().is_alone or not last:  # else parts of the gradient are sent as they come
             self._evaluate(self._pending, total, mx.random.state)
         return StartedStep(total, count, self._update_waiting() if last else None)
+
+    def _show_first(self, loss: mx.array) -> None:
+        if self.on_first_loss is not None:
+            self.on_first_loss(loss)
+            self.on_first_loss = None
 
     def start_pieces(self, pieces: Sequence[tuple[Arrays, int]], last: bool) -> StartedStep:
         """Start the step on the pieces of a batch, each with its number of targets, as `start`.
@@ -165,6 +175,7 @@ class Stepper:
         Of several each waits for the one before; the loss is the sum of theirs.
         """
         if len(pieces) > 1:
+            self.on_first_loss = None  # which the loss of a piece is not
             self.wait_for_each()
         total, count = mx.zeros(()), 0
         for number, (arrays, terms) in enumerate(pieces, 1):

@@ -1,8 +1,23 @@
 """What a notebook shows of a run and its pack."""
 
-from mlx_packs import train_pack
+from dataclasses import replace
+
+import pytest
+
+from mlx_packs import Observer, train_pack
+from mlx_packs.training import fit
 from tests.helpers.rows import CHATS, write_rows
-from tests.helpers.runs import LORA, TRAIN
+from tests.helpers.runs import LORA, TRAIN, Lines
+
+
+class Losses(Observer):
+    """The loss of every step."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_step(self, line: dict) -> None:
+        self.seen.append(line["loss"])
 
 
 def test_a_pack_and_a_run_are_shown_in_one_line(tmp_path):
@@ -34,3 +49,22 @@ def test_a_report_begins_with_the_result_and_has_losses_and_versions(tmp_path):
     assert [run.report["first_loss"], run.report["last_loss"]] == losses
     assert run.report["versions"] == run.pack.manifest["versions"]
     assert {"mlx", "device"} <= set(run.report["versions"])
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_the_first_loss_of_a_slow_base_is_shown_before_its_gradient(
+    tiny, tmp_path, monkeypatch, accumulated
+):
+    monkeypatch.setattr(fit, "_LONG_S", 0)
+    display, losses = Lines(), Losses()
+    config = replace(TRAIN, grad_accumulation_steps=accumulated)
+    out = tmp_path / "pack"
+    train_pack(tiny, CHATS, LORA, config, out, display=display, callbacks=[losses])
+    shown = [line for line in display.lines if line.startswith("train first loss")]
+    assert shown == [f"train first loss {losses.seen[0]:.3f}"]
+
+
+def test_the_first_loss_of_a_fast_base_has_no_line_of_its_own(tiny, tmp_path):
+    display = Lines()
+    train_pack(tiny, CHATS, LORA, TRAIN, tmp_path / "pack", display=display)
+    assert not [line for line in display.lines if "first loss" in line]
