@@ -14,17 +14,12 @@ from .. import alone, history
 from ..history import Environment, record
 from . import agreement, files, jobs, minilm, trainers
 from .jobs import LARGE, PARTS, Part
-from .results import Results, draw, losses, records, table
+from .results import Results, draw, losses, records, spread, table
 from .turns import Trainer, train_alternately
 
 NAMES = (*PARTS, "minilm", "perplexity")
-AGREEMENT = "agreement"
+AGREEMENT, RATES = "agreement", "rates"
 _FIRST_LOSS_TOLERANCE = 1e-3  # of its value: all trainers start with the same weights and batch
-_NOTE = (
-    f"AdamW with bias correction, learning rate {jobs.RATE:g}, rank {jobs.RANK}; same batches and "
-    "first adapters; a process for each trainer, alternating. mlx-lm trains the dense weights with "
-    "our OpenBLAS."
-)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,8 +33,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--part",
         action="append",
-        choices=(*NAMES, AGREEMENT),
-        help="repeatable [all but agreement]",
+        choices=(*NAMES, AGREEMENT, RATES),
+        help="repeatable [all but agreement and rates]",
     )
     p.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N", help="[0 1 2]")
     p.add_argument(
@@ -90,9 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
             if part in PARTS:
                 run_training(part, options)
             else:
-                {"minilm": run_minilm, "perplexity": run_perplexity, AGREEMENT: run_agreement}[
-                    part
-                ](options)
+                OTHERS[part](options)
     except Disagreement as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 1
@@ -190,7 +183,14 @@ def _finish(
     baseline: str,
     options: argparse.Namespace,
 ) -> None:
-    history.append(records(name, shape, by_trainer, baseline, _NOTE), options.history)
+    rate = minilm.RATE if name == "minilm" else jobs.RATE
+    note = (
+        f"AdamW with bias correction, learning rate {rate:g}, rank {jobs.RANK}; same batches and "
+        "first adapters; a process for each trainer, alternating."
+    )
+    if trainers.MLX_LM in by_trainer:
+        note += " mlx-lm trains the dense weights with our OpenBLAS."
+    history.append(records(name, shape, by_trainer, baseline, note), options.history)
     print(f"\n{name}: {shape}\n\n{table(by_trainer)}\n", flush=True)
     if options.plot and name == "banking77":
         draw(by_trainer, "banking77", options.plot)
@@ -292,3 +292,42 @@ def _report_agreement(
             )
     history.append(new_records, options.history)
     print("\n".join(lines), flush=True)
+
+
+def run_rates(options: argparse.Namespace) -> None:
+    """Train at several learning rates, with and without a warm-up; print and record."""
+    steps, rows = options.steps or 40, options.rows or 100
+    for data in ("banking77", "tldr"):
+        results = [
+            entry
+            for seed in options.seeds
+            for entry in alone.run(
+                "real.rates", [data, str(options.work), str(steps), str(rows), str(seed)]
+            )
+        ]
+        _report_rates(f"{data}, {PARTS[data].batch_size} x {steps}, {rows} rows", results, options)
+
+
+def _report_rates(shape: str, results: list[dict], options: argparse.Namespace) -> None:
+    here = Environment.here()
+    lines = [f"{shape}, {len(options.seeds)} seeds", "", "| rate | warm-up | perplexity |"]
+    lines.append("|---|---|---|")
+    new_records = []
+    for rate, warmup in dict.fromkeys((r["rate"], r["warmup"]) for r in results):
+        ppl = [r["ppl"] for r in results if (r["rate"], r["warmup"]) == (rate, warmup)]
+        lines.append(f"| {rate:g} | {warmup:g} | {spread(ppl)} |")
+        name = f"rate {rate:g}, warm-up {warmup:g}"
+        note = "Defaults of packs train but for the rate and the warm-up; rank 16."
+        new_records.append(
+            record(here, "real rates", name, shape, "perplexity", "", ppl, note=note)
+        )
+    history.append(new_records, options.history)
+    print("\n".join(lines), flush=True)
+
+
+OTHERS = {
+    "minilm": run_minilm,
+    "perplexity": run_perplexity,
+    AGREEMENT: run_agreement,
+    RATES: run_rates,
+}
