@@ -15,7 +15,7 @@ import mlx_packs
 from mlx_packs import train_pack
 from mlx_packs.cli.main import packs
 from mlx_packs.cli.options import SETTINGS
-from mlx_packs.cli.recipe import recipe_of
+from mlx_packs.cli.recipe import RecipeFiles, recipe_of
 from tests.helpers import documents
 from tests.helpers.documents import DOCUMENTS, GUIDES, ROOT
 from tests.helpers.rows import CHATS, write_rows
@@ -70,7 +70,8 @@ def test_commands_and_their_flags_exist(document):
         with command.make_context(f"packs {name}", args, root) as context:
             if name == "train" and not context.params["configs"]:
                 given = {k: v for k, v in context.params.items() if k in SETTINGS}
-                recipe_of({k: v for k, v in given.items() if v is not None}, {})  # checks values
+                flags = {k: v for k, v in given.items() if v is not None}
+                recipe_of(flags, RecipeFiles())  # checks values
 
 
 def test_own_variables_of_the_environment_are_documented():

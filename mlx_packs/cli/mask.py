@@ -5,7 +5,7 @@ from datetime import date
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..bases.files import TINY, check_files, resolve_checkpoint, vocab_size_of
+from ..bases.files import check_files, resolve_checkpoint, vocab_size_of
 from ..bases.template_clock import reads_clock
 from ..bases.tokenizer import load_tokenizer
 from ..bases.unsupported import unreadable
@@ -50,10 +50,8 @@ def print_masked(masked: list[dict]) -> None:
 
 def _masked_examples(recipe: Recipe) -> tuple[list[dict], str, list[str]]:
     """Return training examples in spans of text, what the loss is on, and what is left out."""
-    run, train = recipe.run, recipe.train
-    tokenizer, vocab_size = tokenizer_of(
-        run.get("model", TINY), run.get("trust_remote_code", False)
-    )
+    train = recipe.train
+    tokenizer, vocab_size = tokenizer_of(recipe.model, recipe.run.get("trust_remote_code", False))
     shown, losses, notes = [], {}, []
     phases = resolve_phases(train, recipe.data)
     for phase in phases:

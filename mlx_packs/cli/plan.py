@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..config.fields import facts_of
-from ..config.recipe import specified
+from ..config.recipe import DATA_SETTINGS, RunOptions
 from ..config.sizes import bytes_of
 from ..display import size
 from ..errors import PackError
@@ -129,7 +129,6 @@ def plan(
     length and rank are reduced, in this order, until the run fits. The last line is the command of
     the run whose peak is shown.
     """
-    from ..bases.files import TINY
     from ..memory.examples import example_memory
     from ..memory.pipeline import plan_machines
     from ..memory.read import read_headers
@@ -142,15 +141,15 @@ def plan(
             f"--device {device}: needs the memory of that machine. Add --memory GB.", "conflict"
         )
     flags = {k: v for k, v in flags.items() if v is not None}
-    settings = read_recipes(configs, flags)
-    recipe = recipe_of(flags, settings)
-    model = recipe.run.get("model", TINY)
-    unflagged = recipe_of({"model": model}, settings)
+    files = read_recipes(configs)
+    recipe = recipe_of(flags, files)
+    model = recipe.model
+    unflagged = recipe_of({"model": model}, files)
     limit, shared = _limit(memory, budget, device)
     headers = read_headers(model)
-    names = specified(settings, flags)
-    examples = example_memory(recipe.data) if names & {"data", "hf_dataset"} else None
-    unnamed = model != TINY and not names & {"data", "hf_dataset", "phases"}
+    names = recipe.specified
+    examples = example_memory(recipe.data) if names & DATA_SETTINGS else None
+    unnamed = model != RunOptions.model and not names & {*DATA_SETTINGS, "phases"}
     data = ["--data", flags.get("data", "DATA")] if unnamed or "data" in flags else []
     least = examples.nbytes if examples else 0
     if least >= limit:
@@ -191,7 +190,7 @@ def plan(
         )
     if data and lines[-1].startswith("try:    packs"):
         lines[-1] = f"{lines[-1]} {shlex.join(data)}"
-    if names & {"data", "hf_dataset"}:
+    if names & DATA_SETTINGS:
         lines[1:1] = _data_lines(recipe.data.data, examples, rows and rows[0], choices[0])
     print_report(report, lines)
 

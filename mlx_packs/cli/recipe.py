@@ -2,67 +2,106 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from ..config.choices import TASKS
+from ..config.choices import METHODS, TASKS
 from ..config.external import translate
-from ..config.lora import LoRAConfig
-from ..config.parse import read_settings
-from ..config.recipe import Recipe, RunOptions, check_method, resolve, specified, tiny_recipe
+from ..config.parse import build, read_settings
+from ..config.recipe import (
+    ADAPTER_SETTINGS,
+    Recipe,
+    RunOptions,
+    check_method,
+    merged,
+    resolve,
+    tiny_recipe,
+)
+from ..config.schema import TrainConfig
 from ..errors import PackError
 
-_RUN = ("adapter_path", *(f.name for f in dataclasses.fields(RunOptions)))
+_RUN = {f.name for f in dataclasses.fields(RunOptions)}
 
 
-def read_recipes(files: Sequence[str], flags: Mapping | None = None) -> dict:
-    """Return the settings in recipe files; later ones override earlier ones.
+@dataclass(frozen=True)
+class RecipeFiles:
+    """The settings of recipe files, which are not checked yet."""
+
+    files: tuple[tuple[str, Mapping], ...] = ()  # by name; later ones override earlier ones
+
+    @property
+    def settings(self) -> dict:
+        """The settings of all files."""
+        return {key: value for _, own in self.files for key, value in own.items()}
+
+
+def read_recipes(files: Sequence[str]) -> RecipeFiles:
+    """Return the settings in recipe files; keys of other tools are ours already."""
+    return RecipeFiles(tuple((file, translate(read_settings(file), file)) for file in files))
+
+
+def recipe_of(flags: Mapping, files: RecipeFiles) -> Recipe:
+    """Return the recipe of flags over files, over the run to resume or the defaults of the base.
 
     Raises:
-        PackError: a fault of a file, by its name, unless the other files or ``flags`` correct it.
+        PackError: a setting is wrong. A fault of a file names it, unless another file or a flag
+            corrects it.
     """
-    settings: dict = {}
-    fault = None
-    for file in files:
-        own = translate(read_settings(file), file)
-        try:
-            resolve(own, file)
-        except PackError as error:
-            fault = fault or error
-        settings |= own
-    if fault is not None:
-        try:
-            resolve(flags or {}, under=[settings])
-        except PackError:
-            raise fault from None
-    return settings
-
-
-def recipe_of(flags: dict, settings: dict) -> Recipe:
-    """Flags over the settings of files, over the recipe of the run to resume or the base's defaults."""
-    lowest, settings, resumed = _defaults(flags, settings)
-    recipe = resolve(flags, under=[lowest, settings])
-    if recipe.train.trains_base:  # the tiny base's defaults for adapters do not count
-        own = recipe if resumed else resolve(flags, under=[settings])
-        check_method(own.lora, recipe.train, specified(settings, flags))
-        lora = LoRAConfig(num_layers=recipe.lora.num_layers)
-        recipe = dataclasses.replace(recipe, lora=lora)
+    try:
+        recipe = _resolved(flags, files.settings)
+    except PackError as error:
+        raise _fault_of_a_file(flags, files) or error from None
+    check_method(recipe)
     return recipe
 
 
-def _defaults(flags: dict, settings: dict) -> tuple[dict, dict, bool]:
-    """Return the settings below flags and files, those of files, and whether a run is resumed."""
-    from ..bases.files import TINY
+def _resolved(flags: Mapping, settings: Mapping) -> Recipe:
     from ..training.run_folder import CONFIG, check_resumable, run_folder
 
-    # only what is no setting of training: a flag may need what the run to resume has
-    above, below = ({k: v for k, v in layer.items() if k in _RUN} for layer in (flags, settings))
-    run = resolve(above, under=[below]).run
-    if run.get("resume") and "out" in run:
-        folder = run_folder(Path(run["out"]).expanduser())
-        lowest = dict(check_resumable(folder)["recipe"])
-        lowest.pop("resume_adapter_file", None)  # a name and a hash: the run has begun
-        resolve(lowest, str(folder / CONFIG))
-        return lowest, {k: v for k, v in settings.items() if k != "resume_adapter_file"}, True
-    lowest = tiny_recipe() if run.get("model", TINY) == TINY else {}
-    task = TASKS[resolve(flags, under=[settings]).train.task]
-    return dict(task.defaults) or lowest, settings, False
+    specified = merged(settings, flags)
+    run = build(RunOptions, {k: v for k, v in specified.items() if k in _RUN})
+    if not run.resume or run.out is None:
+        return resolve(flags, under=[settings], defaults=_defaults(run.model, specified))
+
+    # the run has begun, so that its first adapters are a name and a hash
+    folder = run_folder(Path(run.out).expanduser())
+    earlier, settings = (
+        {k: v for k, v in layer.items() if k != "resume_adapter_file"}
+        for layer in (check_resumable(folder)["recipe"], settings)
+    )
+    try:
+        return resolve(flags, under=[settings], defaults=earlier)
+    except PackError:
+        resolve(earlier, str(folder / CONFIG))  # raises if the fault is there
+        raise
+
+
+def _defaults(model: str, specified: Mapping) -> dict:
+    """Return the settings below flags and files: those of the task, or of the bundled base."""
+    task = TASKS.get(str(specified.get("task", TrainConfig.task)))
+    method = METHODS.get(str(specified.get("method", TrainConfig.method)))
+    defaults: dict = {}
+    if task is not None and task.defaults:
+        defaults = dict(task.defaults)
+    elif model == RunOptions.model:
+        defaults = tiny_recipe()
+
+    unused = ADAPTER_SETTINGS if method is not None and method.trains_base else ()
+    return {name: value for name, value in defaults.items() if name not in unused}
+
+
+def _fault_of_a_file(flags: Mapping, files: RecipeFiles) -> PackError | None:
+    """Return the first fault that a file has by itself; None if flags and other files correct it."""
+    faults = [fault for file, own in files.files if (fault := _fault(own, file))]
+    if faults and _fault(flags, under=[files.settings]):
+        return faults[0]
+    return None
+
+
+def _fault(values: Mapping, where: str = "", under: Sequence[Mapping] = ()) -> PackError | None:
+    """Return the fault of settings; None if they have none."""
+    try:
+        resolve(values, where, under)
+    except PackError as error:
+        return error
+    return None

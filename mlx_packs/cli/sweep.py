@@ -13,7 +13,7 @@ from ..errors import Interrupted, PackError
 from . import options
 from .options import option
 from .output import exit_if_failed, print_report
-from .recipe import recipe_of
+from .recipe import RecipeFiles, recipe_of
 
 
 @click.command()
@@ -63,7 +63,10 @@ def sweep(file: str, out: str | None, runner: str, quiet: bool) -> None:
     folder = Path(out or Path("sweeps") / Path(file).stem).expanduser()
     display = Display(QUIET if quiet else NORMAL)
     planned = plan_sweep(
-        {**settings, SECTION: read[SECTION]}, file, folder, lambda own: recipe_of({}, own)
+        {**settings, SECTION: read[SECTION]},
+        file,
+        folder,
+        lambda own: recipe_of({}, RecipeFiles(((file, own),))),
     )
     runners.check_runner(runner)
     make_folder(folder.parent)

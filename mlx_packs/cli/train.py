@@ -8,7 +8,7 @@ from typing import NoReturn
 import click
 
 from ..config.choices import TASKS
-from ..config.recipe import Recipe, specified, tiny_recipe
+from ..config.recipe import Recipe, tiny_recipe
 from ..display import NORMAL, QUIET, VERBOSE, Display
 from ..errors import PackError, RunStopped
 from ..gates import failures
@@ -110,18 +110,16 @@ def train(
     Every flag and YAML key of mlx_lm.lora is supported. "tiny:" marks the defaults for the bundled
     model.
     """
-    from ..bases.files import TINY
     from ..distributed.group import group
     from ..distributed.launched import launched
-    from ..training.phases import check_data_named, check_overridden
-    from ..training.run import train_pack
+    from ..training.phases import check_overridden
+    from ..training.run import Request, train_request
     from ..training.tasks.task import task_class
 
     flags = {k: v for k, v in flags.items() if v is not None}
     hosts = flags.pop("hosts", None)
-    settings = read_recipes(configs, flags)
-    recipe = recipe_of(flags, settings)
-    check_overridden(recipe.train, specified(settings, flags))
+    recipe = recipe_of(flags, read_recipes(configs))
+    check_overridden(recipe.train, recipe.specified)
     display = Display(QUIET if quiet else VERBOSE if verbose else NORMAL)
     if show_mask:
         if not TASKS[recipe.train.task].masks:
@@ -139,22 +137,11 @@ def train(
         _supervise(recipe, max_restarts, launch_agent, display)
     if hosts is not None and launched() is None:
         _launch_on(hosts, recipe)
-    run, model = recipe.run, recipe.run.get("model", TINY)
-    named = {"data", "hf_dataset"} & specified(settings, flags) or run.get("resume")
-    check_data_named(model, recipe.train, bool(named))
+    request = Request(recipe, recipe.model, display=display, force=force)
     try:
-        result = train_pack(
-            model,
-            lora=recipe.lora,
-            train=recipe.train,
-            out=run.get("out"),
-            columns=recipe.data,
-            display=display,
-            force=force,
-            **{name: value for name, value in run.items() if name not in ("model", "out")},
-        )
+        result = train_request(request)
     except RunStopped as stopped:
-        stopped.continue_with(resume_command("out" in run, stopped.pack))
+        stopped.continue_with(resume_command("out" in recipe.run, stopped.pack))
         raise
     if not group().is_first:  # which prints
         return

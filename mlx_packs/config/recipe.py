@@ -1,7 +1,7 @@
 """The recipe of a run: its configuration, resolved from flags, files and defaults."""
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,9 +14,11 @@ from .lora import LoRAConfig
 from .mlx_lm import from_mlx_lm
 from .optimizer import with_bias_correction, without_arguments
 from .parse import build, read_settings, unknown_setting
+from .phase import Phase
 from .schema import TrainConfig
 
 ADAPTER_SETTINGS = fields_where(LoRAConfig, method="lora")  # without meaning for method full
+DATA_SETTINGS = frozenset({"data", "hf_dataset"})  # which name the examples
 _output = partial(option, section="Output")
 _data = partial(option, section="Model and data")
 
@@ -76,6 +78,15 @@ class Recipe:
     train: TrainConfig = TrainConfig()
     data: DataConfig = DataConfig()
     run: dict = field(default_factory=dict)  # the settings of `RunOptions` that were specified
+    # names of the settings that flags and files specify
+    specified: frozenset[str] = field(default=frozenset(), compare=False)
+    # whether something names the examples, be it the run that is resumed
+    names_data: bool = field(default=False, compare=False)
+
+    @property
+    def model(self) -> str:
+        """The name of the base model."""
+        return self.run.get("model", RunOptions.model)
 
     def to_json(self) -> dict:
         """Return all settings that have a meaning by name, as `resolve` reads them."""
@@ -101,45 +112,50 @@ _PAIRS = (("alpha", "scale"), ("iters", "epochs"), ("warmup_steps", "warmup_rati
 _INSTEAD = (*_PAIRS, *(pair[::-1] for pair in _PAIRS))
 
 
-def _merged(layers: Sequence[Mapping], where: str) -> dict:
+def merged(*layers: Mapping, where: str = "") -> dict:
     """Return one flat mapping; later layers override earlier ones, under whatever name either used.
 
     A schedule as a mapping has its own rate and warm-up, so it overrides those of earlier layers.
     """
-    merged: dict = {}
+    result: dict = {}
     for layer in layers:
         flat = from_mlx_lm(layer, where)
         if isinstance(flat.get("lr_schedule"), Mapping):
             own = ("learning_rate", "warmup_steps", "warmup_ratio")
-            merged = {k: v for k, v in merged.items() if k not in own}
+            result = {k: v for k, v in result.items() if k not in own}
         for key, other in _INSTEAD:
             if key in flat and other not in flat:
-                merged.pop(other, None)
-        merged = without_arguments(merged, flat) | flat
-    if "optimizer_config" in merged:
-        merged = with_bias_correction(merged)
-    if "scale" in merged:
-        merged["alpha"] = merged.pop("scale") * merged.get("rank", LoRAConfig.rank)
-    return merged
+                result.pop(other, None)
+        result = without_arguments(result, flat) | flat
+
+    if "optimizer_config" in result:
+        result = with_bias_correction(result)
+    if "scale" in result:
+        result["alpha"] = result.pop("scale") * result.get("rank", LoRAConfig.rank)
+    return result
 
 
-def specified(*layers: Mapping) -> frozenset[str]:
-    """Return the names of the settings that mappings of keys (ours and mlx-lm's) specify."""
-    return frozenset(_merged(layers, ""))
-
-
-def resolve(values: Mapping, where: str = "", under: Sequence[Mapping] = ()) -> Recipe:
+def resolve(
+    values: Mapping,
+    where: str = "",
+    under: Sequence[Mapping] = (),
+    defaults: Mapping | None = None,
+) -> Recipe:
     """Return the recipe of a flat mapping of keys (ours and mlx-lm's).
 
     Args:
         values: settings by name.
         where: the file that they are in; empty for flags and Python.
         under: mappings that ``values`` override, from the weakest to the strongest.
+        defaults: settings below all of these, which do not count as specified.
 
     Raises:
         PackError: a key is unknown, or a value is wrong.
     """
-    flat = _merged([*under, values], where)
+    specified = frozenset(merged(*under, values, where=where))
+    flat = merged(defaults or {}, *under, values, where=where)
+    names_data = bool(DATA_SETTINGS & flat.keys())
+
     train, test = flat.pop("train", None), flat.pop("test", None)
     if not where and (train is False or (test and not train)):
         raise PackError(
@@ -147,14 +163,46 @@ def resolve(values: Mapping, where: str = "", under: Sequence[Mapping] = ()) -> 
             "`packs eval`.",
             "conflict",
         )
+
     parts: dict[str, dict] = {part: {} for part in _PARTS}
     for key, value in flat.items():
         if key not in _OWNERS:
             raise unknown_setting(key, _OWNERS, where)
         parts[_OWNERS[key]][key] = value
+
     configs = {part: build(cls, parts[part], where) for part, cls in _PARTS.items()}
     options = {name: getattr(configs["run"], name) for name in parts["run"]}
-    return Recipe(configs["lora"], configs["train"], configs["data"], options)
+    return Recipe(
+        configs["lora"],
+        configs["train"],
+        configs["data"],
+        options,
+        specified=specified,
+        names_data=names_data,
+    )
+
+
+def from_configs(
+    lora: LoRAConfig | Mapping[str, Any] | None,
+    train: TrainConfig | Mapping[str, Any] | None,
+    run: dict,
+) -> Recipe:
+    """Return the recipe of configurations from Python; what is None suits the base.
+
+    ``run`` has settings of `RunOptions`, the model among them.
+
+    Raises:
+        PackError: a setting of a mapping is wrong, or settings exclude each other.
+    """
+    defaults = resolve(tiny_recipe() if run["model"] == RunOptions.model else {})
+    train = build(TrainConfig, train) if isinstance(train, Mapping) else train or defaults.train
+    if train.trains_base:
+        defaults = Recipe()
+    lora = build(LoRAConfig, lora) if isinstance(lora, Mapping) else lora or defaults.lora
+
+    recipe = Recipe(lora, train, run=run)
+    check_method(recipe)
+    return recipe
 
 
 def tiny_recipe() -> dict:
@@ -162,14 +210,9 @@ def tiny_recipe() -> dict:
     return read_settings(TINY_FOLDER / "recipe.yaml")
 
 
-def check_method(lora: LoRAConfig, train: TrainConfig, names: Collection[str] = ()) -> None:
-    """Raise a PackError for a setting of adapters beside ``method: full`` or ``for_merge``.
-
-    Args:
-        lora: settings of the adapters, whose defaults are allowed.
-        train: settings of the training.
-        names: settings that were specified, which are not allowed even at their defaults.
-    """
+def check_method(recipe: Recipe) -> None:
+    """Raise a PackError for a setting of adapters with ``method: full`` or ``for_merge``."""
+    lora, train = recipe.lora, recipe.train
     if lora.dropout and train.for_merge != "none":
         raise PackError(
             "--dropout: does not go with --for-merge, where adapters have no input of their own. "
@@ -177,7 +220,7 @@ def check_method(lora: LoRAConfig, train: TrainConfig, names: Collection[str] = 
             "conflict",
         )
     for name in ADAPTER_SETTINGS if train.trains_base else ():
-        if name in names or lora.changed([name]):
+        if name in recipe.specified or lora.changed([name]):
             raise PackError(
                 f"{flag_of(name)}: is a setting of adapters, and --method full trains none. Leave "
                 "it out, or use --method lora.",
@@ -185,19 +228,13 @@ def check_method(lora: LoRAConfig, train: TrainConfig, names: Collection[str] = 
             )
 
 
-def suited(
-    model: str,
-    lora: LoRAConfig | Mapping[str, Any] | None,
-    train: TrainConfig | Mapping[str, Any] | None,
-) -> tuple[LoRAConfig, TrainConfig]:
-    """Return adapters and training of a run from Python; what is None suits the base.
-
-    Raises:
-        PackError: a setting of a mapping is wrong, or the two exclude each other.
-    """
-    recipe = resolve(tiny_recipe()) if model == RunOptions.model else Recipe()
-    train = build(TrainConfig, train) if isinstance(train, Mapping) else train or recipe.train
-    default = LoRAConfig() if train.trains_base else recipe.lora
-    lora = build(LoRAConfig, lora) if isinstance(lora, Mapping) else lora or default
-    check_method(lora, train)
-    return lora, train
+def check_data_named(recipe: Recipe) -> None:
+    """Raise a PackError if a base that is not the bundled one would train on the bundled data."""
+    phases = recipe.train.phases or [Phase()]
+    if recipe.names_data or recipe.model == RunOptions.model or all(p.data for p in phases):
+        return
+    raise PackError(
+        f"--data: name the examples to train {recipe.model} on; the bundled ones are for the "
+        "bundled model (--data tiny).",
+        flag="data",
+    )

@@ -2,9 +2,11 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..config.data import DataConfig
 from ..errors import PackError
 from .row_format import Row, plain
 from .sources import Numbered, Rows
@@ -63,6 +65,26 @@ def source_of(data: Any) -> str:
     for name, part in data.items():
         splits[names[name]] = _rows(part, name)
     return Given(splits)
+
+
+def columns_of(data: Data | None, columns: DataConfig | None) -> DataConfig:
+    """Return where examples are, and what their columns are called.
+
+    Raises:
+        PackError: both name examples.
+    """
+    columns = columns or DataConfig()
+    if not isinstance(columns.data, str):
+        columns = replace(columns, data=source_of(columns.data))
+    if data is None:
+        return columns
+    if named := columns.changed(("data", "hf_dataset")):
+        raise PackError(
+            f"data: columns names examples too ({named[0]}). Leave one of them out.",
+            "conflict",
+            "data",
+        )
+    return replace(columns, data=source_of(data))
 
 
 def _none() -> Rows:

@@ -4,14 +4,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..bases.files import TINY, check_files, resolve_checkpoint
+from ..bases.files import check_files, resolve_checkpoint
 from ..config.parse import build, setting_error, typed_value
-from ..config.recipe import Recipe, resolve, specified
+from ..config.recipe import Recipe, check_data_named
 from ..errors import PackError, did_you_mean
 from ..files import atomic_write, make_folder, to_json
 from ..hashes import sealed, without_seal
 from ..reading import read_json
-from ..training.phases import check_data_named, check_overridden, columns_of, resolve_phases
+from ..training.phases import check_overridden, resolve_phases
 from .metrics import METRICS
 from .parameters import Parameter, parse_parameters, with_values
 from .searches import SEARCHES, Rungs, SweepConfig, Values, rungs_of, trial_values
@@ -96,12 +96,10 @@ def _recipe(recipe: Mapping, values: Values, where: str, recipe_of: Resolver) ->
     """Return the recipe of a trial; errors name the file, and the parameters where they cause it."""
     settings = with_values(recipe, values)
     try:
-        resolve(settings, where)
         resolved = recipe_of(settings)
-        check_overridden(resolved.train, specified(settings))
-        model = resolved.run.get("model", TINY)
-        check_data_named(model, resolved.train, bool({"data", "hf_dataset"} & specified(settings)))
-        resolve_phases(resolved.train, columns_of(model, resolved.train, None, resolved.data))
+        check_overridden(resolved.train, resolved.specified)
+        check_data_named(resolved)
+        resolve_phases(resolved.train, resolved.data)
     except PackError as error:
         text = error.message.removeprefix(f"{where}: ")
         names = {key.rpartition(".")[2] for key in values} | {key.split(".")[0] for key in values}
@@ -148,12 +146,10 @@ def _check_inputs(recipes: list[Recipe]) -> None:
     """Check that every base and every data set of the trials is there and can be read."""
     bases, data = set(), []
     for recipe in recipes:
-        model = recipe.run.get("model", TINY)
-        if model not in bases:
-            bases.add(model)
-            check_files(resolve_checkpoint(model))
-        phases = resolve_phases(recipe.train, columns_of(model, recipe.train, None, recipe.data))
-        for phase in phases:
+        if recipe.model not in bases:
+            bases.add(recipe.model)
+            check_files(resolve_checkpoint(recipe.model))
+        for phase in resolve_phases(recipe.train, recipe.data):
             if phase.sources not in data:
                 data.append(phase.sources)
                 phase.load_rows()

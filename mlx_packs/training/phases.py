@@ -6,17 +6,17 @@ A run without ``phases`` has one phase without a name.
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import mlx.optimizers as optimizers
 
-from ..bases.files import TINY, public_name
+from ..bases.files import public_name
 from ..config.data import DataConfig
 from ..config.fields import fields_where
 from ..config.phase import Phase
 from ..config.schema import TrainConfig
 from ..data import rows as rows_of
 from ..data.bad_rows import LeftOut
-from ..data.given import Data, source_of
 from ..data.row_notes import row_notes
 from ..data.sources import Joined
 from ..errors import PackError, flag_of
@@ -41,6 +41,14 @@ class RunPhase:
     def stop(self) -> int:
         """Batches of the run at its end."""
         return self.start + self.train.iters
+
+    def with_settings(self, train: Mapping[str, Any], columns: Mapping[str, Any]) -> "RunPhase":
+        """Return the phase with other settings of its run; where it begins stays."""
+        return replace(
+            self,
+            train=replace(self.train, **train),
+            sources=tuple(replace(source, **columns) for source in self.sources),
+        )
 
     def optimizer(self, factor: float = 1.0) -> optimizers.Optimizer:
         """Its optimizer, whose state counts updates since the last fresh one.
@@ -83,45 +91,12 @@ def left_out_rows(
     }
 
 
-def check_data_named(model: str, train: TrainConfig | None, named: bool) -> None:
-    """Raise a PackError if a base that is not the embedded one would train on the embedded data."""
-    if (
-        not named
-        and model != TINY
-        and not all(p.data for p in (train and train.phases) or [Phase()])
-    ):
-        raise PackError(
-            f"--data: name the examples to train {model} on; the bundled ones are for the bundled "
-            "model (--data tiny).",
-            flag="data",
-        )
-
-
-def columns_of(
-    model: str, train: TrainConfig, data: Data | None, columns: DataConfig | None
-) -> DataConfig:
-    """Return where the examples of a run are, and what their columns are called.
-
-    Raises:
-        PackError: nothing names the examples, or all phases do, or both arguments.
-    """
-    check_data_named(model, train, data is not None or columns is not None)
-    if data is not None and train.phases and all(phase.data for phase in train.phases):
+def check_data_used(train: TrainConfig) -> None:
+    """Check that some phase trains on the data that is named for all of them."""
+    if train.phases and all(phase.data for phase in train.phases):
         raise PackError(
             "data: every phase names its own data. Leave it out here.", "conflict", "data"
         )
-    if columns is not None and not isinstance(columns.data, str):
-        columns = replace(columns, data=source_of(columns.data))
-    if data is None:
-        return columns or DataConfig()
-    named = columns.changed(("data", "hf_dataset")) if columns else []
-    if named:
-        raise PackError(
-            f"data: columns names examples too ({named[0]}). Leave one of them out.",
-            "conflict",
-            "data",
-        )
-    return replace(columns or DataConfig(), data=source_of(data))
 
 
 def resolve_phases(train: TrainConfig, columns: DataConfig) -> tuple[RunPhase, ...]:

@@ -7,7 +7,7 @@ import gc
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,10 @@ from ..config.choices import TASKS
 from ..config.data import DataConfig
 from ..config.keywords import answers_other_names
 from ..config.lora import LoRAConfig
-from ..config.recipe import Recipe, suited
+from ..config.recipe import Recipe, check_data_named, from_configs
 from ..config.schema import TrainConfig
 from ..data.bad_rows import LeftOut, write_quarantine
-from ..data.given import Data
+from ..data.given import Data, columns_of
 from ..display import NORMAL, QUIET, VERBOSE, Display, shown_count
 from ..errors import Float16Overflow, PackError, library_errors
 from ..files import make_folder
@@ -54,7 +54,7 @@ from .observers.observed_run import ObservedRun
 from .observers.registry import make_observers
 from .observers.trackers import check_report_to
 from .on_nan import OnNan
-from .phases import columns_of, left_out_rows, resolve_phases
+from .phases import check_data_used, left_out_rows, resolve_phases
 from .planning import MemoryChoice, check_headers, fit_into_memory, matmul_paths_by_name
 from .precision import run_dtype, show_dtype
 from .ranks import (
@@ -75,6 +75,22 @@ from .stopping import resumable
 from .tasks.task import Summary, Task, make_task
 from .template_date import with_template_date
 from .unattended import unattended
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a caller asks for. A PackError is raised if nothing names the examples."""
+
+    recipe: Recipe  # whose ``run`` says where the run writes and whether it resumes
+    base: Base | str | Path  # a loaded base, or what `load_base` takes
+    display: Display
+    force: bool = False  # whether to train although the memory plan exceeds the machine
+    callbacks: tuple[Observer, ...] = ()  # that the caller gives
+    loss: TargetLoss | None = None  # in place of the cross-entropy
+    reward: RewardFunction | None = None  # of generated completions
+
+    def __post_init__(self) -> None:
+        check_data_named(self.recipe)
 
 
 @answers_other_names
@@ -134,30 +150,58 @@ def train_pack(  # noqa: PLR0913 (the public face)
         RunStopped: If a signal, memory or the disk ended the run; its checkpoint is saved.
     """
     display = display or Display(NORMAL if progress else QUIET)
-    display.clock = RunClock()
-    name = str(getattr(base, "name", base))
-    lora, train = suited(name, lora, train)
-    columns = columns_of(name, train, data, columns)
+    options = {
+        "model": str(getattr(base, "name", base)),
+        "out": out,
+        "overwrite": overwrite,
+        "resume": resume,
+        "resume_adapter_file": resume_adapter_file,
+        "report_to": report_to,
+        "project_name": project_name,
+        "trust_remote_code": trust_remote_code,
+    }
+    recipe = from_configs(lora, train, options)
+    if data is not None:
+        check_data_used(recipe.train)
+    if data is not None or columns is not None:
+        recipe = replace(recipe, data=columns_of(data, columns), names_data=True)
+
+    request = Request(recipe, base, display, force, tuple(callbacks), loss, reward)
+    return train_request(request)
+
+
+def train_request(request: Request) -> TrainRun:
+    """Train a pack as a caller asks, and save it; errors are those of `train_pack`."""
+    request.display.clock = RunClock()
     _backend.start_record()
-    phases = resolve_phases(train, columns)
-    check_report_to(report_to, project_name)
+    recipe = request.recipe
+    phases = resolve_phases(recipe.train, recipe.data)
+
+    options = {name: value for name, value in recipe.run.items() if name != "model"}
+    out = options.pop("out", None)
+    overwrite = bool(options.get("overwrite"))
+    resume = bool(options.get("resume"))
+    check_report_to(options.get("report_to"), options.get("project_name"))
+
     folders = folders_of_rank(out, phases[-1].sources[0], overwrite, resume)
     with signals.handled(), folders as (pack, folder):
-        request = Run(
-            *(base, lora, train, columns, phases, pack, folder, display),
-            overwrite=overwrite,
-            resume=resume,
-            resume_adapter_file=resume_adapter_file,
-            report_to=report_to,
-            project_name=project_name,
-            trust_remote_code=trust_remote_code,
-            force=force,
-            callbacks=tuple(callbacks),
-            loss=loss,
-            reward=reward,
+        prepared = Run(
+            request.base,
+            recipe.lora,
+            recipe.train,
+            recipe.data,
+            phases,
+            pack,
+            folder,
+            request.display,
+            force=request.force,
+            callbacks=request.callbacks,
+            loss=request.loss,
+            reward=request.reward,
+            **options,
         )
-        limit_command_buffers(request)  # before MLX uses the GPU
-        return run(of_rank(request))
+        limit_command_buffers(prepared)  # before MLX uses the GPU
+        return run(of_rank(prepared))
 
 
 @runtime.memory_limits()

@@ -1,8 +1,9 @@
 """The settings of one training run."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..config.data import DataConfig
 from ..config.lora import LoRAConfig
@@ -12,7 +13,7 @@ from ..display import Display
 from ..errors import PackError, flag_of
 from ..objectives.causal_lm import TargetLoss
 from .observer import Observer
-from .phases import RunPhase, resolve_phases
+from .phases import RunPhase
 from .rewards import RewardFunction
 from .run_folder import ResumePoint
 
@@ -80,15 +81,24 @@ class Run:
             return None
         return getattr(self.loss, "__qualname__", type(self.loss).__qualname__)
 
+    def with_settings(self, train: Mapping[str, Any], columns: Mapping[str, Any]) -> "Run":
+        """Return the run with other settings, in all phases; where those begin stays."""
+        return replace(
+            self,
+            train=replace(self.train, **train),
+            columns=replace(self.columns, **columns),
+            phases=tuple(phase.with_settings(train, columns) for phase in self.phases),
+        )
+
     def as_it_began(self, earlier: dict | None) -> "Run":
         """Return the run with the earlier defaults of the run that it resumes, by its identity."""
         if earlier is None:
             return self
-        columns, train = self.columns, self.train
-        if not columns.changed(["hold_out"]):
-            columns = replace(columns, hold_out=earlier["recipe"]["hold_out"])
-        if columns.template_date is None:
-            columns = replace(columns, template_date=earlier["recipe"].get("template_date"))
+        train, earlier_columns = self.train, {}
+        if not self.columns.changed(["hold_out"]):
+            earlier_columns["hold_out"] = earlier["recipe"]["hold_out"]
+        if self.columns.template_date is None:
+            earlier_columns["template_date"] = earlier["recipe"].get("template_date")
         earlier_defaults = {
             name: earlier["recipe"][name]
             for name in ("bias_correction", "warmup_from_zero")
@@ -96,9 +106,7 @@ class Run:
         }
         if train.test_batches is None:  # older runs evaluate all
             earlier_defaults["test_batches"] = earlier["recipe"].get("test_batches", -1)
-        train = replace(train, **earlier_defaults)
-        phases = resolve_phases(train, columns)
-        return replace(self, columns=columns, train=train, phases=phases)
+        return self.with_settings(earlier_defaults, earlier_columns)
 
     @property
     def goal(self) -> RunPhase:

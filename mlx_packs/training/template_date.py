@@ -1,12 +1,10 @@
 """The date of a run for chat templates that read the clock, so that a resumed run sees no other."""
 
-from dataclasses import replace
 from datetime import date
 
 from ..bases.template_clock import reads_clock
 from ..errors import PackError
 from ..packs.base import Base
-from .phases import resolve_phases
 from .settings import Run
 
 
@@ -39,5 +37,4 @@ def with_template_date(run: Run, base: Base, earlier: dict | None) -> Run:
         "template",
         f"reads the clock: {specified} in training (--template-date), the current date in use",
     )
-    columns = replace(run.columns, template_date=specified)
-    return replace(run, columns=columns, phases=resolve_phases(run.train, columns))
+    return run.with_settings({}, {"template_date": specified})

@@ -208,6 +208,15 @@ def test_configuration_may_be_completed_by_flags_and_files(data_here, untouched)
         check(untouched(*corrected), "not-found", "model", "nowhere")
 
 
+def test_a_fault_names_the_file_that_it_is_in(data_here, untouched):
+    (data_here / "good.yaml").write_text("rank: 4\n")
+    (data_here / "c.yaml").write_text("iters: x\n")
+    files = ("-c", "good.yaml", "-c", "c.yaml")
+    assert untouched(*COMMAND, *files, "--rank", "0").message.startswith("c.yaml: iters: ")
+    error = untouched(*COMMAND, "-c", "good.yaml", "--rank", "0")
+    assert error.message.startswith("--rank: ")
+
+
 def test_packs_names_the_nearest_command(untouched):
     check(untouched("trian"), "unknown", "command", "'trian'", "'train'")
 

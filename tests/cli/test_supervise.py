@@ -88,7 +88,9 @@ def test_checkpoints_of_a_run_that_is_replaced_are_not_its_own(starts, here):
 
 
 def test_the_checkpoints_of_a_resumed_run_are_its_own(starts, here, monkeypatch):
-    monkeypatch.setattr("mlx_packs.cli.recipe._defaults", lambda flags, files: ({}, files, True))
+    monkeypatch.setattr(
+        "mlx_packs.training.run_folder.check_resumable", lambda folder: {"recipe": {}}
+    )
     (here / "p-run" / "step-000050").mkdir(parents=True)
     code, lines = starts([{"checkpoints": [60], **KILL}, DONE], "--out", "p", "--resume")
     assert code == 0 and lines[1] == "--supervise --out p --resume"

@@ -344,25 +344,45 @@ def test_command_file_overrides_the_recipe_of_the_tiny_base(
     tmp_path, monkeypatch, text, flags, wanted
 ):
     (tmp_path / "c.yaml").write_text(text)
-    passed = {}
+    requests = []
     monkeypatch.setattr(
-        "mlx_packs.training.run.train_pack", lambda *_, **k: passed.update(k) or 1 / 0
+        training, "train_request", lambda request: requests.append(request) or 1 / 0
     )
     with pytest.raises(ZeroDivisionError):
         command.main(["-c", str(tmp_path / "c.yaml"), *flags], standalone_mode=False)
-    assert passed["lora"] == wanted
+    assert requests[0].recipe.lora == wanted
+
+
+def test_command_resolves_its_recipe_once(tmp_path, monkeypatch):
+    for name, text in (("a.yaml", "rank: 4"), ("b.yaml", "iters: 3")):
+        (tmp_path / name).write_text(text)
+    resolved, requests = [], []
+    monkeypatch.setattr(
+        "mlx_packs.cli.recipe.resolve",
+        lambda *a, **k: resolved.append(resolve(*a, **k)) or resolved[-1],
+    )
+    monkeypatch.setattr("mlx_packs.config.recipe.resolve", None)
+    monkeypatch.setattr(
+        training, "train_request", lambda request: requests.append(request) or 1 / 0
+    )
+    with pytest.raises(ZeroDivisionError):
+        args = [word for name in ("a.yaml", "b.yaml") for word in ("-c", str(tmp_path / name))]
+        command.main([*args, "--seed", "5"], standalone_mode=False)
+    assert [request.recipe for request in requests] == resolved and len(resolved) == 1
+    assert resolved[0].specified == {"rank", "iters", "seed"}
+    assert (resolved[0].lora.rank, resolved[0].train.iters, resolved[0].train.seed) == (4, 3, 5)
 
 
 def test_command_loss_on_overrides_mask_prompt_of_a_file(tmp_path, monkeypatch):
     (tmp_path / "c.yaml").write_text("mask_prompt: true")
-    passed = {}
+    requests = []
     monkeypatch.setattr(
-        "mlx_packs.training.run.train_pack", lambda *_, **k: passed.update(k) or 1 / 0
+        training, "train_request", lambda request: requests.append(request) or 1 / 0
     )
     with pytest.raises(ZeroDivisionError):
         args = ["-c", str(tmp_path / "c.yaml"), "--loss-on", "all"]
         command.main(args, standalone_mode=False)
-    assert passed["train"].loss_on == "all"
+    assert requests[0].recipe.train.loss_on == "all"
 
 
 def invoke_train(*args: str):

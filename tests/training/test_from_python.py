@@ -4,8 +4,8 @@ import mlx.nn as nn
 import pytest
 
 from mlx_packs import DataConfig, Observer, Pack, TrainConfig, train_pack
+from mlx_packs.data.given import columns_of
 from mlx_packs.runtime import mx
-from mlx_packs.training.phases import columns_of
 from tests.helpers.errors import raises
 from tests.helpers.rows import CHATS, write_rows
 from tests.helpers.runs import LORA
@@ -143,12 +143,12 @@ def test_callbacks_are_observers(train, monkeypatch):
 
 def test_rows_in_memory_have_columns_of_their_own():
     rows = [{"body": f"row {i}"} for i in range(30)]
-    columns = columns_of("tiny", TrainConfig(), rows, DataConfig(text_feature="body"))
+    columns = columns_of(rows, DataConfig(text_feature="body"))
     assert columns.text_feature == "body"
     assert columns.data.splits["train"][3].value == {"body": "row 3"}
     with raises("conflict", "data"):
-        columns_of("tiny", TrainConfig(), rows, DataConfig(data="notes"))
-    same = columns_of("tiny", TrainConfig(), None, DataConfig(data=rows, text_feature="body"))
+        columns_of(rows, DataConfig(data="notes"))
+    same = columns_of(None, DataConfig(data=rows, text_feature="body"))
     assert list(same.data.splits["train"]) == list(columns.data.splits["train"])
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import islice
 
 import mlx.optimizers as optimizers
@@ -173,6 +174,25 @@ def test_what_a_phase_does_not_say_is_as_the_run_has_it(phase_data):
     sources = [[s.data for s in phase.sources] for phase in phases]
     assert sources == [["x"], ["x"], ["x"], ["a", "b"]]
     assert {s.text_feature for phase in phases for s in phase.sources} == {"body"}
+
+
+def test_settings_of_the_run_change_in_phases_as_if_they_were_resolved_again():
+    config = TrainConfig(
+        label_smoothing=0.1,
+        grad_accumulation_steps=2,
+        phases=(
+            Phase(iters=3, learning_rate=1e-5),
+            Phase(data=["a", "b"], iters=4, lr_schedule="constant"),
+            Phase(task="dpo", data="c", warmup_ratio=0.5),
+        ),
+    )
+    columns = DataConfig(data="x", text_feature="body")
+    train = {"bias_correction": False, "warmup_from_zero": False, "test_batches": -1}
+    source = {"hold_out": "last", "template_date": "2026-01-31"}
+    phases = resolve_phases(replace(config, **train), replace(columns, **source))
+    assert phases == tuple(
+        phase.with_settings(train, source) for phase in resolve_phases(config, columns)
+    )
 
 
 def test_schedule_begins_with_its_phase():
