@@ -17,6 +17,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
             "Train and compare the trials of a recipe with a section sweep:",
             "packs sweep -c sweep.yaml",
         ),
+        ("Let earlier trials choose the values:", "packs sweep -c sweep.yaml --search tpe"),
         ("Train them on the workers of a Ray cluster:", "packs sweep -c sweep.yaml --runner ray"),
     ),
     "data": (

@@ -1,4 +1,6 @@
-"""`packs report`: the page of a run or a pack."""
+"""`packs report`: the page of a run, a pack or a sweep."""
+
+from pathlib import Path
 
 import click
 
@@ -13,17 +15,24 @@ from .output import print_report
     "-o",
     "--out",
     metavar="FILE",
-    help="File to write.  [default: report.html in the run folder; <pack>-report.html without one]",
+    help="File to write.  [default: report.html in the run folder; <pack>-report.html without one; "
+    "leaderboard.html in the folder of a sweep]",
 )
 @options.as_json
 def report(run_or_pack: str, out: str | None) -> None:
-    """Write a page about a run or a pack.
+    """Write a page about a run, a pack or a sweep.
 
-    RUN_OR_PACK is a run folder, a pack's folder, or the Hub id of a pulled pack. The page is one
-    self-contained HTML file with the loss curve, results, samples, the mask view, changes by layer,
-    memory and recipe. For an unfinished run, it shows what is available. No model is loaded.
+    RUN_OR_PACK is a run folder, a pack's folder, the Hub id of a pulled pack, or the folder of a
+    sweep. The page is one self-contained HTML file with the loss curve, results, samples, the mask
+    view, changes by layer, memory and recipe; that of a sweep has its leaderboard. For an unfinished
+    run, it shows what is available. No model is loaded.
     """
+    from ..sweeps import leaderboard
     from ..training.run_page import write_page
 
-    file = write_page(run_or_pack, out)
+    folder = Path(run_or_pack).expanduser()
+    if (folder / leaderboard.FILE).is_file():
+        file = leaderboard.write_page(folder, out)
+    else:
+        file = write_page(run_or_pack, out)
     print_report({"page": str(file), "bytes": file.stat().st_size}, [f"page    {file}"])

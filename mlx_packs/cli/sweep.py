@@ -1,11 +1,12 @@
 """`packs sweep`: many runs of one recipe with other values of some settings."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
 
 from .. import signals
-from ..config.choices import SWEEP_RUNNERS
+from ..config.choices import SEARCHES, SWEEP_RUNNERS
 from ..config.external import translate
 from ..config.parse import read_settings
 from ..display import NORMAL, QUIET, Display
@@ -33,6 +34,14 @@ from .recipe import RecipeFiles, recipe_of
     default_text="out of the file, else sweeps/<FILE>",
 )
 @option(
+    "--search",
+    section="Optimization",
+    type=click.Choice(tuple(SEARCHES)),
+    help="How values are chosen: all combinations (grid), at random (random), at random with "
+    "successive halving (halving), or from the results of earlier trials (tpe).",
+    default_text="search of the section sweep, else grid",
+)
+@option(
     "--runner",
     type=click.Choice(SWEEP_RUNNERS),
     default=SWEEP_RUNNERS[0],
@@ -41,57 +50,70 @@ from .recipe import RecipeFiles, recipe_of
 )
 @options.as_json
 @option("-q", "--quiet", is_flag=True, help="Print the leaderboard only.")
-def sweep(file: str, out: str | None, runner: str, quiet: bool) -> None:
+def sweep(file: str, out: str | None, search: str | None, runner: str, quiet: bool) -> None:
     """Train a recipe with several settings, and compare the packs.
 
-    The section sweep of FILE names the search (grid, random or halving) and the values by key of the
-    recipe. Every trial is checked before the first one starts. Each is trained in a process of its
-    own; after an interruption the same command continues. The leaderboard is printed and written as
-    CSV, JSON and HTML. The best pack is the one with the best held-out metric of those that pass the
-    recipe's gates; if none does, the exit code is 1.
+    The section sweep of FILE names the search (grid, random, halving or tpe) and the values by key
+    of the recipe. Every trial that is known is checked before the first one starts. Each is trained
+    in a process of its own; after an interruption the same command continues. The leaderboard is
+    printed and written as CSV, JSON and HTML. The best pack is the one with the best held-out metric
+    of those that pass the recipe's gates; if none does, the exit code is 1.
     """
-    from ..files import exclusive_writer, make_folder
-    from ..sweeps import runners
-    from ..sweeps.leaderboard import best_of, ranked, text_table, to_json_rows, write_leaderboard
-    from ..sweeps.sweep import SECTION, begin, plan_sweep
+    if find_spec("optuna") is None:
+        raise PackError(
+            "sweep: Optuna is not installed. Run `pip install 'mlx-packs[sweep]'`.", "dependency"
+        )
 
-    read = read_settings(file)
-    if SECTION not in read:
+    from ..files import exclusive_writer, make_folder
+    from ..sweeps.executors import EXECUTORS, check_runner
+    from ..sweeps.leaderboard import text_table
+    from ..sweeps.plan import SECTION, plan_sweep
+    from ..sweeps.run import SweepRun
+    from ..sweeps.study import begin
+
+    settings = read_settings(file)
+    if SECTION not in settings:
         raise PackError(f"{file}: {SECTION}: is missing. Name the parameters there.", flag=SECTION)
-    settings = translate({k: v for k, v in read.items() if k != SECTION}, file)
+    section = settings.pop(SECTION)
+    if search is not None and isinstance(section, dict):
+        section = {**section, "search": search}
+    settings = translate(settings, file)
     out = out or settings.pop("out", None) or settings.pop("adapter_path", None)
     folder = Path(out or Path("sweeps") / Path(file).stem).expanduser()
-    display = Display(QUIET if quiet else NORMAL)
-    planned = plan_sweep(
-        {**settings, SECTION: read[SECTION]},
+    plan = plan_sweep(
+        {**settings, SECTION: section},
         file,
         folder,
         lambda own: recipe_of({}, RecipeFiles(((file, own),))),
     )
-    runners.check_runner(runner)
+    check_runner(runner)
+
+    display = Display(QUIET if quiet else NORMAL)
     make_folder(folder.parent)
     with exclusive_writer(folder):
-        continues = begin(planned)
-        config = planned.config
-        over = sum(trial.result(0) is not None for trial in planned.trials)
-        text = f"{config.search} · {len(planned.trials)} trials · {folder}"
-        display.line("sweep", text + (f" · continues, {over} have results" if continues else ""))
+        begun, continues = begin(plan)
+        text = f"{plan.config.search} · {begun.count} trials · {folder}"
+        if continues:
+            over = sum(trial.result(0) is not None for trial in begun.trials)
+            text += f" · continues, {over} have results"
+        display.line("sweep", text)
         try:
-            runners.RUNNERS[runner](planned, display)
+            with EXECUTORS[runner]() as executor:
+                SweepRun(begun, executor, display).run()
         except (KeyboardInterrupt, Interrupted) as error:
             number = getattr(error, "exit_code", 128 + signals.number_of(error)) - 128
             raise Interrupted(
                 "interrupted. The same command continues the sweep.", number
             ) from error
-        page = write_leaderboard(planned)
-    rows = ranked(planned)
-    best = best_of(rows)
-    lines = [*text_table(planned), f"page    {page}"]
-    if best is not None:
-        lines.append(f"best    {best.trial.pack}")
-    print_report(to_json_rows(planned), lines)
-    if best is None:
-        errors = [row.status for row in rows if row.result.error]
-        all_failed = rows and len(errors) == len(rows)
-        why = f"every trial failed ({errors[0]})" if all_failed else "no trial passes the gates"
+
+    content = begun.leaderboard()
+    lines = [*text_table(content), f"page    {folder / 'leaderboard.html'}"]
+    if content["best"] is not None:
+        lines.append(f"best    {content['best']}")
+    print_report(content, lines)
+    if content["best"] is None:
+        failed = [row["status"] for row in content["rows"] if row["pack"] is None]
+        why = "no trial passes the gates"
+        if failed and len(failed) == len(content["rows"]):
+            why = f"every trial failed ({failed[0]})"
         exit_if_failed([f"{folder}: {why}; the logs are trials/*/train.log"])

@@ -96,6 +96,15 @@ class PolicyFacts:
     described: str = ""
 
 
+@dataclass(frozen=True)
+class SearchFacts:
+    """Facts of a search of packs sweep."""
+
+    draws: bool = False  # whether values are drawn, as many as ``trials``; else all combinations
+    halves: bool = False  # whether the worse trials end early
+    learns: bool = False  # whether values depend on the results of earlier trials
+
+
 ARCHITECTURES = {
     "decoder": ArchitectureFacts(
         described="a causal language model",
@@ -208,6 +217,12 @@ POLICIES = {
 ADAPTER_FORMATS = ("mlx-lm", "peft")  # that packs export writes and packs import reads
 DESTINATIONS = ("gguf", "ollama", "lmstudio", "swift")  # that packs export writes, and none reads
 ANSWER_METRICS = ("exact", "contains", "json")  # when a generated answer is right
+SEARCHES = {  # of packs sweep
+    "grid": SearchFacts(),
+    "random": SearchFacts(draws=True),
+    "halving": SearchFacts(draws=True, halves=True),
+    "tpe": SearchFacts(draws=True, learns=True),
+}
 SWEEP_RUNNERS = ("local", "ray")  # that train the trials of packs sweep
 DISTANCES = ("euclidean", "cosine", "manhattan")
 

@@ -50,12 +50,12 @@ class StopAt(Observer):
 
 
 def train_trial(trial: Trial, until: int | None) -> Result:
-    """Train a trial, or go on from its checkpoint; return the result.
+    """Train a trial, or continue from its checkpoint, and return the result.
 
     Raises:
         PackError: it cannot be trained.
     """
-    recipe = resolve(trial.recipe)
+    recipe = resolve(read_settings(trial.folder / RECIPE))
     run = {k: v for k, v in recipe.run.items() if k not in ("model", "out", "resume", "overwrite")}
     if resumes := bool(checkpoints(run_folder(trial.pack))):
         run.pop("resume_adapter_file", None)
@@ -106,7 +106,7 @@ def main() -> None:
     """Train the trial in a folder: ``FOLDER RUNG BATCHES``; 0 batches train to the end."""
     terminal.guard()
     folder, rung, until = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]) or None
-    trial = Trial(0, {}, read_settings(folder / RECIPE), folder)
+    trial = Trial(0, {}, folder)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         with signals.handled():

@@ -1,189 +1,159 @@
-"""A sweep: its trials, checked before the first one starts, in a folder that remembers them."""
+"""A sweep: its trials in a study of Optuna, and their results in the folders of the trials."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
-from ..bases.files import check_files, resolve_checkpoint
-from ..config.parse import build, setting_error, typed_value
-from ..config.recipe import Recipe, check_data_named
-from ..errors import PackError, did_you_mean
-from ..files import atomic_write, make_folder, to_json
-from ..hashes import sealed, without_seal
-from ..reading import read_json
-from ..training.phases import check_overridden, resolve_phases
-from .metrics import METRICS
-from .parameters import Parameter, parse_parameters, with_values
-from .searches import SEARCHES, Rungs, SweepConfig, Values, rungs_of, trial_values
-from .trial import Trial
+from optuna.study import Study
+from optuna.trial import FrozenTrial, TrialState, create_trial
 
-SECTION = "sweep"  # of a recipe
-_FILE = "sweep.json"
-_FORMAT = "mlx_packs sweep 1"
-_OF_SWEEP = ("out", "adapter_path", "resume", "overwrite")  # keys that a trial cannot choose
-_LENGTHS = ("iters", "epochs", "time", "phases")  # settings by which trials differ in length
+from ..config.choices import SEARCHES
+from ..gates import MEANING
+from .metrics import is_lower_better
+from .plan import Plan
+from .space import Space, Values, draws
+from .trial import Result, Trial
 
-Resolver = Callable[[dict], Recipe]  # settings of a file to a recipe, with the defaults of its base
+
+@dataclass(frozen=True)
+class Row:
+    """A trial with its last result, and the metric that it is compared by."""
+
+    trial: Trial
+    rung: int
+    result: Result
+    metric: str
+    value: float | None
+
+    @property
+    def status(self) -> str:
+        """What became of the trial, in one or a few words."""
+        if self.result.error:
+            return f"failed: {self.result.error}"
+        if self.value is None:
+            return "failed: the metric was not measured, or is not finite"
+        names = [MEANING[n] for n, g in (self.result.gates or {}).items() if not g["passed"]]
+        return f"gate failed: {', '.join(names)}" if names else "ok"
+
+    def order(self) -> tuple:
+        """Return the key that sorts the best first: those that pass all gates, then by metric."""
+        if self.value is None or self.result.error:
+            return (2, 0.0, self.trial.number)
+        value = self.value if is_lower_better(self.metric) else -self.value
+        return (int(not self.result.passed), value, self.trial.number)
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """The trials of a sweep and how they are compared.
+    """A sweep that has begun; its study has a trial of Optuna for each of its trials."""
 
-    Attributes:
-        name: of the sweep, for people.
-        folder: for everything that it writes.
-        config: the section ``sweep`` of the recipe.
-        parameters: by key of the recipe.
-        trials: numbered from 1, in the order in which they start.
-        rungs: of successive halving; one rung to the end for all other searches.
-        metrics: names of the metric; the first that a trial has counts.
-    """
+    plan: Plan
+    study: Study
 
-    name: str
-    folder: Path
-    config: SweepConfig
-    parameters: Mapping[str, Parameter]
-    trials: list[Trial]
-    rungs: Rungs
-    metrics: tuple[str, ...]
+    @property
+    def trials(self) -> list[Trial]:
+        """The trials so far."""
+        folder = self.plan.folder / "trials"
+        return [
+            Trial(number, each.params, folder / f"{number:03d}")
+            for number, each in enumerate(self.study.get_trials(deepcopy=False), 1)
+        ]
 
+    @property
+    def count(self) -> int:
+        """Number of trials, those that are not drawn yet included."""
+        return self.plan.config.trials or len(self.plan.values)
 
-def plan_sweep(settings: Mapping, where: str, folder: Path, recipe_of: Resolver) -> Sweep:
-    """Return a sweep, every trial of which is checked; nothing is written or trained.
+    def to_train(self) -> Iterator[Trial]:
+        """Yield the trials; those of a search that learns are drawn one by one."""
+        yield from self.trials
+        if not SEARCHES[self.plan.config.search].learns:
+            return
+        while len(self.trials) < self.count:
+            values = self._draw()
+            if values is None:  # all were tried
+                return
+            self.study.add_trial(running(self.plan.space, values))
+            yield self.trials[-1]
 
-    Args:
-        settings: of a recipe file, with the section ``sweep``.
-        where: the file.
-        folder: for everything that the sweep writes.
-        recipe_of: returns the recipe of settings.
+    def _draw(self) -> Values | None:
+        """Return values for the next trial. Packs that fail a gate count as infeasible."""
+        earlier = self.study.get_trials()
+        for trial, known in zip(self.trials, earlier, strict=True):
+            result = trial.result(len(self.plan.rungs) - 1)
+            if result is not None and not result.passed:
+                known.set_constraint("gates", 1.0)
+        lower = is_lower_better(self.plan.metrics[0])
+        return next(draws(self.plan.config, self.plan.space, earlier, 1, lower), None)
 
-    Raises:
-        PackError: a key or a value is wrong, of the sweep or of one of its trials.
-    """
-    recipe = {key: value for key, value in settings.items() if key != SECTION}
-    section = typed_value(settings.get(SECTION), dict, SECTION, where)
-    for key in ("resume", "overwrite"):
-        if recipe.get(key):
-            raise setting_error("is not for a sweep. Leave it out.", key, where, "conflict")
-    config = build(SweepConfig, section, f"{where}: {SECTION}")
-    parameters = parse_parameters(config.parameters, where)
-    for key in parameters:
-        _check_key(key, config, where)
-    drawn = trial_values(config, parameters, where)
-    recipes = [_recipe(recipe, values, where, recipe_of) for values in drawn]
-    metrics = _metrics(config, recipes, where)
-    rungs = rungs_of(config, _length(config, recipes, where))
-    _check_inputs(recipes)
-    trials = [
-        Trial(number, values, each.to_json(), folder / "trials" / f"{number:03d}")
-        for number, (values, each) in enumerate(zip(drawn, recipes, strict=True), 1)
-    ]
-    return Sweep(Path(where).stem, folder, config, parameters, trials, rungs, metrics)
+    def metric_of(self, result: Result) -> tuple[str, float | None]:
+        """Return the metric that trials are compared by, and its value; None if it is not known."""
+        metrics = self.plan.metrics
+        values = result.metrics or {}
+        name = next((name for name in metrics if name in values), metrics[0])
+        return name, values.get(name)
 
+    def tell(self, trial: Trial, rung: int, result: Result) -> None:
+        """Tell Optuna what came of a trial, if it failed or this is its last rung."""
+        value = self.metric_of(result)[1]
+        if result.error or value is None:
+            self.study.tell(trial.number - 1, state=TrialState.FAIL, skip_if_finished=True)
+        elif rung + 1 == len(self.plan.rungs):
+            self.study.tell(trial.number - 1, value, skip_if_finished=True)
 
-def _check_key(key: str, config: SweepConfig, where: str) -> None:
-    """Raise a PackError for a key that a trial cannot choose."""
-    place, first = f"sweep.parameters.{key}", key.partition(".")[0]
-    if first in _OF_SWEEP:
-        raise setting_error("is chosen by the sweep. Leave it out.", place, where, "conflict")
-    if SEARCHES[config.search].halves and first in _LENGTHS:
-        text = "makes trials differ in length, which halving compares. Use search random."
-        raise setting_error(text, place, where, "conflict")
+    def prune(self, trial: Trial) -> None:
+        """Tell Optuna that a trial is not trained further."""
+        self.study.tell(trial.number - 1, state=TrialState.PRUNED, skip_if_finished=True)
 
+    def ranked(self, rung: int | None = None) -> list[Row]:
+        """Return the trials that have a result of a rung, or their last one, the best first."""
+        rungs = range(len(self.plan.rungs)) if rung is None else [rung]
+        rows = {
+            trial.number: Row(trial, each, result, *self.metric_of(result))
+            for each in rungs
+            for trial in self.trials
+            if (result := trial.result(each)) is not None
+        }
+        return sorted(rows.values(), key=Row.order)
 
-def _recipe(recipe: Mapping, values: Values, where: str, recipe_of: Resolver) -> Recipe:
-    """Return the recipe of a trial; errors name the file, and the parameters where they cause it."""
-    settings = with_values(recipe, values)
-    try:
-        resolved = recipe_of(settings)
-        check_overridden(resolved.train, resolved.specified)
-        check_data_named(resolved)
-        resolve_phases(resolved.train, resolved.data)
-    except PackError as error:
-        text = error.message.removeprefix(f"{where}: ")
-        names = {key.rpartition(".")[2] for key in values} | {key.split(".")[0] for key in values}
-        place = f"{where}: "
-        if error.flag in names or any(key in text for key in values):
-            shown = ", ".join(f"{key}={value}" for key, value in values.items())
-            place += f"sweep.parameters ({shown}): "
-        raise PackError(place + text, error.code, error.flag) from None
-    return resolved
-
-
-def _metrics(config: SweepConfig, recipes: list[Recipe], where: str) -> tuple[str, ...]:
-    """Return the metrics that trials are compared by: the one that is named, or those of the task."""
-    tasks = list(dict.fromkeys(recipe.train.tasks[-1] for recipe in recipes))
-    common = [name for name in METRICS[tasks[0]] if all(name in METRICS[task] for task in tasks)]
-    if not common:
-        text = f"trials have the tasks {', '.join(tasks)}, which have no metric in common."
-        raise setting_error(text, "sweep.parameters.task", where, "conflict")
-    if config.metric is None:
-        return tuple(common)
-    if config.metric not in common:
-        hint = did_you_mean(config.metric, common)
-        text = f"'{config.metric}' is no metric of --task {tasks[0]}. {hint}"
-        raise setting_error(text, "sweep.metric", where, "unknown")
-    return (config.metric,)
-
-
-def _length(config: SweepConfig, recipes: list[Recipe], where: str) -> int:
-    """Return the batches of every trial's run; of halving, which needs them, checked."""
-    train = recipes[0].train
-    if SEARCHES[config.search].halves:
-        if named := train.changed(("epochs", "time", "phases")):
-            text = "does not go with search halving, which counts batches. Give iters."
-            raise setting_error(text, named[0], where, "conflict")
-        if config.min_iters is not None and config.min_iters > train.iters:
-            text = (
-                f"is {config.min_iters}, but trials have {train.iters} batches (iters). Lower it."
-            )
-            raise setting_error(text, "sweep.min_iters", where)
-    return train.iters
+    def leaderboard(self) -> dict[str, Any]:
+        """Return the leaderboard as `packs sweep --json` prints it."""
+        plan, rows = self.plan, self.ranked()
+        metric = rows[0].metric if rows else plan.metrics[0]
+        has_best = bool(rows) and rows[0].status == "ok"
+        return {
+            "sweep": str(plan.folder),
+            "name": plan.name,
+            "search": plan.config.search,
+            "metric": metric,
+            "lower_is_better": is_lower_better(metric),
+            "trials": self.count,
+            "rungs": len(plan.rungs),
+            "axes": {
+                key: {"values": getattr(d, "choices", None), "log": getattr(d, "log", False)}
+                for key, d in plan.space.items()
+            },
+            "best": str(rows[0].trial.pack) if has_best else None,
+            "rows": [
+                {
+                    "place": place,
+                    "trial": row.trial.number,
+                    "values": row.trial.values,
+                    metric: row.value,
+                    "status": row.status,
+                    "rung": row.rung,
+                    "pack": None if row.result.error else str(row.trial.pack),
+                    **{k: v for k, v in vars(row.result).items() if k != "error"},
+                }
+                for place, row in enumerate(rows, 1)
+            ],
+        }
 
 
-def _check_inputs(recipes: list[Recipe]) -> None:
-    """Check that every base and every data set of the trials is there and can be read."""
-    bases, data = set(), []
-    for recipe in recipes:
-        if recipe.model not in bases:
-            bases.add(recipe.model)
-            check_files(resolve_checkpoint(recipe.model))
-        for phase in resolve_phases(recipe.train, recipe.data):
-            if phase.sources not in data:
-                data.append(phase.sources)
-                phase.load_rows()
-
-
-def begin(sweep: Sweep) -> bool:
-    """Write which sweep a folder is for; return whether it had begun before.
+def running(space: Space, values: Values) -> FrozenTrial:
+    """Return a trial of Optuna with these values.
 
     Raises:
-        PackError: the folder is that of another sweep, or something else.
+        ValueError: they are not in the space.
     """
-    file = sweep.folder / _FILE
-    identity = {
-        "format": _FORMAT,
-        **{key: getattr(sweep.config, key) for key in ("search", "seed")},
-        "rungs": list(sweep.rungs.batches),
-        "trials": [{"values": trial.values, "recipe": trial.recipe} for trial in sweep.trials],
-    }
-    identity = without_seal(sealed(identity))  # as it will be read
-    if file.is_file():
-        before = without_seal(read_json(file))
-        if before == identity:
-            return True
-        key = next((k for k in identity if before.get(k) != identity[k]), "format")
-        raise PackError(
-            f"--out {sweep.folder}: has another sweep, whose {key} differ{'s' * (key[-1] != 's')}. "
-            "Choose another --out, or remove that folder.",
-            "exists",
-        )
-    if sweep.folder.exists() and (not sweep.folder.is_dir() or any(sweep.folder.iterdir())):
-        raise PackError(
-            f"--out {sweep.folder}: already exists and is not a sweep. Choose another --out.",
-            "exists",
-        )
-    make_folder(sweep.folder)
-    atomic_write(file, to_json(sealed(identity)))
-    return False
+    return create_trial(state=TrialState.RUNNING, params=values, distributions=space)

@@ -14,11 +14,9 @@ from ..files import atomic_write, make_folder, to_json
 from ..reading import read_json
 from ..terminal import printable
 from ..training.unattended import SUPERVISED, program
-from .searches import Values
 
 RECIPE = "recipe.json"
 LOG = "train.log"
-_PACK = "pack"
 _TAIL_BYTES = 300  # of a log, for the reason of its end
 _PROGRAM = program("sweeps.process")
 _SIGNALLED = {code: n for n in signals.NUMBERS for code in (-n, 128 + n)}  # by exit code
@@ -49,30 +47,21 @@ class Result:
     @property
     def passed(self) -> bool:
         """Whether there is a pack, and it passes the gates."""
-        gates = (self.gates or {}).values()
-        return not self.error and all(gate["passed"] for gate in gates)
+        return not self.error and all(gate["passed"] for gate in (self.gates or {}).values())
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One recipe of a sweep.
-
-    Attributes:
-        number: from 1.
-        values: of the parameters, by key of the recipe.
-        recipe: all settings of its run, as `Recipe.to_json` has them.
-        folder: for its pack, its run and its results.
-    """
+    """One recipe of a sweep: its number, from 1, its values by key of the recipe, and its folder."""
 
     number: int
-    values: Values
-    recipe: dict[str, Any]
+    values: Mapping[str, Any]
     folder: Path
 
     @property
     def pack(self) -> Path:
         """The folder of its pack."""
-        return self.folder / _PACK
+        return self.folder / "pack"
 
     def result_file(self, rung: int) -> Path:
         """Return the file for the result of a rung."""
@@ -92,39 +81,39 @@ class Trial:
         except TypeError:
             raise PackError(f"{file}: is not a result. Remove it.", "unreadable") from None
 
-    def last_result(self, rungs: int) -> tuple[int, Result] | None:
-        """Return the last rung that is over and its result; None before the first."""
-        over = [(rung, result) for rung in range(rungs) if (result := self.result(rung))]
-        return over[-1] if over else None
 
-
-def write_result(trial: Trial, rung: int, result: Result) -> None:
-    """Write the result of a rung atomically: from then on it is not repeated."""
+def write_result(trial: Trial, rung: int, result: Result) -> Result:
+    """Write the result of a rung atomically, and return it: from then on it is not repeated."""
+    make_folder(trial.folder)
     atomic_write(trial.result_file(rung), to_json(vars(result)))
+    return result
 
 
-def train(trial: Trial, rung: int, until: int | None) -> Result:
+def train(trial: Trial, recipe: dict[str, Any], rung: int, until: int | None) -> Result:
     """Train a trial to the end of a rung, in a process of its own, and return the result.
 
-    A rung that is over is not repeated, and one that was interrupted goes on from its checkpoint.
+    A rung that is over is not repeated, and one that was interrupted continues from its checkpoint.
     A trial that fails has a result with an ``error``.
 
     Args:
         trial: the trial.
+        recipe: all settings of its run, as `Recipe.to_json` has them.
         rung: its number, from 0.
         until: batches after which it is evaluated; None trains to the end.
 
     Raises:
         PackError: something ended it that would end every trial, as a full disk.
-        Interrupted: a signal ended its process; it goes on from its checkpoint.
+        Interrupted: a signal ended its process.
     """
     if (result := trial.result(rung)) is not None:
         return result
+
     make_folder(trial.folder)
-    atomic_write(trial.folder / RECIPE, to_json(trial.recipe))
+    atomic_write(trial.folder / RECIPE, to_json(recipe))
     code = _run(trial, [str(trial.folder), str(rung), str(until or 0)])
     if (result := trial.result(rung)) is not None:
         return result
+
     reason = _last_line(trial.folder / LOG).removeprefix("packs: ")
     if code in _SIGNALLED:
         raise Interrupted(f"interrupted in trial {trial.number}", _SIGNALLED[code])
@@ -135,8 +124,7 @@ def train(trial: Trial, rung: int, until: int | None) -> Result:
     elif code < 0:
         reason = f"crashed ({Signals(-code).name})"
     result = Result(error=reason or f"ended with exit code {code}")
-    write_result(trial, rung, result)
-    return result
+    return write_result(trial, rung, result)
 
 
 def _run(trial: Trial, arguments: list[str]) -> int:
@@ -150,15 +138,13 @@ def _run(trial: Trial, arguments: list[str]) -> int:
             env={**os.environ, SUPERVISED: "1"},
             start_new_session=True,  # Ctrl-C reaches this process alone
         )
-        try:
-            return process.wait()
-        except BaseException:
-            process.terminate()  # it saves a checkpoint
-            process.wait()
-            raise
-        finally:
-            if process.stdin is not None:
-                process.stdin.close()
+        with process:
+            try:
+                return process.wait()
+            except BaseException:
+                process.terminate()  # it saves a checkpoint
+                process.wait()
+                raise
 
 
 def _last_line(log: Path) -> str:

@@ -2,18 +2,20 @@
 
 import pytest
 from click.testing import CliRunner
+from optuna.trial import create_trial
 
 from mlx_packs.cli.main import packs
+from mlx_packs.config.choices import SEARCHES
 from mlx_packs.errors import PackError
-from mlx_packs.sweeps.parameters import parse_parameters, with_values
-from mlx_packs.sweeps.searches import SEARCHES, SweepConfig, rungs_of, trial_values
+from mlx_packs.sweeps.config import SweepConfig, rungs_of
+from mlx_packs.sweeps.space import corners, draws, parse_space, planned_values, with_values
 
 RATE = {"min": "1e-5", "max": 1e-3, "scale": "log"}
 
 
 def values(search, parameters, **settings):
     config = SweepConfig(search, parameters=parameters, **settings)
-    return trial_values(config, parse_parameters(parameters, "f"), "f")
+    return planned_values(config, parse_space(parameters, "f"), "f")
 
 
 def test_grid_has_every_combination_once_in_order():
@@ -48,6 +50,51 @@ def test_integers_stay_integers_and_reach_both_ends():
     assert sorted(drawn) == [1, 2, 3, 4] and all(type(rank) is int for rank in drawn)
 
 
+def drawn_by_tpe(trials, seed=0, value=lambda rank: abs(rank - 70)):
+    """Values that TPE draws one by one, each from the results of those before."""
+    parameters = {"rank": {"min": 1, "max": 100}}
+    config = SweepConfig("tpe", trials=trials, seed=seed, parameters=parameters)
+    space, done = parse_space(parameters, "f"), []
+    assert planned_values(config, space, "f") == []
+    for _ in range(trials):
+        params = next(draws(config, space, done, 1))
+        done.append(
+            create_trial(params=params, distributions=space, value=float(value(params["rank"])))
+        )
+    return [trial.params["rank"] for trial in done]
+
+
+def test_tpe_draws_different_values_near_good_results_and_the_same_for_a_seed():
+    ranks = drawn_by_tpe(30)
+    assert ranks == drawn_by_tpe(30) and ranks != drawn_by_tpe(30, seed=1)
+    assert len(set(ranks)) == 30
+    assert sum(abs(rank - 70) for rank in ranks[15:]) < sum(abs(rank - 70) for rank in ranks[:15])
+    assert drawn_by_tpe(12) == ranks[:12]
+
+
+def test_tpe_finds_every_combination_of_a_small_space():
+    parameters = {"rank": [1, 2, 4], "seed": [0, 1]}
+    config = SweepConfig("tpe", trials=6, parameters=parameters)
+    space, done = parse_space(parameters, "f"), []
+    while (params := next(draws(config, space, done, 1), None)) is not None:
+        done.append(create_trial(params=params, distributions=space, value=1.0))
+    assert len(done) == 6
+
+
+def test_corners_are_the_ends_of_ranges_with_every_listed_value():
+    space = parse_space({"rank": {"min": 1, "max": 9}, "method": ["lora", "dora", "pissa"]}, "f")
+    assert [tuple(corner.values()) for corner in corners(space)] == [
+        (rank, method) for rank in (1, 9) for method in ("lora", "dora", "pissa")
+    ]
+    assert [tuple(corner.values()) for corner in corners(space, 4)] == [
+        (1, "lora"),
+        (9, "lora"),
+        (1, "lora"),
+        (1, "dora"),
+        (1, "pissa"),
+    ]
+
+
 def test_random_trials_are_all_different():
     drawn = values("random", {"rank": [1, 2, 3], "seed": [0, 1]}, trials=6)
     assert len({tuple(v.items()) for v in drawn}) == 6
@@ -65,8 +112,8 @@ def test_random_trials_are_all_different():
 )
 def test_rungs_end_with_the_whole_run(trials, iters, least, expected):
     config = SweepConfig("halving", trials=trials, min_iters=least)
-    assert rungs_of(config, iters).batches == expected
-    assert rungs_of(SweepConfig("random", trials=trials), iters).batches == (None,)
+    assert rungs_of(config, iters) == expected
+    assert rungs_of(SweepConfig("random", trials=trials), iters) == (None,)
 
 
 def test_keys_in_mappings_leave_the_others():
@@ -83,6 +130,7 @@ def test_keys_in_mappings_leave_the_others():
         ({"rank": []}, "invalid"),
         ({"rank": 8}, "invalid"),
         ({"rank": [8, 8]}, "invalid"),
+        ({"rank": [0, 0]}, "invalid"),
         ({"rank": {"min": 8}}, "invalid"),
         ({"rank": {"min": 8, "max": 8}}, "invalid"),
         ({"rank": {"min": 0, "max": 8, "scale": "log"}}, "invalid"),
@@ -93,7 +141,7 @@ def test_keys_in_mappings_leave_the_others():
 )
 def test_wrong_parameters_are_errors(parameters, code):
     with pytest.raises(PackError) as error:
-        parse_parameters(parameters, "f")
+        parse_space(parameters, "f")
     assert error.value.code == code and error.value.message.startswith("f: sweep.parameters")
 
 
@@ -132,6 +180,9 @@ FAULTS = {
     "sweep: {parameters: {data: [tiny, nowhere]}}": "not-found",
     "sweep: {metric: pll, parameters: {rank: [4]}}": "unknown",
     "sweep: {seach: grid, parameters: {rank: [4]}}": "unknown",
+    "sweep: {search: tpe, parameters: {rank: [4]}}": "invalid",
+    "sweep: {search: tpe, trials: 2, parameters: {rank: {min: 0, max: 4}}}": "invalid",
+    "sweep: {search: tpe, trials: 2, parameters: {rank: {min: 1, max: 4}, task: [lm, x]}}": "unknown",
     "sweep: {search: halving, trials: 2, parameters: {iters: [4, 8]}}": "conflict",
     "sweep: {search: halving, trials: 2, min_iters: 10, parameters: {rank: [4, 8]}}": "invalid",
     "resume: true\nsweep: {parameters: {rank: [4]}}": "conflict",

@@ -3,19 +3,24 @@
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import optuna
 import pytest
 import yaml
 from click.testing import CliRunner
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
 
 from mlx_packs.cli.main import packs
+from mlx_packs.config.recipe import resolve
 from mlx_packs.errors import Interrupted, PackError
-from mlx_packs.sweeps import runners, trial
+from mlx_packs.sweeps import run, trial
 from mlx_packs.sweeps.trial import Result, write_result
 
 RECIPE = {
@@ -60,7 +65,8 @@ def trained(tmp_path, monkeypatch) -> Calls:
     calls, failing = Calls(), {}
     calls.failing = failing
 
-    def train(trial, rung, until):
+    def train(trial, recipe, rung, until):
+        assert recipe["rank"] == trial.values["rank"]
         if trial.number in failing:
             raise failing[trial.number]
         calls.append((trial.number, rung, until))
@@ -71,11 +77,9 @@ def trained(tmp_path, monkeypatch) -> Calls:
         )
         if ppl == 7:
             result = Result(error="memory is exhausted")
-        trial.folder.mkdir(parents=True, exist_ok=True)
-        write_result(trial, rung, result)
-        return result
+        return write_result(trial, rung, result)
 
-    monkeypatch.setattr(runners, "train", train)
+    monkeypatch.setattr(run, "train", train)
     return calls
 
 
@@ -165,25 +169,199 @@ def test_how_the_process_of_a_trial_ended(tmp_path, monkeypatch, code, raised):
         return code
 
     monkeypatch.setattr(trial, "_run", run)
-    own = trial.Trial(3, {}, {}, tmp_path / "003")
+    own = trial.Trial(3, {}, tmp_path / "003")
     if raised:
         with pytest.raises(raised) as error:
-            trial.train(own, 0, None)
+            trial.train(own, {}, 0, None)
         assert type(error.value) is raised and "trial 3" in error.value.message
         assert own.result(0) is None
         return
-    result = trial.train(own, 0, None)
+    result = trial.train(own, {}, 0, None)
     assert result == own.result(0) and result.error and not result.passed
-    assert trial.train(own, 0, None) == result
+    assert trial.train(own, {}, 0, None) == result
 
 
 def test_trials_take_values_of_json_files_too(trained, tmp_path):
     (tmp_path / "s.json").write_text(json.dumps({**RECIPE, "out": "here", "sweep": RANKS}))
     assert CliRunner().invoke(packs, ["sweep", "-c", "s.json"]).exit_code == 0
-    recipes = [
-        json.loads((tmp_path / "here/sweep.json").read_text())["trials"][i] for i in range(3)
-    ]
-    assert [each["recipe"]["rank"] for each in recipes] == [1, 2, 3]
+    assert [number for number, *_ in trained] == [1, 2, 3]
+    rows = json.loads((tmp_path / "here/leaderboard.json").read_text())["rows"]
+    assert [row["values"]["rank"] for row in rows] == [1, 2, 3]
+
+
+TPE = {"search": "tpe", "trials": 14, "parameters": {"rank": {"min": 1, "max": 99}}}
+
+
+def ranks_of(folder: Path) -> list[int]:
+    """The ranks of the trials in their order."""
+    rows = sorted(leaderboard(folder)["rows"], key=lambda row: row["trial"])
+    return [row["values"]["rank"] for row in rows]
+
+
+def test_tpe_learns_and_an_interrupted_sweep_has_the_same_trials(trained, tmp_path):
+    write_sweep(tmp_path, TPE)
+    result = run_sweep()
+    assert result.exit_code == 0 and result.stderr.count("\n") == 15
+    ranks = ranks_of(tmp_path)
+    assert len(set(ranks)) == 14 and min(ranks[10:]) < min(ranks[:10])
+
+    shutil.move(tmp_path / "s", tmp_path / "whole")
+    for number in (1, 5, 12):
+        trained.failing[number] = Interrupted("interrupted", signal.SIGTERM)
+        assert run_sweep().exit_code == 128 + signal.SIGTERM
+        trained.failing.clear()
+    assert run_sweep().exit_code == 0
+    assert ranks_of(tmp_path) == ranks
+
+
+def test_tpe_avoids_values_whose_packs_fail_a_gate(trained, tmp_path):
+    trained.failing["gated"] = None  # ranks below 2
+    write_sweep(tmp_path, {**TPE, "trials": 20, "parameters": {"rank": [*range(1, 40)]}})
+    assert run_sweep().exit_code == 0
+    assert leaderboard(tmp_path)["rows"][0]["values"]["rank"] >= 2
+
+
+def test_the_flag_search_overrides_the_file(trained, tmp_path):
+    write_sweep(tmp_path, {**TPE, "search": "random", "trials": 2})
+    assert run_sweep("--search", "tpe").exit_code == 0
+    assert leaderboard(tmp_path)["search"] == "tpe"
+    assert run_sweep("--search", "random").exit_code == 2  # the folder has another sweep
+
+
+def test_a_trial_of_tpe_is_checked_before_it_starts(trained, tmp_path, monkeypatch):
+    from mlx_packs.cli import sweep
+
+    def recipe_of(flags, settings):
+        if 1 < settings["rank"] < 99:
+            raise PackError("s.yaml: rank: is not for this base.")
+        return resolve(settings)
+
+    monkeypatch.setattr(sweep, "recipe_of", recipe_of)
+    write_sweep(tmp_path, {**TPE, "trials": 3})
+    assert run_sweep().exit_code == 1
+    statuses = {row["status"] for row in leaderboard(tmp_path)["rows"]}
+    assert len(statuses) == 3 and all("is not for this base" in status for status in statuses)
+    assert trained == []
+
+
+def test_without_optuna_one_line_names_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    write_sweep(tmp_path, RANKS)
+    result = run_sweep()
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "pip install 'mlx-packs[sweep]'" in result.stderr
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_report_and_a_trial_need_no_optuna():
+    code = (
+        "import sys; sys.modules['optuna'] = None\n"
+        "import mlx_packs.sweeps.leaderboard, mlx_packs.sweeps.process"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+@pytest.fixture
+def old(trained, tmp_path) -> Path:
+    """The folder of a sweep that the version before Optuna was training: one of three trials is over."""
+    shutil.copytree(Path(__file__).parent / "old", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "s").mkdir()
+    for name in ("sweep.json", "leaderboard.json", "trials"):
+        shutil.move(tmp_path / name, tmp_path / "s" / name)
+    return tmp_path / "s"
+
+
+def test_a_sweep_of_an_older_version_continues_with_its_trials(old, trained, tmp_path):
+    listed = json.loads((old / "sweep.json").read_text())["trials"]
+    result = run_sweep()
+    assert result.exit_code == 0 and "continues, 1 have results" in result.stderr
+    assert [number for number, *_ in trained] == [2, 3]
+    rows = sorted(leaderboard(tmp_path)["rows"], key=lambda row: row["trial"])
+    assert [row["values"] for row in rows] == [trial["values"] for trial in listed]
+    assert rows[0]["ppl"] == pytest.approx(30.627, abs=1e-3)
+    assert run_sweep().exit_code == 0 and len(trained) == 2
+
+
+@pytest.mark.parametrize(
+    "line, key",
+    [
+        ("iters: 9", "trials"),
+        ("  trials: 3", "number of trials"),
+        ("  seed: 1", "seed"),
+        ("    rank: [1, 2, 64]", "parameters"),
+    ],
+)
+def test_an_older_sweep_that_differs_is_one_line(old, trained, tmp_path, line, key):
+    text = (tmp_path / "s.yaml").read_text()
+    assert line in text
+    changed = line.replace("2, ", "") if "[" in line else line[:-1] + "4"
+    (tmp_path / "s.yaml").write_text(text.replace(line, changed))
+    result = run_sweep()
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert f"whose {key} differ" in result.stderr and "Choose another --out" in result.stderr
+    assert trained == [] and not (old / "study.jsonl").exists()
+
+
+def test_report_writes_the_page_of_sweeps_of_every_version(old, trained, tmp_path):
+    page = tmp_path / "old.html"
+    result = CliRunner().invoke(packs, ["report", "s", "-o", "old.html"])
+    assert result.exit_code == 0 and page.read_text().count("<circle") == 6
+    assert run_sweep().exit_code == 0
+    written = (old / "leaderboard.html").read_bytes()
+    (old / "leaderboard.html").unlink()
+    assert CliRunner().invoke(packs, ["report", "s"]).exit_code == 0
+    assert (old / "leaderboard.html").read_bytes() == written
+    (old / "leaderboard.json").write_text('{"rows": 3}')
+    result = CliRunner().invoke(packs, ["report", "s"])
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+
+
+@pytest.mark.filterwarnings("ignore:Choices for a categorical")
+def test_a_study_continues_after_a_kill_while_it_is_written(trained, tmp_path):
+    write_sweep(tmp_path, {"parameters": {"rank": [1, 2], "target_modules": [["q_proj"], []]}})
+    trained.failing[3] = Interrupted("interrupted in trial 3", signal.SIGTERM)
+    assert run_sweep().exit_code == 128 + signal.SIGTERM
+    study = tmp_path / "s" / "study.jsonl"
+    lines = study.read_bytes().splitlines(keepends=True)
+    os.symlink(study, f"{study}.lock")
+    trained.failing.clear()
+    for lost in (1, 2, len(lines) - 1, len(lines)):
+        study.write_bytes(b"".join(lines[:-lost]) + lines[-lost][:20])
+        assert run_sweep().exit_code == 0
+    assert [number for number, *_ in trained] == [1, 2, 3, 4]
+    rows = leaderboard(tmp_path)["rows"]
+    assert [row["values"]["target_modules"] for row in rows] == [["q_proj"], []] * 2
+    states = [trial.state.name for trial in study_of(study).trials]
+    assert states == ["COMPLETE"] * 4
+
+
+def study_of(file: Path) -> optuna.Study:
+    storage = JournalStorage(JournalFileBackend(str(file)))
+    return optuna.load_study(study_name="sweep", storage=storage)
+
+
+def test_a_damaged_study_is_one_line(trained, tmp_path):
+    write_sweep(tmp_path, RANKS)
+    assert run_sweep().exit_code == 0
+    study = tmp_path / "s" / "study.jsonl"
+    study.write_bytes(b"{}\n[3]\n" + study.read_bytes())
+    result = run_sweep()
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "study.jsonl" in result.stderr and "Remove it" in result.stderr
+    study.unlink()
+    assert run_sweep().exit_code == 0 and len(trained) == 3
+
+
+def test_optuna_knows_what_came_of_the_trials(trained, tmp_path):
+    ranks = {"rank": [7, *range(10, 18)]}
+    write_sweep(tmp_path, {"search": "halving", "trials": 9, "parameters": ranks})
+    assert run_sweep().exit_code == 0
+    trials = study_of(tmp_path / "s" / "study.jsonl").trials
+    states = {trial.params["rank"]: trial.state.name for trial in trials}
+    assert states.pop(7) == "FAIL" and states.pop(10) == "COMPLETE"
+    assert set(states.values()) == {"PRUNED"}
 
 
 @pytest.mark.slow
@@ -240,11 +418,9 @@ def test_the_last_rung_is_the_run_in_one_piece(tmp_path, monkeypatch):
 
 
 @pytest.mark.interop
-def test_ray_tune_trains_on_two_workers(tmp_path, monkeypatch):
+def test_ray_trains_on_two_workers(tmp_path, monkeypatch):
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
-
-    from mlx_packs.sweeps import ray_tune
 
     monkeypatch.chdir(tmp_path)
     halving = {"search": "halving", "trials": 2, "reduction_factor": 2}
@@ -254,7 +430,7 @@ def test_ray_tune_trains_on_two_workers(tmp_path, monkeypatch):
     try:
         cluster.add_node(**worker)
         ray.init(address=cluster.address, log_to_driver=False)
-        assert sum(node["Alive"] for node in ray.nodes()) == 2 and ray_tune._cpus() == 1
+        assert sum(node["Alive"] for node in ray.nodes()) == 2
         result = run_sweep("--runner", "ray")
         assert result.exit_code == 0, result.output
         rows = leaderboard(tmp_path)["rows"]

@@ -1,0 +1,164 @@
+"""The plan of a sweep: its section and every trial that is known, checked before one is trained."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..bases.files import check_files, resolve_checkpoint
+from ..config.choices import SEARCHES
+from ..config.parse import build, setting_error, typed_value
+from ..config.recipe import Recipe, check_data_named
+from ..errors import PackError, did_you_mean
+from ..training.phases import check_overridden, resolve_phases
+from .config import SweepConfig, rungs_of
+from .metrics import METRICS
+from .space import Space, Values, corners, parse_space, planned_values, with_values
+
+SECTION = "sweep"  # of a recipe
+_OF_SWEEP = ("out", "adapter_path", "resume", "overwrite")  # keys that a trial cannot choose
+_CORNERS = 64  # at most, of a space whose trials are not known yet
+_LENGTHS = ("iters", "epochs", "time", "phases")  # settings by which trials differ in length
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A sweep that was checked.
+
+    Attributes:
+        name: of the sweep, for people.
+        folder: for everything that it writes.
+        config: the section ``sweep`` of the recipe.
+        space: its parameters.
+        values: of the trials that are known before the first one is trained.
+        recipe_of: returns the recipe of a trial's values; raises a PackError if there is none.
+        recipe: that of the first trial or corner of the space.
+        rungs: batches at the end of each rung; None is the end of the run.
+        metrics: names of the metric; the first that a trial has counts.
+    """
+
+    name: str
+    folder: Path
+    config: SweepConfig
+    space: Space
+    values: list[Values]
+    recipe_of: Callable[[Values], Recipe]
+    recipe: Recipe
+    rungs: tuple[int | None, ...]
+    metrics: tuple[str, ...]
+
+
+def plan_sweep(
+    settings: Mapping, where: str, folder: Path, recipe_of: Callable[[dict], Recipe]
+) -> Plan:
+    """Return the plan of a sweep; nothing is written or trained.
+
+    Args:
+        settings: of a recipe file, with the section ``sweep``.
+        where: the file.
+        folder: for everything that the sweep writes.
+        recipe_of: returns the recipe of a file's settings, with the defaults of its base.
+
+    Raises:
+        PackError: a key or a value is wrong, of the sweep, of one of its trials, or of a corner of
+            the space if trials are not known yet.
+    """
+    recipe = {key: value for key, value in settings.items() if key != SECTION}
+    section = typed_value(settings.get(SECTION), dict, SECTION, where)
+    for key in ("resume", "overwrite"):
+        if recipe.get(key):
+            raise setting_error("is not for a sweep. Leave it out.", key, where, "conflict")
+
+    config = build(SweepConfig, section, f"{where}: {SECTION}")
+    space = parse_space(config.parameters, where)
+    for key in space:
+        _check_key(key, config, where)
+
+    values = planned_values(config, space, where)
+    recipes = [_recipe(recipe, v, where, recipe_of) for v in values or corners(space, _CORNERS)]
+    metrics = _metrics(config, recipes, where)
+    _check_length(config, recipes[0], where)
+    _check_inputs(recipes)
+    return Plan(
+        name=Path(where).stem,
+        folder=folder,
+        config=config,
+        space=space,
+        values=values,
+        recipe_of=lambda own: _recipe(recipe, own, where, recipe_of),
+        recipe=recipes[0],
+        rungs=rungs_of(config, recipes[0].train.iters),
+        metrics=metrics,
+    )
+
+
+def _check_key(key: str, config: SweepConfig, where: str) -> None:
+    """Raise a PackError for a key that a trial cannot choose."""
+    place, first = f"sweep.parameters.{key}", key.partition(".")[0]
+    if first in _OF_SWEEP:
+        raise setting_error("is chosen by the sweep. Leave it out.", place, where, "conflict")
+    if SEARCHES[config.search].halves and first in _LENGTHS:
+        text = "makes trials differ in length, which halving compares. Use search random."
+        raise setting_error(text, place, where, "conflict")
+
+
+def _recipe(
+    recipe: Mapping, values: Values, where: str, recipe_of: Callable[[dict], Recipe]
+) -> Recipe:
+    """Return the recipe of a trial; errors name the file, and the parameters if they cause it."""
+    settings = with_values(recipe, values)
+    try:
+        resolved = recipe_of(settings)
+        check_overridden(resolved.train, resolved.specified)
+        check_data_named(resolved)
+        resolve_phases(resolved.train, resolved.data)
+    except PackError as error:
+        text = error.message.removeprefix(f"{where}: ")
+        names = {key.rpartition(".")[2] for key in values} | {key.split(".")[0] for key in values}
+        place = f"{where}: "
+        if error.flag in names or any(key in text for key in values):
+            shown = ", ".join(f"{key}={value}" for key, value in values.items())
+            place += f"sweep.parameters ({shown}): "
+        raise PackError(place + text, error.code, error.flag) from None
+    return resolved
+
+
+def _metrics(config: SweepConfig, recipes: list[Recipe], where: str) -> tuple[str, ...]:
+    """Return the metrics that trials are compared by: the named one, or all of the task."""
+    tasks = list(dict.fromkeys(recipe.train.tasks[-1] for recipe in recipes))
+    common = [name for name in METRICS[tasks[0]] if all(name in METRICS[task] for task in tasks)]
+    if not common:
+        text = f"trials have the tasks {', '.join(tasks)}, which have no metric in common."
+        raise setting_error(text, "sweep.parameters.task", where, "conflict")
+    if config.metric is None:
+        return tuple(common)
+    if config.metric not in common:
+        hint = did_you_mean(config.metric, common)
+        text = f"'{config.metric}' is no metric of --task {tasks[0]}. {hint}"
+        raise setting_error(text, "sweep.metric", where, "unknown")
+    return (config.metric,)
+
+
+def _check_length(config: SweepConfig, recipe: Recipe, where: str) -> None:
+    """Check that the runs of successive halving have a length in batches."""
+    if not SEARCHES[config.search].halves:
+        return
+    train = recipe.train
+    if named := train.changed(("epochs", "time", "phases")):
+        text = "does not go with search halving, which counts batches. Give iters."
+        raise setting_error(text, named[0], where, "conflict")
+    if config.min_iters is not None and config.min_iters > train.iters:
+        text = f"is {config.min_iters}, but trials have {train.iters} batches (iters). Lower it."
+        raise setting_error(text, "sweep.min_iters", where)
+
+
+def _check_inputs(recipes: list[Recipe]) -> None:
+    """Check that every base and every data set of the trials is there and can be read."""
+    bases, data = set(), []
+    for recipe in recipes:
+        if recipe.model not in bases:
+            bases.add(recipe.model)
+            check_files(resolve_checkpoint(recipe.model))
+        for phase in resolve_phases(recipe.train, recipe.data):
+            if phase.sources not in data:
+                data.append(phase.sources)
+                phase.load_rows()

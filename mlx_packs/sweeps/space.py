@@ -1,0 +1,171 @@
+"""The space of a sweep: Optuna's distributions by key of the recipe, and the values of trials."""
+
+import itertools
+import math
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import optuna
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
+from optuna.samplers import RandomSampler, TPESampler
+from optuna.trial import FrozenTrial
+
+from ..config.choices import SEARCHES
+from ..config.parse import build, setting_error
+from .config import MOST_TRIALS, Range, SweepConfig
+
+_ATTEMPTS = 100  # at drawing values that no trial has yet, for each trial
+_EXPONENT = re.compile(r"-?[0-9]+(\.[0-9]+)?[eE][+-]?[0-9]+")  # which YAML 1.1 reads as text
+
+Space = dict[str, BaseDistribution]  # by key of the recipe
+Values = dict[str, Any]  # of a trial, by key of the recipe
+
+optuna.logging.set_verbosity(optuna.logging.WARNING)  # else every study is announced
+# Lists and mappings are choices too; they are stored as JSON and found by their place.
+warnings.filterwarnings("ignore", "Choices for a categorical distribution")
+
+
+def parse_space(parameters: Mapping, where: str) -> Space:
+    """Return the parameters of a sweep.
+
+    Args:
+        parameters: a list of values, or a mapping with ``min``, ``max`` and perhaps ``scale``, by
+            key of the recipe; a key in a mapping is ``rank_pattern.v_proj``.
+        where: the file.
+
+    Raises:
+        PackError: there is none, or one has no values, values twice, or a range without numbers.
+    """
+    if not parameters:
+        text = "names no key of the recipe. Give at least one, such as `rank: [8, 16]`."
+        raise setting_error(text, "sweep.parameters", where)
+    return {str(k): _distribution(v, f"sweep.parameters.{k}", where) for k, v in parameters.items()}
+
+
+def _distribution(values: Any, key: str, where: str) -> BaseDistribution:
+    if isinstance(values, Mapping):
+        ends = build(Range, values, f"{where}: {key}")
+        low, high, is_log = values["min"], values["max"], ends.scale == "log"
+        if type(low) is int and type(high) is int:
+            return IntDistribution(low, high, log=is_log)
+        return FloatDistribution(ends.min, ends.max, log=is_log)
+
+    if not isinstance(values, list):
+        text = f"must be a list of values, or {{min: …, max: …}}, but is {values!r}."
+        raise setting_error(text, key, where)
+    if not values:
+        raise setting_error("has no values. List at least one.", key, where)
+    if twice := [v for i, v in enumerate(values) if v in values[:i]]:
+        raise setting_error(f"lists {twice[0]!r} twice. List it once.", key, where)
+    return CategoricalDistribution(
+        [float(v) if isinstance(v, str) and _EXPONENT.fullmatch(v) else v for v in values]
+    )
+
+
+def listed(distribution: BaseDistribution) -> tuple[Any, ...] | None:
+    """Return all values of a list; None of a range."""
+    return getattr(distribution, "choices", None)
+
+
+def planned_values(config: SweepConfig, space: Space, where: str) -> list[Values]:
+    """Return the values of all trials that are known before the first one is trained.
+
+    No two are equal, and the same seed gives the same ones. A search that learns has none yet.
+    Random search: https://jmlr.org/papers/v13/bergstra12a.html
+
+    Raises:
+        PackError: a grid has a range or is too large, or there are fewer combinations than trials.
+    """
+    search = SEARCHES[config.search]
+    combinations = math.prod(len(listed(d) or ()) or math.inf for d in space.values())
+    if not search.draws:
+        if ranged := [key for key, distribution in space.items() if listed(distribution) is None]:
+            text = "is a range, which a grid cannot go through. List values, or use search random."
+            raise setting_error(text, f"sweep.parameters.{ranged[0]}", where, "conflict")
+        if combinations > MOST_TRIALS:
+            text = f"the grid has {combinations:,} trials, more than {MOST_TRIALS:,}."
+            raise setting_error(f"{text} Use search random.", "sweep.parameters", where)
+        return corners(space)
+
+    trials = config.trials or 0
+    if combinations < trials:
+        text = f"is {trials}, but there are only {combinations:.0f} combinations. Use search grid."
+        raise setting_error(text, "sweep.trials", where)
+    if search.learns:
+        return []
+    values = list(itertools.islice(draws(config, space, [], trials), trials))
+    if len(values) < trials:
+        text = f"is {trials}, but only {len(values)} different trials were drawn."
+        raise setting_error(f"{text} Widen a parameter.", "sweep.trials", where)
+    return values
+
+
+def corners(space: Space, most: int = MOST_TRIALS) -> list[Values]:
+    """Return all combinations of listed values and ends of ranges.
+
+    If they are more than ``most``, every value is there once, beside the first values of others.
+    """
+    ends = {key: listed(d) or (d.low, d.high) for key, d in space.items()}
+    if math.prod(map(len, ends.values())) <= most:
+        return [dict(zip(ends, row, strict=True)) for row in itertools.product(*ends.values())]
+
+    first = {key: values[0] for key, values in ends.items()}
+    return [{**first, key: value} for key, values in ends.items() for value in values]
+
+
+def draws(
+    config: SweepConfig,
+    space: Space,
+    earlier: Sequence[FrozenTrial],
+    trials: int,
+    lower: bool = True,
+) -> Iterator[Values]:
+    """Yield values that no trial has yet; the seed and the earlier trials determine them.
+
+    Args:
+        config: the sweep.
+        space: its parameters.
+        earlier: trials that TPE learns from (https://papers.nips.cc/paper/4443).
+        trials: how many are drawn at most.
+        lower: whether less of the metric is better.
+    """
+    seed = int(np.random.SeedSequence([config.seed, len(earlier)]).generate_state(1)[0])
+    sampler = TPESampler if SEARCHES[config.search].learns else RandomSampler
+    direction = "minimize" if lower else "maximize"
+    study = optuna.create_study(sampler=sampler(seed=seed), direction=direction)
+    study.add_trials(earlier)
+    seen = [trial.params for trial in earlier]
+
+    for _ in range(_ATTEMPTS * trials):
+        drawn = study.ask(space).params
+        values = {key: _four_digits(value, space[key]) for key, value in drawn.items()}
+        if values not in seen:
+            seen.append(values)
+            yield values
+
+
+def _four_digits(value: Any, distribution: BaseDistribution) -> Any:
+    """Return a float of a range with four digits, so that a table shows it in full."""
+    if not isinstance(distribution, FloatDistribution):
+        return value
+    return min(max(float(f"{value:.4g}"), distribution.low), distribution.high)
+
+
+def with_values(recipe: Mapping, values: Values) -> dict:
+    """Return the settings of a recipe with other values; ``a.b`` is the key b of the mapping a."""
+    changed = dict(recipe)
+    for key, value in values.items():
+        first, _, rest = key.partition(".")
+        if rest:
+            inner = changed.get(first)
+            value = with_values(inner if isinstance(inner, Mapping) else {}, {rest: value})
+        changed[first] = value
+    return changed
