@@ -133,7 +133,7 @@ OWN_READERS = {
     "serving/app.py": "a page of its own",
     "training/on_nan.py": "a run, by the reader",
     "sweeps/trial.py": "the log of a trial of its own",
-    "sweeps/study.py": "a study of its own, to cut off an unfinished line",
+    "sweeps/sweep.py": "a study of its own, to cut off an unfinished line",
     **dict.fromkeys(("data/rows.py", "data/tool_calls.py", "data/json_lines.py"), "rows, bounded"),
     **dict.fromkeys(("training/checkpoint.py", "training/run_folder.py"), "a run of its own"),
     **dict.fromkeys(("training/registered_layer.py", "training/run.py"), "files that were checked"),

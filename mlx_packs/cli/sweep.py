@@ -59,17 +59,15 @@ def sweep(file: str, out: str | None, search: str | None, runner: str, quiet: bo
     printed and written as CSV, JSON and HTML. The best pack is the one with the best held-out metric
     of those that pass the recipe's gates; if none does, the exit code is 1.
     """
-    if find_spec("optuna") is None:
-        raise PackError(
-            "sweep: Optuna is not installed. Run `pip install 'mlx-packs[sweep]'`.", "dependency"
-        )
+    _check_installed("sweep", "Optuna", "sweep")
+    if runner == "ray":
+        _check_installed("--runner ray", "Ray", "ray")
 
     from ..files import exclusive_writer, make_folder
-    from ..sweeps.executors import EXECUTORS, check_runner
     from ..sweeps.leaderboard import text_table
     from ..sweeps.plan import SECTION, plan_sweep
-    from ..sweeps.run import SweepRun
-    from ..sweeps.study import begin
+    from ..sweeps.run import EXECUTORS, SweepRun
+    from ..sweeps.sweep import begin
 
     settings = read_settings(file)
     if SECTION not in settings:
@@ -86,7 +84,6 @@ def sweep(file: str, out: str | None, search: str | None, runner: str, quiet: bo
         folder,
         lambda own: recipe_of({}, RecipeFiles(((file, own),))),
     )
-    check_runner(runner)
 
     display = Display(QUIET if quiet else NORMAL)
     make_folder(folder.parent)
@@ -117,3 +114,10 @@ def sweep(file: str, out: str | None, search: str | None, runner: str, quiet: bo
         if failed and len(failed) == len(content["rows"]):
             why = f"every trial failed ({failed[0]})"
         exit_if_failed([f"{folder}: {why}; the logs are trials/*/train.log"])
+
+
+def _check_installed(place: str, package: str, extra: str) -> None:
+    """Raise a PackError if a package that an extra brings is not installed."""
+    if find_spec(package.lower()) is None:
+        text = f"{package} is not installed. Run `pip install 'mlx-packs[{extra}]'`."
+        raise PackError(f"{place}: {text}", "dependency")

@@ -34,7 +34,7 @@ def write_page(folder: Path, out: str | None = None) -> Path:
     file = folder / FILE
     try:
         text = page(read_json(file))
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise PackError(f"{file}: is no leaderboard ({error!r}).", "unreadable") from None
     target = Path(out).expanduser() if out else file.with_suffix(".html")
     if target.is_dir():

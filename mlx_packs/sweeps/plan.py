@@ -10,9 +10,17 @@ from ..config.parse import build, setting_error, typed_value
 from ..config.recipe import Recipe, check_data_named
 from ..errors import PackError, did_you_mean
 from ..training.phases import check_overridden, resolve_phases
-from .config import SweepConfig, rungs_of
 from .metrics import METRICS
-from .space import Space, Values, corners, parse_space, planned_values, with_values
+from .space import (
+    Space,
+    SweepConfig,
+    Values,
+    corners,
+    parse_space,
+    planned_values,
+    rungs_of,
+    with_values,
+)
 
 SECTION = "sweep"  # of a recipe
 _OF_SWEEP = ("out", "adapter_path", "resume", "overwrite")  # keys that a trial cannot choose
@@ -22,29 +30,17 @@ _LENGTHS = ("iters", "epochs", "time", "phases")  # settings by which trials dif
 
 @dataclass(frozen=True)
 class Plan:
-    """A sweep that was checked.
+    """A sweep that was checked."""
 
-    Attributes:
-        name: of the sweep, for people.
-        folder: for everything that it writes.
-        config: the section ``sweep`` of the recipe.
-        space: its parameters.
-        values: of the trials that are known before the first one is trained.
-        recipe_of: returns the recipe of a trial's values; raises a PackError if there is none.
-        recipe: that of the first trial or corner of the space.
-        rungs: batches at the end of each rung; None is the end of the run.
-        metrics: names of the metric; the first that a trial has counts.
-    """
-
-    name: str
-    folder: Path
+    name: str  # for people
+    folder: Path  # for everything that it writes
     config: SweepConfig
     space: Space
-    values: list[Values]
-    recipe_of: Callable[[Values], Recipe]
-    recipe: Recipe
-    rungs: tuple[int | None, ...]
-    metrics: tuple[str, ...]
+    values: list[Values]  # of the trials that are known before the first one is trained
+    recipe_of: Callable[[Values], Recipe]  # of a trial; raises a PackError if there is none
+    recipe: Recipe  # of the first trial or corner of the space
+    rungs: tuple[int | None, ...]  # batches at the end of each; None is the end of the run
+    metrics: tuple[str, ...]  # the first that a trial has counts
 
 
 def plan_sweep(

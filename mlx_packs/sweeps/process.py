@@ -28,10 +28,7 @@ _OF_ALL = ("unwritable", "busy", "interrupted")
 
 
 class StopAt(Observer):
-    """Ends a run after so many batches; a later one goes on from there.
-
-    The learning rate follows the whole run, so that a run in pieces is the run in one piece.
-    """
+    """Ends a run after some batches; the learning rate is that of the whole run."""
 
     def __init__(self, batches: int) -> None:
         self.batches = batches
@@ -50,11 +47,7 @@ class StopAt(Observer):
 
 
 def train_trial(trial: Trial, until: int | None) -> Result:
-    """Train a trial, or continue from its checkpoint, and return the result.
-
-    Raises:
-        PackError: it cannot be trained.
-    """
+    """Train a trial, or continue from its checkpoint, and return the result."""
     recipe = resolve(read_settings(trial.folder / RECIPE))
     run = {k: v for k, v in recipe.run.items() if k not in ("model", "out", "resume", "overwrite")}
     if resumes := bool(checkpoints(run_folder(trial.pack))):
@@ -86,12 +79,12 @@ def train_trial(trial: Trial, until: int | None) -> Result:
 
 def _when_free(trial: Trial, until: int | None) -> Result:
     """Train a trial as soon as no process of an earlier sweep writes its run any more."""
-    start = time.monotonic()
+    end = time.monotonic() + _WAIT_S
     while True:
         try:
             return train_trial(trial, until)
         except PackError as error:
-            if error.code != "busy" or time.monotonic() - start > _WAIT_S:
+            if error.code != "busy" or time.monotonic() > end:
                 raise
         time.sleep(0.5)
 

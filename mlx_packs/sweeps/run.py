@@ -1,30 +1,87 @@
-"""Training the trials of a sweep, rung by rung, by an executor."""
+"""Training the trials of a sweep, rung by rung, by an executor: one class in `EXECUTORS`."""
 
-from collections.abc import Iterable
+import logging
+import os
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
+from ..config.choices import SWEEP_RUNNERS, registered
 from ..display import Display, clock
 from ..errors import PackError
 from ..report.scatter import value_text
-from .executors import Executor
 from .leaderboard import write_leaderboard
 from .sweep import Sweep
 from .trial import Result, Trial, train, write_result
 
 
-@dataclass
-class SweepRun:
-    """Trains the trials of a sweep.
+class LocalExecutor(AbstractContextManager):
+    """Calls functions in this process, one after the other."""
 
-    Attributes:
-        sweep: the sweep.
-        executor: trains trials, at most ``workers`` at once.
-        display: where progress goes.
+    workers = 1
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is left to end."""
+
+    def submit(self, function: Callable, *args: Any) -> Future:
+        """Call a function; what it raises is raised here."""
+        future: Future = Future()
+        future.set_result(function(*args))
+        return future
+
+
+class RayExecutor(AbstractContextManager):
+    """Calls functions on a Ray cluster: that of ``RAY_ADDRESS``, or one on this machine.
+
+    A function gets as many CPUs as the smallest worker has, so that each machine trains one trial
+    at a time. Ray calls it again if a worker is lost.
     """
 
+    def __enter__(self) -> "RayExecutor":
+        import ray
+
+        self._has_begun = not ray.is_initialized()
+        if self._has_begun:
+            ray.init(log_to_driver=False, logging_level=logging.WARNING, include_dashboard=False)
+        cpus = [n["Resources"].get("CPU", 0) for n in ray.nodes() if n["Alive"]]
+        cpus = [count for count in cpus if count]
+        if not cpus:
+            raise PackError("--runner ray: no worker of the cluster has a CPU.")
+        self.workers = len(cpus)
+        self._call = ray.remote(_call).options(num_cpus=min(cpus), scheduling_strategy="SPREAD")
+        return self
+
+    def submit(self, function: Callable, *args: Any) -> Future:
+        """Call a function on a worker, in the same current folder."""
+        return self._call.remote(os.getcwd(), function, *args).future()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        import ray
+
+        if self._has_begun:
+            ray.shutdown()
+        if isinstance(error, ray.exceptions.RayError) and not isinstance(error, PackError):
+            reason = str(error).strip().splitlines()[-1]
+            raise PackError(f"--runner ray: {reason}", "unwritable") from error
+
+
+def _call(folder: str, function: Callable, *args: Any) -> Any:
+    """Call a function in a folder, since paths of a recipe may be relative."""
+    os.chdir(folder)
+    return function(*args)
+
+
+EXECUTORS = registered(SWEEP_RUNNERS, {"local": LocalExecutor, "ray": RayExecutor})
+
+
+@dataclass
+class SweepRun:
+    """Trains the trials of a sweep, at most as many at once as the executor has workers."""
+
     sweep: Sweep
-    executor: Executor
+    executor: LocalExecutor | RayExecutor
     display: Display
     _running: dict[Future, Trial] = field(default_factory=dict)
 

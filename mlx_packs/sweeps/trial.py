@@ -24,25 +24,15 @@ _SIGNALLED = {code: n for n in signals.NUMBERS for code in (-n, 128 + n)}  # by 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a trial at the end of a rung.
+    """What came of a trial at the end of a rung."""
 
-    Attributes:
-        batches: that it was trained on.
-        metrics: held-out metrics by name; only finite ones.
-        gates: each limit of the recipe with its value and whether it passed.
-        pack_mb: size of the pack in megabytes.
-        train_s: seconds of training, without evaluations.
-        peak_gb: peak of MLX's memory in 10^9 bytes.
-        error: why there is no pack; empty where there is one.
-    """
-
-    batches: int = 0
-    metrics: Mapping[str, float] | None = None
-    gates: Mapping[str, dict] | None = None
+    batches: int = 0  # that it was trained on
+    metrics: Mapping[str, float] | None = None  # held-out metrics by name; only finite ones
+    gates: Mapping[str, dict] | None = None  # each limit, its value, and whether it passed
     pack_mb: float | None = None
-    train_s: float | None = None
-    peak_gb: float | None = None
-    error: str = ""
+    train_s: float | None = None  # without evaluations
+    peak_gb: float | None = None  # of MLX's memory, in 10^9 bytes
+    error: str = ""  # why there is no pack; empty if there is one
 
     @property
     def passed(self) -> bool:
@@ -63,21 +53,11 @@ class Trial:
         """The folder of its pack."""
         return self.folder / "pack"
 
-    def result_file(self, rung: int) -> Path:
-        """Return the file for the result of a rung."""
-        return self.folder / f"result-{rung}.json"
-
     def result(self, rung: int) -> Result | None:
-        """Return the result of a rung; None if it is not over.
-
-        Raises:
-            PackError: its file is damaged.
-        """
-        file = self.result_file(rung)
-        if not file.is_file():
-            return None
+        """Return the result of a rung; None if it is not over. A damaged file is a PackError."""
+        file = self.folder / f"result-{rung}.json"
         try:
-            return Result(**read_json(file))
+            return Result(**read_json(file)) if file.is_file() else None
         except TypeError:
             raise PackError(f"{file}: is not a result. Remove it.", "unreadable") from None
 
@@ -85,7 +65,7 @@ class Trial:
 def write_result(trial: Trial, rung: int, result: Result) -> Result:
     """Write the result of a rung atomically, and return it: from then on it is not repeated."""
     make_folder(trial.folder)
-    atomic_write(trial.result_file(rung), to_json(vars(result)))
+    atomic_write(trial.folder / f"result-{rung}.json", to_json(vars(result)))
     return result
 
 
@@ -93,17 +73,11 @@ def train(trial: Trial, recipe: dict[str, Any], rung: int, until: int | None) ->
     """Train a trial to the end of a rung, in a process of its own, and return the result.
 
     A rung that is over is not repeated, and one that was interrupted continues from its checkpoint.
-    A trial that fails has a result with an ``error``.
-
-    Args:
-        trial: the trial.
-        recipe: all settings of its run, as `Recipe.to_json` has them.
-        rung: its number, from 0.
-        until: batches after which it is evaluated; None trains to the end.
+    It ends after ``until`` batches; None trains to the end. A trial that fails has a result with an
+    ``error``.
 
     Raises:
-        PackError: something ended it that would end every trial, as a full disk.
-        Interrupted: a signal ended its process.
+        PackError: something ended it that would end every trial, as a full disk or a signal.
     """
     if (result := trial.result(rung)) is not None:
         return result

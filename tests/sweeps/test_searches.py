@@ -7,8 +7,15 @@ from optuna.trial import create_trial
 from mlx_packs.cli.main import packs
 from mlx_packs.config.choices import SEARCHES
 from mlx_packs.errors import PackError
-from mlx_packs.sweeps.config import SweepConfig, rungs_of
-from mlx_packs.sweeps.space import corners, draws, parse_space, planned_values, with_values
+from mlx_packs.sweeps.space import (
+    SweepConfig,
+    corners,
+    draws,
+    parse_space,
+    planned_values,
+    rungs_of,
+    with_values,
+)
 
 RATE = {"min": "1e-5", "max": 1e-3, "scale": "log"}
 
@@ -19,7 +26,7 @@ def values(search, parameters, **settings):
 
 
 def test_grid_has_every_combination_once_in_order():
-    assert values("grid", {"rank": [8, 16], "learning_rate": ["1e-4", 0.5]}) == [
+    assert values("grid", {"rank": [8, 16], "learning_rate": [1e-4, 0.5]}) == [
         {"rank": 8, "learning_rate": 1e-4},
         {"rank": 8, "learning_rate": 0.5},
         {"rank": 16, "learning_rate": 1e-4},
