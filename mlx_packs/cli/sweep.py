@@ -45,8 +45,8 @@ from .recipe import RecipeFiles, recipe_of
     "--runner",
     type=click.Choice(SWEEP_RUNNERS),
     default=SWEEP_RUNNERS[0],
-    help="Train the trials one after the other on this machine (local), or by Ray Tune on the Ray "
-    "cluster of RAY_ADDRESS, else on this machine (ray).",
+    help="Train the trials one after the other on this machine (local), or on the workers of a Ray "
+    "cluster: that of RAY_ADDRESS, else one on this machine (ray).",
 )
 @options.as_json
 @option("-q", "--quiet", is_flag=True, help="Print the leaderboard only.")
