@@ -12,6 +12,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from ..config.choices import SEARCHES
+from ..config.recipe import resolve
 from ..errors import PackError, library_errors
 from ..files import atomic_write, make_folder, to_json
 from ..gates import MEANING
@@ -213,21 +214,26 @@ def _continued(plan: Plan, before: dict[str, Any]) -> list[Values]:
     """Return the values of the trials of a sweep that a folder has; it must be the plan's.
 
     A sweep of an older version lists its trials, whose values may be others than are drawn today.
+    Settings that a recipe lacks, since they are newer, have their defaults.
     """
     now = _identity(plan)
     values = plan.values
+    if isinstance(recipe := before.get("recipe"), dict):
+        before = {**before, "recipe": resolve(recipe).to_json()}
     if before.get("format") == _LISTED:
         try:
             values = [dict(trial["values"]) for trial in before["trials"]]
             for own in values:
                 _running(plan.space, own)
+            recipes = [resolve(trial["recipe"]).to_json() for trial in before["trials"]]
         except (LookupError, TypeError, ValueError):
             raise _another(plan, "parameters") from None
         if len(values) != len(plan.values):
             raise _another(plan, "number of trials")
-        trials = [{"values": v, "recipe": plan.recipe_of(v).to_json()} for v in values]
-        now |= {"format": _LISTED, "trials": trials}
+        now |= {"format": _LISTED, "trials": [plan.recipe_of(own).to_json() for own in values]}
+        before = {**before, "trials": recipes}
 
+    before = without_seal(sealed(before))
     now = without_seal(sealed(now))  # as it will be read
     if differs := [key for key in before if before[key] != now.get(key)]:
         raise _another(plan, differs[0])

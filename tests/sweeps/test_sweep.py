@@ -284,6 +284,27 @@ def test_a_sweep_of_an_older_version_continues_with_its_trials(old, trained, tmp
     assert run_sweep().exit_code == 0 and len(trained) == 2
 
 
+@pytest.mark.parametrize("changes, code", [({"packing": None}, 0), ({"packing": True}, 2)])
+def test_settings_that_are_newer_than_a_sweep_have_their_defaults(
+    old, trained, tmp_path, changes, code
+):
+    content = json.loads((old / "sweep.json").read_text())
+    for listed in content["trials"]:
+        recipe = {**listed["recipe"], **changes}
+        listed["recipe"] = {k: v for k, v in recipe.items() if k != "packing" or v}
+    (old / "sweep.json").write_text(json.dumps(content))
+    assert run_sweep().exit_code == code
+
+    write_sweep(tmp_path, RANKS)
+    again = ("sweep", "-c", "s.yaml", "--out", "t")
+    assert CliRunner().invoke(packs, again).exit_code == 0
+    content = json.loads((tmp_path / "t" / "sweep.json").read_text())
+    recipe = {**content["recipe"], **changes}
+    content["recipe"] = {k: v for k, v in recipe.items() if k != "packing" or v}
+    (tmp_path / "t" / "sweep.json").write_text(json.dumps(content))
+    assert CliRunner().invoke(packs, again).exit_code == code
+
+
 @pytest.mark.parametrize(
     "line, key",
     [
