@@ -15,9 +15,9 @@ from mlx_packs.ops import dispatch
 
 PACKAGE = Path(choices.__file__).parents[1]
 LISTINGS = {name for name in vars(choices) if name.isupper() and len(name) > 1}
-# A method names its class, a listing is some of the tasks, policies are their facts, and two objectives are unpacked at
-# import.
-WITHOUT_REGISTRY = {"METHODS", "DECODER_TASKS", "POLICIES", "OBJECTIVES"}
+# A method names its class, searches and policies are their facts, a listing is some of the tasks, and two objectives
+# are unpacked at import.
+WITHOUT_REGISTRY = {"METHODS", "SEARCHES", "DECODER_TASKS", "POLICIES", "OBJECTIVES"}
 
 
 def registries() -> list[tuple[str, str]]:
