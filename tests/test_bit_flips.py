@@ -111,7 +111,7 @@ def test_flips_in_a_base_are_noticed_or_harmless(trained, tmp_path, monkeypatch,
     def changed(where, path, names):
         raise PackError(f"{where}: was trained with another {names[0]}")
 
-    monkeypatch.setattr("mlx_packs.packs.pack.say_changed", changed)
+    monkeypatch.setattr("mlx_packs.packs.compatibility.say_changed", changed)
 
     def computed():
         check_fit(pack, str(base))
