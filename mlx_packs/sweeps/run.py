@@ -94,6 +94,10 @@ class SweepRun:
         trials: Iterable[Trial] = sweep.to_train()
         for rung in range(len(sweep.plan.rungs)):
             trained = self._train(trials, rung)
+            if rung == 0 and len(trained) < sweep.count:
+                text = f"{len(trained)} of {sweep.count} trials: no new values were found"
+                self.display.line("sweep", text)
+
             order = [row.trial for row in sweep.ranked(rung) if not row.result.error]
             count = max(1, len(trained) // sweep.plan.config.reduction_factor)
 

@@ -21,6 +21,7 @@ from mlx_packs.cli.main import packs
 from mlx_packs.config.recipe import resolve
 from mlx_packs.errors import Interrupted, PackError
 from mlx_packs.sweeps import run, trial
+from mlx_packs.sweeps.sweep import Sweep
 from mlx_packs.sweeps.trial import Result, write_result
 
 RECIPE = {
@@ -463,3 +464,13 @@ def test_ray_trains_on_two_workers(tmp_path, monkeypatch):
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+def test_a_sweep_that_runs_out_of_values_says_so(trained, tmp_path, monkeypatch):
+    write_sweep(tmp_path, {**TPE, "trials": 2})
+    assert "no new values" not in run_sweep().stderr
+    shutil.rmtree("s")
+    write_sweep(tmp_path, {**TPE, "trials": 14})
+    monkeypatch.setattr(Sweep, "_draw", lambda _: None)
+    ended = run_sweep()
+    assert " of 14 trials: no new values were found" in ended.stderr
