@@ -16,9 +16,8 @@ pytestmark = pytest.mark.slow
 
 OF_FOUR = ("plain", "uneven", "packed", "phases", "kto", "mnrl")
 # Adam takes steps of about the learning rate whatever a gradient's size, and so of noise in one.
-# Sums in another order are all that differs; adapters are up to 0.1, and a share that is lost changes
-# them by 1e-3 and more.
-TOLERANCE = {"packed-dpo": 2e-4, "packed": 2e-4, "adam8": 1e-2}
+# The reward run was off by 2.6e-5 with the bias correction of Adam, on one of two machines.
+TOLERANCE = {"packed-dpo": 2e-4, "packed": 2e-4, "adam8": 1e-2, "reward": 5e-5}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +57,7 @@ def curve(pack: Path) -> list[dict]:
 )
 def test_ranks_train_what_one_trains(by_ranks, size, name):
     alone, shared = by_ranks / "by-1" / name, by_ranks / f"by-{size}" / name
-    assert difference(alone, shared) < TOLERANCE.get(name, 1e-4)
+    assert difference(alone, shared) < TOLERANCE.get(name, 2e-5)
     ours, theirs = curve(alone), curve(shared)
     assert [line["batch"] for line in ours] == [line["batch"] for line in theirs]
     losses = [[line.get("loss", line.get("valid_loss", 0)) for line in c] for c in (ours, theirs)]
