@@ -1,7 +1,6 @@
 """What a frozen weight is stored as: dense, in one of MLX's quantized formats, or another.
 
-A module is asked through one face, whatever it stores. A new format is one class here or beside its
-module, and an entry in `FROZEN`.
+A new format is one class, here or beside its module, and an entry in `FROZEN`.
 """
 
 import copy
@@ -53,10 +52,7 @@ class FrozenWeight(ABC):
 
     @abstractmethod
     def stored(self, dtype: mx.Dtype) -> mx.array:
-        """Return the dense weight bit-identical to that of its checkpoint, whose dtype this is.
-
-        On a CPU a loaded base has scales, and dense weights, in float32.
-        """
+        """Return the dense weight of the checkpoint, which has this dtype, bit-identical."""
 
     @abstractmethod
     def rows(self, at: slice | mx.array) -> mx.array:
@@ -120,14 +116,18 @@ class DenseWeight(FrozenWeight):
         return dense_matmul(x, self.module.weight)
 
 
-class MLXWeight(FrozenWeight):
-    """A weight in one of MLX's quantized formats."""
+class QuantizedWeight(FrozenWeight):
+    """A weight whose module says how it is quantized."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self.bits = self.module.bits
         self.group_size = self.module.group_size
         self.mode = self.module.mode
+
+
+class MLXWeight(QuantizedWeight):
+    """A weight in one of MLX's quantized formats."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -182,9 +182,7 @@ class MLXWeight(FrozenWeight):
         return sliced_matmul(x, self.shape, rows)
 
     def slice_products(self, start: int, stop: int) -> tuple[Product, Product]:
-        arrays = [
-            None if array is None else array[start:stop] for array in self._arrays(self.module)
-        ]
+        arrays = self._rows_of_arrays(slice(start, stop))
         return (
             lambda h: mx.quantized_matmul(h, *arrays, **self._format),
             lambda p: mx.quantized_matmul(p, *arrays, transpose=False, **self._format),

@@ -9,7 +9,7 @@ import mlx.nn as nn
 from ..ops import nf4
 from ..ops.nf4 import NESTED_BLOCK_SIZE, NF4Weight
 from ..ops.tiling import tiles
-from .frozen_weight import FROZEN, FrozenWeight
+from .frozen_weight import FROZEN, QuantizedWeight
 
 
 class _NF4Module(nn.Module):
@@ -101,14 +101,8 @@ class NF4Embedding(_NF4Module):
         return nf4.matmul(x, self.nf4_weight)
 
 
-class FrozenNF4(FrozenWeight):
+class FrozenNF4(QuantizedWeight):
     """The weight of an NF4 module."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
-        self.bits = self.module.bits
-        self.group_size = self.module.group_size
-        self.mode = self.module.mode
 
     @property
     def shape(self) -> tuple[int, int]:
