@@ -124,7 +124,7 @@ def prepare(part: Part, name: str, seed: int, turn: int, model: Path, work: Path
     rows = read_rows(part.data, "train")
     order = np.random.default_rng(seed).permutation(len(rows))
     count = part.batch_size * part.steps
-    if count > len(rows):  # the rest of the run is a second epoch
+    if count > len(rows):  # then a second epoch begins
         count = len(rows)
     folder.mkdir(parents=True, exist_ok=True)
     write_rows(job.data / "train.jsonl", [rows[i] for i in order[:count]])

@@ -1,7 +1,7 @@
 """Trainers in their own processes, which train alternately: A B C A B C.
 
 The parent grants a number of steps, and waits for them; meanwhile the other processes wait for their
-turns. So all trainers meet the same machine, and the peak memory of each is that of its process.
+turns. So all trainers meet the same machine, and each has the peak memory of its own process.
 """
 
 import contextlib

@@ -19,7 +19,7 @@ _PART = re.compile(r"[\w][\w.\-]*", re.ASCII)
 
 
 def is_local_model(name: str) -> bool:
-    """Return whether a name is that of a model of another program on this machine."""
+    """Return whether a name is a model of another program on this machine."""
     return name.partition(":")[0] in PROGRAMS and ":" in name
 
 

@@ -16,7 +16,7 @@ from ..packs.manifest import MANIFEST
 
 
 def is_base(name: Path) -> bool:
-    """Return whether a name is that of a base model on this machine; a pack is none."""
+    """Return whether a name is a base model on this machine; a pack is none."""
     if os.path.isfile(name):
         return reader_of(name) is not None
     if os.path.isdir(name):

@@ -42,7 +42,7 @@ class _Split:
     Attributes:
         expression: what becomes one piece; the published one of the models.
         digits: whether each digit is a piece first.
-        whole_words: whether a piece that is a token is not merged from bytes (``ignore_merges``).
+        whole_words: whether a piece that is a token stays whole (``ignore_merges``).
         nfc: whether the text is normalized first.
     """
 
