@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 
+from .. import signals
 from ..errors import PackError
 from ..runtime import mx
 from . import group as current
@@ -39,12 +40,24 @@ def joined_ranks() -> Iterator[Group]:
         yield ranks
         ranks.highest(0)  # all have written what they write
     except BaseException as error:
-        if isinstance(error, RuntimeError) and "peer" in str(error):  # MLX's words
-            time.sleep(SILENCE_S)  # the link ends the process, which knows more
-        known = isinstance(error, PackError)
-        _link.end(error.message if known else f"{type(error).__name__}: {error}")
+        with signals.deferred():  # a launcher sends one to all where a rank has gone
+            _leave(_link, error)
         raise
     _link.end()
+
+
+def _leave(link: Link, error: BaseException) -> None:
+    """Tell the first rank the error that ends this one, unless another rank went without a word.
+
+    Then the link ends the process, and says so: MLX's error comes of it, as does the signal by
+    which a launcher ends the ranks that are left.
+    """
+    by_mlx = isinstance(error, RuntimeError) and "peer" in str(error)  # MLX's words
+    known = isinstance(error, PackError)
+    by_signal = isinstance(error, KeyboardInterrupt) or (known and error.code == "interrupted")
+    if by_mlx or (by_signal and link.has_lost_a_rank()):
+        time.sleep(SILENCE_S)
+    link.end(error.message if known else f"{type(error).__name__}: {error}")
 
 
 def when_gone(tell: Callable[[str], None]) -> None:

@@ -21,6 +21,7 @@ SILENCE_S = 15.0  # after which a rank counts as gone
 _PING_S = 3.0
 _LONGEST = 1 << 16  # bytes of a message
 _GRACE_S = 2.0  # for an error of the own rank, which says more than the end of another
+_NOTICE_S = 0.5  # in which the end of another process is noticed
 GONE = 75  # exit code of a run of which a rank is gone; `--supervise` starts it again
 
 
@@ -36,6 +37,7 @@ class Link:
         self._here, self._peers = here, dict(peers)
         self._runs = threading.Event()  # whether a run lasts
         self._over = threading.Event()  # whether this rank has ended or said why
+        self._lost = threading.Event()  # whether a rank went without a word
         self._gone: tuple[int, str] | None = None
         self._lock = threading.Lock()
         self.on_gone: Callable[[str], None] = lambda reason: PackError(reason).show()
@@ -62,6 +64,10 @@ class Link:
         if error and self._here.rank:
             self._send(0, {"error": error})
             time.sleep(_PING_S / 10)  # a process that ends could cut it off
+
+    def has_lost_a_rank(self) -> bool:
+        """Return, on the first rank, whether another one has gone without an error of its own."""
+        return self._here.rank == 0 and self._lost.wait(_NOTICE_S)
 
     def close(self) -> None:
         """Close the connections; the other ranks take it for an end."""
@@ -91,6 +97,8 @@ class Link:
             for line in lines:
                 if error := json.loads(line).get("error", ""):
                     break
+        if not error:
+            self._lost.set()
         self._gone = self._gone or (rank, error)
         self._runs.wait()  # between runs nobody needs it
         if self._over.wait(_GRACE_S):

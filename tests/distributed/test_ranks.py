@@ -1,6 +1,7 @@
 """Runs by several ranks are those of one with the same batches, and all ranks end together."""
 
 import json
+import signal
 import time
 from pathlib import Path
 
@@ -76,9 +77,9 @@ def test_a_run_of_four_goes_on_with_two(place):
     assert [line["batch"] for line in losses] == list(range(1, 9))
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_ranks_end_with_one_that_is_killed(place, victim):
-    pack = place / f"killed-{victim}" / "plain"
+@pytest.mark.parametrize("victim, then", [(0, None), (1, None), (1, 0.0), (1, 0.1), (1, 0.5)])
+def test_ranks_end_with_one_that_is_killed(place, victim, then):
+    pack = place / f"killed-{victim}-{then}" / "plain"
     pack.parent.mkdir()
     arguments = ["tests.distributed.runs", str(place), str(pack.parent), "plain,iters=500"]
     ranks = Ranks(place, 2, arguments)
@@ -88,6 +89,9 @@ def test_ranks_end_with_one_that_is_killed(place, victim):
         time.sleep(0.1)
     ranks.kill(victim)
     start = time.monotonic()
+    if then is not None:  # as `mlx.launch` ends the others
+        time.sleep(then)
+        ranks.processes[1 - victim].send_signal(signal.SIGTERM)
     ended = ranks.wait(30)
     assert time.monotonic() - start < 30
     assert ended.codes[victim] == -9 and ended.codes[1 - victim] == 75
@@ -95,7 +99,7 @@ def test_ranks_end_with_one_that_is_killed(place, victim):
         (line,) = [line for line in ended.outputs[0].splitlines() if line.startswith("packs:")]
         assert "rank 1 of 2" in line and "step-" in line and "--resume" in line
     done = max(int(folder.name.removeprefix("step-")) for folder in run.glob("step-??????"))
-    ended = train(place, 2, f"plain,iters={done + 2},resume=1", out=f"killed-{victim}")
+    ended = train(place, 2, f"plain,iters={done + 2},resume=1", out=pack.parent.name)
     assert not any(ended.codes), ended.text
     assert curve(pack)[-1]["batch"] == done + 2
 
