@@ -123,6 +123,10 @@ class RunStopped(PackError):
         return f"{self._saved} Continue with out={str(self.pack)!r}, resume=True."
 
 
+class BackOff(Exception):
+    """A run goes on from its last checkpoint, with half the learning rate (``--on-nan back-off``)."""
+
+
 class Float16Overflow(PackError):
     """Numbers are out of the range of float16; a run falls back to bfloat16.
 

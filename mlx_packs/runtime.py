@@ -60,6 +60,12 @@ def is_traced(array: mx.array) -> bool:
     return False
 
 
+def set_random_state(key: mx.array) -> None:
+    """Let MLX's random numbers continue from a state."""
+    high, low = key.tolist()
+    mx.random.seed((high << 32) | low)  # the state is a key, and seed(n) sets it to key(n)
+
+
 _assumed: str | None = None
 
 

@@ -5,7 +5,9 @@ from typing import Any, Protocol
 
 from ..memory.plan import Shape
 from ..objectives.objective import Batch
+from ..optim import updates_of
 from .phases import RunPhase
+from .settings import Run
 
 
 class Dataset(Protocol):
@@ -29,7 +31,7 @@ class Dataset(Protocol):
         """Return the same examples for phases that differ in their number of batches."""
 
     def mean_inputs(self) -> float | None:
-        """Return the mean of `checkpoint.real_inputs` over training batches.
+        """Return the mean of `state.real_inputs` over training batches.
 
         None where it is not known, or all batches are alike.
         """
@@ -48,3 +50,21 @@ class Dataset(Protocol):
 
         The matmul path is chosen by them; None where there is no choice.
         """
+
+
+def with_batches(run: Run, dataset: Dataset) -> tuple[Run, Dataset]:
+    """Return a run and its examples with ``iters`` in the place of ``--epochs``, if it has that."""
+    if (epochs := run.train.epochs) is None:
+        return run, dataset
+    each = dataset.batches_per_epoch()
+    batches = max(1, round(epochs * each))
+    settings = {"epochs": None, "iters": batches}
+    if run.train.picks_best:  # each of a few short epochs is evaluated
+        settings["steps_per_eval"] = min(run.train.steps_per_eval, each)
+
+    run = run.with_settings(settings, {})
+    updates = updates_of(run.train)
+    run.display.line(
+        "epochs", f"{epochs:g} of {each:,} batches: {batches:,} batches, {updates:,} updates"
+    )
+    return run, dataset.resized(run.phases)

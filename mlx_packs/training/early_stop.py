@@ -3,13 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import monotonic
+from typing import TYPE_CHECKING
 
-from ..config.schema import TrainConfig
-from ..data.rows import Splits
 from ..display import clock
 from ..errors import PackError, flag_of
 from ..objectives.score import Score, StoredScore, was_scored
 from .observer import Observer
+
+if TYPE_CHECKING:
+    from ..config.schema import TrainConfig
+    from ..data.rows import Splits
 
 _CLEARLY = 0.01  # better, as a share of the score
 
@@ -19,12 +22,14 @@ class EarlyStop:
     """The best validation score of a run so far, and why it should end now.
 
     Args:
-        train: ``patience`` and ``time``.
+        patience: validations without a better score that end the run; None for no limit.
+        seconds: that it trains for; None for no limit.
         curve: the lines of metrics.jsonl; a resumed run continues with what they tell.
         observers: of the run, each of which may end it.
     """
 
-    train: TrainConfig
+    patience: int | None = None
+    seconds: float | None = None
     curve: Sequence[dict] = ()
     observers: Sequence[Observer] = ()
     batch: int = 0  # of the best score
@@ -47,19 +52,18 @@ class EarlyStop:
 
     def reason(self) -> str | None:
         """Return why the run should end, in words; None to go on."""
-        patience, seconds = self.train.patience, self.train.seconds
-        if patience is not None and self.since >= patience:
-            times = f"{patience} validations" if patience > 1 else "a validation"
+        if self.patience is not None and self.since >= self.patience:
+            times = f"{self.patience} validations" if self.patience > 1 else "a validation"
             better = "no lower validation loss"
             if self.best and self.best.higher_is_better:
                 better = "no higher validation reward"
             return f"{better} in {times}"
-        if seconds is not None and monotonic() - self._started >= seconds:
-            return f"it trained for {clock(seconds)} (--time)"
+        if self.seconds is not None and monotonic() - self._started >= self.seconds:
+            return f"it trained for {clock(self.seconds)} (--time)"
         return next((o.stop_reason for o in self.observers if o.stop_reason), None)
 
 
-def check_validated(train: TrainConfig, splits: Splits) -> None:
+def check_validated(train: "TrainConfig", splits: "Splits") -> None:
     """Raise a PackError if the best step is asked for, and there is nothing to find it by."""
     named = train.changed(("load_best", "patience"))
     if named and not len(splits.rows["valid"]):

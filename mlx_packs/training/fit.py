@@ -14,34 +14,31 @@ from .. import runtime
 from ..adapters.trainable import Trainable
 from ..data.batches import prefetched
 from ..display import VERBOSE, Display
-from ..errors import Float16Overflow, PackError
+from ..errors import BackOff, Float16Overflow, PackError
 from ..objectives.objective import Objective
 from ..objectives.pipeline import PipelinedCausalLM
 from ..objectives.score import Score, StoredScore
 from ..optim import carry_state
 from ..run_clock import FORWARD, TRAIN
 from ..runtime import mx
-from .checkpoint import (
-    COMPUTED_PER_S,
-    TrainingState,
-    batches_of,
-    load_checkpoint,
-    load_weights,
-    read_training_state,
-)
+from .batch_step import BatchStep
+from .checkpoint import batches_of, load_checkpoint, load_weights, read_training_state
 from .dataset import Dataset
 from .early_stop import EarlyStop, better_earlier
-from .guards.guard import Guard
 from .loop import Loop
-from .loss_scale import add_scale, scale_facts
-from .micro_batches import MicroBatches
 from .observer import Observer
-from .on_nan import BackOff, OnNan
+from .on_nan import OnNan
 from .phases import RunPhase
 from .pipeline_step import PipelineStepper
+from .reports import Reports
 from .run_folder import best_checkpoint, latest_checkpoint, read_metrics
 from .settings import Run
+from .state import COMPUTED_PER_S, TrainingState
 from .step import Stepper
+from .stopping import interrupted, stopped, write_checkpoint
+from .update import add_scale, scale_facts
+from .update_guard import UpdateGuard
+from .watch import Ending, Guard, Watch
 
 Scores = dict[str, Score]  # by phase
 EVALUATE, VALIDATE, SAVE = "evaluate", "validate", "save"  # parts of a run's time, in batches
@@ -88,7 +85,7 @@ class Fit:
     float16: bool  # whether the base computes in it, and the loss is scaled
     on_nan: OnNan
     guards: Sequence[Guard] = ()
-    micro_batches: MicroBatches = field(default_factory=MicroBatches)
+    parts: int = 1  # that batches are taken in; it only grows
     state: TrainingState = field(default_factory=TrainingState)
     # Before the first phase and after each; empty where they are not known.
     scores: list[Scores] = field(default_factory=list)
@@ -98,13 +95,10 @@ class Fit:
     end: dict = field(default_factory=dict)  # why it ended early, and which weights it ended with
 
     def train(self, before: Scores | None = None) -> None:
-        """Train every phase that is not over; a checkpoint is saved at the end of each.
-
-        ``before`` are the scores of the base alone, if they are known; several phases need them.
-        """
+        """Train every phase that is not over; several phases need the scores ``before`` them."""
         run, display = self.run, self.run.display
         mx.random.seed(run.train.seed)
-        self.micro_batches.parts = run.train.micro_batches
+        self.parts = run.train.micro_batches
         checkpoint = None
         if (point := run.resume_point) is not None:
             checkpoint = point.folder
@@ -208,11 +202,7 @@ class Fit:
         return optimizer
 
     def score(self) -> Scores:
-        """Return the scores on the held-out examples of each phase, by its name.
-
-        Raises:
-            Float16Overflow: one is not finite, and the base computes in float16.
-        """
+        """Return the scores on the held-out examples of each phase, by its name."""
         run = self.run
         scores = score_phases(self.objective, self.dataset, run.phases, run.display)
         if self.float16:
@@ -220,50 +210,94 @@ class Fit:
         return scores
 
     def _train_phase(self, phase: RunPhase, optimizer: optimizers.Optimizer) -> None:
-        run, settings, done = self.run, phase.train, self.state.batches
-        objective = self.objective.of_phase(phase.start)
+        """Train a phase from where its run is to its end, or raise RunStopped, saved."""
+        run = self.run
         if phase.name:
             run.display.line("phase", f"{phase.name}: batches {phase.start + 1} to {phase.stop}")
-        self.objective.begin_phase(phase.start, fresh=done == phase.start)
-        skips = self.on_nan.policy == "skip"
-        arguments = (
-            optimizer,
-            settings.max_grad_norm,
-            skips,
-            getattr(mx, settings.exchange_dtype),
-        )
-        if isinstance(objective, PipelinedCausalLM):
-            stepper = PipelineStepper(objective, *arguments)
-        else:
-            stepper = Stepper(self.trainable.model, objective.loss, *arguments)
-            if done == 0:
-                stepper.on_first_loss = partial(show_first_loss, run.display)
-        early_stop = EarlyStop(settings, list(self.curve), self.observers)
-        loop = Loop(
-            run=run,
-            phase=phase,
-            trainable=self.trainable,
-            objective=objective,
-            stepper=stepper,
-            state=self.state,
-            validation=self.dataset.validation(phase),
-            observers=self.observers,
-            on_nan=self.on_nan,
-            guards=self.guards,
-            micro_batches=self.micro_batches,
-            early_stop=None if phase.name else early_stop,
-            mean_inputs=self.dataset.mean_inputs(),
-        )
+        loop = self._loop_of(phase, optimizer)
         batches = self.dataset.batches(phase, self.state.batches - phase.start)
         self.trainable.model.train()
-        limits = runtime.memory_limits(settings.clear_cache_threshold or 0)
-        with closing(prefetched(objective.prefetch(batches))) as ahead, limits:
-            loop.train(ahead)
-        if self.state.batches < phase.stop and (why := early_stop.reason()):
-            self.end["stopped"] = why
-            run.display.line("stop", f"batch {self.state.batches} of {phase.stop}: {why}")
-        self.shapes |= stepper.shapes
-        self.traces += stepper.traces
+
+        limits = runtime.memory_limits(phase.train.clear_cache_threshold or 0)
+        prefetched_batches = prefetched(loop.step.objective.prefetch(batches))
+        with closing(prefetched_batches) as ahead, limits:
+            try:
+                ending = loop.train(ahead)
+            finally:
+                self.parts = loop.step.parts
+
+        self.shapes |= loop.step.stepper.shapes
+        self.traces += loop.step.stepper.traces
+        if ending:
+            self._end(phase, ending)
+
+    def _end(self, phase: RunPhase, ending: Ending) -> None:
+        """Note why a phase is complete before its last batch, or raise why the run is not."""
+        run = self.run
+        if ending.signal:
+            raise interrupted(run, latest_checkpoint(run.folder), ending.signal)
+        if ending.fault:
+            raise stopped(run, latest_checkpoint(run.folder), ending.fault, "memory")
+        if self.state.batches < phase.stop:
+            self.end["stopped"] = ending.reason
+            text = f"batch {self.state.batches} of {phase.stop}: {ending.reason}"
+            run.display.line("stop", text)
+
+    def _loop_of(self, phase: RunPhase, optimizer: optimizers.Optimizer) -> Loop:
+        """Return the loop over a phase."""
+        run = self.run
+        step = BatchStep(*self._stepper_of(phase, optimizer), self.parts)
+        mean_inputs = self.dataset.mean_inputs()
+        reports = Reports(self.observers, step, phase.name, run.display.clock, mean_inputs)
+        save = partial(self._save, optimizer, reports)
+        if self.on_nan.policy == "back-off" and latest_checkpoint(run.folder) is None:
+            save(self.state)
+
+        return Loop(
+            settings=phase.loop_settings(run.goal.stop),
+            trainable=self.trainable,
+            step=step,
+            state=self.state,
+            validation=self.dataset.validation(phase),
+            guard=UpdateGuard(step, self.state, self.on_nan, save, run.display),
+            watch=Watch(self.guards, self._early_stop_of(phase)),
+            reports=reports,
+        )
+
+    def _stepper_of(
+        self, phase: RunPhase, optimizer: optimizers.Optimizer
+    ) -> tuple[Stepper, Objective]:
+        """Return what takes the steps of a phase, and the objective whose they are."""
+        objective = self.objective.of_phase(phase.start)
+        objective.begin_phase(phase.start, fresh=self.state.batches == phase.start)
+        arguments = (
+            optimizer,
+            phase.train.max_grad_norm,
+            self.on_nan.policy == "skip",
+            getattr(mx, phase.train.exchange_dtype),
+        )
+        if isinstance(objective, PipelinedCausalLM):
+            return PipelineStepper(objective, *arguments), objective
+
+        stepper = Stepper(self.trainable.model, objective.loss, *arguments)
+        if self.state.batches == 0:
+            stepper.on_first_loss = partial(show_first_loss, self.run.display)
+        return stepper, objective
+
+    def _early_stop_of(self, phase: RunPhase) -> EarlyStop | None:
+        """Return what ends a run without phases early; those of a run with phases are complete."""
+        if phase.name:
+            return None
+        train = phase.train
+        return EarlyStop(train.patience, train.seconds, list(self.curve), self.observers)
+
+    def _save(
+        self, optimizer: optimizers.Optimizer, reports: Reports, state: TrainingState
+    ) -> Path:
+        """Write a checkpoint of the run in a state, and return its folder."""
+        folder = write_checkpoint(self.run, self.guards, self.trainable, optimizer, state)
+        reports.checkpoint_written(folder)
+        return folder
 
     def _load_best(self) -> None:
         """Take the weights of the best validation score, which a checkpoint has."""

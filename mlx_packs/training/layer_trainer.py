@@ -30,13 +30,14 @@ from ..leftovers import temporary
 from ..optim import make_optimizer
 from ..packs.manifest import spec_json
 from ..reading import read_json
-from ..runtime import mx
+from ..runtime import mx, set_random_state
 from ..tensors import read_tensors, save_tensors
-from .checkpoint import Counted, TrainingState, load_checkpoint, save_checkpoint, set_random_state
+from .checkpoint import load_checkpoint, save_checkpoint
 from .layer_graphs import Graph, GraphCache
 from .layer_losses import Forward, LMLoss, UserLoss, lm_batch, sequence_forward
 from .registered_layer import LAYER_NAME, RegisteredLayer, adapt, adapters_module, stored_alphas
 from .run_folder import check_unchanged, resume_point
+from .state import TrainingState
 from .step import not_finite
 
 LAYERS = "layers.json"
@@ -45,6 +46,18 @@ _OF_STEPS = fields_where(TrainConfig, own_layers="step")
 _OF_LORA = fields_where(LoRAConfig, own_layers="adapter")
 
 Layers = Sequence[str | nn.Module]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Counted:
+    """A batch whose loss is a mean over its targets, as far as it is counted."""
+
+    count: int
+
+    @property
+    def terms(self) -> int:
+        """Number of targets."""
+        return self.count
 
 
 class LayerTrainer:
@@ -283,7 +296,7 @@ class LayerTrainer:
                 for name in graph.names:
                     self._layers[name].eval()
             self._check_finite(loss, norm)
-        self._state.count(loss, Counted(round(count)), None, time.perf_counter() - started)
+        self._state.count(loss, _Counted(round(count)), None, time.perf_counter() - started)
         self._waiting = graph
         if last:
             self._count_update(graph)

@@ -4,7 +4,7 @@ Each is recorded in ``not_finite.jsonl`` of the run folder, with the rows of its
 resumed run needs is there too: the updates that were skipped in a row, and the learning rate's
 factor.
 
-In float16 an overflow is the business of the loss's scale (loss_scale.py): its skipped updates are
+In float16 an overflow is the business of the loss's scale (update.py): its skipped updates are
 not counted here, and a loss that overflows leads to bfloat16. There these policies apply.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..errors import PackError
+from ..errors import BackOff, PackError
 from ..files import atomic_write
 from ..reading import parse_json, read_text
 from .observer import Observer
@@ -23,10 +23,6 @@ from .settings import Run
 MOST_SKIPPED = 10  # updates in a row
 MOST_BACK_OFFS = 3  # of a run
 _SHOWN = 4  # rows in a message
-
-
-class BackOff(Exception):
-    """A run goes on from its last checkpoint, with half the learning rate."""
 
 
 class OnNan:

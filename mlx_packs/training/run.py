@@ -42,12 +42,10 @@ from ..report.facts import short_curve
 from ..run_clock import RunClock
 from ..runtime import mx
 from .command_buffers import limit_command_buffers
-from .dataset import Dataset
+from .dataset import Dataset, with_batches
 from .early_stop import check_validated
-from .epochs import with_batches
 from .fit import Fit, check_scores, score_phases
-from .guards.guard import Guarded
-from .guards.registry import make_guards
+from .guards import Guarded, make_guards
 from .identity import check_resume, public_recipe, run_identity, start_of
 from .observer import Observer
 from .observers.observed_run import ObservedRun
@@ -407,7 +405,7 @@ def _train(  # noqa: PLR0913 - the parts of a run
     write_identity(run.folder, identity)
     if run.columns.on_bad_row == "quarantine":
         write_quarantine(run.folder, left_out.values())
-    guarded = Guarded(run, identity, observed.curve, objective, observers)
+    guarded = Guarded(run, identity, observed.curve, observers)
     fit = Fit(
         run=run,
         trainable=trainable,
@@ -418,7 +416,6 @@ def _train(  # noqa: PLR0913 - the parts of a run
         float16=float16,
         on_nan=OnNan(run, dataset.rows, observers),
         guards=make_guards(guarded),
-        micro_batches=guarded.micro_batches,
     )
     with resumable(run):
         fit.train(before)

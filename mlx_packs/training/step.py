@@ -11,18 +11,14 @@ from dataclasses import dataclass
 
 import mlx.nn as nn
 import mlx.optimizers as optimizers
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 
 from .. import runtime
 from ..distributed.gradients import summed_over_ranks
 from ..distributed.group import group
 from ..objectives.objective import Arrays, Loss
-from ..runtime import is_traced, mx
-from .checkpoint import set_random_state
-from .finite_update import counted_where_finite, update_if_finite
-from .loss_scale import KEY, guarded_update, is_scaled, scaled
-
-_JOINED = 1 << 22  # numbers of gradients that are joined for their norm
+from ..runtime import is_traced, mx, set_random_state
+from .update import Update
 
 
 @dataclass(frozen=True)
@@ -53,10 +49,9 @@ class Stepper:
         loss: of the arrays of a batch: the sum over its targets, and what the sum is divided by
             (`Objective.loss`).
         optimizer: initialized for the trainable parameters; a scale of the loss is part of its
-            state (loss_scale.py).
+            state (update.py).
         max_grad_norm: gradients of a larger norm are scaled down to it; None or 0 never.
-        skips: whether an update that is not finite changes nothing (finite_update.py). Where the loss is
-            scaled, its scale decides.
+        skips: whether an update that is not finite changes nothing (update.py).
         exchange_dtype: in which ranks exchange gradients.
     """
 
@@ -80,32 +75,10 @@ class Stepper:
         # Called with the loss of the first step, before its gradient is computed.
         self.on_first_loss: Callable[[mx.array], None] | None = None
         self._pending: tuple = ()
-        self.scaled = is_scaled(optimizer)
-        skips = skips and not self.scaled
-        if skips:
-            loss = counted_where_finite(loss)
-        self._loss = scaled(loss, optimizer) if self.scaled else loss
+        update = Update(model, optimizer, max_grad_norm, skips)
+        self.scaled = update.is_scaled
+        self._loss = update.guarded(loss)
         value_and_grad = nn.value_and_grad(model, self._loss)
-
-        def update(grads: dict, count: mx.array) -> mx.array:
-            """Mean gradient over ``count`` targets, clipped; returns its norm before clipping."""
-            targets = count
-            if self.scaled:
-                count = count * optimizer.state[KEY]["scale"]
-            # elsewhere one factor for mean and clipping would spare nothing, and change last bits
-            if not runtime.COMPILES:
-                grads, count = tree_map(lambda g: g / count, grads), 1
-            norm = group().norm(_norm([g for _, g in tree_flatten(grads)])) / count
-            factor = 1 / count
-            if max_grad_norm:
-                factor = factor * mx.minimum(max_grad_norm / (norm + 1e-6), 1.0)
-            grads = tree_map(lambda g: g * factor, grads)
-            if self.scaled:
-                return guarded_update(model, optimizer, grads, norm, targets)
-            if skips:
-                return update_if_finite(model, optimizer, grads, norm)
-            optimizer.update(model, grads)
-            return norm
 
         def total_and_grad(*batch: mx.array) -> tuple:
             values, grads = value_and_grad(*batch)
@@ -113,7 +86,7 @@ class Stepper:
 
         def whole(*batch: mx.array) -> tuple:
             (total, count), grads = total_and_grad(*batch)
-            return total / count, update(grads, count)
+            return total / count, update.apply(grads, count)
 
         def gather(*batch: mx.array) -> tuple:
             (total, count), grads = total_and_grad(*batch)
@@ -126,7 +99,7 @@ class Stepper:
         # an update of one batch; its loss and norm are not evaluated yet
         self.whole = self._compiled(whole)
         self._gather, self._add = self._compiled(gather), self._compiled(add)
-        self._update = mx.compile(update, inputs=self.state, outputs=self.state)
+        self._update = mx.compile(update.apply, inputs=self.state, outputs=self.state)
 
     def _compiled(self, step: Callable) -> Callable:
         def counted(*args: object) -> tuple:
@@ -220,25 +193,6 @@ class Stepper:
 def runs_ahead() -> bool:
     """Return whether MLX is given a step before the last one is over; the cores of a CPU are busy."""
     return not runtime.on_cpu()
-
-
-def _norm(arrays: Sequence[mx.array]) -> mx.array:
-    """Return the L2 norm of all numbers of some arrays, float32.
-
-    Where steps are compiled, as on a GPU, the small arrays, hundreds, are joined to large ones.
-    """
-    limit = _JOINED if runtime.COMPILES else 0
-    parts: list[list[mx.array]] = [[]]
-    for array in arrays:
-        if sum(a.size for a in parts[-1]) + array.size > limit:
-            parts.append([])
-        parts[-1].append(array)
-    joined = [
-        part[0] if len(part) == 1 else mx.concatenate([a.reshape(-1) for a in part])
-        for part in parts
-        if part
-    ]
-    return mx.sqrt(sum(numbers.square().sum() for numbers in joined))
 
 
 def not_finite(loss: float, norm: float) -> str | None:

@@ -11,10 +11,11 @@ from mlx.utils import tree_flatten
 from .. import signals
 from ..adapters.trainable import Trainable
 from ..errors import Code, PackError, RunStopped
-from .checkpoint import TrainingState, save_checkpoint
-from .guards.guard import Guard
+from .checkpoint import save_checkpoint
 from .run_folder import CONFIG, latest_checkpoint
 from .settings import Run
+from .state import TrainingState
+from .watch import Guard
 
 
 def stopped(run: Run, checkpoint: Path, reason: str, code: Code, exit_code: int = 2) -> RunStopped:

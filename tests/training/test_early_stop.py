@@ -177,10 +177,10 @@ def test_what_is_no_time_is_rejected(text):
 
 def test_a_curve_is_continued():
     curve = [{"batch": b, "valid_loss": loss} for b, loss in ((2, 2.0), (4, 1.5), (6, 1.7))]
-    early = EarlyStop(TrainConfig(patience=2), json.loads(json.dumps(curve)))
+    early = EarlyStop(patience=2, curve=json.loads(json.dumps(curve)))
     assert (early.batch, early.since, early.reason()) == (4, 1, None)
     assert not early.add(8, StoredScore(float("nan")))
-    resumed = EarlyStop(TrainConfig(patience=2), [*curve, {"batch": 8, "valid_loss": None}])
+    resumed = EarlyStop(patience=2, curve=[*curve, {"batch": 8, "valid_loss": None}])
     assert (resumed.batch, resumed.since) == (early.batch, early.since)
     assert early.reason() == "no lower validation loss in 2 validations"
 
@@ -207,7 +207,7 @@ def test_an_earlier_batch_is_better_by_losses_of_any_sign(losses, batch):
 
 def test_of_rewards_a_higher_one_is_better():
     curve = [{"batch": b, "valid_reward": r} for b, r in ((2, 0.2), (4, 0.5), (6, 0.3))]
-    early = EarlyStop(TrainConfig(patience=1), curve)
+    early = EarlyStop(patience=1, curve=curve)
     assert (early.batch, early.since) == (4, 1)
     assert early.reason() == "no higher validation reward in a validation"
     assert early.add(8, StoredScore(0.6, REWARD)) and early.reason() is None

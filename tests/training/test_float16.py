@@ -17,10 +17,10 @@ from mlx_packs.display import NORMAL, QUIET, Display
 from mlx_packs.objectives.causal_lm import as_arrays
 from mlx_packs.optim import OPTIMIZERS, make_optimizer
 from mlx_packs.runtime import mx
-from mlx_packs.training import loss_scale, step
+from mlx_packs.training import step, update
 from mlx_packs.training.checkpoint import has_loss_scale
-from mlx_packs.training.loss_scale import FIRST, KEY, LEAST, add_scale
 from mlx_packs.training.run_folder import checkpoints, latest_checkpoint
+from mlx_packs.training.update import FIRST, KEY, LEAST, add_scale
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.errors import raises
 from tests.helpers.models import base_of
@@ -138,7 +138,7 @@ def test_a_guarded_update_is_the_optimizers_own(name):
 
 
 def test_the_scale_doubles_after_good_updates(monkeypatch):
-    monkeypatch.setattr(loss_scale, "GROWTH", 2)
+    monkeypatch.setattr(update, "GROWTH", 2)
     _, stepper = stepper_of()
     scales = []
     for _ in range(4):
@@ -282,7 +282,7 @@ def test_a_base_that_overflows_is_trained_in_bfloat16(checkpoint, here, held_out
 
 
 def test_a_resumed_run_is_the_unbroken_one(tmp_path, here, monkeypatch):
-    monkeypatch.setattr(loss_scale, "GROWTH", 3)
+    monkeypatch.setattr(update, "GROWTH", 3)
     base = write_checkpoint(tmp_path / "base", dtype=mx.bfloat16)
     data = small_rows(here)
     trained(base, data, out="whole")
@@ -306,7 +306,7 @@ def test_a_run_in_float16_can_be_resumed_on_a_cpu(tmp_path, here):
 
 
 def test_a_skipped_update_is_logged(tmp_path, here, monkeypatch):
-    monkeypatch.setattr(loss_scale, "FIRST", 2.0**24)
+    monkeypatch.setattr(update, "FIRST", 2.0**24)
     base = write_checkpoint(tmp_path / "base", dtype=mx.bfloat16)
     result, lines = trained(base, small_rows(here))
     assert lines[1] == ("dtype: batch 1: a gradient overflows in float16, its update is skipped")

@@ -21,7 +21,7 @@ from mlx_packs.packs.pack import Pack
 from mlx_packs.reading import sha256
 from mlx_packs.runtime import mx
 from mlx_packs.training import checkpoint as checkpoint_module
-from mlx_packs.training.guards import disk, memory
+from mlx_packs.training import guards
 from mlx_packs.training.run_folder import check_resumable, checkpoints, latest_checkpoint
 from tests.helpers.encoders import all_scored, write_pairs
 from tests.helpers.errors import check, raises
@@ -137,7 +137,7 @@ Usage = namedtuple("Usage", "total used free")
 
 
 def free_space(monkeypatch, free) -> None:
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: Usage(1 << 40, 0, free()))
+    monkeypatch.setattr(guards.shutil, "disk_usage", lambda path: Usage(1 << 40, 0, free()))
 
 
 @pytest.mark.page
@@ -228,10 +228,10 @@ def test_a_disk_that_fills_up_leaves_the_last_checkpoint(
 def short_memory(monkeypatch):
     """Memory is as short as the list says, look by look; then it is not."""
     levels: list[int] = []
-    monkeypatch.setattr(memory, "_EVERY", 0.0)
-    monkeypatch.setattr(memory, "_WORTHWHILE", math.inf)
+    monkeypatch.setattr(guards, "_EVERY", 0.0)
+    monkeypatch.setattr(guards, "_WORTHWHILE", math.inf)
     monkeypatch.setattr(
-        memory,
+        guards,
         "memory_pressure",
         lambda: Pressure(level := levels.pop(0) if levels else NONE, "it is short" * bool(level)),
     )
@@ -314,7 +314,7 @@ def test_pairs_that_are_compared_stay_together(encoder, tmp_path, short_memory, 
 
 @pytest.mark.slow
 def test_freed_buffers_are_given_back_first(shared_tiny, rows, tmp_path, short_memory, monkeypatch):
-    monkeypatch.setattr(memory, "_WORTHWHILE", 0)
+    monkeypatch.setattr(guards, "_WORTHWHILE", 0)
     short_memory += [LOW, NONE, LOW, NONE]  # before and after
     run = train_pack(shared_tiny, rows, LORA, SETTINGS, tmp_path / "p")
     assert not any("micro_batches" in line for line in run.curve) and not short_memory
@@ -322,9 +322,9 @@ def test_freed_buffers_are_given_back_first(shared_tiny, rows, tmp_path, short_m
 
 def test_the_system_is_asked_once_a_second(shared_tiny, rows, tmp_path, monkeypatch):
     now, asked = [0.0], []
-    monkeypatch.setattr(memory.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(guards.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(
-        memory, "memory_pressure", lambda: (asked.append(now[0]), Pressure(NONE))[1]
+        guards, "memory_pressure", lambda: (asked.append(now[0]), Pressure(NONE))[1]
     )
     observe(monkeypatch, on_step=lambda line: now.__setitem__(0, now[0] + 0.3))
     train_pack(shared_tiny, rows, LORA, replace(SETTINGS, iters=9), tmp_path / "p")
@@ -339,10 +339,10 @@ import json, resource, sys
 from pathlib import Path
 from mlx_packs.cli.main import main
 from mlx_packs.runtime import mx
-from mlx_packs.training.guards import memory
+from mlx_packs.training import guards
 from mlx_packs.training.observer import Observer
 from mlx_packs.training.observers.registry import OBSERVERS
-memory._EVERY = 0
+guards._EVERY = 0
 class Limit(Observer):
     def on_step(self, line):
         if line["batch"] == 2:

@@ -14,12 +14,16 @@ from mlx_packs.objectives.score import StoredScore
 from mlx_packs.reading import sha256
 from mlx_packs.runtime import mx
 from mlx_packs.training import step
-from mlx_packs.training.checkpoint import TrainingState
+from mlx_packs.training.batch_step import BatchStep
 from mlx_packs.training.loop import Loop
 from mlx_packs.training.observer import Observer
 from mlx_packs.training.phases import RunPhase
+from mlx_packs.training.reports import Reports
 from mlx_packs.training.run_folder import latest_checkpoint, read_metrics
+from mlx_packs.training.state import TrainingState
 from mlx_packs.training.step import StartedStep, Stepper
+from mlx_packs.training.update_guard import UpdateGuard
+from mlx_packs.training.watch import Watch
 from tests.helpers.errors import raises
 from tests.helpers.observers import observe
 from tests.helpers.rows import CHATS, write_rows
@@ -67,20 +71,23 @@ def log_of(saves: list | None = None, **settings) -> list[str]:
     train = replace(TRAIN, **{**quiet, "iters": 6, **settings})
     recorder, phase = Recorder(), RunPhase("", train, ())
     score = StoredScore(1.0)
-    loop = Loop(
-        run=SimpleNamespace(goal=phase, display=SimpleNamespace(clock=None)),
-        phase=phase,
-        trainable=SimpleNamespace(model=SimpleNamespace(train=lambda: None), at=lambda share: None),
-        objective=SimpleNamespace(
-            unit="tokens", arrays=lambda batch: (), score=lambda batches: score, facts=dict
-        ),
-        stepper=recorder,
-        state=TrainingState(),
-        validation=["a batch"],
-        observers=[recorder],
-        on_nan=SimpleNamespace(policy="stop", updated=lambda: None),
+    objective = SimpleNamespace(
+        unit="tokens", arrays=lambda batch: (), score=lambda batches: score, facts=dict
     )
-    loop._save = lambda batch: recorder.log.append(f"save {loop.state.batches}")
+    batch_step, state = BatchStep(recorder, objective), TrainingState()
+    on_nan = SimpleNamespace(policy="stop", updated=lambda: None)
+    loop = Loop(
+        settings=phase.loop_settings(train.iters),
+        trainable=SimpleNamespace(model=SimpleNamespace(train=lambda: None), at=lambda share: None),
+        step=batch_step,
+        state=state,
+        validation=["a batch"],
+        guard=UpdateGuard(
+            batch_step, state, on_nan, lambda s: recorder.log.append(f"save {s.batches}"), None
+        ),
+        watch=Watch([], None),
+        reports=Reports([recorder], batch_step),
+    )
     loop.train(iter([SimpleNamespace(count=3, terms=3)] * train.iters))
     assert loop.state.batches == train.iters and loop.state.trained_tokens == 3 * train.iters
     assert loop.state.updates == math.ceil(train.iters / train.grad_accumulation_steps)

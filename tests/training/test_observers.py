@@ -13,12 +13,12 @@ from mlx_lm.tuner import callbacks
 from mlx_packs import TrainConfig, train_pack
 from mlx_packs.display import QUIET, Display
 from mlx_packs.errors import PackError
-from mlx_packs.training.checkpoint import TrainingState
 from mlx_packs.training.observer import Observer
 from mlx_packs.training.observers import trackers
 from mlx_packs.training.observers.retention import Retention
 from mlx_packs.training.observers.trackers import check_report_to
 from mlx_packs.training.run_folder import best_checkpoint, checkpoints, latest_checkpoint
+from mlx_packs.training.state import TrainingState
 from tests.helpers.errors import check, raises
 from tests.helpers.observers import observe
 from tests.helpers.rows import CHATS, write_rows

@@ -12,7 +12,7 @@ from mlx_packs.memory.matmul_path import dense_bytes
 from mlx_packs.objectives.causal_lm import as_arrays, split_head
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
-from mlx_packs.training import step
+from mlx_packs.training import update as updates
 from tests.helpers.models import base_of
 from tests.helpers.steps import examples_of, largest_difference, lm_stepper, loss_sum, update
 
@@ -134,10 +134,10 @@ def test_three_hundred_steps_leave_memory_as_it_was(tmp_path):
 def test_norm_is_that_of_all_numbers(compiles, monkeypatch):
     """Small arrays are joined where steps are compiled, and no large one with others."""
     monkeypatch.setattr(runtime, "COMPILES", compiles)
-    monkeypatch.setattr(step, "_JOINED", 100)
+    monkeypatch.setattr(updates, "_JOINED", 100)
     arrays = [mx.random.normal(shape) for shape in ((3, 5), (70,), (20,), (11, 13), (2, 2))]
     flat = mx.concatenate([a.reshape(-1) for a in arrays])
-    assert abs(step._norm(arrays).item() / mx.linalg.norm(flat).item() - 1) < 1e-6
+    assert abs(updates._norm(arrays).item() / mx.linalg.norm(flat).item() - 1) < 1e-6
 
 
 def test_compiled_update_of_one_factor_is_that_of_mean_and_clipping(monkeypatch):

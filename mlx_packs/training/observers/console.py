@@ -5,8 +5,8 @@ from contextlib import ExitStack
 from ...display import Task
 from ...objectives.score import Score
 from ...run_clock import TRAIN
-from ..checkpoint import COMPUTED_PER_S
 from ..observer import Observer
+from ..state import COMPUTED_PER_S
 from .observed_run import ObservedRun
 
 

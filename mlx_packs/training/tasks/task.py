@@ -22,11 +22,11 @@ from ...display import clock
 from ...objectives.objective import Objective
 from ...packs.base import Base
 from ...packs.pack import Pack
-from ..checkpoint import COMPUTED_PER_S
 from ..dataset import Dataset
 from ..fit import Fit
 from ..planning import MemoryChoice
 from ..settings import Run
+from ..state import COMPUTED_PER_S
 
 _SEVERAL = "mlx_packs.training.tasks.several:SeveralTasks"  # what trains phases of several tasks
 

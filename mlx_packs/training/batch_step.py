@@ -1,0 +1,73 @@
+"""Steps on a batch in pieces: the same update up to rounding, with less in memory at a time.
+
+Of several ranks each takes its share of a batch, which its own pieces are of.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..distributed.group import group
+from ..objectives.objective import Arrays, Objective
+from ..runtime import mx
+from .step import StartedStep, Stepper
+
+
+@dataclass
+class BatchStep:
+    """The steps of a phase on whole batches.
+
+    Gradients are sums over targets until their update (step.py), so that the pieces of a batch add
+    up to it. Dropout draws other masks, as the shapes it draws for are other ones.
+    """
+
+    stepper: Stepper  # on the arrays of a piece
+    objective: Objective  # which knows the pieces of a batch
+    parts: int = 1  # pieces of a batch; it only grows
+
+    def start(self, batch: Any, last: bool, alone: bool) -> StartedStep:
+        """Start the step on a batch, as `Stepper.start`; each piece waits for the one before."""
+        if group().shares > 1:
+            return self._start_share(batch, last)
+
+        pieces = self._pieces(batch)
+        if len(pieces) == 1:
+            return self.stepper.start(*pieces[0], last, alone)
+        return self.stepper.start_pieces(pieces, last)
+
+    def use_smaller_pieces(self, batch: Any) -> bool:
+        """Take batches in twice as many pieces; return whether ``batch`` has so many."""
+        if group().shares < group().size:  # the ranks of a pipeline take the same pieces
+            return False
+        if len(self._split(batch, 2 * self.parts)) <= len(self._split(batch, self.parts)):
+            return False
+
+        self.parts *= 2
+        return True
+
+    def first_piece(self, batch: Any) -> Any:
+        """Return a part of a batch that is no larger than what is computed at a time."""
+        parts = self.parts * group().shares
+        return self._split(batch, parts)[0] if parts > 1 else batch
+
+    def _start_share(self, batch: Any, last: bool) -> StartedStep:
+        """Start the step on this rank's share of a batch; its loss is that of the whole batch."""
+        ranks = group()
+        with self.stepper.random_of_rank():
+            share = self.objective.share(batch, ranks.rank, ranks.size)
+            if share is None:
+                step = self.stepper.start_without_batch(last)
+            else:
+                step = self.stepper.start_pieces(self._pieces(share), last)
+            total = ranks.sum(mx.array(step.loss, mx.float32))
+            mx.async_eval(total)
+        return StartedStep(total, batch.terms, step.norm)
+
+    def _pieces(self, batch: Any) -> list[tuple[Arrays, int]]:
+        """Return the arrays of every piece of a batch, and its number of targets."""
+        pieces = self._split(batch, self.parts) if self.parts > 1 else []
+        pieces = pieces if len(pieces) > 1 else [batch]
+        return [(self.objective.arrays(piece), piece.terms) for piece in pieces]
+
+    def _split(self, batch: Any, parts: int) -> Sequence[Any]:
+        return self.objective.split(batch, parts)

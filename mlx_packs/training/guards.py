@@ -1,0 +1,162 @@
+"""Guards of what a run depends on: its folder, the disk, the memory."""
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..display import size
+from ..errors import PackError
+from ..files import atomic_write, make_folder, write_errors
+from ..leftovers import discard
+from ..memory.pressure import CRITICAL, LOW, memory_pressure
+from ..runtime import mx
+from .batch_step import BatchStep
+from .observer import Observer
+from .run_folder import (
+    CONFIG,
+    METRICS,
+    best_checkpoint,
+    check_resumable,
+    checkpoints,
+    write_identity,
+)
+from .settings import Run
+from .watch import Guard
+
+_SPARE = 1 << 20  # bytes for what else a run writes
+_KEPT = 2  # newest checkpoints that are never removed for space
+_EVERY = 1.0  # seconds between two readings of the system
+_WORTHWHILE = 32 << 20  # bytes of freed buffers that are released before batches are split
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """The arguments from which guards are created."""
+
+    run: Run
+    identity: dict  # of the run, as config.json has it
+    curve: list[dict]  # the lines of metrics.jsonl so far
+    observers: Sequence[Observer] = ()
+
+
+class RunFolder(Guard):
+    """Writes the folder again: its identity and metrics at once, checkpoints from now on."""
+
+    def __init__(self, guarded: Guarded) -> None:
+        self._run, self._identity, self._curve = guarded.run, guarded.identity, guarded.curve
+
+    def between_batches(self, step: object, batch: object, number: int) -> None:
+        """Look for the folder."""
+        self.before_checkpoint(0)
+
+    def before_checkpoint(self, nbytes: int) -> None:
+        """Write what is gone."""
+        folder = self._run.folder
+        if (folder / CONFIG).is_file():
+            return
+        self._run.display.line(
+            "note", f"{folder}: was removed or moved; it is written again, without its checkpoints"
+        )
+        make_folder(folder)
+        write_identity(folder, self._identity)
+        lines = "".join(json.dumps(line) + "\n" for line in self._curve)
+        atomic_write(folder / METRICS, lines)
+
+    def at_end(self) -> None:
+        """Check that the run could be resumed."""
+        run = self._run
+        try:
+            check_resumable(run.folder)
+        except (PackError, OSError):
+            raise PackError(
+                f"{run.folder}: was removed while its pack was written. The pack {run.pack} is "
+                "complete, but this run cannot be resumed.",
+                "not-found",
+            ) from None
+
+
+class DiskSpace(Guard):
+    """Makes room for a checkpoint where old ones may be removed, or ends the run before it is begun."""
+
+    def __init__(self, guarded: Guarded) -> None:
+        self._run = guarded.run
+
+    def before_checkpoint(self, nbytes: int) -> None:
+        """Compare the free space with a checkpoint's size."""
+        run, needed = self._run, nbytes + _SPARE
+        while (free := shutil.disk_usage(run.folder).free) < needed:
+            older = self._removable()
+            if not older:
+                raise PackError(
+                    f"{run.folder}: {size(free)} are free, but a checkpoint takes {size(needed)}. "
+                    "Free some space.",
+                    "unwritable",
+                )
+            run.display.line("note", f"{older[0]}: removed, {size(free)} are free on the disk")
+            with write_errors(older[0]):
+                discard(older[0], older[0])
+
+    def _removable(self) -> list[Path]:
+        """Return the checkpoints that may be removed, the oldest first."""
+        run = self._run
+        if run.train.keep_last == -1:  # all are to be kept
+            return []
+        best = best_checkpoint(run.folder)
+        return [folder for folder in checkpoints(run.folder)[:-_KEPT] if folder != best]
+
+
+class Memory(Guard):
+    """Reads the state of the system once a second.
+
+    Under pressure MLX's freed buffers are released; then batches are taken in twice as many
+    pieces, which changes an update by rounding alone; where a piece is one row already, the run ends
+    before the system swaps, once the pressure is critical.
+    """
+
+    def __init__(self, guarded: Guarded) -> None:
+        self._guarded = guarded
+        self._next = time.monotonic() + _EVERY
+
+    def between_batches(self, step: BatchStep, batch: Any, number: int) -> str | None:
+        """Return why the run should end, where nothing smaller is possible."""
+        if (now := time.monotonic()) < self._next:
+            return None
+        self._next = now + _EVERY
+        pressure = memory_pressure()
+        if pressure.level >= LOW and mx.get_cache_memory() >= _WORTHWHILE:
+            mx.clear_cache()
+            pressure = memory_pressure()
+        if pressure.level < LOW:
+            return None
+        if step.use_smaller_pieces(batch):
+            self._announce(number, step.parts, pressure.reason)
+            return None
+        if pressure.level == CRITICAL:
+            return f"memory is short: {pressure.reason}"
+        return None
+
+    def _announce(self, number: int, parts: int, reason: str) -> None:
+        guarded = self._guarded
+        guarded.run.display.line(
+            "memory", f"{reason}: from batch {number + 1} on each is taken in {parts} micro-batches"
+        )
+        line = {"batch": number, "micro_batches": parts, "memory_pressure": reason}
+        for observer in guarded.observers:
+            observer.on_event(line)
+
+
+# By name: makes the guard of a run.
+GUARDS: dict[str, Callable[[Guarded], Guard]] = {
+    "folder": RunFolder,
+    "disk": DiskSpace,
+    "memory": Memory,
+}
+
+
+def make_guards(guarded: Guarded) -> list[Guard]:
+    """Return the guards of a run."""
+    return [make(guarded) for make in GUARDS.values()]

@@ -1,0 +1,113 @@
+"""What a phase tells the observers of its run, and the clock that estimates the time left."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..objectives.objective import Batch
+from ..objectives.score import Score
+from ..run_clock import TRAIN, RunClock
+from ..runtime import mx
+from .observer import Observer
+from .state import TrainingState, Window, real_inputs
+from .update import scale_facts
+
+if TYPE_CHECKING:
+    from .batch_step import BatchStep
+
+
+class Reports:
+    """Makes the lines of a phase, and hands them to observers."""
+
+    def __init__(
+        self,
+        observers: Sequence[Observer],
+        step: "BatchStep",
+        phase: str = "",
+        clock: RunClock | None = None,
+        mean_inputs: float | None = None,
+    ) -> None:
+        self.observers = observers
+        self._step = step
+        self._phase = phase
+        self._clock = clock
+        self._mean_inputs = mean_inputs  # of a usual batch, where batches differ
+
+    def phase_starts(self, batches: int, done: int) -> None:
+        """Say that a phase of so many batches goes on after those that are ``done``."""
+        for observer in self.observers:
+            observer.on_phase_start(batches, done)
+        if self._clock is not None:
+            self._clock.restart()  # what came before is no step
+
+    def phase_ends(self) -> None:
+        """Say that a phase is over, or was ended by an error."""
+        for observer in self.observers:
+            observer.on_phase_end()
+
+    def batch_done(self, batch: Batch, loss: float, state: TrainingState) -> None:
+        """Report the loss of a batch, and the throughput so far."""
+        self._weigh(batch)
+        unit, window = self._step.objective.unit, state.window
+        entries = {
+            "loss": loss,
+            f"{unit}_per_s": window.targets_per_s,
+            **window.computed_per_s,
+            "peak_gb": mx.get_peak_memory() / 1e9,
+        }
+        line = self._line(state, entries)
+        for observer in self.observers:
+            observer.on_step(line)
+
+    def window_done(self, state: TrainingState) -> None:
+        """Report the batches since the last report, unless every update of theirs was skipped."""
+        window, unit = state.window, self._step.objective.unit
+        if not window.terms:
+            return
+        state.window = Window()
+
+        optimizer = self._step.stepper.optimizer
+        entries = {
+            "update": state.updates,
+            "loss": window.loss,
+            "grad_norm": state.grad_norm,
+            "learning_rate": float(optimizer.learning_rate),
+            f"{unit}_per_s": window.targets_per_s,
+            **window.computed_per_s,
+            f"trained_{unit}": state.trained_tokens,
+            "peak_gb": mx.get_peak_memory() / 1e9,
+            **self._step.objective.facts(),
+        }
+        if self._step.stepper.scaled:
+            entries |= scale_facts(optimizer)
+        line = self._line(state, entries)
+        for observer in self.observers:
+            observer.on_report(line, window.batches_per_s)
+
+    def validated(self, score: Score, state: TrainingState, seconds: float) -> None:
+        """Report the score of the validation split."""
+        line = self._line(state, score.entries)
+        for observer in self.observers:
+            observer.on_validation(line, score, seconds)
+
+    def checkpoint_written(self, folder: Path) -> None:
+        """Report a checkpoint."""
+        for observer in self.observers:
+            observer.on_checkpoint(folder)
+        self.tick("save")
+
+    def tick(self, part: str, units: int = 1) -> None:
+        """Count the time since the last unit for a part of the run."""
+        if self._clock is not None:
+            self._clock.tick(part, units)
+
+    def _weigh(self, batch: Batch) -> None:
+        """Tell the clock how large a batch is: lengths may differ by factors."""
+        inputs = real_inputs(batch)
+        if self._clock is not None and self._mean_inputs and inputs:
+            self._clock.weigh(TRAIN, inputs / self._mean_inputs)
+
+    def _line(self, state: TrainingState, entries: dict[str, float]) -> dict:
+        """Return a line for observers, with the number of batches and the phase's name."""
+        phase = {"phase": self._phase} if self._phase else {}
+        return {"batch": state.batches, **entries, **phase}

@@ -1,0 +1,111 @@
+"""How far a training run is: what it counts, and the score of its weights."""
+
+import math
+from dataclasses import asdict, dataclass, field
+
+from ..objectives.objective import Batch
+from ..objectives.score import REWARD, Score, StoredScore
+
+COMPUTED_PER_S = "computed_tokens_per_s"  # of a line: all tokens, also those without a loss
+
+
+def real_inputs(batch: Batch) -> int:
+    """Return how many tokens of a batch are computed, padding excluded; 0 where it has none yet."""
+    generated = getattr(batch, "generated", None) or batch
+    tokens = getattr(generated, "tokens", None)
+    return getattr(batch, "inputs", 0) or getattr(tokens, "inputs", 0)
+
+
+@dataclass
+class Window:
+    """Sums over the batches since the last report."""
+
+    batches: int = 0
+    targets: int = 0
+    terms: int | None = 0  # of the losses; None in early versions, where they were the targets
+    loss_sum: float = 0.0
+    seconds: float = 0.0
+    inputs: int = 0  # all real tokens
+
+    def __post_init__(self) -> None:
+        if self.terms is None:
+            self.terms = self.targets
+
+    def add(self, loss: float, batch: Batch, seconds: float) -> None:
+        """Count a batch with this mean loss."""
+        self.batches += 1
+        self.targets += batch.count
+        self.terms += batch.terms
+        self.loss_sum += loss * batch.terms
+        self.seconds += seconds
+        self.inputs += real_inputs(batch)
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of its batches."""
+        return self.loss_sum / self.terms
+
+    @property
+    def targets_per_s(self) -> float:
+        """Throughput in the objective's unit."""
+        return self.targets / self.seconds
+
+    @property
+    def computed_per_s(self) -> dict[str, float]:
+        """Throughput in all tokens, as an entry of a line; empty where they are not counted."""
+        return {COMPUTED_PER_S: self.inputs / self.seconds} if self.inputs else {}
+
+    @property
+    def batches_per_s(self) -> float:
+        """Throughput in batches."""
+        return self.batches / self.seconds
+
+
+@dataclass
+class TrainingState:
+    """Progress of a run, without its tensors: a checkpoint stores it as ``state.json``."""
+
+    batches: int = 0  # taken
+    updates: int = 0
+    trained_tokens: int = 0  # targets in those batches; pairs with ``--task embedding``
+    train_s: float = 0.0  # spent in steps
+    grad_norm: float = 0.0  # of the last update
+    window: Window = field(default_factory=Window)  # for the next report
+    # of exactly these weights; None where it was not measured
+    valid_loss: float | None = None
+    valid_reward: float | None = None
+    computed_tokens: int | None = 0  # all real tokens of those batches; None in early versions
+
+    def count(self, loss: float, batch: Batch, norm: float | None, seconds: float) -> None:
+        """Count a batch; ``norm`` is the gradient norm of its update, None without an update."""
+        self.batches += 1
+        if norm is not None:
+            self.updates += 1
+            self.grad_norm = norm
+            self.valid_loss = self.valid_reward = None
+        self.trained_tokens += batch.count
+        if self.computed_tokens is not None:
+            self.computed_tokens += real_inputs(batch)
+        self.train_s += seconds
+        self.window.add(loss, batch, seconds)
+
+    @property
+    def score(self) -> StoredScore | None:
+        """The score of exactly these weights; None where it was not measured."""
+        return StoredScore.of(asdict(self))
+
+    def keep_score(self, score: Score) -> None:
+        """Keep the score of these weights, if it is finite."""
+        value = score.value if math.isfinite(score.value) else None
+        self.valid_loss = self.valid_reward = None
+        if score.measure == REWARD:
+            self.valid_reward = value
+        else:
+            self.valid_loss = value
+
+    def skip(self, seconds: float) -> None:
+        """Count a batch that is no part of an update."""
+        self.batches += 1
+        self.train_s += seconds
+        self.window.batches += 1
+        self.window.seconds += seconds
