@@ -9,7 +9,7 @@ from tests.helpers.imports import PACKAGE, imported_modules, imported_names
 
 # A package (or module at the top) imports only from those above it, and from itself.
 LAYERS = """
-terminal errors signals elf fork blas runtime kinds reading hashes filesystem leftovers files tensors run_clock
+terminal errors signals elf fork blas late runtime kinds reading hashes filesystem leftovers files tensors run_clock
 notebook_bar display gates measurements chips macos
 distributed schedules config report ops optim nn bases adapters data objectives inference packs memory evaluation
 training sweeps

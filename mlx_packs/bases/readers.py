@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from .gguf.folder import checkpoint_folder
+from ..late import load
 from .gguf.header import is_gguf
 
 
@@ -18,15 +18,20 @@ class Reader:
     Attributes:
         name: for people.
         matches: whether a file is named or begins as one.
-        folder: returns the checkpoint folder of a file, and writes it if it is not there.
+        code: the function that returns the checkpoint folder of a file, and writes it if it is
+            not there; it is loaded when it is needed.
     """
 
     name: str
     matches: Callable[[Path], bool]
-    folder: Callable[[Path], Path]
+    code: str
+
+    def folder(self, file: Path) -> Path:
+        """Return the checkpoint folder of a file."""
+        return load(self.code)(file)
 
 
-READERS = (Reader("GGUF", is_gguf, checkpoint_folder),)
+READERS = (Reader("GGUF", is_gguf, "bases.gguf.folder:checkpoint_folder"),)
 
 
 def reader_of(path: Path) -> Reader | None:

@@ -1,21 +1,22 @@
 """Arguments of public functions by the names of other trainers, answered with ours."""
 
-import dataclasses
 import inspect
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, cast
 
 from ..errors import PackError, did_you_mean
-from .data import DataConfig
-from .lora import LoRAConfig
+from ..late import load
 from .other_names import OTHER_NAMES
-from .schema import TrainConfig
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 # The configurations of a run, by the argument that takes each.
-_CONFIGS = {"lora": LoRAConfig, "train": TrainConfig, "columns": DataConfig}
+_CONFIGS = {
+    "lora": "config.lora:LoRAConfig",
+    "train": "config.schema:TrainConfig",
+    "columns": "config.data:DataConfig",
+}
 # One idea each, which functions of files call otherwise.
 _SAME = {
     "model": ("base", "name"),
@@ -39,19 +40,15 @@ def answers_other_names(function: F) -> F:
     return cast(F, checked)
 
 
-def _names(config: type) -> set[str]:
-    return {field.name for field in dataclasses.fields(config)}
-
-
 def _unknown_argument(function: str, name: str, valid: list[str]) -> PackError:
     ours = OTHER_NAMES.get(name, name)
     same = [other for other in (ours, *_SAME.get(ours, ())) if other in valid]
-    owners = (key for key, config in _CONFIGS.items() if key in valid and ours in _names(config))
+    taken = {key: load(config) for key, config in _CONFIGS.items() if key in valid}
+    owners = (key for key, config in taken.items() if ours in config.__dataclass_fields__)
     if same:
         hint = f"It is called '{same[0]}' here."
     elif owner := next(owners, None):
-        config = _CONFIGS[owner].__name__
-        hint = f"It is a setting: {owner}=mp.{config}({ours}=...)."
+        hint = f"It is a setting: {owner}=mp.{taken[owner].__name__}({ours}=...)."
     else:
         hint = did_you_mean(name, valid)
     return PackError(f"{function}: has no argument '{name}'. {hint}", "unknown", name)

@@ -3,6 +3,8 @@
 They are not accepted, since some mean a little else, but answered with ours.
 """
 
+from collections.abc import Mapping
+
 # Keys of recipes, manifests (`measured`) and reports, as older versions wrote them.
 RENAMED_KEYS = {
     "base_path": "matmul_path",
@@ -122,3 +124,8 @@ OTHER_VALUES = {
     "use_pissa": "pissa",
     "wandb": "wandb",
 }
+
+
+def current_keys(values: Mapping) -> dict:
+    """Mapping of a file that an older version wrote, with today's name for every key."""
+    return {RENAMED_KEYS.get(key, key): value for key, value in values.items()}

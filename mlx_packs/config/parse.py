@@ -20,11 +20,6 @@ def build(cls: type[S], values: Mapping[str, Any], where: str = "") -> S:
     return cls.from_mapping(values, where)
 
 
-def current_keys(values: Mapping) -> dict:
-    """Mapping of a file that an older version wrote, with today's name for every key."""
-    return {RENAMED_KEYS.get(key, key): value for key, value in values.items()}
-
-
 def read_settings(path: str | Path) -> dict:
     """Return the mapping in a YAML or JSON file.
 

@@ -1,30 +1,32 @@
 """Batches in pieces: so that less of one is in memory at a time, or each rank takes its share."""
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .batches import Batch
-from .pairs import PairBatch
 from .shapes import padded_targets
 
+if TYPE_CHECKING:
+    from .batches import Batch
 
-def split_tokens(batch: Batch, parts: int) -> list[Batch]:
+
+def split_tokens(batch: "Batch", parts: int) -> "list[Batch]":
     """Return the sequences of a batch as at most ``parts`` batches; those without a target are left out."""
     rows, width = batch.tokens.shape
-    edges = _edges(rows, parts)
+    edges = edges_of(rows, parts)
     pieces = (sequences_of(batch, start, stop, width) for start, stop in edges)
     return [piece for piece in pieces if piece.count]
 
 
-def shared_tokens(batch: Batch, rank: int, size: int) -> Batch | None:
+def shared_tokens(batch: "Batch", rank: int, size: int) -> "Batch | None":
     """Return the sequences of a batch that one of ``size`` ranks takes; None where there are none."""
     rows, width = batch.tokens.shape
     start, stop = rows * rank // size, rows * (rank + 1) // size
     return sequences_of(batch, start, stop, width) if start < stop else None
 
 
-def sequences_of(batch: Batch, start: int, stop: int, width: int) -> Batch:
+def sequences_of(batch: "Batch", start: int, stop: int, width: int) -> "Batch":
     """Return the sequences [start, stop) of a batch."""
     rows = batch.positions[: batch.count] // width  # targets come before padding
     inside = np.flatnonzero((rows >= start) & (rows < stop))
@@ -50,31 +52,7 @@ def sequences_of(batch: Batch, start: int, stop: int, width: int) -> Batch:
     )
 
 
-def split_pairs(batch: PairBatch, parts: int) -> list[PairBatch]:
-    """Return the pairs of a batch as at most ``parts`` batches, none of padding alone."""
-    edges = _edges(len(batch.weights), parts)
-    return [pairs_of(batch, start, stop) for start, stop in edges if start < batch.count]
-
-
-def shared_pairs(batch: PairBatch, rank: int, size: int) -> PairBatch:
-    """Return the pairs of a batch that one of ``size`` ranks takes, padding included."""
-    rows = len(batch.weights) // size
-    return pairs_of(batch, rank * rows, (rank + 1) * rows)
-
-
-def pairs_of(batch: PairBatch, start: int, stop: int) -> PairBatch:
-    """Return the pairs [start, stop) of a batch."""
-    return dataclasses.replace(
-        batch,
-        columns=tuple(column[start:stop] for column in batch.columns),
-        lengths=batch.lengths[:, start:stop],
-        weights=batch.weights[start:stop],
-        scores=None if batch.scores is None else batch.scores[start:stop],
-        examples=batch.examples[start:stop],
-    )
-
-
-def _edges(rows: int, parts: int) -> list[tuple[int, int]]:
+def edges_of(rows: int, parts: int) -> list[tuple[int, int]]:
     """Return where each of at most ``parts`` pieces of so many rows starts and stops."""
     edges = np.linspace(0, rows, min(parts, rows) + 1).round().astype(int).tolist()
     return list(zip(edges, edges[1:], strict=False))

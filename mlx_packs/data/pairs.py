@@ -17,6 +17,7 @@ from ..errors import PackError, flag_of
 from .bad_rows import BadRows, RowError
 from .fingerprint import Fingerprint
 from .formats import PAIR_FORMATS, PairFormat, Row, check_format, first_format
+from .micro_batches import edges_of
 from .sampler import Sampler
 from .shapes import padded_length
 from .sources import as_rows
@@ -277,3 +278,27 @@ def pair_batches(
     """Yield the sampler's batches without end, from batch number ``start``."""
     for indices in sampler.batches(start):
         yield make_pair_batch(pairs, indices, sampler.batch_size, sampler.inputs, powers)
+
+
+def split_pairs(batch: PairBatch, parts: int) -> list[PairBatch]:
+    """Return the pairs of a batch as at most ``parts`` batches, none of padding alone."""
+    edges = edges_of(len(batch.weights), parts)
+    return [pairs_of(batch, start, stop) for start, stop in edges if start < batch.count]
+
+
+def shared_pairs(batch: PairBatch, rank: int, size: int) -> PairBatch:
+    """Return the pairs of a batch that one of ``size`` ranks takes, padding included."""
+    rows = len(batch.weights) // size
+    return pairs_of(batch, rank * rows, (rank + 1) * rows)
+
+
+def pairs_of(batch: PairBatch, start: int, stop: int) -> PairBatch:
+    """Return the pairs [start, stop) of a batch."""
+    return replace(
+        batch,
+        columns=tuple(column[start:stop] for column in batch.columns),
+        lengths=batch.lengths[:, start:stop],
+        weights=batch.weights[start:stop],
+        scores=None if batch.scores is None else batch.scores[start:stop],
+        examples=batch.examples[start:stop],
+    )

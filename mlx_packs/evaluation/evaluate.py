@@ -1,21 +1,22 @@
 """Evaluate a base, and the base with a pack, on the same held-out examples."""
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..config.choices import ARCHITECTURES, registered
 from ..config.data import DataConfig
 from ..config.keywords import answers_other_names
 from ..config.schema import TrainConfig
-from ..data.formats import Row
 from ..data.given import Data
+from ..late import load
 from ..packs.base import Base, activated, check_no_pack
 from ..packs.pack import Pack
-from .embeddings import EmbeddingEvaluator, EmbeddingReport
-from .perplexity import EvalReport, PerplexityEvaluator
-from .reward_model import RewardReport, evaluate_reward_model
 from .rows import EvalSettings, check_limit, columns_of, evaluation_rows
+
+if TYPE_CHECKING:
+    from .embeddings import EmbeddingReport
+    from .perplexity import EvalReport
+    from .reward_model import RewardReport
 
 
 class Evaluator(Protocol):
@@ -30,12 +31,17 @@ class Evaluator(Protocol):
     def score(self) -> Any:
         """Score the base as it is now, with its active pack if it has one."""
 
-    def report(self, base: Any, pack: Any | None) -> EvalReport | EmbeddingReport:
+    def report(self, base: Any, pack: Any | None) -> "EvalReport | EmbeddingReport":
         """Return the combined report of the scores of the base, and of the base with the pack."""
 
 
-EVALUATORS: dict[str, Callable[[Base, Sequence[Row], EvalSettings], Evaluator]] = registered(
-    ARCHITECTURES, {"decoder": PerplexityEvaluator, "encoder": EmbeddingEvaluator}
+# By architecture: makes the evaluator of a base, rows and settings.
+EVALUATORS: dict[str, str] = registered(
+    ARCHITECTURES,
+    {
+        "decoder": "evaluation.perplexity:PerplexityEvaluator",
+        "encoder": "evaluation.embeddings:EmbeddingEvaluator",
+    },
 )
 
 
@@ -52,7 +58,7 @@ def evaluate(  # noqa: PLR0913 - a public facade
     matmul_path: str = "auto",
     columns: DataConfig | None = None,
     metric: str | None = None,
-) -> EvalReport | EmbeddingReport | RewardReport:
+) -> "EvalReport | EmbeddingReport | RewardReport":
     """Return perplexity and token accuracy of a base model, without and with a pack.
 
     Both see the same examples. For an encoder the report has correlations, retrieval metrics or
@@ -98,8 +104,8 @@ def evaluate(  # noqa: PLR0913 - a public facade
     )
     rows = evaluation_rows(columns, split, limit)
     if pack is not None and is_reward_model:
-        return evaluate_reward_model(base, pack, rows, settings)
-    evaluator: Evaluator = EVALUATORS[base.architecture](base, rows, settings)
+        return load("evaluation.reward_model:evaluate_reward_model")(base, pack, rows, settings)
+    evaluator: Evaluator = load(EVALUATORS[base.architecture])(base, rows, settings)
     scores = []
     for each in [None, pack] if pack else [None]:
         with activated(base, each, evaluator.matmul_path):

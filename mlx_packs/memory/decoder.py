@@ -33,17 +33,15 @@ from .decoder_sizes import Sizes, sizes_of
 from .for_merge import requantized_bytes, rounding_bytes
 from .headers import Headers, Tensors, tensor_bytes
 from .plan import (
-    UPDATED_AT_ONCE,
     MemoryPlan,
     Shape,
     accumulates,
     has_logits,
     has_score_head,
     moment_parts,
-    optimizer_bytes,
-    plan_adapters,
     recompute_policies,
 )
+from .planned_adapters import UPDATED_AT_ONCE, optimizer_bytes, plan_adapters
 
 # Arrays in flight of the pieces of an operation that both streams of a CPU compute at a time, as
 # the peak of the operation alone shows (a slice of logits with its softmax; SwiGLU's gradient).

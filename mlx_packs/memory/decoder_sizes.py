@@ -8,7 +8,7 @@ from ..bases.shapes import Heads
 from ..config.choices import ARCHITECTURES
 from ..errors import PackError
 from .headers import Tensors
-from .plan import Places
+from .planned_adapters import Places
 
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral")
 HYBRID_FAMILIES = (

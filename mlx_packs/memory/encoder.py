@@ -19,16 +19,8 @@ from ..data.shapes import padded_length
 from ..display import size
 from ..errors import PackError
 from .headers import Headers, Tensors, tensors_of
-from .plan import (
-    MemoryPlan,
-    Places,
-    Shape,
-    accumulates,
-    moment_parts,
-    optimizer_bytes,
-    plan_adapters,
-    recompute_policies,
-)
+from .plan import MemoryPlan, Shape, accumulates, moment_parts, recompute_policies
+from .planned_adapters import Places, optimizer_bytes, plan_adapters
 
 ASSUMED = (
     "Every text is taken as long as it may be. Blocks that are recomputed for small batches took "

@@ -7,7 +7,7 @@ from ..bases.quantization import QuantizeOptions, format_for
 from ..bases.weight_formats import MLXFormat, NF4Format, named_format
 from ..config.schema import TrainConfig
 from .headers import Headers
-from .plan import PlannedAdapters
+from .planned_adapters import PlannedAdapters
 
 # Bytes in flight for each weight that is rounded, of a quantized and of a dense base. Read off
 # peaks on a CPU; a GPU in half precision has fewer.

@@ -27,7 +27,8 @@ from .decoder import activation_bytes
 from .decoder_sizes import Sizes, sizes_of
 from .headers import Headers
 from .matmul_path import matmul_rates
-from .plan import has_logits, plan_adapters, recompute_policies
+from .plan import has_logits, recompute_policies
+from .planned_adapters import plan_adapters
 
 _KIND = "step-times"
 _LAUNCHES = 170  # of a block, both ways; recomputed ones take a quarter more

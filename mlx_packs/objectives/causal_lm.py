@@ -6,11 +6,11 @@ both together give logits bit-identical to the model's own; any other model keep
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..data.batches import Batch
 from ..data.micro_batches import shared_tokens, split_tokens
 from ..errors import PackError
 from ..nn.frozen_blocks import injected
@@ -20,6 +20,9 @@ from ..ops.linear_cross_entropy import FrozenHead, cross_entropy, linear_cross_e
 from ..runtime import mx
 from .objective import Arrays, Inputs, Objective
 from .score import Score
+
+if TYPE_CHECKING:
+    from ..data.batches import Batch
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ def possible_heads(model: nn.Module) -> Iterator[Head]:
         yield Head(inner, logits, None if trainable else frozen_head(module))
 
 
-def as_arrays(batch: Batch) -> Arrays:
+def as_arrays(batch: "Batch") -> Arrays:
     """Return tokens [B, T], positions, targets, weights [M]; of a packed batch its segments too.
 
     These are [B, T], or the inputs of each (data/packing.py), which are compiled into a step.
@@ -175,7 +178,7 @@ def _check_losses(loss: object, targets: mx.array) -> None:
 class TokenInputs(Inputs):
     """Batches of tokens as they are."""
 
-    def arrays(self, batch: Batch) -> Arrays:
+    def arrays(self, batch: "Batch") -> Arrays:
         """Return the tokens and what else the step takes."""
         return as_arrays(batch)
 
@@ -201,11 +204,11 @@ class CausalLM(Objective):
         self._score = score
         self._options = options
 
-    def arrays(self, batch: Batch) -> Arrays:
+    def arrays(self, batch: "Batch") -> Arrays:
         """Return the arrays of a batch that `loss` takes."""
         return self._inputs.arrays(batch)
 
-    def prefetch(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def prefetch(self, batches: "Iterator[Batch]") -> "Iterator[Batch]":
         """Yield the same batches, with what the inputs can prepare ahead."""
         return self._inputs.prefetch(batches)
 
@@ -226,14 +229,14 @@ class CausalLM(Objective):
         loss, _ = target_loss(self.model, self.head, *arrays, options=self._options)
         return (loss * weights).sum(), weights.sum()
 
-    def split(self, batch: Batch, parts: int) -> Sequence[Batch]:
+    def split(self, batch: "Batch", parts: int) -> "Sequence[Batch]":
         """Return the sequences of a batch in pieces."""
         return split_tokens(batch, parts)
 
-    def share(self, batch: Batch, rank: int, size: int) -> Batch | None:
+    def share(self, batch: "Batch", rank: int, size: int) -> "Batch | None":
         """Return the sequences of a batch that a rank takes."""
         return shared_tokens(batch, rank, size)
 
-    def score(self, batches: Sequence[Batch], advance: Callable[[], None] | None = None) -> Score:
+    def score(self, batches: "Sequence[Batch]", advance: Callable[[], None] | None = None) -> Score:
         """Perplexity and accuracy on batches."""
         return self._score(batches, advance)

@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from ..bases.encoder import Encoder, unit
 from ..config.choices import DISTANCES, LOSSES, registered
 from ..config.tasks import EmbeddingConfig
-from ..data.micro_batches import shared_pairs, split_pairs
-from ..data.pairs import PairBatch
+from ..data.pairs import PairBatch, shared_pairs, split_pairs
 from ..distributed.group import ALONE, Group, group
 from ..nn.recompute import recomputed
 from ..runtime import mx

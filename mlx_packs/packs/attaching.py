@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-from ..adapters.for_merge import attach_merged
 from ..adapters.imported import attach_inference_only, is_inference_only
 from ..adapters.lora import Attached, attach
 from ..adapters.spec import check_shapes
 from ..errors import PackError
+from ..late import load
 from .compatibility import check_base
 from .manifest import ADAPTERS, replaced_of, shapes_of
 from .pack import Pack
@@ -23,6 +23,7 @@ def attach_pack(base: "BaseModel", pack: Pack, matmul_path: str = "quantized") -
     where = str(pack.path / ADAPTERS if pack.path else "pack")
     check_shapes(shapes_of(pack.manifest), {n: t.shape for n, t in tensors.items()}, where)
     if pack.for_merge != "none":
+        attach_merged = load("adapters.for_merge:attach_merged")
         return attach_merged(base, pack.specs, tensors, pack.for_merge, matmul_path)
     inference_only = {p: spec for p, spec in pack.specs.items() if is_inference_only(spec)}
     trainable = {p: spec for p, spec in pack.specs.items() if p not in inference_only}

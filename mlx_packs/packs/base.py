@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,19 +23,21 @@ from ..config.choices import MATMUL_PATHS
 from ..config.keywords import answers_other_names
 from ..config.parse import build
 from ..config.sampling import Sampling
-from ..data.given import Data
 from ..data.messages import turns_of
 from ..errors import PackError
 from ..files import is_hub_id
 from ..inference.generate import chat_prompt, complete_prompts, raw_prompt, stream
+from ..late import load
 from ..nn.quantized import apply_matmul_path, replace_modules
 from ..reading import read_json
 from ..runtime import mx
-from .compatibility import check_checkpoint, quantize_for, quantize_options
+from .compatibility import check_checkpoint, check_generates, quantize_for, quantize_options
 from .manifest import template_kwargs_of
 from .pack import Pack
-from .rewards import check_generates, rewards
 from .weighted_sum import Packs, as_pack
+
+if TYPE_CHECKING:
+    from ..data.given import Data
 
 _SUSPENDED = 4  # adapters that are kept, without their arrays
 
@@ -200,7 +202,7 @@ class Base(BaseModel):
 
     def rewards(
         self,
-        completions: Data,
+        completions: "Data",
         pack: str | Path | Pack,
         *,
         batch_size: int = 8,
@@ -223,7 +225,9 @@ class Base(BaseModel):
         before = self.active
         self.swap_pack(None)
         try:
-            return rewards(self, completions, as_pack(pack), batch_size, matmul_path)
+            return load("packs.rewards:rewards")(
+                self, completions, as_pack(pack), batch_size, matmul_path
+            )
         finally:
             self.swap_pack(before and before.pack, before.matmul_path if before else "quantized")
 

@@ -107,3 +107,13 @@ def is_converted_on_loading(config: dict) -> bool:
     text = config.get("text_config")
     configs = (config, text if isinstance(text, dict) else {})
     return not config.get("quantization") and any(c.get("quantization_config") for c in configs)
+
+
+def check_generates(pack: Pack) -> None:
+    """Raise a PackError for a reward model, which no text can be generated with."""
+    if pack.is_reward_model:
+        raise PackError(
+            f"{pack.name}: is a reward model (--task reward), which scores completions and generates "
+            "no text. Evaluate it with packs eval, or score with base.rewards().",
+            "unsupported",
+        )

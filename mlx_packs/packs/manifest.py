@@ -14,7 +14,7 @@ from ..config.choices import (
     architecture_of,
 )
 from ..config.data import COLUMN_SETTINGS
-from ..config.parse import current_keys
+from ..config.other_names import current_keys
 from ..errors import PackError
 from ..files import to_json
 from ..hashes import check_seal, sealed, without_seal

@@ -56,16 +56,6 @@ def rewards(
     return result
 
 
-def check_generates(pack: Pack) -> None:
-    """Raise a PackError for a reward model, which no text can be generated with."""
-    if pack.is_reward_model:
-        raise PackError(
-            f"{pack.name}: is a reward model (--task reward), which scores completions and generates "
-            "no text. Evaluate it with packs eval, or score with base.rewards().",
-            "unsupported",
-        )
-
-
 @contextmanager
 def attached_reward_model(base: BaseModel, pack: Pack, matmul_path: str) -> Iterator[Attached]:
     """Return a context in which a base, which has no pack, has a reward model.

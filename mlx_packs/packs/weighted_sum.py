@@ -15,9 +15,9 @@ from ..bases.files import quantization_name
 from ..bases.fingerprint import is_sampled, same_fingerprint, short_fingerprint
 from ..errors import PackError
 from ..runtime import mx
+from .compatibility import check_generates
 from .manifest import spec_json
 from .pack import Pack
-from .rewards import check_generates
 
 OnePack = str | Path | Pack
 Packs = OnePack | Mapping[str | Path, float] | Sequence[tuple[OnePack, float]]

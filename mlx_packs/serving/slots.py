@@ -11,8 +11,8 @@ from ..errors import PackError
 from ..nn.lora import GroupedLoRA
 from ..nn.quantized import apply_matmul_path, replace_modules
 from ..nn.served_lora import Factors, Selection, ServedLoRA
+from ..packs.compatibility import check_generates
 from ..packs.pack import Pack
-from ..packs.rewards import check_generates
 from ..runtime import mx
 
 SlicesByPath = dict[str, list[Factors]]

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import NoneType
 
 from ..config.optimizer import corrected_in_mlx_lm
-from ..config.parse import current_keys
+from ..config.other_names import current_keys
 from ..errors import PackError
 from ..files import atomic_write, to_json
 from ..hashes import check_seal, sealed, without_seal

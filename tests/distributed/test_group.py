@@ -9,9 +9,9 @@ import pytest
 
 from mlx_packs.data.batches import make_batch, make_packed_batch
 from mlx_packs.data.encoding import Example
-from mlx_packs.data.micro_batches import shared_pairs, shared_tokens
+from mlx_packs.data.micro_batches import shared_tokens
 from mlx_packs.data.packing import Packed
-from mlx_packs.data.pairs import PairBatch
+from mlx_packs.data.pairs import PairBatch, shared_pairs
 from mlx_packs.distributed import link
 from mlx_packs.distributed.group import ALONE
 from mlx_packs.distributed.launched import Launched, launched
