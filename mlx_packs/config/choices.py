@@ -39,9 +39,14 @@ class TaskFacts:
     sequences: int = 1  # that an example becomes
     generates: bool = False  # whether it trains on completions that the model generates
     scores: bool = False  # whether a head of its own gives a number, in the place of logits
-    losses: tuple[
-        str, ...
-    ] = ()  # values of --loss; `auto` is the first, unless it is chosen by data
+    # Values of --loss; `auto` is the first, unless it is chosen by data.
+    losses: tuple[str, ...] = ()
+    # Values of --best; some are of some examples only.
+    validated: tuple[str, ...] = (
+        "valid_loss",
+        "valid_preference_accuracy",
+        "valid_reward_margin",
+    )
 
 
 @dataclass(frozen=True)
@@ -137,6 +142,9 @@ LOSSES: dict[str, LossFacts] = {
 }
 
 
+ANSWER_METRICS = ("exact", "contains", "json")  # when a generated answer is right
+
+
 def _preferences(*losses: str, **defaults: object) -> TaskFacts:
     """Return the facts of a task of preferences, whose examples become two sequences each."""
     return TaskFacts(
@@ -150,13 +158,32 @@ def _preferences(*losses: str, **defaults: object) -> TaskFacts:
 
 
 TASKS = {
-    "lm": TaskFacts("mlx_packs.training.tasks.causal_lm:CausalLMTask", "decoder", masks=True),
+    "lm": TaskFacts(
+        "mlx_packs.training.tasks.causal_lm:CausalLMTask",
+        "decoder",
+        masks=True,
+        validated=(
+            "valid_loss",
+            "valid_ppl",
+            "valid_accuracy",
+            *(f"valid_{metric}" for metric in ANSWER_METRICS),
+        ),
+    ),
     "embedding": TaskFacts(
         "mlx_packs.training.tasks.embedding:EmbeddingTask",
         "encoder",
         defaults={"batch_size": 32},
         in_batch=True,
         losses=tuple(LOSSES),
+        validated=(
+            "valid_loss",
+            "valid_spearman",
+            "valid_pearson",
+            "valid_mrr_at_10",
+            "valid_ndcg_at_10",
+            "valid_recall_at_1",
+            "valid_triplet_accuracy",
+        ),
     ),
     "dpo": _preferences("sigmoid", "robust", "hinge", "ipo"),
     "orpo": _preferences(),
@@ -175,6 +202,7 @@ TASKS = {
         "decoder",
         defaults={"batch_size": 1, "learning_rate": 2e-5, "beta": 0.0},
         generates=True,
+        validated=("valid_reward",),
     ),
 }
 # Tasks by what they train on.
@@ -216,7 +244,6 @@ POLICIES = {
 }
 ADAPTER_FORMATS = ("mlx-lm", "peft")  # that packs export writes and packs import reads
 DESTINATIONS = ("gguf", "ollama", "lmstudio", "swift")  # that packs export writes, and none reads
-ANSWER_METRICS = ("exact", "contains", "json")  # when a generated answer is right
 SEARCHES = {  # of packs sweep
     "grid": SearchFacts(),
     "random": SearchFacts(draws=True),
@@ -225,6 +252,12 @@ SEARCHES = {  # of packs sweep
 }
 SWEEP_RUNNERS = ("local", "ray")  # that train the trials of packs sweep
 DISTANCES = ("euclidean", "cosine", "manhattan")
+
+
+def answer_metric_of(entry: str | None) -> str | None:
+    """Return the metric of answers that an entry of a validation is of; None if it is another."""
+    metrics = {f"valid_{metric}": metric for metric in ANSWER_METRICS}
+    return metrics.get(entry or "")
 
 
 def registered(names: Iterable[str], code: Mapping[str, T]) -> dict[str, T]:

@@ -204,6 +204,15 @@ class CommonConfig(Settings):
         "End with the weights that had the least validation loss (with --task grpo the highest "
         "reward) instead of the last ones; the last ones are validated too.",
     )
+    best: str | None = _evaluation(
+        None,
+        "The number by which --load-best and --patience compare validations: valid_accuracy (of "
+        "tokens), valid_exact (answers that are right, generated for at most 100 validation "
+        "examples), or another one that metrics.jsonl has. The default is the loss, with --task "
+        "grpo the reward.",
+        metavar="NUMBER",
+        common="The number of a validation by which --patience and --load-best compare.",
+    )
     test_batches: int | None = _evaluation(
         None,
         "Number of held-out batches to evaluate without and with the pack; -1 uses all. The default "
@@ -295,6 +304,8 @@ class CommonConfig(Settings):
 
         if (named := self.changed(("load_best", "patience"))) and not self.val_batches:
             yield Fault(named[0], "needs validation, but --val-batches is 0.", "conflict")
+        if self.best is not None and not self.picks_best:
+            yield Fault("best", "has no effect without --load-best or --patience.", "conflict")
         if self.time is not None and not seconds_of(self.time):
             yield Fault("time", f"must be a time such as 6h, 90m or 30s, but is {self.time!r}.")
 

@@ -43,6 +43,7 @@ OTHER_NAMES = {
     "keep_dense": "keep",
     "llm_int8_skip_modules": "keep",
     "load_best_model_at_end": "load_best",
+    "metric_for_best_model": "best",
     "load_in_4bit": "quantize",
     "load_in_8bit": "quantize",
     "logging_steps": "steps_per_report",

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import any_of
 from ..gates import MEANING
-from .choices import PREFERENCE_TASKS, TASKS
+from .choices import OBJECTIVES, PREFERENCE_TASKS, TASKS, answer_metric_of
 from .common import CommonConfig
 from .data import COLUMN_SETTINGS as COLUMN_SETTINGS
 from .data import DataConfig as DataConfig
@@ -23,9 +23,10 @@ from .tasks import AllTasksConfig, tasks_of, tasks_with
 # The common settings come first, and what is not listed last; help has this order in each section.
 ORDER = """
 task method iters epochs learning_rate batch_size max_seq_length lr_schedule warmup_steps optimizer
-grad_accumulation_steps seed quantize loss_on packing grad_checkpoint metric patience steps_per_eval
-save_every time loss similarity_scale mini_batch_size triplet_margin triplet_distance beta
-simpo_gamma cpo_alpha desirable_weight undesirable_weight center_rewards_coefficient reward
+grad_accumulation_steps seed quantize loss_on packing grad_checkpoint metric patience best
+steps_per_eval save_every time loss similarity_scale mini_batch_size triplet_margin
+triplet_distance beta simpo_gamma cpo_alpha desirable_weight undesirable_weight
+center_rewards_coefficient reward
 num_generations max_completion_length temperature exchange_dtype pipeline warmup_ratio
 warmup_from_zero bias_correction weight_decay betas optimizer_config loraplus_lr_ratio for_merge
 long_rows fim_rate fim_spm_rate fim_tokens num_proc max_grad_norm on_nan recompute micro_batches
@@ -162,6 +163,15 @@ def _task_faults(train: TrainConfig) -> Iterator[Fault]:
         owners = tasks_of(name)
         if owners and not set(owners) & set(train.tasks):
             yield Fault(name, f"needs --task {any_of(owners)}.", "conflict")
+
+    validated = [name for task in train.tasks for name in TASKS[task].validated]
+    if train.best is not None and train.best not in validated:
+        text = f"{train.best} is no number of this task's validations. Take {any_of(validated)}."
+        yield Fault("best", text)
+    if answer_metric_of(train.best) and (train.pipeline or train.objective != OBJECTIVES[0]):
+        other = "--pipeline" if train.pipeline else "--objective"
+        text = f"{train.best} needs answers, which a run with {other} does not generate."
+        yield Fault("best", text, "conflict")
 
     losses = [loss for task in train.tasks for loss in TASKS[task].losses]
     owners = [name for name, facts in TASKS.items() if train.loss in facts.losses]

@@ -12,6 +12,7 @@ from ..data.formats import Row, TokenFormat
 from ..errors import PackError
 from ..inference.generate import stream_batch
 from ..inference.generate import text_of as text_of_tokens
+from ..objectives.score import Score
 from ..packs.base import Base
 from ..packs.card import format_answers
 from ..run_clock import DECODE, FORWARD
@@ -56,6 +57,35 @@ class AnswerReport:
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON has it."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class AnsweredScore(Score):
+    """The score of validation examples of which some were answered, too."""
+
+    score: Score
+    metric: str
+    share: float  # of the answers, those that are right
+
+    @property
+    def value(self) -> float:
+        """The value of the score itself."""
+        return self.score.value
+
+    @property
+    def nll(self) -> float:
+        """Mean loss of a target."""
+        return self.score.value
+
+    @property
+    def entries(self) -> dict[str, float]:
+        """Entries of the line in a run's metrics, with the share of right answers."""
+        return {**self.score.entries, f"valid_{self.metric}": self.share}
+
+    @property
+    def text(self) -> str:
+        """Return the same in one line for people."""
+        return f"{self.score.text}, {self.metric} {self.share:.1%}"
 
 
 def answer_line(answers: Mapping[str, Any], examples: str = "examples") -> str:
@@ -116,6 +146,11 @@ class Exam:
             advance(begun)
         texts = (text_of_tokens(self._base, each) for each in tokens)
         return [_THOUGHTS.sub("", text).strip() for text in texts]
+
+    def validated(self, score: Score) -> AnsweredScore:
+        """Return a score with the share of the questions that the base answers right now."""
+        share = self._accuracy(self.answers()).share
+        return AnsweredScore(score, self.metric, share)
 
     def report(self, before: Sequence[str], after: Sequence[str] | None = None) -> AnswerReport:
         """Return how many answers are right, without a pack and with it."""

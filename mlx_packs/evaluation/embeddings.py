@@ -105,6 +105,17 @@ def score_pairs(model: Encoder, pairs: Pairs, batch_size: int) -> Metrics:
     return metrics
 
 
+def validated_entries(pairs: Pairs) -> list[str]:
+    """Return the entries of the score of a validation with some examples."""
+    if pairs.scores is not None:
+        names = ["spearman", "pearson"]
+    else:
+        names = ["mrr_at_10", "ndcg_at_10", "recall_at_1"]
+        if pairs.format.has_negatives:
+            names.append("triplet_accuracy")
+    return ["valid_loss", *(f"valid_{name}" for name in names)]
+
+
 def pearson(a: np.ndarray, b: np.ndarray) -> float:
     """Correlation of two [N]; 0 where one of them does not vary."""
     a, b = (x.astype(np.float64) - x.mean(dtype=np.float64) for x in (a, b))

@@ -47,7 +47,11 @@ class PerplexityScore(Score):
     @property
     def entries(self) -> dict[str, float]:
         """Entries of the line in a run's metrics for validation examples."""
-        return {"valid_loss": self.nll, "valid_ppl": self.ppl}
+        return {
+            "valid_loss": self.nll,
+            "valid_ppl": self.ppl,
+            "valid_accuracy": self.accuracy,
+        }
 
     @property
     def text(self) -> str:

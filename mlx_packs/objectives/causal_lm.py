@@ -186,7 +186,8 @@ class TokenInputs(Inputs):
 class CausalLM(Objective):
     """The next token of each input.
 
-    ``score`` scores batches; an objective that only trains needs none.
+    ``score`` scores batches, and ``validate`` those of a validation, by default as ``score``; an
+    objective that only trains needs neither.
     """
 
     unit = "tokens"
@@ -198,10 +199,12 @@ class CausalLM(Objective):
         inputs: Inputs | None = None,
         score: Callable[..., Score] | None = None,
         options: LossOptions = _PLAIN,
+        validate: Callable[..., Score] | None = None,
     ) -> None:
         self.model, self.head = model, head
         self._inputs = inputs or TokenInputs()
         self._score = score
+        self._validate = validate
         self._options = options
 
     def arrays(self, batch: "Batch") -> Arrays:
@@ -236,6 +239,10 @@ class CausalLM(Objective):
     def share(self, batch: "Batch", rank: int, size: int) -> "Batch | None":
         """Return the sequences of a batch that a rank takes."""
         return shared_tokens(batch, rank, size)
+
+    def validate(self, batches: "Sequence[Batch]") -> Score:
+        """Score batches while the model trains."""
+        return (self._validate or self._score)(batches)
 
     def score(self, batches: "Sequence[Batch]", advance: Callable[[], None] | None = None) -> Score:
         """Perplexity and accuracy on batches."""

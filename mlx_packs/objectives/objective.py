@@ -89,3 +89,7 @@ class Objective(Inputs, Protocol):
 
     def score(self, batches: Sequence[Any], advance: Callable[[], None] | None = None) -> Score:
         """Score the model in evaluation mode; ``advance`` is called after each batch."""
+
+    def validate(self, batches: Sequence[Any]) -> Score:
+        """Score the model while it trains, which may measure more than `score`."""
+        return self.score(batches)

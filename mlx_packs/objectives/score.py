@@ -2,12 +2,16 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..errors import PackError, any_of
+
 LOSS, REWARD = "loss", "reward"
 _ENTRIES = {REWARD: "valid_reward", LOSS: "valid_loss"}  # of a line of metrics.jsonl
+_PREFIX = "valid_"  # of the numbers of a validation there
+_LOWER_IS_BETTER = (LOSS, "ppl")
 
 
 class Score(ABC):
@@ -15,7 +19,7 @@ class Score(ABC):
 
     Attributes:
         value: what early stopping and --load-best compare.
-        measure: what it is, `LOSS` or `REWARD`.
+        measure: what it is: `LOSS`, `REWARD` or another number of a validation.
     """
 
     value: float
@@ -34,7 +38,18 @@ class Score(ABC):
     @property
     def higher_is_better(self) -> bool:
         """Whether a score is better if its value is higher."""
-        return self.measure == REWARD
+        return self.measure not in _LOWER_IS_BETTER
+
+    def by(self, entry: str | None) -> "Score":
+        """Return the score as one of its entries tells it; None is its own value.
+
+        Raises:
+            PackError: it has no such entry.
+        """
+        if entry is None:
+            return self
+        check_best(entry, self.entries)
+        return StoredScore(self.entries[entry], entry.removeprefix(_PREFIX))
 
     def is_better_than(self, other: "Score | None", by: float = 0.0) -> bool:
         """Return whether this score is better; one that is not finite never is.
@@ -58,11 +73,16 @@ class StoredScore(Score):
     measure: str = LOSS  # type: ignore[misc]
 
     @classmethod
-    def of(cls, stored: Mapping) -> "StoredScore | None":
+    def of(cls, stored: Mapping, entry: str | None = None) -> "StoredScore | None":
         """Return the score in a line of metrics.jsonl or a checkpoint's state; None without one.
 
-        States of early versions have a reward with a minus, as a loss.
+        It is that of ``entry``, or the loss or reward. States of early versions have a reward with
+        a minus, as a loss.
         """
+        if entry is not None:
+            value = stored.get(entry)
+            return None if value is None else cls(value, entry.removeprefix(_PREFIX))
+
         for measure, entry in _ENTRIES.items():
             if (value := stored.get(entry)) is not None:
                 return cls(value, measure)
@@ -71,7 +91,7 @@ class StoredScore(Score):
     @property
     def entries(self) -> dict[str, float]:
         """The value."""
-        return {_ENTRIES[self.measure]: self.value}
+        return {f"{_PREFIX}{self.measure}": self.value}
 
     @property
     def text(self) -> str:
@@ -79,6 +99,13 @@ class StoredScore(Score):
         return f"{self.measure} {self.value:.3f}"
 
 
+def check_best(entry: str | None, entries: Collection[str]) -> None:
+    """Raise a PackError if validations do not give the number that ``--best`` names."""
+    if entry is not None and entry not in entries:
+        text = f"--best {entry}: these examples do not give it. Take {any_of(list(entries))}."
+        raise PackError(text, "conflict", "best")
+
+
 def was_scored(line: Mapping) -> bool:
-    """Return whether a line of metrics.jsonl has a score, be it null because it was not finite."""
+    """Return whether a line of metrics.jsonl is of a validation, whose score may be null."""
     return any(entry in line for entry in _ENTRIES.values())

@@ -37,11 +37,12 @@ _ADDED_LATER = {
     "window",
     "valid_loss",
     "valid_reward",
+    "valid_best",
     "terms",
     "computed_tokens",
     "inputs",
 }  # absent in early versions
-_SIGNED = {"loss_sum", "valid_loss", "valid_reward"}  # which may be negative
+_SIGNED = {"loss_sum", "valid_loss", "valid_reward", "valid_best"}  # which may be negative
 _FILES = "files"  # in the state: size and hash of each
 _PREFIX = "step-"
 NAME = re.compile(_PREFIX + r"\d{6,}")  # of a checkpoint

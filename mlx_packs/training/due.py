@@ -15,6 +15,7 @@ class LoopSettings:
     steps_per_eval: int
     save_every: int
     picks_best: bool  # whether validations find the best weights, which then have a checkpoint
+    best_by: str | None  # the entry of a validation that they are found by; None is its value
     clear_cache_threshold: int | None  # bytes that MLX may hold for reuse
 
 

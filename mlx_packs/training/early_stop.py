@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..display import clock
 from ..errors import PackError, flag_of
-from ..objectives.score import Score, StoredScore, was_scored
+from ..objectives.score import LOSS, Score, StoredScore, was_scored
 from .observer import Observer
 
 if TYPE_CHECKING:
@@ -24,12 +24,14 @@ class EarlyStop:
     Args:
         patience: validations without a better score that end the run; None for no limit.
         seconds: that it trains for; None for no limit.
+        best_by: the entry of a score that is compared; None is its value.
         curve: the lines of metrics.jsonl; a resumed run continues with what they tell.
         observers: of the run, each of which may end it.
     """
 
     patience: int | None = None
     seconds: float | None = None
+    best_by: str | None = None
     curve: Sequence[dict] = ()
     observers: Sequence[Observer] = ()
     batch: int = 0  # of the best score
@@ -40,10 +42,14 @@ class EarlyStop:
     def __post_init__(self) -> None:
         for line in self.curve:
             if was_scored(line):
-                self.add(line["batch"], StoredScore.of(line))
+                self._compare(line["batch"], StoredScore.of(line, self.best_by))
 
-    def add(self, batch: int, score: Score | None) -> bool:
-        """Record a validation score, None if not finite; return whether it is the best."""
+    def add(self, batch: int, score: Score) -> bool:
+        """Record a validation score; return whether it is the best."""
+        return self._compare(batch, score.by(self.best_by))
+
+    def _compare(self, batch: int, score: Score | None) -> bool:
+        """Compare a score with the best one; None is one that was not finite."""
         if score is not None and score.is_better_than(self.best):
             self.batch, self.best, self.since = batch, score, 0
             return True
@@ -54,10 +60,10 @@ class EarlyStop:
         """Return why the run should end, in words; None to go on."""
         if self.patience is not None and self.since >= self.patience:
             times = f"{self.patience} validations" if self.patience > 1 else "a validation"
-            better = "no lower validation loss"
-            if self.best and self.best.higher_is_better:
-                better = "no higher validation reward"
-            return f"{better} in {times}"
+            measure = self.best.measure if self.best else LOSS
+            direction = "higher" if self.best and self.best.higher_is_better else "lower"
+            return f"no {direction} validation {measure} in {times}"
+
         if self.seconds is not None and monotonic() - self._started >= self.seconds:
             return f"it trained for {clock(self.seconds)} (--time)"
         return next((o.stop_reason for o in self.observers if o.stop_reason), None)

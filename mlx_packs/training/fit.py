@@ -289,7 +289,9 @@ class Fit:
         if phase.name:
             return None
         train = phase.train
-        return EarlyStop(train.patience, train.seconds, list(self.curve), self.observers)
+        return EarlyStop(
+            train.patience, train.seconds, train.best, list(self.curve), self.observers
+        )
 
     def _save(
         self, optimizer: optimizers.Optimizer, reports: Reports, state: TrainingState
@@ -302,8 +304,9 @@ class Fit:
     def _load_best(self) -> None:
         """Take the weights of the best validation score, which a checkpoint has."""
         run, last = self.run, self.state
-        folder = best_checkpoint(run.folder)
-        best = read_training_state(folder).score if folder else None
+        by = run.train.best
+        folder = best_checkpoint(run.folder, best_by=by)
+        best = read_training_state(folder).score(by) if folder else None
         if best is None:
             raise PackError(
                 "--load-best: no validation score was measured. Train longer, or lower "
@@ -318,7 +321,7 @@ class Fit:
             return
 
         load_weights(folder, self.trainable)
-        scores = [score for line in self.curve if (score := StoredScore.of(line))]
+        scores = [score for line in self.curve if (score := StoredScore.of(line, by))]
         then = f" ({scores[-1].value:.3f} at batch {last.batches})" if scores else ""
         run.display.line("best", f"batch {batch}: validation {best.text}{then}")
 

@@ -105,7 +105,7 @@ class DiskSpace(Guard):
         run = self._run
         if run.train.keep_last == -1:  # all are to be kept
             return []
-        best = best_checkpoint(run.folder)
+        best = best_checkpoint(run.folder, best_by=run.train.best)
         return [folder for folder in checkpoints(run.folder)[:-_KEPT] if folder != best]
 
 

@@ -149,9 +149,9 @@ class Loop:
     def _validate(self) -> bool:
         """Score the validation split; return whether these weights are to be kept as the best."""
         start = time.perf_counter()
-        score = self.guard.score(self.validation)
+        score = self.guard.validate(self.validation)
         self.reports.tick("validate", len(self.validation))
-        self.state.keep_score(score)
+        self.state.keep_score(score, self.settings.best_by)
         self.trainable.model.train()
         self.reports.validated(score, self.state, time.perf_counter() - start)
 

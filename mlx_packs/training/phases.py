@@ -63,6 +63,7 @@ class RunPhase:
             steps_per_eval=train.steps_per_eval,
             save_every=train.save_every,
             picks_best=train.picks_best,
+            best_by=train.best,
             clear_cache_threshold=train.clear_cache_threshold,
         )
 

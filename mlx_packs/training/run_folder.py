@@ -210,16 +210,17 @@ def latest_checkpoint(run: Path) -> Path | None:
         return None
 
 
-def best_checkpoint(run: Path, after: int = 0) -> Path | None:
+def best_checkpoint(run: Path, after: int = 0, best_by: str | None = None) -> Path | None:
     """Return the checkpoint with the best validation score; None where none was measured.
 
     A validation (``--steps-per-eval``) counts for the checkpoint of the same batch. ``after`` leaves
-    out earlier batches: each phase of a run has validation examples of its own.
+    out earlier batches: each phase of a run has validation examples of its own. ``best_by`` is
+    what ``--best`` names.
     """
     best, highest = None, None
     for folder in checkpoints(run):
         try:
-            score = read_training_state(folder).score
+            score = read_training_state(folder).score(best_by)
         except PackError:
             continue
         if score and batches_of(folder) > after and score.is_better_than(highest):

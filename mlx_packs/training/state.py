@@ -74,6 +74,7 @@ class TrainingState:
     # of exactly these weights; None where it was not measured
     valid_loss: float | None = None
     valid_reward: float | None = None
+    valid_best: float | None = None  # what --best names
     computed_tokens: int | None = 0  # all real tokens of those batches; None in early versions
 
     def count(self, loss: float, batch: Batch, norm: float | None, seconds: float) -> None:
@@ -82,26 +83,29 @@ class TrainingState:
         if norm is not None:
             self.updates += 1
             self.grad_norm = norm
-            self.valid_loss = self.valid_reward = None
+            self.valid_loss = self.valid_reward = self.valid_best = None
         self.trained_tokens += batch.count
         if self.computed_tokens is not None:
             self.computed_tokens += real_inputs(batch)
         self.train_s += seconds
         self.window.add(loss, batch, seconds)
 
-    @property
-    def score(self) -> StoredScore | None:
-        """The score of exactly these weights; None where it was not measured."""
-        return StoredScore.of(asdict(self))
+    def score(self, best_by: str | None = None) -> StoredScore | None:
+        """Return the score of exactly these weights; None where it was not measured."""
+        if best_by is None:
+            return StoredScore.of(asdict(self))
+        return StoredScore.of({best_by: self.valid_best}, best_by)
 
-    def keep_score(self, score: Score) -> None:
-        """Keep the score of these weights, if it is finite."""
-        value = score.value if math.isfinite(score.value) else None
-        self.valid_loss = self.valid_reward = None
+    def keep_score(self, score: Score, best_by: str | None = None) -> None:
+        """Keep the score of these weights, as far as it is finite."""
+        value = _finite(score.value)
+        self.valid_loss = self.valid_reward = self.valid_best = None
         if score.measure == REWARD:
             self.valid_reward = value
         else:
             self.valid_loss = value
+        if best_by is not None:
+            self.valid_best = _finite(score.by(best_by).value)
 
     def skip(self, seconds: float) -> None:
         """Count a batch that is no part of an update."""
@@ -109,3 +113,7 @@ class TrainingState:
         self.train_s += seconds
         self.window.batches += 1
         self.window.seconds += seconds
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

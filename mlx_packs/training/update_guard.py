@@ -78,12 +78,18 @@ class UpdateGuard:
             self._leave_float16(f"batch {number}: {fault}")
         return norm
 
-    def score(self, batches: Sequence[Batch]) -> Score:
-        """Score batches once every step was read; in float16 the score is finite."""
+    def validate(self, batches: Sequence[Batch]) -> Score:
+        """Return the score of the validation split, once every step was read."""
+        return self._checked_score(self._step.objective.validate, batches)
+
+    def _checked_score(
+        self, score_of: Callable[[Sequence[Batch]], Score], batches: Sequence[Batch]
+    ) -> Score:
+        """Score batches; in float16 the score is finite, or the run leaves it."""
         stepper = self._step.stepper
         if not stepper.waiting:
             self.begin_update(mx.random.state[0])
-        score = self._step.objective.score(batches)
+        score = score_of(batches)
         if stepper.scaled and not math.isfinite(score.value):
             self._leave_float16(f"after batch {self._state.batches}: the loss is {score.value}")
         return score
@@ -92,7 +98,8 @@ class UpdateGuard:
         """Write a checkpoint if the model still works: the loss before an update does not tell."""
         if self._on_nan.policy != "skip" or self._finite is not None:
             scored = self._step.first_piece(self._finite or batch)
-            if fault := not_finite(self.score([scored]).value, 0.0):
+            score = self._checked_score(self._step.objective.score, [scored])
+            if fault := not_finite(score.value, 0.0):
                 self._on_nan.end(self._state.batches, fault, [scored])
         self._save(self._state)
 

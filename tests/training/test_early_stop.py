@@ -6,6 +6,9 @@ import pytest
 
 from mlx_packs import Phase, TrainConfig, train_pack
 from mlx_packs.config.common import seconds_of
+from mlx_packs.errors import PackError
+from mlx_packs.evaluation.answers import AnsweredScore, Exam
+from mlx_packs.evaluation.perplexity import PerplexityScore
 from mlx_packs.objectives.score import REWARD, StoredScore
 from mlx_packs.reading import sha256
 from mlx_packs.training import early_stop
@@ -220,3 +223,80 @@ def test_of_rewards_the_reward_is_compared(earlier_version):
         line["valid_loss"] = -line["valid_reward"]
     assert better_earlier(curve).startswith("the validation reward was 0.500 at batch 1 and 0.200")
     assert better_earlier(curve[::-1][:1]) is None
+
+
+ANSWERS = [{"prompt": f"Item {i} is", "completion": ("red", "green")[i % 2]} for i in range(12)]
+
+
+@pytest.fixture
+def answering(tmp_path):
+    """Train on prompts with one of two answers."""
+    data = write_rows(tmp_path / "d", train=ANSWERS, valid=ANSWERS[:4], test=ANSWERS[:2])
+
+    def run(**settings):
+        config = TrainConfig(**{**SETTINGS, "learning_rate": 1e-2, "metric": "none", **settings})
+        return train_pack("tiny", data, LORA, config, tmp_path / "p", overwrite=True)
+
+    return run
+
+
+def test_the_best_is_found_by_the_number_that_is_named(answering):
+    result = answering(iters=8, load_best=True, best="valid_exact")
+    measured = {line["batch"]: line for line in result.curve if "valid_exact" in line}
+    assert list(measured) == [2, 4, 6, 8]
+    shares = {batch: line["valid_exact"] for batch, line in measured.items()}
+    best = max(shares, key=shares.get)  # the first of those that are equal
+    assert result.pack.manifest["end"] == {"best_batch": best, "best_valid_exact": shares[best]}
+    assert all({"valid_loss", "valid_ppl", "valid_accuracy"} <= set(m) for m in measured.values())
+    # the checkpoint of the best weights stays, beside the last one
+    assert [f.name for f in checkpoints(result.run)] == sorted({f"step-{best:06d}", "step-000008"})
+
+
+def test_patience_counts_by_the_number_that_is_named(answering, monkeypatch):
+    shares = iter((0.25, 0.5, 0.5, 0.25, 1.0))
+    monkeypatch.setattr(
+        Exam, "validated", lambda exam, score: AnsweredScore(score, exam.metric, next(shares))
+    )
+    result = answering(iters=40, patience=2, best="valid_exact")
+    assert result.pack.manifest["end"] == {
+        "stopped": "no higher validation exact in 2 validations",
+        "best_batch": 4,
+        "best_valid_exact": 0.5,
+    }
+    resumed = EarlyStop(patience=2, best_by="valid_exact", curve=result.curve)
+    assert resumed.batch == 4 and resumed.reason() == result.pack.manifest["end"]["stopped"]
+
+
+def test_a_score_is_compared_by_its_entries():
+    score = PerplexityScore(ppl=4.0, ppl_se=None, accuracy=0.5, nll=1.4, rows=2, targets=8)
+    better = PerplexityScore(ppl=3.0, ppl_se=None, accuracy=0.4, nll=1.1, rows=2, targets=8)
+    assert better.by(None).is_better_than(score.by(None))
+    assert better.by("valid_ppl").is_better_than(score.by("valid_ppl"))
+    assert score.by("valid_accuracy").is_better_than(better.by("valid_accuracy"))
+    answered = AnsweredScore(score, "exact", 0.75)
+    assert answered.by("valid_exact").entries == {"valid_exact": 0.75}
+    assert answered.value == answered.nll == 1.4 and answered.text.endswith(", exact 75.0%")
+    with raises("conflict", "best", "valid_exact", "valid_accuracy"):
+        score.by("valid_exact")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"best": "valid_accuracy"}, ("load_best", "patience")),
+        ({"best": "accuracy", "load_best": True}, ("accuracy", "valid_accuracy", "valid_exact")),
+        ({"best": "valid_exact", "load_best": True, "pipeline": True}, ("answers", "pipeline")),
+        ({"best": "valid_exact", "load_best": True, "task": "dpo"}, ("valid_reward_margin",)),
+    ],
+)
+def test_a_number_that_cannot_be_had_is_rejected(settings, words):
+    with pytest.raises(PackError) as caught:
+        TrainConfig(**settings)
+    assert caught.value.flag == "best" and all(word in str(caught.value) for word in words)
+
+
+def test_answers_that_the_examples_do_not_have_are_rejected(tmp_path):
+    data = write_rows(tmp_path / "d", train=[{"text": "a b"}] * 4, valid=[{"text": "c d"}] * 2)
+    config = TrainConfig(iters=2, load_best=True, best="valid_exact")
+    with raises("conflict", "best", "--best valid_exact", "no wanted answers"):
+        train_pack("tiny", data, LORA, config, tmp_path / "p")

@@ -72,7 +72,11 @@ def log_of(saves: list | None = None, **settings) -> list[str]:
     recorder, phase = Recorder(), RunPhase("", train, ())
     score = StoredScore(1.0)
     objective = SimpleNamespace(
-        unit="tokens", arrays=lambda batch: (), score=lambda batches: score, facts=dict
+        unit="tokens",
+        arrays=lambda batch: (),
+        score=lambda batches: score,
+        validate=lambda batches: score,
+        facts=dict,
     )
     batch_step, state = BatchStep(recorder, objective), TrainingState()
     on_nan = SimpleNamespace(policy="stop", updated=lambda: None)

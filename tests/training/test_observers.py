@@ -205,7 +205,8 @@ def test_trackers_get_metrics_under_mlx_lms_names(tmp_path, monkeypatch):
     for (kind, info), line in zip(events, lines, strict=True):
         if kind == "valid":
             assert info.pop("val_time") > 0
-            scores = {"val_loss": line["valid_loss"], "val_ppl": line["valid_ppl"]}
+            measured = ("loss", "ppl", "accuracy")
+            scores = {f"val_{name}": line[f"valid_{name}"] for name in measured}
             assert info == {"iteration": 2, **scores}
             continue
         assert info.pop("iterations_per_second") > 0

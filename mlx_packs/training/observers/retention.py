@@ -21,10 +21,12 @@ class Retention(Observer):
         display: Display,
         starts: Sequence[int] = (0,),
         resumed: Path | None = None,
+        best_by: str | None = None,
     ) -> None:
         """``starts`` are the batches before each phase, ``resumed`` is where a run continues."""
         self._run, self._keep_last, self._display = run, keep_last, display
         self._starts, self._resumed = starts, resumed
+        self._best_by = best_by
 
     @classmethod
     def of(cls, observed: ObservedRun) -> "Retention | None":
@@ -34,7 +36,7 @@ class Retention(Observer):
             return None
         starts = [phase.start for phase in run.phases]
         resumed = run.resume_point.folder if run.resume_point else None
-        return cls(run.folder, run.train.keep_last, run.display, starts, resumed)
+        return cls(run.folder, run.train.keep_last, run.display, starts, resumed, run.train.best)
 
     def on_phase_start(self, batches: int, done: int) -> None:
         """Remove what a run left that was killed after its last checkpoint and before the removal."""
@@ -54,7 +56,8 @@ class Retention(Observer):
         """Keep the last checkpoints up to the newest, and the best of its phase."""
         until_now = existing[: existing.index(newest) + 1]
         start = max(start for start in self._starts if start < batches_of(newest) or not start)
-        newest_and_best = {*until_now[-self._keep_last :], best_checkpoint(self._run, start)}
+        best = best_checkpoint(self._run, start, self._best_by)
+        newest_and_best = {*until_now[-self._keep_last :], best}
         for old in existing:
             if old in newest_and_best:
                 continue

@@ -8,7 +8,9 @@ import numpy as np
 from ...adapters.lora import attach
 from ...adapters.trainable import Trainable
 from ...bases.geometry import is_embedding
+from ...config.choices import answer_metric_of
 from ...config.lora import LoRAConfig
+from ...data.batches import Batch
 from ...data.formats import TEXT, TOKEN_FORMATS, format_of
 from ...data.rows import Splits
 from ...distributed.group import group
@@ -30,6 +32,7 @@ from ...objectives.causal_lm import CausalLM, LossOptions, split_head
 from ...objectives.frozen_activations import FrozenActivations, open_frozen_activations
 from ...objectives.pipeline import PipelinedCausalLM, Stage
 from ...objectives.projection_stack import TRANSFORMER, Graph, graph_of
+from ...objectives.score import Score
 from ...objectives.sequence_packing import prepare_packing
 from ...packs.base import Base
 from ...packs.card import format_change, phase_lines
@@ -76,6 +79,7 @@ class CausalLMTask(Task):
     scorer: Scorer
     frozen: FrozenActivations | None = None
     exam: Exam | None = None  # with a metric
+    validation_exam: Exam | None = None  # where --best is a number of answers
 
     @property
     def lazy_base(self) -> bool:
@@ -95,6 +99,7 @@ class CausalLMTask(Task):
         """Return the tokens of the examples of every phase."""
         run = self.run
         self.dataset = encode_phases(run.phases, splits, base, run.train, run.display)
+
         split, _ = self.dataset.held_out_examples(run.goal)
         row, columns = splits[-1].first_usable(split), run.goal.sources[0]
         row_format = format_of(row, columns, TOKEN_FORMATS)
@@ -103,9 +108,12 @@ class CausalLMTask(Task):
             row_format.answer(row, columns),
             is_raw=row_format is TEXT,
         )
+
         metric = metric_of(run.train.metric, columns)
         if metric and not run.train.pipeline:  # which completes no text
             self.exam = self._exam(metric, splits[-1], split)
+        if metric := answer_metric_of(run.train.best):
+            self.validation_exam = self._validation_exam(metric, splits[-1])
         return self.dataset
 
     def _exam(self, metric: str, splits: Splits, split: str) -> Exam:
@@ -121,6 +129,29 @@ class CausalLMTask(Task):
         row_format = format_of(splits.first_usable(split), columns, TOKEN_FORMATS)
         questions = questions_of(rows, row_format, columns, self.base, metric, length, most)
         return Exam(self.base, metric, questions, train.batch_size * length)
+
+    def _validation_exam(self, metric: str, splits: Splits) -> Exam:
+        """Return the questions of the first validation examples."""
+        train, most = self.run.train, _MOST_QUESTIONS
+        if train.val_batches > 0:
+            most = min(most, train.val_batches * train.batch_size)
+
+        columns, length = self.run.goal.sources[0], train.max_seq_length
+        row_format = format_of(splits.first_usable("valid"), columns, TOKEN_FORMATS)
+        rows = splits.usable("valid")
+        try:
+            questions = questions_of(rows, row_format, columns, self.base, metric, length, most)
+        except PackError as error:
+            text = error.message.replace("--metric ", "--best valid_")
+            raise PackError(text, error.code, "best") from None
+        return Exam(self.base, metric, questions, train.batch_size * length)
+
+    def _validation_score(self, batches: Sequence[Batch]) -> Score:
+        """Return the score of validation examples, with answers where --best asks for them."""
+        score = self.scorer.score(batches)
+        if self.validation_exam is None:
+            return score
+        return self.validation_exam.validated(score)
 
     def objective(self, trainable: Trainable, memory: MemoryChoice) -> CausalLM:
         """Return the loss of the targets. The sample prompt is completed here, before training."""
@@ -147,7 +178,14 @@ class CausalLMTask(Task):
             add_noise(trainable, train.neftune_noise_alpha)
         self.scorer = Scorer(trainable.model, head, self.graph.inputs.arrays)
         inputs = self.frozen or self.graph.inputs
-        return CausalLM(trainable.model, head, inputs, self.scorer.score, self._loss_options())
+        return CausalLM(
+            trainable.model,
+            head,
+            inputs,
+            self.scorer.score,
+            self._loss_options(),
+            self._validation_score,
+        )
 
     def _pipelined(self, trainable: Trainable, stage: Stage) -> PipelinedCausalLM:
         """Return the objective of this rank's blocks; no sample is completed by a pipeline."""

@@ -25,9 +25,15 @@ from ...data.pairs import (
 )
 from ...data.rows import Splits
 from ...errors import PackError, flag_of
-from ...evaluation.embeddings import EmbeddingScore, check_scores, score_pairs
+from ...evaluation.embeddings import (
+    EmbeddingScore,
+    check_scores,
+    score_pairs,
+    validated_entries,
+)
 from ...gates import gates_text
 from ...objectives.embedding import EmbeddingObjective
+from ...objectives.score import check_best
 from ...packs.base import Base
 from ...packs.card import format_change
 from ..fit import Fit
@@ -206,6 +212,7 @@ class EmbeddingTask(Task):
         check_scores(self.dataset.held_out(self.run.goal).pairs, f"--data {read.source}")
         if validation := self.dataset.validation(self.run.goal):
             check_scores(validation.pairs, f"--data {read.source}: valid")
+            check_best(train.best, validated_entries(validation.pairs))
         return self.dataset
 
     def planned_settings(self) -> TrainConfig:
