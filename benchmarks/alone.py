@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mlx_packs.blas import BLAS_VARIABLE
+from mlx_packs.cpu.blas import BLAS_VARIABLE
 
 _CHECKOUT = Path(__file__).parent.parent
 

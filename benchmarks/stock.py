@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from mlx_packs import elf, runtime
-from mlx_packs.blas import gemm_slots
+from mlx_packs import runtime
+from mlx_packs.cpu import elf
+from mlx_packs.cpu.blas import gemm_slots
 from mlx_packs.runtime import mx
 
 REFERENCE_BLAS = "reference (MLX wheel)"

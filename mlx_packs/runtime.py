@@ -17,8 +17,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from . import fork
-from .blas import bind
+from . import fork, late
 
 _CPU_CACHE_BYTES = 128 << 20
 _GPU_CACHE_SHARE = 1 / 8  # of the memory: less than `memory.plan.fit` leaves free
@@ -27,7 +26,7 @@ _MEMORY_LIMITS = [  # of a container, by cgroups 2 and 1
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 ]
 
-BLAS = bind()
+BLAS = late.load("cpu.blas:bind")()
 fork.guard()
 
 

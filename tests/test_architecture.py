@@ -9,9 +9,9 @@ from tests.helpers.imports import PACKAGE, imported_modules, imported_names
 
 # A package (or module at the top) imports only from those above it, and from itself.
 LAYERS = """
-terminal errors signals elf fork blas late runtime kinds reading hashes filesystem leftovers files tensors run_clock
+terminal errors signals fork late runtime kinds reading hashes filesystem leftovers files tensors run_clock
 notebook_bar display gates measurements chips macos
-distributed schedules config report ops optim nn bases adapters data objectives inference packs memory evaluation
+distributed schedules config report ops cpu optim nn bases adapters data objectives inference packs memory evaluation
 training sweeps
 convert serving bench cli
 """.split()
@@ -65,6 +65,11 @@ def test_no_module_imports_itself_by_way_of_others():
         raise AssertionError(cycle) from None
 
 
+def test_the_package_for_cpus_is_only_loaded_by_name():
+    users = {unit for unit, imported in imports_between_units() if imported == "cpu"}
+    assert not users
+
+
 # Longer than the limit, each for its reason. A file is one idea, however long that is.
 LONG_MODULES: dict[str, str] = {}
 # Facades that users call by keyword; ruff holds all others to 8 parameters.
@@ -111,7 +116,7 @@ OWN_READERS = {
     "ops/_backend.py": "the program's own kernels",
     "runtime.py": "/proc and /sys",
     "tensors.py": "mx.load, of a file whose header was checked",
-    "elf.py": "libraries of this process",
+    "cpu/elf.py": "libraries of this process",
     "__init__.py": "the program's own stub",
     "convert/gguf.py": "mx.load, of the file that it wrote",
     "convert/merge_plan.py": "mx.load, of files that were checked",

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from mlx_packs import measurements, runtime
-from mlx_packs.blas import Blas
+from mlx_packs.cpu.blas import Blas
 from mlx_packs.files import CACHE_VARIABLE
 from mlx_packs.measurements import recall, remember
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mlx_packs import runtime
-from mlx_packs.blas import Blas
+from mlx_packs.cpu.blas import Blas
 from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.nn.nf4 import NF4Linear
 from mlx_packs.nn.quantized import dense_module, frozen_head

@@ -8,8 +8,9 @@ import sys
 import numpy as np
 import pytest
 
-from mlx_packs import blas, elf, runtime
-from mlx_packs.elf import ElfError, Segment
+from mlx_packs import runtime
+from mlx_packs.cpu import blas, elf
+from mlx_packs.cpu.elf import ElfError, Segment
 from mlx_packs.runtime import mx
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="MLX has Accelerate here")

@@ -1,9 +1,8 @@
-"""The library that multiplies matrices on CPUs: OpenBLAS in place of the reference BLAS of MLX's wheel.
+"""The library that multiplies matrices on CPUs: OpenBLAS instead of the BLAS of MLX's wheel.
 
 The CPU wheel of MLX on Linux ships the reference BLAS (1 to 5 GFLOP/s where OpenBLAS reaches 200).
-The functions have the same names and the same ABI everywhere, so replacing three entries of libmlx's
-jump table is enough; it needs no compiler, no LD_PRELOAD and no import order. An entry is kept only
-if a product through it is right; whatever is not as expected leaves MLX as it was linked.
+All have functions of the same names and ABI, so three entries of libmlx's jump table are replaced.
+An entry is kept only if products through it are right; otherwise MLX stays as it was linked.
 """
 
 import ctypes
@@ -18,9 +17,10 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from . import elf, fork
+from .. import fork
+from ..terminal import echo
+from . import elf
 from .elf import ElfError
-from .terminal import echo
 
 BLAS_VARIABLE = "MLX_PACKS_BLAS"
 SLOW = "slow, about 40 times"
@@ -89,11 +89,7 @@ def _set_threads(library: ctypes.CDLL, prefix: str) -> int | None:
 
 
 def gemm_slots() -> dict[str, ctypes.c_uint64]:
-    """Return the entries of libmlx's jump table for matrix products, by the function's name.
-
-    Raises:
-        ElfError: they are not found, cannot be written, or point to no code.
-    """
+    """Return the entries of libmlx's jump table for matrix products, by name; or raise ElfError."""
     maps = elf.own_maps()
     library = elf.library_segments(_LIBRARY, maps)
     base = next((s.start for s in library if s.offset == 0), None)
@@ -142,10 +138,7 @@ def _proven(slots: dict[str, ctypes.c_uint64], addresses: dict[str, int]) -> lis
 
 
 def _in_a_thread(compute: Callable[[], list[str]]) -> list[str]:
-    """Return the result of a function, computed on a stream of a thread that ends.
-
-    So this thread has no stream yet, and may fork before it computes (`fork`).
-    """
+    """Return what a thread that ends computes, so that this one may still fork (`fork`)."""
     unused = not fork.was_used()
 
     def compute_and_end() -> list[str]:
