@@ -41,10 +41,7 @@ def second_stream() -> mx.ThreadLocalStream:
 
 
 def rounds(pieces: Iterable[Piece]) -> Iterator[list[tuple[AbstractContextManager, Piece]]]:
-    """Yield pieces in order, as many as there are streams at a time, each with its stream.
-
-    The first stream is the current one.
-    """
+    """Yield pieces with their streams, as many at a time as there are; the first is the current."""
     group: list[tuple[AbstractContextManager, Piece]] = []
     count = stream_count()
     for piece in pieces:
