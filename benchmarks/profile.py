@@ -28,8 +28,7 @@ from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.nn.lora import GroupedLoRA
 from mlx_packs.objectives.causal_lm import CausalLM, as_arrays, split_head
 from mlx_packs.ops.attention import attention
-from mlx_packs.ops.exponential import swiglu
-from mlx_packs.ops.matmul import dense_matmul
+from mlx_packs.ops.profile import profile as device_profile
 from mlx_packs.runtime import mx
 
 from . import history, report
@@ -121,11 +120,16 @@ class Profile:
             dense = frozen_weight(frozen[same[0]]).dense().astype(self.dtype)
             gflop = 2e-9 * self.tokens * out * width
             self._add_product(
-                "base products", lambda v, w=dense: [dense_matmul(v, w)], x, same, first, gflop
+                "base products",
+                lambda v, w=dense: [device_profile().matmul(v, w)],
+                x,
+                same,
+                first,
+                gflop,
             )
             if not isinstance(module, nn.Linear):  # kept dense, they are the products above
                 self._add_product(_AS_THEY_ARE, lambda v, m=module: [m(v)], x, same, first, 0.0)
-            times = milliseconds(lambda w=dense, x=x: dense_matmul(x, w), self.repeats)
+            times = milliseconds(lambda w=dense, x=x: device_profile().matmul(x, w), self.repeats)
             forward = percentiles(times)["p50"]
             self.gflop_s = max(self.gflop_s, 1e3 * gflop / forward)
             nbytes = sum(a.nbytes for _, a in tree_flatten(module.parameters()))
@@ -204,7 +208,7 @@ class Profile:
     def _activation(self) -> None:
         width = frozen_weight(self._frozen("gate_proj")).shape[0]
         gate, up = (noise((self.tokens, width), self.dtype, seed) for seed in (8, 9))
-        call = forward_and_backward(lambda g, u: [swiglu(g, u)], [gate, up])
+        call = forward_and_backward(lambda g, u: [device_profile().swiglu(g, u)], [gate, up])
         self.add("MLP activation", call, self.blocks)
 
     def _loss(self) -> None:

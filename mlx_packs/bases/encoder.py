@@ -17,7 +17,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ..errors import PackError, library_errors
-from ..ops.exponential import gelu
+from ..ops.profile import profile
 from ..runtime import mx
 from .files import weight_files
 from .sentence_config import SentenceConfig, read_sentence_config
@@ -25,7 +25,7 @@ from .tokenizer import padded
 from .unsupported import unreadable
 
 _ACTIVATIONS = {
-    "gelu": gelu,
+    "gelu": lambda x: profile().gelu(x),
     "gelu_new": nn.gelu_approx,
     "gelu_fast": nn.gelu_approx,
     "gelu_pytorch_tanh": nn.gelu_approx,

@@ -9,10 +9,11 @@ from ..adapters.imported import full_tensor_modules
 from ..bases.model import BaseModel
 from ..nn.experts import is_switch_linear
 from ..nn.quantized import LINEARS
+from ..ops.profile import profile
 from ..packs.base import load_base_for
 from ..packs.manifest import replaced_of
 from ..packs.pack import Pack
-from ..runtime import mx, on_cpu
+from ..runtime import mx
 from .fidelity import (
     Fidelity,
     FidelityMeter,
@@ -72,7 +73,7 @@ def dense_modules(base: BaseModel, changes: list[Change], pack: Pack | None = No
             dense = nn.Linear(1, 1, bias="bias" in module)
         else:
             dense = nn.Embedding(1, 1)
-        dense.weight = _as_loaded(change, mx.float32 if on_cpu() else dtype_of(module))
+        dense.weight = _as_loaded(change, profile().dtype or dtype_of(module))
         if "bias" in module:
             dense.bias = module.bias
         dense.freeze()

@@ -27,8 +27,7 @@ from ..config.schema import TrainConfig
 from ..data.shapes import padded_length, padded_targets, sequence_inputs
 from ..errors import PackError
 from ..ops.linear_cross_entropy import columns as loss_columns
-from ..ops.streams import stream_count
-from ..ops.tiling import tiling
+from ..ops.profile import profile
 from .decoder_sizes import Sizes, sizes_of
 from .for_merge import requantized_bytes, rounding_bytes
 from .headers import Headers, Tensors, tensor_bytes
@@ -147,12 +146,10 @@ class Step:
         logits = {"loss": self.loss_numbers()}
         working = {
             "mlp": self.dense_slices() if self.unpacks else 0,
-            "attention": 9 * min(stream_count() * _score_block(), tokens * self.scores),
+            "attention": 9 * min(profile().streams * _score_block(), tokens * self.scores),
         }
         if runtime.on_cpu():
-            working["mlp"] += _SWIGLU_CPU * min(
-                stream_count() * tiling().elements, tokens * sizes.ffn
-            )
+            working["mlp"] += _SWIGLU_CPU * profile().elements_at_once(tokens * sizes.ffn)
         return {
             moment: moment_parts(
                 self.waiting,
@@ -204,7 +201,7 @@ class Step:
         if self._recomputes and runtime.on_cpu():
             return saved + q + 2 * k + 2 * f  # outputs of the frozen products
         # attention probabilities are saved if they are one piece
-        one_piece = self.tokens * self.scores <= stream_count() * _score_block()
+        one_piece = self.tokens * self.scores <= profile().streams * _score_block()
         scores = self.scores if runtime.on_cpu() and one_piece else 0
         # q and k after RoPE, v, attended; gate, up; the input of down, unless it is recomputed
         down = "down_proj" in adapted and not self.policy.operations
@@ -218,7 +215,7 @@ class Step:
             return 6 * targets * sizes.hidden
         if self.head:
             return _WHOLE_LOGITS * targets * sizes.vocab + 3 * targets * sizes.hidden
-        columns = min(stream_count() * loss_columns(targets, sizes.hidden), sizes.vocab)
+        columns = min(profile().streams * loss_columns(targets, sizes.hidden), sizes.vocab)
         head = 1.25 * columns * sizes.hidden if self.unpacks else 0
         # on a GPU logits and their exponentials, in half precision; hidden states in float32
         of_logits, of_states = (self._logits_cpu(), 3) if runtime.on_cpu() else (3, 6)
@@ -227,7 +224,7 @@ class Step:
     def _logits_cpu(self) -> float:
         """Return how many arrays of the size of the slices that are computed at a time are there."""
         slices = math.ceil(self.sizes.vocab / loss_columns(self.targets, self.sizes.hidden))
-        return _LOGITS_ONE_ROUND if slices == stream_count() == 2 else _LOGITS_CPU
+        return _LOGITS_ONE_ROUND if slices == profile().streams == 2 else _LOGITS_CPU
 
     def dense_slices(self) -> float:
         """Return the dense weights in flight while products dequantize theirs."""
@@ -235,12 +232,12 @@ class Step:
             return 0
         in_blocks = sum(map(math.prod, self.sizes.projections.values()))
         block_weights = in_blocks // self.sizes.blocks
-        return min((10 if self.nf4 else 5) * tiling().slice_weights, block_weights)
+        return min((10 if self.nf4 else 5) * profile().slice_weights, block_weights)
 
 
 def _score_block() -> float:
     """Return how many attention scores are computed at once."""
-    return tiling().score_bytes / 4
+    return profile().score_bytes / 4
 
 
 def estimate(

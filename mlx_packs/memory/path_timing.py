@@ -15,6 +15,7 @@ import mlx.nn as nn
 from ..config.choices import MATMUL_PATHS
 from ..nn.frozen_weight import frozen_weight
 from ..nn.quantized import EMBEDDINGS, PATHS, dense_module, quantized_modules
+from ..ops.profile import profile
 from ..runtime import mx, on_cpu
 
 # Tokens of a batch that are timed; times are scaled up. On a CPU that of a product in place is in
@@ -191,7 +192,7 @@ def _sample(kind: WeightKind, path: str) -> int:
 def _products(kind: WeightKind, paths: Sequence[str], rows: int) -> dict[str, Callable[[], None]]:
     """Return a function for a product with the first rows of a weight, and its input's gradient."""
     module = frozen_weight(kind.module).first_rows(rows)
-    dense = dense_module(module, mx.float32 if on_cpu() else None)  # as `apply_matmul_path` does
+    dense = dense_module(module, profile().dtype)  # as `apply_matmul_path` does
     products = {}
     for path in paths:
         weights = dense if MATMUL_PATHS[path].keeps_dense else module

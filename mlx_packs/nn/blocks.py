@@ -14,8 +14,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..ops.attention import attention, has_fused_gradient, scores_are_cut
-from ..ops.exponential import swiglu
+from ..ops.attention import attention, has_fused_gradient
+from ..ops.profile import profile
 from ..ops.span_attention import Spans, span_attention
 from ..ops.watchdog import product_calls, watched_chip
 from .frozen_weight import frozen_weight
@@ -87,7 +87,7 @@ class GroupedAttention(nn.Module):
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         queries, keys = queries.transpose(0, 2, 1, 3), keys.transpose(0, 2, 1, 3)
         ours = cache is None or isinstance(cache, SegmentCache)
-        ours = ours and (self.training or scores_are_cut(rows * self.n_heads, length))
+        ours = ours and (self.training or profile().cuts_scores(rows * self.n_heads, length))
         if spans:  # positions run on, as they may: what counts is how far two of them are apart
             queries = self.rope(queries, offset=cache.offset)
             keys = self.rope(keys, offset=cache.offset)
@@ -165,7 +165,7 @@ class GroupedMLP(nn.Module):
 
     def _down(self, gate: mx.array, up: mx.array) -> mx.array:
         # outside training as in mlx-lm, so that attaching changes no bit of a logit
-        inner = swiglu(gate, up) if self.training else nn.silu(gate) * up
+        inner = profile().swiglu(gate, up) if self.training else nn.silu(gate) * up
         return _projected(inner, [self.down_proj], self.down_lora)[0]
 
 

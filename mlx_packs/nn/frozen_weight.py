@@ -11,7 +11,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..ops.matmul import dense_matmul, dequantize, sliced_matmul
+from ..ops.matmul import sliced_matmul
+from ..ops.profile import profile
 
 Product = Callable[[mx.array], mx.array]
 
@@ -113,7 +114,7 @@ class DenseWeight(FrozenWeight):
         return self.module.weight[at]
 
     def product(self, x: mx.array) -> mx.array:
-        return dense_matmul(x, self.module.weight)
+        return profile().matmul(x, self.module.weight)
 
 
 class QuantizedWeight(FrozenWeight):
@@ -204,7 +205,7 @@ class MLXWeight(QuantizedWeight):
     def _dequantized(self, arrays: list[mx.array]) -> mx.array:
         weight, scales, *biases = arrays
         bias = next(iter(biases), None)
-        return dequantize(weight, scales, bias, self.group_size, self.bits, self.mode)
+        return profile().dequantize(weight, scales, bias, self.group_size, self.bits, self.mode)
 
 
 FROZEN: dict[type[nn.Module], type[FrozenWeight]] = {}  # formats of modules that are not MLX's

@@ -13,7 +13,7 @@ import mlx.nn as nn
 
 from ..ops.grouped_lora import grouped_lora, shared_input, with_deltas
 from ..ops.lora_qmv import MAX_ROWS, AffineWeight, Factors, Format, Launches, Norm, prepare
-from ..runtime import on_cpu
+from ..ops.profile import profile
 
 T = TypeVar("T")
 
@@ -104,7 +104,7 @@ class GroupedLoRA(nn.Module):
         lora = cls(lora_a[0].shape[0], [], 0.0, [])
         lora._slots, lora._scales = list(slots), [1.0] * len(lora_a)
         lora.lora_a, lora.lora_b = list(lora_a), list(lora_b)
-        lora._kept = None if on_cpu() else _Kept()
+        lora._kept = _Kept() if profile().dtype is None else None
         lora.eval()
         return lora
 
@@ -118,7 +118,7 @@ class GroupedLoRA(nn.Module):
         """Return the outputs of all projections of x [..., D], [..., O_i] each, with their deltas."""
         if (decoded := self.decoded(x, projections)) is not None:
             return decoded
-        if on_cpu() or not self.training or self.dropout.p:
+        if not profile().saves_passes or not self.training or self.dropout.p:
             return self(x, [projection(x) for projection in projections])
         a, b = self.multiplied()
         x, hidden = shared_input(x, a)
@@ -246,7 +246,7 @@ def factors_cast(model: nn.Module) -> Iterator[None]:
     Factors that are replaced meanwhile are cast again. On a CPU activations are float32 as they are.
     """
     groups = [m for m in model.modules() if isinstance(m, GroupedLoRA)]
-    groups = [group for group in groups if group.keeps_on_cpu or not on_cpu()]
+    groups = [group for group in groups if group.keeps_on_cpu or profile().dtype is None]
     for group in groups:
         group._kept = _Kept()
     try:

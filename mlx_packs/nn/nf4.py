@@ -8,7 +8,7 @@ import mlx.nn as nn
 
 from ..ops import nf4
 from ..ops.nf4 import NESTED_BLOCK_SIZE, NF4Weight
-from ..ops.tiling import tiles
+from ..ops.profile import tiles
 from .frozen_weight import FROZEN, QuantizedWeight
 
 

@@ -16,9 +16,7 @@ from mlx.utils import tree_unflatten
 
 from ..config.choices import MATMUL_PATHS, registered
 from ..ops.linear_cross_entropy import FrozenHead, HeadSlice
-from ..ops.matmul import dense_matmul
-from ..ops.streams import stream_count
-from ..runtime import on_cpu
+from ..ops.profile import profile
 from .experts import is_switch_linear
 from .frozen_weight import FrozenWeight, frozen_weight
 from .nf4 import NF4Embedding, NF4Linear
@@ -121,9 +119,10 @@ class DenseLinear(nn.Linear):
 
     def __call__(self, x: mx.array) -> mx.array:
         """Map x [..., D] to [..., O]."""
-        if stream_count() == 1:
+        device = profile()
+        if device.streams == 1:
             return super().__call__(x)
-        y = dense_matmul(x, self.weight)
+        y = device.matmul(x, self.weight)
         return y + self.bias if "bias" in self else y
 
 
@@ -268,12 +267,13 @@ def _transient(module: nn.Module) -> nn.Module | None:
 
 def _dense(module: nn.Module) -> nn.Module | None:
     """Return a dense module; of a linear that is dense anyway one that streams share, if any do."""
-    if type(module) is nn.Linear and stream_count() > 1:
+    device = profile()
+    if type(module) is nn.Linear and device.streams > 1:
         return dense_module(module)
     if type(module) not in QUANTIZED:
         return None
-    # on a CPU activations are float32, whatever the format dequantizes to
-    return dense_module(module, mx.float32 if on_cpu() else None)
+    # the dtype of activations, whatever the format dequantizes to
+    return dense_module(module, device.dtype)
 
 
 @dataclass(frozen=True)

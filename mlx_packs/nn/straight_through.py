@@ -13,7 +13,7 @@ import mlx.nn as nn
 
 from ..ops.grouped_lora import grouped_lora
 from ..ops.lora_qmv import MAX_ROWS
-from ..ops.matmul import dense_matmul
+from ..ops.profile import profile
 from .frozen_weight import frozen_weight
 from .lora import AdaptedLinear, GroupedLoRA, low_rank_delta
 from .quantized import QUANTIZED, stored_weight
@@ -133,7 +133,7 @@ def _gradients(
 def multiply(x: mx.array, module: nn.Module) -> mx.array:
     """Return the product of x [..., D] with the weight of a frozen linear, without its bias."""
     if not isinstance(module, QUANTIZED):
-        return dense_matmul(x, module.weight)
+        return profile().matmul(x, module.weight)
     return frozen_weight(module).transient_product(x)
 
 

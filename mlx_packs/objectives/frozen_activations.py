@@ -31,7 +31,7 @@ from ..files import cache_folder, free_bytes
 from ..nn.frozen_blocks import FrozenBlock, Injection, frozen_output
 from ..nn.full_copy import trained_module
 from ..nn.quantized import replace_modules
-from ..ops.streams import stream_count
+from ..ops.profile import profile
 from ..runtime import mx
 from .causal_lm import Head, as_arrays, forward
 from .objective import Arrays, Inputs
@@ -387,7 +387,12 @@ def _key(
         "blocks": frozen,
         "states": [str(states.dtype), states.shape[-1], train.compute_dtype, matmul_path],
         "batches": [train.batch_size, train.max_seq_length, train.packing, train.seed],
-        "device": [runtime.device_name(), runtime.BLAS.name, runtime.BLAS.threads, stream_count()],
+        "device": [
+            runtime.device_name(),
+            runtime.BLAS.name,
+            runtime.BLAS.threads,
+            profile().streams,
+        ],
         "versions": [version(name) for name in ("mlx", "mlx-lm")],
     }
     digest = hashlib.sha256(json.dumps(dependencies, sort_keys=True, default=str).encode())

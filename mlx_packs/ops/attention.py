@@ -10,11 +10,8 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from .. import runtime
 from .attention_blocks import Arrays, BlockAttention, Mask, Seen
-from .stream_attention import StreamAttention
-from .streams import stream_count
-from .tiling import tiling
+from .profile import profile
 from .watchdog import AttentionSizes, attention_calls, watched_chip
 
 
@@ -43,14 +40,14 @@ def attention(
     Returns:
         [B, H, T, D] in the dtype of queries. The mask gets no gradient.
     """
-    on_cpu = runtime.on_cpu()
+    device = profile()
     seen = Seen(mask, segments)
     fused = segments is None and has_fused_gradient(queries.dtype, queries.shape[-1], mask)
-    if fused or (not on_cpu and mx.cuda.is_available()):
+    if fused or (device.has_fused_kernels and mx.cuda.is_available()):
         return mlx_attention(queries, keys, values, scale, seen.full_mask())
 
-    by_blocks = StreamAttention if on_cpu else BlockAttention
-    return by_blocks.of(scale, seen, queries, keys)(queries, keys, values)
+    by_blocks = device.attention or BlockAttention
+    return by_blocks.of(device, scale, seen, queries, keys)(queries, keys, values)
 
 
 def mlx_attention(
@@ -85,8 +82,8 @@ def _in_parts(function: Callable[..., mx.array], arrays: Arrays, count: int, axi
 
 
 def has_fused_gradient(dtype: mx.Dtype, width: int, mask: Mask) -> bool:
-    """Return whether MLX's attention keeps no scores for its gradient: on Metal, by the mask."""
-    if runtime.on_cpu() or isinstance(mask, mx.array):
+    """Return whether MLX's own attention keeps no scores for its gradient on this device."""
+    if not profile().has_fused_kernels or isinstance(mask, mx.array):
         return False
     return _has_fused_gradient(dtype, width, mask)
 
@@ -103,8 +100,3 @@ def _has_fused_gradient(dtype: mx.Dtype, width: int, mask: str | None) -> bool:
     graph = io.StringIO()
     mx.export_to_dot(graph, *gradients)
     return "ScaledDotProductAttentionVJP" in graph.getvalue()
-
-
-def scores_are_cut(heads: int, length: int) -> bool:
-    """Return whether a CPU computes T x T scores of so many heads (of all rows) by blocks."""
-    return runtime.on_cpu() and 4 * heads * length**2 > stream_count() * tiling().score_bytes

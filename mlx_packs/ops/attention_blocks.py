@@ -12,8 +12,7 @@ from typing import ClassVar, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from .streams import rounds, stream_count
-from .tiling import tiling
+from .profile import Profile
 
 Mask = mx.array | str | None
 Arrays = Sequence[mx.array]
@@ -104,6 +103,7 @@ class Heads(NamedTuple):
 class BlockAttention:
     """Attention over blocks of all keys, by MLX's forward; each waits for the one before."""
 
+    device: Profile
     scale: float
     seen: Seen
     blocks: list[list[Block]]
@@ -113,21 +113,19 @@ class BlockAttention:
     unit: ClassVar[float] = 1.0  # by which scores are multiplied
 
     @classmethod
-    def of(cls, scale: float, seen: Seen, queries: mx.array, keys: mx.array) -> "BlockAttention":
-        """Return attention of arrays [B, H, T, D] and [B, KV, S, D], cut for this device."""
+    def of(
+        cls, device: Profile, scale: float, seen: Seen, queries: mx.array, keys: mx.array
+    ) -> "BlockAttention":
+        """Return attention of arrays [B, H, T, D] and [B, KV, S, D], cut for a device."""
         batch, heads, length, _ = queries.shape
         keys_length = keys.shape[2]
         parts = 1
-        if keys.shape[1] % stream_count() == 0 and seen.same_for_all_heads:
-            parts = stream_count()
+        if keys.shape[1] % device.streams == 0 and seen.same_for_all_heads:
+            parts = device.streams
 
-        rows, width = cls.block_size(4 * batch * heads // parts, length, keys_length)
-        return cls(scale, seen, seen.blocks(length, keys_length, rows, width), width, parts)
-
-    @staticmethod
-    def block_size(pair_bytes: int, length: int, keys_length: int) -> tuple[int, int]:
-        """Return the queries and keys of a block, where a pair has scores of ``pair_bytes``."""
-        return block_rows(tiling().score_bytes, pair_bytes * keys_length), keys_length
+        rows, width = device.score_block(4 * batch * heads // parts, length, keys_length)
+        blocks = seen.blocks(length, keys_length, rows, width)
+        return cls(device, scale, seen, blocks, width, parts)
 
     @property
     def only(self) -> bool:
@@ -208,7 +206,7 @@ class BlockAttention:
             totals: list[mx.array | None] = [None] * self.parts
             for at in row:
                 visible, computed = slice(at.first, at.last), []
-                (group,) = rounds(enumerate(heads))
+                (group,) = self.device.rounds(enumerate(heads))
                 for stream, (n, own) in group:
                     with stream:
                         kv_heads = own.keys.shape[1]
@@ -233,12 +231,6 @@ class BlockAttention:
 
         others = [joined([d.concatenated() for d in own], axis=1) for own in (d_keys, d_values)]
         return mx.depends(joined(d_queries, axis=2), others), *others
-
-
-def block_rows(room: int, row_bytes: int) -> int:
-    """Return how many queries of so many bytes fit into a block of scores, a whole multiple."""
-    least = tiling().least_queries
-    return max(least, room // row_bytes // least * least)
 
 
 def joined(parts: list[mx.array], axis: int) -> mx.array:

@@ -21,7 +21,7 @@ from . import (
     nf4_kernel,
 )
 from ._check import Check, Instance, Op, examine, outputs_and_gradients
-from .streams import stream_count
+from .profile import profile
 
 OPS = (grouped_lora_kernel, lora_qmv_kernel, multi_lora_kernel, nf4_kernel)
 # In one evaluation: an evaluation alone takes 0.25 ms on a Mac (ml-explore/mlx#4265), more than most
@@ -137,7 +137,7 @@ def examine_machine() -> dict:
             "bound": runtime.BLAS.bound,
             "note": runtime.BLAS.note,
             "threads": runtime.BLAS.threads,
-            "streams": stream_count(),
+            "streams": profile().streams,
             "gflops": matmul_gflops(),
         },
         "memory": {

@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .. import runtime
 from ..chips import chip_here
 from . import _backend
 from ._check import Check, normal
 from ._cost import Launch
 from .gated_delta import CHUNK, Sizes, reference, widened
+from .profile import profile
 
 
 class _Instance(NamedTuple):
@@ -48,7 +48,7 @@ def has_fused_gradient(key_heads: int, value_heads: int, key_width: int, value_w
 
     The graph of a gradient is laid out, not computed: its primitives tell.
     """
-    if runtime.on_cpu():
+    if not profile().has_fused_kernels:
         return False
     q = mx.zeros((1, 2, key_heads, key_width))
     v = mx.zeros((1, 2, value_heads, value_width))

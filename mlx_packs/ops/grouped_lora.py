@@ -10,8 +10,9 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..runtime import mx, on_cpu
+from ..runtime import mx
 from . import dispatch
+from .profile import profile
 
 OP = "grouped_lora"
 # What the kernels are for: generation, and what scores or embeds a few short texts. Beyond, whatever
@@ -119,8 +120,8 @@ def with_deltas(
             flat = parts[j].reshape(-1, layout.widths[i])
             b = lora_b[i]
             alpha = scales[i]
-            is_small = on_cpu() or h.shape[0] <= MOST_ROWS
-            if alpha != 1 and not is_small:  # the gradient of ``alpha`` would read all of dy
+            is_large = profile().saves_passes and h.shape[0] > MOST_ROWS
+            if alpha != 1 and is_large:  # the gradient of ``alpha`` would read all of dy
                 b = alpha * b
                 alpha = 1.0
 

@@ -10,7 +10,7 @@ from ._check import Check, Instance, seeded
 from ._cost import Launch, level, product
 from .dispatch import forced
 from .grouped_lora import MOST_ROWS, OP, Arrays, Layout, factor_dtype, layout_of, reference, stacks
-from .tiling import tiles
+from .profile import tiles
 
 DEPTH = 256  # columns of a staged tile
 MAX_SLICES, MAX_RANK, MAX_RANKS = 4, 64, 256  # pointers of a launch; registers; threads

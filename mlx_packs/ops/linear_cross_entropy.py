@@ -13,10 +13,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..runtime import on_cpu
-from .exponential import exp
-from .streams import rounds
-from .tiling import tiling
+from .profile import profile
 
 # The sum of a row's weights in float16: probabilities below 6e-8 would be zero, and in a large
 # vocabulary they are a share that counts.
@@ -60,7 +57,7 @@ def cross_entropy(
 @mx.custom_function
 def _logsumexp(logits: mx.array) -> tuple[mx.array, mx.array]:
     largest = logits.max(axis=-1, keepdims=True)
-    weights = exp(logits - largest)
+    weights = profile().exp(logits - largest)
     total = weights.sum(axis=-1, keepdims=True)
     return (mx.log(total) + largest)[:, 0], weights * mx.reciprocal(total)
 
@@ -74,7 +71,7 @@ def _logsumexp_vjp(
 
 def columns(rows: int, width: int) -> int:
     """Return how many columns of the logits of so many rows [., D] are computed at a time."""
-    sizes = tiling()
+    sizes = profile()
     fitting = min(sizes.logit_bytes // (4 * rows), sizes.slice_weights // width)
     return max(sizes.least_columns, fitting)
 
@@ -93,6 +90,7 @@ class _Running(NamedTuple):
     def merged(self, other: "_Running") -> "_Running":
         """Return the state over the slices of both; of two largest logits the first is the best."""
         largest = mx.maximum(self.largest, other.largest)
+        exp = profile().exp
         own, others = exp(self.largest - largest), exp(other.largest - largest)
         better = (other.largest > self.largest)[:, 0]
         tied = (other.largest == self.largest)[:, 0]
@@ -137,7 +135,7 @@ def linear_cross_entropy(
 
     def forward(h: mx.array) -> tuple[mx.array, ...]:
         by_stream: list[_Running] = []
-        for group in rounds(range(0, head.vocab_size, step)):
+        for group in profile().rounds(range(0, head.vocab_size, step)):
             if by_stream:
                 h = mx.depends(h, [array for seen in by_stream for array in seen])
             for number, (stream, start) in enumerate(group):
@@ -219,10 +217,11 @@ def _weights(logits: mx.array, at: mx.array) -> tuple[mx.array, mx.array, mx.arr
     The reference is the largest logit. Where MLX fuses the cross-entropy (of any targets ``at``),
     which reads the logits once, it is their logsumexp, and the sum is 1 (in float16 more).
     """
-    if on_cpu():
+    device = profile()
+    if not device.has_fused_kernels:
         logits = logits.astype(mx.float32)
         largest = logits.max(axis=-1, keepdims=True)
-        weights = exp(logits - largest)
+        weights = device.exp(logits - largest)
         return weights, weights.sum(axis=-1, keepdims=True), largest
     lse = (mx.fast.cross_entropy(logits, at) + _picked(logits, at))[:, None]
     total = mx.ones_like(lse)

@@ -22,7 +22,7 @@ from .lora_qmv import (
     Task,
     reference,
 )
-from .tiling import tiles
+from .profile import tiles
 
 MAX_SLICES, MAX_RANK = 4, 64
 GROUP_SIZES, BITS = (32, 64, 128), (4, 8)

@@ -1,4 +1,4 @@
-"""Products with weights; of a quantized one some slices of rows are dense at a time.
+"""Products with quantized weights, of which some slices of rows are dense at a time.
 
 MLX allocates ahead of what it computes, and computes independent work side by side: without
 slices that wait for each other, several dense weights of a block are in memory at once.
@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import mlx.core as mx
 
-from ..runtime import on_cpu
-from .streams import rounds, stream_count
-from .tiling import tiling
+from .profile import profile
 
 # (start, stop, after) to dense rows W[start:stop] in the dtype of ``after``, not before it is there
 Rows = Callable[[int, int, mx.array], mx.array]
@@ -49,10 +47,11 @@ def sliced_matmul(
 
 def _sliced_forward(x: mx.array, shape: tuple[int, int], rows: Rows) -> mx.array:
     """Return x [N, D] @ W.T, [N, O]."""
+    device = profile()
     parts: list[mx.array] = []
-    for group in rounds(_slices(shape, len(x))):
+    for group in device.rounds(_slices(shape, len(x))):
         if parts:
-            x = mx.depends(x, parts[-stream_count() :])
+            x = mx.depends(x, parts[-device.streams :])
         for stream, (start, stop) in group:
             with stream:
                 parts.append(x @ rows(start, stop, x).T)
@@ -62,7 +61,7 @@ def _sliced_forward(x: mx.array, shape: tuple[int, int], rows: Rows) -> mx.array
 def _sliced_backward(dy: mx.array, shape: tuple[int, int], rows: Rows) -> mx.array:
     """Return dy [N, O] @ W, [N, D]."""
     totals: list[mx.array] = []  # of each stream
-    for group in rounds(_slices(shape, len(dy))):
+    for group in profile().rounds(_slices(shape, len(dy))):
         if totals:
             dy = mx.depends(dy, totals)
         for number, (stream, (start, stop)) in enumerate(group):
@@ -77,53 +76,8 @@ def _sliced_backward(dy: mx.array, shape: tuple[int, int], rows: Rows) -> mx.arr
 
 
 def _slices(shape: tuple[int, int], rows: int) -> Iterator[tuple[int, int]]:
-    """Yield rows [start, stop) of a weight; of a large product at least a slice for each stream."""
-    outputs, width = shape
-    sizes, count = tiling(), stream_count()
-    multiple = sizes.slice_rows
-    step = max(1, sizes.slice_weights // width // multiple) * multiple
-    if rows * width * outputs >= count * sizes.stream_work:
-        step = min(step, -(-outputs // count // multiple) * multiple)
-    for start in range(0, outputs, step):
-        yield start, min(start + step, outputs)
-
-
-def dense_matmul(x: mx.array, weight: mx.array) -> mx.array:
-    """Return the product with a dense weight; CPU streams share the rows, in both directions.
-
-    Semantics: y = x @ weight.T, [..., O] of [..., D] and [O, D]
-    """
-    rows = x.reshape(-1, x.shape[-1])
-    count = stream_count()
-    if not 1 < count <= len(rows) or len(rows) * weight.size < count * tiling().stream_work:
-        return x @ weight.T
-    step = -(-len(rows) // count)
-    parts = []
-    for group in rounds(mx.split(rows, range(step, len(rows), step))):
-        for stream, part in group:
-            with stream:
-                parts.append(part @ weight.T)
-    return mx.concatenate(parts).reshape(*x.shape[:-1], -1)
-
-
-def dequantize(
-    weight: mx.array,
-    scales: mx.array,
-    biases: mx.array | None,
-    group_size: int,
-    bits: int,
-    mode: str,
-) -> mx.array:
-    """Return the result of `mx.dequantize`, bit-identical: [O, D] of weight [O, D * bits / 32], uint32.
-
-    On CPUs `mx.dequantize` takes weights one at a time; array operations are vectorized. They take
-    three times the memory, so this is for slices.
-    """
-    if not (on_cpu() and mode == "affine" and bits in (4, 8) and scales.dtype == mx.float32):
-        return mx.dequantize(weight, scales, biases, group_size=group_size, bits=bits, mode=mode)
-    codes = weight.view(mx.uint8)
-    if bits == 4:  # spread two at a time: three operations on half as many bytes as weights
-        pairs = codes.astype(mx.uint16)  # 00ab to 0a0b, whose lower byte comes first
-        codes = ((pairs | (pairs << 4)) & 0x0F0F).view(mx.uint8)
-    codes = codes.reshape(*scales.shape, group_size).astype(mx.float32)
-    return (codes * scales[..., None] + biases[..., None]).reshape(len(weight), -1)
+    """Yield rows [start, stop) of a weight for a product with so many rows."""
+    outputs = shape[0]
+    size = profile().slice_size(shape, rows)
+    for start in range(0, outputs, size):
+        yield start, min(start + size, outputs)

@@ -8,9 +8,10 @@ S-LoRA: https://arxiv.org/abs/2311.03285   Punica: https://arxiv.org/abs/2310.18
 
 from collections.abc import Sequence
 
-from ..runtime import mx, on_cpu
+from ..runtime import mx
 from . import dispatch
 from .grouped_lora import factor_dtype
+from .profile import profile
 
 OP = "multi_lora"
 Arrays = Sequence[mx.array]
@@ -74,8 +75,8 @@ def reference(
     pack = pack[: x.shape[0]]
     index = mx.clip(pack, 0, lora_a[0].shape[0] - 1)
     present = (pack == index)[:, None, None]
-    if x.dtype != mx.float64 and (on_cpu() or factor_dtype(x.dtype, [*lora_a, *lora_b]) != x.dtype):
-        x = x.astype(mx.float32)  # the only dtype of gather_mm on a CPU
+    if x.dtype != mx.float64:  # float32 is the only dtype of gather_mm on a CPU
+        x = x.astype(profile().dtype or factor_dtype(x.dtype, [*lora_a, *lora_b]))
     summed = []
     for y, a, b, scale in zip(outputs, lora_a, lora_b, scales, strict=True):
         scales_of_rows = scale[index][:, None, None].astype(x.dtype)

@@ -22,7 +22,7 @@ from .grouped_lora_kernel import (
     unsupported,
 )
 from .multi_lora import OP, Arrays, reference
-from .tiling import tiles
+from .profile import tiles
 
 
 def _row_tiles(rows: int) -> int:

@@ -17,7 +17,7 @@ from ..runtime import dtype_name, mx
 from . import dispatch
 from .blockwise import count_below, dynamic_map
 from .matmul import sliced_matmul
-from .tiling import tiles
+from .profile import tiles
 
 OP = "nf4"
 BLOCK_SIZES = (32, 64, 128, 256)

@@ -11,7 +11,7 @@ from ._cost import Launch, casts, product
 from .blockwise import dynamic_map, nearest
 from .nf4 import NESTED_BLOCK_SIZE, OP, NF4Weight, level_table, quantize, reference_dequantize
 from .nf4 import product as nf4_product
-from .tiling import tiles
+from .profile import tiles
 
 LANES = 32  # of a simdgroup, of a warp
 # As MLX's own quantized matrix-vector product: small groups, so that 1024 outputs fill all cores,

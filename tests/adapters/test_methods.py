@@ -13,6 +13,7 @@ from mlx_packs.adapters.tensors import delta_of, merged_weight
 from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.nn.lora import AdapterShape, GroupedLoRA
 from mlx_packs.nn.residual_lora import ResidualLoRA
+from mlx_packs.ops.profile import GPU, forced_profile
 from mlx_packs.packs.making import pack_of
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import write_dense
@@ -96,13 +97,13 @@ def test_rows_of_zeros_have_no_magnitude_and_finite_gradients():
 
 
 @pytest.mark.parametrize("method", ["dora", "pissa"])
-def test_the_graph_of_a_gpu_computes_the_same(method, monkeypatch):
+def test_the_graph_of_a_gpu_computes_the_same(method):
     base = base_of("qwen3")
     moved(attached(method, base))
     base.model.train()
     on_cpu = base.model(TOKENS)
-    monkeypatch.setattr("mlx_packs.nn.lora.on_cpu", lambda: False)
-    assert mx.allclose(base.model(TOKENS), on_cpu, atol=1e-4).item()
+    with forced_profile(GPU):
+        assert mx.allclose(base.model(TOKENS), on_cpu, atol=1e-4).item()
 
 
 def test_small_changes_of_large_factors_survive_half_precision():

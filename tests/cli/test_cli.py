@@ -21,7 +21,7 @@ from mlx_packs.hashes import sealed
 from mlx_packs.nn.quantized import replace_modules
 from mlx_packs.ops import _backend, diagnostics
 from mlx_packs.ops.diagnostics import examine_kernel, examine_machine, kernel_instances
-from mlx_packs.ops.streams import stream_count
+from mlx_packs.ops.profile import profile
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import write_checkpoint, write_quantized
 from tests.helpers.emulation import emulation
@@ -120,7 +120,7 @@ def test_doctor_reports_the_machine_and_every_kernel(tmp_path):
     assert len(report_lines(report, verbose=True)) == 6 + len(report["kernels"])
     assert {"device", "versions", "blas", "memory", "kernels"} <= set(report)
     assert report["versions"]["mlx"] and report["blas"]["gflops"] > 0
-    assert report["blas"]["streams"] == stream_count()
+    assert report["blas"]["streams"] == profile().streams
     assert {k["op"] for k in report["kernels"]} == {
         "grouped_lora",
         "lora_qmv",

@@ -1,11 +1,17 @@
 """Adapters of a projection group: with a shared input, as on a GPU, they learn the same."""
 
+from dataclasses import replace
+
 import pytest
 
+from mlx_packs.cpu.profile import CPU
 from mlx_packs.data.batches import make_batch
 from mlx_packs.nn import lora
+from mlx_packs.ops.profile import forced_profile
 from tests.helpers.packing import LIMIT, ROWS, attached_model
 from tests.helpers.steps import assert_same, loss_and_gradients
+
+SAVES_PASSES = replace(CPU, saves_passes=True)
 
 
 @pytest.mark.parametrize("policy", ["none", "selective", "block"])
@@ -19,8 +25,8 @@ def test_shared_input_changes_no_gradient(family, policy, monkeypatch):
     calls = []
     shared = lora.shared_input
     monkeypatch.setattr(lora, "shared_input", lambda *a: calls.append(a) or shared(*a))
-    monkeypatch.setattr(lora, "on_cpu", lambda: False)
-    same_loss, same = loss_and_gradients(attached.model, head, batches)
+    with forced_profile(SAVES_PASSES):
+        same_loss, same = loss_and_gradients(attached.model, head, batches)
     assert len(calls) >= 4 * len(attached.model.layers)
     assert same_loss == pytest.approx(loss, rel=1e-6)
     assert_same(same, gradients)
@@ -30,7 +36,7 @@ def test_dropped_input_is_not_shared(monkeypatch):
     attached, head = attached_model("qwen3")
     for slot in attached.slots.values():
         slot.lora.dropout.p = 0.5
-    monkeypatch.setattr(lora, "on_cpu", lambda: False)
     monkeypatch.setattr(lora, "shared_input", None)
-    loss, _ = loss_and_gradients(attached.model, head, [make_batch(ROWS, [0, 1], 2, LIMIT)])
+    with forced_profile(SAVES_PASSES):
+        loss, _ = loss_and_gradients(attached.model, head, [make_batch(ROWS, [0, 1], 2, LIMIT)])
     assert loss > 0

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from mlx_packs import runtime
+from mlx_packs.cpu.profile import CPU
 from mlx_packs.ops import attention as attention_module
 from mlx_packs.ops.attention import attention, has_fused_gradient
-from mlx_packs.ops.tiling import CPU, GPU, forced_tiling
+from mlx_packs.ops.profile import GPU, forced_profile
 from mlx_packs.runtime import mx
 
 SHAPES = {  # batch, heads, KV heads, queries, keys, head_dim
@@ -22,12 +22,13 @@ SHAPES = {  # batch, heads, KV heads, queries, keys, head_dim
 every_mask = pytest.mark.parametrize("mask", ["none", "causal", "boolean", "additive"])
 every_shape = pytest.mark.parametrize("name", SHAPES)
 SMALL_BLOCKS = replace(CPU, score_bytes=0, least_queries=4, block_keys=8, block_bytes=0)
+SMALL_BLOCKS_OF_A_GPU = replace(GPU, score_bytes=0, least_queries=4)
 
 
 @pytest.fixture
 def small_blocks():
     """Many blocks of few queries and keys, whatever the shapes."""
-    with forced_tiling(SMALL_BLOCKS):
+    with forced_profile(SMALL_BLOCKS):
         yield
 
 
@@ -119,13 +120,13 @@ def test_segments_in_many_blocks_equal_their_mask(small_blocks):
 @pytest.fixture
 def off_cpu():
     """The path of Metal with many blocks of queries, computed here."""
-    with runtime.assumed_device("gpu"), forced_tiling(replace(GPU, score_bytes=0)):
+    with forced_profile(replace(GPU, score_bytes=0)):
         yield
 
 
 @pytest.fixture
 def small_blocks_off_cpu(off_cpu):
-    with forced_tiling(replace(GPU, score_bytes=0, least_queries=4)):
+    with forced_profile(SMALL_BLOCKS_OF_A_GPU):
         yield
 
 
@@ -189,7 +190,6 @@ def fused_gradient(monkeypatch):
         calls.append((q.shape, options["mask"]))
         return original(q, k, v, **options)
 
-    monkeypatch.setattr(runtime, "on_cpu", lambda: False)
     monkeypatch.setattr("mlx_packs.ops.attention._has_fused_gradient", lambda *_: True)
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", recorded)
     return calls
@@ -197,14 +197,14 @@ def fused_gradient(monkeypatch):
 
 @pytest.mark.parametrize("mask", ["none", "causal"])
 def test_attention_is_one_call_of_mlx_where_its_gradient_is_fused(mask, fused_gradient):
-    with forced_tiling(SMALL_BLOCKS):
+    with forced_profile(SMALL_BLOCKS_OF_A_GPU):
         q = mx.random.normal((1, 4, 33, 16))
         attention(q, q, q, 0.2, masks((1, 4, 4, 33, 33, 16))[mask])
     assert [shape for shape, _ in fused_gradient] == [(1, 4, 33, 16)]
 
 
 def test_attention_with_an_array_as_mask_stays_in_blocks(fused_gradient):
-    with forced_tiling(replace(GPU, score_bytes=0, least_queries=4)):
+    with forced_profile(SMALL_BLOCKS_OF_A_GPU):
         q = mx.random.normal((1, 4, 33, 16))
         attention(q, q, q, 0.2, masks((1, 4, 4, 33, 33, 16))["boolean"])
     assert len(fused_gradient) > 1
@@ -213,9 +213,8 @@ def test_attention_with_an_array_as_mask_stays_in_blocks(fused_gradient):
 @pytest.fixture
 def older_gpu(monkeypatch):
     """A GPU whose MLX keeps all scores for the gradient of attention."""
-    monkeypatch.setattr(runtime, "on_cpu", lambda: False)
     monkeypatch.setattr("mlx_packs.ops.attention._has_fused_gradient", lambda *_: False)
-    with forced_tiling(replace(GPU, score_bytes=0, least_queries=4)):
+    with forced_profile(SMALL_BLOCKS_OF_A_GPU):
         yield
 
 

@@ -5,6 +5,7 @@ import pytest
 from mlx_packs.ops._check import examine
 from mlx_packs.ops.grouped_lora import grouped_lora, reference
 from mlx_packs.ops.grouped_lora_kernel import Workload, check_of
+from mlx_packs.ops.profile import GPU, forced_profile
 from mlx_packs.runtime import mx
 
 DTYPES = (mx.float32, mx.bfloat16, mx.float16)
@@ -182,7 +183,7 @@ def test_grouped_lora_launches_nothing_for_an_empty_batch_or_no_rank(nothing_lau
     assert grouped_lora(mx.ones((3, 8)), [y], [mx.ones((8, 0))], [mx.ones((0, 12))], [1.0]) == [y]
 
 
-def test_reference_is_the_same_where_b_is_scaled_before_the_product(monkeypatch):
+def test_reference_is_the_same_where_b_is_scaled_before_the_product():
     """On a GPU; with a scale that is no power of two, values and gradients."""
     x, y, a, b, cotangent = (
         mx.random.normal(shape) for shape in ((70, 12), (70, 10), (12, 3), (3, 10), (70, 10))
@@ -196,6 +197,7 @@ def test_reference_is_the_same_where_b_is_scaled_before_the_product(monkeypatch)
         return [*outputs, *gradients]
 
     expected = outputs_and_gradients()
-    monkeypatch.setattr("mlx_packs.ops.grouped_lora.on_cpu", lambda: False)
-    for result, other in zip(outputs_and_gradients(), expected, strict=True):
+    with forced_profile(GPU):
+        results = outputs_and_gradients()
+    for result, other in zip(results, expected, strict=True):
         assert mx.allclose(result, other, rtol=1e-4, atol=1e-4).item()

@@ -6,10 +6,11 @@ from dataclasses import replace
 import mlx.nn as nn
 import pytest
 
+from mlx_packs.cpu.profile import CPU
 from mlx_packs.nn.nf4 import NF4Embedding
 from mlx_packs.nn.quantized import HalfLinear, TransientEmbedding, TransientLinear, frozen_head
 from mlx_packs.ops.linear_cross_entropy import columns, cross_entropy, linear_cross_entropy
-from mlx_packs.ops.tiling import CPU, forced_tiling
+from mlx_packs.ops.profile import GPU, forced_profile
 from mlx_packs.runtime import mx
 
 
@@ -49,24 +50,41 @@ def heads() -> dict:
     }
 
 
+def in_small_slices(device):
+    """A device that computes 40 columns of 33 rows at a time."""
+    return forced_profile(replace(device, logit_bytes=4 * 33 * 40, least_columns=16))
+
+
 @pytest.fixture
 def small_slices():
-    with forced_tiling(replace(CPU, logit_bytes=4 * 33 * 40, least_columns=16)):
-        yield  # 40 columns of 33 rows
+    with in_small_slices(CPU):
+        yield
 
 
-@pytest.fixture(params=["largest", "logsumexp"])
-def reference(request, monkeypatch):
-    """What exponentials of logits are taken relative to: on a CPU, and on a GPU."""
-    on_cpu = request.param == "largest"
-    monkeypatch.setattr("mlx_packs.ops.linear_cross_entropy.on_cpu", lambda: on_cpu)
+@pytest.fixture(params=[CPU, GPU], ids=["largest", "logsumexp"])
+def small_slices_of_devices(request):
+    """By what the exponentials of logits are taken relative to."""
+    with in_small_slices(request.param):
+        yield
 
 
-@pytest.mark.usefixtures("reference")
+@pytest.fixture
+def small_slices_of_a_gpu():
+    with in_small_slices(GPU):
+        yield
+
+
+@pytest.fixture
+def gpu():
+    """As a GPU computes, here."""
+    with forced_profile(GPU):
+        yield
+
+
 @pytest.mark.parametrize("name", heads())
 @pytest.mark.parametrize(("z_loss", "smoothing"), [(0, 0), (1e-2, 0), (0, 0.1), (1e-2, 0.1)])
 def test_linear_cross_entropy_by_slices_equals_that_of_all_logits(
-    name, z_loss, smoothing, small_slices
+    name, z_loss, smoothing, small_slices_of_devices
 ):
     mx.random.seed(1)
     layer, call = heads()[name]
@@ -124,9 +142,8 @@ def test_linear_cross_entropy_never_holds_all_logits_or_the_dense_head(matmul_pa
     assert used < vocab * rows * 4 / 2  # all logits; the dense head is half of that
 
 
-def test_sums_of_half_precision_logits_are_float32(small_slices, monkeypatch):
+def test_sums_of_half_precision_logits_are_float32(small_slices_of_a_gpu, monkeypatch):
     """The mean logit of label smoothing: a sum in bfloat16 is off by a tenth of a unit."""
-    monkeypatch.setattr("mlx_packs.ops.linear_cross_entropy.on_cpu", lambda: False)
     # on a GPU it accumulates in float32, on a CPU in the dtype of the logits
     monkeypatch.setattr(mx.fast, "cross_entropy", cross_entropy)
     mx.random.seed(2)
@@ -141,8 +158,7 @@ def test_sums_of_half_precision_logits_are_float32(small_slices, monkeypatch):
     assert mx.abs(loss - expected).max().item() < 5e-4
 
 
-def test_small_gradients_of_float16_are_rounded_once_scaled(monkeypatch):
-    monkeypatch.setattr("mlx_packs.ops.linear_cross_entropy.on_cpu", lambda: False)
+def test_small_gradients_of_float16_are_rounded_once_scaled(gpu):
     head = nn.Linear(64, VOCABULARY, bias=False)
     head.weight = (head.weight * 2.0**-20).astype(mx.float16)
     head.freeze()
@@ -159,9 +175,8 @@ def test_small_gradients_of_float16_are_rounded_once_scaled(monkeypatch):
     assert (mx.linalg.norm(half - full) / mx.linalg.norm(full)).item() < 0.01
 
 
-def test_float16_keeps_a_long_tail_of_the_vocabulary(monkeypatch):
+def test_float16_keeps_a_long_tail_of_the_vocabulary(gpu, monkeypatch):
     """4,095 tokens of probability 2e-8 each, which float16 takes for zero."""
-    monkeypatch.setattr("mlx_packs.ops.linear_cross_entropy.on_cpu", lambda: False)
     # on a GPU it accumulates in float32
     monkeypatch.setattr(mx.fast, "cross_entropy", cross_entropy)
     head = nn.Linear(64, 4096, bias=False)

@@ -10,6 +10,7 @@ from mlx_packs.ops._check import examine, sparse_signs
 from mlx_packs.ops.grouped_lora import grouped_lora
 from mlx_packs.ops.multi_lora import multi_lora, reference
 from mlx_packs.ops.multi_lora_kernel import Sizes, Workload, check_of, instances, plans
+from mlx_packs.ops.profile import GPU, forced_profile
 from mlx_packs.runtime import mx
 from tests.helpers.emulation import emulation
 
@@ -94,8 +95,8 @@ def test_reference_on_a_gpu_casts_no_factors_of_its_dtype(factors, monkeypatch):
         return product.astype(x.dtype)
 
     monkeypatch.setattr(mx, "gather_mm", of_a_gpu)
-    monkeypatch.setattr("mlx_packs.ops.multi_lora.on_cpu", lambda: False)
-    result = reference(x, outputs, a, b, scales, pack)
+    with forced_profile(GPU):
+        result = reference(x, outputs, a, b, scales, pack)
     assert seen == {(factors, factors)}
     for ours, wanted in zip(result, expected, strict=True):
         assert mx.allclose(ours, wanted, rtol=0.05, atol=0.05).item()

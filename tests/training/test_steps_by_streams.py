@@ -8,12 +8,13 @@ import pytest
 from mlx_packs import runtime
 from mlx_packs.adapters.lora import attach
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
+from mlx_packs.cpu.profile import CPU
 from mlx_packs.data.batches import make_batch, make_packed_batch
 from mlx_packs.data.encoding import Example
 from mlx_packs.data.packing import Packed
 from mlx_packs.evaluation.perplexity import Scorer
 from mlx_packs.objectives.causal_lm import as_arrays, split_head
-from mlx_packs.ops.tiling import CPU, forced_tiling
+from mlx_packs.ops.profile import forced_profile
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
 from tests.helpers.models import base_of
@@ -59,7 +60,7 @@ def model_with_adapters(family: str, path: str, recompute: str):
 
 def streams(count: int):
     """Compute on so many streams, however small the work is."""
-    return forced_tiling(replace(CPU, stream_work=1, slice_rows=16, streams=count))
+    return forced_profile(replace(CPU, stream_work=1, slice_rows=16, streams=count))
 
 
 def take_steps(family: str, path: str, recompute: str, accumulate: int):

@@ -8,10 +8,8 @@ from typing import ClassVar, NamedTuple
 
 import mlx.core as mx
 
-from .attention_blocks import Arrays, Block, BlockAttention, Heads, block_rows, joined
+from ..ops.attention_blocks import Arrays, Block, BlockAttention, Heads, joined
 from .exponential import exp2
-from .streams import rounds
-from .tiling import tiling
 
 
 class _Partial(NamedTuple):
@@ -43,15 +41,6 @@ class StreamAttention(BlockAttention):
 
     unit: ClassVar[float] = 1.4426950408889634
 
-    @staticmethod
-    def block_size(pair_bytes: int, length: int, keys_length: int) -> tuple[int, int]:
-        """Return the queries and keys of a block; keys are cut where there are several."""
-        sizes = tiling()
-        if pair_bytes * length * keys_length <= sizes.score_bytes:
-            return BlockAttention.block_size(pair_bytes, length, keys_length)
-        width = min(sizes.block_keys, keys_length)
-        return block_rows(sizes.block_bytes, pair_bytes * width), width
-
     def score_dtype(self, dtype: mx.Dtype) -> mx.Dtype:
         """Return float32, whatever the queries have."""
         return mx.float32
@@ -62,7 +51,7 @@ class StreamAttention(BlockAttention):
         for row in self.blocks:
             partial: list[_Partial | None] = [None] * self.parts
             for at in row:
-                (group,) = rounds(enumerate(heads))
+                (group,) = self.device.rounds(enumerate(heads))
                 for stream, (n, own) in group:
                     with stream:
                         part, weights = self._block_output(at, own)

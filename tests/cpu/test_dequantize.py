@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlx_packs.ops import matmul
+from mlx_packs.cpu.profile import CPU
 from mlx_packs.runtime import mx
 
 
@@ -16,7 +16,7 @@ def test_dequantize_is_bit_identical_to_mlx(bits, group_size):
         [p[mx.array([7, 0, 7])] for p in quantized],
     ):
         expected = mx.dequantize(*part, group_size=group_size, bits=bits)
-        result = matmul.dequantize(*part, group_size, bits, "affine")
+        result = CPU.dequantize(*part, group_size, bits, "affine")
         assert result.dtype == expected.dtype and mx.array_equal(result, expected).item()
 
 
@@ -25,11 +25,11 @@ def test_dequantize_of_other_modes_is_mlxs_own(mode):
     weight, scales = mx.quantize(mx.random.normal((8, 128)), mode=mode)
     group, bits = {"mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}[mode]
     expected = mx.dequantize(weight, scales, mode=mode)
-    result = matmul.dequantize(weight, scales, None, group, bits, mode)
+    result = CPU.dequantize(weight, scales, None, group, bits, mode)
     assert result.dtype == expected.dtype and mx.array_equal(result, expected).item()
 
 
 def test_dequantize_of_four_bits_on_a_cpu_is_vectorized(monkeypatch):
     quantized = mx.quantize(mx.random.normal((4, 64)), 64, 4)
-    monkeypatch.setattr(matmul.mx, "dequantize", None)
-    matmul.dequantize(*quantized, 64, 4, "affine")
+    monkeypatch.setattr(mx, "dequantize", None)
+    CPU.dequantize(*quantized, 64, 4, "affine")

@@ -1,19 +1,17 @@
-"""The exponential and error functions, SwiGLU and GELU, for MLX on CPUs.
+"""The exponential and error functions, SwiGLU and GELU, of float32 arrays on CPUs.
 
 MLX's CPU backend on Linux takes exp one element at a time (12 ns each), and erf in 26 ns; in a
 training step that is a third of the time, in an encoder half. The usual range reduction and
 rational functions, written as MLX array operations, are 3 to 6 times as fast, since additions and
-products are vectorized. On other devices, and for other dtypes than float32, the reference is used.
+products are vectorized. All is float32, and `exp` and `exp2` have no gradient: callers know theirs.
 """
 
 import math
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from .streams import rounds
-from .tiling import tiling
 
 _LOG2_E = 1.4426950408889634
 _LN_2 = 1 / _LOG2_E
@@ -32,17 +30,8 @@ _ERF_P = (1.128379007, 0.1940286378, 0.05320593955, 0.003916947831, 2.875809255e
 _ERF_Q = (1.0, 0.505284897, 0.1155876601, 0.01526999235, 0.001198088557, 3.783777996e-5)
 
 
-def _by_formula(x: mx.array) -> bool:
-    return x.dtype == mx.float32 and mx.default_device() == mx.Device(mx.cpu)
-
-
 def exp(x: mx.array) -> mx.array:
-    """Return e to the power of x, of any float dtype, without a gradient: callers know theirs.
-
-    Semantics: mx.exp(x), within 4e-7 relative for -87 <= x <= 88; clipped to that range.
-    """
-    if not _by_formula(x):
-        return mx.exp(x)
+    """Return e to the power of x within 4e-7 relative for -87 <= x <= 88; x is clipped to that."""
     x = mx.clip(x, -87.0, 88.0)
     rounded = x * _LOG2_E + _ROUNDING
     n = rounded - _ROUNDING
@@ -50,14 +39,8 @@ def exp(x: mx.array) -> mx.array:
 
 
 def exp2(x: mx.array) -> mx.array:
-    """Return 2 to the power of x, for x that are not above 127; without a gradient, as `exp`.
-
-    It takes two thirds of the operations of `exp`.
-
-    Semantics: mx.power(2, x), within 4e-7 relative for -126 <= x; 2^-126 below.
-    """
-    if not _by_formula(x):
-        return mx.exp(x * _LN_2)
+    """Return 2 to the power of x within 4e-7 relative for -126 <= x <= 127; 2^-126 below."""
+    # two thirds of the operations of `exp`
     x = mx.maximum(x, -126.0)
     rounded = x + _ROUNDING
     return _scaled(x - (rounded - _ROUNDING), rounded, _BINARY)
@@ -72,19 +55,24 @@ def _scaled(r: mx.array, rounded: mx.array, terms: tuple[float, float, float]) -
 
 
 def _by_rows(
-    function: Callable[..., list[mx.array]], count: int, *arrays: mx.array
+    function: Callable[..., list[mx.array]],
+    count: int,
+    arrays: Sequence[mx.array],
+    elements: int,
+    streams: int,
 ) -> list[mx.array]:
     """Return the ``count`` results of a function of single elements, computed by rows of [N, D].
 
     Rows wait for those before them, so that temporaries stay in the processor's cache.
     """
     rows, width = arrays[0].shape
-    step = max(1, tiling().elements // width)
+    step = max(1, elements // width)
     if rows <= step:
         return function(*arrays)
+
     results = [mx.zeros(arrays[0].shape) for _ in range(count)]
     inputs = list(arrays)
-    for group in rounds(range(0, rows, step)):
+    for group in rounds(range(0, rows, step), streams):
         parts = []
         for stream, start in group:
             with stream:
@@ -106,47 +94,21 @@ def _gated_gradients(gate: mx.array, up: mx.array, cotangent: mx.array) -> list[
     return [cotangent * up * (sigmoid + silu * (1 - sigmoid)), cotangent * silu]
 
 
-@mx.custom_function
-def _swiglu(gate: mx.array, up: mx.array) -> mx.array:
-    return _by_rows(_gated, 1, gate, up)[0]
+def swiglu(gate: mx.array, up: mx.array, elements: int, streams: int) -> mx.array:
+    """Return gate * sigmoid(gate) * up, of any shape, by rows of so many elements on streams."""
 
+    @mx.custom_function
+    def unit(gate: mx.array, up: mx.array) -> mx.array:
+        return _by_rows(_gated, 1, (gate, up), elements, streams)[0]
 
-@_swiglu.vjp
-def _swiglu_vjp(
-    primals: Sequence[mx.array], cotangent: mx.array, _: mx.array
-) -> tuple[mx.array, ...]:
-    return tuple(_by_rows(_gated_gradients, 2, *primals, cotangent))
+    @unit.vjp
+    def unit_vjp(
+        primals: Sequence[mx.array], cotangent: mx.array, _: mx.array
+    ) -> tuple[mx.array, ...]:
+        return tuple(_by_rows(_gated_gradients, 2, (*primals, cotangent), elements, streams))
 
-
-def swiglu(gate: mx.array, up: mx.array) -> mx.array:
-    """Return the gated unit of SwiGLU (https://arxiv.org/abs/2002.05202), in any float dtype.
-
-    Semantics: gate * sigmoid(gate) * up, all of one shape
-    """
-    if not _by_formula(gate):
-        return _plain_swiglu(gate, up)
     flat = (-1, gate.shape[-1])
-    return _swiglu(gate.reshape(flat), up.reshape(flat)).reshape(gate.shape)
-
-
-@mx.custom_function
-def _plain_swiglu(gate: mx.array, up: mx.array) -> mx.array:
-    return nn.silu(gate) * up
-
-
-@_plain_swiglu.vjp
-def _plain_swiglu_vjp(
-    primals: Sequence[mx.array], cotangent: mx.array, _: mx.array
-) -> tuple[mx.array, mx.array]:
-    # After the gradient: a compiled step would keep silu(gate) from the forward pass instead. No
-    # value is used twice, so that each of the two gradients is one kernel there, in float32.
-    gate, up = mx.depends(list(primals), cotangent)
-    (again,) = mx.depends([primals[0]], cotangent)
-    wide, twice = gate.astype(mx.float32), again.astype(mx.float32)
-    slope = mx.sigmoid(wide) * (1 + wide * mx.sigmoid(-wide))
-    d_gate = (cotangent * up).astype(mx.float32) * slope
-    d_up = cotangent.astype(mx.float32) * (twice * mx.sigmoid(twice))
-    return d_gate.astype(gate.dtype), d_up.astype(up.dtype)
+    return unit(gate.reshape(flat), up.reshape(flat)).reshape(gate.shape)
 
 
 def _erf(x: mx.array) -> mx.array:
@@ -169,22 +131,13 @@ def _normal(x: mx.array) -> mx.array:
 
 
 @mx.custom_function
-def _gelu(x: mx.array) -> mx.array:
+def gelu(x: mx.array) -> mx.array:
+    """Return x * (1 + erf(x / sqrt(2))) / 2; the backward keeps only ``x``."""
     return x * _normal(x)
 
 
-@_gelu.vjp
+@gelu.vjp
 def _gelu_vjp(x: mx.array, cotangent: mx.array, _: mx.array) -> mx.array:
     # recomputed from x: keeping it would be a third array as wide as the feed-forward
     density = exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
     return cotangent * (_normal(x) + x * density)
-
-
-def gelu(x: mx.array) -> mx.array:
-    """Return the unit of BERT (https://arxiv.org/abs/1606.08415); the backward keeps only ``x``.
-
-    Semantics: x * (1 + erf(x / sqrt(2))) / 2, in any float dtype
-    """
-    if not _by_formula(x):
-        return nn.gelu(x)
-    return _gelu(x)

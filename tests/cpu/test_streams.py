@@ -8,20 +8,22 @@ import numpy as np
 import pytest
 
 from mlx_packs import runtime
+from mlx_packs.cpu import streams
 from mlx_packs.cpu.blas import Blas
+from mlx_packs.cpu.profile import CPUProfile
 from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.nn.nf4 import NF4Linear
 from mlx_packs.nn.quantized import dense_module, frozen_head
 from mlx_packs.ops import attention as attention_module
-from mlx_packs.ops import exponential, linear_cross_entropy, matmul, streams
-from mlx_packs.ops.tiling import Tiling, forced_tiling
+from mlx_packs.ops import linear_cross_entropy
+from mlx_packs.ops.profile import forced_profile, profile
 from mlx_packs.runtime import mx
 
 pytestmark = pytest.mark.skipif(runtime.COMPILES, reason="operations are compiled here")
 
 
 # Work is cut into many pieces, however small it is.
-MANY_PIECES = Tiling(
+MANY_PIECES = CPUProfile(
     slice_weights=48 * 64,
     score_bytes=0,
     logit_bytes=0,
@@ -64,8 +66,8 @@ def operations() -> dict:
         "transient": (lambda x: frozen_weight(affine).transient_product(x), [noise(33, 64)]),
         "nf4": (lambda x: frozen_weight(nf4).transient_product(x), [noise(33, 64)]),
         "dense": (dense, [noise(3, 11, 64)]),
-        "dense_trainable": (matmul.dense_matmul, [noise(3, 11, 64), noise(176, 64)]),
-        "swiglu": (exponential.swiglu, [noise(33, 64), noise(33, 64)]),
+        "dense_trainable": (profile().matmul, [noise(3, 11, 64), noise(176, 64)]),
+        "swiglu": (profile().swiglu, [noise(33, 64), noise(33, 64)]),
         "loss": (loss, [noise(33, 64)]),
         "causal": (attention("causal"), heads),
         "packed": (attention("causal", segments), heads),
@@ -79,7 +81,7 @@ def computed(name: str, count: int, monkeypatch) -> tuple[list[mx.array], int]:
     """Results and gradients of an operation on so many streams; how often the second was used."""
     used = []
     second_stream = streams.second_stream
-    with forced_tiling(replace(MANY_PIECES, streams=count)), monkeypatch.context() as patch:
+    with forced_profile(replace(MANY_PIECES, streams=count)), monkeypatch.context() as patch:
         patch.setattr(streams, "second_stream", lambda: used.append(1) or second_stream())
         function, inputs = operations()[name]
         outputs = function(*inputs)
@@ -108,7 +110,7 @@ def test_linear_cross_entropy_on_two_streams_ranks_the_first_best_token():
     targets = mx.array([20, 40, 0])
     hidden = mx.ones((3, 8))
     head = frozen_head(linear)
-    with forced_tiling(TWO_STREAMS):
+    with forced_profile(TWO_STREAMS):
         _, hits = linear_cross_entropy.linear_cross_entropy(hidden, targets, head, gradient=False)
     assert hits.tolist() == [True, False, False]
 
@@ -120,10 +122,10 @@ def test_stream_count_is_two_on_an_uncompiled_cpu_with_an_idle_core(monkeypatch)
     assert streams.stream_count() == 1
     monkeypatch.setattr(streams, "core_is_idle", lambda: True)
     with monkeypatch.context() as patch:
-        patch.setattr(streams, "COMPILES", True)
+        patch.setattr(runtime, "COMPILES", True)
         assert streams.stream_count() == 1
     with runtime.assumed_device("gpu"):
-        assert streams.stream_count() == 1
+        assert profile().streams == 1
 
 
 @pytest.mark.parametrize(
@@ -137,9 +139,9 @@ def test_stream_count_is_two_on_an_uncompiled_cpu_with_an_idle_core(monkeypatch)
     ],
 )
 def test_a_core_is_idle_beside_a_blas_of_one_thread(name, threads, cores, idle, monkeypatch):
-    monkeypatch.setattr(streams, "BLAS", Blas(name, True, "", threads))
+    monkeypatch.setattr(runtime, "BLAS", Blas(name, True, "", threads))
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)), raising=False)
-    assert streams.core_is_idle.__wrapped__() == idle
+    assert streams.core_is_idle() == idle
 
 
 def test_another_thread_has_a_second_stream_of_its_own():
@@ -147,11 +149,11 @@ def test_another_thread_has_a_second_stream_of_its_own():
     results = []
 
     def compute():
-        result = exponential.swiglu(x, y)
+        result = profile().swiglu(x, y)
         mx.eval(result)
         results.append(np.array(result))
 
-    with forced_tiling(TWO_STREAMS):
+    with forced_profile(TWO_STREAMS):
         compute()
         thread = threading.Thread(target=compute)
         thread.start()

@@ -6,7 +6,9 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_packs.ops.exponential import exp, exp2, gelu, swiglu
+from mlx_packs.cpu.exponential import exp, exp2
+from mlx_packs.cpu.profile import CPU
+from mlx_packs.ops.profile import GPU
 from mlx_packs.runtime import mx
 
 
@@ -35,7 +37,7 @@ def test_exp2_is_within_4e_7_of_float64_and_positive_below_its_range():
 def test_swiglu_by_rows_is_swiglu_of_each_row(rows):
     """1023 rows of 1024 are three pieces and a part of one."""
     gate, up, cotangent = (mx.random.normal((rows, 1024)) for _ in range(3))
-    result = mx.vjp(swiglu, [gate, up], [cotangent])
+    result = mx.vjp(CPU.swiglu, [gate, up], [cotangent])
     expected = mx.vjp(lambda g, u: nn.silu(g) * u, [gate, up], [cotangent])
     for a, b in zip(result[0] + result[1], expected[0] + expected[1], strict=True):
         assert mx.allclose(a, b, rtol=1e-5, atol=1e-5).item()
@@ -47,18 +49,19 @@ def test_swiglu_and_its_gradients_need_little_memory(nothing_ahead):
     mx.eval(gate, up, cotangent)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    mx.eval(mx.vjp(swiglu, [gate, up], [cotangent]))
+    mx.eval(mx.vjp(CPU.swiglu, [gate, up], [cotangent]))
     assert mx.get_peak_memory() - before < 6 * gate.nbytes
 
 
+@pytest.mark.parametrize("device", [CPU, GPU], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
-def test_swiglu_and_its_gradients_are_those_of_silu_times_up(dtype):
+def test_swiglu_and_its_gradients_are_those_of_silu_times_up(dtype, device):
     gate, up = (mx.random.normal((7, 33)).astype(dtype) * 4 for _ in range(2))
 
     def both(f):
         return mx.value_and_grad(lambda g, u: (f(g, u) * up).sum(), argnums=(0, 1))(gate, up)
 
-    (value, grads), (expected, wanted) = both(swiglu), both(lambda g, u: nn.silu(g) * u)
+    (value, grads), (expected, wanted) = both(device.swiglu), both(lambda g, u: nn.silu(g) * u)
     tolerance = 1e-5 if dtype == mx.float32 else 0
     assert abs(value.item() / expected.item() - 1) <= tolerance
     for gradient, reference in zip(grads, wanted, strict=True):
@@ -71,7 +74,7 @@ def test_swiglu_and_its_gradients_are_those_of_silu_times_up(dtype):
 def test_swiglu_gradients_in_half_precision_are_rounded_once(dtype):
     arrays = [(mx.random.normal((64, 33)) * 2).astype(dtype) for _ in range(3)]
     *primals, cotangent = arrays
-    _, gradients = mx.vjp(swiglu, primals, [cotangent])
+    _, gradients = mx.vjp(CPU.swiglu, primals, [cotangent])
     *exact, truth = [a.astype(mx.float32) for a in arrays]
     _, expected = mx.vjp(lambda g, u: nn.silu(g) * u, exact, [truth])
     for gradient, reference in zip(gradients, expected, strict=True):
@@ -84,7 +87,8 @@ def test_gelu_and_its_gradient_are_within_1e_6_of_float64():
     x = x.astype(np.float32)
     below = np.array([0.5 * math.erfc(-value / math.sqrt(2)) for value in x.astype(np.float64)])
     density = np.exp(-(x.astype(np.float64) ** 2) / 2) / math.sqrt(2 * math.pi)
-    value, gradient = gelu(mx.array(x)), mx.grad(lambda v: gelu(v).sum())(mx.array(x))
+    value = CPU.gelu(mx.array(x))
+    gradient = mx.grad(lambda v: CPU.gelu(v).sum())(mx.array(x))
     scale = np.maximum(np.abs(x), 1)
     assert (np.abs(np.array(value) - x * below) / scale).max() < 1e-6
     assert np.abs(np.array(gradient) - (below + x * density)).max() < 2e-6
@@ -93,4 +97,4 @@ def test_gelu_and_its_gradient_are_within_1e_6_of_float64():
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
 def test_gelu_of_other_dtypes_is_mlxs_own(dtype):
     x = mx.random.normal((7, 33)).astype(dtype)
-    assert mx.array_equal(gelu(x), nn.gelu(x)).item() and gelu(x).dtype == dtype
+    assert mx.array_equal(CPU.gelu(x), nn.gelu(x)).item() and CPU.gelu(x).dtype == dtype

@@ -10,28 +10,25 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import TypeVar
 
 import mlx.core as mx
 
-from ..runtime import BLAS, COMPILES, on_cpu
-from .tiling import tiling
-
-Piece = TypeVar("Piece")
+from .. import runtime
+from ..ops.profile import Piece
 
 
 def stream_count() -> int:
-    """Return how many pieces are computed at once: two on a CPU where a product leaves a core idle."""
-    if not on_cpu() or COMPILES:
+    """Return how many pieces are computed at once: two where a product leaves a core idle."""
+    if runtime.COMPILES or not core_is_idle():
         return 1
-    return tiling().streams or (2 if core_is_idle() else 1)
+    return 2
 
 
-@cache
 def core_is_idle() -> bool:
     """Return whether a product of the BLAS leaves a core idle."""
     # several threads of a BLAS take the cores themselves, and its products then queue for them
-    return (BLAS.threads == 1 or BLAS.name == "reference") and len(os.sched_getaffinity(0)) > 1
+    blas = runtime.BLAS
+    return (blas.threads == 1 or blas.name == "reference") and len(os.sched_getaffinity(0)) > 1
 
 
 @cache
@@ -40,10 +37,11 @@ def second_stream() -> mx.ThreadLocalStream:
     return mx.new_thread_local_stream(mx.cpu)
 
 
-def rounds(pieces: Iterable[Piece]) -> Iterator[list[tuple[AbstractContextManager, Piece]]]:
-    """Yield pieces with their streams, as many at a time as there are; the first is the current."""
+def rounds(
+    pieces: Iterable[Piece], count: int
+) -> Iterator[list[tuple[AbstractContextManager, Piece]]]:
+    """Yield pieces with their streams, ``count`` at a time; the first stream is the current one."""
     group: list[tuple[AbstractContextManager, Piece]] = []
-    count = stream_count()
     for piece in pieces:
         stream = mx.stream(second_stream()) if group else nullcontext()
         group.append((stream, piece))
