@@ -24,7 +24,7 @@ from ..leftovers import temporary
 from ..reading import open_regular, read_text, sha256
 from .json_lines import MOST_LINE_BYTES, JsonLines
 from .row_format import Row
-from .sources import Listed
+from .sources import RowList
 
 TEXT_SUFFIXES = (".txt", ".md")
 _VERSION = 3  # of the copies
@@ -38,7 +38,7 @@ _QUOTED = re.compile(r'"([^"]*(?:""[^"]*)*)"')  # a cell in quotes; those within
 
 
 class Copy(JsonLines):
-    """The JSONL copy of a file, which is named by the hash of that."""
+    """The JSONL copy of a table or a stream; the place of a row is ``original[number]``."""
 
     def __init__(self, copy: Path, original: Path | str) -> None:
         super().__init__(copy)
@@ -48,21 +48,18 @@ class Copy(JsonLines):
         """Return the size: every use of a copy changes its time, and its content stays."""
         return (os.fstat(f.fileno()).st_size,)
 
+    def where(self, i: int) -> str:
+        """Return name and number of a row."""
+        return f"{self._original}[{i}]"
+
 
 class Unpacked(Copy):
     """A JSONL file that was packed; rows are named by the file that people have."""
 
     def where(self, i: int) -> str:
         """Return file and line of a row."""
-        return f"{self._original}:{super().where(i).rpartition(':')[2]}"
-
-
-class Table(Copy):
-    """The rows of a table."""
-
-    def where(self, i: int) -> str:
-        """Return file and number of a row; the header is none."""
-        return f"{self._original}[{i}]"
+        _, _, line = JsonLines.where(self, i).rpartition(":")
+        return f"{self._original}:{line}"
 
 
 def gzip_rows(file: Path) -> Unpacked:
@@ -70,14 +67,14 @@ def gzip_rows(file: Path) -> Unpacked:
     return Unpacked(_copy(file, "jsonl", lambda out: _unpack(file, out)), file)
 
 
-def table_rows(file: Path) -> Table:
+def table_rows(file: Path) -> Copy:
     """Return the rows of a .csv or .tsv file, packed or not; the first line names the columns."""
     is_tsv = ".tsv" in Path(file.name.lower()).suffixes[-2:]
     kind, rows_of = ("tsv", _tsv_rows) if is_tsv else ("csv", _csv_rows)
-    return Table(_copy(file, kind, lambda out: _tabulate(file, rows_of(file), out)), file)
+    return Copy(_copy(file, kind, lambda out: _tabulate(file, rows_of(file), out)), file)
 
 
-def text_rows(file: Path) -> Listed:
+def text_rows(file: Path) -> RowList:
     """Return the paragraphs of a text, so many in a row as have some 4,000 characters."""
     rows, begun, start, number = [], [], 1, 0
     text = read_text(file, _MOST_TEXT_BYTES).replace("\r\n", "\n")
@@ -88,7 +85,7 @@ def text_rows(file: Path) -> Listed:
         begun.append(paragraph)
         number += paragraph.count("\n") + 2
     rows.append(_text_row(file, start, begun))
-    return Listed([row for row in rows if row.value["text"]])
+    return RowList([row for row in rows if row.value["text"]])
 
 
 def _text_row(file: Path, line: int, paragraphs: list[str]) -> Row:

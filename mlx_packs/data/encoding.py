@@ -266,7 +266,7 @@ class Encoder:
     def _chunks(self, start: int, stop: int) -> Iterator[list[_Rendered]]:
         """Yield rows as texts, some at a time."""
         chunk, size = [], 0
-        for i, row in enumerate(self.rows.read(start, stop), start):
+        for i, row in enumerate(self.rows[start:stop], start):
             try:
                 check_format(row, self.format, self.first, self.columns)
                 text, spans = self.format.render(row, self.columns, self.loss_on, self.tokenizer)

@@ -75,7 +75,7 @@ class EncodingJob:
 
 def part_count(rows: Rows) -> int:
     """Return the number of parts of a split."""
-    return max(1, min(len(rows), round(rows.nbytes(0, len(rows)) / PART_BYTES)))
+    return max(1, min(len(rows), round(rows.nbytes() / PART_BYTES)))
 
 
 def parts_of(rows: Rows, folder: Path, key: str) -> list[Part]:

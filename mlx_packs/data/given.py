@@ -1,15 +1,14 @@
 """Rows that are in memory: lists, iterators, data frames, data sets, or a mapping of splits."""
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..config.data import DataConfig
 from ..errors import PackError
-from .row_format import Row, plain
-from .sources import Numbered, Rows
+from .row_format import plain
+from .sources import Rows, ValueList
 from .streams import is_stream, temporary_rows
 
 IN_MEMORY = "rows-in-memory"  # what runs and manifests call them
@@ -53,7 +52,7 @@ def source_of(data: Any) -> str:
     if isinstance(data, (str, Path)):
         return data if isinstance(data, Given) else str(data)
     if not isinstance(data, Mapping):
-        return Given({"train": _rows(data, "rows"), "valid": _none(), "test": _none()})
+        return Given({"train": _rows(data, "rows"), "valid": Rows(), "test": Rows()})
     names = {name: split for split, known in SPLIT_NAMES.items() for name in known}
     if unknown := [str(name) for name in data if name not in names]:
         raise PackError(
@@ -61,7 +60,7 @@ def source_of(data: Any) -> str:
             f"{', '.join(unknown[:5])}. Give a list of mappings, a DataFrame or a Dataset.",
             flag="data",
         )
-    splits = {split: _none() for split in SPLIT_NAMES}
+    splits = {split: Rows() for split in SPLIT_NAMES}
     for name, part in data.items():
         splits[names[name]] = _rows(part, name)
     return Given(splits)
@@ -87,10 +86,6 @@ def columns_of(data: Data | None, columns: DataConfig | None) -> DataConfig:
     return replace(columns, data=source_of(data))
 
 
-def _none() -> Rows:
-    return Numbered("rows", ())
-
-
 def _rows(data: Any, name: str) -> Rows:
     """Return the rows of one split, whose places are ``name[number]``."""
     if is_stream(data):
@@ -109,18 +104,4 @@ def _rows(data: Any, name: str) -> Rows:
             f"{type(data).__name__}.",
             flag="data",
         )
-    return InMemory(name, values)
-
-
-class InMemory(Numbered):
-    """Rows of Python or of another library, with Python's own values."""
-
-    def read(self, start: int, stop: int) -> Iterator[Row]:
-        """Yield the rows from ``start`` to ``stop``; what is no mapping is an error where it is used."""
-        in_order = (
-            itertools.islice(self.values, start, stop)  # data sets iterate faster than they index
-            if start == 0
-            else (self.values[i] for i in range(start, stop))
-        )
-        for i, value in enumerate(in_order, start):
-            yield Row(self.where(i), plain(value))
+    return Rows([ValueList(name, values, plain)])  # with Python's own values

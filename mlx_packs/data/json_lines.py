@@ -16,7 +16,7 @@ import numpy as np
 from ..errors import PackError
 from .bad_rows import RowError
 from .formats import Row
-from .sources import Rows
+from .sources import Source
 
 # Of one row: while it is encoded, its tokens take a hundred times as much.
 MOST_LINE_BYTES = 16 << 20
@@ -93,7 +93,7 @@ def is_deep(value: object) -> bool:
     return True
 
 
-class JsonLines(Rows):
+class JsonLines(Source):
     """The rows of a JSONL file; blank lines are none."""
 
     def __init__(self, file: Path) -> None:

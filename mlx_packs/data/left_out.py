@@ -18,10 +18,10 @@ from .conversations import Conversation
 from .formats import COMPLETION, PREFERENCE, PROMPT, Row, RowFormat
 from .messages import THOUGHTS
 from .near_copies import compared
-from .preferences import Sides
+from .preferences import both_completions
 from .prompts import with_placeholder
 from .row_format import optional
-from .sources import Listed, as_rows
+from .sources import as_rows
 
 _LOOKED_AT = 10_000  # rows of a larger split
 _RENDERINGS = 300  # of a kind of part
@@ -132,7 +132,7 @@ def _conversations(
         return
     try:
         if row_format is PREFERENCE:
-            for side in Sides(Listed([row]), names).read(0, 2):
+            for side in both_completions([row], names):
                 yield COMPLETION.conversation(side, names, tokenizer)
         elif row_format is PROMPT:
             prompt = COMPLETION.conversation(with_placeholder(row, names), names, tokenizer)

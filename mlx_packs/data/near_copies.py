@@ -102,7 +102,7 @@ def compared(rows: Rows, most: int | None = None) -> Iterator[tuple[int, Row]]:
         return
     size = most // _BLOCKS
     for start in np.linspace(0, count - size, _BLOCKS).astype(int).tolist():
-        yield from enumerate(rows.read(start, start + size), start)
+        yield from enumerate(rows[start : start + size], start)
 
 
 def sampled(count: int, size: int) -> Sequence[int]:

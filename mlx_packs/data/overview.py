@@ -18,7 +18,7 @@ from .formats import PairFormat, Row, RowFormat, check_format
 from .near_copies import MOST_COMPARED, NearCopies, compared, sampled
 from .preferences import encode_tokens
 from .rows import Splits, held_out
-from .sources import Chosen, Rows, as_rows
+from .sources import Rows, as_rows
 
 _SAMPLED = 400  # rows that are compared for near-copies
 _NO_LIMIT = 1 << 30  # tokens
@@ -107,7 +107,7 @@ def look_at(
     rows = as_rows(rows)
     looked_at = rows
     if len(rows) > MOST_COMPARED:
-        looked_at = Chosen(rows, np.array([i for i, _ in compared(rows)]))
+        looked_at = rows.select(np.array([i for i, _ in compared(rows)]))
     sample = sampled(len(rows), _SAMPLED)
     copies = NearCopies({i: rows[i] for i in sorted(sample)}, row_format, columns).in_rows(rows)
     repeated = sum(bool(set(others) - {i}) for i, others in copies.items())

@@ -20,7 +20,7 @@ from .encoding import EncodingOptions, Example, Examples, encode
 from .formats import COMPLETION, PREFERENCE, Row, check_format
 from .messages import Turn, last_turn_start
 from .row_format import RowFormat, shown
-from .sources import Chosen, Rows, as_rows
+from .sources import Rows, Source, as_rows
 from .token_cache import encode_cached
 from .token_store import JoinedExamples
 
@@ -70,16 +70,16 @@ def encode_preferences(
     rows = as_rows(rows)
     used, labels, bad = _checked(rows, columns, row_format)
     options = replace(options, loss_on="completion")
-    chosen = Chosen(rows, used)
+    usable = rows.select(used)
     if row_format is RATED:
         examples, _ = encode_cached(
-            chosen, tokenizer, columns, options, row_format=COMPLETION, num_proc=num_proc
+            usable, tokenizer, columns, options, row_format=COMPLETION, num_proc=num_proc
         )
         kept = examples.items.parts["rows"]
         items: Sequence[Example] = Mismatched(examples, options.max_seq_length)
     else:
         examples, _ = encode_cached(
-            Sides(chosen, columns),
+            both_completions(usable, columns),
             tokenizer,
             columns,
             options,
@@ -211,8 +211,13 @@ def split_prompt(row: Row, column: str, names: DataConfig) -> tuple[Any, Any]:
     return value[:start], value[start:]
 
 
-class Sides(Rows):
-    """Each row of preferences as two completions: the chosen one, and the rejected one."""
+def both_completions(rows: Sequence[Row], names: DataConfig) -> Rows:
+    """Return each row of preferences as two completions: the chosen one, and the rejected one."""
+    return Rows([_BothCompletions(as_rows(rows), names)])
+
+
+class _BothCompletions(Source):
+    """The rows of `both_completions`."""
 
     def __init__(self, rows: Rows, names: DataConfig) -> None:
         self.rows, self.names = rows, names
@@ -223,7 +228,7 @@ class Sides(Rows):
     def read(self, start: int, stop: int) -> Iterator[Row]:
         """Yield the completions from ``start`` to ``stop``."""
         number = start // 2 * 2
-        for row in self.rows.read(start // 2, -(-stop // 2)):
+        for row in self.rows[start // 2 : -(-stop // 2)]:
             for column in PREFERENCE.columns(self.names):
                 if start <= number < stop:
                     yield self._side(row, column)
@@ -240,7 +245,7 @@ class Sides(Rows):
 
     def nbytes(self, start: int, stop: int) -> int:
         """Return about how many bytes of text these completions have."""
-        return self.rows.nbytes(start // 2, -(-stop // 2))
+        return self.rows[start // 2 : -(-stop // 2)].nbytes()
 
     def content_key(self) -> bytes | None:
         """Return a hash of everything in the rows, and that these are sides."""

@@ -4,6 +4,7 @@ import json
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from .given import IN_MEMORY, SPLIT_NAMES, Given
 from .json_lines import MOST_DEPTH, JsonLines, is_deep
 from .near_copies import hold_out, without
 from .shards import matching_files, numbered_shards
-from .sources import Chosen, Joined, Listed, Numbered, Parquet, Rows, as_rows
+from .sources import Parquet, Rows, Source, ValueList
 from .streams import STREAMED, hub_stream
 
 SPLITS = tuple(SPLIT_NAMES)
+_KNOWN_NAMES = "; ".join(", ".join(names) for names in SPLIT_NAMES.values())
 _HELD_OUT_SHARE, _HELD_OUT_MOST = 0.05, 100
 
 
@@ -40,7 +42,7 @@ class Splits:
         bad: the rows that encoding has left out, by split.
     """
 
-    rows: dict[str, Sequence[Row]]
+    rows: dict[str, Rows]
     source: str
     format: RowFormat
     notes: list[str] = field(default_factory=list)
@@ -77,8 +79,7 @@ class Splits:
     def usable(self, split: str) -> Iterator[Row]:
         """Yield the rows of a split that encoding has not left out."""
         bad = {i for i, _ in self.bad[split].errors} if split in self.bad else set()
-        rows = self.rows[split]
-        yield from (rows[i] for i in range(len(rows)) if i not in bad)
+        yield from (row for i, row in enumerate(self.rows[split]) if i not in bad)
 
     def first_usable(self, split: str) -> Row:
         """Return the first row of a split that encoding has not left out."""
@@ -123,7 +124,7 @@ def load_rows(config: DataConfig) -> Splits:
     return splits
 
 
-def _local_or_hub(data: str) -> tuple[dict[str, Sequence[Row]], list[str]]:
+def _local_or_hub(data: str) -> tuple[dict[str, Rows], list[str]]:
     """Return the rows of each split of a folder, a file (training rows) or a Hub data set, and notes."""
     if isinstance(data, Given):
         return dict(data.splits), []
@@ -135,15 +136,14 @@ def _local_or_hub(data: str) -> tuple[dict[str, Sequence[Row]], list[str]]:
             "not-found",
         )
     if path.exists() and not path.is_dir():
-        return {"train": read_rows(path), "valid": [], "test": []}, []
+        return _training(read_rows(path)), []
     if path.is_dir():
         return _folder_rows(path)
     if data.startswith(STREAMED):
         streamed = hub_stream(data, SPLIT_NAMES)
-        return {split: streamed.get(split, []) for split in SPLITS}, []
+        return {split: streamed.get(split, Rows()) for split in SPLITS}, []
     if is_pattern(data):
-        rows = Joined([_rows_of(file) for file in matching_files(data)])
-        return {"train": rows, "valid": [], "test": []}, []
+        return _training(Rows([_source_of(file) for file in matching_files(data)])), []
     if suffix_of(path) is None and is_hub_id(data):
         return _hf_dataset(data), []
     raise PackError(
@@ -151,7 +151,12 @@ def _local_or_hub(data: str) -> tuple[dict[str, Sequence[Row]], list[str]]:
     )
 
 
-def _folder_rows(path: Path) -> tuple[dict[str, Sequence[Row]], list[str]]:
+def _training(rows: Rows) -> dict[str, Rows]:
+    """Return the rows of each split, where all are for training."""
+    return {"train": rows, "valid": Rows(), "test": Rows()}
+
+
+def _folder_rows(path: Path) -> tuple[dict[str, Rows], list[str]]:
     """Return the rows of each split of a folder, and notes; none at all is an error."""
     files = sorted(file for file in path.iterdir() if suffix_of(file))
     tables = [file for file in files if suffix_of(file) not in TEXT_SUFFIXES]
@@ -159,10 +164,10 @@ def _folder_rows(path: Path) -> tuple[dict[str, Sequence[Row]], list[str]]:
     used = [file for chosen in by_split.values() for file in chosen]
     if not used:
         texts, notes = _text_folder(path, tables)
-        return {"train": texts, "valid": [], "test": []}, notes
-    rows = {split: _joined_rows(chosen) for split, chosen in by_split.items()}
+        return _training(texts), notes
+    rows = {split: _rows_of(chosen) for split, chosen in by_split.items()}
     others = [file.name for file in tables if file not in used]
-    notes = [f"not used: {', '.join(others[:3])} (names are {_known_names()})"] if others else []
+    notes = [f"not used: {', '.join(others[:3])} (names are {_KNOWN_NAMES})"] if others else []
     return rows, notes
 
 
@@ -195,15 +200,11 @@ def _files_of_splits(path: Path, tables: Sequence[Path]) -> dict[str, list[Path]
     return by_split
 
 
-def _joined_rows(files: Sequence[Path]) -> Sequence[Row]:
-    """Return the rows of the files of a split."""
-    if len(files) < 2:
-        return read_rows(files[0]) if files else []
-    return Joined([_rows_of(file) for file in files])
-
-
-def _known_names() -> str:
-    return "; ".join(", ".join(names) for names in SPLIT_NAMES.values())
+def _rows_of(files: Sequence[Path]) -> Rows:
+    """Return the rows of the files of a split; a single one must have some."""
+    if len(files) == 1:
+        return read_rows(files[0])
+    return Rows([_source_of(file) for file in files])
 
 
 def _text_folder(path: Path, tables: Sequence[Path]) -> tuple[Rows, list[str]]:
@@ -221,13 +222,13 @@ def _text_folder(path: Path, tables: Sequence[Path]) -> tuple[Rows, list[str]]:
             "not-found",
             "data",
         )
-    parts = [_rows_of(file) for file in texts]
-    blank = [file for file, rows in zip(texts, parts, strict=True) if not len(rows)]
+    sources = [_source_of(file) for file in texts]
+    blank = [file for file, rows in zip(texts, sources, strict=True) if not len(rows)]
     if len(blank) == len(texts):
         raise PackError(f"{path}: has no examples, only blank texts.", "data", "data")
     names = ", ".join(str(file.relative_to(path)) for file in blank[:3])
     number = f"{len(blank)} blank text" + ("s" if len(blank) > 1 else "")
-    return Joined(parts), [f"not used: {number} ({names})"] if blank else []
+    return Rows(sources), [f"not used: {number} ({names})"] if blank else []
 
 
 def _hold_out(splits: Splits, config: DataConfig) -> None:
@@ -235,7 +236,7 @@ def _hold_out(splits: Splits, config: DataConfig) -> None:
     train = splits.rows["train"]
     if len(splits.rows["valid"]) or len(splits.rows["test"]) or len(train) < 2:
         return
-    parts = held_out(as_rows(train), config, splits.format)
+    parts = held_out(train, config, splits.format)
     splits.rows["train"], splits.rows["valid"], note = parts
     splits.notes.append(f"no valid examples: {note}")
 
@@ -249,7 +250,7 @@ def held_out(rows: Rows, config: DataConfig, row_format: RowFormat) -> tuple[Row
     also = f", {copies} of them near-duplicates of others" if copies else ""
     number = "1 training example is" if len(chosen) == 1 else f"{len(chosen)} training examples are"
     note = f"{number} held out, drawn at random{also}"
-    return Chosen(rows, without(len(rows), chosen)), Chosen(rows, np.array(chosen)), note
+    return rows.select(without(len(rows), chosen)), rows.select(np.array(chosen)), note
 
 
 def suffix_of(file: Path) -> str | None:
@@ -263,12 +264,13 @@ def read_rows(file: Path) -> Rows:
 
     Those of .jsonl and .parquet are read and checked when they are needed.
     """
-    if not len(rows := _rows_of(file)):
+    rows = Rows([_source_of(file)])
+    if not len(rows):
         raise PackError(f"{file}: has no examples.", "data")
     return rows
 
 
-def _rows_of(file: Path) -> Rows:
+def _source_of(file: Path) -> Source:
     """Return the rows of a file, which may have none."""
     if (suffix := suffix_of(file)) is None:
         raise PackError(f"{file}: must end in {', '.join(_READERS)}.", "unsupported", "data")
@@ -290,7 +292,7 @@ def _check_regular(file: Path) -> None:
         raise PackError(f"{file}: is {kind}, but must be a file.", "unreadable", "data")
 
 
-def _json_rows(file: Path) -> Rows:
+def _json_rows(file: Path) -> ValueList:
     """Return the rows of a JSON list, which is in memory entirely."""
     try:
         values = json.loads(file.read_text(encoding="utf-8-sig"))
@@ -309,7 +311,7 @@ def _json_rows(file: Path) -> Rows:
         raise PackError(f"{file}: must be a list of examples, but is a {kind}.", "data")
     if is_deep(values):
         raise _too_deep(file)
-    return Listed([Row(f"{file}[{i}]", v) for i, v in enumerate(values)])
+    return ValueList(str(file), values)
 
 
 def _too_deep(file: Path) -> PackError:
@@ -317,7 +319,7 @@ def _too_deep(file: Path) -> PackError:
     return PackError(f"{file}: {message}", "unreadable")
 
 
-_READERS: dict[str, Callable[[Path], Rows]] = {
+_READERS: dict[str, Callable[[Path], Source]] = {
     ".jsonl": JsonLines,
     ".json": _json_rows,
     ".parquet": Parquet,
@@ -349,7 +351,7 @@ def _hf_load(name: str, /, **arguments: Any) -> Any:
         ) from None
 
 
-def _hf_dataset(name: str) -> dict[str, Sequence[Row]]:
+def _hf_dataset(name: str) -> dict[str, Rows]:
     """Return every split of a data set of the Hub that has our name (or is called validation)."""
     loaded = _hf_load(name)
     splits = {split: loaded[split] for split in SPLITS if split in loaded}
@@ -357,15 +359,18 @@ def _hf_dataset(name: str) -> dict[str, Sequence[Row]]:
         splits.setdefault("valid", loaded["validation"])
     if "train" not in splits:
         raise PackError(f"--data {name}: has no train split, only {', '.join(loaded)}.", "data")
-    return {split: Numbered(f"{name}/{split}", splits.get(split, ())) for split in SPLITS}
+    return {
+        split: Rows([ValueList(f"{name}/{split}", splits[split], dict)] if split in splits else [])
+        for split in SPLITS
+    }
 
 
-def _hf_collection(config: DataConfig) -> tuple[dict[str, Sequence[Row]], str]:
+def _hf_collection(config: DataConfig) -> tuple[dict[str, Rows], str]:
     """Return the rows of mlx-lm's ``hf_dataset`` key, one or several, and where they come from."""
     entries = config.hf_dataset if isinstance(config.hf_dataset, list) else [config.hf_dataset]
     features = {name: getattr(config, name) for name in COLUMN_SETTINGS}
     valid_keys = {"path", "name", "train_split", "valid_split", "test_split", "config", *features}
-    parts: dict[str, list[Rows]] = {split: [] for split in SPLITS}
+    sources: dict[str, list[Source]] = {split: [] for split in SPLITS}
     paths = []
     for entry in entries:
         if not isinstance(entry, Mapping):
@@ -385,5 +390,11 @@ def _hf_collection(config: DataConfig) -> tuple[dict[str, Sequence[Row]], str]:
         renames = {entry[name]: features[name] for name in features if name in entry}
         for split, share in shares.items():
             loaded = _hf_load(path, split=share, **arguments)
-            parts[split].append(Numbered(f"{path}/{split}", loaded, renames))
-    return {split: Joined(of_split) for split, of_split in parts.items()}, ", ".join(paths)
+            renamed = partial(_renamed, renames)
+            sources[split].append(ValueList(f"{path}/{split}", loaded, renamed))
+    return {split: Rows(of_split) for split, of_split in sources.items()}, ", ".join(paths)
+
+
+def _renamed(names: Mapping[str, str], value: Mapping) -> dict:
+    """Return the columns of a row, some of them by other names."""
+    return {names.get(name, name): column for name, column in value.items()}

@@ -1,11 +1,11 @@
-"""Rows that stay where they are: sequences that read a row on access."""
+"""Rows that stay where they are: each is read from its file, list or data set when it is needed."""
 
 import bisect
 import hashlib
 import itertools
 import json
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, overload
@@ -16,12 +16,16 @@ from ..errors import PackError
 from ..reading import sha256
 from .formats import Row
 
-_GAP = 16  # rows that are not wanted: fewer are read all the same
+_GAP = 16  # rows between two that are selected: fewer are read all the same
 _PARQUET_ROWS = 1024  # in memory at a time
 
 
-class Rows(Sequence[Row]):
-    """The rows of a split or of a part of it, each read when it is needed."""
+class Source(ABC):
+    """A file, list or data set whose rows are read by number."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of rows."""
 
     @abstractmethod
     def read(self, start: int, stop: int) -> Iterator[Row]:
@@ -42,7 +46,7 @@ class Rows(Sequence[Row]):
         """
         digest = hashlib.sha256()
         try:
-            for row in self:
+            for row in self.read(0, len(self)):
                 line = json.dumps(row.value, ensure_ascii=False)
                 digest.update(line.encode(errors="surrogatepass") + b"\n")
         except (TypeError, ValueError, RecursionError):
@@ -57,157 +61,146 @@ class Rows(Sequence[Row]):
         """Return `where`, without what it does not need in memory."""
         return self.where
 
+
+class Rows(Sequence[Row]):
+    """The rows of a split or of a part of it, each read when it is needed.
+
+    Args:
+        sources: files, lists or data sets, whose rows are numbered from the first one to the last.
+        indices: the numbers of the rows, rising; None is all of them.
+    """
+
+    def __init__(
+        self, sources: Sequence[Source] = (), indices: range | np.ndarray | None = None
+    ) -> None:
+        self.sources = sources
+        self._edges: list[int] = np.cumsum([0, *map(len, sources)]).tolist()
+        self.indices = range(self._edges[-1]) if indices is None else indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
     @overload
     def __getitem__(self, i: int) -> Row: ...
     @overload
     def __getitem__(self, i: slice) -> "Rows": ...
     def __getitem__(self, i: int | slice) -> "Row | Rows":
         if isinstance(i, slice):
-            chosen = range(len(self))[i]
-            assert chosen.step == 1
-            return Part(self, chosen.start, max(chosen.start, chosen.stop))
-        i = range(len(self))[i]
-        return next(self.read(i, i + 1))
+            assert i.step in (None, 1)
+            return Rows(self.sources, self.indices[i])
+
+        number = int(self.indices[i])
+        return next(self._read(number, number + 1))
 
     def __iter__(self) -> Iterator[Row]:
-        return self.read(0, len(self))
+        if isinstance(self.indices, range):
+            yield from self._read(self.indices.start, self.indices.stop)
+            return
 
+        after_gaps = np.flatnonzero(np.diff(self.indices) > _GAP) + 1
+        edges = [0, *after_gaps.tolist(), len(self)] if len(self) else []
+        for low, high in itertools.pairwise(edges):
+            numbers = self.indices[low:high]
+            first, last = int(numbers[0]), int(numbers[-1])
+            selected = np.zeros(last + 1 - first, bool)
+            selected[numbers - first] = True
+            yield from itertools.compress(self._read(first, last + 1), selected.tolist())
 
-class Part(Rows):
-    """Some consecutive rows of others."""
+    def select(self, indices: np.ndarray) -> "Rows":
+        """Return some of these rows, by their rising indices."""
+        if isinstance(self.indices, range):
+            return Rows(self.sources, indices + self.indices.start)
+        return Rows(self.sources, self.indices[indices])
 
-    def __init__(self, rows: Rows, start: int, stop: int) -> None:
-        self.rows, self.start, self.stop = rows, start, stop
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-    def read(self, start: int, stop: int) -> Iterator[Row]:
-        """Yield the rows from ``start`` to ``stop``."""
-        return self.rows.read(self.start + start, self.start + stop)
+    def numbers(self) -> np.ndarray:
+        """Return the numbers of these rows among those of all sources, int [N]."""
+        if isinstance(self.indices, range):
+            return np.arange(self.indices.start, self.indices.stop)
+        return self.indices
 
     def where(self, i: int) -> str:
-        """Return the place of a row."""
-        return self.rows.where(self.start + i)
-
-    def nbytes(self, start: int, stop: int) -> int:
-        """Return about how many bytes of text these rows have."""
-        return self.rows.nbytes(self.start + start, self.start + stop)
-
-    def content_key(self) -> bytes | None:
-        """Return a hash of everything in the rows, and which of them these are."""
-        key = self.rows.content_key()
-        return key and key + f"[{self.start}:{self.stop}]".encode()
-
-    def is_in_files(self) -> bool:
-        """Return whether another process can read the rows."""
-        return self.rows.is_in_files()
+        """Return the place of a row, as messages name it; nothing is read."""
+        source, number = _located(self._edges, self.indices[i])
+        return self.sources[source].where(number)
 
     def places(self) -> Callable[[int], str]:
         """Return `where`, without what it does not need in memory."""
-        where, start = self.rows.places(), self.start
-        return lambda i: where(start + i)
+        edges, indices = self._edges, self.indices
+        places = [source.places() for source in self.sources]
 
+        def where(i: int) -> str:
+            source, number = _located(edges, indices[i])
+            return places[source](number)
 
-class Chosen(Rows):
-    """Some rows of others, in their order.
+        return where
 
-    Args:
-        rows: the others.
-        indices: which of them, increasing.
-    """
-
-    def __init__(self, rows: Rows, indices: np.ndarray) -> None:
-        self.rows, self.indices = rows, indices
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def read(self, start: int, stop: int) -> Iterator[Row]:
-        """Yield the rows from ``start`` to ``stop``; small gaps are read, and left out."""
-        wanted = self.indices[start:stop]
-        ends = [*(np.flatnonzero(np.diff(wanted) > _GAP) + 1).tolist(), len(wanted)]
-        for low, high in zip([0, *ends], ends, strict=False):
-            piece = wanted[low:high]
-            if len(piece):
-                first = int(piece[0])
-                chosen = np.zeros(int(piece[-1]) - first + 1, bool)
-                chosen[piece - first] = True
-                rows = self.rows.read(first, first + len(chosen))
-                yield from itertools.compress(rows, chosen.tolist())
-
-    def where(self, i: int) -> str:
-        """Return the place of a row."""
-        return self.rows.where(int(self.indices[i]))
-
-    def nbytes(self, start: int, stop: int) -> int:
-        """Return about how many bytes of text these rows have."""
-        return self.rows.nbytes(0, len(self.rows)) * (stop - start) // max(1, len(self.rows))
+    def nbytes(self) -> int:
+        """Return about how many bytes of text the rows have."""
+        if isinstance(self.indices, range):
+            return self._nbytes(self.indices.start, self.indices.stop)
+        total = self._edges[-1]
+        return self._nbytes(0, total) * len(self) // max(1, total)
 
     def content_key(self) -> bytes | None:
-        """Return a hash of everything in the rows, and which of them these are."""
-        key = self.rows.content_key()
-        return key and key + hashlib.sha256(self.indices.astype("<i8").tobytes()).digest()
+        """Return a hash of everything in the sources, and which of their rows these are."""
+        keys: list[bytes] = []
+        for source in self.sources:
+            if (key := source.content_key()) is None:
+                return None
+            keys.append(key)
+
+        if isinstance(self.indices, range):
+            selected = f"[{self.indices.start}:{self.indices.stop}]".encode()
+        else:
+            selected = hashlib.sha256(self.indices.astype("<i8").tobytes()).digest()
+        return b"+".join(keys) + selected
 
     def is_in_files(self) -> bool:
-        """Return whether another process can read the rows."""
-        return self.rows.is_in_files()
+        """Return whether another process can read the rows, since they are not in memory here."""
+        return all(source.is_in_files() for source in self.sources)
 
-    def places(self) -> Callable[[int], str]:
-        """Return `where`, without what it does not need in memory."""
-        where, indices = self.rows.places(), self.indices
-        return lambda i: where(int(indices[i]))
+    def _read(self, start: int, stop: int) -> Iterator[Row]:
+        """Yield the rows of the sources from number ``start`` to ``stop``."""
+        for source, low, high in self._ranges(start, stop):
+            yield from source.read(low, high)
 
+    def _nbytes(self, start: int, stop: int) -> int:
+        """Return about how many bytes of text these rows of the sources have."""
+        return sum(source.nbytes(low, high) for source, low, high in self._ranges(start, stop))
 
-class Joined(Rows):
-    """The rows of several sources, those of one after those of another."""
-
-    def __init__(self, parts: Sequence[Sequence[Row]]) -> None:
-        self.parts = [as_rows(part) for part in parts]
-        self.edges = np.cumsum([0, *map(len, self.parts)]).tolist()
-
-    def __len__(self) -> int:
-        return self.edges[-1]
-
-    def _ranges(self, start: int, stop: int) -> Iterator[tuple[Rows, int, int]]:
-        """Yield what of each part these rows are."""
-        for i in range(bisect.bisect_right(self.edges, start) - 1, len(self.parts)):
-            first, end = self.edges[i], self.edges[i + 1]
-            if first >= stop:
+    def _ranges(self, start: int, stop: int) -> Iterator[tuple[Source, int, int]]:
+        """Yield each source with rows from number ``start`` to ``stop``, and which of them."""
+        first, _ = _located(self._edges, start)
+        for source in range(first, len(self.sources)):
+            edge, end = self._edges[source], self._edges[source + 1]
+            low, high = max(start, edge), min(stop, end)
+            if edge >= stop:
                 return
-            if start < end:
-                yield self.parts[i], max(start, first) - first, min(stop, end) - first
+            if low < high:
+                yield self.sources[source], low - edge, high - edge
 
-    def read(self, start: int, stop: int) -> Iterator[Row]:
-        """Yield the rows from ``start`` to ``stop``."""
-        for part, low, high in self._ranges(start, stop):
-            yield from part.read(low, high)
 
-    def where(self, i: int) -> str:
-        """Return the place of a row."""
-        ((part, low, _),) = self._ranges(i, i + 1)
-        return part.where(low)
-
-    def nbytes(self, start: int, stop: int) -> int:
-        """Return about how many bytes of text these rows have."""
-        return sum(part.nbytes(low, high) for part, low, high in self._ranges(start, stop))
-
-    def is_in_files(self) -> bool:
-        """Return whether another process can read the rows."""
-        return all(part.is_in_files() for part in self.parts)
-
-    def content_key(self) -> bytes | None:
-        """Return the hashes of all parts."""
-        keys = [part.content_key() for part in self.parts]
-        return None if None in keys else b"+".join(key for key in keys if key is not None)
+def _located(edges: Sequence[int], number: int) -> tuple[int, int]:
+    """Return the source that has a row, given where each source begins, and its number there."""
+    source = bisect.bisect_right(edges, number) - 1
+    return source, int(number) - edges[source]
 
 
 def as_rows(rows: Sequence[Row]) -> Rows:
     """Return rows that may be in memory as `Rows`."""
-    return rows if isinstance(rows, Rows) else Listed(rows)
+    return rows if isinstance(rows, Rows) else Rows([RowList(rows)])
 
 
-class Listed(Rows):
+def concatenated(parts: Sequence[Sequence[Row]]) -> Rows:
+    """Return the rows of several parts, those of one after those of another."""
+    rows = [as_rows(part) for part in parts]
+    sources = [source for part in rows for source in part.sources]
+    before = np.cumsum([0, *(sum(map(len, part.sources)) for part in rows)])
+    numbers = [part.numbers() + start for part, start in zip(rows, before, strict=False)]
+    return Rows(sources, np.concatenate(numbers))
+
+
+class RowList(Source):
     """Rows that are in memory."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
@@ -218,61 +211,68 @@ class Listed(Rows):
 
     def read(self, start: int, stop: int) -> Iterator[Row]:
         """Yield the rows from ``start`` to ``stop``."""
-        return itertools.islice(self.rows, start, stop)
+        return map(self.rows.__getitem__, range(start, stop))
 
     def where(self, i: int) -> str:
         """Return the place of a row."""
         return self.rows[i].where
 
     def nbytes(self, start: int, stop: int) -> int:
-        """Return the bytes of these rows, from a hundred of them."""
-        chosen = range(start, stop, max(1, (stop - start) // 100))
-        sampled = sum(len(str(self.rows[i].value)) for i in chosen)
-        return sampled * (stop - start) // max(1, len(chosen))
+        """Return about how many bytes these rows have."""
+        return _sampled_bytes(lambda i: self.rows[i].value, start, stop)
 
     def places(self) -> Callable[[int], str]:
         """Return `where`, without the rows' values."""
         return [row.where for row in self.rows].__getitem__
 
 
-class Numbered(Rows):
-    """Rows of a source that has them by number and yields them in order (`datasets.Dataset`).
+class ValueList(Source):
+    """The values of a list or data set as rows: it has them by number and yields them in order.
 
     Args:
         name: of the source; a place is ``name[number]``.
-        values: the rows.
-        rename: columns that are called otherwise, by the source's names.
+        values: of the rows.
+        convert: returns the columns of a row, given its value.
     """
 
     def __init__(
-        self, name: str, values: Sequence[Mapping], rename: Mapping[str, str] | None = None
+        self, name: str, values: Sequence[Any], convert: Callable[[Any], Any] | None = None
     ) -> None:
-        self.name, self.values, self.rename = name, values, rename or {}
+        self.name, self.values, self.convert = name, values, convert
 
     def __len__(self) -> int:
         return len(self.values)
 
     def read(self, start: int, stop: int) -> Iterator[Row]:
-        """Yield the rows from ``start`` to ``stop``."""
-        in_order: Iterable = (
-            itertools.islice(self.values, start, stop)
-            if start == 0
-            else (self.values[i] for i in range(start, stop))
-        )
-        for i, value in enumerate(in_order, start):
-            yield Row(self.where(i), {self.rename.get(k, k): v for k, v in value.items()})
+        """Yield the rows from ``start`` to ``stop``, mappings or not."""
+        values: Iterable[Any] = (self.values[i] for i in range(start, stop))
+        if start == 0:  # data sets iterate faster than they index
+            values = itertools.islice(self.values, stop)
+        for i, value in enumerate(values, start):
+            yield Row(self.where(i), value if self.convert is None else self.convert(value))
 
     def where(self, i: int) -> str:
         """Return the place of a row."""
         return f"{self.name}[{i}]"
 
     def nbytes(self, start: int, stop: int) -> int:
-        """Return the bytes of these rows, from a hundred of them."""
-        chosen = range(start, stop, max(1, (stop - start) // 100))
-        return sum(len(str(self.values[i])) for i in chosen) * (stop - start) // max(1, len(chosen))
+        """Return about how many bytes these rows have."""
+        return _sampled_bytes(self.values.__getitem__, start, stop)
+
+    def places(self) -> Callable[[int], str]:
+        """Return `where`, without the values."""
+        name = self.name
+        return lambda i: f"{name}[{i}]"
 
 
-class Parquet(Rows):
+def _sampled_bytes(value_of: Callable[[int], Any], start: int, stop: int) -> int:
+    """Return about how many bytes some values have as text, from a hundred of them."""
+    sample = range(start, stop, max(1, (stop - start) // 100))
+    total = sum(len(str(value_of(i))) for i in sample)
+    return total * (stop - start) // max(1, len(sample))
+
+
+class Parquet(Source):
     """The rows of a parquet file, of which a group's batch is in memory at a time."""
 
     def __init__(self, file: Path) -> None:

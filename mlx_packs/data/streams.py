@@ -29,14 +29,6 @@ _NAME = re.compile(r"hf:(?P<name>[\w-][\w.-]*(?:/[\w.-]+)?)(?:\[:(?P<count>\d+)\
 _DAYS = 30  # after which an unused copy is removed
 
 
-class Stream(Copy):
-    """The copy of a stream; a place is ``name[number]``."""
-
-    def where(self, i: int) -> str:
-        """Return name and number of a row."""
-        return f"{self._original}[{i}]"
-
-
 def is_stream(values: Any) -> bool:
     """Return whether values are a `datasets.IterableDataset`, which has rows but no number of them."""
     return hasattr(values, "take") and hasattr(values, "skip") and not hasattr(values, "__len__")
@@ -52,12 +44,12 @@ def temporary_rows(name: str, values: Iterable[Mapping]) -> Rows:
         try:
             with os.fdopen(descriptor, "wb") as file:
                 _write(name, values, file)
-            rows = Stream(Path(path), name)
+            copy = Copy(Path(path), name)
         except BaseException:
             os.unlink(path)
             raise
-    weakref.finalize(rows, Path(path).unlink, missing_ok=True)
-    return rows
+    weakref.finalize(copy, Path(path).unlink, missing_ok=True)
+    return Rows([copy])
 
 
 def hub_stream(data: str, names: Mapping[str, Sequence[str]]) -> dict[str, Rows]:
@@ -110,7 +102,7 @@ def _kept(name: str, revision: str, values: Iterable[Mapping]) -> Rows:
     copy = folder / f"{hashlib.sha256(f'{name} {revision}'.encode()).hexdigest()}-stream.jsonl"
     if copy.is_file():
         os.utime(copy)
-        return Stream(copy, name)
+        return Rows([Copy(copy, name)])
     with write_errors(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # rows may be private
         remove_unused(folder, "*.jsonl", _DAYS)
@@ -118,7 +110,7 @@ def _kept(name: str, revision: str, values: Iterable[Mapping]) -> Rows:
             with partial_copy.open("wb") as file:
                 _write(name, values, file)
             replace_file(partial_copy, copy)
-    return Stream(copy, name)
+    return Rows([Copy(copy, name)])
 
 
 def _write(name: str, values: Iterable[Mapping], file: BinaryIO) -> None:

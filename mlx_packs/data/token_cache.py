@@ -57,7 +57,7 @@ def encode_cached(
     """
     rows = as_rows(rows)
     folder, key = cache_folder("tokens"), None
-    if folder is not None and rows.nbytes(0, len(rows)) >= least_bytes:
+    if folder is not None and rows.nbytes() >= least_bytes:
         key = cache_key(rows, tokenizer, columns, options, row_format)
     if key is None:
         return encode(rows, tokenizer, columns, options, row_format), None

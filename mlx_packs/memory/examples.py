@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..config.data import DataConfig
 from ..data.rows import SPLITS, load_rows
-from ..data.sources import Listed, Part, Rows, as_rows
+from ..data.sources import Rows
 from ..display import size
 from ..files import is_pattern
 
@@ -54,12 +54,12 @@ def example_memory(config: DataConfig) -> ExampleMemory | None:
     if config.hf_dataset is not None or not (is_here or is_pattern(config.data)):
         return None
     splits = load_rows(replace(config, hold_out="last")).rows
-    rows = [as_rows(splits[split]) for split in SPLITS if len(splits[split])]
-    sizes = [part.nbytes(0, len(part)) for part in rows]
+    rows = [splits[split] for split in SPLITS if len(splits[split])]
+    sizes = [part.nbytes() for part in rows]
     in_memory = sum(n for part, n in zip(rows, sizes, strict=True) if _is_in_memory(part))
     return ExampleMemory(sum(map(len, rows)), sum(sizes), in_memory)
 
 
 def _is_in_memory(rows: Rows) -> bool:
-    """Return whether rows are in memory."""
-    return isinstance(rows.rows if isinstance(rows, Part) else rows, Listed)
+    """Return whether rows are those of a file that is in memory."""
+    return len(rows.sources) == 1 and not rows.is_in_files()

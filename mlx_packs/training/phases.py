@@ -18,7 +18,7 @@ from ..config.schema import TrainConfig
 from ..data import rows as rows_of
 from ..data.bad_rows import LeftOut
 from ..data.row_notes import row_notes
-from ..data.sources import Joined
+from ..data.sources import concatenated
 from ..errors import PackError, flag_of
 from ..optim import make_optimizer
 from .due import LoopSettings
@@ -85,7 +85,7 @@ class RunPhase:
             part.notes.extend(row_notes(part.rows, part.format, source))
         if len(parts) == 1:
             return parts[0]
-        rows = {split: Joined([p.rows[split] for p in parts]) for split in rows_of.SPLITS}
+        rows = {split: concatenated([p.rows[split] for p in parts]) for split in rows_of.SPLITS}
         notes = [f"{part.source}: {note}" for part in parts for note in part.notes]
         source = " + ".join(part.source for part in parts)
         return rows_of.Splits(rows, source, parts[0].format, notes)

@@ -9,8 +9,7 @@ from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data.encoding import EncodingOptions, encode
 from mlx_packs.data.formats import Row
-from mlx_packs.data.json_lines import JsonLines
-from mlx_packs.data.rows import load_rows
+from mlx_packs.data.rows import load_rows, read_rows
 from mlx_packs.data.token_cache import encode_cached
 from tests.helpers.errors import raises
 from tests.helpers.rows import chat, write_rows
@@ -53,7 +52,7 @@ def bad_file(tmp_path):
 
 
 def test_skip_leaves_out_every_kind_of_bad_row(bad_file, tokenizer):
-    rows = JsonLines(bad_file)
+    rows = read_rows(bad_file)
     examples = encode(rows, tokenizer, SKIP)
     wanted = encode([Row("x", row) for row in GOOD], tokenizer, STOP)
     assert [e.tokens.tolist() for e in examples.items] == [e.tokens.tolist() for e in wanted.items]
@@ -69,7 +68,7 @@ def test_stop_names_the_row(tmp_path, tokenizer, reason):
     file.write_bytes(json.dumps(GOOD[0]).encode() + b"\n\n" + BAD[reason])
     unreadable = ("not JSON", "not UTF-8", "too deep", "integer too long")
     with raises("unreadable" if reason in unreadable else "data", None, f"{file}:3") as caught:
-        encode(JsonLines(file), tokenizer, STOP)
+        encode(read_rows(file), tokenizer, STOP)
     assert caught.value.reason == reason
 
 
@@ -91,7 +90,7 @@ def test_a_setting_that_fits_no_row_stops_whatever_the_policy(tokenizer):
 def test_cached_tokens_remember_what_was_left_out(bad_file, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
     results = [
-        encode_cached(JsonLines(bad_file), tokenizer, SKIP, EncodingOptions(), 1) for _ in range(2)
+        encode_cached(read_rows(bad_file), tokenizer, SKIP, EncodingOptions(), 1) for _ in range(2)
     ]
     (first, file), (second, same) = results
     assert file == same and file is not None
@@ -99,7 +98,7 @@ def test_cached_tokens_remember_what_was_left_out(bad_file, tokenizer, tmp_path,
     for (i, one), (j, other) in zip(first.bad.errors, second.bad.errors, strict=True):
         assert (i, one.message, one.code) == (j, other.message, other.code)
     with raises("unreadable", None, f"{bad_file}:1"):
-        encode_cached(JsonLines(bad_file), tokenizer, STOP, EncodingOptions(), 1)
+        encode_cached(read_rows(bad_file), tokenizer, STOP, EncodingOptions(), 1)
 
 
 @pytest.mark.parametrize("policy", ["skip", "quarantine"])

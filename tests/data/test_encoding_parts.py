@@ -12,7 +12,7 @@ from mlx_packs.data.encoding import EncodingOptions, encode
 from mlx_packs.data.encoding_parts import EncodingJob, encode_parts, parts_of, process_count
 from mlx_packs.data.fim import FillInTheMiddle
 from mlx_packs.data.rows import read_rows
-from mlx_packs.data.sources import Joined, Listed
+from mlx_packs.data.sources import as_rows, concatenated
 from tests.helpers.errors import raises
 from tests.helpers.rows import chat, write_rows
 
@@ -37,7 +37,7 @@ def shards(folder, rows):
     for i, file in enumerate(files):
         lines = rows[len(rows) * i // 3 : len(rows) * (i + 1) // 3]
         file.write_text("".join(json.dumps(row) + "\n" for row in lines))
-    return Joined([read_rows(file) for file in files])
+    return concatenated([read_rows(file) for file in files])
 
 
 def job_of(rows, tokenizer, options=OPTIONS, columns=COLUMNS):
@@ -156,7 +156,7 @@ def test_number_of_processes(tmp_path):
     rows = shards(tmp_path, TEXTS)
     assert [process_count(rows, parts, 8) for parts in (0, 1, 3, 4, 40)] == [1, 1, 1, 2, 8]
     assert process_count(rows, 40, None) == encoding_parts.default_processes() >= 1
-    assert process_count(Listed(list(rows)), 40, 8) == 1  # they would be copied to each
+    assert process_count(as_rows(list(rows)), 40, 8) == 1  # they would be copied to each
     assert process_count(rows[1:15], 40, 8) == 8
 
 

@@ -9,9 +9,9 @@ from mlx_packs.config.schema import DataConfig
 from mlx_packs.data import json_lines
 from mlx_packs.data.bad_rows import RowError
 from mlx_packs.data.encoding import encode
-from mlx_packs.data.json_lines import JsonLines, LineRow
+from mlx_packs.data.json_lines import LineRow
 from mlx_packs.data.rows import load_rows, read_rows
-from mlx_packs.data.sources import Joined
+from mlx_packs.data.sources import concatenated
 from tests.helpers.errors import raises
 
 LINES = [b'{"text": "a"}', b"", b" \t\r", b'{"text": "\xc3\xa9 b"}', b"\r", b'{"text": "c"} ']
@@ -27,7 +27,7 @@ def file(tmp_path):
 def test_rows_are_lines_that_are_not_blank(file, monkeypatch, block, ending):
     file.write_bytes(b"\xef\xbb\xbf" + b"\n".join(LINES) + ending)
     monkeypatch.setattr(json_lines, "_BLOCK_BYTES", block)
-    rows = JsonLines(file)
+    rows = read_rows(file)
     assert [row.value["text"] for row in rows] == ["a", "é b", "c"]
     assert [row.where for row in rows] == [f"{file}:{n}" for n in (1, 4, 6)]
     assert [rows.where(i) for i in range(3)] == [row.where for row in rows]
@@ -37,12 +37,12 @@ def test_rows_are_lines_that_are_not_blank(file, monkeypatch, block, ending):
 
 def test_parts_and_joined_rows_are_where_they_were(file):
     file.write_bytes(b"".join(b'{"text": "%d"}\n' % i for i in range(9)))
-    rows = JsonLines(file)
-    joined = Joined([rows[2:5], rows[7:]])
+    rows = read_rows(file)
+    joined = concatenated([rows[2:5], rows[7:]])
     assert [row.value["text"] for row in joined] == list("23478")
     assert [row.value["text"] for row in joined[2:4]] == list("47")
     assert [joined[i].where for i in range(5)] == [joined.where(i) for i in range(5)]
-    assert joined.nbytes(0, 5) == 5 * 14
+    assert joined.nbytes() == 5 * 14
     keys = {part.content_key() for part in (rows, rows[:5], rows[1:], joined)}
     assert len(keys) == 4 and None not in keys
 
@@ -64,7 +64,7 @@ def test_parts_and_joined_rows_are_where_they_were(file):
 )
 def test_hostile_line_is_one_line_with_its_place(file, line, reason, names):
     file.write_bytes(b'{"text": "a"}\n\n' + line + b"\n")
-    rows = JsonLines(file)
+    rows = read_rows(file)
     assert rows[0].value == {"text": "a"}
     with raises("unreadable", None, "rows.jsonl:3", *names) as caught:
         _ = rows[1].value
@@ -75,7 +75,7 @@ def test_hostile_line_is_one_line_with_its_place(file, line, reason, names):
 def test_row_that_is_no_object_is_named(file, tokenizer, value):
     file.write_bytes(b'{"text": "a b c"}\n' + value)
     with raises("data", None, "rows.jsonl:2", "JSON object"):
-        encode(JsonLines(file), tokenizer, DataConfig())
+        encode(read_rows(file), tokenizer, DataConfig())
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_row_that_is_no_object_is_named(file, tokenizer, value):
 )
 def test_odd_line_reads_as_python_reads_it(file, line, value):
     file.write_bytes(line)
-    assert JsonLines(file)[0].value == (value or json.loads(line))
+    assert read_rows(file)[0].value == (value or json.loads(line))
 
 
 def test_line_that_is_too_long_is_not_read_whole(file, monkeypatch):
@@ -101,7 +101,7 @@ def test_line_that_is_too_long_is_not_read_whole(file, monkeypatch):
         f.truncate(200_000_000)  # zeros that take no room
         f.seek(0, os.SEEK_END)
         f.write(b'"}\n{"text": "b"}\n')
-    rows = JsonLines(file)
+    rows = read_rows(file)
     assert [len(row.line) <= (2 << 20) + 1 for row in rows] == [True] * 3
     with raises("data", None, "rows.jsonl:2", "2 MiB", "Split it"):
         _ = rows[1].value
@@ -110,7 +110,7 @@ def test_line_that_is_too_long_is_not_read_whole(file, monkeypatch):
 
 def test_file_that_changes_while_it_is_read_is_an_error(file):
     file.write_bytes(b'{"text": "a"}\n' * 3)
-    rows = JsonLines(file)
+    rows = read_rows(file)
     file.write_bytes(b'{"text": "b"}\n' * 4)
     with raises("unreadable", None, "rows.jsonl", "changed"):
         _ = rows[0]

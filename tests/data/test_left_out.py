@@ -9,7 +9,6 @@ from mlx_packs.data import left_out
 from mlx_packs.data.formats import PREFERENCE, PROMPT, Row, first_format
 from mlx_packs.data.left_out import left_out_notes, template_notes
 from mlx_packs.data.preferences import RATED
-from mlx_packs.data.sources import Listed
 from tests.helpers.rows import chat
 
 COLUMNS = DataConfig()
@@ -48,7 +47,7 @@ def with_template():
 
 
 def notes_of(tokenizer, *values, row_format=None, columns=COLUMNS) -> list[str]:
-    rows = Listed([Row(f"f:{i + 1}", value) for i, value in enumerate(values)])
+    rows = [Row(f"f:{i + 1}", value) for i, value in enumerate(values)]
     row_format = row_format or first_format(rows, columns)[1]
     return left_out_notes(rows, row_format, columns, tokenizer)
 
@@ -200,7 +199,7 @@ def test_an_unusual_end_is_named_where_a_template_renders_rows(
 ):
     open_end = "{% for m in messages %}{{ '### ' + m.role + ': ' + m.content + '\n' }}{% endfor %}"
     tokenizer = with_template(open_end)
-    rows = Listed([Row("f:1", row)])
+    rows = [Row("f:1", row)]
     row_format = row_format or first_format(rows, COLUMNS)[1]
     notes = template_notes(rows, row_format, COLUMNS, tokenizer)
     assert len(notes) == count

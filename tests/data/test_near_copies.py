@@ -3,7 +3,6 @@
 import json
 import random
 
-import numpy as np
 import pytest
 
 from mlx_packs.config.schema import DataConfig
@@ -12,7 +11,7 @@ from mlx_packs.data.formats import FORMATS
 from mlx_packs.data.near_copies import NearCopies
 from mlx_packs.data.row_notes import row_notes
 from mlx_packs.data.rows import load_rows
-from mlx_packs.data.sources import Chosen, Listed, Row
+from mlx_packs.data.sources import Row, as_rows
 from tests.helpers.rows import chat, write_rows
 
 COLUMNS = DataConfig()
@@ -123,27 +122,9 @@ def test_rows_that_cannot_be_used_are_no_copies(value):
 
 def test_of_very_many_rows_some_blocks_are_compared(monkeypatch):
     monkeypatch.setattr(near_copies, "MOST_COMPARED", 100)
-    rows = Listed([Row(f"r:{i}", {"text": str(i)}) for i in range(1000)])
+    rows = as_rows([Row(f"r:{i}", {"text": str(i)}) for i in range(1000)])
     indices = [i for i, row in near_copies.compared(rows) if row.value["text"] == str(i)]
     assert len(indices) == 100 and indices[0] == 0 and indices[-1] == 999
-
-
-@pytest.mark.parametrize("indices", [[], [0], [999], [3, 4, 5, 50, 51, 700], [*range(0, 1000, 7)]])
-def test_chosen_rows_are_read_in_any_part(tmp_path, indices):
-    write_rows(tmp_path, only=[{"text": str(i)} for i in range(1000)])
-    rows = load_rows(DataConfig(data=str(tmp_path / "only.jsonl"), hold_out="last")).rows["train"]
-    whole = Listed([Row(f"r:{i}", {"text": str(i)}) for i in range(1000)])
-    chosen, listed = (Chosen(r, np.array(indices, int)) for r in (rows.rows, whole))
-    for part in (slice(None), slice(1, 3), slice(2, 100)):
-        expected = [{"text": str(i)} for i in indices[part]]
-        assert values(chosen[part]) == values(listed[part]) == expected
-    assert [chosen.places()(i) for i in range(len(chosen))] == [row.where for row in chosen]
-    if indices:
-        assert chosen[-1].value == {"text": str(indices[-1])}
-        assert 0 < chosen.nbytes(0, len(chosen)) <= rows.rows.nbytes(0, 1000)
-    other = Chosen(rows.rows, np.array([*indices[:-1], 998], int))
-    assert chosen.content_key() != other.content_key()
-    assert chosen.content_key() == Chosen(rows.rows, np.array(indices, np.int32)).content_key()
 
 
 def test_a_run_says_what_leaks(tmp_path, run, monkeypatch):

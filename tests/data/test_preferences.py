@@ -13,9 +13,13 @@ from mlx_packs.data.preference_batches import (
     preference_evaluation,
     split_rows,
 )
-from mlx_packs.data.preferences import RATED, Sides, encode_preferences, joined_preferences
+from mlx_packs.data.preferences import (
+    RATED,
+    both_completions,
+    encode_preferences,
+    joined_preferences,
+)
 from mlx_packs.data.sampler import Draw
-from mlx_packs.data.sources import Listed
 from tests.helpers.errors import raises
 from tests.helpers.preferences import preference, rated
 
@@ -129,12 +133,12 @@ def test_lm_does_not_train_on_preferences(tokenizer):
 
 
 def test_sides_are_read_from_anywhere():
-    sides = Sides(Listed(rows_of(*(preference(i) for i in range(4)))), NAMES)
+    sides = both_completions(rows_of(*(preference(i) for i in range(4))), NAMES)
     whole = list(sides)
     assert len(sides) == len(whole) == 8
     for start in range(8):
         for stop in range(start, 9):
-            assert list(sides.read(start, stop)) == whole[start:stop]
+            assert list(sides[start:stop]) == whole[start:stop]
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -217,7 +217,7 @@ def test_read_rows_parquet_is_read_a_batch_at_a_time(tmp_path, parquet_library):
         part = list(rows[start:stop])
         assert [row.value for row in part] == ParquetFile.values[start:stop]
         assert [row.where for row in part] == [rows.where(i) for i in range(start, stop)]
-    assert rows[-1].where.endswith("rows.parquet[4]") and rows.nbytes(0, 5) == 18
+    assert rows[-1].where.endswith("rows.parquet[4]") and rows.nbytes() == 18
 
 
 def test_read_rows_parquet_says_what_is_wrong(tmp_path, parquet_library, monkeypatch):

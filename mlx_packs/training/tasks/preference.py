@@ -23,13 +23,12 @@ from ...data.preference_batches import (
 from ...data.preferences import (
     RATED,
     PreferenceExamples,
-    Sides,
+    both_completions,
     encode_preferences,
     joined_preferences,
 )
 from ...data.rows import Splits
 from ...data.shapes import padded_length, sequence_inputs
-from ...data.sources import as_rows
 from ...errors import PackError
 from ...evaluation.preferences import PairScore, score_preferences
 from ...gates import gates_text
@@ -238,7 +237,7 @@ class PreferenceTask(Task):
         split, _ = self.dataset.held_out_examples(self.run.goal)
         row, columns = splits.first_usable(split), self.run.goal.sources[0]
         if self.train.task != "kto":
-            row = Sides(as_rows([row]), columns)[0]
+            row = both_completions([row], columns)[0]
         prompt = COMPLETION.prompt(row, columns, self.base.tokenizer)
         self.sample = SamplePrompt(*prompt, COMPLETION.answer(row, columns))
 
