@@ -41,9 +41,9 @@ _CHUNK_ROWS, _CHUNK_CHARACTERS = 1024, 1 << 19
 # The arrays of some of the rows, encoded; row numbers are those among all.
 PART = {
     **DTYPES,
-    "lines": ("U8", np.uint8),  # `canonical_line` of each row
-    "counts": ("I64", np.int64),  # cut, dropped
-    "bad": ("U8", np.uint8),  # `BadRows.to_json`
+    "lines": np.uint8,  # `canonical_line` of each row
+    "counts": np.int64,  # cut, dropped
+    "bad": np.uint8,  # `BadRows.to_json`
 }
 
 

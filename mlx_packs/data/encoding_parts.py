@@ -28,7 +28,7 @@ from .sources import Rows
 from .token_file import read_arrays, write_arrays
 
 PART_BYTES = 4 << 20  # of text; a few seconds of encoding
-SUFFIX = ".part.safetensors"
+SUFFIX = ".part.npy"
 MOST_PROCESSES = 8  # by default; each has about 160 MB
 _LEAST_PARTS = 2  # of a process, which takes some seconds to start
 # Without the current folder on the path, whose files may be called as modules.

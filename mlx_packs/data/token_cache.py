@@ -32,9 +32,9 @@ WORTHWHILE_BYTES = 2 << 20  # of rows: a second or two of encoding
 _DAYS = 30  # after which an unused file is removed
 _DTYPES = {
     **DTYPES,
-    "counts": ("I64", np.int64),  # cut, dropped
-    "bad": ("U8", np.uint8),  # `BadRows.to_json`
-    "fingerprint": ("U8", np.uint8),  # [32], of the rows
+    "counts": np.int64,  # cut, dropped
+    "bad": np.uint8,  # `BadRows.to_json`
+    "fingerprint": np.uint8,  # [32], of the rows
 }
 _MAPPED = ("tokens", "target")
 
@@ -61,7 +61,7 @@ def encode_cached(
         key = cache_key(rows, tokenizer, columns, options, row_format)
     if key is None:
         return encode(rows, tokenizer, columns, options, row_format), None
-    file = folder / f"{key}.safetensors"
+    file = folder / f"{key}.npy"
     if (stored := _read(file, key, rows, columns, options, row_format)) is not None:
         os.utime(file)
         return stored, file
@@ -78,7 +78,8 @@ def encode_cached(
         return examples, None
     for part in parts:
         part.file.unlink(missing_ok=True)
-    remove_unused(folder, "*.safetensors", _DAYS)
+    for kind in ("*.npy", "*.safetensors"):  # and those of earlier versions
+        remove_unused(folder, kind, _DAYS)
     return _read(file, key, rows, columns, options, row_format) or examples, file
 
 

@@ -1,73 +1,80 @@
-"""Arrays of encoded examples in a file: safetensors with a hash of their content, mapped when read."""
+"""Arrays of encoded examples in a file, mapped when read: one .npy after another, and their hash."""
 
 import hashlib
-import json
-from collections.abc import Mapping
+import io
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
+from numpy.lib import format as npy
 
-from ..errors import PackError
 from ..files import replace_file
 from ..leftovers import temporary
-from ..reading import read_header
-from .token_store import blocks
+from .token_store import BLOCK_BYTES, blocks
 
-DIGEST = {"digest": ("U8", np.uint8)}  # [32], SHA-256 of the key and all arrays
-Dtypes = Mapping[str, tuple[str, type]]  # by name: what safetensors calls it, and the NumPy type
-
-
-def _digest(key: str, arrays: Mapping[str, np.ndarray], dtypes: Dtypes) -> np.ndarray:
-    digest = hashlib.sha256(key.encode())
-    for name in dtypes:
-        for block in blocks(arrays[name]):
-            digest.update(np.ascontiguousarray(block).data)
-    return np.frombuffer(digest.digest(), np.uint8)
+_HASH_BYTES = 32  # at the end, SHA-256 of the key and all before
+Dtypes = Mapping[str, type]  # by the name of an array, in the order of a file
 
 
 def write_arrays(file: Path, key: str, arrays: Mapping[str, np.ndarray], dtypes: Dtypes) -> None:
-    """Write arrays of one axis as safetensors, atomically and a block at a time.
+    """Write arrays of one axis to a file, atomically and a block at a time.
 
-    ``key`` names the content: `read_arrays` finds it by the same key alone.
+    ``key`` names the content: `read_arrays` finds it only by the same key.
     """
-    arrays = {**arrays, "digest": _digest(key, arrays, dtypes)}
-    stored = {**dtypes, **DIGEST}
-    header, end = {}, 0
-    order = sorted(stored, key=lambda name: -np.dtype(stored[name][1]).itemsize)  # aligned
-    for name in order:
-        begin, end = end, end + arrays[name].nbytes
-        offsets = [begin, end]
-        header[name] = {
-            "dtype": stored[name][0],
-            "shape": [len(arrays[name])],
-            "data_offsets": offsets,
-        }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256(key.encode())
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # rows may be private
     with temporary(file, Path.touch) as partial:
         with partial.open("wb") as f:
-            f.write(len(text).to_bytes(8, "little") + text)
-            for name in order:
-                for block in blocks(arrays[name]):
-                    f.write(np.ascontiguousarray(block).data)
+            for name in dtypes:
+                for block in _npy_blocks(arrays[name]):
+                    f.write(block)
+                    digest.update(block)
+            f.write(digest.digest())
         replace_file(partial, file)
 
 
 def read_arrays(file: Path, key: str, dtypes: Dtypes) -> dict[str, np.ndarray] | None:
     """Return the arrays of a file, mapped; None without a complete file of this key."""
     try:
-        header, start = read_header(file)
-        arrays = {}
-        for name, (stored, dtype) in {**dtypes, **DIGEST}.items():
-            tensor = header[name]
-            (length,) = tensor["shape"]
-            if tensor["dtype"] != stored or start % 8:
+        with file.open("rb") as f:
+            if not _is_complete(f, key):
                 return None
-            offset = start + tensor["data_offsets"][0]
-            empty = np.empty(0, dtype)
-            arrays[name] = np.memmap(file, dtype, "r", offset, (length,)) if length else empty
-        digest = arrays.pop("digest")
-        return arrays if np.array_equal(_digest(key, arrays, dtypes), digest) else None
-    except (PackError, OSError, ValueError, KeyError, TypeError):
+
+            f.seek(0)
+            return {name: _mapped(f, dtype) for name, dtype in dtypes.items()}
+    except (OSError, ValueError):
         return None
+
+
+def _npy_blocks(array: np.ndarray) -> Iterator[memoryview]:
+    """Yield the bytes of an array as .npy, its header first."""
+    header = io.BytesIO()
+    npy.write_array_header_1_0(header, npy.header_data_from_array_1_0(array))
+    yield header.getbuffer()
+    for block in blocks(array):
+        yield np.ascontiguousarray(block).data
+
+
+def _is_complete(f: BinaryIO, key: str) -> bool:
+    """Return whether a file ends with the hash of the key and of all before."""
+    digest = hashlib.sha256(key.encode())
+    left = os.fstat(f.fileno()).st_size - _HASH_BYTES
+    while left > 0 and (block := f.read(min(left, BLOCK_BYTES))):
+        digest.update(block)
+        left -= len(block)
+    return f.read(_HASH_BYTES) == digest.digest()
+
+
+def _mapped(f: BinaryIO, dtype: type) -> np.ndarray:
+    """Return the next array of a file, mapped."""
+    npy.read_magic(f)
+    (length,), _, stored = npy.read_array_header_1_0(f)
+    if stored != dtype:
+        raise ValueError(f"must be {np.dtype(dtype)}, but is {stored}")
+
+    start = f.tell()
+    array = np.memmap(f, dtype, "r", start, (length,)) if length else np.empty(0, dtype)
+    f.seek(start + array.nbytes)
+    return array

@@ -14,16 +14,16 @@ from ..errors import PackError
 from ..files import cache_folder
 
 _IN_MEMORY = 4 << 20  # bytes of a spool that are no file
-_BLOCK_BYTES = 16 << 20
+BLOCK_BYTES = 16 << 20
 # After so many reads the pages of mapped arrays are released: each may load 64 KiB or more.
 _READS = 512
 # What a split is encoded to, in the order of a file: wide types first.
 DTYPES = {
-    "ends": ("I64", np.int64),  # [N], where each example ends
-    "rows": ("I64", np.int64),  # [N], which of the rows it is
-    "tokens": ("I32", np.int32),  # [sum of lengths]
-    "target_counts": ("I32", np.int32),  # [N], targets of each example
-    "target": ("BOOL", np.bool_),  # [sum of lengths], True where the token is to be predicted
+    "ends": np.int64,  # [N], where each example ends
+    "rows": np.int64,  # [N], which of the rows it is
+    "tokens": np.int32,  # [sum of lengths]
+    "target_counts": np.int32,  # [N], targets of each example
+    "target": np.bool_,  # [sum of lengths], True where the token is to be predicted
 }
 
 
@@ -182,7 +182,7 @@ def _no_room(error: OSError) -> PackError:
 
 def blocks(part: np.ndarray) -> Iterator[np.ndarray]:
     """Yield an array in blocks of some MB; the pages of a mapped one do not stay in memory."""
-    step = max(1, _BLOCK_BYTES // part.itemsize)
+    step = max(1, BLOCK_BYTES // part.itemsize)
     for start in range(0, len(part), step):
         yield part[start : start + step]
         release(part)

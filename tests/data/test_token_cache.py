@@ -15,6 +15,8 @@ from mlx_packs.data import token_cache
 from mlx_packs.data.encoding import ENCODING_VERSION, EncodingOptions, encode
 from mlx_packs.data.fim import FillInTheMiddle
 from mlx_packs.data.formats import Row
+from mlx_packs.data.token_file import read_arrays, write_arrays
+from mlx_packs.data.token_store import DTYPES
 from mlx_packs.packs.base import load_base
 from mlx_packs.runtime import mx
 from tests.helpers.errors import raises
@@ -159,6 +161,42 @@ def test_damaged_entry_is_encoded_again_and_replaced(tokenizer, token_folder, no
     assert_same_examples(encode_cached(ROWS, tokenizer)[0], wanted)
 
 
+ARRAYS = {
+    "ends": np.array([3, 6]),
+    "rows": np.array([0, 1]),
+    "tokens": np.arange(6, dtype=np.int32),
+    "target_counts": np.array([1, 2], np.int32),
+    "target": np.arange(6) % 2 == 1,
+}
+
+
+@pytest.mark.parametrize("count", [0, 6])
+def test_a_file_is_one_npy_after_another(tmp_path, count):
+    arrays = {name: array[:count] for name, array in ARRAYS.items()}
+    write_arrays(tmp_path / "x.npy", "key", arrays, DTYPES)
+    with (tmp_path / "x.npy").open("rb") as file:
+        plain = {name: np.load(file) for name in DTYPES}
+    mapped = read_arrays(tmp_path / "x.npy", "key", DTYPES)
+    assert list(mapped) == list(plain) == list(arrays)
+    for name, array in arrays.items():
+        assert mapped[name].dtype == plain[name].dtype == array.dtype
+        assert mapped[name].tolist() == plain[name].tolist() == array.tolist()
+    assert read_arrays(tmp_path / "x.npy", "another key", DTYPES) is None
+
+
+def test_a_file_with_any_fault_is_not_read(tmp_path):
+    file = tmp_path / "x.npy"
+    write_arrays(file, "key", ARRAYS, DTYPES)
+    whole = file.read_bytes()
+    flipped = [
+        whole[:i] + bytes([whole[i] ^ 1 << i % 8]) + whole[i + 1 :] for i in range(len(whole))
+    ]
+    for damaged in (*flipped, *(whole[:n] for n in range(len(whole))), whole + b"\0"):
+        file.unlink()  # not in place: a mapping may be left
+        file.write_bytes(damaged)
+        assert read_arrays(file, "key", DTYPES) is None
+
+
 def test_cache_that_cannot_be_written_stops_nothing(tokenizer, tmp_path, token_folder, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "file"))
@@ -195,12 +233,15 @@ def test_bad_row_is_named_with_a_cache_too(tokenizer, token_folder):
 
 def test_entries_unread_for_a_month_are_removed(tokenizer, token_folder):
     files = [encode_cached(ROWS[:n], tokenizer)[1] for n in (5, 6)]
+    files.append(token_folder / "of-an-earlier-version.safetensors")
+    files[-1].touch()
     month_ago = time.time() - 31 * 24 * 3600
     for file in files:
         os.utime(file, (month_ago, month_ago))
     encode_cached(ROWS[:5], tokenizer)  # read: it stays
     encode_cached(ROWS[:7], tokenizer)
-    assert files[0].exists() and not files[1].exists() and len(list(token_folder.iterdir())) == 2
+    assert [file.exists() for file in files] == [True, False, False]
+    assert len(list(token_folder.iterdir())) == 2
 
 
 @pytest.mark.parametrize("packing", [pytest.param(False, marks=pytest.mark.slow), True])
