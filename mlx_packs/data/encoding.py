@@ -32,7 +32,7 @@ from .formats import (
 )
 from .prompt_boundary import split_prompts
 from .sources import Rows, as_rows
-from .token_store import DTYPES, Example, Spool, StoredExamples, TokenStore, blocks
+from .token_store import DTYPES, ByteFile, Example, StoredExamples, TokenStore, blocks
 
 # Part of the token cache's key: raise it whenever the same rows give other tokens or targets.
 ENCODING_VERSION = 3
@@ -204,7 +204,7 @@ class Encoder:
         self.in_pieces = fim is not None or is_split
         self.bad = BadRows(columns.on_bad_row == "stop")
         self.fingerprint = Fingerprint()
-        self.lines = Spool() if is_part else None
+        self.lines = ByteFile() if is_part else None
         self.store = TokenStore()
         self.cut = self.dropped = 0
 

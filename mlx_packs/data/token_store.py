@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import PackError
 from ..files import cache_folder
 
-_IN_MEMORY = 4 << 20  # bytes of a spool that are no file
+_IN_MEMORY = 4 << 20  # bytes that are no file yet
 BLOCK_BYTES = 16 << 20
 # After so many reads the pages of mapped arrays are released: each may load 64 KiB or more.
 _READS = 512
@@ -89,7 +89,7 @@ class TokenStore:
     """Collects examples; more than some MB of them go to files without a name."""
 
     def __init__(self) -> None:
-        self._tokens, self._target = Spool(), Spool()
+        self._tokens, self._target = ByteFile(), ByteFile()
         self._ends, self._rows, self._counts = array("q"), array("q"), array("i")
         self._end = 0
 
@@ -107,9 +107,9 @@ class TokenStore:
 
     def extend(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Add the examples of another store, given as its `arrays`."""
-        for name, spool in (("tokens", self._tokens), ("target", self._target)):
+        for name, file in (("tokens", self._tokens), ("target", self._target)):
             for block in blocks(arrays[name]):
-                spool.write(block)
+                file.write(block)
         self._ends.frombytes((arrays["ends"] + self._end).tobytes())
         self._rows.frombytes(arrays["rows"].tobytes())
         self._counts.frombytes(arrays["target_counts"].tobytes())
@@ -130,7 +130,7 @@ class TokenStore:
         return StoredExamples(self.arrays(), where)
 
 
-class Spool:
+class ByteFile:
     """Bytes that are appended: in memory while they are few, then in a file without a name."""
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ class Spool:
         """Append the bytes of an array."""
         try:
             if self._in_memory and self._file.tell() + data.nbytes > _IN_MEMORY:
-                begun, self._file = self._file, tempfile.TemporaryFile(dir=_spool_folder())
+                begun, self._file = self._file, tempfile.TemporaryFile(dir=_token_folder())
                 self._in_memory = False
                 self._file.write(begun.getbuffer())
             self._file.write(data)
@@ -160,7 +160,7 @@ class Spool:
         return np.memmap(self._file, dtype, "r")  # the mapping outlives the file's handle
 
 
-def _spool_folder() -> Path | None:
+def _token_folder() -> Path | None:
     """Return the folder of the token cache, or None for the system's temporary one."""
     folder = cache_folder("tokens")
     try:
@@ -172,7 +172,7 @@ def _spool_folder() -> Path | None:
 
 
 def _no_room(error: OSError) -> PackError:
-    folder = _spool_folder() or tempfile.gettempdir()
+    folder = _token_folder() or tempfile.gettempdir()
     return PackError(
         f"{folder}: the tokens of the examples cannot be written ({error.strerror}). Make room, or "
         "set MLX_PACKS_CACHE to a folder on another disk.",
