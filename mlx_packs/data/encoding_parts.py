@@ -2,7 +2,7 @@
 
 A part is some MB of consecutive rows. Its tokens go to a file of the token cache as soon as they are
 complete, and the parts are joined in the order of the rows, so that tokens, targets and fingerprint
-do not depend on the number of processes. These are programs of their own (`encoding_worker`), since
+do not depend on the number of processes. These are programs of their own (`work`), since
 rendering and collecting hold Python's lock: threads would wait for each other.
 """
 
@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from signal import Signals
+from signal import SIG_IGN, SIGINT, Signals, signal
 from typing import IO, Any, NamedTuple
 
 from ..config.data import DataConfig
@@ -34,7 +34,7 @@ _LEAST_PARTS = 2  # of a process, which takes some seconds to start
 # Without the current folder on the path, whose files may be called as modules.
 _CODE = (
     f"import sys; sys.path = [*filter(None, sys.path), {str(Path(__file__).parents[2])!r}]; "
-    "from mlx_packs.data.encoding_worker import main; main()"
+    "from mlx_packs.data.encoding_parts import work; work()"
 )
 _ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"}
 
@@ -212,3 +212,22 @@ class _Worker:
             with suppress(OSError):  # what was not sent is not needed
                 if pipe is not None:
                     pipe.close()
+
+
+def work() -> None:
+    """Encode the parts that come from stdin after the job, and write a byte to stdout after each.
+
+    The process ends with its stdin, that is with the process that started it.
+    """
+    signal(SIGINT, SIG_IGN)  # Ctrl-C is for who started it
+    done = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # what a library prints is no reply
+    source = sys.stdin.buffer
+    job: EncodingJob = pickle.load(source)
+    while True:
+        try:
+            part = pickle.load(source)
+        except EOFError:
+            return
+        job.encode(part)
+        done.write(b".")
