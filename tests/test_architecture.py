@@ -125,9 +125,7 @@ OWN_READERS = {
     "bases/encoder.py": "mx.load, of files that were checked",
     "bases/fingerprint.py": "weights, of files that were checked",
     "bases/mapped_embedding.py": "mapped, of files that were checked",
-    **dict.fromkeys(
-        ("data/token_cache.py", "data/token_file.py", "data/encoding.py"), "a cache that it writes"
-    ),
+    **dict.fromkeys(("data/token_cache.py", "data/encoding.py"), "a cache that it writes"),
     "objectives/state_store.py": "a file that it makes",
     **dict.fromkeys(("files.py", "filesystem.py", "leftovers.py"), "what it writes, and locks"),
     "data/token_store.py": "a file that it makes",

@@ -25,7 +25,7 @@ from ..errors import PackError
 from .encoding import PART, Encoder, EncodingOptions, Examples
 from .formats import TOKEN_FORMATS
 from .sources import Rows
-from .token_file import read_arrays, write_arrays
+from .token_store import read_arrays, write_arrays
 
 PART_BYTES = 4 << 20  # of text; a few seconds of encoding
 SUFFIX = ".part.npy"

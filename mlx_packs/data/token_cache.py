@@ -25,8 +25,7 @@ from .encoding import ENCODING_VERSION, EncodingOptions, Examples, checked_forma
 from .encoding_parts import EncodingJob, encode_parts, parts_of
 from .formats import Row, RowFormat
 from .sources import Rows, as_rows
-from .token_file import read_arrays, write_arrays
-from .token_store import DTYPES, StoredExamples
+from .token_store import DTYPES, StoredExamples, read_arrays, write_arrays
 
 WORTHWHILE_BYTES = 2 << 20  # of rows: a second or two of encoding
 _DAYS = 30  # after which an unused file is removed

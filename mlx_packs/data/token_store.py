@@ -1,20 +1,29 @@
-"""Encoded examples, one after the other in two arrays; large ones are files mapped into memory."""
+"""Encoded examples, one after the other in two arrays; large ones are files mapped into memory.
 
+A file that stays has one .npy after another, and their hash.
+"""
+
+import hashlib
 import io
 import mmap
+import os
 import tempfile
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
+from numpy.lib import format as npy
 
 from ..errors import PackError
-from ..files import cache_folder
+from ..files import cache_folder, replace_file
+from ..leftovers import temporary
 
 _IN_MEMORY = 4 << 20  # bytes that are no file yet
-BLOCK_BYTES = 16 << 20
+_BLOCK_BYTES = 16 << 20
+_HASH_BYTES = 32  # at the end of a file, SHA-256 of the key and all before
 # After so many reads the pages of mapped arrays are released: each may load 64 KiB or more.
 _READS = 512
 # What a split is encoded to, in the order of a file: wide types first.
@@ -25,6 +34,8 @@ DTYPES = {
     "target_counts": np.int32,  # [N], targets of each example
     "target": np.bool_,  # [sum of lengths], True where the token is to be predicted
 }
+
+Dtypes = Mapping[str, type]  # by the name of an array, in the order of a file
 
 
 @dataclass(frozen=True)
@@ -180,9 +191,71 @@ def _no_room(error: OSError) -> PackError:
     )
 
 
+def write_arrays(file: Path, key: str, arrays: Mapping[str, np.ndarray], dtypes: Dtypes) -> None:
+    """Write arrays of one axis to a file, atomically and a block at a time.
+
+    ``key`` names the content: `read_arrays` finds it only by the same key.
+    """
+    digest = hashlib.sha256(key.encode())
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # rows may be private
+    with temporary(file, Path.touch) as partial:
+        with partial.open("wb") as f:
+            for name in dtypes:
+                for block in _npy_blocks(arrays[name]):
+                    f.write(block)
+                    digest.update(block)
+            f.write(digest.digest())
+        replace_file(partial, file)
+
+
+def read_arrays(file: Path, key: str, dtypes: Dtypes) -> dict[str, np.ndarray] | None:
+    """Return the arrays of a file, mapped; None without a complete file of this key."""
+    try:
+        with file.open("rb") as f:
+            if not _is_complete(f, key):
+                return None
+
+            f.seek(0)
+            return {name: _mapped(f, dtype) for name, dtype in dtypes.items()}
+    except (OSError, ValueError):
+        return None
+
+
+def _npy_blocks(array: np.ndarray) -> Iterator[memoryview]:
+    """Yield the bytes of an array as .npy, its header first."""
+    header = io.BytesIO()
+    npy.write_array_header_1_0(header, npy.header_data_from_array_1_0(array))
+    yield header.getbuffer()
+    for block in blocks(array):
+        yield np.ascontiguousarray(block).data
+
+
+def _is_complete(f: BinaryIO, key: str) -> bool:
+    """Return whether a file ends with the hash of the key and of all before."""
+    digest = hashlib.sha256(key.encode())
+    left = os.fstat(f.fileno()).st_size - _HASH_BYTES
+    while left > 0 and (block := f.read(min(left, _BLOCK_BYTES))):
+        digest.update(block)
+        left -= len(block)
+    return f.read(_HASH_BYTES) == digest.digest()
+
+
+def _mapped(f: BinaryIO, dtype: type) -> np.ndarray:
+    """Return the next array of a file, mapped."""
+    npy.read_magic(f)
+    (length,), _, stored = npy.read_array_header_1_0(f)
+    if stored != dtype:
+        raise ValueError(f"must be {np.dtype(dtype)}, but is {stored}")
+
+    start = f.tell()
+    array = np.memmap(f, dtype, "r", start, (length,)) if length else np.empty(0, dtype)
+    f.seek(start + array.nbytes)
+    return array
+
+
 def blocks(part: np.ndarray) -> Iterator[np.ndarray]:
     """Yield an array in blocks of some MB; the pages of a mapped one do not stay in memory."""
-    step = max(1, BLOCK_BYTES // part.itemsize)
+    step = max(1, _BLOCK_BYTES // part.itemsize)
     for start in range(0, len(part), step):
         yield part[start : start + step]
         release(part)

@@ -15,8 +15,7 @@ from mlx_packs.data import token_cache
 from mlx_packs.data.encoding import ENCODING_VERSION, EncodingOptions, encode
 from mlx_packs.data.fim import FillInTheMiddle
 from mlx_packs.data.formats import Row
-from mlx_packs.data.token_file import read_arrays, write_arrays
-from mlx_packs.data.token_store import DTYPES
+from mlx_packs.data.token_store import DTYPES, read_arrays, write_arrays
 from mlx_packs.packs.base import load_base
 from mlx_packs.runtime import mx
 from tests.helpers.errors import raises
