@@ -16,7 +16,6 @@ from ..errors import PackError
 from .bad_rows import BadRows, RowError
 from .conversations import Span
 from .fim import SPARE, FillInTheMiddle, arranged, continued, sentinels
-from .fingerprint import Fingerprint, canonical_line
 from .formats import (
     PREFERENCE,
     PROMPT,
@@ -31,7 +30,7 @@ from .formats import (
     format_of,
 )
 from .prompt_boundary import split_prompts
-from .sources import Rows, as_rows
+from .sources import Fingerprint, Rows, as_rows, canonical_line
 from .token_store import DTYPES, ByteFile, Example, StoredExamples, TokenStore, blocks
 
 # Part of the token cache's key: raise it whenever the same rows give other tokens or targets.

@@ -15,12 +15,11 @@ from ..config.data import DataConfig
 from ..config.schema import TrainConfig
 from ..errors import PackError, flag_of
 from .bad_rows import BadRows, RowError
-from .fingerprint import Fingerprint
 from .formats import PAIR_FORMATS, PairFormat, Row, check_format, first_format
 from .micro_batches import edges_of
 from .sampler import Sampler
 from .shapes import padded_length
-from .sources import as_rows
+from .sources import Fingerprint, as_rows
 from .token_store import StoredExamples, TokenStore
 
 _TEXTS_AT_A_TIME = 1024

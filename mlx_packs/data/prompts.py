@@ -11,9 +11,8 @@ from ..config.data import DataConfig
 from ..errors import PackError
 from .bad_rows import BadRows, RowError
 from .chat_formats import Completion, about_conversation
-from .fingerprint import Fingerprint
 from .formats import COMPLETION, PROMPT, Row, check_format, check_unicode
-from .sources import Rows, as_rows
+from .sources import Fingerprint, Rows, as_rows
 
 _PLACEHOLDER = "."  # of a row without a completion, for the template
 

@@ -15,7 +15,6 @@ from ..errors import PackError, did_you_mean
 from ..files import TINY_FOLDER, is_hub_id, is_pattern
 from .bad_rows import BadRows, shown_counts
 from .converted import TEXT_SUFFIXES, gzip_rows, table_rows, text_rows
-from .fingerprint import fingerprint
 from .formats import Row, RowFormat, check_format, first_format
 from .given import IN_MEMORY, SPLIT_NAMES, Given
 from .json_lines import MOST_DEPTH, JsonLines, is_deep
@@ -88,7 +87,7 @@ class Splits:
     def fingerprint(self, split: str) -> str:
         """Return a hash of the content of a split's rows in use, whatever file they are in."""
         if split not in self.fingerprints:
-            self.fingerprints[split] = fingerprint(self.rows[split])
+            self.fingerprints[split] = self.rows[split].fingerprint()
         return self.fingerprints[split]
 
 

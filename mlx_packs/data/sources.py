@@ -18,6 +18,7 @@ from .formats import Row
 
 _GAP = 16  # rows between two that are selected: fewer are read all the same
 _PARQUET_ROWS = 1024  # in memory at a time
+_CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False, default=str)
 
 
 class Source(ABC):
@@ -155,6 +156,13 @@ class Rows(Sequence[Row]):
             selected = hashlib.sha256(self.indices.astype("<i8").tobytes()).digest()
         return b"+".join(keys) + selected
 
+    def fingerprint(self) -> str:
+        """Return the hash of the rows by which a resumed run knows them again."""
+        digest = Fingerprint()
+        for row in self:
+            digest.add(row)
+        return digest.hexdigest()
+
     def is_in_files(self) -> bool:
         """Return whether another process can read the rows, since they are not in memory here."""
         return all(source.is_in_files() for source in self.sources)
@@ -198,6 +206,30 @@ def concatenated(parts: Sequence[Sequence[Row]]) -> Rows:
     before = np.cumsum([0, *(sum(map(len, part.sources)) for part in rows)])
     numbers = [part.numbers() + start for part, start in zip(rows, before, strict=False)]
     return Rows(sources, np.concatenate(numbers))
+
+
+def canonical_line(row: Row) -> bytes:
+    """Return a row as the line of JSON that is hashed, however its file is written."""
+    return _CANONICAL.encode(row.value).encode(errors="surrogatepass") + b"\n"
+
+
+class Fingerprint:
+    """A hash of rows in their order, whatever file they are in and however it is written."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+
+    def add(self, row: Row) -> None:
+        """Add a row."""
+        self.update(canonical_line(row))
+
+    def update(self, lines: bytes | memoryview) -> None:
+        """Add the lines of some rows (`canonical_line`)."""
+        self._digest.update(lines)
+
+    def hexdigest(self) -> str:
+        """Return the hash of all rows so far."""
+        return self._digest.hexdigest()
 
 
 class RowList(Source):

@@ -647,10 +647,3 @@ def test_a_new_format_is_one_class(tokenizer):
 
 def test_formats_have_different_names():
     assert len({row_format.name for row_format in FORMATS}) == len(FORMATS)
-
-
-def test_fingerprint_follows_content_and_not_place():
-    rows = [Row("a:1", {"text": "x"}), Row("a:2", {"text": "y"})]
-    moved = [Row("b:9", {"text": "x"}), Row("c:1", {"text": "y"})]
-    assert data.fingerprint(rows) == data.fingerprint(moved)
-    assert data.fingerprint(rows) != data.fingerprint(rows[::-1])

@@ -93,3 +93,10 @@ def test_key_is_that_of_the_content_and_the_selection(sources):
 def test_rows_are_in_files_if_all_of_their_sources_are(sources):
     assert Rows(sources[:1])[5:9].is_in_files()
     assert not Rows(sources).is_in_files()
+
+
+def test_fingerprint_follows_content_and_not_place():
+    rows = [Row("a:1", {"text": "x"}), Row("a:2", {"text": "y"})]
+    moved = [Row("b:9", {"text": "x"}), Row("c:1", {"text": "y"})]
+    assert as_rows(rows).fingerprint() == as_rows(moved).fingerprint()
+    assert as_rows(rows).fingerprint() != as_rows(rows[::-1]).fingerprint()
