@@ -96,13 +96,18 @@ class NearCopies:
 
 def compared(rows: Rows, most: int | None = None) -> Iterator[tuple[int, Row]]:
     """Yield index and row of all rows, or of ``most`` rows of some blocks."""
-    count, most = len(rows), most or MOST_COMPARED
+    indices = compared_indices(len(rows), most or MOST_COMPARED)
+    return zip(indices.tolist(), rows.select(indices), strict=True)
+
+
+def compared_indices(count: int, most: int) -> np.ndarray:
+    """Return the indices of ``count`` rows, or of ``most`` of them in some blocks."""
     if count <= most:
-        yield from enumerate(rows)
-        return
+        return np.arange(count)
+
     size = most // _BLOCKS
-    for start in np.linspace(0, count - size, _BLOCKS).astype(int).tolist():
-        yield from enumerate(rows[start : start + size], start)
+    starts = np.linspace(0, count - size, _BLOCKS).astype(int)
+    return (starts[:, None] + np.arange(size)).reshape(-1)
 
 
 def sampled(count: int, size: int) -> Sequence[int]:

@@ -15,7 +15,7 @@ from ..files import atomic_folder
 from .bad_rows import BadRows, RowError
 from .encoding import EncodingOptions
 from .formats import PairFormat, Row, RowFormat, check_format
-from .near_copies import MOST_COMPARED, NearCopies, compared, sampled
+from .near_copies import MOST_COMPARED, NearCopies, compared_indices, sampled
 from .preferences import encode_tokens
 from .rows import Splits, held_out
 from .sources import Rows, as_rows
@@ -105,9 +105,7 @@ def look_at(
         PackError: no row can be used.
     """
     rows = as_rows(rows)
-    looked_at = rows
-    if len(rows) > MOST_COMPARED:
-        looked_at = rows.select(np.array([i for i, _ in compared(rows)]))
+    looked_at = rows.select(compared_indices(len(rows), MOST_COMPARED))
     sample = sampled(len(rows), _SAMPLED)
     copies = NearCopies({i: rows[i] for i in sorted(sample)}, row_format, columns).in_rows(rows)
     repeated = sum(bool(set(others) - {i}) for i, others in copies.items())
