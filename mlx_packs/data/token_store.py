@@ -6,7 +6,6 @@ A file that stays has one .npy after another, and their hash.
 import hashlib
 import io
 import mmap
-import os
 import tempfile
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -232,12 +231,11 @@ def _npy_blocks(array: np.ndarray) -> Iterator[memoryview]:
 
 def _is_complete(f: BinaryIO, key: str) -> bool:
     """Return whether a file ends with the hash of the key and of all before."""
+    content = np.memmap(f, np.uint8, "r")
     digest = hashlib.sha256(key.encode())
-    left = os.fstat(f.fileno()).st_size - _HASH_BYTES
-    while left > 0 and (block := f.read(min(left, _BLOCK_BYTES))):
-        digest.update(block)
-        left -= len(block)
-    return f.read(_HASH_BYTES) == digest.digest()
+    for block in blocks(content[:-_HASH_BYTES]):
+        digest.update(block.data)
+    return content[-_HASH_BYTES:].tobytes() == digest.digest()
 
 
 def _mapped(f: BinaryIO, dtype: type) -> np.ndarray:
