@@ -20,8 +20,9 @@ from contextlib import closing
 from pathlib import Path
 
 from mlx_packs.config.schema import DataConfig
-from mlx_packs.data.batches import prefetched, training_batches
+from mlx_packs.data.batches import training_batches
 from mlx_packs.data.encoding import EncodingOptions
+from mlx_packs.data.prefetch import prefetched
 from mlx_packs.data.rows import load_rows
 from mlx_packs.data.sampler import Sampler
 from mlx_packs.data.token_cache import encode_cached

@@ -7,7 +7,6 @@ the other: its *segments*.
 import itertools
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -158,18 +157,6 @@ def training_batches(
 ) -> Iterator[Batch]:
     """Yield the sampler's batches without end, from batch number ``start``."""
     return (lay_out(examples, sampler, order, allowed) for order in sampler.batches(start))
-
-
-def prefetched(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Yield the same batches, the next one made in a thread while the caller works on this one.
-
-    Closing it ends the thread. An exception of a batch is raised where that batch is due.
-    """
-    with ThreadPoolExecutor(1, "batches") as thread:
-        ahead = thread.submit(next, batches, None)
-        while (batch := ahead.result()) is not None:
-            ahead = thread.submit(next, batches, None)
-            yield batch
 
 
 def batch_shapes(

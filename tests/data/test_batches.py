@@ -13,10 +13,10 @@ from mlx_packs.data.batches import (
     evaluation_batches,
     few_shapes,
     make_batch,
-    prefetched,
     training_batches,
 )
 from mlx_packs.data.encoding import Example, Examples
+from mlx_packs.data.prefetch import prefetched
 from mlx_packs.data.sampler import Sampler, packing_fill
 from mlx_packs.data.shapes import MOST_SHAPES, padded_length
 
