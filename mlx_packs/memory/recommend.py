@@ -355,6 +355,8 @@ def _full_option(request: PlanRequest) -> Option:
         compute_dtype="auto",
         cache_frozen="off",
         train_fp16_fallback=False,
+        for_merge="none",
+        loraplus_lr_ratio=TrainConfig.loraplus_lr_ratio,
         **changes,
     )
     layers = LoRAConfig(num_layers=request.lora.num_layers)

@@ -120,6 +120,16 @@ def test_rows_are_planned_no_longer_than_the_base_reads():
     assert recommend(headers, int(64e9))[0].train.max_seq_length == 512
 
 
+@pytest.mark.parametrize(
+    "settings", [{"for_merge": "affine4"}, {"loraplus_lr_ratio": 4.0}, {"train_fp16_fallback": True}]
+)
+def test_full_fine_tuning_is_planned_beside_settings_of_adapters(settings):
+    *ways, full = recommend(dense_headers("qwen3-4b"), int(16e9), train=TrainConfig(**settings))
+    ((name, value),) = settings.items()
+    assert all(getattr(way.train, name) == value for way in ways)
+    assert full.method == "full" and getattr(full.train, name) == getattr(TrainConfig, name)
+
+
 def test_full_fine_tuning_is_planned_with_16_bytes_a_weight():
     with runtime.assumed_device("gpu"):
         full = recommend(dense_headers("qwen3-4b"), int(16e9))[-1]
