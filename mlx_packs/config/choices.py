@@ -41,12 +41,6 @@ class TaskFacts:
     scores: bool = False  # whether a head of its own gives a number, in the place of logits
     # Values of --loss; `auto` is the first, unless it is chosen by data.
     losses: tuple[str, ...] = ()
-    # Values of --best; some are of some examples only.
-    validated: tuple[str, ...] = (
-        "valid_loss",
-        "valid_preference_accuracy",
-        "valid_reward_margin",
-    )
 
 
 @dataclass(frozen=True)
@@ -158,32 +152,13 @@ def _preferences(*losses: str, **defaults: object) -> TaskFacts:
 
 
 TASKS = {
-    "lm": TaskFacts(
-        "mlx_packs.training.tasks.causal_lm:CausalLMTask",
-        "decoder",
-        masks=True,
-        validated=(
-            "valid_loss",
-            "valid_ppl",
-            "valid_accuracy",
-            *(f"valid_{metric}" for metric in ANSWER_METRICS),
-        ),
-    ),
+    "lm": TaskFacts("mlx_packs.training.tasks.causal_lm:CausalLMTask", "decoder", masks=True),
     "embedding": TaskFacts(
         "mlx_packs.training.tasks.embedding:EmbeddingTask",
         "encoder",
         defaults={"batch_size": 32},
         in_batch=True,
         losses=tuple(LOSSES),
-        validated=(
-            "valid_loss",
-            "valid_spearman",
-            "valid_pearson",
-            "valid_mrr_at_10",
-            "valid_ndcg_at_10",
-            "valid_recall_at_1",
-            "valid_triplet_accuracy",
-        ),
     ),
     "dpo": _preferences("sigmoid", "robust", "hinge", "ipo"),
     "orpo": _preferences(),
@@ -202,7 +177,6 @@ TASKS = {
         "decoder",
         defaults={"batch_size": 1, "learning_rate": 2e-5, "beta": 0.0},
         generates=True,
-        validated=("valid_reward",),
     ),
 }
 # Tasks by what they train on.

@@ -164,10 +164,6 @@ def _task_faults(train: TrainConfig) -> Iterator[Fault]:
         if owners and not set(owners) & set(train.tasks):
             yield Fault(name, f"needs --task {any_of(owners)}.", "conflict")
 
-    validated = [name for task in train.tasks for name in TASKS[task].validated]
-    if train.best is not None and train.best not in validated:
-        text = f"{train.best} is no number of this task's validations. Take {any_of(validated)}."
-        yield Fault("best", text)
     if answer_metric_of(train.best) and (train.pipeline or train.objective != OBJECTIVES[0]):
         other = "--pipeline" if train.pipeline else "--objective"
         text = f"{train.best} needs answers, which a run with {other} does not generate."

@@ -4,7 +4,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 
-from .choices import ANSWER_METRICS, DISTANCES, OBJECTIVES, TASKS, WEIGHT_FORMATS, registered
+from .choices import (
+    ANSWER_METRICS,
+    DISTANCES,
+    OBJECTIVES,
+    PREFERENCE_TASKS,
+    TASKS,
+    WEIGHT_FORMATS,
+    registered,
+)
 from .data import TextConfig
 from .fields import Fault, Settings, fields_where, option
 from .phase import Phase
@@ -244,11 +252,6 @@ class DPOConfig(PreferenceConfig, PairLoss):
 
 
 @dataclass(frozen=True, repr=False)
-class ORPOConfig(PreferenceConfig):
-    """Settings of ORPO."""
-
-
-@dataclass(frozen=True, repr=False)
 class SimPOConfig(PreferenceConfig):
     """Settings of SimPO."""
 
@@ -319,7 +322,6 @@ class AllTasksConfig(
     LMConfig,
     EmbeddingConfig,
     DPOConfig,
-    ORPOConfig,
     SimPOConfig,
     CPOConfig,
     KTOConfig,
@@ -329,13 +331,14 @@ class AllTasksConfig(
     """Settings of all tasks."""
 
 
+# Tasks on preferences that have no settings of their own need no entry.
 CONFIGS: dict[str, type[Settings]] = registered(
     TASKS,
     {
+        **dict.fromkeys(PREFERENCE_TASKS, PreferenceConfig),
         "lm": LMConfig,
         "embedding": EmbeddingConfig,
         "dpo": DPOConfig,
-        "orpo": ORPOConfig,
         "simpo": SimPOConfig,
         "cpo": CPOConfig,
         "kto": KTOConfig,

@@ -6,7 +6,7 @@ InformationRetrievalEvaluator and TripletEvaluator with the cosine.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -32,6 +32,15 @@ class EmbeddingScore(Score):
 
     nll: float
     metrics: Metrics
+    numbers: ClassVar = (
+        "valid_loss",
+        "valid_spearman",
+        "valid_pearson",
+        "valid_mrr_at_10",
+        "valid_ndcg_at_10",
+        "valid_recall_at_1",
+        "valid_triplet_accuracy",
+    )
 
     @property
     def value(self) -> float:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.nn as nn
 import numpy as np
@@ -38,6 +38,7 @@ class PerplexityScore(Score):
     nll: float
     rows: int
     targets: int
+    numbers: ClassVar = ("valid_loss", "valid_ppl", "valid_accuracy")
 
     @property
     def value(self) -> float:
@@ -47,11 +48,7 @@ class PerplexityScore(Score):
     @property
     def entries(self) -> dict[str, float]:
         """Entries of the line in a run's metrics for validation examples."""
-        return {
-            "valid_loss": self.nll,
-            "valid_ppl": self.ppl,
-            "valid_accuracy": self.accuracy,
-        }
+        return dict(zip(self.numbers, (self.nll, self.ppl, self.accuracy), strict=True))
 
     @property
     def text(self) -> str:

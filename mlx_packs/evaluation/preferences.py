@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -30,6 +31,7 @@ class PairScore(Score):
     accuracy: float
     margin: float
     rows: int
+    numbers: ClassVar = ("valid_loss", "valid_preference_accuracy", "valid_reward_margin")
 
     @property
     def value(self) -> float:
@@ -39,11 +41,7 @@ class PairScore(Score):
     @property
     def entries(self) -> dict[str, float]:
         """Entries of the line in a run's metrics for validation examples."""
-        return {
-            "valid_loss": self.nll,
-            "valid_preference_accuracy": self.accuracy,
-            "valid_reward_margin": self.margin,
-        }
+        return dict(zip(self.numbers, (self.nll, self.accuracy, self.margin), strict=True))
 
     @property
     def text(self) -> str:

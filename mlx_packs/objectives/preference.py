@@ -18,7 +18,14 @@ import mlx.nn as nn
 from ..adapters.trainable import trainable_modules
 from ..config.choices import PREFERENCE_TASKS, registered
 from ..config.schema import TrainConfig
-from ..config.tasks import CPOConfig, DPOConfig, KTOConfig, ORPOConfig, PairLoss, SimPOConfig
+from ..config.tasks import (
+    CPOConfig,
+    DPOConfig,
+    KTOConfig,
+    PairLoss,
+    PreferenceConfig,
+    SimPOConfig,
+)
 from ..data.preference_batches import PreferenceBatch, shared_rows, split_rows
 from ..distributed.group import group
 from ..runtime import mx
@@ -120,7 +127,7 @@ class ORPO:
 
     has_reference = False
 
-    def losses(self, completions: Completions, train: ORPOConfig) -> mx.array:
+    def losses(self, completions: Completions, train: PreferenceConfig) -> mx.array:
         """Semantics: NLL of the chosen targets - beta * log sigmoid(log odds ratio).
 
         The cross-entropy is that of the completion, as in the paper; TRL adds the prompt's.
@@ -130,7 +137,7 @@ class ORPO:
         ratio = nn.log_sigmoid(odds[:, 0] - odds[:, 1])
         return mean_nll(completions) - train.beta * ratio
 
-    def rewards(self, completions: Completions, train: ORPOConfig) -> mx.array:
+    def rewards(self, completions: Completions, train: PreferenceConfig) -> mx.array:
         """Return beta times the mean log-probabilities."""
         return train.beta * completions.means
 

@@ -11,7 +11,7 @@ from ..errors import PackError, any_of
 LOSS, REWARD = "loss", "reward"
 _ENTRIES = {REWARD: "valid_reward", LOSS: "valid_loss"}  # of a line of metrics.jsonl
 _PREFIX = "valid_"  # of the numbers of a validation there
-_LOWER_IS_BETTER = (LOSS, "ppl")
+_LOWER_IS_BETTER = (LOSS, "ppl")  # ends of what is measured
 
 
 class Score(ABC):
@@ -24,6 +24,7 @@ class Score(ABC):
 
     value: float
     measure: ClassVar[str] = LOSS
+    numbers: ClassVar[tuple[str, ...]] = ()  # names of `entries`; of some examples only, perhaps
 
     @property
     @abstractmethod
@@ -38,7 +39,7 @@ class Score(ABC):
     @property
     def higher_is_better(self) -> bool:
         """Whether a score is better if its value is higher."""
-        return self.measure not in _LOWER_IS_BETTER
+        return not self.measure.endswith(_LOWER_IS_BETTER)
 
     def by(self, entry: str | None) -> "Score":
         """Return the score as one of its entries tells it; None is its own value.
@@ -102,7 +103,7 @@ class StoredScore(Score):
 def check_best(entry: str | None, entries: Collection[str]) -> None:
     """Raise a PackError if validations do not give the number that ``--best`` names."""
     if entry is not None and entry not in entries:
-        text = f"--best {entry}: these examples do not give it. Take {any_of(list(entries))}."
+        text = f"--best {entry}: is no number of these validations. Take {any_of(list(entries))}."
         raise PackError(text, "conflict", "best")
 
 

@@ -284,15 +284,37 @@ def test_a_score_is_compared_by_its_entries():
     ("settings", "words"),
     [
         ({"best": "valid_accuracy"}, ("load_best", "patience")),
-        ({"best": "accuracy", "load_best": True}, ("accuracy", "valid_accuracy", "valid_exact")),
         ({"best": "valid_exact", "load_best": True, "pipeline": True}, ("answers", "pipeline")),
-        ({"best": "valid_exact", "load_best": True, "task": "dpo"}, ("valid_reward_margin",)),
     ],
 )
 def test_a_number_that_cannot_be_had_is_rejected(settings, words):
     with pytest.raises(PackError) as caught:
         TrainConfig(**settings)
     assert caught.value.flag == "best" and all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"best": "accuracy"}, ("--best accuracy", "valid_accuracy", "valid_exact")),
+        ({"best": "valid_exact", "task": "dpo"}, ("--best valid_exact", "valid_reward_margin")),
+        ({"best": "valid_loss", "task": "grpo", "reward": "exact"}, ("valid_reward",)),
+    ],
+)
+def test_a_number_that_a_task_does_not_have_is_rejected_before_a_base_is_read(
+    tmp_path, monkeypatch, settings, named
+):
+    monkeypatch.setattr("mlx_packs.training.run.load_base", None)
+    data = write_rows(tmp_path / "d", train=ANSWERS, valid=ANSWERS)
+    with raises("conflict", "best", *named):
+        train_pack("tiny", data, LORA, TrainConfig(load_best=True, **settings), tmp_path / "p")
+
+
+def test_lower_is_better_of_losses_and_perplexities_alone():
+    for measure in ("loss", "ppl", "worst_loss"):
+        assert StoredScore(1.0, measure).is_better_than(StoredScore(2.0, measure))
+    for measure in ("reward", "exact", "accuracy"):
+        assert StoredScore(2.0, measure).is_better_than(StoredScore(1.0, measure))
 
 
 def test_answers_that_the_examples_do_not_have_are_rejected(tmp_path):

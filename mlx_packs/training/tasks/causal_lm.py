@@ -8,7 +8,7 @@ import numpy as np
 from ...adapters.lora import attach
 from ...adapters.trainable import Trainable
 from ...bases.geometry import is_embedding
-from ...config.choices import answer_metric_of
+from ...config.choices import ANSWER_METRICS, answer_metric_of
 from ...config.lora import LoRAConfig
 from ...data.batches import Batch
 from ...data.formats import TEXT, TOKEN_FORMATS, format_of
@@ -71,6 +71,8 @@ class SamplePrompt:
 
 class CausalLMTask(Task):
     """``--task lm``."""
+
+    validated = (*PerplexityScore.numbers, *(f"valid_{metric}" for metric in ANSWER_METRICS))
 
     base: Base
     dataset: PhasedDataset

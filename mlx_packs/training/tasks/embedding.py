@@ -150,6 +150,8 @@ class PairDataset:
 class EmbeddingTask(Task):
     """``--task embedding``."""
 
+    validated = EmbeddingScore.numbers
+
     unplanned_recompute = "none"
     base: Base
     dataset: PairDataset

@@ -50,6 +50,7 @@ class RewardScore(Score):
     ppl_se: float | None = None
     accuracy: float | None = None
     measure: ClassVar[str] = REWARD
+    numbers: ClassVar = ("valid_reward",)
 
     @property
     def value(self) -> float:
@@ -160,6 +161,8 @@ class PromptDataset:
 
 class GRPOTask(Task):
     """``--task grpo``."""
+
+    validated = RewardScore.numbers
 
     base: Base
     dataset: PromptDataset

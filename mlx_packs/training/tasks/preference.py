@@ -141,6 +141,8 @@ class _FirstBatches:
 class PreferenceTask(Task):
     """``--task dpo``, ``orpo``, ``simpo``, ``cpo`` and ``kto``."""
 
+    validated = PairScore.numbers
+
     base: Base
     dataset: PreferenceDataset
     sample: SamplePrompt

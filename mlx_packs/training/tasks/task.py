@@ -9,6 +9,7 @@ import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from ...adapters.trainable import Trainable
 from ...bases.families import check_task
@@ -20,6 +21,7 @@ from ...data.bad_rows import shown_counts
 from ...data.rows import Splits
 from ...display import clock
 from ...objectives.objective import Objective
+from ...objectives.score import check_best
 from ...packs.base import Base
 from ...packs.pack import Pack
 from ..dataset import Dataset
@@ -51,8 +53,10 @@ class Task(ABC):
 
     lazy_base = False  # whether the base's weights are read when they are used, not before
     unplanned_recompute = "selective"  # where no memory plan is possible
+    validated: ClassVar[tuple[str, ...]] = ()  # numbers of its validations, of which --best is one
 
     def __init__(self, run: Run) -> None:
+        check_best(run.train.best, self.validated)
         self.run = run
 
     def check(self, name: str, model_type: str) -> None:
