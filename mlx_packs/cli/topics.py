@@ -27,9 +27,10 @@ class TopicCommand(SectionedCommand):
 
     def get_help_option(self, ctx: click.Context) -> click.Option:
         """Return the option ``-h`` with its optional topic."""
-        if self._help_option is None:
+        names = self.get_help_option_names(ctx)
+        if self._help_option is None or set(self._help_option.opts) != set(names):
             option = Option(
-                self.get_help_option_names(ctx),
+                names,
                 is_flag=False,
                 flag_value=COMMON,
                 type=click.Choice((COMMON, ALL, *TASKS)),

@@ -30,3 +30,11 @@ def test_examples_are_understood(name):
             assert context.params is not None
     page = CliRunner().invoke(packs, [name, "-h"], terminal_width=200).stdout
     assert all(line in page for _, line in EXAMPLES[name])
+
+
+@pytest.mark.parametrize("name", ["train", "plan"])
+def test_help_does_not_depend_on_how_a_command_was_called_before(name):
+    root = packs.make_context("packs", ["-h", name], resilient_parsing=True)
+    command = packs.get_command(root, name)
+    command.make_context(name, [], resilient_parsing=True)  # alone, where -h is no option
+    assert CliRunner().invoke(packs, [name, "-h"]).exit_code == 0
