@@ -149,7 +149,7 @@ def train_pack(  # noqa: PLR0913 (the public face)
     """
     display = display or Display(NORMAL if progress else QUIET)
     options = {
-        "model": str(getattr(base, "name", base)),
+        "model": base.name if isinstance(base, Base) else str(base),
         "out": out,
         "overwrite": overwrite,
         "resume": resume,

@@ -1,5 +1,7 @@
 """Training steered from Python: observers, a loss of one's own, settings as mappings."""
 
+from pathlib import Path
+
 import mlx.nn as nn
 import pytest
 
@@ -170,3 +172,9 @@ def test_wrong_modules_are_said_before_anything_is_measured(shared_tiny, tmp_pat
     with raises("unknown", "target_modules", "q_prj", "q_proj"):
         data = write_rows(tmp_path / "d", train=CHATS)
         train_pack(shared_tiny, data, {"target_modules": ("q_prj",)}, SETTINGS, tmp_path / "p")
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_folder_that_is_called_as_the_bundled_base_needs_data(tmp_path, kind):
+    with raises("invalid", "data", "name the examples"):
+        train_pack(kind(tmp_path / "tiny"), train=TrainConfig(iters=1), out=tmp_path / "p")
