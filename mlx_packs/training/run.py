@@ -148,8 +148,11 @@ def train_pack(  # noqa: PLR0913 (the public face)
         RunStopped: If a signal, memory or the disk ended the run; its checkpoint is saved.
     """
     display = display or Display(NORMAL if progress else QUIET)
+    name = str(base)
+    if isinstance(base, Base):
+        name = base.name
     options = {
-        "model": base.name if isinstance(base, Base) else str(base),
+        "model": name,
         "out": out,
         "overwrite": overwrite,
         "resume": resume,

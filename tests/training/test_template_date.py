@@ -74,6 +74,7 @@ def adapters(pack):
         (PAIRS, {"task": "dpo"}),
         (LABELLED, {"task": "kto"}),
         (CHAT, {"phases": [{"iters": 1}, {"iters": 1}], "iters": 250}),  # 250: the default
+        (PAIRS, {"phases": [{"task": t, "iters": 1} for t in ("dpo", "orpo")], "iters": 250}),
         (PROMPTS, GRPO),
     ],
 )

@@ -23,11 +23,21 @@ class SeveralTasks(Task):
     """A task for each phase; the pack and its results are those of the last one."""
 
     def __init__(self, run: Run) -> None:
+        self.parts: dict[str, Task] = {
+            name: task_class([name])(_with_phases_of(run, name)) for name in run.train.tasks
+        }
         super().__init__(run)
-        self.parts: dict[str, Task] = {}
-        for name in run.train.tasks:
-            phases = tuple(phase for phase in run.phases if phase.train.task == name)
-            self.parts[name] = task_class([name])(replace(run, phases=phases))
+
+    @property
+    def run(self) -> Run:
+        """The run, whose phases the parts share."""
+        return self._run
+
+    @run.setter
+    def run(self, run: Run) -> None:
+        self._run = run
+        for name, part in self.parts.items():
+            part.run = _with_phases_of(run, name)
 
     def check(self, name: str, model_type: str) -> None:
         """Check the base and the settings of every task."""
@@ -93,6 +103,10 @@ class SeveralTasks(Task):
     ) -> dict[str, float]:
         """Return the values of the gates that the last task has."""
         return self.last.gate_values(gates, pack, summary, matmul_path)
+
+
+def _with_phases_of(run: Run, task: str) -> Run:
+    return replace(run, phases=tuple(phase for phase in run.phases if phase.train.task == task))
 
 
 class SeveralDatasets(Dataset):
