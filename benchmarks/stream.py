@@ -22,6 +22,7 @@ from pathlib import Path
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data.batches import training_batches
 from mlx_packs.data.encoding import EncodingOptions
+from mlx_packs.data.encoding_parts import SUFFIX
 from mlx_packs.data.prefetch import prefetched
 from mlx_packs.data.rows import load_rows
 from mlx_packs.data.sampler import Sampler
@@ -119,8 +120,8 @@ def check(folder: Path, shards: Path, num_proc: int, kills: int = 2) -> dict:
     """Tokenize and stream shards with kills, and compare. Raises: Failed."""
     cache, log = Path(os.environ[CACHE_VARIABLE]) / "tokens", folder / "with-kills.jsonl"
     process = _start(shards, None, num_proc)
-    _kill_when(process, lambda: len(list(cache.glob("*.part.safetensors"))) >= 2)
-    parts = len(list(cache.glob("*.part.safetensors")))
+    _kill_when(process, lambda: len(list(cache.glob(f"*{SUFFIX}"))) >= 2)
+    parts = len(list(cache.glob(f"*{SUFFIX}")))
     tokenized = _result(_start(shards, None, num_proc))
     uninterrupted = folder / "uninterrupted.jsonl"
     result = _result(_start(shards, uninterrupted, num_proc))
