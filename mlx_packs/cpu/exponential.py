@@ -95,7 +95,7 @@ def _gated_gradients(gate: mx.array, up: mx.array, cotangent: mx.array) -> list[
 
 
 def swiglu(gate: mx.array, up: mx.array, elements: int, streams: int) -> mx.array:
-    """Return gate * sigmoid(gate) * up, of any shape, by rows of so many elements on streams."""
+    """Return gate * sigmoid(gate) * up, of any shape, by rows of `elements` on streams."""
 
     @mx.custom_function
     def unit(gate: mx.array, up: mx.array) -> mx.array:

@@ -52,7 +52,7 @@ class CPUProfile(Profile):
         return self.whole_queries(self.block_bytes // (pair_bytes * keys)), keys
 
     def cuts_scores(self, heads: int, length: int) -> bool:
-        """Return whether T x T scores of so many heads (of all rows) are several blocks."""
+        """Return whether T x T scores of all heads (of all rows) are several blocks."""
         return 4 * heads * length**2 > self.streams * self.score_bytes
 
     def elements_at_once(self, count: int) -> int:

@@ -63,6 +63,7 @@ class PlannedAdapters:
         largest = max(map(math.prod, self.saved), default=0)
         working = max(1.3 * adapters / len(self.ranks), 4 * UPDATED_AT_ONCE * largest)
         update = moment_parts(size * (1 + accumulates(train)), working=working)
+
         return MemoryPlan(
             base=base,
             adapters=size,
@@ -99,7 +100,7 @@ class Places:
         blocks: int,
         tensors: Tensors,
     ) -> "Places":
-        """Return those of a decoder; of its norms and biases ``tensors`` has the shapes."""
+        """Return the places of a decoder; ``tensors`` has the shapes of its norms and biases."""
         weights: dict[str, list[tuple[int, ...]]] = {p: [s] for p, s in modules.items()}
         for name, tensor in tensors.items():
             path, _, parameter = name.rpartition(".")

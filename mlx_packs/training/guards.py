@@ -126,12 +126,14 @@ class Memory(Guard):
         if (now := time.monotonic()) < self._next:
             return None
         self._next = now + _EVERY
+
         pressure = memory_pressure()
         if pressure.level >= LOW and mx.get_cache_memory() >= _WORTHWHILE:
             mx.clear_cache()
             pressure = memory_pressure()
         if pressure.level < LOW:
             return None
+
         if step.use_smaller_pieces(batch):
             self._announce(number, step.parts, pressure.reason)
             return None

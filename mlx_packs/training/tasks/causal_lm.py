@@ -160,6 +160,7 @@ class CausalLMTask(Task):
         train, ranks = self.run.train, group()
         if isinstance(ranks, Stages):
             return self._pipelined(trainable, Stage(trainable.model, ranks))
+
         head = self.graph.head()
         if not self.graph.is_proxy:
             check_forward(self.base, self.sample.tokens)
@@ -176,6 +177,7 @@ class CausalLMTask(Task):
                 self.run.display,
                 memory.disk.total_bytes if memory.disk else 0,
             )
+
         if train.neftune_noise_alpha:
             add_noise(trainable, train.neftune_noise_alpha)
         self.scorer = Scorer(trainable.model, head, self.graph.inputs.arrays)
