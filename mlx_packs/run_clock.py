@@ -32,10 +32,14 @@ class RunClock:
 
     Args:
         now: Returns the time in seconds.
+        compiles: Whether the first training batch compiles, and says nothing about the next ones.
     """
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, now: Callable[[], float] = time.monotonic, *, compiles: bool = False
+    ) -> None:
         self._now = now
+        self._compiles = compiles
         self._parts: dict[str, _Part] = {}
         self._mark = now()
 
@@ -81,7 +85,7 @@ class RunClock:
             self._parts[name].units = self._parts[name].done
 
     def left(self) -> float | None:
-        """Return the seconds that are left; None until a training batch was measured."""
+        """Return the seconds that are left; None until a training batch that tells was measured."""
         batch = self._pace(TRAIN)
         if batch is None:
             return None
@@ -108,4 +112,6 @@ class RunClock:
         work, seconds = part.first
         if name == TRAIN and part.work > work:
             return (part.seconds - seconds) / (part.work - work)
+        if name == TRAIN and self._compiles and part.done < part.units:
+            return None
         return part.seconds / part.work

@@ -10,9 +10,9 @@ from mlx_packs.run_clock import FORWARD, RunClock
 class Simulated:
     """A run of training, validations, evaluations and answers, whose work takes given times."""
 
-    def __init__(self) -> None:
+    def __init__(self, compiles: bool = False) -> None:
         self.now = 0.0
-        self.clock = RunClock(lambda: self.now)
+        self.clock = RunClock(lambda: self.now, compiles=compiles)
         self.estimates: list[tuple[float, float]] = []  # when, and the end that was expected
 
     def work(self, part: str, seconds: float, units: float = 1) -> None:
@@ -38,6 +38,23 @@ def test_the_first_batch_which_compiles_soon_does_not_count():
     run.work("train", 60.0)
     run.work("train", 1.0)
     assert run.clock.left() == pytest.approx(8)
+
+
+def test_where_the_first_batch_compiles_the_second_one_tells():
+    run = Simulated(compiles=True)
+    run.clock.plan("train", 60)
+    run.work("train", 84.0)  # of a GPU whose kernels were compiled for it
+    assert run.clock.left() is None
+    run.work("train", 0.1)
+    assert run.clock.left() == pytest.approx(58 * 0.1)
+
+
+def test_a_run_of_one_batch_that_compiles_has_an_end():
+    run = Simulated(compiles=True)
+    run.clock.plan("train", 1)
+    run.clock.plan("evaluate", 2)
+    run.work("train", 10.0)
+    assert run.clock.left() == pytest.approx(20.0)
 
 
 def test_a_long_batch_says_how_long_a_usual_one_takes():

@@ -19,7 +19,7 @@ from mlx_packs.files import atomic_folder, to_json
 from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.nn.quantized import quantized_modules
 from mlx_packs.packs.base import Base
-from mlx_packs.runtime import mx
+from mlx_packs.runtime import dtype_name, mx, on_cpu
 
 from . import files
 
@@ -172,25 +172,29 @@ def write_rows(file: Path, rows: Sequence[dict]) -> None:
 
 
 def write_dense(model: Path, out: Path) -> Path:
-    """Write the weights of a quantized checkpoint or GGUF in float32, and its tokenizer."""
+    """Write the dense weights of a quantized checkpoint or GGUF, and its tokenizer.
+
+    They are float32 on a CPU and bfloat16 on a GPU, as ours has its activations there.
+    """
     if out.exists():
         return out
 
     base = load_base(model)
+    dtype = mx.float32 if on_cpu() else mx.bfloat16
     modules = dict(quantized_modules(base.model))
     tensors = {
-        name: value.astype(mx.float32)
+        name: value.astype(dtype)
         for name, value in tree_flatten(base.model.parameters())
         if name.rpartition(".")[0] not in modules
     }
     for path, module in modules.items():
-        tensors[f"{path}.weight"] = frozen_weight(module).dense().astype(mx.float32)
+        tensors[f"{path}.weight"] = frozen_weight(module).dense().astype(dtype)
 
     dropped = ("quantization", "quantization_config")
     config = {key: value for key, value in base.config.items() if key not in dropped}
     with atomic_folder(out) as temporary:
         mx.save_safetensors(str(temporary / "model.safetensors"), tensors, {"format": "pt"})
-        config["torch_dtype"] = "float32"
+        config["torch_dtype"] = dtype_name(dtype)
         (temporary / "config.json").write_text(to_json(config))
         base.tokenizer.save_pretrained(temporary)
     return out

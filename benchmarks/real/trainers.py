@@ -10,6 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from mlx_packs.runtime import mx, on_cpu
+
+from .. import alone
 from .jobs import ALPHA, RANK, RATE, TARGETS, WEIGHT_DECAY, Job, lora
 from .turns import Turns
 
@@ -20,7 +23,6 @@ PAD_TO = 32  # to a multiple of which mlx-lm pads its batches
 def ours(job: Job, turns: Turns) -> dict[str, Any]:
     """`train_pack`; its observer waits between turns."""
     from mlx_packs import Observer, TrainConfig, train_pack
-    from mlx_packs.runtime import mx
 
     class Steps(Observer):
         def on_phase_start(self, batches: int, done: int) -> None:
@@ -68,8 +70,6 @@ def mlx_lm(job: Job, turns: Turns) -> dict[str, Any]:
     from mlx_lm.tuner.trainer import TrainingArgs, TrainingCallback, train
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
-    from mlx_packs.runtime import mx
-
     from .. import stock
 
     model, _ = mlx_lm.load(job.dense)
@@ -113,13 +113,15 @@ def mlx_lm(job: Job, turns: Turns) -> dict[str, Any]:
 
 
 def peft(job: Job, turns: Turns) -> dict[str, Any]:
-    """PEFT's adapters and torch's AdamW on the dense weights."""
+    """PEFT's adapters and torch's AdamW on the dense weights, on the GPU if MLX has one."""
     import torch
     from peft import LoraConfig, get_peft_model
     from safetensors.numpy import load_file, save_file
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(job.dense, dtype=torch.float32)
+    device = torch_device()
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    model = AutoModelForCausalLM.from_pretrained(job.dense, dtype=dtype).to(device)
     config = LoraConfig(
         r=RANK,
         lora_alpha=ALPHA,
@@ -140,14 +142,35 @@ def peft(job: Job, turns: Turns) -> dict[str, Any]:
     turns.start()
     for rows in job.batches:
         optimizer.zero_grad()
-        loss = model(**_torch_batch(rows)).loss
+        batch = {key: value.to(device) for key, value in _torch_batch(rows).items()}
+        loss = model(**batch).loss
         loss.backward()
         optimizer.step()
         turns.step(loss.item())
 
-    trained = {name: p.detach().numpy().T.copy() for name, p in adapters.items()}
+    trained = {name: p.detach().cpu().numpy().T.copy() for name, p in adapters.items()}
     save_file(trained, job.adapters(PEFT))
     return {}
+
+
+def torch_device() -> str:
+    """Return torch's name for the device that MLX computes on."""
+    if on_cpu():
+        return "cpu"
+    return "mps" if mx.metal.is_available() else "cuda"
+
+
+def peak_bytes(name: str) -> Callable[[], int]:
+    """Return what gives the peak memory of a trainer: of its process on a CPU, of the GPU else."""
+    if on_cpu():
+        return alone.peak_rss_bytes
+    if name != PEFT:
+        return mx.get_peak_memory
+    import torch
+
+    if torch_device() == "mps":
+        return torch.mps.driver_allocated_memory
+    return torch.cuda.max_memory_allocated
 
 
 def peft_adapters(model: Any) -> dict[str, Any]:
@@ -187,7 +210,7 @@ TRAINERS: dict[str, Callable[[Job, Turns], dict[str, Any]]] = {
 
 def main(arguments: list[str]) -> int:
     name, folder = arguments
-    turns = Turns()
+    turns = Turns(peak_bytes(name))
     result = TRAINERS[name](Job.read(folder), turns)
     turns.finish(result)
     return 0

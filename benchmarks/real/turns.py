@@ -11,7 +11,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,12 @@ class Turns:
     """A trainer's side: `start` before the first step, `step` after each, `finish` at the end.
 
     What libraries print goes to stderr, so that stdout has only the messages to the parent.
+
+    peak_bytes: gives the most memory that the trainer has had.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, peak_bytes: Callable[[], int] = alone.peak_rss_bytes) -> None:
+        self._peak_bytes = peak_bytes
         self._out = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
         self._losses: list[float] = []
@@ -58,7 +61,7 @@ class Turns:
             self._losses,
             time.perf_counter() - self._started,
             _cpu_seconds() - self._cpu_started,
-            alone.peak_rss_bytes(),
+            self._peak_bytes(),
         )
         self._send(asdict(turn))
         self._wait()

@@ -173,7 +173,7 @@ def train_pack(  # noqa: PLR0913 (the public face)
 
 def train_request(request: Request) -> TrainRun:
     """Train a pack as a caller asks, and save it; errors are those of `train_pack`."""
-    request.display.clock = RunClock()
+    request.display.clock = RunClock(compiles=runtime.COMPILES)
     _backend.start_record()
     recipe = request.recipe
     phases = resolve_phases(recipe.train, recipe.data)

@@ -1,8 +1,9 @@
-"""Backends whose kernels run in the emulator, and the rules of a GPU."""
+"""Backends whose kernels run in the emulator, or on the GPU that this machine has, and its rules."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -58,9 +59,58 @@ class Emulated(NamedTuple):
         )
 
 
+class OnDevice:
+    """A kernel that runs on this machine's GPU, and counts its runs as those of the emulator do."""
+
+    def __init__(self, make: Callable, definition: dict) -> None:
+        self.definition = SimpleNamespace(**definition)
+        self.reports: list[SimpleNamespace] = []
+        self._kernel = make(**definition)
+
+    def __call__(self, **arguments) -> list[mx.array]:
+        outputs = self._kernel(**arguments)
+        threads, *_ = arguments["threadgroup"]
+        self.reports.append(
+            SimpleNamespace(
+                threads_per_group=threads,
+                threadgroup_bytes=0,
+                half_operations=0,
+                bfloat_operations=0,
+            )
+        )
+        return outputs
+
+
+@contextmanager
+def on_device(language: str) -> Iterator[list[OnDevice]]:
+    """Let kernels run on the GPU that MLX computes on; gives the list of those built."""
+    if dispatch.detect() != language:
+        pytest.skip(f"MLX computes by '{dispatch.detect()}' here")
+    make = _backend.MAKERS[language]
+    built = []
+
+    def maker(**definition):
+        built.append(OnDevice(make, definition))
+        return built[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(_backend.MAKERS, language, maker)
+        _forget_kernels()
+        yield built
+    _forget_kernels()
+
+
 @contextmanager
 def emulation(language: str, orders=("forward", "reverse", "shuffled"), compile_only=False):
-    """Make a backend available whose kernels run in the emulator; gives the list of those built."""
+    """Make a backend available whose kernels run in the emulator; gives the list of those built.
+
+    Where MLX computes on a GPU, the kernels of that GPU's language run there instead.
+    """
+    if dispatch.detect() != "reference":
+        with on_device(language) as built:
+            yield built
+        return
+
     if reason := metal_emulator.why_not():
         pytest.skip(reason)
     make = {"metal": metal_emulator.metal_kernel, "cuda": metal_emulator.cuda_kernel}[language]

@@ -65,6 +65,17 @@ def test_backend_of_a_command_ends_with_it(run):
     assert dispatch.forced() is None
 
 
+def test_where_mlx_computes_on_a_gpu_the_kernels_of_tests_run_there():
+    expected = call()
+    with emulation("metal") as emulated:  # stands for the GPU
+        with emulation("metal") as built, dispatch.backend("metal"):
+            assert mx.allclose(call()[0], expected[0], atol=1e-3).item()
+            assert built and all(kernel.reports for kernel in built)
+            assert [k.definition.name for k in built] == [k.definition.name for k in emulated]
+        with pytest.raises(pytest.skip.Exception, match="computes by 'metal'"), emulation("cuda"):
+            pass
+
+
 @pytest.mark.parametrize("forced", [False, True])
 @pytest.mark.parametrize("kind", ["compile", "exception", "wrong"])
 def test_a_failing_kernel_falls_back_once_with_its_reason(kind, forced, monkeypatch, caplog):
