@@ -61,6 +61,11 @@ def choose_compute_dtype(
     return ComputeDtype(stored, STORED)
 
 
+def activation_bytes(config: Mapping, requested: str) -> int:
+    """Return the bytes of a number that a run with adapters computes."""
+    return DTYPES[choose_compute_dtype(config, requested).name].size
+
+
 def stored_dtype(config: Mapping) -> str:
     """Return the dtype that config.json names for weights; bfloat16 where it names none."""
     text = text_config(dict(config))

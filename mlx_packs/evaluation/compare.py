@@ -30,8 +30,8 @@ from ..memory.matmul_path import choose_matmul_path
 from ..objectives.causal_lm import split_head
 from ..objectives.sequence_packing import why_not_packed
 from ..packs.base import Base, activated, check_no_pack
-from ..packs.pack import Pack
-from ..packs.weighted_sum import as_pack, check_distinct
+from ..packs.pack import Pack, as_pack
+from ..packs.weighted_sum import check_distinct
 from .perplexity import Difference, ExampleScores, Scorer
 from .rows import check_limit, columns_of, evaluation_rows
 from .throughput import Speed, cut_prompts, generation_path, measure_throughput

@@ -23,8 +23,7 @@ from ..errors import PackError
 from ..inference.generate import complete_batch
 from ..objectives.causal_lm import split_head
 from ..packs.base import Base, activated, check_no_pack
-from ..packs.pack import Pack
-from ..packs.weighted_sum import as_pack
+from ..packs.pack import Pack, as_pack
 from .perplexity import Scorer
 
 _ANSWER_TOKENS = 256  # the harness's own default, where a task names none

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 
+from ..bases.precision import activation_bytes
 from ..chips import BANDWIDTH_REACHED, CHIPS, Chip
 from ..config.schema import TrainConfig
 from ..data.shapes import sequence_inputs
@@ -22,7 +23,6 @@ from ..ops.watchdog import (
     product_calls,
     product_seconds,
 )
-from .decoder import activation_bytes
 from .decoder_sizes import Sizes, sizes_of
 from .headers import Headers
 
@@ -96,7 +96,7 @@ def plan_buffers(
         PackError: A family without a formula.
     """
     sizes = sizes_of(headers.config, headers.tensors)
-    step = _Step(sizes, train, chip, activation_bytes(headers.config, train))
+    step = _Step(sizes, train, chip, activation_bytes(headers.config, train.compute_dtype))
     own, numbers = default_limits(chip.name)
     before = longest_seconds(list(step.operations(1, 1)), limit or own, numbers)
     operations = list(step.operations(*step.calls))

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from .. import runtime
-from ..bases.precision import DTYPES, choose_compute_dtype
+from ..bases.precision import activation_bytes
 from ..bases.quantization import QuantizeOptions, format_for
 from ..bases.shapes import Heads
 from ..bases.weight_formats import named_format
@@ -81,11 +81,6 @@ def run_settings(headers: Headers, train: TrainConfig) -> TrainConfig:
 def why_not_quantized(headers: Headers, plan: MemoryPlan) -> str:
     """Return the reason why QLoRA is not the first recommendation for a small base."""
     return _SMALL
-
-
-def activation_bytes(config: Mapping, train: TrainConfig) -> int:
-    """Return the bytes of a number: 4 on a CPU, on a GPU as configured or as stored."""
-    return DTYPES[choose_compute_dtype(config, train.compute_dtype).name].size
 
 
 def base_bytes(sizes: Sizes, headers: Headers, train: TrainConfig, itemsize: int) -> int:
@@ -275,7 +270,7 @@ def plan_step(
     """Return the peak memory of training a base of these sizes; `estimate` has the rest."""
     if train.trains_base:
         return _plan_full(headers, lora, train, shape, sizes, step_class)
-    itemsize = activation_bytes(headers.config, train)
+    itemsize = activation_bytes(headers.config, train.compute_dtype)
     adapters = plan_adapters(sizes.places(headers.tensors), lora, train.method)
     if has_score_head(train):
         adapters = adapters.beside((1, sizes.hidden))
@@ -382,7 +377,7 @@ def _plan_full(
             if train.optimizer == "adamw_8bit":  # the moments of all weights are decoded first
                 parts["working"] = 14 * trainable
         moments[moment] = parts
-    itemsize = activation_bytes(headers.config, train)
+    itemsize = activation_bytes(headers.config, train.compute_dtype)
     return replace(
         plan,
         base=base_bytes(sizes, headers, of_adapters, itemsize),

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..bases.precision import activation_bytes
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..display import size
 from ..errors import PackError
 from ..files import free_bytes
-from .decoder import activation_bytes
 from .headers import Headers
 from .plan import MemoryPlan
 
@@ -98,7 +98,11 @@ def _cached_bytes_per_token(headers: Headers, lora: LoRAConfig, train: TrainConf
     if not isinstance(hidden, int) or not isinstance(blocks, int):
         return 0
     cached = not train.trains_base and train.cache_frozen != "off" and train.task == "lm"
-    return hidden * activation_bytes(config, train) * (cached and 0 < lora.num_layers < blocks)
+    return (
+        hidden
+        * activation_bytes(config, train.compute_dtype)
+        * (cached and 0 < lora.num_layers < blocks)
+    )
 
 
 def check_disk(plan: DiskPlan, folder: Path, present: int = 0) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from .. import runtime
+from .. import late, runtime
 from ..bases.families import check_supported
 from ..config.choices import (
     ARCHITECTURES,
@@ -18,7 +18,7 @@ from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..display import size
 from ..errors import PackError, any_of
-from . import decoder, encoder, hybrid
+from .decoder_sizes import HYBRID_FAMILIES
 from .headers import Headers, Tensors
 from .plan import ERROR, MemoryPlan, Shape, fit, recompute_policies
 
@@ -56,17 +56,16 @@ class Estimator(Protocol):
         """Return the reason why a small base is better trained unquantized."""
 
 
-ESTIMATORS: dict[str, Estimator] = registered(
-    ARCHITECTURES, {"decoder": decoder, "encoder": encoder}
-)
+ESTIMATORS = registered(ARCHITECTURES, {"decoder": "memory.decoder", "encoder": "memory.encoder"})
+_OF_HYBRIDS = "memory.hybrid"
 
 
 def estimator_of(config: Mapping) -> Estimator:
     """Return the estimator of a base's architecture."""
     check_supported(config)
-    if config.get("model_type") in hybrid.FAMILIES:
-        return hybrid
-    return ESTIMATORS[architecture_of(config.get("model_type"))]
+    family = config.get("model_type")
+    name = _OF_HYBRIDS if family in HYBRID_FAMILIES else ESTIMATORS[architecture_of(family)]
+    return late.load(name)
 
 
 class Estimate(Protocol):

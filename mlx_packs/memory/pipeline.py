@@ -4,11 +4,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
+from ..bases.precision import activation_bytes
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..display import size
 from ..distributed.stages import stage_blocks
-from .decoder import activation_bytes
 from .decoder_sizes import FAMILIES, sizes_of
 from .estimate import Estimate, estimate, estimator_of, matmul_paths
 from .headers import Headers
@@ -42,7 +42,7 @@ def estimate_stage(
         pieces = {(inputs, max(1, targets)) for inputs, targets in resized_shapes}
     length = train.max_seq_length if shapes is None else max(inputs for inputs, _ in shapes)
     numbers = train.batch_size * length * headers.config["hidden_size"]
-    states = numbers * activation_bytes(headers.config, train)
+    states = numbers * activation_bytes(headers.config, train.compute_dtype)
     plans = []
     for own in stage_blocks(blocks, stages):
         adapted = min(lora.num_layers, blocks) if lora.num_layers > 0 else blocks

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from .. import runtime
 from ..bases.families import check_task, tasks_of
-from ..bases.precision import ComputeDtype, choose_compute_dtype
+from ..bases.precision import ComputeDtype, activation_bytes, choose_compute_dtype
 from ..config.choices import ARCHITECTURES, MATMUL_PATHS, POLICIES, TASKS, architecture_of
 from ..config.fields import fields_where
 from ..config.lora import LoRAConfig
@@ -23,7 +23,6 @@ from ..config.recipe import ADAPTER_SETTINGS, Recipe
 from ..config.schema import TrainConfig
 from ..display import shown_count, size
 from ..errors import PackError, any_of
-from .decoder import activation_bytes
 from .disk import disk_note, plan_disk
 from .estimate import (
     LEAST_RANK,
@@ -249,7 +248,7 @@ def _ways(request: PlanRequest) -> list[_Way]:
             path = cheap if train.matmul_path == "auto" else train.matmul_path
             ways.append(_Way("qlora", quantize, path, dtype))
             continue
-        half = activation_bytes(headers.config, train) == 2
+        half = activation_bytes(headers.config, train.compute_dtype) == 2
         if half:
             ways.append(_Way("lora", "none", "dense", dtype))
         if not half or dtype == "auto":

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .. import chips, runtime
-from ..bases.precision import choose_compute_dtype
+from ..bases.precision import activation_bytes, choose_compute_dtype
 from ..chips import BANDWIDTH_REACHED, MATMUL_REACHED, Chip
 from ..config.choices import MATMUL_PATHS, POLICIES, architecture_of
 from ..config.lora import LoRAConfig
@@ -23,7 +23,6 @@ from ..config.schema import TrainConfig
 from ..data.shapes import sequence_inputs
 from ..errors import PackError
 from ..measurements import recall, remember
-from .decoder import activation_bytes
 from .decoder_sizes import Sizes, sizes_of
 from .headers import Headers
 from .matmul_path import matmul_rates
@@ -97,7 +96,7 @@ def work(headers: Headers, lora: LoRAConfig, train: TrainConfig) -> Work | None:
         ranks = plan_adapters(sizes.places(headers.tensors), lora, train.method).ranks
     except PackError:  # a family without a formula
         return None
-    return _work(sizes, ranks, train, activation_bytes(headers.config, train))
+    return _work(sizes, ranks, train, activation_bytes(headers.config, train.compute_dtype))
 
 
 def _work(

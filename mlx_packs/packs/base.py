@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..adapters.lora import Attached
 from ..bases.files import TINY
 from ..bases.loading import load_base_model
 from ..bases.local_models import is_local_model
@@ -33,10 +32,10 @@ from ..reading import read_json
 from ..runtime import mx
 from .compatibility import check_checkpoint, check_generates, quantize_for, quantize_options
 from .manifest import template_kwargs_of
-from .pack import Pack
-from .weighted_sum import Packs, as_pack
+from .pack import Pack, Packs, as_pack
 
 if TYPE_CHECKING:
+    from ..adapters.lora import Attached
     from ..data.given import Data
 
 _SUSPENDED = 4  # adapters that are kept, without their arrays
@@ -47,7 +46,7 @@ class ActivePack:
     """The pack on a base, its adapters there, and how frozen weights are used."""
 
     pack: Pack
-    attached: Attached
+    attached: "Attached"
     matmul_path: str
 
 
@@ -69,7 +68,7 @@ class Base(BaseModel):
     """
 
     active: ActivePack | None = field(default=None, init=False, repr=False, compare=False)
-    suspended: list[Attached] = field(default_factory=list, init=False, repr=False, compare=False)
+    suspended: "list[Attached]" = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
@@ -310,7 +309,7 @@ class Base(BaseModel):
         self.suspended = [attached, *self.suspended[: _SUSPENDED - 1]]
 
 
-def _fits(attached: Attached, pack: Pack) -> bool:
+def _fits(attached: "Attached", pack: Pack) -> bool:
     """Return whether a pack has the targets, ranks and scales of adapters, and nothing else."""
     if attached.inference_only or pack._beyond_lora:
         return False

@@ -1,6 +1,7 @@
 """Facts of a pack for a page, from its manifest alone."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ..adapters.spec import leaf_names, ranks_of
 from ..bases.files import quantization_name
@@ -8,6 +9,7 @@ from ..config.choices import TASKS
 from ..report.facts import (
     Change,
     Facts,
+    Points,
     name_alone,
     number,
     rate_name,
@@ -52,9 +54,15 @@ def manifest_facts(manifest: Mapping, title: str) -> Facts:
     )
 
 
-def notebook_html(manifest: Mapping, title: str) -> str:
-    """Return name, results and loss curve of a pack for a notebook."""
-    return render_fragment(manifest_facts(manifest, title))
+def notebook_html(manifest: Mapping, title: str, curve: Mapping[str, Points] | None = None) -> str:
+    """Return name, results and loss curve of a pack for a notebook; a given curve comes first."""
+    facts = manifest_facts(manifest, title)
+    return render_fragment(replace(facts, curve=curve or facts.curve))
+
+
+def report_html(report: Mapping, title: str) -> str:
+    """Return the main figures of a run's report for a notebook."""
+    return render_fragment(Facts(title=title, figures=figures_of(changes_of(report), report)))
 
 
 def changes_of(result: Mapping) -> list[Change]:

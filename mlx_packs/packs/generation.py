@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from .base import Base, find_base, load_base_for
-from .weighted_sum import Packs, as_pack
+from .pack import Packs, as_pack
 
 
 def generate(

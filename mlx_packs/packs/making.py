@@ -1,11 +1,10 @@
-"""Packs of what was trained on a base, or of adapters from elsewhere that fit one."""
+"""The pack of what was trained on a base."""
 
 import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from .. import runtime
-from ..adapters.imported import is_inference_only
 from ..adapters.spec import Specs, weights_of
 from ..adapters.targets import tied_tables
 from ..adapters.trainable import Trainable
@@ -13,7 +12,6 @@ from ..bases.fingerprint import sampled_fingerprint, text_hashes
 from ..bases.geometry import block_prefixes
 from ..bases.shapes import Group, Heads
 from ..runtime import mx
-from .attaching import attach_pack
 from .manifest import FORMAT_VERSION, replaced_json, spec_json
 from .pack import Pack
 
@@ -26,48 +24,22 @@ def pack_of(attached: Trainable, dtype: str = "float32", **facts: object) -> Pac
     adapters = {
         "parameters": weights_of(attached.specs.values())
         + sum(math.prod(shape) for shape in attached.replaced.values()),
-        "groups": _paths_of(attached.groups),
+        "groups": group_paths(attached.groups),
         "dtype": dtype,
         **({"for_merge": attached.for_merge} if attached.for_merge != "none" else {}),
-        **_modules_json(attached.base, attached.specs, attached.replaced),
+        **modules_json(attached.base, attached.specs, attached.replaced),
     }
     facts = {"method": attached.method, **facts}
     tensors = {n: t.astype(getattr(mx, dtype)) for n, t in attached.tensors().items()}
-    return Pack(_manifest_of(attached.base, adapters, facts), tensors)
+    return Pack(manifest_of(attached.base, adapters, facts), tensors)
 
 
-def untrained_pack(
-    base: "BaseModel",
-    specs: Specs,
-    tensors: Mapping[str, mx.array],
-    full_tensors: Mapping[str, mx.array] | None = None,
-    **facts: object,
-) -> Pack:
-    """Return a pack with adapters from another source, after checking each against the base model.
-
-    Tensors have their names on disk, and ``full_tensors`` replace those of the base model.
-    ``facts`` are optional parts of the manifest.
-    """
-    full_tensors = full_tensors or {}
-    factors = [shape for spec in specs.values() for shape in spec.shapes.values()]
-    adapters = {
-        "parameters": sum(math.prod(shape) for shape in factors),
-        "groups": [],
-        **_modules_json(base, specs, {n: t.shape for n, t in full_tensors.items()}),
-    }
-    pack = Pack(_manifest_of(base, adapters, facts), {**tensors, **full_tensors})
-    attached = attach_pack(base, pack)
-    attached.detach()
-    inference_only = [[path] for path, spec in specs.items() if is_inference_only(spec)]
-    adapters["groups"] = _paths_of(attached.groups) + inference_only
-    return pack
-
-
-def _paths_of(groups: Iterable[Group]) -> list[list[str]]:
+def group_paths(groups: Iterable[Group]) -> list[list[str]]:
+    """Return the modules of each projection group, for a manifest."""
     return [[geometry.path for geometry in group.members] for group in groups]
 
 
-def _modules_json(
+def modules_json(
     base: "BaseModel", specs: Specs, replaced: Mapping[str, tuple[int, ...]]
 ) -> dict[str, list]:
     """Return the modules of a manifest, each with the tensor of the base's files that it adapts."""
@@ -79,7 +51,7 @@ def _modules_json(
     return modules
 
 
-def _manifest_of(base: "BaseModel", adapters: dict, facts: Mapping[str, object]) -> dict:
+def manifest_of(base: "BaseModel", adapters: dict, facts: Mapping[str, object]) -> dict:
     """Return the manifest of adapters on a base; ``facts`` are its optional parts."""
     heads = Heads.of(base.config)
     return {

@@ -6,7 +6,7 @@ mlx-lm's names and shapes; with one rank and scale throughout, ``adapter_config.
 """
 
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -232,6 +232,22 @@ class Pack:
             PackError: If the pack does not fit the base model.
         """
         return _later("attaching:attach_pack")(base, self, matmul_path)
+
+
+OnePack = str | Path | Pack
+Packs = OnePack | Mapping[str | Path, float] | Sequence[tuple[OnePack, float]]
+
+
+def as_pack(packs: Packs) -> Pack:
+    """Return a pack, a folder, or packs with weights (a mapping or pairs), as one pack."""
+    if isinstance(packs, Pack):
+        return packs
+    if isinstance(packs, (str, Path)):
+        return Pack.open(packs)
+
+    pairs = packs.items() if isinstance(packs, Mapping) else packs
+    weighted = [(as_pack(pack), weight) for pack, weight in pairs]
+    return _later("weighted_sum:weighted_sum")(weighted)
 
 
 def _later(name: str) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ weight and scale, one below the other. The result is a pack like any other, with
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +18,6 @@ from ..runtime import mx
 from .compatibility import check_generates
 from .manifest import spec_json
 from .pack import Pack
-
-OnePack = str | Path | Pack
-Packs = OnePack | Mapping[str | Path, float] | Sequence[tuple[OnePack, float]]
 
 
 def open_weighted(text: str | Path) -> tuple[Pack, float]:
@@ -43,16 +40,6 @@ def _check_weight(weight: float, name: str | Path) -> None:
         raise PackError(
             f"--pack {name}={weight:g}: the weight must be a finite number other than 0."
         )
-
-
-def as_pack(packs: Packs) -> Pack:
-    """Return a pack, a folder, or packs with weights (a mapping or pairs), as one pack."""
-    if isinstance(packs, Pack):
-        return packs
-    if isinstance(packs, (str, Path)):
-        return Pack.open(packs)
-    pairs = packs.items() if isinstance(packs, Mapping) else packs
-    return weighted_sum([(as_pack(pack), weight) for pack, weight in pairs])
 
 
 @dataclass(frozen=True)

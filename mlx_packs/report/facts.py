@@ -11,6 +11,7 @@ from pathlib import PurePosixPath
 
 from ..terminal import printable_text
 
+PAGE = "report.html"  # in a run folder
 Points = list[tuple[float, float]]  # (batch, value)
 
 # Series of a curve by the key of a line of metrics.jsonl.

@@ -16,7 +16,6 @@ from .facts import Facts, progress_series, rate_name
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-PAGE = "report.html"
 _WIDE, _NARROW = (1040, 330), (360, 260)
 _SMALL = (340, 150)
 

@@ -18,7 +18,7 @@ def limit_command_buffers(run: Run) -> None:
     A limit in the environment is kept. MLX reads it once, so that a process that has used the GPU
     keeps what it had.
     """
-    if runtime.on_cpu() or not mx.metal.is_available():
+    if not mx.metal.is_available():
         return
     value = os.environ.get(VARIABLE, "")
     limit = int(value) if value.isdecimal() else None

@@ -15,8 +15,8 @@ from ..adapters.trainable import Trainable
 from ..data.prefetch import prefetched
 from ..display import VERBOSE, Display
 from ..errors import BackOff, Float16Overflow, PackError
+from ..late import load
 from ..objectives.objective import Objective
-from ..objectives.pipeline import PipelinedCausalLM
 from ..objectives.score import Score, StoredScore
 from ..optim import carry_state
 from ..run_clock import FORWARD, TRAIN
@@ -29,7 +29,6 @@ from .loop import Loop
 from .observer import Observer
 from .on_nan import OnNan
 from .phases import RunPhase
-from .pipeline_step import PipelineStepper
 from .reports import Reports
 from .run_folder import best_checkpoint, latest_checkpoint, read_metrics
 from .settings import Run
@@ -276,8 +275,8 @@ class Fit:
             self.on_nan.policy == "skip",
             getattr(mx, phase.train.exchange_dtype),
         )
-        if isinstance(objective, PipelinedCausalLM):
-            return PipelineStepper(objective, *arguments), objective
+        if self.run.train.pipeline:
+            return load("training.pipeline_step:PipelineStepper")(objective, *arguments), objective
 
         stepper = Stepper(self.trainable.model, objective.loss, *arguments)
         if self.state.batches == 0:

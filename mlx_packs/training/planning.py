@@ -13,12 +13,12 @@ from ..config.schema import TrainConfig
 from ..display import VERBOSE, size
 from ..distributed.group import group
 from ..errors import PackError
+from ..late import load
 from ..memory.decoder_sizes import FAMILIES
 from ..memory.disk import DiskPlan, check_disk, plan_disk
 from ..memory.estimate import Estimate, check_least, estimate, estimator_of, plan_run
 from ..memory.headers import Headers
 from ..memory.matmul_path import MatmulPathChoice, choose_matmul_path
-from ..memory.pipeline import cheapest, of_stages
 from ..memory.plan import ERROR, MemoryPlan, Shape, fit
 from ..memory.read import read_headers
 from ..nn.quantized import matmul_path_of
@@ -26,6 +26,8 @@ from ..packs.base import Base
 from .dataset import Dataset
 from .run_folder import checkpoints, recorded_matmul_path
 from .settings import Run
+
+_OF_STAGES = "memory.pipeline:of_stages"
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ def check_headers(name: str | Path, run: Run) -> None:
 
 def _estimate_of(train: TrainConfig) -> Estimate:
     """Return the estimate of a rank's memory."""
-    return of_stages(group().size) if train.pipeline else estimate
+    return load(_OF_STAGES)(group().size) if train.pipeline else estimate
 
 
 @contextmanager
@@ -79,7 +81,8 @@ def suggesting_pipeline(
         if error.code != "memory" or ranks == 1 or train.pipeline or not is_known:
             raise
         shapes = shapes or [estimator_of(headers.config).smallest_shape(train)]
-        plan = cheapest(headers, run.lora, train, of_stages(ranks), shapes)
+        cheapest = load("memory.pipeline:cheapest")
+        plan = cheapest(headers, run.lora, train, load(_OF_STAGES)(ranks), shapes)
         if fit(plan, runtime.total_memory()) == "no":
             raise
         raise PackError(

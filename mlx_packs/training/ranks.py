@@ -8,9 +8,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ..adapters.pipelined import PipelinedAdapters, check_in_blocks, check_splittable
-from ..adapters.trainable import Trainable
-from ..bases.model import BaseModel
 from ..config.data import DataConfig
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
@@ -18,8 +15,8 @@ from ..display import QUIET, Display
 from ..distributed.group import Group, group, join
 from ..distributed.join import joined_ranks, when_gone
 from ..distributed.link import GONE
-from ..distributed.stages import Stages
-from ..errors import PackError, RunStopped, flag_of
+from ..errors import PackError, RunStopped
+from ..late import load
 from .folders import output_folders
 from .run_folder import latest_checkpoint, run_folder
 from .settings import Run
@@ -106,11 +103,9 @@ def ranks_of_run(lora: LoRAConfig, train: TrainConfig) -> Iterator[None]:
     """
     ranks = group()
     check_ranks(train)
-    if not train.pipeline:
-        yield
-        return
-    check_pipeline(lora)
-    join(Stages(ranks))
+    if train.pipeline:
+        load("training.pipeline:join_stages")(lora)
+
     try:
         yield
     finally:
@@ -152,46 +147,3 @@ def check_examples(counts: Mapping[str, int]) -> None:
                 "data",
                 "data",
             )
-
-
-def check_pipeline(lora: LoRAConfig) -> None:
-    """Check that there are ranks for a pipeline, and that adapters can be trained in one.
-
-    Raises:
-        PackError: this process is alone, or a setting needs the whole base on one rank.
-    """
-    if group().is_alone:
-        raise PackError(
-            "--pipeline: splits a base over several machines. Pass --hosts too, or leave it out.",
-            "conflict",
-            "pipeline",
-        )
-    for name in lora.changed(("dropout", "modules_to_save")):
-        raise PackError(
-            f"{flag_of(name)}: does not go with --pipeline. Leave one of them out.",
-            "conflict",
-            name,
-        )
-
-
-def check_stages(base: BaseModel, lora: LoRAConfig) -> None:
-    """Check that a base, and what is to be adapted, can be split over the ranks of a pipeline.
-
-    Raises:
-        PackError: it cannot.
-    """
-    if isinstance(ranks := group(), Stages):
-        check_splittable(base, ranks.size)
-        check_in_blocks(base, lora)
-
-
-def of_stage(trainable: Trainable, display: Display) -> Trainable:
-    """Return what a rank trains: all of it, or of a pipeline what is in its own blocks."""
-    ranks = group()
-    if not isinstance(ranks, Stages):
-        return trainable
-    with display.working("pipeline", "reading the blocks of this rank"):
-        pipelined = PipelinedAdapters(trainable, ranks)
-    for line in pipelined.lines():
-        display.line("pipeline", line)
-    return pipelined

@@ -1,16 +1,13 @@
 """The result of a training run, as Python and notebooks show it."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..packs.card import format_change
-from ..packs.facts import changes_of, figures_of, manifest_facts
+from ..late import load
 from ..packs.pack import Pack
-from ..report import picture
-from ..report.facts import Facts, curve_of
-from ..report.page import render_fragment
+from ..report.facts import curve_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,17 +41,19 @@ class RunReport(dict):
 
     def __repr__(self) -> str:
         """Return the result and the number of updates in one line; ``dict(report)`` has all."""
-        held_out = self.get("held_out", {})
-        change = (
-            f"{format_change(self)} on {held_out.get('rows')} {held_out.get('split')} examples, "
-        )
-        return f"RunReport({change * bool(held_out)}{self.get('steps', 0):,} updates)"
+        updates = f"{self.get('steps', 0):,} updates"
+        held_out = self.get("held_out")
+        if not held_out:
+            return f"RunReport({updates})"
+
+        change = load("packs.card:format_change")(self)
+        examples = f"{held_out.get('rows')} {held_out.get('split')} examples"
+        return f"RunReport({change} on {examples}, {updates})"
 
     def _repr_html_(self) -> str:
         """Return the main figures for a notebook."""
-        figures = figures_of(changes_of(self), self)
         name = Path(str(self.get("pack", "run"))).name
-        return render_fragment(Facts(title=name, figures=figures))
+        return load("packs.facts:report_html")(self, name)
 
 
 @dataclass(repr=False)
@@ -79,8 +78,8 @@ class TrainRun:
 
     def _repr_html_(self) -> str:
         """Return results and loss curve for a notebook."""
-        facts = manifest_facts(self.pack.manifest, Path(self.pack.name).name)
-        return render_fragment(replace(facts, curve=curve_of(self.curve) or facts.curve))
+        name = Path(self.pack.name).name
+        return load("packs.facts:notebook_html")(self.pack.manifest, name, curve_of(self.curve))
 
     def plot(self, ax: "Axes | None" = None) -> "Axes":
         """Draw the loss curve with matplotlib and return its axes.
@@ -91,9 +90,9 @@ class TrainRun:
         Raises:
             PackError: If matplotlib is not installed.
         """
-        ax = picture.current_axes() if ax is None else ax
+        ax = load("report.picture:current_axes")() if ax is None else ax
         label = "loss" if "loss" in self.report else "loss (nats per token)"
-        picture.draw(ax, curve_of(self.curve), label)
+        load("report.picture:draw")(ax, curve_of(self.curve), label)
         return ax
 
     def to_json(self) -> dict:

@@ -5,11 +5,11 @@
 
 import gc
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import runtime, signals
 from ..adapters.method import find_method
@@ -29,6 +29,7 @@ from ..display import NORMAL, QUIET, VERBOSE, Display, shown_count
 from ..errors import Float16Overflow, PackError, library_errors
 from ..files import make_folder
 from ..gates import Gates, evaluate_gates, gate_limits
+from ..late import load
 from ..nn.quantized import count_weights
 from ..objectives.causal_lm import TargetLoss
 from ..objectives.objective import Objective
@@ -41,7 +42,6 @@ from ..reading import read_header
 from ..report.facts import short_curve
 from ..run_clock import RunClock
 from ..runtime import mx
-from .command_buffers import limit_command_buffers
 from .dataset import Dataset, with_batches
 from .early_stop import check_validated
 from .fit import Fit, check_scores, score_phases
@@ -50,7 +50,6 @@ from .identity import check_resume, public_recipe, run_identity, start_of
 from .observer import Observer
 from .observers.observed_run import ObservedRun
 from .observers.registry import make_observers
-from .observers.trackers import check_report_to
 from .on_nan import OnNan
 from .phases import check_data_used, left_out_rows, resolve_phases
 from .planning import MemoryChoice, check_headers, fit_into_memory, matmul_paths_by_name
@@ -58,21 +57,21 @@ from .precision import run_dtype, show_dtype
 from .ranks import (
     check_alike,
     check_examples,
-    check_stages,
     folders_of_rank,
     of_rank,
-    of_stage,
     ranks_of_run,
 )
 from .rates import note_rates
 from .result import RunReport, TrainRun, in_order, losses_of
-from .rewards import RewardFunction
 from .run_folder import check_resumable, clear_run, resume_point, write_identity
 from .settings import Run
 from .stopping import resumable
 from .tasks.task import Summary, Task, make_task
 from .template_date import with_template_date
 from .unattended import unattended
+
+if TYPE_CHECKING:
+    from .rewards import RewardFunction
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ class Request:
     force: bool = False  # whether to train although the memory plan exceeds the machine
     callbacks: tuple[Observer, ...] = ()  # that the caller gives
     loss: TargetLoss | None = None  # in place of the cross-entropy
-    reward: RewardFunction | None = None  # of generated completions
+    reward: "RewardFunction | None" = None  # of generated completions
 
     def __post_init__(self) -> None:
         check_data_named(self.recipe)
@@ -102,7 +101,7 @@ def train_pack(  # noqa: PLR0913 (the public face)
     *,
     callbacks: Sequence[Observer] = (),
     loss: TargetLoss | None = None,
-    reward: RewardFunction | None = None,
+    reward: "RewardFunction | None" = None,
     overwrite: bool = False,
     resume: bool = False,
     resume_adapter_file: str | None = None,
@@ -182,7 +181,8 @@ def train_request(request: Request) -> TrainRun:
     out = options.pop("out", None)
     overwrite = bool(options.get("overwrite"))
     resume = bool(options.get("resume"))
-    check_report_to(options.get("report_to"), options.get("project_name"))
+    check_trackers = load("training.observers.trackers:check_report_to")
+    check_trackers(options.get("report_to"), options.get("project_name"))
 
     folders = folders_of_rank(out, phases[-1].sources[0], overwrite, resume)
     with signals.handled(), folders as (pack, folder):
@@ -201,7 +201,8 @@ def train_request(request: Request) -> TrainRun:
             reward=request.reward,
             **options,
         )
-        limit_command_buffers(prepared)  # before MLX uses the GPU
+        if not runtime.on_cpu():  # before MLX uses the GPU
+            load("training.command_buffers:limit_command_buffers")(prepared)
         return run(of_rank(prepared))
 
 
@@ -226,76 +227,54 @@ def run(run: Run) -> TrainRun:
         return _run(replace(run, resume=run.resume or saved, overflow=fault))
 
 
+@dataclass(frozen=True)
+class _Start:
+    """A run with its task, base and examples, checked; nothing is trained yet."""
+
+    run: Run
+    task: Task
+    base: Base
+    dtype: ComputeDtype
+    target: Base  # that the loss goes through
+    lora: LoRAConfig  # which of its modules are adapted
+    dataset: Dataset
+    identity: dict
+    recipe: dict  # public
+    sources: Sequence[str]  # of each phase, in public
+    left_out: Mapping[str, LeftOut]
+
+
 def _run(run: Run) -> TrainRun:
-    earlier = check_resumable(run.folder) if run.resume else None
-    run = run.as_it_began(earlier)
-    start = start_of(run.resume_adapter_file, earlier)
-    point = resume_point(run.folder) if run.resume else None
-    run = replace(run, resume_point=point, begins_with_adapters=start is not None)
-    task = make_task(run)
-    splits = [phase.load_rows() for phase in run.phases]
-    check_validated(run.train, splits[-1])
-    base, dtype = _open_base(run, task)
-    check_stages(base, run.lora)
-    target, lora = task.checked_target(base)
-    task.run = run = with_template_date(run, base, earlier)
-    run, dataset = with_batches(run, task.encode(base, splits))
-    task.run, task.dataset = run, dataset
-    note_rates(run, earlier)
-    recipe = Recipe(
-        *(run.lora, run.train, run.columns), {"model": base.name, "resume_adapter_file": start}
-    )
-    identity = run_identity(recipe, base, run, splits)
-    if earlier is not None:
-        check_resume(run.folder, base.path, identity, earlier)
-    check_alike(identity | {"compute dtype": dtype.name})
-    check_examples(dataset.counts())
-    sources = [phase.public_source(read) for phase, read in zip(run.phases, splits, strict=True)]
-    left_out = left_out_rows(run.phases, splits)
-    splits.clear()  # from here on only what they are encoded to is needed
+    start = _start(run)
+    run = start.run
+    task = start.task
+
     memory = fit_into_memory(
-        run, base, target, dataset, task.planned_settings(), task.unplanned_recompute
+        run,
+        start.base,
+        start.target,
+        start.dataset,
+        task.planned_settings(),
+        task.unplanned_recompute,
     )
     if run.train.matmul_path == "auto":
-        identity["matmul_path"] = memory.choice.matmul_path
-    base_weights = count_weights(base.model)
-    with run.display.working(run.train.method, "attaching"):  # pissa decomposes every weight
-        trainable = attach_method(target, lora, run.train, memory.choice.matmul_path)
-    try:
-        _describe(trainable, run.display, base_weights)
-        paths = matmul_paths_by_name(trainable, memory.choice)
-        if run.resume_adapter_file is not None:
-            _load_adapters(trainable, Path(run.resume_adapter_file))
-        trainable.recompute(memory.recompute)
-        trainable = of_stage(trainable, run.display)
+        start.identity["matmul_path"] = memory.choice.matmul_path
+
+    base_weights = count_weights(start.base.model)
+    with _attached(start, memory, base_weights) as (trainable, paths):
         with closing(task.objective(trainable, memory)) as objective:
-            fit = _train(run, identity, trainable, objective, dataset, dtype, left_out)
+            fit = _train(start, trainable, objective)
             with resumable(run):
-                summary = task.summary(trainable, objective, fit, sources)
+                summary = task.summary(trainable, objective, fit, start.sources)
         with resumable(run):
-            pack = pack_of(
-                trainable,
-                run.train.pack_dtype,
-                objective=summary.objective,
-                data={
-                    "source": ", ".join(dict.fromkeys(sources)),
-                    "fingerprint": identity["data"],
-                    "rows": dataset.counts(),
-                },
-                recipe=public_recipe(recipe, base),
-                **({"end": fit.end} if fit.end else {}),
-                **summary.facts,
-                eval=summary.eval,
-                measured={"compute_dtype": dtype.to_json(), **_measured(fit, memory)},
-            ).save(run.pack, overwrite=run.overwrite or run.resume)
-    finally:
-        trainable.detach()
+            pack = _save(start, trainable, fit, summary, memory)
+
     report = in_order(
         {
             "gates": _check_gates(run, task, pack, summary, memory),  # first: they change its size
             **_report(run, pack, fit, summary, memory),
-            "bad_rows": {key: bad.counts() for key, (bad, _) in left_out.items()},
-            "compute_dtype": dtype.to_json(),
+            "bad_rows": {key: bad.counts() for key, (bad, _) in start.left_out.items()},
+            "compute_dtype": start.dtype.to_json(),
             "matmul_paths": paths,
             "method": trainable.method,
             "base_weights": base_weights,
@@ -306,6 +285,96 @@ def _run(run: Run) -> TrainRun:
     for guard in fit.guards:
         guard.at_end()
     return TrainRun(pack, run.folder, RunReport(in_order(report)), fit.curve)
+
+
+def _start(run: Run) -> _Start:
+    """Return a run with its base loaded and its examples encoded, as it began if it is resumed."""
+    earlier = check_resumable(run.folder) if run.resume else None
+    run = run.as_it_began(earlier)
+    adapters = start_of(run.resume_adapter_file, earlier)
+    point = resume_point(run.folder) if run.resume else None
+    run = replace(run, resume_point=point, begins_with_adapters=adapters is not None)
+
+    task = make_task(run)
+    splits = [phase.load_rows() for phase in run.phases]
+    check_validated(run.train, splits[-1])
+    base, dtype = _open_base(run, task)
+    if run.train.pipeline:
+        load("training.pipeline:check_stages")(base, run.lora)
+    target, lora = task.checked_target(base)
+
+    task.run = run = with_template_date(run, base, earlier)
+    run, dataset = with_batches(run, task.encode(base, splits))
+    task.run, task.dataset = run, dataset
+    note_rates(run, earlier)
+
+    recipe = Recipe(
+        *(run.lora, run.train, run.columns), {"model": base.name, "resume_adapter_file": adapters}
+    )
+    identity = run_identity(recipe, base, run, splits)
+    if earlier is not None:
+        check_resume(run.folder, base.path, identity, earlier)
+    check_alike(identity | {"compute dtype": dtype.name})
+    check_examples(dataset.counts())
+
+    return _Start(
+        run=run,
+        task=task,
+        base=base,
+        dtype=dtype,
+        target=target,
+        lora=lora,
+        dataset=dataset,
+        identity=identity,
+        recipe=public_recipe(recipe, base),
+        sources=[phase.public_source(read) for phase, read in zip(run.phases, splits, strict=True)],
+        left_out=left_out_rows(run.phases, splits),
+    )
+
+
+@contextmanager
+def _attached(
+    start: _Start, memory: MemoryChoice, base_weights: int
+) -> Iterator[tuple[Trainable, dict]]:
+    """Attach what is trained to the base; yield it and how frozen weights are used, by name."""
+    run = start.run
+    with run.display.working(run.train.method, "attaching"):  # pissa decomposes every weight
+        trainable = attach_method(start.target, start.lora, run.train, memory.choice.matmul_path)
+    try:
+        _describe(trainable, run.display, base_weights)
+        paths = matmul_paths_by_name(trainable, memory.choice)
+        if run.resume_adapter_file is not None:
+            _load_adapters(trainable, Path(run.resume_adapter_file))
+        trainable.recompute(memory.recompute)
+        if run.train.pipeline:
+            trainable = load("training.pipeline:of_stage")(trainable, run.display)
+        yield trainable, paths
+    finally:
+        trainable.detach()
+
+
+def _save(
+    start: _Start, trainable: Trainable, fit: Fit, summary: Summary, memory: MemoryChoice
+) -> Pack:
+    """Save what was trained as a pack."""
+    run = start.run
+    data = {
+        "source": ", ".join(dict.fromkeys(start.sources)),
+        "fingerprint": start.identity["data"],
+        "rows": start.dataset.counts(),
+    }
+    pack = pack_of(
+        trainable,
+        run.train.pack_dtype,
+        objective=summary.objective,
+        data=data,
+        recipe=start.recipe,
+        **({"end": fit.end} if fit.end else {}),
+        **summary.facts,
+        eval=summary.eval,
+        measured={"compute_dtype": start.dtype.to_json(), **_measured(fit, memory)},
+    )
+    return pack.save(run.pack, overwrite=run.overwrite or run.resume)
 
 
 def _open_base(run: Run, task: Task) -> tuple[Base, ComputeDtype]:
@@ -383,32 +452,30 @@ def _load_adapters(trainable: Trainable, file: Path) -> None:
     trainable.load(tensors, str(file))
 
 
-def _train(  # noqa: PLR0913 - the parts of a run
-    run: Run,
-    identity: dict,
-    trainable: Trainable,
-    objective: Objective,
-    dataset: Dataset,
-    dtype: ComputeDtype,
-    left_out: Mapping[str, LeftOut],
-) -> Fit:
+def _train(start: _Start, trainable: Trainable, objective: Objective) -> Fit:
     """Train, round, and score without and with what was trained; the first step waits for no score."""
-    float16, before = dtype.name == "float16", None
+    run = start.run
+    dataset = start.dataset
+    float16 = start.dtype.name == "float16"
+    before = None
     generates = any(TASKS[task].generates for task in run.train.tasks)  # which tries the reward
     if float16 or generates or len(run.phases) > 1 or run.begins_with_adapters:
         with trainable.disabled():
             before = score_phases(objective, dataset, run.phases, run.display)
         if float16:
             check_scores(before, saved=False)
-    observed = ObservedRun(run, objective.unit, identity["recipe"], masks=dataset.masks)
+
+    observed = ObservedRun(run, objective.unit, start.identity["recipe"], masks=dataset.masks)
     observers = make_observers(observed)
+
     make_folder(run.folder)
     if not run.resume:
         clear_run(run.folder)
-    write_identity(run.folder, identity)
+    write_identity(run.folder, start.identity)
     if run.columns.on_bad_row == "quarantine":
-        write_quarantine(run.folder, left_out.values())
-    guarded = Guarded(run, identity, observed.curve, observers)
+        write_quarantine(run.folder, start.left_out.values())
+
+    guarded = Guarded(run, start.identity, observed.curve, observers)
     fit = Fit(
         run=run,
         trainable=trainable,
@@ -420,6 +487,7 @@ def _train(  # noqa: PLR0913 - the parts of a run
         on_nan=OnNan(run, dataset.rows, observers),
         guards=make_guards(guarded),
     )
+
     with resumable(run):
         fit.train(before)
         if dispatch.detect() != "reference":

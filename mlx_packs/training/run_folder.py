@@ -14,7 +14,7 @@ from ..files import atomic_write, to_json
 from ..hashes import check_seal, sealed, without_seal
 from ..leftovers import discard, recovered
 from ..reading import parse_json, read_json
-from ..report.page import PAGE
+from ..report.facts import PAGE
 from .checkpoint import (
     ADAPTERS,
     METRICS,

@@ -17,8 +17,8 @@ from ..packs.facts import (
 from ..packs.norms import delta_norms
 from ..packs.pack import Pack
 from ..reading import read_json
-from ..report.facts import Facts, curve_of, masks_of, number, samples_of, text
-from ..report.page import PAGE, render
+from ..report.facts import PAGE, Facts, curve_of, masks_of, number, samples_of, text
+from ..report.page import render
 from ..report.recipe import recipe_sections
 from .checkpoint import batches_of
 from .run_folder import (

@@ -14,11 +14,11 @@ from ..errors import PackError, flag_of
 from ..objectives.causal_lm import TargetLoss
 from .observer import Observer
 from .phases import RunPhase
-from .rewards import RewardFunction
 from .run_folder import ResumePoint
 
 if TYPE_CHECKING:
     from ..packs.base import Base
+    from .rewards import RewardFunction
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Run:
     )
     callbacks: tuple[Observer, ...] = ()  # that the caller gives
     loss: TargetLoss | None = None  # in place of the cross-entropy
-    reward: RewardFunction | None = None  # of generated completions
+    reward: "RewardFunction | None" = None  # of generated completions
     force: bool = False  # whether to train although the memory plan exceeds the machine
 
     def __post_init__(self) -> None:

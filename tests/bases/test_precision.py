@@ -5,10 +5,8 @@ import json
 import pytest
 
 from mlx_packs import chips, load_base, runtime
-from mlx_packs.bases.precision import choose_compute_dtype
+from mlx_packs.bases.precision import activation_bytes, choose_compute_dtype
 from mlx_packs.chips import CHIPS
-from mlx_packs.config.schema import TrainConfig
-from mlx_packs.memory.decoder import activation_bytes
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import write_checkpoint, write_quantized
 from tests.helpers.errors import raises
@@ -51,9 +49,7 @@ def test_a_dtype_that_is_asked_for_is_taken(gpu):
     for asked in ("bfloat16", "float16", "float32"):
         dtype = choose_compute_dtype(BFLOAT16, asked)
         assert (dtype.name, dtype.cast, dtype.why) == (asked, asked, "as specified")
-        assert activation_bytes(BFLOAT16, TrainConfig(compute_dtype=asked)) == (
-            4 if asked == "float32" else 2
-        )
+        assert activation_bytes(BFLOAT16, asked) == (4 if asked == "float32" else 2)
 
 
 @pytest.mark.parametrize("asked", ["auto", "float16", "bfloat16"])

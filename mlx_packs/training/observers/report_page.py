@@ -6,8 +6,8 @@ from collections.abc import Callable
 from ...errors import PackError, reason_of
 from ...files import atomic_write
 from ...report import picture
-from ...report.facts import Points, curve_of
-from ...report.page import PAGE, render
+from ...report.facts import PAGE, Points, curve_of
+from ...report.page import render
 from ..observer import Observer
 from ..run_folder import PICTURE, REPORT
 from ..run_page import run_facts, write_report

@@ -1,0 +1,51 @@
+"""The ranks of a run as stages of a pipeline: what that needs, and what a rank trains."""
+
+from ..adapters.pipelined import PipelinedAdapters, check_in_blocks, check_splittable
+from ..adapters.trainable import Trainable
+from ..bases.model import BaseModel
+from ..config.lora import LoRAConfig
+from ..display import Display
+from ..distributed.group import group, join
+from ..distributed.stages import Stages
+from ..errors import PackError, flag_of
+
+
+def join_stages(lora: LoRAConfig) -> None:
+    """Let the ranks be the stages of a pipeline from here on.
+
+    Raises:
+        PackError: this process is alone, or a setting needs the whole base on one rank.
+    """
+    ranks = group()
+    if ranks.is_alone:
+        raise PackError(
+            "--pipeline: splits a base over several machines. Pass --hosts too, or leave it out.",
+            "conflict",
+            "pipeline",
+        )
+    for name in lora.changed(("dropout", "modules_to_save")):
+        raise PackError(
+            f"{flag_of(name)}: does not go with --pipeline. Leave one of them out.",
+            "conflict",
+            name,
+        )
+    join(Stages(ranks))
+
+
+def check_stages(base: BaseModel, lora: LoRAConfig) -> None:
+    """Check that a base, and what is to be adapted, can be split over the ranks of a pipeline.
+
+    Raises:
+        PackError: it cannot.
+    """
+    check_splittable(base, group().size)
+    check_in_blocks(base, lora)
+
+
+def of_stage(trainable: Trainable, display: Display) -> Trainable:
+    """Return what a rank trains: what is in its own blocks."""
+    with display.working("pipeline", "reading the blocks of this rank"):
+        pipelined = PipelinedAdapters(trainable, group())
+    for line in pipelined.lines():
+        display.line("pipeline", line)
+    return pipelined
