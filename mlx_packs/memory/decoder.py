@@ -1,76 +1,47 @@
 """Estimate the peak memory of training a decoder of the Llama family.
 
-A step of training is followed by hand: what the forward pass keeps for the backward pass, and what
-is in flight at the four moments that can be the worst. MLX allocates ahead of what it computes, so
-"in flight" is about one block's worth of temporaries, not one; the counts below are those of MLX's
-CPU backend, read off measured peaks and checked by `benchmarks/plan_accuracy.py`.
-
-On a GPU the same formula is used with the dtype of the checkpoint. It was **not measured there**.
+`memory.step` follows a step by hand. On a GPU the same formula is used with the dtype of the
+checkpoint. It was **not measured there**.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from .. import runtime
 from ..bases.precision import activation_bytes
 from ..bases.quantization import QuantizeOptions, format_for
-from ..bases.shapes import Heads
 from ..bases.weight_formats import named_format
 from ..config.choices import (
     MATMUL_PATHS,
     POLICIES,
-    PolicyFacts,
 )
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..data.shapes import padded_length, padded_targets, sequence_inputs
 from ..errors import PackError
-from ..ops.linear_cross_entropy import columns as loss_columns
-from ..ops.profile import profile
 from .decoder_sizes import Sizes, sizes_of
 from .for_merge import requantized_bytes, rounding_bytes
-from .headers import Headers, Tensors, tensor_bytes
+from .headers import Headers, Tensors, dense_tensors, tensor_bytes
 from .plan import (
     MemoryPlan,
     Shape,
     accumulates,
     has_logits,
     has_score_head,
-    moment_parts,
     recompute_policies,
 )
 from .planned_adapters import UPDATED_AT_ONCE, optimizer_bytes, plan_adapters
+from .step import WHOLE_LOGITS, Step
 
-# Arrays in flight of the pieces of an operation that both streams of a CPU compute at a time, as
-# the peak of the operation alone shows (a slice of logits with its softmax; SwiGLU's gradient).
-_LOGITS_CPU, _SWIGLU_CPU = 10.5, 13
-_LOGITS_ONE_ROUND = 8.5  # of two slices, one for each stream: no later one is allocated ahead
-_WHOLE_LOGITS = 15  # arrays of the size of all logits, where the head is trainable
 ASSUMED = "Every token is taken as a target."
 _SMALL = "small base: full precision fits, quantizing would cost accuracy for memory not needed"
 
 
 def describe(config: Mapping) -> Tensors:
     """Return the headers of the dense checkpoint that a config describes."""
-    names = {"float32": "F32", "float16": "F16"}
-    dtype = names.get(config.get("torch_dtype") or config.get("dtype"), "BF16")
-    head = {} if config.get("tie_word_embeddings") else {"lm_head.weight": {}}
-    shapes = {f"{path}.weight": list(s) for path, s in sizes_of(config, head).modules.items()}
-    hidden, shapes["model.norm.weight"] = config["hidden_size"], [config["hidden_size"]]
-    heads = Heads.of(dict(config))
-    for i in range(config["num_hidden_layers"]):
-        block = f"model.layers.{i}"
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            shapes[f"{block}.{name}.weight"] = [hidden]
-        if config["model_type"] == "qwen3":
-            for name in ("q_norm", "k_norm"):
-                shapes[f"{block}.self_attn.{name}.weight"] = [heads.head_dim]
-        if config["model_type"] == "qwen2":
-            for name in ("q_proj", "k_proj", "v_proj"):
-                path = f"{block}.self_attn.{name}"
-                shapes[f"{path}.bias"] = shapes[f"{path}.weight"][:1]
-    return {name: {"dtype": dtype, "shape": shape} for name, shape in shapes.items()}
+    sizes_of(config, {})  # none is missing
+    return dense_tensors(config)
 
 
 def run_settings(headers: Headers, train: TrainConfig) -> TrainConfig:
@@ -107,132 +78,6 @@ def base_bytes(sizes: Sizes, headers: Headers, train: TrainConfig, itemsize: int
     if MATMUL_PATHS[_path_of(train)].keeps_dense:
         total += sum(math.prod(s) * itemsize for p, s in sizes.modules.items() if p in quantized)
     return total
-
-
-@dataclass(frozen=True)
-class Step:
-    """A training step of adapters on a batch.
-
-    Attributes:
-        scores: Attention scores of a token: heads x T.
-        kept: As of `PlannedAdapters`.
-        waiting: Bytes of gradients that wait for the update.
-        unpacks: Whether weights are dequantized by slices, which wait for each other.
-        head: Whether the head is trained or adapted, and all logits are made.
-        logits: Whether there are any; a reward model reads the states of its targets alone.
-    """
-
-    sizes: Sizes
-    tokens: int
-    targets: int
-    scores: int
-    kept: list[dict[str, int]]
-    policy: PolicyFacts
-    waiting: int
-    unpacks: bool
-    nf4: bool
-    rounding: int = 0  # bytes of the weight that is rounded for a merge at a time
-    head: bool = False
-    logits: bool = True
-
-    def moments(self, itemsize: int) -> dict[str, dict[str, int]]:
-        """Return the parts at the moments of the forward and backward pass, in bytes."""
-        sizes, tokens = self.sizes, self.tokens
-        logits = {"loss": self.loss_numbers()}
-        working = {
-            "mlp": self.dense_slices() if self.unpacks else 0,
-            "attention": 9 * min(profile().streams * _score_block(), tokens * self.scores),
-        }
-        if runtime.on_cpu():
-            working["mlp"] += _SWIGLU_CPU * profile().elements_at_once(tokens * sizes.ffn)
-        return {
-            moment: moment_parts(
-                self.waiting,
-                itemsize * (tokens * saved),
-                itemsize * logits.get(moment, 0),
-                itemsize * (tokens * flying + working.get(moment, 0))
-                + self.rounding * (moment in working),
-            )
-            for moment, (saved, flying) in self._numbers_per_token().items()
-        }
-
-    @property
-    def _recomputes(self) -> bool:
-        return self.policy.operations or self.policy.blocks
-
-    def _numbers_per_token(self) -> dict[str, tuple[float, float]]:
-        """Return (saved, in flight) in numbers per token at each moment.
-
-        The loss comes when all blocks have run. In the feed-forward of a block its temporaries and
-        those of the attention beside it are in flight. Recomputed blocks store their inputs,
-        and one of them all of its activations.
-        """
-        d, f, q = self.sizes.hidden, self.sizes.ffn, self.sizes.queries
-        blocks = [self._saved(kept) for kept in self.kept]
-        before = saved = sum(blocks)
-        if self.policy.blocks:
-            before = len(blocks) * d
-            saved = before + max(blocks)
-        if runtime.on_cpu():  # SwiGLU by pieces, which `moments` adds
-            mlp = 4 * d + (5 * f if self._recomputes else 4 * f + 2 * q)
-        else:
-            mlp = 4 * d + (4 + self.policy.operations) * f + 2 * q
-        attention = 2 * (q + self.sizes.keys)
-        return {
-            "loss": (before + 2 * d, 0),
-            "mlp": (saved, mlp),
-            "attention": (saved - f, attention),
-        }
-
-    def _saved(self, kept: Mapping[str, int]) -> float:
-        """Return the values per token that an adapted block stores from forward to backward."""
-        d, f = self.sizes.hidden, self.sizes.ffn
-        q, k = self.sizes.queries, self.sizes.keys
-        adapted = {path.rpartition(".")[2] for path in kept}
-        qkv = bool(adapted & {"q_proj", "k_proj", "v_proj"})
-        gate_up = bool(adapted & {"gate_proj", "up_proj"})
-        # two residual streams, and what the gradients of A are made of
-        saved = d * (2 + qkv + gate_up) + q * ("o_proj" in adapted) + sum(kept.values())
-        if self._recomputes and runtime.on_cpu():
-            return saved + q + 2 * k + 2 * f  # outputs of the frozen products
-        # attention probabilities are saved if they are one piece
-        one_piece = self.tokens * self.scores <= profile().streams * _score_block()
-        scores = self.scores if runtime.on_cpu() and one_piece else 0
-        # q and k after RoPE, v, attended; gate, up; the input of down, unless it is recomputed
-        down = "down_proj" in adapted and not self.policy.operations
-        saved += 2 * q + 2 * k + scores + 2 * f + f * down
-        return saved + (q + k) * self.sizes.head_norms  # what q_norm and k_norm read
-
-    def loss_numbers(self) -> float:
-        """Return the numbers in flight in the loss: slices of logits and head, states [M, D]."""
-        sizes, targets = self.sizes, self.targets
-        if not self.logits:  # hidden states in float32, and their gradients
-            return 6 * targets * sizes.hidden
-        if self.head:
-            return _WHOLE_LOGITS * targets * sizes.vocab + 3 * targets * sizes.hidden
-        columns = min(profile().streams * loss_columns(targets, sizes.hidden), sizes.vocab)
-        head = 1.25 * columns * sizes.hidden if self.unpacks else 0
-        # on a GPU logits and their exponentials, in half precision; hidden states in float32
-        of_logits, of_states = (self._logits_cpu(), 3) if runtime.on_cpu() else (3, 6)
-        return of_logits * targets * columns + of_states * targets * sizes.hidden + head
-
-    def _logits_cpu(self) -> float:
-        """Return how many arrays of the size of the slices that are computed at a time are there."""
-        slices = math.ceil(self.sizes.vocab / loss_columns(self.targets, self.sizes.hidden))
-        return _LOGITS_ONE_ROUND if slices == profile().streams == 2 else _LOGITS_CPU
-
-    def dense_slices(self) -> float:
-        """Return the dense weights in flight while products dequantize theirs."""
-        if self._recomputes:  # what is recomputed waits for each
-            return 0
-        in_blocks = sum(map(math.prod, self.sizes.projections.values()))
-        block_weights = in_blocks // self.sizes.blocks
-        return min((10 if self.nf4 else 5) * profile().slice_weights, block_weights)
-
-
-def _score_block() -> float:
-    """Return how many attention scores are computed at once."""
-    return profile().score_bytes / 4
 
 
 def estimate(
@@ -370,7 +215,7 @@ def _plan_full(
         parts["gradients"] = 4 * trainable * copies
         if moment == "loss" and lora.num_layers <= 0:
             parts["logits"] = 4 * (
-                _WHOLE_LOGITS * targets * sizes.vocab + 3 * targets * sizes.hidden
+                WHOLE_LOGITS * targets * sizes.vocab + 3 * targets * sizes.hidden
             )
         if moment == "update":
             parts["working"] = 4 * UPDATED_AT_ONCE * largest

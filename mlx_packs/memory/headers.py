@@ -9,7 +9,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..bases.nf4 import check_stored_nf4, stored_as_asked
+from ..bases.precision import stored_dtype
 from ..config.schema import TrainConfig
+from ..errors import PackError
 from ..runtime import mx
 
 if TYPE_CHECKING:
@@ -19,6 +21,12 @@ Tensors = Mapping[str, Mapping]  # name -> {"dtype": as safetensors spells it, "
 
 _QUANTIZED_TAILS = (".scales", ".weight.absmax", ".absmax")
 _ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2}
+_ASSUMED = {  # of a config without them
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
 _HALF = ("F16", "BF16")
 
 
@@ -76,6 +84,23 @@ class Headers:
                 nested = f"{path}{tail.replace('absmax', 'nested_absmax')}"
                 modules.append((path, nested in self.tensors))
         check_stored_nf4(modules, self.name, train.double_quant, train.keep)
+
+
+def dense_tensors(config: Mapping) -> Tensors:
+    """Return the headers of the dense checkpoint that mlx-lm makes of a config.
+
+    Its arrays are lazy: none is computed. Raises a PackError if the config lacks something.
+    """
+    from mlx_lm.utils import _get_classes
+
+    complete = _ASSUMED | dict(config)
+    model_class, arguments_class = _get_classes(complete)
+    try:
+        model = model_class(arguments_class.from_dict(complete))
+    except (TypeError, ValueError, KeyError) as error:
+        raise PackError(f"no plan: config.json is incomplete ({error}).", "unsupported") from error
+    dtype = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[stored_dtype(config)]
+    return {name: {**tensor, "dtype": dtype} for name, tensor in tensors_of(model).items()}
 
 
 def tensors_of(model: nn.Module) -> Tensors:

@@ -18,7 +18,6 @@ from ..kinds import check_keys
 from ..ops import gated_delta
 from .decoder import (
     ASSUMED,
-    Step,
     check_objective,
     plan_step,
     resized,
@@ -27,8 +26,9 @@ from .decoder import (
     why_not_quantized,
 )
 from .decoder_sizes import HYBRID_FAMILIES, Sizes
-from .headers import Headers, Tensors
-from .plan import MemoryPlan, Shape, moment_parts
+from .headers import Headers, Tensors, dense_tensors
+from .plan import MemoryPlan, Shape
+from .step import Step
 
 __all__ = ["ASSUMED", "resized", "run_settings", "smallest_shape", "why_not_quantized"]
 
@@ -59,34 +59,8 @@ _PREFIX = re.compile(r"^(model\.language_model\.|language_model\.model\.|model\.
 
 def describe(config: Mapping) -> Tensors:
     """Return the headers of the dense checkpoint that a config describes."""
-    config = _text_config(config)
-    tied = config.get("tie_word_embeddings")
-    sizes = _sizes(config, {} if tied else {"lm_head.weight": {}})
-    hidden, width = sizes.hidden, Heads.of(config).head_dim
-    shapes = {f"{path}.weight": list(shape) for path, shape in sizes.modules.items()}
-    shapes["model.norm.weight"] = [hidden]
-    for i, recurrent in enumerate(sizes.recurrent):
-        block = f"model.layers.{i}"
-        if experts := sizes.experts:
-            inner = [experts, sizes.expert_ffn, hidden]
-            for name in ("gate_proj", "up_proj"):
-                shapes[f"{block}.mlp.switch_mlp.{name}.weight"] = inner
-            shapes[f"{block}.mlp.switch_mlp.down_proj.weight"] = [experts, *inner[:0:-1]]
-            shapes[f"{block}.mlp.gate.weight"] = [experts, hidden]
-            shapes[f"{block}.mlp.shared_expert_gate.weight"] = [1, hidden]
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            shapes[f"{block}.{name}.weight"] = [hidden]
-        if not recurrent:
-            for name in ("q_norm", "k_norm"):
-                shapes[f"{block}.self_attn.{name}.weight"] = [width]
-            continue
-        mixed = 2 * sizes.key_heads * sizes.key_width + sizes.values
-        shapes[f"{block}.linear_attn.conv1d.weight"] = [mixed, config["linear_conv_kernel_dim"], 1]
-        shapes[f"{block}.linear_attn.norm.weight"] = [sizes.value_width]
-        for name in ("A_log", "dt_bias"):
-            shapes[f"{block}.linear_attn.{name}"] = [sizes.value_heads]
-    dtype = {"float32": "F32", "float16": "F16"}.get(config.get("torch_dtype"), "BF16")
-    return {name: {"dtype": dtype, "shape": shape} for name, shape in shapes.items()}
+    _sizes(_text_config(config), {})  # none is missing
+    return dense_tensors(config)
 
 
 def estimate(
@@ -219,51 +193,35 @@ class HybridStep(Step):
 
     sizes: HybridSizes
 
-    def moments(self, itemsize: int) -> dict[str, dict[str, int]]:
-        """Return the parts at the moments of the forward and backward pass, in bytes."""
-        sizes, tokens = self.sizes, self.tokens
-        d, length = sizes.hidden, self.scores // sizes.heads
-        kinds = sizes.recurrent[-len(self.kept) :]
-        blocks = [
-            self._kept(k, of_adapters) for k, of_adapters in zip(kinds, self.kept, strict=True)
-        ]
-        before = saved = sum(blocks)
-        if self.policy.blocks:
-            before = len(blocks) * d
-            saved = before + max(blocks)
-        dense = itemsize * (self.dense_slices() if self.unpacks else 0)
+    def _block_numbers(self, block: int, adapters: Mapping[str, int]) -> float:
+        sizes = self.sizes
+        kept = 4 * sizes.hidden + sizes.feed_forward + sum(adapters.values())
+        if sizes.recurrent[block - len(self.kept)]:
+            keys = sizes.key_heads * sizes.key_width
+            return kept + 6 * keys + 6 * sizes.values + 6 * sizes.value_heads
+
+        # probabilities, and half of what makes them; a fused gradient keeps neither
+        scores = 1.6 * self.scores if runtime.on_cpu() else 0
+        return kept + 4.7 * sizes.queries + 2.3 * sizes.keys + scores
+
+    def _in_blocks(self, itemsize: int) -> dict[str, tuple[float, float]]:
+        sizes = self.sizes
+        length = self.scores // sizes.heads
         rule = gated_delta.Sizes(
-            tokens // length,
+            self.tokens // length,
             length,
             sizes.key_heads,
             sizes.value_heads,
             sizes.key_width,
             sizes.value_width,
         )
+        mlp = self.tokens * (4 * sizes.hidden + sizes.feed_forward)
         scores = 3 * self.scores if runtime.on_cpu() else 0
-        attention = scores + 2 * (sizes.queries + sizes.keys)
-        flying = {
-            "mlp": itemsize * tokens * (4 * d + sizes.feed_forward) + dense,
-            "attention": itemsize * tokens * attention,
-            "recurrence": gated_delta.working_bytes(rule),
-        }
+        attention = self.tokens * (scores + 2 * (sizes.queries + sizes.keys))
         # of a block that is computed again half of the feed-forward is gone before the recurrence
-        freed = {"recurrence": 0.6 * sizes.feed_forward} if self.policy.blocks else {}
-        moments = {
-            name: moment_parts(self.waiting, itemsize * tokens * (saved - freed.get(name, 0)), 0, b)
-            for name, b in flying.items()
+        gone = 0.6 * sizes.feed_forward if self.policy.blocks else 0
+        return {
+            "mlp": (itemsize * (mlp + self.dense_slices()), 0),
+            "attention": (itemsize * attention, 0),
+            "recurrence": (gated_delta.working_bytes(rule), gone),
         }
-        at_loss = itemsize * tokens * (before + 2 * d)
-        moments["loss"] = moment_parts(self.waiting, at_loss, itemsize * self.loss_numbers())
-        return moments
-
-    def _kept(self, recurrent: bool, of_adapters: Mapping[str, int]) -> float:
-        """Return the values per token that a block stores from forward to backward."""
-        sizes = self.sizes
-        kept = 4 * sizes.hidden + sizes.feed_forward + sum(of_adapters.values())
-        if recurrent:
-            keys = sizes.key_heads * sizes.key_width
-            return kept + 6 * keys + 6 * sizes.values + 6 * sizes.value_heads
-        # probabilities, and half of what makes them; a fused gradient keeps neither
-        scores = 1.6 * self.scores if runtime.on_cpu() else 0
-        return kept + 4.7 * sizes.queries + 2.3 * sizes.keys + scores

@@ -1,0 +1,153 @@
+"""A training step of adapters on a decoder, followed by hand: what is in memory at its moments.
+
+The forward pass keeps values for the backward pass, and temporaries are in flight. MLX allocates
+ahead of what it computes, so "in flight" is about one block's worth of temporaries, not one.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .. import runtime
+from ..config.choices import PolicyFacts
+from ..ops.linear_cross_entropy import columns as loss_columns
+from ..ops.profile import profile
+from .decoder_sizes import Sizes
+from .plan import moment_parts
+
+WHOLE_LOGITS = 15  # arrays of the size of all logits, where the head is trainable
+_HEAD_SLICE = 1.25  # arrays of the size of a slice of the head that is dequantized
+
+
+@dataclass(frozen=True)
+class Factors:
+    """How many arrays of a size a device has in flight."""
+
+    logits: float  # slices of logits that are computed at a time
+    two_slices: float  # the same, of two: one for each stream, and no later one ahead
+    states: float  # hidden states of the targets, in float32
+    swiglu: float  # pieces of SwiGLU's gradient, where it is computed by pieces
+
+
+# Of a CPU read off measured peaks (benchmarks/LOG.md), which `benchmarks/plan_accuracy.py` checks;
+# of a GPU counted, and not measured there.
+_FACTORS = {
+    "cpu": Factors(logits=10.5, two_slices=8.5, states=3, swiglu=13),
+    "gpu": Factors(logits=3, two_slices=3, states=6, swiglu=0),
+}
+
+
+def factors() -> Factors:
+    """Return the factors of the device that MLX computes on, or that is planned for."""
+    return _FACTORS["cpu" if runtime.on_cpu() else "gpu"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step of adapters on a batch; its blocks are those of the Llama family."""
+
+    sizes: Sizes
+    tokens: int
+    targets: int
+    scores: int  # attention scores of a token: heads x T
+    kept: list[dict[str, int]]  # as of `PlannedAdapters`
+    policy: PolicyFacts
+    waiting: int  # bytes of gradients that wait for the update
+    unpacks: bool  # whether weights are dequantized by slices, which wait for each other
+    nf4: bool
+    rounding: int = 0  # bytes of the weight that is rounded for a merge at a time
+    head: bool = False  # whether the head is trained or adapted, and all logits are made
+    logits: bool = True  # whether there are any; a reward model reads states of targets alone
+
+    def moments(self, itemsize: int) -> dict[str, dict[str, int]]:
+        """Return the parts at the moments of the forward and backward pass, in bytes."""
+        hidden = self.sizes.hidden
+        blocks = [self._block_numbers(i, adapters) for i, adapters in enumerate(self.kept)]
+        before = saved = sum(blocks)
+        if self.policy.blocks:  # their inputs are stored, and all of one that is computed again
+            before = len(blocks) * hidden
+            saved = before + max(blocks)
+
+        at_loss = itemsize * (self.tokens * (before + 2 * hidden))
+        moments = {"loss": moment_parts(self.waiting, at_loss, itemsize * self.loss_numbers())}
+        for name, (working, gone) in self._in_blocks(itemsize).items():
+            kept = itemsize * (self.tokens * (saved - gone))
+            moments[name] = moment_parts(self.waiting, kept, working=working)
+        return moments
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether anything is computed again in the backward pass."""
+        return self.policy.operations or self.policy.blocks
+
+    def loss_numbers(self) -> float:
+        """Return the numbers in flight in the loss: slices of logits and head, states [M, D]."""
+        vocab = self.sizes.vocab
+        states = self.targets * self.sizes.hidden
+        if not self.logits:  # hidden states in float32, and their gradients
+            return 6 * states
+        if self.head:
+            return WHOLE_LOGITS * self.targets * vocab + 3 * states
+
+        streams = profile().streams
+        slice_columns = loss_columns(self.targets, self.sizes.hidden)
+        columns = min(streams * slice_columns, vocab)
+        in_flight = factors()
+        of_logits = in_flight.logits
+        if math.ceil(vocab / slice_columns) == streams == 2:
+            of_logits = in_flight.two_slices
+        head = _HEAD_SLICE * columns * self.sizes.hidden if self.unpacks else 0
+        return of_logits * self.targets * columns + in_flight.states * states + head
+
+    def dense_slices(self) -> float:
+        """Return the dense weights in flight while products dequantize theirs."""
+        if not self.unpacks or self.recomputes:  # what is recomputed waits for each
+            return 0
+        in_blocks = sum(map(math.prod, self.sizes.projections.values()))
+        block_weights = in_blocks // self.sizes.blocks
+        return min((10 if self.nf4 else 5) * profile().slice_weights, block_weights)
+
+    def _block_numbers(self, block: int, adapters: Mapping[str, int]) -> float:
+        """Return the numbers per token that an adapted block keeps."""
+        d, f = self.sizes.hidden, self.sizes.ffn
+        q, k = self.sizes.queries, self.sizes.keys
+        adapted = {path.rpartition(".")[2] for path in adapters}
+        qkv = bool(adapted & {"q_proj", "k_proj", "v_proj"})
+        gate_up = bool(adapted & {"gate_proj", "up_proj"})
+        # two residual streams, and what the gradients of A are made of
+        saved = d * (2 + qkv + gate_up) + q * ("o_proj" in adapted) + sum(adapters.values())
+        if self.recomputes and runtime.on_cpu():
+            return saved + q + 2 * k + 2 * f  # outputs of the frozen products
+
+        # attention probabilities are saved if they are one piece
+        one_piece = self.tokens * self.scores <= _scores_at_once()
+        scores = self.scores if runtime.on_cpu() and one_piece else 0
+        # q and k after RoPE, v, attended; gate, up; the input of down, unless it is recomputed
+        down = "down_proj" in adapted and not self.policy.operations
+        saved += 2 * q + 2 * k + scores + 2 * f + f * down
+        return saved + (q + k) * self.sizes.head_norms  # what q_norm and k_norm read
+
+    def _in_blocks(self, itemsize: int) -> dict[str, tuple[float, float]]:
+        """Return, by moment, bytes in flight and the numbers per token of a block that are gone."""
+        d, f, q = self.sizes.hidden, self.sizes.ffn, self.sizes.queries
+        if runtime.on_cpu():  # SwiGLU by pieces
+            mlp = 4 * d + (5 * f if self.recomputes else 4 * f + 2 * q)
+            pieces = factors().swiglu * profile().elements_at_once(self.tokens * f)
+        else:
+            mlp = 4 * d + (4 + self.policy.operations) * f + 2 * q
+            pieces = 0
+
+        attention = 2 * (q + self.sizes.keys)
+        scores = 9 * min(_scores_at_once(), self.tokens * self.scores)
+
+        in_mlp = itemsize * (self.tokens * mlp + self.dense_slices() + pieces)
+        in_attention = itemsize * (self.tokens * attention + scores)
+        return {
+            "mlp": (in_mlp + self.rounding, 0),
+            "attention": (in_attention + self.rounding, f),  # gate or up
+        }
+
+
+def _scores_at_once() -> float:
+    """Return how many attention scores are computed at once."""
+    return profile().streams * (profile().score_bytes / 4)
