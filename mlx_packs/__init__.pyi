@@ -15,6 +15,7 @@ from .evaluation.compare import evaluate_batch as evaluate_batch
 from .evaluation.evaluate import evaluate as evaluate
 from .evaluation.lm_eval import evaluate_tasks as evaluate_tasks
 from .evaluation.perplexity import EvalReport as EvalReport
+from .layers.trainer import LayerTrainer as LayerTrainer
 from .ops.dispatch import backend as backend
 from .packs.base import Base as Base
 from .packs.base import load_base as load_base
@@ -27,7 +28,6 @@ from .packs.pack import Pack as Pack
 from .packs.share import pull as pull
 from .packs.share import push as push
 from .packs.weighted_sum import weighted_sum as weighted_sum
-from .training.layer_trainer import LayerTrainer as LayerTrainer
 from .training.observer import Observer as Observer
 from .training.result import TrainRun as TrainRun
 from .training.run import train_pack as train_pack

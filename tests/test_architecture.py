@@ -13,7 +13,7 @@ terminal errors signals fork late runtime kinds reading hashes filesystem leftov
 notebook_bar display gates measurements chips macos
 distributed schedules config report ops cpu optim nn bases adapters data objectives inference packs memory evaluation
 training sweeps
-convert serving bench cli
+convert serving bench layers cli
 """.split()
 ENTRY_POINTS = ("__init__", "__main__", "train")  # import what they like; nobody imports them
 
@@ -139,7 +139,7 @@ OWN_READERS = {
     "sweeps/sweep.py": "a study of its own, to cut off an unfinished line",
     **dict.fromkeys(("data/rows.py", "data/tool_calls.py", "data/json_lines.py"), "rows, bounded"),
     **dict.fromkeys(("training/checkpoint.py", "training/run_folder.py"), "a run of its own"),
-    **dict.fromkeys(("training/registered_layer.py", "training/run.py"), "files that were checked"),
+    **dict.fromkeys(("layers/registered.py", "training/run.py"), "files that were checked"),
 }
 READS = {"open", "read_text", "read_bytes", "safe_open"}
 PARSERS = {

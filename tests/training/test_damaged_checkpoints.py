@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
+from mlx_packs.layers.trainer import LayerTrainer
 from mlx_packs.reading import sha256
 from mlx_packs.training.checkpoint import read_training_state
-from mlx_packs.training.layer_trainer import LayerTrainer
 from mlx_packs.training.run_folder import checkpoints, is_run, latest_checkpoint, resume_point
 from tests.helpers.damage import flip_bit, remove_hashes
 from tests.helpers.errors import raises

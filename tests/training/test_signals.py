@@ -20,7 +20,7 @@ from mlx_packs.training.run_folder import latest_checkpoint
 from tests.helpers.observers import observe
 from tests.helpers.rows import CHATS, write_rows
 from tests.helpers.runs import LORA, TRAIN
-from tests.training.test_layer_trainer import batch, settings, three, trainer_of
+from tests.layers.test_trainer import batch, settings, three, trainer_of
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SLOW = pytest.mark.slow

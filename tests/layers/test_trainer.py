@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from mlx_packs import LayerTrainer, LoRAConfig, TrainConfig
+from mlx_packs.layers.registered import RegisteredLayer
 from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.nn.nf4 import NF4Linear
 from mlx_packs.runtime import mx
-from mlx_packs.training.registered_layer import RegisteredLayer
 from tests.helpers.errors import raises
 from tests.helpers.steps import largest_difference
 

@@ -8,8 +8,8 @@ import mlx.optimizers as optimizers
 
 from ..errors import PackError
 from ..runtime import mx
-from .registered_layer import RegisteredLayer, adapters_module
-from .step import Stepper
+from ..training.step import Stepper
+from .registered import RegisteredLayer, adapters_module
 
 _MOST_GRAPHS = 8  # kept compiled at a time
 

@@ -32,13 +32,13 @@ from ..packs.manifest import spec_json
 from ..reading import read_json
 from ..runtime import mx, set_random_state
 from ..tensors import read_tensors, save_tensors
-from .checkpoint import load_checkpoint, save_checkpoint
-from .layer_graphs import Graph, GraphCache
-from .layer_losses import Forward, LMLoss, UserLoss, lm_batch, sequence_forward
-from .registered_layer import LAYER_NAME, RegisteredLayer, adapt, adapters_module, stored_alphas
-from .run_folder import check_unchanged, resume_point
-from .state import TrainingState
-from .step import not_finite
+from ..training.checkpoint import load_checkpoint, save_checkpoint
+from ..training.run_folder import check_unchanged, resume_point
+from ..training.state import TrainingState
+from ..training.step import not_finite
+from .graphs import Graph, GraphCache
+from .losses import Forward, LMLoss, UserLoss, lm_batch, sequence_forward
+from .registered import LAYER_NAME, RegisteredLayer, adapt, adapters_module, stored_alphas
 
 LAYERS = "layers.json"
 _OF_OPTIMIZER = fields_where(TrainConfig, own_layers="optimizer")
@@ -56,7 +56,6 @@ class _Counted:
 
     @property
     def terms(self) -> int:
-        """Number of targets."""
         return self.count
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from ..errors import PackError
 from ..ops.linear_cross_entropy import cross_entropy
 from ..runtime import mx
-from .registered_layer import RegisteredLayer, shown
+from .registered import RegisteredLayer, shown
 
 IGNORED = -100  # marks a position without a target, as in other tools
 

@@ -1,0 +1,1 @@
+"""A trainer for graphs of layers that users write."""
