@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.imports import PACKAGE, imported_modules, imported_names
 
 # A package (or module at the top) imports only from those above it, and from itself.
@@ -54,14 +56,15 @@ def test_packages_import_only_from_above():
     assert set(upward) == UPWARD, upward
 
 
-def test_no_module_imports_itself_by_way_of_others():
-    graph = {file: imported_modules(file) for file in PACKAGE.rglob("*.py")}
-    faces = {PACKAGE / "__init__.py", PACKAGE / "__main__.py"}
+@pytest.mark.parametrize("package", [PACKAGE, PACKAGE.parent / "benchmarks"], ids=lambda p: p.name)
+def test_no_module_imports_itself_by_way_of_others(package):
+    graph = {file: imported_modules(file, package=package) for file in package.rglob("*.py")}
+    faces = {package / "__init__.py", package / "__main__.py"}
     order = TopologicalSorter({file: graph[file] - faces for file in graph if file not in faces})
     try:
         order.prepare()
     except CycleError as error:
-        cycle = " -> ".join(str(file.relative_to(PACKAGE)) for file in error.args[1])
+        cycle = " -> ".join(str(file.relative_to(package)) for file in error.args[1])
         raise AssertionError(cycle) from None
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "mlx_packs"
 
 
-def imported_names(file: Path, typing: bool = True) -> Iterator[str]:
-    """Dotted names below mlx_packs of all that a file imports, wherever the import stands.
+def imported_names(file: Path, typing: bool = True, package: Path = PACKAGE) -> Iterator[str]:
+    """Dotted names of all that a file of a package imports, wherever the import stands.
 
     typing: whether imports under ``if TYPE_CHECKING`` count.
     """
-    parents = ["mlx_packs", *file.relative_to(PACKAGE).parts[:-1]]
+    parents = [package.name, *file.relative_to(package).parts[:-1]]
     tree = ast.parse(file.read_text(encoding="utf-8"))
     ignored = set() if typing else set(_of_types(tree))
     for node in ast.walk(tree):
@@ -34,13 +34,13 @@ def _of_types(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 @cache
-def imported_modules(file: Path, typing: bool = True) -> frozenset[Path]:
-    """Files of the package that a file imports; names of a module count for the module."""
+def imported_modules(file: Path, typing: bool = True, package: Path = PACKAGE) -> frozenset[Path]:
+    """Files of its package that a file imports; names of a module count for the module."""
     files = set()
-    for name in imported_names(file, typing):
+    for name in imported_names(file, typing, package):
         parts = name.split(".")
-        while parts and parts[0] == "mlx_packs":
-            path = PACKAGE.joinpath(*parts[1:])
+        while parts and parts[0] == package.name:
+            path = package.joinpath(*parts[1:])
             candidates = (path.with_suffix(".py"), path / "__init__.py")
             if module := next((file for file in candidates if file.is_file()), None):
                 files.add(module)
