@@ -20,13 +20,13 @@ from ..config.schema import TrainConfig
 from ..errors import PackError
 from ..nn.frozen_weight import frozen_weight
 from ..nn.lora import AdaptedLinear, GroupedLoRA
-from ..nn.nf4 import NF4Linear
 from ..nn.quantized import (
     PATHS,
     QUANTIZED,
     DenseLinear,
     Requantized,
     dense_like,
+    is_plain_linear,
     linear_of,
     stored_weight,
 )
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 # Share of a run before it rounds. While deltas are smaller than a step of the grid, rounding hides
 # what they change: runs that rounded earlier were behind (docs/methods.md).
 ROUNDED_FROM = 0.8
-_LINEARS = (nn.Linear, DenseLinear, nn.QuantizedLinear, NF4Linear)  # but no subclasses of others
 
 
 @dataclass(frozen=True)
@@ -242,7 +241,7 @@ def _compute_dtype(module: nn.Module) -> mx.Dtype:
 def _check_module(path: str, spec: ModuleSpec, module: nn.Module) -> None:
     """Raise a PackError for a module whose product is not that of one matrix."""
     reason = "is a stack of experts" if spec.experts is not None else ""
-    if not reason and type(module) not in _LINEARS:
+    if not reason and type(module) is not DenseLinear and not is_plain_linear(module):
         reason = f"is a {type(module).__name__}, and no plain linear"
     if reason:
         raise PackError(

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from .. import runtime
 from ..config.choices import ARCHITECTURES, architecture_of, registered
 from ..errors import Float16Overflow, PackError, library_errors
-from ..nn.quantized import NF4
+from ..nn.frozen_weight import CustomWeight
 from ..runtime import mx
 from .bitsandbytes import from_bitsandbytes
 from .config_file import CONFIG, read_config
@@ -109,7 +109,9 @@ def _load_decoder(request: _Request) -> BaseModel:
 
     model, config, sources = load_model_of(path, request.trust_remote_code, prepare)
     if as_stored:
-        modules = [(p, m.double_quant) for p, m in model.named_modules() if isinstance(m, NF4)]
+        modules = [
+            (p, m.double_quant) for p, m in model.named_modules() if isinstance(m, CustomWeight)
+        ]
         check_stored_nf4(modules, name, double_quant, keep)
     quantization = config.get("quantization") or nf4_quantization(model)
     if options:
@@ -332,7 +334,9 @@ def _cast(model: nn.Module, dtype: mx.Dtype) -> list[str]:
     half = (mx.float16, mx.bfloat16)
     changed = half if runtime.on_cpu() else (*half, mx.float32)
     casts = getattr(model, "cast_predicate", None)
-    nf4_paths = tuple(f"{path}." for path, m in model.named_modules() if isinstance(m, NF4))
+    nf4_paths = tuple(
+        f"{path}." for path, m in model.named_modules() if isinstance(m, CustomWeight)
+    )
     names = []
 
     def converted(name: str, value: mx.array) -> mx.array:

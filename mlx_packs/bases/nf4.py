@@ -6,8 +6,9 @@ from pathlib import Path
 import mlx.nn as nn
 
 from ..errors import PackError
+from ..nn.frozen_weight import CustomWeight
 from ..nn.nf4 import NF4Embedding, NF4Linear
-from ..nn.quantized import NF4, replace_modules
+from ..nn.quantized import replace_modules
 from ..ops.nf4 import BLOCK_SIZES, NF4Weight
 from ..runtime import mx
 from .files import quantization_name, stored_quantization
@@ -89,7 +90,7 @@ def _block_size(weight: mx.array, absmax: mx.array) -> int:
 
 def nf4_quantization(model: nn.Module) -> dict:
     """Return the quantization settings of an NF4 model whose config.json has none; {} for others."""
-    module = next((m for m in model.modules() if isinstance(m, NF4)), None)
+    module = next((m for m in model.modules() if isinstance(m, CustomWeight)), None)
     return {} if module is None else format_of(module).to_config()
 
 

@@ -66,7 +66,7 @@ def instances_of(model: str, rank: int) -> list["Instance"]:
     from ..bases.geometry import find_groups
     from ..bases.loading import lazy_base
     from ..nn.frozen_weight import frozen_weight
-    from ..nn.quantized import NF4
+    from ..nn.nf4 import NF4Linear
     from ..ops import grouped_lora_kernel, nf4_kernel
     from ..runtime import mx, on_cpu
 
@@ -93,7 +93,7 @@ def instances_of(model: str, rank: int) -> list["Instance"]:
         if grouped_lora_kernel.unsupported(sizes[1]) is None:
             of_group += [grouped_lora_kernel.instance_of(dtype, rows, *sizes) for rows in (1, 32)]
         for linear in linears:
-            if isinstance(linear, NF4):
+            if isinstance(linear, NF4Linear):
                 weight = linear.nf4_weight
                 form = (weight.shape, weight.block_size, weight.double_quant)
                 of_group += [nf4_kernel.instance_of(dtype, rows, *form) for rows in (1, 512)]

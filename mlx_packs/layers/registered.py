@@ -15,7 +15,7 @@ from ..config.lora import LoRAConfig
 from ..errors import PackError
 from ..kinds import check_keys, check_kind
 from ..nn.lora import AdaptedLinear, AdapterShape, GroupedLoRA, adapter_key
-from ..nn.quantized import LINEARS
+from ..nn.quantized import is_plain_linear
 from ..reading import parse_json
 from ..runtime import mx
 
@@ -75,7 +75,7 @@ def adapt(
     """Freeze a linear and put a fresh adapter (B = 0) beside it; seed and name decide A."""
     if isinstance(linear, AdaptedLinear):
         raise PackError(f"{name}: has an adapter already.", "conflict", "linear")
-    if type(linear) not in (nn.Linear, *LINEARS):
+    if not is_plain_linear(linear):
         raise PackError(
             f"{name}: must be an nn.Linear, nn.QuantizedLinear or NF4Linear, but is a "
             f"{type(linear).__name__}.",

@@ -1,6 +1,7 @@
 """What a frozen weight is stored as: dense, in one of MLX's quantized formats, or another.
 
-A new format is one class, here or beside its module, and an entry in `FROZEN`.
+A format that MLX lacks has modules derived from `CustomLinear` and `CustomEmbedding`, and a
+`FrozenWeight` in `FROZEN`; `nn/nf4.py` has both.
 """
 
 import copy
@@ -59,9 +60,14 @@ class FrozenWeight(ABC):
     def rows(self, at: slice | mx.array) -> mx.array:
         """Return some dense rows."""
 
-    @abstractmethod
     def product(self, x: mx.array) -> mx.array:
-        """Return ``x @ W.T`` from the stored form."""
+        """Return ``x @ W.T`` from the stored form; here slices of rows are dense meanwhile."""
+
+        def rows(start: int, stop: int, after: mx.array) -> mx.array:
+            at = mx.depends(mx.arange(start, stop), after)
+            return self.rows(at).astype(after.dtype)
+
+        return sliced_matmul(x, self.shape, rows)
 
     def transient_product(self, x: mx.array) -> mx.array:
         """Return ``x @ W.T`` from a weight that is dense for this use, with a gradient for x."""
@@ -208,7 +214,34 @@ class MLXWeight(QuantizedWeight):
         return profile().dequantize(weight, scales, bias, self.group_size, self.bits, self.mode)
 
 
-FROZEN: dict[type[nn.Module], type[FrozenWeight]] = {}  # formats of modules that are not MLX's
+class CustomWeight(nn.Module):
+    """A frozen module whose weight is in a quantized format that MLX lacks."""
+
+    mode: str  # of `config.choices.WEIGHT_MODES`
+    bits: int  # of a number
+    group_size: int  # numbers that share a scale
+
+
+class CustomLinear(CustomWeight):
+    """A linear with such a weight [O, D] and perhaps a ``bias`` [O]."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = frozen_weight(self).product(x)
+        return y + self.bias if "bias" in self else y
+
+
+class CustomEmbedding(CustomWeight):
+    """An embedding with such a table [V, D]; rows are dequantized as they are looked up."""
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        return frozen_weight(self).rows(tokens)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """Return x [..., D] times the table, [..., V]: the head of a model with tied embeddings."""
+        return frozen_weight(self).product(x)
+
+
+FROZEN: dict[type[nn.Module], type[FrozenWeight]] = {}  # of modules with a `CustomWeight`
 
 
 def frozen_weight(module: nn.Module) -> FrozenWeight:

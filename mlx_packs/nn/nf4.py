@@ -9,10 +9,10 @@ import mlx.nn as nn
 from ..ops import nf4
 from ..ops.nf4 import NESTED_BLOCK_SIZE, NF4Weight
 from ..ops.profile import tiles
-from .frozen_weight import FROZEN, QuantizedWeight
+from .frozen_weight import FROZEN, CustomEmbedding, CustomLinear, CustomWeight, QuantizedWeight
 
 
-class _NF4Module(nn.Module):
+class _NF4Module(CustomWeight):
     """The arrays of an `NF4Weight`, by the names that a checkpoint has for them."""
 
     bits, mode = 4, "nf4"
@@ -50,7 +50,7 @@ class _NF4Module(nn.Module):
         return f"input_dims={depth}, output_dims={outputs}, block={self.group_size}, {kind}"
 
 
-class NF4Linear(_NF4Module):
+class NF4Linear(_NF4Module, CustomLinear):
     """A frozen linear with an NF4 weight [O, D] and perhaps a bias [O].
 
     A dense weight, where one is needed, has ``dtype``; the product has the dtype of x.
@@ -72,13 +72,8 @@ class NF4Linear(_NF4Module):
         weight = nf4.quantize(linear.weight, group_size, double_quant)
         return cls(weight, linear.get("bias"), linear.weight.dtype)
 
-    def __call__(self, x: mx.array) -> mx.array:
-        """Map x [..., D] to [..., O], in the dtype of x."""
-        y = nf4.matmul(x, self.nf4_weight)
-        return y + self.bias if "bias" in self else y
 
-
-class NF4Embedding(_NF4Module):
+class NF4Embedding(_NF4Module, CustomEmbedding):
     """A frozen embedding table [V, D]; rows are dequantized as they are looked up."""
 
     def __init__(self, weight: NF4Weight, dtype: mx.Dtype = mx.bfloat16) -> None:
@@ -91,14 +86,6 @@ class NF4Embedding(_NF4Module):
         """Quantize a dense table. Its width must be even."""
         weight = nf4.quantize(embedding.weight, group_size, double_quant)
         return cls(weight, embedding.weight.dtype)
-
-    def __call__(self, tokens: mx.array) -> mx.array:
-        """Return rows [..., D] of the table, in ``dtype``."""
-        return nf4.rows(self.nf4_weight, tokens, self.dtype)
-
-    def as_linear(self, x: mx.array) -> mx.array:
-        """Multiply x [..., D] by the table, as the head of a model with tied embeddings: [..., V]."""
-        return nf4.matmul(x, self.nf4_weight)
 
 
 class FrozenNF4(QuantizedWeight):

@@ -18,14 +18,19 @@ from ..config.choices import MATMUL_PATHS, registered
 from ..ops.linear_cross_entropy import FrozenHead, HeadSlice
 from ..ops.profile import profile
 from .experts import is_switch_linear
-from .frozen_weight import FrozenWeight, frozen_weight
-from .nf4 import NF4Embedding, NF4Linear
+from .frozen_weight import (
+    CustomEmbedding,
+    CustomLinear,
+    CustomWeight,
+    FrozenWeight,
+    frozen_weight,
+)
 from .wrapped import Hidden
 
-LINEARS = (nn.QuantizedLinear, NF4Linear)
-EMBEDDINGS = (nn.QuantizedEmbedding, NF4Embedding)
-NF4 = (NF4Linear, NF4Embedding)
+LINEARS = (nn.QuantizedLinear, CustomLinear)
+EMBEDDINGS = (nn.QuantizedEmbedding, CustomEmbedding)
 QUANTIZED = (*LINEARS, *EMBEDDINGS)
+_MLX_QUANTIZED = (nn.QuantizedLinear, nn.QuantizedEmbedding)
 
 
 class TransientLinear(nn.Module):
@@ -193,7 +198,7 @@ def linear_of(weight: mx.array, bias: mx.array | None = None) -> nn.Module:
 def frozen_head(module: nn.Module) -> FrozenHead | None:
     """Return a linear or embedding as a head that is read by slices of rows; None if it is neither.
 
-    By the transient path, and from NF4, a slice is dense while it is used.
+    By the transient path, and from a `CustomWeight`, a slice is dense while it is used.
     """
     if isinstance(module, Requantized):
         return _head_in_use(module)
@@ -237,6 +242,11 @@ def _head(module: nn.Module, keeps_quantized: bool) -> FrozenHead:
     return FrozenHead(*weight.shape, part, weight.rows)
 
 
+def is_plain_linear(module: nn.Module) -> bool:
+    """Return whether a module is a dense or quantized linear, of no class that computes more."""
+    return type(module) in (nn.Linear, nn.QuantizedLinear) or isinstance(module, CustomLinear)
+
+
 def quantized_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return paths and modules of every quantized linear and embedding of a model."""
     return [(path, m) for path, m in model.named_modules() if isinstance(m, QUANTIZED)]
@@ -259,7 +269,7 @@ def _unchanged(module: nn.Module) -> None:
 
 
 def _transient(module: nn.Module) -> nn.Module | None:
-    """Return a module that dequantizes for each use; NF4 does so by itself."""
+    """Return a module that dequantizes for each use; a `CustomWeight` does so by itself."""
     if type(module) is nn.QuantizedLinear:
         return TransientLinear(module)
     return TransientEmbedding(module) if type(module) is nn.QuantizedEmbedding else None
@@ -270,7 +280,7 @@ def _dense(module: nn.Module) -> nn.Module | None:
     device = profile()
     if type(module) is nn.Linear and device.streams > 1:
         return dense_module(module)
-    if type(module) not in QUANTIZED:
+    if type(module) not in _MLX_QUANTIZED and not isinstance(module, CustomWeight):
         return None
     # the dtype of activations, whatever the format dequantizes to
     return dense_module(module, device.dtype)
