@@ -19,7 +19,7 @@ from mlx_packs.adapters.dora import DoRAAttached
 from mlx_packs.adapters.for_merge import ForMerge, Rounding
 from mlx_packs.adapters.lora import Attached, attach
 from mlx_packs.adapters.residual import install
-from mlx_packs.bases.weight_formats import FORMATS
+from mlx_packs.bases.weight_formats import named_format
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.data.batches import few_shapes, lay_out, most_targets
 from mlx_packs.data.encoding import Example, Examples
@@ -106,7 +106,7 @@ def _made_of(attached: Attached, method: str, path: str) -> list[mx.array]:
         install(attached, ResidualLoRA)  # beginning with any factors
     elif method.startswith(_FOR_MERGE):
         name = method.removeprefix(_FOR_MERGE)
-        grid = dict.fromkeys(attached.specs, Rounding(mx.bfloat16, FORMATS[name]))
+        grid = dict.fromkeys(attached.specs, Rounding(mx.bfloat16, named_format(name)))
         ForMerge(attached, name, grid, path)
     elif method != "lora":
         raise ValueError(f"no step of {method}")

@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 
 from mlx_packs import DataConfig, load_base
+from mlx_packs.bases.nf4 import NF4Format
 from mlx_packs.bases.quantization import QuantizeOptions
-from mlx_packs.bases.weight_formats import MLXFormat, NF4Format, WeightFormat
+from mlx_packs.bases.weight_formats import MLXFormat, WeightFormat
 from mlx_packs.bases.writer import quantize
 from mlx_packs.evaluation.evaluate import EvalSettings
 from mlx_packs.evaluation.perplexity import Difference, ExampleScores, PerplexityEvaluator

@@ -18,6 +18,13 @@ from ..nn.frozen_weight import CustomWeight
 from ..runtime import mx
 from .bitsandbytes import from_bitsandbytes
 from .config_file import CONFIG, read_config
+from .custom_weights import (
+    already_quantized,
+    check_stored,
+    custom_quantization,
+    place_custom_weights,
+    stored_as_asked,
+)
 from .encoder import load_encoder
 from .families import check_supported
 from .files import (
@@ -30,7 +37,6 @@ from .files import (
 )
 from .fingerprint import fingerprint
 from .model import BaseModel
-from .nf4 import already_quantized, check_stored_nf4, nf4_quantization, place_nf4, stored_as_asked
 from .precision import DTYPES, dense_dtype, dtype_of, stored_dtype
 from .quantization import QuantizeOptions, RoundingError, quantize_weights
 from .tokenizer import load_encoder_tokenizer, load_tokenizer
@@ -104,16 +110,14 @@ def _load_decoder(request: _Request) -> BaseModel:
     def prepare(model: nn.Module, weights: Weights) -> Weights:
         if options:
             weights = quantize_weights(model, weights, options, rounding)
-        place_nf4(model, weights, dtype, stored, path)
+        place_custom_weights(model, weights, dtype, stored, path)
         return weights
 
     model, config, sources = load_model_of(path, request.trust_remote_code, prepare)
     if as_stored:
-        modules = [
-            (p, m.double_quant) for p, m in model.named_modules() if isinstance(m, CustomWeight)
-        ]
-        check_stored_nf4(modules, name, double_quant, keep)
-    quantization = config.get("quantization") or nf4_quantization(model)
+        tensors = dict(tree_flatten(model.parameters()))
+        check_stored(tensors, name, quantize, double_quant, keep)
+    quantization = config.get("quantization") or custom_quantization(model)
     if options:
         quantization = options.weight_format.to_config() | ({"keep": list(keep)} if keep else {})
     names: list[str] = []
@@ -156,13 +160,13 @@ def _lazy_encoder(name: str, path: Path, config: dict, trust_remote_code: bool) 
 
 def _lazy_decoder(name: str, path: Path, stored: dict, trust_remote_code: bool) -> BaseModel:
     def prepare(model: nn.Module, weights: Weights) -> Weights:
-        place_nf4(model, weights, dense_dtype(weights), stored, path)
+        place_custom_weights(model, weights, dense_dtype(weights), stored, path)
         return weights
 
     model, config, sources = load_model_of(path, trust_remote_code, prepare)
     model.freeze()
     model.eval()
-    quantization = config.get("quantization") or nf4_quantization(model)
+    quantization = config.get("quantization") or custom_quantization(model)
     return BaseModel(
         name, path, model, None, config, fingerprint(path), dict(quantization), sources
     )
@@ -328,20 +332,19 @@ def _constants(model: nn.Module) -> list[mx.array]:
 def _cast(model: nn.Module, dtype: mx.Dtype) -> list[str]:
     """Take the floating tensors of a model to a dtype, and return their names.
 
-    The parts of NF4 weights stay as they are, and on a GPU what the model itself keeps apart
+    Custom weights stay as they are, and on a GPU what the model itself keeps apart
     (mlx-lm's ``cast_predicate``).
     """
     half = (mx.float16, mx.bfloat16)
     changed = half if runtime.on_cpu() else (*half, mx.float32)
     casts = getattr(model, "cast_predicate", None)
-    nf4_paths = tuple(
-        f"{path}." for path, m in model.named_modules() if isinstance(m, CustomWeight)
-    )
+    custom = [path for path, m in model.named_modules() if isinstance(m, CustomWeight)]
+    kept = tuple(f"{path}." for path in custom)
     names = []
 
     def converted(name: str, value: mx.array) -> mx.array:
         own = casts is not None and not runtime.on_cpu() and not casts(name)
-        if value.dtype not in changed or own or name.startswith(nf4_paths):
+        if value.dtype not in changed or own or name.startswith(kept):
             return value
         names.append(name)
         return value.astype(dtype)

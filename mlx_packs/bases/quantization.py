@@ -5,14 +5,14 @@
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import mlx.nn as nn
 
 from ..errors import PackError, did_you_mean
 from ..runtime import mx
 from .shapes import is_named
-from .weight_formats import AFFINE_BITS, MLXFormat, NF4Format, WeightFormat
+from .weight_formats import AFFINE_BITS, MLXFormat, WeightFormat, named_format
 
 _SAMPLED = 1 << 16  # weights of a tensor whose rounding is measured
 
@@ -47,7 +47,8 @@ class QuantizeOptions:
     so many bits, in groups of 64 unless the format is MLX's own.
     """
 
-    weight_format: WeightFormat = NF4Format()  # of modules that the other options do not name
+    # of modules that the other options do not name
+    weight_format: WeightFormat = field(default_factory=lambda: named_format("nf4"))
     keep: tuple[str, ...] = ()  # modules left dense: leaf (lm_head), tail or path
     bits_for: tuple[tuple[str, int], ...] = ()
     layout: str = "mlx"  # or bitsandbytes, for transformers
@@ -63,8 +64,8 @@ class QuantizeOptions:
                 re.compile(expression)
             except re.error as error:
                 faults.append(f"--bits-for: '{expression}' is no regular expression ({error}).")
-        is_nf4 = isinstance(self.weight_format, NF4Format)
-        if self.layout == "bitsandbytes" and (not is_nf4 or self.bits_for):
+        affine_too = self.layout != "mlx" and self.bits_for
+        if affine_too or self.layout not in self.weight_format.layouts:
             faults.append("--format bitsandbytes: takes --mode nf4 only, and no --bits-for.")
         if not self.max_shard_gb > 0:
             faults.append(f"--max-shard-gb: must be above 0 but is {self.max_shard_gb}.")

@@ -8,12 +8,13 @@ from collections.abc import Collection
 
 import mlx.nn as nn
 
+from ..config.choices import WEIGHT_MODES
 from ..errors import PackError
 from ..nn.experts import is_switch_linear
 from ..nn.frozen_weight import frozen_weight
 from .model import BaseModel
 from .quantization import QuantizeOptions, formats_for
-from .weight_formats import CLASSES, WeightFormat, format_of, named_format
+from .weight_formats import WeightFormat, format_of, named_format
 
 Formats = dict[str, WeightFormat | None]  # by path; None is dense
 
@@ -46,7 +47,7 @@ def format_after(path: str, module: nn.Module, requantize: str) -> WeightFormat 
     if requantize == "none":
         return None
     if requantize == "same":
-        if stored and stored.mode not in CLASSES:
+        if stored and stored.mode not in WEIGHT_MODES:
             raise PackError(
                 f"--requantize same: {path} is {stored.mode}, which cannot be written. Choose "
                 "affine4, affine8 or none.",

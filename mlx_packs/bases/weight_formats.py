@@ -1,24 +1,23 @@
-"""Formats of quantized weights: one class per kind, and the registry of those written here.
+"""Formats of quantized weights: one class per kind, found by the names of `config.choices`.
 
 A format turns a dense weight into the tensors that store it on disk, and back. To add one, write
-its class, register it in `CLASSES` and `FORMATS`, and name it in `config.choices`.
+its class, and name it in `config.choices.WEIGHT_MODES` and `WEIGHT_FORMATS`.
 """
 
 import math
+import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import mlx.nn as nn
 
-from ..config.choices import WEIGHT_FORMATS, WEIGHT_MODES, registered
+from ..config.choices import WEIGHT_FORMATS, WEIGHT_MODES
 from ..errors import PackError, did_you_mean
-from ..nn.nf4 import NF4Embedding, NF4Linear
-from ..ops import nf4
-from ..ops.nf4 import BLOCK_SIZES, NESTED_BLOCK_SIZE, NF4Weight
-from ..runtime import dtype_name, mx
-from .bitsandbytes import to_bitsandbytes
+from ..nn.frozen_weight import CustomWeight
+from ..runtime import mx
+from .shapes import is_named
 
 Shape = tuple[int, ...]
 Tensors = dict[str, mx.array]
@@ -41,6 +40,7 @@ class WeightFormat(ABC):
     bits: int  # of a code
     group_size: int  # weights that share a scale
     native: ClassVar[bool]  # whether MLX's own modules multiply by it
+    layouts: ClassVar[tuple[str, ...]] = ("mlx",)  # of files that `quantize` writes
 
     @property
     def divisor(self) -> int:
@@ -124,8 +124,8 @@ class MLXFormat(WeightFormat):
         """Return what is wrong with the bits or the group size."""
         if self.mode != "affine":
             return []
-        faults = _fault("--group-size", self.group_size, AFFINE_GROUP_SIZES)
-        return faults + _fault("--bits", self.bits, AFFINE_BITS)
+        faults = fault_of("--group-size", self.group_size, AFFINE_GROUP_SIZES)
+        return faults + fault_of("--bits", self.bits, AFFINE_BITS)
 
     def nbytes(self, shape: Shape, scale_itemsize: int) -> int:
         """Return the bytes of codes, scales and biases."""
@@ -139,7 +139,7 @@ class MLXFormat(WeightFormat):
 
     def quantize(self, name: str, w: mx.array, layout: str = "mlx") -> Tensors:
         """Return codes, scales and biases."""
-        return _native_names(name, _by_slices(name, w, 1, self._quantize))
+        return _native_names(name, by_slices(name, w, 1, self._quantize))
 
     def dequantize(self, tensors: Tensors, dtype: mx.Dtype) -> mx.array:
         """Return the dense weight; 8-bit scales stay as they are."""
@@ -179,135 +179,124 @@ class MLXFormat(WeightFormat):
         return mx.dequantize(*arrays, group_size=self.group_size, bits=self.bits, mode=self.mode)
 
 
-@dataclass(frozen=True)
-class NF4Format(WeightFormat):
-    """4-bit NormalFloat in blocks that may go across rows; with ``double_quant`` absmax in 8 bits.
+class CustomFormat(WeightFormat):
+    """A format that MLX lacks; by default its arrays have a row for each row of the weight."""
 
-    QLoRA: https://arxiv.org/abs/2305.14314
-    """
-
-    mode: str = field(default="nf4", init=False)
-    bits: int = field(default=4, init=False)
-    group_size: int = 64
-    double_quant: bool = True
     native = False
 
-    @property
-    def divisor(self) -> int:
-        """Two codes share a byte."""
-        return 2
+    @abstractmethod
+    def arrays(self, w: mx.array) -> Tensors:
+        """Return the arrays that store a weight [O, D], lazily: ``weight``, and its parts."""
 
-    def faults(self) -> list[str]:
-        """Return what is wrong with the block size."""
-        return _fault("--group-size", self.group_size, BLOCK_SIZES)
+    @classmethod
+    @abstractmethod
+    def of_arrays(cls, arrays: Mapping[str, mx.array]) -> "CustomFormat":
+        """Return the format of arrays of a checkpoint, which have the names of `arrays`."""
 
-    def nbytes(self, shape: Shape, scale_itemsize: int) -> int:
-        """Return the bytes of codes and absmax, which are float32 or 8-bit."""
-        count = math.prod(shape)
-        blocks = -(-count // self.group_size)
-        if not self.double_quant:
-            return count // 2 + 4 * blocks
-        return count // 2 + blocks + 4 * -(-blocks // NESTED_BLOCK_SIZE) + 4
+    @abstractmethod
+    def module_of(
+        self, dense: nn.Module, arrays: Mapping[str, mx.array], dtype: mx.Dtype
+    ) -> nn.Module:
+        """Return the `CustomWeight` with ``arrays`` in the place of a dense linear or embedding.
+
+        ``dtype`` is of its dense weight. A ValueError says what does not fit.
+        """
 
     def outline(self, name: str, w: mx.array, layout: str = "mlx") -> Tensors:
         """Return the outline of `quantize`'s result, as lazy zeros."""
-        codes = mx.zeros((w.shape[0], w.shape[1] // 2), mx.uint8)
-        blocks = -(-w.size // self.group_size)
-        absmax = [mx.zeros(blocks)]
-        if self.double_quant:
-            nested = mx.zeros(-(-blocks // NESTED_BLOCK_SIZE))
-            absmax = [mx.zeros(blocks, mx.uint8), nested, mx.zeros(1)]
-        weight = NF4Weight(codes, *absmax, block_size=self.group_size)
-        return _nf4_names(name, weight, dtype_name(w.dtype), layout)
+        arrays = self.arrays(mx.zeros(w.shape, w.dtype))
+        return {part_name(name, part): mx.zeros(a.shape, a.dtype) for part, a in arrays.items()}
 
     def quantize(self, name: str, w: mx.array, layout: str = "mlx") -> Tensors:
-        """Return codes and absmax."""
-
-        def codes_and_absmax(rows: mx.array) -> tuple[mx.array, mx.array]:
-            part = nf4.quantize(rows, self.group_size, double_quant=False)
-            return part.weight, part.absmax
-
-        rows_of_whole_blocks = self.group_size // math.gcd(self.group_size, w.shape[-1])
-        arrays = _by_slices(name, w, rows_of_whole_blocks, codes_and_absmax)
-        weight = NF4Weight(*arrays, block_size=self.group_size)
-        if self.double_quant:
-            weight = nf4.quantize_absmax(weight)
-        return _nf4_names(name, weight, dtype_name(w.dtype), layout)
-
-    def dequantize(self, tensors: Tensors, dtype: mx.Dtype) -> mx.array:
-        """Return the dense weight in ``dtype``."""
-        weight = NF4Weight(*tensors.values(), block_size=self.group_size)
-        return nf4.dequantize(weight, dtype)
+        """Return the tensors of a weight."""
+        arrays = by_slices(name, w, 1, lambda rows: tuple(self.arrays(rows).values()))
+        return dict(zip(self.outline(name, w), arrays, strict=True))
 
     def rounded(self, w: mx.array) -> mx.array:
         """Return a dense weight as it is after quantizing."""
-        return nf4.dequantize(nf4.quantize(w, self.group_size, self.double_quant), w.dtype)
+        return self.dequantize(self.arrays(w), w.dtype)
 
     def module(self, dense: nn.Module, dtype: mx.Dtype) -> nn.Module:
-        """Return an NF4 module."""
-        weight = nf4.quantize(dense.weight, self.group_size, self.double_quant)
-        if isinstance(dense, nn.Embedding):
-            return NF4Embedding(weight, dtype)
-        return NF4Linear(weight, dense.get("bias"), dtype)
-
-    def to_config(self) -> dict:
-        """Return it as config.json spells it."""
-        return super().to_config() | {"double_quant": self.double_quant}
+        """Return a module of the format."""
+        return self.module_of(dense, self.arrays(dense.weight), dtype)
 
     def is_stored(self, quantization: Mapping) -> bool:
-        """Return whether a checkpoint is NF4, as written here or by bitsandbytes."""
-        return "nf4" in (quantization.get("mode"), quantization.get("bnb_4bit_quant_type"))
+        """Return whether a checkpoint is of this mode; it stays as it is."""
+        return quantization.get("mode") == self.mode
+
+    def check_stored(
+        self, modules: Mapping[str, Collection[str]], name: str, keep: Sequence[str]
+    ) -> None:
+        """Check that a stored base (arrays by path) is dense where --keep asks."""
+        for dense in keep:
+            if path := next((path for path in modules if is_named(path, dense)), None):
+                raise PackError(
+                    f"--keep {dense}: {name} is {self.mode.upper()} already, {path} too. Take the "
+                    "checkpoint that it was made from.",
+                    "conflict",
+                )
 
 
-def _fault(flag: str, value: int, valid: tuple[int, ...]) -> list[str]:
+def part_name(name: str, part: str) -> str:
+    """Return the name of an array of a weight called ``name`` (with its ``.weight``)."""
+    return f"{name.removesuffix('.weight')}.{part}"
+
+
+def fault_of(flag: str, value: int, valid: tuple[int, ...]) -> list[str]:
+    """Return what is wrong with the value of a flag, if anything is."""
     return [] if value in valid else [f"{flag}: must be one of {valid} but is {value}."]
 
 
-FORMATS: dict[str, WeightFormat] = registered(
-    WEIGHT_FORMATS, {"affine4": MLXFormat(bits=4), "affine8": MLXFormat(bits=8), "nf4": NF4Format()}
-)
-CLASSES: dict[str, type[WeightFormat]] = registered(
-    WEIGHT_MODES, {"nf4": NF4Format, "affine": MLXFormat}
-)
+def format_class(mode: str) -> type[WeightFormat]:
+    """Return the class of a mode's formats; its module is imported now."""
+    return pkgutil.resolve_name(WEIGHT_MODES[mode].code)
 
 
 def named_format(name: str, double_quant: bool = True) -> WeightFormat:
     """Return the format of a name of --quantize."""
-    if name not in FORMATS:
+    if name not in WEIGHT_FORMATS:
         raise PackError(
-            f"--quantize {name}: is not a format. {did_you_mean(name, list(FORMATS))}", "unknown"
+            f"--quantize {name}: is not a format. {did_you_mean(name, list(WEIGHT_FORMATS))}",
+            "unknown",
         )
-    weight_format = FORMATS[name]
-    if isinstance(weight_format, NF4Format):
-        return replace(weight_format, double_quant=double_quant)
-    return weight_format
+    mode, settings = WEIGHT_FORMATS[name]
+    kind = format_class(mode)
+    if "double_quant" in _settings_of(kind):
+        return kind(**settings, double_quant=double_quant)
+    return kind(**settings)
 
 
 def specified_format(mode: str, **settings: int | bool | None) -> WeightFormat:
     """Return a format of a mode with these settings; None is the default of the format."""
-    format_class = CLASSES[mode]
+    kind = format_class(mode)
     specified = {name: value for name, value in settings.items() if value is not None}
-    valid = {f.name for f in fields(format_class) if f.init}
+    valid = _settings_of(kind)
     if misplaced := [name for name in specified if name not in valid]:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in misplaced)
         raise PackError(f"{flags}: not with --mode {mode}.", "conflict")
-    return format_class(**specified)
+    return kind(**specified)
+
+
+def _settings_of(kind: type[WeightFormat]) -> list[str]:
+    return [field.name for field in fields(kind) if field.init]
 
 
 def format_name(quantization: Mapping | None) -> str:
     """Return the name of the format that a config's quantization is in, or ``none``."""
     q = quantization or {}
-    stored = q.get("mode", "affine"), q.get("bits"), q.get("group_size")
-    for name, weight_format in FORMATS.items():
-        if stored == (weight_format.mode, weight_format.bits, weight_format.group_size):
+    mode, bits, group_size = q.get("mode", "affine"), q.get("bits"), q.get("group_size")
+    for name in (name for name, (of_name, _) in WEIGHT_FORMATS.items() if of_name == mode):
+        weight_format = named_format(name)
+        if (bits, group_size) == (weight_format.bits, weight_format.group_size):
             return name
     return "none"
 
 
 def format_of(module: nn.Module) -> WeightFormat | None:
     """Return the format of a module's weight; None if it is dense."""
-    if isinstance(module, (NF4Linear, NF4Embedding)):
-        return NF4Format(group_size=module.group_size, double_quant=module.double_quant)
+    if isinstance(module, CustomWeight):
+        kind = format_class(module.mode)
+        return kind(**{name: getattr(module, name) for name in _settings_of(kind)})
     if "scales" not in module:
         return None
     return MLXFormat(getattr(module, "mode", "affine"), module.bits, module.group_size)
@@ -327,7 +316,7 @@ def check_finite(name: str, w: mx.array) -> None:
             )
 
 
-def _by_slices(
+def by_slices(
     name: str, w: mx.array, multiple: int, quantize: Callable[[mx.array], tuple[mx.array, ...]]
 ) -> list[mx.array]:
     """Return the result of ``quantize`` for all rows, computed in slices of a multiple of so many rows.
@@ -349,9 +338,3 @@ def _by_slices(
 def _native_names(name: str, arrays: tuple[mx.array, ...] | list[mx.array]) -> Tensors:
     path = name.removesuffix(".weight")
     return dict(zip((name, f"{path}.scales", f"{path}.biases"), arrays, strict=False))
-
-
-def _nf4_names(name: str, weight: NF4Weight, dtype: str, layout: str) -> Tensors:
-    if layout == "bitsandbytes":
-        return to_bitsandbytes(name, weight, dtype)
-    return weight.tensors(name.removesuffix(".weight"))

@@ -127,10 +127,10 @@ def contest(name: str, base: Base, rank: int, note: str = "") -> Contest:
     """
     base.check_architecture("bench", "decoder")
     headers = Headers.of(base)
-    if headers.is_nf4:
+    if custom := headers.custom_format():
         raise PackError(
-            f"--model {name}: is NF4, which mlx-lm does not train. Name a dense base or one of "
-            "mlx-lm's 4 bits.",
+            f"--model {name}: is {custom.mode.upper()}, which mlx-lm does not train. Name a dense "
+            "base or one of mlx-lm's 4 bits.",
             "unsupported",
         )
     try:

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     "model", required=True, help="Checkpoint to quantize: a folder or a Hugging Face id."
 )
 @options.out("Folder to write the quantized checkpoint to.")
-@option("--mode", type=click.Choice(WEIGHT_MODES), default="nf4", help="Kind of quantization.")
+@option(
+    "--mode", type=click.Choice(tuple(WEIGHT_MODES)), default="nf4", help="Kind of quantization."
+)
 @options.setting("double_quant", "double-quant")
 @option(
     "--bits",

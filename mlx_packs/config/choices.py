@@ -78,6 +78,16 @@ class LossFacts:
 
 
 @dataclass(frozen=True)
+class WeightModeFacts:
+    """Facts of a kind of quantized weights, known without MLX."""
+
+    code: str  # its WeightFormat, module:name, imported when it is used
+    # Names of the tensors that may be beside a weight. A module with the first is quantized so.
+    parts: tuple[str, ...]
+    numbers: int | None = None  # in an element of the stored weight; None where the bits decide
+
+
+@dataclass(frozen=True)
 class MatmulPathFacts:
     """Facts of a matmul path, known without MLX."""
 
@@ -202,8 +212,17 @@ OPTIMIZERS = {
     "muon": OptimizerFacts(weight_decay=0.01),
     "lion": OptimizerFacts((0.9, 0.99)),
 }
-WEIGHT_FORMATS = ("affine4", "affine8", "nf4")  # that --quantize writes
-WEIGHT_MODES = ("nf4", "affine")  # kinds of formats, of `packs quantize --mode`
+WEIGHT_MODES = {  # of `packs quantize --mode`
+    "nf4": WeightModeFacts(
+        "mlx_packs.bases.nf4:NF4Format", ("absmax", "nested_absmax", "offset"), numbers=2
+    ),
+    "affine": WeightModeFacts("mlx_packs.bases.weight_formats:MLXFormat", ("scales", "biases")),
+}
+WEIGHT_FORMATS: dict[str, tuple[str, dict[str, int]]] = {  # of --quantize: mode and settings
+    "affine4": ("affine", {"bits": 4}),
+    "affine8": ("affine", {"bits": 8}),
+    "nf4": ("nf4", {}),
+}
 # The cheapest in memory first.
 MATMUL_PATHS = {
     "quantized": MatmulPathFacts(in_place=True),
@@ -232,6 +251,20 @@ def answer_metric_of(entry: str | None) -> str | None:
     """Return the metric of answers that an entry of a validation is of; None if it is another."""
     metrics = {f"valid_{metric}": metric for metric in ANSWER_METRICS}
     return metrics.get(entry or "")
+
+
+def weight_modes_of(tensors: Iterable[str]) -> dict[str, str]:
+    """Return the mode of the quantized weights among tensors, by the path of their module.
+
+    Formats of MLX that cannot be written count as affine: they have scales, too.
+    """
+    tails = {f".{facts.parts[0]}": mode for mode, facts in WEIGHT_MODES.items()}
+    modes = {}
+    for name in tensors:
+        path, dot, part = name.rpartition(".")
+        if mode := tails.get(dot + part):
+            modes[path.removesuffix(".weight")] = mode  # bitsandbytes: x.weight.absmax
+    return modes
 
 
 def registered(names: Iterable[str], code: Mapping[str, T]) -> dict[str, T]:

@@ -20,8 +20,9 @@ from ..bases.loading import lazy_base
 from ..bases.model import BaseModel
 from ..bases.quantization import QuantizeOptions, formats_for
 from ..bases.requantize import format_after, formats_of_dense, smaller_formats
-from ..bases.weight_formats import FORMATS, WeightFormat, format_of, named_format
+from ..bases.weight_formats import WeightFormat, format_of, named_format
 from ..bases.write_plan import Item, WritePlan, in_shards
+from ..config.choices import WEIGHT_FORMATS, WEIGHT_MODES
 from ..config.data import DataConfig
 from ..display import Display
 from ..errors import PackError
@@ -34,10 +35,10 @@ from ..packs.pack import Pack
 from ..reading import read_json
 from ..runtime import mx
 
-REQUANTIZE = ("none", "same", *FORMATS)
+REQUANTIZE = ("none", "same", *WEIGHT_FORMATS)
 DTYPES = {"auto": None, "float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 _MATRICES = (nn.Linear, nn.Embedding, *QUANTIZED)
-_PARTS = ("scales", "biases", "absmax", "nested_absmax", "offset")
+_PARTS = tuple(part for facts in WEIGHT_MODES.values() for part in facts.parts)
 _PART_NAME = re.compile(rf"(?P<place>.+?)\.(weight(\..*)?|{'|'.join(_PARTS)})")
 
 
@@ -102,7 +103,7 @@ class _Planner:
 
     def choose_formats(self) -> None:
         """Set the format to quantize to; all of a dense base is quantized."""
-        if self.request.requantize not in FORMATS:
+        if self.request.requantize not in WEIGHT_FORMATS:
             return
         self.options = QuantizeOptions(named_format(self.request.requantize))
         if not self.base.quantization:
@@ -260,7 +261,7 @@ def plan_merge(request: MergeRequest, facts: Mapping | None = None) -> WritePlan
     base, source = planned.base, base_files.resolve_checkpoint(request.model)
     requantize = request.requantize
     of_bitsandbytes = base_files.stored_quantization(base.config).get("quant_method") == METHOD
-    native = requantize in FORMATS and FORMATS[requantize].native
+    native = requantize in WEIGHT_FORMATS and named_format(requantize).native
     keeps_layout = of_bitsandbytes and requantize != "none" and not native
     layout = "bitsandbytes" if keeps_layout else "mlx"
     names, config, origin = _own_names(source, planned, layout), planned.config, "base"

@@ -63,7 +63,7 @@ def base_bytes(sizes: Sizes, headers: Headers, train: TrainConfig, itemsize: int
         for name, tensor in headers.tensors.items()
         if not name.endswith(skipped)
     )
-    quantized = headers.quantized_modules()
+    quantized = set(headers.weight_modes)
     if train.quantize != "none" and not quantized:
         wanted = named_format(train.quantize, train.double_quant)
         options = QuantizeOptions(wanted, tuple(train.keep))
@@ -121,10 +121,10 @@ def plan_step(
         adapters = adapters.beside((1, sizes.hidden))
     length, targets = shape or _largest_shape(train)
     quantized = headers.is_quantized or train.quantize != "none"
-    nf4 = train.quantize == "nf4" or headers.is_nf4
+    custom = headers.custom_format(train.quantize) is not None
     path_facts = MATMUL_PATHS[_path_of(train)]
-    # NF4 has no kernel on a CPU that multiplies quantized weights
-    no_kernel = nf4 and runtime.on_cpu() and not path_facts.keeps_dense
+    # a format that MLX lacks has no kernel on a CPU that multiplies quantized weights
+    no_kernel = custom and runtime.on_cpu() and not path_facts.keeps_dense
     step = step_class(
         sizes,
         tokens=train.sequences * length,
@@ -134,7 +134,7 @@ def plan_step(
         policy=POLICIES[recompute_policies(train)[0]],
         waiting=adapters.waiting(train),
         unpacks=quantized and (no_kernel or path_facts.dequantizes),
-        nf4=nf4,
+        custom=custom,
         rounding=rounding_bytes(sizes.modules, adapters, train, quantized),
         head=adapters.head,
         logits=has_logits(train),

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 
 from ..bases.quantization import QuantizeOptions, format_for
-from ..bases.weight_formats import MLXFormat, NF4Format, named_format
+from ..bases.weight_formats import MLXFormat, named_format
 from ..config.schema import TrainConfig
 from .headers import Headers
 from .planned_adapters import PlannedAdapters
@@ -60,8 +60,8 @@ def adapted_paths(modules: Modules, adapters: PlannedAdapters) -> set[str]:
 def _stored_bits(headers: Headers) -> float | None:
     """Return the bits of a weight of a base that is stored quantized; None if it is dense."""
     quantization = headers.config.get("quantization") or {}
-    if headers.is_nf4:
-        return NF4Format().bits_per_weight
+    if custom := headers.custom_format():
+        return custom.bits_per_weight
     if not headers.is_quantized or "bits" not in quantization:
         return None
     mode, group_size = quantization.get("mode", "affine"), quantization["group_size"]

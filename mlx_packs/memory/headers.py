@@ -3,13 +3,16 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..bases.nf4 import check_stored_nf4, stored_as_asked
+from ..bases.custom_weights import check_stored, stored_as_asked
 from ..bases.precision import stored_dtype
+from ..bases.weight_formats import WeightFormat, format_class, named_format
+from ..config.choices import WEIGHT_MODES, weight_modes_of
 from ..config.schema import TrainConfig
 from ..errors import PackError
 from ..runtime import mx
@@ -19,7 +22,6 @@ if TYPE_CHECKING:
 
 Tensors = Mapping[str, Mapping]  # name -> {"dtype": as safetensors spells it, "shape": [...]}
 
-_QUANTIZED_TAILS = (".scales", ".weight.absmax", ".absmax")
 _ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2}
 _ASSUMED = {  # of a config without them
     "rms_norm_eps": 1e-6,
@@ -48,42 +50,34 @@ class Headers:
         """The Python file that comes with the base and replaces mlx-lm's model; None without one."""
         return str(self.config["model_file"]) if "model_file" in self.config else None
 
+    @cached_property
+    def weight_modes(self) -> dict[str, str]:
+        """The modes of quantized weights, by the paths of their modules."""
+        return weight_modes_of(self.tensors)
+
     @property
     def is_quantized(self) -> bool:
         """Whether any weight is quantized."""
-        return any(name.endswith(_QUANTIZED_TAILS) for name in self.tensors)
+        return bool(self.weight_modes)
 
-    @property
-    def is_nf4(self) -> bool:
-        """Whether weights are NF4."""
-        return any(name.endswith("absmax") for name in self.tensors)
-
-    def quantized_modules(self) -> set[str]:
-        """Return the paths of modules whose weight is quantized: affine and similar, NF4."""
-        return {
-            name.removesuffix(tail)
-            for tail in _QUANTIZED_TAILS
-            for name in self.tensors
-            if name.endswith(tail)
-        }
+    def custom_format(self, quantize: str = "none") -> WeightFormat | None:
+        """Return the format that MLX lacks, of weights stored so or quantized on loading."""
+        modes = set(self.weight_modes.values())
+        formats = [format_class(mode)() for mode in WEIGHT_MODES if mode in modes]
+        if quantize != "none":
+            formats.append(named_format(quantize))
+        return next((each for each in formats if not each.native), None)
 
     def without_scales(self) -> "Headers":
         """Return the same names, as if no weight were quantized."""
-        dense = {n: t for n, t in self.tensors.items() if not n.endswith(_QUANTIZED_TAILS)}
+        first = tuple(f".{facts.parts[0]}" for facts in WEIGHT_MODES.values())
+        dense = {n: t for n, t in self.tensors.items() if not n.endswith(first)}
         return Headers(self.name, self.config, dense)
 
     def check_quantize(self, train: TrainConfig) -> None:
         """Raise a PackError, as `load_base` does, if a quantized base is to be quantized otherwise."""
-        if not stored_as_asked(self.config, train.quantize):
-            return
-        tails = (".weight.absmax", ".absmax")
-        modules = []
-        for name in self.tensors:
-            if tail := next((tail for tail in tails if name.endswith(tail)), None):
-                path = name.removesuffix(tail)
-                nested = f"{path}{tail.replace('absmax', 'nested_absmax')}"
-                modules.append((path, nested in self.tensors))
-        check_stored_nf4(modules, self.name, train.double_quant, train.keep)
+        if stored_as_asked(self.config, train.quantize):
+            check_stored(self.tensors, self.name, train.quantize, train.double_quant, train.keep)
 
 
 def dense_tensors(config: Mapping) -> Tensors:

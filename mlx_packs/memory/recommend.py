@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from .. import runtime
 from ..bases.families import check_task, tasks_of
 from ..bases.precision import ComputeDtype, activation_bytes, choose_compute_dtype
+from ..bases.weight_formats import named_format
 from ..config.choices import ARCHITECTURES, MATMUL_PATHS, POLICIES, TASKS, architecture_of
 from ..config.fields import fields_where
 from ..config.lora import LoRAConfig
@@ -243,8 +244,9 @@ def _ways(request: PlanRequest) -> list[_Way]:
     named = "quantize" in request.specified
     for quantize in [train.quantize] if named else ["none", "nf4", "affine4"]:
         if quantize != "none":
-            # of NF4 both quantized paths are one; affine is slow on the quantized path of a CPU
-            cheap = "transient" if quantize == "nf4" or runtime.on_cpu() else "quantized"
+            # other formats have one quantized path; those of MLX are slow on that of a CPU
+            native = named_format(quantize).native
+            cheap = "quantized" if native and not runtime.on_cpu() else "transient"
             path = cheap if train.matmul_path == "auto" else train.matmul_path
             ways.append(_Way("qlora", quantize, path, dtype))
             continue

@@ -54,7 +54,7 @@ class Step:
     policy: PolicyFacts
     waiting: int  # bytes of gradients that wait for the update
     unpacks: bool  # whether weights are dequantized by slices, which wait for each other
-    nf4: bool
+    custom: bool  # whether they are quantized in a format that MLX lacks
     rounding: int = 0  # bytes of the weight that is rounded for a merge at a time
     head: bool = False  # whether the head is trained or adapted, and all logits are made
     logits: bool = True  # whether there are any; a reward model reads states of targets alone
@@ -105,7 +105,7 @@ class Step:
             return 0
         in_blocks = sum(map(math.prod, self.sizes.projections.values()))
         block_weights = in_blocks // self.sizes.blocks
-        return min((10 if self.nf4 else 5) * profile().slice_weights, block_weights)
+        return min((10 if self.custom else 5) * profile().slice_weights, block_weights)
 
     def _block_numbers(self, block: int, adapters: Mapping[str, int]) -> float:
         """Return the numbers per token that an adapted block keeps."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from .. import chips, runtime
 from ..bases.precision import activation_bytes, choose_compute_dtype
+from ..bases.weight_formats import named_format
 from ..chips import BANDWIDTH_REACHED, MATMUL_REACHED, Chip
 from ..config.choices import MATMUL_PATHS, POLICIES, architecture_of
 from ..config.lora import LoRAConfig
@@ -241,15 +242,16 @@ def _bandwidth(chip: Chip) -> float:
 
 def _precision(headers: Headers, train: TrainConfig) -> tuple[tuple[int, int, str], str]:
     """Return bits, group size and mode of a base's weights, and the dtype that they are dense in."""
-    if headers.is_nf4 or train.quantize == "nf4":
-        quantization = 4, 64, "nf4"
-    elif headers.is_quantized:
+    written = headers.custom_format(train.quantize)
+    if written is None and not headers.is_quantized:
+        written = named_format(train.quantize)
+    if written is not None:
+        quantization = written.bits, written.group_size, written.mode
+    else:
         stored = headers.config.get("quantization") or {}
         quantization = (
             stored.get("bits", 4),
             stored.get("group_size", 64),
             stored.get("mode", "affine"),
         )
-    else:
-        quantization = int(train.quantize[-1]), 64, "affine"
     return quantization, choose_compute_dtype(headers.config, train.compute_dtype).name

@@ -5,6 +5,7 @@ from pathlib import Path
 from ..adapters.spec import SCORE_WEIGHT, ModuleSpec, check_shapes
 from ..bases.files import weight_files
 from ..bases.shapes import Heads
+from ..config.choices import WEIGHT_MODES, weight_modes_of
 from ..errors import PackError
 from ..reading import read_header
 from .adapter_config import stored_shapes
@@ -81,14 +82,15 @@ def _check_full_tensors(
     pack: Pack, model: str, stored: dict[str, dict], hidden: int | None
 ) -> None:
     """Compare tensors that the pack stores in full with dense ones of the checkpoint."""
+    quantized = weight_modes_of(stored)
     for name, shape in replaced_of(pack.manifest).items():
         if name == SCORE_WEIGHT and shape != (1, hidden):
             raise PackError(
                 f"{pack.path}: {name} is {list(shape)}, but a reward head of {model} is {[1, hidden]}.",
                 "mismatch",
             )
-        dense = name in stored and f"{name.rpartition('.')[0]}.scales" not in stored
-        if dense and stored[name]["dtype"] != "U8" and stored[name]["shape"] != list(shape):
+        dense = name in stored and name.rpartition(".")[0] not in quantized
+        if dense and stored[name]["shape"] != list(shape):
             raise PackError(
                 f"{pack.path}: {name} is {list(shape)}, but that of {model} is "
                 f"{stored[name]['shape']}.",
@@ -105,6 +107,9 @@ def _dense_shape(spec: ModuleSpec, stored: dict[str, dict], quantization: dict) 
         if not isinstance(bits, int) or bits < 1:
             return None
         shape[-1] = shape[-1] * 32 // bits
-    elif f"{spec.path}.absmax" in stored:
-        shape[-1] *= 2  # NF4: two codes a byte
+        return shape
+
+    for facts in WEIGHT_MODES.values():
+        if facts.numbers and f"{spec.path}.{facts.parts[0]}" in stored:
+            shape[-1] *= facts.numbers
     return shape

@@ -4,9 +4,11 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, TrainConfig
+from mlx_packs.bases.nf4 import NF4Format
 from mlx_packs.bases.quantization import QuantizeOptions, format_for, formats_for
-from mlx_packs.bases.weight_formats import FORMATS, MLXFormat, NF4Format, named_format
+from mlx_packs.bases.weight_formats import MLXFormat, named_format
 from mlx_packs.bases.writer import quantize
+from mlx_packs.config.choices import WEIGHT_FORMATS
 from mlx_packs.memory.estimate import estimate
 from mlx_packs.memory.headers import Headers
 from mlx_packs.nn.quantized import quantized_modules
@@ -35,7 +37,7 @@ def kinds(base) -> dict[str, tuple]:
     }
 
 
-@pytest.mark.parametrize("asked", FORMATS)
+@pytest.mark.parametrize("asked", WEIGHT_FORMATS)
 @pytest.mark.parametrize(
     "family, changes, keep",
     [

@@ -12,8 +12,9 @@ from mlx_packs import files, filesystem
 from mlx_packs.bases import files as base_files
 from mlx_packs.bases import weight_formats
 from mlx_packs.bases import writer as quantize
+from mlx_packs.bases.nf4 import NF4Format
 from mlx_packs.bases.quantization import QuantizeOptions
-from mlx_packs.bases.weight_formats import MLXFormat, NF4Format
+from mlx_packs.bases.weight_formats import MLXFormat
 from mlx_packs.ops import nf4
 from mlx_packs.packs.base import load_base
 from mlx_packs.reading import sha256

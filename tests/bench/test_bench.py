@@ -18,6 +18,7 @@ import pytest
 from click.testing import CliRunner
 
 from mlx_packs import chips, runtime
+from mlx_packs.bases.nf4 import NF4Format
 from mlx_packs.bases.precision import ComputeDtype
 from mlx_packs.bench import conditions, race, record, run, steps
 from mlx_packs.bench.conditions import Conditions
@@ -400,7 +401,7 @@ def test_a_chip_without_bfloat16_computes_both_in_float16(monkeypatch, tiny, ove
 def test_an_nf4_base_is_rejected():
     base = load_base("tiny")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(PackError, match="NF4"):
-        patch.setattr(steps.Headers, "is_nf4", True)
+        patch.setattr(steps.Headers, "custom_format", lambda self: NF4Format())
         steps.contest("tiny", base, 2)
 
 

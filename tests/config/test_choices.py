@@ -15,9 +15,12 @@ from mlx_packs.ops import dispatch
 
 PACKAGE = Path(choices.__file__).parents[1]
 LISTINGS = {name for name in vars(choices) if name.isupper() and len(name) > 1}
-# A method names its class, searches and policies are their facts, a listing is some of the tasks, and two objectives
-# are unpacked at import.
-WITHOUT_REGISTRY = {"METHODS", "SEARCHES", "DECODER_TASKS", "POLICIES", "OBJECTIVES"}
+# Methods and formats of weights name their class, searches and policies are their facts, a listing is some of
+# the tasks, and two objectives are unpacked at import.
+WITHOUT_REGISTRY = {
+    *("METHODS", "SEARCHES", "DECODER_TASKS", "POLICIES", "OBJECTIVES"),
+    *("WEIGHT_MODES", "WEIGHT_FORMATS"),
+}
 
 
 def registries() -> list[tuple[str, str]]:
@@ -61,6 +64,7 @@ PACK = (PACKAGE / "packs" / "pack.py").read_text(encoding="utf-8")
 LATE_NAMES = {  # of what is imported when it is used
     *(facts.code for facts in choices.TASKS.values()),
     *(facts.code for facts in choices.METHODS.values()),
+    *(facts.code for facts in choices.WEIGHT_MODES.values()),
     *dispatch.KERNELS.values(),
     lora.FOR_MERGE,
     chips.STORE,
@@ -79,3 +83,15 @@ def test_a_name_is_of_one_architecture():
     assert {choices.architecture_of(t) for t in types} == {"encoder"}
     assert choices.architecture_of("qwen3") == choices.architecture_of(None) == "decoder"
     assert {facts.architecture for facts in choices.TASKS.values()} == set(choices.ARCHITECTURES)
+
+
+def test_a_mode_of_weights_is_known_by_a_tensor_that_no_other_has():
+    parts = [part for facts in choices.WEIGHT_MODES.values() for part in facts.parts]
+    assert len(parts) == len(set(parts)) and "weight" not in parts and "bias" not in parts
+    assert {mode for mode, _ in choices.WEIGHT_FORMATS.values()} <= set(choices.WEIGHT_MODES)
+
+
+def test_tensors_say_how_each_weight_is_quantized():
+    names = ("a.weight", "a.absmax", "b.weight", "b.scales", "b.biases", "c.weight", "c.bias")
+    assert choices.weight_modes_of(names) == {"a": "nf4", "b": "affine"}
+    assert choices.weight_modes_of(("x.weight", "x.weight.absmax")) == {"x": "nf4"}

@@ -10,8 +10,9 @@ from mlx.utils import tree_flatten
 from mlx_packs import Pack
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.bases.model import BaseModel
+from mlx_packs.bases.nf4 import NF4Format
 from mlx_packs.bases.quantization import QuantizeOptions
-from mlx_packs.bases.weight_formats import MLXFormat, NF4Format
+from mlx_packs.bases.weight_formats import MLXFormat
 from mlx_packs.bases.writer import quantize, verify
 from mlx_packs.convert.merge import merge_pack
 from mlx_packs.packs.base import load_base_for

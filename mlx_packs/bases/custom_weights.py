@@ -1,0 +1,134 @@
+"""Checkpoints in a format that MLX lacks: where their tensors go, and what may be asked of them."""
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+import mlx.nn as nn
+
+from ..config.choices import WEIGHT_MODES, weight_modes_of
+from ..errors import PackError
+from ..nn.frozen_weight import CustomWeight, frozen_weight
+from ..nn.quantized import replace_modules
+from ..runtime import mx
+from .files import quantization_name, stored_quantization
+from .weight_formats import format_class, format_of, named_format
+
+Weights = dict[str, mx.array]
+
+
+def place_custom_weights(
+    model: nn.Module, weights: Weights, dtype: mx.Dtype, config: Mapping, where: Path
+) -> None:
+    """Put a module wherever the weights are in a format that MLX lacks; they are loaded later.
+
+    ``weights`` have the names of the model; ``dtype`` is of the dense weight where one is needed.
+    """
+    modes = weight_modes_of(weights)
+    _check_no_codes_alone(weights, modes, config, where)
+    modules = dict(model.named_modules())
+    placed = []
+    for path, mode in modes.items():
+        if format_class(mode).native:
+            continue
+        module = modules.get(path)
+        if not isinstance(module, (nn.Linear, nn.Embedding)):
+            kind = "nothing" if module is None else type(module).__name__
+            raise PackError(
+                f"{where}: {path}.{WEIGHT_MODES[mode].parts[0]}: {mode.upper()} is read for linears "
+                f"and embeddings, here is {kind}.",
+                "unsupported",
+            )
+        quantized = _quantized_module(path, mode, module, weights, dtype, where)
+        shape = list(frozen_weight(quantized).shape)
+        if shape != list(module.weight.shape):
+            raise PackError(
+                f"{where}: {path}: is quantized from {shape}, but the config asks for "
+                f"{list(module.weight.shape)}.",
+                "unreadable",
+            )
+        placed.append((path, quantized))
+    replace_modules(model, placed)
+
+
+def _quantized_module(
+    path: str, mode: str, dense: nn.Module, weights: Weights, dtype: mx.Dtype, where: Path
+) -> nn.Module:
+    """Return the module with the tensors of a path, its codes lazy."""
+    parts = WEIGHT_MODES[mode].parts
+    names = {part: f"{path}.{part}" for part in ("weight", *parts)}
+    arrays = {part: weights[name] for part, name in names.items() if name in weights}
+    if "weight" not in arrays:
+        raise _damaged(where, f"{path}.weight: is missing beside {path}.{parts[0]}.")
+    try:
+        module = format_class(mode).of_arrays(arrays).module_of(dense, arrays, dtype)
+    except ValueError as error:
+        raise _damaged(where, f"{path}: quantized tensors do not fit: {error}") from None
+    for part in parts:
+        if part in arrays and not mx.isfinite(arrays[part]).all().item():
+            raise _damaged(where, f"{path}.{part}: has NaN or infinite values.")
+    return module
+
+
+def _damaged(where: Path, fault: str) -> PackError:
+    return PackError(f"{where}: {fault} The checkpoint is damaged: get it again.", "unreadable")
+
+
+def _check_no_codes_alone(
+    weights: Weights, modes: Mapping[str, str], config: Mapping, where: Path
+) -> None:
+    """Check that codes have their parts beside them where config.json names the format."""
+    quantization = stored_quantization(config)
+    mode = next((m for m in WEIGHT_MODES if _stores(m, quantization)), None)
+    if mode is None:
+        return
+    for name, tensor in weights.items():
+        path = name.removesuffix(".weight")
+        codes = name.endswith(".weight") and tensor.dtype in (mx.uint8, mx.int8)
+        if codes and path not in modes:
+            part = WEIGHT_MODES[mode].parts[0]
+            raise _damaged(
+                where, f"{path}.{part}: is missing beside {name}, which is {mode.upper()}."
+            )
+
+
+def _stores(mode: str, quantization: Mapping) -> bool:
+    """Return whether a config.json has its weights in a format of a mode, which MLX lacks."""
+    return bool(quantization) and format_class(mode)().is_stored(quantization)
+
+
+def custom_quantization(model: nn.Module) -> dict:
+    """Return the settings of a model's custom weights whose config.json has none; {} for others."""
+    module = next((m for m in model.modules() if isinstance(m, CustomWeight)), None)
+    return {} if module is None else format_of(module).to_config()
+
+
+def stored_as_asked(config: Mapping, quantize: str) -> bool:
+    """Return whether --quantize asks a checkpoint for the format that it is stored in."""
+    quantization = stored_quantization(config)
+    if quantize == "none" or not quantization:
+        return False
+    if named_format(quantize).is_stored(quantization):
+        return True
+    raise already_quantized(quantize, quantization_name(quantization))
+
+
+def already_quantized(quantize: str, kind: str) -> PackError:
+    """Return the error for quantizing a base that is quantized already."""
+    return PackError(
+        f"--quantize {quantize}: the base is quantized already ({kind}). Train on it as it is, or "
+        "name the checkpoint that it was made from.",
+        "conflict",
+    )
+
+
+def check_stored(
+    tensors: Collection[str], name: str, quantize: str, double_quant: bool, keep: Sequence[str]
+) -> None:
+    """Check that a base that is `stored_as_asked`, with these tensors, has the settings asked for."""
+    arrays: dict[str, set[str]] = {}
+    for tensor in tensors:
+        path, _, part = tensor.rpartition(".")
+        arrays.setdefault(path.removesuffix(".weight"), set()).add(part)
+
+    modules: dict[str, Collection[str]] = {path: arrays[path] for path in weight_modes_of(tensors)}
+    named_format(quantize, double_quant).check_stored(modules, name, keep)
