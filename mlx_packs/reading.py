@@ -25,7 +25,7 @@ _CONTAINERS = 2_000_000  # mappings and lists of a document; 64 bytes each at le
 _DIGITS = 100  # of an integer; all such are floats, too
 _YAML_NODES = 100_000  # values of a YAML file, those behind an alias counted each time
 _AXES = 32  # of a tensor
-_BITS = {  # of a number of each dtype of safetensors
+DTYPE_BITS = {  # of a number of each dtype of safetensors
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0"), 8),
     **dict.fromkeys(("F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
@@ -286,12 +286,12 @@ def _data_bytes(header: dict) -> int:
                 pass
             case _:
                 raise ValueError(f"{name} must have dtype, shape and two data_offsets")
-        if dtype not in _BITS:
+        if dtype not in DTYPE_BITS:
             raise ValueError(f"{name} has the dtype {dtype!r}, which is unknown")
         sizes = [axis for axis in shape if type(axis) is int and 0 <= axis < 2**53]
         if sizes != shape or len(shape) > _AXES:
             raise ValueError(f"{name} has the shape {repr(shape)[:60]}")
-        if math.prod(shape) * _BITS[dtype] != 8 * (end - begin) or begin < 0:
+        if math.prod(shape) * DTYPE_BITS[dtype] != 8 * (end - begin) or begin < 0:
             raise ValueError(f"{name} {dtype} {shape} does not take the bytes {begin} to {end}")
         spans.append((begin, end, name))
     last = 0

@@ -10,7 +10,7 @@ from .leftovers import temporary
 from .reading import FLOATS, read_header
 from .runtime import dtype_name, mx
 
-_DTYPES = {  # of MLX, and how safetensors calls them
+DTYPES = {  # of MLX, and how safetensors calls them
     "bool": "BOOL",
     "uint8": "U8",
     "uint16": "U16",
@@ -76,7 +76,7 @@ def write_tensors(
     end = 0
     for name in names:
         begin, end = end, end + outline[name].nbytes
-        dtype = _DTYPES[dtype_name(outline[name].dtype)]
+        dtype = DTYPES[dtype_name(outline[name].dtype)]
         shape = list(outline[name].shape)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()

@@ -91,6 +91,7 @@ def estimate(
         PackError: A family or an objective that the formula does not know.
     """
     check_objective(train)
+    headers.check_formats()
     return plan_step(headers, lora, train, shape, sizes_of(headers.config, headers.tensors), Step)
 
 

@@ -11,18 +11,20 @@ from mlx.utils import tree_flatten
 
 from ..bases.custom_weights import check_stored, stored_as_asked
 from ..bases.precision import stored_dtype
+from ..bases.unsupported import INSTEAD
 from ..bases.weight_formats import WeightFormat, format_class, named_format
 from ..config.choices import WEIGHT_MODES, weight_modes_of
 from ..config.schema import TrainConfig
 from ..errors import PackError
-from ..runtime import mx
+from ..reading import DTYPE_BITS, FLOATS
+from ..runtime import dtype_name
+from ..tensors import DTYPES
 
 if TYPE_CHECKING:
     from ..bases.model import BaseModel
 
 Tensors = Mapping[str, Mapping]  # name -> {"dtype": as safetensors spells it, "shape": [...]}
 
-_ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2}
 _ASSUMED = {  # of a config without them
     "rms_norm_eps": 1e-6,
     "rope_theta": 10_000.0,
@@ -30,6 +32,7 @@ _ASSUMED = {  # of a config without them
     "tie_word_embeddings": False,
 }
 _HALF = ("F16", "BF16")
+_WIDEST = 64  # bits of a number whose dtype is not known
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,19 @@ class Headers:
             formats.append(named_format(quantize))
         return next((each for each in formats if not each.native), None)
 
+    def check_formats(self) -> None:
+        """Raise a PackError if a weight is quantized in a format that no plan knows."""
+        for name, tensor in self.tensors.items():
+            path, _, part = name.rpartition(".")
+            is_dense = tensor["dtype"] in (*FLOATS, "F64")
+            if "weight" in part and not is_dense and path not in self.weight_modes:
+                raise PackError(
+                    f"no plan: {name} of {self.name} is {tensor['dtype']}, in a format of "
+                    f"quantized weights that no plan knows. {INSTEAD}",
+                    "unsupported",
+                    "model",
+                )
+
     def without_scales(self) -> "Headers":
         """Return the same names, as if no weight were quantized."""
         first = tuple(f".{facts.parts[0]}" for facts in WEIGHT_MODES.values())
@@ -99,19 +115,15 @@ def dense_tensors(config: Mapping) -> Tensors:
 
 def tensors_of(model: nn.Module) -> Tensors:
     """Return the headers that a model's parameters would have."""
-    names = {mx.float32: "F32", mx.bfloat16: "BF16", mx.float16: "F16", mx.uint32: "U32"}
     return {
-        name: {
-            "dtype": names.get(a.dtype, "U8" if a.dtype.size == 1 else "F64"),
-            "shape": list(a.shape),
-        }
-        for name, a in tree_flatten(model.parameters())
+        name: {"dtype": DTYPES[dtype_name(array.dtype)], "shape": list(array.shape)}
+        for name, array in tree_flatten(model.parameters())
     }
 
 
 def tensor_bytes(tensor: Mapping, widen: bool) -> int:
     """Return a tensor's bytes in memory; ``widen`` takes half precision to float32, as on CPUs."""
-    each = _ITEM_BYTES.get(tensor["dtype"], 1)
+    bits = DTYPE_BITS.get(tensor["dtype"], _WIDEST)
     if widen and tensor["dtype"] in _HALF:
-        each = 4
-    return each * math.prod(tensor["shape"])
+        bits = 32
+    return bits * math.prod(tensor["shape"]) // 8

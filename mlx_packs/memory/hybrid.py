@@ -73,6 +73,7 @@ def estimate(
     """
     check_objective(train)
     headers = _language_model(headers)
+    headers.check_formats()
     sizes = _sizes(headers.config, headers.tensors)
     if sizes.experts and (train.trains_base or set(lora.target_modules) & _OF_EXPERTS):
         raise PackError("no plan for training the experts of a mixture.", "unsupported")

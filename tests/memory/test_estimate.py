@@ -12,7 +12,7 @@ from mlx_packs.adapters.lora import attach
 from mlx_packs.data.batches import make_batch
 from mlx_packs.data.encoding import Example
 from mlx_packs.memory.estimate import estimate, remedies
-from mlx_packs.memory.headers import Headers
+from mlx_packs.memory.headers import Headers, tensor_bytes
 from mlx_packs.memory.plan import ERROR, fit
 from mlx_packs.memory.read import read_headers
 from mlx_packs.objectives.causal_lm import as_arrays
@@ -66,6 +66,35 @@ def test_nf4_takes_its_bits_a_weight(bits, double):
     train = TrainConfig(quantize="nf4", double_quant=double, matmul_path="quantized")
     plan = estimate(dense_headers("qwen3-4b"), LoRAConfig(), train)
     assert plan.base == pytest.approx(4.02e9 * bits / 8, rel=0.002)
+
+
+def renamed(headers: Headers, dtype: str, part: str = "weight") -> Headers:
+    """The headers of a checkpoint whose q_proj is stored in another way."""
+    tail = "q_proj.weight"
+    tensors = {
+        name.removesuffix("weight") + part if name.endswith(tail) else name: (
+            {**tensor, "dtype": dtype} if name.endswith(tail) else tensor
+        )
+        for name, tensor in headers.tensors.items()
+    }
+    return Headers("q/w", headers.config, tensors)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "part"), [("I8", "weight"), ("F8_E4M3", "weight"), ("I32", "qweight")]
+)
+def test_weights_in_a_format_that_is_not_known_have_no_plan(dtype, part):
+    headers = renamed(dense_headers("qwen3-4b"), dtype, part)
+    with raises("unsupported", "model", dtype, f"q_proj.{part}", "q/w", "--quantize"):
+        estimate(headers, LoRAConfig(), TrainConfig())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "each"), [("I8", 1), ("U16", 2), ("I16", 2), ("C64", 8), ("F4", 0.5), ("NEW", 8)]
+)
+def test_a_number_has_the_bytes_of_its_dtype(dtype, each):
+    assert tensor_bytes({"dtype": dtype, "shape": [6, 4]}, widen=True) == 24 * each
+    assert tensor_bytes({"dtype": "BF16", "shape": [6, 4]}, widen=True) == 24 * 4
 
 
 def test_dense_copies_of_nf4_are_not_dequantized_again():

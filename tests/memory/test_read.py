@@ -1,11 +1,14 @@
 """Headers of a base: of the Hub, of a config alone."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import huggingface_hub
+import mlx.core as mx
 import pytest
 
+from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.memory.headers import Headers
 from mlx_packs.memory.read import read_headers
 from tests.helpers.errors import check
@@ -66,3 +69,15 @@ def test_a_config_alone_that_does_not_say_enough_is_rejected(changes, code, name
     exit_code, _, err = run("plan", "--model", tmp_path, "--memory", 8)
     assert exit_code == 2 and len(err.splitlines()) == 1
     check(run.error, code, None, name)
+
+
+def test_a_folder_in_a_format_that_is_not_known_is_one_line(run, tmp_path):
+    folder = shutil.copytree(tiny_checkpoint(), tmp_path / "int8")
+    (file,) = folder.glob("model*.safetensors")
+    tensors = mx.load(str(file))
+    name = next(name for name in tensors if name.endswith("q_proj.weight"))
+    codes = {name: tensors[name].astype(mx.int8)}
+    mx.save_safetensors(str(file), {n: t for n, t in tensors.items() if name[:-6] not in n} | codes)
+    code, out, err = run("plan", "--model", str(folder))
+    assert code == 2 and not out and len(err.splitlines()) == 1
+    check(run.error, "unsupported", "model", name, "I8", "--quantize")
