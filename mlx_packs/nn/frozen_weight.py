@@ -92,8 +92,10 @@ class FrozenWeight(ABC):
         return part
 
     def _row_counts(self, count: int) -> dict[str, int]:
-        """Return how much of each array belongs to the first rows."""
-        return dict.fromkeys(("weight", "scales", "biases", "bias"), count)
+        """Return how much of each array belongs to the first rows; others have no rows."""
+        arrays = [name for name, value in self.module.items() if isinstance(value, mx.array)]
+        rows = self.module.weight.shape[:1]
+        return {name: count for name in arrays if self.module[name].shape[:1] == rows}
 
 
 class DenseWeight(FrozenWeight):
