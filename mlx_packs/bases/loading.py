@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 
-from .. import runtime
+from .. import late, runtime
 from ..config.choices import ARCHITECTURES, architecture_of, registered
 from ..errors import Float16Overflow, PackError, library_errors
 from ..nn.frozen_weight import CustomWeight
@@ -25,7 +25,6 @@ from .custom_weights import (
     place_custom_weights,
     stored_as_asked,
 )
-from .encoder import load_encoder
 from .families import check_supported
 from .files import (
     TINY,
@@ -45,6 +44,7 @@ from .weight_formats import named_format
 from .weight_map import Source, weight_map
 
 Weights = dict[str, mx.array]
+_LOAD_ENCODER = "bases.encoder:load_encoder"
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def lazy_base(name: str | Path, trust_remote_code: bool = False) -> BaseModel:
 
 
 def _lazy_encoder(name: str, path: Path, config: dict, trust_remote_code: bool) -> BaseModel:
-    model = load_encoder(path, config, lazy=True)
+    model = late.load(_LOAD_ENCODER)(path, config, lazy=True)
     return BaseModel(name, path, model, None, config, fingerprint(path))
 
 
@@ -296,7 +296,7 @@ def _load_encoder(request: _Request) -> BaseModel:
             "float32.",
             "unsupported",
         )
-    model = load_encoder(path, config)
+    model = late.load(_LOAD_ENCODER)(path, config)
     lower_case = model.sentence_config.lower_case
     tokenizer = load_encoder_tokenizer(path, config, lower_case, request.trust_remote_code)
     return BaseModel(name, path, model, tokenizer, config, fingerprint(path))

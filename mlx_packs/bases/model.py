@@ -9,7 +9,7 @@ import numpy as np
 
 from ..config.choices import architecture_of
 from ..errors import PackError
-from .encoder import embedded
+from ..late import load
 from .families import check_architecture
 from .files import public_name, quantization_name, text_config, vocab_size_of, weight_files
 from .tokenizer import tokens_of
@@ -76,7 +76,7 @@ class BaseModel:
                     f"encode: texts[{at}] must be a text, but is {text!r:.60}.", flag="texts"
                 )
         tokens = tokens_of(self.tokenizer, texts, self.model.longest)
-        return embedded(self.model, tokens, batch_size)
+        return load("bases.encoder:embedded")(self.model, tokens, batch_size)
 
     @property
     def public_name(self) -> str:

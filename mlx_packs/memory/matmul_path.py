@@ -8,7 +8,7 @@ too short to measure for takes the path that a formula expects to be the fastest
 import math
 import os
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import mlx.nn as nn
 
@@ -19,6 +19,7 @@ from ..nn.frozen_weight import frozen_weight
 from ..nn.quantized import quantized_modules
 from ..ops import _cost
 from ..runtime import dtype_name, mx
+from .path_choice import KindTimes, MatmulPathChoice
 from .path_timing import WeightKind, time_paths, weight_kinds
 
 LIMIT_S = 1.6  # of a measurement; with what has begun by then it takes 2 s at most
@@ -33,48 +34,6 @@ _LARGE = 1 << 20  # numbers of a weight whose rate is worth keeping
 _CPU_DENSE, _CPU_QUANTIZED, _CPU_DEQUANTIZED = 2e10, 1e9, 1e9
 # Of a dense product's rate that MLX's quantized one reaches on GPUs (mlx-lm PRs 406 and 1569)
 _GPU_QUANTIZED = 0.9
-
-
-@dataclass(frozen=True)
-class KindTimes:
-    """Times of the weights of one shape (out, in) and quantization.
-
-    Attributes:
-        names: The last names of their paths.
-        count: How many a step multiplies.
-        step_ms: Milliseconds a step that each matmul path would take for all of them.
-    """
-
-    names: tuple[str, ...]
-    shape: tuple[int, int]
-    count: int
-    step_ms: dict[str, float]
-
-    def line(self) -> str:
-        """Return the times for the log."""
-        parts = [f"{name} {ms:,.1f} ms" for name, ms in self.step_ms.items()]
-        return f"{self.count} x {list(self.shape)} {', '.join(self.names)}: {' · '.join(parts)}"
-
-
-@dataclass(frozen=True)
-class MatmulPathChoice:
-    """A matmul path, and why.
-
-    Attributes:
-        step_ms: Milliseconds a step that each measured path would take.
-        reason: Where the times are from, or why there are none; why another path was left out.
-    """
-
-    matmul_path: str
-    step_ms: dict[str, float]
-    reason: str
-    kinds: tuple[KindTimes, ...] = ()
-
-    def line(self) -> str:
-        """Return the times and the choice for the log."""
-        times = " · ".join(f"{name} {ms:,.0f} ms" for name, ms in self.step_ms.items())
-        choice = f"{times} → {self.matmul_path}" if times else self.matmul_path
-        return f"{choice} ({self.reason})" if self.reason else choice
 
 
 def dense_bytes(model: nn.Module) -> int:

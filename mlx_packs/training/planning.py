@@ -18,7 +18,7 @@ from ..memory.decoder_sizes import FAMILIES
 from ..memory.disk import DiskPlan, check_disk, plan_disk
 from ..memory.estimate import Estimate, check_least, estimate, estimator_of, plan_run
 from ..memory.headers import Headers
-from ..memory.matmul_path import MatmulPathChoice, choose_matmul_path
+from ..memory.path_choice import MatmulPathChoice
 from ..memory.plan import ERROR, MemoryPlan, Shape, fit
 from ..memory.read import read_headers
 from ..nn.quantized import matmul_path_of
@@ -161,6 +161,7 @@ def choose_path(
         with run.display.working("path", "measuring how frozen weights are used fastest"):
             planned = frozenset(plans) or None
             if ranks.is_first:
+                choose_matmul_path = load("memory.matmul_path:choose_matmul_path")
                 choice = choose_matmul_path(base.model, *rows, planned, run.goal.stop)
             path = ranks.from_first(choice.matmul_path.encode() if ranks.is_first else b"")
         if not ranks.is_first:

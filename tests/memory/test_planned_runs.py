@@ -17,7 +17,7 @@ from mlx_packs.config.schema import DataConfig
 from mlx_packs.display import QUIET, Display
 from mlx_packs.memory.estimate import plan_run
 from mlx_packs.memory.headers import Headers
-from mlx_packs.memory.matmul_path import MatmulPathChoice
+from mlx_packs.memory.path_choice import MatmulPathChoice
 from mlx_packs.memory.plan import ERROR
 from mlx_packs.training import planning
 from mlx_packs.training.phases import resolve_phases
@@ -54,7 +54,7 @@ def measured(monkeypatch) -> list:
         calls.append(arguments)
         return MatmulPathChoice("dense", {}, "")
 
-    monkeypatch.setattr(planning, "choose_matmul_path", choose)
+    monkeypatch.setattr(planning, "load", lambda name: choose)
     return calls
 
 
