@@ -23,13 +23,13 @@ from mlx_packs.bench.implementations import LEARNING_RATE, SCALE, Rows
 from mlx_packs.bench.race import TOLERANCE, LossesDiffer
 from mlx_packs.config.choices import MATMUL_PATHS
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
-from mlx_packs.data.batches import training_batches
+from mlx_packs.data.batches import training_set
 from mlx_packs.data.encoding import Example, Examples
 from mlx_packs.data.sampler import Sampler
 from mlx_packs.data.shapes import sequence_inputs
 from mlx_packs.display import QUIET, Display
 from mlx_packs.files import CACHE_VARIABLE
-from mlx_packs.objectives.causal_lm import CausalLM, as_arrays, split_head
+from mlx_packs.objectives.causal_lm import CausalLM, split_head
 from mlx_packs.objectives.frozen_activations import open_frozen_activations
 from mlx_packs.packs.base import Base
 from mlx_packs.runtime import mx
@@ -104,10 +104,8 @@ class Implementation:
         self.optimizer.state.update(tree_map(mx.zeros_like, self.optimizer.state))
         self.optimizer.learning_rate = LEARNING_RATE
         mx.eval(self.base.model.parameters(), self.optimizer.state)
-        arrays = as_arrays
         if self.cache is not None:
             self.cache.store.forget()
-            arrays = self.cache.arrays
         mx.clear_cache()
         mx.reset_peak_memory()
         start = time.perf_counter()
@@ -118,11 +116,13 @@ class Implementation:
             sequence_inputs(train.max_seq_length),
             train.seed,
         )
-        batches = training_batches(self.examples, sampler)
+        batches = training_set(self.examples, sampler).batches()
         losses = []
         for _ in range(self.train.iters):
             batch = next(batches)
-            losses.append(self.stepper(arrays(batch), batch.count, last=True, alone=True)[0])
+            if self.cache is not None:
+                batch = self.cache.prepare(batch)
+            losses.append(self.stepper(batch, last=True, alone=True)[0])
         self.seconds.append(time.perf_counter() - start)
         self.peaks.append(mx.get_peak_memory())
         return losses

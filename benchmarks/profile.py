@@ -26,7 +26,8 @@ from mlx_packs.config.choices import MATMUL_PATHS
 from mlx_packs.errors import PackError
 from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.nn.lora import GroupedLoRA
-from mlx_packs.objectives.causal_lm import CausalLM, as_arrays, split_head
+from mlx_packs.objectives.causal_lm import CausalLM, split_head
+from mlx_packs.objectives.objective import arrays_of
 from mlx_packs.ops.attention import attention
 from mlx_packs.ops.profile import profile as device_profile
 from mlx_packs.runtime import mx
@@ -81,7 +82,7 @@ class Profile:
         self.blocks = len(self.model.layers)
         self.batch_size, self.length = rows.tokens.shape[0], rows.tokens.shape[1] - 1
         self.tokens = self.batch_size * self.length
-        self.arrays = as_arrays(rows.for_ours())
+        self.inputs = arrays_of(rows.for_ours())
         self.dtype = self.model.layers[0].input_layernorm.weight.dtype
         self.parts: dict[str, Part] = defaultdict(Part)
         self.bytes = 0
@@ -214,13 +215,13 @@ class Profile:
     def _loss(self) -> None:
         """Loss and head on the rows that have a target."""
         head = split_head(self.model)
-        tokens, positions, *_ = self.arrays
+        tokens, positions = self.inputs["tokens"], self.inputs["positions"]
         hidden = self.model.layers[0].input_layernorm.weight.shape[0]
         states = noise((*tokens.shape, hidden), self.dtype, 10)
 
         def call(states):
             supplied = dataclasses.replace(head, hidden=lambda *_, **__: states)
-            return [CausalLM(self.model, supplied).loss(*self.arrays)[0]]
+            return [CausalLM(self.model, supplied).loss(self.inputs)[0]]
 
         vocab_size = self.ours.attached.base.vocab_size
         self.add(

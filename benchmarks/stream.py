@@ -20,7 +20,7 @@ from contextlib import closing
 from pathlib import Path
 
 from mlx_packs.config.schema import DataConfig
-from mlx_packs.data.batches import training_batches
+from mlx_packs.data.batches import training_set
 from mlx_packs.data.encoding import EncodingOptions
 from mlx_packs.data.encoding_parts import SUFFIX
 from mlx_packs.data.prefetch import prefetched
@@ -75,7 +75,7 @@ def stream(folder: str, log: Path | None, num_proc: int) -> dict:
             for _ in range(done, batches):
                 batch = next(source)
                 places = [Path(examples.items[i].where).name for i in batch.examples]
-                line = {"rows": places, "sum": int(batch.tokens.sum())}
+                line = {"rows": places, "sum": int(batch.inputs["tokens"].sum())}
                 file.write(json.dumps(line).encode() + b"\n")
                 file.flush()
     return {
@@ -90,7 +90,7 @@ def stream(folder: str, log: Path | None, num_proc: int) -> dict:
 
 
 def _from(examples, sampler, start: int) -> Iterator:
-    return prefetched(training_batches(examples, sampler, start))
+    return prefetched(training_set(examples, sampler).batches(start))
 
 
 def _start(folder: Path, log: Path | None, num_proc: int) -> subprocess.Popen:

@@ -24,7 +24,8 @@ from mlx_packs.bench.implementations import SCALE, Adapters, Ours, Rows
 from mlx_packs.config.choices import MATMUL_PATHS, POLICIES
 from mlx_packs.errors import PackError
 from mlx_packs.memory.matmul_path import dense_bytes
-from mlx_packs.objectives.causal_lm import CausalLM, as_arrays, split_head
+from mlx_packs.objectives.causal_lm import CausalLM, split_head
+from mlx_packs.objectives.objective import arrays_of
 from mlx_packs.packs.base import Base
 from mlx_packs.runtime import mx
 
@@ -98,16 +99,16 @@ def measure(options: argparse.Namespace) -> tuple[Timeline, dict[str, int], str,
     learned = sum(a.nbytes for _, a in own)
     copies = max(0, mx.get_active_memory() - packed - learned)
     still = {"base": packed, "of the matmul path": copies, "adapters and optimizer": learned}
-    arrays = as_arrays(batch)
+    inputs = arrays_of(batch)
 
     def forward() -> float:
         start = time.perf_counter()
-        mx.eval(CausalLM(base.model, split_head(base.model)).loss(*arrays)[0])
+        mx.eval(CausalLM(base.model, split_head(base.model)).loss(inputs)[0])
         return time.perf_counter() - start
 
     forward_s = min(forward(), forward())
     mx.clear_cache()
-    call = functools.partial(ours.stepper, arrays, batch.count, last=True, alone=True)
+    call = functools.partial(ours.stepper, batch, last=True, alone=True)
     seconds, results = sampled(call)
     line = Timeline(seconds, results, forward_s, still)
     shape = f"{ours_name(path, options.recompute)}, {_shape(rows)}, rank {options.rank}"

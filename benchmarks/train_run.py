@@ -28,7 +28,8 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_packs.bases.files import TINY, tiny_checkpoint
 from mlx_packs.config.schema import DataConfig, LoRAConfig, TrainConfig
-from mlx_packs.data.batches import Batch, evaluation_batches
+from mlx_packs.data.batches import evaluation_batches
+from mlx_packs.data.dataset import Batch
 from mlx_packs.data.encoding import EncodingOptions, encode
 from mlx_packs.errors import PackError
 from mlx_packs.evaluation.perplexity import Scorer

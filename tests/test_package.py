@@ -133,9 +133,8 @@ for m, k, n in ((1, 7, 5), (33, 65, 129), (128, 256, 512)):
 def test_steps_are_the_same_compiled_and_uncompiled():
     # with an empty PATH, which would be quick, MLX finds no g++ and compiles nothing
     code = """
-from mlx_packs.data.batches import make_batch
 from mlx_packs.runtime import mx
-from tests.helpers.steps import examples_of, largest_difference, update
+from tests.helpers.steps import examples_of, largest_difference, make_batch, update
 batches = [make_batch(examples_of((9, 17, 5, 30)), range(4), 4, 64)] * 3
 mx.disable_compile(); plain, *steppers = update(batches, 1)
 mx.enable_compile(); compiled, stepper = update(batches, 1)

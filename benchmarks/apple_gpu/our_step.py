@@ -21,7 +21,8 @@ from mlx_packs.adapters.lora import Attached, attach
 from mlx_packs.adapters.residual import install
 from mlx_packs.bases.weight_formats import named_format
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
-from mlx_packs.data.batches import few_shapes, lay_out, most_targets
+from mlx_packs.data.batches import few_shapes, most_targets, token_collate
+from mlx_packs.data.dataset import Layout
 from mlx_packs.data.encoding import Example, Examples
 from mlx_packs.data.packing import aligned_batches
 from mlx_packs.data.sampler import Sampler
@@ -86,14 +87,16 @@ def lazy_step(  # noqa: PLR0913 (one argument for each thing that a step depends
     optimizer.init(model.trainable_parameters())
     head = next(possible_heads(model))
     stepper = Stepper(model, CausalLM(model, head).loss, optimizer, settings.max_grad_norm)
-    integers = [(batch, length), (targets,), (targets,)]
-    arrays = [mx.zeros(shape, mx.int32) for shape in integers] + [mx.ones((targets,))]
-    segments = [_typical_segments(model, batch, length)] if packed else []
-    arrays += [own for own in segments if isinstance(own, mx.array)]
+    inputs = {"tokens": mx.zeros((batch, length), mx.int32)}
+    inputs |= {n: mx.zeros((targets,), mx.int32) for n in ("positions", "targets", "owners")}
+    segments = _typical_segments(model, batch, length) if packed else ()
+    layout = () if isinstance(segments, mx.array) else segments
+    if not layout and packed:
+        inputs["segments"] = segments
     state = [model.parameters(), known, optimizer.state, mx.random.state[0]]
-    leaves = [array for _, array in tree_flatten(state)] + arrays
+    leaves = [array for _, array in tree_flatten([state, inputs])]
     with _unchecked_kernels():
-        results = stepper.whole(*arrays[:4], *segments)
+        results = stepper.whole(inputs, layout)
     updated = [model.trainable_parameters(), optimizer.state, results]
     return [array for _, array in tree_flatten(updated)], leaves
 
@@ -169,13 +172,14 @@ def batch_steps(
     allowed = few_shapes(examples, sampler) if not packing else None
     if sampler.aligned:
         allowed = most_targets(examples, sampler)
-    numbers: dict[Spans | None, int] = {}
+    collate = token_collate(sampler, allowed)
+    numbers: dict[Layout, int] = {}
     steps = []
     for order in sampler.epoch(0):
-        batch = lay_out(examples, sampler, order, allowed)
-        spans = batch.segments if isinstance(batch.segments, tuple) else None
-        number = numbers.setdefault(spans, len(numbers))
-        steps.append((*batch.tokens.shape, len(batch.positions), number))
+        batch = collate(examples, order)
+        inputs = batch.inputs
+        number = numbers.setdefault(batch.layout, len(numbers))
+        steps.append((*inputs["tokens"].shape, len(inputs["positions"]), number))
     return steps
 
 

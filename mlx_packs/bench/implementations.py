@@ -29,9 +29,10 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from ..adapters.lora import attach
 from ..config.lora import LoRAConfig
-from ..data.batches import Batch, make_batch
+from ..data.batches import TokenCollate
+from ..data.dataset import Batch
 from ..data.encoding import Example
-from ..objectives.causal_lm import CausalLM, as_arrays, split_head
+from ..objectives.causal_lm import CausalLM, split_head
 from ..packs.base import Base
 from ..runtime import mx
 from ..training.step import StartedStep, Stepper
@@ -78,7 +79,8 @@ class Rows:
         """Return our batch of these rows."""
         target = np.arange(self.tokens.shape[1]) >= self.offset
         examples = [Example(row, target, "benchmark") for row in self.tokens]
-        return make_batch(examples, range(len(examples)), len(examples), self.tokens.shape[1] - 1)
+        collate = TokenCollate(len(examples), self.tokens.shape[1] - 1)
+        return collate(examples, range(len(examples)))
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,7 @@ class Ours:
     def step(self, batch: Batch) -> tuple[float, float]:
         """Train on a batch as the training loop does; return milliseconds and loss."""
         start = time.perf_counter()
-        loss, _ = self.stepper(as_arrays(batch), batch.count, last=True, alone=True)
+        loss, _ = self.stepper(batch, last=True, alone=True)
         return (time.perf_counter() - start) * 1e3, loss
 
     def steps(self, batch: Batch, count: int) -> list[float]:
@@ -213,7 +215,7 @@ class Ours:
         milliseconds, read = [], 0.0
         for number in range(1, count + 1):
             start = time.perf_counter()
-            step = self.stepper.start(as_arrays(batch), batch.count, last=True, alone=True)
+            step = self.stepper.start(batch, last=True, alone=True)
             started.append((start, step))
             while len(started) > (self.stepper.ahead if number < count else 0):
                 start, step = started.popleft()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
-from ..data.batches import Batch
+from ..data.dataset import Batch
 from ..runtime import mx
 from .implementations import Adapters, MlxLm, Ours, Rows
 

@@ -14,7 +14,8 @@ import mlx.nn as nn
 
 from ..config.data import DataConfig
 from ..config.schema import TrainConfig
-from ..data.batches import Batch, evaluation_batches
+from ..data.batches import evaluation_batches
+from ..data.dataset import Batch
 from ..data.encoding import EncodingOptions, encode
 from ..display import Display
 from ..errors import PackError
@@ -22,7 +23,7 @@ from ..evaluation.perplexity import perplexity
 from ..evaluation.rows import evaluation_rows
 from ..memory.matmul_path import choose_matmul_path
 from ..nn.quantized import replace_modules
-from ..objectives.causal_lm import as_arrays, forward, split_head
+from ..objectives.causal_lm import forward, split_head
 from ..packs.base import Base, activated
 from ..packs.pack import Pack
 from ..runtime import mx
@@ -138,7 +139,8 @@ class FidelityMeter:
                 f"--data {columns.data}: no example has a target, so nothing can be compared.",
                 "data",
             )
-        tokens, steps = self.batches[-1].tokens.size, 2 * len(self.batches)
+        tokens = self.batches[-1].inputs["tokens"].size
+        steps = 2 * len(self.batches)
         self.matmul_path = choose_matmul_path(base.model, tokens, steps=steps).matmul_path
 
     def with_pack(self, pack: Pack | None) -> Variant:
@@ -161,7 +163,8 @@ class FidelityMeter:
                 after = _log_probabilities(model, portion, second)
                 alone = _log_probabilities(model, portion, plain)
                 for batch, p, q, r in zip(portion, before, after, alone, strict=True):
-                    wanted = mx.array(batch.targets[batch.owners >= 0])[:, None]
+                    inputs = batch.inputs
+                    wanted = mx.array(inputs["targets"][inputs["owners"] >= 0])[:, None]
                     kl += _kl(p, q)
                     kl_base += _kl(p, r)
                     same += (mx.argmax(p, axis=-1) == mx.argmax(q, axis=-1)).sum().item()
@@ -197,7 +200,7 @@ def _portions(batches: list[Batch], vocab_size: int) -> Iterator[list[Batch]]:
     """Yield as many batches at a time as their logits may wait for."""
     portion, size = [], 0
     for batch in batches:
-        size += 4 * vocab_size * batch.count
+        size += 4 * vocab_size * batch.targets
         portion.append(batch)
         if size >= _LOGIT_BYTES:
             yield portion
@@ -211,8 +214,9 @@ def _log_probabilities(model: nn.Module, batches: list[Batch], variant: Variant)
     with variant():
         head, arrays = split_head(model), []
         for batch in batches:
-            tokens, *_ = as_arrays(batch)
-            positions = mx.array(batch.positions[batch.owners >= 0])
+            inputs = batch.inputs
+            positions = mx.array(inputs["positions"][inputs["owners"] >= 0])
+            tokens = mx.array(inputs["tokens"])
             outputs = forward(model, model if head is None else head.hidden, tokens)
             rows = outputs.reshape(-1, outputs.shape[-1])[positions]
             logits = (rows if head is None else head.logits(rows)).astype(mx.float32)

@@ -1,17 +1,28 @@
-"""Fixed-shape batches of examples, in the order of a sampler.
+"""Fixed-shape batches of tokens, in the order of a sampler.
 
-Unpacked, a sequence of a batch is an example. Packed, it contains as many examples as fit, one after
-the other: its *segments*.
+A row of a batch is an example; packed, it contains as many examples as fit, one after the other:
+its *segments*. The arrays of B rows of T inputs, with room for M targets:
+
+    tokens     int32 [B, T]
+    positions  int32 [M], which of the B x T inputs predicts each target
+    targets    int32 [M]
+    owners     int32 [M], which of the batch's examples a target is of, -1 where it is padding
+    segments   int32 [B, T], number of the segment in its packed row, from 0 and rising; what is left
+               of a row is a segment of its own. Aligned batches have the inputs of each segment as
+               their layout instead.
 """
 
-import itertools
+import dataclasses
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from .. import runtime
 from ..ops.span_attention import Spans
+from .dataset import Batch, Dataset, by_length, edges_of, first_examples
 from .encoding import Example, Examples
 from .packing import Packed
 from .sampler import Order, Sampler
@@ -25,166 +36,178 @@ from .shapes import (
 )
 
 _COUNTED_BATCHES = 2000
+_PADDING = {"positions": 0, "targets": 0, "owners": -1}  # of what each target has
 # What batches may be: shapes, or of aligned ones the targets that they have room for by spans.
 Allowed = Collection[Shape] | Mapping[Spans, int]
 
 
+class _RowCollate(ABC):
+    """Lays out tokens in rows."""
+
+    @abstractmethod
+    def shape(self, examples: Examples, order: Order) -> Shape:
+        """Return (T, M) of a batch without laying it out."""
+
+    def shapes(self, examples: Examples, orders: Iterator[Order]) -> set[Shape]:
+        """Return (T, M) of batches without laying them out."""
+        return {self.shape(examples, order) for order in orders}
+
+    def split(self, batch: Batch, parts: int) -> list[Batch]:
+        """Return the rows of a batch in pieces."""
+        return split_rows(batch, parts)
+
+
 @dataclass(frozen=True)
-class Batch:
-    """A fixed-shape batch of B sequences of T inputs and M target slots."""
+class TokenCollate(_RowCollate):
+    """Lays out an example in each row; missing ones are empty."""
 
-    tokens: np.ndarray  # int32 [B, T]
-    positions: np.ndarray  # int32 [M], which of the B x T inputs predicts the target
-    targets: np.ndarray  # int32 [M]
-    weights: np.ndarray  # float32 [M], 0 where padding
-    owners: np.ndarray  # int32 [M], index into `examples`, -1 where padding
-    examples: tuple[int, ...]  # indices of the examples, in their order in the batch
-    starts: tuple[int, ...]  # where the inputs of each begin among the B x T
-    count: int  # real targets
-    # int32 [B, T], number of the segment in its sequence, from 0 and rising; what is left of a
-    # sequence is a segment of its own. Or the inputs of each, where other batches have the same.
-    # None where a sequence is one example.
-    segments: np.ndarray | Spans | None = None
-    # uint8 [B, T, bytes], what enters the first adapted block (frozen_activations.py), or None
-    states: np.ndarray | None = None
-    inputs: int = 0  # real inputs, without padding
+    batch_size: int  # rows
+    limit: int  # most inputs of a row
+    allowed: Collection[Shape] | None = None  # shapes of batches; None allows any
 
-    @property
-    def terms(self) -> int:
-        """Number of targets, over which the loss is a mean."""
-        return self.count
+    def __call__(self, examples: Sequence[Example], order: Sequence[int]) -> Batch:
+        """Return the examples with these indices as a batch."""
+        chosen = [examples[i] for i in order]
+        longest = max(len(e.tokens) for e in chosen) - 1
+        targets = sum(int(e.target.sum()) for e in chosen)
+        width, slots = self._shape(longest, targets)
 
+        starts = [row * width for row in range(len(chosen))]
+        batch = _laid_out(chosen, starts, (self.batch_size, width), slots)
+        return dataclasses.replace(batch, examples=_numbers(order), source=examples)
 
-def make_batch(
-    examples: Sequence[Example],
-    indices: Sequence[int],
-    batch_size: int,
-    limit: int,
-    shapes: Collection[Shape] | None = None,
-) -> Batch:
-    """Lay out the examples of these indices as a batch, missing ones as empty sequences.
+    def shape(self, examples: Examples, order: np.ndarray) -> Shape:
+        """Return (T, M) of a batch without laying it out."""
+        longest = int(examples.lengths[order].max()) - 1
+        return self._shape(longest, int(examples.target_counts[order].sum()))
 
-    A sequence has ``limit`` inputs at most; ``shapes`` None allows any.
-    """
-    batch = [examples[i] for i in indices]
-    longest = max(len(e.tokens) for e in batch) - 1
-    width = padded_length(max(longest, 1), limit)
-    slots = padded_targets(sum(int(e.target.sum()) for e in batch), batch_size * width)
-    width, slots = fitting_shape((width, slots), batch_size, shapes)
-    starts = [b * width for b in range(len(batch))]
-    return _laid_out(batch, starts, (batch_size, width), slots, indices)
+    def _shape(self, longest: int, targets: int) -> Shape:
+        width = padded_length(max(longest, 1), self.limit)
+        slots = padded_targets(targets, self.batch_size * width)
+        return fitting_shape((width, slots), self.batch_size, self.allowed)
 
 
-def make_packed_batch(
-    examples: Sequence[Example],
-    packed: Packed,
-    batch_size: int,
-    limit: int,
-    most_targets: Mapping[Spans, int] | None = None,
-) -> Batch:
-    """Lay out packed sequences of ``limit`` inputs.
+@dataclass(frozen=True)
+class PackedCollate(_RowCollate):
+    """Lays out several examples in each row; missing rows are empty, unless it is aligned."""
 
-    Aligned ones are as many as there are, and have room for ``most_targets`` of their spans; of
-    others missing ones are empty sequences.
-    """
-    if packed.spans is not None:
-        batch_size = len(packed.sequences)
-    segments = np.zeros((batch_size, limit), dtype=np.int32)
-    chosen, starts = [], []
-    for b, indices in enumerate(packed.sequences):
-        at = 0
-        for number, i in enumerate(indices):
-            chosen.append(examples[i])
-            starts.append(b * limit + at)
-            at += packed.spans[b][number] if packed.spans else len(chosen[-1].tokens) - 1
-            segments[b, at:] = number + 1
-    count = sum(int(e.target.sum()) for e in chosen)
-    if most_targets:
-        count = max(count, most_targets[packed.spans])
-    slots = padded_targets(count, batch_size * limit)
-    segments = packed.spans or segments
-    return _laid_out(chosen, starts, (batch_size, limit), slots, packed.examples, segments)
+    batch_size: int  # rows
+    limit: int  # inputs of a row
+    allowed: Mapping[Spans, int] | None = None  # the targets that aligned ones have room for
+
+    def __call__(self, examples: Sequence[Example], order: Packed) -> Batch:
+        """Return packed examples as a batch."""
+        rows = self._rows(order)
+        segments = np.zeros((rows, self.limit), dtype=np.int32)
+        chosen, starts = [], []
+        for row, indices in enumerate(order.sequences):
+            at = 0
+            for number, i in enumerate(indices):
+                chosen.append(examples[i])
+                starts.append(row * self.limit + at)
+                at += order.spans[row][number] if order.spans else len(chosen[-1].tokens) - 1
+                segments[row, at:] = number + 1
+
+        slots = self._slots(order, sum(int(e.target.sum()) for e in chosen))
+        batch = _laid_out(chosen, starts, (rows, self.limit), slots)
+        batch = dataclasses.replace(batch, examples=_numbers(order.examples), source=examples)
+        if order.spans:
+            return dataclasses.replace(batch, layout=order.spans)
+        return batch.having(segments=segments)
+
+    def shape(self, examples: Examples, order: Packed) -> Shape:
+        """Return (T, M) of a batch without laying it out."""
+        return self.limit, self._slots(order, int(examples.target_counts[order.examples].sum()))
+
+    def _rows(self, order: Packed) -> int:
+        return len(order.sequences) if order.spans else self.batch_size
+
+    def _slots(self, order: Packed, targets: int) -> int:
+        if order.spans and self.allowed:
+            targets = max(targets, self.allowed[order.spans])
+        return padded_targets(targets, self._rows(order) * self.limit)
 
 
 def _laid_out(
-    chosen: list[Example],
-    starts: list[int],
-    shape: tuple[int, int],
-    slots: int,
-    indices: Sequence[int],
-    segments: np.ndarray | Spans | None = None,
+    chosen: list[Example], starts: list[int], shape: tuple[int, int], slots: int
 ) -> Batch:
     """Return a batch with each example's inputs at its start, and room for ``slots`` targets."""
     tokens = np.zeros(shape[0] * shape[1], dtype=np.int32)
     positions, targets, owners = [], [], []
-    for owner, (e, start) in enumerate(zip(chosen, starts, strict=True)):
-        tokens[start : start + len(e.tokens) - 1] = e.tokens[:-1]
-        at = np.flatnonzero(e.target)
+    for owner, (example, start) in enumerate(zip(chosen, starts, strict=True)):
+        tokens[start : start + len(example.tokens) - 1] = example.tokens[:-1]
+        at = np.flatnonzero(example.target)
         positions.append(start + at - 1)
-        targets.append(e.tokens[at])
+        targets.append(example.tokens[at])
         owners.append(np.full(len(at), owner, dtype=np.int32))
-    count = sum(len(t) for t in targets)
 
-    def filled(parts: list[np.ndarray], value: int) -> np.ndarray:
-        padded = np.pad(np.concatenate(parts), (0, slots - count), constant_values=value)
-        return padded.astype(np.int32)
-
+    count = sum(len(own) for own in targets)
+    parts = {"positions": positions, "targets": targets, "owners": owners}
+    of_targets = {n: _padded(np.concatenate(each), n, slots) for n, each in parts.items()}
     return Batch(
-        tokens.reshape(shape),
-        filled(positions, 0),
-        filled(targets, 0),
-        (np.arange(slots) < count).astype(np.float32),
-        filled(owners, -1),
-        tuple(int(i) for i in indices),
-        tuple(starts),
-        count,
-        segments,
-        inputs=sum(len(e.tokens) - 1 for e in chosen),
+        inputs={"tokens": tokens.reshape(shape), **of_targets},
+        targets=count,
+        denominator=count,
+        starts=tuple(starts),
+        computed=sum(len(example.tokens) - 1 for example in chosen),
     )
 
 
-def lay_out(
-    examples: Examples, sampler: Sampler, order: Order, allowed: Allowed | None = None
-) -> Batch:
-    """Return the batch of one of the sampler's orders; its shape is an allowed one."""
-    if isinstance(order, Packed):
-        return make_packed_batch(examples.items, order, sampler.batch_size, sampler.inputs, allowed)
-    return make_batch(examples.items, order, sampler.batch_size, sampler.inputs, allowed)
+def _numbers(order: Sequence[int]) -> tuple[int, ...]:
+    return tuple(int(i) for i in order)
 
 
-def training_batches(
-    examples: Examples, sampler: Sampler, start: int = 0, allowed: Allowed | None = None
-) -> Iterator[Batch]:
-    """Yield the sampler's batches without end, from batch number ``start``."""
-    return (lay_out(examples, sampler, order, allowed) for order in sampler.batches(start))
+def _padded(values: np.ndarray, name: str, slots: int) -> np.ndarray:
+    padding = (0, slots - len(values))
+    return np.pad(values, padding, constant_values=_PADDING[name]).astype(np.int32)
 
 
-def batch_shapes(
-    examples: Examples, sampler: Sampler, count: int, allowed: Allowed | None = None
-) -> set[Shape]:
-    """Return the shapes of the first ``count`` batches of `training_batches`, without laying them out."""
-    return set(_shape_counts(examples, sampler, count, allowed))
+def split_rows(batch: Batch, parts: int, together: int = 1) -> list[Batch]:
+    """Return the rows of a batch as at most ``parts`` batches; so many rows stay ``together``."""
+    rows = len(batch.inputs["tokens"]) // together
+    edges = edges_of(rows, parts)
+    return [_rows_of(batch, start * together, stop * together) for start, stop in edges]
 
 
-def _shape_counts(
-    examples: Examples, sampler: Sampler, count: int, allowed: Allowed | None = None
-) -> Counter[Shape]:
-    """Return how many of the first ``count`` batches have each shape."""
-    shapes: Counter[Shape] = Counter()
-    size = sampler.batch_size
-    for order in itertools.islice(sampler.batches(), count):
-        if isinstance(order, Packed):
-            targets = int(examples.target_counts[order.examples].sum())
-            if order.spans:
-                targets = max(targets, allowed[order.spans] if allowed else 0)
-                size = len(order.spans)
-            shapes[sampler.inputs, padded_targets(targets, size * sampler.inputs)] += 1
-            continue
-        width = padded_length(max(int(examples.lengths[order].max()) - 1, 1), sampler.inputs)
-        targets = int(examples.target_counts[order].sum())
-        shape = width, padded_targets(targets, size * width)
-        shapes[fitting_shape(shape, size, allowed)] += 1
-    return shapes
+def _rows_of(batch: Batch, start: int, stop: int) -> Batch:
+    inputs, width = batch.inputs, batch.inputs["tokens"].shape[1]
+    rows = inputs["positions"][: batch.targets] // width  # targets come before padding
+    inside = np.flatnonzero((rows >= start) & (rows < stop))
+    chosen = [i for i, at in enumerate(batch.starts) if start <= at // width < stop]
+    first = chosen[0] if chosen else 0
+    slots = padded_targets(len(inside), (stop - start) * width)
+
+    pieces = {name: inputs[name][start:stop] for name in inputs if name not in _PADDING}
+    pieces["positions"] = _padded(inputs["positions"][inside] - start * width, "positions", slots)
+    pieces["targets"] = _padded(inputs["targets"][inside], "targets", slots)
+    pieces["owners"] = _padded(inputs["owners"][inside] - first, "owners", slots)
+    return dataclasses.replace(
+        batch,
+        inputs=pieces,
+        targets=len(inside),
+        denominator=len(inside),
+        examples=tuple(batch.examples[i] for i in chosen),
+        layout=batch.layout[start:stop],
+        starts=tuple(batch.starts[i] - start * width for i in chosen),
+    )
+
+
+def token_collate(sampler: Sampler, allowed: Allowed | None = None) -> TokenCollate | PackedCollate:
+    """Return what lays out the batches of a sampler."""
+    kind = PackedCollate if sampler.packing else TokenCollate
+    return kind(sampler.batch_size, sampler.inputs, allowed)
+
+
+def training_set(examples: Examples, sampler: Sampler) -> Dataset:
+    """Return the batches of a sampler, in few shapes where each shape costs a compilation."""
+    return Dataset(examples, token_collate(sampler, allowed_shapes(examples, sampler)), sampler)
+
+
+def allowed_shapes(examples: Examples, sampler: Sampler) -> Allowed | None:
+    """Return what the batches of a sampler may be where steps are compiled; None allows any."""
+    if not runtime.COMPILES or (sampler.packing and not sampler.aligned):
+        return None
+    return most_targets(examples, sampler) if sampler.aligned else few_shapes(examples, sampler)
 
 
 def most_targets(examples: Examples, sampler: Sampler) -> dict[Spans, int]:
@@ -205,11 +228,26 @@ def few_shapes(examples: Examples, sampler: Sampler) -> frozenset[Shape]:
     draw, batch_size = sampler.draw, sampler.batch_size
     lengths = examples.lengths[0 if draw.replay else draw.first : draw.stop]
     batches = min(-(-len(lengths) // batch_size), _COUNTED_BATCHES)
-    counts = _shape_counts(examples, sampler, batches)
+    collate = TokenCollate(batch_size, sampler.inputs)
+    orders = zip(range(batches), sampler.batches(), strict=False)
+    counts = Counter(collate.shape(examples, order) for _, order in orders)
     longest = padded_length(int(lengths.max()) - 1, sampler.inputs)
     counts[longest, batch_size * longest] += 0  # a later epoch may put any examples together
 
     return joined_shapes(counts, batch_size)
+
+
+def evaluation_set(
+    examples: Examples, batch_size: int, max_seq_length: int, chosen: np.ndarray, few: bool = False
+) -> Dataset:
+    """Return the chosen examples once, by length.
+
+    With ``few`` the batches have at most `MOST_SHAPES` shapes, since each costs a compilation.
+    """
+    inputs = sequence_inputs(max_seq_length)
+    sampler = Sampler(examples.lengths, batch_size, inputs)
+    collate = TokenCollate(batch_size, inputs, few_shapes(examples, sampler) if few else None)
+    return Dataset(examples, collate, by_length(examples.lengths, batch_size, chosen))
 
 
 def evaluation_batches(
@@ -218,26 +256,7 @@ def evaluation_batches(
     max_seq_length: int,
     max_batches: int = -1,
     few: bool = False,
-    chosen: np.ndarray | None = None,
 ) -> list[Batch]:
-    """Return every example once, by length.
-
-    ``max_batches`` takes the first examples that fill N batches, -1 all of them; ``chosen`` takes
-    the examples with these indices instead. With ``few`` the batches have at most `MOST_SHAPES`
-    shapes, since each costs a compilation.
-    """
-    sampler = Sampler(examples.lengths, batch_size, sequence_inputs(max_seq_length))
-    shapes = few_shapes(examples, sampler) if few else None
-    orders = evaluation_orders(examples.lengths, batch_size, max_batches, chosen)
-    return [lay_out(examples, sampler, indices, shapes) for indices in orders]
-
-
-def evaluation_orders(
-    lengths: np.ndarray, batch_size: int, most: int = -1, chosen: np.ndarray | None = None
-) -> Iterator[np.ndarray]:
-    """Yield the chosen examples by length in batches; without them the first ``most`` batches."""
-    if chosen is None:
-        chosen = np.arange(len(lengths) if most < 0 else min(len(lengths), most * batch_size))
-    chosen = np.sort(chosen)
-    order = chosen[np.argsort(np.asarray(lengths)[chosen], kind="stable")]
-    return (order[i : i + batch_size] for i in range(0, len(order), batch_size))
+    """Return the first examples once, by length: those that fill N batches, -1 all of them."""
+    chosen = first_examples(len(examples), batch_size, max_batches)
+    return evaluation_set(examples, batch_size, max_seq_length, chosen, few).once()

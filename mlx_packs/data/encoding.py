@@ -31,7 +31,15 @@ from .formats import (
 )
 from .prompt_boundary import split_prompts
 from .sources import Fingerprint, Rows, as_rows, canonical_line
-from .token_store import DTYPES, ByteFile, Example, StoredExamples, TokenStore, blocks
+from .token_store import (
+    DTYPES,
+    ByteFile,
+    Example,
+    JoinedExamples,
+    StoredExamples,
+    TokenStore,
+    blocks,
+)
 
 # Part of the token cache's key: raise it whenever the same rows give other tokens or targets.
 ENCODING_VERSION = 3
@@ -65,6 +73,19 @@ class Examples:
         examples.lengths, examples.target_counts = items.lengths, items.parts["target_counts"]
         return examples
 
+    @classmethod
+    def joined(cls, parts: "Sequence[Examples]") -> "Examples":
+        """Return the examples of several phases as one, those of one after those of another."""
+        if len(parts) == 1:
+            return parts[0]
+        formats = dict.fromkeys(part.format for part in parts)
+        losses = dict.fromkeys(part.loss_on for part in parts)
+        items = JoinedExamples([part.items for part in parts])
+        joined = cls(items, " + ".join(formats), " + ".join(losses))
+        joined.lengths = np.concatenate([part.lengths for part in parts])
+        joined.target_counts = np.concatenate([part.target_counts for part in parts])
+        return joined
+
     @cached_property
     def lengths(self) -> np.ndarray:
         """Tokens of each example."""
@@ -80,8 +101,20 @@ class Examples:
         """Supervised tokens of all examples."""
         return int(self.target_counts.sum())
 
+    @property
+    def count(self) -> int:
+        """How many examples there are."""
+        return len(self)
+
+    def where_of(self, indices: Sequence[int]) -> list[str]:
+        """Return the rows of some examples as messages name them."""
+        return [self.items[i].where for i in indices]
+
     def __len__(self) -> int:
         return len(self.items)
+
+    def __getitem__(self, i: int) -> Example:
+        return self.items[i]
 
 
 @dataclass(frozen=True)

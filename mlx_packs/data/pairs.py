@@ -15,14 +15,15 @@ from ..config.data import DataConfig
 from ..config.schema import TrainConfig
 from ..errors import PackError, flag_of
 from .bad_rows import BadRows, RowError
+from .dataset import Batch, Shape, edges_of
 from .formats import PAIR_FORMATS, PairFormat, Row, check_format, first_format
-from .micro_batches import edges_of
 from .sampler import Sampler
 from .shapes import padded_length
 from .sources import Fingerprint, as_rows
 from .token_store import StoredExamples, TokenStore
 
 _TEXTS_AT_A_TIME = 1024
+COLUMNS = ("first", "second", "third")  # arrays of a batch
 _COLUMNS = DataConfig()  # pairs have the names of sentence-transformers
 
 
@@ -56,6 +57,25 @@ class Pairs:
 
     def __len__(self) -> int:
         return len(self.texts)
+
+    @property
+    def count(self) -> int:
+        """How many pairs there are."""
+        return len(self)
+
+    def where_of(self, indices: Sequence[int]) -> list[str]:
+        """Return the rows of some pairs as messages name them."""
+        return [self.where(i) for i in indices]
+
+    def select(self, chosen: np.ndarray) -> "Pairs":
+        """Return the pairs with these indices."""
+        return replace(
+            self,
+            tokens=[[column[i] for i in chosen] for column in self.tokens],
+            texts=self.texts[chosen],
+            scores=None if self.scores is None else self.scores[chosen],
+            where=lambda i: self.where(int(chosen[i])),
+        )
 
     @property
     def lengths(self) -> np.ndarray:
@@ -181,45 +201,53 @@ def check_loss_settings(loss: str, train: TrainConfig) -> None:
 
 
 @dataclass(frozen=True)
-class PairBatch:
-    """A batch of B pairs; what is missing to B is pairs of one token and weight 0."""
+class PairCollate:
+    """Lays out B pairs; what is missing to B is pairs of one token and weight 0.
 
-    columns: tuple[np.ndarray, ...]  # int32 [B, T], T by column
-    lengths: np.ndarray  # int32 [C, B]
-    weights: np.ndarray  # float32 [B]
-    scores: np.ndarray | None  # float32 [B]
-    examples: tuple[int, ...]  # indices of the pairs
+    The arrays are one for each column, int32 [B, T], T by column; ``lengths`` int32 [C, B],
+    ``weights`` float32 [B], and ``scores`` float32 [B] of scored pairs.
+    """
 
-    @property
-    def count(self) -> int:
-        """Number of pairs in this batch."""
-        return len(self.examples)
+    batch_size: int  # pairs
+    limit: int  # most tokens of a text
+    powers: bool = False  # whether lengths are 32, 64, 128, ..., so that few occur
 
-    @property
-    def terms(self) -> int:
-        """Number of pairs, over which the loss is a mean."""
-        return self.count
+    def __call__(self, pairs: Pairs, order: Sequence[int]) -> Batch:
+        """Return the pairs with these indices as a batch."""
+        missing = self.batch_size - len(order)
+        inputs, lengths = {}, []
+        for name, column in zip(COLUMNS, pairs.tokens, strict=False):
+            texts = [column[i] for i in order]
+            texts += [texts[0][:1]] * missing
+            longest = max(map(len, texts))
+            if self.powers:
+                longest = 32 << max(0, (longest - 1).bit_length() - 5)
+            inputs[name] = padded(texts, min(padded_length(longest, self.limit), self.limit))
+            lengths.append([len(text) for text in texts])
+
+        inputs["lengths"] = np.array(lengths, np.int32)
+        inputs["weights"] = (np.arange(self.batch_size) < len(order)).astype(np.float32)
+        if pairs.scores is not None:
+            inputs["scores"] = np.pad(pairs.scores[list(order)], (0, missing))
+        count = len(order)
+        return Batch(inputs, count, count, tuple(int(i) for i in order), pairs)
+
+    def shapes(self, pairs: Pairs, orders: Iterator[Sequence[int]]) -> set[Shape]:
+        """Return the longest text, and the columns of a pair: no batch is larger."""
+        return {(int(pairs.lengths.max()), len(pairs.tokens))}
+
+    def split(self, batch: Batch, parts: int) -> list[Batch]:
+        """Return the pairs of a batch in pieces."""
+        edges = edges_of(len(batch.inputs["weights"]), parts)
+        return [_pairs_of(batch, start, stop) for start, stop in edges]
 
 
-def make_pair_batch(
-    pairs: Pairs, indices: Sequence[int], batch_size: int, limit: int, powers: bool = False
-) -> PairBatch:
-    """Lay pairs out as a batch; ``powers``: lengths are 32, 64, 128, ..., so that few occur."""
-    missing = batch_size - len(indices)
-    columns, lengths = [], []
-    for column in pairs.tokens:
-        texts = [column[i] for i in indices]
-        texts += [texts[0][:1]] * missing
-        longest = max(map(len, texts))
-        width = 32 << max(0, (longest - 1).bit_length() - 5) if powers else longest
-        columns.append(padded(texts, min(padded_length(width, limit), limit)))
-        lengths.append([len(text) for text in texts])
-    weights = (np.arange(batch_size) < len(indices)).astype(np.float32)
-    scores = None
-    if pairs.scores is not None:
-        scores = np.pad(pairs.scores[list(indices)], (0, missing))
-    numbers = tuple(int(i) for i in indices)
-    return PairBatch(tuple(columns), np.array(lengths, np.int32), weights, scores, numbers)
+def _pairs_of(batch: Batch, start: int, stop: int) -> Batch:
+    inputs = {name: values[start:stop] for name, values in batch.inputs.items()}
+    inputs["lengths"] = batch.inputs["lengths"][:, start:stop]
+    examples = batch.examples[start:stop]
+    count = len(examples)
+    return replace(batch, inputs=inputs, examples=examples, targets=count, denominator=count)
 
 
 @dataclass(frozen=True)
@@ -269,35 +297,3 @@ class PairSampler(Sampler):
             if len(batch) > 1 or self.has_negatives:
                 batches.append(np.array(batch))
         return batches
-
-
-def pair_batches(
-    pairs: Pairs, sampler: PairSampler, start: int = 0, powers: bool = False
-) -> Iterator[PairBatch]:
-    """Yield the sampler's batches without end, from batch number ``start``."""
-    for indices in sampler.batches(start):
-        yield make_pair_batch(pairs, indices, sampler.batch_size, sampler.inputs, powers)
-
-
-def split_pairs(batch: PairBatch, parts: int) -> list[PairBatch]:
-    """Return the pairs of a batch as at most ``parts`` batches, none of padding alone."""
-    edges = edges_of(len(batch.weights), parts)
-    return [pairs_of(batch, start, stop) for start, stop in edges if start < batch.count]
-
-
-def shared_pairs(batch: PairBatch, rank: int, size: int) -> PairBatch:
-    """Return the pairs of a batch that one of ``size`` ranks takes, padding included."""
-    rows = len(batch.weights) // size
-    return pairs_of(batch, rank * rows, (rank + 1) * rows)
-
-
-def pairs_of(batch: PairBatch, start: int, stop: int) -> PairBatch:
-    """Return the pairs [start, stop) of a batch."""
-    return replace(
-        batch,
-        columns=tuple(column[start:stop] for column in batch.columns),
-        lengths=batch.lengths[:, start:stop],
-        weights=batch.weights[start:stop],
-        scores=None if batch.scores is None else batch.scores[start:stop],
-        examples=batch.examples[start:stop],
-    )

@@ -6,34 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .. import runtime
-from .batches import Allowed, Batch, evaluation_orders, few_shapes, lay_out
-from .micro_batches import sequences_of
+from .batches import PackedCollate, TokenCollate, allowed_shapes, split_rows, token_collate
+from .dataset import Batch, Dataset, FixedOrder, by_length
 from .packing import Packed
 from .preferences import PreferenceExamples
 from .sampler import Draw, Order, Sampler
+from .shapes import Shape
 
 _PAIR_STEP = 8  # of packed rows the arrays are padded to a multiple of it
-
-
-@dataclass(frozen=True)
-class PreferenceBatch:
-    """A batch of P rows, whose examples are those of ``tokens``: 2 p and 2 p + 1 are of row p."""
-
-    tokens: Batch
-    rows: tuple[int, ...]  # indices of the rows
-    labels: np.ndarray  # float32 [slots], 1 where the first example is desirable
-    split: str  # that the rows are of, with the phase where there are several
-
-    @property
-    def count(self) -> int:
-        """Number of target tokens."""
-        return self.tokens.count
-
-    @property
-    def terms(self) -> int:
-        """Number of rows, over which the loss is a mean."""
-        return len(self.rows)
+_OF_ROWS = ("labels", "reference")  # arrays of which each row has its own part
 
 
 def of_rows(order: Order) -> Order:
@@ -69,80 +50,78 @@ class PreferenceSampler(Sampler):
         return Sampler(lengths, size, self.inputs, self.seed, self.packing, rows)
 
 
-def preference_batch(
-    examples: PreferenceExamples,
-    sampler: PreferenceSampler,
-    order: Order,
-    split: str,
-    allowed: Allowed | None = None,
-) -> PreferenceBatch:
-    """Lay out the examples of an order of the sampler."""
-    tokens = lay_out(examples, sampler, order, allowed)
-    rows = tuple(i // 2 for i in tokens.examples[::2])
-    slots = sampler.batch_size // 2
-    if sampler.packing:
-        slots = -(-len(rows) // _PAIR_STEP) * _PAIR_STEP
-    labels = np.zeros(slots, np.float32)
-    labels[: len(rows)] = examples.labels[list(rows)]
-    return PreferenceBatch(tokens, rows, labels, split)
+@dataclass(frozen=True)
+class PreferenceCollate:
+    """Lays out both examples of P rows as tokens: 2 p and 2 p + 1 of a batch are of row p.
+
+    It adds ``labels``, float32 [slots]: 1 where the first example of a row is desirable. A loss is
+    a mean over rows.
+    """
+
+    tokens: TokenCollate | PackedCollate  # lays out the examples
+    is_scored: bool = False  # whether completions are scored: all tokens that are read count
+
+    def __call__(self, examples: PreferenceExamples, order: Order) -> Batch:
+        """Return the examples of some rows as a batch."""
+        batch = self.tokens(examples, order)
+        slots = self.tokens.batch_size // 2
+        if self._is_packed:
+            slots = _rounded(len(batch.examples) // 2)
+
+        labels = examples.labels[[i // 2 for i in batch.examples[::2]]]
+        batch = _with_rows(batch, {"labels": labels}, slots)
+        return dataclasses.replace(batch, targets=batch.computed) if self.is_scored else batch
+
+    def shapes(self, examples: PreferenceExamples, orders: Iterator[Order]) -> set[Shape]:
+        """Return (T, M) of batches without laying them out."""
+        return self.tokens.shapes(examples, orders)
+
+    def split(self, batch: Batch, parts: int) -> list[Batch]:
+        """Return the rows of a batch in pieces; packed ones have as many slots each."""
+        pieces = split_rows(batch, parts, together=1 if self._is_packed else 2)
+        slots = [len(piece.inputs["tokens"]) // 2 for piece in pieces]
+        if self._is_packed:
+            most = max(len(piece.examples) // 2 for piece in pieces)
+            slots = [_rounded(most)] * len(pieces)
+
+        of_rows = {n: np.asarray(batch.inputs[n]) for n in _OF_ROWS if n in batch.inputs}
+        edges = np.cumsum([0, *(len(piece.examples) // 2 for piece in pieces)])
+        return [
+            _with_rows(piece, {name: of_rows[name][start:stop] for name in of_rows}, count)
+            for piece, count, start, stop in zip(pieces, slots, edges, edges[1:], strict=False)
+        ]
+
+    @property
+    def _is_packed(self) -> bool:
+        return isinstance(self.tokens, PackedCollate)
+
+
+def _rounded(rows: int) -> int:
+    return max(-(-rows // _PAIR_STEP), 1) * _PAIR_STEP
+
+
+def _with_rows(batch: Batch, of_rows: dict[str, np.ndarray], slots: int) -> Batch:
+    """Return a batch whose loss is a mean over rows, with arrays of them in ``slots`` places."""
+    padded = {}
+    for name, values in of_rows.items():
+        padding = [(0, slots - len(values)), *[(0, 0)] * (values.ndim - 1)]
+        padded[name] = np.pad(values, padding)
+    return dataclasses.replace(batch.having(**padded), denominator=len(batch.examples) // 2)
+
+
+def preference_set(
+    examples: PreferenceExamples, sampler: PreferenceSampler, is_scored: bool = False
+) -> Dataset:
+    """Return the batches of a sampler, in few shapes where each shape costs a compilation."""
+    tokens = token_collate(sampler, allowed_shapes(examples, sampler))
+    return Dataset(examples, PreferenceCollate(tokens, is_scored), sampler)
 
 
 def preference_evaluation(
-    examples: PreferenceExamples,
-    batch_size: int,
-    inputs: int,
-    split: str,
-    most: int = -1,
-    chosen: np.ndarray | None = None,
-) -> list[PreferenceBatch]:
-    """Return every row once, by length.
-
-    ``most`` batches of the first rows at most, -1 all; or the rows with the ``chosen`` indices.
-    """
+    examples: PreferenceExamples, batch_size: int, inputs: int, chosen: np.ndarray
+) -> Dataset:
+    """Return the rows with the ``chosen`` indices once, by length."""
     sampler = PreferenceSampler(examples.lengths, 2 * batch_size, inputs)
-    shapes = few_shapes(examples, sampler) if runtime.COMPILES else None
-    longest = examples.lengths.reshape(-1, 2).max(axis=1)
-    return [
-        preference_batch(examples, sampler, of_rows(order), split, shapes)
-        for order in evaluation_orders(longest, batch_size, most, chosen)
-    ]
-
-
-def shared_rows(batch: PreferenceBatch, size: int) -> list[PreferenceBatch]:
-    """Return the rows of a batch that each of ``size`` ranks takes, with as many slots each."""
-    sequences, width = batch.tokens.tokens.shape
-    pieces = [
-        sequences_of(batch.tokens, sequences * r // size, sequences * (r + 1) // size, width)
-        for r in range(size)
-    ]
-    slots = sequences // size // 2
-    if batch.tokens.segments is not None:
-        most = max(len(piece.examples) // 2 for piece in pieces)
-        slots = max(-(-most // _PAIR_STEP), 1) * _PAIR_STEP
-    return [_with_slots(batch, piece, slots) for piece in pieces]
-
-
-def _with_slots(batch: PreferenceBatch, piece: Batch, slots: int) -> PreferenceBatch:
-    """Return a piece of a batch as rows, given its sequences."""
-    rows = tuple(i // 2 for i in piece.examples[::2])
-    labels = np.zeros(slots, np.float32)
-    if rows:
-        first = batch.rows.index(rows[0])
-        labels[: len(rows)] = batch.labels[first : first + len(rows)]
-    return dataclasses.replace(batch, tokens=piece, rows=rows, labels=labels)
-
-
-def split_rows(batch: PreferenceBatch, parts: int) -> Sequence[PreferenceBatch]:
-    """Return the rows of a batch as at most ``parts`` batches, none of padding alone."""
-    sequences, width = batch.tokens.tokens.shape
-    step = 1 if batch.tokens.segments is not None else 2  # sequences that stay together
-    edges = np.linspace(0, sequences // step, min(parts, sequences // step) + 1).round().astype(int)
-    pieces = []
-    for start, stop in zip(edges * step, edges[1:] * step, strict=False):
-        piece = sequences_of(batch.tokens, int(start), int(stop), width)
-        if not piece.count:
-            continue
-        rows = len(piece.examples) // 2
-        slots = (stop - start) // 2 if step == 2 else -(-rows // _PAIR_STEP) * _PAIR_STEP
-        pieces.append(_with_slots(batch, piece, slots))
-    return pieces
+    rows = by_length(examples.row_lengths.max(axis=1), batch_size, chosen)
+    order = FixedOrder([of_rows(each) for each in rows.orders])
+    return dataclasses.replace(preference_set(examples, sampler), sampler=order)

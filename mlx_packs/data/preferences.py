@@ -22,7 +22,6 @@ from .messages import Turn, last_turn_start
 from .row_format import RowFormat, shown
 from .sources import Rows, Source, as_rows
 from .token_cache import encode_cached
-from .token_store import JoinedExamples
 
 
 class RatedCompletion(Completion):
@@ -48,6 +47,23 @@ class PreferenceExamples(Examples):
     """
 
     labels: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+
+    @classmethod
+    def joined(cls, parts: "Sequence[PreferenceExamples]") -> "PreferenceExamples":
+        """Return the rows of several phases as one, those of one after those of another."""
+        joined = super().joined(parts)
+        joined.labels = np.concatenate([part.labels for part in parts])
+        return joined
+
+    @property
+    def count(self) -> int:
+        """How many rows there are."""
+        return len(self) // 2
+
+    @property
+    def row_lengths(self) -> np.ndarray:
+        """Tokens of both examples of each row, [N, 2]."""
+        return self.lengths.reshape(-1, 2)
 
 
 def encode_preferences(
@@ -124,20 +140,6 @@ def encode_tokens(
     """Return tokens and targets of rows of any format but pairs; of preferences both sides."""
     encoded = encode_preferences if row_format is PREFERENCE else encode
     return encoded(rows, tokenizer, columns, options, row_format)
-
-
-def joined_preferences(parts: Sequence[PreferenceExamples]) -> PreferenceExamples:
-    """Return the examples of several phases as one, those of one after those of another."""
-    if len(parts) == 1:
-        return parts[0]
-    names = [
-        " + ".join(dict.fromkeys(getattr(p, key) for p in parts)) for key in ("format", "loss_on")
-    ]
-    joined = PreferenceExamples(JoinedExamples([part.items for part in parts]), *names)
-    joined.labels = np.concatenate([part.labels for part in parts])
-    joined.lengths = np.concatenate([part.lengths for part in parts])
-    joined.target_counts = np.concatenate([part.target_counts for part in parts])
-    return joined
 
 
 def _checked(

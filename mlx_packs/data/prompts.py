@@ -1,7 +1,7 @@
 """Prompts as tokens: the rows whose completions a run generates."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from ..config.data import DataConfig
 from ..errors import PackError
 from .bad_rows import BadRows, RowError
 from .chat_formats import Completion, about_conversation
+from .dataset import Batch, Shape
 from .formats import COMPLETION, PROMPT, Row, check_format, check_unicode
 from .sources import Fingerprint, Rows, as_rows
 
@@ -39,6 +40,11 @@ class Prompts:
         return len(self.tokens)
 
     @property
+    def count(self) -> int:
+        """How many prompts there are."""
+        return len(self)
+
+    @property
     def lengths(self) -> np.ndarray:
         """Tokens of each prompt, [N]."""
         return np.array([len(tokens) for tokens in self.tokens])
@@ -50,6 +56,29 @@ class Prompts:
     def where(self, i: int) -> str:
         """Return the place of the row of a prompt."""
         return self.rows.where(self.used[i])
+
+    def where_of(self, indices: Sequence[int]) -> list[str]:
+        """Return the rows of some prompts as messages name them."""
+        return [self.where(i) for i in indices]
+
+
+@dataclass(frozen=True)
+class PromptCollate:
+    """Makes batches of prompts, which have arrays once their completions are generated."""
+
+    largest: Shape  # of the batches that may be generated
+
+    def __call__(self, prompts: Prompts, order: Sequence[int]) -> Batch:
+        """Return the prompts with these indices as a batch."""
+        return Batch({}, 0, 0, tuple(int(i) for i in order), prompts)
+
+    def shapes(self, prompts: Prompts, orders: Iterator[Sequence[int]]) -> set[Shape]:
+        """Return the shape of the largest batch."""
+        return {self.largest}
+
+    def split(self, batch: Batch, parts: int) -> list[Batch]:
+        """Return the batch as it is: its completions are compared."""
+        return [batch]
 
 
 def encode_prompts(

@@ -1,7 +1,7 @@
 """Rows of preferences whose completions are scored: one number of each, at its last token."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,19 +10,7 @@ from ..config.data import DataConfig
 from ..errors import PackError
 from .encoding import EncodingOptions, Example, Examples
 from .formats import Row
-from .preference_batches import PreferenceBatch
 from .preferences import PreferenceExamples, encode_preferences
-
-
-@dataclass(frozen=True)
-class ScoredBatch(PreferenceBatch):
-    """A batch of pairs whose completions are scored."""
-
-    @property
-    def count(self) -> int:
-        """Number of tokens that are read: those of all completions and their prompts."""
-        last = self.tokens.positions[: self.tokens.count]
-        return int((last + 1 - np.array(self.tokens.starts)).sum())
 
 
 class Scored(Sequence):

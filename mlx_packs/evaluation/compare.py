@@ -18,7 +18,8 @@ from ..bases.files import text_config
 from ..config.data import DataConfig
 from ..config.keywords import answers_other_names
 from ..config.schema import TrainConfig
-from ..data.batches import Batch, evaluation_batches, make_packed_batch
+from ..data.batches import PackedCollate, evaluation_batches
+from ..data.dataset import Batch
 from ..data.encoding import EncodingOptions, Examples, encode
 from ..data.given import Data
 from ..data.packing import Packed, first_fit
@@ -158,7 +159,7 @@ def evaluate_batch(  # noqa: PLR0913 - a public facade
     batches, scoring = _scoring_batches(base, examples, max(batch_sizes), length)
     scoring_path = generating_path = matmul_path
     if matmul_path == "auto":
-        tokens, steps = batches[-1].tokens.size, len(models) * len(batches)
+        tokens, steps = batches[-1].inputs["tokens"].size, len(models) * len(batches)
         scoring_path = choose_matmul_path(base.model, tokens, steps=steps).matmul_path
         generating_path = generation_path(scoring_path)
     with display.task("score", len(models) * len(batches), "batches") as bar:
@@ -258,10 +259,9 @@ def _scoring_batches(
     if why_not_packed(base.model, split_head(base.model), width, base.vocab_size):
         return evaluation_batches(examples, batch_size, length), "by length"
     packed = first_fit(examples.lengths - 1, np.arange(len(examples)), width)
-    return [
-        make_packed_batch(examples.items, Packed(packed[i : i + batch_size]), batch_size, width)
-        for i in range(0, len(packed), batch_size)
-    ], "packed"
+    collate = PackedCollate(batch_size, width)
+    orders = (Packed(packed[i : i + batch_size]) for i in range(0, len(packed), batch_size))
+    return [collate(examples, order) for order in orders], "packed"
 
 
 def _score_all(

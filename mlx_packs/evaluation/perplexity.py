@@ -9,13 +9,15 @@ import mlx.nn as nn
 import numpy as np
 
 from ..adapters.trainable import trainable_modules
-from ..data.batches import Batch, evaluation_batches
+from ..data.batches import evaluation_batches
+from ..data.dataset import Batch, Layout
 from ..data.encoding import EncodingOptions, encode
 from ..data.formats import TOKEN_FORMATS, Row, format_of
 from ..distributed.group import group
 from ..errors import PackError
 from ..memory.matmul_path import choose_matmul_path
-from ..objectives.causal_lm import Arrays, Head, LossOptions, as_arrays, split_head, target_loss
+from ..objectives.causal_lm import Head, LossOptions, split_head, target_loss
+from ..objectives.objective import Inputs, arrays_of
 from ..objectives.score import Score
 from ..packs.base import Base
 from ..packs.card import format_perplexity
@@ -175,7 +177,7 @@ class Scorer:
     Args:
         model: the base model, with or without adapters.
         head: its head, as `split_head` gives it.
-        arrays: what the forward takes of a batch.
+        prepare: adds the states that replace tokens to a batch.
 
     Attributes:
         traces: number of traces that MLX has compiled.
@@ -185,22 +187,15 @@ class Scorer:
         self,
         model: nn.Module,
         head: Head | None,
-        arrays: Callable[[Batch], Arrays] = as_arrays,
+        prepare: Callable[[Batch], Batch] = lambda batch: batch,
     ) -> None:
         self.model = model
         self.traces = 0
-        self._arrays = arrays
+        self._prepare = prepare
 
-        def forward(
-            tokens: mx.array,
-            positions: mx.array,
-            targets: mx.array,
-            _: mx.array,
-            *segments: mx.array,
-        ) -> tuple[mx.array, mx.array]:
-            self.traces += is_traced(positions)
-            arrays = tokens, positions, targets, *segments
-            return target_loss(model, head, *arrays, options=LossOptions(gradient=False))
+        def forward(inputs: Inputs, layout: Layout) -> tuple[mx.array, mx.array]:
+            self.traces += is_traced(inputs["positions"])
+            return target_loss(model, head, inputs, layout, LossOptions(gradient=False))
 
         self._forward = mx.compile(forward, inputs=[m.state for m in trainable_modules(model)])
 
@@ -213,14 +208,14 @@ class Scorer:
         self.model.eval()
 
         def scored(batch: Batch) -> list[np.ndarray]:
-            real = batch.owners >= 0
-            owners, count = batch.owners[real], len(batch.examples)
+            owners, count = batch.inputs["owners"], len(batch.examples)
+            real = owners >= 0
             values = self._values(batch)
             mx.eval(values)
             if advance is not None:
                 advance()
             nll, hits = (np.array(value, dtype=np.float64)[real] for value in values)
-            return [np.bincount(owners, weights, count) for weights in (nll, None, hits)]
+            return [np.bincount(owners[real], weights, count) for weights in (nll, None, hits)]
 
         parts = group().map(scored, batches)
         order = [example for batch in batches for example in batch.examples]
@@ -231,7 +226,8 @@ class Scorer:
 
     def _values(self, batch: Batch) -> Sequence[mx.array]:
         """Return the NLL [M] of every target, and whether it ranks first [M]."""
-        return self._forward(*self._arrays(batch))
+        batch = self._prepare(batch)
+        return self._forward(arrays_of(batch), batch.layout)
 
     def score(
         self, batches: Sequence[Batch], advance: Callable[[], None] | None = None
@@ -266,7 +262,7 @@ class PerplexityEvaluator:
             self._exam = Exam(base, metric, questions, settings.batch_size * length)
         self.matmul_path = settings.matmul_path
         if self.matmul_path == "auto":
-            tokens, steps = self._batches[-1].tokens.size, len(self._batches)
+            tokens, steps = self._batches[-1].inputs["tokens"].size, len(self._batches)
             self.matmul_path = choose_matmul_path(base.model, tokens, steps=steps).matmul_path
 
     def score(self) -> Evaluation:

@@ -3,7 +3,8 @@
 import mlx.nn as nn
 
 from ..adapters.trainable import trainable_modules
-from ..data.batches import Batch
+from ..data.dataset import Batch
+from ..objectives.objective import arrays_of
 from ..objectives.pipeline import Stage
 from ..runtime import mx
 from .perplexity import Scorer
@@ -26,11 +27,11 @@ class PipelinedScorer(Scorer):
     def _values(self, batch: Batch) -> list[mx.array]:
         """Return NLL [M] and whether the target ranks first [M], both in float32."""
         stage = self._stage
-        tokens, *others = self._arrays(batch)
-        entering = stage.entering(tokens)
+        inputs = arrays_of(batch)
+        entering = stage.entering(inputs["tokens"])
         if stage.stages.is_last:
-            values = self._forward(entering, *others)
+            values = self._forward({**inputs, "states": entering}, batch.layout)
         else:
             stage.pass_on(self._output(entering))
-            values = [mx.zeros(others[1].shape)] * 2
+            values = [mx.zeros(inputs["targets"].shape)] * 2
         return [stage.stages.from_last(value.astype(mx.float32)) for value in values]

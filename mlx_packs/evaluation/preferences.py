@@ -6,9 +6,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from ..data.preference_batches import PreferenceBatch
+from ..data.dataset import Batch
 from ..distributed.group import group
 from ..errors import PackError
+from ..objectives.objective import arrays_of
 from ..objectives.preference import PreferenceObjective
 from ..objectives.score import Score
 from ..runtime import mx
@@ -64,7 +65,7 @@ class PreferenceScore(PairScore):
 
 def score_preferences(
     objective: PreferenceObjective,
-    batches: Sequence[PreferenceBatch],
+    batches: Sequence[Batch],
     advance: Callable[[], None] | None = None,
 ) -> PreferenceScore:
     """Score all rows of some batches, at least one, in evaluation mode."""
@@ -72,17 +73,20 @@ def score_preferences(
         raise PackError("--data: there are no examples to evaluate.", "data")
     objective.model.eval()
 
-    def scored(batch: PreferenceBatch) -> list[np.ndarray]:
-        total, *values = objective.outcome(*objective.arrays(batch))
+    def scored(batch: Batch) -> list[np.ndarray]:
+        prepared = objective.prepare(batch)
+        total, *values = objective.outcome(arrays_of(prepared), prepared.layout)
         mx.eval(total, values)
         if advance is not None:
             advance()
-        return [np.array(total), *(np.array(value, np.float64)[: batch.terms] for value in values)]
+        rows = batch.denominator
+        return [np.array(total), *(np.array(value, np.float64)[:rows] for value in values)]
 
     losses, *parts = zip(*group().map(scored, batches), strict=True)
     loss = sum(float(each) for each in losses)
     rewards, log_probs, targets = map(np.concatenate, parts)
-    desirable = np.concatenate([batch.labels[: batch.terms] > 0 for batch in batches])
+    labels = [batch.inputs["labels"][: batch.denominator] for batch in batches]
+    desirable = np.concatenate(labels) > 0
     rated = objective.train.task == "kto"
     gains = np.where(desirable, 1, -1) * rewards[:, 0] if rated else rewards[:, 0] - rewards[:, 1]
     accuracy = float(((np.sign(gains) + 1) / 2).mean())

@@ -6,14 +6,16 @@ from typing import Any
 
 import numpy as np
 
+from ..data.dataset import Batch
 from ..data.encoding import EncodingOptions
 from ..data.formats import Row
-from ..data.preference_batches import PreferenceBatch, preference_evaluation
+from ..data.preference_batches import preference_evaluation
 from ..data.scored import encode_scored
 from ..data.shapes import sequence_inputs
 from ..distributed.group import group
 from ..errors import PackError
 from ..memory.matmul_path import choose_matmul_path
+from ..objectives.objective import arrays_of
 from ..objectives.reward_model import RewardModel, hidden_states
 from ..packs.base import Base
 from ..packs.pack import Pack
@@ -41,7 +43,7 @@ class RewardScore(PairScore):
 
 def score_pairs(
     objective: RewardModel,
-    batches: Sequence[PreferenceBatch],
+    batches: Sequence[Batch],
     advance: Callable[[], None] | None = None,
 ) -> RewardScore:
     """Score all pairs of some batches, at least one, in evaluation mode."""
@@ -49,12 +51,12 @@ def score_pairs(
         raise PackError("--data: there are no examples to evaluate.", "data")
     objective.model.eval()
 
-    def scored(batch: PreferenceBatch) -> list[np.ndarray]:
-        values = objective.outcome(*objective.arrays(batch))
+    def scored(batch: Batch) -> list[np.ndarray]:
+        values = objective.outcome(arrays_of(batch), batch.layout)
         mx.eval(values)
         if advance is not None:
             advance()
-        return [np.array(value, np.float64)[: batch.terms] for value in values]
+        return [np.array(value, np.float64)[: batch.denominator] for value in values]
 
     losses, rewards = zip(*group().map(scored, batches), strict=True)
     pairs = np.concatenate(rewards)
@@ -120,10 +122,12 @@ def evaluate_reward_model(
     length = settings.max_seq_length
     options = EncodingOptions(max_seq_length=length, vocab_size=base.vocab_size)
     examples = encode_scored(rows, base.tokenizer, settings.columns, options)
-    batches = preference_evaluation(examples, settings.batch_size, sequence_inputs(length), "eval")
+    chosen = np.arange(examples.count)
+    inputs = sequence_inputs(length)
+    batches = preference_evaluation(examples, settings.batch_size, inputs, chosen).once()
     path = settings.matmul_path
     if path == "auto":
-        tokens = batches[-1].tokens.tokens.size
+        tokens = batches[-1].inputs["tokens"].size
         path = choose_matmul_path(base.model, tokens, steps=len(batches)).matmul_path
     with attached_reward_model(base, pack, path) as attached:
         states = hidden_states(base.model, base.name)

@@ -1,12 +1,14 @@
 """Compiled steps of a `LayerTrainer`, one for each loss that it steps."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.optimizers as optimizers
 
+from ..data.dataset import Batch, Layout
 from ..errors import PackError
+from ..objectives.objective import Inputs
 from ..runtime import mx
 from ..training.step import Stepper
 from .registered import RegisteredLayer, adapters_module
@@ -59,9 +61,9 @@ class GraphCache(dict[object, Graph]):
         if not isinstance(source, (list, tuple)):
             self._warn_of_idle(names)
 
-        def checked(*batch: mx.array) -> tuple[mx.array, mx.array]:
+        def checked(inputs: Inputs, layout: Layout) -> tuple[mx.array, mx.array]:
             self._called.clear()
-            result = loss(*batch)
+            result = loss(*(inputs[str(i)] for i in range(len(inputs))))
             if self._called != names:
                 other = ", ".join(sorted(self._called ^ names))
                 raise PackError(
@@ -99,6 +101,12 @@ class GraphCache(dict[object, Graph]):
                 f"LayerTrainer: {', '.join(idle)}: takes no part in this step and gets no update.",
                 stacklevel=4,
             )
+
+
+def batch_of(arrays: Sequence[mx.array], count: float) -> Batch:
+    """Return the arrays of a loss as a batch; their names are their numbers."""
+    inputs = {str(i): array for i, array in enumerate(arrays)}
+    return Batch(inputs, round(count), count)
 
 
 def _key(source: object) -> object:

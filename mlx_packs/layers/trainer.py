@@ -36,7 +36,7 @@ from ..training.checkpoint import load_checkpoint, save_checkpoint
 from ..training.run_folder import check_unchanged, resume_point
 from ..training.state import TrainingState
 from ..training.step import not_finite
-from .graphs import Graph, GraphCache
+from .graphs import Graph, GraphCache, batch_of
 from .losses import Forward, LMLoss, UserLoss, lm_batch, sequence_forward
 from .registered import LAYER_NAME, RegisteredLayer, adapt, adapters_module, stored_alphas
 
@@ -46,17 +46,6 @@ _OF_STEPS = fields_where(TrainConfig, own_layers="step")
 _OF_LORA = fields_where(LoRAConfig, own_layers="adapter")
 
 Layers = Sequence[str | nn.Module]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Counted:
-    """A batch whose loss is a mean over its targets, as far as it is counted."""
-
-    count: int
-
-    @property
-    def terms(self) -> int:
-        return self.count
 
 
 class LayerTrainer:
@@ -276,7 +265,7 @@ class LayerTrainer:
             f"layers[{i}] ({name}) is not registered with this trainer.", "unknown", "layers"
         )
 
-    def _step(self, graph: Graph, batch: tuple, count: float) -> float:
+    def _step(self, graph: Graph, arrays: Sequence[mx.array], count: float) -> float:
         """Take one batch and return its loss; the update comes with the last of an accumulation."""
         if self._waiting not in (None, graph):
             raise PackError(
@@ -284,18 +273,20 @@ class LayerTrainer:
                 "conflict",
             )
         several = self.train.grad_accumulation_steps
+        batch = batch_of(arrays, count)
         last = graph.stepper.waiting + 1 == several
         started = time.perf_counter()
         with self._unchanged_on_error():
             for name in graph.names:
                 self._layers[name].train()
             try:
-                loss, norm = graph.stepper(batch, count, last, several == 1)
+                loss, norm = graph.stepper(batch, last, several == 1)
             finally:
                 for name in graph.names:
                     self._layers[name].eval()
             self._check_finite(loss, norm)
-        self._state.count(loss, _Counted(round(count)), None, time.perf_counter() - started)
+        counted = dataclasses.replace(batch, denominator=round(count))
+        self._state.count(loss, counted, None, time.perf_counter() - started)
         self._waiting = graph
         if last:
             self._count_update(graph)

@@ -6,12 +6,11 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from .. import runtime
 from ..bases.files import check_files, resolve_checkpoint
 from ..bases.tokenizer import load_tokenizer
 from ..config.data import DataConfig
 from ..config.schema import TrainConfig
-from ..data.batches import batch_shapes, few_shapes
+from ..data.batches import training_set
 from ..data.encoding import EncodingOptions
 from ..data.rows import load_rows
 from ..data.sampler import Sampler
@@ -51,7 +50,6 @@ def row_shapes(model: str, columns: DataConfig, train: TrainConfig) -> tuple[int
         cut = np.minimum(lengths, inputs + 1)
         rows = SimpleNamespace(lengths=cut, target_counts=np.minimum(targets, cut))
         sampler = Sampler(cut, train.batch_size, inputs, train.seed, train.packing)
-        allowed = few_shapes(rows, sampler) if runtime.COMPILES and not train.packing else None
-        return batch_shapes(rows, sampler, train.iters, allowed)
+        return training_set(rows, sampler).shapes(train.iters)
 
     return int(lengths.max()), shapes_of

@@ -4,25 +4,21 @@ A model is split into the part that makes hidden states and the head. The split 
 both together give logits bit-identical to the model's own; any other model keeps its full forward pass.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..data.micro_batches import shared_tokens, split_tokens
+from ..data.dataset import Batch, Dataset, Layout
 from ..errors import PackError
 from ..nn.frozen_blocks import injected
 from ..nn.quantized import frozen_head
 from ..nn.segments import restarting, segment_caches
 from ..ops.linear_cross_entropy import FrozenHead, cross_entropy, linear_cross_entropy
 from ..runtime import mx
-from .objective import Arrays, Inputs, Objective
+from .objective import Inputs, Objective
 from .score import Score
-
-if TYPE_CHECKING:
-    from ..data.batches import Batch
 
 
 @dataclass(frozen=True)
@@ -70,17 +66,9 @@ def possible_heads(model: nn.Module) -> Iterator[Head]:
         yield Head(inner, logits, None if trainable else frozen_head(module))
 
 
-def as_arrays(batch: "Batch") -> Arrays:
-    """Return tokens [B, T], positions, targets, weights [M]; of a packed batch its segments too.
-
-    These are [B, T], or the inputs of each (data/packing.py), which are compiled into a step.
-    """
-    parts = batch.tokens, batch.positions, batch.targets, batch.weights
-    arrays = tuple(mx.array(p) for p in parts)
-    if batch.segments is None:
-        return arrays
-    aligned = isinstance(batch.segments, tuple)
-    return *arrays, batch.segments if aligned else mx.array(batch.segments)
+def segments_of(inputs: Inputs, layout: Layout) -> mx.array | Layout | None:
+    """Return the segments of packed rows: an array [B, T], or the inputs of each; else None."""
+    return inputs.get("segments", layout or None)
 
 
 def forward(
@@ -129,10 +117,8 @@ _PLAIN = LossOptions()
 def target_loss(
     model: nn.Module,
     head: Head | None,
-    tokens: mx.array,
-    positions: mx.array,
-    targets: mx.array,
-    segments: mx.array | None = None,
+    inputs: Inputs,
+    layout: Layout = (),
     options: LossOptions = _PLAIN,
 ) -> tuple[mx.array, mx.array | None]:
     """Return the loss [M] float32 of each target, and whether it ranks first [M].
@@ -142,15 +128,16 @@ def target_loss(
     Args:
         model: the model.
         head: the model as hidden states and head, None where it cannot be split.
-        tokens: [B, T], or their states (`forward`).
-        positions: [M], flat index of the input that predicts each target.
-        targets: [M], token ids.
-        segments: [B, T], where examples are packed.
+        inputs: of a batch of tokens (data/batches.py); ``states`` replace tokens (`forward`).
+        layout: of that batch.
         options: what the loss is (ops/linear_cross_entropy.py).
     """
     z_loss, smoothing = options.z_loss, options.label_smoothing
-    states = forward(model, model if head is None else head.hidden, tokens, segments)
-    states = states.reshape(-1, states.shape[-1])[positions]  # logits already without a head
+    part = model if head is None else head.hidden
+    targets = inputs["targets"]
+    entering = inputs.get("states", inputs["tokens"])
+    states = forward(model, part, entering, segments_of(inputs, layout))
+    states = states.reshape(-1, states.shape[-1])[inputs["positions"]]  # logits without a head
     if options.custom is None and head is not None and head.frozen is not None:
         return linear_cross_entropy(
             states, targets, head.frozen, z_loss, smoothing, options.gradient
@@ -175,12 +162,19 @@ def _check_losses(loss: object, targets: mx.array) -> None:
         )
 
 
-class TokenInputs(Inputs):
-    """Batches of tokens as they are."""
+class Preparation:
+    """What adds arrays to the batches of an objective."""
 
-    def arrays(self, batch: "Batch") -> Arrays:
-        """Return the tokens and what else the step takes."""
-        return as_arrays(batch)
+    def ahead(self, batch: Batch) -> Batch:
+        """As `Objective.ahead`."""
+        return batch
+
+    def prepare(self, batch: Batch) -> Batch:
+        """As `Objective.prepare`."""
+        return batch
+
+    def close(self) -> None:
+        """As `Objective.close`."""
 
 
 class CausalLM(Objective):
@@ -196,54 +190,43 @@ class CausalLM(Objective):
         self,
         model: nn.Module,
         head: Head | None,
-        inputs: Inputs | None = None,
+        preparation: Preparation | None = None,
         score: Callable[..., Score] | None = None,
         options: LossOptions = _PLAIN,
         validate: Callable[..., Score] | None = None,
     ) -> None:
         self.model, self.head = model, head
-        self._inputs = inputs or TokenInputs()
+        self._preparation = preparation or Preparation()
         self._score = score
         self._validate = validate
         self._options = options
 
-    def arrays(self, batch: "Batch") -> Arrays:
-        """Return the arrays of a batch that `loss` takes."""
-        return self._inputs.arrays(batch)
+    def ahead(self, batch: Batch) -> Batch:
+        """Add what can be prepared in another thread."""
+        return self._preparation.ahead(batch)
 
-    def prefetch(self, batches: "Iterator[Batch]") -> "Iterator[Batch]":
-        """Yield the same batches, with what the inputs can prepare ahead."""
-        return self._inputs.prefetch(batches)
+    def prepare(self, batch: Batch) -> Batch:
+        """Add the states that replace tokens."""
+        return self._preparation.prepare(batch)
 
     def close(self) -> None:
-        """Release the arrays of the inputs."""
-        self._inputs.close()
+        """Release what the preparation holds."""
+        self._preparation.close()
 
-    def loss(
-        self,
-        tokens: mx.array,
-        positions: mx.array,
-        targets: mx.array,
-        weights: mx.array,
-        *segments: mx.array,
-    ) -> tuple[mx.array, mx.array]:
-        """Return the sum of the weighted losses of the targets, and the sum of their weights."""
-        arrays = tokens, positions, targets, *segments
-        loss, _ = target_loss(self.model, self.head, *arrays, options=self._options)
-        return (loss * weights).sum(), weights.sum()
+    def loss(self, inputs: Inputs, layout: Layout = ()) -> tuple[mx.array, mx.array]:
+        """Return the sum of the losses of the targets, and how many there are."""
+        loss, _ = target_loss(self.model, self.head, inputs, layout, self._options)
+        is_target = (inputs["owners"] >= 0).astype(mx.float32)
+        return (loss * is_target).sum(), is_target.sum()
 
-    def split(self, batch: "Batch", parts: int) -> "Sequence[Batch]":
-        """Return the sequences of a batch in pieces."""
-        return split_tokens(batch, parts)
-
-    def share(self, batch: "Batch", rank: int, size: int) -> "Batch | None":
-        """Return the sequences of a batch that a rank takes."""
-        return shared_tokens(batch, rank, size)
-
-    def validate(self, batches: "Sequence[Batch]") -> Score:
+    def validate(self, data: Dataset) -> Score:
         """Score batches while the model trains."""
-        return (self._validate or self._score)(batches)
+        return (self._validate or self._score)(data.once())
 
-    def score(self, batches: "Sequence[Batch]", advance: Callable[[], None] | None = None) -> Score:
+    def score(self, data: Dataset, advance: Callable[[], None] | None = None) -> Score:
         """Perplexity and accuracy on batches."""
-        return self._score(batches, advance)
+        return self._score(data.once(), advance)
+
+    def score_trained(self, batch: Batch) -> Score:
+        """Perplexity and accuracy on a batch that was trained on."""
+        return self._score([batch])

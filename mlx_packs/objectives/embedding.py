@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 from ..bases.encoder import Encoder, unit
 from ..config.choices import DISTANCES, LOSSES, registered
 from ..config.tasks import EmbeddingConfig
-from ..data.pairs import PairBatch, shared_pairs, split_pairs
+from ..data.dataset import Batch, Dataset, Layout
+from ..data.pairs import COLUMNS
 from ..distributed.group import ALONE, Group, group
 from ..nn.recompute import recomputed
 from ..runtime import mx
-from .objective import Arrays, Objective
+from .objective import Inputs, Objective, arrays_of
 from .score import Score
 
 _HIDDEN = -1e9  # a logit that takes no part, finite so that its gradient is 0 and not NaN
@@ -149,61 +150,51 @@ class EmbeddingObjective(Objective):
         score: Callable[..., Score] | None = None,
     ) -> None:
         self.model = model
+        self.compares_examples = LOSSES[loss].compares_all
         self._name, self._train, self._score = loss, train, score
 
-    def arrays(self, batch: PairBatch) -> Arrays:
-        """Return the first two columns, lengths, weights, then scores or a third column."""
-        first, second, *others = (mx.array(column) for column in batch.columns)
-        scores = [] if batch.scores is None else [mx.array(batch.scores)]
-        return (first, second, mx.array(batch.lengths), mx.array(batch.weights), *scores, *others)
-
-    def loss(self, *arrays: mx.array) -> tuple[mx.array, mx.array]:
+    def loss(self, inputs: Inputs, layout: Layout = ()) -> tuple[mx.array, mx.array]:
         """Sum of the loss over the examples, and the number of those that are not padding.
 
         Where the loss compares examples, those of all ranks are compared.
         """
-        ranks = group() if LOSSES[self._name].compares_all else ALONE
-        total, count = self._loss(ranks, *arrays)
+        ranks = group() if self.compares_examples else ALONE
+        total, count = self._loss(ranks, inputs)
         return ranks.counted_once(total), ranks.counted_once(count)
 
-    def _loss(
-        self,
-        ranks: Group,
-        first: mx.array,
-        second: mx.array,
-        lengths: mx.array,
-        weights: mx.array,
-        *rest: mx.array,
-    ) -> tuple[mx.array, mx.array]:
+    def _loss(self, ranks: Group, inputs: Inputs) -> tuple[mx.array, mx.array]:
         """Sum and count of the examples of some ranks."""
         train, facts = self._train, LOSSES[self._name]
-        scores, others = (rest, ()) if facts.scored else ((), rest)
-        columns = [first, second, *others]
+        columns = [inputs[name] for name in COLUMNS if name in inputs]
+        lengths = inputs["lengths"]
         if facts.by_parts:
             embeddings = embed_in_parts(self.model, columns, lengths, train.mini_batch_size)
         else:
             embeddings = [self.model(*column) for column in zip(columns, lengths, strict=True)]
+
         settings = {n: getattr(train, n) for n in facts.settings if n != "mini_batch_size"}
+        of_pairs = [inputs["weights"], *([inputs["scores"]] if facts.scored else [])]
         embeddings = [ranks.joined(column) for column in embeddings]
-        weights, *scores = (ranks.joined(values) for values in (weights, *scores))
+        weights, *scores = (ranks.joined(values) for values in of_pairs)
         return _LOSSES[self._name](embeddings, weights, *scores, **settings), weights.sum()
 
-    def split(self, batch: PairBatch, parts: int) -> Sequence[PairBatch]:
-        """Return the pairs of a batch in pieces, where the loss compares none with another."""
-        return [batch] if LOSSES[self._name].compares_all else split_pairs(batch, parts)
-
-    def share(self, batch: PairBatch, rank: int, size: int) -> PairBatch:
-        """Return the pairs of a batch that a rank takes."""
-        return shared_pairs(batch, rank, size)
-
-    def mean_loss(self, batches: Sequence[PairBatch]) -> float:
+    def mean_loss(self, batches: Sequence[Batch]) -> float:
         """Return the loss per example of some batches, without gradients; nan of none."""
-        total = sum(self._loss(ALONE, *self.arrays(batch))[0].item() for batch in batches)
-        count = sum(batch.count for batch in batches)
+        total = sum(self._loss(ALONE, arrays_of(batch))[0].item() for batch in batches)
+        count = sum(batch.targets for batch in batches)
         return total / count if count else math.nan
 
-    def score(
-        self, batches: Sequence[PairBatch], advance: Callable[[], None] | None = None
-    ) -> Score:
-        """Loss and metrics on batches."""
-        return self._score(self, batches, advance)
+    def score(self, data: Dataset, advance: Callable[[], None] | None = None) -> Score:
+        """Metrics on examples."""
+        score = self._score(self, [], data.examples)
+        for _ in range(data.batches_per_epoch() if advance is not None else 0):
+            advance()
+        return score
+
+    def validate(self, data: Dataset) -> Score:
+        """Metrics on examples, and the loss on their batches."""
+        return self._score(self, data.once(), data.examples)
+
+    def score_trained(self, batch: Batch) -> Score:
+        """Loss on a batch that was trained on."""
+        return self._score(self, [batch])

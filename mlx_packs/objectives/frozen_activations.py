@@ -6,10 +6,9 @@ cache costs; whenever and wherever its states are computed again, the batch and 
 same.
 """
 
-import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -21,7 +20,8 @@ from ..adapters.lora import Attached
 from ..adapters.saved_modules import WithSavedModules
 from ..bases.geometry import block_prefixes, is_embedding
 from ..config.schema import TrainConfig
-from ..data.batches import Batch, lay_out
+from ..data.batches import token_collate
+from ..data.dataset import Batch
 from ..data.encoding import Examples
 from ..data.sampler import Sampler
 from ..data.shapes import sequence_inputs
@@ -33,8 +33,8 @@ from ..nn.full_copy import trained_module
 from ..nn.quantized import replace_modules
 from ..ops.profile import profile
 from ..runtime import mx
-from .causal_lm import Head, as_arrays, forward
-from .objective import Arrays, Inputs
+from .causal_lm import Head, Preparation, forward, segments_of
+from .objective import arrays_of
 from .sequence_packing import TOLERANCE, relative_error
 from .state_store import StateStore
 
@@ -49,8 +49,8 @@ _PROBE_STD = 0.02  # of the adapters' B
 StandIns = list[tuple[str, FrozenBlock]]
 
 
-class FrozenActivations(Inputs):
-    """States of the examples of a run; `arrays` replaces `as_arrays`.
+class FrozenActivations(Preparation):
+    """States of the examples of a run.
 
     ``part`` is the model or its hidden states, ``sampler`` that of a run of one phase, in whose
     first epoch each example is computed.
@@ -70,7 +70,7 @@ class FrozenActivations(Inputs):
         self.rows_found = len(store.stored())  # by an earlier run
         self._blocks = frozen_blocks(attached)
         self._model, self._part = attached.model, part
-        self._examples, self._sampler = examples, sampler
+        self._examples, self._collate = examples, token_collate(sampler)
         self._dtype = example_states.dtype
         self._token_bytes = example_states.shape[-1] * example_states.dtype.size
         self._inputs = examples.lengths - 1
@@ -79,41 +79,40 @@ class FrozenActivations(Inputs):
         for number, rows in enumerate(self._batches):
             self._batch_of[rows.examples if sampler.packing else rows] = number
 
-    def prefetch(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield the same batches, with their states where all of them are stored already."""
-        for batch in batches:
-            states = {row: self.store.get(row) for row in batch.examples}
-            if all(row_states is not None for row_states in states.values()):
-                batch = dataclasses.replace(batch, states=self._lay_out(batch, states))
-            yield batch
+    def ahead(self, batch: Batch) -> Batch:
+        """Add the states of a batch as bytes, where all of them are stored already."""
+        states = {row: self.store.get(row) for row in batch.examples}
+        if any(row_states is None for row_states in states.values()):
+            return batch
+        return batch.having(states=self._lay_out(batch, states))
 
-    def arrays(self, batch: Batch) -> Arrays:
-        """Return the arrays of a batch for the step, with activations [B, T, D] in place of tokens.
+    def prepare(self, batch: Batch) -> Batch:
+        """Add the states [B, T, D] of a batch.
 
         What is not stored is computed, with the batch that has it in the first epoch; a batch whose
         states could not be kept stays as it is.
         """
-        laid_out = batch.states
+        laid_out = batch.inputs.get("states")
         if laid_out is None:
             states = {row: self.store.get(row) for row in batch.examples}
             missing = [row for row, row_states in states.items() if row_states is None]
             if not self.store.has_room(missing):
-                return as_arrays(batch)
+                return batch
             for number in sorted({int(self._batch_of[row]) for row in missing}):
                 computed = self.compute(number)
                 for row, row_states in computed.items():
                     self.store.put(row, row_states)
                 states |= {row: computed[row] for row in missing if row in computed}
             laid_out = self._lay_out(batch, states)
-        return mx.array(laid_out).view(self._dtype), *as_arrays(batch)[1:]
+        return batch.having(states=mx.array(laid_out).view(self._dtype))
 
     def compute(self, number: int) -> dict[int, np.ndarray]:
         """Return the bytes of the states of each example in a batch of the first epoch."""
-        batch = lay_out(self._examples, self._sampler, self._batches[number])
-        tokens, *_ = as_arrays(batch)
-        segments = None if batch.segments is None else mx.array(batch.segments)
+        batch = self._collate(self._examples, self._batches[number])
+        inputs = arrays_of(batch)
+        segments = segments_of(inputs, batch.layout)
         states = frozen_output(
-            self._model, lambda: forward(self._model, self._part, tokens, segments)
+            self._model, lambda: forward(self._model, self._part, inputs["tokens"], segments)
         )
         flat = np.array(states.view(mx.uint8)).reshape(-1, self._token_bytes)
         self.rows_computed += len(batch.examples)
@@ -174,11 +173,12 @@ class FrozenActivations(Inputs):
 
     def _lay_out(self, batch: Batch, states: dict[int, np.ndarray]) -> np.ndarray:
         """uint8 [B, T, bytes] of a batch; zero where it has no example."""
-        laid_out = np.zeros((batch.tokens.size, self._token_bytes), np.uint8)
+        tokens = batch.inputs["tokens"]
+        laid_out = np.zeros((tokens.size, self._token_bytes), np.uint8)
         for row, start in zip(batch.examples, batch.starts, strict=True):
             place = slice(start, start + self._inputs[row])
             laid_out[place] = states[row].reshape(-1, self._token_bytes)
-        return laid_out.reshape(*batch.tokens.shape, -1)
+        return laid_out.reshape(*tokens.shape, -1)
 
 
 def open_frozen_activations(

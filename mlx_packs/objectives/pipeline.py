@@ -80,7 +80,7 @@ class Stage:
 class PipelinedCausalLM(CausalLM):
     """The next token of each input, by the ranks of a pipeline.
 
-    On the last rank `loss` takes the states that enter in the place of tokens.
+    On the last rank `loss` reads the states that enter in the place of tokens.
 
     Args:
         stage: this rank's.

@@ -9,7 +9,7 @@ https://arxiv.org/abs/2405.14734. CPO: https://arxiv.org/abs/2401.08417. KTO:
 https://arxiv.org/abs/2402.01306
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,11 +26,11 @@ from ..config.tasks import (
     PreferenceConfig,
     SimPOConfig,
 )
-from ..data.preference_batches import PreferenceBatch, shared_rows, split_rows
+from ..data.dataset import Batch, Dataset, Layout
 from ..distributed.group import group
 from ..runtime import mx
-from .causal_lm import Arrays, Head, as_arrays, target_loss
-from .objective import Objective
+from .causal_lm import Head, target_loss
+from .objective import Inputs, Objective
 from .reference import Reference
 from .score import Score
 
@@ -212,17 +212,15 @@ LOSSES: dict[str, PreferenceLoss] = registered(
 
 
 def completion_sums(
-    model: nn.Module, head: Head | None, rows: int, arrays: Arrays
+    model: nn.Module, head: Head | None, inputs: Inputs, layout: Layout = ()
 ) -> tuple[mx.array, mx.array]:
-    """Return log-probability and number of the targets of each completion, [rows, 2] each.
+    """Return log-probability and number of the targets of each completion, [P, 2] each.
 
-    ``arrays`` are tokens, positions, targets, owners and, of packed ones, segments. An owner [M] is
-    the number of the completion that a target belongs to, -1 where it is padding.
+    ``inputs`` are those of a batch of preferences (data/preference_batches.py).
     """
-    tokens, positions, targets, owners, *segments = arrays
-    loss, _ = target_loss(model, head, tokens, positions, targets, *segments)
+    loss, _ = target_loss(model, head, inputs, layout)
     # sums in a fixed order, which a scatter on a GPU does not have
-    owned = owners[None] == mx.arange(2 * rows)[:, None]
+    owned = inputs["owners"][None] == mx.arange(2 * len(inputs["labels"]))[:, None]
     sums = mx.where(owned, -loss[None], 0).sum(axis=1)
     return sums.reshape(-1, 2), owned.sum(axis=1).astype(mx.float32).reshape(-1, 2)
 
@@ -250,12 +248,13 @@ class PreferenceObjective(Objective):
     ) -> None:
         self.model, self.head, self.train = model, head, train
         self.preference = LOSSES[train.task]
+        self.compares_examples = train.task in ("kto", "orpo", "cpo")
         self.reference = reference if self.preference.has_reference else None
         self._score = score
 
-        def outcome(*arrays: mx.array) -> tuple[mx.array, ...]:
+        def outcome(inputs: Inputs, layout: Layout) -> tuple[mx.array, ...]:
             """Sum of the losses, rewards, log-probabilities and numbers of targets."""
-            completions = self._completions(*arrays)
+            completions = self._completions(inputs, layout)
             rewards = self.preference.rewards(completions, train)
             loss, _ = self._sum(completions)
             return loss, rewards, completions.log_probs, completions.targets
@@ -267,62 +266,40 @@ class PreferenceObjective(Objective):
         if self.reference is not None:
             self.reference.begin(start, fresh)
 
-    def arrays(self, batch: PreferenceBatch) -> Arrays:
-        """Return the arrays of a batch that `loss` takes."""
-        tokens, positions, targets, _, *segments = as_arrays(batch.tokens)
-        reference = mx.zeros((len(batch.labels), 2))
-        if self.reference is not None:
-            reference = self.reference.of(batch)
-        owners, labels = mx.array(batch.tokens.owners), mx.array(batch.labels)
-        return (tokens, positions, targets, owners, reference, labels, *segments)
+    def prepare(self, batch: Batch) -> Batch:
+        """Add the log-probabilities of the reference."""
+        if self.reference is None:
+            return batch
+        return batch.having(reference=self.reference.of(batch))
 
-    def loss(self, *arrays: mx.array) -> tuple[mx.array, mx.array]:
+    def loss(self, inputs: Inputs, layout: Layout = ()) -> tuple[mx.array, mx.array]:
         """Return the sum of the losses of the rows, and how many rows there are.
 
         Where the loss compares rows, those of all ranks are compared.
         """
-        completions = self._completions(*arrays)
-        if not self._compares_rows:
+        completions = self._completions(inputs, layout)
+        if not self.compares_examples:
             return self._sum(completions)
         ranks = group()
         total, count = self._sum(Completions(*map(ranks.joined, vars(completions).values())))
         return ranks.counted_once(total), ranks.counted_once(count)
 
-    def _completions(
-        self,
-        tokens: mx.array,
-        positions: mx.array,
-        targets: mx.array,
-        owners: mx.array,
-        reference: mx.array,
-        labels: mx.array,
-        *segments: mx.array,
-    ) -> Completions:
-        arrays = tokens, positions, targets, owners, *segments
-        sums = completion_sums(self.model, self.head, len(labels), arrays)
-        return Completions(*sums, reference, labels)
+    def _completions(self, inputs: Inputs, layout: Layout) -> Completions:
+        log_probs, targets = completion_sums(self.model, self.head, inputs, layout)
+        reference = inputs.get("reference")
+        if reference is None:
+            reference = mx.zeros_like(log_probs)
+        return Completions(log_probs, targets, reference, inputs["labels"])
 
     def _sum(self, completions: Completions) -> tuple[mx.array, mx.array]:
         is_row = completions.is_row
         losses = self.preference.losses(completions, self.train)
         return mx.where(is_row > 0, losses, 0).sum(), is_row.sum()
 
-    def split(self, batch: PreferenceBatch, parts: int) -> Sequence[PreferenceBatch]:
-        """Return the rows of a batch in pieces; one piece where the loss compares rows."""
-        return [batch] if self._compares_rows else split_rows(batch, parts)
-
-    @property
-    def _compares_rows(self) -> bool:
-        return self.train.task in ("kto", "orpo", "cpo")
-
-    def share(self, batch: PreferenceBatch, rank: int, size: int) -> PreferenceBatch:
-        """Return the rows of a batch that a rank takes; the reference of all is computed first."""
-        if self.reference is not None:
-            self.reference.learn(batch)
-        return shared_rows(batch, size)[rank]
-
-    def score(
-        self, batches: Sequence[PreferenceBatch], advance: Callable[[], None] | None = None
-    ) -> Score:
+    def score(self, data: Dataset, advance: Callable[[], None] | None = None) -> Score:
         """Loss, accuracy and margin of the rewards on batches."""
-        return self._score(self, batches, advance)
+        return self._score(self, data.once(), advance)
+
+    def score_trained(self, batch: Batch) -> Score:
+        """Loss, accuracy and margin of the rewards on a batch that was trained on."""
+        return self._score(self, [batch])

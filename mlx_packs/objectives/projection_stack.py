@@ -20,14 +20,13 @@ from ..bases.shapes import GeometryError, check_num_layers
 from ..config.choices import OBJECTIVES
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
-from ..data.batches import Batch
+from ..data.dataset import Batch
 from ..errors import PackError
 from ..nn.frozen_weight import frozen_weight
 from ..nn.quantized import EMBEDDINGS, LINEARS, frozen_head
 from ..nn.stack import ProjectionStack
 from ..runtime import mx
-from .causal_lm import Head, TokenInputs, as_arrays, split_head
-from .objective import Arrays, Inputs
+from .causal_lm import Head, Preparation, split_head
 
 if TYPE_CHECKING:
     from ..bases.model import BaseModel
@@ -50,7 +49,7 @@ class Graph:
 
     base: "BaseModel"  # its model is the graph, under the base's own paths
     lora: LoRAConfig  # of those of its modules that have adapters
-    inputs: Inputs = field(default_factory=TokenInputs)
+    preparation: Preparation = field(default_factory=Preparation)
     facts: dict = field(default_factory=lambda: {"graph": TRANSFORMER})  # for the manifest
 
     @property
@@ -129,19 +128,19 @@ def graph_of(base: "BaseModel", lora: LoRAConfig, train: TrainConfig) -> Graph:
         "embedding": f"in memory: {mapped}" if in_memory else "frozen, mapped from its file",
     }
     lora = dataclasses.replace(lora, target_modules=tuple(adapted), num_layers=-1)
-    inputs = TokenInputs() if in_memory else _MappedInputs(mapped)
-    return Graph(dataclasses.replace(base, model=model, is_lazy=False), lora, inputs, facts)
+    preparation = Preparation() if in_memory else _MappedRows(mapped)
+    return Graph(dataclasses.replace(base, model=model, is_lazy=False), lora, preparation, facts)
 
 
-class _MappedInputs(Inputs):
+class _MappedRows(Preparation):
     """Rows of an embedding table that stays in its file, in the place of tokens."""
 
     def __init__(self, table: MappedEmbedding) -> None:
         self._table = table
 
-    def arrays(self, batch: Batch) -> Arrays:
-        """Return states [B, T, D], positions, targets, weights, and segments of packed batches."""
-        return self._table(batch.tokens), *as_arrays(batch)[1:]
+    def prepare(self, batch: Batch) -> Batch:
+        """Add states [B, T, D]."""
+        return batch.having(states=self._table(batch.inputs["tokens"]))
 
 
 def _table(base: "BaseModel", modules: dict[str, nn.Module]) -> tuple[str, nn.Module]:

@@ -9,13 +9,14 @@ from collections.abc import Callable
 import mlx.nn as nn
 
 from ..adapters.trainable import trainable_modules
-from ..data.preference_batches import PreferenceBatch, shared_rows
+from ..data.dataset import Batch, Dataset, Layout
+from ..data.packing import Packed
 from ..distributed.group import group
 from ..runtime import mx
-from .causal_lm import Arrays, as_arrays
+from .objective import Inputs, arrays_of
 from .phase_start import PhaseStart
 
-Sums = Callable[[int, Arrays], mx.array]  # rows and arrays to log-probabilities [rows, 2]
+Sums = Callable[[Inputs, Layout], mx.array]  # to log-probabilities [slots, 2]
 
 
 class Reference:
@@ -25,7 +26,7 @@ class Reference:
         model: the model.
         start: the model as the phase began.
         sums: of the model as it is, the log-probability of both completions of each row.
-        first: of the number of a training row, the batch of the phase in which it first occurs.
+        training: of the number of batches before a phase, its training batches.
     """
 
     def __init__(
@@ -33,72 +34,92 @@ class Reference:
         model: nn.Module,
         start: PhaseStart,
         sums: Sums,
-        first: Callable[[int, int], PreferenceBatch],
+        training: Callable[[int], Dataset],
     ) -> None:
-        self._model, self._start, self._first = model, start, first
-        self._phase = 0  # batches of the run before it
-        self._known: dict[tuple, mx.array] = {}  # by split and rows of a batch, [slots, 2]
+        self._model, self._start, self._training = model, start, training
+        self._first: FirstBatches | None = None  # of the phase
+        self._known: dict[tuple, mx.array] = {}  # by the rows of a held-out batch, [slots, 2]
         self._places: dict[int, tuple[mx.array, int]] = {}  # of training rows
 
-        def forward(slots: mx.array, *arrays: mx.array) -> mx.array:
-            return sums(len(slots), arrays)
-
         state = [module.state for module in trainable_modules(model)]
-        self._forward = mx.compile(forward, inputs=state)
+        self._forward = mx.compile(sums, inputs=state)
 
     def begin(self, start: int, fresh: bool) -> None:
         """Take the model that began a phase; arguments are those of `PhaseStart.begin`."""
         self._known.clear()
         self._places.clear()
-        self._phase = start
+        self._first = FirstBatches(self._training(start))
         self._start.begin(start, fresh)
 
-    def of(self, batch: PreferenceBatch) -> mx.array:
+    def of(self, batch: Batch) -> mx.array:
         """Return the log-probabilities of a batch's completions, [slots, 2] float32."""
-        if batch.split != "train":
-            return self._computed(batch)
-        self.learn(batch)
-        arrays = {id(array): array for array, _ in (self._places[row] for row in batch.rows)}
-        (one,) = arrays.values() if len(arrays) == 1 else (None,)
-        numbers = [self._places[row][1] for row in batch.rows]
-        if (
-            one is not None
-            and numbers == list(range(len(batch.rows)))
-            and len(one) == len(batch.labels)
-        ):
-            return one
-        parts = [self._places[row][0][self._places[row][1]] for row in batch.rows]
-        padding = [mx.zeros((2,))] * (len(batch.labels) - len(parts))
-        return mx.stack([*parts, *padding])
+        if self._first is None or batch.source is not self._first.data.examples:
+            return self._held_out(batch)
+        self._learn(batch)
+        places = [self._places[row] for row in _rows(batch)]
+        slots = len(batch.inputs["labels"])
+        values = places[0][0]
+        numbers = [number for _, number in places]
+        is_whole = all(each is values for each, _ in places) and len(values) == slots
+        if is_whole and numbers == list(range(len(places))):
+            return values
 
-    def learn(self, batch: PreferenceBatch) -> None:
+        parts = [values[number] for values, number in places]
+        return mx.stack([*parts, *[mx.zeros((2,))] * (slots - len(parts))])
+
+    def _learn(self, batch: Batch) -> None:
         """Compute the log-probabilities of training rows that are not known; ranks share the work."""
         ranks = group()
-        for row in batch.rows:
+        for row in _rows(batch):
             if row in self._places:
                 continue
-            first = self._first(self._phase, row)
-            first = batch if batch.rows == first.rows else first
-            shares = [first] if ranks.is_alone else shared_rows(first, ranks.size)
-            values = ranks.joined(self._computed(shares[ranks.rank], keep=False))
+            first = self._first.of(row)
+            first = batch if batch.examples == first.examples else first
+            shares = (
+                [first] if ranks.is_alone else self._first.data.collate.split(first, ranks.size)
+            )
+            values = ranks.joined(self._computed(shares[ranks.rank]))
             for number, share in enumerate(shares):
-                start = number * len(share.labels)
-                for i, each in enumerate(share.rows):
+                start = number * len(share.inputs["labels"])
+                for i, each in enumerate(_rows(share)):
                     self._places.setdefault(each, (values, start + i))
 
-    def _computed(self, batch: PreferenceBatch, keep: bool = True) -> mx.array:
-        key = batch.split, batch.rows
-        if key in self._known:
-            return self._known[key]
-        tokens, positions, targets, _, *segments = as_arrays(batch.tokens)
-        arrays = tokens, positions, targets, mx.array(batch.tokens.owners), *segments
-        slots = mx.zeros((len(batch.labels),))
+    def _held_out(self, batch: Batch) -> mx.array:
+        key = id(batch.source), batch.examples
+        if key not in self._known:
+            self._known[key] = self._computed(batch)
+        return self._known[key]
+
+    def _computed(self, batch: Batch) -> mx.array:
+        inputs = arrays_of(batch)
+        inputs.pop("reference", None)
         training = self._model.training
         self._model.eval()
         with self._start.active():
-            values = mx.stop_gradient(self._forward(slots, *arrays))
+            values = mx.stop_gradient(self._forward(inputs, batch.layout))
         self._model.train(training)
         mx.async_eval(values)
-        if keep:
-            self._known[key] = values
         return values
+
+
+class FirstBatches:
+    """The batch in which each training row first occurs, batches as far as they are asked for."""
+
+    def __init__(self, data: Dataset) -> None:
+        self.data = data
+        self._orders, self._next = data.sampler.batches(), 0
+        self._numbers: dict[int, int] = {}
+
+    def of(self, row: int) -> Batch:
+        """Return the first batch that has a row, which has one."""
+        while row not in self._numbers:
+            order = next(self._orders)
+            examples = order.examples if isinstance(order, Packed) else order
+            for example in examples[::2]:
+                self._numbers.setdefault(int(example) // 2, self._next)
+            self._next += 1
+        return next(self.data.batches(self._numbers[row]))
+
+
+def _rows(batch: Batch) -> list[int]:
+    return [i // 2 for i in batch.examples[::2]]

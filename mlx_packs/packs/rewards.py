@@ -8,15 +8,14 @@ import numpy as np
 from ..adapters.lora import Attached
 from ..bases.model import BaseModel
 from ..config.data import DataConfig
-from ..data.batches import make_batch
+from ..data.batches import TokenCollate
 from ..data.encoding import EncodingOptions, encode
 from ..data.formats import COMPLETION
 from ..data.given import Data, source_of
 from ..data.scored import Scored
 from ..errors import PackError
-from ..objectives.causal_lm import as_arrays
+from ..objectives.objective import arrays_of
 from ..objectives.reward_model import completion_scores, hidden_states
-from ..runtime import mx
 from .pack import Pack
 
 _NO_LIMIT = 1 << 30  # of the tokens of a completion with its prompt
@@ -48,10 +47,8 @@ def rewards(
         for start in range(0, len(order), batch_size):
             numbers = order[start : start + batch_size]
             slots = batch_size + batch_size % 2  # in pairs
-            tokens = make_batch(examples, numbers.tolist(), slots, _NO_LIMIT)
-            parts = as_arrays(tokens)[:2]
-            arrays = (*parts, mx.array(tokens.owners))
-            scores = completion_scores(base.model, states, attached.score, slots // 2, arrays)
+            inputs = arrays_of(TokenCollate(slots, _NO_LIMIT)(examples, numbers))
+            scores = completion_scores(base.model, states, attached.score, slots // 2, inputs)
             result[numbers] = np.array(scores).reshape(-1)[: len(numbers)]
     return result
 

@@ -3,12 +3,11 @@
 Of several ranks each takes its share of a batch, which its own pieces are of.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from ..data.dataset import Batch, Collate
 from ..distributed.group import group
-from ..objectives.objective import Arrays, Objective
+from ..objectives.objective import Objective
 from ..runtime import mx
 from .step import StartedStep, Stepper
 
@@ -22,20 +21,21 @@ class BatchStep:
     """
 
     stepper: Stepper  # on the arrays of a piece
-    objective: Objective  # which knows the pieces of a batch
+    objective: Objective
+    collate: Collate  # which knows the pieces of a batch
     parts: int = 1  # pieces of a batch; it only grows
 
-    def start(self, batch: Any, last: bool, alone: bool) -> StartedStep:
-        """Start the step on a batch, as `Stepper.start`; each piece waits for the one before."""
+    def start(self, batch: Batch, last: bool, alone: bool) -> StartedStep:
+        """Start the step on a prepared batch, as `Stepper.start`, one piece after the other."""
         if group().shares > 1:
             return self._start_share(batch, last)
 
         pieces = self._pieces(batch)
         if len(pieces) == 1:
-            return self.stepper.start(*pieces[0], last, alone)
+            return self.stepper.start(pieces[0], last, alone)
         return self.stepper.start_pieces(pieces, last)
 
-    def use_smaller_pieces(self, batch: Any) -> bool:
+    def use_smaller_pieces(self, batch: Batch) -> bool:
         """Take batches in twice as many pieces; return whether ``batch`` has so many."""
         if group().shares < group().size:  # the ranks of a pipeline take the same pieces
             return False
@@ -45,29 +45,30 @@ class BatchStep:
         self.parts *= 2
         return True
 
-    def first_piece(self, batch: Any) -> Any:
+    def first_piece(self, batch: Batch) -> Batch:
         """Return a part of a batch that is no larger than what is computed at a time."""
         parts = self.parts * group().shares
         return self._split(batch, parts)[0] if parts > 1 else batch
 
-    def _start_share(self, batch: Any, last: bool) -> StartedStep:
+    def _start_share(self, batch: Batch, last: bool) -> StartedStep:
         """Start the step on this rank's share of a batch; its loss is that of the whole batch."""
         ranks = group()
         with self.stepper.random_of_rank():
-            share = self.objective.share(batch, ranks.rank, ranks.size)
-            if share is None:
-                step = self.stepper.start_without_batch(last)
+            shares = self.collate.split(batch, ranks.size)
+            if ranks.rank < len(shares):
+                step = self.stepper.start_pieces(self._pieces(shares[ranks.rank]), last)
             else:
-                step = self.stepper.start_pieces(self._pieces(share), last)
+                step = self.stepper.start_without_batch(last)
             total = ranks.sum(mx.array(step.loss, mx.float32))
             mx.async_eval(total)
-        return StartedStep(total, batch.terms, step.norm)
+        return StartedStep(total, batch.denominator, step.norm)
 
-    def _pieces(self, batch: Any) -> list[tuple[Arrays, int]]:
-        """Return the arrays of every piece of a batch, and its number of targets."""
+    def _pieces(self, batch: Batch) -> list[Batch]:
         pieces = self._split(batch, self.parts) if self.parts > 1 else []
-        pieces = pieces if len(pieces) > 1 else [batch]
-        return [(self.objective.arrays(piece), piece.terms) for piece in pieces]
+        return pieces if len(pieces) > 1 else [batch]
 
-    def _split(self, batch: Any, parts: int) -> Sequence[Any]:
-        return self.objective.split(batch, parts)
+    def _split(self, batch: Batch, parts: int) -> list[Batch]:
+        """Return a batch in pieces, none of padding alone."""
+        if self.objective.compares_examples:
+            return [batch]
+        return [piece for piece in self.collate.split(batch, parts) if piece.denominator]

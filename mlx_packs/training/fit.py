@@ -23,11 +23,11 @@ from ..run_clock import FORWARD, TRAIN
 from ..runtime import mx
 from .batch_step import BatchStep
 from .checkpoint import batches_of, load_checkpoint, load_weights, read_training_state
-from .dataset import Dataset
 from .early_stop import EarlyStop, better_earlier
 from .loop import Loop
 from .observer import Observer
 from .on_nan import OnNan
+from .phase_data import PhaseData
 from .phases import RunPhase
 from .reports import Reports
 from .run_folder import best_checkpoint, latest_checkpoint, read_metrics
@@ -44,16 +44,14 @@ EVALUATE, VALIDATE, SAVE = "evaluate", "validate", "save"  # parts of a run's ti
 _LONG_S = 2  # of a forward pass
 
 
-def score_phases(
-    objective: Objective, dataset: Dataset, phases: Sequence[RunPhase], display: Display
-) -> Scores:
+def score_phases(objective: Objective, data: Sequence[PhaseData], display: Display) -> Scores:
     """Return the scores on the held-out examples of each phase, by its name."""
-    held_out = [dataset.held_out(phase) for phase in phases]
-    total = sum(map(len, held_out))
+    held_out = [(each.phase, each.held_out()) for each in data]
+    total = sum(examples.batches_per_epoch() for _, examples in held_out)
     with display.task("eval", total, "held-out batches", part=EVALUATE) as bar:
         return {
-            phase.name: objective.of_phase(phase.start).score(batches, bar.advance)
-            for phase, batches in zip(phases, held_out, strict=True)
+            phase.name: objective.of_phase(phase.start).score(examples, bar.advance)
+            for phase, examples in held_out
         }
 
 
@@ -78,7 +76,7 @@ class Fit:
     run: Run
     trainable: Trainable
     objective: Objective
-    dataset: Dataset
+    data: Sequence[PhaseData]  # of every phase
     observers: Sequence[Observer]
     curve: list[dict]  # the lines of metrics.jsonl, which an observer adds
     float16: bool  # whether the base computes in it, and the loss is scaled
@@ -151,12 +149,13 @@ class Fit:
             return before or {}
         clock.plan(TRAIN, run.goal.stop - done, limit=run.train.seconds)
         validations, saves = 0, 1
-        for phase in run.phases:
+        for data in self.data:
+            phase, validation = data.phase, data.validation()
             left = max(0, phase.stop - max(done, phase.start))
-            batches = len(self.dataset.validation(phase))
-            validations += left // phase.train.steps_per_eval * batches
+            if validation is not None:
+                validations += left // phase.train.steps_per_eval * validation.batches_per_epoch()
             saves += left // phase.train.save_every
-        held_out = sum(len(self.dataset.held_out(phase)) for phase in run.phases)
+        held_out = sum(data.held_out().batches_per_epoch() for data in self.data)
         evaluations = len(run.phases) + (before is None)
 
         clock.plan(VALIDATE, validations, FORWARD)
@@ -182,7 +181,8 @@ class Fit:
         """Train every phase that is not over at a checkpoint; return the optimizer of the last."""
         run = self.run
         self.scores, optimizer = [before], None
-        for phase in run.phases:
+        for data in self.data:
+            phase = data.phase
             if self.state.batches > phase.stop and phase is not run.goal:  # trained before
                 self.scores.append(self._logged_scores(phase, before))
                 continue
@@ -195,7 +195,7 @@ class Fit:
                 checkpoint = None
             elif previous is not None and phase.carries_optimizer:
                 carry_state(previous, optimizer)
-            self._train_phase(phase, optimizer)
+            self._train_phase(data, optimizer)
             if phase is not run.goal:
                 self.scores.append(self._logged_scores(phase, before) or self._score_after(phase))
         return optimizer
@@ -203,22 +203,22 @@ class Fit:
     def score(self) -> Scores:
         """Return the scores on the held-out examples of each phase, by its name."""
         run = self.run
-        scores = score_phases(self.objective, self.dataset, run.phases, run.display)
+        scores = score_phases(self.objective, self.data, run.display)
         if self.float16:
             check_scores(scores, saved=True)
         return scores
 
-    def _train_phase(self, phase: RunPhase, optimizer: optimizers.Optimizer) -> None:
+    def _train_phase(self, data: PhaseData, optimizer: optimizers.Optimizer) -> None:
         """Train a phase from where its run is to its end, or raise RunStopped, saved."""
-        run = self.run
+        run, phase = self.run, data.phase
         if phase.name:
             run.display.line("phase", f"{phase.name}: batches {phase.start + 1} to {phase.stop}")
-        loop = self._loop_of(phase, optimizer)
-        batches = self.dataset.batches(phase, self.state.batches - phase.start)
+        loop = self._loop_of(data, optimizer)
+        batches = data.train.batches(self.state.batches - phase.start)
         self.trainable.model.train()
 
         limits = runtime.memory_limits(phase.train.clear_cache_threshold or 0)
-        prefetched_batches = prefetched(loop.step.objective.prefetch(batches))
+        prefetched_batches = prefetched(map(loop.step.objective.ahead, batches))
         with closing(prefetched_batches) as ahead, limits:
             try:
                 ending = loop.train(ahead)
@@ -242,11 +242,11 @@ class Fit:
             text = f"batch {self.state.batches} of {phase.stop}: {ending.reason}"
             run.display.line("stop", text)
 
-    def _loop_of(self, phase: RunPhase, optimizer: optimizers.Optimizer) -> Loop:
+    def _loop_of(self, data: PhaseData, optimizer: optimizers.Optimizer) -> Loop:
         """Return the loop over a phase."""
-        run = self.run
-        step = BatchStep(*self._stepper_of(phase, optimizer), self.parts)
-        mean_inputs = self.dataset.mean_inputs()
+        run, phase = self.run, data.phase
+        step = BatchStep(*self._stepper_of(phase, optimizer), data.train.collate, self.parts)
+        mean_inputs = data.task.mean_inputs(data)
         reports = Reports(self.observers, step, phase.name, run.display.clock, mean_inputs)
         save = partial(self._save, optimizer, reports)
         if self.on_nan.policy == "back-off" and latest_checkpoint(run.folder) is None:
@@ -257,7 +257,7 @@ class Fit:
             trainable=self.trainable,
             step=step,
             state=self.state,
-            validation=self.dataset.validation(phase),
+            validation=data.validation(),
             guard=UpdateGuard(step, self.state, self.on_nan, save, run.display),
             watch=Watch(self.guards, self._early_stop_of(phase)),
             reports=reports,

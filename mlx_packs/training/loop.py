@@ -2,11 +2,11 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..objectives.objective import Batch
+from ..data.dataset import Batch, Dataset
 from ..runtime import mx
 from .batch_step import BatchStep
 from .due import Due, LoopSettings
@@ -49,7 +49,7 @@ class Loop:
     trainable: "Trainable"
     step: BatchStep
     state: TrainingState  # the loop advances it
-    validation: Sequence[Batch]  # empty where the phase is not validated
+    validation: Dataset | None  # None where the phase is not validated
     guard: UpdateGuard
     watch: Watch
     reports: Reports
@@ -75,7 +75,7 @@ class Loop:
 
     def _take(self, batches: Iterator[Batch]) -> Ending | None:
         settings = self.settings
-        due = Due(settings, validates=bool(self.validation))
+        due = Due(settings, validates=self.validation is not None)
         if ending := self.watch.ended_before():
             return ending
 
@@ -83,7 +83,7 @@ class Loop:
             batch = next(batches)
             self.trainable.at((settings.start + number - 1) / settings.run_iters)
 
-            self._start(batch, number)
+            batch = self._start(batch, number)
             due.after(number, in_update=bool(self.step.stepper.waiting))
             waits = due.anything or self.watch.is_asked_to_end
             self._read(leaving=0 if waits else self.step.stepper.ahead)
@@ -108,16 +108,18 @@ class Loop:
                 return ending
         return None
 
-    def _start(self, batch: Batch, number: int) -> None:
-        """Start the step on a batch, given its number in the phase."""
+    def _start(self, batch: Batch, number: int) -> Batch:
+        """Prepare a batch and start its step, given its number in the phase; return it prepared."""
         start = time.perf_counter()
         several = self.settings.grad_accumulation_steps
         updates = number % several == 0 or number == self.settings.iters
         random = mx.random.state[0]
+        batch = self.step.objective.prepare(batch)
         step = self.step.start(batch, updates, alone=several == 1)
 
         number += self.settings.start
         self._in_flight.append(_StartedBatch(batch, number, updates, random, step, start))
+        return batch
 
     def _read(self, leaving: int) -> None:
         """Wait for all steps in flight but the last ones; check, count and announce them."""
@@ -150,7 +152,7 @@ class Loop:
         """Score the validation split; return whether these weights are to be kept as the best."""
         start = time.perf_counter()
         score = self.guard.validate(self.validation)
-        self.reports.tick("validate", len(self.validation))
+        self.reports.tick("validate", self.validation.batches_per_epoch())
         self.state.keep_score(score, self.settings.best_by)
         self.trainable.model.train()
         self.reports.validated(score, self.state, time.perf_counter() - start)

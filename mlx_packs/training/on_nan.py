@@ -9,10 +9,11 @@ not counted here, and a loss that overflows leads to bfloat16. There these polic
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
+from ..data.dataset import Batch
 from ..errors import BackOff, PackError
 from ..files import atomic_write
 from ..reading import parse_json, read_text
@@ -30,14 +31,11 @@ class OnNan:
 
     Args:
         run: its settings have the policy.
-        rows: the rows of a batch, as messages name them.
         observers: notified of skipped updates.
     """
 
-    def __init__(
-        self, run: Run, rows: Callable[[Any], list[str]], observers: Sequence[Observer]
-    ) -> None:
-        self._run, self._rows, self._observers = run, rows, observers
+    def __init__(self, run: Run, observers: Sequence[Observer]) -> None:
+        self._run, self._observers = run, observers
         self._file = run.folder / NOT_FINITE
         self._records: list[dict] = []
         self._skipped = 0  # updates in a row
@@ -74,7 +72,7 @@ class OnNan:
         """Note an applied update."""
         self._skipped = 0
 
-    def handle(self, number: int, fault: str, batches: Sequence[Any]) -> None:
+    def handle(self, number: int, fault: str, batches: Sequence[Batch]) -> None:
         """Record that the update of some batches is not finite; return where it is skipped.
 
         Args:
@@ -94,7 +92,7 @@ class OnNan:
             return
         self.end(number, fault, batches)
 
-    def end(self, number: int, fault: str, batches: Sequence[Any]) -> NoReturn:
+    def end(self, number: int, fault: str, batches: Sequence[Batch]) -> NoReturn:
         """Back off, or stop; a model that is not finite leaves no other choice."""
         rows = self._rows_of(batches)
         checkpoint = latest_checkpoint(self._run.folder)
@@ -121,8 +119,8 @@ class OnNan:
             "diverged",
         )
 
-    def _rows_of(self, batches: Sequence[Any]) -> list[str]:
-        return list(dict.fromkeys(row for batch in batches for row in self._rows(batch)))
+    def _rows_of(self, batches: Sequence[Batch]) -> list[str]:
+        return list(dict.fromkeys(row for batch in batches for row in batch.rows))
 
     def _shown(self, rows: list[str]) -> str:
         if not rows:

@@ -33,11 +33,7 @@ def join_stages(lora: LoRAConfig) -> None:
 
 
 def check_stages(base: BaseModel, lora: LoRAConfig) -> None:
-    """Check that a base, and what is to be adapted, can be split over the ranks of a pipeline.
-
-    Raises:
-        PackError: it cannot.
-    """
+    """Raise a PackError if a base, or what is to be adapted, cannot be split over the ranks."""
     check_splittable(base, group().size)
     check_in_blocks(base, lora)
 

@@ -11,7 +11,8 @@ from typing import Any
 import mlx.optimizers as optimizers
 from mlx.utils import tree_flatten, tree_map
 
-from ..objectives.objective import Arrays
+from ..data.dataset import Batch, Layout
+from ..objectives.objective import Inputs
 from ..objectives.pipeline import PipelinedCausalLM
 from ..runtime import mx
 from .step import StartedStep, Stepper
@@ -40,27 +41,30 @@ class PipelineStepper(Stepper):
         def weighted(entering: mx.array, gradient: mx.array) -> mx.array:
             return (stage.output(entering) * gradient).sum()
 
+        def loss(entering: mx.array, inputs: Inputs, layout: Layout) -> tuple[mx.array, mx.array]:
+            return self._loss({**inputs, "states": entering}, layout)
+
         self._output = self._compiled(stage.output)
         self._gradients = self._compiled(self._differentiated(weighted))
-        self._loss_and_gradients = self._compiled(self._differentiated(self._loss))
+        self._loss_and_gradients = self._compiled(self._differentiated(loss))
 
-    def start(self, batch: Arrays, count: int, last: bool, alone: bool) -> StartedStep:
+    def start(self, batch: Batch, last: bool, alone: bool) -> StartedStep:
         """Take a step on a batch in one piece."""
-        return self.start_pieces([(batch, count)], last)
+        return self.start_pieces([batch], last)
 
-    def start_pieces(self, pieces: Sequence[tuple[Arrays, int]], last: bool) -> StartedStep:
+    def start_pieces(self, pieces: Sequence[Batch], last: bool) -> StartedStep:
         """Take a step on the pieces of a batch, as `Stepper.start_pieces`."""
         stage = self._stage
-        entered = []
-        for (tokens, *others), _ in pieces:
-            self.shapes.add(tuple(array.shape for array in (tokens, *others)))
-            entered.append(stage.entering(tokens))
+        arrays, entered = [], []
+        for piece in pieces:
+            arrays.append(self._arrays(piece))
+            entered.append(stage.entering(arrays[-1]["tokens"]))
             if not stage.stages.is_last:
                 stage.pass_on(self._output(entered[-1]))
         sums = mx.zeros(2)  # of the losses, and what they are divided by
         gradients = self._pending[1] if self.waiting else None
-        for ((_, *others), _), entering in zip(pieces, entered, strict=True):
-            of_piece, added = self._go_back(entering, others)
+        for piece, inputs, entering in zip(pieces, arrays, entered, strict=True):
+            of_piece, added = self._go_back(entering, inputs, piece.layout)
             sums = sums + of_piece
             gradients = added if gradients is None else tree_map(mx.add, gradients, added)
             mx.eval(sums, gradients)
@@ -68,14 +72,14 @@ class PipelineStepper(Stepper):
         self._pending = (self._pending[0] + number if self.waiting else number), gradients
         self.waiting += 1
         mx.eval(self._pending, total)
-        terms = sum(terms for _, terms in pieces)
-        return StartedStep(total, terms, self._update_waiting() if last else None)
+        denominator = sum(piece.denominator for piece in pieces)
+        return StartedStep(total, denominator, self._update_waiting() if last else None)
 
-    def _go_back(self, entering: mx.array, others: Arrays) -> tuple[mx.array, dict]:
+    def _go_back(self, entering: mx.array, inputs: Inputs, layout: Layout) -> tuple[mx.array, dict]:
         """Return loss and count of a piece, zeros before the last rank, and the own gradients."""
         stage, sums = self._stage, mx.zeros(2)
         if stage.stages.is_last:
-            values, gradients = self._loss_and_gradients(entering, *others)
+            values, gradients = self._loss_and_gradients(entering, inputs, layout)
             sums = mx.stack(
                 [mx.array(v, mx.float32) for v in (values[1] if self.scaled else values)]
             )

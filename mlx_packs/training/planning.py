@@ -1,7 +1,7 @@
 """The memory plan of a run, and how its frozen weights are used."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from ..memory.plan import ERROR, MemoryPlan, Shape, fit
 from ..memory.read import read_headers
 from ..nn.quantized import matmul_path_of
 from ..packs.base import Base
-from .dataset import Dataset
+from .phase_data import PhaseData
 from .run_folder import checkpoints, recorded_matmul_path
 from .settings import Run
 
@@ -102,7 +102,7 @@ def fit_into_memory(
     run: Run,
     base: Base,
     target: Base,
-    dataset: Dataset,
+    data: Sequence[PhaseData],
     planned: TrainConfig,
     unplanned_recompute: str,
 ) -> MemoryChoice:
@@ -117,7 +117,7 @@ def fit_into_memory(
     ranks = group()
     planned = replace(planned, batch_size=planned.batch_size // ranks.shares)
     headers, estimate_of = Headers.of(base), _estimate_of(run.train)
-    plans, shapes = {}, dataset.shapes()
+    plans, shapes = {}, {shape for each in data for shape in each.shapes()}
     try:
         with suggesting_pipeline(headers, run, shapes):
             plans = plan_run(headers, run.lora, planned, shapes, run.force, estimate_of)
@@ -125,7 +125,8 @@ def fit_into_memory(
         if error.code == "memory":
             raise
         run.display.line("plan", f"{error.message} Memory and disk are not checked.")
-    choice = choose_path(run, target, dataset.typical_rows(), plans)
+    rows = data[-1].task.typical_rows(data[-1])
+    choice = choose_path(run, target, rows, plans)
     plan, disk = plans.get(choice.matmul_path), None
     if plan:
         disk = plan_disk(plan, planned)

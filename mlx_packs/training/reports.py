@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..objectives.objective import Batch
+from ..data.dataset import Batch
 from ..objectives.score import Score
 from ..run_clock import TRAIN, RunClock
 from ..runtime import mx
 from .observer import Observer
-from .state import TrainingState, Window, real_inputs
+from .state import TrainingState, Window
 from .update import scale_facts
 
 if TYPE_CHECKING:
@@ -103,9 +103,8 @@ class Reports:
 
     def _weigh(self, batch: Batch) -> None:
         """Tell the clock how large a batch is: lengths may differ by factors."""
-        inputs = real_inputs(batch)
-        if self._clock is not None and self._mean_inputs and inputs:
-            self._clock.weigh(TRAIN, inputs / self._mean_inputs)
+        if self._clock is not None and self._mean_inputs and batch.computed:
+            self._clock.weigh(TRAIN, batch.computed / self._mean_inputs)
 
     def _line(self, state: TrainingState, entries: dict[str, float]) -> dict:
         """Return a line for observers, with the number of batches and the phase's name."""

@@ -42,7 +42,6 @@ from ..reading import read_header
 from ..report.facts import short_curve
 from ..run_clock import RunClock
 from ..runtime import mx
-from .dataset import Dataset, with_batches
 from .early_stop import check_validated
 from .fit import Fit, check_scores, score_phases
 from .guards import Guarded, make_guards
@@ -51,6 +50,7 @@ from .observer import Observer
 from .observers.observed_run import ObservedRun
 from .observers.registry import make_observers
 from .on_nan import OnNan
+from .phase_data import PhaseData, counts_of, with_batches
 from .phases import check_data_used, left_out_rows, resolve_phases
 from .planning import MemoryChoice, check_headers, fit_into_memory, matmul_paths_by_name
 from .precision import run_dtype, show_dtype
@@ -237,7 +237,7 @@ class _Start:
     dtype: ComputeDtype
     target: Base  # that the loss goes through
     lora: LoRAConfig  # which of its modules are adapted
-    dataset: Dataset
+    data: Sequence[PhaseData]
     identity: dict
     recipe: dict  # public
     sources: Sequence[str]  # of each phase, in public
@@ -253,7 +253,7 @@ def _run(run: Run) -> TrainRun:
         run,
         start.base,
         start.target,
-        start.dataset,
+        start.data,
         task.planned_settings(),
         task.unplanned_recompute,
     )
@@ -304,8 +304,8 @@ def _start(run: Run) -> _Start:
     target, lora = task.checked_target(base)
 
     task.run = run = with_template_date(run, base, earlier)
-    run, dataset = with_batches(run, task.encode(base, splits))
-    task.run, task.dataset = run, dataset
+    run, data = with_batches(run, task.encode(base, splits))
+    task.run, task.data = run, data
     note_rates(run, earlier)
 
     recipe = Recipe(
@@ -315,7 +315,7 @@ def _start(run: Run) -> _Start:
     if earlier is not None:
         check_resume(run.folder, base.path, identity, earlier)
     check_alike(identity | {"compute dtype": dtype.name})
-    check_examples(dataset.counts())
+    check_examples(counts_of(data))
 
     return _Start(
         run=run,
@@ -324,7 +324,7 @@ def _start(run: Run) -> _Start:
         dtype=dtype,
         target=target,
         lora=lora,
-        dataset=dataset,
+        data=data,
         identity=identity,
         recipe=public_recipe(recipe, base),
         sources=[phase.public_source(read) for phase, read in zip(run.phases, splits, strict=True)],
@@ -361,7 +361,7 @@ def _save(
     data = {
         "source": ", ".join(dict.fromkeys(start.sources)),
         "fingerprint": start.identity["data"],
-        "rows": start.dataset.counts(),
+        "rows": counts_of(start.data),
     }
     pack = pack_of(
         trainable,
@@ -455,17 +455,16 @@ def _load_adapters(trainable: Trainable, file: Path) -> None:
 def _train(start: _Start, trainable: Trainable, objective: Objective) -> Fit:
     """Train, round, and score without and with what was trained; the first step waits for no score."""
     run = start.run
-    dataset = start.dataset
     float16 = start.dtype.name == "float16"
     before = None
     generates = any(TASKS[task].generates for task in run.train.tasks)  # which tries the reward
     if float16 or generates or len(run.phases) > 1 or run.begins_with_adapters:
         with trainable.disabled():
-            before = score_phases(objective, dataset, run.phases, run.display)
+            before = score_phases(objective, start.data, run.display)
         if float16:
             check_scores(before, saved=False)
 
-    observed = ObservedRun(run, objective.unit, start.identity["recipe"], masks=dataset.masks)
+    observed = ObservedRun(run, objective.unit, start.identity["recipe"], masks=start.task.masks)
     observers = make_observers(observed)
 
     make_folder(run.folder)
@@ -480,11 +479,11 @@ def _train(start: _Start, trainable: Trainable, objective: Objective) -> Fit:
         run=run,
         trainable=trainable,
         objective=objective,
-        dataset=dataset,
+        data=start.data,
         observers=observers,
         curve=observed.curve,
         float16=float16,
-        on_nan=OnNan(run, dataset.rows, observers),
+        on_nan=OnNan(run, observers),
         guards=make_guards(guarded),
     )
 

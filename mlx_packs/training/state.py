@@ -3,17 +3,10 @@
 import math
 from dataclasses import asdict, dataclass, field
 
-from ..objectives.objective import Batch
+from ..data.dataset import Batch
 from ..objectives.score import REWARD, Score, StoredScore
 
 COMPUTED_PER_S = "computed_tokens_per_s"  # of a line: all tokens, also those without a loss
-
-
-def real_inputs(batch: Batch) -> int:
-    """Return how many tokens of a batch are computed, padding excluded; 0 where it has none yet."""
-    generated = getattr(batch, "generated", None) or batch
-    tokens = getattr(generated, "tokens", None)
-    return getattr(batch, "inputs", 0) or getattr(tokens, "inputs", 0)
 
 
 @dataclass
@@ -34,11 +27,11 @@ class Window:
     def add(self, loss: float, batch: Batch, seconds: float) -> None:
         """Count a batch with this mean loss."""
         self.batches += 1
-        self.targets += batch.count
-        self.terms += batch.terms
-        self.loss_sum += loss * batch.terms
+        self.targets += batch.targets
+        self.terms += batch.denominator
+        self.loss_sum += loss * batch.denominator
         self.seconds += seconds
-        self.inputs += real_inputs(batch)
+        self.inputs += batch.computed
 
     @property
     def loss(self) -> float:
@@ -84,9 +77,9 @@ class TrainingState:
             self.updates += 1
             self.grad_norm = norm
             self.valid_loss = self.valid_reward = self.valid_best = None
-        self.trained_tokens += batch.count
+        self.trained_tokens += batch.targets
         if self.computed_tokens is not None:
-            self.computed_tokens += real_inputs(batch)
+            self.computed_tokens += batch.computed
         self.train_s += seconds
         self.window.add(loss, batch, seconds)
 

@@ -14,9 +14,10 @@ import mlx.optimizers as optimizers
 from mlx.utils import tree_map
 
 from .. import runtime
+from ..data.dataset import Batch, Layout
 from ..distributed.gradients import summed_over_ranks
 from ..distributed.group import group
-from ..objectives.objective import Arrays, Loss
+from ..objectives.objective import Inputs, Loss, arrays_of
 from ..runtime import is_traced, mx, set_random_state
 from .update import Update
 
@@ -46,8 +47,8 @@ class Stepper:
 
     Args:
         model: has the trainable parameters.
-        loss: of the arrays of a batch: the sum over its targets, and what the sum is divided by
-            (`Objective.loss`).
+        loss: of the arrays and the layout of a batch: the sum over its targets, and what the sum is
+            divided by (`Objective.loss`).
         optimizer: initialized for the trainable parameters; a scale of the loss is part of its
             state (update.py).
         max_grad_norm: gradients of a larger norm are scaled down to it; None or 0 never.
@@ -80,20 +81,20 @@ class Stepper:
         self._loss = update.guarded(loss)
         value_and_grad = nn.value_and_grad(model, self._loss)
 
-        def total_and_grad(*batch: mx.array) -> tuple:
-            values, grads = value_and_grad(*batch)
+        def total_and_grad(inputs: Inputs, layout: Layout) -> tuple:
+            values, grads = value_and_grad(inputs, layout)
             return values[1] if self.scaled else values, grads
 
-        def whole(*batch: mx.array) -> tuple:
-            (total, count), grads = total_and_grad(*batch)
+        def whole(inputs: Inputs, layout: Layout) -> tuple:
+            (total, count), grads = total_and_grad(inputs, layout)
             return total / count, update.apply(grads, count)
 
-        def gather(*batch: mx.array) -> tuple:
-            (total, count), grads = total_and_grad(*batch)
+        def gather(inputs: Inputs, layout: Layout) -> tuple:
+            (total, count), grads = total_and_grad(inputs, layout)
             return total, count, grads
 
-        def add(pending: tuple, batch: Arrays) -> tuple:
-            total, count, grads = gather(*batch)
+        def add(pending: tuple, inputs: Inputs, layout: Layout) -> tuple:
+            total, count, grads = gather(inputs, layout)
             return total, pending[0] + count, tree_map(mx.add, pending[1], grads)
 
         # an update of one batch; its loss and norm are not evaluated yet
@@ -108,42 +109,47 @@ class Stepper:
 
         return mx.compile(counted, inputs=self.state, outputs=self.state)
 
-    def __call__(self, batch: Arrays, count: int, last: bool, alone: bool) -> tuple[float, float]:
+    def __call__(self, batch: Batch, last: bool, alone: bool) -> tuple[float, float]:
         """Take a step; return the batch's mean loss and the gradient norm of its update (0 without)."""
-        return self.start(batch, count, last, alone).read()
+        return self.start(batch, last, alone).read()
 
-    def start(self, batch: Arrays, count: int, last: bool, alone: bool) -> StartedStep:
-        """Let MLX take a step on a batch of ``count`` targets; unless steps run ahead, it is over.
+    def start(self, batch: Batch, last: bool, alone: bool) -> StartedStep:
+        """Let MLX take a step on a prepared batch; unless steps run ahead, it is over.
 
         The update comes with the ``last`` of an accumulation; where every update is of one batch
         (``alone``), all is one compiled function.
         """
-        # segments that are compiled into a step are numbers, not an array
-        self.shapes.add(tuple(a.shape if isinstance(a, mx.array) else a for a in batch))
+        inputs = self._arrays(batch)
         if alone:
-            loss, norm = self.whole(*batch)
+            loss, norm = self.whole(inputs, batch.layout)
             self._show_first(loss)
             self._evaluate(self.state, loss, norm)
             return StartedStep(loss, 1, norm)
 
         if self.waiting:
-            total, *pending = self._add(self._pending, batch)
+            total, *pending = self._add(self._pending, inputs, batch.layout)
         else:
-            total, *pending = self._gather(*batch)
-        self._show_first(total / count)
+            total, *pending = self._gather(inputs, batch.layout)
+        self._show_first(total / batch.denominator)
         self.waiting += 1
         self._pending = tuple(pending)
         if group().is_alone or not last:  # else parts of the gradient are sent as they come
             self._evaluate(self._pending, total, mx.random.state)
-        return StartedStep(total, count, self._update_waiting() if last else None)
+        return StartedStep(total, batch.denominator, self._update_waiting() if last else None)
+
+    def _arrays(self, batch: Batch) -> dict[str, mx.array]:
+        """Return the arrays of a batch, whose shapes are noted."""
+        inputs = arrays_of(batch)
+        self.shapes.add((*(values.shape for values in inputs.values()), batch.layout))
+        return inputs
 
     def _show_first(self, loss: mx.array) -> None:
         if self.on_first_loss is not None:
             self.on_first_loss(loss)
             self.on_first_loss = None
 
-    def start_pieces(self, pieces: Sequence[tuple[Arrays, int]], last: bool) -> StartedStep:
-        """Start the step on the pieces of a batch, each with its number of targets, as `start`.
+    def start_pieces(self, pieces: Sequence[Batch], last: bool) -> StartedStep:
+        """Start the step on the pieces of a batch, as `start`.
 
         Of several each waits for the one before; the loss is the sum of theirs.
         """
@@ -151,9 +157,9 @@ class Stepper:
             self.on_first_loss = None  # which the loss of a piece is not
             self.wait_for_each()
         total, count = mx.zeros(()), 0
-        for number, (arrays, terms) in enumerate(pieces, 1):
-            step = self.start(arrays, terms, last and number == len(pieces), alone=False)
-            total, count = total + step.loss, count + terms
+        for number, piece in enumerate(pieces, 1):
+            step = self.start(piece, last and number == len(pieces), alone=False)
+            total, count = total + step.loss, count + piece.denominator
         return StartedStep(total, count, step.norm)
 
     def start_without_batch(self, last: bool) -> StartedStep:

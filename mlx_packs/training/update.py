@@ -20,8 +20,9 @@ import mlx.optimizers as optimizers
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
 from .. import runtime
+from ..data.dataset import Layout
 from ..distributed.group import group
-from ..objectives.objective import Loss
+from ..objectives.objective import Inputs, Loss
 from ..runtime import mx
 
 KEY = "loss_scale"  # in the state of an optimizer
@@ -106,8 +107,8 @@ def _norm(arrays: Sequence[mx.array]) -> mx.array:
 def _counted_where_finite(loss: Loss) -> Loss:
     """Return a loss whose count of a batch is nan where its sum is not finite."""
 
-    def counted(*batch: mx.array) -> tuple[mx.array, mx.array]:
-        total, count = loss(*batch)
+    def counted(inputs: Inputs, layout: Layout) -> tuple[mx.array, mx.array]:
+        total, count = loss(inputs, layout)
         return total, mx.where(mx.isfinite(total), count, math.nan)
 
     return counted
@@ -157,8 +158,8 @@ def scaled(loss: Loss, optimizer: optimizers.Optimizer) -> Loss:
     The count of a batch whose loss is not finite is nan, as are then sums of counts.
     """
 
-    def scaled_loss(*batch: mx.array) -> tuple[mx.array, tuple[mx.array, mx.array]]:
-        total, count = loss(*batch)
+    def scaled_loss(inputs: Inputs, layout: Layout) -> tuple[mx.array, tuple[mx.array, mx.array]]:
+        total, count = loss(inputs, layout)
         count = mx.where(mx.isfinite(total), count, math.nan)
         return total * optimizer.state[KEY]["scale"], (total, count)
 

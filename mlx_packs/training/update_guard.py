@@ -2,12 +2,13 @@
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from ..data.dataset import Batch, Dataset
 from ..errors import Float16Overflow
-from ..objectives.objective import Batch
 from ..objectives.score import Score
 from ..runtime import mx, set_random_state
 from .state import TrainingState
@@ -78,18 +79,16 @@ class UpdateGuard:
             self._leave_float16(f"batch {number}: {fault}")
         return norm
 
-    def validate(self, batches: Sequence[Batch]) -> Score:
+    def validate(self, data: Dataset) -> Score:
         """Return the score of the validation split, once every step was read."""
-        return self._checked_score(self._step.objective.validate, batches)
+        return self._checked_score(partial(self._step.objective.validate, data))
 
-    def _checked_score(
-        self, score_of: Callable[[Sequence[Batch]], Score], batches: Sequence[Batch]
-    ) -> Score:
-        """Score batches; in float16 the score is finite, or the run leaves it."""
+    def _checked_score(self, score_of: Callable[[], Score]) -> Score:
+        """Score the model; in float16 the score is finite, or the run leaves it."""
         stepper = self._step.stepper
         if not stepper.waiting:
             self.begin_update(mx.random.state[0])
-        score = score_of(batches)
+        score = score_of()
         if stepper.scaled and not math.isfinite(score.value):
             self._leave_float16(f"after batch {self._state.batches}: the loss is {score.value}")
         return score
@@ -98,7 +97,7 @@ class UpdateGuard:
         """Write a checkpoint if the model still works: the loss before an update does not tell."""
         if self._on_nan.policy != "skip" or self._finite is not None:
             scored = self._step.first_piece(self._finite or batch)
-            score = self._checked_score(self._step.objective.score, [scored])
+            score = self._checked_score(partial(self._step.objective.score_trained, scored))
             if fault := not_finite(score.value, 0.0):
                 self._on_nan.end(self._state.batches, fault, [scored])
         self._save(self._state)

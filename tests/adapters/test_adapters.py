@@ -8,6 +8,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_packs.adapters.lora import attach
 from mlx_packs.config.schema import LoRAConfig
+from mlx_packs.data.dataset import Batch
 from mlx_packs.nn.quantized import quantized_modules, replace_modules
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.runtime import mx
@@ -18,7 +19,16 @@ from tests.helpers.steps import loss_sum
 
 FAMILIES = ("qwen3", "qwen2", "llama", "gpt2")
 TOKENS = mx.array([[5, 9, 3, 77, 12, 40], [1, 2, 3, 4, 5, 6]])
-BATCH = (TOKENS, mx.array([2, 3, 4, 8, 10]), mx.array([9, 8, 7, 6, 5]), mx.array([1.0, 1, 1, 1, 0]))
+BATCH = Batch(
+    {
+        "tokens": TOKENS,
+        "positions": mx.array([2, 3, 4, 8, 10]),
+        "targets": mx.array([9, 8, 7, 6, 5]),
+        "owners": mx.array([0, 0, 0, 1, -1]),
+    },
+    targets=4,
+    denominator=4,
+)
 
 
 def randomize(attached) -> dict[str, mx.array]:
@@ -62,7 +72,7 @@ def plain_lora_loss(base, attached, tensors):
             linear = dict(base.model.named_modules())[path]
             replaced.append((linear, linear.weight))
             linear.weight = frozen[path] + ((a * scale) @ b).T
-        result = loss_sum(base.model, None, *BATCH)
+        result = loss_sum(base.model, None, BATCH)
         for linear, weight in replaced:
             linear.weight = weight
         return result
@@ -80,9 +90,9 @@ def test_gradients_of_every_factor_equal_plain_lora(family):
     attached = attach(base, LoRAConfig(rank=3, alpha=6.0))
     tensors = randomize(attached)
     value_and_grad = nn.value_and_grad(
-        base.model, lambda *b: loss_sum(base.model, split_head(base.model), *b)
+        base.model, lambda b: loss_sum(base.model, split_head(base.model), b)
     )
-    loss, grads = value_and_grad(*BATCH)
+    loss, grads = value_and_grad(BATCH)
     base.model.update(grads)  # so that tensors() lays gradients out by their names on disk
     ours = attached.tensors()
     expected_loss, expected = plain_lora_loss(base, attached, tensors)
@@ -100,8 +110,8 @@ def test_gradients_agree_with_finite_differences():
     attached = attach(base, LoRAConfig(rank=2))
     randomize(attached)
     head = split_head(base.model)
-    value_and_grad = nn.value_and_grad(base.model, lambda *b: loss_sum(base.model, head, *b))
-    _, grads = value_and_grad(*BATCH)
+    value_and_grad = nn.value_and_grad(base.model, lambda b: loss_sum(base.model, head, b))
+    _, grads = value_and_grad(BATCH)
     flat = dict(tree_flatten(grads))
     parameters = dict(tree_flatten(base.model.trainable_parameters()))
     assert set(flat) == set(parameters) and len(flat) == 14
@@ -112,7 +122,7 @@ def test_gradients_agree_with_finite_differences():
             moved = dict(parameters)
             moved[name] = parameters[name] + step * direction
             base.model.load_weights(list(moved.items()), strict=False)
-            values.append(loss_sum(base.model, head, *BATCH).item())
+            values.append(loss_sum(base.model, head, BATCH).item())
         base.model.load_weights(list(parameters.items()), strict=False)
         numeric = (values[0] - values[1]) / 2e-2
         exact = (gradient * direction).sum().item()

@@ -102,7 +102,8 @@ def test_an_adapted_tied_head_is_no_frozen_head():
 
     def by_rows(a, b):
         lora.lora_a[0], lora.lora_b[0] = a, b
-        return target_loss(base.model, head, TOKENS, positions, targets)[0].sum()
+        inputs = {"tokens": TOKENS, "positions": positions, "targets": targets}
+        return target_loss(base.model, head, inputs)[0].sum()
 
     def of_all(a, b):
         lora.lora_a[0], lora.lora_b[0] = a, b

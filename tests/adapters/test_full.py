@@ -16,7 +16,6 @@ from mlx_packs.adapters.imported import attach_inference_only
 from mlx_packs.adapters.lora import attach
 from mlx_packs.config.recipe import resolve
 from mlx_packs.convert.interop import export_pack
-from mlx_packs.data.batches import make_batch
 from mlx_packs.data.encoding import Example
 from mlx_packs.display import NORMAL, Display
 from mlx_packs.evaluation.perplexity import Scorer
@@ -24,14 +23,14 @@ from mlx_packs.memory.estimate import estimate
 from mlx_packs.memory.headers import Headers
 from mlx_packs.memory.plan import ERROR
 from mlx_packs.nn.quantized import apply_matmul_path, count_weights
-from mlx_packs.objectives.causal_lm import as_arrays, split_head
+from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
 from tests.helpers.errors import check, raises
 from tests.helpers.memory import active_bytes
 from tests.helpers.models import base_of
 from tests.helpers.rows import chat, write_rows
-from tests.helpers.steps import lm_stepper, loss_sum
+from tests.helpers.steps import lm_stepper, loss_sum, make_batch
 
 FAMILIES = {
     "qwen3": {},
@@ -93,8 +92,8 @@ def test_gradients_are_those_of_plain_mlx(name, policy):
     base.model.train()
     built = batch()
     value, result = nn.value_and_grad(
-        base.model, lambda *arrays: loss_sum(base.model, head, *arrays) / built.count
-    )(*as_arrays(built))
+        base.model, lambda batch: loss_sum(base.model, head, batch) / built.denominator
+    )(built)
     result = named(result)
     assert value.item() == pytest.approx(expected, rel=1e-6)
     assert set(result) == set(wanted) == set(learning.tensors())
@@ -253,7 +252,10 @@ def test_the_plan_is_no_less_than_a_step_takes(recompute, changes):
     ]
     result = make_batch(rows, list(range(train.batch_size)), train.batch_size, length)
     planned = estimate(
-        Headers.of(base), LoRAConfig(num_layers=layers), train, [(length, len(result.targets))]
+        Headers.of(base),
+        LoRAConfig(num_layers=layers),
+        train,
+        [(length, len(result.inputs["targets"]))],
     )
     before = active_bytes() - sum(a.nbytes for _, a in tree_flatten(base.model.parameters()))
     learning = unfreeze(base, layers)
@@ -267,7 +269,7 @@ def test_the_plan_is_no_less_than_a_step_takes(recompute, changes):
     try:
         for _ in range(2):
             mx.reset_peak_memory()
-            stepper(as_arrays(result), result.count, True, True)
+            stepper(result, True, True)
     finally:
         mx.set_memory_limit(limit)
     measured = mx.get_peak_memory() - before
@@ -395,7 +397,7 @@ def test_steps_and_scores_are_the_same_compiled(policy):
         losses, scores = [], []
         for _ in range(3):
             base.model.train()
-            losses.append(stepper(as_arrays(batch()), batch().count, True, True)[0])
+            losses.append(stepper(batch(), True, True)[0])
             scores.append(scorer.examples([batch()]).score.nll)
         return losses, scores
 

@@ -10,14 +10,12 @@ from mlx_packs.adapters.lora import attach
 from mlx_packs.bases.geometry import find_groups, linears, probe, select_targets
 from mlx_packs.bases.shapes import GeometryError, Heads
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
-from mlx_packs.data.batches import make_batch
 from mlx_packs.data.encoding import Example
-from mlx_packs.objectives.causal_lm import as_arrays
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
 from tests.helpers.errors import raises
 from tests.helpers.models import base_of, model_of
-from tests.helpers.steps import lm_stepper
+from tests.helpers.steps import lm_stepper, make_batch
 
 QWEN3_4B = {
     "hidden_size": 2560,
@@ -294,7 +292,7 @@ def test_attach_fp16_fallback_trains_a_step(matmul_path):
 
     row = Example(np.arange(1, 12, dtype=np.int32), np.arange(11) > 3, "row")
     batch = make_batch([row], [0], 1, 31)
-    losses = [stepper(as_arrays(batch), batch.count, True, True)[0] for _ in range(4)]
+    losses = [stepper(batch, True, True)[0] for _ in range(4)]
     assert losses[-1] < losses[0]
     assert all(mx.abs(attached.tensors()[f"{p}.lora_b"]).max().item() > 0 for p in FAULTY)
 

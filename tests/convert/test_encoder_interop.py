@@ -14,9 +14,10 @@ from mlx_packs.adapters.lora import attach
 from mlx_packs.convert.interop import export_pack, import_adapter
 from mlx_packs.convert.merge import merge_pack
 from mlx_packs.data.formats import Row
-from mlx_packs.data.pairs import encode_pairs, make_pair_batch
+from mlx_packs.data.pairs import PairCollate, encode_pairs
 from mlx_packs.evaluation.embeddings import score_pairs
 from mlx_packs.objectives.embedding import EmbeddingObjective
+from mlx_packs.objectives.objective import arrays_of
 from mlx_packs.runtime import mx
 from tests.helpers.encoders import (
     MINILM,
@@ -181,10 +182,10 @@ def test_a_step_has_the_loss_and_gradients_of_sentence_transformers(minilm, name
         **({"triplet_margin": 0.5} if distance == "cosine" else {}),
     )
     pairs = encode_pairs([Row("test", row) for row in rows], base.tokenizer, 128)
-    batch = make_pair_batch(pairs, range(len(rows)), len(rows) + 3, 128)  # three rows of padding
+    batch = PairCollate(len(rows) + 3, 128)(pairs, range(len(rows)))  # three rows of padding
     objective = EmbeddingObjective(base.model, kind, train)
     base.model.train()
-    (total, _), gradients = nn.value_and_grad(base.model, objective.loss)(*objective.arrays(batch))
+    (total, _), gradients = nn.value_and_grad(base.model, objective.loss)(arrays_of(batch))
     assert total.item() / len(rows) == pytest.approx(theirs.item(), rel=1e-4)
 
     # gradients by name on disk: those of the adapters stand where the adapters do

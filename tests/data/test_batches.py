@@ -7,18 +7,13 @@ import numpy as np
 import pytest
 
 from mlx_packs import runtime
-from mlx_packs.data.batches import (
-    Batch,
-    batch_shapes,
-    evaluation_batches,
-    few_shapes,
-    make_batch,
-    training_batches,
-)
+from mlx_packs.data.batches import evaluation_batches, few_shapes, token_collate, training_set
+from mlx_packs.data.dataset import Batch, Dataset
 from mlx_packs.data.encoding import Example, Examples
 from mlx_packs.data.prefetch import prefetched
 from mlx_packs.data.sampler import Sampler, packing_fill
 from mlx_packs.data.shapes import MOST_SHAPES, padded_length
+from tests.helpers.steps import make_batch
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +37,8 @@ def sampler_of(examples, batch_size: int = 8, inputs: int = 149, seed: int = 3, 
 
 
 def epoch_of(examples, epoch: int, seed: int = 3) -> list[Batch]:
-    count = -(-len(examples) // 8)
-    stream = training_batches(examples, sampler_of(examples, seed=seed), epoch * count)
+    count, sampler = -(-len(examples) // 8), sampler_of(examples, seed=seed)
+    stream = Dataset(examples, token_collate(sampler), sampler).batches(epoch * count)
     return [next(stream) for _ in range(count)]
 
 
@@ -72,18 +67,18 @@ def test_training_batches_differ_by_epoch_and_seed_alone(ragged_examples):
 @pytest.mark.parametrize("start", [1, 25, 26, 60])
 def test_training_batches_resume_from_any_batch(ragged_examples, start):
     whole, resumed = (
-        training_batches(ragged_examples, sampler_of(ragged_examples)),
-        training_batches(ragged_examples, sampler_of(ragged_examples), start),
+        training_set(ragged_examples, sampler_of(ragged_examples)).batches(),
+        training_set(ragged_examples, sampler_of(ragged_examples)).batches(start),
     )
     for _ in range(start):
         next(whole)
     for _ in range(30):
         a, b = next(whole), next(resumed)
-        assert a.examples == b.examples and np.array_equal(a.tokens, b.tokens)
+        assert a.examples == b.examples and np.array_equal(a.inputs["tokens"], b.inputs["tokens"])
 
 
 def test_compiled_training_batches_have_lengths_of_whole_tiles(ragged_examples, compiled):
-    lengths = {b.tokens.shape[1] for b in epoch_of(ragged_examples, 0)}
+    lengths = {b.inputs["tokens"].shape[1] for b in epoch_of(ragged_examples, 0)}
     limit = sampler_of(ragged_examples).inputs
     assert all(length % 32 == 0 or length == limit for length in lengths) and len(lengths) > 2
 
@@ -96,36 +91,47 @@ def test_batches_have_little_padding(ragged_examples, monkeypatch, compiles, pad
     longest = [
         max(len(ragged_examples.items[row].tokens) - 1 for row in b.examples) for b in batches
     ]
-    added = [b.tokens.shape[1] - length for b, length in zip(batches, longest, strict=True)]
+    added = [
+        b.inputs["tokens"].shape[1] - length for b, length in zip(batches, longest, strict=True)
+    ]
     assert max(added) < 2 * padding and np.mean(added) < 1.5 * padding
-    assert sum(b.targets.size for b in batches) <= 1.1 * sum(b.count for b in batches)
+    assert sum(b.inputs["targets"].size for b in batches) <= 1.1 * sum(b.targets for b in batches)
 
 
 def test_compiled_run_has_few_shapes_and_the_same_examples(ragged_examples, compiled):
     pairs = sampler_of(ragged_examples, 2)
-    free = batch_shapes(ragged_examples, pairs, 1000)
+    free = Dataset(ragged_examples, token_collate(pairs), pairs)
     few = few_shapes(ragged_examples, pairs)
-    assert len(free) > MOST_SHAPES >= len(few)
-    stream = training_batches(ragged_examples, pairs, allowed=few)
+    assert len(free.shapes(1000)) > MOST_SHAPES >= len(few)
+    joined = training_set(ragged_examples, pairs)
+    stream = joined.batches()
     batches = [next(stream) for _ in range(1000)]
-    assert {(b.tokens.shape[1], b.targets.size) for b in batches} <= few
-    assert batch_shapes(ragged_examples, pairs, 1000, allowed=few) <= few
-    for batch, plain in zip(batches[:100], training_batches(ragged_examples, pairs), strict=False):
-        assert batch.examples == plain.examples and batch.count == plain.count
-        width, least = batch.tokens.shape[1], plain.tokens.shape[1]
-        assert np.array_equal(batch.tokens[:, :least], plain.tokens) and width >= least
-        assert np.array_equal(
-            batch.tokens.reshape(-1)[batch.positions[: batch.count]],
-            plain.tokens.reshape(-1)[plain.positions[: plain.count]],
+    assert {(b.inputs["tokens"].shape[1], b.inputs["targets"].size) for b in batches} <= few
+    assert joined.shapes(1000) <= few
+    for batch, plain in zip(batches[:100], free.batches(), strict=False):
+        assert batch.examples == plain.examples and batch.targets == plain.targets
+        width, least = batch.inputs["tokens"].shape[1], plain.inputs["tokens"].shape[1]
+        assert (
+            np.array_equal(batch.inputs["tokens"][:, :least], plain.inputs["tokens"])
+            and width >= least
         )
-        assert np.array_equal(batch.targets[: batch.count], plain.targets[: plain.count])
+        assert np.array_equal(
+            batch.inputs["tokens"].reshape(-1)[batch.inputs["positions"][: batch.targets]],
+            plain.inputs["tokens"].reshape(-1)[plain.inputs["positions"][: plain.targets]],
+        )
+        assert np.array_equal(
+            batch.inputs["targets"][: batch.targets], plain.inputs["targets"][: plain.targets]
+        )
 
 
 def test_evaluation_batches_come_in_few_shapes_where_each_is_compiled(ragged_examples, compiled):
     many, few = (evaluation_batches(ragged_examples, 2, 150, few=few) for few in (False, True))
     assert [batch.examples for batch in many] == [batch.examples for batch in few]
-    assert [batch.count for batch in many] == [batch.count for batch in few]
-    shapes = [{(*b.tokens.shape, len(b.targets)) for b in batches} for batches in (many, few)]
+    assert [batch.targets for batch in many] == [batch.targets for batch in few]
+    shapes = [
+        {(*b.inputs["tokens"].shape, len(b.inputs["targets"])) for b in batches}
+        for batches in (many, few)
+    ]
     assert len(shapes[0]) > MOST_SHAPES >= len(shapes[1])
 
 
@@ -134,24 +140,28 @@ def test_few_shapes_are_those_of_the_batches_where_they_are_few(ragged_examples)
     assert one == {(149, m) for _, m in one} | {(149, 149 * len(ragged_examples))}
 
 
-def test_make_batch_positions_and_targets_rebuild_the_examples(ragged_examples):
+def test_positions_and_targets_rebuild_the_examples(ragged_examples):
     batch = epoch_of(ragged_examples, 0)[3]
-    width = batch.tokens.shape[1]
+    width = batch.inputs["tokens"].shape[1]
     for b, row in enumerate(batch.examples):
         example = ragged_examples.items[row]
-        at = batch.owners == b
-        inputs = batch.tokens[b, : len(example.tokens) - 1]
+        at = batch.inputs["owners"] == b
+        inputs = batch.inputs["tokens"][b, : len(example.tokens) - 1]
         assert inputs.tolist() == example.tokens[:-1].tolist()
-        assert not batch.tokens[b, len(example.tokens) - 1 :].any()
-        columns = batch.positions[at] - b * width
+        assert not batch.inputs["tokens"][b, len(example.tokens) - 1 :].any()
+        columns = batch.inputs["positions"][at] - b * width
         assert (columns + 1).tolist() == np.flatnonzero(example.target).tolist()
-        assert batch.targets[at].tolist() == example.tokens[example.target].tolist()
+        assert batch.inputs["targets"][at].tolist() == example.tokens[example.target].tolist()
 
 
-def test_make_batch_weighs_real_targets_alone(ragged_examples):
+def test_padding_has_no_owner(ragged_examples):
     batch = make_batch(ragged_examples.items, [5, 6], 8, 149)
-    assert batch.count == batch.weights.sum() == (batch.owners >= 0).sum()
-    assert batch.tokens.shape[0] == 8 and set(batch.owners.tolist()) == {0, 1, -1}
+    assert batch.targets == batch.denominator == (batch.inputs["owners"] >= 0).sum()
+    assert batch.inputs["tokens"].shape[0] == 8 and set(batch.inputs["owners"].tolist()) == {
+        0,
+        1,
+        -1,
+    }
 
 
 @pytest.mark.parametrize("limit", [-1, 0, 3, 1000])
@@ -170,7 +180,7 @@ def test_padded_length_is_enough_and_at_most_the_limit(longest):
 
 def packed_epochs(examples, count: int, start: int = 0, seed: int = 3) -> list[Batch]:
     sampler = sampler_of(examples, 4, 400, seed, packing=True)
-    stream = training_batches(examples, sampler, start)
+    stream = training_set(examples, sampler).batches(start)
     return [next(stream) for _ in range(count)]
 
 
@@ -189,39 +199,38 @@ def test_packed_batches_take_every_example_once_an_epoch(ragged_examples):
 def test_packed_batches_resume_from_any_batch(ragged_examples, start):
     whole = packed_epochs(ragged_examples, start + 12)[start:]
     for a, b in zip(whole, packed_epochs(ragged_examples, 12, start), strict=True):
-        assert a.examples == b.examples and np.array_equal(a.tokens, b.tokens)
-        assert np.array_equal(a.segments, b.segments)
+        assert a.examples == b.examples and np.array_equal(a.inputs["tokens"], b.inputs["tokens"])
+        assert np.array_equal(a.inputs["segments"], b.inputs["segments"])
 
 
 def test_compiled_packed_batches_have_one_width_and_few_sizes_of_targets(ragged_examples, compiled):
     batches = packed_epochs(ragged_examples, 40)
-    shapes = {(b.tokens.shape[1], b.targets.size) for b in batches}
-    assert {b.tokens.shape for b in batches} == {(4, 400)} and len(shapes) <= 12
-    assert shapes == batch_shapes(
-        ragged_examples, sampler_of(ragged_examples, 4, 400, packing=True), 40
-    )
+    shapes = {(b.inputs["tokens"].shape[1], b.inputs["targets"].size) for b in batches}
+    assert {b.inputs["tokens"].shape for b in batches} == {(4, 400)} and len(shapes) <= 12
+    sampler = sampler_of(ragged_examples, 4, 400, packing=True)
+    assert shapes == training_set(ragged_examples, sampler).shapes(40)
 
 
 def test_packed_batch_rebuilds_the_examples(ragged_examples):
     for batch in packed_epochs(ragged_examples, 11):
-        flat, segments = batch.tokens.ravel(), batch.segments.ravel()
+        flat, segments = batch.inputs["tokens"].ravel(), batch.inputs["segments"].ravel()
         left = np.ones(flat.size, bool)
-        assert batch.count == batch.weights.sum() == (batch.owners >= 0).sum()
+        assert batch.targets == batch.denominator == (batch.inputs["owners"] >= 0).sum()
         for owner, row in enumerate(batch.examples):
             example = ragged_examples.items[row]
-            at = batch.owners == owner
-            begin = batch.positions[at][0] + 1 - np.flatnonzero(example.target)[0]
+            at = batch.inputs["owners"] == owner
+            begin = batch.inputs["positions"][at][0] + 1 - np.flatnonzero(example.target)[0]
             inputs = slice(begin, begin + len(example.tokens) - 1)
             assert flat[inputs].tolist() == example.tokens[:-1].tolist()
-            places = batch.positions[at] - begin + 1
+            places = batch.inputs["positions"][at] - begin + 1
             assert places.tolist() == np.flatnonzero(example.target).tolist()
-            assert batch.targets[at].tolist() == example.tokens[example.target].tolist()
+            assert batch.inputs["targets"][at].tolist() == example.tokens[example.target].tolist()
             mine = begin // 400, segments[begin]
             same = (np.arange(flat.size) // 400 == mine[0]) & (segments == mine[1])
             assert np.flatnonzero(same).tolist() == list(range(inputs.start, inputs.stop))
             left[inputs] = False
         assert not flat[left].any()
-        for b, row in enumerate(batch.segments):
+        for b, row in enumerate(batch.inputs["segments"]):
             assert set(np.diff(row)) <= {0, 1}
             assert len(set(row[left.reshape(4, 400)[b]])) <= 1
 
@@ -241,7 +250,7 @@ def test_packed_rows_are_97_percent_full_on_lognormal_lengths(median, spread, li
 def test_row_of_the_maximal_length_fills_a_packed_row():
     items = [Example(np.arange(n, dtype=np.int32), np.arange(n) > 0, "x") for n in (9, 9, 2)]
     examples = Examples(items, "text", "all")
-    stream = training_batches(examples, sampler_of(examples, 2, 8, 0, packing=True))
+    stream = training_set(examples, sampler_of(examples, 2, 8, 0, packing=True)).batches()
     assert sorted(r for _ in range(2) for r in next(stream).examples) == [0, 1, 2]
 
 
@@ -251,7 +260,7 @@ def batch_threads() -> list[threading.Thread]:
 
 def test_prefetched_batches_are_the_same_in_order(ragged_examples):
     plain, same = (
-        training_batches(ragged_examples, sampler_of(ragged_examples), 20) for _ in range(2)
+        training_set(ragged_examples, sampler_of(ragged_examples)).batches(20) for _ in range(2)
     )
     with closing(prefetched(same)) as ahead:
         for _ in range(30):

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from mlx_packs import runtime
-from mlx_packs.data.batches import batch_shapes, lay_out, most_targets, training_batches
+from mlx_packs.data.batches import most_targets, token_collate
+from mlx_packs.data.dataset import Dataset
 from mlx_packs.data.encoding import Example, Examples
 from mlx_packs.data.packing import aligned_batches, first_fit
 from mlx_packs.data.sampler import Draw, Sampler, packing_fill
@@ -71,30 +72,31 @@ def test_aligned_batches_of_equal_spans_have_one_shape(supervised):
     sampler = Sampler(examples.lengths, 4, 256, packing=True, aligned=True)
     allowed = most_targets(examples, sampler)
     count = len(sampler.epoch(0))
-    stream = training_batches(examples, sampler, allowed=allowed)
+    data = Dataset(examples, token_collate(sampler, allowed), sampler)
+    stream = data.batches()
     slots: dict = {}
     shapes = set()
     for _ in range(count):
         batch = next(stream)
-        assert batch.targets.size >= batch.count
-        slots.setdefault(batch.segments, set()).add(batch.targets.size)
-        shapes.add((batch.tokens.shape[1], batch.targets.size))
+        assert batch.inputs["targets"].size >= batch.targets
+        slots.setdefault(batch.layout, set()).add(batch.inputs["targets"].size)
+        shapes.add((batch.inputs["tokens"].shape[1], batch.inputs["targets"].size))
     assert all(len(sizes) == 1 for sizes in slots.values())
-    assert shapes == batch_shapes(examples, sampler, count, allowed)
+    assert shapes == data.shapes(count)
 
 
 def test_aligned_batch_rebuilds_the_examples():
     examples = ragged_examples(0.5)
     sampler = Sampler(examples.lengths, 4, 256, packing=True, aligned=True)
     for order in sampler.epoch(3):
-        batch = lay_out(examples, sampler, order)
-        flat = batch.tokens.ravel()
+        batch = token_collate(sampler)(examples, order)
+        flat = batch.inputs["tokens"].ravel()
         for owner, (row, start) in enumerate(zip(batch.examples, batch.starts, strict=True)):
-            tokens, at = examples.items[row].tokens, batch.owners == owner
+            tokens, at = examples.items[row].tokens, batch.inputs["owners"] == owner
             assert flat[start : start + len(tokens) - 1].tolist() == tokens[:-1].tolist()
-            predicted = batch.positions[at] - start + 1
+            predicted = batch.inputs["positions"][at] - start + 1
             assert predicted.tolist() == np.flatnonzero(examples.items[row].target).tolist()
-            assert batch.targets[at].tolist() == tokens[predicted].tolist()
+            assert batch.inputs["targets"][at].tolist() == tokens[predicted].tolist()
 
 
 def test_replayed_sequences_are_not_aligned():

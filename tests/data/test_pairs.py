@@ -7,14 +7,14 @@ import pytest
 
 from mlx_packs import load_base, runtime
 from mlx_packs.config.choices import LOSSES
+from mlx_packs.data.dataset import Dataset
 from mlx_packs.data.formats import PAIR_FORMATS, Row
 from mlx_packs.data.pairs import (
+    PairCollate,
     Pairs,
     PairSampler,
     choose_loss,
     encode_pairs,
-    make_pair_batch,
-    pair_batches,
 )
 from tests.helpers.encoders import all_pairs, all_scored, all_triplets, write_encoder
 from tests.helpers.errors import raises
@@ -124,13 +124,15 @@ def test_a_batch_is_padded_by_column_and_to_its_size(
     monkeypatch.setattr(runtime, "COMPILES", compiles)
     rows = [{"anchor": "a", "positive": "please " * 40}, {"anchor": "fix", "positive": "fix"}]
     pairs = encoded(encoder_tokenizer, rows)
-    batch = make_pair_batch(pairs, [1, 0], 4, 48)
-    assert [c.shape for c in batch.columns] == [(4, least), (4, 48)]
-    assert batch.weights.tolist() == [1, 1, 0, 0] and batch.count == 2 and batch.examples == (1, 0)
-    assert batch.lengths.tolist() == [[3, 3, 1, 1], [3, 42, 1, 1]]
-    assert batch.columns[0][0, :4].tolist() == [*encoder_tokenizer.encode("fix"), 0]
-    powers = make_pair_batch(pairs, [1, 0], 2, 100, powers=True)
-    assert [c.shape[1] for c in powers.columns] == [32, 64]
+    batch = PairCollate(4, 48)(pairs, [1, 0])
+    inputs = batch.inputs
+    assert [inputs[name].shape for name in ("first", "second")] == [(4, least), (4, 48)]
+    assert inputs["weights"].tolist() == [1, 1, 0, 0]
+    assert batch.targets == batch.denominator == 2 and batch.examples == (1, 0)
+    assert inputs["lengths"].tolist() == [[3, 3, 1, 1], [3, 42, 1, 1]]
+    assert inputs["first"][0, :4].tolist() == [*encoder_tokenizer.encode("fix"), 0]
+    powers = PairCollate(2, 100, powers=True)(pairs, [1, 0]).inputs
+    assert [powers[name].shape[1] for name in ("first", "second")] == [32, 64]
 
 
 def test_no_text_stands_twice_in_a_batch_of_in_batch_negatives(encoder_tokenizer):
@@ -155,9 +157,10 @@ def test_no_text_stands_twice_in_a_batch_of_in_batch_negatives(encoder_tokenizer
 def test_batches_from_the_middle_are_those_of_the_whole_run(encoder_tokenizer, distinct):
     pairs = encoded(encoder_tokenizer, all_pairs()[:21])
     sampler = PairSampler.of(pairs, 4, 48, 5, distinct)
-    whole = pair_batches(pairs, sampler)
+    data = Dataset(pairs, PairCollate(4, 48), sampler)
+    whole = data.batches()
     rows = [batch.examples for batch in itertools.islice(whole, 14)]
-    later = pair_batches(pairs, sampler, start=8)
+    later = data.batches(8)
     assert [batch.examples for batch in itertools.islice(later, 6)] == rows[8:]
     epoch = len(sampler.epoch(0))
     first = sorted(row for batch in rows[:epoch] for row in batch)

@@ -9,15 +9,14 @@ from mlx_packs.data.encoding import EncodingOptions, encode
 from mlx_packs.data.formats import PREFERENCE, Row
 from mlx_packs.data.preference_batches import (
     PreferenceSampler,
-    preference_batch,
     preference_evaluation,
-    split_rows,
+    preference_set,
 )
 from mlx_packs.data.preferences import (
     RATED,
+    PreferenceExamples,
     both_completions,
     encode_preferences,
-    joined_preferences,
 )
 from mlx_packs.data.sampler import Draw
 from tests.helpers.errors import raises
@@ -145,23 +144,25 @@ def test_sides_are_read_from_anywhere():
 @pytest.mark.parametrize("replay", [0.0, 0.5])
 def test_both_examples_of_a_row_are_in_one_batch(tokenizer, packing, replay):
     parts = [encoded(tokenizer, *(preference(i) for i in range(n))) for n in (9, 14)]
-    examples = joined_preferences(parts)
+    examples = PreferenceExamples.joined(parts)
     draw = Draw(18, 46, replay)
     size = 2 if packing else 6
     sampler = PreferenceSampler(examples.lengths, size, 63, 3, packing, draw)
+    data = preference_set(examples, sampler)
     seen = []
     for number, order in zip(range(20), sampler.batches(), strict=False):
-        batch = preference_batch(examples, sampler, order, "train")
-        tokens = batch.tokens
-        assert tokens.examples == tuple(i for row in batch.rows for i in (2 * row, 2 * row + 1))
-        assert batch.terms == len(batch.rows) and batch.count == tokens.count
-        assert len(batch.labels) >= len(batch.rows) and batch.labels.sum() == len(batch.rows)
+        batch = data.collate(examples, order)
+        rows = [i // 2 for i in batch.examples[::2]]
+        assert batch.examples == tuple(i for row in rows for i in (2 * row, 2 * row + 1))
+        assert batch.denominator == len(rows)
+        assert batch.targets == (batch.inputs["owners"] >= 0).sum()
+        labels = batch.inputs["labels"]
+        assert len(labels) >= len(rows) and labels.sum() == len(rows)
         if packing:
-            sequence = np.array(tokens.starts) // tokens.tokens.shape[1]
+            sequence = np.array(batch.starts) // batch.inputs["tokens"].shape[1]
             assert (sequence[::2] == sequence[1::2]).all()
-        seen += batch.rows
-        again = next(sampler.batches(number))
-        assert preference_batch(examples, sampler, again, "train").rows == batch.rows
+        seen += rows
+        assert next(data.batches(number)).examples == batch.examples
     assert set(range(9, 23)) <= set(seen)
     assert bool(set(range(9)) & set(seen)) == bool(replay)
 
@@ -172,18 +173,19 @@ def test_an_epoch_has_every_row_once(tokenizer):
         sampler = PreferenceSampler(examples.lengths, 4, 63, 0, packing)
         orders = [order.examples if packing else order for order in sampler.epoch(0)]
         assert sorted(np.concatenate(orders).tolist()) == list(range(22))
-    batches = preference_evaluation(examples, 3, 63, "valid", 2)
-    assert sorted(row for batch in batches for row in batch.rows) == list(range(6))
+    batches = preference_evaluation(examples, 3, 63, np.arange(6)).once()
+    assert sorted(i for batch in batches for i in batch.examples) == list(range(12))
 
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_pieces_of_a_batch_have_its_rows(tokenizer, packing):
     examples = encoded(tokenizer, *(preference(i) for i in range(12)))
     sampler = PreferenceSampler(examples.lengths, 4 if packing else 8, 63, 0, packing)
-    batch = preference_batch(examples, sampler, next(sampler.batches()), "train")
-    pieces = split_rows(batch, 3)
+    data = preference_set(examples, sampler)
+    batch = next(data.batches())
+    pieces = data.collate.split(batch, 3)
     assert len(pieces) > 1
-    assert tuple(row for piece in pieces for row in piece.rows) == batch.rows
-    assert sum(piece.count for piece in pieces) == batch.count
+    assert sum((piece.examples for piece in pieces), ()) == batch.examples
+    assert sum(piece.targets for piece in pieces) == batch.targets
     for piece in pieces:
-        assert piece.tokens.examples[::2] == tuple(2 * row for row in piece.rows)
+        assert piece.inputs["labels"].sum() == piece.denominator == len(piece.examples) // 2

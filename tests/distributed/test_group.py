@@ -7,11 +7,11 @@ import threading
 import numpy as np
 import pytest
 
-from mlx_packs.data.batches import make_batch, make_packed_batch
+from mlx_packs.data.batches import PackedCollate, TokenCollate
+from mlx_packs.data.dataset import Batch
 from mlx_packs.data.encoding import Example
-from mlx_packs.data.micro_batches import shared_tokens
 from mlx_packs.data.packing import Packed
-from mlx_packs.data.pairs import PairBatch, shared_pairs
+from mlx_packs.data.pairs import PairCollate
 from mlx_packs.distributed import link
 from mlx_packs.distributed.group import ALONE
 from mlx_packs.distributed.launched import Launched, launched
@@ -19,6 +19,7 @@ from mlx_packs.errors import PackError
 from mlx_packs.runtime import mx
 from tests.helpers.errors import raises
 from tests.helpers.ranks import free_ports
+from tests.helpers.steps import make_batch
 
 
 def example(length: int) -> Example:
@@ -28,7 +29,7 @@ def example(length: int) -> Example:
 
 
 def targets_of(batch) -> list[int]:
-    return sorted(batch.targets[: batch.count].tolist())
+    return sorted(batch.inputs["targets"][: batch.targets].tolist())
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -36,34 +37,39 @@ def targets_of(batch) -> list[int]:
 def test_shares_of_a_batch_are_the_batch(size, count):
     examples = [example(length) for length in (9, 5, 7, 3)]
     batch = make_batch(examples, range(count), 4, 32)
-    shares = [shared_tokens(batch, rank, size) for rank in range(size)]
-    assert sum(share.count for share in shares) == batch.count
+    shares = TokenCollate(4, 32).split(batch, size)
+    assert len(shares) == size
+    assert sum(share.targets for share in shares) == batch.targets
     assert sorted(t for share in shares for t in targets_of(share)) == targets_of(batch)
     assert sum((share.examples for share in shares), ()) == batch.examples
     for share in shares:
-        width = batch.tokens.shape[1]
-        assert share.tokens.shape == (4 // size, width)
-        at = share.positions[: share.count]
+        width = batch.inputs["tokens"].shape[1]
+        assert share.inputs["tokens"].shape == (4 // size, width)
+        at = share.inputs["positions"][: share.targets]
         # each position is of the token before its target
-        assert (share.tokens.reshape(-1)[at] + 1 == share.targets[: share.count]).all()
+        assert (
+            share.inputs["tokens"].reshape(-1)[at] + 1 == share.inputs["targets"][: share.targets]
+        ).all()
 
 
 def test_a_rank_may_have_no_sequence():
     examples = [example(9), example(5)]
-    batch = make_packed_batch(examples, Packed([[0, 1]], ((16, 16),)), 4, 32)
-    shares = [shared_tokens(batch, rank, 2) for rank in range(2)]
-    assert [share is None for share in shares] == [True, False]
-    assert shares[1].count == batch.count
+    collate = PackedCollate(4, 32)
+    batch = collate(examples, Packed([np.arange(2)], ((16, 16),)))
+    (share,) = collate.split(batch, 2)
+    assert share.targets == batch.targets and share.layout == batch.layout
 
 
 def test_shares_of_pairs_have_as_many_rows():
     column = np.arange(12, dtype=np.int32).reshape(4, 3)
     weights = np.array([1, 1, 1, 0], np.float32)
-    batch = PairBatch((column, column), np.full((2, 4), 3, np.int32), weights, None, (5, 6, 7))
-    shares = [shared_pairs(batch, rank, 2) for rank in range(2)]
-    assert [share.weights.tolist() for share in shares] == [[1, 1], [1, 0]]
+    lengths = np.full((2, 4), 3, np.int32)
+    inputs = {"first": column, "second": column, "lengths": lengths, "weights": weights}
+    shares = PairCollate(4, 3).split(Batch(inputs, 3, 3, (5, 6, 7)), 2)
+    assert [share.inputs["weights"].tolist() for share in shares] == [[1, 1], [1, 0]]
+    assert [share.inputs["lengths"].shape for share in shares] == [(2, 2)] * 2
     assert sum((share.examples for share in shares), ()) == (5, 6, 7)
-    assert np.array_equal(np.concatenate([s.columns[0] for s in shares]), column)
+    assert np.array_equal(np.concatenate([s.inputs["first"] for s in shares]), column)
 
 
 def test_one_rank_alone_exchanges_nothing():

@@ -6,7 +6,8 @@ import itertools
 import numpy as np
 
 from mlx_packs import TrainConfig
-from mlx_packs.data.batches import Batch, training_batches
+from mlx_packs.data.batches import training_set
+from mlx_packs.data.dataset import Batch
 from mlx_packs.data.encoding import Examples
 from mlx_packs.data.sampler import Sampler
 from mlx_packs.display import NORMAL, QUIET, Display
@@ -70,16 +71,16 @@ class CachedModel:
         t = self.train
         lengths = self._examples.lengths
         sampler = Sampler(lengths, t.batch_size, t.max_seq_length - 1, t.seed, t.packing)
-        return list(itertools.islice(training_batches(self._examples, sampler, start), count))
+        return list(itertools.islice(training_set(self._examples, sampler).batches(start), count))
 
     def states(self, batch: Batch) -> np.ndarray:
         """The states [B, T, D] that a step gets of a batch."""
-        return np.array(self.cache.arrays(batch)[0])
+        return np.array(self.cache.prepare(batch).inputs["states"])
 
     def fill(self) -> "CachedModel":
         """Compute the states of every example, and release cache and base."""
         for batch in self.batches(4):
-            self.cache.arrays(batch)
+            self.cache.prepare(batch)
         self.cache.close()
         self.attached.detach()
         return self

@@ -1,6 +1,6 @@
 """Steps of small causal language models, without a run around them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import mlx.nn as nn
 import mlx.optimizers as optimizers
@@ -9,9 +9,11 @@ from mlx.utils import tree_flatten, tree_map
 
 from mlx_packs import LoRAConfig, TrainConfig
 from mlx_packs.adapters.lora import Attached, attach
-from mlx_packs.data.batches import Batch
+from mlx_packs.data.batches import TokenCollate
+from mlx_packs.data.dataset import Batch
 from mlx_packs.data.encoding import Example
-from mlx_packs.objectives.causal_lm import CausalLM, Head, as_arrays, split_head
+from mlx_packs.objectives.causal_lm import CausalLM, Head, split_head
+from mlx_packs.objectives.objective import arrays_of
 from mlx_packs.objectives.sequence_packing import prepare_packing
 from mlx_packs.optim import make_optimizer
 from mlx_packs.packs.base import Base
@@ -38,9 +40,33 @@ def fill_b(attached: Attached) -> None:
         slot.lora.lora_b[:] = [0.1 * mx.random.normal(b.shape) for b in slot.lora.lora_b]
 
 
-def loss_sum(model: nn.Module, head: Head | None, *arrays: mx.array) -> mx.array:
-    """The sum of the targets' losses, weighted."""
-    return CausalLM(model, head).loss(*arrays)[0]
+def make_batch(
+    examples: Sequence[Example], indices: Sequence[int], batch_size: int, limit: int
+) -> Batch:
+    """Examples with these indices in a batch of rows of at most ``limit`` inputs."""
+    return TokenCollate(batch_size, limit)(examples, indices)
+
+
+def loss_sum(model: nn.Module, head: Head | None, batch: Batch) -> mx.array:
+    """The sum of the targets' losses."""
+    return CausalLM(model, head).loss(arrays_of(batch), batch.layout)[0]
+
+
+_loss = CausalLM.loss
+
+
+def weighted(
+    objective: CausalLM, inputs: dict[str, mx.array], layout: tuple = ()
+) -> tuple[mx.array, mx.array]:
+    """The loss of `CausalLM` where targets count the batch's weight each."""
+    total, count = _loss(objective, inputs, layout)
+    weight = inputs["weight"].mean()
+    return total * weight, count * weight
+
+
+def with_weight(batch: Batch, weight: float) -> Batch:
+    """A batch for `weighted`."""
+    return batch.having(weight=np.full(len(batch.inputs["tokens"]), weight, np.float32))
 
 
 def adapted(
@@ -91,7 +117,7 @@ def update(batches: Sequence[Batch], accumulate: int, recompute: bool = False) -
     optimizer.init(base.model.trainable_parameters())
     stepper = lm_stepper(base.model, optimizer)
     for i, batch in enumerate(batches, 1):
-        stepper(as_arrays(batch), batch.count, i == len(batches), accumulate == 1)
+        stepper(batch, i == len(batches), accumulate == 1)
     return attached.tensors(), stepper
 
 
@@ -105,13 +131,12 @@ def loss_and_gradients(
     model: nn.Module,
     head: Head | None,
     batches: Iterable[Batch],
-    arrays: Callable[[Batch], tuple] = as_arrays,
 ) -> tuple[float, dict[str, mx.array]]:
     """Sums over batches."""
-    value_and_grad = nn.value_and_grad(model, lambda *arrays: loss_sum(model, head, *arrays))
+    value_and_grad = nn.value_and_grad(model, lambda batch: loss_sum(model, head, batch))
     total, gradients = 0.0, None
     for batch in batches:
-        loss, of_batch = value_and_grad(*arrays(batch))
+        loss, of_batch = value_and_grad(batch)
         total += loss.item()
         gradients = of_batch if gradients is None else tree_map(mx.add, gradients, of_batch)
     return total, dict(tree_flatten(gradients))

@@ -9,20 +9,18 @@ from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, TrainConfig, runtime
 from mlx_packs.adapters.lora import attach
-from mlx_packs.data.batches import make_batch
 from mlx_packs.data.encoding import Example
 from mlx_packs.memory.estimate import estimate, remedies
 from mlx_packs.memory.headers import Headers, tensor_bytes
 from mlx_packs.memory.plan import ERROR, fit
 from mlx_packs.memory.read import read_headers
-from mlx_packs.objectives.causal_lm import as_arrays
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
 from tests.helpers.errors import raises
 from tests.helpers.headers import REAL, dense_headers
 from tests.helpers.memory import active_bytes
 from tests.helpers.models import base_of
-from tests.helpers.steps import lm_stepper
+from tests.helpers.steps import lm_stepper, make_batch
 
 DENSE = TrainConfig(matmul_path="dense")
 
@@ -213,7 +211,7 @@ def test_blocks_keep_no_scores_whichever_projections_are_adapted(
     batch = make_batch(rows, [0], 1, length)
     mx.eval(tiny.model.parameters(), optimizer.state)
     mx.reset_peak_memory()
-    stepper(as_arrays(batch), batch.count, True, True)
+    stepper(batch, True, True)
     assert mx.get_peak_memory() - others < (1 + ERROR) * planned.peak_bytes
 
 

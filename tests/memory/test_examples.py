@@ -17,7 +17,7 @@ import itertools, sys
 from pathlib import Path
 from benchmarks import alone
 from mlx_packs.config.schema import DataConfig
-from mlx_packs.data.batches import training_batches
+from mlx_packs.data.batches import training_set
 from mlx_packs.data.encoding import EncodingOptions, encode
 from mlx_packs.data.rows import load_rows
 from mlx_packs.data.sampler import Sampler
@@ -31,7 +31,7 @@ rows = load_rows(DataConfig(data=sys.argv[1])).rows
 examples = [encode(rows[split], base.tokenizer, config, options) for split in ("train", "valid")]
 sampler = Sampler(examples[0].lengths, 4, 511)
 sampler.epoch(0)
-for _ in itertools.islice(training_batches(examples[0], sampler), 1000):
+for _ in itertools.islice(training_set(examples[0], sampler).batches(), 1000):
     pass
 print(alone.peak_rss_bytes() - before)
 """

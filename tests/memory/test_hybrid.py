@@ -8,19 +8,18 @@ from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, TrainConfig
 from mlx_packs.adapters.lora import attach
-from mlx_packs.data.batches import make_batch
 from mlx_packs.data.encoding import Example
 from mlx_packs.memory import hybrid
 from mlx_packs.memory.estimate import estimate
 from mlx_packs.memory.headers import Headers
 from mlx_packs.memory.plan import ERROR
-from mlx_packs.objectives.causal_lm import as_arrays, split_head
+from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import assumed_device, mx
 from tests.helpers.errors import raises
 from tests.helpers.families import family_base
 from tests.helpers.models import base_of_config
-from tests.helpers.steps import lm_stepper
+from tests.helpers.steps import lm_stepper, make_batch
 
 # hidden and FFN, value heads, blocks
 SHAPES = {"narrow": (128, 256, 4, 4), "wide": (192, 512, 8, 4), "eight_blocks": (96, 256, 4, 8)}
@@ -81,7 +80,7 @@ def measured_and_planned(name: str, length: int, recompute: str = "none") -> tup
     batch = make_batch([example], [0], 1, length)
     for _ in range(2):
         mx.reset_peak_memory()
-        stepper(as_arrays(batch), batch.count, True, True)
+        stepper(batch, True, True)
     assert plan.adapters == 4 * attached.parameter_count()
     return mx.get_peak_memory() - others, plan.peak_bytes
 

@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 
 from mlx_packs.cpu.profile import CPU
-from mlx_packs.data.batches import make_batch
 from mlx_packs.nn import lora
 from mlx_packs.ops.profile import forced_profile
 from tests.helpers.packing import LIMIT, ROWS, attached_model
-from tests.helpers.steps import assert_same, loss_and_gradients
+from tests.helpers.steps import assert_same, loss_and_gradients, make_batch
 
 SAVES_PASSES = replace(CPU, saves_passes=True)
 

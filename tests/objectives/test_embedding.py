@@ -11,7 +11,7 @@ from mlx_packs import LoRAConfig, TrainConfig, load_base
 from mlx_packs.adapters.full import unfreeze
 from mlx_packs.adapters.lora import attach
 from mlx_packs.data.formats import Row
-from mlx_packs.data.pairs import encode_pairs, make_pair_batch
+from mlx_packs.data.pairs import PairCollate, encode_pairs
 from mlx_packs.objectives.embedding import (
     EmbeddingObjective,
     cosent_loss,
@@ -19,6 +19,7 @@ from mlx_packs.objectives.embedding import (
     ranking_loss,
     triplet_loss,
 )
+from mlx_packs.objectives.objective import arrays_of
 from mlx_packs.runtime import mx
 from tests.helpers.encoders import all_pairs, all_scored, all_triplets, write_encoder
 from tests.helpers.memory import active_bytes
@@ -118,11 +119,11 @@ LOSSES = {
 def gradients(base, name: str, rows: list[dict], size: int, **settings) -> tuple[float, dict]:
     """Loss and gradients of the adapters for a batch of ``size`` rows, some of them padding."""
     pairs = encode_pairs([Row("test", row) for row in rows], base.tokenizer, 48)
-    batch = make_pair_batch(pairs, range(len(rows)), size, 48)
+    batch = PairCollate(size, 48)(pairs, range(len(rows)))
     train = TrainConfig(task="embedding", **settings)
     objective = EmbeddingObjective(base.model, name, train)
     base.model.train()
-    (value, _), result = nn.value_and_grad(base.model, objective.loss)(*objective.arrays(batch))
+    (value, _), result = nn.value_and_grad(base.model, objective.loss)(arrays_of(batch))
     return value.item(), {name: np.array(g) for name, g in tree_flatten(result)}
 
 

@@ -11,13 +11,13 @@ import pytest
 from mlx_packs import LoRAConfig, TrainConfig, runtime
 from mlx_packs.adapters.lora import attach
 from mlx_packs.config.recipe import resolve
-from mlx_packs.data.batches import training_batches
+from mlx_packs.data.batches import training_set
 from mlx_packs.data.sampler import Sampler
 from mlx_packs.display import NORMAL, QUIET, VERBOSE, Display
 from mlx_packs.errors import PackError
 from mlx_packs.nn.frozen_blocks import FrozenBlock, frozen_output
 from mlx_packs.objectives import frozen_activations
-from mlx_packs.objectives.causal_lm import as_arrays, split_head
+from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.objectives.frozen_activations import (
     frozen_blocks,
     memory_budget,
@@ -66,7 +66,8 @@ def test_cached_states_have_loss_and_gradients_of_computed_ones(family, packing,
     assert opened.cache.to_json()["blocks"] == BLOCKS - 1
     batches = opened.batches(9)  # into the third epoch, whose batches hold other rows together
     expected, of_plain = loss_and_gradients(opened.model, opened.head, batches)
-    actual, of_cached = loss_and_gradients(opened.model, opened.head, batches, opened.cache.arrays)
+    cached = map(opened.cache.prepare, batches)
+    actual, of_cached = loss_and_gradients(opened.model, opened.head, cached)
     assert actual == pytest.approx(expected, rel=1e-6)
     assert_same(of_cached, of_plain)
     assert opened.cache.rows_computed == len(LENGTHS)  # each row once
@@ -91,8 +92,9 @@ def test_states_keep_every_bit_of_bfloat16():
     base.model.set_dtype(mx.bfloat16)
     opened = CachedModel(base=base)
     batch = opened.batches(1)[0]
-    states, *_ = opened.cache.arrays(batch)
-    expected = frozen_output(opened.model, lambda: opened.head.hidden(mx.array(batch.tokens)))
+    states = opened.cache.prepare(batch).inputs["states"]
+    tokens = mx.array(batch.inputs["tokens"])
+    expected = frozen_output(opened.model, lambda: opened.head.hidden(tokens))
     assert states.dtype == mx.bfloat16
     for b, row in enumerate(batch.examples):
         n = LENGTHS[row] - 1
@@ -102,7 +104,7 @@ def test_states_keep_every_bit_of_bfloat16():
 def test_frozen_blocks_are_not_computed_where_states_are_given():
     opened = CachedModel()
     batch = opened.batches(1)[0]
-    arrays = opened.cache.arrays(batch)
+    prepared = opened.cache.prepare(batch)
 
     class Refuses(nn.Module):
         def __call__(self, *args, **kwargs):
@@ -110,7 +112,7 @@ def test_frozen_blocks_are_not_computed_where_states_are_given():
 
     for block in opened.model.layers[: BLOCKS - 1]:
         block.block = Refuses()
-    assert loss_sum(opened.model, opened.head, *arrays).item() > 0
+    assert loss_sum(opened.model, opened.head, prepared).item() > 0
 
 
 @pytest.mark.parametrize("recompute", ["none", "block"])
@@ -132,8 +134,8 @@ def test_backward_stops_at_the_first_adapted_block(recompute):
         opened.model.model.layers[i] = Watched(opened.model.layers[i])
         opened.model.train()
         _, gradients = nn.value_and_grad(
-            opened.model, lambda *arrays: loss_sum(opened.model, opened.head, *arrays)
-        )(*as_arrays(opened.batches(1)[0]))
+            opened.model, lambda batch: loss_sum(opened.model, opened.head, batch)
+        )(opened.batches(1)[0])
         mx.eval(gradients)
         assert len(passed) == (i == BLOCKS - 1)  # so it would be seen in the adapted one
 
@@ -141,10 +143,10 @@ def test_backward_stops_at_the_first_adapted_block(recompute):
 def test_rows_are_given_ahead_once_they_are_known():
     opened = CachedModel()
     epoch = opened.batches(4)
-    assert [b.states is None for b in opened.cache.prefetch(epoch)] == [True] * 4
+    assert not any("states" in opened.cache.ahead(batch).inputs for batch in epoch)
     expected = [opened.states(b) for b in epoch]
-    for batch, states in zip(opened.cache.prefetch(epoch), expected, strict=True):
-        assert batch.states is not None
+    for batch, states in zip(map(opened.cache.ahead, epoch), expected, strict=True):
+        assert batch.inputs["states"].dtype == np.uint8
         assert np.array_equal(opened.states(batch), states)
 
 
@@ -164,9 +166,9 @@ def losses():
     optimizer.init(opened.model.trainable_parameters())
     stepper = lm_stepper(opened.model, optimizer, head=opened.head)
     (batch,) = opened.batches(1)
-    first = opened.cache.arrays(batch)
-    second = first[0][::-1] * 2, *first[1:]
-    steps = [stepper(arrays, batch.count, True, True)[0] for arrays in (first, second)]
+    first = opened.cache.prepare(batch)
+    second = first.having(states=first.inputs["states"][::-1] * 2)
+    steps = [stepper(each, True, True)[0] for each in (first, second)]
     return steps, stepper.traces
 mx.disable_compile(); plain = losses()
 mx.enable_compile(); compiled = losses()
@@ -189,8 +191,9 @@ def test_every_family_has_the_loss_of_computed_states_or_is_rejected(family):
     assert family not in UNSUPPORTED
     expected, actual = [], []
     for batch in opened.batches(6):
-        expected.append(loss_sum(opened.model, opened.head, *as_arrays(batch)).item())
-        actual.append(loss_sum(opened.model, opened.head, *opened.cache.arrays(batch)).item())
+        expected.append(loss_sum(opened.model, opened.head, batch).item())
+        prepared = opened.cache.prepare(batch)
+        actual.append(loss_sum(opened.model, opened.head, prepared).item())
     assert actual == pytest.approx(expected, rel=1e-5)
 
 
@@ -199,14 +202,13 @@ def test_states_beyond_the_memory_limit_come_from_disk(states_folder, monkeypatc
     monkeypatch.setattr(frozen_activations, "memory_budget", lambda plan: memory)
     opened = CachedModel()
     batches = opened.batches(9)
-    expected = [as_arrays(batch) for batch in batches]
-    actual = [opened.cache.arrays(batch) for batch in batches]
+    actual = [opened.cache.prepare(batch) for batch in batches]
     assert opened.cache.store.is_on_disk
     assert opened.cache.store.memory_bytes <= memory
     assert (opened.cache.store.memory_bytes > 0) == (memory > 0)
     assert opened.cache.rows_computed == len(LENGTHS)
-    for cached, plain in zip(actual, expected, strict=True):
-        losses = [loss_sum(opened.model, opened.head, *a).item() for a in (cached, plain)]
+    for pair in zip(actual, batches, strict=True):
+        losses = [loss_sum(opened.model, opened.head, batch).item() for batch in pair]
         assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
@@ -289,16 +291,15 @@ def test_states_of_another_base_of_the_name_are_computed_again(states_folder):
     assert again.cache.rows_found == 0
     batches = again.batches(4)
     expected, _ = loss_and_gradients(again.model, again.head, batches)
-    assert loss_and_gradients(again.model, again.head, batches, again.cache.arrays)[
-        0
-    ] == pytest.approx(expected, rel=1e-6)
+    actual, _ = loss_and_gradients(again.model, again.head, map(again.cache.prepare, batches))
+    assert actual == pytest.approx(expected, rel=1e-6)
 
 
 def test_one_foreign_row_among_those_computed_again_is_enough(states_folder):
     base = base_of_blocks()
     opened = CachedModel(base=base)
     for batch in opened.batches(4):
-        opened.cache.arrays(batch)
+        opened.cache.prepare(batch)
     last = max(opened.cache.compute(int(opened.cache._batch_of[0])))
     opened.cache.store.put(last, np.zeros_like(opened.cache.store.get(last)))
     opened.cache.close()
@@ -333,7 +334,7 @@ def test_full_disk_keeps_and_reads_what_is_there(states_folder, monkeypatch):
     computed = opened.cache.rows_computed
     assert np.array_equal(opened.states(batches[0]), expected[0])
     for batch in batches[1:]:
-        assert np.array_equal(opened.states(batch), batch.tokens)
+        assert opened.cache.prepare(batch) is batch
     assert opened.cache.rows_computed == computed == sum(len(b.examples) for b in batches[:2])
     assert [t for t, _ in opened.lines[1:]] == [
         "states are no longer kept on disk (No space left on device)"
@@ -395,10 +396,9 @@ def test_adapters_on_the_head_alone_have_every_block_cached():
         attached, head, TRAIN, examples(), "quantized", None, Display(QUIET)
     )
     assert cache.to_json()["blocks"] == BLOCKS
-    batch = next(training_batches(examples(), Sampler(examples().lengths, 2, 47, 3)))
-    plain, cached = (
-        loss_sum(base.model, head, *a).item() for a in (as_arrays(batch), cache.arrays(batch))
-    )
+    batch = next(training_set(examples(), Sampler(examples().lengths, 2, 47, 3)).batches())
+    pair = batch, cache.prepare(batch)
+    plain, cached = (loss_sum(base.model, head, each).item() for each in pair)
     assert cached == pytest.approx(plain, rel=1e-6)
 
 
@@ -506,9 +506,9 @@ def test_half_precision_states_are_not_taken_for_traces():
     optimizer.init(opened.model.trainable_parameters())
     stepper = lm_stepper(opened.model, optimizer, head=opened.head)
     (batch,) = opened.batches(1)
-    arrays = opened.cache.arrays(batch)
-    stepper(arrays, batch.count, True, True)
-    assert arrays[0].dtype == mx.bfloat16 and stepper.traces == 0
+    prepared = opened.cache.prepare(batch)
+    stepper(prepared, True, True)
+    assert prepared.inputs["states"].dtype == mx.bfloat16 and stepper.traces == 0
 
 
 def test_states_in_memory_are_those_of_all_rows_within_the_budget():

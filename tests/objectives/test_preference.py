@@ -11,10 +11,11 @@ from mlx_packs.config.choices import PREFERENCE_TASKS
 from mlx_packs.config.schema import DataConfig, LoRAConfig, TrainConfig
 from mlx_packs.data.encoding import EncodingOptions
 from mlx_packs.data.formats import PREFERENCE, Row
-from mlx_packs.data.preference_batches import PreferenceSampler, preference_batch
+from mlx_packs.data.preference_batches import PreferenceSampler, preference_set
 from mlx_packs.data.preferences import RATED, encode_preferences
 from mlx_packs.evaluation.preferences import score_preferences
 from mlx_packs.objectives.causal_lm import split_head
+from mlx_packs.objectives.objective import arrays_of
 from mlx_packs.objectives.phase_start import PhaseStart
 from mlx_packs.objectives.preference import (
     LOSSES,
@@ -136,12 +137,15 @@ class Small:
         self.sampler = PreferenceSampler(self.examples.lengths, size, 95, 1, packing)
         self.passes = 0
 
-        def sums(rows, arrays):
+        self.data = preference_set(self.examples, self.sampler)
+
+        def sums(inputs, layout):
             self.passes += 1
-            return completion_sums(self.base.model, head, rows, arrays)[0]
+            return completion_sums(self.base.model, head, inputs, layout)[0]
 
         start = PhaseStart(self.trainable, lambda start: None, bare=True)
-        reference = Reference(self.base.model, start, sums, self.first)
+        reference = Reference(self.base.model, start, sums, lambda start: self.data)
+        reference.begin(0, fresh=True)
         self.objective = PreferenceObjective(
             self.base.model, head, self.train, reference, score_preferences
         )
@@ -152,16 +156,17 @@ class Small:
         )
 
     def batch(self, number: int):
-        return self.of(next(self.sampler.batches(number)))
+        return next(self.data.batches(number))
 
     def of(self, order):
-        return preference_batch(self.examples, self.sampler, order, "train")
+        return self.data.collate(self.examples, order)
 
-    def first(self, start: int, row: int):
-        return next(b for b in map(self.of, self.sampler.epoch(0)) if row in b.rows)
+    def reference_of(self, batch) -> np.ndarray:
+        return np.array(self.objective.prepare(batch).inputs["reference"])
 
     def loss(self, batch) -> tuple[float, float]:
-        total, rows = self.objective.loss(*self.objective.arrays(batch))
+        prepared = self.objective.prepare(batch)
+        total, rows = self.objective.loss(arrays_of(prepared), prepared.layout)
         return total.item(), rows.item()
 
 
@@ -170,9 +175,9 @@ def test_packed_rows_have_the_loss_of_unpacked_ones(task):
     packed, unpacked = Small(task, packing=True), Small(task)
     sums = []
     for small in (packed, unpacked):
-        batches = [small.of(order) for order in small.sampler.epoch(0)]
-        assert sum(len(batch.rows) for batch in batches) == 8
-        assert any(len(batch.rows) > 4 for batch in batches) == (small is packed)
+        batches = small.data.once()
+        assert sum(batch.denominator for batch in batches) == 8
+        assert any(batch.denominator > 4 for batch in batches) == (small is packed)
         losses = [small.loss(batch) for batch in batches]
         assert sum(rows for _, rows in losses) == 8
         sums.append(sum(total for total, _ in losses))
@@ -181,12 +186,12 @@ def test_packed_rows_have_the_loss_of_unpacked_ones(task):
 
 def test_pieces_add_up_to_their_batch():
     small = Small("dpo")
-    batch = small.batch(0)
-    pieces = small.objective.split(batch, 2)
+    batch = small.objective.prepare(small.batch(0))
+    pieces = small.data.collate.split(batch, 2)
     losses = [small.loss(piece) for piece in pieces]
     assert [count for _, count in losses] == [2, 2]
     assert sum(value for value, _ in losses) == pytest.approx(small.loss(batch)[0], rel=1e-5)
-    assert len(Small("kto").objective.split(batch, 2)) == 1  # its rows are compared
+    assert not small.objective.compares_examples and Small("kto").objective.compares_examples
 
 
 def test_the_reference_is_the_base_and_is_computed_once():
@@ -194,29 +199,29 @@ def test_the_reference_is_the_base_and_is_computed_once():
     trained = {name: np.array(t) for name, t in small.trainable.tensors().items()}
     batches = [small.batch(number) for number in range(2)]
     small.base.model.train()
-    values = [small.objective.arrays(batch)[4] for batch in batches]
+    values = [small.reference_of(batch) for batch in batches]
     passes = small.passes
     assert small.base.model.training
     for name, tensor in small.trainable.tensors().items():
         assert np.array_equal(np.array(tensor), trained[name])
     mixed = small.of(np.array([2, 3, 14, 15, 0, 1, 8, 9]))  # as a later epoch has them
-    again = np.array(small.objective.arrays(mixed)[4])
+    again = small.reference_of(mixed)
     assert small.passes == passes
     by_row = {
-        row: np.array(v)[i]
+        row: v[i]
         for b, v in zip(batches, values, strict=True)
-        for i, row in enumerate(b.rows)
+        for i, row in enumerate(b.examples[::2])
     }
-    assert all(np.array_equal(again[i], by_row[row]) for i, row in enumerate(mixed.rows))
+    assert all(np.array_equal(again[i], by_row[row]) for i, row in enumerate(mixed.examples[::2]))
     with small.trainable.disabled():
-        sums = small.objective.outcome(*small.objective.arrays(batches[0]))[2]
-    np.testing.assert_allclose(np.array(sums), np.array(values[0]), rtol=1e-5)
+        sums = small.objective.outcome(arrays_of(batches[0]), ())[2]
+    np.testing.assert_allclose(np.array(sums), values[0], rtol=1e-5)
 
 
 def test_a_loss_begins_at_its_value_without_a_difference():
     small = Small("dpo")
     with small.trainable.disabled():
         total, rows = small.loss(small.batch(0))
-        score = small.objective.score([small.batch(0)])
+        score = small.objective.score_trained(small.batch(0))
     assert total / rows == pytest.approx(math.log(2), abs=1e-5)
     assert (score.accuracy, score.rows) == (0.5, 4) and abs(score.margin) < 1e-4

@@ -10,7 +10,6 @@ from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, train_pack
 from mlx_packs.adapters.lora import attach
-from mlx_packs.data.batches import make_batch
 from mlx_packs.data.encoding import Example
 from mlx_packs.memory.estimate import estimate
 from mlx_packs.memory.headers import Headers
@@ -21,7 +20,7 @@ from tests.helpers.checkpoints import write_checkpoint, write_quantized
 from tests.helpers.errors import raises
 from tests.helpers.memory import active_bytes
 from tests.helpers.models import base_of
-from tests.helpers.steps import lm_stepper, loss_sum
+from tests.helpers.steps import lm_stepper, loss_sum, make_batch
 
 STACK = TrainConfig(objective="projection-stack")
 SQUARE = {"head_dim": 16}  # 4 heads of 16 are as wide as the 64 of the hidden states
@@ -43,11 +42,11 @@ def randomize(attached) -> None:
     attached.load(result, "test")
 
 
-def batch_of(arrays):
+def batch_of(prepare):
     rows = [
         Example(np.arange(3 + i, 23 + i, dtype=np.int32), np.arange(20) > 4, "row") for i in (0, 9)
     ]
-    return arrays(make_batch(rows, [0, 1], 2, 31))
+    return prepare(make_batch(rows, [0, 1], 2, 31))
 
 
 def dense_weight(module) -> mx.array:
@@ -102,8 +101,11 @@ def test_stack_has_the_loss_gradients_and_step_of_plain_mlx(family, changes, pat
     assert list(attached.specs) == paths
     randomize(attached)
     head = result.head()
-    arrays = batch_of(result.inputs.arrays)
-    tokens, positions, targets, weights = arrays
+    batch = batch_of(result.preparation.prepare)
+    tokens, positions, targets = (
+        mx.array(batch.inputs[name]) for name in ("tokens", "positions", "targets")
+    )
+    weights = mx.array(batch.inputs["owners"] >= 0)
     started = attached.tensors()
 
     def expected_loss(adapters):
@@ -111,17 +113,17 @@ def test_stack_has_the_loss_gradients_and_step_of_plain_mlx(family, changes, pat
         return (each * weights).sum()
 
     expected, expected_grads = mx.value_and_grad(expected_loss)(started)
-    value, grads = nn.value_and_grad(attached.model, lambda *a: loss_sum(attached.model, head, *a))(
-        *arrays
+    value, grads = nn.value_and_grad(attached.model, lambda b: loss_sum(attached.model, head, b))(
+        batch
     )
     assert abs(value.item() - expected.item()) < 1e-4 * expected.item()
     assert len(tree_flatten(grads)) == len(expected_grads)
 
-    rate, count = 1e-3, int(weights.sum().item())
+    rate, count = 1e-3, batch.denominator
     config = TrainConfig(optimizer="sgd", learning_rate=rate, lr_schedule="constant")
     optimizer = make_optimizer(config)
     optimizer.init(attached.model.trainable_parameters())
-    lm_stepper(attached.model, optimizer, None, head)(arrays, count, True, True)
+    lm_stepper(attached.model, optimizer, None, head)(batch, True, True)
     for name, stepped in attached.tensors().items():
         gradient = (started[name] - stepped) / rate * count
         scale = mx.abs(expected_grads[name]).max().item()

@@ -9,10 +9,11 @@ from mlx_packs.adapters.score_head import fresh_score_head
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data.encoding import EncodingOptions
 from mlx_packs.data.formats import Row
-from mlx_packs.data.preference_batches import PreferenceSampler, preference_batch
-from mlx_packs.data.scored import ScoredBatch, encode_scored
+from mlx_packs.data.preference_batches import PreferenceSampler, preference_set
+from mlx_packs.data.scored import encode_scored
 from mlx_packs.evaluation.reward_model import score_pairs
 from mlx_packs.objectives.causal_lm import split_head
+from mlx_packs.objectives.objective import arrays_of
 from mlx_packs.objectives.reward_model import RewardModel, hidden_states, reward_losses
 from mlx_packs.objectives.sequence_packing import prepare_packing
 from mlx_packs.runtime import mx
@@ -41,22 +42,23 @@ class Small:
         self.score = fresh_score_head(self.base, 0)
         self.objective = RewardModel(self.base.model, self.states, self.score, 0.1)
 
+        self.data = preference_set(self.examples, self.sampler, is_scored=True)
+
     def batches(self):
-        orders = self.sampler.epoch(0)
-        return [preference_batch(self.examples, self.sampler, order, "train") for order in orders]
+        return self.data.once()
 
     def sums(self, batches) -> np.ndarray:
-        losses = [self.objective.loss(*self.objective.arrays(batch)) for batch in batches]
+        losses = [self.objective.loss(arrays_of(batch), batch.layout) for batch in batches]
         return np.array([[value.item() for value in pair] for pair in losses]).sum(axis=0)
 
 
 def test_a_completion_is_scored_at_its_last_token():
     small = Small()
     batch = small.batches()[0]
-    _, rewards = small.objective.outcome(*small.objective.arrays(batch))
-    for row, (chosen, rejected) in zip(batch.rows, np.array(rewards), strict=True):
+    _, rewards = small.objective.outcome(arrays_of(batch), batch.layout)
+    for example, (chosen, rejected) in zip(batch.examples[::2], np.array(rewards), strict=True):
         for side, reward in enumerate((chosen, rejected)):
-            tokens = small.examples.items[2 * row + side].tokens[:-1]  # the last one has no input
+            tokens = small.examples.items[example + side].tokens[:-1]  # the last one has no input
             state = small.states(mx.array(tokens)[None])[0, -1]
             assert reward == pytest.approx((small.score.weight[0] @ state).item(), abs=1e-4)
 
@@ -72,8 +74,8 @@ def test_the_head_is_that_of_the_seed_and_of_the_deviation_of_the_config():
 def test_packed_pairs_have_the_loss_of_unpacked_ones():
     packed, unpacked = Small(packing=True), Small()
     batches = packed.batches()
-    assert any(len(batch.rows) > len(batch.tokens.tokens) for batch in batches)
-    read = sum(ScoredBatch(**vars(batch)).count for batch in batches)
+    assert any(batch.denominator > len(batch.inputs["tokens"]) for batch in batches)
+    read = sum(batch.targets for batch in batches)
     assert read == (packed.examples.lengths - 1).sum()
     sums = [small.sums(small.batches()) for small in (packed, unpacked)]
     assert sums[0][1] == sums[1][1] == 8
@@ -84,7 +86,7 @@ def test_packed_pairs_have_the_loss_of_unpacked_ones():
 def test_pieces_add_up_to_their_batch(packing):
     small = Small(packing)
     batch = small.batches()[0]
-    pieces = small.objective.split(batch, 2)
+    pieces = small.data.collate.split(batch, 2)
     assert len(pieces) == 2
     np.testing.assert_allclose(small.sums(pieces), small.sums([batch]), rtol=1e-5)
 
@@ -92,7 +94,7 @@ def test_pieces_add_up_to_their_batch(packing):
 def test_padding_rows_count_for_nothing():
     small = Small()
     order = np.arange(6)  # three pairs of four
-    batch = preference_batch(small.examples, small.sampler, order, "train")
+    batch = small.data.collate(small.examples, order)
     whole = small.sums([batch])
     assert whole[1] == 3
     score = score_pairs(small.objective, [batch])

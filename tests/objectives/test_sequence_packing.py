@@ -9,11 +9,10 @@ from mlx_lm.models.phi import PhiAttention
 
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
 from mlx_packs.adapters.lora import attach
-from mlx_packs.data.batches import make_batch
 from mlx_packs.errors import PackError
 from mlx_packs.evaluation.perplexity import Scorer
 from mlx_packs.nn.segments import SegmentCache, places_in_segments
-from mlx_packs.objectives.causal_lm import as_arrays, split_head
+from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.objectives.sequence_packing import prepare_packing
 from mlx_packs.ops.span_attention import span_attention
 from mlx_packs.optim import make_optimizer
@@ -29,6 +28,7 @@ from tests.helpers.steps import (
     examples_of,
     lm_stepper,
     loss_and_gradients,
+    make_batch,
 )
 
 
@@ -37,7 +37,7 @@ from tests.helpers.steps import (
 def test_packed_rows_have_the_loss_and_gradients_of_rows_alone(family, recompute):
     attached, head = attached_model(family, recompute)
     packed = packed_batch()
-    assert packed.segments.max() > 2
+    assert packed.inputs["segments"].max() > 2
     alone = [make_batch(ROWS, [i], 1, LIMIT) for i in range(len(ROWS))]
     loss, gradients = loss_and_gradients(attached.model, head, [packed])
     expected, expected_gradients = loss_and_gradients(attached.model, head, alone)
@@ -52,7 +52,7 @@ def test_aligned_rows_have_the_loss_and_gradients_of_rows_alone(family, policy):
     if policy == "selective":
         attached.recompute(policy)
     packed = aligned_batch()
-    assert isinstance(packed.segments, tuple) and sum(map(len, packed.segments)) >= len(ROWS)
+    assert sum(map(len, packed.layout)) >= len(ROWS)
     alone = [make_batch(ROWS, [i], 1, LIMIT) for i in range(len(ROWS))]
     loss, gradients = loss_and_gradients(attached.model, head, [packed])
     expected, expected_gradients = loss_and_gradients(attached.model, head, alone)
@@ -77,7 +77,7 @@ def test_packed_steps_equal_unpacked_ones(recompute, accumulate, last_k):
         optimizer.init(attached.model.trainable_parameters())
         stepper = lm_stepper(attached.model, optimizer, head=head)
         for i, batch in enumerate(batches, 1):
-            stepper(as_arrays(batch), batch.count, i == len(batches), len(batches) == 1)
+            stepper(batch, i == len(batches), len(batches) == 1)
         results.append(attached.tensors())
     for name, tensor in results[1].items():
         assert mx.abs(results[0][name] - tensor).max().item() < 1e-6, name
@@ -240,7 +240,6 @@ def test_no_thread_is_left_when_a_run_breaks_off(tiny, ragged_chats, tmp_path, m
 def test_packed_steps_are_the_same_compiled_and_uncompiled():
     code = """
 from mlx_packs.config.schema import TrainConfig
-from mlx_packs.objectives.causal_lm import as_arrays
 from mlx_packs.ops.span_attention import span_attention
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
@@ -253,7 +252,7 @@ def steps():
     optimizer.init(attached.model.trainable_parameters())
     stepper = lm_stepper(attached.model, optimizer, head=head)
     for _ in range(2):
-        stepper(as_arrays(packed_batch()), packed_batch().count, True, True)
+        stepper(packed_batch(), True, True)
     return attached.tensors(), stepper.traces
 mx.disable_compile(); plain, none = steps()
 mx.enable_compile(); compiled, one = steps()

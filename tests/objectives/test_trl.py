@@ -12,18 +12,20 @@ from mlx_packs.adapters.saved_modules import attach_method
 from mlx_packs.adapters.score_head import fresh_score_head, with_score_head
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
-from mlx_packs.data.batches import make_batch
+from mlx_packs.data.dataset import Batch, Dataset, FixedOrder
 from mlx_packs.data.encoding import Example
-from mlx_packs.data.preference_batches import PreferenceSampler, preference_batch
+from mlx_packs.data.preference_batches import PreferenceSampler, preference_set
 from mlx_packs.data.preferences import PreferenceExamples
 from mlx_packs.data.scored import Scored
 from mlx_packs.objectives.causal_lm import split_head
-from mlx_packs.objectives.grpo import GRPO, Generated, PromptBatch, advantages
+from mlx_packs.objectives.grpo import GRPO, advantages
+from mlx_packs.objectives.objective import arrays_of
 from mlx_packs.objectives.phase_start import PhaseStart
 from mlx_packs.objectives.preference import PreferenceObjective, completion_sums
 from mlx_packs.objectives.reference import Reference
 from mlx_packs.objectives.reward_model import RewardModel, hidden_states
 from mlx_packs.runtime import mx
+from tests.helpers.steps import make_batch
 
 pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("default")]
 TARGETS = ("q_proj", "v_proj", "down_proj")
@@ -143,7 +145,7 @@ def examples_of_batch(task: str, batch: dict) -> tuple[list[Example], np.ndarray
     return interleaved(own, other), labels
 
 
-def objective_of(checkpoint, train: TrainConfig, batch):
+def objective_of(checkpoint, train: TrainConfig, data: Dataset):
     base = load_base(checkpoint)
     lora = LoRAConfig(rank=RANK, alpha=ALPHA, target_modules=TARGETS)
     trainable = find_method("lora").attach(base, lora, train, "dense")
@@ -151,9 +153,10 @@ def objective_of(checkpoint, train: TrainConfig, batch):
     reference = Reference(
         base.model,
         PhaseStart(trainable, lambda start: None, bare=True),
-        lambda rows, arrays: completion_sums(base.model, head, rows, arrays)[0],
-        lambda start, row: batch,
+        lambda inputs, layout: completion_sums(base.model, head, inputs, layout)[0],
+        lambda start: data,
     )
+    reference.begin(0, fresh=True)
     return trainable, PreferenceObjective(base.model, head, train, reference)
 
 
@@ -193,9 +196,10 @@ def test_loss_and_gradients_are_those_of_trl(checkpoint, tmp_path, case):
     examples, labels = examples_of_batch("cpo" if task == "simpo" else task, batch)
     data = PreferenceExamples(examples, "preferences", "completion", labels=labels)
     sampler = PreferenceSampler(data.lengths, 2 * len(labels), 64)
-    laid_out = preference_batch(data, sampler, np.arange(len(examples)), "train")
+    training = preference_set(data, sampler)
+    training = replace(training, sampler=FixedOrder([np.arange(len(examples))]))
     train = TrainConfig(task=task, batch_size=len(labels), **ours)
-    trainable, objective = objective_of(checkpoint, train, laid_out)
+    trainable, objective = objective_of(checkpoint, train, training)
 
     mx.random.seed(3)
     moved = {n: t + 0.1 * mx.random.normal(t.shape) for n, t in trainable.tensors().items()}
@@ -215,11 +219,12 @@ def test_loss_and_gradients_are_those_of_trl(checkpoint, tmp_path, case):
     loss = trainer.compute_loss(trainer.model, batch)
     loss.backward()
 
-    arrays = objective.arrays(laid_out)
+    (laid_out,) = training.once()
+    arrays = arrays_of(objective.prepare(laid_out))
 
     def mean(tensors):
         trainable.load(tensors, "test")
-        total, count = objective.loss(*arrays)
+        total, count = objective.loss(arrays)
         return total / count
 
     trainable.model.train()
@@ -269,8 +274,7 @@ def test_loss_and_gradients_of_rewards_are_those_of_trl(checkpoint, tmp_path, be
         Example(np.array([*p, *t[:n]], np.int32), np.arange(5 + n) >= 5, "row")
         for p, t, n in zip(prompts, texts, lengths, strict=True)
     ]
-    batch = PromptBatch(None, 0, (0, 1))
-    generated = Generated(make_batch(examples, range(6), 6, 32), rewards)
+    generated = make_batch(examples, range(6), 6, 32), rewards
     train = TrainConfig(task="grpo", beta=beta, num_generations=3, batch_size=2)
     base = load_base(checkpoint)
     adapters = LoRAConfig(rank=RANK, alpha=ALPHA, target_modules=TARGETS)
@@ -307,11 +311,11 @@ def test_loss_and_gradients_of_rewards_are_those_of_trl(checkpoint, tmp_path, be
     loss = trainer._compute_loss(trainer.model, inputs)
     loss.backward()
     trainable.load(moved, "test")
-    arrays = objective.arrays(batch)
+    arrays = arrays_of(objective.prepare(Batch({}, 0, 0, (0, 1))))
 
     def mean(tensors):
         trainable.load(tensors, "test")
-        total, count = objective.loss(*arrays)
+        total, count = objective.loss(arrays)
         return total / count
 
     value, gradients = mx.value_and_grad(mean)(moved)
@@ -365,7 +369,7 @@ def test_loss_and_gradients_of_a_reward_model_are_those_of_trl(checkpoint, tmp_p
     items = Scored(whole, np.arange(2 * half))
     data = PreferenceExamples(items, "preferences", "last token", labels=np.ones(half, np.float32))
     sampler = PreferenceSampler(data.lengths, 2 * half, 64)
-    laid_out = preference_batch(data, sampler, np.arange(2 * half), "train")
+    laid_out = preference_set(data, sampler).collate(data, np.arange(2 * half))
 
     base = load_base(checkpoint)
     base = replace(base, model=with_score_head(base.model, fresh_score_head(base, 0)))
@@ -395,11 +399,11 @@ def test_loss_and_gradients_of_a_reward_model_are_those_of_trl(checkpoint, tmp_p
     trainer.model.train()
     loss = trainer.compute_loss(trainer.model, batch)
     loss.backward()
-    arrays = objective.arrays(laid_out)
+    arrays = arrays_of(laid_out)
 
     def mean(tensors):
         trainable.load(tensors, "test")
-        total, count = objective.loss(*arrays)
+        total, count = objective.loss(arrays)
         return total / count
 
     value, gradients = mx.value_and_grad(mean)(moved)

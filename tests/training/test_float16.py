@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import mlx.optimizers as optimizers
@@ -12,20 +13,21 @@ from mlx.utils import tree_flatten
 from mlx_packs import LoRAConfig, TrainConfig, backend, load_base, runtime, train_pack
 from mlx_packs.adapters.lora import attach
 from mlx_packs.bases.tokenizer import load_tokenizer
-from mlx_packs.data.batches import make_batch
+from mlx_packs.data.dataset import Batch
 from mlx_packs.display import NORMAL, QUIET, Display
-from mlx_packs.objectives.causal_lm import as_arrays
+from mlx_packs.objectives.causal_lm import CausalLM, split_head
 from mlx_packs.optim import OPTIMIZERS, make_optimizer
 from mlx_packs.runtime import mx
 from mlx_packs.training import step, update
 from mlx_packs.training.checkpoint import has_loss_scale
 from mlx_packs.training.run_folder import checkpoints, latest_checkpoint
+from mlx_packs.training.step import Stepper
 from mlx_packs.training.update import FIRST, KEY, LEAST, add_scale
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.errors import raises
 from tests.helpers.models import base_of
 from tests.helpers.rows import write_rows
-from tests.helpers.steps import examples_of, fill_b, lm_stepper
+from tests.helpers.steps import examples_of, fill_b, make_batch, weighted, with_weight
 
 TRAIN = TrainConfig(
     iters=4,
@@ -62,22 +64,21 @@ def stepper_of(dtype=mx.float16, scale: float | None = FIRST, optimizer=None):
     if scale is not None:
         add_scale(optimizer)
         optimizer.state[KEY]["scale"] = mx.array(scale)
-    return model.model, lm_stepper(model.model, optimizer, None)
+    loss = partial(weighted, CausalLM(model.model, split_head(model.model)))
+    return model.model, Stepper(model.model, loss, optimizer, None)
 
 
-def arrays_of(weight: float = 1.0):
+def batch_of(weight: float = 1.0) -> Batch:
     """A batch whose targets count ``weight`` each."""
-    tokens, positions, targets, weights = as_arrays(
-        make_batch(examples_of((9, 17)), range(2), 2, 64)
-    )
-    return tokens, positions, targets, weight * weights
+    batch = make_batch(examples_of((9, 17)), range(2), 2, 64)
+    return replace(with_weight(batch, weight), denominator=1)
 
 
 def gradients(dtype, scale: float | None, weight: float = 1.0) -> dict[str, mx.array]:
     """Gradients of the adapters, by the difference that an update of SGD makes."""
     model, stepper = stepper_of(dtype, scale)
     before = dict(tree_flatten(model.trainable_parameters()))
-    stepper(arrays_of(weight), 1, True, True)
+    stepper(batch_of(weight), True, True)
     return {n: before[n] - a for n, a in tree_flatten(model.trainable_parameters())}
 
 
@@ -109,17 +110,17 @@ def changed(before: dict, after: dict) -> set[str]:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_overflow_of_the_gradient_skips_and_halves(name, alone):
     model, stepper = stepper_of(optimizer=make_optimizer(TrainConfig(iters=99, optimizer=name)))
-    stepper(arrays_of(), 1, True, alone)
+    stepper(batch_of(), True, alone)
     stepper.optimizer.state[KEY]["scale"] = mx.array(2.0**24)
     before = snapshot(model, stepper.optimizer)
-    loss, norm = stepper(arrays_of(), 1, True, alone)
+    loss, norm = stepper(batch_of(), True, alone)
     after = snapshot(model, stepper.optimizer)
     assert math.isfinite(loss) and norm == math.inf
     # the schedule counts the batch, and no parameter or moment does
     assert changed(before, after) == {"step", "learning_rate", KEY}
     assert after[f"{KEY}.scale"] == 2.0**23
     assert (after[f"{KEY}.good"], after[f"{KEY}.skipped"]) == (0, 1)
-    while not math.isfinite(stepper(arrays_of(), 1, True, alone)[1]):
+    while not math.isfinite(stepper(batch_of(), True, alone)[1]):
         pass
     assert LEAST < stepper.optimizer.state[KEY]["scale"].item() < 2.0**23
     assert "weights" in changed(after, snapshot(model, stepper.optimizer))
@@ -132,7 +133,7 @@ def test_a_guarded_update_is_the_optimizers_own(name):
         config = TrainConfig(iters=9, optimizer=name)
         model, stepper = stepper_of(mx.float32, scale, make_optimizer(config))
         for _ in range(2):
-            stepper(arrays_of(), 1, True, True)
+            stepper(batch_of(), True, True)
         results.append(dict(tree_flatten(model.trainable_parameters())))
     assert max(relative_errors(*results)) < 1e-4
 
@@ -142,7 +143,7 @@ def test_the_scale_doubles_after_good_updates(monkeypatch):
     _, stepper = stepper_of()
     scales = []
     for _ in range(4):
-        stepper(arrays_of(), 1, True, True)
+        stepper(batch_of(), True, True)
         scales.append(stepper.optimizer.state[KEY]["scale"].item())
     assert scales == [FIRST, 2 * FIRST, 2 * FIRST, 4 * FIRST]
 
@@ -152,20 +153,20 @@ def test_the_scale_doubles_after_good_updates(monkeypatch):
 def test_nothing_changes_after_an_overflow_without_remedy(where, alone):
     forward = where == "forward"
     model, stepper = stepper_of(scale=FIRST if forward else LEAST)
-    bad = arrays_of(1.5e37 if forward else 2.0**40)  # a sum that float32 does not hold
+    bad = batch_of(1.5e37 if forward else 2.0**40)  # a sum that float32 does not hold
     before = snapshot(model, stepper.optimizer)
     if not alone:  # the overflow is in the first batch of two
-        stepper(bad, 1, False, alone)
-        bad = arrays_of()
-    assert math.isnan(stepper(bad, 1, True, alone)[1])
+        stepper(bad, False, alone)
+        bad = batch_of()
+    assert math.isnan(stepper(bad, True, alone)[1])
     for _ in range(2):
-        assert math.isnan(stepper(arrays_of(), 1, True, alone)[1])
+        assert math.isnan(stepper(batch_of(), True, alone)[1])
     assert changed(before, snapshot(model, stepper.optimizer)) == {KEY}
 
 
 def test_other_dtypes_have_no_scale():
     model, stepper = stepper_of(mx.bfloat16, None)
-    stepper(arrays_of(), 1, True, True)
+    stepper(batch_of(), True, True)
     assert not stepper.scaled and KEY not in stepper.optimizer.state
 
 

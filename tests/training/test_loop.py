@@ -10,6 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from mlx_packs import LoRAConfig, runtime, train_pack
+from mlx_packs.data.dataset import Batch
+from mlx_packs.objectives.causal_lm import CausalLM
 from mlx_packs.objectives.score import StoredScore
 from mlx_packs.reading import sha256
 from mlx_packs.runtime import mx
@@ -28,6 +30,7 @@ from tests.helpers.errors import raises
 from tests.helpers.observers import observe
 from tests.helpers.rows import CHATS, write_rows
 from tests.helpers.runs import TRAIN
+from tests.helpers.steps import weighted, with_weight
 
 pytestmark = pytest.mark.usefixtures("sample_text")
 LORA = LoRAConfig(rank=2, num_layers=1, dropout=0.1)
@@ -48,7 +51,7 @@ class Recorder(Observer):
         self.optimizer = SimpleNamespace(learning_rate=0.1)
         self.started = 0
 
-    def start(self, batch, count, last, alone):
+    def start(self, batch, last, alone):
         self.started += 1
         self.waiting = 0 if last else self.waiting + 1
         number = self.started
@@ -73,26 +76,26 @@ def log_of(saves: list | None = None, **settings) -> list[str]:
     score = StoredScore(1.0)
     objective = SimpleNamespace(
         unit="tokens",
-        arrays=lambda batch: (),
-        score=lambda batches: score,
-        validate=lambda batches: score,
+        prepare=lambda batch: batch,
+        score_trained=lambda batch: score,
+        validate=lambda data: score,
         facts=dict,
     )
-    batch_step, state = BatchStep(recorder, objective), TrainingState()
+    batch_step, state = BatchStep(recorder, objective, collate=None), TrainingState()
     on_nan = SimpleNamespace(policy="stop", updated=lambda: None)
     loop = Loop(
         settings=phase.loop_settings(train.iters),
         trainable=SimpleNamespace(model=SimpleNamespace(train=lambda: None), at=lambda share: None),
         step=batch_step,
         state=state,
-        validation=["a batch"],
+        validation=SimpleNamespace(batches_per_epoch=lambda: 1),
         guard=UpdateGuard(
             batch_step, state, on_nan, lambda s: recorder.log.append(f"save {s.batches}"), None
         ),
         watch=Watch([], None),
         reports=Reports([recorder], batch_step),
     )
-    loop.train(iter([SimpleNamespace(count=3, terms=3)] * train.iters))
+    loop.train(iter([Batch({}, targets=3, denominator=3)] * train.iters))
     assert loop.state.batches == train.iters and loop.state.trained_tokens == 3 * train.iters
     assert loop.state.updates == math.ceil(train.iters / train.grad_accumulation_steps)
     return recorder.log
@@ -230,13 +233,13 @@ def test_a_loss_that_is_not_finite_has_its_number(
     monkeypatch.setattr(step, "runs_ahead", lambda: device == "gpu")
     whole, announced, starts = Stepper.start, [], []
 
-    def start(stepper, arrays, *args):
+    def start(stepper, batch, *args, **named):
         starts.append(1)
-        tokens, positions, targets, weights = arrays
-        weights = weights * math.nan if len(starts) == bad else weights
-        return whole(stepper, (tokens, positions, targets, weights), *args)
+        weight = math.nan if len(starts) == bad else 1.0
+        return whole(stepper, with_weight(batch, weight), *args, **named)
 
     monkeypatch.setattr(Stepper, "start", start)
+    monkeypatch.setattr(CausalLM, "loss", weighted)
     observe(monkeypatch, on_step=lambda line: announced.append(line["batch"]))
     train = replace(TRAIN, iters=6, save_every=3, steps_per_report=10)
     with raises("diverged", None, f"step {bad}: the loss is nan", kept or "No checkpoint was due"):

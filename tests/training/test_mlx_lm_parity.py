@@ -16,13 +16,11 @@ from mlx_lm.utils import load_adapters
 
 from mlx_packs.adapters.lora import attach
 from mlx_packs.config.schema import LoRAConfig
-from mlx_packs.data.batches import make_batch
 from mlx_packs.data.encoding import Example
-from mlx_packs.objectives.causal_lm import as_arrays
 from mlx_packs.packs.making import pack_of
 from mlx_packs.runtime import mx
 from tests.helpers.models import base_of
-from tests.helpers.steps import lm_stepper
+from tests.helpers.steps import lm_stepper, make_batch
 
 FAMILIES = ("qwen3", "qwen2", "llama")
 RANK, SCALE = 4, 2.0
@@ -96,7 +94,7 @@ class KeepGradient(optimizers.Optimizer):
 
 def our_loss_and_gradients(attached, batch) -> tuple[float, dict[str, mx.array]]:
     stepper = lm_stepper(attached.model, KeepGradient(), max_grad_norm=None)
-    loss, _ = stepper(as_arrays(batch), batch.count, last=True, alone=True)
+    loss, _ = stepper(batch, last=True, alone=True)
     return loss, attached.tensors()
 
 
@@ -125,7 +123,7 @@ def test_full_rows_have_mlx_lms_loss_and_gradients(family, completion_only):
     expected, count, expected_gradients = their_loss_and_gradients(
         mlx_lm_side(family, start), *their_batch(data)
     )
-    assert count == batch.count
+    assert count == batch.targets
     assert loss == pytest.approx(expected, rel=TOLERANCE)
     assert_within_tolerance(gradients, expected_gradients)
 
@@ -152,7 +150,7 @@ def test_padded_rows_equal_mlx_lm_once_its_mask_ends_at_the_row(completion_only)
     expected, count, expected_gradients = their_loss_and_gradients(
         mlx_lm_side("qwen3", start), tokens, patched
     )
-    assert count == our_batch(data).count
+    assert count == our_batch(data).targets
     assert loss == pytest.approx(expected, rel=TOLERANCE)
     assert_within_tolerance(gradients, expected_gradients)
 
@@ -161,12 +159,12 @@ def test_stock_mlx_lm_differs_by_one_pad_target_for_each_padded_row():
     data = random_rows([WIDTH, 20, 11], True)
     attached, start = our_side("qwen3")
     with_pads = our_batch(data, pad_is_target=True)
-    assert with_pads.count == our_batch(data).count + 2
+    assert with_pads.targets == our_batch(data).targets + 2
     loss, gradients = our_loss_and_gradients(attached, with_pads)
     expected, count, expected_gradients = their_loss_and_gradients(
         mlx_lm_side("qwen3", start), *their_batch(data)
     )
-    assert count == with_pads.count
+    assert count == with_pads.targets
     assert loss == pytest.approx(expected, rel=TOLERANCE)
     assert_within_tolerance(gradients, expected_gradients)
     attached.load(start, "test")
@@ -182,7 +180,7 @@ def test_three_steps_give_the_weights_of_mlx_lms_trainer(tmp_path):
     stepper = lm_stepper(attached.model, ours, max_grad_norm=None)
     batch = our_batch(data)
     for _ in range(3):
-        stepper(as_arrays(batch), batch.count, last=True, alone=True)
+        stepper(batch, last=True, alone=True)
     train(
         mlx_lm_side("qwen3", start),
         theirs,

@@ -5,16 +5,17 @@ import math
 import os
 import signal
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, Phase, TrainConfig, train_pack
 from mlx_packs.adapters.lora import attach
-from mlx_packs.data.batches import make_batch
 from mlx_packs.errors import RunStopped
-from mlx_packs.objectives.causal_lm import CausalLM, as_arrays, split_head
+from mlx_packs.objectives.causal_lm import CausalLM, split_head
 from mlx_packs.objectives.embedding import EmbeddingObjective
 from mlx_packs.optim import OPTIMIZERS, make_optimizer
 from mlx_packs.reading import sha256
@@ -27,7 +28,7 @@ from tests.helpers.models import base_of
 from tests.helpers.observers import observe
 from tests.helpers.rows import chat, write_rows
 from tests.helpers.runs import LORA, TRAIN, Lines
-from tests.helpers.steps import examples_of, fill_b
+from tests.helpers.steps import examples_of, fill_b, make_batch, weighted, with_weight
 
 WORDS = "one two six ten red sun".split()
 ROWS = [chat(f"Say {w}.", f"Yes, I say {w} to you.") for w in WORDS]
@@ -44,16 +45,16 @@ def rows(tmp_path) -> Path:
 
 def poison(monkeypatch, *bad: int, times: int = 10**6) -> list[tuple]:
     """Give batches with these examples a loss of nan, ``times`` times; the batches that were."""
-    arrays, poisoned = CausalLM.arrays, []
+    prepare, poisoned = CausalLM.prepare, []
 
-    def of(objective, batch):
-        tokens, positions, targets, weights, *rest = arrays(objective, batch)
-        if set(bad) & set(batch.examples) and len(poisoned) < times:
+    def prepared(objective, batch):
+        is_bad = bool(set(bad) & set(batch.examples)) and len(poisoned) < times
+        if is_bad:
             poisoned.append(batch.examples)
-            weights = weights * math.nan
-        return tokens, positions, targets, weights, *rest
+        return with_weight(prepare(objective, batch), math.nan if is_bad else 1.0)
 
-    monkeypatch.setattr(CausalLM, "arrays", of)
+    monkeypatch.setattr(CausalLM, "prepare", prepared)
+    monkeypatch.setattr(CausalLM, "loss", weighted)
     return poisoned
 
 
@@ -83,19 +84,19 @@ def test_a_skipped_update_changes_nothing(name, alone):
         base.model.train()
         optimizer = make_optimizer(TrainConfig(iters=9, optimizer=name))
         optimizer.init(base.model.trainable_parameters())
-        loss = CausalLM(base.model, split_head(base.model)).loss
-        stepper = Stepper(base.model, loss, optimizer, 1.0, skips)
-        good = as_arrays(make_batch(examples_of((9, 17)), range(2), 2, 64))
-        bad = (*good[:3], good[3] * math.nan)
-        stepper(good, 1, True, alone)
+        objective = CausalLM(base.model, split_head(base.model))
+        stepper = Stepper(base.model, partial(weighted, objective), optimizer, 1.0, skips)
+        batch = make_batch(examples_of((9, 17)), range(2), 2, 64)
+        good, bad = with_weight(batch, 1.0), with_weight(batch, math.nan)
+        stepper(good, True, alone)
         before = snapshot(base.model, optimizer)
         if skips:
             if not alone:  # the fault is in the first batch of two
-                stepper(bad, 1, False, alone)
-            value, norm = stepper(good if not alone else bad, 1, True, alone)
+                stepper(bad, False, alone)
+            value, norm = stepper(good if not alone else bad, True, alone)
             assert math.isnan(norm) and math.isnan(value) == alone
             assert snapshot(base.model, optimizer) == before
-        stepper(good, 1, True, alone)
+        stepper(good, True, alone)
         results[skips] = snapshot(base.model, optimizer)
         assert results[skips] != before
     assert results[True] == results[False]
@@ -178,8 +179,8 @@ def test_a_gradient_that_is_not_finite_is_skipped(shared_tiny, rows, tmp_path, m
     """The loss is finite; without a culprit all batches of the update are named."""
     loss, calls = CausalLM.loss, []
 
-    def steep(objective, *arrays):
-        total, count = loss(objective, *arrays)
+    def steep(objective, inputs, layout):
+        total, count = loss(objective, inputs, layout)
         calls.append(1)
         zero = total - total
         return total + zero.square().sqrt() if len(calls) == 3 else total, count  # d: 0 / 0
@@ -292,14 +293,12 @@ def test_phases_go_on_after_a_fault(shared_tiny, rows, tmp_path, monkeypatch, po
 @pytest.mark.slow
 def test_pairs_have_rows_too(encoder, tmp_path, monkeypatch):
     data = write_pairs(tmp_path / "d", all_scored())
-    arrays = EmbeddingObjective.arrays
 
     def poisoned(objective, batch):
-        first, second, lengths, weights, *rest = arrays(objective, batch)
-        weights = weights * math.nan if 5 in batch.examples else weights
-        return first, second, lengths, weights, *rest
+        weight = math.nan if 5 in batch.examples else 1.0
+        return batch.having(weights=batch.inputs["weights"] * np.float32(weight))
 
-    monkeypatch.setattr(EmbeddingObjective, "arrays", poisoned)
+    monkeypatch.setattr(EmbeddingObjective, "prepare", poisoned)
     train = TrainConfig(
         task="embedding", batch_size=4, iters=40, on_nan="skip", steps_per_report=1, val_batches=0
     )

@@ -14,13 +14,11 @@ from mlx.utils import tree_flatten
 from mlx_packs import LoRAConfig, TrainConfig, load_base
 from mlx_packs.adapters.lora import attach
 from mlx_packs.bases.files import tiny_checkpoint
-from mlx_packs.data.batches import make_batch
 from mlx_packs.data.encoding import Example
-from mlx_packs.objectives.causal_lm import as_arrays
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import logits, write_files
-from tests.helpers.steps import lm_stepper
+from tests.helpers.steps import lm_stepper, make_batch
 
 pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("default")]
 UPDATES, ROWS = 20, 4  # rows of a batch
@@ -88,8 +86,8 @@ def trained_here(folder: Path, settings: dict, rows: list[Example], start: dict 
     for number in range(1, config.iters + 1):
         batch = make_batch(rows, range((number - 1) * ROWS, number * ROWS), ROWS, 64)
         last = number % accumulate == 0
-        loss, norm = stepper(as_arrays(batch), batch.count, last, accumulate == 1)
-        total, count = total + loss * batch.count, count + batch.count
+        loss, norm = stepper(batch, last, accumulate == 1)
+        total, count = total + loss * batch.targets, count + batch.targets
         if last:
             lines.append((total / count, optimizer.learning_rate.item(), norm))
             total, count = 0.0, 0

@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from mlx_packs import DataConfig, LoRAConfig, Phase, TrainConfig, train_pack
-from mlx_packs.data.batches import batch_shapes, few_shapes, training_batches
+from mlx_packs.data.batches import few_shapes, token_collate, training_set
+from mlx_packs.data.dataset import Dataset
 from mlx_packs.data.encoding import Example, Examples
 from mlx_packs.data.sampler import Draw, Sampler
 from mlx_packs.optim import carry_state
@@ -22,7 +23,6 @@ from mlx_packs.packs.manifest import check_manifest
 from mlx_packs.runtime import mx
 from mlx_packs.training.phases import resolve_phases
 from mlx_packs.training.run_folder import latest_checkpoint
-from mlx_packs.training.tasks.tokens import PhasedDataset
 from tests.helpers.errors import check, raises
 from tests.helpers.rows import chat, write_rows
 
@@ -80,7 +80,7 @@ def drawn(examples, draw: Draw, batch_size: int = 4, inputs: int = 59, packing=F
 @pytest.mark.parametrize("batch_size", [1, 3, 4])
 def test_replayed_rows_are_an_exact_share_of_batches(two_phase_examples, replay, batch_size):
     sampler = drawn(two_phase_examples, Draw(90, None, replay), batch_size)
-    stream = training_batches(two_phase_examples, sampler)
+    stream = training_set(two_phase_examples, sampler).batches()
     old = taken = 0
     for batch in islice(stream, 100):
         old += sum(row < 90 for row in batch.examples)
@@ -89,7 +89,9 @@ def test_replayed_rows_are_an_exact_share_of_batches(two_phase_examples, replay,
 
 
 def test_both_kinds_of_rows_go_round_before_one_comes_again(two_phase_examples):
-    stream = training_batches(two_phase_examples, drawn(two_phase_examples, Draw(90, None, 0.5)))
+    stream = training_set(
+        two_phase_examples, drawn(two_phase_examples, Draw(90, None, 0.5))
+    ).batches()
     rows = [row for batch in islice(stream, 64) for row in batch.examples]  # two windows
     for kind in ([r for r in rows if r < 90], [r for r in rows if r >= 90]):
         counts = np.unique(kind, return_counts=True)[1]
@@ -102,15 +104,15 @@ def test_both_kinds_of_rows_go_round_before_one_comes_again(two_phase_examples):
 @pytest.mark.parametrize("start", [1, 31, 70])
 def test_drawn_batches_resume_from_any_batch(two_phase_examples, packing, replay, start):
     sampler = drawn(two_phase_examples, Draw(90, None, replay), 3, packing=packing)
-    whole = islice(training_batches(two_phase_examples, sampler), start, start + 20)
-    resumed = training_batches(two_phase_examples, sampler, start)
+    whole = islice(training_set(two_phase_examples, sampler).batches(), start, start + 20)
+    resumed = training_set(two_phase_examples, sampler).batches(start)
     for a, b in zip(whole, resumed, strict=False):
-        assert a.examples == b.examples and np.array_equal(a.tokens, b.tokens)
+        assert a.examples == b.examples and np.array_equal(a.inputs["tokens"], b.inputs["tokens"])
 
 
 def test_packed_rows_of_replay_are_a_share_and_hold_no_own_rows(two_phase_examples):
     sampler = drawn(two_phase_examples, Draw(90, None, 0.25), 4, 100, packing=True)
-    stream = training_batches(two_phase_examples, sampler)
+    stream = training_set(two_phase_examples, sampler).batches()
     for batch in islice(stream, 40):
         kinds = [set() for _ in range(4)]
         for row, start in zip(batch.examples, batch.starts, strict=True):
@@ -121,18 +123,18 @@ def test_packed_rows_of_replay_are_a_share_and_hold_no_own_rows(two_phase_exampl
 def test_without_replay_only_own_rows_are_drawn(two_phase_examples):
     for packing in (False, True):
         for draw, allowed in ((Draw(0, 90), range(90)), (Draw(90, None), range(90, 130))):
-            stream = training_batches(
-                two_phase_examples, drawn(two_phase_examples, draw, packing=packing)
-            )
+            sampler = drawn(two_phase_examples, draw, packing=packing)
+            stream = training_set(two_phase_examples, sampler).batches()
             assert {r for b in islice(stream, 60) for r in b.examples} == set(allowed)
 
 
 def test_shapes_of_drawn_batches_are_those_that_were_foretold(two_phase_examples):
     sampler = drawn(two_phase_examples, Draw(90, None, 0.3), 2)
     few = few_shapes(two_phase_examples, sampler)
-    stream = training_batches(two_phase_examples, sampler, allowed=few)
-    result = {(b.tokens.shape[1], b.targets.size) for b in islice(stream, 200)}
-    assert result == batch_shapes(two_phase_examples, sampler, 200, allowed=few) <= few
+    data = Dataset(two_phase_examples, token_collate(sampler, few), sampler)
+    batches = islice(data.batches(), 200)
+    result = {(b.inputs["tokens"].shape[1], b.inputs["targets"].size) for b in batches}
+    assert result == data.shapes(200) <= few
 
 
 def test_a_run_without_phases_is_a_run_of_one_leg():
@@ -233,10 +235,9 @@ def test_examples_of_all_sources_and_phases_are_concatenated(phase_data):
         [Example(np.arange(i + 2), np.ones(i + 2, bool), str(i)) for i in range(3)], "text", "all"
     )
     two = Examples([Example(np.arange(9), np.ones(9, bool), "9")], "chat", "assistant")
-    dataset = PhasedDataset(phases, [{"train": one}, {"train": two}])
-    assert [e.where for e in dataset.train.items] == ["0", "1", "2", "9"]
-    assert (dataset.train.format, dataset.loss_on) == ("text + chat", "assistant")
-    assert [dataset.draw(phase) for phase in phases] == [Draw(0, 3), Draw(3, 4)]
+    joined = Examples.joined([one, two])
+    assert joined.where_of(range(4)) == ["0", "1", "2", "9"]
+    assert (joined.format, joined.loss_on) == ("text + chat", "all + assistant")
 
 
 FAULTS = [

@@ -6,15 +6,21 @@ from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, TrainConfig, runtime
 from mlx_packs.adapters.lora import attach
-from mlx_packs.data.batches import make_batch
 from mlx_packs.data.encoding import Example
 from mlx_packs.memory.matmul_path import dense_bytes
-from mlx_packs.objectives.causal_lm import as_arrays, split_head
+from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
 from mlx_packs.training import update as updates
 from tests.helpers.models import base_of
-from tests.helpers.steps import examples_of, largest_difference, lm_stepper, loss_sum, update
+from tests.helpers.steps import (
+    examples_of,
+    largest_difference,
+    lm_stepper,
+    loss_sum,
+    make_batch,
+    update,
+)
 
 
 def small_examples() -> list[Example]:
@@ -47,20 +53,20 @@ def test_recomputed_blocks_drop_the_same_inputs_twice():
     attached.recompute("block")
     base.model.train()
     head = split_head(base.model)
-    batch = as_arrays(make_batch(small_examples(), range(4), 4, 64))
+    batch = make_batch(small_examples(), range(4), 4, 64)
 
-    def loss(*arrays):
+    def loss(batch):
         mx.random.seed(5)
-        return loss_sum(base.model, head, *arrays)
+        return loss_sum(base.model, head, batch)
 
-    _, grads = nn.value_and_grad(base.model, loss)(*batch)
+    _, grads = nn.value_and_grad(base.model, loss)(batch)
     flat, start = tree_flatten(grads), dict(tree_flatten(base.model.trainable_parameters()))
     direction = {name: g / mx.sqrt(sum(v.square().sum() for _, v in flat)) for name, g in flat}
     values = []
     for size in (1e-2, -1e-2):
         moved = [(name, start[name] + size * d) for name, d in direction.items()]
         base.model.load_weights(moved, strict=False)
-        values.append(loss(*batch).item())
+        values.append(loss(batch).item())
     slope = mx.sqrt(sum(g.square().sum() for _, g in flat)).item()
     assert abs((values[0] - values[1]) / 2e-2 / slope - 1) < 1e-2
 
@@ -88,7 +94,7 @@ def test_one_block_at_true_qwen3_4b_geometry_trains(nothing_ahead):
     batch = make_batch(small_examples(), range(4), 4, 64)
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    losses = [stepper(as_arrays(batch), batch.count, True, True)[0] for _ in range(3)]
+    losses = [stepper(batch, True, True)[0] for _ in range(3)]
     assert losses[-1] < losses[0] - 0.01
     # the dense weights never exist together
     assert mx.get_peak_memory() - before < 0.5 * dense_bytes(base.model)
@@ -104,7 +110,7 @@ def test_every_optimizer_lowers_the_loss(optimizer):
     result.init(base.model.trainable_parameters())
     stepper = lm_stepper(base.model, result)
     batch = make_batch(small_examples(), range(4), 4, 64)
-    losses = [stepper(as_arrays(batch), batch.count, True, True)[0] for _ in range(8)]
+    losses = [stepper(batch, True, True)[0] for _ in range(8)]
     assert losses[-1] < losses[0]
 
 
@@ -115,14 +121,12 @@ def test_three_hundred_steps_leave_memory_as_it_was(tmp_path):
     optimizer.init(attached.model.trainable_parameters())
     stepper = lm_stepper(attached.model, optimizer)
     batches = [
-        as_arrays(make_batch(small_examples(), range(n), 4, limit))
-        for n in (1, 4)
-        for limit in (29, 40, 64)
+        make_batch(small_examples(), range(n), 4, limit) for n in (1, 4) for limit in (29, 40, 64)
     ]
     active = []
     with runtime.memory_limits():
         for number in range(300):
-            stepper(batches[number % len(batches)], 10, True, True)
+            stepper(batches[number % len(batches)], True, True)
             active.append(mx.get_active_memory())
             assert mx.get_cache_memory() <= runtime.cache_limit()
     assert max(active[100:]) <= max(active[:20]) and max(active[290:]) <= max(active[10:20])

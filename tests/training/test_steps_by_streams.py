@@ -9,16 +9,16 @@ from mlx_packs import runtime
 from mlx_packs.adapters.lora import attach
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.cpu.profile import CPU
-from mlx_packs.data.batches import make_batch, make_packed_batch
+from mlx_packs.data.batches import PackedCollate
 from mlx_packs.data.encoding import Example
 from mlx_packs.data.packing import Packed
 from mlx_packs.evaluation.perplexity import Scorer
-from mlx_packs.objectives.causal_lm import as_arrays, split_head
+from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.ops.profile import forced_profile
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
 from tests.helpers.models import base_of
-from tests.helpers.steps import lm_stepper
+from tests.helpers.steps import lm_stepper, make_batch
 
 pytestmark = pytest.mark.skipif(runtime.COMPILES, reason="steps are compiled here")
 LLAMA3_ROPE = {
@@ -45,7 +45,7 @@ def batches() -> list:
     unpacked = [make_batch(some, range(start, start + 3), 3, 128) for start in (0, 3, 6)]
     unpacked += [make_batch(some, [4], 1, 128), make_batch(some, [0, 1], 8, 128)]
     packed = Packed([np.array([0, 1]), np.array([2, 3]), np.array([4, 5])])
-    return [*unpacked, make_packed_batch(some, packed, 3, 127), *unpacked]
+    return [*unpacked, PackedCollate(3, 127)(some, packed), *unpacked]
 
 
 def model_with_adapters(family: str, path: str, recompute: str):
@@ -70,8 +70,7 @@ def take_steps(family: str, path: str, recompute: str, accumulate: int):
     optimizer.init(attached.model.trainable_parameters())
     stepper = lm_stepper(attached.model, optimizer)
     losses = [
-        stepper(as_arrays(batch), batch.count, i % accumulate == 0, accumulate == 1)
-        for i, batch in enumerate(batches(), 1)
+        stepper(batch, i % accumulate == 0, accumulate == 1) for i, batch in enumerate(batches(), 1)
     ]
     return losses, attached.tensors()
 

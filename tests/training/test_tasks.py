@@ -5,34 +5,22 @@ from dataclasses import dataclass
 
 import mlx.nn as nn
 import mlx.optimizers as optimizers
+import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, train_pack
 from mlx_packs.config.choices import TASKS, TaskFacts
-from mlx_packs.objectives.objective import Objective
+from mlx_packs.data.dataset import Batch, Dataset, FixedOrder
+from mlx_packs.objectives.objective import Objective, arrays_of
 from mlx_packs.objectives.score import Score
 from mlx_packs.runtime import mx
+from mlx_packs.training.phase_data import PhaseData
 from mlx_packs.training.step import Stepper
 from mlx_packs.training.tasks.task import Summary, Task, make_task
 from tests.helpers.rows import chat, write_rows
 
 WORD = 42
-
-
-@dataclass
-class Batch:
-    """Token ids [B, T]; every token is a target."""
-
-    tokens: mx.array
-
-    @property
-    def count(self) -> int:
-        return self.tokens.size
-
-    @property
-    def terms(self) -> int:
-        return self.count
 
 
 @dataclass(frozen=True)
@@ -60,65 +48,66 @@ class OneWord(Objective):
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
-    def arrays(self, batch: Batch) -> tuple[mx.array, ...]:
-        return (batch.tokens,)
-
-    def loss(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
+    def loss(self, inputs, layout=()) -> tuple[mx.array, mx.array]:
+        tokens = inputs["tokens"]
         targets = mx.full(tokens.shape, WORD)
         total = nn.losses.cross_entropy(self.model(tokens), targets, reduction="sum")
         return total, mx.array(float(tokens.size))
 
-    def score(self, batches: list[Batch], advance=None) -> WordScore:
+    def score(self, data: Dataset, advance=None) -> WordScore:
+        return self.mean(data.once())
+
+    def score_trained(self, batch: Batch) -> WordScore:
+        return self.mean([batch])
+
+    def mean(self, batches: list[Batch]) -> WordScore:
         self.model.eval()
-        sums = [self.loss(*self.arrays(batch)) for batch in batches]
+        sums = [self.loss(arrays_of(batch)) for batch in batches]
         return WordScore(sum(s.item() for s, _ in sums) / sum(n.item() for _, n in sums))
 
 
-class Texts:
+class Texts(list):
     """Eight tokens of every example."""
 
-    def __init__(self, splits: dict[str, list[Batch]]) -> None:
-        self.splits = splits
+    @property
+    def count(self) -> int:
+        return len(self)
 
-    def counts(self) -> dict[str, int]:
-        return {split: len(batches) for split, batches in self.splits.items()}
+    def where_of(self, indices) -> list[str]:
+        return [f"text {i}" for i in indices]
 
-    def shapes(self) -> set[tuple[int, int]]:
+
+class OneText:
+    """One example a batch; every token is a target."""
+
+    def __call__(self, texts: Texts, order: int) -> Batch:
+        tokens = np.array([texts[order]])
+        return Batch({"tokens": tokens}, tokens.size, tokens.size, (order,), texts)
+
+    def shapes(self, texts: Texts, orders) -> set[tuple[int, int]]:
         return {(8, 8)}
 
-    masks = ()
-
-    def typical_rows(self) -> None:
-        return None
-
-    def mean_inputs(self) -> None:
-        return None
-
-    def batches(self, phase, start: int):
-        while True:
-            yield self.splits["train"][start % len(self.splits["train"])]
-            start += 1
-
-    def rows(self, batch: Batch) -> list[str]:
-        return []
-
-    def validation(self, phase) -> list[Batch]:
-        return self.splits["valid"]
-
-    def held_out(self, phase) -> list[Batch]:
-        return self.splits["valid"]
+    def split(self, batch: Batch, parts: int) -> list[Batch]:
+        return [batch]
 
 
 class OneWordTask(Task):
     """A task that no other file knows."""
 
-    def encode(self, base, splits) -> Texts:
-        def batch(row) -> Batch:
-            text = row.value["messages"][0]["content"]
-            return Batch(mx.array([base.tokenizer.encode(text)[:8]]))
+    def encode(self, base, splits) -> list[PhaseData]:
+        def tokens(row) -> list[int]:
+            return base.tokenizer.encode(row.value["messages"][0]["content"])[:8]
 
-        (read,) = splits
-        return Texts({split: [batch(r) for r in read.rows[split]] for split in read.present()})
+        (read,), (phase,) = splits, self.run.phases
+        texts = {split: Texts(map(tokens, read.rows[split])) for split in read.present()}
+        train = self.evaluation(phase, texts["train"], np.arange(3))
+        return [PhaseData(self, phase, texts, train)]
+
+    def evaluation(self, phase, examples, chosen) -> Dataset:
+        return Dataset(examples, OneText(), FixedOrder(chosen.tolist()))
+
+    def sampled(self, data: PhaseData) -> np.ndarray:
+        return np.arange(2)
 
     def objective(self, trainable, memory) -> OneWord:
         return OneWord(trainable.model)
@@ -174,8 +163,8 @@ class Weighted(Objective):
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
-    def loss(self, x: mx.array, count: mx.array) -> tuple[mx.array, mx.array]:
-        return (self.model.w * x).sum(), count
+    def loss(self, inputs, layout=()) -> tuple[mx.array, mx.array]:
+        return (self.model.w * inputs["x"]).sum(), inputs["count"]
 
 
 class OneWeight(nn.Module):
@@ -186,17 +175,20 @@ class OneWeight(nn.Module):
 
 @pytest.mark.parametrize("counts", [(2.0, 6.0), (0.5, 1.0)])
 def test_loss_and_gradients_are_divided_by_what_a_loss_counts(counts):
-    def step(*batches: tuple[mx.array, mx.array]) -> tuple[float, float, float]:
+    def step(*batches: Batch) -> tuple[float, float, float]:
         model = OneWeight()
         optimizer = optimizers.SGD(1.0)
         optimizer.init(model.trainable_parameters())
         stepper = Stepper(model, Weighted(model).loss, optimizer, None)
         for i, batch in enumerate(batches, 1):
-            loss, norm = stepper(batch, batch[1].item(), i == len(batches), len(batches) == 1)
+            loss, norm = stepper(batch, i == len(batches), len(batches) == 1)
         return loss, norm, dict(tree_flatten(model.parameters()))["w"].item()
 
     x = mx.array([1.0, 2.0, 4.0])
-    one, other = ((x * scale, mx.array(n)) for scale, n in zip((1, 3), counts, strict=True))
+    one, other = (
+        Batch({"x": x * scale, "count": mx.array(n)}, 3, n)
+        for scale, n in zip((1, 3), counts, strict=True)
+    )
     mean = 7 / counts[0]
     assert step(one) == pytest.approx((mean, mean, 1 - mean))
     mean = 28 / sum(counts)

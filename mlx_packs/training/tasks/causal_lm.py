@@ -5,14 +5,19 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ... import runtime
 from ...adapters.lora import attach
 from ...adapters.trainable import Trainable
 from ...bases.geometry import is_embedding
 from ...config.choices import ANSWER_METRICS, answer_metric_of
 from ...config.lora import LoRAConfig
-from ...data.batches import Batch
+from ...data.batches import evaluation_set, training_set
+from ...data.dataset import Batch, Dataset
+from ...data.encoding import Examples
 from ...data.formats import TEXT, TOKEN_FORMATS, format_of
 from ...data.rows import Splits
+from ...data.sampler import Draw, Sampler
+from ...data.shapes import sequence_inputs
 from ...distributed.group import group
 from ...distributed.stages import Stages
 from ...errors import PackError
@@ -24,6 +29,7 @@ from ...evaluation.throughput import cut_prompts, generation_path, measure_throu
 from ...gates import gates_text
 from ...inference.generate import complete
 from ...memory.matmul_path import choose_matmul_path
+from ...nn.blocks import attends_by_spans
 from ...nn.frozen_weight import frozen_weight
 from ...nn.full_copy import trained_module
 from ...nn.noisy_embedding import NoisyEmbedding
@@ -38,11 +44,12 @@ from ...packs.base import Base
 from ...packs.card import format_change, phase_lines
 from ...packs.pack import Pack
 from ..fit import Fit
-from ..phases import OWN
+from ..phase_data import PhaseData
+from ..phases import OWN, RunPhase
 from ..planning import MemoryChoice
 from ..precision import check_forward
-from .task import Summary, Task, bad_rows_lines, cost, evaluated, speed, try_lines
-from .tokens import PhasedDataset, encode_phases
+from .task import Summary, bad_rows_lines, cost, evaluated, speed, try_lines
+from .tokens import TokenTask, encode_phases
 
 SAMPLE_TOKENS = 40
 ANSWER = "answer"  # the part of a run's time, in questions
@@ -69,13 +76,12 @@ class SamplePrompt:
         return " ".join(text.split())
 
 
-class CausalLMTask(Task):
+class CausalLMTask(TokenTask):
     """``--task lm``."""
 
     validated = (*PerplexityScore.numbers, *(f"valid_{metric}" for metric in ANSWER_METRICS))
 
     base: Base
-    dataset: PhasedDataset
     graph: Graph
     sample: SamplePrompt
     scorer: Scorer
@@ -97,12 +103,14 @@ class CausalLMTask(Task):
             self.run.display.line("graph", line)
         return self.graph.base, self.graph.lora
 
-    def encode(self, base: Base, splits: Sequence[Splits]) -> PhasedDataset:
+    def encode(self, base: Base, splits: Sequence[Splits]) -> list[PhaseData]:
         """Return the tokens of the examples of every phase."""
         run = self.run
-        self.dataset = encode_phases(run.phases, splits, base, run.train, run.display)
+        encoded = encode_phases(run.phases, splits, base, run.train, run.display)
+        data = self._phase_data(encoded)
+        self.masks = self._masked(encoded[-1]["train"], base)
 
-        split, _ = self.dataset.held_out_examples(run.goal)
+        split = data[-1].held_out_split
         row, columns = splits[-1].first_usable(split), run.goal.sources[0]
         row_format = format_of(row, columns, TOKEN_FORMATS)
         self.sample = SamplePrompt(
@@ -116,7 +124,19 @@ class CausalLMTask(Task):
             self.exam = self._exam(metric, splits[-1], split)
         if metric := answer_metric_of(run.train.best):
             self.validation_exam = self._validation_exam(metric, splits[-1])
-        return self.dataset
+        return data
+
+    def training(self, phase: RunPhase, examples: Examples, draw: Draw) -> Dataset:
+        """Return the training batches of a phase; packed ones are aligned if attention allows it."""
+        t, inputs = phase.train, sequence_inputs(phase.train.max_seq_length)
+        aligned = t.packing and not draw.replay and attends_by_spans(self.base.model)
+        sampler = Sampler(examples.lengths, t.batch_size, inputs, t.seed, t.packing, draw, aligned)
+        return training_set(examples, sampler)
+
+    def evaluation(self, phase: RunPhase, examples: Examples, chosen: np.ndarray) -> Dataset:
+        """Return examples by length."""
+        t = phase.train
+        return evaluation_set(examples, t.batch_size, t.max_seq_length, chosen, runtime.COMPILES)
 
     def _exam(self, metric: str, splits: Splits, split: str) -> Exam:
         """Return the questions of the first held-out examples of the last phase."""
@@ -171,7 +191,7 @@ class CausalLMTask(Task):
                 trainable,
                 head,
                 replace(train, iters=self.run.goal.stop),
-                self.dataset.train,
+                self.data[-1].train.examples,
                 memory.choice.matmul_path,
                 memory.plan.peak_bytes if memory.plan else None,
                 self.run.display,
@@ -180,12 +200,11 @@ class CausalLMTask(Task):
 
         if train.neftune_noise_alpha:
             add_noise(trainable, train.neftune_noise_alpha)
-        self.scorer = Scorer(trainable.model, head, self.graph.inputs.arrays)
-        inputs = self.frozen or self.graph.inputs
+        self.scorer = Scorer(trainable.model, head, self.graph.preparation.prepare)
         return CausalLM(
             trainable.model,
             head,
-            inputs,
+            self.frozen or self.graph.preparation,
             self.scorer.score,
             self._loss_options(),
             self._validation_score,
@@ -217,8 +236,8 @@ class CausalLMTask(Task):
                     answers.append(self._answers())
                 texts["after"] = self.sample.complete(self.base)
                 answers.append(self._answers())
-        split, examples = self.dataset.held_out_examples(run.goal)
-        phases = phase_reports(self.dataset, sources, fit)
+        data = self.data[-1]
+        phases = phase_reports(self.data, sources, fit)
         sample = {"prompt": self.sample.text, "wanted": self.sample.wanted, **texts}
         answered, samples = {}, [sample] if any(texts.values()) else []
         if self.exam is not None:
@@ -226,12 +245,12 @@ class CausalLMTask(Task):
             samples = self.exam.samples(*answers)
         return Summary(
             eval={
-                **_changes(split, before, after),
-                "available": len(examples),
+                **_changes(data.held_out_split, before, after),
+                "available": data.held_out_examples.count,
                 **answered,
             },
             objective={
-                "loss_on": self.dataset.loss_on,
+                "loss_on": data.splits["train"].loss_on,
                 "ce_last_k": run.train.ce_last_k,
                 **({"loss": run.loss_name} if run.loss else {}),
                 **facts,
@@ -283,8 +302,8 @@ class CausalLMTask(Task):
         """Return the ratio of perplexities and, where a gate asks for it, of decoding throughput."""
         values = {"max_ppl_ratio": summary.eval["ppl_after"] / summary.eval["ppl_before"]}
         if "min_tps_ratio" in gates:
-            _, held_out = self.dataset.held_out_examples(self.run.goal)
-            prompts = cut_prompts([e.tokens for e in held_out.items], 1, _PROMPT_TOKENS)
+            held_out = self.data[-1].held_out_examples.items
+            prompts = cut_prompts([e.tokens for e in held_out], 1, _PROMPT_TOKENS)
             path = generation_path(matmul_path)
             with self.run.display.working("gates", "measuring decoding throughput"):
                 _, with_pack = measure_throughput(
@@ -299,9 +318,9 @@ class CausalLMTask(Task):
             return
         goal = self.run.goal
         if goal.train.test_batches is None:
-            self.exam = self.exam.first(len(self.dataset.sampled(goal)))
+            self.exam = self.exam.first(len(self.sampled(self.data[-1])))
         if (clock := self.run.display.clock) is not None:
-            tokens = goal.train.batch_size * float(self.dataset.train.lengths.mean())
+            tokens = goal.train.batch_size * float(self.data[-1].train.examples.lengths.mean())
             clock.plan(ANSWER, 2 * len(self.exam.questions), self.exam.cost / tokens)
 
     def _answers(self) -> list[str] | None:
@@ -320,9 +339,9 @@ class CausalLMTask(Task):
     ) -> tuple[PerplexityScore, PerplexityScore, dict[str, str], list[list[str] | None]]:
         """Score the base's own forward without and with what a proxy trained; complete the sample."""
         base, display = self.base, self.run.display
-        batches = self.dataset.held_out(self.run.goal)
+        batches = self.data[-1].held_out().once()
         with display.working("eval", "loading the whole base model"):
-            tokens, steps = batches[-1].tokens.size, 2 * len(batches)
+            tokens, steps = batches[-1].inputs["tokens"].size, 2 * len(batches)
             matmul_path = choose_matmul_path(base.model, tokens, steps=steps).matmul_path
         fallback = self.run.train.train_fp16_fallback
         attached = attach(base, specs=proxy.specs, matmul_path=matmul_path, fp16_fallback=fallback)
@@ -390,20 +409,21 @@ def _changes(split: str, before: PerplexityScore, after: PerplexityScore) -> dic
     }
 
 
-def phase_reports(dataset: PhasedDataset, sources: Sequence[str], fit: Fit) -> list[dict]:
+def phase_reports(data: Sequence[PhaseData], sources: Sequence[str], fit: Fit) -> list[dict]:
     """Return the report of each phase of a run; empty where a run has no phases."""
-    reports, counts = [], dataset.counts()
+    reports = []
     numbers = {
         phase.name: at for at, phase in enumerate(fit.run.phases)
     }  # those of other tasks too
-    for i, (phase, source) in enumerate(zip(dataset.phases, sources, strict=True)):
+    for own, source in zip(data, sources, strict=True):
+        phase = own.phase
         if not phase.name:
             continue
         losses = [
             x["loss"] for x in fit.curve if "loss" in x and phase.start < x["batch"] <= phase.stop
         ]
-        split, _ = dataset.held_out_examples(phase)
-        rows = {each: counts[phase.manifest_key(each)] for each in dataset.splits[i]}
+        rows = {split: examples.count for split, examples in own.splits.items()}
+        split = own.held_out_split
         reports.append(
             {
                 "name": phase.name,

@@ -4,7 +4,7 @@ https://arxiv.org/abs/2402.03300
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -12,22 +12,24 @@ import numpy as np
 from ... import runtime
 from ...adapters.trainable import Trainable
 from ...config.schema import TrainConfig
-from ...data.batches import make_batch
+from ...data.batches import TokenCollate
+from ...data.dataset import Batch, Dataset, FixedOrder
 from ...data.encoding import Example
 from ...data.formats import PROMPT
 from ...data.left_out import template_notes
-from ...data.prompts import Prompts, encode_prompts, wanted_text
+from ...data.prompts import PromptCollate, Prompts, encode_prompts, wanted_text
 from ...data.rows import Splits
 from ...data.sampler import Sampler
 from ...data.shapes import Shape, padded_length, padded_targets, sequence_inputs
 from ...inference.generate import sample_batch, text_of
 from ...objectives.causal_lm import split_head
-from ...objectives.grpo import GRPO, Generated, PromptBatch
+from ...objectives.grpo import GRPO
 from ...objectives.score import REWARD, Score
 from ...packs.base import Base
 from ...runtime import mx
 from ..fit import Fit
 from ..held_out import sample
+from ..phase_data import PhaseData
 from ..phases import RunPhase
 from ..planning import MemoryChoice
 from ..precision import check_forward
@@ -68,104 +70,12 @@ class RewardScore(Score):
         return f"reward {self.reward:.3f}"
 
 
-@dataclass
-class PromptDataset:
-    """The prompts of a run by phase and split."""
-
-    phases: tuple[RunPhase, ...]
-    splits: list[dict[str, Prompts]]
-    masks: ClassVar[Sequence[dict]] = ()
-
-    def counts(self) -> dict[str, int]:
-        """Return the number of prompts by split."""
-        return {
-            phase.manifest_key(split): len(prompts)
-            for phase, splits in zip(self.phases, self.splits, strict=True)
-            for split, prompts in splits.items()
-        }
-
-    def of(self, phase: RunPhase) -> dict[str, Prompts]:
-        """Return the prompts of a phase by split."""
-        return self.splits[self.phases.index(phase)]
-
-    def shapes(self) -> set[Shape]:
-        """Return the shape of the largest batch that may be generated."""
-        return {self._largest(phase) for phase in self.phases}
-
-    def _largest(self, phase: RunPhase) -> Shape:
-        t, longest = phase.train, int(self.of(phase)["train"].lengths.max())
-        inputs = sequence_inputs(t.max_seq_length)
-        width = padded_length(min(longest + t.max_completion_length - 1, inputs), inputs)
-        targets = min(t.max_completion_length, width) * t.sequences
-        return width, padded_targets(targets, t.sequences * width)
-
-    def sampler(self, phase: RunPhase) -> Sampler:
-        """Return which prompts each batch of a phase has."""
-        t, lengths = phase.train, self.of(phase)["train"].lengths
-        return Sampler(lengths, t.batch_size, sequence_inputs(t.max_seq_length), t.seed)
-
-    def batches(self, phase: RunPhase, start: int) -> Iterator[PromptBatch]:
-        """Batches of a phase without end, from batch number ``start``."""
-        prompts = self.of(phase)["train"]
-        for number, order in enumerate(self.sampler(phase).batches(start), start):
-            yield PromptBatch(prompts, number, tuple(int(i) for i in order))
-
-    def batches_per_epoch(self) -> int:
-        """Return the number of batches that have every prompt once."""
-        return len(self.sampler(self.phases[-1]).epoch(0))
-
-    def mean_inputs(self) -> None:
-        """Completions, of which a batch consists, are not known before it."""
-
-    def resized(self, phases: Sequence[RunPhase]) -> "PromptDataset":
-        """Return the same prompts for phases with other numbers of batches."""
-        return replace(self, phases=tuple(phases))
-
-    def rows(self, batch: PromptBatch) -> list[str]:
-        """Return the rows of a batch as messages name them."""
-        return [batch.source.where(i) for i in batch.prompts]
-
-    def validation(self, phase: RunPhase) -> list[tuple[Prompts, int]]:
-        """Return a prompt each to validate on; they may be empty."""
-        valid, most = self.of(phase).get("valid"), phase.train.val_batches
-        return self._first(valid, most, phase) if valid is not None and most else []
-
-    def held_out(self, phase: RunPhase) -> list[tuple[Prompts, int]]:
-        """Return a prompt each to evaluate on."""
-        prompts, t = self.of(phase)[self.split(phase)], phase.train
-        if t.test_batches is not None:
-            return self._first(prompts, t.test_batches, phase)
-
-        completion = t.max_completion_length
-        trained = self.of(phase)["train"].lengths.mean() + completion
-        chosen = sample(prompts.lengths + completion, t.iters * t.sequences * trained)
-        return [(prompts, int(i)) for i in np.sort(chosen)]
-
-    def split(self, phase: RunPhase) -> str:
-        """Return the split that a phase is evaluated on."""
-        return "test" if "test" in self.of(phase) else "valid"
-
-    def held_out_examples(self, phase: RunPhase) -> tuple[str, Prompts]:
-        """Return the split that a phase is evaluated on, and its prompts."""
-        return self.split(phase), self.of(phase)[self.split(phase)]
-
-    def _first(self, prompts: Prompts, most: int, phase: RunPhase) -> list[tuple[Prompts, int]]:
-        count = len(prompts) if most < 0 else min(len(prompts), most * phase.train.batch_size)
-        return [(prompts, i) for i in range(count)]
-
-    def typical_rows(self) -> tuple[int, int]:
-        """Return the tokens of a batch, and those of them that reach the head."""
-        width, targets = self._largest(self.phases[-1])
-        return self.phases[-1].train.sequences * width, targets
-
-
 class GRPOTask(Task):
     """``--task grpo``."""
 
     validated = RewardScore.numbers
 
     base: Base
-    dataset: PromptDataset
     reward: Reward
     sample: SamplePrompt
     sample_before: str | None = None
@@ -182,10 +92,10 @@ class GRPOTask(Task):
             function = reward_of(self.run.reward, self.run.train.reward)
             self.reward = Reward(function, self.run.goal.sources[0])
 
-    def encode(self, base: Base, splits: Sequence[Splits]) -> PromptDataset:
+    def encode(self, base: Base, splits: Sequence[Splits]) -> list[PhaseData]:
         """Return the tokens of the prompts of every phase."""
         self.base, display = base, self.run.display
-        encoded: list[dict[str, Prompts]] = []
+        data: list[PhaseData] = []
         for phase, read in zip(self.run.phases, splits, strict=True):
             columns, length = phase.sources[0], phase.train.max_seq_length
             of_phase = {}
@@ -199,15 +109,35 @@ class GRPOTask(Task):
             lost = template_notes(read.rows["train"], PROMPT, columns, base.tokenizer)
             for note in (*read.notes, *lost, *read.bad_lines()):
                 display.line("data", note)
-            encoded.append(of_phase)
-        self.dataset = PromptDataset(self.run.phases, encoded)
-        goal = self.run.goal
-        prompts = self.dataset.held_out_examples(goal)[1]
-        row, columns = prompts.row(0), goal.sources[0]
+            t, prompts = phase.train, of_phase["train"]
+            inputs = sequence_inputs(t.max_seq_length)
+            sampler = Sampler(prompts.lengths, t.batch_size, inputs, t.seed)
+            train = Dataset(prompts, PromptCollate(_largest(phase, prompts)), sampler)
+            data.append(PhaseData(self, phase, of_phase, train))
+
+        prompts = data[-1].held_out_examples
+        row, columns = prompts.row(0), self.run.goal.sources[0]
         text = row.value[columns.prompt_feature]
         shown = text if isinstance(text, str) else str(text[-1].get("content", ""))
         self.sample = SamplePrompt(shown, prompts.tokens[0], wanted_text(row, columns))
-        return self.dataset
+        return data
+
+    def evaluation(self, phase: RunPhase, examples: Prompts, chosen: np.ndarray) -> Dataset:
+        """Return a prompt in each batch."""
+        order = FixedOrder(np.sort(chosen)[:, None])
+        return Dataset(examples, PromptCollate(_largest(phase, examples)), order)
+
+    def sampled(self, data: PhaseData) -> np.ndarray:
+        """Return held-out prompts in proportion to the tokens that the phase trains on."""
+        t = data.phase.train
+        trained = data.splits["train"].lengths.mean() + t.max_completion_length
+        lengths = data.held_out_examples.lengths + t.max_completion_length
+        return sample(lengths, t.iters * t.sequences * trained)
+
+    def typical_rows(self, data: PhaseData) -> tuple[int, int]:
+        """Return the tokens of a batch, and those of them that reach the head."""
+        width, targets = data.train.collate.largest
+        return data.phase.train.sequences * width, targets
 
     def objective(self, trainable: Trainable, memory: MemoryChoice) -> GRPO:
         """Return the loss of generated completions. The sample prompt is completed before training."""
@@ -220,10 +150,10 @@ class GRPOTask(Task):
         start = phase_start(self.run, trainable)
         return GRPO(trainable.model, head, self.train, self._generate, start, self._score)
 
-    def _generate(self, batch: PromptBatch) -> Generated:
+    def _generate(self, batch: Batch) -> tuple[Batch, np.ndarray]:
         """Generate the completions of a batch and ask for their rewards."""
         train, prompts = self.train, batch.source
-        indices = [i for i in batch.prompts for _ in range(train.num_generations)]
+        indices = [i for i in batch.examples for _ in range(train.num_generations)]
         keys = _keys(train.seed, batch.number)
 
         def sampler(log_probs: mx.array) -> mx.array:
@@ -241,10 +171,10 @@ class GRPOTask(Task):
         ]
         shapes = None
         if runtime.COMPILES:
-            shapes = few_shapes(self.dataset._largest(self.run.goal), train.sequences)
+            shapes = few_shapes(self.data[-1].train.collate.largest, train.sequences)
         inputs = sequence_inputs(train.max_seq_length)
-        tokens = make_batch(examples, range(len(examples)), len(examples), inputs, shapes)
-        return Generated(tokens, rewards.reshape(len(batch.prompts), -1))
+        collate = TokenCollate(len(examples), inputs, shapes)
+        return collate(examples, range(len(examples))), rewards.reshape(len(batch.examples), -1)
 
     def _completed(
         self,
@@ -268,11 +198,10 @@ class GRPOTask(Task):
         texts = [text_of(self.base, [t for t in tokens if t not in ends]) for tokens in completions]
         return self.reward(prompts, indices, texts)
 
-    def _score(
-        self, batches: Sequence[tuple[Prompts, int]], advance: Callable[[], None] | None = None
-    ) -> RewardScore:
+    def _score(self, data: Dataset, advance: Callable[[], None] | None = None) -> RewardScore:
         """Return the mean reward of the likeliest completions of some prompts."""
-        prompts, indices = batches[0][0], [i for _, i in batches]
+        prompts = data.examples
+        indices = [i for batch in data.once() for i in batch.examples]
         rewards = []
         for start in range(0, len(indices), _MOST_AT_ONCE):
             part = indices[start : start + _MOST_AT_ONCE]
@@ -290,13 +219,14 @@ class GRPOTask(Task):
         before, after = fit.scores[0][goal.name], fit.scores[-1][goal.name]
         texts = {"before": self.sample_before, "after": self.sample.complete(self.base)}
         sample = {"prompt": self.sample.text, "wanted": self.sample.wanted, **texts}
-        phases = phase_reports(self.dataset, sources, fit)
+        data = self.data[-1]
+        phases = phase_reports(self.data, sources, fit)
         named = {"task": "grpo", "reward": self.reward.name, "beta": self.train.beta}
         return Summary(
             eval={
-                "split": self.dataset.split(goal),
+                "split": data.held_out_split,
                 "rows": after.rows,
-                "available": len(self.dataset.held_out_examples(goal)[1]),
+                "available": data.held_out_examples.count,
                 "reward_before": before.reward,
                 "reward_after": after.reward,
             },
@@ -309,6 +239,15 @@ class GRPOTask(Task):
     def report_lines(report: dict) -> list[str]:
         """Return the reward, phases, speed, the sample and the pack."""
         return outcome_lines(report)
+
+
+def _largest(phase: RunPhase, prompts: Prompts) -> Shape:
+    """Return the shape of the largest batch that may be generated."""
+    t, longest = phase.train, int(prompts.lengths.max())
+    inputs = sequence_inputs(t.max_seq_length)
+    width = padded_length(min(longest + t.max_completion_length - 1, inputs), inputs)
+    targets = min(t.max_completion_length, width) * t.sequences
+    return width, padded_targets(targets, t.sequences * width)
 
 
 def few_shapes(largest: Shape, sequences: int) -> set[Shape]:

@@ -1,34 +1,30 @@
 """Preferences of completions: which of two is better, or whether one is good."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from ...adapters.trainable import Trainable
 from ...config.data import DataConfig
 from ...config.schema import TrainConfig
+from ...data.dataset import Dataset
 from ...data.encoding import EncodingOptions
 from ...data.formats import COMPLETION, PREFERENCE, Row, RowFormat
 from ...data.left_out import template_notes
-from ...data.masks import masked
-from ...data.packing import Packed
 from ...data.preference_batches import (
-    PreferenceBatch,
     PreferenceSampler,
-    preference_batch,
     preference_evaluation,
+    preference_set,
 )
 from ...data.preferences import (
     RATED,
     PreferenceExamples,
     both_completions,
     encode_preferences,
-    joined_preferences,
 )
 from ...data.rows import Splits
-from ...data.shapes import padded_length, sequence_inputs
+from ...data.sampler import Draw
+from ...data.shapes import sequence_inputs
 from ...errors import PackError
 from ...evaluation.preferences import PairScore, score_preferences
 from ...gates import gates_text
@@ -40,111 +36,25 @@ from ...objectives.sequence_packing import prepare_packing
 from ...packs.base import Base
 from ...packs.card import format_change, phase_lines
 from ..fit import Fit
+from ..phase_data import PhaseData
 from ..phases import RunPhase
 from ..planning import MemoryChoice
 from ..precision import check_forward
 from ..run_folder import reference_file
 from ..settings import Run
 from .causal_lm import SamplePrompt, add_noise, phase_reports, sample_lines, stored_sample
-from .task import Summary, Task, bad_rows_lines, cost, evaluated, speed, try_lines
-from .tokens import MASKS, PhasedDataset
+from .task import Summary, bad_rows_lines, cost, evaluated, speed, try_lines
+from .tokens import TokenTask
 
 
-@dataclass
-class PreferenceDataset(PhasedDataset):
-    """Preferences of all phases as tokens, two examples for each row."""
-
-    splits: list[dict[str, PreferenceExamples]]
-    _firsts: dict[int, "_FirstBatches"] = field(default_factory=dict, init=False)
-
-    @cached_property
-    def train(self) -> PreferenceExamples:
-        """The training rows of all phases, those of one phase after those of another."""
-        return joined_preferences([splits["train"] for splits in self.splits])
-
-    def counts(self) -> dict[str, int]:
-        """Return the number of rows by split."""
-        return {key: count // 2 for key, count in super().counts().items()}
-
-    def sampler(self, phase: RunPhase) -> PreferenceSampler:
-        """Return which of all training examples each batch of a phase holds."""
-        t, draw = phase.train, self.draw(phase)
-        size, inputs = t.batch_size * (1 if t.packing else 2), sequence_inputs(t.max_seq_length)
-        return PreferenceSampler(self.train.lengths, size, inputs, t.seed, t.packing, draw)
-
-    def batches(self, phase: RunPhase, start: int) -> Iterator[PreferenceBatch]:
-        """Batches of a phase without end, from batch number ``start``."""
-        sampler, allowed = self.sampler(phase), self.allowed_shapes(phase)
-        for order in sampler.batches(start):
-            yield preference_batch(self.train, sampler, order, "train", allowed)
-
-    def first(self, start: int, row: int) -> PreferenceBatch:
-        """Return the batch in which a row first occurs, of the phase with ``start`` batches before it."""
-        (phase,) = (phase for phase in self.phases if phase.start == start)
-        sampler = self.sampler(phase)
-        number = self._firsts.setdefault(start, _FirstBatches(sampler)).number(row)
-        order = next(sampler.batches(number))
-        return preference_batch(self.train, sampler, order, "train", self.allowed_shapes(phase))
-
-    def rows(self, batch: PreferenceBatch) -> list[str]:
-        """Return the rows of a batch as messages name them."""
-        return [self.train.items[2 * row].where for row in batch.rows]
-
-    def held_out(self, phase: RunPhase) -> list[PreferenceBatch]:
-        """Return the rows that a phase is evaluated on, in batches."""
-        split, _ = self.held_out_examples(phase)
-        if phase.train.test_batches is None:
-            return self._evaluated(phase, split, -1, self.sampled(phase))
-        return self._evaluated(phase, split, phase.train.test_batches)
-
-    def validation(self, phase: RunPhase) -> list[PreferenceBatch]:
-        """Return the rows on which a phase is validated while it trains; they may be empty."""
-        splits, count = self.splits[self.phases.index(phase)], phase.train.val_batches
-        return self._evaluated(phase, "valid", count) if "valid" in splits and count else []
-
-    def _held_out_lengths(self, phase: RunPhase) -> np.ndarray:
-        return super()._held_out_lengths(phase).reshape(-1, 2).sum(axis=1)
-
-    def _evaluated(
-        self, phase: RunPhase, split: str, most: int, chosen: np.ndarray | None = None
-    ) -> list[PreferenceBatch]:
-        t, examples = phase.train, self.splits[self.phases.index(phase)][split]
-        inputs, name = sequence_inputs(t.max_seq_length), f"{phase.name}/{split}"
-        return preference_evaluation(examples, t.batch_size, inputs, name, most, chosen)
-
-    def typical_rows(self) -> tuple[int, int]:
-        """Return the tokens of a typical batch, and those of them that reach the head."""
-        t, lengths = self.phases[-1].train, self.train.lengths
-        width = padded_length(int(sorted(lengths)[len(lengths) // 2]), t.max_seq_length)
-        rows = t.sequences * (sequence_inputs(t.max_seq_length) if t.packing else width)
-        return rows, max(1, rows * self.train.targets // int(lengths.sum()))
-
-
-class _FirstBatches:
-    """The number of the batch in which each row first occurs, examples as far as it is asked for."""
-
-    def __init__(self, sampler: PreferenceSampler) -> None:
-        self._orders, self._next = sampler.batches(), 0
-        self._numbers: dict[int, int] = {}
-
-    def number(self, row: int) -> int:
-        """Return the number of the first batch with a row, which has one."""
-        while row not in self._numbers:
-            order = next(self._orders)
-            examples = order.examples if isinstance(order, Packed) else order
-            for example in examples[::2]:
-                self._numbers.setdefault(int(example) // 2, self._next)
-            self._next += 1
-        return self._numbers[row]
-
-
-class PreferenceTask(Task):
+class PreferenceTask(TokenTask):
     """``--task dpo``, ``orpo``, ``simpo``, ``cpo`` and ``kto``."""
 
     validated = PairScore.numbers
 
+    is_scored = False  # whether completions are scored as a whole
+
     base: Base
-    dataset: PreferenceDataset
     sample: SamplePrompt
     sample_before: str | None = None
 
@@ -153,7 +63,7 @@ class PreferenceTask(Task):
         """The settings of the last phase, whose task is this one."""
         return self.run.goal.train
 
-    def encode(self, base: Base, splits: Sequence[Splits]) -> PreferenceDataset:
+    def encode(self, base: Base, splits: Sequence[Splits]) -> list[PhaseData]:
         """Return the tokens of the rows of every phase."""
         self.base, display = base, self.run.display
         encoded: list[dict[str, PreferenceExamples]] = []
@@ -173,9 +83,26 @@ class PreferenceTask(Task):
             lost = template_notes(read.rows["train"], self._row_format(), columns, base.tokenizer)
             self._describe(read, of_phase, t, lost)
             encoded.append(of_phase)
-        self.dataset = self._dataset(encoded)
-        self._choose_sample(splits[-1])
-        return self.dataset
+        data = self._phase_data(encoded)
+        self._choose_examples(encoded[-1], splits[-1], data[-1].held_out_split)
+        return data
+
+    def training(self, phase: RunPhase, examples: PreferenceExamples, draw: Draw) -> Dataset:
+        """Return the training batches of a phase."""
+        t, inputs = phase.train, sequence_inputs(phase.train.max_seq_length)
+        size = t.batch_size if t.packing else 2 * t.batch_size
+        sampler = PreferenceSampler(examples.lengths, size, inputs, t.seed, t.packing, draw)
+        return preference_set(examples, sampler, self.is_scored)
+
+    def evaluation(
+        self, phase: RunPhase, examples: PreferenceExamples, chosen: np.ndarray
+    ) -> Dataset:
+        """Return rows by length."""
+        inputs = sequence_inputs(phase.train.max_seq_length)
+        return preference_evaluation(examples, phase.train.batch_size, inputs, chosen)
+
+    def _costs(self, examples: PreferenceExamples) -> np.ndarray:
+        return examples.row_lengths.sum(axis=1)
 
     def _encoded(
         self, rows: Sequence[Row], columns: DataConfig, options: EncodingOptions
@@ -189,12 +116,6 @@ class PreferenceTask(Task):
         """Return the format of the rows of this task."""
         return RATED if self.train.task == "kto" else PREFERENCE
 
-    def _dataset(self, encoded: list[dict[str, PreferenceExamples]]) -> PreferenceDataset:
-        """Return the data set of the examples of every phase."""
-        examples, tokenizer = encoded[-1]["train"].items, self.base.tokenizer
-        masks = [masked(examples[i], tokenizer) for i in range(min(MASKS, len(examples)))]
-        return PreferenceDataset(self.run.phases, encoded, masks=masks)
-
     def _describe(
         self,
         read: Splits,
@@ -204,7 +125,7 @@ class PreferenceTask(Task):
     ) -> None:
         """Show the number of rows, and what was cut; check that packed rows fit."""
         first, display = examples["train"], self.run.display
-        counts = " / ".join(f"{len(part) // 2:,} {split}" for split, part in examples.items())
+        counts = " / ".join(f"{part.count:,} {split}" for split, part in examples.items())
         targets = self._targets_line(first)
         display.line("data", f"{read.source} · {counts} examples · {first.format} · {targets}")
         cut, dropped = (
@@ -214,7 +135,7 @@ class PreferenceTask(Task):
             display.line("data", line)
         for note in (*read.notes, *lost, *read.bad_lines()):
             display.line("data", note)
-        longest = int((first.lengths.reshape(-1, 2).sum(axis=1) - 2).max())
+        longest = int((first.row_lengths.sum(axis=1) - 2).max())
         if train.packing and longest > sequence_inputs(train.max_seq_length):
             raise PackError(
                 f"--packing: both completions of an example share a sequence, and the longest need "
@@ -234,9 +155,11 @@ class PreferenceTask(Task):
             cut > 0
         )
 
-    def _choose_sample(self, splits: Splits) -> None:
-        """Take the prompt of the first held-out row for the sample."""
-        split, _ = self.dataset.held_out_examples(self.run.goal)
+    def _choose_examples(
+        self, encoded: dict[str, PreferenceExamples], splits: Splits, split: str
+    ) -> None:
+        """Take some training examples for the page, and the prompt of the first held-out row."""
+        self.masks = self._masked(encoded["train"], self.base)
         row, columns = splits.first_usable(split), self.run.goal.sources[0]
         if self.train.task != "kto":
             row = both_completions([row], columns)[0]
@@ -258,8 +181,8 @@ class PreferenceTask(Task):
         reference = Reference(
             trainable.model,
             start,
-            lambda rows, arrays: completion_sums(trainable.model, head, rows, arrays)[0],
-            self.dataset.first,
+            lambda inputs, layout: completion_sums(trainable.model, head, inputs, layout)[0],
+            {data.phase.start: data.train for data in self.data}.__getitem__,
         )
         return PreferenceObjective(trainable.model, head, train, reference, score_preferences)
 
@@ -269,10 +192,10 @@ class PreferenceTask(Task):
         """Accuracy and margin on the held-out rows of the last phase, and the sample again."""
         goal, train = self.run.goal, self.train
         ends = {"before": fit.scores[0][goal.name], "after": fit.scores[-1][goal.name]}
-        split, examples = self.dataset.held_out_examples(goal)
+        data = self.data[-1]
         texts = {"before": self.sample_before, "after": self.sample.complete(self.base)}
         sample = {"prompt": self.sample.text, "wanted": self.sample.wanted, **texts}
-        phases = phase_reports(self.dataset, sources, fit)
+        phases = phase_reports(self.data, sources, fit)
         facts: dict = {"phases": phases} if phases else {}
         if any(texts.values()):
             facts["samples"] = [stored_sample(sample)]
@@ -287,8 +210,8 @@ class PreferenceTask(Task):
         }
         return Summary(
             eval={
-                "split": split,
-                "available": len(examples) // 2,
+                "split": data.held_out_split,
+                "available": data.held_out_examples.count,
                 **before_and_after(ends, values),
             },
             objective=named,

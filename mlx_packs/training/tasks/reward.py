@@ -1,6 +1,6 @@
 """A reward model: a score for each completion, which is higher for the one that is preferred."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ...adapters.score_head import fresh_score_head, with_score_head
@@ -12,7 +12,7 @@ from ...data.encoding import EncodingOptions
 from ...data.formats import Row
 from ...data.preferences import PreferenceExamples
 from ...data.rows import Splits
-from ...data.scored import ScoredBatch, encode_scored
+from ...data.scored import encode_scored
 from ...evaluation.reward_model import score_pairs
 from ...gates import gates_text
 from ...objectives.causal_lm import split_head
@@ -21,23 +21,16 @@ from ...objectives.sequence_packing import prepare_packing
 from ...packs.base import Base
 from ...packs.card import format_change, phase_lines
 from ..fit import Fit
-from ..phases import RunPhase
 from ..planning import MemoryChoice
 from .causal_lm import add_noise, phase_reports
-from .preference import PreferenceDataset, PreferenceTask, before_and_after
+from .preference import PreferenceTask, before_and_after
 from .task import Summary, bad_rows_lines, cost, evaluated, speed
-
-
-class RewardDataset(PreferenceDataset):
-    """Pairs of completions, of which the last tokens are scored."""
-
-    def batches(self, phase: RunPhase, start: int) -> Iterator[ScoredBatch]:
-        """Batches of a phase without end, from batch number ``start``."""
-        return (ScoredBatch(**vars(batch)) for batch in super().batches(phase, start))
 
 
 class RewardTask(PreferenceTask):
     """``--task reward``."""
+
+    is_scored = True
 
     def target(self, base: Base) -> tuple[Base, LoRAConfig]:
         """Return the base with a head besides, which is trained in full."""
@@ -54,9 +47,6 @@ class RewardTask(PreferenceTask):
     ) -> PreferenceExamples:
         return encode_scored(rows, self.base.tokenizer, columns, options, self.train.num_proc)
 
-    def _dataset(self, encoded: list[dict[str, PreferenceExamples]]) -> RewardDataset:
-        return RewardDataset(self.run.phases, encoded)
-
     def _targets_line(self, examples: PreferenceExamples) -> str:
         return "each completion scored at its last token"
 
@@ -64,7 +54,9 @@ class RewardTask(PreferenceTask):
         text = f"{limit} tokens or more (--max-seq-length): {dropped} examples dropped"
         return text if dropped else ""
 
-    def _choose_sample(self, splits: Splits) -> None:
+    def _choose_examples(
+        self, encoded: dict[str, PreferenceExamples], splits: Splits, split: str
+    ) -> None:
         """Take none: a reward model generates no text."""
 
     def objective(self, trainable: Trainable, memory: MemoryChoice) -> RewardModel:
@@ -84,15 +76,15 @@ class RewardTask(PreferenceTask):
         """Accuracy and margin on the held-out rows of the last phase."""
         goal, train = self.run.goal, self.train
         ends = {"before": fit.scores[0][goal.name], "after": fit.scores[-1][goal.name]}
-        split, examples = self.dataset.held_out_examples(goal)
-        phases = phase_reports(self.dataset, sources, fit)
-        named = {"task": "reward", "loss_on": self.dataset.loss_on}
+        data = self.data[-1]
+        phases = phase_reports(self.data, sources, fit)
+        named = {"task": "reward", "loss_on": data.splits["train"].loss_on}
         named["center_rewards_coefficient"] = train.center_rewards_coefficient
         values = {"preference_accuracy": "accuracy", "reward_margin": "margin", "loss": "nll"}
         return Summary(
             eval={
-                "split": split,
-                "available": len(examples) // 2,
+                "split": data.held_out_split,
+                "available": data.held_out_examples.count,
                 **before_and_after(ends, values),
             },
             objective=named,

@@ -1,18 +1,16 @@
 """Phases of several tasks, as completions and then preferences: each phase has a task of its own."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from ...adapters.trainable import Trainable
 from ...config.lora import LoRAConfig
 from ...data.rows import Splits
-from ...memory.plan import Shape
-from ...objectives.objective import Batch, Objective
+from ...objectives.objective import Objective
 from ...packs.base import Base
 from ...packs.pack import Pack
-from ..dataset import Dataset
 from ..fit import Fit
+from ..phase_data import PhaseData
 from ..phases import RunPhase
 from ..planning import MemoryChoice
 from ..settings import Run
@@ -57,14 +55,26 @@ class SeveralTasks(Task):
                 of_last = target
         return of_last
 
-    def encode(self, base: Base, splits: Sequence[Splits]) -> "SeveralDatasets":
+    @property
+    def data(self) -> Sequence[PhaseData]:
+        """The examples of all phases, each encoded by its task."""
+        return self._data
+
+    @data.setter
+    def data(self, data: Sequence[PhaseData]) -> None:
+        self._data = data
+        for part in self.parts.values():
+            part.data = [each for each in data if each.task is part]
+
+    def encode(self, base: Base, splits: Sequence[Splits]) -> list[PhaseData]:
         """Encode the examples of every phase by its task."""
         read = dict(zip((phase.name for phase in self.run.phases), splits, strict=True))
-        datasets = {
-            name: part.encode(base, [read[phase.name] for phase in part.run.phases])
-            for name, part in self.parts.items()
-        }
-        return SeveralDatasets(self.run.phases, datasets)
+        encoded: dict[str, PhaseData] = {}
+        for part in self.parts.values():
+            data = part.encode(base, [read[phase.name] for phase in part.run.phases])
+            encoded |= {each.phase.name: each for each in data}
+        self.masks = self.last.masks
+        return [encoded[phase.name] for phase in self.run.phases]
 
     def objective(self, trainable: Trainable, memory: MemoryChoice) -> "SeveralObjectives":
         """Return the objectives of all phases."""
@@ -109,62 +119,6 @@ def _with_phases_of(run: Run, task: str) -> Run:
     return replace(run, phases=tuple(phase for phase in run.phases if phase.train.task == task))
 
 
-class SeveralDatasets(Dataset):
-    """The examples of phases of several tasks."""
-
-    def __init__(self, phases: Sequence[RunPhase], datasets: Mapping[str, Dataset]) -> None:
-        self.phases, self.datasets = phases, datasets
-        self._trained = self._of(phases[-1])
-        self.masks = self._trained.masks
-
-    def _of(self, phase: RunPhase) -> Dataset:
-        return self.datasets[phase.train.task]
-
-    def counts(self) -> dict[str, int]:
-        """Return the number of examples by phase and split."""
-        return {key: n for each in self.datasets.values() for key, n in each.counts().items()}
-
-    def shapes(self) -> set[Shape]:
-        """Return the shapes of all training batches."""
-        return {shape for each in self.datasets.values() for shape in each.shapes()}
-
-    def batches(self, phase: RunPhase, start: int) -> Iterator[Batch]:
-        """Batches of a phase without end, from batch number ``start``."""
-        self._trained = self._of(phase)
-        return self._trained.batches(phase, start)
-
-    def batches_per_epoch(self) -> int:
-        """Return the batches of an epoch of the last phase."""
-        return self._of(self.phases[-1]).batches_per_epoch()
-
-    def mean_inputs(self) -> None:
-        """Batches of several tasks have no common measure."""
-
-    def resized(self, phases: Sequence[RunPhase]) -> "SeveralDatasets":
-        """Return the same examples for phases with other numbers of batches."""
-        datasets = {
-            name: each.resized([phase for phase in phases if phase.train.task == name])
-            for name, each in self.datasets.items()
-        }
-        return SeveralDatasets(phases, datasets)
-
-    def rows(self, batch: Any) -> list[str]:
-        """Return the rows of a batch of the phase at work, as messages name them."""
-        return self._trained.rows(batch)
-
-    def validation(self, phase: RunPhase) -> Sequence[Any]:
-        """Return what a phase is validated on."""
-        return self._of(phase).validation(phase)
-
-    def held_out(self, phase: RunPhase) -> Sequence[Any]:
-        """Return what a phase is evaluated on."""
-        return self._of(phase).held_out(phase)
-
-    def typical_rows(self) -> tuple[int, int] | None:
-        """Return the rows of a typical batch of the last phase."""
-        return self._of(self.phases[-1]).typical_rows()
-
-
 class SeveralObjectives(Objective):
     """The objectives of phases of several tasks."""
 
@@ -172,7 +126,6 @@ class SeveralObjectives(Objective):
 
     def __init__(self, phases: Sequence[RunPhase], objectives: Mapping[str, Objective]) -> None:
         self.phases, self.objectives = phases, objectives
-        self._trained = self.of_phase(phases[-1].start)
 
     def of_phase(self, start: int) -> Objective:
         """Return the objective of a phase."""
@@ -181,12 +134,7 @@ class SeveralObjectives(Objective):
 
     def begin_phase(self, start: int, fresh: bool) -> None:
         """Prepare for the steps of a phase."""
-        self._trained = self.of_phase(start)
-        self._trained.begin_phase(start, fresh)
-
-    def split(self, batch: Any, parts: int) -> Sequence[Any]:
-        """Return a batch of the phase at work in pieces."""
-        return self._trained.split(batch, parts)
+        self.of_phase(start).begin_phase(start, fresh)
 
     def close(self) -> None:
         """Release what all of them hold."""

@@ -24,8 +24,8 @@ from ...objectives.objective import Objective
 from ...objectives.score import check_best
 from ...packs.base import Base
 from ...packs.pack import Pack
-from ..dataset import Dataset
 from ..fit import Fit
+from ..phase_data import PhaseData, PhaseTask
 from ..planning import MemoryChoice
 from ..settings import Run
 from ..state import COMPUTED_PER_S
@@ -48,12 +48,15 @@ class Summary:
     report: dict = field(default_factory=dict)  # other keys of the report
 
 
-class Task(ABC):
+class Task(PhaseTask, ABC):
     """A task: the model and the examples that it is trained on."""
 
     lazy_base = False  # whether the base's weights are read when they are used, not before
     unplanned_recompute = "selective"  # where no memory plan is possible
     validated: ClassVar[tuple[str, ...]] = ()  # numbers of its validations, of which --best is one
+
+    masks: Sequence[dict] = ()  # some training examples as `data.masks` has them
+    data: Sequence[PhaseData]  # the encoded examples of its phases
 
     def __init__(self, run: Run) -> None:
         check_best(run.train.best, self.validated)
@@ -75,7 +78,7 @@ class Task(ABC):
         return target, lora
 
     @abstractmethod
-    def encode(self, base: Base, splits: Sequence[Splits]) -> Dataset:
+    def encode(self, base: Base, splits: Sequence[Splits]) -> list[PhaseData]:
         """Encode the examples of every phase; errors name file and line of an example."""
 
     def planned_settings(self) -> TrainConfig:

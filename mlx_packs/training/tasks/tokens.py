@@ -1,25 +1,15 @@
-"""Examples of all phases as tokens."""
+"""Tasks whose examples are tokens, and how these are encoded."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import mlx.nn as nn
 import numpy as np
 
-from ... import runtime
 from ...config.data import DataConfig
 from ...config.schema import TrainConfig
 from ...data import rows as rows_of
-from ...data.batches import (
-    Allowed,
-    Batch,
-    batch_shapes,
-    evaluation_batches,
-    few_shapes,
-    most_targets,
-    training_batches,
-)
+from ...data.dataset import Dataset
 from ...data.encoding import EncodingOptions, Examples
 from ...data.encoding_parts import part_count
 from ...data.fim import FillInTheMiddle
@@ -30,154 +20,69 @@ from ...data.sampler import Draw, Sampler, packing_fill
 from ...data.shapes import padded_length, sequence_inputs
 from ...data.sources import as_rows
 from ...data.token_cache import encode_cached
-from ...data.token_store import JoinedExamples
 from ...display import VERBOSE, Display
 from ...errors import PackError
 from ...nn.blocks import attends_by_spans
 from ...packs.base import Base
 from ..held_out import sample
+from ..phase_data import PhaseData
 from ..phases import RunPhase
+from .task import Task
 
 MASKS = 2  # training examples that the page of a run shows
 
 
-@dataclass
-class PhasedDataset:
-    """Examples of all phases as tokens; ``splits`` has those of each phase by split."""
+class TokenTask(Task):
+    """A task whose examples are tokens, and whose batches have an example in each row, or several."""
 
-    phases: tuple[RunPhase, ...]
-    splits: list[dict[str, Examples]]
-    by_spans: bool = False  # whether the model's attention needs no mask of segments
-    masks: Sequence[dict] = ()  # some training examples of the last phase (`data.masks`)
-    _allowed: dict[int, Allowed] = field(default_factory=dict, init=False)
+    def sampled(self, data: PhaseData) -> np.ndarray:
+        """Return held-out examples in proportion to the tokens that the phase trains on."""
+        t = data.phase.train
+        length = t.max_seq_length if t.packing else float(data.train.examples.lengths.mean())
+        costs = self._costs(data.held_out_examples)
+        return sample(costs, t.iters * t.sequences * length)
 
-    @cached_property
-    def train(self) -> Examples:
-        """The training examples of all phases, those of one phase after those of another."""
-        parts = [splits["train"] for splits in self.splits]
-        if len(parts) == 1:
-            return parts[0]
-        formats = dict.fromkeys(part.format for part in parts)
-        losses = dict.fromkeys(part.loss_on for part in parts)
-        items = JoinedExamples([part.items for part in parts])
-        joined = Examples(items, " + ".join(formats), " + ".join(losses))
-        joined.lengths = np.concatenate([part.lengths for part in parts])
-        joined.target_counts = np.concatenate([part.target_counts for part in parts])
-        return joined
+    def _costs(self, examples: Examples) -> np.ndarray:
+        """Return the tokens that the evaluation of each example takes."""
+        return examples.lengths
 
-    @property
-    def loss_on(self) -> str:
-        """Which tokens of its examples the last phase is trained on."""
-        return self.splits[-1]["train"].loss_on
-
-    def counts(self) -> dict[str, int]:
-        """Return the number of examples by split."""
-        return {
-            phase.manifest_key(split): len(examples)
-            for phase, splits in zip(self.phases, self.splits, strict=True)
-            for split, examples in splits.items()
-        }
-
-    def draw(self, phase: RunPhase) -> Draw:
-        """Return which of all training examples a phase draws its batches from."""
-        edges = np.cumsum([0, *(len(splits["train"]) for splits in self.splits)]).tolist()
-        i = self.phases.index(phase)
-        return Draw(edges[i], edges[i + 1], phase.replay)
-
-    def sampler(self, phase: RunPhase) -> Sampler:
-        """Return which of all training examples each batch of a phase holds."""
-        t, draw = phase.train, self.draw(phase)
-        inputs = sequence_inputs(t.max_seq_length)
-        aligned = t.packing and self.by_spans and not draw.replay
-        return Sampler(self.train.lengths, t.batch_size, inputs, t.seed, t.packing, draw, aligned)
-
-    def allowed_shapes(self, phase: RunPhase) -> Allowed | None:
-        """Return the shapes of a phase's batches where each shape costs a compilation."""
-        sampler = self.sampler(phase)
-        if not runtime.COMPILES or (sampler.packing and not sampler.aligned):
-            return None
-        number = self.phases.index(phase)  # the plan and the loop ask for them: seconds of many
-        if number not in self._allowed:
-            choose = most_targets if sampler.aligned else few_shapes
-            self._allowed[number] = choose(self.train, sampler)
-        return self._allowed[number]
-
-    def shapes(self) -> set[tuple[int, int]]:
-        """(T, M) of all batches of the run."""
-        shapes = set()
-        for phase in self.phases:
-            allowed = self.allowed_shapes(phase)
-            shapes |= batch_shapes(self.train, self.sampler(phase), phase.train.iters, allowed)
-        return shapes
-
-    def batches(self, phase: RunPhase, start: int) -> Iterator[Batch]:
-        """Batches of a phase without end, from batch number ``start``."""
-        return training_batches(self.train, self.sampler(phase), start, self.allowed_shapes(phase))
-
-    def batches_per_epoch(self) -> int:
-        """Return the number of batches that hold every training example once."""
-        return len(self.sampler(self.phases[-1]).epoch(0))
-
-    def mean_inputs(self) -> float | None:
-        """Return the mean of the tokens of a training batch; None where batches are packed."""
-        train = self.phases[-1].train
-        if train.packing:
-            return None
-        inputs = np.minimum(self.train.lengths - 1, sequence_inputs(train.max_seq_length))
-        return train.sequences * float(inputs.mean())
-
-    def resized(self, phases: Sequence[RunPhase]) -> "PhasedDataset":
-        """Return the same examples for phases with other numbers of batches."""
-        return replace(self, phases=tuple(phases))
-
-    def rows(self, batch: Batch) -> list[str]:
-        """Return the rows of a batch as messages name them."""
-        return [self.train.items[i].where for i in batch.examples]
-
-    def held_out_examples(self, phase: RunPhase) -> tuple[str, Examples]:
-        """Return the split that a phase is evaluated on, and its examples."""
-        splits = self.splits[self.phases.index(phase)]
-        split = "test" if "test" in splits else "valid"
-        return split, splits[split]
-
-    def held_out(self, phase: RunPhase) -> list[Batch]:
-        """Return the examples that a phase is evaluated on, in batches."""
-        _, examples = self.held_out_examples(phase)
-        if phase.train.test_batches is None:
-            return _batches(examples, phase, -1, self.sampled(phase))
-        return _batches(examples, phase, phase.train.test_batches)
-
-    def sampled(self, phase: RunPhase) -> np.ndarray:
-        """Return the held-out rows that a phase is evaluated on by default, in random order."""
-        t = phase.train
-        length = t.max_seq_length if t.packing else float(self.train.lengths.mean())
-        return sample(self._held_out_lengths(phase), t.iters * t.sequences * length)
-
-    def _held_out_lengths(self, phase: RunPhase) -> np.ndarray:
-        return self.held_out_examples(phase)[1].lengths
-
-    def validation(self, phase: RunPhase) -> list[Batch]:
-        """Return the examples on which a phase is validated while it trains; they may be empty."""
-        splits, count = self.splits[self.phases.index(phase)], phase.train.val_batches
-        return _batches(splits["valid"], phase, count) if "valid" in splits and count else []
-
-    def typical_rows(self) -> tuple[int, int]:
+    def typical_rows(self, data: PhaseData) -> tuple[int, int]:
         """Return the tokens of a typical batch, and those of them that reach the head."""
-        train = self.phases[-1].train
-        lengths = np.sort(self.train.lengths)
-        width = padded_length(int(lengths[len(lengths) // 2]), train.max_seq_length)
-        rows = train.batch_size * (
-            sequence_inputs(train.max_seq_length) if train.packing else width
-        )
-        return rows, max(1, rows * self.train.targets // int(lengths.sum()))
+        t, examples = data.phase.train, data.train.examples
+        lengths = np.sort(examples.lengths)
+        inputs = padded_length(int(lengths[len(lengths) // 2]), t.max_seq_length)
+        if t.packing:
+            inputs = sequence_inputs(t.max_seq_length)
 
+        rows = t.sequences * inputs
+        return rows, max(1, rows * examples.targets // int(lengths.sum()))
 
-def _batches(
-    examples: Examples, phase: RunPhase, count: int, chosen: np.ndarray | None = None
-) -> list[Batch]:
-    t = phase.train
-    few = runtime.COMPILES
-    return evaluation_batches(examples, t.batch_size, t.max_seq_length, count, few, chosen)
+    def mean_inputs(self, data: PhaseData) -> float | None:
+        """Return the mean of the tokens of a training batch; None where batches are packed."""
+        t = data.phase.train
+        if t.packing:
+            return None
+        inputs = np.minimum(data.train.examples.lengths - 1, sequence_inputs(t.max_seq_length))
+        return t.sequences * float(inputs.mean())
+
+    def training(self, phase: RunPhase, examples: Examples, draw: Draw) -> Dataset:
+        """Return the training batches of a phase, whose examples are drawn from all."""
+        raise NotImplementedError
+
+    def _phase_data(self, splits: Sequence[Mapping[str, Examples]]) -> list[PhaseData]:
+        """Return the data of every phase."""
+        parts = [each["train"] for each in splits]
+        joined = type(parts[0]).joined(parts)
+        data, start = [], 0
+        for phase, own in zip(self.run.phases, splits, strict=True):
+            stop = start + len(own["train"])
+            train = self.training(phase, joined, Draw(start, stop, phase.replay))
+            data.append(PhaseData(self, phase, own, train))
+            start = stop
+        return data
+
+    def _masked(self, examples: Examples, base: Base) -> list[dict]:
+        return [masked(examples[i], base.tokenizer) for i in range(min(MASKS, len(examples)))]
 
 
 def encode_phases(
@@ -186,8 +91,8 @@ def encode_phases(
     base: Base,
     train: TrainConfig,
     display: Display,
-) -> PhasedDataset:
-    """Encode the examples of every phase."""
+) -> list[dict[str, Examples]]:
+    """Encode the examples of every phase by split."""
     for_texts = {"--fim-rate": train.fim_rate, "--long-rows split": train.long_rows == "split"}
     formats = {read.format for read in splits}
     if not any(isinstance(row_format, Text) for row_format in formats):
@@ -202,9 +107,7 @@ def encode_phases(
             )
             display.line("phase", f"{phase.name}: {phase.train.iters:,} batches{replayed}")
         encoded.append(encode_splits(read, base, phase.sources[0], phase.train, display))
-    examples = encoded[-1]["train"].items
-    masks = [masked(examples[i], base.tokenizer) for i in range(min(MASKS, len(examples)))]
-    return PhasedDataset(tuple(phases), encoded, attends_by_spans(base.model), masks)
+    return encoded
 
 
 def encode_splits(

@@ -1,0 +1,137 @@
+"""A batch, what makes one of examples, and the examples of a phase and split in batches.
+
+Nothing here knows what the examples of a task are.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+Array = Any  # NumPy's, or MLX's once an objective has prepared the batch
+Layout = tuple  # hashable, as the spans of packed examples
+Shape = tuple[int, int]  # of a batch, as the memory plan counts it
+
+
+class ExampleSet(Protocol):
+    """The encoded examples of a split, or of several."""
+
+    @property
+    def count(self) -> int:
+        """How many there are as people count them: a preference is one."""
+
+    def where_of(self, indices: Sequence[int]) -> list[str]:
+        """Return the rows of some examples as messages name them: ``train.jsonl:17``."""
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Some examples as the arrays of one step."""
+
+    inputs: dict[str, Array]  # what `Objective.loss` reads
+    targets: int  # real ones, which throughput counts
+    denominator: float  # what the sum of the loss is divided by
+    examples: tuple[int, ...] = ()  # indices
+    source: Any = None  # the examples that these are of
+    layout: Layout = ()  # constants that are compiled into the step
+    starts: tuple[int, ...] = ()  # where each example begins among all inputs
+    computed: int = 0  # inputs without padding; 0 where they are not counted
+    number: int = 0  # which of the training batches of its phase it is
+
+    @property
+    def rows(self) -> list[str]:
+        """Its rows as messages name them."""
+        return self.source.where_of(self.examples)
+
+    def having(self, **inputs: Array) -> "Batch":
+        """Return the batch with more arrays, or others in their places."""
+        return dataclasses.replace(self, inputs=self.inputs | inputs)
+
+
+class Collate(Protocol):
+    """Makes batches of examples."""
+
+    def __call__(self, examples: Any, order: Any) -> Batch:
+        """Return the batch of one order of a sampler."""
+
+    def shapes(self, examples: Any, orders: Iterator[Any]) -> set[Shape]:
+        """Return the shapes of batches without laying them out."""
+
+    def split(self, batch: Batch, parts: int) -> list[Batch]:
+        """Return a batch in at most ``parts`` pieces; sums and denominators add up to its own.
+
+        They are micro-batches, or the shares of ranks. One may consist of padding.
+        """
+
+
+class BatchSampler(Protocol):
+    """Which examples each batch has."""
+
+    def batches(self, start: int = 0) -> Iterator[Any]:
+        """Yield the order of each batch without end, from batch number ``start``."""
+
+    def epoch(self, number: int) -> Sequence[Any]:
+        """Return the order of each batch of an epoch."""
+
+
+@dataclass(frozen=True)
+class FixedOrder:
+    """The same batches in every epoch, as examples are evaluated."""
+
+    orders: Sequence[Any]
+
+    def batches(self, start: int = 0) -> Iterator[Any]:
+        """Yield the order of each batch without end, from batch number ``start``."""
+        return itertools.islice(itertools.cycle(self.orders), start, None)
+
+    def epoch(self, number: int) -> Sequence[Any]:
+        """Return the order of each batch."""
+        return self.orders
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """The examples of a phase and split, and how they become batches."""
+
+    examples: Any
+    collate: Collate
+    sampler: BatchSampler
+
+    def batches(self, start: int = 0) -> Iterator[Batch]:
+        """Yield training batches without end, from batch number ``start``."""
+        for number, order in enumerate(self.sampler.batches(start), start):
+            yield dataclasses.replace(self.collate(self.examples, order), number=number)
+
+    def once(self) -> list[Batch]:
+        """Return the batches of one epoch."""
+        return [self.collate(self.examples, order) for order in self.sampler.epoch(0)]
+
+    def batches_per_epoch(self) -> int:
+        """Return how many batches have every example once."""
+        return len(self.sampler.epoch(0))
+
+    def shapes(self, batches: int) -> set[Shape]:
+        """Return the shapes of the first batches."""
+        orders = itertools.islice(self.sampler.batches(), batches)
+        return self.collate.shapes(self.examples, orders)
+
+
+def by_length(lengths: np.ndarray, batch_size: int, chosen: np.ndarray) -> FixedOrder:
+    """Return batches of the chosen examples, those of like length together."""
+    chosen = np.sort(chosen)
+    order = chosen[np.argsort(np.asarray(lengths)[chosen], kind="stable")]
+    return FixedOrder([order[i : i + batch_size] for i in range(0, len(order), batch_size)])
+
+
+def first_examples(count: int, batch_size: int, batches: int) -> np.ndarray:
+    """Return the indices of the first examples, which fill so many batches; -1 is all."""
+    return np.arange(count if batches < 0 else min(count, batches * batch_size))
+
+
+def edges_of(rows: int, parts: int) -> list[tuple[int, int]]:
+    """Return where each of at most ``parts`` pieces of so many rows starts and stops."""
+    edges = np.linspace(0, rows, min(parts, rows) + 1).round().astype(int).tolist()
+    return list(zip(edges, edges[1:], strict=False))

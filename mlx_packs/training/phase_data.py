@@ -1,0 +1,102 @@
+"""The encoded examples of the phases of a run."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ..data.dataset import Dataset, ExampleSet, Shape, first_examples
+from ..optim import updates_of
+from .phases import RunPhase
+from .settings import Run
+
+
+class PhaseTask:
+    """What a task knows of the examples of a phase that it has encoded."""
+
+    def evaluation(self, phase: RunPhase, examples: Any, chosen: np.ndarray) -> Dataset:
+        """Return what `Objective.score` scores, of a split the examples with these indices."""
+        raise NotImplementedError
+
+    def sampled(self, data: "PhaseData") -> np.ndarray:
+        """Return which held-out examples a phase is evaluated on by default, in random order."""
+        raise NotImplementedError
+
+    def typical_rows(self, data: "PhaseData") -> tuple[int, int] | None:
+        """Rows of a typical batch through a frozen weight and the head; None if all is dense."""
+        return None
+
+    def mean_inputs(self, data: "PhaseData") -> float | None:
+        """Return the mean of `Batch.computed`; None if it is not known, or batches are alike."""
+        return None
+
+
+@dataclass(frozen=True)
+class PhaseData:
+    """The examples of a phase, encoded by its task."""
+
+    task: PhaseTask
+    phase: RunPhase
+    splits: Mapping[str, ExampleSet]
+    train: Dataset  # its own examples, and replayed ones of phases before it
+
+    @property
+    def held_out_split(self) -> str:
+        """The split that the phase is evaluated on."""
+        return "test" if "test" in self.splits else "valid"
+
+    @property
+    def held_out_examples(self) -> Any:
+        """The examples of that split."""
+        return self.splits[self.held_out_split]
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of examples by split, as manifests name it."""
+        return {self.phase.manifest_key(split): own.count for split, own in self.splits.items()}
+
+    def shapes(self) -> set[Shape]:
+        """Return the shapes of all training batches, as the memory plan counts them."""
+        return self.train.shapes(self.phase.train.iters)
+
+    def validation(self) -> Dataset | None:
+        """Return what `Objective.validate` scores; None if the phase is not validated."""
+        batches = self.phase.train.val_batches
+        if "valid" not in self.splits or not batches:
+            return None
+        return self._first(self.splits["valid"], batches)
+
+    def held_out(self) -> Dataset:
+        """Return what `Objective.score` scores before and after the run."""
+        batches = self.phase.train.test_batches
+        if batches is not None:
+            return self._first(self.held_out_examples, batches)
+        return self.task.evaluation(self.phase, self.held_out_examples, self.task.sampled(self))
+
+    def _first(self, examples: ExampleSet, batches: int) -> Dataset:
+        chosen = first_examples(examples.count, self.phase.train.batch_size, batches)
+        return self.task.evaluation(self.phase, examples, chosen)
+
+
+def counts_of(data: Sequence[PhaseData]) -> dict[str, int]:
+    """Return the number of examples by split; in a run with phases ``<phase>/<split>``."""
+    return {key: count for each in data for key, count in each.counts().items()}
+
+
+def with_batches(run: Run, data: Sequence[PhaseData]) -> tuple[Run, list[PhaseData]]:
+    """Return a run and its examples with ``iters`` in the place of ``--epochs``, if it has that."""
+    if (epochs := run.train.epochs) is None:
+        return run, list(data)
+    each = data[-1].train.batches_per_epoch()
+    batches = max(1, round(epochs * each))
+    settings = {"epochs": None, "iters": batches}
+    if run.train.picks_best:  # each of a few short epochs is evaluated
+        settings["steps_per_eval"] = min(run.train.steps_per_eval, each)
+
+    run = run.with_settings(settings, {})
+    updates = updates_of(run.train)
+    run.display.line(
+        "epochs", f"{epochs:g} of {each:,} batches: {batches:,} batches, {updates:,} updates"
+    )
+    phases = zip(data, run.phases, strict=True)
+    return run, [replace(own, phase=phase) for own, phase in phases]
