@@ -3,7 +3,6 @@
 A new method is one class here below and its entry there, which names the class.
 """
 
-import pkgutil
 from typing import TYPE_CHECKING, Protocol
 
 from ..config.choices import METHODS
@@ -36,4 +35,4 @@ class Method(Protocol):
 
 def find_method(name: str) -> Method:
     """Return the method of a name; its module is imported now."""
-    return pkgutil.resolve_name(METHODS[name].code)()
+    return METHODS.load(name, Method)()

@@ -67,11 +67,11 @@ def check_architecture(command: str, wanted: str, name: str | Path, model_type: 
 
 def check_task(task: str, name: str | Path, model_type: str) -> None:
     """Check that a base is of the architecture that a task trains."""
-    wanted, fitting = TASKS[task].architecture, tasks_of(model_type)
-    if task not in fitting:
+    wanted = TASKS[task].architecture
+    if wanted != architecture_of(model_type):
         raise PackError(
             f"--task {task}: trains {ARCHITECTURES[wanted].described}, but {name} is a "
-            f"{model_type}. Pass --task {any_of(fitting)}.",
+            f"{model_type}. Pass --task {any_of(tasks_of(model_type))}.",
             "mismatch",
         )
 

@@ -50,6 +50,8 @@ def recipe_of(flags: Mapping, files: RecipeFiles) -> Recipe:
     try:
         recipe = _resolved(flags, files.settings)
     except PackError as error:
+        if error.code == "dependency":  # a package is at fault, not a file
+            raise
         raise _fault_of_a_file(flags, files) or error from None
     check_method(recipe)
     return recipe

@@ -75,10 +75,13 @@ class TopicCommand(SectionedCommand):
             return
         hidden = len(self.get_params(ctx)) - len(list(self.shown_options(ctx)))
         formatter.write_paragraph()
-        formatter.write_text(
+        text = (
             f"{hidden} more options: {ctx.command_path} -h all. The options of a task: "
             f"{ctx.command_path} -h TASK ({', '.join(TASKS)})."
         )
+        if added := [f"{name} ({each.label})" for name, (each, *_) in TASKS.added().items()]:
+            text += f" Tasks of installed packages: {', '.join(added)}."
+        formatter.write_text(text)
 
 
 def _topic(ctx: click.Context) -> str:

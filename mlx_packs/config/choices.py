@@ -5,11 +5,56 @@ it builds its registry with `registered`, which fails at import unless every nam
 code has a name. Schedules are not here: their registry (`mlx_packs.schedules`) does not load MLX.
 """
 
+import pkgutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from ..plugins import Plugin
 
 T = TypeVar("T")
+
+
+class Table(dict[str, T]):
+    """Facts by name; those that installed packages add are imported when they are looked up.
+
+    Iterating has what is built in.
+    """
+
+    installed, find = "mlx_packs.plugins:installed", "mlx_packs.plugins:find"  # imported when used
+
+    def __init__(self, kind: str, facts: Mapping[str, T]) -> None:
+        super().__init__(facts)
+        self.kind = kind  # the end of the group of entry points
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or name in self.added()
+
+    def __missing__(self, name: str) -> T:
+        plugin = pkgutil.resolve_name(self.find)(self.kind, name, False)
+        if plugin is None:
+            raise KeyError(name)
+        return plugin.facts(type(next(iter(self.values()))))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the facts of a name."""
+        return self[name] if name in self else default
+
+    def added(self) -> dict[str, tuple["Plugin", ...]]:
+        """Return what installed packages add, by name; nothing of them is imported."""
+        return pkgutil.resolve_name(self.installed)(self.kind)
+
+    def plugin(self, name: str) -> "Plugin | None":
+        """Return the plug-in that a name is; None where it is built in, and no package has it."""
+        return pkgutil.resolve_name(self.find)(self.kind, name, super().__contains__(name))
+
+    def load(self, name: str, interface: type) -> Any:
+        """Return the code of a name, which is imported now and has the methods of an interface."""
+        code = self[name].code
+        if super().__contains__(name):
+            return pkgutil.resolve_name(code)
+        return self.plugin(name).with_methods_of(code, interface)
 
 
 @dataclass(frozen=True)
@@ -41,6 +86,10 @@ class TaskFacts:
     scores: bool = False  # whether a head of its own gives a number, in the place of logits
     # Values of --loss; `auto` is the first, unless it is chosen by data.
     losses: tuple[str, ...] = ()
+    # Of a task that an installed package adds: the class of its ``task_config``, module:name, and
+    # a built-in task whose settings it has, too.
+    config: str | None = None
+    settings_of: str | None = None
 
 
 @dataclass(frozen=True)
@@ -161,47 +210,53 @@ def _preferences(*losses: str, **defaults: object) -> TaskFacts:
     )
 
 
-TASKS = {
-    "lm": TaskFacts("mlx_packs.training.tasks.causal_lm:CausalLMTask", "decoder", masks=True),
-    "embedding": TaskFacts(
-        "mlx_packs.training.tasks.embedding:EmbeddingTask",
-        "encoder",
-        defaults={"batch_size": 32},
-        in_batch=True,
-        losses=tuple(LOSSES),
-    ),
-    "dpo": _preferences("sigmoid", "robust", "hinge", "ipo"),
-    "orpo": _preferences(),
-    "simpo": _preferences(beta=2.0),
-    "cpo": _preferences("sigmoid", "hinge", "ipo"),
-    "kto": _preferences(),
-    "reward": TaskFacts(
-        "mlx_packs.training.tasks.reward:RewardTask",
-        "decoder",
-        defaults={"learning_rate": 1e-4},
-        sequences=2,
-        scores=True,
-    ),
-    "grpo": TaskFacts(
-        "mlx_packs.training.tasks.grpo:GRPOTask",
-        "decoder",
-        defaults={"batch_size": 1, "learning_rate": 2e-5, "beta": 0.0},
-        generates=True,
-    ),
-}
+TASKS = Table(
+    "tasks",
+    {
+        "lm": TaskFacts("mlx_packs.training.tasks.causal_lm:CausalLMTask", "decoder", masks=True),
+        "embedding": TaskFacts(
+            "mlx_packs.training.tasks.embedding:EmbeddingTask",
+            "encoder",
+            defaults={"batch_size": 32},
+            in_batch=True,
+            losses=tuple(LOSSES),
+        ),
+        "dpo": _preferences("sigmoid", "robust", "hinge", "ipo"),
+        "orpo": _preferences(),
+        "simpo": _preferences(beta=2.0),
+        "cpo": _preferences("sigmoid", "hinge", "ipo"),
+        "kto": _preferences(),
+        "reward": TaskFacts(
+            "mlx_packs.training.tasks.reward:RewardTask",
+            "decoder",
+            defaults={"learning_rate": 1e-4},
+            sequences=2,
+            scores=True,
+        ),
+        "grpo": TaskFacts(
+            "mlx_packs.training.tasks.grpo:GRPOTask",
+            "decoder",
+            defaults={"batch_size": 1, "learning_rate": 2e-5, "beta": 0.0},
+            generates=True,
+        ),
+    },
+)
 # Tasks by what they train on.
 DECODER_TASKS = tuple(name for name, facts in TASKS.items() if facts.architecture == "decoder")
 PREFERENCE_TASKS = tuple(
     name for name, facts in TASKS.items() if facts.sequences == 2 and not facts.scores
 )
-METHODS = {
-    "lora": MethodFacts("mlx_packs.adapters.lora:LoRA"),
-    "dora": MethodFacts("mlx_packs.adapters.dora:DoRA", magnitudes=True),
-    "pissa": MethodFacts("mlx_packs.adapters.residual:PiSSA"),
-    "olora": MethodFacts("mlx_packs.adapters.residual:OLoRA"),
-    "loftq": MethodFacts("mlx_packs.adapters.loftq:LoftQ"),
-    "full": MethodFacts("mlx_packs.adapters.full:FullFineTuning", trains_base=True),
-}
+METHODS = Table(
+    "methods",
+    {
+        "lora": MethodFacts("mlx_packs.adapters.lora:LoRA"),
+        "dora": MethodFacts("mlx_packs.adapters.dora:DoRA", magnitudes=True),
+        "pissa": MethodFacts("mlx_packs.adapters.residual:PiSSA"),
+        "olora": MethodFacts("mlx_packs.adapters.residual:OLoRA"),
+        "loftq": MethodFacts("mlx_packs.adapters.loftq:LoftQ"),
+        "full": MethodFacts("mlx_packs.adapters.full:FullFineTuning", trains_base=True),
+    },
+)
 OBJECTIVES = ("transformer", "projection-stack")
 OPTIMIZERS = {
     "adamw": OptimizerFacts((0.9, 0.999), weight_decay=0.01, corrects_bias=True),

@@ -38,13 +38,19 @@ class CommonConfig(Settings):
         phase=True,
         common="What to train.",
     )
+    task_config: dict = _data(
+        {},
+        "Settings of a task that an installed package adds, by their names.",
+        flags=(),
+        metavar="MAPPING",
+    )
     method: str = option(
         "lora",
         "Train LoRA adapters; adapters with magnitudes (dora); adapters that begin with the principal "
         "part of the weights (pissa), with columns of their QR (olora), or with what quantization "
         "lost (loftq); or all weights of the base model in float32 (full).",
         section="Adapter",
-        choices=tuple(METHODS),
+        choices=METHODS,
         memory=True,
         common="Train LoRA adapters, another kind of adapters, or all weights (full).",
     )

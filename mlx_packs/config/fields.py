@@ -6,12 +6,13 @@ Help, flags, checks, and every "which settings ..." (`fields_where`) are read fr
 import dataclasses
 import math
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from ..errors import Code, PackError, did_you_mean, flag_of
+from .choices import Table
 from .other_names import OTHER_NAMES, OTHER_VALUES, RENAMED_KEYS
 from .values import typed_value
 
@@ -39,7 +40,7 @@ class Facts:
 
     help: str  # full sentences, without the default
     section: str  # one of `SECTIONS`
-    choices: tuple[str, ...] = ()  # valid values of a text; empty where any text is valid
+    choices: Collection[str] = ()  # valid values of a text; empty where any text is valid
     metavar: str | None = None  # what help calls the value; by its type where None
     shown_default: str | None = None  # the default in words, where the value explains nothing
     flags: tuple[str, ...] | None = None  # by the name where None; empty where only files set it
@@ -172,7 +173,10 @@ def _field_faults(settings: Settings) -> Iterator[Fault]:
     for field in dataclasses.fields(settings):
         value, facts = getattr(settings, field.name), facts_of(field)
         if facts.choices and isinstance(value, str) and value not in facts.choices:
-            valid = ", ".join(facts.choices)
+            names = facts.choices
+            if isinstance(names, Table):
+                names = (*names, *names.added())
+            valid = ", ".join(names)
             yield Fault(field.name, f"must be one of {valid}, but is '{value}'.", "unknown")
         values = value.values() if isinstance(value, Mapping) else [value]
         if not all(_in_range(v, facts) for v in values):

@@ -93,6 +93,8 @@ class Recipe:
         unused = set(ADAPTER_SETTINGS if self.train.trains_base else ())
         if not self.train.phases:  # an empty list would be a fault
             unused.add("phases")
+        if not self.train.task_config:  # as versions before it
+            unused.add("task_config")
         settings = {
             **{k: v for k, v in sorted(self.run.items()) if v not in (None, False)},
             **vars(self.data),

@@ -4,7 +4,7 @@ Command line, checks and error messages are made from the facts at each field (`
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from .fields import Fault, Settings
 from .lora import LoRAConfig as LoRAConfig
 from .optimizer import OptimizerConfig
 from .phase import Phase as Phase
-from .tasks import AllTasksConfig, tasks_of, tasks_with
+from .tasks import AllTasksConfig, read_task_config, tasks_of, tasks_with
 
 # The common settings come first, and what is not listed last; help has this order in each section.
 ORDER = """
@@ -53,14 +53,17 @@ class TrainConfig(OptimizerConfig, AllTasksConfig, CommonConfig, _Ordered):
         phases = dict.fromkeys(phase.task or self.task for phase in self.phases)
         return tuple(phases) or (self.task,)
 
+    @property
+    def task_settings(self) -> Any:
+        """The settings of a task that an installed package adds, of its own class; None without."""
+        return read_task_config(self.task, self.task_config)
+
     def of_other_tasks(self, task: str) -> dict[str, object]:
         """Return the defaults of the changed settings that a task does not have."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        return {
-            name: defaults[name]
-            for name in self.changed(vars(self))
-            if task not in (tasks_of(name) or (task,))
-        }
+        others = [name for name in self.changed(vars(self)) if not _has_setting(task, name)]
+        own_config = {} if task == self.task else {"task_config": {}}
+        return {name: defaults[name] for name in others} | own_config
 
     @property
     def sequences(self) -> int:
@@ -80,11 +83,26 @@ class TrainConfig(OptimizerConfig, AllTasksConfig, CommonConfig, _Ordered):
     def _parts(self) -> list[type[Settings]]:
         # those of all tasks, and those of a task in the run
         parts = {part: tasks_with(part) for part in super()._parts()}
-        return [part for part, tasks in parts.items() if not tasks or set(tasks) & set(self.tasks)]
+        return [
+            part
+            for part, owners in parts.items()
+            if not owners or any(_shares_settings(task, owners) for task in self.tasks)
+        ]
 
     def _conflicts(self) -> Iterator[Fault]:
         for faults in _CONFLICTS:
             yield from faults(self)
+
+
+def _has_setting(task: str, name: str) -> bool:
+    """Return whether a task has a setting, be it as one that all tasks have."""
+    owners = tasks_of(name)
+    return not owners or _shares_settings(task, owners)
+
+
+def _shares_settings(task: str, owners: Collection[str]) -> bool:
+    """Return whether a task is one of these, or a plug-in that has the settings of one."""
+    return task in owners or (task in TASKS and TASKS[task].settings_of in owners)
 
 
 def _objective_faults(train: TrainConfig) -> Iterator[Fault]:
@@ -156,12 +174,13 @@ def _length_faults(train: TrainConfig) -> Iterator[Fault]:
 
 
 def _task_faults(train: TrainConfig) -> Iterator[Fault]:
-    if not set(train.tasks) <= set(TASKS):
+    if not all(task in TASKS for task in train.tasks):
         return  # each setting's own check names it
 
+    read_task_config(train.task, train.task_config)
     for name in train.changed(vars(train)):
         owners = tasks_of(name)
-        if owners and not set(owners) & set(train.tasks):
+        if not any(_has_setting(task, name) for task in train.tasks):
             yield Fault(name, f"needs --task {any_of(owners)}.", "conflict")
 
     if answer_metric_of(train.best) and (train.pipeline or train.objective != OBJECTIVES[0]):

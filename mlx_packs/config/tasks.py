@@ -1,9 +1,15 @@
 """The settings of each task, and those that several tasks share; all are in `TrainConfig`."""
 
-from collections.abc import Iterator
+import dataclasses
+import json
+import pkgutil
+import typing
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
+from ..errors import PackError, did_you_mean
 from .choices import (
     ANSWER_METRICS,
     DISTANCES,
@@ -16,6 +22,7 @@ from .choices import (
 from .data import TextConfig
 from .fields import Fault, Settings, fields_where, option
 from .phase import Phase
+from .values import setting_error, typed_value
 
 _data = partial(option, section="Model and data")
 _share = partial(_data, metavar="SHARE", at_least=0, at_most=1)
@@ -367,3 +374,39 @@ def _settings_of(config: type[Settings]) -> frozenset[str]:
         configs.append(TextConfig)
 
     return frozenset(fields_where(*configs))
+
+
+def read_task_config(task: str, values: Mapping[str, Any]) -> Any:
+    """Return the settings of a task: an object of its own class, or None if it has none.
+
+    Raises:
+        PackError: a setting is unknown, missing or wrong.
+    """
+    code = TASKS[task].config
+    if code is None:
+        if values:
+            text = f"is for tasks that an installed package adds, but the task is {task}."
+            raise setting_error(text, "task_config", code="conflict")
+        return None
+
+    plugin = TASKS.plugin(task)
+    config = plugin.load(code) if plugin else pkgutil.resolve_name(code)
+    typed = {}
+    fields = {field.name: field for field in dataclasses.fields(config)}
+    kinds = typing.get_type_hints(config)
+    for name, value in values.items():
+        if name not in fields:
+            hint = did_you_mean(str(name), list(fields))
+            raise PackError(
+                f"task_config.{name}: is not a setting of {task}. {hint}", "unknown", "task_config"
+            )
+        typed[name] = typed_value(value, kinds[name], f"task_config.{name}")
+    for name, field in fields.items():
+        has_none = field.default is field.default_factory is dataclasses.MISSING
+        if has_none and name not in typed:
+            raise setting_error(f"must be given for {task}.", f"task_config.{name}")
+    try:
+        json.dumps(typed)
+        return config(**typed)
+    except (TypeError, ValueError) as error:
+        raise setting_error(f"{error}", "task_config") from None

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..bases.files import public_name
 from ..bases.fingerprint import changed_texts, is_fingerprint_of, text_hashes
+from ..config.choices import METHODS, TASKS
 from ..config.fields import fields_where
 from ..config.optimizer import with_bias_correction
 from ..config.recipe import Recipe
@@ -14,7 +15,7 @@ from ..data import rows as rows_of
 from ..errors import PackError
 from ..packs.base import Base
 from ..reading import sha256
-from .run_folder import check_unchanged
+from .run_folder import PACKAGES, check_unchanged
 from .settings import Run
 
 
@@ -43,6 +44,7 @@ def run_identity(recipe: Recipe, base: Base, run: Run, splits: Sequence[rows_of.
     """Return the recipe of a run, the fingerprints of its base and its data, and its own loss."""
     return {
         "recipe": recipe.to_json(),
+        **packages_of(recipe.train),
         **({"loss": run.loss_name} if run.loss else {}),
         "base": base.fingerprint,
         "base_text_files": text_hashes(base.path),
@@ -52,6 +54,14 @@ def run_identity(recipe: Recipe, base: Base, run: Run, splits: Sequence[rows_of.
             for split in read.present()
         },
     }
+
+
+def packages_of(train: TrainConfig) -> dict:
+    """Return the packages that add the task or the method of a run, for its identity."""
+    named = [(TASKS.plugin(task), "task") for task in train.tasks]
+    named.append((METHODS.plugin(train.method), "method"))
+    packages = {f"{flag} {each.name}": each.label for each, flag in named if each}
+    return {PACKAGES: packages} if packages else {}
 
 
 def check_resume(run: Path, base: Path, identity: dict, earlier: dict) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
 
+from ..config.choices import METHODS, TASKS
 from ..config.optimizer import corrected_in_mlx_lm
 from ..config.other_names import current_keys
 from ..errors import PackError
@@ -25,6 +26,7 @@ from .checkpoint import (
 )
 
 CONFIG = "config.json"
+PACKAGES = "packages"  # in the identity: packages that add what the run uses, by setting and name
 NOT_FINITE = "not_finite.jsonl"  # on_nan.py
 REPORT = "report.json"  # what the run reported at its end
 PICTURE = "loss.png"
@@ -232,7 +234,24 @@ def check_resumable(run: Path) -> dict:
     """Return the identity of a run; it must have a checkpoint to continue from."""
     if not checkpoints(run):
         raise PackError(f"--resume: {run} has no checkpoint to continue from.", "not-found")
-    return read_identity(run)
+    identity = read_identity(run)
+    _check_packages(run, identity.get(PACKAGES))
+    return identity
+
+
+def _check_packages(run: Path, packages: object) -> None:
+    """Check that the packages which add the task or the method of a run are still installed."""
+    tables = {"task": TASKS, "method": METHODS}
+    for used, label in packages.items() if isinstance(packages, dict) else ():
+        setting, _, name = used.partition(" ")
+        if setting in tables and name not in tables[setting]:
+            package, _, version = str(label).partition(" ")
+            raise PackError(
+                f"--resume: {run} was trained with --{setting} {name} of the package {package} "
+                f"{version}, which is not installed. Install it: pip install {package}.",
+                "dependency",
+                setting,
+            )
 
 
 def check_unchanged(where: str, then: Mapping, now: Mapping) -> None:

@@ -14,7 +14,9 @@ from mlx_packs.config import choices
 from mlx_packs.ops import dispatch
 
 PACKAGE = Path(choices.__file__).parents[1]
-LISTINGS = {name for name in vars(choices) if name.isupper() and len(name) > 1}
+LISTINGS = {
+    n for n, each in vars(choices).items() if n.isupper() and isinstance(each, dict | tuple)
+}
 # Methods and formats of weights name their class, searches and policies are their facts, a listing is some of
 # the tasks, and two objectives are unpacked at import.
 WITHOUT_REGISTRY = {
@@ -66,6 +68,7 @@ LATE_NAMES = {  # of what is imported when it is used
     *(facts.code for facts in choices.METHODS.values()),
     *(facts.code for facts in choices.WEIGHT_MODES.values()),
     *dispatch.KERNELS.values(),
+    *(choices.Table.installed, choices.Table.find),
     lora.FOR_MERGE,
     chips.STORE,
     *(f"mlx_packs.packs.{name}" for name in re.findall(r'_later\("([\w:]+)"\)', PACK)),

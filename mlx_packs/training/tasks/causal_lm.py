@@ -206,16 +206,17 @@ class CausalLMTask(TokenTask):
             head,
             self.frozen or self.graph.preparation,
             self.scorer.score,
-            self._loss_options(),
+            self.loss_options(),
             self._validation_score,
         )
 
     def _pipelined(self, trainable: Trainable, stage: Stage) -> PipelinedCausalLM:
         """Return the objective of this rank's blocks; no sample is completed by a pipeline."""
         self.scorer = PipelinedScorer(trainable.model, stage)
-        return PipelinedCausalLM(stage, self.scorer.score, self._loss_options())
+        return PipelinedCausalLM(stage, self.scorer.score, self.loss_options())
 
-    def _loss_options(self) -> LossOptions:
+    def loss_options(self) -> LossOptions:
+        """Return what the loss of a target is; a task that only has another loss overrides this."""
         train = self.run.train
         return LossOptions(train.z_loss, train.label_smoothing, custom=self.run.loss)
 

@@ -14,7 +14,7 @@ from typing import ClassVar
 from ...adapters.trainable import Trainable
 from ...bases.families import check_task
 from ...bases.geometry import select_targets
-from ...config.choices import TASKS
+from ...config.choices import METHODS, TASKS
 from ...config.lora import LoRAConfig
 from ...config.schema import TrainConfig
 from ...data.bad_rows import shown_counts
@@ -155,10 +155,14 @@ def bad_rows_lines(report: Mapping) -> list[str]:
 
 def make_task(run: Run) -> Task:
     """Return the task of a run, which is of several tasks where its phases are."""
+    for task in run.train.tasks:
+        TASKS.plugin(task)  # raises if its name is taken
+    METHODS.plugin(run.train.method)
     return task_class(run.train.tasks)(run)
 
 
 def task_class(names: Sequence[str]) -> type[Task]:
     """Return the class of a run of these tasks."""
-    code = _SEVERAL if len(names) > 1 else TASKS[names[0]].code
-    return pkgutil.resolve_name(code)
+    if len(names) > 1:
+        return pkgutil.resolve_name(_SEVERAL)
+    return TASKS.load(names[0], Task)

@@ -1,0 +1,249 @@
+"""Tasks and methods that other installed packages add."""
+
+import json
+import sys
+
+import pytest
+
+from mlx_packs import LoRAConfig, TrainConfig, plugins, train_pack
+from mlx_packs.adapters.method import find_method
+from mlx_packs.config.choices import TASKS, Table
+from mlx_packs.training.tasks.task import task_class
+from tests.helpers.documents import ROOT
+from tests.helpers.errors import raises
+from tests.helpers.packages import command, install, write_package
+from tests.helpers.rows import CHATS, write_rows
+
+SHORT = "--iters 2 --batch-size 2 --max-seq-length 64 --test-batches 1 --val-batches 0".split()
+SHOWN = {".py": "python", ".toml": "toml", ".yaml": "yaml"}
+FACTS = """
+import sys
+from mlx_packs.adapters.method import find_method
+from mlx_packs.config.choices import MethodFacts, TaskFacts
+print("imported", __name__, file=sys.stderr)
+TASK = TaskFacts("{module}:Task", "decoder", settings_of="lm")
+METHOD = MethodFacts("{module}:Method")
+"""
+# What a faulty package has as a module, and what the error names.
+FAULTS = {
+    "raises": ("import sys\nprint('imported', __name__, file=sys.stderr)\n1 / 0", "ZeroDivision"),
+    "exits": (
+        "import sys\nprint('imported', __name__, file=sys.stderr)\nsys.exit(3)",
+        "SystemExit",
+    ),
+    "needs": ("import no_such_module_at_all", "no_such_module_at_all"),
+    "no-facts": ("TASK = METHOD = 'x:Y'", "Facts"),
+    "nothing": ("", "TASK"),
+    "no-class": (FACTS.format(module="faulty"), "Task"),
+    "lacks": (
+        "from mlx_packs.training.tasks.task import Task as Own\n"
+        + FACTS.format(module="faulty")
+        + "class Task(Own):\n    def encode(self, base, splits): ...\n"
+        "class Method:\n    def check(self, base, path): ...\n",
+        "objective, summary, report_lines",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def focal(tmp_path_factory):
+    """A folder in which the example is installed."""
+    site = tmp_path_factory.mktemp("site")
+    install(ROOT / "examples" / "task_plugin", site)
+    return site
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """A function that makes packages of a folder installed in this process."""
+
+    def use(site):
+        monkeypatch.syspath_prepend(str(site))
+        plugins.installed.cache_clear()
+
+    yield use
+    monkeypatch.undo()
+    plugins.installed.cache_clear()
+
+
+@pytest.fixture
+def data(tmp_path):
+    return write_rows(tmp_path / "data", train=CHATS, valid=CHATS[:2])
+
+
+def rejected(result) -> str:
+    """The one line of a rejected command."""
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("imported")]
+    assert result.returncode == 2 and len(lines) == 1 and not result.stdout, result
+    return lines[0]
+
+
+def test_the_example_trains_resumes_and_needs_its_package(focal, tmp_path, data):
+    recipe = ROOT / "examples" / "task_plugin" / "recipe.yaml"
+    out = tmp_path / "focal"
+    args = ("-c", recipe, "--data", data, "--out", out, *SHORT)
+    result = command(*args, site=focal, module="mlx_packs.train")
+    assert result.returncode == 0, result.stderr
+    recorded = json.loads((tmp_path / "focal-run" / "config.json").read_text())
+    assert recorded["packages"] == {"task focal": "focal-task 0.1.0"}
+    assert recorded["recipe"]["task_config"] == {"gamma": 1.5}
+    assert recorded["recipe"]["learning_rate"] == 2e-4  # its own default
+
+    assert command("inspect", out).returncode == 0  # its pack needs no package
+    longer = ("train", *args, "--resume", "--iters", 3)
+    without = rejected(command(*longer))
+    assert "pip install focal-task" in without and "--task focal" in without
+    with_it = command(*longer, site=focal)
+    assert with_it.returncode == 0, with_it.stderr
+
+    other = command(*longer, "--iters", 4, "-c", _recipe(tmp_path, gamma=1), site=focal)
+    assert other.returncode == 2 and "task_config" in other.stderr.splitlines()[-1]
+
+
+def _recipe(folder, **config):
+    file = folder / "other.json"
+    file.write_text(json.dumps({"task": "focal", "task_config": config}))
+    return file
+
+
+def test_the_page_shows_the_example_as_it_is():
+    page = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
+    files = [f for f in (ROOT / "examples" / "task_plugin").rglob("*") if f.suffix in SHOWN]
+    assert len(files) == 4
+    for file in files:
+        assert f"```{SHOWN[file.suffix]}\n{file.read_text(encoding='utf-8')}```" in page, file
+
+
+def test_its_loss_is_the_one_that_is_trained(focal, here, tmp_path, data):
+    here(focal)
+    settings = {"iters": 2, "batch_size": 2, "max_seq_length": 64, "val_batches": 0}
+    losses = {}
+    for name, task in {"lm": {}, "0": {"gamma": 0}, "2": {"gamma": 2}}.items():
+        if task:
+            task = {"task": "focal", "task_config": task}
+        train = TrainConfig(**settings, **task, learning_rate=1e-4, matmul_path="dense")
+        run = train_pack("tiny", data, LoRAConfig(rank=2), train, tmp_path / name)
+        losses[name] = [line["loss"] for line in run.curve if "loss" in line][-1]
+    assert losses["0"] == pytest.approx(losses["lm"], rel=1e-5)
+    assert losses["2"] < 0.97 * losses["0"]
+
+
+@pytest.mark.parametrize(
+    ("config", "code", "shown"),
+    [
+        ({"gama": 1}, "unknown", "gamma"),
+        ({"gamma": "high"}, "invalid", "a number"),
+        ({"gamma": 9}, "invalid", "[0, 5]"),
+    ],
+)
+def test_its_settings_are_checked_by_its_class(focal, here, config, code, shown):
+    here(focal)
+    with raises(code, "task_config", shown):
+        TrainConfig(task="focal", task_config=config)
+
+
+def test_its_settings_have_their_types_and_defaults(focal, here):
+    here(focal)
+    config = TrainConfig(task="focal", task_config={"gamma": "1e-1"})
+    assert config.task_settings.gamma == 0.1
+    assert TrainConfig(task="focal").task_settings.gamma == 2.0
+    assert TrainConfig(task="focal", loss_on="all", packing=True)  # settings of lm
+    with raises("conflict", "beta", "dpo"):
+        TrainConfig(task="focal", beta=0.3)
+    with raises("conflict", "task_config", "lm"):
+        TrainConfig(task_config={"gamma": 1})
+
+
+def test_help_and_errors_name_it(focal):
+    assert "focal (focal-task 0.1.0)" in " ".join(command("train", "-h", site=focal).stdout.split())
+    assert "focal" in rejected(command("train", "--task", "fokal", site=focal))
+    assert "focal" not in rejected(command("train", "--task", "fokal"))
+
+
+def write_faulty(site, text: str) -> None:
+    """Write a package that adds a task ``broken`` and a method ``bad``."""
+    entries = "[mlx_packs.tasks]\nbroken = faulty:TASK\n[mlx_packs.methods]\nbad = faulty:METHOD\n"
+    write_package(site, "acme-faulty", entries, {"faulty": text})
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_faulty_task_is_one_line(fault, tmp_path, data):
+    text, shown = FAULTS[fault]
+    write_faulty(tmp_path / "site", text)
+    words = ("train", "--task", "broken", "--data", data, *SHORT)
+    line = rejected(command(*words, site=tmp_path / "site"))
+    assert "--task broken" in line and "acme-faulty 0.1" in line and shown in line
+    assert "pip uninstall acme-faulty" in line
+
+
+@pytest.mark.parametrize("fault", ["raises", "no-facts", "no-class", "lacks"])
+def test_a_faulty_method_names_its_package(fault, tmp_path, here, monkeypatch):
+    write_faulty(tmp_path, FAULTS[fault][0])
+    here(tmp_path)
+    monkeypatch.delitem(sys.modules, "faulty", raising=False)
+    with raises("dependency", "method", "bad", "acme-faulty 0.1", "pip uninstall"):
+        find_method(TrainConfig(method="bad").method)
+
+
+def test_a_faulty_package_that_is_not_asked_for_is_not_imported(tmp_path, data):
+    site = tmp_path / "site"
+    write_faulty(site, FAULTS["raises"][0])
+    write_package(site, "acme-damaged", "[mlx_packs.tasks\nno equals sign")
+    write_package(site, "acme-taken", "[mlx_packs.tasks]\ndpo = faulty:TASK\n")
+    write_package(site, "acme-too", "[mlx_packs.methods]\npissa = faulty:METHOD\n")
+    args = ("--data", data, "--out", tmp_path / "p", *SHORT)
+    for words in (
+        ("train", *args),
+        ("train", "-h"),
+        ("plan", "--method", "pissa"),
+        ("inspect", tmp_path / "p"),
+    ):
+        result = command(*words, site=site)
+        assert result.returncode == 0 and "imported" not in result.stderr, result
+    assert "broken (acme-faulty 0.1)" in " ".join(command("train", "-h", site=site).stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("setting", "name", "group"), [("task", "dpo", "tasks"), ("method", "lora", "methods")]
+)
+def test_a_taken_name_is_one_line(setting, name, group, tmp_path, data):
+    facts = FACTS.format(module="own")
+    write_package(
+        tmp_path, "acme-taken", f"[mlx_packs.{group}]\n{name} = own:TASK\n", {"own": facts}
+    )
+    line = rejected(command("train", f"--{setting}", name, "--data", data, *SHORT, site=tmp_path))
+    assert f"--{setting} {name}" in line and "pip uninstall acme-taken" in line
+
+
+def test_two_packages_with_one_name_are_both_named(tmp_path, here):
+    for name in ("acme-one", "acme-two"):
+        write_package(tmp_path, name, "[mlx_packs.tasks]\nsame = own:TASK\n")
+    here(tmp_path)
+    with raises("dependency", "task", "acme-one", "acme-two"):
+        TrainConfig(task="same")
+
+
+def test_a_method_is_made_of_its_class(tmp_path, here):
+    text = FACTS.format(module="acme_method") + (
+        "from mlx_packs.adapters.lora import LoRA\nclass Method(LoRA):\n    pass\n"
+    )
+    write_package(
+        tmp_path,
+        "acme-method",
+        "[mlx_packs.methods]\nacme = acme_method:METHOD\n",
+        {"acme_method": text},
+    )
+    here(tmp_path)
+    assert TrainConfig(method="acme").method == "acme"
+    assert type(find_method("acme")).__name__ == "Method"
+
+
+def test_names_that_are_built_in_look_at_no_package(monkeypatch):
+    monkeypatch.setattr(Table, "installed", "mlx_packs.plugins:no_such_function")
+    assert "dpo" in TASKS and TASKS["dpo"] is TASKS.get("dpo")
+    assert TASKS.get(TrainConfig().task).architecture == "decoder"
+
+
+def test_every_built_in_task_has_the_methods_of_a_task():
+    for name in TASKS:
+        assert callable(task_class([name]).report_lines)
