@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from ..config.choices import PREFERENCE_TASKS
+from ..config.choices import PREFERENCE_TASKS, TASKS
 from ..report.facts import number
 
 # Names of a report, without `_after`, by task; the first that a report has is the default.
@@ -21,6 +21,11 @@ METRICS: dict[str, tuple[str, ...]] = {
     ),
 }
 _LOWER = ("ppl", "chosen_ppl", "loss")
+
+
+def metrics_of(task: str) -> tuple[str, ...]:
+    """Return the metrics of a task; a plug-in has those of the task whose settings it has."""
+    return METRICS.get(task) or METRICS.get(TASKS[task].settings_of or "", ())
 
 
 def is_lower_better(metric: str) -> bool:

@@ -10,7 +10,7 @@ from ..config.parse import build, setting_error, typed_value
 from ..config.recipe import Recipe, check_data_named
 from ..errors import PackError, did_you_mean
 from ..training.phases import check_overridden, resolve_phases
-from .metrics import METRICS
+from .metrics import metrics_of
 from .space import (
     Space,
     SweepConfig,
@@ -121,7 +121,9 @@ def _recipe(
 def _metrics(config: SweepConfig, recipes: list[Recipe], where: str) -> tuple[str, ...]:
     """Return the metrics that trials are compared by: the named one, or all of the task."""
     tasks = list(dict.fromkeys(recipe.train.tasks[-1] for recipe in recipes))
-    common = [name for name in METRICS[tasks[0]] if all(name in METRICS[task] for task in tasks)]
+    common = [
+        name for name in metrics_of(tasks[0]) if all(name in metrics_of(task) for task in tasks)
+    ]
     if not common:
         text = f"trials have the tasks {', '.join(tasks)}, which have no metric in common."
         raise setting_error(text, "sweep.parameters.task", where, "conflict")

@@ -193,6 +193,7 @@ FAULTS = {
     "sweep: {search: halving, trials: 2, parameters: {iters: [4, 8]}}": "conflict",
     "sweep: {search: halving, trials: 2, min_iters: 10, parameters: {rank: [4, 8]}}": "invalid",
     "resume: true\nsweep: {parameters: {rank: [4]}}": "conflict",
+    "task: reward\nsweep: {parameters: {rank: [4]}}": "conflict",
     "itrs: 3\nsweep: {parameters: {rank: [4]}}": "unknown",
     "rank: 4": "invalid",
 }
