@@ -18,16 +18,11 @@ FLAGS = {
 
 @dataclass(frozen=True)
 class Plugin:
-    """One name that an installed package adds.
+    """One name that an installed package adds."""
 
-    Attributes:
-        kind: the end of its group, ``mlx_packs.<kind>``.
-        code: module:attribute that its entry point names.
-    """
-
-    kind: str
+    kind: str  # the end of its group, mlx_packs.<kind>
     name: str
-    code: str
+    code: str  # module:attribute that its entry point names
     package: str
     version: str
 

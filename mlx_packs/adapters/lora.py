@@ -14,18 +14,17 @@ from typing import TYPE_CHECKING
 import mlx.nn as nn
 
 from ..bases.families import check_trainable
-from ..bases.geometry import BLOCK_PROJECTIONS, block_prefixes, find_groups
+from ..bases.geometry import block_prefixes, find_groups
 from ..bases.shapes import Geometry, Group
 from ..config.choices import POLICIES
 from ..config.lora import LoRAConfig
 from ..errors import PackError
-from ..nn.blocks import GroupedAttention, GroupedMLP, grouped_class
 from ..nn.embedding_lora import AdaptedEmbedding, EmbeddingLoRA
 from ..nn.experts import AdaptedSwitchLinear
-from ..nn.gated_delta import gated_delta_layer
 from ..nn.lora import AdaptedLinear, AdapterShape, GroupedLoRA, adapter_key
 from ..nn.quantized import apply_matmul_path, replace_modules
 from ..nn.recompute import RecomputedBlock
+from ..nn.surgery import GroupedBlock, block_kind, recurrent_layer
 from ..runtime import mx
 from .spec import ModuleSpec, Specs, factor_shapes, ranks_of, weights_of
 from .targets import experts_note, fp16_copies, plan_specs, with_heads, without_narrow
@@ -89,7 +88,7 @@ class Attached:
         """
         facts = POLICIES[policy]
         for module in self.model.modules():
-            if isinstance(module, (GroupedAttention, GroupedMLP)):
+            if isinstance(module, GroupedBlock):
                 module.recompute = facts.operations
         if facts.blocks:
             prefixes = block_prefixes(self.model)
@@ -330,18 +329,18 @@ def _swap_in_adapters(attached: Attached, dropout: float, seed: int) -> None:
     attached.swap(wrapped)
 
     blocks: dict[str, dict[str, Geometry]] = {
-        path: {} for path, m in modules.items() if grouped_class(m) is not None
+        path: {} for path, m in modules.items() if block_kind(m) is not None
     }
     for group in attached.groups:
         if group.block is not None:
             blocks[group.block].update({g.name: g for g in group.members})
     swapped = []
     for path, by_name in blocks.items():
-        make = grouped_class(modules[path])
-        *shared, last = BLOCK_PROJECTIONS["attention" if make is GroupedAttention else "mlp"]
-        loras = make_lora([by_name.get(n) for n in shared]), make_lora([by_name.get(last)])
-        swapped.append((path, make(modules[path], *loras)))
-    recurrent = ((path, gated_delta_layer(module)) for path, module in modules.items())
+        kind = block_kind(modules[path])
+        shared = make_lora([by_name.get(name) for name in kind.shared])
+        last = make_lora([by_name.get(kind.last)])
+        swapped.append((path, kind.replaced(modules[path], shared, last)))
+    recurrent = ((path, recurrent_layer(module)) for path, module in modules.items())
     attached.swap(swapped + [(path, layer) for path, layer in recurrent if layer is not None])
     order = {path: i for i, path in enumerate(attached.specs)}
     attached.slots = dict(sorted(attached.slots.items(), key=lambda item: order[item[0]]))

@@ -9,19 +9,12 @@ from collections.abc import Sequence
 import mlx.nn as nn
 
 from ..errors import PackError, did_you_mean
-from ..nn.blocks import grouped_class
 from ..nn.experts import is_switch_linear
 from ..nn.frozen_weight import frozen_weight
 from ..nn.quantized import EMBEDDINGS, LINEARS
+from ..nn.surgery import block_kind
 from ..runtime import mx
 from .shapes import Geometry, GeometryError, Group, Heads, check_num_layers, is_named
-
-# Projections of a grouped block: all but the last read the block's input and form one group, the
-# last is a group of its own. Any other linear is a group of its own, too.
-BLOCK_PROJECTIONS = {
-    "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "mlp": ("gate_proj", "up_proj", "down_proj"),
-}
 
 
 def probe(path: str, module: nn.Module, config: dict, grouped: bool = False) -> Geometry:
@@ -269,16 +262,19 @@ def find_groups(
     members: dict[tuple[str, tuple[str, ...]], list[Geometry]] = {}
     for path, module in select_targets(model, target_modules, num_layers, modules_to_save):
         parent, _, name = path.rpartition(".")
-        block = modules.get(parent)
-        grouped = block is not None and grouped_class(block) is not None
+        kind = block_kind(modules.get(parent))
         try:
-            geometry = probe(path, module, config, grouped)
+            geometry = probe(path, module, config, grouped=kind is not None)
         except GeometryError as fault:
             faults.append(fault)
             continue
-        shared = (names[:-1] for names in BLOCK_PROJECTIONS.values() if grouped)
-        group = next((names for names in shared if name in names), (name,))
-        members.setdefault((parent if grouped else path, group), []).append(geometry)
+
+        owner = path if kind is None else parent
+        group: tuple[str, ...] = (name,)
+        if kind is not None and name in kind.shared:
+            group = kind.shared
+        members.setdefault((owner, group), []).append(geometry)
+
     for (owner, names), geometries in members.items():
         ordered = tuple(sorted(geometries, key=lambda g, names=names: names.index(g.name)))
         groups.append(Group(None if owner == geometries[0].path else owner, ordered))

@@ -22,17 +22,14 @@ from .frozen_weight import frozen_weight
 from .lora import GroupedLoRA
 from .recompute import recomputed
 from .segments import SegmentCache
-
-# Attention with q_proj, k_proj, v_proj, o_proj, rope, scale (and q_norm, k_norm), by module.
-_GROUPED_MODULES = ("mlx_lm.models.qwen3", "mlx_lm.models.qwen2", "mlx_lm.models.llama")
+from .surgery import ATTENTION, GroupedBlock, block_kind
 
 
-class GroupedAttention(nn.Module):
+class GroupedAttention(GroupedBlock):
     """Self-attention whose q, k, v are one projection group and whose o is another.
 
-    Attributes:
-        recompute: whether the backward computes all between the two groups again; it does not where
-            MLX has a fused gradient, which keeps what enters and leaves attention, and no scores.
+    With ``recompute``, what is between the groups is computed again, but not where MLX has a fused
+    gradient, which keeps what enters and leaves attention, and no scores.
     """
 
     def __init__(
@@ -46,7 +43,6 @@ class GroupedAttention(nn.Module):
         self.scale = attention.scale
         self.qkv_lora = qkv
         self.o_lora = o
-        self.recompute = False  # whether the backward computes all between the two groups again
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         """Map x [B, T, D] to [B, T, D]; mask and cache are as in mlx-lm."""
@@ -123,7 +119,7 @@ class GroupedAttention(nn.Module):
         )
 
 
-class GroupedMLP(nn.Module):
+class GroupedMLP(GroupedBlock):
     """SwiGLU whose gate and up are one projection group and whose down is another."""
 
     def __init__(
@@ -134,7 +130,6 @@ class GroupedMLP(nn.Module):
             self[name] = child
         self.gate_up_lora = gate_up
         self.down_lora = down
-        self.recompute = False  # whether the backward computes the product of gate and up again
 
     def __call__(self, x: mx.array) -> mx.array:
         """Map x [B, T, D] to [B, T, D]."""
@@ -200,15 +195,8 @@ def attends_by_spans(model: nn.Module) -> bool:
     attentions = [
         module
         for module in model.modules()
-        if isinstance(module, GroupedAttention) or grouped_class(module) is GroupedAttention
+        if isinstance(module, GroupedAttention) or block_kind(module) is ATTENTION
     ]
     return bool(attentions) and all(
         has_fused_gradient(mx.bfloat16, attention.rope.dims, "causal") for attention in attentions
     )
-
-
-def grouped_class(module: nn.Module) -> type[GroupedAttention] | type[GroupedMLP] | None:
-    """Return the class that computes what an attention or feed-forward of mlx-lm computes, if any."""
-    if type(module).__module__ not in _GROUPED_MODULES:
-        return None
-    return {"Attention": GroupedAttention, "MLP": GroupedMLP}.get(type(module).__name__)

@@ -1,0 +1,52 @@
+"""Which modules of a base others replace while adapters are on it; these are imported then."""
+
+from dataclasses import dataclass
+
+import mlx.nn as nn
+
+from ..late import load
+from .lora import GroupedLoRA
+
+
+class GroupedBlock(nn.Module):
+    """A block whose projections of one input are a group."""
+
+    recompute = False  # whether the backward computes the operations between its groups again
+
+
+@dataclass(frozen=True)
+class BlockKind:
+    """A kind of block that a `GroupedBlock` replaces."""
+
+    code: str  # the class, which takes the block and the adapters of its two groups
+    shared: tuple[str, ...]  # projections that read the input of the block
+    last: str  # the projection that reads what these become
+
+    def replaced(
+        self, block: nn.Module, shared: GroupedLoRA | None, last: GroupedLoRA | None
+    ) -> GroupedBlock:
+        """Return what computes the same as a block, with the adapters of both groups."""
+        return load(self.code)(block, shared, last)
+
+
+ATTENTION = BlockKind("nn.blocks:GroupedAttention", ("q_proj", "k_proj", "v_proj"), "o_proj")
+_KINDS = {
+    "Attention": ATTENTION,
+    "MLP": BlockKind("nn.blocks:GroupedMLP", ("gate_proj", "up_proj"), "down_proj"),
+}
+# Modules of mlx-lm whose attention has q_proj, k_proj, v_proj, o_proj, rope, scale (and q_norm, k_norm).
+_FAMILIES = ("mlx_lm.models.qwen3", "mlx_lm.models.qwen2", "mlx_lm.models.llama")
+
+
+def block_kind(module: nn.Module | None) -> BlockKind | None:
+    """Return the kind of an attention or feed-forward of mlx-lm; None of other modules."""
+    if type(module).__module__ not in _FAMILIES:
+        return None
+    return _KINDS.get(type(module).__name__)
+
+
+def recurrent_layer(module: nn.Module) -> nn.Module | None:
+    """Return what a gated delta layer of mlx-lm is replaced by; None of other modules."""
+    if "A_log" not in module or "dt_bias" not in module:
+        return None
+    return load("nn.gated_delta:gated_delta_layer")(module)
