@@ -5,7 +5,6 @@ wraps any other linear; detaching puts the very same objects back. In memory ada
 their names and shapes on disk are mlx-lm's, per projection (`Attached.tensors`).
 """
 
-import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -17,13 +16,12 @@ from ..bases.families import check_trainable
 from ..bases.geometry import block_prefixes, find_groups
 from ..bases.shapes import Geometry, Group
 from ..config.choices import POLICIES
-from ..config.lora import LoRAConfig
 from ..errors import PackError
+from ..late import load
 from ..nn.embedding_lora import AdaptedEmbedding, EmbeddingLoRA
 from ..nn.experts import AdaptedSwitchLinear
 from ..nn.lora import AdaptedLinear, AdapterShape, GroupedLoRA, adapter_key
 from ..nn.quantized import apply_matmul_path, replace_modules
-from ..nn.recompute import RecomputedBlock
 from ..nn.surgery import GroupedBlock, block_kind, recurrent_layer
 from ..runtime import mx
 from .spec import ModuleSpec, Specs, factor_shapes, ranks_of, weights_of
@@ -32,9 +30,8 @@ from .tensors import Slot, load_slots, slot_tensors
 
 if TYPE_CHECKING:
     from ..bases.model import BaseModel
+    from ..config.lora import LoRAConfig
     from ..config.schema import TrainConfig
-
-FOR_MERGE = "mlx_packs.adapters.for_merge:attach_for_merge"
 
 
 class Attached:
@@ -91,9 +88,10 @@ class Attached:
             if isinstance(module, GroupedBlock):
                 module.recompute = facts.operations
         if facts.blocks:
+            recomputed = load("nn.recompute:RecomputedBlock")
             prefixes = block_prefixes(self.model)
             self.swap(
-                [(p, RecomputedBlock(b)) for p, b in zip(prefixes, self.model.layers, strict=True)]
+                [(p, recomputed(b)) for p, b in zip(prefixes, self.model.layers, strict=True)]
             )
 
     def detach(self) -> None:
@@ -167,11 +165,11 @@ class LoRA:
         """Accept every base; `attach` checks what it targets."""
 
     def attach(
-        self, base: "BaseModel", lora: LoRAConfig, train: "TrainConfig", matmul_path: str
+        self, base: "BaseModel", lora: "LoRAConfig", train: "TrainConfig", matmul_path: str
     ) -> Attached:
         """Attach fresh adapters, which change no output but by the rounding of ``--for-merge``."""
         if train.for_merge != "none":
-            attach_for_merge = pkgutil.resolve_name(FOR_MERGE)
+            attach_for_merge = load("adapters.for_merge:attach_for_merge")
             return attach_for_merge(base, lora, train, matmul_path)
         return attach(base, lora, None, matmul_path, train.seed, train.train_fp16_fallback)
 
@@ -186,7 +184,7 @@ class LoRA:
 
 def attach(
     base: "BaseModel",
-    lora: LoRAConfig | None = None,
+    lora: "LoRAConfig | None" = None,
     specs: Specs | None = None,
     matmul_path: str = "quantized",
     seed: int = 0,
@@ -208,7 +206,7 @@ def attach(
     check_bare(base)
     if specs is None:
         check_trainable(base.name, base.model)
-    lora = lora or LoRAConfig()
+    lora = lora or load("config.lora:LoRAConfig")()
     targets = tuple(specs) if specs is not None else lora.target_modules
     where = (targets, -1) if specs is not None else (targets, lora.num_layers, lora.modules_to_save)
     groups, faults = [], []

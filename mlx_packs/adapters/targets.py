@@ -11,7 +11,6 @@ import mlx.nn as nn
 
 from ..bases.geometry import linears
 from ..bases.shapes import Geometry, GeometryError, Group
-from ..config.lora import LoRAConfig
 from ..errors import PackError
 from ..nn.experts import is_switch_linear
 from ..nn.frozen_weight import frozen_weight
@@ -21,9 +20,10 @@ from .spec import ModuleSpec, SliceSpec, Specs
 
 if TYPE_CHECKING:
     from ..bases.model import BaseModel
+    from ..config.lora import LoRAConfig
 
 
-def plan_specs(groups: list[Group], lora: LoRAConfig) -> Specs:
+def plan_specs(groups: list[Group], lora: "LoRAConfig") -> Specs:
     """Return rank and alpha of every slice under a LoRAConfig, which must fit the projections."""
     specs: Specs = {}
     used: set[str] = set()
@@ -64,7 +64,7 @@ def match_pattern(pattern: Mapping[str, float], path: str) -> str | None:
     return next((key for key in pattern if re.match(rf"(.*\.)?({key})$", path)), None)
 
 
-def without_narrow(groups: list[Group], lora: LoRAConfig) -> tuple[list[Group], list[str]]:
+def without_narrow(groups: list[Group], lora: "LoRAConfig") -> tuple[list[Group], list[str]]:
     """Return the groups without linears that are not named and too narrow, and notes on those.
 
     Such are gates and steps by head of a recurrence or a mixture. If that were all of them, they

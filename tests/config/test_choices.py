@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from mlx_packs import chips
-from mlx_packs.adapters import lora
 from mlx_packs.config import choices
 from mlx_packs.ops import dispatch
 
@@ -69,7 +68,6 @@ LATE_NAMES = {  # of what is imported when it is used
     *(facts.code for facts in choices.WEIGHT_MODES.values()),
     *dispatch.KERNELS.values(),
     *(choices.Table.installed, choices.Table.find),
-    lora.FOR_MERGE,
     chips.STORE,
     *(f"mlx_packs.packs.{name}" for name in re.findall(r'_later\("([\w:]+)"\)', PACK)),
 }
