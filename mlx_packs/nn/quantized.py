@@ -15,7 +15,6 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from ..config.choices import MATMUL_PATHS, registered
-from ..ops.linear_cross_entropy import FrozenHead, HeadSlice
 from ..ops.profile import profile
 from .experts import is_switch_linear
 from .frozen_weight import (
@@ -193,53 +192,6 @@ def linear_of(weight: mx.array, bias: mx.array | None = None) -> nn.Module:
         linear.bias = bias
     linear.freeze()
     return linear
-
-
-def frozen_head(module: nn.Module) -> FrozenHead | None:
-    """Return a linear or embedding as a head that is read by slices of rows; None if it is neither.
-
-    By the transient path, and from a `CustomWeight`, a slice is dense while it is used.
-    """
-    if isinstance(module, Requantized):
-        return _head_in_use(module)
-    own = bare_module(module)
-    if isinstance(own, QUANTIZED):
-        return _head(own, keeps_quantized=own is module)
-    if type(module) in (nn.Linear, DenseLinear, nn.Embedding, HalfLinear):
-        return _head(module, keeps_quantized=False)
-    return None
-
-
-def _head_in_use(module: Requantized) -> FrozenHead | None:
-    """Return a head that is read from whichever module is in use then."""
-    head = frozen_head(module.linear)
-    return head and head._replace(
-        part=lambda start, stop: frozen_head(module.used).part(start, stop),
-        rows=lambda at: frozen_head(module.used).rows(at),
-    )
-
-
-def _head(module: nn.Module, keeps_quantized: bool) -> FrozenHead:
-    """Return a head whose slices are multiplied as they are stored, or dense."""
-    weight = frozen_weight(module)
-    products = weight.dense_slice_products
-    if keeps_quantized:
-        products = weight.slice_products
-
-    def part(start: int, stop: int) -> HeadSlice:
-        forward, backward = products(start, stop)
-        if "bias" not in module:
-            return HeadSlice(forward, backward)
-
-        bias = module.bias[start:stop]
-
-        def biased(h: mx.array) -> mx.array:
-            y = forward(h)
-            return y + bias.astype(y.dtype)
-
-        return HeadSlice(biased, backward)
-
-    return FrozenHead(*weight.shape, part, weight.rows)
 
 
 def is_plain_linear(module: nn.Module) -> bool:

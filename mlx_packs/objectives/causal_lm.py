@@ -13,9 +13,10 @@ from mlx.utils import tree_flatten
 from ..data.dataset import Batch, Dataset, Layout
 from ..errors import PackError
 from ..nn.frozen_blocks import injected
-from ..nn.quantized import frozen_head
+from ..nn.frozen_weight import frozen_weight
+from ..nn.quantized import QUANTIZED, DenseLinear, HalfLinear, Requantized, bare_module
 from ..nn.segments import restarting, segment_caches
-from ..ops.linear_cross_entropy import FrozenHead, cross_entropy, linear_cross_entropy
+from ..ops.linear_cross_entropy import FrozenHead, HeadSlice, cross_entropy, linear_cross_entropy
 from ..runtime import mx
 from .objective import Inputs, Objective
 from .score import Score
@@ -64,6 +65,53 @@ def possible_heads(model: nn.Module) -> Iterator[Head]:
     for module, logits in heads:
         trainable = bool(tree_flatten(module.trainable_parameters()))
         yield Head(inner, logits, None if trainable else frozen_head(module))
+
+
+def frozen_head(module: nn.Module) -> FrozenHead | None:
+    """Return a linear or embedding as a head that is read by slices of rows; None if it is neither.
+
+    By the transient path, and from a `CustomWeight`, a slice is dense while it is used.
+    """
+    if isinstance(module, Requantized):
+        return _head_in_use(module)
+    own = bare_module(module)
+    if isinstance(own, QUANTIZED):
+        return _head(own, keeps_quantized=own is module)
+    if type(module) in (nn.Linear, DenseLinear, nn.Embedding, HalfLinear):
+        return _head(module, keeps_quantized=False)
+    return None
+
+
+def _head_in_use(module: Requantized) -> FrozenHead | None:
+    """Return a head that is read from whichever module is in use then."""
+    head = frozen_head(module.linear)
+    return head and head._replace(
+        part=lambda start, stop: frozen_head(module.used).part(start, stop),
+        rows=lambda at: frozen_head(module.used).rows(at),
+    )
+
+
+def _head(module: nn.Module, keeps_quantized: bool) -> FrozenHead:
+    """Return a head whose slices are multiplied as they are stored, or dense."""
+    weight = frozen_weight(module)
+    products = weight.dense_slice_products
+    if keeps_quantized:
+        products = weight.slice_products
+
+    def part(start: int, stop: int) -> HeadSlice:
+        forward, backward = products(start, stop)
+        if "bias" not in module:
+            return HeadSlice(forward, backward)
+
+        bias = module.bias[start:stop]
+
+        def biased(h: mx.array) -> mx.array:
+            y = forward(h)
+            return y + bias.astype(y.dtype)
+
+        return HeadSlice(biased, backward)
+
+    return FrozenHead(*weight.shape, part, weight.rows)
 
 
 def segments_of(inputs: Inputs, layout: Layout) -> mx.array | Layout | None:

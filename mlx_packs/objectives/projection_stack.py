@@ -23,10 +23,10 @@ from ..config.schema import TrainConfig
 from ..data.dataset import Batch
 from ..errors import PackError
 from ..nn.frozen_weight import frozen_weight
-from ..nn.quantized import EMBEDDINGS, LINEARS, frozen_head
+from ..nn.quantized import EMBEDDINGS, LINEARS
 from ..nn.stack import ProjectionStack
 from ..runtime import mx
-from .causal_lm import Head, Preparation, split_head
+from .causal_lm import Head, Preparation, frozen_head, split_head
 
 if TYPE_CHECKING:
     from ..bases.model import BaseModel

@@ -13,7 +13,8 @@ from mlx_packs.cpu.blas import Blas
 from mlx_packs.cpu.profile import CPUProfile
 from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.nn.nf4 import NF4Linear
-from mlx_packs.nn.quantized import dense_module, frozen_head
+from mlx_packs.nn.quantized import dense_module
+from mlx_packs.objectives.causal_lm import frozen_head
 from mlx_packs.ops import attention as attention_module
 from mlx_packs.ops import linear_cross_entropy
 from mlx_packs.ops.profile import forced_profile, profile

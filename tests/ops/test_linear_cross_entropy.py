@@ -8,7 +8,8 @@ import pytest
 
 from mlx_packs.cpu.profile import CPU
 from mlx_packs.nn.nf4 import NF4Embedding
-from mlx_packs.nn.quantized import HalfLinear, TransientEmbedding, TransientLinear, frozen_head
+from mlx_packs.nn.quantized import HalfLinear, TransientEmbedding, TransientLinear
+from mlx_packs.objectives.causal_lm import frozen_head
 from mlx_packs.ops.linear_cross_entropy import columns, cross_entropy, linear_cross_entropy
 from mlx_packs.ops.profile import GPU, forced_profile
 from mlx_packs.runtime import mx
