@@ -31,6 +31,8 @@ RUNS = {
     "adam8": {"data": "chats", "optimizer": "adamw_8bit", "exchange_dtype": "bfloat16"},
     "dpo": {**PREFERENCES, "task": "dpo", "iters": 6},
     "packed-dpo": {**PREFERENCES, "task": "dpo", "packing": True, "max_seq_length": 192},
+    # all rows are in the sequences of the first rank
+    "half-packed-dpo": {"data": "two", "task": "dpo", "packing": True, "max_seq_length": 192},
     "orpo": {**PREFERENCES, "task": "orpo"},
     "kto": {"data": "rated", "task": "kto"},
     "reward": {"data": "preferences", "task": "reward"},
@@ -68,6 +70,7 @@ def write_data(folder: Path) -> None:
     write_rows(folder / "few", train=chats[:5], valid=chats[12:15])
     rows = [preference(i) for i in range(16)]
     write_rows(folder / "preferences", train=rows[:12], valid=rows[12:])
+    write_rows(folder / "two", train=rows[:2], valid=rows[12:])
     rows = [rated(i) for i in range(16)]
     write_rows(folder / "rated", train=rows[:12], valid=rows[12:])
     write_pairs(folder / "pairs", all_pairs())
