@@ -113,7 +113,7 @@ def perplexity(base: Base, rows: int) -> PerplexityScore:
     options = EncodingOptions(max_seq_length=256, vocab_size=base.vocab_size)
     examples = encode(test, base.tokenizer, columns, options)
     scorer = Scorer(base.model, split_head(base.model))
-    return scorer.score(evaluation_batches(examples, 4, 256, -1))
+    return scorer.score(evaluation_batches(examples, 4, 256))
 
 
 def linears(base: Base) -> dict[str, nn.Linear]:

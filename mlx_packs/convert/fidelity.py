@@ -133,7 +133,7 @@ class FidelityMeter:
             EncodingOptions(loss_on, length, base.vocab_size),
         )
         self.base, self.display = base, display
-        self.batches = evaluation_batches(examples, 4, length, -1)
+        self.batches = evaluation_batches(examples, 4, length)
         if not self.batches:
             raise PackError(
                 f"--data {columns.data}: no example has a target, so nothing can be compared.",

@@ -22,7 +22,7 @@ import numpy as np
 
 from .. import runtime
 from ..ops.span_attention import Spans
-from .dataset import Batch, Dataset, by_length, edges_of, first_examples
+from .dataset import Batch, Dataset, by_length, edges_of
 from .encoding import Example, Examples
 from .packing import Packed
 from .sampler import Order, Sampler
@@ -250,13 +250,7 @@ def evaluation_set(
     return Dataset(examples, collate, by_length(examples.lengths, batch_size, chosen))
 
 
-def evaluation_batches(
-    examples: Examples,
-    batch_size: int,
-    max_seq_length: int,
-    max_batches: int = -1,
-    few: bool = False,
-) -> list[Batch]:
-    """Return the first examples once, by length: those that fill N batches, -1 all of them."""
-    chosen = first_examples(len(examples), batch_size, max_batches)
-    return evaluation_set(examples, batch_size, max_seq_length, chosen, few).once()
+def evaluation_batches(examples: Examples, batch_size: int, max_seq_length: int) -> list[Batch]:
+    """Return every example once, by length."""
+    chosen = np.arange(len(examples))
+    return evaluation_set(examples, batch_size, max_seq_length, chosen).once()

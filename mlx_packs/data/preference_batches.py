@@ -78,13 +78,16 @@ class PreferenceCollate:
 
     def split(self, batch: Batch, parts: int) -> list[Batch]:
         """Return the rows of a batch in pieces; packed ones have as many slots each."""
-        pieces = split_rows(batch, parts, together=1 if self._is_packed else 2)
+        of_rows = {n: np.asarray(batch.inputs[n]) for n in _OF_ROWS if n in batch.inputs}
+        tokens = {n: values for n, values in batch.inputs.items() if n not in of_rows}
+        whole = dataclasses.replace(batch, inputs=tokens)
+
+        pieces = split_rows(whole, parts, together=1 if self._is_packed else 2)
         slots = [len(piece.inputs["tokens"]) // 2 for piece in pieces]
         if self._is_packed:
             most = max(len(piece.examples) // 2 for piece in pieces)
             slots = [_rounded(most)] * len(pieces)
 
-        of_rows = {n: np.asarray(batch.inputs[n]) for n in _OF_ROWS if n in batch.inputs}
         edges = np.cumsum([0, *(len(piece.examples) // 2 for piece in pieces)])
         return [
             _with_rows(piece, {name: of_rows[name][start:stop] for name in of_rows}, count)

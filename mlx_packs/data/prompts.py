@@ -76,6 +76,15 @@ class PromptCollate:
         """Return the shape of the largest batch."""
         return {self.largest}
 
+    def few_shapes(self, sequences: int) -> set[Shape]:
+        """Return shapes of which any batch of completions has one; each costs a compilation."""
+        widths = [self.largest[0]]
+        width = 32
+        while width < self.largest[0]:
+            widths.append(width)
+            width *= 2
+        return {(w, max(1, sequences * w * k // 4)) for w in widths for k in (1, 2, 3, 4)}
+
     def split(self, batch: Batch, parts: int) -> list[Batch]:
         """Return the batch as it is: its completions are compared."""
         return [batch]

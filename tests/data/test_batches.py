@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from mlx_packs import runtime
-from mlx_packs.data.batches import evaluation_batches, few_shapes, token_collate, training_set
-from mlx_packs.data.dataset import Batch, Dataset
+from mlx_packs.data.batches import evaluation_set, few_shapes, token_collate, training_set
+from mlx_packs.data.dataset import Batch, Dataset, first_examples
 from mlx_packs.data.encoding import Example, Examples
 from mlx_packs.data.prefetch import prefetched
 from mlx_packs.data.sampler import Sampler, packing_fill
@@ -125,7 +125,10 @@ def test_compiled_run_has_few_shapes_and_the_same_examples(ragged_examples, comp
 
 
 def test_evaluation_batches_come_in_few_shapes_where_each_is_compiled(ragged_examples, compiled):
-    many, few = (evaluation_batches(ragged_examples, 2, 150, few=few) for few in (False, True))
+    chosen = np.arange(len(ragged_examples))
+    many, few = (
+        evaluation_set(ragged_examples, 2, 150, chosen, few).once() for few in (False, True)
+    )
     assert [batch.examples for batch in many] == [batch.examples for batch in few]
     assert [batch.targets for batch in many] == [batch.targets for batch in few]
     shapes = [
@@ -166,7 +169,8 @@ def test_padding_has_no_owner(ragged_examples):
 
 @pytest.mark.parametrize("limit", [-1, 0, 3, 1000])
 def test_evaluation_batches_limit_counts_batches(ragged_examples, limit):
-    batches = evaluation_batches(ragged_examples, 8, 150, limit)
+    chosen = first_examples(len(ragged_examples), 8, limit)
+    batches = evaluation_set(ragged_examples, 8, 150, chosen).once()
     assert len(batches) == (26 if limit < 0 or limit > 26 else limit)
     rows = [r for b in batches for r in b.examples]
     assert len(set(rows)) == len(rows) == min(203, 8 * len(batches))

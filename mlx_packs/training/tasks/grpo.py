@@ -171,7 +171,7 @@ class GRPOTask(Task):
         ]
         shapes = None
         if runtime.COMPILES:
-            shapes = few_shapes(self.data[-1].train.collate.largest, train.sequences)
+            shapes = self.data[-1].train.collate.few_shapes(train.sequences)
         inputs = sequence_inputs(train.max_seq_length)
         collate = TokenCollate(len(examples), inputs, shapes)
         return collate(examples, range(len(examples))), rewards.reshape(len(batch.examples), -1)
@@ -248,15 +248,6 @@ def _largest(phase: RunPhase, prompts: Prompts) -> Shape:
     width = padded_length(min(longest + t.max_completion_length - 1, inputs), inputs)
     targets = min(t.max_completion_length, width) * t.sequences
     return width, padded_targets(targets, t.sequences * width)
-
-
-def few_shapes(largest: Shape, sequences: int) -> set[Shape]:
-    """Return shapes up to the largest, of which any batch has one; each costs a compilation."""
-    widths, width = [largest[0]], 32
-    while width < largest[0]:
-        widths.append(width)
-        width *= 2
-    return {(w, max(1, sequences * w * k // 4)) for w in widths for k in (1, 2, 3, 4)}
 
 
 def _keys(seed: int, number: int) -> Iterator[mx.array]:

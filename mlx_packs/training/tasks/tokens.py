@@ -70,7 +70,6 @@ class TokenTask(Task):
         raise NotImplementedError
 
     def _phase_data(self, splits: Sequence[Mapping[str, Examples]]) -> list[PhaseData]:
-        """Return the data of every phase."""
         parts = [each["train"] for each in splits]
         joined = type(parts[0]).joined(parts)
         data, start = [], 0
