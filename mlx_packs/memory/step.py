@@ -96,8 +96,10 @@ class Step:
         of_logits = in_flight.logits
         if math.ceil(vocab / slice_columns) == streams == 2:
             of_logits = in_flight.two_slices
-        head = _HEAD_SLICE * columns * self.sizes.hidden if self.unpacks else 0
-        return of_logits * self.targets * columns + in_flight.states * states + head
+        numbers = of_logits * self.targets * columns + in_flight.states * states
+        if self.unpacks:
+            numbers += _HEAD_SLICE * columns * self.sizes.hidden
+        return numbers
 
     def dense_slices(self) -> float:
         """Return the dense weights in flight while products dequantize theirs."""
