@@ -177,10 +177,13 @@ def _rows_of(batch: Batch, start: int, stop: int) -> Batch:
     first = chosen[0] if chosen else 0
     slots = padded_targets(len(inside), (stop - start) * width)
 
-    pieces = {name: inputs[name][start:stop] for name in inputs if name not in _PADDING}
-    pieces["positions"] = _padded(inputs["positions"][inside] - start * width, "positions", slots)
-    pieces["targets"] = _padded(inputs["targets"][inside], "targets", slots)
-    pieces["owners"] = _padded(inputs["owners"][inside] - first, "owners", slots)
+    of_targets = {
+        "positions": inputs["positions"][inside] - start * width,
+        "targets": inputs["targets"][inside],
+        "owners": inputs["owners"][inside] - first,
+    }
+    pieces = {name: values[start:stop] for name, values in inputs.items()}  # in their order
+    pieces |= {name: _padded(values, name, slots) for name, values in of_targets.items()}
     return dataclasses.replace(
         batch,
         inputs=pieces,

@@ -212,7 +212,9 @@ def test_aligned_run_learns_what_a_packed_run_learns(tiny, ragged_chats, tmp_pat
     """As on a GPU whose attention needs no mask, with another order of examples."""
     plain = train_pack(tiny, ragged_chats, LoRAConfig(rank=2), PACKED, tmp_path / "plain").report
     monkeypatch.setattr("mlx_packs.runtime.COMPILES", True)
-    monkeypatch.setattr("mlx_packs.training.tasks.tokens.attends_by_spans", lambda model: True)
+    for module in ("tokens", "causal_lm"):
+        name = f"mlx_packs.training.tasks.{module}.attends_by_spans"
+        monkeypatch.setattr(name, lambda model: True)
     seen = []
     attend = "mlx_packs.nn.blocks.span_attention"
     monkeypatch.setattr(attend, lambda *a: seen.append(a[-1]) or span_attention(*a))

@@ -72,12 +72,14 @@ class TokenTask(Task):
     def _phase_data(self, splits: Sequence[Mapping[str, Examples]]) -> list[PhaseData]:
         parts = [each["train"] for each in splits]
         joined = type(parts[0]).joined(parts)
+
         data, start = [], 0
         for phase, own in zip(self.run.phases, splits, strict=True):
             stop = start + len(own["train"])
             train = self.training(phase, joined, Draw(start, stop, phase.replay))
             data.append(PhaseData(self, phase, own, train))
             start = stop
+
         return data
 
     def _masked(self, examples: Examples, base: Base) -> list[dict]:
