@@ -52,7 +52,7 @@ class Plugin:
     def with_methods_of(self, code: str, interface: type) -> Any:
         """Return a class of the package, which must have the public methods of an interface."""
         own = self.load(code)
-        names = [n for n, each in vars(interface).items() if callable(each) and n[0] != "_"]
+        names = [n for n in dir(interface) if n[0] != "_" and callable(getattr(interface, n))]
         lacking = [
             name
             for name in names

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import pkgutil
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -390,21 +389,28 @@ def read_task_config(task: str, values: Mapping[str, Any]) -> Any:
         return None
 
     plugin = TASKS.plugin(task)
-    config = plugin.load(code) if plugin else pkgutil.resolve_name(code)
+    config = plugin.load(code)
+    if not dataclasses.is_dataclass(config):
+        raise plugin.fault(f"names {code} for its settings, which is no dataclass")
+
     typed = {}
     fields = {field.name: field for field in dataclasses.fields(config)}
-    kinds = typing.get_type_hints(config)
     for name, value in values.items():
+        key = f"task_config.{name}"
         if name not in fields:
             hint = did_you_mean(str(name), list(fields))
-            raise PackError(
-                f"task_config.{name}: is not a setting of {task}. {hint}", "unknown", "task_config"
-            )
-        typed[name] = typed_value(value, kinds[name], f"task_config.{name}")
+            text = f"{key}: is not a setting of {task}. {hint}"
+            raise PackError(text, "unknown", "task_config")
+        try:
+            typed[name] = typed_value(value, typing.get_type_hints(config)[name], key)
+        except (NameError, TypeError):
+            raise plugin.fault(f"has a setting {name} of a type that is not read") from None
+
     for name, field in fields.items():
         has_none = field.default is field.default_factory is dataclasses.MISSING
         if has_none and name not in typed:
             raise setting_error(f"must be given for {task}.", f"task_config.{name}")
+
     try:
         json.dumps(typed)
         return config(**typed)

@@ -1,5 +1,6 @@
 """The encoded examples of the phases of a run."""
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,12 +14,17 @@ from .settings import Run
 
 
 class PhaseTask:
-    """What a task knows of the examples of a phase that it has encoded."""
+    """What a task knows of the examples of a phase that it has encoded.
 
+    A task of another package must have what is abstract; one of several tasks leaves it to them.
+    """
+
+    @abstractmethod
     def evaluation(self, phase: RunPhase, examples: Any, chosen: np.ndarray) -> Dataset:
         """Return what `Objective.score` scores, of a split the examples with these indices."""
         raise NotImplementedError
 
+    @abstractmethod
     def sampled(self, data: "PhaseData") -> np.ndarray:
         """Return which held-out examples a phase is evaluated on by default, in random order."""
         raise NotImplementedError

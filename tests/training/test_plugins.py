@@ -40,7 +40,7 @@ FAULTS = {
         + FACTS.format(module="faulty")
         + "class Task(Own):\n    def encode(self, base, splits): ...\n"
         "class Method:\n    def check(self, base, path): ...\n",
-        "objective, summary, report_lines",
+        "evaluation, objective, report_lines, sampled, summary",
     ),
 }
 
@@ -140,6 +140,35 @@ def test_its_settings_are_checked_by_its_class(focal, here, config, code, shown)
     here(focal)
     with raises(code, "task_config", shown):
         TrainConfig(task="focal", task_config=config)
+
+
+CONFIGS = """
+from dataclasses import dataclass
+from typing import Literal
+from mlx_packs.config.choices import TaskFacts
+TASK = TaskFacts("acme:Task", "decoder", config="acme:Config")
+"""
+
+
+@pytest.mark.parametrize(
+    ("config", "code", "shown"),
+    [
+        ("Config = dict", "dependency", "no dataclass"),
+        ("@dataclass\nclass Config:\n    size: Literal[1] = 1", "dependency", "size"),
+        ("@dataclass\nclass Config:\n    size: 'Unknown' = 1", "dependency", "size"),
+        ("@dataclass\nclass Config:\n    size: int\n    least: int", "invalid", "least"),
+        ("", "dependency", "Config"),
+    ],
+)
+def test_a_faulty_class_of_settings_names_its_package(
+    config, code, shown, tmp_path, here, monkeypatch
+):
+    entries = "[mlx_packs.tasks]\nacme = acme:TASK\n"
+    write_package(tmp_path, "acme-faulty", entries, {"acme": CONFIGS + config})
+    here(tmp_path)
+    monkeypatch.delitem(sys.modules, "acme", raising=False)
+    with raises(code, "task" if code == "dependency" else "task_config", shown):
+        TrainConfig(task="acme", task_config={"size": 1})
 
 
 def test_its_settings_have_their_types_and_defaults(focal, here):
