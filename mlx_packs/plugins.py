@@ -10,10 +10,9 @@ from .errors import PackError
 
 T = TypeVar("T")
 
-FLAGS = {
-    "tasks": "task",
-    "methods": "method",
-}  # the setting that names one, by the end of its group
+# By the end of its group: the setting that names one, and what errors call it.
+FLAGS = {"tasks": "task", "methods": "method", "readers": "model"}
+_CALLED = {"tasks": "--task {}", "methods": "--method {}", "readers": "--model: format {}"}
 
 
 @dataclass(frozen=True)
@@ -67,13 +66,13 @@ class Plugin:
 
     def fault(self, what: str) -> PackError:
         """Return the error of a package that is at fault; ``what`` it does follows its name."""
-        flag = FLAGS[self.kind]
+        called = _CALLED[self.kind].format(self.name)
 
         return PackError(
-            f"--{flag} {self.name}: the package {self.label} adds it, but {what}. Update the "
-            f"package, or remove it: pip uninstall {self.package}.",
+            f"{called}: the package {self.label} adds it, but {what}. Update the package, or "
+            f"remove it: pip uninstall {self.package}.",
             "dependency",
-            flag,
+            FLAGS[self.kind],
         )
 
 

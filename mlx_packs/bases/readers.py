@@ -1,14 +1,20 @@
 """Formats of single files that are base models; each becomes an ordinary checkpoint folder.
 
-To add one: its functions in a package here, and an entry in `READERS`.
+To add one: its functions in a package here, and an entry in `READERS`; or a package of its own,
+whose entry point names a `Reader`.
 """
 
+import logging
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..late import load
+from ..config.choices import Table
+from ..errors import PackError
 from .gguf.header import is_gguf
+
+_log = logging.getLogger("mlx_packs")
 
 
 @dataclass(frozen=True)
@@ -19,7 +25,7 @@ class Reader:
         name: for people.
         matches: whether a file is named or begins as one.
         code: the function that returns the checkpoint folder of a file, and writes it if it is
-            not there; it is loaded when it is needed.
+            not there; ``module:name``, imported when it is needed.
     """
 
     name: str
@@ -28,12 +34,27 @@ class Reader:
 
     def folder(self, file: Path) -> Path:
         """Return the checkpoint folder of a file."""
-        return load(self.code)(file)
+        return pkgutil.resolve_name(self.code)(file)
 
 
-READERS = (Reader("GGUF", is_gguf, "bases.gguf.folder:checkpoint_folder"),)
+READERS = (Reader("GGUF", is_gguf, "mlx_packs.bases.gguf.folder:checkpoint_folder"),)
 
 
 def reader_of(path: Path) -> Reader | None:
     """Return the reader of a file; None if its format is not read."""
-    return next((reader for reader in READERS if reader.matches(path)), None)
+    own = next((reader for reader in READERS if reader.matches(path)), None)
+    return own or _added_reader(path)
+
+
+def _added_reader(path: Path) -> Reader | None:
+    """Return the reader of a file that an installed package adds; a faulty package is logged."""
+    for plugin, *_ in pkgutil.resolve_name(Table.installed)("readers").values():
+        try:
+            reader = plugin.facts(Reader)
+        except PackError as error:
+            _log.warning("%s", error.message)
+            continue
+        if reader.matches(path):
+            return reader
+
+    return None

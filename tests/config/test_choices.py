@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlx_packs import chips
+from mlx_packs.bases.readers import READERS
 from mlx_packs.config import choices
 from mlx_packs.ops import dispatch
 
@@ -66,6 +67,7 @@ LATE_NAMES = {  # of what is imported when it is used
     *(facts.code for facts in choices.TASKS.values()),
     *(facts.code for facts in choices.METHODS.values()),
     *(facts.code for facts in choices.WEIGHT_MODES.values()),
+    *(reader.code for reader in READERS),
     *dispatch.KERNELS.values(),
     *(choices.Table.installed, choices.Table.find),
     chips.STORE,

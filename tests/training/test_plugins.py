@@ -276,3 +276,27 @@ def test_names_that_are_built_in_look_at_no_package(monkeypatch):
 def test_every_built_in_task_has_the_methods_of_a_task():
     for name in TASKS:
         assert callable(task_class([name]).report_lines)
+
+
+def test_a_reader_turns_a_file_into_a_base(tmp_path):
+    text = """
+from pathlib import Path
+from mlx_packs.bases.files import tiny_checkpoint
+from mlx_packs.bases.readers import Reader
+READER = Reader("acme", lambda file: file.suffix == ".acme", "acme_reader:folder")
+def folder(file):
+    return tiny_checkpoint()
+"""
+    site, file = tmp_path / "site", tmp_path / "model.acme"
+    file.write_bytes(b"acme")
+    broken = "[mlx_packs.readers]\nbroken = no_such_module:READER\n"
+    entries = "[mlx_packs.readers]\nacme = acme_reader:READER\n"
+    write_package(site, "acme-broken", broken)
+    assert "must be a checkpoint folder" in rejected(command("plan", "--model", file))
+    result = command("plan", "--model", file, site=site)
+    assert result.returncode == 2 and "acme-broken 0.1" in result.stderr
+    assert "must be a checkpoint folder" in result.stderr.splitlines()[-1]
+
+    write_package(site, "acme-reader", entries, {"acme_reader": text})
+    result = command("plan", "--model", file, site=site)
+    assert result.returncode == 0 and "base" in result.stdout, result
