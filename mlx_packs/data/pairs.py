@@ -219,10 +219,7 @@ class PairCollate:
         for name, column in zip(COLUMNS, pairs.tokens, strict=False):
             texts = [column[i] for i in order]
             texts += [texts[0][:1]] * missing
-            longest = max(map(len, texts))
-            if self.powers:
-                longest = 32 << max(0, (longest - 1).bit_length() - 5)
-            inputs[name] = padded(texts, min(padded_length(longest, self.limit), self.limit))
+            inputs[name] = padded(texts, self._width(max(map(len, texts))))
             lengths.append([len(text) for text in texts])
 
         inputs["lengths"] = np.array(lengths, np.int32)
@@ -233,8 +230,15 @@ class PairCollate:
         return Batch(inputs, count, count, tuple(int(i) for i in order), pairs)
 
     def shapes(self, pairs: Pairs, orders: Iterator[Sequence[int]]) -> set[Shape]:
-        """Return the longest text, and the columns of a pair: no batch is larger."""
-        return {(int(pairs.lengths.max()), len(pairs.tokens))}
+        """Return the tokens of the widest column, and the columns, of batches."""
+        columns = len(pairs.tokens)
+        lengths = pairs.lengths
+        return {(self._width(int(lengths[list(order)].max())), columns) for order in orders}
+
+    def _width(self, longest: int) -> int:
+        if self.powers:
+            longest = 32 << max(0, (longest - 1).bit_length() - 5)
+        return min(padded_length(longest, self.limit), self.limit)
 
     def split(self, batch: Batch, parts: int) -> list[Batch]:
         """Return the pairs of a batch in pieces."""

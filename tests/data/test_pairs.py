@@ -7,7 +7,7 @@ import pytest
 
 from mlx_packs import load_base, runtime
 from mlx_packs.config.choices import LOSSES
-from mlx_packs.data.dataset import Dataset
+from mlx_packs.data.dataset import Batch, Dataset
 from mlx_packs.data.formats import PAIR_FORMATS, Row
 from mlx_packs.data.pairs import (
     PairCollate,
@@ -44,6 +44,10 @@ def test_columns_become_tokens(encoder_tokenizer):
     assert pairs.scores.tolist() == [0.5, -1] and pairs.lengths.tolist() == [5, 8]
     assert pairs.texts[0][1] == pairs.texts[1][0] != pairs.texts[0][0]
     assert encoded(encoder_tokenizer, all_triplets()[:3]).format.name == "triplets"
+
+
+def tokens_of(batch: Batch) -> list[np.ndarray]:
+    return [batch.inputs[name] for name in ("first", "second")]
 
 
 BAD = {
@@ -131,6 +135,11 @@ def test_a_batch_is_padded_by_column_and_to_its_size(
     assert batch.targets == batch.denominator == 2 and batch.examples == (1, 0)
     assert inputs["lengths"].tolist() == [[3, 3, 1, 1], [3, 42, 1, 1]]
     assert inputs["first"][0, :4].tolist() == [*encoder_tokenizer.encode("fix"), 0]
+    for collate in (PairCollate(4, 48), PairCollate(2, 100, powers=True)):
+        for order in ([0], [1], [1, 0]):
+            widest = max(inputs.shape[1] for inputs in tokens_of(collate(pairs, order)))
+            assert collate.shapes(pairs, iter([order])) == {(widest, 2)}
+
     powers = PairCollate(2, 100, powers=True)(pairs, [1, 0]).inputs
     assert [powers[name].shape[1] for name in ("first", "second")] == [32, 64]
 
