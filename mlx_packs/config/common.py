@@ -38,12 +38,6 @@ class CommonConfig(Settings):
         phase=True,
         common="What to train.",
     )
-    task_config: dict = _data(
-        {},
-        "Settings of a task that an installed package adds, by their names.",
-        flags=(),
-        metavar="MAPPING",
-    )
     method: str = option(
         "lora",
         "Train LoRA adapters; adapters with magnitudes (dora); adapters that begin with the principal "
@@ -264,6 +258,12 @@ class CommonConfig(Settings):
         False,
         "Split the blocks of the base over the machines of --hosts, for a base that one cannot hold; "
         "the pieces of --micro-batches pass from machine to machine.",
+    )
+    task_config: dict = _data(
+        {},
+        "Settings of a task that an installed package adds, by their names.",
+        flags=(),
+        metavar="MAPPING",
     )
 
     @property
