@@ -121,7 +121,7 @@ REAL_CASES = (
     Case(_SMOLLM2, "dense", 4, 2048, iters=1, data="banking77"),
     Case(_SMOLLM2, "dense", 8, 2048, iters=1, data="banking77"),
     Case(_SMOLLM2, "dense", 4, 2048, iters=1, data="tldr"),
-    Case(_SMOLLM2, "transient", 4, 2048, iters=1, data="tldr", recompute="block"),
+    Case(_SMOLLM2, "transient", 4, 2048, iters=10, data="tldr", recompute="block"),
     Case(_MINILM, "dense", 32, 256, iters=1, data="banking77", task="embedding"),
 )
 
