@@ -216,9 +216,11 @@ class HybridStep(Step):
             sizes.key_width,
             sizes.value_width,
         )
+
         mlp = self.tokens * (4 * sizes.hidden + sizes.feed_forward)
         scores = 3 * self.scores if runtime.on_cpu() else 0
         attention = self.tokens * (scores + 2 * (sizes.queries + sizes.keys))
+
         # of a block that is computed again half of the feed-forward is gone before the recurrence
         gone = 0.6 * sizes.feed_forward if self.policy.blocks else 0
         return {

@@ -340,14 +340,17 @@ def _attached(
     run = start.run
     with run.display.working(run.train.method, "attaching"):  # pissa decomposes every weight
         trainable = attach_method(start.target, start.lora, run.train, memory.choice.matmul_path)
+
     try:
         _describe(trainable, run.display, base_weights)
         paths = matmul_paths_by_name(trainable, memory.choice)
+
         if run.resume_adapter_file is not None:
             _load_adapters(trainable, Path(run.resume_adapter_file))
         trainable.recompute(memory.recompute)
         if run.train.pipeline:
             trainable = load("training.pipeline:of_stage")(trainable, run.display)
+
         yield trainable, paths
     finally:
         trainable.detach()
@@ -363,6 +366,7 @@ def _save(
         "fingerprint": start.identity["data"],
         "rows": counts_of(start.data),
     }
+
     pack = pack_of(
         trainable,
         run.train.pack_dtype,
