@@ -25,14 +25,13 @@ from .decoder import (
     smallest_shape,
     why_not_quantized,
 )
-from .decoder_sizes import HYBRID_FAMILIES, Sizes
+from .decoder_sizes import Sizes
 from .headers import Headers, Tensors, dense_tensors
 from .plan import MemoryPlan, Shape
 from .step import Step
 
 __all__ = ["ASSUMED", "resized", "run_settings", "smallest_shape", "why_not_quantized"]
 
-FAMILIES = HYBRID_FAMILIES
 _LEFT_OUT = re.compile(r"(^|\.)(visual|vision_tower|mtp)\.")  # parts that mlx-lm does not load
 _OF_EXPERTS = {"gate_proj", "up_proj", "down_proj"}
 _HEAD_PREFIX = "language_model."
