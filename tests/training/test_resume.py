@@ -14,9 +14,9 @@ from mlx_packs.config.schema import DataConfig
 from mlx_packs.errors import PackError
 from mlx_packs.files import exclusive_writer
 from mlx_packs.hashes import sealed
-from mlx_packs.memory import matmul_path
 from mlx_packs.reading import sha256
 from mlx_packs.runtime import mx
+from mlx_packs.training import planning
 from mlx_packs.training.folders import output_folders
 from mlx_packs.training.run_folder import clear_run, is_run, latest_checkpoint, read_metrics
 from tests.helpers.damage import remove_hashes
@@ -137,7 +137,7 @@ def test_resume_takes_the_matmul_path_that_auto_chose(trained_copy, monkeypatch)
     assert identity["matmul_path"] == report["matmul_path"]
     identity["matmul_path"] = "transient"
     config.write_text(json.dumps(sealed(identity)))
-    monkeypatch.setattr(matmul_path, "time_paths", None)
+    monkeypatch.setattr(planning, "load", None)  # by which it would choose again
     report = train_pack("tiny", "d", LORA, replace(auto, iters=2), "a", resume=True).report
     assert report["matmul_path"] == json.loads(config.read_text())["matmul_path"] == "transient"
 
