@@ -59,7 +59,7 @@ class CPUProfile(Profile):
         return min(self.streams * self.elements, count)
 
     def exp(self, x: mx.array) -> mx.array:
-        """Return `mx.exp` within 4e-7 relative for -87 <= x <= 88, clipped to that in float32."""
+        """Return `mx.exp` within 4e-7 relative for -44 <= x <= 88, clipped to that in float32."""
         if x.dtype != mx.float32:
             return super().exp(x)
         return exponential.exp(x)

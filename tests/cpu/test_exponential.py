@@ -13,7 +13,7 @@ from mlx_packs.runtime import mx
 
 
 def test_exp_is_within_4e_7_of_float64_over_its_range():
-    x = np.concatenate([np.linspace(-87, 88, 100_001), [0.0, -0.0, 1e-30, -1e-30]])
+    x = np.concatenate([np.linspace(-44, 88, 100_001), [0.0, -0.0, 1e-30, -1e-30]])
     x = x.astype(np.float32)
     expected = np.exp(x.astype(np.float64))
     assert np.abs(np.array(exp(mx.array(x))) / expected - 1).max() < 4e-7
@@ -21,16 +21,23 @@ def test_exp_is_within_4e_7_of_float64_over_its_range():
 
 def test_exp_is_finite_and_positive_beyond_its_range():
     values = np.array(exp(mx.array([-1e30, -100.0, 89.0, 1e30])))
-    assert np.isfinite(values).all() and (values[:2] < 1e-37).all() and (values[2:] > 1e38).all()
+    assert np.isfinite(values).all() and (values[:2] < 1e-19).all() and (values[2:] > 1e38).all()
 
 
 def test_exp2_is_within_4e_7_of_float64_and_positive_below_its_range():
-    x = np.concatenate([np.linspace(-126, 127, 100_001), np.linspace(-1, 1, 10_001)])
+    x = np.concatenate([np.linspace(-64, 127, 100_001), np.linspace(-1, 1, 10_001)])
     x = x.astype(np.float32)
     expected = np.exp2(x.astype(np.float64))
     assert np.abs(np.array(exp2(mx.array(x))) / expected - 1).max() < 4e-7
-    below = np.array(exp2(mx.array([-126.4, -1e30, -float("inf")])))
-    assert (below > 0).all() and (below < 1.2e-38).all()
+    below = np.array(exp2(mx.array([-64.4, -1e30, -float("inf")])))
+    assert (below == 2.0**-64).all()
+
+
+def test_what_is_masked_has_normal_products_with_small_gradients():
+    """An Intel processor is several times slower with subnormal numbers."""
+    masked = mx.array([-200.0, -1e30, -float("inf")])
+    for values in (exp(masked), exp2(masked)):
+        assert (values * 1e-18 >= mx.finfo(mx.float32).smallest_normal).all().item()
 
 
 @pytest.mark.parametrize("rows", [1, 256, 1023])
