@@ -113,7 +113,8 @@ def train(
     from ..distributed.group import group
     from ..distributed.launched import launched
     from ..training.phases import check_overridden
-    from ..training.run import Request, train_request
+    from ..training.run import train_request
+    from ..training.settings import Request
     from ..training.tasks.task import task_class
 
     flags = {k: v for k, v in flags.items() if v is not None}
@@ -145,7 +146,7 @@ def train(
         raise
     if not group().is_first:  # which prints
         return
-    lines = task_class(recipe.train.tasks).report_lines(result.report)
+    lines = task_class(recipe.train.last_task).report_lines(result.report)
     print_report(result.to_json(), lines[:1] if quiet else lines)
     exit_if_failed(failures(result.report["gates"]))
 

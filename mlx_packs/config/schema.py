@@ -54,6 +54,12 @@ class TrainConfig(OptimizerConfig, AllTasksConfig, CommonConfig, _Ordered):
         return tuple(phases) or (self.task,)
 
     @property
+    def last_task(self) -> str:
+        """The task of the last phase, which the pack and its results are of."""
+        tasks = [self.task, *(phase.task or self.task for phase in self.phases)]
+        return tasks[-1]
+
+    @property
     def task_settings(self) -> Any:
         """The settings of a task that an installed package adds, of its own class; None without."""
         return read_task_config(self.task, self.task_config)

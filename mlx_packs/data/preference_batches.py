@@ -1,53 +1,19 @@
 """Batches of preferences: both examples of a row are in the same batch."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from .batches import PackedCollate, TokenCollate, allowed_shapes, split_rows, token_collate
 from .dataset import Batch, Dataset, FixedOrder, by_length
-from .packing import Packed
 from .preferences import PreferenceExamples
-from .sampler import Draw, Order, Sampler
+from .sampler import GroupedSampler, Order, grouped
 from .shapes import Shape
 
 _PAIR_STEP = 8  # of packed rows the arrays are padded to a multiple of it
 _OF_ROWS = ("labels", "reference")  # arrays of which each row has its own part
-
-
-def of_rows(order: Order) -> Order:
-    """Return the examples of some rows, in the order of the rows."""
-    if isinstance(order, Packed):
-        return Packed([of_rows(rows) for rows in order.sequences])
-    return np.stack([2 * order, 2 * order + 1], axis=1).reshape(-1)
-
-
-@dataclass(frozen=True)
-class PreferenceSampler(Sampler):
-    """The examples of each batch; the fields are in examples and sequences, two of a row.
-
-    With `packing` a row is packed as a whole, so that a sequence holds both of its examples.
-    """
-
-    def batches(self, start: int = 0) -> Iterator[Order]:
-        """Yield the examples of each batch without end, from batch number ``start``."""
-        return (of_rows(order) for order in self._of_rows().batches(start))
-
-    def epoch(self, number: int) -> Sequence[Order]:
-        """Return the examples of each batch of an epoch, each once."""
-        return [of_rows(order) for order in self._of_rows().epoch(number)]
-
-    def _of_rows(self) -> Sampler:
-        """Return the sampler of rows."""
-        pairs, draw = self.lengths.reshape(-1, 2), self.draw
-        # of a packed sequence an example takes one input less than it has tokens
-        lengths = pairs.sum(axis=1) - 1 if self.packing else pairs.max(axis=1)
-        stop = None if draw.stop is None else draw.stop // 2
-        size = self.batch_size if self.packing else self.batch_size // 2
-        rows = Draw(draw.first // 2, stop, draw.replay)
-        return Sampler(lengths, size, self.inputs, self.seed, self.packing, rows)
 
 
 @dataclass(frozen=True)
@@ -113,7 +79,7 @@ def _with_rows(batch: Batch, of_rows: dict[str, np.ndarray], slots: int) -> Batc
 
 
 def preference_set(
-    examples: PreferenceExamples, sampler: PreferenceSampler, is_scored: bool = False
+    examples: PreferenceExamples, sampler: GroupedSampler, is_scored: bool = False
 ) -> Dataset:
     """Return the batches of a sampler, in few shapes where each shape costs a compilation."""
     tokens = token_collate(sampler, allowed_shapes(examples, sampler))
@@ -124,7 +90,7 @@ def preference_evaluation(
     examples: PreferenceExamples, batch_size: int, inputs: int, chosen: np.ndarray
 ) -> Dataset:
     """Return the rows with the ``chosen`` indices once, by length."""
-    sampler = PreferenceSampler(examples.lengths, 2 * batch_size, inputs)
+    sampler = GroupedSampler(examples.lengths, 2 * batch_size, inputs)
     rows = by_length(examples.row_lengths.max(axis=1), batch_size, chosen)
-    order = FixedOrder([of_rows(each) for each in rows.orders])
+    order = FixedOrder([grouped(each, 2) for each in rows.orders])
     return dataclasses.replace(preference_set(examples, sampler), sampler=order)

@@ -173,6 +173,44 @@ class Sampler:
             yield from np.random.default_rng([self.seed, kind, epoch]).permutation(indices)
 
 
+@dataclass(frozen=True)
+class GroupedSampler(Sampler):
+    """A sampler of groups of as many examples each, which follow each other and meet in one batch.
+
+    The fields count examples; with `packing` a sequence holds whole groups.
+    """
+
+    together: int = 2  # examples of a group
+
+    def batches(self, start: int = 0) -> Iterator[Order]:
+        """Yield the examples of each batch without end, from batch number ``start``."""
+        return (self._examples(order) for order in self._of_groups().batches(start))
+
+    def epoch(self, number: int) -> Sequence[Order]:
+        """Return the examples of each batch of an epoch, each once."""
+        return [self._examples(order) for order in self._of_groups().epoch(number)]
+
+    def _examples(self, groups: Order) -> Order:
+        if isinstance(groups, Packed):
+            return Packed([grouped(each, self.together) for each in groups.sequences])
+        return grouped(groups, self.together)
+
+    def _of_groups(self) -> Sampler:
+        """Return the sampler of groups."""
+        lengths = self.lengths.reshape(-1, self.together)
+        # of a packed sequence an example takes one input less than it has tokens
+        lengths = lengths.sum(axis=1) - self.together + 1 if self.packing else lengths.max(axis=1)
+        stop = None if self.draw.stop is None else self.draw.stop // self.together
+        draw = Draw(self.draw.first // self.together, stop, self.draw.replay)
+        size = self.batch_size if self.packing else self.batch_size // self.together
+        return Sampler(lengths, size, self.inputs, self.seed, self.packing, draw)
+
+
+def grouped(groups: np.ndarray, together: int) -> np.ndarray:
+    """Return the examples of some groups, in the order of the groups."""
+    return (together * groups[:, None] + np.arange(together)).reshape(-1)
+
+
 def packing_fill(sampler: Sampler) -> tuple[int, float]:
     """Return how many packed sequences the first epoch has, and how full they are."""
     count = sum(len(batch.sequences) for batch in sampler.epoch(0))

@@ -118,10 +118,10 @@ class GRPO(Objective):
         self._start = start if train.beta else None
         self._rewards: list[np.ndarray] = []  # since the last report
 
-    def begin_phase(self, start: int, fresh: bool) -> None:
-        """Take the reference of that phase."""
+    def begin(self, fresh: bool) -> None:
+        """Take the reference of the phase."""
         if self._start is not None:
-            self._start.begin(start, fresh)
+            self._start.begin(fresh)
 
     def prepare(self, batch: Batch) -> Batch:
         """Generate the completions of a batch of prompts, and add what each has gained."""

@@ -1,4 +1,4 @@
-"""The objective of a run: the interface between a task and the loop over its batches.
+"""The objective of a phase: the interface between a task and the loop over its batches.
 
 The loop knows an objective by this protocol alone. It draws batches (through `ahead`, in a thread
 of their own), prepares each, takes steps on `loss`, and scores the model with `score`. The arrays
@@ -54,12 +54,8 @@ class Objective(Protocol):
         division, so that N small batches equal one large one.
         """
 
-    def of_phase(self, start: int) -> "Objective":
-        """Return the objective of the phase that has ``start`` batches before it."""
-        return self
-
-    def begin_phase(self, start: int, fresh: bool) -> None:
-        """Prepare for the steps of a phase, which has ``start`` batches before it.
+    def begin(self, fresh: bool) -> None:
+        """Prepare for the steps of a phase.
 
         ``fresh`` is whether no batch of the phase was taken, so that the model is as it begins.
         """

@@ -4,7 +4,7 @@ It is no second model: the trainable parameters of that moment are put back for 
 disabled where the phase began with the base alone.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,28 +19,23 @@ class PhaseStart:
 
     Args:
         trainable: what the model has learned, and how to put it aside.
-        file: of the number of batches before a phase, the file for the parameters it begins with.
-        bare: whether the run begins with the base alone.
+        file: for the parameters that the phase begins with.
+        bare: whether it begins with the base alone.
     """
 
-    def __init__(self, trainable: Trainable, file: Callable[[int], Path], bare: bool) -> None:
+    def __init__(self, trainable: Trainable, file: Path, bare: bool) -> None:
         self._trainable, self._file, self._bare = trainable, file, bare
         self._parameters: dict[str, mx.array] | None = None
 
-    def begin(self, start: int, fresh: bool) -> None:
-        """Take the model as it is, or that which began the phase.
-
-        Args:
-            start: number of batches of the run before the phase.
-            fresh: whether the model is as the phase begins with it.
+    def begin(self, fresh: bool) -> None:
+        """Take the model as it is, if it is ``fresh``, or that which began the phase.
 
         Raises:
             PackError: a resumed run lacks the file of its parameters.
         """
-        self._parameters = None
-        if self._bare and start == 0:
+        file = self._file
+        if self._bare:
             return
-        file = self._file(start)
         if fresh:
             self._parameters = self._trainable.tensors()
             save_tensors(file, self._parameters)

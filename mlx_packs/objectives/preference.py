@@ -261,10 +261,10 @@ class PreferenceObjective(Objective):
 
         self.outcome = mx.compile(outcome, inputs=[m.state for m in trainable_modules(model)])
 
-    def begin_phase(self, start: int, fresh: bool) -> None:
-        """Take the reference of that phase."""
+    def begin(self, fresh: bool) -> None:
+        """Take the reference of the phase."""
         if self.reference is not None:
-            self.reference.begin(start, fresh)
+            self.reference.begin(fresh)
 
     def prepare(self, batch: Batch) -> Batch:
         """Add the log-probabilities of the reference."""

@@ -26,7 +26,7 @@ class Reference:
         model: the model.
         start: the model as the phase began.
         sums: of the model as it is, the log-probability of both completions of each row.
-        training: of the number of batches before a phase, its training batches.
+        training: the training batches of the phase.
     """
 
     def __init__(
@@ -34,26 +34,25 @@ class Reference:
         model: nn.Module,
         start: PhaseStart,
         sums: Sums,
-        training: Callable[[int], Dataset],
+        training: Dataset,
     ) -> None:
-        self._model, self._start, self._training = model, start, training
-        self._first: FirstBatches | None = None  # of the phase
+        self._model, self._start = model, start
+        self._first = FirstBatches(training)
         self._known: dict[tuple, mx.array] = {}  # by the rows of a held-out batch, [slots, 2]
         self._places: dict[int, tuple[mx.array, int]] = {}  # of training rows
 
         state = [module.state for module in trainable_modules(model)]
         self._forward = mx.compile(sums, inputs=state)
 
-    def begin(self, start: int, fresh: bool) -> None:
-        """Take the model that began a phase; arguments are those of `PhaseStart.begin`."""
+    def begin(self, fresh: bool) -> None:
+        """Take the model that began the phase; the argument is that of `PhaseStart.begin`."""
         self._known.clear()
         self._places.clear()
-        self._first = FirstBatches(self._training(start))
-        self._start.begin(start, fresh)
+        self._start.begin(fresh)
 
     def of(self, batch: Batch) -> mx.array:
         """Return the log-probabilities of a batch's completions, [slots, 2] float32."""
-        if self._first is None or batch.source is not self._first.data.examples:
+        if batch.source is not self._first.data.examples:
             return self._held_out(batch)
         self._learn(batch)
         places = [self._places[row] for row in _rows(batch)]

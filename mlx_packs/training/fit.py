@@ -2,11 +2,12 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import mlx.optimizers as optimizers
 
@@ -40,18 +41,19 @@ from .update_guard import UpdateGuard
 from .watch import Ending, Guard, Watch
 
 Scores = dict[str, Score]  # by phase
+Objectives = Mapping[str, Objective]  # by phase
 EVALUATE, VALIDATE, SAVE = "evaluate", "validate", "save"  # parts of a run's time, in batches
 _LONG_S = 2  # of a forward pass
 
 
-def score_phases(objective: Objective, data: Sequence[PhaseData], display: Display) -> Scores:
+def score_phases(objectives: Objectives, data: Sequence[PhaseData], display: Display) -> Scores:
     """Return the scores on the held-out examples of each phase, by its name."""
-    held_out = [(each.phase, each.held_out()) for each in data]
-    total = sum(examples.batches_per_epoch() for _, examples in held_out)
+    held_out = {each.phase.name: each.held_out() for each in data}
+    total = sum(examples.batches_per_epoch() for examples in held_out.values())
     with display.task("eval", total, "held-out batches", part=EVALUATE) as bar:
         return {
-            phase.name: objective.of_phase(phase.start).score(examples, bar.advance)
-            for phase, examples in held_out
+            name: objectives[name].score(examples, bar.advance)
+            for name, examples in held_out.items()
         }
 
 
@@ -75,7 +77,7 @@ class Fit:
 
     run: Run
     trainable: Trainable
-    objective: Objective
+    objectives: Objectives
     data: Sequence[PhaseData]  # of every phase
     observers: Sequence[Observer]
     curve: list[dict]  # the lines of metrics.jsonl, which an observer adds
@@ -91,13 +93,22 @@ class Fit:
     traces: int = 0  # compiled
     end: dict = field(default_factory=dict)  # why it ended early, and which weights it ended with
 
+    @property
+    def unit(self) -> str:
+        """What the run counts, as a plural: that of its last phase."""
+        return self.objectives[self.run.goal.name].unit
+
+    def ends(self, phase: RunPhase) -> tuple[Any, Any]:
+        """Return the scores of a phase's held-out examples before and after the run."""
+        return self.scores[0][phase.name], self.scores[-1][phase.name]
+
     def train(self, before: Scores | None = None) -> None:
         """Train every phase that is not over; several phases need the scores ``before`` them."""
         run, display = self.run, self.run.display
         mx.random.seed(run.train.seed)
         self.parts = run.train.micro_batches
         checkpoint = None
-        if (point := run.resume_point) is not None:
+        if (point := run.place.resume_point) is not None:
             checkpoint = point.folder
             self.state = read_training_state(checkpoint)
             self.curve.extend(read_metrics(run.folder, self.state.batches))
@@ -124,7 +135,7 @@ class Fit:
         display.line(
             "shapes", f"{len(self.shapes)} of batches, {self.traces} compiled traces", VERBOSE
         )
-        state, unit = self.state, self.objective.unit
+        state, unit = self.state, self.unit
         self.measured = {
             "train_s": state.train_s,
             f"{unit}_per_s": state.trained_tokens / state.train_s,
@@ -184,6 +195,7 @@ class Fit:
         for data in self.data:
             phase = data.phase
             if self.state.batches > phase.stop and phase is not run.goal:  # trained before
+                self.objectives[phase.name].begin(fresh=False)  # it is scored after the run
                 self.scores.append(self._logged_scores(phase, before))
                 continue
             previous, optimizer = optimizer, phase.optimizer(self.on_nan.factor)
@@ -203,7 +215,7 @@ class Fit:
     def score(self) -> Scores:
         """Return the scores on the held-out examples of each phase, by its name."""
         run = self.run
-        scores = score_phases(self.objective, self.data, run.display)
+        scores = score_phases(self.objectives, self.data, run.display)
         if self.float16:
             check_scores(scores, saved=True)
         return scores
@@ -267,8 +279,8 @@ class Fit:
         self, phase: RunPhase, optimizer: optimizers.Optimizer
     ) -> tuple[Stepper, Objective]:
         """Return what takes the steps of a phase, and the objective whose they are."""
-        objective = self.objective.of_phase(phase.start)
-        objective.begin_phase(phase.start, fresh=self.state.batches == phase.start)
+        objective = self.objectives[phase.name]
+        objective.begin(fresh=self.state.batches == phase.start)
         arguments = (
             optimizer,
             phase.train.max_grad_norm,

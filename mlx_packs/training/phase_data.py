@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from ..data.dataset import Dataset, ExampleSet, Shape, first_examples
+from ..display import Display
 from ..optim import updates_of
 from .phases import RunPhase
-from .settings import Run
+from .settings import RunSettings
 
 
 class PhaseTask:
@@ -89,20 +90,22 @@ def counts_of(data: Sequence[PhaseData]) -> dict[str, int]:
     return {key: count for each in data for key, count in each.counts().items()}
 
 
-def with_batches(run: Run, data: Sequence[PhaseData]) -> tuple[Run, list[PhaseData]]:
-    """Return a run and its examples with ``iters`` in the place of ``--epochs``, if it has that."""
-    if (epochs := run.train.epochs) is None:
-        return run, list(data)
+def with_batches(
+    settings: RunSettings, data: Sequence[PhaseData], display: Display
+) -> tuple[RunSettings, list[PhaseData]]:
+    """Return settings and examples with ``iters`` in the place of ``--epochs``."""
+    if (epochs := settings.train.epochs) is None:
+        return settings, list(data)
     each = data[-1].train.batches_per_epoch()
     batches = max(1, round(epochs * each))
-    settings = {"epochs": None, "iters": batches}
-    if run.train.picks_best:  # each of a few short epochs is evaluated
-        settings["steps_per_eval"] = min(run.train.steps_per_eval, each)
+    own = {"epochs": None, "iters": batches}
+    if settings.train.picks_best:  # each of a few short epochs is evaluated
+        own["steps_per_eval"] = min(settings.train.steps_per_eval, each)
 
-    run = run.with_settings(settings, {})
-    updates = updates_of(run.train)
-    run.display.line(
+    settings = settings.with_settings(own, {})
+    updates = updates_of(settings.train)
+    display.line(
         "epochs", f"{epochs:g} of {each:,} batches: {batches:,} batches, {updates:,} updates"
     )
-    phases = zip(data, run.phases, strict=True)
-    return run, [replace(own, phase=phase) for own, phase in phases]
+    phases = zip(data, settings.phases, strict=True)
+    return settings, [replace(own, phase=phase) for own, phase in phases]

@@ -25,7 +25,7 @@ from ..nn.quantized import matmul_path_of
 from ..packs.base import Base
 from .phase_data import PhaseData
 from .run_folder import checkpoints, recorded_matmul_path
-from .settings import Run
+from .settings import Run, RunSettings
 
 _OF_STAGES = "memory.pipeline:of_stages"
 
@@ -45,22 +45,22 @@ class MemoryChoice:
         return None if self.plan is None else self.plan.peak_gb
 
 
-def check_headers(name: str | Path, run: Run) -> None:
+def check_headers(name: str | Path, settings: RunSettings, folder: Path) -> None:
     """Check that a base could fit whatever the examples are, before a weight is read.
 
-    Where headers cannot be read or no plan is possible, loading reports what is wrong.
+    Where headers cannot be read or no plan is possible, loading reports what is wrong. ``folder``
+    is the run folder.
     """
-    if run.force:
-        return
+    train = settings.train
     try:
         headers = read_headers(name)
-        with suggesting_pipeline(headers, run):
-            least = check_least(headers, run.lora, run.train, _estimate_of(run.train))
+        with suggesting_pipeline(headers, settings):
+            least = check_least(headers, settings.lora, train, _estimate_of(train))
     except PackError as error:
         if error.code == "memory":
             raise
         return
-    _check_disk(run, plan_disk(least, run.train))
+    _check_disk(folder, plan_disk(least, train))
 
 
 def _estimate_of(train: TrainConfig) -> Estimate:
@@ -70,19 +70,19 @@ def _estimate_of(train: TrainConfig) -> Estimate:
 
 @contextmanager
 def suggesting_pipeline(
-    headers: Headers, run: Run, shapes: Iterable[Shape] | None = None
+    headers: Headers, settings: RunSettings, shapes: Iterable[Shape] | None = None
 ) -> Iterator[None]:
     """Let the error of a run that is too large for its ranks name ``--pipeline`` where that fits."""
     try:
         yield
     except PackError as error:
-        ranks, train = group().size, run.train
+        ranks, train = group().size, settings.train
         is_known = headers.config.get("model_type") in FAMILIES and train.tasks == ("lm",)
         if error.code != "memory" or ranks == 1 or train.pipeline or not is_known:
             raise
         shapes = shapes or [estimator_of(headers.config).smallest_shape(train)]
         cheapest = load("memory.pipeline:cheapest")
-        plan = cheapest(headers, run.lora, train, load(_OF_STAGES)(ranks), shapes)
+        plan = cheapest(headers, settings.lora, train, load(_OF_STAGES)(ranks), shapes)
         if fit(plan, runtime.total_memory()) == "no":
             raise
         raise PackError(
@@ -92,10 +92,10 @@ def suggesting_pipeline(
         ) from None
 
 
-def _check_disk(run: Run, disk: DiskPlan) -> None:
+def _check_disk(run: Path, disk: DiskPlan) -> None:
     """Check that a run fits on the disk in the place of its own earlier checkpoints."""
-    files = (file for folder in checkpoints(run.folder) for file in folder.iterdir())
-    check_disk(disk, run.folder, sum(file.stat().st_size for file in files))
+    files = (file for folder in checkpoints(run) for file in folder.iterdir())
+    check_disk(disk, run, sum(file.stat().st_size for file in files))
 
 
 def fit_into_memory(
@@ -117,10 +117,11 @@ def fit_into_memory(
     ranks = group()
     planned = replace(planned, batch_size=planned.batch_size // ranks.shares)
     headers, estimate_of = Headers.of(base), _estimate_of(run.train)
+    force = run.request.force
     plans, shapes = {}, {shape for each in data for shape in each.shapes()}
     try:
         with suggesting_pipeline(headers, run, shapes):
-            plans = plan_run(headers, run.lora, planned, shapes, run.force, estimate_of)
+            plans = plan_run(headers, run.lora, planned, shapes, force, estimate_of)
     except PackError as error:
         if error.code == "memory":
             raise
@@ -131,8 +132,8 @@ def fit_into_memory(
     if plan:
         disk = plan_disk(plan, planned)
         _show_plan(base, run, plan, disk)
-        if not run.force:
-            _check_disk(run, disk)
+        if not force:
+            _check_disk(run.folder, disk)
     recompute = run.train.recomputes
     if recompute == "auto":
         recompute = plan.recompute if plan else unplanned_recompute
@@ -152,7 +153,7 @@ def choose_path(
     if rows is None:
         return MatmulPathChoice("dense", {}, "the base is not quantized")
     requested = run.train.matmul_path
-    goes_on = run.resume and not run.overflow  # in another dtype, others may be faster
+    goes_on = run.place.resume and not run.place.overflow  # in another dtype, others may be faster
     resumed = recorded_matmul_path(run.folder) if goes_on else None
     if requested != "auto":
         choice = MatmulPathChoice(requested, {}, "as specified")

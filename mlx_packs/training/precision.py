@@ -3,26 +3,28 @@
 from collections.abc import Mapping
 
 from ..bases.precision import ComputeDtype, choose_compute_dtype
+from ..config.schema import TrainConfig
+from ..display import Display
 from ..errors import Float16Overflow
 from ..packs.base import Base
 from ..runtime import mx
 from .checkpoint import has_loss_scale
-from .settings import Run
+from .settings import Place
 
 _PROBED = 512  # tokens
 
 
-def run_dtype(run: Run, config: Mapping) -> ComputeDtype:
+def run_dtype(train: TrainConfig, place: Place, config: Mapping) -> ComputeDtype:
     """Return the dtype of a run on a base that is to be loaded.
 
     A resumed run stays in float16, or out of it, as its checkpoint is.
     """
-    if run.overflow:
-        return ComputeDtype("bfloat16", run.overflow, "bfloat16")
-    dtype = choose_compute_dtype(config, run.train.compute_dtype, run.train.trains_base)
-    if run.resume_point is None or dtype.name == "float32":
+    if place.overflow:
+        return ComputeDtype("bfloat16", place.overflow, "bfloat16")
+    dtype = choose_compute_dtype(config, train.compute_dtype, train.trains_base)
+    if place.resume_point is None or dtype.name == "float32":
         return dtype
-    checkpoint = run.resume_point.folder
+    checkpoint = place.resume_point.folder
     was_float16 = has_loss_scale(checkpoint)
     if was_float16 == (dtype.name == "float16"):
         return dtype
@@ -30,14 +32,13 @@ def run_dtype(run: Run, config: Mapping) -> ComputeDtype:
     return ComputeDtype(name, f"as of {checkpoint.name}", name)
 
 
-def show_dtype(run: Run, dtype: ComputeDtype) -> None:
-    """Show the dtype of a run, unless it is the one that every run on a CPU has."""
-    if dtype.name == "float32" and run.train.compute_dtype in ("auto", "float32"):
+def show_dtype(display: Display, dtype: ComputeDtype, requested: str) -> None:
+    """Show the dtype of a run, unless it is that of every run on a CPU."""
+    if dtype.name == "float32" and requested in ("auto", "float32"):
         return
-    requested = run.train.compute_dtype
     instead = f" instead of {requested}" if requested not in ("auto", dtype.name) else ""
     scaled = " · the loss is scaled" if dtype.name == "float16" else ""
-    run.display.line("dtype", f"{dtype.name}{instead}: {dtype.why}{scaled}")
+    display.line("dtype", f"{dtype.name}{instead}: {dtype.why}{scaled}")
 
 
 def check_forward(base: Base, tokens: list[int]) -> None:

@@ -4,14 +4,12 @@ import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from ..config.data import DataConfig
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
-from ..display import QUIET, Display
 from ..distributed.group import Group, group, join
 from ..distributed.join import joined_ranks, when_gone
 from ..distributed.link import GONE
@@ -19,7 +17,6 @@ from ..errors import PackError, RunStopped
 from ..late import load
 from .folders import output_folders
 from .run_folder import latest_checkpoint, run_folder
-from .settings import Run
 
 
 @contextmanager
@@ -68,13 +65,6 @@ def _receive_run(ranks: Group, run: Path) -> None:
         file = run / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(ranks.from_first(b""))
-
-
-def of_rank(run: Run) -> Run:
-    """Return the run of this rank: only the first one prints and reports."""
-    if group().is_first:
-        return run
-    return replace(run, display=Display(QUIET), callbacks=(), report_to=None)
 
 
 def check_alike(facts: dict) -> None:

@@ -62,9 +62,13 @@ def _shorter(train: TrainConfig) -> str:
 def _changed_schedule(run: Run, earlier: dict) -> str | None:
     """Return a note if a resumed run has another learning rate, because it has another length."""
     train, recipe = run.train, earlier["recipe"]
-    if len(run.phases) > 1 or run.resume_point is None or type(recipe.get("iters")) is not int:
+    if (
+        len(run.phases) > 1
+        or run.place.resume_point is None
+        or type(recipe.get("iters")) is not int
+    ):
         return None
-    batches = batches_of(run.resume_point.folder)
+    batches = batches_of(run.place.resume_point.folder)
     updates = -(-batches // train.grad_accumulation_steps)
     before = replace(train, iters=recipe["iters"])
     if updates < 1 or _rates(before, updates) == _rates(train, updates):

@@ -6,7 +6,7 @@
 import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,10 +21,11 @@ from ..config.choices import TASKS
 from ..config.data import DataConfig
 from ..config.keywords import answers_other_names
 from ..config.lora import LoRAConfig
-from ..config.recipe import Recipe, check_data_named, from_configs
+from ..config.recipe import Recipe, from_configs
 from ..config.schema import TrainConfig
 from ..data.bad_rows import LeftOut, write_quarantine
 from ..data.given import Data, columns_of
+from ..data.rows import Splits
 from ..display import NORMAL, QUIET, VERBOSE, Display, shown_count
 from ..errors import Float16Overflow, PackError, library_errors
 from ..files import make_folder
@@ -32,7 +33,6 @@ from ..gates import Gates, evaluate_gates, gate_limits
 from ..late import load
 from ..nn.quantized import count_weights
 from ..objectives.causal_lm import TargetLoss
-from ..objectives.objective import Objective
 from ..ops import _backend, dispatch
 from ..packs.adapter_config import adapter_config_of
 from ..packs.base import Base, load_base
@@ -43,7 +43,7 @@ from ..report.facts import short_curve
 from ..run_clock import RunClock
 from ..runtime import mx
 from .early_stop import check_validated
-from .fit import Fit, check_scores, score_phases
+from .fit import Fit, Objectives, check_scores, score_phases
 from .guards import Guarded, make_guards
 from .identity import check_resume, public_recipe, run_identity, start_of
 from .observer import Observer
@@ -54,40 +54,18 @@ from .phase_data import PhaseData, counts_of, with_batches
 from .phases import check_data_used, left_out_rows, resolve_phases
 from .planning import MemoryChoice, check_headers, fit_into_memory, matmul_paths_by_name
 from .precision import run_dtype, show_dtype
-from .ranks import (
-    check_alike,
-    check_examples,
-    folders_of_rank,
-    of_rank,
-    ranks_of_run,
-)
+from .ranks import check_alike, check_examples, folders_of_rank, ranks_of_run
 from .rates import note_rates
 from .result import RunReport, TrainRun, in_order, losses_of
 from .run_folder import check_resumable, clear_run, resume_point, write_identity
-from .settings import Run
+from .settings import Place, Request, Run, RunSettings
 from .stopping import resumable
-from .tasks.task import Summary, Task, make_task
+from .tasks.task import Summary, Task, make_tasks
 from .template_date import with_template_date
 from .unattended import unattended
 
 if TYPE_CHECKING:
     from .rewards import RewardFunction
-
-
-@dataclass(frozen=True)
-class Request:
-    """What a caller asks for. A PackError is raised if nothing names the examples."""
-
-    recipe: Recipe  # whose ``run`` says where the run writes and whether it resumes
-    base: Base | str | Path  # a loaded base, or what `load_base` takes
-    display: Display
-    force: bool = False  # whether to train although the memory plan exceeds the machine
-    callbacks: tuple[Observer, ...] = ()  # that the caller gives
-    loss: TargetLoss | None = None  # in place of the cross-entropy
-    reward: "RewardFunction | None" = None  # of generated completions
-
-    def __post_init__(self) -> None:
-        check_data_named(self.recipe)
 
 
 @answers_other_names
@@ -176,63 +154,48 @@ def train_request(request: Request) -> TrainRun:
     _backend.start_record()
     recipe = request.recipe
     phases = resolve_phases(recipe.train, recipe.data)
+    settings = RunSettings(recipe.lora, recipe.train, recipe.data, phases)
 
-    options = {name: value for name, value in recipe.run.items() if name != "model"}
-    out = options.pop("out", None)
-    overwrite = bool(options.get("overwrite"))
-    resume = bool(options.get("resume"))
     check_trackers = load("training.observers.trackers:check_report_to")
-    check_trackers(options.get("report_to"), options.get("project_name"))
+    check_trackers(request.option("report_to"), request.option("project_name"))
 
-    folders = folders_of_rank(out, phases[-1].sources[0], overwrite, resume)
+    resume, columns = request.option("resume"), settings.goal.sources[0]
+    folders = folders_of_rank(request.option("out"), columns, request.option("overwrite"), resume)
     with signals.handled(), folders as (pack, folder):
-        prepared = Run(
-            request.base,
-            recipe.lora,
-            recipe.train,
-            recipe.data,
-            phases,
-            pack,
-            folder,
-            request.display,
-            force=request.force,
-            callbacks=request.callbacks,
-            loss=request.loss,
-            reward=request.reward,
-            **options,
-        )
         if not runtime.on_cpu():  # before MLX uses the GPU
-            load("training.command_buffers:limit_command_buffers")(prepared)
-        return run(of_rank(prepared))
+            limit = load("training.command_buffers:limit_command_buffers")
+            limit(request.base, recipe.train, request.display)
+        return run(request.of_rank(), settings, Place(pack, folder, resume))
 
 
 @runtime.memory_limits()
-def run(run: Run) -> TrainRun:
-    """Train as a run specifies, in its own folders.
+def run(request: Request, settings: RunSettings, place: Place) -> TrainRun:
+    """Train as a request and its settings specify, in the run's own folders.
 
     After an overflow in float16 it goes on in bfloat16 from the last update, as if resumed.
     """
     with (
-        ranks_of_run(run.lora, run.train),
-        unattended(run.train.awake, run.pack, run.display),
+        ranks_of_run(settings.lora, settings.train),
+        unattended(settings.train.awake, place.pack, request.display),
     ):
         try:
-            return _run(run)
+            return _run(request, settings, place)
         except Float16Overflow as overflow:
-            if isinstance(run.base, Base):  # it is the caller's
+            if isinstance(request.base, Base):  # it is the caller's
                 raise
             fault, saved = overflow.fault, overflow.saved
-        run.display.line("dtype", f"{fault}; the run goes on in bfloat16")
+        request.display.line("dtype", f"{fault}; the run goes on in bfloat16")
         gc.collect()  # the base in float16, which the exception referenced
-        return _run(replace(run, resume=run.resume or saved, overflow=fault))
+        place = replace(place, resume=place.resume or saved, overflow=fault)
+        return _run(request, settings, place)
 
 
 @dataclass(frozen=True)
 class _Start:
-    """A run with its task, base and examples, checked; nothing is trained yet."""
+    """A run with its tasks, base and examples, checked; nothing is trained yet."""
 
     run: Run
-    task: Task
+    tasks: Mapping[str, Task]
     base: Base
     dtype: ComputeDtype
     target: Base  # that the loss goes through
@@ -243,18 +206,22 @@ class _Start:
     sources: Sequence[str]  # of each phase, in public
     left_out: Mapping[str, LeftOut]
 
+    @property
+    def task(self) -> Task:
+        """The task of the last phase, which the pack and its results are of."""
+        return self.tasks[self.run.goal.train.task]
 
-def _run(run: Run) -> TrainRun:
-    start = _start(run)
-    run = start.run
-    task = start.task
+
+def _run(request: Request, settings: RunSettings, place: Place) -> TrainRun:
+    start = _start(request, settings, place)
+    run, task = start.run, start.task
 
     memory = fit_into_memory(
         run,
         start.base,
         start.target,
         start.data,
-        task.planned_settings(),
+        task.planned_settings(run.train),
         task.unplanned_recompute,
     )
     if run.train.matmul_path == "auto":
@@ -262,16 +229,16 @@ def _run(run: Run) -> TrainRun:
 
     base_weights = count_weights(start.base.model)
     with _attached(start, memory, base_weights) as (trainable, paths):
-        with closing(task.objective(trainable, memory)) as objective:
-            fit = _train(start, trainable, objective)
+        with _bound(start, trainable, memory) as objectives:
+            fit = _train(start, trainable, objectives)
             with resumable(run):
-                summary = task.summary(trainable, objective, fit, start.sources)
+                summary = task.summary(trainable, start.data, fit, start.sources)
         with resumable(run):
             pack = _save(start, trainable, fit, summary, memory)
 
     report = in_order(
         {
-            "gates": _check_gates(run, task, pack, summary, memory),  # first: they change its size
+            "gates": _check_gates(start, pack, summary, memory),  # first: they change its size
             **_report(run, pack, fit, summary, memory),
             "bad_rows": {key: bad.counts() for key, (bad, _) in start.left_out.items()},
             "compute_dtype": start.dtype.to_json(),
@@ -287,25 +254,33 @@ def _run(run: Run) -> TrainRun:
     return TrainRun(pack, run.folder, RunReport(in_order(report)), fit.curve)
 
 
-def _start(run: Run) -> _Start:
+def _start(request: Request, settings: RunSettings, place: Place) -> _Start:
     """Return a run with its base loaded and its examples encoded, as it began if it is resumed."""
-    earlier = check_resumable(run.folder) if run.resume else None
-    run = run.as_it_began(earlier)
-    adapters = start_of(run.resume_adapter_file, earlier)
-    point = resume_point(run.folder) if run.resume else None
-    run = replace(run, resume_point=point, begins_with_adapters=adapters is not None)
+    display, folder = request.display, place.folder
+    earlier = check_resumable(folder) if place.resume else None
+    settings = settings.as_it_began(earlier)
+    adapters = start_of(request.option("resume_adapter_file"), earlier)
+    if place.resume:
+        place = replace(place, resume_point=resume_point(folder))
 
-    task = make_task(run)
-    splits = [phase.load_rows() for phase in run.phases]
-    check_validated(run.train, splits[-1])
-    base, dtype = _open_base(run, task)
-    if run.train.pipeline:
-        load("training.pipeline:check_stages")(base, run.lora)
-    target, lora = task.checked_target(base)
+    tasks = make_tasks(settings, request)
+    splits = [phase.load_rows() for phase in settings.phases]
+    check_validated(settings.train, splits[-1])
+    base, dtype = _open_base(request, settings, place, tasks)
+    if settings.train.pipeline:
+        load("training.pipeline:check_stages")(base, settings.lora)
+    targets = {name: task.checked_target(base) for name, task in tasks.items()}
+    target, lora = targets[settings.goal.train.task]
 
-    task.run = run = with_template_date(run, base, earlier)
-    run, data = with_batches(run, task.encode(base, splits))
-    task.run, task.data = run, data
+    settings = with_template_date(settings, base, earlier, display)
+    data = _encode(tasks, base, settings, splits)
+    settings, data = with_batches(settings, data, display)
+    run = Run(
+        **vars(settings),
+        request=request,
+        place=place,
+        begins_with_adapters=adapters is not None,
+    )
     note_rates(run, earlier)
 
     recipe = Recipe(
@@ -313,13 +288,13 @@ def _start(run: Run) -> _Start:
     )
     identity = run_identity(recipe, base, run, splits)
     if earlier is not None:
-        check_resume(run.folder, base.path, identity, earlier)
+        check_resume(folder, base.path, identity, earlier)
     check_alike(identity | {"compute dtype": dtype.name})
     check_examples(counts_of(data))
 
     return _Start(
         run=run,
-        task=task,
+        tasks=tasks,
         base=base,
         dtype=dtype,
         target=target,
@@ -330,6 +305,37 @@ def _start(run: Run) -> _Start:
         sources=[phase.public_source(read) for phase, read in zip(run.phases, splits, strict=True)],
         left_out=left_out_rows(run.phases, splits),
     )
+
+
+def _encode(
+    tasks: Mapping[str, Task], base: Base, settings: RunSettings, splits: Sequence[Splits]
+) -> list[PhaseData]:
+    """Return the encoded examples of every phase; each task encodes those of its phases."""
+    read = {phase.name: own for phase, own in zip(settings.phases, splits, strict=True)}
+    encoded: dict[str, PhaseData] = {}
+    for name, task in tasks.items():
+        own = [phase for phase in settings.phases if phase.train.task == name]
+        data = task.encode(base, own, [read[phase.name] for phase in own])
+        encoded |= {each.phase.name: each for each in data}
+    return [encoded[phase.name] for phase in settings.phases]
+
+
+@contextmanager
+def _bound(start: _Start, trainable: Trainable, memory: MemoryChoice) -> Iterator[Objectives]:
+    """Yield the objective of each phase, by its name, on the model with what is trained."""
+    run, objectives = start.run, {}
+    with ExitStack() as closes:
+        for task in start.tasks.values():
+            own = [data for data in start.data if data.task is task]
+            bound = task.bind(trainable, own, run, memory)
+            for objective in dict.fromkeys(bound):
+                closes.callback(objective.close)
+            names = [data.phase.name for data in own]
+            objectives |= dict(zip(names, bound, strict=True))
+
+        if run.train.neftune_noise_alpha:
+            load("training.noise:add_noise")(trainable, run.train.neftune_noise_alpha)
+        yield objectives
 
 
 @contextmanager
@@ -345,8 +351,8 @@ def _attached(
         _describe(trainable, run.display, base_weights)
         paths = matmul_paths_by_name(trainable, memory.choice)
 
-        if run.resume_adapter_file is not None:
-            _load_adapters(trainable, Path(run.resume_adapter_file))
+        if (file := run.request.option("resume_adapter_file")) is not None:
+            _load_adapters(trainable, Path(file))
         trainable.recompute(memory.recompute)
         if run.train.pipeline:
             trainable = load("training.pipeline:of_stage")(trainable, run.display)
@@ -378,12 +384,15 @@ def _save(
         eval=summary.eval,
         measured={"compute_dtype": start.dtype.to_json(), **_measured(fit, memory)},
     )
-    return pack.save(run.pack, overwrite=run.overwrite or run.resume)
+    replace = run.request.option("overwrite") or run.place.resume
+    return pack.save(run.pack, overwrite=replace)
 
 
-def _open_base(run: Run, task: Task) -> tuple[Base, ComputeDtype]:
+def _open_base(
+    request: Request, settings: RunSettings, place: Place, tasks: Mapping[str, Task]
+) -> tuple[Base, ComputeDtype]:
     """Return the base, quantized as requested, and its dtype; reject it unread if it cannot fit."""
-    train, base = run.train, run.base
+    train, base, display = settings.train, request.base, request.display
     if isinstance(base, Base):
         for flag, value, default in (
             ("--quantize", train.quantize, "none"),
@@ -398,25 +407,28 @@ def _open_base(run: Run, task: Task) -> tuple[Base, ComputeDtype]:
         dtype = ComputeDtype(base.compute_dtype, "the base was loaded in it")
     else:
         config = check_files(resolve_checkpoint(base))
-        task.check(str(base), config["model_type"])
-        check_headers(base, run)
-        dtype = run_dtype(run, config)
-        with run.display.working("base", f"loading {base}"):
+        for task in tasks.values():
+            task.check(str(base), config["model_type"])
+        if not request.force:
+            check_headers(base, settings, place.folder)
+        dtype = run_dtype(train, place, config)
+        with display.working("base", f"loading {base}"):
             base = load_base(
                 base,
                 train.quantize,
-                run.trust_remote_code,
+                request.option("trust_remote_code"),
                 double_quant=train.double_quant,
                 keep=train.keep,
                 compute_dtype=dtype.cast,
-                lazy=task.lazy_base,
+                lazy=all(task.lazy_base for task in tasks.values()),
             )
         if dtype.cast == "auto" and dtype.why == STORED:  # config.json may not name it
             dtype = replace(dtype, name=base.compute_dtype)
-    task.check(base.name, base.config["model_type"])
+    for task in tasks.values():
+        task.check(base.name, base.config["model_type"])
     find_method(train.method).check(base, train.matmul_path)
-    run.display.line("base", base.summary())
-    show_dtype(run, dtype)
+    display.line("base", base.summary())
+    show_dtype(display, dtype, train.compute_dtype)
     return base, dtype
 
 
@@ -456,7 +468,7 @@ def _load_adapters(trainable: Trainable, file: Path) -> None:
     trainable.load(tensors, str(file))
 
 
-def _train(start: _Start, trainable: Trainable, objective: Objective) -> Fit:
+def _train(start: _Start, trainable: Trainable, objectives: Objectives) -> Fit:
     """Train, round, and score without and with what was trained; the first step waits for no score."""
     run = start.run
     float16 = start.dtype.name == "float16"
@@ -464,15 +476,16 @@ def _train(start: _Start, trainable: Trainable, objective: Objective) -> Fit:
     generates = any(TASKS[task].generates for task in run.train.tasks)  # which tries the reward
     if float16 or generates or len(run.phases) > 1 or run.begins_with_adapters:
         with trainable.disabled():
-            before = score_phases(objective, start.data, run.display)
+            before = score_phases(objectives, start.data, run.display)
         if float16:
             check_scores(before, saved=False)
 
-    observed = ObservedRun(run, objective.unit, start.identity["recipe"], masks=start.task.masks)
+    unit = objectives[run.goal.name].unit
+    observed = ObservedRun(run, unit, start.identity["recipe"], masks=start.task.masks)
     observers = make_observers(observed)
 
     make_folder(run.folder)
-    if not run.resume:
+    if not run.place.resume:
         clear_run(run.folder)
     write_identity(run.folder, start.identity)
     if run.columns.on_bad_row == "quarantine":
@@ -482,7 +495,7 @@ def _train(start: _Start, trainable: Trainable, objective: Objective) -> Fit:
     fit = Fit(
         run=run,
         trainable=trainable,
-        objective=objective,
+        objectives=objectives,
         data=start.data,
         observers=observers,
         curve=observed.curve,
@@ -516,12 +529,13 @@ def _measured(fit: Fit, memory: MemoryChoice) -> dict:
     }
 
 
-def _check_gates(run: Run, task: Task, pack: Pack, summary: Summary, memory: MemoryChoice) -> Gates:
+def _check_gates(start: _Start, pack: Pack, summary: Summary, memory: MemoryChoice) -> Gates:
     """Compare the saved pack with its limits; the results go into its manifest."""
-    gates = gate_limits(**run.train.gates)
+    gates = gate_limits(**start.run.train.gates)
     if not gates:
         return {}
-    values = task.gate_values(gates, pack, summary, memory.choice.matmul_path)
+    held_out, path = start.data[-1].held_out_examples, memory.choice.matmul_path
+    values = start.task.gate_values(gates, pack, summary, held_out, path)
     for _ in range(2):  # the manifest, which has the result, is part of the size
         results = evaluate_gates(gates, {**values, "max_pack_mb": pack.size_mb})
         pack._note(gates=results)
@@ -534,6 +548,7 @@ def _report(run: Run, pack: Pack, fit: Fit, summary: Summary, memory: MemoryChoi
     return {
         "pack": str(run.pack),
         "run": str(run.folder),
+        "task": run.goal.train.task,
         **summary.report,
         **losses_of(fit.curve),
         "versions": pack.manifest["versions"],
@@ -545,7 +560,7 @@ def _report(run: Run, pack: Pack, fit: Fit, summary: Summary, memory: MemoryChoi
             **{key: summary.eval[key] for key in described if key in summary.eval},
             **summary.held_out,
         },
-        f"trained_{fit.objective.unit}": fit.state.trained_tokens,
+        f"trained_{fit.unit}": fit.state.trained_tokens,
         **fit.measured,
         "process_peak_gb": runtime.peak_process_bytes() / 1e9,
         "pack_mb": pack.size_mb,

@@ -1,6 +1,6 @@
-"""The settings of one training run."""
+"""The settings of a training run: what is asked for, and what is final once examples are encoded."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 from ..config.data import DataConfig
 from ..config.lora import LoRAConfig
 from ..config.optimizer import arguments_of
+from ..config.recipe import Recipe, RunOptions, check_data_named
 from ..config.schema import TrainConfig
-from ..display import Display
+from ..display import QUIET, Display
+from ..distributed.group import group
 from ..errors import PackError, flag_of
 from ..objectives.causal_lm import TargetLoss
 from .observer import Observer
@@ -22,35 +24,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Run:
-    """A training run: what to train on what, and where."""
+class Request:
+    """What a caller asks for; a PackError where nothing names the examples, or a function is unfit."""
 
+    recipe: Recipe  # whose ``run`` says where the run writes and whether it resumes
     base: "Base | str | Path"  # a loaded base, or what `load_base` takes
-    lora: LoRAConfig
-    train: TrainConfig
-    columns: DataConfig
-    phases: tuple[RunPhase, ...]  # that ``train`` resolves to, at least one
-    pack: Path  # its folder
-    folder: Path  # the run folder
     display: Display
-    overwrite: bool = False  # whether a pack and a run that are there may be replaced
-    resume: bool = False  # whether to continue from a checkpoint of ``folder``
-    resume_point: ResumePoint | None = None  # which one, once it is chosen
-    resume_adapter_file: str | None = None  # adapters to start from
-    report_to: str | None = None  # experiment trackers, separated by commas
-    project_name: str | None = None  # of the trackers
-    trust_remote_code: bool = False
-    overflow: str = ""  # why a run that began in float16 goes on in bfloat16
-    begins_with_adapters: bool = (
-        False  # whether the run began with adapters, not with the base alone
-    )
+    force: bool = False  # whether to train although the memory plan exceeds the machine
     callbacks: tuple[Observer, ...] = ()  # that the caller gives
     loss: TargetLoss | None = None  # in place of the cross-entropy
     reward: "RewardFunction | None" = None  # of generated completions
-    force: bool = False  # whether to train although the memory plan exceeds the machine
 
     def __post_init__(self) -> None:
-        train = self.train
+        check_data_named(self.recipe)
         for callback in self.callbacks:
             if not isinstance(callback, Observer):
                 raise PackError(
@@ -58,21 +44,20 @@ class Run:
                     f"{type(callback).__name__}.",
                     flag="callbacks",
                 )
-        if self.loss is not None and train.tasks != ("lm",):
-            raise PackError(
-                f"loss: is for task lm, but the task is {', '.join(train.tasks)}.",
-                "conflict",
-                "loss",
-            )
-        if self.reward is not None and "grpo" not in train.tasks:
-            raise PackError(
-                f"reward: is for task grpo, but the task is {', '.join(train.tasks)}.",
-                "conflict",
-                "reward",
-            )
-        if self.loss is not None and (named := train.changed(("z_loss", "label_smoothing"))):
+        for argument, task in (("loss", "lm"), ("reward", "grpo")):
+            if getattr(self, argument) is not None:
+                _check_task(argument, task, self.recipe.train.tasks)
+        changed = self.recipe.train.changed(("z_loss", "label_smoothing"))
+        if self.loss is not None and changed:
             text = "loss: replaces the cross-entropy that it belongs to. Leave one of them out."
-            raise PackError(f"{flag_of(named[0])} and {text}", "conflict", named[0])
+            raise PackError(f"{flag_of(changed[0])} and {text}", "conflict", changed[0])
+
+    def option(self, name: str) -> Any:
+        """Return a setting of `RunOptions`, its default where it is not specified."""
+        specified = self.recipe.run.get(name)
+        if specified is None:
+            return getattr(RunOptions, name)
+        return specified
 
     @property
     def loss_name(self) -> str | None:
@@ -81,8 +66,42 @@ class Run:
             return None
         return getattr(self.loss, "__qualname__", type(self.loss).__qualname__)
 
-    def with_settings(self, train: Mapping[str, Any], columns: Mapping[str, Any]) -> "Run":
-        """Return the run with other settings, in all phases; where those begin stays."""
+    def of_rank(self) -> "Request":
+        """Return what this rank is asked for: only the first one prints and reports."""
+        if group().is_first:
+            return self
+        options = {**self.recipe.run, "report_to": None}
+        recipe = replace(self.recipe, run=options)
+        return replace(self, recipe=recipe, display=Display(QUIET), callbacks=())
+
+
+def _check_task(argument: str, task: str, tasks: Sequence[str]) -> None:
+    """Check that a function of the caller goes with the tasks of a run."""
+    # the loss of several tasks would be that of some phases alone
+    if task not in tasks or (argument == "loss" and len(tasks) > 1):
+        raise PackError(
+            f"{argument}: is for task {task}, but the task is {', '.join(tasks)}.",
+            "conflict",
+            argument,
+        )
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What a run trains, and on what."""
+
+    lora: LoRAConfig
+    train: TrainConfig
+    columns: DataConfig
+    phases: tuple[RunPhase, ...]  # that ``train`` resolves to, at least one
+
+    @property
+    def goal(self) -> RunPhase:
+        """The last phase: the pack is evaluated on its held-out examples."""
+        return self.phases[-1]
+
+    def with_settings(self, train: Mapping[str, Any], columns: Mapping[str, Any]) -> "RunSettings":
+        """Return other settings, in all phases; where those begin stays."""
         return replace(
             self,
             train=replace(self.train, **train),
@@ -90,8 +109,8 @@ class Run:
             phases=tuple(phase.with_settings(train, columns) for phase in self.phases),
         )
 
-    def as_it_began(self, earlier: dict | None) -> "Run":
-        """Return the run with the earlier defaults of the run that it resumes, by its identity."""
+    def as_it_began(self, earlier: dict | None) -> "RunSettings":
+        """Return these with the earlier defaults of the run that is resumed, by its identity."""
         if earlier is None:
             return self
         train, earlier_columns = self.train, {}
@@ -108,7 +127,37 @@ class Run:
             earlier_defaults["test_batches"] = earlier["recipe"].get("test_batches", -1)
         return self.with_settings(earlier_defaults, earlier_columns)
 
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run writes, and where it goes on."""
+
+    pack: Path  # its folder
+    folder: Path  # the run folder
+    resume: bool = False  # whether to continue from a checkpoint of ``folder``
+    resume_point: ResumePoint | None = None  # which one
+    overflow: str = ""  # why a run that began in float16 goes on in bfloat16
+
+
+@dataclass(frozen=True)
+class Run(RunSettings):
+    """A training run: what to train on what, and where; final."""
+
+    request: Request
+    place: Place
+    begins_with_adapters: bool = False  # not with the base alone
+
     @property
-    def goal(self) -> RunPhase:
-        """The last phase: the pack is evaluated on its held-out examples."""
-        return self.phases[-1]
+    def display(self) -> Display:
+        """What shows the progress."""
+        return self.request.display
+
+    @property
+    def pack(self) -> Path:
+        """The folder of the pack."""
+        return self.place.pack
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self.place.folder

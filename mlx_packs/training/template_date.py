@@ -3,13 +3,16 @@
 from datetime import date
 
 from ..bases.template_clock import reads_clock
+from ..display import Display
 from ..errors import PackError
 from ..packs.base import Base
-from .settings import Run
+from .settings import RunSettings
 
 
-def with_template_date(run: Run, base: Base, earlier: dict | None) -> Run:
-    """Return a run with the date that its chat template reads, where it reads the clock.
+def with_template_date(
+    settings: RunSettings, base: Base, earlier: dict | None, display: Display
+) -> RunSettings:
+    """Return settings with the date that the chat template reads, where it reads the clock.
 
     ``earlier`` is the identity of the run that is resumed: early versions recorded no date, and
     their templates go on reading the clock.
@@ -17,10 +20,10 @@ def with_template_date(run: Run, base: Base, earlier: dict | None) -> Run:
     Raises:
         PackError: a date is given for a template that has no use for it.
     """
-    specified = run.columns.template_date
+    specified = settings.columns.template_date
     if not reads_clock(base.tokenizer):
         if specified is None:
-            return run
+            return settings
         raise PackError(
             f"--template-date: the chat template of {base.name} does not read the clock. Leave it "
             "out.",
@@ -31,10 +34,10 @@ def with_template_date(run: Run, base: Base, earlier: dict | None) -> Run:
     if specified is None and earlier is None:
         specified = date.today().isoformat()
     if specified is None:
-        run.display.line("template", "reads the clock, and this run has recorded no date")
-        return run
-    run.display.line(
+        display.line("template", "reads the clock, and this run has recorded no date")
+        return settings
+    display.line(
         "template",
         f"reads the clock: {specified} in training (--template-date), the current date in use",
     )
-    return run.with_settings({}, {"template_date": specified})
+    return settings.with_settings({}, {"template_date": specified})

@@ -433,7 +433,9 @@ def test_train_pack_takes_the_other_half_from_the_tiny_recipe(monkeypatch, tmp_p
     tiny, built = resolve(tiny_recipe()), {}
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        training, "run", lambda run: built.update(lora=run.lora, train=run.train) or 1 / 0
+        training,
+        "run",
+        lambda _, settings, place: built.update(lora=settings.lora, train=settings.train) or 1 / 0,
     )
     with pytest.raises(ZeroDivisionError):
         training.train_pack("tiny", **passed)

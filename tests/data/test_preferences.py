@@ -7,18 +7,14 @@ from mlx_packs import load_base
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data.encoding import EncodingOptions, encode
 from mlx_packs.data.formats import PREFERENCE, Row
-from mlx_packs.data.preference_batches import (
-    PreferenceSampler,
-    preference_evaluation,
-    preference_set,
-)
+from mlx_packs.data.preference_batches import preference_evaluation, preference_set
 from mlx_packs.data.preferences import (
     RATED,
     PreferenceExamples,
     both_completions,
     encode_preferences,
 )
-from mlx_packs.data.sampler import Draw
+from mlx_packs.data.sampler import Draw, GroupedSampler
 from tests.helpers.errors import raises
 from tests.helpers.preferences import preference, rated
 
@@ -147,7 +143,7 @@ def test_both_examples_of_a_row_are_in_one_batch(tokenizer, packing, replay):
     examples = PreferenceExamples.joined(parts)
     draw = Draw(18, 46, replay)
     size = 2 if packing else 6
-    sampler = PreferenceSampler(examples.lengths, size, 63, 3, packing, draw)
+    sampler = GroupedSampler(examples.lengths, size, 63, 3, packing, draw)
     data = preference_set(examples, sampler)
     seen = []
     for number, order in zip(range(20), sampler.batches(), strict=False):
@@ -170,7 +166,7 @@ def test_both_examples_of_a_row_are_in_one_batch(tokenizer, packing, replay):
 def test_an_epoch_has_every_row_once(tokenizer):
     examples = encoded(tokenizer, *(preference(i) for i in range(11)))
     for packing in (False, True):
-        sampler = PreferenceSampler(examples.lengths, 4, 63, 0, packing)
+        sampler = GroupedSampler(examples.lengths, 4, 63, 0, packing)
         orders = [order.examples if packing else order for order in sampler.epoch(0)]
         assert sorted(np.concatenate(orders).tolist()) == list(range(22))
     batches = preference_evaluation(examples, 3, 63, np.arange(6)).once()
@@ -178,9 +174,23 @@ def test_an_epoch_has_every_row_once(tokenizer):
 
 
 @pytest.mark.parametrize("packing", [False, True])
+def test_groups_of_three_meet_in_every_batch(packing):
+    lengths = np.random.default_rng(0).integers(2, 12, 30)
+    size = 2 if packing else 6
+    sampler = GroupedSampler(lengths, size, 32, 1, packing, Draw(6, 30), together=3)
+    for order in sampler.epoch(0):
+        for examples in order.sequences if packing else [order]:
+            groups = examples.reshape(-1, 3)
+            assert (groups % 3 == [0, 1, 2]).all() and (groups // 3 == groups[:, :1] // 3).all()
+            assert not packing or (lengths[examples] - 1).sum() <= 32
+    orders = [order.examples if packing else order for order in sampler.epoch(0)]
+    assert sorted(np.concatenate(orders).tolist()) == list(range(6, 30))
+
+
+@pytest.mark.parametrize("packing", [False, True])
 def test_pieces_of_a_batch_have_its_rows(tokenizer, packing):
     examples = encoded(tokenizer, *(preference(i) for i in range(12)))
-    sampler = PreferenceSampler(examples.lengths, 4 if packing else 8, 63, 0, packing)
+    sampler = GroupedSampler(examples.lengths, 4 if packing else 8, 63, 0, packing)
     data = preference_set(examples, sampler)
     batch = next(data.batches())
     pieces = data.collate.split(batch, 3)

@@ -131,18 +131,18 @@ def test_settings_that_need_the_whole_base_are_refused(name, value):
         TrainConfig(pipeline=True, **{name: value})
 
 
-def test_a_run_that_is_too_large_for_its_ranks_names_the_pipeline_that_fits(monkeypatch):
+def test_a_run_that_is_too_large_for_its_ranks_names_the_pipeline_that_fits(monkeypatch, tmp_path):
     train = TrainConfig(batch_size=6, max_seq_length=64, matmul_path="dense")
     memory = int(0.9 * least(read_headers("tiny"), LORA, train).peak_bytes)
     monkeypatch.setattr(runtime, "total_memory", lambda: memory)
     ranks = Group(SimpleNamespace(rank=lambda: 0, size=lambda: 6))
     monkeypatch.setattr(planning, "group", lambda: ranks)
-    run = SimpleNamespace(force=False, lora=LORA, train=train)
+    settings = SimpleNamespace(lora=LORA, train=train)
     with raises("memory", None, "--pipeline", "6 ranks"):
-        planning.check_headers("tiny", run)
+        planning.check_headers("tiny", settings, tmp_path)
     monkeypatch.setattr(runtime, "total_memory", lambda: memory // 100)
     with raises("memory") as caught:
-        planning.check_headers("tiny", run)
+        planning.check_headers("tiny", settings, tmp_path)
     assert "--pipeline" not in caught.value.message
 
 

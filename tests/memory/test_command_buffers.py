@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from mlx_packs import LoRAConfig, TrainConfig, runtime
+from mlx_packs import TrainConfig, runtime
 from mlx_packs.chips import chip
-from mlx_packs.config.schema import DataConfig
 from mlx_packs.memory import command_buffers
 from mlx_packs.memory.command_buffers import (
     VARIABLE,
@@ -23,7 +22,6 @@ from mlx_packs.ops.attention import mlx_attention
 from mlx_packs.ops.watchdog import LONGEST_S, AttentionSizes, attention_calls, attention_seconds
 from mlx_packs.runtime import mx
 from mlx_packs.training.command_buffers import limit_command_buffers
-from mlx_packs.training.settings import Run
 from tests.helpers.headers import dense_headers, write_headers
 from tests.helpers.interpreter import run_python
 from tests.helpers.models import base_of
@@ -131,13 +129,10 @@ def mac(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(os, "environ", dict(os.environ))
 
-    def lines_of(base, length, tmp_path) -> list[str]:
+    def lines_of(base, length) -> list[str]:
         train = TrainConfig(batch_size=1, max_seq_length=length + 1, quantize="affine4")
         display = Lines()
-        folders = {"pack": tmp_path / "p", "folder": tmp_path / "r"}
-        limit_command_buffers(
-            Run(base, LoRAConfig(), train, DataConfig(), (), **folders, display=display)
-        )
+        limit_command_buffers(base, train, display)
         return display.lines
 
     return lines_of
@@ -145,7 +140,7 @@ def mac(monkeypatch):
 
 def test_a_run_on_long_rows_sets_the_limit_and_says_so_once(mac, tmp_path):
     base = write_headers(tmp_path / "base", dense_headers("qwen3-4b"))
-    (line,) = mac(base, 32768, tmp_path)
+    (line,) = mac(base, 32768)
     assert os.environ[VARIABLE] == "0"
     assert line.startswith("gpu 0.9 s of work at once, 14 s if undivided (estimate, Apple M1)")
     assert f"{VARIABLE}=0 · attention in 16 calls" in line and "Python" not in line
@@ -153,27 +148,27 @@ def test_a_run_on_long_rows_sets_the_limit_and_says_so_once(mac, tmp_path):
 
 def test_a_run_on_short_rows_changes_and_says_nothing(mac, tmp_path):
     base = write_headers(tmp_path / "base", dense_headers("qwen3-4b"))
-    assert mac(base, 2048, tmp_path) == [] and VARIABLE not in os.environ
+    assert mac(base, 2048) == [] and VARIABLE not in os.environ
 
 
 def test_a_limit_of_the_user_stands(mac, tmp_path):
     base = write_headers(tmp_path / "base", dense_headers("qwen3-4b"))
     os.environ[VARIABLE] = "200"
-    (line,) = mac(base, 32768, tmp_path)
+    (line,) = mac(base, 32768)
     assert os.environ[VARIABLE] == "200" and VARIABLE not in line
 
 
 def test_a_process_that_used_the_gpu_is_told_so(mac, tmp_path, monkeypatch):
     monkeypatch.setattr(mx, "get_peak_memory", lambda: 1)
     base = write_headers(tmp_path / "base", dense_headers("qwen3-4b"))
-    assert "when Python starts" in mac(base, 32768, tmp_path)[0]
+    assert "when Python starts" in mac(base, 32768)[0]
 
 
 def test_families_without_a_formula_and_cpus_are_left_alone(mac, tmp_path, monkeypatch):
-    assert mac(base_of("gpt2"), 32768, tmp_path) == []
+    assert mac(base_of("gpt2"), 32768) == []
     monkeypatch.setattr(command_buffers, "plan_buffers", None)
     with runtime.assumed_device("cpu"):
-        assert mac(tmp_path / "nowhere", 32768, tmp_path) == []
+        assert mac(tmp_path / "nowhere", 32768) == []
 
 
 def test_nothing_is_allocated_before_a_run_begins():

@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, TrainConfig, runtime, train_pack
 from mlx_packs.bases.files import tiny_checkpoint
+from mlx_packs.config.recipe import Recipe
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.display import QUIET, Display
 from mlx_packs.memory.estimate import plan_run
@@ -23,7 +24,7 @@ from mlx_packs.training import planning
 from mlx_packs.training.phases import resolve_phases
 from mlx_packs.training.planning import choose_path
 from mlx_packs.training.run_folder import write_identity
-from mlx_packs.training.settings import Run
+from mlx_packs.training.settings import Place, Request, Run
 from tests.helpers.errors import check, raises
 from tests.helpers.headers import dense_headers, write_headers
 from tests.helpers.rows import chat, write_rows
@@ -170,8 +171,15 @@ def test_a_run_has_the_plans_of_the_paths_that_fit_best(tiny, memory):
 
 def run_of(base, folder: Path, **settings) -> Run:
     train, columns = TrainConfig(**settings), DataConfig(data="tiny")
-    phases, pack = resolve_phases(train, columns), folder / "p"
-    return Run(base, LoRAConfig(), train, columns, phases, pack, folder / "p-run", Display(QUIET))
+    recipe = Recipe(LoRAConfig(), train, columns, names_data=True)
+    return Run(
+        recipe.lora,
+        train,
+        columns,
+        resolve_phases(train, columns),
+        Request(recipe, base, Display(QUIET)),
+        Place(folder / "p", folder / "p-run"),
+    )
 
 
 def test_auto_is_measured_on_the_rows_and_batches_of_the_run(shared_tiny, tmp_path, measured):
@@ -191,7 +199,8 @@ def test_auto_is_measured_on_the_rows_and_batches_of_the_run(shared_tiny, tmp_pa
 def test_a_resumed_run_takes_its_path_while_it_fits(
     shared_tiny, tmp_path, measured, recorded, taken
 ):
-    run = replace(run_of(shared_tiny, tmp_path), resume=True)
+    run = run_of(shared_tiny, tmp_path)
+    run = replace(run, place=replace(run.place, resume=True))
     run.folder.mkdir()
     identity = {"recipe": {}, "base": "", "data": {}}
     write_identity(run.folder, identity | ({"matmul_path": recorded} if recorded else {}))

@@ -1,6 +1,7 @@
 """Losses of preferences by their definitions, and the objective over batches of them."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ from mlx_packs.config.choices import PREFERENCE_TASKS
 from mlx_packs.config.schema import DataConfig, LoRAConfig, TrainConfig
 from mlx_packs.data.encoding import EncodingOptions
 from mlx_packs.data.formats import PREFERENCE, Row
-from mlx_packs.data.preference_batches import PreferenceSampler, preference_set
+from mlx_packs.data.preference_batches import preference_set
 from mlx_packs.data.preferences import RATED, encode_preferences
+from mlx_packs.data.sampler import GroupedSampler
 from mlx_packs.evaluation.preferences import score_preferences
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.objectives.objective import arrays_of
@@ -134,7 +136,7 @@ class Small:
         tokenizer = self.base.tokenizer
         self.examples = encode_preferences(rows, tokenizer, DataConfig(), options, row_format)
         size = 4 if packing else 8
-        self.sampler = PreferenceSampler(self.examples.lengths, size, 95, 1, packing)
+        self.sampler = GroupedSampler(self.examples.lengths, size, 95, 1, packing)
         self.passes = 0
 
         self.data = preference_set(self.examples, self.sampler)
@@ -143,9 +145,9 @@ class Small:
             self.passes += 1
             return completion_sums(self.base.model, head, inputs, layout)[0]
 
-        start = PhaseStart(self.trainable, lambda start: None, bare=True)
-        reference = Reference(self.base.model, start, sums, lambda start: self.data)
-        reference.begin(0, fresh=True)
+        start = PhaseStart(self.trainable, Path("unused"), bare=True)
+        reference = Reference(self.base.model, start, sums, self.data)
+        reference.begin(fresh=True)
         self.objective = PreferenceObjective(
             self.base.model, head, self.train, reference, score_preferences
         )

@@ -9,7 +9,8 @@ from mlx_packs.adapters.score_head import fresh_score_head
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data.encoding import EncodingOptions
 from mlx_packs.data.formats import Row
-from mlx_packs.data.preference_batches import PreferenceSampler, preference_set
+from mlx_packs.data.preference_batches import preference_set
+from mlx_packs.data.sampler import GroupedSampler
 from mlx_packs.data.scored import encode_scored
 from mlx_packs.evaluation.reward_model import score_pairs
 from mlx_packs.objectives.causal_lm import split_head
@@ -37,7 +38,7 @@ class Small:
         rows = [Row(f"f:{i + 1}", preference(i)) for i in range(8)]
         self.examples = encode_scored(rows, self.base.tokenizer, DataConfig(), OPTIONS)
         size = 4 if packing else 8
-        self.sampler = PreferenceSampler(self.examples.lengths, size, length - 1, 1, packing)
+        self.sampler = GroupedSampler(self.examples.lengths, size, length - 1, 1, packing)
         self.states = hidden_states(self.base.model, "tiny")
         self.score = fresh_score_head(self.base, 0)
         self.objective = RewardModel(self.base.model, self.states, self.score, 0.1)

@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,8 +15,9 @@ from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.data.dataset import Batch, Dataset, FixedOrder
 from mlx_packs.data.encoding import Example
-from mlx_packs.data.preference_batches import PreferenceSampler, preference_set
+from mlx_packs.data.preference_batches import preference_set
 from mlx_packs.data.preferences import PreferenceExamples
+from mlx_packs.data.sampler import GroupedSampler
 from mlx_packs.data.scored import Scored
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.objectives.grpo import GRPO, advantages
@@ -152,11 +154,11 @@ def objective_of(checkpoint, train: TrainConfig, data: Dataset):
     head = split_head(base.model)
     reference = Reference(
         base.model,
-        PhaseStart(trainable, lambda start: None, bare=True),
+        PhaseStart(trainable, Path("unused"), bare=True),
         lambda inputs, layout: completion_sums(base.model, head, inputs, layout)[0],
-        lambda start: data,
+        data,
     )
-    reference.begin(0, fresh=True)
+    reference.begin(fresh=True)
     return trainable, PreferenceObjective(base.model, head, train, reference)
 
 
@@ -195,7 +197,7 @@ def test_loss_and_gradients_are_those_of_trl(checkpoint, tmp_path, case):
     batch = next(iter(trainer.get_train_dataloader()))
     examples, labels = examples_of_batch("cpo" if task == "simpo" else task, batch)
     data = PreferenceExamples(examples, "preferences", "completion", labels=labels)
-    sampler = PreferenceSampler(data.lengths, 2 * len(labels), 64)
+    sampler = GroupedSampler(data.lengths, 2 * len(labels), 64)
     training = preference_set(data, sampler)
     training = replace(training, sampler=FixedOrder([np.arange(len(examples))]))
     train = TrainConfig(task=task, batch_size=len(labels), **ours)
@@ -279,7 +281,7 @@ def test_loss_and_gradients_of_rewards_are_those_of_trl(checkpoint, tmp_path, be
     base = load_base(checkpoint)
     adapters = LoRAConfig(rank=RANK, alpha=ALPHA, target_modules=TARGETS)
     trainable = find_method("lora").attach(base, adapters, train, "dense")
-    start = PhaseStart(trainable, lambda start: None, bare=True)
+    start = PhaseStart(trainable, Path("unused"), bare=True)
     objective = GRPO(base.model, split_head(base.model), train, lambda _: generated, start)
     mx.random.seed(3)
     moved = {n: t + 0.1 * mx.random.normal(t.shape) for n, t in trainable.tensors().items()}
@@ -368,7 +370,7 @@ def test_loss_and_gradients_of_a_reward_model_are_those_of_trl(checkpoint, tmp_p
     whole = PreferenceExamples(interleaved(sides[:half], sides[half:]), "preferences", "last token")
     items = Scored(whole, np.arange(2 * half))
     data = PreferenceExamples(items, "preferences", "last token", labels=np.ones(half, np.float32))
-    sampler = PreferenceSampler(data.lengths, 2 * half, 64)
+    sampler = GroupedSampler(data.lengths, 2 * half, 64)
     laid_out = preference_set(data, sampler).collate(data, np.arange(2 * half))
 
     base = load_base(checkpoint)

@@ -85,7 +85,7 @@ def kill_in(monkeypatch, place, name: str, number: int) -> None:
     ("place", "name"),
     [
         (run_module, "load_base"),
-        pytest.param(run_module, "make_task", marks=SLOW),
+        pytest.param(run_module, "make_tasks", marks=SLOW),
         pytest.param(run_module, "attach_method", marks=SLOW),
         pytest.param(run_module, "make_observers", marks=SLOW),
     ],

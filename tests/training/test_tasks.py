@@ -11,13 +11,18 @@ from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, train_pack
 from mlx_packs.config.choices import TASKS, TaskFacts
+from mlx_packs.config.data import DataConfig
+from mlx_packs.config.recipe import Recipe
 from mlx_packs.data.dataset import Batch, Dataset, FixedOrder
+from mlx_packs.display import QUIET, Display
 from mlx_packs.objectives.objective import Objective, arrays_of
 from mlx_packs.objectives.score import Score
 from mlx_packs.runtime import mx
 from mlx_packs.training.phase_data import PhaseData
+from mlx_packs.training.phases import resolve_phases
+from mlx_packs.training.settings import Request, RunSettings
 from mlx_packs.training.step import Stepper
-from mlx_packs.training.tasks.task import Summary, Task, make_task
+from mlx_packs.training.tasks.task import Summary, Task, make_tasks
 from tests.helpers.rows import chat, write_rows
 
 WORD = 42
@@ -94,11 +99,11 @@ class OneText:
 class OneWordTask(Task):
     """A task that no other file knows."""
 
-    def encode(self, base, splits) -> list[PhaseData]:
+    def encode(self, base, phases, splits) -> list[PhaseData]:
         def tokens(row) -> list[int]:
             return base.tokenizer.encode(row.value["messages"][0]["content"])[:8]
 
-        (read,), (phase,) = splits, self.run.phases
+        (read,), (phase,) = splits, phases
         texts = {split: Texts(map(tokens, read.rows[split])) for split in read.present()}
         train = self.evaluation(phase, texts["train"], np.arange(3))
         return [PhaseData(self, phase, texts, train)]
@@ -109,11 +114,11 @@ class OneWordTask(Task):
     def sampled(self, data: PhaseData) -> np.ndarray:
         return np.arange(2)
 
-    def objective(self, trainable, memory) -> OneWord:
-        return OneWord(trainable.model)
+    def bind(self, trainable, data, run, memory) -> list[OneWord]:
+        return [OneWord(trainable.model)]
 
-    def summary(self, trainable, objective, fit, sources) -> Summary:
-        before, after = (scores[""].nll for scores in fit.scores)
+    def summary(self, trainable, data, fit, sources) -> Summary:
+        before, after = (score.nll for score in fit.ends(data[-1].phase))
         losses = {"loss_before": before, "loss_after": after}
         return Summary({"split": "valid", "rows": 2, **losses}, {"task": "one-word"})
 
@@ -149,10 +154,11 @@ def test_a_task_is_one_class_and_one_name(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", TASKS)
 def test_every_task_that_can_be_named_has_its_class(name):
-    class Run:
-        train = TrainConfig(task=name)
-
-    assert isinstance(make_task(Run()), Task)
+    train, columns = TrainConfig(task=name), DataConfig(data="tiny")
+    settings = RunSettings(LoRAConfig(), train, columns, resolve_phases(train, columns))
+    request = Request(Recipe(train=train, data=columns, names_data=True), "tiny", Display(QUIET))
+    (task,) = make_tasks(settings, request).values()
+    assert isinstance(task, Task) and task.train.task == name
 
 
 class Weighted(Objective):

@@ -17,7 +17,7 @@ class FocalTask(CausalLMTask):
 
     def loss_options(self) -> LossOptions:
         """Return the options of the loss, (1 - p)^gamma * -log p of each target."""
-        gamma = self.run.train.task_settings.gamma
+        gamma = self.train.task_settings.gamma
 
         def focal_loss(logits: mx.array, targets: mx.array) -> mx.array:
             nll = nn.losses.cross_entropy(logits, targets)

@@ -25,4 +25,4 @@ def make_observers(observed: ObservedRun) -> list[Observer]:
             make = load(f"training.observers.{make}")
         if (observer := make(observed)) is not None:
             observers.append(observer)
-    return [*observers, *observed.run.callbacks]
+    return [*observers, *observed.run.request.callbacks]

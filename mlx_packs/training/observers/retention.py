@@ -35,7 +35,8 @@ class Retention(Observer):
         if run.train.keep_last == -1:
             return None
         starts = [phase.start for phase in run.phases]
-        resumed = run.resume_point.folder if run.resume_point else None
+        point = run.place.resume_point
+        resumed = point.folder if point else None
         return cls(run.folder, run.train.keep_last, run.display, starts, resumed, run.train.best)
 
     def on_phase_start(self, batches: int, done: int) -> None:

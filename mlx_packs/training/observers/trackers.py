@@ -66,7 +66,7 @@ class Trackio:
         self._trackio = trackio
         with guarded_native():  # it prints to stdout, which is for results
             trackio.init(
-                project=run.project_name or run.folder.name,
+                project=_project(run),
                 name=run.folder.name,
                 config=recipe,
                 resume="allow",
@@ -122,6 +122,11 @@ def _is_installed(name: str) -> bool:
     return importlib.util.find_spec(PACKAGES[name]) is not None
 
 
+def _project(run: Run) -> str:
+    """Return the name of the project that a run is logged to."""
+    return run.request.option("project_name") or run.folder.name
+
+
 class Trackers(Observer):
     """Reports the numbers that mlx-lm's trainer reports, under its names."""
 
@@ -132,7 +137,7 @@ class Trackers(Observer):
     @classmethod
     def of(cls, observed: ObservedRun) -> "Trackers | None":
         """Return the trackers of ``--report-to``; None without any."""
-        names = _names(observed.run.report_to)
+        names = _names(observed.run.request.option("report_to"))
         return cls([_tracker(name, observed) for name in names], observed.unit) if names else None
 
     def on_report(self, line: dict, batches_per_s: float) -> None:
@@ -179,7 +184,7 @@ def _tracker(name: str, observed: ObservedRun) -> Callback:
             return own[name]()
         return get_reporting_callbacks(
             name,
-            project_name=run.project_name or run.folder.name,
+            project_name=_project(run),
             log_dir=str(run.folder),
             config=observed.recipe,
         )

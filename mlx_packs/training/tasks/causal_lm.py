@@ -8,8 +8,8 @@ import numpy as np
 from ... import runtime
 from ...adapters.lora import attach
 from ...adapters.trainable import Trainable
-from ...bases.geometry import is_embedding
 from ...config.choices import ANSWER_METRICS, answer_metric_of
+from ...config.data import DataConfig
 from ...config.lora import LoRAConfig
 from ...data.batches import evaluation_set, training_set
 from ...data.dataset import Batch, Dataset
@@ -30,12 +30,9 @@ from ...gates import gates_text
 from ...inference.generate import complete
 from ...memory.matmul_path import choose_matmul_path
 from ...nn.blocks import attends_by_spans
-from ...nn.frozen_weight import frozen_weight
-from ...nn.full_copy import trained_module
-from ...nn.noisy_embedding import NoisyEmbedding
-from ...nn.quantized import bare_module
 from ...objectives.causal_lm import CausalLM, LossOptions, split_head
 from ...objectives.frozen_activations import FrozenActivations, open_frozen_activations
+from ...objectives.objective import Objective
 from ...objectives.pipeline import PipelinedCausalLM, Stage
 from ...objectives.projection_stack import TRANSFORMER, Graph, graph_of
 from ...objectives.score import Score
@@ -48,6 +45,7 @@ from ..phase_data import PhaseData
 from ..phases import OWN, RunPhase
 from ..planning import MemoryChoice
 from ..precision import check_forward
+from ..settings import Run
 from .task import Summary, bad_rows_lines, cost, evaluated, speed, try_lines
 from .tokens import TokenTask, encode_phases
 
@@ -75,6 +73,13 @@ class SamplePrompt:
         text = complete(base, self.tokens, SAMPLE_TOKENS, temperature=_TEMPERATURE)
         return " ".join(text.split())
 
+    def report(self, trainable: Trainable, base: Base) -> dict[str, str | None]:
+        """Return it with the completions without and with what was trained."""
+        with trainable.disabled():
+            before = self.complete(base)
+        after = self.complete(base)
+        return {"prompt": self.text, "wanted": self.wanted, "before": before, "after": after}
+
 
 class CausalLMTask(TokenTask):
     """``--task lm``."""
@@ -92,26 +97,27 @@ class CausalLMTask(TokenTask):
     @property
     def lazy_base(self) -> bool:
         """A proxy, or a rank of a pipeline, uses few of the base's weights."""
-        return self.run.train.objective != TRANSFORMER or self.run.train.pipeline
+        return self.train.objective != TRANSFORMER or self.train.pipeline
 
     def target(self, base: Base) -> tuple[Base, LoRAConfig]:
         """Return the base, or the projection stack over it (``--objective``)."""
-        self.base, self.graph = base, graph_of(base, self.run.lora, self.run.train)
+        self.base, self.graph = base, graph_of(base, self.lora, self.train)
         if self.graph.is_proxy:
             self.unplanned_recompute = "none"
         for line in self.graph.lines():
-            self.run.display.line("graph", line)
+            self.display.line("graph", line)
         return self.graph.base, self.graph.lora
 
-    def encode(self, base: Base, splits: Sequence[Splits]) -> list[PhaseData]:
-        """Return the tokens of the examples of every phase."""
-        run = self.run
-        encoded = encode_phases(run.phases, splits, base, run.train, run.display)
-        data = self._phase_data(encoded)
+    def encode(
+        self, base: Base, phases: Sequence[RunPhase], splits: Sequence[Splits]
+    ) -> list[PhaseData]:
+        """Return the tokens of the examples of its phases."""
+        encoded = encode_phases(phases, splits, base, self.train, self.display)
+        data = self._phase_data(phases, encoded)
         self.masks = self._masked(encoded[-1]["train"], base)
 
         split = data[-1].held_out_split
-        row, columns = splits[-1].first_usable(split), run.goal.sources[0]
+        row, columns = splits[-1].first_usable(split), phases[-1].sources[0]
         row_format = format_of(row, columns, TOKEN_FORMATS)
         self.sample = SamplePrompt(
             *row_format.prompt(row, columns, base.tokenizer),
@@ -119,11 +125,11 @@ class CausalLMTask(TokenTask):
             is_raw=row_format is TEXT,
         )
 
-        metric = metric_of(run.train.metric, columns)
-        if metric and not run.train.pipeline:  # which completes no text
-            self.exam = self._exam(metric, splits[-1], split)
-        if metric := answer_metric_of(run.train.best):
-            self.validation_exam = self._validation_exam(metric, splits[-1])
+        metric = metric_of(self.train.metric, columns)
+        if metric and not self.train.pipeline:  # which completes no text
+            self.exam = self._exam(metric, columns, splits[-1], split)
+        if metric := answer_metric_of(self.train.best):
+            self.validation_exam = self._validation_exam(metric, columns, splits[-1])
         return data
 
     def training(self, phase: RunPhase, examples: Examples, draw: Draw) -> Dataset:
@@ -138,27 +144,28 @@ class CausalLMTask(TokenTask):
         t = phase.train
         return evaluation_set(examples, t.batch_size, t.max_seq_length, chosen, runtime.COMPILES)
 
-    def _exam(self, metric: str, splits: Splits, split: str) -> Exam:
+    def _exam(self, metric: str, columns: DataConfig, splits: Splits, split: str) -> Exam:
         """Return the questions of the first held-out examples of the last phase."""
-        train, most = self.run.train, _MOST_QUESTIONS
+        train, most = self.train, _MOST_QUESTIONS
         if train.test_batches is not None and train.test_batches > 0:
             most = min(most, train.test_batches * train.batch_size)
-        columns, length = self.run.goal.sources[0], train.max_seq_length
+
         rows = list(splits.usable(split))
         if train.test_batches is None:  # those of the sample that is evaluated, in its order
             order = np.random.RandomState(0).permutation(len(rows))
             rows = [rows[i] for i in order]
         row_format = format_of(splits.first_usable(split), columns, TOKEN_FORMATS)
+        length = train.max_seq_length
         questions = questions_of(rows, row_format, columns, self.base, metric, length, most)
         return Exam(self.base, metric, questions, train.batch_size * length)
 
-    def _validation_exam(self, metric: str, splits: Splits) -> Exam:
+    def _validation_exam(self, metric: str, columns: DataConfig, splits: Splits) -> Exam:
         """Return the questions of the first validation examples."""
-        train, most = self.run.train, _MOST_QUESTIONS
+        train, most = self.train, _MOST_QUESTIONS
         if train.val_batches > 0:
             most = min(most, train.val_batches * train.batch_size)
 
-        columns, length = self.run.goal.sources[0], train.max_seq_length
+        length = train.max_seq_length
         row_format = format_of(splits.first_usable("valid"), columns, TOKEN_FORMATS)
         rows = splits.usable("valid")
         try:
@@ -175,33 +182,33 @@ class CausalLMTask(TokenTask):
             return score
         return self.validation_exam.validated(score)
 
-    def objective(self, trainable: Trainable, memory: MemoryChoice) -> CausalLM:
-        """Return the loss of the targets. The sample prompt is completed here, before training."""
-        train, ranks = self.run.train, group()
+    def bind(
+        self, trainable: Trainable, data: Sequence[PhaseData], run: Run, memory: MemoryChoice
+    ) -> list[Objective]:
+        """Return the loss of the targets, which is one for all phases."""
+        train, ranks = data[-1].phase.train, group()
         if isinstance(ranks, Stages):
-            return self._pipelined(trainable, Stage(trainable.model, ranks))
+            return [self._pipelined(trainable, Stage(trainable.model, ranks))] * len(data)
 
         head = self.graph.head()
         if not self.graph.is_proxy:
             check_forward(self.base, self.sample.tokens)
             if train.packing:  # no token of a proxy sees another
                 prepare_packing(trainable, head, train.max_seq_length, self.base.vocab_size)
-            self._limit_exam()
+            self._limit_exam(data[-1])
             self.frozen = open_frozen_activations(
                 trainable,
                 head,
-                replace(train, iters=self.run.goal.stop),
-                self.data[-1].train.examples,
+                replace(train, iters=data[-1].phase.stop),
+                data[-1].train.examples,
                 memory.choice.matmul_path,
                 memory.plan.peak_bytes if memory.plan else None,
-                self.run.display,
+                self.display,
                 memory.disk.total_bytes if memory.disk else 0,
             )
 
-        if train.neftune_noise_alpha:
-            add_noise(trainable, train.neftune_noise_alpha)
         self.scorer = Scorer(trainable.model, head, self.graph.preparation.prepare)
-        return CausalLM(
+        objective = CausalLM(
             trainable.model,
             head,
             self.frozen or self.graph.preparation,
@@ -209,6 +216,7 @@ class CausalLMTask(TokenTask):
             self.loss_options(),
             self._validation_score,
         )
+        return [objective] * len(data)
 
     def _pipelined(self, trainable: Trainable, stage: Stage) -> PipelinedCausalLM:
         """Return the objective of this rank's blocks; no sample is completed by a pipeline."""
@@ -217,28 +225,27 @@ class CausalLMTask(TokenTask):
 
     def loss_options(self) -> LossOptions:
         """Return what the loss of a target is; a task that only has another loss overrides this."""
-        train = self.run.train
-        return LossOptions(train.z_loss, train.label_smoothing, custom=self.run.loss)
+        train = self.train
+        return LossOptions(train.z_loss, train.label_smoothing, custom=self.request.loss)
 
     def summary(
-        self, trainable: Trainable, objective: CausalLM, fit: Fit, sources: Sequence[str]
+        self, trainable: Trainable, data: Sequence[PhaseData], fit: Fit, sources: Sequence[str]
     ) -> Summary:
         """Perplexity on the held-out examples of the last phase, and the sample completed again."""
-        run, facts = self.run, self.graph.facts
-        before, after = fit.scores[0][run.goal.name], fit.scores[-1][run.goal.name]
+        train, goal, facts = self.train, data[-1], self.graph.facts
+        before, after = fit.ends(goal.phase)
         if self.graph.is_proxy:
             facts = facts | {"ppl_before": before.ppl, "ppl_after": after.ppl}
-            before, after, texts, answers = self._by_transformer(trainable)
+            before, after, texts, answers = self._by_transformer(trainable, goal)
         else:
             texts, answers = {"before": None, "after": None}, []
-            if not run.train.pipeline:  # which completes no text
+            if not train.pipeline:  # which completes no text
                 with trainable.disabled():
                     texts["before"] = self.sample.complete(self.base)
                     answers.append(self._answers())
                 texts["after"] = self.sample.complete(self.base)
                 answers.append(self._answers())
-        data = self.data[-1]
-        phases = phase_reports(self.data, sources, fit)
+        phases = phase_reports(data, sources, fit)
         sample = {"prompt": self.sample.text, "wanted": self.sample.wanted, **texts}
         answered, samples = {}, [sample] if any(texts.values()) else []
         if self.exam is not None:
@@ -246,14 +253,14 @@ class CausalLMTask(TokenTask):
             samples = self.exam.samples(*answers)
         return Summary(
             eval={
-                **_changes(data.held_out_split, before, after),
-                "available": data.held_out_examples.count,
+                **_changes(goal.held_out_split, before, after),
+                "available": goal.held_out_examples.count,
                 **answered,
             },
             objective={
-                "loss_on": data.splits["train"].loss_on,
-                "ce_last_k": run.train.ce_last_k,
-                **({"loss": run.loss_name} if run.loss else {}),
+                "loss_on": goal.splits["train"].loss_on,
+                "ce_last_k": train.ce_last_k,
+                **({"loss": self.request.loss_name} if self.request.loss else {}),
                 **facts,
             },
             facts={
@@ -298,37 +305,40 @@ class CausalLMTask(TokenTask):
         ]
 
     def gate_values(
-        self, gates: Mapping[str, float], pack: Pack, summary: Summary, matmul_path: str
+        self,
+        gates: Mapping[str, float],
+        pack: Pack,
+        summary: Summary,
+        held_out: Examples,
+        matmul_path: str,
     ) -> dict[str, float]:
         """Return the ratio of perplexities and, where a gate asks for it, of decoding throughput."""
         values = {"max_ppl_ratio": summary.eval["ppl_after"] / summary.eval["ppl_before"]}
         if "min_tps_ratio" in gates:
-            held_out = self.data[-1].held_out_examples.items
-            prompts = cut_prompts([e.tokens for e in held_out], 1, _PROMPT_TOKENS)
+            prompts = cut_prompts([e.tokens for e in held_out.items], 1, _PROMPT_TOKENS)
             path = generation_path(matmul_path)
-            with self.run.display.working("gates", "measuring decoding throughput"):
+            with self.display.working("gates", "measuring decoding throughput"):
                 _, with_pack = measure_throughput(
                     self.base, [None, pack], prompts, SAMPLE_TOKENS, matmul_path=path
                 )
             values["min_tps_ratio"] = with_pack.tps_ratio
         return values
 
-    def _limit_exam(self) -> None:
+    def _limit_exam(self, data: PhaseData) -> None:
         """Ask no more questions than there are examples evaluated, and plan their time."""
         if self.exam is None:
             return
-        goal = self.run.goal
-        if goal.train.test_batches is None:
-            self.exam = self.exam.first(len(self.sampled(self.data[-1])))
-        if (clock := self.run.display.clock) is not None:
-            tokens = goal.train.batch_size * float(self.data[-1].train.examples.lengths.mean())
+        if self.train.test_batches is None:
+            self.exam = self.exam.first(len(self.sampled(data)))
+        if (clock := self.display.clock) is not None:
+            tokens = self.train.batch_size * float(data.train.examples.lengths.mean())
             clock.plan(ANSWER, 2 * len(self.exam.questions), self.exam.cost / tokens)
 
     def _answers(self) -> list[str] | None:
         """Return the base's answers as it is now; None without a metric."""
         if self.exam is None:
             return None
-        display = self.run.display
+        display = self.display
         with display.task("eval", len(self.exam.questions), "answers", part=ANSWER) as bar:
             answers = self.exam.answers(lambda begun: bar.advance(steps=begun))
         if display.clock is not None:
@@ -336,15 +346,15 @@ class CausalLMTask(TokenTask):
         return answers
 
     def _by_transformer(
-        self, proxy: Trainable
+        self, proxy: Trainable, data: PhaseData
     ) -> tuple[PerplexityScore, PerplexityScore, dict[str, str], list[list[str] | None]]:
         """Score the base's own forward without and with what a proxy trained; complete the sample."""
-        base, display = self.base, self.run.display
-        batches = self.data[-1].held_out().once()
+        base, display = self.base, self.display
+        batches = data.held_out().once()
         with display.working("eval", "loading the whole base model"):
             tokens, steps = batches[-1].inputs["tokens"].size, 2 * len(batches)
             matmul_path = choose_matmul_path(base.model, tokens, steps=steps).matmul_path
-        fallback = self.run.train.train_fp16_fallback
+        fallback = self.train.train_fp16_fallback
         attached = attach(base, specs=proxy.specs, matmul_path=matmul_path, fp16_fallback=fallback)
         try:
             head = split_head(base.model)
@@ -359,22 +369,6 @@ class CausalLMTask(TokenTask):
         finally:
             attached.detach()
         return scores[0], scores[1], texts, answers
-
-
-def add_noise(trainable: Trainable, alpha: float) -> None:
-    """Put noise on the embeddings of the tokens, in training, until the trainable is detached."""
-    vocab_size, noisy = trainable.base.vocab_size, {}
-    for path, module in trainable.model.named_modules():  # a module comes before those inside it
-        table = bare_module(trained_module(module))
-        is_inside = path.rpartition(".")[0] in noisy
-        if not is_inside and is_embedding(table) and frozen_weight(table).shape[0] == vocab_size:
-            noisy[path] = NoisyEmbedding(module, alpha)
-    if not noisy:
-        raise PackError(
-            f"--neftune-noise-alpha: {trainable.base.name} has no embedding that it can be added to.",
-            "unsupported",
-        )
-    trainable.swap(list(noisy.items()))
 
 
 def sample_lines(sample: Mapping[str, str | None]) -> list[str]:

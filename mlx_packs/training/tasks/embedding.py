@@ -31,6 +31,7 @@ from ...evaluation.embeddings import (
 )
 from ...gates import gates_text
 from ...objectives.embedding import EmbeddingObjective
+from ...objectives.objective import Objective
 from ...objectives.score import check_best
 from ...packs.base import Base
 from ...packs.card import format_change
@@ -38,6 +39,7 @@ from ..fit import Fit
 from ..phase_data import PhaseData
 from ..phases import RunPhase
 from ..planning import MemoryChoice
+from ..settings import Run
 from .task import Summary, Task, bad_rows_lines, cost, evaluated
 
 _MOST_PAIRS = 1000  # that a run is evaluated on by default
@@ -56,7 +58,7 @@ class EmbeddingTask(Task):
     def check(self, name: str, model_type: str) -> None:
         """Accept no setting that means nothing for an encoder."""
         super().check(name, model_type)
-        train, columns = self.run.train, self.run.columns
+        train, columns = self.train, self.columns
         misplaced = train.unfit_for_dense() + columns.changed(COLUMN_SETTINGS)
         if misplaced:
             flags = ", ".join(map(flag_of, misplaced))
@@ -65,7 +67,7 @@ class EmbeddingTask(Task):
                 "whose examples are sentence pairs. Leave it out.",
                 "conflict",
             )
-        if train.trains_base and self.run.lora.num_layers > 0:
+        if train.trains_base and self.lora.num_layers > 0:
             raise PackError(
                 "--num-layers: --method full trains all of an encoder. Leave it out.", "conflict"
             )
@@ -76,14 +78,16 @@ class EmbeddingTask(Task):
                 "unsupported",
             )
 
-    def encode(self, base: Base, splits: Sequence[Splits]) -> list[PhaseData]:
+    def encode(
+        self, base: Base, phases: Sequence[RunPhase], splits: Sequence[Splits]
+    ) -> list[PhaseData]:
         """Encode the pairs of every split and choose their loss; show what was cut."""
-        (read,), train, display = splits, self.run.train, self.run.display
+        (phase,), (read,), train, display = phases, splits, self.train, self.display
         present, limit = read.present(), min(train.max_seq_length, base.model.longest)
         pairs = {}
         with display.task("data", len(present), "splits") as bar:
             for split in present:
-                on_bad_row = self.run.columns.on_bad_row
+                on_bad_row = phase.sources[0].on_bad_row
                 pairs[split] = encode_pairs(read.rows[split], base.tokenizer, limit, on_bad_row)
                 read.note_encoded(split, pairs[split].fingerprint, pairs[split].bad)
                 bar.advance()
@@ -105,11 +109,11 @@ class EmbeddingTask(Task):
         )
         if cut := sum(part.cut for part in pairs.values()):
             display.line("data", f"longer than {limit} tokens (--max-seq-length): {cut} texts cut")
-        lost = left_out_notes(read.rows["train"], read.format, self.run.columns, base.tokenizer)
+        lost = left_out_notes(read.rows["train"], read.format, phase.sources[0], base.tokenizer)
         for note in (*read.notes, *lost, *read.bad_lines()):
             display.line("data", note)
         collate = PairCollate(train.batch_size, limit, powers=runtime.COMPILES)
-        data = PhaseData(self, self.run.goal, pairs, Dataset(first, collate, sampler))
+        data = PhaseData(self, phase, pairs, Dataset(first, collate, sampler))
         check_scores(data.held_out().examples, f"--data {read.source}")
         if validation := data.validation():
             check_scores(validation.examples, f"--data {read.source}: valid")
@@ -117,7 +121,7 @@ class EmbeddingTask(Task):
         return [data]
 
     def _sampler(self, pairs: Pairs, seed: int, distinct: bool) -> PairSampler:
-        return PairSampler.of(pairs, self.run.train.batch_size, self.limit, seed, distinct)
+        return PairSampler.of(pairs, self.train.batch_size, self.limit, seed, distinct)
 
     def evaluation(self, phase: RunPhase, examples: Pairs, chosen: np.ndarray) -> Dataset:
         """Return pairs for the metrics, in batches for the loss."""
@@ -132,13 +136,15 @@ class EmbeddingTask(Task):
         count = data.held_out_examples.count
         return np.random.RandomState(0).permutation(count)[:_MOST_PAIRS]
 
-    def planned_settings(self) -> TrainConfig:
+    def planned_settings(self, train: TrainConfig) -> TrainConfig:
         """Return the settings with the loss that the pairs have."""
-        return replace(self.run.train, loss=self.loss)
+        return replace(train, loss=self.loss)
 
-    def objective(self, trainable: Trainable, memory: MemoryChoice) -> EmbeddingObjective:
+    def bind(
+        self, trainable: Trainable, data: Sequence[PhaseData], run: Run, memory: MemoryChoice
+    ) -> list[Objective]:
         """Return the loss of pairs."""
-        return EmbeddingObjective(trainable.model, self.loss, self.run.train, self._score)
+        return [EmbeddingObjective(trainable.model, self.loss, self.train, self._score)]
 
     def _score(
         self,
@@ -151,28 +157,31 @@ class EmbeddingTask(Task):
         model.eval()
         metrics = {}
         if pairs is not None:
-            metrics = score_pairs(model, pairs, self.run.train.batch_size)
+            metrics = score_pairs(model, pairs, self.train.batch_size)
         return EmbeddingScore(objective.mean_loss(batches), metrics)
 
     def summary(
-        self, trainable: Trainable, objective: EmbeddingObjective, fit: Fit, sources: Sequence[str]
+        self, trainable: Trainable, data: Sequence[PhaseData], fit: Fit, sources: Sequence[str]
     ) -> Summary:
         """Metrics on the held-out pairs."""
-        before, after = (scores[self.run.goal.name].metrics for scores in fit.scores)
-        (data,) = self.data
-        held_out = data.held_out().examples
-        task = {"task": "embedding", "loss": self.loss}
+        (own,) = data
+        before, after = (score.metrics for score in fit.ends(own.phase))
+        held_out = own.held_out().examples
         return Summary(
             eval={
-                "split": data.held_out_split,
+                "split": own.held_out_split,
                 "rows": len(held_out),
-                "available": data.held_out_examples.count,
+                "available": own.held_out_examples.count,
                 **{f"{name}_before": value for name, value in before.items()},
                 **{f"{name}_after": value for name, value in after.items()},
             },
-            objective={**task, **self.base.model.sentence_config.to_json()},
+            objective={
+                "task": "embedding",
+                "loss": self.loss,
+                **self.base.model.sentence_config.to_json(),
+            },
             held_out={"format": held_out.format.name},
-            report=task,
+            report={"loss": self.loss},
         )
 
     @staticmethod

@@ -5,13 +5,13 @@ https://arxiv.org/abs/2402.03300
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
 
 from ... import runtime
 from ...adapters.trainable import Trainable
-from ...config.schema import TrainConfig
 from ...data.batches import TokenCollate
 from ...data.dataset import Batch, Dataset, FixedOrder
 from ...data.encoding import Example
@@ -24,6 +24,7 @@ from ...data.shapes import Shape, padded_length, padded_targets, sequence_inputs
 from ...inference.generate import sample_batch, text_of
 from ...objectives.causal_lm import split_head
 from ...objectives.grpo import GRPO
+from ...objectives.objective import Objective
 from ...objectives.score import REWARD, Score
 from ...packs.base import Base
 from ...runtime import mx
@@ -34,7 +35,8 @@ from ..phases import RunPhase
 from ..planning import MemoryChoice
 from ..precision import check_forward
 from ..rewards import Reward, reward_of
-from .causal_lm import SamplePrompt, add_noise, phase_reports, stored_sample
+from ..settings import Run
+from .causal_lm import SamplePrompt, phase_reports, stored_sample
 from .preference import outcome_lines, phase_start
 from .task import Summary, Task
 
@@ -78,25 +80,21 @@ class GRPOTask(Task):
     base: Base
     reward: Reward
     sample: SamplePrompt
-    sample_before: str | None = None
-
-    @property
-    def train(self) -> TrainConfig:
-        """The settings of the last phase, whose task is this one."""
-        return self.run.goal.train
 
     def check(self, name: str, model_type: str) -> None:
         """Check the base, and that there is a reward."""
         super().check(name, model_type)
         if not hasattr(self, "reward"):  # its file is executed once
-            function = reward_of(self.run.reward, self.run.train.reward)
-            self.reward = Reward(function, self.run.goal.sources[0])
+            function = reward_of(self.request.reward, self.train.reward)
+            self.reward = Reward(function, self.columns)
 
-    def encode(self, base: Base, splits: Sequence[Splits]) -> list[PhaseData]:
-        """Return the tokens of the prompts of every phase."""
-        self.base, display = base, self.run.display
+    def encode(
+        self, base: Base, phases: Sequence[RunPhase], splits: Sequence[Splits]
+    ) -> list[PhaseData]:
+        """Return the tokens of the prompts of its phases."""
+        self.base, display = base, self.display
         data: list[PhaseData] = []
-        for phase, read in zip(self.run.phases, splits, strict=True):
+        for phase, read in zip(phases, splits, strict=True):
             columns, length = phase.sources[0], phase.train.max_seq_length
             of_phase = {}
             for split in read.present():
@@ -116,7 +114,7 @@ class GRPOTask(Task):
             data.append(PhaseData(self, phase, of_phase, train))
 
         prompts = data[-1].held_out_examples
-        row, columns = prompts.row(0), self.run.goal.sources[0]
+        row, columns = prompts.row(0), phases[-1].sources[0]
         text = row.value[columns.prompt_feature]
         shown = text if isinstance(text, str) else str(text[-1].get("content", ""))
         self.sample = SamplePrompt(shown, prompts.tokens[0], wanted_text(row, columns))
@@ -139,18 +137,23 @@ class GRPOTask(Task):
         width, targets = data.train.collate.largest
         return data.phase.train.sequences * width, targets
 
-    def objective(self, trainable: Trainable, memory: MemoryChoice) -> GRPO:
-        """Return the loss of generated completions. The sample prompt is completed before training."""
-        head = split_head(trainable.model)
+    def bind(
+        self, trainable: Trainable, data: Sequence[PhaseData], run: Run, memory: MemoryChoice
+    ) -> list[Objective]:
+        """Return the loss of generated completions, which has the reference of its phase."""
+        model = trainable.model
+        head = split_head(model)
         check_forward(self.base, self.sample.tokens)
-        with trainable.disabled():
-            self.sample_before = self.sample.complete(self.base)
-        if self.train.neftune_noise_alpha:
-            add_noise(trainable, self.train.neftune_noise_alpha)
-        start = phase_start(self.run, trainable)
-        return GRPO(trainable.model, head, self.train, self._generate, start, self._score)
 
-    def _generate(self, batch: Batch) -> tuple[Batch, np.ndarray]:
+        objectives: list[Objective] = []
+        for own in data:
+            start = phase_start(run, own.phase, trainable)
+            generate = partial(self._generate, own.train.collate)
+            objective = GRPO(model, head, own.phase.train, generate, start, self._score)
+            objectives.append(objective)
+        return objectives
+
+    def _generate(self, prompt_collate: PromptCollate, batch: Batch) -> tuple[Batch, np.ndarray]:
         """Generate the completions of a batch and ask for their rewards."""
         train, prompts = self.train, batch.source
         indices = [i for i in batch.examples for _ in range(train.num_generations)]
@@ -171,7 +174,7 @@ class GRPOTask(Task):
         ]
         shapes = None
         if runtime.COMPILES:
-            shapes = self.data[-1].train.collate.few_shapes(train.sequences)
+            shapes = prompt_collate.few_shapes(train.sequences)
         inputs = sequence_inputs(train.max_seq_length)
         collate = TokenCollate(len(examples), inputs, shapes)
         return collate(examples, range(len(examples))), rewards.reshape(len(batch.examples), -1)
@@ -212,27 +215,25 @@ class GRPOTask(Task):
         return RewardScore(mean, len(indices))
 
     def summary(
-        self, trainable: Trainable, objective: GRPO, fit: Fit, sources: Sequence[str]
+        self, trainable: Trainable, data: Sequence[PhaseData], fit: Fit, sources: Sequence[str]
     ) -> Summary:
-        """Return the reward on held-out prompts before and after, and the sample again."""
-        goal = self.run.goal
-        before, after = fit.scores[0][goal.name], fit.scores[-1][goal.name]
-        texts = {"before": self.sample_before, "after": self.sample.complete(self.base)}
-        sample = {"prompt": self.sample.text, "wanted": self.sample.wanted, **texts}
-        data = self.data[-1]
-        phases = phase_reports(self.data, sources, fit)
+        """Return the reward on held-out prompts before and after, and the sample completed."""
+        goal = data[-1]
+        before, after = fit.ends(goal.phase)
+        sample = self.sample.report(trainable, self.base)
+        phases = phase_reports(data, sources, fit)
         named = {"task": "grpo", "reward": self.reward.name, "beta": self.train.beta}
         return Summary(
             eval={
-                "split": data.held_out_split,
+                "split": goal.held_out_split,
                 "rows": after.rows,
-                "available": data.held_out_examples.count,
+                "available": goal.held_out_examples.count,
                 "reward_before": before.reward,
                 "reward_after": after.reward,
             },
             objective=named,
             facts={**({"phases": phases} if phases else {}), "samples": [stored_sample(sample)]},
-            report={"task": "grpo", "phases": phases, "objective": named, "sample": sample},
+            report={"phases": phases, "objective": named, "sample": sample},
         )
 
     @staticmethod

@@ -7,12 +7,11 @@ import numpy as np
 from ...adapters.trainable import Trainable
 from ...config.data import DataConfig
 from ...config.schema import TrainConfig
-from ...data.dataset import Dataset
+from ...data.dataset import Dataset, Layout
 from ...data.encoding import EncodingOptions
 from ...data.formats import COMPLETION, PREFERENCE, Row, RowFormat
 from ...data.left_out import template_notes
 from ...data.preference_batches import (
-    PreferenceSampler,
     preference_evaluation,
     preference_set,
 )
@@ -23,18 +22,20 @@ from ...data.preferences import (
     encode_preferences,
 )
 from ...data.rows import Splits
-from ...data.sampler import Draw
+from ...data.sampler import Draw, GroupedSampler
 from ...data.shapes import sequence_inputs
 from ...errors import PackError
 from ...evaluation.preferences import PairScore, score_preferences
 from ...gates import gates_text
 from ...objectives.causal_lm import split_head
+from ...objectives.objective import Inputs, Objective
 from ...objectives.phase_start import PhaseStart
 from ...objectives.preference import PreferenceObjective, completion_sums, loss_of
 from ...objectives.reference import Reference
 from ...objectives.sequence_packing import prepare_packing
 from ...packs.base import Base
 from ...packs.card import format_change, phase_lines
+from ...runtime import mx
 from ..fit import Fit
 from ..phase_data import PhaseData
 from ..phases import RunPhase
@@ -42,7 +43,7 @@ from ..planning import MemoryChoice
 from ..precision import check_forward
 from ..run_folder import reference_file
 from ..settings import Run
-from .causal_lm import SamplePrompt, add_noise, phase_reports, sample_lines, stored_sample
+from .causal_lm import SamplePrompt, phase_reports, sample_lines, stored_sample
 from .task import Summary, bad_rows_lines, cost, evaluated, speed, try_lines
 from .tokens import TokenTask
 
@@ -56,18 +57,14 @@ class PreferenceTask(TokenTask):
 
     base: Base
     sample: SamplePrompt
-    sample_before: str | None = None
 
-    @property
-    def train(self) -> TrainConfig:
-        """The settings of the last phase, whose task is this one."""
-        return self.run.goal.train
-
-    def encode(self, base: Base, splits: Sequence[Splits]) -> list[PhaseData]:
-        """Return the tokens of the rows of every phase."""
-        self.base, display = base, self.run.display
+    def encode(
+        self, base: Base, phases: Sequence[RunPhase], splits: Sequence[Splits]
+    ) -> list[PhaseData]:
+        """Return the tokens of the rows of its phases."""
+        self.base, display = base, self.display
         encoded: list[dict[str, PreferenceExamples]] = []
-        for phase, read in zip(self.run.phases, splits, strict=True):
+        for phase, read in zip(phases, splits, strict=True):
             t, columns, of_phase = phase.train, phase.sources[0], {}
             if phase.name:
                 display.line("phase", f"{phase.name}: {t.iters:,} batches")
@@ -83,15 +80,15 @@ class PreferenceTask(TokenTask):
             lost = template_notes(read.rows["train"], self._row_format(), columns, base.tokenizer)
             self._describe(read, of_phase, t, lost)
             encoded.append(of_phase)
-        data = self._phase_data(encoded)
-        self._choose_examples(encoded[-1], splits[-1], data[-1].held_out_split)
+        data = self._phase_data(phases, encoded)
+        self._choose_examples(data[-1], splits[-1])
         return data
 
     def training(self, phase: RunPhase, examples: PreferenceExamples, draw: Draw) -> Dataset:
         """Return the training batches of a phase."""
         t, inputs = phase.train, sequence_inputs(phase.train.max_seq_length)
         size = t.batch_size if t.packing else 2 * t.batch_size
-        sampler = PreferenceSampler(examples.lengths, size, inputs, t.seed, t.packing, draw)
+        sampler = GroupedSampler(examples.lengths, size, inputs, t.seed, t.packing, draw)
         return preference_set(examples, sampler, self.is_scored)
 
     def evaluation(
@@ -124,7 +121,7 @@ class PreferenceTask(TokenTask):
         lost: Sequence[str],
     ) -> None:
         """Show the number of rows, and what was cut; check that packed rows fit."""
-        first, display = examples["train"], self.run.display
+        first, display = examples["train"], self.display
         counts = " / ".join(f"{part.count:,} {split}" for split, part in examples.items())
         targets = self._targets_line(first)
         display.line("data", f"{read.source} · {counts} examples · {first.format} · {targets}")
@@ -155,49 +152,47 @@ class PreferenceTask(TokenTask):
             cut > 0
         )
 
-    def _choose_examples(
-        self, encoded: dict[str, PreferenceExamples], splits: Splits, split: str
-    ) -> None:
+    def _choose_examples(self, data: PhaseData, splits: Splits) -> None:
         """Take some training examples for the page, and the prompt of the first held-out row."""
-        self.masks = self._masked(encoded["train"], self.base)
-        row, columns = splits.first_usable(split), self.run.goal.sources[0]
+        self.masks = self._masked(data.splits["train"], self.base)
+        row, columns = splits.first_usable(data.held_out_split), data.phase.sources[0]
         if self.train.task != "kto":
             row = both_completions([row], columns)[0]
         prompt = COMPLETION.prompt(row, columns, self.base.tokenizer)
         self.sample = SamplePrompt(*prompt, COMPLETION.answer(row, columns))
 
-    def objective(self, trainable: Trainable, memory: MemoryChoice) -> PreferenceObjective:
-        """Return the loss of the rows. The sample prompt is completed here, before training."""
-        run, train = self.run, self.train
-        head = split_head(trainable.model)
+    def bind(
+        self, trainable: Trainable, data: Sequence[PhaseData], run: Run, memory: MemoryChoice
+    ) -> list[Objective]:
+        """Return the loss of the rows, which has the reference of its phase."""
+        train, model = self.train, trainable.model
+        head = split_head(model)
         check_forward(self.base, self.sample.tokens)
         if train.packing:
             prepare_packing(trainable, head, train.max_seq_length, self.base.vocab_size)
-        with trainable.disabled():
-            self.sample_before = self.sample.complete(self.base)
-        if train.neftune_noise_alpha:
-            add_noise(trainable, train.neftune_noise_alpha)
-        start = phase_start(run, trainable)
-        reference = Reference(
-            trainable.model,
-            start,
-            lambda inputs, layout: completion_sums(trainable.model, head, inputs, layout)[0],
-            {data.phase.start: data.train for data in self.data}.__getitem__,
-        )
-        return PreferenceObjective(trainable.model, head, train, reference, score_preferences)
+
+        def sums(inputs: Inputs, layout: Layout) -> mx.array:
+            return completion_sums(model, head, inputs, layout)[0]
+
+        objectives: list[Objective] = []
+        for own in data:
+            start = phase_start(run, own.phase, trainable)
+            reference = Reference(model, start, sums, own.train)
+            objective = PreferenceObjective(
+                model, head, own.phase.train, reference, score_preferences
+            )
+            objectives.append(objective)
+        return objectives
 
     def summary(
-        self, trainable: Trainable, objective: PreferenceObjective, fit: Fit, sources: Sequence[str]
+        self, trainable: Trainable, data: Sequence[PhaseData], fit: Fit, sources: Sequence[str]
     ) -> Summary:
-        """Accuracy and margin on the held-out rows of the last phase, and the sample again."""
-        goal, train = self.run.goal, self.train
-        ends = {"before": fit.scores[0][goal.name], "after": fit.scores[-1][goal.name]}
-        data = self.data[-1]
-        texts = {"before": self.sample_before, "after": self.sample.complete(self.base)}
-        sample = {"prompt": self.sample.text, "wanted": self.sample.wanted, **texts}
-        phases = phase_reports(self.data, sources, fit)
+        """Accuracy and margin on the held-out rows of the last phase, and the sample completed."""
+        train, goal = self.train, data[-1]
+        sample = self.sample.report(trainable, self.base)
+        phases = phase_reports(data, sources, fit)
         facts: dict = {"phases": phases} if phases else {}
-        if any(texts.values()):
+        if sample["before"] or sample["after"]:
             facts["samples"] = [stored_sample(sample)]
         named = {"task": train.task, "loss_on": "completion", "beta": train.beta}
         if train.task in ("dpo", "cpo"):
@@ -210,13 +205,13 @@ class PreferenceTask(TokenTask):
         }
         return Summary(
             eval={
-                "split": data.held_out_split,
-                "available": data.held_out_examples.count,
-                **before_and_after(ends, values),
+                "split": goal.held_out_split,
+                "available": goal.held_out_examples.count,
+                **before_and_after(*fit.ends(goal.phase), values),
             },
             objective=named,
             facts=facts,
-            report={"task": train.task, "phases": phases, "objective": named, "sample": sample},
+            report={"phases": phases, "objective": named, "sample": sample},
         )
 
     @staticmethod
@@ -225,27 +220,22 @@ class PreferenceTask(TokenTask):
         return outcome_lines(report)
 
 
-def before_and_after(ends: Mapping[str, PairScore], names: Mapping[str, str]) -> dict:
+def before_and_after(before: PairScore, after: PairScore, names: Mapping[str, str]) -> dict:
     """Return the number of rows and, by name, a value of the scores before and after a run.
 
-    Args:
-        ends: the scores ``before`` and ``after``.
-        names: the attribute of a score, by what reports call it.
+    ``names`` has the attribute of a score, by what reports call it.
     """
-    return {
-        "rows": ends["after"].rows,
-        **{
-            f"{name}_{when}": getattr(score, key)
-            for name, key in names.items()
-            for when, score in ends.items()
-        },
-    }
+    values: dict = {"rows": after.rows}
+    for name, key in names.items():
+        values[f"{name}_before"] = getattr(before, key)
+        values[f"{name}_after"] = getattr(after, key)
+    return values
 
 
-def phase_start(run: Run, trainable: Trainable) -> PhaseStart:
-    """Return the model as the phases of a run begin, whose parameters the run folder has."""
-    bare = not run.begins_with_adapters
-    return PhaseStart(trainable, lambda start: reference_file(run.folder, start), bare)
+def phase_start(run: Run, phase: RunPhase, trainable: Trainable) -> PhaseStart:
+    """Return the model as a phase begins, whose parameters the run folder has."""
+    bare = phase.start == 0 and not run.begins_with_adapters
+    return PhaseStart(trainable, reference_file(run.folder, phase.start), bare)
 
 
 def outcome_lines(report: dict) -> list[str]:

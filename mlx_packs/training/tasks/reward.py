@@ -16,13 +16,16 @@ from ...data.scored import encode_scored
 from ...evaluation.reward_model import score_pairs
 from ...gates import gates_text
 from ...objectives.causal_lm import split_head
+from ...objectives.objective import Objective
 from ...objectives.reward_model import RewardModel, hidden_states
 from ...objectives.sequence_packing import prepare_packing
 from ...packs.base import Base
 from ...packs.card import format_change, phase_lines
 from ..fit import Fit
+from ..phase_data import PhaseData
 from ..planning import MemoryChoice
-from .causal_lm import add_noise, phase_reports
+from ..settings import Run
+from .causal_lm import phase_reports
 from .preference import PreferenceTask, before_and_after
 from .task import Summary, bad_rows_lines, cost, evaluated, speed
 
@@ -35,11 +38,11 @@ class RewardTask(PreferenceTask):
     def target(self, base: Base) -> tuple[Base, LoRAConfig]:
         """Return the base with a head besides, which is trained in full."""
         hidden_states(base.model, base.name)
-        head = fresh_score_head(base, self.run.train.seed)
-        saved = (*self.run.lora.modules_to_save, SCORE)
+        head = fresh_score_head(base, self.train.seed)
+        saved = (*self.lora.modules_to_save, SCORE)
         return (
             replace(base, model=with_score_head(base.model, head)),
-            replace(self.run.lora, modules_to_save=saved),
+            replace(self.lora, modules_to_save=saved),
         )
 
     def _encoded(
@@ -54,42 +57,38 @@ class RewardTask(PreferenceTask):
         text = f"{limit} tokens or more (--max-seq-length): {dropped} examples dropped"
         return text if dropped else ""
 
-    def _choose_examples(
-        self, encoded: dict[str, PreferenceExamples], splits: Splits, split: str
-    ) -> None:
+    def _choose_examples(self, data: PhaseData, splits: Splits) -> None:
         """Take none: a reward model generates no text."""
 
-    def objective(self, trainable: Trainable, memory: MemoryChoice) -> RewardModel:
-        """Return the loss of the rewards."""
+    def bind(
+        self, trainable: Trainable, data: Sequence[PhaseData], run: Run, memory: MemoryChoice
+    ) -> list[Objective]:
+        """Return the loss of the rewards, which is one for all phases."""
         train, model = self.train, trainable.model
         if train.packing:
             vocab_size = self.base.vocab_size
             prepare_packing(trainable, split_head(model), train.max_seq_length, vocab_size)
-        if train.neftune_noise_alpha:
-            add_noise(trainable, train.neftune_noise_alpha)
         states, centering = hidden_states(model, self.base.name), train.center_rewards_coefficient
-        return RewardModel(model, states, model[SCORE], centering, score_pairs)
+        return [RewardModel(model, states, model[SCORE], centering, score_pairs)] * len(data)
 
     def summary(
-        self, trainable: Trainable, objective: RewardModel, fit: Fit, sources: Sequence[str]
+        self, trainable: Trainable, data: Sequence[PhaseData], fit: Fit, sources: Sequence[str]
     ) -> Summary:
         """Accuracy and margin on the held-out rows of the last phase."""
-        goal, train = self.run.goal, self.train
-        ends = {"before": fit.scores[0][goal.name], "after": fit.scores[-1][goal.name]}
-        data = self.data[-1]
-        phases = phase_reports(self.data, sources, fit)
-        named = {"task": "reward", "loss_on": data.splits["train"].loss_on}
+        train, goal = self.train, data[-1]
+        phases = phase_reports(data, sources, fit)
+        named = {"task": "reward", "loss_on": goal.splits["train"].loss_on}
         named["center_rewards_coefficient"] = train.center_rewards_coefficient
         values = {"preference_accuracy": "accuracy", "reward_margin": "margin", "loss": "nll"}
         return Summary(
             eval={
-                "split": data.held_out_split,
-                "available": data.held_out_examples.count,
-                **before_and_after(ends, values),
+                "split": goal.held_out_split,
+                "available": goal.held_out_examples.count,
+                **before_and_after(*fit.ends(goal.phase), values),
             },
             objective=named,
             facts={"phases": phases} if phases else {},
-            report={"task": "reward", "phases": phases, "objective": named},
+            report={"phases": phases, "objective": named},
         )
 
     @staticmethod

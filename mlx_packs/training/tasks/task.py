@@ -1,10 +1,10 @@
 """The interface of tasks: a task is one class in one file, named in `config.choices.TASKS`.
 
-`training.run` makes one task for each run and calls its methods in the order in which they are defined
-here. Methods with a body are defaults.
+`training.run` makes a task for all phases that name it, and calls its methods in the order in which
+they are defined here. The pack and its results are those of the last phase's task. Methods with a
+body are defaults.
 """
 
-import pkgutil
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -18,20 +18,19 @@ from ...config.choices import METHODS, TASKS
 from ...config.lora import LoRAConfig
 from ...config.schema import TrainConfig
 from ...data.bad_rows import shown_counts
+from ...data.dataset import ExampleSet
 from ...data.rows import Splits
-from ...display import clock
+from ...display import Display, clock
 from ...objectives.objective import Objective
 from ...objectives.score import check_best
 from ...packs.base import Base
 from ...packs.pack import Pack
 from ..fit import Fit
 from ..phase_data import PhaseData, PhaseTask
+from ..phases import RunPhase
 from ..planning import MemoryChoice
-from ..settings import Run
+from ..settings import Request, Run, RunSettings
 from ..state import COMPUTED_PER_S
-
-_SEVERAL = "mlx_packs.training.tasks.several:SeveralTasks"  # what trains phases of several tasks
-
 
 _MOST_PASTED = 300  # characters of a prompt in a command
 
@@ -56,44 +55,59 @@ class Task(PhaseTask, ABC):
     validated: ClassVar[tuple[str, ...]] = ()  # numbers of its validations, of which --best is one
 
     masks: Sequence[dict] = ()  # some training examples as `data.masks` has them
-    data: Sequence[PhaseData]  # the encoded examples of its phases
 
-    def __init__(self, run: Run) -> None:
-        check_best(run.train.best, self.validated)
-        self.run = run
+    def __init__(self, phase: RunPhase, lora: LoRAConfig, request: Request) -> None:
+        check_best(phase.train.best, self.validated)
+        # of its last phase; with --epochs only the phases of `PhaseData` have the final `iters`
+        self.train = phase.train
+        self.columns = phase.sources[0]
+        self.lora = lora
+        self.request = request  # the functions of the caller, and the display
+
+    @property
+    def display(self) -> Display:
+        """What shows the progress."""
+        return self.request.display
 
     def check(self, name: str, model_type: str) -> None:
         """Check that the base and the settings go with the task; called before and after loading."""
-        check_task(self.run.train.task, name, model_type)
+        check_task(self.train.task, name, model_type)
 
     def target(self, base: Base) -> tuple[Base, LoRAConfig]:
         """Return the base that the loss goes through, and which of its modules are adapted."""
-        return base, self.run.lora
+        return base, self.lora
 
     def checked_target(self, base: Base) -> tuple[Base, LoRAConfig]:
         """Return `target`, whose modules exist: nothing is encoded or measured before that is known."""
         target, lora = self.target(base)
-        if not self.run.train.trains_base:
+        if not self.train.trains_base:
             select_targets(target.model, lora.target_modules, lora.num_layers, lora.modules_to_save)
         return target, lora
 
     @abstractmethod
-    def encode(self, base: Base, splits: Sequence[Splits]) -> list[PhaseData]:
-        """Encode the examples of every phase; errors name file and line of an example."""
+    def encode(
+        self, base: Base, phases: Sequence[RunPhase], splits: Sequence[Splits]
+    ) -> list[PhaseData]:
+        """Encode the examples of its phases; errors name file and line of an example."""
 
-    def planned_settings(self) -> TrainConfig:
-        """Return the settings to plan memory for, with ``auto`` as the task resolves it."""
-        return self.run.train
+    def planned_settings(self, train: TrainConfig) -> TrainConfig:
+        """Return settings to plan memory for, with ``auto`` as the task resolves it."""
+        return train
 
     @abstractmethod
-    def objective(self, trainable: Trainable, memory: MemoryChoice) -> Objective:
-        """Return the objective of the model that now has ``trainable``."""
+    def bind(
+        self, trainable: Trainable, data: Sequence[PhaseData], run: Run, memory: MemoryChoice
+    ) -> list[Objective]:
+        """Return the objective of each of its phases, on the model that now has ``trainable``."""
 
     @abstractmethod
     def summary(
-        self, trainable: Trainable, objective: Objective, fit: Fit, sources: Sequence[str]
+        self, trainable: Trainable, data: Sequence[PhaseData], fit: Fit, sources: Sequence[str]
     ) -> Summary:
-        """Return the summary of the run; ``sources`` names the data of each phase in public."""
+        """Return the summary of the run, whose last phase is of this task.
+
+        ``data`` is that of every phase, and ``sources`` names it in public.
+        """
 
     @staticmethod
     @abstractmethod
@@ -101,7 +115,12 @@ class Task(PhaseTask, ABC):
         """Return the report of a run for people, the headline first."""
 
     def gate_values(
-        self, gates: Mapping[str, float], pack: Pack, summary: Summary, matmul_path: str
+        self,
+        gates: Mapping[str, float],
+        pack: Pack,
+        summary: Summary,
+        held_out: ExampleSet,
+        matmul_path: str,
     ) -> dict[str, float]:
         """Return the values of those gates that are not about the size of the pack."""
         return {}
@@ -153,16 +172,17 @@ def bad_rows_lines(report: Mapping) -> list[str]:
     ]
 
 
-def make_task(run: Run) -> Task:
-    """Return the task of a run, which is of several tasks where its phases are."""
-    for task in run.train.tasks:
-        TASKS.plugin(task)  # raises if its name is taken
-    METHODS.plugin(run.train.method)
-    return task_class(run.train.tasks)(run)
+def make_tasks(settings: RunSettings, request: Request) -> dict[str, Task]:
+    """Return the tasks of a run by name, in the order of its phases."""
+    METHODS.plugin(settings.train.method)  # raises if its name is taken
+    tasks = {}
+    for name in settings.train.tasks:
+        TASKS.plugin(name)
+        *_, last = (phase for phase in settings.phases if phase.train.task == name)
+        tasks[name] = task_class(name)(last, settings.lora, request)
+    return tasks
 
 
-def task_class(names: Sequence[str]) -> type[Task]:
-    """Return the class of a run of these tasks."""
-    if len(names) > 1:
-        return pkgutil.resolve_name(_SEVERAL)
-    return TASKS.load(names[0], Task)
+def task_class(name: str) -> type[Task]:
+    """Return the class of a task."""
+    return TASKS.load(name, Task)

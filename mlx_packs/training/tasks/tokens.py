@@ -69,12 +69,15 @@ class TokenTask(Task):
         """Return the training batches of a phase, whose examples are drawn from all."""
         raise NotImplementedError
 
-    def _phase_data(self, splits: Sequence[Mapping[str, Examples]]) -> list[PhaseData]:
+    def _phase_data(
+        self, phases: Sequence[RunPhase], splits: Sequence[Mapping[str, Examples]]
+    ) -> list[PhaseData]:
+        """Return the data of phases, each of which may draw from the examples of all."""
         parts = [each["train"] for each in splits]
         joined = type(parts[0]).joined(parts)
 
         data, start = [], 0
-        for phase, own in zip(self.run.phases, splits, strict=True):
+        for phase, own in zip(phases, splits, strict=True):
             stop = start + len(own["train"])
             train = self.training(phase, joined, Draw(start, stop, phase.replay))
             data.append(PhaseData(self, phase, own, train))
