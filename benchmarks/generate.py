@@ -14,7 +14,7 @@ from pathlib import Path
 import mlx.nn as nn
 import mlx_lm
 
-from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.attach import attach
 from mlx_packs.bases.files import TINY, resolve_checkpoint
 from mlx_packs.bench.implementations import Adapters
 from mlx_packs.config.choices import MATMUL_PATHS

@@ -17,7 +17,7 @@ import mlx.optimizers as optimizers
 import numpy as np
 from mlx.utils import tree_map
 
-from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.attach import attach
 from mlx_packs.bases.files import TINY
 from mlx_packs.bench.implementations import LEARNING_RATE, SCALE, Rows
 from mlx_packs.bench.race import TOLERANCE, LossesDiffer

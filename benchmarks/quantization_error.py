@@ -23,7 +23,8 @@ from mlx_packs.data import rows as rows_of
 from mlx_packs.data.batches import evaluation_batches
 from mlx_packs.data.encoding import EncodingOptions, encode
 from mlx_packs.evaluation.perplexity import PerplexityScore, Scorer
-from mlx_packs.nn.quantized import dense_module, quantized_modules, replace_modules
+from mlx_packs.nn.quantized import dense_module, quantized_modules
+from mlx_packs.nn.surgery import replace_modules
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.ops import nf4
 from mlx_packs.packs.base import Base

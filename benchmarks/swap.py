@@ -14,7 +14,7 @@ from pathlib import Path
 import mlx_lm
 
 from mlx_packs import LoRAConfig, Pack
-from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.attach import attach
 from mlx_packs.bases.files import TINY
 from mlx_packs.errors import PackError
 from mlx_packs.packs.base import Base, load_base

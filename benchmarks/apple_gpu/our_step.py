@@ -15,9 +15,10 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from mlx_packs import runtime
+from mlx_packs.adapters.attach import attach
 from mlx_packs.adapters.dora import DoRAAttached
 from mlx_packs.adapters.for_merge import ForMerge, Rounding
-from mlx_packs.adapters.lora import Attached, attach
+from mlx_packs.adapters.lora import Attached
 from mlx_packs.adapters.residual import install
 from mlx_packs.bases.weight_formats import named_format
 from mlx_packs.config.schema import LoRAConfig, TrainConfig

@@ -10,7 +10,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from mlx_packs import DataConfig, LoRAConfig, load_base
-from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.attach import attach
 from mlx_packs.data.encoding import EncodingOptions, Examples, encode
 from mlx_packs.data.sampler import Sampler
 from mlx_packs.data.shapes import sequence_inputs

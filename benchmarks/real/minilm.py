@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mlx_packs import LoRAConfig, TrainConfig, load_base
-from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.attach import attach
 from mlx_packs.data.pairs import PairSampler, encode_pairs
 from mlx_packs.data.rows import read_rows as rows_of_file
 from mlx_packs.files import to_json

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from mlx_packs import DataConfig, load_base
-from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.attach import attach
 from mlx_packs.evaluation.evaluate import EvalSettings
 from mlx_packs.evaluation.perplexity import PerplexityEvaluator
 from mlx_packs.evaluation.rows import evaluation_rows

@@ -13,7 +13,8 @@ from ..nn.dora import GroupedDoRA
 from ..nn.lora import AdaptedLinear
 from ..nn.quantized import TransientLinear
 from ..runtime import mx, on_cpu
-from .lora import Attached, attach
+from .attach import attach
+from .lora import Attached
 from .residual import check_linears, install, weight_of
 from .spec import ModuleSpec, SliceSpec, Specs
 from .tensors import load_slots, slot_tensors

@@ -32,7 +32,8 @@ from ..nn.quantized import (
 )
 from ..nn.straight_through import QuantizedSum, StraightThroughLinear, StraightThroughLoRA
 from ..runtime import mx
-from .lora import Attached, attach, check_bare
+from .attach import attach, check_bare
+from .lora import Attached
 from .residual import install
 from .spec import ModuleSpec, Specs
 from .tensors import Slot, delta_of

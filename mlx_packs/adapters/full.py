@@ -13,15 +13,16 @@ from mlx.utils import tree_flatten
 
 from ..bases.families import check_trainable
 from ..bases.files import quantization_name
-from ..bases.geometry import block_prefixes
 from ..bases.shapes import check_num_layers
 from ..config.choices import MATMUL_PATHS, MatmulPathFacts
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..errors import PackError
 from ..nn.quantized import QUANTIZED
+from ..nn.surgery import block_prefixes
 from ..runtime import mx
-from .lora import Attached, attach
+from .attach import attach
+from .lora import Attached
 from .spec import ModuleSpec, Specs, check_shapes
 from .trainable import Extended, Shape, Trainable
 

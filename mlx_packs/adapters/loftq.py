@@ -17,8 +17,9 @@ from ..config.schema import TrainConfig
 from ..errors import PackError
 from ..nn.quantized import QUANTIZED
 from ..runtime import mx
+from .attach import attach
 from .initial_factors import principal_factors
-from .lora import Attached, attach
+from .lora import Attached
 from .residual import begin_with, check_linears, weight_of
 from .spec import ModuleSpec, Specs, factor_shapes
 

@@ -1,8 +1,9 @@
-"""Attach adapters to a base and take them off again; the base's own modules are never changed.
+"""Adapters on a base, and how they are taken off again; the base's own modules are never changed.
 
-Attaching swaps attention and SwiGLU of the Llama family for blocks with grouped projections, and
-wraps any other linear; detaching puts the very same objects back. In memory adapters are grouped;
-their names and shapes on disk are mlx-lm's, per projection (`Attached.tensors`).
+attach.py decides which modules get adapters. Here attention and SwiGLU of the Llama family are swapped
+for blocks with grouped projections, and any other linear is wrapped; detaching puts the very same
+objects back. In memory adapters are grouped; their names and shapes on disk are mlx-lm's, per
+projection (`Attached.tensors`).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -12,26 +13,19 @@ from typing import TYPE_CHECKING
 
 import mlx.nn as nn
 
-from ..bases.families import check_trainable
-from ..bases.geometry import block_prefixes, find_groups
-from ..bases.shapes import Geometry, Group
-from ..config.choices import POLICIES
 from ..errors import PackError
 from ..late import load
 from ..nn.embedding_lora import AdaptedEmbedding, EmbeddingLoRA
 from ..nn.experts import AdaptedSwitchLinear
 from ..nn.lora import AdaptedLinear, AdapterShape, GroupedLoRA, adapter_key
-from ..nn.quantized import apply_matmul_path, replace_modules
-from ..nn.surgery import GroupedBlock, block_kind, recurrent_layer
+from ..nn.surgery import block_kind, recurrent_layer, replace_modules
 from ..runtime import mx
-from .spec import ModuleSpec, Specs, factor_shapes, ranks_of, weights_of
-from .targets import experts_note, fp16_copies, plan_specs, with_heads, without_narrow
+from .spec import ModuleSpec, Specs, ranks_of, weights_of
 from .tensors import Slot, load_slots, slot_tensors
 
 if TYPE_CHECKING:
     from ..bases.model import BaseModel
-    from ..config.lora import LoRAConfig
-    from ..config.schema import TrainConfig
+    from ..bases.shapes import Geometry, Group
 
 
 class Attached:
@@ -49,7 +43,7 @@ class Attached:
     for_merge = "none"
 
     def __init__(
-        self, base: "BaseModel", specs: Specs, groups: list[Group], notes: list[str]
+        self, base: "BaseModel", specs: Specs, groups: "list[Group]", notes: list[str]
     ) -> None:
         self.base = base
         self.model = base.model
@@ -78,21 +72,13 @@ class Attached:
         self._originals += [(path, current[path]) for path, _ in modules]
         replace_modules(self.model, modules)
 
-    def recompute(self, policy: str) -> None:
-        """Set the activation checkpointing policy, one of `config.choices.POLICIES`.
+    def note_replaced(self, originals: list[tuple[str, nn.Module]]) -> None:
+        """Let `detach` put back modules that others have replaced already."""
+        self._originals += originals
 
-        Operations are computed again in blocks with grouped projections; other families keep all.
-        """
-        facts = POLICIES[policy]
-        for module in self.model.modules():
-            if isinstance(module, GroupedBlock):
-                module.recompute = facts.operations
-        if facts.blocks:
-            recomputed = load("nn.recompute:RecomputedBlock")
-            prefixes = block_prefixes(self.model)
-            self.swap(
-                [(p, recomputed(b)) for p, b in zip(prefixes, self.model.layers, strict=True)]
-            )
+    def recompute(self, policy: str) -> None:
+        """Set the activation checkpointing policy, one of `config.choices.POLICIES`."""
+        self.swap(load("nn.recompute:recomputing")(self.model, policy))
 
     def detach(self) -> None:
         """Put the base's own modules back, the same objects; can be called twice."""
@@ -158,93 +144,8 @@ class Attached:
         return weights_of(slot.spec for slot in self.slots.values())
 
 
-class LoRA:
-    """Low-rank adapters beside frozen weights: y = W x + (alpha / r) B A x."""
-
-    def check(self, base: "BaseModel", matmul_path: str) -> None:
-        """Accept every base; `attach` checks what it targets."""
-
-    def attach(
-        self, base: "BaseModel", lora: "LoRAConfig", train: "TrainConfig", matmul_path: str
-    ) -> Attached:
-        """Attach fresh adapters, which change no output but by the rounding of ``--for-merge``."""
-        if train.for_merge != "none":
-            attach_for_merge = load("adapters.for_merge:attach_for_merge")
-            return attach_for_merge(base, lora, train, matmul_path)
-        return attach(base, lora, None, matmul_path, train.seed, train.train_fp16_fallback)
-
-    def adapter_shapes(self, specs: Specs) -> list[tuple[int, ...]]:
-        """Return the shapes of A [in, r] and B [r, out] of every slice."""
-        return factor_shapes(specs)
-
-    def kept_numbers(self, spec: ModuleSpec) -> int:
-        """Return the rank: x A is kept."""
-        return spec.rank
-
-
-def attach(
-    base: "BaseModel",
-    lora: "LoRAConfig | None" = None,
-    specs: Specs | None = None,
-    matmul_path: str = "quantized",
-    seed: int = 0,
-    fp16_fallback: bool = False,
-) -> Attached:
-    """Attach fresh adapters (B = 0: no logit changes) to a base.
-
-    Args:
-        base: without adapters.
-        lora: where and how large, for training; or
-        specs: exactly which adapters, as a pack's manifest has them; none at all is allowed.
-        matmul_path: how frozen weights are used while attached: quantized, dequantized on the fly, or dense.
-        seed: of the values of A.
-        fp16_fallback: dequantize modules whose geometry cannot be probed to fp16 and train on.
-
-    Raises:
-        PackError: a target does not exist, or a geometry cannot be probed.
-    """
-    check_bare(base)
-    if specs is None:
-        check_trainable(base.name, base.model)
-    lora = lora or load("config.lora:LoRAConfig")()
-    targets = tuple(specs) if specs is not None else lora.target_modules
-    where = (targets, -1) if specs is not None else (targets, lora.num_layers, lora.modules_to_save)
-    groups, faults = [], []
-    if specs is None or specs:
-        groups, faults = find_groups(base.model, base.config, *where)
-    if faults and not fp16_fallback:
-        raise faults[0]
-    fallback, notes = fp16_copies(base, faults)
-    groups = groups + [Group(None, (geometry,)) for geometry, _ in fallback]
-    if not targets and specs is None:
-        groups, left_out = without_narrow(groups, lora)
-        notes += left_out + experts_note(base.model)
-    if not groups and specs != {}:
-        raise PackError("--target-modules: no projection gets an adapter.", "unknown")
-    if specs is None:
-        specs = with_heads(plan_specs(groups, lora), base.model)
-    attached = Attached(base, specs, groups, notes)
-    try:
-        attached.swap([(geometry.path, module) for geometry, module in fallback])
-        modules = dict(base.model.named_modules())
-        attached.frozen = {path: modules[path] for path in specs}
-        attached._originals += apply_matmul_path(base.model, matmul_path, base.is_lazy)
-        _swap_in_adapters(attached, lora.dropout, seed)
-        base.model.train(base.model.training)  # new modules join the mode of the rest
-    except BaseException:
-        attached.detach()
-        raise
-    return attached
-
-
-def check_bare(base: "BaseModel") -> None:
-    """Raise a PackError if a base has adapters."""
-    if any(isinstance(m, GroupedLoRA) for m in base.model.modules()):
-        raise PackError(f"{base.name}: has adapters already. Detach them first.", "conflict")
-
-
 def _make_lora(
-    attached: Attached, members: list[Geometry | None], dropout: float, seed: int
+    attached: Attached, members: "list[Geometry | None]", dropout: float, seed: int
 ) -> GroupedLoRA | None:
     """Make one GroupedLoRA for projections that read the same input; None has no adapter."""
     shapes: list[AdapterShape | None] = []
@@ -310,8 +211,10 @@ def _adapted(linear: nn.Module, lora: GroupedLoRA, spec: ModuleSpec) -> nn.Modul
     return AdaptedLinear(linear, lora, spec.widths)
 
 
-def _swap_in_adapters(attached: Attached, dropout: float, seed: int) -> None:
-    """Replace modules by ones with GroupedLoRA: lone projections first, then whole blocks.
+def add_adapters(attached: Attached, dropout: float, seed: int) -> None:
+    """Replace modules by ones with fresh adapters, as `Attached.specs` has them.
+
+    Lone projections come first, then whole blocks.
 
     Blocks without adapters are replaced too: ours never have all T x T scores in memory, nor the
     states of every token.

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..bases.geometry import block_prefixes, select_targets
+from ..bases.geometry import select_targets
 from ..bases.shapes import Heads
 from ..config.lora import LoRAConfig
 from ..display import size
@@ -13,6 +13,7 @@ from ..distributed.stages import Stages, stage_blocks
 from ..errors import PackError
 from ..nn.frozen_blocks import Injection
 from ..nn.remote_blocks import RemoteBlock, RemoteEmbedding, RemoteHead
+from ..nn.surgery import block_prefixes
 from ..runtime import mx
 from .trainable import Extended, Trainable
 

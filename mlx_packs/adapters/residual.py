@@ -19,8 +19,9 @@ from ..nn.frozen_weight import frozen_weight
 from ..nn.lora import GroupedLoRA
 from ..nn.residual_lora import ResidualLoRA
 from ..runtime import mx
+from .attach import attach
 from .initial_factors import Factors, orthonormal_factors, principal_factors
-from .lora import Attached, attach
+from .lora import Attached
 from .spec import ModuleSpec, Specs, factor_shapes
 from .tensors import Slot, load_slots, slot_tensors
 

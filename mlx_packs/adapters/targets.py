@@ -14,7 +14,8 @@ from ..bases.shapes import Geometry, GeometryError, Group
 from ..errors import PackError
 from ..nn.experts import is_switch_linear
 from ..nn.frozen_weight import frozen_weight
-from ..nn.quantized import HalfLinear, replace_modules
+from ..nn.quantized import HalfLinear
+from ..nn.surgery import replace_modules
 from ..runtime import mx
 from .spec import ModuleSpec, SliceSpec, Specs
 

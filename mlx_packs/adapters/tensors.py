@@ -3,10 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import mlx.nn as nn
-
 from ..errors import PackError
-from ..nn.frozen_weight import frozen_weight
 from ..nn.lora import GroupedLoRA, low_rank_delta
 from ..runtime import mx
 from .spec import ModuleSpec, check_shapes, factor_names
@@ -70,11 +67,6 @@ def load_slots(slots: Slots, tensors: Mapping[str, mx.array], where: str) -> Non
                 slot.lora.lora_b[index] = b[..., rows, columns].astype(mx.float32)
                 index += 1
             rank, column = rank + s.rank, column + s.width
-
-
-def merged_weight(spec: ModuleSpec, tensors: Mapping[str, mx.array], linear: nn.Module) -> mx.array:
-    """Return the dense weight of a frozen linear with its adapters' delta added, in float32."""
-    return frozen_weight(linear).dense().astype(mx.float32) + delta_of(spec, tensors)
 
 
 def delta_of(spec: ModuleSpec, tensors: Mapping[str, mx.array]) -> mx.array:

@@ -8,7 +8,7 @@ import mlx.nn as nn
 from ..config.choices import WEIGHT_MODES, weight_modes_of
 from ..errors import PackError
 from ..nn.frozen_weight import CustomWeight, frozen_weight
-from ..nn.quantized import replace_modules
+from ..nn.surgery import replace_modules
 from ..runtime import mx
 from .files import quantization_name, stored_quantization
 from .weight_formats import format_class, format_of, named_format

@@ -12,7 +12,7 @@ from ..errors import PackError, did_you_mean
 from ..nn.experts import is_switch_linear
 from ..nn.frozen_weight import frozen_weight
 from ..nn.quantized import EMBEDDINGS, LINEARS
-from ..nn.surgery import block_kind
+from ..nn.surgery import block_kind, block_prefixes
 from ..runtime import mx
 from .shapes import Geometry, GeometryError, Group, Heads, check_num_layers, is_named
 
@@ -134,12 +134,6 @@ _READ_AS_DATA = (
 def is_router(path: str) -> bool:
     """Return whether a linear is a router or indexer: it chooses experts or keys for a token."""
     return any(part in _CHOOSERS or part.endswith("router") for part in path.split("."))
-
-
-def block_prefixes(model: nn.Module) -> list[str]:
-    """Return the paths of the transformer blocks, in order; they are ``model.layers``."""
-    paths = {id(m): path for path, m in model.named_modules()}
-    return [paths[id(block)] for block in model.layers]
 
 
 def select_targets(

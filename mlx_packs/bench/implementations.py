@@ -27,7 +27,7 @@ from mlx_lm.tuner.trainer import (
 )
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from ..adapters.lora import attach
+from ..adapters.attach import attach
 from ..config.lora import LoRAConfig
 from ..data.batches import TokenCollate
 from ..data.dataset import Batch

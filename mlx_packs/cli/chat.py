@@ -93,7 +93,8 @@ class _ModelInUse:
 
     def switch_to(self, pack: "Pack | None") -> None:
         """Use a pack from now on, or the base alone; after an error the model is as before."""
-        from ..nn.quantized import apply_matmul_path, replace_modules
+        from ..nn.quantized import apply_matmul_path
+        from ..nn.surgery import replace_modules
 
         base = self._base
         replace_modules(base.model, self._originals)

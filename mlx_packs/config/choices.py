@@ -249,7 +249,7 @@ PREFERENCE_TASKS = tuple(
 METHODS = Table(
     "methods",
     {
-        "lora": MethodFacts("mlx_packs.adapters.lora:LoRA"),
+        "lora": MethodFacts("mlx_packs.adapters.attach:LoRA"),
         "dora": MethodFacts("mlx_packs.adapters.dora:DoRA", magnitudes=True),
         "pissa": MethodFacts("mlx_packs.adapters.residual:PiSSA"),
         "olora": MethodFacts("mlx_packs.adapters.residual:OLoRA"),

@@ -22,7 +22,7 @@ from ..errors import PackError
 from ..evaluation.perplexity import perplexity
 from ..evaluation.rows import evaluation_rows
 from ..memory.matmul_path import choose_matmul_path
-from ..nn.quantized import replace_modules
+from ..nn.surgery import replace_modules
 from ..objectives.causal_lm import forward, split_head
 from ..packs.base import Base, activated
 from ..packs.pack import Pack

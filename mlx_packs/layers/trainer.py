@@ -20,13 +20,14 @@ import mlx.optimizers as optimizers
 from mlx.utils import tree_map
 
 from .. import signals
-from ..adapters.tensors import Slot, load_slots, merged_weight, slot_tensors
+from ..adapters.tensors import Slot, delta_of, load_slots, slot_tensors
 from ..config.fields import fields_where
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..errors import Interrupted, PackError, did_you_mean
 from ..files import atomic_write, make_folder, replace_file, to_json, write_errors
 from ..leftovers import temporary
+from ..nn.frozen_weight import frozen_weight
 from ..optim import make_optimizer
 from ..packs.manifest import spec_json
 from ..reading import read_json
@@ -153,7 +154,8 @@ class LayerTrainer:
     def merged_weight(self, name: str) -> mx.array:
         """Return the dense weight [out, in] of a layer with its adapter added, in float32."""
         layer = self.layer(name)
-        return merged_weight(layer.spec, self.tensors(), layer.linear)
+        frozen = frozen_weight(layer.linear).dense().astype(mx.float32)
+        return frozen + delta_of(layer.spec, self.tensors())
 
     def step_lm(
         self,

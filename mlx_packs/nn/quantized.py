@@ -6,13 +6,11 @@ once and keep. Which is fastest depends on device, rows and shape: `auto` measur
 """
 
 import copy
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
 
 from ..config.choices import MATMUL_PATHS, registered
 from ..ops.profile import profile
@@ -24,6 +22,7 @@ from .frozen_weight import (
     FrozenWeight,
     frozen_weight,
 )
+from .surgery import replace_modules
 from .wrapped import Hidden
 
 LINEARS = (nn.QuantizedLinear, CustomLinear)
@@ -270,16 +269,6 @@ PATHS: dict[str, MatmulPath] = registered(
 def matmul_path_of(module: nn.Module) -> str | None:
     """Return the matmul path of a frozen linear or embedding; None for other modules."""
     return next((name for name, path in PATHS.items() if isinstance(module, path.modules)), None)
-
-
-def replace_modules(model: nn.Module, modules: list[tuple[str, nn.Module]]) -> None:
-    """Put each module at its path; one inside another goes into the new one."""
-
-    def depth(item: tuple[str, nn.Module]) -> int:
-        return item[0].count(".")
-
-    for _, level in itertools.groupby(sorted(modules, key=depth), key=depth):
-        model.update_modules(tree_unflatten(list(level)))
 
 
 def apply_matmul_path(

@@ -13,7 +13,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
+from ..config.choices import POLICIES
 from .lora import GroupedLoRA
+from .surgery import GroupedBlock, block_prefixes
 from .wrapped import WrappedBlock
 
 
@@ -97,3 +99,18 @@ class RecomputedBlock(WrappedBlock):
         if not self.training:
             return block(*args, **kwargs)
         return recomputed(block, [block], *args, **kwargs)
+
+
+def recomputing(model: nn.Module, policy: str) -> list[tuple[str, nn.Module]]:
+    """Set the policy of a model's grouped blocks; return what replaces its blocks, by their paths.
+
+    Operations are computed again in blocks with grouped projections; other families keep all.
+    """
+    facts = POLICIES[policy]
+    for module in model.modules():
+        if isinstance(module, GroupedBlock):
+            module.recompute = facts.operations
+    if not facts.blocks:
+        return []
+    paths = zip(block_prefixes(model), model.layers, strict=True)
+    return [(path, RecomputedBlock(block)) for path, block in paths]

@@ -1,8 +1,10 @@
 """Which modules of a base others replace while adapters are on it; these are imported then."""
 
+import itertools
 from dataclasses import dataclass
 
 import mlx.nn as nn
+from mlx.utils import tree_unflatten
 
 from ..late import load
 from .lora import GroupedLoRA
@@ -50,3 +52,19 @@ def recurrent_layer(module: nn.Module) -> nn.Module | None:
     if "A_log" not in module or "dt_bias" not in module:
         return None
     return load("nn.gated_delta:gated_delta_layer")(module)
+
+
+def block_prefixes(model: nn.Module) -> list[str]:
+    """Return the paths of the transformer blocks, in order; they are ``model.layers``."""
+    paths = {id(m): path for path, m in model.named_modules()}
+    return [paths[id(block)] for block in model.layers]
+
+
+def replace_modules(model: nn.Module, modules: list[tuple[str, nn.Module]]) -> None:
+    """Put each module at its path; one inside another goes into the new one."""
+
+    def depth(item: tuple[str, nn.Module]) -> int:
+        return item[0].count(".")
+
+    for _, level in itertools.groupby(sorted(modules, key=depth), key=depth):
+        model.update_modules(tree_unflatten(list(level)))

@@ -18,7 +18,7 @@ import numpy as np
 from .. import runtime
 from ..adapters.lora import Attached
 from ..adapters.saved_modules import WithSavedModules
-from ..bases.geometry import block_prefixes, is_embedding
+from ..bases.geometry import is_embedding
 from ..config.schema import TrainConfig
 from ..data.batches import token_collate
 from ..data.dataset import Batch
@@ -30,7 +30,7 @@ from ..errors import Code, PackError
 from ..files import cache_folder, free_bytes
 from ..nn.frozen_blocks import FrozenBlock, Injection, frozen_output
 from ..nn.full_copy import trained_module
-from ..nn.quantized import replace_modules
+from ..nn.surgery import block_prefixes, replace_modules
 from ..ops.profile import profile
 from ..runtime import mx
 from .causal_lm import Head, Preparation, forward, segments_of

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import mlx.nn as nn
 
-from ..adapters.lora import check_bare
-from ..bases.geometry import block_prefixes, probe
+from ..adapters.attach import check_bare
+from ..bases.geometry import probe
 from ..bases.mapped_embedding import MappedEmbedding, map_embedding
 from ..bases.shapes import GeometryError, check_num_layers
 from ..config.choices import OBJECTIVES
@@ -25,6 +25,7 @@ from ..errors import PackError
 from ..nn.frozen_weight import frozen_weight
 from ..nn.quantized import EMBEDDINGS, LINEARS
 from ..nn.stack import ProjectionStack
+from ..nn.surgery import block_prefixes
 from ..runtime import mx
 from .causal_lm import Head, Preparation, frozen_head, split_head
 

@@ -2,8 +2,9 @@
 
 from typing import TYPE_CHECKING
 
+from ..adapters.attach import attach
 from ..adapters.imported import attach_inference_only, is_inference_only
-from ..adapters.lora import Attached, attach
+from ..adapters.lora import Attached
 from ..adapters.spec import check_shapes
 from ..errors import PackError
 from ..late import load

@@ -27,7 +27,8 @@ from ..errors import PackError
 from ..files import is_hub_id
 from ..inference.generate import chat_prompt, complete_prompts, raw_prompt, stream
 from ..late import load
-from ..nn.quantized import apply_matmul_path, replace_modules
+from ..nn.quantized import apply_matmul_path
+from ..nn.surgery import replace_modules
 from ..reading import read_json
 from ..runtime import mx
 from .compatibility import check_checkpoint, check_generates, quantize_for, quantize_options

@@ -9,8 +9,8 @@ from ..adapters.spec import Specs, weights_of
 from ..adapters.targets import tied_tables
 from ..adapters.trainable import Trainable
 from ..bases.fingerprint import sampled_fingerprint, text_hashes
-from ..bases.geometry import block_prefixes
 from ..bases.shapes import Group, Heads
+from ..nn.surgery import block_prefixes
 from ..runtime import mx
 from .manifest import FORMAT_VERSION, replaced_json, spec_json
 from .pack import Pack

@@ -3,14 +3,16 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..adapters.lora import Attached, attach, check_bare
+from ..adapters.attach import attach, check_bare
+from ..adapters.lora import Attached
 from ..adapters.spec import ModuleSpec, SliceSpec, Specs
 from ..adapters.tensors import read_factors
 from ..bases.model import BaseModel
 from ..errors import PackError
 from ..nn.lora import GroupedLoRA
-from ..nn.quantized import apply_matmul_path, replace_modules
+from ..nn.quantized import apply_matmul_path
 from ..nn.served_lora import Factors, Selection, ServedLoRA
+from ..nn.surgery import replace_modules
 from ..packs.compatibility import check_generates
 from ..packs.pack import Pack
 from ..runtime import mx

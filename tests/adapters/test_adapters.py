@@ -6,10 +6,11 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.attach import attach
 from mlx_packs.config.schema import LoRAConfig
 from mlx_packs.data.dataset import Batch
-from mlx_packs.nn.quantized import quantized_modules, replace_modules
+from mlx_packs.nn.quantized import quantized_modules
+from mlx_packs.nn.surgery import replace_modules
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.runtime import mx
 from tests.helpers.errors import raises

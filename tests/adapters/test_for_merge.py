@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, merge_pack, train_pack
+from mlx_packs.adapters.attach import attach
 from mlx_packs.adapters.for_merge import ROUNDED_FROM, Rounding
-from mlx_packs.adapters.lora import attach
 from mlx_packs.adapters.method import find_method
 from mlx_packs.bases.weight_formats import named_format
 from mlx_packs.config.recipe import resolve, tiny_recipe

@@ -11,9 +11,9 @@ from mlx.utils import tree_flatten
 from mlx_lm import load
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, evaluate, load_base, merge_pack, train_pack
+from mlx_packs.adapters.attach import attach
 from mlx_packs.adapters.full import unfreeze
 from mlx_packs.adapters.imported import attach_inference_only
-from mlx_packs.adapters.lora import attach
 from mlx_packs.config.recipe import resolve
 from mlx_packs.convert.interop import export_pack
 from mlx_packs.data.encoding import Example

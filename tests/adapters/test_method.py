@@ -4,7 +4,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_packs import load_base
-from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.attach import attach
 from mlx_packs.adapters.method import find_method
 from mlx_packs.adapters.trainable import trainable_modules
 from mlx_packs.config import choices

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mlx_packs import LoRAConfig, TrainConfig, load_base, merge_pack, train_pack
+from mlx_packs.adapters.attach import attach
 from mlx_packs.adapters.initial_factors import _EXACT, orthonormal_factors, principal_factors
-from mlx_packs.adapters.lora import attach
 from mlx_packs.adapters.method import find_method
 from mlx_packs.adapters.tensors import delta_of, merged_weight
 from mlx_packs.nn.frozen_weight import frozen_weight

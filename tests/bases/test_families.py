@@ -12,12 +12,11 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 
-from mlx_packs.adapters import lora as adapters
-from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.attach import attach
 from mlx_packs.bases.families import UNTRAINABLE, check_trainable
 from mlx_packs.config.schema import LoRAConfig
 from mlx_packs.errors import PackError
-from mlx_packs.nn.quantized import replace_modules
+from mlx_packs.nn.surgery import replace_modules
 from mlx_packs.runtime import mx, on_cpu
 from tests.helpers.errors import raises
 from tests.helpers.families import architectures, family_base, randomized, table, targets_of
@@ -161,7 +160,7 @@ def test_untrainable_families_are_rejected_by_name_and_do_not_train(family, monk
     base = family_base(family)
     with raises("unsupported", None, family, UNTRAINABLE[family]):
         attach(base)
-    monkeypatch.setattr(adapters, "check_trainable", lambda *_: None)
+    monkeypatch.setattr("mlx_packs.adapters.attach.check_trainable", lambda *_: None)
     faults = {
         "bitnet": "No Metal back-end|no gradient|[Nn]ot implemented|no projection",
         "dbrx": "Attempting to eval an array",

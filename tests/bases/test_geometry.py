@@ -6,7 +6,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.attach import attach
 from mlx_packs.bases.geometry import find_groups, linears, probe, select_targets
 from mlx_packs.bases.shapes import GeometryError, Heads
 from mlx_packs.config.schema import LoRAConfig, TrainConfig

@@ -11,13 +11,14 @@ from mlx.utils import tree_flatten
 
 from benchmarks.workloads import PASSAGES
 from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, train_pack
-from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.attach import attach
 from mlx_packs.bases.bitsandbytes import config_of, to_bitsandbytes
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.bases.geometry import probe
 from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.nn.nf4 import NF4Embedding, NF4Linear
-from mlx_packs.nn.quantized import dense_module, quantized_modules, replace_modules
+from mlx_packs.nn.quantized import dense_module, quantized_modules
+from mlx_packs.nn.surgery import replace_modules
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.ops import nf4
 from mlx_packs.packs.base import load_base_for

@@ -18,7 +18,7 @@ from mlx_packs.chips import CHIPS
 from mlx_packs.cli.doctor import report_lines
 from mlx_packs.cli.main import packs
 from mlx_packs.hashes import sealed
-from mlx_packs.nn.quantized import replace_modules
+from mlx_packs.nn.surgery import replace_modules
 from mlx_packs.ops import _backend, diagnostics
 from mlx_packs.ops.diagnostics import examine_kernel, examine_machine, kernel_instances
 from mlx_packs.ops.profile import profile

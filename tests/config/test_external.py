@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.attach import attach
 from mlx_packs.config.external import translate
 from mlx_packs.config.parse import read_settings
 from mlx_packs.config.recipe import resolve

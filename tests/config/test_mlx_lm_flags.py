@@ -13,7 +13,7 @@ from mlx_lm.tuner import datasets as their_data
 from mlx_lm.tuner import utils as their_tuner
 from mlx_lm.utils import _parse_size
 
-from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.attach import attach
 from mlx_packs.bases.geometry import select_targets
 from mlx_packs.cli.train import train as command
 from mlx_packs.config.external import translate

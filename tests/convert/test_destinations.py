@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_packs import LoRAConfig, Pack, load_base
-from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.attach import attach
 from mlx_packs.adapters.tensors import delta_of
 from mlx_packs.cli.main import packs
 from mlx_packs.convert.gguf import LAYOUTS, Gguf, gguf_tensors, layout_of, verify_gguf

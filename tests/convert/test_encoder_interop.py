@@ -10,7 +10,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, train_pack
-from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.attach import attach
 from mlx_packs.convert.interop import export_pack, import_adapter
 from mlx_packs.convert.merge import merge_pack
 from mlx_packs.data.formats import Row

@@ -14,7 +14,7 @@ from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model
 
 from mlx_packs import LoRAConfig, Pack, load_base
-from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.attach import attach
 from mlx_packs.convert.external import CONFIG, folded, verify_numerically
 from mlx_packs.convert.interop import ORIGINALS, SIDECAR, export_pack, import_adapter
 from mlx_packs.convert.merge import merge_pack

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mlx_packs import LoRAConfig, load_base
-from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.attach import attach
 from mlx_packs.bases.files import resolve_checkpoint
 from mlx_packs.convert.interop import export_pack
 from mlx_packs.inference.generate import complete

@@ -8,7 +8,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, TrainConfig, evaluate, load_base, runtime
-from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.attach import attach
 from mlx_packs.adapters.pipelined import (
     FAMILIES,
     PipelinedAdapters,

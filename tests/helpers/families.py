@@ -18,7 +18,8 @@ from types import ModuleType
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
-from mlx_packs.adapters.lora import Attached, attach
+from mlx_packs.adapters.attach import attach
+from mlx_packs.adapters.lora import Attached
 from mlx_packs.bases.families import ONE_BY_ONE, UNTRAINABLE, UNTRAINABLE_ON_METAL
 from mlx_packs.bases.geometry import linears
 from mlx_packs.config.schema import LoRAConfig

@@ -5,10 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mlx_packs import LoRAConfig, Pack
-from mlx_packs.adapters.lora import Attached, attach
-from mlx_packs.adapters.tensors import merged_weight
+from mlx_packs.adapters.attach import attach
+from mlx_packs.adapters.lora import Attached
+from mlx_packs.adapters.tensors import delta_of
 from mlx_packs.bases.model import BaseModel
 from mlx_packs.hashes import sealed
+from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.packs.making import pack_of
 from mlx_packs.runtime import mx
 
@@ -83,6 +85,7 @@ def merged_weights(attached: Attached) -> dict[str, mx.array]:
     """Return the weight of every adapted projection with its delta, in float32."""
     tensors = attached.tensors()
     return {
-        path: merged_weight(slot.spec, tensors, attached.frozen[path])
+        path: frozen_weight(attached.frozen[path]).dense().astype(mx.float32)
+        + delta_of(slot.spec, tensors)
         for path, slot in attached.slots.items()
     }

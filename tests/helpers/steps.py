@@ -8,7 +8,8 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
 from mlx_packs import LoRAConfig, TrainConfig
-from mlx_packs.adapters.lora import Attached, attach
+from mlx_packs.adapters.attach import attach
+from mlx_packs.adapters.lora import Attached
 from mlx_packs.data.batches import TokenCollate
 from mlx_packs.data.dataset import Batch
 from mlx_packs.data.encoding import Example

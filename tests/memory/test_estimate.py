@@ -8,7 +8,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, TrainConfig, runtime
-from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.attach import attach
 from mlx_packs.data.encoding import Example
 from mlx_packs.memory.estimate import estimate, remedies
 from mlx_packs.memory.headers import Headers, tensor_bytes

@@ -7,7 +7,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, TrainConfig
-from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.attach import attach
 from mlx_packs.data.encoding import Example
 from mlx_packs.memory import hybrid
 from mlx_packs.memory.estimate import estimate

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.attach import attach
 from mlx_packs.config.schema import LoRAConfig
 from mlx_packs.inference.generate import complete, complete_batch
 from mlx_packs.nn import lora

@@ -12,10 +12,10 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import save_config
 
-from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.attach import attach
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.config.schema import LoRAConfig
-from mlx_packs.nn.quantized import replace_modules
+from mlx_packs.nn.surgery import replace_modules
 from mlx_packs.packs.making import pack_of
 from mlx_packs.packs.pack import Pack
 from mlx_packs.runtime import mx

@@ -6,7 +6,7 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.attach import attach
 from mlx_packs.config.schema import LoRAConfig
 from mlx_packs.nn import gated_delta as layers
 from mlx_packs.nn.gated_delta import gated_delta_layer

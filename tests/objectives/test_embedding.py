@@ -8,8 +8,8 @@ import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_packs import LoRAConfig, TrainConfig, load_base
+from mlx_packs.adapters.attach import attach
 from mlx_packs.adapters.full import unfreeze
-from mlx_packs.adapters.lora import attach
 from mlx_packs.data.formats import Row
 from mlx_packs.data.pairs import PairCollate, encode_pairs
 from mlx_packs.objectives.embedding import (

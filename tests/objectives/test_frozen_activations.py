@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlx_packs import LoRAConfig, TrainConfig, runtime
-from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.attach import attach
 from mlx_packs.config.recipe import resolve
 from mlx_packs.data.batches import training_set
 from mlx_packs.data.sampler import Sampler

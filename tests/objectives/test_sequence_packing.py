@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.models.phi import PhiAttention
 
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
-from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.attach import attach
 from mlx_packs.errors import PackError
 from mlx_packs.evaluation.perplexity import Scorer
 from mlx_packs.nn.segments import SegmentCache, places_in_segments

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mlx_lm.tuner.utils import load_adapters
 
-from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.attach import attach
 from mlx_packs.config.schema import LoRAConfig
 from mlx_packs.packs.adapter_config import adapter_config_of
 from mlx_packs.packs.making import pack_of

@@ -19,7 +19,7 @@ from mlx_packs import (
     load_base,
     train_pack,
 )
-from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.attach import attach
 from mlx_packs.adapters.trainable import round_adapters
 from mlx_packs.bases import loading
 from mlx_packs.errors import PackError

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, Pack, load_base
-from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.attach import attach
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.cli.main import packs
 from mlx_packs.packs.base import Base, load_base_for

@@ -11,7 +11,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, TrainConfig, backend, load_base, runtime, train_pack
-from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.attach import attach
 from mlx_packs.bases.tokenizer import load_tokenizer
 from mlx_packs.data.dataset import Batch
 from mlx_packs.display import NORMAL, QUIET, Display

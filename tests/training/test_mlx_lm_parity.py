@@ -14,7 +14,7 @@ from mlx_lm.tuner.trainer import TrainingArgs, default_loss, iterate_batches, tr
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load_adapters
 
-from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.attach import attach
 from mlx_packs.config.schema import LoRAConfig
 from mlx_packs.data.encoding import Example
 from mlx_packs.packs.making import pack_of

@@ -13,7 +13,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, Phase, TrainConfig, train_pack
-from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.attach import attach
 from mlx_packs.errors import RunStopped
 from mlx_packs.objectives.causal_lm import CausalLM, split_head
 from mlx_packs.objectives.embedding import EmbeddingObjective

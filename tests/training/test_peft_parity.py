@@ -12,7 +12,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, TrainConfig, load_base
-from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.attach import attach
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.data.encoding import Example
 from mlx_packs.optim import make_optimizer

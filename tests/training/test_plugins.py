@@ -254,7 +254,7 @@ def test_two_packages_with_one_name_are_both_named(tmp_path, here):
 
 def test_a_method_is_made_of_its_class(tmp_path, here):
     text = FACTS.format(module="acme_method") + (
-        "from mlx_packs.adapters.lora import LoRA\nclass Method(LoRA):\n    pass\n"
+        "from mlx_packs.adapters.attach import LoRA\nclass Method(LoRA):\n    pass\n"
     )
     write_package(
         tmp_path,

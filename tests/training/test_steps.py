@@ -5,7 +5,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, TrainConfig, runtime
-from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.attach import attach
 from mlx_packs.data.encoding import Example
 from mlx_packs.memory.matmul_path import dense_bytes
 from mlx_packs.objectives.causal_lm import split_head

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mlx_packs import runtime
-from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.attach import attach
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.cpu.profile import CPU
 from mlx_packs.data.batches import PackedCollate

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ... import runtime
-from ...adapters.lora import attach
+from ...adapters.attach import attach
 from ...adapters.trainable import Trainable
 from ...config.choices import ANSWER_METRICS, answer_metric_of
 from ...config.data import DataConfig

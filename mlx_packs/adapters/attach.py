@@ -1,0 +1,118 @@
+"""Attach adapters to a base: which of its modules get one, and how its frozen weights are used."""
+
+from typing import TYPE_CHECKING
+
+import mlx.nn as nn
+
+from ..bases.families import check_trainable
+from ..bases.geometry import find_groups
+from ..bases.shapes import Group
+from ..errors import PackError
+from ..late import load
+from ..nn.lora import GroupedLoRA
+from ..nn.quantized import apply_matmul_path
+from .lora import Attached, add_adapters
+from .spec import ModuleSpec, Specs, factor_shapes
+from .targets import experts_note, fp16_copies, plan_specs, with_heads, without_narrow
+
+if TYPE_CHECKING:
+    from ..bases.model import BaseModel
+    from ..config.lora import LoRAConfig
+    from ..config.schema import TrainConfig
+
+
+class LoRA:
+    """Low-rank adapters beside frozen weights: y = W x + (alpha / r) B A x."""
+
+    def check(self, base: "BaseModel", matmul_path: str) -> None:
+        """Accept every base; `attach` checks what it targets."""
+
+    def attach(
+        self, base: "BaseModel", lora: "LoRAConfig", train: "TrainConfig", matmul_path: str
+    ) -> Attached:
+        """Attach fresh adapters, which change no output but by the rounding of ``--for-merge``."""
+        if train.for_merge != "none":
+            attach_for_merge = load("adapters.for_merge:attach_for_merge")
+            return attach_for_merge(base, lora, train, matmul_path)
+        return attach(base, lora, None, matmul_path, train.seed, train.train_fp16_fallback)
+
+    def adapter_shapes(self, specs: Specs) -> list[tuple[int, ...]]:
+        """Return the shapes of A [in, r] and B [r, out] of every slice."""
+        return factor_shapes(specs)
+
+    def kept_numbers(self, spec: ModuleSpec) -> int:
+        """Return the rank: x A is kept."""
+        return spec.rank
+
+
+def attach(
+    base: "BaseModel",
+    lora: "LoRAConfig | None" = None,
+    specs: Specs | None = None,
+    matmul_path: str = "quantized",
+    seed: int = 0,
+    fp16_fallback: bool = False,
+) -> Attached:
+    """Attach fresh adapters (B = 0: no logit changes) to a base.
+
+    Args:
+        base: without adapters.
+        lora: where and how large, for training; or
+        specs: exactly which adapters, as a pack's manifest has them; none at all is allowed.
+        matmul_path: how frozen weights are used while attached: quantized, dequantized on the fly, or dense.
+        seed: of the values of A.
+        fp16_fallback: dequantize modules whose geometry cannot be probed to fp16 and train on.
+
+    Raises:
+        PackError: a target does not exist, or a geometry cannot be probed.
+    """
+    check_bare(base)
+    if specs is None:
+        check_trainable(base.name, base.model)
+    lora = lora or load("config.lora:LoRAConfig")()
+
+    groups, fallback, notes = _probed(base, lora, specs, fp16_fallback)
+    if not groups and specs != {}:
+        raise PackError("--target-modules: no projection gets an adapter.", "unknown")
+    if specs is None:
+        specs = with_heads(plan_specs(groups, lora), base.model)
+
+    attached = Attached(base, specs, groups, notes)
+    try:
+        attached.swap(fallback)
+        modules = dict(base.model.named_modules())
+        attached.frozen = {path: modules[path] for path in specs}
+        attached.note_replaced(apply_matmul_path(base.model, matmul_path, base.is_lazy))
+        add_adapters(attached, lora.dropout, seed)
+        base.model.train(base.model.training)  # new modules join the mode of the rest
+    except BaseException:
+        attached.detach()
+        raise
+    return attached
+
+
+def _probed(
+    base: "BaseModel", lora: "LoRAConfig", specs: Specs | None, fp16_fallback: bool
+) -> tuple[list[Group], list[tuple[str, nn.Module]], list[str]]:
+    """Return the projections that get adapters, fp16 copies of those not probed, and notes."""
+    groups, faults = [], []
+    if specs is None:
+        where = lora.target_modules, lora.num_layers, lora.modules_to_save
+        groups, faults = find_groups(base.model, base.config, *where)
+    elif specs:
+        groups, faults = find_groups(base.model, base.config, tuple(specs), -1)
+    if faults and not fp16_fallback:
+        raise faults[0]
+
+    copies, notes = fp16_copies(base, faults)
+    groups = groups + [Group(None, (geometry,)) for geometry, _ in copies]
+    if specs is None and not lora.target_modules:
+        groups, left_out = without_narrow(groups, lora)
+        notes += left_out + experts_note(base.model)
+    return groups, [(geometry.path, module) for geometry, module in copies], notes
+
+
+def check_bare(base: "BaseModel") -> None:
+    """Raise a PackError if a base has adapters."""
+    if any(isinstance(m, GroupedLoRA) for m in base.model.modules()):
+        raise PackError(f"{base.name}: has adapters already. Detach them first.", "conflict")
