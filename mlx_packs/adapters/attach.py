@@ -59,7 +59,7 @@ def attach(
         base: without adapters.
         lora: where and how large, for training; or
         specs: exactly which adapters, as a pack's manifest has them; none at all is allowed.
-        matmul_path: how frozen weights are used while attached: quantized, dequantized on the fly, or dense.
+        matmul_path: how frozen weights are used while attached: quantized, transient or dense.
         seed: of the values of A.
         fp16_fallback: dequantize modules whose geometry cannot be probed to fp16 and train on.
 
