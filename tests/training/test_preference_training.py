@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from mlx_packs import LoRAConfig, Pack, TrainConfig, train_pack
 from mlx_packs.cli.train import train as train_command
 from mlx_packs.errors import PackError
+from mlx_packs.nn.noisy_embedding import NoisyEmbedding
 from mlx_packs.reading import read_json
 from mlx_packs.runtime import mx
 from tests.helpers.errors import raises
@@ -127,6 +128,34 @@ def test_preferences_follow_completions_with_the_reference_of_that_moment(tmp_pa
     train_pack("tiny", None, LORA, {**shared, "phases": phases}, tmp_path / "p", resume=True)
     resumed = tensors_of(tmp_path / "p")
     assert all(np.array_equal(pack[n], resumed[n]) for n in pack)
+
+
+def test_each_phase_of_preferences_has_its_own_reference(tmp_path, data):
+    phases = [{"name": name, "data": str(data), "iters": 3} for name in "ab"]
+    train = {**SETTINGS, "phases": phases}
+    run = train_pack("tiny", None, LORA, train, tmp_path / "p")
+    losses = {line["batch"]: line["loss"] for line in run.curve if "loss" in line}
+    assert losses[1] == pytest.approx(np.log(2), abs=1e-4)  # as the phase began: nothing gained
+    assert losses[4] == pytest.approx(np.log(2), abs=1e-4) and losses[3] < losses[4]
+
+    shutil.rmtree(tmp_path / "p-run" / "step-000006")
+    shutil.copytree(tmp_path / "p", tmp_path / "whole")
+    resumed = train_pack("tiny", None, LORA, train, tmp_path / "p", resume=True)
+    assert same(tmp_path / "whole", tmp_path / "p")
+    for key in ("phases", "preference_accuracy_after", "reward_margin_after"):
+        assert run.report[key] == resumed.report[key]
+
+
+def test_phases_of_several_tasks_have_the_noise_of_embeddings_once(tmp_path, data, monkeypatch):
+    made = []
+    init = NoisyEmbedding.__init__
+    monkeypatch.setattr(
+        NoisyEmbedding, "__init__", lambda self, *args: (made.append(self), init(self, *args))[1]
+    )
+    shared = {**SETTINGS, "task": "lm", "neftune_noise_alpha": 5.0}
+    phases = [{**phase, "iters": 1} for phase in phases_of(data, tmp_path)]
+    train_pack("tiny", None, LORA, {**shared, "phases": phases}, tmp_path / "p")
+    assert len(made) == 1
 
 
 @pytest.mark.slow
