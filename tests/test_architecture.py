@@ -15,7 +15,7 @@ terminal errors plugins signals fork late runtime kinds reading hashes filesyste
 notebook_bar display gates measurements chips macos
 distributed schedules config report ops cpu optim nn bases adapters data objectives inference packs memory evaluation
 training sweeps
-convert serving bench layers cli
+convert serving bench layers extras cli
 """.split()
 ENTRY_POINTS = ("__init__", "__main__", "train")  # import what they like; nobody imports them
 
@@ -68,9 +68,18 @@ def test_no_module_imports_itself_by_way_of_others(package):
         raise AssertionError(cycle) from None
 
 
-def test_the_package_for_cpus_is_only_loaded_by_name():
-    users = {unit for unit, imported in imports_between_units() if imported == "cpu"}
+@pytest.mark.parametrize("package", ["cpu", "extras"])
+def test_packages_that_are_only_loaded_by_name(package):
+    users = {unit for unit, imported in imports_between_units() if imported == package}
     assert not users
+
+
+SATELLITES = set("sweeps convert serving bench layers extras cli".split())
+
+
+def test_extras_import_only_the_core():
+    imported = {imported for unit, imported in imports_between_units() if unit == "extras"}
+    assert not imported & SATELLITES
 
 
 # Longer than the limit, each for its reason. A file is one idea, however long that is.

@@ -19,7 +19,7 @@ from mlx_packs.adapters.attach import attach
 from mlx_packs.adapters.dora import DoRAAttached
 from mlx_packs.adapters.for_merge import ForMerge, Rounding
 from mlx_packs.adapters.lora import Attached
-from mlx_packs.adapters.residual import install
+from mlx_packs.adapters.variants import install
 from mlx_packs.bases.weight_formats import named_format
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.data.batches import few_shapes, most_targets, token_collate
@@ -28,9 +28,9 @@ from mlx_packs.data.encoding import Example, Examples
 from mlx_packs.data.packing import aligned_batches
 from mlx_packs.data.sampler import Sampler
 from mlx_packs.data.shapes import sequence_inputs
+from mlx_packs.extras.initial_factors import ResidualLoRA
 from mlx_packs.nn.blocks import attends_by_spans
 from mlx_packs.nn.dora import GroupedDoRA
-from mlx_packs.nn.residual_lora import ResidualLoRA
 from mlx_packs.objectives.causal_lm import CausalLM, possible_heads
 from mlx_packs.ops import _check
 from mlx_packs.ops.span_attention import Spans

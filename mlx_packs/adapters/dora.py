@@ -15,9 +15,9 @@ from ..nn.quantized import TransientLinear
 from ..runtime import mx, on_cpu
 from .attach import attach
 from .lora import Attached
-from .residual import check_linears, install, weight_of
 from .spec import ModuleSpec, SliceSpec, Specs
 from .tensors import load_slots, slot_tensors
+from .variants import check_linears, install, weight_of
 
 if TYPE_CHECKING:
     from ..bases.model import BaseModel

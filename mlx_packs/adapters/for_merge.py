@@ -34,9 +34,9 @@ from ..nn.straight_through import QuantizedSum, StraightThroughLinear, StraightT
 from ..runtime import mx
 from .attach import attach, check_bare
 from .lora import Attached
-from .residual import install
 from .spec import ModuleSpec, Specs
 from .tensors import Slot, delta_of
+from .variants import install
 
 if TYPE_CHECKING:
     from ..bases.model import BaseModel

@@ -251,9 +251,9 @@ METHODS = Table(
     {
         "lora": MethodFacts("mlx_packs.adapters.attach:LoRA"),
         "dora": MethodFacts("mlx_packs.adapters.dora:DoRA", magnitudes=True),
-        "pissa": MethodFacts("mlx_packs.adapters.residual:PiSSA"),
-        "olora": MethodFacts("mlx_packs.adapters.residual:OLoRA"),
-        "loftq": MethodFacts("mlx_packs.adapters.loftq:LoftQ"),
+        "pissa": MethodFacts("mlx_packs.extras.initial_factors:PiSSA"),
+        "olora": MethodFacts("mlx_packs.extras.initial_factors:OLoRA"),
+        "loftq": MethodFacts("mlx_packs.extras.initial_factors:LoftQ"),
         "full": MethodFacts("mlx_packs.adapters.full:FullFineTuning", trains_base=True),
     },
 )

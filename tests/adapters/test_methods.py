@@ -1,18 +1,13 @@
 """Methods other than plain LoRA: what they begin with, what they train, and the packs they make."""
 
-import math
-
 import numpy as np
 import pytest
 
 from mlx_packs import LoRAConfig, TrainConfig, load_base, merge_pack, train_pack
 from mlx_packs.adapters.attach import attach
-from mlx_packs.adapters.initial_factors import _EXACT, orthonormal_factors, principal_factors
 from mlx_packs.adapters.method import find_method
 from mlx_packs.adapters.tensors import delta_of
 from mlx_packs.nn.frozen_weight import frozen_weight
-from mlx_packs.nn.lora import AdapterShape, GroupedLoRA
-from mlx_packs.nn.residual_lora import ResidualLoRA
 from mlx_packs.ops.profile import GPU, forced_profile
 from mlx_packs.packs.making import pack_of
 from mlx_packs.runtime import mx
@@ -107,31 +102,6 @@ def test_the_graph_of_a_gpu_computes_the_same(method):
         assert mx.allclose(base.model(TOKENS), on_cpu, atol=1e-4).item()
 
 
-def test_small_changes_of_large_factors_survive_half_precision():
-    """B A - B0 A0 in bfloat16, where A has changed by less than its own last bit there."""
-    lora = GroupedLoRA(64, [AdapterShape(32, 4, 1.0)], 0.0, [mx.random.key(0)])
-    a, b = mx.random.normal((64, 4)), mx.random.normal((4, 32))
-    lora.lora_a, lora.lora_b = [a], [b]
-    residual = ResidualLoRA(lora)
-    residual.lora_a[0] = a * (1 + 2.0**-12)
-    wide = [m.astype(mx.bfloat16).astype(mx.float32) for (m,) in residual.multiplied()]
-    wanted = (residual.lora_a[0] - a) @ b
-    left = mx.linalg.norm(wide[0] @ wide[1] - wanted).item()
-    assert left < 0.01 * mx.linalg.norm(wanted).item()
-
-
-@pytest.mark.parametrize("method", ["pissa", "olora"])
-def test_a_pack_of_twice_the_rank_is_the_change_since_the_beginning(method):
-    base = base_of("qwen3")
-    trainable = moved(attached(method, base))
-    trained, tensors = base.model(TOKENS), trainable.tensors()
-    assert all(spec.rank == 8 for spec in trainable.specs.values())
-    trainable.detach()
-    plain = attach(base, specs=trainable.specs)
-    plain.load(tensors, "test")
-    assert mx.allclose(base.model(TOKENS), trained, atol=1e-4).item()
-
-
 def test_rows_of_zeros_are_applied_and_merged(tmp_path):
     folder = write_dense(tmp_path / "dense", dtype=mx.float32, vocab_size=4096)
     file = str(folder / "model.safetensors")
@@ -171,43 +141,10 @@ def test_weights_that_cannot_be_dequantized_are_named(monkeypatch):
     def fails(_):
         raise ValueError("no kernel for this")
 
-    monkeypatch.setattr("mlx_packs.adapters.residual.frozen_weight", fails)
+    monkeypatch.setattr("mlx_packs.adapters.variants.frozen_weight", fails)
     for method in OTHERS:
         with raises("unsupported", None, "q_proj", "no kernel for this", "--method lora"):
             attached(method, base_of("llama"))
-
-
-@pytest.mark.parametrize("shape", [(40, 24), (24, 40), (_EXACT + 40, _EXACT + 90)])
-def test_principal_factors_are_the_best_of_their_rank(shape):
-    u = mx.linalg.qr(mx.random.normal((shape[0], 20)), stream=mx.cpu)[0]
-    v = mx.linalg.qr(mx.random.normal((shape[1], 20)), stream=mx.cpu)[0]
-    values = mx.array([2.0 ** -(i / 2) for i in range(20)])
-    weight, scale = (u * values) @ v.T, 2.0
-    a, b = principal_factors(weight, 6, scale)
-    left = mx.linalg.norm(weight - scale * (a @ b).T).item()
-    assert left == pytest.approx(math.sqrt(sum(2.0**-i for i in range(6, 20))), rel=1e-3)
-    assert mx.allclose(a.square().sum(0), b.square().sum(1), rtol=1e-3).item()
-
-
-def test_orthonormal_factors_are_those_of_the_whole_qr():
-    weight = mx.random.normal((24, 40))
-    a, b = orthonormal_factors(weight, 5, 2.0)
-    q, r = mx.linalg.qr(weight, stream=mx.cpu)
-    assert mx.allclose((a @ b).T, q[:, :5] @ r[:5], atol=1e-4).item()
-    assert mx.allclose(b @ b.T, mx.eye(5), atol=1e-5).item()
-
-
-@pytest.mark.parametrize("mode", ["nf4", "affine4"])
-def test_loftq_begins_nearer_to_the_dense_weights(mode, tmp_path):
-    folder = write_dense(tmp_path / "dense")
-    dense = dict(load_base(folder).model.named_modules())
-    base = load_base(folder, mode)
-    trainable = attached("loftq", base)
-    for path, spec in trainable.specs.items():
-        weight = dense[path].weight.astype(mx.float32)
-        lost = weight - frozen_weight(trainable.frozen[path]).dense().astype(mx.float32)
-        left = lost - delta_of(spec, trainable.tensors())
-        assert mx.linalg.norm(left).item() < 0.97 * mx.linalg.norm(lost).item()
 
 
 def test_rslora_scales_by_the_root_of_the_rank():
@@ -269,16 +206,6 @@ def test_a_resumed_run_equals_an_unbroken_one_to_the_bit(method, settings, rows,
     resumed = train_pack(str(base), rows, lora, whole, tmp_path / "b", resume=True, overwrite=True)
     for name, tensor in unbroken.pack.tensors.items():
         assert mx.array_equal(tensor, resumed.pack.tensors[name]).item(), name
-
-
-def test_loftq_needs_a_dense_checkpoint_that_is_quantized(tiny, rows, tmp_path):
-    loftq = with_settings(method="loftq")
-    with raises("conflict", None, "--method loftq", "stored quantized", "--quantize"):
-        train_pack(tiny, rows, train=loftq, out=tmp_path / "p")
-    dense = write_dense(tmp_path / "dense", vocab_size=4096)
-    with raises("conflict", None, "--method loftq", "is not quantized", "--quantize nf4"):
-        train_pack(str(dense), rows, train=loftq, out=tmp_path / "p")
-    assert not (tmp_path / "p").exists()
 
 
 @pytest.mark.parametrize("method", [*OTHERS, "loftq"])

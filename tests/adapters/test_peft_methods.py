@@ -1,14 +1,12 @@
 """Methods beside PEFT's own, on one small model: what they begin with, logits and gradients."""
 
 import shutil
-from types import SimpleNamespace
 
 import mlx.nn as nn
 import numpy as np
 import pytest
 
 from mlx_packs import Pack, load_base
-from mlx_packs.adapters.initial_factors import principal_factors
 from mlx_packs.adapters.method import find_method
 from mlx_packs.adapters.saved_modules import attach_method
 from mlx_packs.bases.files import tiny_checkpoint
@@ -175,18 +173,6 @@ def test_rslora_has_the_scale_of_peft(checkpoint):
     trainable = find_method("lora").attach(base, lora, TrainConfig(), "quantized")
     ours = {part.scale for spec in trainable.specs.values() for part in spec.slices}
     assert sorted(ours) == pytest.approx(sorted(scales))
-
-
-def test_loftq_begins_with_the_factors_of_peft():
-    pytest.importorskip("torch")
-    import torch
-    from peft.utils.loftq_utils import _low_rank_decomposition
-
-    lost = mx.random.normal((48, 80), key=mx.random.key(1))
-    theirs = _low_rank_decomposition(torch.tensor(np.array(lost)), reduced_rank=RANK)
-    theirs = SimpleNamespace(**theirs)
-    a, b = principal_factors(lost, RANK, 1.0)
-    np.testing.assert_allclose(np.array(a @ b).T, (theirs.L @ theirs.R).numpy(), atol=1e-4)
 
 
 PLACES = {  # targets and modules to save; PEFT takes the ends of paths without their dots

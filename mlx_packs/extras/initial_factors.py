@@ -1,0 +1,321 @@
+"""PiSSA, OLoRA and LoftQ: LoRA that begins with factors, instead of A at random and B zero.
+
+PiSSA and OLoRA begin with factors of the weight, which is used without them. A pack has the factors
+at the end beside those at the beginning, with a minus: plain LoRA of twice the rank, on that base.
+
+LoftQ begins with the best approximation of what quantization has lost: W is about Q + s B A.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, ClassVar
+
+import mlx.nn as nn
+
+from ..adapters.attach import attach
+from ..adapters.lora import Attached
+from ..adapters.spec import ModuleSpec, Specs, factor_shapes
+from ..adapters.tensors import Slot, load_slots, slot_tensors
+from ..adapters.variants import check_linears, install, weight_of
+from ..bases.config_file import CONFIG, read_config
+from ..bases.files import quantized_as
+from ..bases.loading import lazy_base
+from ..config.lora import LoRAConfig
+from ..config.schema import TrainConfig
+from ..errors import PackError
+from ..nn.lora import GroupedLoRA
+from ..nn.quantized import QUANTIZED
+from ..runtime import mx
+
+if TYPE_CHECKING:
+    from ..bases.model import BaseModel
+
+Factors = tuple[mx.array, mx.array]  # A [D, R] and B [R, O], in float32
+_EXACT = 512  # of the smaller side; larger weights take a randomized decomposition
+_MORE = 16  # columns that it samples beyond the rank
+_PASSES = 8
+
+
+def principal_factors(weight: mx.array, rank: int, scale: float) -> Factors:
+    """Return the factors whose product with s is the best approximation of that rank.
+
+    Semantics: U diag(S) V^T = W;  A = V sqrt(S / s), B = sqrt(S / s) U^T, of the largest R.
+
+    PiSSA: https://arxiv.org/abs/2404.02948. LoftQ, of what quantization loses:
+    https://arxiv.org/abs/2310.08659
+    """
+    u, s, vt = _decomposed(weight, rank)
+    root = mx.sqrt(s / scale)
+    return vt.T * root, root[:, None] * u.T
+
+
+def orthonormal_factors(weight: mx.array, rank: int, scale: float) -> Factors:
+    """Return the first columns of Q as B, and the first rows of R as A, where Q R = W.
+
+    OLoRA: https://arxiv.org/abs/2406.01775
+    """
+    q, _ = mx.linalg.qr(weight[:, :rank], stream=mx.cpu)
+    return weight.T @ q, q.T
+
+
+class ResidualLoRA(GroupedLoRA):
+    """Adapters of a projection group beside what is left of the weights when they begin.
+
+    Semantics: y = (W - s B0 A0) x + s B A x, where A and B begin as A0 and B0
+
+    The weight stays as it is, quantized or not: what it is left without is added with a minus, as
+    more rows of A and columns of B.
+
+    Args:
+        lora: the group that it takes the place of, with A0 and B0 of each adapter.
+
+    PiSSA: https://arxiv.org/abs/2404.02948
+    """
+
+    def __init__(self, lora: GroupedLoRA) -> None:
+        nn.Module.__init__(self)
+        self._slots, self._scales, self._kept = lora._slots, lora._scales, None
+        self.dropout = lora.dropout
+        self.lora_a, self.lora_b = list(lora.lora_a), list(lora.lora_b)
+        self._removed_a, self._removed_b = list(lora.lora_a), [-b for b in lora.lora_b]
+
+    @property
+    def removed(self) -> list[mx.array]:
+        """A0 and -B0 of each adapter, which are not trained."""
+        return [*self._removed_a, *self._removed_b]
+
+    def multiplied(self) -> tuple[list[mx.array], list[mx.array]]:
+        """Return factors [D, 2R] and [2R, O] whose product is B A - B0 A0.
+
+        They are those of B (A - A0) + (B - B0) A0: in half precision nothing large is subtracted.
+        """
+        a = zip(self.lora_a, self._removed_a, strict=True)
+        b = zip(self.lora_b, self._removed_b, strict=True)
+        return (
+            [mx.concatenate([own - removed, removed], -1) for own, removed in a],
+            [mx.concatenate([own, own + removed], -2) for own, removed in b],
+        )
+
+    def stored(self) -> tuple[list[mx.array], list[mx.array]]:
+        """Return the same product as factors that have every bit: A with A0, B with -B0."""
+        a = zip(self.lora_a, self._removed_a, strict=True)
+        b = zip(self.lora_b, self._removed_b, strict=True)
+        return [mx.concatenate(p, -1) for p in a], [mx.concatenate(p, -2) for p in b]
+
+    def set_stored(self, lora_a: Sequence[mx.array], lora_b: Sequence[mx.array]) -> None:
+        """Set all factors from what `stored` returns."""
+        for own, removed, whole, axis in (
+            (self.lora_a, self._removed_a, lora_a, -1),
+            (self.lora_b, self._removed_b, lora_b, -2),
+        ):
+            halves = [mx.split(factor, 2, axis) for factor in whole]
+            own[:], removed[:] = [h[0] for h in halves], [h[1] for h in halves]
+
+
+class Residual(Attached):
+    """Adapters on what is left of weights; ``specs`` and tensors are those of its packs."""
+
+    def __init__(self, attached: Attached, method: str) -> None:
+        super().__init__(attached.base, attached.specs, attached.groups, attached.notes)
+        vars(self).update(vars(attached))
+        self.method = method
+        self.specs = {path: _twice(spec) for path, spec in attached.specs.items()}
+
+    def tensors(self) -> dict[str, mx.array]:
+        """Return adapters by name on disk, of twice the rank that is trained."""
+        return slot_tensors(self._whole())
+
+    def load(self, tensors: Mapping[str, mx.array], where: str) -> None:
+        """Set all adapters, those that the weights are left without too."""
+        whole = self._whole()
+        load_slots(whole, tensors, where)
+        factors = {id(self.slots[path].lora): slot.lora for path, slot in whole.items()}
+        for slot in self.slots.values():
+            if (both := factors.pop(id(slot.lora), None)) is not None:
+                slot.lora.set_stored(both.lora_a, both.lora_b)
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Return a context in which the model computes what the base does."""
+        trained = self.tensors()
+        try:
+            self.load({name: mx.zeros_like(t) for name, t in trained.items()}, "base")
+            yield
+        finally:
+            self.load(trained, "trained")
+
+    def _whole(self) -> dict[str, Slot]:
+        """Return the slots of all factors, the trained and the removed ones side by side."""
+        loras = {id(slot.lora): slot.lora for slot in self.slots.values()}
+        whole = {}
+        for key, lora in loras.items():
+            a, b = lora.stored()
+            whole[key] = SimpleNamespace(lora_a=a, lora_b=b)
+        return {
+            path: Slot(whole[id(slot.lora)], slot.first, self.specs[path])
+            for path, slot in self.slots.items()
+        }
+
+
+class ResidualMethod:
+    """A method whose adapters begin with factors of the weights, which are left without them.
+
+    Attributes:
+        name: in `config.choices.METHODS`.
+        factors: of a weight, a rank and a scale.
+    """
+
+    name: ClassVar[str]
+    factors: ClassVar[Callable[[mx.array, int, float], Factors]]
+
+    def check(self, base: "BaseModel", matmul_path: str) -> None:
+        """Accept every base whose weights can be read."""
+
+    def attach(
+        self, base: "BaseModel", lora: LoRAConfig, train: TrainConfig, matmul_path: str
+    ) -> Residual:
+        """Attach adapters that begin with factors of the weights; no output changes."""
+        attached = attach(base, lora, None, matmul_path, train.seed, train.train_fp16_fallback)
+        try:
+            check_linears(attached, self.name)
+            begin_with(attached, self.factors, weight_of)
+            install(attached, ResidualLoRA)
+        except BaseException:
+            attached.detach()
+            raise
+        return Residual(attached, self.name)
+
+    def adapter_shapes(self, specs: Specs) -> list[tuple[int, ...]]:
+        """Return the shapes of A [in, r] and B [r, out] of every slice, as they are trained."""
+        return factor_shapes(specs)
+
+    def kept_numbers(self, spec: ModuleSpec) -> int:
+        """Return twice the rank: x A and x A0 are kept."""
+        return 2 * spec.rank
+
+
+class PiSSA(ResidualMethod):
+    """Adapters that begin with the principal factors of the weights (arXiv:2404.02948)."""
+
+    name = "pissa"
+    factors = staticmethod(principal_factors)
+
+
+class OLoRA(ResidualMethod):
+    """Adapters that begin with orthonormal factors of the weights (arXiv:2406.01775)."""
+
+    name = "olora"
+    factors = staticmethod(orthonormal_factors)
+
+
+class LoftQ:
+    """LoRA that begins with the principal factors of W - Q, as PEFT's LoftQ of one iteration.
+
+    Further iterations would quantize another weight than that of the checkpoint, and the pack
+    would be of a base of its own.
+
+    LoftQ: https://arxiv.org/abs/2310.08659
+    """
+
+    def check(self, base: "BaseModel", matmul_path: str) -> None:
+        """Check that a base is quantized, and its checkpoint is not."""
+        modules = base.model.modules()
+        if not any(isinstance(module, QUANTIZED) for module in modules):
+            raise PackError(
+                f"--method loftq: {base.name} is not quantized, so nothing is lost that it could "
+                "begin with. Pass --quantize nf4 or affine4, or take --method pissa or lora.",
+                "conflict",
+            )
+        if quantized_as(base.path, read_config(base.path / CONFIG)) is not None:
+            raise PackError(
+                f"--method loftq: {base.name} is stored quantized, and what that has lost is not in "
+                "it. Take the dense checkpoint with --quantize, or --method lora.",
+                "conflict",
+            )
+
+    def attach(
+        self, base: "BaseModel", lora: LoRAConfig, train: TrainConfig, matmul_path: str
+    ) -> Attached:
+        """Attach adapters that begin with what quantization has lost."""
+        attached = attach(base, lora, None, matmul_path, train.seed, train.train_fp16_fallback)
+        try:
+            check_linears(attached, "loftq")
+            dense = _dense_weights(base, attached.frozen)
+
+            def lost(path: str, module: nn.Module) -> mx.array:
+                # taken out, so that one dense weight at a time is in memory
+                return dense.pop(path).astype(mx.float32) - weight_of(path, module)
+
+            begin_with(attached, principal_factors, lost)
+        except BaseException:
+            attached.detach()
+            raise
+        attached.method = "loftq"
+        return attached
+
+    def adapter_shapes(self, specs: Specs) -> list[tuple[int, ...]]:
+        """Return the shapes of A [in, r] and B [r, out] of every slice."""
+        return factor_shapes(specs)
+
+    def kept_numbers(self, spec: ModuleSpec) -> int:
+        """Return the rank: x A is kept."""
+        return spec.rank
+
+
+def begin_with(
+    attached: Attached,
+    factors: Callable[[mx.array, int, float], Factors],
+    weight: Callable[[str, nn.Module], mx.array],
+) -> None:
+    """Set the factors of all adapters from the weights that they are for.
+
+    Args:
+        attached: the adapters.
+        factors: of a weight [O, D], a rank and a scale.
+        weight: of the module at a path.
+    """
+    for path, slot in attached.slots.items():
+        whole, row, index = weight(path, attached.frozen[path]), 0, slot.first
+        for part in slot.spec.slices:
+            if part.rank:
+                rows = whole[row : row + part.width]
+                a, b = factors(rows, part.rank, part.scale)
+                mx.eval(a, b)
+                slot.lora.lora_a[index], slot.lora.lora_b[index] = a, b
+                index += 1
+            row += part.width
+
+
+def _decomposed(weight: mx.array, rank: int) -> tuple[mx.array, mx.array, mx.array]:
+    """Return the largest singular values [R] with U [O, R] and V^T [R, D].
+
+    Large weights by subspace iteration from random columns (https://arxiv.org/abs/0909.4061, 4.4).
+    """
+    if min(weight.shape) <= max(_EXACT, rank + _MORE):
+        u, s, vt = mx.linalg.svd(weight, stream=mx.cpu)
+        return u[:, :rank], s[:rank], vt[:rank]
+    columns = mx.random.normal((weight.shape[1], rank + _MORE), key=mx.random.key(0))
+    q = _orthonormal(weight @ columns)
+    for _ in range(_PASSES):
+        q = _orthonormal(weight @ _orthonormal(weight.T @ q))
+    u, s, vt = mx.linalg.svd(q.T @ weight, stream=mx.cpu)
+    return (q @ u)[:, :rank], s[:rank], vt[:rank]
+
+
+def _orthonormal(columns: mx.array) -> mx.array:
+    return mx.linalg.qr(columns, stream=mx.cpu)[0]
+
+
+def _twice(spec: ModuleSpec) -> ModuleSpec:
+    """Return the adapters of a projection with twice the rank, and the same scale."""
+    slices = (replace(s, rank=2 * s.rank, alpha=2 * s.alpha) for s in spec.slices)
+    return replace(spec, slices=tuple(slices))
+
+
+def _dense_weights(base: "BaseModel", paths: Iterable[str]) -> dict[str, mx.array]:
+    """Return the weights at some paths as the checkpoint has them; none is read yet."""
+    # its code, if it has any, was run with the user's consent when it was loaded before
+    modules = dict(lazy_base(base.path, trust_remote_code=True).model.named_modules())
+    return {path: modules[path].weight for path in paths}
