@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 from click.shell_completion import CompletionItem
 
-from ..config.choices import MATMUL_PATHS
+from ..config.choices import MATMUL_PATHS, without_extras
 from ..config.data import DataConfig
 from ..config.fields import SECTIONS, facts_of, flags_of
 from ..config.lora import LoRAConfig
@@ -45,7 +45,9 @@ class Option(click.Option):
         section: of help.
         default_text: the default in words.
         common: whether short help has it, or what it says there in place of ``help``.
+        common_metavar: the value in short help, where it differs.
         tasks: the tasks that it belongs to; empty where all have it.
+        extra: whether only the help of all options has it.
         settings: of `click.Option`.
     """
 
@@ -55,16 +57,20 @@ class Option(click.Option):
         section: str = "Output",
         default_text: str | None = None,
         common: bool | str = False,
+        common_metavar: str | None = None,
         tasks: Sequence[str] = (),
+        extra: bool = False,
         **settings,
     ) -> None:
         super().__init__(names, **settings)
         self.common = common
+        self.common_metavar = common_metavar
         self.tasks = tuple(tasks)
+        self.extra = extra
         self.section = section
         self.default_text = default_text
         if isinstance(self.type, click.Choice):
-            self.metavar = "{" + ",".join(self.type.choices) + "}"
+            self.metavar = one_of(self.type.choices)
         elif isinstance(self.type, click.types.IntParamType):
             self.metavar = self.metavar or "N"
 
@@ -156,16 +162,22 @@ def setting(name: str, default_text: str | None = None, **overrides) -> Callable
 def _of_field(field: dataclasses.Field, default_text: str | None, **overrides) -> Callable:
     facts, flags = facts_of(field), flags_of(field)
     described: dict = {"section": facts.section, "help": facts.help, "default_text": default_text}
-    described["common"] = facts.common
+    described |= {"common": facts.common, "extra": facts.extra}
     if isinstance(field.default, bool):
         described |= {"is_flag": True, "default": None}
         flags = facts.flags or (f"{flags[0]}/--no-{flags[0][2:]}",)
     elif facts.choices:
-        described["metavar"] = "{" + ",".join(facts.choices) + "}"
+        described["metavar"] = one_of(facts.choices)
+        described["common_metavar"] = one_of(without_extras(facts.choices))
     else:
         kinds = {int: "N", int | None: "N", float: "X", tuple[str, ...]: "NAMES"}
         described["metavar"] = facts.metavar or kinds.get(field.type, "TEXT")
     return option(*flags, field.name, **described | overrides)
+
+
+def one_of(values: Iterable[str]) -> str:
+    """Return what help calls a value that is one of several."""
+    return "{" + ",".join(values) + "}"
 
 
 def shown_default(name: str) -> str | None:

@@ -56,9 +56,11 @@ class TopicCommand(SectionedCommand):
             formatter.write_text("\n\n".join(paragraphs[:2]))
 
     def shown_options(self, ctx: click.Context) -> Iterator[click.Parameter]:
-        """Yield the options of the topic; common ones with one line of help."""
+        """Yield the options of the topic; common ones with one line of help, extras among all."""
         topic = _topic(ctx)
         for param in self.get_params(ctx):
+            if getattr(param, "extra", False) and topic != ALL:
+                continue
             tasks = getattr(param, "tasks", ())
             summary = getattr(param, "common", False)
             if topic == ALL or topic in tasks:
@@ -66,6 +68,7 @@ class TopicCommand(SectionedCommand):
             elif summary and (topic == COMMON or not tasks):
                 shortened = copy.copy(param)
                 shortened.help = param.help if summary is True else summary
+                shortened.metavar = param.common_metavar or param.metavar
                 yield shortened
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

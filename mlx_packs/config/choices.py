@@ -102,6 +102,7 @@ class MethodFacts:
     trains_base: bool = False
     # Whether every output of an adapted projection has a magnitude, whose gradient needs the output.
     magnitudes: bool = False
+    extra: bool = False  # whether it is in `extras`, so that only ``-h all`` lists it
 
 
 @dataclass(frozen=True)
@@ -251,9 +252,9 @@ METHODS = Table(
     {
         "lora": MethodFacts("mlx_packs.adapters.attach:LoRA"),
         "dora": MethodFacts("mlx_packs.adapters.dora:DoRA", magnitudes=True),
-        "pissa": MethodFacts("mlx_packs.extras.initial_factors:PiSSA"),
-        "olora": MethodFacts("mlx_packs.extras.initial_factors:OLoRA"),
-        "loftq": MethodFacts("mlx_packs.extras.initial_factors:LoftQ"),
+        "pissa": MethodFacts("mlx_packs.extras.initial_factors:PiSSA", extra=True),
+        "olora": MethodFacts("mlx_packs.extras.initial_factors:OLoRA", extra=True),
+        "loftq": MethodFacts("mlx_packs.extras.initial_factors:LoftQ", extra=True),
         "full": MethodFacts("mlx_packs.adapters.full:FullFineTuning", trains_base=True),
     },
 )
@@ -320,6 +321,12 @@ def weight_modes_of(tensors: Iterable[str]) -> dict[str, str]:
         if mode := tails.get(dot + part):
             modes[path.removesuffix(".weight")] = mode  # bitsandbytes: x.weight.absmax
     return modes
+
+
+def without_extras(names: Iterable[str]) -> list[str]:
+    """Return the names of a listing without those of `extras`."""
+    facts = names if isinstance(names, Table) else {}
+    return [name for name in names if not getattr(facts.get(name), "extra", False)]
 
 
 def registered(names: Iterable[str], code: Mapping[str, T]) -> dict[str, T]:

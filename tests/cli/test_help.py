@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from mlx_packs.cli.examples import EXAMPLES
 from mlx_packs.cli.main import COMMANDS, OTHER_COMMANDS, packs
 from mlx_packs.cli.options import SETTINGS
-from mlx_packs.config.choices import TASKS
+from mlx_packs.config.choices import METHODS, TASKS
 from mlx_packs.config.fields import facts_of, flags_of
 from mlx_packs.config.tasks import tasks_of
 
@@ -71,6 +71,15 @@ def test_help_of_a_task_has_its_options_and_no_others(task):
             assert (flag in flags) == (task in tasks), flag
         elif facts_of(field).common:
             assert flag in flags
+
+
+def test_extras_are_only_in_the_help_of_all_options():
+    extras = [name for name, facts in METHODS.items() if facts.extra]
+    assert extras
+    for text in (shown("train", "-h"), shown("train", "-h", "lm")):
+        assert not [name for name in extras if name in text]
+    text = shown("train", "-h", "all")
+    assert all(name in text for name in extras)
 
 
 def test_an_unknown_topic_is_named():
