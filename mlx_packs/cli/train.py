@@ -146,7 +146,8 @@ def train(
         raise
     if not group().is_first:  # which prints
         return
-    lines = task_class(recipe.train.last_task).report_lines(result.report)
+    train = recipe.train
+    lines = task_class(train.last_task, train.objective).report_lines(result.report)
     print_report(result.to_json(), lines[:1] if quiet else lines)
     exit_if_failed(failures(result.report["gates"]))
 

@@ -258,7 +258,10 @@ METHODS = Table(
         "full": MethodFacts("mlx_packs.adapters.full:FullFineTuning", trains_base=True),
     },
 )
-OBJECTIVES = ("transformer", "projection-stack")
+OBJECTIVES = {  # what makes the class of a task on another forward pass, module:name
+    "transformer": None,
+    "projection-stack": "mlx_packs.training.tasks.projection_stack:task_of",
+}
 OPTIMIZERS = {
     "adamw": OptimizerFacts((0.9, 0.999), weight_decay=0.01, corrects_bias=True),
     "adamw_8bit": OptimizerFacts((0.9, 0.999), weight_decay=0.01, corrects_bias=True),

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import any_of
 from ..gates import MEANING
-from .choices import OBJECTIVES, PREFERENCE_TASKS, TASKS, answer_metric_of
+from .choices import PREFERENCE_TASKS, TASKS, answer_metric_of
 from .common import CommonConfig
 from .data import COLUMN_SETTINGS as COLUMN_SETTINGS
 from .data import DataConfig as DataConfig
@@ -189,7 +189,7 @@ def _task_faults(train: TrainConfig) -> Iterator[Fault]:
         if not any(_has_setting(task, name) for task in train.tasks):
             yield Fault(name, f"needs --task {any_of(owners)}.", "conflict")
 
-    if answer_metric_of(train.best) and (train.pipeline or train.objective != OBJECTIVES[0]):
+    if answer_metric_of(train.best) and (train.pipeline or train.objective != "transformer"):
         other = "--pipeline" if train.pipeline else "--objective"
         text = f"{train.best} needs answers, which a run with {other} does not generate."
         yield Fault("best", text, "conflict")

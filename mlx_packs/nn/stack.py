@@ -1,9 +1,7 @@
 """A stack of a base's own projections: embedding rows, square projections in a row, the head.
 
-No attention, feed-forward, norm, residual or position: no token sees another. It is the bounded
-proxy of a transformer that `--objective projection-stack` trains (objectives/projection_stack.py).
-The modules are the base's own objects under its own paths, so that adapters on the stack are
-adapters of the base.
+No attention, feed-forward, norm, residual or position: no token sees another. The modules are the
+base's own objects under its own paths, so that adapters on the stack are adapters of the base.
 """
 
 from collections.abc import Sequence

@@ -8,7 +8,7 @@ with the true forward, so a run under it is evaluated on the true forward all th
 
 import dataclasses
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import mlx.nn as nn
@@ -17,9 +17,7 @@ from ..adapters.attach import check_bare
 from ..bases.geometry import probe
 from ..bases.mapped_embedding import MappedEmbedding, map_embedding
 from ..bases.shapes import GeometryError, check_num_layers
-from ..config.choices import OBJECTIVES
 from ..config.lora import LoRAConfig
-from ..config.schema import TrainConfig
 from ..data.dataset import Batch
 from ..errors import PackError
 from ..nn.frozen_weight import frozen_weight
@@ -27,12 +25,12 @@ from ..nn.quantized import EMBEDDINGS, LINEARS
 from ..nn.stack import ProjectionStack
 from ..nn.surgery import block_prefixes
 from ..runtime import mx
-from .causal_lm import Head, Preparation, frozen_head, split_head
+from .causal_lm import Head, Preparation, frozen_head
 
 if TYPE_CHECKING:
     from ..bases.model import BaseModel
 
-TRANSFORMER, STACK = OBJECTIVES  # all that there are
+STACK = "projection-stack"
 
 # The attention's output projection in a block: of the Llama family, of GPT-2.
 _PROJECTIONS = ("self_attn.o_proj", "attn.c_proj")
@@ -46,29 +44,20 @@ _PROXY = (
 
 @dataclass(frozen=True)
 class Graph:
-    """The graph of which a run's loss is computed."""
+    """The stack of which a run's loss is computed."""
 
     base: "BaseModel"  # its model is the graph, under the base's own paths
     lora: LoRAConfig  # of those of its modules that have adapters
-    preparation: Preparation = field(default_factory=Preparation)
-    facts: dict = field(default_factory=lambda: {"graph": TRANSFORMER})  # for the manifest
+    preparation: Preparation
+    facts: dict  # for the manifest
 
-    @property
-    def is_proxy(self) -> bool:
-        """Whether its forward pass differs from the base's own."""
-        return self.facts["graph"] != TRANSFORMER
-
-    def head(self) -> Head | None:
-        """Hidden states and head, once adapters are attached; None where they cannot be split."""
+    def head(self) -> Head:
+        """Return it once adapters are attached."""
         stack = self.base.model
-        if not self.is_proxy:
-            return split_head(stack)
         return Head(stack.hidden, stack.logits, frozen_head(stack.head))
 
     def lines(self) -> list[str]:
         """Return the facts of the stack for a run's report."""
-        if not self.is_proxy:
-            return []
         count, head = len(self.facts["stack"]), self.facts["head"]
         return [
             f"{STACK} · {count} of {self.facts['blocks']} blocks · head {head} · embedding "
@@ -77,10 +66,8 @@ class Graph:
         ]
 
 
-def graph_of(base: "BaseModel", lora: LoRAConfig, train: TrainConfig) -> Graph:
-    """Return the graph of ``train.objective`` over a base, whose other weights are not read."""
-    if train.objective == TRANSFORMER:
-        return Graph(base, lora)
+def graph_of(base: "BaseModel", lora: LoRAConfig) -> Graph:
+    """Return the projection stack over a base, whose other weights are not read."""
     check_bare(base)
     for flag, names in (
         ("--target-modules", lora.target_modules),

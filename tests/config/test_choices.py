@@ -18,7 +18,7 @@ LISTINGS = {
     n for n, each in vars(choices).items() if n.isupper() and isinstance(each, dict | tuple)
 }
 # Methods and formats of weights name their class, searches and policies are their facts, a listing is some of
-# the tasks, and two objectives are unpacked at import.
+# the tasks, and objectives name what makes a task.
 WITHOUT_REGISTRY = {
     *("METHODS", "SEARCHES", "DECODER_TASKS", "POLICIES", "OBJECTIVES"),
     *("WEIGHT_MODES", "WEIGHT_FORMATS"),
@@ -66,6 +66,7 @@ PACK = (PACKAGE / "packs" / "pack.py").read_text(encoding="utf-8")
 LATE_NAMES = {  # of what is imported when it is used
     *(facts.code for facts in choices.TASKS.values()),
     *(facts.code for facts in choices.METHODS.values()),
+    *filter(None, choices.OBJECTIVES.values()),
     *(facts.code for facts in choices.WEIGHT_MODES.values()),
     *(reader.code for reader in READERS),
     *dispatch.KERNELS.values(),

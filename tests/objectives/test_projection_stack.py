@@ -27,8 +27,8 @@ SQUARE = {"head_dim": 16}  # 4 heads of 16 are as wide as the 64 of the hidden s
 O_PROJ = "model.layers.{}.self_attn.o_proj"
 
 
-def graph(base, lora=None, train=STACK):
-    return graph_of(base, lora or LoRAConfig(rank=4, alpha=12), train)
+def graph(base, lora=None):
+    return graph_of(base, lora or LoRAConfig(rank=4, alpha=12))
 
 
 def randomize(attached) -> None:

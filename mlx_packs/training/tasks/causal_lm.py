@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ... import runtime
-from ...adapters.attach import attach
 from ...adapters.trainable import Trainable
 from ...config.choices import ANSWER_METRICS, answer_metric_of
 from ...config.data import DataConfig
@@ -28,13 +27,11 @@ from ...evaluation.pipeline import PipelinedScorer
 from ...evaluation.throughput import cut_prompts, generation_path, measure_throughput
 from ...gates import gates_text
 from ...inference.generate import complete
-from ...memory.matmul_path import choose_matmul_path
 from ...nn.blocks import attends_by_spans
-from ...objectives.causal_lm import CausalLM, LossOptions, split_head
+from ...objectives.causal_lm import CausalLM, Head, LossOptions, Preparation, split_head
 from ...objectives.frozen_activations import FrozenActivations, open_frozen_activations
 from ...objectives.objective import Objective
 from ...objectives.pipeline import PipelinedCausalLM, Stage
-from ...objectives.projection_stack import TRANSFORMER, Graph, graph_of
 from ...objectives.score import Score
 from ...objectives.sequence_packing import prepare_packing
 from ...packs.base import Base
@@ -81,13 +78,23 @@ class SamplePrompt:
         return {"prompt": self.text, "wanted": self.wanted, "before": before, "after": after}
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What the run has changed on the held-out examples of its last phase."""
+
+    before: PerplexityScore
+    after: PerplexityScore
+    texts: dict[str, str | None]  # that complete the sample, ``before`` and ``after``
+    answers: list[list[str] | None]  # the same, of the exam
+    graph: dict  # the forward pass of the loss, for the manifest
+
+
 class CausalLMTask(TokenTask):
     """``--task lm``."""
 
     validated = (*PerplexityScore.numbers, *(f"valid_{metric}" for metric in ANSWER_METRICS))
 
     base: Base
-    graph: Graph
     sample: SamplePrompt
     scorer: Scorer
     frozen: FrozenActivations | None = None
@@ -96,17 +103,13 @@ class CausalLMTask(TokenTask):
 
     @property
     def lazy_base(self) -> bool:
-        """A proxy, or a rank of a pipeline, uses few of the base's weights."""
-        return self.train.objective != TRANSFORMER or self.train.pipeline
+        """A rank of a pipeline uses few of the base's weights."""
+        return self.train.pipeline
 
     def target(self, base: Base) -> tuple[Base, LoRAConfig]:
-        """Return the base, or the projection stack over it (``--objective``)."""
-        self.base, self.graph = base, graph_of(base, self.lora, self.train)
-        if self.graph.is_proxy:
-            self.unplanned_recompute = "none"
-        for line in self.graph.lines():
-            self.display.line("graph", line)
-        return self.graph.base, self.graph.lora
+        """Keep the base for its samples, and adapt it as it is."""
+        self.base = base
+        return base, self.lora
 
     def encode(
         self, base: Base, phases: Sequence[RunPhase], splits: Sequence[Splits]
@@ -190,33 +193,37 @@ class CausalLMTask(TokenTask):
         if isinstance(ranks, Stages):
             return [self._pipelined(trainable, Stage(trainable.model, ranks))] * len(data)
 
-        head = self.graph.head()
-        if not self.graph.is_proxy:
-            check_forward(self.base, self.sample.tokens)
-            if train.packing:  # no token of a proxy sees another
-                prepare_packing(trainable, head, train.max_seq_length, self.base.vocab_size)
-            self._limit_exam(data[-1])
-            self.frozen = open_frozen_activations(
-                trainable,
-                head,
-                replace(train, iters=data[-1].phase.stop),
-                data[-1].train.examples,
-                memory.choice.matmul_path,
-                memory.plan.peak_bytes if memory.plan else None,
-                self.display,
-                memory.disk.total_bytes if memory.disk else 0,
-            )
+        head = split_head(self.base.model)
+        check_forward(self.base, self.sample.tokens)
+        if train.packing:
+            prepare_packing(trainable, head, train.max_seq_length, self.base.vocab_size)
+        self._limit_exam(data[-1])
+        self.frozen = open_frozen_activations(
+            trainable,
+            head,
+            replace(train, iters=data[-1].phase.stop),
+            data[-1].train.examples,
+            memory.choice.matmul_path,
+            memory.plan.peak_bytes if memory.plan else None,
+            self.display,
+            memory.disk.total_bytes if memory.disk else 0,
+        )
 
-        self.scorer = Scorer(trainable.model, head, self.graph.preparation.prepare)
-        objective = CausalLM(
+        self.scorer = Scorer(trainable.model, head)
+        return [self.objective_of(trainable, head, self.frozen)] * len(data)
+
+    def objective_of(
+        self, trainable: Trainable, head: Head | None, preparation: Preparation | None
+    ) -> CausalLM:
+        """Return the loss of the targets, which ``scorer`` scores."""
+        return CausalLM(
             trainable.model,
             head,
-            self.frozen or self.graph.preparation,
+            preparation,
             self.scorer.score,
             self.loss_options(),
             self._validation_score,
         )
-        return [objective] * len(data)
 
     def _pipelined(self, trainable: Trainable, stage: Stage) -> PipelinedCausalLM:
         """Return the objective of this rank's blocks; no sample is completed by a pipeline."""
@@ -228,40 +235,43 @@ class CausalLMTask(TokenTask):
         train = self.train
         return LossOptions(train.z_loss, train.label_smoothing, custom=self.request.loss)
 
+    def outcome(self, trainable: Trainable, goal: PhaseData, fit: Fit) -> Outcome:
+        """Return scores, completions and answers without and with what was trained."""
+        texts: dict[str, str | None] = {"before": None, "after": None}
+        answers = []
+        if not self.train.pipeline:  # which completes no text
+            with trainable.disabled():
+                texts["before"] = self.sample.complete(self.base)
+                answers.append(self._answers())
+            texts["after"] = self.sample.complete(self.base)
+            answers.append(self._answers())
+        return Outcome(*fit.ends(goal.phase), texts, answers, {"graph": "transformer"})
+
     def summary(
         self, trainable: Trainable, data: Sequence[PhaseData], fit: Fit, sources: Sequence[str]
     ) -> Summary:
         """Perplexity on the held-out examples of the last phase, and the sample completed again."""
-        train, goal, facts = self.train, data[-1], self.graph.facts
-        before, after = fit.ends(goal.phase)
-        if self.graph.is_proxy:
-            facts = facts | {"ppl_before": before.ppl, "ppl_after": after.ppl}
-            before, after, texts, answers = self._by_transformer(trainable, goal)
-        else:
-            texts, answers = {"before": None, "after": None}, []
-            if not train.pipeline:  # which completes no text
-                with trainable.disabled():
-                    texts["before"] = self.sample.complete(self.base)
-                    answers.append(self._answers())
-                texts["after"] = self.sample.complete(self.base)
-                answers.append(self._answers())
+        goal = data[-1]
+        outcome = self.outcome(trainable, goal, fit)
         phases = phase_reports(data, sources, fit)
-        sample = {"prompt": self.sample.text, "wanted": self.sample.wanted, **texts}
-        answered, samples = {}, [sample] if any(texts.values()) else []
+
+        sample = {"prompt": self.sample.text, "wanted": self.sample.wanted, **outcome.texts}
+        answered, samples = {}, [sample] if any(outcome.texts.values()) else []
         if self.exam is not None:
-            answered = {"answers": self.exam.report(*answers).to_json()}
-            samples = self.exam.samples(*answers)
+            answered = {"answers": self.exam.report(*outcome.answers).to_json()}
+            samples = self.exam.samples(*outcome.answers)
+
         return Summary(
             eval={
-                **_changes(goal.held_out_split, before, after),
+                **_changes(goal.held_out_split, outcome.before, outcome.after),
                 "available": goal.held_out_examples.count,
                 **answered,
             },
             objective={
                 "loss_on": goal.splits["train"].loss_on,
-                "ce_last_k": train.ce_last_k,
+                "ce_last_k": self.train.ce_last_k,
                 **({"loss": self.request.loss_name} if self.request.loss else {}),
-                **facts,
+                **outcome.graph,
             },
             facts={
                 **({"phases": phases} if phases else {}),
@@ -269,7 +279,7 @@ class CausalLMTask(TokenTask):
             },
             report={
                 "phases": phases,
-                "objective": facts,
+                "objective": outcome.graph,
                 "eval_traces": self.scorer.traces,
                 "cache_frozen": self.frozen.to_json() if self.frozen else None,
                 "sample": sample,
@@ -282,22 +292,14 @@ class CausalLMTask(TokenTask):
     def report_lines(report: dict) -> list[str]:
         """Return perplexity, phases, speed, the sample and the pack."""
         drop = 1 - report["ppl_after"] / report["ppl_before"]
-        held_out, objective = report["held_out"], report["objective"]
+        held_out = report["held_out"]
         answers = report.get("answers")
         samples = report.get("samples") or [report["sample"]]
-        lines = [
+        return [
             *([answer_line(answers, f"{held_out['split']} examples")] if answers else []),
             f"done    held-out {format_change(report)} ({-drop:+.0%}) on "
             f"{evaluated(held_out)}{gates_text(report['gates'])}",
             *(f"phase   {line}" for line in phase_lines(report["phases"])),
-        ]
-        if "ppl_before" in objective:
-            lines.append(
-                f"graph   the {objective['graph']}'s own PPL {objective['ppl_before']:,.2f} → "
-                f"{objective['ppl_after']:,.2f}. The PPL above is the base model's"
-            )
-        return [
-            *lines,
             *bad_rows_lines(report),
             f"speed   {speed(report)} · {cost(report)}",
             *(line for sample in samples for line in sample_lines(sample)),
@@ -344,31 +346,6 @@ class CausalLMTask(TokenTask):
         if display.clock is not None:
             display.clock.tick(ANSWER, 0)
         return answers
-
-    def _by_transformer(
-        self, proxy: Trainable, data: PhaseData
-    ) -> tuple[PerplexityScore, PerplexityScore, dict[str, str], list[list[str] | None]]:
-        """Score the base's own forward without and with what a proxy trained; complete the sample."""
-        base, display = self.base, self.display
-        batches = data.held_out().once()
-        with display.working("eval", "loading the whole base model"):
-            tokens, steps = batches[-1].inputs["tokens"].size, 2 * len(batches)
-            matmul_path = choose_matmul_path(base.model, tokens, steps=steps).matmul_path
-        fallback = self.train.train_fp16_fallback
-        attached = attach(base, specs=proxy.specs, matmul_path=matmul_path, fp16_fallback=fallback)
-        try:
-            head = split_head(base.model)
-            scores, texts, answers = [], {}, []
-            total = 2 * len(batches)
-            with display.task("eval", total, "held-out batches, whole base model") as bar:
-                for when, tensors in (("before", attached.tensors()), ("after", proxy.tensors())):
-                    attached.load(tensors, when)
-                    scores.append(Scorer(base.model, head).score(batches, bar.advance))
-                    texts[when] = self.sample.complete(base)
-                    answers.append(self.exam and self.exam.answers())
-        finally:
-            attached.detach()
-        return scores[0], scores[1], texts, answers
 
 
 def sample_lines(sample: Mapping[str, str | None]) -> list[str]:

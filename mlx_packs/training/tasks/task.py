@@ -5,6 +5,7 @@ they are defined here. The pack and its results are those of the last phase's ta
 body are defaults.
 """
 
+import pkgutil
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import ClassVar
 from ...adapters.trainable import Trainable
 from ...bases.families import check_task
 from ...bases.geometry import select_targets
-from ...config.choices import METHODS, TASKS
+from ...config.choices import METHODS, OBJECTIVES, TASKS
 from ...config.lora import LoRAConfig
 from ...config.schema import TrainConfig
 from ...data.bad_rows import shown_counts
@@ -179,10 +180,12 @@ def make_tasks(settings: RunSettings, request: Request) -> dict[str, Task]:
     for name in settings.train.tasks:
         TASKS.plugin(name)
         *_, last = (phase for phase in settings.phases if phase.train.task == name)
-        tasks[name] = task_class(name)(last, settings.lora, request)
+        tasks[name] = task_class(name, settings.train.objective)(last, settings.lora, request)
     return tasks
 
 
-def task_class(name: str) -> type[Task]:
-    """Return the class of a task."""
-    return TASKS.load(name, Task)
+def task_class(name: str, objective: str = "transformer") -> type[Task]:
+    """Return the class of a task on a forward pass (``--objective``)."""
+    task = TASKS.load(name, Task)
+    on_objective = OBJECTIVES[objective]
+    return task if on_objective is None else pkgutil.resolve_name(on_objective)(task)
