@@ -260,7 +260,7 @@ METHODS = Table(
 )
 OBJECTIVES = {  # what makes the class of a task on another forward pass, module:name
     "transformer": None,
-    "projection-stack": "mlx_packs.training.tasks.projection_stack:task_of",
+    "projection-stack": "mlx_packs.extras.projection_stack:task_of",
 }
 OPTIMIZERS = {
     "adamw": OptimizerFacts((0.9, 0.999), weight_decay=0.01, corrects_bias=True),

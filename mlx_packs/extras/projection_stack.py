@@ -8,24 +8,37 @@ with the true forward, so a run under it is evaluated on the true forward all th
 
 import dataclasses
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mlx.nn as nn
+from mlx.utils import tree_unflatten
 
-from ..adapters.attach import check_bare
+from ..adapters.attach import attach, check_bare
+from ..adapters.trainable import Trainable
 from ..bases.geometry import probe
 from ..bases.mapped_embedding import MappedEmbedding, map_embedding
 from ..bases.shapes import GeometryError, check_num_layers
 from ..config.lora import LoRAConfig
 from ..data.dataset import Batch
 from ..errors import PackError
+from ..evaluation.perplexity import Scorer
+from ..memory.matmul_path import choose_matmul_path
+from ..nn.frozen_blocks import FrozenBlock, Injection
 from ..nn.frozen_weight import frozen_weight
 from ..nn.quantized import EMBEDDINGS, LINEARS
-from ..nn.stack import ProjectionStack
 from ..nn.surgery import block_prefixes
+from ..objectives.causal_lm import Head, Preparation, frozen_head, split_head
+from ..objectives.objective import Objective
+from ..packs.base import Base
 from ..runtime import mx
-from .causal_lm import Head, Preparation, frozen_head
+from ..training.fit import Fit
+from ..training.phase_data import PhaseData
+from ..training.planning import MemoryChoice
+from ..training.settings import Run
+from ..training.tasks.causal_lm import CausalLMTask, Outcome
+from ..training.tasks.task import Task
 
 if TYPE_CHECKING:
     from ..bases.model import BaseModel
@@ -40,6 +53,93 @@ _PROXY = (
     "a cheap proxy, not the full transformer: no attention, feed-forward, norm, residual or position; "
     "no token sees another"
 )
+
+
+class _Part(nn.Module):
+    """A node in the tree of paths."""
+
+
+class _NoTable(nn.Module):
+    """Replaces an embedding table that is not in memory; its rows are injected as states."""
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        """Raise: without injected rows there is nothing to return."""
+        raise ValueError("rows of the embedding table must be injected: it is not in memory")
+
+
+class ProjectionStack(nn.Module):
+    """Embedding rows, square projections one after the other, and the head.
+
+    Semantics: x = embedding[tokens]; for P in projections: x = P(x); logits = head(x)
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[str],  # paths of all, with a projection in the stack or without
+        projections: Sequence[tuple[str, nn.Module]],  # path and module, in the order of blocks
+        embedding: tuple[str, nn.Module] | None,  # None where its rows are injected instead
+        head: tuple[str, nn.Module] | None,  # None where it is the table
+    ) -> None:
+        super().__init__()
+        modules = [*projections, *(pair for pair in (embedding, head) if pair is not None)]
+        empty = [
+            (block, _Part())
+            for block in blocks
+            if not any(path.startswith(f"{block}.") for path, _ in modules)
+        ]
+        for name, child in tree_unflatten([*modules, *empty]).items():
+            self[name] = _as_modules(child)
+        self._blocks = tuple(blocks)
+        self._projections = tuple(path for path, _ in projections)
+        self._embedding = embedding and embedding[0]
+        self._head = head and head[0]
+        if embedding is None:
+            self["table"] = FrozenBlock(_NoTable(), Injection(), is_last=True)
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The blocks, as models of mlx-lm have them."""
+        return [self.at(path) for path in self._blocks]
+
+    def at(self, path: str) -> nn.Module:
+        """Return the module that is at a path now."""
+        node = self
+        for part in path.split("."):
+            node = node[int(part)] if isinstance(node, list) else node[part]
+        return node
+
+    def hidden(self, tokens: mx.array, cache: object = None) -> mx.array:
+        """Map tokens [B, T] to states [B, T, D]; packed examples need no mask here."""
+        x = self.at(self._embedding)(tokens) if self._embedding else self["table"](tokens)
+        for path in self._projections:
+            x = self.at(path)(x)
+        return x
+
+    @property
+    def head(self) -> nn.Module:
+        """The linear that makes logits, or the table that does where they are tied."""
+        return self.at(self._head or self._embedding)
+
+    def logits(self, states: mx.array) -> mx.array:
+        """Map states [..., D] to [..., V]."""
+        head = self.head
+        return head(states) if self._head else head.as_linear(states)
+
+    def __call__(self, tokens: mx.array, cache: object = None) -> mx.array:
+        """Map tokens [B, T] to logits [B, T, V]."""
+        return self.logits(self.hidden(tokens, cache))
+
+
+def _as_modules(node: Any) -> nn.Module | list:
+    """Return a tree of dicts, lists and modules as modules."""
+    if isinstance(node, nn.Module):
+        return node
+    if isinstance(node, list):
+        return [_as_modules(child) for child in node]
+    part = _Part()
+    for name, child in node.items():
+        part[name] = _as_modules(child)
+    return part
 
 
 @dataclass(frozen=True)
@@ -184,3 +284,77 @@ def _square(
             faults.append(f"{geometry.name} is {sizes}, not {width} -> {width}")
     counts = sorted(Counter(faults).items())
     return stack, "; ".join(f"{fault} in {n} of {len(blocks)} blocks" for fault, n in counts)
+
+
+class ProjectionStackTask(CausalLMTask):
+    """``--task lm`` on the projection stack over a base, of which few weights are read."""
+
+    lazy_base = True
+    unplanned_recompute = "none"
+
+    graph: Graph
+
+    def target(self, base: Base) -> tuple[Base, LoRAConfig]:
+        """Return the stack over the base, and those of its modules that are adapted."""
+        self.base, self.graph = base, graph_of(base, self.lora)
+        for line in self.graph.lines():
+            self.display.line("graph", line)
+        return self.graph.base, self.graph.lora
+
+    def bind(
+        self, trainable: Trainable, data: Sequence[PhaseData], run: Run, memory: MemoryChoice
+    ) -> list[Objective]:
+        """Return the loss of the targets; no token sees another, so packing needs nothing."""
+        head, preparation = self.graph.head(), self.graph.preparation
+        self.scorer = Scorer(trainable.model, head, preparation.prepare)
+        return [self.objective_of(trainable, head, preparation)] * len(data)
+
+    def outcome(self, trainable: Trainable, goal: PhaseData, fit: Fit) -> Outcome:
+        """Return what the base's own forward pass gives without and with the trained adapters."""
+        own_before, own_after = fit.ends(goal.phase)
+        graph = self.graph.facts | {"ppl_before": own_before.ppl, "ppl_after": own_after.ppl}
+
+        base, display = self.base, self.display
+        batches = goal.held_out().once()
+        with display.working("eval", "loading the whole base model"):
+            tokens, steps = batches[-1].inputs["tokens"].size, 2 * len(batches)
+            matmul_path = choose_matmul_path(base.model, tokens, steps=steps).matmul_path
+        fallback = self.train.train_fp16_fallback
+        attached = attach(
+            base, specs=trainable.specs, matmul_path=matmul_path, fp16_fallback=fallback
+        )
+
+        try:
+            head = split_head(base.model)
+            scores, texts, answers = [], {}, []
+            with display.task("eval", steps, "held-out batches, whole base model") as bar:
+                for when, tensors in (
+                    ("before", attached.tensors()),
+                    ("after", trainable.tensors()),
+                ):
+                    attached.load(tensors, when)
+                    scores.append(Scorer(base.model, head).score(batches, bar.advance))
+                    texts[when] = self.sample.complete(base)
+                    answers.append(self.exam and self.exam.answers())
+        finally:
+            attached.detach()
+        return Outcome(*scores, texts, answers, graph)
+
+    @classmethod
+    def report_lines(cls, report: dict) -> list[str]:
+        """Return the lines of the task, with the stack's own perplexity after the base's."""
+        graph, lines = report["objective"], super().report_lines(report)
+        at = next(number for number, line in enumerate(lines, 1) if line.startswith("done"))
+        lines.insert(
+            at,
+            f"graph   the {graph['graph']}'s own PPL {graph['ppl_before']:,.2f} → "
+            f"{graph['ppl_after']:,.2f}. The PPL above is the base model's",
+        )
+        return lines
+
+
+def task_of(task: type[Task]) -> type[Task]:
+    """Return the class of a task on the projection stack; a loss of its own stays its own."""
+    if not issubclass(task, CausalLMTask):
+        return task
+    return type(task.__name__, (ProjectionStackTask, task), {})

@@ -11,9 +11,9 @@ from mlx.utils import tree_flatten
 from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, train_pack
 from mlx_packs.adapters.attach import attach
 from mlx_packs.data.encoding import Example
+from mlx_packs.extras.projection_stack import graph_of
 from mlx_packs.memory.estimate import estimate
 from mlx_packs.memory.headers import Headers
-from mlx_packs.objectives.projection_stack import graph_of
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import write_checkpoint, write_quantized
