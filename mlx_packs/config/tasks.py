@@ -188,6 +188,7 @@ class LMConfig(PackableConfig, LabelSmoothing):
         "Forward pass used for the loss: the full transformer, or a cheap proxy (embeddings -> "
         "attention output projections -> LM head) for comparison.",
         choices=OBJECTIVES,
+        extra=True,
     )
     ce_last_k: int | None = _optimization(
         None,

@@ -68,7 +68,8 @@ def test_help_of_a_task_has_its_options_and_no_others(task):
     for field in SETTINGS.values():
         tasks, flag = tasks_of(field.name), flags_of(field)[0]
         if tasks:
-            assert (flag in flags) == (task in tasks), flag
+            is_shown = task in tasks and not facts_of(field).extra
+            assert (flag in flags) == is_shown, flag
         elif facts_of(field).common:
             assert flag in flags
 
@@ -76,10 +77,12 @@ def test_help_of_a_task_has_its_options_and_no_others(task):
 def test_extras_are_only_in_the_help_of_all_options():
     extras = [name for name, facts in METHODS.items() if facts.extra]
     assert extras
+    flags = {flags_of(field)[0] for field in SETTINGS.values() if facts_of(field).extra}
+    assert "--objective" in flags
     for text in (shown("train", "-h"), shown("train", "-h", "lm")):
-        assert not [name for name in extras if name in text]
+        assert not [name for name in extras if name in text] and not flags & flags_in(text)
     text = shown("train", "-h", "all")
-    assert all(name in text for name in extras)
+    assert all(name in text for name in extras) and flags <= flags_in(text)
 
 
 def test_an_unknown_topic_is_named():
