@@ -17,8 +17,8 @@ from mlx.utils import tree_flatten
 from mlx_packs import runtime
 from mlx_packs.adapters.attach import attach
 from mlx_packs.adapters.dora import DoRAAttached
-from mlx_packs.adapters.for_merge import ForMerge, Rounding
 from mlx_packs.adapters.lora import Attached
+from mlx_packs.adapters.merged import Rounding
 from mlx_packs.adapters.variants import install
 from mlx_packs.bases.weight_formats import named_format
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
@@ -28,6 +28,7 @@ from mlx_packs.data.encoding import Example, Examples
 from mlx_packs.data.packing import aligned_batches
 from mlx_packs.data.sampler import Sampler
 from mlx_packs.data.shapes import sequence_inputs
+from mlx_packs.extras.for_merge import ForMerge
 from mlx_packs.extras.initial_factors import ResidualLoRA
 from mlx_packs.nn.blocks import attends_by_spans
 from mlx_packs.nn.dora import GroupedDoRA

@@ -32,7 +32,7 @@ class LoRA:
     ) -> Attached:
         """Attach fresh adapters, which change no output but by the rounding of ``--for-merge``."""
         if train.for_merge != "none":
-            attach_for_merge = load("adapters.for_merge:attach_for_merge")
+            attach_for_merge = load("extras.for_merge:attach_for_merge")
             return attach_for_merge(base, lora, train, matmul_path)
         return attach(base, lora, None, matmul_path, train.seed, train.train_fp16_fallback)
 

@@ -24,7 +24,7 @@ def attach_pack(base: "BaseModel", pack: Pack, matmul_path: str = "quantized") -
     where = str(pack.path / ADAPTERS if pack.path else "pack")
     check_shapes(shapes_of(pack.manifest), {n: t.shape for n, t in tensors.items()}, where)
     if pack.for_merge != "none":
-        attach_merged = load("adapters.for_merge:attach_merged")
+        attach_merged = load("adapters.merged:attach_merged")
         return attach_merged(base, pack.specs, tensors, pack.for_merge, matmul_path)
     inference_only = {p: spec for p, spec in pack.specs.items() if is_inference_only(spec)}
     trainable = {p: spec for p, spec in pack.specs.items() if p not in inference_only}

@@ -1,24 +1,52 @@
-"""LoRA whose sum with the frozen weight is quantized in every forward pass, as a merge will do it.
+"""Adapters that are trained on the grid of a quantized merge (``--for-merge``).
+
+In the last fifth of training the rounding of `packs merge --requantize FORMAT` is in every forward
+pass. adapters/merged.py applies a pack that was trained so.
 
 Straight-through estimator: https://arxiv.org/abs/1308.3432. Of a weight with low-rank adapters:
 LR-QAT, https://arxiv.org/abs/2406.06385, which learns the scales too; here they are the format's.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
-import mlx.core as mx
 import mlx.nn as nn
 
+from ..adapters.attach import attach
+from ..adapters.lora import Attached
+from ..adapters.merged import Grid, Rounding, compute_dtype, grid_of, rounded_module
+from ..adapters.spec import ModuleSpec
+from ..adapters.tensors import Slot
+from ..adapters.variants import install
+from ..config.lora import LoRAConfig
+from ..config.schema import TrainConfig
+from ..errors import PackError
+from ..nn.frozen_weight import frozen_weight
+from ..nn.lora import AdaptedLinear, GroupedLoRA, low_rank_delta
+from ..nn.quantized import (
+    PATHS,
+    QUANTIZED,
+    DenseLinear,
+    Requantized,
+    is_plain_linear,
+    stored_weight,
+)
 from ..ops.grouped_lora import grouped_lora
 from ..ops.lora_qmv import MAX_ROWS
 from ..ops.profile import profile
-from .frozen_weight import frozen_weight
-from .lora import AdaptedLinear, GroupedLoRA, low_rank_delta
-from .quantized import QUANTIZED, stored_weight
+from ..runtime import mx
+
+if TYPE_CHECKING:
+    from ..bases.model import BaseModel
 
 Arrays = Sequence[mx.array]
+
+# Share of a run before it rounds. While deltas are smaller than a step of the grid, rounding hides
+# what they change: runs that rounded earlier were behind (docs/methods.md).
+ROUNDED_FROM = 0.8
 
 
 @dataclass(frozen=True)
@@ -236,3 +264,128 @@ class StraightThroughLinear(AdaptedLinear):
     def __call__(self, x: mx.array) -> mx.array:
         """Map x [..., D] to [..., O]."""
         return self.lora.project(x, [self.linear])[0]
+
+
+class ForMerge(Attached):
+    """Adapters that are trained on the grid of a merge; ``for_merge`` is its format."""
+
+    def __init__(
+        self, attached: Attached, for_merge: str, grid: Grid, matmul_path: str = "transient"
+    ) -> None:
+        super().__init__(attached.base, attached.specs, attached.groups, attached.notes)
+        vars(self).update(vars(attached))
+        self.for_merge = for_merge
+        self._others: list[Requantized] = []
+        self._install(grid)
+        self._requantize_others(grid, matmul_path)
+
+    @property
+    def details(self) -> str:
+        """Return ranks, places and the format of the merge, for one line of output."""
+        return f"{super().details} · trained for packs merge --requantize {self.for_merge}"
+
+    def _install(self, grid: Grid) -> None:
+        """Put groups that quantize in the place of all groups of adapters."""
+        alone = {
+            path: module
+            for path, module in self.model.named_modules()
+            if isinstance(module, AdaptedLinear)
+        }
+        sums: dict[int, dict[int, QuantizedSum]] = {}
+        for path, slot in self.slots.items():
+            place = 0 if path in alone else slot.lora._slots[slot.first]
+            total = _quantized_sum(path, slot, self.frozen[path], grid[path])
+            sums.setdefault(id(slot.lora), {})[place] = total
+        install(self, lambda lora: StraightThroughLoRA(lora, sums[id(lora)]))
+        self.swap(
+            [
+                (path, StraightThroughLinear(module.linear, self.slots[path].lora, module._widths))
+                for path, module in alone.items()
+            ]
+        )
+
+    def _requantize_others(self, grid: Grid, matmul_path: str) -> None:
+        """Let modules without adapters be what a merge makes of them."""
+        modules, swapped = dict(self.model.named_modules()), []
+        replacement = PATHS[matmul_path].replacement
+        for path, own in modules.items():
+            if path in self.specs or path.removesuffix(".linear") in self.specs:
+                continue
+            own_used = replacement(own) or own
+            if path in grid:
+                module = rounded_module(own, grid[path])
+                swapped.append((path, Requantized(own_used, replacement(module) or module)))
+                self._others.append(swapped[-1][1])
+            elif own_used is not own:
+                swapped.append((path, own_used))
+        self.swap(swapped)
+        self.model.train(self.model.training)
+
+    def at(self, share: float) -> None:
+        """Round in training once this share of a run is done; scores are of rounded weights always."""
+        rounds = share >= ROUNDED_FROM
+        for slot in self.slots.values():
+            slot.lora.rounds = rounds  # which lets a compiled step be traced again
+        for other in self._others:
+            other.unchanged_in_training = not rounds
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Return a context in which the model computes what the base does, nothing quantized anew.
+
+        Adapters have no rank meanwhile: compiled functions are traced again for other shapes.
+        """
+        groups: list[GroupedLoRA] = list({id(s.lora): s.lora for s in self.slots.values()}.values())
+        trained = [(list(group.lora_a), list(group.lora_b)) for group in groups]
+        try:
+            for group in groups:
+                group.lora_a[:] = [a[:, :0] for a in group.lora_a]
+                group.lora_b[:] = [b[:0] for b in group.lora_b]
+            for other in self._others:
+                other.unchanged = True
+            yield
+        finally:
+            for group, (a, b) in zip(groups, trained, strict=True):
+                group.lora_a[:], group.lora_b[:] = a, b
+            for other in self._others:
+                other.unchanged = False
+
+
+def attach_for_merge(
+    base: "BaseModel", lora: LoRAConfig, train: TrainConfig, matmul_path: str
+) -> ForMerge:
+    """Attach fresh adapters on the grid of ``train.for_merge``.
+
+    Raises:
+        PackError: an adapted module cannot be quantized with its adapters.
+    """
+    attached = attach(base, lora, None, "quantized", train.seed)
+    try:
+        for path, spec in attached.specs.items():
+            _check_module(path, spec, attached.frozen[path])
+        grid = grid_of(base, train.for_merge, attached.specs)
+        return ForMerge(attached, train.for_merge, grid, matmul_path)
+    except BaseException:
+        attached.detach()
+        raise
+
+
+def _quantized_sum(path: str, slot: Slot, own: nn.Module, rounding: Rounding) -> QuantizedSum:
+    """Return how an adapted weight and the adapters of a slot are quantized."""
+    indices = iter(range(slot.first, len(slot.lora.lora_a)))
+    slices = tuple((part.width, next(indices) if part.rank else None) for part in slot.spec.slices)
+    quantize = partial(rounding.linear, compute_dtype(own))
+    return QuantizedSum(own, rounding.dtype, quantize, slices)
+
+
+def _check_module(path: str, spec: ModuleSpec, module: nn.Module) -> None:
+    """Raise a PackError for a module whose product is not that of one matrix."""
+    reason = "is a stack of experts" if spec.experts is not None else ""
+    if not reason and type(module) is not DenseLinear and not is_plain_linear(module):
+        reason = f"is a {type(module).__name__}, and no plain linear"
+    if reason:
+        raise PackError(
+            f"--for-merge: {path} {reason}. Leave it out of --target-modules, or train without "
+            "--for-merge.",
+            "unsupported",
+        )

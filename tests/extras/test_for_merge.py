@@ -8,18 +8,18 @@ import pytest
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, merge_pack, train_pack
 from mlx_packs.adapters.attach import attach
-from mlx_packs.adapters.for_merge import ROUNDED_FROM, Rounding
+from mlx_packs.adapters.merged import Rounding
 from mlx_packs.adapters.method import find_method
 from mlx_packs.bases.weight_formats import named_format
 from mlx_packs.config.recipe import resolve, tiny_recipe
 from mlx_packs.convert.interop import export_pack
 from mlx_packs.errors import RunStopped
+from mlx_packs.extras.for_merge import ROUNDED_FROM, QuantizedSum, quantized_sum_matmul
 from mlx_packs.inference.generate import complete
 from mlx_packs.memory.estimate import estimate, matmul_paths
 from mlx_packs.memory.headers import Headers
 from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.nn.quantized import linear_of, stored_weight
-from mlx_packs.nn.straight_through import QuantizedSum, quantized_sum_matmul
 from mlx_packs.packs.making import pack_of
 from mlx_packs.packs.weighted_sum import weighted_sum
 from mlx_packs.runtime import mx
