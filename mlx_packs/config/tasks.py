@@ -162,6 +162,7 @@ class LMConfig(PackableConfig, LabelSmoothing):
         "adapted weights as that merge does, so that merging loses nothing.",
         section="Adapter",
         choices=("none", *WEIGHT_FORMATS),
+        extra=True,
         memory=True,
     )
     long_rows: str = _data(
