@@ -257,11 +257,12 @@ def _run(request: Request, settings: RunSettings, place: Place) -> TrainRun:
 def _start(request: Request, settings: RunSettings, place: Place) -> _Start:
     """Return a run with its base loaded and its examples encoded, as it began if it is resumed."""
     display, folder = request.display, place.folder
-    earlier = check_resumable(folder) if place.resume else None
+    earlier = None
+    if place.resume:
+        earlier = check_resumable(folder)
+        place = replace(place, resume_point=resume_point(folder))
     settings = settings.as_it_began(earlier)
     adapters = start_of(request.option("resume_adapter_file"), earlier)
-    if place.resume:
-        place = replace(place, resume_point=resume_point(folder))
 
     tasks = make_tasks(settings, request)
     splits = [phase.load_rows() for phase in settings.phases]

@@ -35,8 +35,9 @@ class Retention(Observer):
         if run.train.keep_last == -1:
             return None
         starts = [phase.start for phase in run.phases]
-        point = run.place.resume_point
-        resumed = point.folder if point else None
+        resumed = None
+        if (point := run.place.resume_point) is not None:
+            resumed = point.folder
         return cls(run.folder, run.train.keep_last, run.display, starts, resumed, run.train.best)
 
     def on_phase_start(self, batches: int, done: int) -> None:
