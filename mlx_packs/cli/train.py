@@ -147,7 +147,7 @@ def train(
     if not group().is_first:  # which prints
         return
     train = recipe.train
-    lines = task_class(train.last_task, train.objective).report_lines(result.report)
+    lines = task_class(train.last_task, train).report_lines(result.report)
     print_report(result.to_json(), lines[:1] if quiet else lines)
     exit_if_failed(failures(result.report["gates"]))
 

@@ -6,7 +6,7 @@ of a batch are agreed between the task's `Collate` and its objective.
 """
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..runtime import mx
 from .score import Score
@@ -59,6 +59,13 @@ class Objective(Protocol):
 
         ``fresh`` is whether no batch of the phase was taken, so that the model is as it begins.
         """
+
+    def make_stepper(self, *arguments: Any) -> Any | None:
+        """Return what takes the steps of a phase instead of `training.step.Stepper`, if anything.
+
+        ``arguments`` are those of `Stepper` after the loss: the optimizer is the first.
+        """
+        return None
 
     def facts(self) -> dict[str, float]:
         """Return entries for the next report of a training run, about the batches since the last."""

@@ -4,11 +4,13 @@ The ranks call the same methods in the same order.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import mlx.nn as nn
 
 from ..distributed.stages import Stages
 from ..errors import PackError
+from ..late import load
 from ..nn.remote_blocks import stage_output
 from ..runtime import mx
 from .causal_lm import CausalLM, LossOptions, forward, split_head
@@ -90,3 +92,7 @@ class PipelinedCausalLM(CausalLM):
     def __init__(self, stage: Stage, score: Callable[..., Score], options: LossOptions) -> None:
         super().__init__(stage.model, stage.head, None, score, options)
         self.stage = stage
+
+    def make_stepper(self, *arguments: Any) -> Any:
+        """Return what exchanges states and gradients with the neighbours."""
+        return load("training.pipeline_step:PipelineStepper")(self, *arguments)

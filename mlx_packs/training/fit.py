@@ -16,7 +16,6 @@ from ..adapters.trainable import Trainable
 from ..data.prefetch import prefetched
 from ..display import VERBOSE, Display
 from ..errors import BackOff, Float16Overflow, PackError
-from ..late import load
 from ..objectives.objective import Objective
 from ..objectives.score import Score, StoredScore
 from ..optim import carry_state
@@ -287,8 +286,8 @@ class Fit:
             self.on_nan.policy == "skip",
             getattr(mx, phase.train.exchange_dtype),
         )
-        if self.run.train.pipeline:
-            return load("training.pipeline_step:PipelineStepper")(objective, *arguments), objective
+        if (own := objective.make_stepper(*arguments)) is not None:
+            return own, objective
 
         stepper = Stepper(self.trainable.model, objective.loss, *arguments)
         if self.state.batches == 0:

@@ -1,8 +1,7 @@
 """The ranks of a run as stages of a pipeline: what that needs, and what a rank trains."""
 
-from ..adapters.pipelined import PipelinedAdapters, check_in_blocks, check_splittable
+from ..adapters.pipelined import PipelinedAdapters
 from ..adapters.trainable import Trainable
-from ..bases.model import BaseModel
 from ..config.lora import LoRAConfig
 from ..display import Display
 from ..distributed.group import group, join
@@ -30,12 +29,6 @@ def join_stages(lora: LoRAConfig) -> None:
             name,
         )
     join(Stages(ranks))
-
-
-def check_stages(base: BaseModel, lora: LoRAConfig) -> None:
-    """Raise a PackError if a base, or what is to be adapted, cannot be split over the ranks."""
-    check_splittable(base, group().size)
-    check_in_blocks(base, lora)
 
 
 def of_stage(trainable: Trainable, display: Display) -> Trainable:

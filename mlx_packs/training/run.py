@@ -268,8 +268,6 @@ def _start(request: Request, settings: RunSettings, place: Place) -> _Start:
     splits = [phase.load_rows() for phase in settings.phases]
     check_validated(settings.train, splits[-1])
     base, dtype = _open_base(request, settings, place, tasks)
-    if settings.train.pipeline:
-        load("training.pipeline:check_stages")(base, settings.lora)
     targets = {name: task.checked_target(base) for name, task in tasks.items()}
     target, lora = targets[settings.goal.train.task]
 

@@ -97,7 +97,7 @@ def test_settings_without_a_flag_are_named_by_their_key():
 
 @pytest.mark.parametrize("name", TASKS)
 def test_every_task_that_config_accepts_is_a_class(name):
-    assert issubclass(task_class(name), Task)
+    assert issubclass(task_class(name, TrainConfig()), Task)
 
 
 def test_configuration_is_read_without_mlx():

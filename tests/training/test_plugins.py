@@ -275,7 +275,7 @@ def test_names_that_are_built_in_look_at_no_package(monkeypatch):
 
 def test_every_built_in_task_has_the_methods_of_a_task():
     for name in TASKS:
-        assert callable(task_class(name).report_lines)
+        assert callable(task_class(name, TrainConfig()).report_lines)
 
 
 def test_a_reader_turns_a_file_into_a_base(tmp_path):

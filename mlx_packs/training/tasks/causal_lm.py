@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 
@@ -17,13 +18,10 @@ from ...data.formats import TEXT, TOKEN_FORMATS, format_of
 from ...data.rows import Splits
 from ...data.sampler import Draw, Sampler
 from ...data.shapes import sequence_inputs
-from ...distributed.group import group
-from ...distributed.stages import Stages
 from ...errors import PackError
 from ...evaluation.answers import Exam, answer_line, questions_of
 from ...evaluation.metrics import metric_of
 from ...evaluation.perplexity import PerplexityScore, Scorer
-from ...evaluation.pipeline import PipelinedScorer
 from ...evaluation.throughput import cut_prompts, generation_path, measure_throughput
 from ...gates import gates_text
 from ...inference.generate import complete
@@ -31,7 +29,6 @@ from ...nn.blocks import attends_by_spans
 from ...objectives.causal_lm import CausalLM, Head, LossOptions, Preparation, split_head
 from ...objectives.frozen_activations import FrozenActivations, open_frozen_activations
 from ...objectives.objective import Objective
-from ...objectives.pipeline import PipelinedCausalLM, Stage
 from ...objectives.score import Score
 from ...objectives.sequence_packing import prepare_packing
 from ...packs.base import Base
@@ -94,17 +91,14 @@ class CausalLMTask(TokenTask):
 
     validated = (*PerplexityScore.numbers, *(f"valid_{metric}" for metric in ANSWER_METRICS))
 
+    completes_text: ClassVar[bool] = True  # whether this process has all of the base
+
     base: Base
     sample: SamplePrompt
     scorer: Scorer
     frozen: FrozenActivations | None = None
     exam: Exam | None = None  # with a metric
     validation_exam: Exam | None = None  # where --best is a number of answers
-
-    @property
-    def lazy_base(self) -> bool:
-        """A rank of a pipeline uses few of the base's weights."""
-        return self.train.pipeline
 
     def target(self, base: Base) -> tuple[Base, LoRAConfig]:
         """Keep the base for its samples, and adapt it as it is."""
@@ -129,7 +123,7 @@ class CausalLMTask(TokenTask):
         )
 
         metric = metric_of(self.train.metric, columns)
-        if metric and not self.train.pipeline:  # which completes no text
+        if metric and self.completes_text:
             self.exam = self._exam(metric, columns, splits[-1], split)
         if metric := answer_metric_of(self.train.best):
             self.validation_exam = self._validation_exam(metric, columns, splits[-1])
@@ -189,10 +183,7 @@ class CausalLMTask(TokenTask):
         self, trainable: Trainable, data: Sequence[PhaseData], run: Run, memory: MemoryChoice
     ) -> list[Objective]:
         """Return the loss of the targets, which is one for all phases."""
-        train, ranks = data[-1].phase.train, group()
-        if isinstance(ranks, Stages):
-            return [self._pipelined(trainable, Stage(trainable.model, ranks))] * len(data)
-
+        train = data[-1].phase.train
         head = split_head(self.base.model)
         check_forward(self.base, self.sample.tokens)
         if train.packing:
@@ -225,11 +216,6 @@ class CausalLMTask(TokenTask):
             self._validation_score,
         )
 
-    def _pipelined(self, trainable: Trainable, stage: Stage) -> PipelinedCausalLM:
-        """Return the objective of this rank's blocks; no sample is completed by a pipeline."""
-        self.scorer = PipelinedScorer(trainable.model, stage)
-        return PipelinedCausalLM(stage, self.scorer.score, self.loss_options())
-
     def loss_options(self) -> LossOptions:
         """Return what the loss of a target is; a task that only has another loss overrides this."""
         train = self.train
@@ -239,7 +225,7 @@ class CausalLMTask(TokenTask):
         """Return scores, completions and answers without and with what was trained."""
         texts: dict[str, str | None] = {"before": None, "after": None}
         answers = []
-        if not self.train.pipeline:  # which completes no text
+        if self.completes_text:
             with trainable.disabled():
                 texts["before"] = self.sample.complete(self.base)
                 answers.append(self._answers())

@@ -22,6 +22,7 @@ from ...data.bad_rows import shown_counts
 from ...data.dataset import ExampleSet
 from ...data.rows import Splits
 from ...display import Display, clock
+from ...late import load
 from ...objectives.objective import Objective
 from ...objectives.score import check_best
 from ...packs.base import Base
@@ -180,12 +181,15 @@ def make_tasks(settings: RunSettings, request: Request) -> dict[str, Task]:
     for name in settings.train.tasks:
         TASKS.plugin(name)
         *_, last = (phase for phase in settings.phases if phase.train.task == name)
-        tasks[name] = task_class(name, settings.train.objective)(last, settings.lora, request)
+        tasks[name] = task_class(name, settings.train)(last, settings.lora, request)
     return tasks
 
 
-def task_class(name: str, objective: str = "transformer") -> type[Task]:
-    """Return the class of a task on a forward pass (``--objective``)."""
+def task_class(name: str, train: TrainConfig) -> type[Task]:
+    """Return the class of a task; a pipeline and another forward pass have one of their own."""
     task = TASKS.load(name, Task)
-    on_objective = OBJECTIVES[objective]
+    if train.pipeline:
+        return load("training.tasks.pipeline:PipelinedTask")
+
+    on_objective = OBJECTIVES[train.objective]
     return task if on_objective is None else pkgutil.resolve_name(on_objective)(task)

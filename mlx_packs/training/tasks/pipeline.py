@@ -1,0 +1,37 @@
+"""``--pipeline``: the next token by ranks that have some blocks of the base each."""
+
+from collections.abc import Sequence
+
+from ...adapters.pipelined import check_in_blocks, check_splittable
+from ...adapters.trainable import Trainable
+from ...config.lora import LoRAConfig
+from ...distributed.group import group
+from ...evaluation.pipeline import PipelinedScorer
+from ...objectives.objective import Objective
+from ...objectives.pipeline import PipelinedCausalLM, Stage
+from ...packs.base import Base
+from ..phase_data import PhaseData
+from ..planning import MemoryChoice
+from ..settings import Run
+from .causal_lm import CausalLMTask
+
+
+class PipelinedTask(CausalLMTask):
+    """``--task lm`` on a rank of a pipeline, which completes no sample."""
+
+    lazy_base = True
+    completes_text = False
+
+    def target(self, base: Base) -> tuple[Base, LoRAConfig]:
+        """Return the base, whose blocks can be split over the ranks."""
+        check_splittable(base, group().size)
+        check_in_blocks(base, self.lora)
+        return super().target(base)
+
+    def bind(
+        self, trainable: Trainable, data: Sequence[PhaseData], run: Run, memory: MemoryChoice
+    ) -> list[Objective]:
+        """Return the objective of this rank's blocks."""
+        stage = Stage(trainable.model, group())
+        self.scorer = PipelinedScorer(trainable.model, stage)
+        return [PipelinedCausalLM(stage, self.scorer.score, self.loss_options())] * len(data)
