@@ -12,6 +12,7 @@ from ..config.recipe import DATA_SETTINGS, RunOptions
 from ..config.sizes import bytes_of
 from ..display import size
 from ..errors import PackError
+from ..late import load
 from . import options
 from .options import option
 from .output import print_report
@@ -130,7 +131,6 @@ def plan(
     the run whose peak is shown.
     """
     from ..memory.examples import example_memory
-    from ..memory.pipeline import plan_machines
     from ..memory.read import read_headers
     from ..memory.recommend import recommend, table
     from ..memory.row_shapes import row_shapes
@@ -177,6 +177,7 @@ def plan(
         width = min(100, shutil.get_terminal_size((100, 24)).columns)
         lines = table(choices, headers, limit, configs, unflagged, width)
         if machines is not None:
+            plan_machines = load("extras.pipeline.memory:plan_machines")
             needed = plan_machines(headers, limit - least, recipe.lora, recipe.train, machines)
             report = [{**each, "machines": needed.to_json()} for each in report]
             lines[-1:-1] = textwrap.wrap(needed.line(), width, subsequent_indent=" " * 8)

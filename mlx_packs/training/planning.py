@@ -27,7 +27,7 @@ from .phase_data import PhaseData
 from .run_folder import checkpoints, recorded_matmul_path
 from .settings import Run, RunSettings
 
-_OF_STAGES = "memory.pipeline:of_stages"
+_OF_STAGES = "extras.pipeline.memory:of_stages"
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def suggesting_pipeline(
         if error.code != "memory" or ranks == 1 or train.pipeline or not is_known:
             raise
         shapes = shapes or [estimator_of(headers.config).smallest_shape(train)]
-        cheapest = load("memory.pipeline:cheapest")
+        cheapest = load("extras.pipeline.memory:cheapest")
         plan = cheapest(headers, settings.lora, train, load(_OF_STAGES)(ranks), shapes)
         if fit(plan, runtime.total_memory()) == "no":
             raise

@@ -94,7 +94,7 @@ def ranks_of_run(lora: LoRAConfig, train: TrainConfig) -> Iterator[None]:
     ranks = group()
     check_ranks(train)
     if train.pipeline:
-        load("training.pipeline:join_stages")(lora)
+        load("extras.pipeline.ranks:join_stages")(lora)
 
     try:
         yield

@@ -189,7 +189,7 @@ def task_class(name: str, train: TrainConfig) -> type[Task]:
     """Return the class of a task; a pipeline and another forward pass have one of their own."""
     task = TASKS.load(name, Task)
     if train.pipeline:
-        return load("training.tasks.pipeline:PipelinedTask")
+        return load("extras.pipeline.task:PipelinedTask")
 
     on_objective = OBJECTIVES[train.objective]
     return task if on_objective is None else pkgutil.resolve_name(on_objective)(task)

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from ..runtime import mx
-from .group import Group, T
+from ...distributed.group import Group, T
+from ...runtime import mx
 
 
 class Stages(Group):

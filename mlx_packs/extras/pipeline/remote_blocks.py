@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .frozen_blocks import Injection
+from ...nn.frozen_blocks import Injection
 
 
 class StageEnd(Exception):

@@ -2,18 +2,17 @@
 
 from collections.abc import Sequence
 
-from ...adapters.pipelined import check_in_blocks, check_splittable
 from ...adapters.trainable import Trainable
 from ...config.lora import LoRAConfig
 from ...distributed.group import group
-from ...evaluation.pipeline import PipelinedScorer
 from ...objectives.objective import Objective
-from ...objectives.pipeline import PipelinedCausalLM, Stage
 from ...packs.base import Base
-from ..phase_data import PhaseData
-from ..planning import MemoryChoice
-from ..settings import Run
-from .causal_lm import CausalLMTask
+from ...training.phase_data import PhaseData
+from ...training.planning import MemoryChoice
+from ...training.settings import Run
+from ...training.tasks.causal_lm import CausalLMTask
+from .adapters import check_in_blocks, check_splittable
+from .objective import PipelinedCausalLM, PipelinedScorer, Stage
 
 
 class PipelinedTask(CausalLMTask):

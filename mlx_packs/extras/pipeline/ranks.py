@@ -1,12 +1,12 @@
 """The ranks of a run as stages of a pipeline: what that needs, and what a rank trains."""
 
-from ..adapters.pipelined import PipelinedAdapters
-from ..adapters.trainable import Trainable
-from ..config.lora import LoRAConfig
-from ..display import Display
-from ..distributed.group import group, join
-from ..distributed.stages import Stages
-from ..errors import PackError, flag_of
+from ...adapters.trainable import Trainable
+from ...config.lora import LoRAConfig
+from ...display import Display
+from ...distributed.group import group, join
+from ...errors import PackError, flag_of
+from .adapters import PipelinedAdapters
+from .stages import Stages
 
 
 def join_stages(lora: LoRAConfig) -> None:

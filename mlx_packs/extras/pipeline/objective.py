@@ -8,13 +8,17 @@ from typing import Any
 
 import mlx.nn as nn
 
-from ..distributed.stages import Stages
-from ..errors import PackError
-from ..late import load
-from ..nn.remote_blocks import stage_output
-from ..runtime import mx
-from .causal_lm import CausalLM, LossOptions, forward, split_head
-from .score import Score
+from ...adapters.trainable import trainable_modules
+from ...data.dataset import Batch
+from ...errors import PackError
+from ...evaluation.perplexity import Scorer
+from ...late import load
+from ...objectives.causal_lm import CausalLM, LossOptions, forward, split_head
+from ...objectives.objective import arrays_of
+from ...objectives.score import Score
+from ...runtime import mx
+from .remote_blocks import stage_output
+from .stages import Stages
 
 _PROBE = (1, 4)
 _DTYPES = (mx.float32, mx.float16, mx.bfloat16)
@@ -24,7 +28,7 @@ class Stage:
     """The blocks of this rank, and the states that it exchanges with its neighbours.
 
     Args:
-        model: the base, in which other ranks' modules are remote (adapters/pipelined.py).
+        model: the base, in which other ranks' modules are remote (adapters.py).
         stages: the ranks.
 
     Attributes:
@@ -95,4 +99,31 @@ class PipelinedCausalLM(CausalLM):
 
     def make_stepper(self, *arguments: Any) -> Any:
         """Return what exchanges states and gradients with the neighbours."""
-        return load("training.pipeline_step:PipelineStepper")(self, *arguments)
+        return load("extras.pipeline.step:PipelineStepper")(self, *arguments)
+
+
+class PipelinedScorer(Scorer):
+    """Scores batches by all ranks; each of them has the scores.
+
+    Args:
+        model: the base, of which other ranks' modules are remote.
+        stage: this rank's.
+    """
+
+    def __init__(self, model: nn.Module, stage: Stage) -> None:
+        super().__init__(model, stage.head)
+        self._stage = stage
+        states = [module.state for module in trainable_modules(model)]
+        self._output = mx.compile(stage.output, inputs=states)
+
+    def _values(self, batch: Batch) -> list[mx.array]:
+        """Return NLL [M] and whether the target ranks first [M], both in float32."""
+        stage = self._stage
+        inputs = arrays_of(batch)
+        entering = stage.entering(inputs["tokens"])
+        if stage.stages.is_last:
+            values = self._forward({**inputs, "states": entering}, batch.layout)
+        else:
+            stage.pass_on(self._output(entering))
+            values = [mx.zeros(inputs["targets"].shape)] * 2
+        return [stage.stages.from_last(value.astype(mx.float32)) for value in values]

@@ -11,11 +11,11 @@ from typing import Any
 import mlx.optimizers as optimizers
 from mlx.utils import tree_flatten, tree_map
 
-from ..data.dataset import Batch, Layout
-from ..objectives.objective import Inputs
-from ..objectives.pipeline import PipelinedCausalLM
-from ..runtime import mx
-from .step import StartedStep, Stepper
+from ...data.dataset import Batch, Layout
+from ...objectives.objective import Inputs
+from ...runtime import mx
+from ...training.step import StartedStep, Stepper
+from .objective import PipelinedCausalLM
 
 
 class PipelineStepper(Stepper):

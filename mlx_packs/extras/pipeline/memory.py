@@ -4,15 +4,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ..bases.precision import activation_bytes
-from ..config.lora import LoRAConfig
-from ..config.schema import TrainConfig
-from ..display import size
-from ..distributed.stages import stage_blocks
-from .decoder_sizes import FAMILIES, sizes_of
-from .estimate import Estimate, estimate, estimator_of, matmul_paths
-from .headers import Headers
-from .plan import MemoryPlan, Shape, fit, recompute_policies
+from ...bases.precision import activation_bytes
+from ...config.lora import LoRAConfig
+from ...config.schema import TrainConfig
+from ...display import size
+from ...memory.decoder_sizes import FAMILIES, sizes_of
+from ...memory.estimate import Estimate, estimate, estimator_of, matmul_paths
+from ...memory.headers import Headers
+from ...memory.plan import MemoryPlan, Shape, fit, recompute_policies
+from .stages import stage_blocks
 
 _BLOCKS, _TABLE, _HEAD = "model.layers.", "model.embed_tokens.", "lm_head."
 

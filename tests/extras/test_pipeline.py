@@ -9,17 +9,17 @@ from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, TrainConfig, evaluate, load_base, runtime
 from mlx_packs.adapters.attach import attach
-from mlx_packs.adapters.pipelined import (
+from mlx_packs.distributed.group import Group
+from mlx_packs.extras.pipeline.adapters import (
     FAMILIES,
     PipelinedAdapters,
     check_in_blocks,
     check_splittable,
 )
-from mlx_packs.distributed.group import Group
-from mlx_packs.distributed.stages import Stages, stage_blocks
+from mlx_packs.extras.pipeline.remote_blocks import stage_output
+from mlx_packs.extras.pipeline.stages import Stages, stage_blocks
 from mlx_packs.memory.estimate import least
 from mlx_packs.memory.read import read_headers
-from mlx_packs.nn.remote_blocks import stage_output
 from mlx_packs.objectives.causal_lm import forward, split_head
 from mlx_packs.runtime import mx
 from mlx_packs.training import planning

@@ -5,23 +5,23 @@ from typing import TYPE_CHECKING
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..bases.geometry import select_targets
-from ..bases.shapes import Heads
-from ..config.lora import LoRAConfig
-from ..display import size
-from ..distributed.stages import Stages, stage_blocks
-from ..errors import PackError
-from ..nn.frozen_blocks import Injection
-from ..nn.remote_blocks import RemoteBlock, RemoteEmbedding, RemoteHead
-from ..nn.surgery import block_prefixes
-from ..runtime import mx
-from .trainable import Extended, Trainable
+from ...adapters.trainable import Extended, Trainable
+from ...bases.geometry import select_targets
+from ...bases.shapes import Heads
+from ...config.lora import LoRAConfig
+from ...display import size
+from ...errors import PackError
+from ...nn.frozen_blocks import Injection
+from ...nn.surgery import block_prefixes
+from ...runtime import mx
+from .remote_blocks import RemoteBlock, RemoteEmbedding, RemoteHead
+from .stages import Stages, stage_blocks
 
 if TYPE_CHECKING:
-    from ..bases.model import BaseModel
+    from ...bases.model import BaseModel
 
 # Families whose forward pass is: embedding, blocks that pass on one array, norm, head.
-# tests/distributed/test_pipeline.py splits a model of each.
+# tests/extras/test_pipeline.py splits a model of each.
 FAMILIES = (
     *("qwen3", "qwen2", "llama", "mistral", "gemma2", "gemma3_text", "olmo2", "phi3"),
     *("qwen3_moe", "mixtral", "glm4_moe", "gpt_oss"),

@@ -1,0 +1,1 @@
+"""A base whose blocks are split over several machines (``--pipeline``)."""
