@@ -12,6 +12,8 @@ from ..runtime import mx
 from .score import Score
 
 if TYPE_CHECKING:
+    from mlx.optimizers import Optimizer
+
     from ..data.dataset import Batch, Dataset, Layout
 
 Inputs = Mapping[str, mx.array]
@@ -60,11 +62,8 @@ class Objective(Protocol):
         ``fresh`` is whether no batch of the phase was taken, so that the model is as it begins.
         """
 
-    def make_stepper(self, *arguments: Any) -> Any | None:
-        """Return what takes the steps of a phase instead of `training.step.Stepper`, if anything.
-
-        ``arguments`` are those of `Stepper` after the loss: the optimizer is the first.
-        """
+    def make_stepper(self, optimizer: "Optimizer", *others: Any) -> Any | None:
+        """Return what takes steps, given what `training.step.Stepper` is; None if that takes them."""
         return None
 
     def facts(self) -> dict[str, float]:

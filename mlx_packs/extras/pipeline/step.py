@@ -12,25 +12,26 @@ import mlx.optimizers as optimizers
 from mlx.utils import tree_flatten, tree_map
 
 from ...data.dataset import Batch, Layout
-from ...objectives.objective import Inputs
+from ...objectives.objective import Inputs, Loss
 from ...runtime import mx
 from ...training.step import StartedStep, Stepper
-from .objective import PipelinedCausalLM
+from .stage import Stage
 
 
 class PipelineStepper(Stepper):
     """Steps over batches of one run, by all ranks: each updates what it trains.
 
     Args:
-        objective: that of this rank.
+        stage: this rank's.
+        loss: of what enters the blocks of the last rank.
         others: as of `Stepper`.
     """
 
     def __init__(
-        self, objective: PipelinedCausalLM, optimizer: optimizers.Optimizer, *others: Any
+        self, stage: Stage, loss: Loss, optimizer: optimizers.Optimizer, *others: Any
     ) -> None:
-        stage = self._stage = objective.stage
-        super().__init__(stage.model, objective.loss, optimizer, *others)
+        super().__init__(stage.model, loss, optimizer, *others)
+        self._stage = stage
         self.wait_for_each()
         own = tree_flatten(stage.model.trainable_parameters())
         trains = stage.stages.gathered(b"1" if own else b"")
@@ -41,12 +42,14 @@ class PipelineStepper(Stepper):
         def weighted(entering: mx.array, gradient: mx.array) -> mx.array:
             return (stage.output(entering) * gradient).sum()
 
-        def loss(entering: mx.array, inputs: Inputs, layout: Layout) -> tuple[mx.array, mx.array]:
+        def loss_of(
+            entering: mx.array, inputs: Inputs, layout: Layout
+        ) -> tuple[mx.array, mx.array]:
             return self._loss({**inputs, "states": entering}, layout)
 
         self._output = self._compiled(stage.output)
         self._gradients = self._compiled(self._differentiated(weighted))
-        self._loss_and_gradients = self._compiled(self._differentiated(loss))
+        self._loss_and_gradients = self._compiled(self._differentiated(loss_of))
 
     def start(self, batch: Batch, last: bool, alone: bool) -> StartedStep:
         """Take a step on a batch in one piece."""

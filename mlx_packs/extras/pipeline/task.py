@@ -12,7 +12,8 @@ from ...training.planning import MemoryChoice
 from ...training.settings import Run
 from ...training.tasks.causal_lm import CausalLMTask
 from .adapters import check_in_blocks, check_splittable
-from .objective import PipelinedCausalLM, PipelinedScorer, Stage
+from .objective import PipelinedCausalLM, PipelinedScorer
+from .stage import Stage
 
 
 class PipelinedTask(CausalLMTask):
