@@ -258,6 +258,7 @@ class CommonConfig(Settings):
         False,
         "Split the blocks of the base over the machines of --hosts, for a base that one cannot hold; "
         "the pieces of --micro-batches pass from machine to machine.",
+        extra=True,
     )
     task_config: dict = _data(
         {},
