@@ -7,13 +7,24 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 Array = Any  # NumPy's, or MLX's once an objective has prepared the batch
 Layout = tuple  # hashable, as the spans of packed examples
 Shape = tuple[int, int]  # of a batch, as the memory plan counts it
+
+
+class Tree(NamedTuple):
+    """The layout of groups of rows that begin alike: ``prefix`` int32 [groups, prefix] has it once.
+
+    ``tokens`` [R, S] have what follows, as many rows of each group in turn. Positions count the
+    inputs of prefixes before the inputs of rows.
+    """
+
+    groups: int
+    prefix: int  # inputs of each
 
 
 class ExampleSet(Protocol):

@@ -20,6 +20,7 @@ from ..ops.span_attention import Spans, span_attention
 from ..ops.watchdog import product_calls, watched_chip
 from .frozen_weight import frozen_weight
 from .lora import GroupedLoRA
+from .prefix import PrefixKeys
 from .recompute import recomputed
 from .segments import SegmentCache
 from .surgery import ATTENTION, GroupedBlock, block_kind
@@ -57,7 +58,10 @@ class GroupedAttention(GroupedBlock):
         if self.training and self.recompute and not fused:
             trainable = [self[name] for name in ("q_norm", "k_norm") if name in self]
             attended = recomputed(
-                lambda *qkv: self._attended(*qkv, mask, cache), trainable, *projected
+                lambda *qkv, cache: self._attended(*qkv, mask, cache),
+                trainable,
+                *projected,
+                cache=cache,
             )
         else:
             attended = self._attended(*projected, mask, cache)
@@ -82,8 +86,11 @@ class GroupedAttention(GroupedBlock):
         if "q_norm" in self and not normed:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         queries, keys = queries.transpose(0, 2, 1, 3), keys.transpose(0, 2, 1, 3)
-        ours = cache is None or isinstance(cache, SegmentCache)
-        ours = ours and (self.training or profile().cuts_scores(rows * self.n_heads, length))
+        seen = length
+        if isinstance(cache, PrefixKeys):
+            seen += cache.offset
+        ours = cache is None or isinstance(cache, SegmentCache | PrefixKeys)
+        ours = ours and (self.training or profile().cuts_scores(rows * self.n_heads, seen))
         if spans:  # positions run on, as they may: what counts is how far two of them are apart
             queries = self.rope(queries, offset=cache.offset)
             keys = self.rope(keys, offset=cache.offset)
@@ -96,7 +103,13 @@ class GroupedAttention(GroupedBlock):
     def _attend(
         self, queries: mx.array, keys: mx.array, values: mx.array, mask: Any, cache: Any
     ) -> mx.array:
-        """Attend by blocks; examples are packed where there is a cache (nn/segments.py)."""
+        """Attend by blocks; a cache has the segments of packed examples, or keys of a prefix."""
+        if isinstance(cache, PrefixKeys):
+            queries = self.rope(queries, offset=cache.offset)
+            keys = self.rope(keys, offset=cache.offset)
+            keys, values = cache.update_and_fetch(keys, values)
+            return attention(queries, keys, values, self.scale, mask)
+
         segments = None
         if cache is not None and mask is cache.unwindowed:
             mask, segments = "causal", cache.segments

@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from ..config.choices import POLICIES
 from .lora import GroupedLoRA
+from .prefix import Arrays, PrefixCache, prefix_caches_in
 from .surgery import GroupedBlock, block_prefixes
 from .wrapped import WrappedBlock
 
@@ -29,9 +30,55 @@ def recomputed(
     (`mx.checkpoint` enforces neither order, and then those of several blocks stay in memory until the
     end of the step.)
 
-    Gradients reach every floating array among the arguments and the trainable parameters of
-    ``modules``; other arrays that ``function`` closes over get none.
+    Gradients reach every floating array among the arguments, what a `PrefixCache` among them keeps
+    or gets from the call, and the trainable parameters of ``modules``; other arrays that
+    ``function`` closes over get none.
     """
+    if caches := prefix_caches_in((args, kwargs)):
+        return _recomputed_with_caches(caches, function, modules, args, kwargs)
+    return _recomputed(function, modules, args, kwargs)
+
+
+def _recomputed_with_caches(
+    caches: Sequence[PrefixCache],
+    function: Callable[..., Any],
+    modules: Sequence[nn.Module],
+    args: tuple,
+    kwargs: dict[str, Any],
+) -> Any:
+    """Pass the arrays of caches as arguments and results; no gradient finds them in a cache."""
+    leaves_arrays = caches[0].kept is None
+    names: list[str] = []  # of the arrays among results
+    others: list[tuple[str, Any]] = []
+
+    def call(kept: list[Arrays | None], args: tuple, kwargs: dict[str, Any]) -> list[mx.array]:
+        own = [cache.keeping(arrays) for cache, arrays in zip(caches, kept, strict=True)]
+        unused = iter(own)
+        args, kwargs = tree_map(
+            lambda leaf: next(unused) if isinstance(leaf, PrefixCache) else leaf, (args, kwargs)
+        )
+        result = function(*args, **kwargs)
+
+        left = [cache.left() if leaves_arrays else None for cache in own]
+        leaves = tree_flatten((result, left))
+        arrays = [(name, leaf) for name, leaf in leaves if isinstance(leaf, mx.array)]
+        names[:] = [name for name, _ in arrays]
+        others[:] = [(name, leaf) for name, leaf in leaves if not isinstance(leaf, mx.array)]
+        return [leaf for _, leaf in arrays]
+
+    kept = [cache.kept for cache in caches]
+    arrays = _recomputed(call, modules, (kept, args, kwargs), {})
+    result, left = tree_unflatten([*zip(names, arrays, strict=True), *others])
+
+    if leaves_arrays:
+        for cache, own in zip(caches, left, strict=True):
+            cache.take(own)
+    return result
+
+
+def _recomputed(
+    function: Callable[..., Any], modules: Sequence[nn.Module], args: tuple, kwargs: dict[str, Any]
+) -> Any:
     names = [[name for name, _ in tree_flatten(m.trainable_parameters())] for m in modules]
     parameters = [a for m in modules for _, a in tree_flatten(m.trainable_parameters())]
     inputs = [leaf for _, leaf in tree_flatten((args, kwargs)) if _is_differentiable(leaf)]

@@ -4,14 +4,16 @@ A model is split into the part that makes hidden states and the head. The split 
 both together give logits bit-identical to the model's own; any other model keeps its full forward pass.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..data.dataset import Batch, Dataset, Layout
+from ..data.dataset import Batch, Dataset, Layout, Tree
 from ..errors import PackError
+from ..late import load
 from ..nn.frozen_blocks import injected
 from ..nn.frozen_weight import frozen_weight
 from ..nn.quantized import QUANTIZED, DenseLinear, HalfLinear, Requantized, bare_module
@@ -116,6 +118,8 @@ def _head(module: nn.Module, keeps_quantized: bool) -> FrozenHead:
 
 def segments_of(inputs: Inputs, layout: Layout) -> mx.array | Layout | None:
     """Return the segments of packed rows: an array [B, T], or the inputs of each; else None."""
+    if isinstance(layout, Tree):
+        return None
     return inputs.get("segments", layout or None)
 
 
@@ -125,6 +129,7 @@ def forward(
     tokens: mx.array,
     segments: mx.array | None = None,
     offset: int = 0,
+    prefix: mx.array | None = None,
 ) -> mx.array:
     """Return the output of a part of the model for tokens [B, T].
 
@@ -135,7 +140,12 @@ def forward(
             (nn/frozen_blocks.py).
         segments: [B, T], where examples are packed; an input sees its own segment alone.
         offset: position of the first input of packed examples.
+        prefix: [G, P], or float [G, P, D], which B / G rows of tokens in turn follow. The output is
+            [G P + B T, D], of the prefixes first (nn/prefix.py).
     """
+    if prefix is not None:
+        run = partial(_with_caches, model, part)
+        return load("nn.prefix:tree_states")(model, run, prefix, tokens)
     if tokens.ndim == 3:
         with injected(model, tokens):
             unread = mx.zeros(tokens.shape[:2], mx.int32)
@@ -144,6 +154,16 @@ def forward(
         return part(tokens)
     with restarting(model, segments):
         return part(tokens, cache=segment_caches(model, segments, offset))
+
+
+def _with_caches(
+    model: nn.Module, part: Callable[..., mx.array], tokens: mx.array, caches: Sequence[object]
+) -> mx.array:
+    """Return the output of a part of the model for tokens, or for states in their place."""
+    if tokens.ndim == 2:
+        return part(tokens, cache=caches)
+    with injected(model, tokens):
+        return part(mx.zeros(tokens.shape[:2], mx.int32), cache=caches)
 
 
 TargetLoss = Callable[[mx.array, mx.array], mx.array]  # logits [M, V], targets [M] to losses [M]
@@ -184,7 +204,8 @@ def target_loss(
     part = model if head is None else head.hidden
     targets = inputs["targets"]
     entering = inputs.get("states", inputs["tokens"])
-    states = forward(model, part, entering, segments_of(inputs, layout))
+    segments = segments_of(inputs, layout)
+    states = forward(model, part, entering, segments, prefix=inputs.get("prefix"))
     states = states.reshape(-1, states.shape[-1])[inputs["positions"]]  # logits without a head
     if options.custom is None and head is not None and head.frozen is not None:
         return linear_cross_entropy(

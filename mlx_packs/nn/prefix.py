@@ -1,0 +1,215 @@
+"""Rows that begin alike: their common beginning, the prefix, is computed once, with its gradient.
+
+A pass of a model over the prefixes leaves keys, values and recurrent states in its caches, in the
+graph; a pass over what follows, the suffixes, reads them there.
+"""
+
+import copy
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+Arrays = Sequence[mx.array | None]
+Forward = Callable[[mx.array, list["PrefixCache"]], mx.array]
+
+
+class PrefixCache:
+    """Takes the place of mlx-lm's cache of a layer, in both passes."""
+
+    offset = 0  # position of the first input, whenever a layer or a mask asks for it
+    kept: Arrays | None = None  # [G, ...] of the prefixes; None in the pass over them
+    copies = 1  # suffixes of each prefix
+
+    def left(self) -> Arrays:
+        """Return the arrays that suffixes read, as this pass leaves them."""
+        raise NotImplementedError
+
+    def take(self, left: Arrays) -> None:
+        """Replace the arrays that this pass leaves."""
+        raise NotImplementedError
+
+    def start(self) -> None:
+        """Forget what a pass left."""
+        raise NotImplementedError
+
+    def keeping(self, kept: Arrays | None) -> "PrefixCache":
+        """Return an unused cache of the same pass that keeps other arrays."""
+        other = copy.copy(self)
+        other.kept = kept
+        other.start()
+        return other
+
+    def after(self, offset: int, copies: int) -> "PrefixCache":
+        """Return the cache of the suffixes of prefixes of ``offset`` inputs."""
+        other = copy.copy(self)
+        other.offset = offset
+        other.copies = copies
+        return other.keeping(self.left())
+
+    def _for_each_suffix(self, array: mx.array) -> mx.array:
+        """Return a view [G, copies, ...] of an array [G, ...]."""
+        shape = (array.shape[0], self.copies, *array.shape[1:])
+        return mx.broadcast_to(array[:, None], shape)
+
+
+class PrefixKeys(PrefixCache):
+    """Keys and values [B, heads, T, D] of an attention."""
+
+    start_position = 0  # of the first key; mlx-lm's chunked caches cut some off
+    keys: mx.array | None = None
+    values: mx.array | None = None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Return keys and values of prefix and suffix, [B, heads, P + T, D]."""
+        if self.kept is not None:
+            keys = self._joined(self.kept[0], keys)
+            values = self._joined(self.kept[1], values)
+
+        self.keys = keys
+        self.values = values
+        return keys, values
+
+    def keys_and_values(self) -> tuple[mx.array | None, mx.array | None]:
+        """Return what `update_and_fetch` did."""
+        return self.keys, self.values
+
+    def make_mask(
+        self,
+        N: int,  # noqa: N803 - mlx-lm passes it by this name
+        return_array: bool = False,
+        window_size: int | None = None,
+    ) -> mx.array | str | None:
+        """Return the mask of N inputs, an array where a window hides keys."""
+        from mlx_lm.models.base import create_causal_mask
+
+        hides = window_size is not None and self.offset + N > window_size
+        if return_array or hides:
+            return create_causal_mask(N, self.offset, window_size=window_size)
+        if N == 1:
+            return None
+        return "causal"
+
+    def maybe_trim_front(self) -> None:
+        """Cut no keys off: a mask hides them."""
+
+    def left(self) -> Arrays:
+        return [self.keys, self.values]
+
+    def take(self, left: Arrays) -> None:
+        self.keys, self.values = left
+
+    def start(self) -> None:
+        self.keys = self.values = None
+
+    def _joined(self, of_prefixes: mx.array, own: mx.array) -> mx.array:
+        by_prefix = own.reshape(-1, self.copies, *own.shape[1:])
+        joined = mx.concatenate([self._for_each_suffix(of_prefixes), by_prefix], axis=3)
+        return joined.flatten(0, 1)
+
+
+class PrefixList(PrefixCache):
+    """Several caches of a layer."""
+
+    def __init__(self, caches: Sequence[PrefixCache]) -> None:
+        self.caches = list(caches)
+
+    def __getitem__(self, index: int) -> PrefixCache:
+        return self.caches[index]
+
+    def left(self) -> Arrays:
+        return [array for cache in self.caches for array in cache.left()]
+
+    def take(self, left: Arrays) -> None:
+        for cache, own in zip(self.caches, self._by_cache(left), strict=True):
+            cache.take(own)
+
+    def start(self) -> None:
+        parts: Iterable[Arrays | None] = [None] * len(self.caches)
+        if self.kept is not None:
+            parts = self._by_cache(self.kept)
+        self.caches = [c.keeping(own) for c, own in zip(self.caches, parts, strict=True)]
+
+    def after(self, offset: int, copies: int) -> PrefixCache:
+        other = copy.copy(self)
+        other.caches = [cache.after(offset, copies) for cache in self.caches]
+        return other.keeping(self.left())
+
+    def _by_cache(self, arrays: Arrays) -> Iterator[Arrays]:
+        remaining = iter(arrays)
+        for cache in self.caches:
+            yield [next(remaining) for _ in cache.left()]
+
+
+@functools.cache
+def _states_class() -> type[PrefixCache]:
+    """Return the cache of recurrent layers, some of which ask for an `ArraysCache`."""
+    from mlx_lm.models.cache import ArraysCache
+
+    # last inputs of a convolution, and states of a recurrence: [B, ...] each
+    class PrefixStates(PrefixCache, ArraysCache):
+        def __init__(self, size: int) -> None:
+            ArraysCache.__init__(self, size)
+
+        def left(self) -> Arrays:
+            return list(self.cache)
+
+        def take(self, left: Arrays) -> None:
+            self.cache = list(left)
+
+        def start(self) -> None:
+            self.cache = list(self.kept or [None] * len(self.cache))
+            for i, array in enumerate(self.cache):
+                if array is not None:
+                    self.cache[i] = self._for_each_suffix(array).flatten(0, 1)
+
+    return PrefixStates
+
+
+def prefix_cache(cache: object) -> PrefixCache:
+    """Return an empty cache in the place of mlx-lm's, or raise a ValueError for an unknown kind."""
+    from mlx_lm.models.cache import (
+        ArraysCache,
+        CacheList,
+        ChunkedKVCache,
+        KVCache,
+        RotatingKVCache,
+    )
+
+    if type(cache) in (KVCache, RotatingKVCache, ChunkedKVCache):
+        return PrefixKeys()
+    if type(cache) is ArraysCache:
+        return _states_class()(len(cache.cache))
+    if type(cache) is CacheList:
+        return PrefixList([prefix_cache(each) for each in cache.caches])
+    raise ValueError(f"it keeps more than keys, values and states: {type(cache).__name__}")
+
+
+def prefix_caches_in(tree: Any) -> list[PrefixCache]:
+    """Return the caches among arguments."""
+    return [leaf for _, leaf in tree_flatten(tree) if isinstance(leaf, PrefixCache)]
+
+
+def tree_states(
+    model: nn.Module, forward: Forward, prefixes: mx.array, suffixes: mx.array
+) -> mx.array:
+    """Return the states of prefixes and then of their suffixes, [G P + R S, D].
+
+    Args:
+        model: the model.
+        forward: maps inputs to states [B, T, D], with caches for the layers of the model.
+        prefixes: inputs [G, P], or [G, P, D].
+        suffixes: inputs [R, S], or [R, S, D]; R / G of each prefix in turn.
+    """
+    from mlx_lm.models.cache import make_prompt_cache
+
+    groups, length = prefixes.shape[:2]
+    copies = suffixes.shape[0] // groups
+    caches = [prefix_cache(cache) for cache in make_prompt_cache(model)]
+
+    of_prefixes = forward(prefixes, caches)
+    of_suffixes = forward(suffixes, [cache.after(length, copies) for cache in caches])
+    return mx.concatenate([of_prefixes.flatten(0, 1), of_suffixes.flatten(0, 1)])
