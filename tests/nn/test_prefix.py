@@ -1,18 +1,61 @@
-"""A common beginning that is computed once gives the loss and gradients of ordinary rows."""
+"""A common beginning that is computed once gives the loss and gradients of ordinary rows.
 
+In every family that trains, but those of `FALLS_BACK`; a run finds them by the probe.
+"""
+
+import shutil
+
+import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
+from mlx_packs import LoRAConfig
+from mlx_packs.adapters.attach import attach
+from mlx_packs.adapters.lora import Attached
+from mlx_packs.data.dataset import Batch
+from mlx_packs.evaluation.perplexity import Scorer
+from mlx_packs.nn.frozen_blocks import FrozenBlock, Injection, frozen_output
+from mlx_packs.nn.nf4 import NF4Embedding, NF4Linear
+from mlx_packs.nn.prefix import PrefixCache, PrefixKeys, prefix_cache
+from mlx_packs.nn.surgery import replace_modules
+from mlx_packs.objectives.causal_lm import Head, forward, split_head
+from mlx_packs.objectives.shared_prefix import why_not_shared
+from mlx_packs.packs.base import Base
 from mlx_packs.runtime import mx
+from tests.helpers.families import family_base, randomized, targets_of
+from tests.helpers.family_sweep import FAMILIES, sweep
+from tests.helpers.interpreter import run_python
 from tests.helpers.models import SMALL_FAMILIES, base_of
-from tests.helpers.steps import adapted, loss_and_gradients
-from tests.helpers.trees import examples_with_prefixes, ordinary_batch, tree_of
+from tests.helpers.steps import adapted, fill_b, loss_and_gradients
+from tests.helpers.trees import PREFIX, examples_with_prefixes, ordinary_batch, tree_of
 
-LENGTHS = (5, 11, 7)  # of what follows the prefix
+POLICIES = ("none", "selective", "block")
+BATCH = ordinary_batch(examples_with_prefixes((5, 11, 7)))  # two groups of three rows
+
+# Families of which a tree differs from its rows, and a part of what the probe says.
+FALLS_BACK = {
+    "gear": "update_and_fetch",  # its attention gets the cache of its convolutions: also in mlx-lm
+    "gemma3n": "loss",  # with any cache its last blocks use keys of earlier ones, without they do not
+    "phi3small": "gradient",  # its mask is wrong unless the keys are whole blocks
+}
+# With recomputed blocks the ordinary rows of these fail or differ, so that there is nothing to equal.
+NOT_RECOMPUTED = {
+    "afm7": "its last blocks read the keys of another from a cache, which no gradient finds",
+    "gemma4": "its blocks return more than arrays",
+    "gemma4_text": "its blocks return more than arrays",
+    "hunyuan": "its blocks return more than arrays",
+    "kimi_k3": "its blocks return more than arrays",
+    "olmo_hybrid": "it asks for the class of its blocks, and so computes those of a wrapper",
+}
 
 
-def check_equal(model, head, batch, groups, worst=2e-5, median=1e-6):
-    """The loss within 1e-6; of gradients the worst and the median, of each tensor's largest entry."""
+def check_equal(model: nn.Module, head: Head | None, batch: Batch = BATCH, groups: int = 2):
+    """Loss within 1e-6; gradients within 2e-5 of each one's largest entry, half of them 2e-6.
+
+    Half are within 1e-6 in most families; in gemma4 and jamba the rows of a batch, each alone, are
+    1.9e-6 from the batch.
+    """
     loss, gradients = loss_and_gradients(model, head, [tree_of(batch, groups)])
     expected_loss, expected = loss_and_gradients(model, head, [batch])
     assert abs(loss / expected_loss - 1) < 1e-6
@@ -21,16 +64,225 @@ def check_equal(model, head, batch, groups, worst=2e-5, median=1e-6):
     differences = []
     for name, tensor in expected.items():
         largest = mx.abs(tensor).max().item()
-        assert largest > 0, name
-        differences.append(mx.abs(gradients[name] - tensor).max().item() / largest)
-    print(max(differences), np.median(differences))
-    assert max(differences) < worst and np.median(differences) < median
+        difference = mx.abs(gradients[name] - tensor).max().item()
+        assert largest > 0 or difference == 0, name  # no key of afm7's first block gets a gradient
+        if largest > 0:
+            differences.append(difference / largest)
+    assert len(differences) > len(expected) / 2 and max(differences) < 2e-5
+    assert np.median(differences) < 2e-6
 
 
-@pytest.mark.parametrize("policy", ["none", "selective", "block"])
-@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def adapted_family(family: str, policy: str = "none") -> tuple[Attached, Head | None]:
+    """A small model of any family, with adapters on its experts too that are not zero."""
+    base = family_base(family)
+    attached = attach(base, LoRAConfig(rank=2, target_modules=targets_of(base, 2)))
+    randomized(attached)
+    attached.recompute(policy)
+    head = split_head(base.model)
+    base.model.train()
+    return attached, head
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "gemma3_text"])
 def test_gradients_reach_the_prefix_through_recomputation(family, policy):
     """Keys and values are arguments and results of what is recomputed: none hides in a cache."""
     attached, head = adapted(base_of(family, **SMALL_FAMILIES[family]), recompute=policy)
-    batch = ordinary_batch(examples_with_prefixes(LENGTHS, groups=2, whole=False))
-    check_equal(attached.model, head, batch, 2)
+    check_equal(attached.model, head, ordinary_batch(examples_with_prefixes((5, 11), whole=False)))
+
+
+@pytest.mark.parametrize("family", sweep([f for f in FAMILIES if f not in FALLS_BACK]))
+def test_a_tree_has_the_loss_and_gradients_of_its_rows(family):
+    attached, head = adapted_family(family)
+    check_equal(attached.model, head)
+    assert why_not_shared(attached.model, head, 128) is None
+
+
+@pytest.mark.parametrize("policy", ["selective", "block"])
+@pytest.mark.parametrize(
+    "family", sweep([f for f in FAMILIES if f not in FALLS_BACK and f not in NOT_RECOMPUTED])
+)
+def test_a_recomputed_tree_has_the_loss_and_gradients_of_its_rows(family, policy):
+    attached, head = adapted_family(family, policy)
+    check_equal(attached.model, head)
+    assert why_not_shared(attached.model, head, 128) is None
+
+
+@pytest.mark.parametrize("family", FALLS_BACK)
+def test_a_family_whose_tree_differs_is_found(family):
+    attached, head = adapted_family(family)
+    reason = why_not_shared(attached.model, head, 128)
+    assert FALLS_BACK[family] in reason and "\n" not in reason and len(reason) < 200
+
+
+@pytest.mark.parametrize("groups, lengths", [(1, (9,)), (1, (6, 3, 1, 4)), (3, (5, 2)), (4, (7,))])
+def test_any_number_of_groups_and_of_rows(groups, lengths):
+    attached, head = adapted(base_of("qwen3"))
+    batch = ordinary_batch(examples_with_prefixes(lengths, groups))
+    check_equal(attached.model, head, batch, groups)
+
+
+def nf4_base() -> Base:
+    """A small model whose linears and table are in NF4."""
+    base = base_of("qwen3")
+    modules = []
+    for path, module in base.model.named_modules():
+        if type(module) is nn.Linear:
+            modules.append((path, NF4Linear.from_linear(module)))
+        if type(module) is nn.Embedding:
+            modules.append((path, NF4Embedding.from_embedding(module)))
+    replace_modules(base.model, modules)
+    return base
+
+
+def four_bit_base() -> Base:
+    """A small model quantized to 4 bits."""
+    base = base_of("qwen3")
+    nn.quantize(base.model, group_size=32, bits=4)
+    base.model.freeze()
+    return base
+
+
+@pytest.mark.parametrize("matmul_path", ["quantized", "transient", "dense"])
+@pytest.mark.parametrize("make", [four_bit_base, nf4_base])
+def test_every_matmul_path(make, matmul_path):
+    attached = attach(make(), LoRAConfig(rank=2), None, matmul_path)
+    fill_b(attached)
+    head = split_head(attached.model)
+    attached.model.train()
+    check_equal(attached.model, head)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "qwen3_next"])
+def test_evaluation_scores_the_rows(family):
+    attached, head = adapted_family(family)
+    attached.model.eval()
+    scorer = Scorer(attached.model, head)
+    tree, rows = scorer.score([tree_of(BATCH, 2)]), scorer.score([BATCH])
+    assert tree.rows == rows.rows == 6 and tree.targets == rows.targets
+    assert tree.nll == pytest.approx(rows.nll, rel=1e-6)
+    assert tree.accuracy == rows.accuracy
+
+
+def test_blocks_below_the_adapters_may_be_injected_in_both_passes():
+    """The states that enter the first adapted block replace tokens of prefixes and of rows."""
+    attached, head = adapted(base_of("qwen3", num_hidden_layers=3), num_layers=2)
+    model = attached.model
+    frozen = FrozenBlock(model.model.layers[0], Injection(), is_last=True)
+    attached.swap([("model.layers.0", frozen)])
+    tree = {name: mx.array(a) for name, a in tree_of(BATCH, 2).inputs.items()}
+    rows = mx.array(BATCH.inputs["tokens"])
+    states = frozen_output(model, lambda: model(rows))
+
+    expected = forward(model, head.hidden, tree["tokens"], prefix=tree["prefix"])
+    actual = forward(
+        model, head.hidden, states[:, PREFIX:], prefix=states[:: len(rows) // 2, :PREFIX]
+    )
+    assert mx.abs(actual - expected).max().item() < 1e-5
+
+
+def test_a_window_hides_keys_of_the_prefix():
+    cache = PrefixKeys().after(6, 1)
+    assert cache.make_mask(3) == "causal" and cache.make_mask(1) is None
+    assert cache.make_mask(3, window_size=9) == "causal"
+    mask = np.array(cache.make_mask(3, window_size=4))
+    for i in range(3):
+        for j in range(9):
+            assert mask[i, j] == (0 <= 6 + i - j < 4)
+    assert cache.make_mask(1, return_array=True).shape == (1, 7)
+
+
+def test_a_prefix_keeps_its_keys_once_and_each_row_gets_them():
+    cache = PrefixKeys()
+    keys = mx.random.normal((2, 4, 6, 8))
+    cache.update_and_fetch(keys, 2 * keys)
+    later = cache.after(6, 3)
+    own = mx.random.normal((6, 4, 5, 8))
+    joined, values = later.update_and_fetch(own, own)
+    assert later.offset == 6 and later.kept[0].shape == keys.shape
+    for row in range(6):
+        assert mx.array_equal(joined[row, :, :6], keys[row // 3]).item()
+        assert mx.array_equal(values[row, :, :6], 2 * keys[row // 3]).item()
+        assert mx.array_equal(joined[row, :, 6:], own[row]).item()
+
+
+def test_each_layer_gets_the_cache_that_it_expects():
+    kinds = {}
+    for family in ("qwen3_next", "falcon_h1", "llama4"):
+        caches = make_prompt_cache(family_base(family).model)
+        kinds[family] = [type(prefix_cache(cache)).__name__ for cache in caches]
+    assert kinds["qwen3_next"] == ["PrefixStates", "PrefixKeys"]
+    assert kinds["falcon_h1"] == ["PrefixList"] * 2
+    assert set(kinds["llama4"]) == {"PrefixKeys"}
+    with pytest.raises(ValueError, match="more than keys, values and states: Unknown"):
+        prefix_cache(type("Unknown", (KVCache,), {})())
+
+
+def test_the_probe_draws_nothing_and_leaves_the_model_as_it_was():
+    base = base_of("qwen3")
+    attached = attach(base, LoRAConfig(rank=2, dropout=0.5))
+    fill_b(attached)
+    model, head = attached.model, split_head(attached.model)
+    model.train()
+    assert why_not_shared(model, head, 128) is None
+    shares = [m.dropout.p for m in model.modules() if hasattr(m, "dropout")]
+    assert model.training and set(shares) == {0.5}
+    assert all(module.training for module in model.modules())
+    model.eval()
+    assert why_not_shared(model, head, 128) is None
+    assert not any(module.training for module in model.modules())
+
+
+def test_the_probe_finds_gradients_that_do_not_reach_the_prefix(monkeypatch):
+    """The loss is right then, as it would be with caches that hide keys from the gradient."""
+
+    def without_gradient(cache: PrefixCache, kept):
+        return [mx.stop_gradient(array) for array in kept]
+
+    after = PrefixKeys.after
+
+    def cut(self, offset, copies):
+        later = after(self, offset, copies)
+        return later.keeping(without_gradient(later, later.kept))
+
+    attached, head = adapted(base_of("qwen3"))
+    monkeypatch.setattr(PrefixKeys, "after", cut)
+    assert "gradient" in why_not_shared(attached.model, head, 128)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_the_probe_allows_the_rounding_of_a_deep_model(family, dtype):
+    depth = {"gpt2": "n_layer"}.get(family, "num_hidden_layers")
+    base = base_of(family, **{depth: 36})
+    base.model.set_dtype(dtype)
+    attached, head = adapted(base)
+    assert why_not_shared(attached.model, head, 128) is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="MLX compiles with g++ on CPUs")
+def test_steps_are_the_same_compiled_and_uncompiled():
+    code = """
+from mlx_packs.config.schema import TrainConfig
+from mlx_packs.optim import make_optimizer
+from mlx_packs.runtime import mx
+from tests.helpers.models import base_of
+from tests.helpers.steps import adapted, largest_difference, lm_stepper
+from tests.helpers.trees import examples_with_prefixes, ordinary_batch, tree_of
+batch = ordinary_batch(examples_with_prefixes((5, 11, 7)))
+def steps(batch):
+    mx.random.seed(7)
+    attached, head = adapted(base_of("qwen3", num_hidden_layers=1), recompute="block")
+    optimizer = make_optimizer(TrainConfig(optimizer="sgd", learning_rate=0.1, iters=1))
+    optimizer.init(attached.model.trainable_parameters())
+    stepper = lm_stepper(attached.model, optimizer, head=head)
+    for _ in range(2):
+        stepper(batch, True, True)
+    return attached.tensors(), stepper.traces
+mx.disable_compile(); plain, none = steps(batch)
+mx.enable_compile(); compiled, one = steps(tree_of(batch, 2))
+print(largest_difference(plain, compiled), none, one)
+"""
+    difference, *traces = run_python(code).split()
+    assert float(difference) < 1e-6 and traces == ["0", "1"]
