@@ -54,7 +54,8 @@ class GroupedAttention(GroupedBlock):
             return _projected(attended, [self.o_proj], self.o_lora)[0]
         projected = _projected(x, projections, self.qkv_lora)
         width = projected[0].shape[-1] // self.n_heads
-        fused = _spans_of(cache, mask) or has_fused_gradient(x.dtype, width, mask)
+        follows = isinstance(cache, PrefixKeys) and cache.offset > 0
+        fused = _spans_of(cache, mask) or has_fused_gradient(x.dtype, width, mask, follows)
         if self.training and self.recompute and not fused:
             trainable = [self[name] for name in ("q_norm", "k_norm") if name in self]
             attended = recomputed(

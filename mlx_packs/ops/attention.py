@@ -6,6 +6,7 @@ are MLX's. Otherwise scores exist for one block at a time (`attention_blocks`).
 
 import functools
 import io
+import math
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -42,7 +43,8 @@ def attention(
     """
     device = profile()
     seen = Seen(mask, segments)
-    fused = segments is None and has_fused_gradient(queries.dtype, queries.shape[-1], mask)
+    fewer = queries.shape[2] < keys.shape[2]
+    fused = segments is None and has_fused_gradient(queries.dtype, queries.shape[-1], mask, fewer)
     if fused or (device.has_fused_kernels and mx.cuda.is_available()):
         return mlx_attention(queries, keys, values, scale, seen.full_mask())
 
@@ -58,7 +60,8 @@ def mlx_attention(
     rows = heads = 1
     if chip is not None and not isinstance(mask, mx.array):
         count, all_heads, length, width = queries.shape
-        sizes = AttentionSizes(count, all_heads, keys.shape[1], length, width)
+        square = math.isqrt(length * (2 * keys.shape[2] - length))  # length with as many scores
+        sizes = AttentionSizes(count, all_heads, keys.shape[1], square, width)
         rows, heads = attention_calls(sizes, chip)
 
     def attend(*arrays: mx.array) -> mx.array:
@@ -81,22 +84,28 @@ def _in_parts(function: Callable[..., mx.array], arrays: Arrays, count: int, axi
     return mx.concatenate([function(*part) for part in zip(*parts, strict=True)], axis)
 
 
-def has_fused_gradient(dtype: mx.Dtype, width: int, mask: Mask) -> bool:
-    """Return whether MLX's own attention keeps no scores for its gradient on this device."""
+def has_fused_gradient(dtype: mx.Dtype, width: int, mask: Mask, fewer: bool = False) -> bool:
+    """Return whether MLX's own attention keeps no scores for its gradient on this device.
+
+    ``fewer`` is whether there are fewer queries than keys.
+    """
     if not profile().has_fused_kernels or isinstance(mask, mx.array):
         return False
-    return _has_fused_gradient(dtype, width, mask)
+    return _has_fused_gradient(dtype, width, mask, fewer)
 
 
 @functools.cache
-def _has_fused_gradient(dtype: mx.Dtype, width: int, mask: str | None) -> bool:
+def _has_fused_gradient(dtype: mx.Dtype, width: int, mask: str | None, fewer: bool = False) -> bool:
     """Return whether MLX's gradient is one primitive: its graph is laid out, and not computed."""
     x = mx.zeros((1, 1, 2, width), dtype)
+    keys = x
+    if fewer:
+        keys = mx.zeros((1, 1, 4, width), dtype)
 
     def attend(q: mx.array, k: mx.array, v: mx.array) -> list[mx.array]:
         return [mx.fast.scaled_dot_product_attention(q, k, v, scale=1.0, mask=mask)]
 
-    _, gradients = mx.vjp(attend, [x, x, x], [x])
+    _, gradients = mx.vjp(attend, [x, keys, keys], [x])
     graph = io.StringIO()
     mx.export_to_dot(graph, *gradients)
     return "ScaledDotProductAttentionVJP" in graph.getvalue()

@@ -203,6 +203,18 @@ def test_attention_is_one_call_of_mlx_where_its_gradient_is_fused(mask, fused_gr
     assert [shape for shape, _ in fused_gradient] == [(1, 4, 33, 16)]
 
 
+def test_a_fused_gradient_is_asked_for_with_as_many_queries(monkeypatch):
+    """MLX may have a fused gradient only where there are as many queries as keys."""
+    monkeypatch.setattr("mlx_packs.ops.attention._has_fused_gradient", lambda *a: not a[-1])
+    q, keys = mx.random.normal((1, 4, 9, 16)), mx.random.normal((1, 4, 33, 16))
+    with forced_profile(SMALL_BLOCKS_OF_A_GPU):
+        assert has_fused_gradient(q.dtype, 16, "causal")
+        assert not has_fused_gradient(q.dtype, 16, "causal", True)
+        actual = attention(q, keys, keys, 0.2, "causal")
+    expected = mx.fast.scaled_dot_product_attention(q, keys, keys, scale=0.2, mask="causal")
+    assert mx.abs(actual - expected).max().item() < 1e-6
+
+
 def test_attention_with_an_array_as_mask_stays_in_blocks(fused_gradient):
     with forced_profile(SMALL_BLOCKS_OF_A_GPU):
         q = mx.random.normal((1, 4, 33, 16))
@@ -239,3 +251,4 @@ def test_attention_by_blocks_of_a_gpu_has_no_float32_scores(older_gpu, monkeypat
 def test_a_cpu_has_no_fused_gradient_of_attention():
     assert not has_fused_gradient(mx.float32, 64, "causal")
     assert not attention_module._has_fused_gradient(mx.float32, 64, "causal")
+    assert not attention_module._has_fused_gradient(mx.float32, 64, "causal", True)
