@@ -64,6 +64,7 @@ class TokenCollate(_RowCollate):
     batch_size: int  # rows
     limit: int  # most inputs of a row
     allowed: Collection[Shape] | None = None  # shapes of batches; None allows any
+    prefix: int = 0  # inputs that all rows begin with, after which they are padded
 
     def __call__(self, examples: Sequence[Example], order: Sequence[int]) -> Batch:
         """Return the examples with these indices as a batch."""
@@ -82,7 +83,8 @@ class TokenCollate(_RowCollate):
         return self._shape(longest, int(examples.target_counts[order].sum()))
 
     def _shape(self, longest: int, targets: int) -> Shape:
-        width = padded_length(max(longest, 1), self.limit)
+        longest = max(longest - self.prefix, 1)
+        width = self.prefix + padded_length(longest, self.limit - self.prefix)
         slots = padded_targets(targets, self.batch_size * width)
         return fitting_shape((width, slots), self.batch_size, self.allowed)
 

@@ -1,0 +1,100 @@
+"""Trees are batches of rows, whose common beginning is there once."""
+
+import numpy as np
+import pytest
+
+from mlx_packs.data.batches import TokenCollate
+from mlx_packs.data.encoding import Example, Examples
+from mlx_packs.data.trees import TreeCollate, common_prefix, felled, planted
+
+SHARED = np.arange(100, 140)
+
+
+def examples_of(*lengths: int, common: int = 35) -> Examples:
+    """Examples that begin with the same tokens and then differ; the last half are targets."""
+    items = []
+    for i, length in enumerate(lengths):
+        own = 1000 * (i + 1) + np.arange(length - common)
+        tokens = np.concatenate([SHARED[:common], own]).astype(np.int32)
+        items.append(Example(tokens, np.arange(length) >= length // 2, f"row {i}"))
+    return Examples(items, "chat", "assistant")
+
+
+def inputs_of(batch) -> set[tuple]:
+    """The token and everything before it that predicts each target, with the target and its owner."""
+    inputs = batch.inputs
+    tokens = inputs["tokens"]
+    if "prefix" not in inputs:
+        paths = [tuple(row[: at + 1]) for row in tokens for at in range(len(row))]
+    else:
+        prefixes, together = inputs["prefix"], len(tokens) // len(inputs["prefix"])
+        paths = [tuple(row[: at + 1]) for row in prefixes for at in range(len(row))]
+        paths += [
+            (*prefixes[i // together], *row[: at + 1])
+            for i, row in enumerate(tokens)
+            for at in range(len(row))
+        ]
+    real = inputs["owners"] >= 0
+    found = zip(
+        *(inputs[n][real].tolist() for n in ("positions", "targets", "owners")), strict=True
+    )
+    return [(paths[at], target, owner) for at, target, owner in found]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "common", "expected"),
+    [((50, 60, 45), 35, 32), ((50, 60), 40, 40), ((50, 60), 15, 0), ((36, 60), 35, 32), ((35, 60), 35, 32),
+     ((20, 60), 20, 16), ((17, 60), 17, 16), ((16, 60), 16, 0)],
+)  # fmt: skip
+def test_the_common_beginning_is_cut_to_a_multiple_of_eight(lengths, common, expected):
+    assert common_prefix(examples_of(*lengths, common=common).items) == expected
+
+
+def test_no_example_has_no_prefix():
+    assert common_prefix([]) == 0
+    assert common_prefix(examples_of(50).items) == 48
+
+
+@pytest.mark.parametrize("together", [0, 2])
+@pytest.mark.parametrize("rows", [4, 6])
+def test_a_tree_has_the_inputs_and_targets_of_its_rows(together, rows):
+    """Of six rows two are without an example; some targets are inside the prefix."""
+    examples = examples_of(50, 61, 44, 55)
+    ordinary = TokenCollate(rows, 96, prefix=32)(examples, range(4))
+    tree = planted(ordinary, 32, rows // together if together else 1)
+    assert inputs_of(tree) == inputs_of(ordinary)
+    groups = rows // together if together else 1
+    assert tree.inputs["prefix"].shape == (groups, 32)
+    assert tree.inputs["tokens"].shape == (rows, ordinary.inputs["tokens"].shape[1] - 32)
+    assert (tree.inputs["positions"] < groups * 32).any()
+    back = felled(tree)
+    assert inputs_of(back) == inputs_of(ordinary) and set(back.inputs) == set(ordinary.inputs)
+
+
+def test_suffixes_are_padded_and_not_the_prefix():
+    examples = examples_of(50, 61, 44, 55)
+    assert TokenCollate(4, 96, prefix=32)(examples, range(4)).inputs["tokens"].shape == (4, 64)
+    examples = examples_of(52, 50, common=40)
+    assert TokenCollate(2, 96, prefix=40)(examples, range(2)).inputs["tokens"].shape == (2, 56)
+
+
+def test_pieces_of_a_tree_add_up_to_it_and_are_trees_where_that_saves_enough():
+    examples = examples_of(50, 61, 44, 55)
+    collate = TreeCollate(TokenCollate(4, 96, prefix=32), 32)
+    tree = collate(examples, range(4))
+    assert tree.inputs["prefix"].shape == (1, 32)
+    halves = collate.split(tree, 2)
+    assert [half.inputs["prefix"].shape for half in halves] == [(1, 32), (1, 32)]
+    quarters = collate.split(tree, 4)
+    assert all("prefix" not in quarter.inputs for quarter in quarters)
+    for pieces in (halves, quarters):
+        assert sum(piece.targets for piece in pieces) == tree.targets
+        assert sum((piece.examples for piece in pieces), ()) == tree.examples
+        found = [(path, target) for piece in pieces for path, target, _ in inputs_of(piece)]
+        assert sorted(found) == sorted((path, target) for path, target, _ in inputs_of(tree))
+
+
+def test_a_prefix_that_saves_too_little_is_left_in_the_rows():
+    examples = examples_of(300, 310, common=35)
+    batch = TreeCollate(TokenCollate(2, 512, prefix=32), 32)(examples, range(2))
+    assert "prefix" not in batch.inputs
