@@ -30,8 +30,8 @@ center_rewards_coefficient reward
 num_generations max_completion_length temperature exchange_dtype pipeline warmup_ratio
 warmup_from_zero bias_correction weight_decay betas optimizer_config loraplus_lr_ratio for_merge
 long_rows fim_rate fim_spm_rate fim_tokens num_proc max_grad_norm on_nan recompute micro_batches
-cache_frozen objective ce_last_k z_loss label_smoothing neftune_noise_alpha matmul_path double_quant
-keep compute_dtype train_fp16_fallback phases steps_per_report val_batches load_best test_batches
+cache_frozen share_prefix objective ce_last_k z_loss label_smoothing neftune_noise_alpha matmul_path
+double_quant keep compute_dtype train_fp16_fallback phases steps_per_report val_batches load_best test_batches
 keep_last clear_cache_threshold pack_dtype awake max_pack_mb max_ppl_ratio min_tps_ratio
 """.split()
 
@@ -206,6 +206,20 @@ def _task_faults(train: TrainConfig) -> Iterator[Fault]:
         yield Fault("beta", f"must be above 0 with --task {any_of(tasks)}, but is 0.")
 
 
+def _prefix_faults(train: TrainConfig) -> Iterator[Fault]:
+    if train.share_prefix != "on":
+        return
+
+    unfit = {
+        "packing": train.packing,
+        "pipeline": train.pipeline,
+        "objective": train.objective != "transformer",
+        "cache_frozen": train.cache_frozen == "on",
+    }
+    for name in (name for name, is_unfit in unfit.items() if is_unfit):
+        yield Fault(name, "does not go with --share-prefix on. Leave one of them out.", "conflict")
+
+
 def _full_faults(train: TrainConfig) -> Iterator[Fault]:
     if not train.trains_base:
         return
@@ -240,5 +254,6 @@ _CONFLICTS = (
     _length_faults,
     _task_faults,
     _full_faults,
+    _prefix_faults,
     _score_head_faults,
 )

@@ -184,6 +184,13 @@ class LMConfig(PackableConfig, LabelSmoothing):
         shown_default="the tokenizer's own",
         metavar="TOKENS",
     )
+    share_prefix: str = option(
+        "off",
+        "Compute what all examples begin with, such as a system prompt, once for each batch; auto "
+        "does so if it saves 15 % of the inputs and nothing is drawn at random for each of them.",
+        section="Memory and speed",
+        choices=("auto", "on", "off"),
+    )
     objective: str = _optimization(
         "transformer",
         "Forward pass used for the loss: the full transformer, or a cheap proxy (embeddings -> "

@@ -19,9 +19,9 @@ _LN_2 = 1 / _LOG2_E
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 # 1.5 * 2^23: a float32 of up to 2^22 that it is added to is rounded, and is in the low bits
 _ROUNDING = 12582912.0
-# Lowest exponent of 2. What attention masks gets 2^-64, which is nothing beside the 1 of the largest
-# score, and whose products with values and gradients are normal numbers. Those of 2^-126 are not,
-# and a product of matrices with them takes an Intel processor 4 times as long.
+# Lowest exponent of 2. What attention masks gets 2^-64, which is nothing beside the 1 of the
+# largest score, and whose products with values and gradients are normal numbers. Those of 2^-126
+# are not, and a product of matrices with them takes an Intel processor 4 times as long.
 _LOWEST = -64.0
 # exp(r) = (u + r) / (u - r) with u = r coth(r / 2) = 2 + r^2 / 6 - r^4 / 360 + ...; the same for
 # 2^r, whose u has been divided by ln 2. On [-ln 2 / 2, ln 2 / 2] three terms are right to 3e-8.

@@ -71,7 +71,7 @@ class TokenCollate(_RowCollate):
         chosen = [examples[i] for i in order]
         longest = max(len(e.tokens) for e in chosen) - 1
         targets = sum(int(e.target.sum()) for e in chosen)
-        width, slots = self._shape(longest, targets)
+        width, slots = self.shape_of(longest, targets)
 
         starts = [row * width for row in range(len(chosen))]
         batch = _laid_out(chosen, starts, (self.batch_size, width), slots)
@@ -80,9 +80,10 @@ class TokenCollate(_RowCollate):
     def shape(self, examples: Examples, order: np.ndarray) -> Shape:
         """Return (T, M) of a batch without laying it out."""
         longest = int(examples.lengths[order].max()) - 1
-        return self._shape(longest, int(examples.target_counts[order].sum()))
+        return self.shape_of(longest, int(examples.target_counts[order].sum()))
 
-    def _shape(self, longest: int, targets: int) -> Shape:
+    def shape_of(self, longest: int, targets: int) -> Shape:
+        """Return (T, M) of a batch whose longest row has so many inputs."""
         longest = max(longest - self.prefix, 1)
         width = self.prefix + padded_length(longest, self.limit - self.prefix)
         slots = padded_targets(targets, self.batch_size * width)
@@ -224,8 +225,10 @@ def most_targets(examples: Examples, sampler: Sampler) -> dict[Spans, int]:
     return most
 
 
-def few_shapes(examples: Examples, sampler: Sampler) -> frozenset[Shape]:
+def few_shapes(examples: Examples, sampler: Sampler, prefix: int = 0) -> frozenset[Shape]:
     """Return at most `MOST_SHAPES` shapes, one of which holds any batch of unpacked examples.
+
+    Rows are padded after ``prefix`` inputs.
 
     It begins with those of the first batches and joins the two that add the least padding. It does
     not depend on the number of batches, so that a run resumed for more has the same ones.
@@ -233,10 +236,10 @@ def few_shapes(examples: Examples, sampler: Sampler) -> frozenset[Shape]:
     draw, batch_size = sampler.draw, sampler.batch_size
     lengths = examples.lengths[0 if draw.replay else draw.first : draw.stop]
     batches = min(-(-len(lengths) // batch_size), _COUNTED_BATCHES)
-    collate = TokenCollate(batch_size, sampler.inputs)
+    collate = TokenCollate(batch_size, sampler.inputs, prefix=prefix)
     orders = zip(range(batches), sampler.batches(), strict=False)
     counts = Counter(collate.shape(examples, order) for _, order in orders)
-    longest = padded_length(int(lengths.max()) - 1, sampler.inputs)
+    longest, _ = collate.shape_of(int(lengths.max()) - 1, 0)
     counts[longest, batch_size * longest] += 0  # a later epoch may put any examples together
 
     return joined_shapes(counts, batch_size)

@@ -1,4 +1,4 @@
-"""The settings of a training run: what is asked for, and what is final once examples are encoded."""
+"""The settings of a training run: what is asked for, and what is final."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """What a caller asks for; a PackError where nothing names the examples, or a function is unfit."""
+    """What a caller asks for; a PackError where no examples are named, or a function is unfit."""
 
     recipe: Recipe  # whose ``run`` says where the run writes and whether it resumes
     base: "Base | str | Path"  # a loaded base, or what `load_base` takes

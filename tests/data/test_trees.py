@@ -80,7 +80,7 @@ def test_suffixes_are_padded_and_not_the_prefix():
 
 def test_pieces_of_a_tree_add_up_to_it_and_are_trees_where_that_saves_enough():
     examples = examples_of(50, 61, 44, 55)
-    collate = TreeCollate(TokenCollate(4, 96, prefix=32), 32)
+    collate = TreeCollate(TokenCollate(4, 96, prefix=32))
     tree = collate(examples, range(4))
     assert tree.inputs["prefix"].shape == (1, 32)
     halves = collate.split(tree, 2)
@@ -96,5 +96,5 @@ def test_pieces_of_a_tree_add_up_to_it_and_are_trees_where_that_saves_enough():
 
 def test_a_prefix_that_saves_too_little_is_left_in_the_rows():
     examples = examples_of(300, 310, common=35)
-    batch = TreeCollate(TokenCollate(2, 512, prefix=32), 32)(examples, range(2))
+    batch = TreeCollate(TokenCollate(2, 512, prefix=32))(examples, range(2))
     assert "prefix" not in batch.inputs

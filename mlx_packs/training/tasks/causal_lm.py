@@ -18,6 +18,7 @@ from ...data.formats import TEXT, TOKEN_FORMATS, format_of
 from ...data.rows import Splits
 from ...data.sampler import Draw, Sampler
 from ...data.shapes import sequence_inputs
+from ...data.trees import TreePlan
 from ...errors import PackError
 from ...evaluation.answers import Exam, answer_line, questions_of
 from ...evaluation.metrics import metric_of
@@ -40,6 +41,7 @@ from ..phases import OWN, RunPhase
 from ..planning import MemoryChoice
 from ..precision import check_forward
 from ..settings import Run
+from .shared_prefix import checked_trees, plan_trees, show_trees
 from .task import Summary, bad_rows_lines, cost, evaluated, speed, try_lines
 from .tokens import TokenTask, encode_phases
 
@@ -97,6 +99,7 @@ class CausalLMTask(TokenTask):
     sample: SamplePrompt
     scorer: Scorer
     frozen: FrozenActivations | None = None
+    trees: TreePlan | None = None  # what the training batches are, unless they are rows
     exam: Exam | None = None  # with a metric
     validation_exam: Exam | None = None  # where --best is a number of answers
 
@@ -134,11 +137,21 @@ class CausalLMTask(TokenTask):
         t, inputs = phase.train, sequence_inputs(phase.train.max_seq_length)
         aligned = t.packing and not draw.replay and attends_by_spans(self.base.model)
         sampler = Sampler(examples.lengths, t.batch_size, inputs, t.seed, t.packing, draw, aligned)
+        if t.share_prefix != "off":
+            own = np.arange(len(examples))[: draw.stop]
+            self.trees = plan_trees(t, self.lora, examples, own)
+            show_trees(self.trees, t, self.lora, examples, self.display)
+        if self.trees is not None:
+            return self.trees.dataset(examples, sampler)
         return training_set(examples, sampler)
 
     def evaluation(self, phase: RunPhase, examples: Examples, chosen: np.ndarray) -> Dataset:
         """Return examples by length."""
         t = phase.train
+        if self.trees is not None:  # as in training, for which the model is checked
+            trees = plan_trees(t, self.lora, examples, chosen)
+            if trees is not None:
+                return trees.held_out(examples, t.max_seq_length, chosen)
         return evaluation_set(examples, t.batch_size, t.max_seq_length, chosen, runtime.COMPILES)
 
     def _exam(self, metric: str, columns: DataConfig, splits: Splits, split: str) -> Exam:
@@ -189,19 +202,33 @@ class CausalLMTask(TokenTask):
         if train.packing:
             prepare_packing(trainable, head, train.max_seq_length, self.base.vocab_size)
         self._limit_exam(data[-1])
-        self.frozen = open_frozen_activations(
+        layout = Preparation()
+        if self.trees is None:
+            self.frozen = self._frozen_activations(trainable, head, data, memory)
+        else:
+            layout = checked_trees(trainable, head, train.share_prefix, self.display)
+        self.scorer = Scorer(trainable.model, head, layout.prepare)
+        return [self.objective_of(trainable, head, self.frozen or layout)] * len(data)
+
+    def _frozen_activations(
+        self,
+        trainable: Trainable,
+        head: Head | None,
+        data: Sequence[PhaseData],
+        memory: MemoryChoice,
+    ) -> FrozenActivations | None:
+        """Return the cache of what is below the adapters, of all phases; None if there is none."""
+        phase = data[-1].phase
+        return open_frozen_activations(
             trainable,
             head,
-            replace(train, iters=data[-1].phase.stop),
+            replace(phase.train, iters=phase.stop),
             data[-1].train.examples,
             memory.choice.matmul_path,
             memory.plan.peak_bytes if memory.plan else None,
             self.display,
             memory.disk.total_bytes if memory.disk else 0,
         )
-
-        self.scorer = Scorer(trainable.model, head)
-        return [self.objective_of(trainable, head, self.frozen)] * len(data)
 
     def objective_of(
         self, trainable: Trainable, head: Head | None, preparation: Preparation | None
@@ -268,6 +295,7 @@ class CausalLMTask(TokenTask):
                 "objective": outcome.graph,
                 "eval_traces": self.scorer.traces,
                 "cache_frozen": self.frozen.to_json() if self.frozen else None,
+                "shared_prefix": self.trees and self.trees.to_json(goal.train.examples),
                 "sample": sample,
                 "raw_prompt": self.sample.is_raw,
                 **({"samples": samples} if answered else {}),

@@ -27,6 +27,7 @@ from ...packs.base import Base
 from ..held_out import sample
 from ..phase_data import PhaseData
 from ..phases import RunPhase
+from .shared_prefix import inputs_of_batch
 from .task import Task
 
 MASKS = 2  # training examples that the page of a run shows
@@ -55,7 +56,8 @@ class TokenTask(Task):
             inputs = sequence_inputs(t.max_seq_length)
 
         rows = t.sequences * inputs
-        return rows, max(1, rows * examples.targets // int(lengths.sum()))
+        targets = max(1, rows * examples.targets // int(lengths.sum()))
+        return inputs_of_batch(data.train, t.sequences, inputs), targets
 
     def mean_inputs(self, data: PhaseData) -> float | None:
         """Return the mean of the tokens of a training batch; None where batches are packed."""

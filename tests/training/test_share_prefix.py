@@ -1,0 +1,141 @@
+"""Runs whose batches are trees learn what runs on rows learn, in less time."""
+
+import numpy as np
+import pytest
+
+from mlx_packs import LoRAConfig, TrainConfig, train_pack
+from mlx_packs.runtime import mx
+from mlx_packs.training.tasks import shared_prefix
+from tests.helpers.errors import raises
+from tests.helpers.rows import write_rows
+
+SYSTEM = "You turn reminders into JSON with the keys task, day and time, and nothing else at all."
+SETTINGS = {
+    "iters": 6,
+    "batch_size": 4,
+    "max_seq_length": 96,
+    "matmul_path": "dense",
+    "learning_rate": 2e-3,
+    "lr_schedule": "constant",
+    "steps_per_report": 1,
+    "steps_per_eval": 3,
+    "save_every": 3,
+}
+LORA = LoRAConfig(rank=4)
+
+
+def chat(number: int) -> dict:
+    words = " ".join(f"thing {i}" for i in range(number % 4 + 1))
+    return {
+        "messages": [
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": f"{number} times {words}"},
+            {"role": "assistant", "content": f"It is {number * 7}."},
+        ]
+    }
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    rows = [chat(i) for i in range(24)]
+    return write_rows(tmp_path_factory.mktemp("data") / "d", train=rows[:16], valid=rows[16:])
+
+
+def trained(data, folder, lora=LORA, **changes):
+    return train_pack("tiny", data, lora, TrainConfig(**SETTINGS | changes), folder)
+
+
+def losses_of(run) -> list[float]:
+    return [line["loss"] for line in run.curve if "loss" in line]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"micro_batches": 2, "grad_accumulation_steps": 2},
+        pytest.param({"recompute": "block", "matmul_path": "transient"}, marks=pytest.mark.slow),
+        pytest.param({"loss_on": "all", "method": "full"}, marks=pytest.mark.slow),
+        pytest.param({"quantize": "nf4"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_run_on_trees_learns_what_one_on_rows_learns(data, tmp_path, changes):
+    lora = None if "method" in changes else LORA
+    model_changes = {k: v for k, v in changes.items() if k != "quantize"}
+    rows = trained(data, tmp_path / "rows", lora, **model_changes)
+    trees = trained(data, tmp_path / "trees", lora, share_prefix="on", **model_changes)
+    np.testing.assert_allclose(losses_of(trees), losses_of(rows), rtol=2e-5)
+    assert trees.report["ppl_before"] == pytest.approx(rows.report["ppl_before"], rel=1e-5)
+    assert trees.report["ppl_after"] == pytest.approx(rows.report["ppl_after"], rel=1e-4)
+    for name, tensor in rows.pack.tensors.items():
+        # AdamW turns rounding of the smallest gradients into whole steps of a few entries
+        off = mx.linalg.norm(trees.pack.tensors[name] - tensor)
+        assert off.item() < 1e-3 * mx.linalg.norm(tensor).item(), name
+    shared = trees.report["shared_prefix"]
+    assert shared["tokens"] >= 24 and 0.3 < shared["saved"] < 0.75
+    assert rows.report["shared_prefix"] is None
+
+
+def test_a_resumed_run_on_trees_equals_an_unbroken_one_to_the_bit(data, tmp_path):
+    whole = trained(data, tmp_path / "a", share_prefix="on")
+    trained(data, tmp_path / "b", share_prefix="on", iters=3)
+    resumed = trained_again(data, tmp_path / "b")
+    for name, tensor in whole.pack.tensors.items():
+        assert mx.array_equal(tensor, resumed.pack.tensors[name]).item(), name
+
+
+def trained_again(data, folder):
+    train = TrainConfig(**SETTINGS, share_prefix="on")
+    return train_pack("tiny", data, LORA, train, folder, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("lora", "changes", "shares"),
+    [
+        (LORA, {}, True),
+        (LoRAConfig(rank=4, dropout=0.1), {}, False),
+        (LoRAConfig(rank=4, num_layers=2), {}, False),
+        (LoRAConfig(rank=4, num_layers=2), {"cache_frozen": "off"}, True),
+        (LORA, {"neftune_noise_alpha": 5.0}, False),
+        (LORA, {"packing": True}, False),
+        (LORA, {"batch_size": 1}, False),
+    ],
+    ids=str,
+)
+def test_auto_shares_a_prefix_where_that_changes_nothing_but_the_time(
+    data, tmp_path, lora, changes, shares
+):
+    run = trained(data, tmp_path / "p", lora, share_prefix="auto", iters=1, **changes)
+    assert bool(run.report["shared_prefix"]) == shares
+
+
+def test_without_a_common_beginning_nothing_is_shared(tmp_path, capsys):
+    rows = [{"text": f"{i} is the number of this text, which is long enough."} for i in range(8)]
+    data = write_rows(tmp_path / "d", train=rows, valid=rows[:2])
+    run = trained(data, tmp_path / "p", share_prefix="on", iters=1)
+    assert run.report["shared_prefix"] is None
+    assert "fewer than 16 tokens begin every example: none is shared" in capsys.readouterr().err
+
+
+def test_what_is_drawn_at_random_is_shared_and_said(data, tmp_path, capsys):
+    trained(data, tmp_path / "p", LoRAConfig(rank=4, dropout=0.1), share_prefix="on", iters=1)
+    assert "share what is drawn at random" in capsys.readouterr().err
+
+
+def test_a_model_that_computes_trees_otherwise_gets_rows(data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(shared_prefix, "why_not_shared", lambda *_: "its loss is off by 1")
+    with raises("unsupported", "share_prefix", "a qwen3 model", "its loss is off by 1"):
+        trained(data, tmp_path / "on", share_prefix="on")
+    run = trained(data, tmp_path / "auto", share_prefix="auto")
+    assert "in every row of a qwen3 model: its loss is off by 1" in capsys.readouterr().err
+    rows = trained(data, tmp_path / "rows")
+    np.testing.assert_allclose(losses_of(run), losses_of(rows), rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("packing", True), ("cache_frozen", "on"), ("pipeline", True)]
+)
+def test_what_does_not_go_with_trees_is_named(name, value):
+    with raises("conflict", name, "--share-prefix on"):
+        TrainConfig(share_prefix="on", **{name: value})
