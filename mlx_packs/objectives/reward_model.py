@@ -54,7 +54,8 @@ def completion_scores(
         inputs: of a batch of tokens (data/scored.py).
         layout: of that batch.
     """
-    hidden = forward(model, states, inputs["tokens"], segments_of(inputs, layout))
+    segments = segments_of(inputs, layout)
+    hidden = forward(model, states, inputs["tokens"], segments, prefix=inputs.get("prefix"))
     last = hidden.reshape(-1, hidden.shape[-1])[inputs["positions"]]
     scores = score(last)[:, 0].astype(mx.float32)
     # sums in a fixed order, which a scatter on a GPU does not have
