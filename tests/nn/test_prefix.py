@@ -73,6 +73,35 @@ def test_any_number_of_groups_and_of_rows(groups, lengths):
     check_equal(attached.model, head, batch, groups)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_blocks_below_the_adapters_leave_keys_without_a_gradient(policy):
+    attached, head = adapted(base_of("qwen3", num_hidden_layers=3), 1, policy)
+    check_equal(attached.model, head)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
+def test_all_parameters_may_train(family, policy):
+    attached = attach(family_base(family), LoRAConfig(rank=2))
+    attached.recompute(policy)
+    attached.model.unfreeze()
+    attached.model.train()
+    check_equal(attached.model, None)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "gpt2", "deepseek_v3", "qwen3_next"])
+def test_a_suffix_of_one_input(family):
+    """Models compute a single input in their own way, as while generating."""
+    attached, head = adapted_family(family)
+    part = attached.model if head is None else head.hidden
+    tokens = mx.random.randint(1, 128, (4, PREFIX + 1), key=mx.random.key(0))
+    tokens[1, :PREFIX], tokens[3, :PREFIX] = tokens[0, :PREFIX], tokens[2, :PREFIX]
+    states = forward(attached.model, part, tokens[:, PREFIX:], prefix=tokens[::2, :PREFIX])
+    expected = forward(attached.model, part, tokens)
+    assert mx.allclose(states[2 * PREFIX :], expected[:, -1], atol=1e-5).item()
+    assert mx.allclose(states[:PREFIX], expected[0, :PREFIX], atol=1e-5).item()
+
+
 def nf4_base() -> Base:
     """A small model whose linears and table are in NF4."""
     base = base_of("qwen3")
