@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from .batches import PackedCollate, TokenCollate, allowed_shapes, split_rows, token_collate
-from .dataset import Batch, Dataset, FixedOrder, by_length
+from .dataset import Batch, Dataset, FixedOrder, Tree, by_length
 from .preferences import PreferenceExamples
 from .sampler import GroupedSampler, Order, grouped
 from .shapes import Shape
+from .trees import TreeCollate, TreePlan, felled
 
 _PAIR_STEP = 8  # of packed rows the arrays are padded to a multiple of it
 _OF_ROWS = ("labels", "reference")  # arrays of which each row has its own part
@@ -24,7 +25,7 @@ class PreferenceCollate:
     a mean over rows.
     """
 
-    tokens: TokenCollate | PackedCollate  # lays out the examples
+    tokens: TokenCollate | PackedCollate | TreeCollate  # lays out the examples
     is_scored: bool = False  # whether completions are scored: all tokens that are read count
 
     def __call__(self, examples: PreferenceExamples, order: Order) -> Batch:
@@ -44,6 +45,10 @@ class PreferenceCollate:
 
     def split(self, batch: Batch, parts: int) -> list[Batch]:
         """Return the rows of a batch in pieces; packed ones have as many slots each."""
+        if isinstance(batch.layout, Tree):
+            rows = self.split(felled(batch), parts)
+            return [self.tokens.tree(piece, batch.layout.prefix) for piece in rows]
+
         of_rows = {n: np.asarray(batch.inputs[n]) for n in _OF_ROWS if n in batch.inputs}
         tokens = {n: values for n, values in batch.inputs.items() if n not in of_rows}
         whole = dataclasses.replace(batch, inputs=tokens)
@@ -79,18 +84,28 @@ def _with_rows(batch: Batch, of_rows: dict[str, np.ndarray], slots: int) -> Batc
 
 
 def preference_set(
-    examples: PreferenceExamples, sampler: GroupedSampler, is_scored: bool = False
+    examples: PreferenceExamples,
+    sampler: GroupedSampler,
+    is_scored: bool = False,
+    trees: TreePlan | None = None,
 ) -> Dataset:
     """Return the batches of a sampler, in few shapes where each shape costs a compilation."""
-    tokens = token_collate(sampler, allowed_shapes(examples, sampler))
+    if trees is not None:
+        tokens = trees.collate(examples, sampler)
+    else:
+        tokens = token_collate(sampler, allowed_shapes(examples, sampler))
     return Dataset(examples, PreferenceCollate(tokens, is_scored), sampler)
 
 
 def preference_evaluation(
-    examples: PreferenceExamples, batch_size: int, inputs: int, chosen: np.ndarray
+    examples: PreferenceExamples,
+    batch_size: int,
+    inputs: int,
+    chosen: np.ndarray,
+    trees: TreePlan | None = None,
 ) -> Dataset:
     """Return the rows with the ``chosen`` indices once, by length."""
     sampler = GroupedSampler(examples.lengths, 2 * batch_size, inputs)
     rows = by_length(examples.row_lengths.max(axis=1), batch_size, chosen)
     order = FixedOrder([grouped(each, 2) for each in rows.orders])
-    return dataclasses.replace(preference_set(examples, sampler), sampler=order)
+    return dataclasses.replace(preference_set(examples, sampler, trees=trees), sampler=order)

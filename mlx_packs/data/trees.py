@@ -22,16 +22,16 @@ from .. import runtime
 from .batches import TokenCollate, few_shapes, split_rows
 from .dataset import Batch, Dataset, FixedOrder, Tree, by_length
 from .encoding import Example, Examples
-from .sampler import Order, Sampler
-from .shapes import Shape, sequence_inputs
+from .sampler import Sampler
+from .shapes import TILE, Shape, sequence_inputs
 
 LEAST = 16  # inputs of a prefix; shorter ones cost more than they save
 STEP = 8  # a prefix has a multiple of these, and what is left of it is in the suffixes
 WORTHWHILE = 0.15  # least share of the inputs of a batch that is saved
 
 
-def common_prefix(examples: Iterable[Example]) -> int:
-    """Return how many inputs of all examples can be a prefix; 0 if these are too few."""
+def common_inputs(examples: Iterable[Example]) -> int:
+    """Return how many inputs all examples begin with; the last token of each is no input."""
     shared = None
     for example in examples:
         inputs = example.tokens[:-1]
@@ -43,10 +43,17 @@ def common_prefix(examples: Iterable[Example]) -> int:
         if len(shared) < LEAST:
             return 0
 
-    return 0 if shared is None else len(shared) // STEP * STEP
+    return 0 if shared is None else len(shared)
 
 
-def saved_share(shape: tuple[float, float], groups: int, prefix: int) -> float:
+def prefix_of(common: int) -> int:
+    """Return the inputs of a prefix of rows that have so many in common; 0 if these are too few."""
+    step = TILE if runtime.COMPILES else STEP
+    prefix = common // step * step
+    return prefix if prefix >= LEAST else 0
+
+
+def saved_share(shape: tuple[float, float], groups: int, prefix: float) -> float:
     """Return the share of the inputs of a batch of [R, T] that its tree does not compute."""
     rows, inputs = shape
     return (rows - groups) * prefix / (rows * inputs)
@@ -97,57 +104,103 @@ class TreeCollate:
     The rows of a group follow each other in every order of the sampler.
     """
 
-    tokens: TokenCollate  # lays out the rows, padded after their prefix
+    tokens: TokenCollate  # lays out the rows, padded after the prefix of all batches
+    common: np.ndarray | None = None  # inputs that each group has in common; None: of all batches
     together: int = 0  # rows of a group; 0 is all rows of a batch
     least: float = WORTHWHILE  # share of the inputs that a tree has to save
 
-    def __call__(self, examples: Examples, order: Order) -> Batch:
-        """Return the examples with these indices as a batch."""
-        return self._tree(self.tokens(examples, order))
+    @property
+    def batch_size(self) -> int:
+        """The rows of a batch."""
+        return self.tokens.batch_size
 
-    def shapes(self, examples: Examples, orders: Iterator[Order]) -> set[Shape]:
+    def __call__(self, examples: Examples, order: np.ndarray) -> Batch:
+        """Return the examples with these indices as a batch."""
+        tokens = self._tokens_of(order)
+        return self.tree(tokens(examples, order), tokens.prefix)
+
+    def shapes(self, examples: Examples, orders: Iterator[np.ndarray]) -> set[Shape]:
         """Return (T, M) of the rows of batches."""
-        return self.tokens.shapes(examples, orders)
+        return {self._tokens_of(order).shape(examples, order) for order in orders}
 
     def split(self, batch: Batch, parts: int) -> list[Batch]:
         """Return the rows of a batch in pieces, which are trees where that saves enough."""
-        rows = felled(batch) if "prefix" in batch.inputs else batch
-        pieces = split_rows(rows, parts, together=max(self.together, 1))
-        return [self._tree(piece) for piece in pieces]
+        if not isinstance(batch.layout, Tree):
+            return split_rows(batch, parts, together=max(self.together, 1))
+        pieces = split_rows(felled(batch), parts, together=max(self.together, 1))
+        return [self.tree(piece, batch.layout.prefix) for piece in pieces]
 
-    def _tree(self, batch: Batch) -> Batch:
+    def tree(self, batch: Batch, prefix: int) -> Batch:
+        """Return the tree of a batch of rows, where it saves enough."""
         shape = batch.inputs["tokens"].shape
-        prefix = self.tokens.prefix
-        groups = shape[0] // self.together if self.together else 1
-        if shape[0] == groups or saved_share(shape, groups, prefix) < self.least:
+        groups = 1
+        if self.together:
+            groups = shape[0] // self.together
+        if not prefix or shape[0] == groups or saved_share(shape, groups, prefix) < self.least:
             return batch
         return planted(batch, prefix, groups)
+
+    def _tokens_of(self, order: np.ndarray) -> TokenCollate:
+        """Return what lays out the rows of a batch, padded after what its groups have in common."""
+        if self.common is None:
+            return self.tokens
+        groups = np.asarray(order)[:: self.together] // self.together
+        return dataclasses.replace(self.tokens, prefix=prefix_of(int(self.common[groups].min())))
 
 
 @dataclass(frozen=True)
 class TreePlan:
-    """How batches whose rows begin alike are laid out."""
+    """How batches whose rows begin alike are laid out.
 
-    prefix: int  # inputs that all examples begin with
-    batch_size: int
+    Either all rows of a batch have the same prefix, or the rows of each group have one.
+    """
+
+    batch_size: int  # rows
+    prefix: int = 0  # inputs that all examples begin with
+    common: np.ndarray | None = None  # or inputs that the examples of each group begin with
+    together: int = 0  # examples of a group
     least: float = WORTHWHILE  # share of the inputs of a batch that a tree has to save
 
+    @classmethod
+    def of(
+        cls, examples: Examples, chosen: np.ndarray, batch_size: int, together: int, least: float
+    ) -> "TreePlan":
+        """Return the plan that saves most of the inputs of chosen examples."""
+        of_all = cls(batch_size, prefix_of(common_inputs(examples[i] for i in chosen)), least=least)
+        if not together:
+            return of_all
+
+        groups = range(0, len(examples), together)
+        common = [common_inputs(examples[i + k] for k in range(together)) for i in groups]
+        of_groups = cls(batch_size, 0, np.array(common), together, least)
+        return max(of_groups, of_all, key=lambda plan: plan.saved(examples))
+
     def saved(self, examples: Examples) -> float:
-        """Return the share of the inputs of batches that is saved, on average."""
+        """Return the share of the inputs of batches that is saved, about."""
         inputs = float(examples.lengths.mean()) - 1
-        return saved_share((self.batch_size, inputs), 1, self.prefix)
+        if self.common is None:
+            return saved_share((self.batch_size, inputs), 1, self.prefix)
+        prefix = np.mean([prefix_of(common) for common in self.common])
+        return saved_share((self.together, inputs), 1, float(prefix))
 
     def to_json(self, examples: Examples) -> dict:
         """Return the part of a run's report on it."""
-        return {"tokens": self.prefix, "saved": self.saved(examples)}
+        tokens = self.prefix if self.common is None else float(self.common.mean())
+        return {"tokens": tokens, "saved": self.saved(examples)}
+
+    def collate(self, examples: Examples, sampler: Sampler) -> TreeCollate:
+        """Return what lays out the batches of a sampler."""
+        allowed = None
+        if runtime.COMPILES and self.common is None:
+            allowed = few_shapes(examples, sampler, self.prefix)
+        tokens = TokenCollate(sampler.batch_size, sampler.inputs, allowed, self.prefix)
+        return TreeCollate(tokens, self.common, self.together, self.least)
 
     def dataset(
         self, examples: Examples, sampler: Sampler, order: FixedOrder | None = None
     ) -> Dataset:
         """Return the batches of a sampler, or in a fixed order, as trees."""
-        allowed = few_shapes(examples, sampler, self.prefix) if runtime.COMPILES else None
-        tokens = TokenCollate(sampler.batch_size, sampler.inputs, allowed, self.prefix)
-        return Dataset(examples, TreeCollate(tokens, least=self.least), order or sampler)
+        return Dataset(examples, self.collate(examples, sampler), order or sampler)
 
     def held_out(self, examples: Examples, max_seq_length: int, chosen: np.ndarray) -> Dataset:
         """Return the chosen examples once, by length."""

@@ -5,7 +5,7 @@ import pytest
 
 from mlx_packs.data.batches import TokenCollate
 from mlx_packs.data.encoding import Example, Examples
-from mlx_packs.data.trees import TreeCollate, common_prefix, felled, planted
+from mlx_packs.data.trees import TreeCollate, TreePlan, common_inputs, felled, planted, prefix_of
 
 SHARED = np.arange(100, 140)
 
@@ -47,12 +47,12 @@ def inputs_of(batch) -> set[tuple]:
      ((20, 60), 20, 16), ((17, 60), 17, 16), ((16, 60), 16, 0)],
 )  # fmt: skip
 def test_the_common_beginning_is_cut_to_a_multiple_of_eight(lengths, common, expected):
-    assert common_prefix(examples_of(*lengths, common=common).items) == expected
+    assert prefix_of(common_inputs(examples_of(*lengths, common=common).items)) == expected
 
 
 def test_no_example_has_no_prefix():
-    assert common_prefix([]) == 0
-    assert common_prefix(examples_of(50).items) == 48
+    assert common_inputs([]) == 0
+    assert prefix_of(common_inputs(examples_of(50).items)) == 48
 
 
 @pytest.mark.parametrize("together", [0, 2])
@@ -98,3 +98,24 @@ def test_a_prefix_that_saves_too_little_is_left_in_the_rows():
     examples = examples_of(300, 310, common=35)
     batch = TreeCollate(TokenCollate(2, 512, prefix=32))(examples, range(2))
     assert "prefix" not in batch.inputs
+
+
+def test_groups_share_what_each_of_them_begins_with():
+    """Two pairs of one beginning each, of 35 and 28 tokens, and what is common to all is 20."""
+    first, second = examples_of(50, 61, common=35).items, examples_of(44, 55, common=28).items
+    other = [
+        Example(np.concatenate([e.tokens[:20], e.tokens[20:] + 5]), e.target, e.where)
+        for e in second
+    ]
+    examples = Examples([*first, *other], "chat", "assistant")
+    plan = TreePlan.of(examples, np.arange(4), 4, 2, 0.0)
+    assert plan.together == 2 and plan.common.tolist() == [35, 28]
+
+    collate = TreeCollate(TokenCollate(4, 96), plan.common, 2)
+    batch = collate(examples, np.arange(4))
+    assert batch.inputs["prefix"].shape == (2, 24)
+    assert inputs_of(batch) == inputs_of(TokenCollate(4, 96)(examples, np.arange(4)))
+    assert collate(examples, np.array([0, 1])).inputs["prefix"].shape == (2, 32)
+    pieces = collate.split(batch, 2)
+    assert [piece.inputs["prefix"].shape for piece in pieces] == [(1, 24), (1, 24)]
+    assert {shape[0] for shape in collate.shapes(examples, iter([np.arange(4)]))} == {64}

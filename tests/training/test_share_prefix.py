@@ -77,6 +77,55 @@ def test_a_run_on_trees_learns_what_one_on_rows_learns(data, tmp_path, changes):
     assert rows.report["shared_prefix"] is None
 
 
+def preference(number: int) -> dict:
+    prompt = f"{SYSTEM} What are {number} times {' '.join(map(str, range(number % 5 + 1)))}?"
+    chosen, rejected = f"It is {number * 7}.", f"I do not know what {number} is."
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+@pytest.fixture(scope="module")
+def preferences(tmp_path_factory):
+    rows = [preference(i) for i in range(24)]
+    return write_rows(tmp_path_factory.mktemp("data") / "p", train=rows[:16], valid=rows[16:])
+
+
+@pytest.fixture(scope="module")
+def rated(tmp_path_factory):
+    rows = [
+        {
+            "prompt": row["prompt"],
+            "completion": row["chosen" if i % 2 else "rejected"],
+            "label": bool(i % 2),
+        }
+        for i, row in enumerate(map(preference, range(24)))
+    ]
+    return write_rows(tmp_path_factory.mktemp("data") / "r", train=rows[:16], valid=rows[16:])
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("task", "changes"),
+    [
+        ("dpo", {"micro_batches": 2, "grad_accumulation_steps": 2}),
+        pytest.param("dpo", {}, marks=SLOW),
+        pytest.param("orpo", {}, marks=SLOW),
+        pytest.param("kto", {}, marks=SLOW),
+        pytest.param("reward", {}, marks=SLOW),
+    ],
+)
+def test_both_completions_of_a_prompt_share_it(preferences, rated, tmp_path, task, changes):
+    data = rated if task == "kto" else preferences
+    settings = {"task": task, "iters": 4, **changes}
+    rows = trained(data, tmp_path / "rows", **settings)
+    trees = trained(data, tmp_path / "trees", share_prefix="on", **settings)
+    np.testing.assert_allclose(losses_of(trees), losses_of(rows), rtol=1e-4)
+    for name in ("preference_accuracy_after", "reward_margin_after"):
+        assert trees.report[name] == pytest.approx(rows.report[name], rel=1e-3, abs=1e-5)
+    assert 0.2 < trees.report["shared_prefix"]["saved"] < 0.9
+
+
 def test_a_resumed_run_on_trees_equals_an_unbroken_one_to_the_bit(data, tmp_path):
     whole = trained(data, tmp_path / "a", share_prefix="on")
     trained(data, tmp_path / "b", share_prefix="on", iters=3)
@@ -115,22 +164,21 @@ def test_without_a_common_beginning_nothing_is_shared(tmp_path, capsys):
     data = write_rows(tmp_path / "d", train=rows, valid=rows[:2])
     run = trained(data, tmp_path / "p", share_prefix="on", iters=1)
     assert run.report["shared_prefix"] is None
-    assert "fewer than 16 tokens begin every example: none is shared" in capsys.readouterr().err
+    assert "fewer than 16 tokens are common: none is shared" in capsys.readouterr().err
 
 
 def test_what_is_drawn_at_random_is_shared_and_said(data, tmp_path, capsys):
     trained(data, tmp_path / "p", LoRAConfig(rank=4, dropout=0.1), share_prefix="on", iters=1)
-    assert "share what is drawn at random" in capsys.readouterr().err
+    assert "share what is drawn at random for these" in capsys.readouterr().err
 
 
 def test_a_model_that_computes_trees_otherwise_gets_rows(data, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(shared_prefix, "why_not_shared", lambda *_: "its loss is off by 1")
     with raises("unsupported", "share_prefix", "a qwen3 model", "its loss is off by 1"):
         trained(data, tmp_path / "on", share_prefix="on")
-    run = trained(data, tmp_path / "auto", share_prefix="auto")
+    run = trained(data, tmp_path / "auto", share_prefix="auto", iters=1)
     assert "in every row of a qwen3 model: its loss is off by 1" in capsys.readouterr().err
-    rows = trained(data, tmp_path / "rows")
-    np.testing.assert_allclose(losses_of(run), losses_of(rows), rtol=2e-5)
+    assert run.report["shared_prefix"] is None
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from ...data.formats import TEXT, TOKEN_FORMATS, format_of
 from ...data.rows import Splits
 from ...data.sampler import Draw, Sampler
 from ...data.shapes import sequence_inputs
-from ...data.trees import TreePlan
 from ...errors import PackError
 from ...evaluation.answers import Exam, answer_line, questions_of
 from ...evaluation.metrics import metric_of
@@ -41,7 +40,7 @@ from ..phases import OWN, RunPhase
 from ..planning import MemoryChoice
 from ..precision import check_forward
 from ..settings import Run
-from .shared_prefix import checked_trees, plan_trees, show_trees
+from .shared_prefix import plan_trees
 from .task import Summary, bad_rows_lines, cost, evaluated, speed, try_lines
 from .tokens import TokenTask, encode_phases
 
@@ -99,7 +98,6 @@ class CausalLMTask(TokenTask):
     sample: SamplePrompt
     scorer: Scorer
     frozen: FrozenActivations | None = None
-    trees: TreePlan | None = None  # what the training batches are, unless they are rows
     exam: Exam | None = None  # with a metric
     validation_exam: Exam | None = None  # where --best is a number of answers
 
@@ -137,10 +135,7 @@ class CausalLMTask(TokenTask):
         t, inputs = phase.train, sequence_inputs(phase.train.max_seq_length)
         aligned = t.packing and not draw.replay and attends_by_spans(self.base.model)
         sampler = Sampler(examples.lengths, t.batch_size, inputs, t.seed, t.packing, draw, aligned)
-        if t.share_prefix != "off":
-            own = np.arange(len(examples))[: draw.stop]
-            self.trees = plan_trees(t, self.lora, examples, own)
-            show_trees(self.trees, t, self.lora, examples, self.display)
+        self.trees = self._plan_trees(phase, examples, draw)
         if self.trees is not None:
             return self.trees.dataset(examples, sampler)
         return training_set(examples, sampler)
@@ -148,7 +143,7 @@ class CausalLMTask(TokenTask):
     def evaluation(self, phase: RunPhase, examples: Examples, chosen: np.ndarray) -> Dataset:
         """Return examples by length."""
         t = phase.train
-        if self.trees is not None:  # as in training, for which the model is checked
+        if self.trees is not None:  # for which the model is checked
             trees = plan_trees(t, self.lora, examples, chosen)
             if trees is not None:
                 return trees.held_out(examples, t.max_seq_length, chosen)
@@ -202,13 +197,10 @@ class CausalLMTask(TokenTask):
         if train.packing:
             prepare_packing(trainable, head, train.max_seq_length, self.base.vocab_size)
         self._limit_exam(data[-1])
-        layout = Preparation()
         if self.trees is None:
             self.frozen = self._frozen_activations(trainable, head, data, memory)
-        else:
-            layout = checked_trees(trainable, head, train.share_prefix, self.display)
-        self.scorer = Scorer(trainable.model, head, layout.prepare)
-        return [self.objective_of(trainable, head, self.frozen or layout)] * len(data)
+        self.scorer = Scorer(trainable.model, head)
+        return [self.objective_of(trainable, head, self.frozen)] * len(data)
 
     def _frozen_activations(
         self,

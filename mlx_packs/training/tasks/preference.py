@@ -22,7 +22,7 @@ from ...data.preferences import (
     encode_preferences,
 )
 from ...data.rows import Splits
-from ...data.sampler import Draw, GroupedSampler
+from ...data.sampler import Draw, GroupedSampler, grouped
 from ...data.shapes import sequence_inputs
 from ...errors import PackError
 from ...evaluation.preferences import PairScore, score_preferences
@@ -44,6 +44,7 @@ from ..precision import check_forward
 from ..run_folder import reference_file
 from ..settings import Run
 from .causal_lm import SamplePrompt, phase_reports, sample_lines, stored_sample
+from .shared_prefix import plan_trees
 from .task import Summary, bad_rows_lines, cost, evaluated, speed, try_lines
 from .tokens import TokenTask
 
@@ -89,14 +90,17 @@ class PreferenceTask(TokenTask):
         t, inputs = phase.train, sequence_inputs(phase.train.max_seq_length)
         size = t.batch_size if t.packing else 2 * t.batch_size
         sampler = GroupedSampler(examples.lengths, size, inputs, t.seed, t.packing, draw)
-        return preference_set(examples, sampler, self.is_scored)
+        self.trees = self._plan_trees(phase, examples, draw, together=2)
+        return preference_set(examples, sampler, self.is_scored, self.trees)
 
     def evaluation(
         self, phase: RunPhase, examples: PreferenceExamples, chosen: np.ndarray
     ) -> Dataset:
         """Return rows by length."""
-        inputs = sequence_inputs(phase.train.max_seq_length)
-        return preference_evaluation(examples, phase.train.batch_size, inputs, chosen)
+        t, inputs, trees = phase.train, sequence_inputs(phase.train.max_seq_length), None
+        if self.trees is not None:  # for which the model is checked
+            trees = plan_trees(t, self.lora, examples, grouped(chosen, 2), together=2)
+        return preference_evaluation(examples, t.batch_size, inputs, chosen, trees)
 
     def _costs(self, examples: PreferenceExamples) -> np.ndarray:
         return examples.row_lengths.sum(axis=1)
@@ -211,7 +215,12 @@ class PreferenceTask(TokenTask):
             },
             objective=named,
             facts=facts,
-            report={"phases": phases, "objective": named, "sample": sample},
+            report={
+                "phases": phases,
+                "objective": named,
+                "shared_prefix": self.trees and self.trees.to_json(goal.train.examples),
+                "sample": sample,
+            },
         )
 
     @staticmethod

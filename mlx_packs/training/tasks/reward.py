@@ -88,7 +88,11 @@ class RewardTask(PreferenceTask):
             },
             objective=named,
             facts={"phases": phases} if phases else {},
-            report={"phases": phases, "objective": named},
+            report={
+                "phases": phases,
+                "objective": named,
+                "shared_prefix": self.trees and self.trees.to_json(goal.train.examples),
+            },
         )
 
     @staticmethod

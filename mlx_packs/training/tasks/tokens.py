@@ -20,6 +20,7 @@ from ...data.sampler import Draw, Sampler, packing_fill
 from ...data.shapes import padded_length, sequence_inputs
 from ...data.sources import as_rows
 from ...data.token_cache import encode_cached
+from ...data.trees import TreePlan
 from ...display import VERBOSE, Display
 from ...errors import PackError
 from ...nn.blocks import attends_by_spans
@@ -27,7 +28,7 @@ from ...packs.base import Base
 from ..held_out import sample
 from ..phase_data import PhaseData
 from ..phases import RunPhase
-from .shared_prefix import inputs_of_batch
+from .shared_prefix import checked_trees, plan_trees, show_trees
 from .task import Task
 
 MASKS = 2  # training examples that the page of a run shows
@@ -35,6 +36,9 @@ MASKS = 2  # training examples that the page of a run shows
 
 class TokenTask(Task):
     """A task whose examples are tokens, and whose batches have an example in each row, or several."""
+
+    base: Base
+    trees: TreePlan | None = None  # what the training batches are, unless they are rows
 
     def sampled(self, data: PhaseData) -> np.ndarray:
         """Return held-out examples in proportion to the tokens that the phase trains on."""
@@ -57,7 +61,9 @@ class TokenTask(Task):
 
         rows = t.sequences * inputs
         targets = max(1, rows * examples.targets // int(lengths.sum()))
-        return inputs_of_batch(data.train, t.sequences, inputs), targets
+        if self.trees is not None:
+            rows = int(rows * (1 - self.trees.saved(examples)))
+        return rows, targets
 
     def mean_inputs(self, data: PhaseData) -> float | None:
         """Return the mean of the tokens of a training batch; None where batches are packed."""
@@ -70,6 +76,21 @@ class TokenTask(Task):
     def training(self, phase: RunPhase, examples: Examples, draw: Draw) -> Dataset:
         """Return the training batches of a phase, whose examples are drawn from all."""
         raise NotImplementedError
+
+    def _plan_trees(
+        self, phase: RunPhase, examples: Examples, draw: Draw, together: int = 0
+    ) -> TreePlan | None:
+        """Return how training batches are trees, and show it; None if they are rows."""
+        train = phase.train
+        trees = plan_trees(
+            train, self.lora, examples, np.arange(len(examples))[: draw.stop], together
+        )
+        if not checked_trees(trees, train, self.base, self.display):
+            return None
+
+        draws = bool(self.lora.dropout or train.neftune_noise_alpha)
+        show_trees(trees, examples, draws, self.display)
+        return trees
 
     def _phase_data(
         self, phases: Sequence[RunPhase], splits: Sequence[Mapping[str, Examples]]
