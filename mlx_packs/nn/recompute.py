@@ -34,21 +34,9 @@ def recomputed(
     or gets from the call, and the trainable parameters of ``modules``; other arrays that
     ``function`` closes over get none.
     """
-    if caches := prefix_caches_in((args, kwargs)):
-        return _recomputed_with_caches(caches, function, modules, args, kwargs)
-    return _recomputed(function, modules, args, kwargs)
-
-
-def _recomputed_with_caches(
-    caches: Sequence[PrefixCache],
-    function: Callable[..., Any],
-    modules: Sequence[nn.Module],
-    args: tuple,
-    kwargs: dict[str, Any],
-) -> Any:
-    """Pass the arrays of caches as arguments and results; no gradient finds them in a cache."""
-    leaves_arrays = caches[0].kept is None
-    names: list[str] = []  # of the arrays among results
+    caches = prefix_caches_in((args, kwargs))
+    leaves_arrays = any(cache.kept is None for cache in caches)
+    places: list[tuple[str, int]] = []  # where arrays are in the tree of results
     others: list[tuple[str, Any]] = []
 
     def call(kept: list[Arrays | None], args: tuple, kwargs: dict[str, Any]) -> list[mx.array]:
@@ -60,15 +48,18 @@ def _recomputed_with_caches(
         result = function(*args, **kwargs)
 
         left = [cache.left() if leaves_arrays else None for cache in own]
-        leaves = tree_flatten((result, left))
+        leaves = tree_flatten([result, *left])
         arrays = [(name, leaf) for name, leaf in leaves if isinstance(leaf, mx.array)]
-        names[:] = [name for name, _ in arrays]
+        # once each: of an array that is a result twice, MLX takes one gradient only
+        distinct = {id(leaf): leaf for _, leaf in arrays}
+        order = list(distinct)
+        places[:] = [(name, order.index(id(leaf))) for name, leaf in arrays]
         others[:] = [(name, leaf) for name, leaf in leaves if not isinstance(leaf, mx.array)]
-        return [leaf for _, leaf in arrays]
+        return list(distinct.values())
 
-    kept = [cache.kept for cache in caches]
-    arrays = _recomputed(call, modules, (kept, args, kwargs), {})
-    result, left = tree_unflatten([*zip(names, arrays, strict=True), *others])
+    kept = [cache.kept for cache in caches]  # in a cache, no gradient would find them
+    arrays = _recomputed(call, modules, kept, args, kwargs)
+    result, *left = tree_unflatten([*((name, arrays[i]) for name, i in places), *others])
 
     if leaves_arrays:
         for cache, own in zip(caches, left, strict=True):
@@ -77,11 +68,11 @@ def _recomputed_with_caches(
 
 
 def _recomputed(
-    function: Callable[..., Any], modules: Sequence[nn.Module], args: tuple, kwargs: dict[str, Any]
-) -> Any:
+    function: Callable[..., list[mx.array]], modules: Sequence[nn.Module], *args: Any
+) -> list[mx.array]:
     names = [[name for name, _ in tree_flatten(m.trainable_parameters())] for m in modules]
     parameters = [a for m in modules for _, a in tree_flatten(m.trainable_parameters())]
-    inputs = [leaf for _, leaf in tree_flatten((args, kwargs)) if _is_differentiable(leaf)]
+    inputs = [leaf for _, leaf in tree_flatten(args) if _is_differentiable(leaf)]
     dropouts = [
         lora.dropout
         for m in modules
@@ -97,17 +88,15 @@ def _recomputed(
             if of_module:
                 module.update(tree_unflatten([(name, next(remaining)) for name in of_module]))
 
-    def call(*arrays: mx.array) -> Any:
+    def call(*arrays: mx.array) -> list[mx.array]:
         remaining = iter(arrays[len(parameters) :])
-        placed = tree_map(
-            lambda leaf: next(remaining) if _is_differentiable(leaf) else leaf, (args, kwargs)
-        )
+        placed = tree_map(lambda leaf: next(remaining) if _is_differentiable(leaf) else leaf, args)
         set_parameters(arrays[: len(parameters)])
         before = [dropout.key for dropout in dropouts]
         for dropout, key in zip(dropouts, keys, strict=True):
             dropout.key = key
         try:
-            return function(*placed[0], **placed[1])
+            return function(*placed)
         finally:
             set_parameters(parameters)
             for dropout, key in zip(dropouts, before, strict=True):

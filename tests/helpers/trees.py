@@ -26,10 +26,6 @@ FALLS_BACK = {
 # With recomputed blocks the ordinary rows of these fail or differ, so that there is nothing to equal.
 NOT_RECOMPUTED = {
     "afm7": "its last blocks read the keys of another from a cache, which no gradient finds",
-    "gemma4": "its blocks return more than arrays",
-    "gemma4_text": "its blocks return more than arrays",
-    "hunyuan": "its blocks return more than arrays",
-    "kimi_k3": "its blocks return more than arrays",
     "olmo_hybrid": "it asks for the class of its blocks, and so computes those of a wrapper",
 }
 
