@@ -11,11 +11,13 @@ from mlx.utils import tree_flatten
 from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, train_pack
 from mlx_packs.adapters.attach import attach
 from mlx_packs.data.encoding import Example
-from mlx_packs.extras.projection_stack import graph_of
+from mlx_packs.extras.projection_stack import ProjectionStackTask, graph_of, task_of
 from mlx_packs.memory.estimate import estimate
 from mlx_packs.memory.headers import Headers
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
+from mlx_packs.training.tasks.causal_lm import CausalLMTask
+from mlx_packs.training.tasks.task import Task, task_class
 from tests.helpers.checkpoints import write_checkpoint, write_quantized
 from tests.helpers.errors import raises
 from tests.helpers.memory import active_bytes
@@ -308,6 +310,18 @@ def test_packed_rows_and_a_base_that_is_quantized_on_loading(stack_folder):
     report = train_stack(stack_folder, "packed", packing=True, quantize="affine4", iters=2).report
     assert report["objective"]["embedding"].startswith("in memory: model.embed_tokens.weight is")
     assert np.isfinite(report["ppl_after"])
+
+
+def test_a_task_of_another_package_keeps_its_own_loss_on_the_stack():
+    class Own(CausalLMTask):
+        def loss_options(self):
+            return None
+
+    on_stack = task_of(Own)
+    assert on_stack.loss_options is Own.loss_options
+    assert on_stack.bind is ProjectionStackTask.bind and on_stack.lazy_base
+    assert issubclass(task_class("lm", STACK), ProjectionStackTask)
+    assert task_of(Task) is Task
 
 
 def test_a_resumed_run_keeps_its_objective(stack_folder):
