@@ -126,6 +126,12 @@ def _lines(split: str, look: "SplitOverview", model: str, max_seq_length: int) -
         facts.append(f"{look.cut:,} longer than {max_seq_length:,}, cut{dropped}")
     if look.learned is not None:
         facts.append(f"{100 * look.learned:.0f} % of the tokens are trained")
+    if look.common:
+        share = look.common * look.looked_at / max(1, int(look.lengths.sum()))
+        facts.append(
+            f"{look.common} tokens begin every example, {share:.0%} of all: --share-prefix "
+            "computes them once a batch"
+        )
     if look.near_copies:
         facts.append(f"{look.near_copies:,} of {look.sampled:,} have a near-duplicate in {split}")
     if facts:

@@ -19,6 +19,7 @@ from .near_copies import MOST_COMPARED, NearCopies, compared_indices, sampled
 from .preferences import encode_tokens
 from .rows import Splits, held_out
 from .sources import Rows, as_rows
+from .trees import common_inputs
 
 _SAMPLED = 400  # rows that are compared for near-copies
 _NO_LIMIT = 1 << 30  # tokens
@@ -37,6 +38,7 @@ class SplitOverview:
         cut: rows that are longer than the maximum.
         dropped: rows that lose every target by that.
         learned: share of the tokens that the loss is on; None of pairs.
+        common: tokens that every example begins with; 0 if fewer than 16, and of pairs.
         bad: rows that cannot be used.
         near_copies: of how many sampled rows another row of the split is a near-copy.
         sampled: how many those are.
@@ -49,6 +51,7 @@ class SplitOverview:
     cut: int
     dropped: int
     learned: float | None
+    common: int
     bad: BadRows
     near_copies: int
     sampled: int
@@ -79,6 +82,7 @@ class SplitOverview:
             "cut": self.cut,
             "dropped": self.dropped,
             "learned": self.learned,
+            "common": self.common,
             "bad_rows": self.bad.counts(),
             "near_copies": self.near_copies,
             "sampled": self.sampled,
@@ -111,7 +115,7 @@ def look_at(
     repeated = sum(bool(set(others) - {i}) for i, others in copies.items())
     if isinstance(row_format, PairFormat):
         lengths, bad = _characters(looked_at, row_format, columns)
-        facts, learned = ("characters", lengths, 0, 0), None
+        facts, learned, common = ("characters", lengths, 0, 0), None, 0
     else:
         limit, whole = options.max_seq_length, replace(options, max_seq_length=_NO_LIMIT)
         examples = encode_tokens(looked_at, tokenizer, columns, whole, row_format)
@@ -119,8 +123,11 @@ def look_at(
         dropped = sum(not examples.items[i].target[:limit].any() for i in cut)
         facts = ("tokens", examples.lengths, len(cut), dropped)
         learned = examples.targets / max(1, int(examples.lengths.sum()))
+        common = common_inputs(examples.items)
         bad = examples.bad
-    return SplitOverview(len(rows), len(looked_at), *facts, learned, bad, repeated, len(sample))
+    return SplitOverview(
+        len(rows), len(looked_at), *facts, learned, common, bad, repeated, len(sample)
+    )
 
 
 def _characters(

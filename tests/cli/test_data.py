@@ -46,6 +46,17 @@ def test_lengths_cuts_bad_rows_and_copies_are_shown(here, run):
     assert "tokens are trained on" not in run("data", "d", "--samples", 0)[1]
 
 
+def test_what_every_example_begins_with_is_shown(here, run):
+    system = {"role": "system", "content": "You name one color for every question that is asked."}
+    rows = [chat(f"{i} or {i * i}?", "red") for i in range(12)]
+    rows = [{"messages": [system, *row["messages"]]} for row in rows]
+    write_rows(here / "d", train=rows[:8], valid=rows[8:])
+    report = json.loads(run("data", "d", "--json")[1])["splits"]["train"]
+    assert report["common"] >= 16
+    shown = run("data", "d", "--samples", 0)[1]
+    assert f"{report['common']} tokens begin every example" in shown and "--share-prefix" in shown
+
+
 def test_targets_beyond_the_maximum_are_counted(here, run):
     write_rows(here, only=[chat("word " * 90, "yes"), chat("a", "b")] * 4)
     code, out, _ = run("data", "only.jsonl", "--max-seq-length", 32, "--json")
