@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from ..config.choices import POLICIES
 from .lora import GroupedLoRA
 from .prefix import Arrays, PrefixCache, prefix_caches_in
+from .segments import SegmentCache
 from .surgery import GroupedBlock, block_prefixes
 from .wrapped import WrappedBlock
 
@@ -132,7 +133,12 @@ class RecomputedBlock(WrappedBlock):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the block."""
         block = self["block"]
-        if not self.training:
+        # in training mlx-lm passes a cache only if later blocks read it; a gradient must reach it
+        is_read = any(
+            hasattr(leaf, "update_and_fetch") and not isinstance(leaf, PrefixCache | SegmentCache)
+            for _, leaf in tree_flatten((args, kwargs))
+        )
+        if is_read or not self.training:
             return block(*args, **kwargs)
         return recomputed(block, [block], *args, **kwargs)
 

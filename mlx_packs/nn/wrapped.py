@@ -7,11 +7,15 @@ import mlx.nn as nn
 
 
 class WrappedBlock(nn.Module):
-    """Holds ``block``, and has its attributes: some models read those of their blocks."""
+    """Holds ``block``, and has its attributes and class: some models ask their blocks for them."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block
+
+    @property
+    def __class__(self) -> type:  # to `isinstance` besides its own
+        return self["block"].__class__
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -29,7 +29,7 @@ from tests.helpers.steps import adapted, fill_b
 from tests.helpers.trees import (
     BATCH,
     FALLS_BACK,
-    NOT_RECOMPUTED,
+    FALLS_BACK_RECOMPUTED,
     PREFIX,
     adapted_family,
     check_equal,
@@ -58,7 +58,7 @@ def test_a_tree_has_the_loss_and_gradients_of_its_rows(family):
 
 @pytest.mark.parametrize("policy", ["selective", "block"])
 @pytest.mark.parametrize(
-    "family", sweep([f for f in FAMILIES if f not in FALLS_BACK and f not in NOT_RECOMPUTED])
+    "family", sweep([f for f in FAMILIES if f not in FALLS_BACK | FALLS_BACK_RECOMPUTED])
 )
 def test_a_recomputed_tree_has_the_loss_and_gradients_of_its_rows(family, policy):
     attached, head = adapted_family(family, policy)

@@ -22,6 +22,7 @@ from tests.helpers.models import base_of
 from tests.helpers.steps import adapted, assert_same, fill_b, largest_difference, lm_stepper
 from tests.helpers.trees import (
     FALLS_BACK,
+    FALLS_BACK_RECOMPUTED,
     adapted_family,
     examples_with_prefixes,
     ordinary_batch,
@@ -89,11 +90,17 @@ def test_twenty_steps_on_trees_give_the_adapters_of_twenty_on_rows():
     assert largest_difference(tree, rows) < 1e-4 * largest
 
 
-@pytest.mark.parametrize("family", FALLS_BACK)
-def test_a_family_whose_tree_differs_is_found(family):
-    attached, head = adapted_family(family)
+@pytest.mark.parametrize(
+    "family, policy, part",
+    [
+        *((family, "none", part) for family, part in FALLS_BACK.items()),
+        *((family, "block", part) for family, part in FALLS_BACK_RECOMPUTED.items()),
+    ],
+)
+def test_a_family_whose_tree_differs_is_found(family, policy, part):
+    attached, head = adapted_family(family, policy)
     reason = why_not_shared(attached.model, head, 128)
-    assert FALLS_BACK[family] in reason and "\n" not in reason and len(reason) < 200
+    assert part in reason and "\n" not in reason and len(reason) < 200
 
 
 def test_the_probe_draws_nothing_and_leaves_the_model_as_it_was():
