@@ -274,6 +274,15 @@ SPECIAL = {
 }
 
 
+# Families of which a common prefix that is computed once gives something else, and why.
+NOT_SHARED = {
+    "gear": "its attention gets the cache of a convolution, in mlx-lm too",
+    "gemma3n": "with a cache its last blocks use keys of earlier ones, without one their own",
+    "phi3small": "its mask is right only if the keys are whole blocks",
+}
+NOT_SHARED_RECOMPUTED = {"afm7": "its last blocks read the keys of one that is recomputed"}
+
+
 @cache
 def architectures() -> dict[str, ModuleType | None]:
     """The modules of mlx-lm's models that are architectures, by name; None if not importable."""
@@ -422,6 +431,11 @@ def table() -> str:
             "one at a time and says so: " + ", ".join(sorted(ONE_BY_ONE)) + ".",
             "- **Gemma 3n**: mlx-lm computes other logits with a cache than without. Training uses none "
             "and generation uses one; a run says so.",
+            "- **A common prefix** is computed once (`--share-prefix`), equal to ordinary rows, in all but "
+            + "; ".join(f"{family} ({reason})" for family, reason in NOT_SHARED.items())
+            + ". With `--recompute block` also not in "
+            + "; ".join(f"{family} ({reason})" for family, reason in NOT_SHARED_RECOMPUTED.items())
+            + ".",
             *[f"- Not on Metal: {line}. A CPU or CUDA trains it." for line in metal],
             "",
             "mlx-lm loads some model types with the code of another: " + ", ".join(aliases) + ".",

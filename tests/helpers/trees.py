@@ -12,19 +12,24 @@ from mlx_packs.data.dataset import Batch, Tree
 from mlx_packs.data.encoding import Example
 from mlx_packs.objectives.causal_lm import Head, split_head
 from mlx_packs.runtime import mx
-from tests.helpers.families import family_base, randomized, targets_of
+from tests.helpers.families import (
+    NOT_SHARED,
+    NOT_SHARED_RECOMPUTED,
+    family_base,
+    randomized,
+    targets_of,
+)
 from tests.helpers.steps import loss_and_gradients, make_batch
 
 PREFIX = 8
 
-# Families of which a tree differs from its rows, and a part of what the probe says.
-FALLS_BACK = {
-    "gear": "update_and_fetch",  # its attention gets the cache of its convolutions: also in mlx-lm
-    "gemma3n": "loss",  # with any cache its last blocks use keys of earlier ones, without they do not
-    "phi3small": "gradient",  # its mask is wrong unless the keys are whole blocks
-}
-# With recomputed blocks this falls back, too: its last blocks read the keys of another from a cache.
-FALLS_BACK_RECOMPUTED = {"afm7": "does not take"}
+# A part of what the probe says of families that fall back to rows; families.py has the reasons.
+FALLS_BACK = {"gear": "update_and_fetch", "gemma3n": "loss", "phi3small": "gradient"}
+FALLS_BACK_RECOMPUTED = {"afm7": "does not take"}  # with recomputed blocks, besides those
+assert (set(FALLS_BACK), set(FALLS_BACK_RECOMPUTED)) == (
+    set(NOT_SHARED),
+    set(NOT_SHARED_RECOMPUTED),
+)
 
 
 def examples_with_prefixes(
