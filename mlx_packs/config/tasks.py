@@ -45,6 +45,13 @@ class DecoderConfig(Settings):
         metavar="ALPHA",
         at_least=0,
     )
+    share_prefix: str = option(
+        "off",
+        "Compute what the examples of a batch begin with, such as a system prompt, once, not in "
+        "every row; auto does so if it saves 15 % of the inputs and changes nothing else.",
+        section="Memory and speed",
+        choices=("auto", "on", "off"),
+    )
     phases: tuple[Phase, ...] = _optimization(
         (),
         "Phases to train one after the other, each with its own data and learning rate.",
@@ -68,13 +75,6 @@ class PackableConfig(DecoderConfig):
         False,
         "Pack several examples into each sequence; attention does not cross examples.",
         common="Pack several examples into each sequence.",
-    )
-    share_prefix: str = option(
-        "off",
-        "Compute what the examples of a batch begin with, such as a system prompt, once, not in "
-        "every row; auto does so if it saves 15 % of the inputs and changes nothing else.",
-        section="Memory and speed",
-        choices=("auto", "on", "off"),
     )
 
 

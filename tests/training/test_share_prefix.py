@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
+from mlx_packs.data.trees import TreeCollate
 from mlx_packs.runtime import mx
 from mlx_packs.training.tasks import shared_prefix
 from tests.helpers.errors import raises
@@ -126,6 +127,33 @@ def test_both_completions_of_a_prompt_share_it(preferences, rated, tmp_path, tas
     assert 0.2 < trees.report["shared_prefix"]["saved"] < 0.9
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.05])
+def test_the_completions_that_are_generated_share_their_prompt(
+    preferences, tmp_path, beta, monkeypatch
+):
+    """The first losses are equal; later ones would need the very same samples."""
+    planted = []
+    tree = TreeCollate.tree
+    monkeypatch.setattr(
+        TreeCollate,
+        "tree",
+        lambda self, batch, prefix: planted.append(prefix) or tree(self, batch, prefix),
+    )
+    settings = {"task": "grpo", "iters": 2, "batch_size": 2, "num_generations": 4, "beta": beta}
+    settings |= {"max_completion_length": 12, "val_batches": 0}
+
+    def run(name: str, **changes):
+        train = TrainConfig(**SETTINGS | settings | changes)
+        reward = lambda completions, **_: [-len(text) / 20 for text in completions]  # noqa: E731
+        return train_pack("tiny", preferences, LORA, train, tmp_path / name, reward=reward)
+
+    rows, trees = run("rows"), run("trees", share_prefix="on")
+    assert min(planted) >= 16
+    np.testing.assert_allclose(losses_of(trees), losses_of(rows), rtol=1e-3, atol=1e-6)
+    norms = [[line["grad_norm"] for line in each.curve if "loss" in line] for each in (rows, trees)]
+    np.testing.assert_allclose(*norms, rtol=1e-3)
+
+
 def test_a_resumed_run_on_trees_equals_an_unbroken_one_to_the_bit(data, tmp_path):
     whole = trained(data, tmp_path / "a", share_prefix="on")
     trained(data, tmp_path / "b", share_prefix="on", iters=3)
@@ -179,6 +207,19 @@ def test_a_model_that_computes_trees_otherwise_gets_rows(data, tmp_path, capsys,
     run = trained(data, tmp_path / "auto", share_prefix="auto", iters=1)
     assert "in every row of a qwen3 model: its loss is off by 1" in capsys.readouterr().err
     assert run.report["shared_prefix"] is None
+
+
+@pytest.mark.parametrize("task", ["lm", "dpo", "reward"])
+def test_a_model_whose_trees_have_other_gradients_is_refused(
+    data, preferences, tmp_path, monkeypatch, task
+):
+    """As Apple's foundation model, if its blocks are computed again."""
+    reasons = iter([None, "its gradient is off by 2"])  # of the base, and of what is trained
+    monkeypatch.setattr(shared_prefix, "why_not_shared", lambda *_: next(reasons))
+    own = data if task == "lm" else preferences
+    with raises("unsupported", "share_prefix", "off by 2", "--share-prefix off"):
+        trained(own, tmp_path / "p", share_prefix="auto", task=task)
+    assert not (tmp_path / "p").exists()
 
 
 @pytest.mark.parametrize(

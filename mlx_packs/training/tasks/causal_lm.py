@@ -40,7 +40,7 @@ from ..phases import OWN, RunPhase
 from ..planning import MemoryChoice
 from ..precision import check_forward
 from ..settings import Run
-from .shared_prefix import plan_trees
+from .shared_prefix import check_trees, plan_trees
 from .task import Summary, bad_rows_lines, cost, evaluated, speed, try_lines
 from .tokens import TokenTask, encode_phases
 
@@ -197,7 +197,9 @@ class CausalLMTask(TokenTask):
         if train.packing:
             prepare_packing(trainable, head, train.max_seq_length, self.base.vocab_size)
         self._limit_exam(data[-1])
-        if self.trees is None:
+        if self.trees is not None:
+            check_trees(trainable, head)
+        else:
             self.frozen = self._frozen_activations(trainable, head, data, memory)
         self.scorer = Scorer(trainable.model, head)
         return [self.objective_of(trainable, head, self.frozen)] * len(data)

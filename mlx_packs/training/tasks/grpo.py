@@ -21,6 +21,7 @@ from ...data.prompts import PromptCollate, Prompts, encode_prompts, wanted_text
 from ...data.rows import Splits
 from ...data.sampler import Sampler
 from ...data.shapes import Shape, padded_length, padded_targets, sequence_inputs
+from ...data.trees import TreeCollate
 from ...inference.generate import sample_batch, text_of
 from ...objectives.causal_lm import split_head
 from ...objectives.grpo import GRPO
@@ -38,6 +39,7 @@ from ..rewards import Reward, reward_of
 from ..settings import Run
 from .causal_lm import SamplePrompt, phase_reports, stored_sample
 from .preference import outcome_lines, phase_start
+from .shared_prefix import check_trees, computes_trees, least_saved, may_share
 from .task import Summary, Task
 
 _MOST_AT_ONCE = 64  # completions that are generated together
@@ -80,6 +82,7 @@ class GRPOTask(Task):
     base: Base
     reward: Reward
     sample: SamplePrompt
+    shares_prompts = False  # whether the prompt of several completions is computed once
 
     def check(self, name: str, model_type: str) -> None:
         """Check the base, and that there is a reward."""
@@ -113,6 +116,9 @@ class GRPOTask(Task):
             train = Dataset(prompts, PromptCollate(_largest(phase, prompts)), sampler)
             data.append(PhaseData(self, phase, of_phase, train))
 
+        self.shares_prompts = may_share(self.train, self.lora) and computes_trees(
+            self.train, base, display
+        )
         prompts = data[-1].held_out_examples
         row, columns = prompts.row(0), phases[-1].sources[0]
         text = row.value[columns.prompt_feature]
@@ -144,6 +150,8 @@ class GRPOTask(Task):
         model = trainable.model
         head = split_head(model)
         check_forward(self.base, self.sample.tokens)
+        if self.shares_prompts:
+            check_trees(trainable, head)
 
         objectives: list[Objective] = []
         for own in data:
@@ -177,7 +185,10 @@ class GRPOTask(Task):
             shapes = prompt_collate.few_shapes(train.sequences)
         inputs = sequence_inputs(train.max_seq_length)
         collate = TokenCollate(len(examples), inputs, shapes)
-        return collate(examples, range(len(examples))), rewards.reshape(len(batch.examples), -1)
+        if self.shares_prompts:
+            common = np.array([len(prompts.tokens[i]) for i in batch.examples])
+            collate = TreeCollate(collate, common, train.num_generations, least_saved(train))
+        return collate(examples, np.arange(len(examples))), rewards.reshape(len(batch.examples), -1)
 
     def _completed(
         self,

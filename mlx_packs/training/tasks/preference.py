@@ -44,7 +44,7 @@ from ..precision import check_forward
 from ..run_folder import reference_file
 from ..settings import Run
 from .causal_lm import SamplePrompt, phase_reports, sample_lines, stored_sample
-from .shared_prefix import plan_trees
+from .shared_prefix import check_trees, plan_trees
 from .task import Summary, bad_rows_lines, cost, evaluated, speed, try_lines
 from .tokens import TokenTask
 
@@ -97,9 +97,12 @@ class PreferenceTask(TokenTask):
         self, phase: RunPhase, examples: PreferenceExamples, chosen: np.ndarray
     ) -> Dataset:
         """Return rows by length."""
-        t, inputs, trees = phase.train, sequence_inputs(phase.train.max_seq_length), None
+        t = phase.train
+        inputs = sequence_inputs(t.max_seq_length)
+        trees = None
         if self.trees is not None:  # for which the model is checked
             trees = plan_trees(t, self.lora, examples, grouped(chosen, 2), together=2)
+
         return preference_evaluation(examples, t.batch_size, inputs, chosen, trees)
 
     def _costs(self, examples: PreferenceExamples) -> np.ndarray:
@@ -174,6 +177,8 @@ class PreferenceTask(TokenTask):
         check_forward(self.base, self.sample.tokens)
         if train.packing:
             prepare_packing(trainable, head, train.max_seq_length, self.base.vocab_size)
+        if self.trees is not None:
+            check_trees(trainable, head)
 
         def sums(inputs: Inputs, layout: Layout) -> mx.array:
             return completion_sums(model, head, inputs, layout)[0]

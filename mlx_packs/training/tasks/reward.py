@@ -27,6 +27,7 @@ from ..planning import MemoryChoice
 from ..settings import Run
 from .causal_lm import phase_reports
 from .preference import PreferenceTask, before_and_after
+from .shared_prefix import check_trees
 from .task import Summary, bad_rows_lines, cost, evaluated, speed
 
 
@@ -65,6 +66,8 @@ class RewardTask(PreferenceTask):
     ) -> list[Objective]:
         """Return the loss of the rewards, which is one for all phases."""
         train, model = self.train, trainable.model
+        if self.trees is not None:
+            check_trees(trainable, split_head(model))
         if train.packing:
             vocab_size = self.base.vocab_size
             prepare_packing(trainable, split_head(model), train.max_seq_length, vocab_size)

@@ -2,13 +2,14 @@
 
 import numpy as np
 
+from ...adapters.trainable import Trainable
 from ...config.lora import LoRAConfig
 from ...config.schema import TrainConfig
 from ...data.encoding import Examples
 from ...data.trees import LEAST, WORTHWHILE, TreePlan
 from ...display import Display
 from ...errors import PackError
-from ...objectives.causal_lm import split_head
+from ...objectives.causal_lm import Head, split_head
 from ...objectives.shared_prefix import why_not_shared
 from ...packs.base import Base
 
@@ -20,37 +21,37 @@ def plan_trees(
 
     So many examples that follow each other are ``together`` in every batch.
     """
-    least = 0.0
-    if train.share_prefix == "off":
+    if not may_share(train, lora):
         return None
-    if train.share_prefix == "auto":
-        least = WORTHWHILE
-        if not changes_only_time(train, lora):
-            return None
 
     rows = train.batch_size * max(together, 1)
+    least = least_saved(train)
     trees = TreePlan.of(examples, chosen, rows, together, least)
+
     saved = trees.saved(examples)
     return trees if saved > 0 and saved >= least else None
 
 
-def changes_only_time(train: TrainConfig, lora: LoRAConfig) -> bool:
-    """Return whether trees change nothing but the time of a run, and go with its other settings."""
+def least_saved(train: TrainConfig) -> float:
+    """Return the share of the inputs of a batch that a tree has to save."""
+    return WORTHWHILE if train.share_prefix == "auto" else 0.0
+
+
+def may_share(train: TrainConfig, lora: LoRAConfig) -> bool:
+    """Return whether batches may be trees; ``auto`` accepts what changes nothing but the time."""
+    if train.share_prefix != "auto":
+        return train.share_prefix == "on"
     draws = lora.dropout > 0 or train.neftune_noise_alpha > 0  # once for a prefix
     caches = train.cache_frozen == "on" or (train.cache_frozen == "auto" and lora.num_layers > 0)
     return not (draws or caches or train.packing or train.pipeline)
 
 
-def checked_trees(trees: TreePlan | None, train: TrainConfig, base: Base, display: Display) -> bool:
+def computes_trees(train: TrainConfig, base: Base, display: Display) -> bool:
     """Return whether the model computes trees exactly; say so where it does not.
 
     Raises:
         PackError: it does not, and trees are asked for.
     """
-    if trees is None:
-        if train.share_prefix == "on":
-            display.line("prefix", f"fewer than {LEAST} tokens are common: none is shared")
-        return False
     reason = why_not_shared(base.model, split_head(base.model), base.vocab_size)
     if reason is None:
         return True
@@ -67,16 +68,36 @@ def checked_trees(trees: TreePlan | None, train: TrainConfig, base: Base, displa
     return False
 
 
+def check_trees(trainable: Trainable, head: Head | None) -> None:
+    """Check that trees have the gradients of rows, with what is trained and recomputed.
+
+    Raises:
+        PackError: they have others.
+    """
+    base = trainable.base
+    if reason := why_not_shared(trainable.model, head, base.vocab_size):
+        family = base.config.get("model_type", base.name)
+        raise PackError(
+            f"--share-prefix: a {family} model as it is trained here does not compute a common "
+            f"prefix exactly ({reason}). Pass --share-prefix off, or another --recompute.",
+            "unsupported",
+            "share_prefix",
+        )
+
+
+def say_nothing_shared(train: TrainConfig, display: Display) -> None:
+    """Say that nothing is shared, where that was asked for."""
+    if train.share_prefix == "on":
+        display.line("prefix", f"fewer than {LEAST} tokens are common: none is shared")
+
+
 def show_trees(trees: TreePlan, examples: Examples, draws: bool, display: Display) -> None:
     """Show what rows have in common; ``draws`` is whether something is drawn for each of them."""
     facts = trees.to_json(examples)
-    begin = "every example"
+    tokens = f"{facts['tokens']:,.0f} tokens begin every example"
     if trees.common is not None:
-        begin = f"every {trees.together} examples of a row, on average"
-    display.line(
-        "prefix",
-        f"{facts['tokens']:,.0f} tokens begin {begin}: computed once, {facts['saved']:.0%} of all "
-        "inputs saved",
-    )
+        tokens = f"{facts['tokens']:,.0f} tokens, on average, begin both examples of a row"
+
+    display.line("prefix", f"{tokens}: computed once, {facts['saved']:.0%} of all inputs saved")
     if draws:
         display.line("prefix", "rows share what is drawn at random for these tokens")

@@ -28,7 +28,7 @@ from ...packs.base import Base
 from ..held_out import sample
 from ..phase_data import PhaseData
 from ..phases import RunPhase
-from .shared_prefix import checked_trees, plan_trees, show_trees
+from .shared_prefix import computes_trees, plan_trees, say_nothing_shared, show_trees
 from .task import Task
 
 MASKS = 2  # training examples that the page of a run shows
@@ -85,7 +85,10 @@ class TokenTask(Task):
         trees = plan_trees(
             train, self.lora, examples, np.arange(len(examples))[: draw.stop], together
         )
-        if not checked_trees(trees, train, self.base, self.display):
+        if trees is None:
+            say_nothing_shared(train, self.display)
+            return None
+        if not computes_trees(train, self.base, self.display):
             return None
 
         draws = bool(self.lora.dropout or train.neftune_noise_alpha)
