@@ -25,6 +25,8 @@ REPRESENTATIVE = (
     "qwen3 llama gpt2 phi3 gemma2 cohere qwen3_moe deepseek_v3 mamba2 qwen3_next"
 ).split()
 
+GROUPED = ("llama", "qwen2", "qwen3")  # whose attention and SwiGLU are ours
+
 
 def sweep(families: list[str]) -> list:
     """Parameters of a sweep over families, of which the default suite runs the representative."""
@@ -32,3 +34,10 @@ def sweep(families: list[str]) -> list:
         pytest.param(family, marks=() if family in REPRESENTATIVE else pytest.mark.slow)
         for family in families
     ]
+
+
+def recomputed_sweep(families: list[str]) -> list:
+    """Families with the policies of activation checkpointing that change what they compute."""
+    grouped = [family for family in families if family in GROUPED]
+    blocks = [pytest.param(*each.values, "block", marks=each.marks) for each in sweep(families)]
+    return [*((family, "selective") for family in grouped), *blocks]

@@ -22,7 +22,7 @@ from mlx_packs.objectives.shared_prefix import why_not_shared
 from mlx_packs.packs.base import Base
 from mlx_packs.runtime import mx
 from tests.helpers.families import family_base
-from tests.helpers.family_sweep import FAMILIES, sweep
+from tests.helpers.family_sweep import FAMILIES, recomputed_sweep, sweep
 from tests.helpers.interpreter import run_python
 from tests.helpers.models import SMALL_FAMILIES, base_of
 from tests.helpers.steps import adapted, fill_b
@@ -56,9 +56,9 @@ def test_a_tree_has_the_loss_and_gradients_of_its_rows(family):
     assert why_not_shared(attached.model, head, 128) is None
 
 
-@pytest.mark.parametrize("policy", ["selective", "block"])
 @pytest.mark.parametrize(
-    "family", sweep([f for f in FAMILIES if f not in FALLS_BACK | FALLS_BACK_RECOMPUTED])
+    "family, policy",
+    recomputed_sweep([f for f in FAMILIES if f not in FALLS_BACK | FALLS_BACK_RECOMPUTED]),
 )
 def test_a_recomputed_tree_has_the_loss_and_gradients_of_its_rows(family, policy):
     attached, head = adapted_family(family, policy)

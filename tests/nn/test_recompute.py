@@ -3,13 +3,12 @@
 import pytest
 
 from mlx_packs.runtime import mx
-from tests.helpers.family_sweep import FAMILIES, sweep
+from tests.helpers.family_sweep import FAMILIES, recomputed_sweep
 from tests.helpers.steps import loss_and_gradients
 from tests.helpers.trees import BATCH, adapted_family
 
 
-@pytest.mark.parametrize("policy", ["selective", "block"])
-@pytest.mark.parametrize("family", sweep(FAMILIES))
+@pytest.mark.parametrize("family, policy", recomputed_sweep(FAMILIES))
 def test_a_recomputed_step_is_the_same(family, policy):
     results = []
     for each in ("none", policy):
