@@ -410,6 +410,7 @@ def _open_base(
             task.check(str(base), config["model_type"])
         if not request.force:
             check_headers(base, settings, place.folder)
+
         dtype = run_dtype(train, place, config)
         with display.working("base", f"loading {base}"):
             base = load_base(
@@ -421,8 +422,10 @@ def _open_base(
                 compute_dtype=dtype.cast,
                 lazy=all(task.lazy_base for task in tasks.values()),
             )
+
         if dtype.cast == "auto" and dtype.why == STORED:  # config.json may not name it
             dtype = replace(dtype, name=base.compute_dtype)
+
     for task in tasks.values():
         task.check(base.name, base.config["model_type"])
     find_method(train.method).check(base, train.matmul_path)

@@ -44,9 +44,11 @@ class Request:
                     f"{type(callback).__name__}.",
                     flag="callbacks",
                 )
+
         for argument, task in (("loss", "lm"), ("reward", "grpo")):
             if getattr(self, argument) is not None:
                 _check_task(argument, task, self.recipe.train.tasks)
+
         changed = self.recipe.train.changed(("z_loss", "label_smoothing"))
         if self.loss is not None and changed:
             text = "loss: replaces the cross-entropy that it belongs to. Leave one of them out."
