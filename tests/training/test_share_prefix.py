@@ -57,15 +57,13 @@ def losses_of(run) -> list[float]:
         {"micro_batches": 2, "grad_accumulation_steps": 2},
         pytest.param({"recompute": "block", "matmul_path": "transient"}, marks=pytest.mark.slow),
         pytest.param({"loss_on": "all", "method": "full"}, marks=pytest.mark.slow),
-        pytest.param({"quantize": "nf4"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_a_run_on_trees_learns_what_one_on_rows_learns(data, tmp_path, changes):
     lora = None if "method" in changes else LORA
-    model_changes = {k: v for k, v in changes.items() if k != "quantize"}
-    rows = trained(data, tmp_path / "rows", lora, **model_changes)
-    trees = trained(data, tmp_path / "trees", lora, share_prefix="on", **model_changes)
+    rows = trained(data, tmp_path / "rows", lora, **changes)
+    trees = trained(data, tmp_path / "trees", lora, share_prefix="on", **changes)
     np.testing.assert_allclose(losses_of(trees), losses_of(rows), rtol=2e-5)
     assert trees.report["ppl_before"] == pytest.approx(rows.report["ppl_before"], rel=1e-5)
     assert trees.report["ppl_after"] == pytest.approx(rows.report["ppl_after"], rel=1e-4)
