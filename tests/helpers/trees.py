@@ -1,15 +1,14 @@
 """Batches whose rows begin alike, and the same as trees: each beginning once (nn/prefix.py)."""
 
-import dataclasses
-
 import mlx.nn as nn
 import numpy as np
 
 from mlx_packs import LoRAConfig
 from mlx_packs.adapters.attach import attach
 from mlx_packs.adapters.lora import Attached
-from mlx_packs.data.dataset import Batch, Tree
+from mlx_packs.data.dataset import Batch
 from mlx_packs.data.encoding import Example
+from mlx_packs.data.trees import planted
 from mlx_packs.objectives.causal_lm import Head, split_head
 from mlx_packs.runtime import mx
 from tests.helpers.families import (
@@ -59,18 +58,7 @@ def ordinary_batch(examples: list[Example]) -> Batch:
 
 def tree_of(batch: Batch, groups: int, prefix: int = PREFIX) -> Batch:
     """The same batch with the beginning of each group of rows computed once."""
-    tokens = batch.inputs["tokens"]
-    rows, width = tokens.shape
-    copies = rows // groups
-    prefixes = tokens[::copies, :prefix]
-    assert (np.repeat(prefixes, copies, axis=0) == tokens[:, :prefix]).all()
-
-    row, place = np.divmod(batch.inputs["positions"], width)
-    inside = row // copies * prefix + place
-    after = groups * prefix + row * (width - prefix) + place - prefix
-    positions = np.where(place < prefix, inside, after).astype(np.int32)
-    tree = batch.having(prefix=prefixes, tokens=tokens[:, prefix:], positions=positions)
-    return dataclasses.replace(tree, layout=Tree(groups, prefix))
+    return planted(batch, prefix, groups)
 
 
 BATCH = ordinary_batch(examples_with_prefixes((5, 11, 7)))  # two groups of three rows
