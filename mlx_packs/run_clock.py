@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+COMPUTED_PER_S = "computed_tokens_per_s"  # of a line: all tokens, also those without a loss
 TRAIN = "train"
 # Costs of work that was not measured yet, in training steps on as many tokens.
 FORWARD = 0.4

@@ -21,9 +21,9 @@ from mlx_packs.ops import _backend, dispatch
 from mlx_packs.packs.base import Base, load_base
 from mlx_packs.report import picture
 from mlx_packs.runtime import mx
+from mlx_packs.tasks.causal_lm import SamplePrompt
 from mlx_packs.terminal import printable
 from mlx_packs.training.observers.registry import OBSERVERS
-from mlx_packs.training.tasks.causal_lm import SamplePrompt
 from tests.helpers.emulation import Emulated, emulation
 from tests.helpers.encoders import write_encoder
 from tests.helpers.local_hub import LocalHub, local_hub

@@ -14,7 +14,7 @@ LAYERS = """
 terminal errors plugins signals fork late runtime kinds reading hashes filesystem leftovers files tensors run_clock
 notebook_bar display gates measurements chips macos
 distributed schedules config report ops cpu optim nn bases adapters data objectives inference packs memory evaluation
-training sweeps
+tasks training sweeps
 convert serving bench layers extras cli
 """.split()
 ENTRY_POINTS = ("__init__", "__main__", "train")  # import what they like; nobody imports them

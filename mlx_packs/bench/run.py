@@ -14,9 +14,8 @@ from ..files import CACHE_VARIABLE, cache_folder
 from ..memory.step_time import remember_steps
 from ..ops._check import Instance
 from ..ops.diagnostics import examine_all
-from ..packs.base import Base, load_base
+from ..packs.base import Base, check_forward, load_base
 from ..runtime import on_cpu
-from ..training.precision import check_forward
 from .conditions import Conditions, disturbances, read_conditions
 from .steps import Comparison, Contest, Shape, compare_steps, contest
 

@@ -61,7 +61,7 @@ def data(
     from ..data.preferences import encode_tokens
     from ..data.row_notes import row_notes
     from ..data.rows import load_rows
-    from ..training.tasks.tokens import encoding_options
+    from ..tasks.tokens import encoding_options
     from . import mask
 
     if overwrite and out is None:

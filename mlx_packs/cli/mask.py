@@ -18,8 +18,8 @@ from ..data.masks import masked
 from ..data.preferences import RATED, encode_preferences
 from ..display import Display
 from ..errors import library_errors
-from ..training.phases import resolve_phases
-from ..training.tasks.tokens import encoding_options
+from ..tasks.phases import resolve_phases
+from ..tasks.tokens import encoding_options
 from .output import print_report, print_spans, wants_json
 
 if TYPE_CHECKING:

@@ -112,10 +112,10 @@ def train(
     """
     from ..distributed.group import group
     from ..distributed.launched import launched
-    from ..training.phases import check_overridden
+    from ..tasks.phases import check_overridden
+    from ..tasks.task import task_class
     from ..training.run import train_request
     from ..training.settings import Request
-    from ..training.tasks.task import task_class
 
     flags = {k: v for k, v in flags.items() if v is not None}
     hosts = flags.pop("hosts", None)
@@ -199,8 +199,8 @@ def _supervise(
 
 def _free_output(recipe: Recipe) -> Path:
     """Return the folder that a run writes to if none is named."""
+    from ..tasks.phases import resolve_phases
     from ..training.folders import free_output
-    from ..training.phases import resolve_phases
 
     phased = recipe.train.phases
     data = resolve_phases(recipe.train, recipe.data)[-1].sources[0] if phased else recipe.data

@@ -202,7 +202,7 @@ ANSWER_METRICS = ("exact", "contains", "json")  # when a generated answer is rig
 def _preferences(*losses: str, **defaults: object) -> TaskFacts:
     """Return the facts of a task of preferences, whose examples become two sequences each."""
     return TaskFacts(
-        "mlx_packs.training.tasks.preference:PreferenceTask",
+        "mlx_packs.tasks.preference:PreferenceTask",
         "decoder",
         defaults={"learning_rate": 2e-5, **defaults},
         masks=True,
@@ -214,9 +214,9 @@ def _preferences(*losses: str, **defaults: object) -> TaskFacts:
 TASKS = Table(
     "tasks",
     {
-        "lm": TaskFacts("mlx_packs.training.tasks.causal_lm:CausalLMTask", "decoder", masks=True),
+        "lm": TaskFacts("mlx_packs.tasks.causal_lm:CausalLMTask", "decoder", masks=True),
         "embedding": TaskFacts(
-            "mlx_packs.training.tasks.embedding:EmbeddingTask",
+            "mlx_packs.tasks.embedding:EmbeddingTask",
             "encoder",
             defaults={"batch_size": 32},
             in_batch=True,
@@ -228,14 +228,14 @@ TASKS = Table(
         "cpo": _preferences("sigmoid", "hinge", "ipo"),
         "kto": _preferences(),
         "reward": TaskFacts(
-            "mlx_packs.training.tasks.reward:RewardTask",
+            "mlx_packs.tasks.reward:RewardTask",
             "decoder",
             defaults={"learning_rate": 1e-4},
             sequences=2,
             scores=True,
         ),
         "grpo": TaskFacts(
-            "mlx_packs.training.tasks.grpo:GRPOTask",
+            "mlx_packs.tasks.grpo:GRPOTask",
             "decoder",
             defaults={"batch_size": 1, "learning_rate": 2e-5, "beta": 0.0},
             generates=True,

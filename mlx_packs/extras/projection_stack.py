@@ -25,6 +25,7 @@ from ..data.dataset import Batch
 from ..errors import PackError
 from ..evaluation.perplexity import Scorer
 from ..memory.matmul_path import choose_matmul_path
+from ..memory.memory_choice import MemoryChoice
 from ..nn.frozen_blocks import FrozenBlock, Injection
 from ..nn.frozen_weight import frozen_weight
 from ..nn.quantized import EMBEDDINGS, LINEARS
@@ -33,12 +34,9 @@ from ..objectives.causal_lm import Head, Preparation, frozen_head, split_head
 from ..objectives.objective import Objective
 from ..packs.base import Base
 from ..runtime import mx
-from ..training.fit import Fit
-from ..training.phase_data import PhaseData
-from ..training.planning import MemoryChoice
-from ..training.settings import Run
-from ..training.tasks.causal_lm import CausalLMTask, Outcome
-from ..training.tasks.task import Task
+from ..tasks.causal_lm import CausalLMTask, Outcome
+from ..tasks.phase_data import PhaseData
+from ..tasks.task import PhaseStarts, Task, Trained
 
 if TYPE_CHECKING:
     from ..bases.model import BaseModel
@@ -302,16 +300,20 @@ class ProjectionStackTask(CausalLMTask):
         return self.graph.base, self.graph.lora
 
     def bind(
-        self, trainable: Trainable, data: Sequence[PhaseData], run: Run, memory: MemoryChoice
+        self,
+        trainable: Trainable,
+        data: Sequence[PhaseData],
+        starts: PhaseStarts,
+        memory: MemoryChoice,
     ) -> list[Objective]:
         """Return the loss of the targets; no token sees another, so packing needs nothing."""
         head, preparation = self.graph.head(), self.graph.preparation
         self.scorer = Scorer(trainable.model, head, preparation.prepare)
         return [self.objective_of(trainable, head, preparation)] * len(data)
 
-    def outcome(self, trainable: Trainable, goal: PhaseData, fit: Fit) -> Outcome:
+    def outcome(self, trainable: Trainable, goal: PhaseData, trained: Trained) -> Outcome:
         """Return what the base's own forward pass gives without and with the trained adapters."""
-        own_before, own_after = fit.ends(goal.phase)
+        own_before, own_after = trained.ends(goal.phase)
         graph = self.graph.facts | {"ppl_before": own_before.ppl, "ppl_after": own_after.ppl}
 
         base, display = self.base, self.display

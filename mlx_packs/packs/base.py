@@ -23,7 +23,7 @@ from ..config.keywords import answers_other_names
 from ..config.parse import build
 from ..config.sampling import Sampling
 from ..data.messages import turns_of
-from ..errors import PackError
+from ..errors import Float16Overflow, PackError
 from ..files import is_hub_id
 from ..inference.generate import chat_prompt, complete_prompts, raw_prompt, stream
 from ..late import load
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from ..data.given import Data
 
 _SUSPENDED = 4  # adapters that are kept, without their arrays
+_PROBED = 512  # tokens, of the check of a forward pass
 
 
 @dataclass(frozen=True, eq=False)
@@ -429,3 +430,12 @@ def activated(base: Base, pack: Pack | None, matmul_path: str = "quantized") -> 
         yield
     finally:
         replace_modules(base.model, originals)
+
+
+def check_forward(base: Base, tokens: list[int]) -> None:
+    """Raise Float16Overflow if a base computes in float16, and its logits of tokens are not finite."""
+    if base.compute_dtype != "float16":
+        return
+    logits = base.model(mx.array([tokens[:_PROBED]]))
+    if not mx.isfinite(logits).all().item():
+        raise Float16Overflow("the forward pass overflows")

@@ -9,7 +9,7 @@ from ..config.choices import SEARCHES
 from ..config.parse import build, setting_error, typed_value
 from ..config.recipe import Recipe, check_data_named
 from ..errors import PackError, did_you_mean
-from ..training.phases import check_overridden, resolve_phases
+from ..tasks.phases import check_overridden, resolve_phases
 from .metrics import metrics_of
 from .space import (
     Space,

@@ -7,7 +7,6 @@ from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import mlx.optimizers as optimizers
 
@@ -19,20 +18,22 @@ from ..errors import BackOff, Float16Overflow, PackError
 from ..objectives.objective import Objective
 from ..objectives.score import Score, StoredScore
 from ..optim import carry_state
-from ..run_clock import FORWARD, TRAIN
+from ..run_clock import COMPUTED_PER_S, FORWARD, TRAIN
 from ..runtime import mx
+from ..tasks.phase_data import PhaseData
+from ..tasks.phases import RunPhase
+from ..tasks.task import Trained
 from .batch_step import BatchStep
 from .checkpoint import batches_of, load_checkpoint, load_weights, read_training_state
+from .due import LoopSettings
 from .early_stop import EarlyStop, better_earlier
 from .loop import Loop
 from .observer import Observer
 from .on_nan import OnNan
-from .phase_data import PhaseData
-from .phases import RunPhase
 from .reports import Reports
 from .run_folder import best_checkpoint, latest_checkpoint, read_metrics
 from .settings import Run
-from .state import COMPUTED_PER_S, TrainingState
+from .state import TrainingState
 from .step import Stepper
 from .stopping import interrupted, stopped, write_checkpoint
 from .update import add_scale, scale_facts
@@ -54,6 +55,23 @@ def score_phases(objectives: Objectives, data: Sequence[PhaseData], display: Dis
             name: objectives[name].score(examples, bar.advance)
             for name, examples in held_out.items()
         }
+
+
+def loop_settings(phase: RunPhase, run_iters: int) -> LoopSettings:
+    """Return what the loop is told of a phase, in a run of so many batches."""
+    train = phase.train
+    return LoopSettings(
+        start=phase.start,
+        iters=train.iters,
+        run_iters=run_iters,
+        grad_accumulation_steps=train.grad_accumulation_steps,
+        steps_per_report=train.steps_per_report,
+        steps_per_eval=train.steps_per_eval,
+        save_every=train.save_every,
+        picks_best=train.picks_best,
+        best_by=train.best,
+        clear_cache_threshold=train.clear_cache_threshold,
+    )
 
 
 def check_scores(scores: Scores, saved: bool) -> None:
@@ -97,9 +115,9 @@ class Fit:
         """What the run counts, as a plural: that of its last phase."""
         return self.objectives[self.run.goal.name].unit
 
-    def ends(self, phase: RunPhase) -> tuple[Any, Any]:
-        """Return the scores of a phase's held-out examples before and after the run."""
-        return self.scores[0][phase.name], self.scores[-1][phase.name]
+    def trained(self) -> Trained:
+        """Return what tasks are told of the phases that are over."""
+        return Trained(self.run.phases, self.curve, self.scores)
 
     def train(self, before: Scores | None = None) -> None:
         """Train every phase that is not over; several phases need the scores ``before`` them."""
@@ -264,7 +282,7 @@ class Fit:
             save(self.state)
 
         return Loop(
-            settings=phase.loop_settings(run.goal.stop),
+            settings=loop_settings(phase, run.goal.stop),
             trainable=self.trainable,
             step=step,
             state=self.state,

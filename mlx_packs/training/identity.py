@@ -45,7 +45,7 @@ def run_identity(recipe: Recipe, base: Base, run: Run, splits: Sequence[rows_of.
     return {
         "recipe": recipe.to_json(),
         **packages_of(recipe.train),
-        **({"loss": run.request.loss_name} if run.request.loss else {}),
+        **({"loss": run.request.calls.loss_name} if run.request.loss else {}),
         "base": base.fingerprint,
         "base_text_files": text_hashes(base.path),
         "data": {

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from .. import runtime
@@ -18,31 +18,17 @@ from ..memory.decoder_sizes import FAMILIES
 from ..memory.disk import DiskPlan, check_disk, plan_disk
 from ..memory.estimate import Estimate, check_least, estimate, estimator_of, plan_run
 from ..memory.headers import Headers
+from ..memory.memory_choice import MemoryChoice
 from ..memory.path_choice import MatmulPathChoice
 from ..memory.plan import ERROR, MemoryPlan, Shape, fit
 from ..memory.read import read_headers
 from ..nn.quantized import matmul_path_of
 from ..packs.base import Base
-from .phase_data import PhaseData
+from ..tasks.phase_data import PhaseData
 from .run_folder import checkpoints, recorded_matmul_path
 from .settings import Run, RunSettings
 
 _OF_STAGES = "extras.pipeline.memory:of_stages"
-
-
-@dataclass(frozen=True)
-class MemoryChoice:
-    """The plans of a run (None where none is possible) and their decisions."""
-
-    plan: MemoryPlan | None
-    choice: MatmulPathChoice
-    recompute: str
-    disk: DiskPlan | None = None
-
-    @property
-    def peak_gb(self) -> float | None:
-        """The estimated peak."""
-        return None if self.plan is None else self.plan.peak_gb
 
 
 def check_headers(name: str | Path, settings: RunSettings, folder: Path) -> None:

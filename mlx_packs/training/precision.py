@@ -5,13 +5,8 @@ from collections.abc import Mapping
 from ..bases.precision import ComputeDtype, choose_compute_dtype
 from ..config.schema import TrainConfig
 from ..display import Display
-from ..errors import Float16Overflow
-from ..packs.base import Base
-from ..runtime import mx
 from .checkpoint import has_loss_scale
 from .settings import Place
-
-_PROBED = 512  # tokens
 
 
 def run_dtype(train: TrainConfig, place: Place, config: Mapping) -> ComputeDtype:
@@ -39,12 +34,3 @@ def show_dtype(display: Display, dtype: ComputeDtype, requested: str) -> None:
     instead = f" instead of {requested}" if requested not in ("auto", dtype.name) else ""
     scaled = " · the loss is scaled" if dtype.name == "float16" else ""
     display.line("dtype", f"{dtype.name}{instead}: {dtype.why}{scaled}")
-
-
-def check_forward(base: Base, tokens: list[int]) -> None:
-    """Raise Float16Overflow if a base computes in float16, and its logits of tokens are not finite."""
-    if base.compute_dtype != "float16":
-        return
-    logits = base.model(mx.array([tokens[:_PROBED]]))
-    if not mx.isfinite(logits).all().item():
-        raise Float16Overflow("the forward pass overflows")

@@ -8,8 +8,8 @@ from ..config.schema import TrainConfig
 from ..errors import flag_of
 from ..optim import schedule, unused_learning_rate, updates_of, warmup_updates
 from ..runtime import mx
+from ..tasks.phases import RunPhase
 from .checkpoint import batches_of
-from .phases import RunPhase
 from .settings import Run
 
 

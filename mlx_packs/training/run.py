@@ -31,8 +31,10 @@ from ..errors import Float16Overflow, PackError, library_errors
 from ..files import make_folder
 from ..gates import Gates, evaluate_gates, gate_limits
 from ..late import load
+from ..memory.memory_choice import MemoryChoice
 from ..nn.quantized import count_weights
 from ..objectives.causal_lm import TargetLoss
+from ..objectives.phase_start import PhaseStart
 from ..ops import _backend, dispatch
 from ..packs.adapter_config import adapter_config_of
 from ..packs.base import Base, load_base
@@ -42,6 +44,9 @@ from ..reading import read_header
 from ..report.facts import short_curve
 from ..run_clock import RunClock
 from ..runtime import mx
+from ..tasks.phase_data import PhaseData, counts_of
+from ..tasks.phases import check_data_used, left_out_rows, resolve_phases
+from ..tasks.task import Summary, Task, make_tasks
 from .early_stop import check_validated
 from .fit import Fit, Objectives, check_scores, score_phases
 from .guards import Guarded, make_guards
@@ -50,22 +55,19 @@ from .observer import Observer
 from .observers.observed_run import ObservedRun
 from .observers.registry import make_observers
 from .on_nan import OnNan
-from .phase_data import PhaseData, counts_of, with_batches
-from .phases import check_data_used, left_out_rows, resolve_phases
-from .planning import MemoryChoice, check_headers, fit_into_memory, matmul_paths_by_name
+from .planning import check_headers, fit_into_memory, matmul_paths_by_name
 from .precision import run_dtype, show_dtype
 from .ranks import check_alike, check_examples, folders_of_rank, ranks_of_run
 from .rates import note_rates
 from .result import RunReport, TrainRun, in_order, losses_of
-from .run_folder import check_resumable, clear_run, resume_point, write_identity
-from .settings import Place, Request, Run, RunSettings
+from .run_folder import check_resumable, clear_run, reference_file, resume_point, write_identity
+from .settings import Place, Request, Run, RunSettings, with_batches
 from .stopping import resumable
-from .tasks.task import Summary, Task, make_tasks
 from .template_date import with_template_date
 from .unattended import unattended
 
 if TYPE_CHECKING:
-    from .rewards import RewardFunction
+    from ..tasks.rewards import RewardFunction
 
 
 @answers_other_names
@@ -232,7 +234,7 @@ def _run(request: Request, settings: RunSettings, place: Place) -> TrainRun:
         with _bound(start, trainable, memory) as objectives:
             fit = _train(start, trainable, objectives)
             with resumable(run):
-                summary = task.summary(trainable, start.data, fit, start.sources)
+                summary = task.summary(trainable, start.data, fit.trained(), start.sources)
         with resumable(run):
             pack = _save(start, trainable, fit, summary, memory)
 
@@ -264,7 +266,7 @@ def _start(request: Request, settings: RunSettings, place: Place) -> _Start:
     settings = settings.as_it_began(earlier)
     adapters = start_of(request.option("resume_adapter_file"), earlier)
 
-    tasks = make_tasks(settings, request)
+    tasks = make_tasks(settings.phases, settings.train, settings.lora, request.calls)
     splits = [phase.load_rows() for phase in settings.phases]
     check_validated(settings.train, splits[-1])
     base, dtype = _open_base(request, settings, place, tasks)
@@ -323,10 +325,16 @@ def _encode(
 def _bound(start: _Start, trainable: Trainable, memory: MemoryChoice) -> Iterator[Objectives]:
     """Yield the objective of each phase, by its name, on the model with what is trained."""
     run, objectives = start.run, {}
+    starts = {}
+    for phase in run.phases:
+        bare = phase.start == 0 and not run.begins_with_adapters
+        file = reference_file(run.folder, phase.start)
+        starts[phase.name] = PhaseStart(trainable, file, bare)
+
     with ExitStack() as closes:
         for task in start.tasks.values():
             own = [data for data in start.data if data.task is task]
-            bound = task.bind(trainable, own, run, memory)
+            bound = task.bind(trainable, own, starts, memory)
             for objective in dict.fromkeys(bound):
                 closes.callback(objective.close)
             names = [data.phase.name for data in own]

@@ -14,13 +14,16 @@ from ..display import QUIET, Display
 from ..distributed.group import group
 from ..errors import PackError, flag_of
 from ..objectives.causal_lm import TargetLoss
+from ..optim import updates_of
+from ..tasks.phase_data import PhaseData
+from ..tasks.phases import RunPhase
+from ..tasks.task import Calls
 from .observer import Observer
-from .phases import RunPhase
 from .run_folder import ResumePoint
 
 if TYPE_CHECKING:
     from ..packs.base import Base
-    from .rewards import RewardFunction
+    from ..tasks.rewards import RewardFunction
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,9 @@ class Request:
         return specified
 
     @property
-    def loss_name(self) -> str | None:
-        """The name of the function that is in place of the cross-entropy; None without one."""
-        if self.loss is None:
-            return None
-        return getattr(self.loss, "__qualname__", type(self.loss).__qualname__)
+    def calls(self) -> Calls:
+        """What tasks call of the caller's."""
+        return Calls(self.display, self.loss, self.reward)
 
     def of_rank(self) -> "Request":
         """Return what this rank is asked for: only the first one prints and reports."""
@@ -128,6 +129,27 @@ class RunSettings:
         if train.test_batches is None:  # older runs evaluate all
             earlier_defaults["test_batches"] = earlier["recipe"].get("test_batches", -1)
         return self.with_settings(earlier_defaults, earlier_columns)
+
+
+def with_batches(
+    settings: RunSettings, data: Sequence[PhaseData], display: Display
+) -> tuple[RunSettings, list[PhaseData]]:
+    """Return settings and examples with ``iters`` in the place of ``--epochs``."""
+    if (epochs := settings.train.epochs) is None:
+        return settings, list(data)
+    each = data[-1].train.batches_per_epoch()
+    batches = max(1, round(epochs * each))
+    own = {"epochs": None, "iters": batches}
+    if settings.train.picks_best:  # each of a few short epochs is evaluated
+        own["steps_per_eval"] = min(settings.train.steps_per_eval, each)
+
+    settings = settings.with_settings(own, {})
+    updates = updates_of(settings.train)
+    display.line(
+        "epochs", f"{epochs:g} of {each:,} batches: {batches:,} batches, {updates:,} updates"
+    )
+    phases = zip(data, settings.phases, strict=True)
+    return settings, [replace(own, phase=phase) for own, phase in phases]
 
 
 @dataclass(frozen=True)

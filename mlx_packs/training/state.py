@@ -5,8 +5,7 @@ from dataclasses import asdict, dataclass, field
 
 from ..data.dataset import Batch
 from ..objectives.score import REWARD, Score, StoredScore
-
-COMPUTED_PER_S = "computed_tokens_per_s"  # of a line: all tokens, also those without a loss
+from ..run_clock import COMPUTED_PER_S
 
 
 @dataclass

@@ -12,7 +12,7 @@ from mlx_packs.config.fields import SECTIONS, Settings, facts_of, fields_where, 
 from mlx_packs.config.recipe import RunOptions
 from mlx_packs.config.schema import DataConfig, LoRAConfig, Phase, TrainConfig
 from mlx_packs.config.tasks import tasks_of
-from mlx_packs.training.tasks.task import Task, task_class
+from mlx_packs.tasks.task import Task, task_class
 from tests.helpers.errors import raises
 
 CONFIGS = (DataConfig, LoRAConfig, TrainConfig, RunOptions)

@@ -84,7 +84,7 @@ def _import_everything() -> None:
     from mlx_packs import fork
     from mlx_packs.bases.files import TINY, check_files, resolve_checkpoint
     from mlx_packs.bases.tokenizer import load_tokenizer
-    from mlx_packs.training.tasks.causal_lm import SamplePrompt
+    from mlx_packs.tasks.causal_lm import SamplePrompt
 
     for module in pkgutil.walk_packages(mlx_packs.__path__, "mlx_packs."):
         if not module.name.endswith("__main__"):

@@ -15,7 +15,7 @@ from mlx_packs.data.encoding import EncodingOptions, encode
 from mlx_packs.data.fim import SPELLINGS, FillInTheMiddle, arranged, continued, sentinels
 from mlx_packs.data.formats import Chat, Row, Text
 from mlx_packs.data.token_cache import encode_cached
-from mlx_packs.training.tasks.tokens import encoding_options
+from mlx_packs.tasks.tokens import encoding_options
 from tests.helpers.errors import check, raises
 from tests.helpers.rows import write_rows
 

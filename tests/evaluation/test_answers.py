@@ -13,7 +13,7 @@ from mlx_packs.data.rows import read_rows
 from mlx_packs.evaluation.answers import Exam, Question, answer_line, questions_of
 from mlx_packs.evaluation.metrics import METRICS, metric_of
 from mlx_packs.packs.facts import changes_of
-from mlx_packs.training.tasks.causal_lm import CausalLMTask
+from mlx_packs.tasks.causal_lm import CausalLMTask
 from tests.helpers.errors import check, raises
 from tests.helpers.rows import chat, write_rows
 from tests.helpers.runs import LORA, TRAIN

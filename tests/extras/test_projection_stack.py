@@ -16,8 +16,8 @@ from mlx_packs.memory.estimate import estimate
 from mlx_packs.memory.headers import Headers
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
-from mlx_packs.training.tasks.causal_lm import CausalLMTask
-from mlx_packs.training.tasks.task import Task, task_class
+from mlx_packs.tasks.causal_lm import CausalLMTask
+from mlx_packs.tasks.task import Task, task_class
 from tests.helpers.checkpoints import write_checkpoint, write_quantized
 from tests.helpers.errors import raises
 from tests.helpers.memory import active_bytes

@@ -20,8 +20,8 @@ from mlx_packs.memory.estimate import plan_run
 from mlx_packs.memory.headers import Headers
 from mlx_packs.memory.path_choice import MatmulPathChoice
 from mlx_packs.memory.plan import ERROR
+from mlx_packs.tasks.phases import resolve_phases
 from mlx_packs.training import planning
-from mlx_packs.training.phases import resolve_phases
 from mlx_packs.training.planning import choose_path
 from mlx_packs.training.run_folder import write_identity
 from mlx_packs.training.settings import Place, Request, Run

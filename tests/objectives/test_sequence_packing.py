@@ -213,7 +213,7 @@ def test_aligned_run_learns_what_a_packed_run_learns(tiny, ragged_chats, tmp_pat
     plain = train_pack(tiny, ragged_chats, LoRAConfig(rank=2), PACKED, tmp_path / "plain").report
     monkeypatch.setattr("mlx_packs.runtime.COMPILES", True)
     for module in ("tokens", "causal_lm"):
-        name = f"mlx_packs.training.tasks.{module}.attends_by_spans"
+        name = f"mlx_packs.tasks.{module}.attends_by_spans"
         monkeypatch.setattr(name, lambda model: True)
     seen = []
     attend = "mlx_packs.nn.blocks.span_attention"

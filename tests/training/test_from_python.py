@@ -167,7 +167,7 @@ def test_wrong_modules_are_said_before_anything_is_measured(shared_tiny, tmp_pat
     def measured(*_, **__):
         raise AssertionError("rows were encoded or products measured")
 
-    monkeypatch.setattr("mlx_packs.training.tasks.tokens.encode_cached", measured)
+    monkeypatch.setattr("mlx_packs.tasks.tokens.encode_cached", measured)
     monkeypatch.setattr("mlx_packs.training.planning.load", lambda name: measured)
     with raises("unknown", "target_modules", "q_prj", "q_proj"):
         data = write_rows(tmp_path / "d", train=CHATS)

@@ -15,11 +15,12 @@ from mlx_packs.objectives.causal_lm import CausalLM
 from mlx_packs.objectives.score import StoredScore
 from mlx_packs.reading import sha256
 from mlx_packs.runtime import mx
+from mlx_packs.tasks.phases import RunPhase
 from mlx_packs.training import step
 from mlx_packs.training.batch_step import BatchStep
+from mlx_packs.training.fit import loop_settings
 from mlx_packs.training.loop import Loop
 from mlx_packs.training.observer import Observer
-from mlx_packs.training.phases import RunPhase
 from mlx_packs.training.reports import Reports
 from mlx_packs.training.run_folder import latest_checkpoint, read_metrics
 from mlx_packs.training.state import TrainingState
@@ -84,7 +85,7 @@ def log_of(saves: list | None = None, **settings) -> list[str]:
     batch_step, state = BatchStep(recorder, objective, collate=None), TrainingState()
     on_nan = SimpleNamespace(policy="stop", updated=lambda: None)
     loop = Loop(
-        settings=phase.loop_settings(train.iters),
+        settings=loop_settings(phase, train.iters),
         trainable=SimpleNamespace(model=SimpleNamespace(train=lambda: None), at=lambda share: None),
         step=batch_step,
         state=state,

@@ -21,7 +21,7 @@ from mlx_packs.optim import carry_state
 from mlx_packs.packs.card import phase_lines
 from mlx_packs.packs.manifest import check_manifest
 from mlx_packs.runtime import mx
-from mlx_packs.training.phases import resolve_phases
+from mlx_packs.tasks.phases import resolve_phases
 from mlx_packs.training.run_folder import latest_checkpoint
 from tests.helpers.errors import check, raises
 from tests.helpers.rows import chat, write_rows

@@ -8,7 +8,7 @@ import pytest
 from mlx_packs import LoRAConfig, TrainConfig, plugins, train_pack
 from mlx_packs.adapters.method import find_method
 from mlx_packs.config.choices import TASKS, Table
-from mlx_packs.training.tasks.task import task_class
+from mlx_packs.tasks.task import task_class
 from tests.helpers.documents import ROOT
 from tests.helpers.errors import raises
 from tests.helpers.packages import command, install, write_package
@@ -36,7 +36,7 @@ FAULTS = {
     "nothing": ("", "TASK"),
     "no-class": (FACTS.format(module="faulty"), "Task"),
     "lacks": (
-        "from mlx_packs.training.tasks.task import Task as Own\n"
+        "from mlx_packs.tasks.task import Task as Own\n"
         + FACTS.format(module="faulty")
         + "class Task(Own):\n    def encode(self, base, phases, splits): ...\n"
         "class Method:\n    def check(self, base, path): ...\n",

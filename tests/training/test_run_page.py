@@ -11,10 +11,10 @@ import mlx_packs as mp
 from mlx_packs import TrainConfig, train_pack
 from mlx_packs.packs.card import model_card
 from mlx_packs.report import picture
+from mlx_packs.tasks.causal_lm import SamplePrompt
 from mlx_packs.training.observers import report_page
 from mlx_packs.training.run_folder import clear_run
 from mlx_packs.training.run_page import read_report
-from mlx_packs.training.tasks.causal_lm import SamplePrompt
 from tests.helpers.errors import check, raises
 from tests.helpers.rows import CHATS, write_rows
 from tests.helpers.runs import LORA, TRAIN, Lines

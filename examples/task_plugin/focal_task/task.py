@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_packs.objectives.causal_lm import LossOptions
-from mlx_packs.training.tasks.causal_lm import CausalLMTask
+from mlx_packs.tasks.causal_lm import CausalLMTask
 
 
 class FocalTask(CausalLMTask):

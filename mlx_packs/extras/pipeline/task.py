@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from ...adapters.trainable import Trainable
 from ...config.lora import LoRAConfig
 from ...distributed.group import group
+from ...memory.memory_choice import MemoryChoice
 from ...objectives.objective import Objective
 from ...packs.base import Base
-from ...training.phase_data import PhaseData
-from ...training.planning import MemoryChoice
-from ...training.settings import Run
-from ...training.tasks.causal_lm import CausalLMTask
+from ...tasks.causal_lm import CausalLMTask
+from ...tasks.phase_data import PhaseData
+from ...tasks.task import PhaseStarts
 from .adapters import check_in_blocks, check_splittable
 from .objective import PipelinedCausalLM, PipelinedScorer
 from .stage import Stage
@@ -29,7 +29,11 @@ class PipelinedTask(CausalLMTask):
         return super().target(base)
 
     def bind(
-        self, trainable: Trainable, data: Sequence[PhaseData], run: Run, memory: MemoryChoice
+        self,
+        trainable: Trainable,
+        data: Sequence[PhaseData],
+        starts: PhaseStarts,
+        memory: MemoryChoice,
     ) -> list[Objective]:
         """Return the objective of this rank's blocks."""
         stage = Stage(trainable.model, group())

@@ -4,9 +4,8 @@ from contextlib import ExitStack
 
 from ...display import Task
 from ...objectives.score import Score
-from ...run_clock import TRAIN
+from ...run_clock import COMPUTED_PER_S, TRAIN
 from ..observer import Observer
-from ..state import COMPUTED_PER_S
 from .observed_run import ObservedRun
 
 

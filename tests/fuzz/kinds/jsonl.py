@@ -7,7 +7,7 @@ from mlx_packs.bases.tokenizer import load_tokenizer
 from mlx_packs.config.schema import DataConfig, TrainConfig
 from mlx_packs.data.encoding import encode
 from mlx_packs.data.rows import load_rows
-from mlx_packs.training.tasks.tokens import encoding_options
+from mlx_packs.tasks.tokens import encoding_options
 from tests.fuzz.kind import SUBJECT, Call, Case, Kind, command, library
 from tests.fuzz.subjects import ORDINARY, write_base
 from tests.helpers.rows import CHATS, write_rows

@@ -3,32 +3,30 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ...adapters.score_head import fresh_score_head, with_score_head
-from ...adapters.spec import SCORE
-from ...adapters.trainable import Trainable
-from ...config.data import DataConfig
-from ...config.lora import LoRAConfig
-from ...data.encoding import EncodingOptions
-from ...data.formats import Row
-from ...data.preferences import PreferenceExamples
-from ...data.rows import Splits
-from ...data.scored import encode_scored
-from ...evaluation.reward_model import score_pairs
-from ...gates import gates_text
-from ...objectives.causal_lm import split_head
-from ...objectives.objective import Objective
-from ...objectives.reward_model import RewardModel, hidden_states
-from ...objectives.sequence_packing import prepare_packing
-from ...packs.base import Base
-from ...packs.card import format_change, phase_lines
-from ..fit import Fit
-from ..phase_data import PhaseData
-from ..planning import MemoryChoice
-from ..settings import Run
+from ..adapters.score_head import fresh_score_head, with_score_head
+from ..adapters.spec import SCORE
+from ..adapters.trainable import Trainable
+from ..config.data import DataConfig
+from ..config.lora import LoRAConfig
+from ..data.encoding import EncodingOptions
+from ..data.formats import Row
+from ..data.preferences import PreferenceExamples
+from ..data.rows import Splits
+from ..data.scored import encode_scored
+from ..evaluation.reward_model import score_pairs
+from ..gates import gates_text
+from ..memory.memory_choice import MemoryChoice
+from ..objectives.causal_lm import split_head
+from ..objectives.objective import Objective
+from ..objectives.reward_model import RewardModel, hidden_states
+from ..objectives.sequence_packing import prepare_packing
+from ..packs.base import Base
+from ..packs.card import format_change, phase_lines
 from .causal_lm import phase_reports
+from .phase_data import PhaseData
 from .preference import PreferenceTask, before_and_after
 from .shared_prefix import check_trees
-from .task import Summary, bad_rows_lines, cost, evaluated, speed
+from .task import PhaseStarts, Summary, Trained, bad_rows_lines, cost, evaluated, speed
 
 
 class RewardTask(PreferenceTask):
@@ -62,7 +60,11 @@ class RewardTask(PreferenceTask):
         """Take none: a reward model generates no text."""
 
     def bind(
-        self, trainable: Trainable, data: Sequence[PhaseData], run: Run, memory: MemoryChoice
+        self,
+        trainable: Trainable,
+        data: Sequence[PhaseData],
+        starts: PhaseStarts,
+        memory: MemoryChoice,
     ) -> list[Objective]:
         """Return the loss of the rewards, which is one for all phases."""
         train, model = self.train, trainable.model
@@ -75,11 +77,15 @@ class RewardTask(PreferenceTask):
         return [RewardModel(model, states, model[SCORE], centering, score_pairs)] * len(data)
 
     def summary(
-        self, trainable: Trainable, data: Sequence[PhaseData], fit: Fit, sources: Sequence[str]
+        self,
+        trainable: Trainable,
+        data: Sequence[PhaseData],
+        trained: Trained,
+        sources: Sequence[str],
     ) -> Summary:
         """Accuracy and margin on the held-out rows of the last phase."""
         train, goal = self.train, data[-1]
-        phases = phase_reports(data, sources, fit)
+        phases = phase_reports(data, sources, trained)
         named = {"task": "reward", "loss_on": goal.splits["train"].loss_on}
         named["center_rewards_coefficient"] = train.center_rewards_coefficient
         values = {"preference_accuracy": "accuracy", "reward_margin": "margin", "loss": "nll"}
@@ -87,7 +93,7 @@ class RewardTask(PreferenceTask):
             eval={
                 "split": goal.held_out_split,
                 "available": goal.held_out_examples.count,
-                **before_and_after(*fit.ends(goal.phase), values),
+                **before_and_after(*trained.ends(goal.phase), values),
             },
             objective=named,
             facts={"phases": phases} if phases else {},

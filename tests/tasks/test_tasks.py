@@ -18,11 +18,11 @@ from mlx_packs.display import QUIET, Display
 from mlx_packs.objectives.objective import Objective, arrays_of
 from mlx_packs.objectives.score import Score
 from mlx_packs.runtime import mx
-from mlx_packs.training.phase_data import PhaseData
-from mlx_packs.training.phases import resolve_phases
+from mlx_packs.tasks.phase_data import PhaseData
+from mlx_packs.tasks.phases import resolve_phases
+from mlx_packs.tasks.task import Summary, Task, make_tasks
 from mlx_packs.training.settings import Request, RunSettings
 from mlx_packs.training.step import Stepper
-from mlx_packs.training.tasks.task import Summary, Task, make_tasks
 from tests.helpers.rows import chat, write_rows
 
 WORD = 42
@@ -157,7 +157,8 @@ def test_every_task_that_can_be_named_has_its_class(name):
     train, columns = TrainConfig(task=name), DataConfig(data="tiny")
     settings = RunSettings(LoRAConfig(), train, columns, resolve_phases(train, columns))
     request = Request(Recipe(train=train, data=columns, names_data=True), "tiny", Display(QUIET))
-    (task,) = make_tasks(settings, request).values()
+    tasks = make_tasks(settings.phases, train, settings.lora, request.calls)
+    (task,) = tasks.values()
     assert isinstance(task, Task) and task.train.task == name
 
 

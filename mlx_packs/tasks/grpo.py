@@ -10,37 +10,34 @@ from typing import ClassVar
 
 import numpy as np
 
-from ... import runtime
-from ...adapters.trainable import Trainable
-from ...data.batches import TokenCollate
-from ...data.dataset import Batch, Dataset, FixedOrder
-from ...data.encoding import Example
-from ...data.formats import PROMPT
-from ...data.left_out import template_notes
-from ...data.prompts import PromptCollate, Prompts, encode_prompts, wanted_text
-from ...data.rows import Splits
-from ...data.sampler import Sampler
-from ...data.shapes import Shape, padded_length, padded_targets, sequence_inputs
-from ...data.trees import TreeCollate
-from ...inference.generate import sample_batch, text_of
-from ...objectives.causal_lm import split_head
-from ...objectives.grpo import GRPO
-from ...objectives.objective import Objective
-from ...objectives.score import REWARD, Score
-from ...packs.base import Base
-from ...runtime import mx
-from ..fit import Fit
-from ..held_out import sample
-from ..phase_data import PhaseData
-from ..phases import RunPhase
-from ..planning import MemoryChoice
-from ..precision import check_forward
-from ..rewards import Reward, reward_of
-from ..settings import Run
+from .. import runtime
+from ..adapters.trainable import Trainable
+from ..data.batches import TokenCollate
+from ..data.dataset import Batch, Dataset, FixedOrder
+from ..data.encoding import Example
+from ..data.formats import PROMPT
+from ..data.held_out import sample
+from ..data.left_out import template_notes
+from ..data.prompts import PromptCollate, Prompts, encode_prompts, wanted_text
+from ..data.rows import Splits
+from ..data.sampler import Sampler
+from ..data.shapes import Shape, padded_length, padded_targets, sequence_inputs
+from ..data.trees import TreeCollate
+from ..inference.generate import sample_batch, text_of
+from ..memory.memory_choice import MemoryChoice
+from ..objectives.causal_lm import split_head
+from ..objectives.grpo import GRPO
+from ..objectives.objective import Objective
+from ..objectives.score import REWARD, Score
+from ..packs.base import Base, check_forward
+from ..runtime import mx
 from .causal_lm import SamplePrompt, phase_reports, stored_sample
-from .preference import outcome_lines, phase_start
+from .phase_data import PhaseData
+from .phases import RunPhase
+from .preference import outcome_lines
+from .rewards import Reward, reward_of
 from .shared_prefix import check_trees, computes_trees, least_saved, may_share
-from .task import Summary, Task
+from .task import PhaseStarts, Summary, Task, Trained
 
 _MOST_AT_ONCE = 64  # completions that are generated together
 
@@ -88,7 +85,7 @@ class GRPOTask(Task):
         """Check the base, and that there is a reward."""
         super().check(name, model_type)
         if not hasattr(self, "reward"):  # its file is executed once
-            function = reward_of(self.request.reward, self.train.reward)
+            function = reward_of(self.calls.reward, self.train.reward)
             self.reward = Reward(function, self.columns)
 
     def encode(
@@ -144,7 +141,11 @@ class GRPOTask(Task):
         return data.phase.train.sequences * width, targets
 
     def bind(
-        self, trainable: Trainable, data: Sequence[PhaseData], run: Run, memory: MemoryChoice
+        self,
+        trainable: Trainable,
+        data: Sequence[PhaseData],
+        starts: PhaseStarts,
+        memory: MemoryChoice,
     ) -> list[Objective]:
         """Return the loss of generated completions, which has the reference of its phase."""
         model = trainable.model
@@ -155,7 +156,7 @@ class GRPOTask(Task):
 
         objectives: list[Objective] = []
         for own in data:
-            start = phase_start(run, own.phase, trainable)
+            start = starts[own.phase.name]
             generate = partial(self._generate, own.train.collate)
             objective = GRPO(model, head, own.phase.train, generate, start, self._score)
             objectives.append(objective)
@@ -226,13 +227,17 @@ class GRPOTask(Task):
         return RewardScore(mean, len(indices))
 
     def summary(
-        self, trainable: Trainable, data: Sequence[PhaseData], fit: Fit, sources: Sequence[str]
+        self,
+        trainable: Trainable,
+        data: Sequence[PhaseData],
+        trained: Trained,
+        sources: Sequence[str],
     ) -> Summary:
         """Return the reward on held-out prompts before and after, and the sample completed."""
         goal = data[-1]
-        before, after = fit.ends(goal.phase)
+        before, after = trained.ends(goal.phase)
         sample = self.sample.report(trainable, self.base)
-        phases = phase_reports(data, sources, fit)
+        phases = phase_reports(data, sources, trained)
         named = {"task": "grpo", "reward": self.reward.name, "beta": self.train.beta}
         return Summary(
             eval={

@@ -6,42 +6,39 @@ from typing import ClassVar
 
 import numpy as np
 
-from ... import runtime
-from ...adapters.trainable import Trainable
-from ...config.choices import ANSWER_METRICS, answer_metric_of
-from ...config.data import DataConfig
-from ...config.lora import LoRAConfig
-from ...data.batches import evaluation_set, training_set
-from ...data.dataset import Batch, Dataset
-from ...data.encoding import Examples
-from ...data.formats import TEXT, TOKEN_FORMATS, format_of
-from ...data.rows import Splits
-from ...data.sampler import Draw, Sampler
-from ...data.shapes import sequence_inputs
-from ...errors import PackError
-from ...evaluation.answers import Exam, answer_line, questions_of
-from ...evaluation.metrics import metric_of
-from ...evaluation.perplexity import PerplexityScore, Scorer
-from ...evaluation.throughput import cut_prompts, generation_path, measure_throughput
-from ...gates import gates_text
-from ...inference.generate import complete
-from ...nn.blocks import attends_by_spans
-from ...objectives.causal_lm import CausalLM, Head, LossOptions, Preparation, split_head
-from ...objectives.frozen_activations import FrozenActivations, open_frozen_activations
-from ...objectives.objective import Objective
-from ...objectives.score import Score
-from ...objectives.sequence_packing import prepare_packing
-from ...packs.base import Base
-from ...packs.card import format_change, phase_lines
-from ...packs.pack import Pack
-from ..fit import Fit
-from ..phase_data import PhaseData
-from ..phases import OWN, RunPhase
-from ..planning import MemoryChoice
-from ..precision import check_forward
-from ..settings import Run
+from .. import runtime
+from ..adapters.trainable import Trainable
+from ..config.choices import ANSWER_METRICS, answer_metric_of
+from ..config.data import DataConfig
+from ..config.lora import LoRAConfig
+from ..data.batches import evaluation_set, training_set
+from ..data.dataset import Batch, Dataset
+from ..data.encoding import Examples
+from ..data.formats import TEXT, TOKEN_FORMATS, format_of
+from ..data.rows import Splits
+from ..data.sampler import Draw, Sampler
+from ..data.shapes import sequence_inputs
+from ..errors import PackError
+from ..evaluation.answers import Exam, answer_line, questions_of
+from ..evaluation.metrics import metric_of
+from ..evaluation.perplexity import PerplexityScore, Scorer
+from ..evaluation.throughput import cut_prompts, generation_path, measure_throughput
+from ..gates import gates_text
+from ..inference.generate import complete
+from ..memory.memory_choice import MemoryChoice
+from ..nn.blocks import attends_by_spans
+from ..objectives.causal_lm import CausalLM, Head, LossOptions, Preparation, split_head
+from ..objectives.frozen_activations import FrozenActivations, open_frozen_activations
+from ..objectives.objective import Objective
+from ..objectives.score import Score
+from ..objectives.sequence_packing import prepare_packing
+from ..packs.base import Base, check_forward
+from ..packs.card import format_change, phase_lines
+from ..packs.pack import Pack
+from .phase_data import PhaseData
+from .phases import OWN, RunPhase
 from .shared_prefix import check_trees, plan_trees
-from .task import Summary, bad_rows_lines, cost, evaluated, speed, try_lines
+from .task import PhaseStarts, Summary, Trained, bad_rows_lines, cost, evaluated, speed, try_lines
 from .tokens import TokenTask, encode_phases
 
 SAMPLE_TOKENS = 40
@@ -188,7 +185,11 @@ class CausalLMTask(TokenTask):
         return self.validation_exam.validated(score)
 
     def bind(
-        self, trainable: Trainable, data: Sequence[PhaseData], run: Run, memory: MemoryChoice
+        self,
+        trainable: Trainable,
+        data: Sequence[PhaseData],
+        starts: PhaseStarts,
+        memory: MemoryChoice,
     ) -> list[Objective]:
         """Return the loss of the targets, which is one for all phases."""
         train = data[-1].phase.train
@@ -240,9 +241,9 @@ class CausalLMTask(TokenTask):
     def loss_options(self) -> LossOptions:
         """Return what the loss of a target is; a task that only has another loss overrides this."""
         train = self.train
-        return LossOptions(train.z_loss, train.label_smoothing, custom=self.request.loss)
+        return LossOptions(train.z_loss, train.label_smoothing, custom=self.calls.loss)
 
-    def outcome(self, trainable: Trainable, goal: PhaseData, fit: Fit) -> Outcome:
+    def outcome(self, trainable: Trainable, goal: PhaseData, trained: Trained) -> Outcome:
         """Return scores, completions and answers without and with what was trained."""
         texts: dict[str, str | None] = {"before": None, "after": None}
         answers = []
@@ -252,15 +253,19 @@ class CausalLMTask(TokenTask):
                 answers.append(self._answers())
             texts["after"] = self.sample.complete(self.base)
             answers.append(self._answers())
-        return Outcome(*fit.ends(goal.phase), texts, answers, {"graph": "transformer"})
+        return Outcome(*trained.ends(goal.phase), texts, answers, {"graph": "transformer"})
 
     def summary(
-        self, trainable: Trainable, data: Sequence[PhaseData], fit: Fit, sources: Sequence[str]
+        self,
+        trainable: Trainable,
+        data: Sequence[PhaseData],
+        trained: Trained,
+        sources: Sequence[str],
     ) -> Summary:
         """Perplexity on the held-out examples of the last phase, and the sample completed again."""
         goal = data[-1]
-        outcome = self.outcome(trainable, goal, fit)
-        phases = phase_reports(data, sources, fit)
+        outcome = self.outcome(trainable, goal, trained)
+        phases = phase_reports(data, sources, trained)
 
         sample = {"prompt": self.sample.text, "wanted": self.sample.wanted, **outcome.texts}
         answered, samples = {}, [sample] if any(outcome.texts.values()) else []
@@ -277,7 +282,7 @@ class CausalLMTask(TokenTask):
             objective={
                 "loss_on": goal.splits["train"].loss_on,
                 "ce_last_k": self.train.ce_last_k,
-                **({"loss": self.request.loss_name} if self.request.loss else {}),
+                **({"loss": self.calls.loss_name} if self.calls.loss else {}),
                 **outcome.graph,
             },
             facts={
@@ -389,18 +394,22 @@ def _changes(split: str, before: PerplexityScore, after: PerplexityScore) -> dic
     }
 
 
-def phase_reports(data: Sequence[PhaseData], sources: Sequence[str], fit: Fit) -> list[dict]:
+def phase_reports(
+    data: Sequence[PhaseData], sources: Sequence[str], trained: Trained
+) -> list[dict]:
     """Return the report of each phase of a run; empty where a run has no phases."""
     reports = []
     numbers = {
-        phase.name: at for at, phase in enumerate(fit.run.phases)
+        phase.name: at for at, phase in enumerate(trained.phases)
     }  # those of other tasks too
     for own, source in zip(data, sources, strict=True):
         phase = own.phase
         if not phase.name:
             continue
         losses = [
-            x["loss"] for x in fit.curve if "loss" in x and phase.start < x["batch"] <= phase.stop
+            x["loss"]
+            for x in trained.curve
+            if "loss" in x and phase.start < x["batch"] <= phase.stop
         ]
         rows = {split: examples.count for split, examples in own.splits.items()}
         split = own.held_out_split
@@ -417,8 +426,8 @@ def phase_reports(data: Sequence[PhaseData], sources: Sequence[str], fit: Fit) -
                 "loss_first": losses[0] if losses else None,
                 "loss_last": losses[-1] if losses else None,
                 "held_out": {"split": split, "rows": rows[split]},
-                "before": _perplexities(fit.scores[numbers[phase.name]]),
-                "after": _perplexities(fit.scores[numbers[phase.name] + 1]),
+                "before": _perplexities(trained.scores[numbers[phase.name]]),
+                "after": _perplexities(trained.scores[numbers[phase.name] + 1]),
             }
         )
     return reports

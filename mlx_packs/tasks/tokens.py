@@ -6,28 +6,28 @@ from dataclasses import replace
 import mlx.nn as nn
 import numpy as np
 
-from ...config.data import DataConfig
-from ...config.schema import TrainConfig
-from ...data import rows as rows_of
-from ...data.dataset import Dataset
-from ...data.encoding import EncodingOptions, Examples
-from ...data.encoding_parts import part_count
-from ...data.fim import FillInTheMiddle
-from ...data.formats import RowFormat, Text
-from ...data.left_out import template_notes
-from ...data.masks import masked
-from ...data.sampler import Draw, Sampler, packing_fill
-from ...data.shapes import padded_length, sequence_inputs
-from ...data.sources import as_rows
-from ...data.token_cache import encode_cached
-from ...data.trees import TreePlan
-from ...display import VERBOSE, Display
-from ...errors import PackError
-from ...nn.blocks import attends_by_spans
-from ...packs.base import Base
-from ..held_out import sample
-from ..phase_data import PhaseData
-from ..phases import RunPhase
+from ..config.data import DataConfig
+from ..config.schema import TrainConfig
+from ..data import rows as rows_of
+from ..data.dataset import Dataset
+from ..data.encoding import EncodingOptions, Examples
+from ..data.encoding_parts import part_count
+from ..data.fim import FillInTheMiddle
+from ..data.formats import RowFormat, Text
+from ..data.held_out import sample
+from ..data.left_out import template_notes
+from ..data.masks import masked
+from ..data.sampler import Draw, Sampler, packing_fill
+from ..data.shapes import padded_length, sequence_inputs
+from ..data.sources import as_rows
+from ..data.token_cache import encode_cached
+from ..data.trees import TreePlan
+from ..display import VERBOSE, Display
+from ..errors import PackError
+from ..nn.blocks import attends_by_spans
+from ..packs.base import Base
+from .phase_data import PhaseData
+from .phases import RunPhase
 from .shared_prefix import computes_trees, plan_trees, say_nothing_shared, show_trees
 from .task import Task
 

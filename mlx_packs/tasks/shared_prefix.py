@@ -2,16 +2,16 @@
 
 import numpy as np
 
-from ...adapters.trainable import Trainable
-from ...config.lora import LoRAConfig
-from ...config.schema import TrainConfig
-from ...data.encoding import Examples
-from ...data.trees import LEAST, WORTHWHILE, TreePlan
-from ...display import Display
-from ...errors import PackError
-from ...objectives.causal_lm import Head, split_head
-from ...objectives.shared_prefix import why_not_shared
-from ...packs.base import Base
+from ..adapters.trainable import Trainable
+from ..config.lora import LoRAConfig
+from ..config.schema import TrainConfig
+from ..data.encoding import Examples
+from ..data.trees import LEAST, WORTHWHILE, TreePlan
+from ..display import Display
+from ..errors import PackError
+from ..objectives.causal_lm import Head, split_head
+from ..objectives.shared_prefix import why_not_shared
+from ..packs.base import Base
 
 
 def plan_trees(

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mlx_packs import evaluate, load_base, train_pack
+from mlx_packs.data.held_out import SHARE, sample
 from mlx_packs.training.fit import Fit
-from mlx_packs.training.held_out import SHARE, sample
 from tests.helpers.encoders import all_pairs
 from tests.helpers.preferences import preference
 from tests.helpers.rows import write_rows

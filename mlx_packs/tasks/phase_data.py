@@ -2,16 +2,13 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..data.dataset import Dataset, ExampleSet, Shape, first_examples
-from ..display import Display
-from ..optim import updates_of
 from .phases import RunPhase
-from .settings import RunSettings
 
 
 class PhaseTask:
@@ -88,24 +85,3 @@ class PhaseData:
 def counts_of(data: Sequence[PhaseData]) -> dict[str, int]:
     """Return the number of examples by split; in a run with phases ``<phase>/<split>``."""
     return {key: count for each in data for key, count in each.counts().items()}
-
-
-def with_batches(
-    settings: RunSettings, data: Sequence[PhaseData], display: Display
-) -> tuple[RunSettings, list[PhaseData]]:
-    """Return settings and examples with ``iters`` in the place of ``--epochs``."""
-    if (epochs := settings.train.epochs) is None:
-        return settings, list(data)
-    each = data[-1].train.batches_per_epoch()
-    batches = max(1, round(epochs * each))
-    own = {"epochs": None, "iters": batches}
-    if settings.train.picks_best:  # each of a few short epochs is evaluated
-        own["steps_per_eval"] = min(settings.train.steps_per_eval, each)
-
-    settings = settings.with_settings(own, {})
-    updates = updates_of(settings.train)
-    display.line(
-        "epochs", f"{epochs:g} of {each:,} batches: {batches:,} batches, {updates:,} updates"
-    )
-    phases = zip(data, settings.phases, strict=True)
-    return settings, [replace(own, phase=phase) for own, phase in phases]

@@ -4,48 +4,43 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ...adapters.trainable import Trainable
-from ...config.data import DataConfig
-from ...config.schema import TrainConfig
-from ...data.dataset import Dataset, Layout
-from ...data.encoding import EncodingOptions
-from ...data.formats import COMPLETION, PREFERENCE, Row, RowFormat
-from ...data.left_out import template_notes
-from ...data.preference_batches import (
+from ..adapters.trainable import Trainable
+from ..config.data import DataConfig
+from ..config.schema import TrainConfig
+from ..data.dataset import Dataset, Layout
+from ..data.encoding import EncodingOptions
+from ..data.formats import COMPLETION, PREFERENCE, Row, RowFormat
+from ..data.left_out import template_notes
+from ..data.preference_batches import (
     preference_evaluation,
     preference_set,
 )
-from ...data.preferences import (
+from ..data.preferences import (
     RATED,
     PreferenceExamples,
     both_completions,
     encode_preferences,
 )
-from ...data.rows import Splits
-from ...data.sampler import Draw, GroupedSampler, grouped
-from ...data.shapes import sequence_inputs
-from ...errors import PackError
-from ...evaluation.preferences import PairScore, score_preferences
-from ...gates import gates_text
-from ...objectives.causal_lm import split_head
-from ...objectives.objective import Inputs, Objective
-from ...objectives.phase_start import PhaseStart
-from ...objectives.preference import PreferenceObjective, completion_sums, loss_of
-from ...objectives.reference import Reference
-from ...objectives.sequence_packing import prepare_packing
-from ...packs.base import Base
-from ...packs.card import format_change, phase_lines
-from ...runtime import mx
-from ..fit import Fit
-from ..phase_data import PhaseData
-from ..phases import RunPhase
-from ..planning import MemoryChoice
-from ..precision import check_forward
-from ..run_folder import reference_file
-from ..settings import Run
+from ..data.rows import Splits
+from ..data.sampler import Draw, GroupedSampler, grouped
+from ..data.shapes import sequence_inputs
+from ..errors import PackError
+from ..evaluation.preferences import PairScore, score_preferences
+from ..gates import gates_text
+from ..memory.memory_choice import MemoryChoice
+from ..objectives.causal_lm import split_head
+from ..objectives.objective import Inputs, Objective
+from ..objectives.preference import PreferenceObjective, completion_sums, loss_of
+from ..objectives.reference import Reference
+from ..objectives.sequence_packing import prepare_packing
+from ..packs.base import Base, check_forward
+from ..packs.card import format_change, phase_lines
+from ..runtime import mx
 from .causal_lm import SamplePrompt, phase_reports, sample_lines, stored_sample
+from .phase_data import PhaseData
+from .phases import RunPhase
 from .shared_prefix import check_trees, plan_trees
-from .task import Summary, bad_rows_lines, cost, evaluated, speed, try_lines
+from .task import PhaseStarts, Summary, Trained, bad_rows_lines, cost, evaluated, speed, try_lines
 from .tokens import TokenTask
 
 
@@ -169,7 +164,11 @@ class PreferenceTask(TokenTask):
         self.sample = SamplePrompt(*prompt, COMPLETION.answer(row, columns))
 
     def bind(
-        self, trainable: Trainable, data: Sequence[PhaseData], run: Run, memory: MemoryChoice
+        self,
+        trainable: Trainable,
+        data: Sequence[PhaseData],
+        starts: PhaseStarts,
+        memory: MemoryChoice,
     ) -> list[Objective]:
         """Return the loss of the rows, which has the reference of its phase."""
         train, model = self.train, trainable.model
@@ -185,7 +184,7 @@ class PreferenceTask(TokenTask):
 
         objectives: list[Objective] = []
         for own in data:
-            start = phase_start(run, own.phase, trainable)
+            start = starts[own.phase.name]
             reference = Reference(model, start, sums, own.train)
             objective = PreferenceObjective(
                 model, head, own.phase.train, reference, score_preferences
@@ -194,12 +193,16 @@ class PreferenceTask(TokenTask):
         return objectives
 
     def summary(
-        self, trainable: Trainable, data: Sequence[PhaseData], fit: Fit, sources: Sequence[str]
+        self,
+        trainable: Trainable,
+        data: Sequence[PhaseData],
+        trained: Trained,
+        sources: Sequence[str],
     ) -> Summary:
         """Accuracy and margin on the held-out rows of the last phase, and the sample completed."""
         train, goal = self.train, data[-1]
         sample = self.sample.report(trainable, self.base)
-        phases = phase_reports(data, sources, fit)
+        phases = phase_reports(data, sources, trained)
         facts: dict = {"phases": phases} if phases else {}
         if sample["before"] or sample["after"]:
             facts["samples"] = [stored_sample(sample)]
@@ -216,7 +219,7 @@ class PreferenceTask(TokenTask):
             eval={
                 "split": goal.held_out_split,
                 "available": goal.held_out_examples.count,
-                **before_and_after(*fit.ends(goal.phase), values),
+                **before_and_after(*trained.ends(goal.phase), values),
             },
             objective=named,
             facts=facts,
@@ -244,12 +247,6 @@ def before_and_after(before: PairScore, after: PairScore, names: Mapping[str, st
         values[f"{name}_before"] = getattr(before, key)
         values[f"{name}_after"] = getattr(after, key)
     return values
-
-
-def phase_start(run: Run, phase: RunPhase, trainable: Trainable) -> PhaseStart:
-    """Return the model as a phase begins, whose parameters the run folder has."""
-    bare = phase.start == 0 and not run.begins_with_adapters
-    return PhaseStart(trainable, reference_file(run.folder, phase.start), bare)
 
 
 def outcome_lines(report: dict) -> list[str]:

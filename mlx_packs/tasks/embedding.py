@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from ... import runtime
-from ...adapters.trainable import Trainable
-from ...bases.encoder import Encoder
-from ...config.choices import LOSSES, POLICIES, PolicyFacts
-from ...config.data import COLUMN_SETTINGS
-from ...config.schema import TrainConfig
-from ...data.dataset import Batch, Dataset
-from ...data.left_out import left_out_notes
-from ...data.pairs import (
+from .. import runtime
+from ..adapters.trainable import Trainable
+from ..bases.encoder import Encoder
+from ..config.choices import LOSSES, POLICIES, PolicyFacts
+from ..config.data import COLUMN_SETTINGS
+from ..config.schema import TrainConfig
+from ..data.dataset import Batch, Dataset
+from ..data.left_out import left_out_notes
+from ..data.pairs import (
     PairCollate,
     Pairs,
     PairSampler,
@@ -21,26 +21,24 @@ from ...data.pairs import (
     choose_loss,
     encode_pairs,
 )
-from ...data.rows import Splits
-from ...errors import PackError, flag_of
-from ...evaluation.embeddings import (
+from ..data.rows import Splits
+from ..errors import PackError, flag_of
+from ..evaluation.embeddings import (
     EmbeddingScore,
     check_scores,
     score_pairs,
     validated_entries,
 )
-from ...gates import gates_text
-from ...objectives.embedding import EmbeddingObjective
-from ...objectives.objective import Objective
-from ...objectives.score import check_best
-from ...packs.base import Base
-from ...packs.card import format_change
-from ..fit import Fit
-from ..phase_data import PhaseData
-from ..phases import RunPhase
-from ..planning import MemoryChoice
-from ..settings import Run
-from .task import Summary, Task, bad_rows_lines, cost, evaluated
+from ..gates import gates_text
+from ..memory.memory_choice import MemoryChoice
+from ..objectives.embedding import EmbeddingObjective
+from ..objectives.objective import Objective
+from ..objectives.score import check_best
+from ..packs.base import Base
+from ..packs.card import format_change
+from .phase_data import PhaseData
+from .phases import RunPhase
+from .task import PhaseStarts, Summary, Task, Trained, bad_rows_lines, cost, evaluated
 
 _MOST_PAIRS = 1000  # that a run is evaluated on by default
 
@@ -141,7 +139,11 @@ class EmbeddingTask(Task):
         return replace(train, loss=self.loss)
 
     def bind(
-        self, trainable: Trainable, data: Sequence[PhaseData], run: Run, memory: MemoryChoice
+        self,
+        trainable: Trainable,
+        data: Sequence[PhaseData],
+        starts: PhaseStarts,
+        memory: MemoryChoice,
     ) -> list[Objective]:
         """Return the loss of pairs."""
         return [EmbeddingObjective(trainable.model, self.loss, self.train, self._score)]
@@ -161,11 +163,15 @@ class EmbeddingTask(Task):
         return EmbeddingScore(objective.mean_loss(batches), metrics)
 
     def summary(
-        self, trainable: Trainable, data: Sequence[PhaseData], fit: Fit, sources: Sequence[str]
+        self,
+        trainable: Trainable,
+        data: Sequence[PhaseData],
+        trained: Trained,
+        sources: Sequence[str],
     ) -> Summary:
         """Metrics on the held-out pairs."""
         (own,) = data
-        before, after = (score.metrics for score in fit.ends(own.phase))
+        before, after = (score.metrics for score in trained.ends(own.phase))
         held_out = own.held_out().examples
         return Summary(
             eval={

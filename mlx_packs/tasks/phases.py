@@ -21,7 +21,6 @@ from ..data.row_notes import row_notes
 from ..data.sources import concatenated
 from ..errors import PackError, flag_of
 from ..optim import make_optimizer
-from .due import LoopSettings
 
 OWN = fields_where(TrainConfig, phase=True)  # settings that a phase may have of its own
 
@@ -49,22 +48,6 @@ class RunPhase:
             self,
             train=replace(self.train, **train),
             sources=tuple(replace(source, **columns) for source in self.sources),
-        )
-
-    def loop_settings(self, run_iters: int) -> LoopSettings:
-        """Return what the loop is told of the phase, in a run of so many batches."""
-        train = self.train
-        return LoopSettings(
-            start=self.start,
-            iters=train.iters,
-            run_iters=run_iters,
-            grad_accumulation_steps=train.grad_accumulation_steps,
-            steps_per_report=train.steps_per_report,
-            steps_per_eval=train.steps_per_eval,
-            save_every=train.save_every,
-            picks_best=train.picks_best,
-            best_by=train.best,
-            clear_cache_threshold=train.clear_cache_threshold,
         )
 
     def optimizer(self, factor: float = 1.0) -> optimizers.Optimizer:

@@ -10,31 +10,65 @@ import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...adapters.trainable import Trainable
-from ...bases.families import check_task
-from ...bases.geometry import select_targets
-from ...config.choices import METHODS, OBJECTIVES, TASKS
-from ...config.lora import LoRAConfig
-from ...config.schema import TrainConfig
-from ...data.bad_rows import shown_counts
-from ...data.dataset import ExampleSet
-from ...data.rows import Splits
-from ...display import Display, clock
-from ...late import load
-from ...objectives.objective import Objective
-from ...objectives.score import check_best
-from ...packs.base import Base
-from ...packs.pack import Pack
-from ..fit import Fit
-from ..phase_data import PhaseData, PhaseTask
-from ..phases import RunPhase
-from ..planning import MemoryChoice
-from ..settings import Request, Run, RunSettings
-from ..state import COMPUTED_PER_S
+from ..adapters.trainable import Trainable
+from ..bases.families import check_task
+from ..bases.geometry import select_targets
+from ..config.choices import METHODS, OBJECTIVES, TASKS
+from ..config.lora import LoRAConfig
+from ..config.schema import TrainConfig
+from ..data.bad_rows import shown_counts
+from ..data.dataset import ExampleSet
+from ..data.rows import Splits
+from ..display import Display, clock
+from ..late import load
+from ..memory.memory_choice import MemoryChoice
+from ..objectives.causal_lm import TargetLoss
+from ..objectives.objective import Objective
+from ..objectives.phase_start import PhaseStart
+from ..objectives.score import Score, check_best
+from ..packs.base import Base
+from ..packs.pack import Pack
+from ..run_clock import COMPUTED_PER_S
+from .phase_data import PhaseData, PhaseTask
+from .phases import RunPhase
+
+if TYPE_CHECKING:
+    from .rewards import RewardFunction
+
+PhaseStarts = Mapping[str, PhaseStart]  # by phase
 
 _MOST_PASTED = 300  # characters of a prompt in a command
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What a task calls of the user's: functions, and the display."""
+
+    display: Display
+    loss: TargetLoss | None = None  # in place of the cross-entropy
+    reward: "RewardFunction | None" = None  # of generated completions
+
+    @property
+    def loss_name(self) -> str | None:
+        """The name of the function that is in place of the cross-entropy; None without one."""
+        if self.loss is None:
+            return None
+        return getattr(self.loss, "__qualname__", type(self.loss).__qualname__)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run has measured of its phases, when they are over."""
+
+    phases: Sequence[RunPhase]  # those of other tasks too
+    curve: Sequence[Mapping]  # the lines of metrics.jsonl
+    scores: Sequence[Mapping[str, Score]]  # by phase: before the first one and after each
+
+    def ends(self, phase: RunPhase) -> tuple[Any, Any]:
+        """Return the scores of a phase's held-out examples before and after the run."""
+        return self.scores[0][phase.name], self.scores[-1][phase.name]
 
 
 @dataclass(frozen=True)
@@ -58,18 +92,18 @@ class Task(PhaseTask, ABC):
 
     masks: Sequence[dict] = ()  # some training examples as `data.masks` has them
 
-    def __init__(self, phase: RunPhase, lora: LoRAConfig, request: Request) -> None:
+    def __init__(self, phase: RunPhase, lora: LoRAConfig, calls: Calls) -> None:
         check_best(phase.train.best, self.validated)
         # of its last phase; with --epochs only the phases of `PhaseData` have the final `iters`
         self.train = phase.train
         self.columns = phase.sources[0]
         self.lora = lora
-        self.request = request  # the functions of the caller, and the display
+        self.calls = calls
 
     @property
     def display(self) -> Display:
         """What shows the progress."""
-        return self.request.display
+        return self.calls.display
 
     def check(self, name: str, model_type: str) -> None:
         """Check that the base and the settings go with the task; called before and after loading."""
@@ -98,13 +132,24 @@ class Task(PhaseTask, ABC):
 
     @abstractmethod
     def bind(
-        self, trainable: Trainable, data: Sequence[PhaseData], run: Run, memory: MemoryChoice
+        self,
+        trainable: Trainable,
+        data: Sequence[PhaseData],
+        starts: PhaseStarts,
+        memory: MemoryChoice,
     ) -> list[Objective]:
-        """Return the objective of each of its phases, on the model that now has ``trainable``."""
+        """Return the objective of each of its phases, on the model that now has ``trainable``.
+
+        ``starts`` has the model as each phase began, by the phase's name.
+        """
 
     @abstractmethod
     def summary(
-        self, trainable: Trainable, data: Sequence[PhaseData], fit: Fit, sources: Sequence[str]
+        self,
+        trainable: Trainable,
+        data: Sequence[PhaseData],
+        trained: Trained,
+        sources: Sequence[str],
     ) -> Summary:
         """Return the summary of the run, whose last phase is of this task.
 
@@ -174,14 +219,16 @@ def bad_rows_lines(report: Mapping) -> list[str]:
     ]
 
 
-def make_tasks(settings: RunSettings, request: Request) -> dict[str, Task]:
-    """Return the tasks of a run by name, in the order of its phases."""
-    METHODS.plugin(settings.train.method)  # raises if its name is taken
+def make_tasks(
+    phases: Sequence[RunPhase], train: TrainConfig, lora: LoRAConfig, calls: Calls
+) -> dict[str, Task]:
+    """Return the tasks of the phases of a run by name, in their order."""
+    METHODS.plugin(train.method)  # raises if its name is taken
     tasks = {}
-    for name in settings.train.tasks:
+    for name in train.tasks:
         TASKS.plugin(name)
-        *_, last = (phase for phase in settings.phases if phase.train.task == name)
-        tasks[name] = task_class(name, settings.train)(last, settings.lora, request)
+        *_, last = (phase for phase in phases if phase.train.task == name)
+        tasks[name] = task_class(name, train)(last, lora, calls)
     return tasks
 
 

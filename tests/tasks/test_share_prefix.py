@@ -6,7 +6,7 @@ import pytest
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
 from mlx_packs.data.trees import TreeCollate
 from mlx_packs.runtime import mx
-from mlx_packs.training.tasks import shared_prefix
+from mlx_packs.tasks import shared_prefix
 from tests.helpers.errors import raises
 from tests.helpers.rows import write_rows
 
