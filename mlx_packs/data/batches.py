@@ -31,6 +31,7 @@ from .shapes import (
     fitting_shape,
     joined_shapes,
     padded_length,
+    padded_suffix,
     padded_targets,
     sequence_inputs,
 )
@@ -84,8 +85,11 @@ class TokenCollate(_RowCollate):
 
     def shape_of(self, longest: int, targets: int) -> Shape:
         """Return (T, M) of a batch whose longest row has so many inputs."""
-        longest = max(longest - self.prefix, 1)
-        width = self.prefix + padded_length(longest, self.limit - self.prefix)
+        if self.prefix:
+            longest, limit = max(longest - self.prefix, 1), self.limit - self.prefix
+            width = self.prefix + padded_suffix(longest, limit, self.batch_size)
+        else:
+            width = padded_length(longest, self.limit)
         slots = padded_targets(targets, self.batch_size * width)
         return fitting_shape((width, slots), self.batch_size, self.allowed)
 

@@ -24,7 +24,7 @@ from .batches import TokenCollate, few_shapes, split_rows
 from .dataset import Batch, Dataset, FixedOrder, Tree, by_length
 from .encoding import Example, Examples
 from .sampler import Sampler
-from .shapes import TILE, Shape, sequence_inputs
+from .shapes import Shape, sequence_inputs
 
 LEAST = 16  # inputs of a prefix; shorter ones cost more than they save
 STEP = 8  # a prefix has a multiple of these, and what is left of it is in the suffixes
@@ -52,8 +52,7 @@ def common_inputs(examples: Iterable[Example]) -> int:
 
 def prefix_of(common: int) -> int:
     """Return the inputs of a prefix of rows that have so many in common; 0 if these are too few."""
-    step = TILE if runtime.COMPILES else STEP
-    prefix = common // step * step
+    prefix = common // STEP * STEP
     return prefix if prefix >= LEAST else 0
 
 

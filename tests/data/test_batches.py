@@ -12,7 +12,7 @@ from mlx_packs.data.dataset import Batch, Dataset, first_examples
 from mlx_packs.data.encoding import Example, Examples
 from mlx_packs.data.prefetch import prefetched
 from mlx_packs.data.sampler import Sampler, packing_fill
-from mlx_packs.data.shapes import MOST_SHAPES, padded_length
+from mlx_packs.data.shapes import MOST_SHAPES, TILE, padded_length, padded_suffix
 from tests.helpers.steps import make_batch
 
 
@@ -96,6 +96,15 @@ def test_batches_have_little_padding(ragged_examples, monkeypatch, compiles, pad
     ]
     assert max(added) < 2 * padding and np.mean(added) < 1.5 * padding
     assert sum(b.inputs["targets"].size for b in batches) <= 1.1 * sum(b.targets for b in batches)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 8, 12])
+def test_suffixes_that_are_compiled_are_whole_tiles_together(compiled, rows):
+    widths = [padded_suffix(longest, 1000, rows) for longest in range(1, 200)]
+    assert all(width % 8 == 0 and rows * width % TILE == 0 for width in widths)
+    assert all(0 <= width - longest < TILE for longest, width in enumerate(widths, 1))
+    if rows % 4 == 0:
+        assert set(widths) == set(range(8, 201, 8))
 
 
 def test_compiled_run_has_few_shapes_and_the_same_examples(ragged_examples, compiled):
