@@ -34,6 +34,8 @@ class StepJob:
         recompute: activation checkpointing; of mlx-lm, block is ``--grad-checkpoint``.
         packed: whether sequences hold several examples.
         method: of training; of mlx-lm lora or dora.
+        groups: of sequences that begin alike, as many in each; 0: the batch is no tree.
+        prefix: inputs that the sequences of a group begin with, computed once.
     """
 
     config: dict
@@ -46,6 +48,8 @@ class StepJob:
     targets: int | None = None
     packed: bool = False
     method: str = "lora"
+    groups: int = 0
+    prefix: int = 0
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,8 @@ class _Ours:
         return shapes[0][2]
 
     def step(self, job: StepJob) -> tuple[list, list]:
-        options = {name: getattr(job, name) for name in ("path", "recompute", "packed", "method")}
+        names = ("path", "recompute", "packed", "method", "groups", "prefix")
+        options = {name: getattr(job, name) for name in names}
         size = {"batch": job.batch, "length": job.length, "rank": job.rank}
         quantized = {"quantization": {"group_size": 64, "bits": 4, "mode": "affine"}}
         model, config = _model(job.config), job.config | quantized

@@ -13,7 +13,7 @@ from mlx_packs.config.choices import MATMUL_PATHS, POLICIES, WEIGHT_FORMATS
 from .. import history
 from ..history import Environment, Record
 from ..workloads import CONFIGS
-from . import tables
+from . import tables, trees
 from .capture import MLX_LM, OURS, Failed, StepJob
 from .costs import Unpriced
 from .epoch import Examples, epochs
@@ -114,6 +114,20 @@ def _ops(options: argparse.Namespace, here: Environment) -> list[Record]:
     return []
 
 
+def _trees(options: argparse.Namespace, here: Environment) -> list[Record]:
+    """Steps of batches whose rows begin alike: as a tree, as rows, and mlx-lm's."""
+    records = []
+    for model in options.model or ["qwen3_4b", "qwen3_0_6b"]:
+        for shape in trees.SHAPES:
+            steps = lay_out(shape.jobs(CONFIGS[model], options.rank), options.chip)
+            title = f"{model}, {shape.name}, rank {options.rank}"
+            print(f"{title}\n{tables.step_table(steps, options.chip)}")
+            print(f"{shape.gains(steps, options.chip)}\n", flush=True)
+            records += tables.step_records(here, steps, title, options.chip, "graph trees")
+    print(tables.STEP_LEGEND)
+    return records
+
+
 @dataclass(frozen=True)
 class _Part:
     """What can be asked for by name, and the options that it takes beside ``rank``, ``chip``."""
@@ -128,6 +142,7 @@ _PARTS = {
         frozenset({"model", "batch", "length", "supervised", "path", "recompute", "method"}),
     ),
     "batches": _Part(_batches, frozenset({"model", "batch", "supervised", "path", "examples"})),
+    "trees": _Part(_trees, frozenset({"model"})),
     "ops": _Part(_ops, frozenset({"model", "batch", "length", "path", "recompute"})),
 }
 _DEFAULT_PARTS = ("steps", "batches")
@@ -169,7 +184,8 @@ def parser() -> argparse.ArgumentParser:
         "python -m benchmarks graph",
         description="Primitives, bytes and predicted seconds of training on Apple GPUs. steps: one "
         "training step beside mlx-lm's. batches: an epoch over examples of many lengths, padded and "
-        "packed. ops: a block by kind of op, not recorded.",
+        "packed. trees: steps of batches whose rows begin alike, computed once and in every row. "
+        "ops: a block by kind of op, not recorded.",
         epilog="Without a PART, steps and batches run, or that of them which takes the options.",
         allow_abbrev=False,
     )

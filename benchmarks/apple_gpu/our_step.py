@@ -23,7 +23,7 @@ from mlx_packs.adapters.variants import install
 from mlx_packs.bases.weight_formats import named_format
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.data.batches import few_shapes, most_targets, token_collate
-from mlx_packs.data.dataset import Layout
+from mlx_packs.data.dataset import Layout, Tree
 from mlx_packs.data.encoding import Example, Examples
 from mlx_packs.data.packing import aligned_batches
 from mlx_packs.data.sampler import Sampler
@@ -57,6 +57,8 @@ def lazy_step(  # noqa: PLR0913 (one argument for each thing that a step depends
     recompute: str,
     packed: bool,
     method: str = "lora",
+    groups: int = 0,
+    prefix: int = 0,
 ) -> tuple[list[mx.array], list[mx.array]]:
     """Call one compiled training step on a model whose arrays are not evaluated.
 
@@ -73,6 +75,8 @@ def lazy_step(  # noqa: PLR0913 (one argument for each thing that a step depends
             attention costs depends on the sum of their squares.
         method: of training: lora, dora, or pissa, which stands for olora too; or lora with
             --for-merge: for-merge-affine4, for-merge-affine8, for-merge-nf4.
+        groups: of sequences that begin alike, as many in each; 0: the batch is no tree.
+        prefix: inputs that the sequences of a group begin with, which are computed once.
 
     Returns:
         What the step computes: loss, gradient norm, the updated adapters and the optimizer's
@@ -91,10 +95,17 @@ def lazy_step(  # noqa: PLR0913 (one argument for each thing that a step depends
     stepper = Stepper(model, CausalLM(model, head).loss, optimizer, settings.max_grad_norm)
     inputs = {"tokens": mx.zeros((batch, length), mx.int32)}
     inputs |= {n: mx.zeros((targets,), mx.int32) for n in ("positions", "targets", "owners")}
-    segments = _typical_segments(model, batch, length) if packed else ()
-    layout = () if isinstance(segments, mx.array) else segments
-    if not layout and packed:
-        inputs["segments"] = segments
+    layout: Layout = ()
+    if packed:
+        segments = _typical_segments(model, batch, length)
+        if isinstance(segments, mx.array):
+            inputs["segments"] = segments
+        else:
+            layout = segments
+    elif groups:
+        inputs["tokens"] = mx.zeros((batch, length - prefix), mx.int32)
+        inputs["prefix"] = mx.zeros((groups, prefix), mx.int32)
+        layout = Tree(groups, prefix)
     state = [model.parameters(), known, optimizer.state, mx.random.state[0]]
     leaves = [array for _, array in tree_flatten([state, inputs])]
     with _unchecked_kernels():

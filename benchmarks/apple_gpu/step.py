@@ -66,6 +66,8 @@ class Step:
             return MLX_LM + method + " --grad-checkpoint" * (self.job.recompute == "block")
         name = f"{OURS}{method} {self.job.path}"
         name += f", recompute {self.job.recompute}" if self.job.recompute != "none" else ""
+        if self.job.groups:
+            name += ", tree"
         return name + (", packed" if self.job.packed else "")
 
     @property

@@ -55,11 +55,15 @@ where that is most."""
 
 
 def step_records(
-    here: Environment, steps: Sequence[Step], shape: str, chips: Sequence[str]
+    here: Environment,
+    steps: Sequence[Step],
+    shape: str,
+    chips: Sequence[str],
+    task: str = "graph",
 ) -> list[Record]:
     """Return what the table of steps shows."""
     default, checkpointed = (step.whole.seconds for step in steps[:2])
-    make, records = _recorder(here, "graph", shape, chips), []
+    make, records = _recorder(here, task, shape, chips), []
     for step in steps:
         whole = step.whole
         values = {

@@ -7,12 +7,13 @@ import mlx.core as mx
 import pytest
 
 from benchmarks import graph, history, report
-from benchmarks.apple_gpu import command, costs, lazy_graph, libmlx
+from benchmarks.apple_gpu import command, costs, lazy_graph, libmlx, trees
 from benchmarks.apple_gpu import epoch as epoch_module
 from benchmarks.apple_gpu.capture import MLX_LM, OURS, Failed, StepJob, capture
 from benchmarks.apple_gpu.peak import Queue, evaluation_order, peak_bytes
 from benchmarks.apple_gpu.seconds import CHIPS, STEP_S, TRACE_S, seconds
 from benchmarks.apple_gpu.step import lay_out
+from benchmarks.apple_gpu.trees import TreeShape
 from benchmarks.workloads import QWEN3_4B
 from tests.helpers.memory import active_bytes
 
@@ -263,11 +264,15 @@ def test_another_mlx_is_rejected_with_what_to_do(monkeypatch, capsys, tmp_path):
     assert not file.exists()
 
 
-@pytest.mark.slow
-def test_ops_and_batches_of_a_small_model(monkeypatch, tmp_path, capsys):
+def small_config() -> dict:
     small = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2}
     small |= {"num_key_value_heads": 1, "head_dim": 64, "vocab_size": 512}
-    monkeypatch.setitem(command.CONFIGS, "qwen3_0_6b", QWEN3_4B | small)
+    return QWEN3_4B | small
+
+
+@pytest.mark.slow
+def test_ops_and_batches_of_a_small_model(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(command.CONFIGS, "qwen3_0_6b", small_config())
     file = tmp_path / "history.jsonl"
     arguments = ["--model", "qwen3_0_6b", "--history", str(file)]
     assert graph.main(["batches", "--examples", "40", "--path", "dense", *arguments]) == 0
@@ -278,3 +283,22 @@ def test_ops_and_batches_of_a_small_model(monkeypatch, tmp_path, capsys):
     assert graph.main(["ops", *arguments]) == 0
     assert "RoPE bf16 > bf16" in capsys.readouterr().out
     assert history.read(file) == records
+
+
+def test_a_tree_computes_a_prefix_once(monkeypatch, tmp_path, capsys):
+    shape = TreeShape("two documents", common=100, own=30, rows=8, groups=2)
+    assert (shape.prefix, shape.length) == (96, 160)
+    assert shape.promised == pytest.approx(8 * 130 / (2 * 100 + 8 * 30))
+
+    monkeypatch.setitem(command.CONFIGS, "qwen3_0_6b", small_config())
+    monkeypatch.setattr(trees, "SHAPES", (shape,))
+    file = tmp_path / "history.jsonl"
+    assert graph.main(["trees", "--model", "qwen3_0_6b", "--history", str(file)]) == 0
+    assert "a tree: " in capsys.readouterr().out
+
+    records = [r for r in history.read(file) if r.task == "graph trees"]
+    values = {(r.implementation, r.metric): r.p50 for r in records}
+    rows, tree = "mlx_packs quantized", "mlx_packs quantized, tree"
+    share = values[tree, "operations"] / values[rows, "operations"]
+    assert share == pytest.approx((2 * 96 + 8 * 40) / (8 * 160), rel=0.1)
+    assert values[tree, "peak activations"] < 0.8 * values[rows, "peak activations"]
