@@ -48,7 +48,8 @@ class DecoderConfig(Settings):
     share_prefix: str = option(
         "off",
         "Compute what the examples of a batch begin with, such as a system prompt, once, not in "
-        "every row; auto does so if it saves 15 % of the inputs and changes nothing else.",
+        "every row, and with --task lm merge rows that begin other rows into them; auto does so if "
+        "it saves 15 % of the inputs, with nothing that is drawn at random.",
         section="Memory and speed",
         choices=("auto", "on", "off"),
     )

@@ -65,6 +65,8 @@ class Examples:
     dropped: int = 0  # rows that lost every target by that
     bad: BadRows = field(default_factory=BadRows)  # rows that were left out
     fingerprint: str | None = None  # of the rows that were rendered
+    merged: int = 0  # examples that begin others, and are part of these (data/chains.py)
+    merged_inputs: int = 0  # inputs that these would be apart
 
     @classmethod
     def stored(cls, items: StoredExamples, *facts: Any) -> "Examples":
@@ -82,6 +84,8 @@ class Examples:
         losses = dict.fromkeys(part.loss_on for part in parts)
         items = JoinedExamples([part.items for part in parts])
         joined = cls(items, " + ".join(formats), " + ".join(losses))
+        joined.merged = sum(part.merged for part in parts)
+        joined.merged_inputs = sum(part.merged_inputs for part in parts)
         joined.lengths = np.concatenate([part.lengths for part in parts])
         joined.target_counts = np.concatenate([part.target_counts for part in parts])
         return joined
@@ -103,8 +107,8 @@ class Examples:
 
     @property
     def count(self) -> int:
-        """How many examples there are."""
-        return len(self)
+        """How many examples there are, those that are part of others included."""
+        return len(self) + self.merged
 
     def where_of(self, indices: Sequence[int]) -> list[str]:
         """Return the rows of some examples as messages name them."""

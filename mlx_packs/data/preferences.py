@@ -124,7 +124,7 @@ def encode_preferences(
         len(rows) - len(left_out) - len(kept),
         _once(bad),
         examples.fingerprint,
-        labels[kept],
+        labels=labels[kept],
     )
     result.lengths, result.target_counts = items.lengths, items.target_counts
     return result

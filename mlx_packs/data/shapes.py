@@ -1,5 +1,6 @@
 """Shapes of batches: padding to few of them where each costs a compilation."""
 
+import itertools
 import math
 from collections.abc import Collection, Mapping
 
@@ -50,8 +51,11 @@ def padded_suffix(longest: int, limit: int, rows: int) -> int:
 
 
 def padded_targets(count: int, slots: int) -> int:
-    """Return M for a batch: as many 32nds of the B x T positions as needed, but one at least."""
-    return next(m for k in range(1, 33) if (m := slots * k // 32) >= max(count, 1))
+    """Return M for a batch: as many 32nds of the B x T positions as needed, but one at least.
+
+    Merged examples may need more than all positions.
+    """
+    return next(m for k in itertools.count(1) if (m := slots * k // 32) >= max(count, 1))
 
 
 def fitting_shape(shape: Shape, batch_size: int, shapes: Collection[Shape] | None) -> Shape:

@@ -37,7 +37,7 @@ from ..packs.card import format_change, phase_lines
 from ..packs.pack import Pack
 from .phase_data import PhaseData
 from .phases import OWN, RunPhase
-from .shared_prefix import check_trees, plan_trees
+from .shared_prefix import check_trees, merge_chains, plan_trees, shared_report
 from .task import PhaseStarts, Summary, Trained, bad_rows_lines, cost, evaluated, speed, try_lines
 from .tokens import TokenTask, encode_phases
 
@@ -108,8 +108,10 @@ class CausalLMTask(TokenTask):
     ) -> list[PhaseData]:
         """Return the tokens of the examples of its phases."""
         encoded = encode_phases(phases, splits, base, self.train, self.display)
-        data = self._phase_data(phases, encoded)
         self.masks = self._masked(encoded[-1]["train"], base)
+        for phase, own in zip(phases, encoded, strict=True):
+            own["train"] = merge_chains(phase.train, self.lora, own["train"], self.display)
+        data = self._phase_data(phases, encoded)
 
         split = data[-1].held_out_split
         row, columns = splits[-1].first_usable(split), phases[-1].sources[0]
@@ -294,7 +296,7 @@ class CausalLMTask(TokenTask):
                 "objective": outcome.graph,
                 "eval_traces": self.scorer.traces,
                 "cache_frozen": self.frozen.to_json() if self.frozen else None,
-                "shared_prefix": self.trees and self.trees.to_json(goal.train.examples),
+                "shared_prefix": shared_report(self.trees, goal.train.examples),
                 "sample": sample,
                 "raw_prompt": self.sample.is_raw,
                 **({"samples": samples} if answered else {}),

@@ -5,6 +5,7 @@ import numpy as np
 from ..adapters.trainable import Trainable
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
+from ..data.chains import merged
 from ..data.encoding import Examples
 from ..data.trees import LEAST, WORTHWHILE, TreePlan
 from ..display import Display
@@ -12,6 +13,44 @@ from ..errors import PackError
 from ..objectives.causal_lm import Head, split_head
 from ..objectives.shared_prefix import why_not_shared
 from ..packs.base import Base
+
+
+def merge_chains(
+    train: TrainConfig, lora: LoRAConfig, examples: Examples, display: Display
+) -> Examples:
+    """Return the examples with those that begin others merged, where that saves enough."""
+    if not may_share(train, lora):
+        return examples
+
+    whole = merged(examples)
+    saved = merged_share(whole)
+    if saved == 0 or saved < least_saved(train):
+        return examples
+
+    display.line(
+        "prefix",
+        f"{whole.merged:,} of {len(examples):,} examples begin others and are merged into them: "
+        f"{saved:.0%} of all inputs saved",
+    )
+    return whole
+
+
+def merged_share(examples: Examples) -> float:
+    """Return the share of inputs that is saved since examples are merged."""
+    computed = int((examples.lengths - 1).sum())
+    return examples.merged_inputs / max(computed + examples.merged_inputs, 1)
+
+
+def shared_report(trees: TreePlan | None, examples: Examples) -> dict | None:
+    """Return the part of a run's report on what is shared; None if nothing is."""
+    if trees is None and not examples.merged:
+        return None
+
+    report = {"tokens": 0, "saved": 0.0}
+    if trees is not None:
+        report = trees.to_json(examples)
+    report["saved"] = 1 - (1 - report["saved"]) * (1 - merged_share(examples))
+    return report | {"merged": examples.merged}
 
 
 def plan_trees(
@@ -43,7 +82,8 @@ def may_share(train: TrainConfig, lora: LoRAConfig) -> bool:
         return train.share_prefix == "on"
     draws = lora.dropout > 0 or train.neftune_noise_alpha > 0  # once for a prefix
     caches = train.cache_frozen == "on" or (train.cache_frozen == "auto" and lora.num_layers > 0)
-    return not (draws or caches or train.packing or train.pipeline)
+    is_other = train.packing or train.pipeline or train.objective != "transformer"
+    return not (draws or caches or is_other)
 
 
 def computes_trees(train: TrainConfig, base: Base, display: Display) -> bool:

@@ -86,7 +86,8 @@ class TokenTask(Task):
             train, self.lora, examples, np.arange(len(examples))[: draw.stop], together
         )
         if trees is None:
-            say_nothing_shared(train, self.display)
+            if not examples.merged:
+                say_nothing_shared(train, self.display)
             return None
         if not computes_trees(train, self.base, self.display):
             return None

@@ -76,6 +76,54 @@ def test_a_run_on_trees_learns_what_one_on_rows_learns(data, tmp_path, changes):
     assert rows.report["shared_prefix"] is None
 
 
+def turns_of(number: int, system: bool) -> list[dict]:
+    """A chat of three answers, as a row for each of them."""
+    first = [{"role": "system", "content": SYSTEM}] if system else []
+    turns = []
+    for turn in range(3):
+        user = {"role": "user", "content": f"{number} times {turn + number % 3}"}
+        turns += [user, {"role": "assistant", "content": f"It is {number * turn}."}]
+    return [{"messages": first + turns[:stop]} for stop in (2, 4, 6)]
+
+
+@pytest.mark.parametrize("system", [False, True])
+def test_rows_that_begin_others_are_merged_into_them(tmp_path, capsys, system):
+    """A batch has all rows, so that runs with and without merging train on the same ones."""
+    chats = [turns_of(i, system) for i in range(6)]
+    train = [row for i in (2, 0, 1) for rows in chats[:4] for row in rows[i : i + 1]]
+    data = write_rows(
+        tmp_path / "d", train=train, valid=[row for rows in chats[4:] for row in rows]
+    )
+    settings = {"loss_on": "assistant", "iters": 4, "max_seq_length": 192}
+
+    rows = trained(data, tmp_path / "rows", batch_size=12, **settings)
+    capsys.readouterr()
+    merged = trained(data, tmp_path / "on", batch_size=4, share_prefix="auto", **settings)
+    assert "8 of 12 examples begin others and are merged into them: " in capsys.readouterr().err
+    np.testing.assert_allclose(losses_of(merged), losses_of(rows), rtol=2e-5)
+    for name in ("ppl_before", "ppl_before_se"):
+        assert merged.report[name] == pytest.approx(rows.report[name], rel=1e-5)
+    assert merged.report["ppl_after"] == pytest.approx(rows.report["ppl_after"], rel=1e-4)
+    for name, tensor in rows.pack.tensors.items():
+        off = mx.linalg.norm(merged.pack.tensors[name] - tensor)
+        assert off.item() < 1e-3 * mx.linalg.norm(tensor).item(), name
+
+    shared = merged.report["shared_prefix"]
+    assert shared["merged"] == 8 and 0.3 < shared["saved"] < 0.9
+    assert (shared["tokens"] >= 24) == system
+    assert merged.pack.manifest["data"]["rows"] == {"train": 12, "valid": 6}
+
+
+def test_auto_leaves_apart_what_saves_too_little(tmp_path):
+    """One row of 17 begins another."""
+    rows = [row for i in range(16) for row in turns_of(i, False)[2:]]
+    data = write_rows(tmp_path / "d", train=[*rows, *turns_of(3, False)[:1]], valid=rows[:2])
+    run = trained(data, tmp_path / "auto", share_prefix="auto", iters=1)
+    assert run.report["shared_prefix"] is None
+    run = trained(data, tmp_path / "on", share_prefix="on", iters=1)
+    assert run.report["shared_prefix"]["merged"] == 1
+
+
 def preference(number: int) -> dict:
     prompt = f"{SYSTEM} What are {number} times {' '.join(map(str, range(number % 5 + 1)))}?"
     chosen, rejected = f"It is {number * 7}.", f"I do not know what {number} is."
@@ -183,6 +231,12 @@ def test_auto_shares_a_prefix_where_that_changes_nothing_but_the_time(
 ):
     run = trained(data, tmp_path / "p", lora, share_prefix="auto", iters=1, **changes)
     assert bool(run.report["shared_prefix"]) == shares
+
+
+@pytest.mark.parametrize("objective", ["transformer", "projection-stack"])
+def test_auto_shares_nothing_with_the_projection_stack(objective):
+    train = TrainConfig(share_prefix="auto", objective=objective)
+    assert shared_prefix.may_share(train, LORA) == (objective == "transformer")
 
 
 def test_without_a_common_beginning_nothing_is_shared(tmp_path, capsys):
