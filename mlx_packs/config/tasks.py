@@ -49,7 +49,8 @@ class DecoderConfig(Settings):
         "off",
         "Compute what the examples of a batch begin with, such as a system prompt, once, not in "
         "every row, and with --task lm merge rows that begin other rows into them; auto does so if "
-        "it saves 15 % of the inputs, with nothing that is drawn at random.",
+        "it saves 15 % of the inputs, with nothing that is drawn at random. With --task lm on also "
+        "puts examples of each of many beginnings together.",
         section="Memory and speed",
         choices=("auto", "on", "off"),
     )

@@ -61,7 +61,7 @@ class _RowCollate(ABC):
 
 @dataclass(frozen=True)
 class TokenCollate(_RowCollate):
-    """Lays out an example in each row; missing ones are empty."""
+    """Lays out an example in each row; missing ones are empty, as is a row whose index is -1."""
 
     batch_size: int  # rows
     limit: int  # most inputs of a row
@@ -70,17 +70,21 @@ class TokenCollate(_RowCollate):
 
     def __call__(self, examples: Sequence[Example], order: Sequence[int]) -> Batch:
         """Return the examples with these indices as a batch."""
-        chosen = [examples[i] for i in order]
+        rows = [row for row, i in enumerate(order) if i >= 0]
+        indices = [order[row] for row in rows]
+        chosen = [examples[i] for i in indices]
         longest = max(len(e.tokens) for e in chosen) - 1
         targets = sum(int(e.target.sum()) for e in chosen)
         width, slots = self.shape_of(longest, targets)
 
-        starts = [row * width for row in range(len(chosen))]
+        starts = [row * width for row in rows]
         batch = _laid_out(chosen, starts, (self.batch_size, width), slots)
-        return dataclasses.replace(batch, examples=_numbers(order), source=examples)
+        return dataclasses.replace(batch, examples=_numbers(indices), source=examples)
 
     def shape(self, examples: Examples, order: np.ndarray) -> Shape:
         """Return (T, M) of a batch without laying it out."""
+        order = np.asarray(order)
+        order = order[order >= 0]
         longest = int(examples.lengths[order].max()) - 1
         return self.shape_of(longest, int(examples.target_counts[order].sum()))
 

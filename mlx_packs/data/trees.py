@@ -86,8 +86,8 @@ def felled(batch: Batch) -> Batch:
     groups, prefix = prefixes.shape
     rows, width = suffixes.shape[0], prefix + suffixes.shape[1]
 
-    # an example is a row, so that its number tells the row of a target inside a prefix
-    owner = np.maximum(inputs["owners"], 0)
+    # an example starts a row, which tells the row of a target inside a prefix; padding takes 0
+    owner = np.array([*batch.starts, 0])[inputs["owners"]] // width
     positions = inputs["positions"]
     of_suffixes = positions - groups * prefix
     in_rows = of_suffixes // (width - prefix) * width + prefix + of_suffixes % (width - prefix)

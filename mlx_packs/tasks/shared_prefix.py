@@ -7,6 +7,7 @@ from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..data.chains import merged
 from ..data.encoding import Examples
+from ..data.groups import GroupPlan
 from ..data.trees import LEAST, WORTHWHILE, TreePlan
 from ..display import Display
 from ..errors import PackError
@@ -41,7 +42,7 @@ def merged_share(examples: Examples) -> float:
     return examples.merged_inputs / max(computed + examples.merged_inputs, 1)
 
 
-def shared_report(trees: TreePlan | None, examples: Examples) -> dict | None:
+def shared_report(trees: TreePlan | GroupPlan | None, examples: Examples) -> dict | None:
     """Return the part of a run's report on what is shared; None if nothing is."""
     if trees is None and not examples.merged:
         return None
@@ -69,6 +70,26 @@ def plan_trees(
 
     saved = trees.saved(examples)
     return trees if saved > 0 and saved >= least else None
+
+
+def with_groups(
+    train: TrainConfig, examples: Examples, chosen: np.ndarray, trees: TreePlan | None
+) -> TreePlan | GroupPlan | None:
+    """Return how batches of groups are laid out, if that spares 15 % of what ``trees`` compute.
+
+    Groups change which examples meet in a batch, so that only ``on`` has them.
+    """
+    if train.share_prefix != "on":
+        return trees
+
+    of_all = trees or TreePlan(train.batch_size, least=least_saved(train))
+    groups = GroupPlan.of(examples, chosen, of_all)
+    if groups is None:
+        return trees
+
+    computed = 1 - of_all.saved(examples)
+    is_better = 1 - groups.saved(examples) <= (1 - WORTHWHILE) * computed
+    return groups if is_better else trees
 
 
 def least_saved(train: TrainConfig) -> float:
@@ -131,11 +152,18 @@ def say_nothing_shared(train: TrainConfig, display: Display) -> None:
         display.line("prefix", f"fewer than {LEAST} tokens are common: none is shared")
 
 
-def show_trees(trees: TreePlan, examples: Examples, draws: bool, display: Display) -> None:
+def show_trees(
+    trees: TreePlan | GroupPlan, examples: Examples, draws: bool, display: Display
+) -> None:
     """Show what rows have in common; ``draws`` is whether something is drawn for each of them."""
     facts = trees.to_json(examples)
     tokens = f"{facts['tokens']:,.0f} tokens begin every example"
-    if trees.common is not None:
+    if isinstance(trees, GroupPlan):
+        tokens = (
+            f"{facts['tokens']:,.0f} tokens, on average, begin the examples of each of "
+            f"{facts['groups']:,} groups, which are put together"
+        )
+    elif trees.common is not None:
         tokens = f"{facts['tokens']:,.0f} tokens, on average, begin both examples of a row"
 
     display.line("prefix", f"{tokens}: computed once, {facts['saved']:.0%} of all inputs saved")

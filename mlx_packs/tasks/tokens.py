@@ -14,6 +14,7 @@ from ..data.encoding import EncodingOptions, Examples
 from ..data.encoding_parts import part_count
 from ..data.fim import FillInTheMiddle
 from ..data.formats import RowFormat, Text
+from ..data.groups import GroupPlan
 from ..data.held_out import sample
 from ..data.left_out import template_notes
 from ..data.masks import masked
@@ -28,7 +29,7 @@ from ..nn.blocks import attends_by_spans
 from ..packs.base import Base
 from .phase_data import PhaseData
 from .phases import RunPhase
-from .shared_prefix import computes_trees, plan_trees, say_nothing_shared, show_trees
+from .shared_prefix import computes_trees, plan_trees, say_nothing_shared, show_trees, with_groups
 from .task import Task
 
 MASKS = 2  # training examples that the page of a run shows
@@ -38,7 +39,7 @@ class TokenTask(Task):
     """A task whose examples are tokens, and whose batches have an example in each row, or several."""
 
     base: Base
-    trees: TreePlan | None = None  # what the training batches are, unless they are rows
+    trees: TreePlan | GroupPlan | None = None  # what training batches are, unless they are rows
 
     def sampled(self, data: PhaseData) -> np.ndarray:
         """Return held-out examples in proportion to the tokens that the phase trains on."""
@@ -71,7 +72,8 @@ class TokenTask(Task):
         if t.packing:
             return None
         inputs = np.minimum(data.train.examples.lengths - 1, sequence_inputs(t.max_seq_length))
-        return t.sequences * float(inputs.mean())
+        rows = self.trees.rows if isinstance(self.trees, GroupPlan) else t.sequences
+        return rows * float(inputs.mean())
 
     def training(self, phase: RunPhase, examples: Examples, draw: Draw) -> Dataset:
         """Return the training batches of a phase, whose examples are drawn from all."""
@@ -79,12 +81,14 @@ class TokenTask(Task):
 
     def _plan_trees(
         self, phase: RunPhase, examples: Examples, draw: Draw, together: int = 0
-    ) -> TreePlan | None:
+    ) -> TreePlan | GroupPlan | None:
         """Return how training batches are trees, and show it; None if they are rows."""
         train = phase.train
-        trees = plan_trees(
-            train, self.lora, examples, np.arange(len(examples))[: draw.stop], together
-        )
+        drawn = np.arange(len(examples))[: draw.stop]
+        trees = plan_trees(train, self.lora, examples, drawn, together)
+        if not together and not draw.replay:  # of the own examples alone
+            trees = with_groups(train, examples, drawn[draw.first :], trees)
+
         if trees is None:
             if not examples.merged:
                 say_nothing_shared(train, self.display)

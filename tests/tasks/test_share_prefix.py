@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
+from mlx_packs.data.groups import GroupPlan
 from mlx_packs.data.trees import TreeCollate
 from mlx_packs.runtime import mx
 from mlx_packs.tasks import shared_prefix
+from tests.data.test_groups import documents as documents_of
 from tests.helpers.errors import raises
 from tests.helpers.rows import write_rows
 
@@ -122,6 +124,82 @@ def test_auto_leaves_apart_what_saves_too_little(tmp_path):
     assert run.report["shared_prefix"] is None
     run = trained(data, tmp_path / "on", share_prefix="on", iters=1)
     assert run.report["shared_prefix"]["merged"] == 1
+
+
+DOCUMENTS = [
+    " ".join(f"On day {day} the {name} rose by {3 * day + shift}." for day in range(6))
+    for shift, name in enumerate(("river", "price", "tide"))
+]
+
+
+def questions_on(document: str, numbers: range) -> list[dict]:
+    """Rows that begin with a document."""
+    rows = [(f"{document} Day {n}?", f"It is day {n} times {n % 4 + 1}.") for n in numbers]
+    return [{"prompt": prompt, "completion": completion} for prompt, completion in rows]
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory):
+    """Five questions on each document."""
+    train = [row for each in DOCUMENTS for row in questions_on(each, range(5))]
+    valid = [row for each in DOCUMENTS for row in questions_on(each, range(5, 8))]
+    order = np.random.default_rng(0).permutation(len(train))
+    folder = tmp_path_factory.mktemp("data") / "g"
+    return write_rows(folder, train=[train[i] for i in order], valid=valid)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, pytest.param({"micro_batches": 4, "recompute": "block"}, marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_examples_of_many_documents_are_put_together(documents, tmp_path, capsys, changes):
+    """Both runs have all examples in a batch: blocks of five and an empty row, and an empty block."""
+    settings = {"iters": 3, "max_seq_length": 256, "test_batches": -1, **changes}
+    rows = trained(documents, tmp_path / "rows", batch_size=15, **settings)
+    capsys.readouterr()
+    trees = trained(documents, tmp_path / "on", batch_size=24, share_prefix="on", **settings)
+    assert "each of 3 groups, which are put together: computed once" in capsys.readouterr().err
+    np.testing.assert_allclose(losses_of(trees), losses_of(rows), rtol=2e-5)
+    for name in ("ppl_before", "ppl_before_se"):
+        assert trees.report[name] == pytest.approx(rows.report[name], rel=1e-5)
+    assert trees.report["ppl_after"] == pytest.approx(rows.report["ppl_after"], rel=1e-4)
+    for name, tensor in rows.pack.tensors.items():
+        off = mx.linalg.norm(trees.pack.tensors[name] - tensor)
+        assert off.item() < 1e-3 * mx.linalg.norm(tensor).item(), name
+    shared = trees.report["shared_prefix"]
+    assert shared["groups"] == 3 and shared["tokens"] > 40 and shared["saved"] > 0.3
+
+
+def test_a_resumed_run_on_groups_equals_an_unbroken_one_to_the_bit(documents, tmp_path):
+    """Three batches are in the second epoch."""
+    changes = {"max_seq_length": 256, "share_prefix": "on", "batch_size": 8}
+    whole = trained(documents, tmp_path / "a", **changes)
+    assert whole.report["shared_prefix"]["groups"] == 3
+    trained(documents, tmp_path / "b", iters=3, **changes)
+    train = TrainConfig(**SETTINGS | changes)
+    resumed = train_pack("tiny", documents, LORA, train, tmp_path / "b", resume=True)
+    for name, tensor in whole.pack.tensors.items():
+        assert mx.array_equal(tensor, resumed.pack.tensors[name]).item(), name
+
+
+def test_groups_are_for_what_they_spare_beyond_the_beginning_of_all():
+    train = TrainConfig(share_prefix="on", batch_size=8)
+    for instruction, document, is_grouped in ((64, 0, False), (64, 8, False), (64, 64, True)):
+        examples = documents_of([8] * 4, document, instruction=instruction)
+        drawn = np.arange(len(examples))
+        trees = shared_prefix.plan_trees(train, LORA, examples, drawn)
+        assert trees.prefix == 64
+        plan = shared_prefix.with_groups(train, examples, drawn, trees)
+        assert isinstance(plan, GroupPlan) == is_grouped
+        assert is_grouped or plan is trees
+
+
+def test_auto_leaves_the_order_of_examples(documents, tmp_path):
+    settings = {"iters": 1, "max_seq_length": 256, "batch_size": 8}
+    rows = trained(documents, tmp_path / "rows", **settings)
+    auto = trained(documents, tmp_path / "auto", share_prefix="auto", **settings)
+    assert losses_of(auto) == losses_of(rows) and auto.report["shared_prefix"] is None
 
 
 def preference(number: int) -> dict:

@@ -1,0 +1,355 @@
+"""Groups: examples that begin alike, such as the questions on each of many documents.
+
+A batch has blocks of as many rows each, and the rows of a block begin alike: it is a tree of
+several prefixes (data/trees.py). Each epoch cuts the groups into blocks anew. What no group has is
+in ordinary batches.
+"""
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .. import runtime
+from .batches import TokenCollate
+from .dataset import Batch, Dataset, FixedOrder, Tree
+from .encoding import Examples
+from .sampler import Sampler
+from .shapes import Shape, joined_shapes, padded_targets, sequence_inputs
+from .token_order import TokenOrder, token_order
+from .trees import STEP, TreeCollate, TreePlan, prefix_of, saved_share
+
+EMPTY = -1  # in an order, a row without an example
+_WINDOW = 32  # batches among which blocks of like prefixes are put together, as are like lengths
+_COUNTED_BATCHES = 2000
+
+
+def block_sizes(batch_size: int) -> list[int]:
+    """Return how many rows blocks may have, two or more each, of which a batch has two or more."""
+    return [rows for rows in range(2, batch_size // 2 + 1) if batch_size % rows == 0]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Which examples begin alike, each in one group at most."""
+
+    members: Sequence[np.ndarray]  # indices of the examples of each group
+    prefixes: np.ndarray  # int64 [G], inputs that the examples of each group begin with
+    rest: np.ndarray  # indices of examples without a group
+    numbers: np.ndarray  # int64 [N], the group of each example, -1 without one
+
+    def batches(self, batch_size: int, together: int) -> int:
+        """Return how many batches an epoch has, in blocks of at most ``together`` examples."""
+        blocks = sum(-(-len(own) // together) for own in self.members)
+        return -(-blocks * together // batch_size) + -(-len(self.rest) // batch_size)
+
+    def prefix_of(self, order: np.ndarray) -> int:
+        """Return what the blocks of a batch have in common, each in itself; 0 without groups."""
+        numbers = self.numbers[order[order != EMPTY]]
+        return 0 if numbers[0] < 0 else int(self.prefixes[numbers].min())
+
+
+@dataclass
+class _Interval:
+    """Sorted examples from ``start``, which have ``common`` inputs in common, while they are read.
+
+    ``cost`` is what the examples so far take as rows and smaller groups, whichever is less.
+    """
+
+    common: int
+    start: int
+    cost: float
+
+
+def find_groups(examples: Examples, order: TokenOrder, together: int) -> tuple[Groups, float]:
+    """Return the groups of sorted examples that leave the fewest inputs to compute, and how many.
+
+    Groups that begin alike could be a larger one with a shorter prefix, and so on: of each of these
+    nested choices the cheapest is taken, in blocks of ``together`` rows.
+    """
+    inputs = examples.lengths[order.indices] - 1
+    common = order.common.copy()
+    common[1:] = np.minimum(common[1:], np.minimum(inputs[1:], inputs[:-1]))
+    totals = np.concatenate([[0], np.cumsum(inputs)])
+    found: list[tuple[int, int, int]] = []  # start, stop and prefix of groups, those inside first
+
+    def closed(interval: _Interval, stop: int) -> float:
+        """Return the cost of the examples of an interval, and note it if it is a group."""
+        prefix = prefix_of(interval.common)
+        if runtime.COMPILES:  # each value is a compilation: at most eight of them in an octave
+            prefix -= prefix % max(STEP, 1 << max(prefix.bit_length() - 4, 0))
+        total = int(totals[stop] - totals[interval.start])
+        cost = _cost(stop - interval.start, total, prefix, together)
+        if not prefix or cost >= interval.cost:
+            return interval.cost
+
+        while found and found[-1][0] >= interval.start:
+            found.pop()
+        found.append((interval.start, stop, prefix))
+        return cost
+
+    intervals = [_Interval(0, 0, 0.0)]
+    for place in range(len(inputs)):
+        following = int(common[place + 1]) if place + 1 < len(inputs) else 0
+        start, cost = place, float(inputs[place])
+        while intervals[-1].common > following:
+            interval = intervals.pop()
+            interval.cost += cost
+            start, cost = interval.start, closed(interval, place + 1)
+        if intervals[-1].common < following:
+            intervals.append(_Interval(following, start, cost))
+        else:
+            intervals[-1].cost += cost
+
+    return _groups(order.indices, found, len(examples)), intervals[0].cost
+
+
+def _cost(rows: int, inputs: int, prefix: int, together: int) -> float:
+    """Return the inputs that a group computes as blocks, those of empty rows included."""
+    blocks = -(-rows // together)
+    return blocks * (prefix + together * (inputs / rows - prefix))
+
+
+def _groups(indices: np.ndarray, found: Sequence[tuple[int, int, int]], count: int) -> Groups:
+    """Return groups of sorted examples as the groups of all."""
+    numbers = np.full(count, -1, dtype=np.int64)
+    members = [np.sort(indices[start:stop]) for start, stop, _ in found]
+    for number, own in enumerate(members):
+        numbers[own] = number
+
+    prefixes = np.array([prefix for *_, prefix in found], dtype=np.int64)
+    rest = np.sort(indices[numbers[indices] < 0])
+    return Groups(members, prefixes, rest, numbers)
+
+
+@dataclass(frozen=True)
+class GroupSampler:
+    """Batches of blocks of groups, and of the rest; a function of the fields alone.
+
+    An order has an index for each row of the batch, or `EMPTY`.
+    """
+
+    groups: Groups
+    lengths: np.ndarray  # tokens of each example, int [N]
+    batch_size: int  # rows
+    together: int  # rows of a block
+    inputs: int  # most of a row
+    seed: int = 0
+
+    def batches(self, start: int = 0) -> Iterator[np.ndarray]:
+        """Yield the order of each batch without end, from batch number ``start``."""
+        first, start = divmod(start, self.groups.batches(self.batch_size, self.together))
+        for number in itertools.count(first):
+            yield from self.epoch(number)[start:]
+            start = 0
+
+    def epoch(self, number: int) -> list[np.ndarray]:
+        """Return the order of each batch of an epoch, with each example once."""
+        random = np.random.default_rng([self.seed, number])
+        batches = self._block_batches(random)
+        rest = self.groups.rest
+        if len(rest):
+            sampler = Sampler(self.lengths[rest], self.batch_size, self.inputs, self.seed)
+            batches += [rest[order] for order in sampler.epoch(number)]
+
+        return [batches[i] for i in random.permutation(len(batches))]
+
+    def _block_batches(self, random: np.random.Generator) -> list[np.ndarray]:
+        """Return batches of blocks: from all over the epoch, with prefixes of like length."""
+        blocks = self._blocks(random)
+        size = self.batch_size // self.together
+        batches = []
+        for start in range(0, len(blocks), _WINDOW * size):
+            window = blocks[start : start + _WINDOW * size]
+            of_blocks = self.groups.numbers[[block[0] for block in window]]
+            longest = np.array([self.lengths[block].max() for block in window])
+            order = np.lexsort([longest, self.groups.prefixes[of_blocks]])
+
+            for places in _apart(of_blocks[order].tolist(), size):
+                batch = np.full((size, self.together), EMPTY, dtype=np.int64)
+                for row, place in zip(batch, order[places], strict=False):
+                    row[: len(window[place])] = window[place]
+                batches.append(batch.reshape(-1))
+        return batches
+
+    def _blocks(self, random: np.random.Generator) -> list[np.ndarray]:
+        """Return the blocks of all groups, those of each group spread over the epoch."""
+        blocks, times = [], []
+        for own in self.groups.members:
+            own = random.permutation(own)
+            window = self.together * _WINDOW
+            for start in range(0, len(own), window):
+                part = own[start : start + window]
+                own[start : start + window] = part[np.argsort(self.lengths[part], kind="stable")]
+
+            count = -(-len(own) // self.together)
+            blocks += np.array_split(own, count)  # of like sizes, so that batches are, too
+            times.append((random.permutation(count) + random.random(count)) / count)
+
+        if not blocks:
+            return []
+        return [blocks[i] for i in np.argsort(np.concatenate(times), kind="stable")]
+
+
+def _apart(groups: Sequence[int], size: int) -> Iterator[list[int]]:
+    """Yield the places of the blocks of each batch: of different groups, if there are any left.
+
+    Blocks come in an order that has like ones side by side, which a batch takes if it can.
+    """
+    remaining = list(range(len(groups)))
+    counts = Counter(groups)
+    while remaining:
+        first = max(remaining, key=lambda place: counts[groups[place]])
+        chosen = [first]
+        remaining.remove(first)
+        while remaining and len(chosen) < size:
+            taken = {groups[place] for place in chosen}
+            others = [place for place in remaining if groups[place] not in taken]
+            nearest = min(others or remaining, key=lambda place: abs(place - first))
+            chosen.append(nearest)
+            remaining.remove(nearest)
+
+        counts.subtract(groups[place] for place in chosen)
+        yield chosen
+
+
+@dataclass(frozen=True)
+class GroupCollate:
+    """Lays out batches of blocks as trees with a prefix for each block.
+
+    ``trees`` lay out batches by the inputs that their blocks have in common; 0 is the rest.
+    """
+
+    groups: Groups
+    trees: Mapping[int, TreeCollate]
+
+    def __call__(self, examples: Examples, order: np.ndarray) -> Batch:
+        """Return the batch of an order of a `GroupSampler`."""
+        return self.trees[self.groups.prefix_of(order)](examples, order)
+
+    def shapes(self, examples: Examples, orders: Iterator[np.ndarray]) -> set[Shape]:
+        """Return (T, M) of batches of rows that take about as much memory as the trees."""
+        shapes: set[Shape] = set()
+        for order in orders:
+            shapes |= self.trees[self.groups.prefix_of(order)].shapes(examples, iter([order]))
+        return shapes
+
+    def split(self, batch: Batch, parts: int) -> list[Batch]:
+        """Return whole blocks of a batch, or pieces of blocks if there are fewer of these."""
+        if not isinstance(batch.layout, Tree) or batch.layout.groups == 1:
+            return self.trees[0].split(batch, parts)
+
+        blocks = batch.layout.groups
+        pieces = self.trees[batch.layout.prefix].split(batch, parts)
+        if parts < 2 * blocks:
+            return pieces
+        return [each for piece in pieces for each in self.trees[0].split(piece, parts // blocks)]
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """How batches of groups are laid out."""
+
+    groups: Groups
+    of_all: TreePlan  # how batches of the rest are laid out, which have the rows of all batches
+    together: int  # rows of a block
+
+    @classmethod
+    def of(cls, examples: Examples, chosen: np.ndarray, of_all: TreePlan) -> "GroupPlan | None":
+        """Return the plan for chosen examples; None if none of them are in groups."""
+        order = token_order(examples, chosen)
+        plans = {}
+        for together in block_sizes(of_all.batch_size):
+            groups, inputs = find_groups(examples, order, together)
+            if groups.members:
+                plans.setdefault(inputs, cls(groups, of_all, together))
+        return plans[min(plans)] if plans else None
+
+    @property
+    def rows(self) -> float:
+        """The mean number of examples of a batch."""
+        groups = self.groups
+        examples = sum(map(len, groups.members)) + len(groups.rest)
+        return examples / groups.batches(self.of_all.batch_size, self.together)
+
+    def saved(self, examples: Examples) -> float:
+        """Return the share of the inputs of examples that is saved, about."""
+        groups, rest = self.groups, self.groups.rest
+        rows = computed = float((examples.lengths[rest] - 1).sum())
+        if len(rest):
+            shape = self.of_all.batch_size, rows / len(rest)
+            computed *= 1 - saved_share(shape, 1, self.of_all.prefix)
+
+        for own, prefix in zip(groups.members, groups.prefixes.tolist(), strict=True):
+            inputs = int((examples.lengths[own] - 1).sum())
+            rows += inputs
+            computed += _cost(len(own), inputs, prefix, self.together)
+        return 1 - computed / rows
+
+    def to_json(self, examples: Examples) -> dict:
+        """Return the part of a run's report on it."""
+        sizes = [len(own) for own in self.groups.members]
+        tokens = float(np.average(self.groups.prefixes, weights=sizes))
+        return {"tokens": tokens, "saved": self.saved(examples), "groups": len(sizes)}
+
+    def dataset(self, examples: Examples, sampler: Sampler) -> Dataset:
+        """Return the batches of a run, whose order has the seed of a sampler."""
+        own = GroupSampler(
+            self.groups,
+            examples.lengths,
+            self.of_all.batch_size,
+            self.together,
+            sampler.inputs,
+            sampler.seed,
+        )
+        return Dataset(examples, self._collate(examples, own), own)
+
+    def held_out(self, examples: Examples, max_seq_length: int, chosen: np.ndarray) -> Dataset:
+        """Return the examples that the plan was made for once; these are the chosen ones."""
+        inputs = sequence_inputs(max_seq_length)
+        data = self.dataset(examples, Sampler(examples.lengths, self.of_all.batch_size, inputs))
+        return dataclasses.replace(data, sampler=FixedOrder(data.sampler.epoch(0)))
+
+    def _collate(self, examples: Examples, sampler: GroupSampler) -> GroupCollate:
+        """Return what lays out the batches of a sampler, in few shapes where steps are compiled."""
+        of_all = self.of_all
+        prefixes = {int(prefix): int(prefix) for prefix in self.groups.prefixes}
+        allowed = _few_shapes(examples, sampler, {0: of_all.prefix, **prefixes})
+        trees = {}
+        for key, prefix in {0: of_all.prefix, **prefixes}.items():
+            tokens = TokenCollate(of_all.batch_size, sampler.inputs, allowed.get(key), prefix)
+            together = self.together if key else 0
+            trees[key] = TreeCollate(tokens, None, together, of_all.least)
+        return GroupCollate(self.groups, trees)
+
+
+def _few_shapes(
+    examples: Examples, sampler: GroupSampler, prefixes: Mapping[int, int]
+) -> dict[int, Collection[Shape]]:
+    """Return few shapes of batches of each prefix, one of which holds any; none if not compiled."""
+    if not runtime.COMPILES:
+        return {}
+
+    groups, size = sampler.groups, sampler.batch_size
+    collates = {key: TokenCollate(size, sampler.inputs, None, p) for key, p in prefixes.items()}
+    counts: dict[int, Counter] = {key: Counter() for key in prefixes}
+    for order in sampler.epoch(0)[:_COUNTED_BATCHES]:
+        key = groups.prefix_of(order)
+        counts[key][collates[key].shape(examples, order)] += 1
+
+    # a later epoch may put any blocks together
+    for key, collate in collates.items():
+        own = groups.rest
+        if key:
+            parts = zip(groups.members, groups.prefixes, strict=True)
+            own = np.concatenate([part for part, prefix in parts if prefix >= key])
+        if len(own):
+            longest, _ = collate.shape_of(int(examples.lengths[own].max()) - 1, 0)
+            most = int(np.sort(examples.target_counts[own])[-size:].sum())
+            slots = padded_targets(max(most, size * longest), size * longest)
+            counts[key][longest, slots] += 0
+
+    return {key: joined_shapes(own, size) for key, own in counts.items() if own}

@@ -1,0 +1,262 @@
+"""Examples of many groups that begin alike are put together, each once in an epoch."""
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from mlx_packs import runtime
+from mlx_packs.data.batches import TokenCollate, training_set
+from mlx_packs.data.encoding import Example, Examples
+from mlx_packs.data.groups import GroupPlan, block_sizes, find_groups
+from mlx_packs.data.sampler import Sampler
+from mlx_packs.data.token_order import token_order
+from mlx_packs.data.trees import TreePlan, felled
+from tests.data.test_trees import inputs_of
+
+LIMIT = 4096
+
+
+def documents(
+    questions: list[int], document: int, own: int = 12, instruction: int = 0, seed: int = 0
+) -> Examples:
+    """Of each document as many examples as it has questions, of like lengths, in random order.
+
+    All begin with an instruction; the last four tokens are targets.
+    """
+    random = np.random.default_rng(seed)
+    first = random.integers(1, 5000, instruction)
+    tokens = []
+    for count in questions:
+        text = random.integers(1, 5000, document + random.integers(0, document // 8 + 1))
+        for _ in range(count):
+            question = random.integers(1, 5000, own + random.integers(0, 4))
+            tokens.append(np.concatenate([first, text, question]).astype(np.int32))
+
+    items = []
+    for i in random.permutation(len(tokens)):
+        target = np.arange(len(tokens[i])) >= len(tokens[i]) - 4
+        items.append(Example(tokens[i], target, f"row {i}"))
+    return Examples(items, "completion", "completion")
+
+
+def groups_of(examples: Examples, together: int):
+    return find_groups(examples, token_order(examples, np.arange(len(examples))), together)[0]
+
+
+def plan_of(examples: Examples, batch_size: int, prefix: int = 0) -> GroupPlan:
+    of_all = TreePlan(batch_size, prefix, least=0.0)
+    plan = GroupPlan.of(examples, np.arange(len(examples)), of_all)
+    assert plan is not None
+    return plan
+
+
+def data_of(examples: Examples, batch_size: int, seed: int = 0):
+    return plan_of(examples, batch_size).dataset(
+        examples, Sampler(examples.lengths, batch_size, LIMIT, seed)
+    )
+
+
+def computed(batch) -> int:
+    """Inputs that a batch computes, padding included."""
+    return batch.inputs["tokens"].size + (batch.inputs["prefix"].size if batch.layout else 0)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "expected"),
+    [(1, []), (3, []), (4, [2]), (7, []), (8, [2, 4]), (9, [3]), (12, [2, 3, 4, 6])],
+)
+def test_a_batch_has_two_blocks_or_more(batch_size, expected):
+    assert block_sizes(batch_size) == expected
+
+
+@pytest.mark.parametrize(("questions", "expected"), [(4, 4), (6, 8), (8, 8), (20, 8)])
+def test_blocks_have_the_size_that_saves_most(questions, expected):
+    assert plan_of(documents([questions] * 6, 200), 16).together == expected
+
+
+@pytest.mark.parametrize("batch_size", [2, 7])
+def test_a_batch_without_blocks_of_two_rows_has_no_groups(batch_size):
+    examples = documents([8, 8], 64)
+    assert GroupPlan.of(examples, np.arange(16), TreePlan(batch_size)) is None
+
+
+def test_groups_are_the_questions_on_a_document():
+    examples = documents([6, 4, 1, 1], 64, instruction=24)
+    groups = groups_of(examples, 4)
+    assert sorted(map(len, groups.members)) == [4, 6] and len(groups.rest) == 2
+    assert (groups.prefixes >= 88).all()
+    for own, prefix in zip(groups.members, groups.prefixes, strict=True):
+        assert len({tuple(examples[i].tokens[:prefix]) for i in own}) == 1
+    assert (groups.numbers[groups.rest] == -1).all()
+
+
+def test_what_all_begin_with_is_one_group_if_nothing_longer_repeats():
+    groups = groups_of(documents([1] * 8, 20, instruction=40), 4)
+    assert [len(own) for own in groups.members] == [8] and groups.prefixes.tolist() == [40]
+
+
+def test_rows_that_would_be_mostly_padding_are_no_group():
+    """Two rows in a block of eight: six empty ones of 40 inputs cost more than 48 repeated ones."""
+    examples = documents([2, 2, 2], 48, own=40)
+    groups = groups_of(examples, 8)
+    assert not groups.members and groups.rest.tolist() == list(range(6))
+
+
+def test_groups_are_found_among_the_chosen_examples():
+    examples = documents([8, 8], 64)
+    chosen = np.arange(3, 16)
+    groups, _ = find_groups(examples, token_order(examples, chosen), 4)
+    assert sorted([*itertools.chain(*groups.members), *groups.rest]) == chosen.tolist()
+
+
+@pytest.mark.parametrize(
+    ("questions", "batch_size"), [([8] * 5, 8), ([7, 5, 3, 9, 1, 1, 2, 1], 8), ([20, 3, 4], 6)]
+)
+def test_every_epoch_has_each_example_once_in_as_many_batches(questions, batch_size):
+    examples = documents(questions, 64)
+    data = data_of(examples, batch_size)
+    epochs = [data.sampler.epoch(number) for number in range(3)]
+    for epoch in epochs:
+        assert len(epoch) == data.batches_per_epoch() == len(epochs[0])
+        indices = np.concatenate(epoch)
+        assert sorted(indices[indices >= 0]) == list(range(len(examples)))
+        assert all(len(order) <= batch_size for order in epoch)
+    assert not all(np.array_equal(*pair) for pair in zip(*epochs[:2], strict=True))
+
+
+def test_batches_are_a_function_of_seed_and_number():
+    data = data_of(documents([7, 5, 3, 9, 1, 2, 1], 64), 8)
+    count = data.batches_per_epoch()
+    orders = list(itertools.islice(data.sampler.batches(), 3 * count))
+    for start in (1, count, 2 * count + 1):
+        again = itertools.islice(data.sampler.batches(start), 3 * count - start)
+        assert all(map(np.array_equal, again, orders[start:]))
+    other = data_of(data.examples, 8, seed=1).sampler.epoch(0)
+    assert not all(map(np.array_equal, other, orders))
+
+
+def test_the_blocks_of_a_batch_are_of_different_groups():
+    """Also where one group has most of the blocks of an epoch, as long as others are left."""
+    for questions in ([8] * 6, [24, 8, 8, 8], [4, 4, 4, 12, 8, 8]):
+        data = data_of(documents(questions, 64), 8)
+        for number in range(4):
+            for order in data.sampler.epoch(number):
+                numbers = data.collate.groups.numbers[order].reshape(2, 4)
+                assert numbers[0, 0] != numbers[1, 0]
+                assert (numbers == numbers[:, :1]).all()
+
+
+def test_blocks_of_a_group_have_like_sizes():
+    """Of six questions blocks of four have three, not four and two."""
+    data = data_of(documents([6, 6], 64), 8)
+    sizes = [(order.reshape(2, 4) >= 0).sum(axis=1) for order in data.sampler.epoch(0)]
+    assert np.concatenate(sizes).tolist() == [3] * 4
+    assert data.collate.shapes(data.examples, iter(data.sampler.epoch(0)))
+
+
+def test_prefixes_of_like_length_meet():
+    examples = Examples.joined([documents([8] * 4, 32), documents([8] * 4, 256, seed=1)])
+    data = data_of(examples, 8)
+    prefixes = data.collate.groups.prefixes
+    for order in data.sampler.epoch(0):
+        one, other = prefixes[data.collate.groups.numbers[order.reshape(2, 4)[:, 0]]]
+        assert max(one, other) < 2 * min(one, other)
+
+
+@pytest.mark.parametrize("questions", [[8] * 4, [7, 5, 3, 9, 1, 1, 2, 1]])
+@pytest.mark.parametrize("compiles", [False, True])
+def test_trees_of_groups_have_the_inputs_and_targets_of_their_rows(
+    questions, compiles, monkeypatch
+):
+    monkeypatch.setattr(runtime, "COMPILES", compiles)
+    data = data_of(documents(questions, 64), 8)
+    tokens = TokenCollate(8, LIMIT)
+    trees = 0
+    for order, batch in zip(data.sampler.epoch(0), data.once(), strict=True):
+        rows = tokens(data.examples, order[order >= 0])
+        assert inputs_of(batch) == inputs_of(rows)
+        assert batch.examples == rows.examples and batch.targets == rows.targets
+        trees += bool(batch.layout)
+        if batch.layout:
+            assert batch.layout.groups == 2 and batch.layout.prefix >= 64
+            back = felled(batch)
+            assert inputs_of(back) == inputs_of(rows) and set(back.inputs) == set(rows.inputs)
+    assert trees >= 3
+
+
+@pytest.mark.parametrize("parts", [2, 3, 4, 6, 8, 16])
+def test_pieces_of_blocks_add_up_to_the_batch(parts):
+    data = data_of(documents([7, 5, 3, 9, 1, 1, 2, 1], 64), 8)
+    for batch in data.once():
+        pieces = data.collate.split(batch, parts)
+        assert 1 < len(pieces) <= parts
+        assert sum(piece.targets for piece in pieces) == batch.targets
+        assert sum((piece.examples for piece in pieces), ()) == batch.examples
+        apart = [(path, target) for piece in pieces for path, target, _ in inputs_of(piece)]
+        assert sorted(apart) == sorted((path, target) for path, target, _ in inputs_of(batch))
+        if batch.layout and parts < 5:
+            assert all(piece.layout for piece in pieces)
+
+
+def test_compiled_batches_have_few_shapes_that_hold_later_epochs(monkeypatch):
+    monkeypatch.setattr(runtime, "COMPILES", True)
+    random = np.random.default_rng(3)
+    questions = random.integers(1, 12, 60).tolist()
+    parts = [documents(questions[i::6], 64 + 40 * i, own=8 + 10 * i, seed=i) for i in range(6)]
+    data = data_of(Examples.joined(parts), 8)
+    shapes = Counter()
+    for number in range(4):
+        for order in data.sampler.epoch(number):
+            batch = data.collate(data.examples, order)
+            shapes[batch.layout, batch.inputs["tokens"].shape, batch.inputs["targets"].shape] += 1
+    assert len(shapes) < 24
+
+
+def saved_of(examples: Examples, batch_size: int) -> tuple[float, float]:
+    """The share of inputs that batches of groups save, padding included, and what the plan says."""
+    of_all = TreePlan.of(examples, np.arange(len(examples)), batch_size, 0, 0.0)
+    plan = plan_of(examples, batch_size, of_all.prefix)
+    sampler = Sampler(examples.lengths, batch_size, LIMIT)
+    trees = sum(map(computed, plan.dataset(examples, sampler).once()))
+    rows = sum(map(computed, training_set(examples, sampler).once()))
+    return 1 - trees / rows, plan.saved(examples)
+
+
+# by documents, questions on each, their tokens, and those of an instruction before them
+PAGE = {
+    (24, 20, 3000, 50, 0): (0.74, 0.83),
+    (120, 4, 800, 60, 0): (0.70, 0.70),
+    (8, 60, 1200, 150, 0): (0.66, 0.76),
+    (60, 5, 1500, 60, 500): (0.58, 0.76),
+}
+
+
+@pytest.mark.parametrize("sizes", PAGE)
+def test_the_page_has_the_shares_that_batches_save(sizes):
+    """The table of docs/shared_prefix.md."""
+    count, questions, document, own, instruction = sizes
+    examples = documents([questions] * count, document, own, instruction)
+    for batch_size, expected in zip((8, 16), PAGE[sizes], strict=True):
+        saved, planned = saved_of(examples, batch_size)
+        assert saved == pytest.approx(expected, abs=0.006)
+        assert planned == pytest.approx(saved, abs=0.03)
+
+
+def test_the_report_has_the_prefix_and_the_number_of_groups():
+    examples = documents([8] * 4, 64)
+    plan = plan_of(examples, 8)
+    facts = plan.to_json(examples)
+    assert facts["groups"] == 4 and 64 <= facts["tokens"] <= 72 and facts["saved"] > 0.5
+    assert plan.rows == 8
+    assert plan_of(documents([6] * 4, 64), 8).rows == 6
+
+
+def test_held_out_examples_are_evaluated_once_each():
+    examples = documents([7, 5, 3, 9, 1], 64)
+    chosen = np.arange(1, 25)
+    plan = GroupPlan.of(examples, chosen, TreePlan(8, least=0.0))
+    batches = plan.held_out(examples, LIMIT + 1, chosen).once()
+    assert sorted(i for batch in batches for i in batch.examples) == chosen.tolist()
+    assert any(batch.layout for batch in batches)
