@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -65,13 +66,23 @@ class PhaseData:
 
     def validation(self) -> Dataset | None:
         """Return what `Objective.validate` scores; None if the phase is not validated."""
+        return self._validation
+
+    def held_out(self) -> Dataset:
+        """Return what `Objective.score` scores before and after the run."""
+        return self._held_out
+
+    @cached_property
+    def _validation(self) -> Dataset | None:
+        """As `validation`; what its examples have in common is searched for once."""
         batches = self.phase.train.val_batches
         if "valid" not in self.splits or not batches:
             return None
         return self._first(self.splits["valid"], batches)
 
-    def held_out(self) -> Dataset:
-        """Return what `Objective.score` scores before and after the run."""
+    @cached_property
+    def _held_out(self) -> Dataset:
+        """As `held_out`, likewise."""
         batches = self.phase.train.test_batches
         if batches is not None:
             return self._first(self.held_out_examples, batches)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
+from mlx_packs.data import trees as trees_of
 from mlx_packs.data.groups import GroupPlan
 from mlx_packs.data.trees import TreeCollate
 from mlx_packs.runtime import mx
@@ -309,6 +310,20 @@ def test_auto_shares_a_prefix_where_that_changes_nothing_but_the_time(
 ):
     run = trained(data, tmp_path / "p", lora, share_prefix="auto", iters=1, **changes)
     assert bool(run.report["shared_prefix"]) == shares
+
+
+def test_what_examples_have_in_common_is_searched_for_once(data, tmp_path, monkeypatch):
+    """Of training examples, of those of validations, and of those that scores are of."""
+    searched = []
+    common_inputs = trees_of.common_inputs
+
+    def counted(examples):
+        searched.append(1)
+        return common_inputs(examples)
+
+    monkeypatch.setattr(trees_of, "common_inputs", counted)
+    trained(data, tmp_path / "p", share_prefix="on", steps_per_eval=2)
+    assert len(searched) == 3
 
 
 @pytest.mark.parametrize("objective", ["transformer", "projection-stack"])
