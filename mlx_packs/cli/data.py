@@ -126,7 +126,9 @@ def _lines(split: str, look: "SplitOverview", model: str, max_seq_length: int) -
         facts.append(f"{look.cut:,} longer than {max_seq_length:,}, cut{dropped}")
     if look.learned is not None:
         facts.append(f"{100 * look.learned:.0f} % of the tokens are trained")
-    if look.common:
+    if look.repeats is not None and split == "train":
+        facts += look.repeats.lines()
+    elif look.common:
         share = look.common * look.looked_at / max(1, int(look.lengths.sum()))
         facts.append(
             f"{look.common} tokens begin every example, {share:.0%} of all: --share-prefix "

@@ -20,8 +20,10 @@ from .recipe import read_recipes, recipe_of
 from .topics import TopicCommand
 
 if TYPE_CHECKING:
+    from ..data.repeats import Repeats
     from ..memory.examples import ExampleMemory
     from ..memory.recommend import Option
+    from ..memory.row_shapes import RowShapes
 
 _SEARCHED = {
     "batch_size": "{}, less if necessary",
@@ -43,24 +45,24 @@ def _default_text(name: str) -> str:
     return _SEARCHED.get(name, "{}").format(options.shown_default(name) or "")
 
 
-def _limit(memory: str | None, budget: str | None, device: str | None) -> tuple[int, str]:
-    """Return the bytes that a run may have, and a line that says how much of a Mac's that is."""
+def _limit(memory: str | None, budget: str | None, device: str | None) -> tuple[int, list[str]]:
+    """Return the bytes that a run may have, and a line if that is a share of a Mac's."""
     from ..runtime import assumed_device, metal_share, on_cpu, total_memory
 
     if memory is not None and budget is not None:
         raise PackError("--budget: cannot be combined with --memory. Pass one of them.", "conflict")
     if budget is not None:
-        return _size("--budget", budget), ""
+        return _size("--budget", budget), []
     if memory is None:
-        return total_memory(), ""
+        return total_memory(), []
     total = _size("--memory", memory)
     with assumed_device(device):
         if on_cpu():
-            return total, ""
+            return total, []
     sold = total if memory.lower().endswith("ib") else int(total * 2**30 / 1e9)  # in GiB
     usable = metal_share(sold)
     note = f"what Metal recommends to use of a Mac with {memory.strip()}"
-    return usable, f"memory  {size(usable)}: {note}"
+    return usable, [f"memory  {size(usable)}: {note}"]
 
 
 def _size(flag: str, text: str) -> int:
@@ -160,14 +162,16 @@ def plan(
         )
     with assumed_device(device):
         rows = row_shapes(str(model), recipe.data, recipe.train) if examples else None
-        shapes_of = rows[1] if rows else None
+        shapes_of = rows.shapes_of if rows else None
         choices = recommend(headers, limit - least, recipe.lora, recipe.train, names, shapes_of)
+        repeats = rows.repeats_of(choices[0].train.batch_size) if rows else None
         report = [
             {
                 **choice.to_json(),
                 "compute_dtype": choice.dtype(headers.config).to_json(),
                 "code": headers.code,
                 "data_gb": examples and examples.nbytes / 1e9,
+                "repeats": repeats and repeats.to_json(),
                 "command": shlex.join(
                     shlex.split(choice.command(model, configs, unflagged)) + data
                 ),
@@ -181,8 +185,7 @@ def plan(
             needed = plan_machines(headers, limit - least, recipe.lora, recipe.train, machines)
             report = [{**each, "machines": needed.to_json()} for each in report]
             lines[-1:-1] = textwrap.wrap(needed.line(), width, subsequent_indent=" " * 8)
-    if shared:
-        lines.insert(1, shared)
+    lines[1:1] = shared
     if headers.code is not None:
         lines.insert(
             1,
@@ -192,20 +195,26 @@ def plan(
     if data and lines[-1].startswith("try:    packs"):
         lines[-1] = f"{lines[-1]} {shlex.join(data)}"
     if names & DATA_SETTINGS:
-        lines[1:1] = _data_lines(recipe.data.data, examples, rows and rows[0], choices[0])
+        lines[1:1] = _data_lines(recipe.data.data, examples, rows, repeats, choices[0])
     print_report(report, lines)
 
 
 def _data_lines(
-    data: str | None, examples: "ExampleMemory | None", longest: int | None, best: "Option"
+    data: str | None,
+    examples: "ExampleMemory | None",
+    rows: "RowShapes | None",
+    repeats: "Repeats | None",
+    best: "Option",
 ) -> list[str]:
-    """Return what is known of the training data; ``longest`` is the longest example, in tokens."""
+    """Return what is known of the training data."""
     if examples is None:
         return [f"data    {data} · is not here, so its memory is not counted"]
     lines = [f"data    {examples.line(data)}"]
-    if longest is not None:
+    if rows is not None:
         lines.append(
-            f"rows    at most {longest:,} tokens · planned for {best.train.batch_size} x "
+            f"rows    at most {rows.longest:,} tokens · planned for {best.train.batch_size} x "
             f"{best.longest:,} tokens (longest batch of the data)"
         )
+    if repeats is not None:
+        lines += [f"prefix  {line}" for line in repeats.lines()]
     return lines

@@ -68,6 +68,12 @@ def merged(examples: Examples) -> Examples:
     return whole
 
 
+def merged_share(examples: Examples) -> float:
+    """Return the share of all inputs that is saved since examples are merged."""
+    computed = int((examples.lengths - 1).sum())
+    return examples.merged_inputs / max(computed + examples.merged_inputs, 1)
+
+
 def _chains(examples: Sequence[Example], order: TokenOrder) -> list[list[int]]:
     """Return chains with every example once, each from its longest example to its shortest."""
     chains: list[list[int]] = []

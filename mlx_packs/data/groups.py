@@ -20,7 +20,7 @@ from .encoding import Examples
 from .sampler import Sampler
 from .shapes import Shape, joined_shapes, padded_targets, sequence_inputs
 from .token_order import TokenOrder, token_order
-from .trees import STEP, TreeCollate, TreePlan, prefix_of, saved_share
+from .trees import STEP, WORTHWHILE, TreeCollate, TreePlan, prefix_of, saved_share
 
 EMPTY = -1  # in an order, a row without an example
 _WINDOW = 32  # batches among which blocks of like prefixes are put together, as are like lengths
@@ -324,6 +324,17 @@ class GroupPlan:
             together = self.together if key else 0
             trees[key] = TreeCollate(tokens, None, together, of_all.least)
         return GroupCollate(self.groups, trees)
+
+
+def with_groups(examples: Examples, chosen: np.ndarray, of_all: TreePlan) -> TreePlan | GroupPlan:
+    """Return how chosen examples are grouped, if that spares 15 % of what ``of_all`` computes."""
+    groups = GroupPlan.of(examples, chosen, of_all)
+    if groups is None:
+        return of_all
+
+    computed = 1 - of_all.saved(examples)
+    is_better = 1 - groups.saved(examples) <= (1 - WORTHWHILE) * computed
+    return groups if is_better else of_all
 
 
 def _few_shapes(

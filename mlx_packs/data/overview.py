@@ -9,14 +9,16 @@ from typing import Any
 
 import numpy as np
 
+from ..config.common import CommonConfig
 from ..config.data import DataConfig
 from ..errors import PackError
 from ..files import atomic_folder
 from .bad_rows import BadRows, RowError
 from .encoding import EncodingOptions
-from .formats import PairFormat, Row, RowFormat, check_format
+from .formats import PairFormat, Row, RowFormat, TokenFormat, check_format
 from .near_copies import MOST_COMPARED, NearCopies, compared_indices, sampled
 from .preferences import encode_tokens
+from .repeats import Repeats, repeats_of
 from .rows import Splits, held_out
 from .sources import Rows, as_rows
 from .trees import common_inputs
@@ -39,6 +41,8 @@ class SplitOverview:
         dropped: rows that lose every target by that.
         learned: share of the tokens that the loss is on; None of pairs.
         common: tokens that every example begins with; 0 if fewer than 16, and of pairs.
+        repeats: what examples repeat of each other, cut to the maximum, in batches of the default
+            size; None of preferences and pairs.
         bad: rows that cannot be used.
         near_copies: of how many sampled rows another row of the split is a near-copy.
         sampled: how many those are.
@@ -52,6 +56,7 @@ class SplitOverview:
     dropped: int
     learned: float | None
     common: int
+    repeats: Repeats | None
     bad: BadRows
     near_copies: int
     sampled: int
@@ -73,6 +78,8 @@ class SplitOverview:
 
     def to_json(self) -> dict:
         """Return the facts as `packs data --json` prints them."""
+        repeats = self.repeats and self.repeats.to_json()
+
         return {
             "rows": self.rows,
             "looked_at": self.looked_at,
@@ -83,6 +90,7 @@ class SplitOverview:
             "dropped": self.dropped,
             "learned": self.learned,
             "common": self.common,
+            "repeats": repeats,
             "bad_rows": self.bad.counts(),
             "near_copies": self.near_copies,
             "sampled": self.sampled,
@@ -115,7 +123,7 @@ def look_at(
     repeated = sum(bool(set(others) - {i}) for i, others in copies.items())
     if isinstance(row_format, PairFormat):
         lengths, bad = _characters(looked_at, row_format, columns)
-        facts, learned, common = ("characters", lengths, 0, 0), None, 0
+        facts, learned, common, repeats = ("characters", lengths, 0, 0), None, 0, None
     else:
         limit, whole = options.max_seq_length, replace(options, max_seq_length=_NO_LIMIT)
         examples = encode_tokens(looked_at, tokenizer, columns, whole, row_format)
@@ -125,8 +133,11 @@ def look_at(
         learned = examples.targets / max(1, int(examples.lengths.sum()))
         common = common_inputs(examples.items)
         bad = examples.bad
+        repeats = None
+        if isinstance(row_format, TokenFormat):
+            repeats = repeats_of(examples, CommonConfig.batch_size, limit)
     return SplitOverview(
-        len(rows), len(looked_at), *facts, learned, common, bad, repeated, len(sample)
+        len(rows), len(looked_at), *facts, learned, common, repeats, bad, repeated, len(sample)
     )
 
 

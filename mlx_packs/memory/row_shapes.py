@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,7 +12,9 @@ from ..bases.tokenizer import load_tokenizer
 from ..config.data import DataConfig
 from ..config.schema import TrainConfig
 from ..data.batches import training_set
-from ..data.encoding import EncodingOptions
+from ..data.encoding import EncodingOptions, Examples
+from ..data.near_copies import MOST_COMPARED, compared_indices
+from ..data.repeats import Repeats, repeats_of
 from ..data.rows import load_rows
 from ..data.sampler import Sampler
 from ..data.shapes import sequence_inputs
@@ -20,10 +23,19 @@ from ..errors import PackError
 from .plan import Shape
 
 ShapesOf = Callable[[TrainConfig], set[Shape]]
+RepeatsOf = Callable[[int], Repeats | None]
 
 
-def row_shapes(model: str, columns: DataConfig, train: TrainConfig) -> tuple[int, ShapesOf] | None:
-    """Return the tokens of the longest row, and a function for the shapes of a run's batches.
+class RowShapes(NamedTuple):
+    """The rows of a run, encoded."""
+
+    longest: int  # tokens of the longest row
+    shapes_of: ShapesOf  # of a run's batches
+    repeats_of: RepeatsOf  # in batches of a size
+
+
+def row_shapes(model: str, columns: DataConfig, train: TrainConfig) -> RowShapes | None:
+    """Return the shapes of a run's batches, and what its rows repeat of each other.
 
     None where rows are not encoded here: for tasks that have no single row for an example, phases,
     and a base whose tokenizer is not on this machine or has code.
@@ -52,4 +64,9 @@ def row_shapes(model: str, columns: DataConfig, train: TrainConfig) -> tuple[int
         sampler = Sampler(cut, train.batch_size, inputs, train.seed, train.packing)
         return training_set(rows, sampler).shapes(train.iters)
 
-    return int(lengths.max()), shapes_of
+    def repeats(batch_size: int) -> Repeats | None:
+        chosen = compared_indices(len(examples), MOST_COMPARED)
+        compared = Examples([examples[i] for i in chosen], examples.format, examples.loss_on)
+        return repeats_of(compared, batch_size, train.max_seq_length)
+
+    return RowShapes(int(lengths.max()), shapes_of, repeats)

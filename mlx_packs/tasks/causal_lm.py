@@ -37,7 +37,7 @@ from ..packs.card import format_change, phase_lines
 from ..packs.pack import Pack
 from .phase_data import PhaseData
 from .phases import OWN, RunPhase
-from .shared_prefix import check_trees, merge_chains, plan_trees, shared_report, with_groups
+from .shared_prefix import check_trees, merge_chains, plan_groups, plan_trees, shared_report
 from .task import PhaseStarts, Summary, Trained, bad_rows_lines, cost, evaluated, speed, try_lines
 from .tokens import TokenTask, encode_phases
 
@@ -144,7 +144,7 @@ class CausalLMTask(TokenTask):
         t = phase.train
         if self.trees is not None:  # for which the model is checked
             trees = plan_trees(t, self.lora, examples, chosen)
-            trees = with_groups(t, examples, chosen, trees)
+            trees = plan_groups(t, examples, chosen, trees)
             if trees is not None:
                 return trees.held_out(examples, t.max_seq_length, chosen)
         return evaluation_set(examples, t.batch_size, t.max_seq_length, chosen, runtime.COMPILES)

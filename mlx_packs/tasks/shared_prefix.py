@@ -5,9 +5,9 @@ import numpy as np
 from ..adapters.trainable import Trainable
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
-from ..data.chains import merged
+from ..data.chains import merged, merged_share
 from ..data.encoding import Examples
-from ..data.groups import GroupPlan
+from ..data.groups import GroupPlan, with_groups
 from ..data.trees import LEAST, WORTHWHILE, TreePlan
 from ..display import Display
 from ..errors import PackError
@@ -34,12 +34,6 @@ def merge_chains(
         f"{saved:.0%} of all inputs saved",
     )
     return whole
-
-
-def merged_share(examples: Examples) -> float:
-    """Return the share of inputs that is saved since examples are merged."""
-    computed = int((examples.lengths - 1).sum())
-    return examples.merged_inputs / max(computed + examples.merged_inputs, 1)
 
 
 def shared_report(trees: TreePlan | GroupPlan | None, examples: Examples) -> dict | None:
@@ -72,24 +66,18 @@ def plan_trees(
     return trees if saved > 0 and saved >= least else None
 
 
-def with_groups(
+def plan_groups(
     train: TrainConfig, examples: Examples, chosen: np.ndarray, trees: TreePlan | None
 ) -> TreePlan | GroupPlan | None:
-    """Return how batches of groups are laid out, if that spares 15 % of what ``trees`` compute.
+    """Return how batches of groups are laid out; ``trees`` where these do not save enough more.
 
     Groups change which examples meet in a batch, so that only ``on`` has them.
     """
     if train.share_prefix != "on":
         return trees
-
     of_all = trees or TreePlan(train.batch_size, least=least_saved(train))
-    groups = GroupPlan.of(examples, chosen, of_all)
-    if groups is None:
-        return trees
-
-    computed = 1 - of_all.saved(examples)
-    is_better = 1 - groups.saved(examples) <= (1 - WORTHWHILE) * computed
-    return groups if is_better else trees
+    plan = with_groups(examples, chosen, of_all)
+    return trees if plan is of_all else plan
 
 
 def least_saved(train: TrainConfig) -> float:

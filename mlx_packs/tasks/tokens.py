@@ -29,7 +29,7 @@ from ..nn.blocks import attends_by_spans
 from ..packs.base import Base
 from .phase_data import PhaseData
 from .phases import RunPhase
-from .shared_prefix import computes_trees, plan_trees, say_nothing_shared, show_trees, with_groups
+from .shared_prefix import computes_trees, plan_groups, plan_trees, say_nothing_shared, show_trees
 from .task import Task
 
 MASKS = 2  # training examples that the page of a run shows
@@ -87,7 +87,7 @@ class TokenTask(Task):
         drawn = np.arange(len(examples))[: draw.stop]
         trees = plan_trees(train, self.lora, examples, drawn, together)
         if not together and not draw.replay:  # of the own examples alone
-            trees = with_groups(train, examples, drawn[draw.first :], trees)
+            trees = plan_groups(train, examples, drawn[draw.first :], trees)
 
         if trees is None:
             if not examples.merged:

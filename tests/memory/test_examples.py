@@ -10,6 +10,7 @@ from benchmarks.data import write
 from mlx_packs.config.recipe import resolve, tiny_recipe
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.memory.examples import example_memory
+from tests.helpers.rows import write_rows
 
 # The most resident bytes over reading, encoding, one order of an epoch and some hundred batches.
 MEASURED = """
@@ -73,6 +74,23 @@ def test_plan_counts_examples_and_leaves_their_memory_free(here, run):
     least = json.loads(run(*with_rows)[1])[0]["peak_gb"] * 1.2  # of short rows
     tight = json.loads(run(*with_rows, "--memory", str(least))[1])[0]
     assert tight["batch_size"] < batch_size and tight["data_gb"] == counted.nbytes / 1e9
+
+
+def test_plan_says_what_examples_repeat(here, run):
+    texts = [" ".join(f"{word} {i}" for i in range(20)) for word in ("tide", "price")]
+    write_rows(
+        here / "d",
+        train=[
+            {"prompt": f"{text} Day {i}?", "completion": str(i)} for text in texts for i in range(8)
+        ],
+    )
+    code, out, err = run("plan", "--data", "d")
+    assert code == 0, err
+    (line,) = (line for line in out.splitlines() if line.startswith("prefix"))
+    assert "begin the examples of each of 2 groups: --share-prefix on puts" in line
+    repeats = json.loads(run("plan", "--json", "--data", "d")[1])[0]["repeats"]
+    assert repeats["groups"] == 2 and f"saves {repeats['saved']:.0%} of all inputs" in line
+    assert json.loads(run("plan", "--json")[1])[0]["repeats"] is None
 
 
 def test_plan_counts_a_json_list_whole_and_a_hub_name_not(here, run):

@@ -191,7 +191,7 @@ def test_groups_are_for_what_they_spare_beyond_the_beginning_of_all():
         drawn = np.arange(len(examples))
         trees = shared_prefix.plan_trees(train, LORA, examples, drawn)
         assert trees.prefix == 64
-        plan = shared_prefix.with_groups(train, examples, drawn, trees)
+        plan = shared_prefix.plan_groups(train, examples, drawn, trees)
         assert isinstance(plan, GroupPlan) == is_grouped
         assert is_grouped or plan is trees
 
