@@ -13,7 +13,7 @@ from mlx_packs.config.choices import MATMUL_PATHS, POLICIES, WEIGHT_FORMATS
 from .. import history
 from ..history import Environment, Record
 from ..workloads import CONFIGS
-from . import tables, trees
+from . import published, tables, trees
 from .capture import MLX_LM, OURS, Failed, StepJob
 from .costs import Unpriced
 from .epoch import Examples, epochs
@@ -128,6 +128,13 @@ def _trees(options: argparse.Namespace, here: Environment) -> list[Record]:
     return records
 
 
+def _published(options: argparse.Namespace, here: Environment) -> list[Record]:
+    """Steps that somebody timed on a Mac and published, beside what the model predicts of them."""
+    compared = published.compare()
+    print(f"{published.table(compared)}\n\n{published.LEGEND}", flush=True)
+    return published.records(here, compared)
+
+
 @dataclass(frozen=True)
 class _Part:
     """What can be asked for by name, and the options that it takes beside ``rank``, ``chip``."""
@@ -143,6 +150,7 @@ _PARTS = {
     ),
     "batches": _Part(_batches, frozenset({"model", "batch", "supervised", "path", "examples"})),
     "trees": _Part(_trees, frozenset({"model"})),
+    "published": _Part(_published, frozenset()),
     "ops": _Part(_ops, frozenset({"model", "batch", "length", "path", "recompute"})),
 }
 _DEFAULT_PARTS = ("steps", "batches")
@@ -185,6 +193,7 @@ def parser() -> argparse.ArgumentParser:
         description="Primitives, bytes and predicted seconds of training on Apple GPUs. steps: one "
         "training step beside mlx-lm's. batches: an epoch over examples of many lengths, padded and "
         "packed. trees: steps of batches whose rows begin alike, computed once and in every row. "
+        "published: steps that were timed on Macs, beside what is predicted of them. "
         "ops: a block by kind of op, not recorded.",
         epilog="Without a PART, steps and batches run, or that of them which takes the options.",
         allow_abbrev=False,

@@ -79,6 +79,7 @@ class Op:
 
     Args:
         rate: at which its operations are computed (`seconds.rate`).
+        rows: of a product; None of what is none.
         dispatches: kernels; 0 is a view.
         donates: whether it may write into an input that is not read afterwards.
     """
@@ -90,6 +91,7 @@ class Op:
     bytes: float = 0
     operations: float = 0
     rate: str = ""
+    rows: int | None = None
     dispatches: int = 1
     donates: bool = False
 
@@ -237,6 +239,7 @@ def _matmul(op: Op) -> None:
     matrices = math.prod(output.shape[:-2])
     op.operations = 2 * _tiled(a.shape[-2]) * _tiled(b.shape[-1]) * a.shape[-1] * matrices
     op.rate = "float32 product" if output.dtype == "float32" else "product"
+    op.rows = a.shape[-2]
     op.stream()
     op.bytes += sum(_copy_bytes(x) for x in (a, b))
 
@@ -251,7 +254,8 @@ def _copy_bytes(x: Array) -> int:
 def _quantized_matmul(op: Op) -> None:
     x, output = op.inputs[0], op.outputs[0]
     depth = x.shape[-1]
-    op.operations = 2 * _tiled(x.layout.size // depth) * depth * output.shape[-1]
+    op.rows = x.layout.size // depth
+    op.operations = 2 * _tiled(op.rows) * depth * output.shape[-1]
     op.rate = "quantized product"
     op.stream()
     if x.layout.ndim > 1 and not x.layout[(0,) * (x.layout.ndim - 2)].flags.c_contiguous:
@@ -265,10 +269,10 @@ def _dequantize(op: Op) -> None:
 
 @_rule("ScaledDotProductAttention")
 def _attention(op: Op) -> None:
-    """Of causal attention half of the tiles, and those on the diagonal, are computed."""
+    """Of causal attention what a query sees is computed, in whole tiles; the last sees all keys."""
     batch, heads, queries, width = op.inputs[0].shape
     keys = op.inputs[1].shape[2]
-    share = 0.5 + _TILE / keys if op.attributes else 1
+    share = min(1, 1 - (queries / 2 - _TILE) / keys) if op.attributes else 1
     op.operations = 4 * batch * heads * queries * keys * width * share
     op.rate = "attention"
     op.stream()

@@ -3,10 +3,13 @@
     seconds = launch + max(bytes / (bandwidth x share), operations / (rate x share))
 
 summed over dispatches, each of which waits for the one before it, and a fixed time a step. Rates
-and launches are those of `mlx_packs.chips`.
+and launches are those of `mlx_packs.chips`. Products of few rows, and 4-bit products where
+bfloat16 is emulated (M1 and M2), reach smaller shares.
 """
 
 from collections.abc import Sequence
+
+import numpy as np
 
 from mlx_packs import chips
 from mlx_packs.chips import BANDWIDTH_REACHED, MATMUL_REACHED, Chip
@@ -25,6 +28,13 @@ SHARES = {
     "kernel": 0.30,
     "kernel product": 0.45,
 }
+# Of 4-bit products in bfloat16 where it is emulated. Times of training on an M1 Max give it
+# (`published`); ml-explore/mlx#4216 has 1.8 times as long as in float16 there, this is 1.3 times.
+EMULATED_QUANTIZED = 0.48
+# Of what products of 256 rows and more reach: ml-explore/mlx#3584, an M3 Max of 30 cores, 4-bit and
+# float16 alike, 4.5, 5.6 and 6.6 TFLOP/s at 64, 128 and 256 rows.
+_ROWS = (64, 128, 256)
+_OF_ROWS = (0.68, 0.85, 1.0)
 _FLOAT32 = ("float32 product", "kernel")
 CHIPS = {
     name.removeprefix("Apple "): chip
@@ -39,14 +49,22 @@ def seconds(op: Op, chip: Chip) -> float:
     if not op.dispatches:
         return 0.0
     memory = op.bytes / (1e9 * chip.bandwidth_gb_s * BANDWIDTH_REACHED)
-    compute = op.operations / rate(op.rate, chip) if op.operations else 0.0
+    compute = op.operations / rate(op.rate, chip, op.rows) if op.operations else 0.0
     return 1e-6 * chip.launch_us * op.dispatches + max(memory, compute)
 
 
-def rate(kind: str, chip: Chip) -> float:
-    """Return the operations a second that an op of a kind (`SHARES`) reaches."""
+def rate(kind: str, chip: Chip, rows: int | None = None) -> float:
+    """Return the operations a second that an op of a kind (`SHARES`) reaches.
+
+    ``rows`` are those of a product; None of what has none.
+    """
     nominal = chip.vector_tflops if kind in _FLOAT32 else chip.matrix_tflops
-    return 1e12 * SHARES[kind] * nominal
+    share = SHARES[kind]
+    if kind == "quantized product" and not chip.native_bf16:
+        share = EMULATED_QUANTIZED
+    if rows:
+        share *= float(np.interp(np.log2(rows), np.log2(_ROWS), _OF_ROWS))
+    return 1e12 * share * nominal
 
 
 def assumptions(names: Sequence[str]) -> str:
@@ -57,6 +75,8 @@ def assumptions(names: Sequence[str]) -> str:
     ]
     launches = ", ".join(dict.fromkeys(f"{CHIPS[name].launch_us:g} us" for name in names))
     shares = [f"{kind} {share:g}" for kind, share in SHARES.items()]
+    shares.append(f"quantized product on M1 and M2 {EMULATED_QUANTIZED:g}")
+    shares.append(f"products of 64 rows {_OF_ROWS[0]:g} of these")
     return (
         f"{'; '.join(rates)}; reached: bandwidth {BANDWIDTH_REACHED:g}, {', '.join(shares)}; "
         f"{launches} a dispatch, {1e3 * STEP_S:g} ms a step, {1e6 * TRACE_S:g} us a primitive to compile"

@@ -44,7 +44,7 @@ def step_table(steps: Sequence[Step], chips: Sequence[str]) -> str:
                 f"{ratio(whole.seconds, checkpointed, chips):.3f}",
             ]
         )
-    return _aligned(rows)
+    return aligned(rows)
 
 
 STEP_LEGEND = """\
@@ -96,7 +96,7 @@ def epoch_table(epochs: Sequence[Epoch], chips: Sequence[str]) -> str:
                 f"{ratio(epoch.seconds, epochs[0].seconds, chips):.3f}",
             ]
         )
-    return _aligned(rows)
+    return aligned(rows)
 
 
 EPOCH_LEGEND = """\
@@ -140,14 +140,15 @@ def ops_table(ours: Step, theirs: Step, chip: str) -> str:
                 else ["-", "-", "-"]
             )
         rows.append([*cells, f"{ms(ours, kind) - ms(theirs, kind):+.2f}"])
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def _short(name: str) -> str:
     return name.removeprefix(f"{OURS} ").replace("recompute ", "")
 
 
-def _aligned(rows: list[list[str]]) -> str:
+def aligned(rows: list[list[str]]) -> str:
+    """Return rows of cells as lines, the first column to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *numbers in rows:

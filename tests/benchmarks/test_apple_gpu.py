@@ -11,7 +11,8 @@ from benchmarks.apple_gpu import command, costs, lazy_graph, libmlx, trees
 from benchmarks.apple_gpu import epoch as epoch_module
 from benchmarks.apple_gpu.capture import MLX_LM, OURS, Failed, StepJob, capture
 from benchmarks.apple_gpu.peak import Queue, evaluation_order, peak_bytes
-from benchmarks.apple_gpu.seconds import CHIPS, STEP_S, TRACE_S, seconds
+from benchmarks.apple_gpu.published import TASK, compare, predicted_s
+from benchmarks.apple_gpu.seconds import CHIPS, STEP_S, TRACE_S, rate, seconds
 from benchmarks.apple_gpu.step import lay_out
 from benchmarks.apple_gpu.trees import TreeShape
 from benchmarks.workloads import QWEN3_4B
@@ -121,7 +122,7 @@ def test_products_count_whole_tiles():
     assert op.bytes == 2 * (33 * 64 + 64 * 16 + 33 * 16)
     chip = CHIPS["M3 Max"]
     launch = 1e-6 * chip.launch_us
-    assert seconds(op, chip) == pytest.approx(launch + op.operations / (14.2e12 * 0.7))
+    assert seconds(op, chip) == pytest.approx(launch + op.operations / (14.2e12 * 0.7 * 0.68))
     op.operations = 0
     assert seconds(op, chip) == pytest.approx(launch + op.bytes / (400e9 * 0.75))
 
@@ -302,3 +303,44 @@ def test_a_tree_computes_a_prefix_once(monkeypatch, tmp_path, capsys):
     share = values[tree, "operations"] / values[rows, "operations"]
     assert share == pytest.approx((2 * 96 + 8 * 40) / (8 * 160), rel=0.1)
     assert values[tree, "peak activations"] < 0.8 * values[rows, "peak activations"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "share"), [(16, 0.68), (64, 0.68), (128, 0.85), (256, 1), (4096, 1), (None, 1)]
+)
+def test_products_of_few_rows_reach_less(rows, share):
+    kind, chip = "quantized product", CHIPS["M3 Max"]
+    assert rate(kind, chip, rows) == pytest.approx(share * rate(kind, chip))
+
+
+def test_emulated_bfloat16_slows_quantized_products_alone():
+    old, new = CHIPS["M1 Max"], CHIPS["M3 Max"]
+    nominal = old.matrix_tflops / new.matrix_tflops
+    slower = rate("quantized product", old) / rate("quantized product", new) / nominal
+    assert slower == pytest.approx(0.48 / 0.64)
+    assert rate("product", old) / rate("product", new) == pytest.approx(nominal)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "share"), [(256, 256, 0.625), (128, 4096, 0.9921875), (8, 40, 1)]
+)
+def test_a_suffix_attends_to_the_whole_prefix(queries, keys, share):
+    rows, seen = (costs.Array((1, 4, n, 64), "bfloat16") for n in (queries, keys))
+    op = costs.Op("ScaledDotProductAttention", [rows, seen, seen], [rows], attributes=True)
+    costs._attention(op)
+    assert op.operations == 4 * 4 * queries * keys * 64 * share
+
+
+@pytest.mark.slow
+def test_what_is_predicted_is_near_what_was_published():
+    shares = {each.name: predicted_s(each, step) / each.seconds for each, step in compare()}
+    fixed = {name for name in shares if name.endswith("x 84")}
+    assert len(fixed) == 2 and all(0.4 < shares[name] < 0.5 for name in fixed)
+    assert all(0.79 < share < 0.97 for name, share in shares.items() if name not in fixed)
+
+    recorded = [r for r in history.read(history.HISTORY) if r.task == TASK]
+    newest = max(r.date for r in recorded)
+    for r in recorded:
+        if r.date == newest and r.metric == "predicted over published":
+            name = r.shape.partition(", rank")[0]
+            assert r.p50 == pytest.approx(shares[name], rel=0.01), name
