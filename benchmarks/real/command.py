@@ -14,12 +14,13 @@ from mlx_packs.runtime import on_cpu
 from .. import alone, history
 from ..history import Environment, record
 from . import agreement, files, jobs, minilm, trainers
-from .jobs import LARGE, PARTS, Part
+from .jobs import LARGE, PARTS, SHARED_PARTS, Part
 from .results import Results, draw, losses, records, spread, table
 from .turns import Trainer, train_alternately
 
 NAMES = (*PARTS, "minilm", "perplexity")
 AGREEMENT, RATES = "agreement", "rates"
+_TRAININGS = PARTS | SHARED_PARTS
 # Of its value: all trainers start with the same weights and batch. A GPU computes in bfloat16.
 _FIRST_LOSS_TOLERANCE = 1e-3 if on_cpu() else 3e-2
 
@@ -35,14 +36,15 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--part",
         action="append",
-        choices=(*NAMES, AGREEMENT, RATES),
-        help="repeatable [all but agreement and rates]",
+        choices=(*NAMES, *SHARED_PARTS, AGREEMENT, RATES),
+        help=f"repeatable: %(choices)s [{', '.join(NAMES)}]",
+        metavar="PART",
     )
     p.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N", help="[0 1 2]")
     p.add_argument(
         "--only",
         action="append",
-        choices=(*trainers.TRAINERS, *minilm.TRAINERS),
+        choices=(*trainers.TRAINERS, *trainers.SHARED_TRAINERS, *minilm.TRAINERS),
         metavar="NAME",
         help="trainer, repeatable: %(choices)s [all]",
     )
@@ -84,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
         options.work.mkdir(parents=True, exist_ok=True)
         for part in parts:
             print(f"{part}:", file=sys.stderr)
-            if part in PARTS:
+            if part in _TRAININGS:
                 run_training(part, options)
             else:
                 OTHERS[part](options)
@@ -103,7 +105,7 @@ class Disagreement(Exception):
 
 def part_of(name: str, options: argparse.Namespace) -> Part:
     """Return a part with the sizes of the command line."""
-    part = LARGE if options.large and name == LARGE.data else PARTS[name]
+    part = LARGE if options.large and name == LARGE.data else _TRAININGS[name]
     changed = {"batch_size": options.batch_size, "steps": options.steps, "rows": options.rows}
     return replace(part, **{key: value for key, value in changed.items() if value is not None})
 
@@ -112,7 +114,8 @@ def run_training(name: str, options: argparse.Namespace) -> None:
     """Train SmolLM2 on a data set by each trainer and seed; print, draw and record."""
     part, model, work = part_of(name, options), files.smollm2(), options.work
     size = f"{part.batch_size}x{part.steps}, {part.rows} rows"
-    chosen = [n for n in trainers.TRAINERS if not options.only or n in options.only]
+    names = [*trainers.TRAINERS, *(trainers.SHARED_TRAINERS if part.beginning else ())]
+    chosen = [n for n in names if not options.only or n in options.only]
     jobs.write_dense(model, work / "dense")
     results = Results(work)
     for seed in options.seeds:
@@ -138,7 +141,8 @@ def run_training(name: str, options: argparse.Namespace) -> None:
 
 def _trainer(name: str, module: str, folder: str) -> Trainer:
     """Start a trainer; ours keeps its own number of BLAS threads, the others get every core."""
-    threads = None if name == trainers.OURS else os.cpu_count()
+    is_ours = name in (trainers.OURS, trainers.OURS_SHARED)
+    threads = None if is_ours else os.cpu_count()
     return Trainer(name, module, [name, folder], threads)
 
 

@@ -22,6 +22,7 @@ from mlx_packs.packs.base import Base
 from mlx_packs.runtime import dtype_name, mx, on_cpu
 
 from . import files
+from .beginnings import BEGINNINGS, beginning_with
 
 RANK, ALPHA = 16, 32.0
 RATE = 1e-3
@@ -35,7 +36,7 @@ class Part:
     """A data set, how it is trained on, and how the result is evaluated.
 
     max_seq_length: in tokens, at least the longest example.   rows: held-out examples.   metric: of
-    generated answers, ``none`` for perplexity only.
+    generated answers, ``none`` for perplexity only.   beginning: of `BEGINNINGS`, that all rows get.
     """
 
     data: str
@@ -44,12 +45,19 @@ class Part:
     max_seq_length: int
     rows: int
     metric: str = "none"
+    beginning: str = ""
 
 
 PARTS = {
     "banking77": Part("banking77", 8, 80, 256, 100, "exact"),
     "tldr": Part("tldr", 8, 40, 256, 100),
     "gsm8k": Part("gsm8k", 4, 30, 512, 50),
+}
+# Rows that begin alike, as with --share-prefix.
+SHARED_PARTS = {
+    "banking77-labels": Part("banking77", 8, 4, 640, 16, beginning="labels"),
+    "tldr-commands": Part("tldr", 8, 10, 384, 16, beginning="commands"),
+    "gsm8k-shots": Part("gsm8k", 4, 4, 1280, 16, beginning="shots"),
 }
 # What a user would run: half a day for three seeds.
 LARGE = Part("banking77", 32, 300, 256, 300, "exact")
@@ -127,8 +135,13 @@ def prepare(part: Part, name: str, seed: int, turn: int, model: Path, work: Path
     if count > len(rows):  # then a second epoch begins
         count = len(rows)
     folder.mkdir(parents=True, exist_ok=True)
-    write_rows(job.data / "train.jsonl", [rows[i] for i in order[:count]])
-    write_rows(job.data / "test.jsonl", read_rows(part.data, "test")[: part.rows])
+    chosen = [rows[i] for i in order[:count]]
+    held_out = read_rows(part.data, "test")[: part.rows]
+    if part.beginning:
+        text = BEGINNINGS[part.beginning](rows)
+        chosen, held_out = beginning_with(chosen, text), beginning_with(held_out, text)
+    write_rows(job.data / "train.jsonl", chosen)
+    write_rows(job.data / "test.jsonl", held_out)
 
     base = load_base(model)
     (folder / "batches.json").write_text(json.dumps(_batches(base, job)))

@@ -5,6 +5,7 @@ python -m benchmarks.real.trainers NAME FOLDER    # started by `python -m benchm
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from .jobs import ALPHA, RANK, RATE, TARGETS, WEIGHT_DECAY, Job, lora
 from .turns import Turns
 
 OURS, MLX_LM, PEFT = "mlx_packs", "mlx-lm with our BLAS", "PEFT"
+OURS_SHARED = "mlx_packs with --share-prefix"
 PAD_TO = 32  # to a multiple of which mlx-lm pads its batches
 
 
-def ours(job: Job, turns: Turns) -> dict[str, Any]:
+def ours(job: Job, turns: Turns, shared: bool = False) -> dict[str, Any]:
     """`train_pack`; its observer waits between turns."""
     from mlx_packs import Observer, TrainConfig, train_pack
 
@@ -47,8 +49,10 @@ def ours(job: Job, turns: Turns) -> dict[str, Any]:
         steps_per_report=job.turn,
         seed=job.seed,
         awake=False,
+        share_prefix="on" if shared else "off",
     )
-    out = Path(job.folder) / "pack"
+    name = OURS_SHARED if shared else OURS
+    out = Path(job.folder) / ("pack-shared" if shared else "pack")
     run = train_pack(
         job.model,
         str(job.data),
@@ -59,7 +63,7 @@ def ours(job: Job, turns: Turns) -> dict[str, Any]:
         resume_adapter_file=str(job.start),
         overwrite=True,
     )
-    mx.save_safetensors(str(job.adapters(OURS)), dict(run.pack.tensors))
+    mx.save_safetensors(str(job.adapters(name)), dict(run.pack.tensors))
     return {"pack_mb": run.report["pack_mb"]}
 
 
@@ -206,12 +210,13 @@ TRAINERS: dict[str, Callable[[Job, Turns], dict[str, Any]]] = {
     MLX_LM: mlx_lm,
     PEFT: peft,
 }
+SHARED_TRAINERS = {OURS_SHARED: partial(ours, shared=True)}  # where rows begin alike
 
 
 def main(arguments: list[str]) -> int:
     name, folder = arguments
     turns = Turns(peak_bytes(name))
-    result = TRAINERS[name](Job.read(folder), turns)
+    result = (TRAINERS | SHARED_TRAINERS)[name](Job.read(folder), turns)
     turns.finish(result)
     return 0
 

@@ -194,6 +194,31 @@ def test_a_job_has_the_batches_of_our_sampler_and_dense_weights_are_the_same(tmp
     assert isinstance(job, jobs.Job) and not dense.quantization
 
 
+def test_rows_of_a_shared_part_get_one_beginning(tmp_path, monkeypatch):
+    def chat(number: int) -> dict:
+        roles = ("user", f"question {number}"), ("assistant", f"answer {number % 5}")
+        return {"messages": [{"role": role, "content": text} for role, text in roles]}
+
+    rows = [chat(number) for number in range(12)]
+    monkeypatch.setattr(jobs, "read_rows", lambda data, split: rows)
+    for name, size in (("labels", 2), ("shots", 3), ("commands", 4)):
+        part = jobs.Part("gsm8k", 2, size, 1024, 2, beginning=name)
+        job = jobs.prepare(part, name, 1, 2, tiny_checkpoint(), tmp_path)
+        written = [
+            json.loads(line)["messages"]
+            for split in ("train", "test")
+            for line in (job.data / f"{split}.jsonl").read_text().splitlines()
+        ]
+        (beginning,) = {messages[0]["content"] for messages in written}
+        assert {messages[0]["role"] for messages in written} == {"system"}
+        expected = {
+            "labels": all(f"answer {number}" in beginning for number in range(5)),
+            "shots": beginning.endswith("question 11\nanswer 1") and "question 9" in beginning,
+            "commands": "{{path/to/file}}" in beginning,
+        }
+        assert expected[name]
+
+
 def test_sizes_come_from_the_command_line():
     options = command.parser().parse_args(["--work", "w", "--large", "--steps", "3"])
     part = command.part_of("banking77", options)
