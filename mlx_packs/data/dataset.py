@@ -25,6 +25,7 @@ class Tree(NamedTuple):
 
     groups: int
     prefix: int  # inputs of each
+    recurs: bool = False  # whether what else an update has begins with the same prefixes
 
 
 class ExampleSet(Protocol):

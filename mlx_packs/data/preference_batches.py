@@ -47,7 +47,7 @@ class PreferenceCollate:
         """Return the rows of a batch in pieces; packed ones have as many slots each."""
         if isinstance(batch.layout, Tree):
             rows = self.split(felled(batch), parts)
-            return [self.tokens.tree(piece, batch.layout.prefix) for piece in rows]
+            return self.tokens.pieces(rows, batch.layout)
 
         of_rows = {n: np.asarray(batch.inputs[n]) for n in _OF_ROWS if n in batch.inputs}
         tokens = {n: values for n, values in batch.inputs.items() if n not in of_rows}

@@ -16,6 +16,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,6 +32,8 @@ STEP = 8  # a prefix has a multiple of these, and what is left of it is in the s
 # Of the memory of saved inputs, what their keys and values take, which each row has: measured with
 # 6 blocks of width 128, a prefix of 512 inputs and 8 rows of 64 (113 MB, and 334 MB as rows).
 _KEPT = 0.15
+# What the prefix of an update costs, in steps on it: its keys and values first, and then a step.
+_PASSES = 1.5
 WORTHWHILE = 0.15  # least share of the inputs of a batch that is saved
 
 
@@ -56,13 +59,13 @@ def prefix_of(common: int) -> int:
     return prefix if prefix >= LEAST else 0
 
 
-def saved_share(shape: tuple[float, float], groups: int, prefix: float) -> float:
+def saved_share(shape: tuple[float, float], groups: float, prefix: float) -> float:
     """Return the share of the inputs of a batch of [R, T] that its tree does not compute."""
     rows, inputs = shape
     return (rows - groups) * prefix / (rows * inputs)
 
 
-def planted(batch: Batch, prefix: int, groups: int) -> Batch:
+def planted(batch: Batch, prefix: int, groups: int, recurs: bool = False) -> Batch:
     """Return the tree of a batch of rows; rows without an example take any prefix."""
     tokens, positions = batch.inputs["tokens"], batch.inputs["positions"]
     rows, width = tokens.shape
@@ -76,7 +79,7 @@ def planted(batch: Batch, prefix: int, groups: int) -> Batch:
         tokens=tokens[:, prefix:],
         positions=np.where(at < prefix, in_prefix, in_suffix).astype(np.int32),
     )
-    return dataclasses.replace(tree, layout=Tree(groups, prefix))
+    return dataclasses.replace(tree, layout=Tree(groups, prefix, recurs))
 
 
 def felled(batch: Batch) -> Batch:
@@ -100,6 +103,18 @@ def felled(batch: Batch) -> Batch:
     return dataclasses.replace(batch, inputs=inputs, layout=())
 
 
+class Steps(NamedTuple):
+    """The steps of an update, which compute what all examples begin with once."""
+
+    batches: int
+    pieces: int  # of a batch
+
+    @property
+    def are_several(self) -> bool:
+        """Whether a step follows another one."""
+        return self.batches * self.pieces > 1
+
+
 @dataclass(frozen=True)
 class TreeCollate:
     """Lays out rows that begin alike as trees, where that saves enough.
@@ -111,6 +126,7 @@ class TreeCollate:
     common: np.ndarray | None = None  # inputs that each group has in common; None: of all batches
     together: int = 0  # rows of a group; 0 is all rows of a batch
     least: float = WORTHWHILE  # share of the inputs that a tree has to save
+    steps: Steps | None = None  # of an update that computes a prefix once; None is each of them
 
     @property
     def batch_size(self) -> int:
@@ -131,7 +147,13 @@ class TreeCollate:
         if not isinstance(batch.layout, Tree):
             return split_rows(batch, parts, together=max(self.together, 1))
         pieces = split_rows(felled(batch), parts, together=max(self.together, 1))
-        return [self.tree(piece, batch.layout.prefix) for piece in pieces]
+        return self.pieces(pieces, batch.layout)
+
+    def pieces(self, rows: list[Batch], layout: Tree) -> list[Batch]:
+        """Return the trees of pieces of a tree, which were made of its rows."""
+        if self.steps is not None and layout.groups == 1:
+            return [planted(piece, layout.prefix, 1, recurs=True) for piece in rows]
+        return [self.tree(piece, layout.prefix) for piece in rows]
 
     def tree(self, batch: Batch, prefix: int) -> Batch:
         """Return the tree of a batch of rows, where it saves enough."""
@@ -139,6 +161,10 @@ class TreeCollate:
         groups = 1
         if self.together:
             groups = shape[0] // self.together
+
+        recurs = self.steps is not None and self.steps.are_several and not self.together
+        if prefix and recurs:
+            return planted(batch, prefix, 1, recurs=True)
         if not prefix or shape[0] == groups or saved_share(shape, groups, prefix) < self.least:
             return batch
         return planted(batch, prefix, groups)
@@ -176,26 +202,38 @@ class TreePlan:
     common: np.ndarray | None = None  # or inputs that the examples of each group begin with
     together: int = 0  # examples of a group
     least: float = WORTHWHILE  # share of the inputs of a batch that a tree has to save
+    steps: Steps | None = None  # of an update that computes the prefix of all once; None is each
 
     @classmethod
     def of(
-        cls, examples: Examples, chosen: np.ndarray, batch_size: int, together: int, least: float
+        cls,
+        examples: Examples,
+        chosen: np.ndarray,
+        batch_size: int,
+        together: int,
+        least: float,
+        steps: Steps | None = None,
     ) -> "TreePlan":
         """Return the plan that saves most of the inputs of chosen examples."""
-        of_all = cls(batch_size, prefix_of(common_inputs(examples[i] for i in chosen)), least=least)
+        prefix = prefix_of(common_inputs(examples[i] for i in chosen))
+        of_all = cls(batch_size, prefix, least=least, steps=steps)
         if not together:
             return of_all
 
         groups = range(0, len(examples), together)
         common = [common_inputs(examples[i + k] for k in range(together)) for i in groups]
-        of_groups = cls(batch_size, 0, np.array(common), together, least)
+        of_groups = cls(batch_size, 0, np.array(common), together, least, steps)
         return max(of_groups, of_all, key=lambda plan: plan.saved(examples))
 
     def saved(self, examples: Examples) -> float:
         """Return the share of the inputs of batches that is saved, about."""
         inputs = float(examples.lengths.mean()) - 1
         if self.common is None:
-            return saved_share((self.batch_size, inputs), 1, self.prefix)
+            if self.steps is None or not self.steps.are_several:
+                return saved_share((self.batch_size, inputs), 1, self.prefix)
+            rows = self.batch_size * self.steps.batches
+            return max(saved_share((rows, inputs), _PASSES, self.prefix), 0.0)
+
         prefix = np.mean([prefix_of(common) for common in self.common])
         return saved_share((self.together, inputs), 1, float(prefix))
 
@@ -210,7 +248,7 @@ class TreePlan:
         if runtime.COMPILES and self.common is None:
             allowed = few_shapes(examples, sampler, self.prefix)
         tokens = TokenCollate(sampler.batch_size, sampler.inputs, allowed, self.prefix)
-        return TreeCollate(tokens, self.common, self.together, self.least)
+        return TreeCollate(tokens, self.common, self.together, self.least, self.steps)
 
     def dataset(
         self, examples: Examples, sampler: Sampler, order: FixedOrder | None = None
@@ -222,4 +260,5 @@ class TreePlan:
         """Return the chosen examples once, by length."""
         sampler = Sampler(examples.lengths, self.batch_size, sequence_inputs(max_seq_length))
         order = by_length(examples.lengths, self.batch_size, chosen)
-        return self.dataset(examples, sampler, order)
+        plan = dataclasses.replace(self, steps=None)
+        return plan.dataset(examples, sampler, order)

@@ -6,7 +6,7 @@ graph; a pass over what follows, the suffixes, reads them there.
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +15,8 @@ from mlx.utils import tree_flatten
 
 Arrays = Sequence[mx.array | None]
 Forward = Callable[[mx.array, list["PrefixCache"]], mx.array]
+KeptArrays = Mapping[str, mx.array]  # what suffixes read of prefixes, by name
+STATES = "states"  # the name of the states of prefixes among them
 
 
 class PrefixCache:
@@ -194,7 +196,11 @@ def prefix_caches_in(tree: Any) -> list[PrefixCache]:
 
 
 def tree_states(
-    model: nn.Module, forward: Forward, prefixes: mx.array, suffixes: mx.array
+    model: nn.Module,
+    forward: Forward,
+    prefixes: mx.array,
+    suffixes: mx.array,
+    kept: KeptArrays | None = None,
 ) -> mx.array:
     """Return the states of prefixes and then of their suffixes, [G P + R S, D].
 
@@ -203,13 +209,56 @@ def tree_states(
         forward: maps inputs to states [B, T, D], with caches for the layers of the model.
         prefixes: inputs [G, P], or [G, P, D].
         suffixes: inputs [R, S], or [R, S, D]; R / G of each prefix in turn.
+        kept: what `keep_prefixes` returned for these prefixes, which are not computed then.
     """
-    from mlx_lm.models.cache import make_prompt_cache
-
     groups, length = prefixes.shape[:2]
     copies = suffixes.shape[0] // groups
-    caches = [prefix_cache(cache) for cache in make_prompt_cache(model)]
+    if kept is None:
+        kept = keep_prefixes(model, forward, prefixes)
 
-    of_prefixes = forward(prefixes, caches)
+    caches = _prefix_caches(model)
+    for layer, cache in enumerate(caches):
+        cache.take([kept.get(f"{layer}.{i}") for i in range(len(cache.left()))])
+
     of_suffixes = forward(suffixes, [cache.after(length, copies) for cache in caches])
-    return mx.concatenate([of_prefixes.flatten(0, 1), of_suffixes.flatten(0, 1)])
+    return mx.concatenate([kept[STATES], of_suffixes.flatten(0, 1)])
+
+
+def keep_prefixes(model: nn.Module, forward: Forward, prefixes: mx.array) -> KeptArrays:
+    """Return all that suffixes read of prefixes, by name, in the graph; arguments as `tree_states`.
+
+    Their states are ``states`` [G P, D]; layer 3 leaves ``3.0``, ``3.1`` and so on, [G, ...] each.
+    """
+    caches = _prefix_caches(model)
+    states = forward(prefixes, caches).flatten(0, 1)
+
+    kept = {STATES: states}
+    for layer, cache in enumerate(caches):
+        left = enumerate(cache.left())
+        kept |= {f"{layer}.{i}": array for i, array in left if array is not None}
+    return kept
+
+
+def names_with_gradient(model: nn.Module, kept: KeptArrays) -> list[str]:
+    """Return the names of arrays that may depend on trainable parameters, those above the first."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    layers = getattr(model, "layers", [])
+    counts = [len(tree_flatten(layer.trainable_parameters())) for layer in layers]
+    first = 0
+    has_a_cache_each = len(layers) == len(make_prompt_cache(model))
+    if has_a_cache_each and sum(counts) == len(tree_flatten(model.trainable_parameters())):
+        first = next((i for i, count in enumerate(counts) if count), 0)
+
+    return [
+        name
+        for name, array in kept.items()
+        if mx.issubdtype(array.dtype, mx.floating)  # some keep tokens, too
+        and (name == STATES or int(name.split(".")[0]) >= first)
+    ]
+
+
+def _prefix_caches(model: nn.Module) -> list[PrefixCache]:
+    from mlx_lm.models.cache import make_prompt_cache
+
+    return [prefix_cache(cache) for cache in make_prompt_cache(model)]

@@ -53,6 +53,11 @@ def split_head(model: nn.Module, probe: mx.array | None = None) -> Head | None:
     return None
 
 
+def part_of(model: nn.Module, head: Head | None) -> Callable[..., mx.array]:
+    """Return what makes the states that a loss reads: without a head, the logits."""
+    return model if head is None else head.hidden
+
+
 def possible_heads(model: nn.Module) -> Iterator[Head]:
     """Yield the splits that the names of a model's modules suggest; `split_head` checks them."""
     if isinstance(of_text := model.get("language_model"), nn.Module):
@@ -123,6 +128,11 @@ def segments_of(inputs: Inputs, layout: Layout) -> mx.array | Layout | None:
     return inputs.get("segments", layout or None)
 
 
+def prefixes_in(inputs: Inputs) -> Inputs:
+    """Return those inputs of a batch that `forward` takes for prefixes."""
+    return {name: inputs[name] for name in ("prefix", "kept") if name in inputs}
+
+
 def forward(
     model: nn.Module,
     part: Callable[..., mx.array],
@@ -130,6 +140,7 @@ def forward(
     segments: mx.array | None = None,
     offset: int = 0,
     prefix: mx.array | None = None,
+    kept: Inputs | None = None,
 ) -> mx.array:
     """Return the output of a part of the model for tokens [B, T].
 
@@ -142,10 +153,11 @@ def forward(
         offset: position of the first input of packed examples.
         prefix: [G, P], or float [G, P, D], which B / G rows of tokens in turn follow. The output is
             [G P + B T, D], of the prefixes first (nn/prefix.py).
+        kept: what `keep_prefixes` returned for these prefixes, which are not computed then.
     """
     if prefix is not None:
         run = partial(_with_caches, model, part)
-        return load("nn.prefix:tree_states")(model, run, prefix, tokens)
+        return load("nn.prefix:tree_states")(model, run, prefix, tokens, kept)
     if tokens.ndim == 3:
         with injected(model, tokens):
             unread = mx.zeros(tokens.shape[:2], mx.int32)
@@ -154,6 +166,11 @@ def forward(
         return part(tokens)
     with restarting(model, segments):
         return part(tokens, cache=segment_caches(model, segments, offset))
+
+
+def keep_prefixes(model: nn.Module, part: Callable[..., mx.array], prefix: mx.array) -> Inputs:
+    """Return what rows that follow prefixes [G, P] read of them, by name, in the graph."""
+    return load("nn.prefix:keep_prefixes")(model, partial(_with_caches, model, part), prefix)
 
 
 def _with_caches(
@@ -196,16 +213,17 @@ def target_loss(
     Args:
         model: the model.
         head: the model as hidden states and head, None where it cannot be split.
-        inputs: of a batch of tokens (data/batches.py); ``states`` replace tokens (`forward`).
+        inputs: of a batch of tokens (data/batches.py); ``states`` replace tokens (`forward`), and
+            ``kept`` the pass over ``prefix``.
         layout: of that batch.
         options: what the loss is (ops/linear_cross_entropy.py).
     """
     z_loss, smoothing = options.z_loss, options.label_smoothing
-    part = model if head is None else head.hidden
+    part = part_of(model, head)
     targets = inputs["targets"]
     entering = inputs.get("states", inputs["tokens"])
     segments = segments_of(inputs, layout)
-    states = forward(model, part, entering, segments, prefix=inputs.get("prefix"))
+    states = forward(model, part, entering, segments, **prefixes_in(inputs))
     states = states.reshape(-1, states.shape[-1])[inputs["positions"]]  # logits without a head
     if options.custom is None and head is not None and head.frozen is not None:
         return linear_cross_entropy(
@@ -281,6 +299,10 @@ class CausalLM(Objective):
     def close(self) -> None:
         """Release what the preparation holds."""
         self._preparation.close()
+
+    def keep_prefixes(self, prefix: mx.array) -> Inputs:
+        """Return what rows that follow prefixes read of them."""
+        return keep_prefixes(self.model, part_of(self.model, self.head), prefix)
 
     def loss(self, inputs: Inputs, layout: Layout = ()) -> tuple[mx.array, mx.array]:
         """Return the sum of the losses of the targets, and how many there are."""

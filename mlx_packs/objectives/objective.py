@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ..data.dataset import Batch, Dataset, Layout
 
 Inputs = Mapping[str, mx.array]
+KeepPrefixes = Callable[[mx.array], Inputs]  # as `Objective.keep_prefixes`
 Loss = Callable[..., tuple[mx.array, mx.array]]  # of `Inputs` and a `Layout`
 
 
@@ -55,6 +56,10 @@ class Objective(Protocol):
         Both are scalars. Sums and counts of the batches of one update are added before the
         division, so that N small batches equal one large one.
         """
+
+    def keep_prefixes(self, prefix: mx.array) -> Inputs:
+        """Return what rows read of prefixes [G, P]; ``loss`` takes it as the input ``kept``."""
+        raise NotImplementedError
 
     def begin(self, fresh: bool) -> None:
         """Prepare for the steps of a phase.

@@ -29,7 +29,7 @@ from ..config.tasks import (
 from ..data.dataset import Batch, Dataset, Layout
 from ..distributed.group import group
 from ..runtime import mx
-from .causal_lm import Head, target_loss
+from .causal_lm import Head, keep_prefixes, part_of, target_loss
 from .objective import Inputs, Objective
 from .reference import Reference
 from .score import Score
@@ -271,6 +271,10 @@ class PreferenceObjective(Objective):
         if self.reference is None:
             return batch
         return batch.having(reference=self.reference.of(batch))
+
+    def keep_prefixes(self, prefix: mx.array) -> Inputs:
+        """Return what rows that follow prefixes read of them."""
+        return keep_prefixes(self.model, part_of(self.model, self.head), prefix)
 
     def loss(self, inputs: Inputs, layout: Layout = ()) -> tuple[mx.array, mx.array]:
         """Return the sum of the losses of the rows, and how many rows there are.

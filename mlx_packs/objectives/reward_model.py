@@ -12,7 +12,7 @@ from ..adapters.trainable import trainable_modules
 from ..data.dataset import Batch, Dataset, Layout
 from ..errors import PackError
 from ..runtime import mx
-from .causal_lm import forward, segments_of, split_head
+from .causal_lm import forward, keep_prefixes, prefixes_in, segments_of, split_head
 from .objective import Inputs, Objective
 from .score import Score
 
@@ -55,7 +55,7 @@ def completion_scores(
         layout: of that batch.
     """
     segments = segments_of(inputs, layout)
-    hidden = forward(model, states, inputs["tokens"], segments, prefix=inputs.get("prefix"))
+    hidden = forward(model, states, inputs["tokens"], segments, **prefixes_in(inputs))
     last = hidden.reshape(-1, hidden.shape[-1])[inputs["positions"]]
     scores = score(last)[:, 0].astype(mx.float32)
     # sums in a fixed order, which a scatter on a GPU does not have
@@ -102,6 +102,10 @@ class RewardModel(Objective):
             return reward_losses(rewards, self.centering), rewards
 
         self.outcome = mx.compile(outcome, inputs=[m.state for m in trainable_modules(model)])
+
+    def keep_prefixes(self, prefix: mx.array) -> Inputs:
+        """Return what rows that follow prefixes read of them."""
+        return keep_prefixes(self.model, self.states, prefix)
 
     def loss(self, inputs: Inputs, layout: Layout = ()) -> tuple[mx.array, mx.array]:
         """Return the sum of the losses of the rows, and how many rows there are."""

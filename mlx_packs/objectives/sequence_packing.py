@@ -15,7 +15,7 @@ from ..errors import PackError
 from ..nn.blocks import attends_by_spans
 from ..nn.segments import RestartedPositions, segment_numbers
 from ..runtime import mx
-from .causal_lm import Head, forward
+from .causal_lm import Head, forward, part_of
 
 _LEARNED_POSITIONS = ("wpe",)  # gpt2 and gpt_bigcode are all of mlx-lm that have them
 _PROBE = (9, 7)  # tokens of the two examples
@@ -52,7 +52,7 @@ def why_not_packed(model: nn.Module, head: Head | None, limit: int, vocab_size: 
     if others := kinds - {KVCache, RotatingKVCache}:
         names = ", ".join(sorted(kind.__name__ for kind in others))
         return f"it keeps more than keys and values: {names}"
-    part = head.hidden if head is not None else model
+    part = part_of(model, head)
     tokens = mx.array(np.random.default_rng(0).integers(0, vocab_size, (2, sum(_PROBE))))
     spans = (_PROBE, _PROBE)
     ways = [segment_numbers(spans), *([spans] if attends_by_spans(model) else [])]

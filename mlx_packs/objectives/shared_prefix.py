@@ -17,7 +17,7 @@ from ..data.dataset import Layout, Tree
 from ..nn.lora import InputDropout
 from ..nn.noisy_embedding import NoisyEmbedding
 from ..runtime import mx
-from .causal_lm import Head, forward, target_loss
+from .causal_lm import Head, forward, part_of, target_loss
 from .objective import Inputs
 
 _PREFIX = 8  # inputs that both rows of the probe begin with
@@ -39,7 +39,7 @@ def why_not_shared(model: nn.Module, head: Head | None, vocab_size: int) -> str 
         vocab_size: of its tokens.
     """
     rows, tree = _probe(vocab_size)
-    part = model if head is None else head.hidden
+    part = part_of(model, head)
     allowed = _ROUNDING[forward(model, part, rows[0]["tokens"]).dtype]
 
     with _without_noise(model):

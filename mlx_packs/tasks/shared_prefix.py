@@ -8,7 +8,7 @@ from ..config.schema import TrainConfig
 from ..data.chains import merged, merged_share
 from ..data.encoding import Examples
 from ..data.groups import GroupPlan, with_groups
-from ..data.trees import LEAST, WORTHWHILE, TreePlan
+from ..data.trees import LEAST, WORTHWHILE, Steps, TreePlan
 from ..display import Display
 from ..errors import PackError
 from ..objectives.causal_lm import Head, split_head
@@ -60,7 +60,10 @@ def plan_trees(
 
     rows = train.batch_size * max(together, 1)
     least = least_saved(train)
-    trees = TreePlan.of(examples, chosen, rows, together, least)
+    steps = None
+    if not draws_at_random(train, lora):
+        steps = Steps(train.grad_accumulation_steps, train.micro_batches)
+    trees = TreePlan.of(examples, chosen, rows, together, least, steps)
 
     saved = trees.saved(examples)
     return trees if saved > 0 and saved >= least else None
@@ -89,10 +92,15 @@ def may_share(train: TrainConfig, lora: LoRAConfig) -> bool:
     """Return whether batches may be trees; ``auto`` accepts what changes nothing but the time."""
     if train.share_prefix != "auto":
         return train.share_prefix == "on"
-    draws = lora.dropout > 0 or train.neftune_noise_alpha > 0  # once for a prefix
+    draws = draws_at_random(train, lora)  # once for a prefix
     caches = train.cache_frozen == "on" or (train.cache_frozen == "auto" and lora.num_layers > 0)
     is_other = train.packing or train.pipeline or train.objective != "transformer"
     return not (draws or caches or is_other)
+
+
+def draws_at_random(train: TrainConfig, lora: LoRAConfig) -> bool:
+    """Return whether the forward pass of a training step draws random numbers."""
+    return lora.dropout > 0 or train.neftune_noise_alpha > 0
 
 
 def computes_trees(train: TrainConfig, base: Base, display: Display) -> bool:

@@ -29,7 +29,14 @@ from ..nn.blocks import attends_by_spans
 from ..packs.base import Base
 from .phase_data import PhaseData
 from .phases import RunPhase
-from .shared_prefix import computes_trees, plan_groups, plan_trees, say_nothing_shared, show_trees
+from .shared_prefix import (
+    computes_trees,
+    draws_at_random,
+    plan_groups,
+    plan_trees,
+    say_nothing_shared,
+    show_trees,
+)
 from .task import Task
 
 MASKS = 2  # training examples that the page of a run shows
@@ -96,8 +103,7 @@ class TokenTask(Task):
         if not computes_trees(train, self.base, self.display):
             return None
 
-        draws = bool(self.lora.dropout or train.neftune_noise_alpha)
-        show_trees(trees, examples, draws, self.display)
+        show_trees(trees, examples, draws_at_random(train, self.lora), self.display)
         return trees
 
     def _phase_data(

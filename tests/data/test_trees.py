@@ -5,7 +5,16 @@ import pytest
 
 from mlx_packs.data.batches import TokenCollate
 from mlx_packs.data.encoding import Example, Examples
-from mlx_packs.data.trees import TreeCollate, TreePlan, common_inputs, felled, planted, prefix_of
+from mlx_packs.data.sampler import Sampler
+from mlx_packs.data.trees import (
+    Steps,
+    TreeCollate,
+    TreePlan,
+    common_inputs,
+    felled,
+    planted,
+    prefix_of,
+)
 
 SHARED = np.arange(100, 140)
 
@@ -92,6 +101,45 @@ def test_pieces_of_a_tree_add_up_to_it_and_are_trees_where_that_saves_enough():
         assert sum((piece.examples for piece in pieces), ()) == tree.examples
         found = [(path, target) for piece in pieces for path, target, _ in inputs_of(piece)]
         assert sorted(found) == sorted((path, target) for path, target, _ in inputs_of(tree))
+
+
+def test_pieces_that_compute_their_prefix_once_are_all_trees():
+    examples = examples_of(50, 61, 44, 55)
+    collate = TreeCollate(TokenCollate(4, 96, prefix=32), steps=Steps(1, 1))
+    tree = collate(examples, range(4))
+    assert tree.layout == (1, 32, False)  # it may be the only step of its update
+    for piece in collate.split(tree, 4):
+        assert piece.layout == (1, 32, True) and piece.inputs["tokens"].shape[0] == 1
+
+    groups = TreeCollate(TokenCollate(4, 96), np.array([35, 35]), 2, steps=Steps(2, 1))
+    batch = groups(examples, np.arange(4))
+    assert batch.layout == (2, 32, False)
+    assert [piece.layout for piece in groups.split(batch, 2)] == [(1, 32, False)] * 2
+
+
+@pytest.mark.parametrize(
+    ("steps", "rows", "saved"),
+    [
+        (None, 4, 3 / 4),
+        (Steps(1, 1), 4, 3 / 4),
+        (Steps(1, 2), 4, 2.5 / 4),  # its keys first, and then as a step
+        (Steps(3, 1), 4, 10.5 / 12),
+        (Steps(4, 1), 1, 2.5 / 4),
+        (Steps(1, 1), 1, 0),
+    ],
+)
+def test_the_prefix_of_an_update_counts_once(steps, rows, saved):
+    examples = examples_of(50, 61, 44, 55)
+    plan = TreePlan.of(examples, np.arange(4), rows, 0, 0.0, steps)
+    inputs = examples.lengths.mean() - 1
+    assert plan.saved(examples) == pytest.approx(saved * 32 / inputs)
+    collate = plan.collate(examples, Sampler(examples.lengths, rows, 96))
+    recurs = steps is not None and steps.are_several
+    assert collate(examples, np.arange(rows)).layout == (
+        (1, 32, recurs) if recurs or rows > 1 else ()
+    )
+    held_out = plan.held_out(examples, 96, np.arange(4))
+    assert {batch.layout for batch in held_out.once()} == {(1, 32, False) if rows > 1 else ()}
 
 
 def test_a_prefix_that_saves_too_little_is_left_in_the_rows():

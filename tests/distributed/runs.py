@@ -26,6 +26,8 @@ RUNS = {
     "plain": {"data": "chats"},
     "uneven": {"data": "few", "iters": 5},
     "accumulated": {"data": "chats", "grad_accumulation_steps": 2},
+    # the shares of four ranks are a row each
+    "alike": {"data": "alike", "share_prefix": "on", "grad_accumulation_steps": 2, "iters": 5},
     "packed": {"data": "chats", "packing": True, "max_seq_length": 128},
     "cached": {"data": "chats", "cache_frozen": "on", "iters": 8},
     "adam8": {"data": "chats", "optimizer": "adamw_8bit", "exchange_dtype": "bfloat16"},
@@ -68,6 +70,9 @@ def write_data(folder: Path) -> None:
     ]
     write_rows(folder / "chats", train=chats[:12], valid=chats[12:15], test=chats[15:])
     write_rows(folder / "few", train=chats[:5], valid=chats[12:15])
+    system = {"role": "system", "content": "Say what you are told, in as few words as there are."}
+    alike = [{"messages": [system, *row["messages"]]} for row in chats]
+    write_rows(folder / "alike", train=alike[:12], valid=alike[12:])
     rows = [preference(i) for i in range(16)]
     write_rows(folder / "preferences", train=rows[:12], valid=rows[12:])
     write_rows(folder / "two", train=rows[:2], valid=rows[12:])

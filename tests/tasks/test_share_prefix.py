@@ -7,6 +7,7 @@ from mlx_packs import LoRAConfig, TrainConfig, train_pack
 from mlx_packs.data import trees as trees_of
 from mlx_packs.data.groups import GroupPlan
 from mlx_packs.data.trees import TreeCollate
+from mlx_packs.objectives.causal_lm import CausalLM
 from mlx_packs.runtime import mx
 from mlx_packs.tasks import shared_prefix
 from tests.data.test_groups import documents as documents_of
@@ -58,6 +59,7 @@ def losses_of(run) -> list[float]:
     [
         {},
         {"micro_batches": 2, "grad_accumulation_steps": 2},
+        {"batch_size": 1, "grad_accumulation_steps": 4, "iters": 8},
         pytest.param({"recompute": "block", "matmul_path": "transient"}, marks=pytest.mark.slow),
         pytest.param({"loss_on": "all", "method": "full"}, marks=pytest.mark.slow),
     ],
@@ -75,7 +77,7 @@ def test_a_run_on_trees_learns_what_one_on_rows_learns(data, tmp_path, changes):
         off = mx.linalg.norm(trees.pack.tensors[name] - tensor)
         assert off.item() < 1e-3 * mx.linalg.norm(tensor).item(), name
     shared = trees.report["shared_prefix"]
-    assert shared["tokens"] >= 24 and 0.3 < shared["saved"] < 0.75
+    assert shared["tokens"] >= 24 and 0.25 < shared["saved"] < 0.75
     assert rows.report["shared_prefix"] is None
 
 
@@ -330,6 +332,26 @@ def test_what_examples_have_in_common_is_searched_for_once(data, tmp_path, monke
 def test_auto_shares_nothing_with_the_projection_stack(objective):
     train = TrainConfig(share_prefix="auto", objective=objective)
     assert shared_prefix.may_share(train, LORA) == (objective == "transformer")
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_an_update_computes_its_prefix_once_unless_something_is_drawn(
+    data, tmp_path, dropout, monkeypatch
+):
+    """Two batches of two pieces: the prefix is passed twice for each of three updates, or never."""
+    passed = []
+    keep = CausalLM.keep_prefixes
+    monkeypatch.setattr(
+        CausalLM,
+        "keep_prefixes",
+        lambda self, prefix: passed.append(prefix.shape) or keep(self, prefix),
+    )
+    settings = {"micro_batches": 2, "grad_accumulation_steps": 2, "iters": 6}
+    trained(
+        data, tmp_path / "p", LoRAConfig(rank=4, dropout=dropout), share_prefix="on", **settings
+    )
+    assert len(passed) == (0 if dropout else 6)
+    assert len(set(passed)) <= 1
 
 
 def test_without_a_common_beginning_nothing_is_shared(tmp_path, capsys):
