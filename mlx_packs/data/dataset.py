@@ -26,6 +26,7 @@ class Tree(NamedTuple):
     groups: int
     prefix: int  # inputs of each
     recurs: bool = False  # whether what else an update has begins with the same prefixes
+    spans: Layout | None = None  # of packed examples the inputs of each, one after the other
 
 
 class ExampleSet(Protocol):

@@ -65,6 +65,11 @@ def saved_share(shape: tuple[float, float], groups: float, prefix: float) -> flo
     return (rows - groups) * prefix / (rows * inputs)
 
 
+def planned_share(saved: float) -> float:
+    """Return the memory of a tree that saves such a share of inputs, by the memory of its rows."""
+    return 1 - (1 - _KEPT) * saved
+
+
 def planted(batch: Batch, prefix: int, groups: int, recurs: bool = False) -> Batch:
     """Return the tree of a batch of rows; rows without an example take any prefix."""
     tokens, positions = batch.inputs["tokens"], batch.inputs["positions"]
@@ -180,7 +185,7 @@ class TreeCollate:
         saved = saved_share((self.batch_size, width), groups, tokens.prefix)
         if saved < self.least:
             return width, slots
-        return math.ceil(width * (1 - (1 - _KEPT) * saved)), slots
+        return math.ceil(width * planned_share(saved)), slots
 
     def _tokens_of(self, order: np.ndarray) -> TokenCollate:
         """Return what lays out the rows of a batch, padded after what its groups have in common."""

@@ -16,7 +16,7 @@ import mlx.nn as nn
 
 from ..ops.attention import attention, has_fused_gradient
 from ..ops.profile import profile
-from ..ops.span_attention import Spans, span_attention
+from ..ops.span_attention import SharedKeys, Spans, span_attention
 from ..ops.watchdog import product_calls, watched_chip
 from .frozen_weight import frozen_weight
 from .lora import GroupedLoRA
@@ -92,7 +92,10 @@ class GroupedAttention(GroupedBlock):
             seen += cache.offset
         ours = cache is None or isinstance(cache, SegmentCache | PrefixKeys)
         ours = ours and (self.training or profile().cuts_scores(rows * self.n_heads, seen))
-        if spans:  # positions run on, as they may: what counts is how far two of them are apart
+        if spans and isinstance(cache, PrefixKeys):
+            shared = SharedKeys(*cache.kept, self.rope, mask.size)
+            attended = span_attention(queries, keys, values, self.scale, spans, shared)
+        elif spans:  # positions run on, as they may: what counts is how far two of them are apart
             queries = self.rope(queries, offset=cache.offset)
             keys = self.rope(keys, offset=cache.offset)
             attended = span_attention(queries, keys, values, self.scale, spans)
@@ -196,9 +199,24 @@ def _decoded(
 
 def _spans_of(cache: Any, mask: Any) -> Spans | None:
     """Return the segments that attention is computed for one after the other, if it is."""
+    if isinstance(cache, PrefixKeys):
+        return cache.spans
     if isinstance(cache, SegmentCache) and mask is cache.unwindowed:
         return cache.spans
     return None
+
+
+def attends_in_groups(model: nn.Module) -> bool:
+    """Return whether the attention of every block of a model is, or will be, `GroupedAttention`."""
+    return len(_attentions(model)) == len(model.layers)
+
+
+def _attentions(model: nn.Module) -> list[nn.Module]:
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, GroupedAttention) or block_kind(module) is ATTENTION
+    ]
 
 
 def attends_by_spans(model: nn.Module) -> bool:
@@ -206,11 +224,7 @@ def attends_by_spans(model: nn.Module) -> bool:
 
     It is so for grouped projections on a device where MLX's own attention has a fused gradient.
     """
-    attentions = [
-        module
-        for module in model.modules()
-        if isinstance(module, GroupedAttention) or block_kind(module) is ATTENTION
-    ]
+    attentions = _attentions(model)
     return bool(attentions) and all(
         has_fused_gradient(mx.bfloat16, attention.rope.dims, "causal") for attention in attentions
     )

@@ -7,16 +7,27 @@ graph; a pass over what follows, the suffixes, reads them there.
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+if TYPE_CHECKING:
+    from ..ops.span_attention import Spans
+
 Arrays = Sequence[mx.array | None]
 Forward = Callable[[mx.array, list["PrefixCache"]], mx.array]
 KeptArrays = Mapping[str, mx.array]  # what suffixes read of prefixes, by name
 STATES = "states"  # the name of the states of prefixes among them
+
+
+@dataclass(frozen=True)
+class Window:
+    """The mask of packed suffixes: each input sees so many of its own past; None is all."""
+
+    size: int | None
 
 
 class PrefixCache:
@@ -52,6 +63,10 @@ class PrefixCache:
         other.copies = copies
         return other.keeping(self.left())
 
+    def before_spans(self, spans: "Spans") -> "PrefixCache":
+        """Return the cache of packed suffixes, which are computed span by span."""
+        raise ValueError("packed rows share no recurrent states")
+
     def _for_each_suffix(self, array: mx.array) -> mx.array:
         """Return a view [G, copies, ...] of an array [G, ...]."""
         shape = (array.shape[0], self.copies, *array.shape[1:])
@@ -64,9 +79,12 @@ class PrefixKeys(PrefixCache):
     start_position = 0  # of the first key; mlx-lm's chunked caches cut some off
     keys: mx.array | None = None
     values: mx.array | None = None
+    spans: "Spans | None" = None  # of packed suffixes, whose attention reads ``kept`` itself
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Return keys and values of prefix and suffix, [B, heads, P + T, D]."""
+        if self.spans is not None:
+            raise ValueError("its attention is not computed span by span")
         if self.kept is not None:
             keys = self._joined(self.kept[0], keys)
             values = self._joined(self.kept[1], values)
@@ -84,16 +102,23 @@ class PrefixKeys(PrefixCache):
         N: int,  # noqa: N803 - mlx-lm passes it by this name
         return_array: bool = False,
         window_size: int | None = None,
-    ) -> mx.array | str | None:
+    ) -> "mx.array | str | Window | None":
         """Return the mask of N inputs, an array where a window hides keys."""
         from mlx_lm.models.base import create_causal_mask
 
+        if self.spans is not None:
+            return Window(window_size)
         hides = window_size is not None and self.offset + N > window_size
         if return_array or hides:
             return create_causal_mask(N, self.offset, window_size=window_size)
         if N == 1:
             return None
         return "causal"
+
+    def before_spans(self, spans: "Spans") -> "PrefixKeys":
+        other = copy.copy(self)
+        other.spans = spans
+        return other
 
     def maybe_trim_front(self) -> None:
         """Cut no keys off: a mask hides them."""
@@ -201,6 +226,7 @@ def tree_states(
     prefixes: mx.array,
     suffixes: mx.array,
     kept: KeptArrays | None = None,
+    spans: "Spans | None" = None,
 ) -> mx.array:
     """Return the states of prefixes and then of their suffixes, [G P + R S, D].
 
@@ -210,6 +236,7 @@ def tree_states(
         prefixes: inputs [G, P], or [G, P, D].
         suffixes: inputs [R, S], or [R, S, D]; R / G of each prefix in turn.
         kept: what `keep_prefixes` returned for these prefixes, which are not computed then.
+        spans: of one prefix, the inputs of each suffix in packed rows.
     """
     groups, length = prefixes.shape[:2]
     copies = suffixes.shape[0] // groups
@@ -220,7 +247,10 @@ def tree_states(
     for layer, cache in enumerate(caches):
         cache.take([kept.get(f"{layer}.{i}") for i in range(len(cache.left()))])
 
-    of_suffixes = forward(suffixes, [cache.after(length, copies) for cache in caches])
+    following = [cache.after(length, copies) for cache in caches]
+    if spans is not None:
+        following = [cache.before_spans(spans) for cache in following]
+    of_suffixes = forward(suffixes, following)
     return mx.concatenate([kept[STATES], of_suffixes.flatten(0, 1)])
 
 

@@ -124,7 +124,7 @@ def _head(module: nn.Module, keeps_quantized: bool) -> FrozenHead:
 def segments_of(inputs: Inputs, layout: Layout) -> mx.array | Layout | None:
     """Return the segments of packed rows: an array [B, T], or the inputs of each; else None."""
     if isinstance(layout, Tree):
-        return None
+        return layout.spans
     return inputs.get("segments", layout or None)
 
 
@@ -151,13 +151,13 @@ def forward(
             (nn/frozen_blocks.py).
         segments: [B, T], where examples are packed; an input sees its own segment alone.
         offset: position of the first input of packed examples.
-        prefix: [G, P], or float [G, P, D], which B / G rows of tokens in turn follow. The output is
-            [G P + B T, D], of the prefixes first (nn/prefix.py).
+        prefix: [G, P], or float [G, P, D], which B / G rows of tokens in turn follow, or each of
+            their segments. The output is [G P + B T, D], of the prefixes first (nn/prefix.py).
         kept: what `keep_prefixes` returned for these prefixes, which are not computed then.
     """
     if prefix is not None:
         run = partial(_with_caches, model, part)
-        return load("nn.prefix:tree_states")(model, run, prefix, tokens, kept)
+        return load("nn.prefix:tree_states")(model, run, prefix, tokens, kept, segments)
     if tokens.ndim == 3:
         with injected(model, tokens):
             unread = mx.zeros(tokens.shape[:2], mx.int32)

@@ -30,22 +30,30 @@ _NEGLIGIBLE = 1e-3  # of the largest gradient's length: shorter ones may be roun
 Gradients = dict[str, mx.array]
 
 
-def why_not_shared(model: nn.Module, head: Head | None, vocab_size: int) -> str | None:
+def why_not_shared(
+    model: nn.Module, head: Head | None, vocab_size: int, packed: bool = False
+) -> str | None:
     """Return why a tree differs from its rows, in a line; None if it does not.
 
     Args:
         model: the model as it trains: with its adapters and its activation checkpointing.
         head: the model as hidden states and head, None where it cannot be split.
         vocab_size: of its tokens.
+        packed: whether the rows of the tree are packed.
     """
     rows, tree = _probe(vocab_size)
+    layout = Tree(1, _PREFIX)
+    if packed:
+        tree["tokens"] = tree["tokens"].reshape(1, -1)
+        layout = Tree(1, _PREFIX, spans=((_SUFFIX, _SUFFIX),))
+
     part = part_of(model, head)
     allowed = _ROUNDING[forward(model, part, rows[0]["tokens"]).dtype]
 
     with _without_noise(model):
         of_rows = [_loss_and_gradients(model, head, row) for row in rows]
         try:
-            loss, gradients = _loss_and_gradients(model, head, tree, Tree(1, _PREFIX))
+            loss, gradients = _loss_and_gradients(model, head, tree, layout)
         except (TypeError, ValueError, AttributeError, IndexError, KeyError, RuntimeError) as error:
             return f"it does not take the caches of a prefix: {textwrap.shorten(str(error), 120)}"
 
@@ -62,7 +70,7 @@ def why_not_shared(model: nn.Module, head: Head | None, vocab_size: int) -> str 
     return None
 
 
-def _probe(vocab_size: int) -> tuple[list[Inputs], Inputs]:
+def _probe(vocab_size: int) -> tuple[list[Inputs], dict[str, mx.array]]:
     """Return two rows with a target at each input, and both as a tree."""
     tokens = np.random.default_rng(0).integers(0, vocab_size, (2, _PREFIX + _SUFFIX + 1))
     tokens[1, :_PREFIX] = tokens[0, :_PREFIX]
@@ -83,7 +91,7 @@ def _probe(vocab_size: int) -> tuple[list[Inputs], Inputs]:
     return [_arrays(row) for row in rows], _arrays(tree)
 
 
-def _arrays(inputs: dict[str, np.ndarray]) -> Inputs:
+def _arrays(inputs: dict[str, np.ndarray]) -> dict[str, mx.array]:
     return {name: mx.array(values.astype(np.int32)) for name, values in inputs.items()}
 
 

@@ -15,6 +15,7 @@ from ..data.batches import evaluation_set, training_set
 from ..data.dataset import Batch, Dataset
 from ..data.encoding import Examples
 from ..data.formats import TEXT, TOKEN_FORMATS, format_of
+from ..data.packed_trees import packed_trees
 from ..data.rows import Splits
 from ..data.sampler import Draw, Sampler
 from ..data.shapes import sequence_inputs
@@ -134,10 +135,12 @@ class CausalLMTask(TokenTask):
         t, inputs = phase.train, sequence_inputs(phase.train.max_seq_length)
         aligned = t.packing and not draw.replay and attends_by_spans(self.base.model)
         sampler = Sampler(examples.lengths, t.batch_size, inputs, t.seed, t.packing, draw, aligned)
-        self.trees = self._plan_trees(phase, examples, draw)
-        if self.trees is not None:
-            return self.trees.dataset(examples, sampler)
-        return training_set(examples, sampler)
+        self.trees = self._plan_trees(phase, examples, sampler)
+        if self.trees is None:
+            return training_set(examples, sampler)
+        if sampler.packing:
+            return packed_trees(self.trees, examples, sampler)
+        return self.trees.dataset(examples, sampler)
 
     def evaluation(self, phase: RunPhase, examples: Examples, chosen: np.ndarray) -> Dataset:
         """Return examples by length."""
@@ -202,7 +205,7 @@ class CausalLMTask(TokenTask):
             prepare_packing(trainable, head, train.max_seq_length, self.base.vocab_size)
         self._limit_exam(data[-1])
         if self.trees is not None:
-            check_trees(trainable, head)
+            check_trees(trainable, head, train.packing)
         else:
             self.frozen = self._frozen_activations(trainable, head, data, memory)
         self.scorer = Scorer(trainable.model, head)

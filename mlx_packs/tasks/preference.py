@@ -85,7 +85,7 @@ class PreferenceTask(TokenTask):
         t, inputs = phase.train, sequence_inputs(phase.train.max_seq_length)
         size = t.batch_size if t.packing else 2 * t.batch_size
         sampler = GroupedSampler(examples.lengths, size, inputs, t.seed, t.packing, draw)
-        self.trees = self._plan_trees(phase, examples, draw, together=2)
+        self.trees = self._plan_trees(phase, examples, sampler, together=2)
         return preference_set(examples, sampler, self.is_scored, self.trees)
 
     def evaluation(

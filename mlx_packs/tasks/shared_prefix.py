@@ -2,15 +2,19 @@
 
 import numpy as np
 
+from .. import runtime
 from ..adapters.trainable import Trainable
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..data.chains import merged, merged_share
 from ..data.encoding import Examples
 from ..data.groups import GroupPlan, with_groups
+from ..data.sampler import Sampler
+from ..data.shapes import sequence_inputs
 from ..data.trees import LEAST, WORTHWHILE, Steps, TreePlan
 from ..display import Display
 from ..errors import PackError
+from ..nn.blocks import attends_in_groups
 from ..objectives.causal_lm import Head, split_head
 from ..objectives.shared_prefix import why_not_shared
 from ..packs.base import Base
@@ -20,7 +24,7 @@ def merge_chains(
     train: TrainConfig, lora: LoRAConfig, examples: Examples, display: Display
 ) -> Examples:
     """Return the examples with those that begin others merged, where that saves enough."""
-    if not may_share(train, lora):
+    if train.packing or not may_share(train, lora):
         return examples
 
     whole = merged(examples)
@@ -49,7 +53,12 @@ def shared_report(trees: TreePlan | GroupPlan | None, examples: Examples) -> dic
 
 
 def plan_trees(
-    train: TrainConfig, lora: LoRAConfig, examples: Examples, chosen: np.ndarray, together: int = 0
+    train: TrainConfig,
+    lora: LoRAConfig,
+    examples: Examples,
+    chosen: np.ndarray,
+    together: int = 0,
+    packed: bool = False,
 ) -> TreePlan | None:
     """Return how the batches of chosen examples are trees; None if they are rows.
 
@@ -59,6 +68,9 @@ def plan_trees(
         return None
 
     rows = train.batch_size * max(together, 1)
+    if packed:
+        inputs = sequence_inputs(train.max_seq_length)
+        rows = round(rows * inputs / (float(examples.lengths.mean()) - 1))
     least = least_saved(train)
     steps = None
     if not draws_at_random(train, lora):
@@ -94,7 +106,7 @@ def may_share(train: TrainConfig, lora: LoRAConfig) -> bool:
         return train.share_prefix == "on"
     draws = draws_at_random(train, lora)  # once for a prefix
     caches = train.cache_frozen == "on" or (train.cache_frozen == "auto" and lora.num_layers > 0)
-    is_other = train.packing or train.pipeline or train.objective != "transformer"
+    is_other = train.pipeline or train.objective != "transformer"
     return not (draws or caches or is_other)
 
 
@@ -103,13 +115,19 @@ def draws_at_random(train: TrainConfig, lora: LoRAConfig) -> bool:
     return lora.dropout > 0 or train.neftune_noise_alpha > 0
 
 
-def computes_trees(train: TrainConfig, base: Base, display: Display) -> bool:
+def computes_trees(
+    train: TrainConfig, base: Base, display: Display, sampler: Sampler | None = None
+) -> bool:
     """Return whether the model computes trees exactly; say so where it does not.
+
+    With a ``sampler`` of packed examples those of its batches, too.
 
     Raises:
         PackError: it does not, and trees are asked for.
     """
     reason = why_not_shared(base.model, split_head(base.model), base.vocab_size)
+    if reason is None and sampler is not None and sampler.packing:
+        reason = _why_not_packed(base, sampler)
     if reason is None:
         return True
 
@@ -125,14 +143,26 @@ def computes_trees(train: TrainConfig, base: Base, display: Display) -> bool:
     return False
 
 
-def check_trees(trainable: Trainable, head: Head | None) -> None:
+def _why_not_packed(base: Base, sampler: Sampler) -> str | None:
+    """Return why packed examples are no trees, in a line; None if they are."""
+    if runtime.COMPILES and not sampler.aligned:
+        return "with --packing its batches would each be compiled"
+    if not attends_in_groups(base.model):
+        return "with --packing its attention is not computed example by example"
+    return None
+
+
+def check_trees(trainable: Trainable, head: Head | None, packed: bool = False) -> None:
     """Check that trees have the gradients of rows, with what is trained and recomputed.
 
     Raises:
         PackError: they have others.
     """
     base = trainable.base
-    if reason := why_not_shared(trainable.model, head, base.vocab_size):
+    reason = why_not_shared(trainable.model, head, base.vocab_size)
+    if reason is None and packed:
+        reason = why_not_shared(trainable.model, head, base.vocab_size, packed=True)
+    if reason:
         family = base.config.get("model_type", base.name)
         raise PackError(
             f"--share-prefix: a {family} model as it is trained here does not compute a common "

@@ -87,20 +87,23 @@ class TokenTask(Task):
         raise NotImplementedError
 
     def _plan_trees(
-        self, phase: RunPhase, examples: Examples, draw: Draw, together: int = 0
+        self, phase: RunPhase, examples: Examples, sampler: Sampler, together: int = 0
     ) -> TreePlan | GroupPlan | None:
         """Return how training batches are trees, and show it; None if they are rows."""
-        train = phase.train
+        train, draw = phase.train, sampler.draw
+        if sampler.packing and together:
+            return None
+
         drawn = np.arange(len(examples))[: draw.stop]
-        trees = plan_trees(train, self.lora, examples, drawn, together)
-        if not together and not draw.replay:  # of the own examples alone
+        trees = plan_trees(train, self.lora, examples, drawn, together, sampler.packing)
+        if not (together or draw.replay or sampler.packing):  # of the own examples alone
             trees = plan_groups(train, examples, drawn[draw.first :], trees)
 
         if trees is None:
             if not examples.merged:
                 say_nothing_shared(train, self.display)
             return None
-        if not computes_trees(train, self.base, self.display):
+        if not computes_trees(train, self.base, self.display, sampler):
             return None
 
         show_trees(trees, examples, draws_at_random(train, self.lora), self.display)

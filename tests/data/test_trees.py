@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from mlx_packs.data.batches import TokenCollate
+from mlx_packs.data.dataset import Tree
 from mlx_packs.data.encoding import Example, Examples
 from mlx_packs.data.sampler import Sampler
 from mlx_packs.data.trees import (
@@ -107,14 +108,14 @@ def test_pieces_that_compute_their_prefix_once_are_all_trees():
     examples = examples_of(50, 61, 44, 55)
     collate = TreeCollate(TokenCollate(4, 96, prefix=32), steps=Steps(1, 1))
     tree = collate(examples, range(4))
-    assert tree.layout == (1, 32, False)  # it may be the only step of its update
+    assert tree.layout == Tree(1, 32)  # it may be the only step of its update
     for piece in collate.split(tree, 4):
-        assert piece.layout == (1, 32, True) and piece.inputs["tokens"].shape[0] == 1
+        assert piece.layout == Tree(1, 32, True) and piece.inputs["tokens"].shape[0] == 1
 
     groups = TreeCollate(TokenCollate(4, 96), np.array([35, 35]), 2, steps=Steps(2, 1))
     batch = groups(examples, np.arange(4))
-    assert batch.layout == (2, 32, False)
-    assert [piece.layout for piece in groups.split(batch, 2)] == [(1, 32, False)] * 2
+    assert batch.layout == Tree(2, 32)
+    assert [piece.layout for piece in groups.split(batch, 2)] == [Tree(1, 32)] * 2
 
 
 @pytest.mark.parametrize(
@@ -136,10 +137,10 @@ def test_the_prefix_of_an_update_counts_once(steps, rows, saved):
     collate = plan.collate(examples, Sampler(examples.lengths, rows, 96))
     recurs = steps is not None and steps.are_several
     assert collate(examples, np.arange(rows)).layout == (
-        (1, 32, recurs) if recurs or rows > 1 else ()
+        Tree(1, 32, recurs) if recurs or rows > 1 else ()
     )
     held_out = plan.held_out(examples, 96, np.arange(4))
-    assert {batch.layout for batch in held_out.once()} == {(1, 32, False) if rows > 1 else ()}
+    assert {batch.layout for batch in held_out.once()} == {Tree(1, 32) if rows > 1 else ()}
 
 
 def test_a_prefix_that_saves_too_little_is_left_in_the_rows():

@@ -3,15 +3,18 @@
 import numpy as np
 import pytest
 
-from mlx_packs import LoRAConfig, TrainConfig, train_pack
+from mlx_packs import LoRAConfig, TrainConfig, runtime, train_pack
 from mlx_packs.data import trees as trees_of
 from mlx_packs.data.groups import GroupPlan
+from mlx_packs.data.sampler import Sampler
 from mlx_packs.data.trees import TreeCollate
+from mlx_packs.display import NORMAL, Display
 from mlx_packs.objectives.causal_lm import CausalLM
 from mlx_packs.runtime import mx
 from mlx_packs.tasks import shared_prefix
 from tests.data.test_groups import documents as documents_of
 from tests.helpers.errors import raises
+from tests.helpers.models import base_of
 from tests.helpers.rows import write_rows
 
 SYSTEM = "You turn reminders into JSON with the keys task, day and time, and nothing else at all."
@@ -60,6 +63,8 @@ def losses_of(run) -> list[float]:
         {},
         {"micro_batches": 2, "grad_accumulation_steps": 2},
         {"batch_size": 1, "grad_accumulation_steps": 4, "iters": 8},
+        {"packing": True, "batch_size": 2},
+        {"packing": True, "batch_size": 2, "micro_batches": 2, "grad_accumulation_steps": 2},
         pytest.param({"recompute": "block", "matmul_path": "transient"}, marks=pytest.mark.slow),
         pytest.param({"loss_on": "all", "method": "full"}, marks=pytest.mark.slow),
     ],
@@ -302,7 +307,7 @@ def trained_again(data, folder):
         (LoRAConfig(rank=4, num_layers=2), {}, False),
         (LoRAConfig(rank=4, num_layers=2), {"cache_frozen": "off"}, True),
         (LORA, {"neftune_noise_alpha": 5.0}, False),
-        (LORA, {"packing": True}, False),
+        (LORA, {"packing": True}, True),
         (LORA, {"batch_size": 1}, False),
     ],
     ids=str,
@@ -354,6 +359,26 @@ def test_an_update_computes_its_prefix_once_unless_something_is_drawn(
     assert len(set(passed)) <= 1
 
 
+def test_packed_examples_of_other_attention_are_computed_whole(data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(shared_prefix, "attends_in_groups", lambda model: False)
+    with raises("unsupported", "share_prefix", "not computed example by example"):
+        trained(data, tmp_path / "on", share_prefix="on", packing=True)
+    run = trained(data, tmp_path / "auto", share_prefix="auto", packing=True, iters=1)
+    assert "every row of a qwen3 model: with --packing its attention" in capsys.readouterr().err
+    assert run.report["shared_prefix"] is None
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_packed_batches_that_would_each_be_compiled_are_no_trees(monkeypatch, capsys, aligned):
+    """On a GPU they are where they have their spans in common."""
+    monkeypatch.setattr(runtime, "COMPILES", True)
+    train = TrainConfig(share_prefix="auto", packing=True)
+    sampler = Sampler(np.array([40, 50]), 1, 64, packing=True, aligned=aligned)
+    base = base_of("qwen3")
+    assert shared_prefix.computes_trees(train, base, Display(NORMAL), sampler) == aligned
+    assert ("would each be compiled" in capsys.readouterr().err) != aligned
+
+
 def test_without_a_common_beginning_nothing_is_shared(tmp_path, capsys):
     rows = [{"text": f"{i} is the number of this text, which is long enough."} for i in range(8)]
     data = write_rows(tmp_path / "d", train=rows, valid=rows[:2])
@@ -390,8 +415,14 @@ def test_a_model_whose_trees_have_other_gradients_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("packing", True), ("cache_frozen", "on"), ("pipeline", True)]
+    ("name", "value", "others"),
+    [
+        ("packing", True, {"task": "dpo"}),
+        ("cache_frozen", "on", {}),
+        ("pipeline", True, {}),
+    ],
 )
-def test_what_does_not_go_with_trees_is_named(name, value):
+def test_what_does_not_go_with_trees_is_named(name, value, others):
     with raises("conflict", name, "--share-prefix on"):
-        TrainConfig(share_prefix="on", **{name: value})
+        TrainConfig(share_prefix="on", **{name: value}, **others)
+    TrainConfig(share_prefix="auto", **{name: value}, **others)
