@@ -35,6 +35,8 @@ ONE_BY_ONE = frozenset(
     "afm7 baichuan_m1 bailing_moe_linear gear gemma2 gpt_bigcode jamba longcat_flash_ngram mamba "
     "nemotron-nas nemotron_h olmo_hybrid phi3small rwkv7".split()
 )
+# Its windows show a key more than its caches keep: other logits if a prompt is read in parts.
+READ_WHOLE = frozenset({"plamo3"})
 CACHE_DIFFERS = frozenset({"gemma3n"})  # other logits with a cache than without
 MIXTURES_SINCE = (0, 32)  # of mlx-lm
 # Encoders of other families that people train with sentence-transformers, by model_type.
@@ -85,6 +87,11 @@ def tasks_of(model_type: str) -> list[str]:
 def family_of(model: nn.Module) -> str:
     """Return the module of mlx_lm.models that a model comes from, or where else it is defined."""
     return type(model).__module__.rpartition(".")[2]
+
+
+def reads_in_parts(model: nn.Module) -> bool:
+    """Return whether the logits after a prompt are the same if a part of it is read before."""
+    return family_of(model) not in READ_WHOLE
 
 
 def is_batchable(name: str, model: nn.Module) -> bool:

@@ -62,7 +62,8 @@ def time_generation(base: Base, prompts: Sequence[Sequence[int]], max_tokens: in
     mx.clear_cache()
     mx.reset_peak_memory()
     count, at_first, first, started = 0, 0, None, time.perf_counter()
-    for i, _ in stream_batch(base, prompts, max_tokens, len(prompts), stop=False):
+    texts = stream_batch(base, prompts, max_tokens, len(prompts), stop=False, shares=False)
+    for i, _ in texts:
         count += 1
         started_prompts.add(i)
         if first is None and len(started_prompts) == len(prompts):

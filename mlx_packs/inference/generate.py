@@ -1,9 +1,11 @@
 """Generate text with a base, with or without a pack, for one prompt or many, by mlx-lm."""
 
+import copy
+import os.path
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..bases.families import is_batchable
+from ..bases.families import is_batchable, reads_in_parts
 from ..bases.tokenizer import text_tokens
 from ..bases.turns import given_variables, render_conversation
 from ..config.parse import build
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from ..runtime import mx
 
 PENALIZED_TOKENS = 64  # to which a repetition penalty applies
+_LEAST_SHARED = 16  # tokens that prompts have in common, which are read once
+_READ_AT_ONCE = 2048  # tokens of a prompt, as mlx-lm reads them
 
 
 def chat_prompt(
@@ -118,16 +122,18 @@ def stream_batch(
     max_tokens: int | Sequence[int] = 100,
     batch_size: int = 8,
     stop: bool = True,
+    shares: bool = True,
 ) -> Iterator[tuple[int, int]]:
     """Yield (index of the prompt, token) for many prompts, greedily, ``batch_size`` at a time.
 
     Batching is continuous, by mlx-lm: prompts of different lengths share a batch, and when one has
     ended the next takes its place. Without ``stop`` each text has exactly ``max_tokens`` tokens.
+    What the prompts begin with is read once, if ``shares``.
 
     Raises:
         PackError: the model's cache cannot be batched, or a prompt is empty.
     """
-    for i, token, ends in _generated(base, prompts, max_tokens, batch_size, stop):
+    for i, token, ends in _generated(base, prompts, max_tokens, batch_size, stop, None, shares):
         if not ends:
             yield i, token
 
@@ -138,6 +144,7 @@ def sample_batch(
     max_tokens: Sequence[int],
     batch_size: int,
     sampler: "Callable[[mx.array], mx.array] | None" = None,
+    shares: bool = True,
 ) -> list[list[int]]:
     """Return the tokens that follow each prompt, with the token that ends them, if one did.
 
@@ -147,12 +154,13 @@ def sample_batch(
         max_tokens: the most that follow each.
         batch_size: how many are generated at a time.
         sampler: of log-probabilities [N, V], the tokens [N]; None takes the likeliest.
+        shares: whether what the prompts begin with is read once.
 
     Raises:
         PackError: as of `stream_batch`.
     """
     tokens: list[list[int]] = [[] for _ in prompts]
-    for i, token, _ in _generated(base, prompts, max_tokens, batch_size, True, sampler):
+    for i, token, _ in _generated(base, prompts, max_tokens, batch_size, True, sampler, shares):
         tokens[i].append(token)
     return tokens
 
@@ -164,6 +172,7 @@ def _generated(  # noqa: PLR0913 - what a batch of texts depends on
     batch_size: int,
     stop: bool,
     sampler: "Callable[[mx.array], mx.array] | None" = None,
+    shares: bool = True,
 ) -> Iterator[tuple[int, int, bool]]:
     """Yield (index of the prompt, token, whether it ends the text) for many prompts."""
     from mlx_lm.generate import BatchGenerator
@@ -196,15 +205,65 @@ def _generated(  # noqa: PLR0913 - what a batch of texts depends on
         prefill_batch_size=batch_size,
     )
     try:
-        numbers = generator.insert([list(prompt) for prompt in prompts], limits)
-        order = {number: i for i, number in enumerate(numbers)}
         with factors_cast(base.model):
+            counts, read = [0] * len(prompts), [None] * len(prompts)
+            if shares and reads_in_parts(base.model):
+                counts, read = _read_once(base, prompts, batch_size, generator.stream)
+            begun = [list(p[:count]) for p, count in zip(prompts, counts, strict=True)]
+            rest = [list(p[count:]) for p, count in zip(prompts, counts, strict=True)]
+            numbers = generator.insert(rest, limits, read, begun)
+
+            order = {number: i for i, number in enumerate(numbers)}
             while responses := generator.next_generated():
                 for response in responses:
                     ends = response.finish_reason == "stop"
                     yield order[response.uid], response.token, ends
     finally:
         generator.close()
+
+
+def _read_once(
+    base: "BaseModel", prompts: Sequence[Sequence[int]], batch_size: int, stream: "mx.Stream"
+) -> tuple[list[int], list[list[Any] | None]]:
+    """Return how many tokens of each prompt were read, and the caches that have them; None is none.
+
+    What all prompts begin with is read once, and so is each prompt if some come several times. All
+    texts begin together as they would otherwise, so that samples are the same: each prompt has two
+    tokens left at least, or each has one.
+    """
+    from mlx_lm.models.cache import make_prompt_cache
+
+    common = len(os.path.commonprefix([list(prompt) for prompt in prompts]))
+    shortest = min(len(prompt) for prompt in prompts)
+    common = min(common, shortest - 2)
+    shared = None
+    if len(prompts) == 1 or common < _LEAST_SHARED:
+        common = 0
+    else:
+        shared = make_prompt_cache(base.model)
+        _read(base, prompts[0][:common], shared, stream)
+
+    distinct = list(dict.fromkeys(tuple(prompt) for prompt in prompts))
+    caches = dict.fromkeys(distinct, (common, shared))
+    repeats = len(distinct) < len(prompts) and shortest > _LEAST_SHARED
+    if repeats and len(distinct) <= batch_size:
+        for prompt in distinct:
+            own = copy.deepcopy(shared) or make_prompt_cache(base.model)
+            _read(base, prompt[common:-1], own, stream)
+            caches[prompt] = len(prompt) - 1, own
+
+    begun = [caches[tuple(prompt)] for prompt in prompts]
+    return [count for count, _ in begun], [cache for _, cache in begun]
+
+
+def _read(base: "BaseModel", tokens: Sequence[int], cache: list[Any], stream: "mx.Stream") -> None:
+    """Let a cache have tokens, some at a time."""
+    from ..runtime import mx
+
+    with mx.stream(stream):
+        for start in range(0, len(tokens), _READ_AT_ONCE):
+            base.model(mx.array([tokens[start : start + _READ_AT_ONCE]]), cache=cache)
+            mx.eval([each.state for each in cache])
 
 
 def _generated_alone(

@@ -203,7 +203,7 @@ class GRPOTask(Task):
         room = [train.max_seq_length - len(tokens) for tokens in asked]
         limits = [min(train.max_completion_length, each) for each in room]
         at_once = min(len(asked), _MOST_AT_ONCE)
-        return sample_batch(self.base, asked, limits, at_once, sampler)
+        return sample_batch(self.base, asked, limits, at_once, sampler, self.shares_prompts)
 
     def _rewards(
         self, prompts: Prompts, indices: Sequence[int], completions: Sequence[Sequence[int]]

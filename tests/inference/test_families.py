@@ -15,7 +15,13 @@ from tests.helpers.family_sweep import FAMILIES, sweep
 
 LONG = [(5 * i + 3) % 120 for i in range(37)]
 PROMPTS = ([5, 9, 3], [7, 2], LONG)  # other lengths, and two rows: as many as KV heads
-CASES = {"three": PROMPTS, "two": (LONG, [7, 2])}
+COMMON = [(7 * i + 2) % 120 for i in range(21)]
+CASES = {
+    "three": PROMPTS,
+    "two": (LONG, [7, 2]),
+    "shared": ([*COMMON, 5, 9], [*COMMON, 3], [*COMMON, *LONG]),  # a beginning that is read once
+    "repeated": ([*COMMON, 5, 9], [*COMMON, *LONG], [*COMMON, *LONG], [*COMMON, 5, 9]),
+}
 # mlx-lm cannot batch the cache of llama4, and cannot generate with gear at all.
 MERGED = [f for f in FAMILIES if f not in ("llama4", "gear")]
 
@@ -48,6 +54,32 @@ def test_log_probabilities_in_a_batch_are_those_alone(family):
     for one, other in zip(together, alone, strict=True):
         finite = mx.isfinite(one) & mx.isfinite(other)
         assert mx.abs(mx.where(finite, one - other, 0)).max().item() < 2e-3
+
+
+@pytest.mark.parametrize("case", ["shared", "repeated"])
+@pytest.mark.parametrize("family", sweep(MERGED))
+def test_prompts_that_are_read_once_have_the_log_probabilities_of_each(family, case):
+    """Of five tokens, the same ones, in the same order of samples."""
+    if family in ONE_BY_ONE:
+        return
+    base, steps = base_of(family), []
+    base.tokenizer.eos_token_ids = set()
+    for shares in (False, True):
+        rows = []
+
+        def sampler(log_probs, rows=rows):
+            rows.append(log_probs)
+            return mx.array([7] * len(log_probs))
+
+        prompts = CASES[case]
+        sample_batch(base, prompts, [5] * len(prompts), len(prompts), sampler, shares)
+        steps.append(rows)
+
+    whole, once = steps
+    assert [rows.shape for rows in once] == [rows.shape for rows in whole]
+    for one, other in zip(once, whole, strict=True):
+        finite = mx.isfinite(one) & mx.isfinite(other)
+        assert mx.abs(mx.where(finite, one - other, 0)).max().item() < 1e-3
 
 
 def scores(model, prompts) -> list[mx.array]:

@@ -6,6 +6,7 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models import cache
 
+from mlx_packs.inference import generate
 from mlx_packs.inference.generate import chat_prompt, complete, complete_batch, stream_batch
 from mlx_packs.runtime import mx
 from tests.helpers.errors import raises
@@ -89,3 +90,54 @@ def test_messages_of_a_prompt_are_read_as_those_of_training(shared_tiny):
         assert shared_tiny._prompt_tokens(raw, False, None) == chat_prompt(shared_tiny, plain)
     with raises("invalid", "prompt", "'content'"):
         shared_tiny.generate([{"role": "user"}])
+
+
+def prompt_tokens_of(base, prompts, monkeypatch, **changes) -> tuple[list[list[int]], int]:
+    """Greedy tokens of each prompt, and how many tokens of prompts the model has read."""
+    read = []
+    kind = type(base.model)
+    call = kind.__call__
+
+    def counted(self, tokens, *args, **kwargs):
+        read.append(tokens.size)
+        return call(self, tokens, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "__call__", counted)
+        texts = [[] for _ in prompts]
+        for i, token in stream_batch(base, prompts, 6, 2, stop=False, **changes):
+            texts[i].append(token)
+    return texts, sum(read) - 6 * len(prompts)
+
+
+SYSTEM = [(7 * i + 2) % 120 for i in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "read"),
+    [
+        # two tokens are left of the shortest, and two prompts at a time are padded
+        ([[*SYSTEM, 5, 9], [*SYSTEM, 3], [*SYSTEM, 11, 2, 8]], 39 + 2 * 3 + 4),
+        ([[*SYSTEM, 5, 9]] * 4, 41 + 4),  # all but the last token
+        ([[*SYSTEM, 5], [7, 9, *SYSTEM], [*SYSTEM, 5], [7, 9, *SYSTEM]], 40 + 41 + 4),
+        ([SYSTEM, [*SYSTEM, 3]], 38 + 2 * 3),
+        ([[*SYSTEM[:15], 5], [*SYSTEM[:15], 3]], 32),
+        ([[*SYSTEM, 5, 9]], 42),
+    ],
+)
+def test_what_prompts_begin_with_is_read_once(prompts, read, monkeypatch):
+    base = base_of("qwen3")
+    base.tokenizer = SimpleNamespace(eos_token_ids={0})
+    expected, whole = prompt_tokens_of(base, prompts, monkeypatch, shares=False)
+    texts, count = prompt_tokens_of(base, prompts, monkeypatch)
+    assert texts == expected
+    assert count == read <= whole
+
+
+def test_prompts_that_are_longer_than_what_is_read_at_once(monkeypatch):
+    base = base_of("qwen3")
+    base.tokenizer = SimpleNamespace(eos_token_ids={0})
+    monkeypatch.setattr(generate, "_READ_AT_ONCE", 7)
+    prompts = [[*SYSTEM, 5, 9], [*SYSTEM, 3], [*SYSTEM, 5, 9]]
+    expected, _ = prompt_tokens_of(base, prompts, monkeypatch, shares=False)
+    assert prompt_tokens_of(base, prompts, monkeypatch)[0] == expected
