@@ -32,6 +32,7 @@ _BUNDLED = DataConfig.data
 @options.template_kwargs("Variables of the chat template.")
 @options.loss_on
 @options.metric
+@options.setting("share_prefix", default="off")
 @options.limit
 @options.execution
 def evaluate(

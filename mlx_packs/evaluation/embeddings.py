@@ -189,6 +189,12 @@ class EmbeddingEvaluator:
                 "conflict",
                 "metric",
             )
+        if settings.share_prefix == "on":
+            raise PackError(
+                f"{base.name}: is an encoder, which shares no prefix. Leave --share-prefix out.",
+                "conflict",
+                "share_prefix",
+            )
         if settings.loss_on is not None or settings.matmul_path not in ("auto", "dense"):
             setting = "loss_on" if settings.loss_on is not None else "matmul_path"
             raise PackError(

@@ -11,14 +11,16 @@ import numpy as np
 from ..adapters.trainable import trainable_modules
 from ..data.batches import evaluation_batches
 from ..data.dataset import Batch, Layout
-from ..data.encoding import EncodingOptions, encode
+from ..data.encoding import EncodingOptions, Examples, encode
 from ..data.formats import TOKEN_FORMATS, Row, format_of
+from ..data.trees import WORTHWHILE, TreePlan
 from ..distributed.group import group
 from ..errors import PackError
 from ..memory.matmul_path import choose_matmul_path
 from ..objectives.causal_lm import Head, LossOptions, split_head, target_loss
 from ..objectives.objective import Inputs, arrays_of
 from ..objectives.score import Score
+from ..objectives.shared_prefix import why_not_shared
 from ..packs.base import Base
 from ..packs.card import format_perplexity
 from ..runtime import is_traced, mx
@@ -244,6 +246,32 @@ class Evaluation:
     answers: list[str] | None
 
 
+def batches_of(base: Base, examples: Examples, settings: EvalSettings) -> list[Batch]:
+    """Return every example once, by length; as trees where that is asked for and saves enough."""
+    chosen = np.arange(len(examples))
+    least = WORTHWHILE if settings.share_prefix == "auto" else 0.0
+    if settings.share_prefix != "off":
+        plan = TreePlan.of(examples, chosen, settings.batch_size, 0, least)
+        saved = plan.saved(examples)
+        if saved > 0 and saved >= least and _computes_trees(base, settings):
+            return plan.held_out(examples, settings.max_seq_length, chosen).once()
+
+    return evaluation_batches(examples, settings.batch_size, settings.max_seq_length)
+
+
+def _computes_trees(base: Base, settings: EvalSettings) -> bool:
+    """Return whether a model computes trees exactly; an error where it has to."""
+    reason = why_not_shared(base.model, split_head(base.model), base.vocab_size)
+    if reason and settings.share_prefix == "on":
+        raise PackError(
+            f"--share-prefix on: {base.name} does not compute a common prefix exactly ({reason}). "
+            "Leave it out.",
+            "unsupported",
+            "share_prefix",
+        )
+    return reason is None
+
+
 class PerplexityEvaluator:
     """Perplexity, token accuracy and right answers of a causal model; see `evaluate.Evaluator`."""
 
@@ -252,7 +280,7 @@ class PerplexityEvaluator:
         options = EncodingOptions(settings.loss_on, length, base.vocab_size)
         examples = encode(rows, base.tokenizer, columns, options)
         self._base = base
-        self._batches = evaluation_batches(examples, settings.batch_size, length)
+        self._batches = batches_of(base, examples, settings)
         self._exam = None
         if metric := metric_of(settings.metric, columns):
             bad = {i for i, _ in examples.bad.errors}

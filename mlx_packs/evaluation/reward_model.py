@@ -114,6 +114,7 @@ def evaluate_reward_model(
     for flag, given in (
         ("loss_on", settings.loss_on is not None),
         ("metric", settings.metric not in (None, NO_METRIC)),
+        ("share_prefix", settings.share_prefix == "on"),
     ):
         if given:
             name = flag.replace("_", "-")

@@ -22,6 +22,7 @@ class EvalSettings:
     loss_on: str | None = None
     matmul_path: str = "auto"
     metric: str | None = None
+    share_prefix: str = "off"
 
 
 def columns_of(pack: Pack | None, data: Data, **specified: Any) -> DataConfig:

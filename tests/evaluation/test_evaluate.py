@@ -4,6 +4,8 @@ import pytest
 
 from mlx_packs import evaluate, load_base
 from mlx_packs.config.choices import ARCHITECTURES
+from mlx_packs.data.trees import TreePlan
+from mlx_packs.evaluation import perplexity
 from mlx_packs.evaluation.evaluate import EVALUATORS
 from tests.helpers.encoders import all_triplets, write_pairs
 from tests.helpers.errors import raises
@@ -66,6 +68,50 @@ def test_an_encoder_has_no_targets_and_no_matmul_path(
     report = evaluate(loaded_encoder, None, held_out_data["encoder"], matmul_path="dense")
     assert report.format == "triplets" and report.pack is None
     assert [line.split()[0] for line in report.lines()] == ["base", "data"]
+
+
+@pytest.fixture(scope="module")
+def alike(tmp_path_factory):
+    """Chats that begin with the same 24 tokens."""
+    system = {"role": "system", "content": "Say what you are told, in as few words as there are."}
+    rows = [chat(f"Say {i}.", f"{'Yes, ' * (i % 3)}{i}.") for i in range(7)]
+    rows = [{"messages": [system, *row["messages"]]} for row in rows]
+    return write_rows(tmp_path_factory.mktemp("data") / "alike", test=rows)
+
+
+def test_what_examples_begin_with_is_computed_once_where_asked_for(shared_tiny, alike, monkeypatch):
+    planted = []
+    held_out = TreePlan.held_out
+    monkeypatch.setattr(
+        TreePlan,
+        "held_out",
+        lambda self, *rest: planted.append(self.prefix) or held_out(self, *rest),
+    )
+    pack = random_pack(shared_tiny, 0)
+    expected = evaluate(shared_tiny, pack, alike)
+    assert not planted
+    for value in ("auto", "on"):
+        report = evaluate(shared_tiny, pack, alike, share_prefix=value)
+        assert planted.pop() >= 16 and not planted
+        assert report.rows == expected.rows and report.targets == expected.targets
+        assert report.base.ppl == pytest.approx(expected.base.ppl, rel=1e-5)
+        assert report.ppl_ratio == pytest.approx(expected.ppl_ratio, rel=1e-5)
+    assert evaluate(shared_tiny, None, alike, batch_size=1, share_prefix="on").rows == 7
+    assert not planted  # nothing is saved
+
+
+def test_a_model_that_computes_trees_otherwise_is_scored_on_rows(shared_tiny, alike, monkeypatch):
+    monkeypatch.setattr(perplexity, "why_not_shared", lambda *_: "its loss is off by 1")
+    with raises("unsupported", "share_prefix", "off by 1"):
+        evaluate(shared_tiny, None, alike, share_prefix="on")
+    expected = evaluate(shared_tiny, None, alike)
+    assert evaluate(shared_tiny, None, alike, share_prefix="auto") == expected
+
+
+def test_an_encoder_shares_no_prefix(loaded_encoder, held_out_data):
+    with raises("conflict", "share_prefix", loaded_encoder.name):
+        evaluate(loaded_encoder, None, held_out_data["encoder"], share_prefix="on")
+    evaluate(loaded_encoder, None, held_out_data["encoder"], share_prefix="auto")
 
 
 def test_rows_of_another_architecture_are_named(shared_tiny, loaded_encoder, held_out_data):
