@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from mlx_packs import LoRAConfig, TrainConfig, runtime, train_pack
+from mlx_packs.adapters.lora import Attached
 from mlx_packs.data import trees as trees_of
 from mlx_packs.data.groups import GroupPlan
 from mlx_packs.data.sampler import Sampler
@@ -357,6 +358,14 @@ def test_an_update_computes_its_prefix_once_unless_something_is_drawn(
     )
     assert len(passed) == (0 if dropout else 6)
     assert len(set(passed)) <= 1
+
+
+def test_what_is_trained_changes_between_updates_alone(data, tmp_path, monkeypatch):
+    """As the rounding of --for-merge, which would change a prefix that is computed once."""
+    progress = []
+    monkeypatch.setattr(Attached, "at", lambda self, share: progress.append(share))
+    trained(data, tmp_path / "p", grad_accumulation_steps=2, iters=6)
+    assert progress == [0, 2 / 6, 4 / 6]
 
 
 def test_packed_examples_of_other_attention_are_computed_whole(data, tmp_path, capsys, monkeypatch):
