@@ -135,17 +135,17 @@ class CausalLMTask(TokenTask):
         t, inputs = phase.train, sequence_inputs(phase.train.max_seq_length)
         aligned = t.packing and not draw.replay and attends_by_spans(self.base.model)
         sampler = Sampler(examples.lengths, t.batch_size, inputs, t.seed, t.packing, draw, aligned)
-        self.trees = self._plan_trees(phase, examples, sampler)
-        if self.trees is None:
+        trees = self._plan_trees(phase, examples, sampler)
+        if trees is None:
             return training_set(examples, sampler)
         if sampler.packing:
-            return packed_trees(self.trees, examples, sampler)
-        return self.trees.dataset(examples, sampler)
+            return packed_trees(trees, examples, sampler)
+        return trees.dataset(examples, sampler)
 
     def evaluation(self, phase: RunPhase, examples: Examples, chosen: np.ndarray) -> Dataset:
         """Return examples by length."""
         t = phase.train
-        if self.trees is not None:  # for which the model is checked
+        if self.trees:  # for which the model is checked
             trees = plan_trees(t, self.lora, examples, chosen)
             trees = plan_groups(t, examples, chosen, trees)
             if trees is not None:
@@ -204,7 +204,7 @@ class CausalLMTask(TokenTask):
         if train.packing:
             prepare_packing(trainable, head, train.max_seq_length, self.base.vocab_size)
         self._limit_exam(data[-1])
-        if self.trees is not None:
+        if self.trees:
             check_trees(trainable, head, train.packing)
         else:
             self.frozen = self._frozen_activations(trainable, head, data, memory)
@@ -300,7 +300,9 @@ class CausalLMTask(TokenTask):
                 "objective": outcome.graph,
                 "eval_traces": self.scorer.traces,
                 "cache_frozen": self.frozen.to_json() if self.frozen else None,
-                "shared_prefix": shared_report(self.trees, goal.train.examples),
+                "shared_prefix": shared_report(
+                    self.trees.get(goal.phase.name), goal.train.examples
+                ),
                 "sample": sample,
                 "raw_prompt": self.sample.is_raw,
                 **({"samples": samples} if answered else {}),

@@ -85,8 +85,8 @@ class PreferenceTask(TokenTask):
         t, inputs = phase.train, sequence_inputs(phase.train.max_seq_length)
         size = t.batch_size if t.packing else 2 * t.batch_size
         sampler = GroupedSampler(examples.lengths, size, inputs, t.seed, t.packing, draw)
-        self.trees = self._plan_trees(phase, examples, sampler, together=2)
-        return preference_set(examples, sampler, self.is_scored, self.trees)
+        trees = self._plan_trees(phase, examples, sampler, together=2)
+        return preference_set(examples, sampler, self.is_scored, trees)
 
     def evaluation(
         self, phase: RunPhase, examples: PreferenceExamples, chosen: np.ndarray
@@ -95,7 +95,7 @@ class PreferenceTask(TokenTask):
         t = phase.train
         inputs = sequence_inputs(t.max_seq_length)
         trees = None
-        if self.trees is not None:  # for which the model is checked
+        if self.trees:  # for which the model is checked
             trees = plan_trees(t, self.lora, examples, grouped(chosen, 2), together=2)
 
         return preference_evaluation(examples, t.batch_size, inputs, chosen, trees)
@@ -176,7 +176,7 @@ class PreferenceTask(TokenTask):
         check_forward(self.base, self.sample.tokens)
         if train.packing:
             prepare_packing(trainable, head, train.max_seq_length, self.base.vocab_size)
-        if self.trees is not None:
+        if self.trees:
             check_trees(trainable, head)
 
         def sums(inputs: Inputs, layout: Layout) -> mx.array:
@@ -201,6 +201,7 @@ class PreferenceTask(TokenTask):
     ) -> Summary:
         """Accuracy and margin on the held-out rows of the last phase, and the sample completed."""
         train, goal = self.train, data[-1]
+        trees = self.trees.get(goal.phase.name)
         sample = self.sample.report(trainable, self.base)
         phases = phase_reports(data, sources, trained)
         facts: dict = {"phases": phases} if phases else {}
@@ -226,7 +227,7 @@ class PreferenceTask(TokenTask):
             report={
                 "phases": phases,
                 "objective": named,
-                "shared_prefix": self.trees and self.trees.to_json(goal.train.examples),
+                "shared_prefix": trees and trees.to_json(goal.train.examples),
                 "sample": sample,
             },
         )

@@ -68,7 +68,7 @@ class RewardTask(PreferenceTask):
     ) -> list[Objective]:
         """Return the loss of the rewards, which is one for all phases."""
         train, model = self.train, trainable.model
-        if self.trees is not None:
+        if self.trees:
             check_trees(trainable, split_head(model))
         if train.packing:
             vocab_size = self.base.vocab_size
@@ -85,6 +85,7 @@ class RewardTask(PreferenceTask):
     ) -> Summary:
         """Accuracy and margin on the held-out rows of the last phase."""
         train, goal = self.train, data[-1]
+        trees = self.trees.get(goal.phase.name)
         phases = phase_reports(data, sources, trained)
         named = {"task": "reward", "loss_on": goal.splits["train"].loss_on}
         named["center_rewards_coefficient"] = train.center_rewards_coefficient
@@ -100,7 +101,7 @@ class RewardTask(PreferenceTask):
             report={
                 "phases": phases,
                 "objective": named,
-                "shared_prefix": self.trees and self.trees.to_json(goal.train.examples),
+                "shared_prefix": trees and trees.to_json(goal.train.examples),
             },
         )
 

@@ -46,7 +46,7 @@ class TokenTask(Task):
     """A task whose examples are tokens, and whose batches have an example in each row, or several."""
 
     base: Base
-    trees: TreePlan | GroupPlan | None = None  # what training batches are, unless they are rows
+    trees: Mapping[str, TreePlan | GroupPlan] = {}  # by phase, what batches are that are no rows
 
     def sampled(self, data: PhaseData) -> np.ndarray:
         """Return held-out examples in proportion to the tokens that the phase trains on."""
@@ -69,8 +69,8 @@ class TokenTask(Task):
 
         rows = t.sequences * inputs
         targets = max(1, rows * examples.targets // int(lengths.sum()))
-        if self.trees is not None:
-            rows = int(rows * (1 - self.trees.saved(examples)))
+        if (trees := self.trees.get(data.phase.name)) is not None:
+            rows = int(rows * (1 - trees.saved(examples)))
         return rows, targets
 
     def mean_inputs(self, data: PhaseData) -> float | None:
@@ -79,7 +79,8 @@ class TokenTask(Task):
         if t.packing:
             return None
         inputs = np.minimum(data.train.examples.lengths - 1, sequence_inputs(t.max_seq_length))
-        rows = self.trees.rows if isinstance(self.trees, GroupPlan) else t.sequences
+        trees = self.trees.get(data.phase.name)
+        rows = trees.rows if isinstance(trees, GroupPlan) else t.sequences
         return rows * float(inputs.mean())
 
     def training(self, phase: RunPhase, examples: Examples, draw: Draw) -> Dataset:
@@ -94,10 +95,11 @@ class TokenTask(Task):
         if sampler.packing and together:
             return None
 
-        drawn = np.arange(len(examples))[: draw.stop]
+        first = 0 if draw.replay else draw.first
+        drawn = np.arange(len(examples))[first : draw.stop]
         trees = plan_trees(train, self.lora, examples, drawn, together, sampler.packing)
-        if not (together or draw.replay or sampler.packing):  # of the own examples alone
-            trees = plan_groups(train, examples, drawn[draw.first :], trees)
+        if not (together or draw.replay or sampler.packing):
+            trees = plan_groups(train, examples, drawn, trees)
 
         if trees is None:
             if not examples.merged:
@@ -107,6 +109,7 @@ class TokenTask(Task):
             return None
 
         show_trees(trees, examples, draws_at_random(train, self.lora), self.display)
+        self.trees = {**self.trees, phase.name: trees}
         return trees
 
     def _phase_data(

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+import mlx_packs as mp
 from mlx_packs import LoRAConfig, TrainConfig, runtime, train_pack
 from mlx_packs.adapters.lora import Attached
 from mlx_packs.data import trees as trees_of
@@ -209,6 +210,35 @@ def test_auto_leaves_the_order_of_examples(documents, tmp_path):
     rows = trained(documents, tmp_path / "rows", **settings)
     auto = trained(documents, tmp_path / "auto", share_prefix="auto", **settings)
     assert losses_of(auto) == losses_of(rows) and auto.report["shared_prefix"] is None
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    rows = [{"prompt": f"{i}?", "completion": f"It is {i * 7}."} for i in range(20)]
+    return write_rows(tmp_path_factory.mktemp("data") / "n", train=rows[:16], valid=rows[16:])
+
+
+def in_phases(first, second, folder, **changes):
+    """A run of three batches on each of two data sets."""
+    phases = [mp.Phase(name, data=str(d), iters=3) for name, d in (("a", first), ("b", second))]
+    settings = {name: value for name, value in SETTINGS.items() if name != "iters"}
+    train = TrainConfig(**settings, phases=tuple(phases), share_prefix="on", **changes)
+    return train_pack("tiny", None, LORA, train, folder)
+
+
+def test_a_phase_shares_what_its_own_examples_begin_with(data, plain, tmp_path):
+    run = in_phases(plain, data, tmp_path / "p")
+    assert run.report["shared_prefix"]["tokens"] >= 24
+    assert "groups" not in run.report["shared_prefix"]
+
+
+def test_a_phase_that_shares_nothing_leaves_the_checks_of_others(
+    data, plain, tmp_path, monkeypatch
+):
+    reasons = iter([None, "its gradient is off by 2"])
+    monkeypatch.setattr(shared_prefix, "why_not_shared", lambda *_: next(reasons))
+    with raises("unsupported", "share_prefix", "off by 2"):
+        in_phases(data, plain, tmp_path / "p")
 
 
 def preference(number: int) -> dict:
