@@ -25,6 +25,8 @@ PREFERENCES = {"data": "preferences", "learning_rate": 2e-3}
 RUNS = {
     "plain": {"data": "chats"},
     "uneven": {"data": "few", "iters": 5},
+    "groups": {"data": "texts", "share_prefix": "on", "cache_frozen": "off"},
+    "turns": {"data": "turns", "share_prefix": "on", "cache_frozen": "off"},
     "accumulated": {"data": "chats", "grad_accumulation_steps": 2},
     # the shares of four ranks are a row each
     "alike": {"data": "alike", "share_prefix": "on", "grad_accumulation_steps": 2, "iters": 5},
@@ -74,6 +76,12 @@ def write_data(folder: Path) -> None:
     system = {"role": "system", "content": "Say what you are told, in as few words as there are."}
     alike = [{"messages": [system, *row["messages"]]} for row in chats]
     write_rows(folder / "alike", train=alike[:12], valid=alike[12:])
+    texts = [" ".join(f"{word} {i}" for i in range(16)) for word in ("tide", "price", "wind")]
+    asked = [{"prompt": f"{t} {i}?", "completion": f"It is {i}."} for t in texts for i in range(5)]
+    write_rows(folder / "texts", train=asked, valid=asked[:3])
+    turns = [(f"{i}?", f"Yes, {i}.", "Sure?", "I am.") for i in range(8)]
+    rows = [chat(*each[:stop]) for each in turns for stop in (2, 4)]
+    write_rows(folder / "turns", train=rows, valid=chats[12:15])
     rows = [preference(i) for i in range(16)]
     write_rows(folder / "preferences", train=rows[:12], valid=rows[12:])
     write_rows(folder / "two", train=rows[:2], valid=rows[12:])

@@ -15,7 +15,7 @@ from tests.helpers.rows import CHATS, write_rows
 
 pytestmark = pytest.mark.slow
 
-OF_FOUR = ("plain", "uneven", "alike", "packed", "phases", "kto", "mnrl")
+OF_FOUR = ("plain", "uneven", "alike", "groups", "packed", "phases", "kto", "mnrl")
 # Adam takes steps of about the learning rate whatever a gradient's size, and so of noise in one.
 # The reward run was off by 2.6e-5 with the bias correction of Adam, on one of two machines.
 TOLERANCE = {"packed-dpo": 2e-4, "packed": 2e-4, "adam8": 1e-2, "reward": 5e-5}
