@@ -46,6 +46,7 @@ class Case:
             width D with random weights); or the name of a model in the folder of real models. The
             block is affine 4-bit, or dense where it is quantized on loading.
         data: A data set in the folder of real models; by default rows of random words.
+        common: Words that all these rows begin with, which ``--share-prefix`` computes once.
         options: Further options of `packs train`.
     """
 
@@ -61,6 +62,7 @@ class Case:
     method: str = "lora"
     task: str = "lm"
     data: str = ""
+    common: int = 0
     options: tuple[str, ...] = ()
 
     @property
@@ -75,6 +77,8 @@ class Case:
         recomputed = "" if self.recompute == "none" else f", recompute {self.recompute}"
         packed = ", packed" if self.packing else ""
         options = f", {' '.join(self.options)}" if self.options else ""
+        if self.common:
+            options += f", {self.common} words in common"
         return (
             f"{' '.join(parts)} {self.matmul_path}, {self.batch_size} x {self.length}, "
             f"rank {self.rank}{recomputed}{packed}{options}"
@@ -115,6 +119,16 @@ CASES = (
     Case("llama_8x256", "dense", 2, 512, recompute="selective"),
     Case("llama_2x1024", "dense", 2, 256),
     Case("llama_2x1024", "dense", 1, 128, method="full", recompute="block"),
+    *(
+        Case(*size, common=common, options=("--share-prefix", "on"))
+        for size, common in (
+            (("tiny", "dense", 8, 576), 480),
+            (("tiny", "dense", 8, 256, 16, "block"), 128),
+            (("tiny", "transient", 4, 512, 16, "selective"), 400),
+            (("llama_4x256", "dense", 8, 320), 256),
+            (("llama_2x512", "dense", 4, 512, 16, "block"), 300),
+        )
+    ),
 )
 _SMOLLM2, _MINILM = "SmolLM2-135M-Instruct.Q4_1.gguf", "all-MiniLM-L6-v2"
 REAL_CASES = (
@@ -139,17 +153,21 @@ class Result:
         return self.plan_gb / self.measured_gb - 1
 
 
-def write_rows(folder: Path, words: int, task: str = "lm") -> None:
-    """Write examples of random words; every token of a completion or text is supervised."""
+def write_rows(folder: Path, words: int, task: str = "lm", common: int = 0) -> None:
+    """Write examples of random words; every token of a completion or text is supervised.
+
+    So many words are common to all examples, before their own.
+    """
     draw = random.Random(0)
     vocabulary = "the and of to unto him that he said lord in all shall king house day".split()
     keys = {"lm": ("text",), "embedding": ("anchor", "positive")}
+    beginning = " ".join(draw.choices(vocabulary, k=common))
 
     for split, count in (("train", 120), ("valid", 2), ("test", 2)):
         rows = []
         for _ in range(count):
             texts = {
-                key: " ".join(draw.choices(vocabulary, k=words))
+                key: " ".join([beginning, *draw.choices(vocabulary, k=words)]).strip()
                 for key in keys.get(task, ("chosen", "rejected"))
             }
             rows.append(texts if task in keys else {"prompt": "and", **texts})
@@ -191,13 +209,13 @@ def _rows(case: Case, folder: Path, models: Path | None) -> Path:
     if case.data and case.task != "embedding":
         return models / "data" / case.data
     words = case.length // 5 if case.packing else 2 * case.length
-    rows = folder / f"rows-{case.task}-{case.data or words}"
+    rows = folder / f"rows-{case.task}-{case.data or words}-{case.common}"
     if rows.exists():
         return rows
     if case.data:
         write_pairs(rows, models / "data" / case.data)
     else:
-        write_rows(rows, words, case.task)
+        write_rows(rows, words, case.task, case.common)
     return rows
 
 

@@ -102,4 +102,4 @@ def test_a_packed_tree_is_planned_as_a_share_of_its_rows():
     order = order_of(aligned=False)
     (shape,) = collate.shapes(EXAMPLES, iter([order]))
     saved = 5 * PREFIX / (len(order.sequences) * LIMIT)
-    assert shape[0] == np.ceil(LIMIT * (1 - 0.85 * saved))
+    assert shape[0] == np.ceil(LIMIT * (1 - 0.95 * saved))

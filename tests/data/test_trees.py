@@ -170,10 +170,10 @@ def test_groups_share_what_each_of_them_begins_with():
 
 
 def test_a_tree_is_planned_as_fewer_rows_inputs_and_a_share_of_what_it_saves():
-    """Four rows of 64 inputs with 32 in common: 40 each on average, and 0.15 of 24."""
+    """Four rows of 64 inputs with 32 in common: 40 each on average, and 0.05 of 24."""
     collate = TreeCollate(TokenCollate(4, 96, prefix=32))
     (shape,) = collate.shapes(examples_of(50, 61, 44, 55), iter([np.arange(4)]))
-    assert shape[0] == 44
+    assert shape[0] == 42
     (shape,) = TreeCollate(TokenCollate(1, 96, prefix=32)).shapes(
         examples_of(61), iter([np.arange(1)])
     )
