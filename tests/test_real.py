@@ -88,7 +88,7 @@ def test_minilm_puts_messages_of_one_intent_together(real_data, here):
     before = accuracy()
     train = TrainConfig(
         task="embedding",
-        iters=20,
+        iters=30,
         batch_size=24,
         learning_rate=3e-4,
         lr_schedule="constant",
@@ -98,7 +98,7 @@ def test_minilm_puts_messages_of_one_intent_together(real_data, here):
     trained = train_pack(base, str(here / "d"), minilm.lora(), train, here / "pack")
     with base.applied(trained.pack):
         after = accuracy()
-    assert after > before + 0.01  # 0.633 to 0.657; rounding, by threads, turns one or two of 300
+    assert after > before + 0.02
 
 
 def test_perplexity_grows_with_the_error_of_a_format(smollm2, real_data):
