@@ -36,6 +36,7 @@ class StepJob:
         method: of training; of mlx-lm lora or dora.
         groups: of sequences that begin alike, as many in each; 0: the batch is no tree.
         prefix: inputs that the sequences of a group begin with, computed once.
+        root: of these, inputs that all sequences begin with, computed before the others.
     """
 
     config: dict
@@ -50,6 +51,7 @@ class StepJob:
     method: str = "lora"
     groups: int = 0
     prefix: int = 0
+    root: int = 0
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ class _Ours:
         return shapes[0][2]
 
     def step(self, job: StepJob) -> tuple[list, list]:
-        names = ("path", "recompute", "packed", "method", "groups", "prefix")
+        names = ("path", "recompute", "packed", "method", "groups", "prefix", "root")
         options = {name: getattr(job, name) for name in names}
         size = {"batch": job.batch, "length": job.length, "rank": job.rank}
         quantized = {"quantization": {"group_size": 64, "bits": 4, "mode": "affine"}}

@@ -59,6 +59,7 @@ def lazy_step(  # noqa: PLR0913 (one argument for each thing that a step depends
     method: str = "lora",
     groups: int = 0,
     prefix: int = 0,
+    root: int = 0,
 ) -> tuple[list[mx.array], list[mx.array]]:
     """Call one compiled training step on a model whose arrays are not evaluated.
 
@@ -77,6 +78,7 @@ def lazy_step(  # noqa: PLR0913 (one argument for each thing that a step depends
             --for-merge: for-merge-affine4, for-merge-affine8, for-merge-nf4.
         groups: of sequences that begin alike, as many in each; 0: the batch is no tree.
         prefix: inputs that the sequences of a group begin with, which are computed once.
+        root: of these, inputs that all sequences begin with, which are computed before the others.
 
     Returns:
         What the step computes: loss, gradient norm, the updated adapters and the optimizer's
@@ -104,8 +106,10 @@ def lazy_step(  # noqa: PLR0913 (one argument for each thing that a step depends
             layout = segments
     elif groups:
         inputs["tokens"] = mx.zeros((batch, length - prefix), mx.int32)
-        inputs["prefix"] = mx.zeros((groups, prefix), mx.int32)
-        layout = Tree(groups, prefix)
+        inputs["prefix"] = mx.zeros((groups, prefix - root), mx.int32)
+        if root:
+            inputs["root"] = mx.zeros((1, root), mx.int32)
+        layout = Tree(groups, prefix, root=root)
     state = [model.parameters(), known, optimizer.state, mx.random.state[0]]
     leaves = [array for _, array in tree_flatten([state, inputs])]
     with _unchecked_kernels():

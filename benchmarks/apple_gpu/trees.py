@@ -17,13 +17,17 @@ POLICIES = ("none", "block")
 
 @dataclass(frozen=True)
 class TreeShape:
-    """A batch: ``rows`` in ``groups``, whose rows have ``common`` inputs and ``own`` ones each."""
+    """A batch: ``rows`` in ``groups``, whose rows have ``common`` inputs and ``own`` ones each.
+
+    Of the common ones, all groups have the ``root``.
+    """
 
     name: str
     common: int
     own: int
     rows: int
     groups: int = 1
+    root: int = 0
 
     @property
     def length(self) -> int:
@@ -38,7 +42,8 @@ class TreeShape:
     @property
     def promised(self) -> float:
         """Inputs of the rows over those of a tree that shares all that is common, unpadded."""
-        computed = self.groups * self.common + self.rows * self.own
+        of_prefixes = self.root + self.groups * (self.common - self.root)
+        computed = of_prefixes + self.rows * self.own
         return self.rows * (self.common + self.own) / computed
 
     def jobs(self, config: dict, rank: int) -> list[tuple[str, StepJob]]:
@@ -51,7 +56,7 @@ class TreeShape:
         own = {**size, "targets": targets}
         suffix = padded_suffix(self.common + self.own - self.prefix, self.length, self.rows)
         tree = {**own, "length": self.prefix + suffix}
-        tree |= {"groups": self.groups, "prefix": self.prefix}
+        tree |= {"groups": self.groups, "prefix": self.prefix, "root": prefix_of(self.root)}
 
         theirs = [(MLX_LM, StepJob(**size, recompute=policy)) for policy in POLICIES]
         rows = [(OURS, StepJob(**own, recompute=policy)) for policy in POLICIES]
@@ -76,4 +81,6 @@ SHAPES = (
     TreeShape("4000 common, 16 rows of 100", 4000, 100, 16),
     TreeShape("4 pairs, 300 common, 2 rows of 200", 300, 200, 8, groups=4),
     TreeShape("a prompt of 300, 8 rows of 200", 300, 200, 8),
+    TreeShape("1200 common, 4 pairs, 500 common, 2 rows of 200", 1700, 200, 8, 4, 1200),
+    TreeShape("500 common, 2 documents of 1500, 4 rows of 60", 2000, 60, 8, 2, 500),
 )

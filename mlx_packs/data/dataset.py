@@ -19,14 +19,16 @@ Shape = tuple[int, int]  # of a batch, as the memory plan counts it
 class Tree(NamedTuple):
     """The layout of groups of rows that begin alike: ``prefix`` int32 [groups, prefix] has it once.
 
-    ``tokens`` [R, S] have what follows, as many rows of each group in turn. Positions count the
-    inputs of prefixes before the inputs of rows.
+    ``tokens`` [R, S] have what follows, as many rows of each group in turn. Where all groups begin
+    alike, too, ``root`` int32 [1, root] has that once, and ``prefix`` [groups, prefix - root] what
+    follows it. Positions count the inputs of the root, of prefixes, and then of rows.
     """
 
     groups: int
-    prefix: int  # inputs of each
+    prefix: int  # inputs that the rows of each group begin with, those of the root among them
     recurs: bool = False  # whether what else an update has begins with the same prefixes
     spans: Layout | None = None  # of packed examples the inputs of each, one after the other
+    root: int = 0  # inputs that all rows begin with, where these are computed before the prefixes
 
 
 class ExampleSet(Protocol):

@@ -20,7 +20,16 @@ from .encoding import Examples
 from .sampler import Sampler
 from .shapes import Shape, joined_shapes, padded_targets, sequence_inputs
 from .token_order import TokenOrder, token_order
-from .trees import STEP, WORTHWHILE, TreeCollate, TreePlan, prefix_of, saved_share
+from .trees import (
+    LEAST,
+    ROOT_WORTHWHILE,
+    STEP,
+    WORTHWHILE,
+    TreeCollate,
+    TreePlan,
+    prefix_of,
+    saved_share,
+)
 
 EMPTY = -1  # in an order, a row without an example
 _WINDOW = 32  # batches among which blocks of like prefixes are put together, as are like lengths
@@ -64,16 +73,19 @@ class _Interval:
     cost: float
 
 
-def find_groups(examples: Examples, order: TokenOrder, together: int) -> tuple[Groups, float]:
+def find_groups(
+    examples: Examples, order: TokenOrder, together: int, root: int = 0
+) -> tuple[Groups, float]:
     """Return the groups of sorted examples that leave the fewest inputs to compute, and how many.
 
     Groups that begin alike could be a larger one with a shorter prefix, and so on: of each of these
-    nested choices the cheapest is taken, in blocks of ``together`` rows.
+    nested choices the cheapest is taken, in blocks of ``together`` rows. The first ``root`` inputs,
+    which all examples have in common, are not counted.
     """
     inputs = examples.lengths[order.indices] - 1
     common = order.common.copy()
     common[1:] = np.minimum(common[1:], np.minimum(inputs[1:], inputs[:-1]))
-    totals = np.concatenate([[0], np.cumsum(inputs)])
+    totals = np.concatenate([[0], np.cumsum(inputs - root)])
     found: list[tuple[int, int, int]] = []  # start, stop and prefix of groups, those inside first
 
     def closed(interval: _Interval, stop: int) -> float:
@@ -82,8 +94,8 @@ def find_groups(examples: Examples, order: TokenOrder, together: int) -> tuple[G
         if runtime.COMPILES:  # each value is a compilation: at most eight of them in an octave
             prefix -= prefix % max(STEP, 1 << max(prefix.bit_length() - 4, 0))
         total = int(totals[stop] - totals[interval.start])
-        cost = _cost(stop - interval.start, total, prefix, together)
-        if not prefix or cost >= interval.cost:
+        cost = _cost(stop - interval.start, total, prefix - root, together)
+        if prefix < root + LEAST or cost >= interval.cost:
             return interval.cost
 
         while found and found[-1][0] >= interval.start:
@@ -94,7 +106,7 @@ def find_groups(examples: Examples, order: TokenOrder, together: int) -> tuple[G
     intervals = [_Interval(0, 0, 0.0)]
     for place in range(len(inputs)):
         following = int(common[place + 1]) if place + 1 < len(inputs) else 0
-        start, cost = place, float(inputs[place])
+        start, cost = place, float(inputs[place] - root)
         while intervals[-1].common > following:
             interval = intervals.pop()
             interval.cost += cost
@@ -256,6 +268,7 @@ class GroupPlan:
     groups: Groups
     of_all: TreePlan  # how batches of the rest are laid out, which have the rows of all batches
     together: int  # rows of a block
+    root: int = 0  # inputs that all examples begin with, where a level of their own pays
 
     @classmethod
     def of(cls, examples: Examples, chosen: np.ndarray, of_all: TreePlan) -> "GroupPlan | None":
@@ -263,9 +276,14 @@ class GroupPlan:
         order = token_order(examples, chosen)
         plans = {}
         for together in block_sizes(of_all.batch_size):
-            groups, inputs = find_groups(examples, order, together)
-            if groups.members:
-                plans.setdefault(inputs, cls(groups, of_all, together))
+            for root in sorted({0, of_all.prefix}):
+                groups, _ = find_groups(examples, order, together, root)
+                plan = cls(groups, of_all, together, root)
+                cost = 1 - plan.saved(examples)
+                if root:
+                    cost /= 1 - ROOT_WORTHWHILE
+                if groups.members:
+                    plans.setdefault(cost, plan)
         return plans[min(plans)] if plans else None
 
     @property
@@ -287,13 +305,20 @@ class GroupPlan:
             inputs = int((examples.lengths[own] - 1).sum())
             rows += inputs
             computed += _cost(len(own), inputs, prefix, self.together)
+            blocks = -(-len(own) // self.together)
+            computed -= blocks * self.root * (1 - self.together / self.of_all.batch_size)
         return 1 - computed / rows
 
     def to_json(self, examples: Examples) -> dict:
         """Return the part of a run's report on it."""
         sizes = [len(own) for own in self.groups.members]
         tokens = float(np.average(self.groups.prefixes, weights=sizes))
-        return {"tokens": tokens, "saved": self.saved(examples), "groups": len(sizes)}
+        return {
+            "tokens": tokens,
+            "saved": self.saved(examples),
+            "root": self.root,
+            "groups": len(sizes),
+        }
 
     def dataset(self, examples: Examples, sampler: Sampler) -> Dataset:
         """Return the batches of a run, whose order has the seed of a sampler."""
@@ -322,7 +347,7 @@ class GroupPlan:
         for key, prefix in {0: of_all.prefix, **prefixes}.items():
             tokens = TokenCollate(of_all.batch_size, sampler.inputs, allowed.get(key), prefix)
             together = self.together if key else 0
-            trees[key] = TreeCollate(tokens, None, together, of_all.least)
+            trees[key] = TreeCollate(tokens, None, together, of_all.least, root=self.root)
         return GroupCollate(self.groups, trees)
 
 

@@ -8,6 +8,9 @@ the rows of each group are the same, the arrays of the batch become
     positions  int32 [M], which of the G x P inputs of prefixes, and then of the R x (T - P) inputs
                of suffixes, predicts each target
 
+Where the first Q inputs of all rows are the same, and P - Q more in each group, these are a level
+of their own: ``root`` int32 [1, Q], and ``prefix`` [G, P - Q]. Positions count the root first.
+
 Its targets are those of the batch of rows, so its loss is, too: a target inside a prefix is there
 once for each row.
 """
@@ -35,6 +38,7 @@ _KEPT = 0.05
 # What the prefix of an update costs, in steps on it: its keys and values first, and then a step.
 _PASSES = 1.5
 WORTHWHILE = 0.15  # least share of the inputs of a batch that is saved
+ROOT_WORTHWHILE = 0.1  # least share of the inputs of a tree that a root saves, one more pass
 
 
 def common_inputs(examples: Iterable[Example]) -> int:
@@ -59,10 +63,21 @@ def prefix_of(common: int) -> int:
     return prefix if prefix >= LEAST else 0
 
 
-def saved_share(shape: tuple[float, float], groups: float, prefix: float) -> float:
+def saved_share(shape: tuple[float, float], groups: float, prefix: float, root: float = 0) -> float:
     """Return the share of the inputs of a batch of [R, T] that its tree does not compute."""
     rows, inputs = shape
-    return (rows - groups) * prefix / (rows * inputs)
+    return ((rows - groups) * prefix + (groups - 1) * root) / (rows * inputs)
+
+
+def root_of(common: int, shape: tuple[float, float], groups: float, prefix: float) -> int:
+    """Return the inputs of the root of a tree of [R, T], if rows of all groups have some in common.
+
+    It is 0 where a root saves too little of what the tree computes.
+    """
+    root = min(prefix_of(common), int(prefix) // STEP * STEP)
+    of_tree = 1 - saved_share(shape, groups, prefix)
+    saved = of_tree - (1 - saved_share(shape, groups, prefix, root))
+    return root if saved >= ROOT_WORTHWHILE * of_tree else 0
 
 
 def planned_share(saved: float) -> float:
@@ -70,36 +85,48 @@ def planned_share(saved: float) -> float:
     return 1 - (1 - _KEPT) * saved
 
 
-def planted(batch: Batch, prefix: int, groups: int, recurs: bool = False) -> Batch:
+def planted(batch: Batch, layout: Tree) -> Batch:
     """Return the tree of a batch of rows; rows without an example take any prefix."""
     tokens, positions = batch.inputs["tokens"], batch.inputs["positions"]
+    groups, prefix, root = layout.groups, layout.prefix, layout.root
     rows, width = tokens.shape
     together = rows // groups
+    branch = prefix - root  # inputs of a prefix after the root
+    computed = root + groups * branch  # inputs before those of suffixes
 
     row, at = positions // width, positions % width
-    in_prefix = row // together * prefix + at
-    in_suffix = groups * prefix + row * (width - prefix) + at - prefix
-    tree = batch.having(
-        prefix=tokens[::together, :prefix],
-        tokens=tokens[:, prefix:],
-        positions=np.where(at < prefix, in_prefix, in_suffix).astype(np.int32),
-    )
-    return dataclasses.replace(tree, layout=Tree(groups, prefix, recurs))
+    in_branch = row // together * branch + at
+    in_suffix = computed + row * (width - prefix) + at - prefix
+    in_prefix = np.where(at < root, at, in_branch)
+    arrays = {
+        "prefix": tokens[::together, root:prefix],
+        "tokens": tokens[:, prefix:],
+        "positions": np.where(at < prefix, in_prefix, in_suffix).astype(np.int32),
+    }
+    if root:
+        arrays["root"] = tokens[:1, :root]
+    return dataclasses.replace(batch.having(**arrays), layout=layout)
 
 
 def felled(batch: Batch) -> Batch:
     """Return the batch of rows that a tree was made of; undoes `planted`."""
     inputs = dict(batch.inputs)
     prefixes, suffixes = inputs.pop("prefix"), inputs["tokens"]
-    groups, prefix = prefixes.shape
+    groups, branch = prefixes.shape
+    if "root" in inputs:
+        prefixes = np.concatenate([np.repeat(inputs.pop("root"), groups, axis=0), prefixes], axis=1)
+    prefix = prefixes.shape[1]
+    root = prefix - branch
     rows, width = suffixes.shape[0], prefix + suffixes.shape[1]
 
     # an example starts a row, which tells the row of a target inside a prefix; padding takes 0
     owner = np.array([*batch.starts, 0])[inputs["owners"]] // width
     positions = inputs["positions"]
-    of_suffixes = positions - groups * prefix
+    of_suffixes = positions - root - groups * branch
     in_rows = of_suffixes // (width - prefix) * width + prefix + of_suffixes % (width - prefix)
-    inside = owner * width + positions % prefix
+    of_branches = positions - root
+    at = np.where(of_branches < 0, positions, root + of_branches % max(branch, 1))
+    inside = owner * width + at
 
     inputs["tokens"] = np.concatenate(
         [np.repeat(prefixes, rows // groups, axis=0), suffixes], axis=1
@@ -132,6 +159,7 @@ class TreeCollate:
     together: int = 0  # rows of a group; 0 is all rows of a batch
     least: float = WORTHWHILE  # share of the inputs that a tree has to save
     steps: Steps | None = None  # of an update that computes a prefix once; None is each of them
+    root: int = 0  # inputs that all groups have in common, where a level of their own pays
 
     @property
     def batch_size(self) -> int:
@@ -157,22 +185,32 @@ class TreeCollate:
     def pieces(self, rows: list[Batch], layout: Tree) -> list[Batch]:
         """Return the trees of pieces of a tree, which were made of its rows."""
         if self.steps is not None and layout.groups == 1:
-            return [planted(piece, layout.prefix, 1, recurs=True) for piece in rows]
+            return [planted(piece, Tree(1, layout.prefix, recurs=True)) for piece in rows]
         return [self.tree(piece, layout.prefix) for piece in rows]
 
     def tree(self, batch: Batch, prefix: int) -> Batch:
         """Return the tree of a batch of rows, where it saves enough."""
-        shape = batch.inputs["tokens"].shape
+        layout = self._layout(batch.inputs["tokens"].shape, prefix)
+        return batch if layout is None else planted(batch, layout)
+
+    def _layout(self, shape: tuple[int, int], prefix: int) -> Tree | None:
+        """Return the layout of the tree of a batch [R, T]; None where it does not save enough."""
+        rows = shape[0]
         groups = 1
         if self.together:
-            groups = shape[0] // self.together
+            groups = rows // self.together
 
         recurs = self.steps is not None and self.steps.are_several and not self.together
         if prefix and recurs:
-            return planted(batch, prefix, 1, recurs=True)
-        if not prefix or shape[0] == groups or saved_share(shape, groups, prefix) < self.least:
-            return batch
-        return planted(batch, prefix, groups)
+            return Tree(1, prefix, recurs=True)
+        if not prefix or rows == groups:
+            return None
+
+        root = self.root if groups > 1 else 0
+        if root and prefix < root + LEAST:  # groups have too little else in common
+            groups, prefix, root = 1, root, 0
+        saved = saved_share(shape, groups, prefix, root)
+        return None if saved < self.least else Tree(groups, prefix, root=root)
 
     def _planned(self, examples: Examples, order: np.ndarray) -> Shape:
         """Return the shape of a batch of rows that takes about as much memory as a tree."""
@@ -182,7 +220,8 @@ class TreeCollate:
         if self.together:
             groups = self.batch_size // self.together
 
-        saved = saved_share((self.batch_size, width), groups, tokens.prefix)
+        root = self.root if groups > 1 else 0
+        saved = saved_share((self.batch_size, width), groups, tokens.prefix, root)
         if saved < self.least:
             return width, slots
         return math.ceil(width * planned_share(saved)), slots
@@ -208,6 +247,7 @@ class TreePlan:
     together: int = 0  # examples of a group
     least: float = WORTHWHILE  # share of the inputs of a batch that a tree has to save
     steps: Steps | None = None  # of an update that computes the prefix of all once; None is each
+    root: int = 0  # inputs that all groups have in common, where a level of their own pays
 
     @classmethod
     def of(
@@ -228,7 +268,17 @@ class TreePlan:
         groups = range(0, len(examples), together)
         common = [common_inputs(examples[i + k] for k in range(together)) for i in groups]
         of_groups = cls(batch_size, 0, np.array(common), together, least, steps)
+        shape = batch_size, float(examples.lengths.mean()) - 1
+        root = root_of(prefix, shape, batch_size / together, of_groups.mean_prefix)
+        of_groups = dataclasses.replace(of_groups, root=root)
         return max(of_groups, of_all, key=lambda plan: plan.saved(examples))
+
+    @property
+    def mean_prefix(self) -> float:
+        """The inputs of the prefix of a group, on average."""
+        if self.common is None:
+            return self.prefix
+        return float(np.mean([prefix_of(common) for common in self.common]))
 
     def saved(self, examples: Examples) -> float:
         """Return the share of the inputs of batches that is saved, about."""
@@ -239,13 +289,13 @@ class TreePlan:
             rows = self.batch_size * self.steps.batches
             return max(saved_share((rows, inputs), _PASSES, self.prefix), 0.0)
 
-        prefix = np.mean([prefix_of(common) for common in self.common])
-        return saved_share((self.together, inputs), 1, float(prefix))
+        groups = self.batch_size / self.together
+        return saved_share((self.batch_size, inputs), groups, self.mean_prefix, self.root)
 
     def to_json(self, examples: Examples) -> dict:
         """Return the part of a run's report on it."""
         tokens = self.prefix if self.common is None else float(self.common.mean())
-        return {"tokens": tokens, "saved": self.saved(examples)}
+        return {"tokens": tokens, "saved": self.saved(examples), "root": self.root}
 
     def collate(self, examples: Examples, sampler: Sampler) -> TreeCollate:
         """Return what lays out the batches of a sampler."""
@@ -253,7 +303,7 @@ class TreePlan:
         if runtime.COMPILES and self.common is None:
             allowed = few_shapes(examples, sampler, self.prefix)
         tokens = TokenCollate(sampler.batch_size, sampler.inputs, allowed, self.prefix)
-        return TreeCollate(tokens, self.common, self.together, self.least, self.steps)
+        return TreeCollate(tokens, self.common, self.together, self.least, self.steps, self.root)
 
     def dataset(
         self, examples: Examples, sampler: Sampler, order: FixedOrder | None = None

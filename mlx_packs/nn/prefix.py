@@ -1,7 +1,8 @@
 """Rows that begin alike: their common beginning, the prefix, is computed once, with its gradient.
 
 A pass of a model over the prefixes leaves keys, values and recurrent states in its caches, in the
-graph; a pass over what follows, the suffixes, reads them there.
+graph; a pass over what follows, the suffixes, reads them there. Prefixes may begin alike, too: a
+pass over this root comes before theirs.
 """
 
 import copy
@@ -34,8 +35,9 @@ class PrefixCache:
     """Takes the place of mlx-lm's cache of a layer, in both passes."""
 
     offset = 0  # position of the first input, whenever a layer or a mask asks for it
-    kept: Arrays | None = None  # [G, ...] of the prefixes; None in the pass over them
-    copies = 1  # suffixes of each prefix
+    kept: Arrays | None = None  # [G, ...] of the pass before; None in the first
+    copies = 1  # rows of this pass that follow each row of the pass before
+    is_last = False  # whether no other pass reads what this one leaves
 
     def left(self) -> Arrays:
         """Return the arrays that suffixes read, as this pass leaves them."""
@@ -56,11 +58,12 @@ class PrefixCache:
         other.start()
         return other
 
-    def after(self, offset: int, copies: int) -> "PrefixCache":
-        """Return the cache of the suffixes of prefixes of ``offset`` inputs."""
+    def after(self, offset: int, copies: int, is_last: bool) -> "PrefixCache":
+        """Return the cache of the next pass, whose rows have ``offset`` inputs before them."""
         other = copy.copy(self)
         other.offset = offset
         other.copies = copies
+        other.is_last = is_last
         return other.keeping(self.left())
 
     def before_spans(self, spans: "Spans") -> "PrefixCache":
@@ -160,9 +163,10 @@ class PrefixList(PrefixCache):
             parts = self._by_cache(self.kept)
         self.caches = [c.keeping(own) for c, own in zip(self.caches, parts, strict=True)]
 
-    def after(self, offset: int, copies: int) -> PrefixCache:
+    def after(self, offset: int, copies: int, is_last: bool) -> PrefixCache:
         other = copy.copy(self)
-        other.caches = [cache.after(offset, copies) for cache in self.caches]
+        other.caches = [cache.after(offset, copies, is_last) for cache in self.caches]
+        other.is_last = is_last
         return other.keeping(self.left())
 
     def _by_cache(self, arrays: Arrays) -> Iterator[Arrays]:
@@ -223,46 +227,58 @@ def prefix_caches_in(tree: Any) -> list[PrefixCache]:
 def tree_states(
     model: nn.Module,
     forward: Forward,
-    prefixes: mx.array,
     suffixes: mx.array,
+    prefix: mx.array,
+    root: mx.array | None = None,
     kept: KeptArrays | None = None,
     spans: "Spans | None" = None,
 ) -> mx.array:
-    """Return the states of prefixes and then of their suffixes, [G P + R S, D].
+    """Return the states of a root, of the prefixes and of their suffixes, [Q + G P + R S, D].
 
     Args:
         model: the model.
         forward: maps inputs to states [B, T, D], with caches for the layers of the model.
-        prefixes: inputs [G, P], or [G, P, D].
         suffixes: inputs [R, S], or [R, S, D]; R / G of each prefix in turn.
+        prefix: inputs [G, P], or [G, P, D].
+        root: inputs [1, Q], or [1, Q, D], that come before all prefixes; None is no input.
         kept: what `keep_prefixes` returned for these prefixes, which are not computed then.
         spans: of one prefix, the inputs of each suffix in packed rows.
     """
-    groups, length = prefixes.shape[:2]
-    copies = suffixes.shape[0] // groups
     if kept is None:
-        kept = keep_prefixes(model, forward, prefixes)
+        kept = keep_prefixes(model, forward, prefix, root)
 
     caches = _prefix_caches(model)
     for layer, cache in enumerate(caches):
         cache.take([kept.get(f"{layer}.{i}") for i in range(len(cache.left()))])
 
-    following = [cache.after(length, copies) for cache in caches]
+    groups, offset = prefix.shape[:2]
+    if root is not None:
+        offset += root.shape[1]
+    copies = suffixes.shape[0] // groups
+    following = [cache.after(offset, copies, is_last=True) for cache in caches]
     if spans is not None:
         following = [cache.before_spans(spans) for cache in following]
     of_suffixes = forward(suffixes, following)
     return mx.concatenate([kept[STATES], of_suffixes.flatten(0, 1)])
 
 
-def keep_prefixes(model: nn.Module, forward: Forward, prefixes: mx.array) -> KeptArrays:
+def keep_prefixes(
+    model: nn.Module, forward: Forward, prefixes: mx.array, root: mx.array | None = None
+) -> KeptArrays:
     """Return all that suffixes read of prefixes, by name, in the graph; arguments as `tree_states`.
 
-    Their states are ``states`` [G P, D]; layer 3 leaves ``3.0``, ``3.1`` and so on, [G, ...] each.
+    The states of root and prefixes are ``states`` [Q + G P, D]; layer 3 leaves ``3.0``, ``3.1`` and
+    so on, [G, ...] each.
     """
     caches = _prefix_caches(model)
-    states = forward(prefixes, caches).flatten(0, 1)
+    states = []
+    if root is not None:
+        states = [forward(root, caches).flatten(0, 1)]
+        groups = prefixes.shape[0]
+        caches = [cache.after(root.shape[1], groups, is_last=False) for cache in caches]
+    states.append(forward(prefixes, caches).flatten(0, 1))
 
-    kept = {STATES: states}
+    kept = {STATES: mx.concatenate(states)}
     for layer, cache in enumerate(caches):
         left = enumerate(cache.left())
         kept |= {f"{layer}.{i}": array for i, array in left if array is not None}

@@ -36,7 +36,7 @@ def recomputed(
     ``function`` closes over get none.
     """
     caches = prefix_caches_in((args, kwargs))
-    leaves_arrays = any(cache.kept is None for cache in caches)
+    leaves_arrays = not all(cache.is_last for cache in caches)
     places: list[tuple[str, int]] = []  # where arrays are in the tree of results
     others: list[tuple[str, Any]] = []
 

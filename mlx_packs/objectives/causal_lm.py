@@ -130,7 +130,7 @@ def segments_of(inputs: Inputs, layout: Layout) -> mx.array | Layout | None:
 
 def prefixes_in(inputs: Inputs) -> Inputs:
     """Return those inputs of a batch that `forward` takes for prefixes."""
-    return {name: inputs[name] for name in ("prefix", "kept") if name in inputs}
+    return {name: inputs[name] for name in ("root", "prefix", "kept") if name in inputs}
 
 
 def forward(
@@ -139,8 +139,7 @@ def forward(
     tokens: mx.array,
     segments: mx.array | None = None,
     offset: int = 0,
-    prefix: mx.array | None = None,
-    kept: Inputs | None = None,
+    prefixes: Inputs | None = None,
 ) -> mx.array:
     """Return the output of a part of the model for tokens [B, T].
 
@@ -151,13 +150,14 @@ def forward(
             (nn/frozen_blocks.py).
         segments: [B, T], where examples are packed; an input sees its own segment alone.
         offset: position of the first input of packed examples.
-        prefix: [G, P], or float [G, P, D], which B / G rows of tokens in turn follow, or each of
-            their segments. The output is [G P + B T, D], of the prefixes first (nn/prefix.py).
-        kept: what `keep_prefixes` returned for these prefixes, which are not computed then.
+        prefixes: what B / G rows of tokens in turn follow, or each of their segments, as
+            `prefixes_in` has it: ``prefix`` [G, P] or float [G, P, D], and maybe ``root`` [1, Q]
+            before all of them, or in place of both what `keep_prefixes` ``kept`` of them. The
+            output is [Q + G P + B T, D], in this order (nn/prefix.py).
     """
-    if prefix is not None:
+    if prefixes:
         run = partial(_with_caches, model, part)
-        return load("nn.prefix:tree_states")(model, run, prefix, tokens, kept, segments)
+        return load("nn.prefix:tree_states")(model, run, tokens, **prefixes, spans=segments)
     if tokens.ndim == 3:
         with injected(model, tokens):
             unread = mx.zeros(tokens.shape[:2], mx.int32)
@@ -223,7 +223,7 @@ def target_loss(
     targets = inputs["targets"]
     entering = inputs.get("states", inputs["tokens"])
     segments = segments_of(inputs, layout)
-    states = forward(model, part, entering, segments, **prefixes_in(inputs))
+    states = forward(model, part, entering, segments, prefixes=prefixes_in(inputs))
     states = states.reshape(-1, states.shape[-1])[inputs["positions"]]  # logits without a head
     if options.custom is None and head is not None and head.frozen is not None:
         return linear_cross_entropy(

@@ -55,7 +55,7 @@ def completion_scores(
         layout: of that batch.
     """
     segments = segments_of(inputs, layout)
-    hidden = forward(model, states, inputs["tokens"], segments, **prefixes_in(inputs))
+    hidden = forward(model, states, inputs["tokens"], segments, prefixes=prefixes_in(inputs))
     last = hidden.reshape(-1, hidden.shape[-1])[inputs["positions"]]
     scores = score(last)[:, 0].astype(mx.float32)
     # sums in a fixed order, which a scatter on a GPU does not have

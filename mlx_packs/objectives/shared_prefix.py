@@ -1,7 +1,7 @@
 """Common prefixes: whether a model computes them once as exactly as in each row.
 
 Nothing is assumed of a family: two short rows that begin alike are computed as a tree, and must
-have the loss and the gradients that each has alone.
+have the loss and the gradients that each has alone. What they begin with is in two levels there.
 """
 
 import math
@@ -21,6 +21,7 @@ from .causal_lm import Head, forward, part_of, target_loss
 from .objective import Inputs
 
 _PREFIX = 8  # inputs that both rows of the probe begin with
+_ROOT = 4  # of them in the level before prefixes
 _SUFFIX = 5  # inputs that follow
 # What rounding does to loss and gradients: at 36 layers 1.5e-2 in bfloat16, 2.5e-3 in float16.
 _ROUNDING = {mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 4e-2}
@@ -42,8 +43,9 @@ def why_not_shared(
         packed: whether the rows of the tree are packed.
     """
     rows, tree = _probe(vocab_size)
-    layout = Tree(1, _PREFIX)
+    layout = Tree(1, _PREFIX, root=_ROOT)
     if packed:
+        tree["prefix"] = mx.concatenate([tree.pop("root"), tree["prefix"]], axis=1)
         tree["tokens"] = tree["tokens"].reshape(1, -1)
         layout = Tree(1, _PREFIX, spans=((_SUFFIX, _SUFFIX),))
 
@@ -83,7 +85,8 @@ def _probe(vocab_size: int) -> tuple[list[Inputs], dict[str, mx.array]]:
     suffixes = np.arange(2)[:, None] * _SUFFIX
     positions = np.where(places < _PREFIX, places, places + suffixes)
     tree = {
-        "prefix": inputs[:1, :_PREFIX],
+        "root": inputs[:1, :_ROOT],
+        "prefix": inputs[:1, _ROOT:_PREFIX],
         "tokens": inputs[:, _PREFIX:],
         "positions": positions.reshape(-1),
         "targets": targets.reshape(-1),

@@ -191,6 +191,8 @@ def show_trees(
         )
     elif trees.common is not None:
         tokens = f"{facts['tokens']:,.0f} tokens, on average, begin both examples of a row"
+    if trees.root:
+        tokens += f", {trees.root:,} of them every example"
 
     display.line("prefix", f"{tokens}: computed once, {facts['saved']:.0%} of all inputs saved")
     if draws:

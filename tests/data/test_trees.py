@@ -15,6 +15,7 @@ from mlx_packs.data.trees import (
     felled,
     planted,
     prefix_of,
+    root_of,
 )
 
 SHARED = np.arange(100, 140)
@@ -37,10 +38,12 @@ def inputs_of(batch) -> set[tuple]:
     if "prefix" not in inputs:
         paths = [tuple(row[: at + 1]) for row in tokens for at in range(len(row))]
     else:
+        root = tuple(inputs["root"][0]) if "root" in inputs else ()
         prefixes, together = inputs["prefix"], len(tokens) // len(inputs["prefix"])
-        paths = [tuple(row[: at + 1]) for row in prefixes for at in range(len(row))]
+        paths = [root[: at + 1] for at in range(len(root))]
+        paths += [(*root, *row[: at + 1]) for row in prefixes for at in range(len(row))]
         paths += [
-            (*prefixes[i // together], *row[: at + 1])
+            (*root, *prefixes[i // together], *row[: at + 1])
             for i, row in enumerate(tokens)
             for at in range(len(row))
         ]
@@ -65,18 +68,19 @@ def test_no_example_has_no_prefix():
     assert prefix_of(common_inputs(examples_of(50).items)) == 48
 
 
-@pytest.mark.parametrize("together", [0, 2])
+@pytest.mark.parametrize(("together", "root"), [(0, 0), (2, 0), (2, 16), (2, 24)])
 @pytest.mark.parametrize("rows", [4, 6])
-def test_a_tree_has_the_inputs_and_targets_of_its_rows(together, rows):
+def test_a_tree_has_the_inputs_and_targets_of_its_rows(together, root, rows):
     """Of six rows two are without an example; some targets are inside the prefix."""
     examples = examples_of(50, 61, 44, 55)
     ordinary = TokenCollate(rows, 96, prefix=32)(examples, range(4))
-    tree = planted(ordinary, 32, rows // together if together else 1)
-    assert inputs_of(tree) == inputs_of(ordinary)
     groups = rows // together if together else 1
-    assert tree.inputs["prefix"].shape == (groups, 32)
+    tree = planted(ordinary, Tree(groups, 32, root=root))
+    assert inputs_of(tree) == inputs_of(ordinary)
+    assert tree.inputs["prefix"].shape == (groups, 32 - root)
+    assert ("root" in tree.inputs) == (root > 0)
     assert tree.inputs["tokens"].shape == (rows, ordinary.inputs["tokens"].shape[1] - 32)
-    assert (tree.inputs["positions"] < groups * 32).any()
+    assert (tree.inputs["positions"] < root + groups * (32 - root)).any()
     back = felled(tree)
     assert inputs_of(back) == inputs_of(ordinary) and set(back.inputs) == set(ordinary.inputs)
 
@@ -178,3 +182,32 @@ def test_a_tree_is_planned_as_fewer_rows_inputs_and_a_share_of_what_it_saves():
         examples_of(61), iter([np.arange(1)])
     )
     assert shape[0] == 64
+
+
+@pytest.mark.parametrize(("common", "root"), [(48, 48), (15, 0), (0, 0)])
+def test_pairs_that_begin_alike_have_a_level_before_their_prefixes(common, root):
+    random = np.random.default_rng(0)
+    items = []
+    first = random.integers(1, 5000, common)
+    for i in range(8):
+        if i % 2 == 0:
+            prompt = random.integers(1, 5000, 32)
+        tokens = np.concatenate([first, prompt, random.integers(1, 5000, 24)]).astype(np.int32)
+        items.append(Example(tokens, np.arange(len(tokens)) >= len(tokens) - 20, f"row {i}"))
+    examples = Examples(items, "preference", "completion")
+
+    plan = TreePlan.of(examples, np.arange(8), 8, together=2, least=0.0)
+    assert plan.root == root and plan.to_json(examples)["root"] == root
+    batch = plan.collate(examples, Sampler(examples.lengths, 8, 256))(examples, np.arange(8))
+    assert batch.layout.root == root and batch.layout.groups == 4
+    assert inputs_of(batch) == inputs_of(TokenCollate(8, 256)(examples, np.arange(8)))
+
+
+@pytest.mark.parametrize(
+    ("common", "groups", "prefix", "expected"),
+    [(48, 4, 80, 48), (44, 4, 80, 40), (24, 4, 80, 24), (16, 4, 80, 0), (48, 1, 80, 0)],
+)
+def test_a_level_before_prefixes_saves_a_tenth_of_what_is_computed(
+    common, groups, prefix, expected
+):
+    assert root_of(common, (8, prefix + 24), groups, prefix) == expected

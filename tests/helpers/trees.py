@@ -6,7 +6,7 @@ import numpy as np
 from mlx_packs import LoRAConfig
 from mlx_packs.adapters.attach import attach
 from mlx_packs.adapters.lora import Attached
-from mlx_packs.data.dataset import Batch
+from mlx_packs.data.dataset import Batch, Tree
 from mlx_packs.data.encoding import Example
 from mlx_packs.data.trees import planted
 from mlx_packs.objectives.causal_lm import Head, split_head
@@ -32,17 +32,23 @@ assert (set(FALLS_BACK), set(FALLS_BACK_RECOMPUTED)) == (
 
 
 def examples_with_prefixes(
-    lengths: tuple[int, ...], groups: int = 2, last: float | None = None, seed: int = 1
+    lengths: tuple[int, ...],
+    groups: int = 2,
+    last: float | None = None,
+    seed: int = 1,
+    root: int = 0,
 ) -> list[Example]:
     """Random examples: of each group as many as there are lengths, which count what follows.
 
     last: the share of what follows whose tokens are targets, at least one; None is every token,
         those of the prefix too.
+    root: tokens that all of them begin with.
     """
     random = np.random.default_rng(seed)
+    first = np.random.default_rng(seed + 1).integers(1, 128, root)
     examples = []
     for _ in range(groups):
-        common = random.integers(1, 128, PREFIX)
+        common = np.concatenate([first, random.integers(1, 128, PREFIX)])
         for length in lengths:
             tokens = np.concatenate([common, random.integers(1, 128, length)]).astype(np.int32)
             count = len(tokens) - 1 if last is None else max(1, round(last * length))
@@ -56,21 +62,27 @@ def ordinary_batch(examples: list[Example]) -> Batch:
     return make_batch(examples, range(len(examples)), len(examples), 64)
 
 
-def tree_of(batch: Batch, groups: int, prefix: int = PREFIX) -> Batch:
-    """The same batch with the beginning of each group of rows computed once."""
-    return planted(batch, prefix, groups)
+def tree_of(batch: Batch, groups: int, prefix: int = PREFIX, root: int = 0) -> Batch:
+    """The same batch with the beginning of each group of rows computed once, and that of all."""
+    return planted(batch, Tree(groups, prefix, root=root))
 
 
 BATCH = ordinary_batch(examples_with_prefixes((5, 11, 7)))  # two groups of three rows
 
 
-def check_equal(model: nn.Module, head: Head | None, batch: Batch = BATCH, groups: int = 2):
-    """Loss within 1e-6; gradients within 2e-5 of each one's largest entry, half of them 2e-6.
+def check_equal(
+    model: nn.Module,
+    head: Head | None,
+    batch: Batch = BATCH,
+    groups: int = 2,
+    root: int = 0,
+):
+    """Loss within 1e-6; gradients within 2e-5 of each one's largest entry, half of them 2.5e-6.
 
     Half are within 1e-6 in most families; in gemma4 and jamba the rows of a batch, each alone, are
-    1.9e-6 from the batch.
+    2.2e-6 from the batch.
     """
-    loss, gradients = loss_and_gradients(model, head, [tree_of(batch, groups)])
+    loss, gradients = loss_and_gradients(model, head, [tree_of(batch, groups, root + PREFIX, root)])
     expected_loss, expected = loss_and_gradients(model, head, [batch])
     assert abs(loss / expected_loss - 1) < 1e-6
     assert set(gradients) == set(expected)
@@ -83,7 +95,7 @@ def check_equal(model: nn.Module, head: Head | None, batch: Batch = BATCH, group
         if largest > 0:
             differences.append(difference / largest)
     assert len(differences) > len(expected) / 2 and max(differences) < 2e-5
-    assert np.median(differences) < 2e-6
+    assert np.median(differences) < 2.5e-6
 
 
 def adapted_family(family: str, policy: str = "none") -> tuple[Attached, Head | None]:

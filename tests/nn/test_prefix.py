@@ -73,6 +73,22 @@ def test_any_number_of_groups_and_of_rows(groups, lengths):
     check_equal(attached.model, head, batch, groups)
 
 
+ROOT = 6
+ROOTED = ordinary_batch(examples_with_prefixes((5, 11, 7), root=ROOT))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_prefixes_may_begin_alike(policy):
+    attached, head = adapted(base_of("qwen3", num_hidden_layers=3), 2, policy)
+    check_equal(attached.model, head, ROOTED, root=ROOT)
+
+
+@pytest.mark.parametrize("family", sweep([f for f in FAMILIES if f not in FALLS_BACK]))
+def test_prefixes_may_begin_alike_in_every_family(family):
+    attached, head = adapted_family(family)
+    check_equal(attached.model, head, ROOTED, root=ROOT)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_blocks_below_the_adapters_leave_keys_without_a_gradient(policy):
     attached, head = adapted(base_of("qwen3", num_hidden_layers=3), 1, policy)
@@ -96,7 +112,9 @@ def test_a_suffix_of_one_input(family):
     part = attached.model if head is None else head.hidden
     tokens = mx.random.randint(1, 128, (4, PREFIX + 1), key=mx.random.key(0))
     tokens[1, :PREFIX], tokens[3, :PREFIX] = tokens[0, :PREFIX], tokens[2, :PREFIX]
-    states = forward(attached.model, part, tokens[:, PREFIX:], prefix=tokens[::2, :PREFIX])
+    states = forward(
+        attached.model, part, tokens[:, PREFIX:], prefixes={"prefix": tokens[::2, :PREFIX]}
+    )
     expected = forward(attached.model, part, tokens)
     assert mx.allclose(states[2 * PREFIX :], expected[:, -1], atol=1e-5).item()
     assert mx.allclose(states[:PREFIX], expected[0, :PREFIX], atol=1e-5).item()
@@ -154,15 +172,18 @@ def test_blocks_below_the_adapters_may_be_injected_in_both_passes():
     rows = mx.array(BATCH.inputs["tokens"])
     states = frozen_output(model, lambda: model(rows))
 
-    expected = forward(model, head.hidden, tree["tokens"], prefix=tree["prefix"])
+    expected = forward(model, head.hidden, tree["tokens"], prefixes={"prefix": tree["prefix"]})
     actual = forward(
-        model, head.hidden, states[:, PREFIX:], prefix=states[:: len(rows) // 2, :PREFIX]
+        model,
+        head.hidden,
+        states[:, PREFIX:],
+        prefixes={"prefix": states[:: len(rows) // 2, :PREFIX]},
     )
     assert mx.abs(actual - expected).max().item() < 1e-5
 
 
 def test_a_window_hides_keys_of_the_prefix():
-    cache = PrefixKeys().after(6, 1)
+    cache = PrefixKeys().after(6, 1, is_last=True)
     assert cache.make_mask(3) == "causal" and cache.make_mask(1) is None
     assert cache.make_mask(3, window_size=9) == "causal"
     mask = np.array(cache.make_mask(3, window_size=4))
@@ -176,7 +197,7 @@ def test_a_prefix_keeps_its_keys_once_and_each_row_gets_them():
     cache = PrefixKeys()
     keys = mx.random.normal((2, 4, 6, 8))
     cache.update_and_fetch(keys, 2 * keys)
-    later = cache.after(6, 3)
+    later = cache.after(6, 3, is_last=True)
     own = mx.random.normal((6, 4, 5, 8))
     joined, values = later.update_and_fetch(own, own)
     assert later.offset == 6 and later.kept[0].shape == keys.shape

@@ -95,7 +95,7 @@ def test_the_probe_finds_segments_that_see_each_other(monkeypatch):
 
 
 def test_a_cache_of_packed_rows_has_the_window_as_its_mask():
-    cache = PrefixKeys().after(6, 1).before_spans(((3, 2),))
+    cache = PrefixKeys().after(6, 1, is_last=True).before_spans(((3, 2),))
     assert cache.make_mask(5) == Window(None) and cache.make_mask(5, window_size=4) == Window(4)
     with pytest.raises(ValueError, match="span by span"):
         cache.update_and_fetch(mx.zeros((1, 1, 5, 4)), mx.zeros((1, 1, 5, 4)))

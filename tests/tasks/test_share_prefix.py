@@ -290,6 +290,26 @@ def test_both_completions_of_a_prompt_share_it(preferences, rated, tmp_path, tas
     assert 0.2 < trees.report["shared_prefix"]["saved"] < 0.9
 
 
+def test_prompts_behind_one_system_prompt_are_a_second_level(tmp_path, capsys):
+    """The gradients of a batch go through prompts to what is before all of them."""
+    rows = []
+    for number in range(12):
+        words = " ".join(f"{number + i} and" for i in range(12))
+        system, user = {"role": "system", "content": SYSTEM}, {"role": "user", "content": words}
+        answers = {"chosen": f"It is {number}.", "rejected": f"It was {number + 1} once."}
+        rows.append({"prompt": [system, user], **answers})
+    data = write_rows(tmp_path / "d", train=rows[:8], valid=rows[8:])
+
+    settings = {"task": "dpo", "iters": 3, "max_seq_length": 256}
+    ordinary = trained(data, tmp_path / "rows", **settings)
+    capsys.readouterr()
+    trees = trained(data, tmp_path / "trees", share_prefix="on", **settings)
+    np.testing.assert_allclose(losses_of(trees), losses_of(ordinary), rtol=1e-4)
+    shared = trees.report["shared_prefix"]
+    assert 16 <= shared["root"] <= shared["tokens"] - 16
+    assert f"{shared['root']} of them every example" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.05])
 def test_the_completions_that_are_generated_share_their_prompt(
     preferences, tmp_path, beta, monkeypatch

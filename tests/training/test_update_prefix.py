@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_packs import TrainConfig
 from mlx_packs.adapters.score_head import fresh_score_head
 from mlx_packs.data.batches import TokenCollate, split_rows
-from mlx_packs.data.dataset import Batch
+from mlx_packs.data.dataset import Batch, Tree
 from mlx_packs.data.encoding import Example
 from mlx_packs.data.preference_batches import PreferenceCollate
 from mlx_packs.data.trees import Steps, TreeCollate, planted
@@ -58,7 +58,7 @@ def rows_of(batch: Batch, parts: int) -> list[Batch]:
 
 def trees_of(batch: Batch, parts: int) -> list[Batch]:
     """The same pieces as trees, whose prefix recurs."""
-    return [planted(piece, PREFIX, 1, recurs=True) for piece in rows_of(batch, parts)]
+    return [planted(piece, Tree(1, PREFIX, recurs=True)) for piece in rows_of(batch, parts)]
 
 
 def updated(model: nn.Module, objective: Objective, steps: list[Batch]) -> tuple[float, dict]:
@@ -98,7 +98,7 @@ def test_an_update_has_the_gradients_of_ordinary_rows(family, policy):
 def test_an_update_has_the_gradients_of_ordinary_trees(family):
     """Of families that keep tokens beside keys and states, too; those have no gradient."""
     attached, head = adapted_family(family)
-    each = [planted(piece, PREFIX, 1) for piece in rows_of(BATCH, 2)]
+    each = [planted(piece, Tree(1, PREFIX)) for piece in rows_of(BATCH, 2)]
     check_update(attached.model, CausalLM(attached.model, head), each, trees_of(BATCH, 2))
 
 
@@ -137,7 +137,7 @@ def test_batches_of_an_update_may_have_several_prefixes_and_rows():
 
 def test_groups_of_rows_may_share_several_prefixes():
     batches = [ordinary_batch(examples_with_prefixes((5, 9, n), groups=2)) for n in (3, 6)]
-    trees = [planted(batch, PREFIX, 2, recurs=True) for batch in batches]
+    trees = [planted(batch, Tree(2, PREFIX, recurs=True)) for batch in batches]
     attached, head = adapted(base_of("qwen3"))
     same = np.array_equal(trees[0].inputs["prefix"], trees[1].inputs["prefix"])
     assert not same  # the second is computed after the first one's gradient
@@ -151,7 +151,7 @@ def test_preferences_that_begin_alike(task):
     batch = pairs.having(labels=np.ones(3, np.float32), reference=reference)
     batch = replace(batch, denominator=3)
     collate = PreferenceCollate(TreeCollate(TokenCollate(6, 64), steps=Steps(1, 3)))
-    trees = collate.split(planted(batch, PREFIX, 1, recurs=True), 3)
+    trees = collate.split(planted(batch, Tree(1, PREFIX, recurs=True)), 3)
     assert [piece.layout.recurs for piece in trees] == [True] * 3
 
     attached, head = adapted(base_of("qwen3"))
@@ -166,7 +166,7 @@ def test_rewards_that_begin_alike():
     base = base_of("qwen3")
     attached, head = adapted(base)
     objective = RewardModel(attached.model, head.hidden, fresh_score_head(base, 0), 0.1)
-    trees = collate.split(planted(batch, PREFIX, 1, recurs=True), 2)
+    trees = collate.split(planted(batch, Tree(1, PREFIX, recurs=True)), 2)
     check_update(attached.model, objective, collate.split(batch, 2), trees)
 
 
@@ -227,8 +227,8 @@ def test_the_activations_of_prefix_and_rows_are_never_in_memory_together():
         tokens = np.concatenate([common, rng.integers(1, 128, 64)]).astype(np.int32)
         examples.append(Example(tokens, np.arange(320) >= 300, "x"))
     batch = TokenCollate(8, 512)(examples, range(8))
-    each = [planted(piece, 256, 1) for piece in rows_of(batch, 4)]
-    once = [planted(piece, 256, 1, recurs=True) for piece in rows_of(batch, 4)]
+    each = [planted(piece, Tree(1, 256)) for piece in rows_of(batch, 4)]
+    once = [planted(piece, Tree(1, 256, recurs=True)) for piece in rows_of(batch, 4)]
     assert peak_of(once) < 0.9 * peak_of(each)
 
 
