@@ -18,7 +18,7 @@ from .capture import MLX_LM, OURS, Failed, StepJob
 from .costs import Unpriced
 from .epoch import Examples, epochs
 from .libmlx import Unsupported, check_supported
-from .seconds import CHIPS, DEFAULT_CHIPS
+from .seconds import CHIPS, DEFAULT_CHIPS, STEP_S
 from .step import lay_out
 
 _LENGTHS = Examples(mean=300, sigma=0.7, supervised=1.0, count=4000, max_length=2048)
@@ -64,7 +64,7 @@ def _steps(options: argparse.Namespace, here: Environment) -> list[Record]:
                     for method in methods
                     for path, policy in jobs
                 ]
-                steps = lay_out(theirs + ours, options.chip)
+                steps = lay_out(theirs + ours, options.chip, _fixed_s(options))
                 shape = (
                     f"{model}, {batch} x {length}, {supervised:.0%} supervised, rank {options.rank}"
                 )
@@ -119,7 +119,8 @@ def _trees(options: argparse.Namespace, here: Environment) -> list[Record]:
     records = []
     for model in options.model or ["qwen3_4b", "qwen3_0_6b"]:
         for shape in trees.SHAPES:
-            steps = lay_out(shape.jobs(CONFIGS[model], options.rank), options.chip)
+            jobs = shape.jobs(CONFIGS[model], options.rank)
+            steps = lay_out(jobs, options.chip, _fixed_s(options))
             title = f"{model}, {shape.name}, rank {options.rank}"
             print(f"{title}\n{tables.step_table(steps, options.chip)}")
             print(f"{shape.gains(steps, options.chip)}\n", flush=True)
@@ -130,7 +131,7 @@ def _trees(options: argparse.Namespace, here: Environment) -> list[Record]:
 
 def _published(options: argparse.Namespace, here: Environment) -> list[Record]:
     """Steps that somebody timed on a Mac and published, beside what the model predicts of them."""
-    compared = published.compare()
+    compared = published.compare(_fixed_s(options))
     print(f"{published.table(compared)}\n\n{published.LEGEND}", flush=True)
     return published.records(here, compared)
 
@@ -146,11 +147,13 @@ class _Part:
 _PARTS = {
     "steps": _Part(
         _steps,
-        frozenset({"model", "batch", "length", "supervised", "path", "recompute", "method"}),
+        frozenset(
+            {"model", "batch", "length", "supervised", "path", "recompute", "method", "step_ms"}
+        ),
     ),
     "batches": _Part(_batches, frozenset({"model", "batch", "supervised", "path", "examples"})),
-    "trees": _Part(_trees, frozenset({"model"})),
-    "published": _Part(_published, frozenset()),
+    "trees": _Part(_trees, frozenset({"model", "step_ms"})),
+    "published": _Part(_published, frozenset({"step_ms"})),
     "ops": _Part(_ops, frozenset({"model", "batch", "length", "path", "recompute"})),
 }
 _DEFAULT_PARTS = ("steps", "batches")
@@ -175,6 +178,21 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is no number of 1 or more")
     return int(text)
+
+
+def _milliseconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 60_000:
+        raise argparse.ArgumentTypeError(f"'{text}' is no number of milliseconds")
+    return value
+
+
+def _fixed_s(options: argparse.Namespace) -> float:
+    """Return the seconds that every step takes beside what its graph shows."""
+    return STEP_S if options.step_ms is None else options.step_ms / 1e3
 
 
 def _shares(text: str) -> list[float]:
@@ -232,6 +250,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAMES",
         help=f"Chips of Macs, M1 to M5 Max [{', '.join(DEFAULT_CHIPS)}]; ops takes the first",
     )
+    add(
+        "--step-ms",
+        type=_milliseconds,
+        metavar="MS",
+        help="What every step takes beside its graph, as `packs doctor` measures it, in steps, "
+        f"trees and published [{1e3 * STEP_S:g}]; such predictions are not recorded",
+    )
     history.add_option(p)
     return p
 
@@ -261,6 +286,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (Failed, Unpriced, Unsupported) as error:
         print(f"benchmarks: graph: {error}", file=sys.stderr)
         return 2
-    print(textwrap.fill(tables.predicted(options.chip), 98))
-    history.append(records, options.history)
+    print(textwrap.fill(tables.predicted(options.chip, _fixed_s(options)), 98))
+    if options.step_ms is None:
+        history.append(records, options.history)
     return 0

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from ..history import Environment, Record, record
 from ..workloads import LLAMA3_8B, QWEN3_4B
 from .capture import MLX_LM, StepJob
+from .seconds import STEP_S
 from .step import Step, lay_out
 from .tables import aligned, predicted
 
@@ -56,14 +57,14 @@ longer than is predicted: something takes a fixed time there that no graph shows
 Compared = tuple[Published, Step]
 
 
-def compare() -> list[Compared]:
-    """Return the published steps with their graphs."""
+def compare(fixed_s: float = STEP_S) -> list[Compared]:
+    """Return the published steps with their graphs, of which each takes ``fixed_s`` besides."""
     jobs = [
         (MLX_LM, StepJob(each.config, 1, each.length, rank=each.rank, recompute="block"))
         for each in STEPS
     ]
     chips = list(dict.fromkeys(each.chip for each in STEPS))
-    return list(zip(STEPS, lay_out(jobs, chips), strict=True))
+    return list(zip(STEPS, lay_out(jobs, chips, fixed_s), strict=True))
 
 
 def predicted_s(each: Published, step: Step) -> float:

@@ -67,7 +67,7 @@ def rate(kind: str, chip: Chip, rows: int | None = None) -> float:
     return 1e12 * share * nominal
 
 
-def assumptions(names: Sequence[str]) -> str:
+def assumptions(names: Sequence[str], fixed_s: float = STEP_S) -> str:
     """Return the constants of the model, for the chips that it is asked about."""
     rates = [
         f"{name} {CHIPS[name].bandwidth_gb_s:g} GB/s, {CHIPS[name].matrix_tflops:g} TFLOP/s"
@@ -79,5 +79,5 @@ def assumptions(names: Sequence[str]) -> str:
     shares.append(f"products of 64 rows {_OF_ROWS[0]:g} of these")
     return (
         f"{'; '.join(rates)}; reached: bandwidth {BANDWIDTH_REACHED:g}, {', '.join(shares)}; "
-        f"{launches} a dispatch, {1e3 * STEP_S:g} ms a step, {1e6 * TRACE_S:g} us a primitive to compile"
+        f"{launches} a dispatch, {1e3 * fixed_s:g} ms a step, {1e6 * TRACE_S:g} us a primitive to compile"
     )

@@ -49,6 +49,7 @@ class Step:
         block_kinds: the same by kind of op.
         rest: embedding, head, loss, gradient norm and whatever else is no block.
         in_flight_bytes: at most, beside the peak: arrays that only command buffers still hold.
+        fixed_s: what every step takes, whatever it computes.
     """
 
     implementation: str
@@ -58,6 +59,7 @@ class Step:
     block_kinds: dict[str, Costs]
     rest: Costs
     in_flight_bytes: int
+    fixed_s: float = STEP_S
 
     @property
     def name(self) -> str:
@@ -74,7 +76,8 @@ class Step:
     def whole(self) -> Costs:
         """Of all blocks; seconds with the fixed time of a step."""
         costs = self.rest.plus(self.block, self.job.config["num_hidden_layers"])
-        return replace(costs, seconds={chip: s + STEP_S for chip, s in costs.seconds.items()})
+        fixed = {chip: s + self.fixed_s for chip, s in costs.seconds.items()}
+        return replace(costs, seconds=fixed)
 
     @property
     def trace_s(self) -> float:
@@ -83,7 +86,9 @@ class Step:
 
 
 def lay_out(
-    asked: Sequence[tuple[str, StepJob]], chips: Sequence[str] = DEFAULT_CHIPS
+    asked: Sequence[tuple[str, StepJob]],
+    chips: Sequence[str] = DEFAULT_CHIPS,
+    fixed_s: float = STEP_S,
 ) -> list[Step]:
     """Return the steps of implementations, each implementation's in a process of its own.
 
@@ -100,7 +105,7 @@ def lay_out(
     names = list(dict.fromkeys(name for name, _ in asked))
     with ThreadPoolExecutor() as pool:
         steps = dict(zip(names, map(iter, pool.map(of, names)), strict=True))
-    return [next(steps[name]) for name, _ in asked]
+    return [replace(next(steps[name]), fixed_s=fixed_s) for name, _ in asked]
 
 
 def _cut(job: StepJob, blocks: int) -> StepJob:

@@ -6,17 +6,16 @@ from dataclasses import replace
 from ..history import Environment, Record, record
 from .capture import MLX_LM, OURS
 from .epoch import Epoch
-from .seconds import assumptions
+from .seconds import STEP_S, assumptions
 from .step import Step
 
 CHECKPOINTED = f"{MLX_LM} --grad-checkpoint"
 
 
-def predicted(chips: Sequence[str]) -> str:
+def predicted(chips: Sequence[str], fixed_s: float = STEP_S) -> str:
     """Return what figures are, and the constants that they depend on."""
-    return (
-        f"Predicted from the lazy graph by a machine model; no Mac was timed. {assumptions(chips)}."
-    )
+    constants = assumptions(chips, fixed_s)
+    return f"Predicted from the lazy graph by a machine model; no Mac was timed. {constants}."
 
 
 def ratio(own: dict[str, float], other: dict[str, float], chips: Sequence[str]) -> float:

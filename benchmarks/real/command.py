@@ -13,13 +13,13 @@ from mlx_packs.runtime import on_cpu
 
 from .. import alone, history
 from ..history import Environment, record
-from . import agreement, files, jobs, minilm, trainers
+from . import agreement, files, groups, jobs, minilm, trainers
 from .jobs import LARGE, PARTS, SHARED_PARTS, Part
 from .results import Results, draw, losses, records, spread, table
 from .turns import Trainer, train_alternately
 
 NAMES = (*PARTS, "minilm", "perplexity")
-AGREEMENT, RATES = "agreement", "rates"
+AGREEMENT, RATES, GROUPS = "agreement", "rates", "groups"
 _TRAININGS = PARTS | SHARED_PARTS
 # Of its value: all trainers start with the same weights and batch. A GPU computes in bfloat16.
 _FIRST_LOSS_TOLERANCE = 1e-3 if on_cpu() else 3e-2
@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--part",
         action="append",
-        choices=(*NAMES, *SHARED_PARTS, AGREEMENT, RATES),
+        choices=(*NAMES, *SHARED_PARTS, AGREEMENT, RATES, GROUPS),
         help=f"repeatable: %(choices)s [{', '.join(NAMES)}]",
         metavar="PART",
     )
@@ -332,9 +332,36 @@ def _report_rates(shape: str, results: list[dict], options: argparse.Namespace) 
     print("\n".join(lines), flush=True)
 
 
+def run_groups(options: argparse.Namespace) -> None:
+    """Train with and without groups of examples that begin alike; print and record the curves."""
+    steps, rows = options.steps or 60, options.rows or 120
+    results = [
+        entry
+        for seed in options.seeds
+        for entry in alone.run("real.groups", [str(options.work), str(steps), str(rows), str(seed)])
+    ]
+    shape = f"lines of gsm8k's solutions, {groups.BATCH} x {steps}, {rows} held-out rows"
+    here, new_records = Environment.here(), []
+    lines = [f"{shape}, {len(options.seeds)} seeds: validation loss", ""]
+    for way in dict.fromkeys(r["way"] for r in results):
+        curves = [r["losses"] for r in results if r["way"] == way]
+        points = [spread(list(values)) for values in zip(*curves, strict=True)]
+        lines.append(f"{way}: {', '.join(points)}")
+        last = [curve[-1] for curve in curves]
+        note = (
+            f"Of each seed after {steps} batches; before, every quarter: {'; '.join(points[:-1])}."
+        )
+        new_records.append(
+            record(here, "real groups", way, shape, "validation loss", "", last, note=note)
+        )
+    history.append(new_records, options.history)
+    print("\n".join(lines), flush=True)
+
+
 OTHERS = {
     "minilm": run_minilm,
     "perplexity": run_perplexity,
     AGREEMENT: run_agreement,
     RATES: run_rates,
+    GROUPS: run_groups,
 }

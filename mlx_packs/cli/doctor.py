@@ -44,18 +44,23 @@ def doctor(file: Path | None, model: str | None, rank: int, verbose: bool) -> No
     plain MLX from then on. The exit code is 1 if a kernel is wrong; its operation then uses plain
     MLX.
     """
+    from ..bench.rates import examine_rates
     from ..files import atomic_write, to_json
     from ..ops.diagnostics import examine_all, kernel_instances
 
     if file is not None and not file.parent.is_dir():
         raise PackError(f"--report {file}: there is no folder {file.parent}.", "not-found")
+
     instances = kernel_instances() if model is None else instances_of(model, rank)
     with Display().task("kernels", len(instances), "instances") as bar:
         report = examine_all(instances, bar.advance)
+    report["rates"] = examine_rates()
+
     lines = report_lines(report, verbose)
     if file is not None:
         atomic_write(file, to_json(report))
         lines.append(f"report  {file}: attach it to an issue")
+
     print_report(report, lines)
     if not all(kernel["ok"] for kernel in report["kernels"]):
         exit_if_failed(["a kernel is wrong on this machine. Please report it."])
@@ -142,6 +147,8 @@ def report_lines(report: dict, verbose: bool) -> list[str]:
     ]
     if chip := report["chip"]:
         lines.insert(1, _chip_line(chip))
+    lines += _rate_lines(report["rates"])
+
     kernels = report["kernels"]
     if kernels[0]["backend"] != "reference":
         lines.append(f"kernels {kernels[0]['backend']}, compared with plain MLX")
@@ -162,6 +169,25 @@ def _chip_line(chip: dict) -> str:
         f"chip    {chip['bandwidth_gb_s']:,.0f} GB/s · {chip['vector_tflops']:.1f} TFLOP/s float32, "
         f"{chip['matrix_tflops']:.1f} half · bfloat16 {bf16} · {units} (nominal, from measured rates)"
     )
+
+
+def _rate_lines(rates: dict) -> list[str]:
+    """Return the fixed time of a step and the rates of 4-bit products, each by itself."""
+    step = rates["step"]
+    lines = [
+        f"step    {step['ms']:,.0f} ms with {step['blocks']} blocks of next to nothing: what a "
+        "training step takes beside its products"
+    ]
+    for dtype in dict.fromkeys(product["dtype"] for product in rates["products"]):
+        reached = [
+            f"{p['rows']:,} rows {p['tflops']:.3g} and {p['gradient_tflops']:.3g}"
+            for p in rates["products"]
+            if p["dtype"] == dtype
+        ]
+        lines.append(
+            f"4-bit   {dtype}, TFLOP/s of a product and of its gradient: {', '.join(reached)}"
+        )
+    return lines
 
 
 def _instance_lines(kernels: list[dict]) -> list[str]:

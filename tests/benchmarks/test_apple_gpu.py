@@ -211,7 +211,7 @@ def test_an_epoch_sums_batches_and_compiles_each_step_once(steps, monkeypatch):
 
 def test_the_command_prints_and_records_steps(steps, monkeypatch, tmp_path, capsys):
     ways = [(MLX_LM, "none"), (MLX_LM, "block"), (OURS, "transient", "none")]
-    monkeypatch.setattr(command, "lay_out", lambda asked, _: [steps[way] for way in ways])
+    monkeypatch.setattr(command, "lay_out", lambda asked, *_: [steps[way] for way in ways])
     file = tmp_path / "history.jsonl"
     arguments = ["steps", "--model", "qwen3-4b", "--batch", "1", "--path", "transient"]
     assert graph.main([*arguments, "--chip", "m3-max,M4 Max", "--history", str(file)]) == 0
@@ -233,7 +233,7 @@ def test_a_run_has_one_date_so_that_a_report_shows_all_of_it(steps, monkeypatch,
         history.Environment, "here", lambda: dataclasses.replace(here, date=next(days))
     )
     ways = [(MLX_LM, "none"), (MLX_LM, "block"), (OURS, "transient", "none")]
-    monkeypatch.setattr(command, "lay_out", lambda asked, _: [steps[way] for way in ways])
+    monkeypatch.setattr(command, "lay_out", lambda asked, *_: [steps[way] for way in ways])
     file = tmp_path / "history.jsonl"
     models = ["--model", "qwen3-4b,llama3-8b"]
     assert graph.main(["steps", *models, "--path", "transient", "--history", str(file)]) == 0

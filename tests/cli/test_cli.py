@@ -14,6 +14,7 @@ from mlx_lm.utils import load
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, train_pack
 from mlx_packs.bases.files import tiny_checkpoint
+from mlx_packs.bench import rates
 from mlx_packs.chips import CHIPS
 from mlx_packs.cli.doctor import report_lines
 from mlx_packs.cli.main import packs
@@ -111,14 +112,22 @@ def test_generate_streams_and_the_pack_changes_the_text(answers):
     assert raw.exit_code == 0 and raw.stdout.strip()
 
 
+RATES = {
+    "step": {"ms": 26.4, "blocks": 36, "inputs": 8},
+    "products": [{"dtype": "float16", "rows": 64, "tflops": 4.51, "gradient_tflops": 3.9}],
+}
+
+
 @pytest.mark.slow
 def test_doctor_reports_the_machine_and_every_kernel(tmp_path):
     result = invoke("doctor", "--json", "--report", tmp_path / "report.json")
     report = json.loads(result.stdout)
     assert json.loads((tmp_path / "report.json").read_text()) == report
     assert report_lines(report, verbose=False)[-1].startswith("        nf4           float16")
-    assert len(report_lines(report, verbose=True)) == 6 + len(report["kernels"])
+    assert len(report_lines(report, verbose=True)) == 8 + len(report["kernels"])
     assert {"device", "versions", "blas", "memory", "kernels"} <= set(report)
+    assert report["rates"]["step"]["ms"] > 0 and report["rates"]["step"]["blocks"] == 36
+    assert all(p["tflops"] > 0 and p["gradient_tflops"] > 0 for p in report["rates"]["products"])
     assert report["versions"]["mlx"] and report["blas"]["gflops"] > 0
     assert report["blas"]["streams"] == profile().streams
     assert {k["op"] for k in report["kernels"]} == {
@@ -137,6 +146,7 @@ def test_doctor_shows_a_failing_kernel_and_exits_with_1(monkeypatch):
     monkeypatch.setattr(diagnostics, "kernel_instances", lambda: instances)
     monkeypatch.setattr(diagnostics, "matmul_gflops", lambda: 1.0)
     monkeypatch.setattr(diagnostics, "COPIES", 1)
+    monkeypatch.setattr(rates, "examine_rates", lambda: RATES)
     with emulation("metal", orders=("forward",)):
         small = [replace(i, workload=lambda b, i=i: i.checks(b)[0]) for i in instances]
         monkeypatch.setattr(diagnostics, "kernel_instances", lambda: small)
@@ -170,7 +180,8 @@ def test_doctor_measures_the_weights_of_an_nf4_base(tmp_path, run):
 
 
 def test_doctor_shows_the_rates_of_a_gpu():
-    report = examine_machine() | {"kernels": [examine_kernel(kernel_instances()[0])]}
+    kernels = [examine_kernel(kernel_instances()[0])]
+    report = examine_machine() | {"kernels": kernels, "rates": RATES}
     assert report["chip"] is None
     report["chip"] = asdict(CHIPS["Apple M5 Max"])
     assert (
@@ -179,6 +190,11 @@ def test_doctor_shows_the_rates_of_a_gpu():
     )
     report["chip"] = asdict(CHIPS["Apple M1"])
     assert "bfloat16 emulated · no matrix units" in report_lines(report, verbose=False)[1]
+    lines = "\n".join(report_lines(report, verbose=False))
+    assert "step    26 ms with 36 blocks of next to nothing" in lines
+    assert (
+        "4-bit   float16, TFLOP/s of a product and of its gradient: 64 rows 4.51 and 3.9" in lines
+    )
 
 
 def test_doctor_rejects_a_report_in_a_folder_that_is_not_there(run, tmp_path):
