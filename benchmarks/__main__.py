@@ -23,6 +23,7 @@ NAMES = (
     "timeline",
     "whole",
     "prefix",
+    "trees",
     "quantization_error",
     "plan_accuracy",
     "quantize",

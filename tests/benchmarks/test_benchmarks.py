@@ -20,9 +20,11 @@ from benchmarks import (
     report,
     stock,
     train_step,
+    trees,
     workloads,
 )
 from benchmarks import quantize as quantize_bench
+from benchmarks.apple_gpu.trees import TreeShape
 from mlx_packs.runtime import BLAS, mx
 
 CONFIG = workloads.QWEN3_4B | {
@@ -225,3 +227,33 @@ def test_quantizing_is_timed_in_programs_of_their_own(tmp_path, monkeypatch, cap
     assert report.render(records) == capsys.readouterr().out.strip()
     assert [r.implementation for r in records] == [quantize_bench.BASELINE, "ours"]
     assert records[0].ratio == 1 and 1 < records[1].peak_mb < 100 and records[1].samples == 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts"),
+    [
+        (TreeShape("behind one beginning", 48, 20, 8), 4),
+        (TreeShape("pairs on two levels", 48, 20, 8, groups=4, root=24), 4),
+        (TreeShape("short rows", 16, 4, 4), 1),
+    ],
+)
+def test_trees_are_timed_beside_their_rows(shape, parts, monkeypatch):
+    monkeypatch.setattr(trees, "_MOST_INPUTS", 150)
+    sides = trees.sides_of(CONFIG, shape)
+    trees.measure(sides, 1)
+    records = trees.records(history.Environment.here(), "small", 1, shape, sides)
+    assert [r.baseline for r in records] == [trees.ROWS] * 3
+    assert all(r.ratio > 0 and r.peak_mb > 0 for r in records)
+    assert [side.parts for side in sides.values()] == [parts, parts, 1]
+    assert f"{trees.TREE}  " in trees.table(sides)
+
+
+def test_trees_that_compute_something_else_are_not_timed(monkeypatch):
+    shape = TreeShape("behind one beginning", 48, 20, 4)
+    sides = trees.sides_of(CONFIG, shape)
+    batch = sides[trees.TREE].checked
+    targets = batch.inputs["targets"]
+    sides[trees.TREE].checked = batch.having(targets=(targets + 1) % CONFIG["vocab_size"])
+    with pytest.raises(trees.LossesDiffer, match="mlx_packs tree"):
+        trees.measure(sides, 1)
+    assert not sides[trees.ROWS].seconds
