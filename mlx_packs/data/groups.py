@@ -243,7 +243,7 @@ class GroupCollate:
         return self.trees[self.groups.prefix_of(order)](examples, order)
 
     def shapes(self, examples: Examples, orders: Iterator[np.ndarray]) -> set[Shape]:
-        """Return (T, M) of batches of rows that take about as much memory as the trees."""
+        """Return the shapes of batches without laying them out."""
         shapes: set[Shape] = set()
         for order in orders:
             shapes |= self.trees[self.groups.prefix_of(order)].shapes(examples, iter([order]))

@@ -25,8 +25,8 @@ from .dataset import Batch, Dataset, Tree, edges_of
 from .encoding import Examples
 from .packing import Packed
 from .sampler import Sampler
-from .shapes import TILE, Shape, padded_targets
-from .trees import TreePlan, planned_share, saved_share
+from .shapes import TILE, Shape, TreeShape, padded_targets
+from .trees import TreePlan
 
 
 def packed_tree(batch: Batch, prefix: int, recurs: bool = False) -> Batch:
@@ -101,8 +101,8 @@ class PackedTreeCollate:
         return packed_tree(self.packed(examples, order), self.prefix, self.recurs)
 
     def shapes(self, examples: Examples, orders: Iterator[Packed]) -> set[Shape]:
-        """Return (T, M) of batches of rows that take about as much memory as the trees."""
-        return {self._planned(examples, order) for order in orders}
+        """Return the shapes of batches without laying them out."""
+        return {self._shape(examples, order) for order in orders}
 
     def split(self, batch: Batch, parts: int) -> list[Batch]:
         """Return a batch in pieces of whole examples, with about as many inputs each."""
@@ -148,12 +148,19 @@ class PackedTreeCollate:
             layout=tree,
         )
 
-    def _planned(self, examples: Examples, order: Packed) -> Shape:
-        width, slots = self.packed.shape(examples, order)
-        inputs = width * len(order.sequences)
-        count = len(order.examples)
-        saved = saved_share((count, inputs / count), 1, self.prefix)
-        return math.ceil(width * planned_share(saved)), slots
+    def _shape(self, examples: Examples, order: Packed) -> Shape:
+        """Return the shape of a batch, whose rows have no padding and as many examples each."""
+        _, slots = self.packed.shape(examples, order)
+        if order.spans:
+            own = zip(order.spans, order.sequences, strict=True)
+            inputs = sum(sum(spans[: len(indices)]) for spans, indices in own)
+        else:
+            inputs = int(examples.lengths[order.examples].sum()) - len(order.examples)
+
+        rows = self.batch_size
+        of_row = len(order.examples) / rows
+        width = math.ceil(inputs / rows)
+        return TreeShape(width, slots, self.prefix, examples=of_row, recurs=self.recurs)
 
 
 def packed_trees(plan: TreePlan, examples: Examples, sampler: Sampler) -> Dataset:

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +15,37 @@ Shape = tuple[int, int]  # (T, M) of a batch
 # as long as some hundred tokens (0.4 s for 36 blocks), and memory for its graph.
 MOST_SHAPES = 48
 COMPILATION_TOKENS = 300
+
+
+class TreeShape(NamedTuple):
+    """The shape of a tree; the first two fields are the shape of its batch of rows."""
+
+    inputs: int  # T
+    targets: int  # M
+    prefix: int  # inputs that its rows begin with
+    together: int = 0  # rows of each prefix; 0 is all rows of a batch
+    root: int = 0  # inputs that all prefixes begin with, computed before the rest of them
+    examples: float = 1  # of a row: packed rows have several
+    recurs: bool = False  # whether it is computed once for all batches of an update
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the batch of rows."""
+        return self.inputs, self.targets
+
+    def rows(self, sequences: int) -> int:
+        """Return how many rows follow the prefixes of a batch of so many sequences."""
+        return round(sequences * self.examples)
+
+    def groups(self, sequences: int) -> int:
+        """Return how many prefixes a batch of so many sequences has."""
+        return -(-sequences // self.together) if self.together else 1
+
+    def computed(self, sequences: int) -> int:
+        """Return the inputs of a batch of so many sequences that are computed."""
+        groups = self.groups(sequences)
+        saved = (self.rows(sequences) - groups) * self.prefix + (groups - 1) * self.root
+        return sequences * self.inputs - saved
 
 
 def sequence_inputs(max_seq_length: int) -> int:

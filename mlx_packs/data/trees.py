@@ -16,7 +16,6 @@ once for each row.
 """
 
 import dataclasses
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,13 +27,10 @@ from .batches import TokenCollate, few_shapes, split_rows
 from .dataset import Batch, Dataset, FixedOrder, Tree, by_length
 from .encoding import Example, Examples
 from .sampler import Sampler
-from .shapes import Shape, sequence_inputs
+from .shapes import Shape, TreeShape, sequence_inputs
 
 LEAST = 16  # inputs of a prefix; shorter ones cost more than they save
 STEP = 8  # a prefix has a multiple of these, and what is left of it is in the suffixes
-# Of the memory of saved inputs, what their keys and values take, which each row has. With it plans
-# of five small models are 3 % below to 26 % above the peak (`benchmarks/plan_accuracy.py`).
-_KEPT = 0.05
 # What the prefix of an update costs, in steps on it: its keys and values first, and then a step.
 _PASSES = 1.5
 WORTHWHILE = 0.15  # least share of the inputs of a batch that is saved
@@ -78,11 +74,6 @@ def root_of(common: int, shape: tuple[float, float], groups: float, prefix: floa
     of_tree = 1 - saved_share(shape, groups, prefix)
     saved = of_tree - (1 - saved_share(shape, groups, prefix, root))
     return root if saved >= ROOT_WORTHWHILE * of_tree else 0
-
-
-def planned_share(saved: float) -> float:
-    """Return the memory of a tree that saves such a share of inputs, by the memory of its rows."""
-    return 1 - (1 - _KEPT) * saved
 
 
 def planted(batch: Batch, layout: Tree) -> Batch:
@@ -172,8 +163,12 @@ class TreeCollate:
         return self.tree(tokens(examples, order), tokens.prefix)
 
     def shapes(self, examples: Examples, orders: Iterator[np.ndarray]) -> set[Shape]:
-        """Return (T, M) of batches of rows that take about as much memory as the trees."""
-        return {self._planned(examples, order) for order in orders}
+        """Return the shapes of batches without laying them out."""
+        shapes = set()
+        for order in orders:
+            tokens = self._tokens_of(order)
+            shapes.add(self.planned(*tokens.shape(examples, order), tokens.prefix))
+        return shapes
 
     def split(self, batch: Batch, parts: int) -> list[Batch]:
         """Return the rows of a batch in pieces, which are trees where that saves enough."""
@@ -212,19 +207,13 @@ class TreeCollate:
         saved = saved_share(shape, groups, prefix, root)
         return None if saved < self.least else Tree(groups, prefix, root=root)
 
-    def _planned(self, examples: Examples, order: np.ndarray) -> Shape:
-        """Return the shape of a batch of rows that takes about as much memory as a tree."""
-        tokens = self._tokens_of(order)
-        width, slots = tokens.shape(examples, order)
-        groups = 1
-        if self.together:
-            groups = self.batch_size // self.together
-
-        root = self.root if groups > 1 else 0
-        saved = saved_share((self.batch_size, width), groups, tokens.prefix, root)
-        if saved < self.least:
+    def planned(self, width: int, slots: int, prefix: int) -> Shape:
+        """Return the shape of a batch whose rows have the shape [R, T] and M targets."""
+        layout = self._layout((self.batch_size, width), prefix)
+        if layout is None:
             return width, slots
-        return math.ceil(width * planned_share(saved)), slots
+        together = self.together if layout.groups > 1 else 0
+        return TreeShape(width, slots, layout.prefix, together, layout.root, recurs=layout.recurs)
 
     def _tokens_of(self, order: np.ndarray) -> TokenCollate:
         """Return what lays out the rows of a batch, padded after what its groups have in common."""

@@ -18,7 +18,7 @@ from ..config.choices import (
 )
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
-from ..data.shapes import padded_length, padded_targets, sequence_inputs
+from ..data.shapes import TreeShape, padded_length, padded_targets, sequence_inputs
 from ..errors import PackError
 from .decoder_sizes import Sizes, sizes_of
 from .for_merge import requantized_bytes, rounding_bytes
@@ -32,7 +32,7 @@ from .plan import (
     recompute_policies,
 )
 from .planned_adapters import UPDATED_AT_ONCE, optimizer_bytes, plan_adapters
-from .step import WHOLE_LOGITS, Step
+from .step import WHOLE_LOGITS, Step, passes_of
 
 ASSUMED = "Every token is taken as a target."
 _SMALL = "small base: full precision fits, quantizing would cost accuracy for memory not needed"
@@ -120,7 +120,7 @@ def plan_step(
     adapters = plan_adapters(sizes.places(headers.tensors), lora, train.method)
     if has_score_head(train):
         adapters = adapters.beside((1, sizes.hidden))
-    length, targets = shape or _largest_shape(train)
+    shape = shape or _largest_shape(train)
     quantized = headers.is_quantized or train.quantize != "none"
     custom = headers.custom_format(train.quantize) is not None
     path_facts = MATMUL_PATHS[_path_of(train)]
@@ -128,9 +128,9 @@ def plan_step(
     no_kernel = custom and runtime.on_cpu() and not path_facts.keeps_dense
     step = step_class(
         sizes,
-        tokens=train.sequences * length,
-        targets=targets,
-        scores=sizes.heads * length,
+        passes=passes_of(shape, train.sequences),
+        apart=isinstance(shape, TreeShape) and shape.recurs,
+        targets=shape[1],
         kept=adapters.kept,
         policy=POLICIES[recompute_policies(train)[0]],
         waiting=adapters.waiting(train),
@@ -170,9 +170,11 @@ def smallest_shape(train: TrainConfig) -> Shape:
 
 def resized(shape: Shape, before: TrainConfig, after: TrainConfig) -> Shape:
     """Return the shape that a batch has after a change of its batch size or maximal length."""
-    length, targets = shape
+    length, targets = shape[:2]
     cut = min(length, sequence_inputs(after.max_seq_length))
     share = after.sequences * cut / (before.sequences * length)
+    if isinstance(shape, TreeShape) and shape.prefix * shape.examples < cut:
+        return shape._replace(inputs=cut, targets=int(targets * share))
     return cut, int(targets * share)
 
 
@@ -207,7 +209,7 @@ def _plan_full(
         paths = {p: s for p, s in sizes.projections.items() if int(p.split(".")[2]) >= first}
     trainable = sum(math.prod(shape) for shape in paths.values())
     largest = max(math.prod(shape) for shape in paths.values())
-    _, targets = shape or _largest_shape(train)
+    targets = (shape or _largest_shape(train))[1]
     moments = {}
     for moment, of_plan in plan.moments.items():
         parts = dict(of_plan)

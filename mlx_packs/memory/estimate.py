@@ -98,8 +98,9 @@ def estimate(
     one = estimator_of(headers.config).estimate
     if shapes is None:
         return one(headers, lora, train)
-    largest = dict(sorted(shapes))  # of each length: estimates rise with the rest, to 2 %
-    plans = [one(headers, lora, train, shape) for shape in largest.items()]
+    # of shapes that only differ in their targets: estimates rise with these, to 2 %
+    largest = {(type(shape), shape[0], *shape[2:]): shape for shape in sorted(shapes)}
+    plans = [one(headers, lora, train, shape) for shape in largest.values()]
     return max(plans, key=lambda plan: plan.peak_bytes)
 
 

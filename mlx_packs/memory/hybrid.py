@@ -28,7 +28,7 @@ from .decoder import (
 from .decoder_sizes import Sizes
 from .headers import Headers, Tensors, dense_tensors
 from .plan import MemoryPlan, Shape
-from .step import Step
+from .step import Pass, Step
 
 __all__ = ["ASSUMED", "resized", "run_settings", "smallest_shape", "why_not_quantized"]
 
@@ -193,7 +193,7 @@ class HybridStep(Step):
 
     sizes: HybridSizes
 
-    def _block_numbers(self, block: int, adapters: Mapping[str, int]) -> float:
+    def _block_numbers(self, own: Pass, block: int, adapters: Mapping[str, int]) -> float:
         sizes = self.sizes
         kept = 4 * sizes.hidden + sizes.feed_forward + sum(adapters.values())
         if sizes.recurrent[block - len(self.kept)]:
@@ -201,24 +201,23 @@ class HybridStep(Step):
             return kept + 6 * keys + 6 * sizes.values + 6 * sizes.value_heads
 
         # probabilities, and half of what makes them; a fused gradient keeps neither
-        scores = 1.6 * self.scores if runtime.on_cpu() else 0
+        scores = 1.6 * sizes.heads * own.keys if runtime.on_cpu() else 0
         return kept + 4.7 * sizes.queries + 2.3 * sizes.keys + scores
 
-    def _in_blocks(self, itemsize: int) -> dict[str, tuple[float, float]]:
+    def _in_blocks(self, own: Pass, itemsize: int) -> dict[str, tuple[float, float]]:
         sizes = self.sizes
-        length = self.scores // sizes.heads
         rule = gated_delta.Sizes(
-            self.tokens // length,
-            length,
+            own.rows,
+            int(own.length),
             sizes.key_heads,
             sizes.value_heads,
             sizes.key_width,
             sizes.value_width,
         )
 
-        mlp = self.tokens * (4 * sizes.hidden + sizes.feed_forward)
-        scores = 3 * self.scores if runtime.on_cpu() else 0
-        attention = self.tokens * (scores + 2 * (sizes.queries + sizes.keys))
+        mlp = own.tokens * (4 * sizes.hidden + sizes.feed_forward)
+        scores = 3 * sizes.heads * own.keys if runtime.on_cpu() else 0
+        attention = own.tokens * (scores + 2 * (sizes.queries + sizes.keys))
 
         # of a block that is computed again half of the feed-forward is gone before the recurrence
         gone = 0.6 * sizes.feed_forward if self.policy.blocks else 0

@@ -5,15 +5,17 @@ ahead of what it computes, so "in flight" is about one block's worth of temporar
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .. import runtime
 from ..config.choices import PolicyFacts
+from ..data.shapes import TreeShape
 from ..ops.linear_cross_entropy import columns as loss_columns
 from ..ops.profile import profile
 from .decoder_sizes import Sizes
-from .plan import moment_parts
+from .plan import Shape, moment_parts
 
 WHOLE_LOGITS = 15  # arrays of the size of all logits, where the head is trainable
 _HEAD_SLICE = 1.25  # arrays of the size of a slice of the head that is dequantized
@@ -42,14 +44,49 @@ def factors() -> Factors:
     return _FACTORS["cpu" if runtime.on_cpu() else "gpu"]
 
 
+class Pass(NamedTuple):
+    """Rows that go through the blocks at once: of a batch, prefixes, or what follows these."""
+
+    rows: int
+    length: float  # inputs of a row, the mean of packed examples
+    before: int = 0  # inputs of the prefix that each row reads
+
+    @property
+    def tokens(self) -> int:
+        """The inputs of all rows."""
+        return round(self.rows * self.length)
+
+    @property
+    def keys(self) -> float:
+        """The keys that attention of a row has."""
+        return self.before + self.length
+
+
+def passes_of(shape: Shape, sequences: int) -> tuple[Pass, ...]:
+    """Return the passes of a step on a batch of so many sequences."""
+    if not isinstance(shape, TreeShape):
+        return (Pass(sequences, shape[0]),)
+
+    rows, groups = shape.rows(sequences), shape.groups(sequences)
+    passes = [Pass(groups, shape.prefix - shape.root, shape.root)]
+    if shape.root:
+        passes.insert(0, Pass(1, shape.root))
+    following = shape.computed(sequences) - sum(own.tokens for own in passes)
+    return *passes, Pass(rows, following / rows, shape.prefix)
+
+
 @dataclass(frozen=True)
 class Step:
-    """A training step of adapters on a batch; its blocks are those of the Llama family."""
+    """A training step of adapters on a batch; its blocks are those of the Llama family.
+
+    A tree takes two passes: over its prefixes, and then over the rows that follow them. Where all
+    prefixes begin alike, a pass over that comes first.
+    """
 
     sizes: Sizes
-    tokens: int
+    passes: tuple[Pass, ...]
+    apart: bool  # whether prefixes have a backward pass of their own
     targets: int
-    scores: int  # attention scores of a token: heads x T
     kept: list[dict[str, int]]  # as of `PlannedAdapters`
     policy: PolicyFacts
     waiting: int  # bytes of gradients that wait for the update
@@ -61,19 +98,37 @@ class Step:
 
     def moments(self, itemsize: int) -> dict[str, dict[str, int]]:
         """Return the parts at the moments of the forward and backward pass, in bytes."""
-        hidden = self.sizes.hidden
-        blocks = [self._block_numbers(i, adapters) for i, adapters in enumerate(self.kept)]
-        before = saved = sum(blocks)
-        if self.policy.blocks:  # their inputs are stored, and all of one that is computed again
-            before = len(blocks) * hidden
-            saved = before + max(blocks)
+        moments: dict[str, dict[str, int]] = {}
+        for own, before in self._before():
+            states = 2 * self.sizes.hidden * own.tokens
+            if not self.apart:
+                states = 2 * self.sizes.hidden * sum(each.tokens for each in self.passes)
+            if own is self.passes[-1]:
+                logits = itemsize * self.loss_numbers()
+                moments["loss"] = moment_parts(self.waiting, itemsize * (before + states), logits)
 
-        at_loss = itemsize * (self.tokens * (before + 2 * hidden))
-        moments = {"loss": moment_parts(self.waiting, at_loss, itemsize * self.loss_numbers())}
-        for name, (working, gone) in self._in_blocks(itemsize).items():
-            kept = itemsize * (self.tokens * (saved - gone))
-            moments[name] = moment_parts(self.waiting, kept, working=working)
+            again = max(self._kept(own)) * self.policy.blocks  # of one that is computed again
+            for name, (working, gone) in self._in_blocks(own, itemsize).items():
+                saved = itemsize * (before + again - gone * own.tokens)
+                parts = moment_parts(self.waiting, saved, working=working)
+                moments[name] = max(
+                    parts, moments.get(name, parts), key=lambda each: sum(each.values())
+                )
         return moments
+
+    def _before(self) -> Iterator[tuple[Pass, float]]:
+        """Yield each pass, and the numbers that are kept when its backward pass begins."""
+        of_block = 2 * self.sizes.keys * sum(own.tokens for own in self.passes[:-1])
+        read = len(self.kept) * of_block  # keys and values of prefixes
+        kept = [sum(self._kept(own)) for own in self.passes]
+        if self.policy.blocks:
+            kept = [len(self.kept) * self.sizes.hidden * own.tokens for own in self.passes]
+
+        for own, of_pass in zip(self.passes, kept, strict=True):
+            if self.apart:  # what is read, its gradient, and that of the rows so far
+                yield own, of_pass + read * (3 if own is self.passes[-1] else 1)
+            else:
+                yield own, sum(kept) + read * self.policy.blocks
 
     @property
     def recomputes(self) -> bool:
@@ -109,7 +164,17 @@ class Step:
         block_weights = in_blocks // self.sizes.blocks
         return min((10 if self.custom else 5) * profile().slice_weights, block_weights)
 
-    def _block_numbers(self, block: int, adapters: Mapping[str, int]) -> float:
+    def _kept(self, own: Pass) -> list[float]:
+        """Return the numbers that each adapted block keeps of a pass."""
+        joined = 0  # keys and values of the prefix, before those of each row
+        if not self.policy.operations:
+            joined = 2 * self.sizes.keys * own.rows * own.before
+        return [
+            own.tokens * self._block_numbers(own, i, adapters) + joined
+            for i, adapters in enumerate(self.kept)
+        ]
+
+    def _block_numbers(self, own: Pass, block: int, adapters: Mapping[str, int]) -> float:
         """Return the numbers per token that an adapted block keeps."""
         d, f = self.sizes.hidden, self.sizes.ffn
         q, k = self.sizes.queries, self.sizes.keys
@@ -122,28 +187,30 @@ class Step:
             return saved + q + 2 * k + 2 * f  # outputs of the frozen products
 
         # attention probabilities are saved if they are one piece
-        one_piece = self.tokens * self.scores <= _scores_at_once()
-        scores = self.scores if runtime.on_cpu() and one_piece else 0
+        of_token = self.sizes.heads * own.keys
+        one_piece = own.tokens * of_token <= _scores_at_once()
+        scores = of_token if runtime.on_cpu() and one_piece else 0
         # q and k after RoPE, v, attended; gate, up; the input of down, unless it is recomputed
         down = "down_proj" in adapted and not self.policy.operations
         saved += 2 * q + 2 * k + scores + 2 * f + f * down
         return saved + (q + k) * self.sizes.head_norms  # what q_norm and k_norm read
 
-    def _in_blocks(self, itemsize: int) -> dict[str, tuple[float, float]]:
+    def _in_blocks(self, own: Pass, itemsize: int) -> dict[str, tuple[float, float]]:
         """Return, by moment, bytes in flight and the numbers per token of a block that are gone."""
         d, f, q = self.sizes.hidden, self.sizes.ffn, self.sizes.queries
         if runtime.on_cpu():  # SwiGLU by pieces
             mlp = 4 * d + (5 * f if self.recomputes else 4 * f + 2 * q)
-            pieces = factors().swiglu * profile().elements_at_once(self.tokens * f)
+            pieces = factors().swiglu * profile().elements_at_once(own.tokens * f)
         else:
             mlp = 4 * d + (4 + self.policy.operations) * f + 2 * q
             pieces = 0
 
         attention = 2 * (q + self.sizes.keys)
-        scores = 9 * min(_scores_at_once(), self.tokens * self.scores)
+        joined = 2 * self.sizes.keys * own.rows * own.before
+        scores = 9 * min(_scores_at_once(), own.tokens * self.sizes.heads * own.keys)
 
-        in_mlp = itemsize * (self.tokens * mlp + self.dense_slices() + pieces)
-        in_attention = itemsize * (self.tokens * attention + scores)
+        in_mlp = itemsize * (own.tokens * mlp + self.dense_slices() + pieces)
+        in_attention = itemsize * (own.tokens * attention + joined + scores)
         return {
             "mlp": (in_mlp + self.rounding, 0),
             "attention": (in_attention + self.rounding, f),  # gate or up

@@ -97,9 +97,13 @@ def test_an_epoch_of_packed_trees_has_every_example_once(steps):
     assert dataset.collate.once == (steps is not None)
 
 
-def test_a_packed_tree_is_planned_as_a_share_of_its_rows():
+@pytest.mark.parametrize("aligned", [False, True])
+def test_the_shape_of_a_packed_tree_is_known_before_it_is_laid_out(aligned):
+    """Spans that are shorter than the prefix keep an input each."""
     collate = PackedTreeCollate(PackedCollate(4, LIMIT), PREFIX)
-    order = order_of(aligned=False)
+    order = order_of(aligned)
     (shape,) = collate.shapes(EXAMPLES, iter([order]))
-    saved = 5 * PREFIX / (len(order.sequences) * LIMIT)
-    assert shape[0] == np.ceil(LIMIT * (1 - 0.95 * saved))
+    batch = collate(EXAMPLES, order)
+    assert shape.rows(4) == len(EXAMPLES) and shape.prefix == PREFIX
+    assert shape.computed(4) == pytest.approx(PREFIX + batch.inputs["tokens"].size, abs=4)
+    assert shape.targets == len(batch.inputs["targets"])

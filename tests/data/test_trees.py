@@ -7,6 +7,7 @@ from mlx_packs.data.batches import TokenCollate
 from mlx_packs.data.dataset import Tree
 from mlx_packs.data.encoding import Example, Examples
 from mlx_packs.data.sampler import Sampler
+from mlx_packs.data.shapes import TreeShape
 from mlx_packs.data.trees import (
     Steps,
     TreeCollate,
@@ -173,15 +174,30 @@ def test_groups_share_what_each_of_them_begins_with():
     assert [piece.inputs["prefix"].shape for piece in pieces] == [(1, 24), (1, 24)]
 
 
-def test_a_tree_is_planned_as_fewer_rows_inputs_and_a_share_of_what_it_saves():
-    """Four rows of 64 inputs with 32 in common: 40 each on average, and 0.05 of 24."""
-    collate = TreeCollate(TokenCollate(4, 96, prefix=32))
-    (shape,) = collate.shapes(examples_of(50, 61, 44, 55), iter([np.arange(4)]))
-    assert shape[0] == 42
-    (shape,) = TreeCollate(TokenCollate(1, 96, prefix=32)).shapes(
-        examples_of(61), iter([np.arange(1)])
+@pytest.mark.parametrize("lengths", [(50, 61, 44, 55), (61,)])
+@pytest.mark.parametrize("steps", [None, Steps(2, 1)])
+def test_the_shape_of_a_tree_is_known_before_it_is_laid_out(lengths, steps):
+    """A single row saves nothing, unless other batches of its update have the same prefix."""
+    rows = len(lengths)
+    collate = TreeCollate(TokenCollate(rows, 96, prefix=32), steps=steps)
+    examples, order = examples_of(*lengths), np.arange(rows)
+    (shape,) = collate.shapes(examples, iter([order]))
+    batch = collate(examples, order)
+    assert (
+        isinstance(shape, TreeShape) == isinstance(batch.layout, Tree) == (rows > 1 or bool(steps))
     )
-    assert shape[0] == 64
+    assert shape[1] == len(batch.inputs["targets"])
+    if isinstance(shape, TreeShape):
+        assert shape.recurs == batch.layout.recurs == bool(steps)
+        assert batch.inputs["prefix"].shape == (shape.groups(rows), shape.prefix)
+        computed = sum(batch.inputs[name].size for name in ("prefix", "tokens"))
+        assert shape.computed(rows) == computed
+
+
+def test_a_shape_of_groups_has_a_prefix_for_each_of_them():
+    shape = TreeShape(64, 40, prefix=32, together=2)
+    assert shape.groups(8) == 4 and shape.rows(8) == 8
+    assert shape.computed(8) == 4 * 32 + 8 * 32
 
 
 @pytest.mark.parametrize(("common", "root"), [(48, 48), (15, 0), (0, 0)])
@@ -198,8 +214,14 @@ def test_pairs_that_begin_alike_have_a_level_before_their_prefixes(common, root)
 
     plan = TreePlan.of(examples, np.arange(8), 8, together=2, least=0.0)
     assert plan.root == root and plan.to_json(examples)["root"] == root
-    batch = plan.collate(examples, Sampler(examples.lengths, 8, 256))(examples, np.arange(8))
+    collate = plan.collate(examples, Sampler(examples.lengths, 8, 256))
+    batch = collate(examples, np.arange(8))
     assert batch.layout.root == root and batch.layout.groups == 4
+    (shape,) = collate.shapes(examples, iter([np.arange(8)]))
+    computed = [
+        batch.inputs[name].size for name in ("root", "prefix", "tokens") if name in batch.inputs
+    ]
+    assert shape.root == root and shape.computed(8) == sum(computed)
     assert inputs_of(batch) == inputs_of(TokenCollate(8, 256)(examples, np.arange(8)))
 
 

@@ -10,6 +10,8 @@ from mlx.utils import tree_flatten
 from mlx_packs import LoRAConfig, TrainConfig, runtime
 from mlx_packs.adapters.attach import attach
 from mlx_packs.data.encoding import Example
+from mlx_packs.data.shapes import TreeShape
+from mlx_packs.memory.decoder import resized
 from mlx_packs.memory.estimate import estimate, remedies
 from mlx_packs.memory.headers import Headers, tensor_bytes
 from mlx_packs.memory.plan import ERROR, fit
@@ -159,6 +161,41 @@ def test_of_several_shapes_the_plan_is_that_of_the_largest():
     headers, shapes = read_headers("tiny"), [(64, 200), (128, 500), (128, 90)]
     plans = [estimate(headers, LoRAConfig(), DENSE, [shape]).peak_bytes for shape in shapes]
     assert estimate(headers, LoRAConfig(), DENSE, shapes).peak_bytes == max(plans) == plans[1]
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "block"])
+def test_a_tree_is_counted_by_what_it_computes_and_by_the_keys_that_it_repeats(recompute):
+    """Two groups of three rows, as a row of as many inputs; keys have 64 numbers, in half precision."""
+    base, rows, prefix = base_of("qwen3"), 6, 48
+    train = TrainConfig(matmul_path="dense", batch_size=rows, recompute=recompute)
+
+    def activations(train: TrainConfig, shape: tuple) -> int:
+        plan = estimate(Headers.of(base), LoRAConfig(rank=4), train, [shape])
+        return plan.moments["loss"]["activations"]
+
+    tree = TreeShape(64, 40, prefix, together=3)
+    inputs = 2 * prefix + rows * (64 - prefix)
+    repeated = {"none": rows, "selective": 0, "block": 2}[recompute] * prefix * 2 * 64
+    with runtime.assumed_device("gpu"):
+        one_row = activations(replace(train, batch_size=1), (inputs, 40))
+        assert activations(train, tree) == one_row + 2 * 2 * repeated
+
+
+def test_the_prefix_of_an_update_is_in_memory_apart_from_its_rows():
+    headers, train = read_headers("tiny"), replace(DENSE, batch_size=4, recompute="none")
+    plans = [
+        estimate(headers, LoRAConfig(), train, [TreeShape(256, 64, 192, recurs=recurs)])
+        for recurs in (False, True)
+    ]
+    assert plans[1].peak_bytes < 0.8 * plans[0].peak_bytes
+
+
+def test_a_smaller_batch_is_a_smaller_tree():
+    before, less = TrainConfig(batch_size=8), TrainConfig(batch_size=4)
+    tree = TreeShape(512, 800, 256, together=2)
+    assert resized(tree, before, less) == tree._replace(targets=400)
+    short = TrainConfig(batch_size=8, max_seq_length=257)
+    assert resized(tree, before, short) == (256, 400)
 
 
 def test_remedies_name_only_what_is_not_so_already_and_helps():

@@ -11,6 +11,8 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
+from benchmarks.plan_accuracy import Case
+from benchmarks.plan_accuracy import run as measure
 from mlx_packs import LoRAConfig, TrainConfig, runtime, train_pack
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.config.recipe import Recipe
@@ -83,6 +85,16 @@ def test_the_estimate_is_within_its_error_of_the_measured_peak(
     held = (mx.get_active_memory() - own) / 1e9  # by other tests of this process
     report = train_pack(tiny, long_chats, LoRAConfig(rank=8), train, tmp_path / "p").report
     assert report["plan_peak_gb"] == pytest.approx(report["peak_gb"] - held, rel=ERROR)
+
+
+@pytest.mark.parametrize("recompute", ["block", pytest.param("none", marks=pytest.mark.slow)])
+def test_the_estimate_of_trees_is_within_its_error_of_the_measured_peak(recompute, tmp_path):
+    """Rows of which three quarters are common, in a process of its own."""
+    case = Case(
+        "tiny", "dense", 8, 256, 16, recompute, 2, common=120, options=("--share-prefix", "on")
+    )
+    result = measure(case, tmp_path)
+    assert abs(result.error) < ERROR
 
 
 def test_a_base_that_cannot_fit_is_rejected_before_it_is_loaded(
