@@ -19,6 +19,7 @@ from ..data.packed_trees import packed_trees
 from ..data.rows import Splits
 from ..data.sampler import Draw, Sampler
 from ..data.shapes import sequence_inputs
+from ..data.sharing import plan_groups, plan_trees
 from ..errors import PackError
 from ..evaluation.answers import Exam, answer_line, questions_of
 from ..evaluation.metrics import metric_of
@@ -38,7 +39,7 @@ from ..packs.card import format_change, phase_lines
 from ..packs.pack import Pack
 from .phase_data import PhaseData
 from .phases import OWN, RunPhase
-from .shared_prefix import check_trees, merge_chains, plan_groups, plan_trees, shared_report
+from .shared_prefix import check_trees, merge_chains, shared_report
 from .task import PhaseStarts, Summary, Trained, bad_rows_lines, cost, evaluated, speed, try_lines
 from .tokens import TokenTask, encode_phases
 

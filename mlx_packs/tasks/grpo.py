@@ -22,6 +22,7 @@ from ..data.prompts import PromptCollate, Prompts, encode_prompts, wanted_text
 from ..data.rows import Splits
 from ..data.sampler import Sampler
 from ..data.shapes import Shape, padded_length, padded_targets, sequence_inputs
+from ..data.sharing import least_saved, may_share
 from ..data.trees import TreeCollate
 from ..inference.generate import sample_batch, text_of
 from ..memory.memory_choice import MemoryChoice
@@ -36,7 +37,7 @@ from .phase_data import PhaseData
 from .phases import RunPhase
 from .preference import outcome_lines
 from .rewards import Reward, reward_of
-from .shared_prefix import check_trees, computes_trees, least_saved, may_share
+from .shared_prefix import check_trees, computes_trees
 from .task import PhaseStarts, Summary, Task, Trained
 
 _MOST_AT_ONCE = 64  # completions that are generated together

@@ -24,6 +24,7 @@ from ..data.preferences import (
 from ..data.rows import Splits
 from ..data.sampler import Draw, GroupedSampler, grouped
 from ..data.shapes import sequence_inputs
+from ..data.sharing import plan_trees
 from ..errors import PackError
 from ..evaluation.preferences import PairScore, score_preferences
 from ..gates import gates_text
@@ -39,7 +40,7 @@ from ..runtime import mx
 from .causal_lm import SamplePrompt, phase_reports, sample_lines, stored_sample
 from .phase_data import PhaseData
 from .phases import RunPhase
-from .shared_prefix import check_trees, plan_trees
+from .shared_prefix import check_trees
 from .task import PhaseStarts, Summary, Trained, bad_rows_lines, cost, evaluated, speed, try_lines
 from .tokens import TokenTask
 

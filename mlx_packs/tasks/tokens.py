@@ -20,6 +20,7 @@ from ..data.left_out import template_notes
 from ..data.masks import masked
 from ..data.sampler import Draw, Sampler, packing_fill
 from ..data.shapes import padded_length, sequence_inputs
+from ..data.sharing import draws_at_random, plan_groups, plan_trees
 from ..data.sources import as_rows
 from ..data.token_cache import encode_cached
 from ..data.trees import TreePlan
@@ -29,14 +30,7 @@ from ..nn.blocks import attends_by_spans
 from ..packs.base import Base
 from .phase_data import PhaseData
 from .phases import RunPhase
-from .shared_prefix import (
-    computes_trees,
-    draws_at_random,
-    plan_groups,
-    plan_trees,
-    say_nothing_shared,
-    show_trees,
-)
+from .shared_prefix import computes_trees, say_nothing_shared, show_trees
 from .task import Task
 
 MASKS = 2  # training examples that the page of a run shows

@@ -6,6 +6,7 @@ import pytest
 import mlx_packs as mp
 from mlx_packs import LoRAConfig, TrainConfig, runtime, train_pack
 from mlx_packs.adapters.lora import Attached
+from mlx_packs.data import sharing
 from mlx_packs.data import trees as trees_of
 from mlx_packs.data.groups import GroupPlan
 from mlx_packs.data.sampler import Sampler
@@ -198,9 +199,9 @@ def test_groups_are_for_what_they_spare_beyond_the_beginning_of_all():
     for instruction, document, is_grouped in ((64, 0, False), (64, 8, False), (64, 64, True)):
         examples = documents_of([8] * 4, document, instruction=instruction)
         drawn = np.arange(len(examples))
-        trees = shared_prefix.plan_trees(train, LORA, examples, drawn)
+        trees = sharing.plan_trees(train, LORA, examples, drawn)
         assert trees.prefix == 64
-        plan = shared_prefix.plan_groups(train, examples, drawn, trees)
+        plan = sharing.plan_groups(train, examples, drawn, trees)
         assert isinstance(plan, GroupPlan) == is_grouped
         assert is_grouped or plan is trees
 
@@ -387,7 +388,7 @@ def test_what_examples_have_in_common_is_searched_for_once(data, tmp_path, monke
 @pytest.mark.parametrize("objective", ["transformer", "projection-stack"])
 def test_auto_shares_nothing_with_the_projection_stack(objective):
     train = TrainConfig(share_prefix="auto", objective=objective)
-    assert shared_prefix.may_share(train, LORA) == (objective == "transformer")
+    assert sharing.may_share(train, LORA) == (objective == "transformer")
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

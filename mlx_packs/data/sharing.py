@@ -1,0 +1,73 @@
+"""Which batches of a run are trees, by ``--share-prefix`` and its other settings."""
+
+import numpy as np
+
+from ..config.lora import LoRAConfig
+from ..config.schema import TrainConfig
+from .encoding import Examples
+from .groups import GroupPlan, with_groups
+from .shapes import sequence_inputs
+from .trees import WORTHWHILE, Steps, TreePlan
+
+
+def plan_trees(
+    train: TrainConfig,
+    lora: LoRAConfig,
+    examples: Examples,
+    chosen: np.ndarray,
+    together: int = 0,
+    packed: bool = False,
+) -> TreePlan | None:
+    """Return how the batches of chosen examples are trees; None if they are rows.
+
+    So many examples that follow each other are ``together`` in every batch.
+    """
+    if not may_share(train, lora):
+        return None
+
+    rows = train.batch_size * max(together, 1)
+    if packed:
+        inputs = sequence_inputs(train.max_seq_length)
+        rows = round(rows * inputs / (float(examples.lengths.mean()) - 1))
+    least = least_saved(train)
+    steps = None
+    if not draws_at_random(train, lora):
+        steps = Steps(train.grad_accumulation_steps, train.micro_batches)
+    trees = TreePlan.of(examples, chosen, rows, together, least, steps)
+
+    saved = trees.saved(examples)
+    return trees if saved > 0 and saved >= least else None
+
+
+def plan_groups(
+    train: TrainConfig, examples: Examples, chosen: np.ndarray, trees: TreePlan | None
+) -> TreePlan | GroupPlan | None:
+    """Return how batches of groups are laid out; ``trees`` where these do not save enough more.
+
+    Groups change which examples meet in a batch, so that only ``on`` has them.
+    """
+    if train.share_prefix != "on":
+        return trees
+    of_all = trees or TreePlan(train.batch_size, least=least_saved(train))
+    plan = with_groups(examples, chosen, of_all)
+    return trees if plan is of_all else plan
+
+
+def least_saved(train: TrainConfig) -> float:
+    """Return the share of the inputs of a batch that a tree has to save."""
+    return WORTHWHILE if train.share_prefix == "auto" else 0.0
+
+
+def may_share(train: TrainConfig, lora: LoRAConfig) -> bool:
+    """Return whether batches may be trees; ``auto`` accepts what changes nothing but the time."""
+    if train.share_prefix != "auto":
+        return train.share_prefix == "on"
+    draws = draws_at_random(train, lora)  # once for a prefix
+    caches = train.cache_frozen == "on" or (train.cache_frozen == "auto" and lora.num_layers > 0)
+    is_other = train.pipeline or train.objective != "transformer"
+    return not (draws or caches or is_other)
+
+
+def draws_at_random(train: TrainConfig, lora: LoRAConfig) -> bool:
+    """Return whether the forward pass of a training step draws random numbers."""
+    return lora.dropout > 0 or train.neftune_noise_alpha > 0
