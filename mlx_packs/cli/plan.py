@@ -33,6 +33,10 @@ _SEARCHED = {
     "matmul_path": "all",
     "quantize": "none, nf4 and affine4",
 }
+_HAS_CODE = (
+    "code    the base includes code ({}), which was not run. Read it; training needs "
+    "--trust-remote-code."
+)
 _SETTINGS = [
     name
     for name, field in options.SETTINGS.items()
@@ -134,7 +138,7 @@ def plan(
     """
     from ..memory.examples import example_memory
     from ..memory.read import read_headers
-    from ..memory.recommend import recommend, table
+    from ..memory.recommend import larger_batch, recommend, table
     from ..memory.row_shapes import row_shapes
     from ..runtime import assumed_device
 
@@ -161,7 +165,7 @@ def plan(
             "memory",
         )
     with assumed_device(device):
-        rows = row_shapes(str(model), recipe.data, recipe.train) if examples else None
+        rows = row_shapes(str(model), recipe.data, recipe.train, recipe.lora) if examples else None
         shapes_of = rows.shapes_of if rows else None
         choices = recommend(headers, limit - least, recipe.lora, recipe.train, names, shapes_of)
         repeats = rows.repeats_of(choices[0].train.batch_size) if rows else None
@@ -180,6 +184,7 @@ def plan(
         ]
         width = min(100, shutil.get_terminal_size((100, 24)).columns)
         lines = table(choices, headers, limit, configs, unflagged, width)
+        lines[1:1] = larger_batch(headers, limit - least, choices[0], rows, repeats)
         if machines is not None:
             plan_machines = load("extras.pipeline.memory:plan_machines")
             needed = plan_machines(headers, limit - least, recipe.lora, recipe.train, machines)
@@ -187,11 +192,7 @@ def plan(
             lines[-1:-1] = textwrap.wrap(needed.line(), width, subsequent_indent=" " * 8)
     lines[1:1] = shared
     if headers.code is not None:
-        lines.insert(
-            1,
-            f"code    the base includes code ({headers.code}), which was not run. Read it; "
-            "training needs --trust-remote-code.",
-        )
+        lines.insert(1, _HAS_CODE.format(headers.code))
     if data and lines[-1].startswith("try:    packs"):
         lines[-1] = f"{lines[-1]} {shlex.join(data)}"
     if names & DATA_SETTINGS:

@@ -53,6 +53,7 @@ class DecoderConfig(Settings):
         "puts examples of each of many beginnings together.",
         section="Memory and speed",
         choices=("auto", "on", "off"),
+        memory=True,
     )
     phases: tuple[Phase, ...] = _optimization(
         (),

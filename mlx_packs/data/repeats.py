@@ -58,15 +58,21 @@ class Repeats:
         return lines
 
 
+def cut_to(examples: Examples, limit: int) -> Examples:
+    """Return examples cut to ``limit`` tokens, without those that lose all targets by that."""
+    if examples.lengths.max() <= limit:
+        return examples
+    items = [Example(e.tokens[:limit], e.target[:limit], e.where) for e in examples.items]
+    items = [e for e in items if e.target.any()]
+    return Examples(items, examples.format, examples.loss_on)
+
+
 def repeats_of(examples: Examples, batch_size: int, limit: int) -> Repeats | None:
     """Return what repeats in examples of texts, completions or chats, cut to ``limit`` tokens.
 
     None if no target is left.
     """
-    if examples.lengths.max() > limit:
-        items = [Example(e.tokens[:limit], e.target[:limit], e.where) for e in examples.items]
-        items = [e for e in items if e.target.any()]
-        examples = Examples(items, examples.format, examples.loss_on)
+    examples = cut_to(examples, limit)
     if not len(examples):
         return None
 

@@ -4,10 +4,37 @@ import numpy as np
 
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
+from .batches import training_set
+from .chains import merged, merged_share
+from .dataset import Dataset
 from .encoding import Examples
 from .groups import GroupPlan, with_groups
+from .packed_trees import packed_trees
+from .sampler import Sampler
 from .shapes import sequence_inputs
 from .trees import WORTHWHILE, Steps, TreePlan
+
+
+def with_chains_merged(train: TrainConfig, lora: LoRAConfig, examples: Examples) -> Examples:
+    """Return the examples with those that begin others merged, where that saves enough."""
+    if train.packing or not may_share(train, lora):
+        return examples
+
+    whole = merged(examples)
+    saved = merged_share(whole)
+    is_enough = saved > 0 and saved >= least_saved(train)
+    return whole if is_enough else examples
+
+
+def training_batches(
+    trees: TreePlan | GroupPlan | None, examples: Examples, sampler: Sampler
+) -> Dataset:
+    """Return the training batches of a sampler, as trees where there is a plan for them."""
+    if trees is None:
+        return training_set(examples, sampler)
+    if sampler.packing:
+        return packed_trees(trees, examples, sampler)
+    return trees.dataset(examples, sampler)
 
 
 def plan_trees(

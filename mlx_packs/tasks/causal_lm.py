@@ -11,15 +11,14 @@ from ..adapters.trainable import Trainable
 from ..config.choices import ANSWER_METRICS, answer_metric_of
 from ..config.data import DataConfig
 from ..config.lora import LoRAConfig
-from ..data.batches import evaluation_set, training_set
+from ..data.batches import evaluation_set
 from ..data.dataset import Batch, Dataset
 from ..data.encoding import Examples
 from ..data.formats import TEXT, TOKEN_FORMATS, format_of
-from ..data.packed_trees import packed_trees
 from ..data.rows import Splits
 from ..data.sampler import Draw, Sampler
 from ..data.shapes import sequence_inputs
-from ..data.sharing import plan_groups, plan_trees
+from ..data.sharing import plan_groups, plan_trees, training_batches
 from ..errors import PackError
 from ..evaluation.answers import Exam, answer_line, questions_of
 from ..evaluation.metrics import metric_of
@@ -137,11 +136,7 @@ class CausalLMTask(TokenTask):
         aligned = t.packing and not draw.replay and attends_by_spans(self.base.model)
         sampler = Sampler(examples.lengths, t.batch_size, inputs, t.seed, t.packing, draw, aligned)
         trees = self._plan_trees(phase, examples, sampler)
-        if trees is None:
-            return training_set(examples, sampler)
-        if sampler.packing:
-            return packed_trees(trees, examples, sampler)
-        return trees.dataset(examples, sampler)
+        return training_batches(trees, examples, sampler)
 
     def evaluation(self, phase: RunPhase, examples: Examples, chosen: np.ndarray) -> Dataset:
         """Return examples by length."""

@@ -4,11 +4,11 @@ from .. import runtime
 from ..adapters.trainable import Trainable
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
-from ..data.chains import merged, merged_share
+from ..data.chains import merged_share
 from ..data.encoding import Examples
 from ..data.groups import GroupPlan
 from ..data.sampler import Sampler
-from ..data.sharing import least_saved, may_share
+from ..data.sharing import with_chains_merged
 from ..data.trees import LEAST, TreePlan
 from ..display import Display
 from ..errors import PackError
@@ -22,19 +22,13 @@ def merge_chains(
     train: TrainConfig, lora: LoRAConfig, examples: Examples, display: Display
 ) -> Examples:
     """Return the examples with those that begin others merged, where that saves enough."""
-    if train.packing or not may_share(train, lora):
-        return examples
-
-    whole = merged(examples)
-    saved = merged_share(whole)
-    if saved == 0 or saved < least_saved(train):
-        return examples
-
-    display.line(
-        "prefix",
-        f"{whole.merged:,} of {len(examples):,} examples begin others and are merged into them: "
-        f"{saved:.0%} of all inputs saved",
-    )
+    whole = with_chains_merged(train, lora, examples)
+    if whole is not examples:
+        display.line(
+            "prefix",
+            f"{whole.merged:,} of {len(examples):,} examples begin others and are merged into "
+            f"them: {merged_share(whole):.0%} of all inputs saved",
+        )
     return whole
 
 
