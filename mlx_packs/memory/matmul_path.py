@@ -60,7 +60,7 @@ def generation_path(model: nn.Module) -> str:
 
 def choose_matmul_path(
     model: nn.Module,
-    tokens: int,
+    tokens: int | Sequence[int],
     head_tokens: int | None = None,
     planned: Set[str] | None = None,
     steps: int | None = None,
@@ -72,13 +72,14 @@ def choose_matmul_path(
 
     Args:
         model: The base.
-        tokens: Of a batch.
+        tokens: Of a batch, or of each of its passes over the blocks.
         head_tokens: That reach the head, by default all.
         planned: The paths that fit by the plan of the run; without a plan, ``dense`` must leave
             some of the free memory to the run.
         steps: How many follow; None is many.
     """
-    kinds = weight_kinds(model, tokens, head_tokens or tokens)
+    every = tokens if isinstance(tokens, int) else sum(tokens)
+    kinds = weight_kinds(model, tokens, head_tokens or every)
     if not kinds:
         return MatmulPathChoice("dense", {}, "the base is not quantized")
     paths = [path for path in MATMUL_PATHS if path in (planned or _fitting(model))]
@@ -90,9 +91,16 @@ def choose_matmul_path(
         expected = _expected(kinds, paths)
         best = min(expected, key=expected.__getitem__)
         return MatmulPathChoice(best, {}, _joined(source, left_out))
+    step_ms_of: dict[int, dict[str, float]] = {}  # by module, of all passes
+    for kind, seconds in zip(kinds, step_s, strict=True):
+        of_kind = step_ms_of.setdefault(id(kind.module), dict.fromkeys(paths, 0.0))
+        for path in paths:
+            of_kind[path] += 1e3 * seconds[path]
+
+    by_module = {id(kind.module): kind for kind in kinds}
     times = tuple(
-        KindTimes(kind.names, kind.shape, kind.count, {path: 1e3 * s[path] for path in paths})
-        for kind, s in zip(kinds, step_s, strict=True)
+        KindTimes(kind.names, kind.shape, kind.count, step_ms_of[module])
+        for module, kind in by_module.items()
     )
     step_ms = {path: sum(kind.step_ms[path] for kind in times) for path in paths}
     best = min(step_ms, key=step_ms.__getitem__)
@@ -202,7 +210,7 @@ def _precision(kind: WeightKind) -> tuple[tuple[int, int, str], str]:
 
 def _remember_rates(kinds: Sequence[WeightKind], step_s: Sequence[Mapping[str, float]]) -> None:
     """Keep the rates of the largest weight, which those of other bases will be like."""
-    i = max(range(len(kinds)), key=lambda i: math.prod(kinds[i].shape))
+    i = max(range(len(kinds)), key=lambda i: (math.prod(kinds[i].shape), kinds[i].tokens))
     if math.prod(kinds[i].shape) >= _LARGE:
         rates = {path: kinds[i].multiply_adds / seconds for path, seconds in step_s[i].items()}
         precision = _precision(kinds[i])

@@ -30,13 +30,13 @@ _FAR_BEHIND = 3.0  # times the fastest: not timed again
 
 @dataclass(frozen=True)
 class WeightKind:
-    """Weights of one shape and quantization, which a step multiplies by as many tokens each.
+    """Weights of one shape and quantization, which a pass multiplies by as many tokens each.
 
     Attributes:
         names: The last names of their paths.
         shape: (out, in).
         count: How many there are.
-        tokens: Rows that a step multiplies by each.
+        tokens: Rows that a pass multiplies by each.
         module: One of them.
     """
 
@@ -72,17 +72,20 @@ class Timing:
     seconds: float
 
 
-def weight_kinds(model: nn.Module, tokens: int, head_tokens: int) -> list[WeightKind]:
+def weight_kinds(
+    model: nn.Module, tokens: int | Sequence[int], head_tokens: int
+) -> list[WeightKind]:
     """Return the quantized weights that a step multiplies, by what the time of a product depends on.
 
     An embedding that is only looked up is left out.
 
     Args:
         model: The base.
-        tokens: Of a batch.
+        tokens: Of a batch, or of each pass over the blocks: those that share a prefix take two.
         head_tokens: That reach the head.
     """
     modules = quantized_modules(model)
+    passes = [tokens] if isinstance(tokens, int) else list(tokens)
     has_head = "lm_head" in model or any(path.endswith("lm_head") for path, _ in modules)
     kinds: dict[tuple, list[tuple[str, nn.Module]]] = {}
     for path, module in modules:
@@ -97,10 +100,11 @@ def weight_kinds(model: nn.Module, tokens: int, head_tokens: int) -> list[Weight
             tuple(sorted({path.rsplit(".", 1)[-1] for path, _ in of_kind})),
             shape,
             len(of_kind),
-            head_tokens if is_head else tokens,
+            count,
             of_kind[0][1],
         )
         for (shape, *_, is_head), of_kind in kinds.items()
+        for count in ([head_tokens] if is_head else passes)
     ]
 
 

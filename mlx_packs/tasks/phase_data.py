@@ -28,8 +28,11 @@ class PhaseTask:
         """Return which held-out examples a phase is evaluated on by default, in random order."""
         raise NotImplementedError
 
-    def typical_rows(self, data: "PhaseData") -> tuple[int, int] | None:
-        """Rows of a typical batch through a frozen weight and the head; None if all is dense."""
+    def typical_rows(self, data: "PhaseData") -> tuple[int | tuple[int, ...], int] | None:
+        """Rows of a typical batch through a frozen weight and the head; None if all is dense.
+
+        Where a batch takes several passes over the blocks, the rows of each.
+        """
         return None
 
     def mean_inputs(self, data: "PhaseData") -> float | None:

@@ -44,6 +44,30 @@ def shared_report(trees: TreePlan | GroupPlan | None, examples: Examples) -> dic
     return report | {"merged": examples.merged}
 
 
+def passes_of(
+    trees: TreePlan | GroupPlan | None, examples: Examples, inputs: int
+) -> tuple[int, ...]:
+    """Return the inputs of each pass over the blocks, of a batch of rows of so many ``inputs``.
+
+    A tree takes two: over its prefixes, and over what follows them.
+    """
+    if trees is None:
+        return (inputs,)
+
+    computed = int(inputs * (1 - trees.saved(examples)))
+    of_all = trees
+    groups = 1
+    if isinstance(trees, GroupPlan):
+        of_all = trees.of_all
+    if trees.together:
+        groups = of_all.batch_size // trees.together
+    elif of_all.steps is not None and of_all.steps.are_several:
+        return (computed,)  # the prefix is computed once for all batches of an update
+
+    of_prefixes = int(groups * trees.to_json(examples)["tokens"])
+    return of_prefixes, max(computed - of_prefixes, 1)
+
+
 def computes_trees(
     train: TrainConfig, base: Base, display: Display, sampler: Sampler | None = None
 ) -> bool:

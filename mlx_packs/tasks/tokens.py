@@ -30,7 +30,7 @@ from ..nn.blocks import attends_by_spans
 from ..packs.base import Base
 from .phase_data import PhaseData
 from .phases import RunPhase
-from .shared_prefix import computes_trees, say_nothing_shared, show_trees
+from .shared_prefix import computes_trees, passes_of, say_nothing_shared, show_trees
 from .task import Task
 
 MASKS = 2  # training examples that the page of a run shows
@@ -53,8 +53,8 @@ class TokenTask(Task):
         """Return the tokens that the evaluation of each example takes."""
         return examples.lengths
 
-    def typical_rows(self, data: PhaseData) -> tuple[int, int]:
-        """Return the tokens of a typical batch, and those of them that reach the head."""
+    def typical_rows(self, data: PhaseData) -> tuple[tuple[int, ...], int]:
+        """Return the tokens of each pass of a typical batch, and those that reach the head."""
         t, examples = data.phase.train, data.train.examples
         lengths = np.sort(examples.lengths)
         inputs = padded_length(int(lengths[len(lengths) // 2]), t.max_seq_length)
@@ -63,9 +63,7 @@ class TokenTask(Task):
 
         rows = t.sequences * inputs
         targets = max(1, rows * examples.targets // int(lengths.sum()))
-        if (trees := self.trees.get(data.phase.name)) is not None:
-            rows = int(rows * (1 - trees.saved(examples)))
-        return rows, targets
+        return passes_of(self.trees.get(data.phase.name), examples, rows), targets
 
     def mean_inputs(self, data: PhaseData) -> float | None:
         """Return the mean of the tokens of a training batch; None where batches are packed."""

@@ -128,7 +128,10 @@ def fit_into_memory(
 
 
 def choose_path(
-    run: Run, base: Base, rows: tuple[int, int] | None, plans: Mapping[str, MemoryPlan]
+    run: Run,
+    base: Base,
+    rows: tuple[int | tuple[int, ...], int] | None,
+    plans: Mapping[str, MemoryPlan],
 ) -> MatmulPathChoice:
     """Return the specified matmul path, that of a resumed run, or the fastest of the planned ones.
 

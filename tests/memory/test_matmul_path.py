@@ -57,6 +57,16 @@ def test_choice_names_every_path_with_its_time():
     assert sum(kind.count for kind in choice.kinds) == 2 * 7 + 1
 
 
+def test_both_passes_of_a_tree_count(limits):
+    """Each pass dequantizes its weights; the head is multiplied once."""
+    rows = choose_matmul_path(quantized(), 96, 16)
+    tree = choose_matmul_path(quantized(), (32, 64), 16)
+    assert [kind.names for kind in tree.kinds] == [kind.names for kind in rows.kinds]
+    for of_tree, of_rows in zip(tree.kinds, rows.kinds, strict=True):
+        passes = 1 if of_tree.names == ("lm_head",) else 2
+        assert of_tree.step_ms == {path: passes * ms for path, ms in of_rows.step_ms.items()}
+
+
 def test_the_fastest_path_that_is_planned_is_taken(limits):
     def best(planned):
         return choose_matmul_path(quantized(), 64, planned=planned).matmul_path

@@ -66,6 +66,11 @@ def test_an_embedding_counts_as_a_head_only_where_it_is_one(tied):
     assert heads == [("embed_tokens",) if tied else ("lm_head",)]
 
 
+def test_passes_multiply_by_their_own_tokens():
+    kinds = weight_kinds(quantized(), (24, 40), 16)
+    assert sorted({kind.tokens for kind in kinds}) == [16, 24, 40] and len(kinds) == 2 * 5 + 1
+
+
 @pytest.mark.parametrize("double_quant", [False, True])
 @pytest.mark.parametrize("kind", ["linear", "embedding", "mxfp4", "nf4", "nf4-embedding"])
 def test_first_rows_are_those_of_the_weight(kind, double_quant):
