@@ -10,10 +10,12 @@ import numpy as np
 from ..config.data import DataConfig
 from ..errors import PackError
 from .bad_rows import BadRows, RowError
+from .batches import TokenCollate
 from .chat_formats import Completion, about_conversation
 from .dataset import Batch, Shape
 from .formats import COMPLETION, PROMPT, Row, check_format, check_unicode
 from .sources import Fingerprint, Rows, as_rows
+from .trees import TreeCollate, prefix_of, saved_share
 
 _PLACEHOLDER = "."  # of a row without a completion, for the template
 
@@ -63,18 +65,52 @@ class Prompts:
 
 
 @dataclass(frozen=True)
+class SharedPrompts:
+    """How a prompt is computed once for its completions."""
+
+    completions: int  # of a prompt
+    longest: int  # most tokens of a completion
+    limit: int  # most inputs of a row
+    least: float  # share of the inputs of a batch that has to be saved
+
+    def collate(self, prompts: Prompts, order: Sequence[int], tokens: TokenCollate) -> TreeCollate:
+        """Return what lays out the completions of some prompts, whose rows ``tokens`` lay out."""
+        common = np.array([len(prompts.tokens[i]) for i in order])
+        return TreeCollate(tokens, common, self.completions, self.least)
+
+    def shape(self, prompts: Prompts, order: Sequence[int]) -> Shape:
+        """Return the shape of a batch whose completions are as long as they may be."""
+        lengths = [len(prompts.tokens[i]) for i in order]
+        rows = self.completions * len(order)
+        tokens = TokenCollate(rows, self.limit, prefix=prefix_of(min(lengths)))
+        longest = min(max(lengths) + self.longest - 1, self.limit)
+        width, slots = tokens.shape_of(longest, self.longest * rows)
+        return self.collate(prompts, order, tokens).planned(width, slots, tokens.prefix)
+
+    def to_json(self, prompts: Prompts) -> dict:
+        """Return the part of a run's report on it; completions are as long as they may be."""
+        prefix = float(np.mean([prefix_of(length) for length in prompts.lengths]))
+        inputs = np.minimum(prompts.lengths + self.longest - 1, self.limit).mean()
+        saved = saved_share((self.completions, float(inputs)), 1, prefix)
+        return {"tokens": prefix, "saved": saved}
+
+
+@dataclass(frozen=True)
 class PromptCollate:
     """Makes batches of prompts, which have arrays once their completions are generated."""
 
     largest: Shape  # of the batches that may be generated
+    shared: SharedPrompts | None = None  # None: a prompt is computed in every row
 
     def __call__(self, prompts: Prompts, order: Sequence[int]) -> Batch:
         """Return the prompts with these indices as a batch."""
         return Batch({}, 0, 0, tuple(int(i) for i in order), prompts)
 
     def shapes(self, prompts: Prompts, orders: Iterator[Sequence[int]]) -> set[Shape]:
-        """Return the shape of the largest batch."""
-        return {self.largest}
+        """Return the shapes of batches whose completions are as long as they may be."""
+        if self.shared is None:
+            return {self.largest}
+        return {self.shared.shape(prompts, order) for order in orders}
 
     def few_shapes(self, sequences: int) -> set[Shape]:
         """Return shapes of which any batch of completions has one; each costs a compilation."""

@@ -18,12 +18,11 @@ from ..data.encoding import Example
 from ..data.formats import PROMPT
 from ..data.held_out import sample
 from ..data.left_out import template_notes
-from ..data.prompts import PromptCollate, Prompts, encode_prompts, wanted_text
+from ..data.prompts import PromptCollate, Prompts, SharedPrompts, encode_prompts, wanted_text
 from ..data.rows import Splits
 from ..data.sampler import Sampler
 from ..data.shapes import Shape, padded_length, padded_targets, sequence_inputs
 from ..data.sharing import least_saved, may_share
-from ..data.trees import TreeCollate
 from ..inference.generate import sample_batch, text_of
 from ..memory.memory_choice import MemoryChoice
 from ..objectives.causal_lm import split_head
@@ -37,7 +36,7 @@ from .phase_data import PhaseData
 from .phases import RunPhase
 from .preference import outcome_lines
 from .rewards import Reward, reward_of
-from .shared_prefix import check_trees, computes_trees
+from .shared_prefix import check_trees, computes_trees, show_shared_prompts
 from .task import PhaseStarts, Summary, Task, Trained
 
 _MOST_AT_ONCE = 64  # completions that are generated together
@@ -80,7 +79,7 @@ class GRPOTask(Task):
     base: Base
     reward: Reward
     sample: SamplePrompt
-    shares_prompts = False  # whether the prompt of several completions is computed once
+    shared: SharedPrompts | None = None  # how the prompt of several completions is computed once
 
     def check(self, name: str, model_type: str) -> None:
         """Check the base, and that there is a reward."""
@@ -94,6 +93,12 @@ class GRPOTask(Task):
     ) -> list[PhaseData]:
         """Return the tokens of the prompts of its phases."""
         self.base, display = base, self.display
+        t = self.train
+        if may_share(t, self.lora) and computes_trees(t, base, display):
+            limit = sequence_inputs(t.max_seq_length)
+            least = least_saved(t)
+            self.shared = SharedPrompts(t.num_generations, t.max_completion_length, limit, least)
+
         data: list[PhaseData] = []
         for phase, read in zip(phases, splits, strict=True):
             columns, length = phase.sources[0], phase.train.max_seq_length
@@ -111,12 +116,11 @@ class GRPOTask(Task):
             t, prompts = phase.train, of_phase["train"]
             inputs = sequence_inputs(t.max_seq_length)
             sampler = Sampler(prompts.lengths, t.batch_size, inputs, t.seed)
-            train = Dataset(prompts, PromptCollate(_largest(phase, prompts)), sampler)
-            data.append(PhaseData(self, phase, of_phase, train))
+            collate = PromptCollate(_largest(phase, prompts), self.shared)
+            data.append(PhaseData(self, phase, of_phase, Dataset(prompts, collate, sampler)))
 
-        self.shares_prompts = may_share(self.train, self.lora) and computes_trees(
-            self.train, base, display
-        )
+        if self.shared is not None:
+            show_shared_prompts(self.shared.to_json(data[-1].train.examples), t, display)
         prompts = data[-1].held_out_examples
         row, columns = prompts.row(0), phases[-1].sources[0]
         text = row.value[columns.prompt_feature]
@@ -136,10 +140,14 @@ class GRPOTask(Task):
         lengths = data.held_out_examples.lengths + t.max_completion_length
         return sample(lengths, t.iters * t.sequences * trained)
 
-    def typical_rows(self, data: PhaseData) -> tuple[int, int]:
-        """Return the tokens of a batch, and those of them that reach the head."""
+    def typical_rows(self, data: PhaseData) -> tuple[tuple[int, ...], int]:
+        """Return the tokens of each pass of a batch, and those of them that reach the head."""
+        t = data.phase.train
         width, targets = data.train.collate.largest
-        return data.phase.train.sequences * width, targets
+        if self.shared is None:
+            return (t.sequences * width,), targets
+        prefix = int(self.shared.to_json(data.train.examples)["tokens"])
+        return (t.batch_size * prefix, t.sequences * (width - prefix)), targets
 
     def bind(
         self,
@@ -152,7 +160,7 @@ class GRPOTask(Task):
         model = trainable.model
         head = split_head(model)
         check_forward(self.base, self.sample.tokens)
-        if self.shares_prompts:
+        if self.shared is not None:
             check_trees(trainable, head)
 
         objectives: list[Objective] = []
@@ -187,9 +195,8 @@ class GRPOTask(Task):
             shapes = prompt_collate.few_shapes(train.sequences)
         inputs = sequence_inputs(train.max_seq_length)
         collate = TokenCollate(len(examples), inputs, shapes)
-        if self.shares_prompts:
-            common = np.array([len(prompts.tokens[i]) for i in batch.examples])
-            collate = TreeCollate(collate, common, train.num_generations, least_saved(train))
+        if self.shared is not None:
+            collate = self.shared.collate(prompts, batch.examples, collate)
         return collate(examples, np.arange(len(examples))), rewards.reshape(len(batch.examples), -1)
 
     def _completed(
@@ -204,7 +211,7 @@ class GRPOTask(Task):
         room = [train.max_seq_length - len(tokens) for tokens in asked]
         limits = [min(train.max_completion_length, each) for each in room]
         at_once = min(len(asked), _MOST_AT_ONCE)
-        return sample_batch(self.base, asked, limits, at_once, sampler, self.shares_prompts)
+        return sample_batch(self.base, asked, limits, at_once, sampler, self.shared is not None)
 
     def _rewards(
         self, prompts: Prompts, indices: Sequence[int], completions: Sequence[Sequence[int]]
@@ -250,7 +257,12 @@ class GRPOTask(Task):
             },
             objective=named,
             facts={**({"phases": phases} if phases else {}), "samples": [stored_sample(sample)]},
-            report={"phases": phases, "objective": named, "sample": sample},
+            report={
+                "phases": phases,
+                "objective": named,
+                "shared_prefix": self.shared and self.shared.to_json(goal.train.examples),
+                "sample": sample,
+            },
         )
 
     @staticmethod

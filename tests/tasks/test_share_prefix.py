@@ -330,7 +330,7 @@ def test_prompts_behind_one_system_prompt_are_a_second_level(tmp_path, capsys):
 
 @pytest.mark.parametrize("beta", [0.0, 0.05])
 def test_the_completions_that_are_generated_share_their_prompt(
-    preferences, tmp_path, beta, monkeypatch
+    preferences, tmp_path, beta, monkeypatch, capsys
 ):
     """The first losses are equal; later ones would need the very same samples."""
     planted = []
@@ -353,6 +353,15 @@ def test_the_completions_that_are_generated_share_their_prompt(
     np.testing.assert_allclose(losses_of(trees), losses_of(rows), rtol=1e-3, atol=1e-6)
     norms = [[line["grad_norm"] for line in each.curve if "loss" in line] for each in (rows, trees)]
     np.testing.assert_allclose(*norms, rtol=1e-3)
+
+    shared = trees.report["shared_prefix"]
+    assert rows.report["shared_prefix"] is None
+    assert shared["tokens"] >= 16 and 0.3 < shared["saved"] < 0.75
+    said = (
+        f"begin the 4 completions of a prompt: computed once, {shared['saved']:.0%} of all inputs"
+    )
+    assert capsys.readouterr().err.count(said) == 1
+    assert trees.report["plan_peak_gb"] < 0.95 * rows.report["plan_peak_gb"]
 
 
 def test_a_resumed_run_on_trees_equals_an_unbroken_one_to_the_bit(data, tmp_path):
