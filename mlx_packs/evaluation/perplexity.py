@@ -20,7 +20,7 @@ from ..memory.matmul_path import choose_matmul_path
 from ..objectives.causal_lm import Head, LossOptions, split_head, target_loss
 from ..objectives.objective import Inputs, arrays_of
 from ..objectives.score import Score
-from ..objectives.shared_prefix import why_not_shared
+from ..objectives.shared_prefix import why_length_matters, why_not_shared
 from ..packs.base import Base
 from ..packs.card import format_perplexity
 from ..runtime import is_traced, mx
@@ -262,6 +262,8 @@ def batches_of(base: Base, examples: Examples, settings: EvalSettings) -> list[B
 def _computes_trees(base: Base, settings: EvalSettings) -> bool:
     """Return whether a model computes trees exactly; an error where it has to."""
     reason = why_not_shared(base.model, split_head(base.model), base.vocab_size)
+    if reason is None:
+        reason = why_length_matters(base.model, settings.max_seq_length)
     if reason and settings.share_prefix == "on":
         raise PackError(
             f"--share-prefix on: {base.name} does not compute a common prefix exactly ({reason}). "

@@ -1,20 +1,24 @@
 """``--share-prefix``: whether what examples begin with is computed once, and not in every row."""
 
 from .. import runtime
+from ..adapters.attach import attach
 from ..adapters.trainable import Trainable
+from ..config.choices import POLICIES
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..data.chains import merged_share
 from ..data.encoding import Examples
 from ..data.groups import GroupPlan
 from ..data.sampler import Sampler
+from ..data.shapes import sequence_inputs
 from ..data.sharing import with_chains_merged
 from ..data.trees import LEAST, TreePlan
 from ..display import Display
 from ..errors import PackError
+from ..memory.plan import recompute_policies
 from ..nn.blocks import attends_in_groups
 from ..objectives.causal_lm import Head, split_head
-from ..objectives.shared_prefix import why_not_shared
+from ..objectives.shared_prefix import why_length_matters, why_not_shared
 from ..packs.base import Base
 
 
@@ -79,6 +83,10 @@ def computes_trees(
         PackError: it does not, and trees are asked for.
     """
     reason = why_not_shared(base.model, split_head(base.model), base.vocab_size)
+    if reason is None:
+        reason = why_length_matters(base.model, sequence_inputs(train.max_seq_length))
+    if reason is None and train.share_prefix == "auto":
+        reason = _why_not_recomputed(train, base)
     if reason is None and sampler is not None and sampler.packing:
         reason = _why_not_packed(base, sampler)
     if reason is None:
@@ -94,6 +102,27 @@ def computes_trees(
         )
     display.line("prefix", f"computed in every row of a {family} model: {reason}")
     return False
+
+
+def _why_not_recomputed(train: TrainConfig, base: Base) -> str | None:
+    """Return why trees differ where blocks may be computed again, in a line; None if they do not.
+
+    It is asked of models whose blocks read keys of others, which have fewer caches than blocks.
+    """
+    from mlx_lm.models.cache import make_prompt_cache
+
+    model = base.model
+    has_a_cache_each = len(model.layers) == len(make_prompt_cache(model))
+    if has_a_cache_each or not any(POLICIES[name].blocks for name in recompute_policies(train)):
+        return None
+
+    attached = attach(base, LoRAConfig(rank=1), fp16_fallback=train.train_fp16_fallback)
+    attached.recompute("block")
+    try:
+        reason = why_not_shared(model, split_head(model), base.vocab_size)
+    finally:
+        attached.detach()
+    return reason and f"with --recompute block {reason}"
 
 
 def _why_not_packed(base: Base, sampler: Sampler) -> str | None:

@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
+from mlx_lm.models.rope_utils import initialize_rope
 
 import mlx_packs as mp
 from mlx_packs import LoRAConfig, TrainConfig, runtime, train_pack
+from mlx_packs.adapters.attach import check_bare
 from mlx_packs.adapters.lora import Attached
 from mlx_packs.data import sharing
 from mlx_packs.data import trees as trees_of
@@ -17,6 +19,7 @@ from mlx_packs.runtime import mx
 from mlx_packs.tasks import shared_prefix
 from tests.data.test_groups import documents as documents_of
 from tests.helpers.errors import raises
+from tests.helpers.families import family_base
 from tests.helpers.models import base_of
 from tests.helpers.rows import write_rows
 
@@ -485,6 +488,34 @@ def test_a_model_that_computes_trees_otherwise_gets_rows(data, tmp_path, capsys,
     run = trained(data, tmp_path / "auto", share_prefix="auto", iters=1)
     assert "in every row of a qwen3 model: its loss is off by 1" in capsys.readouterr().err
     assert run.report["shared_prefix"] is None
+
+
+@pytest.mark.parametrize(
+    ("recompute", "shares"), [("auto", False), ("block", False), ("selective", True)]
+)
+def test_auto_leaves_a_model_whose_recomputed_blocks_read_keys_of_others(recompute, shares, capsys):
+    base = family_base("afm7")
+    train = TrainConfig(share_prefix="auto", recompute=recompute)
+    assert shared_prefix.computes_trees(train, base, Display(NORMAL)) == shares
+    assert ("model: with --recompute block it" in capsys.readouterr().err) != shares
+    check_bare(base)
+    on = TrainConfig(share_prefix="on", recompute=recompute)
+    assert shared_prefix.computes_trees(on, base, Display(NORMAL)), "checked as it is trained"
+
+
+def test_rope_that_depends_on_the_length_of_a_row_is_left_in_rows(capsys):
+    """Only beyond the context of 256 that the model was trained with."""
+    base = base_of("qwen3")
+    scaling = {"type": "dynamic", "factor": 2.0}
+    for block in base.model.layers:
+        block.self_attn.rope = initialize_rope(32, 1e4, False, scaling, 256)
+    for length, shares in ((200, True), (300, False)):
+        train = TrainConfig(share_prefix="auto", max_seq_length=length)
+        assert shared_prefix.computes_trees(train, base, Display(NORMAL)) == shares
+    assert "its DynamicNTKScalingRoPE depends on the length" in capsys.readouterr().err
+    with raises("unsupported", "share_prefix", "depends on the length of a row"):
+        train = TrainConfig(share_prefix="on", max_seq_length=300)
+        shared_prefix.computes_trees(train, base, Display(NORMAL))
 
 
 @pytest.mark.parametrize("task", ["lm", "dpo", "reward"])
