@@ -210,14 +210,8 @@ def larger_batch(
     """Return a line on what batches of twice as many rows would need and save, if it is worth it.
 
     It is where ``--share-prefix`` makes batches short, so that a larger one computes at least 15 %
-    fewer inputs for each example, and fits with the error of the estimate to spare.
-
-    Args:
-        headers: of the base.
-        memory: bytes that a run may take.
-        option: the way of training that is recommended.
-        rows: of the run; None where they are not known.
-        now: what batches of the option save.
+    fewer inputs for each example, and fits into ``memory`` bytes with the error of the estimate to
+    spare. ``now`` is what batches of the option save.
     """
     train = replace(option.train, batch_size=2 * option.train.batch_size)
     if rows is None or now is None or not (option.fits and may_share(train, option.lora)):

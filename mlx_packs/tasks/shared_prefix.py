@@ -53,7 +53,7 @@ def passes_of(
 ) -> tuple[int, ...]:
     """Return the inputs of each pass over the blocks, of a batch of rows of so many ``inputs``.
 
-    A tree takes two: over its prefixes, and over what follows them.
+    A tree takes two: over its prefixes and over what follows; and one over its root before.
     """
     if trees is None:
         return (inputs,)
@@ -68,8 +68,11 @@ def passes_of(
     elif of_all.steps is not None and of_all.steps.are_several:
         return (computed,)  # the prefix is computed once for all batches of an update
 
-    of_prefixes = int(groups * trees.to_json(examples)["tokens"])
-    return of_prefixes, max(computed - of_prefixes, 1)
+    of_prefixes = int(groups * (trees.to_json(examples)["tokens"] - trees.root))
+    following = max(computed - of_prefixes - trees.root, 1)
+    if trees.root:
+        return trees.root, of_prefixes, following
+    return of_prefixes, following
 
 
 def computes_trees(
