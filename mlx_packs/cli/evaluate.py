@@ -32,7 +32,7 @@ _BUNDLED = DataConfig.data
 @options.template_kwargs("Variables of the chat template.")
 @options.loss_on
 @options.metric
-@options.setting("share_prefix", default="off")
+@options.setting("share_prefix", default="auto")
 @options.limit
 @options.execution
 def evaluate(

@@ -46,7 +46,7 @@ class DecoderConfig(Settings):
         at_least=0,
     )
     share_prefix: str = option(
-        "off",
+        "auto",
         "Compute what the examples of a batch begin with, such as a system prompt, once, not in "
         "every row, and with --task lm merge rows that begin other rows into them; auto does so if "
         "it saves 15 % of the inputs, with nothing that is drawn at random. With --task lm on also "

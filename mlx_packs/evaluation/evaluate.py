@@ -58,7 +58,7 @@ def evaluate(  # noqa: PLR0913 - a public facade
     matmul_path: str = "auto",
     columns: DataConfig | None = None,
     metric: str | None = None,
-    share_prefix: str = "off",
+    share_prefix: str = "auto",
 ) -> "EvalReport | EmbeddingReport | RewardReport":
     """Return perplexity and token accuracy of a base model, without and with a pack.
 

@@ -22,7 +22,7 @@ class EvalSettings:
     loss_on: str | None = None
     matmul_path: str = "auto"
     metric: str | None = None
-    share_prefix: str = "off"
+    share_prefix: str = "auto"
 
 
 def columns_of(pack: Pack | None, data: Data, **specified: Any) -> DataConfig:

@@ -18,6 +18,9 @@ from ..reading import sha256
 from .run_folder import PACKAGES, check_unchanged
 from .settings import Run
 
+# What older runs did that do not have an option whose default is something else.
+_BEFORE = {"share_prefix": "off"}
+
 
 def start_of(file: str | None, earlier: dict | None) -> dict | None:
     """Return name and hash of the adapters that a run starts from; None for fresh ones.
@@ -97,8 +100,8 @@ def check_resume(run: Path, base: Path, identity: dict, earlier: dict) -> None:
             "mismatch",
             "model",
         )
-    # an option that is newer than the run was what it is by default
-    newest = json.loads(json.dumps(Recipe().to_json()))
+    # an option that is newer than the run was what it is by default, or what came before it
+    newest = json.loads(json.dumps(Recipe().to_json())) | _BEFORE
     then, now = newest | earlier["recipe"], newest | json.loads(json.dumps(identity["recipe"]))
     then, now = with_bias_correction(then), with_bias_correction(now)
     may_change = set(fields_where(TrainConfig, resumable=True))

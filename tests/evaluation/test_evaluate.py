@@ -88,7 +88,7 @@ def test_what_examples_begin_with_is_computed_once_where_asked_for(shared_tiny, 
         lambda self, *rest: planted.append(self.prefix) or held_out(self, *rest),
     )
     pack = random_pack(shared_tiny, 0)
-    expected = evaluate(shared_tiny, pack, alike)
+    expected = evaluate(shared_tiny, pack, alike, share_prefix="off")
     assert not planted
     for value in ("auto", "on"):
         report = evaluate(shared_tiny, pack, alike, share_prefix=value)
@@ -104,7 +104,7 @@ def test_a_model_that_computes_trees_otherwise_is_scored_on_rows(shared_tiny, al
     monkeypatch.setattr(perplexity, "why_not_shared", lambda *_: "its loss is off by 1")
     with raises("unsupported", "share_prefix", "off by 1"):
         evaluate(shared_tiny, None, alike, share_prefix="on")
-    expected = evaluate(shared_tiny, None, alike)
+    expected = evaluate(shared_tiny, None, alike, share_prefix="off")
     assert evaluate(shared_tiny, None, alike, share_prefix="auto") == expected
 
 

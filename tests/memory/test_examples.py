@@ -107,7 +107,8 @@ def test_plan_counts_what_share_prefix_computes(here, run):
     whole, auto, on = (planned(*data, "--share-prefix", value) for value in ("off", "auto", "on"))
     assert on["peak_gb"] == auto["peak_gb"] < 0.8 * whole["peak_gb"]
     assert on["planned_length"] == whole["planned_length"]
-    assert "--share-prefix on" in on["command"] and "--share-prefix" not in whole["command"]
+    assert "--share-prefix on" in on["command"] and "--share-prefix off" in whole["command"]
+    assert "--share-prefix" not in auto["command"]
     (here / "p.yaml").write_text("packing: true\n")
     in_rows = (*data, "-c", "p.yaml", "--share-prefix")
     packed = [planned(*in_rows, value) for value in ("off", "on")]
@@ -119,12 +120,12 @@ def test_plan_says_what_a_larger_batch_of_trees_saves(here, run):
     text = " ".join(f"tide {i}" for i in range(40))
     write_rows(here / "d", train=[{"text": f"{text} {i} and on"} for i in range(64)])
     data = ("plan", "--data", "d", "--batch-size", 8)
-    assert "larger  " not in run(*data)[1], "rows are computed whole"
-    code, out, _ = run(*data, "--share-prefix", "on")
+    assert "larger  " not in run(*data, "--share-prefix", "off")[1], "rows are computed whole"
+    code, out, _ = run(*data)
     (line,) = (line for line in out.splitlines() if line.startswith("larger"))
     assert code == 0 and line.startswith("larger  --batch-size 16 would need 1.")
     assert line.endswith("% fewer inputs for each example")
-    assert "larger  " not in run(*data, "--share-prefix", "on", "--memory", "0.2")[1]
+    assert "larger  " not in run(*data, "--memory", "0.2")[1]
 
 
 def test_plan_counts_a_json_list_whole_and_a_hub_name_not(here, run):

@@ -34,6 +34,7 @@ SETTINGS = {
     "steps_per_report": 1,
     "steps_per_eval": 3,
     "save_every": 3,
+    "share_prefix": "off",
 }
 LORA = LoRAConfig(rank=4)
 
@@ -243,7 +244,8 @@ def in_phases(first, second, folder, **changes):
     """A run of three batches on each of two data sets."""
     phases = [mp.Phase(name, data=str(d), iters=3) for name, d in (("a", first), ("b", second))]
     settings = {name: value for name, value in SETTINGS.items() if name != "iters"}
-    train = TrainConfig(**settings, phases=tuple(phases), share_prefix="on", **changes)
+    settings |= {"share_prefix": "on", **changes}
+    train = TrainConfig(**settings, phases=tuple(phases))
     return train_pack("tiny", None, LORA, train, folder)
 
 
@@ -376,7 +378,7 @@ def test_a_resumed_run_on_trees_equals_an_unbroken_one_to_the_bit(data, tmp_path
 
 
 def trained_again(data, folder):
-    train = TrainConfig(**SETTINGS, share_prefix="on")
+    train = TrainConfig(**SETTINGS | {"share_prefix": "on"})
     return train_pack("tiny", data, LORA, train, folder, resume=True)
 
 
