@@ -8,6 +8,7 @@ once and keep. Which is fastest depends on device, rows and shape: `auto` measur
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -89,6 +90,14 @@ class Requantized(nn.Module):
     def as_linear(self, x: mx.array) -> mx.array:
         """Multiply x [..., D] by the table, [..., V]."""
         return self.used.as_linear(x)
+
+    def frozen_head(self, head_of: Callable[[nn.Module], Any]) -> Any:
+        """Return a head that is read from whichever module is in use then."""
+        head = head_of(self.linear)
+        return head and head._replace(
+            part=lambda start, stop: head_of(self.used).part(start, stop),
+            rows=lambda at: head_of(self.used).rows(at),
+        )
 
 
 def bare_module(module: nn.Module | None) -> nn.Module | None:

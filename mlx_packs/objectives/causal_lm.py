@@ -7,6 +7,7 @@ both together give logits bit-identical to the model's own; any other model keep
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol, runtime_checkable
 
 import mlx.nn as nn
 from mlx.utils import tree_flatten
@@ -16,12 +17,14 @@ from ..errors import PackError
 from ..late import load
 from ..nn.frozen_blocks import injected
 from ..nn.frozen_weight import frozen_weight
-from ..nn.quantized import QUANTIZED, DenseLinear, HalfLinear, Requantized, bare_module
+from ..nn.quantized import QUANTIZED, DenseLinear, HalfLinear, bare_module
 from ..nn.segments import restarting, segment_caches
 from ..ops.linear_cross_entropy import FrozenHead, HeadSlice, cross_entropy, linear_cross_entropy
 from ..runtime import mx
 from .objective import Inputs, Objective
 from .score import Score
+
+HeadOf = Callable[[nn.Module], FrozenHead | None]
 
 
 @dataclass(frozen=True)
@@ -74,28 +77,34 @@ def possible_heads(model: nn.Module) -> Iterator[Head]:
         yield Head(inner, logits, None if trainable else frozen_head(module))
 
 
+@runtime_checkable
+class StandIn(Protocol):
+    """A frozen module in the place of a linear or embedding that says itself which head it is."""
+
+    def frozen_head(self, head_of: HeadOf) -> FrozenHead | None:
+        """Return the head that is read by slices of rows; None if it cannot be sliced.
+
+        Args:
+            head_of: `frozen_head`, for the modules that it holds.
+        """
+        ...
+
+
 def frozen_head(module: nn.Module) -> FrozenHead | None:
     """Return a linear or embedding as a head that is read by slices of rows; None if it is neither.
 
     By the transient path, and from a `CustomWeight`, a slice is dense while it is used.
+    A `StandIn` chooses its head itself.
     """
-    if isinstance(module, Requantized):
-        return _head_in_use(module)
+    if isinstance(module, StandIn):
+        return module.frozen_head(frozen_head)
+
     own = bare_module(module)
     if isinstance(own, QUANTIZED):
         return _head(own, keeps_quantized=own is module)
     if type(module) in (nn.Linear, DenseLinear, nn.Embedding, HalfLinear):
         return _head(module, keeps_quantized=False)
     return None
-
-
-def _head_in_use(module: Requantized) -> FrozenHead | None:
-    """Return a head that is read from whichever module is in use then."""
-    head = frozen_head(module.linear)
-    return head and head._replace(
-        part=lambda start, stop: frozen_head(module.used).part(start, stop),
-        rows=lambda at: frozen_head(module.used).rows(at),
-    )
 
 
 def _head(module: nn.Module, keeps_quantized: bool) -> FrozenHead:
