@@ -26,15 +26,11 @@ from ..config.schema import TrainConfig
 from ..errors import PackError
 from ..nn.frozen_weight import frozen_weight
 from ..nn.lora import AdaptedLinear, GroupedLoRA, low_rank_delta
-from ..nn.quantized import (
-    PATHS,
-    QUANTIZED,
-    DenseLinear,
-    Requantized,
-    is_plain_linear,
-    stored_weight,
-)
+from ..nn.quantized import PATHS, QUANTIZED, DenseLinear, is_plain_linear, stored_weight
+from ..nn.wrapped import Hidden
+from ..objectives.causal_lm import HeadOf
 from ..ops.grouped_lora import grouped_lora
+from ..ops.linear_cross_entropy import FrozenHead
 from ..ops.lora_qmv import MAX_ROWS
 from ..ops.profile import profile
 from ..runtime import mx
@@ -264,6 +260,45 @@ class StraightThroughLinear(AdaptedLinear):
     def __call__(self, x: mx.array) -> mx.array:
         """Map x [..., D] to [..., O]."""
         return self.lora.project(x, [self.linear])[0]
+
+
+class Requantized(nn.Module):
+    """A frozen module whose weight is quantized anew, and that can be used as it was, too.
+
+    Attributes:
+        linear: the linear, embedding or stack of experts with the new weight.
+        unchanged: whether the module as it was is used instead.
+        unchanged_in_training: the same for training alone.
+    """
+
+    def __init__(self, own: nn.Module, linear: nn.Module) -> None:
+        super().__init__()
+        self.linear = linear
+        self.unchanged = self.unchanged_in_training = False
+        self._own = Hidden([own])
+        self.freeze()
+
+    @property
+    def used(self) -> nn.Module:
+        """The module that computes."""
+        unchanged = self.unchanged or (self.training and self.unchanged_in_training)
+        return self._own.all[0] if unchanged else self.linear
+
+    def __call__(self, *args: mx.array, **kwargs: object) -> mx.array:
+        """Return what the module in use computes."""
+        return self.used(*args, **kwargs)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """Multiply x [..., D] by the table, [..., V]."""
+        return self.used.as_linear(x)
+
+    def frozen_head(self, head_of: HeadOf) -> FrozenHead | None:
+        """Return a head that is read from whichever module is in use then."""
+        head = head_of(self.linear)
+        return head and head._replace(
+            part=lambda start, stop: head_of(self.used).part(start, stop),
+            rows=lambda at: head_of(self.used).rows(at),
+        )
 
 
 class ForMerge(Attached):

@@ -8,7 +8,6 @@ once and keep. Which is fastest depends on device, rows and shape: `auto` measur
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,7 +23,6 @@ from .frozen_weight import (
     frozen_weight,
 )
 from .surgery import replace_modules
-from .wrapped import Hidden
 
 LINEARS = (nn.QuantizedLinear, CustomLinear)
 EMBEDDINGS = (nn.QuantizedEmbedding, CustomEmbedding)
@@ -59,45 +57,6 @@ class TransientEmbedding(nn.Module):
     def as_linear(self, x: mx.array) -> mx.array:
         """Multiply x [..., D] by the table, [..., V]."""
         return frozen_weight(self.embedding).transient_product(x)
-
-
-class Requantized(nn.Module):
-    """A frozen module whose weight is quantized anew, and that can be used as it was, too.
-
-    Attributes:
-        linear: the linear, embedding or stack of experts with the new weight.
-        unchanged: whether the module as it was is used instead.
-        unchanged_in_training: the same for training alone.
-    """
-
-    def __init__(self, own: nn.Module, linear: nn.Module) -> None:
-        super().__init__()
-        self.linear = linear
-        self.unchanged = self.unchanged_in_training = False
-        self._own = Hidden([own])
-        self.freeze()
-
-    @property
-    def used(self) -> nn.Module:
-        """The module that computes."""
-        unchanged = self.unchanged or (self.training and self.unchanged_in_training)
-        return self._own.all[0] if unchanged else self.linear
-
-    def __call__(self, *args: mx.array, **kwargs: object) -> mx.array:
-        """Return what the module in use computes."""
-        return self.used(*args, **kwargs)
-
-    def as_linear(self, x: mx.array) -> mx.array:
-        """Multiply x [..., D] by the table, [..., V]."""
-        return self.used.as_linear(x)
-
-    def frozen_head(self, head_of: Callable[[nn.Module], Any]) -> Any:
-        """Return a head that is read from whichever module is in use then."""
-        head = head_of(self.linear)
-        return head and head._replace(
-            part=lambda start, stop: head_of(self.used).part(start, stop),
-            rows=lambda at: head_of(self.used).rows(at),
-        )
 
 
 def bare_module(module: nn.Module | None) -> nn.Module | None:
