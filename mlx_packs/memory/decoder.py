@@ -20,8 +20,8 @@ from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..data.shapes import TreeShape, padded_length, padded_targets, sequence_inputs
 from ..errors import PackError
+from ..late import load
 from .decoder_sizes import Sizes, sizes_of
-from .for_merge import requantized_bytes, rounding_bytes
 from .headers import Headers, Tensors, dense_tensors, tensor_bytes
 from .plan import (
     MemoryPlan,
@@ -126,6 +126,11 @@ def plan_step(
     path_facts = MATMUL_PATHS[_path_of(train)]
     # a format that MLX lacks has no kernel on a CPU that multiplies quantized weights
     no_kernel = custom and runtime.on_cpu() and not path_facts.keeps_dense
+    rounding = requantized = 0
+    if train.for_merge != "none":
+        planned_bytes = load("memory.for_merge:planned_bytes")
+        rounding, requantized = planned_bytes(sizes.modules, adapters, headers, train, itemsize)
+
     step = step_class(
         sizes,
         passes=passes_of(shape, train.sequences),
@@ -136,14 +141,13 @@ def plan_step(
         waiting=adapters.waiting(train),
         unpacks=quantized and (no_kernel or path_facts.dequantizes),
         custom=custom,
-        rounding=rounding_bytes(sizes.modules, adapters, train, quantized),
+        rounding=rounding,
         head=adapters.head,
         logits=has_logits(train),
     )
-    others = requantized_bytes(sizes.modules, adapters, headers, train, itemsize)
     return adapters.plan(
         train,
-        base=base_bytes(sizes, headers, train, itemsize) + others,
+        base=base_bytes(sizes, headers, train, itemsize) + requantized,
         base_weights=sizes.weights,
         moments=step.moments(itemsize),
         matmul_path=_path_of(train) if quantized else "dense",

@@ -2,12 +2,15 @@
 
 import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from ..bases.quantization import QuantizeOptions, format_for
 from ..bases.weight_formats import MLXFormat, named_format
 from ..config.schema import TrainConfig
-from .headers import Headers
-from .planned_adapters import PlannedAdapters
+
+if TYPE_CHECKING:
+    from .headers import Headers
+    from .planned_adapters import PlannedAdapters
 
 # Bytes in flight for each weight that is rounded, of a quantized and of a dense base. Read off
 # peaks on a CPU; a GPU in half precision has fewer.
@@ -16,40 +19,50 @@ _BYTES = {True: 16, False: 28}
 Modules = Mapping[str, tuple[int, int]]  # path -> (out, in)
 
 
-def rounding_bytes(
-    modules: Modules, adapters: PlannedAdapters, train: TrainConfig, quantized: bool
-) -> int:
-    """Return the bytes in flight while the largest adapted weight is rounded."""
-    if train.for_merge == "none":
-        return 0
-    adapted = adapted_paths(modules, adapters)
-    return _BYTES[quantized] * max(math.prod(modules[path]) for path in adapted)
-
-
-def requantized_bytes(
+def planned_bytes(
     modules: Modules,
-    adapters: PlannedAdapters,
-    headers: Headers,
+    adapters: "PlannedAdapters",
+    headers: "Headers",
     train: TrainConfig,
     itemsize: int,
+) -> tuple[int, int]:
+    """Return what rounding adds to the plan of a run.
+
+    Args:
+        modules: the shapes of the base's weights, by path.
+        adapters: that the run would attach.
+        headers: of the base's checkpoint.
+        train: settings with ``for_merge``.
+        itemsize: bytes of a number in activations.
+
+    Returns:
+        Bytes in flight while the largest adapted weight is rounded.
+        Bytes of the weights without adapters that are quantized anew beside the base's.
+    """
+    adapted = _adapted_paths(modules, adapters)
+    quantized = headers.is_quantized or train.quantize != "none"
+    largest = max(math.prod(modules[path]) for path in adapted)
+    others = {path: shape for path, shape in modules.items() if path not in adapted}
+    return _BYTES[quantized] * largest, _requantized_bytes(others, headers, train, itemsize)
+
+
+def _requantized_bytes(
+    others: Modules, headers: "Headers", train: TrainConfig, itemsize: int
 ) -> int:
-    """Return the bytes of the weights without adapters that are quantized anew beside the base's."""
-    if train.for_merge == "none":
-        return 0
     options = QuantizeOptions(named_format(train.for_merge))
     stored = _stored_bits(headers)
     if stored is not None and options.weight_format.bits_per_weight >= stored:
         return 0
-    adapted = adapted_paths(modules, adapters)
-    formats = {p: (format_for(p, s, options), s) for p, s in modules.items() if p not in adapted}
+
+    formats = [(format_for(path, shape, options), shape) for path, shape in others.items()]
     return sum(
         weight_format.nbytes(shape, itemsize)
-        for weight_format, shape in formats.values()
+        for weight_format, shape in formats
         if not isinstance(weight_format, str)
     )
 
 
-def adapted_paths(modules: Modules, adapters: PlannedAdapters) -> set[str]:
+def _adapted_paths(modules: Modules, adapters: "PlannedAdapters") -> set[str]:
     """Return the paths of the modules that have adapters."""
     first = 1 + max(int(path.split(".")[2]) for path in modules if "layers" in path)
     first -= len(adapters.kept)
@@ -57,7 +70,7 @@ def adapted_paths(modules: Modules, adapters: PlannedAdapters) -> set[str]:
     return {path for path in modules if path.partition("layers.")[2] in names}
 
 
-def _stored_bits(headers: Headers) -> float | None:
+def _stored_bits(headers: "Headers") -> float | None:
     """Return the bits of a weight of a base that is stored quantized; None if it is dense."""
     quantization = headers.config.get("quantization") or {}
     if custom := headers.custom_format():
