@@ -128,7 +128,7 @@ def plan_step(
     no_kernel = custom and runtime.on_cpu() and not path_facts.keeps_dense
     rounding = requantized = 0
     if train.for_merge != "none":
-        planned_bytes = load("memory.for_merge:planned_bytes")
+        planned_bytes = load("extras.for_merge:planned_bytes")
         rounding, requantized = planned_bytes(sizes.modules, adapters, headers, train, itemsize)
 
     step = step_class(
