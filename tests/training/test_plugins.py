@@ -1,7 +1,9 @@
 """Tasks and methods that other installed packages add."""
 
 import json
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -67,6 +69,27 @@ def here(monkeypatch):
 
 
 @pytest.fixture
+def packs(run, tmp_path, monkeypatch):
+    """Run ``packs ARGS`` in this process, with the packages of a site as long as it runs."""
+    monkeypatch.chdir(tmp_path)
+
+    def go(*args, site=None) -> subprocess.CompletedProcess:
+        plugins.installed.cache_clear()
+        with pytest.MonkeyPatch.context() as patch:
+            if site:
+                patch.syspath_prepend(str(site))
+            try:
+                return subprocess.CompletedProcess(args, *run(*args))
+            finally:
+                plugins.installed.cache_clear()
+                for name, module in [*sys.modules.items()]:
+                    if site and Path(site) in Path(getattr(module, "__file__", None) or "").parents:
+                        del sys.modules[name]
+
+    return go
+
+
+@pytest.fixture
 def data(tmp_path):
     return write_rows(tmp_path / "data", train=CHATS, valid=CHATS[:2])
 
@@ -78,7 +101,7 @@ def rejected(result) -> str:
     return lines[0]
 
 
-def test_the_example_trains_resumes_and_needs_its_package(focal, tmp_path, data):
+def test_the_example_trains_resumes_and_needs_its_package(focal, tmp_path, data, packs):
     recipe = ROOT / "examples" / "task_plugin" / "recipe.yaml"
     out = tmp_path / "focal"
     args = ("-c", recipe, "--data", data, "--out", out, *SHORT)
@@ -89,14 +112,14 @@ def test_the_example_trains_resumes_and_needs_its_package(focal, tmp_path, data)
     assert recorded["recipe"]["task_config"] == {"gamma": 1.5}
     assert recorded["recipe"]["learning_rate"] == 2e-4  # its own default
 
-    assert command("inspect", out).returncode == 0  # its pack needs no package
+    assert packs("inspect", out).returncode == 0  # its pack needs no package
     longer = ("train", *args, "--resume", "--iters", 3)
-    without = rejected(command(*longer))
+    without = rejected(packs(*longer))
     assert "pip install focal-task" in without and "--task focal" in without
-    with_it = command(*longer, site=focal)
+    with_it = packs(*longer, site=focal)
     assert with_it.returncode == 0, with_it.stderr
 
-    other = command(*longer, "--iters", 4, "-c", _recipe(tmp_path, gamma=1), site=focal)
+    other = packs(*longer, "--iters", 4, "-c", _recipe(tmp_path, gamma=1), site=focal)
     assert other.returncode == 2 and "task_config" in other.stderr.splitlines()[-1]
 
 
@@ -183,10 +206,10 @@ def test_its_settings_have_their_types_and_defaults(focal, here):
         TrainConfig(task_config={"gamma": 1})
 
 
-def test_help_and_errors_name_it(focal):
-    assert "focal (focal-task 0.1.0)" in " ".join(command("train", "-h", site=focal).stdout.split())
-    assert "focal" in rejected(command("train", "--task", "fokal", site=focal))
-    assert "focal" not in rejected(command("train", "--task", "fokal"))
+def test_help_and_errors_name_it(focal, packs):
+    assert "focal (focal-task 0.1.0)" in " ".join(packs("train", "-h", site=focal).stdout.split())
+    assert "focal" in rejected(packs("train", "--task", "fokal", site=focal))
+    assert "focal" not in rejected(packs("train", "--task", "fokal"))
 
 
 def write_faulty(site, text: str) -> None:
@@ -196,11 +219,11 @@ def write_faulty(site, text: str) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_faulty_task_is_one_line(fault, tmp_path, data):
+def test_a_faulty_task_is_one_line(fault, tmp_path, data, packs):
     text, shown = FAULTS[fault]
     write_faulty(tmp_path / "site", text)
     words = ("train", "--task", "broken", "--data", data, *SHORT)
-    line = rejected(command(*words, site=tmp_path / "site"))
+    line = rejected(packs(*words, site=tmp_path / "site"))
     assert "--task broken" in line and "acme-faulty 0.1" in line and shown in line
     assert "pip uninstall acme-faulty" in line
 
@@ -214,7 +237,7 @@ def test_a_faulty_method_names_its_package(fault, tmp_path, here, monkeypatch):
         find_method(TrainConfig(method="bad").method)
 
 
-def test_a_faulty_package_that_is_not_asked_for_is_not_imported(tmp_path, data):
+def test_a_faulty_package_that_is_not_asked_for_is_not_imported(tmp_path, data, packs):
     site = tmp_path / "site"
     write_faulty(site, FAULTS["raises"][0])
     write_package(site, "acme-damaged", "[mlx_packs.tasks\nno equals sign")
@@ -227,20 +250,20 @@ def test_a_faulty_package_that_is_not_asked_for_is_not_imported(tmp_path, data):
         ("plan", "--method", "pissa"),
         ("inspect", tmp_path / "p"),
     ):
-        result = command(*words, site=site)
+        result = packs(*words, site=site)
         assert result.returncode == 0 and "imported" not in result.stderr, result
-    assert "broken (acme-faulty 0.1)" in " ".join(command("train", "-h", site=site).stdout.split())
+    assert "broken (acme-faulty 0.1)" in " ".join(packs("train", "-h", site=site).stdout.split())
 
 
 @pytest.mark.parametrize(
     ("setting", "name", "group"), [("task", "dpo", "tasks"), ("method", "lora", "methods")]
 )
-def test_a_taken_name_is_one_line(setting, name, group, tmp_path, data):
+def test_a_taken_name_is_one_line(setting, name, group, tmp_path, data, packs):
     facts = FACTS.format(module="own")
     write_package(
         tmp_path, "acme-taken", f"[mlx_packs.{group}]\n{name} = own:TASK\n", {"own": facts}
     )
-    line = rejected(command("train", f"--{setting}", name, "--data", data, *SHORT, site=tmp_path))
+    line = rejected(packs("train", f"--{setting}", name, "--data", data, *SHORT, site=tmp_path))
     assert f"--{setting} {name}" in line and "pip uninstall acme-taken" in line
 
 
@@ -278,7 +301,7 @@ def test_every_built_in_task_has_the_methods_of_a_task():
         assert callable(task_class(name, TrainConfig()).report_lines)
 
 
-def test_a_reader_turns_a_file_into_a_base(tmp_path):
+def test_a_reader_turns_a_file_into_a_base(tmp_path, packs):
     text = """
 from pathlib import Path
 from mlx_packs.bases.files import tiny_checkpoint
@@ -292,11 +315,11 @@ def folder(file):
     broken = "[mlx_packs.readers]\nbroken = no_such_module:READER\n"
     entries = "[mlx_packs.readers]\nacme = acme_reader:READER\n"
     write_package(site, "acme-broken", broken)
-    assert "must be a checkpoint folder" in rejected(command("plan", "--model", file))
-    result = command("plan", "--model", file, site=site)
+    assert "must be a checkpoint folder" in rejected(packs("plan", "--model", file))
+    result = command("plan", "--model", file, site=site)  # a process shows the warning
     assert result.returncode == 2 and "acme-broken 0.1" in result.stderr
     assert "must be a checkpoint folder" in result.stderr.splitlines()[-1]
 
     write_package(site, "acme-reader", entries, {"acme_reader": text})
-    result = command("plan", "--model", file, site=site)
+    result = packs("plan", "--model", file, site=site)
     assert result.returncode == 0 and "base" in result.stdout, result
