@@ -211,6 +211,14 @@ def _no_sample_text() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _no_waiting_for_disks() -> Iterator[None]:
+    """Files of tests outlive no power cut: a run would wait for its disk some twenty times."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _no_picture() -> Iterator[None]:
     """Runs draw no loss.png, which takes as long as their steps."""
     with pytest.MonkeyPatch.context() as patch:
