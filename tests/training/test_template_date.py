@@ -13,6 +13,7 @@ from mlx_packs.bases.template_clock import clock_at, strftime_now
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.errors import PackError
 from mlx_packs.training import template_date
+from tests.helpers.runs import LORA
 
 CLOCK = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + strftime_now('%d %b %Y %H:%M:%S.%f') + m.content + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 CHAT = [
@@ -26,10 +27,20 @@ CHAT = [
 ]
 PAIRS = [{"prompt": f"Say {i}.", "chosen": str(i), "rejected": "no"} for i in range(8)]
 LABELLED = [{"prompt": f"Say {i}.", "completion": str(i), "label": i % 2 == 0} for i in range(8)]
-FEW = {"iters": 2, "batch_size": 2, "test_batches": 1, "seed": 1, "save_every": 2}
+FEW = {
+    "iters": 2,
+    "batch_size": 2,
+    "test_batches": 1,
+    "val_batches": 0,
+    "seed": 1,
+    "save_every": 2,
+    "matmul_path": "dense",
+}
 MORE = {**FEW, "iters": 4, "lr_schedule": "constant"}
+PHASES = {"phases": [{"iters": 1}, {"iters": 1}], "iters": 250}  # 250: the default
+PREFERENCE_PHASES = {"phases": [{"task": t, "iters": 1} for t in ("dpo", "orpo")], "iters": 250}
 PROMPTS = [{"prompt": f"Say {i}.", "completion": str(i)} for i in range(8)]
-GRPO = {"task": "grpo", "num_generations": 2, "max_completion_length": 4, "val_batches": 0}
+GRPO = {"task": "grpo", "num_generations": 2, "max_completion_length": 4}
 
 
 class Day(datetime.date):
@@ -71,11 +82,11 @@ def adapters(pack):
     ("rows", "task"),
     [
         (CHAT, {}),
-        (PAIRS, {"task": "dpo"}),
-        (LABELLED, {"task": "kto"}),
-        (CHAT, {"phases": [{"iters": 1}, {"iters": 1}], "iters": 250}),  # 250: the default
-        (PAIRS, {"phases": [{"task": t, "iters": 1} for t in ("dpo", "orpo")], "iters": 250}),
-        (PROMPTS, GRPO),
+        pytest.param(PAIRS, {"task": "dpo"}, marks=pytest.mark.slow),
+        pytest.param(LABELLED, {"task": "kto"}, marks=pytest.mark.slow),
+        pytest.param(CHAT, PHASES, marks=pytest.mark.slow),
+        pytest.param(PAIRS, PREFERENCE_PHASES, marks=pytest.mark.slow),
+        pytest.param(PROMPTS, GRPO, marks=pytest.mark.slow),
     ],
 )
 def test_runs_of_one_date_are_equal_and_of_two_differ(folder, tmp_path, on, rows, task):
@@ -89,7 +100,12 @@ def test_runs_of_one_date_are_equal_and_of_two_differ(folder, tmp_path, on, rows
         settings = {**FEW, **task}
         reward = letters if task is GRPO else None
         run = train_pack(
-            folder, out=tmp_path / name, columns=columns, train=settings, reward=reward
+            folder,
+            lora=LORA,
+            out=tmp_path / name,
+            columns=columns,
+            train=settings,
+            reward=reward,
         )
         date = specified or day
         assert run.pack.manifest["recipe"]["template_date"] == date
@@ -98,24 +114,28 @@ def test_runs_of_one_date_are_equal_and_of_two_differ(folder, tmp_path, on, rows
     assert adapters(tmp_path / "a") != adapters(tmp_path / "c")
 
 
-@pytest.mark.parametrize(("rows", "task"), [(CHAT, "lm"), (PAIRS, "dpo")])
+@pytest.mark.parametrize(
+    ("rows", "task"), [(CHAT, "lm"), pytest.param(PAIRS, "dpo", marks=pytest.mark.slow)]
+)
 def test_a_run_resumed_on_another_day_has_the_same_date(folder, tmp_path, on, rows, task):
     on("2026-03-01")
     settings = {**MORE, "task": task}
-    train_pack(folder, rows, out=tmp_path / "whole", train=settings)
-    train_pack(folder, rows, out=tmp_path / "parts", train={**settings, "iters": 2})
+    train_pack(folder, rows, LORA, out=tmp_path / "whole", train=settings)
+    train_pack(folder, rows, LORA, out=tmp_path / "parts", train={**settings, "iters": 2})
     on("2026-04-02")
-    run = train_pack(folder, rows, out=tmp_path / "parts", train=settings, resume=True)
+    run = train_pack(folder, rows, LORA, out=tmp_path / "parts", train=settings, resume=True)
     assert run.pack.manifest["recipe"]["template_date"] == "2026-03-01"
     assert adapters(tmp_path / "whole") == adapters(tmp_path / "parts")
     with pytest.raises(PackError, match="template_date is '2026-04-02'"):
         columns = DataConfig(data=rows, template_date="2026-04-02")
-        train_pack(folder, out=tmp_path / "parts", columns=columns, train=settings, resume=True)
+        train_pack(
+            folder, lora=LORA, out=tmp_path / "parts", columns=columns, train=settings, resume=True
+        )
 
 
 def test_an_evaluation_sees_the_date_of_the_training(folder, tmp_path, on):
     on("2026-03-01")
-    run = train_pack(folder, CHAT, out=tmp_path / "pack", train=FEW)
+    run = train_pack(folder, CHAT, LORA, out=tmp_path / "pack", train=FEW)
     base = load_base(folder)
     first, second = (evaluate(base, run.pack, CHAT).to_json() for _ in range(2))
     assert first == second
