@@ -29,7 +29,7 @@ def imported_names(file: Path, typing: bool = True, package: Path = PACKAGE) -> 
 
 def _of_types(tree: ast.AST) -> Iterator[ast.AST]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
             yield from ast.walk(node)
 
 

@@ -5,7 +5,7 @@ Docstrings and comments count as neither code nor blank lines.
 
 import ast
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tests.helpers.imports import PACKAGE
@@ -19,15 +19,21 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 def figures(package: Path = PACKAGE) -> dict[str, float]:
     """Every figure by its name; each is better when lower, unless its name begins with 'least'."""
-    sources = {file: file.read_text(encoding="utf-8") for file in sorted(package.rglob("*.py"))}
-    trees = {file: ast.parse(text) for file, text in sources.items()}
-    bodies = [body_lines(f, sources[file]) for file, tree in trees.items() for f in functions(tree)]
-    code = sum(map(code_lines, sources.values())) / 1000
+    sources = [file.read_text(encoding="utf-8") for file in sorted(package.rglob("*.py"))]
+    trees = [list(ast.walk(ast.parse(text))) for text in sources]
+    texts = [text.splitlines() for text in sources]
+    bodies = [
+        body_lines(f, text)
+        for text, nodes in zip(texts, trees, strict=True)
+        for f in functions(nodes)
+    ]
+    lines = [line for text in texts for line in text]
+    docstrings = sum(map(docstring_lines, trees))
+    code = (code_lines(lines) - docstrings) / 1000
 
     blank = sum(line == "" for body in bodies for line in body)
     dense = [body for body in bodies if len(body) >= LONG_BODY and "" not in body]
-    lines = [line for text in sources.values() for line in text.splitlines()]
-    statements = [node for tree in trees.values() for node in ast.walk(tree)]
+    statements = [node for nodes in trees for node in nodes]
     choices = [node for node in statements if isinstance(node, ast.IfExp)]
     return {
         "least_blank_lines_percent": round(100 * blank / sum(map(len, bodies)), 2),
@@ -38,41 +44,37 @@ def figures(package: Path = PACKAGE) -> dict[str, float]:
             sum(map(assigns_in_parallel, statements)) / code, 2
         ),
         "products_with_a_condition": sum(map(multiplies_by_condition, statements)),
-        "small_private_functions_called_once": called_once(trees.values()),
-        "docstring_lines_per_1000_lines": round(
-            sum(map(docstring_lines, trees.values())) / code, 2
-        ),
+        "small_private_functions_called_once": called_once(trees),
+        "docstring_lines_per_1000_lines": round(docstrings / code, 2),
         "wide_lines": sum(len(line) > WIDE for line in lines),
     }
 
 
-def functions(tree: ast.AST) -> Iterator[Function]:
+def functions(nodes: Iterable[ast.AST]) -> Iterator[Function]:
     """All functions of a module, methods and inner ones too."""
-    return (node for node in ast.walk(tree) if isinstance(node, Function))
+    return (node for node in nodes if isinstance(node, Function))
 
 
-def body_lines(function: Function, source: str) -> list[str]:
-    """The stripped lines of a body without its docstring."""
+def body_lines(function: Function, lines: list[str]) -> list[str]:
+    """The stripped lines of a body without its docstring; ``lines`` are of its file."""
     statements = function.body
     if ast.get_docstring(function) is not None:
         statements = statements[1:]
     if not statements:
         return []
-    lines = source.splitlines()[statements[0].lineno - 1 : function.end_lineno]
-    return [line.strip() for line in lines]
+    own = lines[statements[0].lineno - 1 : function.end_lineno]
+    return [line.strip() for line in own]
 
 
-def code_lines(source: str) -> int:
-    """Lines that are neither blank, nor a comment, nor of a docstring."""
-    lines = [line.strip() for line in source.splitlines()]
-    code = sum(line != "" and not line.startswith("#") for line in lines)
-    return code - docstring_lines(ast.parse(source))
+def code_lines(lines: Iterable[str]) -> int:
+    """Lines that are neither blank nor a comment, those of docstrings among them."""
+    return sum(line.strip() != "" and not line.strip().startswith("#") for line in lines)
 
 
-def docstring_lines(tree: ast.AST) -> int:
+def docstring_lines(nodes: Iterable[ast.AST]) -> int:
     """Lines of all docstrings of a module that are not blank."""
     owners = ast.Module | ast.ClassDef | Function
-    texts = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, owners)]
+    texts = [ast.get_docstring(node) for node in nodes if isinstance(node, owners)]
     return sum(line.strip() != "" for text in texts if text for line in text.splitlines())
 
 
@@ -111,13 +113,12 @@ def is_condition(node: ast.AST) -> bool:
     return is_negation or isinstance(node, ast.Compare | ast.BoolOp)
 
 
-def called_once(trees: Iterator[ast.AST]) -> int:
+def called_once(trees: Iterable[list[ast.AST]]) -> int:
     """Private functions of at most `SMALL` lines whose name is used once in their module."""
     count = 0
-    for tree in trees:
-        names = [getattr(node, "id", getattr(node, "attr", None)) for node in ast.walk(tree)]
-        uses = Counter(names)
-        for function in functions(tree):
+    for nodes in trees:
+        uses = Counter(getattr(node, "id", getattr(node, "attr", None)) for node in nodes)
+        for function in functions(nodes):
             size = (function.end_lineno or 0) - function.body[0].lineno + 1
             is_private = function.name.startswith("_") and not function.name.startswith("__")
             count += is_private and size <= SMALL and uses[function.name] == 1
