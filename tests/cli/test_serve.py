@@ -90,11 +90,15 @@ class Process:
 
 
 def test_it_announces_its_address_and_answers_until_ctrl_c(folder):
-    with Process(folder, "--packs", "packs", "--pack", "mine=packs/notes") as server:
+    """The key of the environment is asked for."""
+    options = ("--packs", "packs", "--pack", "mine=packs/notes")
+    with Process(folder, *options, MLX_PACKS_API_KEY="secret") as server:
         names = set(re.findall(r"\w+", server.announced[0]))
         assert names == {"serving", "base", "mine", "law", "notes"}
         body = {"model": "mine", "prompt": "The list", "max_tokens": 3}
-        status, answer = server.ask("POST", "/v1/completions", body)
+        assert server.ask("POST", "/v1/completions", body)[0] == 401
+        key = "Bearer secret"
+        status, answer = server.ask("POST", "/v1/completions", body, Authorization=key)
         assert status == 200 and answer["usage"]["completion_tokens"] <= 3
         code, err, seconds = server.end(signal.SIGINT)
     assert code == 130 and seconds < SECONDS
@@ -132,13 +136,6 @@ def test_signals_end_it_while_a_client_still_reads(folder, numbers, code):
     assert "Traceback" not in err and err.splitlines()[-1].startswith("packs: ")
     (last,) = [line for line in rest if line.startswith(b"data: ")][-1:]
     assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "interrupted"
-
-
-def test_a_key_from_the_environment(folder):
-    with Process(folder, "--pack", "packs/notes", MLX_PACKS_API_KEY="secret") as server:
-        assert server.ask("GET", "/v1/models")[0] == 401
-        assert server.ask("GET", "/v1/models", Authorization="Bearer secret")[0] == 200
-        assert server.end(signal.SIGTERM)[0] == 143
 
 
 @pytest.fixture

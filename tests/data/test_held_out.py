@@ -11,6 +11,7 @@ from mlx_packs.training.fit import Fit
 from tests.helpers.encoders import all_pairs
 from tests.helpers.preferences import preference
 from tests.helpers.rows import write_rows
+from tests.helpers.runs import LORA
 
 
 def test_a_sample_takes_a_share_of_the_run_but_no_more_than_gives_two_digits():
@@ -51,7 +52,8 @@ def _settings(**changes):
 
 
 def _run(data, out, **settings):
-    return train_pack("tiny", data=str(data), train=_settings(**settings), out=out)
+    lora = None if settings.get("method") == "full" else LORA
+    return train_pack("tiny", data=str(data), lora=lora, train=_settings(**settings), out=out)
 
 
 def test_a_run_evaluates_a_sample_says_so_and_resumes_with_it(many_rows, tmp_path):
@@ -66,6 +68,7 @@ def test_a_run_evaluates_a_sample_says_so_and_resumes_with_it(many_rows, tmp_pat
     resumed = train_pack(
         "tiny",
         data=str(many_rows),
+        lora=LORA,
         train=_settings(metric="exact"),
         out=tmp_path / "p",
         resume=True,
@@ -85,7 +88,7 @@ def test_a_run_that_evaluated_all_rows_still_does_when_resumed(many_rows, tmp_pa
     """Runs of versions before the sample have -1, their default, in the recipe."""
     _run(many_rows, tmp_path / "p", test_batches=-1)
     out, train = tmp_path / "p", _settings()
-    resumed = train_pack("tiny", data=str(many_rows), train=train, out=out, resume=True)
+    resumed = train_pack("tiny", data=str(many_rows), lora=LORA, train=train, out=out, resume=True)
     assert resumed.report["held_out"]["rows"] == 90
 
 
@@ -120,8 +123,15 @@ def _check_scores(runs: list) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"method": method} for method in ("lora", "dora", "pissa", "olora", "full")]
-    + [{"neftune_noise_alpha": 5.0}, {"matmul_path": "quantized"}],
+    [
+        {"method": "lora"},
+        {"method": "dora"},
+        pytest.param({"method": "pissa"}, marks=pytest.mark.slow),
+        pytest.param({"method": "olora"}, marks=pytest.mark.slow),
+        pytest.param({"method": "full"}, marks=pytest.mark.slow),
+        {"neftune_noise_alpha": 5.0},
+        {"matmul_path": "quantized"},
+    ],
     ids=lambda settings: next(iter(settings.values())),
 )
 def test_training_leaves_the_scores_of_the_base(many_rows, tmp_path, scored_first, settings):
