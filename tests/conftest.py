@@ -3,6 +3,7 @@
 In `.ci/run` (MLX_PACKS_NO_SKIP=1) a skipped test is a failure.
 """
 
+import gc
 import os
 import shutil
 import signal
@@ -43,6 +44,12 @@ for number in (signal.SIGTERM, signal.SIGHUP):
 
 # Mixtures cannot be trained there; test_families.py checks that they are rejected.
 collect_ignore = ["nn/test_experts.py"] if version_of_mlx_lm() < MIXTURES_SINCE else []
+
+
+def pytest_collection_finish():
+    """Let garbage collections, which runs ask for, pass over modules and collected tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
