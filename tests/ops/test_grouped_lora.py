@@ -117,7 +117,7 @@ WORKLOADS = {  # rows, D, ranks, widths, output of each slice
 
 
 # Half precisions differ from float32 in how numbers are read and written: by default on some.
-ON_SOME = ("decode_1", "ragged_63", "mixed_ranks_1_33_8")
+ON_SOME = ("decode_1", "mixed_ranks_1_33_8")
 
 
 def by_dtype(cases, some) -> list:
