@@ -135,8 +135,15 @@ def test_the_probe_finds_gradients_that_do_not_reach_the_prefix(monkeypatch):
     assert "gradient" in why_not_shared(attached.model, head, 128)
 
 
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("qwen3", mx.float16),
+        pytest.param("qwen3", mx.bfloat16, marks=pytest.mark.slow),
+        pytest.param("gpt2", mx.float16, marks=pytest.mark.slow),
+        ("gpt2", mx.bfloat16),
+    ],
+)
 def test_the_probe_allows_the_rounding_of_a_deep_model(family, dtype):
     depth = {"gpt2": "n_layer"}.get(family, "num_hidden_layers")
     base = base_of(family, **{depth: 36})
