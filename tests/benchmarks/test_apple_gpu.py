@@ -82,6 +82,7 @@ def test_recomputing_blocks_trades_time_for_memory(steps):
     assert 1.2 < recomputed.seconds["M3 Max"] / kept.seconds["M3 Max"] < 1.4
 
 
+@pytest.mark.slow
 def test_a_failed_capture_says_why_in_one_line():
     with pytest.raises(Failed, match=r"^mlx_packs: \w+Error: .* \(\w+\.py:\d+\)$"):
         capture(OURS, [StepJob(QWEN3_4B | {"num_hidden_layers": 1}, 1, 8, path="nowhere")])
@@ -286,6 +287,7 @@ def test_ops_and_batches_of_a_small_model(monkeypatch, tmp_path, capsys):
     assert history.read(file) == records
 
 
+@pytest.mark.slow
 def test_a_tree_computes_a_prefix_once(monkeypatch, tmp_path, capsys):
     shape = TreeShape("two documents", common=100, own=30, rows=8, groups=2)
     assert (shape.prefix, shape.length) == (96, 160)

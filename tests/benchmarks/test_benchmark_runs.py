@@ -331,6 +331,7 @@ def test_every_op_is_raced_by_one_command(tmp_path, capsys):
     assert ops.main(["--only", "no such shape"]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["dense", pytest.param("transient", marks=pytest.mark.slow)])
 def test_a_profile_explains_a_step_and_shows_what_it_does_not(path, tmp_path):
     file = tmp_path / "h.jsonl"
@@ -377,6 +378,7 @@ def test_the_flops_of_a_profile_are_those_of_the_shapes(tmp_path):
     assert result["attention"] == pytest.approx(2 * 12 * 2 * 2 * 32 * 33 / 2 * 32 / 1e9, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_timeline_is_drawn_and_its_parts_are_recorded(tmp_path):
     file, out = tmp_path / "h.jsonl", tmp_path / "line.png"
     arguments = [

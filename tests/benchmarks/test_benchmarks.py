@@ -81,6 +81,7 @@ def test_speed_counts_supervised_tokens_where_batches_differ(tmp_path, capsys):
     assert peer.note in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_unequal_losses_print_no_speed_and_exit_with_1(tmp_path, capsys, monkeypatch):
     load, seeds = train_step.load, iter(range(9))
     monkeypatch.setattr(train_step, "load", lambda g, model, _: load(g, model, next(seeds)))

@@ -216,7 +216,8 @@ def test_pack_is_applied_and_taken_off_without_a_trace(answers):
 def test_module_is_the_command_and_json_is_alone_on_stdout(answers):
     result = subprocess.run(
         [sys.executable, "-W", "error", "-m", "mlx_packs.train", "--data", str(answers / "rows")]
-        + ["--iters", "1", "--out", str(answers / "again"), "--json", "--rank", "2"],
+        + ["--iters", "1", "--out", str(answers / "again"), "--json", "--rank", "2"]
+        + ["--matmul-path", "dense", "--num-layers", "1", "--test-batches", "1"],
         capture_output=True,
         text=True,
         check=False,

@@ -300,6 +300,7 @@ def check_same_pack(first: Path, second: Path) -> None:
     assert manifests[0] == manifests[1]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_ends_with_the_same_bytes(run, starts, here, monkeypatch):
     """What a kill after the first checkpoint leaves is a copy of the run folder at that moment."""
     write_rows(here / "d", train=CHATS, valid=CHATS[:2])

@@ -7,14 +7,17 @@ import pytest
 
 from mlx_packs import export_pack, import_adapter, train_pack
 from mlx_packs.bases.files import resolve_checkpoint
+from tests.helpers.cached_model import changed
+from tests.helpers.rows import CHATS
+from tests.helpers.runs import LORA, TRAIN
 
 BASE = resolve_checkpoint("tiny")
 
 
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory):
-    few = {"iters": 1, "batch_size": 2, "test_batches": 1}
-    return train_pack("tiny", "tiny", train=few, out=tmp_path_factory.mktemp("a") / "pack").pack
+    out = tmp_path_factory.mktemp("a") / "pack"
+    return train_pack("tiny", CHATS, LORA, changed(TRAIN, iters=1), out).pack
 
 
 @pytest.fixture(params=["peft", "mlx-lm"])

@@ -166,7 +166,7 @@ def test_cache_of_parts_is_that_of_one_piece(tmp_path, tokenizer, monkeypatch):
     for size in (500, 1 << 20):
         monkeypatch.setattr(encoding_parts, "PART_BYTES", size)
         monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / str(size)))
-        _, file = token_cache.encode_cached(rows, tokenizer, COLUMNS, OPTIONS, 1)
+        _, file = token_cache.encode_cached(rows, tokenizer, COLUMNS, OPTIONS, 1, num_proc=1)
         assert list((tmp_path / str(size) / "tokens").iterdir()) == [file]  # no parts are left
         contents.append((file.name, file.read_bytes()))
     assert contents[0] == contents[1]

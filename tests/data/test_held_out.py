@@ -40,7 +40,7 @@ def test_a_longer_run_is_evaluated_on_more_after_the_same_examples():
 def many_rows(tmp_path):
     folder = tmp_path / "rows"
     folder.mkdir()
-    for split, count in (("train", 60), ("valid", 4), ("test", 90)):
+    for split, count in (("train", 60), ("valid", 4), ("test", 40)):
         rows = [{"prompt": f"Say {i}.", "completion": f"It is {i}."} for i in range(count)]
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -60,8 +60,8 @@ def test_a_run_evaluates_a_sample_says_so_and_resumes_with_it(many_rows, tmp_pat
     """Before and after are of the same examples, whose number and that of all are recorded."""
     run = _run(many_rows, tmp_path / "p", metric="exact")
     held_out, result = run.report["held_out"], run.pack.manifest["eval"]
-    assert (held_out["rows"], held_out["available"]) == (32, 90)
-    assert (result["rows"], result["available"]) == (32, 90)
+    assert (held_out["rows"], held_out["available"]) == (32, 40)
+    assert (result["rows"], result["available"]) == (32, 40)
     assert result["ppl_before_se"] > 0 < result["ppl_after_se"]
     assert result["answers"]["rows"] == 32
 
@@ -80,7 +80,7 @@ def test_a_run_evaluates_a_sample_says_so_and_resumes_with_it(many_rows, tmp_pat
 
 
 def test_all_rows_are_evaluated_on_request(many_rows, tmp_path):
-    assert _run(many_rows, tmp_path / "p", test_batches=-1).report["held_out"]["rows"] == 90
+    assert _run(many_rows, tmp_path / "p", test_batches=-1).report["held_out"]["rows"] == 40
     assert _run(many_rows, tmp_path / "q", test_batches=3).report["held_out"]["rows"] == 6
 
 
@@ -89,7 +89,7 @@ def test_a_run_that_evaluated_all_rows_still_does_when_resumed(many_rows, tmp_pa
     _run(many_rows, tmp_path / "p", test_batches=-1)
     out, train = tmp_path / "p", _settings()
     resumed = train_pack("tiny", data=str(many_rows), lora=LORA, train=train, out=out, resume=True)
-    assert resumed.report["held_out"]["rows"] == 90
+    assert resumed.report["held_out"]["rows"] == 40
 
 
 def test_the_base_is_scored_as_before_whenever_it_is_scored(many_rows, tmp_path):

@@ -223,11 +223,9 @@ def test_an_unknown_family_has_no_plan():
         estimate(Headers("g", {"model_type": "gpt2"}, {}), LoRAConfig(), TrainConfig())
 
 
-@pytest.mark.parametrize(
-    "targets",
-    [pytest.param("gate_proj up_proj down_proj", marks=pytest.mark.slow), "q_proj o_proj"],
-)
-@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.slow), "selective"])
+@pytest.mark.slow
+@pytest.mark.parametrize("targets", ["gate_proj up_proj down_proj", "q_proj o_proj"])
+@pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_blocks_keep_no_scores_whichever_projections_are_adapted(
     targets, recompute, tiny, nothing_ahead
 ):

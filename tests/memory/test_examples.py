@@ -52,6 +52,7 @@ def test_memory_of_examples_is_as_planned(tmp_path, monkeypatch):
     assert planned.nbytes == pytest.approx(measured, rel=0.15)
 
 
+@pytest.mark.slow
 def test_plan_counts_examples_and_leaves_their_memory_free(here, run):
     write(here / "d.jsonl", rows=3000)
     counted = example_memory(DataConfig(data="d.jsonl"))

@@ -61,6 +61,7 @@ def measured(monkeypatch) -> list:
     return calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recomputed", "method"),
     [

@@ -40,7 +40,7 @@ def expected(shared_tiny, shelf):
     models = ("base", *NAMES)
     requests = [
         (models[i % 4], raw_prompt(shared_tiny, text), 6 + i % 5)
-        for i, text in enumerate(TEXTS * 4)
+        for i, text in enumerate(TEXTS * 2)
     ]
     return requests, [alone(shared_tiny, shelf, *request) for request in requests]
 

@@ -78,6 +78,7 @@ def pack_of_block(block_folder) -> tuple[Path, str]:
     return block_folder / "pack", result.stderr
 
 
+@pytest.mark.slow
 def test_grouped_projections_train_at_the_true_geometry_of_qwen3_4b(block_folder, pack_of_block):
     stored, _ = read_header(block_folder / "qwen3-4b" / "model.safetensors")
     assert stored[f"{BLOCK}.self_attn.q_proj.weight"]["shape"] == [4096, 320]  # what once crashed
@@ -100,12 +101,14 @@ def test_grouped_projections_train_at_the_true_geometry_of_qwen3_4b(block_folder
     ]
 
 
+@pytest.mark.slow
 def test_each_slice_has_the_rank_that_it_was_given(pack_of_block):
     specs = Pack.open(pack_of_block[0]).specs
     ranks = {path.rpartition(".")[2]: spec.slices[0].rank for path, spec in specs.items()}
     assert ranks == {"o_proj": 4, "gate_proj": 4, "up_proj": 4, **RANKS}
 
 
+@pytest.mark.slow
 def test_the_probed_geometry_is_logged(pack_of_block):
     assert "7 projections" in pack_of_block[1]
     for path, (inputs, outputs) in SHAPES.items():
