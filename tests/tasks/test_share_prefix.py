@@ -37,6 +37,8 @@ SETTINGS = {
     "share_prefix": "off",
 }
 LORA = LoRAConfig(rank=4)
+UNSCORED = {"val_batches": 0, "test_batches": 1}
+SLOW = pytest.mark.slow
 
 
 def chat(number: int) -> dict:
@@ -68,12 +70,15 @@ def losses_of(run) -> list[float]:
     "changes",
     [
         {},
-        {"micro_batches": 2, "grad_accumulation_steps": 2},
-        {"batch_size": 1, "grad_accumulation_steps": 4, "iters": 8},
-        {"packing": True, "batch_size": 2},
-        {"packing": True, "batch_size": 2, "micro_batches": 2, "grad_accumulation_steps": 2},
-        pytest.param({"recompute": "block", "matmul_path": "transient"}, marks=pytest.mark.slow),
-        pytest.param({"loss_on": "all", "method": "full"}, marks=pytest.mark.slow),
+        pytest.param({"micro_batches": 2, "grad_accumulation_steps": 2}, marks=SLOW),
+        pytest.param({"batch_size": 1, "grad_accumulation_steps": 4, "iters": 8}, marks=SLOW),
+        pytest.param({"packing": True, "batch_size": 2}, marks=SLOW),
+        pytest.param(
+            {"packing": True, "batch_size": 2, "micro_batches": 2, "grad_accumulation_steps": 2},
+            marks=SLOW,
+        ),
+        pytest.param({"recompute": "block", "matmul_path": "transient"}, marks=SLOW),
+        pytest.param({"loss_on": "all", "method": "full"}, marks=SLOW),
     ],
     ids=str,
 )
@@ -103,7 +108,7 @@ def turns_of(number: int, system: bool) -> list[dict]:
     return [{"messages": first + turns[:stop]} for stop in (2, 4, 6)]
 
 
-@pytest.mark.parametrize("system", [False, True])
+@pytest.mark.parametrize("system", [False, pytest.param(True, marks=SLOW)])
 def test_rows_that_begin_others_are_merged_into_them(tmp_path, capsys, system):
     """A batch has all rows, so that runs with and without merging train on the same ones."""
     chats = [turns_of(i, system) for i in range(6)]
@@ -163,11 +168,8 @@ def documents(tmp_path_factory):
     return write_rows(folder, train=[train[i] for i in order], valid=valid)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{}, pytest.param({"micro_batches": 4, "recompute": "block"}, marks=pytest.mark.slow)],
-    ids=str,
-)
+@SLOW
+@pytest.mark.parametrize("changes", [{}, {"micro_batches": 4, "recompute": "block"}], ids=str)
 def test_examples_of_many_documents_are_put_together(documents, tmp_path, capsys, changes):
     """Both runs have all examples in a batch: blocks of five and an empty row, and an empty block."""
     settings = {"iters": 3, "max_seq_length": 256, "test_batches": -1, **changes}
@@ -186,6 +188,7 @@ def test_examples_of_many_documents_are_put_together(documents, tmp_path, capsys
     assert shared["groups"] == 3 and shared["tokens"] > 40 and shared["saved"] > 0.3
 
 
+@pytest.mark.slow
 def test_a_resumed_run_on_groups_equals_an_unbroken_one_to_the_bit(documents, tmp_path):
     """Three batches are in the second epoch."""
     changes = {"max_seq_length": 256, "share_prefix": "on", "batch_size": 8}
@@ -228,7 +231,7 @@ def test_the_passes_of_a_batch_are_those_of_its_tree():
 
 
 def test_auto_leaves_the_order_of_examples(documents, tmp_path):
-    settings = {"iters": 1, "max_seq_length": 256, "batch_size": 8}
+    settings = {"iters": 1, "max_seq_length": 256, "batch_size": 8, **UNSCORED}
     rows = trained(documents, tmp_path / "rows", **settings)
     auto = trained(documents, tmp_path / "auto", share_prefix="auto", **settings)
     assert losses_of(auto) == losses_of(rows) and auto.report["shared_prefix"] is None
@@ -289,19 +292,17 @@ def rated(tmp_path_factory):
     return write_rows(tmp_path_factory.mktemp("data") / "r", train=rows[:16], valid=rows[16:])
 
 
-SLOW = pytest.mark.slow
-
-
 @pytest.mark.parametrize(
     ("task", "changes"),
     [
         ("dpo", {"micro_batches": 2, "grad_accumulation_steps": 2}),
-        pytest.param("dpo", {}, marks=SLOW),
-        pytest.param("orpo", {}, marks=SLOW),
-        pytest.param("kto", {}, marks=SLOW),
-        pytest.param("reward", {}, marks=SLOW),
+        ("dpo", {}),
+        ("orpo", {}),
+        ("kto", {}),
+        ("reward", {}),
     ],
 )
+@SLOW
 def test_both_completions_of_a_prompt_share_it(preferences, rated, tmp_path, task, changes):
     data = rated if task == "kto" else preferences
     settings = {"task": task, "iters": 4, **changes}
@@ -334,6 +335,7 @@ def test_prompts_behind_one_system_prompt_are_a_second_level(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.05])
+@SLOW
 def test_the_completions_that_are_generated_share_their_prompt(
     preferences, tmp_path, beta, monkeypatch, capsys
 ):
@@ -398,7 +400,7 @@ def trained_again(data, folder):
 def test_auto_shares_a_prefix_where_that_changes_nothing_but_the_time(
     data, tmp_path, lora, changes, shares
 ):
-    run = trained(data, tmp_path / "p", lora, share_prefix="auto", iters=1, **changes)
+    run = trained(data, tmp_path / "p", lora, share_prefix="auto", iters=1, **UNSCORED, **changes)
     assert bool(run.report["shared_prefix"]) == shares
 
 
@@ -412,7 +414,7 @@ def test_what_examples_have_in_common_is_searched_for_once(data, tmp_path, monke
         return common_inputs(examples)
 
     monkeypatch.setattr(trees_of, "common_inputs", counted)
-    trained(data, tmp_path / "p", share_prefix="on", steps_per_eval=2)
+    trained(data, tmp_path / "p", share_prefix="on", steps_per_eval=1, iters=2)
     assert len(searched) == 3
 
 
@@ -426,7 +428,7 @@ def test_auto_shares_nothing_with_the_projection_stack(objective):
 def test_an_update_computes_its_prefix_once_unless_something_is_drawn(
     data, tmp_path, dropout, monkeypatch
 ):
-    """Two batches of two pieces: the prefix is passed twice for each of three updates, or never."""
+    """Two batches of two pieces: the prefix is passed twice for each of two updates, or never."""
     passed = []
     keep = CausalLM.keep_prefixes
     monkeypatch.setattr(
@@ -434,11 +436,11 @@ def test_an_update_computes_its_prefix_once_unless_something_is_drawn(
         "keep_prefixes",
         lambda self, prefix: passed.append(prefix.shape) or keep(self, prefix),
     )
-    settings = {"micro_batches": 2, "grad_accumulation_steps": 2, "iters": 6}
+    settings = {"micro_batches": 2, "grad_accumulation_steps": 2, "iters": 4, **UNSCORED}
     trained(
         data, tmp_path / "p", LoRAConfig(rank=4, dropout=dropout), share_prefix="on", **settings
     )
-    assert len(passed) == (0 if dropout else 6)
+    assert len(passed) == (0 if dropout else 4)
     assert len(set(passed)) <= 1
 
 
@@ -446,7 +448,7 @@ def test_what_is_trained_changes_between_updates_alone(data, tmp_path, monkeypat
     """As the rounding of --for-merge, which would change a prefix that is computed once."""
     progress = []
     monkeypatch.setattr(Attached, "at", lambda self, share: progress.append(share))
-    trained(data, tmp_path / "p", grad_accumulation_steps=2, iters=6)
+    trained(data, tmp_path / "p", grad_accumulation_steps=2, iters=6, **UNSCORED)
     assert progress == [0, 2 / 6, 4 / 6]
 
 
@@ -479,7 +481,8 @@ def test_without_a_common_beginning_nothing_is_shared(tmp_path, capsys):
 
 
 def test_what_is_drawn_at_random_is_shared_and_said(data, tmp_path, capsys):
-    trained(data, tmp_path / "p", LoRAConfig(rank=4, dropout=0.1), share_prefix="on", iters=1)
+    lora = LoRAConfig(rank=4, dropout=0.1)
+    trained(data, tmp_path / "p", lora, share_prefix="on", iters=1, **UNSCORED)
     assert "share what is drawn at random for these" in capsys.readouterr().err
 
 
