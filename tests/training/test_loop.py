@@ -33,7 +33,6 @@ from tests.helpers.rows import CHATS, write_rows
 from tests.helpers.runs import TRAIN
 from tests.helpers.steps import weighted, with_weight
 
-pytestmark = pytest.mark.usefixtures("sample_text")
 LORA = LoRAConfig(rank=2, num_layers=1, dropout=0.1)
 
 

@@ -22,9 +22,6 @@ QUICK = TrainConfig(
 )
 
 
-pytestmark = pytest.mark.usefixtures("sample_text")
-
-
 @pytest.fixture
 def numbers(tmp_path):
     """Short rows of each split."""
@@ -50,6 +47,7 @@ def test_two_runs_with_one_seed_give_the_same_bytes(tiny, numbers, tmp_path):
     assert pack_bytes(first) == pack_bytes(second)
 
 
+@pytest.mark.usefixtures("sample_text")
 def test_run_reports_what_it_wrote_and_learns(tiny, numbers, tmp_path):
     settings = {"iters": 6, "batch_size": 4, "learning_rate": 2e-3, "steps_per_report": 4}
     train = TrainConfig(**settings, matmul_path="dense")
