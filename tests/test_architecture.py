@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -28,6 +29,7 @@ def unit_of(file: Path) -> str:
     return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+@cache
 def imports_between_units() -> dict[tuple[str, str], set[str]]:
     """(importing unit, imported unit) -> the files that import, without entry points."""
     edges: dict[tuple[str, str], set[str]] = {}
