@@ -72,6 +72,7 @@ def test_a_run_prints_its_table_and_appends_whole_records(tmp_path, capsys):
     assert not re.search(r'[" ]/', file.read_text())  # no paths
 
 
+@pytest.mark.slow
 def test_speed_counts_supervised_tokens_where_batches_differ(tmp_path, capsys):
     file = tmp_path / "history.jsonl"
     assert train_step.main([*QUICK, "--matmul-path", "dense", "--history", str(file)]) == 0
@@ -92,6 +93,7 @@ def test_unequal_losses_print_no_speed_and_exit_with_1(tmp_path, capsys, monkeyp
     assert not file.exists()
 
 
+@pytest.mark.slow
 def test_a_loss_that_differs_only_after_the_update_is_seen(tmp_path, capsys, monkeypatch):
     step = train_step.Ours.step
 

@@ -213,6 +213,7 @@ def test_pack_is_applied_and_taken_off_without_a_trace(answers):
     assert mx.array_equal(base.model(probe), before).item()
 
 
+@pytest.mark.slow
 def test_module_is_the_command_and_json_is_alone_on_stdout(answers):
     result = subprocess.run(
         [sys.executable, "-W", "error", "-m", "mlx_packs.train", "--data", str(answers / "rows")]

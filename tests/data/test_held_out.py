@@ -56,6 +56,7 @@ def _run(data, out, **settings):
     return train_pack("tiny", data=str(data), lora=lora, train=_settings(**settings), out=out)
 
 
+@pytest.mark.slow
 def test_a_run_evaluates_a_sample_says_so_and_resumes_with_it(many_rows, tmp_path):
     """Before and after are of the same examples, whose number and that of all are recorded."""
     run = _run(many_rows, tmp_path / "p", metric="exact")

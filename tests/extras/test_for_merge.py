@@ -140,7 +140,7 @@ def test_a_merge_of_the_bundled_base_is_exact(name, shared_tiny, tmp_path):
         ("qwen3", "none", "affine4", {}),
         ("qwen3", "none", "nf4", {"target_modules": ("v_proj",)}),
         ("qwen3", "nf4", "nf4", {"num_layers": 1}),
-        ("qwen3", "nf4", "affine4", {}),
+        pytest.param("qwen3", "nf4", "affine4", {}, marks=pytest.mark.slow),
         ("qwen3", "affine8", "affine4", {"rslora": True}),
         ("gpt2", "affine4", "affine8", {}),
     ],

@@ -71,7 +71,8 @@ def test_prompts_padded_on_the_right_are_turned():
     assert empty.offset.tolist() == [0, 4, 2] and same(empty.extract(1), filled(0, 4, 8))
 
 
-@pytest.mark.parametrize("bits", [pytest.param(4, marks=pytest.mark.slow), 8])
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [4, 8])
 def test_texts_are_those_of_mlx_lm_with_a_quantized_cache(shared_tiny, bits):
     prompts = [raw_prompt(shared_tiny, text) for text in ("The list of", "def", "It was " * 30)]
     expected = []

@@ -85,6 +85,7 @@ def note_run(llama, note_data, tmp_path_factory) -> tuple[Path, dict]:
     return out, json.loads(result.stdout)
 
 
+@pytest.mark.slow
 def test_the_recipe_of_the_note_trains_a_llama_3_1_as_it_stands(note_run, llama):
     out, report = note_run
     manifest = json.loads((out / "pack.json").read_text())
@@ -101,6 +102,7 @@ def test_the_recipe_of_the_note_trains_a_llama_3_1_as_it_stands(note_run, llama)
     assert type(rope).__name__ == "Llama3RoPE"
 
 
+@pytest.mark.slow
 def test_weights_take_4_127_bits(note_run, llama, tmp_path, run):
     code, out, _ = run(
         "quantize",

@@ -69,6 +69,7 @@ def test_advantages_and_losses_are_those_of_the_paper():
     assert np.array(gradient).tolist() == [-1.0, -1.0, 1.0, 0.0]
 
 
+@pytest.mark.slow
 def test_a_run_earns_more_reward(tmp_path, data):
     train = settings(iters=6, bias_correction=False)  # six updates are small with it
     run = train_pack("tiny", data, LORA, train, tmp_path / "p", reward=shorter)

@@ -107,6 +107,7 @@ def phases_of(data, tmp_path) -> list[dict]:
     return [{**PHASES[0], "data": str(sft)}, {**PHASES[1], "data": str(data)}]
 
 
+@pytest.mark.slow
 def test_preferences_follow_completions_with_the_reference_of_that_moment(tmp_path, data):
     shared = {**SETTINGS, "task": "lm", "beta": 0.3, "z_loss": 1e-4}
     phases = phases_of(data, tmp_path)
@@ -130,6 +131,7 @@ def test_preferences_follow_completions_with_the_reference_of_that_moment(tmp_pa
     assert all(np.array_equal(pack[n], resumed[n]) for n in pack)
 
 
+@pytest.mark.slow
 def test_each_phase_of_preferences_has_its_own_reference(tmp_path, data):
     phases = [{"name": name, "data": str(data), "iters": 3} for name in "ab"]
     train = {**SETTINGS, "phases": phases}

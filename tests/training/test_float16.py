@@ -106,8 +106,9 @@ def changed(before: dict, after: dict) -> set[str]:
     return {name.partition(".")[0] for name in before if before[name] != after[name]}
 
 
-@pytest.mark.parametrize("alone", [True, False])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "alone"), [(name, True) for name in OPTIMIZERS] + [("adamw", False)]
+)
 def test_an_overflow_of_the_gradient_skips_and_halves(name, alone):
     model, stepper = stepper_of(optimizer=make_optimizer(TrainConfig(iters=99, optimizer=name)))
     stepper(batch_of(), True, alone)
