@@ -301,18 +301,24 @@ def full_data(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def full_run(dense_tiny, full_data, tmp_path_factory):
+def other_bytes() -> int:
+    """Bytes of arrays that other tests keep."""
+    return active_bytes()
+
+
+@pytest.fixture(scope="module")
+def full_run(dense_tiny, full_data, tmp_path_factory, other_bytes):
     """A run on the dense base, made once."""
     out = tmp_path_factory.mktemp("trained") / "p"
     return train_pack(dense_tiny, full_data, train=FULL, out=out)
 
 
-def test_held_out_perplexity_falls_and_the_ratio_is_told(full_run, dense_tiny):
+def test_held_out_perplexity_falls_and_the_ratio_is_told(full_run, dense_tiny, other_bytes):
     report, manifest = full_run.report, full_run.pack.manifest
     assert report["ppl_after"] < 0.5 * report["ppl_before"]
     assert report["method"] == manifest["method"] == "full"
     assert report["learned_weights"] == report["base_weights"] == 6_557_696
-    assert report["plan_peak_gb"] * (1 + ERROR) > report["peak_gb"]
+    assert report["plan_peak_gb"] * (1 + ERROR) > report["peak_gb"] - other_bytes / 1e9
     recipe = manifest["recipe"]
     assert recipe["method"] == "full" and "rank" not in recipe and recipe["num_layers"] == -1
     tensors = mx.load(str(full_run.pack.path / "adapters.safetensors"))
