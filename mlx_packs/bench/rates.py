@@ -1,8 +1,4 @@
-"""The fixed time of a training step on this machine, and what 4-bit products reach.
-
-The cost of a step on a Mac is predicted from its operations (benchmarks/README.md). These are the
-two figures of that prediction that no table of chips has.
-"""
+"""The fixed time of a training step and the rates of 4-bit products, which no table of chips has."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -54,7 +50,6 @@ def examine_rates() -> dict:
 
 
 def _product(dtype: mx.Dtype, rows: int, size: int) -> dict:
-    """Return the rates of a square 4-bit product, and of the product that its gradient needs."""
     x = mx.random.normal((rows, size), key=mx.random.key(0)).astype(dtype)
     weight = mx.random.normal((size, size), key=mx.random.key(1)).astype(dtype)
     packed, scales, biases = mx.quantize(weight, group_size=64, bits=4)
@@ -78,8 +73,7 @@ def _product(dtype: mx.Dtype, rows: int, size: int) -> dict:
 
 
 def _least_seconds(compute: Callable[[], Sequence[mx.array]]) -> float:
-    """Return the least time of a few evaluations, after one that is not counted."""
-    mx.eval(compute())
+    mx.eval(compute())  # not counted
     seconds = []
     for _ in range(_REPEATS):
         start = time.perf_counter()
@@ -89,8 +83,6 @@ def _least_seconds(compute: Callable[[], Sequence[mx.array]]) -> float:
 
 
 def _fixed_time() -> dict:
-    """Return the least time of a training step of a row of 8 inputs through 36 tiny blocks."""
-
     def base() -> Base:
         model = qwen3.Model(qwen3.ModelArgs.from_dict(_TINY))
         nn.quantize(model, group_size=64, bits=4)

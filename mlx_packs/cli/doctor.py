@@ -172,7 +172,6 @@ def _chip_line(chip: dict) -> str:
 
 
 def _rate_lines(rates: dict) -> list[str]:
-    """Return the fixed time of a step and the rates of 4-bit products, each by itself."""
     step = rates["step"]
     lines = [
         f"step    {step['ms']:,.0f} ms with {step['blocks']} blocks of next to nothing: what a "

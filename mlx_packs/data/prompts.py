@@ -15,7 +15,7 @@ from .chat_formats import Completion, about_conversation
 from .dataset import Batch, Shape
 from .formats import COMPLETION, PROMPT, Row, check_format, check_unicode
 from .sources import Fingerprint, Rows, as_rows
-from .trees import TreeCollate, prefix_of, saved_share
+from .trees import TreeCollate, common_length, prefix_of, root_of, saved_share
 
 _PLACEHOLDER = "."  # of a row without a completion, for the template
 
@@ -76,16 +76,21 @@ class SharedPrompts:
     def collate(self, prompts: Prompts, order: Sequence[int], tokens: TokenCollate) -> TreeCollate:
         """Return what lays out the completions of some prompts, whose rows ``tokens`` lay out."""
         common = np.array([len(prompts.tokens[i]) for i in order])
-        return TreeCollate(tokens, common, self.completions, self.least)
+        of_all = common_length(np.array(prompts.tokens[i]) for i in order)
+        shape = self.completions * len(order), self._longest_row(common)
+        root = root_of(of_all, shape, len(order), prefix_of(int(common.min())))
+        return TreeCollate(tokens, common, self.completions, self.least, root=root)
 
     def shape(self, prompts: Prompts, order: Sequence[int]) -> Shape:
         """Return the shape of a batch whose completions are as long as they may be."""
         lengths = [len(prompts.tokens[i]) for i in order]
         rows = self.completions * len(order)
         tokens = TokenCollate(rows, self.limit, prefix=prefix_of(min(lengths)))
-        longest = min(max(lengths) + self.longest - 1, self.limit)
-        width, slots = tokens.shape_of(longest, self.longest * rows)
+        width, slots = tokens.shape_of(self._longest_row(lengths), self.longest * rows)
         return self.collate(prompts, order, tokens).planned(width, slots, tokens.prefix)
+
+    def _longest_row(self, lengths: Sequence[int]) -> int:
+        return min(int(max(lengths)) + self.longest - 1, self.limit)
 
     def to_json(self, prompts: Prompts) -> dict:
         """Return the part of a run's report on it; completions are as long as they may be."""

@@ -39,9 +39,13 @@ ROOT_WORTHWHILE = 0.1  # least share of the inputs of a tree that a root saves, 
 
 def common_inputs(examples: Iterable[Example]) -> int:
     """Return how many inputs all examples begin with; the last token of each is no input."""
+    return common_length(example.tokens[:-1] for example in examples)
+
+
+def common_length(sequences: Iterable[np.ndarray]) -> int:
+    """Return how many tokens all sequences begin with; 0 if they are too few for a prefix."""
     shared = None
-    for example in examples:
-        inputs = example.tokens[:-1]
+    for inputs in sequences:
         if shared is not None:
             length = min(len(shared), len(inputs))
             differing = np.flatnonzero(shared[:length] != inputs[:length])
@@ -189,7 +193,6 @@ class TreeCollate:
         return batch if layout is None else planted(batch, layout)
 
     def _layout(self, shape: tuple[int, int], prefix: int) -> Tree | None:
-        """Return the layout of the tree of a batch [R, T]; None where it does not save enough."""
         rows = shape[0]
         groups = 1
         if self.together:
