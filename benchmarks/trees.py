@@ -176,12 +176,12 @@ def records(
     """Return the seconds of a step and the peak of every side, against rows."""
     rows = min(sides[ROWS].seconds)
     about = f"{shape.name}, rank {RANK}, {blocks} block{'s' * (blocks > 1)}"
-    made = []
+    new_records = []
     for side_name, side in sides.items():
         note = "float32; the vocabulary is cut as the number of blocks is."
         if side.parts > 1:
             note += f" Timed on a part of the rows, {side.parts} times."
-        made.append(
+        new_records.append(
             record(
                 here,
                 f"trees {name}",
@@ -197,7 +197,7 @@ def records(
                 note=note,
             )
         )
-    return made
+    return new_records
 
 
 def parser() -> argparse.ArgumentParser:

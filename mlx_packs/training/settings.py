@@ -126,6 +126,8 @@ class RunSettings:
             for name in ("bias_correction", "warmup_from_zero")
             if not train.changed([name]) and name not in arguments_of(vars(train))
         }
+        if not train.changed(["share_prefix"]):  # older runs compute every row whole
+            earlier_defaults["share_prefix"] = earlier["recipe"].get("share_prefix", "off")
         if train.test_batches is None:  # older runs evaluate all
             earlier_defaults["test_batches"] = earlier["recipe"].get("test_batches", -1)
         return self.with_settings(earlier_defaults, earlier_columns)
