@@ -176,6 +176,7 @@ def records(
     """Return the seconds of a step and the peak of every side, against rows."""
     rows = min(sides[ROWS].seconds)
     about = f"{shape.name}, rank {RANK}, {blocks} block{'s' * (blocks > 1)}"
+
     new_records = []
     for side_name, side in sides.items():
         note = "float32; the vocabulary is cut as the number of blocks is."
@@ -238,6 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     here, new_records = Environment.here(), []
     chosen = options.shape or range(1, len(SHAPES) + 1)
+
     try:
         for name in options.model or MODELS:
             for number in chosen:
@@ -249,6 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LossesDiffer as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 1
+
     history.append(new_records, options.history)
     return 0
 

@@ -340,9 +340,11 @@ def run_groups(options: argparse.Namespace) -> None:
         for seed in options.seeds
         for entry in alone.run("real.groups", [str(options.work), str(steps), str(rows), str(seed)])
     ]
+
     shape = f"lines of gsm8k's solutions, {groups.BATCH} x {steps}, {rows} held-out rows"
     here, new_records = Environment.here(), []
     lines = [f"{shape}, {len(options.seeds)} seeds: validation loss", ""]
+
     for way in dict.fromkeys(r["way"] for r in results):
         curves = [r["losses"] for r in results if r["way"] == way]
         points = [spread(list(values)) for values in zip(*curves, strict=True)]

@@ -177,6 +177,7 @@ def _rate_lines(rates: dict) -> list[str]:
         f"step    {step['ms']:,.0f} ms with {step['blocks']} blocks of next to nothing: what a "
         "training step takes beside its products"
     ]
+
     for dtype in dict.fromkeys(product["dtype"] for product in rates["products"]):
         reached = [
             f"{p['rows']:,} rows {p['tflops']:.3g} and {p['gradient_tflops']:.3g}"
