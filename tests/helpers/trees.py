@@ -76,8 +76,9 @@ def check_equal(
     batch: Batch = BATCH,
     groups: int = 2,
     root: int = 0,
+    half: float = 2e-6,
 ):
-    """Loss within 1e-6; gradients within 2e-5 of each one's largest entry, half of them 2.5e-6.
+    """Loss within 1e-6; gradients within 2e-5 of each one's largest entry, and half of them closer.
 
     Half are within 1e-6 in most families; in gemma4 and jamba the rows of a batch, each alone, are
     2.2e-6 from the batch.
@@ -95,7 +96,7 @@ def check_equal(
         if largest > 0:
             differences.append(difference / largest)
     assert len(differences) > len(expected) / 2 and max(differences) < 2e-5
-    assert np.median(differences) < 2.5e-6
+    assert np.median(differences) < half
 
 
 def adapted_family(family: str, policy: str = "none") -> tuple[Attached, Head | None]:
