@@ -169,7 +169,7 @@ def _copied_gb_s() -> float:
     arrays = [mx.full((count,), float(i), dtype) for i in range(4)]
     mx.eval(arrays)
     moved = 2 * sum(array.nbytes for array in arrays)
-    return moved / _seconds(lambda: [a + 1 for a in arrays]) / 1e9
+    return moved / least_seconds(lambda: [a + 1 for a in arrays]) / 1e9
 
 
 def _product_tflops(dtype: mx.Dtype) -> float:
@@ -177,7 +177,7 @@ def _product_tflops(dtype: mx.Dtype) -> float:
     size = 256 if on_cpu() else 2048
     arrays = [mx.random.normal((size, size), key=mx.random.key(i)).astype(dtype) for i in range(4)]
     mx.eval(arrays)
-    seconds = _seconds(lambda: [a @ arrays[0] for a in arrays])
+    seconds = least_seconds(lambda: [a @ arrays[0] for a in arrays])
     return 2 * len(arrays) * size**3 / seconds / 1e12
 
 
@@ -195,7 +195,7 @@ def _launch_us() -> float:
     return 1e6 * best / _CHAIN
 
 
-def _seconds(compute: Callable[[], list[mx.array]]) -> float:
+def least_seconds(compute: Callable[[], list[mx.array]]) -> float:
     """Return the least time of a few evaluations, after one that is not counted."""
     mx.eval(compute())
     seconds = []

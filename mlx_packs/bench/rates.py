@@ -1,12 +1,11 @@
 """The fixed time of a training step and the rates of 4-bit products, which no table of chips has."""
 
-import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import mlx.nn as nn
 from mlx_lm.models import qwen3
 
+from ..chips import least_seconds
 from ..packs.base import Base
 from ..runtime import mx, on_cpu
 from .implementations import SCALE, Adapters, Ours, Rows
@@ -14,7 +13,6 @@ from .implementations import SCALE, Adapters, Ours, Rows
 ROWS = (64, 128, 256, 2048)  # of a product: inputs that are computed together
 _ROWS_ON_CPU = (64, 256)
 _CALLS = 4  # of a product, which do not wait for each other
-_REPEATS = 3
 _STEPS = 5
 _BLOCKS = 36
 _INPUTS = 8
@@ -36,11 +34,7 @@ _TINY = {
 
 
 def examine_rates() -> dict:
-    """Return ``step``, the time of a step of next to nothing, and ``products``, 4-bit rates.
-
-    ``step`` has milliseconds, and the blocks and inputs of the model. Each of ``products`` has its
-    dtype and rows, and the TFLOP/s of the product and of its gradient by the input.
-    """
+    """Return the ``step`` of next to nothing, and ``products``: 4-bit TFLOP/s, both directions."""
     if on_cpu():
         products = [_product(mx.float32, rows, 512) for rows in _ROWS_ON_CPU]
     else:
@@ -61,7 +55,7 @@ def _product(dtype: mx.Dtype, rows: int, size: int) -> dict:
                 x, packed, scales, biases, transpose=transpose, group_size=64, bits=4
             )
 
-        seconds = _least_seconds(lambda: [product() for _ in range(_CALLS)])
+        seconds = least_seconds(lambda: [product() for _ in range(_CALLS)])
         return 2 * _CALLS * rows * size * size / seconds / 1e12
 
     return {
@@ -70,16 +64,6 @@ def _product(dtype: mx.Dtype, rows: int, size: int) -> dict:
         "tflops": reached(transpose=True),
         "gradient_tflops": reached(transpose=False),
     }
-
-
-def _least_seconds(compute: Callable[[], Sequence[mx.array]]) -> float:
-    mx.eval(compute())  # not counted
-    seconds = []
-    for _ in range(_REPEATS):
-        start = time.perf_counter()
-        mx.eval(compute())
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
 
 
 def _fixed_time() -> dict:
