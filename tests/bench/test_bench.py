@@ -77,7 +77,7 @@ def quick(patch: pytest.MonkeyPatch, cache: Path) -> None:
     """Nothing but steps takes time: kernels are known, rates too, products are timed for 0.1 s."""
     patch.setenv(CACHE_VARIABLE, str(cache))
     examine(patch, KERNEL)
-    patch.setattr(chips, "_seconds", lambda compute: 0.001)
+    patch.setattr(chips, "least_seconds", lambda compute: 0.001)
     patch.setattr(conditions, "BUSY_CPU", 1e9)
     patch.setattr(matmul_path, "LIMIT_S", 0.3)
     patch.setattr(steps, "_TURN_S", 0.0)
