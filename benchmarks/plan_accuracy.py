@@ -35,6 +35,7 @@ from .real import jobs
 LIMIT = 0.15
 _CHECKOUT = Path(__file__).parent.parent
 _MEASURED, _PLAN = "measured", "plan"
+_COMPLETIONS = ("--reward", "exact", "--num-generations", "8", "--max-completion-length", "64")
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,12 @@ CASES = (
             (("llama_2x512", "dense", 4, 512, 16, "block"), 300),
         )
     ),
+    # A base of random weights does not end its completions, so that all of them are the longest.
+    *(
+        Case(*size, task="grpo", options=(*_COMPLETIONS, *options))
+        for size in (("llama_4x256", "dense", 1, 576), ("llama_2x512", "dense", 1, 256))
+        for options in ((), ("--share-prefix", "off"))
+    ),
 )
 _SMOLLM2, _MINILM = "SmolLM2-135M-Instruct.Q4_1.gguf", "all-MiniLM-L6-v2"
 REAL_CASES = (
@@ -160,7 +167,11 @@ def write_rows(folder: Path, words: int, task: str = "lm", common: int = 0) -> N
     """
     draw = random.Random(0)
     vocabulary = "the and of to unto him that he said lord in all shall king house day".split()
-    keys = {"lm": ("text",), "embedding": ("anchor", "positive")}
+    keys = {
+        "lm": ("text",),
+        "embedding": ("anchor", "positive"),
+        "grpo": ("prompt", "completion"),
+    }
     beginning = " ".join(draw.choices(vocabulary, k=common))
 
     for split, count in (("train", 120), ("valid", 2), ("test", 2)):
@@ -208,7 +219,11 @@ def _rows(case: Case, folder: Path, models: Path | None) -> Path:
     """Return the data of a case, which are written on their first use unless they are there."""
     if case.data and case.task != "embedding":
         return models / "data" / case.data
-    words = case.length // 5 if case.packing else 2 * case.length
+    words = 2 * case.length
+    if case.packing:
+        words = case.length // 5
+    elif case.task == "grpo":  # which leaves room for completions
+        words = case.length // 2
     rows = folder / f"rows-{case.task}-{case.data or words}-{case.common}"
     if rows.exists():
         return rows
