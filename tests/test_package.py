@@ -1,6 +1,7 @@
 """The package as it is installed: import time, import order, what the wheel carries, the README."""
 
 import ast
+import inspect
 import json
 import os
 import re
@@ -78,6 +79,20 @@ def test_public_names_resolve_and_evaluate_is_a_function():
         "import mlx_packs.train; assert callable(mp.evaluate) and callable(mp.train_pack); "
         "assert (mp.data.tiny_path() / 'train.jsonl').is_file()"
     )
+
+
+@pytest.mark.parametrize("name", sorted(mlx_packs.__all__))
+def test_public_names_are_documented(name):
+    public = getattr(mlx_packs, name)
+    if not inspect.isclass(public):
+        assert inspect.getdoc(public)
+        return
+
+    own = {n: member for n, member in vars(public).items() if not n.startswith("_")}
+    undocumented = [
+        n for n, member in own.items() if callable(member) and not inspect.getdoc(member)
+    ]
+    assert public.__doc__ and not undocumented
 
 
 def test_every_line_of_the_stub_is_read():
