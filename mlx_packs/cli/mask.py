@@ -60,7 +60,7 @@ def _masked_examples(recipe: Recipe) -> tuple[list[dict], str, list[str]]:
         encoded = encode
         if TASKS[task].sequences == 2:  # preferences, whose rows may have other columns too
             encoded = encode_preferences
-            row_format = RATED if task == "kto" else PREFERENCE
+            row_format = RATED if TASKS[task].rated else PREFERENCE
 
         options = encoding_options(train, "train", row_format, vocab_size)
         rows, columns = splits.rows["train"][:COUNT], phase.sources[0]

@@ -82,6 +82,7 @@ class TaskFacts:
     in_batch: bool = False  # whether the examples of a batch are each other's negatives
     masks: bool = False  # whether its targets are some tokens of an example
     sequences: int = 1  # that an example becomes
+    rated: bool = False  # whether its examples are single completions, each good or bad
     generates: bool = False  # whether it trains on completions that the model generates
     scores: bool = False  # whether a head of its own gives a number, in the place of logits
     # Values of --loss; `auto` is the first, unless it is chosen by data.
@@ -199,7 +200,7 @@ LOSSES: dict[str, LossFacts] = {
 ANSWER_METRICS = ("exact", "contains", "json")  # when a generated answer is right
 
 
-def _preferences(*losses: str, **defaults: object) -> TaskFacts:
+def _preferences(*losses: str, rated: bool = False, **defaults: object) -> TaskFacts:
     """Return the facts of a task of preferences, whose examples become two sequences each."""
     return TaskFacts(
         "mlx_packs.tasks.preference:PreferenceTask",
@@ -207,6 +208,7 @@ def _preferences(*losses: str, **defaults: object) -> TaskFacts:
         defaults={"learning_rate": 2e-5, **defaults},
         masks=True,
         sequences=2,
+        rated=rated,
         losses=losses,
     )
 
@@ -226,7 +228,7 @@ TASKS = Table(
         "orpo": _preferences(),
         "simpo": _preferences(beta=2.0),
         "cpo": _preferences("sigmoid", "hinge", "ipo"),
-        "kto": _preferences(),
+        "kto": _preferences(rated=True),
         "reward": TaskFacts(
             "mlx_packs.tasks.reward:RewardTask",
             "decoder",

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from ..config.choices import TASKS
 from ..data.dataset import Batch
 from ..distributed.group import group
 from ..errors import PackError
@@ -87,7 +88,7 @@ def score_preferences(
     rewards, log_probs, targets = map(np.concatenate, parts)
     labels = [batch.inputs["labels"][: batch.denominator] for batch in batches]
     desirable = np.concatenate(labels) > 0
-    rated = objective.train.task == "kto"
+    rated = TASKS[objective.train.task].rated
     gains = np.where(desirable, 1, -1) * rewards[:, 0] if rated else rewards[:, 0] - rewards[:, 1]
     accuracy = float(((np.sign(gains) + 1) / 2).mean())
     margin = _rated_margin(rewards[:, 0], desirable) if rated else float(gains.mean())

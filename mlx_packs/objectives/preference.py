@@ -74,9 +74,11 @@ class PreferenceLoss(Protocol):
 
     Attributes:
         has_reference: whether the log-probabilities are compared with those of a reference.
+        compares_examples: whether the loss of a row depends on other rows of its batch.
     """
 
     has_reference: bool
+    compares_examples: bool
 
     def losses(self, completions: Completions, train: TrainConfig) -> mx.array:
         """Return the loss of each row, [P]."""
@@ -104,6 +106,7 @@ class DPO:
     """Each chosen completion is to gain more over the reference than the rejected one."""
 
     has_reference = True
+    compares_examples = False
 
     def losses(self, completions: Completions, train: DPOConfig) -> mx.array:
         """Semantics: -log sigmoid(beta * (ratio_chosen - ratio_rejected)), or another `pair_loss`.
@@ -118,7 +121,6 @@ class DPO:
         return pair_loss(margins, loss_of(train), train.label_smoothing)
 
     def rewards(self, completions: Completions, train: DPOConfig) -> mx.array:
-        """Return beta times the log-ratios."""
         return train.beta * completions.ratios
 
 
@@ -126,6 +128,7 @@ class ORPO:
     """The cross-entropy of what is chosen, and the odds of it against what is rejected."""
 
     has_reference = False
+    compares_examples = True
 
     def losses(self, completions: Completions, train: PreferenceConfig) -> mx.array:
         """Semantics: NLL of the chosen targets - beta * log sigmoid(log odds ratio).
@@ -138,7 +141,6 @@ class ORPO:
         return mean_nll(completions) - train.beta * ratio
 
     def rewards(self, completions: Completions, train: PreferenceConfig) -> mx.array:
-        """Return beta times the mean log-probabilities."""
         return train.beta * completions.means
 
 
@@ -146,6 +148,7 @@ class SimPO:
     """The mean log-probability of what is chosen is to exceed that of what is rejected by a margin."""
 
     has_reference = False
+    compares_examples = False
 
     def losses(self, completions: Completions, train: SimPOConfig) -> mx.array:
         """Semantics: -log sigmoid(beta * (mean_chosen - mean_rejected) - gamma)."""
@@ -153,7 +156,6 @@ class SimPO:
         return -nn.log_sigmoid(train.beta * (means[:, 0] - means[:, 1]) - train.simpo_gamma)
 
     def rewards(self, completions: Completions, train: SimPOConfig) -> mx.array:
-        """Return beta times the mean log-probabilities."""
         return train.beta * completions.means
 
 
@@ -161,6 +163,7 @@ class CPO:
     """DPO's loss without a reference, and the cross-entropy of what is chosen."""
 
     has_reference = False
+    compares_examples = True
 
     def losses(self, completions: Completions, train: CPOConfig) -> mx.array:
         """Semantics: `pair_loss` of beta * (log p_chosen - log p_rejected) + alpha * NLL of chosen."""
@@ -172,7 +175,6 @@ class CPO:
         return pair_loss(margins, loss, train.label_smoothing) + nll
 
     def rewards(self, completions: Completions, train: CPOConfig) -> mx.array:
-        """Return beta times the log-probabilities."""
         return train.beta * completions.log_probs
 
 
@@ -184,6 +186,7 @@ class KTO:
     """
 
     has_reference = True
+    compares_examples = True
 
     def losses(self, completions: Completions, train: KTOConfig) -> mx.array:
         """Semantics: weight * (1 - sigmoid(+-beta * (ratio - max(0, mean ratio of mismatched))))."""
@@ -195,7 +198,6 @@ class KTO:
         return weights * (1 - mx.sigmoid(mx.where(desirable, gains, -gains)))
 
     def rewards(self, completions: Completions, train: KTOConfig) -> mx.array:
-        """Return beta times the log-ratios."""
         return train.beta * completions.ratios
 
 
@@ -248,7 +250,7 @@ class PreferenceObjective(Objective):
     ) -> None:
         self.model, self.head, self.train = model, head, train
         self.preference = LOSSES[train.task]
-        self.compares_examples = train.task in ("kto", "orpo", "cpo")
+        self.compares_examples = self.preference.compares_examples
         self.reference = reference if self.preference.has_reference else None
         self._score = score
 

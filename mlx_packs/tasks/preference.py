@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..adapters.trainable import Trainable
+from ..config.choices import TASKS
 from ..config.data import DataConfig
 from ..config.schema import TrainConfig
 from ..data.dataset import Dataset, Layout
@@ -114,7 +115,7 @@ class PreferenceTask(TokenTask):
 
     def _row_format(self) -> RowFormat:
         """Return the format of the rows of this task."""
-        return RATED if self.train.task == "kto" else PREFERENCE
+        return RATED if TASKS[self.train.task].rated else PREFERENCE
 
     def _describe(
         self,
@@ -159,7 +160,7 @@ class PreferenceTask(TokenTask):
         """Take some training examples for the page, and the prompt of the first held-out row."""
         self.masks = self._masked(data.splits["train"], self.base)
         row, columns = splits.first_usable(data.held_out_split), data.phase.sources[0]
-        if self.train.task != "kto":
+        if not TASKS[self.train.task].rated:
             row = both_completions([row], columns)[0]
         prompt = COMPLETION.prompt(row, columns, self.base.tokenizer)
         self.sample = SamplePrompt(*prompt, COMPLETION.answer(row, columns))
@@ -209,7 +210,7 @@ class PreferenceTask(TokenTask):
         if sample["before"] or sample["after"]:
             facts["samples"] = [stored_sample(sample)]
         named = {"task": train.task, "loss_on": "completion", "beta": train.beta}
-        if train.task in ("dpo", "cpo"):
+        if TASKS[train.task].losses:
             named["loss"] = loss_of(train)
         values = {
             "preference_accuracy": "accuracy",
