@@ -14,7 +14,7 @@ from ..reading import FLOATS, check_regular, read_header, read_json, sha256
 from .bitsandbytes import METHOD
 from .config_file import CONFIG, read_config
 from .local_models import is_local_model, local_model
-from .readers import reader_of
+from .readers import names_file, reader_of
 from .unsupported import check_method, unsupported_file, unsupported_weights
 
 _log = logging.getLogger("mlx_packs")
@@ -71,7 +71,7 @@ def resolve_checkpoint(name: str | Path) -> Path:
             "unsupported",
             "model",
         )
-    if path.suffix.lower() == ".gguf":
+    if names_file(path.name):
         raise PackError(f"--model {name}: no such file.", "not-found", "model")
     if not is_hub_id(str(name)):
         hint = "" if "/" in str(name) else f" Its 4-bit form may be 'mlx-community/{name}'."

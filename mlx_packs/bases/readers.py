@@ -6,7 +6,7 @@ whose entry point names a `Reader`.
 
 import logging
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,35 +26,38 @@ class Reader:
         matches: whether a file is named or begins as one.
         code: the function that returns the checkpoint folder of a file, and writes it if it is
             not there; ``module:name``, imported when it is needed.
+        suffixes: endings of the names of its files, in lower case, by which a file is known that
+            is not there.
     """
 
     name: str
     matches: Callable[[Path], bool]
     code: str
+    suffixes: tuple[str, ...] = ()
 
     def folder(self, file: Path) -> Path:
         """Return the checkpoint folder of a file."""
         return pkgutil.resolve_name(self.code)(file)
 
 
-READERS = (Reader("GGUF", is_gguf, "mlx_packs.bases.gguf.folder:checkpoint_folder"),)
+READERS = (Reader("GGUF", is_gguf, "mlx_packs.bases.gguf.folder:checkpoint_folder", (".gguf",)),)
 
 
 def reader_of(path: Path) -> Reader | None:
     """Return the reader of a file; None if its format is not read."""
-    own = next((reader for reader in READERS if reader.matches(path)), None)
-    return own or _added_reader(path)
+    return next((reader for reader in _readers() if reader.matches(path)), None)
 
 
-def _added_reader(path: Path) -> Reader | None:
-    """Return the reader of a file that an installed package adds; a faulty package is logged."""
+def names_file(base: str) -> bool:
+    """Return whether a name of a base is that of a file which a reader reads."""
+    return any(base.lower().endswith(reader.suffixes) for reader in _readers())
+
+
+def _readers() -> Iterator[Reader]:
+    """Yield the readers here and those that installed packages add; faulty packages are logged."""
+    yield from READERS
     for plugin, *_ in pkgutil.resolve_name(Table.installed)("readers").values():
         try:
-            reader = plugin.facts(Reader)
+            yield plugin.facts(Reader)
         except PackError as error:
             _log.warning("%s", error.message)
-            continue
-        if reader.matches(path):
-            return reader
-
-    return None

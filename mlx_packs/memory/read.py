@@ -5,9 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..bases.config_file import CONFIG, read_config
-from ..bases.files import TINY, check_files, is_complete, resolve_checkpoint, weight_files
+from ..bases.files import check_files, is_complete, resolve_checkpoint, weight_files
 from ..bases.local_models import is_local_model
+from ..bases.readers import names_file
 from ..errors import PackError
+from ..files import is_hub_id
 from ..reading import read_header
 from .estimate import estimator_of
 from .headers import Headers, Tensors
@@ -22,8 +24,9 @@ def read_headers(name: str | Path) -> Headers:
         PackError: There is none, or the Hub cannot be reached.
     """
     is_here = is_local_model(str(name)) or os.path.exists(Path(name).expanduser())
-    is_id = str(name) != TINY and "/" in str(name) and not is_here
+    is_id = is_hub_id(str(name)) and not names_file(str(name)) and not is_here
     path = _cached(str(name)) if is_id else resolve_checkpoint(name)
+
     if path is None:
         return Headers(str(name), *_from_hub(str(name)))
     if not weight_files(path):

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from ..adapters.spec import leaf_names, ranks_of
 from ..bases.files import TINY
 from ..bases.local_models import is_local_model
+from ..bases.readers import names_file
 from ..report.facts import progress_series, samples_of, stored_curve, thinned
 from ..report.recipe import recipe_sections
 from ..terminal import printable_text
@@ -249,7 +250,7 @@ def card_command(manifest: dict) -> str:
     if base == TINY:
         return "packs generate --pack . --prompt ..."
     quantize = (manifest.get("recipe") or {}).get("quantize") or "none"
-    is_gguf = is_local_model(base) or base.lower().endswith(".gguf")
-    if quantize == "none" and not is_gguf and adapter_config(manifest):
+    is_file = is_local_model(base) or names_file(base)
+    if quantize == "none" and not is_file and adapter_config(manifest):
         return f"mlx_lm.generate --model {base} --adapter-path . --prompt ..."
     return f"packs generate --model {base} --pack . --prompt ..."

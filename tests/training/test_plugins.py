@@ -306,7 +306,7 @@ def test_a_reader_turns_a_file_into_a_base(tmp_path, packs):
 from pathlib import Path
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.bases.readers import Reader
-READER = Reader("acme", lambda file: file.suffix == ".acme", "acme_reader:folder")
+READER = Reader("acme", lambda file: file.suffix == ".acme", "acme_reader:folder", (".acme",))
 def folder(file):
     return tiny_checkpoint()
 """
@@ -323,3 +323,5 @@ def folder(file):
     write_package(site, "acme-reader", entries, {"acme_reader": text})
     result = packs("plan", "--model", file, site=site)
     assert result.returncode == 0 and "base" in result.stdout, result
+    missing = packs("plan", "--model", tmp_path / "none.acme", site=site)
+    assert "no such file" in rejected(missing)
