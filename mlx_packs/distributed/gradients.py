@@ -11,11 +11,11 @@ _PART = 1 << 20  # numbers that are sent together
 def summed_over_ranks(
     gradients: dict, count: mx.array, dtype: mx.Dtype = mx.float32
 ) -> tuple[dict, mx.array]:
-    """Return the sum of gradients and counts over the ranks; of one alone they are as they were.
+    """Return the sum of gradients and counts over the ranks. With one rank they are unchanged.
 
     Each part is given to MLX by itself, the last layers first: its exchange begins when the
-    backward pass has come so far, and lasts while that goes on. In half precision gradients are sent as means over all targets,
-    since sums can be out of range.
+    backward pass has come so far, and lasts while that goes on. In half precision gradients are
+    sent as means over all targets, since sums can be out of range.
 
     Args:
         gradients: of sums over targets, as a tree.
@@ -25,14 +25,17 @@ def summed_over_ranks(
     ranks = group()
     if ranks.shares == 1:
         return gradients, count
+
     count = ranks.sum(count.astype(mx.float32))
     scale = 1.0 if dtype == mx.float32 else mx.maximum(count, 1)
+
     named = tree_flatten(gradients)
     parts: list[list[tuple[str, mx.array]]] = [[]]
     for name, array in reversed(named):  # the last layers have theirs first
         if parts[-1] and sum(a.size for _, a in parts[-1]) + array.size > _PART:
             parts.append([])
         parts[-1].append((name, array))
+
     summed = {}
     for part in filter(None, parts):
         flat = mx.concatenate([(a / scale).astype(dtype).reshape(-1) for _, a in part])
@@ -42,4 +45,5 @@ def summed_over_ranks(
             values = total[start : start + array.size].reshape(array.shape).astype(array.dtype)
             summed[name] = values * scale
             start += array.size
+
     return tree_unflatten([(name, summed[name]) for name, _ in named]), count

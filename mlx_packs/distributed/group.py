@@ -17,7 +17,7 @@ _CHUNK = 1 << 26  # bytes that are sent at once
 
 
 class Group:
-    """The ranks of a run; without arguments one rank alone, whose exchanges change nothing.
+    """The ranks of a run. ``Group()`` is a single process: every collective returns its input.
 
     Args:
         ranks: MLX's group of them; None for one rank alone.
@@ -38,7 +38,6 @@ class Group:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is no other rank."""
         return self.size == 1
 
     @property
@@ -55,7 +54,7 @@ class Group:
         return dict(arrays)
 
     def sum(self, array: mx.array) -> mx.array:
-        """Return the sum of the arrays of all ranks, of the same shape and dtype."""
+        """The arrays must have the same shape and dtype on all ranks."""
         return array if self.is_alone else mx.distributed.all_sum(array, group=self.native)
 
     def joined(self, array: mx.array) -> mx.array:
@@ -66,47 +65,53 @@ class Group:
         """
         if self.is_alone:
             return array
+
         others = mx.distributed.all_gather(mx.stop_gradient(array), group=self.native)
         start, stop = self.rank * len(array), (self.rank + 1) * len(array)
         return mx.concatenate([others[:start], array, others[stop:]])
 
     def counted_once(self, array: mx.array) -> mx.array:
-        """Return what all ranks have alike so that its sum over them is itself, as its gradient is."""
+        """Keep the value on rank 0 only and the gradient on all: a sum over ranks counts it once."""
         return array if self.is_first else array - mx.stop_gradient(array)
 
     def highest(self, *numbers: int) -> list[int]:
-        """Return the highest of each number over the ranks, whose numbers they are."""
+        """Return the element-wise maximum over all ranks."""
         if self.is_alone:
             return list(numbers)
+
         own = mx.array(numbers, mx.int64)[None]
         highest = mx.distributed.all_gather(own, group=self.native).max(axis=0)
         mx.eval(highest)
         return highest.tolist()
 
     def gathered(self, content: bytes) -> list[bytes]:
-        """Return the bytes of each rank."""
         if self.is_alone:
             return [content]
+
         sizes = mx.distributed.all_gather(mx.array([len(content)], mx.int64), group=self.native)
         mx.eval(sizes)
+
         padded = np.zeros((1, max(*sizes.tolist(), 1)), np.uint8)
         padded[0, : len(content)] = np.frombuffer(content, np.uint8)
+
         rows = mx.distributed.all_gather(mx.array(padded), group=self.native)
         mx.eval(rows)
         return [np.array(rows[i, :n]).tobytes() for i, n in enumerate(sizes.tolist())]
 
     def from_first(self, content: bytes) -> bytes:
-        """Return the bytes that the first rank has; those of others count for nothing."""
+        """Return the bytes of rank 0; the argument of the others is ignored."""
         if self.is_alone:
             return content
         own = np.frombuffer(content if self.is_first else b"", np.uint8)
         received = [np.zeros(0, np.uint8)]
+
         for start in range(0, self.highest(len(own))[0], _CHUNK):
             size = min(_CHUNK, self.highest(len(own) - start)[0])
             chunk = own[start : start + size] if self.is_first else np.zeros(size, np.uint8)
             summed = self.sum(mx.array(chunk))
             mx.eval(summed)
             received.append(np.array(summed))
+
         return np.concatenate(received).tobytes()
 
     def map(
@@ -116,15 +121,18 @@ class Group:
         own = [list(map(np.asarray, function(item))) for item in items[self.rank :: self.size]]
         if self.is_alone:
             return own
+
         content = io.BytesIO()
         named = {f"{i}.{j}": a for i, arrays in enumerate(own) for j, a in enumerate(arrays)}
         np.savez(content, **named)
+
         results: list[list[np.ndarray]] = [[] for _ in items]
         for rank, received in enumerate(self.gathered(content.getvalue())):
             with np.load(io.BytesIO(received), allow_pickle=False) as arrays:
                 for name in sorted(arrays.files, key=lambda n: tuple(map(int, n.split(".")))):
                     number = int(name.partition(".")[0])
                     results[rank + number * self.size].append(arrays[name])
+
         return results
 
 
@@ -133,7 +141,6 @@ _current = ALONE
 
 
 def group() -> Group:
-    """Return the ranks of this process's run."""
     return _current
 
 

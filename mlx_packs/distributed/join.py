@@ -31,10 +31,12 @@ def joined_ranks() -> Iterator[Group]:
     if here is None:
         yield ALONE
         return
+
     ranks = _join(here)
     if _link is None:  # mpirun ends them together
         yield ranks
         return
+
     try:
         _link.begin()
         yield ranks
@@ -54,7 +56,9 @@ def _leave(link: Link, error: BaseException) -> None:
     """
     by_mlx = isinstance(error, RuntimeError) and "peer" in str(error)  # MLX's words
     known = isinstance(error, PackError)
+
     by_signal = isinstance(error, KeyboardInterrupt) or (known and error.code == "interrupted")
+
     if by_mlx or (by_signal and link.has_lost_a_rank()):
         time.sleep(SILENCE_S)
     link.end(error.message if known else f"{type(error).__name__}: {error}")
@@ -67,18 +71,21 @@ def when_gone(tell: Callable[[str], None]) -> None:
 
 
 def _join(here: Launched) -> Group:
-    """Return the group of this process, connected with the first run in it."""
+    """Connect with the first run in this process; later runs have its group."""
     global _link
     if current.group() is not ALONE:
         return current.group()
+
     if here.host:
         _link = connect(here, {name: version(name) for name in ("mlx-packs", "mlx", "mlx-lm")})
         signal.alarm(_CONNECT_S)  # the process ends, as no Python can run
+
     try:
         ranks = Group(mx.distributed.init(strict=True))
     except RuntimeError as error:
         raise PackError(f"--hosts: MLX cannot connect the ranks ({error}).", "network") from None
     finally:
         signal.alarm(0)
+
     current.join(ranks)
     return ranks

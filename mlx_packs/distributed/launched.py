@@ -38,14 +38,17 @@ def launched() -> Launched | None:
         return Launched(int(next(os.environ[name] for name in _MPI if name in os.environ)))
     if "MLX_RANK" not in os.environ:
         return None
+
     rank = int(os.environ["MLX_RANK"])
     if coordinator := os.environ.get("MLX_JACCL_COORDINATOR"):
         host, _, port = coordinator.rpartition(":")
         size = len(_listed("MLX_IBV_DEVICES"))
         return Launched(rank, size, host, int(port) + 1)
+
     if host := os.environ.get("NCCL_HOST_IP"):
         size = int(os.environ.get("MLX_WORLD_SIZE", "0"))
         return Launched(rank, size, host, int(os.environ.get("NCCL_PORT", "0")) + 1)
+
     ring = _listed("MLX_HOSTFILE")
     if len(ring) < 2:
         return None
@@ -54,7 +57,7 @@ def launched() -> Launched | None:
 
 
 def _listed(variable: str) -> list:
-    """Return the list in the file that a variable names; empty without one."""
+    """The list in the file that a variable names; empty without one."""
     name = os.environ.get(variable)
     if not name or not (file := Path(name)).is_file() or not file.stat().st_size:
         return []

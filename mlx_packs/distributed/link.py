@@ -41,6 +41,7 @@ class Link:
         self._gone: tuple[int, str] | None = None
         self._lock = threading.Lock()
         self.on_gone: Callable[[str], None] = lambda reason: PackError(reason).show()
+
         for rank, peer in self._peers.items():
             peer.settimeout(SILENCE_S)
             threading.Thread(target=self._hear, args=(rank, peer), daemon=True).start()
@@ -54,6 +55,7 @@ class Link:
         """
         self._over.clear()
         self._runs.set()
+
         if self._gone:
             raise PackError(self._reason(*self._gone), "network")
 
@@ -66,7 +68,7 @@ class Link:
             time.sleep(_PING_S / 10)  # a process that ends could cut it off
 
     def has_lost_a_rank(self) -> bool:
-        """Return, on the first rank, whether another one has gone without an error of its own."""
+        """Whether another rank has gone without an error of its own; False on all but the first."""
         return self._here.rank == 0 and self._lost.wait(_NOTICE_S)
 
     def close(self) -> None:
@@ -97,9 +99,11 @@ class Link:
             for line in lines:
                 if error := json.loads(line).get("error", ""):
                     break
+
         if not error:
             self._lost.set()
         self._gone = self._gone or (rank, error)
+
         self._runs.wait()  # between runs nobody needs it
         if self._over.wait(_GRACE_S):
             return
@@ -116,15 +120,17 @@ def connect(here: Launched, versions: Mapping[str, str]) -> Link:
             in use; on others, that the first one cannot be reached or has said no.
     """
     report = {"rank": here.rank, "versions": dict(versions), "fault": _port_fault(here)}
+
     if here.rank:
         return Link(here, {0: _call(here, report)})
     return Link(here, _wait_for_calls(here, report))
 
 
 def _port_fault(here: Launched) -> str:
-    """Return what is wrong with the port that MLX is to use here; empty if nothing is."""
+    """What is wrong with the port that MLX is to use here; empty if nothing is."""
     if here.own_port is None:
         return ""
+
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -135,10 +141,10 @@ def _port_fault(here: Launched) -> str:
 
 
 def _wait_for_calls(here: Launched, own: Mapping[str, Any]) -> dict[int, socket.socket]:
-    """Return the sockets of all other ranks."""
     peers: dict[int, socket.socket] = {}
     reports = {0: own}
     deadline = time.monotonic() + WAIT_S
+
     with socket.socket() as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -149,6 +155,7 @@ def _wait_for_calls(here: Launched, own: Mapping[str, Any]) -> dict[int, socket.
                 "mlx.launch.",
                 "busy",
             ) from None
+
         server.listen(here.size)
         while len(reports) < here.size:
             server.settimeout(max(deadline - time.monotonic(), 0.01))
@@ -162,7 +169,9 @@ def _wait_for_calls(here: Launched, own: Mapping[str, Any]) -> dict[int, socket.
                 )
                 _answer(peers, text)
                 raise _fault(text, "network") from None
+
             peer.settimeout(SILENCE_S)
+
             try:
                 report = _read_line(peer)
                 rank = report["rank"]
@@ -172,6 +181,7 @@ def _wait_for_calls(here: Launched, own: Mapping[str, Any]) -> dict[int, socket.
                 peer.close()
                 continue
             reports[rank], peers[rank] = report, peer
+
     text = _disagreement(reports)
     _answer(peers, text)
     if text:
@@ -180,10 +190,11 @@ def _wait_for_calls(here: Launched, own: Mapping[str, Any]) -> dict[int, socket.
 
 
 def _disagreement(reports: Mapping[int, Mapping[str, Any]]) -> str:
-    """Return why the ranks cannot train together; empty if they can."""
+    """Why the ranks cannot train together; empty if they can."""
     for rank, report in sorted(reports.items()):
         if report["fault"]:
             return f"rank {rank}: {report['fault']}. Pass another --starting-port to mlx.launch."
+
     first = reports[0]["versions"]
     for rank, report in sorted(reports.items()):
         for name, version in report["versions"].items():
@@ -204,7 +215,7 @@ def _answer(peers: Mapping[int, socket.socket], fault: str) -> None:
 
 
 def _call(here: Launched, report: Mapping[str, Any]) -> socket.socket:
-    """Return the socket to the first rank once it has said yes."""
+    """The socket to the first rank once it has said yes."""
     deadline = time.monotonic() + WAIT_S
     while True:
         try:
@@ -215,12 +226,14 @@ def _call(here: Launched, report: Mapping[str, Any]) -> socket.socket:
                 text = f"rank 0 cannot be reached at {here.host}, port {here.port} ({error})."
                 raise _fault(text, "network") from None
             time.sleep(0.2)
+
     peer.settimeout(WAIT_S + 5)
     try:
         peer.sendall(json.dumps(report).encode() + b"\n")
         answer = _read_line(peer)
     except (OSError, ValueError):
         answer = {"fault": "rank 0 has ended before the run began."}
+
     if answer["fault"]:
         peer.close()
         raise _fault(answer["fault"], "network")
