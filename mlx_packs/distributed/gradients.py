@@ -27,7 +27,9 @@ def summed_over_ranks(
         return gradients, count
 
     count = ranks.sum(count.astype(mx.float32))
-    scale = 1.0 if dtype == mx.float32 else mx.maximum(count, 1)
+    scale = 1.0
+    if dtype != mx.float32:
+        scale = mx.maximum(count, 1)
 
     named = tree_flatten(gradients)
     parts: list[list[tuple[str, mx.array]]] = [[]]
@@ -39,8 +41,9 @@ def summed_over_ranks(
     summed = {}
     for part in filter(None, parts):
         flat = mx.concatenate([(a / scale).astype(dtype).reshape(-1) for _, a in part])
-        start, total = 0, ranks.sum(flat)
+        total = ranks.sum(flat)
         mx.async_eval(total)
+        start = 0
         for name, array in part:
             values = total[start : start + array.size].reshape(array.shape).astype(array.dtype)
             summed[name] = values * scale

@@ -28,8 +28,11 @@ class Group:
 
     def __init__(self, ranks: Any = None) -> None:
         self.native = ranks
-        self.rank: int = ranks.rank() if ranks is not None else 0
-        self.size: int = ranks.size() if ranks is not None else 1
+        self.rank: int = 0
+        self.size: int = 1
+        if ranks is not None:
+            self.rank = ranks.rank()
+            self.size = ranks.size()
 
     @property
     def is_first(self) -> bool:
@@ -55,7 +58,9 @@ class Group:
 
     def sum(self, array: mx.array) -> mx.array:
         """The arrays must have the same shape and dtype on all ranks."""
-        return array if self.is_alone else mx.distributed.all_sum(array, group=self.native)
+        if self.is_alone:
+            return array
+        return mx.distributed.all_sum(array, group=self.native)
 
     def joined(self, array: mx.array) -> mx.array:
         """Return the rows of all ranks [size x B, ...], given own ones [B, ...].
@@ -67,12 +72,15 @@ class Group:
             return array
 
         others = mx.distributed.all_gather(mx.stop_gradient(array), group=self.native)
-        start, stop = self.rank * len(array), (self.rank + 1) * len(array)
+        start = self.rank * len(array)
+        stop = start + len(array)
         return mx.concatenate([others[:start], array, others[stop:]])
 
     def counted_once(self, array: mx.array) -> mx.array:
         """Keep the value on rank 0 only and the gradient on all: a sum over ranks counts it once."""
-        return array if self.is_first else array - mx.stop_gradient(array)
+        if self.is_first:
+            return array
+        return array - mx.stop_gradient(array)
 
     def highest(self, *numbers: int) -> list[int]:
         """Return the element-wise maximum over all ranks."""
@@ -102,12 +110,19 @@ class Group:
         """Return the bytes of rank 0; the argument of the others is ignored."""
         if self.is_alone:
             return content
-        own = np.frombuffer(content if self.is_first else b"", np.uint8)
-        received = [np.zeros(0, np.uint8)]
 
+        own = np.zeros(0, np.uint8)
+        if self.is_first:
+            own = np.frombuffer(content, np.uint8)
+
+        received = [np.zeros(0, np.uint8)]
         for start in range(0, self.highest(len(own))[0], _CHUNK):
             size = min(_CHUNK, self.highest(len(own) - start)[0])
-            chunk = own[start : start + size] if self.is_first else np.zeros(size, np.uint8)
+            if self.is_first:
+                chunk = own[start : start + size]
+            else:
+                chunk = np.zeros(size, np.uint8)
+
             summed = self.sum(mx.array(chunk))
             mx.eval(summed)
             received.append(np.array(summed))

@@ -34,8 +34,9 @@ def launched() -> Launched | None:
     Raises:
         PackError: the launcher's file is no list.
     """
-    if any(name in os.environ for name in _MPI):
-        return Launched(int(next(os.environ[name] for name in _MPI if name in os.environ)))
+    for name in _MPI:
+        if name in os.environ:
+            return Launched(int(os.environ[name]))
     if "MLX_RANK" not in os.environ:
         return None
 

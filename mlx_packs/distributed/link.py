@@ -34,7 +34,9 @@ class Link:
     """
 
     def __init__(self, here: Launched, peers: Mapping[int, socket.socket]) -> None:
-        self._here, self._peers = here, dict(peers)
+        self._here = here
+        self._peers = dict(peers)
+
         self._runs = threading.Event()  # whether a run lasts
         self._over = threading.Event()  # whether this rank has ended or said why
         self._lost = threading.Event()  # whether a rank went without a word
@@ -80,7 +82,9 @@ class Link:
 
     def _reason(self, rank: int, error: str) -> str:
         where = f"rank {rank} of {self._here.size}"
-        return f"{where}: {error}" if error else f"{where} has ended, or does not answer"
+        if error:
+            return f"{where}: {error}"
+        return f"{where} has ended, or does not answer"
 
     def _send(self, rank: int, message: Mapping[str, Any]) -> None:
         with self._lock, suppress(OSError):
@@ -164,8 +168,8 @@ def _wait_for_calls(here: Launched, own: Mapping[str, Any]) -> dict[int, socket.
             except TimeoutError:
                 missing = ", ".join(str(r) for r in range(here.size) if r not in reports)
                 text = (
-                    f"rank {missing} of {here.size} did not answer within {WAIT_S:.0f} s. Check that "
-                    "its machine is reachable and has mlx-packs and the data at the same paths."
+                    f"rank {missing} of {here.size} did not answer within {WAIT_S:.0f} s. Check "
+                    "that its machine is reachable and has mlx-packs and the data at the same paths."
                 )
                 _answer(peers, text)
                 raise _fault(text, "network") from None
@@ -180,7 +184,8 @@ def _wait_for_calls(here: Launched, own: Mapping[str, Any]) -> dict[int, socket.
             except (OSError, ValueError, TypeError, KeyError):  # no rank of this run
                 peer.close()
                 continue
-            reports[rank], peers[rank] = report, peer
+            reports[rank] = report
+            peers[rank] = peer
 
     text = _disagreement(reports)
     _answer(peers, text)
