@@ -107,7 +107,6 @@ class CausalLMTask(TokenTask):
     def encode(
         self, base: Base, phases: Sequence[RunPhase], splits: Sequence[Splits]
     ) -> list[PhaseData]:
-        """Return the tokens of the examples of its phases."""
         encoded = encode_phases(phases, splits, base, self.train, self.display)
         self.masks = self._masked(encoded[-1]["train"], base)
         for phase, own in zip(phases, encoded, strict=True):
@@ -131,7 +130,7 @@ class CausalLMTask(TokenTask):
         return data
 
     def training(self, phase: RunPhase, examples: Examples, draw: Draw) -> Dataset:
-        """Return the training batches of a phase; packed ones are aligned if attention allows it."""
+        """Packed batches are aligned if the attention of the model allows it."""
         t, inputs = phase.train, sequence_inputs(phase.train.max_seq_length)
         aligned = t.packing and not draw.replay and attends_by_spans(self.base.model)
         sampler = Sampler(examples.lengths, t.batch_size, inputs, t.seed, t.packing, draw, aligned)
@@ -149,7 +148,7 @@ class CausalLMTask(TokenTask):
         return evaluation_set(examples, t.batch_size, t.max_seq_length, chosen, runtime.COMPILES)
 
     def _exam(self, metric: str, columns: DataConfig, splits: Splits, split: str) -> Exam:
-        """Return the questions of the first held-out examples of the last phase."""
+        """Ask about the first held-out examples of the last phase."""
         train, most = self.train, _MOST_QUESTIONS
         if train.test_batches is not None and train.test_batches > 0:
             most = min(most, train.test_batches * train.batch_size)
@@ -164,7 +163,7 @@ class CausalLMTask(TokenTask):
         return Exam(self.base, metric, questions, train.batch_size * length)
 
     def _validation_exam(self, metric: str, columns: DataConfig, splits: Splits) -> Exam:
-        """Return the questions of the first validation examples."""
+        """Ask about the first validation examples."""
         train, most = self.train, _MOST_QUESTIONS
         if train.val_batches > 0:
             most = min(most, train.val_batches * train.batch_size)
@@ -180,7 +179,7 @@ class CausalLMTask(TokenTask):
         return Exam(self.base, metric, questions, train.batch_size * length)
 
     def _validation_score(self, batches: Sequence[Batch]) -> Score:
-        """Return the score of validation examples, with answers where --best asks for them."""
+        """Score validation examples, with answers if --best asks for them."""
         score = self.scorer.score(batches)
         if self.validation_exam is None:
             return score
@@ -197,6 +196,7 @@ class CausalLMTask(TokenTask):
         train = data[-1].phase.train
         head = split_head(self.base.model)
         check_forward(self.base, self.sample.tokens)
+
         if train.packing:
             prepare_packing(trainable, head, train.max_seq_length, self.base.vocab_size)
         self._limit_exam(data[-1])
@@ -204,6 +204,7 @@ class CausalLMTask(TokenTask):
             check_trees(trainable, head, train.packing)
         else:
             self.frozen = self._frozen_activations(trainable, head, data, memory)
+
         self.scorer = Scorer(trainable.model, head)
         return [self.objective_of(trainable, head, self.frozen)] * len(data)
 
@@ -214,7 +215,7 @@ class CausalLMTask(TokenTask):
         data: Sequence[PhaseData],
         memory: MemoryChoice,
     ) -> FrozenActivations | None:
-        """Return the cache of what is below the adapters, of all phases; None if there is none."""
+        """The cache of what is below the adapters, of all phases; None if there is none."""
         phase = data[-1].phase
         return open_frozen_activations(
             trainable,
@@ -246,15 +247,16 @@ class CausalLMTask(TokenTask):
         return LossOptions(train.z_loss, train.label_smoothing, custom=self.calls.loss)
 
     def outcome(self, trainable: Trainable, goal: PhaseData, trained: Trained) -> Outcome:
-        """Return scores, completions and answers without and with what was trained."""
         texts: dict[str, str | None] = {"before": None, "after": None}
         answers = []
+
         if self.completes_text:
             with trainable.disabled():
                 texts["before"] = self.sample.complete(self.base)
                 answers.append(self._answers())
             texts["after"] = self.sample.complete(self.base)
             answers.append(self._answers())
+
         return Outcome(*trained.ends(goal.phase), texts, answers, {"graph": "transformer"})
 
     def summary(
@@ -264,7 +266,6 @@ class CausalLMTask(TokenTask):
         trained: Trained,
         sources: Sequence[str],
     ) -> Summary:
-        """Perplexity on the held-out examples of the last phase, and the sample completed again."""
         goal = data[-1]
         outcome = self.outcome(trainable, goal, trained)
         phases = phase_reports(data, sources, trained)
@@ -307,11 +308,11 @@ class CausalLMTask(TokenTask):
 
     @staticmethod
     def report_lines(report: dict) -> list[str]:
-        """Return perplexity, phases, speed, the sample and the pack."""
         drop = 1 - report["ppl_after"] / report["ppl_before"]
         held_out = report["held_out"]
         answers = report.get("answers")
         samples = report.get("samples") or [report["sample"]]
+
         return [
             *([answer_line(answers, f"{held_out['split']} examples")] if answers else []),
             f"done    held-out {format_change(report)} ({-drop:+.0%}) on "
@@ -331,7 +332,7 @@ class CausalLMTask(TokenTask):
         held_out: Examples,
         matmul_path: str,
     ) -> dict[str, float]:
-        """Return the ratio of perplexities and, where a gate asks for it, of decoding throughput."""
+        """The ratio of perplexities, and of decoding throughput only if a gate asks for it."""
         values = {"max_ppl_ratio": summary.eval["ppl_after"] / summary.eval["ppl_before"]}
         if "min_tps_ratio" in gates:
             prompts = cut_prompts([e.tokens for e in held_out.items], 1, _PROMPT_TOKENS)
@@ -341,12 +342,14 @@ class CausalLMTask(TokenTask):
                     self.base, [None, pack], prompts, SAMPLE_TOKENS, matmul_path=path
                 )
             values["min_tps_ratio"] = with_pack.tps_ratio
+
         return values
 
     def _limit_exam(self, data: PhaseData) -> None:
         """Ask no more questions than there are examples evaluated, and plan their time."""
         if self.exam is None:
             return
+
         if self.train.test_batches is None:
             self.exam = self.exam.first(len(self.sampled(data)))
         if (clock := self.display.clock) is not None:
@@ -357,25 +360,28 @@ class CausalLMTask(TokenTask):
         """Return the base's answers as it is now; None without a metric."""
         if self.exam is None:
             return None
+
         display = self.display
         with display.task("eval", len(self.exam.questions), "answers", part=ANSWER) as bar:
             answers = self.exam.answers(lambda begun: bar.advance(steps=begun))
+
         if display.clock is not None:
             display.clock.tick(ANSWER, 0)
         return answers
 
 
 def sample_lines(sample: Mapping[str, str | None]) -> list[str]:
-    """Return a sample for people; the wanted answer is left out where the pack gives it."""
+    """Return a sample for people, without the wanted answer if the pack gives it."""
     labels = {"sample": "prompt", "wanted": "wanted", "before": "before", "after": "after"}
     if not sample.get("wanted") or sample["wanted"] == sample["after"]:
         labels.pop("wanted")
+
     texts = {label: sample.get(key) for label, key in labels.items()}
     return [f"{label:<7} {_shortened(text)}" for label, text in texts.items() if text is not None]
 
 
 def stored_sample(sample: Mapping[str, str | None]) -> dict[str, str]:
-    """Return a sample as a manifest has it: texts of a limited length, those that there are."""
+    """Return the texts of a sample that a manifest has, each of a limited length."""
     return {key: text[:STORED_CHARACTERS] for key, text in sample.items() if text is not None}
 
 
@@ -401,22 +407,26 @@ def _changes(split: str, before: PerplexityScore, after: PerplexityScore) -> dic
 def phase_reports(
     data: Sequence[PhaseData], sources: Sequence[str], trained: Trained
 ) -> list[dict]:
-    """Return the report of each phase of a run; empty where a run has no phases."""
+    """Return the report of each phase of a run; empty if the run has no phases."""
     reports = []
     numbers = {
         phase.name: at for at, phase in enumerate(trained.phases)
     }  # those of other tasks too
+
     for own, source in zip(data, sources, strict=True):
         phase = own.phase
         if not phase.name:
             continue
+
         losses = [
             x["loss"]
             for x in trained.curve
             if "loss" in x and phase.start < x["batch"] <= phase.stop
         ]
+
         rows = {split: examples.count for split, examples in own.splits.items()}
         split = own.held_out_split
+
         reports.append(
             {
                 "name": phase.name,
@@ -434,6 +444,7 @@ def phase_reports(
                 "after": _perplexities(trained.scores[numbers[phase.name] + 1]),
             }
         )
+
     return reports
 
 

@@ -65,10 +65,12 @@ class EmbeddingTask(Task):
                 "whose examples are sentence pairs. Leave it out.",
                 "conflict",
             )
+
         if train.trains_base and self.lora.num_layers > 0:
             raise PackError(
                 "--num-layers: --method full trains all of an encoder. Leave it out.", "conflict"
             )
+
         policy = POLICIES.get(train.recomputes, PolicyFacts())
         if policy.operations and not policy.blocks:
             raise PackError(
@@ -82,6 +84,7 @@ class EmbeddingTask(Task):
         """Encode the pairs of every split and choose their loss; show what was cut."""
         (phase,), (read,), train, display = phases, splits, self.train, self.display
         present, limit = read.present(), min(train.max_seq_length, base.model.longest)
+
         pairs = {}
         with display.task("data", len(present), "splits") as bar:
             for split in present:
@@ -89,10 +92,12 @@ class EmbeddingTask(Task):
                 pairs[split] = encode_pairs(read.rows[split], base.tokenizer, limit, on_bad_row)
                 read.note_encoded(split, pairs[split].fingerprint, pairs[split].bad)
                 bar.advance()
+
         first = pairs["train"]
         loss = choose_loss(train.loss, first, f"--data {read.source}")
         check_loss_settings(loss, train)
         self.base, self.loss, self.limit = base, loss, limit
+
         sampler = self._sampler(first, train.seed, LOSSES[loss].in_batch)
         if LOSSES[loss].in_batch and not first.format.has_negatives:
             if train.batch_size < 2 or not sampler.epoch(0):
@@ -101,6 +106,7 @@ class EmbeddingTask(Task):
                     "--batch-size 2 or more, and examples whose texts differ.",
                     "data",
                 )
+
         counts = " / ".join(f"{len(part):,} {split}" for split, part in pairs.items())
         display.line(
             "data", f"{read.source} · {counts} examples · {first.format.name} · loss {loss}"
@@ -110,6 +116,7 @@ class EmbeddingTask(Task):
         lost = left_out_notes(read.rows["train"], read.format, phase.sources[0], base.tokenizer)
         for note in (*read.notes, *lost, *read.bad_lines()):
             display.line("data", note)
+
         collate = PairCollate(train.batch_size, limit, powers=runtime.COMPILES)
         data = PhaseData(self, phase, pairs, Dataset(first, collate, sampler))
         check_scores(data.held_out().examples, f"--data {read.source}")
@@ -130,7 +137,6 @@ class EmbeddingTask(Task):
         return Dataset(pairs, PairCollate(phase.train.batch_size, self.limit), sampler)
 
     def sampled(self, data: PhaseData) -> np.ndarray:
-        """Return at most so many pairs."""
         count = data.held_out_examples.count
         return np.random.RandomState(0).permutation(count)[:_MOST_PAIRS]
 
@@ -145,7 +151,6 @@ class EmbeddingTask(Task):
         starts: PhaseStarts,
         memory: MemoryChoice,
     ) -> list[Objective]:
-        """Return the loss of pairs."""
         return [EmbeddingObjective(trainable.model, self.loss, self.train, self._score)]
 
     def _score(
@@ -169,10 +174,10 @@ class EmbeddingTask(Task):
         trained: Trained,
         sources: Sequence[str],
     ) -> Summary:
-        """Metrics on the held-out pairs."""
         (own,) = data
         before, after = (score.metrics for score in trained.ends(own.phase))
         held_out = own.held_out().examples
+
         return Summary(
             eval={
                 "split": own.held_out_split,
@@ -192,7 +197,6 @@ class EmbeddingTask(Task):
 
     @staticmethod
     def report_lines(report: dict) -> list[str]:
-        """Return metrics, speed and the pack."""
         held_out = report["held_out"]
         return [
             f"done    held-out {format_change(report)} on {evaluated(held_out)}"

@@ -1,4 +1,4 @@
-"""Completions that a reward function likes: the model generates them, and learns from the better ones.
+"""GRPO: the model generates completions, and trains to maximize a reward function.
 
 https://arxiv.org/abs/2402.03300
 """
@@ -57,17 +57,14 @@ class RewardScore(Score):
 
     @property
     def value(self) -> float:
-        """The reward."""
         return self.reward
 
     @property
     def entries(self) -> dict[str, float]:
-        """Entries of the line in a run's metrics for validation examples."""
         return {"valid_reward": self.reward}
 
     @property
     def text(self) -> str:
-        """The same in one line for people."""
         return f"reward {self.reward:.3f}"
 
 
@@ -91,7 +88,6 @@ class GRPOTask(Task):
     def encode(
         self, base: Base, phases: Sequence[RunPhase], splits: Sequence[Splits]
     ) -> list[PhaseData]:
-        """Return the tokens of the prompts of its phases."""
         self.base, display = base, self.display
         t = self.train
         if may_share(t, self.lora) and computes_trees(t, base, display):
@@ -108,11 +104,13 @@ class GRPOTask(Task):
                 read.note_encoded(split, prompts.fingerprint, prompts.bad)
                 self.reward.check(prompts)
                 of_phase[split] = prompts
+
             counts = " / ".join(f"{len(part):,} {split}" for split, part in of_phase.items())
             display.line("data", f"{read.source} · {counts} prompts · reward {self.reward.name}")
             lost = template_notes(read.rows["train"], PROMPT, columns, base.tokenizer)
             for note in (*read.notes, *lost, *read.bad_lines()):
                 display.line("data", note)
+
             t, prompts = phase.train, of_phase["train"]
             inputs = sequence_inputs(t.max_seq_length)
             sampler = Sampler(prompts.lengths, t.batch_size, inputs, t.seed)
@@ -121,6 +119,7 @@ class GRPOTask(Task):
 
         if self.shared is not None:
             show_shared_prompts(self.shared.to_json(data[-1].train.examples), t, display)
+
         prompts = data[-1].held_out_examples
         row, columns = prompts.row(0), phases[-1].sources[0]
         text = row.value[columns.prompt_feature]
@@ -141,7 +140,6 @@ class GRPOTask(Task):
         return sample(lengths, t.iters * t.sequences * trained)
 
     def typical_rows(self, data: PhaseData) -> tuple[tuple[int, ...], int]:
-        """Return the tokens of each pass of a batch, and those of them that reach the head."""
         t = data.phase.train
         width, targets = data.train.collate.largest
         if self.shared is None:
@@ -182,6 +180,7 @@ class GRPOTask(Task):
 
         completions = self._completed(prompts, indices, sampler)
         rewards = self._rewards(prompts, indices, completions)
+
         examples = [
             Example(
                 np.array([*prompts.tokens[i], *tokens], np.int32),
@@ -190,6 +189,7 @@ class GRPOTask(Task):
             )
             for i, tokens in zip(indices, completions, strict=True)
         ]
+
         shapes = None
         if runtime.COMPILES:
             shapes = prompt_collate.few_shapes(train.sequences)
@@ -197,6 +197,7 @@ class GRPOTask(Task):
         collate = TokenCollate(len(examples), inputs, shapes)
         if self.shared is not None:
             collate = self.shared.collate(prompts, batch.examples, collate)
+
         return collate(examples, np.arange(len(examples))), rewards.reshape(len(batch.examples), -1)
 
     def _completed(
@@ -216,7 +217,7 @@ class GRPOTask(Task):
     def _rewards(
         self, prompts: Prompts, indices: Sequence[int], completions: Sequence[Sequence[int]]
     ) -> np.ndarray:
-        """Return the reward of each completion, whose text is without the token that ends it."""
+        """Reward each completion, whose text is without the token that ends it."""
         ends = set(self.base.tokenizer.eos_token_ids)
         texts = [text_of(self.base, [t for t in tokens if t not in ends]) for tokens in completions]
         return self.reward(prompts, indices, texts)
@@ -231,6 +232,7 @@ class GRPOTask(Task):
             rewards.append(self._rewards(prompts, part, self._completed(prompts, part, None)))
             for _ in part if advance is not None else ():
                 advance()
+
         mean = float(np.concatenate(rewards).mean())
         return RewardScore(mean, len(indices))
 
@@ -241,12 +243,12 @@ class GRPOTask(Task):
         trained: Trained,
         sources: Sequence[str],
     ) -> Summary:
-        """Return the reward on held-out prompts before and after, and the sample completed."""
         goal = data[-1]
         before, after = trained.ends(goal.phase)
         sample = self.sample.report(trainable, self.base)
         phases = phase_reports(data, sources, trained)
         named = {"task": "grpo", "reward": self.reward.name, "beta": self.train.beta}
+
         return Summary(
             eval={
                 "split": goal.held_out_split,
@@ -267,12 +269,11 @@ class GRPOTask(Task):
 
     @staticmethod
     def report_lines(report: dict) -> list[str]:
-        """Return the reward, phases, speed, the sample and the pack."""
         return outcome_lines(report)
 
 
 def _largest(phase: RunPhase, prompts: Prompts) -> Shape:
-    """Return the shape of the largest batch that may be generated."""
+    """The shape of the largest batch that may be generated."""
     t, longest = phase.train, int(prompts.lengths.max())
     inputs = sequence_inputs(t.max_seq_length)
     width = padded_length(min(longest + t.max_completion_length - 1, inputs), inputs)

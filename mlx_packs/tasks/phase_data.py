@@ -56,7 +56,6 @@ class PhaseData:
 
     @property
     def held_out_examples(self) -> Any:
-        """The examples of that split."""
         return self.splits[self.held_out_split]
 
     def counts(self) -> dict[str, int]:

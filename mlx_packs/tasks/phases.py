@@ -51,10 +51,7 @@ class RunPhase:
         )
 
     def optimizer(self, factor: float = 1.0) -> optimizers.Optimizer:
-        """Its optimizer, whose state counts updates since the last fresh one.
-
-        ``factor`` is that of the learning rate.
-        """
+        """Its state counts updates since the last fresh one; ``factor`` scales the learning rate."""
         return make_optimizer(self.train, self.updates_before, factor)
 
     def manifest_key(self, key: str) -> str:
@@ -66,8 +63,10 @@ class RunPhase:
         parts = [rows_of.load_rows(source) for source in self.sources]
         for part, source in zip(parts, self.sources, strict=True):
             part.notes.extend(row_notes(part.rows, part.format, source))
+
         if len(parts) == 1:
             return parts[0]
+
         rows = {split: concatenated([p.rows[split] for p in parts]) for split in rows_of.SPLITS}
         notes = [f"{part.source}: {note}" for part in parts for note in part.notes]
         source = " + ".join(part.source for part in parts)
@@ -104,6 +103,7 @@ def resolve_phases(train: TrainConfig, columns: DataConfig) -> tuple[RunPhase, .
     if not train.phases:
         make_optimizer(train)  # a wrong argument shows before anything is loaded
         return (RunPhase("", train, (columns,)),)
+
     phases: list[RunPhase] = []
     names = [phase.name or f"phase-{i + 1}" for i, phase in enumerate(train.phases)]
     for i, (name, phase) in enumerate(zip(names, train.phases, strict=True)):
@@ -118,6 +118,7 @@ def resolve_phases(train: TrainConfig, columns: DataConfig) -> tuple[RunPhase, .
         except PackError as error:
             text = f"phases[{i}] ({name}): {error}"
             raise PackError(text, error.code, error.flag) from None
+
     return tuple(phases)
 
 
@@ -127,6 +128,7 @@ def _resolve(
     before = earlier[-1] if earlier else None
     task = phase.task or train.task
     _check_replay(phase, task, earlier)
+
     own = {key: getattr(phase, key) for key in OWN if getattr(phase, key) is not None}
     schedule = own.get("lr_schedule", train.lr_schedule)
     if isinstance(schedule, Mapping):
@@ -142,11 +144,13 @@ def _resolve(
         "warmup_ratio" in own
     ):  # it replaces the run's, in either form
         own = {"warmup_steps": 0, "warmup_ratio": 0.0} | own
+
     settings = dataclasses.replace(train, **train.of_other_tasks(task), **own, phases=())
     make_optimizer(settings)
     sources = tuple(
         dataclasses.replace(columns, data=source, hf_dataset=None) for source in phase.sources
     )
+
     carries = before is not None and phase.optimizer_state == "carry"
     updates = 0 if before is None else -(-before.train.iters // train.grad_accumulation_steps)
     return RunPhase(

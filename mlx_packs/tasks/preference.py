@@ -59,13 +59,13 @@ class PreferenceTask(TokenTask):
     def encode(
         self, base: Base, phases: Sequence[RunPhase], splits: Sequence[Splits]
     ) -> list[PhaseData]:
-        """Return the tokens of the rows of its phases."""
         self.base, display = base, self.display
         encoded: list[dict[str, PreferenceExamples]] = []
         for phase, read in zip(phases, splits, strict=True):
             t, columns, of_phase = phase.train, phase.sources[0], {}
             if phase.name:
                 display.line("phase", f"{phase.name}: {t.iters:,} batches")
+
             options = EncodingOptions(max_seq_length=t.max_seq_length, vocab_size=base.vocab_size)
             present = read.present()
             with display.task("data", len(present), "splits") as bar:
@@ -75,15 +75,16 @@ class PreferenceTask(TokenTask):
                     read.note_encoded(split, examples.fingerprint, examples.bad)
                     of_phase[split] = examples
                     bar.advance()
+
             lost = template_notes(read.rows["train"], self._row_format(), columns, base.tokenizer)
             self._describe(read, of_phase, t, lost)
             encoded.append(of_phase)
+
         data = self._phase_data(phases, encoded)
         self._choose_examples(data[-1], splits[-1])
         return data
 
     def training(self, phase: RunPhase, examples: PreferenceExamples, draw: Draw) -> Dataset:
-        """Return the training batches of a phase."""
         t, inputs = phase.train, sequence_inputs(phase.train.max_seq_length)
         size = t.batch_size if t.packing else 2 * t.batch_size
         sampler = GroupedSampler(examples.lengths, size, inputs, t.seed, t.packing, draw)
@@ -108,13 +109,11 @@ class PreferenceTask(TokenTask):
     def _encoded(
         self, rows: Sequence[Row], columns: DataConfig, options: EncodingOptions
     ) -> PreferenceExamples:
-        """Return the tokens of rows."""
         return encode_preferences(
             rows, self.base.tokenizer, columns, options, self._row_format(), self.train.num_proc
         )
 
     def _row_format(self) -> RowFormat:
-        """Return the format of the rows of this task."""
         return RATED if TASKS[self.train.task].rated else PREFERENCE
 
     def _describe(
@@ -129,6 +128,7 @@ class PreferenceTask(TokenTask):
         counts = " / ".join(f"{part.count:,} {split}" for split, part in examples.items())
         targets = self._targets_line(first)
         display.line("data", f"{read.source} · {counts} examples · {first.format} · {targets}")
+
         cut, dropped = (
             sum(getattr(e, key) for e in examples.values()) for key in ("cut", "dropped")
         )
@@ -136,6 +136,7 @@ class PreferenceTask(TokenTask):
             display.line("data", line)
         for note in (*read.notes, *lost, *read.bad_lines()):
             display.line("data", note)
+
         longest = int((first.row_lengths.sum(axis=1) - 2).max())
         if train.packing and longest > sequence_inputs(train.max_seq_length):
             raise PackError(
@@ -146,11 +147,11 @@ class PreferenceTask(TokenTask):
             )
 
     def _targets_line(self, examples: PreferenceExamples) -> str:
-        """Return how much of the examples is trained on."""
+        """How much of the examples is trained on, for people."""
         return f"{examples.targets:,} supervised tokens"
 
     def _cut_line(self, cut: int, dropped: int, limit: int) -> str:
-        """Return what was cut or dropped for its length; empty if nothing was."""
+        """What was cut or dropped for its length; empty if nothing was."""
         lost = f", {dropped} examples dropped, since no target was left" if dropped else ""
         return f"longer than {limit} tokens (--max-seq-length): {cut} completions cut{lost}" * (
             cut > 0
@@ -159,6 +160,7 @@ class PreferenceTask(TokenTask):
     def _choose_examples(self, data: PhaseData, splits: Splits) -> None:
         """Take some training examples for the page, and the prompt of the first held-out row."""
         self.masks = self._masked(data.splits["train"], self.base)
+
         row, columns = splits.first_usable(data.held_out_split), data.phase.sources[0]
         if not TASKS[self.train.task].rated:
             row = both_completions([row], columns)[0]
@@ -201,14 +203,15 @@ class PreferenceTask(TokenTask):
         trained: Trained,
         sources: Sequence[str],
     ) -> Summary:
-        """Accuracy and margin on the held-out rows of the last phase, and the sample completed."""
         train, goal = self.train, data[-1]
         trees = self.trees.get(goal.phase.name)
         sample = self.sample.report(trainable, self.base)
         phases = phase_reports(data, sources, trained)
+
         facts: dict = {"phases": phases} if phases else {}
         if sample["before"] or sample["after"]:
             facts["samples"] = [stored_sample(sample)]
+
         named = {"task": train.task, "loss_on": "completion", "beta": train.beta}
         if TASKS[train.task].losses:
             named["loss"] = loss_of(train)
@@ -218,6 +221,7 @@ class PreferenceTask(TokenTask):
             "loss": "nll",
             "chosen_ppl": "ppl",
         }
+
         return Summary(
             eval={
                 "split": goal.held_out_split,
@@ -236,7 +240,6 @@ class PreferenceTask(TokenTask):
 
     @staticmethod
     def report_lines(report: dict) -> list[str]:
-        """Return accuracy and margin, phases, speed, the sample and the pack."""
         return outcome_lines(report)
 
 

@@ -73,6 +73,7 @@ class RewardTask(PreferenceTask):
         if train.packing:
             vocab_size = self.base.vocab_size
             prepare_packing(trainable, split_head(model), train.max_seq_length, vocab_size)
+
         states, centering = hidden_states(model, self.base.name), train.center_rewards_coefficient
         return [RewardModel(model, states, model[SCORE], centering, score_pairs)] * len(data)
 
@@ -83,13 +84,13 @@ class RewardTask(PreferenceTask):
         trained: Trained,
         sources: Sequence[str],
     ) -> Summary:
-        """Accuracy and margin on the held-out rows of the last phase."""
         train, goal = self.train, data[-1]
         trees = self.trees.get(goal.phase.name)
         phases = phase_reports(data, sources, trained)
         named = {"task": "reward", "loss_on": goal.splits["train"].loss_on}
         named["center_rewards_coefficient"] = train.center_rewards_coefficient
         values = {"preference_accuracy": "accuracy", "reward_margin": "margin", "loss": "nll"}
+
         return Summary(
             eval={
                 "split": goal.held_out_split,
@@ -107,7 +108,6 @@ class RewardTask(PreferenceTask):
 
     @staticmethod
     def report_lines(report: dict) -> list[str]:
-        """Return accuracy and margin, phases, speed and the pack."""
         held_out = report["held_out"]
         return [
             f"done    held-out {format_change(report)} on {evaluated(held_out)}"

@@ -31,9 +31,11 @@ def load_reward(name: str) -> RewardFunction:
             "unknown",
             "reward",
         )
+
     path = Path(file).expanduser()
     if not path.is_file():
         raise PackError(f"--reward {name}: {file} is no file.", "not-found", "reward")
+
     spec = importlib.util.spec_from_file_location("reward_function", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -43,6 +45,7 @@ def load_reward(name: str) -> RewardFunction:
         raise PackError(
             f"--reward {name}: {file} cannot be executed ({_named(error)}).", "unreadable", "reward"
         ) from error
+
     if not callable(found := getattr(module, function, None)):
         raise PackError(
             f"--reward {name}: {file} has no function {function}.", "not-found", "reward"
@@ -91,10 +94,12 @@ class Reward:
         columns: dict[str, list] = {name: [row.value.get(name) for row in rows] for name in names}
         prompt = columns.pop(self._columns.prompt_feature)
         wanted = [wanted_text(row, self._columns) for row in rows]
+
         place = f"--reward {self.name}"
         passed: list = list(completions)
         if self.name not in METRICS:
             passed = [_like(p, c) for p, c in zip(prompt, completions, strict=True)]
+
         try:
             values = self._function(prompts=prompt, completions=passed, expected=wanted, **columns)
         except Exception as error:
@@ -103,6 +108,7 @@ class Reward:
                 "data",
                 "reward",
             ) from error
+
         if inspect.isawaitable(values) or not isinstance(values, (Sequence, np.ndarray)):
             raise _fault(place, f"returned a {type(values).__name__}", len(rows))
         if len(values) != len(rows):
@@ -113,6 +119,7 @@ class Reward:
                 raise _fault(
                     place, f"returned {value!r:.40} for a completion of {where}", len(rows)
                 )
+
         return np.array([float(value) for value in values], np.float32)
 
 
@@ -156,6 +163,7 @@ def reward_of(given: RewardFunction | None, setting: str | None) -> RewardFuncti
         raise PackError(
             "reward: is given twice, as a function and by --reward.", "conflict", "reward"
         )
+
     if given is not None:
         return given
     if setting is None:

@@ -147,6 +147,7 @@ def check_trees(trainable: Trainable, head: Head | None, packed: bool = False) -
     reason = why_not_shared(trainable.model, head, base.vocab_size)
     if reason is None and packed:
         reason = why_not_shared(trainable.model, head, base.vocab_size, packed=True)
+
     if reason:
         family = base.config.get("model_type", base.name)
         raise PackError(
@@ -158,7 +159,7 @@ def check_trees(trainable: Trainable, head: Head | None, packed: bool = False) -
 
 
 def say_nothing_shared(train: TrainConfig, display: Display) -> None:
-    """Say that nothing is shared, where that was asked for."""
+    """Say that nothing is shared, if that was asked for."""
     if train.share_prefix == "on":
         display.line("prefix", f"fewer than {LEAST} tokens are common: none is shared")
 
@@ -189,6 +190,7 @@ def show_shared_prompts(facts: dict, train: TrainConfig, display: Display) -> No
     if not facts["saved"]:
         say_nothing_shared(train, display)
         return
+
     display.line(
         "prefix",
         f"{facts['tokens']:,.0f} tokens, on average, begin the {train.num_generations} completions "

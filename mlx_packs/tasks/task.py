@@ -102,11 +102,10 @@ class Task(PhaseTask, ABC):
 
     @property
     def display(self) -> Display:
-        """What shows the progress."""
         return self.calls.display
 
     def check(self, name: str, model_type: str) -> None:
-        """Check that the base and the settings go with the task; called before and after loading."""
+        """Check that base and settings go with the task; called before and after loading."""
         check_task(self.train.task, name, model_type)
 
     def target(self, base: Base) -> tuple[Base, LoRAConfig]:
@@ -114,7 +113,7 @@ class Task(PhaseTask, ABC):
         return base, self.lora
 
     def checked_target(self, base: Base) -> tuple[Base, LoRAConfig]:
-        """Return `target`, whose modules exist: nothing is encoded or measured before that is known."""
+        """Return `target`, once its modules are known to exist: nothing is encoded before."""
         target, lora = self.target(base)
         if not self.train.trains_base:
             select_targets(target.model, lora.target_modules, lora.num_layers, lora.modules_to_save)
@@ -174,9 +173,9 @@ class Task(PhaseTask, ABC):
 
 
 def cost(report: Mapping) -> str:
-    """Return time and memory of a run for people."""
     planned = report["plan_peak_gb"]
     planned = "" if planned is None else f" ({planned:.2f} estimated)"
+
     return (
         f"{clock(report['train_s'])} for {report['steps']} updates · MLX peak "
         f"{report['peak_gb']:.2f} GB{planned}, process RSS {report['process_peak_gb']:.2f} GB"
@@ -205,7 +204,7 @@ def speed(report: Mapping) -> str:
 
 
 def evaluated(held_out: Mapping) -> str:
-    """Return how many examples were evaluated, and of how many, for people."""
+    """Return how many examples were evaluated, and of how many."""
     rows, available = held_out["rows"], held_out.get("available", held_out["rows"])
     number = f"{rows:,}" if rows == available else f"{rows:,} of {available:,}"
     return f"{number} {held_out['split']} examples"
@@ -224,11 +223,13 @@ def make_tasks(
 ) -> dict[str, Task]:
     """Return the tasks of the phases of a run by name, in their order."""
     METHODS.plugin(train.method)  # raises if its name is taken
+
     tasks = {}
     for name in train.tasks:
         TASKS.plugin(name)
         *_, last = (phase for phase in phases if phase.train.task == name)
         tasks[name] = task_class(name, train)(last, lora, calls)
+
     return tasks
 
 

@@ -37,7 +37,7 @@ MASKS = 2  # training examples that the page of a run shows
 
 
 class TokenTask(Task):
-    """A task whose examples are tokens, and whose batches have an example in each row, or several."""
+    """A task whose examples are tokens; a row of a batch has one example, or several."""
 
     base: Base
     trees: Mapping[str, TreePlan | GroupPlan] = {}  # by phase, what batches are that are no rows
@@ -70,6 +70,7 @@ class TokenTask(Task):
         t = data.phase.train
         if t.packing:
             return None
+
         inputs = np.minimum(data.train.examples.lengths - 1, sequence_inputs(t.max_seq_length))
         trees = self.trees.get(data.phase.name)
         rows = trees.rows if isinstance(trees, GroupPlan) else t.sequences
@@ -131,13 +132,13 @@ def encode_phases(
     train: TrainConfig,
     display: Display,
 ) -> list[dict[str, Examples]]:
-    """Encode the examples of every phase by split."""
     for_texts = {"--fim-rate": train.fim_rate, "--long-rows split": train.long_rows == "split"}
     formats = {read.format for read in splits}
     if not any(isinstance(row_format, Text) for row_format in formats):
         for option in (name for name, is_wanted in for_texts.items() if is_wanted):
             names = ", ".join(row_format.name for row_format in formats)
             raise PackError(f"{option}: is for texts, but these examples are {names}.", "conflict")
+
     encoded = []
     for phase, read in zip(phases, splits, strict=True):
         if phase.name:
@@ -146,6 +147,7 @@ def encode_phases(
             )
             display.line("phase", f"{phase.name}: {phase.train.iters:,} batches{replayed}")
         encoded.append(encode_splits(read, base, phase.sources[0], phase.train, display))
+
     return encoded
 
 
@@ -156,6 +158,7 @@ def encode_splits(
     present = splits.present()
     examples = {}
     counts = {split: part_count(as_rows(splits.rows[split])) for split in present}
+
     with display.task("data", sum(counts.values()), "parts") as bar:
         for split in present:
             done = bar.done
@@ -168,11 +171,13 @@ def encode_splits(
                 num_proc=train.num_proc,
                 advance=bar.advance,
             )
+
             for _ in range(done + counts[split] - bar.done):  # what was cached, or small
                 bar.advance()
             splits.note_encoded(split, examples[split].fingerprint, examples[split].bad)
             if file is not None:
                 display.line("data", f"tokens of {split} are in {file}", VERBOSE)
+
     first = examples["train"]
     display.line(
         "data",
@@ -181,22 +186,26 @@ def encode_splits(
     )
     if cut := _cut(examples, train):
         display.line("data", cut)
+
     lost = template_notes(splits.rows["train"], splits.format, columns, base.tokenizer)
     for note in (*splits.notes, *lost, *splits.bad_lines()):
         display.line("data", note)
+
     return examples
 
 
 def _counts(examples: dict[str, Examples], train: TrainConfig, model: nn.Module) -> str:
-    """Return how many examples each split has, and how many sequences they are packed into."""
+    """How many examples each split has, and how many sequences they are packed into."""
     first = examples["train"]
     if not train.packing:
         return " / ".join(f"{len(e):,} {split}" for split, e in examples.items()) + " examples"
+
     inputs = sequence_inputs(train.max_seq_length)
     aligned = attends_by_spans(model)
     sampler = Sampler(
         first.lengths, train.batch_size, inputs, train.seed, packing=True, aligned=aligned
     )
+
     number, fill = packing_fill(sampler)
     packed = f"{number:,} sequences of {train.max_seq_length} ({100 * fill:.1f} % full)"
     held_out = "".join(f" / {len(e):,} {s}" for s, e in examples.items() if s != "train")
@@ -204,11 +213,12 @@ def _counts(examples: dict[str, Examples], train: TrainConfig, model: nn.Module)
 
 
 def _cut(examples: dict[str, Examples], train: TrainConfig) -> str:
-    """Return how many examples are too long, and what became of them; empty where none is."""
+    """How many examples are too long, and what became of them; empty if none is."""
     first, is_text = examples["train"], examples["train"].format == "text"
     cut, dropped = (sum(getattr(e, key) for e in examples.values()) for key in ("cut", "dropped"))
     if not cut:
         return ""
+
     text = f"longer than {train.max_seq_length} tokens (--max-seq-length): "
     if is_text and train.long_rows == "split":
         text += f"{first.cut} training examples split, {cut - first.cut} held-out examples cut"
@@ -218,6 +228,7 @@ def _cut(examples: dict[str, Examples], train: TrainConfig) -> str:
         text += f", {dropped} of them dropped, since no target was left"
     if is_text and first.cut and train.long_rows != "split":
         text += ". --long-rows split keeps all of them"
+
     return text
 
 
@@ -232,6 +243,7 @@ def encoding_options(
     options = EncodingOptions(train.loss_on, train.max_seq_length, vocab_size)
     if split != "train":
         return options
+
     options = replace(options, ce_last_k=train.ce_last_k)
     if not isinstance(row_format, Text):
         return options
