@@ -114,7 +114,8 @@ class CausalLMTask(TokenTask):
         data = self._phase_data(phases, encoded)
 
         split = data[-1].held_out_split
-        row, columns = splits[-1].first_usable(split), phases[-1].sources[0]
+        row = splits[-1].first_usable(split)
+        columns = phases[-1].sources[0]
         row_format = format_of(row, columns, TOKEN_FORMATS)
         self.sample = SamplePrompt(
             *row_format.prompt(row, columns, base.tokenizer),
@@ -131,7 +132,8 @@ class CausalLMTask(TokenTask):
 
     def training(self, phase: RunPhase, examples: Examples, draw: Draw) -> Dataset:
         """Packed batches are aligned if the attention of the model allows it."""
-        t, inputs = phase.train, sequence_inputs(phase.train.max_seq_length)
+        t = phase.train
+        inputs = sequence_inputs(t.max_seq_length)
         aligned = t.packing and not draw.replay and attends_by_spans(self.base.model)
         sampler = Sampler(examples.lengths, t.batch_size, inputs, t.seed, t.packing, draw, aligned)
         trees = self._plan_trees(phase, examples, sampler)
@@ -149,7 +151,8 @@ class CausalLMTask(TokenTask):
 
     def _exam(self, metric: str, columns: DataConfig, splits: Splits, split: str) -> Exam:
         """Ask about the first held-out examples of the last phase."""
-        train, most = self.train, _MOST_QUESTIONS
+        train = self.train
+        most = _MOST_QUESTIONS
         if train.test_batches is not None and train.test_batches > 0:
             most = min(most, train.test_batches * train.batch_size)
 
@@ -164,7 +167,8 @@ class CausalLMTask(TokenTask):
 
     def _validation_exam(self, metric: str, columns: DataConfig, splits: Splits) -> Exam:
         """Ask about the first validation examples."""
-        train, most = self.train, _MOST_QUESTIONS
+        train = self.train
+        most = _MOST_QUESTIONS
         if train.val_batches > 0:
             most = min(most, train.val_batches * train.batch_size)
 
@@ -271,40 +275,42 @@ class CausalLMTask(TokenTask):
         phases = phase_reports(data, sources, trained)
 
         sample = {"prompt": self.sample.text, "wanted": self.sample.wanted, **outcome.texts}
-        answered, samples = {}, [sample] if any(outcome.texts.values()) else []
-        if self.exam is not None:
-            answered = {"answers": self.exam.report(*outcome.answers).to_json()}
-            samples = self.exam.samples(*outcome.answers)
+        samples = []
+        if any(outcome.texts.values()):
+            samples = [sample]
 
-        return Summary(
-            eval={
-                **_changes(goal.held_out_split, outcome.before, outcome.after),
-                "available": goal.held_out_examples.count,
-                **answered,
-            },
-            objective={
-                "loss_on": goal.splits["train"].loss_on,
-                "ce_last_k": self.train.ce_last_k,
-                **({"loss": self.calls.loss_name} if self.calls.loss else {}),
-                **outcome.graph,
-            },
-            facts={
-                **({"phases": phases} if phases else {}),
-                **({"samples": [stored_sample(each) for each in samples]} if samples else {}),
-            },
-            report={
-                "phases": phases,
-                "objective": outcome.graph,
-                "eval_traces": self.scorer.traces,
-                "cache_frozen": self.frozen.to_json() if self.frozen else None,
-                "shared_prefix": shared_report(
-                    self.trees.get(goal.phase.name), goal.train.examples
-                ),
-                "sample": sample,
-                "raw_prompt": self.sample.is_raw,
-                **({"samples": samples} if answered else {}),
-            },
-        )
+        report = {
+            "phases": phases,
+            "objective": outcome.graph,
+            "eval_traces": self.scorer.traces,
+            "cache_frozen": self.frozen.to_json() if self.frozen else None,
+            "shared_prefix": shared_report(self.trees.get(goal.phase.name), goal.train.examples),
+            "sample": sample,
+            "raw_prompt": self.sample.is_raw,
+        }
+
+        changes = _changes(goal.held_out_split, outcome.before, outcome.after)
+        changes["available"] = goal.held_out_examples.count
+        if self.exam is not None:
+            changes["answers"] = self.exam.report(*outcome.answers).to_json()
+            samples = self.exam.samples(*outcome.answers)
+            report["samples"] = samples
+
+        objective: dict = {
+            "loss_on": goal.splits["train"].loss_on,
+            "ce_last_k": self.train.ce_last_k,
+        }
+        if self.calls.loss:
+            objective["loss"] = self.calls.loss_name
+        objective |= outcome.graph
+
+        facts: dict = {}
+        if phases:
+            facts["phases"] = phases
+        if samples:
+            facts["samples"] = [stored_sample(each) for each in samples]
+
+        return Summary(eval=changes, objective=objective, facts=facts, report=report)
 
     @staticmethod
     def report_lines(report: dict) -> list[str]:
@@ -313,16 +319,20 @@ class CausalLMTask(TokenTask):
         answers = report.get("answers")
         samples = report.get("samples") or [report["sample"]]
 
-        return [
-            *([answer_line(answers, f"{held_out['split']} examples")] if answers else []),
+        lines = []
+        if answers:
+            lines.append(answer_line(answers, f"{held_out['split']} examples"))
+        lines += [
             f"done    held-out {format_change(report)} ({-drop:+.0%}) on "
             f"{evaluated(held_out)}{gates_text(report['gates'])}",
             *(f"phase   {line}" for line in phase_lines(report["phases"])),
             *bad_rows_lines(report),
             f"speed   {speed(report)} · {cost(report)}",
-            *(line for sample in samples for line in sample_lines(sample)),
-            *try_lines(report, samples[0].get("prompt")),
         ]
+
+        for sample in samples:
+            lines += sample_lines(sample)
+        return lines + try_lines(report, samples[0].get("prompt"))
 
     def gate_values(
         self,
@@ -387,7 +397,9 @@ def stored_sample(sample: Mapping[str, str | None]) -> dict[str, str]:
 
 def _shortened(text: str, width: int = 160) -> str:
     text = " ".join(text.split())
-    return text if len(text) <= width else text[: width - 1] + "…"
+    if len(text) > width:
+        return text[: width - 1] + "…"
+    return text
 
 
 def _changes(split: str, before: PerplexityScore, after: PerplexityScore) -> dict:
@@ -409,9 +421,8 @@ def phase_reports(
 ) -> list[dict]:
     """Return the report of each phase of a run; empty if the run has no phases."""
     reports = []
-    numbers = {
-        phase.name: at for at, phase in enumerate(trained.phases)
-    }  # those of other tasks too
+    # the phases of other tasks count, too
+    numbers = {phase.name: at for at, phase in enumerate(trained.phases)}
 
     for own, source in zip(data, sources, strict=True):
         phase = own.phase
@@ -423,10 +434,18 @@ def phase_reports(
             for x in trained.curve
             if "loss" in x and phase.start < x["batch"] <= phase.stop
         ]
+        loss_first = loss_last = None
+        if losses:
+            loss_first = losses[0]
+            loss_last = losses[-1]
 
         rows = {split: examples.count for split, examples in own.splits.items()}
         split = own.held_out_split
+        optimizer_state = "fresh"
+        if phase.carries_optimizer:
+            optimizer_state = "carry"
 
+        number = numbers[phase.name]
         reports.append(
             {
                 "name": phase.name,
@@ -435,13 +454,13 @@ def phase_reports(
                 "steps": -(-phase.train.iters // phase.train.grad_accumulation_steps),
                 **{key: getattr(phase.train, key) for key in OWN},
                 "replay": phase.replay,
-                "optimizer_state": "carry" if phase.carries_optimizer else "fresh",
+                "optimizer_state": optimizer_state,
                 "rows": rows,
-                "loss_first": losses[0] if losses else None,
-                "loss_last": losses[-1] if losses else None,
+                "loss_first": loss_first,
+                "loss_last": loss_last,
                 "held_out": {"split": split, "rows": rows[split]},
-                "before": _perplexities(trained.scores[numbers[phase.name]]),
-                "after": _perplexities(trained.scores[numbers[phase.name] + 1]),
+                "before": _perplexities(trained.scores[number]),
+                "after": _perplexities(trained.scores[number + 1]),
             }
         )
 

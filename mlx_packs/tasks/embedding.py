@@ -56,7 +56,8 @@ class EmbeddingTask(Task):
     def check(self, name: str, model_type: str) -> None:
         """Accept no setting that means nothing for an encoder."""
         super().check(name, model_type)
-        train, columns = self.train, self.columns
+        train = self.train
+        columns = self.columns
         misplaced = train.unfit_for_dense() + columns.changed(COLUMN_SETTINGS)
         if misplaced:
             flags = ", ".join(map(flag_of, misplaced))
@@ -82,8 +83,12 @@ class EmbeddingTask(Task):
         self, base: Base, phases: Sequence[RunPhase], splits: Sequence[Splits]
     ) -> list[PhaseData]:
         """Encode the pairs of every split and choose their loss; show what was cut."""
-        (phase,), (read,), train, display = phases, splits, self.train, self.display
-        present, limit = read.present(), min(train.max_seq_length, base.model.longest)
+        (phase,) = phases
+        (read,) = splits
+        train = self.train
+        display = self.display
+        present = read.present()
+        limit = min(train.max_seq_length, base.model.longest)
 
         pairs = {}
         with display.task("data", len(present), "splits") as bar:
@@ -96,7 +101,9 @@ class EmbeddingTask(Task):
         first = pairs["train"]
         loss = choose_loss(train.loss, first, f"--data {read.source}")
         check_loss_settings(loss, train)
-        self.base, self.loss, self.limit = base, loss, limit
+        self.base = base
+        self.loss = loss
+        self.limit = limit
 
         sampler = self._sampler(first, train.seed, LOSSES[loss].in_batch)
         if LOSSES[loss].in_batch and not first.format.has_negatives:

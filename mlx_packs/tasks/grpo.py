@@ -88,7 +88,8 @@ class GRPOTask(Task):
     def encode(
         self, base: Base, phases: Sequence[RunPhase], splits: Sequence[Splits]
     ) -> list[PhaseData]:
-        self.base, display = base, self.display
+        self.base = base
+        display = self.display
         t = self.train
         if may_share(t, self.lora) and computes_trees(t, base, display):
             limit = sequence_inputs(t.max_seq_length)
@@ -97,7 +98,8 @@ class GRPOTask(Task):
 
         data: list[PhaseData] = []
         for phase, read in zip(phases, splits, strict=True):
-            columns, length = phase.sources[0], phase.train.max_seq_length
+            columns = phase.sources[0]
+            length = phase.train.max_seq_length
             of_phase = {}
             for split in read.present():
                 prompts = encode_prompts(read.rows[split], base.tokenizer, columns, length)
@@ -111,7 +113,8 @@ class GRPOTask(Task):
             for note in (*read.notes, *lost, *read.bad_lines()):
                 display.line("data", note)
 
-            t, prompts = phase.train, of_phase["train"]
+            t = phase.train
+            prompts = of_phase["train"]
             inputs = sequence_inputs(t.max_seq_length)
             sampler = Sampler(prompts.lengths, t.batch_size, inputs, t.seed)
             collate = PromptCollate(_largest(phase, prompts), self.shared)
@@ -121,10 +124,13 @@ class GRPOTask(Task):
             show_shared_prompts(self.shared.to_json(data[-1].train.examples), t, display)
 
         prompts = data[-1].held_out_examples
-        row, columns = prompts.row(0), phases[-1].sources[0]
-        text = row.value[columns.prompt_feature]
-        shown = text if isinstance(text, str) else str(text[-1].get("content", ""))
-        self.sample = SamplePrompt(shown, prompts.tokens[0], wanted_text(row, columns))
+        row = prompts.row(0)
+        columns = phases[-1].sources[0]
+        prompt = row.value[columns.prompt_feature]
+        if not isinstance(prompt, str):  # the last message
+            prompt = str(prompt[-1].get("content", ""))
+
+        self.sample = SamplePrompt(prompt, prompts.tokens[0], wanted_text(row, columns))
         return data
 
     def evaluation(self, phase: RunPhase, examples: Prompts, chosen: np.ndarray) -> Dataset:
@@ -171,7 +177,8 @@ class GRPOTask(Task):
 
     def _generate(self, prompt_collate: PromptCollate, batch: Batch) -> tuple[Batch, np.ndarray]:
         """Generate the completions of a batch and ask for their rewards."""
-        train, prompts = self.train, batch.source
+        train = self.train
+        prompts = batch.source
         indices = [i for i in batch.examples for _ in range(train.num_generations)]
         keys = _keys(train.seed, batch.number)
 
@@ -181,14 +188,12 @@ class GRPOTask(Task):
         completions = self._completed(prompts, indices, sampler)
         rewards = self._rewards(prompts, indices, completions)
 
-        examples = [
-            Example(
-                np.array([*prompts.tokens[i], *tokens], np.int32),
-                np.arange(len(prompts.tokens[i]) + len(tokens)) >= len(prompts.tokens[i]),
-                prompts.where(i),
-            )
-            for i, tokens in zip(indices, completions, strict=True)
-        ]
+        examples = []
+        for i, tokens in zip(indices, completions, strict=True):
+            prompt = prompts.tokens[i]
+            is_target = np.arange(len(prompt) + len(tokens)) >= len(prompt)
+            whole = np.array([*prompt, *tokens], np.int32)
+            examples.append(Example(whole, is_target, prompts.where(i)))
 
         shapes = None
         if runtime.COMPILES:
@@ -219,7 +224,10 @@ class GRPOTask(Task):
     ) -> np.ndarray:
         """Reward each completion, whose text is without the token that ends it."""
         ends = set(self.base.tokenizer.eos_token_ids)
-        texts = [text_of(self.base, [t for t in tokens if t not in ends]) for tokens in completions]
+        texts = []
+        for tokens in completions:
+            without_end = [t for t in tokens if t not in ends]
+            texts.append(text_of(self.base, without_end))
         return self.reward(prompts, indices, texts)
 
     def _score(self, data: Dataset, advance: Callable[[], None] | None = None) -> RewardScore:
@@ -230,8 +238,9 @@ class GRPOTask(Task):
         for start in range(0, len(indices), _MOST_AT_ONCE):
             part = indices[start : start + _MOST_AT_ONCE]
             rewards.append(self._rewards(prompts, part, self._completed(prompts, part, None)))
-            for _ in part if advance is not None else ():
-                advance()
+            if advance is not None:
+                for _ in part:
+                    advance()
 
         mean = float(np.concatenate(rewards).mean())
         return RewardScore(mean, len(indices))
@@ -249,6 +258,11 @@ class GRPOTask(Task):
         phases = phase_reports(data, sources, trained)
         named = {"task": "grpo", "reward": self.reward.name, "beta": self.train.beta}
 
+        facts: dict = {}
+        if phases:
+            facts["phases"] = phases
+        facts["samples"] = [stored_sample(sample)]
+
         return Summary(
             eval={
                 "split": goal.held_out_split,
@@ -258,7 +272,7 @@ class GRPOTask(Task):
                 "reward_after": after.reward,
             },
             objective=named,
-            facts={**({"phases": phases} if phases else {}), "samples": [stored_sample(sample)]},
+            facts=facts,
             report={
                 "phases": phases,
                 "objective": named,
@@ -274,7 +288,8 @@ class GRPOTask(Task):
 
 def _largest(phase: RunPhase, prompts: Prompts) -> Shape:
     """The shape of the largest batch that may be generated."""
-    t, longest = phase.train, int(prompts.lengths.max())
+    t = phase.train
+    longest = int(prompts.lengths.max())
     inputs = sequence_inputs(t.max_seq_length)
     width = padded_length(min(longest + t.max_completion_length - 1, inputs), inputs)
     targets = min(t.max_completion_length, width) * t.sequences

@@ -51,12 +51,14 @@ class RunPhase:
         )
 
     def optimizer(self, factor: float = 1.0) -> optimizers.Optimizer:
-        """Its state counts updates since the last fresh one; ``factor`` scales the learning rate."""
+        """``factor`` scales the learning rate; the state counts updates since a fresh one."""
         return make_optimizer(self.train, self.updates_before, factor)
 
     def manifest_key(self, key: str) -> str:
         """Return the key itself, or ``<phase>/<key>`` in a run of several phases."""
-        return f"{self.name}/{key}" if self.name else key
+        if not self.name:
+            return key
+        return f"{self.name}/{key}"
 
     def load_rows(self) -> rows_of.Splits:
         """Return the rows of all its sources, those of one after those of another."""
@@ -74,8 +76,9 @@ class RunPhase:
 
     def public_source(self, splits: rows_of.Splits) -> str:
         """Return the name of its data in a manifest: folders without their paths."""
-        one = len(self.sources) == 1
-        names = [splits.source] if one else [source.data for source in self.sources]
+        names = [source.data for source in self.sources]
+        if len(self.sources) == 1:
+            names = [splits.source]
         return " + ".join(map(public_name, names))
 
 
@@ -125,7 +128,6 @@ def resolve_phases(train: TrainConfig, columns: DataConfig) -> tuple[RunPhase, .
 def _resolve(
     name: str, phase: Phase, train: TrainConfig, columns: DataConfig, earlier: Sequence[RunPhase]
 ) -> RunPhase:
-    before = earlier[-1] if earlier else None
     task = phase.task or train.task
     _check_replay(phase, task, earlier)
 
@@ -140,9 +142,8 @@ def _resolve(
                 unused[0],
             )
         own |= {"warmup_steps": 0, "warmup_ratio": 0.0}
-    elif ("warmup_steps" in own) != (
-        "warmup_ratio" in own
-    ):  # it replaces the run's, in either form
+    elif ("warmup_steps" in own) != ("warmup_ratio" in own):
+        # it replaces the run's, in either form
         own = {"warmup_steps": 0, "warmup_ratio": 0.0} | own
 
     settings = dataclasses.replace(train, **train.of_other_tasks(task), **own, phases=())
@@ -151,16 +152,24 @@ def _resolve(
         dataclasses.replace(columns, data=source, hf_dataset=None) for source in phase.sources
     )
 
-    carries = before is not None and phase.optimizer_state == "carry"
-    updates = 0 if before is None else -(-before.train.iters // train.grad_accumulation_steps)
+    start = updates_before = 0
+    carries = False
+    if earlier:
+        before = earlier[-1]
+        start = before.stop
+        carries = phase.optimizer_state == "carry"
+        if carries:
+            updates = -(-before.train.iters // train.grad_accumulation_steps)
+            updates_before = before.updates_before + updates
+
     return RunPhase(
         name,
         settings,
         sources or (columns,),
         phase.replay,
         carries,
-        before.stop if before else 0,
-        before.updates_before + updates if carries else 0,
+        start,
+        updates_before,
     )
 
 
@@ -177,7 +186,10 @@ def _check_replay(phase: Phase, task: str, earlier: Sequence[RunPhase]) -> None:
 
 def check_overridden(train: TrainConfig, specified: frozenset[str]) -> None:
     """Check that no setting is ``specified`` for all phases while every phase has its own."""
-    for key in fields_where(TrainConfig, DataConfig, phase=True) if train.phases else ():
+    if not train.phases:
+        return
+
+    for key in fields_where(TrainConfig, DataConfig, phase=True):
         own = "data" if key == "hf_dataset" else key
         if key in specified and all(getattr(phase, own) is not None for phase in train.phases):
             raise PackError(

@@ -59,10 +59,14 @@ class PreferenceTask(TokenTask):
     def encode(
         self, base: Base, phases: Sequence[RunPhase], splits: Sequence[Splits]
     ) -> list[PhaseData]:
-        self.base, display = base, self.display
+        self.base = base
+        display = self.display
+
         encoded: list[dict[str, PreferenceExamples]] = []
         for phase, read in zip(phases, splits, strict=True):
-            t, columns, of_phase = phase.train, phase.sources[0], {}
+            t = phase.train
+            columns = phase.sources[0]
+            of_phase = {}
             if phase.name:
                 display.line("phase", f"{phase.name}: {t.iters:,} batches")
 
@@ -85,7 +89,8 @@ class PreferenceTask(TokenTask):
         return data
 
     def training(self, phase: RunPhase, examples: PreferenceExamples, draw: Draw) -> Dataset:
-        t, inputs = phase.train, sequence_inputs(phase.train.max_seq_length)
+        t = phase.train
+        inputs = sequence_inputs(t.max_seq_length)
         size = t.batch_size if t.packing else 2 * t.batch_size
         sampler = GroupedSampler(examples.lengths, size, inputs, t.seed, t.packing, draw)
         trees = self._plan_trees(phase, examples, sampler, together=2)
@@ -114,7 +119,9 @@ class PreferenceTask(TokenTask):
         )
 
     def _row_format(self) -> RowFormat:
-        return RATED if TASKS[self.train.task].rated else PREFERENCE
+        if TASKS[self.train.task].rated:
+            return RATED
+        return PREFERENCE
 
     def _describe(
         self,
@@ -124,14 +131,14 @@ class PreferenceTask(TokenTask):
         lost: Sequence[str],
     ) -> None:
         """Show the number of rows, and what was cut; check that packed rows fit."""
-        first, display = examples["train"], self.display
+        first = examples["train"]
+        display = self.display
         counts = " / ".join(f"{part.count:,} {split}" for split, part in examples.items())
         targets = self._targets_line(first)
         display.line("data", f"{read.source} · {counts} examples · {first.format} · {targets}")
 
-        cut, dropped = (
-            sum(getattr(e, key) for e in examples.values()) for key in ("cut", "dropped")
-        )
+        cut = sum(e.cut for e in examples.values())
+        dropped = sum(e.dropped for e in examples.values())
         if line := self._cut_line(cut, dropped, train.max_seq_length):
             display.line("data", line)
         for note in (*read.notes, *lost, *read.bad_lines()):
@@ -141,7 +148,8 @@ class PreferenceTask(TokenTask):
         if train.packing and longest > sequence_inputs(train.max_seq_length):
             raise PackError(
                 f"--packing: both completions of an example share a sequence, and the longest need "
-                f"{longest + 2} tokens. Pass --max-seq-length {longest + 2}, or leave --packing out.",
+                f"{longest + 2} tokens. Pass --max-seq-length {longest + 2}, or leave --packing "
+                "out.",
                 "conflict",
                 "max_seq_length",
             )
@@ -152,16 +160,20 @@ class PreferenceTask(TokenTask):
 
     def _cut_line(self, cut: int, dropped: int, limit: int) -> str:
         """What was cut or dropped for its length; empty if nothing was."""
-        lost = f", {dropped} examples dropped, since no target was left" if dropped else ""
-        return f"longer than {limit} tokens (--max-seq-length): {cut} completions cut{lost}" * (
-            cut > 0
-        )
+        if not cut:
+            return ""
+
+        text = f"longer than {limit} tokens (--max-seq-length): {cut} completions cut"
+        if dropped:
+            text += f", {dropped} examples dropped, since no target was left"
+        return text
 
     def _choose_examples(self, data: PhaseData, splits: Splits) -> None:
         """Take some training examples for the page, and the prompt of the first held-out row."""
         self.masks = self._masked(data.splits["train"], self.base)
 
-        row, columns = splits.first_usable(data.held_out_split), data.phase.sources[0]
+        row = splits.first_usable(data.held_out_split)
+        columns = data.phase.sources[0]
         if not TASKS[self.train.task].rated:
             row = both_completions([row], columns)[0]
         prompt = COMPLETION.prompt(row, columns, self.base.tokenizer)
@@ -175,7 +187,8 @@ class PreferenceTask(TokenTask):
         memory: MemoryChoice,
     ) -> list[Objective]:
         """Return the loss of the rows, which has the reference of its phase."""
-        train, model = self.train, trainable.model
+        train = self.train
+        model = trainable.model
         head = split_head(model)
         check_forward(self.base, self.sample.tokens)
         if train.packing:
@@ -203,24 +216,31 @@ class PreferenceTask(TokenTask):
         trained: Trained,
         sources: Sequence[str],
     ) -> Summary:
-        train, goal = self.train, data[-1]
-        trees = self.trees.get(goal.phase.name)
+        train = self.train
+        goal = data[-1]
         sample = self.sample.report(trainable, self.base)
         phases = phase_reports(data, sources, trained)
 
-        facts: dict = {"phases": phases} if phases else {}
+        facts: dict = {}
+        if phases:
+            facts["phases"] = phases
         if sample["before"] or sample["after"]:
             facts["samples"] = [stored_sample(sample)]
 
         named = {"task": train.task, "loss_on": "completion", "beta": train.beta}
         if TASKS[train.task].losses:
             named["loss"] = loss_of(train)
+
         values = {
             "preference_accuracy": "accuracy",
             "reward_margin": "margin",
             "loss": "nll",
             "chosen_ppl": "ppl",
         }
+        trees = self.trees.get(goal.phase.name)
+        shared = None
+        if trees is not None:
+            shared = trees.to_json(goal.train.examples)
 
         return Summary(
             eval={
@@ -233,7 +253,7 @@ class PreferenceTask(TokenTask):
             report={
                 "phases": phases,
                 "objective": named,
-                "shared_prefix": trees and trees.to_json(goal.train.examples),
+                "shared_prefix": shared,
                 "sample": sample,
             },
         )

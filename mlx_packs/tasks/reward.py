@@ -53,8 +53,9 @@ class RewardTask(PreferenceTask):
         return "each completion scored at its last token"
 
     def _cut_line(self, cut: int, dropped: int, limit: int) -> str:
-        text = f"{limit} tokens or more (--max-seq-length): {dropped} examples dropped"
-        return text if dropped else ""
+        if not dropped:
+            return ""
+        return f"{limit} tokens or more (--max-seq-length): {dropped} examples dropped"
 
     def _choose_examples(self, data: PhaseData, splits: Splits) -> None:
         """Take none: a reward model generates no text."""
@@ -67,14 +68,16 @@ class RewardTask(PreferenceTask):
         memory: MemoryChoice,
     ) -> list[Objective]:
         """Return the loss of the rewards, which is one for all phases."""
-        train, model = self.train, trainable.model
+        train = self.train
+        model = trainable.model
         if self.trees:
             check_trees(trainable, split_head(model))
         if train.packing:
             vocab_size = self.base.vocab_size
             prepare_packing(trainable, split_head(model), train.max_seq_length, vocab_size)
 
-        states, centering = hidden_states(model, self.base.name), train.center_rewards_coefficient
+        states = hidden_states(model, self.base.name)
+        centering = train.center_rewards_coefficient
         return [RewardModel(model, states, model[SCORE], centering, score_pairs)] * len(data)
 
     def summary(
@@ -84,9 +87,18 @@ class RewardTask(PreferenceTask):
         trained: Trained,
         sources: Sequence[str],
     ) -> Summary:
-        train, goal = self.train, data[-1]
-        trees = self.trees.get(goal.phase.name)
+        train = self.train
+        goal = data[-1]
         phases = phase_reports(data, sources, trained)
+        facts = {}
+        if phases:
+            facts["phases"] = phases
+
+        shared = None
+        trees = self.trees.get(goal.phase.name)
+        if trees is not None:
+            shared = trees.to_json(goal.train.examples)
+
         named = {"task": "reward", "loss_on": goal.splits["train"].loss_on}
         named["center_rewards_coefficient"] = train.center_rewards_coefficient
         values = {"preference_accuracy": "accuracy", "reward_margin": "margin", "loss": "nll"}
@@ -98,11 +110,11 @@ class RewardTask(PreferenceTask):
                 **before_and_after(*trained.ends(goal.phase), values),
             },
             objective=named,
-            facts={"phases": phases} if phases else {},
+            facts=facts,
             report={
                 "phases": phases,
                 "objective": named,
-                "shared_prefix": trees and trees.to_json(goal.train.examples),
+                "shared_prefix": shared,
             },
         )
 

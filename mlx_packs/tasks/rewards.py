@@ -63,10 +63,12 @@ class Reward:
 
     def __init__(self, function: RewardFunction | str, columns: DataConfig) -> None:
         self._columns = columns
-        self.name = function if isinstance(function, str) else function.__name__
-        self._function: RewardFunction = function
         if isinstance(function, str):
-            self._function = _metric_reward(function)
+            self.name = function
+            self._function: RewardFunction = _metric_reward(function)
+        else:
+            self.name = function.__name__
+            self._function = function
 
     def check(self, prompts: Prompts) -> None:
         """Check that the rows have what a metric needs."""
@@ -103,8 +105,9 @@ class Reward:
         try:
             values = self._function(prompts=prompt, completions=passed, expected=wanted, **columns)
         except Exception as error:
+            first = prompts.where(indices[0])
             raise PackError(
-                f"{place}: raised {_named(error)} for the completions of {prompts.where(indices[0])}.",
+                f"{place}: raised {_named(error)} for the completions of {first}.",
                 "data",
                 "reward",
             ) from error
@@ -142,7 +145,8 @@ def _metric_reward(name: str) -> RewardFunction:
 
 def _fault(place: str, fault: str, count: int) -> PackError:
     return PackError(
-        f"{place}: {fault}, but must return a list of {count} finite numbers, one for each completion.",
+        f"{place}: {fault}, but must return a list of {count} finite numbers, one for each "
+        "completion.",
         "data",
         "reward",
     )
@@ -173,4 +177,6 @@ def reward_of(given: RewardFunction | None, setting: str | None) -> RewardFuncti
             "invalid",
             "reward",
         )
-    return setting if setting in METRICS else load_reward(setting)
+    if setting in METRICS:
+        return setting
+    return load_reward(setting)

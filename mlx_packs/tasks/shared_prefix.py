@@ -125,7 +125,9 @@ def _why_not_recomputed(train: TrainConfig, base: Base) -> str | None:
         reason = why_not_shared(model, split_head(model), base.vocab_size)
     finally:
         attached.detach()
-    return reason and f"with --recompute block {reason}"
+    if reason is None:
+        return None
+    return f"with --recompute block {reason}"
 
 
 def _why_not_packed(base: Base, sampler: Sampler) -> str | None:

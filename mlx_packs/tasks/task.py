@@ -173,8 +173,9 @@ class Task(PhaseTask, ABC):
 
 
 def cost(report: Mapping) -> str:
-    planned = report["plan_peak_gb"]
-    planned = "" if planned is None else f" ({planned:.2f} estimated)"
+    planned = ""
+    if report["plan_peak_gb"] is not None:
+        planned = f" ({report['plan_peak_gb']:.2f} estimated)"
 
     return (
         f"{clock(report['train_s'])} for {report['steps']} updates · MLX peak "
@@ -205,8 +206,11 @@ def speed(report: Mapping) -> str:
 
 def evaluated(held_out: Mapping) -> str:
     """Return how many examples were evaluated, and of how many."""
-    rows, available = held_out["rows"], held_out.get("available", held_out["rows"])
-    number = f"{rows:,}" if rows == available else f"{rows:,} of {available:,}"
+    rows = held_out["rows"]
+    available = held_out.get("available", rows)
+    number = f"{rows:,}"
+    if rows != available:
+        number += f" of {available:,}"
     return f"{number} {held_out['split']} examples"
 
 
@@ -227,8 +231,8 @@ def make_tasks(
     tasks = {}
     for name in train.tasks:
         TASKS.plugin(name)
-        *_, last = (phase for phase in phases if phase.train.task == name)
-        tasks[name] = task_class(name, train)(last, lora, calls)
+        own = [phase for phase in phases if phase.train.task == name]
+        tasks[name] = task_class(name, train)(own[-1], lora, calls)
 
     return tasks
 
@@ -240,4 +244,6 @@ def task_class(name: str, train: TrainConfig) -> type[Task]:
         return load("extras.pipeline.task:PipelinedTask")
 
     on_objective = OBJECTIVES[train.objective]
-    return task if on_objective is None else pkgutil.resolve_name(on_objective)(task)
+    if on_objective is None:
+        return task
+    return pkgutil.resolve_name(on_objective)(task)

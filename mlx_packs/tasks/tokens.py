@@ -45,7 +45,10 @@ class TokenTask(Task):
     def sampled(self, data: PhaseData) -> np.ndarray:
         """Return held-out examples in proportion to the tokens that the phase trains on."""
         t = data.phase.train
-        length = t.max_seq_length if t.packing else float(data.train.examples.lengths.mean())
+        length = t.max_seq_length
+        if not t.packing:
+            length = float(data.train.examples.lengths.mean())
+
         costs = self._costs(data.held_out_examples)
         return sample(costs, t.iters * t.sequences * length)
 
@@ -55,7 +58,8 @@ class TokenTask(Task):
 
     def typical_rows(self, data: PhaseData) -> tuple[tuple[int, ...], int]:
         """Return the tokens of each pass of a typical batch, and those that reach the head."""
-        t, examples = data.phase.train, data.train.examples
+        t = data.phase.train
+        examples = data.train.examples
         lengths = np.sort(examples.lengths)
         inputs = padded_length(int(lengths[len(lengths) // 2]), t.max_seq_length)
         if t.packing:
@@ -73,7 +77,9 @@ class TokenTask(Task):
 
         inputs = np.minimum(data.train.examples.lengths - 1, sequence_inputs(t.max_seq_length))
         trees = self.trees.get(data.phase.name)
-        rows = trees.rows if isinstance(trees, GroupPlan) else t.sequences
+        rows = t.sequences
+        if isinstance(trees, GroupPlan):
+            rows = trees.rows
         return rows * float(inputs.mean())
 
     def training(self, phase: RunPhase, examples: Examples, draw: Draw) -> Dataset:
@@ -84,7 +90,8 @@ class TokenTask(Task):
         self, phase: RunPhase, examples: Examples, sampler: Sampler, together: int = 0
     ) -> TreePlan | GroupPlan | None:
         """Return how training batches are trees, and show it; None if they are rows."""
-        train, draw = phase.train, sampler.draw
+        train = phase.train
+        draw = sampler.draw
         if sampler.packing and together:
             return None
 
@@ -112,7 +119,8 @@ class TokenTask(Task):
         parts = [each["train"] for each in splits]
         joined = type(parts[0]).joined(parts)
 
-        data, start = [], 0
+        data = []
+        start = 0
         for phase, own in zip(phases, splits, strict=True):
             stop = start + len(own["train"])
             train = self.training(phase, joined, Draw(start, stop, phase.replay))
@@ -135,17 +143,19 @@ def encode_phases(
     for_texts = {"--fim-rate": train.fim_rate, "--long-rows split": train.long_rows == "split"}
     formats = {read.format for read in splits}
     if not any(isinstance(row_format, Text) for row_format in formats):
-        for option in (name for name, is_wanted in for_texts.items() if is_wanted):
-            names = ", ".join(row_format.name for row_format in formats)
-            raise PackError(f"{option}: is for texts, but these examples are {names}.", "conflict")
+        names = ", ".join(row_format.name for row_format in formats)
+        for option, is_wanted in for_texts.items():
+            if is_wanted:
+                text = f"{option}: is for texts, but these examples are {names}."
+                raise PackError(text, "conflict")
 
     encoded = []
     for phase, read in zip(phases, splits, strict=True):
         if phase.name:
-            replayed = (
-                f", {phase.replay:.0%} of its examples from earlier phases" if phase.replay else ""
-            )
-            display.line("phase", f"{phase.name}: {phase.train.iters:,} batches{replayed}")
+            line = f"{phase.name}: {phase.train.iters:,} batches"
+            if phase.replay:
+                line += f", {phase.replay:.0%} of its examples from earlier phases"
+            display.line("phase", line)
         encoded.append(encode_splits(read, base, phase.sources[0], phase.train, display))
 
     return encoded
@@ -179,10 +189,11 @@ def encode_splits(
                 display.line("data", f"tokens of {split} are in {file}", VERBOSE)
 
     first = examples["train"]
+    counted = _counts(examples, train, base.model)
     display.line(
         "data",
-        f"{splits.source} · {_counts(examples, train, base.model)} · {first.format} · {first.targets:,} "
-        f"supervised tokens (loss on {first.loss_on})",
+        f"{splits.source} · {counted} · {first.format} · {first.targets:,} supervised tokens "
+        f"(loss on {first.loss_on})",
     )
     if cut := _cut(examples, train):
         display.line("data", cut)
@@ -214,8 +225,10 @@ def _counts(examples: dict[str, Examples], train: TrainConfig, model: nn.Module)
 
 def _cut(examples: dict[str, Examples], train: TrainConfig) -> str:
     """How many examples are too long, and what became of them; empty if none is."""
-    first, is_text = examples["train"], examples["train"].format == "text"
-    cut, dropped = (sum(getattr(e, key) for e in examples.values()) for key in ("cut", "dropped"))
+    first = examples["train"]
+    is_text = first.format == "text"
+    cut = sum(e.cut for e in examples.values())
+    dropped = sum(e.dropped for e in examples.values())
     if not cut:
         return ""
 
@@ -247,5 +260,8 @@ def encoding_options(
     options = replace(options, ce_last_k=train.ce_last_k)
     if not isinstance(row_format, Text):
         return options
-    fim = FillInTheMiddle(train.fim_rate, train.fim_spm_rate, train.seed, train.fim_tokens)
-    return replace(options, long_rows=train.long_rows, fim=fim if train.fim_rate else None)
+
+    fim = None
+    if train.fim_rate:
+        fim = FillInTheMiddle(train.fim_rate, train.fim_spm_rate, train.seed, train.fim_tokens)
+    return replace(options, long_rows=train.long_rows, fim=fim)
