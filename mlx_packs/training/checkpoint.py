@@ -1,8 +1,8 @@
 """Checkpoints: all that the next step depends on, written atomically, with the hash of every file.
 
-A checkpoint contains the adapters, the optimizer's state, the random state, and how many batches were
-taken (the order of the data is a function of the seed). ``state.json`` has the hashes of the other
-files, and one of itself.
+A checkpoint contains the adapters, the optimizer's state, the random state, and how many batches
+were taken (the order of the data is a function of the seed). ``state.json`` has the hashes of the
+other files, and one of itself.
 """
 
 import math
@@ -32,6 +32,7 @@ ADAPTERS = "adapters.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 METRICS = "metrics.jsonl"  # of the run, beside its checkpoints
+# Keys that are absent in early versions.
 _ADDED_LATER = {
     "grad_norm",
     "window",
@@ -41,7 +42,7 @@ _ADDED_LATER = {
     "terms",
     "computed_tokens",
     "inputs",
-}  # absent in early versions
+}
 _SIGNED = {"loss_sum", "valid_loss", "valid_reward", "valid_best"}  # which may be negative
 _FILES = "files"  # in the state: size and hash of each
 _PREFIX = "step-"
@@ -51,7 +52,6 @@ NAME = re.compile(_PREFIX + r"\d{6,}")  # of a checkpoint
 def save_checkpoint(
     run: Path, trainable: Trainable, optimizer: optimizers.Optimizer, state: TrainingState
 ) -> Path:
-    """Write a checkpoint into a run folder and return its folder."""
     folder = run / f"{_PREFIX}{state.batches:06d}"
     with atomic_folder(folder, replace=True) as partial:
         save_tensors(partial / ADAPTERS, trainable.tensors())
@@ -66,16 +66,11 @@ def save_checkpoint(
 
 
 def batches_of(checkpoint: Path) -> int:
-    """Return the number of batches in the name of a checkpoint."""
     return int(checkpoint.name.removeprefix(_PREFIX))
 
 
 def check_checkpoint(folder: Path) -> bool:
-    """Check every file of a checkpoint; return whether it has hashes, as early versions did not.
-
-    Raises:
-        PackError: a file is missing or damaged.
-    """
+    """Check every file of a checkpoint; return whether it has hashes, as early ones do not."""
     _, facts = _read_state(folder)
     try:
         if facts is None:
@@ -93,11 +88,8 @@ def load_checkpoint(
 ) -> TrainingState:
     """Restore trainable parameters, optimizer and random state; return the progress of the run.
 
-    The optimizer must be initialized for the parameters.
-
-    Raises:
-        PackError: if the checkpoint is damaged, or belongs to other parameters or another
-            optimizer.
+    The optimizer must be initialized for the parameters. Raises PackError if the checkpoint is
+    damaged, or belongs to other parameters or another optimizer.
     """
     state = read_training_state(folder)
     try:
@@ -105,17 +97,20 @@ def load_checkpoint(
         arrays = mx.load(str(folder / OPTIMIZER))
     except (OSError, ValueError, TypeError, RuntimeError) as error:
         raise _damaged(folder, error) from None
+
     if not is_scaled(optimizer):  # a run that began in float16 may go on in another dtype
         arrays = {name: a for name, a in arrays.items() if not name.startswith(f"{KEY}.")}
     arrays = _with_current_names(arrays, optimizer)
     expected = {name: a.shape for name, a in tree_flatten(optimizer.state)} | {"random": (2,)}
     if group().shares < group().size:  # those of all ranks of a pipeline
         arrays = {name: a for name, a in arrays.items() if name in expected}
+
     file = folder / OPTIMIZER
     check_shapes(expected, {name: a.shape for name, a in arrays.items()}, str(file))
     key = arrays.pop("random")
     if key.dtype != mx.uint32:
         raise PackError(f"{file}: random: is {key.dtype}, must be uint32.", "mismatch")
+
     trainable.load(tensors, str(folder / ADAPTERS))
     set_random_state(key)
     optimizer.state = tree_unflatten(list(arrays.items()))
@@ -123,11 +118,7 @@ def load_checkpoint(
 
 
 def load_weights(folder: Path, trainable: Trainable) -> None:
-    """Restore the trainable parameters of a checkpoint alone.
-
-    Raises:
-        PackError: if the checkpoint is damaged, or belongs to other parameters.
-    """
+    """Restore the trainable parameters of a checkpoint alone, once its files are checked."""
     check_checkpoint(folder)
     trainable.load(mx.load(str(folder / ADAPTERS)), str(folder / ADAPTERS))
 
@@ -141,7 +132,6 @@ def has_loss_scale(folder: Path) -> bool:
 
 
 def read_training_state(folder: Path) -> TrainingState:
-    """Return the progress stored in a checkpoint."""
     return _read_state(folder)[0]
 
 
@@ -153,6 +143,7 @@ def _read_state(folder: Path) -> tuple[TrainingState, dict | None]:
             check_seal(content)
             del content[SEAL]
             facts = _checked_facts(content.pop(_FILES))
+
         state = _from_json(TrainingState, content)
         if state.batches and not state.train_s:
             raise ValueError(f"{STATE}: train_s must be positive after {state.batches} batches")
@@ -182,9 +173,11 @@ def _from_json(cls: type, value: object, prefix: str = "") -> Any:
     kinds = {f.name: f.type for f in fields(cls)}
     if not isinstance(value, dict) or not set(kinds) - _ADDED_LATER <= set(value) <= set(kinds):
         raise ValueError(f"{STATE} must contain {', '.join(prefix + name for name in kinds)}")
+
     entries = dict(value)
     if cls is TrainingState:
         entries.setdefault("computed_tokens", None)
+
     for key, number in entries.items():
         kind = kinds[key]
         optional = NoneType in get_args(kind)
@@ -197,6 +190,7 @@ def _from_json(cls: type, value: object, prefix: str = "") -> Any:
         ):
             bound = "" if key in _SIGNED else " of 0 or more"
             raise ValueError(f"{STATE}: {prefix}{key} must be a number{bound}, but is {number!r}")
+
     if cls is Window:
         entries.setdefault("terms", None)
     return cls(**entries)

@@ -22,6 +22,7 @@ def limit_command_buffers(base: Base | str | Path, train: TrainConfig, display: 
     """
     if not mx.metal.is_available():
         return
+
     value = os.environ.get(VARIABLE, "")
     limit = int(value) if value.isdecimal() else None
     try:
@@ -30,6 +31,7 @@ def limit_command_buffers(base: Base | str | Path, train: TrainConfig, display: 
         planned = plan_buffers(headers, train, chip, limit)
     except PackError:  # loading reports what is wrong; a family without a formula has no plan
         return
+
     line = planned.line()
     if planned.limit is not None:
         os.environ[VARIABLE] = str(planned.limit)

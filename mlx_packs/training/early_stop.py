@@ -19,21 +19,14 @@ _CLEARLY = 0.01  # better, as a share of the score
 
 @dataclass
 class EarlyStop:
-    """The best validation score of a run so far, and why it should end now.
+    """The best validation score of a run so far, and why it should end now."""
 
-    Args:
-        patience: validations without a better score that end the run; None for no limit.
-        seconds: that it trains for; None for no limit.
-        best_by: the entry of a score that is compared; None is its value.
-        curve: the lines of metrics.jsonl; a resumed run continues with what they tell.
-        observers: of the run, each of which may end it.
-    """
-
+    # Validations without a better score that end the run; None for no limit.
     patience: int | None = None
-    seconds: float | None = None
-    best_by: str | None = None
-    curve: Sequence[dict] = ()
-    observers: Sequence[Observer] = ()
+    seconds: float | None = None  # that it trains for; None for no limit
+    best_by: str | None = None  # the entry of a score that is compared; None is its value
+    curve: Sequence[dict] = ()  # of metrics.jsonl; a resumed run continues with what it tells
+    observers: Sequence[Observer] = ()  # of the run, each of which may end it
     batch: int = 0  # of the best score
     best: Score | None = None
     since: int = 0  # validations after it
@@ -66,6 +59,7 @@ class EarlyStop:
 
         if self.seconds is not None and monotonic() - self._started >= self.seconds:
             return f"it trained for {clock(self.seconds)} (--time)"
+
         return next((o.stop_reason for o in self.observers if o.stop_reason), None)
 
 

@@ -47,7 +47,6 @@ _LONG_S = 2  # of a forward pass
 
 
 def score_phases(objectives: Objectives, data: Sequence[PhaseData], display: Display) -> Scores:
-    """Return the scores on the held-out examples of each phase, by its name."""
     held_out = {each.phase.name: each.held_out() for each in data}
     total = sum(examples.batches_per_epoch() for examples in held_out.values())
     with display.task("eval", total, "held-out batches", part=EVALUATE) as bar:
@@ -58,7 +57,6 @@ def score_phases(objectives: Objectives, data: Sequence[PhaseData], display: Dis
 
 
 def loop_settings(phase: RunPhase, run_iters: int) -> LoopSettings:
-    """Return what the loop is told of a phase, in a run of so many batches."""
     train = phase.train
     return LoopSettings(
         start=phase.start,
@@ -75,7 +73,7 @@ def loop_settings(phase: RunPhase, run_iters: int) -> LoopSettings:
 
 
 def check_scores(scores: Scores, saved: bool) -> None:
-    """Raise Float16Overflow if a score is not finite; ``saved`` is whether a checkpoint is there."""
+    """Raise Float16Overflow if a score is not finite; ``saved``: whether there is a checkpoint."""
     if not all(math.isfinite(score.value) for score in scores.values()):
         raise Float16Overflow("the loss of the held-out examples overflows", saved)
 
@@ -116,7 +114,6 @@ class Fit:
         return self.objectives[self.run.goal.name].unit
 
     def trained(self) -> Trained:
-        """Return what tasks are told of the phases that are over."""
         return Trained(self.run.phases, self.curve, self.scores)
 
     def train(self, before: Scores | None = None) -> None:
@@ -124,6 +121,7 @@ class Fit:
         run, display = self.run, self.run.display
         mx.random.seed(run.train.seed)
         self.parts = run.train.micro_batches
+
         checkpoint = None
         if (point := run.place.resume_point) is not None:
             checkpoint = point.folder
@@ -135,8 +133,10 @@ class Fit:
             batches = f"batch {self.state.batches} of {run.goal.stop}"
             display.line("resume", f"{run.folder}: {batches} ({point.why})")
             self._check_end()
+
         mx.reset_peak_memory()
         before = self._plan_time(before)
+
         while True:
             try:
                 optimizer = self._train_phases(before, checkpoint)
@@ -145,6 +145,7 @@ class Fit:
                 checkpoint = latest_checkpoint(run.folder)
                 self.state = read_training_state(checkpoint)
                 self.curve[:] = read_metrics(run.folder, self.state.batches)
+
         if run.train.picks_best:
             self._load_best()
         elif better := better_earlier(self.curve):
@@ -152,6 +153,7 @@ class Fit:
         display.line(
             "shapes", f"{len(self.shapes)} of batches, {self.traces} compiled traces", VERBOSE
         )
+
         state, unit = self.state, self.unit
         self.measured = {
             "train_s": state.train_s,
@@ -175,6 +177,7 @@ class Fit:
         run, clock, done = self.run, self.run.display.clock, self.state.batches
         if clock is None:
             return before or {}
+
         clock.plan(TRAIN, run.goal.stop - done, limit=run.train.seconds)
         validations, saves = 0, 1
         for data in self.data:
@@ -183,6 +186,7 @@ class Fit:
             if validation is not None:
                 validations += left // phase.train.steps_per_eval * validation.batches_per_epoch()
             saves += left // phase.train.save_every
+
         held_out = sum(data.held_out().batches_per_epoch() for data in self.data)
         evaluations = len(run.phases) + (before is None)
 
@@ -193,7 +197,7 @@ class Fit:
         return before or {}
 
     def _check_end(self) -> None:
-        """Note that a resumed run had ended; it cannot end before the batches that it has completed."""
+        """Note that a resumed run had ended; it cannot end before batches that it has taken."""
         run, done, end = self.run, self.state.batches, self.run.goal.stop
         if done > end:
             raise PackError(
@@ -202,6 +206,7 @@ class Fit:
                 "conflict",
                 "iters",
             )
+
         if done == end:
             run.display.line("note", "the run had ended; with more --iters or --epochs it goes on")
 
@@ -215,22 +220,25 @@ class Fit:
                 self.objectives[phase.name].begin(fresh=False)  # it is scored after the run
                 self.scores.append(self._logged_scores(phase, before))
                 continue
+
             previous, optimizer = optimizer, phase.optimizer(self.on_nan.factor)
             optimizer.init(self.trainable.model.trainable_parameters())
             if self.float16:
                 add_scale(optimizer)
+
             if checkpoint is not None:
                 self.state = load_checkpoint(checkpoint, self.trainable, optimizer)
                 checkpoint = None
             elif previous is not None and phase.carries_optimizer:
                 carry_state(previous, optimizer)
+
             self._train_phase(data, optimizer)
             if phase is not run.goal:
                 self.scores.append(self._logged_scores(phase, before) or self._score_after(phase))
+
         return optimizer
 
     def score(self) -> Scores:
-        """Return the scores on the held-out examples of each phase, by its name."""
         run = self.run
         scores = score_phases(self.objectives, self.data, run.display)
         if self.float16:
@@ -242,6 +250,7 @@ class Fit:
         run, phase = self.run, data.phase
         if phase.name:
             run.display.line("phase", f"{phase.name}: batches {phase.start + 1} to {phase.stop}")
+
         loop = self._loop_of(data, optimizer)
         batches = data.train.batches(self.state.batches - phase.start)
         self.trainable.model.train()
@@ -272,7 +281,6 @@ class Fit:
             run.display.line("stop", text)
 
     def _loop_of(self, data: PhaseData, optimizer: optimizers.Optimizer) -> Loop:
-        """Return the loop over a phase."""
         run, phase = self.run, data.phase
         step = BatchStep(*self._stepper_of(phase, optimizer), data.train.collate, self.parts)
         mean_inputs = data.task.mean_inputs(data)

@@ -21,10 +21,7 @@ def output_folders(
     """Yield the folders of pack and run, which no other process writes meanwhile.
 
     Without ``out`` the pack is named after its data, with a number where that name is taken; the
-    name is reserved by creating the run folder. Folders that are still empty at the end are removed.
-
-    Raises:
-        PackError: if something would be lost, or nothing can be written there.
+    name is reserved by creating the run folder. Folders still empty at the end are removed.
     """
     if out is None:
         if resume:
@@ -34,12 +31,14 @@ def output_folders(
         folder = Path(out).expanduser()
         run_folder(folder)  # checks the name
         check_output(folder, overwrite or resume)
+
     parent = next(p for p in folder.absolute().parents if p.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         name = folder if out is None else out
         raise PackError(
             f"--out {name}: cannot be written ({parent} is no folder to write in).", "unwritable"
         )
+
     created = [p for p in folder.absolute().parents if not p.exists()]
     try:
         make_folder(folder.parent)
@@ -97,6 +96,7 @@ def _data_name(columns: DataConfig) -> str:
     first = entries[0] if isinstance(entries, list) and entries else entries
     if isinstance(first, dict) and isinstance(first.get("path"), str):
         return Path(first["path"]).expanduser().resolve().name or "pack"
+
     name = columns.data
     if name.startswith("hf:"):
         name = name.removeprefix("hf:").partition("[")[0]

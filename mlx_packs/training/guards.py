@@ -50,7 +50,6 @@ class RunFolder(Guard):
         self._run, self._identity, self._curve = guarded.run, guarded.identity, guarded.curve
 
     def between_batches(self, step: object, batch: object, number: int) -> None:
-        """Look for the folder."""
         self.before_checkpoint(0)
 
     def before_checkpoint(self, nbytes: int) -> None:
@@ -58,6 +57,7 @@ class RunFolder(Guard):
         folder = self._run.folder
         if (folder / CONFIG).is_file():
             return
+
         self._run.display.line(
             "note", f"{folder}: was removed or moved; it is written again, without its checkpoints"
         )
@@ -80,13 +80,12 @@ class RunFolder(Guard):
 
 
 class DiskSpace(Guard):
-    """Makes room for a checkpoint where old ones may be removed, or ends the run before it is begun."""
+    """Removes old checkpoints to make room for the next, or ends the run before it is written."""
 
     def __init__(self, guarded: Guarded) -> None:
         self._run = guarded.run
 
     def before_checkpoint(self, nbytes: int) -> None:
-        """Compare the free space with a checkpoint's size."""
         run, needed = self._run, nbytes + _SPARE
         while (free := shutil.disk_usage(run.folder).free) < needed:
             older = self._removable()
@@ -112,9 +111,9 @@ class DiskSpace(Guard):
 class Memory(Guard):
     """Reads the state of the system once a second.
 
-    Under pressure MLX's freed buffers are released; then batches are taken in twice as many
-    pieces, which changes an update by rounding alone; where a piece is one row already, the run ends
-    before the system swaps, once the pressure is critical.
+    Under pressure MLX's freed buffers are released; then batches are taken in twice as many pieces,
+    which changes an update by rounding alone; where a piece is one row already, the run ends before
+    the system swaps, once the pressure is critical.
     """
 
     def __init__(self, guarded: Guarded) -> None:
@@ -160,5 +159,4 @@ GUARDS: dict[str, Callable[[Guarded], Guard]] = {
 
 
 def make_guards(guarded: Guarded) -> list[Guard]:
-    """Return the guards of a run."""
     return [make(guarded) for make in GUARDS.values()]

@@ -23,10 +23,7 @@ _BEFORE = {"share_prefix": "off"}
 
 
 def start_of(file: str | None, earlier: dict | None) -> dict | None:
-    """Return name and hash of the adapters that a run starts from; None for fresh ones.
-
-    ``earlier`` is the identity of the run that is resumed.
-    """
+    """Return name and hash of the adapters to start from; a resumed run has them in ``earlier``."""
     if earlier is not None:
         if file is not None:
             raise PackError(
@@ -36,6 +33,7 @@ def start_of(file: str | None, earlier: dict | None) -> dict | None:
                 "resume_adapter_file",
             )
         return earlier["recipe"].get("resume_adapter_file")
+
     if file is None:
         return None
     if not Path(file).is_file():
@@ -70,8 +68,7 @@ def packages_of(train: TrainConfig) -> dict:
 def check_resume(run: Path, base: Path, identity: dict, earlier: dict) -> None:
     """Check that a resumed run is the same run: base, data and everything that shapes a step.
 
-    ``base`` is the folder of the base, ``identity`` that of the run as requested, ``earlier`` that
-    of the run as it began.
+    ``base`` is the folder of the base, ``earlier`` the identity of the run as it began.
     """
     same_base = is_fingerprint_of(base, earlier["base"], identity["base"], f"--resume: {run}")
     for key, same, other, flag in (
@@ -84,6 +81,7 @@ def check_resume(run: Path, base: Path, identity: dict, earlier: dict) -> None:
                 "mismatch",
                 flag,
             )
+
     was, now = earlier.get("loss"), identity.get("loss")
     if was != now:
         raise PackError(
@@ -92,6 +90,7 @@ def check_resume(run: Path, base: Path, identity: dict, earlier: dict) -> None:
             "mismatch",
             "loss",
         )
+
     texts = earlier.get("base_text_files")  # of older runs nobody knows
     if isinstance(texts, dict) and (names := changed_texts(base, texts)):
         raise PackError(
@@ -100,15 +99,18 @@ def check_resume(run: Path, base: Path, identity: dict, earlier: dict) -> None:
             "mismatch",
             "model",
         )
+
     # an option that is newer than the run was what it is by default, or what came before it
     newest = json.loads(json.dumps(Recipe().to_json())) | _BEFORE
     then, now = newest | earlier["recipe"], newest | json.loads(json.dumps(identity["recipe"]))
     then, now = with_bias_correction(then), with_bias_correction(now)
+
     may_change = set(fields_where(TrainConfig, resumable=True))
     if not then["dropout"]:  # else other masks would be drawn
         may_change |= set(fields_where(TrainConfig, resumable="without-dropout"))
     if "phases" in then:
         may_change.discard("iters")  # where one phase ends, the next begins
+
     fixed = sorted((set(now) | set(then)) - may_change)
     check_unchanged("--resume", then, {key: now.get(key) for key in fixed})
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _StartedBatch:
-    """A batch whose step was started at a time, as `time.perf_counter` has it."""
+    """A batch whose step was started; ``start`` is as `time.perf_counter` has it."""
 
     batch: Batch
     number: int  # in the run
@@ -38,11 +38,11 @@ class Loop:
 
     The next step is submitted to a GPU before the loss of the last one is read, so that it never
     waits for Python; two steps are in flight at most. The peak of memory stays that of one: a step
-    begins with the weights that the last one ends with, and MLX allocates for ten command buffers of
-    50 dispatches before it waits for one of them (its transforms.cpp and metal/device.cpp), which is
-    part of a forward pass while the peak is at the end of one; only steps shorter than that can be
-    in memory together. Reports, scores, checkpoints and the end wait for every step that was
-    started, so none of them has a number or weight that was not checked.
+    begins with the weights that the last one ends with, and MLX allocates for ten command buffers
+    of 50 dispatches before it waits for one of them (its transforms.cpp and metal/device.cpp),
+    which is part of a forward pass while the peak is at the end of one; only steps shorter than
+    that can be in memory together. Reports, scores, checkpoints and the end wait for every step
+    that was started, so none of them has a number or weight that was not checked.
     """
 
     settings: LoopSettings

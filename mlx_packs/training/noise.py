@@ -17,6 +17,7 @@ def add_noise(trainable: Trainable, alpha: float) -> None:
         is_inside = path.rpartition(".")[0] in noisy
         if not is_inside and is_embedding(table) and frozen_weight(table).shape[0] == vocab_size:
             noisy[path] = NoisyEmbedding(module, alpha)
+
     if not noisy:
         raise PackError(
             f"--neftune-noise-alpha: {trainable.base.name} has no embedding that it can be added to.",

@@ -27,12 +27,7 @@ _SHOWN = 4  # rows in a message
 
 
 class OnNan:
-    """The policy of a run for losses and gradients that are not finite.
-
-    Args:
-        run: its settings have the policy.
-        observers: notified of skipped updates.
-    """
+    """The policy of a run, whose observers are notified of skipped updates."""
 
     def __init__(self, run: Run, observers: Sequence[Observer]) -> None:
         self._run, self._observers = run, observers
@@ -73,16 +68,9 @@ class OnNan:
         self._skipped = 0
 
     def handle(self, number: int, fault: str, batches: Sequence[Batch]) -> None:
-        """Record that the update of some batches is not finite; return where it is skipped.
+        """Record that an update is not finite; skip it, or `end`.
 
-        Args:
-            number: of the last batch, in the run.
-            fault: what is wrong.
-            batches: of the update whose loss is not finite; all of them where only the gradient is.
-
-        Raises:
-            PackError: the policy or its limit ends the run; it names the rows.
-            BackOff: the run goes on from its last checkpoint.
+        ``batches`` are those whose loss is not finite; all of the update if only the gradient is.
         """
         if self.policy == "skip" and self._skipped < MOST_SKIPPED:
             self._skipped += 1
@@ -93,7 +81,10 @@ class OnNan:
         self.end(number, fault, batches)
 
     def end(self, number: int, fault: str, batches: Sequence[Batch]) -> NoReturn:
-        """Back off, or stop; a model that is not finite leaves no other choice."""
+        """Raise BackOff, or a PackError that names the rows.
+
+        A model that is not finite leaves no other choice.
+        """
         rows = self._rows_of(batches)
         checkpoint = latest_checkpoint(self._run.folder)
         if self.policy == "back-off" and checkpoint and self._count("back-off") < MOST_BACK_OFFS:
@@ -101,17 +92,21 @@ class OnNan:
             text = f"{fault}, back to {checkpoint.name} with {self.factor:g} of the learning rate"
             self._tell(number, text, rows)
             raise BackOff
+
         self._record(number, fault, rows, action="stop")
         limit = {
             "skip": f" {MOST_SKIPPED} updates in a row were skipped.",
             "back-off": f" The run backed off {self._count('back-off')} times.",
         }
+
         last = (
             f"The last good checkpoint is {checkpoint}." if checkpoint else "No checkpoint was due."
         )
+
         others = " or ".join(name for name in ("skip", "back-off") if name != self.policy)
         norm = self._run.train.max_grad_norm or 0
         clipped = "" if 0 < norm <= 1 else ", or --max-grad-norm 1"
+
         raise PackError(
             f"step {number}: {fault}. Training stopped.{limit.get(self.policy, '')}"
             f"{self._shown(rows)} {last} Try --on-nan {others}, or a lower --learning-rate than "
@@ -145,6 +140,7 @@ def read_records(run: Path) -> list[dict]:
         lines = read_text(run / NOT_FINITE).splitlines()
     except (PackError, OSError):
         return []
+
     records = []
     for line in lines:
         try:

@@ -32,10 +32,9 @@ _OF_STAGES = "extras.pipeline.memory:of_stages"
 
 
 def check_headers(name: str | Path, settings: RunSettings, folder: Path) -> None:
-    """Check that a base could fit whatever the examples are, before a weight is read.
+    """Check, before a weight is read, that a base could fit whatever the examples are.
 
-    Where headers cannot be read or no plan is possible, loading reports what is wrong. ``folder``
-    is the run folder.
+    Where headers cannot be read or no plan is possible, loading reports what is wrong.
     """
     train = settings.train
     try:
@@ -46,11 +45,12 @@ def check_headers(name: str | Path, settings: RunSettings, folder: Path) -> None
         if error.code == "memory":
             raise
         return
+
     _check_disk(folder, plan_disk(least, train))
 
 
 def _estimate_of(train: TrainConfig) -> Estimate:
-    """Return the estimate of a rank's memory."""
+    """Pick the estimate of a rank's memory."""
     return load(_OF_STAGES)(group().size) if train.pipeline else estimate
 
 
@@ -58,7 +58,7 @@ def _estimate_of(train: TrainConfig) -> Estimate:
 def suggesting_pipeline(
     headers: Headers, settings: RunSettings, shapes: Iterable[Shape] | None = None
 ) -> Iterator[None]:
-    """Let the error of a run that is too large for its ranks name ``--pipeline`` where that fits."""
+    """Let the error of a run that is too large for its ranks name ``--pipeline`` if that fits."""
     try:
         yield
     except PackError as error:
@@ -66,11 +66,13 @@ def suggesting_pipeline(
         is_known = headers.config.get("model_type") in FAMILIES and train.tasks == ("lm",)
         if error.code != "memory" or ranks == 1 or train.pipeline or not is_known:
             raise
+
         shapes = shapes or [estimator_of(headers.config).smallest_shape(train)]
         cheapest = load("extras.pipeline.memory:cheapest")
         plan = cheapest(headers, settings.lora, train, load(_OF_STAGES)(ranks), shapes)
         if fit(plan, runtime.total_memory()) == "no":
             raise
+
         raise PackError(
             f"{error.message} With --pipeline each of the {ranks} ranks would take "
             f"{size(plan.peak_bytes)}.",
@@ -95,15 +97,14 @@ def fit_into_memory(
     """Return the memory plan, the matmul path and the activation checkpointing of a run.
 
     The loss goes through ``target``. ``planned`` are the settings with ``auto`` resolved for
-    the task; without a plan ``auto`` checkpointing is ``unplanned_recompute``.
-
-    Raises:
-        PackError: if nothing is within the memory and the disk that there are, unless forced.
+    the task; without a plan ``auto`` checkpointing is ``unplanned_recompute``. Raises PackError
+    if nothing is within memory and disk, unless forced.
     """
     ranks = group()
     planned = replace(planned, batch_size=planned.batch_size // ranks.shares)
     headers, estimate_of = Headers.of(base), _estimate_of(run.train)
     force = run.request.force
+
     plans, shapes = {}, {shape for each in data for shape in each.shapes()}
     try:
         with suggesting_pipeline(headers, run, shapes):
@@ -112,6 +113,7 @@ def fit_into_memory(
         if error.code == "memory":
             raise
         run.display.line("plan", f"{error.message} Memory and disk are not checked.")
+
     rows = data[-1].task.typical_rows(data[-1])
     choice = choose_path(run, target, rows, plans)
     plan, disk = plans.get(choice.matmul_path), None
@@ -120,10 +122,12 @@ def fit_into_memory(
         _show_plan(base, run, plan, disk)
         if not force:
             _check_disk(run.folder, disk)
+
     recompute = run.train.recomputes
     if recompute == "auto":
         recompute = plan.recompute if plan else unplanned_recompute
         recompute = ranks.from_first(recompute.encode()).decode()
+
     return MemoryChoice(plan, choice, recompute, disk)
 
 
@@ -141,9 +145,11 @@ def choose_path(
     ranks = group()
     if rows is None:
         return MatmulPathChoice("dense", {}, "the base is not quantized")
+
     requested = run.train.matmul_path
     goes_on = run.place.resume and not run.place.overflow  # in another dtype, others may be faster
     resumed = recorded_matmul_path(run.folder) if goes_on else None
+
     if requested != "auto":
         choice = MatmulPathChoice(requested, {}, "as specified")
     elif resumed in (plans or MATMUL_PATHS):
@@ -157,6 +163,7 @@ def choose_path(
             path = ranks.from_first(choice.matmul_path.encode() if ranks.is_first else b"")
         if not ranks.is_first:
             choice = MatmulPathChoice(path.decode(), {}, "as the first rank has chosen")
+
     run.display.line("path", choice.line(), VERBOSE)
     for kind in choice.kinds:
         run.display.line("", kind.line(), VERBOSE)
@@ -177,6 +184,7 @@ def matmul_paths_by_name(trainable: Trainable, choice: MatmulPathChoice) -> dict
         seen.add(path)
         name = path.removesuffix(".linear").rpartition(".")[2]  # .linear: an adapted projection's
         names.setdefault(name, {"paths": Counter()})["paths"][used] += 1
+
     for kind in choice.kinds:
         for name in kind.names:
             if name in names:
@@ -189,12 +197,14 @@ def _show_plan(base: Base, run: Run, plan: MemoryPlan, disk: DiskPlan) -> None:
     memory = runtime.total_memory()
     method = f"{'QLoRA' if base.quantization else 'LoRA'} r{run.lora.rank}"
     method = "full fine-tuning" if run.train.trains_base else method
+
     run.display.line(
         "plan",
         f"{method} · {size(plan.peak_bytes)} of {size(memory)} (± {ERROR:.0%}) · "
         f"disk {size(disk.total_bytes)}",
     )
     run.display.line("", f"recompute {plan.recompute} · disk {disk.summary()}", VERBOSE)
+
     warnings = {"tight": f"tight: {ERROR:.0%} more would not fit", "no": "does not fit, forced"}
     if warning := warnings.get(fit(plan, memory)):
         run.display.line("plan", warning)

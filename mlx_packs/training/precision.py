@@ -16,9 +16,11 @@ def run_dtype(train: TrainConfig, place: Place, config: Mapping) -> ComputeDtype
     """
     if place.overflow:
         return ComputeDtype("bfloat16", place.overflow, "bfloat16")
+
     dtype = choose_compute_dtype(config, train.compute_dtype, train.trains_base)
     if place.resume_point is None or dtype.name == "float32":
         return dtype
+
     checkpoint = place.resume_point.folder
     was_float16 = has_loss_scale(checkpoint)
     if was_float16 == (dtype.name == "float16"):
@@ -31,6 +33,7 @@ def show_dtype(display: Display, dtype: ComputeDtype, requested: str) -> None:
     """Show the dtype of a run, unless it is that of every run on a CPU."""
     if dtype.name == "float32" and requested in ("auto", "float32"):
         return
+
     instead = f" instead of {requested}" if requested not in ("auto", dtype.name) else ""
     scaled = " · the loss is scaled" if dtype.name == "float16" else ""
     display.line("dtype", f"{dtype.name}{instead}: {dtype.why}{scaled}")

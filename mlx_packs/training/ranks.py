@@ -1,4 +1,4 @@
-"""What the ranks of a run do apart: the first one writes and prints, the others keep what they need."""
+"""What the ranks of a run do apart: the first writes and prints, others keep what they need."""
 
 import json
 import tempfile
@@ -35,6 +35,7 @@ def folders_of_rank(
                 _send_run(ranks, run if resume else None)
                 yield pack, run
             return
+
         with tempfile.TemporaryDirectory(prefix="mlx-packs-rank-") as folder:
             pack = Path(folder) / "pack"
             _receive_run(ranks, run_folder(pack))
@@ -54,6 +55,7 @@ def _send_run(ranks: Group, run: Path | None) -> None:
     """Send the files of a run folder to the other ranks, one after the other."""
     files = sorted(file for file in run.rglob("*") if file.is_file()) if run else []
     names = [str(file.relative_to(run)) for file in files if file.suffix not in (".png", ".html")]
+
     ranks.from_first(json.dumps(names).encode())
     for name in names:
         ranks.from_first((run / name).read_bytes())
@@ -68,11 +70,7 @@ def _receive_run(ranks: Group, run: Path) -> None:
 
 
 def check_alike(facts: dict) -> None:
-    """Check that all ranks train the same base on the same examples by the same recipe.
-
-    Raises:
-        PackError: they differ; the message names the rank and in what.
-    """
+    """Check that all ranks train the same base on the same examples by the same recipe."""
     received = [json.loads(each) for each in group().gathered(json.dumps(facts).encode())]
     for rank, other in enumerate(received):
         differing = sorted(key for key in facts if other.get(key) != received[0].get(key))
@@ -86,11 +84,7 @@ def check_alike(facts: dict) -> None:
 
 @contextmanager
 def ranks_of_run(lora: LoRAConfig, train: TrainConfig) -> Iterator[None]:
-    """Let the ranks that there are train a run: each its share of a batch, or the blocks of a stage.
-
-    Raises:
-        PackError: they cannot.
-    """
+    """Let the ranks train a run: each its share of a batch, or the blocks of a stage."""
     ranks = group()
     check_ranks(train)
     if train.pipeline:
@@ -103,11 +97,7 @@ def ranks_of_run(lora: LoRAConfig, train: TrainConfig) -> Iterator[None]:
 
 
 def check_ranks(train: TrainConfig) -> None:
-    """Check that a run can be trained by the ranks that there are.
-
-    Raises:
-        PackError: its batches cannot be shared.
-    """
+    """Check that a run can be trained by the ranks that there are."""
     size = group().size
     if train.pipeline:
         return
@@ -123,11 +113,7 @@ def check_ranks(train: TrainConfig) -> None:
 
 
 def check_examples(counts: Mapping[str, int]) -> None:
-    """Check that there are examples for every rank, given their numbers by split.
-
-    Raises:
-        PackError: a rank would have nothing to train on.
-    """
+    """Check that there are examples for every rank, given their numbers by split."""
     size = group().shares
     for name, count in counts.items():
         if name.rpartition("/")[2] == "train" and count < size:

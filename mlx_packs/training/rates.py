@@ -14,10 +14,7 @@ from .settings import Run
 
 
 def note_rates(run: Run, earlier: dict | None) -> None:
-    """Show what is unexpected about the learning rate of a run.
-
-    ``earlier`` is the identity of the run that it resumes.
-    """
+    """Show what is unexpected; ``earlier`` is the identity of the run that this one resumes."""
     for note in _notes(run, earlier):
         run.display.line("note", note)
 
@@ -31,6 +28,7 @@ def _notes(run: Run, earlier: dict | None) -> Iterator[str]:
             f"{train.optimizer} without bias correction, as mlx-lm trains: the first updates are up "
             "to 6 times as large as in PEFT and TRL at the same learning rate (--bias-correction)"
         )
+
     for phase in run.phases:
         if note := _long_warmup(phase):
             yield note
@@ -44,6 +42,7 @@ def _long_warmup(phase: RunPhase) -> str | None:
     warmup, updates = warmup_updates(train), updates_of(train)
     if warmup < updates:
         return None
+
     highest, peak = _rate(train, updates - 1), _rate(train, warmup)
     return (
         f"{phase.name and phase.name + ': '}the warm-up takes {warmup:,} updates, and the "
@@ -68,11 +67,13 @@ def _changed_schedule(run: Run, earlier: dict) -> str | None:
         or type(recipe.get("iters")) is not int
     ):
         return None
+
     batches = batches_of(run.place.resume_point.folder)
     updates = -(-batches // train.grad_accumulation_steps)
     before = replace(train, iters=recipe["iters"])
     if updates < 1 or _rates(before, updates) == _rates(train, updates):
         return None
+
     last, following = _rate(before, updates - 1), _rate(train, updates)
     return (
         f"with --iters {train.iters:,} instead of {before.iters:,} the schedule has another length: "

@@ -34,7 +34,7 @@ class Reports:
         self._mean_inputs = mean_inputs  # of a usual batch, where batches differ
 
     def phase_starts(self, batches: int, done: int) -> None:
-        """Say that a phase of so many batches goes on after those that are ``done``."""
+        """Announce a phase, which goes on after its first ``done`` batches."""
         for observer in self.observers:
             observer.on_phase_start(batches, done)
         if self._clock is not None:
@@ -46,7 +46,6 @@ class Reports:
             observer.on_phase_end()
 
     def batch_done(self, batch: Batch, loss: float, state: TrainingState) -> None:
-        """Report the loss of a batch, and the throughput so far."""
         self._weigh(batch)
         unit, window = self._step.objective.unit, state.window
         entries = {
@@ -80,18 +79,17 @@ class Reports:
         }
         if self._step.stepper.scaled:
             entries |= scale_facts(optimizer)
+
         line = self._line(state, entries)
         for observer in self.observers:
             observer.on_report(line, window.batches_per_s)
 
     def validated(self, score: Score, state: TrainingState, seconds: float) -> None:
-        """Report the score of the validation split."""
         line = self._line(state, score.entries)
         for observer in self.observers:
             observer.on_validation(line, score, seconds)
 
     def checkpoint_written(self, folder: Path) -> None:
-        """Report a checkpoint."""
         for observer in self.observers:
             observer.on_checkpoint(folder)
         self.tick("save")
@@ -107,6 +105,5 @@ class Reports:
             self._clock.weigh(TRAIN, batch.computed / self._mean_inputs)
 
     def _line(self, state: TrainingState, entries: dict[str, float]) -> dict:
-        """Return a line for observers, with the number of batches and the phase's name."""
         phase = {"phase": self._phase} if self._phase else {}
         return {"batch": state.batches, **entries, **phase}

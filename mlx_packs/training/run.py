@@ -116,7 +116,8 @@ def train_pack(  # noqa: PLR0913 (the public face)
         project_name: Name of the project for ``report_to``.
         trust_remote_code: Whether to allow executing Python code shipped with the base model.
         force: Whether to train even if the run is estimated not to fit into memory or on the disk.
-        progress: Whether to show the progress on standard error, as bars in a terminal or a notebook.
+        progress: Whether to show the progress on standard error, as bars in a terminal or a
+            notebook.
         display: An object that shows the progress in another way, in place of ``progress``.
 
     Returns:
@@ -311,7 +312,7 @@ def _start(request: Request, settings: RunSettings, place: Place) -> _Start:
 def _encode(
     tasks: Mapping[str, Task], base: Base, settings: RunSettings, splits: Sequence[Splits]
 ) -> list[PhaseData]:
-    """Return the encoded examples of every phase; each task encodes those of its phases."""
+    """Each task encodes the examples of its phases."""
     read = {phase.name: own for phase, own in zip(settings.phases, splits, strict=True)}
     encoded: dict[str, PhaseData] = {}
     for name, task in tasks.items():
@@ -372,7 +373,6 @@ def _attached(
 def _save(
     start: _Start, trainable: Trainable, fit: Fit, summary: Summary, memory: MemoryChoice
 ) -> Pack:
-    """Save what was trained as a pack."""
     run = start.run
     data = {
         "source": ", ".join(dict.fromkeys(start.sources)),
@@ -443,16 +443,17 @@ def _open_base(
 
 
 def _describe(trainable: Trainable, display: Display, base_weights: int) -> None:
-    """Show what is trained, and its share of the base's weights."""
     count = trainable.parameter_count()
     share = f"{100 * count / base_weights:.3g} % of {shown_count(base_weights)}"
     display.line(
         trainable.method, f"{count:,} trainable parameters ({share}) · {trainable.details}"
     )
+
     if trainable.groups:
         display.line("", f"in {len(trainable.groups)} groups that share an input", VERBOSE)
     for note in trainable.notes:
         display.line("note", note)
+
     model_type, blocks = trainable.base.config["model_type"], len(trainable.base.model.layers)
     if trainable.specs and adapter_config_of(trainable.specs, model_type, blocks) is None:
         display.line(
@@ -460,6 +461,7 @@ def _describe(trainable: Trainable, display: Display, base_weights: int) -> None
             "ranks or scales differ between projections: stock mlx-lm opens what "
             "`packs export --to mlx-lm` makes of this pack",
         )
+
     for group in trainable.groups:
         for geometry in group.members:
             display.line("", geometry.describe(), VERBOSE)
@@ -471,6 +473,7 @@ def _load_adapters(trainable: Trainable, file: Path) -> None:
         read_header(file)
     except PackError as error:
         raise PackError(f"--resume-adapter-file {error.message}", error.code) from error
+
     with library_errors(
         lambda reason: PackError(f"--resume-adapter-file {file}: {reason}.", "unreadable")
     ):
@@ -479,7 +482,7 @@ def _load_adapters(trainable: Trainable, file: Path) -> None:
 
 
 def _train(start: _Start, trainable: Trainable, objectives: Objectives) -> Fit:
-    """Train, round, and score without and with what was trained; the first step waits for no score."""
+    """Train, round, and score before and after; the first step waits for no score if it can."""
     run = start.run
     float16 = start.dtype.name == "float16"
     before = None
@@ -544,6 +547,7 @@ def _check_gates(start: _Start, pack: Pack, summary: Summary, memory: MemoryChoi
     gates = gate_limits(**start.run.train.gates)
     if not gates:
         return {}
+
     held_out, path = start.data[-1].held_out_examples, memory.choice.matmul_path
     values = start.task.gate_values(gates, pack, summary, held_out, path)
     for _ in range(2):  # the manifest, which has the result, is part of the size
@@ -555,6 +559,7 @@ def _check_gates(start: _Start, pack: Pack, summary: Summary, memory: MemoryChoi
 def _report(run: Run, pack: Pack, fit: Fit, summary: Summary, memory: MemoryChoice) -> dict:
     """Return the part of a run's report that does not depend on its method and task."""
     described = ("split", "rows", "available", "targets")
+
     return {
         "pack": str(run.pack),
         "run": str(run.folder),

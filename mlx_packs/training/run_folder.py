@@ -38,7 +38,6 @@ _OF_EVENTS = ("phase", "memory_pressure", "fault", "action", "to", "rows")
 
 
 def run_folder(pack: Path) -> Path:
-    """Return the run folder beside a pack."""
     if pack.name in ("", ".."):
         raise PackError(f"--out {pack}: must name a folder of its own.", "invalid")
     return pack.with_name(pack.name + "-run")
@@ -53,10 +52,7 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 def reference_file(run: Path, start: int) -> Path:
-    """Return the file for the parameters that a phase on preferences begins with.
-
-    ``start`` is the number of batches of the run before that phase.
-    """
+    """The parameters that a phase on preferences begins with, ``start`` batches into the run."""
     return run / f"reference-{start:06d}.safetensors"
 
 
@@ -81,7 +77,7 @@ def write_identity(run: Path, identity: dict) -> None:
 
 
 def read_identity(run: Path) -> dict:
-    """Return the identity that `write_identity` wrote."""
+    """Return what `write_identity` wrote; an older run gets the settings that it had by default."""
     identity = _parsed_identity(run)
     try:
         check_seal(identity)
@@ -89,6 +85,7 @@ def read_identity(run: Path) -> dict:
         raise PackError(
             f"{run / CONFIG}: {error}. {_without_identity(run)}", "unreadable"
         ) from None
+
     recipe = current_keys(identity["recipe"])
     if recipe.get("keep_last", 0) is None:  # as early versions had it
         recipe["keep_last"] = -1
@@ -99,7 +96,7 @@ def read_identity(run: Path) -> dict:
 
 
 def _parsed_identity(run: Path) -> dict:
-    """Return the content of a run's identity file, with the required types."""
+    """Return the content of the identity file, with the required types."""
     file = run / CONFIG
     try:
         identity = read_json(file, object)
@@ -107,6 +104,7 @@ def _parsed_identity(run: Path) -> dict:
         raise PackError(
             f"{file}: cannot be read as JSON. {_without_identity(run)}", "unreadable"
         ) from None
+
     version = _format_version(identity)
     if version > RUN_FORMAT_VERSION:
         raise PackError(
@@ -114,6 +112,7 @@ def _parsed_identity(run: Path) -> dict:
             "mlx-packs.",
             "unsupported",
         )
+
     kinds = {"recipe": dict, "base": str, "data": dict}
     if not version or not all(isinstance(identity.get(k), kind) for k, kind in kinds.items()):
         raise PackError(
@@ -125,7 +124,7 @@ def _parsed_identity(run: Path) -> dict:
 
 
 def _format_version(identity: object) -> int:
-    """Return the version of a run's format; 0 where it is no run's."""
+    """Return the version of a run's format; 0 if it is no run's."""
     stated = identity.get("format") if isinstance(identity, dict) else None
     match = (
         re.fullmatch(_RUN_FORMAT + r"([1-9][0-9]{0,8})", stated)
@@ -165,16 +164,11 @@ def is_run(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint that a resumed run continues from: the newest that is not damaged.
-
-    Attributes:
-        has_hashes: whether damage would have been noticed; early versions wrote no hashes.
-        damaged: what is wrong with each newer checkpoint.
-    """
+    """The checkpoint that a resumed run continues from: the newest that is not damaged."""
 
     folder: Path
-    has_hashes: bool
-    damaged: tuple[str, ...] = ()
+    has_hashes: bool  # without them, as of early versions, damage may not be noticed
+    damaged: tuple[str, ...] = ()  # what is wrong with each newer checkpoint
 
     @property
     def why(self) -> str:
@@ -185,10 +179,9 @@ class ResumePoint:
 
 
 def resume_point(run: Path) -> ResumePoint:
-    """Return where a run is resumed; every file of newer checkpoints and of this one is checked.
+    """Return where a run is resumed; all files of newer checkpoints and of this one are checked.
 
-    Raises:
-        PackError: there is no checkpoint, or all are damaged.
+    Raises PackError if there is no checkpoint, or all are damaged.
     """
     damaged: list[str] = []
     for folder in reversed(checkpoints(run)):
@@ -196,6 +189,7 @@ def resume_point(run: Path) -> ResumePoint:
             return ResumePoint(folder, check_checkpoint(folder), tuple(damaged))
         except PackError as error:
             damaged.append(error.message)
+
     if damaged:
         others = f" So are {len(damaged) - 1} older ones." if damaged[1:] else ""
         raise PackError(
@@ -213,11 +207,11 @@ def latest_checkpoint(run: Path) -> Path | None:
 
 
 def best_checkpoint(run: Path, after: int = 0, best_by: str | None = None) -> Path | None:
-    """Return the checkpoint with the best validation score; None where none was measured.
+    """Return the checkpoint with the best validation score; None if none was measured.
 
-    A validation (``--steps-per-eval``) counts for the checkpoint of the same batch. ``after`` leaves
-    out earlier batches: each phase of a run has validation examples of its own. ``best_by`` is
-    what ``--best`` names.
+    A validation (``--steps-per-eval``) counts for the checkpoint of the same batch. ``after``
+    leaves out earlier batches: each phase of a run has validation examples of its own. ``best_by``
+    is what ``--best`` names.
     """
     best, highest = None, None
     for folder in checkpoints(run):
@@ -295,9 +289,11 @@ def _metrics_line(text: str) -> dict | None:
         return None
     if not isinstance(line, dict) or type(line.get("batch")) is not int:
         return None
+
     scores = line.get("held_out", {})
     if not isinstance(scores, dict) or not all(isinstance(s, dict) for s in scores.values()):
         return None
+
     values = {k: v for k, v in line.items() if k not in ("held_out", *_OF_EVENTS)}
     numbers = [*values.values(), *(n for score in scores.values() for n in score.values())]
     return line if all(type(number) in (int, float, NoneType) for number in numbers) else None

@@ -60,6 +60,7 @@ def write_page(of: str | Path, out: str | Path | None = None) -> Path:
         else:
             name = pack.short_name.replace("/", "-")
             facts, default = pack_facts(pack, pack.short_name), Path(f"{name}-{PAGE}")
+
     file = default if out is None else Path(out).expanduser()
     if file.is_dir():
         raise PackError(f"--out {file}: is a folder. Name a file.", "exists")
@@ -73,14 +74,11 @@ def pack_facts(pack: Pack, title: str) -> Facts:
 
 
 def run_facts(run: Path) -> Facts:
-    """Return the facts of a run folder for a page, with its pack once the run is over.
-
-    Raises:
-        PackError: the folder is not that of a run, or is damaged.
-    """
+    """Return the facts of a run folder for a page, with its pack once the run is over."""
     identity, lines = read_identity(run), logged_metrics(run)
     report = read_report(run)
     title = run.resolve().name.removesuffix(_SUFFIX)
+
     facts = None
     if report is not None and (pack := _pack_of(run)) is not None:
         facts = pack_facts(pack, title)
@@ -100,8 +98,10 @@ def facts_of_run(
         facts = replace(facts, unit="pairs")
     if not facts.recipe:
         facts = replace(facts, recipe=recipe_sections(recipe))
+
     if report is None:
         return facts
+
     changes, held_out = changes_of(report), report.get("held_out")
     samples = report.get("samples") or [report.get("sample")]
     return replace(
@@ -122,14 +122,11 @@ def write_report(run: Path, report: Mapping, masks: Iterable[Mapping]) -> None:
 
 
 def read_report(run: Path) -> dict | None:
-    """Return the report that `write_report` wrote; None if the run is not over.
-
-    Raises:
-        PackError: the file is damaged.
-    """
+    """Return the report that `write_report` wrote; None if the run is not over."""
     file = run / REPORT
     if not file.is_file():
         return None
+
     report = read_json(file)
     try:
         check_seal(report)
@@ -144,6 +141,7 @@ def _stage(run: Path, identity: Mapping) -> Facts:
     batches = [line["batch"] for line in logged_metrics(run)]
     batches += [batches_of(folder) for folder in checkpoints(run)]
     done = max(batches, default=0)
+
     iters = number(recipe.get("iters"))
     known = iters is not None and not recipe.get("phases") and recipe.get("epochs") is None
     total = f" of {iters:,.0f}" if known else ""

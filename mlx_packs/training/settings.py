@@ -116,20 +116,24 @@ class RunSettings:
         """Return these with the earlier defaults of the run that is resumed, by its identity."""
         if earlier is None:
             return self
+
         train, earlier_columns = self.train, {}
         if not self.columns.changed(["hold_out"]):
             earlier_columns["hold_out"] = earlier["recipe"]["hold_out"]
         if self.columns.template_date is None:
             earlier_columns["template_date"] = earlier["recipe"].get("template_date")
+
         earlier_defaults = {
             name: earlier["recipe"][name]
             for name in ("bias_correction", "warmup_from_zero")
             if not train.changed([name]) and name not in arguments_of(vars(train))
         }
+
         if not train.changed(["share_prefix"]):  # older runs compute every row whole
             earlier_defaults["share_prefix"] = earlier["recipe"].get("share_prefix", "off")
         if train.test_batches is None:  # older runs evaluate all
             earlier_defaults["test_batches"] = earlier["recipe"].get("test_batches", -1)
+
         return self.with_settings(earlier_defaults, earlier_columns)
 
 
@@ -139,6 +143,7 @@ def with_batches(
     """Return settings and examples with ``iters`` in the place of ``--epochs``."""
     if (epochs := settings.train.epochs) is None:
         return settings, list(data)
+
     each = data[-1].train.batches_per_epoch()
     batches = max(1, round(epochs * each))
     own = {"epochs": None, "iters": batches}
@@ -175,15 +180,12 @@ class Run(RunSettings):
 
     @property
     def display(self) -> Display:
-        """What shows the progress."""
         return self.request.display
 
     @property
     def pack(self) -> Path:
-        """The folder of the pack."""
         return self.place.pack
 
     @property
     def folder(self) -> Path:
-        """The run folder."""
         return self.place.folder

@@ -34,7 +34,6 @@ class Window:
 
     @property
     def loss(self) -> float:
-        """Mean loss of its batches."""
         return self.loss_sum / self.terms
 
     @property
@@ -49,7 +48,6 @@ class Window:
 
     @property
     def batches_per_s(self) -> float:
-        """Throughput in batches."""
         return self.batches / self.seconds
 
 
@@ -76,6 +74,7 @@ class TrainingState:
             self.updates += 1
             self.grad_norm = norm
             self.valid_loss = self.valid_reward = self.valid_best = None
+
         self.trained_tokens += batch.targets
         if self.computed_tokens is not None:
             self.computed_tokens += batch.computed

@@ -29,17 +29,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StartedStep:
-    """A step that MLX computes or has computed.
+    """A step that MLX computes or has computed."""
 
-    Attributes:
-        loss: the mean over the batch's targets, or their sum.
-        count: what the sum is divided by; 1 for a mean.
-        norm: of the gradient of its update; None without one.
-    """
-
-    loss: mx.array
-    count: int
-    norm: mx.array | None
+    loss: mx.array  # the mean over the batch's targets, or their sum
+    count: int  # what the sum is divided by; 1 for a mean
+    norm: mx.array | None  # of the gradient of its update; None without one
 
     def read(self) -> tuple[float, float]:
         """Return mean loss and gradient norm (0 without an update), once the step is computed."""
@@ -76,6 +70,7 @@ class Stepper:
         self._exchange_dtype = exchange_dtype
         self.ahead = int(runs_ahead())  # steps that may be in flight before one is read
         self._evaluate = mx.async_eval if self.ahead else mx.eval
+
         self.state = [model.state, optimizer.state, mx.random.state]
         self.shapes: set[tuple] = set()  # of the arrays of all batches so far
         self.traces = 0  # functions that MLX has compiled
@@ -83,6 +78,7 @@ class Stepper:
         # Called with the loss of the first step, before its gradient is computed.
         self.on_first_loss: Callable[[mx.array], None] | None = None
         self._pending: tuple = ()
+
         update = Update(model, optimizer, max_grad_norm, skips)
         self.scaled = update.is_scaled
         self._loss = update.guarded(loss)
@@ -108,6 +104,7 @@ class Stepper:
         self.whole = self._compiled(whole)
         self._gather, self._add = self._compiled(gather), self._compiled(add)
         self._update = mx.compile(update.apply, inputs=self.state, outputs=self.state)
+
         self._prefix: UpdatePrefix | None = None
         if keep_prefixes is not None:
             kind = load("training.update_prefix:UpdatePrefix")
@@ -121,7 +118,7 @@ class Stepper:
         return mx.compile(counted, inputs=self.state, outputs=self.state)
 
     def __call__(self, batch: Batch, last: bool, alone: bool) -> tuple[float, float]:
-        """Take a step; return the batch's mean loss and the gradient norm of its update (0 without)."""
+        """Take a step; return the mean loss of the batch, and the norm of its update or 0."""
         return self.start(batch, last, alone).read()
 
     def start(self, batch: Batch, last: bool, alone: bool) -> StartedStep:
@@ -184,10 +181,12 @@ class Stepper:
         if len(pieces) > 1:
             self.on_first_loss = None  # which the loss of a piece is not
             self.wait_for_each()
+
         total, count = mx.zeros(()), 0
         for number, piece in enumerate(pieces, 1):
             step = self.start(piece, last and number == len(pieces), alone=False)
             total, count = total + step.loss, count + piece.denominator
+
         return StartedStep(total, count, step.norm)
 
     def start_without_batch(self, last: bool) -> StartedStep:
@@ -195,12 +194,13 @@ class Stepper:
         if not self.waiting:
             zeros = tree_map(mx.zeros_like, self.model.trainable_parameters())
             self._pending = mx.zeros(()), zeros
+
         self.waiting += 1
         return StartedStep(mx.zeros(()), 0, self._update_waiting() if last else None)
 
     @contextmanager
     def random_of_rank(self) -> Iterator[None]:
-        """Draw random numbers of the own rank in a step; afterwards all ranks have the same state."""
+        """Draw random numbers of the own rank in a step; after it all ranks have the same state."""
         ranks, state = group(), mx.random.state[0]
         *of_ranks, following = mx.random.split(state, ranks.size + 1, stream=mx.cpu)
         set_random_state(of_ranks[ranks.rank])
@@ -228,7 +228,7 @@ class Stepper:
 
 
 def runs_ahead() -> bool:
-    """Return whether MLX is given a step before the last one is over; the cores of a CPU are busy."""
+    """Whether MLX is given a step before the last one is over; the cores of a CPU are busy."""
     return not runtime.on_cpu()
 
 

@@ -19,7 +19,6 @@ from .watch import Guard
 
 
 def stopped(run: Run, checkpoint: Path, reason: str, code: Code, exit_code: int = 2) -> RunStopped:
-    """Return the error that ends a run which is saved up to a checkpoint."""
     return RunStopped(reason, checkpoint, run.pack, code, exit_code)
 
 
@@ -31,7 +30,7 @@ def interrupted(run: Run, checkpoint: Path, number: int) -> RunStopped:
 
 @contextmanager
 def resumable(run: Run) -> Iterator[None]:
-    """Raise `RunStopped` for a signal or a disk that cannot be written, where there is a checkpoint.
+    """Raise `RunStopped` for a signal or a disk that cannot be written, if there is a checkpoint.
 
     The run folder contains none of another run any more.
     """
@@ -55,11 +54,7 @@ def write_checkpoint(
     optimizer: optimizers.Optimizer,
     state: TrainingState,
 ) -> Path:
-    """Write a checkpoint and return its folder.
-
-    Raises:
-        PackError: it cannot be written; nothing of it is left.
-    """
+    """Write a checkpoint and return its folder; if it cannot be written, nothing of it is left."""
     arrays = [*trainable.tensors().values(), *(a for _, a in tree_flatten(optimizer.state))]
     nbytes = sum(array.nbytes for array in arrays)
 

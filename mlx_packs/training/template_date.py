@@ -16,9 +16,6 @@ def with_template_date(
 
     ``earlier`` is the identity of the run that is resumed: early versions recorded no date, and
     their templates go on reading the clock.
-
-    Raises:
-        PackError: a date is given for a template that has no use for it.
     """
     specified = settings.columns.template_date
     if not reads_clock(base.tokenizer):
@@ -36,6 +33,7 @@ def with_template_date(
     if specified is None:
         display.line("template", "reads the clock, and this run has recorded no date")
         return settings
+
     display.line(
         "template",
         f"reads the clock: {specified} in training (--template-date), the current date in use",

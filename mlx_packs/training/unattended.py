@@ -1,4 +1,4 @@
-"""A run that nobody watches: the Mac stays awake while it trains, and shows a notification at the end."""
+"""A run that nobody watches: the Mac stays awake while it trains, and notifies of its end."""
 
 import os
 import sys
@@ -11,9 +11,8 @@ from .. import macos
 from ..display import Display, clock
 from ..errors import PackError
 
-SUPERVISED = (
-    "MLX_PACKS_SUPERVISED"  # set where a parent process supervises the run (cli/supervise.py)
-)
+# Set where a parent process supervises the run (cli/supervise.py).
+SUPERVISED = "MLX_PACKS_SUPERVISED"
 CRASHED = 70  # its exit code where a defect ends it
 NOTIFIED_S = 600.0  # from which on the end of a run is worth a notification
 
@@ -31,25 +30,19 @@ def program(module: str) -> tuple[str, ...]:
 
 
 def is_supervised() -> bool:
-    """Return whether this process is that of a supervised run."""
     return SUPERVISED in os.environ
 
 
 @contextmanager
 def unattended(awake: bool, pack: Path, display: Display) -> Iterator[None]:
-    """Keep a Mac awake during a run, and notify of its end; elsewhere do nothing.
-
-    Args:
-        awake: whether the Mac is kept awake.
-        pack: the folder that the run writes.
-        display: where messages go.
-    """
+    """Keep a Mac ``awake`` during a run, and notify of its end; elsewhere do nothing."""
     start = time.monotonic()
     with macos.kept_awake() if awake and macos.is_macos() else nullcontext(None) as is_kept:
         if is_kept:
             display.line("awake", "this Mac does not sleep until the run ends (--no-awake lets it)")
         elif is_kept is False:
             display.line("note", "caffeinate cannot be run: this Mac may sleep during the run")
+
         try:
             yield
         except Exception as error:
@@ -61,12 +54,9 @@ def unattended(awake: bool, pack: Path, display: Display) -> Iterator[None]:
 
 
 def announce(start: float, pack: Path, what: str) -> None:
-    """Show a notification on a Mac that a run is over, if it took long and no parent will say so.
+    """Notify on a Mac that a run is over, if it took long and no parent process will say so.
 
-    Args:
-        start: when the run began, as `time.monotonic` has it.
-        pack: the folder that it writes.
-        what: what is true of the pack now.
+    ``start`` is as `time.monotonic` has it; ``what`` is true of the pack now.
     """
     seconds = time.monotonic() - start
     if seconds >= NOTIFIED_S and macos.is_macos() and not is_supervised():

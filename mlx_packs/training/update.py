@@ -96,6 +96,7 @@ def _norm(arrays: Sequence[mx.array]) -> mx.array:
         if sum(a.size for a in parts[-1]) + array.size > limit:
             parts.append([])
         parts[-1].append(array)
+
     joined = [
         part[0] if len(part) == 1 else mx.concatenate([a.reshape(-1) for a in part])
         for part in parts
@@ -181,6 +182,7 @@ def _update_and_scale(
     finite = mx.isfinite(norm)
     scale = _next_scale(optimizer.state[KEY], finite, mx.isfinite(count))
     stopped = scale["scale"] == 0
+
     own, before = model.trainable_parameters(), dict(tree_flatten(optimizer.state))
     with _lasting_moments(optimizer, finite) as moments_last:
         updated = optimizer.apply_gradients(
@@ -206,6 +208,7 @@ def _lasting_moments(optimizer: optimizers.Optimizer, finite: mx.array) -> Itera
     if type(optimizer) not in _DECAYING:
         yield False
         return
+
     betas = optimizer.betas
     optimizer.betas = [mx.where(finite, beta, 1.0) for beta in betas]
     try:

@@ -41,7 +41,7 @@ class UpdateGuard:
         self._display = display
         # The last update that was read, and the random state then: an overflow leads there.
         self._updated: tuple[TrainingState, mx.array] | None = None
-        # Of the update at work, the batches that were read, and what is wrong with the loss of each.
+        # Of the update at work, the batches that were read, and what is wrong with each loss.
         self._of_update: list[tuple[Batch, str | None]] = []
         self._finite: Batch | None = None  # the last batch whose loss was finite
 
@@ -55,8 +55,8 @@ class UpdateGuard:
     ) -> bool:
         """Return whether a batch is no part of an update, because something is not finite.
 
-        ``updates`` is whether an update came with it, whose gradient has this norm. Raises PackError
-        where the run ends, and BackOff where it goes on from its last checkpoint.
+        ``updates`` is whether an update came with it, whose gradient has this norm. Raises
+        PackError if the run ends, and BackOff if it goes on from its last checkpoint.
         """
         fault = not_finite(loss, 0.0)
         self._of_update.append((batch, fault))

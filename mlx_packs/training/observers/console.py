@@ -21,13 +21,11 @@ class Console(Observer):
         self._bar: Task | None = None
 
     def on_phase_start(self, batches: int, done: int) -> None:
-        """Open a progress bar."""
         self._bar = self._open.enter_context(
             self._display.task("train", batches, done=done, part=TRAIN)
         )
 
     def on_step(self, line: dict) -> None:
-        """Advance the bar: losses, supervised tokens per second, peak memory."""
         self._bar.advance(f"{self._progress(line)}  {line['peak_gb']:.1f} GB")
 
     def on_report(self, line: dict, batches_per_s: float) -> None:
@@ -37,7 +35,6 @@ class Console(Observer):
             self._display.line("train", f"batch {line['batch']}: {self._progress(line)}  {rate}")
 
     def on_validation(self, line: dict, score: Score, seconds: float) -> None:
-        """Print the score of the validation split."""
         self._display.line("valid", f"batch {line['batch']}: {score.text}")
 
     def _progress(self, line: dict) -> str:
@@ -48,11 +45,11 @@ class Console(Observer):
         rate = f"{line.get(COMPUTED_PER_S, line[self._rate]):,.0f} {self._unit}/s"
         if rewards := [entry["reward"] for entry in self._curve if "reward" in entry]:
             return f"reward {rewards[-1]:.3f}  {rate}"
+
         losses = [entry.get("valid_loss") for entry in self._curve if "valid_loss" in entry][-2:]
         trend = "" if len(losses) < 2 else " ↓" if losses[1] < losses[0] else " ↑"
         valid = f"  valid {losses[-1]:.3f}{trend}" if losses else ""
         return f"loss {line['loss']:.3f}{valid}  {rate}"
 
     def on_phase_end(self) -> None:
-        """Close the progress bar."""
         self._open.close()

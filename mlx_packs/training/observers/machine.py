@@ -9,8 +9,8 @@ from .observed_run import ObservedRun
 
 _EVERY = 10.0  # seconds between two readings; each starts two programs
 
-# Fields in the lines of metrics.jsonl, and what the report calls the share of the time with a number
-# above 0.
+# Fields in the lines of metrics.jsonl, and what the report calls the share of the time with a
+# number above 0.
 _THERMAL, _SAVING, _MEMORY = "thermal_pressure", "low_power_mode", "memory_pressure_level"
 SHARES = {_THERMAL: "throttled", _SAVING: "low_power_mode", _MEMORY: "memory_pressure"}
 
@@ -40,10 +40,10 @@ class Machine(Observer):
         line |= self._state
 
     def on_end(self, report: dict) -> None:
-        """Add the shares of the training time to the report, and show them."""
         shares = shares_of(self._curve, self._unit)
         if not shares:
             return
+
         report["machine"] = {f"{SHARES[name]}_share": share for name, share in shares.items()}
         if _THERMAL in shares:
             hottest = max(line.get(_THERMAL, 0) for line in self._curve)
@@ -63,20 +63,18 @@ def read_state() -> dict[str, int]:
 
 
 def shares_of(curve: list[dict], unit: str) -> dict[str, float]:
-    """Return for each field the share of the training time, where it is known, that it was above 0.
+    """Return the share of the training time that each field was above 0, of the time it is known.
 
     A line covers the seconds since the one before, by what was trained on and how fast; so a
     resumed run counts whole.
-
-    Args:
-        curve: the lines of metrics.jsonl.
-        unit: what the run counts.
     """
     known, above = dict.fromkeys(SHARES, 0.0), dict.fromkeys(SHARES, 0.0)
     trained = 0
+
     for line in curve:
         if f"trained_{unit}" not in line:
             continue
+
         speed = line.get(f"{unit}_per_s") or float("inf")
         seconds = (line[f"trained_{unit}"] - trained) / speed
         trained = line[f"trained_{unit}"]
@@ -84,6 +82,7 @@ def shares_of(curve: list[dict], unit: str) -> dict[str, float]:
             if isinstance(line.get(name), int):
                 known[name] += seconds
                 above[name] += seconds if line[name] > 0 else 0.0
+
     return {name: above[name] / known[name] for name in SHARES if known[name] > 0}
 
 

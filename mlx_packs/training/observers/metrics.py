@@ -21,15 +21,12 @@ class MetricsFile(Observer):
         append_line(self._file, json.dumps(line))
 
     def on_report(self, line: dict, batches_per_s: float) -> None:
-        """Log the mean loss of the last batches."""
         self._append(line)
 
     def on_validation(self, line: dict, score: Score, seconds: float) -> None:
-        """Log the score of the validation split."""
         self._append(line)
 
     def on_event(self, line: dict) -> None:
-        """Log what is out of the ordinary."""
         self._append(line)
 
     def on_held_out(self, line: dict) -> None:

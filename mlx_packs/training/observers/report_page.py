@@ -38,13 +38,13 @@ class ReportPage(Observer):
         curve = curve_of(self._observed.curve)
         if len(curve.get("loss", [])) < _LEAST_POINTS or not picture.is_installed():
             return
+
         self._join()
         args = (PICTURE, lambda: self._write_picture(curve))
         self._drawing = threading.Thread(target=self._attempt, args=args)
         self._drawing.start()
 
     def on_end(self, report: dict) -> None:
-        """Write all files."""
         folder, observed = self._observed.run.folder, self._observed
         self._attempt(REPORT, lambda: write_report(folder, report, observed.masks))
         self._attempt(PAGE, self._write_page)

@@ -34,6 +34,7 @@ class Retention(Observer):
         run = observed.run
         if run.train.keep_last == -1:
             return None
+
         starts = [phase.start for phase in run.phases]
         resumed = None
         if (point := run.place.resume_point) is not None:
@@ -41,17 +42,14 @@ class Retention(Observer):
         return cls(run.folder, run.train.keep_last, run.display, starts, resumed, run.train.best)
 
     def on_phase_start(self, batches: int, done: int) -> None:
-        """Remove what a run left that was killed after its last checkpoint and before the removal."""
+        """Remove what a killed run left, which ended between a checkpoint and the removal."""
         if self._resumed is not None:
             last = batches_of(self._resumed)
             self._keep([f for f in checkpoints(self._run) if batches_of(f) <= last], self._resumed)
             self._resumed = None
 
     def on_checkpoint(self, folder: Path) -> None:
-        """Remove all but the last checkpoints and the best; the new one is complete by now.
-
-        Later ones are damaged: the run was resumed from one before them.
-        """
+        """The new one is complete. Later ones are damaged: the run was resumed before them."""
         self._keep(checkpoints(self._run), folder)
 
     def _keep(self, existing: list[Path], newest: Path) -> None:
@@ -60,6 +58,7 @@ class Retention(Observer):
         start = max(start for start in self._starts if start < batches_of(newest) or not start)
         best = best_checkpoint(self._run, start, self._best_by)
         newest_and_best = {*until_now[-self._keep_last :], best}
+
         for old in existing:
             if old in newest_and_best:
                 continue

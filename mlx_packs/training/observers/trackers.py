@@ -39,15 +39,12 @@ class TensorBoard:
         self._writer = SummaryWriter(str(run.folder / "tensorboard"))
 
     def on_train_loss_report(self, train_info: dict) -> None:
-        """Write numbers of the last batches."""
         self._write("train", train_info)
 
     def on_val_loss_report(self, val_info: dict) -> None:
-        """Write the validation loss."""
         self._write("valid", val_info)
 
     def close(self) -> None:
-        """Finish the event file."""
         self._writer.close()
 
     def _write(self, group: str, info: dict) -> None:
@@ -73,15 +70,12 @@ class Trackio:
             )
 
     def on_train_loss_report(self, train_info: dict) -> None:
-        """Log numbers of the last batches."""
         self._log(train_info)
 
     def on_val_loss_report(self, val_info: dict) -> None:
-        """Log the validation loss."""
         self._log(val_info)
 
     def close(self) -> None:
-        """Finish the run."""
         with guarded_native():
             self._trackio.finish()
 
@@ -96,6 +90,7 @@ def check_report_to(report_to: str | None, project: str | None) -> None:
         raise PackError(
             "--project-name: belongs to an experiment tracker. Pass --report-to too.", "conflict"
         )
+
     for name in _names(report_to):
         if name not in PACKAGES:
             raise PackError(
@@ -123,7 +118,6 @@ def _is_installed(name: str) -> bool:
 
 
 def _project(run: Run) -> str:
-    """Return the name of the project that a run is logged to."""
     return run.request.option("project_name") or run.folder.name
 
 
@@ -141,7 +135,6 @@ class Trackers(Observer):
         return cls([_tracker(name, observed) for name in names], observed.unit) if names else None
 
     def on_report(self, line: dict, batches_per_s: float) -> None:
-        """Report the training loss."""
         info = {
             "iteration": line["batch"],
             "train_loss": line["loss"],
@@ -151,6 +144,7 @@ class Trackers(Observer):
             f"trained_{self._unit}": line[f"trained_{self._unit}"],
             "peak_memory": line["peak_gb"],
         }
+
         for callback in self._callbacks:
             callback.on_train_loss_report(info)
 
@@ -179,6 +173,7 @@ def _tracker(name: str, observed: ObservedRun) -> Callback:
         "tensorboard": lambda: TensorBoard(run),
         "trackio": lambda: Trackio(run, observed.recipe),
     }
+
     try:
         if name in own:
             return own[name]()
