@@ -48,7 +48,9 @@ class BatchStep:
     def first_piece(self, batch: Batch) -> Batch:
         """Return a part of a batch that is no larger than what is computed at a time."""
         parts = self.parts * group().shares
-        return self._split(batch, parts)[0] if parts > 1 else batch
+        if parts == 1:
+            return batch
+        return self._split(batch, parts)[0]
 
     def _start_share(self, batch: Batch, last: bool) -> StartedStep:
         """Start the step on this rank's share of a batch; its loss is that of the whole batch."""
@@ -64,8 +66,11 @@ class BatchStep:
         return StartedStep(total, batch.denominator, step.norm)
 
     def _pieces(self, batch: Batch) -> list[Batch]:
-        pieces = self._split(batch, self.parts) if self.parts > 1 else []
-        return pieces if len(pieces) > 1 else [batch]
+        if self.parts > 1:
+            pieces = self._split(batch, self.parts)
+            if len(pieces) > 1:
+                return pieces
+        return [batch]
 
     def _split(self, batch: Batch, parts: int) -> list[Batch]:
         """Return a batch in pieces, none of padding alone."""

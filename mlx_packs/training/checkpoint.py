@@ -138,7 +138,8 @@ def read_training_state(folder: Path) -> TrainingState:
 def _read_state(folder: Path) -> tuple[TrainingState, dict | None]:
     """Return the progress, and size and hash of the other files; None without hashes."""
     try:
-        content, facts = read_json(folder / STATE), None
+        content = read_json(folder / STATE)
+        facts = None
         if SEAL in content or _FILES in content:
             check_seal(content)
             del content[SEAL]
@@ -188,7 +189,9 @@ def _from_json(cls: type, value: object, prefix: str = "") -> Any:
         elif type(number) not in (int, kind, *get_args(kind)) or not (
             (key in _SIGNED or number >= 0) and -math.inf < number < math.inf
         ):
-            bound = "" if key in _SIGNED else " of 0 or more"
+            bound = " of 0 or more"
+            if key in _SIGNED:
+                bound = ""
             raise ValueError(f"{STATE}: {prefix}{key} must be a number{bound}, but is {number!r}")
 
     if cls is Window:

@@ -24,9 +24,15 @@ def limit_command_buffers(base: Base | str | Path, train: TrainConfig, display: 
         return
 
     value = os.environ.get(VARIABLE, "")
-    limit = int(value) if value.isdecimal() else None
+    limit = None
+    if value.isdecimal():
+        limit = int(value)
+
     try:
-        headers = Headers.of(base) if isinstance(base, Base) else read_headers(base)
+        if isinstance(base, Base):
+            headers = Headers.of(base)
+        else:
+            headers = read_headers(base)
         chip = chip_named(runtime.processor_name())
         planned = plan_buffers(headers, train, chip, limit)
     except PackError:  # loading reports what is wrong; a family without a formula has no plan

@@ -44,7 +44,9 @@ class EarlyStop:
     def _compare(self, batch: int, score: Score | None) -> bool:
         """Compare a score with the best one; None is one that was not finite."""
         if score is not None and score.is_better_than(self.best):
-            self.batch, self.best, self.since = batch, score, 0
+            self.batch = batch
+            self.best = score
+            self.since = 0
             return True
         self.since += 1
         return False
@@ -52,15 +54,26 @@ class EarlyStop:
     def reason(self) -> str | None:
         """Return why the run should end, in words; None to go on."""
         if self.patience is not None and self.since >= self.patience:
-            times = f"{self.patience} validations" if self.patience > 1 else "a validation"
-            measure = self.best.measure if self.best else LOSS
-            direction = "higher" if self.best and self.best.higher_is_better else "lower"
+            times = "a validation"
+            if self.patience > 1:
+                times = f"{self.patience} validations"
+
+            direction = "lower"
+            measure = LOSS
+            if self.best:
+                measure = self.best.measure
+                if self.best.higher_is_better:
+                    direction = "higher"
+
             return f"no {direction} validation {measure} in {times}"
 
         if self.seconds is not None and monotonic() - self._started >= self.seconds:
             return f"it trained for {clock(self.seconds)} (--time)"
 
-        return next((o.stop_reason for o in self.observers if o.stop_reason), None)
+        for observer in self.observers:
+            if reason := observer.stop_reason:
+                return reason
+        return None
 
 
 def check_validated(train: "TrainConfig", splits: "Splits") -> None:
@@ -68,8 +81,8 @@ def check_validated(train: "TrainConfig", splits: "Splits") -> None:
     named = train.changed(("load_best", "patience"))
     if named and not len(splits.rows["valid"]):
         raise PackError(
-            f"{flag_of(named[0])}: {splits.source} has no validation examples. Add some, or remove the "
-            "test examples: then a part of the training examples is held out.",
+            f"{flag_of(named[0])}: {splits.source} has no validation examples. Add some, or remove "
+            "the test examples: then a part of the training examples is held out.",
             "conflict",
             named[0],
         )
@@ -86,7 +99,9 @@ def better_earlier(curve: Sequence[dict]) -> str | None:
     for line in validated:
         score = StoredScore.of(line)
         if line.get("phase") == end.get("phase") and score.is_better_than(best):
-            best, batch = score, line["batch"]
+            best = score
+            batch = line["batch"]
+
     if not best.is_better_than(last, by=_CLEARLY):
         return None
 

@@ -42,7 +42,12 @@ from .watch import Ending, Guard, Watch
 
 Scores = dict[str, Score]  # by phase
 Objectives = Mapping[str, Objective]  # by phase
-EVALUATE, VALIDATE, SAVE = "evaluate", "validate", "save"  # parts of a run's time, in batches
+
+# Parts of a run's time, in batches.
+EVALUATE = "evaluate"
+VALIDATE = "validate"
+SAVE = "save"
+
 _LONG_S = 2  # of a forward pass
 
 
@@ -118,7 +123,8 @@ class Fit:
 
     def train(self, before: Scores | None = None) -> None:
         """Train every phase that is not over; several phases need the scores ``before`` them."""
-        run, display = self.run, self.run.display
+        run = self.run
+        display = run.display
         mx.random.seed(run.train.seed)
         self.parts = run.train.micro_batches
 
@@ -154,15 +160,16 @@ class Fit:
             "shapes", f"{len(self.shapes)} of batches, {self.traces} compiled traces", VERBOSE
         )
 
-        state, unit = self.state, self.unit
+        state = self.state
         self.measured = {
             "train_s": state.train_s,
-            f"{unit}_per_s": state.trained_tokens / state.train_s,
+            f"{self.unit}_per_s": state.trained_tokens / state.train_s,
             **self._computed(),
             "peak_gb": mx.get_peak_memory() / 1e9,
-            **(scale_facts(optimizer) if self.float16 and optimizer else {}),
-            **self.on_nan.facts(),
         }
+        if self.float16 and optimizer:
+            self.measured |= scale_facts(optimizer)
+        self.measured |= self.on_nan.facts()
 
     def _computed(self) -> dict:
         """Return how many tokens were computed, where all batches of the run are counted."""
@@ -174,14 +181,18 @@ class Fit:
 
     def _plan_time(self, before: Scores | None) -> Scores:
         """Tell the clock of the run what is to come; return the scores of the base so far."""
-        run, clock, done = self.run, self.run.display.clock, self.state.batches
+        run = self.run
+        clock = run.display.clock
+        done = self.state.batches
         if clock is None:
             return before or {}
 
         clock.plan(TRAIN, run.goal.stop - done, limit=run.train.seconds)
-        validations, saves = 0, 1
+        validations = 0
+        saves = 1
         for data in self.data:
-            phase, validation = data.phase, data.validation()
+            phase = data.phase
+            validation = data.validation()
             left = max(0, phase.stop - max(done, phase.start))
             if validation is not None:
                 validations += left // phase.train.steps_per_eval * validation.batches_per_epoch()
@@ -198,7 +209,9 @@ class Fit:
 
     def _check_end(self) -> None:
         """Note that a resumed run had ended; it cannot end before batches that it has taken."""
-        run, done, end = self.run, self.state.batches, self.run.goal.stop
+        run = self.run
+        done = self.state.batches
+        end = run.goal.stop
         if done > end:
             raise PackError(
                 f"--resume: {run.folder} has taken {done:,} batches, and is to end after {end:,}. "
@@ -213,7 +226,9 @@ class Fit:
     def _train_phases(self, before: Scores, checkpoint: Path | None) -> optimizers.Optimizer | None:
         """Train every phase that is not over at a checkpoint; return the optimizer of the last."""
         run = self.run
-        self.scores, optimizer = [before], None
+        self.scores = [before]
+        optimizer = None
+
         for data in self.data:
             phase = data.phase
             if self.state.batches > phase.stop and phase is not run.goal:  # trained before
@@ -221,7 +236,8 @@ class Fit:
                 self.scores.append(self._logged_scores(phase, before))
                 continue
 
-            previous, optimizer = optimizer, phase.optimizer(self.on_nan.factor)
+            previous = optimizer
+            optimizer = phase.optimizer(self.on_nan.factor)
             optimizer.init(self.trainable.model.trainable_parameters())
             if self.float16:
                 add_scale(optimizer)
@@ -234,7 +250,8 @@ class Fit:
 
             self._train_phase(data, optimizer)
             if phase is not run.goal:
-                self.scores.append(self._logged_scores(phase, before) or self._score_after(phase))
+                scores = self._logged_scores(phase, before)
+                self.scores.append(scores or self._score_after(phase))
 
         return optimizer
 
@@ -247,7 +264,8 @@ class Fit:
 
     def _train_phase(self, data: PhaseData, optimizer: optimizers.Optimizer) -> None:
         """Train a phase from where its run is to its end, or raise RunStopped, saved."""
-        run, phase = self.run, data.phase
+        run = self.run
+        phase = data.phase
         if phase.name:
             run.display.line("phase", f"{phase.name}: batches {phase.start + 1} to {phase.stop}")
 
@@ -281,7 +299,8 @@ class Fit:
             run.display.line("stop", text)
 
     def _loop_of(self, data: PhaseData, optimizer: optimizers.Optimizer) -> Loop:
-        run, phase = self.run, data.phase
+        run = self.run
+        phase = data.phase
         step = BatchStep(*self._stepper_of(phase, optimizer), data.train.collate, self.parts)
         mean_inputs = data.task.mean_inputs(data)
         reports = Reports(self.observers, step, phase.name, run.display.clock, mean_inputs)
@@ -340,10 +359,13 @@ class Fit:
 
     def _load_best(self) -> None:
         """Take the weights of the best validation score, which a checkpoint has."""
-        run, last = self.run, self.state
+        run = self.run
+        last = self.state
         by = run.train.best
         folder = best_checkpoint(run.folder, best_by=by)
-        best = read_training_state(folder).score(by) if folder else None
+        best = None
+        if folder:
+            best = read_training_state(folder).score(by)
         if best is None:
             raise PackError(
                 "--load-best: no validation score was measured. Train longer, or lower "
@@ -359,8 +381,10 @@ class Fit:
 
         load_weights(folder, self.trainable)
         scores = [score for line in self.curve if (score := StoredScore.of(line, by))]
-        then = f" ({scores[-1].value:.3f} at batch {last.batches})" if scores else ""
-        run.display.line("best", f"batch {batch}: validation {best.text}{then}")
+        text = f"batch {batch}: validation {best.text}"
+        if scores:
+            text += f" ({scores[-1].value:.3f} at batch {last.batches})"
+        run.display.line("best", text)
 
     def _score_after(self, phase: RunPhase) -> Scores:
         """Return the scores after a phase that is not the last, logged for a resumed run."""

@@ -34,7 +34,9 @@ def output_folders(
 
     parent = next(p for p in folder.absolute().parents if p.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
-        name = folder if out is None else out
+        name = out
+        if out is None:
+            name = folder
         raise PackError(
             f"--out {name}: cannot be written ({parent} is no folder to write in).", "unwritable"
         )
@@ -92,8 +94,10 @@ def _check_run(run: Path, overwrite: bool) -> None:
 
 def _data_name(columns: DataConfig) -> str:
     """Return the default name of a pack: that of its data, or of the first of several sources."""
-    entries = columns.hf_dataset
-    first = entries[0] if isinstance(entries, list) and entries else entries
+    first = columns.hf_dataset
+    if isinstance(first, list) and first:
+        first = first[0]
+
     if isinstance(first, dict) and isinstance(first.get("path"), str):
         return Path(first["path"]).expanduser().resolve().name or "pack"
 

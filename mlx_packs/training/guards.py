@@ -47,7 +47,9 @@ class RunFolder(Guard):
     """Writes the folder again: its identity and metrics at once, checkpoints from now on."""
 
     def __init__(self, guarded: Guarded) -> None:
-        self._run, self._identity, self._curve = guarded.run, guarded.identity, guarded.curve
+        self._run = guarded.run
+        self._identity = guarded.identity
+        self._curve = guarded.curve
 
     def between_batches(self, step: object, batch: object, number: int) -> None:
         self.before_checkpoint(0)
@@ -86,7 +88,8 @@ class DiskSpace(Guard):
         self._run = guarded.run
 
     def before_checkpoint(self, nbytes: int) -> None:
-        run, needed = self._run, nbytes + _SPARE
+        run = self._run
+        needed = nbytes + _SPARE
         while (free := shutil.disk_usage(run.folder).free) < needed:
             older = self._removable()
             if not older:

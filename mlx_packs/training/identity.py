@@ -43,17 +43,19 @@ def start_of(file: str | None, earlier: dict | None) -> dict | None:
 
 def run_identity(recipe: Recipe, base: Base, run: Run, splits: Sequence[rows_of.Splits]) -> dict:
     """Return the recipe of a run, the fingerprints of its base and its data, and its own loss."""
-    return {
-        "recipe": recipe.to_json(),
-        **packages_of(recipe.train),
-        **({"loss": run.request.calls.loss_name} if run.request.loss else {}),
+    identity = {"recipe": recipe.to_json(), **packages_of(recipe.train)}
+    if run.request.loss:
+        identity["loss"] = run.request.calls.loss_name
+
+    data = {
+        phase.manifest_key(split): read.fingerprint(split)
+        for phase, read in zip(run.phases, splits, strict=True)
+        for split in read.present()
+    }
+    return identity | {
         "base": base.fingerprint,
         "base_text_files": text_hashes(base.path),
-        "data": {
-            phase.manifest_key(split): read.fingerprint(split)
-            for phase, read in zip(run.phases, splits, strict=True)
-            for split in read.present()
-        },
+        "data": data,
     }
 
 
@@ -62,7 +64,9 @@ def packages_of(train: TrainConfig) -> dict:
     named = [(TASKS.plugin(task), "task") for task in train.tasks]
     named.append((METHODS.plugin(train.method), "method"))
     packages = {f"{flag} {each.name}": each.label for each, flag in named if each}
-    return {PACKAGES: packages} if packages else {}
+    if not packages:
+        return {}
+    return {PACKAGES: packages}
 
 
 def check_resume(run: Path, base: Path, identity: dict, earlier: dict) -> None:
@@ -82,11 +86,15 @@ def check_resume(run: Path, base: Path, identity: dict, earlier: dict) -> None:
                 flag,
             )
 
-    was, now = earlier.get("loss"), identity.get("loss")
+    was = earlier.get("loss")
+    now = identity.get("loss")
     if was != now:
+        trained_with = "the cross-entropy"
+        if was:
+            trained_with = f"the loss {was} from Python"
         raise PackError(
-            f"--resume: {run} was trained with {f'the loss {was} from Python' if was else 'the cross-entropy'}"
-            f", not with {now or 'the cross-entropy'}. Resume with the same `loss` of train_pack.",
+            f"--resume: {run} was trained with {trained_with}, not with "
+            f"{now or 'the cross-entropy'}. Resume with the same `loss` of train_pack.",
             "mismatch",
             "loss",
         )
@@ -102,8 +110,8 @@ def check_resume(run: Path, base: Path, identity: dict, earlier: dict) -> None:
 
     # an option that is newer than the run was what it is by default, or what came before it
     newest = json.loads(json.dumps(Recipe().to_json())) | _BEFORE
-    then, now = newest | earlier["recipe"], newest | json.loads(json.dumps(identity["recipe"]))
-    then, now = with_bias_correction(then), with_bias_correction(now)
+    then = with_bias_correction(newest | earlier["recipe"])
+    now = with_bias_correction(newest | json.loads(json.dumps(identity["recipe"])))
 
     may_change = set(fields_where(TrainConfig, resumable=True))
     if not then["dropout"]:  # else other masks would be drawn
@@ -121,6 +129,8 @@ def public_recipe(recipe: Recipe, base: Base) -> dict:
     for phase in public.get("phases", ()):
         if "data" in phase:
             data = phase["data"]
-            one = isinstance(data, str)
-            phase["data"] = public_name(data) if one else [public_name(source) for source in data]
+            if isinstance(data, str):
+                phase["data"] = public_name(data)
+            else:
+                phase["data"] = [public_name(source) for source in data]
     return public

@@ -142,7 +142,9 @@ class Loop:
 
     def _count(self, started: _StartedBatch, loss: float, norm: float, seconds: float) -> None:
         """Count a batch in the state of the run, once what its step gave is checked."""
-        batch, number, updates = started.batch, started.number, started.updates
+        batch = started.batch
+        number = started.number
+        updates = started.updates
         norm = self.guard.checked_norm(number, loss, norm)
         if self.guard.is_skipped(batch, number, updates, loss, norm):
             self.state.skip(seconds)

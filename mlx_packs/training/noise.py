@@ -11,7 +11,8 @@ from ..nn.quantized import bare_module
 
 def add_noise(trainable: Trainable, alpha: float) -> None:
     """Put noise on the embeddings of the tokens, in training, until the trainable is detached."""
-    vocab_size, noisy = trainable.base.vocab_size, {}
+    vocab_size = trainable.base.vocab_size
+    noisy = {}
     for path, module in trainable.model.named_modules():  # a module comes before those inside it
         table = bare_module(trained_module(module))
         is_inside = path.rpartition(".")[0] in noisy
@@ -20,7 +21,8 @@ def add_noise(trainable: Trainable, alpha: float) -> None:
 
     if not noisy:
         raise PackError(
-            f"--neftune-noise-alpha: {trainable.base.name} has no embedding that it can be added to.",
+            f"--neftune-noise-alpha: {trainable.base.name} has no embedding that it can be added "
+            "to.",
             "unsupported",
         )
     trainable.swap(list(noisy.items()))

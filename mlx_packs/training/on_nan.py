@@ -30,7 +30,8 @@ class OnNan:
     """The policy of a run, whose observers are notified of skipped updates."""
 
     def __init__(self, run: Run, observers: Sequence[Observer]) -> None:
-        self._run, self._observers = run, observers
+        self._run = run
+        self._observers = observers
         self._file = run.folder / NOT_FINITE
         self._records: list[dict] = []
         self._skipped = 0  # updates in a row
@@ -60,8 +61,10 @@ class OnNan:
             for record in read_records(self._run.folder)
             if record["action"] != "skip" or record["batch"] <= batches
         ]
-        last = next((r for r in reversed(self._records) if r["action"] == "skip"), None)
-        self._skipped = last["in_a_row"] if last and last["batch"] == batches else 0
+        self._skipped = 0
+        skipped = [record for record in self._records if record["action"] == "skip"]
+        if skipped and skipped[-1]["batch"] == batches:
+            self._skipped = skipped[-1]["in_a_row"]
 
     def updated(self) -> None:
         """Note an applied update."""
@@ -99,13 +102,15 @@ class OnNan:
             "back-off": f" The run backed off {self._count('back-off')} times.",
         }
 
-        last = (
-            f"The last good checkpoint is {checkpoint}." if checkpoint else "No checkpoint was due."
-        )
+        last = "No checkpoint was due."
+        if checkpoint:
+            last = f"The last good checkpoint is {checkpoint}."
 
         others = " or ".join(name for name in ("skip", "back-off") if name != self.policy)
         norm = self._run.train.max_grad_norm or 0
-        clipped = "" if 0 < norm <= 1 else ", or --max-grad-norm 1"
+        clipped = ", or --max-grad-norm 1"
+        if 0 < norm <= 1:
+            clipped = ""
 
         raise PackError(
             f"step {number}: {fault}. Training stopped.{limit.get(self.policy, '')}"
@@ -120,8 +125,11 @@ class OnNan:
     def _shown(self, rows: list[str]) -> str:
         if not rows:
             return ""
-        more = f" and {len(rows) - _SHOWN} more, all in {self._file}" if len(rows) > _SHOWN else ""
-        return f" Its rows: {', '.join(rows[:_SHOWN])}{more}."
+
+        text = f" Its rows: {', '.join(rows[:_SHOWN])}"
+        if len(rows) > _SHOWN:
+            text += f" and {len(rows) - _SHOWN} more, all in {self._file}"
+        return f"{text}."
 
     def _tell(self, number: int, text: str, rows: list[str]) -> None:
         self._run.display.line("nan", f"batch {number}: {text}.{self._shown(rows)}")

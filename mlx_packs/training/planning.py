@@ -51,7 +51,9 @@ def check_headers(name: str | Path, settings: RunSettings, folder: Path) -> None
 
 def _estimate_of(train: TrainConfig) -> Estimate:
     """Pick the estimate of a rank's memory."""
-    return load(_OF_STAGES)(group().size) if train.pipeline else estimate
+    if train.pipeline:
+        return load(_OF_STAGES)(group().size)
+    return estimate
 
 
 @contextmanager
@@ -62,7 +64,8 @@ def suggesting_pipeline(
     try:
         yield
     except PackError as error:
-        ranks, train = group().size, settings.train
+        ranks = group().size
+        train = settings.train
         is_known = headers.config.get("model_type") in FAMILIES and train.tasks == ("lm",)
         if error.code != "memory" or ranks == 1 or train.pipeline or not is_known:
             raise
@@ -102,10 +105,12 @@ def fit_into_memory(
     """
     ranks = group()
     planned = replace(planned, batch_size=planned.batch_size // ranks.shares)
-    headers, estimate_of = Headers.of(base), _estimate_of(run.train)
+    headers = Headers.of(base)
+    estimate_of = _estimate_of(run.train)
     force = run.request.force
 
-    plans, shapes = {}, {shape for each in data for shape in each.shapes()}
+    plans = {}
+    shapes = {shape for each in data for shape in each.shapes()}
     try:
         with suggesting_pipeline(headers, run, shapes):
             plans = plan_run(headers, run.lora, planned, shapes, force, estimate_of)
@@ -116,7 +121,8 @@ def fit_into_memory(
 
     rows = data[-1].task.typical_rows(data[-1])
     choice = choose_path(run, target, rows, plans)
-    plan, disk = plans.get(choice.matmul_path), None
+    plan = plans.get(choice.matmul_path)
+    disk = None
     if plan:
         disk = plan_disk(plan, planned)
         _show_plan(base, run, plan, disk)
@@ -125,7 +131,9 @@ def fit_into_memory(
 
     recompute = run.train.recomputes
     if recompute == "auto":
-        recompute = plan.recompute if plan else unplanned_recompute
+        recompute = unplanned_recompute
+        if plan:
+            recompute = plan.recompute
         recompute = ranks.from_first(recompute.encode()).decode()
 
     return MemoryChoice(plan, choice, recompute, disk)
@@ -147,8 +155,9 @@ def choose_path(
         return MatmulPathChoice("dense", {}, "the base is not quantized")
 
     requested = run.train.matmul_path
-    goes_on = run.place.resume and not run.place.overflow  # in another dtype, others may be faster
-    resumed = recorded_matmul_path(run.folder) if goes_on else None
+    resumed = None
+    if run.place.resume and not run.place.overflow:  # in another dtype, others may be faster
+        resumed = recorded_matmul_path(run.folder)
 
     if requested != "auto":
         choice = MatmulPathChoice(requested, {}, "as specified")
@@ -157,10 +166,12 @@ def choose_path(
     else:
         with run.display.working("path", "measuring how frozen weights are used fastest"):
             planned = frozenset(plans) or None
+            path = b""
             if ranks.is_first:
                 choose_matmul_path = load("memory.matmul_path:choose_matmul_path")
                 choice = choose_matmul_path(base.model, *rows, planned, run.goal.stop)
-            path = ranks.from_first(choice.matmul_path.encode() if ranks.is_first else b"")
+                path = choice.matmul_path.encode()
+            path = ranks.from_first(path)
         if not ranks.is_first:
             choice = MatmulPathChoice(path.decode(), {}, "as the first rank has chosen")
 
@@ -195,8 +206,11 @@ def matmul_paths_by_name(trainable: Trainable, choice: MatmulPathChoice) -> dict
 def _show_plan(base: Base, run: Run, plan: MemoryPlan, disk: DiskPlan) -> None:
     """Show the estimates for the path that was chosen, and a warning if memory is tight."""
     memory = runtime.total_memory()
-    method = f"{'QLoRA' if base.quantization else 'LoRA'} r{run.lora.rank}"
-    method = "full fine-tuning" if run.train.trains_base else method
+    method = f"LoRA r{run.lora.rank}"
+    if base.quantization:
+        method = f"Q{method}"
+    if run.train.trains_base:
+        method = "full fine-tuning"
 
     run.display.line(
         "plan",

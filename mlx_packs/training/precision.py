@@ -34,6 +34,10 @@ def show_dtype(display: Display, dtype: ComputeDtype, requested: str) -> None:
     if dtype.name == "float32" and requested in ("auto", "float32"):
         return
 
-    instead = f" instead of {requested}" if requested not in ("auto", dtype.name) else ""
-    scaled = " · the loss is scaled" if dtype.name == "float16" else ""
-    display.line("dtype", f"{dtype.name}{instead}: {dtype.why}{scaled}")
+    text = dtype.name
+    if requested not in ("auto", dtype.name):
+        text += f" instead of {requested}"
+    text += f": {dtype.why}"
+    if dtype.name == "float16":
+        text += " · the loss is scaled"
+    display.line("dtype", text)

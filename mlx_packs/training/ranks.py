@@ -53,7 +53,9 @@ def _say_gone(pack: Path, run: Path, reason: str) -> None:
 
 def _send_run(ranks: Group, run: Path | None) -> None:
     """Send the files of a run folder to the other ranks, one after the other."""
-    files = sorted(file for file in run.rglob("*") if file.is_file()) if run else []
+    files = []
+    if run:
+        files = sorted(file for file in run.rglob("*") if file.is_file())
     names = [str(file.relative_to(run)) for file in files if file.suffix not in (".png", ".html")]
 
     ranks.from_first(json.dumps(names).encode())
@@ -103,8 +105,8 @@ def check_ranks(train: TrainConfig) -> None:
         return
     if size > 1 and train.batch_size % size:
         raise PackError(
-            f"--batch-size: must be a multiple of the {size} ranks, which share every batch, but is "
-            f"{train.batch_size}.",
+            f"--batch-size: must be a multiple of the {size} ranks, which share every batch, but "
+            f"is {train.batch_size}.",
             "conflict",
             "batch_size",
         )

@@ -25,8 +25,9 @@ def _notes(run: Run, earlier: dict | None) -> Iterator[str]:
         yield unused
     if OPTIMIZERS[train.optimizer].corrects_bias and not train.bias_correction:
         yield (
-            f"{train.optimizer} without bias correction, as mlx-lm trains: the first updates are up "
-            "to 6 times as large as in PEFT and TRL at the same learning rate (--bias-correction)"
+            f"{train.optimizer} without bias correction, as mlx-lm trains: the first updates are "
+            "up to 6 times as large as in PEFT and TRL at the same learning rate "
+            "(--bias-correction)"
         )
 
     for phase in run.phases:
@@ -39,16 +40,23 @@ def _notes(run: Run, earlier: dict | None) -> Iterator[str]:
 def _long_warmup(phase: RunPhase) -> str | None:
     """Return a note if a phase ends before its warm-up does."""
     train = phase.train
-    warmup, updates = warmup_updates(train), updates_of(train)
+    warmup = warmup_updates(train)
+    updates = updates_of(train)
     if warmup < updates:
         return None
 
-    highest, peak = _rate(train, updates - 1), _rate(train, warmup)
+    start = ""
+    name = "run"
+    if phase.name:
+        start = f"{phase.name}: "
+        name = "phase"
+
+    highest = _rate(train, updates - 1)
+    peak = _rate(train, warmup)
     return (
-        f"{phase.name and phase.name + ': '}the warm-up takes {warmup:,} updates, and the "
-        f"{'phase' if phase.name else 'run'} has {updates:,}: the learning rate ends at "
-        f"{highest:.3g}, {100 * highest / peak:.2g} % of its peak. Use {_shorter(train)}, or train "
-        "longer"
+        f"{start}the warm-up takes {warmup:,} updates, and the {name} has {updates:,}: the "
+        f"learning rate ends at {highest:.3g}, {100 * highest / peak:.2g} % of its peak. Use "
+        f"{_shorter(train)}, or train longer"
     )
 
 
@@ -60,7 +68,8 @@ def _shorter(train: TrainConfig) -> str:
 
 def _changed_schedule(run: Run, earlier: dict) -> str | None:
     """Return a note if a resumed run has another learning rate, because it has another length."""
-    train, recipe = run.train, earlier["recipe"]
+    train = run.train
+    recipe = earlier["recipe"]
     if (
         len(run.phases) > 1
         or run.place.resume_point is None
@@ -74,11 +83,12 @@ def _changed_schedule(run: Run, earlier: dict) -> str | None:
     if updates < 1 or _rates(before, updates) == _rates(train, updates):
         return None
 
-    last, following = _rate(before, updates - 1), _rate(train, updates)
+    last = _rate(before, updates - 1)
+    following = _rate(train, updates)
     return (
-        f"with --iters {train.iters:,} instead of {before.iters:,} the schedule has another length: "
-        f"the learning rate was {last:.3g} at batch {batches:,} and is {following:.3g} from here. "
-        "For a schedule that starts anew, start a run with --resume-adapter-file"
+        f"with --iters {train.iters:,} instead of {before.iters:,} the schedule has another "
+        f"length: the learning rate was {last:.3g} at batch {batches:,} and is {following:.3g} "
+        "from here. For a schedule that starts anew, start a run with --resume-adapter-file"
     )
 
 

@@ -46,8 +46,12 @@ class Reports:
             observer.on_phase_end()
 
     def batch_done(self, batch: Batch, loss: float, state: TrainingState) -> None:
-        self._weigh(batch)
-        unit, window = self._step.objective.unit, state.window
+        if self._clock is not None and self._mean_inputs and batch.computed:
+            # lengths of batches may differ by factors
+            self._clock.weigh(TRAIN, batch.computed / self._mean_inputs)
+
+        unit = self._step.objective.unit
+        window = state.window
         entries = {
             "loss": loss,
             f"{unit}_per_s": window.targets_per_s,
@@ -60,7 +64,8 @@ class Reports:
 
     def window_done(self, state: TrainingState) -> None:
         """Report the batches since the last report, unless every update of theirs was skipped."""
-        window, unit = state.window, self._step.objective.unit
+        window = state.window
+        unit = self._step.objective.unit
         if not window.terms:
             return
         state.window = Window()
@@ -99,11 +104,8 @@ class Reports:
         if self._clock is not None:
             self._clock.tick(part, units)
 
-    def _weigh(self, batch: Batch) -> None:
-        """Tell the clock how large a batch is: lengths may differ by factors."""
-        if self._clock is not None and self._mean_inputs and batch.computed:
-            self._clock.weigh(TRAIN, batch.computed / self._mean_inputs)
-
     def _line(self, state: TrainingState, entries: dict[str, float]) -> dict:
-        phase = {"phase": self._phase} if self._phase else {}
-        return {"batch": state.batches, **entries, **phase}
+        line = {"batch": state.batches, **entries}
+        if self._phase:
+            line["phase"] = self._phase
+        return line

@@ -33,7 +33,9 @@ def in_order(report: Mapping[str, Any]) -> dict[str, Any]:
 def losses_of(curve: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Return the first and the last training loss of a run; nothing if it reported none."""
     losses = [line["loss"] for line in curve if isinstance(line.get("loss"), float)]
-    return {"first_loss": losses[0], "last_loss": losses[-1]} if losses else {}
+    if not losses:
+        return {}
+    return {"first_loss": losses[0], "last_loss": losses[-1]}
 
 
 class RunReport(dict):
@@ -90,8 +92,12 @@ class TrainRun:
         Raises:
             PackError: If matplotlib is not installed.
         """
-        ax = load("report.picture:current_axes")() if ax is None else ax
-        label = "loss" if "loss" in self.report else "loss (nats per token)"
+        if ax is None:
+            ax = load("report.picture:current_axes")()
+
+        label = "loss (nats per token)"
+        if "loss" in self.report:
+            label = "loss"
         load("report.picture:draw")(ax, curve_of(self.curve), label)
         return ax
 

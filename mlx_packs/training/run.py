@@ -162,7 +162,8 @@ def train_request(request: Request) -> TrainRun:
     check_trackers = load("training.observers.trackers:check_report_to")
     check_trackers(request.option("report_to"), request.option("project_name"))
 
-    resume, columns = request.option("resume"), settings.goal.sources[0]
+    resume = request.option("resume")
+    columns = settings.goal.sources[0]
     folders = folders_of_rank(request.option("out"), columns, request.option("overwrite"), resume)
     with signals.handled(), folders as (pack, folder):
         if not runtime.on_cpu():  # before MLX uses the GPU
@@ -325,7 +326,8 @@ def _encode(
 @contextmanager
 def _bound(start: _Start, trainable: Trainable, memory: MemoryChoice) -> Iterator[Objectives]:
     """Yield the objective of each phase, by its name, on the model with what is trained."""
-    run, objectives = start.run, {}
+    run = start.run
+    objectives = {}
     starts = {}
     for phase in run.phases:
         bare = phase.start == 0 and not run.begins_with_adapters
@@ -374,6 +376,10 @@ def _save(
     start: _Start, trainable: Trainable, fit: Fit, summary: Summary, memory: MemoryChoice
 ) -> Pack:
     run = start.run
+    facts = summary.facts
+    if fit.end:
+        facts = {"end": fit.end} | facts
+
     data = {
         "source": ", ".join(dict.fromkeys(start.sources)),
         "fingerprint": start.identity["data"],
@@ -386,8 +392,7 @@ def _save(
         objective=summary.objective,
         data=data,
         recipe=start.recipe,
-        **({"end": fit.end} if fit.end else {}),
-        **summary.facts,
+        **facts,
         eval=summary.eval,
         measured={"compute_dtype": start.dtype.to_json(), **_measured(fit, memory)},
     )
@@ -454,7 +459,8 @@ def _describe(trainable: Trainable, display: Display, base_weights: int) -> None
     for note in trainable.notes:
         display.line("note", note)
 
-    model_type, blocks = trainable.base.config["model_type"], len(trainable.base.model.layers)
+    model_type = trainable.base.config["model_type"]
+    blocks = len(trainable.base.model.layers)
     if trainable.specs and adapter_config_of(trainable.specs, model_type, blocks) is None:
         display.line(
             "note",
@@ -548,8 +554,8 @@ def _check_gates(start: _Start, pack: Pack, summary: Summary, memory: MemoryChoi
     if not gates:
         return {}
 
-    held_out, path = start.data[-1].held_out_examples, memory.choice.matmul_path
-    values = start.task.gate_values(gates, pack, summary, held_out, path)
+    held_out = start.data[-1].held_out_examples
+    values = start.task.gate_values(gates, pack, summary, held_out, memory.choice.matmul_path)
     for _ in range(2):  # the manifest, which has the result, is part of the size
         results = evaluate_gates(gates, {**values, "max_pack_mb": pack.size_mb})
         pack._note(gates=results)

@@ -46,7 +46,10 @@ def run_folder(pack: Path) -> Path:
 def checkpoints(run: Path) -> list[Path]:
     """Return the checkpoints of a run folder, oldest first."""
     recovered(run)
-    entries = run.iterdir() if run.is_dir() else []
+    if not run.is_dir():
+        return []
+
+    entries = run.iterdir()
     folders = [f for f in entries if NAME.fullmatch(f.name) and f.is_dir() and not f.is_symlink()]
     return sorted(folders, key=batches_of)
 
@@ -108,8 +111,8 @@ def _parsed_identity(run: Path) -> dict:
     version = _format_version(identity)
     if version > RUN_FORMAT_VERSION:
         raise PackError(
-            f"{file}: format {version} is newer than this program's ({RUN_FORMAT_VERSION}). Upgrade "
-            "mlx-packs.",
+            f"{file}: format {version} is newer than this program's ({RUN_FORMAT_VERSION}). "
+            "Upgrade mlx-packs.",
             "unsupported",
         )
 
@@ -125,13 +128,16 @@ def _parsed_identity(run: Path) -> dict:
 
 def _format_version(identity: object) -> int:
     """Return the version of a run's format; 0 if it is no run's."""
-    stated = identity.get("format") if isinstance(identity, dict) else None
-    match = (
-        re.fullmatch(_RUN_FORMAT + r"([1-9][0-9]{0,8})", stated)
-        if isinstance(stated, str)
-        else None
-    )
-    return int(match[1]) if match else 0
+    stated = None
+    if isinstance(identity, dict):
+        stated = identity.get("format")
+    if not isinstance(stated, str):
+        return 0
+
+    match = re.fullmatch(_RUN_FORMAT + r"([1-9][0-9]{0,8})", stated)
+    if match is None:
+        return 0
+    return int(match[1])
 
 
 def _without_identity(run: Path) -> str:
@@ -147,7 +153,9 @@ def _without_identity(run: Path) -> str:
 def recorded_matmul_path(run: Path) -> str | None:
     """Return the matmul path that ``auto`` chose when a run began; None if it chose none."""
     path = read_identity(run).get("matmul_path")
-    return path if isinstance(path, str) else None
+    if isinstance(path, str):
+        return path
+    return None
 
 
 def is_run(folder: Path) -> bool:
@@ -173,9 +181,14 @@ class ResumePoint:
     @property
     def why(self) -> str:
         """Return which checkpoint it is and why, in words."""
-        newest = "the newest that is not damaged" if self.damaged else "the newest checkpoint"
-        unchecked = "" if self.has_hashes else "; an early version wrote it, without hashes"
-        return f"{self.folder.name}, {newest}{unchecked}"
+        newest = "the newest checkpoint"
+        if self.damaged:
+            newest = "the newest that is not damaged"
+
+        text = f"{self.folder.name}, {newest}"
+        if not self.has_hashes:
+            text += "; an early version wrote it, without hashes"
+        return text
 
 
 def resume_point(run: Path) -> ResumePoint:
@@ -191,10 +204,10 @@ def resume_point(run: Path) -> ResumePoint:
             damaged.append(error.message)
 
     if damaged:
-        others = f" So are {len(damaged) - 1} older ones." if damaged[1:] else ""
-        raise PackError(
-            f"--resume: {damaged[0]}{others} Start again with --overwrite.", "unreadable"
-        )
+        text = damaged[0]
+        if damaged[1:]:
+            text += f" So are {len(damaged) - 1} older ones."
+        raise PackError(f"--resume: {text} Start again with --overwrite.", "unreadable")
     raise PackError(f"--resume: {run} has no checkpoint to continue from.", "not-found")
 
 
@@ -213,14 +226,16 @@ def best_checkpoint(run: Path, after: int = 0, best_by: str | None = None) -> Pa
     leaves out earlier batches: each phase of a run has validation examples of its own. ``best_by``
     is what ``--best`` names.
     """
-    best, highest = None, None
+    best = None
+    highest = None
     for folder in checkpoints(run):
         try:
             score = read_training_state(folder).score(best_by)
         except PackError:
             continue
         if score and batches_of(folder) > after and score.is_better_than(highest):
-            best, highest = folder, score
+            best = folder
+            highest = score
     return best
 
 
@@ -235,8 +250,11 @@ def check_resumable(run: Path) -> dict:
 
 def _check_packages(run: Path, packages: object) -> None:
     """Check that the packages which add the task or the method of a run are still installed."""
+    if not isinstance(packages, dict):
+        return
+
     tables = {"task": TASKS, "method": METHODS}
-    for used, label in packages.items() if isinstance(packages, dict) else ():
+    for used, label in packages.items():
         setting, _, name = used.partition(" ")
         if setting in tables and name not in tables[setting]:
             package, _, version = str(label).partition(" ")
@@ -295,5 +313,9 @@ def _metrics_line(text: str) -> dict | None:
         return None
 
     values = {k: v for k, v in line.items() if k not in ("held_out", *_OF_EVENTS)}
-    numbers = [*values.values(), *(n for score in scores.values() for n in score.values())]
-    return line if all(type(number) in (int, float, NoneType) for number in numbers) else None
+    numbers = list(values.values())
+    for score in scores.values():
+        numbers += score.values()
+    if not all(type(number) in (int, float, NoneType) for number in numbers):
+        return None
+    return line

@@ -51,17 +51,22 @@ def write_page(of: str | Path, out: str | Path | None = None) -> Path:
     """
     folder = Path(of).expanduser()
     if (folder / CONFIG).is_file():
-        facts, default = run_facts(folder), folder / PAGE
+        facts = run_facts(folder)
+        default = folder / PAGE
     else:
         pack = Pack.open(of)
         run = run_folder(pack.path)
         if _is_run_of(run, pack):
-            facts, default = run_facts(run), run / PAGE
+            facts = run_facts(run)
+            default = run / PAGE
         else:
             name = pack.short_name.replace("/", "-")
-            facts, default = pack_facts(pack, pack.short_name), Path(f"{name}-{PAGE}")
+            facts = pack_facts(pack, pack.short_name)
+            default = Path(f"{name}-{PAGE}")
 
-    file = default if out is None else Path(out).expanduser()
+    file = default
+    if out is not None:
+        file = Path(out).expanduser()
     if file.is_dir():
         raise PackError(f"--out {file}: is a folder. Name a file.", "exists")
     atomic_write(file, render(facts))
@@ -75,7 +80,8 @@ def pack_facts(pack: Pack, title: str) -> Facts:
 
 def run_facts(run: Path) -> Facts:
     """Return the facts of a run folder for a page, with its pack once the run is over."""
-    identity, lines = read_identity(run), logged_metrics(run)
+    identity = read_identity(run)
+    lines = logged_metrics(run)
     report = read_report(run)
     title = run.resolve().name.removesuffix(_SUFFIX)
 
@@ -102,13 +108,17 @@ def facts_of_run(
     if report is None:
         return facts
 
-    changes, held_out = changes_of(report), report.get("held_out")
+    held_out = report.get("held_out")
+    if not isinstance(held_out, dict):
+        held_out = {}
+
+    changes = changes_of(report)
     samples = report.get("samples") or [report.get("sample")]
     return replace(
         facts,
         changes=changes,
         figures=facts.figures or figures_of(changes, report),
-        held_out=held_out_line({**report, **(held_out if isinstance(held_out, dict) else {})}),
+        held_out=held_out_line({**report, **held_out}),
         best=number(report.get("best_batch")),
         samples=samples_of(samples) or facts.samples,
         masks=masks_of(report.get("masks")),
@@ -144,7 +154,10 @@ def _stage(run: Path, identity: Mapping) -> Facts:
 
     iters = number(recipe.get("iters"))
     known = iters is not None and not recipe.get("phases") and recipe.get("epochs") is None
-    total = f" of {iters:,.0f}" if known else ""
+    total = ""
+    if known:
+        total = f" of {iters:,.0f}"
+
     status = f"Not finished: the last entry is of batch {done:,}{total}"
     if known and done >= iters:
         status = "Trained to the last batch, but the result was not recorded"
@@ -171,7 +184,6 @@ def _is_run_of(run: Path, pack: Pack) -> bool:
         identity = read_identity(run)
     except PackError:
         return False
-    return (pack.manifest["base"]["fingerprint"], pack._part("data").get("fingerprint")) == (
-        identity["base"],
-        identity["data"],
-    )
+
+    fingerprints = (pack.manifest["base"]["fingerprint"], pack._part("data").get("fingerprint"))
+    return fingerprints == (identity["base"], identity["data"])

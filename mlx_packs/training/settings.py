@@ -117,7 +117,8 @@ class RunSettings:
         if earlier is None:
             return self
 
-        train, earlier_columns = self.train, {}
+        train = self.train
+        earlier_columns = {}
         if not self.columns.changed(["hold_out"]):
             earlier_columns["hold_out"] = earlier["recipe"]["hold_out"]
         if self.columns.template_date is None:

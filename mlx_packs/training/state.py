@@ -44,7 +44,9 @@ class Window:
     @property
     def computed_per_s(self) -> dict[str, float]:
         """Throughput in all tokens, as an entry of a line; empty where they are not counted."""
-        return {COMPUTED_PER_S: self.inputs / self.seconds} if self.inputs else {}
+        if not self.inputs:
+            return {}
+        return {COMPUTED_PER_S: self.inputs / self.seconds}
 
     @property
     def batches_per_s(self) -> float:

@@ -66,7 +66,8 @@ class Stepper:
         exchange_dtype: mx.Dtype = mx.float32,
         keep_prefixes: KeepPrefixes | None = None,
     ) -> None:
-        self.model, self.optimizer = model, optimizer
+        self.model = model
+        self.optimizer = optimizer
         self._exchange_dtype = exchange_dtype
         self.ahead = int(runs_ahead())  # steps that may be in flight before one is read
         self._evaluate = mx.async_eval if self.ahead else mx.eval
@@ -86,7 +87,9 @@ class Stepper:
 
         def total_and_grad(inputs: Inputs, layout: Layout) -> tuple:
             values, grads = value_and_grad(inputs, layout)
-            return values[1] if self.scaled else values, grads
+            if self.scaled:  # the second value is that of the loss as it is
+                values = values[1]
+            return values, grads
 
         def whole(inputs: Inputs, layout: Layout) -> tuple:
             (total, count), grads = total_and_grad(inputs, layout)
@@ -102,7 +105,8 @@ class Stepper:
 
         # an update of one batch; its loss and norm are not evaluated yet
         self.whole = self._compiled(whole)
-        self._gather, self._add = self._compiled(gather), self._compiled(add)
+        self._gather = self._compiled(gather)
+        self._add = self._compiled(add)
         self._update = mx.compile(update.apply, inputs=self.state, outputs=self.state)
 
         self._prefix: UpdatePrefix | None = None
@@ -147,7 +151,11 @@ class Stepper:
         self._pending = tuple(pending)
         if group().is_alone or not last:  # else parts of the gradient are sent as they come
             self._evaluate(self._pending, sums, total, mx.random.state)
-        return StartedStep(total, batch.denominator, self._update_waiting() if last else None)
+
+        norm = None
+        if last:
+            norm = self._update_waiting()
+        return StartedStep(total, batch.denominator, norm)
 
     def _after_prefix(
         self, prefix: "UpdatePrefix", batch: Batch, inputs: Inputs
@@ -182,10 +190,12 @@ class Stepper:
             self.on_first_loss = None  # which the loss of a piece is not
             self.wait_for_each()
 
-        total, count = mx.zeros(()), 0
+        total = mx.zeros(())
+        count = 0
         for number, piece in enumerate(pieces, 1):
             step = self.start(piece, last and number == len(pieces), alone=False)
-            total, count = total + step.loss, count + piece.denominator
+            total = total + step.loss
+            count += piece.denominator
 
         return StartedStep(total, count, step.norm)
 
@@ -194,14 +204,18 @@ class Stepper:
         if not self.waiting:
             zeros = tree_map(mx.zeros_like, self.model.trainable_parameters())
             self._pending = mx.zeros(()), zeros
-
         self.waiting += 1
-        return StartedStep(mx.zeros(()), 0, self._update_waiting() if last else None)
+
+        norm = None
+        if last:
+            norm = self._update_waiting()
+        return StartedStep(mx.zeros(()), 0, norm)
 
     @contextmanager
     def random_of_rank(self) -> Iterator[None]:
         """Draw random numbers of the own rank in a step; after it all ranks have the same state."""
-        ranks, state = group(), mx.random.state[0]
+        ranks = group()
+        state = mx.random.state[0]
         *of_ranks, following = mx.random.split(state, ranks.size + 1, stream=mx.cpu)
         set_random_state(of_ranks[ranks.rank])
         yield
@@ -209,7 +223,8 @@ class Stepper:
 
     def wait_for_each(self) -> None:
         """Take one step at a time from now on, so that one alone is in memory."""
-        self.ahead, self._evaluate = 0, mx.eval
+        self.ahead = 0
+        self._evaluate = mx.eval
 
     def flush(self) -> float:
         """Make the update of the gradients that wait, and return their norm."""
@@ -222,7 +237,8 @@ class Stepper:
         count, grads = self._pending
         grads, count = summed_over_ranks(grads, count, self._exchange_dtype)
         norm = self._update(grads, count)
-        self.waiting, self._pending = 0, ()
+        self.waiting = 0
+        self._pending = ()
         self._evaluate(self.state, norm)
         return norm
 
@@ -236,4 +252,6 @@ def not_finite(loss: float, norm: float) -> str | None:
     """Return the fault of a step's result; None if loss and gradient norm are finite."""
     if not math.isfinite(loss):
         return f"the loss is {loss}"
-    return None if math.isfinite(norm) else "the gradient is not finite"
+    if not math.isfinite(norm):
+        return "the gradient is not finite"
+    return None

@@ -24,8 +24,10 @@ def stopped(run: Run, checkpoint: Path, reason: str, code: Code, exit_code: int 
 
 def interrupted(run: Run, checkpoint: Path, number: int) -> RunStopped:
     """Return the error that ends a run after a signal."""
-    name = "" if number == signal.SIGINT else f" ({signal.Signals(number).name})"
-    return stopped(run, checkpoint, f"interrupted{name}", "interrupted", 128 + number)
+    reason = "interrupted"
+    if number != signal.SIGINT:
+        reason += f" ({signal.Signals(number).name})"
+    return stopped(run, checkpoint, reason, "interrupted", 128 + number)
 
 
 @contextmanager

@@ -37,7 +37,11 @@ def is_supervised() -> bool:
 def unattended(awake: bool, pack: Path, display: Display) -> Iterator[None]:
     """Keep a Mac ``awake`` during a run, and notify of its end; elsewhere do nothing."""
     start = time.monotonic()
-    with macos.kept_awake() if awake and macos.is_macos() else nullcontext(None) as is_kept:
+    keeping = nullcontext(None)
+    if awake and macos.is_macos():
+        keeping = macos.kept_awake()
+
+    with keeping as is_kept:
         if is_kept:
             display.line("awake", "this Mac does not sleep until the run ends (--no-awake lets it)")
         elif is_kept is False:

@@ -26,7 +26,9 @@ from ..objectives.objective import Inputs, Loss
 from ..runtime import mx
 
 KEY = "loss_scale"  # in the state of an optimizer
-FIRST, LEAST, LARGEST = 2.0**7, 1.0, 2.0**24
+FIRST = 2.0**7  # scale of the loss
+LEAST = 1.0
+LARGEST = 2.0**24
 GROWTH = 100  # updates without overflow
 _DECAYING = (optimizers.Adam, optimizers.AdamW, optimizers.Lion)  # moments by ``betas``
 _JOINED = 1 << 22  # numbers of gradients that are joined for their norm
@@ -59,7 +61,9 @@ class Update:
         """Return the loss whose gradients this update takes; as `scaled` where it is."""
         if self.is_scaled:
             return scaled(loss, self._optimizer)
-        return _counted_where_finite(loss) if self._skips else loss
+        if self._skips:
+            return _counted_where_finite(loss)
+        return loss
 
     def apply(self, grads: dict, count: mx.array) -> mx.array:
         """Update by the clipped mean gradient over ``count`` targets; return its norm, float32.
@@ -72,7 +76,8 @@ class Update:
 
         # elsewhere one factor for mean and clipping would spare nothing, and change last bits
         if not runtime.COMPILES:
-            grads, count = tree_map(lambda g: g / count, grads), 1
+            grads = tree_map(lambda g: g / count, grads)
+            count = 1
         norm = group().norm(_norm([g for _, g in tree_flatten(grads)])) / count
         factor = 1 / count
         if self._max_grad_norm:
@@ -97,11 +102,13 @@ def _norm(arrays: Sequence[mx.array]) -> mx.array:
             parts.append([])
         parts[-1].append(array)
 
-    joined = [
-        part[0] if len(part) == 1 else mx.concatenate([a.reshape(-1) for a in part])
-        for part in parts
-        if part
-    ]
+    joined = []
+    for part in filter(None, parts):
+        if len(part) == 1:
+            joined.append(part[0])
+        else:
+            joined.append(mx.concatenate([a.reshape(-1) for a in part]))
+
     return mx.sqrt(sum(numbers.square().sum() for numbers in joined))
 
 
@@ -183,7 +190,8 @@ def _update_and_scale(
     scale = _next_scale(optimizer.state[KEY], finite, mx.isfinite(count))
     stopped = scale["scale"] == 0
 
-    own, before = model.trainable_parameters(), dict(tree_flatten(optimizer.state))
+    own = model.trainable_parameters()
+    before = dict(tree_flatten(optimizer.state))
     with _lasting_moments(optimizer, finite) as moments_last:
         updated = optimizer.apply_gradients(
             tree_map(lambda g: mx.where(finite, g, 0), grads), model
@@ -193,7 +201,9 @@ def _update_and_scale(
     def kept(name: str, new: mx.array) -> mx.array:
         if "." not in name:  # schedules count skipped updates too, as they count batches
             return mx.where(stopped, before[name], new)
-        return new if moments_last else mx.where(finite, new, before[name])
+        if moments_last:
+            return new
+        return mx.where(finite, new, before[name])
 
     optimizer.state.update(tree_map_with_path(kept, optimizer.state))
     optimizer.state[KEY] = scale
@@ -221,7 +231,8 @@ def _next_scale(
     state: dict[str, mx.array], finite: mx.array, forward_finite: mx.array
 ) -> dict[str, mx.array]:
     """Return the state of the scale after an update."""
-    scale, good = state["scale"], state["good"] + 1
+    scale = state["scale"]
+    good = state["good"] + 1
     larger = mx.where(good == GROWTH, mx.minimum(2 * scale, LARGEST), scale)
     smaller = mx.where(forward_finite & (scale > LEAST), scale / 2, 0.0)
     return {

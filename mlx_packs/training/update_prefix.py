@@ -80,7 +80,9 @@ class UpdatePrefix:
         """Return what is pending once the gradients went through the prefix, too."""
         gradients = {name: sums.astype(self._kept[name].dtype) for name, sums in self._sums.items()}
         tokens = self._tokens
-        self._tokens, self._kept, self._sums = None, {}, {}
+        self._tokens = None
+        self._kept = {}
+        self._sums = {}
         return self._close(pending, tokens, gradients)
 
     def _stepped(
@@ -100,9 +102,12 @@ class UpdatePrefix:
         values, (grads, of_kept) = mx.value_and_grad(loss, argnums=(0, 1))(parameters, learned)
         self._model.update(parameters)
 
-        total, count = values[1] if self._is_scaled else values
+        if self._is_scaled:  # the second value is that of the loss as it is
+            values = values[1]
+        total, count = values
         if pending:
-            count, grads = pending[0] + count, tree_map(mx.add, pending[1], grads)
+            count = pending[0] + count
+            grads = tree_map(mx.add, pending[1], grads)
         # in float32, as half precision would lose the smaller ones of many batches
         sums = {name: sums[name] + of_kept[name].astype(mx.float32) for name in sums}
         return total, (count, grads), sums

@@ -66,7 +66,9 @@ class Watch:
     def ended_before(self) -> Ending | None:
         """Return why a run that is resumed had ended; None if it had not."""
         reason = self._reason()
-        return Ending(reason=reason) if reason else None
+        if not reason:
+            return None
+        return Ending(reason=reason)
 
     def between_batches(self, step: "BatchStep", batch: Any, number: int) -> None:
         """Let the guards look at the run after batch ``number``."""
@@ -77,7 +79,9 @@ class Watch:
 
     def ending(self) -> Ending | None:
         """Return why the run ends now, here or on another rank; None to go on."""
-        signal = self._signals[0] if self._signals else 0
+        signal = 0
+        if self._signals:
+            signal = self._signals[0]
         fault = self._fault
         reason = self._reason()
 
@@ -91,4 +95,6 @@ class Watch:
         return Ending(signal, fault, reason)
 
     def _reason(self) -> str:
-        return (self.early_stop and self.early_stop.reason()) or ""
+        if self.early_stop is None:
+            return ""
+        return self.early_stop.reason() or ""

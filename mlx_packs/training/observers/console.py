@@ -47,9 +47,12 @@ class Console(Observer):
             return f"reward {rewards[-1]:.3f}  {rate}"
 
         losses = [entry.get("valid_loss") for entry in self._curve if "valid_loss" in entry][-2:]
-        trend = "" if len(losses) < 2 else " ↓" if losses[1] < losses[0] else " ↑"
-        valid = f"  valid {losses[-1]:.3f}{trend}" if losses else ""
-        return f"loss {line['loss']:.3f}{valid}  {rate}"
+        text = f"loss {line['loss']:.3f}"
+        if losses:
+            text += f"  valid {losses[-1]:.3f}"
+        if len(losses) == 2:
+            text += " ↓" if losses[1] < losses[0] else " ↑"
+        return f"{text}  {rate}"
 
     def on_phase_end(self) -> None:
         self._open.close()

@@ -11,7 +11,9 @@ _EVERY = 10.0  # seconds between two readings; each starts two programs
 
 # Fields in the lines of metrics.jsonl, and what the report calls the share of the time with a
 # number above 0.
-_THERMAL, _SAVING, _MEMORY = "thermal_pressure", "low_power_mode", "memory_pressure_level"
+_THERMAL = "thermal_pressure"
+_SAVING = "low_power_mode"
+_MEMORY = "memory_pressure_level"
 SHARES = {_THERMAL: "throttled", _SAVING: "low_power_mode", _MEMORY: "memory_pressure"}
 
 
@@ -24,19 +26,24 @@ class Machine(Observer):
     """
 
     def __init__(self, observed: ObservedRun) -> None:
-        self._display, self._curve, self._unit = observed.run.display, observed.curve, observed.unit
+        self._display = observed.run.display
+        self._curve = observed.curve
+        self._unit = observed.unit
         self._state: dict[str, int] = {}
         self._next = 0.0
 
     @classmethod
     def of(cls, observed: ObservedRun) -> "Machine | None":
         """Return the observer on a Mac; None elsewhere."""
-        return cls(observed) if macos.is_macos() else None
+        if not macos.is_macos():
+            return None
+        return cls(observed)
 
     def on_report(self, line: dict, batches_per_s: float) -> None:
         """Add the state of the machine to the line, which is logged after this."""
         if (now := time.monotonic()) >= self._next:
-            self._state, self._next = read_state(), now + _EVERY
+            self._state = read_state()
+            self._next = now + _EVERY
         line |= self._state
 
     def on_end(self, report: dict) -> None:
@@ -53,13 +60,14 @@ class Machine(Observer):
 
 def read_state() -> dict[str, int]:
     """Return the fields of a line, as far as macOS tells them."""
-    thermal, saving = macos.thermal_pressure(), macos.low_power_mode()
-    known = {
-        _THERMAL: None if thermal is None else macos.THERMAL.index(thermal),
-        _SAVING: None if saving is None else int(saving),
-        _MEMORY: memory_pressure().level,
-    }
-    return {name: value for name, value in known.items() if value is not None}
+    state: dict[str, int] = {}
+    if (thermal := macos.thermal_pressure()) is not None:
+        state[_THERMAL] = macos.THERMAL.index(thermal)
+    if (saving := macos.low_power_mode()) is not None:
+        state[_SAVING] = int(saving)
+    if (level := memory_pressure().level) is not None:
+        state[_MEMORY] = level
+    return state
 
 
 def shares_of(curve: list[dict], unit: str) -> dict[str, float]:
@@ -68,7 +76,8 @@ def shares_of(curve: list[dict], unit: str) -> dict[str, float]:
     A line covers the seconds since the one before, by what was trained on and how fast; so a
     resumed run counts whole.
     """
-    known, above = dict.fromkeys(SHARES, 0.0), dict.fromkeys(SHARES, 0.0)
+    known = dict.fromkeys(SHARES, 0.0)
+    above = dict.fromkeys(SHARES, 0.0)
     trained = 0
 
     for line in curve:
@@ -81,7 +90,8 @@ def shares_of(curve: list[dict], unit: str) -> dict[str, float]:
         for name in SHARES:
             if isinstance(line.get(name), int):
                 known[name] += seconds
-                above[name] += seconds if line[name] > 0 else 0.0
+                if line[name] > 0:
+                    above[name] += seconds
 
     return {name: above[name] / known[name] for name in SHARES if known[name] > 0}
 
@@ -90,9 +100,12 @@ def described(machine: dict) -> str:
     """Return the entry ``machine`` of a report as one line."""
     parts = []
     if "throttled_share" in machine:
+        text = f"throttled {machine['throttled_share']:.0%} of the training time"
         hottest = machine["thermal_pressure"]
-        at_most = f" (thermal pressure {hottest} at most)" if hottest != "nominal" else ""
-        parts.append(f"throttled {machine['throttled_share']:.0%} of the training time{at_most}")
+        if hottest != "nominal":
+            text += f" (thermal pressure {hottest} at most)"
+        parts.append(text)
+
     if "low_power_mode_share" in machine:
         parts.append(f"in Low Power Mode {machine['low_power_mode_share']:.0%}")
     if "memory_pressure_share" in machine:

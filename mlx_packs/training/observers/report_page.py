@@ -45,7 +45,8 @@ class ReportPage(Observer):
         self._drawing.start()
 
     def on_end(self, report: dict) -> None:
-        folder, observed = self._observed.run.folder, self._observed
+        observed = self._observed
+        folder = observed.run.folder
         self._attempt(REPORT, lambda: write_report(folder, report, observed.masks))
         self._attempt(PAGE, self._write_page)
         self._join()
@@ -61,8 +62,10 @@ class ReportPage(Observer):
         atomic_write(folder / PAGE, render(run_facts(folder)))
 
     def _write_picture(self, curve: dict[str, Points]) -> None:
-        run, unit = self._observed.run, self._observed.unit
-        label = "loss (nats per token)" if unit == "tokens" else "loss"
+        run = self._observed.run
+        label = "loss"
+        if self._observed.unit == "tokens":
+            label = "loss (nats per token)"
         picture.save_picture(curve, run.folder / PICTURE, run.pack.name, label)
 
     def _attempt(self, name: str, write: Callable[[], None]) -> None:
@@ -72,5 +75,6 @@ class ReportPage(Observer):
             reason = error.message if isinstance(error, PackError) else reason_of(error)
             if name not in self._noted:
                 self._noted.add(name)
-                file, display = self._observed.run.folder / name, self._observed.run.display
-                display.line("note", f"{file}: is not written ({reason.rstrip('.')})")
+                run = self._observed.run
+                file = run.folder / name
+                run.display.line("note", f"{file}: is not written ({reason.rstrip('.')})")

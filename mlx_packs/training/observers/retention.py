@@ -24,8 +24,11 @@ class Retention(Observer):
         best_by: str | None = None,
     ) -> None:
         """``starts`` are the batches before each phase, ``resumed`` is where a run continues."""
-        self._run, self._keep_last, self._display = run, keep_last, display
-        self._starts, self._resumed = starts, resumed
+        self._run = run
+        self._keep_last = keep_last
+        self._display = display
+        self._starts = starts
+        self._resumed = resumed
         self._best_by = best_by
 
     @classmethod

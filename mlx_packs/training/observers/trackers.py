@@ -1,8 +1,8 @@
 """Experiment trackers: mlx-lm's own reporters for wandb and swanlab, and two more of that form."""
 
 import importlib.util
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 from ...errors import PackError, reason_of
 from ...objectives.score import Score
@@ -132,7 +132,9 @@ class Trackers(Observer):
     def of(cls, observed: ObservedRun) -> "Trackers | None":
         """Return the trackers of ``--report-to``; None without any."""
         names = _names(observed.run.request.option("report_to"))
-        return cls([_tracker(name, observed) for name in names], observed.unit) if names else None
+        if not names:
+            return None
+        return cls([_tracker(name, observed) for name in names], observed.unit)
 
     def on_report(self, line: dict, batches_per_s: float) -> None:
         info = {
@@ -169,14 +171,11 @@ def _tracker(name: str, observed: ObservedRun) -> Callback:
     from mlx_lm.tuner.callbacks import get_reporting_callbacks
 
     run = observed.run
-    own: dict[str, Callable[[], Any]] = {
-        "tensorboard": lambda: TensorBoard(run),
-        "trackio": lambda: Trackio(run, observed.recipe),
-    }
-
     try:
-        if name in own:
-            return own[name]()
+        if name == "tensorboard":
+            return TensorBoard(run)
+        if name == "trackio":
+            return Trackio(run, observed.recipe)
         return get_reporting_callbacks(
             name,
             project_name=_project(run),
