@@ -14,13 +14,10 @@ def summed_over_ranks(
     """Return the sum of gradients and counts over the ranks. With one rank they are unchanged.
 
     Each part is given to MLX by itself, the last layers first: its exchange begins when the
-    backward pass has come so far, and lasts while that goes on. In half precision gradients are
+    backward pass has come so far, and lasts while it continues. In half precision gradients are
     sent as means over all targets, since sums can be out of range.
 
-    Args:
-        gradients: of sums over targets, as a tree.
-        count: of the targets, a scalar.
-        dtype: in which they are sent and added; what is returned is in their own.
+    ``gradients`` are a tree, of sums over targets; ``dtype`` is what they are sent and added in.
     """
     ranks = group()
     if ranks.shares == 1:

@@ -19,11 +19,7 @@ _CHUNK = 1 << 26  # bytes that are sent at once
 class Group:
     """The ranks of a run. ``Group()`` is a single process: every collective returns its input.
 
-    Args:
-        ranks: MLX's group of them; None for one rank alone.
-
-    Attributes:
-        native: the same.
+    ``ranks`` is MLX's group, also as ``native``; None for a single process.
     """
 
     def __init__(self, ranks: Any = None) -> None:
@@ -49,7 +45,7 @@ class Group:
         return self.size
 
     def norm(self, norm: mx.array) -> mx.array:
-        """Return the L2 norm of gradients, given that of the own ones: all ranks have the same."""
+        """Return the L2 norm of gradients, given the norm of the own: all ranks have the same."""
         return norm
 
     def union(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
@@ -65,8 +61,8 @@ class Group:
     def joined(self, array: mx.array) -> mx.array:
         """Return the rows of all ranks [size x B, ...], given own ones [B, ...].
 
-        Gradients reach the own rows alone: added over the ranks, they are those of one rank that
-        has all rows.
+        Gradients reach the own rows only: added over the ranks, they equal the gradients of one
+        rank that has all rows.
         """
         if self.is_alone:
             return array
@@ -77,7 +73,7 @@ class Group:
         return mx.concatenate([others[:start], array, others[stop:]])
 
     def counted_once(self, array: mx.array) -> mx.array:
-        """Keep the value on rank 0 only and the gradient on all: a sum over ranks counts it once."""
+        """Keep the value on rank 0 only, the gradient on all: a sum over ranks counts it once."""
         if self.is_first:
             return array
         return array - mx.stop_gradient(array)
@@ -132,7 +128,7 @@ class Group:
     def map(
         self, function: Callable[[T], Sequence[np.ndarray]], items: Sequence[T]
     ) -> list[list[np.ndarray]]:
-        """Return a function's arrays for every item, each computed by one rank alone."""
+        """Return a function's arrays for every item, each computed by one rank."""
         own = [list(map(np.asarray, function(item))) for item in items[self.rank :: self.size]]
         if self.is_alone:
             return own
@@ -160,6 +156,6 @@ def group() -> Group:
 
 
 def join(ranks: Group) -> None:
-    """Make a group that of this process, which has one group at most."""
+    """Make a group the only one of this process."""
     global _current
     _current = ranks

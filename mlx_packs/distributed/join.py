@@ -20,7 +20,7 @@ _link: Link | None = None  # of this process, as its group is
 
 @contextmanager
 def joined_ranks() -> Iterator[Group]:
-    """Yield the group of the ranks that this process was launched with, one rank alone otherwise.
+    """Yield the group of the ranks that this process was launched with; without others `ALONE`.
 
     They end together: an error of one ends all of them, and the first one says so.
 
@@ -42,7 +42,7 @@ def joined_ranks() -> Iterator[Group]:
         yield ranks
         ranks.highest(0)  # all have written what they write
     except BaseException as error:
-        with signals.deferred():  # a launcher sends one to all where a rank has gone
+        with signals.deferred():  # a launcher sends one to all if a rank has gone
             _leave(_link, error)
         raise
     _link.end()
@@ -65,7 +65,7 @@ def _leave(link: Link, error: BaseException) -> None:
 
 
 def when_gone(tell: Callable[[str], None]) -> None:
-    """Let ``tell`` print, on the first rank, why another one has ended; the process ends after it."""
+    """Let ``tell`` print, on the first rank, why another one has ended; then the process ends."""
     if _link is not None:
         _link.on_gone = tell
 

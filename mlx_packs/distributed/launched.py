@@ -11,21 +11,13 @@ _MPI = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")  # which mpirun sets
 
 @dataclass(frozen=True)
 class Launched:
-    """A rank that was launched with others.
+    """A rank that was launched with others."""
 
-    Attributes:
-        rank: its number, from 0.
-        size: how many there are; 0 where only MPI knows.
-        host: where the others reach the first rank; empty where only MPI knows.
-        port: on which they do so before MLX connects them.
-        own_port: on which MLX waits for a neighbour here; None where it is not known.
-    """
-
-    rank: int
-    size: int = 0
-    host: str = ""
-    port: int = 0
-    own_port: int | None = None
+    rank: int  # from 0
+    size: int = 0  # number of ranks; 0 if only MPI knows
+    host: str = ""  # where the others reach the first rank; empty if only MPI knows
+    port: int = 0  # on which they do so before MLX connects them
+    own_port: int | None = None  # on which MLX waits for a neighbour here; None if not known
 
 
 def launched() -> Launched | None:

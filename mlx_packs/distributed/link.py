@@ -28,9 +28,7 @@ GONE = 75  # exit code of a run of which a rank is gone; `--supervise` starts it
 class Link:
     """The connections of a rank: of the first one with all others, of these with the first.
 
-    Args:
-        here: how this rank was launched.
-        peers: the open sockets by rank.
+    ``peers`` are the open sockets by rank.
     """
 
     def __init__(self, here: Launched, peers: Mapping[int, socket.socket]) -> None:
@@ -50,11 +48,7 @@ class Link:
         threading.Thread(target=self._ping, daemon=True).start()
 
     def begin(self) -> None:
-        """Watch the other ranks from now on.
-
-        Raises:
-            PackError: one is gone already.
-        """
+        """Watch the other ranks from now on; a PackError if one is gone already."""
         self._over.clear()
         self._runs.set()
 

@@ -29,7 +29,7 @@ OWN = fields_where(TrainConfig, phase=True)  # settings that a phase may have of
 class RunPhase:
     """A phase with every setting resolved."""
 
-    name: str  # empty where the run has no phases
+    name: str  # empty if the run has no phases
     train: TrainConfig  # of the run, with those of the phase in their places
     sources: tuple[DataConfig, ...]  # where its examples are
     replay: float = 0.0  # share of its examples that earlier phases have trained on
@@ -61,7 +61,7 @@ class RunPhase:
         return f"{self.name}/{key}"
 
     def load_rows(self) -> rows_of.Splits:
-        """Return the rows of all its sources, those of one after those of another."""
+        """Return the rows of all its sources, one source after the other."""
         parts = [rows_of.load_rows(source) for source in self.sources]
         for part, source in zip(parts, self.sources, strict=True):
             part.notes.extend(row_notes(part.rows, part.format, source))

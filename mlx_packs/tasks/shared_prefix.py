@@ -25,7 +25,7 @@ from ..packs.base import Base
 def merge_chains(
     train: TrainConfig, lora: LoRAConfig, examples: Examples, display: Display
 ) -> Examples:
-    """Return the examples with those that begin others merged, where that saves enough."""
+    """Return the examples with those that begin others merged, if that saves enough."""
     whole = with_chains_merged(train, lora, examples)
     if whole is not examples:
         display.line(
@@ -51,7 +51,7 @@ def shared_report(trees: TreePlan | GroupPlan | None, examples: Examples) -> dic
 def passes_of(
     trees: TreePlan | GroupPlan | None, examples: Examples, inputs: int
 ) -> tuple[int, ...]:
-    """Return the inputs of each pass over the blocks, of a batch of rows of so many ``inputs``.
+    """Return the inputs of each pass over the blocks, of a batch with ``inputs`` in its rows.
 
     A tree takes two: over its prefixes and over what follows; and one over its root before.
     """
@@ -78,9 +78,9 @@ def passes_of(
 def computes_trees(
     train: TrainConfig, base: Base, display: Display, sampler: Sampler | None = None
 ) -> bool:
-    """Return whether the model computes trees exactly; say so where it does not.
+    """Return whether the model computes trees exactly; say so if it does not.
 
-    With a ``sampler`` of packed examples those of its batches, too.
+    With a ``sampler`` of packed examples, the trees of its batches, too.
 
     Raises:
         PackError: it does not, and trees are asked for.

@@ -1,7 +1,7 @@
 """The interface of tasks: a task is one class in one file, named in `config.choices.TASKS`.
 
 `training.run` makes a task for all phases that name it, and calls its methods in the order in which
-they are defined here. The pack and its results are those of the last phase's task. Methods with a
+they are defined here. The pack and its results are of the last phase's task. Methods with a
 body are defaults.
 """
 
@@ -152,7 +152,7 @@ class Task(PhaseTask, ABC):
     ) -> Summary:
         """Return the summary of the run, whose last phase is of this task.
 
-        ``data`` is that of every phase, and ``sources`` names it in public.
+        ``data`` has every phase, and ``sources`` the public name of its examples.
         """
 
     @staticmethod

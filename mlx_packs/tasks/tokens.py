@@ -70,7 +70,7 @@ class TokenTask(Task):
         return passes_of(self.trees.get(data.phase.name), examples, rows), targets
 
     def mean_inputs(self, data: PhaseData) -> float | None:
-        """Return the mean of the tokens of a training batch; None where batches are packed."""
+        """Return the mean of the tokens of a training batch; None if batches are packed."""
         t = data.phase.train
         if t.packing:
             return None

@@ -36,7 +36,7 @@ class BatchStep:
         return self.stepper.start_pieces(pieces, last)
 
     def use_smaller_pieces(self, batch: Batch) -> bool:
-        """Take batches in twice as many pieces; return whether ``batch`` has so many."""
+        """Take batches in twice as many pieces; return whether ``batch`` can be cut so small."""
         if group().shares < group().size:  # the ranks of a pipeline take the same pieces
             return False
         if len(self._split(batch, 2 * self.parts)) <= len(self._split(batch, self.parts)):
@@ -53,7 +53,7 @@ class BatchStep:
         return self._split(batch, parts)[0]
 
     def _start_share(self, batch: Batch, last: bool) -> StartedStep:
-        """Start the step on this rank's share of a batch; its loss is that of the whole batch."""
+        """Start the step on this rank's share of a batch; its loss is the whole batch's."""
         ranks = group()
         with self.stepper.random_of_rank():
             shares = self.collate.split(batch, ranks.size)
@@ -73,7 +73,7 @@ class BatchStep:
         return [batch]
 
     def _split(self, batch: Batch, parts: int) -> list[Batch]:
-        """Return a batch in pieces, none of padding alone."""
+        """Return a batch in pieces, none of only padding."""
         if self.objective.compares_examples:
             return [batch]
         return [piece for piece in self.collate.split(batch, parts) if piece.denominator]

@@ -115,7 +115,7 @@ class Fit:
 
     @property
     def unit(self) -> str:
-        """What the run counts, as a plural: that of its last phase."""
+        """What the run counts, as a plural: the unit of its last phase."""
         return self.objectives[self.run.goal.name].unit
 
     def trained(self) -> Trained:
@@ -172,7 +172,7 @@ class Fit:
         self.measured |= self.on_nan.facts()
 
     def _computed(self) -> dict:
-        """Return how many tokens were computed, where all batches of the run are counted."""
+        """Return how many tokens were computed, if all batches of the run are counted."""
         state = self.state
         if not state.computed_tokens:
             return {}
@@ -263,7 +263,7 @@ class Fit:
         return scores
 
     def _train_phase(self, data: PhaseData, optimizer: optimizers.Optimizer) -> None:
-        """Train a phase from where its run is to its end, or raise RunStopped, saved."""
+        """Train the rest of a phase, or save the run and raise RunStopped."""
         run = self.run
         phase = data.phase
         if phase.name:
@@ -341,7 +341,7 @@ class Fit:
         return stepper, objective
 
     def _early_stop_of(self, phase: RunPhase) -> EarlyStop | None:
-        """Return what ends a run without phases early; those of a run with phases are complete."""
+        """Return what ends a run without phases early; phases are trained in full."""
         if phase.name:
             return None
         train = phase.train

@@ -20,7 +20,7 @@ def output_folders(
 ) -> Iterator[tuple[Path, Path]]:
     """Yield the folders of pack and run, which no other process writes meanwhile.
 
-    Without ``out`` the pack is named after its data, with a number where that name is taken; the
+    Without ``out`` the pack is named after its data, with a number if that name is taken; the
     name is reserved by creating the run folder. Folders still empty at the end are removed.
     """
     if out is None:
@@ -93,7 +93,7 @@ def _check_run(run: Path, overwrite: bool) -> None:
 
 
 def _data_name(columns: DataConfig) -> str:
-    """Return the default name of a pack: that of its data, or of the first of several sources."""
+    """Return the default name of a pack, after its data or the first of several sources."""
     first = columns.hf_dataset
     if isinstance(first, list) and first:
         first = first[0]

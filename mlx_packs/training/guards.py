@@ -115,8 +115,8 @@ class Memory(Guard):
     """Reads the state of the system once a second.
 
     Under pressure MLX's freed buffers are released; then batches are taken in twice as many pieces,
-    which changes an update by rounding alone; where a piece is one row already, the run ends before
-    the system swaps, once the pressure is critical.
+    which changes an update by rounding only; if a piece is one row already, the run ends before the
+    system swaps, once the pressure is critical.
     """
 
     def __init__(self, guarded: Guarded) -> None:

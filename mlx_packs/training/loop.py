@@ -49,7 +49,7 @@ class Loop:
     trainable: "Trainable"
     step: BatchStep
     state: TrainingState  # the loop advances it
-    validation: Dataset | None  # None where the phase is not validated
+    validation: Dataset | None  # None if the phase is not validated
     guard: UpdateGuard
     watch: Watch
     reports: Reports

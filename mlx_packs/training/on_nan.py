@@ -55,7 +55,7 @@ class OnNan:
         return sum(record["action"] == action for record in self._records)
 
     def resume(self, batches: int) -> None:
-        """Read the records of a run that goes on from a batch; updates after it are taken again."""
+        """Read the records of a run that continues from a batch; later updates are taken again."""
         self._records = [
             record
             for record in read_records(self._run.folder)

@@ -145,9 +145,9 @@ def choose_path(
     rows: tuple[int | tuple[int, ...], int] | None,
     plans: Mapping[str, MemoryPlan],
 ) -> MatmulPathChoice:
-    """Return the specified matmul path, that of a resumed run, or the fastest of the planned ones.
+    """Return the specified matmul path, a resumed run's, or the fastest of the planned ones.
 
-    ``rows`` are those of a typical batch that go through a weight and through the head; None where
+    ``rows`` are the rows of a typical batch that go through a weight and through the head; None if
     the base is dense for the task.
     """
     ranks = group()

@@ -30,7 +30,7 @@ def run_dtype(train: TrainConfig, place: Place, config: Mapping) -> ComputeDtype
 
 
 def show_dtype(display: Display, dtype: ComputeDtype, requested: str) -> None:
-    """Show the dtype of a run, unless it is that of every run on a CPU."""
+    """Show the dtype of a run, unless it is float32 and no other was requested."""
     if dtype.name == "float32" and requested in ("auto", "float32"):
         return
 

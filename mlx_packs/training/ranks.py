@@ -23,7 +23,7 @@ from .run_folder import latest_checkpoint, run_folder
 def folders_of_rank(
     out: str | Path | None, columns: DataConfig, overwrite: bool, resume: bool
 ) -> Iterator[tuple[Path, Path]]:
-    """Yield the folders of pack and run: those of `output_folders` on the first rank.
+    """Yield the folders of pack and run, on the first rank by `output_folders`.
 
     Others have folders that are removed at the end. A resumed run's is copied to them, so that
     machines need no disk in common.

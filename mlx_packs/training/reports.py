@@ -31,7 +31,7 @@ class Reports:
         self._step = step
         self._phase = phase
         self._clock = clock
-        self._mean_inputs = mean_inputs  # of a usual batch, where batches differ
+        self._mean_inputs = mean_inputs  # of a usual batch, if batches differ
 
     def phase_starts(self, batches: int, done: int) -> None:
         """Announce a phase, which goes on after its first ``done`` batches."""

@@ -152,7 +152,7 @@ def train_pack(  # noqa: PLR0913 (the public face)
 
 
 def train_request(request: Request) -> TrainRun:
-    """Train a pack as a caller asks, and save it; errors are those of `train_pack`."""
+    """Train a pack as a caller asks, and save it; errors are as of `train_pack`."""
     request.display.clock = RunClock(compiles=runtime.COMPILES)
     _backend.start_record()
     recipe = request.recipe
@@ -176,7 +176,7 @@ def train_request(request: Request) -> TrainRun:
 def run(request: Request, settings: RunSettings, place: Place) -> TrainRun:
     """Train as a request and its settings specify, in the run's own folders.
 
-    After an overflow in float16 it goes on in bfloat16 from the last update, as if resumed.
+    After an overflow in float16 it continues in bfloat16 from the last update, as if resumed.
     """
     with (
         ranks_of_run(settings.lora, settings.train),

@@ -281,7 +281,7 @@ def check_unchanged(where: str, then: Mapping, now: Mapping) -> None:
 def read_metrics(run: Path, batches: int) -> list[dict]:
     """Return the lines of metrics.jsonl up to a batch; later ones are removed from the file.
 
-    So are lines that a crash cut short, or that are damaged so that they are no line of a run.
+    So are lines that a crash cut short or damage made unreadable.
     """
     if not (run / METRICS).is_file():
         return []

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """What a caller asks for; a PackError where no examples are named, or a function is unfit."""
+    """What a caller asks for; a PackError if no examples are named, or a function is unfit."""
 
     recipe: Recipe  # whose ``run`` says where the run writes and whether it resumes
     base: "Base | str | Path"  # a loaded base, or what `load_base` takes
@@ -58,7 +58,7 @@ class Request:
             raise PackError(f"{flag_of(changed[0])} and {text}", "conflict", changed[0])
 
     def option(self, name: str) -> Any:
-        """Return a setting of `RunOptions`, its default where it is not specified."""
+        """Return a setting of `RunOptions`, its default if it is not specified."""
         specified = self.recipe.run.get(name)
         if specified is None:
             return getattr(RunOptions, name)
@@ -80,7 +80,7 @@ class Request:
 
 def _check_task(argument: str, task: str, tasks: Sequence[str]) -> None:
     """Check that a function of the caller goes with the tasks of a run."""
-    # the loss of several tasks would be that of some phases alone
+    # with several tasks it would be the loss of some phases only
     if task not in tasks or (argument == "loss" and len(tasks) > 1):
         raise PackError(
             f"{argument}: is for task {task}, but the task is {', '.join(tasks)}.",

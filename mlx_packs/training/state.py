@@ -43,7 +43,7 @@ class Window:
 
     @property
     def computed_per_s(self) -> dict[str, float]:
-        """Throughput in all tokens, as an entry of a line; empty where they are not counted."""
+        """Throughput in all tokens, as an entry of a line; empty if they are not counted."""
         if not self.inputs:
             return {}
         return {COMPUTED_PER_S: self.inputs / self.seconds}
@@ -63,7 +63,7 @@ class TrainingState:
     train_s: float = 0.0  # spent in steps
     grad_norm: float = 0.0  # of the last update
     window: Window = field(default_factory=Window)  # for the next report
-    # of exactly these weights; None where it was not measured
+    # of exactly these weights; None if it was not measured
     valid_loss: float | None = None
     valid_reward: float | None = None
     valid_best: float | None = None  # what --best names
@@ -84,7 +84,7 @@ class TrainingState:
         self.window.add(loss, batch, seconds)
 
     def score(self, best_by: str | None = None) -> StoredScore | None:
-        """Return the score of exactly these weights; None where it was not measured."""
+        """Return the score of exactly these weights; None if it was not measured."""
         if best_by is None:
             return StoredScore.of(asdict(self))
         return StoredScore.of({best_by: self.valid_best}, best_by)

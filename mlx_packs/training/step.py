@@ -1,6 +1,6 @@
 """One compiled training step, and the accumulation of several batches into one update.
 
-Gradients are those of the *sum* over targets and are divided by their number once, at the update,
+Gradients are of the *sum* over targets and are divided by their number once, at the update,
 so that N small batches equal one large one whatever their lengths.
 """
 
@@ -87,7 +87,7 @@ class Stepper:
 
         def total_and_grad(inputs: Inputs, layout: Layout) -> tuple:
             values, grads = value_and_grad(inputs, layout)
-            if self.scaled:  # the second value is that of the loss as it is
+            if self.scaled:  # then the second value has the unscaled sum and its count
                 values = values[1]
             return values, grads
 
@@ -222,7 +222,7 @@ class Stepper:
         set_random_state(following)
 
     def wait_for_each(self) -> None:
-        """Take one step at a time from now on, so that one alone is in memory."""
+        """Take one step at a time from now on, so that only one is in memory."""
         self.ahead = 0
         self._evaluate = mx.eval
 

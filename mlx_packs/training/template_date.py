@@ -12,7 +12,7 @@ from .settings import RunSettings
 def with_template_date(
     settings: RunSettings, base: Base, earlier: dict | None, display: Display
 ) -> RunSettings:
-    """Return settings with the date that the chat template reads, where it reads the clock.
+    """Return settings with the date that the chat template reads, if it reads the clock.
 
     ``earlier`` is the identity of the run that is resumed: early versions recorded no date, and
     their templates go on reading the clock.

@@ -11,9 +11,9 @@ from .. import macos
 from ..display import Display, clock
 from ..errors import PackError
 
-# Set where a parent process supervises the run (cli/supervise.py).
+# Set by a parent process that supervises the run (cli/supervise.py).
 SUPERVISED = "MLX_PACKS_SUPERVISED"
-CRASHED = 70  # its exit code where a defect ends it
+CRASHED = 70  # its exit code if a defect ends it
 NOTIFIED_S = 600.0  # from which on the end of a run is worth a notification
 
 

@@ -58,7 +58,7 @@ class Update:
         self._skips = skips and not self.is_scaled
 
     def guarded(self, loss: Loss) -> Loss:
-        """Return the loss whose gradients this update takes; as `scaled` where it is."""
+        """Return the loss whose gradients this update takes: `scaled` if it has a scale."""
         if self.is_scaled:
             return scaled(loss, self._optimizer)
         if self._skips:
@@ -68,7 +68,7 @@ class Update:
     def apply(self, grads: dict, count: mx.array) -> mx.array:
         """Update by the clipped mean gradient over ``count`` targets; return its norm, float32.
 
-        The norm is that before clipping, and not finite where the update is skipped.
+        The norm is taken before clipping, and is not finite if the update is skipped.
         """
         targets = count
         if self.is_scaled:
@@ -113,7 +113,7 @@ def _norm(arrays: Sequence[mx.array]) -> mx.array:
 
 
 def _counted_where_finite(loss: Loss) -> Loss:
-    """Return a loss whose count of a batch is nan where its sum is not finite."""
+    """Return a loss whose count of a batch is nan if its sum is not finite."""
 
     def counted(inputs: Inputs, layout: Layout) -> tuple[mx.array, mx.array]:
         total, count = loss(inputs, layout)
@@ -125,7 +125,7 @@ def _counted_where_finite(loss: Loss) -> Loss:
 def _update_if_finite(
     model: nn.Module, optimizer: optimizers.Optimizer, grads: dict, norm: mx.array
 ) -> mx.array:
-    """Update a model where ``norm``, that of the gradients, is finite; else nothing changes."""
+    """Update a model if ``norm``, the norm of the gradients, is finite; else nothing changes."""
     finite = mx.isfinite(norm)
     weights = model.trainable_parameters()
     state = dict(tree_flatten(optimizer.state))
@@ -161,7 +161,7 @@ def scale_facts(optimizer: optimizers.Optimizer) -> dict[str, float]:
 
 
 def scaled(loss: Loss, optimizer: optimizers.Optimizer) -> Loss:
-    """Return a loss times the scale, whose second value is that of ``loss`` itself.
+    """Return a loss times the scale, whose second value is the result of ``loss`` itself.
 
     The count of a batch whose loss is not finite is nan, as are then sums of counts.
     """
@@ -183,8 +183,8 @@ def _update_and_scale(
 ) -> mx.array:
     """Update a model and its scale, or skip the update, given unscaled gradients and their norm.
 
-    Returns the norm: ``inf`` where the update is skipped, nan where it and all later ones are.
-    ``count`` is that of `scaled`.
+    Returns the norm: ``inf`` if the update is skipped, nan if it and all later ones are.
+    ``count`` is the count of `scaled`.
     """
     finite = mx.isfinite(norm)
     scale = _next_scale(optimizer.state[KEY], finite, mx.isfinite(count))
@@ -212,7 +212,7 @@ def _update_and_scale(
 
 @contextmanager
 def _lasting_moments(optimizer: optimizers.Optimizer, finite: mx.array) -> Iterator[bool]:
-    """Let gradients of zero leave moments as they are unless ``finite``, where an optimizer can."""
+    """Let gradients of zero leave moments as they are unless ``finite``, if an optimizer can."""
     # Its decays are 1 then. To choose between old and new moments afterwards takes five more
     # kernels for each parameter, because the update is no longer one.
     if type(optimizer) not in _DECAYING:

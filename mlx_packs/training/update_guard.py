@@ -46,7 +46,7 @@ class UpdateGuard:
         self._finite: Batch | None = None  # the last batch whose loss was finite
 
     def begin_update(self, random: mx.array) -> None:
-        """Remember the run before an update, with its random state, where its loss is scaled."""
+        """Remember the run before an update, with its random state, if its loss is scaled."""
         if self._step.stepper.scaled:
             self._updated = copy.deepcopy(self._state), random
 
@@ -103,7 +103,7 @@ class UpdateGuard:
         self._save(self._state)
 
     def _check_update(self, norm: float, number: int) -> str | None:
-        """Return what is not finite in the current update, where it is skipped."""
+        """Return what is not finite in the current update, which is then skipped."""
         batches = [batch for batch, fault in self._of_update if fault]
         faults = [fault for _, fault in self._of_update if fault]
         fault = faults[0] if faults else not_finite(0.0, norm)

@@ -2,7 +2,7 @@
 
 Its keys, values and states are arguments of the steps on the rows that follow. Gradients by these
 are summed, and with the update one backward pass takes the sum through the prefix. No weight
-changes in between, so the gradients are those of trees that compute their prefix each.
+changes in between, so the gradients are as if each tree computed its prefix.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ Pending = tuple  # count and gradients of the steps so far; empty before the fir
 
 
 class UpdatePrefix:
-    """The prefix of the update at work, while one is open; ``loss`` is that of `Update.guarded`."""
+    """The prefix of the update at work, while one is open; ``loss`` is from `Update.guarded`."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class UpdatePrefix:
         return recurs and (self.is_open or not is_whole_update)
 
     def has(self, batch: Batch) -> bool:
-        """Return whether the open prefix is that of a batch."""
+        """Return whether a batch has the open prefix."""
         return self.is_open and np.array_equal(self._prefix, batch.inputs["prefix"])
 
     def begin(self, batch: Batch, inputs: Inputs) -> list[mx.array]:
@@ -102,7 +102,7 @@ class UpdatePrefix:
         values, (grads, of_kept) = mx.value_and_grad(loss, argnums=(0, 1))(parameters, learned)
         self._model.update(parameters)
 
-        if self._is_scaled:  # the second value is that of the loss as it is
+        if self._is_scaled:  # then the second value has the unscaled sum and its count
             values = values[1]
         total, count = values
         if pending:

@@ -32,17 +32,17 @@ class Guard:
         """Return why the run should be saved and end after batch ``number``; None to go on."""
 
     def before_checkpoint(self, nbytes: int) -> None:
-        """Raise a PackError where a checkpoint of so many bytes cannot be written."""
+        """Raise a PackError if a checkpoint of ``nbytes`` bytes cannot be written."""
 
     def at_end(self) -> None:
-        """Raise a PackError where the run cannot be resumed although its pack is saved."""
+        """Raise a PackError if the run cannot be resumed although its pack is saved."""
 
 
 class Watch:
     """Everything that may end a phase of a run early."""
 
     def __init__(self, guards: Sequence[Guard], early_stop: "EarlyStop | None") -> None:
-        self.early_stop = early_stop  # None where a phase is only ended by faults
+        self.early_stop = early_stop  # None if a phase is only ended by faults
         self._guards = guards
         self._fault = ""
         self._signals: Sequence[int] = ()

@@ -6,7 +6,7 @@ from ...late import load
 from ..observer import Observer
 from .observed_run import ObservedRun
 
-# By name: makes the observer of a run, or None where the run's settings do not ask for it.
+# By name: makes the observer of a run, or None if the run's settings do not ask for it.
 OBSERVERS: dict[str, str | Callable[[ObservedRun], Observer | None]] = {
     "machine": "machine:Machine.of",  # before those that log a line, to which it adds
     "metrics": "metrics:MetricsFile",

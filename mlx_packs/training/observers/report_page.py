@@ -29,7 +29,7 @@ class ReportPage(Observer):
         self._noted: set[str] = set()  # files about which there was a note
 
     def on_phase_start(self, batches: int, done: int) -> None:
-        """Remove the result of a run that goes on."""
+        """Remove the result of a run that continues."""
         (self._observed.run.folder / REPORT).unlink(missing_ok=True)
 
     def on_phase_end(self) -> None:
