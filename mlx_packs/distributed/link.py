@@ -163,13 +163,13 @@ def _wait_for_calls(here: Launched, own: Mapping[str, Any]) -> dict[int, socket.
                 missing = ", ".join(str(r) for r in range(here.size) if r not in reports)
                 text = (
                     f"rank {missing} of {here.size} did not answer within {WAIT_S:.0f} s. Check "
-                    "that its machine is reachable and has mlx-packs and the data at the same paths."
+                    "that its machine is reachable and has mlx-packs and the data at the same "
+                    "paths."
                 )
                 _answer(peers, text)
                 raise _fault(text, "network") from None
 
             peer.settimeout(SILENCE_S)
-
             try:
                 report = _read_line(peer)
                 rank = report["rank"]
