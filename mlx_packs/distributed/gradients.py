@@ -17,7 +17,8 @@ def summed_over_ranks(
     backward pass has come so far, and lasts while it continues. In half precision gradients are
     sent as means over all targets, since sums can be out of range.
 
-    ``gradients`` are a tree, of sums over targets; ``dtype`` is what they are sent and added in.
+    ``gradients`` are a tree, of sums over targets; ``count`` of these is a scalar. They are sent
+    and added in ``dtype``, and returned in their own.
     """
     ranks = group()
     if ranks.shares == 1:
