@@ -44,12 +44,7 @@ class Place(Protocol):
 class RowError(PackError):
     """An example cannot be used; ``--on-bad-row`` decides whether that stops the run.
 
-    Args:
-        where: the row, as ``train.jsonl:17``.
-        fault: what is wrong with it.
-        reason: the kind of fault, by which rows are counted.
-        code: as of `PackError`.
-        flag: as of `PackError`.
+    ``where`` is the row, as ``train.jsonl:17``; rows are counted by ``reason``.
     """
 
     def __init__(
@@ -66,20 +61,16 @@ class RowError(PackError):
 
 @dataclass
 class BadRows:
-    """The rows of a split that cannot be used, in their order.
+    """The rows of a split that cannot be used."""
 
-    Attributes:
-        stops: whether the first one is raised as an error (``--on-bad-row stop``).
-        errors: the index of each row, and its error.
-    """
-
-    stops: bool = True
-    errors: list[tuple[int, RowError]] = field(default_factory=list)
+    stops: bool = True  # whether the first one is raised as an error (``--on-bad-row stop``)
+    errors: list[tuple[int, RowError]] = field(default_factory=list)  # with the index of the row
 
     def add(self, index: int, error: RowError) -> None:
-        """Record a row, or raise its error."""
+        """Record a row, or raise its error if rows stop the run."""
         if self.stops:
             raise error
+
         error.__traceback__ = None  # of a million rows the frames would stay
         self.errors.append((index, error))
 
@@ -87,11 +78,11 @@ class BadRows:
         return len(self.errors)
 
     def counts(self) -> dict[str, int]:
-        """Return the number of rows by reason, the most frequent first."""
+        """Count rows by reason, the most frequent first."""
         return dict(Counter(error.reason for _, error in self.errors).most_common())
 
     def check_some_left(self, count: int) -> None:
-        """Raise a PackError where all of ``count`` rows are bad."""
+        """Raise a PackError if all of ``count`` rows are bad."""
         if self.errors and len(self.errors) == count:
             first = self.errors[0][1]
             raise PackError(
@@ -102,23 +93,24 @@ class BadRows:
             )
 
     def to_json(self) -> list:
-        """Return the rows for a cache, without their places; `from_json` reads it."""
+        """`from_json` reads it; the places of rows are left out."""
         return [[i, e.fault, e.reason, e.code, e.flag] for i, e in self.errors]
 
     @classmethod
     def from_json(cls, entries: Iterable, rows: Sequence[Place], stops: bool) -> "BadRows":
-        """Return the recorded bad rows among ``rows``; with ``stops`` the first one is raised."""
+        """With ``stops`` the first bad row is raised."""
         bad = cls(stops)
         for index, fault, reason, code, flag in entries:
             bad.add(index, RowError(rows[index].where, fault, reason, code, flag))
+
         return bad
 
     def in_order(self) -> "BadRows":
-        """Return the same, by index: what is wrong with a row may show after later ones."""
+        """Sort by row: what is wrong with a row may show after later ones."""
         return BadRows(self.stops, sorted(self.errors, key=lambda entry: entry[0]))
 
     def lines(self, rows: Sequence[Place]) -> Iterator[str]:
-        """Yield each bad row as a line of JSON: file, line, reason, message and its text."""
+        """Yield JSON with file, line, reason, message and the text of the row."""
         for index, error in self.errors:
             file, line = split_place(error.where)
             entry = {"file": file, "line": line, "reason": error.reason, "message": error.fault}
@@ -126,13 +118,13 @@ class BadRows:
 
 
 def split_place(where: str) -> tuple[str, int | None]:
-    """Return file and number of a place: ``train.jsonl:17`` and ``train.json[16]``."""
+    """Split ``train.jsonl:17`` or ``train.json[16]`` into file and number."""
     name, _, number = where.removesuffix("]").rpartition("[" if where.endswith("]") else ":")
     return (name, int(number)) if name and number.isdecimal() else (where, None)
 
 
 def shown_counts(counts: Mapping[str, int]) -> str:
-    """Return the number of rows by reason for people: ``2 not JSON, 1 no target``."""
+    """Return counts for people: ``2 not JSON, 1 no target``."""
     return ", ".join(f"{count:,} {reason}" for reason, count in counts.items())
 
 
@@ -140,7 +132,7 @@ LeftOut = tuple[BadRows, Sequence[Place]]  # bad rows, and the rows that they ar
 
 
 def write_quarantine(folder: Path, splits: Iterable[LeftOut]) -> Path:
-    """Write the bad rows of some splits to the quarantine file of a run folder, atomically."""
+    """Write bad rows into a run folder, atomically."""
     file = folder / QUARANTINE
     atomic_write(file, (line for bad, rows in splits for line in bad.lines(rows)))
     return file

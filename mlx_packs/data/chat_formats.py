@@ -27,18 +27,18 @@ class ConversationFormat(TokenFormat):
         """Return the messages of a row, in any dialect that `turns_of` reads."""
 
     def own_turns(self, row: Row, names: DataConfig) -> list[Turn]:
-        """Return the turns of a row, without what other columns say about the conversation."""
+        """Return the turns of a row without what its other columns say."""
         return _turns(row, self.messages(row, names))
 
     def optional_columns(self, names: DataConfig) -> tuple[str, ...]:
-        """Return the columns that a row may have, too."""
         return CONVERSATION_COLUMNS
 
     def turns(self, row: Row, names: DataConfig) -> list[Turn]:
-        """Return the turns of a row; a system prompt in a column of its own is the first of them."""
+        """Return the turns of a row; the first may be a system prompt from its own column."""
         turns, system = self.own_turns(row, names), _system_prompt(row, self.columns(names))
         if system is None:
             return turns
+
         first = turns[0].message
         if first["role"] != "system":
             return [Turn({"role": "system", "content": system}), *turns]
@@ -48,7 +48,6 @@ class ConversationFormat(TokenFormat):
         return turns
 
     def conversation(self, row: Row, names: DataConfig, tokenizer: Any) -> Conversation:
-        """Return the messages of a row with their tools and documents."""
         turns = self.turns(row, names)
         if not tokenizer.has_chat_template:
             raise row.conflict(
@@ -56,6 +55,7 @@ class ConversationFormat(TokenFormat):
                 "that has one.",
                 "unsupported",
             )
+
         conversation = Conversation(
             row.where,
             [turn.message for turn in turns],
@@ -72,40 +72,38 @@ class ConversationFormat(TokenFormat):
     def render(
         self, row: Row, names: DataConfig, loss_on: str, tokenizer: Any
     ) -> tuple[str, list[Span]]:
-        """Return the rendered conversation and the spans of its answers."""
         return self.conversation(row, names, tokenizer).supervised(loss_on)
 
     def prompt(self, row: Row, names: DataConfig, tokenizer: Any) -> tuple[str, list[int]]:
-        """Return the messages before the answer that is asked for."""
+        """The prompt is what comes before the answer that is asked for."""
         conversation = self.conversation(row, names, tokenizer)
         asked = self._asked(self.turns(row, names))
         messages = list(conversation.messages)[:asked]
         return messages[-1].get("content") or "", conversation.prompt_tokens(messages)
 
     def answer(self, row: Row, names: DataConfig) -> str | None:
-        """Return the content of the answer that is asked for."""
         turns = self.turns(row, names)
         asked = turns[self._asked(turns) :][:1]
         return next((_answer_of(turn) for turn in asked), None)
 
     def texts(self, row: Row, names: DataConfig) -> list[str]:
-        """Return the content of each message."""
         return [text for turn in self.turns(row, names) if (text := turn.message["content"])]
 
     def _asked(self, turns: Sequence[Turn]) -> int:
         """Return the number of the message that a model is asked for.
 
-        It is the last one where a completion is trained, and else the first answer to a message that
-        is a target.
+        It is the last one if a completion is trained, and otherwise the first answer to a message
+        that is a target.
         """
         if self.loss_on == "completion":
             return len(turns) - 1
+
         targets = [i for i, turn in enumerate(turns) if i and _answer_of(turn) is not None]
         return targets[0] if targets else 1
 
 
 def _answer_of(turn: Turn) -> str | None:
-    """Return the text of an answer that is a target; None of other messages."""
+    """None if the message is no answer, or no target."""
     is_answer = turn.message["role"] == "assistant" and turn.is_target
     return turn.message["content"] if is_answer else None
 
@@ -117,11 +115,9 @@ class Chat(ConversationFormat):
     loss_on = "assistant"
 
     def columns(self, names: DataConfig) -> tuple[str, ...]:
-        """Return the column with the messages."""
         return (names.chat_feature,)
 
     def messages(self, row: Row, names: DataConfig) -> list[Mapping]:
-        """Return the messages of a row."""
         return _listed(row, names.chat_feature, "{role, content}")
 
 
@@ -132,18 +128,16 @@ class Completion(ConversationFormat):
     loss_on = "completion"
 
     def columns(self, names: DataConfig) -> tuple[str, ...]:
-        """Return the columns with the prompt and the completion."""
         return (names.prompt_feature, names.completion_feature)
 
     def messages(self, row: Row, names: DataConfig) -> list[Mapping]:
-        """Return the messages of prompt and completion."""
         return [turn.message for turn in self.own_turns(row, names)]
 
     def own_turns(self, row: Row, names: DataConfig) -> list[Turn]:
-        """Return the prompt as the user's message, the completion as the assistant's.
+        """Return the user's prompt and the assistant's completion.
 
-        Either may be a list of messages, as TRL has it. What a completion repeats of the prompt is
-        left out of it.
+        Either may be a list of messages, as TRL has it. What the completion repeats of the prompt
+        is left out.
         """
         _check_alpaca_is_whole(row, names)
         columns = names.prompt_feature, names.completion_feature
@@ -162,27 +156,28 @@ class Alpaca(ConversationFormat):
     loss_on = "completion"
 
     def columns(self, names: DataConfig) -> tuple[str, ...]:
-        """Return the columns that every row has."""
         return ("instruction", "output")
 
     def optional_columns(self, names: DataConfig) -> tuple[str, ...]:
-        """Return the columns that a row may have, too."""
         return ("input", "history", *super().optional_columns(names))
 
     def messages(self, row: Row, names: DataConfig) -> list[Mapping]:
-        """Return earlier turns, the instruction with its input, and the output."""
+        """Return the ``history`` as messages, the instruction with its input, and the output."""
         values = {"input": "", "history": []}
         values |= {key: value for key in values if (value := optional(row, key)) is not None}
+
         parts = [text_of(row, "instruction")]
         if not isinstance(about := values["input"], str):
             raise row.error(f"'input' must be a text, but is {shown(about)}.", "wrong type")
         parts += [about] if about.strip() else []
+
         messages: list[Mapping] = []
         for turn in values["history"] if isinstance(values["history"], list) else [None]:
             if not (isinstance(turn, list) and [type(text) for text in turn] == [str, str]):
                 fault = "'history' must be a list of [question, answer]."
                 raise row.error(fault, "wrong type")
             messages += _exchange(*turn)
+
         return messages + _exchange("\n\n".join(parts), text_of(row, "output"))
 
 
@@ -193,11 +188,9 @@ class ShareGPT(ConversationFormat):
     loss_on = "assistant"
 
     def columns(self, names: DataConfig) -> tuple[str, ...]:
-        """Return the column with the turns."""
         return ("conversations",)
 
     def messages(self, row: Row, names: DataConfig) -> list[Mapping]:
-        """Return the turns."""
         return _listed(row, "conversations", "{from, value}")
 
 
@@ -206,7 +199,7 @@ def _exchange(question: str, answer: str) -> list[Mapping]:
 
 
 def _turns(row: Row, messages: list) -> list[Turn]:
-    """Return messages as turns; an error shows the first message that is not one."""
+    """An error shows the first message that cannot be read."""
     try:
         return turns_of(messages)
     except ValueError as error:
@@ -214,7 +207,7 @@ def _turns(row: Row, messages: list) -> list[Turn]:
 
 
 def _first_faulty(messages: list) -> Any:
-    """Return the first message that cannot be read; all of them if each one can."""
+    """Return the first message that cannot be read, or all if each one can."""
     for message in messages:
         try:
             turns_of([message])
@@ -224,7 +217,7 @@ def _first_faulty(messages: list) -> Any:
 
 
 def about_conversation(row: Row) -> dict[str, Any]:
-    """Return the columns of a row that belong to its conversation beside the messages."""
+    """Return the columns about the conversation, without its messages."""
     return {key: row.value[key] for key in CONVERSATION_COLUMNS if key in row.value}
 
 
@@ -233,33 +226,37 @@ def prompt_and_completion(
 ) -> tuple[list[Turn], list[Turn]]:
     """Return prompt and completion, without what the completion repeats of the prompt's messages.
 
-    A system message that only the completion has belongs before the prompt. A completion that repeats
-    the text of the prompt is an error: no rule says where the answer begins.
+    A system message that only the completion has belongs before the prompt. A completion that
+    repeats the text of the prompt is an error: no rule says where the answer begins.
     """
     prompt, completion = _side(row, "user", prompt_column), _side(row, "assistant", column)
     roles = [turns[0].message["role"] for turns in (prompt, completion)]
     if roles[1] == "system" and roles[0] != "system":
         prompt, completion = [completion[0], *prompt], completion[1:]
+
     completion = completion[_repeated(prompt, completion) :]
     if not completion:
         raise row.error(f"'{column}' has no message after the prompt.", "empty")
+
     if completion[0].calls and prompt[-1].message["role"] == "assistant":
         raise row.error(
             f"'{column}' begins with a call that belongs to the answer which the prompt ends with. "
             f"Write that answer into '{column}', or end the prompt with another message.",
             "wrong type",
         )
+
     if _begins_with(completion[0].message["content"], prompt[-1].message["content"]):
         raise row.error(
             f"'{column}' begins with the text of the prompt, which would be in the example twice. "
             "Remove it there, or use examples with 'text'.",
             "wrong type",
         )
+
     return prompt, completion
 
 
 def _side(row: Row, role: str, column: str) -> list[Turn]:
-    """Return a prompt or a completion as turns: of messages, or of a text that ``role`` writes."""
+    """Return the turns of a column: its messages, or its text as a message of ``role``."""
     value = row.value[column]
     if isinstance(value, Mapping):
         return _turns(row, [value])
@@ -272,6 +269,7 @@ def _repeated(prompt: list[Turn], completion: list[Turn]) -> int:
     """Return how many messages of a completion are those that its prompt ends with."""
     if not completion or completion[0].message["role"] not in ("system", "user"):
         return 0
+
     first, second = ([_words_of(turn) for turn in turns] for turns in (prompt, completion))
     counts = range(min(len(first), len(second)), 0, -1)
     return next((n for n in counts if first[-n:] == second[:n]), 0)
@@ -283,7 +281,7 @@ def _words_of(turn: Turn) -> tuple:
 
 
 def _begins_with(completion: str, prompt: str) -> bool:
-    """Return whether a text begins with another one of some words, and goes on after it."""
+    """Whether a text repeats a prompt of at least `_LEAST_WORDS` words, and goes on after it."""
     prompt = prompt.strip()
     rest = completion.strip().removeprefix(prompt)
     is_repeated = rest != completion.strip() and rest[:1].isspace()
@@ -291,7 +289,7 @@ def _begins_with(completion: str, prompt: str) -> bool:
 
 
 def _system_prompt(row: Row, used: Sequence[str]) -> str | None:
-    """Return the system prompt that a column of its own has."""
+    """Return the system prompt that a column has; two that differ are an error."""
     prompts = {}
     for column in (column for column in SYSTEM_COLUMNS if column not in used):
         if (value := optional(row, column)) is None:
@@ -299,13 +297,14 @@ def _system_prompt(row: Row, used: Sequence[str]) -> str | None:
         if not isinstance(value, str):
             raise row.error(f"'{column}' must be a text, but is {shown(value)}.", "wrong type")
         prompts[column] = value
+
     if len(set(prompts.values())) > 1:
         raise row.error(f"{' and '.join(prompts)} differ. Remove one of them.", "wrong type")
     return next(iter(prompts.values()), None)
 
 
 def _tools(row: Row) -> list | None:
-    """Return the tools of a row, which may be a JSON text or in OpenAI's older column."""
+    """The tools may be a JSON text, or in OpenAI's older column."""
     try:
         columns = {column: normal_tools(optional(row, column)) for column in TOOL_COLUMNS}
     except ValueError as error:
@@ -318,30 +317,33 @@ def _tools(row: Row) -> list | None:
 
 
 def _documents(row: Row) -> list | None:
-    """Return the documents of a row that its answers are based on."""
     documents = without_padding(optional(row, "documents"))
     if documents is None or documents == []:
         return None
+
     if not isinstance(documents, list) or not all(isinstance(d, Mapping) for d in documents):
         fault = f"'documents' must be a list of objects, but is {shown(documents)}."
         raise row.error(fault, "wrong type")
+
     return _json_value(row, [d for d in documents if is_given(d)], "documents") or None
 
 
 def _variables(row: Row) -> Mapping[str, Any]:
-    """Return the variables of the chat template that a row has, in TRL's column."""
+    """Return variables of the chat template, from TRL's column."""
     variables = without_padding(optional(row, "chat_template_kwargs")) or {}
     if not isinstance(variables, Mapping):
         fault = f"'chat_template_kwargs' must be an object, but is {shown(variables)}."
         raise row.error(fault, "wrong type")
+
     if taken := renderer_argument(variables):
         fault = f"'chat_template_kwargs': {taken} is not a variable of the template. Remove it."
         raise row.error(fault, "wrong type")
+
     return _json_value(row, variables, "chat_template_kwargs")
 
 
 def _json_value(row: Row, value: Any, column: str) -> Any:
-    """Return a value of a column as JSON has it; what JSON does not have is an error."""
+    """Return a value as JSON has it; a value that JSON lacks is an error."""
     try:
         return json_value(value, f"'{column}' has")
     except ValueError as error:
@@ -349,7 +351,7 @@ def _json_value(row: Row, value: Any, column: str) -> Any:
 
 
 def _listed(row: Row, column: str, of: str) -> list:
-    """Return a column that is a list with something in it."""
+    """Return a column, which must be a list with something in it."""
     messages = row.value[column]
     if messages == []:
         raise _fault(row, f"'{column}' must contain at least one message.", messages)
@@ -360,7 +362,7 @@ def _listed(row: Row, column: str, of: str) -> list:
 
 
 def _check_alpaca_is_whole(row: Row, names: DataConfig) -> None:
-    """Raise a PackError where the named columns are Alpaca's and would leave out its input."""
+    """Raise a PackError if columns of Alpaca are named such that its input would be left out."""
     if names.prompt_feature == "instruction" and optional(row, "input"):
         raise row.conflict(
             "has an 'input', which --prompt-feature instruction leaves out. Give neither "

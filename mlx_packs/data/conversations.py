@@ -31,7 +31,7 @@ class Conversation:
         return RowError(self.where, fault, reason, flag=flag)
 
     def check_plain(self) -> None:
-        """Raise an error for a text that a chat template has already been applied to."""
+        """Raise an error if a text has already been rendered by a chat template."""
         style = turn_style(self.tokenizer)
         for number, message in enumerate(self.messages, 1):
             mark = style.mark_around(message["role"], message.get("content") or "")
@@ -43,24 +43,22 @@ class Conversation:
                 )
 
     def render(self, messages: Sequence[Mapping], add_generation_prompt: bool = False) -> str:
-        """Return the text of some messages, with the same tools."""
         if not messages:
             return ""
         return self._rendered(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
 
     def _ended(self, text: str) -> str:
-        """Return a rendered conversation with an end behind its last answer."""
+        """Add the end that a chat template leaves out after the last answer."""
         missing = answer_end(self.tokenizer).missing
         if not missing or self.messages[-1]["role"] != "assistant":
             return text
         return text.rstrip() + missing
 
     def prompt_tokens(self, messages: Sequence[Mapping]) -> list[int]:
-        """Return the tokens of some messages, up to the assistant's next turn."""
         return self._rendered(messages, tokenize=True, add_generation_prompt=True)
 
     def _rendered(self, messages: Sequence[Mapping], **options: Any) -> Any:
-        """Return the result of the chat template; an error that is about this row names it."""
+        """An error of the chat template that is about this row names it."""
         try:
             if self.documents is not None:
                 options["documents"] = self.documents
@@ -79,21 +77,25 @@ class Conversation:
         if loss_on == "all":
             self._check_all_targets()
             return text, []
+
         answers = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
         if loss_on == "completion":
             if len(self.messages) - 1 in self.context:
                 raise self._error("the completion is marked as no target.", "no target")
             return text, [(self._completion_start(text, answers), len(text))]
+
         if not answers:
             raise self._error("nothing to supervise: no message has role 'assistant'.", "no target")
+
         targets = [i for i in answers if i not in self.context]
         if not targets:
             raise self._error("every answer is marked as no target.", "no target")
+
         self._check_not_empty(answers, targets)
         return text, [self._answer_span(i, text) for i in targets]
 
     def _check_all_targets(self) -> None:
-        """Raise an error where an answer is marked as no target, and every token is to be one."""
+        """Raise an error if an answer is marked as no target but every token is to be one."""
         if self.context:
             raise self._error(
                 "has an answer that is marked as no target. Use --loss-on assistant.",
@@ -114,10 +116,11 @@ class Conversation:
                 )
 
     def _completion_start(self, text: str, answers: list[int]) -> int:
-        """Return where what follows the last prompt begins: mlx-lm's ``--mask-prompt``."""
+        """Return where the text after the last prompt begins: mlx-lm's ``--mask-prompt``."""
         last = len(self.messages) - 1
         if answers == [0] == [last]:  # there is no prompt but the header of the answer
             return self._answer_span(0, text)[0]
+
         prompt = self.render(self.messages[:-1], add_generation_prompt=last in answers)
         if not text.startswith(prompt):
             # the prompt ends with what no conversation has, such as an empty thought
@@ -132,7 +135,7 @@ class Conversation:
         return len(prompt)
 
     def _answer_span(self, i: int, text: str) -> Span:
-        """Return the position of answer ``i`` in the text, its end-of-turn token included."""
+        """Include the end-of-turn token of answer ``i``."""
         if span := self._find_answer(i, text):
             return span
         raise self._error(
@@ -145,8 +148,8 @@ class Conversation:
     def _find_answer(self, i: int, text: str) -> Span | None:
         """Return the position of answer ``i``; None if the template does not show it.
 
-        Where the template does not render a conversation as its beginning plus more (Qwen3 drops
-        the thoughts of earlier turns), the answer is found by rendering another in its place.
+        If the template does not render a conversation as its beginning plus more (Qwen3 drops the
+        thoughts of earlier turns), the answer is found by rendering another one in its place.
         """
 
         def attempt(messages: Sequence[Mapping], **options: bool) -> str | None:
@@ -162,12 +165,15 @@ class Conversation:
             if before and through and text.startswith(before) and text.startswith(through):
                 if len(through) > len(before):
                     return len(before), len(before) + len(through[len(before) :].rstrip())
+
         bare = {"role": "assistant", "content": SENTINEL}
         for other in (bare, {**messages[i], **bare}):  # without and with its tool calls
             changed = attempt([other if j == i else m for j, m in enumerate(messages)]) or ""
             changed = self._ended(changed)
+
             start, sentinel, rest = changed.partition(SENTINEL)
             if sentinel and text.startswith(start) and text.endswith(rest):
                 if len(text) > len(start) + len(rest):
                     return len(start), len(text) - len(rest)
+
         return None

@@ -49,7 +49,6 @@ class Copy(JsonLines):
         return (os.fstat(f.fileno()).st_size,)
 
     def where(self, i: int) -> str:
-        """Return name and number of a row."""
         return f"{self._original}[{i}]"
 
 
@@ -57,33 +56,34 @@ class Unpacked(Copy):
     """A JSONL file that was packed; rows are named by the file that people have."""
 
     def where(self, i: int) -> str:
-        """Return file and line of a row."""
         _, _, line = JsonLines.where(self, i).rpartition(":")
         return f"{self._original}:{line}"
 
 
 def gzip_rows(file: Path) -> Unpacked:
-    """Return the rows of a .jsonl.gz file."""
     return Unpacked(_copy(file, "jsonl", lambda out: _unpack(file, out)), file)
 
 
 def table_rows(file: Path) -> Copy:
-    """Return the rows of a .csv or .tsv file, packed or not; the first line names the columns."""
+    """Read .csv or .tsv, also compressed; the first line names the columns."""
     is_tsv = ".tsv" in Path(file.name.lower()).suffixes[-2:]
     kind, rows_of = ("tsv", _tsv_rows) if is_tsv else ("csv", _csv_rows)
     return Copy(_copy(file, kind, lambda out: _tabulate(file, rows_of(file), out)), file)
 
 
 def text_rows(file: Path) -> RowList:
-    """Return the paragraphs of a text, so many in a row as have some 4,000 characters."""
+    """Return the paragraphs of a text; a row has as many as fit into 4,000 characters."""
     rows, begun, start, number = [], [], 1, 0
     text = read_text(file, _MOST_TEXT_BYTES).replace("\r\n", "\n")
+
     for paragraph in text.split("\n\n"):
         if begun and sum(map(len, begun)) + len(paragraph) > _PIECE:
             rows.append(_text_row(file, start, begun))
             begun, start = [], number + 1
+
         begun.append(paragraph)
         number += paragraph.count("\n") + 2
+
     rows.append(_text_row(file, start, begun))
     return RowList([row for row in rows if row.value["text"]])
 
@@ -93,12 +93,14 @@ def _text_row(file: Path, line: int, paragraphs: list[str]) -> Row:
 
 
 def _copy(file: Path, kind: str, write: Callable[[BinaryIO], None]) -> Path:
-    """Return the JSONL copy of a file, made if the cache does not have it."""
+    """Return the JSONL copy of a file, which is written unless the cache has it."""
     folder = cache_folder("rows") or Path(tempfile.gettempdir()) / f"mlx_packs-{os.getuid()}"
     copy = folder / f"{sha256(file)}-{kind.encode().hex()}-{_VERSION}.jsonl"
+
     if copy.is_file():
         os.utime(copy)
         return copy
+
     with write_errors(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # rows may be private
         remove_unused(folder, "*.jsonl", _DAYS)
@@ -110,11 +112,12 @@ def _copy(file: Path, kind: str, write: Callable[[BinaryIO], None]) -> Path:
 
 
 def _blocks(file: Path) -> Iterator[bytes]:
-    """Yield the content of a file; of a packed one what is in it, up to a limit."""
+    """Yield the content of a file, uncompressed; more than a limit is an error."""
     limit = _MOST_GROWTH * file.stat().st_size + _ALWAYS
     room = free_bytes(cache_folder("rows") or Path(tempfile.gettempdir()))
     limit = limit if room is None else min(limit, room // 2)
     total = 0
+
     with open_regular(file) as raw:
         source = gzip.GzipFile(fileobj=raw) if file.suffix.lower() == ".gz" else raw
         try:
@@ -147,6 +150,7 @@ def _tabulate(file: Path, rows: Iterator[_Cells], out: BinaryIO) -> None:
         raise PackError(
             f"{file}:1: must name every column, each once, but has {header!r:.80}.", "data"
         )
+
     for line, cells in rows:
         if not cells:
             continue
@@ -156,6 +160,7 @@ def _tabulate(file: Path, rows: Iterator[_Cells], out: BinaryIO) -> None:
                 "commas, tabs or line breaks in them must be in quotes.",
                 "data",
             )
+
         row = dict(zip(header, cells, strict=True))
         out.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
 
@@ -167,6 +172,7 @@ def _csv_rows(file: Path) -> Iterator[_Cells]:
     header = next(lines, "")
     delimiter = max(",;\t", key=header.count)  # by the language of the spreadsheet
     reader = csv.reader(chain([header], lines), delimiter=delimiter, strict=True)
+
     line = 1
     try:
         for cells in reader:
@@ -200,9 +206,9 @@ def _tsv_rows(file: Path) -> Iterator[_Cells]:
 
 
 def _quoted_row(line: str, lines: "_Lookahead", columns: int) -> list[str] | None:
-    """Return the cells of a row with tabs or line breaks in quotes, and take its lines.
+    """Return a row with tabs or line breaks in quotes, and take its lines from ``lines``.
 
-    None if there is no such row before the next row that is a line.
+    None if no such row ends before the next row that is one line.
     """
     text = line
     for taken in range(_MOST_QUOTED_LINES):
@@ -231,11 +237,13 @@ def _quoted_cells(text: str) -> list[str] | None:
             cells.append(quoted[1].replace('""', '"'))
             start = quoted.end() + 1
             continue
+
         cell = text[start:].partition("\t")[0]
         if "\n" in cell or _opens(cell):
             return None
         cells.append(cell)
         start += len(cell) + 1
+
     return cells
 
 
@@ -251,7 +259,7 @@ def _closes(line: str) -> bool:
 
 
 class _Lookahead:
-    """Numbered lines, of which the next ones can be looked at before they are taken."""
+    """Numbered lines; the next ones can be read before they are taken."""
 
     def __init__(self, lines: Iterator[str]) -> None:
         self._lines = lines
@@ -265,7 +273,7 @@ class _Lookahead:
             yield self._number, line
 
     def peek(self, after: int) -> str | None:
-        """Return the line after so many others; None at the end of the file."""
+        """Return the line ``after`` the next ones; None at the end of the file."""
         while len(self._ahead) <= after:
             line = next(self._lines, None)
             if line is None:
@@ -274,20 +282,18 @@ class _Lookahead:
         return self._ahead[after]
 
     def take(self, count: int) -> None:
-        """Leave out the next lines."""
         for _ in range(count):
             self._ahead.popleft()
         self._number += count
 
 
 def _unquoted(cell: str) -> str:
-    """Return a cell without quotes around it."""
     quoted = _QUOTED.fullmatch(cell)
     return quoted[1].replace('""', '"') if quoted else cell
 
 
 def _lines(file: Path) -> Iterator[str]:
-    """Yield the lines of a text file with their ends."""
+    """Line ends are kept."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     rest = ""
     try:
@@ -296,6 +302,7 @@ def _lines(file: Path) -> Iterator[str]:
             rest = lines.pop() if lines else ""
             if len(rest) > MOST_LINE_BYTES:
                 raise PackError(f"{file}: a line is longer than {MOST_LINE_BYTES:,} bytes.", "data")
+
             yield from lines
         yield from io.StringIO(rest + decoder.decode(b"", final=True), newline="").readlines()
     except UnicodeDecodeError:

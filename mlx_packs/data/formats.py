@@ -32,31 +32,27 @@ class Text(TokenFormat):
     special_tokens = True
 
     def columns(self, names: DataConfig) -> tuple[str, ...]:
-        """Return the column with the text."""
         return (names.text_feature,)
 
     def render(
         self, row: Row, names: DataConfig, loss_on: str, tokenizer: Any
     ) -> tuple[str, list[Span]]:
-        """Return the text as it is."""
         text = text_of(row, names.text_feature)
         if not text:
             raise row.error(f"'{names.text_feature}' is empty.", "empty")
         return text, []
 
     def prompt(self, row: Row, names: DataConfig, tokenizer: Any) -> tuple[str, list[int]]:
-        """Return the beginning of the text."""
         tokens = text_tokens(tokenizer, row.value[names.text_feature])
         tokens = tokens[: max(1, min(_PROMPT_TOKENS, len(tokens) // 2))]
         shown = tokens[1:] if tokens[0] == tokenizer.bos_token_id else tokens
         return tokenizer.decode(shown), tokens
 
     def texts(self, row: Row, names: DataConfig) -> list[str]:
-        """Return the text."""
         return [text_of(row, names.text_feature)]
 
     def resolve_loss_on(self, loss_on: str | None) -> str:
-        """``all``; a text has no prompt that could be left out."""
+        """Anything but ``all`` is an error: a text has no prompt that could be left out."""
         if loss_on not in (None, "all"):
             raise PackError(
                 f"--loss-on {loss_on}: text examples have no prompt. Use --loss-on all.", "conflict"
@@ -77,7 +73,7 @@ class PairFormat(RowFormat):
 
     @property
     def losses(self) -> list[str]:
-        """The losses that the rows suffice for; the first is what ``auto`` takes."""
+        """The losses that the columns suffice for; the first is what ``auto`` takes."""
         return [
             name
             for name, facts in LOSSES.items()
@@ -85,28 +81,24 @@ class PairFormat(RowFormat):
         ]
 
     def columns(self, names: DataConfig) -> tuple[str, ...]:
-        """Return the columns with texts and the score."""
         return self.text_columns + ((self.score_column,) if self.score_column else ())
 
     def texts(self, row: Row, names: DataConfig) -> list[str]:
-        """Return the texts of a row, in the order of the columns."""
         return [text_of(row, column) for column in self.text_columns]
 
     def usable(self, row: Row, names: DataConfig) -> tuple[list[str], float | None]:
-        """Return the texts of a row and its score, None where rows have none.
-
-        Raises:
-            RowError: a text cannot be used, or the score is no number.
-        """
+        """Return the texts of a row and its score, or the RowError that says what is wrong."""
         texts = self.texts(row, names)
         for text in texts:
             check_unicode(row, text)
+
         return texts, None if self.score_column is None else self._score(row, self.score_column)
 
     def _score(self, row: Row, column: str) -> float:
-        """Return the score of a row, which is a text in tables."""
+        """In tables a score is a text."""
         value = row.value[column]
         is_number = isinstance(value, (int, float, str)) and not isinstance(value, bool)
+
         with suppress(ValueError, OverflowError):
             if is_number and abs(score := float(value)) <= _MOST_SCORE:  # not even NaN
                 return score
@@ -144,11 +136,10 @@ class Preference(RowFormat):
     name = "preferences"
 
     def columns(self, names: DataConfig) -> tuple[str, ...]:
-        """Return the columns that every row has; the prompt may be in both of them."""
+        """The prompt may be part of both, so its own column is optional."""
         return ("chosen", "rejected")
 
     def texts(self, row: Row, names: DataConfig) -> list[str]:
-        """Return prompt and completions."""
         return [
             text
             for column in (names.prompt_feature, *self.columns(names))
@@ -162,16 +153,14 @@ class Prompt(RowFormat):
     name = "prompts"
 
     def columns(self, names: DataConfig) -> tuple[str, ...]:
-        """Return the column with the prompt."""
         return (names.prompt_feature,)
 
     def texts(self, row: Row, names: DataConfig) -> list[str]:
-        """Return the prompt."""
         return _texts(row, names.prompt_feature)
 
 
 def _texts(row: Row, column: str) -> list[str]:
-    """Return the text of a column, or of each of its messages; none without the column."""
+    """A column has a text, or messages with one each; without the column there is none."""
     if not isinstance(value := row.value.get(column, []), list):
         return [text_of(row, column)]
     contents = [m.get("content") for m in value if isinstance(m, Mapping)]
@@ -190,11 +179,12 @@ FORMATS: tuple[RowFormat, ...] = (*TOKEN_FORMATS, PREFERENCE, *PAIR_FORMATS, PRO
 def format_of(row: Row, names: DataConfig, formats: Sequence[RowFormat] = FORMATS) -> RowFormat:
     """Return the first of ``formats`` that a row matches; a row without one is an error.
 
-    Columns that are null, as tables put together have them, count only where no others match.
+    A column that is null, as in tables put together, only counts if no other format matches.
     """
     if not isinstance(row.value, Mapping):
         fault = f"must be a JSON object, but is a {type(row.value).__name__}."
         raise row.error(fault, "not an object")
+
     matching = [each for each in formats if each.matches(row, names)]
     for row_format in matching:
         if all(row.value[column] is not None for column in row_format.columns(names)):
@@ -217,7 +207,7 @@ def check_format(
     names: DataConfig,
     formats: Sequence[RowFormat] = FORMATS,
 ) -> None:
-    """Raise an error where a row is of another format than that of the row called ``first``."""
+    """Raise an error if a row has another format than the row called ``first``."""
     if (other := format_of(row, names, formats)) is not row_format:
         raise row.error(
             f"mixed formats: this example is {other.name}, but {first} is {row_format.name}.",
@@ -228,10 +218,9 @@ def check_format(
 def first_format(
     rows: Sequence[Row], names: DataConfig, formats: Sequence[RowFormat] = FORMATS
 ) -> tuple[Row, RowFormat]:
-    """Return the first row that can be read and has one of ``formats``, and that format.
+    """Return the first row that has one of ``formats``, and that format.
 
-    Raises:
-        RowError: that of the first row, if it stops the run (``names.on_bad_row``) or no row has one.
+    The first row's error is raised if it stops the run (``names.on_bad_row``) or no row has one.
     """
     first = None
     for row in rows:
@@ -241,4 +230,5 @@ def first_format(
             if names.on_bad_row == "stop":
                 raise
             first = first or error
+
     raise first or PackError("--data: the split has no examples.", "data")

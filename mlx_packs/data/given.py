@@ -24,16 +24,11 @@ Data = str | Path | Iterable[Mapping] | Mapping[str, Iterable[Mapping]]  # and w
 
 
 class Given(str):
-    """The name of rows in memory, which carries them.
+    """The name of rows in memory, which carries them."""
 
-    Attributes:
-        splits: rows by the names of `SPLIT_NAMES`.
-    """
-
-    splits: dict[str, Rows]
+    splits: dict[str, Rows]  # by the names of `SPLIT_NAMES`
 
     def __new__(cls, splits: dict[str, Rows]) -> "Given":
-        """Return the name of some splits."""
         name = super().__new__(cls, IN_MEMORY)
         name.splits = splits
         return name
@@ -42,17 +37,15 @@ class Given(str):
 def source_of(data: Any) -> str:
     """Return where rows are: a name as it is, and for rows in memory a `Given`.
 
-    Args:
-        data: a folder, file or data set id; or a list or iterator of mappings, a DataFrame of pandas
-            or polars, a `datasets.Dataset` or `IterableDataset`, or a mapping of split names to such.
-
-    Raises:
-        PackError: it is none of these.
+    ``data`` is a folder, file or data set id; or a list or iterator of mappings, a DataFrame of
+    pandas or polars, a `datasets.Dataset` or `IterableDataset`, or a mapping of split names to
+    such. Anything else is a PackError.
     """
     if isinstance(data, (str, Path)):
         return data if isinstance(data, Given) else str(data)
     if not isinstance(data, Mapping):
         return Given({"train": _rows(data, "rows"), "valid": Rows(), "test": Rows()})
+
     names = {name: split for split, known in SPLIT_NAMES.items() for name in known}
     if unknown := [str(name) for name in data if name not in names]:
         raise PackError(
@@ -60,6 +53,7 @@ def source_of(data: Any) -> str:
             f"{', '.join(unknown[:5])}. Give a list of mappings, a DataFrame or a Dataset.",
             flag="data",
         )
+
     splits = {split: Rows() for split in SPLIT_NAMES}
     for name, part in data.items():
         splits[names[name]] = _rows(part, name)
@@ -67,16 +61,14 @@ def source_of(data: Any) -> str:
 
 
 def columns_of(data: Data | None, columns: DataConfig | None) -> DataConfig:
-    """Return where examples are, and what their columns are called.
-
-    Raises:
-        PackError: both name examples.
-    """
+    """Return ``columns`` with the source of the examples; both naming examples is an error."""
     columns = columns or DataConfig()
     if not isinstance(columns.data, str):
         columns = replace(columns, data=source_of(columns.data))
+
     if data is None:
         return columns
+
     if named := columns.changed(("data", "hf_dataset")):
         raise PackError(
             f"data: columns names examples too ({named[0]}). Leave one of them out.",
@@ -87,9 +79,10 @@ def columns_of(data: Data | None, columns: DataConfig | None) -> DataConfig:
 
 
 def _rows(data: Any, name: str) -> Rows:
-    """Return the rows of one split, whose places are ``name[number]``."""
+    """Return the rows of one split; messages call them ``name[number]``."""
     if is_stream(data):
         return temporary_rows(name, data)
+
     if hasattr(data, "to_dicts"):  # polars
         values: Any = data.to_dicts()
     elif hasattr(data, "to_dict") and hasattr(data, "columns"):  # pandas
@@ -104,4 +97,5 @@ def _rows(data: Any, name: str) -> Rows:
             f"{type(data).__name__}.",
             flag="data",
         )
+
     return Rows([ValueList(name, values, plain)])  # with Python's own values

@@ -35,31 +35,25 @@ class LineRow(Row):
 
     @cached_property
     def value(self) -> Mapping:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The columns of the row.
-
-        Raises:
-            RowError: the line is no JSON, or exceeds a limit.
-        """
+        """The columns; a RowError if the line is no JSON or exceeds a limit."""
         return parse_line(self.where, self.line)
 
     def text(self) -> str:
-        """Return the line as it is in its file; bytes that are not UTF-8 are escaped."""
+        """Bytes that are not UTF-8 are escaped."""
         return self.line.strip().decode(errors="backslashreplace")
 
 
 def parse_line(where: str, line: bytes) -> Any:
-    """Return the JSON value of a line.
+    """Return the JSON value of a line; a RowError if it is none, too deep or too long.
 
     As in Python, the last of equal keys counts, and NaN and Infinity are numbers.
-
-    Raises:
-        RowError: it is no JSON, or is deeper or longer than allowed.
     """
     if len(line) > MOST_LINE_BYTES:
         fault = (
             f"the line is longer than {MOST_LINE_BYTES >> 20} MiB. Split it into several examples."
         )
         raise RowError(where, fault, "line too long")
+
     try:
         text = line.decode()
         value = json.loads(text)
@@ -76,14 +70,16 @@ def parse_line(where: str, line: bytes) -> Any:
         raise RowError(where, fault, "integer too long", "unreadable") from None
     except RecursionError:
         too_deep = True
+
     if too_deep:
         fault = f"lists and objects are nested more than {MOST_DEPTH} deep."
         raise RowError(where, fault, "too deep", "unreadable")
+
     return value
 
 
 def is_deep(value: object) -> bool:
-    """Return whether a value of JSON has more levels of lists and objects than allowed."""
+    """Whether lists and objects are nested more than `MOST_DEPTH` deep."""
     level = [value]
     for _ in range(MOST_DEPTH + 1):
         values = (each.values() if isinstance(each, dict) else each for each in level)
@@ -117,14 +113,18 @@ class JsonLines(Source):
                 edges = np.concatenate([[0], edges])
             begins = len(edges) > 0 and bool(edges[-1] == len(data))
             edges = edges[: len(edges) - begins]
+
             lines.append(size + edges)
             doubts.append(data[edges] <= 32)  # what a blank line may begin with
             size += len(block)
+
         starts, blank = np.concatenate(lines), np.concatenate(doubts)
         lengths = np.diff(starts, append=size)
+
         for i in np.flatnonzero(blank & (lengths > 1)):
             f.seek(int(starts[i]))
             blank[i] = not f.read(min(int(lengths[i]), MOST_LINE_BYTES)).strip()
+
         self._starts = np.append(starts[~blank], size)
         numbers = np.flatnonzero(blank)
         self._rows_before_blanks = numbers - np.arange(len(numbers))
@@ -134,45 +134,45 @@ class JsonLines(Source):
         return len(self._starts) - 1
 
     def read(self, start: int, stop: int) -> Iterator[Row]:
-        """Yield the rows from ``start`` to ``stop``, a block of lines in memory at a time."""
+        """Keep one block of lines in memory at a time."""
         with self.file.open("rb") as f:
             if self._status(f) != self._opened:
                 raise PackError(
                     f"{self.file}: was changed while it is being read. Start again.", "unreadable"
                 )
+
             while start < stop:
                 begin = int(self._starts[start])
                 end = int(np.searchsorted(self._starts, begin + _BLOCK_BYTES, "right")) - 1
                 end = min(max(end, start + 1), stop)
                 edges = (self._starts[start : end + 1] - begin).tolist()
+
                 f.seek(begin)
                 # of a line that is too long anyway the beginning
                 block = f.read(min(edges[-1], max(_BLOCK_BYTES, MOST_LINE_BYTES + 1)))
+
                 for i, (low, high) in enumerate(zip(edges, edges[1:], strict=False), start):
                     line = block[low:high]
                     yield LineRow(self.where(i), line.removeprefix(_BOM) if i == 0 else line)
+
                 start = end
 
     def where(self, i: int) -> str:
-        """Return file and line of a row."""
         blanks = self._rows_before_blanks
         before = np.searchsorted(blanks, i, "right") if len(blanks) else 0
         return f"{self.file}:{i + 1 + before}"
 
     def nbytes(self, start: int, stop: int) -> int:
-        """Return the bytes of these rows."""
         return int(self._starts[stop] - self._starts[start])
 
     def content_key(self) -> bytes:
-        """Return the SHA-256 of the file."""
         return self._key
 
     def is_in_files(self) -> bool:
-        """Return whether another process can read the rows."""
         return True
 
     def _status(self, f: BinaryIO) -> tuple[int, ...]:
-        """Return what changes when the file does."""
+        """Return facts that change when the file does."""
         status = os.fstat(f.fileno())
         return status.st_size, status.st_mtime_ns, status.st_ino
 

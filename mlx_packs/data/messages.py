@@ -54,7 +54,7 @@ class Turn:
 
 
 def turns_of(messages: Sequence[Any]) -> list[Turn]:
-    """Return messages as turns; calls that follow an answer, or other calls, are in one message."""
+    """Put calls that follow an answer, or other calls, into one message."""
     turns: list[Turn] = []
     for message in messages:
         turn = _turn(message)
@@ -62,12 +62,14 @@ def turns_of(messages: Sequence[Any]) -> list[Turn]:
         if turn.calls and before is not None and before.message["role"] == "assistant":
             turns[-1] = _joined(before, turn)
             continue
+
         turns.append(turn)
+
     return turns
 
 
 def last_turn_start(messages: Sequence[Any]) -> int:
-    """Return where the messages of the last turn begin: an answer, and the calls that follow it."""
+    """Return where the last turn begins: an answer, or calls and the answer before them."""
     start = len(messages) - 1
     while start > 0 and _speaker(messages[start]) in _CALLS:
         before = _speaker(messages[start - 1])
@@ -78,7 +80,7 @@ def last_turn_start(messages: Sequence[Any]) -> int:
 
 
 def _speaker(message: Any) -> str:
-    """Return the role of a message in its own dialect; an empty text without one."""
+    """Return the role as the dialect names it; an empty text without one."""
     if not isinstance(message, Mapping):
         return ""
     speaker = message.get("from") if message.get("role") is None else message["role"]
@@ -86,9 +88,10 @@ def _speaker(message: Any) -> str:
 
 
 def _joined(before: Turn, turn: Turn) -> Turn:
-    """Return an answer with the calls that follow it, and with all that either message says."""
+    """Return an answer with the calls that follow it, and everything that either message says."""
     if before.is_target is not turn.is_target:
         raise ValueError("calls that belong to one answer have different marks.")
+
     first = before.message
     second = turn.message
     for key in (first.keys() & second.keys()) - _JOINED:
@@ -107,7 +110,7 @@ def _joined(before: Turn, turn: Turn) -> Turn:
 
 
 def _joined_content(first: str, second: str) -> str:
-    """Return two contents as one, whose thoughts between tags come first, in one pair of tags."""
+    """Join two contents; their thoughts between tags come first, in one pair of tags."""
     later = WRITTEN_THOUGHTS.match(second)
     if not first or later is None:
         return "\n".join(text for text in (first, second) if text)
@@ -124,18 +127,22 @@ def _joined_content(first: str, second: str) -> str:
 
 
 def _turn(message: Any) -> Turn:
-    """Return one message in the form of chat templates, with its mark."""
+    """Return a message in the form of chat templates, with its mark."""
     if not isinstance(message, Mapping):
         raise ValueError("every message must be an object with a 'role'.")
+
     given = {key: value for key, value in message.items() if value is not None}
     if "role" not in given and "from" in given:
         _rename_sharegpt(given)
+
     if not isinstance(speaker := given.get("role"), str):
         raise ValueError("every message must be an object with a 'role'.")
+
     role = ROLES.get(speaker, speaker)
     is_target = _popped_mark(given, role)
     content = _text(given.get("content"))
     calls = _popped_calls(given)
+
     if speaker in _CALLS and content is not None:
         content, written = calls_in_text(content)
         calls += written
@@ -156,7 +163,7 @@ def _turn(message: Any) -> Turn:
 
 
 def _rename_sharegpt(given: dict[str, Any]) -> None:
-    """Give a turn of ShareGPT, ``from`` and ``value``, the keys of a message."""
+    """Turn ``from`` and ``value`` of ShareGPT into the keys of a message."""
     speaker, text = given.pop("from"), given.pop("value", None)
     if not isinstance(speaker, str) or speaker not in (*_OWN_ROLES, *ROLES):
         roles = ", ".join((*_OWN_ROLES, *ROLES))
@@ -167,7 +174,7 @@ def _rename_sharegpt(given: dict[str, Any]) -> None:
 
 
 def _popped_calls(given: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the calls of a message, and take them out of it; `function_call` is OpenAI's older key."""
+    """Take the calls out of a message; `function_call` is OpenAI's older key."""
     calls = normal_calls(given.pop("tool_calls", None))
     older = normal_calls(given.pop("function_call", None))
     if calls and older:
@@ -176,7 +183,7 @@ def _popped_calls(given: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def name_thoughts(message: dict[str, Any]) -> None:
-    """Give the thoughts of an answer every name by which templates know them."""
+    """Write the thoughts of an answer under every key by which templates know them."""
     thoughts = {message[key] for key in THOUGHTS if isinstance(message.get(key), str)} - {""}
     if len(thoughts) > 1:
         raise ValueError(f"an answer has different thoughts in {', '.join(THOUGHTS)}.")
@@ -185,11 +192,12 @@ def name_thoughts(message: dict[str, Any]) -> None:
 
 
 def _write_thoughts_once(message: dict[str, Any]) -> None:
-    """Take thoughts out of the content of an answer that also has them under a key."""
+    """Remove thoughts from the content of an answer that has them under a key, too."""
     written = WRITTEN_THOUGHTS.match(message["content"])
     thoughts = message.get(THOUGHTS[0])
     if written is None or not thoughts or not written[1].strip():
         return
+
     if written[1].strip() != thoughts.strip():
         raise ValueError(
             f"an answer has other thoughts in its content than in '{THOUGHTS[0]}'. Keep one of them."
@@ -198,39 +206,46 @@ def _write_thoughts_once(message: dict[str, Any]) -> None:
 
 
 def _popped_mark(given: dict[str, Any], role: str) -> bool:
-    """Return whether a message may be a target, and take the marks out of it."""
+    """Take the marks out of a message, and return whether it may be a target."""
     for key in _OTHER_MARKS:
         if key in given:
             raise ValueError(
                 f"'{key}' of a message is not supported. Mark an answer that is not to be trained on "
                 "with 'weight': 0."
             )
+
     marks = {}
     for key in [key for key in given if key in _MARKS]:
         value = given.pop(key)
         if not isinstance(value, (bool, int, float)) or value not in (0, 1):
             raise ValueError(f"'{key}' of a message must be 0 or 1, but is {shown(value)}.")
         marks[key] = bool(value) is _MARKS[key]
+
     if len(set(marks.values())) > 1:
         raise ValueError(f"{' and '.join(marks)} of a message contradict each other.")
+
     if role != "assistant" and any(marks.values()):
         raise ValueError(
             f"'{next(iter(marks))}' marks a message of {role} as a target, but only answers of the "
             "assistant are trained on. Remove the mark."
         )
+
     return all(marks.values())
 
 
 def _text(content: Any) -> str | None:
-    """Return the text of a message, also of one in parts, as OpenAI's API has them; None without."""
+    """Return the text of a message, or its parts joined, as OpenAI's API has them."""
     if content is None or isinstance(content, str):
         return content
+
     if not isinstance(content, list):
         raise ValueError("the 'content' of a message must be a text.")
+
     for part in content:
         is_text = isinstance(part, Mapping) and part.get("type") == "text"
         if not is_text or not isinstance(part.get("text"), str):
             raise ValueError(
                 "the 'content' of a message must be a text, or parts of type 'text' alone."
             )
+
     return "".join(part["text"] for part in content)

@@ -27,7 +27,7 @@ class Row:
         return RowError(self.where, fault, reason, code, flag)
 
     def conflict(self, fault: str, code: Code, flag: str | None = None) -> PackError:
-        """Return an error that this row shows, but that is not its own: a setting or the base."""
+        """Return an error of a setting or of the base model, which this row shows."""
         return PackError(f"{self.where}: {fault}", code, flag)
 
     def text(self) -> str:
@@ -49,7 +49,6 @@ class RowFormat(ABC):
         """Return every text of a row, for what needs texts of whatever kind."""
 
     def matches(self, row: Row, names: DataConfig) -> bool:
-        """Return whether a row has the columns of this format."""
         return all(column in row.value for column in self.columns(names))
 
 
@@ -74,12 +73,11 @@ class TokenFormat(RowFormat):
         return None
 
     def resolve_loss_on(self, loss_on: str | None) -> str:
-        """Return the supervised part, where None is the default."""
         return loss_on or self.loss_on
 
 
 def check_unicode(row: Row, text: str) -> None:
-    """Raise a PackError where a text cannot be encoded as UTF-8."""
+    """Raise a RowError if a text cannot be encoded as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -88,7 +86,7 @@ def check_unicode(row: Row, text: str) -> None:
 
 
 def text_of(row: Row, column: str) -> str:
-    """Return the text of a column; what is no text is an error."""
+    """Return the text of a column; anything else is an error."""
     if not isinstance(text := row.value[column], str):
         raise row.error(f"'{column}' must be a text, but is {shown(text)}.", "wrong type")
     return text
@@ -110,7 +108,7 @@ def shown(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return a value with the numbers and arrays of NumPy as Python's."""
+    """Turn the numbers and arrays of NumPy into Python's."""
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

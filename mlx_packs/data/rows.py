@@ -30,26 +30,17 @@ _HELD_OUT_SHARE, _HELD_OUT_MOST = 0.05, 100
 
 @dataclass
 class Splits:
-    """The rows of each split.
+    """The rows of each split, and what encoding has seen of them."""
 
-    Attributes:
-        rows: of each of `SPLITS`.
-        source: where they come from, as messages name it.
-        format: of the first row; the others are checked where they are encoded.
-        notes: what was decided for the user.
-        fingerprints: of the rows in use, by split, where encoding has computed them.
-        bad: the rows that encoding has left out, by split.
-    """
-
-    rows: dict[str, Rows]
-    source: str
-    format: RowFormat
-    notes: list[str] = field(default_factory=list)
-    fingerprints: dict[str, str] = field(default_factory=dict)
-    bad: dict[str, BadRows] = field(default_factory=dict)
+    rows: dict[str, Rows]  # of each of `SPLITS`
+    source: str  # where they come from, as messages name it
+    format: RowFormat  # of the first row; the others are checked where they are encoded
+    notes: list[str] = field(default_factory=list)  # what was decided for the user
+    fingerprints: dict[str, str] = field(default_factory=dict)  # of the rows in use, by split
+    bad: dict[str, BadRows] = field(default_factory=dict)  # left out by encoding, by split
 
     def present(self) -> list[str]:
-        """Return the splits that have rows; train and a held-out one must."""
+        """Return the splits that have rows; an error without train or a split to evaluate on."""
         present = [split for split in SPLITS if len(self.rows[split])]
         if "train" not in present:
             raise PackError(f"--data {self.source}: the train split is empty.", "data")
@@ -58,17 +49,17 @@ class Splits:
                 f"--data {self.source}: one example is too few. Add a valid.jsonl to evaluate on.",
                 "data",
             )
+
         return present
 
     def note_encoded(self, split: str, fingerprint: str | None, bad: BadRows) -> None:
-        """Keep what encoding has seen of a split: the hash of its rows, and those left out."""
         if fingerprint is not None:
             self.fingerprints[split] = fingerprint
         if bad.errors:
             self.bad[split] = bad
 
     def bad_lines(self) -> list[str]:
-        """Return which rows were left out, a line for each split that has some."""
+        """Return a line on the rows left out for each split that has some."""
         return [
             f"{len(bad):,} of {len(self.rows[split]):,} {split} examples left out: "
             f"{shown_counts(bad.counts())}; the first is {bad.errors[0][1].where}"
@@ -81,11 +72,10 @@ class Splits:
         yield from (row for i, row in enumerate(self.rows[split]) if i not in bad)
 
     def first_usable(self, split: str) -> Row:
-        """Return the first row of a split that encoding has not left out."""
         return next(self.usable(split))
 
     def fingerprint(self, split: str) -> str:
-        """Return a hash of the content of a split's rows in use, whatever file they are in."""
+        """Return a hash of the rows in use by their content, whatever file they are in."""
         if split not in self.fingerprints:
             self.fingerprints[split] = self.rows[split].fingerprint()
         return self.fingerprints[split]
@@ -97,26 +87,26 @@ def tiny_path() -> Path:
 
 
 def load_rows(config: DataConfig) -> Splits:
-    """Return the rows of train, valid and test: of a folder, a file, files by a pattern, or the Hub.
+    """Return the rows of each split: of a folder, a file, files by a pattern, or the Hub.
 
-    Without valid and test rows, 5 % of the training rows (100 at most) are held out: a sample, the same
-    each time, or the last ones.
-
-    Raises:
-        PackError: something cannot be read or used; it names file and line.
+    Without valid and test rows, 5 % of the training rows (100 at most) are held out: a sample, the
+    same each time, or the last ones. An error names file and line.
     """
     notes: list[str] = []
     if config.hf_dataset is not None:
         rows, source = _hf_collection(config)
     else:
         (rows, notes), source = _local_or_hub(config.data), str(config.data)
+
     present = [split for split in SPLITS if len(rows[split])]
     if not present:
         raise PackError(f"--data {source}: there are no examples.", "data")
+
     first, row_format = first_format(rows[present[0]], config)
     if config.on_bad_row == "stop":
         for split in present[1:]:
             check_format(rows[split][0], row_format, first.where, config)
+
     splits = Splits(rows, source, row_format, notes)
     if config.hf_dataset is None:
         _hold_out(splits, config)
@@ -124,9 +114,10 @@ def load_rows(config: DataConfig) -> Splits:
 
 
 def _local_or_hub(data: str) -> tuple[dict[str, Rows], list[str]]:
-    """Return the rows of each split of a folder, a file (training rows) or a Hub data set, and notes."""
+    """Return the rows of each split, and notes; all rows of a single file are for training."""
     if isinstance(data, Given):
         return dict(data.splits), []
+
     path = tiny_path() if data == "tiny" else Path(data).expanduser()
     if data == IN_MEMORY and not path.exists():
         raise PackError(
@@ -134,10 +125,12 @@ def _local_or_hub(data: str) -> tuple[dict[str, Rows], list[str]]:
             "train_pack from Python.",
             "not-found",
         )
+
     if path.exists() and not path.is_dir():
         return _training(read_rows(path)), []
     if path.is_dir():
         return _folder_rows(path)
+
     if data.startswith(STREAMED):
         streamed = hub_stream(data, SPLIT_NAMES)
         return {split: streamed.get(split, Rows()) for split in SPLITS}, []
@@ -145,25 +138,27 @@ def _local_or_hub(data: str) -> tuple[dict[str, Rows], list[str]]:
         return _training(Rows([_source_of(file) for file in matching_files(data)])), []
     if suffix_of(path) is None and is_hub_id(data):
         return _hf_dataset(data), []
+
     raise PackError(
         f"--data {data}: no such folder or file, and not a data set id (owner/name).", "not-found"
     )
 
 
 def _training(rows: Rows) -> dict[str, Rows]:
-    """Return the rows of each split, where all are for training."""
     return {"train": rows, "valid": Rows(), "test": Rows()}
 
 
 def _folder_rows(path: Path) -> tuple[dict[str, Rows], list[str]]:
-    """Return the rows of each split of a folder, and notes; none at all is an error."""
+    """Return the rows of each split, and notes; a folder without any rows is an error."""
     files = sorted(file for file in path.iterdir() if suffix_of(file))
     tables = [file for file in files if suffix_of(file) not in TEXT_SUFFIXES]
     by_split = _files_of_splits(path, tables)
     used = [file for chosen in by_split.values() for file in chosen]
+
     if not used:
         texts, notes = _text_folder(path, tables)
         return _training(texts), notes
+
     rows = {split: _rows_of(chosen) for split, chosen in by_split.items()}
     others = [file.name for file in tables if file not in used]
     notes = [f"not used: {', '.join(others[:3])} (names are {_KNOWN_NAMES})"] if others else []
@@ -171,7 +166,7 @@ def _folder_rows(path: Path) -> tuple[dict[str, Rows], list[str]]:
 
 
 def _files_of_splits(path: Path, tables: Sequence[Path]) -> dict[str, list[Path]]:
-    """Return the files of each split of a folder: one by its name, or its numbered shards.
+    """Return the files of each split: one by its name, or its numbered shards.
 
     Without either, a single file or the shards of a single name are training data.
     """
@@ -181,6 +176,7 @@ def _files_of_splits(path: Path, tables: Sequence[Path]) -> dict[str, list[Path]
         for split, names in SPLIT_NAMES.items()
     }
     shards = numbered_shards(stems)
+
     for split, names in SPLIT_NAMES.items():
         sharded = [shards[name] for name in names if name in shards]
         chosen = [[file] for file in by_split[split]] or sharded
@@ -191,6 +187,7 @@ def _files_of_splits(path: Path, tables: Sequence[Path]) -> dict[str, list[Path]
                 "data",
             )
         by_split[split] = chosen[0] if chosen else []
+
     if not any(by_split.values()):
         if len(tables) == 1:
             by_split["train"] = list(tables)
@@ -200,7 +197,7 @@ def _files_of_splits(path: Path, tables: Sequence[Path]) -> dict[str, list[Path]
 
 
 def _rows_of(files: Sequence[Path]) -> Rows:
-    """Return the rows of the files of a split; a single one must have some."""
+    """Return the rows of a split; a single file must have some."""
     if len(files) == 1:
         return read_rows(files[0])
     return Rows([_source_of(file) for file in files])
@@ -214,6 +211,7 @@ def _text_folder(path: Path, tables: Sequence[Path]) -> tuple[Rows, list[str]]:
         if file.suffix.lower() in TEXT_SUFFIXES
         and not any(part.startswith(".") for part in file.relative_to(path).parts)
     )
+
     if tables or not texts:
         raise PackError(
             f"{path}: must contain train.jsonl (and valid.jsonl, test.jsonl) or shards of it "
@@ -221,10 +219,12 @@ def _text_folder(path: Path, tables: Sequence[Path]) -> tuple[Rows, list[str]]:
             "not-found",
             "data",
         )
+
     sources = [_source_of(file) for file in texts]
     blank = [file for file, rows in zip(texts, sources, strict=True) if not len(rows)]
     if len(blank) == len(texts):
         raise PackError(f"{path}: has no examples, only blank texts.", "data", "data")
+
     names = ", ".join(str(file.relative_to(path)) for file in blank[:3])
     number = f"{len(blank)} blank text" + ("s" if len(blank) > 1 else "")
     return Rows(sources), [f"not used: {number} ({names})"] if blank else []
@@ -235,16 +235,18 @@ def _hold_out(splits: Splits, config: DataConfig) -> None:
     train = splits.rows["train"]
     if len(splits.rows["valid"]) or len(splits.rows["test"]) or len(train) < 2:
         return
+
     parts = held_out(train, config, splits.format)
     splits.rows["train"], splits.rows["valid"], note = parts
     splits.notes.append(f"no valid examples: {note}")
 
 
 def held_out(rows: Rows, config: DataConfig, row_format: RowFormat) -> tuple[Rows, Rows, str]:
-    """Return the rows to train on, those to hold out (5 %, 100 at most), and how they were chosen."""
+    """Return the rows to train on, the rows to hold out, and a note on how they were chosen."""
     n = max(1, min(_HELD_OUT_MOST, int(len(rows) * _HELD_OUT_SHARE)))
     if config.hold_out == "last":
         return rows[:-n], rows[-n:], f"the last {n} training examples are held out"
+
     chosen, copies = hold_out(rows, n, row_format, config)
     also = f", {copies} of them near-duplicates of others" if copies else ""
     number = "1 training example is" if len(chosen) == 1 else f"{len(chosen)} training examples are"
@@ -253,16 +255,13 @@ def held_out(rows: Rows, config: DataConfig, row_format: RowFormat) -> tuple[Row
 
 
 def suffix_of(file: Path) -> str | None:
-    """Return the ending by which a file's rows are read, in lower case; None where it has none."""
+    """Return the ending by which a file is read, in lower case; None where it has none."""
     name = file.name.lower()
     return next((each for each in _READERS if name.endswith(each)), None)
 
 
 def read_rows(file: Path) -> Rows:
-    """Return the rows of a file, by its ending: .jsonl, .json, .csv, .tsv, .txt, .md and others.
-
-    Those of .jsonl and .parquet are read and checked when they are needed.
-    """
+    """Return the rows of a file by its ending; .jsonl and .parquet are read when needed."""
     rows = Rows([_source_of(file)])
     if not len(rows):
         raise PackError(f"{file}: has no examples.", "data")
@@ -270,9 +269,10 @@ def read_rows(file: Path) -> Rows:
 
 
 def _source_of(file: Path) -> Source:
-    """Return the rows of a file, which may have none."""
+    """The file may have no rows."""
     if (suffix := suffix_of(file)) is None:
         raise PackError(f"{file}: must end in {', '.join(_READERS)}.", "unsupported", "data")
+
     _check_regular(file)
     try:
         return _READERS[suffix](file)
@@ -281,18 +281,19 @@ def _source_of(file: Path) -> Source:
 
 
 def _check_regular(file: Path) -> None:
-    """Raise a PackError for what would not be read to an end: a pipe, a device; and for a folder."""
+    """Raise a PackError for a folder, and for what has no end: a pipe, a socket, a device."""
     try:
         mode = file.stat().st_mode
     except OSError as error:
         raise PackError(f"{file}: cannot be read ({error.strerror}).", "unreadable") from None
+
     if not stat.S_ISREG(mode):
         kind = "a folder" if stat.S_ISDIR(mode) else "a pipe, socket or device"
         raise PackError(f"{file}: is {kind}, but must be a file.", "unreadable", "data")
 
 
 def _json_rows(file: Path) -> ValueList:
-    """Return the rows of a JSON list, which is in memory entirely."""
+    """Return the rows of a JSON list; all of it is in memory."""
     try:
         values = json.loads(file.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -305,6 +306,7 @@ def _json_rows(file: Path) -> ValueList:
     except ValueError:  # Python's limit for turning text into integers
         message = "an integer has more than 4300 digits. Write it as a text."
         raise PackError(f"{file}: {message}", "unreadable") from None
+
     if not isinstance(values, list):
         kind = type(values).__name__
         raise PackError(f"{file}: must be a list of examples, but is a {kind}.", "data")
@@ -332,7 +334,6 @@ _READERS: dict[str, Callable[[Path], Source]] = {
 
 
 def _hf_load(name: str, /, **arguments: Any) -> Any:
-    """Return the result of `datasets.load_dataset`."""
     try:
         import datasets
     except ImportError:
@@ -341,6 +342,7 @@ def _hf_load(name: str, /, **arguments: Any) -> Any:
             "run `pip install datasets`.",
             "dependency",
         ) from None
+
     try:
         return datasets.load_dataset(name, **arguments)
     except (OSError, ValueError, datasets.exceptions.DatasetNotFoundError) as error:
@@ -351,13 +353,15 @@ def _hf_load(name: str, /, **arguments: Any) -> Any:
 
 
 def _hf_dataset(name: str) -> dict[str, Rows]:
-    """Return every split of a data set of the Hub that has our name (or is called validation)."""
+    """Return the splits of a data set of the Hub; its ``validation`` is our ``valid``."""
     loaded = _hf_load(name)
     splits = {split: loaded[split] for split in SPLITS if split in loaded}
     if "validation" in loaded:
         splits.setdefault("valid", loaded["validation"])
+
     if "train" not in splits:
         raise PackError(f"--data {name}: has no train split, only {', '.join(loaded)}.", "data")
+
     return {
         split: Rows([ValueList(f"{name}/{split}", splits[split], dict)] if split in splits else [])
         for split in SPLITS
@@ -365,12 +369,13 @@ def _hf_dataset(name: str) -> dict[str, Rows]:
 
 
 def _hf_collection(config: DataConfig) -> tuple[dict[str, Rows], str]:
-    """Return the rows of mlx-lm's ``hf_dataset`` key, one or several, and where they come from."""
+    """Return the rows of mlx-lm's ``hf_dataset`` key, one entry or several, and their source."""
     entries = config.hf_dataset if isinstance(config.hf_dataset, list) else [config.hf_dataset]
     features = {name: getattr(config, name) for name in COLUMN_SETTINGS}
     valid_keys = {"path", "name", "train_split", "valid_split", "test_split", "config", *features}
     sources: dict[str, list[Source]] = {split: [] for split in SPLITS}
     paths = []
+
     for entry in entries:
         if not isinstance(entry, Mapping):
             message = f"hf_dataset: must contain keys such as 'path', but got {entry!r}."
@@ -379,21 +384,24 @@ def _hf_collection(config: DataConfig) -> tuple[dict[str, Rows], str]:
             if key not in valid_keys:
                 message = f"hf_dataset: unknown key '{key}'. {did_you_mean(key, list(valid_keys))}"
                 raise PackError(message, "unknown", "hf_dataset")
+
         path = entry.get("path") or entry.get("name")
         if not path:
             raise PackError("hf_dataset: every entry needs a 'path'.", "invalid", "hf_dataset")
         paths.append(str(path))
+
         shares = {"train": "train[:80%]", "valid": "train[-10%:]"}
         shares |= {split: entry[f"{split}_split"] for split in SPLITS if f"{split}_split" in entry}
         arguments = entry.get("config") or {}
         renames = {entry[name]: features[name] for name in features if name in entry}
+
         for split, share in shares.items():
             loaded = _hf_load(path, split=share, **arguments)
             renamed = partial(_renamed, renames)
             sources[split].append(ValueList(f"{path}/{split}", loaded, renamed))
+
     return {split: Rows(of_split) for split, of_split in sources.items()}, ", ".join(paths)
 
 
 def _renamed(names: Mapping[str, str], value: Mapping) -> dict:
-    """Return the columns of a row, some of them by other names."""
     return {names.get(name, name): column for name, column in value.items()}

@@ -1,4 +1,4 @@
-"""Data sets in several files: those of a pattern (``DIR/*.jsonl``), and numbered shards of a split."""
+"""Data sets in several files: files of a pattern (``DIR/*.jsonl``), and numbered shards."""
 
 import glob
 import re
@@ -13,11 +13,7 @@ _SHARD = re.compile(r"(?P<name>.+?)[-_.](?P<number>\d+)(?:-of-(?P<count>\d+))?")
 
 
 def matching_files(pattern: str) -> list[Path]:
-    """Return the files of a pattern in the order of their names; ``**`` is any folders.
-
-    Raises:
-        PackError: there are none.
-    """
+    """Return the files of a pattern by name; none is an error. ``**`` stands for any folders."""
     paths = map(Path, glob.glob(str(Path(pattern).expanduser()), recursive=True))
     files = sorted(path for path in paths if not path.is_dir())
     if not files:
@@ -26,34 +22,33 @@ def matching_files(pattern: str) -> list[Path]:
             "not-found",
             "data",
         )
+
     _check_complete({file: file.name.split(".")[0] for file in files})
     return files
 
 
 def numbered_shards(stems: dict[Path, str]) -> dict[str, list[Path]]:
-    """Return the files that are numbered, by their common name and in the order of their numbers.
+    """Return numbered files by their common name, in the order of their numbers.
 
-    Args:
-        stems: the name of each file without its ending.
-
-    Raises:
-        PackError: some of those that the names count are not there.
+    ``stems`` has the names of files without their endings. Missing shards are a PackError.
     """
     shards: dict[str, list[tuple[int, Path]]] = defaultdict(list)
     for file, stem in stems.items():
         if match := _SHARD.fullmatch(stem):
             shards[match["name"]].append((int(match["number"]), file))
+
     _check_complete(stems)
     return {name: [file for _, file in sorted(numbered)] for name, numbered in shards.items()}
 
 
 def _check_complete(stems: dict[Path, str]) -> None:
-    """Raise a PackError where the names of shards (``-of-00008``) count more than there are."""
+    """Raise a PackError if the names of shards (``-of-00008``) count more than there are."""
     numbers: dict[tuple[Path, str, int], set[int]] = defaultdict(set)
     for file, stem in stems.items():
         match = _SHARD.fullmatch(stem)
         if match and match["count"]:
             numbers[file.parent, match["name"], int(match["count"])].add(int(match["number"]))
+
     for (folder, name, count), present in numbers.items():
         if len(present) < count:
             raise PackError(
@@ -65,7 +60,7 @@ def _check_complete(stems: dict[Path, str]) -> None:
 
 
 def _missing(present: Iterable[int], count: int) -> str:
-    """Return the first missing number; shards count from 0, or from 1 to their last."""
+    """Name the first missing shard; they count from 0, or from 1 to ``count``."""
     first = 1 if count in set(present) else 0
     absent = sorted(set(range(first, first + count)) - set(present))
     return f"; number {absent[0]} is missing" if absent else ""

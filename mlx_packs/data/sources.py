@@ -52,6 +52,7 @@ class Source(ABC):
                 digest.update(line.encode(errors="surrogatepass") + b"\n")
         except (TypeError, ValueError, RecursionError):
             return None
+
         return digest.digest()
 
     def is_in_files(self) -> bool:
@@ -59,7 +60,7 @@ class Source(ABC):
         return False
 
     def places(self) -> Callable[[int], str]:
-        """Return `where`, without what it does not need in memory."""
+        """Return `where` as a function that keeps in memory only what it needs."""
         return self.where
 
 
@@ -108,7 +109,7 @@ class Rows(Sequence[Row]):
             yield from itertools.compress(self._read(first, last + 1), selected.tolist())
 
     def select(self, indices: np.ndarray) -> "Rows":
-        """Return some of these rows, by their rising indices."""
+        """``indices`` must rise."""
         if isinstance(self.indices, range):
             return Rows(self.sources, indices + self.indices.start)
         return Rows(self.sources, self.indices[indices])
@@ -120,12 +121,11 @@ class Rows(Sequence[Row]):
         return self.indices
 
     def where(self, i: int) -> str:
-        """Return the place of a row, as messages name it; nothing is read."""
         source, number = _located(self._edges, self.indices[i])
         return self.sources[source].where(number)
 
     def places(self) -> Callable[[int], str]:
-        """Return `where`, without what it does not need in memory."""
+        """Return `where` as a function that keeps in memory only what it needs."""
         edges, indices = self._edges, self.indices
         places = [source.places() for source in self.sources]
 
@@ -139,11 +139,12 @@ class Rows(Sequence[Row]):
         """Return about how many bytes of text the rows have."""
         if isinstance(self.indices, range):
             return self._nbytes(self.indices.start, self.indices.stop)
+
         total = self._edges[-1]
         return self._nbytes(0, total) * len(self) // max(1, total)
 
     def content_key(self) -> bytes | None:
-        """Return a hash of everything in the sources, and which of their rows these are."""
+        """Hash everything in the sources, and which of their rows these are."""
         keys: list[bytes] = []
         for source in self.sources:
             if (key := source.content_key()) is None:
@@ -164,21 +165,20 @@ class Rows(Sequence[Row]):
         return digest.hexdigest()
 
     def is_in_files(self) -> bool:
-        """Return whether another process can read the rows, since they are not in memory here."""
         return all(source.is_in_files() for source in self.sources)
 
     def _read(self, start: int, stop: int) -> Iterator[Row]:
-        """Yield the rows of the sources from number ``start`` to ``stop``."""
         for source, low, high in self._ranges(start, stop):
             yield from source.read(low, high)
 
     def _nbytes(self, start: int, stop: int) -> int:
-        """Return about how many bytes of text these rows of the sources have."""
+        """Return about how many bytes of text the rows from ``start`` to ``stop`` have."""
         return sum(source.nbytes(low, high) for source, low, high in self._ranges(start, stop))
 
     def _ranges(self, start: int, stop: int) -> Iterator[tuple[Source, int, int]]:
-        """Yield each source with rows from number ``start`` to ``stop``, and which of them."""
+        """Yield each source with such rows, and the range of them in it."""
         first, _ = _located(self._edges, start)
+
         for source in range(first, len(self.sources)):
             edge, end = self._edges[source], self._edges[source + 1]
             low, high = max(start, edge), min(stop, end)
@@ -189,18 +189,17 @@ class Rows(Sequence[Row]):
 
 
 def _located(edges: Sequence[int], number: int) -> tuple[int, int]:
-    """Return the source that has a row, given where each source begins, and its number there."""
+    """Return the source that has a row, and its number there; sources begin at ``edges``."""
     source = bisect.bisect_right(edges, number) - 1
     return source, int(number) - edges[source]
 
 
 def as_rows(rows: Sequence[Row]) -> Rows:
-    """Return rows that may be in memory as `Rows`."""
     return rows if isinstance(rows, Rows) else Rows([RowList(rows)])
 
 
 def concatenated(parts: Sequence[Sequence[Row]]) -> Rows:
-    """Return the rows of several parts, those of one after those of another."""
+    """Return the rows of all parts, part after part."""
     rows = [as_rows(part) for part in parts]
     sources = [source for part in rows for source in part.sources]
     before = np.cumsum([0, *(sum(map(len, part.sources)) for part in rows)])
@@ -220,15 +219,13 @@ class Fingerprint:
         self._digest = hashlib.sha256()
 
     def add(self, row: Row) -> None:
-        """Add a row."""
         self.update(canonical_line(row))
 
     def update(self, lines: bytes | memoryview) -> None:
-        """Add the lines of some rows (`canonical_line`)."""
+        """Add `canonical_line`s."""
         self._digest.update(lines)
 
     def hexdigest(self) -> str:
-        """Return the hash of all rows so far."""
         return self._digest.hexdigest()
 
 
@@ -242,19 +239,16 @@ class RowList(Source):
         return len(self.rows)
 
     def read(self, start: int, stop: int) -> Iterator[Row]:
-        """Yield the rows from ``start`` to ``stop``."""
         return map(self.rows.__getitem__, range(start, stop))
 
     def where(self, i: int) -> str:
-        """Return the place of a row."""
         return self.rows[i].where
 
     def nbytes(self, start: int, stop: int) -> int:
-        """Return about how many bytes these rows have."""
         return _sampled_bytes(lambda i: self.rows[i].value, start, stop)
 
     def places(self) -> Callable[[int], str]:
-        """Return `where`, without the rows' values."""
+        """Return `where`, which does not keep the values of the rows."""
         return [row.where for row in self.rows].__getitem__
 
 
@@ -276,7 +270,7 @@ class ValueList(Source):
         return len(self.values)
 
     def read(self, start: int, stop: int) -> Iterator[Row]:
-        """Yield the rows from ``start`` to ``stop``, mappings or not."""
+        """Values may be no mappings: who uses a row checks that."""
         values: Iterable[Any] = (self.values[i] for i in range(start, stop))
         if start == 0:  # data sets iterate faster than they index
             values = itertools.islice(self.values, stop)
@@ -284,28 +278,26 @@ class ValueList(Source):
             yield Row(self.where(i), value if self.convert is None else self.convert(value))
 
     def where(self, i: int) -> str:
-        """Return the place of a row."""
         return f"{self.name}[{i}]"
 
     def nbytes(self, start: int, stop: int) -> int:
-        """Return about how many bytes these rows have."""
         return _sampled_bytes(self.values.__getitem__, start, stop)
 
     def places(self) -> Callable[[int], str]:
-        """Return `where`, without the values."""
+        """Return `where`, which does not keep the values."""
         name = self.name
         return lambda i: f"{name}[{i}]"
 
 
 def _sampled_bytes(value_of: Callable[[int], Any], start: int, stop: int) -> int:
-    """Return about how many bytes some values have as text, from a hundred of them."""
+    """Estimate the bytes of values as text, from a hundred of them."""
     sample = range(start, stop, max(1, (stop - start) // 100))
     total = sum(len(str(value_of(i))) for i in sample)
     return total * (stop - start) // max(1, len(sample))
 
 
 class Parquet(Source):
-    """The rows of a parquet file, of which a group's batch is in memory at a time."""
+    """A parquet file; a batch of one row group is in memory at a time."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -317,13 +309,14 @@ class Parquet(Source):
 
     @contextmanager
     def _opened(self) -> Iterator[Any]:
-        """Open the file meanwhile, one of a thousand shards; what pyarrow raises is a PackError."""
+        """Open the file only while it is read, as there may be a thousand; errors are PackErrors."""
         try:
             import pyarrow.parquet as parquet
         except ImportError:
             raise PackError(
                 f"{self.file}: reading parquet needs `pip install pyarrow`.", "dependency"
             ) from None
+
         try:
             with parquet.ParquetFile(self.file, memory_map=True) as table:
                 yield table
@@ -339,9 +332,9 @@ class Parquet(Source):
         return self._edges[-1]
 
     def read(self, start: int, stop: int) -> Iterator[Row]:
-        """Yield the rows from ``start`` to ``stop``."""
         group = bisect.bisect_right(self._edges, start) - 1
         number = self._edges[group]
+
         with self._opened() as table:
             groups = range(group, bisect.bisect_left(self._edges, stop))
             for batch in table.iter_batches(_PARQUET_ROWS, row_groups=list(groups)):
@@ -353,17 +346,14 @@ class Parquet(Source):
                 number += batch.num_rows
 
     def where(self, i: int) -> str:
-        """Return the place of a row."""
         return f"{self.file}[{i}]"
 
     def content_key(self) -> bytes:
-        """Return the SHA-256 of the file."""
         return bytes.fromhex(sha256(self.file))
 
     def is_in_files(self) -> bool:
-        """Return whether another process can read the rows."""
         return True
 
     def nbytes(self, start: int, stop: int) -> int:
-        """Return about how many bytes these rows have, uncompressed."""
+        """Return the bytes uncompressed."""
         return self._bytes * (stop - start) // max(1, len(self))

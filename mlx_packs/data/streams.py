@@ -30,7 +30,7 @@ _DAYS = 30  # after which an unused copy is removed
 
 
 def is_stream(values: Any) -> bool:
-    """Return whether values are a `datasets.IterableDataset`, which has rows but no number of them."""
+    """Whether values are a `datasets.IterableDataset`, which does not know its length."""
     return hasattr(values, "take") and hasattr(values, "skip") and not hasattr(values, "__len__")
 
 
@@ -40,6 +40,7 @@ def temporary_rows(name: str, values: Iterable[Mapping]) -> Rows:
     with write_errors(folder or Path(tempfile.gettempdir())):
         if folder is not None:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # rows may be private
+
         descriptor, path = tempfile.mkstemp(".jsonl", "stream-", folder)
         try:
             with os.fdopen(descriptor, "wb") as file:
@@ -48,6 +49,7 @@ def temporary_rows(name: str, values: Iterable[Mapping]) -> Rows:
         except BaseException:
             os.unlink(path)
             raise
+
     weakref.finalize(copy, Path(path).unlink, missing_ok=True)
     return Rows([copy])
 
@@ -55,11 +57,8 @@ def temporary_rows(name: str, values: Iterable[Mapping]) -> Rows:
 def hub_stream(data: str, names: Mapping[str, Sequence[str]]) -> dict[str, Rows]:
     """Return every split of a data set of the Hub, read as a stream: ``hf:owner/name``.
 
-    ``hf:owner/name[:1000]`` has the first 1000 rows of each. The copy is kept, by the revision of the
-    data set; what an interrupted stream has written is not. ``names`` are those of each split.
-
-    Raises:
-        PackError: it has no train split, or cannot be read.
+    ``hf:owner/name[:1000]`` has the first 1000 rows of each. The copy is kept by the revision of
+    the data set, unless the stream is interrupted. ``names`` maps each split to its names there.
     """
     match = _NAME.fullmatch(data)
     if not match:
@@ -68,6 +67,7 @@ def hub_stream(data: str, names: Mapping[str, Sequence[str]]) -> dict[str, Rows]
             "each split.",
             "invalid",
         )
+
     count = int(match["count"]) if match["count"] else None
     try:
         import datasets
@@ -81,12 +81,14 @@ def hub_stream(data: str, names: Mapping[str, Sequence[str]]) -> dict[str, Rows]
     with library_errors(partial(_failed, data)):
         revision = dataset_info(match["name"]).sha
         streams = datasets.load_dataset(match["name"], revision=revision, streaming=True)
+
     present = {
         split: next((name for name in known if name in streams), None)
         for split, known in names.items()
     }
     if present["train"] is None:
         raise PackError(f"--data {data}: has no train split, only {', '.join(streams)}.", "data")
+
     return {
         split: _kept(f"{data}/{split}", str(revision), itertools.islice(streams[name], count))
         for split, name in present.items()
@@ -95,14 +97,16 @@ def hub_stream(data: str, names: Mapping[str, Sequence[str]]) -> dict[str, Rows]
 
 
 def _kept(name: str, revision: str, values: Iterable[Mapping]) -> Rows:
-    """Return the rows of a stream, in a copy of the cache that is written if it is not there."""
+    """Return the rows of a stream in a copy of the cache, which is written if it is missing."""
     folder = cache_folder("rows")
     if folder is None:
         return temporary_rows(name, values)
+
     copy = folder / f"{hashlib.sha256(f'{name} {revision}'.encode()).hexdigest()}-stream.jsonl"
     if copy.is_file():
         os.utime(copy)
         return Rows([Copy(copy, name)])
+
     with write_errors(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # rows may be private
         remove_unused(folder, "*.jsonl", _DAYS)
@@ -110,11 +114,12 @@ def _kept(name: str, revision: str, values: Iterable[Mapping]) -> Rows:
             with partial_copy.open("wb") as file:
                 _write(name, values, file)
             replace_file(partial_copy, copy)
+
     return Rows([Copy(copy, name)])
 
 
 def _write(name: str, values: Iterable[Mapping], file: BinaryIO) -> None:
-    """Write each row as a line of JSON: dates as ISO text, other values that it lacks as text."""
+    """Write rows as lines of JSON: dates in ISO format, other values that JSON lacks as text."""
 
     def text(value: Any) -> str:
         return value.isoformat() if isinstance(value, (date, time)) else str(value)
@@ -123,8 +128,10 @@ def _write(name: str, values: Iterable[Mapping], file: BinaryIO) -> None:
     while True:
         with library_errors(partial(_failed, name)):
             value = next(source, None)
+
         if value is None:
             return
+
         line = json.dumps(plain(value), ensure_ascii=False, default=text)
         file.write(line.encode(errors="surrogatepass") + b"\n")
 

@@ -1,7 +1,7 @@
-"""One form of tools and of calls of them, whatever dialect they are written in.
+"""One form of tools and their calls, whatever dialect they are written in.
 
-It is OpenAI's, with arguments as an object: training and serving render calls and tools in this form.
-What cannot be brought into it is a ValueError whose text says why.
+It is OpenAI's, with arguments as an object: training and serving render calls and tools in it.
+Anything that does not fit is a ValueError whose text says why.
 """
 
 import json
@@ -26,15 +26,13 @@ _MARKED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 def normal_arguments(value: Any) -> dict[str, Any]:
     """Return the arguments of a call as an object.
 
-    Args:
-        value: an object, in which a null is padding (of Arrow) and left out; the JSON text of one,
-            which stays as it is written; or nothing.
+    In an object a null is padding (of Arrow) and left out; a JSON text stays as it is written.
     """
     return _arguments(without_padding(value))
 
 
 def _arguments(value: Any) -> dict[str, Any]:
-    """Return the arguments of a call as an object; one that is given is free of padding."""
+    """The same for arguments without padding."""
     if isinstance(value, str):
         value = _parsed(value, "the arguments of a call are") if value.strip() else None
     if value is None:
@@ -45,7 +43,7 @@ def _arguments(value: Any) -> dict[str, Any]:
 
 
 def _normal_call(call: Any) -> dict[str, Any]:
-    """Return one call: ``{id, type, function: {name, arguments}}``, without an id if it has none."""
+    """Return ``{id, type, function: {name, arguments}}``, without an id if the call has none."""
     if isinstance(call, str):
         call = _parsed(call, "a call of a tool is")
     if not isinstance(call, Mapping):
@@ -63,9 +61,11 @@ def _normal_call(call: Any) -> dict[str, Any]:
             f"a call of a tool has the unknown key {shown(unknown[0])}. Write its arguments under "
             "'arguments', and remove other keys."
         )
+
     name = _only([part["name"] for part in parts if "name" in part], "names")
     if not isinstance(name, str) or not name:
         raise ValueError(_NO_CALL)
+
     given = [_arguments(part[key]) for part in parts for key in _ARGUMENTS if key in part]
     arguments = _only([each for each in given if each], "arguments") or {}
 
@@ -74,7 +74,7 @@ def _normal_call(call: Any) -> dict[str, Any]:
 
 
 def _only(values: Sequence[Any], what: str) -> Any:
-    """Return the value that a call has, maybe under several keys; None without."""
+    """Return the value that a call has, perhaps under several keys; None without."""
     if any(value != values[0] for value in values[1:]):
         raise ValueError(f"a call of a tool has different {what} under several keys.")
     return next(iter(values), None)
@@ -89,12 +89,14 @@ def normal_calls(calls: Any) -> list[dict[str, Any]]:
         calls = _parsed(calls, "the calls of tools are") if calls.strip() else None
     else:
         calls = without_padding(calls)
+
     if isinstance(calls, Mapping):
         calls = [calls]
     if calls is None:
         return []
     if not isinstance(calls, Sequence) or isinstance(calls, str):
         raise ValueError("'tool_calls' must be a list of calls.")
+
     return [_normal_call(call) for call in calls if is_given(call)]
 
 
@@ -115,25 +117,27 @@ def calls_in_text(text: str) -> tuple[str, list[dict[str, Any]]]:
             f"a text follows a call of a tool: {shown(others[0])}. Write it before the calls, or "
             "into a message of its own."
         )
+
     return (before + first).strip(), [_normal_call(call) for call in pieces[::2]]
 
 
 def normal_tools(tools: Any) -> list[Any] | None:
-    """Return the tools of a conversation as ``{type: function, function: {name, ...}}``; None without.
+    """Return tools as ``{type: function, function: {name, ...}}``; None without any.
 
-    Args:
-        tools: a list of tools or functions, or one of them, each of which may be a JSON text. A null
-            is padding, unless it is in such a text; an object of nothing but nulls is no tool.
+    They are a list or a single one, and each may be a JSON text. A null is padding, unless it is
+    in such a text; an object that has only nulls is no tool.
     """
     if isinstance(tools, str):
         tools = _parsed(tools, "'tools' is") if tools.strip() else None
     else:
         tools = without_padding(tools)
     tools = [tools] if isinstance(tools, Mapping) else tools
+
     if not tools:
         return None
     if not isinstance(tools, Sequence) or isinstance(tools, str):
         raise ValueError("'tools' must be a list of tools.")
+
     return [_normal_tool(tool) for tool in tools if is_given(tool)] or None
 
 
@@ -160,7 +164,7 @@ def _normal_tool(tool: Any) -> dict[str, Any]:
 
 
 def is_given(value: Any) -> bool:
-    """Return whether a value is more than nulls: Arrow may give an object of them for none."""
+    """Whether a value is more than nulls: Arrow may write an object of nulls for no value."""
     rest = [value]
     while rest:
         part = rest.pop()
@@ -172,7 +176,7 @@ def is_given(value: Any) -> bool:
 
 
 def without_padding(value: Any) -> Any:
-    """Return a value without the keys that are null: Arrow gives every object all keys."""
+    """Remove the keys that are null: Arrow gives every object all keys."""
     if isinstance(value, Mapping):
         return {key: without_padding(item) for key, item in value.items() if item is not None}
     if isinstance(value, (list, tuple)):
@@ -181,7 +185,7 @@ def without_padding(value: Any) -> Any:
 
 
 def _parsed(text: str, what: str) -> Any:
-    """Return the value of a JSON text; ``what`` begins the sentence that says it is none."""
+    """``what`` begins the sentence of the error."""
 
     def reject(constant: str) -> None:
         raise ValueError(f"{constant} is no JSON")
@@ -195,25 +199,20 @@ def _parsed(text: str, what: str) -> Any:
 def json_value(value: Any, what: str, place: str = "", depth: int = 0) -> Any:
     """Return a value as JSON has it: dates and times as ISO text.
 
-    Args:
-        value: of any type.
-        what: begins the sentence that says what JSON does not have.
-        place: of the value, in the value that ``what`` is about.
-        depth: how many lists and objects the value is in.
-
-    Raises:
-        ValueError: a part is of another type, or is NaN or infinite; or a text has more levels than
-            a line may have.
+    A ValueError names a part of another type, NaN or infinity, and a nesting deeper than a line
+    may have: ``what`` begins its sentence, ``place`` is where the value is, at ``depth``.
     """
     if value is None or isinstance(value, (str, int)):
         return value
     if depth >= _MOST_DEPTH:
         raise ValueError(f"{what} lists and objects that are nested more than {_MOST_DEPTH} deep.")
+
     if isinstance(value, Mapping):
         places = {key: f"{place}.{key}".lstrip(".") for key in value}
         if others := [key for key in places if not isinstance(key, str)]:
             raise ValueError(f"{what} the key {shown(others[0])}, which is no text.")
         return {key: json_value(item, what, places[key], depth + 1) for key, item in value.items()}
+
     if isinstance(value, (list, tuple)):
         items = enumerate(value)
         return [json_value(item, what, f"{place}[{i}]", depth + 1) for i, item in items]
@@ -223,6 +222,7 @@ def json_value(value: Any, what: str, place: str = "", depth: int = 0) -> Any:
         return value
     if isinstance(value, (date, time)) and value == value:  # pandas' NaT is a date
         return value.isoformat()
+
     fault = f"{value}" if is_number else f"a {type(value).__name__}"
     raise ValueError(
         f"{what}, in '{place:.60}', {fault}, which JSON does not have. Write it as a text or leave it "
