@@ -70,19 +70,21 @@ class Examples:
 
     @classmethod
     def stored(cls, items: StoredExamples, *facts: Any) -> "Examples":
-        """Return examples of a store; ``facts`` are the fields after ``items``."""
+        """``facts`` are the fields after ``items``."""
         examples = cls(items, *facts)
         examples.lengths, examples.target_counts = items.lengths, items.parts["target_counts"]
         return examples
 
     @classmethod
     def joined(cls, parts: "Sequence[Examples]") -> "Examples":
-        """Return the examples of several phases as one, those of one after those of another."""
+        """Return the examples of several phases as one, phase after phase."""
         if len(parts) == 1:
             return parts[0]
+
         formats = dict.fromkeys(part.format for part in parts)
         losses = dict.fromkeys(part.loss_on for part in parts)
         items = JoinedExamples([part.items for part in parts])
+
         joined = cls(items, " + ".join(formats), " + ".join(losses))
         joined.merged = sum(part.merged for part in parts)
         joined.merged_inputs = sum(part.merged_inputs for part in parts)
@@ -107,11 +109,10 @@ class Examples:
 
     @property
     def count(self) -> int:
-        """How many examples there are, those that are part of others included."""
+        """How many examples there are, with those that are part of others."""
         return len(self) + self.merged
 
     def where_of(self, indices: Sequence[int]) -> list[str]:
-        """Return the rows of some examples as messages name them."""
         return [self.items[i].where for i in indices]
 
     def __len__(self) -> int:
@@ -123,8 +124,6 @@ class Examples:
 
 @dataclass(frozen=True)
 class EncodingOptions:
-    """The options by which rows become tokens and targets."""
-
     loss_on: str | None = None  # as --loss-on; None is the default of the rows' format
     max_seq_length: int = 2048  # what is longer is cut, and dropped where no target is left
     vocab_size: int | None = None  # token ids must be below it; None does not check
@@ -143,19 +142,10 @@ def encode(
     options: EncodingOptions = DEFAULTS,
     row_format: RowFormat | None = None,
 ) -> Examples:
-    """Return tokens and targets of every row; all must have one format.
+    """Return tokens and targets of every row of a split; all must have one format.
 
-    Rows are read, rendered and tokenized some at a time, and their text is not stored.
-
-    Args:
-        rows: of one split.
-        tokenizer: of the base, as mlx-lm wraps it.
-        columns: what the columns are called, and what happens to rows that cannot be used.
-        options: how rows become tokens and targets.
-        row_format: of the rows; None is that of the first one.
-
-    Raises:
-        RowError: a row cannot be used, unless ``columns.on_bad_row`` leaves such rows out.
+    Rows are read, rendered and tokenized some at a time, and their text is not stored. A row that
+    cannot be used is a RowError, unless ``columns.on_bad_row`` leaves such rows out.
     """
     first, row_format = checked_format(rows, columns, row_format)
     encoder = Encoder(as_rows(rows), tokenizer, columns, options, row_format, first.where)
@@ -166,12 +156,14 @@ def encode(
 def checked_format(
     rows: Sequence[Row], columns: DataConfig, row_format: RowFormat | None
 ) -> tuple[Row, TokenFormat]:
-    """Return the first usable row, and the format of all rows, which a causal model trains on."""
+    """Return the first usable row, and the format of all rows; causal models must train on it."""
     if not len(rows):
         raise PackError("--data: the split has no examples.", "data")
+
     first = rows[0]
     if row_format is None:
         first, row_format = first_format(rows, columns)
+
     if row_format is PREFERENCE:
         raise first.conflict(
             "the examples are preferences, which `packs train --task dpo`, orpo, simpo and cpo train "
@@ -179,6 +171,7 @@ def checked_format(
             "conflict",
             "task",
         )
+
     if row_format is PROMPT:
         format_of(first, columns, TOKEN_FORMATS)  # an error that names the columns
     if not isinstance(row_format, TokenFormat):
@@ -188,11 +181,12 @@ def checked_format(
             "conflict",
             "task",
         )
+
     return first, row_format
 
 
 class _Rendered(NamedTuple):
-    """A row as text: its number, the text, and which spans of it are targets."""
+    """A row as text; the spans are its targets."""
 
     index: int
     text: str
@@ -202,17 +196,9 @@ class _Rendered(NamedTuple):
 class Encoder:
     """Encodes rows chunk by chunk: one is tokenized in a thread while the next is rendered.
 
-    What it has encoded can be moved as arrays (`PART`) to an encoder of the same rows that has the
-    rows before them; its examples are then the same as if it had encoded all of them.
-
-    Args:
-        rows: of the whole split.
-        tokenizer: as of `encode`.
-        columns: as of `encode`.
-        options: as of `encode`.
-        row_format: of all rows.
-        first: the place of a row of this format, as messages name it.
-        is_part: whether `part` is called, so that the rows are kept for the fingerprint of others.
+    Its results can be moved as arrays (`PART`) to an encoder of the same rows that has the rows
+    before them; the examples are then the same as if that one had encoded all of them. ``first``
+    is the place of a row with this format; ``is_part`` keeps the rows for the fingerprint.
     """
 
     def __init__(
@@ -229,6 +215,7 @@ class Encoder:
         self.format, self.first = row_format, first
         self.loss_on = row_format.resolve_loss_on(options.loss_on)
         self.ends = set(tokenizer.eos_token_ids) | set(tokenizer.all_special_ids)
+
         fim, is_split = options.fim, options.long_rows == "split"
         if not isinstance(row_format, Text) and (fim is not None or is_split):
             raise PackError(
@@ -236,6 +223,7 @@ class Encoder:
                 f"{self.first} is {row_format.name}.",
                 "conflict",
             )
+
         self.pieces = _Pieces(tokenizer, options.max_seq_length, is_split, fim)
         self.in_pieces = fim is not None or is_split
         self.bad = BadRows(columns.on_bad_row == "stop")
@@ -255,11 +243,11 @@ class Encoder:
                 if waiting:
                     self._store(waiting[0], waiting[1].result())
                 waiting = chunk, ahead
+
             if waiting:
                 self._store(waiting[0], waiting[1].result())
 
     def examples(self) -> Examples:
-        """Return the encoded examples."""
         self.bad.check_some_left(len(self.rows))
         if not len(self.store):
             raise PackError(
@@ -268,6 +256,7 @@ class Encoder:
                 "data",
                 "max_seq_length",
             )
+
         return Examples.stored(
             self.store.examples(self.rows.places()),
             self.format.name,
@@ -279,7 +268,7 @@ class Encoder:
         )
 
     def part(self) -> dict[str, np.ndarray]:
-        """Return what was encoded as the arrays of `PART`."""
+        """Return the arrays of `PART`."""
         assert self.lines is not None
         bad = json.dumps(self.bad.to_json()).encode()
         return {
@@ -290,17 +279,18 @@ class Encoder:
         }
 
     def add_part(self, part: Mapping[str, np.ndarray]) -> None:
-        """Add what another one has encoded of the rows after those before: its `part`."""
+        """Add the `part` of an encoder that continued after the rows encoded here."""
         bad = BadRows.from_json(json.loads(part["bad"].tobytes()), self.rows, self.bad.stops)
         self.bad.errors += bad.errors
+
         self.store.extend(part)
         for block in blocks(part["lines"]):
             self.fingerprint.update(block.data)
+
         cut, dropped = part["counts"].tolist()
         self.cut, self.dropped = self.cut + cut, self.dropped + dropped
 
     def _chunks(self, start: int, stop: int) -> Iterator[list[_Rendered]]:
-        """Yield rows as texts, some at a time."""
         chunk, size = [], 0
         for i, row in enumerate(self.rows[start:stop], start):
             try:
@@ -311,24 +301,27 @@ class Encoder:
             except RowError as error:
                 self.bad.add(i, error)
                 continue
+
             chunk.append(_Rendered(i, text, spans))
             size += len(text)
             if len(chunk) == _CHUNK_ROWS or size >= _CHUNK_CHARACTERS:
                 yield chunk
                 chunk, size = [], 0
+
         if chunk:
             yield chunk
 
     def _note(self, line: bytes) -> None:
-        """Add a row to the fingerprint, or keep it for that of all rows."""
+        """Add a row to the fingerprint, or keep it for the fingerprint of all rows."""
         if self.lines is None:
             self.fingerprint.update(line)
         else:
             self.lines.write(np.frombuffer(line, np.uint8))
 
     def _encodings(self, texts: list[str]) -> dict[str, list]:
-        """Return the tokens of texts, and the position of each in its text if that is needed."""
+        """Return the tokens of texts, and the position of each if targets depend on it."""
         fim = self.options.fim
+
         with tokenizer_errors(self.tokenizer):
             try:
                 return self.tokenizer._tokenizer(
@@ -348,29 +341,32 @@ class Encoder:
                 ) from None
 
     def _store(self, chunk: list[_Rendered], encodings: Mapping[str, list]) -> None:
-        """Add the examples of a chunk to the store."""
         offsets = encodings.get("offset_mapping") or itertools.repeat(None)
         end = [self.tokenizer.eos_token_id] if self.format.special_tokens else []
+
         for (row, text, spans), tokens, places in zip(chunk, encodings["input_ids"], offsets):  # noqa: B905
             if end and starts_twice(self.tokenizer, tokens):
                 tokens, places = tokens[1:], places and places[1:]
             tokens, places = split_prompts(self.tokenizer, text, spans, tokens, places)
             if tokens[-1:] != end:
                 tokens = [*tokens, *end]
+
             if self.in_pieces:
                 self.pieces.add(row, text, tokens, places)
             elif self.loss_on == "all":
                 self._append(row, tokens, np.ones(len(tokens), dtype=bool))
             else:
                 self._append(row, tokens, _targets(places, tokens, spans, self.ends))
+
         for row, tokens in self.pieces.encoded():
             self._append(row, tokens, np.ones(len(tokens), dtype=bool))
 
     def _append(self, row: int, tokens: list[int], target: np.ndarray) -> None:
-        """Add an example, cut to the maximal length; without a target left it is counted alone."""
+        """Add an example, cut to the maximum length; without a target it is only counted."""
         options = self.options
         length, vocab_size = options.max_seq_length, options.vocab_size
         target[:1] = False  # nothing predicts the first token
+
         if vocab_size is not None and tokens and max(tokens) >= vocab_size:
             raise PackError(
                 f"{self.rows.where(row)}: token {max(tokens)} is beyond the base's vocabulary of "
@@ -378,16 +374,19 @@ class Encoder:
                 "this one beside its weights.",
                 "mismatch",
             )
+
         if not target.any():
             fault = f"nothing to supervise (--loss-on {self.loss_on})."
             error = RowError(self.rows.where(row), fault, "no target", flag="loss_on")
             return self.bad.add(row, error)
+
         if len(tokens) > length:
             self.cut += 1
             tokens, target = tokens[:length], target[:length]
             if not target.any():
                 self.dropped += 1
                 return None
+
         if options.ce_last_k is not None:
             target[np.flatnonzero(target)[: -options.ce_last_k]] = False
         self.store.add(row, np.array(tokens, dtype=np.int32), target)
@@ -395,7 +394,7 @@ class Encoder:
 
 
 class _Pieces:
-    """Texts as pieces of at most so many tokens, some of them rearranged to fill in the middle.
+    """Texts as pieces of at most ``limit`` tokens, some rearranged to fill in the middle.
 
     A piece begins with the last token of the one before it, so that every token is a target once.
     ``cut`` counts the texts that were too long, unless the encoder counts them.
@@ -412,35 +411,41 @@ class _Pieces:
         self.pieces: list[tuple[int, list[int], tuple[bool, str, str, str] | None]] = []
 
     def add(self, row: int, text: str, tokens: list[int], offsets: list | None) -> None:
-        """Add a text; ``tokens`` are those of the whole, with what begins and ends it."""
+        """``tokens`` are of the whole text, with the tokens that begin and end it."""
         count, starts = len(tokens), [0]
         if count > self.room and self.is_split:
             starts = list(range(0, count - 1, self.room - 1))
             self.cut += count > self.limit
+
         for number, start in enumerate(starts):
             stop = min(start + self.room, count)
             piece, parts = tokens[start:stop] if self.is_split else tokens, None
+
             if self.fim:
                 bos = self.tokenizer.bos_token_id
                 begins = not start and tokens[0] == bos
                 begin = offsets[start][begins]
                 end = offsets[stop][0] if stop < len(offsets) else len(text)
                 parts = self.fim.parts(text[begin:end], row, number)
+
             if parts is not None:
                 self.cut += count > self.limit and not self.is_split
                 piece = [bos] if begins else []
+
             self.pieces.append((row, piece, parts))
 
     def encoded(self) -> Iterator[tuple[int, list[int]]]:
-        """Yield the number of the row and tokens of every piece added since the last call."""
+        """Yield the row and the tokens of every piece added since the last call."""
         added, self.pieces = self.pieces, []
         texts = [text for *_, parts in added if parts for text in parts[1:]]
         encoded = iter(continued(self.tokenizer, texts))
+
         for row, tokens, parts in added:
             if parts:
                 encodings = next(encoded), next(encoded), next(encoded)
                 room = self.limit - len(tokens)
                 tokens = tokens + arranged(self.ids, parts[0], encodings, room)
+
             yield row, tokens
 
 
@@ -450,11 +455,14 @@ def _targets(
     """True for tokens that start inside a span, and for the special token that ends it."""
     starts = np.array([o[0] for o in offsets])
     target = np.zeros(len(tokens), dtype=bool)
+
     for begin, end in spans:
         inside = (starts >= begin) & (starts < end)
         target |= inside
+
         after = int(np.searchsorted(starts, end))
         if after < len(tokens) and inside.any() and tokens[after] in ends:
             if tokens[after - 1] not in ends:
                 target[after] = True
+
     return target

@@ -1,9 +1,9 @@
-"""A large split encoded part by part, by several processes; a killed run does not begin again.
+"""A large split encoded part by part, by several processes; a killed run continues where it was.
 
-A part is some MB of consecutive rows. Its tokens go to a file of the token cache as soon as they are
-complete, and the parts are joined in the order of the rows, so that tokens, targets and fingerprint
-do not depend on the number of processes. These are programs of their own (`work`), since
-rendering and collecting hold Python's lock: threads would wait for each other.
+A part is some MB of consecutive rows. Its tokens go to a file of the token cache as soon as they
+are complete, and parts are joined in the order of the rows, so that the result does not depend on
+the number of processes. These are programs of their own (`work`): rendering and collecting hold
+Python's lock, so that threads would wait for each other.
 """
 
 import os
@@ -60,13 +60,12 @@ class EncodingJob:
     first: str  # the place of a row of it
 
     def encoder(self, is_part: bool = False) -> Encoder:
-        """Return an encoder of the rows."""
         formats = {each.name: each for each in TOKEN_FORMATS}
         args = self.rows, self.tokenizer, self.columns, self.options, formats[self.format]
         return Encoder(*args, self.first, is_part)
 
     def encode(self, part: Part) -> None:
-        """Write the file of a part; nothing is written of one that has an error."""
+        """Write the file of a part, unless it has an error."""
         encoder = self.encoder(is_part=True)
         with suppress(PackError, OSError):  # who joins the parts encodes it again, and raises it
             encoder.encode(part.start, part.stop)
@@ -74,12 +73,11 @@ class EncodingJob:
 
 
 def part_count(rows: Rows) -> int:
-    """Return the number of parts of a split."""
     return max(1, min(len(rows), round(rows.nbytes() / PART_BYTES)))
 
 
 def parts_of(rows: Rows, folder: Path, key: str) -> list[Part]:
-    """Return the parts of a split, the same whenever it is encoded; ``key`` is that of its tokens."""
+    """Return the parts of a split, the same each time; ``key`` is the key of its tokens."""
     count = part_count(rows)
     edges = [len(rows) * i // count for i in range(count + 1)]
     return [
@@ -89,7 +87,7 @@ def parts_of(rows: Rows, folder: Path, key: str) -> list[Part]:
 
 
 def default_processes() -> int:
-    """Return how many processes encode a large split by default: one for each core, 8 at most."""
+    """One process per core, at most `MOST_PROCESSES`."""
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
@@ -97,7 +95,7 @@ def default_processes() -> int:
 
 
 def process_count(rows: Rows, parts: int, num_proc: int | None) -> int:
-    """Return how many processes encode so many parts of a split; 1 is this one alone."""
+    """Return how many processes encode ``parts`` parts; 1 is this process."""
     wanted = default_processes() if num_proc is None else num_proc
     return min(wanted, max(1, parts // _LEAST_PARTS)) if rows.is_in_files() else 1
 
@@ -105,39 +103,37 @@ def process_count(rows: Rows, parts: int, num_proc: int | None) -> int:
 def encode_parts(
     job: EncodingJob, parts: list[Part], num_proc: int | None, advance: Callable[[], None]
 ) -> Examples:
-    """Return the examples of all parts, encoding those whose files are not there.
+    """Return the examples of all parts; a part whose file is missing is encoded.
 
-    Args:
-        job: the split.
-        parts: of `parts_of`.
-        num_proc: most processes; None is `default_processes`.
-        advance: is called after each part.
-
-    Raises:
-        PackError: a row cannot be used, as of `Encoder`; or a process was killed.
+    ``num_proc`` limits the processes (None: `default_processes`); ``advance`` is called after each
+    part. A row that cannot be used, or a process that was killed, is a PackError.
     """
     missing = [part for part in parts if not part.file.exists()]
     encoder = job.encoder()
+
     with _encoding(job, missing, process_count(job.rows, len(missing), num_proc)) as futures:
         for part in parts:
             if part in futures:
                 futures[part].result()
             elif part in missing:
                 job.encode(part)
+
             if (arrays := read_arrays(part.file, part.key, PART)) is not None:
                 encoder.add_part(arrays)
             else:  # it has an error, or its file cannot be written or is damaged
                 encoder.encode(part.start, part.stop)
             advance()
+
     return encoder.examples()
 
 
 @contextmanager
 def _encoding(job: EncodingJob, parts: list[Part], count: int) -> Iterator[dict[Part, Future]]:
-    """Encode parts in ``count`` processes meanwhile; yield when each is done, none for one process."""
+    """Encode parts in ``count`` processes, and yield their futures; one process has none."""
     if count == 1:
         yield {}
         return
+
     stored = pickle.dumps(job)
     workers: list[_Worker] = []
     idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
@@ -176,19 +172,17 @@ class _Worker:
         self._job: bytes | None = job
 
     def encode(self, part: Part) -> None:
-        """Wait until the process has encoded a part.
-
-        Raises:
-            PackError: it has ended.
-        """
+        """Wait until the process has encoded a part; a PackError if it has ended."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
+
         with suppress(BrokenPipeError):
             if self._job is not None:
                 stdin.write(self._job)
                 self._job = None
             stdin.write(pickle.dumps(part))
             stdin.flush()
+
         if not stdout.read(1):
             raise self._ended()
 
@@ -205,9 +199,9 @@ class _Worker:
         )
 
     def end(self) -> None:
-        """End the process."""
         self._process.kill()
         self._process.wait()
+
         for pipe in (self._process.stdin, self._process.stdout, self._errors):
             with suppress(OSError):  # what was not sent is not needed
                 if pipe is not None:
@@ -215,19 +209,21 @@ class _Worker:
 
 
 def work() -> None:
-    """Encode the parts that come from stdin after the job, and write a byte to stdout after each.
+    """Encode the parts that stdin has after the job, and write a byte to stdout after each.
 
-    The process ends with its stdin, that is with the process that started it.
+    The process ends with its stdin, and so with the process that started it.
     """
     signal(SIGINT, SIG_IGN)  # Ctrl-C is for who started it
     done = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what a library prints is no reply
     source = sys.stdin.buffer
     job: EncodingJob = pickle.load(source)
+
     while True:
         try:
             part = pickle.load(source)
         except EOFError:
             return
+
         job.encode(part)
         done.write(b".")

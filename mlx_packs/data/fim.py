@@ -36,17 +36,18 @@ class FillInTheMiddle:
     tokens: tuple[str, ...] = ()  # sentinels; empty for those of `SPELLINGS` that are known
 
     def parts(self, text: str, row: int, piece: int) -> tuple[bool, str, str, str] | None:
-        """Return whether the suffix comes first, prefix, middle, suffix; None leaves it as it is."""
+        """Return suffix_first, prefix, middle, suffix; None leaves the text as it is."""
         random = np.random.default_rng([self.seed, row, piece])
         chosen, suffix_first = random.random(2) < (self.rate, self.spm_rate)
         if not chosen or not text:
             return None
+
         a, b = sorted(random.integers(0, len(text) + 1, 2).tolist())
         return bool(suffix_first), text[:a], text[a:b], text[b:]
 
 
 def sentinels(tokenizer: Any, names: Sequence[str] = ()) -> tuple[int, int, int, int]:
-    """Return the ids of the tokens before prefix, suffix and middle, and after the middle."""
+    """Return the ids before prefix, suffix and middle, and after the middle."""
     plain = tokenizer._tokenizer
 
     def ids(spelled: Sequence[str]) -> list[int] | None:
@@ -65,6 +66,7 @@ def sentinels(tokenizer: Any, names: Sequence[str] = ()) -> tuple[int, int, int,
             "known here. Name three of its tokens: --fim-tokens PREFIX,SUFFIX,MIDDLE.",
             "unsupported",
         )
+
     return (*known, tokenizer.eos_token_id)[:4]
 
 
@@ -74,16 +76,17 @@ def arranged(
     parts: tuple[list[int], list[int], list[int]],
     limit: int,
 ) -> list[int]:
-    """Return the tokens of (prefix, middle, suffix) with the middle last, ``limit`` at most.
+    """Return the tokens with the middle last, at most ``limit`` of them.
 
-    What is too much is taken from the far ends: of the prefix, then of the suffix, then of the
-    middle where it begins.
+    Excess is taken from the far ends: first of the prefix, then of the suffix, and then from the
+    beginning of the middle.
     """
     prefix, middle, suffix = parts
     over = max(0, len(prefix) + len(middle) + len(suffix) + len(ids) - limit)
     prefix, over = prefix[min(over, len(prefix)) :], max(0, over - len(prefix))
     suffix, over = suffix[: max(0, len(suffix) - over)], max(0, over - len(suffix))
     middle = middle[over:]
+
     before, after, between, end = ids
     if suffix_first:
         return [before, after, *suffix, between, *prefix, *middle, end]
@@ -91,7 +94,7 @@ def arranged(
 
 
 def continued(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    """Return the tokens of texts that continue others, without a tokenizer's leading space."""
+    """Return the tokens of texts that continue others: no tokenizer adds a leading space."""
 
     def plain(batch: Sequence[str]) -> list[list[int]]:
         encodings = tokenizer._tokenizer(
@@ -101,9 +104,11 @@ def continued(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
 
     if not texts:
         return []
+
     mark, letter, marked = plain(["\n", "a", "\na"])
     if marked[len(mark) :] == letter:
         return plain(texts)
+
     return [
         after[len(mark) :] if after[: len(mark)] == mark else alone
         for after, alone in zip(plain(["\n" + t for t in texts]), plain(texts), strict=True)

@@ -9,14 +9,14 @@ if TYPE_CHECKING:
 
 
 def masked(example: Example, tokenizer: "TokenizerWrapper") -> dict:
-    """Return an example in spans of text that are targets or not.
+    """Split an example into spans of text that are targets or not.
 
-    Returns:
-        ``where`` (its row), ``learned`` and ``total`` (numbers of tokens), and ``spans``, each with
-        ``text`` and ``learned``.
+    The result has ``where`` (its row), ``learned`` and ``total`` (numbers of tokens), and
+    ``spans``, each with ``text`` and ``learned``.
     """
     target, total = example.target, len(example.tokens)
     edges = [0, *(i for i in range(1, total) if target[i] != target[i - 1]), total]
+
     spans = [
         {
             "text": tokenizer.decode(example.tokens[start:end].tolist()),
@@ -24,4 +24,5 @@ def masked(example: Example, tokenizer: "TokenizerWrapper") -> dict:
         }
         for start, end in zip(edges, edges[1:], strict=False)
     ]
+
     return {"where": example.where, "learned": int(target.sum()), "total": total, "spans": spans}

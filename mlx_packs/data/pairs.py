@@ -28,7 +28,7 @@ _COLUMNS = DataConfig()  # pairs have the names of sentence-transformers
 
 
 class TextColumn(Sequence):
-    """The tokens of one column of pairs: texts by number, each of which is stored once."""
+    """The tokens of one column of pairs; equal texts are stored once."""
 
     def __init__(self, texts: StoredExamples, numbers: np.ndarray) -> None:
         self.texts, self.numbers = texts, numbers
@@ -60,15 +60,12 @@ class Pairs:
 
     @property
     def count(self) -> int:
-        """How many pairs there are."""
         return len(self)
 
     def where_of(self, indices: Sequence[int]) -> list[str]:
-        """Return the rows of some pairs as messages name them."""
         return [self.where(i) for i in indices]
 
     def select(self, chosen: np.ndarray) -> "Pairs":
-        """Return the pairs with these indices."""
         return replace(
             self,
             tokens=[[column[i] for i in chosen] for column in self.tokens],
@@ -92,13 +89,15 @@ def _lengths(column: Sequence[np.ndarray]) -> np.ndarray:
 def encode_pairs(
     rows: Sequence[Row], tokenizer: Any, limit: int, on_bad_row: str = "stop"
 ) -> Pairs:
-    """Return the tokens of the pairs of a split, each text cut to ``limit``."""
+    """Return the pairs of a split, each text cut to ``limit`` tokens."""
     if not len(rows):
         raise PackError("--data: the split has no examples.", "data")
+
     first, row_format = first_format(rows, replace(_COLUMNS, on_bad_row=on_bad_row), PAIR_FORMATS)
     bad, fingerprint = BadRows(on_bad_row == "stop"), Fingerprint()
     used, where = array("q"), as_rows(rows).places()
     texts, numbers, scores = _Texts(tokenizer, limit), array("q"), array("f")
+
     for i, row in enumerate(rows):
         try:
             check_format(row, row_format, first.where, _COLUMNS, PAIR_FORMATS)
@@ -106,11 +105,13 @@ def encode_pairs(
         except RowError as error:
             bad.add(i, error)
             continue
+
         fingerprint.add(row)
         if score is not None:
             scores.append(score)
         used.append(i)
         numbers.extend(map(texts.number, texts_of_row))
+
     bad.check_some_left(len(rows))
     by_pair = np.array(numbers).reshape(-1, len(row_format.text_columns))
     stored, is_cut = texts.stored()
@@ -127,7 +128,7 @@ def encode_pairs(
 
 
 class _Texts:
-    """Different texts, tokenized some at a time; one that occurs in several pairs is kept once."""
+    """Different texts, tokenized some at a time; a text of several pairs is stored once."""
 
     def __init__(self, tokenizer: Any, limit: int) -> None:
         self._tokenizer, self._limit = tokenizer, limit
@@ -136,13 +137,15 @@ class _Texts:
         self._store, self._is_cut = TokenStore(), array("b")
 
     def number(self, text: str) -> int:
-        """Return the number of a text, which is the same for equal ones."""
+        """Equal texts have the same number."""
         key = hashlib.blake2b(text.encode(), digest_size=16).digest()
         number = self._numbers.setdefault(key, len(self._numbers))
+
         if number == len(self._store) + len(self._waiting):
             self._waiting.append(text)
             if len(self._waiting) == _TEXTS_AT_A_TIME:
                 self._encode()
+
         return number
 
     def stored(self) -> tuple[StoredExamples, np.ndarray]:
@@ -163,9 +166,10 @@ class _Texts:
 
 
 def choose_loss(requested: str, pairs: Pairs, where: str) -> str:
-    """Return the specified loss, or the one that ``auto`` selects."""
+    """``auto`` selects the first loss of the format; another one must suit it."""
     possible = pairs.format.losses
     loss = possible[0] if requested == "auto" else requested
+
     if loss not in possible:
         fitting = min(
             (each for each in PAIR_FORMATS if loss in each.losses),
@@ -176,6 +180,7 @@ def choose_loss(requested: str, pairs: Pairs, where: str) -> str:
             f"has {pairs.format.name}. Use --loss {' or '.join(possible)}.",
             "conflict",
         )
+
     if LOSSES[loss].scores_are_cosines and np.abs(pairs.scores).max() > 1:
         worst = float(pairs.scores[np.abs(pairs.scores).argmax()])
         others = [name for name in possible if not LOSSES[name].scores_are_cosines]
@@ -185,11 +190,12 @@ def choose_loss(requested: str, pairs: Pairs, where: str) -> str:
             "data",
             "loss",
         )
+
     return loss
 
 
 def check_loss_settings(loss: str, train: TrainConfig) -> None:
-    """Check that no setting which this loss does not have is changed."""
+    """Raise a PackError if a setting of another loss is changed."""
     for name in train.changed(vars(train)):
         losses = [each for each, facts in LOSSES.items() if name in facts.settings]
         if losses and loss not in losses:
@@ -213,9 +219,9 @@ class PairCollate:
     powers: bool = False  # whether lengths are 32, 64, 128, ..., so that few occur
 
     def __call__(self, pairs: Pairs, order: Sequence[int]) -> Batch:
-        """Return the pairs with these indices as a batch."""
         missing = self.batch_size - len(order)
         inputs, lengths = {}, []
+
         for name, column in zip(COLUMNS, pairs.tokens, strict=False):
             texts = [column[i] for i in order]
             texts += [texts[0][:1]] * missing
@@ -230,7 +236,7 @@ class PairCollate:
         return Batch(inputs, count, count, tuple(int(i) for i in order), pairs)
 
     def shapes(self, pairs: Pairs, orders: Iterator[Sequence[int]]) -> set[Shape]:
-        """Return the tokens of the widest column, and the columns, of batches."""
+        """A shape is the tokens of the widest column, and the number of columns."""
         columns = len(pairs.tokens)
         lengths = pairs.lengths
         return {(self._width(int(lengths[list(order)].max())), columns) for order in orders}
@@ -241,7 +247,6 @@ class PairCollate:
         return min(padded_length(longest, self.limit), self.limit)
 
     def split(self, batch: Batch, parts: int) -> list[Batch]:
-        """Return the pairs of a batch in pieces."""
         edges = edges_of(len(batch.inputs["weights"]), parts)
         return [_pairs_of(batch, start, stop) for start, stop in edges]
 
@@ -256,10 +261,10 @@ def _pairs_of(batch: Batch, start: int, stop: int) -> Batch:
 
 @dataclass(frozen=True)
 class PairSampler(Sampler):
-    """The same of pairs; with ``texts`` none occurs twice in a batch, in any column.
+    """A sampler of pairs; with ``texts`` no text occurs twice in a batch, in any column.
 
-    The other pairs of a batch are negatives then. One that finds no place waits for a later batch,
-    and what would be alone in one is left out of the epoch, unless a pair has its own negative.
+    The other pairs of a batch are then negatives. A pair that finds no place waits for a later
+    batch. A batch of one is left out of the epoch, unless a pair has its own negative.
     """
 
     texts: np.ndarray | None = None  # int [N, C], equal where two texts are
@@ -269,27 +274,28 @@ class PairSampler(Sampler):
     def of(
         cls, pairs: Pairs, batch_size: int, inputs: int, seed: int, distinct: bool
     ) -> "PairSampler":
-        """Return the sampler of some pairs."""
         texts = pairs.texts if distinct else None
         negatives = pairs.format.has_negatives
         return cls(pairs.lengths, batch_size, inputs, seed, texts=texts, has_negatives=negatives)
 
     def _cursor(self, start: int) -> tuple[int, int]:
-        """Return the first epoch; with ``texts`` its number of batches shows when it is made."""
+        """With ``texts`` the number of batches is only known once an epoch is made."""
         return (0, start) if self.texts is not None else super()._cursor(start)
 
     def epoch(self, number: int) -> Sequence[np.ndarray]:
-        """Return the pairs of each batch of an epoch."""
         order = super().epoch(number)
         if self.texts is None:
             return order
+
         texts = self.texts.tolist()
         batches: list[np.ndarray] = []
         waiting = deque(int(i) for indices in order for i in indices)
+
         while waiting:
             batch: list[int] = []
             seen: set[int] = set()
             later: list[int] = []
+
             while waiting and len(batch) < self.batch_size:
                 pair = waiting.popleft()
                 if seen.isdisjoint(texts[pair]):
@@ -297,7 +303,9 @@ class PairSampler(Sampler):
                     seen.update(texts[pair])
                 else:
                     later.append(pair)
+
             waiting.extendleft(reversed(later))
             if len(batch) > 1 or self.has_negatives:
                 batches.append(np.array(batch))
+
         return batches

@@ -1,9 +1,8 @@
 """Rows of preferences as tokens: two examples for each row, one after the other.
 
-Of a row {prompt, chosen, rejected} they are the prompt with either completion. Of a rated completion
-{prompt, completion, label} they are the row itself, and its prompt with the completion of the row
-before it, by which KTO measures how far the model is from its reference (arXiv:2402.01306). The
-columns are TRL's.
+A row {prompt, chosen, rejected} gives the prompt with either completion. A rated completion
+{prompt, completion, label} gives itself, and its prompt with the completion of the row before it,
+by which KTO measures how far the model is from its reference (arXiv:2402.01306; TRL's columns).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +29,6 @@ class RatedCompletion(Completion):
     name = "rated completions"
 
     def columns(self, names: DataConfig) -> tuple[str, ...]:
-        """Return the columns of a completion, and the label."""
         return (*super().columns(names), "label")
 
 
@@ -39,25 +37,20 @@ RATED = RatedCompletion()
 
 @dataclass
 class PreferenceExamples(Examples):
-    """Two examples for each row, at 2 i and 2 i + 1.
+    """Two examples for each row, at 2 i and 2 i + 1."""
 
-    Attributes:
-        labels: of each row, float32 [N]: 1 where its first example is desirable, else 0. All are 1
-            where the second one is what was rejected.
-    """
-
+    # float32 [N], of each row: 1 if its first example is desirable, else 0; all are 1 if the
+    # second one is what was rejected
     labels: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
 
     @classmethod
     def joined(cls, parts: "Sequence[PreferenceExamples]") -> "PreferenceExamples":
-        """Return the rows of several phases as one, those of one after those of another."""
         joined = super().joined(parts)
         joined.labels = np.concatenate([part.labels for part in parts])
         return joined
 
     @property
     def count(self) -> int:
-        """How many rows there are."""
         return len(self) // 2
 
     @property
@@ -74,19 +67,19 @@ def encode_preferences(
     row_format: RowFormat = PREFERENCE,
     num_proc: int | None = None,
 ) -> PreferenceExamples:
-    """Return tokens and targets of every row, `PREFERENCE` or `RATED`; targets are the completions.
+    """Return every row of `PREFERENCE` or `RATED`; targets are the completions.
 
-    ``num_proc`` is the most processes that encode them, as of `encode_cached`.
-
-    Raises:
-        RowError: a row cannot be used, unless ``columns.on_bad_row`` leaves such rows out.
+    At most ``num_proc`` processes encode them. A row that cannot be used is a RowError, unless
+    ``columns.on_bad_row`` leaves such rows out.
     """
     if not len(rows):
         raise PackError("--data: the split has no examples.", "data")
+
     rows = as_rows(rows)
     used, labels, bad = _checked(rows, columns, row_format)
     options = replace(options, loss_on="completion")
     usable = rows.select(used)
+
     if row_format is RATED:
         examples, _ = encode_cached(
             usable, tokenizer, columns, options, row_format=COMPLETION, num_proc=num_proc
@@ -106,15 +99,18 @@ def encode_preferences(
         first = np.flatnonzero((sides[:-1] % 2 == 0) & (sides[:-1] + 1 == sides[1:]))
         kept = sides[first] // 2
         items = _Selected(examples, np.stack([first, first + 1], axis=1).reshape(-1))
+
     per_row = 1 if row_format is RATED else 2
     for i, error in examples.bad.errors:
         bad.add(int(used[i // per_row]), error)
+
     if not len(kept):
         raise PackError(
             f"{rows.where(0)}: no example has targets within {options.max_seq_length} tokens.",
             "data",
             "max_seq_length",
         )
+
     left_out = {i for i, _ in bad.errors}
     result = PreferenceExamples(
         items,
@@ -137,7 +133,7 @@ def encode_tokens(
     options: EncodingOptions,
     row_format: RowFormat,
 ) -> Examples:
-    """Return tokens and targets of rows of any format but pairs; of preferences both sides."""
+    """Encode rows of any format except pairs; preferences have both completions."""
     encoded = encode_preferences if row_format is PREFERENCE else encode
     return encoded(rows, tokenizer, columns, options, row_format)
 
@@ -145,9 +141,10 @@ def encode_tokens(
 def _checked(
     rows: Rows, columns: DataConfig, row_format: RowFormat
 ) -> tuple[np.ndarray, np.ndarray, BadRows]:
-    """Return which rows can be used, the label of each of them, and the others."""
+    """Return the numbers of usable rows, their labels, and the other rows."""
     bad = BadRows(columns.on_bad_row == "stop")
     used, labels = [], []
+
     for i, row in enumerate(rows):
         try:
             check_format(row, row_format, rows.where(0), columns, (row_format,))
@@ -158,12 +155,13 @@ def _checked(
             bad.add(i, error)
             continue
         used.append(i)
+
     bad.check_some_left(len(rows))
     return np.array(used), np.array(labels, np.float32), bad
 
 
 def _label(row: Row, names: DataConfig) -> bool:
-    """Return whether the completion of a row, which is not empty, is desirable."""
+    """Whether the completion of a row is desirable; it may not be empty."""
     _split_turns(row, names.completion_feature, names)
     if not isinstance(label := row.value["label"], bool):
         raise row.error(f"'label' must be true or false, but is {shown(label)}.", "wrong type")
@@ -171,7 +169,7 @@ def _label(row: Row, names: DataConfig) -> bool:
 
 
 def _check_sides(row: Row, names: DataConfig) -> bool:
-    """Check that a row has one prompt, and two completions that differ and are not empty."""
+    """Check that both completions have one prompt, differ and are not empty; True."""
     chosen, rejected = (_split_turns(row, column, names) for column in PREFERENCE.columns(names))
     if chosen[0] != rejected[0]:
         raise row.error(
@@ -179,26 +177,31 @@ def _check_sides(row: Row, names: DataConfig) -> bool:
             "must be the same.",
             "prompts differ",
         )
+
     if chosen[1] == rejected[1]:
         raise row.error("'chosen' and 'rejected' are the same.", "same completions")
+
     return True
 
 
 def _split_turns(row: Row, column: str, names: DataConfig) -> tuple[list[Turn], list[Turn]]:
-    """Return prompt and completion of one side, which says something or calls a tool."""
+    """Return prompt and completion, which says something or calls a tool."""
     prompt, completion = split_prompt(row, column, names)
     if completion == []:
         raise row.error(f"'{column}' is empty.", "empty")
+
     side = Row(row.where, {names.prompt_feature: prompt, column: completion})
     prompt, completion = prompt_and_completion(side, names.prompt_feature, column)
+
     parts = [turn.message.get(key) for turn in completion for key in ("content", "tool_calls")]
     if not any(part.strip() if isinstance(part, str) else part for part in parts):
         raise row.error(f"'{column}' is empty.", "empty")
+
     return prompt, completion
 
 
 def split_prompt(row: Row, column: str, names: DataConfig) -> tuple[Any, Any]:
-    """Return prompt and completion of one side; without a prompt the last turn is the completion."""
+    """Without a prompt the last turn is the completion."""
     value = row.value[column]
     if row.value.get(names.prompt_feature) is not None:
         return row.value[names.prompt_feature], value
@@ -214,13 +217,11 @@ def split_prompt(row: Row, column: str, names: DataConfig) -> tuple[Any, Any]:
 
 
 def both_completions(rows: Sequence[Row], names: DataConfig) -> Rows:
-    """Return each row of preferences as two completions: the chosen one, and the rejected one."""
+    """Return two completions for each row: the chosen one and the rejected one."""
     return Rows([_BothCompletions(as_rows(rows), names)])
 
 
 class _BothCompletions(Source):
-    """The rows of `both_completions`."""
-
     def __init__(self, rows: Rows, names: DataConfig) -> None:
         self.rows, self.names = rows, names
 
@@ -228,7 +229,6 @@ class _BothCompletions(Source):
         return 2 * len(self.rows)
 
     def read(self, start: int, stop: int) -> Iterator[Row]:
-        """Yield the completions from ``start`` to ``stop``."""
         number = start // 2 * 2
         for row in self.rows[start // 2 : -(-stop // 2)]:
             for column in PREFERENCE.columns(self.names):
@@ -242,24 +242,21 @@ class _BothCompletions(Source):
         return Row(row.where, {**about_conversation(row), **value})
 
     def where(self, i: int) -> str:
-        """Return the place of the row that a completion is of."""
+        """Name the row of a completion."""
         return self.rows.where(i // 2)
 
     def nbytes(self, start: int, stop: int) -> int:
-        """Return about how many bytes of text these completions have."""
         return self.rows[start // 2 : -(-stop // 2)].nbytes()
 
     def content_key(self) -> bytes | None:
-        """Return a hash of everything in the rows, and that these are sides."""
+        """Hash the rows, and that these are their completions."""
         key = self.rows.content_key()
         return key and key + b"sides"
 
     def is_in_files(self) -> bool:
-        """Return whether another process can read the rows."""
         return self.rows.is_in_files()
 
     def places(self) -> Callable[[int], str]:
-        """Return `where`, without what it does not need in memory."""
         where = self.rows.places()
         return lambda i: where(i // 2)
 
@@ -290,8 +287,10 @@ class Mismatched(Sequence):
         hits = np.flatnonzero(examples.items.parts["target"])
         starts = np.cumsum(examples.lengths) - examples.lengths
         self._prompts = hits[np.searchsorted(hits, starts)] - starts  # tokens of each
+
         completions = np.roll(examples.target_counts, 1)
         lengths = np.minimum(self._prompts + completions, limit)
+
         self.lengths = np.stack([examples.lengths, lengths], axis=1).reshape(-1)
         targets = np.stack([examples.target_counts, lengths - self._prompts], axis=1)
         self.target_counts = targets.reshape(-1)
@@ -304,13 +303,14 @@ class Mismatched(Sequence):
         own = self._items[i // 2]
         if i % 2 == 0:
             return own
+
         other, prompt = self._items[i // 2 - 1], int(self._prompts[i // 2])
         tokens = np.concatenate([own.tokens[:prompt], other.tokens[other.target]])[: self._limit]
         return Example(tokens, np.arange(len(tokens)) >= prompt, own.where)
 
 
 def _once(bad: BadRows) -> BadRows:
-    """Return the bad rows with one error each, in their order."""
+    """Keep the first error of each row."""
     first: dict[int, RowError] = {}
     for i, error in bad.in_order().errors:
         first.setdefault(i, error)

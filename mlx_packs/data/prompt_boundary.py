@@ -19,35 +19,33 @@ Offsets = list[tuple[int, int]]
 def split_prompts(
     tokenizer: Any, text: str, spans: Sequence[Span], tokens: list[int], offsets: Offsets | None
 ) -> tuple[list[int], Offsets | None]:
-    """Return tokens and their positions, with the text before each answer encoded by itself.
+    """Encode the text before each answer by itself; ``spans`` are the answers in ``text``.
 
-    Args:
-        tokenizer: as mlx-lm wraps it.
-        text: the rendered row.
-        spans: the positions of the answers.
-        tokens: of the whole text.
-        offsets: the position of each token in the text; None if nothing asks for it.
+    ``tokens`` are of the whole text, and ``offsets`` their positions, if known.
     """
     edges = sorted({begin for begin, _ in spans if 0 < begin < len(text)})
     if offsets is None or not any(_may_join(text, edge, offsets) for edge in edges):
         return tokens, offsets
+
     split_tokens: list[int] = []
     split_offsets: Offsets = []
     for begin, end in pairwise([0, *edges, len(text)]):
         piece_tokens, places = _encoded(tokenizer, text[begin:end], follows=begin > 0)
         split_tokens += piece_tokens
         split_offsets += [(start + begin, stop + begin) for start, stop in places]
+
     return split_tokens, split_offsets
 
 
 def _may_join(text: str, edge: int, offsets: Offsets) -> bool:
-    """Return whether a token may be both sides of a position, or depend on both.
+    """Whether a token may span a position, or depend on both sides of it.
 
     Tokenizers join white space to what follows it; a single line break before a word stays alone.
     """
     i = bisect_left(offsets, (edge, 0))
     if i and offsets[i - 1][1] > edge:
         return True
+
     before, after = text[max(0, edge - 2) : edge], text[edge : edge + 1]
     if not before[-1:].isspace():
         return False
@@ -56,11 +54,12 @@ def _may_join(text: str, edge: int, offsets: Offsets) -> bool:
 
 
 def _encoded(tokenizer: Any, piece: str, follows: bool) -> tuple[list[int], Offsets]:
-    """Return tokens and positions of a part of a text, without a leading space that it lacks."""
+    """A sentencepiece tokenizer adds a leading space: it is left out of a text that follows."""
     mark = _MARK if follows and _adds_space(tokenizer) else ""
     tokens, places = _plain(tokenizer, mark + piece)
     if not mark:
         return tokens, places
+
     head = _plain(tokenizer, mark)[0]
     if tokens[: len(head)] != head:
         return _plain(tokenizer, piece)
@@ -68,7 +67,7 @@ def _encoded(tokenizer: Any, piece: str, follows: bool) -> tuple[list[int], Offs
 
 
 def _adds_space(tokenizer: Any) -> bool:
-    """Return whether a tokenizer puts a space before a text, as sentencepiece does."""
+    """Whether a tokenizer puts a space before a text, as sentencepiece does."""
     head, letter, both = (_plain(tokenizer, text)[0] for text in (_MARK, "a", _MARK + "a"))
     return both[len(head) :] != letter
 

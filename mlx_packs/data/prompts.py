@@ -22,28 +22,19 @@ _PLACEHOLDER = "."  # of a row without a completion, for the template
 
 @dataclass
 class Prompts:
-    """The prompts of a split.
+    """The prompts of a split."""
 
-    Attributes:
-        tokens: of each, up to where the completion begins.
-        rows: the rows that they are of.
-        used: which of them.
-        bad: the rows that were left out.
-        fingerprint: of the rows in use.
-    """
-
-    tokens: list[list[int]]
-    rows: Rows
-    used: Sequence[int]
-    bad: BadRows
-    fingerprint: str
+    tokens: list[list[int]]  # of each, up to where the completion begins
+    rows: Rows  # the rows that prompts are part of
+    used: Sequence[int]  # the number of each prompt's row
+    bad: BadRows  # left out
+    fingerprint: str  # of the rows in use
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @property
     def count(self) -> int:
-        """How many prompts there are."""
         return len(self)
 
     @property
@@ -52,15 +43,12 @@ class Prompts:
         return np.array([len(tokens) for tokens in self.tokens])
 
     def row(self, i: int) -> Row:
-        """Return the row of a prompt."""
         return self.rows[self.used[i]]
 
     def where(self, i: int) -> str:
-        """Return the place of the row of a prompt."""
         return self.rows.where(self.used[i])
 
     def where_of(self, indices: Sequence[int]) -> list[str]:
-        """Return the rows of some prompts as messages name them."""
         return [self.where(i) for i in indices]
 
 
@@ -74,15 +62,16 @@ class SharedPrompts:
     least: float  # share of the inputs of a batch that has to be saved
 
     def collate(self, prompts: Prompts, order: Sequence[int], tokens: TokenCollate) -> TreeCollate:
-        """Return what lays out the completions of some prompts, whose rows ``tokens`` lay out."""
+        """``tokens`` lays out the completions of the prompts in ``order``."""
         common = np.array([len(prompts.tokens[i]) for i in order])
         of_all = common_length(np.array(prompts.tokens[i]) for i in order)
         shape = self.completions * len(order), self._longest_row(common)
+
         root = root_of(of_all, shape, len(order), prefix_of(int(common.min())))
         return TreeCollate(tokens, common, self.completions, self.least, root=root)
 
     def shape(self, prompts: Prompts, order: Sequence[int]) -> Shape:
-        """Return the shape of a batch whose completions are as long as they may be."""
+        """Completions are as long as they may be."""
         lengths = [len(prompts.tokens[i]) for i in order]
         rows = self.completions * len(order)
         tokens = TokenCollate(rows, self.limit, prefix=prefix_of(min(lengths)))
@@ -93,7 +82,7 @@ class SharedPrompts:
         return min(int(max(lengths)) + self.longest - 1, self.limit)
 
     def to_json(self, prompts: Prompts) -> dict:
-        """Return the part of a run's report on it; completions are as long as they may be."""
+        """Completions are as long as they may be."""
         prefix = float(np.mean([prefix_of(length) for length in prompts.lengths]))
         inputs = np.minimum(prompts.lengths + self.longest - 1, self.limit).mean()
         saved = saved_share((self.completions, float(inputs)), 1, prefix)
@@ -108,11 +97,10 @@ class PromptCollate:
     shared: SharedPrompts | None = None  # None: a prompt is computed in every row
 
     def __call__(self, prompts: Prompts, order: Sequence[int]) -> Batch:
-        """Return the prompts with these indices as a batch."""
         return Batch({}, 0, 0, tuple(int(i) for i in order), prompts)
 
     def shapes(self, prompts: Prompts, orders: Iterator[Sequence[int]]) -> set[Shape]:
-        """Return the shapes of batches whose completions are as long as they may be."""
+        """Completions are as long as they may be."""
         if self.shared is None:
             return {self.largest}
         return {self.shared.shape(prompts, order) for order in orders}
@@ -124,26 +112,28 @@ class PromptCollate:
         while width < self.largest[0]:
             widths.append(width)
             width *= 2
+
         return {(w, max(1, sequences * w * k // 4)) for w in widths for k in (1, 2, 3, 4)}
 
     def split(self, batch: Batch, parts: int) -> list[Batch]:
-        """Return the batch as it is: its completions are compared."""
+        """A batch stays whole: its completions are compared."""
         return [batch]
 
 
 def encode_prompts(
     rows: Sequence[Row], tokenizer: Any, columns: DataConfig, max_seq_length: int
 ) -> Prompts:
-    """Return the tokens of the prompt of every row, as the chat template renders it.
+    """Return the prompt of every row as the chat template renders it.
 
-    Raises:
-        RowError: a row cannot be used, unless ``columns.on_bad_row`` leaves such rows out.
+    A row that cannot be used is a RowError, unless ``columns.on_bad_row`` leaves such rows out.
     """
     if not len(rows):
         raise PackError("--data: the split has no examples.", "data")
+
     rows = as_rows(rows)
     bad, fingerprint, used = BadRows(columns.on_bad_row == "stop"), Fingerprint(), array("q")
     tokens: list[list[int]] = []
+
     for i, row in enumerate(rows):
         try:
             check_format(row, PROMPT, rows.where(0), columns, (PROMPT,))
@@ -151,14 +141,16 @@ def encode_prompts(
         except RowError as error:
             bad.add(i, error)
             continue
+
         fingerprint.add(row)
         used.append(i)
+
     bad.check_some_left(len(rows))
     return Prompts(tokens, rows, used, bad, fingerprint.hexdigest())
 
 
 def _prompt(row: Row, columns: DataConfig, tokenizer: Any, max_seq_length: int) -> list[int]:
-    """Return the tokens of a prompt, which leave room for a completion."""
+    """The prompt must leave room for a completion."""
     text, tokens = COMPLETION.prompt(with_placeholder(row, columns), columns, tokenizer)
     check_unicode(row, text)
     if len(tokens) >= max_seq_length:
@@ -168,18 +160,18 @@ def _prompt(row: Row, columns: DataConfig, tokenizer: Any, max_seq_length: int) 
             "no target",
             "max_seq_length",
         )
+
     return tokens
 
 
 def with_placeholder(row: Row, columns: DataConfig) -> Row:
-    """Return a row with a prompt and some completion."""
     prompt = row.value[columns.prompt_feature]
     own = {columns.prompt_feature: prompt, columns.completion_feature: _PLACEHOLDER}
     return Row(row.where, {**about_conversation(row), **own})
 
 
 def wanted_text(row: Row, columns: DataConfig) -> str | None:
-    """Return the expected completion of a row's prompt; None where it has none."""
+    """Return the expected completion of a prompt; None without one."""
     if columns.completion_feature not in row.value:
         return None
     return Completion().answer(row, columns)

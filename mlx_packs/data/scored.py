@@ -1,4 +1,4 @@
-"""Rows of preferences whose completions are scored: one number of each, at its last token."""
+"""Preferences whose completions are scored: one number for each, at its last token."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,10 +14,10 @@ from .preferences import PreferenceExamples, encode_preferences
 
 
 class Scored(Sequence):
-    """Some of the examples of others, whose only target is the score of their last token.
+    """Some examples of others, whose only target is the score of their last token.
 
-    A token is added after it, which no model reads: inputs are all tokens but the last one, and the
-    target has the last input as its own.
+    A token is added after it, which no model reads: all tokens but the last one are inputs, and
+    the target is predicted by the last input.
     """
 
     def __init__(self, examples: Examples, numbers: np.ndarray) -> None:
@@ -41,17 +41,15 @@ def encode_scored(
     options: EncodingOptions,
     num_proc: int | None = None,
 ) -> PreferenceExamples:
-    """Return both sides of every row, to be scored; ``num_proc`` is that of `encode_preferences`.
+    """Return both completions of every row, to be scored, as `encode_preferences`.
 
-    Rows with a side of ``max_seq_length`` tokens or more are dropped, as TRL does: a side that was
-    cut would be scored in its middle.
-
-    Raises:
-        RowError: a row cannot be used, unless ``columns.on_bad_row`` leaves such rows out.
+    Rows with a completion of ``max_seq_length`` tokens or more are dropped, as TRL does: a cut one
+    would be scored in its middle.
     """
     examples = encode_preferences(rows, tokenizer, columns, options, num_proc=num_proc)
     longest = examples.lengths.reshape(-1, 2).max(axis=1)
     kept = np.flatnonzero(longest < options.max_seq_length)
+
     if not len(kept):
         raise PackError(
             f"{examples.items[0].where}: no example has fewer than {options.max_seq_length} tokens, "
@@ -59,6 +57,7 @@ def encode_scored(
             "data",
             "max_seq_length",
         )
+
     items = Scored(examples, np.stack([2 * kept, 2 * kept + 1], axis=1).reshape(-1))
     result = replace(
         examples,

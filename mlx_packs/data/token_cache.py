@@ -48,22 +48,25 @@ def encode_cached(
     num_proc: int | None = None,
     advance: Callable[[], None] | None = None,
 ) -> tuple[Examples, Path | None]:
-    """Return `encoding.encode`, or what it gave for the same before; and the file, if there is one.
+    """Return the result of `encode`, cached if possible, and its file, or None without one.
 
-    Splits of less than ``least_bytes`` are encoded each time, and so is what the key cannot cover.
-    A split of several parts (`encoding_parts`) is encoded by at most ``num_proc`` processes, and
+    Splits of less than ``least_bytes`` are encoded each time, and so is a split that no key can
+    cover. At most ``num_proc`` processes encode a split of several parts (`encoding_parts`), and
     ``advance`` is called after each part.
     """
     rows = as_rows(rows)
     folder, key = cache_folder("tokens"), None
     if folder is not None and rows.nbytes() >= least_bytes:
         key = cache_key(rows, tokenizer, columns, options, row_format)
+
     if key is None:
         return encode(rows, tokenizer, columns, options, row_format), None
+
     file = folder / f"{key}.npy"
     if (stored := _read(file, key, rows, columns, options, row_format)) is not None:
         os.utime(file)
         return stored, file
+
     parts = parts_of(rows, folder, key)
     if len(parts) > 1:
         first, token_format = checked_format(rows, columns, row_format)
@@ -71,10 +74,12 @@ def encode_cached(
         examples = encode_parts(job, parts, num_proc, advance or (lambda: None))
     else:
         examples = encode(rows, tokenizer, columns, options, row_format)
+
     try:
         _write(file, key, examples)
     except (PackError, OSError):  # a full or read-only disk must not stop a run
         return examples, None
+
     for part in parts:
         part.file.unlink(missing_ok=True)
     for kind in ("*.npy", "*.safetensors"):  # and those of earlier versions
@@ -89,11 +94,12 @@ def cache_key(
     options: EncodingOptions,
     row_format: RowFormat | None = None,
 ) -> str | None:
-    """Return a hash of all that the tokens depend on; None where something of it cannot be seen."""
+    """Hash all that the tokens depend on; None if a part of it cannot be seen."""
     plain = tokenizer._tokenizer
     backend = getattr(plain, "backend_tokenizer", None)
     if backend is None or not type(plain).__module__.startswith("transformers."):
         return None  # a slow tokenizer, or one with its own code
+
     template = str(plain.chat_template)
     special = getattr(tokenizer, "_chat_template", None)
     facts = {
@@ -110,19 +116,20 @@ def cache_key(
         "options": asdict(options),
         "format": row_format and row_format.name,
     }
+
     if (content := as_rows(rows).content_key()) is None:
         return None
+
     text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode() + content).hexdigest()
 
 
 def _today(tokenizer: Any) -> str | None:
-    """Return the date that a chat template reads; None for one that does not read the clock."""
+    """The date, if the chat template reads the clock."""
     return time.strftime("%Y-%m-%d") if reads_clock(tokenizer) else None
 
 
 def _write(file: Path, key: str, examples: Examples) -> None:
-    """Write encoded examples."""
     bad = json.dumps(examples.bad.to_json()).encode()
     arrays = {
         **examples.items.parts,
@@ -141,20 +148,25 @@ def _read(
     options: EncodingOptions,
     row_format: RowFormat | None,
 ) -> Examples | None:
-    """Return the examples of a file, mapped; None without a complete file of this key."""
+    """Return mapped examples; None without a complete file of this key."""
     if not file.exists():
         return None
+
     _, token_format = checked_format(rows, columns, row_format)
     loss_on = token_format.resolve_loss_on(options.loss_on)
+
     if (parts := read_arrays(file, key, _DTYPES)) is None:
         return None
+
     try:
         entries = json.loads(parts["bad"].tobytes())
     except ValueError:
         return None
+
     bad = BadRows.from_json(entries, rows, columns.on_bad_row == "stop")
     cut, dropped = parts["counts"].tolist()
     fingerprint = parts["fingerprint"].tobytes().hex()
+
     parts = {name: part if name in _MAPPED else np.array(part) for name, part in parts.items()}
     items = StoredExamples(parts, rows.places())
     return Examples.stored(items, token_format.name, loss_on, cut, dropped, bad, fingerprint)

@@ -48,12 +48,7 @@ class Example:
 
 
 class StoredExamples(Sequence):
-    """Examples that are built on access.
-
-    Args:
-        parts: the arrays of `DTYPES`.
-        where: returns the place of a row.
-    """
+    """Examples that are built on access from the arrays of `DTYPES`."""
 
     def __init__(self, parts: Mapping[str, np.ndarray], where: Callable[[int], str]) -> None:
         self.parts, self._where = parts, where
@@ -68,9 +63,11 @@ class StoredExamples(Sequence):
     def __getitem__(self, i: int) -> Example:
         i = range(len(self))[i]
         self._reads += 1
+
         if self._reads % _READS == 0:
             release(self._tokens)
             release(self._target)
+
         here = slice(self._edges[i], self._edges[i + 1])
         return Example(self._tokens[here], self._target[here], self._where(int(self._rows[i])))
 
@@ -81,7 +78,7 @@ class StoredExamples(Sequence):
 
 
 class JoinedExamples(Sequence):
-    """Several sequences of examples as one; nothing is copied."""
+    """Several sequences of examples as one, without a copy."""
 
     def __init__(self, parts: list[Sequence[Example]]) -> None:
         self.parts = parts
@@ -97,7 +94,7 @@ class JoinedExamples(Sequence):
 
 
 class TokenStore:
-    """Collects examples; more than some MB of them go to files without a name."""
+    """Collects examples; more than a few MB of them go to files without a name."""
 
     def __init__(self) -> None:
         self._tokens, self._target = ByteFile(), ByteFile()
@@ -108,7 +105,7 @@ class TokenStore:
         return len(self._rows)
 
     def add(self, row: int, tokens: np.ndarray, target: np.ndarray) -> None:
-        """Add an example of a row: tokens int32 [L], target bool [L]."""
+        """``tokens`` are int32 [L], ``target`` bool [L]."""
         self._tokens.write(tokens)
         self._target.write(target)
         self._end += len(tokens)
@@ -117,17 +114,18 @@ class TokenStore:
         self._counts.append(np.count_nonzero(target))
 
     def extend(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Add the examples of another store, given as its `arrays`."""
+        """Add the `arrays` of another store."""
         for name, file in (("tokens", self._tokens), ("target", self._target)):
             for block in blocks(arrays[name]):
                 file.write(block)
+
         self._ends.frombytes((arrays["ends"] + self._end).tobytes())
         self._rows.frombytes(arrays["rows"].tobytes())
         self._counts.frombytes(arrays["target_counts"].tobytes())
         self._end += len(arrays["tokens"])
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return the added examples as the arrays of `DTYPES`."""
+        """Return the arrays of `DTYPES`."""
         return {
             "ends": np.frombuffer(self._ends, np.int64),
             "rows": np.frombuffer(self._rows, np.int64),
@@ -137,7 +135,7 @@ class TokenStore:
         }
 
     def examples(self, where: Callable[[int], str]) -> StoredExamples:
-        """Return the added examples; ``where`` returns the place of a row."""
+        """``where`` returns the place of a row."""
         return StoredExamples(self.arrays(), where)
 
 
@@ -149,7 +147,6 @@ class ByteFile:
         self._in_memory = True
 
     def write(self, data: np.ndarray) -> None:
-        """Append the bytes of an array."""
         try:
             if self._in_memory and self._file.tell() + data.nbytes > _IN_MEMORY:
                 begun, self._file = self._file, tempfile.TemporaryFile(dir=_token_folder())
@@ -160,10 +157,11 @@ class ByteFile:
             raise _no_room(error) from None
 
     def mapped(self, dtype: type) -> np.ndarray:
-        """Return the bytes as an array, mapped where they are in a file."""
+        """Return the bytes as an array, mapped if they are in a file."""
         if self._in_memory:
             data = self._file.getvalue()
             return np.frombuffer(data, dtype) if data else np.empty(0, dtype)
+
         try:
             self._file.flush()
         except OSError as error:
@@ -172,7 +170,7 @@ class ByteFile:
 
 
 def _token_folder() -> Path | None:
-    """Return the folder of the token cache, or None for the system's temporary one."""
+    """None is the system's temporary folder."""
     folder = cache_folder("tokens")
     try:
         if folder is not None:
@@ -192,12 +190,10 @@ def _no_room(error: OSError) -> PackError:
 
 
 def write_arrays(file: Path, key: str, arrays: Mapping[str, np.ndarray], dtypes: Dtypes) -> None:
-    """Write arrays of one axis to a file, atomically and a block at a time.
-
-    ``key`` names the content: `read_arrays` finds it only by the same key.
-    """
+    """Write arrays of one axis atomically; `read_arrays` only finds them by the same ``key``."""
     digest = hashlib.sha256(key.encode())
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # rows may be private
+
     with temporary(file, Path.touch) as partial:
         with partial.open("wb") as f:
             for name in dtypes:
@@ -209,7 +205,7 @@ def write_arrays(file: Path, key: str, arrays: Mapping[str, np.ndarray], dtypes:
 
 
 def read_arrays(file: Path, key: str, dtypes: Dtypes) -> dict[str, np.ndarray] | None:
-    """Return the arrays of a file, mapped; None without a complete file of this key."""
+    """Return mapped arrays; None without a complete file of this key."""
     try:
         with file.open("rb") as f:
             if not _is_complete(f, key):
@@ -222,16 +218,17 @@ def read_arrays(file: Path, key: str, dtypes: Dtypes) -> dict[str, np.ndarray] |
 
 
 def _npy_blocks(array: np.ndarray) -> Iterator[memoryview]:
-    """Yield the bytes of an array as .npy, its header first."""
+    """Yield .npy, its header first."""
     header = io.BytesIO()
     npy.write_array_header_1_0(header, npy.header_data_from_array_1_0(array))
     yield header.getbuffer()
+
     for block in blocks(array):
         yield np.ascontiguousarray(block).data
 
 
 def _is_complete(f: BinaryIO, key: str) -> bool:
-    """Return whether a file ends with the hash of the key and of all before."""
+    """Whether a file ends with the hash of the key and of everything before."""
     content = np.memmap(f, np.uint8, "r")
     digest = hashlib.sha256(key.encode())
     for block in blocks(content[:-_HASH_BYTES]):
@@ -240,7 +237,7 @@ def _is_complete(f: BinaryIO, key: str) -> bool:
 
 
 def _mapped(f: BinaryIO, dtype: type) -> np.ndarray:
-    """Return the next array of a file, mapped."""
+    """Map the next array of a file."""
     npy.read_magic(f)
     (length,), _, stored = npy.read_array_header_1_0(f)
     if stored != dtype:
@@ -253,7 +250,7 @@ def _mapped(f: BinaryIO, dtype: type) -> np.ndarray:
 
 
 def blocks(part: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield an array in blocks of some MB; the pages of a mapped one do not stay in memory."""
+    """Yield blocks of some MB; the pages of a mapped array do not stay in memory."""
     step = max(1, _BLOCK_BYTES // part.itemsize)
     for start in range(0, len(part), step):
         yield part[start : start + step]
@@ -261,7 +258,7 @@ def blocks(part: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def release(part: np.ndarray) -> None:
-    """Let the system take back the memory of an array that is mapped from a file."""
+    """Return the memory of a mapped array to the system."""
     base: object = part
     while isinstance(base, np.ndarray):
         base = base.base
