@@ -4,8 +4,8 @@ A row of a batch is an example; packed, it contains as many examples as fit, one
 its *segments*. The arrays of B rows of T inputs, with room for M targets:
 
     tokens     int32 [B, T]
-    positions  int32 [M], which of the B x T inputs predicts each target; several targets of merged
-               examples may have one
+    positions  int32 [M], which of the B x T inputs predicts each target; several targets of
+               merged examples may have one
     targets    int32 [M]
     owners     int32 [M], which of the batch's examples a target is of, -1 where it is padding
     segments   int32 [B, T], number of the segment in its packed row, from 0 and rising; what is left
@@ -51,11 +51,10 @@ class _RowCollate(ABC):
         """Return (T, M) of a batch without laying it out."""
 
     def shapes(self, examples: Examples, orders: Iterator[Order]) -> set[Shape]:
-        """Return (T, M) of batches without laying them out."""
+        """Shapes are (T, M)."""
         return {self.shape(examples, order) for order in orders}
 
     def split(self, batch: Batch, parts: int) -> list[Batch]:
-        """Return the rows of a batch in pieces."""
         return split_rows(batch, parts)
 
 
@@ -69,7 +68,6 @@ class TokenCollate(_RowCollate):
     prefix: int = 0  # inputs that all rows begin with, after which they are padded
 
     def __call__(self, examples: Sequence[Example], order: Sequence[int]) -> Batch:
-        """Return the examples with these indices as a batch."""
         rows = [row for row, i in enumerate(order) if i >= 0]
         indices = [order[row] for row in rows]
         chosen = [examples[i] for i in indices]
@@ -82,19 +80,19 @@ class TokenCollate(_RowCollate):
         return dataclasses.replace(batch, examples=_numbers(indices), source=examples)
 
     def shape(self, examples: Examples, order: np.ndarray) -> Shape:
-        """Return (T, M) of a batch without laying it out."""
         order = np.asarray(order)
         order = order[order >= 0]
         longest = int(examples.lengths[order].max()) - 1
         return self.shape_of(longest, int(examples.target_counts[order].sum()))
 
     def shape_of(self, longest: int, targets: int) -> Shape:
-        """Return (T, M) of a batch whose longest row has so many inputs."""
+        """Return (T, M) of a batch whose longest row has ``longest`` inputs."""
         if self.prefix:
             longest, limit = max(longest - self.prefix, 1), self.limit - self.prefix
             width = self.prefix + padded_suffix(longest, limit, self.batch_size)
         else:
             width = padded_length(longest, self.limit)
+
         slots = padded_targets(targets, self.batch_size * width)
         return fitting_shape((width, slots), self.batch_size, self.allowed)
 
@@ -108,7 +106,6 @@ class PackedCollate(_RowCollate):
     allowed: Mapping[Spans, int] | None = None  # the targets that aligned ones have room for
 
     def __call__(self, examples: Sequence[Example], order: Packed) -> Batch:
-        """Return packed examples as a batch."""
         rows = self._rows(order)
         segments = np.zeros((rows, self.limit), dtype=np.int32)
         chosen, starts = [], []
@@ -128,7 +125,6 @@ class PackedCollate(_RowCollate):
         return batch.having(segments=segments)
 
     def shape(self, examples: Examples, order: Packed) -> Shape:
-        """Return (T, M) of a batch without laying it out."""
         return self.limit, self._slots(order, int(examples.target_counts[order.examples].sum()))
 
     def _rows(self, order: Packed) -> int:
@@ -143,7 +139,7 @@ class PackedCollate(_RowCollate):
 def _laid_out(
     chosen: list[Example], starts: list[int], shape: tuple[int, int], slots: int
 ) -> Batch:
-    """Return a batch with each example's inputs at its start, and room for ``slots`` targets."""
+    """Lay out each example's inputs at its start, with room for ``slots`` targets."""
     tokens = np.zeros(shape[0] * shape[1], dtype=np.int32)
     positions, targets, owners = [], [], []
     for owner, (example, start) in enumerate(zip(chosen, starts, strict=True)):
@@ -175,7 +171,7 @@ def _padded(values: np.ndarray, name: str, slots: int) -> np.ndarray:
 
 
 def split_rows(batch: Batch, parts: int, together: int = 1) -> list[Batch]:
-    """Return the rows of a batch as at most ``parts`` batches; so many rows stay ``together``."""
+    """Return at most ``parts`` batches of whole rows, of which ``together`` stay in one."""
     rows = len(batch.inputs["tokens"]) // together
     edges = edges_of(rows, parts)
     return [_rows_of(batch, start * together, stop * together) for start, stop in edges]
@@ -208,25 +204,24 @@ def _rows_of(batch: Batch, start: int, stop: int) -> Batch:
 
 
 def token_collate(sampler: Sampler, allowed: Allowed | None = None) -> TokenCollate | PackedCollate:
-    """Return what lays out the batches of a sampler."""
     kind = PackedCollate if sampler.packing else TokenCollate
     return kind(sampler.batch_size, sampler.inputs, allowed)
 
 
 def training_set(examples: Examples, sampler: Sampler) -> Dataset:
-    """Return the batches of a sampler, in few shapes where each shape costs a compilation."""
+    """Return the batches of a sampler, in few shapes if each costs a compilation."""
     return Dataset(examples, token_collate(sampler, allowed_shapes(examples, sampler)), sampler)
 
 
 def allowed_shapes(examples: Examples, sampler: Sampler) -> Allowed | None:
-    """Return what the batches of a sampler may be where steps are compiled; None allows any."""
+    """Return the shapes of batches if steps are compiled; None allows any."""
     if not runtime.COMPILES or (sampler.packing and not sampler.aligned):
         return None
     return most_targets(examples, sampler) if sampler.aligned else few_shapes(examples, sampler)
 
 
 def most_targets(examples: Examples, sampler: Sampler) -> dict[Spans, int]:
-    """Return the most targets of a batch of the first epoch that has such spans."""
+    """Return the most targets of a batch with the same spans, in the first epoch."""
     most: dict[Spans, int] = {}
     for batch in sampler.epoch(0):
         targets = int(examples.target_counts[batch.examples].sum())
@@ -237,17 +232,18 @@ def most_targets(examples: Examples, sampler: Sampler) -> dict[Spans, int]:
 def few_shapes(examples: Examples, sampler: Sampler, prefix: int = 0) -> frozenset[Shape]:
     """Return at most `MOST_SHAPES` shapes, one of which holds any batch of unpacked examples.
 
-    Rows are padded after ``prefix`` inputs.
-
-    It begins with those of the first batches and joins the two that add the least padding. It does
-    not depend on the number of batches, so that a run resumed for more has the same ones.
+    Rows are padded after ``prefix`` inputs. The shapes of the first batches are joined, two at a
+    time that add the least padding. They do not depend on the number of batches, so that a run
+    resumed for more has the same ones.
     """
     draw, batch_size = sampler.draw, sampler.batch_size
     lengths = examples.lengths[0 if draw.replay else draw.first : draw.stop]
+
     batches = min(-(-len(lengths) // batch_size), _COUNTED_BATCHES)
     collate = TokenCollate(batch_size, sampler.inputs, prefix=prefix)
     orders = zip(range(batches), sampler.batches(), strict=False)
     counts = Counter(collate.shape(examples, order) for _, order in orders)
+
     # a later epoch may put any examples together; merged ones have more targets than inputs
     longest, _ = collate.shape_of(int(lengths.max()) - 1, 0)
     of_examples = examples.target_counts[0 if draw.replay else draw.first : draw.stop]
@@ -260,10 +256,7 @@ def few_shapes(examples: Examples, sampler: Sampler, prefix: int = 0) -> frozens
 def evaluation_set(
     examples: Examples, batch_size: int, max_seq_length: int, chosen: np.ndarray, few: bool = False
 ) -> Dataset:
-    """Return the chosen examples once, by length.
-
-    With ``few`` the batches have at most `MOST_SHAPES` shapes, since each costs a compilation.
-    """
+    """Return the chosen examples once, by length; ``few`` gives at most `MOST_SHAPES` shapes."""
     inputs = sequence_inputs(max_seq_length)
     sampler = Sampler(examples.lengths, batch_size, inputs)
     collate = TokenCollate(batch_size, inputs, few_shapes(examples, sampler) if few else None)
@@ -271,6 +264,5 @@ def evaluation_set(
 
 
 def evaluation_batches(examples: Examples, batch_size: int, max_seq_length: int) -> list[Batch]:
-    """Return every example once, by length."""
     chosen = np.arange(len(examples))
     return evaluation_set(examples, batch_size, max_seq_length, chosen).once()

@@ -18,9 +18,7 @@ from .token_store import Example
 class MergedExamples(Sequence):
     """Chains of examples as one example each, made on access.
 
-    Args:
-        items: the examples.
-        chains: the indices of each chain, from its longest example to its shortest.
+    ``chains`` has the indices of each, from its longest example to its shortest.
     """
 
     def __init__(self, items: Sequence[Example], chains: Sequence[Sequence[int]]) -> None:
@@ -46,9 +44,9 @@ class MergedExamples(Sequence):
 
 
 def merged(examples: Examples) -> Examples:
-    """Return the examples with each chain as one, in the order of their longest ones.
+    """Return each chain as one example, in the order of their longest ones.
 
-    Equal examples stay apart: they are in chains of their own.
+    Equal examples stay apart, in chains of their own.
     """
     order = token_order(examples, np.arange(len(examples)))
     chains = sorted(_chains(examples, order), key=lambda chain: chain[0])
@@ -69,13 +67,13 @@ def merged(examples: Examples) -> Examples:
 
 
 def merged_share(examples: Examples) -> float:
-    """Return the share of all inputs that is saved since examples are merged."""
+    """Return the share of all inputs that merging saves."""
     computed = int((examples.lengths - 1).sum())
     return examples.merged_inputs / max(computed + examples.merged_inputs, 1)
 
 
 def _chains(examples: Sequence[Example], order: TokenOrder) -> list[list[int]]:
-    """Return chains with every example once, each from its longest example to its shortest."""
+    """Return chains with every example once, each from its longest to its shortest."""
     chains: list[list[int]] = []
     ends: list[int] = []  # a stack of chains, whose last examples are sorted: the smallest on top
     stop = len(order.indices)
@@ -106,11 +104,12 @@ def _chains(examples: Sequence[Example], order: TokenOrder) -> list[list[int]]:
 
 
 def _first_of_equals(examples: Sequence[Example], order: TokenOrder, last: int) -> int:
-    """Return the place of the first example that is equal to the one at ``last``."""
+    """Return the place of the first example that equals the one at ``last``."""
     length = len(examples[int(order.indices[last])].tokens)
     first = last
     while first and order.common[first] == length:
         if len(examples[int(order.indices[first - 1])].tokens) != length:
             break
         first -= 1
+
     return first

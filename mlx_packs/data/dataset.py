@@ -99,11 +99,10 @@ class FixedOrder:
     orders: Sequence[Any]
 
     def batches(self, start: int = 0) -> Iterator[Any]:
-        """Yield the order of each batch without end, from batch number ``start``."""
+        """Yield orders without end, from batch number ``start``."""
         return itertools.islice(itertools.cycle(self.orders), start, None)
 
     def epoch(self, number: int) -> Sequence[Any]:
-        """Return the order of each batch."""
         return self.orders
 
 
@@ -121,32 +120,29 @@ class Dataset:
             yield dataclasses.replace(self.collate(self.examples, order), number=number)
 
     def once(self) -> list[Batch]:
-        """Return the batches of one epoch."""
         return [self.collate(self.examples, order) for order in self.sampler.epoch(0)]
 
     def batches_per_epoch(self) -> int:
-        """Return how many batches have every example once."""
         return len(self.sampler.epoch(0))
 
     def shapes(self, batches: int) -> set[Shape]:
-        """Return the shapes of the first batches."""
         orders = itertools.islice(self.sampler.batches(), batches)
         return self.collate.shapes(self.examples, orders)
 
 
 def by_length(lengths: np.ndarray, batch_size: int, chosen: np.ndarray) -> FixedOrder:
-    """Return batches of the chosen examples, those of like length together."""
+    """Return batches of the chosen examples, each of examples of like length."""
     chosen = np.sort(chosen)
     order = chosen[np.argsort(np.asarray(lengths)[chosen], kind="stable")]
     return FixedOrder([order[i : i + batch_size] for i in range(0, len(order), batch_size)])
 
 
 def first_examples(count: int, batch_size: int, batches: int) -> np.ndarray:
-    """Return the indices of the first examples, which fill so many batches; -1 is all."""
+    """Return the indices of the examples that fill ``batches`` batches; -1 is all."""
     return np.arange(count if batches < 0 else min(count, batches * batch_size))
 
 
 def edges_of(rows: int, parts: int) -> list[tuple[int, int]]:
-    """Return where each of at most ``parts`` pieces of so many rows starts and stops."""
+    """Return where each of at most ``parts`` pieces starts and stops."""
     edges = np.linspace(0, rows, min(parts, rows) + 1).round().astype(int).tolist()
     return list(zip(edges, edges[1:], strict=False))

@@ -37,7 +37,7 @@ _COUNTED_BATCHES = 2000
 
 
 def block_sizes(batch_size: int) -> list[int]:
-    """Return how many rows blocks may have, two or more each, of which a batch has two or more."""
+    """Return the rows that a block may have: two or more, and two blocks or more in a batch."""
     return [rows for rows in range(2, batch_size // 2 + 1) if batch_size % rows == 0]
 
 
@@ -51,12 +51,12 @@ class Groups:
     numbers: np.ndarray  # int64 [N], the group of each example, -1 without one
 
     def batches(self, batch_size: int, together: int) -> int:
-        """Return how many batches an epoch has, in blocks of at most ``together`` examples."""
+        """Count the batches of an epoch, in blocks of at most ``together`` examples."""
         blocks = sum(-(-len(own) // together) for own in self.members)
         return -(-blocks * together // batch_size) + -(-len(self.rest) // batch_size)
 
     def prefix_of(self, order: np.ndarray) -> int:
-        """Return what the blocks of a batch have in common, each in itself; 0 without groups."""
+        """Return the inputs that the blocks of a batch share, each in itself; 0 without groups."""
         numbers = self.numbers[order[order != EMPTY]]
         return 0 if numbers[0] < 0 else int(self.prefixes[numbers].min())
 
@@ -65,7 +65,7 @@ class Groups:
 class _Interval:
     """Sorted examples from ``start``, which have ``common`` inputs in common, while they are read.
 
-    ``cost`` is what the examples so far take as rows and smaller groups, whichever is less.
+    ``cost`` is the cost of the examples so far, as rows or smaller groups, whichever is less.
     """
 
     common: int
@@ -78,9 +78,9 @@ def find_groups(
 ) -> tuple[Groups, float]:
     """Return the groups of sorted examples that leave the fewest inputs to compute, and how many.
 
-    Groups that begin alike could be a larger one with a shorter prefix, and so on: of each of these
-    nested choices the cheapest is taken, in blocks of ``together`` rows. The first ``root`` inputs,
-    which all examples have in common, are not counted.
+    Groups that begin alike could be a larger one with a shorter prefix, and so on: of these nested
+    choices the cheapest is used, in blocks of ``together`` rows. The first ``root`` inputs, which
+    all examples have in common, are not counted.
     """
     inputs = examples.lengths[order.indices] - 1
     common = order.common.copy()
@@ -89,10 +89,11 @@ def find_groups(
     found: list[tuple[int, int, int]] = []  # start, stop and prefix of groups, those inside first
 
     def closed(interval: _Interval, stop: int) -> float:
-        """Return the cost of the examples of an interval, and note it if it is a group."""
+        """Return the cost of an interval, which is noted if it is a group."""
         prefix = prefix_of(interval.common)
         if runtime.COMPILES:  # each value is a compilation: at most eight of them in an octave
             prefix -= prefix % max(STEP, 1 << max(prefix.bit_length() - 4, 0))
+
         total = int(totals[stop] - totals[interval.start])
         cost = _cost(stop - interval.start, total, prefix - root, together)
         if prefix < root + LEAST or cost >= interval.cost:
@@ -111,6 +112,7 @@ def find_groups(
             interval = intervals.pop()
             interval.cost += cost
             start, cost = interval.start, closed(interval, place + 1)
+
         if intervals[-1].common < following:
             intervals.append(_Interval(following, start, cost))
         else:
@@ -120,13 +122,13 @@ def find_groups(
 
 
 def _cost(rows: int, inputs: int, prefix: int, together: int) -> float:
-    """Return the inputs that a group computes as blocks, those of empty rows included."""
+    """Return the inputs that a group computes as blocks, with those of empty rows."""
     blocks = -(-rows // together)
     return blocks * (prefix + together * (inputs / rows - prefix))
 
 
 def _groups(indices: np.ndarray, found: Sequence[tuple[int, int, int]], count: int) -> Groups:
-    """Return groups of sorted examples as the groups of all."""
+    """``found`` has the start, stop and prefix of each group of the sorted ``indices``."""
     numbers = np.full(count, -1, dtype=np.int64)
     members = [np.sort(indices[start:stop]) for start, stop, _ in found]
     for number, own in enumerate(members):
@@ -139,7 +141,7 @@ def _groups(indices: np.ndarray, found: Sequence[tuple[int, int, int]], count: i
 
 @dataclass(frozen=True)
 class GroupSampler:
-    """Batches of blocks of groups, and of the rest; a function of the fields alone.
+    """Batches of blocks of groups, and of the rest; they only depend on the fields.
 
     An order has an index for each row of the batch, or `EMPTY`.
     """
@@ -152,14 +154,14 @@ class GroupSampler:
     seed: int = 0
 
     def batches(self, start: int = 0) -> Iterator[np.ndarray]:
-        """Yield the order of each batch without end, from batch number ``start``."""
+        """Yield orders without end, from batch number ``start``."""
         first, start = divmod(start, self.groups.batches(self.batch_size, self.together))
         for number in itertools.count(first):
             yield from self.epoch(number)[start:]
             start = 0
 
     def epoch(self, number: int) -> list[np.ndarray]:
-        """Return the order of each batch of an epoch, with each example once."""
+        """Return the batches of an epoch, with each example once."""
         random = np.random.default_rng([self.seed, number])
         batches = self._block_batches(random)
         rest = self.groups.rest
@@ -170,10 +172,11 @@ class GroupSampler:
         return [batches[i] for i in random.permutation(len(batches))]
 
     def _block_batches(self, random: np.random.Generator) -> list[np.ndarray]:
-        """Return batches of blocks: from all over the epoch, with prefixes of like length."""
+        """Return batches of blocks from all over the epoch, with prefixes of like length."""
         blocks = self._blocks(random)
         size = self.batch_size // self.together
         batches = []
+
         for start in range(0, len(blocks), _WINDOW * size):
             window = blocks[start : start + _WINDOW * size]
             of_blocks = self.groups.numbers[[block[0] for block in window]]
@@ -185,10 +188,11 @@ class GroupSampler:
                 for row, place in zip(batch, order[places], strict=False):
                     row[: len(window[place])] = window[place]
                 batches.append(batch.reshape(-1))
+
         return batches
 
     def _blocks(self, random: np.random.Generator) -> list[np.ndarray]:
-        """Return the blocks of all groups, those of each group spread over the epoch."""
+        """Spread the blocks of each group over the epoch."""
         blocks, times = [], []
         for own in self.groups.members:
             own = random.permutation(own)
@@ -207,9 +211,9 @@ class GroupSampler:
 
 
 def _apart(groups: Sequence[int], size: int) -> Iterator[list[int]]:
-    """Yield the places of the blocks of each batch: of different groups, if there are any left.
+    """Yield the places of the blocks of each batch, which are of different groups if possible.
 
-    Blocks come in an order that has like ones side by side, which a batch takes if it can.
+    Blocks come sorted, and a batch prefers neighbours, which are alike.
     """
     remaining = list(range(len(groups)))
     counts = Counter(groups)
@@ -239,11 +243,9 @@ class GroupCollate:
     trees: Mapping[int, TreeCollate]
 
     def __call__(self, examples: Examples, order: np.ndarray) -> Batch:
-        """Return the batch of an order of a `GroupSampler`."""
         return self.trees[self.groups.prefix_of(order)](examples, order)
 
     def shapes(self, examples: Examples, orders: Iterator[np.ndarray]) -> set[Shape]:
-        """Return the shapes of batches without laying them out."""
         shapes: set[Shape] = set()
         for order in orders:
             shapes |= self.trees[self.groups.prefix_of(order)].shapes(examples, iter([order]))
@@ -263,8 +265,6 @@ class GroupCollate:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """How batches of groups are laid out."""
-
     groups: Groups
     of_all: TreePlan  # how batches of the rest are laid out, which have the rows of all batches
     together: int  # rows of a block
@@ -272,7 +272,7 @@ class GroupPlan:
 
     @classmethod
     def of(cls, examples: Examples, chosen: np.ndarray, of_all: TreePlan) -> "GroupPlan | None":
-        """Return the plan for chosen examples; None if none of them are in groups."""
+        """Return the cheapest plan; None if no chosen examples are in groups."""
         order = token_order(examples, chosen)
         plans = {}
         for together in block_sizes(of_all.batch_size):
@@ -284,17 +284,18 @@ class GroupPlan:
                     cost /= 1 - ROOT_WORTHWHILE
                 if groups.members:
                     plans.setdefault(cost, plan)
+
         return plans[min(plans)] if plans else None
 
     @property
     def rows(self) -> float:
-        """The mean number of examples of a batch."""
+        """Examples of a batch, on average."""
         groups = self.groups
         examples = sum(map(len, groups.members)) + len(groups.rest)
         return examples / groups.batches(self.of_all.batch_size, self.together)
 
     def saved(self, examples: Examples) -> float:
-        """Return the share of the inputs of examples that is saved, about."""
+        """Estimate the share of the inputs that is saved."""
         groups, rest = self.groups, self.groups.rest
         rows = computed = float((examples.lengths[rest] - 1).sum())
         if len(rest):
@@ -307,10 +308,10 @@ class GroupPlan:
             computed += _cost(len(own), inputs, prefix, self.together)
             blocks = -(-len(own) // self.together)
             computed -= blocks * self.root * (1 - self.together / self.of_all.batch_size)
+
         return 1 - computed / rows
 
     def to_json(self, examples: Examples) -> dict:
-        """Return the part of a run's report on it."""
         sizes = [len(own) for own in self.groups.members]
         tokens = float(np.average(self.groups.prefixes, weights=sizes))
         return {
@@ -321,7 +322,6 @@ class GroupPlan:
         }
 
     def dataset(self, examples: Examples, sampler: Sampler) -> Dataset:
-        """Return the batches of a run, whose order has the seed of a sampler."""
         own = GroupSampler(
             self.groups,
             examples.lengths,
@@ -333,16 +333,17 @@ class GroupPlan:
         return Dataset(examples, self._collate(examples, own), own)
 
     def held_out(self, examples: Examples, max_seq_length: int, chosen: np.ndarray) -> Dataset:
-        """Return the examples that the plan was made for once; these are the chosen ones."""
+        """Return the chosen examples, which the plan was made for, once."""
         inputs = sequence_inputs(max_seq_length)
         data = self.dataset(examples, Sampler(examples.lengths, self.of_all.batch_size, inputs))
         return dataclasses.replace(data, sampler=FixedOrder(data.sampler.epoch(0)))
 
     def _collate(self, examples: Examples, sampler: GroupSampler) -> GroupCollate:
-        """Return what lays out the batches of a sampler, in few shapes where steps are compiled."""
+        """Compiled steps have few shapes."""
         of_all = self.of_all
         prefixes = {int(prefix): int(prefix) for prefix in self.groups.prefixes}
         allowed = _few_shapes(examples, sampler, {0: of_all.prefix, **prefixes})
+
         trees = {}
         for key, prefix in {0: of_all.prefix, **prefixes}.items():
             tokens = TokenCollate(of_all.batch_size, sampler.inputs, allowed.get(key), prefix)
@@ -352,7 +353,7 @@ class GroupPlan:
 
 
 def with_groups(examples: Examples, chosen: np.ndarray, of_all: TreePlan) -> TreePlan | GroupPlan:
-    """Return how chosen examples are grouped, if that spares 15 % of what ``of_all`` computes."""
+    """Return a plan of groups if it spares 15 % of what ``of_all`` computes."""
     groups = GroupPlan.of(examples, chosen, of_all)
     if groups is None:
         return of_all
@@ -365,7 +366,7 @@ def with_groups(examples: Examples, chosen: np.ndarray, of_all: TreePlan) -> Tre
 def _few_shapes(
     examples: Examples, sampler: GroupSampler, prefixes: Mapping[int, int]
 ) -> dict[int, Collection[Shape]]:
-    """Return few shapes of batches of each prefix, one of which holds any; none if not compiled."""
+    """Return few shapes for each prefix, one of which holds any batch; none if not compiled."""
     if not runtime.COMPILES:
         return {}
 

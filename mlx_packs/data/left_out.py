@@ -1,7 +1,7 @@
-"""What rows say that no token shows: columns without a use, and what the chat template leaves out.
+"""What rows say that no token shows: unused columns, and parts the chat template leaves out.
 
-A conversation is rendered with a part of it and with another in its place: the same text means that
-the part is lost. Of each kind of part, the first conversations that have it are checked.
+A conversation is rendered with a part of it and with another in its place: the same text means
+that the part is lost. For each kind of part, the first conversations that have it are checked.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,20 +45,19 @@ def left_out_notes(
 ) -> list[str]:
     """Return a note for each kind of thing in rows that nothing is trained on.
 
-    Args:
-        rows: of the training split; of more than 10,000 that many are looked at, in blocks.
-        row_format: of the rows, as the task reads them.
-        names: what the columns are called.
-        tokenizer: of the base; that of an encoder is not used.
+    From a split of more than `_LOOKED_AT` rows, blocks of that many are read. ``row_format`` is
+    the one that the task reads; the tokenizer of an encoder is not used.
     """
     unused: dict[str, None] = {}
     variables: dict[str, str] = {}  # and the first row that has it
     used = _used_columns(row_format, names)
     checks, thoughts = _Checks(), _OpenedThoughts()
+
     for row in _readable(rows):
         if used is not None:
             columns = (column for column in row.value if column not in used)
             unused |= {c: None for c in columns if optional(row, c) is not None}
+
         for conversation in _conversations(row, row_format, names, tokenizer):
             checks.add(conversation)
             thoughts.add(conversation)
@@ -74,7 +73,7 @@ def left_out_notes(
 def template_notes(
     rows: Sequence[Row], row_format: RowFormat, names: DataConfig, tokenizer: Any
 ) -> list[str]:
-    """Return `left_out_notes`, and a note on an unusual end of answers if rows are rendered."""
+    """Return `left_out_notes`, and a note on an unusual end of answers in rendered rows."""
     notes = left_out_notes(rows, row_format, names, tokenizer)
     if _is_rendered(row_format) and (end := answer_end_note(tokenizer)):
         notes.append(end)
@@ -82,12 +81,12 @@ def template_notes(
 
 
 def _is_rendered(row_format: RowFormat) -> bool:
-    """Return whether the chat template renders rows of a format."""
+    """Whether the chat template renders rows of a format."""
     return isinstance(row_format, ConversationFormat) or row_format in (PREFERENCE, PROMPT)
 
 
 def _readable(rows: Sequence[Row]) -> Iterator[Row]:
-    """Yield rows of a split, of a large one 10,000 in blocks; those that cannot be read are left out."""
+    """Leave out rows that cannot be read; a large split is read in blocks."""
     for _, row in compared(as_rows(rows), _LOOKED_AT):
         with suppress(RowError):  # encoding names such rows
             if isinstance(row.value, Mapping):
@@ -95,7 +94,7 @@ def _readable(rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def _unread_note(variables: dict[str, str]) -> list[str]:
-    """Return the note that names variables without a use, given the first row of each."""
+    """``variables`` has the first row of each variable."""
     if not variables:
         return []
     return [
@@ -106,16 +105,16 @@ def _unread_note(variables: dict[str, str]) -> list[str]:
 
 
 def _listed(names: list[str]) -> str:
-    """Return some names as a text."""
     more = len(names) - _MOST_NAMES
     also = f" and {more} more" if more > 0 else ""
     return ", ".join(names[:_MOST_NAMES]) + also
 
 
 def _used_columns(row_format: RowFormat, names: DataConfig) -> set[str] | None:
-    """Return the columns that a format reads; None where a reward function sees all of them."""
+    """None means all: a reward function sees every column."""
     if row_format is PROMPT:
         return None
+
     used = set(row_format.columns(names))
     if isinstance(row_format, ConversationFormat):
         used |= set(row_format.optional_columns(names))
@@ -127,9 +126,10 @@ def _used_columns(row_format: RowFormat, names: DataConfig) -> set[str] | None:
 def _conversations(
     row: Row, row_format: RowFormat, names: DataConfig, tokenizer: Any
 ) -> Iterator[Conversation]:
-    """Yield the conversations of a row, which the chat template renders; none of a bad row."""
+    """Yield the conversations that the chat template renders; a bad row has none."""
     if not _is_rendered(row_format) or not tokenizer.has_chat_template:
         return
+
     try:
         if row_format is PREFERENCE:
             for side in both_completions([row], names):
@@ -169,25 +169,26 @@ class _Checks:
     kinds: dict[str, _Check] = field(default_factory=dict)
 
     def add(self, conversation: Conversation) -> None:
-        """Check the parts of a conversation, up to a number of each kind."""
+        """Check the parts of a conversation, up to `_RENDERINGS` of each kind."""
         rendered: str | None = None
         for part in _parts(conversation):
             check = self.kinds.setdefault(part.kind, _Check())
             if check.checked >= _RENDERINGS:
                 continue
+
             try:
                 if rendered is None:
                     rendered = conversation.render(conversation.messages)
                 is_lost = _is_lost(part, rendered)
             except RowError:  # the template does not take the one or the other
                 continue
+
             check.checked += 1
             if is_lost:
                 check.lost += 1
                 check.first = check.first or f"{conversation.where}{part.place}"
 
     def notes(self) -> list[str]:
-        """Return a note for each kind of which something is lost."""
         return [
             f"the chat template leaves out {kind}: {check.lost:,} of {check.checked:,} checked, the "
             f"first in {check.first}. {_REMEDIES.get(kind, _REMEDY)}"
@@ -206,14 +207,16 @@ class _OpenedThoughts:
     places: dict[str, set[bool]] = field(default_factory=dict)  # of each row, what its sides lack
 
     def add(self, conversation: Conversation) -> None:
-        """Check the last answer of a conversation, of the first conversations."""
+        """Check the last answer; only the first conversations are checked."""
         is_answer = conversation.messages[-1]["role"] == "assistant"
         if not is_answer or self.checked >= _RENDERINGS:
             return
+
         try:
             is_missing = _lacks_opened_thoughts(conversation)
         except RowError:  # the template does not take the prompt
             return
+
         self.checked += 1
         self.places.setdefault(conversation.where, set()).add(is_missing)
         if is_missing:
@@ -221,7 +224,6 @@ class _OpenedThoughts:
             self.first = self.first or conversation.where
 
     def notes(self) -> list[str]:
-        """Return the note on such answers."""
         if not self.missing:
             return []
 
@@ -241,17 +243,18 @@ class _OpenedThoughts:
 
 
 def _lacks_opened_thoughts(conversation: Conversation) -> bool:
-    """Return whether the prompt of the last answer ends with a mark that the answer lacks."""
+    """Whether the prompt of the last answer ends with a mark that the answer lacks."""
     before = conversation.messages[:-1]
     prompt = conversation.render(before, True).rstrip()
     marks = (_THINK, getattr(conversation.tokenizer, "think_start", None) or _THINK)
+
     if not prompt.endswith(marks):
         return False
     return not conversation.render(conversation.messages).startswith(prompt)
 
 
 def _is_lost(part: _Part, rendered: str) -> bool:
-    """Return whether the text of a conversation is the same without a part of it."""
+    """Whether the text of a conversation is the same without a part of it."""
     text = (part.text or "").strip()
     if len(text) >= _CLEAR and text in rendered:
         return False
@@ -259,17 +262,19 @@ def _is_lost(part: _Part, rendered: str) -> bool:
 
 
 def _parts(conversation: Conversation) -> Iterator[_Part]:
-    """Yield everything that a conversation says."""
+    """Yield every part of a conversation."""
     for kind in ("tools", "documents"):
         listed = getattr(conversation, kind) or []
         for i in range(len(listed)):
             others = [*listed[:i], *listed[i + 1 :]] or None
             yield _Part(kind, "", None, replace(conversation, **{kind: others}))
+
     answers = 0
     for i, message in enumerate(conversation.messages):
         is_answer = message["role"] == "assistant"
         answers += is_answer
         place = f", answer {answers}" if is_answer else f", message {i + 1}"
+
         for kind, text, other in _parts_of(message, is_answer):
             messages = [*conversation.messages]
             messages[i] = other
@@ -277,27 +282,31 @@ def _parts(conversation: Conversation) -> Iterator[_Part]:
 
 
 def _parts_of(message: Mapping, is_answer: bool) -> Iterator[tuple[str, str | None, dict]]:
-    """Yield kind and text of each part of a message, and the message with another in its place."""
+    """Yield kind and text of each part, and the message with another in its place."""
     content: str = message["content"]
     before, end, visible = content.rpartition(_END_THINK) if is_answer else ("", "", content)
     _, begin, thought = before.rpartition(_THINK)
+
     if end and begin and thought.strip():
         other = f"{before.removesuffix(thought)}{_OTHER}{end}{visible}"
         yield "thoughts", None, {**message, "content": other}
     elif is_answer and any(message.get(key) for key in THOUGHTS):
         yield "thoughts", None, {**message, **dict.fromkeys(THOUGHTS, _OTHER)}
+
     if visible.strip():
         role = message["role"]
         yield f"messages of {role}", visible, {**message, "content": f"{before}{end}{_OTHER}"}
+
     calls = message.get("tool_calls") or []
     for i, call in enumerate(calls):
         others = [*calls[:i], _other_call(call), *calls[i + 1 :]]
         yield "calls of tools", None, {**message, "tool_calls": others}
+
     for key in message.keys() - _READ_KEYS:
         yield f"'{key}' of messages", None, {k: v for k, v in message.items() if k != key}
 
 
 def _other_call(call: Mapping) -> dict:
-    """Return another call: with other arguments, or another name where it has none."""
+    """Change the arguments of a call, or its name if it has none."""
     other = {"arguments": {_OTHER: _OTHER}} if call["function"]["arguments"] else {"name": _OTHER}
     return {**call, "function": {**call["function"], **other}}

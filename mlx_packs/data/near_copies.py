@@ -1,9 +1,9 @@
 """Rows that nearly repeat others, by the runs of words that they share.
 
-Of a row that has at least half of its runs of five words in common with another one, the other tells
-the answer: a loss on one of them, after training on the other, says little (Lee et al., 2022,
-arXiv:2107.06499; runs of words as in Brown et al., 2020, arXiv:2005.14165, appendix C). What many
-rows share, such as a system prompt, does not count. A paraphrase in other words is not found.
+If a row has at least half of its runs of five words in common with another one, the other tells
+the answer: a loss on one, after training on the other, says little (Lee et al., 2022,
+arXiv:2107.06499; runs of words as in Brown et al., 2020, arXiv:2005.14165, appendix C). Runs that
+many rows share, as in a system prompt, do not count. A paraphrase in other words is not found.
 """
 
 import random
@@ -31,7 +31,7 @@ _Runs = frozenset[tuple[str, ...]]
 
 
 def words_of(row: Row, row_format: RowFormat, names: DataConfig) -> tuple[str, ...]:
-    """Return the words of a row; none of a row that cannot be used."""
+    """A row that cannot be used has no words."""
     try:
         if not isinstance(row.value, Mapping) or not row_format.matches(row, names):
             return ()
@@ -42,29 +42,25 @@ def words_of(row: Row, row_format: RowFormat, names: DataConfig) -> tuple[str, .
 
 
 def _runs(words: tuple[str, ...]) -> _Runs:
-    """Return the runs of words; all words where they are fewer than a run."""
+    """All words are one run if they are fewer than `RUN`."""
     if len(words) <= RUN:
         return frozenset([words])
     return frozenset(zip(*(words[i:] for i in range(RUN)), strict=False))
 
 
 class NearCopies:
-    """Some rows, and which of them other rows repeat.
-
-    Args:
-        rows: the rows that others are compared with, by a number of their own.
-        row_format: how to find the texts of a row.
-        names: the names of columns.
-    """
+    """Some rows, by a number of their own, and which of them other rows repeat."""
 
     def __init__(self, rows: Mapping[int, Row], row_format: RowFormat, names: DataConfig) -> None:
         self._format, self._names = row_format, names
         words = {i: words_of(row, row_format, names) for i, row in rows.items()}
         counts = Counter(run for i in words for run in _runs(words[i]))
+
         most = max(2, int(len(rows) * _COMMON))
         self._counted = {
             i: sum(counts[run] <= most for run in _runs(own)) for i, own in words.items()
         }
+
         self._owners: dict[tuple[str, ...], list[int]] = defaultdict(list)
         self._same: dict[tuple[str, ...], list[int]] = defaultdict(list)
         for i, own in words.items():
@@ -75,18 +71,18 @@ class NearCopies:
                     self._owners[run].append(i)
 
     def repeated_by(self, row: Row) -> set[int]:
-        """Return the numbers of the rows that a row repeats, word by word or nearly."""
+        """Return the numbers of rows that a row repeats, word by word or nearly."""
         return self.repeated_by_words(words_of(row, self._format, self._names))
 
     def repeated_by_words(self, words: tuple[str, ...]) -> set[int]:
-        """Return the same for the words of a row (`words_of`)."""
+        """``words`` are those of `words_of`."""
         copies = set(self._same.get(words, ()))
         owners = self._owners
         shared = Counter(i for run in _runs(words) if run in owners for i in owners[run])
         return copies | {i for i, n in shared.items() if n >= SHARE * self._counted[i]}
 
     def in_rows(self, rows: Rows) -> dict[int, list[int]]:
-        """Return for each number the indices of the rows that repeat it, of those compared."""
+        """Return the indices of the rows that repeat each number, among those compared."""
         copies: dict[int, list[int]] = defaultdict(list)
         for i, row in compared(rows):
             for number in self.repeated_by(row):
@@ -95,13 +91,13 @@ class NearCopies:
 
 
 def compared(rows: Rows, most: int | None = None) -> Iterator[tuple[int, Row]]:
-    """Yield index and row of all rows, or of ``most`` rows of some blocks."""
+    """Yield index and row, of ``most`` rows in blocks if there are more."""
     indices = compared_indices(len(rows), most or MOST_COMPARED)
     return zip(indices.tolist(), rows.select(indices), strict=True)
 
 
 def compared_indices(count: int, most: int) -> np.ndarray:
-    """Return the indices of ``count`` rows, or of ``most`` of them in some blocks."""
+    """Return the indices of ``count`` rows, or of ``most`` of them in blocks."""
     if count <= most:
         return np.arange(count)
 
@@ -111,20 +107,21 @@ def compared_indices(count: int, most: int) -> np.ndarray:
 
 
 def sampled(count: int, size: int) -> Sequence[int]:
-    """Return indices below ``count`` in a random order, the same each time; at most ``size``."""
+    """Return at most ``size`` indices below ``count`` in a random order, the same each time."""
     return random.Random(0).sample(range(count), min(count, size))
 
 
 def hold_out(
     rows: Rows, count: int, row_format: RowFormat, names: DataConfig
 ) -> tuple[list[int], int]:
-    """Return at most ``count`` rows to hold out, in order, and the number of near-copies in them.
+    """Return at most ``count`` rows to hold out, in order, and how many of them are near-copies.
 
-    They are a random sample, the same each time; rows that nearly repeat one of them come with it,
-    and one that too many repeat stays with the training rows.
+    They are a random sample, the same each time. Rows that nearly repeat one of them are held out,
+    too; a row that too many repeat stays with the training rows.
     """
     candidates = sampled(len(rows), 4 * count)
     copies = NearCopies({i: rows[i] for i in sorted(candidates)}, row_format, names).in_rows(rows)
+
     chosen: set[int] = set()
     alone = 0
     for i in candidates:
@@ -134,13 +131,13 @@ def hold_out(
             alone += 1
         if len(chosen) == count:
             break
+
     if not chosen:
         chosen, alone = set(candidates[:count]), count
     return sorted(chosen), len(chosen) - alone
 
 
 def without(count: int, held_out: Iterable[int]) -> np.ndarray:
-    """Return all indices below ``count`` but those that are held out."""
     mask = np.ones(count, bool)
     mask[list(held_out)] = False
     return np.flatnonzero(mask).astype(np.int32 if count < 1 << 31 else np.int64)

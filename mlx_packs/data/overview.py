@@ -30,54 +30,40 @@ _SHORTEST = 16  # upper edge of the first bin of a histogram that has texts with
 
 @dataclass(frozen=True)
 class SplitOverview:
-    """The overview of a split.
-
-    Attributes:
-        rows: its rows.
-        looked_at: of how many of them all but ``rows`` tells.
-        unit: what lengths are in: tokens, or characters of the longest text of a pair.
-        lengths: of the examples that were made of these rows, [N].
-        cut: rows that are longer than the maximum.
-        dropped: rows that lose every target by that.
-        learned: share of the tokens that the loss is on; None of pairs.
-        common: tokens that every example begins with; 0 if fewer than 16, and of pairs.
-        repeats: what examples repeat of each other, cut to the maximum, in batches of the default
-            size; None of preferences and pairs.
-        bad: rows that cannot be used.
-        near_copies: of how many sampled rows another row of the split is a near-copy.
-        sampled: how many those are.
-    """
+    """The overview of a split."""
 
     rows: int
-    looked_at: int
-    unit: str
-    lengths: np.ndarray
-    cut: int
-    dropped: int
-    learned: float | None
-    common: int
+    looked_at: int  # rows that all other facts are about
+    unit: str  # of lengths: tokens, or characters of the longest text of a pair
+    lengths: np.ndarray  # of the examples that were made of these rows, [N]
+    cut: int  # rows that are longer than the maximum
+    dropped: int  # rows that lose every target by that
+    learned: float | None  # share of the tokens that the loss is on; None of pairs
+    common: int  # tokens that every example begins with; 0 if fewer than 16, and of pairs
+    # What examples, cut to the maximum, repeat of each other in batches of the default size; None
+    # of preferences and pairs.
     repeats: Repeats | None
-    bad: BadRows
-    near_copies: int
+    bad: BadRows  # rows that cannot be used
+    near_copies: int  # sampled rows of which another row of the split is a near-copy
     sampled: int
 
     def quantiles(self) -> dict[str, int]:
-        """Return the 5th, 50th and 95th percentile of the lengths, and the longest."""
+        """Return the 5th, 50th and 95th percentile, and the longest."""
         values = np.quantile(self.lengths, [0.05, 0.5, 0.95, 1], method="nearest")
         return dict(zip(("p5", "p50", "p95", "longest"), values.astype(int).tolist(), strict=True))
 
     def histogram(self) -> list[tuple[int, int, int]]:
-        """Return (shortest, longest, number of examples) of bins that double, without empty ends."""
+        """Return (shortest, longest, examples) of bins that double, from the first with some."""
         edges = [-1, 0]  # empty texts have a bin of their own
         while edges[-1] < self.lengths.max():
             edges.append(max(_SHORTEST, 2 * edges[-1]))
+
         counts = np.histogram(self.lengths, [edge + 1 for edge in edges])[0]
         first = int(np.flatnonzero(counts)[0])
         bins = zip(edges, edges[1:], counts.tolist(), strict=False)
         return [(low + 1, high, count) for low, high, count in bins][first:]
 
     def to_json(self) -> dict:
-        """Return the facts as `packs data --json` prints them."""
         repeats = self.repeats and self.repeats.to_json()
 
         return {
@@ -104,23 +90,17 @@ def look_at(
     tokenizer: Any,
     options: EncodingOptions,
 ) -> SplitOverview:
-    """Return the overview of a split; with more than 50,000 rows, blocks of that many are sampled.
+    """Return the overview of a split; from more than 50,000 rows, blocks of that many are read.
 
-    Args:
-        rows: of the split.
-        row_format: of the rows.
-        columns: what the columns are called; rows that cannot be used must not stop (``skip``).
-        tokenizer: of the base, as mlx-lm wraps it.
-        options: how rows become tokens and targets.
-
-    Raises:
-        PackError: no row can be used.
+    Rows that cannot be used must not stop (``columns.on_bad_row``); if no row can, a PackError.
     """
     rows = as_rows(rows)
     looked_at = rows.select(compared_indices(len(rows), MOST_COMPARED))
     sample = sampled(len(rows), _SAMPLED)
+
     copies = NearCopies({i: rows[i] for i in sorted(sample)}, row_format, columns).in_rows(rows)
     repeated = sum(bool(set(others) - {i}) for i, others in copies.items())
+
     if isinstance(row_format, PairFormat):
         lengths, bad = _characters(looked_at, row_format, columns)
         facts, learned, common, repeats = ("characters", lengths, 0, 0), None, 0, None
@@ -136,6 +116,7 @@ def look_at(
         repeats = None
         if isinstance(row_format, TokenFormat):
             repeats = repeats_of(examples, CommonConfig.batch_size, limit)
+
     return SplitOverview(
         len(rows), len(looked_at), *facts, learned, common, repeats, bad, repeated, len(sample)
     )
@@ -144,7 +125,7 @@ def look_at(
 def _characters(
     rows: Rows, row_format: PairFormat, columns: DataConfig
 ) -> tuple[np.ndarray, BadRows]:
-    """Return the characters of the longest text of each usable row, and the other rows."""
+    """Return the characters of each usable row's longest text, and the other rows."""
     lengths, bad = [], BadRows(stops=False)
     for i, row in enumerate(rows):
         try:
@@ -152,18 +133,17 @@ def _characters(
             lengths.append(max(map(len, row_format.usable(row, columns)[0])))
         except RowError as error:
             bad.add(i, error)
+
     bad.check_some_left(len(rows))
     return np.array(lengths), bad
 
 
 def write_splits(splits: Splits, columns: DataConfig, out: Path, overwrite: bool) -> dict[str, int]:
-    """Write train, valid and test as JSONL files of a new folder; return their numbers of rows.
+    """Write the splits as JSONL files of a new folder; return how many rows each has.
 
-    Without test rows, some training rows become these, unless no other would be left to train on. Rows
-    that are no JSON are left out.
-
-    Raises:
-        PackError: the folder exists, and may not be replaced or has other files.
+    Without test rows, some training rows become these, unless no other would be left to train on.
+    Rows that are no JSON are left out. A folder that may not be replaced, or has other files, is a
+    PackError.
     """
     names = {f"{split}.jsonl" for split in splits.rows}
     if overwrite and out.is_dir() and (other := {f.name for f in out.iterdir()} - names):
@@ -172,24 +152,28 @@ def write_splits(splits: Splits, columns: DataConfig, out: Path, overwrite: bool
             "exists",
             "out",
         )
+
     rows = {split: as_rows(chosen) for split, chosen in splits.rows.items()}
     if not len(rows["test"]):
         train, test, _ = held_out(rows["train"], columns, splits.format)
         if any(_lines(train)):
             rows["train"], rows["test"] = train, test
+
     counts = {}
     with atomic_folder(out, replace=overwrite) as partial:
         for split, chosen in rows.items():
             with (partial / f"{split}.jsonl").open("wb") as file:
                 counts[split] = sum(bool(file.write(line)) for line in _lines(chosen))
+
         for split in [split for split, count in counts.items() if not count]:
             (partial / f"{split}.jsonl").unlink()
             del counts[split]
+
     return counts
 
 
 def _lines(rows: Rows) -> Iterator[bytes]:
-    """Yield each row as a line of JSON; no row that cannot be read."""
+    """Leave out rows that cannot be read."""
     for row in rows:
         with suppress(RowError):
             value = row.value

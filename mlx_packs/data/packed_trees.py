@@ -30,7 +30,7 @@ from .trees import TreePlan
 
 
 def packed_tree(batch: Batch, prefix: int, recurs: bool = False) -> Batch:
-    """Return the tree of a batch of packed rows, all of whose examples begin with ``prefix``."""
+    """Return the tree of packed rows, all of whose examples begin with ``prefix`` inputs."""
     rooms = _rooms(batch)
     order = np.argsort(-rooms, kind="stable")
     spans = _tiled(np.maximum(rooms[order] - prefix, 1))
@@ -66,7 +66,7 @@ def packed_tree(batch: Batch, prefix: int, recurs: bool = False) -> Batch:
 
 
 def _tiled(spans: np.ndarray) -> np.ndarray:
-    """Return spans that make whole tiles together where steps are compiled, as on a GPU."""
+    """Make whole tiles of all spans together if steps are compiled, as on a GPU."""
     if runtime.COMPILES:
         spans[-1] += -int(spans.sum()) % TILE
     return spans
@@ -93,19 +93,16 @@ class PackedTreeCollate:
 
     @property
     def batch_size(self) -> int:
-        """The rows of a batch that is no tree."""
         return self.packed.batch_size
 
     def __call__(self, examples: Examples, order: Packed) -> Batch:
-        """Return packed examples as a batch."""
         return packed_tree(self.packed(examples, order), self.prefix, self.recurs)
 
     def shapes(self, examples: Examples, orders: Iterator[Packed]) -> set[Shape]:
-        """Return the shapes of batches without laying them out."""
         return {self._shape(examples, order) for order in orders}
 
     def split(self, batch: Batch, parts: int) -> list[Batch]:
-        """Return a batch in pieces of whole examples, with about as many inputs each."""
+        """Return pieces of whole examples, with about as many inputs each."""
         (spans,) = batch.layout.spans
         edges = np.cumsum([0, *spans])
         limits = [stop for _, stop in edges_of(int(edges[-1]), parts)]
@@ -116,10 +113,10 @@ class PackedTreeCollate:
         ]
 
     def _piece(self, batch: Batch, start: int, stop: int, edges: np.ndarray) -> Batch:
-        """Return the examples from ``start`` to ``stop`` of a tree."""
         inputs = batch.inputs
         spans = _tiled(np.diff(edges[start : stop + 1]))
         width = int(spans.sum())
+
         tokens = inputs["tokens"][:, edges[start] : edges[stop]]
         owners = inputs["owners"]
         inside = np.flatnonzero((owners >= start) & (owners < stop))
@@ -137,6 +134,7 @@ class PackedTreeCollate:
             name: np.pad(values, (0, slots - len(values)), constant_values=padding[name])
             for name, values in of_targets.items()
         }
+
         arrays["tokens"] = np.pad(tokens, ((0, 0), (0, width - tokens.shape[1])))
         tree = Tree(1, self.prefix, self.once, (tuple(spans.tolist()),))
         return dataclasses.replace(
@@ -149,7 +147,7 @@ class PackedTreeCollate:
         )
 
     def _shape(self, examples: Examples, order: Packed) -> Shape:
-        """Return the shape of a batch, whose rows have no padding and as many examples each."""
+        """Rows have no padding, and as many examples each."""
         _, slots = self.packed.shape(examples, order)
         if order.spans:
             own = zip(order.spans, order.sequences, strict=True)
@@ -164,7 +162,6 @@ class PackedTreeCollate:
 
 
 def packed_trees(plan: TreePlan, examples: Examples, sampler: Sampler) -> Dataset:
-    """Return the batches of a sampler of packed sequences as trees."""
     packed = PackedCollate(sampler.batch_size, sampler.inputs, allowed_shapes(examples, sampler))
     once = plan.steps is not None
     recurs = once and plan.steps.are_several

@@ -29,7 +29,6 @@ class PreferenceCollate:
     is_scored: bool = False  # whether completions are scored: all tokens that are read count
 
     def __call__(self, examples: PreferenceExamples, order: Order) -> Batch:
-        """Return the examples of some rows as a batch."""
         batch = self.tokens(examples, order)
         slots = self.tokens.batch_size // 2
         if self._is_packed:
@@ -40,11 +39,10 @@ class PreferenceCollate:
         return dataclasses.replace(batch, targets=batch.computed) if self.is_scored else batch
 
     def shapes(self, examples: PreferenceExamples, orders: Iterator[Order]) -> set[Shape]:
-        """Return (T, M) of batches without laying them out."""
         return self.tokens.shapes(examples, orders)
 
     def split(self, batch: Batch, parts: int) -> list[Batch]:
-        """Return the rows of a batch in pieces; packed ones have as many slots each."""
+        """Packed pieces have as many slots each."""
         if isinstance(batch.layout, Tree):
             rows = self.split(felled(batch), parts)
             return self.tokens.pieces(rows, batch.layout)
@@ -75,7 +73,7 @@ def _rounded(rows: int) -> int:
 
 
 def _with_rows(batch: Batch, of_rows: dict[str, np.ndarray], slots: int) -> Batch:
-    """Return a batch whose loss is a mean over rows, with arrays of them in ``slots`` places."""
+    """Make the loss a mean over rows, and pad their arrays to ``slots`` places."""
     padded = {}
     for name, values in of_rows.items():
         padding = [(0, slots - len(values)), *[(0, 0)] * (values.ndim - 1)]
@@ -89,7 +87,7 @@ def preference_set(
     is_scored: bool = False,
     trees: TreePlan | None = None,
 ) -> Dataset:
-    """Return the batches of a sampler, in few shapes where each shape costs a compilation."""
+    """Without ``trees`` batches have few shapes if each costs a compilation."""
     if trees is not None:
         tokens = trees.collate(examples, sampler)
     else:
@@ -104,7 +102,7 @@ def preference_evaluation(
     chosen: np.ndarray,
     trees: TreePlan | None = None,
 ) -> Dataset:
-    """Return the rows with the ``chosen`` indices once, by length."""
+    """Return the chosen rows once, by length."""
     sampler = GroupedSampler(examples.lengths, 2 * batch_size, inputs)
     rows = by_length(examples.row_lengths.max(axis=1), batch_size, chosen)
     order = FixedOrder([grouped(each, 2) for each in rows.orders])

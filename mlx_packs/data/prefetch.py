@@ -8,7 +8,7 @@ Batch = TypeVar("Batch")
 
 
 def prefetched(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Yield the same batches; an error of one is raised where it is due."""
+    """Yield the same batches; an error of one is raised in its place."""
     with ThreadPoolExecutor(1, "batches") as thread:
         ahead = thread.submit(next, batches, None)
         while (batch := ahead.result()) is not None:

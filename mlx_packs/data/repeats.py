@@ -12,30 +12,20 @@ from .trees import TreePlan
 
 @dataclass(frozen=True)
 class Repeats:
-    """What examples repeat of each other.
+    """What examples repeat of each other."""
 
-    Attributes:
-        batch_size: of the batches that save it.
-        merged: how many examples begin others.
-        merged_share: share of all inputs that is saved if they are merged.
-        tokens: what the others begin with: all of them, or those of a group on average.
-        groups: how many groups these are of; 0 if all begin alike.
-        saved: share of all inputs that `--share-prefix on` saves, merging included.
-    """
-
-    batch_size: int
-    merged: int
-    merged_share: float
-    tokens: float
-    groups: int
-    saved: float
+    batch_size: int  # of the batches that save it
+    merged: int  # examples that begin others
+    merged_share: float  # of all inputs, saved if these are merged
+    tokens: float  # that the others begin with, or the examples of a group on average
+    groups: int  # 0 if all begin alike
+    saved: float  # share of all inputs that `--share-prefix on` saves, with merging
 
     def to_json(self) -> dict:
-        """Return the facts as a mapping."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """Return what repeats in a line each, for people; none if nothing does."""
+        """Return a line for people on each kind of repetition."""
         lines = []
         if self.merged:
             lines.append(
@@ -55,23 +45,22 @@ class Repeats:
                 f"{tokens} begin every example: --share-prefix computes them once a batch and "
                 f"saves {self.saved:.0%} of all inputs at --batch-size {self.batch_size}"
             )
+
         return lines
 
 
 def cut_to(examples: Examples, limit: int) -> Examples:
-    """Return examples cut to ``limit`` tokens, without those that lose all targets by that."""
+    """Cut to ``limit`` tokens; examples that lose all targets by that are left out."""
     if examples.lengths.max() <= limit:
         return examples
+
     items = [Example(e.tokens[:limit], e.target[:limit], e.where) for e in examples.items]
     items = [e for e in items if e.target.any()]
     return Examples(items, examples.format, examples.loss_on)
 
 
 def repeats_of(examples: Examples, batch_size: int, limit: int) -> Repeats | None:
-    """Return what repeats in examples of texts, completions or chats, cut to ``limit`` tokens.
-
-    None if no target is left.
-    """
+    """Examples are of texts, completions or chats; None if no target is left in ``limit``."""
     examples = cut_to(examples, limit)
     if not len(examples):
         return None

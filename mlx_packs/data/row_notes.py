@@ -14,9 +14,9 @@ _LOOKED_AT = 400  # rows of a split that is held out
 def row_notes(
     splits: Mapping[str, Sequence[Row]], row_format: RowFormat, names: DataConfig
 ) -> list[str]:
-    """Return a warning for each thing that is wrong, with the first place of it.
+    """Return a warning for each kind of fault, with its first place.
 
-    With more than 50,000 training rows, blocks of that many are sampled.
+    From more than 50,000 training rows, blocks of that many are read.
     """
     train, notes = as_rows(splits["train"]), []
     held_out = {split: as_rows(rows) for split, rows in splits.items() if split != "train"}
@@ -28,6 +28,7 @@ def row_notes(
     copies = {s: NearCopies(rows, row_format, names) for s, rows in looked_at.items()}
     first: dict[str, dict[int, int]] = {split: {} for split in copies}
     empty: list[int] = []
+
     for i, row in compared(train):
         if _has_empty_answer(row, row_format, names):
             empty.append(i)
@@ -35,6 +36,7 @@ def row_notes(
         for split, of_split in copies.items():
             for number in of_split.repeated_by_words(words):
                 first[split].setdefault(number, i)
+
     if empty:
         number = (
             "1 training example has"
@@ -44,6 +46,7 @@ def row_notes(
         notes.append(
             f"{number} an empty answer ({train.where(empty[0])}): the pack learns to answer nothing"
         )
+
     for split, found in first.items():
         if found:
             notes.append(_leak_note(split, held_out[split], len(looked_at[split]), train, found))

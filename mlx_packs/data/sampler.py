@@ -1,4 +1,4 @@
-"""The examples of each batch, in an order that depends on the seed alone."""
+"""The examples of each batch, in an order that only depends on the seed."""
 
 import dataclasses
 import itertools
@@ -25,9 +25,8 @@ Order = np.ndarray | Packed
 class Draw:
     """The examples that batches are drawn from: [first, stop), the own ones, and replayed ones.
 
-    Of the examples of all batches the share ``replay`` is drawn from [0, first), which was trained
-    on before: the first N examples of batches have N x replay of those, rounded, whatever N is.
-    ``stop`` None is the end.
+    The share ``replay`` is drawn from [0, first), which was trained on before: round(N x replay)
+    of the first N examples, for every N. ``stop`` None is the end.
     """
 
     first: int = 0
@@ -43,12 +42,10 @@ ALL = Draw()
 
 
 class _Batches(Sequence[np.ndarray]):
-    """Batches that are slices of an order, made on access: of a million a list takes 100 MB.
+    """Slices of an order, made on access: a list of a million takes 100 MB.
 
-    Args:
-        order: of the examples, int [N].
-        size: examples of a batch; the last slice may be shorter.
-        numbers: which slice each batch is.
+    ``order`` is int [N], its last slice may be shorter than ``size``; ``numbers`` has the slice of
+    each batch.
     """
 
     def __init__(self, order: np.ndarray, size: int, numbers: np.ndarray) -> None:
@@ -64,7 +61,7 @@ class _Batches(Sequence[np.ndarray]):
 
 @dataclass(frozen=True)
 class Sampler:
-    """The examples of each batch of a run, epoch after epoch: a function of the fields alone."""
+    """The examples of each batch of a run, epoch after epoch; it only depends on its fields."""
 
     lengths: np.ndarray  # tokens of each example, int [N]
     batch_size: int  # examples of a batch; with `packing` packed sequences
@@ -78,6 +75,7 @@ class Sampler:
         """Yield the examples of each batch without end, from batch number ``start``."""
         if self.draw.replay:
             yield from itertools.islice(self._mixed(), start, None)
+
         first, start = self._cursor(start)
         for number in itertools.count(first):
             epoch = self.epoch(number)
@@ -85,9 +83,9 @@ class Sampler:
             start = max(0, start - len(epoch))
 
     def _cursor(self, start: int) -> tuple[int, int]:
-        """Return an epoch at or before batch number ``start``, and which of the batches from it.
+        """Return an epoch at or before batch number ``start``, and the batch's number from it.
 
-        How many batches an epoch of packed sequences has shows when it is packed.
+        An epoch must be packed to know how many batches of packed sequences it has.
         """
         if self.packing:
             return 0, start
@@ -95,79 +93,91 @@ class Sampler:
         return divmod(start, -(-count // self.batch_size))
 
     def epoch(self, number: int) -> Sequence[Order]:
-        """Return the examples of each batch of an epoch of the own ones, each once."""
+        """Return the batches of an epoch, with each own example once."""
         random = np.random.default_rng([self.seed, number])
         first, lengths = self.draw.first, self.lengths[self.draw.first : self.draw.stop]
+
         if not self.packing:
             return self._by_length(lengths, random)
+
         return [
             batch._replace(sequences=[indices + first for indices in batch.sequences])
             for batch in self._packed(lengths, random)
         ]
 
     def _by_length(self, lengths: np.ndarray, random: np.random.Generator) -> "_Batches":
-        """Batches of an epoch: shuffled, examples of like length together."""
+        """Shuffle, with examples of like length together."""
         order, size = random.permutation(len(lengths)), self.batch_size
         window = size * _WINDOW
         if runtime.COMPILES:  # those that are padded to the same length stay shuffled
             lengths, window = -(-(lengths - 1) // TILE), size * _COMPILED_WINDOW
+
         for start in range(0, len(order), window):
             part = order[start : start + window]
             order[start : start + window] = part[np.argsort(lengths[part], kind="stable")]
+
         numbers = random.permutation(-(-len(order) // size))
         return _Batches(order + self.draw.first, size, numbers)
 
     def _packed(self, lengths: np.ndarray, random: np.random.Generator) -> list[Packed]:
-        """Packed sequences of each batch of an epoch.
+        """Return the batches of packed sequences of an epoch.
 
-        Aligned, they are packed by `aligned_batches`, and shuffled. Otherwise the examples are shuffled and packed a window at a time, so that a sequence holds examples
-        of any length and from any place; then the sequences are shuffled.
+        Aligned ones are packed by `aligned_batches`, and shuffled. Otherwise examples are shuffled
+        and packed a window at a time, so that a sequence has examples of any length and place;
+        then the sequences are shuffled.
         """
         inputs = lengths - 1
         if self.aligned:
             batches = aligned_batches(inputs, self.batch_size, self.inputs, random)
             return [batches[i] for i in random.permutation(len(batches))]
+
         order = random.permutation(len(lengths))
         count = max(1, round(int(inputs.sum()) / (self.inputs * _PACKED_WINDOW)))
         windows = np.array_split(order, count)
         packed = [indices for part in windows for indices in first_fit(inputs, part, self.inputs)]
         packed = [packed[i] for i in random.permutation(len(packed))]
+
         size = self.batch_size
         return [Packed(packed[i : i + size]) for i in range(0, len(packed), size)]
 
     def _mixed(self) -> Iterator[Order]:
-        """Full batches of own and replayed examples; each kind goes on epoch by epoch.
+        """Yield full batches of own and replayed examples; each kind continues epoch by epoch.
 
-        A packed sequence holds examples of one kind, and what is counted are sequences; these are
-        not aligned, since a batch may hold any of them.
+        A packed sequence has examples of one kind, and sequences are counted. They are not
+        aligned, since a batch may have any of them.
         """
         own = self._one_by_one(Draw(self.draw.first, self.draw.stop), 0)
         replayed = self._one_by_one(Draw(0, self.draw.first), 1)
+
         for window in itertools.count():
             numbers = range(window * _WINDOW, (window + 1) * _WINDOW)
             edges = [self.draw.replayed(n * self.batch_size) for n in (*numbers, numbers.stop)]
             shares = np.diff(edges)  # replayed examples of each batch
             old = list(itertools.islice(replayed, int(shares.sum())))
             new = list(itertools.islice(own, _WINDOW * self.batch_size - len(old)))
+
             order = range(len(shares))
             if not self.packing:
                 old.sort(key=self.lengths.__getitem__)
                 new.sort(key=self.lengths.__getitem__)
                 order = np.random.default_rng([self.seed, 2, window]).permutation(len(shares))
+
             batches: list = [None] * len(shares)
             kinds = iter(old), iter(new)
             for i in order:
                 counts = int(shares[i]), self.batch_size - int(shares[i])
                 parts = (itertools.islice(kind, n) for kind, n in zip(kinds, counts, strict=True))
                 batches[i] = list(itertools.chain.from_iterable(parts))
+
             yield from (Packed(batch) if self.packing else np.array(batch) for batch in batches)
 
     def _one_by_one(self, draw: Draw, kind: int) -> Iterator:
-        """Examples, or packed sequences, of one kind without end."""
+        """Yield examples, or packed sequences, of one kind without end."""
         if self.packing:
             sampler = dataclasses.replace(self, seed=self.seed + kind, draw=draw, aligned=False)
             for batch in sampler.batches():
                 yield from batch.sequences
+
         indices = np.arange(len(self.lengths))[draw.first : draw.stop]
         for epoch in itertools.count():
             yield from np.random.default_rng([self.seed, kind, epoch]).permutation(indices)
@@ -175,19 +185,17 @@ class Sampler:
 
 @dataclass(frozen=True)
 class GroupedSampler(Sampler):
-    """A sampler of groups of as many examples each, which follow each other and meet in one batch.
+    """A sampler of groups of as many examples each, which stay together in a batch.
 
-    The fields count examples; with `packing` a sequence holds whole groups.
+    The fields count examples; with `packing` a sequence has whole groups.
     """
 
     together: int = 2  # examples of a group
 
     def batches(self, start: int = 0) -> Iterator[Order]:
-        """Yield the examples of each batch without end, from batch number ``start``."""
         return (self._examples(order) for order in self._of_groups().batches(start))
 
     def epoch(self, number: int) -> Sequence[Order]:
-        """Return the examples of each batch of an epoch, each once."""
         return [self._examples(order) for order in self._of_groups().epoch(number)]
 
     def _examples(self, groups: Order) -> Order:
@@ -196,10 +204,10 @@ class GroupedSampler(Sampler):
         return grouped(groups, self.together)
 
     def _of_groups(self) -> Sampler:
-        """Return the sampler of groups."""
         lengths = self.lengths.reshape(-1, self.together)
         # of a packed sequence an example takes one input less than it has tokens
         lengths = lengths.sum(axis=1) - self.together + 1 if self.packing else lengths.max(axis=1)
+
         stop = None if self.draw.stop is None else self.draw.stop // self.together
         draw = Draw(self.draw.first // self.together, stop, self.draw.replay)
         size = self.batch_size if self.packing else self.batch_size // self.together
@@ -207,11 +215,11 @@ class GroupedSampler(Sampler):
 
 
 def grouped(groups: np.ndarray, together: int) -> np.ndarray:
-    """Return the examples of some groups, in the order of the groups."""
+    """Return the examples of groups, in their order."""
     return (together * groups[:, None] + np.arange(together)).reshape(-1)
 
 
 def packing_fill(sampler: Sampler) -> tuple[int, float]:
-    """Return how many packed sequences the first epoch has, and how full they are."""
+    """Return how many sequences the first epoch has, and their share of real inputs."""
     count = sum(len(batch.sequences) for batch in sampler.epoch(0))
     return count, float((sampler.lengths - 1).sum()) / (count * sampler.inputs)

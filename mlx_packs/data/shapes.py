@@ -30,19 +30,19 @@ class TreeShape(NamedTuple):
 
     @property
     def shape(self) -> Shape:
-        """The shape of the batch of rows."""
+        """(T, M) of the batch of rows."""
         return self.inputs, self.targets
 
     def rows(self, sequences: int) -> int:
-        """Return how many rows follow the prefixes of a batch of so many sequences."""
+        """Return how many rows follow the prefixes of ``sequences`` sequences."""
         return round(sequences * self.examples)
 
     def groups(self, sequences: int) -> int:
-        """Return how many prefixes a batch of so many sequences has."""
+        """Return how many prefixes ``sequences`` sequences have."""
         return -(-sequences // self.together) if self.together else 1
 
     def computed(self, sequences: int) -> int:
-        """Return the inputs of a batch of so many sequences that are computed."""
+        """Return how many inputs of ``sequences`` sequences are computed."""
         groups = self.groups(sequences)
         saved = (self.rows(sequences) - groups) * self.prefix + (groups - 1) * self.root
         return sequences * self.inputs - saved
@@ -51,8 +51,8 @@ class TreeShape(NamedTuple):
 def sequence_inputs(max_seq_length: int) -> int:
     """Return the most inputs of a sequence of examples of at most ``max_seq_length`` tokens.
 
-    It is one less, since the last token is only predicted; where steps are compiled, as on a GPU,
-    a padded one is added to a multiple of 32, so that products have whole tiles.
+    It is one less, since the last token is only predicted. If steps are compiled, as on a GPU, a
+    multiple of 32 tokens has as many inputs, the last one padded: products have whole tiles.
     """
     aligned = runtime.COMPILES and max_seq_length % TILE == 0
     return max_seq_length - (not aligned)
@@ -61,10 +61,11 @@ def sequence_inputs(max_seq_length: int) -> int:
 def padded_length(longest: int, limit: int) -> int:
     """Return T for a batch: the next multiple of 8, of 16 above 256, of 32 above 512, and so on.
 
-    Where steps are compiled, as on a GPU, it is the next multiple of 32, the edge of a tile.
+    If steps are compiled, as on a GPU, it is the next multiple of 32, the edge of a tile.
     """
     if runtime.COMPILES:
         return min(-(-longest // TILE) * TILE, max(limit, 1))
+
     step, multiples = 8, 32
     while longest > multiples * step:
         step *= 2
@@ -72,9 +73,9 @@ def padded_length(longest: int, limit: int) -> int:
 
 
 def padded_suffix(longest: int, limit: int, rows: int) -> int:
-    """Return S for so many rows that follow a common prefix: the next multiple of 8.
+    """Return S for ``rows`` rows that follow a common prefix: the next multiple of 8.
 
-    Where steps are compiled, as on a GPU, it makes whole tiles of all inputs of the rows together.
+    If steps are compiled, as on a GPU, the inputs of all rows make whole tiles.
     """
     step = 8
     if runtime.COMPILES:
@@ -83,7 +84,7 @@ def padded_suffix(longest: int, limit: int, rows: int) -> int:
 
 
 def padded_targets(count: int, slots: int) -> int:
-    """Return M for a batch: as many 32nds of the B x T positions as needed, but one at least.
+    """Return M: as many 32nds of the ``slots`` = B x T positions as needed, but at least one.
 
     Merged examples may need more than all positions.
     """
@@ -99,16 +100,16 @@ def fitting_shape(shape: Shape, batch_size: int, shapes: Collection[Shape] | Non
 
 
 def joined_shapes(counts: Mapping[Shape, int], batch_size: int) -> frozenset[Shape]:
-    """Return shapes of batches, given how many have each, after joining those that cost the least.
+    """Join the shapes of batches that cost the least to join; ``counts`` are batches of each.
 
-    They are at most `MOST_SHAPES`, and no two of them whose padding costs less than a compilation.
+    At most `MOST_SHAPES` are left, and padding from one to another costs more than a compilation.
     """
     shapes = np.array(sorted(counts))  # [n, 2]
     numbers = np.array([counts[length, slots] for length, slots in shapes.tolist()])
     alive = np.ones(len(shapes), dtype=bool)
 
     def added(one: int) -> np.ndarray:
-        """Return what it adds to the cost of all batches to join a shape with each other one, [n]."""
+        """Return the added cost of joining a shape with each other one, [n]."""
         alone = _shape_cost(shapes.T, batch_size) * numbers
         joined = _shape_cost(np.maximum(shapes[one], shapes).T, batch_size)
         costs = joined * (numbers[one] + numbers) - alone[one] - alone
@@ -126,10 +127,11 @@ def joined_shapes(counts: Mapping[Shape, int], batch_size: int) -> frozenset[Sha
         alive[other] = False
         costs[one] = costs[:, one] = added(one)
         costs[other] = costs[:, other] = np.inf
+
     return frozenset((length, slots) for length, slots in shapes[alive].tolist())
 
 
 def _shape_cost(shape: Shape, batch_size: int) -> int:
-    """Return what a batch of a shape costs; a target counts as a quarter of a token."""
+    """A target counts as a quarter of a token."""
     # of the blocks: it is a tenth in Qwen3-4B, a third in Qwen3-0.6B
     return 4 * batch_size * shape[0] + shape[1]

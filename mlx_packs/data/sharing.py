@@ -16,7 +16,7 @@ from .trees import WORTHWHILE, Steps, TreePlan
 
 
 def with_chains_merged(train: TrainConfig, lora: LoRAConfig, examples: Examples) -> Examples:
-    """Return the examples with those that begin others merged, where that saves enough."""
+    """Merge the examples that begin others, if that saves enough."""
     if train.packing or not may_share(train, lora):
         return examples
 
@@ -29,7 +29,7 @@ def with_chains_merged(train: TrainConfig, lora: LoRAConfig, examples: Examples)
 def training_batches(
     trees: TreePlan | GroupPlan | None, examples: Examples, sampler: Sampler
 ) -> Dataset:
-    """Return the training batches of a sampler, as trees where there is a plan for them."""
+    """Without ``trees`` batches are rows."""
     if trees is None:
         return training_set(examples, sampler)
     if sampler.packing:
@@ -45,9 +45,9 @@ def plan_trees(
     together: int = 0,
     packed: bool = False,
 ) -> TreePlan | None:
-    """Return how the batches of chosen examples are trees; None if they are rows.
+    """Return how batches are trees; None if they are rows.
 
-    So many examples that follow each other are ``together`` in every batch.
+    ``together`` examples that follow each other are in one batch.
     """
     if not may_share(train, lora):
         return None
@@ -56,6 +56,7 @@ def plan_trees(
     if packed:
         inputs = sequence_inputs(train.max_seq_length)
         rows = round(rows * inputs / (float(examples.lengths.mean()) - 1))
+
     least = least_saved(train)
     steps = None
     if not draws_at_random(train, lora):
@@ -69,26 +70,28 @@ def plan_trees(
 def plan_groups(
     train: TrainConfig, examples: Examples, chosen: np.ndarray, trees: TreePlan | None
 ) -> TreePlan | GroupPlan | None:
-    """Return how batches of groups are laid out; ``trees`` where these do not save enough more.
+    """Return how batches of groups are laid out; ``trees`` unless groups save enough more.
 
     Groups change which examples meet in a batch, so that only ``on`` has them.
     """
     if train.share_prefix != "on":
         return trees
+
     of_all = trees or TreePlan(train.batch_size, least=least_saved(train))
     plan = with_groups(examples, chosen, of_all)
     return trees if plan is of_all else plan
 
 
 def least_saved(train: TrainConfig) -> float:
-    """Return the share of the inputs of a batch that a tree has to save."""
+    """Return the share of the inputs of a batch that a tree must save."""
     return WORTHWHILE if train.share_prefix == "auto" else 0.0
 
 
 def may_share(train: TrainConfig, lora: LoRAConfig) -> bool:
-    """Return whether batches may be trees; ``auto`` accepts what changes nothing but the time."""
+    """Whether batches may be trees; ``auto`` only accepts what changes nothing but the time."""
     if train.share_prefix != "auto":
         return train.share_prefix == "on"
+
     draws = draws_at_random(train, lora)  # once for a prefix
     caches = train.cache_frozen == "on" or (train.cache_frozen == "auto" and lora.num_layers > 0)
     is_other = train.pipeline or train.objective != "transformer"
@@ -96,5 +99,5 @@ def may_share(train: TrainConfig, lora: LoRAConfig) -> bool:
 
 
 def draws_at_random(train: TrainConfig, lora: LoRAConfig) -> bool:
-    """Return whether the forward pass of a training step draws random numbers."""
+    """Whether the forward pass of a training step draws random numbers."""
     return lora.dropout > 0 or train.neftune_noise_alpha > 0

@@ -12,14 +12,14 @@ _ENDED = -1  # in place of tokens after the last one
 
 
 class TokenOrder(NamedTuple):
-    """Examples sorted by their tokens; one that begins others comes before them."""
+    """Examples sorted by their tokens; an example that begins others comes before them."""
 
     indices: np.ndarray  # int64 [N]
     common: np.ndarray  # int64 [N], tokens that each begins with as the one before it does
 
 
 def token_order(examples: Sequence[Example], chosen: np.ndarray) -> TokenOrder:
-    """Sort the chosen examples by their tokens; equal ones stay in their order."""
+    """Equal examples stay in their order."""
     indices = np.array(chosen, dtype=np.int64)
     common = np.zeros(len(indices), dtype=np.int64)
     pending = [(0, len(indices), 0)] if len(indices) else []

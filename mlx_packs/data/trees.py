@@ -38,12 +38,12 @@ ROOT_WORTHWHILE = 0.1  # least share of the inputs of a tree that a root saves, 
 
 
 def common_inputs(examples: Iterable[Example]) -> int:
-    """Return how many inputs all examples begin with; the last token of each is no input."""
+    """Count the inputs that all examples begin with; the last token of each is no input."""
     return common_length(example.tokens[:-1] for example in examples)
 
 
 def common_length(sequences: Iterable[np.ndarray]) -> int:
-    """Return how many tokens all sequences begin with; 0 if they are too few for a prefix."""
+    """Count the tokens that all sequences begin with; 0 if they are too few for a prefix."""
     shared = None
     for inputs in sequences:
         if shared is not None:
@@ -58,22 +58,19 @@ def common_length(sequences: Iterable[np.ndarray]) -> int:
 
 
 def prefix_of(common: int) -> int:
-    """Return the inputs of a prefix of rows that have so many in common; 0 if these are too few."""
+    """Return the inputs of a prefix of rows with ``common`` ones; 0 if these are too few."""
     prefix = common // STEP * STEP
     return prefix if prefix >= LEAST else 0
 
 
 def saved_share(shape: tuple[float, float], groups: float, prefix: float, root: float = 0) -> float:
-    """Return the share of the inputs of a batch of [R, T] that its tree does not compute."""
+    """Return the share of the inputs of [R, T] that a tree does not compute."""
     rows, inputs = shape
     return ((rows - groups) * prefix + (groups - 1) * root) / (rows * inputs)
 
 
 def root_of(common: int, shape: tuple[float, float], groups: float, prefix: float) -> int:
-    """Return the inputs of the root of a tree of [R, T], if rows of all groups have some in common.
-
-    It is 0 where a root saves too little of what the tree computes.
-    """
+    """Return the inputs of the root of a tree of [R, T]; 0 if it saves too little."""
     root = min(prefix_of(common), int(prefix) // STEP * STEP)
     of_tree = 1 - saved_share(shape, groups, prefix)
     saved = of_tree - (1 - saved_share(shape, groups, prefix, root))
@@ -104,7 +101,7 @@ def planted(batch: Batch, layout: Tree) -> Batch:
 
 
 def felled(batch: Batch) -> Batch:
-    """Return the batch of rows that a tree was made of; undoes `planted`."""
+    """Undo `planted`."""
     inputs = dict(batch.inputs)
     prefixes, suffixes = inputs.pop("prefix"), inputs["tokens"]
     groups, branch = prefixes.shape
@@ -138,7 +135,7 @@ class Steps(NamedTuple):
 
     @property
     def are_several(self) -> bool:
-        """Whether a step follows another one."""
+        """Whether one step follows another."""
         return self.batches * self.pieces > 1
 
 
@@ -158,16 +155,13 @@ class TreeCollate:
 
     @property
     def batch_size(self) -> int:
-        """The rows of a batch."""
         return self.tokens.batch_size
 
     def __call__(self, examples: Examples, order: np.ndarray) -> Batch:
-        """Return the examples with these indices as a batch."""
         tokens = self._tokens_of(order)
         return self.tree(tokens(examples, order), tokens.prefix)
 
     def shapes(self, examples: Examples, orders: Iterator[np.ndarray]) -> set[Shape]:
-        """Return the shapes of batches without laying them out."""
         shapes = set()
         for order in orders:
             tokens = self._tokens_of(order)
@@ -175,20 +169,20 @@ class TreeCollate:
         return shapes
 
     def split(self, batch: Batch, parts: int) -> list[Batch]:
-        """Return the rows of a batch in pieces, which are trees where that saves enough."""
+        """Pieces of a tree are trees if that saves enough."""
         if not isinstance(batch.layout, Tree):
             return split_rows(batch, parts, together=max(self.together, 1))
         pieces = split_rows(felled(batch), parts, together=max(self.together, 1))
         return self.pieces(pieces, batch.layout)
 
     def pieces(self, rows: list[Batch], layout: Tree) -> list[Batch]:
-        """Return the trees of pieces of a tree, which were made of its rows."""
+        """Return the trees of pieces, which were made of the rows of a tree."""
         if self.steps is not None and layout.groups == 1:
             return [planted(piece, Tree(1, layout.prefix, recurs=True)) for piece in rows]
         return [self.tree(piece, layout.prefix) for piece in rows]
 
     def tree(self, batch: Batch, prefix: int) -> Batch:
-        """Return the tree of a batch of rows, where it saves enough."""
+        """Return the tree of a batch of rows, if it saves enough."""
         layout = self._layout(batch.inputs["tokens"].shape, prefix)
         return batch if layout is None else planted(batch, layout)
 
@@ -211,7 +205,7 @@ class TreeCollate:
         return None if saved < self.least else Tree(groups, prefix, root=root)
 
     def planned(self, width: int, slots: int, prefix: int) -> Shape:
-        """Return the shape of a batch whose rows have the shape [R, T] and M targets."""
+        """Return the shape of a batch, given its rows: T of them and M targets."""
         layout = self._layout((self.batch_size, width), prefix)
         if layout is None:
             return width, slots
@@ -219,7 +213,7 @@ class TreeCollate:
         return TreeShape(width, slots, layout.prefix, together, layout.root, recurs=layout.recurs)
 
     def _tokens_of(self, order: np.ndarray) -> TokenCollate:
-        """Return what lays out the rows of a batch, padded after what its groups have in common."""
+        """Return the collate of a batch, padded after what its groups have in common."""
         if self.common is None:
             return self.tokens
         groups = np.asarray(order)[:: self.together] // self.together
@@ -228,10 +222,7 @@ class TreeCollate:
 
 @dataclass(frozen=True)
 class TreePlan:
-    """How batches whose rows begin alike are laid out.
-
-    Either all rows of a batch have the same prefix, or the rows of each group have one.
-    """
+    """How batches whose rows begin alike are laid out: with a prefix of all, or of each group."""
 
     batch_size: int  # rows
     prefix: int = 0  # inputs that all examples begin with
@@ -285,22 +276,22 @@ class TreePlan:
         return saved_share((self.batch_size, inputs), groups, self.mean_prefix, self.root)
 
     def to_json(self, examples: Examples) -> dict:
-        """Return the part of a run's report on it."""
         tokens = self.prefix if self.common is None else float(self.common.mean())
         return {"tokens": tokens, "saved": self.saved(examples), "root": self.root}
 
     def collate(self, examples: Examples, sampler: Sampler) -> TreeCollate:
-        """Return what lays out the batches of a sampler."""
+        """Without groups, a compiled step has few shapes."""
         allowed = None
         if runtime.COMPILES and self.common is None:
             allowed = few_shapes(examples, sampler, self.prefix)
+
         tokens = TokenCollate(sampler.batch_size, sampler.inputs, allowed, self.prefix)
         return TreeCollate(tokens, self.common, self.together, self.least, self.steps, self.root)
 
     def dataset(
         self, examples: Examples, sampler: Sampler, order: FixedOrder | None = None
     ) -> Dataset:
-        """Return the batches of a sampler, or in a fixed order, as trees."""
+        """``order`` replaces the order of the sampler."""
         return Dataset(examples, self.collate(examples, sampler), order or sampler)
 
     def held_out(self, examples: Examples, max_seq_length: int, chosen: np.ndarray) -> Dataset:
