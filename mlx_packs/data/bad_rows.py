@@ -78,7 +78,6 @@ class BadRows:
         return len(self.errors)
 
     def counts(self) -> dict[str, int]:
-        """Count rows by reason, the most frequent first."""
         return dict(Counter(error.reason for _, error in self.errors).most_common())
 
     def check_some_left(self, count: int) -> None:

@@ -8,9 +8,9 @@ its *segments*. The arrays of B rows of T inputs, with room for M targets:
                merged examples may have one
     targets    int32 [M]
     owners     int32 [M], which of the batch's examples a target is of, -1 where it is padding
-    segments   int32 [B, T], number of the segment in its packed row, from 0 and rising; what is left
-               of a row is a segment of its own. Aligned batches have the inputs of each segment as
-               their layout instead.
+    segments   int32 [B, T], number of the segment in its packed row, from 0 and rising; what is
+               left of a row is a segment of its own. Aligned batches have the inputs of each
+               segment as their layout instead.
 """
 
 import dataclasses
@@ -51,7 +51,6 @@ class _RowCollate(ABC):
         """Return (T, M) of a batch without laying it out."""
 
     def shapes(self, examples: Examples, orders: Iterator[Order]) -> set[Shape]:
-        """Shapes are (T, M)."""
         return {self.shape(examples, order) for order in orders}
 
     def split(self, batch: Batch, parts: int) -> list[Batch]:

@@ -90,11 +90,7 @@ class ConversationFormat(TokenFormat):
         return [text for turn in self.turns(row, names) if (text := turn.message["content"])]
 
     def _asked(self, turns: Sequence[Turn]) -> int:
-        """Return the number of the message that a model is asked for.
-
-        It is the last one if a completion is trained, and otherwise the first answer to a message
-        that is a target.
-        """
+        """The last message of a completion, else the first answer that is a target."""
         if self.loss_on == "completion":
             return len(turns) - 1
 
@@ -134,11 +130,7 @@ class Completion(ConversationFormat):
         return [turn.message for turn in self.own_turns(row, names)]
 
     def own_turns(self, row: Row, names: DataConfig) -> list[Turn]:
-        """Return the user's prompt and the assistant's completion.
-
-        Either may be a list of messages, as TRL has it. What the completion repeats of the prompt
-        is left out.
-        """
+        """Either column may have messages, as in TRL; what repeats the prompt is left out."""
         _check_alpaca_is_whole(row, names)
         columns = names.prompt_feature, names.completion_feature
         prompt, completion = prompt_and_completion(row, *columns)
@@ -146,10 +138,10 @@ class Completion(ConversationFormat):
 
 
 class Alpaca(ConversationFormat):
-    """An instruction, what it is about (``input``, often empty), and the output.
+    """An instruction, its input (often empty), and the output.
 
-    Stanford Alpaca's columns (https://github.com/tatsu-lab/stanford_alpaca), and LLaMA-Factory's
-    ``system`` and ``history``. All of it is rendered by the base's chat template.
+    Columns of Stanford Alpaca (https://github.com/tatsu-lab/stanford_alpaca), and the ``system``
+    and ``history`` of LLaMA-Factory.
     """
 
     name = "alpaca"
@@ -343,7 +335,6 @@ def _variables(row: Row) -> Mapping[str, Any]:
 
 
 def _json_value(row: Row, value: Any, column: str) -> Any:
-    """Return a value as JSON has it; a value that JSON lacks is an error."""
     try:
         return json_value(value, f"'{column}' has")
     except ValueError as error:

@@ -95,7 +95,6 @@ class Conversation:
         return text, [self._answer_span(i, text) for i in targets]
 
     def _check_all_targets(self) -> None:
-        """Raise an error if an answer is marked as no target but every token is to be one."""
         if self.context:
             raise self._error(
                 "has an answer that is marked as no target. Use --loss-on assistant.",

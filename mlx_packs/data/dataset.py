@@ -99,7 +99,6 @@ class FixedOrder:
     orders: Sequence[Any]
 
     def batches(self, start: int = 0) -> Iterator[Any]:
-        """Yield orders without end, from batch number ``start``."""
         return itertools.islice(itertools.cycle(self.orders), start, None)
 
     def epoch(self, number: int) -> Sequence[Any]:
@@ -115,7 +114,6 @@ class Dataset:
     sampler: BatchSampler
 
     def batches(self, start: int = 0) -> Iterator[Batch]:
-        """Yield training batches without end, from batch number ``start``."""
         for number, order in enumerate(self.sampler.batches(start), start):
             yield dataclasses.replace(self.collate(self.examples, order), number=number)
 

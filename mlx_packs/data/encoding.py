@@ -186,19 +186,16 @@ def checked_format(
 
 
 class _Rendered(NamedTuple):
-    """A row as text; the spans are its targets."""
-
-    index: int
+    index: int  # of the row
     text: str
-    spans: list[Span]
+    spans: list[Span]  # targets
 
 
 class Encoder:
     """Encodes rows chunk by chunk: one is tokenized in a thread while the next is rendered.
 
-    Its results can be moved as arrays (`PART`) to an encoder of the same rows that has the rows
-    before them; the examples are then the same as if that one had encoded all of them. ``first``
-    is the place of a row with this format; ``is_part`` keeps the rows for the fingerprint.
+    Its results can be moved as arrays (`PART`, with ``is_part``) to an encoder of the rows before:
+    the examples are then the same as if that one had encoded all of them.
     """
 
     def __init__(
@@ -233,7 +230,6 @@ class Encoder:
         self.cut = self.dropped = 0
 
     def encode(self, start: int, stop: int) -> None:
-        """Encode the rows from ``start`` to ``stop``, after those before."""
         with ThreadPoolExecutor(1, "tokenizer") as thread:
             waiting: tuple[list[_Rendered], Future] | None = None
             for chunk in self._chunks(start, stop):
@@ -435,7 +431,6 @@ class _Pieces:
             self.pieces.append((row, piece, parts))
 
     def encoded(self) -> Iterator[tuple[int, list[int]]]:
-        """Yield the row and the tokens of every piece added since the last call."""
         added, self.pieces = self.pieces, []
         texts = [text for *_, parts in added if parts for text in parts[1:]]
         encoded = iter(continued(self.tokenizer, texts))

@@ -1,9 +1,8 @@
 """A large split encoded part by part, by several processes; a killed run continues where it was.
 
-A part is some MB of consecutive rows. Its tokens go to a file of the token cache as soon as they
-are complete, and parts are joined in the order of the rows, so that the result does not depend on
-the number of processes. These are programs of their own (`work`): rendering and collecting hold
-Python's lock, so that threads would wait for each other.
+A part is some MB of rows. Its tokens go to a file of the token cache as soon as they are complete,
+and parts are joined in their order, whatever the number of processes. These are programs of their
+own (`work`): rendering and collecting hold Python's lock, so that threads would wait.
 """
 
 import os
@@ -40,8 +39,6 @@ _ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"}
 
 
 class Part(NamedTuple):
-    """The rows from ``start`` to ``stop``, and the file for their tokens."""
-
     file: Path
     key: str
     start: int
@@ -87,7 +84,6 @@ def parts_of(rows: Rows, folder: Path, key: str) -> list[Part]:
 
 
 def default_processes() -> int:
-    """One process per core, at most `MOST_PROCESSES`."""
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))

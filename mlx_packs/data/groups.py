@@ -154,7 +154,6 @@ class GroupSampler:
     seed: int = 0
 
     def batches(self, start: int = 0) -> Iterator[np.ndarray]:
-        """Yield orders without end, from batch number ``start``."""
         first, start = divmod(start, self.groups.batches(self.batch_size, self.together))
         for number in itertools.count(first):
             yield from self.epoch(number)[start:]
@@ -339,7 +338,6 @@ class GroupPlan:
         return dataclasses.replace(data, sampler=FixedOrder(data.sampler.epoch(0)))
 
     def _collate(self, examples: Examples, sampler: GroupSampler) -> GroupCollate:
-        """Compiled steps have few shapes."""
         of_all = self.of_all
         prefixes = {int(prefix): int(prefix) for prefix in self.groups.prefixes}
         allowed = _few_shapes(examples, sampler, {0: of_all.prefix, **prefixes})

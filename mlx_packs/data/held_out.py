@@ -8,11 +8,10 @@ MOST_EXAMPLES = 400  # which give two digits: a share of right answers to 2.5 po
 
 
 def sample(lengths: np.ndarray, trained_tokens: float) -> np.ndarray:
-    """Return the indices of a random sample of examples, in an order of its own.
+    """Return the indices of a random sample, given the tokens of each example and of all batches.
 
     The order only depends on the number of examples: a longer run, a resumed one and one with
-    another seed are evaluated on the same examples, or on more after the same ones. ``lengths``
-    are the tokens of each example, ``trained_tokens`` the tokens of all training batches.
+    another seed are evaluated on the same examples, or on more after the same ones.
     """
     order = np.random.RandomState(0).permutation(len(lengths))
     totals = np.cumsum(np.asarray(lengths)[order])

@@ -172,7 +172,6 @@ class JsonLines(Source):
         return True
 
     def _status(self, f: BinaryIO) -> tuple[int, ...]:
-        """Return facts that change when the file does."""
         status = os.fstat(f.fileno())
         return status.st_size, status.st_mtime_ns, status.st_ino
 

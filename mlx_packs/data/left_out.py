@@ -45,8 +45,7 @@ def left_out_notes(
 ) -> list[str]:
     """Return a note for each kind of thing in rows that nothing is trained on.
 
-    From a split of more than `_LOOKED_AT` rows, blocks of that many are read. ``row_format`` is
-    the one that the task reads; the tokenizer of an encoder is not used.
+    From more than `_LOOKED_AT` rows, blocks of that many are read.
     """
     unused: dict[str, None] = {}
     variables: dict[str, str] = {}  # and the first row that has it
@@ -81,7 +80,6 @@ def template_notes(
 
 
 def _is_rendered(row_format: RowFormat) -> bool:
-    """Whether the chat template renders rows of a format."""
     return isinstance(row_format, ConversationFormat) or row_format in (PREFERENCE, PROMPT)
 
 
@@ -164,8 +162,6 @@ class _Check:
 
 @dataclass
 class _Checks:
-    """The checks of every kind of part."""
-
     kinds: dict[str, _Check] = field(default_factory=dict)
 
     def add(self, conversation: Conversation) -> None:
@@ -262,7 +258,6 @@ def _is_lost(part: _Part, rendered: str) -> bool:
 
 
 def _parts(conversation: Conversation) -> Iterator[_Part]:
-    """Yield every part of a conversation."""
     for kind in ("tools", "documents"):
         listed = getattr(conversation, kind) or []
         for i in range(len(listed)):

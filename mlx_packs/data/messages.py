@@ -69,7 +69,7 @@ def turns_of(messages: Sequence[Any]) -> list[Turn]:
 
 
 def last_turn_start(messages: Sequence[Any]) -> int:
-    """Return where the last turn begins: an answer, or calls and the answer before them."""
+    """Return where the last turn begins: an answer, and the calls that follow it."""
     start = len(messages) - 1
     while start > 0 and _speaker(messages[start]) in _CALLS:
         before = _speaker(messages[start - 1])
@@ -163,7 +163,6 @@ def _turn(message: Any) -> Turn:
 
 
 def _rename_sharegpt(given: dict[str, Any]) -> None:
-    """Turn ``from`` and ``value`` of ShareGPT into the keys of a message."""
     speaker, text = given.pop("from"), given.pop("value", None)
     if not isinstance(speaker, str) or speaker not in (*_OWN_ROLES, *ROLES):
         roles = ", ".join((*_OWN_ROLES, *ROLES))

@@ -75,7 +75,6 @@ class NearCopies:
         return self.repeated_by_words(words_of(row, self._format, self._names))
 
     def repeated_by_words(self, words: tuple[str, ...]) -> set[int]:
-        """``words`` are those of `words_of`."""
         copies = set(self._same.get(words, ()))
         owners = self._owners
         shared = Counter(i for run in _runs(words) if run in owners for i in owners[run])

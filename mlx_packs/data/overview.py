@@ -30,8 +30,6 @@ _SHORTEST = 16  # upper edge of the first bin of a histogram that has texts with
 
 @dataclass(frozen=True)
 class SplitOverview:
-    """The overview of a split."""
-
     rows: int
     looked_at: int  # rows that all other facts are about
     unit: str  # of lengths: tokens, or characters of the longest text of a pair
@@ -139,11 +137,9 @@ def _characters(
 
 
 def write_splits(splits: Splits, columns: DataConfig, out: Path, overwrite: bool) -> dict[str, int]:
-    """Write the splits as JSONL files of a new folder; return how many rows each has.
+    """Write the splits as JSONL files of a folder, without rows that are no JSON; count their rows.
 
     Without test rows, some training rows become these, unless no other would be left to train on.
-    Rows that are no JSON are left out. A folder that may not be replaced, or has other files, is a
-    PackError.
     """
     names = {f"{split}.jsonl" for split in splits.rows}
     if overwrite and out.is_dir() and (other := {f.name for f in out.iterdir()} - names):

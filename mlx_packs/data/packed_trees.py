@@ -84,8 +84,6 @@ def _rooms(batch: Batch) -> np.ndarray:
 
 @dataclass(frozen=True)
 class PackedTreeCollate:
-    """Lays out packed examples as trees."""
-
     packed: PackedCollate  # lays out the rows
     prefix: int  # inputs that all examples begin with
     recurs: bool = False  # whether other steps of an update have the same prefix

@@ -18,8 +18,6 @@ _LAYOUTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, MOST_SHAPES)
 
 
 class Packed(NamedTuple):
-    """The examples of a packed batch, and their places."""
-
     sequences: list[np.ndarray]  # indices of the examples of each
     spans: Spans | None = None  # None where each example has the room of its own inputs
 

@@ -44,8 +44,6 @@ class TextColumn(Sequence):
 
 @dataclass
 class Pairs:
-    """Tokens of the pairs of a split, by column."""
-
     format: PairFormat
     tokens: Sequence[Sequence[np.ndarray]]  # one for each column, int32 [L] for each pair
     texts: np.ndarray  # int64 [N, C], equal where two texts are

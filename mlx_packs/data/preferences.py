@@ -242,7 +242,6 @@ class _BothCompletions(Source):
         return Row(row.where, {**about_conversation(row), **value})
 
     def where(self, i: int) -> str:
-        """Name the row of a completion."""
         return self.rows.where(i // 2)
 
     def nbytes(self, start: int, stop: int) -> int:

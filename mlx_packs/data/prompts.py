@@ -22,8 +22,6 @@ _PLACEHOLDER = "."  # of a row without a completion, for the template
 
 @dataclass
 class Prompts:
-    """The prompts of a split."""
-
     tokens: list[list[int]]  # of each, up to where the completion begins
     rows: Rows  # the rows that prompts are part of
     used: Sequence[int]  # the number of each prompt's row
@@ -100,7 +98,6 @@ class PromptCollate:
         return Batch({}, 0, 0, tuple(int(i) for i in order), prompts)
 
     def shapes(self, prompts: Prompts, orders: Iterator[Sequence[int]]) -> set[Shape]:
-        """Completions are as long as they may be."""
         if self.shared is None:
             return {self.largest}
         return {self.shared.shape(prompts, order) for order in orders}

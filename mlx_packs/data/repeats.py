@@ -12,8 +12,6 @@ from .trees import TreePlan
 
 @dataclass(frozen=True)
 class Repeats:
-    """What examples repeat of each other."""
-
     batch_size: int  # of the batches that save it
     merged: int  # examples that begin others
     merged_share: float  # of all inputs, saved if these are merged
@@ -25,7 +23,6 @@ class Repeats:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """Return a line for people on each kind of repetition."""
         lines = []
         if self.merged:
             lines.append(

@@ -86,7 +86,6 @@ def check_unicode(row: Row, text: str) -> None:
 
 
 def text_of(row: Row, column: str) -> str:
-    """Return the text of a column; anything else is an error."""
     if not isinstance(text := row.value[column], str):
         raise row.error(f"'{column}' must be a text, but is {shown(text)}.", "wrong type")
     return text

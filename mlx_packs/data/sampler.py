@@ -42,11 +42,7 @@ ALL = Draw()
 
 
 class _Batches(Sequence[np.ndarray]):
-    """Slices of an order, made on access: a list of a million takes 100 MB.
-
-    ``order`` is int [N], its last slice may be shorter than ``size``; ``numbers`` has the slice of
-    each batch.
-    """
+    """Slices of an order, by their numbers; a list of a million would take 100 MB."""
 
     def __init__(self, order: np.ndarray, size: int, numbers: np.ndarray) -> None:
         self._order, self._size, self._numbers = order, size, numbers
@@ -120,11 +116,10 @@ class Sampler:
         return _Batches(order + self.draw.first, size, numbers)
 
     def _packed(self, lengths: np.ndarray, random: np.random.Generator) -> list[Packed]:
-        """Return the batches of packed sequences of an epoch.
+        """Return an epoch of packed sequences.
 
-        Aligned ones are packed by `aligned_batches`, and shuffled. Otherwise examples are shuffled
-        and packed a window at a time, so that a sequence has examples of any length and place;
-        then the sequences are shuffled.
+        Unless they are aligned, shuffled examples are packed a window at a time, so that a
+        sequence has examples of any length and place; then the sequences are shuffled.
         """
         inputs = lengths - 1
         if self.aligned:
@@ -215,7 +210,6 @@ class GroupedSampler(Sampler):
 
 
 def grouped(groups: np.ndarray, together: int) -> np.ndarray:
-    """Return the examples of groups, in their order."""
     return (together * groups[:, None] + np.arange(together)).reshape(-1)
 
 

@@ -34,11 +34,9 @@ class TreeShape(NamedTuple):
         return self.inputs, self.targets
 
     def rows(self, sequences: int) -> int:
-        """Return how many rows follow the prefixes of ``sequences`` sequences."""
         return round(sequences * self.examples)
 
     def groups(self, sequences: int) -> int:
-        """Return how many prefixes ``sequences`` sequences have."""
         return -(-sequences // self.together) if self.together else 1
 
     def computed(self, sequences: int) -> int:

@@ -29,7 +29,6 @@ def with_chains_merged(train: TrainConfig, lora: LoRAConfig, examples: Examples)
 def training_batches(
     trees: TreePlan | GroupPlan | None, examples: Examples, sampler: Sampler
 ) -> Dataset:
-    """Without ``trees`` batches are rows."""
     if trees is None:
         return training_set(examples, sampler)
     if sampler.packing:
@@ -99,5 +98,4 @@ def may_share(train: TrainConfig, lora: LoRAConfig) -> bool:
 
 
 def draws_at_random(train: TrainConfig, lora: LoRAConfig) -> bool:
-    """Whether the forward pass of a training step draws random numbers."""
     return lora.dropout > 0 or train.neftune_noise_alpha > 0

@@ -67,9 +67,7 @@ class Source(ABC):
 class Rows(Sequence[Row]):
     """The rows of a split or of a part of it, each read when it is needed.
 
-    Args:
-        sources: files, lists or data sets, whose rows are numbered from the first one to the last.
-        indices: the numbers of the rows, rising; None is all of them.
+    Rows are numbered across all sources; ``indices`` has rising numbers, or None for all rows.
     """
 
     def __init__(
@@ -125,7 +123,6 @@ class Rows(Sequence[Row]):
         return self.sources[source].where(number)
 
     def places(self) -> Callable[[int], str]:
-        """Return `where` as a function that keeps in memory only what it needs."""
         edges, indices = self._edges, self.indices
         places = [source.places() for source in self.sources]
 
@@ -136,7 +133,6 @@ class Rows(Sequence[Row]):
         return where
 
     def nbytes(self) -> int:
-        """Return about how many bytes of text the rows have."""
         if isinstance(self.indices, range):
             return self._nbytes(self.indices.start, self.indices.stop)
 
@@ -172,7 +168,6 @@ class Rows(Sequence[Row]):
             yield from source.read(low, high)
 
     def _nbytes(self, start: int, stop: int) -> int:
-        """Return about how many bytes of text the rows from ``start`` to ``stop`` have."""
         return sum(source.nbytes(low, high) for source, low, high in self._ranges(start, stop))
 
     def _ranges(self, start: int, stop: int) -> Iterator[tuple[Source, int, int]]:
@@ -199,7 +194,6 @@ def as_rows(rows: Sequence[Row]) -> Rows:
 
 
 def concatenated(parts: Sequence[Sequence[Row]]) -> Rows:
-    """Return the rows of all parts, part after part."""
     rows = [as_rows(part) for part in parts]
     sources = [source for part in rows for source in part.sources]
     before = np.cumsum([0, *(sum(map(len, part.sources)) for part in rows)])
@@ -230,8 +224,6 @@ class Fingerprint:
 
 
 class RowList(Source):
-    """Rows that are in memory."""
-
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = rows
 
@@ -248,17 +240,13 @@ class RowList(Source):
         return _sampled_bytes(lambda i: self.rows[i].value, start, stop)
 
     def places(self) -> Callable[[int], str]:
-        """Return `where`, which does not keep the values of the rows."""
         return [row.where for row in self.rows].__getitem__
 
 
 class ValueList(Source):
-    """The values of a list or data set as rows: it has them by number and yields them in order.
+    """The values of a list or data set as rows; messages call a row ``name[number]``.
 
-    Args:
-        name: of the source; a place is ``name[number]``.
-        values: of the rows.
-        convert: returns the columns of a row, given its value.
+    ``convert`` returns the columns of a row, given its value.
     """
 
     def __init__(
@@ -284,7 +272,6 @@ class ValueList(Source):
         return _sampled_bytes(self.values.__getitem__, start, stop)
 
     def places(self) -> Callable[[int], str]:
-        """Return `where`, which does not keep the values."""
         name = self.name
         return lambda i: f"{name}[{i}]"
 
@@ -309,7 +296,7 @@ class Parquet(Source):
 
     @contextmanager
     def _opened(self) -> Iterator[Any]:
-        """Open the file only while it is read, as there may be a thousand; errors are PackErrors."""
+        """Open the file only while it is read: there may be a thousand. Errors are PackErrors."""
         try:
             import pyarrow.parquet as parquet
         except ImportError:

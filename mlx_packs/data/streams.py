@@ -1,7 +1,7 @@
 """Rows that come one after another: `datasets` in streaming mode, on disk as they come.
 
-Training takes rows in any order and more than once, so a stream is written to JSONL, of which one row
-is in memory at a time; the files of the data set are not downloaded as a whole.
+Training reads rows in any order and more than once, so a stream is written to JSONL, with one row
+in memory at a time; the files of the data set are not downloaded as a whole.
 """
 
 import hashlib

@@ -125,7 +125,6 @@ def cache_key(
 
 
 def _today(tokenizer: Any) -> str | None:
-    """The date, if the chat template reads the clock."""
     return time.strftime("%Y-%m-%d") if reads_clock(tokenizer) else None
 
 

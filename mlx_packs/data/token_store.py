@@ -114,7 +114,6 @@ class TokenStore:
         self._counts.append(np.count_nonzero(target))
 
     def extend(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Add the `arrays` of another store."""
         for name, file in (("tokens", self._tokens), ("target", self._target)):
             for block in blocks(arrays[name]):
                 file.write(block)
@@ -135,7 +134,6 @@ class TokenStore:
         }
 
     def examples(self, where: Callable[[int], str]) -> StoredExamples:
-        """``where`` returns the place of a row."""
         return StoredExamples(self.arrays(), where)
 
 
@@ -218,7 +216,6 @@ def read_arrays(file: Path, key: str, dtypes: Dtypes) -> dict[str, np.ndarray] |
 
 
 def _npy_blocks(array: np.ndarray) -> Iterator[memoryview]:
-    """Yield .npy, its header first."""
     header = io.BytesIO()
     npy.write_array_header_1_0(header, npy.header_data_from_array_1_0(array))
     yield header.getbuffer()
@@ -237,7 +234,6 @@ def _is_complete(f: BinaryIO, key: str) -> bool:
 
 
 def _mapped(f: BinaryIO, dtype: type) -> np.ndarray:
-    """Map the next array of a file."""
     npy.read_magic(f)
     (length,), _, stored = npy.read_array_header_1_0(f)
     if stored != dtype:

@@ -103,7 +103,7 @@ def normal_calls(calls: Any) -> list[dict[str, Any]]:
 def calls_in_text(text: str) -> tuple[str, list[dict[str, Any]]]:
     """Return what stands before the calls in a text of nothing else, and the calls.
 
-    The text is the JSON of one call or of several, or has each between ``<tool_call>`` tags; thoughts
+    It is the JSON of one call or of several, or each is between ``<tool_call>`` tags; thoughts
     between ``<think>`` tags may come first.
     """
     thoughts = WRITTEN_THOUGHTS.match(text)

@@ -135,7 +135,6 @@ class Steps(NamedTuple):
 
     @property
     def are_several(self) -> bool:
-        """Whether one step follows another."""
         return self.batches * self.pieces > 1
 
 
@@ -291,7 +290,6 @@ class TreePlan:
     def dataset(
         self, examples: Examples, sampler: Sampler, order: FixedOrder | None = None
     ) -> Dataset:
-        """``order`` replaces the order of the sampler."""
         return Dataset(examples, self.collate(examples, sampler), order or sampler)
 
     def held_out(self, examples: Examples, max_seq_length: int, chosen: np.ndarray) -> Dataset:
