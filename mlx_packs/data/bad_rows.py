@@ -56,7 +56,9 @@ class RowError(PackError):
         flag: str | None = None,
     ) -> None:
         super().__init__(f"{where}: {fault}", code, flag)
-        self.where, self.fault, self.reason = where, fault, reason
+        self.where = where
+        self.fault = fault
+        self.reason = reason
 
 
 @dataclass
@@ -85,8 +87,8 @@ class BadRows:
         if self.errors and len(self.errors) == count:
             first = self.errors[0][1]
             raise PackError(
-                f"--on-bad-row: none of {count:,} examples can be used ({shown_counts(self.counts())}). "
-                f"The first: {first.message}",
+                f"--on-bad-row: none of {count:,} examples can be used "
+                f"({shown_counts(self.counts())}). The first: {first.message}",
                 "data",
                 "data",
             )
@@ -118,8 +120,11 @@ class BadRows:
 
 def split_place(where: str) -> tuple[str, int | None]:
     """Split ``train.jsonl:17`` or ``train.json[16]`` into file and number."""
-    name, _, number = where.removesuffix("]").rpartition("[" if where.endswith("]") else ":")
-    return (name, int(number)) if name and number.isdecimal() else (where, None)
+    separator = "[" if where.endswith("]") else ":"
+    name, _, number = where.removesuffix("]").rpartition(separator)
+    if name and number.isdecimal():
+        return name, int(number)
+    return where, None
 
 
 def shown_counts(counts: Mapping[str, int]) -> str:

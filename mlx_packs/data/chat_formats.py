@@ -35,7 +35,8 @@ class ConversationFormat(TokenFormat):
 
     def turns(self, row: Row, names: DataConfig) -> list[Turn]:
         """Return the turns of a row; the first may be a system prompt from its own column."""
-        turns, system = self.own_turns(row, names), _system_prompt(row, self.columns(names))
+        turns = self.own_turns(row, names)
+        system = _system_prompt(row, self.columns(names))
         if system is None:
             return turns
 
@@ -83,8 +84,8 @@ class ConversationFormat(TokenFormat):
 
     def answer(self, row: Row, names: DataConfig) -> str | None:
         turns = self.turns(row, names)
-        asked = turns[self._asked(turns) :][:1]
-        return next((_answer_of(turn) for turn in asked), None)
+        asked = self._asked(turns)
+        return _answer_of(turns[asked]) if asked < len(turns) else None
 
     def texts(self, row: Row, names: DataConfig) -> list[str]:
         return [text for turn in self.turns(row, names) if (text := turn.message["content"])]
@@ -161,12 +162,16 @@ class Alpaca(ConversationFormat):
         parts = [text_of(row, "instruction")]
         if not isinstance(about := values["input"], str):
             raise row.error(f"'input' must be a text, but is {shown(about)}.", "wrong type")
-        parts += [about] if about.strip() else []
+        if about.strip():
+            parts.append(about)
 
+        history = values["history"]
+        fault = "'history' must be a list of [question, answer]."
+        if not isinstance(history, list):
+            raise row.error(fault, "wrong type")
         messages: list[Mapping] = []
-        for turn in values["history"] if isinstance(values["history"], list) else [None]:
+        for turn in history:
             if not (isinstance(turn, list) and [type(text) for text in turn] == [str, str]):
-                fault = "'history' must be a list of [question, answer]."
                 raise row.error(fault, "wrong type")
             messages += _exchange(*turn)
 
@@ -221,10 +226,12 @@ def prompt_and_completion(
     A system message that only the completion has belongs before the prompt. A completion that
     repeats the text of the prompt is an error: no rule says where the answer begins.
     """
-    prompt, completion = _side(row, "user", prompt_column), _side(row, "assistant", column)
+    prompt = _side(row, "user", prompt_column)
+    completion = _side(row, "assistant", column)
     roles = [turns[0].message["role"] for turns in (prompt, completion)]
     if roles[1] == "system" and roles[0] != "system":
-        prompt, completion = [completion[0], *prompt], completion[1:]
+        prompt = [completion[0], *prompt]
+        completion = completion[1:]
 
     completion = completion[_repeated(prompt, completion) :]
     if not completion:
@@ -357,8 +364,8 @@ def _check_alpaca_is_whole(row: Row, names: DataConfig) -> None:
     if names.prompt_feature == "instruction" and optional(row, "input"):
         raise row.conflict(
             "has an 'input', which --prompt-feature instruction leaves out. Give neither "
-            "--prompt-feature nor --completion-feature: rows with instruction, input and output are "
-            "read as they are.",
+            "--prompt-feature nor --completion-feature: rows with instruction, input and output "
+            "are read as they are.",
             "conflict",
             "prompt_feature",
         )
@@ -366,5 +373,6 @@ def _check_alpaca_is_whole(row: Row, names: DataConfig) -> None:
 
 def _fault(row: Row, rule: str, value: Any) -> PackError:
     text = json.dumps(value, ensure_ascii=False, default=str)
-    text = text if len(text) < 60 else text[:60] + "…"
+    if len(text) >= 60:
+        text = text[:60] + "…"
     return row.error(f"{rule} Shown: {text}", "wrong type")

@@ -109,8 +109,8 @@ class Conversation:
             parts = [message.get(key) for key in ("content", "tool_calls", "reasoning_content")]
             if i in targets and not any(p.strip() if isinstance(p, str) else p for p in parts):
                 raise self._error(
-                    f"answer {number} is empty (message {i + 1}). Remove it and its question, or mark it "
-                    "as no target with 'weight': 0.",
+                    f"answer {number} is empty (message {i + 1}). Remove it and its question, or "
+                    "mark it as no target with 'weight': 0.",
                     "empty",
                 )
 
@@ -160,14 +160,16 @@ class Conversation:
         messages = self.messages
         if i > 0:  # without a message before it, the header of the answer cannot be rendered
             before = attempt(messages[:i], add_generation_prompt=True)
-            through = text if i + 1 == len(messages) else attempt(messages[: i + 1])
+            through = text
+            if i + 1 < len(messages):
+                through = attempt(messages[: i + 1])
             if before and through and text.startswith(before) and text.startswith(through):
                 if len(through) > len(before):
                     return len(before), len(before) + len(through[len(before) :].rstrip())
 
         bare = {"role": "assistant", "content": SENTINEL}
         for other in (bare, {**messages[i], **bare}):  # without and with its tool calls
-            changed = attempt([other if j == i else m for j, m in enumerate(messages)]) or ""
+            changed = attempt([*messages[:i], other, *messages[i + 1 :]]) or ""
             changed = self._ended(changed)
 
             start, sentinel, rest = changed.partition(SENTINEL)

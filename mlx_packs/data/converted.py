@@ -29,7 +29,8 @@ from .sources import RowList
 TEXT_SUFFIXES = (".txt", ".md")
 _VERSION = 3  # of the copies
 _DAYS = 30  # after which an unused copy is removed
-_MOST_GROWTH, _ALWAYS = 200, 64 << 20  # of what gzip unpacks: times its size, and bytes beside that
+_MOST_GROWTH = 200  # times the size of a file, which gzip may unpack
+_ALWAYS = 64 << 20  # bytes that it may unpack in addition
 _BLOCK_BYTES = 1 << 20
 _PIECE = 4000  # characters of a row of text, about a thousand tokens, where paragraphs allow that
 _MOST_TEXT_BYTES = 1 << 30
@@ -66,20 +67,27 @@ def gzip_rows(file: Path) -> Unpacked:
 
 def table_rows(file: Path) -> Copy:
     """Read .csv or .tsv, also compressed; the first line names the columns."""
-    is_tsv = ".tsv" in Path(file.name.lower()).suffixes[-2:]
-    kind, rows_of = ("tsv", _tsv_rows) if is_tsv else ("csv", _csv_rows)
+    kind = "csv"
+    rows_of = _csv_rows
+    if ".tsv" in Path(file.name.lower()).suffixes[-2:]:
+        kind = "tsv"
+        rows_of = _tsv_rows
     return Copy(_copy(file, kind, lambda out: _tabulate(file, rows_of(file), out)), file)
 
 
 def text_rows(file: Path) -> RowList:
     """Return the paragraphs of a text; a row has as many as fit into 4,000 characters."""
-    rows, begun, start, number = [], [], 1, 0
+    rows = []
+    begun: list[str] = []
+    start = 1  # line of the first paragraph in a row
+    number = 0  # of lines so far
     text = read_text(file, _MOST_TEXT_BYTES).replace("\r\n", "\n")
 
     for paragraph in text.split("\n\n"):
         if begun and sum(map(len, begun)) + len(paragraph) > _PIECE:
             rows.append(_text_row(file, start, begun))
-            begun, start = [], number + 1
+            begun = []
+            start = number + 1
 
         begun.append(paragraph)
         number += paragraph.count("\n") + 2
@@ -115,11 +123,14 @@ def _blocks(file: Path) -> Iterator[bytes]:
     """Yield the content of a file, uncompressed; more than a limit is an error."""
     limit = _MOST_GROWTH * file.stat().st_size + _ALWAYS
     room = free_bytes(cache_folder("rows") or Path(tempfile.gettempdir()))
-    limit = limit if room is None else min(limit, room // 2)
-    total = 0
+    if room is not None:
+        limit = min(limit, room // 2)
 
+    total = 0
     with open_regular(file) as raw:
-        source = gzip.GzipFile(fileobj=raw) if file.suffix.lower() == ".gz" else raw
+        source = raw
+        if file.suffix.lower() == ".gz":
+            source = gzip.GzipFile(fileobj=raw)
         try:
             while block := source.read(_BLOCK_BYTES):
                 total += len(block)
@@ -156,8 +167,8 @@ def _tabulate(file: Path, rows: Iterator[_Cells], out: BinaryIO) -> None:
             continue
         if len(cells) != len(header):
             raise PackError(
-                f"{file}:{line}: has {len(cells)} cells, but the header has {len(header)}. Cells with "
-                "commas, tabs or line breaks in them must be in quotes.",
+                f"{file}:{line}: has {len(cells)} cells, but the header has {len(header)}. Cells "
+                "with commas, tabs or line breaks in them must be in quotes.",
                 "data",
             )
 
@@ -180,8 +191,8 @@ def _csv_rows(file: Path) -> Iterator[_Cells]:
             line = reader.line_num + 1
     except csv.Error as error:
         raise PackError(
-            f"{file}:{line}: the row that begins here cannot be read to its end ({error}). A cell that "
-            "begins with a quote must end with one; double the quotes within it.",
+            f"{file}:{line}: the row that begins here cannot be read to its end ({error}). A cell "
+            "that begins with a quote must end with one; double the quotes within it.",
             "unreadable",
         ) from None
 
@@ -202,7 +213,10 @@ def _tsv_rows(file: Path) -> Iterator[_Cells]:
             if quoted := _quoted_row(line, lines, columns):
                 yield number, quoted
                 continue
-        yield number, [] if cells == [""] else [_unquoted(cell) for cell in cells]
+
+        if cells == [""]:
+            cells = []
+        yield number, [_unquoted(cell) for cell in cells]
 
 
 def _quoted_row(line: str, lines: "_Lookahead", columns: int) -> list[str] | None:
@@ -230,7 +244,8 @@ def _quoted_row(line: str, lines: "_Lookahead", columns: int) -> list[str] | Non
 
 def _quoted_cells(text: str) -> list[str] | None:
     """Return the cells of a whole row; None if a quote is open at its end, or it has two lines."""
-    cells, start = [], 0
+    cells = []
+    start = 0
     while start <= len(text):
         quoted = _QUOTED.match(text, start)
         if quoted and text[quoted.end() : quoted.end() + 1] in ("", "\t"):

@@ -81,7 +81,9 @@ class PairFormat(RowFormat):
         ]
 
     def columns(self, names: DataConfig) -> tuple[str, ...]:
-        return self.text_columns + ((self.score_column,) if self.score_column else ())
+        if not self.score_column:
+            return self.text_columns
+        return (*self.text_columns, self.score_column)
 
     def texts(self, row: Row, names: DataConfig) -> list[str]:
         return [text_of(row, column) for column in self.text_columns]
@@ -92,7 +94,9 @@ class PairFormat(RowFormat):
         for text in texts:
             check_unicode(row, text)
 
-        return texts, None if self.score_column is None else self._score(row, self.score_column)
+        if self.score_column is None:
+            return texts, None
+        return texts, self._score(row, self.score_column)
 
     def _score(self, row: Row, column: str) -> float:
         """In tables a score is a text."""
@@ -172,7 +176,8 @@ COMPLETION = Completion()
 TEXT = Text()
 TOKEN_FORMATS: tuple[TokenFormat, ...] = (COMPLETION, Chat(), TEXT, Alpaca(), ShareGPT())
 PAIR_FORMATS: tuple[PairFormat, ...] = (ScoredPairs(), Triplets(), AnchorPairs())
-PREFERENCE, PROMPT = Preference(), Prompt()
+PREFERENCE = Preference()
+PROMPT = Prompt()
 FORMATS: tuple[RowFormat, ...] = (*TOKEN_FORMATS, PREFERENCE, *PAIR_FORMATS, PROMPT)
 
 
@@ -193,7 +198,8 @@ def format_of(row: Row, names: DataConfig, formats: Sequence[RowFormat] = FORMAT
         return matching[0]
 
     columns = " or ".join("{" + ", ".join(each.columns(names)) + "}" for each in formats)
-    fault = f"must have the columns {columns}, but has {shown(sorted(row.value)) if row.value else 'none'}."
+    own = shown(sorted(row.value)) if row.value else "none"
+    fault = f"must have the columns {columns}, but has {own}."
     if any(isinstance(each, TokenFormat) for each in formats):
         flags = "--chat-feature, --prompt-feature, --completion-feature, --text-feature"
         raise row.error(f"{fault} Other names: {flags}.", "missing columns")

@@ -41,8 +41,10 @@ def source_of(data: Any) -> str:
     pandas or polars, a `datasets.Dataset` or `IterableDataset`, or a mapping of split names to
     such. Anything else is a PackError.
     """
+    if isinstance(data, Given):
+        return data
     if isinstance(data, (str, Path)):
-        return data if isinstance(data, Given) else str(data)
+        return str(data)
     if not isinstance(data, Mapping):
         return Given({"train": _rows(data, "rows"), "valid": Rows(), "test": Rows()})
 

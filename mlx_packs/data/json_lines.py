@@ -62,7 +62,9 @@ def parse_line(where: str, line: bytes) -> Any:
         fault = f"is not UTF-8 text (byte {error.start + 1} of the line)."
         raise RowError(where, fault, "not UTF-8", "unreadable") from None
     except json.JSONDecodeError as error:
-        shown = text if len(text) < 60 else text[:60] + "…"
+        shown = text
+        if len(text) >= 60:
+            shown = text[:60] + "…"
         fault = f"is not valid JSON ({error.msg} at column {error.colno}). Shown: {shown.strip()}"
         raise RowError(where, fault, "not JSON", "unreadable") from None
     except ValueError:  # Python's limit for turning text into integers
@@ -103,8 +105,10 @@ class JsonLines(Source):
     def _scan(self, f: BinaryIO) -> None:
         """Find where the rows begin, which lines are blank, and the hash of the file."""
         digest = hashlib.sha256()
-        lines, doubts = [np.array([], np.int64)], [np.array([], bool)]
-        size, begins = 0, True  # whether a line begins with the block
+        lines = [np.array([], np.int64)]
+        doubts = [np.array([], bool)]
+        size = 0
+        begins = True  # whether a line begins with the block
         while block := f.read(4 * _BLOCK_BYTES):
             digest.update(block)
             data = np.frombuffer(block, np.uint8)
@@ -118,7 +122,8 @@ class JsonLines(Source):
             doubts.append(data[edges] <= 32)  # what a blank line may begin with
             size += len(block)
 
-        starts, blank = np.concatenate(lines), np.concatenate(doubts)
+        starts = np.concatenate(lines)
+        blank = np.concatenate(doubts)
         lengths = np.diff(starts, append=size)
 
         for i in np.flatnonzero(blank & (lengths > 1)):
@@ -153,7 +158,9 @@ class JsonLines(Source):
 
                 for i, (low, high) in enumerate(zip(edges, edges[1:], strict=False), start):
                     line = block[low:high]
-                    yield LineRow(self.where(i), line.removeprefix(_BOM) if i == 0 else line)
+                    if i == 0:
+                        line = line.removeprefix(_BOM)
+                    yield LineRow(self.where(i), line)
 
                 start = end
 

@@ -83,7 +83,9 @@ def _speaker(message: Any) -> str:
     """Return the role as the dialect names it; an empty text without one."""
     if not isinstance(message, Mapping):
         return ""
-    speaker = message.get("from") if message.get("role") is None else message["role"]
+    speaker = message.get("role")
+    if speaker is None:
+        speaker = message.get("from")
     return speaker if isinstance(speaker, str) else ""
 
 
@@ -163,13 +165,15 @@ def _turn(message: Any) -> Turn:
 
 
 def _rename_sharegpt(given: dict[str, Any]) -> None:
-    speaker, text = given.pop("from"), given.pop("value", None)
+    speaker = given.pop("from")
+    text = given.pop("value", None)
     if not isinstance(speaker, str) or speaker not in (*_OWN_ROLES, *ROLES):
         roles = ", ".join((*_OWN_ROLES, *ROLES))
         raise ValueError(f"'from' must be one of {roles}, but is {shown(speaker)}.")
     if not isinstance(text, str):
         raise ValueError(f"'value' must be a text, but is {shown(text)}.")
-    given["role"], given["content"] = speaker, text
+    given["role"] = speaker
+    given["content"] = text
 
 
 def _popped_calls(given: dict[str, Any]) -> list[dict[str, Any]]:
@@ -199,7 +203,8 @@ def _write_thoughts_once(message: dict[str, Any]) -> None:
 
     if written[1].strip() != thoughts.strip():
         raise ValueError(
-            f"an answer has other thoughts in its content than in '{THOUGHTS[0]}'. Keep one of them."
+            f"an answer has other thoughts in its content than in '{THOUGHTS[0]}'. Keep one of "
+            "them."
         )
     message["content"] = message["content"][written.end() :]
 
@@ -209,8 +214,8 @@ def _popped_mark(given: dict[str, Any], role: str) -> bool:
     for key in _OTHER_MARKS:
         if key in given:
             raise ValueError(
-                f"'{key}' of a message is not supported. Mark an answer that is not to be trained on "
-                "with 'weight': 0."
+                f"'{key}' of a message is not supported. Mark an answer that is not to be trained "
+                "on with 'weight': 0."
             )
 
     marks = {}

@@ -95,7 +95,9 @@ def optional(row: Row, column: str) -> Any:
     """Return the value of a column; None where it is missing or empty, as NaN is in pandas."""
     value = row.value.get(column)
     is_nan = isinstance(value, float) and math.isnan(value)
-    return None if is_nan or value == "" else value
+    if is_nan or value == "":
+        return None
+    return value
 
 
 def shown(value: Any) -> str:

@@ -25,7 +25,8 @@ from .streams import STREAMED, hub_stream
 
 SPLITS = tuple(SPLIT_NAMES)
 _KNOWN_NAMES = "; ".join(", ".join(names) for names in SPLIT_NAMES.values())
-_HELD_OUT_SHARE, _HELD_OUT_MOST = 0.05, 100
+_HELD_OUT_SHARE = 0.05
+_HELD_OUT_MOST = 100
 
 
 @dataclass
@@ -68,7 +69,9 @@ class Splits:
 
     def usable(self, split: str) -> Iterator[Row]:
         """Yield the rows of a split that encoding has not left out."""
-        bad = {i for i, _ in self.bad[split].errors} if split in self.bad else set()
+        bad: set[int] = set()
+        if split in self.bad:
+            bad = {i for i, _ in self.bad[split].errors}
         yield from (row for i, row in enumerate(self.rows[split]) if i not in bad)
 
     def first_usable(self, split: str) -> Row:
@@ -96,7 +99,8 @@ def load_rows(config: DataConfig) -> Splits:
     if config.hf_dataset is not None:
         rows, source = _hf_collection(config)
     else:
-        (rows, notes), source = _local_or_hub(config.data), str(config.data)
+        rows, notes = _local_or_hub(config.data)
+        source = str(config.data)
 
     present = [split for split in SPLITS if len(rows[split])]
     if not present:
@@ -161,7 +165,9 @@ def _folder_rows(path: Path) -> tuple[dict[str, Rows], list[str]]:
 
     rows = {split: _rows_of(chosen) for split, chosen in by_split.items()}
     others = [file.name for file in tables if file not in used]
-    notes = [f"not used: {', '.join(others[:3])} (names are {_KNOWN_NAMES})"] if others else []
+    notes = []
+    if others:
+        notes.append(f"not used: {', '.join(others[:3])} (names are {_KNOWN_NAMES})")
     return rows, notes
 
 
@@ -188,10 +194,14 @@ def _files_of_splits(path: Path, tables: Sequence[Path]) -> dict[str, list[Path]
             )
         by_split[split] = chosen[0] if chosen else []
 
-    if not any(by_split.values()):
-        if len(tables) == 1:
-            by_split["train"] = list(tables)
-        elif len(shards) == 1 and len(files := next(iter(shards.values()))) == len(tables):
+    if any(by_split.values()):
+        return by_split
+
+    if len(tables) == 1:
+        by_split["train"] = list(tables)
+    elif len(shards) == 1:
+        (files,) = shards.values()
+        if len(files) == len(tables):
             by_split["train"] = files
     return by_split
 
@@ -225,9 +235,12 @@ def _text_folder(path: Path, tables: Sequence[Path]) -> tuple[Rows, list[str]]:
     if len(blank) == len(texts):
         raise PackError(f"{path}: has no examples, only blank texts.", "data", "data")
 
-    names = ", ".join(str(file.relative_to(path)) for file in blank[:3])
-    number = f"{len(blank)} blank text" + ("s" if len(blank) > 1 else "")
-    return Rows(sources), [f"not used: {number} ({names})"] if blank else []
+    notes = []
+    if blank:
+        names = ", ".join(str(file.relative_to(path)) for file in blank[:3])
+        plural = "s" if len(blank) > 1 else ""
+        notes.append(f"not used: {len(blank)} blank text{plural} ({names})")
+    return Rows(sources), notes
 
 
 def _hold_out(splits: Splits, config: DataConfig) -> None:
@@ -248,9 +261,12 @@ def held_out(rows: Rows, config: DataConfig, row_format: RowFormat) -> tuple[Row
         return rows[:-n], rows[-n:], f"the last {n} training examples are held out"
 
     chosen, copies = hold_out(rows, n, row_format, config)
-    also = f", {copies} of them near-duplicates of others" if copies else ""
-    number = "1 training example is" if len(chosen) == 1 else f"{len(chosen)} training examples are"
-    note = f"{number} held out, drawn at random{also}"
+    number = f"{len(chosen)} training examples are"
+    if len(chosen) == 1:
+        number = "1 training example is"
+    note = f"{number} held out, drawn at random"
+    if copies:
+        note += f", {copies} of them near-duplicates of others"
     return rows.select(without(len(rows), chosen)), rows.select(np.array(chosen)), note
 
 
@@ -362,15 +378,17 @@ def _hf_dataset(name: str) -> dict[str, Rows]:
     if "train" not in splits:
         raise PackError(f"--data {name}: has no train split, only {', '.join(loaded)}.", "data")
 
-    return {
-        split: Rows([ValueList(f"{name}/{split}", splits[split], dict)] if split in splits else [])
-        for split in SPLITS
-    }
+    rows = {split: Rows() for split in SPLITS}
+    for split, values in splits.items():
+        rows[split] = Rows([ValueList(f"{name}/{split}", values, dict)])
+    return rows
 
 
 def _hf_collection(config: DataConfig) -> tuple[dict[str, Rows], str]:
     """Return the rows of mlx-lm's ``hf_dataset`` key, one entry or several, and their source."""
-    entries = config.hf_dataset if isinstance(config.hf_dataset, list) else [config.hf_dataset]
+    entries = config.hf_dataset
+    if not isinstance(entries, list):
+        entries = [entries]
     features = {name: getattr(config, name) for name in COLUMN_SETTINGS}
     valid_keys = {"path", "name", "train_split", "valid_split", "test_split", "config", *features}
     sources: dict[str, list[Source]] = {split: [] for split in SPLITS}

@@ -101,7 +101,8 @@ class Rows(Sequence[Row]):
         edges = [0, *after_gaps.tolist(), len(self)] if len(self) else []
         for low, high in itertools.pairwise(edges):
             numbers = self.indices[low:high]
-            first, last = int(numbers[0]), int(numbers[-1])
+            first = int(numbers[0])
+            last = int(numbers[-1])
             selected = np.zeros(last + 1 - first, bool)
             selected[numbers - first] = True
             yield from itertools.compress(self._read(first, last + 1), selected.tolist())
@@ -123,7 +124,8 @@ class Rows(Sequence[Row]):
         return self.sources[source].where(number)
 
     def places(self) -> Callable[[int], str]:
-        edges, indices = self._edges, self.indices
+        edges = self._edges
+        indices = self.indices
         places = [source.places() for source in self.sources]
 
         def where(i: int) -> str:
@@ -175,10 +177,11 @@ class Rows(Sequence[Row]):
         first, _ = _located(self._edges, start)
 
         for source in range(first, len(self.sources)):
-            edge, end = self._edges[source], self._edges[source + 1]
-            low, high = max(start, edge), min(stop, end)
+            edge = self._edges[source]
+            end = self._edges[source + 1]
             if edge >= stop:
                 return
+            low, high = max(start, edge), min(stop, end)
             if low < high:
                 yield self.sources[source], low - edge, high - edge
 
@@ -252,7 +255,9 @@ class ValueList(Source):
     def __init__(
         self, name: str, values: Sequence[Any], convert: Callable[[Any], Any] | None = None
     ) -> None:
-        self.name, self.values, self.convert = name, values, convert
+        self.name = name
+        self.values = values
+        self.convert = convert
 
     def __len__(self) -> int:
         return len(self.values)
@@ -263,7 +268,9 @@ class ValueList(Source):
         if start == 0:  # data sets iterate faster than they index
             values = itertools.islice(self.values, stop)
         for i, value in enumerate(values, start):
-            yield Row(self.where(i), value if self.convert is None else self.convert(value))
+            if self.convert is not None:
+                value = self.convert(value)
+            yield Row(self.where(i), value)
 
     def where(self, i: int) -> str:
         return f"{self.name}[{i}]"

@@ -63,8 +63,8 @@ def hub_stream(data: str, names: Mapping[str, Sequence[str]]) -> dict[str, Rows]
     match = _NAME.fullmatch(data)
     if not match:
         raise PackError(
-            f"--data {data}: must be hf:owner/name, or hf:owner/name[:1000] for the first 1000 rows of "
-            "each split.",
+            f"--data {data}: must be hf:owner/name, or hf:owner/name[:1000] for the first 1000 "
+            "rows of each split.",
             "invalid",
         )
 

@@ -70,7 +70,9 @@ def _normal_call(call: Any) -> dict[str, Any]:
     arguments = _only([each for each in given if each], "arguments") or {}
 
     normal = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    return normal if call.get("id") is None else {"id": call["id"], **normal}
+    if call.get("id") is not None:
+        normal = {"id": call["id"], **normal}
+    return normal
 
 
 def _only(values: Sequence[Any], what: str) -> Any:
@@ -107,7 +109,12 @@ def calls_in_text(text: str) -> tuple[str, list[dict[str, Any]]]:
     between ``<think>`` tags may come first.
     """
     thoughts = WRITTEN_THOUGHTS.match(text)
-    before, rest = (thoughts[0], text[thoughts.end() :]) if thoughts else ("", text)
+    before = ""
+    rest = text
+    if thoughts:
+        before = thoughts[0]
+        rest = text[thoughts.end() :]
+
     first, *pieces = _MARKED.split(rest)  # the texts around calls, and the calls
     if not pieces:
         return before.strip(), normal_calls(rest)
@@ -131,8 +138,9 @@ def normal_tools(tools: Any) -> list[Any] | None:
         tools = _parsed(tools, "'tools' is") if tools.strip() else None
     else:
         tools = without_padding(tools)
-    tools = [tools] if isinstance(tools, Mapping) else tools
 
+    if isinstance(tools, Mapping):
+        tools = [tools]
     if not tools:
         return None
     if not isinstance(tools, Sequence) or isinstance(tools, str):
@@ -158,7 +166,9 @@ def _normal_tool(tool: Any) -> dict[str, Any]:
         tool = {}
 
     if isinstance(schema := function.get("parameters"), str):
-        parameters = _parsed(schema, "the 'parameters' of a tool are") if schema.strip() else {}
+        parameters: Any = {}
+        if schema.strip():
+            parameters = _parsed(schema, "the 'parameters' of a tool are")
         function = {**function, "parameters": parameters}
     return json_value({"type": "function", **tool, "function": function}, "a tool has")
 
@@ -225,6 +235,6 @@ def json_value(value: Any, what: str, place: str = "", depth: int = 0) -> Any:
 
     fault = f"{value}" if is_number else f"a {type(value).__name__}"
     raise ValueError(
-        f"{what}, in '{place:.60}', {fault}, which JSON does not have. Write it as a text or leave it "
-        "out."
+        f"{what}, in '{place:.60}', {fault}, which JSON does not have. Write it as a text or leave "
+        "it out."
     )
