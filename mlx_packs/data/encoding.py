@@ -44,7 +44,8 @@ from .token_store import (
 # Part of the token cache's key: raise it whenever the same rows give other tokens or targets.
 ENCODING_VERSION = 3
 # Of rows that are rendered and tokenized at a time: enough for all cores, and some MB of tokens.
-_CHUNK_ROWS, _CHUNK_CHARACTERS = 1024, 1 << 19
+_CHUNK_ROWS = 1024
+_CHUNK_CHARACTERS = 1 << 19
 # The arrays of some of the rows, encoded; row numbers are those among all.
 PART = {
     **DTYPES,
@@ -72,7 +73,8 @@ class Examples:
     def stored(cls, items: StoredExamples, *facts: Any) -> "Examples":
         """``facts`` are the fields after ``items``."""
         examples = cls(items, *facts)
-        examples.lengths, examples.target_counts = items.lengths, items.parts["target_counts"]
+        examples.lengths = items.lengths
+        examples.target_counts = items.parts["target_counts"]
         return examples
 
     @classmethod
@@ -166,8 +168,8 @@ def checked_format(
 
     if row_format is PREFERENCE:
         raise first.conflict(
-            "the examples are preferences, which `packs train --task dpo`, orpo, simpo and cpo train "
-            "on. This needs completions, chats or texts.",
+            "the examples are preferences, which `packs train --task dpo`, orpo, simpo and cpo "
+            "train on. This needs completions, chats or texts.",
             "conflict",
             "task",
         )
@@ -208,21 +210,26 @@ class Encoder:
         first: str,
         is_part: bool = False,
     ) -> None:
-        self.rows, self.tokenizer, self.columns, self.options = rows, tokenizer, columns, options
-        self.format, self.first = row_format, first
+        self.rows = rows
+        self.tokenizer = tokenizer
+        self.columns = columns
+        self.options = options
+        self.format = row_format
+        self.first = first
         self.loss_on = row_format.resolve_loss_on(options.loss_on)
         self.ends = set(tokenizer.eos_token_ids) | set(tokenizer.all_special_ids)
 
-        fim, is_split = options.fim, options.long_rows == "split"
-        if not isinstance(row_format, Text) and (fim is not None or is_split):
+        fim = options.fim
+        is_split = options.long_rows == "split"
+        self.in_pieces = fim is not None or is_split
+        if self.in_pieces and not isinstance(row_format, Text):
+            option = "fim-rate" if fim else "long-rows split"
             raise PackError(
-                f"--{'fim-rate' if fim else 'long-rows split'}: is for text examples, but "
-                f"{self.first} is {row_format.name}.",
+                f"--{option}: is for text examples, but {self.first} is {row_format.name}.",
                 "conflict",
             )
 
         self.pieces = _Pieces(tokenizer, options.max_seq_length, is_split, fim)
-        self.in_pieces = fim is not None or is_split
         self.bad = BadRows(columns.on_bad_row == "stop")
         self.fingerprint = Fingerprint()
         self.lines = ByteFile() if is_part else None
@@ -284,10 +291,12 @@ class Encoder:
             self.fingerprint.update(block.data)
 
         cut, dropped = part["counts"].tolist()
-        self.cut, self.dropped = self.cut + cut, self.dropped + dropped
+        self.cut += cut
+        self.dropped += dropped
 
     def _chunks(self, start: int, stop: int) -> Iterator[list[_Rendered]]:
-        chunk, size = [], 0
+        chunk: list[_Rendered] = []
+        size = 0  # characters
         for i, row in enumerate(self.rows[start:stop], start):
             try:
                 check_format(row, self.format, self.first, self.columns)
@@ -302,7 +311,8 @@ class Encoder:
             size += len(text)
             if len(chunk) == _CHUNK_ROWS or size >= _CHUNK_CHARACTERS:
                 yield chunk
-                chunk, size = [], 0
+                chunk = []
+                size = 0
 
         if chunk:
             yield chunk
@@ -338,11 +348,13 @@ class Encoder:
 
     def _store(self, chunk: list[_Rendered], encodings: Mapping[str, list]) -> None:
         offsets = encodings.get("offset_mapping") or itertools.repeat(None)
+        encoded = zip(chunk, encodings["input_ids"], offsets)  # noqa: B905
         end = [self.tokenizer.eos_token_id] if self.format.special_tokens else []
 
-        for (row, text, spans), tokens, places in zip(chunk, encodings["input_ids"], offsets):  # noqa: B905
+        for (row, text, spans), tokens, places in encoded:
             if end and starts_twice(self.tokenizer, tokens):
-                tokens, places = tokens[1:], places and places[1:]
+                tokens = tokens[1:]
+                places = places and places[1:]
             tokens, places = split_prompts(self.tokenizer, text, spans, tokens, places)
             if tokens[-1:] != end:
                 tokens = [*tokens, *end]
@@ -359,8 +371,9 @@ class Encoder:
 
     def _append(self, row: int, tokens: list[int], target: np.ndarray) -> None:
         """Add an example, cut to the maximum length; without a target it is only counted."""
-        options = self.options
-        length, vocab_size = options.max_seq_length, options.vocab_size
+        length = self.options.max_seq_length
+        vocab_size = self.options.vocab_size
+        last_k = self.options.ce_last_k
         target[:1] = False  # nothing predicts the first token
 
         if vocab_size is not None and tokens and max(tokens) >= vocab_size:
@@ -378,13 +391,14 @@ class Encoder:
 
         if len(tokens) > length:
             self.cut += 1
-            tokens, target = tokens[:length], target[:length]
+            tokens = tokens[:length]
+            target = target[:length]
             if not target.any():
                 self.dropped += 1
                 return None
 
-        if options.ce_last_k is not None:
-            target[np.flatnonzero(target)[: -options.ce_last_k]] = False
+        if last_k is not None:
+            target[np.flatnonzero(target)[:-last_k]] = False
         self.store.add(row, np.array(tokens, dtype=np.int32), target)
         return None
 
@@ -399,7 +413,10 @@ class _Pieces:
     def __init__(
         self, tokenizer: Any, limit: int, is_split: bool, fim: FillInTheMiddle | None
     ) -> None:
-        self.tokenizer, self.limit, self.fim, self.cut = tokenizer, limit, fim, 0
+        self.tokenizer = tokenizer
+        self.limit = limit
+        self.fim = fim
+        self.cut = 0
         self.ids = sentinels(tokenizer, fim.tokens) if fim else None
         self.is_split = is_split
         self.room = limit - SPARE if fim else limit
@@ -408,15 +425,19 @@ class _Pieces:
 
     def add(self, row: int, text: str, tokens: list[int], offsets: list | None) -> None:
         """``tokens`` are of the whole text, with the tokens that begin and end it."""
-        count, starts = len(tokens), [0]
+        count = len(tokens)
+        starts = [0]
         if count > self.room and self.is_split:
             starts = list(range(0, count - 1, self.room - 1))
             self.cut += count > self.limit
 
         for number, start in enumerate(starts):
             stop = min(start + self.room, count)
-            piece, parts = tokens[start:stop] if self.is_split else tokens, None
+            piece = tokens
+            if self.is_split:
+                piece = tokens[start:stop]
 
+            parts = None
             if self.fim:
                 bos = self.tokenizer.bos_token_id
                 begins = not start and tokens[0] == bos
@@ -431,7 +452,8 @@ class _Pieces:
             self.pieces.append((row, piece, parts))
 
     def encoded(self) -> Iterator[tuple[int, list[int]]]:
-        added, self.pieces = self.pieces, []
+        added = self.pieces
+        self.pieces = []
         texts = [text for *_, parts in added if parts for text in parts[1:]]
         encoded = iter(continued(self.tokenizer, texts))
 
@@ -456,8 +478,8 @@ def _targets(
         target |= inside
 
         after = int(np.searchsorted(starts, end))
-        if after < len(tokens) and inside.any() and tokens[after] in ends:
-            if tokens[after - 1] not in ends:
-                target[after] = True
+        is_end = after < len(tokens) and inside.any() and tokens[after] in ends
+        if is_end and tokens[after - 1] not in ends:
+            target[after] = True
 
     return target

@@ -92,8 +92,10 @@ def default_processes() -> int:
 
 def process_count(rows: Rows, parts: int, num_proc: int | None) -> int:
     """Return how many processes encode ``parts`` parts; 1 is this process."""
+    if not rows.is_in_files():
+        return 1
     wanted = default_processes() if num_proc is None else num_proc
-    return min(wanted, max(1, parts // _LEAST_PARTS)) if rows.is_in_files() else 1
+    return min(wanted, max(1, parts // _LEAST_PARTS))
 
 
 def encode_parts(
@@ -169,7 +171,8 @@ class _Worker:
 
     def encode(self, part: Part) -> None:
         """Wait until the process has encoded a part; a PackError if it has ended."""
-        stdin, stdout = self._process.stdin, self._process.stdout
+        stdin = self._process.stdin
+        stdout = self._process.stdout
         assert stdin is not None and stdout is not None
 
         with suppress(BrokenPipeError):
@@ -187,7 +190,9 @@ class _Worker:
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        reason = f"by {Signals(-code).name}" if code < 0 else f"with code {code}: {last:.200}"
+        reason = f"with code {code}: {last:.200}"
+        if code < 0:
+            reason = f"by {Signals(-code).name}"
         return PackError(
             f"--num-proc: a process that tokenizes ended {reason}. Start again, with a smaller "
             "--num-proc if memory was short; what is done is not tokenized again.",

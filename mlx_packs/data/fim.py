@@ -56,16 +56,20 @@ def sentinels(tokenizer: Any, names: Sequence[str] = ()) -> tuple[int, int, int,
         return tokens if is_known else None
 
     if names:
-        if (known := ids(names)) is None:
+        known = ids(names)
+        if known is None:
             raise PackError(
                 f"--fim-tokens {','.join(names)}: not all are tokens of the base.", "unknown"
             )
-    elif (known := next(filter(None, map(ids, SPELLINGS)), None)) is None:
-        raise PackError(
-            "--fim-rate: the base's tokenizer has no tokens for prefix, suffix and middle that are "
-            "known here. Name three of its tokens: --fim-tokens PREFIX,SUFFIX,MIDDLE.",
-            "unsupported",
-        )
+    else:
+        candidates = (ids(spelled) for spelled in SPELLINGS)
+        known = next((tokens for tokens in candidates if tokens), None)
+        if known is None:
+            raise PackError(
+                "--fim-rate: the base's tokenizer has no tokens for prefix, suffix and middle that "
+                "are known here. Name three of its tokens: --fim-tokens PREFIX,SUFFIX,MIDDLE.",
+                "unsupported",
+            )
 
     return (*known, tokenizer.eos_token_id)[:4]
 
@@ -83,9 +87,12 @@ def arranged(
     """
     prefix, middle, suffix = parts
     over = max(0, len(prefix) + len(middle) + len(suffix) + len(ids) - limit)
-    prefix, over = prefix[min(over, len(prefix)) :], max(0, over - len(prefix))
-    suffix, over = suffix[: max(0, len(suffix) - over)], max(0, over - len(suffix))
-    middle = middle[over:]
+
+    from_prefix = min(over, len(prefix))
+    from_suffix = min(over - from_prefix, len(suffix))
+    prefix = prefix[from_prefix:]
+    suffix = suffix[: len(suffix) - from_suffix]
+    middle = middle[over - from_prefix - from_suffix :]
 
     before, after, between, end = ids
     if suffix_first:

@@ -14,7 +14,8 @@ def masked(example: Example, tokenizer: "TokenizerWrapper") -> dict:
     The result has ``where`` (its row), ``learned`` and ``total`` (numbers of tokens), and
     ``spans``, each with ``text`` and ``learned``.
     """
-    target, total = example.target, len(example.tokens)
+    target = example.target
+    total = len(example.tokens)
     edges = [0, *(i for i in range(1, total) if target[i] != target[i - 1]), total]
 
     spans = [

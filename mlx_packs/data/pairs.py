@@ -31,7 +31,8 @@ class TextColumn(Sequence):
     """The tokens of one column of pairs; equal texts are stored once."""
 
     def __init__(self, texts: StoredExamples, numbers: np.ndarray) -> None:
-        self.texts, self.numbers = texts, numbers
+        self.texts = texts
+        self.numbers = numbers
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -64,11 +65,14 @@ class Pairs:
         return [self.where(i) for i in indices]
 
     def select(self, chosen: np.ndarray) -> "Pairs":
+        scores = self.scores
+        if scores is not None:
+            scores = scores[chosen]
         return replace(
             self,
             tokens=[[column[i] for i in chosen] for column in self.tokens],
             texts=self.texts[chosen],
-            scores=None if self.scores is None else self.scores[chosen],
+            scores=scores,
             where=lambda i: self.where(int(chosen[i])),
         )
 
@@ -92,9 +96,13 @@ def encode_pairs(
         raise PackError("--data: the split has no examples.", "data")
 
     first, row_format = first_format(rows, replace(_COLUMNS, on_bad_row=on_bad_row), PAIR_FORMATS)
-    bad, fingerprint = BadRows(on_bad_row == "stop"), Fingerprint()
-    used, where = array("q"), as_rows(rows).places()
-    texts, numbers, scores = _Texts(tokenizer, limit), array("q"), array("f")
+    where = as_rows(rows).places()
+    bad = BadRows(on_bad_row == "stop")
+    fingerprint = Fingerprint()
+    texts = _Texts(tokenizer, limit)
+    used = array("q")
+    numbers = array("q")
+    scores = array("f")
 
     for i, row in enumerate(rows):
         try:
@@ -129,10 +137,12 @@ class _Texts:
     """Different texts, tokenized some at a time; a text of several pairs is stored once."""
 
     def __init__(self, tokenizer: Any, limit: int) -> None:
-        self._tokenizer, self._limit = tokenizer, limit
+        self._tokenizer = tokenizer
+        self._limit = limit
         self._numbers: dict[bytes, int] = {}  # by hash: the texts themselves are not kept
         self._waiting: list[str] = []
-        self._store, self._is_cut = TokenStore(), array("b")
+        self._store = TokenStore()
+        self._is_cut = array("b")
 
     def number(self, text: str) -> int:
         """Equal texts have the same number."""
@@ -152,12 +162,14 @@ class _Texts:
         return self._store.examples(str), np.array(self._is_cut, bool)
 
     def _encode(self) -> None:
-        texts, self._waiting = self._waiting, []
+        texts = self._waiting
+        self._waiting = []
         # one more token shows what is cut
-        for text, tokens in zip(
-            texts, tokens_of(self._tokenizer, texts, self._limit + 1), strict=True
-        ):
-            if is_cut := len(tokens) > self._limit:
+        encoded = tokens_of(self._tokenizer, texts, self._limit + 1)
+
+        for text, tokens in zip(texts, encoded, strict=True):
+            is_cut = len(tokens) > self._limit
+            if is_cut:
                 (tokens,) = tokens_of(self._tokenizer, [text], self._limit)
             self._is_cut.append(is_cut)
             self._store.add(len(self._store), tokens, np.zeros(0, bool))
@@ -218,7 +230,8 @@ class PairCollate:
 
     def __call__(self, pairs: Pairs, order: Sequence[int]) -> Batch:
         missing = self.batch_size - len(order)
-        inputs, lengths = {}, []
+        inputs = {}
+        lengths = []
 
         for name, column in zip(COLUMNS, pairs.tokens, strict=False):
             texts = [column[i] for i in order]
@@ -278,7 +291,9 @@ class PairSampler(Sampler):
 
     def _cursor(self, start: int) -> tuple[int, int]:
         """With ``texts`` the number of batches is only known once an epoch is made."""
-        return (0, start) if self.texts is not None else super()._cursor(start)
+        if self.texts is not None:
+            return 0, start
+        return super()._cursor(start)
 
     def epoch(self, number: int) -> Sequence[np.ndarray]:
         order = super().epoch(number)

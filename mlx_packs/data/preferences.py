@@ -122,7 +122,8 @@ def encode_preferences(
         examples.fingerprint,
         labels=labels[kept],
     )
-    result.lengths, result.target_counts = items.lengths, items.target_counts
+    result.lengths = items.lengths
+    result.target_counts = items.target_counts
     return result
 
 
@@ -143,14 +144,16 @@ def _checked(
 ) -> tuple[np.ndarray, np.ndarray, BadRows]:
     """Return the numbers of usable rows, their labels, and the other rows."""
     bad = BadRows(columns.on_bad_row == "stop")
-    used, labels = [], []
+    used = []
+    labels = []
 
     for i, row in enumerate(rows):
         try:
             check_format(row, row_format, rows.where(0), columns, (row_format,))
-            labels.append(
-                _label(row, columns) if row_format is RATED else _check_sides(row, columns)
-            )
+            if row_format is RATED:
+                labels.append(_label(row, columns))
+            else:
+                labels.append(_check_sides(row, columns))
         except RowError as error:
             bad.add(i, error)
             continue
@@ -206,11 +209,13 @@ def split_prompt(row: Row, column: str, names: DataConfig) -> tuple[Any, Any]:
     if row.value.get(names.prompt_feature) is not None:
         return row.value[names.prompt_feature], value
 
-    start = last_turn_start(value) if isinstance(value, list) else 0
+    start = 0
+    if isinstance(value, list):
+        start = last_turn_start(value)
     if start < 1:
         raise row.error(
-            f"'{column}' must be a list of messages that ends with the completion, since there is no "
-            f"'{names.prompt_feature}'.",
+            f"'{column}' must be a list of messages that ends with the completion, since there is "
+            f"no '{names.prompt_feature}'.",
             "wrong type",
         )
     return value[:start], value[start:]
@@ -223,7 +228,8 @@ def both_completions(rows: Sequence[Row], names: DataConfig) -> Rows:
 
 class _BothCompletions(Source):
     def __init__(self, rows: Rows, names: DataConfig) -> None:
-        self.rows, self.names = rows, names
+        self.rows = rows
+        self.names = names
 
     def __len__(self) -> int:
         return 2 * len(self.rows)
@@ -264,7 +270,8 @@ class _Selected(Sequence):
     """Some examples of others, by their numbers."""
 
     def __init__(self, examples: Examples, numbers: np.ndarray) -> None:
-        self._items, self._numbers = examples.items, numbers
+        self._items = examples.items
+        self._numbers = numbers
         self.lengths = examples.lengths[numbers]
         self.target_counts = examples.target_counts[numbers]
 
@@ -282,7 +289,8 @@ class Mismatched(Sequence):
     """
 
     def __init__(self, examples: Examples, limit: int) -> None:
-        self._items, self._limit = examples.items, limit
+        self._items = examples.items
+        self._limit = limit
         hits = np.flatnonzero(examples.items.parts["target"])
         starts = np.cumsum(examples.lengths) - examples.lengths
         self._prompts = hits[np.searchsorted(hits, starts)] - starts  # tokens of each
@@ -303,7 +311,8 @@ class Mismatched(Sequence):
         if i % 2 == 0:
             return own
 
-        other, prompt = self._items[i // 2 - 1], int(self._prompts[i // 2])
+        other = self._items[i // 2 - 1]
+        prompt = int(self._prompts[i // 2])
         tokens = np.concatenate([own.tokens[:prompt], other.tokens[other.target]])[: self._limit]
         return Example(tokens, np.arange(len(tokens)) >= prompt, own.where)
 

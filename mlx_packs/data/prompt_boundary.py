@@ -46,7 +46,8 @@ def _may_join(text: str, edge: int, offsets: Offsets) -> bool:
     if i and offsets[i - 1][1] > edge:
         return True
 
-    before, after = text[max(0, edge - 2) : edge], text[edge : edge + 1]
+    before = text[max(0, edge - 2) : edge]
+    after = text[edge : edge + 1]
     if not before[-1:].isspace():
         return False
     is_single_break = before[-1:] == "\n" and not before[:-1].isspace() and not after.isspace()

@@ -128,7 +128,9 @@ def encode_prompts(
         raise PackError("--data: the split has no examples.", "data")
 
     rows = as_rows(rows)
-    bad, fingerprint, used = BadRows(columns.on_bad_row == "stop"), Fingerprint(), array("q")
+    bad = BadRows(columns.on_bad_row == "stop")
+    fingerprint = Fingerprint()
+    used = array("q")
     tokens: list[list[int]] = []
 
     for i, row in enumerate(rows):

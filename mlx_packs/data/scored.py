@@ -21,7 +21,8 @@ class Scored(Sequence):
     """
 
     def __init__(self, examples: Examples, numbers: np.ndarray) -> None:
-        self._items, self._numbers = examples.items, numbers
+        self._items = examples.items
+        self._numbers = numbers
         self.lengths = examples.lengths[numbers] + 1
         self.target_counts = np.ones(len(numbers), np.int64)
 
@@ -52,8 +53,8 @@ def encode_scored(
 
     if not len(kept):
         raise PackError(
-            f"{examples.items[0].where}: no example has fewer than {options.max_seq_length} tokens, "
-            "and one that is cut cannot be scored. Raise --max-seq-length.",
+            f"{examples.items[0].where}: no example has fewer than {options.max_seq_length} "
+            "tokens, and one that is cut cannot be scored. Raise --max-seq-length.",
             "data",
             "max_seq_length",
         )
@@ -67,5 +68,6 @@ def encode_scored(
         dropped=examples.dropped + len(longest) - len(kept),
         labels=examples.labels[kept],
     )
-    result.lengths, result.target_counts = items.lengths, items.target_counts
+    result.lengths = items.lengths
+    result.target_counts = items.target_counts
     return result

@@ -55,7 +55,8 @@ def encode_cached(
     ``advance`` is called after each part.
     """
     rows = as_rows(rows)
-    folder, key = cache_folder("tokens"), None
+    folder = cache_folder("tokens")
+    key = None
     if folder is not None and rows.nbytes() >= least_bytes:
         key = cache_key(rows, tokenizer, columns, options, row_format)
 

@@ -51,8 +51,10 @@ class StoredExamples(Sequence):
     """Examples that are built on access from the arrays of `DTYPES`."""
 
     def __init__(self, parts: Mapping[str, np.ndarray], where: Callable[[int], str]) -> None:
-        self.parts, self._where = parts, where
-        self._tokens, self._target = np.asarray(parts["tokens"]), np.asarray(parts["target"])
+        self.parts = parts
+        self._where = where
+        self._tokens = np.asarray(parts["tokens"])
+        self._target = np.asarray(parts["target"])
         self._edges = np.concatenate([[0], parts["ends"]])
         self._rows = parts["rows"]
         self._reads = 0
@@ -97,8 +99,11 @@ class TokenStore:
     """Collects examples; more than a few MB of them go to files without a name."""
 
     def __init__(self) -> None:
-        self._tokens, self._target = ByteFile(), ByteFile()
-        self._ends, self._rows, self._counts = array("q"), array("q"), array("i")
+        self._tokens = ByteFile()
+        self._target = ByteFile()
+        self._ends = array("q")
+        self._rows = array("q")
+        self._counts = array("i")
         self._end = 0
 
     def __len__(self) -> int:
@@ -147,7 +152,8 @@ class ByteFile:
     def write(self, data: np.ndarray) -> None:
         try:
             if self._in_memory and self._file.tell() + data.nbytes > _IN_MEMORY:
-                begun, self._file = self._file, tempfile.TemporaryFile(dir=_token_folder())
+                begun = self._file
+                self._file = tempfile.TemporaryFile(dir=_token_folder())
                 self._in_memory = False
                 self._file.write(begun.getbuffer())
             self._file.write(data)
