@@ -87,8 +87,9 @@ class TokenCollate(_RowCollate):
     def shape_of(self, longest: int, targets: int) -> Shape:
         """Return (T, M) of a batch whose longest row has ``longest`` inputs."""
         if self.prefix:
-            longest, limit = max(longest - self.prefix, 1), self.limit - self.prefix
-            width = self.prefix + padded_suffix(longest, limit, self.batch_size)
+            suffix = max(longest - self.prefix, 1)
+            limit = self.limit - self.prefix
+            width = self.prefix + padded_suffix(suffix, limit, self.batch_size)
         else:
             width = padded_length(longest, self.limit)
 
@@ -107,13 +108,17 @@ class PackedCollate(_RowCollate):
     def __call__(self, examples: Sequence[Example], order: Packed) -> Batch:
         rows = self._rows(order)
         segments = np.zeros((rows, self.limit), dtype=np.int32)
-        chosen, starts = [], []
+        chosen = []
+        starts = []
         for row, indices in enumerate(order.sequences):
             at = 0
             for number, i in enumerate(indices):
                 chosen.append(examples[i])
                 starts.append(row * self.limit + at)
-                at += order.spans[row][number] if order.spans else len(chosen[-1].tokens) - 1
+                room = len(chosen[-1].tokens) - 1
+                if order.spans:
+                    room = order.spans[row][number]
+                at += room
                 segments[row, at:] = number + 1
 
         slots = self._slots(order, sum(int(e.target.sum()) for e in chosen))
@@ -140,7 +145,10 @@ def _laid_out(
 ) -> Batch:
     """Lay out each example's inputs at its start, with room for ``slots`` targets."""
     tokens = np.zeros(shape[0] * shape[1], dtype=np.int32)
-    positions, targets, owners = [], [], []
+    positions = []
+    targets = []
+    owners = []
+
     for owner, (example, start) in enumerate(zip(chosen, starts, strict=True)):
         tokens[start : start + len(example.tokens) - 1] = example.tokens[:-1]
         at = np.repeat(np.arange(len(example.target)), example.target)
@@ -177,7 +185,8 @@ def split_rows(batch: Batch, parts: int, together: int = 1) -> list[Batch]:
 
 
 def _rows_of(batch: Batch, start: int, stop: int) -> Batch:
-    inputs, width = batch.inputs, batch.inputs["tokens"].shape[1]
+    inputs = batch.inputs
+    width = inputs["tokens"].shape[1]
     rows = inputs["positions"][: batch.targets] // width  # targets come before padding
     inside = np.flatnonzero((rows >= start) & (rows < stop))
     chosen = [i for i, at in enumerate(batch.starts) if start <= at // width < stop]
@@ -216,7 +225,9 @@ def allowed_shapes(examples: Examples, sampler: Sampler) -> Allowed | None:
     """Return the shapes of batches if steps are compiled; None allows any."""
     if not runtime.COMPILES or (sampler.packing and not sampler.aligned):
         return None
-    return most_targets(examples, sampler) if sampler.aligned else few_shapes(examples, sampler)
+    if sampler.aligned:
+        return most_targets(examples, sampler)
+    return few_shapes(examples, sampler)
 
 
 def most_targets(examples: Examples, sampler: Sampler) -> dict[Spans, int]:
@@ -235,8 +246,10 @@ def few_shapes(examples: Examples, sampler: Sampler, prefix: int = 0) -> frozens
     time that add the least padding. They do not depend on the number of batches, so that a run
     resumed for more has the same ones.
     """
-    draw, batch_size = sampler.draw, sampler.batch_size
-    lengths = examples.lengths[0 if draw.replay else draw.first : draw.stop]
+    draw = sampler.draw
+    first = 0 if draw.replay else draw.first
+    lengths = examples.lengths[first : draw.stop]
+    batch_size = sampler.batch_size
 
     batches = min(-(-len(lengths) // batch_size), _COUNTED_BATCHES)
     collate = TokenCollate(batch_size, sampler.inputs, prefix=prefix)
@@ -245,7 +258,7 @@ def few_shapes(examples: Examples, sampler: Sampler, prefix: int = 0) -> frozens
 
     # a later epoch may put any examples together; merged ones have more targets than inputs
     longest, _ = collate.shape_of(int(lengths.max()) - 1, 0)
-    of_examples = examples.target_counts[0 if draw.replay else draw.first : draw.stop]
+    of_examples = examples.target_counts[first : draw.stop]
     most = max(batch_size * longest, int(np.sort(of_examples)[-batch_size:].sum()))
     counts[longest, padded_targets(most, batch_size * longest)] += 0
 
@@ -258,7 +271,10 @@ def evaluation_set(
     """Return the chosen examples once, by length; ``few`` gives at most `MOST_SHAPES` shapes."""
     inputs = sequence_inputs(max_seq_length)
     sampler = Sampler(examples.lengths, batch_size, inputs)
-    collate = TokenCollate(batch_size, inputs, few_shapes(examples, sampler) if few else None)
+    allowed = None
+    if few:
+        allowed = few_shapes(examples, sampler)
+    collate = TokenCollate(batch_size, inputs, allowed)
     return Dataset(examples, collate, by_length(examples.lengths, batch_size, chosen))
 
 

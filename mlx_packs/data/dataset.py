@@ -137,7 +137,9 @@ def by_length(lengths: np.ndarray, batch_size: int, chosen: np.ndarray) -> Fixed
 
 def first_examples(count: int, batch_size: int, batches: int) -> np.ndarray:
     """Return the indices of the examples that fill ``batches`` batches; -1 is all."""
-    return np.arange(count if batches < 0 else min(count, batches * batch_size))
+    if batches >= 0:
+        count = min(count, batches * batch_size)
+    return np.arange(count)
 
 
 def edges_of(rows: int, parts: int) -> list[tuple[int, int]]:

@@ -58,7 +58,9 @@ class Groups:
     def prefix_of(self, order: np.ndarray) -> int:
         """Return the inputs that the blocks of a batch share, each in itself; 0 without groups."""
         numbers = self.numbers[order[order != EMPTY]]
-        return 0 if numbers[0] < 0 else int(self.prefixes[numbers].min())
+        if numbers[0] < 0:
+            return 0
+        return int(self.prefixes[numbers].min())
 
 
 @dataclass
@@ -106,12 +108,17 @@ def find_groups(
 
     intervals = [_Interval(0, 0, 0.0)]
     for place in range(len(inputs)):
-        following = int(common[place + 1]) if place + 1 < len(inputs) else 0
-        start, cost = place, float(inputs[place] - root)
+        following = 0
+        if place + 1 < len(inputs):
+            following = int(common[place + 1])
+
+        start = place
+        cost = float(inputs[place] - root)
         while intervals[-1].common > following:
             interval = intervals.pop()
             interval.cost += cost
-            start, cost = interval.start, closed(interval, place + 1)
+            start = interval.start
+            cost = closed(interval, place + 1)
 
         if intervals[-1].common < following:
             intervals.append(_Interval(following, start, cost))
@@ -192,7 +199,8 @@ class GroupSampler:
 
     def _blocks(self, random: np.random.Generator) -> list[np.ndarray]:
         """Spread the blocks of each group over the epoch."""
-        blocks, times = [], []
+        blocks = []
+        times = []
         for own in self.groups.members:
             own = random.permutation(own)
             window = self.together * _WINDOW
@@ -284,7 +292,9 @@ class GroupPlan:
                 if groups.members:
                     plans.setdefault(cost, plan)
 
-        return plans[min(plans)] if plans else None
+        if not plans:
+            return None
+        return plans[min(plans)]
 
     @property
     def rows(self) -> float:
@@ -295,7 +305,8 @@ class GroupPlan:
 
     def saved(self, examples: Examples) -> float:
         """Estimate the share of the inputs that is saved."""
-        groups, rest = self.groups, self.groups.rest
+        groups = self.groups
+        rest = groups.rest
         rows = computed = float((examples.lengths[rest] - 1).sum())
         if len(rest):
             shape = self.of_all.batch_size, rows / len(rest)
@@ -368,7 +379,8 @@ def _few_shapes(
     if not runtime.COMPILES:
         return {}
 
-    groups, size = sampler.groups, sampler.batch_size
+    groups = sampler.groups
+    size = sampler.batch_size
     collates = {key: TokenCollate(size, sampler.inputs, None, p) for key, p in prefixes.items()}
     counts: dict[int, Counter] = {key: Counter() for key in prefixes}
     for order in sampler.epoch(0)[:_COUNTED_BATCHES]:

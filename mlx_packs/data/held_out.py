@@ -3,7 +3,8 @@
 import numpy as np
 
 SHARE = 0.05  # of the tokens that are trained on: two evaluations then cost about as much of a run
-LEAST_EXAMPLES, LEAST_TOKENS = 32, 4096  # also of a short run, whichever is reached first
+LEAST_EXAMPLES = 32  # also of a short run; or as many as have `LEAST_TOKENS`, if these are fewer
+LEAST_TOKENS = 4096
 MOST_EXAMPLES = 400  # which give two digits: a share of right answers to 2.5 points
 
 

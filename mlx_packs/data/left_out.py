@@ -29,10 +29,11 @@ _OTHER = "\ue000other\ue002"  # in place of a part; private use, in no sane text
 _CLEAR = 20  # characters: a shorter text may stand elsewhere by chance
 _MOST_NAMES = 8  # of columns that a note has
 _READ_KEYS = {"role", "content", "tool_calls", "tool_call_id", *THOUGHTS}
-_THINK, _END_THINK = "<think>", "</think>"
+_THINK = "<think>"
+_END_THINK = "</think>"
 _REMEDIES = {
-    "thoughts": "Use a base whose chat template keeps them (a training template), or write them into "
-    "the content without <think> tags",
+    "thoughts": "Use a base whose chat template keeps them (a training template), or write them "
+    "into the content without <think> tags",
     "tools": "Use a base whose chat template has tools, or describe them in the system message",
     "calls of tools": "Use a base whose chat template has tools, or write them into the content",
     "documents": "Write them into the messages",
@@ -50,7 +51,8 @@ def left_out_notes(
     unused: dict[str, None] = {}
     variables: dict[str, str] = {}  # and the first row that has it
     used = _used_columns(row_format, names)
-    checks, thoughts = _Checks(), _OpenedThoughts()
+    checks = _Checks()
+    thoughts = _OpenedThoughts()
 
     for row in _readable(rows):
         if used is not None:
@@ -103,9 +105,11 @@ def _unread_note(variables: dict[str, str]) -> list[str]:
 
 
 def _listed(names: list[str]) -> str:
+    text = ", ".join(names[:_MOST_NAMES])
     more = len(names) - _MOST_NAMES
-    also = f" and {more} more" if more > 0 else ""
-    return ", ".join(names[:_MOST_NAMES]) + also
+    if more > 0:
+        text += f" and {more} more"
+    return text
 
 
 def _used_columns(row_format: RowFormat, names: DataConfig) -> set[str] | None:
@@ -186,8 +190,8 @@ class _Checks:
 
     def notes(self) -> list[str]:
         return [
-            f"the chat template leaves out {kind}: {check.lost:,} of {check.checked:,} checked, the "
-            f"first in {check.first}. {_REMEDIES.get(kind, _REMEDY)}"
+            f"the chat template leaves out {kind}: {check.lost:,} of {check.checked:,} checked, "
+            f"the first in {check.first}. {_REMEDIES.get(kind, _REMEDY)}"
             for kind, check in self.kinds.items()
             if check.lost
         ]
@@ -267,8 +271,10 @@ def _parts(conversation: Conversation) -> Iterator[_Part]:
     answers = 0
     for i, message in enumerate(conversation.messages):
         is_answer = message["role"] == "assistant"
-        answers += is_answer
-        place = f", answer {answers}" if is_answer else f", message {i + 1}"
+        place = f", message {i + 1}"
+        if is_answer:
+            answers += 1
+            place = f", answer {answers}"
 
         for kind, text, other in _parts_of(message, is_answer):
             messages = [*conversation.messages]
@@ -303,5 +309,7 @@ def _parts_of(message: Mapping, is_answer: bool) -> Iterator[tuple[str, str | No
 
 def _other_call(call: Mapping) -> dict:
     """Change the arguments of a call, or its name if it has none."""
-    other = {"arguments": {_OTHER: _OTHER}} if call["function"]["arguments"] else {"name": _OTHER}
+    other: dict = {"name": _OTHER}
+    if call["function"]["arguments"]:
+        other = {"arguments": {_OTHER: _OTHER}}
     return {**call, "function": {**call["function"], **other}}

@@ -52,7 +52,8 @@ class NearCopies:
     """Some rows, by a number of their own, and which of them other rows repeat."""
 
     def __init__(self, rows: Mapping[int, Row], row_format: RowFormat, names: DataConfig) -> None:
-        self._format, self._names = row_format, names
+        self._format = row_format
+        self._names = names
         words = {i: words_of(row, row_format, names) for i, row in rows.items()}
         counts = Counter(run for i in words for run in _runs(words[i]))
 
@@ -132,7 +133,8 @@ def hold_out(
             break
 
     if not chosen:
-        chosen, alone = set(candidates[:count]), count
+        chosen = set(candidates[:count])
+        alone = count
     return sorted(chosen), len(chosen) - alone
 
 

@@ -99,11 +99,15 @@ def look_at(
     copies = NearCopies({i: rows[i] for i in sorted(sample)}, row_format, columns).in_rows(rows)
     repeated = sum(bool(set(others) - {i}) for i, others in copies.items())
 
+    learned = None
+    common = 0
+    repeats = None
     if isinstance(row_format, PairFormat):
         lengths, bad = _characters(looked_at, row_format, columns)
-        facts, learned, common, repeats = ("characters", lengths, 0, 0), None, 0, None
+        facts = ("characters", lengths, 0, 0)
     else:
-        limit, whole = options.max_seq_length, replace(options, max_seq_length=_NO_LIMIT)
+        limit = options.max_seq_length
+        whole = replace(options, max_seq_length=_NO_LIMIT)
         examples = encode_tokens(looked_at, tokenizer, columns, whole, row_format)
         cut = np.flatnonzero(examples.lengths > limit).tolist()
         dropped = sum(not examples.items[i].target[:limit].any() for i in cut)
@@ -111,7 +115,6 @@ def look_at(
         learned = examples.targets / max(1, int(examples.lengths.sum()))
         common = common_inputs(examples.items)
         bad = examples.bad
-        repeats = None
         if isinstance(row_format, TokenFormat):
             repeats = repeats_of(examples, CommonConfig.batch_size, limit)
 
@@ -124,7 +127,8 @@ def _characters(
     rows: Rows, row_format: PairFormat, columns: DataConfig
 ) -> tuple[np.ndarray, BadRows]:
     """Return the characters of each usable row's longest text, and the other rows."""
-    lengths, bad = [], BadRows(stops=False)
+    lengths = []
+    bad = BadRows(stops=False)
     for i, row in enumerate(rows):
         try:
             check_format(row, row_format, rows.where(0), columns)
@@ -153,7 +157,8 @@ def write_splits(splits: Splits, columns: DataConfig, out: Path, overwrite: bool
     if not len(rows["test"]):
         train, test, _ = held_out(rows["train"], columns, splits.format)
         if any(_lines(train)):
-            rows["train"], rows["test"] = train, test
+            rows["train"] = train
+            rows["test"] = test
 
     counts = {}
     with atomic_folder(out, replace=overwrite) as partial:

@@ -36,7 +36,9 @@ class PreferenceCollate:
 
         labels = examples.labels[[i // 2 for i in batch.examples[::2]]]
         batch = _with_rows(batch, {"labels": labels}, slots)
-        return dataclasses.replace(batch, targets=batch.computed) if self.is_scored else batch
+        if self.is_scored:
+            batch = dataclasses.replace(batch, targets=batch.computed)
+        return batch
 
     def shapes(self, examples: PreferenceExamples, orders: Iterator[Order]) -> set[Shape]:
         return self.tokens.shapes(examples, orders)

@@ -18,7 +18,7 @@ def row_notes(
 
     From more than 50,000 training rows, blocks of that many are read.
     """
-    train, notes = as_rows(splits["train"]), []
+    train = as_rows(splits["train"])
     held_out = {split: as_rows(rows) for split, rows in splits.items() if split != "train"}
     looked_at = {
         split: {i: rows[i] for i in sorted(sampled(len(rows), _LOOKED_AT))}
@@ -37,12 +37,11 @@ def row_notes(
             for number in of_split.repeated_by_words(words):
                 first[split].setdefault(number, i)
 
+    notes = []
     if empty:
-        number = (
-            "1 training example has"
-            if len(empty) == 1
-            else f"{len(empty):,} training examples have"
-        )
+        number = f"{len(empty):,} training examples have"
+        if len(empty) == 1:
+            number = "1 training example has"
         notes.append(
             f"{number} an empty answer ({train.where(empty[0])}): the pack learns to answer nothing"
         )
@@ -66,7 +65,9 @@ def _has_empty_answer(row: Row, row_format: RowFormat, names: DataConfig) -> boo
 def _leak_note(
     split: str, held_out: Rows, looked_at: int, train: Rows, found: Mapping[int, int]
 ) -> str:
-    of = f"{looked_at:,} {split} examples" + ("" if looked_at == len(held_out) else " looked at")
+    of = f"{looked_at:,} {split} examples"
+    if looked_at != len(held_out):
+        of += " looked at"
     first = min(found)
     return (
         f"{len(found):,} of {of} nearly repeat training examples ({held_out.where(first)} is "

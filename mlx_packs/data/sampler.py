@@ -45,12 +45,16 @@ class _Batches(Sequence[np.ndarray]):
     """Slices of an order, by their numbers; a list of a million would take 100 MB."""
 
     def __init__(self, order: np.ndarray, size: int, numbers: np.ndarray) -> None:
-        self._order, self._size, self._numbers = order, size, numbers
+        self._order = order
+        self._size = size
+        self._numbers = numbers
 
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def __getitem__(self, i: int) -> np.ndarray:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __getitem__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, i: int
+    ) -> np.ndarray:
         start = int(self._numbers[i]) * self._size
         return self._order[start : start + self._size]
 
@@ -91,7 +95,8 @@ class Sampler:
     def epoch(self, number: int) -> Sequence[Order]:
         """Return the batches of an epoch, with each own example once."""
         random = np.random.default_rng([self.seed, number])
-        first, lengths = self.draw.first, self.lengths[self.draw.first : self.draw.stop]
+        first = self.draw.first
+        lengths = self.lengths[first : self.draw.stop]
 
         if not self.packing:
             return self._by_length(lengths, random)
@@ -103,10 +108,12 @@ class Sampler:
 
     def _by_length(self, lengths: np.ndarray, random: np.random.Generator) -> "_Batches":
         """Shuffle, with examples of like length together."""
-        order, size = random.permutation(len(lengths)), self.batch_size
+        size = self.batch_size
         window = size * _WINDOW
         if runtime.COMPILES:  # those that are padded to the same length stay shuffled
-            lengths, window = -(-(lengths - 1) // TILE), size * _COMPILED_WINDOW
+            window = size * _COMPILED_WINDOW
+            lengths = -(-(lengths - 1) // TILE)
+        order = random.permutation(len(lengths))
 
         for start in range(0, len(order), window):
             part = order[start : start + window]
@@ -164,7 +171,8 @@ class Sampler:
                 parts = (itertools.islice(kind, n) for kind, n in zip(kinds, counts, strict=True))
                 batches[i] = list(itertools.chain.from_iterable(parts))
 
-            yield from (Packed(batch) if self.packing else np.array(batch) for batch in batches)
+            make_order = Packed if self.packing else np.array
+            yield from map(make_order, batches)
 
     def _one_by_one(self, draw: Draw, kind: int) -> Iterator:
         """Yield examples, or packed sequences, of one kind without end."""
@@ -200,12 +208,18 @@ class GroupedSampler(Sampler):
 
     def _of_groups(self) -> Sampler:
         lengths = self.lengths.reshape(-1, self.together)
-        # of a packed sequence an example takes one input less than it has tokens
-        lengths = lengths.sum(axis=1) - self.together + 1 if self.packing else lengths.max(axis=1)
+        if self.packing:
+            # of a packed sequence an example takes one input less than it has tokens
+            lengths = lengths.sum(axis=1) - self.together + 1
+            size = self.batch_size
+        else:
+            lengths = lengths.max(axis=1)
+            size = self.batch_size // self.together
 
-        stop = None if self.draw.stop is None else self.draw.stop // self.together
+        stop = self.draw.stop
+        if stop is not None:
+            stop //= self.together
         draw = Draw(self.draw.first // self.together, stop, self.draw.replay)
-        size = self.batch_size if self.packing else self.batch_size // self.together
         return Sampler(lengths, size, self.inputs, self.seed, self.packing, draw)
 
 

@@ -64,8 +64,8 @@ def padded_length(longest: int, limit: int) -> int:
     if runtime.COMPILES:
         return min(-(-longest // TILE) * TILE, max(limit, 1))
 
-    step, multiples = 8, 32
-    while longest > multiples * step:
+    step = 8
+    while longest > 32 * step:
         step *= 2
     return min(-(-longest // step) * step, max(limit, 1))
 
@@ -118,10 +118,8 @@ def joined_shapes(counts: Mapping[Shape, int], batch_size: int) -> frozenset[Sha
         one, other = np.unravel_index(costs.argmin(), costs.shape)
         if alive.sum() <= MOST_SHAPES and costs[one, other] >= 4 * COMPILATION_TOKENS:
             break
-        shapes[one], numbers[one] = (
-            np.maximum(shapes[one], shapes[other]),
-            numbers[[one, other]].sum(),
-        )
+        shapes[one] = np.maximum(shapes[one], shapes[other])
+        numbers[one] += numbers[other]
         alive[other] = False
         costs[one] = costs[:, one] = added(one)
         costs[other] = costs[:, other] = np.inf

@@ -7,7 +7,9 @@ import numpy as np
 
 from .token_store import Example
 
-_NARROWEST, _WIDEST = 16, 32  # tokens of each example that are compared at a time
+# Tokens of each example that are compared at a time.
+_NARROWEST = 16
+_WIDEST = 32
 _ENDED = -1  # in place of tokens after the last one
 
 

@@ -49,7 +49,9 @@ def common_length(sequences: Iterable[np.ndarray]) -> int:
         if shared is not None:
             length = min(len(shared), len(inputs))
             differing = np.flatnonzero(shared[:length] != inputs[:length])
-            inputs = inputs[: differing[0] if len(differing) else length]
+            if len(differing):
+                length = differing[0]
+            inputs = inputs[:length]
         shared = inputs
         if len(shared) < LEAST:
             return 0
@@ -79,14 +81,18 @@ def root_of(common: int, shape: tuple[float, float], groups: float, prefix: floa
 
 def planted(batch: Batch, layout: Tree) -> Batch:
     """Return the tree of a batch of rows; rows without an example take any prefix."""
-    tokens, positions = batch.inputs["tokens"], batch.inputs["positions"]
-    groups, prefix, root = layout.groups, layout.prefix, layout.root
+    tokens = batch.inputs["tokens"]
+    positions = batch.inputs["positions"]
+    groups = layout.groups
+    prefix = layout.prefix
+    root = layout.root
     rows, width = tokens.shape
     together = rows // groups
     branch = prefix - root  # inputs of a prefix after the root
     computed = root + groups * branch  # inputs before those of suffixes
 
-    row, at = positions // width, positions % width
+    row = positions // width
+    at = positions % width
     in_branch = row // together * branch + at
     in_suffix = computed + row * (width - prefix) + at - prefix
     in_prefix = np.where(at < root, at, in_branch)
@@ -103,13 +109,15 @@ def planted(batch: Batch, layout: Tree) -> Batch:
 def felled(batch: Batch) -> Batch:
     """Undo `planted`."""
     inputs = dict(batch.inputs)
-    prefixes, suffixes = inputs.pop("prefix"), inputs["tokens"]
+    prefixes = inputs.pop("prefix")
+    suffixes = inputs["tokens"]
     groups, branch = prefixes.shape
     if "root" in inputs:
         prefixes = np.concatenate([np.repeat(inputs.pop("root"), groups, axis=0), prefixes], axis=1)
     prefix = prefixes.shape[1]
     root = prefix - branch
-    rows, width = suffixes.shape[0], prefix + suffixes.shape[1]
+    rows = suffixes.shape[0]
+    width = prefix + suffixes.shape[1]
 
     # an example starts a row, which tells the row of a target inside a prefix; padding takes 0
     owner = np.array([*batch.starts, 0])[inputs["owners"]] // width
@@ -199,9 +207,12 @@ class TreeCollate:
 
         root = self.root if groups > 1 else 0
         if root and prefix < root + LEAST:  # groups have too little else in common
-            groups, prefix, root = 1, root, 0
-        saved = saved_share(shape, groups, prefix, root)
-        return None if saved < self.least else Tree(groups, prefix, root=root)
+            groups = 1
+            prefix = root
+            root = 0
+        if saved_share(shape, groups, prefix, root) < self.least:
+            return None
+        return Tree(groups, prefix, root=root)
 
     def planned(self, width: int, slots: int, prefix: int) -> Shape:
         """Return the shape of a batch, given its rows: T of them and M targets."""
