@@ -158,7 +158,7 @@ def encode(
 def checked_format(
     rows: Sequence[Row], columns: DataConfig, row_format: RowFormat | None
 ) -> tuple[Row, TokenFormat]:
-    """Return the first usable row, and the format of all rows; causal models must train on it."""
+    """Return the first usable row, and the format of all rows: one that causal models train on."""
     if not len(rows):
         raise PackError("--data: the split has no examples.", "data")
 
@@ -215,7 +215,7 @@ class Encoder:
         self.columns = columns
         self.options = options
         self.format = row_format
-        self.first = first
+        self.first = first  # the place of a row of this format, as messages name it
         self.loss_on = row_format.resolve_loss_on(options.loss_on)
         self.ends = set(tokenizer.eos_token_ids) | set(tokenizer.all_special_ids)
 

@@ -101,7 +101,7 @@ def arranged(
 
 
 def continued(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    """Return the tokens of texts that continue others: no tokenizer adds a leading space."""
+    """Return the tokens of texts that continue others, without a tokenizer's leading space."""
 
     def plain(batch: Sequence[str]) -> list[list[int]]:
         encodings = tokenizer._tokenizer(

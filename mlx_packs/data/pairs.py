@@ -68,6 +68,7 @@ class Pairs:
         scores = self.scores
         if scores is not None:
             scores = scores[chosen]
+
         return replace(
             self,
             tokens=[[column[i] for i in chosen] for column in self.tokens],

@@ -150,14 +150,17 @@ def _checked(
     for i, row in enumerate(rows):
         try:
             check_format(row, row_format, rows.where(0), columns, (row_format,))
+            label = True
             if row_format is RATED:
-                labels.append(_label(row, columns))
+                label = _label(row, columns)
             else:
-                labels.append(_check_sides(row, columns))
+                _check_sides(row, columns)
         except RowError as error:
             bad.add(i, error)
             continue
+
         used.append(i)
+        labels.append(label)
 
     bad.check_some_left(len(rows))
     return np.array(used), np.array(labels, np.float32), bad
@@ -171,8 +174,8 @@ def _label(row: Row, names: DataConfig) -> bool:
     return label
 
 
-def _check_sides(row: Row, names: DataConfig) -> bool:
-    """Check that both completions have one prompt, differ and are not empty; True."""
+def _check_sides(row: Row, names: DataConfig) -> None:
+    """Check that both completions have one prompt, differ and are not empty."""
     chosen, rejected = (_split_turns(row, column, names) for column in PREFERENCE.columns(names))
     if chosen[0] != rejected[0]:
         raise row.error(
@@ -183,8 +186,6 @@ def _check_sides(row: Row, names: DataConfig) -> bool:
 
     if chosen[1] == rejected[1]:
         raise row.error("'chosen' and 'rejected' are the same.", "same completions")
-
-    return True
 
 
 def _split_turns(row: Row, column: str, names: DataConfig) -> tuple[list[Turn], list[Turn]]:

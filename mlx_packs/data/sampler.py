@@ -165,11 +165,14 @@ class Sampler:
                 order = np.random.default_rng([self.seed, 2, window]).permutation(len(shares))
 
             batches: list = [None] * len(shares)
-            kinds = iter(old), iter(new)
+            next_old = iter(old)
+            next_new = iter(new)
             for i in order:
-                counts = int(shares[i]), self.batch_size - int(shares[i])
-                parts = (itertools.islice(kind, n) for kind, n in zip(kinds, counts, strict=True))
-                batches[i] = list(itertools.chain.from_iterable(parts))
+                count = int(shares[i])
+                batches[i] = [
+                    *itertools.islice(next_old, count),
+                    *itertools.islice(next_new, self.batch_size - count),
+                ]
 
             make_order = Packed if self.packing else np.array
             yield from map(make_order, batches)

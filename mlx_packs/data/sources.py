@@ -175,7 +175,6 @@ class Rows(Sequence[Row]):
     def _ranges(self, start: int, stop: int) -> Iterator[tuple[Source, int, int]]:
         """Yield each source with such rows, and the range of them in it."""
         first, _ = _located(self._edges, start)
-
         for source in range(first, len(self.sources)):
             edge = self._edges[source]
             end = self._edges[source + 1]

@@ -60,7 +60,7 @@ def common_length(sequences: Iterable[np.ndarray]) -> int:
 
 
 def prefix_of(common: int) -> int:
-    """Return the inputs of a prefix of rows with ``common`` ones; 0 if these are too few."""
+    """Return the inputs of a prefix of rows that share ``common`` inputs; 0 if too few."""
     prefix = common // STEP * STEP
     return prefix if prefix >= LEAST else 0
 
