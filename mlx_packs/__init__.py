@@ -4,8 +4,8 @@
     base = mp.load_base("mlx-community/Qwen3-4B-4bit")
     run = mp.train_pack(base, data="data/", lora=mp.LoRAConfig(rank=16))
 
-The public names are listed in ``__init__.pyi``, one import per line. Each loads when it is first used, so
-that importing the package costs next to nothing.
+The public names are listed in ``__init__.pyi``, one import per line. Each loads when it is first
+used, so that importing the package costs next to nothing.
 """
 
 import importlib as _importlib

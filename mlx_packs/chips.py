@@ -1,7 +1,7 @@
 """Rates and features of GPUs; measured where the table has no entry.
 
-Rates of the table are the makers' figures, Apple's for the largest GPU that a name is sold with. What
-was measured on this machine (`measure`) is preferred to them.
+Rates of the table are the makers' figures, Apple's for the largest GPU that a name is sold with.
+What was measured on this machine (`measure`) is preferred to them.
 """
 
 import importlib
@@ -63,9 +63,9 @@ def _mac(name: str, cores: int, bandwidth: float, tflops: float, matrix: float =
     return Chip(f"Apple {name}", cores, bandwidth, tflops, matrix * tflops, generation >= 3)
 
 
-# Cores and bandwidth: Apple's newsroom and data sheets (support.apple.com/specs). Where a name is sold
-# with two memories (M3 Max 300 and 400, M4 Max 410 and 546, M5 Max 460 and 614 GB/s) the larger.
-# float32: Apple for M1 and M2; huggingface.js#1044 for M3 and M4, #2033 for M5.
+# Cores and bandwidth: Apple's newsroom and data sheets (support.apple.com/specs). Where a name is
+# sold with two memories (M3 Max 300 and 400, M4 Max 410 and 546, M5 Max 460 and 614 GB/s) the
+# larger. float32: Apple for M1 and M2; huggingface.js#1044 for M3 and M4, #2033 for M5.
 # M5: "over 4x the peak GPU compute for AI" of M4, by a neural accelerator in each core (Apple);
 # MLX uses them in products. On M1 to M4 simdgroup matrices run on the ordinary ALUs.
 # bfloat16 is emulated on M1 and M2 (jundot/omlx#3277; ml-explore/mlx#4216: 4-bit products on an M1
@@ -100,20 +100,13 @@ CHIPS = {
 
 
 def chip(name: str | None = None) -> Chip | None:
-    """Return the table's entry for a GPU; None if it has none. Nothing is measured.
-
-    Args:
-        name: as MLX has it, such as ``Apple M3 Max``; this machine's by default.
-    """
+    """Return the table's entry for a GPU by MLX's name, this one's by default; None without."""
     return CHIPS.get(_name() if name is None else name)
 
 
 @cache
 def chip_here() -> Chip:
-    """Return this machine's GPU: measured before, by the table, or measured now and remembered.
-
-    The measurement takes about a second, once; it is of the default device, which is a GPU.
-    """
+    """Return this machine's GPU: measured before, by the table, or measured now (one second)."""
     return known_chip() or measure()
 
 
@@ -124,7 +117,6 @@ def known_chip() -> Chip | None:
 
 
 def measure() -> Chip:
-    """Measure the rates of MLX's default device, and remember them for `chip_here`."""
     products = [_product_tflops(dtype) for dtype in (mx.float32, mx.float16, mx.bfloat16)]
     rates = dict(zip(_RATES, [_copied_gb_s(), *products, _launch_us()], strict=True))
     _store().remember(_KIND, {"name": _name()}, rates)
@@ -142,6 +134,7 @@ def _measured(
     """Return a chip of which programs reach what was measured."""
     name = _name()
     half = max(float16_tflops, bfloat16_tflops)
+
     measured = Chip(
         name,
         None,
@@ -152,8 +145,10 @@ def _measured(
         launch_us,
         measured=True,
     )
+
     if (listed := chip(name)) is None:
         return measured
+
     # its matrix units may compute products in float32 too
     return replace(
         measured,
@@ -168,12 +163,12 @@ def _copied_gb_s() -> float:
     count, dtype = (8 << 20, mx.float32) if on_cpu() else (64 << 20, mx.float16)
     arrays = [mx.full((count,), float(i), dtype) for i in range(4)]
     mx.eval(arrays)
+
     moved = 2 * sum(array.nbytes for array in arrays)
     return moved / least_seconds(lambda: [a + 1 for a in arrays]) / 1e9
 
 
 def _product_tflops(dtype: mx.Dtype) -> float:
-    """Return the rate of square products in a dtype."""
     size = 256 if on_cpu() else 2048
     arrays = [mx.random.normal((size, size), key=mx.random.key(i)).astype(dtype) for i in range(4)]
     mx.eval(arrays)
@@ -192,17 +187,20 @@ def _launch_us() -> float:
         start = time.perf_counter()
         mx.eval(value)
         best = min(best, time.perf_counter() - start)
+
     return 1e6 * best / _CHAIN
 
 
 def least_seconds(compute: Callable[[], list[mx.array]]) -> float:
     """Return the least time of a few evaluations, after one that is not counted."""
     mx.eval(compute())
+
     seconds = []
     for _ in range(_REPEATS):
         start = time.perf_counter()
         mx.eval(compute())
         seconds.append(time.perf_counter() - start)
+
     return min(seconds)
 
 

@@ -36,13 +36,11 @@ class _Lossy:
         self._file = file
 
     def write(self, text: str) -> int:
-        """Write what can be written."""
         with suppress(OSError):
             self._file.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Pass on what can be passed on."""
         with suppress(OSError):
             self._file.flush()
 
@@ -55,7 +53,6 @@ class _Console(Console):
 
     @property
     def file(self) -> IO[str]:
-        """The file to write to now."""
         return _Lossy(super().file)  # type: ignore[return-value]
 
     @file.setter
@@ -73,16 +70,14 @@ class Display:
     def __init__(self, level: int = NORMAL) -> None:
         self.level = level
         self.clock: RunClock | None = None  # of the run that is shown
+
         # a bar redirects what libraries print to the console, whose own file must be the terminal
         file = unguarded(sys.stderr) if isinstance(sys.stderr, Guarded) else None
         self.console = _Console(file=file, stderr=True, highlight=False, soft_wrap=True)
         self.live = self.console.is_terminal and not _is_recorded() and level > QUIET
 
     def line(self, label: str, text: str, level: int = NORMAL) -> None:
-        """Print ``label   text``, the label in bold, at ``level`` and above.
-
-        On a terminal it is wrapped between words, with the text below itself.
-        """
+        """Print ``label   text`` at ``level`` and above; wrapped below itself on a terminal."""
         if self.level >= level:
             width = self.console.width if self.console.is_terminal else None
             self.console.print(_labelled(label, text, width))
@@ -97,13 +92,8 @@ class Display:
     ) -> Iterator["Task"]:
         """Show a bar on a terminal, else a plain line every few seconds.
 
-        Args:
-            label: what is done.
-            total: how many steps it has.
-            unit: what a step is, beside the bar.
-            done: steps that were done before.
-            part: the part of a run that its clock counts the steps for; the time left is that of the
-                run then.
+        ``unit`` is shown beside the bar; ``done`` steps were done before. ``part`` names the part
+        of a run whose clock counts the steps: the time left is then that of the run.
         """
         task = Task(self, label, total, unit, done, part)
         with self._moving(task.bar):
@@ -126,7 +116,6 @@ def _is_recorded() -> bool:
 
 
 def _plain(text: str) -> str:
-    """Return text without what would steer a terminal, or rich."""
     return escape(printable(text))
 
 
@@ -149,6 +138,7 @@ def wrapped(text: str, width: int) -> list[str]:
             word = word.lstrip()
             line = ""
         line += word
+
     return [*lines, line]
 
 
@@ -157,6 +147,7 @@ def hanging(line: str, width: int) -> str:
     has_label = line[:1].strip() and line[INDENT - 1 : INDENT + 1].lstrip() == line[INDENT:][:1]
     if not has_label or cell_len(line) <= width:
         return line
+
     lines = wrapped(line[INDENT:], width - INDENT)
     return line[:INDENT] + ("\n" + " " * INDENT).join(lines)
 
@@ -169,7 +160,6 @@ class _Left(ProgressColumn):
         super().__init__()
 
     def render(self, task: RichTask) -> Text:
-        """Return the time; nothing until it is known."""
         left = self._task.left()
         return Text("" if left is None else f"{clock(left)} left")
 
@@ -188,8 +178,10 @@ class Task:
         self.clock = display.clock if part else None
         self.part = part
         self.start = self.last_line = time.monotonic()
+
         self.bar: Progress | NotebookBar | None = None
         self.id = TaskID(0)
+
         if display.live:
             self.bar = Progress(
                 TextColumn(f"[bold]{label:<7}[/bold]"),
@@ -204,11 +196,12 @@ class Task:
             self.bar = NotebookBar(label, total, done, printable(unit))
 
     def left(self) -> float | None:
-        """Return the seconds that are left of the run, or of the task where it is no part of one."""
+        """Return the seconds left of the run, or of the task if it is no part of one."""
         if self.clock is not None:
             return self.clock.left()
         if self.done == self.initial:
             return None
+
         pace = (time.monotonic() - self.start) / (self.done - self.initial)
         return pace * (self.total - self.done)
 
@@ -217,6 +210,7 @@ class Task:
         self.done += steps
         if self.clock is not None:
             self.clock.tick(self.part, steps)
+
         if self.bar is not None:
             self.bar.update(self.id, completed=self.done)
             if text is not None:

@@ -60,11 +60,11 @@ class PackError(click.ClickException):
     def __init__(self, message: str, code: Code = "invalid", flag: str | None = None) -> None:
         super().__init__(message)
         self.code: Code = code
+
         leading = _FLAG.match(message)
         self.flag = flag or (leading[2].replace("-", "_") if leading else None)
 
     def __str__(self) -> str:
-        """Return the message in terms of Python."""
         parts = self.message.split("`")
         parts[::2] = [_FLAG.sub(_argument, part) for part in parts[::2]]
         return "`".join(parts)
@@ -84,17 +84,9 @@ class Interrupted(PackError):
 
 
 class RunStopped(PackError):
-    """A run ended before its end, and a checkpoint is saved; the message names the command that continues.
-
-    Args:
-        reason: why it ended.
-        checkpoint: its folder.
-        pack: the folder that the run writes at its end.
-        code: the kind of error.
-        exit_code: of the command line.
+    """A run ended early with a checkpoint; the message names the command that continues.
 
     Attributes:
-        reason: as above.
         command: the command line that continues; None unless `continue_with` was called.
     """
 
@@ -114,17 +106,15 @@ class RunStopped(PackError):
         self.command: str | None = None
 
     def continue_with(self, command: str) -> None:
-        """Let the message name the command line that continues."""
         self.command = command
         self.message = f"{self._saved} Continue with `{command}`."
 
     def __str__(self) -> str:
-        """Return the message in terms of Python."""
         return f"{self._saved} Continue with out={str(self.pack)!r}, resume=True."
 
 
 class BackOff(Exception):
-    """A run goes on from its last checkpoint, with half the learning rate (``--on-nan back-off``)."""
+    """A run goes on from its last checkpoint at half the learning rate (``--on-nan back-off``)."""
 
 
 class Float16Overflow(PackError):
@@ -172,6 +162,7 @@ def _is_defect(error: BaseException) -> bool:
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
+
     package = __name__.partition(".")[0]
     is_own = frame is not None and frame.tb_frame.f_globals.get("__name__", "").startswith(package)
     return is_own and isinstance(error, _DEFECTS)
@@ -183,6 +174,7 @@ def reason_of(error: BaseException) -> str:
         return "it is nested too deep"
     if isinstance(error, UnboundLocalError):  # mlx-lm's, of AWQ and GPTQ without their tensors
         return "none of its tensors is quantized"
+
     text = " ".join(str(error).split())
     if isinstance(error, KeyError):
         text = f"there is no {text}"

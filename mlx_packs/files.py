@@ -28,6 +28,7 @@ _OVERTAKEN = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY)
 def cache_folder(part: str) -> Path | None:
     """Return ``$MLX_PACKS_CACHE/<part>``; None if the variable is ``off``."""
     setting = os.environ.get(CACHE_VARIABLE) or "~/.cache/mlx_packs"
+
     return None if setting == "off" else Path(setting).expanduser() / part
 
 
@@ -41,8 +42,10 @@ def atomic_folder(path: Path, replace: bool = False) -> Iterator[Path]:
     recover(path)
     if path.exists() and not replace:
         raise PackError(f"{path}: already exists. Choose another path.", "exists")
+
     if path.is_symlink():  # the link stays, and leads to what is written
         path = path.resolve()
+
     make_folder(path.parent)
     with write_errors(path), temporary(path, Path.mkdir) as partial:
         yield partial
@@ -56,6 +59,7 @@ def replace_folder(partial: Path, path: Path) -> None:
     moved away first, to a name from which `recover` puts it back; it stays on failure.
     """
     filesystem.sync_tree(partial)
+
     for attempts_left in reversed(range(_ATTEMPTS)):
         try:
             old = _put_in_place(partial, path)
@@ -63,6 +67,7 @@ def replace_folder(partial: Path, path: Path) -> None:
         except OSError as error:  # another writer was faster, as long as the new folder is there
             if error.errno not in _OVERTAKEN or not partial.exists() or not attempts_left:
                 raise
+
     filesystem.sync(path.parent)
     if old is not None:
         with suppress(OSError):
@@ -76,6 +81,7 @@ def _put_in_place(partial: Path, path: Path) -> Path | None:
         return None
     if filesystem.exchange(partial, path):
         return partial
+
     old = hidden_name(path, OLD)
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -90,6 +96,7 @@ def _put_in_place(partial: Path, path: Path) -> Path | None:
             raise
     finally:
         os.close(descriptor)
+
     return old
 
 
@@ -111,6 +118,7 @@ def exclusive_writer(path: Path) -> Iterator[None]:
 def _locked(lock: Path, path: Path) -> IO:
     """Open the lock file and lock it until it is closed."""
     start = time.monotonic()
+
     while True:
         with write_errors(path):
             file = lock.open("ab", buffering=0)
@@ -122,6 +130,7 @@ def _locked(lock: Path, path: Path) -> IO:
                     file.truncate(0)
                     file.write(lock_text())
                 return file
+
         except BlockingIOError:
             if time.monotonic() - start > _SWEEP_S:
                 file.close()
@@ -130,6 +139,7 @@ def _locked(lock: Path, path: Path) -> IO:
                     "busy",
                 ) from None
             time.sleep(0.005)
+
         file.close()
 
 
@@ -155,14 +165,12 @@ def atomic_write(path: Path, content: str | bytes | Iterable[str]) -> None:
 
 
 def replace_file(partial: Path, path: Path) -> None:
-    """Give a finished file the name ``path``, durably."""
     filesystem.sync(partial)
     os.replace(partial, path)
     filesystem.sync(path.parent)
 
 
 def append_line(path: Path, line: str) -> None:
-    """Add a line to a text file."""
     with write_errors(path), path.open("a", encoding="utf-8") as f:
         f.write(line + "\n")
 
@@ -170,6 +178,7 @@ def append_line(path: Path, line: str) -> None:
 def remove_unused(folder: Path, pattern: str, days: int) -> None:
     """Remove the files of a cache that no run has used for some days, and leftovers."""
     sweep(folder)
+
     oldest = time.time() - days * 24 * 3600
     for file in folder.glob(pattern):
         with suppress(OSError):  # another process was faster

@@ -1,8 +1,9 @@
 """A process that `os.fork` makes after MLX was used: MLX's threads are not in it.
 
-Whatever it computes would wait for them for ever, so MLX's functions raise an error there. What needs
-no MLX goes on: workers that read data with NumPy, or a program that is started. A process that is
-forked before anything was computed has threads of its own when it needs them, and is left alone.
+Whatever it computes would wait for them for ever, so MLX's functions raise an error there. What
+needs no MLX goes on: workers that read data with NumPy, or a program that is started. A process
+that is forked before anything was computed has threads of its own when it needs them, and is left
+alone.
 """
 
 import os
@@ -50,9 +51,11 @@ def _after_in_child() -> None:
     global _in_fork
     if not _used_before_fork or _in_fork:
         return
+
     _in_fork = True
     for module in (mx, mx.fast, mx.fft, mx.linalg, mx.random):
         _disable(module)
+
     for name in vars(mx.array):
         operator = name.strip("_").removeprefix("r").removeprefix("i")
         special = {name.strip("_"), operator} & set(_OF_ARRAYS)

@@ -19,6 +19,7 @@ def gate_limits(**limits: float | None) -> dict[str, float]:
     for name, limit in limits.items():
         if limit is not None and not (math.isfinite(limit) and limit > 0):
             raise PackError(f"{flag_of(name)} {limit:g}: must be a positive number.")
+
     return {name: limit for name, limit in limits.items() if limit is not None}
 
 

@@ -23,7 +23,6 @@ def check_seal(content: dict) -> None:
 
 
 def without_seal(content: dict) -> dict:
-    """Return JSON content without its hash."""
     return {key: value for key, value in content.items() if key != SEAL}
 
 
@@ -44,6 +43,7 @@ def check_files(folder: Path, facts: dict[str, dict]) -> None:
     """Raise a ValueError that names the first file of a folder that differs from its facts."""
     for name, expected in facts.items():
         size = (folder / name).stat().st_size
+
         if size != expected["bytes"]:
             raise ValueError(f"{name} has {size} bytes instead of {expected['bytes']}")
         if sha256(folder / name) != expected["sha256"]:

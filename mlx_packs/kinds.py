@@ -1,8 +1,8 @@
 """Kinds of values in a file that somebody else wrote, checked before the values are used.
 
-A table maps keys to kinds: ``{"base.num_layers": "an integer above 0", "files.*": "a mapping"}``. What
-is at a key precedes what is in it; ``*`` is each entry of a mapping or a list. Where a kind ends in
-``?`` there may be nothing, or null; ``… or a list of such`` takes several, too.
+A table maps keys to kinds: ``{"base.num_layers": "an integer above 0", "files.*": "a mapping"}``.
+What is at a key precedes what is in it; ``*`` is each entry of a mapping or a list. Where a kind
+ends in ``?`` there may be nothing, or null; ``… or a list of such`` takes several, too.
 """
 
 import math
@@ -25,7 +25,6 @@ def _is_list_of(value: object, kind: str) -> bool:
 
 
 def _is(value: object, kind: str) -> bool:
-    """Return whether a value is of a kind."""
     if kind.endswith(_SEVERAL):
         kind = kind.removesuffix(_SEVERAL)
         return _is(value, kind) or _is_list_of(value, kind)
@@ -70,6 +69,7 @@ def _values(value: object, parts: list[str], where: str) -> Iterator[tuple[str, 
     if not parts:
         yield where, value
         return
+
     part, *rest = parts
     entries: dict[str, object] = {}
     if isinstance(value, list) and part == "*":
@@ -77,18 +77,13 @@ def _values(value: object, parts: list[str], where: str) -> Iterator[tuple[str, 
     elif isinstance(value, dict):
         names = value if part == "*" else [part]
         entries = {f".{name}": value.get(name, MISSING) for name in names}
+
     for name, entry in entries.items():
         yield from _values(entry, rest, where + name)
 
 
 def check_keys(mapping: dict, keys: Mapping[str, str], where: str = "") -> None:
-    """Raise a ValueError for the first value of a mapping that is not of its kind.
-
-    Args:
-        mapping: as a file has it.
-        keys: the kind at each key.
-        where: the key of the mapping itself.
-    """
+    """Raise a ValueError for the first value that is not of its kind; ``where`` is its mapping."""
     for key, kind in keys.items():
         for place, value in _values(mapping, key.split("."), where):
             check_kind(place.removeprefix("."), value, kind)

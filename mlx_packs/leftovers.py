@@ -64,11 +64,13 @@ def temporary(path: Path, create: Callable[[Path], object], suffix: str = "") ->
     It is locked meanwhile. What dead processes left in that folder is removed first.
     """
     sweep(path.parent, [path.name])
+
     descriptor = None
     while descriptor is None:
         partial = hidden_name(path, PARTIAL, suffix)
         create(partial)
         descriptor = _locked(partial)  # None if another process took it for a leftover
+
     try:
         yield partial
     finally:
@@ -86,16 +88,13 @@ def sweep(folder: Path, names: Collection[str] | None = None) -> None:
         if leftover.host or names is None or leftover.target.name in names:
             with suppress(OSError):
                 _settle(leftover)
+
     for lock in folder.glob(".*.lock"):
         _remove_dead_lock(lock)
 
 
 def recover(path: Path) -> None:
-    """Put a folder back that a killed process moved away and did not replace.
-
-    Raises:
-        PackError: the folder above may not be written.
-    """
+    """Put a folder back that a killed process moved away; a PackError if that is not allowed."""
     start, waited = time.monotonic(), False
     while not (os.path.exists(path) or waited):  # unlike Path.exists, False for a name too long
         old = [x for x in _leftovers(path.parent) if x.kind == OLD and x.target.name == path.name]
@@ -116,7 +115,7 @@ def recover(path: Path) -> None:
 
 
 def recovered(folder: Path) -> list[str]:
-    """Put back what killed processes moved away in a folder, where that may be; return the names."""
+    """Put back what killed processes moved away in a folder, if possible; return the names."""
     missing = {x.target for x in _leftovers(folder) if x.kind == OLD and not x.target.exists()}
     for target in missing:
         with suppress(PackError):  # a list shows what it can
@@ -125,14 +124,13 @@ def recovered(folder: Path) -> list[str]:
 
 
 def discard(folder: Path, target: Path) -> None:
-    """Remove a folder, by a temporary name of ``target`` so that half of it is nowhere in its place."""
+    """Remove a folder under a temporary name, so that half of it is nowhere in its place."""
     doomed = hidden_name(target, PARTIAL)
     os.rename(folder, doomed)
     remove(doomed)
 
 
 def remove(path: Path) -> None:
-    """Remove a file or folder, as far as that is possible."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -149,10 +147,12 @@ def _settle(leftover: _Leftover, waited: bool = False) -> bool:
         descriptor = os.open(leftover.path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:  # another process was faster
         return False
+
     try:
         is_dead = leftover.is_dead(filesystem.lock(descriptor)) or waited
         if not is_dead or not filesystem.is_named(descriptor, leftover.path):
             return False
+
         if leftover.kind == OLD and not leftover.target.exists():
             os.rename(leftover.path, leftover.target)
             filesystem.sync(leftover.target.parent)
@@ -168,7 +168,7 @@ def _settle(leftover: _Leftover, waited: bool = False) -> bool:
 
 
 def lock_text() -> bytes:
-    """Return the content of a lock file of this host, which identifies it as one of this program."""
+    """Return the content of a lock file of this host, which shows that it is this program's."""
     return f"mlx_packs lock {_host()}\n".encode()
 
 
@@ -178,6 +178,7 @@ def _remove_dead_lock(file: Path) -> None:
         descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return
+
     try:
         text = os.read(descriptor, 64)
         match = re.fullmatch(rb"mlx_packs lock ([0-9a-f]{6})\n", text)
@@ -201,6 +202,7 @@ def _locked(path: Path) -> int | None:
         filesystem.lock(descriptor)
         if filesystem.is_named(descriptor, path):
             return descriptor
+
     os.close(descriptor)
     return None
 
@@ -215,6 +217,7 @@ def _leftovers(folder: Path) -> list[_Leftover]:
                 pid = int(match["pid"] or 0)
                 leftover = _Leftover(folder / entry.name, target, match["kind"], host, pid)
                 dated.append((entry.stat(follow_symlinks=False).st_ctime_ns, leftover))
+
     return [leftover for _, leftover in sorted(dated, key=lambda pair: pair[0], reverse=True)]
 
 

@@ -1,7 +1,8 @@
 """Features of macOS: thermal and power states, `caffeinate`, notifications, LaunchAgents.
 
-Nothing else in this package starts a program of macOS but `packs bench`, by `output`. None of it ever
-ran on a Mac: tests put programs of the same names in their place, which print what is known of those.
+Nothing else in this package starts a program of macOS but `packs bench`, by `output`. None of it
+ever ran on a Mac: tests put programs of the same names in their place, which print what is known
+of those.
 """
 
 import ctypes
@@ -30,7 +31,6 @@ Read = Callable[[Sequence[str]], str | None]
 
 
 def is_macos() -> bool:
-    """Return whether this is a Mac."""
     return sys.platform == "darwin"
 
 
@@ -58,13 +58,11 @@ def low_power_mode(read: Read = output) -> bool | None:
 
 
 def thermal_pressure(read: Read = output) -> str | None:
-    """Return the thermal pressure, one of `THERMAL`; None where it is not known.
-
-    It is that of the notification, else what `pmset -g therm` has recorded.
-    """
+    """Return one of `THERMAL`, by the notification or else `pmset -g therm`; None where unknown."""
     level = number(
         r"thermalpressurelevel\s+(\d+)", read(["notifyutil", "-g", THERMAL_NOTIFICATION]) or ""
     )
+
     if level is not None and level < len(THERMAL):
         return THERMAL[level]
     therm = read(["pmset", "-g", "therm"]) or ""
@@ -92,11 +90,13 @@ def kept_awake() -> Iterator[bool]:
     # -i: no sleep when idle; -s: none at all on AC power; -w: until this process ends
     command = ["caffeinate", "-i", "-s", "-w", str(os.getpid())]
     quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+
     try:  # in a session of its own, which Ctrl-C does not reach while the run is saved
         process = subprocess.Popen(command, start_new_session=True, **quiet)
     except OSError:
         yield False
         return
+
     try:
         yield True
     finally:
@@ -108,6 +108,7 @@ def notify(title: str, text: str) -> None:
     """Show a notification; both texts are arguments of a script, and never part of it."""
     script = ("on run argv", "display notification (item 2 of argv) with title (item 1 of argv)")
     lines = [part for line in (*script, "end run") for part in ("-e", line)]
+
     output(["osascript", *lines, title, text])
 
 
@@ -122,28 +123,21 @@ class LaunchAgent:
 
     @classmethod
     def of(cls, pack: Path) -> "LaunchAgent":
-        """Return the agent of the run that writes a pack."""
         path = str(pack.absolute())
         name = re.sub(r"[^A-Za-z0-9-]", "-", pack.name)
         return cls(f"mlx-packs.{name}.{hashlib.sha256(path.encode()).hexdigest()[:8]}")
 
     @property
     def file(self) -> Path:
-        """The property list."""
         return Path.home() / "Library" / "LaunchAgents" / f"{self.label}.plist"
 
     @property
     def log(self) -> Path:
-        """The file for the output of the command."""
         return Path.home() / "Library" / "Logs" / f"{self.label}.log"
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Let one process at a time be that of the agent.
-
-        Raises:
-            PackError: another one is.
-        """
+        """Let one process at a time be that of the agent; a PackError if another one is."""
         make_folder(self.file.parent)
         with exclusive_writer(self.file):
             yield
@@ -162,6 +156,7 @@ class LaunchAgent:
             "StandardOutPath": str(self.log),
             "StandardErrorPath": str(self.log),
         }
+
         make_folder(self.log.parent)
         atomic_write(self.file, plistlib.dumps(settings).decode())
 

@@ -46,11 +46,13 @@ def recall(kind: str, of: Mapping) -> dict | None:
     key = _key(kind, of)
     if (file := _file(key)) is None or not file.is_file():
         return None
+
     try:
         content = read_json(file)
         os.utime(file)
     except (PackError, OSError):
         return None
+
     result = content.pop("result", None)
     return result if content == key and isinstance(result, dict) else None
 
@@ -60,6 +62,7 @@ def remember(kind: str, of: Mapping, result: Mapping) -> None:
     key = _key(kind, of)
     if _discarding or (file := _file(key)) is None:
         return
+
     with suppress(PackError, OSError):
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         atomic_write(file, to_json({**key, "result": result}))

@@ -17,7 +17,7 @@ def in_notebook() -> bool:
 
 
 class NotebookBar:
-    """A line of text that is updated in place, with the methods of rich's ``Progress`` used here."""
+    """A line of text that is updated in place, with the methods of rich's ``Progress``."""
 
     def __init__(self, label: str, total: int, done: int, text: str) -> None:
         self.label = label
@@ -43,19 +43,21 @@ class NotebookBar:
         """Take over what is done and the text beside the bar; show it twice a second at most."""
         self.done = self.done if completed is None else completed
         self.text = self.text if text is None else text
+
         if self._handle is not None and time.monotonic() - self._shown >= _SECONDS:
             self._shown = time.monotonic()
             self._handle.update(self._bundle(), raw=True)
 
     def line(self) -> str:
-        """Return the label, the bar, the steps, the text and the time that is left."""
         cells = round(_CELLS * self.done / max(1, self.total))
         bar = "━" * cells + "─" * (_CELLS - cells)
         line = f"{self.label:<7} {bar} {self.done}/{self.total} {self.text}"
+
         if self._first < self.done < self.total:
             pace = (time.monotonic() - self._start) / (self.done - self._first)
             left = round(pace * (self.total - self.done))
             line += f"  {left // 60}:{left % 60:02} left"
+
         return line.rstrip()
 
     def _bundle(self) -> dict[str, str]:

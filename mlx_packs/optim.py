@@ -35,18 +35,18 @@ class AdamW8bit(optimizers.AdamW):
     _MOMENTS = (("m", True), ("v", False))
 
     def init_single(self, parameter: mx.array, state: dict) -> None:
-        """Initialize the state of one parameter, in 8 bits unless it is small."""
         super().init_single(parameter, state)
         if parameter.size >= _MIN_8BIT_SIZE:
             self._pack(state)
 
     def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict) -> mx.array:
-        """Update one parameter by AdamW with its state decoded to float32."""
         if "m_scales" not in state:
             return super().apply_single(gradient, parameter, state)
+
         for name, signed in self._MOMENTS:
             scales = state.pop(f"{name}_scales")
             state[name] = decode(state[name], scales, parameter.shape, signed)
+
         updated = super().apply_single(gradient, parameter, state)
         self._pack(state)
         return updated
@@ -80,22 +80,23 @@ def schedule(config: TrainConfig) -> "Schedule":
     """
     if isinstance(config.lr_schedule, dict):
         return _mlx_lm_schedule(config.lr_schedule)
+
     peak, warmup = config.learning_rate, warmup_updates(config)
     main = SCHEDULES[config.lr_schedule](peak, max(1, updates_of(config) - warmup))
+
     if not warmup:
         return main
+
     start = 0.0 if config.warmup_from_zero else peak / (warmup + 1)
     rise = optimizers.linear_schedule(start, peak, warmup)
     return optimizers.join_schedules([rise, main], [warmup])
 
 
 def updates_of(config: TrainConfig) -> int:
-    """Return the number of updates of a run or phase."""
     return -(-config.iters // config.grad_accumulation_steps)
 
 
 def warmup_updates(config: TrainConfig) -> int:
-    """Return the number of updates of the warm-up, by whichever setting has it."""
     if isinstance(config.lr_schedule, dict):
         return int(config.lr_schedule.get("warmup") or 0)
     return config.warmup_steps or math.ceil(updates_of(config) * config.warmup_ratio)
@@ -104,6 +105,7 @@ def warmup_updates(config: TrainConfig) -> int:
 def _mlx_lm_schedule(values: dict) -> "Schedule":
     name, arguments = values.get("name"), values.get("arguments")
     keys = {"name", "arguments", "warmup", "warmup_init"}
+
     if unknown := {str(key) for key in values} - keys:
         text = f"is not a setting. {did_you_mean(min(unknown), list(keys))}"
         raise setting_error(text, f"lr_schedule.{min(unknown)}", code="unknown")
@@ -113,19 +115,23 @@ def _mlx_lm_schedule(values: dict) -> "Schedule":
     if not isinstance(arguments, (list, tuple)) or not arguments:
         text = f"must be a list that starts with the learning rate, but is {arguments!r}."
         raise setting_error(text, "lr_schedule.arguments")
+
     numbers = [_number(a, f"lr_schedule.arguments[{i}]") for i, a in enumerate(arguments)]
     if numbers[0] <= 0:
         text = f"is the learning rate and must be above 0, but is {numbers[0]}."
         raise setting_error(text, "lr_schedule.arguments[0]")
+
     warmup = typed_value(values.get("warmup") or 0, int, "lr_schedule.warmup")
     start = _number(values.get("warmup_init") or 0.0, "lr_schedule.warmup_init")
     for key, value in (("warmup", warmup), ("warmup_init", start)):
         if value < 0:
             raise setting_error(f"must be at least 0, but is {value}.", f"lr_schedule.{key}")
+
     try:
         main = getattr(optimizers, name)(*numbers)
     except (TypeError, ValueError) as error:
         raise setting_error(f"{name}({arguments}): {error}", "lr_schedule.arguments") from None
+
     if not warmup:
         return main
     rise = optimizers.linear_schedule(start, numbers[0], warmup)
@@ -139,6 +145,7 @@ def unused_learning_rate(config: TrainConfig) -> str | None:
     first = float(config.lr_schedule["arguments"][0])
     if config.learning_rate in (TrainConfig.learning_rate, first):
         return None
+
     return (
         f"learning_rate {config.learning_rate:g} is not used: lr_schedule.arguments starts with "
         f"{first:g}, as in mlx-lm"
@@ -148,31 +155,29 @@ def unused_learning_rate(config: TrainConfig) -> str | None:
 def make_optimizer(
     config: TrainConfig, since: int = 0, factor: float = 1.0
 ) -> optimizers.Optimizer:
-    """Return the optimizer of a run with its schedule and arguments.
+    """Return the optimizer of a run, tried with one update so that a wrong value shows early.
 
-    Its class is tried with one update first, so that a wrong value shows before a base is loaded.
-
-    Args:
-        config: settings of the run or phase.
-        since: updates that its state has seen when the schedule begins.
-        factor: of the learning rate.
+    The schedule begins after ``since`` updates, and its rates are multiplied by ``factor``.
 
     Raises:
         PackError: an argument is unknown to the optimizer, or its value does not work.
     """
     optimizer, arguments = OPTIMIZERS[config.optimizer], _arguments(config)
     where = f"optimizer_config.{config.optimizer}"
+
     try:
         trial = optimizer(learning_rate=schedule(config), **arguments)
         updated = trial.apply_gradients({"w": mx.ones((2, 2))}, {"w": mx.ones((2, 2))})["w"]
         is_finite = mx.isfinite(updated).all().item()
     except (TypeError, ValueError, RuntimeError, ArithmeticError, IndexError) as error:
         raise setting_error(str(error), where) from None
+
     if not is_finite:
         values = f"{arguments} and lr_schedule {config.lr_schedule}"
         raise setting_error(
             f"the first update with {values} is not finite. Check these values.", where
         )
+
     rate, ratio = schedule(config), config.loraplus_lr_ratio
     if not since and factor == 1:
         return _with_ratio(optimizer(learning_rate=rate, **arguments), ratio)
@@ -187,13 +192,14 @@ def make_optimizer(
 def _with_ratio(optimizer: optimizers.Optimizer, ratio: float) -> optimizers.Optimizer:
     """Return an optimizer that moves B of adapters ``ratio`` times as far as the rest.
 
-    The updates of all optimizers here are linear in the learning rate, weight decay included, so it is
-    the learning rate of B that is ``ratio`` times the other.
+    The updates of all optimizers here are linear in the learning rate, weight decay included, so
+    it is the learning rate of B that is ``ratio`` times the other.
 
     LoRA+: https://arxiv.org/abs/2402.12354
     """
     if ratio == 1:
         return optimizer
+
     apply = optimizer.apply_gradients
 
     def moved(path: str, new: mx.array, old: mx.array) -> mx.array:
@@ -219,16 +225,20 @@ def _arguments(config: TrainConfig) -> dict:
             raise setting_error(text, f"optimizer_config.{key}", code="unknown")
         if not isinstance(values, Mapping | None):
             raise setting_error(f"must be a mapping, but is {values!r}.", f"optimizer_config.{key}")
+
     where = f"optimizer_config.{config.optimizer}"
     parameters = inspect.signature(OPTIMIZERS[config.optimizer]).parameters
     defaults = {name: p.default for name, p in parameters.items() if name != "learning_rate"}
     arguments = config.optimizer_config.get(config.optimizer) or {}
+
     for key in arguments:
         if key not in defaults:
             text = f"is not an argument. {did_you_mean(str(key), list(defaults))}"
             raise setting_error(text, f"{where}.{key}", code="unknown")
+
     typed = {key: _as_default(v, defaults[key], f"{where}.{key}") for key, v in arguments.items()}
     typed |= _first_class_arguments(config)
+
     if config.optimizer == "adafactor":  # by default it ignores the learning rate
         return {"relative_step": False, "scale_parameter": False, "warmup_init": False} | typed
     return typed
@@ -243,6 +253,7 @@ def _first_class_arguments(config: TrainConfig) -> dict:
         arguments["weight_decay"] = config.weight_decay
     if config.betas:
         arguments["betas"] = list(config.betas)
+
     return arguments
 
 
@@ -252,6 +263,7 @@ def _as_default(value: Any, default: Any, key: str) -> Any:
         if not isinstance(value, (list, tuple)) or len(value) != len(default):
             raise setting_error(f"must be a list of {len(default)} numbers, but is {value!r}.", key)
         return [_number(v, f"{key}[{i}]") for i, v in enumerate(value)]
+
     if default is None and value is None:
         return None
     if isinstance(default, (bool, int)):

@@ -27,7 +27,6 @@ class Plugin:
 
     @property
     def label(self) -> str:
-        """The package and its version."""
         return f"{self.package} {self.version}"
 
     def load(self, code: str) -> Any:
@@ -51,6 +50,7 @@ class Plugin:
     def with_methods_of(self, code: str, interface: type) -> Any:
         """Return a class of the package, which must have the public methods of an interface."""
         own = self.load(code)
+
         names = [n for n in dir(interface) if n[0] != "_" and callable(getattr(interface, n))]
         lacking = [
             name
@@ -67,7 +67,6 @@ class Plugin:
     def fault(self, what: str) -> PackError:
         """Return the error of a package that is at fault; ``what`` it does follows its name."""
         called = _CALLED[self.kind].format(self.name)
-
         return PackError(
             f"{called}: the package {self.label} adds it, but {what}. Update the package, or "
             f"remove it: pip uninstall {self.package}.",
@@ -98,13 +97,8 @@ def _plugins_of(distribution: metadata.Distribution, kind: str) -> list[Plugin]:
 
 
 def find(kind: str, name: str, is_built_in: bool) -> Plugin | None:
-    """Return the plug-in of a name; None where it is built in.
-
-    Raises:
-        PackError: there are several things of this name.
-    """
+    """Return the plug-in of a name, None where it is built in; a PackError if there are several."""
     plugins = installed(kind).get(name, ())
-
     if is_built_in and plugins:
         raise plugins[0].fault(f"mlx_packs has a {FLAGS[kind]} of this name")
     if len(plugins) > 1:

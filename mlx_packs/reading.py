@@ -46,7 +46,7 @@ def check_regular(file: Path, limit: int | None = None) -> int:
     """Return the size of a file; a link is followed.
 
     Raises:
-        PackError: it is a folder, a named pipe, a socket or a device, or larger than ``limit``.
+        PackError: it is no regular file, or larger than ``limit``.
         OSError: there is none.
     """
     return _checked_size(file, os.stat(file), limit)
@@ -56,17 +56,20 @@ def _checked_size(file: Path, facts: os.stat_result, limit: int | None) -> int:
     if not stat.S_ISREG(facts.st_mode):
         kind = next((kind for is_kind, kind in _KINDS if is_kind(facts.st_mode)), "no file")
         raise PackError(f"{file}: is {kind}. Put a regular file in its place.", "unreadable")
+
     if limit is not None and facts.st_size > limit:
         raise PackError(
             f"{file}: has {facts.st_size:,} bytes, but at most {limit:,} are read of such a file.",
             "unreadable",
         )
+
     return facts.st_size
 
 
 def open_regular(file: Path, limit: int | None = None) -> IO[bytes]:
     """Open a regular file for reading, as `check_regular` checks it; never waits for a pipe."""
     check_regular(file, limit)
+
     # it may have been exchanged meanwhile: what was opened counts
     opened = os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb")
     try:
@@ -81,6 +84,7 @@ def read_text(file: Path, limit: int = DOCUMENT_BYTES) -> str:
     """Return the text of a UTF-8 file of at most ``limit`` bytes."""
     with open_regular(file, limit) as f:
         content = f.read(limit + 1)
+
     if len(content) > limit:  # it grew
         raise PackError(f"{file}: is being written. Wait for that.", "unreadable")
     return decode(content, str(file))
@@ -100,11 +104,12 @@ def parse_json(text: str) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: it is not JSON, deeper than 100, or has a number or a text that no type can represent.
+        ValueError: it is no JSON, deeper than 100, or has a value that no type can represent.
     """
     containers = text.count("[") + text.count("{")
     if containers > _CONTAINERS:
         raise ValueError(f"it has more than {_CONTAINERS:,} lists and mappings")
+
     too_deep = ValueError(f"it is nested more than {_DEPTH} deep")
     try:
         value = json.loads(text, parse_int=_integer)
@@ -112,6 +117,7 @@ def parse_json(text: str) -> Any:
         raise too_deep from None
     if containers > _DEPTH and _depth(value) > _DEPTH:
         raise too_deep
+
     if re.search(r"\\u[dD][89a-fA-F]", text):  # half of a pair; both halves are one character
         _check_unicode(value)
     return value
@@ -152,6 +158,7 @@ def read_json(file: Path, kind: type = dict, limit: int = DOCUMENT_BYTES) -> Any
         content = parse_json(text)
     except ValueError as error:
         raise PackError(f"{file}: is not valid JSON: {error}.", "unreadable") from None
+
     if not isinstance(content, kind):
         raise PackError(
             f"{file}: must be a {kind.__name__}, but is a {type(content).__name__}.", "unreadable"
@@ -162,6 +169,7 @@ def read_json(file: Path, kind: type = dict, limit: int = DOCUMENT_BYTES) -> Any
 def read_yaml(file: Path) -> Any:
     """Return the content of a YAML file: PyYAML's safe types, and ``1e-5`` is a number."""
     text = read_text(file, YAML_BYTES)
+
     with library_errors(
         lambda reason: PackError(f"{file}: is not valid YAML: {reason}.", "unreadable")
     ):
@@ -191,14 +199,17 @@ def _count_nodes(node: Any, counts: dict[int, int], depth: int) -> int:
     """Return how many values a node expands to; a ValueError if they are too many, or endless."""
     if depth > _DEPTH:
         raise ValueError(f"it is nested more than {_DEPTH} deep")
+
     if isinstance(node.value, str):
         if node.tag.endswith(":int"):
             _check_digits(node.value)
         return 1
+
     if id(node) in counts:
         if counts[id(node)] == 0:
             raise ValueError("an alias contains itself")
         return counts[id(node)]
+
     counts[id(node)] = 0
     parts = [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
     total = 1
@@ -206,12 +217,12 @@ def _count_nodes(node: Any, counts: dict[int, int], depth: int) -> int:
         total += _count_nodes(part, counts, depth + 1)
         if total > _YAML_NODES:
             raise ValueError(f"it has more than {_YAML_NODES:,} values")
+
     counts[id(node)] = total
     return total
 
 
 def sha256(file: Path) -> str:
-    """Return the SHA-256 of a file's bytes."""
     digest = hashlib.sha256()
     with open_regular(file) as f:
         while block := f.read(1 << 20):
@@ -220,13 +231,10 @@ def sha256(file: Path) -> str:
 
 
 def read_header(file: Path) -> tuple[dict[str, dict], int]:
-    """Return the header of a safetensors file and the offset at which its data starts.
+    """Return the header of a safetensors file, by tensor, and the offset at which its data starts.
 
-    The header maps a name to its dtype, shape and data_offsets. All are checked as the safetensors
-    library does: known dtypes, offsets that are those of the shapes, no gap and no overlap.
-
-    Raises:
-        PackError: the file is truncated, damaged or is not safetensors.
+    All is checked as the safetensors library does: known dtypes, offsets that are those of the
+    shapes, no gap and no overlap.
     """
     header, start, _ = _read_header(file)
     return header, start
@@ -250,6 +258,7 @@ def _read_header(file: Path) -> tuple[dict[str, dict], int, dict[str, str]]:
                 "unreadable",
             )
         content = f.read(length)
+
     try:
         header = parse_json(content.decode())
         if not isinstance(header, dict):
@@ -263,6 +272,7 @@ def _read_header(file: Path) -> tuple[dict[str, dict], int, dict[str, str]]:
             f"{file}: is not a safetensors file (its header: {error}). Copy or download it again.",
             "unreadable",
         ) from None
+
     if size != end:
         fault = (
             f"is truncated: {size} bytes of {end}"
@@ -270,6 +280,7 @@ def _read_header(file: Path) -> tuple[dict[str, dict], int, dict[str, str]]:
             else (f"has {size - end} bytes behind its last tensor")
         )
         raise PackError(f"{file}: {fault}. Copy or download it again.", "unreadable")
+
     return header, 8 + length, metadata
 
 
@@ -286,6 +297,7 @@ def _data_bytes(header: dict) -> int:
                 pass
             case _:
                 raise ValueError(f"{name} must have dtype, shape and two data_offsets")
+
         if dtype not in DTYPE_BITS:
             raise ValueError(f"{name} has the dtype {dtype!r}, which is unknown")
         sizes = [axis for axis in shape if type(axis) is int and 0 <= axis < 2**53]
@@ -293,7 +305,9 @@ def _data_bytes(header: dict) -> int:
             raise ValueError(f"{name} has the shape {repr(shape)[:60]}")
         if math.prod(shape) * DTYPE_BITS[dtype] != 8 * (end - begin) or begin < 0:
             raise ValueError(f"{name} {dtype} {shape} does not take the bytes {begin} to {end}")
+
         spans.append((begin, end, name))
+
     last = 0
     for begin, end, name in sorted(spans):
         if begin != last:

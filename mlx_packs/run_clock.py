@@ -32,8 +32,7 @@ class RunClock:
     that has not begun takes its cost times the time of a training batch.
 
     Args:
-        now: Returns the time in seconds.
-        compiles: Whether the first training batch compiles, and says nothing about the next ones.
+        compiles: whether the first training batch compiles, and says nothing about the next ones.
     """
 
     def __init__(
@@ -45,13 +44,10 @@ class RunClock:
         self._mark = now()
 
     def plan(self, name: str, units: float, cost: float = 1.0, limit: float | None = None) -> None:
-        """Add work to a part.
+        """Add units of work to a part; that of training is ``train``.
 
-        Args:
-            name: The part; that of training is ``train``.
-            units: Number of units of work.
-            cost: Time of a unit in training batches, used until a unit is measured.
-            limit: Maximum number of seconds of the part, which ends it early.
+        ``cost`` is the time of a unit in training batches, until one is measured; ``limit`` is the
+        maximum number of seconds, which ends the part early.
         """
         part = self._parts.setdefault(name, _Part())
         part.units += units
@@ -70,6 +66,7 @@ class RunClock:
         """Count the time since the last unit for a part, of which ``units`` are done."""
         now = self._now()
         seconds, self._mark = now - self._mark, now
+
         part = self._parts.get(name)
         if part is None:
             return
@@ -100,6 +97,7 @@ class RunClock:
             if part.limit is not None:
                 needed = min(needed, max(0.0, part.limit - part.seconds))
             seconds += needed
+
         return max(0.0, seconds - (self._now() - self._mark))
 
     def _pace(self, name: str) -> float | None:
@@ -110,6 +108,7 @@ class RunClock:
         part = self._parts.get(name)
         if part is None or not part.work:
             return None
+
         work, seconds = part.first
         if name == TRAIN and part.work > work:
             return (part.seconds - seconds) / (part.work - work)

@@ -51,7 +51,7 @@ if not COMPILES:
 
 
 def is_traced(array: mx.array) -> bool:
-    """Return whether ``array`` has no value because `mx.compile` is tracing the function it is in."""
+    """Return whether ``array`` has no value because `mx.compile` traces the function it is in."""
     try:
         np.array(array, copy=None)
     except ValueError:
@@ -60,7 +60,6 @@ def is_traced(array: mx.array) -> bool:
 
 
 def set_random_state(key: mx.array) -> None:
-    """Let MLX's random numbers continue from a state."""
     high, low = key.tolist()
     mx.random.seed((high << 32) | low)  # the state is a key, and seed(n) sets it to key(n)
 
@@ -85,7 +84,6 @@ def is_assumed() -> bool:
 
 
 def on_cpu() -> bool:
-    """Return whether MLX computes on the CPU by default."""
     if _assumed is not None:
         return _assumed == "cpu"
     return mx.default_device() == mx.Device(mx.cpu)
@@ -97,7 +95,7 @@ def dtype_name(dtype: mx.Dtype) -> str:
 
 
 def device_name() -> str:
-    """Return the name of the chip, as MLX has it."""
+    """Return the chip, as MLX has it, and what computes on it: ``Apple M3 Max (metal)``."""
     info = mx.device_info()
     kind = "cpu" if on_cpu() else ("metal" if mx.metal.is_available() else "cuda")
     return f"{info.get('device_name', platform.processor() or 'unknown')} ({kind})"
@@ -122,8 +120,8 @@ def total_memory() -> int:
 def metal_share(memory: int) -> int:
     """Return the most of a Mac's memory that Metal recommends to use, in bytes.
 
-    Two thirds below 36 GB, three quarters from there: ``recommendedMaxWorkingSetSize`` as llama.cpp's
-    users log it (11.45e9 bytes of 16 GiB, 17.18e9 of 24, 22.91e9 of 32, 28.99e9 of 36).
+    Two thirds below 36 GB, three quarters from there: ``recommendedMaxWorkingSetSize`` as users of
+    llama.cpp log it (11.45e9 bytes of 16 GiB, 17.18e9 of 24, 22.91e9 of 32, 28.99e9 of 36).
     """
     return memory * 2 // 3 if memory < 36 << 30 else memory * 3 // 4
 
@@ -157,21 +155,21 @@ def memory_limits(cache_bytes: int = 0) -> Iterator[None]:
     with ExitStack() as restored:
         cache = mx.set_cache_limit(max(cache_limit(), cache_bytes))
         restored.callback(mx.set_cache_limit, cache)
+
         recommended = mx.device_info().get("max_recommended_working_set_size")
         if recommended and mx.metal.is_available() and not on_cpu():
             restored.callback(mx.set_wired_limit, mx.set_wired_limit(recommended))
             restored.callback(mx.synchronize)
+
         yield
 
 
 def peak_process_bytes() -> int:
-    """Return the largest resident size that this process has had."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a result depends on."""
     from importlib.metadata import PackageNotFoundError, version
 
     packages = {"python": platform.python_version()}

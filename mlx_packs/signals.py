@@ -1,4 +1,4 @@
-"""Signals that end a command: SIGINT (Ctrl-C), SIGTERM (docker stop, a queue) and SIGHUP (a closed terminal).
+"""Signals that end a command: SIGINT (Ctrl-C), SIGTERM (docker stop), SIGHUP (a closed terminal).
 
 The first one unwinds the work like Ctrl-C, as `Signalled`; where the work requests it (`deferred`)
 it waits for the next good moment instead. A second one unwinds at once, and after that the system
@@ -33,6 +33,7 @@ def _handle(number: int, _: object) -> None:
     if _deferred == []:
         _deferred.append(number)
         return
+
     for each in NUMBERS:
         if signal.getsignal(each) is _handle:
             signal.signal(each, signal.SIG_DFL)
@@ -55,6 +56,7 @@ def handled() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+
     before = {number: signal.getsignal(number) for number in NUMBERS if _takes_over(number)}
     try:
         for number in before:
@@ -75,6 +77,7 @@ def deferred() -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield []
         return
+
     with handled():
         outer, _deferred = _deferred, []
         waiting = _deferred
@@ -82,6 +85,7 @@ def deferred() -> Iterator[list[int]]:
             yield waiting
         finally:
             _deferred = outer
+
         if waiting:
             raise Signalled(waiting[0])
 
@@ -95,11 +99,13 @@ def forwarded(send: Callable[[int], object]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+
     before = {
         number: signal.getsignal(number)
         for number in NUMBERS
         if signal.getsignal(number) is _handle or _takes_over(number)
     }
+
     try:
         for number in before:
             signal.signal(number, lambda number, _: send(number))

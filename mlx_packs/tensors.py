@@ -35,12 +35,14 @@ def read_tensors(file: Path) -> dict[str, mx.array]:
             f"{file}: {bad} is {header[bad]['dtype']}. Adapters are F32, F16 or BF16.",
             "unsupported",
         )
+
     try:
         tensors = mx.load(str(file))
         mx.eval(tensors)
     except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise PackError(f"{file}: cannot be read: {reason}", "unreadable") from None
+
     for name, tensor in tensors.items():
         if not mx.isfinite(tensor).all().item():
             raise PackError(f"{file}: {name} has NaN or infinite values.", "unreadable")
@@ -54,6 +56,7 @@ def save_tensors(file: Path, tensors: dict, metadata: Mapping[str, str] | None =
         mx.save_safetensors(str(file), dict(sorted(tensors.items())), entries)
     except RuntimeError as error:
         raise PackError(f"{file}: cannot be written ({error}).", "unwritable") from None
+
     try:
         read_header(file)
     except PackError:  # MLX does not report it: the file is shorter than its header states
@@ -79,8 +82,10 @@ def write_tensors(
         dtype = DTYPES[dtype_name(outline[name].dtype)]
         shape = list(outline[name].shape)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
+
     with write_errors(file), temporary(file, Path.touch) as partial:
         with partial.open("wb") as f:
             f.write(len(text).to_bytes(8, "little") + text)

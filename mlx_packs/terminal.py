@@ -81,14 +81,12 @@ class Guarded:
         return unguarded(self.stream)
 
     def write(self, text: str) -> int:
-        """Write what is left of a text; its length."""
         movement = _BAR.match(text) if self.bars else None
         start = movement.end() if movement else 0
         self.stream.write(text[:start] + printable_text(text[start:]))
         return len(text)
 
     def writelines(self, lines: Iterator[str]) -> None:
-        """Write several texts."""
         for line in lines:
             self.write(line)
 
@@ -100,7 +98,6 @@ def unguarded(stream: IO[str]) -> IO[str]:
 
 
 def has_terminal() -> bool:
-    """Return whether stderr is a terminal."""
     return unguarded(sys.stderr).isatty()
 
 
@@ -112,7 +109,7 @@ def terminal_size() -> bytes:
 
 
 def pass_on(messages: bytes) -> None:
-    """Write to stderr what another process of this program, which guards itself, wrote to its own."""
+    """Write to stderr what another process of this program, guarded itself, wrote to its own."""
     stream = unguarded(sys.stderr)
     with suppress(OSError, ValueError):  # a terminal that was closed
         stream.flush()
@@ -121,7 +118,7 @@ def pass_on(messages: bytes) -> None:
 
 
 def guard() -> None:
-    """Guard stdout and stderr of this process against what libraries print of a stranger's files."""
+    """Guard stdout and stderr against what libraries print of a stranger's files."""
     if not isinstance(sys.stdout, Guarded):
         sys.stdout = Guarded(sys.stdout)  # pyright: ignore[reportAttributeAccessIssue]
     if not isinstance(sys.stderr, Guarded):
@@ -130,7 +127,6 @@ def guard() -> None:
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Guard stdout and stderr for a while."""
     before = sys.stdout, sys.stderr
     guard()
     try:
@@ -152,15 +148,18 @@ def guarded_native() -> Iterator[None]:
         for number in (1, 2):
             with suppress(OSError):  # it is closed
                 before[number] = files.enter_context(open(os.dup(number), "wb", buffering=0))
+
         _flush()
         for number in before:
             os.dup2(output.fileno(), number)
+
         try:
             yield
         finally:
             _flush()
             for number, stream in before.items():
                 os.dup2(stream.fileno(), number)
+
             if 2 in before:
                 output.seek(0)
                 text = output.read(_MOST_NATIVE_BYTES).decode(errors="replace")
