@@ -113,7 +113,9 @@ def chip_here() -> Chip:
 def known_chip() -> Chip | None:
     """Return this machine's device, measured before or by the table; None if neither is known."""
     rates = _store().recall(_KIND, {"name": _name()}) or {}
-    return _measured(**rates) if rates.keys() == set(_RATES) else chip()
+    if rates.keys() != set(_RATES):
+        return chip()
+    return _measured(**rates)
 
 
 def measure() -> Chip:
@@ -160,7 +162,12 @@ def _measured(
 
 def _copied_gb_s() -> float:
     """Return the rate of reading and writing arrays that are larger than any cache."""
-    count, dtype = (8 << 20, mx.float32) if on_cpu() else (64 << 20, mx.float16)
+    count = 64 << 20
+    dtype = mx.float16
+    if on_cpu():
+        count = 8 << 20
+        dtype = mx.float32
+
     arrays = [mx.full((count,), float(i), dtype) for i in range(4)]
     mx.eval(arrays)
 

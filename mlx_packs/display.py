@@ -26,7 +26,8 @@ from .terminal import Guarded, guarded, printable, unguarded
 QUIET, NORMAL, VERBOSE = 0, 1, 2
 INDENT = 8  # columns of a label
 _PLAIN_SECONDS = 5.0
-_BAR, _BESIDE = 30, 66  # columns of a bar, and of the text beside it
+_BAR = 30  # columns of a bar
+_BESIDE = 66  # columns of the text beside it
 
 
 class _Lossy:
@@ -103,7 +104,8 @@ class Display:
     def _moving(self, shown: AbstractContextManager | None) -> Iterator[None]:
         """Show a bar or spinner, if there is one, above which libraries may print."""
         is_guarded = isinstance(sys.stderr, Guarded)
-        with shown or nullcontext(), guarded() if shown and is_guarded else nullcontext():
+        guard = guarded() if shown and is_guarded else nullcontext()
+        with shown or nullcontext(), guard:
             yield
 
 
@@ -131,7 +133,8 @@ def wrapped(text: str, width: int) -> list[str]:
 
     A word that is longer than a line is not broken: it may be a path that somebody copies.
     """
-    lines, line = [], ""
+    lines = []
+    line = ""
     for word in re.findall(r"\s*\S+", text):
         if line and cell_len(line + word) > width:
             lines.append(line)
@@ -217,10 +220,13 @@ class Task:
                 self.bar.update(self.id, text=_plain(text))
         elif self._is_due() and self.display.level > QUIET:
             self.last_line = time.monotonic()
-            text = f" {text}" if text else ""
+            line = f"{self.done}/{self.total}"
+            if text:
+                line += f" {text}"
             left = self.left()
-            left = "" if left is None else f"  {clock(left)} left"
-            self.display.line(self.label, f"{self.done}/{self.total}{text}{left}")
+            if left is not None:
+                line += f"  {clock(left)} left"
+            self.display.line(self.label, line)
 
     def _is_due(self) -> bool:
         """Return whether to print a line; the first step of a run is shown at once."""
@@ -232,14 +238,18 @@ def clock(seconds: float) -> str:
     """Format a duration: 1:05, 2:03:04."""
     seconds = max(0, round(seconds))
     hours, rest = divmod(seconds, 3600)
-    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
+    if hours:
+        return f"{hours}:{rest // 60:02}:{rest % 60:02}"
+    return f"{rest // 60}:{rest % 60:02}"
 
 
 def size(count: float) -> str:
     """Format a number of bytes: 4.1 MB, 0.39 GB, 25.3 GB."""
     if count >= 1e10:
         return f"{count / 1e9:.1f} GB"
-    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+    if count >= 1e8:
+        return f"{count / 1e9:.2f} GB"
+    return f"{count / 1e6:.1f} MB"
 
 
 def shown_count(weights: int) -> str:

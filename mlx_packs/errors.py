@@ -102,7 +102,8 @@ class RunStopped(PackError):
         super().__init__(f"{self._saved} Continue with --resume.", code)
         self.exit_code = exit_code
         self.reason = reason
-        self.checkpoint, self.pack = checkpoint, pack
+        self.checkpoint = checkpoint
+        self.pack = pack
         self.command: str | None = None
 
     def continue_with(self, command: str) -> None:
@@ -128,7 +129,8 @@ class Float16Overflow(PackError):
     def __init__(self, fault: str, saved: bool = False) -> None:
         fault = f"{fault} in float16"
         super().__init__(f"{fault}. Pass --compute-dtype bfloat16.", "diverged", "compute_dtype")
-        self.fault, self.saved = fault, saved
+        self.fault = fault
+        self.saved = saved
 
 
 # What Python raises over a defect of the program, if one of its own lines raises it.
@@ -179,7 +181,9 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, KeyError):
         text = f"there is no {text}"
     text = text or type(error).__name__
-    return (text if len(text) <= _SHOWN else text[:_SHOWN] + " …").rstrip(".")
+    if len(text) > _SHOWN:
+        text = text[:_SHOWN] + " …"
+    return text.rstrip(".")
 
 
 def flag_of(setting: str) -> str:
@@ -189,7 +193,9 @@ def flag_of(setting: str) -> str:
 
 def any_of(choices: Sequence[str]) -> str:
     """Return choices in words: ``a, b or c``."""
-    return f"{', '.join(choices[:-1])} or {choices[-1]}" if len(choices) > 1 else choices[0]
+    if len(choices) == 1:
+        return choices[0]
+    return f"{', '.join(choices[:-1])} or {choices[-1]}"
 
 
 def did_you_mean(name: str, valid: list[str]) -> str:

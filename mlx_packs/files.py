@@ -28,8 +28,9 @@ _OVERTAKEN = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY)
 def cache_folder(part: str) -> Path | None:
     """Return ``$MLX_PACKS_CACHE/<part>``; None if the variable is ``off``."""
     setting = os.environ.get(CACHE_VARIABLE) or "~/.cache/mlx_packs"
-
-    return None if setting == "off" else Path(setting).expanduser() / part
+    if setting == "off":
+        return None
+    return Path(setting).expanduser() / part
 
 
 @contextmanager
@@ -188,7 +189,8 @@ def remove_unused(folder: Path, pattern: str, days: int) -> None:
 
 def free_bytes(path: Path) -> int | None:
     """Return the free bytes of the disk that a path is on, or will be; None if it does not tell."""
-    existing = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+    path = path.absolute()
+    existing = next(folder for folder in (path, *path.parents) if folder.exists())
     with suppress(OSError):
         return shutil.disk_usage(existing).free
     return None

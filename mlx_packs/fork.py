@@ -7,19 +7,18 @@ alone.
 """
 
 import os
-from types import ModuleType
 
 import mlx.core as mx
 
 _MESSAGE = (
-    "MLX cannot compute in a process that os.fork() made after MLX was used: its threads are missing "
-    "there. Start processes by spawn: multiprocessing.get_context('spawn'), "
+    "MLX cannot compute in a process that os.fork() made after MLX was used: its threads are "
+    "missing there. Start processes by spawn: multiprocessing.get_context('spawn'), "
     "DataLoader(..., multiprocessing_context='spawn')."
 )
 _READ_ONLY = ("get_", "set_", "default_", "device_", "is_", "reset_", "__")
 _OF_ARRAYS = (  # beside the public methods: those that create an array, or read a number out of one
-    "add sub mul truediv floordiv mod pow matmul neg abs invert and or xor lshift rshift eq ne lt le "
-    "gt ge getitem setitem iter bool int float complex index repr str format array dlpack copy "
+    "add sub mul truediv floordiv mod pow matmul neg abs invert and or xor lshift rshift eq ne lt "
+    "le gt ge getitem setitem iter bool int float complex index repr str format array dlpack copy "
     "deepcopy"
 ).split()
 
@@ -54,19 +53,15 @@ def _after_in_child() -> None:
 
     _in_fork = True
     for module in (mx, mx.fast, mx.fft, mx.linalg, mx.random):
-        _disable(module)
+        for name, value in vars(module).items():
+            if type(value).__name__ == "nb_func" and not name.startswith(_READ_ONLY):
+                setattr(module, name, _rejected)
 
     for name in vars(mx.array):
         operator = name.strip("_").removeprefix("r").removeprefix("i")
         special = {name.strip("_"), operator} & set(_OF_ARRAYS)
         if special or (not name.startswith("_") and callable(getattr(mx.array, name))):
             setattr(mx.array, name, _rejected)
-
-
-def _disable(module: ModuleType) -> None:
-    for name, value in vars(module).items():
-        if type(value).__name__ == "nb_func" and not name.startswith(_READ_ONLY):
-            setattr(module, name, _rejected)
 
 
 def _rejected(*args: object, **kwargs: object) -> None:

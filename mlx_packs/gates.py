@@ -35,18 +35,23 @@ def evaluate_gates(limits: Mapping[str, float], values: Mapping[str, float]) -> 
 
 def failures(gates: Gates, where: str = "") -> list[str]:
     """Return a line for each gate that failed; ``where`` names the pack."""
-    return [
-        f"gate {flag_of(name)} failed{where and f' ({where})'}: {gate['value']:.6g} "
-        f"{'>' if name.startswith('max') else '<'} {gate['limit']:g}"
-        for name, gate in gates.items()
-        if not gate["passed"]
-    ]
+    place = f" ({where})" if where else ""
+    lines = []
+    for name, gate in gates.items():
+        if gate["passed"]:
+            continue
+        sign = ">" if name.startswith("max") else "<"
+        lines.append(
+            f"gate {flag_of(name)} failed{place}: {gate['value']:.6g} {sign} {gate['limit']:g}"
+        )
+    return lines
 
 
 def gates_text(gates: Gates) -> str:
     """Return all gates for the end of a line: `` · MB 2.11 of 10 ok``."""
-    return "".join(
-        f" · {MEANING.get(name, name)} {gate['value']:.2f} of {gate['limit']:g} "
-        f"{'ok' if gate['passed'] else 'FAILED'}"
-        for name, gate in gates.items()
-    )
+    text = ""
+    for name, gate in gates.items():
+        verdict = "ok" if gate["passed"] else "FAILED"
+        label = MEANING.get(name, name)
+        text += f" · {label} {gate['value']:.2f} of {gate['limit']:g} {verdict}"
+    return text

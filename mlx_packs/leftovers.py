@@ -95,7 +95,9 @@ def sweep(folder: Path, names: Collection[str] | None = None) -> None:
 
 def recover(path: Path) -> None:
     """Put a folder back that a killed process moved away; a PackError if that is not allowed."""
-    start, waited = time.monotonic(), False
+    start = time.monotonic()
+    waited = False
+
     while not (os.path.exists(path) or waited):  # unlike Path.exists, False for a name too long
         old = [x for x in _leftovers(path.parent) if x.kind == OLD and x.target.name == path.name]
         if not old:
@@ -213,7 +215,8 @@ def _leftovers(folder: Path) -> list[_Leftover]:
     with suppress(OSError, ValueError), os.scandir(folder) as entries:
         for entry in entries:
             if match := _NAME.fullmatch(entry.name):
-                target, host = folder / match["target"], match["host"] or ""
+                target = folder / match["target"]
+                host = match["host"] or ""
                 pid = int(match["pid"] or 0)
                 leftover = _Leftover(folder / entry.name, target, match["kind"], host, pid)
                 dated.append((entry.stat(follow_symlinks=False).st_ctime_ns, leftover))

@@ -54,7 +54,9 @@ def recall(kind: str, of: Mapping) -> dict | None:
         return None
 
     result = content.pop("result", None)
-    return result if content == key and isinstance(result, dict) else None
+    if content != key or not isinstance(result, dict):
+        return None
+    return result
 
 
 def remember(kind: str, of: Mapping, result: Mapping) -> None:
@@ -73,7 +75,8 @@ def remember(kind: str, of: Mapping, result: Mapping) -> None:
 def discarded() -> Iterator[None]:
     """Keep nothing that is measured in a context, as on a machine that something slows down."""
     global _discarding
-    before, _discarding = _discarding, True
+    before = _discarding
+    _discarding = True
     try:
         yield
     finally:
@@ -87,5 +90,7 @@ def _key(kind: str, of: Mapping) -> dict:
 
 def _file(key: Mapping) -> Path | None:
     folder = cache_folder("measurements")
+    if folder is None:
+        return None
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return folder and folder / f"{key['kind']}-{digest[:16]}.json"
+    return folder / f"{key['kind']}-{digest[:16]}.json"

@@ -41,8 +41,10 @@ class NotebookBar:
 
     def update(self, _: object, completed: int | None = None, text: str | None = None) -> None:
         """Take over what is done and the text beside the bar; show it twice a second at most."""
-        self.done = self.done if completed is None else completed
-        self.text = self.text if text is None else text
+        if completed is not None:
+            self.done = completed
+        if text is not None:
+            self.text = text
 
         if self._handle is not None and time.monotonic() - self._shown >= _SECONDS:
             self._shown = time.monotonic()

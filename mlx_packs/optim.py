@@ -81,13 +81,16 @@ def schedule(config: TrainConfig) -> "Schedule":
     if isinstance(config.lr_schedule, dict):
         return _mlx_lm_schedule(config.lr_schedule)
 
-    peak, warmup = config.learning_rate, warmup_updates(config)
+    peak = config.learning_rate
+    warmup = warmup_updates(config)
     main = SCHEDULES[config.lr_schedule](peak, max(1, updates_of(config) - warmup))
 
     if not warmup:
         return main
 
-    start = 0.0 if config.warmup_from_zero else peak / (warmup + 1)
+    start = peak / (warmup + 1)
+    if config.warmup_from_zero:
+        start = 0.0
     rise = optimizers.linear_schedule(start, peak, warmup)
     return optimizers.join_schedules([rise, main], [warmup])
 
@@ -103,7 +106,8 @@ def warmup_updates(config: TrainConfig) -> int:
 
 
 def _mlx_lm_schedule(values: dict) -> "Schedule":
-    name, arguments = values.get("name"), values.get("arguments")
+    name = values.get("name")
+    arguments = values.get("arguments")
     keys = {"name", "arguments", "warmup", "warmup_init"}
 
     if unknown := {str(key) for key in values} - keys:
@@ -162,7 +166,8 @@ def make_optimizer(
     Raises:
         PackError: an argument is unknown to the optimizer, or its value does not work.
     """
-    optimizer, arguments = OPTIMIZERS[config.optimizer], _arguments(config)
+    optimizer = OPTIMIZERS[config.optimizer]
+    arguments = _arguments(config)
     where = f"optimizer_config.{config.optimizer}"
 
     try:
@@ -178,7 +183,8 @@ def make_optimizer(
             f"the first update with {values} is not finite. Check these values.", where
         )
 
-    rate, ratio = schedule(config), config.loraplus_lr_ratio
+    rate = schedule(config)
+    ratio = config.loraplus_lr_ratio
     if not since and factor == 1:
         return _with_ratio(optimizer(learning_rate=rate, **arguments), ratio)
 
@@ -203,7 +209,9 @@ def _with_ratio(optimizer: optimizers.Optimizer, ratio: float) -> optimizers.Opt
     apply = optimizer.apply_gradients
 
     def moved(path: str, new: mx.array, old: mx.array) -> mx.array:
-        return old + ratio * (new - old) if "lora_b" in path.split(".") else new
+        if "lora_b" not in path.split("."):
+            return new
+        return old + ratio * (new - old)
 
     def apply_gradients(gradients: dict, parameters: dict) -> dict:
         return tree_map_with_path(moved, apply(gradients, parameters), parameters)

@@ -51,13 +51,14 @@ class Plugin:
         """Return a class of the package, which must have the public methods of an interface."""
         own = self.load(code)
 
-        names = [n for n in dir(interface) if n[0] != "_" and callable(getattr(interface, n))]
-        lacking = [
-            name
-            for name in names
-            if not callable(method := getattr(own, name, None))
-            or getattr(method, "__isabstractmethod__", False)
-        ]
+        public = [name for name in dir(interface) if not name.startswith("_")]
+        lacking = []
+        for name in public:
+            if not callable(getattr(interface, name)):
+                continue
+            method = getattr(own, name, None)
+            if not callable(method) or getattr(method, "__isabstractmethod__", False):
+                lacking.append(name)
 
         if lacking:
             place = f"{interface.__module__}.{interface.__qualname__}"

@@ -135,11 +135,16 @@ def _check_digits(digits: str) -> None:
 
 def _depth(value: Any) -> int:
     """Return how many lists and mappings are in each other, at most one more than allowed."""
-    depth, level = 0, [value]
+    depth = 0
+    level = [value]
+
     while level and depth <= _DEPTH:
-        level = [item for item in level if isinstance(item, (dict, list))]
-        depth += bool(level)
-        level = [v for item in level for v in (item.values() if isinstance(item, dict) else item)]
+        containers = [item for item in level if isinstance(item, (dict, list))]
+        depth += bool(containers)
+        level = []
+        for container in containers:
+            level += container.values() if isinstance(container, dict) else container
+
     return depth
 
 
@@ -211,7 +216,10 @@ def _count_nodes(node: Any, counts: dict[int, int], depth: int) -> int:
         return counts[id(node)]
 
     counts[id(node)] = 0
-    parts = [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
+    parts = []
+    for item in node.value:  # of a mapping, a pair of key and value
+        parts += item if isinstance(item, tuple) else [item]
+
     total = 1
     for part in parts:
         total += _count_nodes(part, counts, depth + 1)
@@ -254,7 +262,8 @@ def _read_header(file: Path) -> tuple[dict[str, dict], int, dict[str, str]]:
             raise PackError(f"{file}: is truncated or not a safetensors file.", "unreadable")
         if length > HEADER_BYTES:
             raise PackError(
-                f"{file}: its header has {length:,} bytes, but safetensors allows {HEADER_BYTES:,}.",
+                f"{file}: its header has {length:,} bytes, but safetensors allows "
+                f"{HEADER_BYTES:,}.",
                 "unreadable",
             )
         content = f.read(length)
@@ -274,11 +283,9 @@ def _read_header(file: Path) -> tuple[dict[str, dict], int, dict[str, str]]:
         ) from None
 
     if size != end:
-        fault = (
-            f"is truncated: {size} bytes of {end}"
-            if size < end
-            else (f"has {size - end} bytes behind its last tensor")
-        )
+        fault = f"has {size - end} bytes behind its last tensor"
+        if size < end:
+            fault = f"is truncated: {size} bytes of {end}"
         raise PackError(f"{file}: {fault}. Copy or download it again.", "unreadable")
 
     return header, 8 + length, metadata
@@ -311,7 +318,9 @@ def _data_bytes(header: dict) -> int:
     last = 0
     for begin, end, name in sorted(spans):
         if begin != last:
-            kind = "overlaps another tensor" if begin < last else "has a gap before it"
+            kind = "has a gap before it"
+            if begin < last:
+                kind = "overlaps another tensor"
             raise ValueError(f"{name} {kind}")
         last = end
     return last

@@ -51,7 +51,8 @@ class RunClock:
         """
         part = self._parts.setdefault(name, _Part())
         part.units += units
-        part.cost, part.limit = cost, limit
+        part.cost = cost
+        part.limit = limit
 
     def restart(self) -> None:
         """Count the time since the last unit for no part."""
@@ -65,12 +66,14 @@ class RunClock:
     def tick(self, name: str, units: float = 1) -> None:
         """Count the time since the last unit for a part, of which ``units`` are done."""
         now = self._now()
-        seconds, self._mark = now - self._mark, now
-
+        seconds = now - self._mark
+        self._mark = now
         part = self._parts.get(name)
         if part is None:
             return
-        work, part.next_work = units * part.next_work, 1.0
+
+        work = units * part.next_work
+        part.next_work = 1.0
         if not part.done:
             part.first = work, seconds
         part.done += units

@@ -71,7 +71,8 @@ _assumed: str | None = None
 def assumed_device(kind: str | None) -> Iterator[None]:
     """Plan as if MLX computed on a ``cpu`` or a ``gpu`` by default; None changes nothing."""
     global _assumed
-    before, _assumed = _assumed, kind or _assumed
+    before = _assumed
+    _assumed = kind or before
     try:
         yield
     finally:
@@ -97,7 +98,9 @@ def dtype_name(dtype: mx.Dtype) -> str:
 def device_name() -> str:
     """Return the chip, as MLX has it, and what computes on it: ``Apple M3 Max (metal)``."""
     info = mx.device_info()
-    kind = "cpu" if on_cpu() else ("metal" if mx.metal.is_available() else "cuda")
+    kind = "metal" if mx.metal.is_available() else "cuda"
+    if on_cpu():
+        kind = "cpu"
     return f"{info.get('device_name', platform.processor() or 'unknown')} ({kind})"
 
 

@@ -79,8 +79,9 @@ def deferred() -> Iterator[list[int]]:
         return
 
     with handled():
-        outer, _deferred = _deferred, []
-        waiting = _deferred
+        outer = _deferred
+        waiting: list[int] = []
+        _deferred = waiting
         try:
             yield waiting
         finally:

@@ -78,7 +78,8 @@ def write_tensors(
     header: dict = {"__metadata__": {"format": kind}}
     end = 0
     for name in names:
-        begin, end = end, end + outline[name].nbytes
+        begin = end
+        end += outline[name].nbytes
         dtype = DTYPES[dtype_name(outline[name].dtype)]
         shape = list(outline[name].shape)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}

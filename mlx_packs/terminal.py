@@ -81,8 +81,9 @@ class Guarded:
         return unguarded(self.stream)
 
     def write(self, text: str) -> int:
-        movement = _BAR.match(text) if self.bars else None
-        start = movement.end() if movement else 0
+        start = 0
+        if self.bars and (movement := _BAR.match(text)):
+            start = movement.end()
         self.stream.write(text[:start] + printable_text(text[start:]))
         return len(text)
 
