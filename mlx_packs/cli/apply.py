@@ -40,10 +40,12 @@ def apply(
     opened = Pack.open(pack)
     model = options.base_of(model, opened)
     report = check_fit(opened, model)
+
     if not dry_run:
         report |= _largest_change(opened, model, trust_remote_code)
     if gates := evaluate_gates(limits, {"max_pack_mb": report["pack_mb"]}):
         report["gates"] = gates
+
     print_report(report, _lines(report))
     exit_if_failed(failures(gates))
 
@@ -56,6 +58,7 @@ def _lines(report: dict) -> list[str]:
         tensors.append(f"{report['projections']} projections")
     if report["full_tensors"]:
         tensors.append(f"{report['full_tensors']} tensors stored in full")
+
     lines = [
         f"fits    {report['pack']} on {report['model']}: hashes, base fingerprint "
         f"{short_fingerprint(report['fingerprint'])}, {', '.join(tensors)}, {report['pack_mb']} MB"
@@ -66,6 +69,7 @@ def _lines(report: dict) -> list[str]:
                 f"applied {output}s moved by up to {change:.3f}; after detaching they are "
                 "bit-identical to before"
             )
+
     return lines
 
 
@@ -78,9 +82,11 @@ def _largest_change(pack: "Pack", model: str, trust_remote_code: bool) -> dict:
     probe = mx.arange(1, min(33, base.vocab_size))[None]
     before = base.model(probe)
     mx.eval(before)
+
     attached = pack.attach(base)
     change = mx.abs(base.model(probe) - before).max().item()
     attached.detach()
+
     if not mx.array_equal(base.model(probe), before).item():
         text = "detaching did not restore the base model. This is a bug; please report it."
         raise PackError(f"{pack.path}: {text}", "mismatch")

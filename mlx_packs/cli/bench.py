@@ -79,6 +79,7 @@ def bench(
         raise PackError(f"--minutes {minutes:g}: must be a number above 0.")
     if rank < 1:
         raise PackError(f"--rank {rank}: must be at least 1.")
+
     settings = BenchSettings(model, _shapes(shapes), minutes, rank, trust_remote_code)
     _check_out(out)
     before = read_conditions()
@@ -89,10 +90,12 @@ def bench(
             "others. Change that, or leave out --contribute.",
             "conflict",
         )
+
     display = Display()
     for what in causes:
         display.line("note", f"this machine {what}: figures are lower than it can do")
     result = run_bench(settings, before, _instances(model, rank), display)
+
     record = to_record(result)
     file = Path(out).expanduser() if out else Path(f"packs-bench-{file_name(record)}")
     failures = differing(result) + wrong_kernels(result)
@@ -100,10 +103,12 @@ def bench(
     lines.append(_calibration(result.calibrated, result.uncalibrated))
     atomic_write(file, to_json(record))
     lines.append(f"record  {file}")
+
     if contribute and not failures:
         text = file.with_suffix(".md")
         atomic_write(text, pull_request(record, file.name))
         lines.append(f"        {text}: the text of a pull request; nothing was sent")
+
     print_report(record, lines)
     exit_if_failed(failures)
 
@@ -118,16 +123,17 @@ def _instances(model: str, rank: int) -> list["Instance"]:
     usual = kernel_instances()
     if model == TINY or rank > MAX_RANK:
         return usual
+
     known = {(instance.op, instance.name) for instance in usual}
     return usual + [i for i in instances_of(model, rank) if (i.op, i.name) not in known]
 
 
 def _shapes(text: str | None) -> tuple[tuple[int, int], ...]:
-    """Return the shapes that a text names."""
     if text is None:
         return ()
     matched = [re.fullmatch(r"\s*(\d+)\s*[xX]\s*(\d+)\s*", part) for part in text.split(",")]
     shapes = [(int(m[1]), int(m[2])) if m else (0, 0) for m in matched]
+
     if any(rows < 1 or length < 2 for rows, length in shapes):
         raise PackError(
             f"--shapes {text}: must be examples x tokens of batches, as in 1x512,4x512; at least 1x2."

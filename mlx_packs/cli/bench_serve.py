@@ -65,9 +65,9 @@ def bench_serve(
 ) -> None:
     """Measure how a server of the OpenAI API answers at high load.
 
-    For each number of concurrent requests, one model alone and several alternating ones are measured:
-    answers and tokens per second, and percentiles of the time to the first token and to the whole
-    answer. The exit code is 1 if a request failed.
+    For each number of concurrent requests, one model alone and several alternating ones are
+    measured: answers and tokens per second, and percentiles of the time to the first token and to
+    the whole answer. The exit code is 1 if a request failed.
     """
     from ..bench.serving import Load, Target, run_load, table
 
@@ -76,6 +76,7 @@ def bench_serve(
     chosen = options.names(models) or tuple(served[:_MOST])
     if not chosen:
         raise PackError(f"--url {url}: lists no model. Name them with --models.", flag="models")
+
     mixes = [chosen[-1:], chosen] if len(chosen) > 1 else [chosen]
     results = []
     for at_once in _numbers(concurrency):
@@ -83,6 +84,7 @@ def bench_serve(
             run_load(target, Load(mix, min(at_once, 4), min(requests, 4), prompt_words, 4, seed=-1))
             load = Load(mix, at_once, requests, prompt_words, max_tokens, seed=i)
             results.append(run_load(target, load))
+
     print_report({"url": url, "results": results}, table(results))
     failed = sum(sum(result["errors"].values()) for result in results)
     exit_if_failed([f"{failed} requests failed."] if failed else [])
@@ -93,6 +95,7 @@ def _numbers(text: str) -> list[int]:
         numbers = [int(part) for part in options.names(text)]
     except ValueError:
         numbers = []
+
     if not numbers or not all(1 <= number <= 1024 for number in numbers):
         raise PackError(f"--concurrency {text}: must be numbers of 1 to 1024, such as 1,16.")
     return numbers

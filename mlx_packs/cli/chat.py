@@ -66,15 +66,17 @@ def chat(
 
     overrides = {name: value for name, value in settings.items() if value is not None}
     sampling = build(Sampling, {"max_tokens": 512, **overrides})
+
     pack = options.one_pack(packs)
     model = options.base_of(model, pack)
     base = load_base_for(pack, model, trust_remote_code)
     base.check_architecture("chat", "decoder")
-    chat_prompt(
-        base, [{"role": "user", "content": "?"}], **template_kwargs
-    )  # a base without a template fails now
+    # a base without a template fails now
+    chat_prompt(base, [{"role": "user", "content": "?"}], **template_kwargs)
+
     model_in_use = _ModelInUse(base)
     model_in_use.switch_to(pack)
+
     if sys.stdin.isatty():
         on = f" with {' + '.join(packs)}" if packs else ""
         echo(printable(f"{base.summary()}{on}. /help lists what you can do, /quit leaves."))
@@ -124,6 +126,7 @@ def _next_line() -> str | None:
     if not sys.stdin.isatty():
         line = sys.stdin.readline()
         return line.strip() if line else None
+
     import readline  # noqa: F401 (lines can be edited, and earlier ones taken again)
 
     try:
@@ -149,6 +152,7 @@ def _obey(line: str, conversation: "Chat", model_in_use: _ModelInUse) -> bool:
     command, _, rest = line.partition(" ")
     if command == "/quit":
         return False
+
     if command == "/pack" and rest.strip() or command == "/base":
         pack = options.one_pack([rest.strip()]) if command == "/pack" else None
         model_in_use.switch_to(pack)
@@ -164,4 +168,5 @@ def _obey(line: str, conversation: "Chat", model_in_use: _ModelInUse) -> bool:
         echo(_COMMANDS)
     else:
         raise PackError(f"{command}: is not a command. /help lists them.", "unknown")
+
     return True

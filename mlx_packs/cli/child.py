@@ -69,11 +69,14 @@ class Child:
         while self._process.poll() is None:
             self._pass_on(_TICK_S)
             watch()
+
         while self._pass_on(0):
             pass
         os.close(self._read)
+
         if self._live and self._process.returncode < 0:
             pass_on(_SHOW_CURSOR)
+
         with self._stdout as file:
             file.seek(0)
             result = file.read().decode(errors="replace")
@@ -87,10 +90,12 @@ class Child:
             return False
         if not select.select([self._read], [], [], seconds)[0]:
             return False
+
         try:
             data = os.read(self._read, 1 << 16)
         except OSError:  # on Linux: nobody has the terminal open any more
             data = b""
+
         self._is_open = bool(data)
         self._tail = (self._tail + data)[-_TAIL_BYTES:]
         pass_on(data)
@@ -98,7 +103,7 @@ class Child:
 
 
 def _terminal() -> tuple[int, int]:
-    """Return both ends of a new terminal of this one's size, which passes on what is written to it."""
+    """Return both ends of a new terminal of this one's size, which passes on what is written."""
     read, write = pty.openpty()
     tty.setraw(write)
     if size := terminal_size():

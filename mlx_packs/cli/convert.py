@@ -51,6 +51,7 @@ def export(pack: Path, to: str, out: str | None, start: str | None) -> None:
 
     if out is None and to != "lmstudio":
         raise PackError("--out: name the folder to write.", flag="out")
+
     report = export_pack(pack, to, out or MODELS / pack.resolve().name, start)
     proven = "measured against base and pack" if to == "lmstudio" else "numerically verified"
     lines = [
@@ -62,6 +63,7 @@ def export(pack: Path, to: str, out: str | None, start: str | None) -> None:
             f"note    the pack was trained for packs merge --requantize {report['for_merge']}: other "
             "programs apply the adapter without that rounding"
         )
+
     label = "try     " if to in DESTINATIONS else "note    "
     print_report(report, lines + [f"{label}{note}" for note in report["notes"]])
 

@@ -66,10 +66,12 @@ def data(
 
     if overwrite and out is None:
         raise PackError("--overwrite: applies to --out DIR only.", "conflict", "overwrite")
+
     train = TrainConfig(max_seq_length=max_seq_length, loss_on=settings.pop("loss_on"))
     columns = DataConfig(data=path, on_bad_row="skip", **settings)
     tokenizer, vocab_size = mask.tokenizer_of(model, trust_remote_code)
     splits, looks = load_rows(columns), {}
+
     encoding = {
         split: encoding_options(train, split, splits.format, vocab_size)
         for split in splits.present()
@@ -79,14 +81,17 @@ def data(
             looks[split] = look_at(
                 splits.rows[split], splits.format, columns, tokenizer, encoded_so
             )
+
     notes = [*splits.notes, *row_notes(splits.rows, splits.format, columns)]
     notes += template_notes(splits.rows["train"], splits.format, columns, tokenizer)
+
     shown = []
     if samples and not isinstance(splits.format, PairFormat):
         split = splits.present()[0]
         rows = splits.rows[split][:samples]
         examples = encode_tokens(rows, tokenizer, columns, encoding[split], splits.format)
         shown = [masked(example, tokenizer) for example in examples.items]
+
     written = None if out is None else write_splits(splits, columns, Path(out), overwrite)
     report = {
         **{"data": path, "format": splits.format.name, "model": model},
@@ -94,6 +99,7 @@ def data(
         "splits": {split: look.to_json() for split, look in looks.items()},
         **{"notes": notes, "out": out, "written": written},
     }
+
     lines = [f"data    {path} · {splits.format.name}"]
     for split, look in looks.items():
         lines += _lines(split, look, model, max_seq_length)
@@ -104,6 +110,7 @@ def data(
         named = [text for pair in names.items() for text in pair]
         command = shlex.join(["packs", "train", "--data", out, *named])
         lines.append(f"wrote   {out}: {counts}    try: {command}")
+
     print_report(report, lines)
     if not wants_json():
         mask.print_masked(shown)
@@ -120,6 +127,7 @@ def _lines(split: str, look: "SplitOverview", model: str, max_seq_length: int) -
         f"{split:<8}{look.rows:,} examples{of} · {counted_by}: median {q['p50']:,}, 5 to 95 % "
         f"{q['p5']:,} to {q['p95']:,}, longest {q['longest']:,}"
     ]
+
     facts = []
     if look.cut:
         dropped = f", {look.dropped:,} of them without any target left" if look.dropped else ""
@@ -136,6 +144,7 @@ def _lines(split: str, look: "SplitOverview", model: str, max_seq_length: int) -
         )
     if look.near_copies:
         facts.append(f"{look.near_copies:,} of {look.sampled:,} have a near-duplicate in {split}")
+
     if facts:
         lines.append(f"{'':<8}{' · '.join(facts)}")
     if look.bad:
@@ -144,9 +153,11 @@ def _lines(split: str, look: "SplitOverview", model: str, max_seq_length: int) -
             f"{'':<8}{len(look.bad):,} cannot be used: {shown_counts(look.bad.counts())}; the first is "
             f"{first.message}"
         )
+
     bins = look.histogram()
     widest = max(count for _, _, count in bins)
     for low, high, count in bins:
         bar = "▇" * round(_BAR * count / widest) or ("▏" if count else "")
         lines.append(f"{'':<8}{f'{low:,} to {high:,}':>16} {bar} {count:,}")
+
     return lines

@@ -78,6 +78,7 @@ def instances_of(model: str, rank: int) -> list["Instance"]:
     if not 1 <= rank <= grouped_lora_kernel.MAX_RANK:
         most = grouped_lora_kernel.MAX_RANK
         raise PackError(f"--rank {rank}: must be from 1 to {most}.")
+
     base = lazy_base(model)
     modules = dict(base.model.named_modules())
     instances: dict[str, Instance] = {}
@@ -91,9 +92,11 @@ def instances_of(model: str, rank: int) -> list["Instance"]:
             else frozen_weight(linears[0]).dtype
         )
         dtype = mx.float32 if on_cpu() else dtype
+
         widths = tuple(width for member in group.members for width in member.widths)
         output_of = tuple(i for i, member in enumerate(group.members) for _ in member.widths)
         sizes = (group.members[0].in_features, (rank,) * len(widths), widths, output_of)
+
         of_group = []
         if grouped_lora_kernel.unsupported(sizes[1]) is None:
             of_group += [grouped_lora_kernel.instance_of(dtype, rows, *sizes) for rows in (1, 32)]
@@ -102,8 +105,10 @@ def instances_of(model: str, rank: int) -> list["Instance"]:
                 weight = linear.nf4_weight
                 form = (weight.shape, weight.block_size, weight.double_quant)
                 of_group += [nf4_kernel.instance_of(dtype, rows, *form) for rows in (1, 512)]
+
         of_group += _decoding_instances(dtype, group, modules, rank)
         instances |= {f"{i.op} {i.name}": i for i in of_group}
+
     return list(instances.values())
 
 
@@ -118,12 +123,14 @@ def _decoding_instances(
     form = common_format([modules[member.path] for member in group.members])
     if form is None:
         return []
+
     block = modules.get(group.block or "", {})
     norms = [block.get(name.replace("_proj", "_norm")) for name in names]
     heads = tuple(0 if norm is None else norm.weight.size for norm in norms)
     widths = tuple(sum(member.widths) for member in group.members)
     gated = names == ["gate_proj", "up_proj"]
     compiled = lora_qmv_kernel.Compiled(dtype, *form, 1, (rank,) * len(names), heads, gated)
+
     if lora_qmv_kernel.unsupported(compiled, widths):
         return []
     return [
@@ -137,6 +144,7 @@ def _decoding_instances(
 def report_lines(report: dict, verbose: bool) -> list[str]:
     """Return the machine and a table of kernels, or a line for each op and dtype without any."""
     memory, blas = report["memory"], report["blas"]
+
     lines = [
         f"device  {report['device']} · {report['system']}",
         "version " + " · ".join(f"{k} {v}" for k, v in report["versions"].items()),
@@ -145,6 +153,7 @@ def report_lines(report: dict, verbose: bool) -> list[str]:
         f"{blas['gflops']:.0f} GFLOP/s fp32",
         f"memory  {memory['total_gb']:.1f} GB · this process {memory['process_peak_gb']:.2f} GB",
     ]
+
     if chip := report["chip"]:
         lines.insert(1, _chip_line(chip))
     lines += _rate_lines(report["rates"])
@@ -196,6 +205,7 @@ def _instance_lines(kernels: list[dict]) -> list[str]:
         f"        {'op':<13} {'instance':<{width}}  error    kernel us  plain us  with gradients"
         "       choice"
     ]
+
     for k in kernels:
         error = "-      " if k["max_error"] is None else f"{k['max_error']:.1e}"
         kernel_us, plain_us, kernel_gradient, plain_gradient = (
@@ -207,6 +217,7 @@ def _instance_lines(kernels: list[dict]) -> list[str]:
             f"        {k['op']:<13} {k['instance']:<{width}}  {error}  {kernel_us:>9}"
             f"  {plain_us:>8}  {kernel_gradient:>9} {plain_gradient:>9}  {choice:<6}  {_verdict(k)}"
         )
+
     return lines
 
 
@@ -215,6 +226,7 @@ def _group_lines(kernels: list[dict]) -> list[str]:
     groups: dict[tuple[str, str], list[dict]] = {}
     for kernel in kernels:
         groups.setdefault((kernel["op"], kernel["instance"].split()[0]), []).append(kernel)
+
     lines = []
     for (op, dtype), group in groups.items():
         worst = max((k["max_error"] for k in group if k["max_error"] is not None), default=None)
@@ -222,6 +234,7 @@ def _group_lines(kernels: list[dict]) -> list[str]:
         wrong = next((k for k in group if not k["ok"]), None)
         verdict = "ok" if wrong is None else f"{wrong['instance']}: {_verdict(wrong)}"
         lines.append(f"        {op:<13} {dtype:<9} {len(group):>2} sizes  error {error}  {verdict}")
+
     return lines
 
 

@@ -71,27 +71,33 @@ def eval_batch(
 
     if hosts is not None and launched() is None:
         raise click.exceptions.Exit(launch(hosts, ["eval-batch", *arguments_without(("--hosts",))]))
+
     csv_path = _writable(csv_file)
     chosen = [pack for _, pack in named_packs([options.one_pack([p]) for p in (*packs, *more)])]
     batch_sizes = _batch_sizes(sizes)
     model = options.base_of(model, chosen[0] if chosen else None)
+
     here = launched()
     display = Display(QUIET if here and here.rank else NORMAL)
     with display.working("base", f"loading {model}"):
         base = load_base_for(chosen[0] if chosen else None, model, trust_remote_code)
     display.line("base", base.summary())
+
     with joined_ranks() as ranks:
         compared = evaluate_batch(
             base, chosen, batch_sizes=batch_sizes, display=display, **settings
         )
+
     if not ranks.is_first:
         return
+
     lines, failures = _lines(compared), failed(compared)
     if csv_path is not None:
         atomic_write(csv_path, as_csv(compared))
         lines.append(f"csv     {csv_path}")
     if any(one.gates for one in compared):
         lines.append(f"gates   {'FAILED' if failures else 'ok'}")
+
     print_report([one.to_json() for one in compared], lines)
     exit_if_failed(failures)
 
@@ -164,9 +170,11 @@ def _table(head: list[str], rows: list[list[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     columns = max(60, min(100, shutil.get_terminal_size((80, 24)).columns))
     widths[0] = min(widths[0], max(8, columns - sum(width + 2 for width in widths[1:])))
+
     lines = []
     for name, *figures in [head, *rows]:
         name = name if len(name) <= widths[0] else name[: widths[0] - 1] + "…"
         cells = [f"  {figure:>{width}}" for figure, width in zip(figures, widths[1:], strict=True)]
         lines.append(f"{name:<{widths[0]}}{''.join(cells)}")
+
     return lines

@@ -46,10 +46,11 @@ def evaluate(
     """Compare perplexity and accuracy with and without a pack.
 
     The pack of an encoder is evaluated by correlation with scores, retrieval or triplet accuracy,
-    depending on the examples, a reward model by preference accuracy and reward margin. Base model and pack see the same examples, and each result has its
-    standard error; that of the ratio is paired by example and therefore smaller. With --metric, the
-    share of right answers is reported too, with greedy decoding. To evaluate the weighted sum of
-    several packs, pass --pack PACK=WEIGHT for each.
+    depending on the examples, a reward model by preference accuracy and reward margin. Base model
+    and pack see the same examples, and each result has its standard error; that of the ratio is
+    paired by example and therefore smaller. With --metric, the share of right answers is reported
+    too, with greedy decoding. To evaluate the weighted sum of several packs, pass --pack
+    PACK=WEIGHT for each.
     """
     from ..evaluation.evaluate import evaluate
     from ..evaluation.rows import columns_of
@@ -59,9 +60,11 @@ def evaluate(
     if opened is None:
         text = "is required. To add several packs up, pass --pack a=0.7 --pack b=0.3."
         raise PackError(f"PACK: {text}", flag="pack")
+
     data = _data_of(data, opened)
     columns = {name: settings.pop(name) for name in (*COLUMN_SETTINGS, "template_kwargs")}
     columns = {name: column for name, column in columns.items() if column}
+
     report = evaluate(
         load_base_for(opened, options.base_of(model, opened), trust_remote_code),
         opened,
@@ -73,7 +76,7 @@ def evaluate(
 
 
 def _data_of(data: str | None, pack: "Pack") -> str:
-    """Return the specified examples; a pack of other data cannot be evaluated on the bundled ones."""
+    """Return the examples; a pack of other data cannot be evaluated on the bundled ones."""
     trained = pack._part("recipe").get("data", _BUNDLED)
     if data is None and trained != _BUNDLED:
         raise PackError(

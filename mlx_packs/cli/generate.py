@@ -50,6 +50,7 @@ def generate(
     settings = build(Sampling, {k: v for k, v in sampling.items() if v is not None})
     prompt = _text("--prompt", sys.stdin.buffer.read() if prompt == "-" else prompt)
     system = _text("--system", system or "")
+
     if not prompt.strip():
         raise PackError("--prompt: is empty.")
     if raw and template_kwargs:
@@ -58,12 +59,15 @@ def generate(
             "conflict",
             "raw",
         )
+
     pack = options.one_pack(packs)
     model = options.base_of(model, pack)
     base = load_base_for(pack, model, trust_remote_code)
     base.check_architecture("generate", "decoder")
+
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": prompt})
+
     pieces = []
     with activated(base, pack, generation_path(base.model)):
         tokens = raw_prompt(base, prompt) if raw else chat_prompt(base, messages, **template_kwargs)
@@ -71,6 +75,7 @@ def generate(
             pieces.append(piece)
             if not wants_json():
                 echo(piece, end="")
+
     report = {
         "prompt": prompt,
         "text": "".join(pieces),

@@ -26,17 +26,14 @@ _REACH_S = 5
 
 
 def launch(file: Path, arguments: Sequence[str]) -> int:
-    """Run a command on the machines of a host file; return the exit code of the first rank.
-
-    Args:
-        file: as `mlx.distributed_config` writes it.
-        arguments: of `packs`, without ``--hosts``.
+    """Run `packs` on the machines of a host file; return the exit code of the first rank.
 
     Raises:
         PackError: the file is none, or a machine cannot be reached.
     """
     hosts = _read_hosts(file)
     _check_reachable(hosts)
+
     command = [sys.executable, "-m", "mlx_packs", *arguments]
     process = subprocess.Popen(
         [sys.executable, "-c", _LAUNCH, "--hostfile", str(file), "--", *command],
@@ -44,6 +41,7 @@ def launch(file: Path, arguments: Sequence[str]) -> int:
         stderr=subprocess.PIPE,
         start_new_session=True,
     )
+
     code = 0
     with signals.forwarded(lambda number: os.killpg(process.pid, number)):
         for line in process.stderr:
@@ -52,6 +50,7 @@ def launch(file: Path, arguments: Sequence[str]) -> int:
             elif not line.startswith(_OF_MLX):  # the ranks say it themselves
                 pass_on(line)
         launched = process.wait()
+
     return code or launched
 
 
@@ -59,13 +58,16 @@ def _read_hosts(file: Path) -> list[str]:
     """Return the names by which the machines are reached."""
     if not file.is_file():
         raise PackError(f"--hosts {file}: no such file.", "not-found", "hosts")
+
     try:
         content = read_json(file, object)
     except PackError as error:
         raise PackError(f"--hosts {error.message}", error.code, "hosts") from None
+
     hosts = content.get("hosts") if isinstance(content, dict) else content
     if not isinstance(hosts, list) or len(hosts) < 2:
         raise PackError(f"--hosts {file}: must list two machines or more.", "invalid", "hosts")
+
     for number, host in enumerate(hosts):
         if not isinstance(host, dict) or not all(host.get(key) for key in ("ssh", "ips")):
             raise PackError(
@@ -74,6 +76,7 @@ def _read_hosts(file: Path) -> list[str]:
                 "invalid",
                 "hosts",
             )
+
     return [str(host["ssh"]) for host in hosts]
 
 
@@ -101,5 +104,6 @@ def _fault_of(host: str) -> str:
         return "there is no ssh"
     except subprocess.TimeoutExpired:
         return "no answer"
+
     lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
     return lines[-1] if done.returncode else ""

@@ -42,6 +42,7 @@ def inspect(pack: Path, verbose: bool) -> None:
         record = verify(pack, Display())
         print_report(record, _checkpoint_lines(pack, record))
         return
+
     if is_base(pack):
         print_report(*describe_base(pack))
         return
@@ -100,10 +101,12 @@ def _pack_lines(pack: "Pack", verbose: bool) -> list[str]:
     m = pack.manifest
     modules = m["adapters"]["modules"]
     lines = [*_adapter_lines(pack), *_training_lines(pack)]
+
     if verbose:
         lines += [f"adapts  {_adapted_line(module)}" for module in modules]
     elif keyed := sum("base_key" in module for module in modules):
         lines.append(f"adapts  {keyed} of {len(modules)} by the names of the base's files (-v)")
+
     return lines + _file_lines(m["files"])
 
 
@@ -116,12 +119,14 @@ def _adapter_lines(pack: "Pack") -> list[str]:
     base, modules = m["base"], m["adapters"]["modules"]
     ranks = sorted({s["rank"] for module in modules for s in module["slices"]})
     scales = sorted({round(s.scale, 4) for spec in pack.specs.values() for s in spec.slices})
+
     lines = [
         f"pack    {pack.path} ({pack.size_mb:.2f} MB, {m.get('profile')})",
         f"base    {base['id']} · {base['model_type']} · {base['num_layers']} blocks · "
         f"{quantization_name(base['quantization'])} · fingerprint "
         f"{short_fingerprint(base['fingerprint'])}",
     ]
+
     count = f"{m['adapters']['parameters']:,} weights ({m['adapters'].get('dtype') or 'float32'})"
     if modules:
         lines.append(
@@ -138,6 +143,7 @@ def _adapter_lines(pack: "Pack") -> list[str]:
         lines.append(
             f"full    {count} in {len(replaced_of(m))} tensors of the base, stored in full"
         )
+
     if pin := read_pin(pack.path):
         lines.append(f"hub     {pin['repo']}@{pin['revision']} · commit {pin['commit']}")
     if license := m.get("license"):
@@ -150,6 +156,7 @@ def _training_lines(pack: "Pack") -> list[str]:
 
     lines = []
     objective = pack._part("objective")
+
     if data := pack._part("data"):
         rows = " / ".join(f"{n:,} {split}" for split, n in (data.get("rows") or {}).items())
         learned = f"loss on {objective.get('loss_on') or '?'}"
@@ -159,23 +166,27 @@ def _training_lines(pack: "Pack") -> list[str]:
             learned = "a reward model, which scores the last token"
         lines.append(f"data    {data.get('source')} · {rows or '?'} examples · {learned}")
     lines += [f"graph   {line}" for line in graph_lines(objective)]
+
     result = pack._part("eval")
     if change := format_change(result):
         held_out = f"{result.get('rows', '?')} {result.get('split', '?')} examples"
         lines.append(f"eval    held-out {change} on {held_out}")
     if answers := result.get("answers"):
         lines.append(f"answers {format_answers(answers)}")
+
     lines += [f"phase   {line}" for line in phase_lines(pack.manifest.get("phases") or ())]
     if gates := pack._part("gates"):
         lines.append(f"gates   {gates_text(gates).removeprefix(' · ')}")
     if created := pack._part("measured").get("created"):
         lines.append(f"made    {created} · mlx {pack._part('versions').get('mlx')}")
+
     return lines
 
 
 def _adapted_line(module: dict) -> str:
     ranks = ", ".join(f"{s['name']} {s['rank']}" for s in module["slices"])
     ranks = ranks if len(module["slices"]) > 1 else str(module["slices"][0]["rank"])
+
     key = module.get("base_key") or "not known"
     if isinstance(key, list):
         key = f"{key[0]} … {key[-1]} ({len(key)} tensors)"

@@ -1,8 +1,8 @@
 """The `packs` command: parse, call one function of the library, print, exit.
 
-Exit codes: 0 done, 1 a gate failed, 2 wrong use or bad input (in one line), 128 + n ended by signal n
-(130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP). A run of `packs train --supervise` that a
-defect ends has 70, where Python's own code would be that of a gate.
+Exit codes: 0 done, 1 a gate failed, 2 wrong use or bad input (in one line), 128 + n ended by
+signal n (130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP). A run of `packs train --supervise`
+that a defect ends has 70, where Python's own code would be that of a gate.
 """
 
 import errno
@@ -90,13 +90,13 @@ class Commands(click.Group):
     lazy = {name: place for section in COMMANDS.values() for name, place in section.items()}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of all commands."""
         return [*self.lazy, *super().list_commands(ctx)]
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         """Import the module of a command and return the command; None if there is none."""
         if name not in self.lazy:
             return super().get_command(ctx, name)
+
         module, _, attribute = self.lazy[name].partition(":")
         command = getattr(importlib.import_module(f".{module}", __package__), attribute)
         command.epilog = epilog(name)
@@ -114,9 +114,9 @@ class Commands(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the commands in their sections."""
         width = max(map(len, self.lazy))
         limit = formatter.width - width - 4
+
         for section, names in COMMANDS.items():
             rows = [
                 (name.ljust(width), self.get_command(ctx, name).get_short_help_str(limit))
@@ -126,7 +126,6 @@ class Commands(click.Group):
                 formatter.write_dl(rows)
 
     def make_context(self, *args, **settings) -> click.Context:
-        """Parse the options of the group."""
         with user_errors():
             return super().make_context(*args, **settings)
 
@@ -143,16 +142,20 @@ def user_errors() -> Iterator[None]:
         yield
     except (PackError, BrokenPipeError, click.exceptions.NoArgsIsHelpError):
         raise  # click's own ways: one line, a quiet exit, the help
+
     except click.ClickException as error:
         raise _usage_error(error) from error
+
     except (click.Abort, KeyboardInterrupt) as error:
         number = signals.number_of(error)
         reason = "" if number == signal.SIGINT else f" ({error})"
         raise Interrupted(f"interrupted{reason}", number) from error
+
     except OSError as error:  # a disk that fills up, a folder without read permission
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
         message = f"{error.filename or 'input or output'}: {error.strerror or error}"
         raise PackError(message, "unwritable" if full else "unreadable") from error
+
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, RuntimeError) and not _OUT_OF_MEMORY.search(str(error)):
             raise
@@ -188,10 +191,12 @@ def _usage_error(error: click.ClickException) -> PackError:
             near = [" ".join(filter(None, (flag_of(ours), OTHER_VALUES.get(name))))]
         hint = f" Use {' or '.join(near)}." if near else ""
         return PackError(f"{error.option_name}: no such option.{hint}", "unknown")
+
     message = " ".join(error.format_message().split())
     if isinstance(error, click.BadOptionUsage):
         complaint = message.removeprefix(f"Option {error.option_name!r} ")
         return PackError(f"{error.option_name}: {complaint}")
+
     param = getattr(error, "param", None)
     if param is None:
         return PackError(message)

@@ -34,6 +34,7 @@ def show_mask(recipe: Recipe, display: Display) -> None:
     if wants_json():
         print_report(shown, [])
         return
+
     print_masked(shown)
     display.line("mask", f"loss on {loss_on}")
     for note in notes:
@@ -54,6 +55,7 @@ def _masked_examples(recipe: Recipe) -> tuple[list[dict], str, list[str]]:
     tokenizer, vocab_size = tokenizer_of(recipe.model, recipe.run.get("trust_remote_code", False))
     shown, losses, notes = [], {}, []
     phases = resolve_phases(train, recipe.data)
+
     for phase in phases:
         splits = phase.load_rows()
         task, row_format = phase.train.task, splits.format

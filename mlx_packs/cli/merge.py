@@ -59,6 +59,7 @@ def merge(pack: Path, model: str | None, out: str, **settings) -> None:
     model = options.base_of(model, Pack.open(pack))
     report = merge_pack(pack, model, out, **settings, display=Display())
     requantize = settings["requantize"]
+
     lines = _fidelity_lines(report)
     if report["passed"]:
         lines.append(
@@ -67,6 +68,7 @@ def merge(pack: Path, model: str | None, out: str, **settings) -> None:
         )
     if report["passed"] and report["for_merge"] != "none":
         lines.append(f"exact   the pack was trained for {requantize} (--for-merge)")
+
     print_report(report, lines)
     if not report["passed"]:
         scores, passing = report["tried"], report["passes"]
@@ -114,6 +116,7 @@ def combine(weighted_packs: tuple[str, ...], out: str, method: str, **settings) 
     lines = _fidelity_lines(report)
     if report["passed"]:
         lines.append(f"pack    {report['out']} ({report['pack_mb']:.2f} MB) by {method}")
+
     print_report(report, lines)
     if not report["passed"]:
         advice = f"--rank {report['passes']} passes" if report["passes"] else "no rank passes"

@@ -69,6 +69,7 @@ class Option(click.Option):
         self.extra = extra
         self.section = section
         self.default_text = default_text
+
         if isinstance(self.type, click.Choice):
             self.metavar = one_of(self.type.choices)
         elif isinstance(self.type, click.types.IntParamType):
@@ -85,7 +86,6 @@ class Option(click.Option):
         return super().shell_complete(ctx, incomplete)
 
     def get_help_extra(self, ctx: click.Context) -> "OptionHelpExtra":
-        """Return the text in brackets after the help."""
         extra = super().get_help_extra(ctx)
         if self.default_text:
             extra["default"] = self.default_text
@@ -96,7 +96,6 @@ class RepeatableCommand(click.Command):
     """A command whose context keeps its arguments, so that it can be started again."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Keep the arguments as they were given, and parse them."""
         ctx.meta[ARGUMENTS] = tuple(args)
         return super().parse_args(ctx, args)
 
@@ -107,12 +106,14 @@ def arguments_without(flags: Collection[str]) -> list[str]:
     takes_value = {
         name for p in context.command.params if not getattr(p, "is_flag", True) for name in p.opts
     }
+
     kept, arguments = [], iter(context.meta[ARGUMENTS])
     for argument in arguments:
         name, equals, _ = argument.partition("=")
         value = [next(arguments)] if name in takes_value and not equals else []
         if name not in flags:
             kept += [argument, *value]
+
     return kept
 
 
@@ -120,15 +121,14 @@ class SectionedCommand(RepeatableCommand):
     """The same, with its options in sections of its help."""
 
     def shown_options(self, ctx: click.Context) -> Iterator[click.Parameter]:
-        """Yield the options that help shows."""
         yield from self.get_params(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options, section by section."""
         records = {name: [] for name in SECTIONS}
         for param in self.shown_options(ctx):
             if record := param.get_help_record(ctx):
                 records[getattr(param, "section", "Output")].append(record)
+
         for section, rows in records.items():
             if rows:
                 with formatter.section(section):
@@ -136,7 +136,6 @@ class SectionedCommand(RepeatableCommand):
 
 
 def option(*names: str, **settings) -> Callable:
-    """Add an `Option` to a command."""
     return click.option(*names, cls=Option, **settings)
 
 
@@ -163,6 +162,7 @@ def _of_field(field: dataclasses.Field, default_text: str | None, **overrides) -
     facts, flags = facts_of(field), flags_of(field)
     described: dict = {"section": facts.section, "help": facts.help, "default_text": default_text}
     described |= {"common": facts.common, "extra": facts.extra}
+
     if isinstance(field.default, bool):
         described |= {"is_flag": True, "default": None}
         flags = facts.flags or (f"{flags[0]}/--no-{flags[0][2:]}",)
@@ -172,6 +172,7 @@ def _of_field(field: dataclasses.Field, default_text: str | None, **overrides) -
     else:
         kinds = {int: "N", int | None: "N", float: "X", tuple[str, ...]: "NAMES"}
         described["metavar"] = facts.metavar or kinds.get(field.type, "TEXT")
+
     return option(*flags, field.name, **described | overrides)
 
 

@@ -53,10 +53,12 @@ def print_spans(title: str, spans: Iterable[tuple[str, bool]]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     colour = console.is_terminal and not console.no_color
     console.print(Text(printable(title), "bold"))
+
     line = Text()
     for text, marked in spans:
         shown = printable_text(text)
         line.append(f"⟦{shown}⟧" if marked and not colour else shown, "green" if marked else "dim")
+
     console.print(line)
 
 

@@ -59,6 +59,7 @@ def _limit(memory: str | None, budget: str | None, device: str | None) -> tuple[
         return _size("--budget", budget), []
     if memory is None:
         return total_memory(), []
+
     total = _size("--memory", memory)
     with assumed_device(device):
         if on_cpu():
@@ -146,6 +147,7 @@ def plan(
         raise PackError(
             f"--device {device}: needs the memory of that machine. Add --memory GB.", "conflict"
         )
+
     flags = {k: v for k, v in flags.items() if v is not None}
     files = read_recipes(configs)
     recipe = recipe_of(flags, files)
@@ -164,6 +166,7 @@ def plan(
             f"{size(limit)}. Use less data or more memory.",
             "memory",
         )
+
     with assumed_device(device):
         rows = row_shapes(str(model), recipe.data, recipe.train, recipe.lora) if examples else None
         shapes_of = rows.shapes_of if rows else None
@@ -190,6 +193,7 @@ def plan(
             needed = plan_machines(headers, limit - least, recipe.lora, recipe.train, machines)
             report = [{**each, "machines": needed.to_json()} for each in report]
             lines[-1:-1] = textwrap.wrap(needed.line(), width, subsequent_indent=" " * 8)
+
     lines[1:1] = shared
     if headers.code is not None:
         lines.insert(1, _HAS_CODE.format(headers.code))
@@ -207,7 +211,6 @@ def _data_lines(
     repeats: "Repeats | None",
     best: "Option",
 ) -> list[str]:
-    """Return what is known of the training data."""
     if examples is None:
         return [f"data    {data} · is not here, so its memory is not counted"]
     lines = [f"data    {examples.line(data)}"]

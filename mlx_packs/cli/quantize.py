@@ -84,8 +84,10 @@ def _options(
     if None not in (block, group_size) and block != group_size:
         text = f"is another name of --group-size, which is {group_size}. Give one of them."
         raise PackError(f"--block {block}: {text}", "conflict")
+
     size = group_size if block is None else block
     weight_format = specified_format(mode, bits=bits, group_size=size, double_quant=double_quant)
+
     return QuantizeOptions(
         weight_format,
         options.names(others["keep"]),

@@ -31,7 +31,6 @@ class RecipeFiles:
 
     @property
     def settings(self) -> dict:
-        """The settings of all files."""
         return {key: value for _, own in self.files for key, value in own.items()}
 
 
@@ -53,6 +52,7 @@ def recipe_of(flags: Mapping, files: RecipeFiles) -> Recipe:
         if error.code == "dependency":  # a package is at fault, not a file
             raise
         raise _fault_of_a_file(flags, files) or error from None
+
     check_method(recipe)
     return recipe
 
@@ -71,6 +71,7 @@ def _resolved(flags: Mapping, settings: Mapping) -> Recipe:
         {k: v for k, v in layer.items() if k != "resume_adapter_file"}
         for layer in (check_resumable(folder)["recipe"], settings)
     )
+
     try:
         return resolve(flags, under=[settings], defaults=earlier)
     except PackError:
@@ -93,7 +94,7 @@ def _defaults(model: str, specified: Mapping) -> dict:
 
 
 def _fault_of_a_file(flags: Mapping, files: RecipeFiles) -> PackError | None:
-    """Return the first fault that a file has by itself; None if flags and other files correct it."""
+    """Return the first fault of a file by itself; None if flags and other files correct it."""
     faults = [fault for file, own in files.files if (fault := _fault(own, file))]
     if faults and _fault(flags, under=[files.settings]):
         return faults[0]

@@ -157,10 +157,12 @@ def serve(
     _check_installed()
     specified = _specified(click.get_current_context())
     listening = _listen(host, port)
+
     with listening:
         named = _named(packs)
         watched = _watched(folder)
         base = _load(model, list(named.values()), watched, trust_remote_code)
+
         if base.architecture == "encoder" and specified:
             raise PackError(
                 f"{flag_of(specified[0])}: is about generated text, and {base.name} is an encoder. "
@@ -208,6 +210,7 @@ def _named(texts: tuple[str, ...]) -> "dict[str, Pack]":
         folder = Path(text).expanduser()
         if not sign or folder.is_dir():
             name, source = folder.resolve().name if folder.exists() else text, text
+
         pack = Pack.open(source)
         check_name(name)
         if name in packs:
@@ -217,6 +220,7 @@ def _named(texts: tuple[str, ...]) -> "dict[str, Pack]":
                 "conflict",
             )
         packs[name] = pack
+
     return packs
 
 
@@ -242,6 +246,7 @@ def _load(
         packs = [Pack.open(entry["pack"]) for entry in entries[:1]]
         if not packs and model is None:
             raise PackError(f"--packs {folder}: has no pack yet, so name its base: --model MODEL.")
+
     first = packs[0] if packs else None
     return load_base_for(first, options.base_of(model, first), trust_remote_code)
 
@@ -265,15 +270,18 @@ def _run(
     from ..serving.metrics import Metrics
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[_Log()])
+
     is_encoder = base.architecture == "encoder"
     path = given["matmul_path"]
     if path == "auto" and not is_encoder:
         path = generation_path(base.model)
+
     worker = (
         Embedder(base, given["batch_size"], given["queue"])
         if is_encoder
         else Generator(base, _limits(base, given), path)
     )
+
     library = Library(worker, folder)
     settings = ServerSettings(
         api_key=given["api_key"] or "",
@@ -282,12 +290,14 @@ def _run(
         request_seconds=given["timeout"],
         host=given["host"],
     )
+
     with memory_limits(), _started(worker):
         for name, pack in packs.items():
             library.load(name, pack.path)
         if folder is not None:
             library.scan()
         _announce(worker.registry.names, listening, settings)
+
         app = make_app(Server(worker, library, settings, Metrics()))
         config = uvicorn.Config(
             app,
@@ -324,6 +334,7 @@ def _run_until_signalled(server: "uvicorn.Server", listening: socket.socket) -> 
     server.handle_exit = end  # type: ignore[method-assign]  # of uvicorn, which knows no SIGHUP
     with signals.forwarded(end):
         server.run(sockets=[listening])
+
     if caught:
         raise signals.Signalled(caught[0])
 
@@ -342,7 +353,6 @@ class _Log(logging.Handler):
     """Writes what happens while requests are served to standard error."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a message; of an error its traceback too."""
         for line in self.format(record).splitlines():
             echo(printable(line), err=True)
 
@@ -358,8 +368,10 @@ def _limits(base: "Base", given: dict) -> "Limits":
         kv_bytes = bytes_of(size, "GB") or 0
         if kv_bytes <= 0:
             raise PackError(f"--kv-memory: '{size}' must be a size, such as 4GB.")
+
     stated = text_config(base.config)
     context = stated.get("max_position_embeddings") or stated.get("n_positions") or 1 << 15
+
     return Limits(
         batch_size=given["batch_size"],
         waiting=given["queue"],
@@ -375,8 +387,10 @@ def _announce(names: list[str], listening: socket.socket, settings: "ServerSetti
 
     host, port = listening.getsockname()[:2]
     address = f"[{host}]" if ":" in host else host
+
     echo(f"serving   {', '.join(names)}")
     echo(f"at        http://{address}:{port}/v1 · page http://{address}:{port}/")
+
     if not is_loopback(host):
         key = "a key is needed" if settings.api_key else "no key is needed"
         echo(

@@ -37,6 +37,7 @@ def push(pack: str, repo: str, **settings) -> None:
 
     report = push(pack, repo, display=Display(), **settings)
     name = report["repo"] + (f"@{report['revision']}" if settings["revision"] else "")
+
     lines = [
         f"pushed  {len(report['files'])} files ({size(report['bytes'])}) · commit "
         f"{report['commit'][:12]} · {report['url']}",
@@ -68,6 +69,7 @@ def pull(repo: str, out: str, overwrite: bool) -> None:
     if overwrite and out is None:
         text = "applies to --out DIR only. The cache is always updated."
         raise PackError(f"--overwrite: {text}", "conflict")
+
     pack = pull(repo, out, overwrite=overwrite, display=Display())
     report = {"pack": str(pack.path), "pack_mb": pack.size_mb, **(read_pin(pack.path) or {})}
     lines = [

@@ -21,12 +21,8 @@ from ..training.unattended import SUPERVISED, announce, program
 from .child import Child, Ended
 
 PROGRAM = (*program("cli.main"), "train")
-_FINAL = {
-    0,
-    1,
-    2,
-    *(128 + number for number in signals.NUMBERS),
-}  # exit codes of runs that are over
+# Exit codes of runs that are over.
+_FINAL = {0, 1, 2, *(128 + number for number in signals.NUMBERS)}
 MAX_RESTARTS = 5  # by default
 _SHORT_S = 10.0  # before a kill, memory pressure counts
 _IDLE = 2  # attempts in a row without a new checkpoint are the last
@@ -110,16 +106,19 @@ class Supervisor:
                 if self.asked or not _is_restarted(ended):
                     echo(ended.result, end="")
                     return _exit_code(ended)
+
                 cause, before = self._cause(ended), reached
                 smaller = cause.by_size and self._halve()
                 reached = self._batches()
                 idle = 0 if reached > before or smaller else idle + 1
+
                 if idle == _IDLE:
                     when = "the second time in a row without a new checkpoint"
                     raise self._given_up(ended, cause, when)
                 if restarts < self.run.max_restarts:
                     self._say(restarts + 1, cause, smaller)
                     arguments = self._next()
+
             limit = f"and --max-restarts is {self.run.max_restarts}"
             raise self._given_up(ended, cause, limit)
 
@@ -136,7 +135,7 @@ class Supervisor:
             self._child.send(number)
 
     def _watch(self) -> None:
-        """Remember when memory was short, where the system does not count what it kills for that."""
+        """Note when memory was short, unless the system counts what it kills for that."""
         if self._kills is None and memory_pressure().level >= LOW:
             self._pressed = time.monotonic()
 
@@ -175,7 +174,6 @@ class Supervisor:
         return batches_of(own[-1]) if own else 0
 
     def _next(self) -> list[str]:
-        """Return the arguments of the next attempt."""
         arguments = list(self.run.again if self._own() else self.run.first)
         if self._parts > self.run.micro_batches:
             arguments += ["--micro-batches", str(self._parts)]
@@ -196,6 +194,7 @@ class Supervisor:
     def _given_up(self, ended: Ended, cause: Cause, when: str) -> PackError:
         reason, code = f"{cause.text}, {when}", cause.code
         command = shlex.join(["packs", "train", *self._next()])
+
         if own := self._own():
             error = RunStopped(reason, own[-1], self.run.pack, code)
             error.continue_with(command)
@@ -203,6 +202,7 @@ class Supervisor:
             error = PackError(
                 f"{reason}. It has no checkpoint. Start again with `{command}`.", code
             )
+
         error.exit_code = _exit_code(ended)
         announce(self._start, self.run.pack, f"ended early: {reason}")
         return error
@@ -227,10 +227,7 @@ def _exit_code(ended: Ended) -> int:
 def supervise(run: Supervised, display: Display, with_agent: bool) -> int:
     """Return the exit code of a run that goes on after it was killed, and perhaps after a reboot.
 
-    Args:
-        run: the run.
-        display: where messages go.
-        with_agent: whether a LaunchAgent goes on with it at login, until it has ended.
+    With an agent, a LaunchAgent goes on with it at login, until it has ended.
 
     Raises:
         PackError: it is not started again, or there can be no LaunchAgent.
@@ -241,9 +238,11 @@ def supervise(run: Supervised, display: Display, with_agent: bool) -> int:
             agent = macos.LaunchAgent.of(run.pack)
             stack.enter_context(agent.locked())
             run = _with_agent(run, agent, display)
+
         supervisor = Supervisor(run, display)
         if with_agent:
             stack.callback(_end_agent, agent, supervisor.asked, display)
+
         code = supervisor.supervise()
         if not supervisor.asked:
             announce(start, run.pack, "is ready" if code == 0 else f"ended with exit code {code}")
@@ -261,9 +260,11 @@ def check_agent(overwrite: bool, pack: Path) -> None:
             "--launch-agent: is for macOS, which starts LaunchAgents at login. Use --supervise here.",
             "unsupported",
         )
+
     run = run_folder(pack)
     if not overwrite or macos.LaunchAgent.of(pack).file.exists():
         return
+
     if checkpoints(run) or pack.exists():
         earlier = f"{run} has checkpoints" if checkpoints(run) else f"{pack} is the pack"
         raise PackError(

@@ -56,8 +56,8 @@ def sweep(file: str, out: str | None, search: str | None, runner: str, quiet: bo
     The section sweep of FILE names the search (grid, random, halving or tpe) and the values by key
     of the recipe. Every trial that is known is checked before the first one starts. Each is trained
     in a process of its own; after an interruption the same command continues. The leaderboard is
-    printed and written as CSV, JSON and HTML. The best pack is the one with the best held-out metric
-    of those that pass the recipe's gates; if none does, the exit code is 1.
+    printed and written as CSV, JSON and HTML. The best pack is the one with the best held-out
+    metric of those that pass the recipe's gates; if none does, the exit code is 1.
     """
     _check_installed("sweep", "Optuna", "sweep")
     if runner == "ray":
@@ -75,6 +75,7 @@ def sweep(file: str, out: str | None, search: str | None, runner: str, quiet: bo
     section = settings.pop(SECTION)
     if search is not None and isinstance(section, dict):
         section = {**section, "search": search}
+
     settings = translate(settings, file)
     out = out or settings.pop("out", None) or settings.pop("adapter_path", None)
     folder = Path(out or Path("sweeps") / Path(file).stem).expanduser()

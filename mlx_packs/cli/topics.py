@@ -11,9 +11,8 @@ from ..terminal import echo
 from .options import Option, SectionedCommand
 
 COMMON, ALL = "common", "all"
-_TOPIC = (
-    "mlx_packs.help_topic"  # in `click.Context.meta`; all where help is not asked for by a flag
-)
+# In `click.Context.meta`; all where help is not asked for by a flag.
+_TOPIC = "mlx_packs.help_topic"
 
 
 class TopicCommand(SectionedCommand):
@@ -28,6 +27,7 @@ class TopicCommand(SectionedCommand):
     def get_help_option(self, ctx: click.Context) -> click.Option:
         """Return the option ``-h`` with its optional topic."""
         names = self.get_help_option_names(ctx)
+
         if self._help_option is None or set(self._help_option.opts) != set(names):
             option = Option(
                 names,
@@ -43,6 +43,7 @@ class TopicCommand(SectionedCommand):
             )
             option.metavar = "[all|TASK]"
             self._help_option = option
+
         return self._help_option
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -50,6 +51,7 @@ class TopicCommand(SectionedCommand):
         if _topic(ctx) == ALL:
             super().format_help_text(ctx, formatter)
             return
+
         paragraphs = inspect.cleandoc(self.help or "").split("\n\n")
         formatter.write_paragraph()
         with formatter.indentation():
@@ -61,8 +63,10 @@ class TopicCommand(SectionedCommand):
         for param in self.get_params(ctx):
             if getattr(param, "extra", False) and topic != ALL:
                 continue
+
             tasks = getattr(param, "tasks", ())
             summary = getattr(param, "common", False)
+
             if topic == ALL or topic in tasks:
                 yield param
             elif summary and (topic == COMMON or not tasks):
@@ -76,6 +80,7 @@ class TopicCommand(SectionedCommand):
         super().format_epilog(ctx, formatter)
         if _topic(ctx) == ALL:
             return
+
         hidden = len(self.get_params(ctx)) - len(list(self.shown_options(ctx)))
         formatter.write_paragraph()
         text = (
@@ -84,6 +89,7 @@ class TopicCommand(SectionedCommand):
         )
         if added := [f"{name} ({each.label})" for name, (each, *_) in TASKS.added().items()]:
             text += f" Tasks of installed packages: {', '.join(added)}."
+
         formatter.write_text(text)
 
 

@@ -122,6 +122,7 @@ def train(
     recipe = recipe_of(flags, read_recipes(configs))
     check_overridden(recipe.train, recipe.specified)
     display = Display(QUIET if quiet else VERBOSE if verbose else NORMAL)
+
     if show_mask:
         if not TASKS[recipe.train.task].masks:
             raise PackError(
@@ -129,15 +130,18 @@ def train(
                 f"--task {recipe.train.task} have none.",
                 "conflict",
             )
+
         from . import mask
 
         mask.show_mask(recipe, display)
         return
+
     _check_restarts(max_restarts, supervise or launch_agent)
     if (supervise or launch_agent) and not is_supervised():
         _supervise(recipe, max_restarts, launch_agent, display)
     if hosts is not None and launched() is None:
         _launch_on(hosts, recipe)
+
     request = Request(recipe, recipe.model, display=display, force=force)
     try:
         result = train_request(request)
@@ -146,6 +150,7 @@ def train(
         raise
     if not group().is_first:  # which prints
         return
+
     train = recipe.train
     lines = task_class(train.last_task, train).report_lines(result.report)
     print_report(result.to_json(), lines[:1] if quiet else lines)
@@ -181,6 +186,7 @@ def _supervise(
     pack = Path(run["out"]).expanduser() if "out" in run else _free_output(recipe)
     if launch_agent:
         supervise.check_agent(bool(run.get("overwrite")), pack)
+
     named = "out" in run or bool(run.get("resume"))  # without --out, the child rejects --resume
     first = arguments_without((), named, pack)
     supervised = supervise.Supervised(
@@ -208,24 +214,13 @@ def _free_output(recipe: Recipe) -> Path:
 
 
 def resume_command(names_pack: bool, pack: Path) -> str:
-    """Return the command that continues the run of this one, for a shell.
-
-    Args:
-        names_pack: whether the command or its files name the pack.
-        pack: its folder.
-    """
+    """Return the shell command that continues this run, with ``--out`` unless ``names_pack``."""
     command = click.get_current_context().command_path.split()
     arguments = arguments_without(_OF_A_FRESH_RUN, names_pack, pack)
     return shlex.join([*command, *arguments, "--resume"])
 
 
 def arguments_without(flags: Collection[str], names_pack: bool, pack: Path) -> list[str]:
-    """Return the arguments of this command without some flags; they name the pack.
-
-    Args:
-        flags: that are left out, with their values.
-        names_pack: whether the command or its files name the pack.
-        pack: its folder.
-    """
+    """Return this command's arguments without some flags, with ``--out`` unless ``names_pack``."""
     kept = options.arguments_without(flags)
     return kept if names_pack else [*kept, "--out", str(pack)]
