@@ -136,7 +136,8 @@ def _shapes(text: str | None) -> tuple[tuple[int, int], ...]:
 
     if any(rows < 1 or length < 2 for rows, length in shapes):
         raise PackError(
-            f"--shapes {text}: must be examples x tokens of batches, as in 1x512,4x512; at least 1x2."
+            f"--shapes {text}: must be examples x tokens of batches, as in 1x512,4x512; "
+            "at least 1x2."
         )
     if len(set(shapes)) < len(shapes):
         raise PackError(f"--shapes {text}: names a shape twice.")

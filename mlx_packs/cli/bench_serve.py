@@ -77,7 +77,9 @@ def bench_serve(
     if not chosen:
         raise PackError(f"--url {url}: lists no model. Name them with --models.", flag="models")
 
-    mixes = [chosen[-1:], chosen] if len(chosen) > 1 else [chosen]
+    mixes = [chosen]
+    if len(chosen) > 1:
+        mixes = [chosen[-1:], chosen]
     results = []
     for at_once in _numbers(concurrency):
         for i, mix in enumerate(mixes):
@@ -87,7 +89,8 @@ def bench_serve(
 
     print_report({"url": url, "results": results}, table(results))
     failed = sum(sum(result["errors"].values()) for result in results)
-    exit_if_failed([f"{failed} requests failed."] if failed else [])
+    if failed:
+        exit_if_failed([f"{failed} requests failed."])
 
 
 def _numbers(text: str) -> list[int]:

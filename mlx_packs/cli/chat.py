@@ -78,7 +78,9 @@ def chat(
     model_in_use.switch_to(pack)
 
     if sys.stdin.isatty():
-        on = f" with {' + '.join(packs)}" if packs else ""
+        on = ""
+        if packs:
+            on = f" with {' + '.join(packs)}"
         echo(printable(f"{base.summary()}{on}. /help lists what you can do, /quit leaves."))
     _talk(Chat(base, system, sampling, template_kwargs), model_in_use)
 
@@ -150,14 +152,17 @@ def _answer(conversation: "Chat", line: str) -> None:
 def _obey(line: str, conversation: "Chat", model_in_use: _ModelInUse) -> bool:
     """Execute a line that begins with a slash; return False to leave."""
     command, _, rest = line.partition(" ")
+    rest = rest.strip()
     if command == "/quit":
         return False
 
-    if command == "/pack" and rest.strip() or command == "/base":
-        pack = options.one_pack([rest.strip()]) if command == "/pack" else None
+    if command == "/base" or command == "/pack" and rest:
+        pack = None
+        if command == "/pack":
+            pack = options.one_pack([rest])
         model_in_use.switch_to(pack)
         conversation.forget_keys()
-        echo(printable(f"({rest.strip() or 'the base alone'})"))
+        echo(printable(f"({rest or 'the base alone'})"))
     elif command == "/clear":
         conversation.clear()
         echo("(a new conversation)")

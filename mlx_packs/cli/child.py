@@ -58,7 +58,9 @@ class Child:
             )
         finally:
             os.close(write)
-        self._tail, self._is_open = b"", True
+
+        self._tail = b""
+        self._is_open = True
 
     def send(self, number: int) -> None:
         """Send a signal; one that has ended gets none."""

@@ -53,15 +53,17 @@ def export(pack: Path, to: str, out: str | None, start: str | None) -> None:
         raise PackError("--out: name the folder to write.", flag="out")
 
     report = export_pack(pack, to, out or MODELS / pack.resolve().name, start)
-    proven = "measured against base and pack" if to == "lmstudio" else "numerically verified"
+    proven = "numerically verified"
+    if to == "lmstudio":
+        proven = "measured against base and pack"
     lines = [
         f"wrote   {report['out']} ({report['mb']:.2f} MB): {report['modules']} modules for "
         f"{to}, {proven}"
     ]
     if report["for_merge"] != "none" and to != "lmstudio":
         lines.append(
-            f"note    the pack was trained for packs merge --requantize {report['for_merge']}: other "
-            "programs apply the adapter without that rounding"
+            f"note    the pack was trained for packs merge --requantize {report['for_merge']}: "
+            "other programs apply the adapter without that rounding"
         )
 
     label = "try     " if to in DESTINATIONS else "note    "
@@ -91,8 +93,9 @@ def import_(
     from ..convert.interop import import_adapter
 
     report = import_adapter(folder, out, model, overwrite, trust_remote_code)
-    replaced = ", ".join(report["replaced"])
-    in_full = f" · stored in full: {replaced}" if replaced else ""
+    in_full = ""
+    if report["replaced"]:
+        in_full = f" · stored in full: {', '.join(report['replaced'])}"
     ranks = ", ".join(map(str, report["ranks"]))
     lines = [
         f"pack    {report['out']} ({report['pack_mb']:.2f} MB) from {report['from']}: "

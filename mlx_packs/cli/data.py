@@ -70,7 +70,8 @@ def data(
     train = TrainConfig(max_seq_length=max_seq_length, loss_on=settings.pop("loss_on"))
     columns = DataConfig(data=path, on_bad_row="skip", **settings)
     tokenizer, vocab_size = mask.tokenizer_of(model, trust_remote_code)
-    splits, looks = load_rows(columns), {}
+    splits = load_rows(columns)
+    looks = {}
 
     encoding = {
         split: encoding_options(train, split, splits.format, vocab_size)
@@ -94,10 +95,14 @@ def data(
 
     written = None if out is None else write_splits(splits, columns, Path(out), overwrite)
     report = {
-        **{"data": path, "format": splits.format.name, "model": model},
+        "data": path,
+        "format": splits.format.name,
+        "model": model,
         "max_seq_length": max_seq_length,
         "splits": {split: look.to_json() for split, look in looks.items()},
-        **{"notes": notes, "out": out, "written": written},
+        "notes": notes,
+        "out": out,
+        "written": written,
     }
 
     lines = [f"data    {path} · {splits.format.name}"]
@@ -105,24 +110,33 @@ def data(
         lines += _lines(split, look, model, max_seq_length)
     lines += [f"note    {note}" for note in notes]
     if written is not None:
-        counts = " · ".join(f"{count:,} {split}" for split, count in written.items())
-        names = {flag_of(name): getattr(columns, name) for name in columns.changed(COLUMN_SETTINGS)}
-        named = [text for pair in names.items() for text in pair]
-        command = shlex.join(["packs", "train", "--data", out, *named])
-        lines.append(f"wrote   {out}: {counts}    try: {command}")
+        lines.append(_written_line(out, written, columns))
 
     print_report(report, lines)
     if not wants_json():
         mask.print_masked(shown)
 
 
+def _written_line(out: str, written: dict[str, int], columns: DataConfig) -> str:
+    """Return what was written, with the command that trains on it."""
+    counts = " · ".join(f"{count:,} {split}" for split, count in written.items())
+    command = ["packs", "train", "--data", out]
+    for name in columns.changed(COLUMN_SETTINGS):
+        command += [flag_of(name), getattr(columns, name)]
+    return f"wrote   {out}: {counts}    try: {shlex.join(command)}"
+
+
 def _lines(split: str, look: "SplitOverview", model: str, max_seq_length: int) -> list[str]:
     """Return the overview of a split for people, with the histogram of its lengths."""
     from ..data.bad_rows import shown_counts
 
-    of = "" if look.looked_at == look.rows else f" ({look.looked_at:,} of them looked at)"
+    of = ""
+    if look.looked_at != look.rows:
+        of = f" ({look.looked_at:,} of them looked at)"
+    counted_by = "characters"
+    if look.unit == "tokens":
+        counted_by = f"tokens of {model}"
     q = look.quantiles()
-    counted_by = f"tokens of {model}" if look.unit == "tokens" else "characters"
     lines = [
         f"{split:<8}{look.rows:,} examples{of} · {counted_by}: median {q['p50']:,}, 5 to 95 % "
         f"{q['p5']:,} to {q['p95']:,}, longest {q['longest']:,}"
@@ -130,7 +144,9 @@ def _lines(split: str, look: "SplitOverview", model: str, max_seq_length: int) -
 
     facts = []
     if look.cut:
-        dropped = f", {look.dropped:,} of them without any target left" if look.dropped else ""
+        dropped = ""
+        if look.dropped:
+            dropped = f", {look.dropped:,} of them without any target left"
         facts.append(f"{look.cut:,} longer than {max_seq_length:,}, cut{dropped}")
     if look.learned is not None:
         facts.append(f"{100 * look.learned:.0f} % of the tokens are trained")
@@ -150,14 +166,16 @@ def _lines(split: str, look: "SplitOverview", model: str, max_seq_length: int) -
     if look.bad:
         first = look.bad.errors[0][1]
         lines.append(
-            f"{'':<8}{len(look.bad):,} cannot be used: {shown_counts(look.bad.counts())}; the first is "
-            f"{first.message}"
+            f"{'':<8}{len(look.bad):,} cannot be used: {shown_counts(look.bad.counts())}; "
+            f"the first is {first.message}"
         )
 
     bins = look.histogram()
     widest = max(count for _, _, count in bins)
     for low, high, count in bins:
-        bar = "▇" * round(_BAR * count / widest) or ("▏" if count else "")
+        bar = "▇" * round(_BAR * count / widest)
+        if count and not bar:
+            bar = "▏"
         lines.append(f"{'':<8}{f'{low:,} to {high:,}':>16} {bar} {count:,}")
 
     return lines

@@ -86,12 +86,12 @@ def instances_of(model: str, rank: int) -> list["Instance"]:
         if any(member.experts is not None for member in group.members):
             continue
         linears = [modules[member.path] for member in group.members]
-        dtype = (
-            linears[0].weight.dtype
-            if group.members[0].bits is None
-            else frozen_weight(linears[0]).dtype
-        )
-        dtype = mx.float32 if on_cpu() else dtype
+        if group.members[0].bits is None:
+            dtype = linears[0].weight.dtype
+        else:
+            dtype = frozen_weight(linears[0]).dtype
+        if on_cpu():
+            dtype = mx.float32
 
         widths = tuple(width for member in group.members for width in member.widths)
         output_of = tuple(i for i, member in enumerate(group.members) for _ in member.widths)
@@ -143,7 +143,8 @@ def _decoding_instances(
 
 def report_lines(report: dict, verbose: bool) -> list[str]:
     """Return the machine and a table of kernels, or a line for each op and dtype without any."""
-    memory, blas = report["memory"], report["blas"]
+    memory = report["memory"]
+    blas = report["blas"]
 
     lines = [
         f"device  {report['device']} · {report['system']}",
@@ -170,13 +171,14 @@ def report_lines(report: dict, verbose: bool) -> list[str]:
 
 def _chip_line(chip: dict) -> str:
     """Return the rates that the cost model takes, from what programs reached just now."""
-    units = (
-        "matrix units" if chip["matrix_tflops"] > 2 * chip["vector_tflops"] else "no matrix units"
-    )
+    units = "no matrix units"
+    if chip["matrix_tflops"] > 2 * chip["vector_tflops"]:
+        units = "matrix units"
     bf16 = "native" if chip["native_bf16"] else "emulated"
     return (
-        f"chip    {chip['bandwidth_gb_s']:,.0f} GB/s · {chip['vector_tflops']:.1f} TFLOP/s float32, "
-        f"{chip['matrix_tflops']:.1f} half · bfloat16 {bf16} · {units} (nominal, from measured rates)"
+        f"chip    {chip['bandwidth_gb_s']:,.0f} GB/s · "
+        f"{chip['vector_tflops']:.1f} TFLOP/s float32, {chip['matrix_tflops']:.1f} half · "
+        f"bfloat16 {bf16} · {units} (nominal, from measured rates)"
     )
 
 
@@ -207,9 +209,11 @@ def _instance_lines(kernels: list[dict]) -> list[str]:
     ]
 
     for k in kernels:
-        error = "-      " if k["max_error"] is None else f"{k['max_error']:.1e}"
+        error = "-      "
+        if k["max_error"] is not None:
+            error = f"{k['max_error']:.1e}"
         kernel_us, plain_us, kernel_gradient, plain_gradient = (
-            "-" if k[key] is None else f"{k[key]:,.{0 if k[key] >= 100 else 1}f}"
+            _microseconds(k[key])
             for key in ("kernel_us", "reference_us", "kernel_gradient_us", "reference_gradient_us")
         )
         choice = {None: "-", "reference": "plain"}.get(k["choice"], "kernel")
@@ -221,6 +225,12 @@ def _instance_lines(kernels: list[dict]) -> list[str]:
     return lines
 
 
+def _microseconds(time: float | None) -> str:
+    if time is None:
+        return "-"
+    return f"{time:,.0f}" if time >= 100 else f"{time:,.1f}"
+
+
 def _group_lines(kernels: list[dict]) -> list[str]:
     """Return a line for each op and dtype: its instances, the worst error, what is wrong."""
     groups: dict[tuple[str, str], list[dict]] = {}
@@ -230,9 +240,13 @@ def _group_lines(kernels: list[dict]) -> list[str]:
     lines = []
     for (op, dtype), group in groups.items():
         worst = max((k["max_error"] for k in group if k["max_error"] is not None), default=None)
-        error = "-" if worst is None else f"{worst:.1e}"
+        error = "-"
+        if worst is not None:
+            error = f"{worst:.1e}"
+        verdict = "ok"
         wrong = next((k for k in group if not k["ok"]), None)
-        verdict = "ok" if wrong is None else f"{wrong['instance']}: {_verdict(wrong)}"
+        if wrong is not None:
+            verdict = f"{wrong['instance']}: {_verdict(wrong)}"
         lines.append(f"        {op:<13} {dtype:<9} {len(group):>2} sizes  error {error}  {verdict}")
 
     return lines

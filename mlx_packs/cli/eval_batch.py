@@ -75,12 +75,13 @@ def eval_batch(
     csv_path = _writable(csv_file)
     chosen = [pack for _, pack in named_packs([options.one_pack([p]) for p in (*packs, *more)])]
     batch_sizes = _batch_sizes(sizes)
-    model = options.base_of(model, chosen[0] if chosen else None)
+    first = chosen[0] if chosen else None
+    model = options.base_of(model, first)
 
     here = launched()
     display = Display(QUIET if here and here.rank else NORMAL)
     with display.working("base", f"loading {model}"):
-        base = load_base_for(chosen[0] if chosen else None, model, trust_remote_code)
+        base = load_base_for(first, model, trust_remote_code)
     display.line("base", base.summary())
 
     with joined_ranks() as ranks:
@@ -91,7 +92,8 @@ def eval_batch(
     if not ranks.is_first:
         return
 
-    lines, failures = _lines(compared), failed(compared)
+    lines = _lines(compared)
+    failures = failed(compared)
     if csv_path is not None:
         atomic_write(csv_path, as_csv(compared))
         lines.append(f"csv     {csv_path}")
@@ -108,7 +110,9 @@ def _writable(file: str | None) -> Path | None:
         return None
     path = Path(file).expanduser()
     if path.is_dir() or not path.parent.is_dir():
-        what = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        what = f"there is no folder {path.parent}"
+        if path.is_dir():
+            what = "is a folder"
         raise PackError(f"--csv {file}: {what}.", "unwritable")
     return path
 
@@ -141,14 +145,12 @@ def _quality(one: "Compared") -> list[str]:
     from ..evaluation.compare import BASE
     from ..packs.card import format_perplexity
 
-    is_base = one.name == BASE
-    return [
-        one.name,
-        format_perplexity(one.ppl, one.ppl_se),
-        "" if is_base else format_perplexity(one.ppl_ratio, one.ppl_ratio_se, 3),
-        f"{one.accuracy:.1%}",
-        "" if is_base else f"{one.pack_mb:.2f}",
-    ]
+    ratio = ""
+    size = ""
+    if one.name != BASE:
+        ratio = format_perplexity(one.ppl_ratio, one.ppl_ratio_se, 3)
+        size = f"{one.pack_mb:.2f}"
+    return [one.name, format_perplexity(one.ppl, one.ppl_se), ratio, f"{one.accuracy:.1%}", size]
 
 
 def _speed(one: "Compared") -> list[str]:
@@ -173,7 +175,8 @@ def _table(head: list[str], rows: list[list[str]]) -> list[str]:
 
     lines = []
     for name, *figures in [head, *rows]:
-        name = name if len(name) <= widths[0] else name[: widths[0] - 1] + "…"
+        if len(name) > widths[0]:
+            name = name[: widths[0] - 1] + "…"
         cells = [f"  {figure:>{width}}" for figure, width in zip(figures, widths[1:], strict=True)]
         lines.append(f"{name:<{widths[0]}}{''.join(cells)}")
 

@@ -56,7 +56,10 @@ def evaluate(
     from ..evaluation.rows import columns_of
     from ..packs.base import load_base_for
 
-    opened = options.one_pack([*([pack] if pack else []), *packs])
+    texts = list(packs)
+    if pack:
+        texts.insert(0, pack)
+    opened = options.one_pack(texts)
     if opened is None:
         text = "is required. To add several packs up, pass --pack a=0.7 --pack b=0.3."
         raise PackError(f"PACK: {text}", flag="pack")
@@ -78,13 +81,15 @@ def evaluate(
 def _data_of(data: str | None, pack: "Pack") -> str:
     """Return the examples; a pack of other data cannot be evaluated on the bundled ones."""
     trained = pack._part("recipe").get("data", _BUNDLED)
-    if data is None and trained != _BUNDLED:
+    if data is not None:
+        return data
+    if trained != _BUNDLED:
         raise PackError(
-            f"--data: {pack.name} was trained on {trained}. Name the examples to evaluate on (a folder "
-            "with valid.jsonl or test.jsonl, or a file).",
+            f"--data: {pack.name} was trained on {trained}. Name the examples to evaluate on "
+            "(a folder with valid.jsonl or test.jsonl, or a file).",
             flag="data",
         )
-    return _BUNDLED if data is None else data
+    return _BUNDLED
 
 
 @click.command()
@@ -143,4 +148,7 @@ def _task_lines(report: dict) -> list[str]:
 
 
 def _with_error(value: float, se: float | None) -> str:
-    return f"{value:.4f}" + (f" ± {se:.4f}" if isinstance(se, float) else "")
+    text = f"{value:.4f}"
+    if isinstance(se, float):
+        text += f" ± {se:.4f}"
+    return text

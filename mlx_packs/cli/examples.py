@@ -117,7 +117,8 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "generate": (
         (
             "Generate with a pack:",
-            'packs generate --pack packs/tickets --prompt "My card was charged twice for order 1042."',
+            "packs generate --pack packs/tickets "
+            '--prompt "My card was charged twice for order 1042."',
         ),
         (
             "Generate with the base model alone:",
@@ -154,8 +155,8 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ),
         (
             "Merge it and quantize the result to 4 bits again:",
-            "packs merge packs/tickets --model mlx-community/Qwen3-4B-4bit --out models/tickets-4bit "
-            "--requantize affine4",
+            "packs merge packs/tickets --model mlx-community/Qwen3-4B-4bit "
+            "--out models/tickets-4bit --requantize affine4",
         ),
     ),
     "combine": (

@@ -65,12 +65,17 @@ def generate(
     base = load_base_for(pack, model, trust_remote_code)
     base.check_architecture("generate", "decoder")
 
-    messages = [{"role": "system", "content": system}] if system else []
+    messages = []
+    if system:
+        messages.append({"role": "system", "content": system})
     messages.append({"role": "user", "content": prompt})
 
     pieces = []
     with activated(base, pack, generation_path(base.model)):
-        tokens = raw_prompt(base, prompt) if raw else chat_prompt(base, messages, **template_kwargs)
+        if raw:
+            tokens = raw_prompt(base, prompt)
+        else:
+            tokens = chat_prompt(base, messages, **template_kwargs)
         for piece in stream(base, tokens, settings):
             pieces.append(piece)
             if not wants_json():
@@ -88,6 +93,7 @@ def generate(
 def _text(flag: str, given: str | bytes) -> str:
     """Return a text of the command line or of a pipe, which must be UTF-8."""
     try:
-        return (given if isinstance(given, bytes) else given.encode()).decode()
+        content = given if isinstance(given, bytes) else given.encode()
+        return content.decode()
     except UnicodeError:
         raise PackError(f"{flag}: is not UTF-8.") from None

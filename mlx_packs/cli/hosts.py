@@ -46,7 +46,8 @@ def launch(file: Path, arguments: Sequence[str]) -> int:
     with signals.forwarded(lambda number: os.killpg(process.pid, number)):
         for line in process.stderr:
             if ended := _ENDED.search(line):
-                code = int(ended[2] or -signal.SIGKILL) if ended[1] == b"0" else code
+                if ended[1] == b"0":
+                    code = int(ended[2] or -signal.SIGKILL)
             elif not line.startswith(_OF_MLX):  # the ranks say it themselves
                 pass_on(line)
         launched = process.wait()
@@ -64,7 +65,9 @@ def _read_hosts(file: Path) -> list[str]:
     except PackError as error:
         raise PackError(f"--hosts {error.message}", error.code, "hosts") from None
 
-    hosts = content.get("hosts") if isinstance(content, dict) else content
+    hosts = content
+    if isinstance(content, dict):
+        hosts = content.get("hosts")
     if not isinstance(hosts, list) or len(hosts) < 2:
         raise PackError(f"--hosts {file}: must list two machines or more.", "invalid", "hosts")
 
@@ -105,5 +108,7 @@ def _fault_of(host: str) -> str:
     except subprocess.TimeoutExpired:
         return "no answer"
 
+    if done.returncode == 0:
+        return ""
     lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-    return lines[-1] if done.returncode else ""
+    return lines[-1]

@@ -50,7 +50,9 @@ def inspect(pack: Path, verbose: bool) -> None:
     opened = Pack.open(pack)
     opened.verify()
     pin = _pin_of(opened.path)
-    report = opened.manifest | ({"hub": pin} if pin else {})
+    report = dict(opened.manifest)
+    if pin:
+        report["hub"] = pin
     print_report(report, _pack_lines(opened, verbose))
 
 
@@ -76,16 +78,19 @@ def _checkpoint_lines(folder: Path, record: dict) -> list[str]:
     return [
         f"base    {folder} ({size(total)}) · {kind} · format {record['format']}",
         bits_line(record),
-        f"source  fingerprint {short_fingerprint(record['source'])} · mlx {record['versions'].get('mlx')}",
+        f"source  fingerprint {short_fingerprint(record['source'])} · "
+        f"mlx {record['versions'].get('mlx')}",
         *_file_lines(record["files"]),
     ]
 
 
 def bits_line(report: dict) -> str:
     """Return the bits per weight of a checkpoint that `packs quantize` wrote."""
-    where = f", {report['bits_per_quantized_weight']:.2f} where quantized"
+    where = ""
+    if report["quantized"]:
+        where = f", {report['bits_per_quantized_weight']:.2f} where quantized"
     return (
-        f"bits    {report['bits_per_weight']:.2f} per weight{where if report['quantized'] else ''} · "
+        f"bits    {report['bits_per_weight']:.2f} per weight{where} · "
         f"{report['quantized']} tensors quantized, {report['dense']} unchanged"
     )
 
@@ -116,7 +121,8 @@ def _adapter_lines(pack: "Pack") -> list[str]:
     from ..packs.manifest import read_pin, replaced_of
 
     m = pack.manifest
-    base, modules = m["base"], m["adapters"]["modules"]
+    base = m["base"]
+    modules = m["adapters"]["modules"]
     ranks = sorted({s["rank"] for module in modules for s in module["slices"]})
     scales = sorted({round(s.scale, 4) for spec in pack.specs.values() for s in spec.slices})
 
@@ -135,9 +141,9 @@ def _adapter_lines(pack: "Pack") -> list[str]:
         )
         if replaced := list(replaced_of(m)):
             numbers = sum(math.prod(shape) for shape in replaced_of(m).values())
-            shown = ", ".join(replaced[:4]) + (
-                f" and {len(replaced) - 4} more" * (len(replaced) > 4)
-            )
+            shown = ", ".join(replaced[:4])
+            if len(replaced) > 4:
+                shown += f" and {len(replaced) - 4} more"
             lines.append(f"full    {numbers:,} of these in tensors stored in full: {shown}")
     else:
         lines.append(
@@ -184,8 +190,10 @@ def _training_lines(pack: "Pack") -> list[str]:
 
 
 def _adapted_line(module: dict) -> str:
-    ranks = ", ".join(f"{s['name']} {s['rank']}" for s in module["slices"])
-    ranks = ranks if len(module["slices"]) > 1 else str(module["slices"][0]["rank"])
+    slices = module["slices"]
+    ranks = str(slices[0]["rank"])
+    if len(slices) > 1:
+        ranks = ", ".join(f"{s['name']} {s['rank']}" for s in slices)
 
     key = module.get("base_key") or "not known"
     if isinstance(key, list):
@@ -205,12 +213,22 @@ def list_packs(folder: str | None, hub_cache: bool) -> None:
     """
     from ..packs.listing import list_packs, table
 
-    top = folder or (None if hub_cache else ".")
+    top = folder or None
+    if top is None and not hub_cache:
+        top = "."
     listed = list_packs(top, hub_cache)
-    width = max(60, min(120, shutil.get_terminal_size((100, 24)).columns))
-    places = [f"below {top}"] * bool(top) + ["in the Hub's caches"] * hub_cache
-    lines = table(listed, width) if listed else [f"no packs {' or '.join(places)}"]
-    print_report(listed, lines)
+
+    if listed:
+        width = max(60, min(120, shutil.get_terminal_size((100, 24)).columns))
+        print_report(listed, table(listed, width))
+        return
+
+    places = []
+    if top:
+        places.append(f"below {top}")
+    if hub_cache:
+        places.append("in the Hub's caches")
+    print_report(listed, [f"no packs {' or '.join(places)}"])
 
 
 @click.command()

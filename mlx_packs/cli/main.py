@@ -148,8 +148,10 @@ def user_errors() -> Iterator[None]:
 
     except (click.Abort, KeyboardInterrupt) as error:
         number = signals.number_of(error)
-        reason = "" if number == signal.SIGINT else f" ({error})"
-        raise Interrupted(f"interrupted{reason}", number) from error
+        reason = "interrupted"
+        if number != signal.SIGINT:
+            reason += f" ({error})"
+        raise Interrupted(reason, number) from error
 
     except OSError as error:  # a disk that fills up, a folder without read permission
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -188,8 +190,14 @@ def _usage_error(error: click.ClickException) -> PackError:
         flags = {flag for parameter in parameters for flag in parameter.opts}
         near = error.possibilities
         if ours and flag_of(ours) in flags:
-            near = [" ".join(filter(None, (flag_of(ours), OTHER_VALUES.get(name))))]
-        hint = f" Use {' or '.join(near)}." if near else ""
+            replacement = flag_of(ours)
+            if value := OTHER_VALUES.get(name):
+                replacement += f" {value}"
+            near = [replacement]
+
+        hint = ""
+        if near:
+            hint = f" Use {' or '.join(near)}."
         return PackError(f"{error.option_name}: no such option.{hint}", "unknown")
 
     message = " ".join(error.format_message().split())

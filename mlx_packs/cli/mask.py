@@ -53,19 +53,23 @@ def _masked_examples(recipe: Recipe) -> tuple[list[dict], str, list[str]]:
     """Return training examples in spans of text, what the loss is on, and what is left out."""
     train = recipe.train
     tokenizer, vocab_size = tokenizer_of(recipe.model, recipe.run.get("trust_remote_code", False))
-    shown, losses, notes = [], {}, []
+    shown = []
+    losses = {}
+    notes = []
     phases = resolve_phases(train, recipe.data)
 
     for phase in phases:
         splits = phase.load_rows()
-        task, row_format = phase.train.task, splits.format
+        task = phase.train.task
+        row_format = splits.format
         encoded = encode
         if TASKS[task].sequences == 2:  # preferences, whose rows may have other columns too
             encoded = encode_preferences
             row_format = RATED if TASKS[task].rated else PREFERENCE
 
         options = encoding_options(train, "train", row_format, vocab_size)
-        rows, columns = splits.rows["train"][:COUNT], phase.sources[0]
+        rows = splits.rows["train"][:COUNT]
+        columns = phase.sources[0]
         if columns.template_date is None and reads_clock(tokenizer):
             columns = replace(columns, template_date=date.today().isoformat())
 

@@ -71,12 +71,13 @@ def merge(pack: Path, model: str | None, out: str, **settings) -> None:
 
     print_report(report, lines)
     if not report["passed"]:
-        scores, passing = report["tried"], report["passes"]
-        advice = (
-            f"--requantize {passing} passes ({scores[passing]:.2g})"
-            if passing
-            else f"nothing passes ({', '.join(f'{k} {v:.2g}' for k, v in scores.items())})"
-        )
+        scores = report["tried"]
+        passing = report["passes"]
+        if passing:
+            advice = f"--requantize {passing} passes ({scores[passing]:.2g})"
+        else:
+            tried = ", ".join(f"{name} {score:.2g}" for name, score in scores.items())
+            advice = f"nothing passes ({tried})"
         _fail(scores[requantize], report["max_drift"], advice)
 
 
@@ -119,7 +120,9 @@ def combine(weighted_packs: tuple[str, ...], out: str, method: str, **settings) 
 
     print_report(report, lines)
     if not report["passed"]:
-        advice = f"--rank {report['passes']} passes" if report["passes"] else "no rank passes"
+        advice = "no rank passes"
+        if report["passes"]:
+            advice = f"--rank {report['passes']} passes"
         _fail(report["kl_mean"], report["max_drift"], advice)
 
 

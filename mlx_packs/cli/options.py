@@ -103,16 +103,20 @@ class RepeatableCommand(click.Command):
 def arguments_without(flags: Collection[str]) -> list[str]:
     """Return the arguments of a `RepeatableCommand` without some flags and their values."""
     context = click.get_current_context()
-    takes_value = {
-        name for p in context.command.params if not getattr(p, "is_flag", True) for name in p.opts
-    }
+    takes_value = set()
+    for parameter in context.command.params:
+        if not getattr(parameter, "is_flag", True):
+            takes_value.update(parameter.opts)
 
-    kept, arguments = [], iter(context.meta[ARGUMENTS])
+    kept = []
+    arguments = iter(context.meta[ARGUMENTS])
     for argument in arguments:
         name, equals, _ = argument.partition("=")
-        value = [next(arguments)] if name in takes_value and not equals else []
+        words = [argument]
+        if name in takes_value and not equals:
+            words.append(next(arguments))
         if name not in flags:
-            kept += [argument, *value]
+            kept += words
 
     return kept
 
@@ -159,7 +163,8 @@ def setting(name: str, default_text: str | None = None, **overrides) -> Callable
 
 
 def _of_field(field: dataclasses.Field, default_text: str | None, **overrides) -> Callable:
-    facts, flags = facts_of(field), flags_of(field)
+    facts = facts_of(field)
+    flags = flags_of(field)
     described: dict = {"section": facts.section, "help": facts.help, "default_text": default_text}
     described |= {"common": facts.common, "extra": facts.extra}
 
@@ -184,10 +189,13 @@ def one_of(values: Iterable[str]) -> str:
 def shown_default(name: str) -> str | None:
     """Return the default of a setting as help shows it; None if it goes without saying."""
     field = SETTINGS[name]
-    shown, default = facts_of(field).shown_default, field.default
+    default = field.default
+    shown = facts_of(field).shown_default
     if shown is not None or default is False or default in (None, (), dataclasses.MISSING):
         return shown
-    return flags_of(field)[0][2:] if default is True else str(default)
+    if default is True:
+        return flags_of(field)[0][2:]
+    return str(default)
 
 
 recipes = option(
@@ -198,7 +206,8 @@ recipes = option(
     metavar="FILE",
     multiple=True,
     common="YAML file with these options; repeatable.",
-    help="YAML file with these options, or a configuration of QLoRA, PEFT or bitsandbytes. Repeatable.",
+    help="YAML file with these options, or a configuration of QLoRA, PEFT or bitsandbytes. "
+    "Repeatable.",
 )
 model = setting("model", default="tiny")
 model_of_pack = setting("model", "the one that the pack was trained on", default=None)
@@ -211,7 +220,10 @@ def template_kwargs(help: str, default_text: str | None = "as the pack was train
 
 
 def _variables(ctx: click.Context, param: click.Parameter, text: str | None) -> dict:
-    return build(DataConfig, {} if text is None else {"template_kwargs": text}).template_kwargs
+    values = {}
+    if text is not None:
+        values["template_kwargs"] = text
+    return build(DataConfig, values).template_kwargs
 
 
 def _use_json(ctx: click.Context, _: click.Parameter, value: bool) -> None:
@@ -280,7 +292,8 @@ def matmul_path(*auto: str) -> Callable:
         "--matmul-path",
         default=choices[0],
         type=click.Choice(choices),
-        help="How frozen weights are used: quantized, dequantized on the fly (transient), or dense.",
+        help="How frozen weights are used: quantized, dequantized on the fly (transient), or "
+        "dense.",
     )
 
 
@@ -289,7 +302,9 @@ def sampling(**defaults) -> Callable:
     decorators = []
     for field in dataclasses.fields(Sampling):
         default = defaults.get(field.name, field.default)
-        text = None if default in (0, 1) and field.name != "temperature" else f"{default:g}"
+        text = f"{default:g}"
+        if default in (0, 1) and field.name != "temperature":
+            text = None
         decorators.append(_of_field(field, text))
     return add(*decorators)
 

@@ -57,7 +57,9 @@ def print_spans(title: str, spans: Iterable[tuple[str, bool]]) -> None:
     line = Text()
     for text, marked in spans:
         shown = printable_text(text)
-        line.append(f"⟦{shown}⟧" if marked and not colour else shown, "green" if marked else "dim")
+        if marked and not colour:
+            shown = f"⟦{shown}⟧"
+        line.append(shown, "green" if marked else "dim")
 
     console.print(line)
 

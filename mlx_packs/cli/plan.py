@@ -3,12 +3,13 @@
 import shlex
 import shutil
 import textwrap
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import click
 
 from ..config.fields import facts_of
-from ..config.recipe import DATA_SETTINGS, RunOptions
+from ..config.recipe import DATA_SETTINGS, Recipe, RunOptions
 from ..config.sizes import bytes_of
 from ..display import size
 from ..errors import PackError
@@ -64,7 +65,9 @@ def _limit(memory: str | None, budget: str | None, device: str | None) -> tuple[
     with assumed_device(device):
         if on_cpu():
             return total, []
-    sold = total if memory.lower().endswith("ib") else int(total * 2**30 / 1e9)  # in GiB
+    sold = total
+    if not memory.lower().endswith("ib"):  # Macs are sold by GiB
+        sold = int(total * 2**30 / 1e9)
     usable = metal_share(sold)
     note = f"what Metal recommends to use of a Mac with {memory.strip()}"
     return usable, [f"memory  {size(usable)}: {note}"]
@@ -155,10 +158,11 @@ def plan(
     unflagged = recipe_of({"model": model}, files)
     limit, shared = _limit(memory, budget, device)
     headers = read_headers(model)
+
     names = recipe.specified
-    examples = example_memory(recipe.data) if names & DATA_SETTINGS else None
-    unnamed = model != RunOptions.model and not names & {*DATA_SETTINGS, "phases"}
-    data = ["--data", flags.get("data", "DATA")] if unnamed or "data" in flags else []
+    examples = None
+    if names & DATA_SETTINGS:
+        examples = example_memory(recipe.data)
     least = examples.nbytes if examples else 0
     if least >= limit:
         raise PackError(
@@ -167,24 +171,21 @@ def plan(
             "memory",
         )
 
+    data = _data_argument(flags, recipe)
     with assumed_device(device):
-        rows = row_shapes(str(model), recipe.data, recipe.train, recipe.lora) if examples else None
+        rows = None
+        if examples:
+            rows = row_shapes(str(model), recipe.data, recipe.train, recipe.lora)
         shapes_of = rows.shapes_of if rows else None
         choices = recommend(headers, limit - least, recipe.lora, recipe.train, names, shapes_of)
         repeats = rows.repeats_of(choices[0].train.batch_size) if rows else None
-        report = [
-            {
-                **choice.to_json(),
-                "compute_dtype": choice.dtype(headers.config).to_json(),
-                "code": headers.code,
-                "data_gb": examples and examples.nbytes / 1e9,
-                "repeats": repeats and repeats.to_json(),
-                "command": shlex.join(
-                    shlex.split(choice.command(model, configs, unflagged)) + data
-                ),
-            }
-            for choice in choices
-        ]
+
+        report = []
+        for choice in choices:
+            command = shlex.split(choice.command(model, configs, unflagged))
+            facts = _facts(choice, headers.config, headers.code, examples, repeats)
+            report.append({**facts, "command": shlex.join(command + data)})
+
         width = min(100, shutil.get_terminal_size((100, 24)).columns)
         lines = table(choices, headers, limit, configs, unflagged, width)
         lines[1:1] = larger_batch(headers, limit - least, choices[0], rows, repeats)
@@ -202,6 +203,31 @@ def plan(
     if names & DATA_SETTINGS:
         lines[1:1] = _data_lines(recipe.data.data, examples, rows, repeats, choices[0])
     print_report(report, lines)
+
+
+def _data_argument(flags: Mapping, recipe: Recipe) -> list[str]:
+    """Return ``--data`` for the suggested command, unless files or the bundled model have it."""
+    if "data" in flags:
+        return ["--data", flags["data"]]
+    if recipe.model == RunOptions.model or recipe.specified & {*DATA_SETTINGS, "phases"}:
+        return []
+    return ["--data", "DATA"]
+
+
+def _facts(
+    choice: "Option",
+    config: dict,
+    code: str | None,
+    examples: "ExampleMemory | None",
+    repeats: "Repeats | None",
+) -> dict:
+    return {
+        **choice.to_json(),
+        "compute_dtype": choice.dtype(config).to_json(),
+        "code": code,
+        "data_gb": examples and examples.nbytes / 1e9,
+        "repeats": repeats and repeats.to_json(),
+    }
 
 
 def _data_lines(

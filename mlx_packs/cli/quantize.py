@@ -106,9 +106,12 @@ def _bits_for(text: str) -> tuple[str, int]:
 
 def _lines(report: dict) -> list[str]:
     finished = report["shards_found"]
-    earlier = f", {finished} of them already there" if finished else ""
+    earlier = ""
+    if finished:
+        earlier = f", {finished} of them already there"
     return [
-        f"wrote   {report['out']} ({size(report['gb'] * 1e9)}, {report['shards']} shard(s){earlier})",
+        f"wrote   {report['out']} ({size(report['gb'] * 1e9)}, "
+        f"{report['shards']} shard(s){earlier})",
         bits_line(report),
         *_dense_lines(report["left_dense"]),
         f"took    {report['seconds']:.1f} s · process peak {report['process_peak_gb']:.2f} GB",
@@ -120,6 +123,8 @@ def _dense_lines(reasons: dict[str, str]) -> list[str]:
     lines = []
     for reason in dict.fromkeys(reasons.values()):
         paths = [path for path, why in reasons.items() if why == reason]
-        more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-        lines.append(f"dense   {', '.join(paths[:3])}{more} ({reason})")
+        shown = ", ".join(paths[:3])
+        if len(paths) > 3:
+            shown += f" and {len(paths) - 3} more"
+        lines.append(f"dense   {shown} ({reason})")
     return lines

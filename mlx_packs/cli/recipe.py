@@ -31,7 +31,10 @@ class RecipeFiles:
 
     @property
     def settings(self) -> dict:
-        return {key: value for _, own in self.files for key, value in own.items()}
+        settings = {}
+        for _, own in self.files:
+            settings.update(own)
+        return settings
 
 
 def read_recipes(files: Sequence[str]) -> RecipeFiles:
@@ -67,10 +70,10 @@ def _resolved(flags: Mapping, settings: Mapping) -> Recipe:
 
     # the run has begun, so that its first adapters are a name and a hash
     folder = run_folder(Path(run.out).expanduser())
-    earlier, settings = (
-        {k: v for k, v in layer.items() if k != "resume_adapter_file"}
-        for layer in (check_resumable(folder)["recipe"], settings)
-    )
+    earlier = dict(check_resumable(folder)["recipe"])
+    settings = dict(settings)
+    for layer in (earlier, settings):
+        layer.pop("resume_adapter_file", None)
 
     try:
         return resolve(flags, under=[settings], defaults=earlier)
@@ -89,7 +92,9 @@ def _defaults(model: str, specified: Mapping) -> dict:
     elif model == RunOptions.model:
         defaults = tiny_recipe()
 
-    unused = ADAPTER_SETTINGS if method is not None and method.trains_base else ()
+    unused = ()
+    if method is not None and method.trains_base:
+        unused = ADAPTER_SETTINGS
     return {name: value for name, value in defaults.items() if name not in unused}
 
 

@@ -62,7 +62,8 @@ _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance"
     section="Server",
     envvar="MLX_PACKS_API_KEY",
     metavar="KEY",
-    help="Key that clients must send; better set as MLX_PACKS_API_KEY, which other users cannot see.",
+    help="Key that clients must send; better set as MLX_PACKS_API_KEY, which other users cannot "
+    "see.",
 )
 @option(
     "--batch-size",
@@ -188,7 +189,9 @@ def _check_installed() -> None:
 
 def _listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens, before anything is loaded."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    family = socket.AF_INET
+    if ":" in host:
+        family = socket.AF_INET6
     try:
         return socket.create_server((host, port), family=family, backlog=512)
     except OSError as error:
@@ -209,7 +212,8 @@ def _named(texts: tuple[str, ...]) -> "dict[str, Pack]":
         name, sign, source = text.partition("=")
         folder = Path(text).expanduser()
         if not sign or folder.is_dir():
-            name, source = folder.resolve().name if folder.exists() else text, text
+            source = text
+            name = folder.resolve().name if folder.exists() else text
 
         pack = Pack.open(source)
         check_name(name)
@@ -271,16 +275,13 @@ def _run(
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[_Log()])
 
-    is_encoder = base.architecture == "encoder"
-    path = given["matmul_path"]
-    if path == "auto" and not is_encoder:
-        path = generation_path(base.model)
-
-    worker = (
-        Embedder(base, given["batch_size"], given["queue"])
-        if is_encoder
-        else Generator(base, _limits(base, given), path)
-    )
+    if base.architecture == "encoder":
+        worker = Embedder(base, given["batch_size"], given["queue"])
+    else:
+        path = given["matmul_path"]
+        if path == "auto":
+            path = generation_path(base.model)
+        worker = Generator(base, _limits(base, given), path)
 
     library = Library(worker, folder)
     settings = ServerSettings(
@@ -309,7 +310,8 @@ def _run(
             server_header=False,
         )
         server = uvicorn.Server(config)
-        server.shutdown = partial(_end, worker, given["grace"], server.shutdown)  # type: ignore[method-assign]
+        shutdown = partial(_end, worker, given["grace"], server.shutdown)
+        server.shutdown = shutdown  # type: ignore[method-assign]
         _run_until_signalled(server, listening)
 
 
@@ -392,7 +394,9 @@ def _announce(names: list[str], listening: socket.socket, settings: "ServerSetti
     echo(f"at        http://{address}:{port}/v1 · page http://{address}:{port}/")
 
     if not is_loopback(host):
-        key = "a key is needed" if settings.api_key else "no key is needed"
+        key = "no key is needed"
+        if settings.api_key:
+            key = "a key is needed"
         echo(
             f"warning   Any machine that reaches {host} can use this server, and {key}; requests "
             "and answers are not encrypted."

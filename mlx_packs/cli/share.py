@@ -36,7 +36,9 @@ def push(pack: str, repo: str, **settings) -> None:
     from ..packs.share import push
 
     report = push(pack, repo, display=Display(), **settings)
-    name = report["repo"] + (f"@{report['revision']}" if settings["revision"] else "")
+    name = report["repo"]
+    if settings["revision"]:
+        name += f"@{report['revision']}"
 
     lines = [
         f"pushed  {len(report['files'])} files ({size(report['bytes'])}) · commit "

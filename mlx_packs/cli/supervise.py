@@ -100,17 +100,22 @@ class Supervisor:
             PackError: it is not started again; `exit_code` is that of its last attempt.
         """
         with signals.forwarded(self._send):
-            arguments, idle, reached = self.run.first, 0, self._batches()
+            arguments = self.run.first
+            reached = self._batches()
+            idle = 0
             for restarts in range(self.run.max_restarts + 1):
                 ended = self._attempt(arguments)
                 if self.asked or not _is_restarted(ended):
                     echo(ended.result, end="")
                     return _exit_code(ended)
 
-                cause, before = self._cause(ended), reached
-                smaller = cause.by_size and self._halve()
+                cause = self._cause(ended)
+                smaller = cause.by_size and self._use_smaller_pieces()
+                before = reached
                 reached = self._batches()
-                idle = 0 if reached > before or smaller else idle + 1
+                idle += 1
+                if reached > before or smaller:
+                    idle = 0
 
                 if idle == _IDLE:
                     when = "the second time in a row without a new checkpoint"
@@ -158,7 +163,7 @@ class Supervisor:
             return (oom_kills() or 0) > self._kills
         return time.monotonic() - self._pressed < _SHORT_S
 
-    def _halve(self) -> bool:
+    def _use_smaller_pieces(self) -> bool:
         """Take batches in twice as many pieces; return whether they have so many examples."""
         if 2 * self._parts > self.run.batch_size:
             return False
@@ -184,15 +189,22 @@ class Supervisor:
 
     def _say(self, number: int, cause: Cause, smaller: bool) -> None:
         own = self._own()
-        place = f"goes on from {own[-1].name}" if own else "starts again, as it had no checkpoint"
-        size = f", each batch in {self._parts} pieces" if smaller else ""
-        if cause.by_size and not smaller:
+        place = "starts again, as it had no checkpoint"
+        if own:
+            place = f"goes on from {own[-1].name}"
+
+        size = ""
+        if smaller:
+            size = f", each batch in {self._parts} pieces"
+        elif cause.by_size:
             size = ", though its pieces are one example each already"
+
         text = f"{cause.text}; it {place}{size} ({number} of {self.run.max_restarts})"
         self.display.line("restart", text)
 
     def _given_up(self, ended: Ended, cause: Cause, when: str) -> PackError:
-        reason, code = f"{cause.text}, {when}", cause.code
+        reason = f"{cause.text}, {when}"
+        code = cause.code
         command = shlex.join(["packs", "train", *self._next()])
 
         if own := self._own():
@@ -257,7 +269,8 @@ def check_agent(overwrite: bool, pack: Path) -> None:
     """
     if not macos.is_macos():
         raise PackError(
-            "--launch-agent: is for macOS, which starts LaunchAgents at login. Use --supervise here.",
+            "--launch-agent: is for macOS, which starts LaunchAgents at login. "
+            "Use --supervise here.",
             "unsupported",
         )
 

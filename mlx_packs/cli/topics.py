@@ -10,7 +10,8 @@ from ..config.choices import TASKS
 from ..terminal import echo
 from .options import Option, SectionedCommand
 
-COMMON, ALL = "common", "all"
+COMMON = "common"
+ALL = "all"
 # In `click.Context.meta`; all where help is not asked for by a flag.
 _TOPIC = "mlx_packs.help_topic"
 
@@ -37,8 +38,8 @@ class TopicCommand(SectionedCommand):
                 is_eager=True,
                 expose_value=False,
                 callback=_show,
-                help="Show the common options, all of them (-h all) or the options of a task (-h dpo), "
-                "and exit.",
+                help="Show the common options, all of them (-h all) or the options of a task "
+                "(-h dpo), and exit.",
                 common="Show this help; -h all shows all options, -h dpo the options of a task.",
             )
             option.metavar = "[all|TASK]"

@@ -27,8 +27,10 @@ def _default_text(name: str) -> str:
     """Return the default of a setting, and that for the bundled model where it is another one."""
     default = options.SETTINGS[name].default
     tiny = _TINY.get(name, default)
-    own = f"tiny: {tiny}" if tiny != default else None
-    return "; ".join(text for text in (options.shown_default(name), own) if text)
+    texts = [options.shown_default(name)]
+    if tiny != default:
+        texts.append(f"tiny: {tiny}")
+    return "; ".join(text for text in texts if text)
 
 
 @click.command(cls=TopicCommand)
@@ -121,7 +123,12 @@ def train(
     hosts = flags.pop("hosts", None)
     recipe = recipe_of(flags, read_recipes(configs))
     check_overridden(recipe.train, recipe.specified)
-    display = Display(QUIET if quiet else VERBOSE if verbose else NORMAL)
+    level = NORMAL
+    if quiet:
+        level = QUIET
+    elif verbose:
+        level = VERBOSE
+    display = Display(level)
 
     if show_mask:
         if not TASKS[recipe.train.task].masks:
@@ -153,7 +160,9 @@ def train(
 
     train = recipe.train
     lines = task_class(train.last_task, train).report_lines(result.report)
-    print_report(result.to_json(), lines[:1] if quiet else lines)
+    if quiet:
+        lines = lines[:1]
+    print_report(result.to_json(), lines)
     exit_if_failed(failures(result.report["gates"]))
 
 
@@ -162,7 +171,7 @@ def _launch_on(hosts: Path, recipe: Recipe) -> NoReturn:
     from . import hosts as of_hosts
 
     run = recipe.run
-    pack = Path(run["out"]).expanduser() if "out" in run else _free_output(recipe)
+    pack = _output(recipe)
     named = "out" in run or bool(run.get("resume"))
     arguments = arguments_without(("--hosts",), named, pack)
     raise click.exceptions.Exit(of_hosts.launch(hosts, ["train", *arguments]))
@@ -182,13 +191,17 @@ def _supervise(
     """Train in a process of its own, and exit as it does."""
     from . import supervise
 
-    run, train = recipe.run, recipe.train
-    pack = Path(run["out"]).expanduser() if "out" in run else _free_output(recipe)
+    run = recipe.run
+    train = recipe.train
+    pack = _output(recipe)
     if launch_agent:
         supervise.check_agent(bool(run.get("overwrite")), pack)
 
     named = "out" in run or bool(run.get("resume"))  # without --out, the child rejects --resume
     first = arguments_without((), named, pack)
+    if max_restarts is None:
+        max_restarts = supervise.MAX_RESTARTS
+
     supervised = supervise.Supervised(
         first=tuple(first),
         again=(*arguments_without(_OF_A_FRESH_RUN, named, pack), "--resume"),
@@ -198,18 +211,22 @@ def _supervise(
         batch_size=train.batch_size,
         micro_batches=train.micro_batches,
         seconds=train.seconds,
-        max_restarts=supervise.MAX_RESTARTS if max_restarts is None else max_restarts,
+        max_restarts=max_restarts,
     )
     raise click.exceptions.Exit(supervise.supervise(supervised, display, launch_agent))
 
 
-def _free_output(recipe: Recipe) -> Path:
-    """Return the folder that a run writes to if none is named."""
+def _output(recipe: Recipe) -> Path:
+    """Return the folder that a run writes to, also if none is named."""
     from ..tasks.phases import resolve_phases
     from ..training.folders import free_output
 
-    phased = recipe.train.phases
-    data = resolve_phases(recipe.train, recipe.data)[-1].sources[0] if phased else recipe.data
+    if "out" in recipe.run:
+        return Path(recipe.run["out"]).expanduser()
+
+    data = recipe.data
+    if recipe.train.phases:
+        data = resolve_phases(recipe.train, data)[-1].sources[0]
     return free_output(data)
 
 
@@ -223,4 +240,6 @@ def resume_command(names_pack: bool, pack: Path) -> str:
 def arguments_without(flags: Collection[str], names_pack: bool, pack: Path) -> list[str]:
     """Return this command's arguments without some flags, with ``--out`` unless ``names_pack``."""
     kept = options.arguments_without(flags)
-    return kept if names_pack else [*kept, "--out", str(pack)]
+    if not names_pack:
+        kept += ["--out", str(pack)]
+    return kept
