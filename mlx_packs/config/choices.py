@@ -1,8 +1,9 @@
 """Names that settings accept and that select code; configuration is read without MLX.
 
 Each name is listed here once, with the facts that other modules need. The module that implements
-it builds its registry with `registered`, which fails at import unless every name has its code and all
-code has a name. Schedules are not here: their registry (`mlx_packs.schedules`) does not load MLX.
+it builds its registry with `registered`, which fails at import unless every name has its code and
+all code has a name. Schedules are not here: their registry (`mlx_packs.schedules`) does not load
+MLX.
 """
 
 import pkgutil
@@ -38,7 +39,6 @@ class Table(dict[str, T]):
         return plugin.facts(type(next(iter(self.values()))))
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the facts of a name."""
         return self[name] if name in self else default
 
     def added(self) -> dict[str, tuple["Plugin", ...]]:
@@ -101,7 +101,8 @@ class MethodFacts:
     # Whether the base's own weights are trained, dense and in float32, rather than adapters beside
     # frozen weights.
     trains_base: bool = False
-    # Whether every output of an adapted projection has a magnitude, whose gradient needs the output.
+    # Whether every output of an adapted projection has a magnitude, whose gradient needs the
+    # output.
     magnitudes: bool = False
     extra: bool = False  # whether it is in `extras`, so that only ``-h all`` lists it
 
@@ -325,6 +326,7 @@ def weight_modes_of(tensors: Iterable[str]) -> dict[str, str]:
         path, dot, part = name.rpartition(".")
         if mode := tails.get(dot + part):
             modes[path.removesuffix(".weight")] = mode  # bitsandbytes: x.weight.absmax
+
     return modes
 
 

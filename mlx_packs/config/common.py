@@ -324,5 +324,6 @@ def seconds_of(time: str | float) -> float | None:
         text += "s"
     if not (match := _TIME.fullmatch(text)):
         return None
+
     factors = zip((3600, 60, 1), match.groups(), strict=True)
     return sum(factor * float(number or 0) for factor, number in factors) or None

@@ -61,9 +61,11 @@ def translate(values: dict, where: str) -> dict:
     """
     if "peft_type" in values:
         return _peft(values, where)
+
     kinds = ("load_in_4bit", "load_in_8bit")
     if any(k in values for k in kinds) or values.get("quant_method") == "bitsandbytes":
         return _bits_and_bytes(values, where)
+
     ours = dict(values)
     for key, read in (("bnb_4bit", _bnb_4bit), ("lora", _lora)):
         if key in ours:
@@ -73,6 +75,7 @@ def translate(values: dict, where: str) -> dict:
                     text = f"is specified twice, by itself and in '{key}'."
                     raise setting_error(text, name, where, "conflict")
                 ours[name] = value
+
     return with_its_optimizer(ours)
 
 
@@ -96,6 +99,7 @@ def _bits_and_bytes(values: Mapping, where: str) -> dict:
         if valid is not _ANY and value != valid:
             hint = " For 8 bits write quantize: affine8." if key == "load_in_8bit" else ""
             raise _unsupported(where, key, value, f"Only {valid} is.{hint}")
+
     skipped = values.get("llm_int8_skip_modules") or ()
     skipped = typed_value(skipped, tuple[str, ...], "llm_int8_skip_modules", where)
     return {
@@ -125,13 +129,14 @@ def _lora(part: Mapping, where: str) -> dict:
 
 
 def _peft(values: Mapping, where: str) -> dict:
-    """Settings of PEFT's LoraConfig. Keys at their defaults have no effect; others must be known."""
+    """Settings of PEFT's LoraConfig; a key at its default has no effect, others must be known."""
     if values["peft_type"] != "LORA":
         raise _unsupported(where, "peft_type", values["peft_type"], "Only LORA is.")
     for key, value in values.items():
         has_no_effect = value in (None, False, [], {}, 0, "") or _PEFT_DEFAULTS.get(key) == value
         if not has_no_effect and key not in (*_PEFT, *_PEFT_READ_APART, *_PEFT_WITHOUT_EFFECT):
             raise _unsupported(where, key, value, "Take it out.")
+
     _check_bias(values, where)
     return {
         **_peft_method(values, where),
@@ -151,6 +156,7 @@ def _peft_method(values: Mapping, where: str) -> dict:
         raise _unsupported(
             where, "init_lora_weights", begins, f"Write true (A uniform, B zero) or one of {known}."
         )
+
     if values.get("use_dora"):
         if name is not True:
             raise _unsupported(where, "init_lora_weights", begins, "With use_dora, write true.")
@@ -167,10 +173,12 @@ def _peft_alpha(values: Mapping, where: str) -> dict:
     rank, alpha = typed("r", int, 8), typed("lora_alpha", float, 8)
     ranks = typed("rank_pattern", dict[str, int], {})
     alphas = typed("alpha_pattern", dict[str, float], {})
+
     if values.get("use_rslora"):  # a rank below 0 is rejected where it is built
         alphas |= {key: alpha for key in ranks if key not in alphas}
         alphas = {key: a * math.sqrt(max(0, ranks.get(key, rank))) for key, a in alphas.items()}
         alpha = alpha * math.sqrt(max(0, rank))
+
     return {"alpha": alpha} | ({"alpha_pattern": alphas} if alphas else {})
 
 

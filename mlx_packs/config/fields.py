@@ -18,6 +18,7 @@ from .values import typed_value
 
 S = TypeVar("S", bound="Settings")
 
+# Of options in help, in this order.
 SECTIONS = (
     "Model and data",
     "Adapter",
@@ -31,7 +32,7 @@ SECTIONS = (
     "Rewards",
     "Embedding",
     "Several machines",
-)  # of options in help, in this order
+)
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,6 @@ def option(default: Any, help: str, *, section: str, **facts: Any) -> Any:
 
 
 def facts_of(field: dataclasses.Field) -> Facts:
-    """Return the facts of a setting."""
     return field.metadata["facts"]
 
 
@@ -139,6 +139,7 @@ class Settings:
             if key not in names:
                 raise unknown_setting(key, names, where)
             typed[key] = typed_value(value, kinds[key], key, where)
+
         try:
             return cls(**typed)
         except PackError as error:
@@ -179,6 +180,7 @@ def _field_faults(settings: Settings) -> Iterator[Fault]:
                 names = (*names, *names.added())
             valid = ", ".join(names)
             yield Fault(field.name, f"must be one of {valid}, but is '{value}'.", "unknown")
+
         values = value.values() if isinstance(value, Mapping) else [value]
         if not all(_in_range(v, facts) for v in values):
             every = "every value " if isinstance(value, Mapping) else ""
@@ -202,17 +204,16 @@ def valid_range(facts: Facts) -> str:
     if facts.at_most in (None, math.inf) and facts.below == math.inf:
         low = f"above {facts.above:g}" if facts.above is not None else f"at least {facts.at_least}"
         return f"{low}, or -1 for all" if facts.or_all else low
+
     low = f"({facts.above}" if facts.above is not None else f"[{facts.at_least}"
     high = f"{facts.below})" if facts.at_most is None else f"{facts.at_most}]"
     return f"in {low}, {high}"
 
 
 def fields_where(*configs: type[Settings], **facts: Any) -> tuple[str, ...]:
-    """Return the names of the settings of which all ``facts`` are true, as they are declared.
+    """Return the names of the settings of which all ``facts`` are true, in their order.
 
-    Args:
-        configs: the configurations to search.
-        facts: values of `Facts`: ``fields_where(TrainConfig, memory=True)``.
+    ``fields_where(TrainConfig, memory=True)`` has those on which the peak memory depends.
     """
     return tuple(
         field.name
@@ -230,6 +231,7 @@ def unknown_setting(key: Any, valid: Iterable[str], where: str, parent: str = ""
     value = OTHER_VALUES.get(name)
     example = f": {ours}={value!r}" if value else ""
     fault = "is not a setting."
+
     if renamed := RENAMED_KEYS.get(key):
         hint = f"It is called '{renamed}' now."
     elif ours in valid:
@@ -240,6 +242,7 @@ def unknown_setting(key: Any, valid: Iterable[str], where: str, parent: str = ""
             fault, hint = f"is {owner}.", "Give it there."
     else:
         hint = did_you_mean(str(key), valid)
+
     message = f"{where and where + ': '}{parent}{key}: {fault} {hint}"
     return PackError(message, "unknown", key)
 
@@ -249,6 +252,7 @@ def _owner_of(name: str, valid: Iterable[str]) -> str:
     classes = _subclasses(Settings)
     if set(valid) not in [_names(cls) for cls in classes]:
         return ""  # a part of a file
+
     for cls in classes:
         if cls.__name__ in _PUBLIC and name in _names(cls):
             return f"a setting of {cls.__name__}"

@@ -45,10 +45,12 @@ def _unknown_argument(function: str, name: str, valid: list[str]) -> PackError:
     same = [other for other in (ours, *_SAME.get(ours, ())) if other in valid]
     taken = {key: load(config) for key, config in _CONFIGS.items() if key in valid}
     owners = (key for key, config in taken.items() if ours in config.__dataclass_fields__)
+
     if same:
         hint = f"It is called '{same[0]}' here."
     elif owner := next(owners, None):
         hint = f"It is a setting: {owner}=mp.{taken[owner].__name__}({ours}=...)."
     else:
         hint = did_you_mean(name, valid)
+
     return PackError(f"{function}: has no argument '{name}'. {hint}", "unknown", name)

@@ -96,6 +96,7 @@ class LoRAConfig(Settings):
                 "the modules.",
                 "conflict",
             )
+
         for name in ("rank_pattern", "alpha_pattern"):
             for key in getattr(self, name):
                 try:

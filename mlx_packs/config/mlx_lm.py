@@ -36,29 +36,29 @@ def from_mlx_lm(values: Mapping, where: str) -> dict:
 
     ``scale`` stays, because alpha = scale x rank needs the rank that is valid in the end.
 
-    Args:
-        values: settings by name.
-        where: the file that they are in; empty for flags and Python.
-
     Raises:
         PackError: a value of mlx-lm has no counterpart here, or two keys contradict each other.
     """
     if "phases" in values and not values["phases"]:
         text = "must have at least one phase. Leave it out for a run without phases."
         raise setting_error(text, "phases", where)
+
     flat = {str(key): value for key, value in values.items() if value is not None}
     _take_method(flat, where)
     _take_lora_parameters(flat, where)
+
     if "mask_prompt" in flat:
         masked = typed_value(flat.pop("mask_prompt"), bool, "mask_prompt", where)
         _set_by(flat, "mask_prompt", "loss_on", "completion" if masked else "all", where)
     if isinstance(flat.get("cache_frozen"), bool):  # on and off, as YAML reads them
         flat["cache_frozen"] = "on" if flat["cache_frozen"] else "off"
+
     flat.pop("config", None)
     if "adapter_path" in flat:
         flat.setdefault("out", flat.pop("adapter_path"))
     if isinstance(size := flat.get("clear_cache_threshold"), str):
         flat["clear_cache_threshold"] = _bytes(size, where)
+
     return flat
 
 
@@ -83,15 +83,18 @@ def _take_lora_parameters(flat: dict, where: str) -> None:
     if "scale" in flat:
         text = "is not a setting. Write alpha (scale x rank)."
         raise setting_error(text, "scale", where, "unknown")
+
     nested = typed_value(flat.pop("lora_parameters", {}), dict, "lora_parameters", where)
     for key, value in nested.items():
         if key not in _LORA_PARAMETERS:
             raise unknown_setting(key, _LORA_PARAMETERS, where, "lora_parameters.")
         if value is not None and value != []:
             flat.setdefault(_LORA_PARAMETERS[key], value)
+
     for key, kind in (("scale", float), ("rank", int)):
         if key in flat:
             flat[key] = typed_value(flat[key], kind, key, where)
+
     if "scale" in flat and "alpha" in flat:
         if where:
             text = "is scale x rank. Give either alpha or lora_parameters.scale."

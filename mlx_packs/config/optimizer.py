@@ -119,6 +119,7 @@ class OptimizerConfig(Settings):
         if self.betas and not (len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas)):
             text = f"must be two numbers in [0, 1), but is {', '.join(map(str, self.betas))}."
             yield Fault("betas", text)
+
         own = arguments_of(vars(self))
         for name in own.keys() & set(ARGUMENTS):
             ours = getattr(self, name)
@@ -150,7 +151,7 @@ def corrected_in_mlx_lm(settings: Mapping[str, Any]) -> bool:
 
 
 def uncorrected(optimizer_config: Any) -> Any:
-    """Return ``optimizer_config`` with mlx-lm's default, no bias correction, where it says nothing."""
+    """Return ``optimizer_config`` with mlx-lm's default, no bias correction, unless it has one."""
     if not isinstance(optimizer_config, Mapping | None):
         return optimizer_config
     configs = dict(optimizer_config or {})
@@ -161,7 +162,7 @@ def uncorrected(optimizer_config: Any) -> Any:
 
 
 def with_bias_correction(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings whose ``bias_correction`` is not in ``optimizer_config``, but a key of its own.
+    """Return settings with ``bias_correction`` as a key of its own, not in ``optimizer_config``.
 
     A value there that contradicts the key stays, as the fault that it is.
     """
@@ -170,8 +171,10 @@ def with_bias_correction(settings: Mapping[str, Any]) -> dict[str, Any]:
         settings.setdefault("bias_correction", own)
         if settings["bias_correction"] != own:
             return settings
+
     if not isinstance(configs, Mapping):
         return settings
+
     settings["optimizer_config"] = {}
     for name, values in configs.items():
         if not isinstance(values, Mapping) or not isinstance(values.get("bias_correction"), bool):
@@ -189,6 +192,7 @@ def without_arguments(settings: Mapping[str, Any], over: Mapping[str, Any]) -> d
         settings["optimizer_config"] = {
             name: _without(values, named) for name, values in configs.items()
         }
+
     chosen = {"optimizer": settings["optimizer"]} if "optimizer" in settings else {}
     return _without(settings, set(ARGUMENTS) & set(arguments_of({**chosen, **over})))
 

@@ -1,4 +1,4 @@
-"""Names of our settings in other trainers: transformers, PEFT, TRL, axolotl, LLaMA-Factory, Unsloth.
+"""Names of our settings in transformers, PEFT, TRL, axolotl, LLaMA-Factory and Unsloth.
 
 They are not accepted, since some mean a little else, but answered with ours.
 """

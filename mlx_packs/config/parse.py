@@ -34,6 +34,7 @@ def read_settings(path: str | Path) -> dict:
         raise PackError(f"{path}: cannot be read ({error.strerror}).", code, "config") from None
     except PackError as error:
         raise PackError(error.message, error.code, "config") from error
+
     if not isinstance(values, dict | None):
         message = f"{path}: must be a mapping of settings, but is a {type(values).__name__}."
         raise PackError(message, "unreadable", "config")

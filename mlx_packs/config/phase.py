@@ -45,6 +45,7 @@ class Phase(Settings):
             yield Fault("name", "must not be empty.")
         elif self.name is not None and not self.name.isprintable():
             yield Fault("name", f"must be one line of text, but is {self.name!r}.")
+
         if self.data is not None:
             sources = self.data if isinstance(self.data, list) else [self.data]
             if not sources or not all(isinstance(s, str) and s for s in sources):

@@ -85,7 +85,6 @@ class Recipe:
 
     @property
     def model(self) -> str:
-        """The name of the base model."""
         return self.run.get("model", RunOptions.model)
 
     def to_json(self) -> dict:
@@ -95,6 +94,7 @@ class Recipe:
             unused.add("phases")
         if not self.train.task_config:  # as versions before it
             unused.add("task_config")
+
         settings = {
             **{k: v for k, v in sorted(self.run.items()) if v not in (None, False)},
             **vars(self.data),
@@ -145,11 +145,9 @@ def resolve(
 ) -> Recipe:
     """Return the recipe of a flat mapping of keys (ours and mlx-lm's).
 
-    Args:
-        values: settings by name.
-        where: the file that they are in; empty for flags and Python.
-        under: mappings that ``values`` override, from the weakest to the strongest.
-        defaults: settings below all of these, which do not count as specified.
+    ``values`` are from the file ``where``, or from flags and Python. They override the mappings
+    ``under``, from the weakest to the strongest, and these ``defaults``, which do not count as
+    specified.
 
     Raises:
         PackError: a key is unknown, or a value is wrong.

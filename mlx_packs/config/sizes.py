@@ -10,12 +10,7 @@ _UNITS = {
 
 
 def bytes_of(text: str, unit: str = "") -> int | None:
-    """Return the bytes of a size, or None if it is none.
-
-    Args:
-        text: a number of 0 or more, and perhaps a unit, in capitals or not.
-        unit: of a number alone.
-    """
+    """Return the bytes of a size, or None if it is none; ``unit`` is that of a number alone."""
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*)", text.strip(), re.IGNORECASE)
     factor = match and _UNITS.get((match[2] or unit).upper())
     number = float(match[1]) * factor if match and factor else math.inf

@@ -16,19 +16,18 @@ _KINDS = {bool: "true or false", str: "text", dict: "a mapping", list: "a list",
 
 
 def typed_value(value: Any, kind: Any, key: str, where: str = "") -> Any:
-    """``value`` as ``kind``; integers pass for floats, and texts for the numbers that they spell.
+    """Return ``value`` as ``kind``; integers pass for floats, and texts for the numbers they spell.
 
-    Args:
-        value: as a file, a flag or Python has it.
-        kind: type of a field: a class, a union, ``tuple[X, ...]`` or ``dict[str, X]``.
-        key: the setting, or where in it the value is (``rank_pattern.q_proj``).
-        where: the file; empty for flags and Python.
+    ``kind`` is the type of a field: a class, a union, ``tuple[X, ...]`` or ``dict[str, X]``.
+    ``key`` is the setting, or where in it the value is (``rank_pattern.q_proj``); ``where`` is the
+    file, empty for flags and Python.
 
     Raises:
         PackError: the value is of another type.
     """
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     value = _of_python(value)
+
     if origin in (typing.Union, types.UnionType):
         return _one_of(parts, value, key, where)
     if origin is tuple:
@@ -38,6 +37,7 @@ def typed_value(value: Any, kind: Any, key: str, where: str = "") -> Any:
         if not isinstance(value, Mapping):
             raise _mistyped("a mapping", value, key, where)
         return {str(k): typed_value(v, parts[1], f"{key}.{k}", where) for k, v in value.items()}
+
     if kind in _NUMBERS and isinstance(value, (int, float, str)) and not isinstance(value, bool):
         try:
             number = float(value)
@@ -52,6 +52,7 @@ def typed_value(value: Any, kind: Any, key: str, where: str = "") -> Any:
     elif dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
         settings = {str(k): v for k, v in value.items()}
         return kind.from_mapping(settings, f"{where}: {key}" if where else key)
+
     raise _mistyped(_KINDS.get(kind, "a mapping"), value, key, where)
 
 
@@ -101,6 +102,7 @@ def _pairs(text: str, key: str, where: str) -> dict[str, str]:
     pairs = [part.rpartition("=") for part in text.split(",") if part.strip()]
     if not all(name.strip() and value.strip() for name, _, value in pairs):
         raise _mistyped("of the form name=number,name=number", text, key, where)
+
     names = [name.strip() for name, _, _ in pairs]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise setting_error(f"has two values for '{twice}'. Give one.", key, where, "conflict")
@@ -110,11 +112,8 @@ def _pairs(text: str, key: str, where: str) -> dict[str, str]:
 def setting_error(text: str, key: str, where: str = "", code: Code = "invalid") -> PackError:
     """Return the error of a setting, which begins with its file and key, or with its flag.
 
-    Args:
-        text: what is wrong and what to do.
-        key: the setting, or where in it the fault is (``rank_pattern.q_proj``).
-        where: the file; empty for flags and Python.
-        code: the kind of error.
+    ``key`` may be a place in the setting (``rank_pattern.q_proj``); ``where`` is the file, empty
+    for flags and Python.
     """
     place = f"{where}: {key}" if where else flag_of(key) if key.isidentifier() else key
     return PackError(f"{place}: {text}", code, re.split(r"[.\[]", key, maxsplit=1)[0])
