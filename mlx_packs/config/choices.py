@@ -23,7 +23,9 @@ class Table(dict[str, T]):
     Iterating has what is built in.
     """
 
-    installed, find = "mlx_packs.plugins:installed", "mlx_packs.plugins:find"  # imported when used
+    # Imported when they are used.
+    installed = "mlx_packs.plugins:installed"
+    find = "mlx_packs.plugins:find"
 
     def __init__(self, kind: str, facts: Mapping[str, T]) -> None:
         super().__init__(facts)

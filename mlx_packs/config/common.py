@@ -30,9 +30,9 @@ class CommonConfig(Settings):
 
     task: str = _data(
         "lm",
-        "What to train: next-token prediction (lm), preferences (dpo, orpo, simpo, cpo; kto for rated "
-        "completions), completions that a reward function likes (grpo), or sentence embeddings with an "
-        "encoder.",
+        "What to train: next-token prediction (lm), preferences (dpo, orpo, simpo, cpo; kto for "
+        "rated completions), completions that a reward function likes (grpo), or sentence "
+        "embeddings with an encoder.",
         choices=TASKS,
         memory=True,
         phase=True,
@@ -40,9 +40,9 @@ class CommonConfig(Settings):
     )
     method: str = option(
         "lora",
-        "Train LoRA adapters; adapters with magnitudes (dora); adapters that begin with the principal "
-        "part of the weights (pissa), with columns of their QR (olora), or with what quantization "
-        "lost (loftq); or all weights of the base model in float32 (full).",
+        "Train LoRA adapters; adapters with magnitudes (dora); adapters that begin with the "
+        "principal part of the weights (pissa), with columns of their QR (olora), or with what "
+        "quantization lost (loftq); or all weights of the base model in float32 (full).",
         section="Adapter",
         choices=METHODS,
         memory=True,
@@ -162,8 +162,8 @@ class CommonConfig(Settings):
     )
     matmul_path: str = _memory(
         "auto",
-        "How frozen weights are used: quantized, dequantized on the fly (transient), or dequantized "
-        "once (dense); auto measures them, for 2 s at most, and remembers the fastest.",
+        "How frozen weights are used: quantized, dequantized on the fly (transient), or "
+        "dequantized once (dense); auto measures them, for 2 s at most, and remembers the fastest.",
         choices=("auto", *MATMUL_PATHS),
         memory=True,
         resumable=True,
@@ -215,8 +215,9 @@ class CommonConfig(Settings):
     )
     test_batches: int | None = _evaluation(
         None,
-        "Number of held-out batches to evaluate without and with the pack; -1 uses all. The default "
-        "is a random sample of at most 400 examples, whose evaluation takes about 5 % of the run.",
+        "Number of held-out batches to evaluate without and with the pack; -1 uses all. The "
+        "default is a random sample of at most 400 examples, whose evaluation takes about 5 % of "
+        "the run.",
         metavar="N",
         shown_default="a sample",
         at_least=1,
@@ -256,8 +257,8 @@ class CommonConfig(Settings):
     )
     pipeline: bool = _machines(
         False,
-        "Split the blocks of the base over the machines of --hosts, for a base that one cannot hold; "
-        "the pieces of --micro-batches pass from machine to machine.",
+        "Split the blocks of the base over the machines of --hosts, for a base that one cannot "
+        "hold; the pieces of --micro-batches pass from machine to machine.",
         extra=True,
     )
     task_config: dict = _data(

@@ -30,8 +30,8 @@ class SourceConfig(Settings):
 
     data: str | Any = _data(  # Python has examples in memory, too
         "tiny",
-        "Training data: a folder, a file, files by a pattern ('DIR/*.jsonl'), a Hugging Face dataset id "
-        "(hf:ID streams it), or 'tiny' (bundled).",
+        "Training data: a folder, a file, files by a pattern ('DIR/*.jsonl'), a Hugging Face "
+        "dataset id (hf:ID streams it), or 'tiny' (bundled).",
         metavar="DATA",
         phase=True,
         common="Training data: a folder, a file or a Hugging Face dataset (hf:ID).",
@@ -69,8 +69,8 @@ class TextConfig(Settings):
     text_feature: str = _column("text", "Column with plain text.")
     template_kwargs: dict = _data(
         {},
-        "Variables of the chat template, such as '{\"enable_thinking\": false}', in training and wherever "
-        "the pack generates. A column chat_template_kwargs has those of one example.",
+        "Variables of the chat template, such as '{\"enable_thinking\": false}', in training and "
+        "wherever the pack generates. A column chat_template_kwargs has those of one example.",
         metavar="JSON",
     )
     template_date: str | None = _data(

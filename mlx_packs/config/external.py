@@ -97,7 +97,9 @@ def _bits_and_bytes(values: Mapping, where: str) -> dict:
             raise unknown_setting(key, _BITS_AND_BYTES, where)
         valid = _BITS_AND_BYTES[key]
         if valid is not _ANY and value != valid:
-            hint = " For 8 bits write quantize: affine8." if key == "load_in_8bit" else ""
+            hint = ""
+            if key == "load_in_8bit":
+                hint = " For 8 bits write quantize: affine8."
             raise _unsupported(where, key, value, f"Only {valid} is.{hint}")
 
     skipped = values.get("llm_int8_skip_modules") or ()
@@ -150,7 +152,9 @@ def _peft(values: Mapping, where: str) -> dict:
 def _peft_method(values: Mapping, where: str) -> dict:
     """The method by what adapters begin with, or by their magnitudes; nothing for plain LoRA."""
     begins = values.get("init_lora_weights", True)
-    name = begins.partition("_niter_")[0] if isinstance(begins, str) else begins
+    name = begins
+    if isinstance(begins, str):
+        name = begins.partition("_niter_")[0]
     if name not in (True, *_PEFT_METHODS):
         known = ", ".join(_PEFT_METHODS)
         raise _unsupported(
@@ -161,7 +165,9 @@ def _peft_method(values: Mapping, where: str) -> dict:
         if name is not True:
             raise _unsupported(where, "init_lora_weights", begins, "With use_dora, write true.")
         return {"method": "dora"}
-    return {} if name is True else {"method": name}
+    if name is True:
+        return {}
+    return {"method": name}
 
 
 def _peft_alpha(values: Mapping, where: str) -> dict:
@@ -170,7 +176,8 @@ def _peft_alpha(values: Mapping, where: str) -> dict:
     def typed(key: str, kind: Any, default: Any) -> Any:
         return typed_value(values.get(key) or default, kind, key, where)
 
-    rank, alpha = typed("r", int, 8), typed("lora_alpha", float, 8)
+    rank = typed("r", int, 8)
+    alpha = typed("lora_alpha", float, 8)
     ranks = typed("rank_pattern", dict[str, int], {})
     alphas = typed("alpha_pattern", dict[str, float], {})
 
@@ -179,7 +186,9 @@ def _peft_alpha(values: Mapping, where: str) -> dict:
         alphas = {key: a * math.sqrt(max(0, ranks.get(key, rank))) for key, a in alphas.items()}
         alpha = alpha * math.sqrt(max(0, rank))
 
-    return {"alpha": alpha} | ({"alpha_pattern": alphas} if alphas else {})
+    if not alphas:
+        return {"alpha": alpha}
+    return {"alpha": alpha, "alpha_pattern": alphas}
 
 
 def _peft_targets(values: Mapping, where: str) -> dict:
@@ -187,7 +196,9 @@ def _peft_targets(values: Mapping, where: str) -> dict:
     if targets == "all-linear":
         return {}
     if not targets or isinstance(targets, str):
-        problem = f"'{targets}' is a pattern" if targets else "is empty (PEFT has defaults)"
+        problem = "is empty (PEFT has defaults)"
+        if targets:
+            problem = f"'{targets}' is a pattern"
         text = f"{problem}. List the names of the modules, or write all-linear."
         raise setting_error(text, "target_modules", where, "unsupported")
     return {"target_modules": typed_value(targets, tuple[str, ...], "target_modules", where)}

@@ -157,10 +157,13 @@ class Settings:
 
     def changed(self, names: Iterable[str]) -> list[str]:
         """Return the settings among ``names`` that differ from their defaults, in that order."""
-        defaults = {
-            f.name: f.default_factory() if f.default is dataclasses.MISSING else f.default
-            for f in dataclasses.fields(self)
-        }
+        defaults = {}
+        for field in dataclasses.fields(self):
+            default = field.default
+            if default is dataclasses.MISSING:
+                default = field.default_factory()
+            defaults[field.name] = default
+
         return [
             name for name in names if name in defaults and getattr(self, name) != defaults[name]
         ]
@@ -173,7 +176,8 @@ def _kinds(cls: type[Settings]) -> dict[str, Any]:
 
 def _field_faults(settings: Settings) -> Iterator[Fault]:
     for field in dataclasses.fields(settings):
-        value, facts = getattr(settings, field.name), facts_of(field)
+        value = getattr(settings, field.name)
+        facts = facts_of(field)
         if facts.choices and isinstance(value, str) and value not in facts.choices:
             names = facts.choices
             if isinstance(names, Table):
@@ -181,9 +185,12 @@ def _field_faults(settings: Settings) -> Iterator[Fault]:
             valid = ", ".join(names)
             yield Fault(field.name, f"must be one of {valid}, but is '{value}'.", "unknown")
 
-        values = value.values() if isinstance(value, Mapping) else [value]
+        values = [value]
+        every = ""
+        if isinstance(value, Mapping):
+            values = value.values()
+            every = "every value "
         if not all(_in_range(v, facts) for v in values):
-            every = "every value " if isinstance(value, Mapping) else ""
             yield Fault(field.name, f"{every}must be {valid_range(facts)}, but is {value}.")
 
 
@@ -202,11 +209,17 @@ def _in_range(value: Any, facts: Facts) -> bool:
 def valid_range(facts: Facts) -> str:
     """Return a range of numbers in words: ``in [0, 1)``, ``above 0``, ``at least 1``."""
     if facts.at_most in (None, math.inf) and facts.below == math.inf:
-        low = f"above {facts.above:g}" if facts.above is not None else f"at least {facts.at_least}"
+        low = f"at least {facts.at_least}"
+        if facts.above is not None:
+            low = f"above {facts.above:g}"
         return f"{low}, or -1 for all" if facts.or_all else low
 
-    low = f"({facts.above}" if facts.above is not None else f"[{facts.at_least}"
-    high = f"{facts.below})" if facts.at_most is None else f"{facts.at_most}]"
+    low = f"[{facts.at_least}"
+    if facts.above is not None:
+        low = f"({facts.above}"
+    high = f"{facts.at_most}]"
+    if facts.at_most is None:
+        high = f"{facts.below})"
     return f"in {low}, {high}"
 
 
@@ -229,7 +242,9 @@ def unknown_setting(key: Any, valid: Iterable[str], where: str, parent: str = ""
     name = str(key).replace("-", "_")
     ours = OTHER_NAMES.get(name)
     value = OTHER_VALUES.get(name)
-    example = f": {ours}={value!r}" if value else ""
+    example = ""
+    if value:
+        example = f": {ours}={value!r}"
     fault = "is not a setting."
 
     if renamed := RENAMED_KEYS.get(key):
@@ -239,11 +254,13 @@ def unknown_setting(key: Any, valid: Iterable[str], where: str, parent: str = ""
     elif owner := _owner_of(ours or name, valid):
         hint = f"It is called '{ours}' here, {owner}{example}."
         if not ours:
-            fault, hint = f"is {owner}.", "Give it there."
+            fault = f"is {owner}."
+            hint = "Give it there."
     else:
         hint = did_you_mean(str(key), valid)
 
-    message = f"{where and where + ': '}{parent}{key}: {fault} {hint}"
+    place = f"{where}: " if where else ""
+    message = f"{place}{parent}{key}: {fault} {hint}"
     return PackError(message, "unknown", key)
 
 
@@ -256,7 +273,9 @@ def _owner_of(name: str, valid: Iterable[str]) -> str:
     for cls in classes:
         if cls.__name__ in _PUBLIC and name in _names(cls):
             return f"a setting of {cls.__name__}"
-    return "an argument of train_pack" if name in OTHER_NAMES.values() else ""
+    if name in OTHER_NAMES.values():
+        return "an argument of train_pack"
+    return ""
 
 
 _PUBLIC = ("LoRAConfig", "TrainConfig", "DataConfig")  # of `train_pack`

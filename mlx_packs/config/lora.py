@@ -61,8 +61,8 @@ class LoRAConfig(Settings):
     )
     rank_pattern: dict[str, int] = _adapter(
         {},
-        "Per-module rank: NAME is a module path, its end or a regular expression (v_proj=8); slices "
-        "of fused layers have names too (c_attn.q=8,c_attn.v=2). In YAML it is a mapping.",
+        "Per-module rank: NAME is a module path, its end or a regular expression (v_proj=8); "
+        "slices of fused layers have names too (c_attn.q=8,c_attn.v=2). In YAML it is a mapping.",
         metavar="NAME=N,...",
         at_least=1,
         memory=True,
@@ -92,8 +92,8 @@ class LoRAConfig(Settings):
         if ALL_LINEAR in self.target_modules and len(self.target_modules) > 1:
             yield Fault(
                 "target_modules",
-                f"'{ALL_LINEAR}' stands for all linear layers. Write it alone, or list the names of "
-                "the modules.",
+                f"'{ALL_LINEAR}' stands for all linear layers. Write it alone, or list the names "
+                "of the modules.",
                 "conflict",
             )
 

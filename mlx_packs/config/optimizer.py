@@ -37,8 +37,8 @@ class OptimizerConfig(Settings):
     )
     warmup_steps: int = _schedule(
         0,
-        "Updates over which the learning rate rises linearly from 0, its value in the first update, "
-        "to its peak.",
+        "Updates over which the learning rate rises linearly from 0, its value in the first "
+        "update, to its peak.",
         at_least=0,
     )
     warmup_ratio: float = _schedule(
@@ -50,8 +50,8 @@ class OptimizerConfig(Settings):
     )
     warmup_from_zero: bool = _optimizer(
         True,
-        "Start the warm-up at a rate of 0, as PEFT and TRL do; false starts it at the first of N + 1 "
-        "equal steps, as runs of earlier versions do.",
+        "Start the warm-up at a rate of 0, as PEFT and TRL do; false starts it at the first of "
+        "N + 1 equal steps, as runs of earlier versions do.",
         flags=(),
     )
     optimizer: str = _optimizer(
@@ -136,7 +136,9 @@ def arguments_of(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return what ``optimizer_config`` has for the chosen optimizer; empty if it is malformed."""
     name = settings.get("optimizer", OptimizerConfig.optimizer)
     every = settings.get("optimizer_config")
-    own = every.get(name) if isinstance(every, Mapping) and isinstance(name, str) else None
+    if not isinstance(every, Mapping) or not isinstance(name, str):
+        return {}
+    own = every.get(name)
     return own if isinstance(own, Mapping) else {}
 
 
@@ -147,7 +149,9 @@ def corrected_in_mlx_lm(settings: Mapping[str, Any]) -> bool:
     """
     name = settings.get("optimizer", OptimizerConfig.optimizer)
     own = arguments_of(settings).get("bias_correction")
-    return own if isinstance(own, bool) else name not in _CORRECTING
+    if isinstance(own, bool):
+        return own
+    return name not in _CORRECTING
 
 
 def uncorrected(optimizer_config: Any) -> Any:
@@ -166,7 +170,8 @@ def with_bias_correction(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     A value there that contradicts the key stays, as the fault that it is.
     """
-    settings, configs = dict(settings), settings.get("optimizer_config")
+    settings = dict(settings)
+    configs = settings.get("optimizer_config")
     if isinstance(own := arguments_of(settings).get("bias_correction"), bool):
         settings.setdefault("bias_correction", own)
         if settings["bias_correction"] != own:
@@ -187,13 +192,16 @@ def with_bias_correction(settings: Mapping[str, Any]) -> dict[str, Any]:
 def without_arguments(settings: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings without the arguments of the optimizer that ``over`` has, in either form."""
     settings = dict(settings)
-    named, configs = set(ARGUMENTS) & set(over), settings.get("optimizer_config")
+    named = set(ARGUMENTS) & set(over)
+    configs = settings.get("optimizer_config")
     if named and isinstance(configs, Mapping):
         settings["optimizer_config"] = {
             name: _without(values, named) for name, values in configs.items()
         }
 
-    chosen = {"optimizer": settings["optimizer"]} if "optimizer" in settings else {}
+    chosen = {}
+    if "optimizer" in settings:
+        chosen["optimizer"] = settings["optimizer"]
     return _without(settings, set(ARGUMENTS) & set(arguments_of({**chosen, **over})))
 
 
@@ -204,7 +212,9 @@ def _without(values: Any, names: set[str]) -> Any:
 
 
 def _equal(ours: Any, theirs: Any) -> bool:
-    return list(ours) == list(theirs) if _are_lists(ours, theirs) else ours == theirs
+    if _are_lists(ours, theirs):
+        return list(ours) == list(theirs)
+    return ours == theirs
 
 
 def _are_lists(*values: Any) -> bool:

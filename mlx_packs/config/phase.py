@@ -54,7 +54,9 @@ class Phase(Settings):
     @property
     def sources(self) -> tuple[str, ...]:
         """The training data of the phase; empty if it uses that of the run."""
-        return tuple(self.data) if isinstance(self.data, list) else (self.data,) * bool(self.data)
+        if isinstance(self.data, list):
+            return tuple(self.data)
+        return (self.data,) if self.data else ()
 
     def to_json(self) -> dict:
         """Return the settings that are not omitted."""

@@ -89,7 +89,9 @@ class Recipe:
 
     def to_json(self) -> dict:
         """Return all settings that have a meaning by name, as `resolve` reads them."""
-        unused = set(ADAPTER_SETTINGS if self.train.trains_base else ())
+        unused = set()
+        if self.train.trains_base:
+            unused.update(ADAPTER_SETTINGS)
         if not self.train.phases:  # an empty list would be a fault
             unused.add("phases")
         if not self.train.task_config:  # as versions before it
@@ -156,7 +158,8 @@ def resolve(
     flat = merged(defaults or {}, *under, values, where=where)
     names_data = bool(DATA_SETTINGS & flat.keys())
 
-    train, test = flat.pop("train", None), flat.pop("test", None)
+    train = flat.pop("train", None)
+    test = flat.pop("test", None)
     if not where and (train is False or (test and not train)):
         raise PackError(
             "--test: without --train, or with 'train: false', nothing would be trained. Use "
@@ -194,11 +197,19 @@ def from_configs(
     Raises:
         PackError: a setting of a mapping is wrong, or settings exclude each other.
     """
-    defaults = resolve(tiny_recipe() if run["model"] == RunOptions.model else {})
-    train = build(TrainConfig, train) if isinstance(train, Mapping) else train or defaults.train
+    settings = {}
+    if run["model"] == RunOptions.model:
+        settings = tiny_recipe()
+    defaults = resolve(settings)
+
+    if isinstance(train, Mapping):
+        train = build(TrainConfig, train)
+    train = train or defaults.train
     if train.trains_base:
         defaults = Recipe()
-    lora = build(LoRAConfig, lora) if isinstance(lora, Mapping) else lora or defaults.lora
+    if isinstance(lora, Mapping):
+        lora = build(LoRAConfig, lora)
+    lora = lora or defaults.lora
 
     recipe = Recipe(lora, train, run=run)
     check_method(recipe)
@@ -212,14 +223,18 @@ def tiny_recipe() -> dict:
 
 def check_method(recipe: Recipe) -> None:
     """Raise a PackError for a setting of adapters with ``method: full`` or ``for_merge``."""
-    lora, train = recipe.lora, recipe.train
+    lora = recipe.lora
+    train = recipe.train
     if lora.dropout and train.for_merge != "none":
         raise PackError(
             "--dropout: does not go with --for-merge, where adapters have no input of their own. "
             "Leave it out.",
             "conflict",
         )
-    for name in ADAPTER_SETTINGS if train.trains_base else ():
+
+    if not train.trains_base:
+        return
+    for name in ADAPTER_SETTINGS:
         if name in recipe.specified or lora.changed([name]):
             raise PackError(
                 f"{flag_of(name)}: is a setting of adapters, and --method full trains none. Leave "

@@ -31,8 +31,9 @@ num_generations max_completion_length temperature exchange_dtype pipeline warmup
 warmup_from_zero bias_correction weight_decay betas optimizer_config loraplus_lr_ratio for_merge
 long_rows fim_rate fim_spm_rate fim_tokens num_proc max_grad_norm on_nan recompute micro_batches
 cache_frozen share_prefix objective ce_last_k z_loss label_smoothing neftune_noise_alpha matmul_path
-double_quant keep compute_dtype train_fp16_fallback phases steps_per_report val_batches load_best test_batches
-keep_last clear_cache_threshold pack_dtype awake max_pack_mb max_ppl_ratio min_tps_ratio
+double_quant keep compute_dtype train_fp16_fallback phases steps_per_report val_batches load_best
+test_batches keep_last clear_cache_threshold pack_dtype awake max_pack_mb max_ppl_ratio
+min_tps_ratio
 """.split()
 
 
@@ -115,17 +116,17 @@ def _objective_faults(train: TrainConfig) -> Iterator[Fault]:
     if train.objective == "transformer":
         return
 
+    checkpointing = "grad_checkpoint" if train.grad_checkpoint else "recompute"
     unfit = {
-        "grad_checkpoint" if train.grad_checkpoint else "recompute": (
-            train.recomputes not in ("auto", "none")
-        ),
+        checkpointing: train.recomputes not in ("auto", "none"),
         "phases": bool(train.phases),
         "method": train.trains_base or train.has_magnitudes,
         "cache_frozen": train.cache_frozen == "on",
         "neftune_noise_alpha": bool(train.neftune_noise_alpha),
     }
-    for name in (name for name, is_unfit in unfit.items() if is_unfit):
-        yield Fault(name, f"does not go with --objective {train.objective}.", "conflict")
+    for name, is_unfit in unfit.items():
+        if is_unfit:
+            yield Fault(name, f"does not go with --objective {train.objective}.", "conflict")
 
 
 def _for_merge_faults(train: TrainConfig) -> Iterator[Fault]:
@@ -138,10 +139,11 @@ def _for_merge_faults(train: TrainConfig) -> Iterator[Fault]:
         "train_fp16_fallback": train.train_fp16_fallback,
         "phases": bool(train.phases and set(train.tasks) - {"lm"}),
     }
-    for name in (name for name, is_unfit in unfit.items() if is_unfit):
-        value = "of another task" if name == "phases" else getattr(train, name)
-        text = f"{value} does not go with --for-merge {train.for_merge}."
-        yield Fault(name, text, "conflict")
+    for name, is_unfit in unfit.items():
+        if is_unfit:
+            value = "of another task" if name == "phases" else getattr(train, name)
+            text = f"{value} does not go with --for-merge {train.for_merge}."
+            yield Fault(name, text, "conflict")
 
 
 def _pipeline_faults(train: TrainConfig) -> Iterator[Fault]:
@@ -162,9 +164,14 @@ def _pipeline_faults(train: TrainConfig) -> Iterator[Fault]:
         "metric": train.metric not in (None, "none"),
         "min_tps_ratio": train.min_tps_ratio is not None,
     }
-    for name in (name for name, is_unfit in unfit.items() if is_unfit):
-        value = "" if getattr(train, name) is True else f"{getattr(train, name)} "
-        yield Fault(name, f"{value}does not go with --pipeline.", "conflict")
+    for name, is_unfit in unfit.items():
+        if not is_unfit:
+            continue
+        text = "does not go with --pipeline."
+        value = getattr(train, name)
+        if value is not True:
+            text = f"{value} {text}"
+        yield Fault(name, text, "conflict")
 
 
 def _length_faults(train: TrainConfig) -> Iterator[Fault]:
@@ -216,8 +223,10 @@ def _prefix_faults(train: TrainConfig) -> Iterator[Fault]:
         "objective": train.objective != "transformer",
         "cache_frozen": train.cache_frozen == "on",
     }
-    for name in (name for name, is_unfit in unfit.items() if is_unfit):
-        yield Fault(name, "does not go with --share-prefix on. Leave one of them out.", "conflict")
+    for name, is_unfit in unfit.items():
+        if is_unfit:
+            text = "does not go with --share-prefix on. Leave one of them out."
+            yield Fault(name, text, "conflict")
 
 
 def _full_faults(train: TrainConfig) -> Iterator[Fault]:

@@ -12,6 +12,10 @@ _UNITS = {
 def bytes_of(text: str, unit: str = "") -> int | None:
     """Return the bytes of a size, or None if it is none; ``unit`` is that of a number alone."""
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*)", text.strip(), re.IGNORECASE)
-    factor = match and _UNITS.get((match[2] or unit).upper())
-    number = float(match[1]) * factor if match and factor else math.inf
+    if match is None:
+        return None
+    factor = _UNITS.get((match[2] or unit).upper())
+    if factor is None:
+        return None
+    number = float(match[1]) * factor
     return int(number) if math.isfinite(number) else None

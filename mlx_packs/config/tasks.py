@@ -87,8 +87,8 @@ class LabelSmoothing(Settings):
 
     label_smoothing: float = _step(
         0.0,
-        "Share of each target's probability that is spread over the vocabulary; with --task dpo or cpo, "
-        "the share of preferences that are the wrong way round (below 0.5).",
+        "Share of each target's probability that is spread over the vocabulary; with --task dpo "
+        "or cpo, the share of preferences that are the wrong way round (below 0.5).",
         metavar="SHARE",
         at_least=0,
         below=1,
@@ -101,10 +101,10 @@ class NamedLoss(Settings):
 
     loss: str = option(
         "auto",
-        "Loss of preferences (dpo, cpo): sigmoid, robust (to wrong preferences), hinge or ipo. Loss of "
-        "embeddings: cosine or cosent for pairs with scores, mnrl (in-batch negatives) or "
-        "cached-mnrl for anchors with positives, triplet for those with negatives. auto is sigmoid; "
-        "of embeddings cosine or mnrl, by the data.",
+        "Loss of preferences (dpo, cpo): sigmoid, robust (to wrong preferences), hinge or ipo. "
+        "Loss of embeddings: cosine or cosent for pairs with scores, mnrl (in-batch negatives) or "
+        "cached-mnrl for anchors with positives, triplet for those with negatives. auto is "
+        "sigmoid; of embeddings cosine or mnrl, by the data.",
         choices=("auto", *dict.fromkeys(loss for facts in TASKS.values() for loss in facts.losses)),
         section="Model and data",
         memory=True,
@@ -117,8 +117,8 @@ class Beta(Settings):
 
     beta: float = _preference(
         0.1,
-        "Weight of the distance from the reference (dpo, kto, grpo), of the odds ratio (orpo), or scale "
-        "of the log-probabilities (cpo, simpo).",
+        "Weight of the distance from the reference (dpo, kto, grpo), of the odds ratio (orpo), or "
+        "scale of the log-probabilities (cpo, simpo).",
         shown_default="0.1; 2 with --task simpo, 0 with --task grpo",
         metavar="BETA",
         at_least=0,
@@ -168,8 +168,8 @@ class LMConfig(PackableConfig, LabelSmoothing):
     )
     for_merge: str = option(
         "none",
-        "Train for packs merge --requantize FORMAT: the last fifth of the run, and the pack, round the "
-        "adapted weights as that merge does, so that merging loses nothing.",
+        "Train for packs merge --requantize FORMAT: the last fifth of the run, and the pack, round "
+        "the adapted weights as that merge does, so that merging loses nothing.",
         section="Adapter",
         choices=("none", *WEIGHT_FORMATS),
         extra=True,
@@ -320,8 +320,8 @@ class GRPOConfig(DecoderConfig, Beta):
 
     reward: str | None = _generated(
         None,
-        "Reward of a completion: a function of your own, FILE.py:NAME, or whether it is the expected "
-        f"one by a metric ({', '.join(ANSWER_METRICS)}).",
+        "Reward of a completion: a function of your own, FILE.py:NAME, or whether it is the "
+        f"expected one by a metric ({', '.join(ANSWER_METRICS)}).",
         metavar="REWARD",
     )
     num_generations: int = _generated(

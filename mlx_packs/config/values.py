@@ -25,7 +25,8 @@ def typed_value(value: Any, kind: Any, key: str, where: str = "") -> Any:
     Raises:
         PackError: the value is of another type.
     """
-    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    origin = typing.get_origin(kind)
+    parts = typing.get_args(kind)
     value = _of_python(value)
 
     if origin in (typing.Union, types.UnionType):
@@ -33,7 +34,8 @@ def typed_value(value: Any, kind: Any, key: str, where: str = "") -> Any:
     if origin is tuple:
         return _items(value, parts[0], key, where)
     if origin is dict:
-        value = _pairs(value, key, where) if isinstance(value, str) else value
+        if isinstance(value, str):
+            value = _pairs(value, key, where)
         if not isinstance(value, Mapping):
             raise _mistyped("a mapping", value, key, where)
         return {str(k): typed_value(v, parts[1], f"{key}.{k}", where) for k, v in value.items()}
@@ -51,7 +53,8 @@ def typed_value(value: Any, kind: Any, key: str, where: str = "") -> Any:
         return value
     elif dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
         settings = {str(k): v for k, v in value.items()}
-        return kind.from_mapping(settings, f"{where}: {key}" if where else key)
+        place = f"{where}: {key}" if where else key
+        return kind.from_mapping(settings, place)
 
     raise _mistyped(_KINDS.get(kind, "a mapping"), value, key, where)
 
@@ -86,7 +89,9 @@ def _of_python(value: Any) -> Any:
 
 
 def _items(value: Any, kind: Any, key: str, where: str) -> tuple:
-    items = value.split(",") if isinstance(value, str) else value
+    items = value
+    if isinstance(value, str):
+        items = value.split(",")
     if isinstance(items, (set, frozenset)):
         items = sorted(items, key=str)
     if not isinstance(items, (list, tuple)):
@@ -115,7 +120,11 @@ def setting_error(text: str, key: str, where: str = "", code: Code = "invalid") 
     ``key`` may be a place in the setting (``rank_pattern.q_proj``); ``where`` is the file, empty
     for flags and Python.
     """
-    place = f"{where}: {key}" if where else flag_of(key) if key.isidentifier() else key
+    place = key
+    if where:
+        place = f"{where}: {key}"
+    elif key.isidentifier():
+        place = flag_of(key)
     return PackError(f"{place}: {text}", code, re.split(r"[.\[]", key, maxsplit=1)[0])
 
 
