@@ -207,7 +207,6 @@ def least_seconds(compute: Callable[[], list[mx.array]]) -> float:
         start = time.perf_counter()
         mx.eval(compute())
         seconds.append(time.perf_counter() - start)
-
     return min(seconds)
 
 

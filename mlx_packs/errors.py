@@ -60,7 +60,6 @@ class PackError(click.ClickException):
     def __init__(self, message: str, code: Code = "invalid", flag: str | None = None) -> None:
         super().__init__(message)
         self.code: Code = code
-
         leading = _FLAG.match(message)
         self.flag = flag or (leading[2].replace("-", "_") if leading else None)
 

@@ -2,7 +2,6 @@
 
 import errno
 import glob
-import itertools
 import json
 import os
 import re
@@ -199,7 +198,12 @@ def free_bytes(path: Path) -> int | None:
 def make_folder(path: Path) -> None:
     """Create a folder and those above it, durably."""
     with write_errors(path):
-        created = list(itertools.takewhile(lambda p: not p.exists(), (path, *path.parents)))
+        created = []
+        for folder in (path, *path.parents):
+            if folder.exists():
+                break
+            created.append(folder)
+
         path.mkdir(parents=True, exist_ok=True)
         for folder in created:
             filesystem.sync(folder.parent)

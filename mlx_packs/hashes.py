@@ -43,7 +43,6 @@ def check_files(folder: Path, facts: dict[str, dict]) -> None:
     """Raise a ValueError that names the first file of a folder that differs from its facts."""
     for name, expected in facts.items():
         size = (folder / name).stat().st_size
-
         if size != expected["bytes"]:
             raise ValueError(f"{name} has {size} bytes instead of {expected['bytes']}")
         if sha256(folder / name) != expected["sha256"]:

@@ -106,10 +106,14 @@ def kept_awake() -> Iterator[bool]:
 
 def notify(title: str, text: str) -> None:
     """Show a notification; both texts are arguments of a script, and never part of it."""
-    script = ("on run argv", "display notification (item 2 of argv) with title (item 1 of argv)")
-    lines = [part for line in (*script, "end run") for part in ("-e", line)]
-
-    output(["osascript", *lines, title, text])
+    script = []
+    for line in (
+        "on run argv",
+        "display notification (item 2 of argv) with title (item 1 of argv)",
+        "end run",
+    ):
+        script += ["-e", line]
+    output(["osascript", *script, title, text])
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,7 @@ def bench_serve(
     mixes = [chosen]
     if len(chosen) > 1:
         mixes = [chosen[-1:], chosen]
+
     results = []
     for at_once in _numbers(concurrency):
         for i, mix in enumerate(mixes):

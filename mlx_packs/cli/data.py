@@ -136,6 +136,7 @@ def _lines(split: str, look: "SplitOverview", model: str, max_seq_length: int) -
     counted_by = "characters"
     if look.unit == "tokens":
         counted_by = f"tokens of {model}"
+
     q = look.quantiles()
     lines = [
         f"{split:<8}{look.rows:,} examples{of} · {counted_by}: median {q['p50']:,}, 5 to 95 % "

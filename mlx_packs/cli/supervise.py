@@ -103,6 +103,7 @@ class Supervisor:
             arguments = self.run.first
             reached = self._batches()
             idle = 0
+
             for restarts in range(self.run.max_restarts + 1):
                 ended = self._attempt(arguments)
                 if self.asked or not _is_restarted(ended):

@@ -57,7 +57,11 @@ def from_mlx_lm(values: Mapping, where: str) -> dict:
     if "adapter_path" in flat:
         flat.setdefault("out", flat.pop("adapter_path"))
     if isinstance(size := flat.get("clear_cache_threshold"), str):
-        flat["clear_cache_threshold"] = _bytes(size, where)
+        count = bytes_of(size)
+        if count is None:
+            text = f"must be a size such as 500M or 2GB, but is '{size}'."
+            raise setting_error(text, "clear_cache_threshold", where)
+        flat["clear_cache_threshold"] = count
 
     return flat
 
@@ -100,10 +104,3 @@ def _take_lora_parameters(flat: dict, where: str) -> None:
             text = "is scale x rank. Give either alpha or lora_parameters.scale."
             raise setting_error(text, "alpha", where, "conflict")
         del flat["scale"]  # the nested form occurs in files only, and flags override them
-
-
-def _bytes(size: str, where: str) -> int:
-    if (count := bytes_of(size)) is None:
-        text = f"must be a size such as 500M or 2GB, but is '{size}'."
-        raise setting_error(text, "clear_cache_threshold", where)
-    return count
