@@ -19,12 +19,12 @@ from .runtime import mx, on_cpu
 BANDWIDTH_REACHED = 0.75
 MATMUL_REACHED = 0.70
 
-STORE = "mlx_packs.measurements"  # of rates; reads and writes files, so it is imported when used
+STORE = "mlx_packs.measurements"  # of rates; it reads and writes files, so it is imported when used
 _KIND = "rates"
 _RATES = ("copied_gb_s", "float32_tflops", "float16_tflops", "bfloat16_tflops", "launch_us")
-_NATIVE = 0.8  # of the rate of float16 that products in bfloat16 reach where it is native
+_NATIVE = 0.8  # bfloat16 is native if its products reach this share of float16's rate
 _REPEATS = 3
-_CHAIN = 500  # operations
+_CHAIN = 500  # operations, each of which waits for the one before
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Chip:
         matrix_tflops: the rate of products in float16; more than ``vector_tflops`` where matrix
             units compute them.
         native_bf16: whether bfloat16 is computed as fast as float16.
-        launch_us: seconds, times a million, of a kernel that waits for the one before it.
+        launch_us: microseconds of a kernel that waits for the one before it.
         measured: whether the rates are from this machine.
     """
 
@@ -100,7 +100,7 @@ CHIPS = {
 
 
 def chip(name: str | None = None) -> Chip | None:
-    """Return the table's entry for a GPU by MLX's name, this one's by default; None without."""
+    """Return the table's entry for a GPU, by default this machine's; None if it has none."""
     return CHIPS.get(_name() if name is None else name)
 
 
@@ -133,7 +133,7 @@ def _measured(
     bfloat16_tflops: float,
     launch_us: float,
 ) -> Chip:
-    """Return a chip of which programs reach what was measured."""
+    """Return the nominal rates behind measured ones, which are the share that programs reach."""
     name = _name()
     half = max(float16_tflops, bfloat16_tflops)
 

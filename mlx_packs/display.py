@@ -31,7 +31,7 @@ _BESIDE = 66  # columns of the text beside it
 
 
 class _Lossy:
-    """A text file whose writer goes on when it is gone, as a terminal that was closed."""
+    """A text file whose writer continues if it is gone, such as a closed terminal."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file
@@ -50,7 +50,7 @@ class _Lossy:
 
 
 class _Console(Console):
-    """A console on stderr; training is worth more than its messages."""
+    """A console on stderr that ignores write errors: training is worth more than its messages."""
 
     @property
     def file(self) -> IO[str]:
@@ -70,7 +70,7 @@ class Display:
 
     def __init__(self, level: int = NORMAL) -> None:
         self.level = level
-        self.clock: RunClock | None = None  # of the run that is shown
+        self.clock: RunClock | None = None  # of the run whose progress is shown
 
         # a bar redirects what libraries print to the console, whose own file must be the terminal
         file = unguarded(sys.stderr) if isinstance(sys.stderr, Guarded) else None
@@ -78,7 +78,7 @@ class Display:
         self.live = self.console.is_terminal and not _is_recorded() and level > QUIET
 
     def line(self, label: str, text: str, level: int = NORMAL) -> None:
-        """Print ``label   text`` at ``level`` and above; wrapped below itself on a terminal."""
+        """Print ``label   text`` at ``level`` and above; wrapped as by `hanging` on a terminal."""
         if self.level >= level:
             width = self.console.width if self.console.is_terminal else None
             self.console.print(_labelled(label, text, width))
@@ -94,7 +94,7 @@ class Display:
         """Show a bar on a terminal, else a plain line every few seconds.
 
         ``unit`` is shown beside the bar; ``done`` steps were done before. ``part`` names the part
-        of a run whose clock counts the steps: the time left is then that of the run.
+        of a run whose clock counts the steps; the time left is then the run's.
         """
         task = Task(self, label, total, unit, done, part)
         with self._moving(task.bar):
@@ -110,7 +110,7 @@ class Display:
 
 
 def _is_recorded() -> bool:
-    """Return whether output is kept as it is written, so that nothing may move in it.
+    """Return whether output is recorded as it is written, so that no bar may move in it.
 
     Jupyter kernels set both variables, and give commands a terminal; CI sets the first for colours.
     """
@@ -122,14 +122,14 @@ def _plain(text: str) -> str:
 
 
 def _labelled(label: str, text: str, width: int | None = None) -> str:
-    """Return a line as markup; lines of so many columns where there is a width."""
+    """Return a line as markup of rich, wrapped if there is a width."""
     text = printable(text)
     lines = [text] if width is None else wrapped(text, width - INDENT)
     return f"[bold]{label:<7}[/bold] " + ("\n" + " " * INDENT).join(map(escape, lines))
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """Return a text in lines of so many columns, broken between words alone.
+    """Wrap a text between words into lines of at most ``width`` columns.
 
     A word that is longer than a line is not broken: it may be a path that somebody copies.
     """
@@ -146,7 +146,7 @@ def wrapped(text: str, width: int) -> list[str]:
 
 
 def hanging(line: str, width: int) -> str:
-    """Return ``label   text`` wrapped with the text below itself; other lines as they are."""
+    """Wrap ``label   text`` with the text below itself; other lines stay as they are."""
     has_label = line[:1].strip() and line[INDENT - 1 : INDENT + 1].lstrip() == line[INDENT:][:1]
     if not has_label or cell_len(line) <= width:
         return line

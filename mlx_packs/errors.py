@@ -114,7 +114,7 @@ class RunStopped(PackError):
 
 
 class BackOff(Exception):
-    """A run goes on from its last checkpoint at half the learning rate (``--on-nan back-off``)."""
+    """A run continues from its last checkpoint with half the rate (``--on-nan back-off``)."""
 
 
 class Float16Overflow(PackError):
@@ -122,7 +122,7 @@ class Float16Overflow(PackError):
 
     Args:
         fault: where they are, and what is wrong, before the words "in float16".
-        saved: whether a checkpoint is there to go on from.
+        saved: whether there is a checkpoint to continue from.
     """
 
     def __init__(self, fault: str, saved: bool = False) -> None:
@@ -132,16 +132,16 @@ class Float16Overflow(PackError):
         self.saved = saved
 
 
-# What Python raises over a defect of the program, if one of its own lines raises it.
+# Errors of Python that mean a bug in the program if one of its own lines raises them.
 _DEFECTS = (AssertionError, AttributeError, LookupError, NameError, ZeroDivisionError)
 _SHOWN = 300  # characters of a library's message
 
 
 @contextmanager
 def library_errors(to_error: Callable[[str], PackError]) -> Iterator[None]:
-    """Raise what a library raises over somebody else's file as an error that names the file.
+    """Turn what a library raises about a file from elsewhere into an error that names the file.
 
-    A defect of this program that comes to light inside keeps its traceback.
+    A defect of this program keeps its traceback.
 
     Args:
         to_error: the error for a reason: the library's message, without a full stop.
@@ -159,7 +159,7 @@ def library_errors(to_error: Callable[[str], PackError]) -> Iterator[None]:
 
 
 def _is_defect(error: BaseException) -> bool:
-    """Return whether a line of this program raised an error that means a defect of it."""
+    """Return whether a line of this program raised an error that means a bug in it."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next

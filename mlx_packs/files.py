@@ -19,8 +19,8 @@ from .terminal import escaped
 
 TINY_FOLDER = Path(__file__).parent / "tiny"  # the bundled base, data set and recipe
 CACHE_VARIABLE = "MLX_PACKS_CACHE"
-_ATTEMPTS = 20  # at replacing a folder that others replace too
-_SWEEP_S = 0.05  # for which a process that looks for dead locks may hold one
+_ATTEMPTS = 20  # to replace a folder that other processes replace, too
+_SWEEP_S = 0.05  # for which a process that looks for dead locks may hold a lock
 _OVERTAKEN = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY)
 
 
@@ -55,7 +55,7 @@ def atomic_folder(path: Path, replace: bool = False) -> Iterator[Path]:
 def replace_folder(partial: Path, path: Path) -> None:
     """Give a finished folder the name ``path``, durably; then remove the one that had it.
 
-    The names are exchanged at once. Where kernel or file system cannot do that, the old folder is
+    The names are exchanged atomically. If kernel or file system cannot do that, the old folder is
     moved away first, to a name from which `recover` puts it back; it stays on failure.
     """
     filesystem.sync_tree(partial)
@@ -75,7 +75,7 @@ def replace_folder(partial: Path, path: Path) -> None:
 
 
 def _put_in_place(partial: Path, path: Path) -> Path | None:
-    """Rename a folder to ``path``; return where the one is that had this name, if there was one."""
+    """Rename a folder to ``path``; return where the folder is now that had this name, if any."""
     if not path.exists():
         os.rename(partial, path)
         return None
@@ -86,7 +86,7 @@ def _put_in_place(partial: Path, path: Path) -> Path | None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with suppress(BlockingIOError):
-            filesystem.lock(descriptor)  # tells who recovers that this is no leftover yet
+            filesystem.lock(descriptor)  # so that `recover` does not take it for a leftover
         try:
             os.rename(path, old)
             os.rename(partial, path)
@@ -124,7 +124,7 @@ def _locked(lock: Path, path: Path) -> IO:
             file = lock.open("ab", buffering=0)
         try:
             has_lock = filesystem.lock(file.fileno())
-            # who had the lock may have removed this file since it was opened here
+            # the last holder of the lock may have removed this file since it was opened here
             if not has_lock or filesystem.is_named(file.fileno(), lock):
                 with suppress(OSError):  # it works on a full disk too
                     file.truncate(0)
@@ -145,7 +145,7 @@ def _locked(lock: Path, path: Path) -> IO:
 
 @contextmanager
 def write_errors(path: Path, flag: str | None = None) -> Iterator[None]:
-    """Raise errors of the system as those of a path that cannot be written."""
+    """Turn an OSError into a PackError that names the path which cannot be written."""
     try:
         yield
     except OSError as error:
@@ -176,7 +176,7 @@ def append_line(path: Path, line: str) -> None:
 
 
 def remove_unused(folder: Path, pattern: str, days: int) -> None:
-    """Remove the files of a cache that no run has used for some days, and leftovers."""
+    """Remove leftovers, and the files of a cache that no run has used for ``days``."""
     sweep(folder)
 
     oldest = time.time() - days * 24 * 3600
@@ -187,7 +187,7 @@ def remove_unused(folder: Path, pattern: str, days: int) -> None:
 
 
 def free_bytes(path: Path) -> int | None:
-    """Return the free bytes of the disk that a path is on, or will be; None if it does not tell."""
+    """Return the free bytes of the disk that a path is on, or will be; None if unknown."""
     path = path.absolute()
     existing = next(folder for folder in (path, *path.parents) if folder.exists())
     with suppress(OSError):
@@ -221,5 +221,5 @@ def is_hub_id(name: str) -> bool:
 
 def is_pattern(name: str) -> bool:
     """Return whether a name is a pattern of files, such as ``DIR/*.jsonl``."""
-    is_local = not name.startswith("hf:")  # of which a slice is a part: hf:owner/name[:1000]
+    is_local = not name.startswith("hf:")  # which may end in a slice: hf:owner/name[:1000]
     return is_local and glob.has_magic(name) and not os.path.exists(os.path.expanduser(name))

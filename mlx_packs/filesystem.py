@@ -14,7 +14,7 @@ _CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF, errn
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchange two names, at once; return False where kernel or file system cannot.
+    """Exchange two names atomically; return False if kernel or file system cannot.
 
     Raises:
         OSError: it could, but one of the names does not exist or may not be changed.
@@ -85,7 +85,7 @@ def lock(descriptor: int) -> bool:
     """Lock an open file or folder until it is closed; return False on a file system without locks.
 
     Raises:
-        BlockingIOError: another one has it.
+        BlockingIOError: another process holds it.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

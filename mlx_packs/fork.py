@@ -1,9 +1,8 @@
-"""A process that `os.fork` makes after MLX was used: MLX's threads are not in it.
+"""Processes that `os.fork` creates after MLX was used, which lack MLX's threads.
 
-Whatever it computes would wait for them for ever, so MLX's functions raise an error there. What
-needs no MLX goes on: workers that read data with NumPy, or a program that is started. A process
-that is forked before anything was computed has threads of its own when it needs them, and is left
-alone.
+Computation there would wait for the threads forever, so MLX's functions raise an error. What needs
+no MLX works: workers that read data with NumPy, or a program that is started. A process that is
+forked before anything was computed starts threads of its own, and is left alone.
 """
 
 import os
@@ -32,7 +31,7 @@ def in_fork() -> bool:
 
 
 def was_used() -> bool:
-    """Return whether MLX has had memory for arrays in this process."""
+    """Return whether MLX has allocated arrays in this process."""
     return bool(mx.get_peak_memory() or mx.get_active_memory() or mx.get_cache_memory())
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from .errors import PackError, flag_of
 
-# What each limit is of: size of the folder, PPL and decoded tokens/s over those of the base.
+# What each limit bounds: the size of the folder; PPL and decoded tokens/s over the base's.
 MEANING = {"max_pack_mb": "MB", "max_ppl_ratio": "PPL ratio", "min_tps_ratio": "speed ratio"}
 Gates = dict[str, dict]
 

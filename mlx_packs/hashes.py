@@ -1,4 +1,4 @@
-"""Hashes of files, and of JSON that has its own: damage is noticed when it is read."""
+"""Hashes of files, and of JSON that contains its own, so that reading it notices damage."""
 
 import hashlib
 import json

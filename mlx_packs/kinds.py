@@ -1,7 +1,7 @@
 """Kinds of values in a file that somebody else wrote, checked before the values are used.
 
 A table maps keys to kinds: ``{"base.num_layers": "an integer above 0", "files.*": "a mapping"}``.
-What is at a key precedes what is in it; ``*`` is each entry of a mapping or a list. Where a kind
+A key comes before the keys inside it; ``*`` is each entry of a mapping or a list. Where a kind
 ends in ``?`` there may be nothing, or null; ``… or a list of such`` takes several, too.
 """
 
@@ -65,7 +65,7 @@ def check_kind(key: str, value: object, kind: str) -> None:
 
 
 def _values(value: object, parts: list[str], where: str) -> Iterator[tuple[str, object]]:
-    """Yield the places that a key matches, and their values; none without its mapping."""
+    """Yield each place that a key matches, with its value; nothing if its mapping is missing."""
     if not parts:
         yield where, value
         return

@@ -1,10 +1,10 @@
-"""Temporary names beside what is written, and what dead processes left of them.
+"""Temporary names beside what is written, and those that dead processes left.
 
 ``.NAME.partial-HOST-RANDOM`` is a file or folder that becomes ``NAME``, or was it and is being
 removed: it is deleted once nobody uses it. ``.NAME.old-HOST-RANDOM`` was ``NAME`` and is complete:
-it is put back if nothing took its place. ``.NAME.lock`` shows that a process writes ``NAME``. Who
-uses one holds a lock on it, which ends with the process. Locks of other hosts may not be seen here
-(network folders, shared folders of virtual machines), so what is theirs is left alone for a day.
+it is put back if nothing took its place. ``.NAME.lock`` shows that a process writes ``NAME``. Its
+user holds a lock on it, which ends with the process. Locks of other hosts may not be visible here
+(network folders, shared folders of virtual machines), so their leftovers are kept for a day.
 """
 
 import hashlib
@@ -27,8 +27,8 @@ _NAME = re.compile(
     r"\.(?P<target>.+)\.(?P<kind>partial|old)-"
     r"(?:(?P<host>[0-9a-f]{6})-[0-9a-f]{10}|(?P<pid>\d{1,7}))(?:\.safetensors)?"
 )
-_STALE_S = 24 * 3600  # that what another host left is left alone
-_WAIT_S = 2.0  # for a live process between two renames
+_STALE_S = 24 * 3600  # after which leftovers of another host are removed
+_WAIT_S = 2.0  # at most, for a live process between two renames
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class _Leftover:
     pid: int
 
     def is_dead(self, has_lock: bool) -> bool:
-        """Return whether nobody uses it, given whether its lock could be had."""
+        """Return whether nobody uses it; ``has_lock`` tells whether its lock could be taken."""
         if self.pid:
             return not _is_process(self.pid)
         return _is_unused(self.path, self.host, has_lock)
 
 
 def hidden_name(path: Path, kind: str, suffix: str = "") -> Path:
-    """Return a name beside ``path`` that no other process takes, on whatever host."""
+    """Return a name beside ``path`` that no other process uses, on any host."""
     return path.with_name(f".{path.name}.{kind}-{_host()}-{secrets.token_hex(5)}{suffix}")
 
 
@@ -81,8 +81,8 @@ def temporary(path: Path, create: Callable[[Path], object], suffix: str = "") ->
 def sweep(folder: Path, names: Collection[str] | None = None) -> None:
     """Remove what dead processes left in a folder, and put back what they moved away.
 
-    Temporary names of versions that put a process id in them count for the targets ``names`` alone;
-    None is any, for a folder of our own.
+    Older versions put a process id in temporary names. Such leftovers are only removed if their
+    target is one of ``names``; None allows any target, in a folder of our own.
     """
     for leftover in _leftovers(folder):
         if leftover.host or names is None or leftover.target.name in names:
@@ -126,7 +126,7 @@ def recovered(folder: Path) -> list[str]:
 
 
 def discard(folder: Path, target: Path) -> None:
-    """Remove a folder under a temporary name, so that half of it is nowhere in its place."""
+    """Remove a folder under a temporary name, so that ``target`` never is a half-removed folder."""
     doomed = hidden_name(target, PARTIAL)
     os.rename(folder, doomed)
     remove(doomed)
@@ -143,7 +143,7 @@ def remove(path: Path) -> None:
 def _settle(leftover: _Leftover, waited: bool = False) -> bool:
     """Put a leftover back or remove it if its process is dead; return whether that was done.
 
-    After ``waited`` it counts as dead unless its lock is seen to be held.
+    After ``waited`` its process counts as dead, unless its lock is held.
     """
     try:
         descriptor = os.open(leftover.path, os.O_RDONLY | os.O_NONBLOCK)

@@ -120,7 +120,7 @@ def notify(title: str, text: str) -> None:
 class LaunchAgent:
     """A file in ``~/Library/LaunchAgents``, whose command launchd runs at each login.
 
-    It is there from the start of a run to its end: its existence means that the run goes on.
+    It exists from the start of a run to its end: while it exists, the run continues at login.
     """
 
     label: str
@@ -147,7 +147,7 @@ class LaunchAgent:
             yield
 
     def write(self, command: Sequence[str]) -> None:
-        """Write the file: at login, the command runs in the folder that is the current one now."""
+        """Write the file: at login, the command runs in what is the current folder now."""
         variables = {k: v for k, v in os.environ.items() if _KEPT.fullmatch(k)}
         settings = {
             "Label": self.label,

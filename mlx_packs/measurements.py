@@ -1,8 +1,8 @@
 """Measurements of this device, stored for later runs in the user's cache folder.
 
-A measurement is one JSON file, found by its kind, by what was measured, and by all of the
-machine that a time depends on. Runs that measure the same at once write the same file, each
-atomically; a file that cannot be read, or is of something else, is as good as none.
+A measurement is one JSON file, found by its kind, by what was measured, and by every fact of
+the machine that a time depends on. Concurrent runs write the same file, each atomically; a file
+that cannot be read, or has another key, counts as none.
 """
 
 import hashlib
@@ -73,7 +73,7 @@ def remember(kind: str, of: Mapping, result: Mapping) -> None:
 
 @contextmanager
 def discarded() -> Iterator[None]:
-    """Keep nothing that is measured in a context, as on a machine that something slows down."""
+    """Store no measurements in a context, for a machine that something else slows down."""
     global _discarding
     before = _discarding
     _discarding = True
@@ -84,7 +84,7 @@ def discarded() -> Iterator[None]:
 
 
 def _key(kind: str, of: Mapping) -> dict:
-    """Return the measurement in a file, as JSON returns it."""
+    """Return the key of a measurement, in the form in which JSON reads it back."""
     return json.loads(json.dumps({"format": _FORMAT, "kind": kind, "device": device(), "of": of}))
 
 

@@ -1,4 +1,4 @@
-"""A progress bar in the output of a notebook cell, which a terminal's bar cannot be in."""
+"""A progress bar for the output of a notebook cell, where a terminal's bar does not work."""
 
 import sys
 import time
@@ -40,7 +40,7 @@ class NotebookBar:
         self._handle.update(self._bundle(), raw=True)
 
     def update(self, _: object, completed: int | None = None, text: str | None = None) -> None:
-        """Take over what is done and the text beside the bar; show it twice a second at most."""
+        """Set the progress and the text beside the bar; redraw at most twice a second."""
         if completed is not None:
             self.done = completed
         if text is not None:

@@ -72,7 +72,7 @@ _MLX_SCHEDULES = ("cosine_decay", "linear_schedule", "exponential_decay", "step_
 
 
 def schedule(config: TrainConfig) -> "Schedule":
-    """Return the learning rate by the number of updates that were made.
+    """Return the learning rate as a function of the number of updates.
 
     By name: a linear warm-up, then one of `SCHEDULES`, which equal the schedules of transformers by
     the same names. As a mapping, mlx-lm's form: ``{name, arguments, warmup, warmup_init}`` with any
@@ -266,7 +266,7 @@ def _first_class_arguments(config: TrainConfig) -> dict:
 
 
 def _as_default(value: Any, default: Any, key: str) -> Any:
-    """``value`` of the kind of ``default``: number, switch, or a list of as many numbers."""
+    """Return ``value`` as the type of ``default``: number, switch, or list of as many numbers."""
     if isinstance(default, (list, tuple)):
         if not isinstance(value, (list, tuple)) or len(value) != len(default):
             raise setting_error(f"must be a list of {len(default)} numbers, but is {value!r}.", key)

@@ -1,4 +1,4 @@
-"""What other installed packages add, by entry points; one is imported when it is asked for."""
+"""Plug-ins: what other installed packages add by entry points, imported when it is used."""
 
 import functools
 import pkgutil
@@ -10,7 +10,7 @@ from .errors import PackError
 
 T = TypeVar("T")
 
-# By the end of its group: the setting that names one, and what errors call it.
+# By the end of an entry point's group: the setting that names a plug-in, and its name in errors.
 FLAGS = {"tasks": "task", "methods": "method", "readers": "model"}
 _CALLED = {"tasks": "--task {}", "methods": "--method {}", "readers": "--model: format {}"}
 
@@ -33,7 +33,7 @@ class Plugin:
         """Return what ``module:attribute`` of the package is; it is imported now."""
         try:
             return pkgutil.resolve_name(code)
-        except (Exception, SystemExit) as error:  # whatever the code of others raises
+        except (Exception, SystemExit) as error:  # their code may raise anything
             lines = str(error).strip().splitlines()
             reason = ": ".join([type(error).__name__, *lines[:1]])
             raise self.fault(f"cannot be imported ({reason})") from error
@@ -93,7 +93,7 @@ def _plugins_of(distribution: metadata.Distribution, kind: str) -> list[Plugin]:
         entries = [e for e in distribution.entry_points if e.group == f"mlx_packs.{kind}"]
         package = distribution.metadata["Name"]
         return [Plugin(kind, e.name, e.value, package, distribution.version) for e in entries]
-    except Exception:  # whatever that package is for
+    except Exception:  # metadata of any package may be damaged
         return []
 
 

@@ -20,7 +20,7 @@ FLOATS = ("F32", "F16", "BF16")  # dtypes of adapters and of dense weights
 DOCUMENT_BYTES = 64 << 20  # of a JSON file; the index of a base with 140,000 tensors has 15 MB
 YAML_BYTES = 256 << 10  # PyYAML reads about 0.1 MB/s
 HEADER_BYTES = 100_000_000  # of a safetensors header, as the safetensors library has it
-_DEPTH = 100  # of mappings and lists in each other
+_DEPTH = 100  # levels of nested mappings and lists
 _CONTAINERS = 2_000_000  # mappings and lists of a document; 64 bytes each at least
 _DIGITS = 100  # of an integer; all such are floats, too
 _YAML_NODES = 100_000  # values of a YAML file, those behind an alias counted each time
@@ -70,7 +70,7 @@ def open_regular(file: Path, limit: int | None = None) -> IO[bytes]:
     """Open a regular file for reading, as `check_regular` checks it; never waits for a pipe."""
     check_regular(file, limit)
 
-    # it may have been exchanged meanwhile: what was opened counts
+    # it may have been replaced meanwhile, so what was opened is checked, too
     opened = os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb")
     try:
         _checked_size(file, os.fstat(opened.fileno()), limit)
@@ -85,7 +85,7 @@ def read_text(file: Path, limit: int = DOCUMENT_BYTES) -> str:
     with open_regular(file, limit) as f:
         content = f.read(limit + 1)
 
-    if len(content) > limit:  # it grew
+    if len(content) > limit:  # it grew meanwhile
         raise PackError(f"{file}: is being written. Wait for that.", "unreadable")
     return decode(content, str(file))
 
@@ -118,7 +118,8 @@ def parse_json(text: str) -> Any:
     if containers > _DEPTH and _depth(value) > _DEPTH:
         raise too_deep
 
-    if re.search(r"\\u[dD][89a-fA-F]", text):  # half of a pair; both halves are one character
+    # half of a surrogate pair, perhaps without the other half
+    if re.search(r"\\u[dD][89a-fA-F]", text):
         _check_unicode(value)
     return value
 
@@ -134,7 +135,7 @@ def _check_digits(digits: str) -> None:
 
 
 def _depth(value: Any) -> int:
-    """Return how many lists and mappings are in each other, at most one more than allowed."""
+    """Return how deep lists and mappings are nested, counting to one more than allowed."""
     depth = 0
     level = [value]
 

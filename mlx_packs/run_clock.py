@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-COMPUTED_PER_S = "computed_tokens_per_s"  # of a line: all tokens, also those without a loss
+COMPUTED_PER_S = "computed_tokens_per_s"  # in log lines: all tokens, including those without a loss
 TRAIN = "train"
 # Costs of work that was not measured yet, in training steps on as many tokens.
 FORWARD = 0.4
@@ -29,7 +29,7 @@ class RunClock:
     """Estimates the time that is left of a whole run: training, evaluations, checkpoints.
 
     All time counts for the part whose units it ended with. The pace of a part is measured; a part
-    that has not begun takes its cost times the time of a training batch.
+    that has not started is estimated at its cost times the time of a training batch.
 
     Args:
         compiles: whether the first training batch compiles, and says nothing about the next ones.
@@ -86,7 +86,7 @@ class RunClock:
             self._parts[name].units = self._parts[name].done
 
     def left(self) -> float | None:
-        """Return the seconds that are left; None until a training batch that tells was measured."""
+        """Return the seconds left; None until a representative training batch was measured."""
         batch = self._pace(TRAIN)
         if batch is None:
             return None

@@ -130,7 +130,7 @@ def metal_share(memory: int) -> int:
 
 
 def host_memory() -> int:
-    """Return the bytes of memory of this process beside a GPU's own; a container may limit it."""
+    """Return the bytes of host memory that this process may use; a container may limit them."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for file in _MEMORY_LIMITS:
         with suppress(OSError, ValueError):  # no such file, or "max"
@@ -141,7 +141,7 @@ def host_memory() -> int:
 def cache_limit() -> int:
     """Return the bytes of freed buffers that MLX may keep for reuse in a run.
 
-    A process is at most so much larger than its arrays. MLX's own limit is 32 MB on Linux CPUs,
+    A process is at most that much larger than its arrays. MLX's own limit is 32 MB on Linux CPUs,
     where steps then ask the system for the same pages again and again (benchmarks/LOG.md), and
     nearly all memory on Macs.
     """

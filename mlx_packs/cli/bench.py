@@ -1,4 +1,4 @@
-"""`packs bench`: ours against mlx-lm on this machine."""
+"""`packs bench`: training steps of mlx-lm and ours, timed on this machine."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""`packs bench-serve`: load on a server, in numbers."""
+"""`packs bench-serve`: throughput and latency of a server at high load."""
 
 import click
 
@@ -7,7 +7,7 @@ from . import options
 from .options import option
 from .output import exit_if_failed, print_report
 
-_MOST = 4  # packs that are mixed where none are named
+_MOST = 4  # models that are mixed if none are named
 
 
 @click.command()

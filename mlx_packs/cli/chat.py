@@ -1,4 +1,4 @@
-"""`packs chat`: a conversation on the terminal, with packs that come and go."""
+"""`packs chat`: a conversation on the terminal, with packs that can be changed."""
 
 import signal
 import sys

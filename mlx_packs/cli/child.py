@@ -1,4 +1,4 @@
-"""A process whose messages reach the terminal at once, as if it were alone there."""
+"""A child process whose messages reach the terminal at once, as if it had it to itself."""
 
 import fcntl
 import os
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ..terminal import has_terminal, pass_on, terminal_size
 
-_TICK_S = 1.0  # between two calls of what watches a child
+_TICK_S = 1.0  # between two calls of ``watch``
 _TAIL_BYTES = 1 << 14  # of its messages that are stored
 _SHOW_CURSOR = b"\x1b[?25h\n"  # which the progress bar of a process that was killed has hidden
 
@@ -35,9 +35,9 @@ class Ended:
 
 
 class Child:
-    """A process in a session of its own, so that it gets the signals that are passed to it alone.
+    """A process in a session of its own, which only gets the signals that `send` passes to it.
 
-    Its stderr is a terminal where that of this process is one. Its stdout is kept.
+    Its stderr is a terminal if that of this process is one; its stdout is collected.
 
     Args:
         command: the program and its arguments.
@@ -63,7 +63,7 @@ class Child:
         self._is_open = True
 
     def send(self, number: int) -> None:
-        """Send a signal; one that has ended gets none."""
+        """Send a signal, unless the process has ended."""
         self._process.send_signal(number)
 
     def wait(self, watch: Callable[[], None]) -> Ended:
@@ -105,7 +105,7 @@ class Child:
 
 
 def _terminal() -> tuple[int, int]:
-    """Return both ends of a new terminal of this one's size, which passes on what is written."""
+    """Return both ends of a new terminal of this one's size, which passes text on unchanged."""
     read, write = pty.openpty()
     tty.setraw(write)
     if size := terminal_size():

@@ -1,4 +1,4 @@
-"""`packs doctor`: this machine, and whether every kernel is correct and pays on it."""
+"""`packs doctor`: this machine, and whether every kernel is correct and faster on it."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,7 +67,7 @@ def doctor(file: Path | None, model: str | None, rank: int, verbose: bool) -> No
 
 
 def instances_of(model: str, rank: int) -> list["Instance"]:
-    """Return the kernel instances that adapters of a rank on every block of a base ask for."""
+    """Return the kernel instances that adapters of a rank on all blocks of a base use."""
     from ..bases.geometry import find_groups
     from ..bases.loading import lazy_base
     from ..nn.frozen_weight import frozen_weight
@@ -170,7 +170,7 @@ def report_lines(report: dict, verbose: bool) -> list[str]:
 
 
 def _chip_line(chip: dict) -> str:
-    """Return the rates that the cost model takes, from what programs reached just now."""
+    """Return the nominal rates that the cost model uses, which follow from the measured ones."""
     units = "no matrix units"
     if chip["matrix_tflops"] > 2 * chip["vector_tflops"]:
         units = "matrix units"

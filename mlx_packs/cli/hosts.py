@@ -14,13 +14,13 @@ from ..errors import PackError
 from ..reading import read_json
 from ..terminal import pass_on
 
-# Its own handlers, so that a signal is for the ranks, which end together and save.
+# The launcher ignores signals, so that only the ranks handle them: they save and end together.
 _LAUNCH = (
     "import signal; [signal.signal(n, lambda *_: None) for n in (1, 2, 15)]; "
     "from mlx._distributed_utils.launch import main; main()"
 )
 _ENDED = re.compile(rb"\[WARN\] Node with rank (\d+) (?:exited with code (-?\d+)|was killed)")
-_OF_MLX = b"[ring] "  # what it prints of connections that are lost
+_OF_MLX = b"[ring] "  # begins what MLX prints of lost connections
 _LOCAL = ("127.0.0.1", "localhost")
 _REACH_S = 5
 
@@ -29,7 +29,7 @@ def launch(file: Path, arguments: Sequence[str]) -> int:
     """Run `packs` on the machines of a host file; return the exit code of the first rank.
 
     Raises:
-        PackError: the file is none, or a machine cannot be reached.
+        PackError: the file is no host file, or a machine cannot be reached.
     """
     hosts = _read_hosts(file)
     _check_reachable(hosts)

@@ -57,7 +57,7 @@ def inspect(pack: Path, verbose: bool) -> None:
 
 
 def _pin_of(folder: Path) -> dict | None:
-    """Return where a pulled pack comes from; a damaged file is named, and not needed."""
+    """Return where a pulled pack comes from; a damaged file is reported and ignored."""
     from ..packs.manifest import PIN, check_pin
 
     try:

@@ -171,7 +171,7 @@ def user_errors() -> Iterator[None]:
 
 @contextmanager
 def first_rank_speaks() -> Iterator[None]:
-    """Let ranks other than the first end without a line; what they have to say, it says."""
+    """Let ranks other than the first end silently; the first one prints the error."""
     try:
         yield
     except PackError as error:
@@ -182,7 +182,7 @@ def first_rank_speaks() -> Iterator[None]:
 
 
 def _usage_error(error: click.ClickException) -> PackError:
-    """Turn click's complaint into ours, with the option or argument first."""
+    """Turn an error of click into a PackError that begins with the option or argument."""
     if isinstance(error, click.NoSuchOption):
         name = error.option_name.lstrip("-").replace("-", "_")
         ours = RENAMED_KEYS.get(name) or OTHER_NAMES.get(name)

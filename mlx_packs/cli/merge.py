@@ -11,7 +11,7 @@ from . import options
 from .options import option
 from .output import exit_if_failed, print_report
 
-# of the comparison that a merged result has to pass
+# Options of the comparison that a merged result has to pass.
 _fidelity = options.add(
     option(
         "--max-drift",

@@ -122,7 +122,7 @@ def arguments_without(flags: Collection[str]) -> list[str]:
 
 
 class SectionedCommand(RepeatableCommand):
-    """The same, with its options in sections of its help."""
+    """A `RepeatableCommand` whose help has its options in sections."""
 
     def shown_options(self, ctx: click.Context) -> Iterator[click.Parameter]:
         yield from self.get_params(ctx)
@@ -157,7 +157,7 @@ def add(*decorators: Callable) -> Callable:
 def setting(name: str, default_text: str | None = None, **overrides) -> Callable:
     """Add the option of a setting of a run, as its field describes it but for ``overrides``.
 
-    Without a ``type`` it gives a text, which `config.parse.build` types.
+    Without a ``type`` its value is a text, which `config.parse.build` converts.
     """
     return _of_field(SETTINGS[name], default_text, tasks=tasks_of(name), **overrides)
 
@@ -182,7 +182,7 @@ def _of_field(field: dataclasses.Field, default_text: str | None, **overrides) -
 
 
 def one_of(values: Iterable[str]) -> str:
-    """Return what help calls a value that is one of several."""
+    """Return the metavar of a value that is one of several: ``{a,b}``."""
     return "{" + ",".join(values) + "}"
 
 
@@ -280,13 +280,13 @@ def data(sentence: str = "Examples to evaluate on", **overrides) -> Callable:
 
 
 def packs(sentence: str, metavar: str = "PACK") -> Callable:
-    """Add packs, each with a weight if that is not 1."""
+    """Add ``--pack``, which is repeatable; a pack may have a weight."""
     where = {"section": "Model and data", "metavar": metavar}
     return option("--pack", "packs", multiple=True, help=sentence, **where)
 
 
 def matmul_path(*auto: str) -> Callable:
-    """Add how a command that does not train uses frozen weights."""
+    """Add ``--matmul-path`` to a command that does not train."""
     choices = (*auto, *MATMUL_PATHS)
     return option(
         "--matmul-path",
@@ -298,7 +298,7 @@ def matmul_path(*auto: str) -> Callable:
 
 
 def sampling(**defaults) -> Callable:
-    """Add the settings of `Sampling`; ``defaults`` are those of the command."""
+    """Add the settings of `Sampling` with the ``defaults`` of a command."""
     decorators = []
     for field in dataclasses.fields(Sampling):
         default = defaults.get(field.name, field.default)
@@ -351,7 +351,7 @@ backend = option(
 
 
 def hosts(shared: str) -> Callable:
-    """Return the option of commands that several machines run."""
+    """Add ``--hosts`` to a command that several machines can run; they share ``shared``."""
     return option(
         "--hosts",
         section="Several machines",
@@ -383,5 +383,5 @@ supervision = add(
     ),
 )
 
-# of every command that loads a model
+# Options of every command that loads a model.
 execution = add(trust_remote_code, backend, as_json)

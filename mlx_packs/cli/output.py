@@ -29,7 +29,7 @@ def print_report(report: dict | list, lines: Iterable[str]) -> None:
 
 
 def _runnable(line: str) -> str:
-    """Return a line whose command runs as printed, where `packs` is not on PATH."""
+    """Return a line whose command runs as printed, even if `packs` is not on PATH."""
     program = Path(sys.argv[0])
     if program.name != "packs" or shutil.which("packs"):
         return line
@@ -37,7 +37,7 @@ def _runnable(line: str) -> str:
 
 
 def _fitted(line: str) -> str:
-    """Return a line so that a terminal breaks it between words; as it is for files and pipes."""
+    """Wrap a line between words for a terminal; for files and pipes it stays as it is."""
     if not sys.stdout.isatty():
         return line
     from ..display import hanging

@@ -38,7 +38,7 @@ class RecipeFiles:
 
 
 def read_recipes(files: Sequence[str]) -> RecipeFiles:
-    """Return the settings in recipe files; keys of other tools are ours already."""
+    """Return the settings in recipe files, with keys of other tools translated to ours."""
     return RecipeFiles(tuple((file, translate(read_settings(file), file)) for file in files))
 
 

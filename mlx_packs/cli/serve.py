@@ -344,7 +344,7 @@ def _run_until_signalled(server: "uvicorn.Server", listening: socket.socket) -> 
 async def _end(
     worker: "Worker", grace: float, shutdown: Callable[..., Awaitable[None]], **options: Any
 ) -> None:
-    """Let requests end for a while, and tell the others that they do, before connections close."""
+    """Give requests ``grace`` seconds to end, and abort the others before connections close."""
     await asyncio.gather(
         asyncio.to_thread(worker.close, grace),
         shutdown(**options),
@@ -352,7 +352,7 @@ async def _end(
 
 
 class _Log(logging.Handler):
-    """Writes what happens while requests are served to standard error."""
+    """Writes log records to standard error, those of errors with their tracebacks."""
 
     def emit(self, record: logging.LogRecord) -> None:
         for line in self.format(record).splitlines():

@@ -1,4 +1,4 @@
-"""`packs train --supervise`: the run is a process of its own, which goes on after it was killed."""
+"""`packs train --supervise`: a run in a process of its own, which continues after it was killed."""
 
 import re
 import shlex
@@ -24,12 +24,12 @@ PROGRAM = (*program("cli.main"), "train")
 # Exit codes of runs that are over.
 _FINAL = {0, 1, 2, *(128 + number for number in signals.NUMBERS)}
 MAX_RESTARTS = 5  # by default
-_SHORT_S = 10.0  # before a kill, memory pressure counts
-_IDLE = 2  # attempts in a row without a new checkpoint are the last
-_KEPT_AGENT = (SIGTERM, SIGHUP)  # by which a Mac that shuts down ends a run
+_SHORT_S = 10.0  # before a kill, in which memory pressure counts as its cause
+_IDLE = 2  # attempts in a row without a new checkpoint, after which it gives up
+_KEPT_AGENT = (SIGTERM, SIGHUP)  # sent by a Mac that shuts down
 
-# What MLX prints of its GPU (mlx/backend/metal/device.cpp throws Metal's own words), and this
-# program at an end of its own.
+# What MLX prints about its GPU (mlx/backend/metal/device.cpp throws Metal's own words), and what
+# this program prints if it ends by itself.
 _WATCHDOG = re.compile(
     "kIOGPUCommandBufferCallbackError(Timeout|Hang|ImpactingInteractivity)|GPU Timeout"
 )
@@ -44,14 +44,14 @@ class Supervised:
 
     Attributes:
         first: arguments of `packs train` that start it; they name the pack.
-        again: arguments that go on with it.
-        at_login: arguments of a LaunchAgent, which do either.
+        again: arguments that continue it.
+        at_login: arguments for a LaunchAgent, which start or continue it.
         pack: its folder.
-        resumes: whether ``first`` goes on with a run that is there.
+        resumes: whether ``first`` continues an existing run.
         batch_size: examples of a batch.
-        micro_batches: pieces that a batch is taken in at the start.
-        seconds: that it may train for; None without a limit.
-        max_restarts: how often it is started again.
+        micro_batches: pieces that a batch is split into at the start.
+        seconds: maximum training time; None without a limit.
+        max_restarts: how often it is restarted at most.
     """
 
     first: tuple[str, ...]
@@ -76,14 +76,14 @@ class Cause:
 
 @dataclass
 class Supervisor:
-    """Starts a run, and again from its last checkpoint as long as that helps."""
+    """Starts a run, and restarts it from its last checkpoint as long as that helps."""
 
     run: Supervised
     display: Display
     asked: list[int] = field(default_factory=list, init=False)  # signals that end the run
     _child: Child | None = field(default=None, init=False)
     _pressed: float = field(default=-_SHORT_S, init=False)  # when memory was short
-    _kills: int | None = field(default=None, init=False)  # for want of memory, before the run
+    _kills: int | None = field(default=None, init=False)  # for want of memory, before an attempt
     _others: frozenset = field(default_factory=frozenset, init=False)  # checkpoints of other runs
 
     def __post_init__(self) -> None:
@@ -97,7 +97,7 @@ class Supervisor:
         """Return the exit code of the run, whose result is printed.
 
         Raises:
-            PackError: it is not started again; `exit_code` is that of its last attempt.
+            PackError: it is not restarted; `exit_code` is that of its last attempt.
         """
         with signals.forwarded(self._send):
             arguments = self.run.first
@@ -131,7 +131,7 @@ class Supervisor:
     def _attempt(self, arguments: Sequence[str]) -> Ended:
         self._kills = oom_kills()
         self._child = Child([*PROGRAM, *arguments], {SUPERVISED: "1"})
-        for number in self.asked:  # they came before
+        for number in self.asked:  # signals that came before the process started
             self._child.send(number)
         return self._child.wait(self._watch)
 
@@ -165,7 +165,7 @@ class Supervisor:
         return time.monotonic() - self._pressed < _SHORT_S
 
     def _use_smaller_pieces(self) -> bool:
-        """Take batches in twice as many pieces; return whether they have so many examples."""
+        """Split batches into twice as many pieces; return whether they have enough examples."""
         if 2 * self._parts > self.run.batch_size:
             return False
         self._parts *= 2
@@ -233,17 +233,17 @@ def _is_restarted(ended: Ended) -> bool:
 
 
 def _exit_code(ended: Ended) -> int:
-    """Return an exit code as a shell has it: 128 + n after signal n."""
+    """Return an exit code as a shell reports it: 128 + n after signal n."""
     return ended.code if ended.code >= 0 else 128 - ended.code
 
 
 def supervise(run: Supervised, display: Display, with_agent: bool) -> int:
-    """Return the exit code of a run that goes on after it was killed, and perhaps after a reboot.
+    """Supervise a run until it ends, perhaps after reboots, too; return its exit code.
 
-    With an agent, a LaunchAgent goes on with it at login, until it has ended.
+    With an agent, a LaunchAgent continues it at login until it has ended.
 
     Raises:
-        PackError: it is not started again, or there can be no LaunchAgent.
+        PackError: it is not restarted, or there can be no LaunchAgent.
     """
     start = time.monotonic()
     with ExitStack() as stack:
@@ -263,7 +263,7 @@ def supervise(run: Supervised, display: Display, with_agent: bool) -> int:
 
 
 def check_agent(overwrite: bool, pack: Path) -> None:
-    """Check that a LaunchAgent can go on with a run.
+    """Check that a LaunchAgent can continue a run.
 
     Raises:
         PackError: this is no Mac, or checkpoints of an earlier run could be taken for its own.
@@ -289,7 +289,7 @@ def check_agent(overwrite: bool, pack: Path) -> None:
 
 
 def _with_agent(run: Supervised, agent: macos.LaunchAgent, display: Display) -> Supervised:
-    """Write the agent's file; return the run, which goes on if the file was there before."""
+    """Write the agent's file; return the run, which resumes if the file existed before."""
     if agent.file.exists() and checkpoints(run_folder(run.pack)):
         run = replace(run, first=run.again, resumes=True)
     agent.write([*PROGRAM, *run.at_login])

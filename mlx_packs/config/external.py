@@ -1,6 +1,6 @@
 """Recipes of other tools, as our keys with the meaning unchanged.
 
-Understood are QLoRA projects (``bnb_4bit`` and ``lora`` in YAML), PEFT's ``LoraConfig`` and
+The tools are QLoRA projects (``bnb_4bit`` and ``lora`` in YAML), PEFT's ``LoraConfig`` and
 transformers' ``BitsAndBytesConfig`` as JSON. What would mean something else here is an error.
 """
 
@@ -54,7 +54,7 @@ _PEFT_DEFAULTS = {"megatron_core": "megatron.core", "qalora_group_size": 16}
 
 
 def translate(values: dict, where: str) -> dict:
-    """``values`` of a recipe file with the parts of other tools spelled as ours; other keys stay.
+    """Return a recipe file's ``values`` with the keys of other tools replaced by ours; others stay.
 
     Raises:
         PackError: naming the file, the key, and what to write instead.
@@ -150,7 +150,7 @@ def _peft(values: Mapping, where: str) -> dict:
 
 
 def _peft_method(values: Mapping, where: str) -> dict:
-    """The method by what adapters begin with, or by their magnitudes; nothing for plain LoRA."""
+    """The method by the initialization or the magnitudes of adapters; nothing for plain LoRA."""
     begins = values.get("init_lora_weights", True)
     name = begins
     if isinstance(begins, str):

@@ -65,7 +65,7 @@ class Facts:
 
 
 def option(default: Any, help: str, *, section: str, **facts: Any) -> Any:
-    """Field of a configuration with its default, its help and what else is true of it (`Facts`)."""
+    """Return a field of a configuration with its default, its help and its other `Facts`."""
     metadata = {"facts": Facts(help, section, **facts)}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
@@ -97,7 +97,7 @@ class Settings:
     """
 
     def __new__(cls, *args: Any, **settings: Any) -> "Settings":
-        """Answer a name that is no field with the right one, where Python's own error is bare."""
+        """Reject a name that is no field, and name the right one, as Python's error does not."""
         names = [field.name for field in dataclasses.fields(cls)]
         for name in settings:
             if name not in names:
@@ -265,7 +265,7 @@ def unknown_setting(key: Any, valid: Iterable[str], where: str, parent: str = ""
 
 
 def _owner_of(name: str, valid: Iterable[str]) -> str:
-    """Return what has a setting that is not among the ``valid`` ones; empty if nothing has."""
+    """Return where a setting belongs that is not among the ``valid`` ones; empty if nowhere."""
     classes = _subclasses(Settings)
     if set(valid) not in [_names(cls) for cls in classes]:
         return ""  # a part of a file

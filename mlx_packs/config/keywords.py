@@ -1,4 +1,4 @@
-"""Arguments of public functions by the names of other trainers, answered with ours."""
+"""Arguments of public functions that have other trainers' names: errors suggest ours."""
 
 import inspect
 from collections.abc import Callable
@@ -17,7 +17,7 @@ _CONFIGS = {
     "train": "config.schema:TrainConfig",
     "columns": "config.data:DataConfig",
 }
-# One idea each, which functions of files call otherwise.
+# Names that functions of this package have for the same idea.
 _SAME = {
     "model": ("base", "name"),
     "base": ("model", "name"),
@@ -27,7 +27,7 @@ _SAME = {
 
 
 def answers_other_names(function: F) -> F:
-    """Let a function answer an argument that it does not have with the one to write instead."""
+    """Let a function reject an unknown argument with the name to write instead."""
     parameters = inspect.signature(function).parameters
 
     @wraps(function)

@@ -1,4 +1,4 @@
-"""Keys of mlx-lm's ``lora_config.yaml`` and flags, as ours with the meaning unchanged."""
+"""Keys of mlx-lm's ``lora_config.yaml`` and flags, translated to ours with the same meaning."""
 
 from collections.abc import Mapping
 
@@ -21,7 +21,7 @@ _FORM = (
 
 
 def with_its_optimizer(values: dict) -> dict:
-    """Return a recipe that trains as in mlx-lm if it is in mlx-lm's form: without bias correction.
+    """Return a recipe that trains without bias correction, as in mlx-lm, if it has mlx-lm's form.
 
     What the recipe says about it itself is kept.
     """
@@ -32,7 +32,7 @@ def with_its_optimizer(values: dict) -> dict:
 
 
 def from_mlx_lm(values: Mapping, where: str) -> dict:
-    """``values`` with our keys in the place of mlx-lm's; other keys stay, and None is left out.
+    """Return ``values`` with our keys for mlx-lm's; other keys stay, and None is left out.
 
     ``scale`` stays, because alpha = scale x rank needs the rank that is valid in the end.
 

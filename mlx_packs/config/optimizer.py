@@ -123,7 +123,8 @@ class OptimizerConfig(Settings):
         own = arguments_of(vars(self))
         for name in own.keys() & set(ARGUMENTS):
             ours = getattr(self, name)
-            is_fault = name == "bias_correction" and not isinstance(own[name], bool)  # said later
+            # a value of another type is reported later
+            is_fault = name == "bias_correction" and not isinstance(own[name], bool)
             if not is_fault and ours not in (None, ()) and not _equal(ours, own[name]):
                 text = (
                     f"is {_text(ours)}, but optimizer_config.{self.optimizer}.{name} is "

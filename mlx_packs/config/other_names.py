@@ -1,6 +1,6 @@
 """Names of our settings in transformers, PEFT, TRL, axolotl, LLaMA-Factory and Unsloth.
 
-They are not accepted, since some mean a little else, but answered with ours.
+They are not accepted, since some differ a little in meaning; errors suggest ours.
 """
 
 from collections.abc import Mapping
@@ -113,7 +113,7 @@ OTHER_NAMES = {
     "wd": "weight_decay",
 }
 
-# What to write for those of them that are switches.
+# The values to write for those that are switches.
 OTHER_VALUES = {
     "bf16": "bfloat16",
     "fp16": "float16",
@@ -128,5 +128,5 @@ OTHER_VALUES = {
 
 
 def current_keys(values: Mapping) -> dict:
-    """Mapping of a file that an older version wrote, with today's name for every key."""
+    """Return the mapping of a file that an older version wrote with today's name for every key."""
     return {RENAMED_KEYS.get(key, key): value for key, value in values.items()}

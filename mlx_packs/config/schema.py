@@ -102,7 +102,7 @@ class TrainConfig(OptimizerConfig, AllTasksConfig, CommonConfig, _Ordered):
 
 
 def _has_setting(task: str, name: str) -> bool:
-    """Return whether a task has a setting, be it as one that all tasks have."""
+    """Return whether a task has a setting, of its own or as all tasks have it."""
     owners = tasks_of(name)
     return not owners or _shares_settings(task, owners)
 
@@ -188,7 +188,7 @@ def _length_faults(train: TrainConfig) -> Iterator[Fault]:
 
 def _task_faults(train: TrainConfig) -> Iterator[Fault]:
     if not all(task in TASKS for task in train.tasks):
-        return  # each setting's own check names it
+        return  # the check of the setting itself reports it
 
     read_task_config(train.task, train.task_config)
     for name in train.changed(vars(train)):

@@ -60,7 +60,7 @@ def typed_value(value: Any, kind: Any, key: str, where: str = "") -> Any:
 
 
 def _one_of(kinds: tuple, value: Any, key: str, where: str) -> Any:
-    """``value`` as one of several kinds; `Any` among them takes every value."""
+    """Return ``value`` as one of several kinds; `Any` accepts every value."""
     if Any in kinds or (value is None and types.NoneType in kinds):
         return value
     kinds = tuple(kind for kind in kinds if kind is not types.NoneType)
