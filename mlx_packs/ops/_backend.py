@@ -60,12 +60,14 @@ def record() -> dict:
     """
     by_kernel: dict[str, list[int]] = {}
     plain: dict[str, tuple[list[int], str]] = {}
+
     for (op, instance, rows, sizes), (choice, reason) in _calls.items():
         kind = f"{op} {_words(instance)} · {_words(sizes)}"
         if choice != "reference":
             by_kernel.setdefault(kind, []).append(rows)
         elif reason is not None:
             plain.setdefault(kind, ([], reason))[0].append(rows)
+
     return {
         "backend": dispatch.forced() or dispatch.detect(),
         "kernels": {kind: _span(rows) for kind, rows in by_kernel.items()},
@@ -79,12 +81,14 @@ def summary() -> str:
     known = record()
     if known["backend"] == "reference":
         return "plain MLX"
+
     parts = [f"{known['backend']} for {len(known['kernels'])} kinds of calls"]
     if known["plain_mlx"]:
         call, why = next(iter(known["plain_mlx"].items()))
         parts.append(f"plain MLX for {len(known['plain_mlx'])} ({call}, {why})")
     if known["fallbacks"]:
         parts.append(f"failed here: {', '.join(known['fallbacks'])}")
+
     return " · ".join(parts)
 
 
@@ -133,6 +137,7 @@ def choose(
     name = wanted or dispatch.detect()
     if name == "reference":
         return name
+
     call = (op, instance, rows, sizes)
     decision = _decided.get((name, wanted, call))
     if decision is None:
@@ -141,6 +146,7 @@ def choose(
         else:
             decision = "reference", unsupported
         _decided[(name, wanted, call)] = decision
+
     _calls[call] = decision
     return decision[0]
 
@@ -151,6 +157,7 @@ def _decide(name: str, wanted: str | None, call: Call, checks: Checks, plans: Pl
         return "reference", None
     if wanted is None and (reason := _loss(name, call, plans)) is not None:
         return "reference", reason
+
     if (name, op, instance) not in _checked:
         try:
             fault = first_fault(checks(name))
@@ -192,7 +199,7 @@ def keep_measured(name: str, call: Call, kernel_us: float, plain_us: float) -> N
 
 
 def _subject(name: str, call: Call) -> dict:
-    """Return the facts on which the times of a call depend; numbers of rows count up to a power of two."""
+    """Return the facts on which a call's times depend; rows count up to a power of two."""
     op, instance, rows, sizes = call
     return {
         "backend": name,
@@ -299,6 +306,7 @@ def _built(backend: str, kernel: Kernel) -> Callable[..., list[mx.array]]:
     body = kernel.body
     for word, text in _WORDS[backend].items():
         body = body.replace("{" + word + "}", text)
+
     texts = [source(op, _SUFFIX[backend]) for op in (*kernel.includes, kernel.op)]
     return MAKERS[backend](
         name=f"mlx_packs_{kernel.name}",

@@ -59,13 +59,16 @@ def examine(check: Check) -> Finding:
     computed = outputs_and_gradients(check.kernel, check.inputs)
     plain = outputs_and_gradients(check.reference, check.inputs)
     mx.eval(computed, plain)
+
     worst = 0.0
     fault = None
     roundings = 8 * max(_rounding(v.dtype) for v in check.inputs if v.dtype in _FLOATS)
+
     with mx.stream(mx.cpu):  # GPUs have no float64
         doubles = [v.astype(mx.float64) if v.dtype in _FLOATS else v for v in check.inputs]
         truth = outputs_and_gradients(check.reference, doubles)
         mx.eval(truth)
+
         for name, value in computed.items():
             if check.exact:
                 error, allowed = _error(value, truth[name].astype(value.dtype)), 0.0
@@ -73,6 +76,7 @@ def examine(check: Check) -> Finding:
                 error = _error(value, truth[name])
                 plain_error = _error(plain[name], truth[name])
                 allowed = roundings if check.alone else plain_error + _rounding(value.dtype)
+
             if value.dtype != plain[name].dtype or value.shape != plain[name].shape:
                 fault = fault or f"{check.name}: {name} is {value.dtype} {value.shape}"
             if not error <= allowed:  # NaN too
@@ -103,6 +107,7 @@ def outputs_and_gradients(op: Op, inputs: Sequence[mx.array]) -> dict[str, mx.ar
     # exact in every dtype
     cotangents = [sparse_signs(y.shape, i).astype(y.dtype) for i, y in enumerate(outputs)]
     _, gradients = mx.vjp(of_floats, primals, cotangents)
+
     arrays = {f"output {i}": y for i, y in enumerate(outputs)}
     arrays |= {f"gradient {i}": g for i, g in zip(floating, gradients, strict=True)}
     return arrays
@@ -135,5 +140,5 @@ def _error(value: mx.array, truth: mx.array) -> float:
 
 
 def _rounding(dtype: mx.Dtype) -> float:
-    """Return the error that rounding may add: one of the result; in float32, whose sums are no finer, a few."""
+    """Return the error of one rounding, but of 8 in float32, whose sums are no finer."""
     return float(mx.finfo(dtype).eps) * (8 if dtype == mx.float32 else 1)

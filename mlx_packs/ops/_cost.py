@@ -3,8 +3,8 @@
     seconds = wait + max(bytes / bandwidth, cached bytes / cache rate, operations / rate)
 
 summed over launches. Those of one level need nothing of each other, and MLX lets Metal run them at
-once: all but the first wait a quarter of the time. It decides between kernels and plain MLX where nothing was measured; the
-tables in kernels/*/README.md are printed from it.
+once: all but the first wait a quarter of the time. It decides between kernels and plain MLX where
+nothing was measured; the tables in kernels/*/README.md are printed from it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -55,9 +55,11 @@ def seconds(plan: Sequence[Launch], chip: Chip) -> float:
     for launch in plan:
         memory = launch.bytes / (chip.bandwidth_gb_s * 1e9 * BANDWIDTH_REACHED)
         cached = launch.cached_bytes / (chip.bandwidth_gb_s * 1e9 * CACHE_FACTOR)
+
         rate = chip.vector_tflops * VECTOR_REACHED
         if launch.matmul:
             rate = chip.matrix_tflops * MATMUL_REACHED
+
         total += max(memory, cached, launch.flops / (rate * 1e12))
         total += chip.launch_us * 1e-6 * (BESIDE if launch.beside else 1.0)
     return total

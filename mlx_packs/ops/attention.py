@@ -77,10 +77,12 @@ def _in_parts(function: Callable[..., mx.array], arrays: Arrays, count: int, axi
     """Return the joined results for parts of arrays along an axis; a short array is used again."""
     if count == 1:
         return function(*arrays)
+
     parts = []
     for array in arrays:
         own = mx.split(array, min(count, array.shape[axis]), axis)
         parts.append([part for part in own for _ in range(count // len(own))])
+
     return mx.concatenate([function(*part) for part in zip(*parts, strict=True)], axis)
 
 

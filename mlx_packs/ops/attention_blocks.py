@@ -54,6 +54,7 @@ class Seen(NamedTuple):
             stop = min(start + rows, length)
             first = int(firsts[start]) if firsts is not None else 0
             last = stop + keys_length - length if isinstance(self.mask, str) else keys_length
+
             cuts = [first, *range((first // width + 1) * width, last, width), last]
             blocks.append([Block(start, stop, *keys) for keys in itertools.pairwise(cuts)])
         return blocks
@@ -62,10 +63,12 @@ class Seen(NamedTuple):
         """Return the mask of a block for [B, H, queries, keys]; query t is at key t + offset."""
         if self.mask is None:
             return None
+
         if not isinstance(self.mask, str):
             rows = slice(at.start, at.stop) if self.mask.shape[-2] > 1 else slice(None)
             columns = slice(at.first, at.last) if self.mask.shape[-1] > 1 else slice(None)
             return self.mask[..., rows, columns]
+
         if self.segments is None and at.last <= at.start + offset + 1:
             return None
 
@@ -84,6 +87,7 @@ def _first_keys(segments: mx.array) -> np.ndarray | None:
         numbers = np.array(segments)
     except ValueError:  # a traced array has no values
         return None
+
     starts = np.diff(numbers, axis=1, prepend=numbers[:, :1] - 1) != 0
     firsts = np.maximum.accumulate(np.where(starts, np.arange(numbers.shape[1]), 0), axis=1)
     return firsts.min(axis=0)
@@ -173,6 +177,7 @@ class BlockAttention:
         """Return the scores of a block, [B, KV, H / KV * n, keys], those of hidden keys finite."""
         dtype = self.score_dtype(queries.dtype)
         mask = self.seen.block(at, keys.shape[2] - queries.shape[2])
+
         queries = queries[:, :, at.start : at.stop].astype(dtype)
         keys = keys[:, :, at.first : at.last].astype(dtype)
         folded = _folded(queries, keys.shape[1]) * (self.scale * self.unit)
@@ -214,6 +219,7 @@ class BlockAttention:
                         d_part = _folded(own.d_output[:, :, rows], kv_heads)
                         d_weights = d_part @ own.values[:, :, visible].swapaxes(-1, -2)
                         d_scores = weights * (d_weights - _folded(own.shared[:, :, rows], kv_heads))
+
                         queries = _folded(own.queries[:, :, rows], kv_heads) * self.scale
                         computed.append(d_keys[n].add(d_scores.swapaxes(-1, -2) @ queries, at))
                         computed.append(d_values[n].add(weights.swapaxes(-1, -2) @ d_part, at))
@@ -256,6 +262,7 @@ class _Slices:
         number, offset = divmod(at.first, self.width)
         batch, heads, keys, depth = self.shape
         width = min(self.width, keys - number * self.width)
+
         total, part = self.parts.get(number), part.astype(mx.float32)
         if part.shape[2] < width:
             total = mx.zeros((batch, heads, width, depth), part.dtype) if total is None else total
@@ -263,6 +270,7 @@ class _Slices:
             total[:, :, visible] = total[:, :, visible] + part
         else:
             total = part if total is None else total + part
+
         self.parts[number] = total
         return total
 

@@ -23,6 +23,7 @@ def dynamic_map(signed: bool = True) -> mx.array:
     """
     low, width = np.float32(0.1), np.float64(np.float32(0.9))
     values = [0.0, 1.0]
+
     for i in range(7):
         parts = 2**i if signed else 2 ** (i + 1)
         k, step = np.arange(parts + 1), width / parts
@@ -31,6 +32,7 @@ def dynamic_map(signed: bool = True) -> mx.array:
         ends = ends.astype(np.float32)
         middles = (ends[1:] + ends[:-1]) / np.float32(2) * np.float32(10.0 ** (i - 6))
         values += [*middles, *(-middles if signed else ())]
+
     return mx.array(np.sort(np.array(values, dtype=np.float32)))
 
 
@@ -58,6 +60,7 @@ def encode(values: mx.array, signed: bool = True) -> tuple[mx.array, mx.array]:
     blocks = mx.pad(flat, (0, -flat.size % BLOCK_SIZE)).reshape(-1, BLOCK_SIZE)
     scales = mx.abs(blocks).max(axis=1)
     scaled = blocks / mx.where(scales > 0, scales, 1)[:, None]
+
     codes = nearest(scaled, dynamic_map(signed))
     if not signed:
         codes = mx.maximum(codes, scaled > 0)
@@ -67,7 +70,7 @@ def encode(values: mx.array, signed: bool = True) -> tuple[mx.array, mx.array]:
 def decode(
     codes: mx.array, scales: mx.array, shape: Sequence[int], signed: bool = True
 ) -> mx.array:
-    """Return the numbers that `encode` stored, as float32 of this shape, to within its precision."""
+    """Return the numbers that `encode` stored, float32 of this shape, to within its precision."""
     size = math.prod(shape)
     values = mx.pad(dynamic_map(signed)[codes], (0, -size % BLOCK_SIZE)).reshape(-1, BLOCK_SIZE)
     return (values * scales[:, None]).flatten()[:size].reshape(shape)

@@ -24,8 +24,8 @@ from ._check import Check, Instance, Op, examine, outputs_and_gradients
 from .profile import profile
 
 OPS = (grouped_lora_kernel, lora_qmv_kernel, multi_lora_kernel, nf4_kernel)
-# In one evaluation: an evaluation alone takes 0.25 ms on a Mac (ml-explore/mlx#4265), more than most
-# calls.
+# In one evaluation: an evaluation alone takes 0.25 ms on a Mac (ml-explore/mlx#4265), more than
+# most calls.
 COPIES = 64
 _REPEATS = 3
 
@@ -36,6 +36,7 @@ def matmul_gflops() -> float:
     a = mx.random.normal((rows, inner), key=mx.random.key(0))
     b = mx.random.normal((inner, columns), key=mx.random.key(1))
     mx.eval(a, b)
+
     best = float("inf")
     for _ in range(3):
         start = time.perf_counter()
@@ -54,13 +55,14 @@ def examine_kernel(instance: Instance) -> dict:
 
     ``max_error`` is relative to the largest number, over outputs and gradients of small inputs. The
     times are of one call among `COPIES`, forward and with all gradients; ``choice`` is the faster
-    (with gradients for what is used in training), which `_backend.choose` takes from now on. Without
-    a GPU the reference itself is compared with float64, and timed in float32 alone: half precision
-    on a CPU is far slower.
+    (with gradients for what is used in training), which `_backend.choose` takes from now on.
+    Without a GPU the reference itself is compared with float64, and timed only in float32: half
+    precision on a CPU is far slower.
     """
     backend = dispatch.forced() or dispatch.detect()
     max_error = fault = None
     times: dict[str, float | str] = {}
+
     try:
         checks = instance.checks(backend)
         if backend == "reference":  # no error of a plain op is forgiven but rounding
@@ -70,6 +72,7 @@ def examine_kernel(instance: Instance) -> dict:
         errors = [finding.max_error for finding in findings]
         if all(map(math.isfinite, errors)):
             max_error = max(errors)
+
         workload = instance.workload(backend)
         if backend != "reference":
             fault = fault or examine(workload).fault
@@ -79,6 +82,7 @@ def examine_kernel(instance: Instance) -> dict:
             times["reference_us"] = _microseconds(workload.reference, workload, copies=1)
     except Exception as error:  # compilers and devices raise what they like
         fault = f"{type(error).__name__}: {' '.join(str(error).split())}"
+
     keys = ("kernel_us", "reference_us", "kernel_gradient_us", "reference_gradient_us", "choice")
     return {
         "op": instance.op,
@@ -102,6 +106,7 @@ def _measure(backend: str, instance: Instance, workload: Check) -> dict[str, flo
         times[f"{side}_gradient_us"] = _microseconds(
             lambda *inputs, of=gradients: [of(inputs)], workload
         )
+
     kind = "gradient_us" if instance.trains else "us"
     kernel, plain = times[f"kernel_{kind}"], times[f"reference_{kind}"]
     _backend.keep_measured(backend, (instance.op, *instance.call), kernel, plain)
@@ -114,6 +119,7 @@ def _microseconds(op: Op, workload: Check, copies: int | None = None) -> float:
     copies = copies or COPIES
     inputs = [[v + 0 for v in workload.inputs] for _ in range(copies)]
     mx.eval(inputs, [op(*values) for values in inputs])
+
     seconds = []
     for _ in range(_REPEATS):
         start = time.perf_counter()
@@ -127,6 +133,7 @@ def examine_machine() -> dict:
     system = [platform.system(), platform.release(), platform.machine()]
     if mac := platform.mac_ver()[0]:
         system.append(f"macOS {mac}")
+
     return {
         "device": runtime.device_name(),
         "chip": None if runtime.on_cpu() else asdict(chips.measure()),

@@ -44,6 +44,7 @@ def forced() -> str | None:
         name, source = os.environ.get(VARIABLE) or None, VARIABLE
     if name is None:
         return None
+
     if name not in BACKENDS:
         choices = ", ".join(BACKENDS)
         raise PackError(f"{source} {name}: must be one of {choices}.", "unknown", "backend")

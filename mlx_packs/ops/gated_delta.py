@@ -1,4 +1,4 @@
-"""The gated delta rule: the recurrence of Qwen3-Next and Qwen3.5, chunk by chunk, with its gradient.
+"""The gated delta rule: the recurrence of Qwen3-Next and Qwen3.5 by chunks, with its gradient.
 
 Semantics, for each head: S_t = a_t S_(t-1) + b_t (v_t - a_t S_(t-1) k_t) k_t^T;  y_t = S_t q_t,
 with the decay a_t = exp(log_decay_t) and the learning rate b_t = beta_t. Yang et al. 2024, "Gated
@@ -69,6 +69,7 @@ def reference(
     q, k = mx.repeat(q, repeats, 2), mx.repeat(k, repeats, 2)
     decay = mx.exp(log_decay)
     decay = decay[..., None, None] if decay.ndim == 3 else decay[..., None, :]
+
     outputs = []
     for t in range(q.shape[1]):
         state = state * decay[:, t]
@@ -76,6 +77,7 @@ def reference(
         added = (v[:, t] - prediction) * beta[:, t, :, None]
         state = state + added[..., None] * k[:, t, :, None]
         outputs.append((state * q[:, t, :, None]).sum(-1))
+
     return [mx.stack(outputs, axis=1).astype(dtype), state]
 
 
@@ -105,18 +107,22 @@ def gated_delta(
     if state is None:
         wide = mx.float64 if q.dtype == mx.float64 else mx.float32
         state = mx.zeros((v.shape[0], v.shape[2], v.shape[3], k.shape[3]), wide)
+
     if mask is not None:
         beta = mx.where(mask[..., None], beta, 0)
         shown = mask.reshape(*mask.shape, *[1] * (log_decay.ndim - 2))
         log_decay = mx.where(shown, log_decay, 0)
+
     sizes = Sizes(*q.shape[:3], v.shape[2], k.shape[3], v.shape[3])
     compute, token_bytes = _engine(sizes, log_decay.ndim == 4)
     tokens = _segment_tokens(token_bytes)
+
     outputs = []
     for start in range(0, sizes.length, tokens):
         cut = [x[:, start : start + tokens] for x in (q, k, v, log_decay, beta)]
         output, state = compute(*cut, state)
         outputs.append(output)
+
     output = mx.concatenate(outputs, axis=1) if len(outputs) > 1 else outputs[0]
     return output if mask is None else mx.where(mask[..., None, None], output, 0), state
 
@@ -134,9 +140,10 @@ def _segment_tokens(token_bytes: int) -> int:
 
 
 def _engine(sizes: Sizes, by_column: bool) -> tuple[Segment, int]:
-    """Return the implementation of a segment, and the bytes that each of its tokens has in flight."""
+    """Return the implementation of a segment, and the bytes that each token has in flight."""
     if by_column:
         return _recomputed(reference), _STEP_STATES * sizes.state_bytes
+
     kernels = dispatch.kernels("gated_delta")
     if kernels is not None and kernels.choose(sizes) != "reference":
         return kernels.fused, sizes.state_bytes
@@ -144,7 +151,7 @@ def _engine(sizes: Sizes, by_column: bool) -> tuple[Segment, int]:
 
 
 def _recomputed(compute: Segment) -> Segment:
-    """Return a segment that keeps its inputs alone; the backward pass computes it again.
+    """Return a segment that keeps only its inputs; the backward pass computes it again.
 
     The second computation waits for the gradient of the result, so that one segment is in memory
     at a time.
@@ -189,11 +196,14 @@ def _chunked(
     beta, keys = beta[..., None], k.swapaxes(-1, -2)
     since, between = mx.exp(mx.cumsum(log_decay, axis=-1))[..., None], _decays_between(log_decay)
     until = between[..., -1, :, None]
+
     lower = beta * (k @ keys) * between * mx.array(np.tri(chunk, k=-1, dtype=np.float32))
     solved, _ = _solve(lower, mx.concatenate([beta * v, beta * since * k], axis=-1))
     of_values, of_state = mx.split(solved, [v.shape[-1]], axis=-1)
+
     state = state.reshape(batch, key_heads, -1, *state.shape[2:])
     added, states, state = _scan(of_values, of_state, k * until, since[..., -1:, :], state)
+
     output = (q * since) @ states.swapaxes(-1, -2) + ((q @ keys) * between) @ added
     output = output.transpose(1, 0, 4, 2, 3, 5).reshape(batch, -1, value_heads, v.shape[-1])
     state = state.reshape(batch, value_heads, *state.shape[3:])
@@ -227,12 +237,14 @@ def _inverse(lower: mx.array) -> mx.array:
     """
     size = lower.shape[-1]
     inverse = mx.broadcast_to(mx.array(np.eye(size, dtype=np.float32)), lower.shape)
+
     for level, mask in enumerate(_blocks_below(size)):
         below = mx.where(mx.array(mask), lower, 0)
         if level == 0:
             inverse = inverse - below
         else:
             inverse = mx.addmm(inverse, inverse @ below, inverse, alpha=-1.0)
+
     return inverse
 
 
@@ -259,10 +271,12 @@ def _scan(
     Semantics: added = of_values - of_state @ state^T;  state = decay * state + added^T @ keys
     """
     added, states, state = [], [], state[None]
+
     for u, w, k, kept in zip(*map(_by_chunk, (of_values, of_state, keys, decay)), strict=True):
         states.append(state)
         added.append(mx.addmm(u, w, state.swapaxes(-1, -2), alpha=-1.0))
         state = mx.addmm(kept * state, added[-1].swapaxes(-1, -2), k)
+
     return [mx.concatenate(added), mx.concatenate(states), state[0]]
 
 
@@ -276,14 +290,17 @@ def _scan_backward(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> list
     _, of_state, keys, decay, _ = primals
     added, states, _ = outputs
     of_added, of_states, of_last = cotangents
+
     gradient = of_last[None]
     by_added, by_state = [], []  # gradients of what a chunk adds, and of the state after it
+
     cut = map(_by_chunk, (of_added, of_states, of_state, keys, decay))
     for d_added, d_state, w, k, kept in reversed(list(zip(*cut, strict=True))):
         by_state.insert(0, gradient)
         by_added.insert(0, mx.addmm(d_added, k, gradient.swapaxes(-1, -2)))
         carried = kept * gradient + d_state
         gradient = mx.addmm(carried, by_added[0].swapaxes(-1, -2), w, alpha=-1.0)
+
     by_added, by_state = mx.concatenate(by_added), mx.concatenate(by_state)
     of_decay = (by_state * states).sum(axis=(-2, -1), keepdims=True)
     return [by_added, -by_added @ states, added @ by_state, of_decay, gradient[0]]

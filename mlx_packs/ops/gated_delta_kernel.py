@@ -24,7 +24,7 @@ class _Instance(NamedTuple):
 
 
 def choose(sizes: Sizes) -> str:
-    """Return the backend of a call: ``metal`` where MLX's kernels compute it, else ``reference``."""
+    """Return the backend of a call: ``metal`` where MLX has kernels for it, else ``reference``."""
     instance = _Instance(*sizes[2:])
     return _backend.choose(
         "gated_delta",
@@ -50,6 +50,7 @@ def has_fused_gradient(key_heads: int, value_heads: int, key_width: int, value_w
     """
     if not profile().has_fused_kernels:
         return False
+
     q = mx.zeros((1, 2, key_heads, key_width))
     v = mx.zeros((1, 2, value_heads, value_width))
     gates, state = mx.ones(v.shape[:3]), mx.zeros((1, value_heads, value_width, key_width))
@@ -66,13 +67,16 @@ def has_fused_gradient(key_heads: int, value_heads: int, key_width: int, value_w
 def _checks(instance: _Instance, backend: str) -> list[Check]:
     """Return inputs for which MLX's kernels are compared with the loop over tokens."""
     heads, width = instance.value_heads, instance.value_width
+
     q, k = (
         normal((2, 37, instance.key_heads, instance.key_width), seed) / instance.key_width**0.5
         for seed in (0, 1)
     )
+
     v, gates = normal((2, 37, heads, width), 2), normal((2, 37, 2 * heads), 3)
     log_decay, beta = mx.split(mx.sigmoid(gates), 2, axis=-1)
     state = normal((2, heads, width, instance.key_width), 4)
+
     return [Check("tokens", fused, reference, [q, k, v, -log_decay, beta, state], alone=True)]
 
 
@@ -85,13 +89,16 @@ def _plans(sizes: Sizes) -> tuple[list[Launch], list[Launch]]:
     rows, length, _, heads, wide, narrow = sizes
     all_tokens = rows * heads * length
     within = 2 * CHUNK * (5 * wide + 2 * narrow + 2 * CHUNK * CHUNK.bit_length())
+
     flops = 3 * all_tokens * (within + 6 * wide * narrow)
     ours = [Launch("products", 10 * all_tokens * sizes.in_flight, flops, matmul=True)]
     ours += [Launch("states", 0.0)] * (10 * -(-length // CHUNK))
+
     cached = 256 if chip_here().matrix_units else 1
     states = sizes.state_bytes * length // cached
     arrays = 4 * all_tokens * (2 * wide + 3 * narrow)
     steps = 20 * all_tokens * wide * narrow
+
     theirs = [
         Launch("forward", arrays, steps // 3),
         Launch("states", arrays + states, steps // 3),

@@ -15,8 +15,8 @@ from . import dispatch
 from .profile import profile
 
 OP = "grouped_lora"
-# What the kernels are for: generation, and what scores or embeds a few short texts. Beyond, whatever
-# they win is lost in a step of training (benchmarks/LOG.md).
+# What the kernels are for: generation, and what scores or embeds a few short texts. Beyond,
+# whatever they win is lost in a step of training (benchmarks/LOG.md).
 MOST_ROWS = 64
 Arrays = Sequence[mx.array]
 
@@ -56,10 +56,11 @@ def grouped_lora(
 def reference(
     x: mx.array, outputs: Arrays, lora_a: Arrays, lora_b: Arrays, scales: Sequence[float]
 ) -> list[mx.array]:
-    """Return the same by plain MLX: one product with all A's where rows are many, then ``addmm``."""
+    """Return the same by plain MLX: for many rows one product with all A's, then ``addmm``."""
     present = [a for a in lora_a if a.shape[1]]
     if not present:
         return list(outputs)
+
     rows = x.reshape(-1, x.shape[-1])  # [N, D]
     if stacks(rows.shape[0], [a.shape[1] for a in present]):
         hidden = rows @ mx.concatenate(present, axis=1).astype(x.dtype)
@@ -109,6 +110,7 @@ def with_deltas(
     """Return `grouped_lora` from x @ A: ``hidden`` has [N, R] of every slice with a rank."""
     layout, remaining = layout_of(outputs, lora_b, scales), iter(hidden)
     summed = []
+
     for m, y in enumerate(outputs):
         slices = [i for i, at in enumerate(layout.output_of) if at == m]
         cuts = [layout.offsets[i] for i in slices[1:]]
@@ -127,6 +129,7 @@ def with_deltas(
 
             delta = mx.addmm(flat, h, b.astype(y.dtype), alpha=alpha)
             parts[j] = delta.reshape(*y.shape[:-1], layout.widths[i])
+
         summed.append(parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1))
     return summed
 
@@ -175,6 +178,7 @@ def _layout(
 ) -> Layout:
     ranks, widths = tuple(r for r, _ in shapes), tuple(w for _, w in shapes)
     output_of, offsets, m, column = [], [], 0, 0
+
     for width in widths:
         output_of.append(m)
         offsets.append(column)

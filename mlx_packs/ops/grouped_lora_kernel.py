@@ -26,7 +26,7 @@ def row_tile(rows: int) -> int:
 
 
 def down_chunk(row_tiles: int, depth: int) -> int:
-    """Return the columns of x of one group: fewer where row tiles are few, so that all cores read."""
+    """Return the columns of x of one group: fewer if row tiles are few, so that all cores read."""
     column_tiles = tiles(depth, DEPTH)
     parts = min(column_tiles, tiles(WANTED_GROUPS, row_tiles))
     return tiles(column_tiles, parts) * DEPTH
@@ -53,6 +53,7 @@ def _up_kernel(layout: Layout) -> Kernel:
     """Return a kernel with a line for each slice: groups along y are tiles of columns."""
     lines = ["{shared} float4 tile[TILE];", "const int row0 = {group}.x * 4 * ROWS4;"]
     lines += ["int first_tile = 0;"]
+
     for i, (rank, m) in enumerate(zip(layout.ranks, layout.output_of, strict=True)):
         b, f = (f"b{i}", "F") if rank else ("h", "float")
         lines += [
@@ -64,8 +65,10 @@ def _up_kernel(layout: Layout) -> Kernel:
             " (int({group}.y) - first_tile) * UP_COLUMNS + int({thread}) * 4, {thread});",
             f"first_tile += tiles{i};",
         ]
+
     outputs = range(len(layout.strides))
     inputs = [f"y{m}" for m in outputs] + [f"b{i}" for i in layout.adapted]
+
     return Kernel(
         OP,
         f"grouped_lora_up_{_shape_name(layout)}",
@@ -112,6 +115,7 @@ def by_kernel(
     factors = [part[i] for part in (lora_a, lora_b) for i in layout.adapted]
     dtype = factor_dtype(x.dtype, factors)
     factors = [v.astype(dtype) for v in factors]
+
     summed = _differentiable(backend, layout, chunk)(flat_x, *flat, *factors)
     return [s.reshape(y.shape) for s, y in zip(summed, outputs, strict=True)]
 
@@ -143,6 +147,7 @@ def _with_empty(layout: Layout, depth: int, a: Arrays, b: Arrays) -> tuple[Array
     """Return A and B of every slice, from those of adapted ones; the others are empty."""
     all_a = [mx.zeros((depth, 0)) for _ in layout.ranks]
     all_b = [mx.zeros((0, width)) for width in layout.widths]
+
     for at, i in enumerate(layout.adapted):
         all_a[i], all_b[i] = a[at], b[at]
     return all_a, all_b
@@ -159,6 +164,7 @@ def _down(backend: str, layout: Layout, x: mx.array, a: Arrays, chunk: int | Non
     rows4 = row_tile(rows)
     chunk = chunk or down_chunk(tiles(rows, 4 * rows4), depth)
     parts, ranks = tiles(depth, chunk), [r for r in layout.ranks if r]
+
     (h,) = _DOWN.launch(
         backend,
         [x, *four(a, a[0]), table((rows, depth, chunk))],
@@ -180,6 +186,7 @@ def _sizes(layout: Layout, rows: int, h: mx.array) -> mx.array:
 def _up(backend: str, layout: Layout, outputs: Arrays, b: Arrays, h: mx.array) -> list[mx.array]:
     rows, rows4 = outputs[0].shape[0], row_tile(outputs[0].shape[0])
     column_tiles = sum(tiles(width, UP_COLUMNS) for width in layout.widths)
+
     return _up_kernel(layout).launch(
         backend,
         [*outputs, *b, h, table(layout.scales, mx.float32), _sizes(layout, rows, h)],
@@ -214,14 +221,17 @@ class Sizes(NamedTuple):
 def _backend_of(x: mx.array, outputs: Arrays, factors: Arrays, layout: Layout) -> str:
     if x.size == 0 or not any(layout.ranks) or any(y.dtype != x.dtype for y in outputs):
         return "reference"
+
     rows = x.size // x.shape[-1]
     factors = [v for v in factors if v.size]
     instance = Compiled(
         x.dtype, factor_dtype(x.dtype, factors), layout.ranks, layout.output_of, row_tile(rows)
     )
+
     reason = unsupported(layout.ranks)
     if rows > MOST_ROWS and forced() is None:
         reason = f"products of more than {MOST_ROWS} rows are MLX's"
+
     return choose(
         OP,
         instance,
@@ -255,8 +265,10 @@ def checks(
     A group takes two tiles of the columns of x in one of them, and three in the other.
     """
     few, more = (3, 4) if rows4 == FEW_ROWS4 else (4 * rows4 + 3, 4 * rows4 + 2)
+
     sizes = (ranks, check_widths(ranks), output_of, factors)
     aligned, unaligned = 2 * DEPTH + 44, 2 * DEPTH + 46
+
     two_tiles = Workload(few, aligned, *sizes, chunk=2 * DEPTH)
     three_tiles = Workload(more, unaligned, *sizes, chunk=3 * DEPTH)
     return [
@@ -286,9 +298,11 @@ def check_of(backend: str, dtype: mx.Dtype, workload: Workload, exact: bool) -> 
     """Return seeded inputs of a workload; a scale for each slice, powers of two."""
     rows, depth, ranks, widths, output_of, factors, chunk = workload
     scales = tuple((2.0, 0.5, 1.0, 4.0)[i % 4] for i in range(len(ranks)))
+
     strides = [0] * (max(output_of) + 1)
     for m, width in zip(output_of, widths, strict=True):
         strides[m] += width
+
     layout = Layout(ranks, widths, output_of, (), scales, tuple(strides))
     m, s = len(strides), len(layout.adapted)
 
@@ -305,6 +319,7 @@ def check_of(backend: str, dtype: mx.Dtype, workload: Workload, exact: bool) -> 
     shapes += [(ranks[i], widths[i]) for i in layout.adapted]
     drawn = seeded(shapes, exact)
     drawn = [v.astype(dtype if i <= m else factors) for i, v in enumerate(drawn)]
+
     name = f"{'exact' if exact else 'random'} {rows} x {depth}"
     return Check(name, kernel, plain, drawn, exact)
 
@@ -332,6 +347,7 @@ def instance_of(
     output_of = output_of or tuple(range(len(widths)))
     compiled = Compiled(dtype, dtype, ranks, output_of, row_tile(rows))
     workload = Workload(rows, depth, ranks, widths, output_of, dtype)
+
     rank = "/".join(map(str, sorted(set(ranks))))
     return Instance(
         OP,
@@ -353,6 +369,7 @@ def plans(
     """Return launches of plain MLX and of the kernels, forward: nobody trains on so few rows."""
     e, f, n, d, total = itemsize, factor_itemsize, rows, depth, sum(ranks)
     adapted = [(r, o) for r, o in zip(ranks, widths, strict=True) if r]
+
     of_products = [r for r, _ in adapted]
     steps = []
     if stacks(n, of_products):
@@ -370,12 +387,15 @@ def plans(
         ]
     )
     plain = [launch for step in steps for launch in level(step)]
+
     row_tiles = tiles(n, 4 * row_tile(n))
     computed = row_tiles * 4 * row_tile(n)  # rows, with those of no use in a tile of four
     parts = tiles(d, down_chunk(row_tiles, d))
+
     hidden = 4 * parts * n * total
     moved = e * n * d + f * d * total + hidden
     down = Launch("down", moved, 2 * computed * d * total, f * row_tiles * d * total)
+
     area = sum(r * o for r, o in adapted)
     moved = 2 * e * n * sum(widths) + f * area + hidden
     return plain, [down, Launch("up", moved, 2 * computed * area, f * row_tiles * area)]

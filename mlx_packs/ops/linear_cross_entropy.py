@@ -46,6 +46,7 @@ def cross_entropy(
     logits = logits.astype(mx.float32)
     picked = mx.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
     lse = _logsumexp(logits)[0]
+
     loss = lse - picked
     if z_loss:
         loss = loss + z_loss * lse.square()
@@ -92,9 +93,11 @@ class _Running(NamedTuple):
         largest = mx.maximum(self.largest, other.largest)
         exp = profile().exp
         own, others = exp(self.largest - largest), exp(other.largest - largest)
+
         better = (other.largest > self.largest)[:, 0]
         tied = (other.largest == self.largest)[:, 0]
         first = mx.where(tied, mx.minimum(self.best, other.best), self.best)
+
         return _Running(
             largest,
             self.total * own + other.total * others,
@@ -146,6 +149,7 @@ def linear_cross_entropy(
                         by_stream[number] = by_stream[number].merged(own)
                     else:
                         by_stream.append(own)
+
         seen = functools.reduce(_Running.merged, by_stream)
         lse = (mx.log(seen.total) + seen.largest)[:, 0]
         loss = lse - seen.picked
@@ -155,10 +159,12 @@ def linear_cross_entropy(
             loss = loss + label_smoothing * (seen.picked - seen.logit_sum[:, 0] / head.vocab_size)
         if not gradient:
             return loss, seen.best == targets
+
         d_hidden = seen.expected * (mx.reciprocal(seen.total) * (1 + 2 * z_loss * lse[:, None]))
         d_hidden = d_hidden - (1 - label_smoothing) * head.rows(targets).astype(mx.float32)
         if smooth:
             d_hidden = d_hidden - label_smoothing / head.vocab_size * seen.row_sum
+
         # in float16 it is rounded once it is scaled with the loss, or small ones would be zero
         return loss, d_hidden if h.dtype == mx.float16 else d_hidden.astype(h.dtype)
 
@@ -190,12 +196,14 @@ def _of_slice(
     inside = (targets >= start) & (targets < start + width)
     at = mx.clip(targets - start, 0, width - 1)
     weights, total, largest = _weights(logits, at)
+
     unused = mx.zeros((1,))
     expected = row_sum = unused
     if gradient:
         expected = part.back(weights.astype(hidden.dtype)).astype(mx.float32)
     if gradient and smooth:
         row_sum = part.back(mx.ones((1, width), hidden.dtype)).astype(mx.float32)
+
     return _Running(
         largest,
         total,
@@ -223,6 +231,7 @@ def _weights(logits: mx.array, at: mx.array) -> tuple[mx.array, mx.array, mx.arr
         largest = logits.max(axis=-1, keepdims=True)
         weights = device.exp(logits - largest)
         return weights, weights.sum(axis=-1, keepdims=True), largest
+
     lse = (mx.fast.cross_entropy(logits, at) + _picked(logits, at))[:, None]
     total = mx.ones_like(lse)
     if logits.dtype == mx.float16:

@@ -1,8 +1,8 @@
 """Few rows by the affine weights of a projection group, with low-rank deltas and what follows.
 
-Decoding multiplies one row, or a few, by 4-bit or 8-bit weights. The first launch makes the products
-of all projections that read the row, and of their A's; the second adds the low-rank terms where
-another launch is needed anyway: in SwiGLU, in the norms of q and k. This is the reference;
+Decoding multiplies one row, or a few, by 4-bit or 8-bit weights. The first launch makes the
+products of all projections that read the row, and of their A's; the second adds the low-rank terms
+where another launch is needed anyway: in SwiGLU, in the norms of q and k. This is the reference;
 lora_qmv_kernel.py has the launches, kernels/lora_qmv the text and the plan.
 
 LoRA: https://arxiv.org/abs/2106.09685   QLoRA: https://arxiv.org/abs/2305.14314
@@ -104,13 +104,16 @@ def reference(
     """Return the same by plain MLX: one product with all A's, then ``addmm`` for each slice."""
     cuts = [sum(task.ranks[: i + 1]) for i in range(len(task.ranks) - 1)]
     hidden = mx.split(x @ factors.down.T, cuts, axis=-1)
+
     summed = []
     for weight, h, b in zip(weights, hidden, factors.up, strict=True):
         y = _base_product(x, weight, task.form)
         summed.append(y if b is None else mx.addmm(y, h, b))
+
     if task.gated:
         gate, up = summed
         return [gate * mx.sigmoid(gate) * up]
+
     return [
         y if norm is None else _normalized(y, norm)
         for y, norm in zip(summed, task.norms, strict=True)
@@ -120,6 +123,7 @@ def reference(
 def _base_product(x: mx.array, weight: AffineWeight, form: Format) -> mx.array:
     if x.dtype != mx.float64:  # of checks alone; quantized products have none
         return mx.quantized_matmul(x, *weight, group_size=form.group_size, bits=form.bits)
+
     single = [weight.weight, *(v.astype(mx.float32) for v in weight[1:])]
     dense = mx.dequantize(*single, group_size=form.group_size, bits=form.bits)
     return x @ dense.astype(mx.float64).T
@@ -165,5 +169,6 @@ def prepare(  # noqa: PLR0913 (what a launch depends on)
     kernels = dispatch.kernels(OP)
     if kernels is None:
         return None
+
     task = Task(form, factors.ranks, norms or (None,) * len(weights), gated)
     return kernels.launches_of(shape, dtype, weights, factors, task)

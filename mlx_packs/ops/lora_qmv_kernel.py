@@ -54,6 +54,7 @@ def _product_kernel(finished: tuple[bool, ...]) -> Kernel:
         "  down<T, ROWS, RANKS>(x, a, sizes[0], sizes[1],"
         f" int({{group}}.x) * {SIMDGROUPS} + simdgroup, lane, h);",
     ]
+
     outputs = SIMDGROUPS * OUTPUTS
     for i, whole in enumerate(finished):
         lines += [
@@ -64,9 +65,11 @@ def _product_kernel(finished: tuple[bool, ...]) -> Kernel:
             f" (int({{group}}.x) - first) * {outputs} + simdgroup * OUTPUTS, lane, y{i});",
             f"first += tiles{i};",
         ]
+
     slices = range(len(finished))
     inputs = [f"{name}{i}" for i in slices for name in ("w", "s", "z")]
     name = "".join("t" if whole else "f" for whole in finished)
+
     return Kernel(
         OP,
         f"{OP}_product_{name}",
@@ -87,10 +90,12 @@ def _up_kernel(ranks: tuple[int, ...], heads: tuple[int, ...], gated: bool) -> K
         "const int lane = int({thread}) % LANES, row = {group}.y;",
         f"int place = int({{group}}.x) * {SIMDGROUPS} + int({{thread}}) / LANES;",
     ]
+
     columns = LANES * COLUMNS
     adapted = [i for i, rank in enumerate(ranks) if rank]
     b = ["h" if i not in adapted else f"b{i}" for i in range(len(ranks))]
     taken = _second(ranks, heads, gated)
+
     if gated:
         b = [f"b{adapted[0]}" if name == "h" else name for name in b]  # of rank 0 it is not read
         lines += [
@@ -109,6 +114,7 @@ def _up_kernel(ranks: tuple[int, ...], heads: tuple[int, ...], gated: bool) -> K
             f" eps[{i}], sizes[{2 + i}], row, place * {each}, lane, out{i});",
             f"place -= places{i};",
         ]
+
     inputs = [f"y{i}" for i in taken] + [f"b{i}" for i in adapted]
     inputs += [f"norm{i}" for i in taken if heads[i]]
     return Kernel(
@@ -144,9 +150,11 @@ def prepared(  # noqa: PLR0913 (what a launch depends on)
     rows = math.prod(leading)
     widths = [w.weight.shape[0] for w in weights]
     finished = tuple(_is_finished(task, i) for i in range(len(weights)))
+
     ranks = _columns_of_h(task.ranks)
     groups = tiles(ranks, SIMDGROUPS)
     groups += sum(tiles(width, SIMDGROUPS * OUTPUTS) for width in widths)
+
     template = {
         "T": dtype,
         "GROUP": task.form.group_size,
@@ -154,6 +162,7 @@ def prepared(  # noqa: PLR0913 (what a launch depends on)
         "ROWS": row_tile(rows),
         "RANKS": ranks,
     }
+
     outputs = [((rows, ranks), mx.float32)]
     for width, whole in zip(widths, finished, strict=True):
         outputs.append(((*leading, width), dtype if whole else mx.float32))
@@ -168,6 +177,7 @@ def prepared(  # noqa: PLR0913 (what a launch depends on)
         (tiles(places, SIMDGROUPS), rows, 1),
         [((*leading, widths[i]), dtype) for i in completed],
     )
+
     sizes = table((rows, depth, *widths))
     eps = table(tuple(0.0 if n is None else n.eps for n in task.norms), mx.float32)
     parts = [padded(part) for w in weights for part in w]
@@ -230,12 +240,14 @@ def _backend_of(
         return "reference"
     if any(n is not None and n.weight.dtype != dtype for n in task.norms):
         return "reference"
+
     instance = Compiled(dtype, *task.form, row_tile(rows), task.ranks, task.heads, task.gated)
     sizes = Sizes(depth, tuple(w.weight.shape[0] for w in weights))
     reason = unsupported(instance, sizes.widths)
     # the model leaves out the weights, since `qmv` has the layout of MLX's kernel for Metal
     if detect() == "cuda" and not (forced() or measured("cuda", (OP, instance, rows, sizes))):
         reason = reason or "not measured here (packs doctor)"
+
     return choose(
         OP,
         instance,
@@ -268,6 +280,7 @@ def checks(backend: str, instance: Compiled) -> list[Check]:
     """
     rows = {1: 1, 2: 2, 4: 3, 8: 7}[instance.row_tile]
     depth = 2 * LANES * 16 + 128
+
     widths = check_widths(instance)
     plain = not (instance.gated or any(instance.heads))
     return [
@@ -303,6 +316,7 @@ def check_of(
     weights = [
         _seeded_weight(width, depth, form, dtype, i, least) for i, width in enumerate(widths)
     ]
+
     shapes = [(rows, depth), *((depth, r) for r in instance.ranks)]
     shapes += [(r, width) for r, width in zip(instance.ranks, widths, strict=True)]
     x, *drawn = seeded(shapes, exact)
@@ -344,6 +358,7 @@ def _seeded_weight(
     scales, biases = (
         2.0 ** mx.random.randint(least, least + 3, groups, key=key) for key in keys[2:]
     )
+
     return AffineWeight(low + (high << 16), scales.astype(dtype), (-8 * biases).astype(dtype))
 
 
@@ -355,6 +370,7 @@ def instances() -> list[Instance]:
         (2560, (9728, 9728), (0, 0), True),
         (9728, (2560,), (0,), False),
     )
+
     return [
         instance_of(Compiled(dtype, 64, 4, rows, (16,) * len(widths), heads, gated), depth, widths)
         for dtype in (mx.bfloat16, mx.float16)
@@ -380,10 +396,11 @@ def instance_of(compiled: Compiled, depth: int, widths: tuple[int, ...]) -> Inst
 def plans(rows: int, instance: Compiled, sizes: Sizes) -> tuple[list[Launch], list[Launch]]:
     """Return launches of plain MLX with factors in the same dtype, and of the kernels.
 
-    The weights are left out: both read them once, and that takes most of the time. Our kernel reads x
-    from a cache for every four outputs; what of that takes longer than the weights counts.
+    The weights are left out: both read them once, and that takes most of the time. Our kernel reads
+    x from a cache for every four outputs; what of that takes longer than the weights counts.
     """
     e, n, d, total = instance.dtype.size, rows, sizes.inputs, sum(instance.ranks)
+
     each = list(zip(instance.ranks, instance.heads, sizes.widths, strict=True))
     plain = level(
         [*(Launch("x W", e * n * (d + o)) for *_, o in each), product("x A", e, n, d, total)]
@@ -391,15 +408,18 @@ def plans(rows: int, instance: Compiled, sizes: Sizes) -> tuple[list[Launch], li
     adapted = [(r, o) for r, _, o in each if r]
     plain += level([Launch("y + h B", e * (2 * n * o + n * r + r * o)) for r, o in adapted])
     plain += level([Launch("norm", 2 * e * n * o) for _, head, o in each if head])
+
     outputs = e * n * sum(sizes.widths)
     if instance.gated:
         plain += [Launch("SwiGLU", 1.5 * outputs)]
         outputs /= 2
+
     between = 4 * n * (total + sum(sizes.widths))  # y and h in float32
     factors = e * sum(r * o for r, o in adapted)
     again = e * n * d * tiles(sum(sizes.widths), OUTPUTS) * BANDWIDTH_REACHED / CACHE_FACTOR
     stored = d * sum(sizes.widths) * (instance.bits / 8 + 2 * e / instance.group_size)
     late = max(0.0, again - stored)
+
     kernel = [
         Launch("product", e * d * (n + total) + between + late),
         Launch("up", between + factors + outputs),

@@ -55,6 +55,7 @@ def _sliced_forward(x: mx.array, shape: tuple[int, int], rows: Rows) -> mx.array
         for stream, (start, stop) in group:
             with stream:
                 parts.append(x @ rows(start, stop, x).T)
+
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
 
 
@@ -72,6 +73,7 @@ def _sliced_backward(dy: mx.array, shape: tuple[int, int], rows: Rows) -> mx.arr
                     totals[number] = mx.addmm(totals[number], part, weight)
                 else:
                     totals.append(part @ weight)
+
     return sum(totals[1:], totals[0])
 
 

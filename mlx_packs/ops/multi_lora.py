@@ -36,8 +36,9 @@ def multi_lora(
     Args:
         x: [B, T, D], any float dtype; products accumulate in float32.
         outputs: What the frozen projections made of the same input, [B, T, O_i] for each slice.
-        lora_a: [P, D, R_i] of each slice, in float32 or the dtype of x. R_i is the largest rank among the
-            packs, the others are padded with zeros. A slice with R_i = 0 keeps its output.
+        lora_a: [P, D, R_i] of each slice, in float32 or the dtype of x. R_i is the largest rank
+            among the packs, the others are padded with zeros. A slice with R_i = 0 keeps its
+            output.
         lora_b: [P, R_i, O_i] of each slice, likewise.
         scales: [P] or longer, of each slice: alpha / rank of the pack, by its own rank.
         pack: int32, [B] or longer; -1 is none. It is on the device and is not read here:
@@ -53,10 +54,12 @@ def multi_lora(
     adapted = [i for i, a in enumerate(lora_a) if a.size]
     if x.size == 0 or not adapted:
         return list(outputs)
+
     slices = [[v[i] for i in adapted] for v in (outputs, lora_a, lora_b, scales)]
     compute = reference
     if (kernels := dispatch.kernels(OP)) is not None:
         compute = kernels.compute
+
     summed = list(outputs)
     for i, y in zip(adapted, compute(x, *slices, pack), strict=True):
         summed[i] = y
@@ -77,6 +80,7 @@ def reference(
     present = (pack == index)[:, None, None]
     if x.dtype != mx.float64:  # float32 is the only dtype of gather_mm on a CPU
         x = x.astype(profile().dtype or factor_dtype(x.dtype, [*lora_a, *lora_b]))
+
     summed = []
     for y, a, b, scale in zip(outputs, lora_a, lora_b, scales, strict=True):
         scales_of_rows = scale[index][:, None, None].astype(x.dtype)
@@ -107,6 +111,7 @@ def _check_shapes(
     faults = []
     if pack.ndim != 1 or pack.shape[0] < sequences:
         faults.append(f"'pack' must be [{sequences}] but is {list(pack.shape)}")
+
     for i, (y, a, b, scale) in enumerate(zip(outputs, lora_a, lora_b, scales, strict=True)):
         rank, width = a.shape[-1], y.shape[-1]
         wanted = {
@@ -121,6 +126,7 @@ def _check_shapes(
         ]
         if scale.ndim != 1 or scale.shape[0] < packs:
             faults.append(f"'scales' of slice {i} must be [{packs}] but is {list(scale.shape)}")
+
     if faults:
         raise ValueError(f"[multi_lora] {'; '.join(faults)}.")
 

@@ -49,6 +49,7 @@ def _up_kernel(ranks: tuple[int, ...]) -> Kernel:
         "const int p = pack_of(pack, {group}.z, sizes[2]);",
         "int first_tile = 0;",
     ]
+
     for i, rank in enumerate(ranks):
         lines += [
             f"const int tiles{i} = (sizes[{3 + i}] + UP_COLUMNS - 1) / UP_COLUMNS;",
@@ -58,8 +59,10 @@ def _up_kernel(ranks: tuple[int, ...]) -> Kernel:
             " (int({group}.y) - first_tile) * UP_COLUMNS + int({thread}) * 4, {group}, {thread});",
             f"first_tile += tiles{i};",
         ]
+
     slices = range(len(ranks))
     inputs = [f"{name}{i}" for name in ("y", "b", "scales") for i in slices]
+
     return Kernel(
         OP,
         f"multi_lora_up_{'_'.join(map(str, ranks))}",
@@ -142,6 +145,7 @@ def _down(backend: str, x: mx.array, a: Arrays, pack: mx.array, chunk: int | Non
     ranks = [v.shape[-1] for v in a]
     chunk = chunk or down_chunk(sequences * _row_tiles(rows), depth)
     parts = tiles(depth, chunk)
+
     (h,) = _DOWN.launch(
         backend,
         [x, pack, *four(a, a[0]), table((rows, depth, chunk, a[0].shape[0]))],
@@ -158,6 +162,7 @@ def _up(
     sequences, parts, rows, _ = h.shape
     ranks = tuple(v.shape[1] for v in b)
     widths = [y.shape[-1] for y in outputs]
+
     return _up_kernel(ranks).launch(
         backend,
         [*outputs, *b, *scales, h, pack, table((rows, parts, b[0].shape[0], *widths))],
@@ -193,12 +198,14 @@ class Sizes(NamedTuple):
 def _backend_of(x: mx.array, outputs: Arrays, lora_a: Arrays, lora_b: Arrays) -> str:
     if any(y.dtype != x.dtype for y in outputs):
         return "reference"
+
     sequences, rows, depth = x.shape
     ranks = tuple(a.shape[-1] for a in lora_a)
     packs, widths = lora_a[0].shape[0], tuple(y.shape[-1] for y in outputs)
     factors = factor_dtype(x.dtype, [*lora_a, *lora_b])
     instance = Compiled(x.dtype, factors, ranks, row_tile(rows))
     sizes = Sizes(sequences, depth, widths, packs)
+
     return choose(
         OP,
         instance,
@@ -220,6 +227,7 @@ def checks(
     few, more = (1, 4) if rows4 == FEW_ROWS4 else (4 * rows4 + 3, 4 * rows4 + 2)
     sizes = (3, ranks, check_widths(ranks), factors)
     aligned, unaligned = 2 * DEPTH + 44, 2 * DEPTH + 46
+
     two_tiles = Workload((2, -1, 0), few, aligned, *sizes, chunk=2 * DEPTH)
     three_tiles = Workload((2, -1, 0), more, unaligned, *sizes, chunk=3 * DEPTH)
     return [
@@ -248,6 +256,7 @@ def check_of(backend: str, dtype: mx.Dtype, workload: Workload, exact: bool) -> 
     """
     pack, rows, depth, packs, ranks, widths, factors, chunk = workload
     s, sequences = len(ranks), len(pack)
+
     index = mx.array([*pack, *[-1] * (8 - sequences)], dtype=mx.int32)
 
     def kernel(x: mx.array, *rest: mx.array) -> list[mx.array]:
@@ -263,6 +272,7 @@ def check_of(backend: str, dtype: mx.Dtype, workload: Workload, exact: bool) -> 
     drawn = [v.astype(dtype if i <= s else factors) for i, v in enumerate(drawn)]
     drawn += [mx.array([2.0 ** ((i + p) % 4 - 1) for p in range(max(packs, 8))]) for i in range(s)]
     name = f"{'exact' if exact else 'random'} {sequences} x {rows} x {depth}"
+
     return Check(name, kernel, plain, drawn, exact)
 
 
@@ -280,6 +290,7 @@ def _instance(dtype: mx.Dtype, sequences: int, rows: int) -> Instance:
     workload = Workload(
         tuple(b % packs for b in range(sequences)), rows, 2560, packs, ranks, widths, dtype
     )
+
     return Instance(
         OP,
         f"{dtype_name(dtype)} rank 16 2560 to 4096/1024/1024 sequences {sequences} rows {rows}",
@@ -322,6 +333,7 @@ def plans(
     first = [Launch("index of packs: max", 16 * sequences), *casts("cast x", half, [n * d])]
     index = [Launch("index of packs: equal", 16 * sequences)]
     index += [Launch("scales of packs", 12 * sequences)] * len(pairs)
+
     steps = [
         first,
         [Launch("index of packs: min", 16 * sequences)],
@@ -332,10 +344,12 @@ def plans(
         [Launch("add", 3 * e * n * o) for o in widths],
         [Launch("keep rows without a pack", 3 * e * n * o) for o in widths],
     ]
+
     area = sum(r * o for r, o in pairs)
     row_tiles = sequences * _row_tiles(rows)
     computed = row_tiles * 4 * row_tile(rows)  # rows, with those of no use in a tile of four
     hidden = 4 * tiles(d, down_chunk(row_tiles, d)) * n * total
+
     moved = e * n * d + f * used * d * total + hidden
     down = Launch("down", moved, 2 * computed * d * total, f * row_tiles * d * total)
     moved = 2 * e * n * sum(widths) + f * used * area + hidden

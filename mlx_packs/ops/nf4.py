@@ -67,12 +67,14 @@ class NF4Weight:
             raise ValueError(
                 f"[NF4Weight] 'block_size' must be one of {BLOCK_SIZES} but got {self.block_size}."
             )
+
         blocks = tiles(2 * self.weight.size, self.block_size)
         wanted = {"absmax": f"float32 [{blocks}]"}
         if self.double_quant:
             nested = tiles(blocks, NESTED_BLOCK_SIZE)
             wanted = {"absmax": f"uint8 [{blocks}]", "nested_absmax": f"float32 [{nested}]"}
             wanted["offset"] = "float32 [1]"
+
         faults = [
             f"'{name}' must be {must} but got {has}"
             for name, must in wanted.items()
@@ -80,6 +82,7 @@ class NF4Weight:
         ]
         if self.weight.ndim != 2 or self.weight.dtype != mx.uint8:
             faults.insert(0, f"'weight' must be uint8 [O, D / 2] but got {_kind(self.weight)}")
+
         if faults:
             raise ValueError(f"[NF4Weight] {'; '.join(faults)}.")
 
@@ -121,6 +124,7 @@ def quantize(w: mx.array, block_size: int = 64, double_quant: bool = True) -> NF
     outputs, depth = w.shape
     if depth % 2:
         raise ValueError(f"[nf4] columns of a weight must be even but got {depth}.")
+
     scaled, absmax = _normalized(w.astype(mx.float32).flatten(), block_size)
     levels = level_table()
     middles = (levels[1:] + levels[:-1]) / 2
@@ -128,6 +132,7 @@ def quantize(w: mx.array, block_size: int = 64, double_quant: bool = True) -> NF
     above = [(scaled > middle).view(mx.uint8) for middle in middles]
     codes = functools.reduce(mx.add, above).reshape(outputs, depth // 2, 2)
     weight = (codes[..., 0] << 4) | codes[..., 1]
+
     quantized = NF4Weight(weight, absmax, block_size=block_size)
     return quantize_absmax(quantized) if double_quant else quantized
 
@@ -136,11 +141,14 @@ def quantize_absmax(quantized: NF4Weight) -> NF4Weight:
     """Return a weight with float32 absmax as one with codes of them, the second quantization."""
     blocks = quantized.absmax.size
     offset = _sum(quantized.absmax)[None] / blocks
+
     centred = mx.pad(quantized.absmax - offset, (0, -blocks % NESTED_BLOCK_SIZE))
     centred = centred.reshape(-1, NESTED_BLOCK_SIZE)
     nested_absmax = mx.abs(centred).max(axis=1)
-    codes = count_below(centred * (1 / nested_absmax)[:, None], _absmax_edges())  # of 0 / 0 it is 0
+    # the code of 0 / 0 is 0
+    codes = count_below(centred * (1 / nested_absmax)[:, None], _absmax_edges())
     codes = codes.flatten()[:blocks]
+
     return NF4Weight(quantized.weight, codes, nested_absmax, offset, quantized.block_size)
 
 
@@ -160,8 +168,8 @@ def matmul(x: mx.array, weight: NF4Weight) -> mx.array:
     """Return the product with a quantized weight, which is frozen: the gradient reaches x only.
 
     Semantics: y = x @ dequantize(weight, x.dtype).T
-    No dense weight is stored for the backward pass. For few rows the 4-bit weight is read as it is, and
-    not rounded to the dtype of x.
+    No dense weight is stored for the backward pass. For few rows the 4-bit weight is read as it is,
+    and not rounded to the dtype of x.
 
     Args:
         x: [..., D], any float dtype; products accumulate in float32. The result [..., O] has it.
@@ -191,11 +199,13 @@ def rows(weight: NF4Weight, index: mx.array, dtype: mx.Dtype = mx.bfloat16) -> m
     """Return rows [*index.shape, D] of the weight; only these are dequantized."""
     _, depth = weight.shape
     codes = _levels_of_byte()[weight.weight[index]].reshape(*index.shape, depth)
+
     if depth % weight.block_size == 0:
         blocks = depth // weight.block_size
         block = index[..., None] * blocks + mx.arange(blocks)
         dense = codes.reshape(*block.shape, -1) * _absmax(weight, block)[..., None]
         return dense.reshape(codes.shape).astype(dtype)
+
     block = (index[..., None] * depth + mx.arange(depth)) // weight.block_size
     return (codes * _absmax(weight, block)).astype(dtype)
 
@@ -246,6 +256,7 @@ def _normalized(values: mx.array, block_size: int) -> tuple[mx.array, mx.array]:
     # as bitsandbytes has it: whole blocks times the reciprocal, a short last one divided
     whole = values.size // block_size * block_size
     scaled, absmax = [], []
+
     if whole:
         blocks = values[:whole].reshape(-1, block_size)
         absmax.append(mx.abs(blocks).max(axis=1))
@@ -254,6 +265,7 @@ def _normalized(values: mx.array, block_size: int) -> tuple[mx.array, mx.array]:
         short = values[whole:]
         absmax.append(mx.maximum(mx.abs(short).max(keepdims=True), _TINY))
         scaled.append(short / absmax[-1])
+
     return mx.concatenate(scaled), mx.concatenate(absmax)
 
 
@@ -267,11 +279,13 @@ def _sum(values: mx.array) -> mx.array:
     words = values[: values.size // lanes * lanes].reshape(-1, lanes)
     rows = words[: len(words) // 4 * 4].reshape(-1, 4, lanes)
     step = 2 ** max(4, (len(rows) - 1).bit_length() // 4)
+
     levels = []
     for _ in range(3):
         whole = len(rows) // step * step
         levels.append(_running(rows[whole:]))
         rows = _running(rows[:whole].reshape(-1, step, 4, lanes).swapaxes(0, 1))
+
     first, *others = _running(mx.stack([*levels, _running(rows)]))
     total = _running(mx.stack([first, *words[len(words) // 4 * 4 :], *others]))
     return _running(mx.concatenate([mx.zeros(1), values[words.size :], total]))
@@ -311,9 +325,11 @@ def _absmax_edges() -> mx.array:
     places = np.arange(65536, dtype=np.float32) * np.float32(2) / last - np.float32(1)
     codes = np.searchsorted((values[1:] + values[:-1]) * half, places)
     wanted = np.searchsorted(codes, np.arange(255), side="right") - 1  # the last place of a code
+
     below, above = np.full(255, -1, np.float32), np.full(255, 1, np.float32)
     for _ in range(64):
         middle = (below + above) * half
         fits = place(middle) <= wanted
         below, above = np.where(fits, middle, below), np.where(fits, above, middle)
+
     return mx.array(below)

@@ -73,6 +73,7 @@ def matvec_of(x: mx.array, weight: NF4Weight) -> Callable[[mx.array], mx.array] 
 def _dequantized(backend: str, weight: NF4Weight, dtype: mx.Dtype) -> mx.array:
     inputs, template = _kernel_inputs(weight, dtype)
     words = inputs[0].size
+
     (w,) = _DEQUANTIZE.launch(
         backend,
         [*inputs, table((words,))],
@@ -88,6 +89,7 @@ def _matvec(backend: str, weight: NF4Weight, x: mx.array) -> mx.array:
     inputs, template = _kernel_inputs(weight, x.dtype)
     tile = _row_tile(rows)
     outputs_of_group = MATVEC_OUTPUTS * MATVEC_THREADS // LANES
+
     (y,) = _MATVEC.launch(
         backend,
         [x, *inputs, table((rows, depth, outputs))],
@@ -104,6 +106,7 @@ def _kernel_inputs(weight: NF4Weight, dtype: mx.Dtype) -> tuple[list[mx.array], 
     nested, offset = dynamic_map(), dynamic_map()  # without double quantization they are not read
     if weight.double_quant:
         nested, offset = weight.nested_absmax, weight.offset
+
     inputs = [weight.weight.flatten().view(word), weight.absmax, dynamic_map(), nested, offset]
     template = {"T": dtype, "W": word, "A": weight.absmax.dtype, "BLOCK": weight.block_size}
     return [*inputs, level_table()], template
@@ -129,8 +132,10 @@ class Sizes(NamedTuple):
 def _dequantize_backend(weight: NF4Weight, dtype: mx.Dtype) -> str:
     if weight.weight.size == 0:
         return "reference"
+
     form = weight.block_size, weight.double_quant
     instance = Compiled("dequantize", dtype, _word_dtype(weight.shape[1]), *form)
+
     return choose(
         OP,
         instance,
@@ -147,10 +152,12 @@ def _matvec_backend(x: mx.array, weight: NF4Weight) -> str:
     rows = x.size // x.shape[-1]
     if rows > MATVEC_ROWS:
         return "reference"
+
     tile = _row_tile(rows)
     rows_of_check = tile + 3 if tile == ROW_TILES[-1] else tile  # a second tile, with a tail
     form = weight.block_size, weight.double_quant
     instance = Compiled("matvec", x.dtype, _word_dtype(weight.shape[1]), *form, tile)
+
     return choose(
         OP,
         instance,
@@ -201,12 +208,14 @@ def _drawn_weight(
 ) -> NF4Weight:
     if not exact:
         return quantize(normal((outputs, depth), 1), block_size, double_quant)
+
     signs = sparse_signs((outputs, depth), 1)
     quantized = quantize(signs, block_size, double_quant=False)
     blocks = quantized.absmax.size
     powers = 2.0 ** (mx.arange(blocks) % 3)
     if not double_quant:
         return NF4Weight(quantized.weight, powers, block_size=block_size)
+
     values = mx.arange(blocks) % 2  # of the map: 0 or 1
     codes = nearest(values.astype(mx.float32), dynamic_map())
     nested = 2.0 ** (mx.arange(tiles(blocks, NESTED_BLOCK_SIZE)) % 3)
@@ -235,6 +244,7 @@ def instance_of(
         compiled = Compiled("matvec", *form, _row_tile(rows))
     kind = "nf4 double" if double_quant else "nf4"
     sizes = (rows, depth, outputs, block_size, double_quant)
+
     return Instance(
         OP,
         f"{dtype_name(dtype)} {kind} {depth} to {outputs} rows {rows}",
@@ -251,6 +261,7 @@ def dequantize_plans(
     """Return launches that dequantize the weight: of plain MLX, and the kernel."""
     n = shape[0] * shape[1]
     blocks = tiles(n, block_size)
+
     plain = []
     if double_quant:
         plain += [
@@ -258,6 +269,7 @@ def dequantize_plans(
             Launch("times nested absmax", 8 * blocks),
             Launch("add offset", 8 * blocks),
         ]
+
     plain += [Launch("look up levels", 4.5 * n), Launch("times absmax", 8 * n + 4 * blocks)]
     plain += casts("cast", itemsize, [n])
     stored = _quantized_bytes(n, block_size, double_quant)
@@ -272,6 +284,7 @@ def matvec_plans(
     n = outputs * depth
     dense = dequantize_plans(itemsize, shape, block_size, double_quant)[1]
     dense += [product("MLX's product", itemsize, rows, depth, outputs)]
+
     row_tiles, tile = tiles(rows, _row_tile(rows)), _row_tile(rows)
     stored = _quantized_bytes(n, block_size, double_quant)
     x = itemsize * rows * depth

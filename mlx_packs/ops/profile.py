@@ -40,7 +40,7 @@ class Profile:
             yield [(nullcontext(), piece)]
 
     def slice_size(self, shape: tuple[int, int], rows: int) -> int:
-        """Return the rows of a weight [O, D] that are dense at a time in a product with [rows, D]."""
+        """Return how many rows of a weight [O, D] are dense at a time, times inputs [rows, D]."""
         multiple = self.slice_rows
         return max(1, self.slice_weights // shape[1] // multiple) * multiple
 
@@ -91,7 +91,7 @@ class Profile:
         bits: int,
         mode: str,
     ) -> mx.array:
-        """Return the result of `mx.dequantize`, bit-identical; a CPU takes three times its memory."""
+        """Return `mx.dequantize`'s result, bit-identical; a CPU takes three times its memory."""
         return mx.dequantize(weight, scales, biases, group_size=group_size, bits=bits, mode=mode)
 
 
@@ -138,6 +138,7 @@ def _swiglu_vjp(
     # value is used twice, so that each of the two gradients is one kernel there, in float32.
     gate, up = mx.depends(list(primals), cotangent)
     (again,) = mx.depends([primals[0]], cotangent)
+
     wide, twice = gate.astype(mx.float32), again.astype(mx.float32)
     slope = mx.sigmoid(wide) * (1 + wide * mx.sigmoid(-wide))
     d_gate = (cotangent * up).astype(mx.float32) * slope

@@ -1,4 +1,4 @@
-"""Estimated times of single operations on a Mac's GPU, and the number of calls that keeps them short.
+"""Estimated times of single operations on a Mac's GPU, and how many calls keep them short.
 
 macOS ends the process whose GPU work keeps the display waiting (ml-explore/mlx#3267). MLX commits
 operations to the GPU in command buffers and divides none between two, so that whatever is longer
@@ -47,6 +47,7 @@ def attention_calls(sizes: AttentionSizes, chip: Chip) -> tuple[int, int]:
     """
     needed = attention_seconds(sizes, chip) / LONGEST_S
     rows = _enough((n for n in range(1, sizes.rows + 1) if sizes.rows % n == 0), needed)
+
     of_heads = (
         n
         for n in range(1, sizes.heads + 1)
