@@ -105,12 +105,17 @@ def _words(value: object) -> str:
     if isinstance(value, mx.Dtype):
         return dtype_name(value)
     if hasattr(value, "_asdict"):
-        parts = value._asdict().items()
-        return ", ".join(
-            _words(v) if key in ("kernel", "dtype") else f"{key.replace('_', ' ')} {_words(v)}"
-            for key, v in parts
-        )
-    return "/".join(map(_words, value)) if isinstance(value, tuple) else str(value)
+        parts = []
+        for key, part in value._asdict().items():
+            text = _words(part)
+            if key not in ("kernel", "dtype"):
+                text = f"{key.replace('_', ' ')} {text}"
+            parts.append(text)
+        return ", ".join(parts)
+
+    if isinstance(value, tuple):
+        return "/".join(map(_words, value))
+    return str(value)
 
 
 def choose(
@@ -215,7 +220,10 @@ def _fall_back(op: str, reason: str) -> None:
     """Compute an op by its reference for the rest of this process, and log a warning once."""
     _fallbacks[op] = reason
     _decided.clear()  # steps that were compiled before keep the kernels that passed their check
-    short = reason if len(reason) < 240 else reason[:240] + " …"
+
+    short = reason
+    if len(reason) >= 240:
+        short = reason[:240] + " …"
     _log.warning("packs: %s is computed by plain MLX from here on: %s", op, short)
 
 
@@ -297,7 +305,9 @@ class Kernel:
 
 def padded(value: mx.array) -> mx.array:
     """Return an array that has 8 numbers at least, as kernels need it."""
-    return value if value.size >= 8 else mx.pad(value.flatten(), (0, 8 - value.size))
+    if value.size >= 8:
+        return value
+    return mx.pad(value.flatten(), (0, 8 - value.size))
 
 
 @functools.cache

@@ -40,13 +40,17 @@ def level(launches: Sequence[Launch]) -> list[Launch]:
 def product(what: str, itemsize: int, rows: int, depth: int, columns: int) -> Launch:
     """Return MLX's product of arrays [rows, depth] and [depth, columns]."""
     numbers = rows * depth + depth * columns + rows * columns
-    computed = max(columns, _PLAIN_TILE) if rows >= _PLAIN_TILE else columns
+    computed = columns
+    if rows >= _PLAIN_TILE:
+        computed = max(columns, _PLAIN_TILE)
     return Launch(what, itemsize * numbers, 2 * rows * depth * computed, matmul=True)
 
 
 def casts(what: str, itemsize: int, counts: Iterable[int]) -> list[Launch]:
     """Return casts of arrays of so many numbers between float32 and a dtype; none to itself."""
-    return [Launch(what, (4 + itemsize) * count) for count in counts] if itemsize < 4 else []
+    if itemsize >= 4:
+        return []
+    return [Launch(what, (4 + itemsize) * count) for count in counts]
 
 
 def seconds(plan: Sequence[Launch], chip: Chip) -> float:
@@ -61,5 +65,9 @@ def seconds(plan: Sequence[Launch], chip: Chip) -> float:
             rate = chip.matrix_tflops * MATMUL_REACHED
 
         total += max(memory, cached, launch.flops / (rate * 1e12))
-        total += chip.launch_us * 1e-6 * (BESIDE if launch.beside else 1.0)
+
+        wait = chip.launch_us * 1e-6
+        if launch.beside:
+            wait *= BESIDE
+        total += wait
     return total

@@ -47,13 +47,19 @@ class Seen(NamedTuple):
 
     def blocks(self, length: int, keys_length: int, rows: int, width: int) -> list[list[Block]]:
         """Return blocks of some queries and keys at most, those of the same queries together."""
-        firsts = None if self.segments is None else _first_keys(self.segments)
+        firsts = None
+        if self.segments is not None:
+            firsts = _first_keys(self.segments)
 
         blocks = []
         for start in range(0, length, rows):
             stop = min(start + rows, length)
-            first = int(firsts[start]) if firsts is not None else 0
-            last = stop + keys_length - length if isinstance(self.mask, str) else keys_length
+            first = 0
+            if firsts is not None:
+                first = int(firsts[start])
+            last = keys_length
+            if isinstance(self.mask, str):
+                last = stop + keys_length - length
 
             cuts = [first, *range((first // width + 1) * width, last, width), last]
             blocks.append([Block(start, stop, *keys) for keys in itertools.pairwise(cuts)])
@@ -65,8 +71,11 @@ class Seen(NamedTuple):
             return None
 
         if not isinstance(self.mask, str):
-            rows = slice(at.start, at.stop) if self.mask.shape[-2] > 1 else slice(None)
-            columns = slice(at.first, at.last) if self.mask.shape[-1] > 1 else slice(None)
+            rows = columns = slice(None)  # a mask of one row, or column, is the same for all
+            if self.mask.shape[-2] > 1:
+                rows = slice(at.start, at.stop)
+            if self.mask.shape[-1] > 1:
+                columns = slice(at.first, at.last)
             return self.mask[..., rows, columns]
 
         if self.segments is None and at.last <= at.start + offset + 1:
@@ -210,7 +219,8 @@ class BlockAttention:
             rows = slice(row[0].start, row[0].stop)
             totals: list[mx.array | None] = [None] * self.parts
             for at in row:
-                visible, computed = slice(at.first, at.last), []
+                visible = slice(at.first, at.last)
+                computed = []
                 (group,) = self.device.rounds(enumerate(heads))
                 for stream, (n, own) in group:
                     with stream:
@@ -224,7 +234,9 @@ class BlockAttention:
                         computed.append(d_keys[n].add(d_scores.swapaxes(-1, -2) @ queries, at))
                         computed.append(d_values[n].add(weights.swapaxes(-1, -2) @ d_part, at))
                         part = (d_scores @ own.keys[:, :, visible]).astype(mx.float32)
-                        totals[n] = part if totals[n] is None else totals[n] + part
+                        if totals[n] is not None:
+                            part = totals[n] + part
+                        totals[n] = part
 
                 if not self.only:
                     read = [a for h in heads for a in (h.queries, h.d_output)]
@@ -241,7 +253,9 @@ class BlockAttention:
 
 def joined(parts: list[mx.array], axis: int) -> mx.array:
     """Return parts along an axis as one array."""
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=axis)
+    if len(parts) == 1:
+        return parts[0]
+    return mx.concatenate(parts, axis=axis)
 
 
 def _folded(x: mx.array, kv_heads: int) -> mx.array:
@@ -254,7 +268,9 @@ class _Slices:
     """A float32 sum like ``like`` [B, KV, S, D]; adding to a few keys copies only a slice."""
 
     def __init__(self, like: mx.array, width: int) -> None:
-        self.width, self.shape, self.dtype = width, like.shape, like.dtype
+        self.width = width
+        self.shape = like.shape
+        self.dtype = like.dtype
         self.parts: dict[int, mx.array] = {}
 
     def add(self, part: mx.array, at: Block) -> mx.array:
@@ -263,13 +279,17 @@ class _Slices:
         batch, heads, keys, depth = self.shape
         width = min(self.width, keys - number * self.width)
 
-        total, part = self.parts.get(number), part.astype(mx.float32)
+        total = self.parts.get(number)
+        part = part.astype(mx.float32)
         if part.shape[2] < width:
-            total = mx.zeros((batch, heads, width, depth), part.dtype) if total is None else total
+            if total is None:
+                total = mx.zeros((batch, heads, width, depth), part.dtype)
             visible = slice(offset, offset + part.shape[2])
             total[:, :, visible] = total[:, :, visible] + part
+        elif total is None:
+            total = part
         else:
-            total = part if total is None else total + part
+            total = total + part
 
         self.parts[number] = total
         return total

@@ -21,17 +21,21 @@ def dynamic_map(signed: bool = True) -> mx.array:
     Seven decades from 1e-6 to 1; decade i has 2^i values of each sign (2^(i+1) if there is one
     sign), in the middles of equal parts of [0.1, 1]. 0 and 1 are added.
     """
-    low, width = np.float32(0.1), np.float64(np.float32(0.9))
+    low = np.float32(0.1)
+    width = np.float64(np.float32(0.9))
     values = [0.0, 1.0]
 
     for i in range(7):
         parts = 2**i if signed else 2 ** (i + 1)
-        k, step = np.arange(parts + 1), width / parts
+        k = np.arange(parts + 1)
+        step = width / parts
         # each half from its own end, as torch.linspace does
         ends = np.where(k < (parts + 1) // 2, low + step * k, 1 - step * (parts - k))
         ends = ends.astype(np.float32)
         middles = (ends[1:] + ends[:-1]) / np.float32(2) * np.float32(10.0 ** (i - 6))
-        values += [*middles, *(-middles if signed else ())]
+        values.extend(middles)
+        if signed:
+            values.extend(-middles)
 
     return mx.array(np.sort(np.array(values, dtype=np.float32)))
 

@@ -39,9 +39,11 @@ def forced() -> str | None:
     Raises:
         PackError: There is no such backend, or not on this machine.
     """
-    name, source = _forced, "--backend"
+    name = _forced
+    source = "--backend"
     if name is None:
-        name, source = os.environ.get(VARIABLE) or None, VARIABLE
+        name = os.environ.get(VARIABLE) or None
+        source = VARIABLE
     if name is None:
         return None
 
@@ -69,7 +71,8 @@ def backend(name: str | None) -> Iterator[None]:
         PackError: If there is no such backend, or not on this machine.
     """
     global _forced
-    before, _forced = _forced, name
+    before = _forced
+    _forced = name
     try:
         forced()
         yield

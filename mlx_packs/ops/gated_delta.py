@@ -66,9 +66,13 @@ def reference(
     repeats = v.shape[2] // q.shape[2]
     dtype = q.dtype
     q, k, v, beta, log_decay = widened(q, k, v, beta, log_decay)
-    q, k = mx.repeat(q, repeats, 2), mx.repeat(k, repeats, 2)
+    q = mx.repeat(q, repeats, 2)
+    k = mx.repeat(k, repeats, 2)
     decay = mx.exp(log_decay)
-    decay = decay[..., None, None] if decay.ndim == 3 else decay[..., None, :]
+    if decay.ndim == 3:
+        decay = decay[..., None, None]
+    else:
+        decay = decay[..., None, :]
 
     outputs = []
     for t in range(q.shape[1]):
@@ -123,8 +127,12 @@ def gated_delta(
         output, state = compute(*cut, state)
         outputs.append(output)
 
-    output = mx.concatenate(outputs, axis=1) if len(outputs) > 1 else outputs[0]
-    return output if mask is None else mx.where(mask[..., None, None], output, 0), state
+    output = outputs[0]
+    if len(outputs) > 1:
+        output = mx.concatenate(outputs, axis=1)
+    if mask is not None:
+        output = mx.where(mask[..., None, None], output, 0)
+    return output, state
 
 
 def working_bytes(sizes: Sizes) -> int:
@@ -136,7 +144,9 @@ def working_bytes(sizes: Sizes) -> int:
 def _segment_tokens(token_bytes: int) -> int:
     """Return the tokens of a segment, whole chunks if they are more than one."""
     tokens = max(1, SEGMENT_BYTES // token_bytes)
-    return tokens if tokens <= CHUNK else tokens // CHUNK * CHUNK
+    if tokens > CHUNK:
+        tokens = tokens // CHUNK * CHUNK
+    return tokens
 
 
 def _engine(sizes: Sizes, by_column: bool) -> tuple[Segment, int]:
@@ -184,7 +194,8 @@ def _chunked(
     Arrays are [chunks, B, Hk, Hv / Hk, tokens of a chunk, width]: those of a chunk are contiguous.
     """
     batch, length, key_heads, _ = q.shape
-    dtype, value_heads = q.dtype, v.shape[2]
+    dtype = q.dtype
+    value_heads = v.shape[2]
     chunk = min(CHUNK, 1 << (length - 1).bit_length())
 
     def cut(x: mx.array) -> mx.array:
@@ -193,8 +204,10 @@ def _chunked(
         return x.transpose(1, 0, 3, 4, 2, *range(5, x.ndim))
 
     q, k, v, beta, log_decay = map(cut, widened(q, k, v, beta, log_decay))
-    beta, keys = beta[..., None], k.swapaxes(-1, -2)
-    since, between = mx.exp(mx.cumsum(log_decay, axis=-1))[..., None], _decays_between(log_decay)
+    beta = beta[..., None]
+    keys = k.swapaxes(-1, -2)
+    since = mx.exp(mx.cumsum(log_decay, axis=-1))[..., None]
+    between = _decays_between(log_decay)
     until = between[..., -1, :, None]
 
     lower = beta * (k @ keys) * between * mx.array(np.tri(chunk, k=-1, dtype=np.float32))
@@ -270,9 +283,12 @@ def _scan(
 
     Semantics: added = of_values - of_state @ state^T;  state = decay * state + added^T @ keys
     """
-    added, states, state = [], [], state[None]
+    added = []
+    states = []
+    state = state[None]
 
-    for u, w, k, kept in zip(*map(_by_chunk, (of_values, of_state, keys, decay)), strict=True):
+    chunks = map(_by_chunk, (of_values, of_state, keys, decay))
+    for u, w, k, kept in zip(*chunks, strict=True):
         states.append(state)
         added.append(mx.addmm(u, w, state.swapaxes(-1, -2), alpha=-1.0))
         state = mx.addmm(kept * state, added[-1].swapaxes(-1, -2), k)
@@ -292,15 +308,17 @@ def _scan_backward(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> list
     of_added, of_states, of_last = cotangents
 
     gradient = of_last[None]
-    by_added, by_state = [], []  # gradients of what a chunk adds, and of the state after it
+    by_added = []  # gradients of what each chunk adds
+    by_state = []  # gradients of the state after each chunk
 
-    cut = map(_by_chunk, (of_added, of_states, of_state, keys, decay))
-    for d_added, d_state, w, k, kept in reversed(list(zip(*cut, strict=True))):
+    chunks = map(_by_chunk, (of_added, of_states, of_state, keys, decay))
+    for d_added, d_state, w, k, kept in reversed(list(zip(*chunks, strict=True))):
         by_state.insert(0, gradient)
         by_added.insert(0, mx.addmm(d_added, k, gradient.swapaxes(-1, -2)))
         carried = kept * gradient + d_state
         gradient = mx.addmm(carried, by_added[0].swapaxes(-1, -2), w, alpha=-1.0)
 
-    by_added, by_state = mx.concatenate(by_added), mx.concatenate(by_state)
+    by_added = mx.concatenate(by_added)
+    by_state = mx.concatenate(by_state)
     of_decay = (by_state * states).sum(axis=(-2, -1), keepdims=True)
     return [by_added, -by_added @ states, added @ by_state, of_decay, gradient[0]]

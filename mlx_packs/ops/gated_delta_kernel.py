@@ -26,6 +26,9 @@ class _Instance(NamedTuple):
 def choose(sizes: Sizes) -> str:
     """Return the backend of a call: ``metal`` where MLX has kernels for it, else ``reference``."""
     instance = _Instance(*sizes[2:])
+    reason = None
+    if not has_fused_gradient(*instance):
+        reason = "MLX has no kernel for these heads"
     return _backend.choose(
         "gated_delta",
         instance,
@@ -33,13 +36,8 @@ def choose(sizes: Sizes) -> str:
         sizes,
         functools.partial(_checks, instance),
         functools.partial(_plans, sizes),
-        _unsupported(instance),
+        reason,
     )
-
-
-def _unsupported(instance: _Instance) -> str | None:
-    """Return why MLX has no kernel for a call."""
-    return None if has_fused_gradient(*instance) else "MLX has no kernel for these heads"
 
 
 @functools.cache
@@ -53,7 +51,8 @@ def has_fused_gradient(key_heads: int, value_heads: int, key_width: int, value_w
 
     q = mx.zeros((1, 2, key_heads, key_width))
     v = mx.zeros((1, 2, value_heads, value_width))
-    gates, state = mx.ones(v.shape[:3]), mx.zeros((1, value_heads, value_width, key_width))
+    gates = mx.ones(v.shape[:3])
+    state = mx.zeros((1, value_heads, value_width, key_width))
 
     def outputs(*arrays: mx.array) -> list[mx.array]:
         return list(mx.fast.gated_delta_update(*arrays))
@@ -66,14 +65,16 @@ def has_fused_gradient(key_heads: int, value_heads: int, key_width: int, value_w
 
 def _checks(instance: _Instance, backend: str) -> list[Check]:
     """Return inputs for which MLX's kernels are compared with the loop over tokens."""
-    heads, width = instance.value_heads, instance.value_width
+    heads = instance.value_heads
+    width = instance.value_width
 
     q, k = (
         normal((2, 37, instance.key_heads, instance.key_width), seed) / instance.key_width**0.5
         for seed in (0, 1)
     )
 
-    v, gates = normal((2, 37, heads, width), 2), normal((2, 37, 2 * heads), 3)
+    v = normal((2, 37, heads, width), 2)
+    gates = normal((2, 37, 2 * heads), 3)
     log_decay, beta = mx.split(mx.sigmoid(gates), 2, axis=-1)
     state = normal((2, heads, width, instance.key_width), 4)
 

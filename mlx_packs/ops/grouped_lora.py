@@ -91,7 +91,8 @@ def shared_input(x: mx.array, lora_a: Arrays) -> tuple[mx.array, list[mx.array]]
 
     @shared.vjp
     def shared_vjp(primals: Arrays, cotangents: Arrays, _: Arrays) -> tuple[mx.array, mx.array]:
-        (x, a), (dx, dh) = primals, cotangents
+        x, a = primals
+        dx, dh = cotangents
         total = mx.addmm(dx.reshape(-1, width), dh, a.T)
         return total.reshape(x.shape), x.reshape(-1, width).T @ dh
 
@@ -108,13 +109,15 @@ def with_deltas(
     outputs: Arrays, hidden: Arrays, lora_b: Arrays, scales: Sequence[float]
 ) -> list[mx.array]:
     """Return `grouped_lora` from x @ A: ``hidden`` has [N, R] of every slice with a rank."""
-    layout, remaining = layout_of(outputs, lora_b, scales), iter(hidden)
+    layout = layout_of(outputs, lora_b, scales)
+    remaining = iter(hidden)
     summed = []
-
     for m, y in enumerate(outputs):
         slices = [i for i, at in enumerate(layout.output_of) if at == m]
-        cuts = [layout.offsets[i] for i in slices[1:]]
-        parts = mx.split(y, cuts, axis=-1) if cuts else [y]
+        parts = [y]
+        if len(slices) > 1:
+            parts = mx.split(y, [layout.offsets[i] for i in slices[1:]], axis=-1)
+
         for j, i in enumerate(slices):
             if layout.ranks[i] == 0:
                 continue
@@ -130,7 +133,10 @@ def with_deltas(
             delta = mx.addmm(flat, h, b.astype(y.dtype), alpha=alpha)
             parts[j] = delta.reshape(*y.shape[:-1], layout.widths[i])
 
-        summed.append(parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1))
+        total = parts[0]
+        if len(parts) > 1:
+            total = mx.concatenate(parts, axis=-1)
+        summed.append(total)
     return summed
 
 
@@ -141,7 +147,9 @@ def stacks(rows: int, ranks: Sequence[int]) -> bool:
 
 def factor_dtype(dtype: mx.Dtype, factors: Arrays) -> mx.Dtype:
     """Return the dtype in which kernels read factors: that of the activations, else float32."""
-    return dtype if all(v.dtype == dtype for v in factors) else mx.float32
+    if all(v.dtype == dtype for v in factors):
+        return dtype
+    return mx.float32
 
 
 @dataclass(frozen=True)
@@ -176,15 +184,21 @@ def layout_of(outputs: Arrays, lora_b: Arrays, scales: Sequence[float]) -> Layou
 def _layout(
     strides: tuple[int, ...], shapes: tuple[tuple[int, int], ...], scales: tuple[float, ...]
 ) -> Layout:
-    ranks, widths = tuple(r for r, _ in shapes), tuple(w for _, w in shapes)
-    output_of, offsets, m, column = [], [], 0, 0
+    ranks = tuple(rank for rank, _ in shapes)
+    widths = tuple(width for _, width in shapes)
+    output_of = []
+    offsets = []
+    m = 0
+    column = 0
 
     for width in widths:
         output_of.append(m)
         offsets.append(column)
         column += width
         if m < len(strides) and column == strides[m]:
-            m, column = m + 1, 0
+            m += 1
+            column = 0
+
     if m != len(strides) or column:
         raise ValueError(
             f"[grouped_lora] slices of {list(widths)} columns must fill outputs of {list(strides)}."

@@ -13,11 +13,15 @@ from .grouped_lora import MOST_ROWS, OP, Arrays, Layout, factor_dtype, layout_of
 from .profile import tiles
 
 DEPTH = 256  # columns of a staged tile
-MAX_SLICES, MAX_RANK, MAX_RANKS = 4, 64, 256  # pointers of a launch; registers; threads
+MAX_SLICES = 4  # pointers of a launch
+MAX_RANK = 64  # registers
+MAX_RANKS = 256  # threads
 # Four rows of a float4 each: few for decoding, more where a tile of A or B is read again by each.
-FEW_ROWS4, MANY_ROWS4 = 1, 4
+FEW_ROWS4 = 1
+MANY_ROWS4 = 4
 WANTED_GROUPS = 64  # below that many the columns of x are split, so that all cores read
-UP_THREADS, UP_COLUMNS = 64, 256
+UP_THREADS = 64
+UP_COLUMNS = 256
 
 
 def row_tile(rows: int) -> int:
@@ -45,7 +49,9 @@ _DOWN = Kernel(
     "{shared} float4 tile[DEPTH * ROWS4];\n"
     "down<T, F, ROWS4, R0, R1, R2, R3>(x, a0, a1, a2, a3, sizes, h, tile, {group}, {thread});",
 )
-_STRIDE, _OFFSET = 3 + 8, 3 + 16  # where sizes has them, for up to 8 slices
+# Where sizes has them, for up to 8 slices.
+_STRIDE = 3 + 8
+_OFFSET = 3 + 16
 
 
 @functools.cache
@@ -55,7 +61,11 @@ def _up_kernel(layout: Layout) -> Kernel:
     lines += ["int first_tile = 0;"]
 
     for i, (rank, m) in enumerate(zip(layout.ranks, layout.output_of, strict=True)):
-        b, f = (f"b{i}", "F") if rank else ("h", "float")
+        b = "h"  # of rank 0, where it is not read
+        f = "float"
+        if rank:
+            b = f"b{i}"
+            f = "F"
         lines += [
             f"const int tiles{i} = (sizes[{3 + i}] + UP_COLUMNS - 1) / UP_COLUMNS;",
             f"if (int({{group}}.y) >= first_tile && int({{group}}.y) < first_tile + tiles{i})",
@@ -125,11 +135,14 @@ def _differentiable(
     backend: str, layout: Layout, chunk: int | None
 ) -> Callable[..., tuple[mx.array, ...]]:
     """Return (x, *outputs, *A, *B) to sums; the gradient is that of plain MLX."""
-    m, s = len(layout.strides), len(layout.adapted)
+    m = len(layout.strides)
+    s = len(layout.adapted)
 
     @mx.custom_function
     def op(x: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
-        outputs, a, b = rest[:m], rest[m : m + s], rest[m + s :]
+        outputs = rest[:m]
+        a = rest[m : m + s]
+        b = rest[m + s :]
         return tuple(_up(backend, layout, outputs, b, _down(backend, layout, x, a, chunk)))
 
     @op.vjp
@@ -149,7 +162,8 @@ def _with_empty(layout: Layout, depth: int, a: Arrays, b: Arrays) -> tuple[Array
     all_b = [mx.zeros((0, width)) for width in layout.widths]
 
     for at, i in enumerate(layout.adapted):
-        all_a[i], all_b[i] = a[at], b[at]
+        all_a[i] = a[at]
+        all_b[i] = b[at]
     return all_a, all_b
 
 
@@ -163,7 +177,8 @@ def _down(backend: str, layout: Layout, x: mx.array, a: Arrays, chunk: int | Non
     rows, depth = x.shape
     rows4 = row_tile(rows)
     chunk = chunk or down_chunk(tiles(rows, 4 * rows4), depth)
-    parts, ranks = tiles(depth, chunk), [r for r in layout.ranks if r]
+    parts = tiles(depth, chunk)
+    ranks = [r for r in layout.ranks if r]
 
     (h,) = _DOWN.launch(
         backend,
@@ -184,7 +199,8 @@ def _sizes(layout: Layout, rows: int, h: mx.array) -> mx.array:
 
 
 def _up(backend: str, layout: Layout, outputs: Arrays, b: Arrays, h: mx.array) -> list[mx.array]:
-    rows, rows4 = outputs[0].shape[0], row_tile(outputs[0].shape[0])
+    rows = outputs[0].shape[0]
+    rows4 = row_tile(rows)
     column_tiles = sum(tiles(width, UP_COLUMNS) for width in layout.widths)
 
     return _up_kernel(layout).launch(
@@ -264,10 +280,15 @@ def checks(
 
     A group takes two tiles of the columns of x in one of them, and three in the other.
     """
-    few, more = (3, 4) if rows4 == FEW_ROWS4 else (4 * rows4 + 3, 4 * rows4 + 2)
+    few = 4 * rows4 + 3
+    more = 4 * rows4 + 2
+    if rows4 == FEW_ROWS4:
+        few = 3
+        more = 4
 
+    aligned = 2 * DEPTH + 44
+    unaligned = 2 * DEPTH + 46
     sizes = (ranks, check_widths(ranks), output_of, factors)
-    aligned, unaligned = 2 * DEPTH + 44, 2 * DEPTH + 46
 
     two_tiles = Workload(few, aligned, *sizes, chunk=2 * DEPTH)
     three_tiles = Workload(more, unaligned, *sizes, chunk=3 * DEPTH)
@@ -304,7 +325,8 @@ def check_of(backend: str, dtype: mx.Dtype, workload: Workload, exact: bool) -> 
         strides[m] += width
 
     layout = Layout(ranks, widths, output_of, (), scales, tuple(strides))
-    m, s = len(strides), len(layout.adapted)
+    m = len(strides)
+    s = len(layout.adapted)
 
     def kernel(x: mx.array, *rest: mx.array) -> list[mx.array]:
         a, b = _with_empty(layout, depth, rest[m : m + s], rest[m + s :])
@@ -367,7 +389,11 @@ def plans(
     widths: Sequence[int],
 ) -> tuple[list[Launch], list[Launch]]:
     """Return launches of plain MLX and of the kernels, forward: nobody trains on so few rows."""
-    e, f, n, d, total = itemsize, factor_itemsize, rows, depth, sum(ranks)
+    e = itemsize
+    f = factor_itemsize
+    n = rows
+    d = depth
+    total = sum(ranks)
     adapted = [(r, o) for r, o in zip(ranks, widths, strict=True) if r]
 
     of_products = [r for r, _ in adapted]

@@ -92,7 +92,8 @@ class _Running(NamedTuple):
         """Return the state over the slices of both; of two largest logits the first is the best."""
         largest = mx.maximum(self.largest, other.largest)
         exp = profile().exp
-        own, others = exp(self.largest - largest), exp(other.largest - largest)
+        own = exp(self.largest - largest)
+        others = exp(other.largest - largest)
 
         better = (other.largest > self.largest)[:, 0]
         tied = (other.largest == self.largest)[:, 0]
@@ -166,7 +167,9 @@ def linear_cross_entropy(
             d_hidden = d_hidden - label_smoothing / head.vocab_size * seen.row_sum
 
         # in float16 it is rounded once it is scaled with the loss, or small ones would be zero
-        return loss, d_hidden if h.dtype == mx.float16 else d_hidden.astype(h.dtype)
+        if h.dtype != mx.float16:
+            d_hidden = d_hidden.astype(h.dtype)
+        return loss, d_hidden
 
     if not gradient:
         return forward(hidden)
@@ -198,21 +201,18 @@ def _of_slice(
     weights, total, largest = _weights(logits, at)
 
     unused = mx.zeros((1,))
-    expected = row_sum = unused
+    expected = row_sum = logit_sum = best = unused
     if gradient:
         expected = part.back(weights.astype(hidden.dtype)).astype(mx.float32)
+    else:
+        best = mx.argmax(logits, axis=-1) + start
     if gradient and smooth:
         row_sum = part.back(mx.ones((1, width), hidden.dtype)).astype(mx.float32)
+    if smooth:
+        logit_sum = logits.astype(mx.float32).sum(axis=-1, keepdims=True)
 
-    return _Running(
-        largest,
-        total,
-        logits.astype(mx.float32).sum(axis=-1, keepdims=True) if smooth else unused,
-        mx.where(inside, _picked(logits, at), 0),
-        unused if gradient else mx.argmax(logits, axis=-1) + start,
-        expected,
-        row_sum,
-    )
+    picked = mx.where(inside, _picked(logits, at), 0)
+    return _Running(largest, total, logit_sum, picked, best, expected, row_sum)
 
 
 def _picked(logits: mx.array, at: mx.array) -> mx.array:
@@ -235,5 +235,6 @@ def _weights(logits: mx.array, at: mx.array) -> tuple[mx.array, mx.array, mx.arr
     lse = (mx.fast.cross_entropy(logits, at) + _picked(logits, at))[:, None]
     total = mx.ones_like(lse)
     if logits.dtype == mx.float16:
-        lse, total = lse - math.log(_FLOAT16_TOTAL), total * _FLOAT16_TOTAL
+        lse = lse - math.log(_FLOAT16_TOTAL)
+        total = total * _FLOAT16_TOTAL
     return mx.exp(logits.astype(mx.float32) - lse), total, lse

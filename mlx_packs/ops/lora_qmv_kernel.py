@@ -24,11 +24,15 @@ from .lora_qmv import (
 )
 from .profile import tiles
 
-MAX_SLICES, MAX_RANK = 4, 64
-GROUP_SIZES, BITS = (32, 64, 128), (4, 8)
+MAX_SLICES = 4
+MAX_RANK = 64
+GROUP_SIZES = (32, 64, 128)
+BITS = (4, 8)
 # As MLX's own quantized matrix-vector product: groups of two simdgroups, so that 1024 outputs fill
 # all cores, and 4 outputs a simdgroup, so that x is loaded once for 4.
-THREADS, LANES, OUTPUTS = 64, 32, 4
+THREADS = 64
+LANES = 32
+OUTPUTS = 4
 SIMDGROUPS = THREADS // LANES
 ROW_TILES = (1, 2, 4, MAX_ROWS)  # rows that share an unpacked code
 COLUMNS = 2  # of a lane of the second launch, but for norms
@@ -93,35 +97,40 @@ def _up_kernel(ranks: tuple[int, ...], heads: tuple[int, ...], gated: bool) -> K
 
     columns = LANES * COLUMNS
     adapted = [i for i, rank in enumerate(ranks) if rank]
-    b = ["h" if i not in adapted else f"b{i}" for i in range(len(ranks))]
+    absent = f"b{adapted[0]}" if gated else "h"  # B of rank 0, which is not read
+    b = [f"b{i}" if rank else absent for i, rank in enumerate(ranks)]
     taken = _second(ranks, heads, gated)
 
     if gated:
-        b = [f"b{adapted[0]}" if name == "h" else name for name in b]  # of rank 0 it is not read
+        finish = "gated"
+        outputs = ("out0",)
         lines += [
             f"swiglu<T, {ranks[0]}, {ranks[1]}, {_columns_of_h(ranks)}, {COLUMNS}>"
             f"(y0, y1, h, {b[0]}, {b[1]}, sizes[2], row, place * {columns}, lane, out0);"
         ]
-    for i in () if gated else taken:
-        norm = f"norm{i}" if heads[i] else b[i]  # without a norm it is not read
-        factor = b[i] if ranks[i] else norm
-        each = heads[i] or columns
-        lines += [
-            f"const int places{i} = (sizes[{2 + i}] + {each - 1}) / {each};",
-            f"if (place >= 0 && place < places{i})",
-            f"  up<T, {ranks[i]}, {sum(ranks[:i])}, {_columns_of_h(ranks)}, {each // LANES},"
-            f" {'true' if heads[i] else 'false'}>(y{i}, h, {factor}, {norm},"
-            f" eps[{i}], sizes[{2 + i}], row, place * {each}, lane, out{i});",
-            f"place -= places{i};",
-        ]
+    else:
+        finish = "_".join(map(str, heads))
+        outputs = tuple(f"out{i}" for i in taken)
+        for i in taken:
+            norm = f"norm{i}" if heads[i] else b[i]  # without a norm it is not read
+            factor = b[i] if ranks[i] else norm
+            each = heads[i] or columns
+            lines += [
+                f"const int places{i} = (sizes[{2 + i}] + {each - 1}) / {each};",
+                f"if (place >= 0 && place < places{i})",
+                f"  up<T, {ranks[i]}, {sum(ranks[:i])}, {_columns_of_h(ranks)}, {each // LANES},"
+                f" {'true' if heads[i] else 'false'}>(y{i}, h, {factor}, {norm},"
+                f" eps[{i}], sizes[{2 + i}], row, place * {each}, lane, out{i});",
+                f"place -= places{i};",
+            ]
 
     inputs = [f"y{i}" for i in taken] + [f"b{i}" for i in adapted]
     inputs += [f"norm{i}" for i in taken if heads[i]]
     return Kernel(
         OP,
-        f"{OP}_up_{'_'.join(map(str, ranks))}_{'gated' if gated else '_'.join(map(str, heads))}",
+        f"{OP}_up_{'_'.join(map(str, ranks))}_{finish}",
         (*inputs, "h", "eps", "sizes"),
-        ("out0",) if gated else tuple(f"out{i}" for i in taken),
+        outputs,
         "\n".join(lines),
         THREADS,
     )
@@ -169,7 +178,9 @@ def prepared(  # noqa: PLR0913 (what a launch depends on)
     first = _product_kernel(finished).prepared(backend, template, (groups, 1, 1), outputs)
 
     slices = _second(task.ranks, task.heads, task.gated)
-    completed = slices[:1] if task.gated else slices
+    completed = slices
+    if task.gated:
+        completed = slices[:1]
     places = sum(tiles(widths[i], task.heads[i] or LANES * COLUMNS) for i in completed)
     second = _up_kernel(task.ranks, task.heads, task.gated).prepared(
         backend,
@@ -184,7 +195,8 @@ def prepared(  # noqa: PLR0913 (what a launch depends on)
     up = [padded(b) for b in factors.up if b is not None]
     norms = [padded(norm.weight) for norm in task.norms if norm is not None]
     down = mx.pad(factors.down, ((0, ranks - len(factors.down)), (0, 0)))
-    of_first, of_second = [*parts, down, sizes], [*up, *norms]
+    of_first = [*parts, down, sizes]
+    of_second = [*up, *norms]
 
     def launch(x: mx.array) -> list[mx.array]:
         h, *y = map(padded, first(inputs=[x, *of_first]))
@@ -282,11 +294,10 @@ def checks(backend: str, instance: Compiled) -> list[Check]:
     depth = 2 * LANES * 16 + 128
 
     widths = check_widths(instance)
-    plain = not (instance.gated or any(instance.heads))
-    return [
-        check_of(backend, instance, rows, depth, widths, exact)
-        for exact in ((True, False) if plain else (False,))
-    ]
+    forms = (True, False)
+    if instance.gated or any(instance.heads):  # what follows the products is never exact
+        forms = (False,)
+    return [check_of(backend, instance, rows, depth, widths, exact) for exact in forms]
 
 
 def check_widths(instance: Compiled) -> tuple[int, ...]:
@@ -309,10 +320,11 @@ def check_of(
     exact: bool,
 ) -> Check:
     """Return a seeded row or more for a group with seeded weights and factors of these sizes."""
-    dtype, form = instance.dtype, Format(instance.group_size, instance.bits)
-    least = (
-        -4 if exact else -4 - form.bits
-    )  # random sums of any size stay within float16, gated too
+    dtype = instance.dtype
+    form = Format(instance.group_size, instance.bits)
+    least = -4
+    if not exact:
+        least -= form.bits  # random sums of any size stay within float16, gated too
     weights = [
         _seeded_weight(width, depth, form, dtype, i, least) for i, width in enumerate(widths)
     ]
@@ -320,14 +332,20 @@ def check_of(
     shapes = [(rows, depth), *((depth, r) for r in instance.ranks)]
     shapes += [(r, width) for r, width in zip(instance.ranks, widths, strict=True)]
     x, *drawn = seeded(shapes, exact)
-    a, b = drawn[: len(widths)], drawn[len(widths) :]
-    a, b = ([v if v.size else None for v in part] for part in (a, b))
+    drawn = [v if v.size else None for v in drawn]
+    a = drawn[: len(widths)]
+    b = drawn[len(widths) :]
     scales = [2.0 if exact else 0.03] * len(widths)
     factors = Factors.of(a, b, scales, dtype)
-    norms = [
-        Norm((1 + seeded([(head,)], True)[0] / 4).astype(dtype), 2.0) if head else None
-        for head in instance.heads
-    ]
+
+    norms: list[Norm | None] = []
+    for head in instance.heads:
+        norm = None
+        if head:
+            (drawn_weight,) = seeded([(head,)], True)
+            norm = Norm((1 + drawn_weight / 4).astype(dtype), 2.0)
+        norms.append(norm)
+
     task = Task(form, instance.ranks, norms, instance.gated)
 
     def kernel(x: mx.array) -> list[mx.array]:
@@ -399,7 +417,10 @@ def plans(rows: int, instance: Compiled, sizes: Sizes) -> tuple[list[Launch], li
     The weights are left out: both read them once, and that takes most of the time. Our kernel reads
     x from a cache for every four outputs; what of that takes longer than the weights counts.
     """
-    e, n, d, total = instance.dtype.size, rows, sizes.inputs, sum(instance.ranks)
+    e = instance.dtype.size
+    n = rows
+    d = sizes.inputs
+    total = sum(instance.ranks)
 
     each = list(zip(instance.ranks, instance.heads, sizes.widths, strict=True))
     plain = level(

@@ -36,7 +36,9 @@ def sliced_matmul(
 
     @mx.custom_function
     def product(x: mx.array) -> mx.array:
-        return _sliced_forward(x, shape, rows) if forward is None else forward(x)
+        if forward is not None:
+            return forward(x)
+        return _sliced_forward(x, shape, rows)
 
     @product.vjp
     def product_vjp(_: Sequence[mx.array], cotangent: mx.array, __: Sequence[mx.array]) -> mx.array:
@@ -56,7 +58,9 @@ def _sliced_forward(x: mx.array, shape: tuple[int, int], rows: Rows) -> mx.array
             with stream:
                 parts.append(x @ rows(start, stop, x).T)
 
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
+    if len(parts) == 1:
+        return parts[0]
+    return mx.concatenate(parts, axis=1)
 
 
 def _sliced_backward(dy: mx.array, shape: tuple[int, int], rows: Rows) -> mx.array:

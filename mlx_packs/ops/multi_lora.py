@@ -113,7 +113,8 @@ def _check_shapes(
         faults.append(f"'pack' must be [{sequences}] but is {list(pack.shape)}")
 
     for i, (y, a, b, scale) in enumerate(zip(outputs, lora_a, lora_b, scales, strict=True)):
-        rank, width = a.shape[-1], y.shape[-1]
+        rank = a.shape[-1]
+        width = y.shape[-1]
         wanted = {
             "outputs": (y, (sequences, rows, width)),
             "lora_a": (a, (packs, depth, rank)),

@@ -201,7 +201,8 @@ def _backend_of(x: mx.array, outputs: Arrays, lora_a: Arrays, lora_b: Arrays) ->
 
     sequences, rows, depth = x.shape
     ranks = tuple(a.shape[-1] for a in lora_a)
-    packs, widths = lora_a[0].shape[0], tuple(y.shape[-1] for y in outputs)
+    packs = lora_a[0].shape[0]
+    widths = tuple(y.shape[-1] for y in outputs)
     factors = factor_dtype(x.dtype, [*lora_a, *lora_b])
     instance = Compiled(x.dtype, factors, ranks, row_tile(rows))
     sizes = Sizes(sequences, depth, widths, packs)
@@ -224,9 +225,15 @@ def checks(
 
     A group takes two tiles of the columns of x in one of them, and three in the other.
     """
-    few, more = (1, 4) if rows4 == FEW_ROWS4 else (4 * rows4 + 3, 4 * rows4 + 2)
+    few = 4 * rows4 + 3
+    more = 4 * rows4 + 2
+    if rows4 == FEW_ROWS4:
+        few = 1
+        more = 4
+
+    aligned = 2 * DEPTH + 44
+    unaligned = 2 * DEPTH + 46
     sizes = (3, ranks, check_widths(ranks), factors)
-    aligned, unaligned = 2 * DEPTH + 44, 2 * DEPTH + 46
 
     two_tiles = Workload((2, -1, 0), few, aligned, *sizes, chunk=2 * DEPTH)
     three_tiles = Workload((2, -1, 0), more, unaligned, *sizes, chunk=3 * DEPTH)
@@ -255,8 +262,8 @@ def check_of(backend: str, dtype: mx.Dtype, workload: Workload, exact: bool) -> 
     ``pack`` and ``scales`` are long enough for kernels to read them in place.
     """
     pack, rows, depth, packs, ranks, widths, factors, chunk = workload
-    s, sequences = len(ranks), len(pack)
-
+    s = len(ranks)
+    sequences = len(pack)
     index = mx.array([*pack, *[-1] * (8 - sequences)], dtype=mx.int32)
 
     def kernel(x: mx.array, *rest: mx.array) -> list[mx.array]:
@@ -286,7 +293,9 @@ def instances() -> list[Instance]:
 
 
 def _instance(dtype: mx.Dtype, sequences: int, rows: int) -> Instance:
-    ranks, widths, packs = (16, 16, 16), (4096, 1024, 1024), 4
+    ranks = (16, 16, 16)
+    widths = (4096, 1024, 1024)
+    packs = 4
     workload = Workload(
         tuple(b % packs for b in range(sequences)), rows, 2560, packs, ranks, widths, dtype
     )
@@ -318,9 +327,13 @@ def plans(
 
     ``shape`` is of x: sequences and rows. ``scales`` and ``pack`` are taken to need no copy.
     """
-    (sequences, rows), (_, d, widths, packs) = shape, sizes
-    e, f, total = itemsize, factor_itemsize, sum(ranks)
-    n, used = sequences * rows, min(sequences, packs)
+    sequences, rows = shape
+    _, d, widths, packs = sizes
+    e = itemsize
+    f = factor_itemsize
+    total = sum(ranks)
+    n = sequences * rows
+    used = min(sequences, packs)
     pairs = list(zip(ranks, widths, strict=True))
     reads = sequences * tiles(rows, PLAIN_TILE)
 

@@ -134,7 +134,9 @@ def quantize(w: mx.array, block_size: int = 64, double_quant: bool = True) -> NF
     weight = (codes[..., 0] << 4) | codes[..., 1]
 
     quantized = NF4Weight(weight, absmax, block_size=block_size)
-    return quantize_absmax(quantized) if double_quant else quantized
+    if double_quant:
+        quantized = quantize_absmax(quantized)
+    return quantized
 
 
 def quantize_absmax(quantized: NF4Weight) -> NF4Weight:
@@ -230,7 +232,9 @@ def _dense_rows(
     """Return rows [start, stop) of the weight, which begin with a block; not before ``after``."""
     if (start, stop) == (0, weight.shape[0]):
         return unpack(weight, after.dtype)
-    depth, size = weight.shape[1], weight.block_size
+
+    depth = weight.shape[1]
+    size = weight.block_size
     blocks = mx.arange(start * depth // size, tiles(stop * depth, size))
     arrays = mx.depends([weight.weight[start:stop], _absmax(weight, blocks)], after)
     return unpack(NF4Weight(*arrays, block_size=size), after.dtype)
@@ -255,7 +259,8 @@ def _normalized(values: mx.array, block_size: int) -> tuple[mx.array, mx.array]:
     """Return values over the largest magnitude of their block, and those magnitudes."""
     # as bitsandbytes has it: whole blocks times the reciprocal, a short last one divided
     whole = values.size // block_size * block_size
-    scaled, absmax = [], []
+    scaled = []
+    absmax = []
 
     if whole:
         blocks = values[:whole].reshape(-1, block_size)
@@ -317,7 +322,8 @@ def _absmax_edges() -> mx.array:
     bitsandbytes rounds a value to one of 65536 in [-1, 1] and looks the nearest code of that up.
     """
     values = np.array(dynamic_map())
-    half, last = np.float32(0.5), np.float32(65535)
+    half = np.float32(0.5)
+    last = np.float32(65535)
 
     def place(value: np.ndarray) -> np.ndarray:
         return ((value + np.float32(1)) * half * last + half).astype(np.int32)
@@ -326,10 +332,12 @@ def _absmax_edges() -> mx.array:
     codes = np.searchsorted((values[1:] + values[:-1]) * half, places)
     wanted = np.searchsorted(codes, np.arange(255), side="right") - 1  # the last place of a code
 
-    below, above = np.full(255, -1, np.float32), np.full(255, 1, np.float32)
+    below = np.full(255, -1, np.float32)
+    above = np.full(255, 1, np.float32)
     for _ in range(64):
         middle = (below + above) * half
         fits = place(middle) <= wanted
-        below, above = np.where(fits, middle, below), np.where(fits, above, middle)
+        below = np.where(fits, middle, below)
+        above = np.where(fits, above, middle)
 
     return mx.array(below)

@@ -16,7 +16,8 @@ from .profile import tiles
 LANES = 32  # of a simdgroup, of a warp
 # As MLX's own quantized matrix-vector product: small groups, so that 1024 outputs fill all cores,
 # and 4 outputs a simdgroup, so that x is loaded once for 4.
-MATVEC_THREADS, MATVEC_OUTPUTS = 64, 4
+MATVEC_THREADS = 64
+MATVEC_OUTPUTS = 4
 ROW_TILES = (1, 2, 4, 8)  # rows that share an unpacked word
 MATVEC_ROWS = 16  # at 24 a dense weight and MLX's product cost the same, by the cost model of Macs
 UNPACK_FLOPS = 6  # shift, mask, look up; each costs as much as a multiply-add
@@ -67,7 +68,9 @@ def compute_dequantize(weight: NF4Weight, dtype: mx.Dtype) -> mx.array:
 def matvec_of(x: mx.array, weight: NF4Weight) -> Callable[[mx.array], mx.array] | None:
     """Return the kernel for a product with as few rows as x has; None where there is none."""
     backend = _matvec_backend(x, weight)
-    return None if backend == "reference" else functools.partial(_matvec, backend, weight)
+    if backend == "reference":
+        return None
+    return functools.partial(_matvec, backend, weight)
 
 
 def _dequantized(backend: str, weight: NF4Weight, dtype: mx.Dtype) -> mx.array:
@@ -85,7 +88,8 @@ def _dequantized(backend: str, weight: NF4Weight, dtype: mx.Dtype) -> mx.array:
 
 
 def _matvec(backend: str, weight: NF4Weight, x: mx.array) -> mx.array:
-    rows, (outputs, depth) = x.shape[0], weight.shape
+    rows = x.shape[0]
+    outputs, depth = weight.shape
     inputs, template = _kernel_inputs(weight, x.dtype)
     tile = _row_tile(rows)
     outputs_of_group = MATVEC_OUTPUTS * MATVEC_THREADS // LANES
@@ -103,9 +107,10 @@ def _matvec(backend: str, weight: NF4Weight, x: mx.array) -> mx.array:
 def _kernel_inputs(weight: NF4Weight, dtype: mx.Dtype) -> tuple[list[mx.array], dict]:
     """Return the inputs of both kernels but the sizes, and their template arguments."""
     word = _word_dtype(weight.shape[1])
-    nested, offset = dynamic_map(), dynamic_map()  # without double quantization they are not read
+    nested = offset = dynamic_map()  # without double quantization they are not read
     if weight.double_quant:
-        nested, offset = weight.nested_absmax, weight.offset
+        nested = weight.nested_absmax
+        offset = weight.offset
 
     inputs = [weight.weight.flatten().view(word), weight.absmax, dynamic_map(), nested, offset]
     template = {"T": dtype, "W": word, "A": weight.absmax.dtype, "BLOCK": weight.block_size}
@@ -154,7 +159,9 @@ def _matvec_backend(x: mx.array, weight: NF4Weight) -> str:
         return "reference"
 
     tile = _row_tile(rows)
-    rows_of_check = tile + 3 if tile == ROW_TILES[-1] else tile  # a second tile, with a tail
+    rows_of_check = tile
+    if tile == ROW_TILES[-1]:
+        rows_of_check += 3  # a second tile, with a tail
     form = weight.block_size, weight.double_quant
     instance = Compiled("matvec", x.dtype, _word_dtype(weight.shape[1]), *form, tile)
 
@@ -172,7 +179,9 @@ def checks(
     backend: str, dtype: mx.Dtype, word: mx.Dtype, block_size: int, double_quant: bool, rows: int
 ) -> list[Check]:
     """Return small inputs with tails in all directions and blocks across rows."""
-    depth = 264 + (0 if word == mx.uint32 else 2)
+    depth = 264
+    if word != mx.uint32:
+        depth += 2
     outputs = tiles((NESTED_BLOCK_SIZE + 1) * block_size, depth) | 1  # two nested blocks, a tail
     shape = (dtype, rows, depth, outputs, block_size, double_quant)
     return [check_of(backend, *shape, exact) for exact in (True, False)]
@@ -190,7 +199,9 @@ def check_of(
 ) -> Check:
     """Return a seeded weight of these sizes and rows of x; exact ones have levels -1, 0 and 1."""
     drawn = _drawn_weight(outputs, depth, block_size, double_quant, exact)
-    matvec = functools.partial(_matvec, backend, drawn) if rows <= MATVEC_ROWS else None
+    matvec = None
+    if rows <= MATVEC_ROWS:
+        matvec = functools.partial(_matvec, backend, drawn)
 
     def by_kernel(x: mx.array) -> list[mx.array]:
         return [nf4_product(x, drawn, matvec, functools.partial(_dequantized, backend))]
@@ -198,7 +209,8 @@ def check_of(
     def by_reference(x: mx.array) -> list[mx.array]:
         return [x @ reference_dequantize(drawn, x.dtype).T]
 
-    x = (sparse_signs if exact else normal)((rows, depth), 0).astype(dtype)
+    draw = sparse_signs if exact else normal
+    x = draw((rows, depth), 0).astype(dtype)
     name = f"{'exact' if exact else 'random'} {rows} x {depth} to {outputs}"
     return Check(name, by_kernel, by_reference, [x], exact)
 
@@ -239,16 +251,19 @@ def instance_of(
     outputs, depth = shape
     form = (dtype, _word_dtype(depth), block_size, double_quant)
     many = rows > MATVEC_ROWS
-    compiled = Compiled("dequantize", *form)
-    if not many:
-        compiled = Compiled("matvec", *form, _row_tile(rows))
+    compiled = Compiled("matvec", *form, _row_tile(rows))
+    rows_of_call = rows
+    if many:
+        compiled = Compiled("dequantize", *form)
+        rows_of_call = outputs
+
     kind = "nf4 double" if double_quant else "nf4"
     sizes = (rows, depth, outputs, block_size, double_quant)
 
     return Instance(
         OP,
         f"{dtype_name(dtype)} {kind} {depth} to {outputs} rows {rows}",
-        (compiled, outputs if many else rows, Sizes(shape)),
+        (compiled, rows_of_call, Sizes(shape)),
         lambda backend: checks(backend, *form, min(rows, MATVEC_ROWS + 1)),
         lambda backend: check_of(backend, dtype, *sizes, exact=False),
         trains=many,
@@ -285,7 +300,8 @@ def matvec_plans(
     dense = dequantize_plans(itemsize, shape, block_size, double_quant)[1]
     dense += [product("MLX's product", itemsize, rows, depth, outputs)]
 
-    row_tiles, tile = tiles(rows, _row_tile(rows)), _row_tile(rows)
+    tile = _row_tile(rows)
+    row_tiles = tiles(rows, tile)
     stored = _quantized_bytes(n, block_size, double_quant)
     x = itemsize * rows * depth
     flops = row_tiles * (UNPACK_FLOPS + 2 * tile) * n
@@ -295,5 +311,7 @@ def matvec_plans(
 
 def _quantized_bytes(n: int, block_size: int, double_quant: bool) -> float:
     blocks = tiles(n, block_size)
-    absmax = blocks + 4 * tiles(blocks, NESTED_BLOCK_SIZE) if double_quant else 4 * blocks
+    absmax = 4 * blocks
+    if double_quant:
+        absmax = blocks + 4 * tiles(blocks, NESTED_BLOCK_SIZE)
     return n / 2 + absmax

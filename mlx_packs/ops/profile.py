@@ -113,7 +113,8 @@ def profile() -> Profile:
 def forced_profile(chosen: Profile) -> Iterator[None]:
     """Compute by this profile on every device."""
     global _forced
-    before, _forced = _forced, chosen
+    before = _forced
+    _forced = chosen
     try:
         yield
     finally:
@@ -139,7 +140,8 @@ def _swiglu_vjp(
     gate, up = mx.depends(list(primals), cotangent)
     (again,) = mx.depends([primals[0]], cotangent)
 
-    wide, twice = gate.astype(mx.float32), again.astype(mx.float32)
+    wide = gate.astype(mx.float32)
+    twice = again.astype(mx.float32)
     slope = mx.sigmoid(wide) * (1 + wide * mx.sigmoid(-wide))
     d_gate = (cotangent * up).astype(mx.float32) * slope
     d_up = cotangent.astype(mx.float32) * (twice * mx.sigmoid(twice))

@@ -93,7 +93,9 @@ def span_attention(
         # [count, H, length, D] to [1, count * length, H, D], as MLX's attention lays it out
         outputs.append(output.transpose(0, 2, 1, 3).flatten(0, 1)[None])
 
-    joined = mx.concatenate(outputs, axis=1) if len(outputs) > 1 else outputs[0]
+    joined = outputs[0]
+    if len(outputs) > 1:
+        joined = mx.concatenate(outputs, axis=1)
     return joined.transpose(0, 2, 1, 3)
 
 
@@ -119,4 +121,6 @@ def _parts(x: mx.array, edges: list[int]) -> Sequence[mx.array]:
 
 def _segments(x: mx.array, count: int) -> mx.array:
     """Return [1, heads, count * length, D] as [count, heads, length, D]."""
-    return x if count == 1 else mx.unflatten(x, 2, (count, -1)).squeeze(0).swapaxes(0, 1)
+    if count == 1:
+        return x
+    return mx.unflatten(x, 2, (count, -1)).squeeze(0).swapaxes(0, 1)
