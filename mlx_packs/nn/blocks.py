@@ -52,10 +52,12 @@ class GroupedAttention(GroupedBlock):
         if (decoded := _decoded(x, projections, self.qkv_lora, norms=norms)) is not None:
             attended = self._attended(*decoded, mask, cache, normed=True)
             return _projected(attended, [self.o_proj], self.o_lora)[0]
+
         projected = _projected(x, projections, self.qkv_lora)
         width = projected[0].shape[-1] // self.n_heads
         follows = isinstance(cache, PrefixKeys) and cache.offset > 0
         fused = _spans_of(cache, mask) or has_fused_gradient(x.dtype, width, mask, follows)
+
         if self.training and self.recompute and not fused:
             trainable = [self[name] for name in ("q_norm", "k_norm") if name in self]
             attended = recomputed(
@@ -66,6 +68,7 @@ class GroupedAttention(GroupedBlock):
             )
         else:
             attended = self._attended(*projected, mask, cache)
+
         return _projected(attended, [self.o_proj], self.o_lora)[0]
 
     def _attended(
@@ -81,17 +84,20 @@ class GroupedAttention(GroupedBlock):
         batch, inputs, _ = queries.shape
         spans = _spans_of(cache, mask)
         rows, length = (1, batch * inputs) if spans else (batch, inputs)
+
         queries = queries.reshape(rows, length, self.n_heads, -1)
         keys = keys.reshape(rows, length, self.n_kv_heads, -1)
         values = values.reshape(rows, length, self.n_kv_heads, -1).transpose(0, 2, 1, 3)
         if "q_norm" in self and not normed:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         queries, keys = queries.transpose(0, 2, 1, 3), keys.transpose(0, 2, 1, 3)
+
         seen = length
         if isinstance(cache, PrefixKeys):
             seen += cache.offset
         ours = cache is None or isinstance(cache, SegmentCache | PrefixKeys)
         ours = ours and (self.training or profile().cuts_scores(rows * self.n_heads, seen))
+
         if spans and isinstance(cache, PrefixKeys):
             shared = SharedKeys(*cache.kept, self.rope, mask.size)
             attended = span_attention(queries, keys, values, self.scale, spans, shared)
@@ -102,6 +108,7 @@ class GroupedAttention(GroupedBlock):
         else:
             attend = self._attend if ours else self._attend_as_mlx_lm
             attended = attend(queries, keys, values, mask, cache)
+
         return attended.transpose(0, 2, 1, 3).reshape(batch, inputs, -1)
 
     def _attend(
@@ -131,6 +138,7 @@ class GroupedAttention(GroupedBlock):
             queries = self.rope(queries, offset=cache.offset)
             keys = self.rope(keys, offset=cache.offset)
             keys, values = cache.update_and_fetch(keys, values)
+
         return scaled_dot_product_attention(
             queries, keys, values, cache=cache, scale=self.scale, mask=mask
         )
@@ -149,7 +157,6 @@ class GroupedMLP(GroupedBlock):
         self.down_lora = down
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Map x [B, T, D] to [B, T, D]."""
         if not (ends := self._ends(x)):
             return self._forward(x)
         return mx.concatenate([self._forward(part) for part in mx.split(x, ends, 1)], axis=1)
@@ -159,6 +166,7 @@ class GroupedMLP(GroupedBlock):
         chip = watched_chip()
         if chip is None or not self.training:
             return []
+
         half = x.dtype == mx.float16
         sizes = x.size // x.shape[-1], frozen_weight(self.gate_proj).shape[0], x.shape[-1]
         calls = product_calls(*sizes, chip, half)
@@ -169,6 +177,7 @@ class GroupedMLP(GroupedBlock):
         projections = [self.gate_proj, self.up_proj]
         if (decoded := _decoded(x, projections, self.gate_up_lora, gated=True)) is not None:
             return _projected(decoded[0], [self.down_proj], self.down_lora)[0]
+
         gated = _projected(x, projections, self.gate_up_lora)
         if self.training and self.recompute:
             trainable = [m for m in (self.down_proj, self.down_lora) if m is not None]
@@ -184,7 +193,6 @@ class GroupedMLP(GroupedBlock):
 def _projected(
     x: mx.array, projections: Sequence[nn.Module], lora: GroupedLoRA | None
 ) -> list[mx.array]:
-    """Return the outputs of a projection group, with its adapters if it has any."""
     if lora is None:
         return [projection(x) for projection in projections]
     return lora.project(x, projections)
@@ -193,7 +201,7 @@ def _projected(
 def _decoded(
     x: mx.array, projections: Sequence[nn.Module], lora: GroupedLoRA | None, **then: Any
 ) -> list[mx.array] | None:
-    """Return the result of a decoding kernel for a group and its epilogue, if there is a kernel."""
+    """Return the outputs of a decoding kernel with what ``then`` asks for; None without one."""
     return None if lora is None else lora.decoded(x, projections, **then)
 
 

@@ -23,12 +23,8 @@ class GroupedDoRA(GroupedLoRA):
     ||W||^2 + 2 s <W, B A> + s^2 ||B A||^2, of which the first is computed once, and the others by
     products with R rows: of the frozen weight as it is, and of A with itself.
 
-    Dropout is on the input of A alone, as in mlx-lm.
-
-    Args:
-        lora: the group that it takes the place of.
-        projections: the frozen linear of each adapter, in its order.
-        norms: of the rows of its weight, [O_i] in float32; magnitudes begin with them.
+    Dropout is only on the input of A, as in mlx-lm. ``norms`` are of the rows of the weights,
+    [O_i] in float32; magnitudes begin with them.
     """
 
     def __init__(
@@ -51,7 +47,6 @@ class GroupedDoRA(GroupedLoRA):
         return self._norms
 
     def _replaced(self, outputs: Sequence[mx.array], summed: Sequence[mx.array]) -> list[mx.array]:
-        """Return all outputs, those of adapted projections with their magnitudes."""
         return super()._replaced(outputs, [self._scaled(i, y) for i, y in enumerate(summed)])
 
     def _scaled(self, i: int, y: mx.array) -> mx.array:
@@ -73,6 +68,7 @@ class GroupedDoRA(GroupedLoRA):
         products = projection(a.T.astype(dtype))
         if "bias" in projection:
             products = products - projection.bias
+
         between = (products.astype(mx.float32) * b).sum(axis=0)
         own = (((a.T @ a) @ b) * b).sum(axis=0)
         return mx.sqrt(mx.maximum(self._norms[i].square() + 2 * s * between + s * s * own, 0))

@@ -7,15 +7,7 @@ from .lora import GroupedLoRA
 
 
 class EmbeddingLoRA(GroupedLoRA):
-    """The adapter of one table [V, D]: A [V, R] begins at zero and B [R, D] normal, as in PEFT.
-
-    Args:
-        vocab_size: V.
-        width: D.
-        rank: R.
-        scale: alpha / rank.
-        key: a random key for B.
-    """
+    """The adapter of one table [V, D]: A [V, R] begins at zero and B [R, D] normal, as in PEFT."""
 
     def __init__(self, vocab_size: int, width: int, rank: int, scale: float, key: mx.array) -> None:
         super().__init__(vocab_size, [], 0.0, [])
@@ -38,12 +30,9 @@ class AdaptedEmbedding(nn.Module):
 
     No dropout acts on it, as in PEFT.
 
-    Args:
-        embedding: quantized or dense.
-        lora: its adapter.
-        head: whether the adapter acts on the output too, where the table is the head: as in
-            mlx-lm, and as one merged table does. PEFT's acts on the input alone, unless its config
-            has ``ensure_weight_tying``.
+    With ``head`` the adapter acts on the output too, where the table is the head: as in mlx-lm,
+    and as one merged table does. PEFT's acts on the input alone, unless its config has
+    ``ensure_weight_tying``.
     """
 
     def __init__(self, embedding: nn.Module, lora: EmbeddingLoRA, head: bool) -> None:
@@ -53,11 +42,9 @@ class AdaptedEmbedding(nn.Module):
         self._head = head
 
     def __call__(self, tokens: mx.array) -> mx.array:
-        """Return rows [..., D] of the adapted table."""
         rows = self.embedding(tokens)
         return rows + self.lora.rows(tokens).astype(rows.dtype)
 
     def as_linear(self, x: mx.array) -> mx.array:
-        """Multiply x [..., D] by the table, [..., V]."""
         y = self.embedding.as_linear(x)
         return y + self.lora.logits(x).astype(y.dtype) if self._head else y

@@ -37,9 +37,9 @@ class FrozenBlock(WrappedBlock):
         self.is_last = is_last
 
     def __call__(self, *args: mx.array, **kwargs: object) -> object:
-        """Return the block's output, computed or injected."""
         if self.injection.states is not None:
             return self.injection.states if self.is_last else args[0]
+
         states = self["block"](*args, **kwargs)
         if self.injection.stops and self.is_last:
             raise _Stopped(states)
@@ -60,8 +60,7 @@ def injected(model: nn.Module, states: mx.array) -> Iterator[None]:
 def frozen_output(model: nn.Module, forward: Callable[[], object]) -> object:
     """Return the output of the frozen blocks in a forward pass, which ends there.
 
-    Raises:
-        ValueError: if it never gets there.
+    A forward that never gets there is a ValueError.
     """
     injection = _injection(model)
     injection.stops = True

@@ -99,8 +99,6 @@ class FrozenWeight(ABC):
 
 
 class DenseWeight(FrozenWeight):
-    """A weight that is not quantized."""
-
     @property
     def shape(self) -> tuple[int, int]:
         return self.module.weight.shape[-2:]
@@ -136,8 +134,6 @@ class QuantizedWeight(FrozenWeight):
 
 
 class MLXWeight(QuantizedWeight):
-    """A weight in one of MLX's quantized formats."""
-
     @property
     def shape(self) -> tuple[int, int]:
         outputs, words = self.module.weight.shape[-2:]
@@ -151,6 +147,7 @@ class MLXWeight(QuantizedWeight):
         *stack, outputs, words = self.module.weight.shape
         width, odd = divmod(words * 32, self.bits)
         expected = [*stack, outputs, width // self.group_size]
+
         parts = {"scales": self.module.scales}
         if self.mode == "affine" or self.module.get("biases") is not None:
             parts["biases"] = self.module.get("biases")
@@ -199,7 +196,6 @@ class MLXWeight(QuantizedWeight):
 
     @property
     def _format(self) -> dict[str, Any]:
-        """How the weight is quantized, as MLX's functions take it."""
         return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
 
     @staticmethod
@@ -207,7 +203,6 @@ class MLXWeight(QuantizedWeight):
         return module["weight"], module["scales"], module.get("biases")
 
     def _rows_of_arrays(self, at: slice | mx.array) -> list[mx.array]:
-        """Return some rows of codes, scales, and biases where there are any."""
         return [array[at] for array in self._arrays(self.module) if array is not None]
 
     def _dequantized(self, arrays: list[mx.array]) -> mx.array:
@@ -239,7 +234,6 @@ class CustomEmbedding(CustomWeight):
         return frozen_weight(self).rows(tokens)
 
     def as_linear(self, x: mx.array) -> mx.array:
-        """Return x [..., D] times the table, [..., V]: the head of a model with tied embeddings."""
         return frozen_weight(self).product(x)
 
 
@@ -250,6 +244,7 @@ def frozen_weight(module: nn.Module) -> FrozenWeight:
     """Return what a linear, an embedding or a stack of experts stores; an adapted one's own."""
     while "linear" in module:
         module = module["linear"]
+
     for kind in type(module).__mro__:
         if kind in FROZEN:
             return FROZEN[kind](module)

@@ -12,10 +12,6 @@ class FullCopy(nn.Module):
 
     Where activations are in half precision, nothing after it is promoted, and what is computed is
     what a pack computes, which has the weights in the base's dtypes.
-
-    Args:
-        module: trainable, with floating weights in float32.
-        dtypes: what each of its weights is cast to, by name.
     """
 
     def __init__(self, module: nn.Module, dtypes: dict[str, mx.Dtype]) -> None:
@@ -30,11 +26,9 @@ class FullCopy(nn.Module):
         return cast
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the module returns."""
         return self._cast()(*args, **kwargs)
 
     def as_linear(self, x: mx.array) -> mx.array:
-        """Multiply x [..., D] by the table of an embedding, [..., V]."""
         return self._cast().as_linear(x)
 
 

@@ -33,19 +33,22 @@ def _update(
     """Return the result of mlx-lm's function of these arguments: ``state`` and ``mask`` follow."""
     options = dict(zip(("state", "mask"), optional, strict=False)) | named
     beta = mx.sigmoid(b) * (2.0 if options.get("allow_neg_eigval") else 1.0)
+
     rate = mx.exp(A_log.astype(mx.float32))
     if (lowest := options.get("lower_bound")) is None:
         log_decay = -rate * nn.softplus(a + dt_bias)
     else:
         log_decay = lowest * mx.sigmoid(rate * (a.astype(mx.float32) + dt_bias))
+
     return gated_delta(q, k, v, log_decay, beta, options.get("state"), options.get("mask"))
 
 
 def _home(module: nn.Module) -> ModuleType | None:
-    """Return the Python module that calls the recurrence for a layer, if it is one with it."""
+    """Return the Python module that calls the recurrence for a layer; None of other layers."""
     home = sys.modules.get(type(module).__module__)
     if home is None or not home.__name__.startswith("mlx_lm."):
         return None
+
     has_recurrence = hasattr(home, _NAME) and "A_log" in module and "dt_bias" in module
     return home if has_recurrence else None
 
@@ -54,13 +57,15 @@ def _home(module: nn.Module) -> ModuleType | None:
 def _in_training(layer: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass of a layer's class whose recurrence is ours in training.
 
-    Outside training it is bit-identical to mlx-lm's where mlx-lm has a kernel or loops over few tokens.
+    Outside training it is bit-identical to mlx-lm's if mlx-lm has a kernel or loops over few
+    tokens.
     """
 
     class GatedDelta(layer):
         def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> Any:
             if not self.training and (x.shape[1] <= CHUNK or dispatch.detect() == "metal"):
                 return super().__call__(x, *args, **kwargs)
+
             home = sys.modules[layer.__module__]
             theirs = getattr(home, _NAME)
             setattr(home, _NAME, _update)
@@ -73,7 +78,7 @@ def _in_training(layer: type[nn.Module]) -> type[nn.Module]:
 
 
 def gated_delta_layer(module: nn.Module) -> nn.Module | None:
-    """Return a layer with the same parameters that trains by chunks; None if it is no such layer."""
+    """Return a layer with the same parameters that trains by chunks; None of other layers."""
     if _home(module) is None:
         return None
     layer = copy.copy(module)

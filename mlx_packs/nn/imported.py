@@ -1,4 +1,4 @@
-"""DoRA that is applied and not trained: it computes what mlx-lm's and PEFT's own modules compute."""
+"""DoRA that is applied and not trained: it computes what mlx-lm's and PEFT's modules compute."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -29,14 +29,16 @@ class DoRALinear(nn.Module):
         self.lora_a = lora_a.astype(mx.float32)
         self.lora_b = lora_b.astype(mx.float32)
         self.m = m.astype(mx.float32)
+
         adapted = weight.astype(mx.float32) + scale * (self.lora_a @ self.lora_b).T
         self.magnitude = self.m / mx.maximum(mx.linalg.norm(adapted, axis=1), LEAST_NORM)
+
         self._scale = scale
         self._bias = bias
         self.freeze()
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Map x [..., D] to [..., O]; the low-rank product has float32 factors."""
+        """Return [..., O] of x [..., D]; the low-rank product has float32 factors."""
         y = self.linear(x)
         low_rank = (x.astype(mx.float32) @ self.lora_a) @ self.lora_b
         scaled = self.magnitude * (y + self._scale * low_rank)

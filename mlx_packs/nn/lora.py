@@ -34,17 +34,13 @@ class AdapterShape:
 
 
 class InputDropout:
-    """Dropout whose mask can be drawn again: with a ``key``, every call gives the same mask.
-
-    A recomputed block runs twice, and both runs must drop the same inputs (nn/recompute.py).
-    """
+    """Dropout. With a ``key`` all calls drop the same, as both runs of a recomputed block must."""
 
     def __init__(self, p: float) -> None:
         self.p = p
         self.key: mx.array | None = None
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Return x with a share p of its numbers at zero and the others scaled by 1 / (1 - p)."""
         mask = mx.random.bernoulli(1 - self.p, x.shape, key=self.key)
         return mx.where(mask, x * (1 / (1 - self.p)), 0)
 
@@ -80,10 +76,12 @@ class GroupedLoRA(nn.Module):
         super().__init__()
         bound = 1 / math.sqrt(in_features)
         adapted = [(i, s) for i, s in enumerate(shapes) if s is not None]
+
         self._slots = [i for i, _ in adapted]
         self._kept: _Kept | None = None
         self._scales = [s.scale for _, s in adapted]
         self.dropout = InputDropout(dropout)
+
         self.lora_a = [
             mx.random.uniform(-bound, bound, (*s.stack, in_features, s.rank), key=keys[i])
             for i, s in adapted
@@ -94,13 +92,7 @@ class GroupedLoRA(nn.Module):
     def of_factors(
         cls, slots: Sequence[int], lora_a: Sequence[mx.array], lora_b: Sequence[mx.array]
     ) -> "GroupedLoRA":
-        """Return a group for inference with these factors, their scales multiplied into B.
-
-        Args:
-            slots: which projections of the group have them.
-            lora_a: A [D, R] of each of those.
-            lora_b: B [R, O].
-        """
+        """Return a group for inference: A [D, R] and B [R, O] of ``slots``, scales in B."""
         lora = cls(lora_a[0].shape[0], [], 0.0, [])
         lora._slots, lora._scales = list(slots), [1.0] * len(lora_a)
         lora.lora_a, lora.lora_b = list(lora_a), list(lora_b)
@@ -115,11 +107,12 @@ class GroupedLoRA(nn.Module):
     def project(
         self, x: mx.array, projections: Sequence[Callable[[mx.array], mx.array]]
     ) -> list[mx.array]:
-        """Return the outputs of all projections of x [..., D], [..., O_i] each, with their deltas."""
+        """Return all outputs of x [..., D], [..., O_i] each, with their deltas."""
         if (decoded := self.decoded(x, projections)) is not None:
             return decoded
         if not profile().saves_passes or not self.training or self.dropout.p:
             return self(x, [projection(x) for projection in projections])
+
         a, b = self.multiplied()
         x, hidden = shared_input(x, a)
         outputs = [projection(x) for projection in projections]
@@ -127,7 +120,7 @@ class GroupedLoRA(nn.Module):
         return self._replaced(outputs, with_deltas(adapted, hidden, b, self._scales))
 
     def __call__(self, x: mx.array, outputs: Sequence[mx.array]) -> list[mx.array]:
-        """Return the outputs of all projections, [..., O_i] each, with the deltas of adapted ones."""
+        """Return ``outputs`` [..., O_i], those of adapted projections with their deltas."""
         if self.training and self.dropout.p:
             x = self.dropout(x)
         adapted = [outputs[i] for i in self._slots]
@@ -135,7 +128,6 @@ class GroupedLoRA(nn.Module):
         return self._replaced(outputs, summed)
 
     def _replaced(self, outputs: Sequence[mx.array], summed: Sequence[mx.array]) -> list[mx.array]:
-        """Return all outputs, those of adapted projections replaced."""
         result = list(outputs)
         for i, y in zip(self._slots, summed, strict=True):
             result[i] = y
@@ -148,20 +140,14 @@ class GroupedLoRA(nn.Module):
         norms: Sequence[nn.Module | None] = (),
         gated: bool = False,
     ) -> list[mx.array] | None:
-        """Return the result of `project` for few rows of a text; None where no kernel computes it.
+        """Return `project` of few rows by a kernel inside of `factors_cast`; None without a kernel.
 
-        Args:
-            x: [..., D].
-            projections: all that read x.
-            norms: RMSNorm of the heads of each output, or none at all.
-            gated: whether to return silu(y[0]) * y[1] alone.
-
-        Returns:
-            [..., O] each, inside of `factors_cast`, from affine weights, on a GPU where a kernel is
-            chosen.
+        With ``norms`` the RMSNorm of each output's heads follows, with ``gated`` only
+        silu(y[0]) * y[1] is returned. Weights must be affine.
         """
         if self._kept is None or self.training or x.size > MAX_ROWS * x.shape[-1]:
             return None
+
         key = ("launches", x.shape, x.dtype, bool(norms), gated)
         launches = self._once(key, lambda: self._launches(x, projections, norms, gated))
         return None if launches is None else launches(x)
@@ -178,11 +164,13 @@ class GroupedLoRA(nn.Module):
             return None
         if any(n is not None and type(n) is not nn.RMSNorm for n in norms):
             return None
+
         weights = [AffineWeight(m.weight, m.scales, m.biases) for m in projections]
         of_heads = [None if n is None else Norm(n.weight, n.eps) for n in norms]
         present = zip(*self.multiplied(), self._scales, strict=True)
         present = dict(zip(self._slots, present, strict=True))
         slots = [present.get(i, (None, None, 0.0)) for i in range(len(projections))]
+
         factors = Factors.of(*zip(*slots, strict=True), x.dtype)
         return prepare(x.shape, x.dtype, weights, form, factors, of_heads, gated)
 
@@ -200,7 +188,7 @@ class GroupedLoRA(nn.Module):
         return self._once(("factors", dtype), cast)
 
     def _once(self, key: tuple, compute: Callable[[], T]) -> T:
-        """Return the result of a function, computed once inside of `factors_cast` for the same factors."""
+        """Return a result that is computed once inside of `factors_cast` for the same factors."""
         kept, masters = self._kept, [*self.lora_a, *self.lora_b]
         if len(masters) != len(kept.masters) or not all(map(operator.is_, masters, kept.masters)):
             kept.masters, kept.values = masters, {}
@@ -209,12 +197,14 @@ class GroupedLoRA(nn.Module):
         return kept.values[key]
 
     def fused(self, x: mx.array, output: mx.array, widths: Sequence[int]) -> mx.array:
-        """Return the same for the output [..., sum(widths)] of one projection of several slices."""
+        """Return the output [..., sum(widths)] of one projection of several slices, with deltas."""
         if self.training and self.dropout.p:
             x = self.dropout(x)
+
         empty_a = mx.zeros((x.shape[-1], 0))
         all_a, all_b = self.multiplied()
         a, b, scales = [], [], []
+
         for i, width in enumerate(widths):
             at = self._slots.index(i) if i in self._slots else None
             a.append(empty_a if at is None else all_a[at])
@@ -225,11 +215,12 @@ class GroupedLoRA(nn.Module):
     def of_experts(
         self, x: mx.array, output: mx.array, indices: mx.array, sorted_indices: bool
     ) -> mx.array:
-        """Return the same for experts: each row of x [..., 1, D] by the adapter of its index."""
+        """Return the output of experts: each row of x [..., 1, D] by the adapter of its index."""
         if not self._slots:
             return output
         if self.training and self.dropout.p:
             x = self.dropout(x)
+
         selection = {"rhs_indices": indices, "sorted_indices": sorted_indices}
         (a,), (b,), (scale,) = self.factors(x.dtype)
         hidden = mx.gather_mm(x, a.astype(x.dtype), **selection)  # [..., 1, R]
@@ -241,14 +232,15 @@ class GroupedLoRA(nn.Module):
 
 @contextmanager
 def factors_cast(model: nn.Module) -> Iterator[None]:
-    """Return a context, in which nothing is trained, that casts factors on a GPU once, not a call.
+    """Cast factors once, not at each call, while nothing is trained; replaced ones are cast again.
 
-    Factors that are replaced meanwhile are cast again. On a CPU activations are float32 as they are.
+    On a CPU activations are float32 as they are.
     """
     groups = [m for m in model.modules() if isinstance(m, GroupedLoRA)]
     groups = [group for group in groups if group.keeps_on_cpu or profile().dtype is None]
     for group in groups:
         group._kept = _Kept()
+
     try:
         yield
     finally:
@@ -280,10 +272,10 @@ class AdaptedLinear(nn.Module):
         self._widths = tuple(widths)
 
     def __call__(self, x: mx.array) -> mx.array | list[mx.array]:
-        """Map x [..., D] to [..., O], or to its slices."""
         alone = len(self._widths) == 1
         if alone and (decoded := self.lora.decoded(x, [self.linear])) is not None:
             return decoded[0]
+
         output = self.linear(x)
         if isinstance(output, (list, tuple)):
             return self.lora(x, output)

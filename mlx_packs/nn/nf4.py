@@ -24,6 +24,7 @@ class _NF4Module(CustomWeight):
         if weight.double_quant:
             self.nested_absmax = weight.nested_absmax
             self.offset = weight.offset
+
         self.group_size = weight.block_size
         self.dtype = dtype
         self._nf4_weight = weight
@@ -83,14 +84,11 @@ class NF4Embedding(_NF4Module, CustomEmbedding):
     def from_embedding(
         cls, embedding: nn.Embedding, group_size: int = 64, double_quant: bool = True
     ) -> "NF4Embedding":
-        """Quantize a dense table. Its width must be even."""
         weight = nf4.quantize(embedding.weight, group_size, double_quant)
         return cls(weight, embedding.weight.dtype)
 
 
 class FrozenNF4(QuantizedWeight):
-    """The weight of an NF4 module."""
-
     @property
     def shape(self) -> tuple[int, int]:
         return self.module.nf4_weight.shape

@@ -14,11 +14,8 @@ class NoisyEmbedding(nn.Module):
 
     Semantics: rows + uniform(-1, 1) * alpha / sqrt(T * D)
 
-    T is the length of the sequences of a batch, padding included, as in transformers and TRL.
-
-    Args:
-        embedding: what it takes the place of.
-        alpha: of the noise; the authors try 5 to 15.
+    T is the length of the sequences of a batch, padding included, as in transformers and TRL. The
+    authors try 5 to 15 for ``alpha``.
     """
 
     def __init__(self, embedding: nn.Module, alpha: float) -> None:
@@ -27,13 +24,12 @@ class NoisyEmbedding(nn.Module):
         self._alpha = alpha
 
     def __call__(self, tokens: mx.array) -> mx.array:
-        """Return rows [B, T, D] of the table, in training with noise."""
         rows = self.embedding(tokens)
         if not self.training:
             return rows
+
         size = self._alpha / math.sqrt(math.prod(rows.shape[-2:]))
         return rows + mx.random.uniform(-size, size, rows.shape, rows.dtype)
 
     def as_linear(self, x: mx.array) -> mx.array:
-        """Multiply x [..., D] by the table, [..., V]."""
         return self.embedding.as_linear(x)

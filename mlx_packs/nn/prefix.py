@@ -97,7 +97,6 @@ class PrefixKeys(PrefixCache):
         return keys, values
 
     def keys_and_values(self) -> tuple[mx.array | None, mx.array | None]:
-        """Return what `update_and_fetch` did."""
         return self.keys, self.values
 
     def make_mask(
@@ -111,6 +110,7 @@ class PrefixKeys(PrefixCache):
 
         if self.spans is not None:
             return Window(window_size)
+
         hides = window_size is not None and self.offset + N > window_size
         if return_array or hides:
             return create_causal_mask(N, self.offset, window_size=window_size)
@@ -220,7 +220,6 @@ def prefix_cache(cache: object) -> PrefixCache:
 
 
 def prefix_caches_in(tree: Any) -> list[PrefixCache]:
-    """Return the caches among arguments."""
     return [leaf for _, leaf in tree_flatten(tree) if isinstance(leaf, PrefixCache)]
 
 
@@ -255,9 +254,11 @@ def tree_states(
     if root is not None:
         offset += root.shape[1]
     copies = suffixes.shape[0] // groups
+
     following = [cache.after(offset, copies, is_last=True) for cache in caches]
     if spans is not None:
         following = [cache.before_spans(spans) for cache in following]
+
     of_suffixes = forward(suffixes, following)
     return mx.concatenate([kept[STATES], of_suffixes.flatten(0, 1)])
 
@@ -291,6 +292,7 @@ def names_with_gradient(model: nn.Module, kept: KeptArrays) -> list[str]:
 
     layers = getattr(model, "layers", [])
     counts = [len(tree_flatten(layer.trainable_parameters())) for layer in layers]
+
     first = 0
     has_a_cache_each = len(layers) == len(make_prompt_cache(model))
     if has_a_cache_each and sum(counts) == len(tree_flatten(model.trainable_parameters())):

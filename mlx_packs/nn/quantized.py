@@ -1,8 +1,8 @@
 """The three ways to multiply by a frozen weight (matmul paths), and swapping modules for them.
 
-``quantized``: MLX's fused kernel on the quantized weight. ``transient``: dequantize for one use, then
-a dense product; the backward dequantizes again, so nothing dense is kept. ``dense``: dequantize
-once and keep. Which is fastest depends on device, rows and shape: `auto` measures (matmul_path.py).
+``quantized``: MLX's fused kernel on the quantized weight. ``transient``: dequantize for one use,
+then a dense product; the backward dequantizes again, so nothing dense is kept. ``dense``:
+dequantize once and keep. The fastest depends on device, rows and shape: `auto` measures.
 """
 
 import copy
@@ -38,7 +38,6 @@ class TransientLinear(nn.Module):
         self.linear = linear
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Map x [..., D] to [..., O]."""
         y = frozen_weight(self.linear).transient_product(x)
         return y + self.linear.bias if "bias" in self.linear else y
 
@@ -51,11 +50,9 @@ class TransientEmbedding(nn.Module):
         self.embedding = embedding
 
     def __call__(self, tokens: mx.array) -> mx.array:
-        """Return rows [..., D] of the table."""
         return self.embedding(tokens)
 
     def as_linear(self, x: mx.array) -> mx.array:
-        """Multiply x [..., D] by the table, [..., V]."""
         return frozen_weight(self.embedding).transient_product(x)
 
 
@@ -80,7 +77,6 @@ class HalfLinear(nn.Module):
         self.freeze()
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Map x [..., D] to [..., O], in the dtype of x."""
         y = x @ self.weight.astype(x.dtype).T
         return y + self.bias.astype(x.dtype) if "bias" in self else y
 
@@ -89,10 +85,10 @@ class DenseLinear(nn.Linear):
     """A linear whose product the streams of a CPU share."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Map x [..., D] to [..., O]."""
         device = profile()
         if device.streams == 1:
             return super().__call__(x)
+
         y = device.matmul(x, self.weight)
         return y + self.bias if "bias" in self else y
 
@@ -102,12 +98,14 @@ def dense_module(module: nn.Module, dtype: mx.Dtype | None = None) -> nn.Module:
     weight = frozen_weight(module).dense()
     if dtype is not None:
         weight = weight.astype(dtype)
+
     if isinstance(module, EMBEDDINGS):
         dense = nn.Embedding(1, 1)
     else:
         dense = DenseLinear(1, 1, bias="bias" in module)
         if "bias" in module:
             dense.bias = module.bias if dtype is None else module.bias.astype(dtype)
+
     dense.weight = weight
     dense.freeze()
     return dense
@@ -116,12 +114,8 @@ def dense_module(module: nn.Module, dtype: mx.Dtype | None = None) -> nn.Module:
 def stored_weight(module: nn.Module, dtype: mx.Dtype, after: Sequence[mx.array] = ()) -> mx.array:
     """Return the dense weight of a module bit-identical to that of its checkpoint.
 
-    On a CPU a loaded base has scales, and dense weights, in float32.
-
-    Args:
-        module: a linear, an embedding or a stack of experts.
-        dtype: of the dense weight in the checkpoint.
-        after: what is computed before the weight is dequantized.
+    On a CPU a loaded base has scales, and dense weights, in float32; ``dtype`` is the
+    checkpoint's. The weight is dequantized after ``after`` is computed.
     """
     part = module
     if after:
@@ -130,6 +124,7 @@ def stored_weight(module: nn.Module, dtype: mx.Dtype, after: Sequence[mx.array] 
         arrays = mx.depends([module[name] for name in names], list(after))
         for name, array in zip(names, arrays, strict=True):
             part[name] = array
+
     return frozen_weight(part).stored(dtype)
 
 
@@ -137,6 +132,7 @@ def dense_like(module: nn.Module, weight: mx.array) -> nn.Module:
     """Return a frozen dense module of the kind of another one, with its bias, and this weight."""
     if isinstance(module, (nn.Linear, *LINEARS)):
         return linear_of(weight, module.get("bias"))
+
     if is_switch_linear(module):
         from mlx_lm.models.switch_layers import SwitchLinear
 
@@ -145,6 +141,7 @@ def dense_like(module: nn.Module, weight: mx.array) -> nn.Module:
             dense.bias = module.bias
     else:
         dense = nn.Embedding(1, 1)
+
     dense.weight = weight
     dense.freeze()
     return dense
@@ -167,7 +164,6 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 
 def quantized_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return paths and modules of every quantized linear and embedding of a model."""
     return [(path, m) for path, m in model.named_modules() if isinstance(m, QUANTIZED)]
 
 
@@ -180,6 +176,7 @@ def count_weights(model: nn.Module) -> int:
             count += own["weight"].nbytes * 8 // bits + own.get("bias", mx.zeros(0)).size
         else:
             count += sum(v.size for v in own.values())
+
     return count
 
 
@@ -242,10 +239,9 @@ def matmul_path_of(module: nn.Module) -> str | None:
 def apply_matmul_path(
     model: nn.Module, matmul_path: str, lazy: bool = False
 ) -> list[tuple[str, nn.Module]]:
-    """Make every quantized module of ``model`` compute by ``matmul_path``; ``lazy`` reads no weight.
+    """Make all quantized modules compute by a matmul path; ``lazy`` reads no weight.
 
-    Returns:
-        (path, original module) of those replaced; `replace_modules` puts them back.
+    Return (path, original module) of those replaced; `replace_modules` puts them back.
     """
     replacement = PATHS[matmul_path].replacement
     originals, replaced = [], []
@@ -253,6 +249,7 @@ def apply_matmul_path(
         if (other := replacement(module)) is not None:
             originals.append((path, module))
             replaced.append((path, other))
+
     replace_modules(model, replaced)
     if not lazy:
         mx.eval([m.parameters() for _, m in replaced])

@@ -28,8 +28,8 @@ def recomputed(
 
     The second call waits for the gradient of the result, and what it passes on waits for the
     gradients of the parameters, so that the activations of one call are in memory at a time.
-    (`mx.checkpoint` enforces neither order, and then those of several blocks stay in memory until the
-    end of the step.)
+    (`mx.checkpoint` enforces neither order, and then those of several blocks stay in memory until
+    the end of the step.)
 
     Gradients reach every floating array among the arguments, what a `PrefixCache` among them keeps
     or gets from the call, and the trainable parameters of ``modules``; other arrays that
@@ -51,6 +51,7 @@ def recomputed(
         left = [cache.left() if leaves_arrays else None for cache in own]
         leaves = tree_flatten([result, *left])
         arrays = [(name, leaf) for name, leaf in leaves if isinstance(leaf, mx.array)]
+
         # once each: of an array that is a result twice, MLX takes one gradient only
         distinct = {id(leaf): leaf for _, leaf in arrays}
         order = list(distinct)
@@ -80,6 +81,7 @@ def _recomputed(
         for lora in m.modules()
         if isinstance(lora, GroupedLoRA) and lora.training and lora.dropout.p
     ]
+
     # drawn here, once: both calls must drop the same inputs; within another such call, its keys
     keys = [_fresh_key() if d.key is None else d.key for d in dropouts]
 
@@ -93,9 +95,11 @@ def _recomputed(
         remaining = iter(arrays[len(parameters) :])
         placed = tree_map(lambda leaf: next(remaining) if _is_differentiable(leaf) else leaf, args)
         set_parameters(arrays[: len(parameters)])
+
         before = [dropout.key for dropout in dropouts]
         for dropout, key in zip(dropouts, keys, strict=True):
             dropout.key = key
+
         try:
             return function(*placed)
         finally:
@@ -110,6 +114,7 @@ def _recomputed(
         primals = [primals] if isinstance(primals, mx.array) else list(primals)
         cotangents = [cotangents] if isinstance(cotangents, mx.array) else list(cotangents)
         _, gradients = mx.vjp(call, mx.depends(primals, cotangents), cotangents)
+
         of_parameters, of_inputs = gradients[: len(parameters)], gradients[len(parameters) :]
         if of_parameters and of_inputs:
             of_inputs = mx.depends(of_inputs, of_parameters)
@@ -131,13 +136,13 @@ class RecomputedBlock(WrappedBlock):
     """A block that the backward computes again."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of the block."""
         block = self["block"]
         # in training mlx-lm passes a cache only if later blocks read it; a gradient must reach it
         is_read = any(
             hasattr(leaf, "update_and_fetch") and not isinstance(leaf, PrefixCache | SegmentCache)
             for _, leaf in tree_flatten((args, kwargs))
         )
+
         if is_read or not self.training:
             return block(*args, **kwargs)
         return recomputed(block, [block], *args, **kwargs)
@@ -152,6 +157,7 @@ def recomputing(model: nn.Module, policy: str) -> list[tuple[str, nn.Module]]:
     for module in model.modules():
         if isinstance(module, GroupedBlock):
             module.recompute = facts.operations
+
     if not facts.blocks:
         return []
     paths = zip(block_prefixes(model), model.layers, strict=True)

@@ -34,7 +34,6 @@ class SegmentCache:
         self.unwindowed: mx.array | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the keys and values of this forward alone."""
         return keys, values
 
     def make_mask(
@@ -49,6 +48,7 @@ class SegmentCache:
         seen = distance >= 0
         if window_size is not None:
             seen = seen & (distance < window_size)
+
         same = self.segments[:, :, None] == self.segments[:, None, :]
         mask = mx.expand_dims(same & seen, list(range(1, 1 + self.head_axes)))
         if window_size is None:
@@ -86,7 +86,7 @@ def places_in_segments(segments: mx.array) -> mx.array:
 
 
 class RestartedPositions(nn.Module):
-    """A table of learned positions that starts again in each segment while `restarting`."""
+    """A table of learned positions that starts again in each segment inside of `restarting`."""
 
     def __init__(self, table: nn.Module) -> None:
         super().__init__()
@@ -94,7 +94,6 @@ class RestartedPositions(nn.Module):
         self._places: list[mx.array] = []
 
     def __call__(self, positions: mx.array) -> mx.array:
-        """Return the rows [..., D] of the table at these positions, or at those in segments."""
         return self.table(self._places[0] if self._places else positions)
 
 

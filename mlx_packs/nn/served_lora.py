@@ -1,8 +1,8 @@
 """Adapters of many packs in one projection group, for batches whose sequences use different packs.
 
-Each pack has a slot. Before a forward pass the `Selection` is told the slot of every sequence. Where
-all have the same one, the group computes what `GroupedLoRA` does with that pack alone, with its
-kernels for decoding; otherwise `ops.multi_lora` adds to each sequence the delta of its own pack.
+Each pack has a slot. Before a forward pass the `Selection` is told the slot of every sequence. If
+all have the same one, the group computes what `GroupedLoRA` does with that pack, with its kernels
+for decoding; otherwise `ops.multi_lora` adds to each sequence the delta of its own pack.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +35,6 @@ class Selection:
         self.set((BASE,))
 
     def set(self, slots: Sequence[int]) -> None:
-        """Choose the slots of the sequences of the next forward pass."""
         self.count = len(slots)
         alike = all(slot == slots[0] for slot in slots)
         self.only: int | None = slots[0] if alike else None
@@ -54,11 +53,9 @@ class _Stacks:
 
 
 class ServedLoRA(GroupedLoRA):
-    """A projection group with the adapters of every pack that is served.
+    """A projection group with the adapters of every pack that is served, in the place of ``lora``.
 
-    Args:
-        lora: the group that it takes the place of: which projections have adapters, and their widths.
-        selection: shared by all groups of a model.
+    All groups of a model share one ``selection``.
     """
 
     def __init__(self, lora: GroupedLoRA, selection: Selection) -> None:
@@ -73,14 +70,9 @@ class ServedLoRA(GroupedLoRA):
     def install(
         self, packs: Sequence[Sequence[Factors] | None], dtype: mx.Dtype
     ) -> list[list[Factors]]:
-        """Replace the adapters of all slots; they are evaluated.
+        """Replace the adapters of all slots: by slot, factors of each adapted slice, or None.
 
-        Args:
-            packs: by slot, the factors of each adapted slice; None is an empty slot.
-            dtype: of the factors in memory.
-
-        Returns:
-            The same factors, as parts of the arrays that are in memory now.
+        Return the same factors as parts of the arrays that are in memory now, evaluated.
         """
         stacks = _Stacks()
         for i, (inputs, outputs) in enumerate(self._sizes):
@@ -90,10 +82,12 @@ class ServedLoRA(GroupedLoRA):
             a, b = zip(*(empty if f is None else f for f in factors), strict=True)
             stacks.lora_a.append(mx.stack([_padded(x.astype(dtype), rank, -1) for x in a]))
             stacks.lora_b.append(mx.stack([_padded(x.astype(dtype), rank, -2) for x in b]))
+
         stacks.scales = mx.ones((max(len(packs), _IN_PLACE),))
         mx.eval(stacks.lora_a, stacks.lora_b, stacks.scales)
         stacks.views = [self._view(stacks, slot, pack) for slot, pack in enumerate(packs)]
         self._stacks = stacks
+
         return [
             [
                 None if f is None else (a[slot][:, : f[0].shape[-1]], b[slot][: f[1].shape[0]])
@@ -106,7 +100,6 @@ class ServedLoRA(GroupedLoRA):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the adapters of all packs."""
         return sum(stack.nbytes for stack in (*self._stacks.lora_a, *self._stacks.lora_b))
 
     def _view(
@@ -116,6 +109,7 @@ class ServedLoRA(GroupedLoRA):
         present = [i for i, factors in enumerate(pack or ()) if factors is not None]
         if not present:
             return None
+
         return GroupedLoRA.of_factors(
             [self._slots[i] for i in present],
             [stacks.lora_a[i][slot] for i in present],
@@ -125,16 +119,16 @@ class ServedLoRA(GroupedLoRA):
     def project(
         self, x: mx.array, projections: Sequence[Callable[[mx.array], mx.array]]
     ) -> list[mx.array]:
-        """Return what all projections make of x [B, ..., D], with the deltas of each sequence."""
+        """Return the outputs of x [B, ..., D] with the delta of each sequence's pack."""
         if self._selection.only is not None and (view := self._only()) is not None:
             return view.project(x, projections)
         return self(x, [projection(x) for projection in projections])
 
     def __call__(self, x: mx.array, outputs: Sequence[mx.array]) -> list[mx.array]:
-        """Return the outputs of all projections with the deltas of each sequence's pack."""
         if self._selection.only is not None:
             view = self._only()
             return list(outputs) if view is None else view(x, outputs)
+
         adapted = [outputs[i] for i in self._slots]
         return self._replaced(outputs, self._mixed(x, adapted))
 
@@ -145,7 +139,7 @@ class ServedLoRA(GroupedLoRA):
         norms: Sequence[nn.Module | None] = (),
         gated: bool = False,
     ) -> list[mx.array] | None:
-        """Return what kernels for decoding compute, where all sequences use one pack; else None."""
+        """Return what kernels for decoding compute, if all sequences use one pack; else None."""
         view = None if self._selection.only is None else self._only()
         return None if view is None else view.decoded(x, projections, norms, gated)
 
@@ -154,6 +148,7 @@ class ServedLoRA(GroupedLoRA):
         if self._selection.only is not None:
             view = self._only()
             return output if view is None else view.fused(x, output, widths)
+
         ends = [sum(widths[: i + 1]) for i in range(len(widths) - 1)]
         return mx.concatenate(self(x, mx.split(output, ends, axis=-1)), axis=-1)
 
@@ -184,7 +179,6 @@ class ServedLoRA(GroupedLoRA):
 
 
 def _padded(x: mx.array, rank: int, axis: int) -> mx.array:
-    """Return a factor with zeros up to a rank."""
     missing = rank - x.shape[axis]
     widths = [(0, missing) if axis == i - x.ndim else (0, 0) for i in range(x.ndim)]
     return mx.pad(x, widths) if missing else x

@@ -36,7 +36,8 @@ _KINDS = {
     "Attention": ATTENTION,
     "MLP": BlockKind("nn.blocks:GroupedMLP", ("gate_proj", "up_proj"), "down_proj"),
 }
-# Modules of mlx-lm whose attention has q_proj, k_proj, v_proj, o_proj, rope, scale (and q_norm, k_norm).
+# Modules of mlx-lm whose attention has q_proj, k_proj, v_proj, o_proj, rope, scale (and q_norm,
+# k_norm).
 _FAMILIES = ("mlx_lm.models.qwen3", "mlx_lm.models.qwen2", "mlx_lm.models.llama")
 
 
