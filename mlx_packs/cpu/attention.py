@@ -20,7 +20,6 @@ class _Partial(NamedTuple):
     output: mx.array  # sum of 2^(score - largest) * value, [..., D]
 
     def merged(self, other: "_Partial") -> "_Partial":
-        """Return the state over the keys of both."""
         largest = mx.maximum(self.largest, other.largest)
         own = exp2(self.largest - largest)
         others = exp2(other.largest - largest)
@@ -42,12 +41,12 @@ class StreamAttention(BlockAttention):
     unit: ClassVar[float] = 1.4426950408889634
 
     def score_dtype(self, dtype: mx.Dtype) -> mx.Dtype:
-        """Return float32, whatever the queries have."""
         return mx.float32
 
     def forward(self, queries: mx.array, keys: mx.array, values: mx.array) -> Arrays:
         """Return the output; saved is log2 of the sum of 2^score, or the only probabilities."""
         heads, outputs, saved = self.by_stream(queries, keys, values), [], []
+
         for row in self.blocks:
             partial: list[_Partial | None] = [None] * self.parts
             for at in row:

@@ -49,11 +49,13 @@ def _candidates() -> list[tuple[str, str]]:
     setting = os.environ.get(BLAS_VARIABLE, "auto")
     if setting not in ("auto", ""):
         return [(setting, ""), (setting, "scipy_")]
+
     system = [(name, "") for name in _SYSTEM_BLAS]
     try:
         import scipy_openblas32
     except ImportError:
         return system
+
     folder = Path(scipy_openblas32.get_lib_dir())
     return [(str(p), "scipy_") for p in sorted(folder.glob("libscipy_openblas*.so"))] + system
 
@@ -66,6 +68,7 @@ def _open_blas() -> tuple[str, dict[str, int], int | None] | None:
             functions = {symbol: getattr(library, prefix + symbol) for symbol in _DTYPES}
         except (OSError, AttributeError):
             continue
+
         addresses = {s: ctypes.cast(f, ctypes.c_void_p).value or 0 for s, f in functions.items()}
         return name, addresses, _set_threads(library, prefix)
     return None
@@ -95,16 +98,19 @@ def gemm_slots() -> dict[str, ctypes.c_uint64]:
     base = next((s.start for s in library if s.offset == 0), None)
     if base is None:
         raise ElfError(f"{_LIBRARY} is not mapped from its beginning")
+
     reader = elf.memory_reader(library)
     addresses = elf.jump_slots(reader, base, platform.machine(), _DTYPES)
     if _SGEMM not in addresses:
         raise ElfError(f"{_LIBRARY} does not call {_SGEMM} by its jump table")
+
     for name, address in addresses.items():
         if not elf.covers(library, address, 8, "w"):
             raise ElfError(f"the jump table of {_LIBRARY} cannot be written")
         (function,) = (int.from_bytes(reader(address, 8), "little"),)
         if not elf.covers(maps, function, 1, "x"):
             raise ElfError(f"the entry of {name} points to no code")
+
     return {name: ctypes.c_uint64.from_address(address) for name, address in addresses.items()}
 
 
@@ -116,6 +122,7 @@ def _is_right(symbol: str) -> bool:
     if np.iscomplexobj(a):
         a, b = a - 2j * a[::-1], b + 1j * b[:, ::-1]
     expected = a @ b
+
     try:
         x, y = mx.array(a, dtype=dtype), mx.array(b, dtype=dtype)
         rows, columns = mx.contiguous(x.T).T, mx.contiguous(y.T).T  # stored transposed
@@ -156,15 +163,17 @@ def _in_a_thread(compute: Callable[[], list[str]]) -> list[str]:
 
 
 def bind() -> Blas:
-    """Bind libmlx's matrix products to an optimized BLAS, where that is possible, and return which."""
+    """Bind libmlx's matrix products to an optimized BLAS, if possible, and return which it is."""
     if sys.platform != "linux":
         return Blas("Accelerate", False, "MLX's own on this system")
     if os.environ.get(BLAS_VARIABLE) == "off":
         return Blas("reference", False, f"{BLAS_VARIABLE}=off")
+
     try:
         slots = gemm_slots()
     except (ElfError, OSError, ValueError) as error:
         return Blas("as linked", False, f"{SLOW}: {error}")
+
     library = _open_blas()
     if library is None:
         hint = "none found (pip install scipy-openblas32, or apt install libopenblas0)"
@@ -172,6 +181,7 @@ def bind() -> Blas:
             hint = f"{BLAS_VARIABLE}={named} has no CBLAS or cannot be loaded"
             echo(f"mlx_packs: {hint}; matrix products will be slow.", err=True)
         return Blas("reference", False, f"{SLOW}: {hint}")
+
     name, addresses, threads = library
     proven = _in_a_thread(lambda: _proven(slots, addresses))
     if _SGEMM not in proven:

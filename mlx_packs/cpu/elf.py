@@ -55,18 +55,14 @@ def parse_maps(text: str) -> list[Segment]:
 
 
 def own_maps() -> list[Segment]:
-    """Return the mapped ranges of this process."""
     return parse_maps(Path("/proc/self/maps").read_text())
 
 
 def library_segments(name: str, maps: Iterable[Segment]) -> list[Segment]:
-    """Return the ranges of a library that is loaded, by its file's name.
-
-    Raises:
-        ElfError: it is not loaded, or two files of that name are.
-    """
+    """Return the ranges of a library by its file's name; ElfError unless one file is loaded."""
     segments = [s for s in maps if Path(s.path).name == name]
     files = {segment.file for segment in segments}
+
     if len(files) != 1:
         raise ElfError(f"{name} is loaded {len(files)} times")
     return segments
@@ -101,17 +97,13 @@ def memory_reader(segments: Iterable[Segment]) -> Reader:
 def jump_slots(read: Reader, base: int, machine: str, names: Collection[str]) -> dict[str, int]:
     """Return the addresses of the jump-table entries for functions of some names.
 
-    Args:
-        read: reads the library where it is loaded.
-        base: the address of its first byte.
-        machine: the processor, as `platform.machine` has it.
-        names: functions; those that the library does not call by its jump table are left out.
-
-    Raises:
-        ElfError: the layout is not that of an ELF64 library for this processor.
+    The library is at ``base``, and ``machine`` is the processor as `platform.machine` has it.
+    Functions that the library does not call by its jump table are left out; another layout is an
+    ElfError.
     """
     if machine not in _EM_MACHINES:
         raise ElfError(f"no binding for {machine}")
+
     tags = _dynamic_tags(read, base, _EM_MACHINES[machine])
 
     def located(tag: int) -> int:
@@ -122,23 +114,28 @@ def jump_slots(read: Reader, base: int, machine: str, names: Collection[str]) ->
     count, rest = divmod(tags[_DT_PLTRELSZ], _RELOCATION)
     if rest or count > _MOST_RELOCATIONS:
         raise ElfError(f"its jump table has {tags[_DT_PLTRELSZ]} bytes of relocations")
+
     encoded = {name.encode() + b"\0": name for name in names}
     longest = max(map(len, encoded), default=0)
     slots: dict[str, int] = {}
     table = read(relocations, count * _RELOCATION)
+
     for offset, info, _ in struct.iter_unpack("<QQq", table):
         if info & 0xFFFFFFFF != _JUMP_SLOTS[machine]:
             continue
         (name_at,) = struct.unpack("<I", read(symbols + (info >> 32) * _SYMBOL, 4))
         if name_at >= tags[_DT_STRSZ]:
             raise ElfError("a symbol's name is not in the table of names")
+
         text = read(strings + name_at, min(longest, tags[_DT_STRSZ] - name_at))
         name = encoded.get(text[: text.find(b"\0") + 1])
         if name is None:
             continue
+
         if name in slots or offset % 8:
             raise ElfError(f"{name} has no jump-table entry of its own")
         slots[name] = base + offset
+
     return slots
 
 
@@ -147,11 +144,13 @@ def _dynamic_tags(read: Reader, base: int, machine: int) -> dict[int, int]:
     header = read(base, _HEADER)
     if header[:6] != b"\x7fELF\x02\x01":  # 64 bits, little-endian
         raise ElfError("it is not an ELF64 library")
+
     kind, of_machine = struct.unpack_from("<HH", header, 16)
     (table,) = struct.unpack_from("<Q", header, 32)
     entry_size, entries = struct.unpack_from("<HH", header, 54)
     if (kind, of_machine, entry_size) != (3, machine, _PROGRAM_HEADER):
         raise ElfError(f"it is of another kind: {kind}, {of_machine}, {entry_size}")
+
     dynamic = None
     for at in range(entries):
         program_header = read(base + table + at * _PROGRAM_HEADER, _PROGRAM_HEADER)
@@ -160,14 +159,17 @@ def _dynamic_tags(read: Reader, base: int, machine: int) -> dict[int, int]:
             break
     if dynamic is None:
         raise ElfError("it has no dynamic section")
+
     address, size = dynamic
     if size // 16 > _MOST_TAGS:
         raise ElfError(f"its dynamic section has {size} bytes")
+
     tags: dict[int, int] = {}
     for tag, value in struct.iter_unpack("<QQ", read(base + address, size // 16 * 16)):
         if tag == _DT_NULL:
             break
         tags[tag] = value
+
     needed = {_DT_PLTRELSZ, _DT_STRTAB, _DT_SYMTAB, _DT_STRSZ, _DT_SYMENT, _DT_PLTREL, _DT_JMPREL}
     if missing := needed - set(tags):
         raise ElfError(f"its dynamic section lacks {sorted(missing)}")

@@ -41,6 +41,7 @@ class CPUProfile(Profile):
         outputs, width = shape
         if rows * width * outputs < self.streams * self.stream_work:
             return size
+
         multiple = self.slice_rows
         return min(size, -(-outputs // self.streams // multiple) * multiple)
 

@@ -25,7 +25,6 @@ def stream_count() -> int:
 
 
 def core_is_idle() -> bool:
-    """Return whether a product of the BLAS leaves a core idle."""
     # several threads of a BLAS take the cores themselves, and its products then queue for them
     blas = runtime.BLAS
     return (blas.threads == 1 or blas.name == "reference") and len(os.sched_getaffinity(0)) > 1
@@ -48,5 +47,6 @@ def rounds(
         if len(group) == count:
             yield group
             group = []
+
     if group:
         yield group
