@@ -48,7 +48,9 @@ class GroupedAttention(GroupedBlock):
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         """Map x [B, T, D] to [B, T, D]; mask and cache are as in mlx-lm."""
         projections = [self.q_proj, self.k_proj, self.v_proj]
-        norms = [self.q_norm, self.k_norm, None] if "q_norm" in self else []
+        norms = []
+        if "q_norm" in self:
+            norms = [self.q_norm, self.k_norm, None]
         if (decoded := _decoded(x, projections, self.qkv_lora, norms=norms)) is not None:
             attended = self._attended(*decoded, mask, cache, normed=True)
             return _projected(attended, [self.o_proj], self.o_lora)[0]
@@ -83,14 +85,20 @@ class GroupedAttention(GroupedBlock):
         """Return [B, T, heads * head_dim] of the three projections, [B, T, ...] each."""
         batch, inputs, _ = queries.shape
         spans = _spans_of(cache, mask)
-        rows, length = (1, batch * inputs) if spans else (batch, inputs)
+        rows = batch
+        length = inputs
+        if spans:  # all sequences are one row
+            rows = 1
+            length = batch * inputs
 
         queries = queries.reshape(rows, length, self.n_heads, -1)
         keys = keys.reshape(rows, length, self.n_kv_heads, -1)
         values = values.reshape(rows, length, self.n_kv_heads, -1).transpose(0, 2, 1, 3)
         if "q_norm" in self and not normed:
-            queries, keys = self.q_norm(queries), self.k_norm(keys)
-        queries, keys = queries.transpose(0, 2, 1, 3), keys.transpose(0, 2, 1, 3)
+            queries = self.q_norm(queries)
+            keys = self.k_norm(keys)
+        queries = queries.transpose(0, 2, 1, 3)
+        keys = keys.transpose(0, 2, 1, 3)
 
         seen = length
         if isinstance(cache, PrefixKeys):
@@ -123,7 +131,8 @@ class GroupedAttention(GroupedBlock):
 
         segments = None
         if cache is not None and mask is cache.unwindowed:
-            mask, segments = "causal", cache.segments
+            mask = "causal"
+            segments = cache.segments
         return attention(self.rope(queries), self.rope(keys), values, self.scale, mask, segments)
 
     def _attend_as_mlx_lm(
@@ -133,7 +142,8 @@ class GroupedAttention(GroupedBlock):
         from mlx_lm.models.base import scaled_dot_product_attention
 
         if cache is None:
-            queries, keys = self.rope(queries), self.rope(keys)
+            queries = self.rope(queries)
+            keys = self.rope(keys)
         else:
             queries = self.rope(queries, offset=cache.offset)
             keys = self.rope(keys, offset=cache.offset)
@@ -185,8 +195,10 @@ class GroupedMLP(GroupedBlock):
         return self._down(*gated)
 
     def _down(self, gate: mx.array, up: mx.array) -> mx.array:
-        # outside training as in mlx-lm, so that attaching changes no bit of a logit
-        inner = profile().swiglu(gate, up) if self.training else nn.silu(gate) * up
+        if self.training:
+            inner = profile().swiglu(gate, up)
+        else:  # as in mlx-lm, so that attaching changes no bit of a logit
+            inner = nn.silu(gate) * up
         return _projected(inner, [self.down_proj], self.down_lora)[0]
 
 
@@ -202,7 +214,9 @@ def _decoded(
     x: mx.array, projections: Sequence[nn.Module], lora: GroupedLoRA | None, **then: Any
 ) -> list[mx.array] | None:
     """Return the outputs of a decoding kernel with what ``then`` asks for; None without one."""
-    return None if lora is None else lora.decoded(x, projections, **then)
+    if lora is None:
+        return None
+    return lora.decoded(x, projections, **then)
 
 
 def _spans_of(cache: Any, mask: Any) -> Spans | None:

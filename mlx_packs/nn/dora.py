@@ -31,10 +31,14 @@ class GroupedDoRA(GroupedLoRA):
         self, lora: GroupedLoRA, projections: Sequence[nn.Module], norms: Sequence[mx.array]
     ) -> None:
         nn.Module.__init__(self)
-        self._slots, self._scales, self._kept = lora._slots, lora._scales, None
+        self._slots = lora._slots
+        self._scales = lora._scales
+        self._kept = None
         self.dropout = lora.dropout
-        self.lora_a, self.lora_b = list(lora.lora_a), list(lora.lora_b)
-        self.magnitude, self._norms = list(norms), list(norms)
+        self.lora_a = list(lora.lora_a)
+        self.lora_b = list(lora.lora_b)
+        self.magnitude = list(norms)
+        self._norms = list(norms)
         self._projections = Hidden(projections)
 
     def decoded(self, *_: object, **__: object) -> None:
@@ -54,7 +58,9 @@ class GroupedDoRA(GroupedLoRA):
         norms = self._adapted_norms(i, y.dtype)
         ratio = self.magnitude[i] / mx.maximum(norms, LEAST_NORM)
         bias = self._projections.all[i].get("bias")
-        return _times(y, ratio) if bias is None else _times(y - bias, ratio) + bias
+        if bias is None:
+            return _times(y, ratio)
+        return _times(y - bias, ratio) + bias
 
     def _adapted_norms(self, i: int, dtype: mx.Dtype) -> mx.array:
         """Return the norms of the rows of W + s B A, [O] in float32, without a gradient."""
@@ -63,8 +69,11 @@ class GroupedDoRA(GroupedLoRA):
         return self._once(("norms", i), lambda: self._computed_norms(i, dtype))
 
     def _computed_norms(self, i: int, dtype: mx.Dtype) -> mx.array:
-        projection, s = self._projections.all[i], self._scales[i]
-        a, b = mx.stop_gradient(self.lora_a[i]), mx.stop_gradient(self.lora_b[i])
+        projection = self._projections.all[i]
+        s = self._scales[i]
+        a = mx.stop_gradient(self.lora_a[i])
+        b = mx.stop_gradient(self.lora_b[i])
+
         products = projection(a.T.astype(dtype))
         if "bias" in projection:
             products = products - projection.bias

@@ -11,7 +11,8 @@ class EmbeddingLoRA(GroupedLoRA):
 
     def __init__(self, vocab_size: int, width: int, rank: int, scale: float, key: mx.array) -> None:
         super().__init__(vocab_size, [], 0.0, [])
-        self._slots, self._scales = [0], [scale]
+        self._slots = [0]
+        self._scales = [scale]
         self.lora_a = [mx.zeros((vocab_size, rank))]
         self.lora_b = [mx.random.normal((rank, width), key=key)]
 
@@ -21,7 +22,8 @@ class EmbeddingLoRA(GroupedLoRA):
 
     def logits(self, x: mx.array) -> mx.array:
         """Return what is added to the product of x [..., D] with the table, [..., V]."""
-        a, b = self.lora_a[0], self._scales[0] * self.lora_b[0]
+        a = self.lora_a[0]
+        b = self._scales[0] * self.lora_b[0]
         return (x @ b.T.astype(x.dtype)) @ a.T.astype(x.dtype)
 
 
@@ -47,4 +49,6 @@ class AdaptedEmbedding(nn.Module):
 
     def as_linear(self, x: mx.array) -> mx.array:
         y = self.embedding.as_linear(x)
-        return y + self.lora.logits(x).astype(y.dtype) if self._head else y
+        if self._head:
+            y = y + self.lora.logits(x).astype(y.dtype)
+        return y

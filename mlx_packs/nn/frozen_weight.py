@@ -224,7 +224,9 @@ class CustomLinear(CustomWeight):
 
     def __call__(self, x: mx.array) -> mx.array:
         y = frozen_weight(self).product(x)
-        return y + self.bias if "bias" in self else y
+        if "bias" in self:
+            y = y + self.bias
+        return y
 
 
 class CustomEmbedding(CustomWeight):

@@ -34,4 +34,6 @@ class FullCopy(nn.Module):
 
 def trained_module(module: nn.Module) -> nn.Module:
     """Return what is trained inside a `FullCopy`, else the module itself."""
-    return module.module if isinstance(module, FullCopy) else module
+    if isinstance(module, FullCopy):
+        return module.module
+    return module

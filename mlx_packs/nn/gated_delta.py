@@ -32,7 +32,8 @@ def _update(
 ) -> tuple[mx.array, mx.array]:
     """Return the result of mlx-lm's function of these arguments: ``state`` and ``mask`` follow."""
     options = dict(zip(("state", "mask"), optional, strict=False)) | named
-    beta = mx.sigmoid(b) * (2.0 if options.get("allow_neg_eigval") else 1.0)
+    factor = 2.0 if options.get("allow_neg_eigval") else 1.0
+    beta = mx.sigmoid(b) * factor
 
     rate = mx.exp(A_log.astype(mx.float32))
     if (lowest := options.get("lower_bound")) is None:
@@ -50,7 +51,9 @@ def _home(module: nn.Module) -> ModuleType | None:
         return None
 
     has_recurrence = hasattr(home, _NAME) and "A_log" in module and "dt_bias" in module
-    return home if has_recurrence else None
+    if not has_recurrence:
+        return None
+    return home
 
 
 @functools.cache

@@ -30,7 +30,9 @@ class AdapterShape:
     @property
     def stack(self) -> tuple[int, ...]:
         """The axes before those of one adapter."""
-        return () if self.experts is None else (self.experts,)
+        if self.experts is None:
+            return ()
+        return (self.experts,)
 
 
 class InputDropout:
@@ -94,9 +96,12 @@ class GroupedLoRA(nn.Module):
     ) -> "GroupedLoRA":
         """Return a group for inference: A [D, R] and B [R, O] of ``slots``, scales in B."""
         lora = cls(lora_a[0].shape[0], [], 0.0, [])
-        lora._slots, lora._scales = list(slots), [1.0] * len(lora_a)
-        lora.lora_a, lora.lora_b = list(lora_a), list(lora_b)
-        lora._kept = _Kept() if profile().dtype is None else None
+        lora._slots = list(slots)
+        lora._scales = [1.0] * len(lora_a)
+        lora.lora_a = list(lora_a)
+        lora.lora_b = list(lora_b)
+        if profile().dtype is None:
+            lora._kept = _Kept()
         lora.eval()
         return lora
 
@@ -150,7 +155,9 @@ class GroupedLoRA(nn.Module):
 
         key = ("launches", x.shape, x.dtype, bool(norms), gated)
         launches = self._once(key, lambda: self._launches(x, projections, norms, gated))
-        return None if launches is None else launches(x)
+        if launches is None:
+            return None
+        return launches(x)
 
     def _launches(
         self,
@@ -189,9 +196,12 @@ class GroupedLoRA(nn.Module):
 
     def _once(self, key: tuple, compute: Callable[[], T]) -> T:
         """Return a result that is computed once inside of `factors_cast` for the same factors."""
-        kept, masters = self._kept, [*self.lora_a, *self.lora_b]
+        kept = self._kept
+        masters = [*self.lora_a, *self.lora_b]
         if len(masters) != len(kept.masters) or not all(map(operator.is_, masters, kept.masters)):
-            kept.masters, kept.values = masters, {}
+            kept.masters = masters
+            kept.values = {}
+
         if key not in kept.values:
             kept.values[key] = compute()
         return kept.values[key]
@@ -203,13 +213,19 @@ class GroupedLoRA(nn.Module):
 
         empty_a = mx.zeros((x.shape[-1], 0))
         all_a, all_b = self.multiplied()
-        a, b, scales = [], [], []
-
+        a = []
+        b = []
+        scales = []
         for i, width in enumerate(widths):
-            at = self._slots.index(i) if i in self._slots else None
-            a.append(empty_a if at is None else all_a[at])
-            b.append(mx.zeros((0, width)) if at is None else all_b[at])
-            scales.append(0.0 if at is None else self._scales[at])
+            if i in self._slots:
+                at = self._slots.index(i)
+                a.append(all_a[at])
+                b.append(all_b[at])
+                scales.append(self._scales[at])
+            else:
+                a.append(empty_a)
+                b.append(mx.zeros((0, width)))
+                scales.append(0.0)
         return grouped_lora(x, [output], a, b, scales)[0]
 
     def of_experts(
@@ -224,7 +240,8 @@ class GroupedLoRA(nn.Module):
         selection = {"rhs_indices": indices, "sorted_indices": sorted_indices}
         (a,), (b,), (scale,) = self.factors(x.dtype)
         hidden = mx.gather_mm(x, a.astype(x.dtype), **selection)  # [..., 1, R]
-        hidden = (scale * hidden).astype(output.dtype) if scale != 1 else hidden
+        if scale != 1:
+            hidden = (scale * hidden).astype(output.dtype)
         return output + mx.gather_mm(
             hidden.astype(output.dtype), b.astype(output.dtype), **selection
         )
@@ -250,13 +267,16 @@ def factors_cast(model: nn.Module) -> Iterator[None]:
 
 def common_format(projections: Sequence[Callable]) -> Format | None:
     """Return the common format of projections that only multiply; None if they differ."""
-    forms = {
-        Format(p.group_size, p.bits)
-        if type(p) is nn.QuantizedLinear and p.mode == "affine" and "bias" not in p
-        else None
-        for p in projections
-    }
-    return forms.pop() if len(forms) == 1 else None
+    forms = set()
+    for p in projections:
+        form = None
+        if type(p) is nn.QuantizedLinear and p.mode == "affine" and "bias" not in p:
+            form = Format(p.group_size, p.bits)
+        forms.add(form)
+
+    if len(forms) == 1:
+        return forms.pop()
+    return None
 
 
 class AdaptedLinear(nn.Module):

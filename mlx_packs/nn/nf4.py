@@ -15,7 +15,8 @@ from .frozen_weight import FROZEN, CustomEmbedding, CustomLinear, CustomWeight, 
 class _NF4Module(CustomWeight):
     """The arrays of an `NF4Weight`, by the names that a checkpoint has for them."""
 
-    bits, mode = 4, "nf4"
+    bits = 4
+    mode = "nf4"
 
     def __init__(self, weight: NF4Weight, dtype: mx.Dtype) -> None:
         super().__init__()

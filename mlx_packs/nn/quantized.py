@@ -39,7 +39,9 @@ class TransientLinear(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         y = frozen_weight(self.linear).transient_product(x)
-        return y + self.linear.bias if "bias" in self.linear else y
+        if "bias" in self.linear:
+            y = y + self.linear.bias
+        return y
 
 
 class TransientEmbedding(nn.Module):
@@ -60,7 +62,9 @@ def bare_module(module: nn.Module | None) -> nn.Module | None:
     """Return the module that one of a matmul path replaces."""
     if isinstance(module, TransientLinear):
         return module.linear
-    return module.embedding if isinstance(module, TransientEmbedding) else module
+    if isinstance(module, TransientEmbedding):
+        return module.embedding
+    return module
 
 
 class HalfLinear(nn.Module):
@@ -78,7 +82,9 @@ class HalfLinear(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         y = x @ self.weight.astype(x.dtype).T
-        return y + self.bias.astype(x.dtype) if "bias" in self else y
+        if "bias" in self:
+            y = y + self.bias.astype(x.dtype)
+        return y
 
 
 class DenseLinear(nn.Linear):
@@ -90,7 +96,9 @@ class DenseLinear(nn.Linear):
             return super().__call__(x)
 
         y = device.matmul(x, self.weight)
-        return y + self.bias if "bias" in self else y
+        if "bias" in self:
+            y = y + self.bias
+        return y
 
 
 def dense_module(module: nn.Module, dtype: mx.Dtype | None = None) -> nn.Module:
@@ -104,7 +112,10 @@ def dense_module(module: nn.Module, dtype: mx.Dtype | None = None) -> nn.Module:
     else:
         dense = DenseLinear(1, 1, bias="bias" in module)
         if "bias" in module:
-            dense.bias = module.bias if dtype is None else module.bias.astype(dtype)
+            bias = module.bias
+            if dtype is not None:
+                bias = bias.astype(dtype)
+            dense.bias = bias
 
     dense.weight = weight
     dense.freeze()
@@ -188,7 +199,9 @@ def _transient(module: nn.Module) -> nn.Module | None:
     """Return a module that dequantizes for each use; a `CustomWeight` does so by itself."""
     if type(module) is nn.QuantizedLinear:
         return TransientLinear(module)
-    return TransientEmbedding(module) if type(module) is nn.QuantizedEmbedding else None
+    if type(module) is nn.QuantizedEmbedding:
+        return TransientEmbedding(module)
+    return None
 
 
 def _dense(module: nn.Module) -> nn.Module | None:
@@ -233,7 +246,10 @@ PATHS: dict[str, MatmulPath] = registered(
 
 def matmul_path_of(module: nn.Module) -> str | None:
     """Return the matmul path of a frozen linear or embedding; None for other modules."""
-    return next((name for name, path in PATHS.items() if isinstance(module, path.modules)), None)
+    for name, path in PATHS.items():
+        if isinstance(module, path.modules):
+            return name
+    return None
 
 
 def apply_matmul_path(
@@ -244,7 +260,8 @@ def apply_matmul_path(
     Return (path, original module) of those replaced; `replace_modules` puts them back.
     """
     replacement = PATHS[matmul_path].replacement
-    originals, replaced = [], []
+    originals = []
+    replaced = []
     for path, module in model.named_modules():
         if (other := replacement(module)) is not None:
             originals.append((path, module))

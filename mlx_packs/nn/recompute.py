@@ -115,7 +115,8 @@ def _recomputed(
         cotangents = [cotangents] if isinstance(cotangents, mx.array) else list(cotangents)
         _, gradients = mx.vjp(call, mx.depends(primals, cotangents), cotangents)
 
-        of_parameters, of_inputs = gradients[: len(parameters)], gradients[len(parameters) :]
+        of_parameters = gradients[: len(parameters)]
+        of_inputs = gradients[len(parameters) :]
         if of_parameters and of_inputs:
             of_inputs = mx.depends(of_inputs, of_parameters)
         return [*of_parameters, *of_inputs]

@@ -26,7 +26,9 @@ class SegmentCache:
     """
 
     def __init__(self, segments: mx.array | Spans, offset: int = 0, head_axes: int = 1) -> None:
-        self.spans = None if isinstance(segments, mx.array) else segments
+        self.spans = None
+        if not isinstance(segments, mx.array):
+            self.spans = segments
         self.segments = segment_numbers(segments)
         self.offset = offset
         self.head_axes = head_axes
@@ -94,16 +96,19 @@ class RestartedPositions(nn.Module):
         self._places: list[mx.array] = []
 
     def __call__(self, positions: mx.array) -> mx.array:
-        return self.table(self._places[0] if self._places else positions)
+        if self._places:
+            positions = self._places[0]
+        return self.table(positions)
 
 
 @contextmanager
 def restarting(model: nn.Module, segments: mx.array | Spans) -> Iterator[None]:
     """Let every `RestartedPositions` of a model count within the segments."""
     tables = [m for m in model.modules() if isinstance(m, RestartedPositions)]
-    places = places_in_segments(segment_numbers(segments)) if tables else None
-    for table in tables:
-        table._places.append(places)
+    if tables:
+        places = places_in_segments(segment_numbers(segments))
+        for table in tables:
+            table._places.append(places)
     try:
         yield
     finally:

@@ -36,10 +36,13 @@ class Selection:
 
     def set(self, slots: Sequence[int]) -> None:
         self.count = len(slots)
-        alike = all(slot == slots[0] for slot in slots)
-        self.only: int | None = slots[0] if alike else None
-        padding = [BASE] * (_IN_PLACE - len(slots))
-        self.index = None if alike else mx.array([*slots, *padding], dtype=mx.int32)
+        self.only: int | None = None
+        self.index: mx.array | None = None
+        if all(slot == slots[0] for slot in slots):
+            self.only = slots[0]
+        else:
+            padding = [BASE] * (_IN_PLACE - len(slots))
+            self.index = mx.array([*slots, *padding], dtype=mx.int32)
 
 
 @dataclass
@@ -88,15 +91,18 @@ class ServedLoRA(GroupedLoRA):
         stacks.views = [self._view(stacks, slot, pack) for slot, pack in enumerate(packs)]
         self._stacks = stacks
 
-        return [
-            [
-                None if f is None else (a[slot][:, : f[0].shape[-1]], b[slot][: f[1].shape[0]])
-                for f, a, b in zip(
-                    pack or (), stacks.lora_a, stacks.lora_b, strict=pack is not None
-                )
-            ]
-            for slot, pack in enumerate(packs)
-        ]
+        installed = []
+        for slot, pack in enumerate(packs):
+            parts: list[Factors] = []
+            stacked = zip(pack or (), stacks.lora_a, stacks.lora_b, strict=pack is not None)
+            for factors, a, b in stacked:
+                part = None
+                if factors is not None:
+                    rank = factors[0].shape[-1]
+                    part = (a[slot][:, :rank], b[slot][: factors[1].shape[0]])
+                parts.append(part)
+            installed.append(parts)
+        return installed
 
     @property
     def nbytes(self) -> int:
@@ -127,7 +133,9 @@ class ServedLoRA(GroupedLoRA):
     def __call__(self, x: mx.array, outputs: Sequence[mx.array]) -> list[mx.array]:
         if self._selection.only is not None:
             view = self._only()
-            return list(outputs) if view is None else view(x, outputs)
+            if view is None:
+                return list(outputs)
+            return view(x, outputs)
 
         adapted = [outputs[i] for i in self._slots]
         return self._replaced(outputs, self._mixed(x, adapted))
@@ -140,25 +148,34 @@ class ServedLoRA(GroupedLoRA):
         gated: bool = False,
     ) -> list[mx.array] | None:
         """Return what kernels for decoding compute, if all sequences use one pack; else None."""
-        view = None if self._selection.only is None else self._only()
-        return None if view is None else view.decoded(x, projections, norms, gated)
+        view = None
+        if self._selection.only is not None:
+            view = self._only()
+        if view is None:
+            return None
+        return view.decoded(x, projections, norms, gated)
 
     def fused(self, x: mx.array, output: mx.array, widths: Sequence[int]) -> mx.array:
         """Return the output [B, ..., sum(widths)] of one projection of several slices, adapted."""
         if self._selection.only is not None:
             view = self._only()
-            return output if view is None else view.fused(x, output, widths)
+            if view is None:
+                return output
+            return view.fused(x, output, widths)
 
         ends = [sum(widths[: i + 1]) for i in range(len(widths) - 1)]
         return mx.concatenate(self(x, mx.split(output, ends, axis=-1)), axis=-1)
 
     def _only(self) -> GroupedLoRA | None:
         slot = self._selection.only
-        return None if slot == BASE else self._stacks.views[slot]
+        if slot == BASE:
+            return None
+        return self._stacks.views[slot]
 
     def _mixed(self, x: mx.array, outputs: Sequence[mx.array]) -> list[mx.array]:
         """Return the outputs of adapted slices, each sequence with the delta of its own pack."""
-        sequences, stacks = self._selection.count, self._stacks
+        sequences = self._selection.count
+        stacks = self._stacks
 
         def by_sequence(y: mx.array) -> mx.array:
             return y.reshape(sequences, -1, y.shape[-1])
@@ -180,5 +197,9 @@ class ServedLoRA(GroupedLoRA):
 
 def _padded(x: mx.array, rank: int, axis: int) -> mx.array:
     missing = rank - x.shape[axis]
-    widths = [(0, missing) if axis == i - x.ndim else (0, 0) for i in range(x.ndim)]
-    return mx.pad(x, widths) if missing else x
+    if not missing:
+        return x
+
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, missing)
+    return mx.pad(x, widths)
