@@ -45,7 +45,9 @@ class StreamAttention(BlockAttention):
 
     def forward(self, queries: mx.array, keys: mx.array, values: mx.array) -> Arrays:
         """Return the output; saved is log2 of the sum of 2^score, or the only probabilities."""
-        heads, outputs, saved = self.by_stream(queries, keys, values), [], []
+        heads = self.by_stream(queries, keys, values)
+        outputs = []
+        saved = []
 
         for row in self.blocks:
             partial: list[_Partial | None] = [None] * self.parts
@@ -54,8 +56,11 @@ class StreamAttention(BlockAttention):
                 for stream, (n, own) in group:
                     with stream:
                         part, weights = self._block_output(at, own)
-                        partial[n] = part if partial[n] is None else partial[n].merged(part)
-                    saved += [weights] if self.only else []
+                        if partial[n] is not None:
+                            part = partial[n].merged(part)
+                        partial[n] = part
+                    if self.only:
+                        saved.append(weights)
 
                 if not self.only:
                     later = mx.depends([h.queries for h in heads], [a for p in partial for a in p])

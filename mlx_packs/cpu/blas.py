@@ -107,7 +107,7 @@ def gemm_slots() -> dict[str, ctypes.c_uint64]:
     for name, address in addresses.items():
         if not elf.covers(library, address, 8, "w"):
             raise ElfError(f"the jump table of {_LIBRARY} cannot be written")
-        (function,) = (int.from_bytes(reader(address, 8), "little"),)
+        function = int.from_bytes(reader(address, 8), "little")
         if not elf.covers(maps, function, 1, "x"):
             raise ElfError(f"the entry of {name} points to no code")
 
@@ -120,12 +120,15 @@ def _is_right(symbol: str) -> bool:
     draw = np.random.default_rng()  # no product of before, left in memory, can pass
     a, b = (draw.integers(-8, 8, size).astype(numpy_dtype) for size in ((35, 17), (17, 29)))
     if np.iscomplexobj(a):
-        a, b = a - 2j * a[::-1], b + 1j * b[:, ::-1]
+        a = a - 2j * a[::-1]
+        b = b + 1j * b[:, ::-1]
     expected = a @ b
 
     try:
-        x, y = mx.array(a, dtype=dtype), mx.array(b, dtype=dtype)
-        rows, columns = mx.contiguous(x.T).T, mx.contiguous(y.T).T  # stored transposed
+        x = mx.array(a, dtype=dtype)
+        y = mx.array(b, dtype=dtype)
+        rows = mx.contiguous(x.T).T  # stored transposed
+        columns = mx.contiguous(y.T).T
         products = [x @ y, rows @ y, x @ columns, mx.addmm(-(x @ y), x, y, alpha=2, beta=1)]
         return all(np.array_equal(np.array(product), expected) for product in products)
     except (RuntimeError, ValueError):
@@ -136,7 +139,8 @@ def _proven(slots: dict[str, ctypes.c_uint64], addresses: dict[str, int]) -> lis
     """Point the entries to other functions; return those that were proven, the rest is undone."""
     proven = []
     for symbol, slot in slots.items():
-        before, slot.value = slot.value, addresses[symbol]
+        before = slot.value
+        slot.value = addresses[symbol]
         if _is_right(symbol):
             proven.append(symbol)
         else:
@@ -186,6 +190,7 @@ def bind() -> Blas:
     proven = _in_a_thread(lambda: _proven(slots, addresses))
     if _SGEMM not in proven:
         return Blas("reference", False, f"{SLOW}: {name} gave a wrong product and was unbound")
-    rest = [symbol for symbol in slots if symbol not in proven]
-    beside = f", but for {', '.join(rest)}: a wrong product" if rest else ""
+    beside = ""
+    if rest := [symbol for symbol in slots if symbol not in proven]:
+        beside = f", but for {', '.join(rest)}: a wrong product"
     return Blas(Path(name).name, True, f"bound from {name}{beside}", threads)

@@ -15,11 +15,20 @@ Reader = Callable[[int, int], bytes]  # (address, size) -> exactly so many bytes
 
 _EM_MACHINES = {"x86_64": 62, "aarch64": 183}
 _JUMP_SLOTS = {"x86_64": 7, "aarch64": 1026}  # R_X86_64_JUMP_SLOT, R_AARCH64_JUMP_SLOT
-_HEADER, _PROGRAM_HEADER, _SYMBOL, _RELOCATION = 64, 56, 24, 24  # bytes of each
+_HEADER = 64  # bytes
+_PROGRAM_HEADER = 56
+_SYMBOL = 24
+_RELOCATION = 24
 _PT_DYNAMIC = 2
-_DT_NULL, _DT_PLTRELSZ, _DT_STRTAB, _DT_SYMTAB = 0, 2, 5, 6
-_DT_STRSZ, _DT_SYMENT, _DT_PLTREL, _DT_JMPREL = 10, 11, 20, 23
+_DT_NULL = 0
+_DT_PLTRELSZ = 2
+_DT_STRTAB = 5
+_DT_SYMTAB = 6
 _DT_RELA = 7
+_DT_STRSZ = 10
+_DT_SYMENT = 11
+_DT_PLTREL = 20
+_DT_JMPREL = 23
 _MOST_TAGS = 4096
 _MOST_RELOCATIONS = 1 << 20
 
@@ -108,7 +117,9 @@ def jump_slots(read: Reader, base: int, machine: str, names: Collection[str]) ->
 
     def located(tag: int) -> int:
         # glibc adds the base to the addresses in memory; others leave them as they are in the file
-        return tags[tag] if tags[tag] >= base else base + tags[tag]
+        if tags[tag] >= base:
+            return tags[tag]
+        return base + tags[tag]
 
     strings, symbols, relocations = (located(t) for t in (_DT_STRTAB, _DT_SYMTAB, _DT_JMPREL))
     count, rest = divmod(tags[_DT_PLTRELSZ], _RELOCATION)

@@ -16,7 +16,8 @@ from .streams import rounds
 _LOG2_E = 1.4426950408889634
 _LN_2 = 1 / _LOG2_E
 # ln 2 in two parts: n * _LN2_HIGH is exact in float32 for every n in range (Cody and Waite 1980)
-_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
+_LN2_HIGH = 0.693359375
+_LN2_LOW = -2.12194440e-4
 # 1.5 * 2^23: a float32 of up to 2^22 that it is added to is rounded, and is in the low bits
 _ROUNDING = 12582912.0
 # Lowest exponent of 2. What attention masks gets 2^-64, which is nothing beside the 1 of the
