@@ -55,8 +55,10 @@ class GraphCache(dict[object, Graph]):
         if key in self:
             self[key] = self.pop(key)  # the newest is last
             return self[key]
+
         if not self._layers:
             raise PackError("layers: none is registered.", "not-found", "layers")
+
         names = self._participants(loss, batch)
         if not isinstance(source, (list, tuple)):
             self._warn_of_idle(names)
@@ -76,8 +78,10 @@ class GraphCache(dict[object, Graph]):
 
         module = adapters_module(layer for n, layer in self._layers.items() if n in names)
         stepper = Stepper(module, checked, self._optimizer, self._max_grad_norm)
+
         if len(self) == _MOST_GRAPHS:
             del self[next(k for k, graph in self.items() if not graph.stepper.waiting)]
+
         self[key] = Graph(stepper, loss, names, source)
         return self[key]
 

@@ -34,6 +34,7 @@ class LMLoss:
                 f"{[*targets.shape, 'V']}, but the layers return {shown(logits)}.",
                 flag="targets",
             )
+
         self.vocab_size = logits.shape[-1]
         loss = cross_entropy(
             logits.reshape(-1, self.vocab_size),
@@ -77,6 +78,7 @@ def sequence_forward(layers: Sequence[RegisteredLayer], inputs: mx.array) -> For
             f"{shown(inputs)}.",
             flag="inputs",
         )
+
     for before, after in zip(layers, layers[1:], strict=False):
         if before.out_features != after.in_features:
             raise PackError(
@@ -100,6 +102,7 @@ def lm_batch(
     tokens = np.array(targets)
     if tokens.dtype.kind not in "iu":
         raise PackError(f"targets: must be token ids, but are {tokens.dtype}.", flag="targets")
+
     scale = (tokens != IGNORED).astype(np.float32)
     for name, values in (("mask", mask), ("weights", weights)):
         if values is None:
@@ -111,14 +114,17 @@ def lm_batch(
                 f"{list(tokens.shape)}.",
                 flag=name,
             )
+
         if name == "mask":
             factors = (factors != 0).astype(np.float32)
         if not np.isfinite(factors).all() or (factors < 0).any():
             raise PackError("weights: must be finite and 0 or more.", flag="weights")
         scale = scale * factors
+
     if not scale.any():
         raise PackError(
             "targets: there is none. All are -100, masked or of weight 0.", "data", "targets"
         )
+
     tokens = np.where(scale > 0, tokens, 0)
     return mx.array(inputs), mx.array(tokens.astype(np.int64)), mx.array(scale)

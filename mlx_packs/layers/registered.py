@@ -65,6 +65,7 @@ class RegisteredLayer(AdaptedLinear):
             raise PackError(
                 f"{self.name}: expects inputs of width {self.in_features}, but got {shown(x)}."
             )
+
         self._called.add(self.name)
         return super().__call__(x)
 
@@ -81,20 +82,24 @@ def adapt(
             f"{type(linear).__name__}.",
             flag="linear",
         )
+
     try:
         geometry = probe(name, linear, {})
     except GeometryError as error:
         raise PackError(f"{name}: {error.fault}", "unsupported", "linear") from None
+
     leaf = name.rpartition(".")[2]
     geometry = dataclasses.replace(geometry, slices=((leaf, geometry.out_features),))
     spec = plan_specs([Group(None, (geometry,))], lora)[name]
     (part,) = spec.slices
+
     adapter = GroupedLoRA(
         spec.in_features,
         [AdapterShape(part.width, part.rank, part.scale)],
         lora.dropout,
         [adapter_key(seed, f"{name}.{part.name}")],
     )
+
     linear.freeze()
     layer = RegisteredLayer(linear, adapter, spec, called)
     layer.eval()

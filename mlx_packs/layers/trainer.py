@@ -78,6 +78,7 @@ class LayerTrainer:
         _check_defaults(
             self.train, [*_OF_OPTIMIZER, *_OF_STEPS], "a LayerTrainer has no use for it"
         )
+
         if optimizer is not None:
             _check_defaults(self.train, _OF_STEPS, "the optimizer that was passed has its own")
             is_multi = isinstance(optimizer, optimizers.MultiOptimizer)
@@ -87,6 +88,7 @@ class LayerTrainer:
                     f"optimizer: must be one of mlx.optimizers, but is a {kind}.", flag="optimizer"
                 )
         self.optimizer = make_optimizer(self.train) if optimizer is None else optimizer
+
         self.updates: dict[str, int] = {}
         self._has_own_optimizer = optimizer is None
         self._layers: dict[str, RegisteredLayer] = {}
@@ -126,8 +128,10 @@ class LayerTrainer:
         if other := next((n for n, o in self._layers.items() if o.linear is linear), None):
             raise PackError(f"{name}: is the same linear as '{other}'.", "conflict", "linear")
         self._check_nothing_waits(f"registering {name}")
+
         own = {"rank": rank, "alpha": alpha}
         lora = dataclasses.replace(self.lora, **{k: v for k, v in own.items() if v is not None})
+
         self._layers[name] = adapt(name, linear, lora, self.train.seed, self._called)
         self.updates[name] = 0
         self.optimizer.init(adapters_module([self._layers[name]]).trainable_parameters())
@@ -213,6 +217,7 @@ class LayerTrainer:
             )
         if not arrays:
             raise PackError("arrays: there are none. Pass those of a batch.", flag="arrays")
+
         batch = tuple(mx.array(a) for a in arrays)
         return self._step(self._graphs.graph(loss, UserLoss(loss), batch), batch, 1.0)
 
@@ -261,6 +266,7 @@ class LayerTrainer:
         for registered in self._layers.values():
             if layer is registered or layer is registered.linear:
                 return registered
+
         is_foreign = isinstance(layer, RegisteredLayer)
         name = f"'{layer.name}'" if is_foreign else f"a {type(layer).__name__}"
         raise PackError(
@@ -274,10 +280,12 @@ class LayerTrainer:
                 "gradients of another loss wait for their update. Call flush before this one.",
                 "conflict",
             )
+
         several = self.train.grad_accumulation_steps
         batch = batch_of(arrays, count)
         last = graph.stepper.waiting + 1 == several
         started = time.perf_counter()
+
         with self._unchanged_on_error():
             for name in graph.names:
                 self._layers[name].train()
@@ -287,9 +295,11 @@ class LayerTrainer:
                 for name in graph.names:
                     self._layers[name].eval()
             self._check_finite(loss, norm)
+
         counted = dataclasses.replace(batch, denominator=round(count))
         self._state.count(loss, counted, None, time.perf_counter() - started)
         self._waiting = graph
+
         if last:
             self._count_update(graph)
         return loss
@@ -334,6 +344,7 @@ class LayerTrainer:
         module = adapters_module(self._layers.values())
         before = tree_map(lambda a: a, (module.trainable_parameters(), self.optimizer.state))
         key = mx.random.state[0]
+
         try:
             yield
         except BaseException:
@@ -363,7 +374,7 @@ class LayerTrainer:
             )
 
     def tensors(self) -> dict[str, mx.array]:
-        """Return the adapters in mlx-lm's names, with factors ``lora_a`` [in, r], ``lora_b`` [r, out]."""
+        """Return the adapters in mlx-lm's names: ``lora_a`` [in, r] and ``lora_b`` [r, out]."""
         return slot_tensors(self._slots())
 
     def load(self, tensors: Mapping[str, mx.array], where: str) -> None:
@@ -382,6 +393,7 @@ class LayerTrainer:
         file = Path(file).expanduser()
         make_folder(file.parent)
         alphas = {name: layer.alpha for name, layer in self._layers.items()}
+
         with write_errors(file), temporary(file, Path.touch, ".safetensors") as partial:
             save_tensors(partial, self.tensors(), {"alpha": json.dumps(alphas)})
             replace_file(partial, file)
@@ -396,6 +408,7 @@ class LayerTrainer:
         if not file.is_file():
             raise PackError(f"{file}: no such file.", "not-found")
         tensors = read_tensors(file)
+
         for name, alpha in stored_alphas(file).items():
             if name in self._layers and self._layers[name].alpha != alpha:
                 raise PackError(
@@ -403,6 +416,7 @@ class LayerTrainer:
                     f"{self._layers[name].alpha:g}.",
                     "mismatch",
                 )
+
         self.load(tensors, str(file))
 
     def save(self, folder: str | Path) -> Path:
@@ -425,12 +439,14 @@ class LayerTrainer:
         """
         run = Path(folder).expanduser()
         checkpoint = resume_point(run).folder
+
         try:
             then = read_json(run / LAYERS)
         except OSError as error:
             raise PackError(
                 f"{run / LAYERS}: cannot be read ({error.strerror}).", "unreadable"
             ) from None
+
         now = json.loads(to_json(self._identity()))
         check_unchanged(str(run), then, now)
         self._state = load_checkpoint(checkpoint, self, self.optimizer)
@@ -439,6 +455,7 @@ class LayerTrainer:
     def _identity(self) -> dict:
         """Return the facts that must not change when a run continues."""
         settings = [*_OF_STEPS, *(_OF_OPTIMIZER if self._has_own_optimizer else ())]
+
         return {
             "optimizer": type(self.optimizer).__name__,
             "dropout": self.lora.dropout,
