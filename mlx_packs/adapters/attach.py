@@ -37,11 +37,9 @@ class LoRA:
         return attach(base, lora, None, matmul_path, train.seed, train.train_fp16_fallback)
 
     def adapter_shapes(self, specs: Specs) -> list[tuple[int, ...]]:
-        """Return the shapes of A [in, r] and B [r, out] of every slice."""
         return factor_shapes(specs)
 
     def kept_numbers(self, spec: ModuleSpec) -> int:
-        """Return the rank: x A is kept."""
         return spec.rank
 
 
@@ -53,18 +51,11 @@ def attach(
     seed: int = 0,
     fp16_fallback: bool = False,
 ) -> Attached:
-    """Attach fresh adapters (B = 0: no logit changes) to a base.
+    """Attach fresh adapters (B = 0: no logit changes) to a base without any.
 
-    Args:
-        base: without adapters.
-        lora: where and how large, for training; or
-        specs: exactly which adapters, as a pack's manifest has them; none at all is allowed.
-        matmul_path: how frozen weights are used while attached: quantized, transient or dense.
-        seed: of the values of A.
-        fp16_fallback: dequantize modules whose geometry cannot be probed to fp16 and train on.
-
-    Raises:
-        PackError: a target does not exist, or a geometry cannot be probed.
+    ``lora`` says where and how large, for training; or ``specs`` exactly which, as a pack's
+    manifest has them (none at all is allowed). With ``fp16_fallback`` modules whose geometry
+    cannot be probed are dequantized to fp16; without it they are a PackError.
     """
     check_bare(base)
     if specs is None:
@@ -101,11 +92,13 @@ def _probed(
         groups, faults = find_groups(base.model, base.config, *where)
     elif specs:
         groups, faults = find_groups(base.model, base.config, tuple(specs), -1)
+
     if faults and not fp16_fallback:
         raise faults[0]
 
     copies, notes = fp16_copies(base, faults)
     groups = groups + [Group(None, (geometry,)) for geometry, _ in copies]
+
     if specs is None and not lora.target_modules:
         groups, left_out = without_narrow(groups, lora)
         notes += left_out + experts_note(base.model)
@@ -113,6 +106,5 @@ def _probed(
 
 
 def check_bare(base: "BaseModel") -> None:
-    """Raise a PackError if a base has adapters."""
     if any(isinstance(m, GroupedLoRA) for m in base.model.modules()):
         raise PackError(f"{base.name}: has adapters already. Detach them first.", "conflict")

@@ -44,29 +44,28 @@ class DoRAAttached(Attached):
             norms = mx.linalg.norm(weight_of(path, self.frozen[path]), axis=1)
             mx.eval(norms)
             frozen.setdefault(id(slot.lora), []).append((_projection(modules[path]), norms))
+
         install(self, lambda lora: GroupedDoRA(lora, *zip(*frozen[id(lora)], strict=True)))
         self.slots = {p: replace(slot, spec=self.specs[p]) for p, slot in self.slots.items()}
 
     def tensors(self) -> dict[str, mx.array]:
-        """Return adapters and magnitudes by name on disk, in float32."""
         magnitudes = {
             f"{path}.m": slot.lora.magnitude[slot.first] for path, slot in self.slots.items()
         }
         return slot_tensors(self.slots) | magnitudes
 
     def load(self, tensors: Mapping[str, mx.array], where: str) -> None:
-        """Set all adapters and magnitudes."""
         load_slots(self.slots, tensors, where)
         for path, slot in self.slots.items():
             slot.lora.magnitude[slot.first] = tensors[f"{path}.m"].astype(mx.float32)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Return a context in which the model computes what the base does."""
         trained = self.tensors()
         bare = {name: mx.zeros_like(tensor) for name, tensor in trained.items()}
         for path, slot in self.slots.items():
             bare[f"{path}.m"] = slot.lora.norms[slot.first]
+
         try:
             self.load(bare, "base")
             yield
@@ -96,6 +95,7 @@ class DoRA:
             specs = {path: _uncut(spec) for path, spec in attached.specs.items()}
             attached.detach()
             attached = attach(base, lora, specs, *settings)
+
         try:
             check_linears(attached, "dora")
             return DoRAAttached(attached)
@@ -104,7 +104,6 @@ class DoRA:
             raise
 
     def adapter_shapes(self, specs: Specs) -> list[Shape]:
-        """Return the shapes of A, B and the magnitudes of every projection."""
         return [
             shape
             for spec in specs.values()
@@ -116,9 +115,9 @@ class DoRA:
         ]
 
     def kept_numbers(self, spec: ModuleSpec) -> int:
-        """Return the rank, and the outputs where they are not kept anyway, as on a GPU.
+        """Return the rank, and on a CPU the outputs, of which the magnitudes' gradient is made.
 
-        The gradient of the magnitudes is made of them.
+        On a GPU they are kept anyway.
         """
         return spec.rank + (spec.out_features if on_cpu() else 0)
 
@@ -127,6 +126,7 @@ def _uncut(spec: ModuleSpec) -> ModuleSpec:
     """Return one adapter for all slices of a projection."""
     if len(spec.slices) == 1:
         return spec
+
     first = max(spec.slices, key=lambda part: part.rank)
     name = spec.path.rpartition(".")[2]
     whole = SliceSpec(name, spec.out_features, first.rank, first.alpha)

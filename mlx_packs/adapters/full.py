@@ -50,23 +50,21 @@ class Unfrozen(Extended):
 
     @property
     def details(self) -> str:
-        """Return the number of tensors, for one line of output."""
         return f"float32 · {len(self._places)} tensors"
 
     def detach(self) -> None:
-        """Put the base's own arrays and modules back, frozen; can be called twice."""
+        """Put the base's own arrays and modules back, frozen."""
         for place in self._places.values():
             place.module[place.key] = place.own
         self.model.freeze()
         super().detach()
 
     def tensors(self) -> dict[str, mx.array]:
-        """Return the trained weights, in float32, by the names of the base's parameters."""
+        """Return the trained weights, by the names of the base's parameters."""
         return {name: place.module[place.key] for name, place in self._places.items()}
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Return a context in which the model computes what the base alone does, in float32."""
         trained = self.tensors()
         try:
             self.load({name: place.own for name, place in self._places.items()}, "base")
@@ -75,7 +73,6 @@ class Unfrozen(Extended):
             self.load(trained, "trained")
 
     def load(self, tensors: Mapping[str, mx.array], where: str) -> None:
-        """Set all trainable weights."""
         check_shapes(self.replaced, {name: t.shape for name, t in tensors.items()}, where)
         for name, place in self._places.items():
             place.module[place.key] = tensors[name].astype(mx.float32)
@@ -89,7 +86,6 @@ class FullFineTuning:
     """The base's own weights, in float32."""
 
     def check(self, base: "BaseModel", matmul_path: str) -> None:
-        """Check that the weights of a base are dense, or are made so."""
         check_dense(base, matmul_path)
 
     def attach(
@@ -99,30 +95,31 @@ class FullFineTuning:
         return unfreeze(base, lora.num_layers, matmul_path)
 
     def adapter_shapes(self, specs: Specs) -> list[Shape]:
-        """Return none: there are no adapters."""
         return []
 
     def kept_numbers(self, spec: ModuleSpec) -> int:
-        """Return 0: there are no adapters."""
         return 0
 
 
 def unfreeze(base: "BaseModel", num_layers: int = -1, matmul_path: str = "auto") -> Unfrozen:
     """Make the weights of a base trainable, as float32 copies.
 
-    Of the last ``num_layers`` blocks alone, as in mlx-lm; -1 is every floating weight, embedding and
-    head too. With ``matmul_path`` dense a quantized base is dequantized first.
+    They are those of the last ``num_layers`` blocks, as in mlx-lm, or with -1 all floating weights,
+    embedding and head too. With ``matmul_path`` dense a quantized base is dequantized first.
     """
     check_trainable(base.name, base.model)
     check_dense(base, matmul_path)
+
     prefixes = block_prefixes(base.model) if num_layers > 0 else []
     check_num_layers(num_layers, len(prefixes))
+
     blocks = attach(base, specs={}, matmul_path="dense")
     try:
         places = _places(base, prefixes[-num_layers:] if num_layers > 0 else None)
     except BaseException:
         blocks.detach()
         raise
+
     for place in places.values():
         place.module[place.key] = place.own.astype(mx.float32)
         place.module.unfreeze(recurse=False, keys=place.key)
@@ -130,7 +127,6 @@ def unfreeze(base: "BaseModel", num_layers: int = -1, matmul_path: str = "auto")
 
 
 def check_dense(base: "BaseModel", matmul_path: str) -> None:
-    """Raise a PackError unless the weights of a base are dense, or are to be."""
     quantized = any(isinstance(m, QUANTIZED) for m in base.model.modules())
     if quantized and not MATMUL_PATHS.get(matmul_path, MatmulPathFacts()).keeps_dense:
         raise PackError(
@@ -146,13 +142,16 @@ def _places(base: "BaseModel", prefixes: list[str] | None) -> dict[str, _Place]:
     places: dict[str, _Place] = {}
     visited: set[int] = set()
     trained = None if prefixes is None else tuple(f"{prefix}." for prefix in prefixes)
+
     for path, module in reversed(base.model.named_modules()):
         if id(module) in visited or (trained is not None and not f"{path}.".startswith(trained)):
             continue
         visited.add(id(module))
+
         weight = module.get("weight")
         if "scales" in module and not mx.issubdtype(weight.dtype, mx.floating):
             raise _unsupported(f"{path} is quantized, and quantized weights cannot be trained")
+
         for key, value in module.items():
             is_weight = isinstance(value, mx.array) and not key.startswith("_")
             if not is_weight or not mx.issubdtype(value.dtype, mx.floating):
@@ -160,6 +159,7 @@ def _places(base: "BaseModel", prefixes: list[str] | None) -> dict[str, _Place]:
             if not path:
                 raise _unsupported(f"{key} is a weight of no module, which a pack cannot store")
             places[f"{path}.{key}"] = _Place(module, key, value)
+
     reached = {id(place.own) for place in places.values()}
     for name, weight in tree_flatten(base.model.parameters()):
         inside = trained is None or name.startswith(trained)

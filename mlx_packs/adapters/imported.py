@@ -40,8 +40,10 @@ def attach_inference_only(
     attached.inference_only = bool(specs or replaced)
     if SCORE_WEIGHT in replaced:
         attached.score = stored_score_head(attached.base, tensors[SCORE_WEIGHT], where)
+
     of_base = [name for name in replaced if name != SCORE_WEIGHT]
     attached.swap(full_tensor_modules(attached.model, of_base, tensors, where))
+
     modules = dict(attached.model.named_modules())
     attached.swap([(p, _adapted(modules.get(p), s, tensors, where)) for p, s in specs.items()])
 
@@ -55,11 +57,13 @@ def full_tensor_modules(
     for name in names:
         path, _, parameter = name.rpartition(".")
         by_path.setdefault(path, {})[parameter] = tensors[name]
+
     copies = []
     for path, parameters in by_path.items():
         module = bare_module(modules.get(path))
         if module is None or not all(isinstance(module.get(p), mx.array) for p in parameters):
             raise PackError(f"{where}: {path}: the base has no such module.", "mismatch")
+
         dense = dense_module(module) if isinstance(module, QUANTIZED) else copy.copy(module)
         for parameter, tensor in parameters.items():
             if tensor.shape != dense[parameter].shape:
@@ -69,6 +73,7 @@ def full_tensor_modules(
                     "mismatch",
                 )
             dense[parameter] = tensor.astype(dense[parameter].dtype)
+
         dense.freeze()
         copies.append((path, dense))
     return copies
@@ -83,6 +88,7 @@ def _adapted(
         raise PackError(
             f"{where}: {path}: the adapter is for a linear, but the base has {actual}.", "mismatch"
         )
+
     bare = bare_module(module)
     weight = frozen_weight(bare).dense()
     (part,) = spec.slices
@@ -92,6 +98,7 @@ def _adapted(
             f"but the base's weight is {list(weight.shape)}.",
             "mismatch",
         )
+
     a, b = (tensors[name] for name in factor_names(path))
     m = tensors[f"{path}.m"]
     return DoRALinear(module, weight, a, b, m, part.scale, bare.get("bias"))

@@ -2,8 +2,8 @@
 
 attach.py decides which modules get adapters. Here attention and SwiGLU of the Llama family are
 swapped for blocks with grouped projections, and any other linear is wrapped; detaching puts the
-very same objects back. In memory adapters are grouped; their names and shapes on disk are mlx-lm's, per
-projection (`Attached.tensors`).
+very same objects back. In memory adapters are grouped; their names and shapes on disk are mlx-lm's,
+per projection (`Attached.tensors`).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -55,19 +55,18 @@ class Attached:
         self.frozen: dict[str, nn.Module] = {}
         self.inference_only = False
         self.score: nn.Linear | None = None
+
         self._originals: list[tuple[str, nn.Module]] = []
         self._suspended: list[tuple[str, nn.Module]] = []
 
     @property
     def details(self) -> str:
-        """Return ranks and places, for one line of output."""
         return f"rank {', '.join(map(str, ranks_of(self.specs)))} · {len(self.specs)} projections"
 
     def at(self, share: float) -> None:
-        """Do what a share of a run that is done asks for: nothing."""
+        """Schedule nothing; called with the share of a run that is done."""
 
     def swap(self, modules: list[tuple[str, nn.Module]]) -> None:
-        """Put modules at their paths until `detach`."""
         current = dict(self.model.named_modules())
         self._originals += [(path, current[path]) for path, _ in modules]
         replace_modules(self.model, modules)
@@ -77,11 +76,10 @@ class Attached:
         self._originals += originals
 
     def recompute(self, policy: str) -> None:
-        """Set the activation checkpointing policy, one of `config.choices.POLICIES`."""
         self.swap(load("nn.recompute:recomputing")(self.model, policy))
 
     def detach(self) -> None:
-        """Put the base's own modules back, the same objects; can be called twice."""
+        """Put the base's own modules back, the same objects."""
         while self._originals:
             replace_modules(self.model, [self._originals.pop()])
         self.model.eval()
@@ -90,8 +88,10 @@ class Attached:
         """Put the base's own modules back and drop the adapters, for `resume` with others."""
         if self.model.training:
             self.model.eval()  # as detaching does; the modules must not come back in training
+
         self._suspended = self._suspended or self.installed_modules()
         replace_modules(self.model, self._originals)
+
         empty = mx.zeros(())
         for slot in self.slots.values():
             for factors in (slot.lora.lora_a, slot.lora.lora_b):
@@ -105,7 +105,6 @@ class Attached:
             self.model.eval()
 
     def installed_modules(self) -> list[tuple[str, nn.Module]]:
-        """Return the modules that replace the base's own."""
         current = dict(self.model.named_modules())
         return [(path, current[path]) for path, _ in self._originals]
 
@@ -127,6 +126,7 @@ class Attached:
         """Return a context in which ``change`` replaces every B, given its index and itself."""
         groups = list({id(slot.lora): slot.lora for slot in self.slots.values()}.values())
         trained = [list(group.lora_b) for group in groups]
+
         try:
             for group in groups:
                 group.lora_b[:] = [change(i, b) for i, b in enumerate(group.lora_b)]
@@ -136,11 +136,9 @@ class Attached:
                 group.lora_b[:] = b
 
     def load(self, tensors: Mapping[str, mx.array], where: str) -> None:
-        """Set all adapters from tensors named as on disk."""
         load_slots(self.slots, tensors, where)
 
     def parameter_count(self) -> int:
-        """Return the number of trainable parameters."""
         return weights_of(slot.spec for slot in self.slots.values())
 
 
@@ -151,12 +149,14 @@ def _make_lora(
     shapes: list[AdapterShape | None] = []
     keys: list[mx.array | None] = []
     firsts: dict[str, int] = {}
+
     for geometry in members:
         spec = geometry and attached.specs.get(geometry.path)
         if spec is None:
             shapes.append(None)
             keys.append(None)
             continue
+
         adapter = spec.in_features, spec.widths, spec.experts
         if (spec.kind == "embedding") != geometry.embeds:
             kinds = (
@@ -166,6 +166,7 @@ def _make_lora(
                 f"{spec.path}: the adapter is for {kinds[1]}, but the base has {kinds[0]}.",
                 "mismatch",
             )
+
         projection = geometry.in_features, geometry.widths, geometry.experts
         # one adapter over all slices of a fused projection, as other tools train it
         whole = geometry.in_features, [sum(geometry.widths)], geometry.experts
@@ -175,19 +176,23 @@ def _make_lora(
                 f"{_sizes(*projection)}.",
                 "mismatch",
             )
+
         firsts[spec.path] = sum(shape is not None for shape in shapes)
         for s in spec.slices:
             shape = AdapterShape(s.width, s.rank, s.scale, spec.experts)
             shapes.append(shape if s.rank else None)
             keys.append(adapter_key(seed, f"{spec.path}.{s.name}"))
+
     if not firsts:
         return None
+
     first = attached.specs[next(iter(firsts))]
     if first.kind == "embedding":
         (part,) = first.slices
         lora = EmbeddingLoRA(first.in_features, part.width, part.rank, part.scale, keys[0])
     else:
         lora = GroupedLoRA(first.in_features, shapes, dropout, keys)
+
     for path, first in firsts.items():
         attached.slots[path] = Slot(lora, first, attached.specs[path])
     return lora
@@ -203,6 +208,7 @@ def _adapted(linear: nn.Module, lora: GroupedLoRA, spec: ModuleSpec) -> nn.Modul
         return AdaptedEmbedding(linear, lora, spec.head is not False)
     if spec.experts is not None:
         return AdaptedSwitchLinear(linear, lora)
+
     own = getattr(linear, "output_dims", None)
     if isinstance(own, list) and spec.widths != own:
         raise PackError(
@@ -214,14 +220,13 @@ def _adapted(linear: nn.Module, lora: GroupedLoRA, spec: ModuleSpec) -> nn.Modul
 def add_adapters(attached: Attached, dropout: float, seed: int) -> None:
     """Replace modules by ones with fresh adapters, as `Attached.specs` has them.
 
-    Lone projections come first, then whole blocks.
-
-    Blocks without adapters are replaced too: ours never have all T x T scores in memory, nor the
-    states of every token.
+    Lone projections come first, then whole blocks. Blocks without adapters are replaced too: ours
+    never have all T x T scores in memory, nor the states of every token.
     """
     make_lora = partial(_make_lora, attached, dropout=dropout, seed=seed)
     modules = dict(attached.model.named_modules())
     lone = [group.members[0] for group in attached.groups if group.block is None]
+
     wrapped = [
         (g.path, _adapted(modules[g.path], lora, attached.specs[g.path]))
         for g in lone
@@ -235,13 +240,16 @@ def add_adapters(attached: Attached, dropout: float, seed: int) -> None:
     for group in attached.groups:
         if group.block is not None:
             blocks[group.block].update({g.name: g for g in group.members})
+
     swapped = []
     for path, by_name in blocks.items():
         kind = block_kind(modules[path])
         shared = make_lora([by_name.get(name) for name in kind.shared])
         last = make_lora([by_name.get(kind.last)])
         swapped.append((path, kind.replaced(modules[path], shared, last)))
+
     recurrent = ((path, recurrent_layer(module)) for path, module in modules.items())
     attached.swap(swapped + [(path, layer) for path, layer in recurrent if layer is not None])
+
     order = {path: i for i, path in enumerate(attached.specs)}
     attached.slots = dict(sorted(attached.slots.items(), key=lambda item: order[item[0]]))

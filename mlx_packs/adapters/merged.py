@@ -51,10 +51,11 @@ Grid = Mapping[str, Rounding]  # by path, of every weight that a merge writes an
 
 
 def grid_of(base: "BaseModel", requantize: str, adapted: Collection[str]) -> Grid:
-    """Return how `packs merge --requantize` rounds each weight of a base, of which some are adapted."""
+    """Return how `packs merge --requantize` rounds each weight of a base, some of them adapted."""
     # its code, if it has any, was run with the user's consent when it was loaded before
     stored = lazy_base(base.path, trust_remote_code=True)
     modules = dict(stored.model.named_modules())
+
     return {
         path: Rounding(frozen_weight(modules[path]).dense().dtype, weight_format)
         for path, weight_format in requantized_formats(stored, requantize, adapted).items()
@@ -70,29 +71,27 @@ def attach_merged(
 ) -> Attached:
     """Put the weights that a merge would write in place of a base's own, until they are detached.
 
-    Args:
-        base: without adapters.
-        specs: the adapters of a pack.
-        tensors: these, by name on disk.
-        for_merge: format of the merge.
-        matmul_path: how frozen weights are used.
+    ``tensors`` are the adapters of ``specs`` by name on disk; the base has none.
     """
     check_bare(base)
+
     modules, replaced = dict(base.model.named_modules()), []
     for path, rounding in grid_of(base, for_merge, specs).items():
         delta = delta_of(specs[path], tensors) if path in specs else None
         replaced.append((path, rounded_module(modules[path], rounding, delta)))
+
     attached = attach(base, specs={}, matmul_path=matmul_path)
     attached.inference_only = True
+
     replacement = PATHS[matmul_path].replacement
     attached.swap([(path, replacement(module) or module) for path, module in replaced])
+
     mx.eval([module.parameters() for _, module in attached.installed_modules()])
     base.model.eval()
     return attached
 
 
 def rounded_module(own: nn.Module, rounding: Rounding, delta: mx.array | None = None) -> nn.Module:
-    """Return a module as a merge writes it, with a delta added."""
     weight = stored_weight(own, rounding.dtype)
     if delta is not None:
         weight = (weight.astype(mx.float32) + delta).astype(rounding.dtype)

@@ -55,13 +55,11 @@ class WithSavedModules(Extended):
 
     @property
     def details(self) -> str:
-        """Return those of the adapters, and the modules that are trained in full."""
         paths = list(dict.fromkeys(name.rpartition(".")[0] for name in self._copies))
         names = ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in paths))
         return f"{self.adapters.details} · {len(paths)} modules in full ({names})"
 
     def tensors(self) -> dict[str, mx.array]:
-        """Return adapters and the weights of the copies in float32, by name on disk."""
         return self.adapters.tensors() | self._values()
 
     def _values(self) -> dict[str, mx.array]:
@@ -73,7 +71,6 @@ class WithSavedModules(Extended):
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Return a context in which the model computes what the base does."""
         trained = self._values()
         try:
             self._set({name: each.own() for name, each in self._copies.items()})
@@ -86,6 +83,7 @@ class WithSavedModules(Extended):
     def altered_b(self, change: Callable[[int, mx.array], mx.array]) -> Iterator[None]:
         """Return a context in which ``change`` replaces every B and every weight of the copies."""
         trained, numbers = self._values(), itertools.count()
+
         try:
             self._set({name: change(next(numbers), w) for name, w in trained.items()})
             with self.adapters.altered_b(change):
@@ -94,7 +92,6 @@ class WithSavedModules(Extended):
             self._set(trained)
 
     def load(self, tensors: Mapping[str, mx.array], where: str) -> None:
-        """Set all trainable parameters; nothing is changed if a tensor does not fit."""
         present = {n: tensors[n].shape for n in self.replaced if n in tensors}
         check_shapes(self.replaced, present, where)
         self.adapters.load({n: t for n, t in tensors.items() if n not in present}, where)
@@ -118,9 +115,11 @@ def attach_method(
             "conflict",
             "for_merge",
         )
+
     trainable = find_method(train.method).attach(base, lora, train, matmul_path)
     if not saved:
         return trainable
+
     try:
         return WithSavedModules(trainable, _install(trainable, saved))
     except BaseException:
@@ -129,22 +128,25 @@ def attach_method(
 
 
 def _install(trainable: Trainable, paths: Sequence[str]) -> dict[str, _Copy]:
-    """Put trainable float32 copies in the place of modules; return their weights by name on disk."""
+    """Put trainable float32 copies in the place of modules; return their weights by name."""
     present, copies, swapped = dict(trainable.model.named_modules()), {}, []
     shared = Counter(map(id, present.values()))
+
     for path in paths:
         original = bare_module(present.get(path))
         if original is None or is_switch_linear(original) or shared[id(present[path])] > 1:
             raise PackError(
-                f"--modules-to-save: {path} cannot be trained in full beside adapters: it is a stack "
-                "of experts, or is used at several places. Leave it out.",
+                f"--modules-to-save: {path} cannot be trained in full beside adapters: it is a "
+                "stack of experts, or is used at several places. Leave it out.",
                 "unsupported",
                 "modules_to_save",
             )
+
         dense, dtypes = _trainable_copy(original)
         copies |= {f"{path}.{key}": _Copy(dense, key, dense[key].shape, original) for key in dtypes}
         narrow = {key: dtype for key, dtype in dtypes.items() if dtype != mx.float32}
         swapped.append((path, FullCopy(dense, narrow) if narrow else dense))
+
     trainable.swap(swapped)
     mx.eval([each.module[each.key] for each in copies.values()])
     trainable.model.train(trainable.model.training)  # new modules join the mode of the rest
@@ -155,6 +157,7 @@ def _trainable_copy(original: nn.Module) -> tuple[nn.Module, dict[str, mx.Dtype]
     """Return a copy with trainable float32 weights, and the dtype of each in the base."""
     dense = copy.copy(_dense(original))
     dense._no_grad = set(dense._no_grad)  # a shallow copy shares it
+
     dtypes = {
         key: value.dtype
         for key, value in dense.items()
@@ -162,6 +165,7 @@ def _trainable_copy(original: nn.Module) -> tuple[nn.Module, dict[str, mx.Dtype]
         and not key.startswith("_")
         and mx.issubdtype(value.dtype, mx.floating)
     }
+
     for key in dtypes:
         dense[key] = dense[key].astype(mx.float32)
     dense.unfreeze(recurse=False, keys=list(dtypes))

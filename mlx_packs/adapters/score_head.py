@@ -38,7 +38,7 @@ def score_head(weight: mx.array) -> nn.Linear:
 
 
 def with_score_head(model: nn.Module, head: nn.Linear) -> nn.Module:
-    """Return a model that has a head besides, and all of its modules in common with the given one."""
+    """Return a model with a head besides, which has all of its modules in common with ``model``."""
     scored = copy.copy(model)
     scored._no_grad = set(model._no_grad)  # a shallow copy shares it
     scored[SCORE] = head
@@ -46,11 +46,7 @@ def with_score_head(model: nn.Module, head: nn.Linear) -> nn.Module:
 
 
 def stored_score_head(base: "BaseModel", weight: mx.array, where: str) -> nn.Linear:
-    """Return the head of a pack for a base.
-
-    Raises:
-        PackError: it is of another width, or gives more than one number.
-    """
+    """Return the head of a pack for a base; a PackError if it is not [1, hidden]."""
     expected = [1, Heads.of(base.config).hidden]
     if list(weight.shape) != expected:
         raise PackError(

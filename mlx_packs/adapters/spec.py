@@ -31,7 +31,7 @@ class ModuleSpec:
     Attributes:
         in_features: width of its input; of an embedding the vocabulary.
         experts: how many experts a switch linear has, each with an adapter.
-        kind: ``lora``, ``dora``, or ``embedding``: of a table [vocab, out], which A has the rows of.
+        kind: ``lora``, ``dora``, or ``embedding``: of a table [vocab, out], whose rows A has.
         head: whether the adapter of an embedding that is the head too acts there.
     """
 
@@ -49,7 +49,6 @@ class ModuleSpec:
 
     @property
     def widths(self) -> list[int]:
-        """Output columns of each slice."""
         return [s.width for s in self.slices]
 
     @property
@@ -126,6 +125,7 @@ def check_shapes(
         f"{name}: is {actual.get(name, 'missing')}, must be {expected.get(name, 'absent')}"
         for name in names
     ]
+
     if faults:
         more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
         raise PackError(f"{where}: tensors do not fit: {'; '.join(faults[:3])}{more}.", "mismatch")

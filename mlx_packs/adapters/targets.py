@@ -28,6 +28,7 @@ def plan_specs(groups: list[Group], lora: "LoRAConfig") -> Specs:
     """Return rank and alpha of every slice under a LoRAConfig, which must fit the projections."""
     specs: Specs = {}
     used: set[str] = set()
+
     for geometry in (g for group in groups for g in group.members):
         slices = []
         for name, width in geometry.slices:
@@ -53,6 +54,7 @@ def plan_specs(groups: list[Group], lora: "LoRAConfig") -> Specs:
         specs[geometry.path] = ModuleSpec(
             geometry.path, geometry.in_features, tuple(slices), geometry.experts, kind
         )
+
     if unused := (set(lora.rank_pattern) | set(lora.alpha_pattern)) - used:
         pattern = sorted(unused)[0]
         flag = "--rank-pattern" if pattern in lora.rank_pattern else "--alpha-pattern"
@@ -82,6 +84,7 @@ def without_narrow(groups: list[Group], lora: "LoRAConfig") -> tuple[list[Group]
     wide = [group for group in groups if not is_narrow(group)]
     if not wide or len(wide) == len(groups):
         return groups, []
+
     names = sorted({group.members[0].name for group in groups if is_narrow(group)})
     return wide, [f"{', '.join(names)}: narrower than rank {lora.rank}, have no adapter"]
 
@@ -101,10 +104,12 @@ def used_as_heads(model: nn.Module, paths: Collection[str]) -> dict[str, bool]:
     modules, used = dict(model.named_modules()), dict.fromkeys(paths, False)
     if not used:
         return used
+
     probes = [
         (path, _HeadProbe(modules[path], partial(used.__setitem__, path, True))) for path in paths
     ]
     replace_modules(model, probes)
+
     try:
         model(mx.array([[1, 2]]))
     except AttributeError as error:
@@ -156,6 +161,7 @@ def fp16_copies(
     """Return geometry and fp16 copy of each module that could not be probed, and notes on them."""
     copies, notes = [], []
     modules = dict(base.model.named_modules())
+
     for fault in faults:
         module = modules[fault.path]
         if is_switch_linear(module):
@@ -169,6 +175,7 @@ def fp16_copies(
             raise PackError(
                 f"{fault.path}: cannot be dequantized: {reason}", "unreadable"
             ) from None
+
         out, width = half.weight.shape
         name = fault.path.rsplit(".", 1)[-1]
         has_bias, slices = "bias" in module, ((name, out),)

@@ -41,6 +41,7 @@ def slot_tensors(slots: Slots) -> dict[str, mx.array]:
         adapted = [s for s in slot.spec.slices if s.rank]
         a = slot.lora.lora_a[slot.first : slot.first + len(adapted)]
         b = slot.lora.lora_b[slot.first : slot.first + len(adapted)]
+
         side_by_side = a[0] if len(a) == 1 else mx.concatenate(a, axis=1)
         tensors |= name_factors(slot.spec, side_by_side, _block_diagonal(slot.spec, b))
     return tensors
@@ -50,16 +51,19 @@ def load_slots(slots: Slots, tensors: Mapping[str, mx.array], where: str) -> Non
     """Set all adapters from tensors named as on disk; nothing is changed if one does not fit."""
     expected = {n: shape for s in slots.values() for n, shape in s.spec.shapes.items()}
     check_shapes(expected, {name: tensor.shape for name, tensor in tensors.items()}, where)
+
     for path, slot in slots.items():
         name = factor_names(path)[1]
         if not _is_block_diagonal(slot.spec, tensors[name]):
             raise PackError(
                 f"{where}: {name} couples the slices of a fused projection.", "unsupported"
             )
+
     for slot in slots.values():
         a, b = read_factors(slot.spec, tensors)
         rank = column = 0
         index = slot.first
+
         for s in slot.spec.slices:
             if s.rank:
                 rows, columns = slice(rank, rank + s.rank), slice(column, column + s.width)
@@ -77,6 +81,7 @@ def delta_of(spec: ModuleSpec, tensors: Mapping[str, mx.array]) -> mx.array:
     a, b = read_factors(spec, tensors)
     if spec.experts is not None:
         return low_rank_delta(a, b, spec.slices[0].scale)
+
     scales = [mx.full((s.rank,), s.scale) for s in spec.slices if s.rank]
     delta = low_rank_delta(a, b * mx.concatenate(scales)[:, None], 1.0)
     return delta.T if spec.kind == "embedding" else delta
@@ -86,8 +91,10 @@ def _block_diagonal(spec: ModuleSpec, parts: list[mx.array]) -> mx.array:
     """Return B of a fused projection: each slice's B in its own rows and columns, else zero."""
     if len(spec.slices) == 1:
         return parts[0]
+
     rows, remaining = [], iter(parts)
     column = 0
+
     for s in spec.slices:
         if s.rank:
             rows.append(

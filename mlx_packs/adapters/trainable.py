@@ -89,39 +89,30 @@ class Extended:
 
     @property
     def details(self) -> str:
-        """Return its kind and extent, for one line of output."""
         return self.adapters.details
 
     def tensors(self) -> dict[str, mx.array]:
-        """Return the trainable parameters in float32, by name on disk."""
         return self.adapters.tensors()
 
     def disabled(self) -> AbstractContextManager[None]:
-        """Return a context in which the model computes what the base alone does."""
         return self.adapters.disabled()
 
     def load(self, tensors: Mapping[str, mx.array], where: str) -> None:
-        """Set all trainable parameters; nothing is changed if a tensor does not fit."""
         self.adapters.load(tensors, where)
 
     def recompute(self, policy: str) -> None:
-        """Set the activation checkpointing policy."""
         self.adapters.recompute(policy)
 
     def at(self, share: float) -> None:
-        """Take note of the share of a run that is done."""
         self.adapters.at(share)
 
     def swap(self, modules: list[tuple[str, nn.Module]]) -> None:
-        """Put modules at their paths until `detach`."""
         self.adapters.swap(modules)
 
     def detach(self) -> None:
-        """Put the base's own modules and arrays back; can be called twice."""
         self.adapters.detach()
 
     def parameter_count(self) -> int:
-        """Return the number of trainable parameters."""
         return self.adapters.parameter_count()
 
 

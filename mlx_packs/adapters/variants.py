@@ -23,8 +23,8 @@ def check_linears(attached: Attached, method: str) -> None:
             )
         if spec.experts is not None:
             raise PackError(
-                f"--method {method}: {path} is a stack of experts, which it cannot adapt. Leave it out "
-                "of --target-modules, or take --method lora.",
+                f"--method {method}: {path} is a stack of experts, which it cannot adapt. Leave it "
+                "out of --target-modules, or take --method lora.",
                 "unsupported",
             )
 
@@ -41,11 +41,7 @@ def install(attached: Attached, make: Callable[[GroupedLoRA], GroupedLoRA]) -> N
 
 
 def weight_of(path: str, module: nn.Module) -> mx.array:
-    """Return the weight [O, D] of a frozen module in float32.
-
-    Raises:
-        PackError: it cannot be dequantized.
-    """
+    """Return the dense weight [O, D] of a frozen module in float32; PackError if it has none."""
     try:
         weight = frozen_weight(module).dense().astype(mx.float32)
         mx.eval(weight)
