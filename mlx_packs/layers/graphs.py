@@ -42,8 +42,10 @@ class GraphCache(dict[object, Graph]):
         max_grad_norm: float | None,
     ) -> None:
         super().__init__()
-        self._layers, self._called = layers, called
-        self._optimizer, self._max_grad_norm = optimizer, max_grad_norm
+        self._layers = layers
+        self._called = called
+        self._optimizer = optimizer
+        self._max_grad_norm = max_grad_norm
         self._idle: set[str] = set()  # layers that were warned of
 
     def graph(self, source: object, loss: Loss, batch: tuple) -> Graph:
@@ -80,7 +82,8 @@ class GraphCache(dict[object, Graph]):
         stepper = Stepper(module, checked, self._optimizer, self._max_grad_norm)
 
         if len(self) == _MOST_GRAPHS:
-            del self[next(k for k, graph in self.items() if not graph.stepper.waiting)]
+            idle = next(k for k, graph in self.items() if not graph.stepper.waiting)
+            del self[idle]
 
         self[key] = Graph(stepper, loss, names, source)
         return self[key]

@@ -21,7 +21,8 @@ class LMLoss:
     def __init__(self, forward: Forward, z_loss: float, label_smoothing: float) -> None:
         self.vocab_size = 0  # last axis of the logits, known after the first call
         self._forward = forward
-        self._z_loss, self._label_smoothing = z_loss, label_smoothing
+        self._z_loss = z_loss
+        self._label_smoothing = label_smoothing
 
     def __call__(
         self, inputs: mx.array, targets: mx.array, weights: mx.array
@@ -46,9 +47,12 @@ class LMLoss:
 
     def check_targets(self, targets: mx.array) -> None:
         """Check that token ids are among the logits."""
-        lowest, highest = targets.min().item(), targets.max().item()
+        lowest = targets.min().item()
+        highest = targets.max().item()
         if lowest < 0 or highest >= self.vocab_size:
-            token = lowest if lowest < 0 else highest
+            token = highest
+            if lowest < 0:
+                token = lowest
             raise PackError(
                 f"targets: token {token} is outside the {self.vocab_size} logits.", flag="targets"
             )

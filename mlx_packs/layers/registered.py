@@ -120,7 +120,9 @@ def adapters_module(layers: Iterable[RegisteredLayer]) -> nn.Module:
 def shown(value: object) -> str:
     """Return the shape of an array for a message, or the type of anything else."""
     shape = getattr(value, "shape", None)
-    return type(value).__name__ if shape is None else f"shape {list(shape)}"
+    if shape is None:
+        return type(value).__name__
+    return f"shape {list(shape)}"
 
 
 def stored_alphas(file: Path) -> dict[str, float]:

@@ -73,13 +73,17 @@ class LayerTrainer:
         train: TrainConfig | None = None,
         optimizer: optimizers.Optimizer | None = None,
     ) -> None:
-        self.lora, self.train = lora or LoRAConfig(), train or TrainConfig()
+        self.lora = lora or LoRAConfig()
+        self.train = train or TrainConfig()
         _check_defaults(self.lora, _OF_LORA, "it applies to base models. Name layers with register")
         _check_defaults(
             self.train, [*_OF_OPTIMIZER, *_OF_STEPS], "a LayerTrainer has no use for it"
         )
 
-        if optimizer is not None:
+        self._has_own_optimizer = optimizer is None
+        if optimizer is None:
+            optimizer = make_optimizer(self.train)
+        else:
             _check_defaults(self.train, _OF_STEPS, "the optimizer that was passed has its own")
             is_multi = isinstance(optimizer, optimizers.MultiOptimizer)
             if is_multi or not isinstance(optimizer, optimizers.Optimizer):
@@ -87,10 +91,9 @@ class LayerTrainer:
                 raise PackError(
                     f"optimizer: must be one of mlx.optimizers, but is a {kind}.", flag="optimizer"
                 )
-        self.optimizer = make_optimizer(self.train) if optimizer is None else optimizer
+        self.optimizer = optimizer
 
         self.updates: dict[str, int] = {}
-        self._has_own_optimizer = optimizer is None
         self._layers: dict[str, RegisteredLayer] = {}
         self._called: set[str] = set()
         self._graphs = GraphCache(
@@ -141,7 +144,9 @@ class LayerTrainer:
     def layer(self, name: str) -> RegisteredLayer:
         """Return the registered layer of a name; the error for another suggests the nearest."""
         if name not in self._layers:
-            hint = did_you_mean(str(name), list(self._layers)) if self._layers else ""
+            hint = ""
+            if self._layers:
+                hint = did_you_mean(str(name), list(self._layers))
             raise PackError(f"'{name}' is not registered. {hint}".rstrip(), "unknown", "layers")
         return self._layers[name]
 
@@ -194,7 +199,8 @@ class LayerTrainer:
                 Adapters, optimizer and random state are then unchanged, and accumulated gradients
                 are dropped.
         """
-        loss, batch = self._lm_loss(layers, inputs), lm_batch(inputs, targets, mask, weights)
+        loss = self._lm_loss(layers, inputs)
+        batch = lm_batch(inputs, targets, mask, weights)
         graph = self._graphs.graph(layers, loss, batch)
         graph.loss.check_targets(batch[1])
         return self._step(graph, batch, float(batch[2].sum()))
@@ -230,7 +236,8 @@ class LayerTrainer:
         weights: mx.array | None = None,
     ) -> float:
         """Return the loss of a batch as `step_lm` does, without dropout and without an update."""
-        loss, batch = self._lm_loss(layers, inputs), lm_batch(inputs, targets, mask, weights)
+        loss = self._lm_loss(layers, inputs)
+        batch = lm_batch(inputs, targets, mask, weights)
         total, count = loss(*batch)
         loss.check_targets(batch[1])
         return (total / count).item()
@@ -267,8 +274,9 @@ class LayerTrainer:
             if layer is registered or layer is registered.linear:
                 return registered
 
-        is_foreign = isinstance(layer, RegisteredLayer)
-        name = f"'{layer.name}'" if is_foreign else f"a {type(layer).__name__}"
+        name = f"a {type(layer).__name__}"
+        if isinstance(layer, RegisteredLayer):
+            name = f"'{layer.name}'"
         raise PackError(
             f"layers[{i}] ({name}) is not registered with this trainer.", "unknown", "layers"
         )
@@ -454,7 +462,9 @@ class LayerTrainer:
 
     def _identity(self) -> dict:
         """Return the facts that must not change when a run continues."""
-        settings = [*_OF_STEPS, *(_OF_OPTIMIZER if self._has_own_optimizer else ())]
+        settings = [*_OF_STEPS]
+        if self._has_own_optimizer:
+            settings += _OF_OPTIMIZER
 
         return {
             "optimizer": type(self.optimizer).__name__,
