@@ -86,7 +86,8 @@ def _probed(
     base: "BaseModel", lora: "LoRAConfig", specs: Specs | None, fp16_fallback: bool
 ) -> tuple[list[Group], list[tuple[str, nn.Module]], list[str]]:
     """Return the projections that get adapters, fp16 copies of those not probed, and notes."""
-    groups, faults = [], []
+    groups = []
+    faults = []
     if specs is None:
         where = lora.target_modules, lora.num_layers, lora.modules_to_save
         groups, faults = find_groups(base.model, base.config, *where)

@@ -104,22 +104,23 @@ class DoRA:
             raise
 
     def adapter_shapes(self, specs: Specs) -> list[Shape]:
-        return [
-            shape
-            for spec in specs.values()
-            for shape in (
+        shapes: list[Shape] = []
+        for spec in specs.values():
+            shapes += [
                 (spec.in_features, spec.rank),
                 (spec.rank, spec.out_features),
                 (spec.out_features,),
-            )
-        ]
+            ]
+        return shapes
 
     def kept_numbers(self, spec: ModuleSpec) -> int:
         """Return the rank, and on a CPU the outputs, of which the magnitudes' gradient is made.
 
         On a GPU they are kept anyway.
         """
-        return spec.rank + (spec.out_features if on_cpu() else 0)
+        if on_cpu():
+            return spec.rank + spec.out_features
+        return spec.rank
 
 
 def _uncut(spec: ModuleSpec) -> ModuleSpec:
@@ -138,5 +139,9 @@ def _projection(module: nn.Module) -> nn.Module:
 
     A few rows are multiplied by a quantized weight as it is, where many would dequantize it.
     """
-    linear = module.linear if isinstance(module, AdaptedLinear) else module
-    return linear.linear if isinstance(linear, TransientLinear) else linear
+    linear = module
+    if isinstance(linear, AdaptedLinear):
+        linear = linear.linear
+    if isinstance(linear, TransientLinear):
+        linear = linear.linear
+    return linear

@@ -110,12 +110,16 @@ def unfreeze(base: "BaseModel", num_layers: int = -1, matmul_path: str = "auto")
     check_trainable(base.name, base.model)
     check_dense(base, matmul_path)
 
-    prefixes = block_prefixes(base.model) if num_layers > 0 else []
+    prefixes: list[str] = []
+    trained = None
+    if num_layers > 0:
+        prefixes = block_prefixes(base.model)
+        trained = prefixes[-num_layers:]
     check_num_layers(num_layers, len(prefixes))
 
     blocks = attach(base, specs={}, matmul_path="dense")
     try:
-        places = _places(base, prefixes[-num_layers:] if num_layers > 0 else None)
+        places = _places(base, trained)
     except BaseException:
         blocks.detach()
         raise
@@ -141,7 +145,9 @@ def _places(base: "BaseModel", prefixes: list[str] | None) -> dict[str, _Place]:
     """Return every floating weight, or those in the blocks at ``prefixes``; shared ones once."""
     places: dict[str, _Place] = {}
     visited: set[int] = set()
-    trained = None if prefixes is None else tuple(f"{prefix}." for prefix in prefixes)
+    trained = None
+    if prefixes is not None:
+        trained = tuple(f"{prefix}." for prefix in prefixes)
 
     for path, module in reversed(base.model.named_modules()):
         if id(module) in visited or (trained is not None and not f"{path}.".startswith(trained)):

@@ -159,11 +159,12 @@ def _make_lora(
 
         adapter = spec.in_features, spec.widths, spec.experts
         if (spec.kind == "embedding") != geometry.embeds:
-            kinds = (
-                ("an embedding", "a linear") if geometry.embeds else ("a linear", "an embedding")
-            )
+            actual = "a linear"
+            expected = "an embedding"
+            if geometry.embeds:
+                actual, expected = expected, actual
             raise PackError(
-                f"{spec.path}: the adapter is for {kinds[1]}, but the base has {kinds[0]}.",
+                f"{spec.path}: the adapter is for {expected}, but the base has {actual}.",
                 "mismatch",
             )
 
@@ -199,7 +200,10 @@ def _make_lora(
 
 
 def _sizes(in_features: int, widths: list[int], experts: int | None) -> str:
-    return f"{in_features} -> {widths}" + ("" if experts is None else f" x {experts} experts")
+    sizes = f"{in_features} -> {widths}"
+    if experts is not None:
+        sizes += f" x {experts} experts"
+    return sizes
 
 
 def _adapted(linear: nn.Module, lora: GroupedLoRA, spec: ModuleSpec) -> nn.Module:
@@ -227,11 +231,12 @@ def add_adapters(attached: Attached, dropout: float, seed: int) -> None:
     modules = dict(attached.model.named_modules())
     lone = [group.members[0] for group in attached.groups if group.block is None]
 
-    wrapped = [
-        (g.path, _adapted(modules[g.path], lora, attached.specs[g.path]))
-        for g in lone
-        if (lora := make_lora([g])) is not None
-    ]
+    wrapped = []
+    for geometry in lone:
+        lora = make_lora([geometry])
+        if lora is not None:
+            path = geometry.path
+            wrapped.append((path, _adapted(modules[path], lora, attached.specs[path])))
     attached.swap(wrapped)
 
     blocks: dict[str, dict[str, Geometry]] = {

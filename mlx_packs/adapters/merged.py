@@ -75,9 +75,12 @@ def attach_merged(
     """
     check_bare(base)
 
-    modules, replaced = dict(base.model.named_modules()), []
+    modules = dict(base.model.named_modules())
+    replaced = []
     for path, rounding in grid_of(base, for_merge, specs).items():
-        delta = delta_of(specs[path], tensors) if path in specs else None
+        delta = None
+        if path in specs:
+            delta = delta_of(specs[path], tensors)
         replaced.append((path, rounded_module(modules[path], rounding, delta)))
 
     attached = attach(base, specs={}, matmul_path=matmul_path)
@@ -102,4 +105,6 @@ def rounded_module(own: nn.Module, rounding: Rounding, delta: mx.array | None = 
 
 def compute_dtype(module: nn.Module) -> mx.Dtype:
     """Return the dtype that scales or weights of a loaded module have."""
-    return frozen_weight(module).dtype if isinstance(module, QUANTIZED) else module.weight.dtype
+    if isinstance(module, QUANTIZED):
+        return frozen_weight(module).dtype
+    return module.weight.dtype

@@ -82,7 +82,8 @@ class WithSavedModules(Extended):
     @contextmanager
     def altered_b(self, change: Callable[[int, mx.array], mx.array]) -> Iterator[None]:
         """Return a context in which ``change`` replaces every B and every weight of the copies."""
-        trained, numbers = self._values(), itertools.count()
+        trained = self._values()
+        numbers = itertools.count()
 
         try:
             self._set({name: change(next(numbers), w) for name, w in trained.items()})
@@ -129,7 +130,9 @@ def attach_method(
 
 def _install(trainable: Trainable, paths: Sequence[str]) -> dict[str, _Copy]:
     """Put trainable float32 copies in the place of modules; return their weights by name."""
-    present, copies, swapped = dict(trainable.model.named_modules()), {}, []
+    present = dict(trainable.model.named_modules())
+    copies = {}
+    swapped = []
     shared = Counter(map(id, present.values()))
 
     for path in paths:
@@ -145,7 +148,9 @@ def _install(trainable: Trainable, paths: Sequence[str]) -> dict[str, _Copy]:
         dense, dtypes = _trainable_copy(original)
         copies |= {f"{path}.{key}": _Copy(dense, key, dense[key].shape, original) for key in dtypes}
         narrow = {key: dtype for key, dtype in dtypes.items() if dtype != mx.float32}
-        swapped.append((path, FullCopy(dense, narrow) if narrow else dense))
+        if narrow:
+            dense = FullCopy(dense, narrow)
+        swapped.append((path, dense))
 
     trainable.swap(swapped)
     mx.eval([each.module[each.key] for each in copies.values()])
@@ -173,4 +178,6 @@ def _trainable_copy(original: nn.Module) -> tuple[nn.Module, dict[str, mx.Dtype]
 
 
 def _dense(module: nn.Module) -> nn.Module:
-    return dense_module(module) if isinstance(module, QUANTIZED) else module
+    if isinstance(module, QUANTIZED):
+        return dense_module(module)
+    return module

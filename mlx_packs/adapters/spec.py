@@ -21,7 +21,9 @@ class SliceSpec:
     @property
     def scale(self) -> float:
         """Factor of the low-rank product: alpha / rank."""
-        return self.alpha / self.rank if self.rank else 0.0
+        if not self.rank:
+            return 0.0
+        return self.alpha / self.rank
 
 
 @dataclass(frozen=True)
@@ -59,17 +61,24 @@ class ModuleSpec:
     @property
     def size(self) -> str:
         """Widths of input and output in words, and the number of experts."""
-        experts = "" if self.experts is None else f" x {self.experts} experts"
+        experts = ""
+        if self.experts is not None:
+            experts = f" x {self.experts} experts"
         return f"{self.in_features} -> {self.out_features}{experts}"
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Tensors on disk by name: [in, r] and [r, out], or mlx-lm's [E, r, in] and [E, out, r]."""
-        a, b = (self.in_features, self.rank), (self.rank, self.out_features)
+        a = (self.in_features, self.rank)
+        b = (self.rank, self.out_features)
         if self.experts is not None:
-            a, b = (self.experts, *a[::-1]), (self.experts, *b[::-1])
+            a = (self.experts, *a[::-1])
+            b = (self.experts, *b[::-1])
+
         shapes = dict(zip(factor_names(self.path), (a, b), strict=True))
-        return shapes | ({f"{self.path}.m": (self.out_features,)} if self.kind == "dora" else {})
+        if self.kind == "dora":
+            shapes[f"{self.path}.m"] = (self.out_features,)
+        return shapes
 
 
 Specs = dict[str, ModuleSpec]
@@ -92,12 +101,13 @@ def factor_shapes(specs: Specs) -> list[tuple[int, ...]]:
 
 def weights_of(specs: Iterable[ModuleSpec]) -> int:
     """Return the number of weights of adapters; a fused B counts without its zeros."""
-    return sum(
-        sum(part.rank * (spec.in_features + part.width) for part in spec.slices)
-        * (spec.experts or 1)
-        + (spec.out_features if spec.kind == "dora" else 0)
-        for spec in specs
-    )
+    count = 0
+    for spec in specs:
+        own = sum(part.rank * (spec.in_features + part.width) for part in spec.slices)
+        count += own * (spec.experts or 1)
+        if spec.kind == "dora":
+            count += spec.out_features
+    return count
 
 
 def ranks_of(specs: Specs) -> list[int]:
@@ -127,5 +137,7 @@ def check_shapes(
     ]
 
     if faults:
-        more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
+        more = ""
+        if len(faults) > 3:
+            more = f" (and {len(faults) - 3} more)"
         raise PackError(f"{where}: tensors do not fit: {'; '.join(faults[:3])}{more}.", "mismatch")

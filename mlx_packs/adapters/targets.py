@@ -32,24 +32,33 @@ def plan_specs(groups: list[Group], lora: "LoRAConfig") -> Specs:
     for geometry in (g for group in groups for g in group.members):
         slices = []
         for name, width in geometry.slices:
-            path = geometry.path if len(geometry.slices) == 1 else f"{geometry.path}.{name}"
-            rank_key, alpha_key = (
-                match_pattern(lora.rank_pattern, path),
-                match_pattern(lora.alpha_pattern, path),
-            )
-            used |= {k for k in (rank_key, alpha_key) if k}
-            rank = lora.rank_pattern[rank_key] if rank_key else lora.rank
-            alpha = lora.alpha_pattern[alpha_key] if alpha_key else lora.alpha
+            path = geometry.path
+            if len(geometry.slices) > 1:
+                path = f"{geometry.path}.{name}"
+
+            rank = lora.rank
+            if rank_key := match_pattern(lora.rank_pattern, path):
+                rank = lora.rank_pattern[rank_key]
+                used.add(rank_key)
+            alpha = lora.alpha
+            if alpha_key := match_pattern(lora.alpha_pattern, path):
+                alpha = lora.alpha_pattern[alpha_key]
+                used.add(alpha_key)
+
             limit = min(geometry.in_features, width)
             if rank > limit:
                 raise PackError(
                     f"--rank {rank}: {path} is {geometry.in_features} x {width}. Its rank can be "
                     f"at most {limit}."
                 )
-            alpha = 2.0 * rank if alpha is None else alpha
-            # a spec's scale is alpha / rank, so that of rsLoRA is in its alpha
-            alpha *= math.sqrt(rank) if lora.rslora else 1
+
+            if alpha is None:
+                alpha = 2.0 * rank
+            if lora.rslora:
+                # a spec's scale is alpha / rank, so that of rsLoRA is in its alpha
+                alpha *= math.sqrt(rank)
             slices.append(SliceSpec(name, width, rank, alpha))
+
         kind = "embedding" if geometry.embeds else "lora"
         specs[geometry.path] = ModuleSpec(
             geometry.path, geometry.in_features, tuple(slices), geometry.experts, kind
@@ -101,7 +110,8 @@ def used_as_heads(model: nn.Module, paths: Collection[str]) -> dict[str, bool]:
 
     The model is called, and nothing is computed. One that is no language model has none.
     """
-    modules, used = dict(model.named_modules()), dict.fromkeys(paths, False)
+    modules = dict(model.named_modules())
+    used = dict.fromkeys(paths, False)
     if not used:
         return used
 
@@ -159,7 +169,8 @@ def fp16_copies(
     base: "BaseModel", faults: list[GeometryError]
 ) -> tuple[list[tuple[Geometry, nn.Module]], list[str]]:
     """Return geometry and fp16 copy of each module that could not be probed, and notes on them."""
-    copies, notes = [], []
+    copies = []
+    notes = []
     modules = dict(base.model.named_modules())
 
     for fault in faults:
@@ -178,7 +189,8 @@ def fp16_copies(
 
         out, width = half.weight.shape
         name = fault.path.rsplit(".", 1)[-1]
-        has_bias, slices = "bias" in module, ((name, out),)
+        has_bias = "bias" in module
+        slices = ((name, out),)
         geometry = Geometry(fault.path, width, out, None, None, None, width, has_bias, slices)
         copies.append((geometry, half))
         notes.append(f"{fault.path}: geometry could not be probed, dequantized to fp16")

@@ -24,13 +24,17 @@ Slots = Mapping[str, Slot]
 def read_factors(spec: ModuleSpec, tensors: Mapping[str, mx.array]) -> tuple[mx.array, mx.array]:
     """Return A [in, r] and B [r, out] of tensors named as on disk; of experts [E, …]."""
     a, b = (tensors[name] for name in factor_names(spec.path))
-    return (a, b) if spec.experts is None else (a.swapaxes(-1, -2), b.swapaxes(-1, -2))
+    if spec.experts is not None:
+        a = a.swapaxes(-1, -2)
+        b = b.swapaxes(-1, -2)
+    return a, b
 
 
 def name_factors(spec: ModuleSpec, a: mx.array, b: mx.array) -> dict[str, mx.array]:
     """Return A and B by name, and in the shapes, on disk; undoes `read_factors`."""
     if spec.experts is not None:
-        a, b = a.swapaxes(-1, -2), b.swapaxes(-1, -2)
+        a = a.swapaxes(-1, -2)
+        b = b.swapaxes(-1, -2)
     return dict(zip(factor_names(spec.path), (a, b), strict=True))
 
 
@@ -42,7 +46,9 @@ def slot_tensors(slots: Slots) -> dict[str, mx.array]:
         a = slot.lora.lora_a[slot.first : slot.first + len(adapted)]
         b = slot.lora.lora_b[slot.first : slot.first + len(adapted)]
 
-        side_by_side = a[0] if len(a) == 1 else mx.concatenate(a, axis=1)
+        side_by_side = a[0]
+        if len(a) > 1:
+            side_by_side = mx.concatenate(a, axis=1)
         tensors |= name_factors(slot.spec, side_by_side, _block_diagonal(slot.spec, b))
     return tensors
 
@@ -66,11 +72,13 @@ def load_slots(slots: Slots, tensors: Mapping[str, mx.array], where: str) -> Non
 
         for s in slot.spec.slices:
             if s.rank:
-                rows, columns = slice(rank, rank + s.rank), slice(column, column + s.width)
+                rows = slice(rank, rank + s.rank)
+                columns = slice(column, column + s.width)
                 slot.lora.lora_a[index] = a[..., rows].astype(mx.float32)
                 slot.lora.lora_b[index] = b[..., rows, columns].astype(mx.float32)
                 index += 1
-            rank, column = rank + s.rank, column + s.width
+            rank += s.rank
+            column += s.width
 
 
 def delta_of(spec: ModuleSpec, tensors: Mapping[str, mx.array]) -> mx.array:
@@ -84,7 +92,9 @@ def delta_of(spec: ModuleSpec, tensors: Mapping[str, mx.array]) -> mx.array:
 
     scales = [mx.full((s.rank,), s.scale) for s in spec.slices if s.rank]
     delta = low_rank_delta(a, b * mx.concatenate(scales)[:, None], 1.0)
-    return delta.T if spec.kind == "embedding" else delta
+    if spec.kind == "embedding":
+        return delta.T
+    return delta
 
 
 def _block_diagonal(spec: ModuleSpec, parts: list[mx.array]) -> mx.array:
@@ -92,7 +102,8 @@ def _block_diagonal(spec: ModuleSpec, parts: list[mx.array]) -> mx.array:
     if len(spec.slices) == 1:
         return parts[0]
 
-    rows, remaining = [], iter(parts)
+    rows = []
+    remaining = iter(parts)
     column = 0
 
     for s in spec.slices:
