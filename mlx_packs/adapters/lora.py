@@ -1,9 +1,8 @@
 """Adapters on a base, and how they are taken off again; the base's own modules are never changed.
 
-attach.py decides which modules get adapters. Here attention and SwiGLU of the Llama family are
-swapped for blocks with grouped projections, and any other linear is wrapped; detaching puts the
-very same objects back. In memory adapters are grouped; their names and shapes on disk are mlx-lm's,
-per projection (`Attached.tensors`).
+Attention and SwiGLU of the Llama family are swapped for blocks with grouped projections, and any
+other linear is wrapped; detaching puts the very same objects back. In memory adapters are grouped;
+their names and shapes on disk are mlx-lm's, per projection (`Attached.tensors`).
 """
 
 from collections.abc import Callable, Iterator, Mapping

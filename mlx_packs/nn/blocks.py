@@ -1,11 +1,8 @@
-"""Attention and MLP of the Llama family with grouped projections.
+"""Attention and MLP of the Llama family, whose q, k, v (and gate, up) share one pass over x.
 
-`GroupedAttention` and `GroupedMLP` hold the projection modules, norms and RoPE of the modules that
-they replace, under the same names and with the same call, so that `mlx_lm.generate` and its KV
-caches work on them. What changes: q, k, v (and gate, up) share one pass over their input. Attention
-is `ops.attention` in training, and on CPUs where the scores of rows without a KV cache would be
-more than one block; otherwise it is bit-identical to mlx-lm's. While text is generated on a GPU, a
-group with adapters takes in the norms of q and k, or SwiGLU (ops/lora_qmv.py).
+They have the modules and the call of those that they replace, so that `mlx_lm.generate` works.
+Attention is `ops.attention` in training, and on CPUs if scores without a KV cache would be more
+than one block; otherwise it is bit-identical to mlx-lm's. Kernels for decoding: ops/lora_qmv.py.
 """
 
 from collections.abc import Sequence

@@ -14,8 +14,6 @@ from .wrapped import WrappedBlock
 
 
 class Injection:
-    """The current behaviour of the frozen blocks of one model."""
-
     def __init__(self) -> None:
         self.states: mx.array | None = None  # [B, T, D], in place of all that they compute
         self.stops = False  # whether the forward ends at the last of them

@@ -38,7 +38,6 @@ class DoRALinear(nn.Module):
         self.freeze()
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Return [..., O] of x [..., D]; the low-rank product has float32 factors."""
         y = self.linear(x)
         low_rank = (x.astype(mx.float32) @ self.lora_a) @ self.lora_b
         scaled = self.magnitude * (y + self._scale * low_rank)

@@ -56,14 +56,10 @@ class _Kept:
 
 
 class GroupedLoRA(nn.Module):
-    """Adapters of the projections that read one input; some of them may have none.
+    """Adapters of the projections that read one input; ``shapes`` has None for those without.
 
-    Args:
-        in_features: D of the shared input.
-        shapes: for each projection in order, its adapter or None.
-        dropout: share of the input dropped in training, one mask for the whole group.
-        keys: a random key for each projection; A is uniform in ±1/sqrt(D) and B is zero, so that
-            attaching changes no output (as in mlx-lm and the paper).
+    A is uniform in ±1/sqrt(D), by a random key for each projection, and B is zero, so that
+    attaching changes no output (as in mlx-lm and the paper). One dropout mask serves the group.
     """
 
     keeps_on_cpu = False  # whether `factors_cast` is for it on a CPU, too

@@ -31,8 +31,6 @@ _MLX_QUANTIZED = (nn.QuantizedLinear, nn.QuantizedEmbedding)
 
 
 class TransientLinear(nn.Module):
-    """A quantized linear whose weight is dequantized for each use."""
-
     def __init__(self, linear: nn.QuantizedLinear) -> None:
         super().__init__()
         self.linear = linear
@@ -217,8 +215,6 @@ def _dense(module: nn.Module) -> nn.Module | None:
 
 @dataclass(frozen=True)
 class MatmulPath:
-    """A way to multiply by frozen weights."""
-
     modules: tuple[type[nn.Module], ...]  # that multiply so
     product: Callable[[FrozenWeight, mx.array], mx.array]  # x @ W.T
     # What replaces a base's module; None where it stays, as subclasses do: they compute something

@@ -1,9 +1,8 @@
 """Activation checkpointing: the backward pass recomputes what is cheap.
 
-``none`` stores all activations. ``selective`` stores the outputs of frozen products and
-recomputes the operations between them: norms and RoPE of q and k, attention, SwiGLU
-(https://arxiv.org/abs/2205.05198). ``block`` stores the input of each block and computes the block
-again (https://arxiv.org/abs/1604.06174).
+``none`` stores all activations. ``selective`` stores the outputs of frozen products, and recomputes
+norms and RoPE of q and k, attention and SwiGLU between them (https://arxiv.org/abs/2205.05198).
+``block`` stores the input of each block, and recomputes it (https://arxiv.org/abs/1604.06174).
 """
 
 from collections.abc import Callable, Sequence
@@ -134,8 +133,6 @@ def _fresh_key() -> mx.array:
 
 
 class RecomputedBlock(WrappedBlock):
-    """A block that the backward computes again."""
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block = self["block"]
         # in training mlx-lm passes a cache only if later blocks read it; a gradient must reach it

@@ -1,8 +1,8 @@
 """Packed examples: attention masks by segment, so that no example sees another.
 
-Every model of mlx-lm asks the cache that it is passed for its attention mask, so a cache without
-memory that returns the mask of the segments packs any of them. Rotary positions are relative and
-stay as they are; a table of learned positions must start again in each segment.
+Models of mlx-lm ask their cache for the attention mask, so a cache without memory that returns the
+mask of the segments packs any of them. Rotary positions are relative and stay as they are; a table
+of learned positions must start again in each segment.
 """
 
 from collections.abc import Iterator

@@ -27,7 +27,6 @@ class BlockKind:
     def replaced(
         self, block: nn.Module, shared: GroupedLoRA | None, last: GroupedLoRA | None
     ) -> GroupedBlock:
-        """Return what computes the same as a block, with the adapters of both groups."""
         return load(self.code)(block, shared, last)
 
 

@@ -101,7 +101,6 @@ def _span(rows: list[int]) -> str:
 
 
 def _words(value: object) -> str:
-    """Return an instance or sizes for people."""
     if isinstance(value, mx.Dtype):
         return dtype_name(value)
     if hasattr(value, "_asdict"):
@@ -235,7 +234,6 @@ def forget() -> None:
 
 @functools.cache
 def _text_hash(name: str) -> str:
-    """Return a hash of the text of all kernels of a backend."""
     for root in (_PACKAGE / "_kernels", _PACKAGE.parent / "kernels"):
         if files := sorted(root.glob(f"*/*.{_SUFFIX[name]}")):
             return hashlib.sha256(b"\0".join(f.read_bytes() for f in files)).hexdigest()[:16]
