@@ -193,8 +193,8 @@ def _make_lora(
     else:
         lora = GroupedLoRA(first.in_features, shapes, dropout, keys)
 
-    for path, first in firsts.items():
-        attached.slots[path] = Slot(lora, first, attached.specs[path])
+    for path, index in firsts.items():
+        attached.slots[path] = Slot(lora, index, attached.specs[path])
     return lora
 
 
