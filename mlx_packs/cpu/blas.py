@@ -190,6 +190,7 @@ def bind() -> Blas:
     proven = _in_a_thread(lambda: _proven(slots, addresses))
     if _SGEMM not in proven:
         return Blas("reference", False, f"{SLOW}: {name} gave a wrong product and was unbound")
+
     beside = ""
     if rest := [symbol for symbol in slots if symbol not in proven]:
         beside = f", but for {', '.join(rest)}: a wrong product"
