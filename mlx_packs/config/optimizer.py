@@ -121,7 +121,7 @@ class OptimizerConfig(Settings):
             yield Fault("betas", text)
 
         own = arguments_of(vars(self))
-        for name in own.keys() & set(ARGUMENTS):
+        for name in (argument for argument in ARGUMENTS if argument in own):
             ours = getattr(self, name)
             # a value of another type is reported later
             is_fault = name == "bias_correction" and not isinstance(own[name], bool)
