@@ -1,6 +1,6 @@
-"""Architectures of llama.cpp: how the metadata of a GGUF become a config.json, and what its tensors are called.
+"""How the metadata of a GGUF of llama.cpp become a config.json, and what its tensors are called.
 
-To add one: an entry in `ARCHITECTURES`, with a function for what its config has of its own.
+To add an architecture: an entry in `ARCHITECTURES`, with a function for what only its config has.
 """
 
 import logging
@@ -43,24 +43,23 @@ VISION = ("v.", "mm.")
 
 
 class Metadata:
-    """The metadata of a file, read by key; a value of another type is an error that names the key."""
+    """Metadata of a file by key; a value of another type is an error that names the key."""
 
     def __init__(self, file: GgufFile) -> None:
         self.file = file
 
     def get(self, key: str, kind: type, default: Any = _MISSING) -> Any:
-        """Return the value at a key; ``%`` stands for the architecture.
-
-        An integer is a float, too. Without ``default`` the key must be there.
-        """
+        """The value at a key; ``%`` stands for the architecture. An integer is a float, too."""
         key = key.replace("%", self.file.architecture)
         value = self.file.metadata.get(key, _MISSING)
         if value is _MISSING:
             if default is _MISSING:
                 raise self.file.fault(f"has no {key}. Convert the model again.")
             return default
+
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
+
         is_kind = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
         if not is_kind or (kind is float and not np.isfinite(value)):
             shown = f"{type(value).__name__} {value!r:.40}"
@@ -68,7 +67,7 @@ class Metadata:
         return value
 
     def size(self, key: str, default: Any = _MISSING) -> Any:
-        """Return a number from 1 to 2^31 - 1."""
+        """A number from 1 to 2^31 - 1."""
         value = self.get(key, int, default)
         if value is default:
             return value
@@ -115,28 +114,28 @@ def _llama(config: Config, metadata: Metadata) -> None:
             "mlx-lm does not.",
             "unsupported",
         )
+
     config |= {"attention_bias": "blk.0.attn_q.bias" in metadata.file.tensors, "mlp_bias": False}
     if (factors := metadata.file.tensors.get("rope_freqs.weight")) is not None:
         config["rope_scaling"] = _llama3_scaling(config, metadata.file, factors)
 
 
 def _llama3_scaling(config: Config, file: GgufFile, tensor: TensorInfo) -> Config:
-    """Return the rope scaling of Llama 3 whose factors the file has.
-
-    The settings are the published ones but for the factor, which is the largest of the factors.
-    """
+    """The published settings, with the largest of the file's factors for the factor."""
     factors = read_dense(file, tensor).astype(np.float64).reshape(-1)
     low, high, context = 1.0, 4.0, 8192
     base, dims, factor = config["rope_theta"], config["head_dim"], float(factors.max())
     wavelengths = 2 * pi * base ** (np.arange(0, dims, 2) / dims)
     smooth = np.clip((context / wavelengths - low) / (high - low), 0, 1)
     expected = 1 / ((1 - smooth) / factor + smooth)
+
     if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-3):
         raise file.fault(
             "rope_freqs.weight is not the scaling of Llama 3, and no other is known. Take the "
             "safetensors of the same model.",
             "unsupported",
         )
+
     return {
         "rope_type": "llama3",
         "factor": factor,
@@ -164,6 +163,7 @@ def _gemma3(config: Config, metadata: Metadata) -> None:
         "rope_local_base_freq": metadata.get("%.rope.freq_base_swa", float, 10_000.0),
         "hidden_activation": "gelu_pytorch_tanh",
     }
+
     if metadata.get("%.final_logit_softcapping", float, 0.0):
         raise metadata.file.fault(
             "caps its logits, which gemma3 in mlx-lm does not.", "unsupported"
@@ -171,10 +171,11 @@ def _gemma3(config: Config, metadata: Metadata) -> None:
 
 
 def _window_pattern(metadata: Metadata) -> int:
-    """Return N if each N-th block attends to everything; it may be written as flags of the blocks."""
+    """N if each N-th block attends to everything; it may be written as flags of the blocks."""
     flags = metadata.file.metadata.get("gemma3.attention.sliding_window_pattern")
     if not isinstance(flags, (list, np.ndarray)):
         return metadata.size("%.attention.sliding_window_pattern", 6)
+
     slides = [bool(flag) for flag in flags]
     pattern = slides.index(False) + 1 if False in slides else 0
     if not pattern or any(s == ((i + 1) % pattern == 0) for i, s in enumerate(slides)):
@@ -183,7 +184,7 @@ def _window_pattern(metadata: Metadata) -> int:
 
 
 def _attention_scalar(config: Config, blocks_of_largest: int) -> int:
-    """Return the number whose root divides attention scores; as in llama.cpp, 27B has its own."""
+    """The number whose root divides attention scores; as in llama.cpp, 27B has its own."""
     if config["num_hidden_layers"] == blocks_of_largest:
         return config["hidden_size"] // config["num_attention_heads"]
     return config["head_dim"]
@@ -194,15 +195,18 @@ def _phi3(config: Config, metadata: Metadata) -> None:
     original = metadata.size(
         "%.rope.scaling.original_context_length", config["max_position_embeddings"]
     )
+
     rope_dims = metadata.size("%.rope.dimension_count", config["head_dim"])
     config |= {
         "original_max_position_embeddings": original,
         "partial_rotary_factor": rope_dims / config["head_dim"],
     }
+
     if any(name in tensors for name in _FACTORS):
         if not all(name in tensors for name in _FACTORS):
             raise metadata.file.fault("has one of two lists of rope factors. Get it again.")
         long, short = (read_dense(metadata.file, tensors[name]).reshape(-1) for name in _FACTORS)
+
         config["rope_scaling"] = {
             "type": "longrope",
             "long_factor": long.tolist(),
@@ -252,43 +256,45 @@ ARCHITECTURES = {
 
 
 def architecture_of(file: GgufFile) -> Architecture:
-    """Return the architecture of a file.
-
-    Raises:
-        PackError: it is an adapter, a vision projector, or an architecture that is not supported.
-    """
+    """Raises PackError for an adapter, a vision projector, and an unsupported architecture."""
     metadata = file.metadata
     kind, name = metadata.get("general.type", "model"), file.architecture
     if kind == "adapter" or "adapter.type" in metadata:
         raise file.fault(
             "is a LoRA adapter, no base model. Name the GGUF that it belongs to.", "unsupported"
         )
+
     if kind == "mmproj" or name == "clip" or "clip.has_vision_encoder" in metadata:
         raise file.fault(
             "is a vision projector (mmproj), no language model. Name the GGUF beside it.",
             "unsupported",
         )
+
     if kind != "model":
         raise file.fault(f"is of the type {str(kind)[:40]!r}, no model.", "unsupported")
+
     if name not in ARCHITECTURES:
         raise file.fault(
             f"has the architecture {name[:40]!r}. GGUF files of {', '.join(ARCHITECTURES)} are "
             "read; of others take the safetensors.",
             "unsupported",
         )
+
     return ARCHITECTURES[name]
 
 
 def config_of(file: GgufFile, architecture: Architecture) -> Config:
-    """Return the config.json of a file, without tokens, dtype and quantization."""
+    """The config.json of a file, without tokens, dtype and quantization."""
     metadata = Metadata(file)
     hidden = metadata.size("%.embedding_length")
     heads = metadata.size("%.attention.head_count")
+
     if metadata.size("%.expert_count", 1) > 1:
         raise file.fault(
             "is a mixture of experts, which is not read from GGUF. Take the safetensors.",
             "unsupported",
         )
+
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise file.fault("has no token_embd.weight. Is it a whole model?")
@@ -307,21 +313,19 @@ def config_of(file: GgufFile, architecture: Architecture) -> Config:
         "rope_theta": metadata.get("%.rope.freq_base", float, 10_000.0),
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }
+
     if config["num_hidden_layers"] > len(file.tensors):
         raise file.fault(
             f"claims {config['num_hidden_layers']} blocks, but has {len(file.tensors)} tensors."
         )
+
     _add_scaling(config, metadata, architecture)
     architecture.extend(config, metadata)
     return config
 
 
 def _add_scaling(config: Config, metadata: Metadata, architecture: Architecture) -> None:
-    """Add the rope scaling that keys describe: linear or yarn.
-
-    Raises:
-        PackError: mlx-lm would leave out what the keys or tensors say.
-    """
+    """Add linear or yarn scaling; raises PackError if mlx-lm would leave out what the file says."""
     file = metadata.file
     unread = [n for n in _ROPE_TENSORS if n in file.tensors and n not in architecture.rope_tensors]
     if unread:
@@ -338,6 +342,7 @@ def _add_scaling(config: Config, metadata: Metadata, architecture: Architecture)
     kind = metadata.get("%.rope.scaling.type", str, without_type)
     if kind == "none":
         return
+
     if kind not in architecture.scalings:
         raise file.fault(
             f"has the rope scaling {kind[:40]!r}, which {file.architecture} in mlx-lm does not "
@@ -346,49 +351,54 @@ def _add_scaling(config: Config, metadata: Metadata, architecture: Architecture)
         )
     if kind == "longrope":  # by tensors
         return
+
     if factor is None or factor <= 0:
         raise file.fault(f"has a rope scaling by {factor}. Copy or download it again.")
     config["rope_scaling"] = {"type": kind, "rope_type": kind, "factor": factor}
+
     if kind == "yarn":
         config["rope_scaling"] |= _yarn(metadata)
 
 
 def _yarn(metadata: Metadata) -> Config:
-    """Return what yarn has beside its factor."""
     settings: Config = {
         "original_max_position_embeddings": metadata.size("%.rope.scaling.original_context_length")
     }
+
     for name in ("beta_fast", "beta_slow"):
         value = metadata.get(f"%.rope.scaling.yarn_{name}", float, None)
         if value is not None:
             settings[name] = value
+
     for name in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
         if metadata.get(f"%.rope.scaling.{name}", float, 1.0) != 1:
             raise metadata.file.fault(
                 f"changes yarn by rope.scaling.{name}, which mlx-lm does not. Take another model.",
                 "unsupported",
             )
+
     return settings
 
 
 def names_of(file: GgufFile, architecture: Architecture, blocks: int) -> dict[str, str]:
-    """Return the tensor of each name of MLX's model, in the order of the file.
-
-    Raises:
-        PackError: a tensor has no place in the model.
-    """
+    """Tensors by the names of MLX's model, in the order of the file; PackError for any other."""
     names: dict[str, str] = {}
+
     left_out = [tensor for tensor in file.tensors if tensor.startswith(VISION)]
     if left_out:
         _log.warning("%s: tensors of its vision model are left out (%d).", file.path, len(left_out))
+
     for tensor in file.tensors:
         if tensor in _ROPE_TENSORS or tensor.startswith(VISION):
             continue
+
         stem, _, kind = tensor.rpartition(".")
         path = _OUTSIDE.get(stem)
+
         if match := re.fullmatch(r"blk\.(\d{1,5})\.(\w+)", stem):
             module = architecture.names.get(match[2])
             path = module and int(match[1]) < blocks and f"model.layers.{int(match[1])}.{module}"
+
         if not path or kind not in ("weight", "bias") or f"{path}.{kind}" in names:
             raise file.fault(
                 f"has the tensor {tensor[:60]}, for which {file.architecture} has no place here. "

@@ -1,10 +1,12 @@
 """The weights of a GGUF file as MLX has them: exact affine codes, or dense numbers.
 
-Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 are blocks of 32 codes with a scale d in float16, and are MLX's affine format
-(w = scale x code + bias, groups of 32) with the same codes:
+Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 are blocks of 32 codes with a scale d in float16, and are MLX's
+affine format (w = scale x code + bias, groups of 32) with the same codes:
 
-    Q4_0: w = d (q - 8)      scale d, bias -8 d      Q4_1, Q5_1: w = d q + m    scale d, bias m
-    Q5_0: w = d (q - 16)     scale d, bias -16 d     Q8_0: w = d q, q signed    scale d, bias -128 d, code q + 128
+    Q4_0: w = d (q - 8)      scale d, bias -8 d
+    Q5_0: w = d (q - 16)     scale d, bias -16 d
+    Q4_1, Q5_1: w = d q + m  scale d, bias m
+    Q8_0: w = d q, q signed  scale d, bias -128 d, code q + 128
 
 Multiples by powers of two are exact in float16. Only a bias that overflows float16 needs float32.
 """
@@ -26,48 +28,40 @@ Codes = tuple[np.ndarray, np.ndarray, np.ndarray]  # codes [blocks, 32], scales 
 
 @dataclass(frozen=True)
 class Affine:
-    """A weight in MLX's affine format.
+    """A weight in MLX's affine format."""
 
-    Attributes:
-        bits: of a code.
-        weight: packed codes, uint32 [rows, columns x bits / 32].
-        scales: of groups of 32, float16 or float32 [rows, columns / 32].
-        biases: like scales.
-    """
-
-    bits: int
-    weight: np.ndarray
-    scales: np.ndarray
-    biases: np.ndarray
+    bits: int  # of a code
+    weight: np.ndarray  # packed codes, uint32 [rows, columns x bits / 32]
+    scales: np.ndarray  # of groups of 32, float16 or float32 [rows, columns / 32]
+    biases: np.ndarray  # like scales
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of the weight, [rows, columns]."""
+        """[rows, columns]."""
         return len(self.weight), self.scales.shape[1] * GROUP_SIZE
 
     def rows(self, order: np.ndarray) -> "Affine":
-        """Return the weight with its rows in another order."""
         parts = (self.weight[order], self.scales[order], self.biases[order])
         return Affine(self.bits, *parts)
 
 
 def _half(blocks: np.ndarray, start: int) -> np.ndarray:
-    """Return the float16 at a byte of each block, [blocks]."""
+    """The float16 at a byte of each block, [blocks]."""
     return blocks[:, start : start + 2].copy().view(np.float16)[:, 0]
 
 
 def _nibbles(packed: np.ndarray) -> np.ndarray:
-    """Return the 32 codes of each 16 bytes: the low halves first."""
+    """The 32 codes of each 16 bytes: the low halves first."""
     return np.concatenate([packed & 15, packed >> 4], axis=1)
 
 
 def _fifth_bits(packed: np.ndarray) -> np.ndarray:
-    """Return bit 4 of the 32 codes of each block, from its 4 bytes."""
+    """Bit 4 of the 32 codes of each block, from its 4 bytes."""
     return np.unpackbits(packed, axis=1, bitorder="little") << 4
 
 
 def _multiple(scales: np.ndarray, factor: int) -> np.ndarray:
-    """Return an exact multiple of float16 scales: in float32 if one overflows."""
+    """An exact multiple of float16 scales: in float32 if one overflows."""
     with np.errstate(over="ignore", invalid="ignore"):
         half = scales * np.float16(factor)
     if np.isinf(half).any() and not np.isinf(scales).any():
@@ -110,14 +104,17 @@ EXACT: dict[str, tuple[int, int, Callable[[np.ndarray], Codes]]] = {
 
 
 def read_affine(file: GgufFile, tensor: TensorInfo) -> Affine:
-    """Return a matrix of one of the `EXACT` types with the very codes and scales of the file."""
+    """A matrix of one of the `EXACT` types with the very codes and scales of the file."""
     bits, block_bytes, read = EXACT[tensor.type]
     rows, columns = tensor.shape
+
     codes, scales, biases = read(file.data(tensor).reshape(-1, block_bytes))
     if not (np.isfinite(scales).all() and np.isfinite(biases).all()):
         raise file.fault(f"{tensor.name} has NaN or infinite weights. Get it again.")
+
     dtype = np.result_type(scales, biases)
     groups = (rows, columns // GROUP_SIZE)
+
     return Affine(
         bits,
         _packed(codes, bits).reshape(rows, columns * bits // 32),
@@ -127,7 +124,7 @@ def read_affine(file: GgufFile, tensor: TensorInfo) -> Affine:
 
 
 def _packed(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Return codes [blocks, 32] as MLX packs them: a little-endian stream of bits in uint32."""
+    """Codes [blocks, 32] as MLX packs them: a little-endian stream of bits in uint32."""
     if bits == 8:
         return np.ascontiguousarray(codes).view(np.uint32)
     if bits == 4:
@@ -137,17 +134,20 @@ def _packed(codes: np.ndarray, bits: int) -> np.ndarray:
 
 
 def read_dense(file: GgufFile, tensor: TensorInfo) -> np.ndarray:
-    """Return a tensor of any type as float32, in slices of rows that are dequantized in turn."""
+    """Any type becomes float32, in slices of rows that are dequantized in turn."""
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
     kind = GGMLQuantizationType[tensor.type]
     columns = tensor.shape[-1]
     rows = file.data(tensor).reshape(-1, tensor.nbytes * columns // _size(tensor))
+
     result = np.empty((len(rows), columns), np.float32)
     step = max(1, _ROWS_BYTES // rows.shape[1])
+
     for start in range(0, len(rows), step):
         part = rows[start : start + step]
+
         try:
             if tensor.type == "F16":  # as in the file: gguf returns it unchanged
                 result[start : start + step] = part.view(np.float16)
@@ -162,8 +162,10 @@ def read_dense(file: GgufFile, tensor: TensorInfo) -> np.ndarray:
                 "unsupported",
                 "model",
             ) from None
+
     if not np.isfinite(result).all():
         raise file.fault(f"{tensor.name} has NaN or infinite weights. Get it again.")
+
     return result.reshape(tensor.shape)
 
 

@@ -1,4 +1,4 @@
-"""Writes the checkpoint folder of a GGUF file: config, tokenizer and safetensors, one tensor at a time."""
+"""Writes the checkpoint folder of a GGUF file, one tensor at a time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,23 +23,14 @@ _FREE_BYTES = 256 << 20  # that stay free on the disk
 
 @dataclass(frozen=True)
 class Conversion:
-    """How a GGUF file becomes a checkpoint.
-
-    Attributes:
-        file: its header.
-        architecture: its architecture.
-        config: the config.json.
-        names: tensors of the file by the names of MLX's model.
-        dtype: of weights that are not exact: norms, biases, and what is dequantized.
-        tokenizer: tokenizer.json and tokenizer_config.json.
-    """
+    """How a GGUF file becomes a checkpoint."""
 
     file: GgufFile
     architecture: Architecture
     config: dict[str, Any]
-    names: dict[str, str]
-    dtype: mx.Dtype
-    tokenizer: tuple[str, dict[str, Any]]
+    names: dict[str, str]  # tensors of the file by the names of MLX's model
+    dtype: mx.Dtype  # of weights that are not exact: norms, biases, and what is dequantized
+    tokenizer: tuple[str, dict[str, Any]]  # tokenizer.json and tokenizer_config.json
 
     @classmethod
     def of(cls, path: Path) -> "Conversion":
@@ -62,10 +53,11 @@ class Conversion:
         return cls(file, architecture, config, names, dtype, (text, tokenizer_config))
 
     def write(self, folder: Path) -> None:
-        """Write the checkpoint into a folder that is there and empty."""
+        """The folder is there and empty."""
         outline = {
             name: array for name, info in self._infos() for name, array in self._zeros(name, info)
         }
+
         needed = sum(array.nbytes for array in outline.values()) + _FREE_BYTES
         free = free_bytes(folder)
         if free is not None and free < needed:
@@ -74,7 +66,9 @@ class Conversion:
                 f"{free / 1e9:.1f} GB are free. Set MLX_PACKS_CACHE to a folder on another disk.",
                 "unwritable",
             )
+
         write_tensors(folder / "model.safetensors", outline, self._tensors())
+
         text, tokenizer_config = self.tokenizer
         atomic_write(folder / "tokenizer.json", text)
         atomic_write(folder / "tokenizer_config.json", to_json(tokenizer_config))
@@ -85,7 +79,7 @@ class Conversion:
             yield name, self.file.tensors[tensor]
 
     def _zeros(self, name: str, info: TensorInfo) -> Iterator[tuple[str, mx.array]]:
-        """Yield the outline of what a tensor becomes."""
+        """The outline of what a tensor becomes."""
         if _is_exact(info):
             rows, columns = info.shape
             bits = EXACT[info.type][0]
@@ -101,27 +95,31 @@ class Conversion:
         return mx.float32 if self.dtype == mx.float32 else mx.float16
 
     def _dense_dtype(self, info: TensorInfo) -> mx.Dtype:
-        """Return the dtype of a dense tensor: its own for matrices in F16 and BF16."""
+        """Matrices in F16 and BF16 keep their own."""
         if len(info.shape) > 1 and info.type in ("F16", "BF16"):
             return _STORED[info.type]
         return self.dtype
 
     def _tensors(self) -> Iterator[tuple[str, mx.array]]:
-        """Yield the tensors of the checkpoint."""
         for name, info in self._infos():
             order = self._order(name, info)
+
             if _is_exact(info):
                 weight = read_affine(self.file, info)
                 yield from self._affine(name, weight if order is None else weight.rows(order))
                 continue
+
             array = read_dense(self.file, info)
             if order is not None:
                 array = array[order]
+
             if name.endswith("norm.weight") and self.architecture.norm_offset:
                 array = array - np.float32(self.architecture.norm_offset)
+
             tensor = mx.array(array).astype(self._dense_dtype(info))
             if not mx.isfinite(tensor).all().item():
                 raise self.file.fault(f"{info.name} has weights beyond {tensor.dtype}.")
+
             yield name, tensor
 
     def _affine(self, name: str, weight: Affine) -> Iterator[tuple[str, mx.array]]:
@@ -134,7 +132,7 @@ class Conversion:
             yield f"{path}.{part}", tensor
 
     def _order(self, name: str, info: TensorInfo) -> np.ndarray | None:
-        """Return the rows of q and k in MLX's order; None if they are in it."""
+        """The rows of q and k in MLX's order; None if they are in it."""
         heads = _heads_of(name, self.config) if self.architecture.permuted else None
         if heads is None:
             return None
@@ -143,7 +141,7 @@ class Conversion:
 
 
 def _heads_of(name: str, config: dict[str, Any]) -> int | None:
-    """Return how many heads are in the rows of a q or k projection; None of another tensor."""
+    """How many heads are in the rows of a q or k projection; None for another tensor."""
     keys = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     key = keys.get(name.split(".")[-2])
     return config[key] if key else None
@@ -164,13 +162,16 @@ def _check_shapes(
     missing = [
         n for n in ("model.embed_tokens.weight", "model.norm.weight", *needed) if n not in names
     ]
+
     if missing:
         raise file.fault(f"has no tensor for {missing[0]}. Copy or download it again.")
+
     for name, tensor in names.items():
         shape = file.tensors[tensor].shape
         is_matrix = name.endswith("_proj.weight") or "embed" in name or "lm_head" in name
         if len(shape) != (2 if is_matrix else 1):
             raise file.fault(f"{tensor} has the shape {list(shape)}. Copy or download it again.")
+
         heads = _heads_of(name, config)
         if heads and shape[0] != heads * config["head_dim"]:
             raise file.fault(
@@ -180,7 +181,7 @@ def _check_shapes(
 
 
 def _main_dtype(file: GgufFile, architecture: Architecture) -> mx.Dtype:
-    """Return the dtype of norms, biases and dequantized weights, in which a GPU also computes.
+    """The dtype of norms, biases and dequantized weights, in which a GPU also computes.
 
     It is the dtype of most weights of a dense file, else float16, in which the scales are. Gemma
     overflows float16: it computes in bfloat16, or in float32 where scales are exact.
@@ -190,25 +191,30 @@ def _main_dtype(file: GgufFile, architecture: Architecture) -> mx.Dtype:
         kind = tensor.type if tensor.type in DENSE else "quantized"
         kind = "exact" if _is_exact(tensor) else kind
         sizes[kind] = sizes.get(kind, 0) + tensor.nbytes
+
     most = max(sizes, key=lambda kind: sizes[kind])
     if architecture.needs_bfloat16:
         is_exact = "exact" in sizes or most == "F32"
         return mx.float32 if is_exact else mx.bfloat16
+
     return _STORED.get(most, mx.float16)
 
 
 def _quantization(file: GgufFile, names: dict[str, str]) -> dict[str, Any]:
-    """Return the quantization settings of config.json: those of most weights, and the others by path."""
+    """The settings of most weights, and the others by path; {} if no weight is exact."""
     bits_of: dict[str, int] = {}
     sizes: dict[int, int] = {}
+
     for name, tensor in names.items():
         info = file.tensors[tensor]
         if _is_exact(info):
             bits = EXACT[info.type][0]
             bits_of[name.removesuffix(".weight")] = bits
             sizes[bits] = sizes.get(bits, 0) + info.nbytes
+
     if not sizes:
         return {}
+
     main = max(sizes, key=lambda bits: sizes[bits])
 
     def settings(bits: int) -> dict[str, Any]:

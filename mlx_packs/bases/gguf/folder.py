@@ -1,4 +1,4 @@
-"""The checkpoint folder of a GGUF file: written once, and kept in the cache while the file stays as it is."""
+"""The checkpoint folder of a GGUF file, kept in the cache while the file stays as it is."""
 
 import atexit
 import hashlib
@@ -21,11 +21,7 @@ _DAYS = 30  # after which a folder that nobody used is removed
 
 
 def checkpoint_folder(path: Path) -> Path:
-    """Return the folder of a GGUF file, which is written if it is not there.
-
-    Raises:
-        PackError: the file cannot be used as a base model.
-    """
+    """It is written if it is not there; PackError if the file cannot be used as a base model."""
     from .checkpoint import Conversion  # which loads MLX
 
     path = path.resolve()
@@ -35,9 +31,11 @@ def checkpoint_folder(path: Path) -> Path:
         raise PackError(
             f"{path}: cannot be read ({error.strerror}).", "not-found", "model"
         ) from None
+
     cached = cache_folder("gguf") or _folder_of_process()
     digest = hashlib.sha256(os.fsencode(path)).hexdigest()
     folder = cached / f"{path.stem[:80]}-{digest[:12]}"
+
     state = _state(path)
     if _recorded(folder) == state:
         with suppress(OSError):
@@ -45,6 +43,7 @@ def checkpoint_folder(path: Path) -> Path:
         return folder
 
     conversion = Conversion.of(path)
+
     _remove_unused(cached)
     with atomic_folder(folder, replace=True) as partial:
         conversion.write(partial)
@@ -57,13 +56,13 @@ def checkpoint_folder(path: Path) -> Path:
 
 
 def _state(path: Path) -> list:
-    """Return what changes when the bytes of a file do."""
+    """What changes when the bytes of a file do."""
     facts = path.stat()
     return [_FORMAT, str(path), facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino]
 
 
 def _recorded(folder: Path) -> list | None:
-    """Return the state of the file that a folder was written from."""
+    """The state of the file that a folder was written from."""
     try:
         return read_json(folder / _RECORD, list)
     except (OSError, PackError):
@@ -72,7 +71,7 @@ def _recorded(folder: Path) -> list | None:
 
 @cache
 def _folder_of_process() -> Path:
-    """Return a folder that is removed with this process, for who has no cache."""
+    """Removed with this process, for who has no cache."""
     folder = Path(tempfile.mkdtemp(prefix="mlx_packs-gguf-"))
     owner = os.getpid()
 
@@ -85,7 +84,6 @@ def _folder_of_process() -> Path:
 
 
 def _remove_unused(cached: Path) -> None:
-    """Remove folders that were not used for some days."""
     oldest = time.time() - _DAYS * 24 * 3600
     for record in cached.glob(f"*/{_RECORD}"):
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""The header of a GGUF file: metadata and tensors, every count and offset checked before it is used.
+"""The header of a GGUF file, every count and offset checked before it is used.
 
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -41,36 +41,22 @@ _PART = re.compile(r"(?P<name>.*)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a file.
+    """One tensor of a file."""
 
-    Attributes:
-        name: as llama.cpp calls it.
-        shape: [rows, columns], as numpy and MLX have it.
-        type: the name of its type: ``Q4_0``, ``F16``.
-        offset: of its first byte in the file.
-        nbytes: its bytes in the file.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    type: str
-    offset: int
-    nbytes: int
+    name: str  # as llama.cpp calls it
+    shape: tuple[int, ...]  # [rows, columns], as numpy and MLX have it
+    type: str  # ``Q4_0``, ``F16``
+    offset: int  # of its first byte in the file
+    nbytes: int  # in the file
 
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A GGUF file whose header was checked.
-
-    Attributes:
-        path: of the file.
-        metadata: values by key; arrays of numbers are numpy arrays, other arrays are lists.
-        tensors: by name, in the order of the file.
-    """
+    """A GGUF file whose header was checked."""
 
     path: Path
-    metadata: dict[str, Any]
-    tensors: dict[str, TensorInfo]
+    metadata: dict[str, Any]  # arrays of numbers are numpy arrays, other arrays are lists
+    tensors: dict[str, TensorInfo]  # by name, in the order of the file
 
     @property
     def architecture(self) -> str:
@@ -83,16 +69,15 @@ class GgufFile:
         return np.memmap(self.path, np.uint8, "r")
 
     def data(self, tensor: TensorInfo) -> np.ndarray:
-        """Return the bytes of a tensor, mapped."""
+        """The bytes are mapped."""
         return self._bytes[tensor.offset : tensor.offset + tensor.nbytes]
 
     def fault(self, fault: str, code: str = "unreadable") -> PackError:
-        """Return the error of this file for a fault."""
         return PackError(f"{self.path}: {fault}", code, "model")  # type: ignore[arg-type]
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether a file is named or begins as a GGUF."""
+    """By its name or its first bytes."""
     if path.suffix.lower() == ".gguf":
         return True
     try:
@@ -103,20 +88,18 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Return the checked header of a GGUF file.
-
-    Raises:
-        PackError: the file is cut short, damaged, of another version or byte order, or one of
-            several parts.
-    """
+    """Raises PackError for a file cut short, damaged, of another version, or in several parts."""
     _check_is_whole(path)
+
     try:
         file = open_regular(path)
     except OSError as error:
         raise PackError(f"{path}: cannot be read ({error.strerror}).", "unreadable") from None
+
     with file:
         head = file.read(8)
         _check_version(path, head)
+
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
             try:
                 return _Parser(path, view).parse()
@@ -148,9 +131,11 @@ def _check_version(path: Path, head: bytes) -> None:
             "unreadable",
             "model",
         )
+
     version = int.from_bytes(head[4:], "little")
     if version in _VERSIONS:
         return
+
     fault = f"is GGUF version {version}, and versions {_VERSIONS[0]} and {_VERSIONS[1]} are read"
     remedy = "Convert the model again with a current llama.cpp."
     if int.from_bytes(head[4:], "big") in (1, *_VERSIONS):
@@ -158,6 +143,7 @@ def _check_version(path: Path, head: bytes) -> None:
         remedy = "Get the little-endian file of the same model."
     elif version > _VERSIONS[-1]:
         remedy = "Upgrade mlx_packs, or get the file in version 3."
+
     raise PackError(f"{path}: {fault}. {remedy}", "unsupported", "model")
 
 
@@ -166,13 +152,12 @@ class _Fault(Exception):  # noqa: N818
 
 
 class _Parser:
-    """Reads a header from front to back; every length is checked against what is left of the file."""
+    """Reads a header from front to back; every length is checked against the rest of the file."""
 
     def __init__(self, path: Path, view: mmap.mmap) -> None:
         self.path, self.view, self.at = path, view, 8
 
     def parse(self) -> GgufFile:
-        """Return the whole header."""
         tensors, keys = self._unpack("<QQ")
         if tensors > _MAX_TENSORS or keys > _MAX_KEYS:
             raise _Fault(f"it claims {tensors:,} tensors and {keys:,} keys")
@@ -219,10 +204,13 @@ class _Parser:
     def _value(self, kind: int, key: str) -> Any:
         if kind == _STRING:
             return self._string()
+
         if kind == _ARRAY:
             return self._array(key)
+
         if kind not in _SCALARS:
             raise _Fault(f"{key[:60]} has the unknown type {kind}")
+
         if kind == _BOOL:
             return self._unpack("<B")[0] != 0
         return self._unpack(f"<{_SCALARS[kind]}")[0]
@@ -233,15 +221,17 @@ class _Parser:
             if count * 8 > len(self.view) - self.at:
                 raise _Fault(f"{key[:60]} claims {count:,} texts")
             return [self._string() for _ in range(count)]
+
         if kind not in _SCALARS:
             raise _Fault(f"{key[:60]} is an array of the unknown type {kind}")
+
         dtype = np.dtype(f"<{'B' if kind == _BOOL else _SCALARS[kind]}")
         start = self._take(count * dtype.itemsize)
         values = np.frombuffer(self.view[start : self.at], dtype, count)
         return values.astype(bool) if kind == _BOOL else values
 
     def _tensor_header(self) -> tuple[str, list[int], int, int]:
-        """Return name, axes (the fastest first), type and offset in the data."""
+        """Name, axes (the fastest first), type and offset in the data."""
         name = self._string()
         axes = self._unpack("<I")[0]
         if not 1 <= axes <= _MAX_AXES:
@@ -253,7 +243,7 @@ class _Parser:
     def _placed(
         self, headers: list[tuple[str, list[int], int, int]], metadata: dict[str, Any]
     ) -> dict[str, TensorInfo]:
-        """Return the tensors with their places in the file, which are checked."""
+        """The tensors with their places in the file, which are checked."""
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment not in [2**n for n in range(3, 21)]:
             raise _Fault(f"general.alignment is {str(alignment)[:40]}")
@@ -264,12 +254,15 @@ class _Parser:
         for name, axes, kind, offset in headers:
             if name in tensors:
                 raise _Fault(f"the tensor {name[:60]} is there twice")
+
             type_name, nbytes = self._size(name, axes, kind)
+
             begin, end = start + offset, start + offset + nbytes
             if offset % alignment or end > len(self.view):
                 raise _Fault(
                     f"{name[:60]} lies at {begin:,} to {end:,} of {len(self.view):,} bytes"
                 )
+
             spans.append((begin, end, name))
             tensors[name] = TensorInfo(name, tuple(reversed(axes)), type_name, begin, nbytes)
 
@@ -280,7 +273,7 @@ class _Parser:
         return tensors
 
     def _size(self, name: str, axes: list[int], kind: int) -> tuple[str, int]:
-        """Return the name of a tensor's type, and its bytes."""
+        """The name of a tensor's type, and its bytes."""
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
         try:
@@ -292,7 +285,9 @@ class _Parser:
                 "unsupported",
                 "model",
             ) from None
+
         per_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
         if any(not 1 <= axis < 2**31 for axis in axes) or axes[0] % per_block:
             raise _Fault(f"{name[:60]} has the shape {axes[::-1]} in {type_name}")
+
         return type_name, prod(axes) // per_block * block_bytes

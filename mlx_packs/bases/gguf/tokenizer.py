@@ -1,7 +1,8 @@
-"""The tokenizer that the metadata of a GGUF file describe, as tokenizer.json and tokenizer_config.json.
+"""The tokenizer.json and tokenizer_config.json that the metadata of a GGUF file describe.
 
-llama.cpp knows two kinds that matter here: ``gpt2`` (byte-level BPE with merges, and the expression by which
-``tokenizer.ggml.pre`` splits texts) and ``llama`` (SentencePiece BPE, whose merges follow from scores).
+llama.cpp knows two kinds that matter here: ``gpt2`` (byte-level BPE with merges, and the expression
+by which ``tokenizer.ggml.pre`` splits texts) and ``llama`` (SentencePiece BPE, whose merges follow
+from scores).
 """
 
 from dataclasses import dataclass
@@ -71,26 +72,19 @@ _SPACE = "▁"
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Tokens of a file.
+    """Tokens of a file."""
 
-    Attributes:
-        tokens: texts by number.
-        types: llama.cpp's kind of each token.
-        scores: of SentencePiece; empty for byte-level BPE.
-        merges: of byte-level BPE.
-        ends: numbers of tokens that end an answer, the first one is EOS.
-        special: numbers of the tokens ``bos``, ``eos``, ``unk`` and ``pad``, where the file names them.
-    """
-
-    tokens: list[str]
-    types: list[int]
-    scores: list[float]
-    merges: list[str]
-    ends: list[int]
-    special: dict[str, int]
+    tokens: list[str]  # by number
+    types: list[int]  # llama.cpp's kind of each token
+    scores: list[float]  # of SentencePiece; empty for byte-level BPE
+    merges: list[str]  # of byte-level BPE
+    ends: list[int]  # numbers of tokens that end an answer, the first one is EOS
+    special: dict[
+        str, int
+    ]  # numbers of ``bos``, ``eos``, ``unk`` and ``pad``, if the file has them
 
     def added(self) -> list[tuple[str, bool]]:
-        """Return the tokens that are never split, in their order, and whether they are special."""
+        """Tokens that are never split, in their order, and whether they are special."""
         kinds = (_CONTROL, _UNKNOWN, _USER_DEFINED)
         return [
             (token, kind in (_CONTROL, _UNKNOWN))
@@ -102,20 +96,20 @@ class Vocabulary:
 def tokenizer_files(file: GgufFile, vocab_size: int) -> tuple[str, dict[str, Any], list[int]]:
     """Return tokenizer.json, tokenizer_config.json and the tokens that end an answer.
 
-    Raises:
-        PackError: there is no tokenizer, it is of a kind that is not known, or its template cannot
-            be parsed.
+    Raises PackError if there is no tokenizer, its kind is unknown, or its template is no Jinja.
     """
     metadata = Metadata(file)
     kind = metadata.get("tokenizer.ggml.model", str, "")
     if not kind or "tokenizer.ggml.tokens" not in file.metadata:
         raise file.fault("has no tokenizer. Get the GGUF of the same model that has one.")
+
     if kind not in ("gpt2", "llama"):
         raise file.fault(
             f"has a tokenizer of the kind {kind[:40]!r}; gpt2 and llama are read. Take the "
             "safetensors of the same model.",
             "unsupported",
         )
+
     vocabulary = _vocabulary(file, metadata, kind, vocab_size)
     template = _template(file, metadata)
 
@@ -135,23 +129,28 @@ def tokenizer_files(file: GgufFile, vocab_size: int) -> tuple[str, dict[str, Any
         "add_bos_token": begins,
         "model_max_length": metadata.size("%.context_length"),
     }
+
     for name, number in vocabulary.special.items():
         config[f"{name}_token"] = vocabulary.tokens[number]
+
     if template is not None:
         config["chat_template"] = template
+
     return text, config, vocabulary.ends
 
 
 def _vocabulary(file: GgufFile, metadata: Metadata, kind: str, vocab_size: int) -> Vocabulary:
-    """Read and check the tokens of a file."""
     tokens = _texts(file, "tokenizer.ggml.tokens")
     if not 1 <= len(tokens) <= vocab_size:
         raise file.fault(f"has {len(tokens):,} tokens, but its embedding {vocab_size:,} rows.")
+
     if len(set(tokens)) != len(tokens):
         raise file.fault("has two tokens of the same text. Copy or download it again.")
+
     types = _numbers(file, "tokenizer.ggml.token_type", len(tokens), 1)
     scores = _numbers(file, "tokenizer.ggml.scores", len(tokens), None)
     merges = _texts(file, "tokenizer.ggml.merges") if kind == "gpt2" else []
+
     if kind == "llama" and scores is None:
         raise file.fault("has a SentencePiece tokenizer without scores.")
 
@@ -163,25 +162,32 @@ def _vocabulary(file: GgufFile, metadata: Metadata, kind: str, vocab_size: int) 
         if not 0 <= number < len(tokens):
             raise file.fault(f"tokenizer.ggml.{key}_token_id is {number}, which is no token.")
         special[name] = number
+
     if "eos" not in special:
         raise file.fault("names no tokenizer.ggml.eos_token_id, so no answer would end.")
+
     types = [int(t) for t in types]
     for number in special.values():
         types[number] = _CONTROL
+
     ends = _ends(metadata, tokens, types, special["eos"])
     values = [] if scores is None else [float(score) for score in scores]
+
     return Vocabulary(tokens, types, values, merges, ends, special)
 
 
 def _ends(metadata: Metadata, tokens: list[str], types: list[int], eos: int) -> list[int]:
-    """Return the tokens that end an answer: EOS, EOT and EOM by their keys, and the well-known."""
+    """EOS, EOT and EOM by their keys, and the well-known."""
     ends = [eos]
+
     for key in ("eot", "eom"):
         number = metadata.get(f"tokenizer.ggml.{key}_token_id", int, None)
         if number is not None and 0 <= number < len(tokens):
             ends.append(number)
+
     names = set(_ENDS)
     ends += [n for n, token in enumerate(tokens) if token in names and types[n] == _CONTROL]
+
     return list(dict.fromkeys(ends))
 
 
@@ -202,7 +208,6 @@ def _numbers(file: GgufFile, key: str, count: int, default: int | None) -> Any:
 
 
 def _template(file: GgufFile, metadata: Metadata) -> str | None:
-    """Return the chat template, which is parsed as it will be used."""
     template = metadata.get("tokenizer.chat_template", str, None)
     if template is not None:
         check_syntax(template, str(file.path))
@@ -210,7 +215,6 @@ def _template(file: GgufFile, metadata: Metadata) -> str | None:
 
 
 def _byte_level(file: GgufFile, metadata: Metadata, vocabulary: Vocabulary) -> Any:
-    """Return a byte-level BPE tokenizer."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     name = metadata.get("tokenizer.ggml.pre", str, "default")
@@ -220,6 +224,7 @@ def _byte_level(file: GgufFile, metadata: Metadata, vocabulary: Vocabulary) -> A
             "the safetensors of the same model.",
             "unsupported",
         )
+
     split = _SPLITS[name]
     pairs = [tuple(merge.split(" ")) for merge in vocabulary.merges]
     if any(len(pair) != 2 for pair in pairs):
@@ -227,23 +232,27 @@ def _byte_level(file: GgufFile, metadata: Metadata, vocabulary: Vocabulary) -> A
 
     vocab = {token: number for number, token in enumerate(vocabulary.tokens)}
     tokenizer = Tokenizer(models.BPE(vocab, pairs, ignore_merges=split.whole_words))
+
     if split.nfc:
         tokenizer.normalizer = normalizers.NFC()
+
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if split.digits else []
     steps.append(pre_tokenizers.Split(Regex(split.expression), "isolated"))
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
 def _sentence_piece(file: GgufFile, metadata: Metadata, vocabulary: Vocabulary) -> Any:
-    """Return a SentencePiece BPE tokenizer: merges by scores, unknown characters as bytes."""
+    """Merges follow from scores; unknown characters become bytes."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     vocab = {token: number for number, token in enumerate(vocabulary.tokens)}
     unknown = vocabulary.special.get("unk")
     has_bytes = all(f"<0x{byte:02X}>" in vocab for byte in range(256))
+
     tokenizer = Tokenizer(
         models.BPE(
             vocab,
@@ -253,28 +262,33 @@ def _sentence_piece(file: GgufFile, metadata: Metadata, vocabulary: Vocabulary) 
             byte_fallback=has_bytes,
         )
     )
+
     prefix = metadata.get("tokenizer.ggml.add_space_prefix", bool, True)
     steps: list[Any] = [normalizers.Prepend(_SPACE)] if prefix else []
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+
     parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if prefix:
         parts.append(decoders.Strip(" ", 1, 0))
+
     tokenizer.decoder = decoders.Sequence(parts)
     return tokenizer
 
 
 def _merges(vocabulary: Vocabulary, vocab: dict[str, int]) -> list[tuple[str, str]]:
-    """Return the merges of a SentencePiece vocabulary: the pairs of each token, best score first."""
+    """The pairs of each token, best score first."""
     merges: list[tuple[float, int, tuple[str, str]]] = []
     plain = (_UNKNOWN, _CONTROL, _UNUSED, _BYTE)
     for token, number in vocab.items():
         if vocabulary.types[number] in plain:
             continue
+
         score = vocabulary.scores[number]
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]
             if left in vocab and right in vocab:
                 merges.append((-score, cut, (left, right)))
+
     merges.sort(key=lambda merge: merge[:2])
     return [pair for _, _, pair in merges]
 
@@ -292,21 +306,25 @@ def _add_tokens(tokenizer: Any, vocabulary: Vocabulary) -> None:
 
 
 def _add_bos(tokenizer: Any, metadata: Metadata, vocabulary: Vocabulary, kind: str) -> bool:
-    """Let texts begin with BOS and end with EOS where the file says so; return whether with BOS."""
+    """Add BOS and EOS to texts where the file says so; return whether it is BOS."""
     from tokenizers import processors
 
     names = []
+
     begins = metadata.get("tokenizer.ggml.add_bos_token", bool, kind == "llama")
     begins = begins and "bos" in vocabulary.special
     if begins:
         names.append(vocabulary.tokens[vocabulary.special["bos"]])
+
     template: list[str] = [f"{name}:0" for name in names] + ["$A:0"]
     if metadata.get("tokenizer.ggml.add_eos_token", bool, False):
         names.append(vocabulary.tokens[vocabulary.special["eos"]])
         template.append(f"{names[-1]}:0")
+
     if names:
         numbers = {token: number for number, token in enumerate(vocabulary.tokens)}
         tokenizer.post_processor = processors.TemplateProcessing(
             single=template, special_tokens=[(name, numbers[name]) for name in dict.fromkeys(names)]
         )
+
     return begins
