@@ -25,7 +25,7 @@ _REMEDY = "Download the checkpoint again, or `packs quantize` the one that is no
 
 
 def config_of(double_quant: bool, compute_dtype: str, skipped: list[str]) -> dict:
-    """Return ``quantization_config`` as transformers writes it; ``skipped`` modules are dense."""
+    """``quantization_config`` as transformers writes it; ``skipped`` modules are dense."""
     return {
         "_load_in_4bit": True,
         "_load_in_8bit": False,
@@ -44,7 +44,7 @@ def config_of(double_quant: bool, compute_dtype: str, skipped: list[str]) -> dic
 
 
 def to_bitsandbytes(name: str, weight: NF4Weight, dtype: str) -> dict[str, mx.array]:
-    """Return the tensors of a weight called ``name`` (with its ``.weight``), once of this dtype.
+    """The tensors of a weight called ``name`` (with its ``.weight``), once of this dtype.
 
     Their sizes do not depend on the values, so that a file can be laid out before they are known.
     """
@@ -54,17 +54,20 @@ def to_bitsandbytes(name: str, weight: NF4Weight, dtype: str) -> dict[str, mx.ar
         "dtype": dtype,
         "shape": list(weight.shape),
     }
+
     tensors = {
         name: weight.weight.reshape(-1, 1),
         f"{name}.absmax": weight.absmax,
         f"{name}.quant_map": mx.array(LEVELS),
     }
+
     if weight.double_quant:
         state["nested_blocksize"] = NESTED_BLOCK_SIZE
         state["nested_dtype"] = "float32"
         state["nested_offset"] = weight.offset.item()
         tensors[f"{name}.nested_absmax"] = weight.nested_absmax
         tensors[f"{name}.nested_quant_map"] = dynamic_map()
+
     text = json.dumps(state).ljust(_STATE_BYTES)
     tensors[f"{name}{_STATE}nf4"] = mx.array(np.frombuffer(text.encode(), np.uint8))
     return tensors
@@ -77,27 +80,30 @@ def from_bitsandbytes(weights: dict[str, mx.array], where: str) -> dict[str, mx.
     checkpoint, and the first tensor that cannot be read as it is.
     """
     _check_kinds(weights, where)
+
     renamed = dict(weights)
     for state_name in [name for name in weights if name.endswith(f"{_STATE}nf4")]:
         name = state_name.removesuffix(f"{_STATE}nf4")
         parts = {part: renamed.pop(f"{name}.{part}", None) for part in _PARTS}
         codes, state = renamed.pop(name, None), renamed.pop(state_name)
+
         try:
             weight = _weight(codes, _state(state), **parts)
         except ValueError as error:
             raise PackError(f"{where}: {name}: {error} {_REMEDY}", "unreadable") from None
+
         if not name.endswith(".weight"):
             raise PackError(
                 f"{where}: {name}: 4-bit is read for the weights of modules only. {_REMEDY}",
                 "unsupported",
             )
+
         renamed |= weight.tensors(name.removesuffix(".weight"))
+
     return renamed
 
 
 def _check_kinds(weights: dict[str, mx.array], where: str) -> None:
-    """Check that bitsandbytes' tensors are NF4."""
-
     def unsupported(name: str, fault: str) -> PackError:
         return PackError(f"{where}: {name}: {fault}. Only NF4 is read. {_REMEDY}", "unsupported")
 
@@ -105,9 +111,11 @@ def _check_kinds(weights: dict[str, mx.array], where: str) -> None:
     for name in weights:
         if name.endswith(".SCB"):
             raise unsupported(name, "is 8-bit bitsandbytes (load_in_8bit)")
+
         base, is_state, kind = name.partition(_STATE)
         if is_state and kind != "nf4":
             raise unsupported(base, f"has quant_type '{kind}'")
+
         base, is_map, _ = name.rpartition(".quant_map")
         if is_map and base not in with_state:
             raise unsupported(base, "has a quant_map but no quant_state")
@@ -120,6 +128,7 @@ def _state(state: mx.array) -> dict:
         values = parse_json(np.array(state).tobytes().decode())
     except ValueError as error:
         raise ValueError(f"its quant_state is no JSON: {error}.") from None
+
     if not isinstance(values, dict):
         raise ValueError("its quant_state must be a mapping.")
     return values
@@ -133,30 +142,39 @@ def _weight(
     nested_absmax: mx.array | None,
     nested_quant_map: mx.array | None,
 ) -> NF4Weight:
-    """Return a weight from its tensors; a ValueError names the contradiction."""
+    """A ValueError names the contradiction."""
     if (kind := state.get("quant_type")) != "nf4":
         raise ValueError(f"quant_type must be 'nf4' but its quant_state says {kind!r}.")
+
     block_size, shape = state.get("blocksize"), state.get("shape")
     if block_size not in BLOCK_SIZES:
         raise ValueError(f"blocksize must be one of {BLOCK_SIZES} but is {block_size!r}.")
+
     if not _is_matrix(shape):
         raise ValueError(f"shape must be [O, D] with even D but its quant_state says {shape!r}.")
+
     _check_dtype("dtype", state.get("dtype"), _DTYPES)
+
     bytes_wanted = shape[0] * shape[1] // 2
     if weight is None or weight.nbytes != bytes_wanted:
         actual = "there is no weight" if weight is None else f"its weight has {weight.nbytes}"
         raise ValueError(f"shape {shape} takes {bytes_wanted} bytes but {actual}.")
+
     _check_table("quant_map", quant_map, mx.array(LEVELS))
     offset = None
+
     if nested_absmax is not None:
         _check_table("nested_quant_map", nested_quant_map, dynamic_map())
         if (size := state.get("nested_blocksize")) != NESTED_BLOCK_SIZE:
             raise ValueError(f"nested_blocksize must be {NESTED_BLOCK_SIZE} but is {size!r}.")
+
         _check_dtype("nested_dtype", state.get("nested_dtype"), ("float32",))
+
         value = state.get("nested_offset")
         if not isinstance(value, (int, float)) or not abs(value) < _LARGEST_OFFSET:
             raise ValueError(f"nested_offset must be a finite number but is {value!r}.")
         offset = mx.array([value], dtype=mx.float32)
+
     codes = weight.flatten().view(mx.uint8).reshape(shape[0], shape[1] // 2)
     return NF4Weight(codes, absmax, nested_absmax, offset, block_size)
 

@@ -1,8 +1,8 @@
 """Chat templates: untrusted programs, rendered within limits of time and size.
 
 transformers renders them in jinja's sandbox, which keeps them from running other code. Here the
-same environment counts as well: every turn of a loop and every call takes from a budget of CPU time,
-and every text and list that a template makes is checked against a limit before it is created.
+same environment counts as well: every turn of a loop and every call takes from a budget of CPU
+time, and every text and list that a template makes is checked before it is created.
 """
 
 import functools
@@ -63,20 +63,21 @@ class _Meter:
         self._left -= ticks
         if self._left >= 0:
             return
+
         self._left, now = _TICKS, time.thread_time()
+
         if self._deadline is None:
             self._deadline = now + SECONDS
         elif now > self._deadline:
             raise _LimitReached(f"takes more than {SECONDS:.0f} seconds")
 
     def check_size(self, size: int) -> None:
-        """Check so many characters before they are created."""
+        """Check a number of characters before they are created."""
         if size > self.limit:
             raise _LimitReached(f"produces a text or list of more than {self.limit:,} characters")
         self.tick(size // _CHARACTERS_A_TICK)
 
     def checked(self, value: Any) -> Any:
-        """Return a value that is not too large."""
         self.check_size(len(value) if isinstance(value, str) else _weight(value, self.limit))
         return value
 
@@ -89,8 +90,9 @@ def _meter() -> _Meter:
 
 
 def _weight(value: Any, limit: float = float("inf")) -> int:
-    """Return the characters of a value, parts that occur twice counted twice; stops at a limit."""
+    """The characters of a value; parts that occur twice count twice. Stops above a limit."""
     total, rest = 0, [value]
+
     while rest and total <= limit:
         part = rest.pop()
         if isinstance(part, str):
@@ -106,6 +108,7 @@ def _weight(value: Any, limit: float = float("inf")) -> int:
             rest.append(object.__getattribute__(part, "_Namespace__attrs"))
         else:
             total += _ITEM
+
     return total
 
 
@@ -151,7 +154,6 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     @classmethod
     def like(cls, environment: ImmutableSandboxedEnvironment) -> "_Environment":
-        """Return a copy of an environment that counts."""
         copy = object.__new__(cls)
         vars(copy).update(vars(environment), overlayed=True, linked_to=environment)
         copy.extensions = {name: e.bind(copy) for name, e in environment.extensions.items()}
@@ -162,17 +164,14 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def tick() -> None:
-        """Count a turn of a loop."""
         _meter().tick()
 
     @staticmethod
     def checked(value: Any) -> Any:
-        """Return a value that is not too large."""
         return _meter().checked(value)
 
     @staticmethod
     def concat(parts: Iterator[str]) -> str:
-        """Return the parts of a text as one."""
         meter, total, pieces = _meter(), 0, []
         for part in parts:
             total += len(part)
@@ -182,19 +181,20 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def joined(parts: tuple) -> str:
-        """Return the joined operands of ``~``."""
+        """The joined operands of ``~``."""
         texts = [str(part) for part in parts]
         _meter().check_size(sum(map(len, texts)))
         return "".join(texts)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Return the result of an operator, if it is not too large."""
         meter = _meter()
         meter.tick()
+
         if operator == "*":
             for one, times in ((left, right), (right, left)):
                 if isinstance(one, (str, list, tuple)) and isinstance(times, int):
                     meter.check_size(max(0, times) * _weight(one))
+
         if operator == "%" and isinstance(left, str):
             _check_format(meter, left, right)
         if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
@@ -204,10 +204,10 @@ class _Environment(ImmutableSandboxedEnvironment):
             )
             if bits > _INTEGER_BITS:
                 raise _LimitReached(f"produces an integer of more than {_INTEGER_BITS:,} bits")
+
         return meter.checked(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        """Return the result of a call, if it is not too large."""
         meter = _meter()
         meter.tick()
         method = getattr(__obj, "__wrapped__", __obj)
@@ -218,7 +218,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _metered(name: str, function: Callable) -> Callable:
-    """Return a filter that checks its result."""
+    """A filter that checks its result."""
     skipped = 1 if hasattr(function, "jinja_pass_arg") else 0  # the context, before the value
 
     @functools.wraps(function)
@@ -226,21 +226,24 @@ def _metered(name: str, function: Callable) -> Callable:
         meter = _meter()
         meter.tick()
         before, (value, *rest) = args[:skipped], args[skipped:]
+
         if isinstance(value, GeneratorType):
             value = _listed(meter, value)
+
         if name == "join":
             separator = str(rest[0] if rest else kwargs.get("d", ""))
             items = len(value) if isinstance(value, Sized) else 0
             meter.check_size(_weight(value, meter.limit) + len(separator) * items)
         else:
             _check_text(meter, name, value, rest, kwargs)
+
         return meter.checked(function(*before, value, *rest, **kwargs))
 
     return metered
 
 
 def _listed(meter: _Meter, items: Iterator) -> list:
-    """Return the result of a generating filter, such as map, as a list."""
+    """The result of a generating filter, such as map, as a list."""
     kept, total = [], 0
     for item in items:
         meter.tick()
@@ -253,8 +256,9 @@ def _listed(meter: _Meter, items: Iterator) -> list:
 def _check_text(
     meter: _Meter, name: str, subject: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Check how much a method of a text, or a filter, will produce."""
+    """Check how much a method of a text, or a filter, would produce."""
     arguments = [*args, *kwargs.values()]
+
     if name == "replace" and len(arguments) > 1 and isinstance(subject, str):
         old, new = str(arguments[0]), str(arguments[1])
         meter.check_size(len(subject) + subject.count(old) * len(new))
@@ -279,13 +283,12 @@ def _check_format(meter: _Meter, text: str, arguments: Any) -> None:
 
 @functools.lru_cache(maxsize=32)
 def _compiled(text: str) -> Template:
-    """Return a template that counts, compiled."""
     return _Environment.like(_plain_template("").environment).from_string(text)
 
 
 @functools.cache
 def _plain() -> Callable[[str], Template]:
-    """Return the compiler of transformers, which from then on is ours inside `_metering`."""
+    """The compiler of transformers, which from then on is ours inside `_metering`."""
     from importlib import metadata
 
     from transformers.utils import chat_template_utils
@@ -312,7 +315,7 @@ def _plain_template(text: str) -> Template:
 
 @contextmanager
 def _metering(given: int) -> Iterator[None]:
-    """Count what templates use that are rendered inside."""
+    """Count what templates rendered inside use."""
     _plain()
     token = _METER.set(_Meter(given))
     try:
@@ -336,12 +339,12 @@ def check_syntax(text: str, where: str) -> None:
 
 @functools.lru_cache(maxsize=32)
 def variables_of(text: str) -> frozenset[str]:
-    """Return the names that a template reads and does not set itself."""
+    """The names that a template reads and does not set itself."""
     return frozenset(find_undeclared_variables(_compiled(text).environment.parse(text)))
 
 
 def unread_variables(tokenizer: Any, names: Iterable[str]) -> list[str]:
-    """Return the names that no chat template of a tokenizer reads; none if it is not in Jinja."""
+    """The names that no chat template of a tokenizer reads; none if it is not in Jinja."""
     templates = getattr(getattr(tokenizer, "_tokenizer", tokenizer), "chat_template", None)
     if isinstance(templates, str):
         templates = {"default": templates}
@@ -352,7 +355,7 @@ def unread_variables(tokenizer: Any, names: Iterable[str]) -> list[str]:
 
 
 def template_file(tokenizer: Any) -> Path:
-    """Return the file that a tokenizer's chat template is in."""
+
     folder = Path(str(getattr(tokenizer, "name_or_path", "")))
     names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
     return next((folder / name for name in names if (folder / name).is_file()), folder / names[-1])
@@ -390,7 +393,7 @@ def render_chat(
         tokenizer: as mlx-lm wraps it.
         messages: mappings with ``role`` and ``content``.
         tokenize: whether tokens are returned.
-        template_date: at which the template's clock stands, as YYYY-MM-DD; None for the present.
+        template_date: where the template's clock stands, as YYYY-MM-DD; None for the present.
         options: of ``apply_chat_template``: ``tools``, ``add_generation_prompt`` and others.
 
     Raises:
@@ -421,7 +424,7 @@ def render_chat(
 
 
 def _applied(tokenizer: Any, messages: list[Mapping], tokenize: bool, options: dict) -> Any:
-    """Apply a tokenizer's template with the variables that are given, and no others.
+    """Apply a tokenizer's template with the given variables only.
 
     mlx-lm's ``TokenizerWrapper.apply_chat_template`` adds ``enable_thinking=True`` for a model that
     can think. Without it, the template's own default applies, as in transformers and TRL.
@@ -429,8 +432,10 @@ def _applied(tokenizer: Any, messages: list[Mapping], tokenize: bool, options: d
     name = getattr(tokenizer, "_thinking_kwarg", "enable_thinking")
     if "enable_thinking" in options:
         options = {name if k == "enable_thinking" else k: v for k, v in options.items()}
+
     plain = getattr(tokenizer, "_tokenizer", tokenizer)
     if (renderer := getattr(tokenizer, "_chat_template", None)) is None:
         return plain.apply_chat_template(messages, tokenize=tokenize, return_dict=False, **options)
+
     text = renderer(messages, **options)
     return plain.encode(text, add_special_tokens=False) if tokenize else text

@@ -47,12 +47,8 @@ _KEYS = {"model_type": "text", "model_file": "text?", "text_config": "a mapping?
 def read_config(file: Path, tensors: Mapping[str, Mapping] | None = None) -> dict:
     """Return the config.json of a base.
 
-    Args:
-        file: of the checkpoint.
-        tensors: headers of its tensors; counts of blocks and experts must not exceed them.
-
-    Raises:
-        PackError: a value that a model is made of has another type, or is out of range.
+    ``tensors`` are the headers of its tensors; counts of blocks and experts must not exceed them.
+    Raises PackError if a value that a model is made of has another type, or is out of range.
     """
     config = read_json(file)
     try:
@@ -63,6 +59,7 @@ def read_config(file: Path, tensors: Mapping[str, Mapping] | None = None) -> dic
                 check_keys(settings, _MLX_QUANTIZATION, f"quantization.{module_path}")
     except ValueError as error:
         raise PackError(f"{file}: {error}. {_REMEDY}", "unreadable") from None
+
     if tensors is not None:
         for part in (config, config.get("text_config") or {}):
             _check_counts(file, part, tensors)
@@ -74,6 +71,7 @@ def _check_counts(file: Path, part: Mapping, tensors: Mapping[str, Mapping]) -> 
     widest = max((size for tensor in tensors.values() for size in tensor["shape"]), default=0)
     limits = dict.fromkeys(_BLOCKS, len(tensors))  # each block has a tensor at least
     limits |= dict.fromkeys(_EXPERTS, max(len(tensors), widest))  # experts may be one stack
+
     for key, limit in limits.items():
         count = part.get(key) or 0
         if isinstance(count, int) and count > limit:

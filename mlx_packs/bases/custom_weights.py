@@ -27,9 +27,11 @@ def place_custom_weights(
     _check_no_codes_alone(weights, modes, config, where)
     modules = dict(model.named_modules())
     placed = []
+
     for path, mode in modes.items():
         if format_class(mode).native:
             continue
+
         module = modules.get(path)
         if not isinstance(module, (nn.Linear, nn.Embedding)):
             kind = "nothing" if module is None else type(module).__name__
@@ -38,7 +40,9 @@ def place_custom_weights(
                 f"and embeddings, here is {kind}.",
                 "unsupported",
             )
+
         quantized = _quantized_module(path, mode, module, weights, dtype, where)
+
         shape = list(frozen_weight(quantized).shape)
         if shape != list(module.weight.shape):
             raise PackError(
@@ -46,23 +50,26 @@ def place_custom_weights(
                 f"{list(module.weight.shape)}.",
                 "unreadable",
             )
+
         placed.append((path, quantized))
+
     replace_modules(model, placed)
 
 
 def _quantized_module(
     path: str, mode: str, dense: nn.Module, weights: Weights, dtype: mx.Dtype, where: Path
 ) -> nn.Module:
-    """Return the module with the tensors of a path, its codes lazy."""
     parts = WEIGHT_MODES[mode].parts
     names = {part: f"{path}.{part}" for part in ("weight", *parts)}
     arrays = {part: weights[name] for part, name in names.items() if name in weights}
     if "weight" not in arrays:
         raise _damaged(where, f"{path}.weight: is missing beside {path}.{parts[0]}.")
+
     try:
         module = format_class(mode).of_arrays(arrays).module_of(dense, arrays, dtype)
     except ValueError as error:
         raise _damaged(where, f"{path}: quantized tensors do not fit: {error}") from None
+
     for part in parts:
         if part in arrays and not mx.isfinite(arrays[part]).all().item():
             raise _damaged(where, f"{path}.{part}: has NaN or infinite values.")
@@ -81,6 +88,7 @@ def _check_no_codes_alone(
     mode = next((m for m in WEIGHT_MODES if _stores(m, quantization)), None)
     if mode is None:
         return
+
     for name, tensor in weights.items():
         path = name.removesuffix(".weight")
         codes = name.endswith(".weight") and tensor.dtype in (mx.uint8, mx.int8)
@@ -92,18 +100,18 @@ def _check_no_codes_alone(
 
 
 def _stores(mode: str, quantization: Mapping) -> bool:
-    """Return whether a config.json has its weights in a format of a mode, which MLX lacks."""
+    """Whether a config.json has its weights in a format of a mode, which MLX lacks."""
     return bool(quantization) and format_class(mode)().is_stored(quantization)
 
 
 def custom_quantization(model: nn.Module) -> dict:
-    """Return the settings of a model's custom weights whose config.json has none; {} for others."""
+    """Settings of a model's custom weights whose config.json has none; {} for others."""
     module = next((m for m in model.modules() if isinstance(m, CustomWeight)), None)
     return {} if module is None else format_of(module).to_config()
 
 
 def stored_as_asked(config: Mapping, quantize: str) -> bool:
-    """Return whether --quantize asks a checkpoint for the format that it is stored in."""
+    """Whether --quantize asks a checkpoint for the format that it is stored in."""
     quantization = stored_quantization(config)
     if quantize == "none" or not quantization:
         return False
@@ -113,7 +121,6 @@ def stored_as_asked(config: Mapping, quantize: str) -> bool:
 
 
 def already_quantized(quantize: str, kind: str) -> PackError:
-    """Return the error for quantizing a base that is quantized already."""
     return PackError(
         f"--quantize {quantize}: the base is quantized already ({kind}). Train on it as it is, or "
         "name the checkpoint that it was made from.",
@@ -124,7 +131,7 @@ def already_quantized(quantize: str, kind: str) -> PackError:
 def check_stored(
     tensors: Collection[str], name: str, quantize: str, double_quant: bool, keep: Sequence[str]
 ) -> None:
-    """Check that a base that is `stored_as_asked`, with these tensors, has the settings asked for."""
+    """Check a base that is `stored_as_asked`, with these tensors, for the other settings."""
     arrays: dict[str, set[str]] = {}
     for tensor in tensors:
         path, _, part = tensor.rpartition(".")

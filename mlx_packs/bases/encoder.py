@@ -70,6 +70,7 @@ class _SelfAttention(nn.Module):
             return y.reshape(*y.shape[:2], self._heads, -1).swapaxes(1, 2)  # [B, H, T, D / H]
 
         q, k, v = heads(self.query(x)), heads(self.key(x)), heads(self.value(x))
+
         scale = 1 / math.sqrt(q.shape[-1])
         attended = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
         return attended.swapaxes(1, 2).reshape(x.shape)
@@ -112,14 +113,17 @@ class Encoder(nn.Module):
         super().__init__()
         dims, ffn = config["hidden_size"], config["intermediate_size"]
         eps = config.get("layer_norm_eps") or 1e-12
+
         activation = _ACTIVATIONS[config.get("hidden_act", "gelu")]
         positions, types = config["max_position_embeddings"], config.get("type_vocab_size", 2)
+
         self.embeddings = _Embeddings(config["vocab_size"], positions, types, dims, eps)
         self.encoder = nn.Module()
         self.encoder.layer = [
             _Layer(dims, config["num_attention_heads"], ffn, eps, activation)
             for _ in range(config["num_hidden_layers"])
         ]
+
         self.sentence_config = sentence_config
         self.dims = dims  # width of a vector
         # tokens of a text at most
@@ -127,21 +131,19 @@ class Encoder(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The transformer blocks, in order."""
         return self.encoder.layer
 
     def __call__(self, tokens: mx.array, lengths: mx.array | None = None) -> mx.array:
-        """Return one vector a row, float32 [B, D], of tokens [B, T].
-
-        ``lengths`` [B]: how many tokens of each row are not padding; None is all.
-        """
+        """Tokens [B, T] to float32 [B, D]; of row i ``lengths[i]`` are no padding, None is all."""
         valid = None
         if lengths is not None:
             valid = mx.arange(tokens.shape[1])[None] < lengths[:, None]  # [B, T]
         mask = None if valid is None else valid[:, None, None]
+
         x = self.embeddings(tokens)
         for layer in self.layers:
             x = layer(x, mask)
+
         pooled = self._pooled(x, valid)
         return unit(pooled) if self.sentence_config.normalize else pooled
 
@@ -149,8 +151,10 @@ class Encoder(nn.Module):
         """[B, T, D] to [B, D]."""
         if self.sentence_config.pooling == "cls":
             return x[:, 0]
+
         if self.sentence_config.pooling == "max":
             return (x if valid is None else mx.where(valid[..., None], x, -mx.inf)).max(axis=1)
+
         if valid is None:
             return x.mean(axis=1)
         # a product, so that no [B, T, D] is made
@@ -164,7 +168,7 @@ def unit(x: mx.array) -> mx.array:
 
 
 def tensor_name(stored: str) -> str | None:
-    """Return the name of a checkpoint's tensor here; None if it is not used."""
+    """The name of a checkpoint's tensor here; None if it is not used."""
     name = stored.removeprefix("bert.")
     if _UNUSED.match(name):
         return None
@@ -174,13 +178,11 @@ def tensor_name(stored: str) -> str | None:
 
 
 def make_encoder(path: Path, config: dict) -> Encoder:
-    """Return the encoder of a folder with random weights."""
+    """The weights are random."""
     return Encoder(check_config(config, path / "config.json"), read_sentence_config(path))
 
 
 def check_config(config: dict, where: Path) -> dict:
-    """Check what a config.json asks for, and return it."""
-
     def unsupported(fault: str) -> PackError:
         return PackError(f"{where}: {fault}", "unsupported")
 
@@ -190,16 +192,20 @@ def check_config(config: dict, where: Path) -> dict:
                 f"{where}: {key} must be an integer above 0, but is {config.get(key)!r}.",
                 "unreadable",
             )
+
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     if hidden % heads:
         raise PackError(
             f"{where}: hidden_size {hidden} cannot be cut into {heads} heads.", "unreadable"
         )
+
     if (kind := config.get("position_embedding_type", "absolute")) != "absolute":
         raise unsupported(f"position_embedding_type '{kind}' is not supported, only absolute.")
+
     if (name := config.get("hidden_act", "gelu")) not in _ACTIVATIONS:
         names = ", ".join(_ACTIVATIONS)
         raise unsupported(f"hidden_act '{name}' is not supported. Known are {names}.")
+
     if config.get("is_decoder"):
         raise unsupported("is_decoder is set, but a BERT that decodes is no sentence encoder.")
     if config.get("quantization") or config.get("quantization_config"):
@@ -208,15 +214,18 @@ def check_config(config: dict, where: Path) -> dict:
 
 
 def load_encoder(path: Path, config: dict, lazy: bool = False) -> Encoder:
-    """Load the encoder of a folder, frozen: in float32, or ``lazy`` as stored, unread."""
+    """Frozen: in float32, or ``lazy`` as stored, unread."""
     model = make_encoder(path, config)
     tensors: dict[str, mx.array] = {}
+
     for file in weight_files(path):
         with library_errors(partial(unreadable, path, config)):
             stored_tensors = mx.load(str(file))
+
         for stored, tensor in stored_tensors.items():
             if name := tensor_name(stored):
                 tensors[name] = tensor if lazy else tensor.astype(mx.float32)
+
     shapes = {name: tuple(a.shape) for name, a in tree_flatten(model.parameters())}
     faults = [
         f"{name}: is {tuple(tensors[name].shape) if name in tensors else 'missing'}, must be "
@@ -224,31 +233,36 @@ def load_encoder(path: Path, config: dict, lazy: bool = False) -> Encoder:
         for name in sorted(set(shapes) | set(tensors))
         if name not in tensors or tuple(tensors[name].shape) != shapes.get(name)
     ]
+
     if faults:
         more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
         raise PackError(
             f"{path}: tensors and config.json do not fit: {'; '.join(faults[:3])}{more}.",
             "unreadable",
         )
+
     model.load_weights(list(tensors.items()))
     model.freeze()
     model.eval()
+
     if not lazy:
         mx.eval(model.parameters())
     return model
 
 
 def embedded(model: Encoder, rows: Sequence[np.ndarray], batch_size: int) -> np.ndarray:
-    """Compute the vectors of rows of tokens, float32 [N, D], in batches of similar lengths.
+    """The vectors of rows of tokens, float32 [N, D], in batches of similar lengths.
 
     The model must not be in training.
     """
     lengths = np.array([len(row) for row in rows], dtype=np.int32)
     order = np.argsort(-lengths, kind="stable")
     vectors = np.zeros((len(rows), model.dims), dtype=np.float32)
+
     for start in range(0, len(rows), batch_size):
         chosen = order[start : start + batch_size]
         one_length = lengths[chosen].min() == lengths[chosen].max()
+
         tokens = mx.array(padded([rows[i] for i in chosen]))
         vectors[chosen] = np.array(model(tokens, None if one_length else mx.array(lengths[chosen])))
     return vectors

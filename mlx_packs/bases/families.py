@@ -29,8 +29,8 @@ UNTRAINABLE = {
     "recurrent_gemma": "mlx-lm's Model is not set up as a module and cannot be frozen",
 }
 UNTRAINABLE_ON_METAL = {"rwkv7": "its kernel for Metal (the recurrence) has no gradient"}
-# Families whose texts in a batch of mlx-lm differ from each alone: a mask without a batch axis, or a
-# recurrent state that padding runs through. tests/inference/test_families.py compares every family.
+# Families whose texts in a batch of mlx-lm differ from each alone: a mask without a batch axis, or
+# a recurrent state that padding runs through. tests/inference/test_families.py compares every one.
 ONE_BY_ONE = frozenset(
     "afm7 baichuan_m1 bailing_moe_linear gear gemma2 gpt_bigcode jamba longcat_flash_ngram mamba "
     "nemotron-nas nemotron_h olmo_hybrid phi3small rwkv7".split()
@@ -47,7 +47,6 @@ _UNSUPPORTED_TYPES = (
 
 
 def check_supported(config: Mapping, where: str | Path = "config.json") -> None:
-    """Check that a config.json is of no encoder that is not supported."""
     if (model_type := config.get("model_type")) in _UNSUPPORTED_TYPES:
         raise PackError(
             f"{where}: has model_type '{model_type}'. Of encoders only "
@@ -68,7 +67,6 @@ def check_architecture(command: str, wanted: str, name: str | Path, model_type: 
 
 
 def check_task(task: str, name: str | Path, model_type: str) -> None:
-    """Check that a base is of the architecture that a task trains."""
     wanted = TASKS[task].architecture
     if wanted != architecture_of(model_type):
         raise PackError(
@@ -79,23 +77,23 @@ def check_task(task: str, name: str | Path, model_type: str) -> None:
 
 
 def tasks_of(model_type: str) -> list[str]:
-    """Return the tasks that train a base, the default one first."""
+    """The default task is first."""
     architecture = architecture_of(model_type)
     return [name for name, facts in TASKS.items() if facts.architecture == architecture]
 
 
 def family_of(model: nn.Module) -> str:
-    """Return the module of mlx_lm.models that a model comes from, or where else it is defined."""
+    """The module of mlx_lm.models that a model comes from, or where else it is defined."""
     return type(model).__module__.rpartition(".")[2]
 
 
 def reads_in_parts(model: nn.Module) -> bool:
-    """Return whether the logits after a prompt are the same if a part of it is read before."""
+    """Whether the logits after a prompt are the same if a part of it is read before."""
     return family_of(model) not in READ_WHOLE
 
 
 def is_batchable(name: str, model: nn.Module) -> bool:
-    """Return whether texts in a batch equal each alone; log once for a base if they do not."""
+    """Whether texts in a batch equal each alone; if they do not, this is logged once."""
     if (family := family_of(model)) not in ONE_BY_ONE:
         return True
     _say_one_by_one(name, family)
@@ -104,7 +102,7 @@ def is_batchable(name: str, model: nn.Module) -> bool:
 
 @lru_cache(maxsize=64)
 def _say_cache_differs(name: str, family: str) -> None:
-    """Log that training and generation are not the same model."""
+    """Training and generation are then not the same model."""
     _log.warning(
         "%s: mlx-lm's %s computes other logits with a cache than without. Training uses none and "
         "generation uses one, so texts can be worse than the loss suggests.",
@@ -115,7 +113,6 @@ def _say_cache_differs(name: str, family: str) -> None:
 
 @lru_cache(maxsize=64)
 def _say_one_by_one(name: str, family: str) -> None:
-    """Log that texts are generated one at a time."""
     _log.warning(
         "%s: mlx-lm's %s gives other texts in a batch than alone, so texts are generated one at a "
         "time.",
@@ -125,7 +122,7 @@ def _say_one_by_one(name: str, family: str) -> None:
 
 
 def why_untrainable(family: str) -> str | None:
-    """Return why a family cannot be trained on this device; None if it can."""
+    """The reason on this device; None if it can be trained."""
     on_metal = mx.default_device() == mx.gpu and mx.metal.is_available()
     if on_metal and family in UNTRAINABLE_ON_METAL:
         return f"{UNTRAINABLE_ON_METAL[family]}. A CPU or CUDA trains it"
@@ -133,22 +130,24 @@ def why_untrainable(family: str) -> str | None:
 
 
 def check_trainable(name: str, model: nn.Module) -> None:
-    """Check that a model is of a family that can be trained."""
     family = family_of(model)
     if family in CACHE_DIFFERS:
         _say_cache_differs(name, family)
+
     reason = why_untrainable(family)
+
     is_old = version_of_mlx_lm() < MIXTURES_SINCE
     if reason is None and is_old and any(is_switch_linear(m) for m in model.modules()):
         reason = (
             f"in mlx-lm {metadata.version('mlx-lm')} gradients reach the indices of a mixture's "
             "experts, which MLX rejects. Upgrade mlx-lm (0.32 needs Python 3.11)"
         )
+
     if reason:
         raise PackError(f"{name}: mlx-lm's {family} cannot be trained: {reason}.", "unsupported")
 
 
 def version_of_mlx_lm() -> tuple[int, int]:
-    """Return the major and minor version of the mlx-lm that is installed."""
+    """Major and minor."""
     major, minor = metadata.version("mlx-lm").split(".")[:2]
     return int(major), int(minor)

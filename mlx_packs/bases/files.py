@@ -30,12 +30,12 @@ CHECKPOINT_FILES = (
 
 
 def tiny_checkpoint() -> Path:
-    """Return the folder of the bundled tiny Qwen3; an ordinary mlx-lm checkpoint."""
+    """The bundled tiny Qwen3 is an ordinary mlx-lm checkpoint."""
     return TINY_FOLDER / "base"
 
 
 def public_name(name: str) -> str:
-    """Return the name of a base or data in a manifest: a hub id as it is, a folder without its path."""
+    """The name of a base or data in a manifest: a hub id as it is, a folder without its path."""
     path = Path(name).expanduser()
     if is_pattern(name):
         return path.name
@@ -43,7 +43,7 @@ def public_name(name: str) -> str:
 
 
 def resolve_checkpoint(name: str | Path) -> Path:
-    """Return the checkpoint folder for ``tiny``, a local folder or file, or a hub id (cached first).
+    """The checkpoint folder for ``tiny``, a local folder or file, or a hub id (cached first).
 
     A file, such as a GGUF, is converted to a folder in the cache when it is first named.
     """
@@ -51,10 +51,13 @@ def resolve_checkpoint(name: str | Path) -> Path:
         return tiny_checkpoint()
     if not str(name):
         raise PackError("--model: is empty. Name a folder, a hub id (owner/name) or 'tiny'.")
+
     path = Path(name).expanduser()
     if is_local_model(str(name)) and not os.path.exists(path):
         path = local_model(str(name))
+
     recover(path)
+
     if os.path.isdir(path):  # unlike Path.is_dir, False for a name that is too long
         if not (path / "config.json").is_file():
             raise PackError(
@@ -63,6 +66,7 @@ def resolve_checkpoint(name: str | Path) -> Path:
                 "model",
             )
         return path
+
     if os.path.exists(path):
         if reader := reader_of(path):
             return reader.folder(path)
@@ -71,18 +75,21 @@ def resolve_checkpoint(name: str | Path) -> Path:
             "unsupported",
             "model",
         )
+
     if names_file(path.name):
         raise PackError(f"--model {name}: no such file.", "not-found", "model")
+
     if not is_hub_id(str(name)):
         hint = "" if "/" in str(name) else f" Its 4-bit form may be 'mlx-community/{name}'."
         raise PackError(
             f"--model {name}: no such folder, and not a hub id (owner/name).{hint}", "not-found"
         )
+
     return _hub_snapshot(str(name))
 
 
 def _hub_snapshot(repo: str) -> Path:
-    """Return the folder of a hub id: as it is cached, or downloaded if it is not or in part."""
+    """The cached folder of a hub id; it is downloaded if a file is missing."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
@@ -99,6 +106,7 @@ def _hub_snapshot(repo: str) -> Path:
         raise PackError(
             f"--model {repo}: no such folder, and {_first_line(error)}", "not-found"
         ) from None
+
     try:
         path = Path(snapshot_download(**request))  # without network, what is cached of it
         if is_complete(path):
@@ -112,6 +120,7 @@ def _hub_snapshot(repo: str) -> Path:
         ) from None
     except (OSError, ValueError) as error:
         reason = _first_line(error)
+
     raise PackError(
         f"--model {repo}: not a folder here, {cached}, and it cannot be had from the Hub "
         f"({reason}). On a machine with network: `hf download {repo}`.",
@@ -120,7 +129,6 @@ def _hub_snapshot(repo: str) -> Path:
 
 
 def is_complete(path: Path) -> bool:
-    """Return whether a folder has a config.json and every shard."""
     has_files = (path / "config.json").is_file() and weight_files(path)
     return bool(has_files) and not _missing_shards(path)
 
@@ -140,13 +148,13 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def files_not_read(path: Path) -> list[str]:
-    """Return the names of safetensors files beside the weights that the index does not name."""
+    """Names of safetensors files beside the weights that the index does not name."""
     read = weight_files(path)
     return [file.name for file in sorted(path.glob("model*.safetensors")) if file not in read]
 
 
 def _named_shards(path: Path) -> set[str] | None:
-    """Return the shards that the index of a checkpoint folder names; None without an index."""
+    """None without an index."""
     index = path / "model.safetensors.index.json"
     if not index.is_file():
         return None
@@ -155,11 +163,11 @@ def _named_shards(path: Path) -> set[str] | None:
         check_keys(content, {"weight_map": "a mapping", "weight_map.*": "text"})
     except ValueError as error:
         raise PackError(f"{index}: is not an index of shards: {error}.", "unreadable") from None
+
     return set(content["weight_map"].values()) or None
 
 
 def _missing_shards(path: Path) -> list[str]:
-    """Return the shards that the index of a checkpoint folder names and that are missing."""
     named = _named_shards(path) or set()
     return sorted(named - {file.name for file in path.glob("model*.safetensors")})
 
@@ -168,7 +176,7 @@ _TEXT_BYTES = 256 << 20
 
 
 def check_files(path: Path) -> dict:
-    """Check that all weights of a checkpoint are there and readable by MLX; return its config.json."""
+    """Check that all weights are there and readable by MLX; return the config.json."""
     files = weight_files(path)
     if not any(path.glob("model*.safetensors")):
         other = unsupported_weights(path)
@@ -177,13 +185,17 @@ def check_files(path: Path) -> dict:
             "unsupported" if other else "not-found",
             "model",
         )
+
     check_readable(path)
     check_record(path)
+
     tensors: dict[str, Mapping] = {}
+
     if missing := _missing_shards(path):
         raise PackError(
             f"{path}: shard {missing[0]} is named in the index but missing.", "unreadable"
         )
+
     owners: dict[str, Path] = {}
     for file in files:
         header = read_header(file)[0]
@@ -196,8 +208,10 @@ def check_files(path: Path) -> dict:
             )
         owners |= dict.fromkeys(header, file)
         tensors |= header
+
     if extra := files_not_read(path):
         _say_not_read(path, tuple(extra))
+
     config = read_config(path / CONFIG, tensors)
     check_method(path, config)
     return config
@@ -205,7 +219,6 @@ def check_files(path: Path) -> dict:
 
 @lru_cache(maxsize=256)
 def _say_not_read(path: Path, names: tuple[str, ...]) -> None:
-    """Log once which files a checkpoint folder has besides its weights."""
     shown = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
     _log.warning("%s: the index does not name %s, so they are not read.", path, shown)
 
@@ -236,7 +249,7 @@ _RECORD_KEYS = {
 
 
 def read_record(path: Path) -> dict | None:
-    """Return the record that `packs quantize` wrote about a folder; None if it did not write this folder."""
+    """The record of `packs quantize`; None if it did not write this folder."""
     try:
         record = read_json(path / RECORD)
         check_keys(record, _RECORD_KEYS)
@@ -247,10 +260,7 @@ def read_record(path: Path) -> dict | None:
 
 
 def check_record(path: Path, advance: Callable[[], None] | None = None) -> None:
-    """Check the shards of a folder against its record, if it has one: their sizes.
-
-    With ``advance``, which is called after each file, their hashes too.
-    """
+    """Check sizes by the record, if there is one; with ``advance``, called per file, hashes too."""
 
     def differs(file: Path, fault: str) -> PackError:
         remedy = f"Copy or quantize it again, or remove {RECORD} if that was meant."
@@ -261,8 +271,10 @@ def check_record(path: Path, advance: Callable[[], None] | None = None) -> None:
         file = path / name
         if not file.is_file():
             raise differs(file, "is missing, but named")
+
         if (size := file.stat().st_size) != facts["bytes"]:
             raise differs(file, f"has {size} bytes, but {facts['bytes']}")
+
         if advance is not None:
             if (digest := sha256(file)) != facts["sha256"]:
                 expected = facts["sha256"]
@@ -271,12 +283,12 @@ def check_record(path: Path, advance: Callable[[], None] | None = None) -> None:
 
 
 def text_config(config: dict) -> dict:
-    """Return the part of a config that describes the language model."""
+    """The part of a config that describes the language model."""
     return config if "vocab_size" in config else config.get("text_config") or config
 
 
 def vocab_size_of(config: dict, where: str | Path) -> int:
-    """Return the size of a base's vocabulary; ``where`` is the base, for errors."""
+    """``where`` is the base, for errors."""
     size = text_config(config).get("vocab_size")
     if size is None:
         raise PackError(f"{where}: its config.json has no vocab_size.", "unreadable")
@@ -284,7 +296,7 @@ def vocab_size_of(config: dict, where: str | Path) -> int:
 
 
 def stored_quantization(config: Mapping) -> dict:
-    """Return the quantization settings of a config.json; {} if it has none."""
+    """{} if the config has none."""
     for part in (config, config.get("text_config") or {}):
         for key in ("quantization", "quantization_config"):
             if part.get(key):
@@ -296,19 +308,23 @@ def quantization_name(q: Mapping | None) -> str:
     """Spell a quantization for people: ``affine 4-bit g64``, ``bitsandbytes nf4``, or ``dense``."""
     if not q:
         return "dense"
+
     if q.get("quant_method") == METHOD:
         kind = "8-bit" if q.get("load_in_8bit") else q.get("bnb_4bit_quant_type", "4-bit")
         return f"{METHOD} {kind}"
+
     mode = q.get("mode", q.get("quant_method", "affine"))
     if "bits" not in q or "group_size" not in q:
         return mode
+
     double = " double-quantized" if q.get("double_quant") else ""
     dense = f" without {', '.join(q['keep'])}" if q.get("keep") else ""
+
     return f"{mode} {q['bits']}-bit g{q['group_size']}{double}{dense}"
 
 
 def quantized_as(path: Path, config: Mapping) -> str | None:
-    """Return the quantization of a checkpoint, by its config or tensors; None if it is dense."""
+    """The quantization of a checkpoint, by its config or tensors; None if it is dense."""
     if stored := stored_quantization(config):
         return quantization_name(stored)
     for file in weight_files(path):

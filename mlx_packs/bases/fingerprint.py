@@ -1,9 +1,9 @@
 """The fingerprint of a base: a hash of every byte of its tensors, cached between processes.
 
-A fingerprint is ``sha256:`` and 64 digits. It is the SHA-256 of a JSON list of ``[name, dtype, shape,
-hashes]``, sorted; ``hashes`` are the SHA-256 of the tensor's bytes, 16 MiB each. So it does not
-depend on how tensors are spread over files, and threads share the work. Older versions of this
-package hashed 4 KiB of each tensor; such a fingerprint has no prefix and is compared as it was made.
+A fingerprint is ``sha256:`` and 64 digits. It is the SHA-256 of a JSON list of ``[name, dtype,
+shape, hashes]``, sorted; ``hashes`` are the SHA-256 of the tensor's bytes, 16 MiB each. So it does
+not depend on how tensors are spread over files, and threads share the work. Older versions of this
+package hashed 4 KiB of each tensor; such a fingerprint has no prefix and is compared as it is.
 
 The files beside the weights (config, tokenizer, template) have a hash each: a resumed run needs the
 same ones, while a pack on a base with another of them is only worth a note.
@@ -52,21 +52,22 @@ def fingerprint(path: Path) -> str:
     """Return the fingerprint of a checkpoint folder's tensors.
 
     What was hashed before is not read again while path, size, times and inode of every file stay.
-
-    Raises:
-        PackError: a file is damaged, or changes while it is read.
+    Raises PackError if a file is damaged, or changes while it is read.
     """
     files = weight_files(path)
     states = [_state(file) for file in files]
     if known := _recall(path, states):
         return known
+
     began = time.time_ns()
     value = _hash_tensors(files)
+
     if [_state(file) for file in files] != states:
         raise PackError(
             f"{path}: its weights changed while they were read. Wait until they are written.",
             "unreadable",
         )
+
     newest = max((time_ns for state in states for time_ns in state[2:4]), default=began)
     if began - newest > _SETTLED_SECONDS * 1e9:
         _remember(path, states, value)
@@ -74,37 +75,36 @@ def fingerprint(path: Path) -> str:
 
 
 def sampled_fingerprint(path: Path) -> str:
-    """Return the fingerprint of older versions: a hash of 4 KiB of each tensor."""
+    """The fingerprint of older versions: a hash of 4 KiB of each tensor."""
     return _sampled(tuple(_state(file) for file in weight_files(path)))
 
 
 def short_fingerprint(value: str) -> str:
-    """Return the twelve digits of a fingerprint that people compare."""
+    """The twelve digits that people compare."""
     return value.removeprefix(_PREFIX)[:12]
 
 
 def is_sampled(value: str) -> bool:
-    """Return whether a fingerprint is of a sample alone, as older versions made it."""
+    """Older versions hashed a sample only."""
     return not value.startswith(_PREFIX)
 
 
 def is_fingerprint_of(path: Path, recorded: str, current: str, where: str) -> bool:
-    """Return whether a recorded fingerprint is that of a checkpoint, whose own is ``current``.
-
-    ``where`` recorded it; that a sample alone could be compared is logged once for each.
-    """
+    """``current`` is the checkpoint's; once per ``where``, a match of samples only is logged."""
     if not is_sampled(recorded):
         return recorded == current
     if recorded == current:
         return True
+
     if recorded != sampled_fingerprint(path):
         return False
+
     _say_sampled(where)
     return True
 
 
 def same_fingerprint(a: Mapping, b: Mapping) -> bool:
-    """Return whether two manifests' ``base`` name the same tensors, as far as both can tell."""
+    """Whether two manifests' ``base`` name the same tensors, as far as both can tell."""
     if is_sampled(a["fingerprint"]) == is_sampled(b["fingerprint"]):
         return a["fingerprint"] == b["fingerprint"]
     old, new = (a, b) if is_sampled(a["fingerprint"]) else (b, a)
@@ -112,7 +112,7 @@ def same_fingerprint(a: Mapping, b: Mapping) -> bool:
 
 
 def text_hashes(path: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file beside the weights that a base's results may depend on."""
+    """SHA-256 of each file beside the weights that a base's results may depend on."""
     files = {file for pattern in CHECKPOINT_FILES for file in path.glob(pattern)}
     files |= set(path.glob("[0-9]*_*/config.json"))  # modules of sentence-transformers
     files |= set(path.glob(MORE_TEMPLATES))
@@ -121,11 +121,12 @@ def text_hashes(path: Path) -> dict[str, str]:
         for file in sorted(files)
         if file.is_file() and file.suffix != ".safetensors" and file.name not in _NOT_READ
     }
+
     return {name: _hash_of(state) for name, state in states.items()}
 
 
 def changed_texts(path: Path, recorded: Mapping[str, str]) -> list[str]:
-    """Return the names of files beside the weights that are not as recorded."""
+    """Names of files beside the weights that are not as recorded."""
     current = text_hashes(path)
     names = sorted({*current, *recorded})
     return [printable(name) for name in names if current.get(name) != recorded.get(name)]
@@ -157,16 +158,16 @@ def _say_sampled(where: str) -> None:
 
 
 def _state(file: Path) -> FileState:
-    """Return what changes when the bytes of a file do."""
+    """What changes when the bytes of a file do."""
     stat = file.stat()
     return str(file.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
 
 def _hash_tensors(files: list[Path]) -> str:
-    """Read and hash all tensors of safetensors files, in threads."""
     tensors: list[list] = []
     pieces: list[_Piece] = []
     owners: list[int] = []
+
     for file in files:
         header, start = read_header(file)
         for name, tensor in header.items():
@@ -175,46 +176,54 @@ def _hash_tensors(files: list[Path]) -> str:
                 pieces.append(_Piece(file, start + offset, min(_PIECE_BYTES, end - offset)))
                 owners.append(len(tensors))
             tensors.append([name, tensor["dtype"], tensor["shape"], []])
+
     jobs = _jobs(pieces)
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
         hashes = [digest for digests in pool.map(_hash_pieces, jobs) for digest in digests]
+
     for owner, digest in zip(owners, hashes, strict=True):
         tensors[owner][3].append(digest)
+
     text = json.dumps(sorted(tensors), separators=(",", ":"))
     return _PREFIX + hashlib.sha256(text.encode()).hexdigest()
 
 
 def _jobs(pieces: list[_Piece]) -> list[list[_Piece]]:
-    """Return the pieces in their order, in lists of one file and at most 16 MiB or one piece."""
+    """The pieces in their order, in lists of one file and at most 16 MiB or one piece."""
     jobs: list[list[_Piece]] = []
     size = 0
+
     for piece in pieces:
         if not jobs or jobs[-1][0].file != piece.file or size + piece.size > _PIECE_BYTES:
             jobs.append([])
             size = 0
+
         jobs[-1].append(piece)
         size += piece.size
     return jobs
 
 
 def _hash_pieces(pieces: list[_Piece]) -> list[str]:
-    """Return the SHA-256 of each piece.
+    """The SHA-256 of each piece.
 
     They are read rather than mapped: mapped pages count in the peak of a process, and a mapped file
     that is cut short kills the process.
     """
     digests = []
     buffer = memoryview(bytearray(_BUFFER_BYTES))
+
     with pieces[0].file.open("rb", buffering=0) as f:
         for piece in pieces:
             digest, left = hashlib.sha256(), piece.size
             f.seek(piece.offset)
+
             while left:
                 count = f.readinto(buffer[: min(left, _BUFFER_BYTES)])
                 if not count:
                     raise PackError(f"{piece.file}: was cut short while it was read.", "unreadable")
                 digest.update(buffer[:count])
                 left -= count
+
             digests.append(digest.hexdigest())
     return digests
 
@@ -222,6 +231,7 @@ def _hash_pieces(pieces: list[_Piece]) -> list[str]:
 @lru_cache(maxsize=64)
 def _sampled(states: tuple[FileState, ...]) -> str:
     entries = {}
+
     for file in (Path(state[0]) for state in states):
         header, start = read_header(file)
         with file.open("rb") as f:
@@ -231,6 +241,7 @@ def _sampled(states: tuple[FileState, ...]) -> str:
                 f.seek(start + middle)
                 sample = f.read(min(_SAMPLE_BYTES, end - begin))
                 entries[name] = (tensor["dtype"], tensor["shape"], sample)
+
     digest = hashlib.sha256()
     for name, (dtype, shape, sample) in sorted(entries.items()):
         digest.update(f"{name} {dtype} {shape}\n".encode() + sample)
@@ -238,30 +249,32 @@ def _sampled(states: tuple[FileState, ...]) -> str:
 
 
 def _entry(path: Path) -> Path | None:
-    """Return where the fingerprint of a folder is stored; None without a cache."""
+    """Where the fingerprint of a folder is stored; None without a cache."""
     folder = cache_folder("fingerprints")
     digest = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()
     return folder and folder / f"{digest[:32]}.json"
 
 
 def _recall(path: Path, states: list[FileState]) -> str | None:
-    """Return the stored fingerprint of files in this state."""
     if (entry := _entry(path)) is None or not entry.is_file():
         return None
+
     try:
         content = read_json(entry)
         os.utime(entry)
     except (PackError, OSError):
         return None
+
     value = content.get("fingerprint")
     is_current = content.get("format") == _FORMAT and content.get("files") == list(
         map(list, states)
     )
+
     return value if is_current and isinstance(value, str) else None
 
 
 def _remember(path: Path, states: list[FileState], value: str) -> None:
-    """Keep a fingerprint; a folder that cannot be written is left alone."""
+    """A cache that cannot be written is left alone."""
     if (entry := _entry(path)) is None:
         return
     with suppress(PackError, OSError):

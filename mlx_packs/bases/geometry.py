@@ -18,19 +18,17 @@ from .shapes import Geometry, GeometryError, Group, Heads, check_num_layers, is_
 
 
 def probe(path: str, module: nn.Module, config: dict, grouped: bool = False) -> Geometry:
-    """Return the geometry of a linear or embedding, from its tensors, checked against the config.
+    """The geometry of a linear or embedding, from its tensors, checked against the config.
 
-    With ``grouped`` the parent is attention or SwiGLU of the Llama family, whose sizes the config
-    has.
-
-    Raises:
-        GeometryError: naming the module and both shapes.
+    With ``grouped`` the parent is attention or SwiGLU of the Llama family, whose sizes are in the
+    config. A GeometryError names the module and both shapes.
     """
     weight = module.weight
     axes = 3 if is_switch_linear(module) else 2
     if weight.ndim != axes:
         raise GeometryError(path, f"its weight must have {axes} axes, but is {list(weight.shape)}.")
     *stack, _, stored_width = weight.shape
+
     frozen = frozen_weight(module)
     try:
         frozen.check()
@@ -41,13 +39,17 @@ def probe(path: str, module: nn.Module, config: dict, grouped: bool = False) -> 
     bias = "bias" in module
     if bias and list(module.bias.shape) != [*stack, out_features]:
         raise GeometryError(path, f"bias {list(module.bias.shape)} for {out_features} outputs.")
+
     name = path.rsplit(".", 1)[-1]
     stored = frozen.bits, frozen.group_size, frozen.mode, stored_width
+
     if embeds := is_embedding(module):
         slices = ((name, in_features),)
         return Geometry(path, out_features, in_features, *stored, False, slices, embeds=embeds)
+
     if grouped:
         _check_config(path, name, in_features, out_features, Heads.of(config))
+
     if stack:
         slices = ((name, out_features),)
     else:
@@ -68,6 +70,7 @@ def _check_config(path: str, name: str, in_features: int, out_features: int, c: 
         "up_proj": (c.hidden, c.ffn),
         "down_proj": (c.ffn, c.hidden),
     }.get(name, (None, None))
+
     sides = zip(("input", "output"), (in_features, out_features), sizes, strict=True)
     for side, actual, expected in sides:
         if expected is not None and actual != expected:
@@ -80,7 +83,7 @@ def _check_config(path: str, name: str, in_features: int, out_features: int, c: 
 
 
 def _own_slices(name: str, module: nn.Module) -> tuple[tuple[str, int], ...] | None:
-    """Return the slices of a linear that splits its own output (Apple's foundation model)."""
+    """The slices of a linear that splits its own output (Apple's foundation model)."""
     widths = getattr(module, "output_dims", None)
     if not isinstance(widths, list):
         return None
@@ -89,7 +92,7 @@ def _own_slices(name: str, module: nn.Module) -> tuple[tuple[str, int], ...] | N
 
 
 def _fused_slices(name: str, width: int, c: Heads) -> tuple[tuple[str, int], ...]:
-    """Return the projections inside a fused linear, where its layout is known; else one slice."""
+    """The projections inside a fused linear, where its layout is known; else one slice."""
     if name == "c_attn" and c.hidden and width == 3 * c.hidden:  # GPT-2: q, k, v of equal width
         return tuple((part, width // 3) for part in "qkv")
     if name == "qkv_proj" and c.heads and c.head_dim and c.kv_heads:  # Phi-3
@@ -102,7 +105,7 @@ def _fused_slices(name: str, width: int, c: Heads) -> tuple[tuple[str, int], ...
 
 
 def linears(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return every linear and switch linear that can have adapters, in the order of the model."""
+    """Linears and switch linears that can have adapters, in the order of the model."""
     return [
         (path, module)
         for path, module in reversed(model.named_modules())
@@ -112,12 +115,11 @@ def linears(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """Return whether a module is a table of rows for tokens or positions."""
     return isinstance(module, (nn.Embedding, *EMBEDDINGS))
 
 
 def adaptable(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return every module that can have an adapter: the `linears`, then the embeddings."""
+    """The `linears`, then the embeddings."""
     tables = [(path, m) for path, m in reversed(model.named_modules()) if is_embedding(m)]
     return linears(model) + tables
 
@@ -132,7 +134,7 @@ _READ_AS_DATA = (
 
 
 def is_router(path: str) -> bool:
-    """Return whether a linear is a router or indexer: it chooses experts or keys for a token."""
+    """Routers and indexers choose experts or keys for a token."""
     return any(part in _CHOOSERS or part.endswith("router") for part in path.split("."))
 
 
@@ -154,17 +156,21 @@ def select_targets(
     check_num_layers(num_layers, len(prefixes))
     # 0 and -1 both mean all, as in mlx-lm
     blocks = tuple(p + "." for p in (prefixes[-num_layers:] if num_layers > 0 else prefixes))
+
     saved = dict(select_saved(model, modules_to_save))
     every = adaptable(model)
     inside = [(path, m) for path, m in every if path.startswith(blocks)]
+
     if not target_modules:
         return [
             (path, m)
             for path, m in inside
             if not (is_switch_linear(m) or is_embedding(m) or is_router(path) or path in saved)
         ]
+
     in_blocks = tuple(f"{prefix}." for prefix in prefixes)
     outside = [(path, m) for path, m in every if not path.startswith(in_blocks)]
+
     chosen: dict[str, nn.Module] = {}
     for target in target_modules:
         matched = [(p, m) for p, m in inside if is_named(p, target)]
@@ -172,6 +178,7 @@ def select_targets(
         matched = matched or [(p, m) for p, m in every if p == target]
         if not matched:
             raise _no_target(model, target, every)
+
         for path, _ in matched:
             if path in saved:
                 raise PackError(
@@ -180,12 +187,14 @@ def select_targets(
                     "conflict",
                     "modules_to_save",
                 )
+
         chosen.update(matched)
+
     return [(path, m) for path, m in every if path in chosen]
 
 
 def _no_target(model: nn.Module, target: str, every: Sequence[tuple[str, nn.Module]]) -> PackError:
-    """Return the error for a name that no module has that can have an adapter."""
+    """The error for a name that no module has that can have an adapter."""
     names = sorted({p.rsplit(".", 1)[-1] for p, _ in every})
     other = next((m for p, m in model.named_modules() if is_named(p, target)), None)
     if other is not None:
@@ -194,13 +203,14 @@ def _no_target(model: nn.Module, target: str, every: Sequence[tuple[str, nn.Modu
             f"--target-modules {target}: is of type {kind} and cannot have an adapter.",
             "unsupported",
         )
+
     return PackError(
         f"--target-modules {target}: no such projection. {_hint(target, names)}", "unknown"
     )
 
 
 def _hint(name: str, names: Sequence[str]) -> str:
-    """Return the name that was probably meant, or all names."""
+    """The name that was probably meant, or all names."""
     if name.rpartition(".")[2] == "lm_head":
         tables = [n for n in ("embed_tokens", "wte") if n in names]
         return (
@@ -211,10 +221,7 @@ def _hint(name: str, names: Sequence[str]) -> str:
 
 
 def select_saved(model: nn.Module, modules_to_save: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    """Return the modules with weights of their own that have these names.
-
-    They are named as in `select_targets`, in all blocks and outside of them.
-    """
+    """Modules with weights of their own, in or outside of blocks, named as in `select_targets`."""
     own = [(path, m) for path, m in reversed(model.named_modules()) if path and _has_weights(m)]
     chosen: dict[str, nn.Module] = {}
     for name in modules_to_save:
@@ -237,7 +244,7 @@ def select_saved(model: nn.Module, modules_to_save: Sequence[str]) -> list[tuple
 
 
 def _has_weights(module: nn.Module) -> bool:
-    """Return whether a module has weights of its own, and no modules inside it."""
+    """Whether a module has weights of its own, and no modules inside it."""
     own = (value for key, value in module.items() if not key.startswith("_"))
     return not module.children() and any(isinstance(value, mx.array) for value in own)
 
@@ -249,11 +256,12 @@ def find_groups(
     num_layers: int,
     modules_to_save: Sequence[str] = (),
 ) -> tuple[list[Group], list[GeometryError]]:
-    """Return the projection groups of the targets, and an error for each module that has none."""
+    """The projection groups of the targets, and an error for each module that has none."""
     modules = dict(model.named_modules())
     groups: list[Group] = []
     faults: list[GeometryError] = []
     members: dict[tuple[str, tuple[str, ...]], list[Geometry]] = {}
+
     for path, module in select_targets(model, target_modules, num_layers, modules_to_save):
         parent, _, name = path.rpartition(".")
         kind = block_kind(modules.get(parent))

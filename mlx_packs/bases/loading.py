@@ -93,17 +93,21 @@ def load_base_model(
 
 
 def _load_decoder(request: _Request) -> BaseModel:
-    """Load a causal language model, dense or quantized, or quantize it while it is read."""
+    """Load a causal language model; if it is to be quantized, while it is read."""
     name, path, stored = request.name, request.path, request.config
     quantize, double_quant, keep = request.quantize, request.double_quant, request.keep
+
     options = None
     if quantize != "none":
         options = QuantizeOptions(named_format(quantize, double_quant), keep)
+
     as_stored = stored_as_asked(stored, quantize)
     if as_stored:
         options = None
+
     if options and (kind := quantized_as(path, stored)):
         raise already_quantized(quantize, kind)
+
     dtype = _activation_dtype(stored, request.compute_dtype)
     rounding = RoundingError()
 
@@ -117,18 +121,23 @@ def _load_decoder(request: _Request) -> BaseModel:
     if as_stored:
         tensors = dict(tree_flatten(model.parameters()))
         check_stored(tensors, name, quantize, double_quant, keep)
+
     quantization = config.get("quantization") or custom_quantization(model)
     if options:
         quantization = options.weight_format.to_config() | ({"keep": list(keep)} if keep else {})
+
     names: list[str] = []
     if runtime.on_cpu() or request.compute_dtype != "auto":
         names = _cast(model, dtype)
+
     model.freeze()
     model.eval()
+
     if not request.lazy:
         mx.eval(model.parameters(), _constants(model))
         if names and dtype == mx.float16:
             _check_range(model, names)
+
     tokenizer = load_tokenizer(path, config, request.trust_remote_code)
     hashed, dtype_name = fingerprint(path), dtype_of(model)
     return BaseModel(
@@ -147,7 +156,7 @@ def _load_decoder(request: _Request) -> BaseModel:
 
 
 def lazy_base(name: str | Path, trust_remote_code: bool = False) -> BaseModel:
-    """Return a base whose weights are not read, in their stored dtypes, without a tokenizer."""
+    """A base whose weights are not read, in their stored dtypes, without a tokenizer."""
     path, config = _checkpoint(name)
     load = _LAZY_LOADERS[architecture_of(config.get("model_type"))]
     return load(str(name), path, config, trust_remote_code)
@@ -166,6 +175,7 @@ def _lazy_decoder(name: str, path: Path, stored: dict, trust_remote_code: bool) 
     model, config, sources = load_model_of(path, trust_remote_code, prepare)
     model.freeze()
     model.eval()
+
     quantization = config.get("quantization") or custom_quantization(model)
     return BaseModel(
         name, path, model, None, config, fingerprint(path), dict(quantization), sources
@@ -189,6 +199,7 @@ def load_model_of(
             "conflict",
             "trust_remote_code",
         )
+
     # mlx-lm before 0.32, the last for Python 3.10, has no such argument and always runs the code
     has_flag = "trust_remote_code" in inspect.signature(load_model).parameters
     sources: dict[str, Source] = {}
@@ -202,12 +213,16 @@ def load_model_of(
 
             def sanitize(weights: Weights) -> Weights:
                 own = from_bitsandbytes(dict(weights), str(path))
-                weights.clear()  # the caller keeps this one: nothing else may reference a dense weight
+                # the caller keeps this one: nothing else may reference a dense weight
+                weights.clear()
+
                 stored = dict(own)
                 named = dict(to_names_of_model(own))
+
                 sources.update(weight_map(stored, named))
                 stored.clear()
                 own.clear()
+
                 _check_scales(named, model, path)
                 return prepare(model, named)
 
@@ -223,6 +238,7 @@ def load_model_of(
             get_model_classes=classes,
             **({"trust_remote_code": True} if has_flag else {}),
         )
+
     vars(model).pop("sanitize", None)
     return model, config, sources
 
@@ -235,8 +251,10 @@ def _named_files_only(path: Path) -> Iterator[None]:
     if not files_not_read(path):
         yield
         return
+
     stock, files = mlx_lm.utils.glob, [str(file) for file in weight_files(path)]
     mlx_lm.utils.glob = SimpleNamespace(glob=lambda _: files)
+
     try:
         yield
     finally:
@@ -274,7 +292,7 @@ def _check_scales(weights: Weights, model: nn.Module, path: Path) -> None:
 
 
 def _checkpoint(name: str | Path) -> tuple[Path, dict]:
-    """Return the folder of a checkpoint, whose files are checked, and its config.json."""
+    """The folder of a checkpoint and its config.json, all files checked."""
     path = resolve_checkpoint(name)
     config = check_files(path)
     check_supported(config, path)
@@ -296,9 +314,11 @@ def _load_encoder(request: _Request) -> BaseModel:
             "float32.",
             "unsupported",
         )
+
     model = late.load(_LOAD_ENCODER)(path, config)
     lower_case = model.sentence_config.lower_case
     tokenizer = load_encoder_tokenizer(path, config, lower_case, request.trust_remote_code)
+
     return BaseModel(name, path, model, tokenizer, config, fingerprint(path))
 
 
@@ -311,14 +331,14 @@ _LAZY_LOADERS: dict[str, Callable[[str, Path, dict, bool], BaseModel]] = registe
 
 
 def _activation_dtype(config: dict, requested: str) -> mx.Dtype:
-    """Return the dtype of hidden states: float32 on a CPU, else the specified or the stored one."""
+    """The dtype of hidden states: float32 on a CPU, else the specified or the stored one."""
     if runtime.on_cpu():
         return mx.float32
     return DTYPES[stored_dtype(config) if requested == "auto" else requested]
 
 
 def _constants(model: nn.Module) -> list[mx.array]:
-    """Return the arrays that modules keep beside their parameters, such as frequencies of rope.
+    """Arrays that modules keep beside their parameters, such as frequencies of rope.
 
     What is not computed yet belongs to the thread that made it; a server computes in another.
     """
@@ -330,16 +350,18 @@ def _constants(model: nn.Module) -> list[mx.array]:
 
 
 def _cast(model: nn.Module, dtype: mx.Dtype) -> list[str]:
-    """Take the floating tensors of a model to a dtype, and return their names.
+    """Cast the floating tensors of a model, and return their names.
 
     Custom weights stay as they are, and on a GPU what the model itself keeps apart
     (mlx-lm's ``cast_predicate``).
     """
     half = (mx.float16, mx.bfloat16)
     changed = half if runtime.on_cpu() else (*half, mx.float32)
+
     casts = getattr(model, "cast_predicate", None)
     custom = [path for path, m in model.named_modules() if isinstance(m, CustomWeight)]
     kept = tuple(f"{path}." for path in custom)
+
     names = []
 
     def converted(name: str, value: mx.array) -> mx.array:

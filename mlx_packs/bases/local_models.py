@@ -1,7 +1,7 @@
 """Models that Ollama and LM Studio have on this machine, by their names there: ``ollama:qwen3:4b``.
 
-Ollama: a manifest at ``manifests/HOST/NAMESPACE/MODEL/TAG`` names blobs, one of which is the GGUF. LM Studio:
-``models/PUBLISHER/MODEL/FILE.gguf``.
+Ollama: a manifest at ``manifests/HOST/NAMESPACE/MODEL/TAG`` names blobs, one of which is the GGUF.
+LM Studio: ``models/PUBLISHER/MODEL/FILE.gguf``.
 """
 
 import os
@@ -19,27 +19,23 @@ _PART = re.compile(r"[\w][\w.\-]*", re.ASCII)
 
 
 def is_local_model(name: str) -> bool:
-    """Return whether a name is a model of another program on this machine."""
+    """Whether a name is a model of another program on this machine."""
     return name.partition(":")[0] in PROGRAMS and ":" in name
 
 
 def local_model(name: str) -> Path:
-    """Return the GGUF file of ``ollama:NAME`` or ``lmstudio:PUBLISHER/MODEL``.
-
-    Raises:
-        PackError: there is no such model, or its file is gone.
-    """
+    """The GGUF file of ``ollama:NAME`` or ``lmstudio:PUBLISHER/MODEL``, or PackError."""
     program, _, rest = name.partition(":")
     return PROGRAMS[program](rest)
 
 
 def _ollama(name: str) -> Path:
-    """Return the blob of a model of Ollama."""
     flag = f"--model ollama:{name}"
     model, _, tag = name.partition(":")
     parts = model.split("/")
     if not all(_PART.fullmatch(part) for part in (*parts, tag or "latest")) or len(parts) > 3:
         raise PackError(f"{flag}: is not a name of Ollama. Name it as `ollama list` does.")
+
     defaults = ["registry.ollama.ai", "library"]
     host = [*defaults[: 3 - len(parts)], *parts]
 
@@ -51,6 +47,7 @@ def _ollama(name: str) -> Path:
             "OLLAMA_MODELS names another folder.",
             "not-found",
         )
+
     content = read_json(manifest)
     try:
         check_keys(content, {"layers": "a list", "layers.*": "a mapping"})
@@ -67,11 +64,13 @@ def _ollama(name: str) -> Path:
             "it is FROM.",
             "unsupported",
         )
+
     digest = kinds.get(_MODEL_LAYER, "")
     if not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):
         raise PackError(
             f"{manifest}: names no GGUF file. `ollama pull {name}` again.", "unreadable"
         )
+
     blob = folder / "blobs" / digest.replace(":", "-")
     if not blob.is_file():
         raise PackError(
@@ -83,28 +82,32 @@ def _ollama(name: str) -> Path:
 
 
 def _lmstudio(name: str) -> Path:
-    """Return the file of a model of LM Studio; with several, the name says which."""
+    """With several files, the name says which."""
     flag = f"--model lmstudio:{name}"
     parts = name.split("/")
     if len(parts) not in (2, 3) or not all(_PART.fullmatch(part) for part in parts):
         raise PackError(
             f"{flag}: is not a name of LM Studio. Name PUBLISHER/MODEL or PUBLISHER/MODEL/FILE.gguf."
         )
+
     root = Path("~/.lmstudio/models").expanduser()
     place = root.joinpath(*parts)
     if len(parts) == 3 and place.is_file():
         return place
+
     folder = root.joinpath(*parts[:2])
     names = [file.name for file in sorted(folder.glob("*.gguf")) if "mmproj" not in file.name]
     if not names or len(parts) == 3:
         listed = f" It has {', '.join(names)}." if names else ""
         raise PackError(f"{flag}: there is no GGUF file at {place}.{listed}", "not-found")
+
     if len(names) > 1:
         raise PackError(
             f"{flag}: has {len(names)} GGUF files. Name one: lmstudio:{name}/{names[0]} "
             f"({', '.join(names)}).",
             "conflict",
         )
+
     return folder / names[0]
 
 

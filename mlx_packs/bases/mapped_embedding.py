@@ -30,7 +30,7 @@ class MappedEmbedding:
             self._quantization = {name: getattr(module, name) for name in settings}
 
     def __call__(self, tokens: np.ndarray) -> mx.array:
-        """Return rows [..., D] of tokens [...]."""
+        """Rows [..., D] of tokens [...]."""
         rows = {name: self._rows(name, tokens) for name in self._parts}
         if self._quantization is None:
             return rows["weight"]
@@ -54,19 +54,26 @@ def map_embedding(folder: Path, key: str | None, module: nn.Module) -> MappedEmb
         return f"rows of a {type(module).__name__} are not read from a file"
     if key is None:
         return "its tensor in the files is not known"
+
     path = key.removesuffix(".weight")
     parameters = [name for name in ("weight", "scales", "biases") if module.get(name) is not None]
+
     parts = {}
+
     for file in weight_files(folder):
         header, start = read_header(file)
+
         for name in parameters:
             if (tensor := header.get(f"{path}.{name}")) is None:
                 continue
+
             kind, shape = tensor["dtype"], tuple(tensor["shape"])
             if kind not in _KINDS or shape != tuple(module[name].shape):
                 return f"{path}.{name} is stored in the files as {kind} {list(shape)}"
+
             offset = start + int(tensor["data_offsets"][0])
             parts[name] = np.memmap(file, _KINDS[kind], "r", offset, shape), kind
+
     if missing := [name for name in parameters if name not in parts]:
         return f"it was quantized while it was loaded: the files have no {path}.{missing[0]}"
     return MappedEmbedding(parts, module)

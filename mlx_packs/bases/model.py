@@ -36,7 +36,6 @@ class BaseModel:
 
     @property
     def vocab_size(self) -> int:
-        """Number of rows of the embedding table."""
         return vocab_size_of(self.config, self.name)
 
     @property
@@ -50,7 +49,6 @@ class BaseModel:
         return architecture_of(self.config["model_type"])
 
     def check_architecture(self, command: str, wanted: str) -> None:
-        """Check that it is of the architecture that a command takes."""
         check_architecture(command, wanted, self.name, self.config["model_type"])
 
     def encode(self, texts: Sequence[str], batch_size: int = 32) -> np.ndarray:
@@ -64,17 +62,21 @@ class BaseModel:
             PackError: If the base model is a decoder, or an item is not a text.
         """
         self.check_architecture("encode", "encoder")
+
         if batch_size < 1:
             raise PackError(
                 f"encode: batch_size must be positive, but got {batch_size}.", flag="batch_size"
             )
+
         if isinstance(texts, str):
             raise PackError("encode: texts must be a list of texts, but got one.", flag="texts")
+
         for at, text in enumerate(texts):
             if not isinstance(text, str):
                 raise PackError(
                     f"encode: texts[{at}] must be a text, but is {text!r:.60}.", flag="texts"
                 )
+
         tokens = tokens_of(self.tokenizer, texts, self.model.longest)
         return load("bases.encoder:embedded")(self.model, tokens, batch_size)
 
@@ -84,13 +86,15 @@ class BaseModel:
         return public_name(self.name)
 
     def summary(self) -> str:
-        """Return one line: architecture, blocks, quantization, size."""
+        """One line: architecture, blocks, quantization, size."""
         text = text_config(self.config)
         kind = quantization_name(self.quantization)
         if self.rounding_error is not None:
             kind += f" (relative error of the weights {100 * self.rounding_error:.1f} %)"
+
         size = sum(f.stat().st_size for f in weight_files(self.path))
         shown = f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+
         blocks = text.get("num_hidden_layers", text.get("n_layer", "?"))
         model_type = self.config["model_type"]
         return f"{self.name} · {model_type} · {blocks} blocks · {kind} · {shown}"

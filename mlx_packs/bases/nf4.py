@@ -38,7 +38,7 @@ class NF4Format(CustomFormat):
         return fault_of("--group-size", self.group_size, BLOCK_SIZES)
 
     def nbytes(self, shape: Shape, scale_itemsize: int) -> int:
-        """Return the bytes of codes and absmax, which are float32 or 8-bit."""
+        """Absmax are float32 or 8-bit."""
         count = math.prod(shape)
         blocks = -(-count // self.group_size)
         if not self.double_quant:
@@ -48,10 +48,12 @@ class NF4Format(CustomFormat):
     def outline(self, name: str, w: mx.array, layout: str = "mlx") -> Tensors:
         codes = mx.zeros((w.shape[0], w.shape[1] // 2), mx.uint8)
         blocks = -(-w.size // self.group_size)
+
         absmax = [mx.zeros(blocks)]
         if self.double_quant:
             nested = mx.zeros(-(-blocks // NESTED_BLOCK_SIZE))
             absmax = [mx.zeros(blocks, mx.uint8), nested, mx.zeros(1)]
+
         weight = NF4Weight(codes, *absmax, block_size=self.group_size)
         return _nf4_names(name, weight, dtype_name(w.dtype), layout)
 
@@ -63,6 +65,7 @@ class NF4Format(CustomFormat):
         rows_of_whole_blocks = self.group_size // math.gcd(self.group_size, w.shape[-1])
         arrays = by_slices(name, w, rows_of_whole_blocks, codes_and_absmax)
         weight = NF4Weight(*arrays, block_size=self.group_size)
+
         if self.double_quant:
             weight = nf4.quantize_absmax(weight)
         return _nf4_names(name, weight, dtype_name(w.dtype), layout)
@@ -78,7 +81,7 @@ class NF4Format(CustomFormat):
 
     @classmethod
     def of_arrays(cls, arrays: Mapping[str, mx.array]) -> "NF4Format":
-        """Return the format of codes with so many absmax; the default block size if none fits."""
+        """The default block size if none fits, or several do."""
         codes, absmax = arrays["weight"].size, arrays["absmax"].size
         fitting = [size for size in BLOCK_SIZES if -(-2 * codes // size) == absmax]
         size = fitting[0] if len(fitting) == 1 else 64
@@ -87,7 +90,7 @@ class NF4Format(CustomFormat):
     def module_of(
         self, dense: nn.Module, arrays: Mapping[str, mx.array], dtype: mx.Dtype
     ) -> nn.Module:
-        """Return an NF4 module; its codes stay lazy."""
+        """The codes stay lazy."""
         parts = [arrays.get(name) for name in ("weight", *WEIGHT_MODES["nf4"].parts)]
         weight = NF4Weight(*parts, self.group_size)
         if isinstance(dense, nn.Embedding):
@@ -98,7 +101,7 @@ class NF4Format(CustomFormat):
         return super().to_config() | {"double_quant": self.double_quant}
 
     def is_stored(self, quantization: Mapping) -> bool:
-        """Return whether a checkpoint is NF4, as written here or by bitsandbytes."""
+        """As written here or by bitsandbytes."""
         return "nf4" in (quantization.get("mode"), quantization.get("bnb_4bit_quant_type"))
 
     def check_stored(

@@ -1,4 +1,4 @@
-"""The dtype that a base computes in, and why: as specified, as stored, or the dtype that the chip is fast at."""
+"""The dtype that a base computes in, and why: as specified, as stored, or fast on the chip."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class ComputeDtype:
     cast: str = "auto"
 
     def to_json(self) -> dict[str, str]:
-        """Return name and reason, as reports and manifests have them."""
+        """Name and reason, as reports and manifests have them."""
         return {"name": self.name, "why": self.why}
 
 
@@ -40,46 +40,46 @@ def choose_compute_dtype(
     """Return the dtype in which a run on this device computes.
 
     ``auto`` is the stored dtype, but float16 for a bfloat16 base on a chip that emulates bfloat16.
-    A CPU, an encoder, and full fine-tuning compute in float32.
-
-    Args:
-        config: config.json of the base.
-        requested: ``auto``, or one of `DTYPES`.
-        trains_base: whether the base's own weights are trained.
+    A CPU, an encoder, and full fine-tuning (``trains_base``) compute in float32.
     """
     if trains_base:
         return ComputeDtype("float32", "weights are trained in it", requested)
+
     if architecture_of(config.get("model_type")) == "encoder":
         return ComputeDtype("float32", "encoders compute in it", requested)
+
     if runtime.on_cpu():
         return ComputeDtype("float32", "CPUs are far slower in half precision", requested)
+
     if requested != "auto":
         return ComputeDtype(requested, "as specified", requested)
+
     stored = stored_dtype(config)
     if stored == "bfloat16" and (chip := _chip_without_bfloat16()):
         return ComputeDtype("float16", f"{chip} has no native bfloat16", "float16")
+
     return ComputeDtype(stored, STORED)
 
 
 def activation_bytes(config: Mapping, requested: str) -> int:
-    """Return the bytes of a number that a run with adapters computes."""
+    """Bytes of a number that a run with adapters computes."""
     return DTYPES[choose_compute_dtype(config, requested).name].size
 
 
 def stored_dtype(config: Mapping) -> str:
-    """Return the dtype that config.json names for weights; bfloat16 where it names none."""
+    """The dtype that config.json names for weights; bfloat16 where it names none."""
     text = text_config(dict(config))
     name = str(text.get("torch_dtype") or text.get("dtype"))
     return name if name in DTYPES else "bfloat16"
 
 
 def dtype_of(model: nn.Module) -> str:
-    """Return the dtype of most tensors of a model that are not quantized, such as norms."""
+    """The dtype of most tensors of a model that are not quantized, such as norms."""
     return dtype_name(dense_dtype(dict(tree_flatten(model.parameters()))))
 
 
 def dense_dtype(weights: Mapping[str, mx.array]) -> mx.Dtype:
-    """Return the dtype of most tensors of a checkpoint that are not quantized, such as norms."""
+    """The dtype of most tensors of a checkpoint that are not quantized, such as norms."""
     dtypes = [
         w.dtype
         for name, w in weights.items()
@@ -89,7 +89,7 @@ def dense_dtype(weights: Mapping[str, mx.array]) -> mx.Dtype:
 
 
 def _chip_without_bfloat16() -> str | None:
-    """Return the name of this machine's GPU if it has no native bfloat16, else None.
+    """The name of this machine's GPU if it has no native bfloat16, else None.
 
     A GPU that is only assumed, as by `packs plan --device gpu`, is never measured.
     """

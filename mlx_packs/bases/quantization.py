@@ -24,7 +24,6 @@ class RoundingError:
         self._difference = self._weights = 0.0
 
     def add(self, w: mx.array, weight_format: WeightFormat) -> None:
-        """Measure the rounding of a dense weight [..., D] to a format."""
         rows = w.reshape(-1, w.shape[-1])
         step = max(1, w.size // _SAMPLED)
         sample = rows[::step]
@@ -55,7 +54,7 @@ class QuantizeOptions:
     max_shard_gb: float = 1.0  # in 10^9 bytes; an interruption loses one shard at most
 
     def check(self) -> None:
-        """Check all options; the error has all faults."""
+        """The error has all faults."""
         faults = self.weight_format.faults()
         for expression, bits in self.bits_for:
             if bits not in AFFINE_BITS:
@@ -64,16 +63,18 @@ class QuantizeOptions:
                 re.compile(expression)
             except re.error as error:
                 faults.append(f"--bits-for: '{expression}' is no regular expression ({error}).")
+
         affine_too = self.layout != "mlx" and self.bits_for
         if affine_too or self.layout not in self.weight_format.layouts:
             faults.append("--format bitsandbytes: takes --mode nf4 only, and no --bits-for.")
+
         if not self.max_shard_gb > 0:
             faults.append(f"--max-shard-gb: must be above 0 but is {self.max_shard_gb}.")
+
         if faults:
             raise PackError(" ".join(faults))
 
     def to_json(self) -> dict:
-        """Return them as a record of `packs quantize` has them."""
         return {
             "packing": {"double_quant": True, **asdict(self.weight_format)},
             "keep": list(self.keep),
@@ -86,12 +87,14 @@ class QuantizeOptions:
 def check_names(options: QuantizeOptions, paths: Collection[str]) -> None:
     """Check that the modules which the options name are among these."""
     leaves = sorted({path.rpartition(".")[2] for path in paths})
+
     for name in options.keep:
         # a tied head has no module of its own: its table is the embedding
         if name != "lm_head" and not any(is_named(path, name) for path in paths):
             raise PackError(
                 f"--keep {name}: no such module. {did_you_mean(name, leaves)}", "unknown"
             )
+
     for expression, _ in options.bits_for:
         if not any(re.search(expression, path) for path in paths):
             raise PackError(
@@ -118,8 +121,10 @@ def format_for(
             group_size. Options that name the module take precedence.
     """
     weight_format, width = options.weight_format, shape[-1]
+
     if any(is_named(path, name) for name in options.keep):
         return "kept by name"
+
     if options.layout == "bitsandbytes":
         # transformers quantizes linears alone, and leaves the head dense
         if kind != "linear" or is_named(path, "lm_head"):
@@ -134,13 +139,16 @@ def format_for(
                         "does not divide. Keep it dense with --keep."
                     )
                 return MLXFormat("affine", bits, group_size)
+
         if not advice:
             return "its family advises so"
         if isinstance(advice, Mapping):
             bits, group_size = advice.get("bits", 4), advice.get("group_size", 64)
             weight_format = MLXFormat("affine", bits, group_size)
+
         if not weight_format.holds(kind):
             return f"{weight_format.mode.upper()} is for linears and embeddings"
+
     if not weight_format.fits(width):
         return f"width {width} is no multiple of {weight_format.divisor}"
     return weight_format
@@ -149,22 +157,26 @@ def format_for(
 def formats_for(
     model: nn.Module, options: QuantizeOptions
 ) -> tuple[dict[str, WeightFormat], dict[str, str]]:
-    """Return the format of each module of a dense model, and why others are left dense, by path."""
+    """The format of each module of a dense model, and why others are left dense, by path."""
     advise = getattr(model, "quant_predicate", None) or (lambda *_: True)
     modules = {
         path: module
         for path, module in reversed(model.named_modules())
         if hasattr(module, "to_quantized") and "weight" in module
     }
+
     check_names(options, modules)
+
     formats, dense = {}, {}
     for path, module in modules.items():
         kind, advice = _kind(module), advise(path, module)
         outcome = format_for(path, module.weight.shape, options, kind, advice)
+
         if isinstance(outcome, WeightFormat):
             formats[path] = outcome
         else:
             dense[path] = outcome
+
     return formats, dense
 
 
@@ -185,15 +197,19 @@ def quantize_weights(
     The model gets MLX's modules for native formats. ``rounding`` measures what this changes.
     """
     native = {}
+
     for path, weight_format in formats_for(model, options)[0].items():
         name = f"{path}.weight"
         if name not in weights:
             continue
+
         dense = weights.pop(name)
         if rounding is not None:
             rounding.add(dense, weight_format)
         weights |= weight_format.quantize(name, dense)
+
         if weight_format.native:
             native[path] = weight_format.to_config()
+
     nn.quantize(model, class_predicate=lambda path, _: native.get(path, False))
     return weights

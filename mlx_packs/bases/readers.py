@@ -36,7 +36,6 @@ class Reader:
     suffixes: tuple[str, ...] = ()
 
     def folder(self, file: Path) -> Path:
-        """Return the checkpoint folder of a file."""
         return pkgutil.resolve_name(self.code)(file)
 
 
@@ -44,17 +43,17 @@ READERS = (Reader("GGUF", is_gguf, "mlx_packs.bases.gguf.folder:checkpoint_folde
 
 
 def reader_of(path: Path) -> Reader | None:
-    """Return the reader of a file; None if its format is not read."""
+    """None if the format is not read."""
     return next((reader for reader in _readers() if reader.matches(path)), None)
 
 
 def names_file(base: str) -> bool:
-    """Return whether a name of a base is that of a file which a reader reads."""
+    """Whether a name of a base is the name of a file that a reader reads."""
     return any(base.lower().endswith(reader.suffixes) for reader in _readers())
 
 
 def _readers() -> Iterator[Reader]:
-    """Yield the readers here and those that installed packages add; faulty packages are logged."""
+    """The readers here and of installed packages; a faulty package is logged."""
     yield from READERS
     for plugin, *_ in pkgutil.resolve_name(Table.installed)("readers").values():
         try:

@@ -35,17 +35,19 @@ def requantized_formats(base: BaseModel, requantize: str, changed: Collection[st
 
 
 def formats_of_dense(base: BaseModel, requantize: str) -> Formats:
-    """Return the formats of a dense base, all of which is quantized; nothing of another base."""
+    """All of a dense base is quantized; nothing of another base."""
     if base.quantization:
         return {}
     return dict(formats_for(base.model, QuantizeOptions(named_format(requantize)))[0])
 
 
 def format_after(path: str, module: nn.Module, requantize: str) -> WeightFormat | None:
-    """Return the format of the changed weight of a module; None is dense."""
+    """The format of a module's changed weight; None is dense."""
     stored = format_of(module)
+
     if requantize == "none":
         return None
+
     if requantize == "same":
         if stored and stored.mode not in WEIGHT_MODES:
             raise PackError(
@@ -54,29 +56,36 @@ def format_after(path: str, module: nn.Module, requantize: str) -> WeightFormat 
                 "unsupported",
             )
         return stored
+
     if stored is None:  # what the base left dense stays so
         return None
+
     wanted = named_format(requantize)
     if wanted.is_stored(stored.to_config()):
         return stored
+
     if is_switch_linear(module) and not wanted.holds("other"):
         raise PackError(
             f"--requantize {requantize}: {path} has experts, and {requantize} is for linears "
             "and embeddings. Choose same, affine4 or affine8.",
             "unsupported",
         )
+
     return wanted if wanted.fits(frozen_weight(module).dense().shape[-1]) else None
 
 
 def smaller_formats(base: BaseModel, requantize: str, changed: Collection[str]) -> Formats:
-    """Return the formats of unchanged weights of a quantized base that become smaller by them."""
+    """Formats of unchanged weights of a quantized base that become smaller by them."""
     formats: Formats = {}
     if not base.quantization or requantize == "same":
         return formats
+
     for path, module in base.model.named_modules():
         if path in changed or not (stored := format_of(module)):
             continue
+
         wanted = format_after(path, module, requantize)
         if wanted is None or wanted.bits_per_weight < stored.bits_per_weight:
             formats[path] = wanted
+
     return formats

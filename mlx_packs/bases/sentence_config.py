@@ -28,7 +28,7 @@ class SentenceConfig:
     lower_case: bool = False  # before the tokenizer's own steps
 
     def to_json(self) -> dict:
-        """Return its entry in a pack's manifest."""
+        """Its entry in a pack's manifest."""
         return {"pooling": self.pooling, "normalize": self.normalize}
 
 
@@ -42,34 +42,40 @@ def read_sentence_config(path: Path) -> SentenceConfig:
             "default_prompt_name to null and write it into your texts.",
             "unsupported",
         )
+
     longest = settings.get("max_seq_length")
     if longest is None:
         longest = _read(path / _TOKENIZER).get("model_max_length")
         longest = int(longest) if isinstance(longest, (int, float)) and longest < 2**31 else None
+
     if longest is not None and not (type(longest) is int and longest > 2):
         raise PackError(
             f"{path / _SETTINGS}: max_seq_length must be an integer above 2, but is {longest!r}.",
             "unreadable",
         )
+
     pooling, normalize = _modules(path)
     return SentenceConfig(pooling, normalize, longest, settings.get("do_lower_case") is True)
 
 
 def _modules(path: Path) -> tuple[str, bool]:
-    """Return the pooling, and whether vectors are normalized, from ``modules.json``."""
+    """The pooling, and whether vectors are normalized, from ``modules.json``."""
     file = path / MODULES
     pooling, kinds = SentenceConfig.pooling, []
+
     for module in _read(file, list):
         if not isinstance(module, dict) or not isinstance(module.get("type"), str):
             raise PackError(
                 f"{file}: every module must have a 'type', but got {module}.", "unreadable"
             )
+
         kind, place = module["type"].rpartition(".")[2], module.get("path") or ""
         if not isinstance(place, str) or Path(place).is_absolute() or ".." in Path(place).parts:
             raise PackError(
                 f"{file}: the path of a module must be in the folder, but is {place!r}.",
                 "unreadable",
             )
+
         kinds.append(kind)
         if kind == "Transformer" and place:
             raise PackError(
@@ -77,6 +83,7 @@ def _modules(path: Path) -> tuple[str, bool]:
                 "set its path to ''.",
                 "unsupported",
             )
+
         if kind == "Pooling":
             pooling = _pooling(path / place / "config.json")
         elif kind not in ("Transformer", "Normalize"):
@@ -85,28 +92,33 @@ def _modules(path: Path) -> tuple[str, bool]:
                 "Pooling and Normalize.",
                 "unsupported",
             )
+
     if kinds and kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise PackError(
             f"{file}: must be Transformer, Pooling and at most Normalize, in this order, but is "
             f"{', '.join(kinds)}.",
             "unsupported",
         )
+
     return pooling, "Normalize" in kinds
 
 
 def _pooling(file: Path) -> str:
-    """Return the one kind of pooling that a config of the Pooling module turns on."""
+    """The one kind of pooling that a config of the Pooling module turns on."""
     config = _read(file)
+
     methods = config.get("pooling_mode")
     try:
         check_kind("pooling_mode", methods, "text or a list of texts?")
     except ValueError as error:
         raise PackError(f"{file}: {error}.", "unreadable") from None
+
     if methods is None:  # before sentence-transformers 5 a switch for each
         names = {"mean_tokens": "mean", "cls_token": "cls", "max_tokens": "max"}
         switches = {k.removeprefix("pooling_mode_"): v for k, v in config.items()}
         methods = [names.get(key, key) for key, value in switches.items() if value is True]
         methods = [name for name in methods if name != "include_prompt"]
+
     methods = [methods] if isinstance(methods, str) else list(methods or [])
     if len(methods) != 1 or methods[0] not in POOLING:
         raise PackError(
@@ -114,9 +126,10 @@ def _pooling(file: Path) -> str:
             f"of {', '.join(POOLING)}.",
             "unsupported",
         )
+
     return methods[0]
 
 
 def _read(file: Path, kind: type = dict) -> Any:
-    """Return the content of a JSON file; an empty ``kind`` where there is none."""
+    """An empty ``kind`` if there is no file."""
     return read_json(file, kind) if file.is_file() else kind()

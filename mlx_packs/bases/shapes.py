@@ -23,16 +23,14 @@ class Geometry:
 
     @property
     def name(self) -> str:
-        """The last part of the path."""
         return self.path.rsplit(".", 1)[-1]
 
     @property
     def widths(self) -> list[int]:
-        """Output columns of each slice."""
         return [width for _, width in self.slices]
 
     def describe(self) -> str:
-        """Return one line for people: stored and true shape."""
+        """One line for people: stored and true shape."""
         if self.bits is None:
             shape = [self.out_features, self.in_features]
             stored = f"dense {shape[::-1] if self.embeds else shape}"
@@ -41,6 +39,7 @@ class Geometry:
             unit = width * self.bits // self.stored_width  # bits of a byte or a word
             stored = f"{self.mode} {self.bits}-bit g{self.group_size}, stored width"
             stored += f" {self.stored_width} = {width} x {self.bits} / {unit}"
+
         experts = "" if self.experts is None else f"{self.experts} experts of "
         return f"{self.path}: {experts}{self.in_features} -> {self.out_features} ({stored})"
 
@@ -65,7 +64,6 @@ class Heads:
 
     @classmethod
     def of(cls, config: dict) -> "Heads":
-        """Read the sizes from a config.json."""
         text = config.get("text_config") or config
 
         def size(*keys: str) -> int | None:
@@ -92,7 +90,6 @@ class GeometryError(PackError):
 
 
 def check_num_layers(num_layers: int, blocks: int) -> None:
-    """Check that a base has as many blocks as are to be trained."""
     if num_layers > blocks:
         raise PackError(
             f"--num-layers {num_layers}: the base has only {blocks} blocks.", "mismatch"
@@ -100,5 +97,5 @@ def check_num_layers(num_layers: int, blocks: int) -> None:
 
 
 def is_named(path: str, name: str) -> bool:
-    """Return whether a module at ``path`` is called so: by its whole path or the end of it."""
+    """A module is called by its whole path or the end of it."""
     return path == name or path.endswith("." + name)

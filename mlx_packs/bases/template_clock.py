@@ -1,4 +1,4 @@
-"""The clock that chat templates read (Llama 3.2, gpt-oss, Granite), which training stops at a date."""
+"""The clock that chat templates read (Llama 3.2, gpt-oss, Granite); training stops it at a date."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,12 +10,11 @@ _STOPPED_AT: ContextVar[datetime | None] = ContextVar("stopped_at", default=None
 
 
 def reads_clock(tokenizer: Any) -> bool:
-    """Return whether a tokenizer's chat template reads the clock."""
     return "strftime_now" in str(getattr(tokenizer, "chat_template", None))
 
 
 def strftime_now(form: str) -> str:
-    """Return the time as templates ask for it: the present one, or where the clock is stopped."""
+    """The present time, or where the clock is stopped."""
     return (_STOPPED_AT.get() or datetime.now()).strftime(form)
 
 

@@ -11,10 +11,6 @@ def opens_thoughts(tokenizer: Any, prompt: Sequence[int]) -> bool:
 
     Only the end of the prompt counts: the mark that opens thoughts, and white space. A mark before
     that is a text of the conversation: of a question, a tool, or an earlier answer.
-
-    Args:
-        tokenizer: mlx-lm's wrapper, which knows the marks of a model.
-        prompt: its tokens, as `render_chat` returns them with ``add_generation_prompt``.
     """
     if not tokenizer.has_thinking:
         return False

@@ -18,7 +18,7 @@ from .unsupported import unreadable_tokenizer
 
 
 def load_tokenizer(path: Path, config: dict, trust_remote_code: bool) -> Any:
-    """Load the tokenizer of a decoder, as mlx-lm wraps it."""
+    """The tokenizer of a decoder, as mlx-lm wraps it."""
     from mlx_lm.utils import load_tokenizer
     from transformers.utils import logging as transformers_logging
 
@@ -28,50 +28,59 @@ def load_tokenizer(path: Path, config: dict, trust_remote_code: bool) -> Any:
             transformers_logging.set_verbosity(transformers_logging.CRITICAL)
         with guarded_native(), library_errors(partial(unreadable_tokenizer, path)):
             options = {"trust_remote_code": trust_remote_code, **stored_template(path)}
+
             ends = config.get("eos_token_id")
             tokenizer = load_tokenizer(path, options, eos_token_ids=ends)
+
             if parser := _parser_of_named_template(tokenizer):
                 options["tool_parser_type"] = parser
                 tokenizer = load_tokenizer(path, options, eos_token_ids=ends)
+
             tokens = tokenizer.encode("a b", add_special_tokens=False)
             tokenizer.decode(tokens)
     finally:
         transformers_logging.set_verbosity(verbosity)
+
     if not all(isinstance(token, int) for token in tokenizer.eos_token_ids):
         raise unreadable_tokenizer(path, "eos_token_id is no number")
     # without its files, transformers makes an empty tokenizer of the kind that the config names
+
     if not tokens:
         raise unreadable_tokenizer(path, "it knows no token")
+
     with library_errors(partial(unreadable_tokenizer, path)):
         stop_at_answer_end(tokenizer)
     return tokenizer
 
 
 def _parser_of_named_template(tokenizer: Any) -> str | None:
-    """Return mlx-lm's parser for the calls of a template by name; it looks at a single one only."""
+    """mlx-lm's parser for the calls of a template by name; it looks at a single one only."""
     from mlx_lm import tokenizer_utils
 
     templates = tokenizer.chat_template
     infer = getattr(tokenizer_utils, "_infer_tool_parser", None)
     if not isinstance(templates, dict) or tokenizer.has_tool_calling or infer is None:
         return None
+
     template = templates.get("tool_use", templates.get("default"))
     return infer(SimpleNamespace(chat_template=template, get_vocab=tokenizer.get_vocab))
 
 
 def token_bytes(tokenizer: Any, token: int) -> bytes:
-    """Return the bytes that a token stands for, which may be a part of a character.
+    """The bytes that a token stands for, which may be a part of a character.
 
     Byte-level BPE writes each byte as a letter, and sentencepiece a byte that is no piece as
-    ``<0xF0>``; a token that has no text (of a vocabulary that is padded) has no bytes.
+    ``<0xF0>``; a token without text (of a padded vocabulary) has no bytes.
     """
     from mlx_lm.tokenizer_utils import _byte_decoder
 
     piece = tokenizer.convert_ids_to_tokens(int(token))
     if piece is None or isinstance(piece, bytes):
         return piece or b""
+
     if byte := _BYTE_PIECE.fullmatch(piece):
         return bytes([int(byte[1], 16)])
+
     added = tokenizer.added_tokens_decoder.get(token)
     if added is not None and added.special:
         return piece.encode()
@@ -90,7 +99,7 @@ def token_bytes(tokenizer: Any, token: int) -> bytes:
 
 
 def _decoder_of(tokenizer: Any) -> str:
-    """Return how a fast tokenizer joins its pieces, as tokenizer.json has it; nothing for others."""
+    """How a fast tokenizer joins its pieces, as tokenizer.json has it; empty for others."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder = getattr(backend, "decoder", None)
     if decoder is None:
@@ -103,7 +112,7 @@ _SPACE = "\u2581"  # as sentencepiece writes it
 
 
 def stored_template(path: Path) -> dict[str, str]:
-    """Return the chat template of ``chat_template.json`` if it is in no file that transformers reads.
+    """The chat template of ``chat_template.json``, if no file that transformers reads has one.
 
     Processors of transformers 4 wrote it there (Mistral Small 3.1, Qwen2-VL); a tokenizer alone
     reads chat_template.jinja, additional_chat_templates and tokenizer_config.json.
@@ -112,27 +121,30 @@ def stored_template(path: Path) -> dict[str, str]:
     others = (path / "chat_template.jinja", path / "additional_chat_templates")
     if not file.is_file() or any(other.exists() for other in others):
         return {}
+
     config = path / "tokenizer_config.json"
     if config.is_file() and read_json(config).get("chat_template"):
         return {}
+
     template = read_json(file).get("chat_template")
     if not isinstance(template, str):
         raise PackError(
             f"{file}: 'chat_template' must be a text. Copy the file of the model's publisher.",
             "unreadable",
         )
+
     return {"chat_template": template}
 
 
 def text_tokens(tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of a text that a model continues; a BOS token is there once at most."""
+    """The tokens of a text that a model continues; a BOS token is there once at most."""
     with tokenizer_errors(tokenizer):
         tokens = tokenizer.encode(text)
     return tokens[1:] if starts_twice(tokenizer, tokens) else tokens
 
 
 def starts_twice(tokenizer: Any, tokens: Sequence[int]) -> bool:
-    """Return whether a text begins with BOS, and the tokenizer has put another one before it."""
+    """Whether a text begins with BOS, and the tokenizer has put another one before it."""
     bos = tokenizer.bos_token_id
     if bos is None or list(tokens[:2]) != [bos, bos]:
         return False
@@ -142,7 +154,7 @@ def starts_twice(tokenizer: Any, tokens: Sequence[int]) -> bool:
 
 
 def tokenizer_errors(tokenizer: Any) -> AbstractContextManager[None]:
-    """Raise what a tokenizer raises over a text as an error that names the tokenizer's folder."""
+    """Raise what a tokenizer raises over a text as an error that names its folder."""
     folder = Path(str(getattr(tokenizer, "name_or_path", "")))
     return library_errors(partial(unreadable_tokenizer, folder))
 
@@ -150,37 +162,43 @@ def tokenizer_errors(tokenizer: Any) -> AbstractContextManager[None]:
 def load_encoder_tokenizer(
     path: Path, config: dict, lower_case: bool, trust_remote_code: bool
 ) -> Any:
-    """Load the WordPiece tokenizer of an encoder, from tokenizer.json or vocab.txt."""
+    """Load a WordPiece tokenizer, from tokenizer.json or vocab.txt."""
     from transformers import AutoTokenizer
 
     if not (path / "tokenizer.json").is_file() and not (path / "vocab.txt").is_file():
         raise PackError(f"{path}: has neither tokenizer.json nor vocab.txt.", "not-found")
+
     with guarded_native(), library_errors(partial(unreadable_tokenizer, path)):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         works = tokenizer.is_fast and tokenizer.encode("a")
+
     if not works:
         raise PackError(
             f"{path}: the tokenizer cannot be loaded: it is no fast WordPiece.", "unsupported"
         )
+
     if len(tokenizer) > config["vocab_size"]:
         raise PackError(
             f"{path}: the tokenizer has {len(tokenizer)} tokens, but the encoder "
             f"{config['vocab_size']} rows for them.",
             "mismatch",
         )
+
     if lower_case:
         from tokenizers.normalizers import Lowercase, Sequence
 
         backend = tokenizer.backend_tokenizer
         steps = [Lowercase(), *([backend.normalizer] if backend.normalizer else [])]
         backend.normalizer = Sequence(steps)
+
     return tokenizer
 
 
 def tokens_of(tokenizer: Any, texts: Sequence[str], limit: int) -> list[np.ndarray]:
-    """Return the tokens of each text with [CLS] and [SEP], cut to ``limit``."""
+    """Each text with [CLS] and [SEP], cut to ``limit``."""
     if not texts:
         return []
+
     with tokenizer_errors(tokenizer):
         encoding = tokenizer(
             list(texts),
@@ -189,11 +207,12 @@ def tokens_of(tokenizer: Any, texts: Sequence[str], limit: int) -> list[np.ndarr
             return_attention_mask=False,
             return_token_type_ids=False,
         )
+
     return [np.array(ids, dtype=np.int32) for ids in encoding["input_ids"]]
 
 
 def padded(rows: Sequence[np.ndarray], width: int | None = None) -> np.ndarray:
-    """Return rows of tokens as one int32 [B, T], padded with zeros."""
+    """One int32 [B, T], padded with zeros."""
     tokens = np.zeros((len(rows), width or max(map(len, rows))), dtype=np.int32)
     for i, row in enumerate(rows):
         tokens[i, : len(row)] = row

@@ -79,7 +79,7 @@ class TurnStyle:
     between: str = ""
 
     def mark_around(self, role: str, text: str) -> str | None:
-        """Return what the template writes around a turn, and its text already has; None if plain."""
+        """The mark around a turn that its text already has, too; None if the text is plain."""
         text = text.strip()
         if role == "assistant" and self.end.text and text.endswith(self.end.text):
             return self.end.text
@@ -90,7 +90,7 @@ class TurnStyle:
 
 
 def turn_style(tokenizer: Any) -> TurnStyle:
-    """Return how a tokenizer's chat template reads and writes turns; rendered once per template."""
+    """Rendered once per template."""
     plain = getattr(tokenizer, "_tokenizer", tokenizer)
     template = getattr(plain, "chat_template", None)
     known_template, style = getattr(tokenizer, "_turn_style", (None, None))
@@ -101,7 +101,7 @@ def turn_style(tokenizer: Any) -> TurnStyle:
 
 
 def answer_end(tokenizer: Any) -> AnswerEnd:
-    """Return what ends an answer of a tokenizer's chat template.
+    """What ends an answer of a tokenizer's chat template.
 
     It is the first added token behind a rendered answer. If the template writes none there, it is
     the added token that the next turn starts with (GLM-4), or else the token that ends a text. An
@@ -118,12 +118,12 @@ def stop_at_answer_end(tokenizer: Any) -> None:
 
 
 def unnamed_ends(tokenizer: Any) -> list[int]:
-    """Return the tokens that end an answer and that neither config nor tokenizer names as EOS."""
+    """Tokens that end an answer and that neither config nor tokenizer names as EOS."""
     return getattr(tokenizer, "_unnamed_ends", [])
 
 
 def answer_end_note(tokenizer: Any) -> str:
-    """Return a line on an answer's end that is not what ends a text; empty if nothing is unusual."""
+    """A line on an answer's end that does not end a text; empty if nothing is unusual."""
     if not getattr(tokenizer, "has_chat_template", False):
         return ""
 
@@ -155,7 +155,7 @@ def answer_end_note(tokenizer: Any) -> str:
 
 
 def given_variables(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return variables of a chat template without those that are None, which are not given."""
+    """Variables of a chat template without None, which stands for one that is not given."""
     return {name: value for name, value in variables.items() if value is not None}
 
 
@@ -187,18 +187,19 @@ def render_conversation(
 ) -> str | list[int]:
     """Return a conversation as `render_chat` does, the same in training and in use.
 
-    Contents are given in the form that the template reads. A prompt ends with the header of the
-    answer, also if the template ignores ``add_generation_prompt``. A variable that is None is not
-    given to the template.
+    Contents have the form that the template reads. A prompt ends with the header of the answer,
+    even if the template ignores ``add_generation_prompt``. A variable that is None is left out.
     """
     style = turn_style(tokenizer)
     options = given_variables(options)
     options["template_date"] = template_date
     turns = [_in_parts(message) for message in messages] if style.takes_parts else list(messages)
+
     if style.needs_header and options.get("add_generation_prompt"):
         prompt = _before_answer(tokenizer, turns, style, options)
         if prompt is not None:
             return _encoded(tokenizer, prompt) if tokenize else prompt
+
     if tokenize:
         return render_chat(tokenizer, turns, tokenize=True, **options)
     return render_chat(tokenizer, turns, tokenize=False, **options)
@@ -207,21 +208,22 @@ def render_conversation(
 def _before_answer(
     tokenizer: Any, turns: list[Mapping], style: TurnStyle, options: Mapping[str, Any]
 ) -> str | None:
-    """Return the text before the next answer, header included; None if the template rejects one."""
+    """The text before the next answer, header included; None if the template rejects one."""
     answer = _in_parts(_ANSWER) if style.takes_parts else _ANSWER
     options = {**options, "add_generation_prompt": False}
+
     try:
         text = render_chat(tokenizer, [*turns, answer], tokenize=False, **options)
     except PackError as error:
         if error.code != "data":
             raise
         return None
+
     prompt, sentinel, _ = text.partition(SENTINEL)
     return prompt if sentinel else None
 
 
 def _in_parts(message: Mapping) -> Mapping:
-    """Return a message whose text is a list of parts."""
     content = message.get("content")
     if not isinstance(content, str):
         return message
@@ -230,7 +232,7 @@ def _in_parts(message: Mapping) -> Mapping:
 
 
 def _turn_style(tokenizer: Any) -> TurnStyle:
-    """Return how a template reads and writes turns, by rendering a question and its answer."""
+    """Renders a question and its answer."""
     if not tokenizer.has_chat_template:
         return TurnStyle(AnswerEnd(tokenizer.eos_token_id))
 
@@ -245,6 +247,7 @@ def _turn_style(tokenizer: Any) -> TurnStyle:
                 if error.code != "data":
                     return unknown
                 continue
+
             if SENTINEL in text and _ASKED in text:
                 return _style_of(probe)
             if SENTINEL in text and second_choice is None:
@@ -262,26 +265,26 @@ class _Probe:
     takes_parts: bool
 
     def render(self, messages: Sequence[Mapping], **options: Any) -> str:
-        """Return the opening and some messages as a text."""
+
         turns: list[Mapping] = [*self.opening, *messages]
         if self.takes_parts:
             turns = [_in_parts(message) for message in turns]
         return render_chat(self.tokenizer, turns, tokenize=False, **options)
 
     def try_to_render(self, messages: Sequence[Mapping], **options: Any) -> str | None:
-        """Return the opening and some messages as a text; None if the template rejects them."""
+        """None if the template rejects the messages."""
         try:
             return self.render(messages, **options)
         except PackError:
             return None
 
     def behind(self, *messages: Mapping) -> str:
-        """Return the text behind the first sentinel; empty if there is none."""
+        """The text behind the first sentinel; empty if there is none."""
         text = self.try_to_render(messages) or ""
         return text.partition(SENTINEL)[2].strip()
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text without the white space around it."""
+        """Tokens of a text without the white space around it."""
         return _encoded(self.tokenizer, text.strip()) if text.strip() else []
 
 
@@ -293,18 +296,21 @@ def _style_of(probe: _Probe) -> TurnStyle:
     before, asked, rest = probe.render([_ANSWER]).partition(SENTINEL)[0].partition(_ASKED)
     if not asked:
         return TurnStyle(end, probe.takes_parts, _needs_header(probe))
+
     marks = _marks(tokenizer)
     opening = [tokenizer.decode([token]) for token in probe.encode(before) if token in marks]
     texts = tuple(text for text in dict.fromkeys(opening) if text.strip())
+
     for text in texts:
         before = before.replace(text, "")
+
     around = {"opening": texts, "header": before.strip(), "between": rest.strip()}
     return TurnStyle(end, probe.takes_parts, _needs_header(probe), **around)
 
 
 def _answer_end(probe: _Probe) -> AnswerEnd:
-    """Return what ends a plain answer."""
     tokenizer, marks = probe.tokenizer, _marks(probe.tokenizer)
+
     tokens = probe.encode(probe.behind(_ANSWER))
     if (token := next((token for token in tokens if token in marks), None)) is not None:
         return AnswerEnd(token, tokenizer.decode([token]))
@@ -317,7 +323,7 @@ def _answer_end(probe: _Probe) -> AnswerEnd:
 
 
 def _call_ends(probe: _Probe) -> list[int]:
-    """Return what ends an answer that calls a tool: a token that does not also stand between calls.
+    """What ends an answer that calls a tool: a token that does not also stand between calls.
 
     If the template writes none, it is the mark that the result of the call starts with.
     """
@@ -335,6 +341,7 @@ def _call_ends(probe: _Probe) -> list[int]:
     parsed = "".join(getattr(probe.tokenizer, name, None) or "" for name in names)
     inside = {*probe.encode("".join(between)), *probe.encode(parsed)}
     ends = _marks(probe.tokenizer) - inside
+
     written = [token for token in probe.encode(behind) if token in ends]
     if written:
         return written[-1:]
@@ -346,19 +353,20 @@ def _call_ends(probe: _Probe) -> list[int]:
 
 
 def _needs_header(probe: _Probe) -> bool:
-    """Return whether a prompt, when asked for, lacks the header that the template writes."""
+    """Whether a prompt, when asked for, lacks the header that the template writes."""
     plain, prompt = (
         probe.try_to_render([], add_generation_prompt=asked) for asked in (False, True)
     )
     if plain is None or plain != prompt:
         return False
+
     before = probe.render([_ANSWER]).partition(SENTINEL)[0]
     header = before.removeprefix(plain.rstrip())
     return header != before and bool(header.strip())
 
 
 def _marks(tokenizer: Any) -> set[int]:
-    """Return the tokens that may be marks of a template: special or only added."""
+    """Tokens that may be marks of a template: special or only added."""
     added = getattr(tokenizer._tokenizer, "added_tokens_decoder", {})
     return {*tokenizer.all_special_ids, *tokenizer.eos_token_ids, *added}
 

@@ -39,7 +39,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json"
 
 
 def unsupported_weights(path: Path) -> str:
-    """Return the format of a folder without model*.safetensors and the alternative, or nothing."""
+    """The format of a folder without model*.safetensors and the alternative, or nothing."""
     if (path / "pack.json").is_file():
         return " It is a pack: name it with --pack, and its base with --model."
     if (path / "adapter_config.json").is_file():
@@ -53,7 +53,7 @@ def unsupported_weights(path: Path) -> str:
 
 
 def unsupported_file(path: Path) -> str:
-    """Return the format of a file that was passed in place of a folder, and the alternative."""
+    """The format of a file that was passed in place of a folder, and the alternative."""
     for pattern, kind, works in _WEIGHTS:
         if path.match(pattern):
             return f" It is {kind}. {works}"
@@ -73,7 +73,6 @@ def check_method(path: Path, config: Mapping) -> None:
 
 
 def unreadable(path: Path, config: Mapping, reason: str) -> PackError:
-    """Return the error of a checkpoint that mlx-lm's loader rejects for a reason."""
     method = (config.get("quantization_config") or {}).get("quant_method")
     if method is not None and not config.get("quantization"):
         return PackError(
@@ -81,28 +80,32 @@ def unreadable(path: Path, config: Mapping, reason: str) -> PackError:
             f"({reason}). {INSTEAD}",
             "unsupported",
         )
+
     if reason.endswith("not supported"):
         return PackError(
             f"{path}: {reason}. docs/families.md lists the architectures that train.", "unsupported"
         )
+
     return PackError(f"{path}: tensors and config.json do not fit: {reason}.", "unreadable")
 
 
 def unreadable_tokenizer(path: Path, reason: str) -> PackError:
-    """Return the error of a tokenizer that transformers rejects for a reason."""
     names = [name for name in _TOKENIZERS if (path / name).is_file()]
     names += sorted(file.name for file in path.glob("*.tiktoken"))
     where = f"{path}: the tokenizer cannot be loaded"
+
     if not names:
         return PackError(
             f"{where}: there is no tokenizer.json. Copy it and tokenizer_config.json from the "
             "model that the weights are of.",
             "not-found",
         )
+
     if "tokenizer.json" in names:
         return PackError(
             f"{where}: {reason}. Get tokenizer.json and config.json again.", "unreadable"
         )
+
     return PackError(
         f"{where}: there is {', '.join(names)} alone, of which transformers makes no tokenizer here "
         f"({reason}). A tokenizer.json works: AutoTokenizer.from_pretrained(…).save_pretrained(…) "

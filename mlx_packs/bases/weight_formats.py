@@ -94,7 +94,7 @@ class WeightFormat(ABC):
         return width % self.divisor == 0
 
     def holds(self, kind: str) -> bool:
-        """Return whether it supports a ``linear``, an ``embedding`` or ``other`` (stacked experts)."""
+        """Return whether a ``linear``, ``embedding`` or ``other`` (stacked experts) can have it."""
         return self.native or kind != "other"
 
     def to_config(self) -> dict:
@@ -113,7 +113,7 @@ class WeightFormat(ABC):
 
 @dataclass(frozen=True)
 class MLXFormat(WeightFormat):
-    """The result of `mx.quantize`: codes, a scale for each group and, if affine, a bias for each."""
+    """The result of `mx.quantize`: codes, a scale per group and, if affine, a bias per group."""
 
     mode: str = "affine"
     bits: int = 4
@@ -121,54 +121,52 @@ class MLXFormat(WeightFormat):
     native = True
 
     def faults(self) -> list[str]:
-        """Return what is wrong with the bits or the group size."""
         if self.mode != "affine":
             return []
         faults = fault_of("--group-size", self.group_size, AFFINE_GROUP_SIZES)
         return faults + fault_of("--bits", self.bits, AFFINE_BITS)
 
     def nbytes(self, shape: Shape, scale_itemsize: int) -> int:
-        """Return the bytes of codes, scales and biases."""
         count = math.prod(shape)
         scales = 2 * scale_itemsize if self.mode == "affine" else 1  # others have 8-bit scales
         return count * self.bits // 8 + scales * (count // self.group_size)
 
     def outline(self, name: str, w: mx.array, layout: str = "mlx") -> Tensors:
-        """Return the outline of `quantize`'s result, as lazy zeros."""
         return _native_names(name, self._quantize(mx.zeros(w.shape, w.dtype)))
 
     def quantize(self, name: str, w: mx.array, layout: str = "mlx") -> Tensors:
-        """Return codes, scales and biases."""
         return _native_names(name, by_slices(name, w, 1, self._quantize))
 
     def dequantize(self, tensors: Tensors, dtype: mx.Dtype) -> mx.array:
-        """Return the dense weight; 8-bit scales stay as they are."""
+        """8-bit scales stay as they are."""
         codes, *scales = tensors.values()
         if self.mode == "affine":
             scales = [scale.astype(dtype) for scale in scales]
         return self._dequantize(codes, *scales).astype(dtype)
 
     def rounded(self, w: mx.array) -> mx.array:
-        """Return a dense weight as it is after quantizing."""
         return self._dequantize(*self._quantize(w)).astype(w.dtype)
 
     def module(self, dense: nn.Module, dtype: mx.Dtype) -> nn.Module:
-        """Return MLX's own module."""
         if isinstance(dense, nn.Linear):
             module = nn.QuantizedLinear.__new__(nn.QuantizedLinear)
             nn.Module.__init__(module)  # its own would draw weights
             module.group_size, module.bits, module.mode = self.group_size, self.bits, self.mode
+
             arrays = self._quantize(dense.weight)
             for name, array in zip(("weight", "scales", "biases"), arrays, strict=False):
                 module[name] = array
+
             if "bias" in dense:
                 module.bias = dense.bias
         else:
             module = dense.to_quantized(self.group_size, self.bits, self.mode)
+
         if self.mode == "affine":
             module.scales, module.biases = (
                 module[name].astype(dtype) for name in ("scales", "biases")
             )
+
         module.freeze()
         return module
 
@@ -203,25 +201,21 @@ class CustomFormat(WeightFormat):
         """
 
     def outline(self, name: str, w: mx.array, layout: str = "mlx") -> Tensors:
-        """Return the outline of `quantize`'s result, as lazy zeros."""
         arrays = self.arrays(mx.zeros(w.shape, w.dtype))
         return {part_name(name, part): mx.zeros(a.shape, a.dtype) for part, a in arrays.items()}
 
     def quantize(self, name: str, w: mx.array, layout: str = "mlx") -> Tensors:
-        """Return the tensors of a weight."""
+
         arrays = by_slices(name, w, 1, lambda rows: tuple(self.arrays(rows).values()))
         return dict(zip(self.outline(name, w), arrays, strict=True))
 
     def rounded(self, w: mx.array) -> mx.array:
-        """Return a dense weight as it is after quantizing."""
         return self.dequantize(self.arrays(w), w.dtype)
 
     def module(self, dense: nn.Module, dtype: mx.Dtype) -> nn.Module:
-        """Return a module of the format."""
         return self.module_of(dense, self.arrays(dense.weight), dtype)
 
     def is_stored(self, quantization: Mapping) -> bool:
-        """Return whether a checkpoint is of this mode; it stays as it is."""
         return quantization.get("mode") == self.mode
 
     def check_stored(
@@ -238,27 +232,26 @@ class CustomFormat(WeightFormat):
 
 
 def part_name(name: str, part: str) -> str:
-    """Return the name of an array of a weight called ``name`` (with its ``.weight``)."""
+    """``name`` ends with ``.weight``."""
     return f"{name.removesuffix('.weight')}.{part}"
 
 
 def fault_of(flag: str, value: int, valid: tuple[int, ...]) -> list[str]:
-    """Return what is wrong with the value of a flag, if anything is."""
     return [] if value in valid else [f"{flag}: must be one of {valid} but is {value}."]
 
 
 def format_class(mode: str) -> type[WeightFormat]:
-    """Return the class of a mode's formats; its module is imported now."""
+    """Imports the module of the class."""
     return pkgutil.resolve_name(WEIGHT_MODES[mode].code)
 
 
 def named_format(name: str, double_quant: bool = True) -> WeightFormat:
-    """Return the format of a name of --quantize."""
     if name not in WEIGHT_FORMATS:
         raise PackError(
             f"--quantize {name}: is not a format. {did_you_mean(name, list(WEIGHT_FORMATS))}",
             "unknown",
         )
+
     mode, settings = WEIGHT_FORMATS[name]
     kind = format_class(mode)
     if "double_quant" in _settings_of(kind):
@@ -267,7 +260,7 @@ def named_format(name: str, double_quant: bool = True) -> WeightFormat:
 
 
 def specified_format(mode: str, **settings: int | bool | None) -> WeightFormat:
-    """Return a format of a mode with these settings; None is the default of the format."""
+    """None stands for the default of the format."""
     kind = format_class(mode)
     specified = {name: value for name, value in settings.items() if value is not None}
     valid = _settings_of(kind)
@@ -282,7 +275,7 @@ def _settings_of(kind: type[WeightFormat]) -> list[str]:
 
 
 def format_name(quantization: Mapping | None) -> str:
-    """Return the name of the format that a config's quantization is in, or ``none``."""
+    """The name of the format that a config's quantization is in, or ``none``."""
     q = quantization or {}
     mode, bits, group_size = q.get("mode", "affine"), q.get("bits"), q.get("group_size")
     for name in (name for name, (of_name, _) in WEIGHT_FORMATS.items() if of_name == mode):
@@ -293,7 +286,7 @@ def format_name(quantization: Mapping | None) -> str:
 
 
 def format_of(module: nn.Module) -> WeightFormat | None:
-    """Return the format of a module's weight; None if it is dense."""
+    """The format of a module's weight; None if it is dense."""
     if isinstance(module, CustomWeight):
         kind = format_class(module.mode)
         return kind(**{name: getattr(module, name) for name in _settings_of(kind)})
@@ -303,11 +296,13 @@ def format_of(module: nn.Module) -> WeightFormat | None:
 
 
 def check_finite(name: str, w: mx.array) -> None:
-    """Check that all weights are finite: that no exponent has all of its bits set."""
+    """Check that no exponent has all of its bits set."""
     if w.dtype not in _INFINITY:
         return
+
     word, infinity = _INFINITY[w.dtype]
     bits = w.flatten().view(word)
+
     for start in range(0, bits.size, _SLICE):
         magnitudes = bits[start : start + _SLICE] & (2 ** (8 * word.size - 1) - 1)
         if magnitudes.max().item() >= infinity:
@@ -319,19 +314,22 @@ def check_finite(name: str, w: mx.array) -> None:
 def by_slices(
     name: str, w: mx.array, multiple: int, quantize: Callable[[mx.array], tuple[mx.array, ...]]
 ) -> list[mx.array]:
-    """Return the result of ``quantize`` for all rows, computed in slices of a multiple of so many rows.
+    """The result of ``quantize`` for all rows, in slices of a multiple of ``multiple`` rows.
 
     Slices are put in their place at once; to join them in the end would take the memory twice.
     """
     check_finite(name, w)
+
     results = [mx.zeros(part.shape, part.dtype) for part in quantize(w)]
     ends = [0] * len(results)
     rows = max(1, _SLICE // (w.size // len(w)) // multiple) * multiple
+
     for start in range(0, len(w), rows):
         for i, part in enumerate(quantize(w[start : start + rows])):
             results[i][ends[i] : ends[i] + len(part)] = part
             ends[i] += len(part)
         mx.eval(results)
+
     return results
 
 

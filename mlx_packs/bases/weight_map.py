@@ -16,7 +16,7 @@ _MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
 
 def weight_map(stored: Mapping[str, mx.array], named: Mapping[str, mx.array]) -> dict[str, Source]:
-    """Return the tensor of the files for each ``.weight`` of the model, where that is certain.
+    """The tensor of the files for each ``.weight`` of the model, where that is certain.
 
     ``stored`` has the names of the files, ``named`` those of the model; tensors that only changed
     their name are the same objects.
@@ -26,18 +26,21 @@ def weight_map(stored: Mapping[str, mx.array], named: Mapping[str, mx.array]) ->
     sources = {
         name: by_object[id(tensor)] for name, tensor in weights.items() if id(tensor) in by_object
     }
+
     used = set(sources.values())
     free = {name: t for name, t in stored.items() if name not in used}
+
     for name, tensor in weights.items():
         if name in sources:
             continue
         if (source := _experts(name, tensor, free) or _alike(name, tensor, free)) is not None:
             sources[name] = source
+
     return sources
 
 
 def _alike(name: str, tensor: mx.array, free: Mapping[str, mx.array]) -> str | None:
-    """Return the one tensor of this name, or of this name but for a prefix, of these sizes."""
+    """The one tensor of this name, or of this name but for a prefix, of these sizes."""
     if name in free:
         return name
     similar = [other for other in free if name.endswith(f".{other}") or other.endswith(f".{name}")]
@@ -47,10 +50,11 @@ def _alike(name: str, tensor: mx.array, free: Mapping[str, mx.array]) -> str | N
 
 
 def _experts(name: str, tensor: mx.array, free: Mapping[str, mx.array]) -> list[str] | None:
-    """Return the tensors of a mixture's experts that are stacked to [E, out, in]."""
+    """The tensors of a mixture's experts that are stacked to [E, out, in]."""
     place = re.fullmatch(r"(.+)\.switch_mlp\.(\w+)\.weight", name)
     if place is None or tensor.ndim != 3:
         return None
+
     for leaf in (place[2], _MIXTRAL.get(place[2])):
         names = [f"{place[1]}.experts.{e}.{leaf}.weight" for e in range(tensor.shape[0])]
         beyond = f"{place[1]}.experts.{len(names)}.{leaf}.weight"

@@ -27,7 +27,7 @@ class Item:
         layout: str,
         size: int | None = None,
     ) -> "Item":
-        """Describe the result of a tensor; ``size`` is the number of weights that it stores, if not one each."""
+        """``size`` is the number of weights that a tensor stores, if not one each."""
         outline = {name: mx.zeros(w.shape, w.dtype)}
         if weight_format is not None:
             outline = weight_format.outline(name, w, layout)
@@ -56,11 +56,10 @@ class WritePlan:
 
     @property
     def items(self) -> list[Item]:
-        """The items of all shards."""
         return [item for items in self.shards.values() for item in items]
 
     def request(self) -> dict:
-        """Return the start of a record: the options that a later run needs to continue this one.
+        """The start of a record: the options that a later run needs to continue this one.
 
         Another version of this package or of MLX may quantize other tensors to other bits.
         """
@@ -73,15 +72,18 @@ class WritePlan:
 
 
 def in_shards(items: list[Item], max_shard_gb: float) -> dict[str, list[Item]]:
-    """Return items by file, in their order; tensors of one module stay together."""
+    """Items by file, in their order; tensors of one module stay together."""
     shards, size = [[]], 0
     for item in items:
         if shards[-1] and size + item.nbytes > max_shard_gb * 1e9:
             shards.append([])
             size = 0
+
         shards[-1].append(item)
         size += item.nbytes
+
     if len(shards) == 1:
         return {"model.safetensors": items}
+
     count = len(shards)
     return {f"model-{i:05d}-of-{count:05d}.safetensors": shard for i, shard in enumerate(shards, 1)}

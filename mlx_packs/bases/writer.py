@@ -58,12 +58,15 @@ def quantize(
         Interrupted: finished shards are kept.
     """
     options, display = options or QuantizeOptions(), display or Display(QUIET)
+
     options.check()
     source = base_files.resolve_checkpoint(model)
     started = time.monotonic()
+
     output_folder(str(out), source, overwrite)
     plan = plan_quantized(source, options, trust_remote_code, str(model))
     record, finished = write(out, source, plan, overwrite, display)
+
     return {
         "out": str(out),
         "model": base_files.public_name(str(model)),
@@ -103,6 +106,7 @@ def _write(out: Path, source: Path, plan: WritePlan, display: Display) -> tuple[
     except KeyboardInterrupt:
         if not partial.exists() and _begins_with(out / RECORD, plan.request()):
             raise Interrupted(f"interrupted, but {out} was complete.") from None
+
         done = len(_finished(partial, plan))
         raise Interrupted(
             f"interrupted. {done} of {len(plan.shards)} shards are kept in {partial}, and the same "
@@ -114,29 +118,34 @@ def _write(out: Path, source: Path, plan: WritePlan, display: Display) -> tuple[
 
 
 def output_folder(folder: str, source: Path, overwrite: bool) -> Path:
-    """Return the folder to write; only one that `packs quantize` or `merge` wrote is replaced."""
+    """The folder to write; only one that `packs quantize` or `merge` wrote is replaced."""
     if not folder.strip():
         raise PackError("--out: is empty. Name a folder.")
+
     out = Path(folder).expanduser()
     resolved = out.resolve()
     if source.resolve().is_relative_to(resolved):
         raise PackError(
             f"--out {out}: contains the checkpoint itself. Choose another name.", "conflict"
         )
+
     if out.is_file():
         raise PackError(f"--out {out}: must be a folder, but is a file.", "exists")
+
     if not out.exists():
         return resolved
     if not overwrite:
         raise PackError(
             f"{out}: already exists. Choose another name, or --overwrite.", "exists", "out"
         )
+
     if any(out.iterdir()) and not (out / RECORD).is_file():
         raise PackError(
             f"--out {out}: was not written by `packs quantize` or `packs merge` (no {RECORD}), so "
             "it is not replaced. Choose another name.",
             "exists",
         )
+
     return resolved
 
 
@@ -146,13 +155,11 @@ def plan_quantized(
     trust_remote_code: bool = False,
     named: str | None = None,
 ) -> WritePlan:
-    """Plan which tensors of a checkpoint become what; reads its headers only.
-
-    Errors call it as the user ``named`` it, by default as its folder.
-    """
+    """Reads the headers of the files only. Errors call the checkpoint as the user ``named`` it."""
     config = base_files.check_files(source)
     check_supported(config, source)
     check_architecture("quantize", "decoder", source, config.get("model_type"))
+
     if kind := base_files.quantized_as(source, config):
         raise PackError(
             f"{named or source}: is quantized already ({kind}). Take the checkpoint that it was made "
@@ -160,19 +167,24 @@ def plan_quantized(
             "conflict",
             "model",
         )
+
     model, *_ = load_model_of(source, trust_remote_code, lambda _, weights: weights)
     formats, dense = formats_for(model, options)
     tensors = dict(tree_flatten(model.parameters()))
     del model
+
     if options.layout == "bitsandbytes":
         tensors = _by_names_of_transformers(source, tensors, formats)
+
     items = []
     for name, tensor in tensors.items():
         path, _, parameter = name.rpartition(".")
         weight_format = formats.get(path) if parameter == "weight" else None
         items.append(Item.of(name, tensor, weight_format, options.layout))
+
     if not any(item.weight_format for item in items):
         raise PackError(f"{source}: nothing is left to quantize with these options.", "conflict")
+
     shards = in_shards(items, options.max_shard_gb)
     config = _new_config(config, options, formats, list(dense), items)
     quantization = options.weight_format.to_config()
@@ -182,10 +194,11 @@ def plan_quantized(
 def _by_names_of_transformers(
     source: Path, of_model: dict[str, mx.array], formats: dict[str, WeightFormat]
 ) -> dict[str, mx.array]:
-    """Return the tensors as the files name them, if quantized ones have the same name here."""
+    """The tensors as the files name them, if quantized ones have the same name here."""
     tensors: dict[str, mx.array] = {}
     for file in base_files.weight_files(source):
         tensors |= mx.load(str(file))
+
     for path in formats:
         name = f"{path}.weight"
         if name not in tensors or tensors[name].shape != of_model[name].shape:
@@ -195,6 +208,7 @@ def _by_names_of_transformers(
                 "unsupported",
                 "format",
             )
+
     return tensors
 
 
@@ -205,17 +219,20 @@ def _new_config(
     dense: list[str],
     items: list[Item],
 ) -> dict:
-    """Return config.json with the quantization as mlx-lm, or transformers, spells it."""
+    """config.json with the quantization as mlx-lm, or transformers, spells it."""
     weight_format = options.weight_format
+
     if options.layout == "bitsandbytes":
         dtype = next(item.dtype for item in items if item.weight_format)
         skipped = list(dict.fromkeys(["lm_head", *dense]))
         quantization = bitsandbytes.config_of(weight_format.double_quant, dtype, skipped)
         return dict(sorted({**config, "quantization_config": quantization}.items()))
+
     quantization = weight_format.to_config()
     if not weight_format.native:
         quantization |= {path: False for path in dense}
     quantization |= {path: f.to_config() for path, f in formats.items() if f != weight_format}
+
     return dict(
         sorted(
             {**config, "quantization": quantization, "quantization_config": quantization}.items()
@@ -233,6 +250,7 @@ def _begin(partial: Path, plan: WritePlan) -> list[str]:
             elif file.name not in (*plan.shards, RECORD):
                 file.unlink()
         return _finished(partial, plan)
+
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     atomic_write(record, to_json(plan.request()))
@@ -240,7 +258,7 @@ def _begin(partial: Path, plan: WritePlan) -> list[str]:
 
 
 def _begins_with(record: Path, request: dict) -> bool:
-    """Return whether a record, of a run that ended or not, is of this request."""
+    """Whether a record, of a run that ended or not, is of this request."""
     expected = json.loads(to_json(request))
     try:
         content = read_json(record)
@@ -250,7 +268,7 @@ def _begins_with(record: Path, request: dict) -> bool:
 
 
 def _finished(partial: Path, plan: WritePlan) -> list[str]:
-    """Return the shards that are complete: they get their names then."""
+    """Shards get their names when they are complete."""
     return [shard for shard in plan.shards if (partial / shard).is_file()]
 
 
@@ -258,6 +276,7 @@ def _write_shards(partial: Path, plan: WritePlan, finished: list[str], display: 
     kind = "pt" if plan.options.layout == "bitsandbytes" else "mlx"
     before = sum(len(plan.shards[shard]) for shard in finished)
     cache = mx.set_cache_limit(_CACHE_BYTES)
+
     try:
         with display.task("pack", len(plan.items), "tensors", before) as bar:
             for shard, items in plan.shards.items():
@@ -265,6 +284,7 @@ def _write_shards(partial: Path, plan: WritePlan, finished: list[str], display: 
                     for item in items:
                         del plan.tensors[item.name]
                     continue
+
                 outline = {name: w for item in items for name, w in item.outline.items()}
                 write_tensors(partial / shard, outline, _written(items, plan, bar), kind)
     finally:
@@ -272,30 +292,34 @@ def _write_shards(partial: Path, plan: WritePlan, finished: list[str], display: 
 
 
 def _written(items: list[Item], plan: WritePlan, bar: Task) -> Iterator[tuple[str, mx.array]]:
-    """Yield the tensors of a shard; of the source only the current one is in memory."""
+    """The tensors of a shard; of the source only the current one is in memory."""
     for item in items:
         w = plan.tensors.pop(item.name)
         mx.eval(w)
+
         if item.weight_format is None:
             check_finite(item.name, w)
             yield item.name, w
         else:
             yield from item.weight_format.quantize(item.name, w, plan.options.layout).items()
+
         del w
         mx.clear_cache()
         bar.advance()
 
 
 def _write_rest(partial: Path, source: Path, plan: WritePlan) -> dict:
-    """Write config.json, index, tokenizer and other small files, and the record, which it returns."""
+    """Write config.json, index, tokenizer, other small files, and the record; return the record."""
     for pattern in base_files.CHECKPOINT_FILES:
         for file in source.glob(pattern):
             if file.suffix != ".safetensors" and file.name != "model.safetensors.index.json":
                 shutil.copyfile(file, partial / file.name)
+
     # modules of sentence-transformers, and named chat templates
     for file in (*source.glob("[0-9]*_*/config.json"), *source.glob(base_files.MORE_TEMPLATES)):
         (partial / file.parent.name).mkdir(exist_ok=True)
         shutil.copyfile(file, partial / file.parent.name / file.name)
+
     names = {
         name: shard
         for shard, items in plan.shards.items()
@@ -306,7 +330,9 @@ def _write_rest(partial: Path, source: Path, plan: WritePlan) -> dict:
         "total_size": sum(item.nbytes for item in plan.items),
         "total_parameters": sum(item.size for item in plan.items),
     }
+
     index = {"metadata": metadata, "weight_map": dict(sorted(names.items()))}
+
     quantized = [item for item in plan.items if item.weight_format]
     record = {
         **plan.request(),
@@ -321,17 +347,19 @@ def _write_rest(partial: Path, source: Path, plan: WritePlan) -> dict:
             for shard in plan.shards
         },
     }
+
     atomic_write(partial / "config.json", to_json(_with_ends(plan.config, plan.ends)))
+
     generation = partial / "generation_config.json"
     if plan.ends and generation.is_file() and "eos_token_id" in read_json(generation):
         atomic_write(generation, to_json(_with_ends(read_json(generation), plan.ends)))
+
     atomic_write(partial / "model.safetensors.index.json", to_json(index))
     atomic_write(partial / RECORD, to_json(record))
     return record
 
 
 def _with_ends(config: dict, ends: tuple[int, ...]) -> dict:
-    """Return a config whose ``eos_token_id`` has more tokens, too."""
     if not ends:
         return config
     own = config.get("eos_token_id")
@@ -341,7 +369,7 @@ def _with_ends(config: dict, ends: tuple[int, ...]) -> dict:
 
 
 def _bits(items: list[Item]) -> float:
-    """Return the bits on disk of a weight."""
+    """Bits per weight on disk."""
     return round(8 * sum(i.nbytes for i in items) / max(1, sum(i.size for i in items)), 4)
 
 
@@ -354,6 +382,7 @@ def verify(folder: Path, display: Display | None = None) -> dict:
             f"{folder}: has no {RECORD} with hashes. `packs quantize` did not write it.",
             "unsupported",
         )
+
     with (display or Display(QUIET)).task("check", len(record["files"]), "files") as bar:
         base_files.check_record(folder, bar.advance)
     return record
