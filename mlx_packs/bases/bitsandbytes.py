@@ -191,7 +191,6 @@ def _is_matrix(shape: object) -> bool:
 
 
 def _check_table(part: str, table: mx.array | None, levels: mx.array) -> None:
-    """Check that a table of levels is the one that the ops know."""
     if table is None or table.shape != levels.shape:
         shape = "is missing" if table is None else f"has shape {list(table.shape)}"
         raise ValueError(f"{part} must have {levels.size} levels but {shape}.")

@@ -181,7 +181,6 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def joined(parts: tuple) -> str:
-        """The joined operands of ``~``."""
         texts = [str(part) for part in parts]
         _meter().check_size(sum(map(len, texts)))
         return "".join(texts)
@@ -218,7 +217,6 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _metered(name: str, function: Callable) -> Callable:
-    """A filter that checks its result."""
     skipped = 1 if hasattr(function, "jinja_pass_arg") else 0  # the context, before the value
 
     @functools.wraps(function)

@@ -56,7 +56,6 @@ def check_supported(config: Mapping, where: str | Path = "config.json") -> None:
 
 
 def check_architecture(command: str, wanted: str, name: str | Path, model_type: str) -> None:
-    """Check that a base is of the architecture that a command takes."""
     if (actual := architecture_of(model_type)) != wanted:
         raise PackError(
             f"{command}: takes {ARCHITECTURES[wanted].described}, but {name} is a {model_type}. "

@@ -58,7 +58,6 @@ def probe(path: str, module: nn.Module, config: dict, grouped: bool = False) -> 
 
 
 def _check_config(path: str, name: str, in_features: int, out_features: int, c: Heads) -> None:
-    """Check a projection of the Llama family against heads, head_dim, hidden and FFN width."""
     attention = c.heads * c.head_dim if c.heads and c.head_dim else None
     kv = c.kv_heads * c.head_dim if c.kv_heads and c.head_dim else None
     sizes = {
@@ -194,7 +193,6 @@ def select_targets(
 
 
 def _no_target(model: nn.Module, target: str, every: Sequence[tuple[str, nn.Module]]) -> PackError:
-    """The error for a name that no module has that can have an adapter."""
     names = sorted({p.rsplit(".", 1)[-1] for p, _ in every})
     other = next((m for p, m in model.named_modules() if is_named(p, target)), None)
     if other is not None:

@@ -17,20 +17,13 @@ STORED = "as stored"
 
 @dataclass(frozen=True)
 class ComputeDtype:
-    """The dtype of activations.
+    """The dtype of activations."""
 
-    Attributes:
-        name: ``float32``, ``float16`` or ``bfloat16``.
-        why: the reason, for people.
-        cast: what `load_base` is to cast a base to; ``auto`` is nothing.
-    """
-
-    name: str
-    why: str
-    cast: str = "auto"
+    name: str  # ``float32``, ``float16`` or ``bfloat16``
+    why: str  # for people
+    cast: str = "auto"  # what `load_base` is to cast a base to; ``auto`` is nothing
 
     def to_json(self) -> dict[str, str]:
-        """Name and reason, as reports and manifests have them."""
         return {"name": self.name, "why": self.why}
 
 

@@ -85,7 +85,6 @@ class QuantizeOptions:
 
 
 def check_names(options: QuantizeOptions, paths: Collection[str]) -> None:
-    """Check that the modules which the options name are among these."""
     leaves = sorted({path.rpartition(".")[2] for path in paths})
 
     for name in options.keep:

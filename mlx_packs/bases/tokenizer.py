@@ -162,7 +162,6 @@ def tokenizer_errors(tokenizer: Any) -> AbstractContextManager[None]:
 def load_encoder_tokenizer(
     path: Path, config: dict, lower_case: bool, trust_remote_code: bool
 ) -> Any:
-    """Load a WordPiece tokenizer, from tokenizer.json or vocab.txt."""
     from transformers import AutoTokenizer
 
     if not (path / "tokenizer.json").is_file() and not (path / "vocab.txt").is_file():

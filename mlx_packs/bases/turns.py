@@ -30,21 +30,13 @@ _RESULT = {"role": "tool", "content": "a", "name": SENTINEL, "tool_call_id": _CA
 
 @dataclass(frozen=True)
 class AnswerEnd:
-    """What ends an answer of a chat template.
+    """What ends an answer of a chat template."""
 
-    Attributes:
-        token: the token behind an answer; None if the template shows none.
-        text: the token's text.
-        is_written: whether the template writes it behind the last answer of a conversation, too.
-        others: tokens that end other answers: those that call a tool.
-        is_known: whether the template renders the probe; if not, the token is EOS.
-    """
-
-    token: int | None = None
-    text: str = ""
-    is_written: bool = True
-    others: tuple[int, ...] = ()
-    is_known: bool = True
+    token: int | None = None  # the one behind an answer; None if the template shows none
+    text: str = ""  # of the token
+    is_written: bool = True  # behind the last answer of a conversation, too
+    others: tuple[int, ...] = ()  # tokens that end other answers: those that call a tool
+    is_known: bool = True  # if the template does not render the probe, the token is EOS
 
     @property
     def missing(self) -> str:
@@ -59,24 +51,15 @@ class AnswerEnd:
 
 @dataclass(frozen=True)
 class TurnStyle:
-    """How a chat template reads and writes turns.
-
-    Attributes:
-        end: what ends an answer.
-        takes_parts: whether contents are shown only as lists of parts.
-        needs_header: whether the template ignores ``add_generation_prompt``, although it writes a
-            header before an answer.
-        opening: the added tokens before a question, as texts.
-        header: the text before a question, without these tokens.
-        between: the text between a question and its answer.
-    """
+    """How a chat template reads and writes turns."""
 
     end: AnswerEnd
-    takes_parts: bool = False
+    takes_parts: bool = False  # whether contents are shown only as lists of parts
+    # whether it ignores ``add_generation_prompt``, although it writes a header before an answer
     needs_header: bool = False
-    opening: tuple[str, ...] = ()
-    header: str = ""
-    between: str = ""
+    opening: tuple[str, ...] = ()  # added tokens before a question, as texts
+    header: str = ""  # the text before a question, without these tokens
+    between: str = ""  # the text between a question and its answer
 
     def mark_around(self, role: str, text: str) -> str | None:
         """The mark around a turn that its text already has, too; None if the text is plain."""

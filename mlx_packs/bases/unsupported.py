@@ -53,7 +53,6 @@ def unsupported_weights(path: Path) -> str:
 
 
 def unsupported_file(path: Path) -> str:
-    """The format of a file that was passed in place of a folder, and the alternative."""
     for pattern, kind, works in _WEIGHTS:
         if path.match(pattern):
             return f" It is {kind}. {works}"
@@ -61,7 +60,6 @@ def unsupported_file(path: Path) -> str:
 
 
 def check_method(path: Path, config: Mapping) -> None:
-    """Check that weights are not quantized for another backend, before they are read."""
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):
         method = (part.get("quantization_config") or {}).get("quant_method")

@@ -36,7 +36,6 @@ class Item:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on disk."""
         return sum(tensor.nbytes for tensor in self.outline.values())
 
 

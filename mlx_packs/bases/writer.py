@@ -94,7 +94,6 @@ def write(
 
 
 def _write(out: Path, source: Path, plan: WritePlan, display: Display) -> tuple[dict, list[str]]:
-    """Write all files beside ``out`` and rename the folder."""
     partial = out.with_name(f".{out.name}.partial")
     try:
         with write_errors(out, "out"):

@@ -79,27 +79,16 @@ class Metadata:
 
 @dataclass(frozen=True)
 class Architecture:
-    """One architecture of llama.cpp.
+    """One architecture of llama.cpp."""
 
-    Attributes:
-        model_type: in config.json.
-        names: modules of a block by the name of their tensors.
-        extend: adds to a config what only this architecture has.
-        permuted: whether the rows of q and k are in the order of interleaved rotary embeddings.
-        norm_offset: what llama.cpp has added to the weights of norms.
-        needs_bfloat16: whether its activations overflow float16.
-        scalings: kinds of rope scaling that mlx-lm has for it.
-        rope_tensors: which of these are read.
-    """
-
-    model_type: str
-    names: Mapping[str, str]
-    extend: Callable[[Config, Metadata], None]
-    permuted: bool = False
-    norm_offset: float = 0.0
-    needs_bfloat16: bool = False
-    scalings: tuple[str, ...] = ("linear", "yarn")
-    rope_tensors: tuple[str, ...] = ()
+    model_type: str  # in config.json
+    names: Mapping[str, str]  # modules of a block by the name of their tensors
+    extend: Callable[[Config, Metadata], None]  # adds to a config what only this one has
+    permuted: bool = False  # rows of q and k are in the order of interleaved rotary embeddings
+    norm_offset: float = 0.0  # what llama.cpp has added to the weights of norms
+    needs_bfloat16: bool = False  # whether its activations overflow float16
+    scalings: tuple[str, ...] = ("linear", "yarn")  # kinds of rope scaling that mlx-lm has for it
+    rope_tensors: tuple[str, ...] = ()  # the ones of `_ROPE_TENSORS` that are read
 
 
 def _nothing(config: Config, metadata: Metadata) -> None:

@@ -79,7 +79,6 @@ class Conversion:
             yield name, self.file.tensors[tensor]
 
     def _zeros(self, name: str, info: TensorInfo) -> Iterator[tuple[str, mx.array]]:
-        """The outline of what a tensor becomes."""
         if _is_exact(info):
             rows, columns = info.shape
             bits = EXACT[info.type][0]

@@ -62,7 +62,6 @@ def _state(path: Path) -> list:
 
 
 def _recorded(folder: Path) -> list | None:
-    """The state of the file that a folder was written from."""
     try:
         return read_json(folder / _RECORD, list)
     except (OSError, PackError):

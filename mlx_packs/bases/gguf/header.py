@@ -273,7 +273,6 @@ class _Parser:
         return tensors
 
     def _size(self, name: str, axes: list[int], kind: int) -> tuple[str, int]:
-        """The name of a tensor's type, and its bytes."""
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
         try:

@@ -38,19 +38,12 @@ _TEKKEN = (
 
 @dataclass(frozen=True)
 class _Split:
-    """How a text is split before merges.
+    """How a text is split before merges."""
 
-    Attributes:
-        expression: what becomes one piece; the published one of the models.
-        digits: whether each digit is a piece first.
-        whole_words: whether a piece that is a token stays whole (``ignore_merges``).
-        nfc: whether the text is normalized first.
-    """
-
-    expression: str
-    digits: bool = False
-    whole_words: bool = False
-    nfc: bool = False
+    expression: str  # finds what becomes one piece; the published one of the models
+    digits: bool = False  # whether each digit is a piece first
+    whole_words: bool = False  # whether a piece that is a token stays whole (``ignore_merges``)
+    nfc: bool = False  # whether the text is normalized first
 
 
 _SPLITS = {  # by tokenizer.ggml.pre
@@ -294,7 +287,6 @@ def _merges(vocabulary: Vocabulary, vocab: dict[str, int]) -> list[tuple[str, st
 
 
 def _add_tokens(tokenizer: Any, vocabulary: Vocabulary) -> None:
-    """Let special and user-defined tokens be found in texts."""
     from tokenizers import AddedToken
 
     tokenizer.add_tokens(
