@@ -14,12 +14,13 @@ _OTHER_NAMES = ("afm7",)  # mlx-lm has an adapter of its own for its fused proje
 
 
 def adapter_config(manifest: dict) -> dict | None:
-    """Return ``adapter_config.json`` of a pack, or None where stock mlx-lm cannot load it.
+    """``adapter_config.json`` of a pack, or None where stock mlx-lm cannot load it.
 
-    It loads tensors stored in full as those of a full fine-tuning, over dense ones.
+    mlx-lm loads tensors stored in full like the result of full fine-tuning, over dense ones.
     """
     if not architecture_facts(manifest).in_mlx_lm:
         return None
+
     base = manifest["base"]
     if not replaced_of(manifest):
         return adapter_config_of(specs_of(manifest), base["model_type"], base["num_layers"])
@@ -29,15 +30,17 @@ def adapter_config(manifest: dict) -> dict | None:
 
 
 def adapter_config_of(specs: Specs, model_type: str, blocks: int) -> dict | None:
-    """Return ``adapter_config.json`` of adapters, or None where mlx-lm cannot express them.
+    """``adapter_config.json`` of adapters, or None where mlx-lm cannot express them.
 
-    It has one rank (see `one_rank`) and one scale, LoRA or DoRA, and adapters of embeddings act on a
-    tied head. ``blocks`` is how many the base has.
+    It has one rank (see `one_rank`) and one scale, LoRA or DoRA, and adapters of embeddings act on
+    a tied head. ``blocks`` is how many the base has.
     """
     if model_type in _OTHER_NAMES or len({spec.kind == "dora" for spec in specs.values()}) != 1:
         return None
+
     if any(spec.head is False for spec in specs.values()):
         return None
+
     scales = {s.scale for spec in specs.values() for s in spec.slices if s.rank}
     rank = one_rank(specs.values())
     if rank is None or len(scales) != 1:
@@ -46,17 +49,20 @@ def adapter_config_of(specs: Specs, model_type: str, blocks: int) -> dict | None
 
 
 def config_with(specs: Specs, blocks: int, rank: int, scale: float) -> dict:
-    """Return ``adapter_config.json`` of adapters that are stored with a rank and a scale."""
+    """The adapters are stored with a rank and a scale."""
     places = {path: _in_block(path) for path in specs}
     lengths: dict[str, int] = {}  # of each list of blocks, as far as is known
     for block_list, number, _ in filter(None, places.values()):
         lengths[block_list] = max(number + 1, lengths.get(block_list, 0))
+
     keys, first = list(specs), 0  # absolute ones, which mlx-lm alone knows
     if sum(lengths.values()) <= blocks:
         keys = [place[2] if place else path for path, place in places.items()]
         if len(lengths) == 1:
             first = min(place[1] for place in places.values() if place)
+
     kind = "dora" if any(spec.kind == "dora" for spec in specs.values()) else "lora"
+
     return {
         "fine_tune_type": kind,
         "num_layers": blocks - first,
@@ -70,7 +76,7 @@ def config_with(specs: Specs, blocks: int, rank: int, scale: float) -> dict:
 
 
 def _in_block(path: str) -> tuple[str, int, str] | None:
-    """Return the list of blocks that a path is in, the number there, and the rest; None outside."""
+    """The list of blocks that a path is in, the number there, and the rest; None outside."""
     parts = path.split(".")
     number = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
     if number is None or number + 1 == len(parts):
@@ -79,7 +85,7 @@ def _in_block(path: str) -> tuple[str, int, str] | None:
 
 
 def one_rank(specs: Iterable[ModuleSpec]) -> int | None:
-    """Return the rank that all modules have on disk, or None where each keeps its own.
+    """The rank that all modules have on disk, or None where each keeps its own.
 
     A fused projection has the ranks of all its slices. If every slice of every module has the same,
     the other modules are padded with zeros to that.
@@ -91,7 +97,7 @@ def one_rank(specs: Iterable[ModuleSpec]) -> int | None:
 
 
 def padded_rank(manifest: dict) -> int | None:
-    """Return the rank that the factors of a pack are padded to on disk; None where none is padded."""
+    """The rank that factors are padded to on disk; None if none is padded."""
     if not adapter_config(manifest) or replaced_of(manifest):
         return None
     specs = specs_of(manifest).values()
@@ -100,7 +106,7 @@ def padded_rank(manifest: dict) -> int | None:
 
 
 def stored_shapes(manifest: dict) -> dict[str, tuple[int, ...]]:
-    """Return every tensor that the manifest promises, and its shape on disk."""
+    """Every tensor that the manifest promises, and its shape on disk."""
     shapes = shapes_of(manifest)
     if rank := manifest["adapters"].get("padded_rank"):
         for spec in specs_of(manifest).values():
@@ -111,12 +117,12 @@ def stored_shapes(manifest: dict) -> dict[str, tuple[int, ...]]:
 
 
 def _axes(spec: ModuleSpec) -> tuple[int, int]:
-    """Return the axes of A and of B that the rank is on."""
+    """The axes of A and of B that the rank is on."""
     return (1, 0) if spec.experts is None else (1, 2)
 
 
 def padded(specs: Specs, tensors: Mapping[str, mx.array], rank: int) -> dict[str, mx.array]:
-    """Return tensors with the factors of all modules padded with zeros to a rank."""
+    """Factors of all modules get zeros up to a rank."""
     result = dict(tensors)
     for spec in specs.values():
         for name, axis in zip(factor_names(spec.path), _axes(spec), strict=True):
@@ -127,7 +133,7 @@ def padded(specs: Specs, tensors: Mapping[str, mx.array], rank: int) -> dict[str
 
 
 def cut(specs: Specs, tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Return tensors with the factors of each module cut back to its own rank."""
+    """Factors of each module are cut back to its own rank."""
     result = dict(tensors)
     for spec in specs.values():
         for name, axis in zip(factor_names(spec.path), _axes(spec), strict=True):

@@ -17,19 +17,22 @@ if TYPE_CHECKING:
 
 
 def attach_pack(base: "BaseModel", pack: Pack, matmul_path: str = "quantized") -> Attached:
-    """Check a base and attach a pack to it, as `Pack.attach`."""
     check_base(pack, base)
+
     tensors = pack.load_tensors()
     fallback = bool(pack._part("recipe").get("train_fp16_fallback"))
     where = str(pack.path / ADAPTERS if pack.path else "pack")
     check_shapes(shapes_of(pack.manifest), {n: t.shape for n, t in tensors.items()}, where)
+
     if pack.for_merge != "none":
         attach_merged = load("adapters.merged:attach_merged")
         return attach_merged(base, pack.specs, tensors, pack.for_merge, matmul_path)
+
     inference_only = {p: spec for p, spec in pack.specs.items() if is_inference_only(spec)}
     trainable = {p: spec for p, spec in pack.specs.items() if p not in inference_only}
     replaced = replaced_of(pack.manifest)
     attached = attach(base, specs=trainable, matmul_path=matmul_path, fp16_fallback=fallback)
+
     try:
         factors = {n: tensors[n] for spec in trainable.values() for n in spec.shapes}
         attached.load(factors, where)
@@ -37,5 +40,6 @@ def attach_pack(base: "BaseModel", pack: Pack, matmul_path: str = "quantized") -
     except PackError:
         attached.detach()
         raise
+
     base.model.eval()
     return attached

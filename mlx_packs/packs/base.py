@@ -1,8 +1,8 @@
 """A base model that packs are swapped on, in milliseconds and without loading anything again.
 
-Adapters of the same targets, ranks and scales are replaced in place, arrays alone. For others the
-modules around them are swapped; those of the last few packs are kept, without their arrays, so that
-going back and forth builds nothing.
+Adapters of the same targets, ranks and scales are replaced in place, only their arrays. For others
+the modules around them are swapped; the modules of the last few packs are kept, without their
+arrays, so that going back and forth builds nothing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -61,7 +61,7 @@ class Base(BaseModel):
     Attributes:
         name: The name that it was loaded by.
         path: The folder of the checkpoint.
-        model: The module of mlx-lm, or that of an encoder.
+        model: The module of mlx-lm, or the encoder.
         tokenizer: The tokenizer.
         config: The contents of config.json.
         fingerprint: A hash of the tensors, which packs are checked against.
@@ -79,9 +79,9 @@ class Base(BaseModel):
 
     @contextmanager
     def applied(self, pack: Packs, matmul_path: str = "quantized") -> Iterator["Base"]:
-        """Attach a pack inside a ``with`` block, and restore the base model bit-identically after it.
+        """Attach a pack in a ``with`` block, and restore the base model bit-identically after it.
 
-        No weight is reloaded. The pack of an inner block replaces that of the outer block until the
+        No weight is reloaded. The pack of an inner block replaces the outer block's pack until the
         inner block ends.
 
         Args:
@@ -131,7 +131,7 @@ class Base(BaseModel):
         raw: bool = False,
         **sampling: Any,
     ) -> Iterator[str]:
-        """Return an iterator over pieces of the text that `generate` returns, as they are generated.
+        """Return an iterator over pieces of the text that `generate` returns, as they come.
 
         The pack of the call stays on the base model until the iterator ends or is closed.
 
@@ -173,8 +173,10 @@ class Base(BaseModel):
             raise PackError("prompts: must be a list of prompts, but is one text.", flag="prompts")
         if batch_size < 1:
             raise PackError(f"--batch-size: must be at least 1, but is {batch_size}.")
+
         tokens = [self._prompt_tokens(prompt, raw, pack) for prompt in prompts]
         settings = build(Sampling, sampling)
+
         if not tokens:
             return []
         with nullcontext() if pack is None else self.applied(pack):
@@ -194,6 +196,7 @@ class Base(BaseModel):
             messages = [turn.message for turn in turns_of(messages)]
         except ValueError as error:
             raise PackError(f"prompt: {error}", flag="prompt") from None
+
         variables = {} if pack is None else template_kwargs_of(as_pack(pack).manifest)
         return chat_prompt(self, messages, **variables)
 
@@ -214,8 +217,8 @@ class Base(BaseModel):
         Args:
             completions: Examples with ``prompt`` and ``completion``, texts or lists of messages, as
                 `train_pack` takes them: mappings, a DataFrame or a Dataset.
-            pack: A pack of ``--task reward``, or its folder. It is on this base for the call; an
-                active pack comes back after it.
+            pack: A pack of ``--task reward``, or its folder. It is attached for this call only; an
+                active pack is attached again afterwards.
             batch_size: Number of completions that are computed together.
             matmul_path: How frozen weights are used, as in `applied`.
 
@@ -276,9 +279,11 @@ class Base(BaseModel):
                 before.attached.load(tensors, after.name)
                 self.active = ActivePack(after, before.attached, matmul_path)
                 return
+
         self._deactivate()
         if after is None:
             return
+
         try:
             self._activate(after, matmul_path)
         except BaseException:
@@ -295,6 +300,7 @@ class Base(BaseModel):
         else:
             attached.resume(pack.load_tensors(), pack.name)
             self.suspended.remove(attached)
+
         self.active = ActivePack(pack, attached, matmul_path)
 
     def _deactivate(self) -> None:
@@ -302,17 +308,19 @@ class Base(BaseModel):
         active, self.active = self.active, None
         if active is None:
             return
+
         attached = active.attached
         has_copies = attached.inference_only or attached.notes
         if has_copies or not MATMUL_PATHS[active.matmul_path].in_place:
             attached.detach()
             return
+
         attached.suspend()
         self.suspended = [attached, *self.suspended[: _SUSPENDED - 1]]
 
 
 def _fits(attached: "Attached", pack: Pack) -> bool:
-    """Return whether a pack has the targets, ranks and scales of adapters, and nothing else."""
+    """Whether a pack has the targets, ranks and scales of adapters, and nothing else."""
     if attached.inference_only or pack._beyond_lora:
         return False
     return attached.specs == pack.specs
@@ -363,24 +371,25 @@ def load_base(
 
 
 def find_base(pack: Pack | None) -> str:
-    """Return the base that a pack was trained on, as `load_base` takes it; ``tiny`` without a pack.
+    """The base that a pack was trained on, as `load_base` takes it; ``tiny`` without a pack.
 
-    It is a name of the Hub, or a folder: where the run beside the pack has it, or here under its name.
-
-    Raises:
-        PackError: there is no such folder.
+    It is a name of the Hub, or a folder: where the run beside the pack has it, or here under its
+    name. Raises PackError if there is no such folder.
     """
     if pack is None:
         return TINY
+
     name = pack.manifest["base"]["id"]
     if name == TINY or is_hub_id(name) or is_local_model(name):
         return name
+
     folders = [name] if Path(name).name == name else []  # a pack leads to no other place
     folders = [*_bases_of_runs(pack), *folders]
     for folder in folders:
         path = Path(folder).expanduser()
         if is_local_model(folder) or path.is_dir() or (path.is_file() and reader_of(path)):
             return folder
+
     raise PackError(
         f"--model: {pack.name} was trained on {name}, which is not here. Name its folder: --model DIR.",
         "not-found",
@@ -389,7 +398,7 @@ def find_base(pack: Pack | None) -> str:
 
 
 def _bases_of_runs(pack: Pack) -> list[str]:
-    """Return the base of the run beside a pack, or beside the parts of a sum."""
+    """The base of the run beside a pack, or beside the parts of a sum."""
     folders = [pack.path] if pack.path else [identity for identity, _ in pack.parts]
     bases = []
     for folder in folders:
@@ -402,10 +411,7 @@ def _bases_of_runs(pack: Pack) -> list[str]:
 def load_base_for(
     pack: Pack | None, model: str | Path = TINY, trust_remote_code: bool = False
 ) -> Base:
-    """Load a pack's base, checked from headers first and quantized as the pack was trained.
-
-    Without a pack, load the base as it is.
-    """
+    """Load a pack's base, checked from headers first and quantized as the pack was trained."""
     if pack is None:
         return load_base(model, trust_remote_code=trust_remote_code)
     _, config = check_checkpoint(pack, model)
@@ -413,7 +419,7 @@ def load_base_for(
 
 
 def check_no_pack(base: Base) -> None:
-    """Raise a PackError if a base has an active pack: it could not be measured alone."""
+    """A base with an active pack could not be measured alone."""
     if base.active:
         raise PackError(f"{base.name}: has an active pack. Leave `applied` first.", "conflict")
 
@@ -425,6 +431,7 @@ def activated(base: Base, pack: Pack | None, matmul_path: str = "quantized") -> 
         with base.applied(pack, matmul_path):
             yield
         return
+
     originals = apply_matmul_path(base.model, matmul_path)
     try:
         yield
@@ -433,7 +440,7 @@ def activated(base: Base, pack: Pack | None, matmul_path: str = "quantized") -> 
 
 
 def check_forward(base: Base, tokens: list[int]) -> None:
-    """Raise Float16Overflow if a base computes in float16, and its logits of tokens are not finite."""
+    """Raise Float16Overflow if a base computes in float16 and its logits are not finite."""
     if base.compute_dtype != "float16":
         return
     logits = base.model(mx.array([tokens[:_PROBED]]))

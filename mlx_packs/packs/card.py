@@ -23,15 +23,16 @@ from .manifest import (
 
 
 def model_card(manifest: dict, name: str) -> str:
-    """Return README.md of a pack: what it is, its results, how to use it."""
     base = manifest["base"]
     specs = specs_of(manifest)
     what = f"rank {', '.join(map(str, ranks_of(specs)))} on {', '.join(leaf_names(specs))}"
     full = _full_tensors(manifest)
+
     if not specs:
         what = full
     elif replaced_of(manifest):
         what += f", {full}"
+
     lines = [
         *_card_metadata(manifest),
         "",
@@ -41,31 +42,39 @@ def model_card(manifest: dict, name: str) -> str:
         f"{base['num_layers']} blocks), {what}.",
         "",
     ]
+
     result = manifest.get("eval") or {}
     change = format_change(result)
     before, after = (format_result(result, when) for when in ("before", "after"))
+
     if before and after:
         ratio = result["ppl_after"] / result["ppl_before"] - 1
         change = f"perplexity: {before} before, {after} with the pack ({ratio:+.0%})"
+
     if change:
         examples = f"{result.get('rows', '?')} examples of `{result.get('split', '?')}`"
         lines += [f"Held-out {change}, on {examples}.", ""]
+
     if answers := result.get("answers"):
         lines += [f"Right answers: {format_answers(answers)}.", ""]
+
     if phases := manifest.get("phases"):
         lines += ["Trained in phases:", "", *(f"- {line}" for line in phase_lines(phases)), ""]
+
     lines += [f"{line}\n" for line in graph_lines(manifest.get("objective") or {})]
     lines += ["```", card_command(manifest), "```", ""]
     lines += [*_card_samples(manifest), *_card_curve(manifest), *_card_recipe(manifest)]
     lines += [f"Base fingerprint: `{base['fingerprint']}`"]
+
     if license := manifest.get("license"):
         lines += ["", f"Licence: {license}"]
+
     lines += _card_data(manifest.get("data") or {})
     return printable_text("\n".join(lines) + "\n")
 
 
 def _full_tensors(manifest: dict) -> str:
-    """Return how many tensors of the base are stored in full, and the head that is none of them."""
+    """How many tensors of the base are stored in full, and the head that is none of them."""
     scores = is_reward_model(manifest)
     count = len(replaced_of(manifest)) - scores
     parts = [f"{count} of its tensors fine-tuned in full"] * bool(count)
@@ -77,15 +86,18 @@ def _kind(manifest: dict) -> str:
 
 
 def _card_metadata(manifest: dict) -> list[str]:
-    """Return the YAML that the Hub reads; a base is named there only if it is a hub id."""
+    """The YAML that the Hub reads; a base is named there only if it is a hub id."""
     base = manifest["base"]["id"]
     is_lora = bool(manifest["adapters"]["modules"])
     lines = ["---", "library_name: mlx"]
+
     if license := manifest.get("license"):
         lines.append(f"license: {json.dumps(license)}")
+
     if re.fullmatch(HUB_ID, base, re.ASCII):
         lines.append(f"base_model: {json.dumps(base)}")
         lines.append(f"base_model_relation: {'adapter' if is_lora else 'finetune'}")
+
     scores = is_reward_model(manifest)
     task = "text-classification" if scores else architecture_facts(manifest).hub_task
     lines.append(f"pipeline_tag: {task}")
@@ -93,12 +105,14 @@ def _card_metadata(manifest: dict) -> list[str]:
 
 
 def _card_data(data: Mapping) -> list[str]:
-    """Return lines about the training data: its name and fingerprints, no example of it."""
+    """Name and fingerprints of the training data, no example of it."""
     prints = data.get("fingerprint")
     if not isinstance(prints, dict) or not prints:
         return []
+
     rows = data.get("rows") or {}
     lines = ["", f"Data `{data.get('source', '?')}`, by fingerprint:", ""]
+
     for split, value in prints.items():
         count = f", {rows[split]:,} examples" if split in rows else ""
         lines.append(f"- {split}{count}: `{value}`")
@@ -106,11 +120,11 @@ def _card_data(data: Mapping) -> list[str]:
 
 
 def _card_samples(manifest: Mapping) -> list[str]:
-    """Return held-out prompts with the wanted answer and the completions before and after."""
     lines = []
     for sample in samples_of(manifest.get("samples")):
         parts = {"Prompt": sample.prompt, "Wanted": sample.wanted}
         parts |= {"Base model": sample.before, "With the pack": sample.after}
+
         for name, content in parts.items():
             if content:
                 lines += [f"{name}:", "", *_fenced(content), ""]
@@ -118,14 +132,13 @@ def _card_samples(manifest: Mapping) -> list[str]:
 
 
 def _fenced(content: str) -> list[str]:
-    """Return a text as a block that Markdown shows as it is, whatever is in it."""
+    """A block that Markdown shows as it is, whatever is in it."""
     longest = max((len(run) for run in re.findall("`+", content)), default=0)
     fence = "`" * max(3, longest + 1)
     return [f"{fence}text", content, fence]
 
 
 def _card_curve(manifest: Mapping) -> list[str]:
-    """Return the losses, or rewards, of a run as a table of a few batches."""
     curve = stored_curve(manifest)
     names = progress_series(curve)
     training, valid = (dict(thinned(curve.get(name, []), 10)) for name in names)
@@ -147,13 +160,13 @@ def _decimals(value: float | None) -> str:
 
 
 def _card_recipe(manifest: Mapping) -> list[str]:
-    """Return the settings of a run that differ from the defaults, as a table."""
     rows = [
         f"| {name} | {_cell(value)} |"
         for _, settings in recipe_sections(manifest.get("recipe") or {})
         for name, value, differs in settings
         if differs
     ]
+
     if not rows:
         return []
     note = "Settings that differ from the defaults; `pack.json` has all of them."
@@ -161,27 +174,30 @@ def _card_recipe(manifest: Mapping) -> list[str]:
 
 
 def _cell(value: str) -> str:
-    """Return a text as code in a cell of a table; of several lines it is one."""
+    """Code in a cell of a table; a text of several lines becomes one."""
     shown = " ".join(value.split()).replace("`", "'").replace("|", "\\|")
     return f"`{shown}`" if shown else ""
 
 
 def format_result(result: Mapping, when: str) -> str | None:
-    """Return the perplexity before or after with its standard error, None without one."""
+    """The perplexity before or after with its standard error, None without one."""
     ppl, se = result.get(f"ppl_{when}"), result.get(f"ppl_{when}_se")
     return None if ppl is None else format_perplexity(ppl, se)
 
 
 def graph_lines(objective: Mapping) -> list[str]:
-    """Return a line about the graph that was trained, where that was a proxy of the base."""
+    """A line about the graph that was trained, where it was a proxy of the base."""
     graph, stack = objective.get("graph"), objective.get("stack")
     if graph is None or stack is None:
         return []
+
     before, after = objective.get("ppl_before"), objective.get("ppl_after")
     own = "" if before is None or after is None else f"; its own PPL {before:.2f} → {after:.2f}"
     shown = ", ".join(stack) or "no projection"
+
     if len(stack) > 3:
         shown = f"{len(stack)} projections ({stack[0]} … {stack[-1]})"
+
     return [
         f"Trained by {graph} over {shown} and the head "
         f"{objective.get('head')}{own}: {objective.get('note')}."
@@ -189,12 +205,11 @@ def graph_lines(objective: Mapping) -> list[str]:
 
 
 def format_metrics(metrics: Mapping[str, float]) -> str:
-    """Return metrics of embeddings as text."""
     return ", ".join(f"{METRICS[name]} {value:.4f}" for name, value in metrics.items())
 
 
 def format_change(result: Mapping) -> str:
-    """Return perplexity or metrics of embeddings before and after as text; empty without any."""
+    """Perplexity or metrics of embeddings before and after; empty without any."""
     ppl_before, ppl_after = (format_result(result, when) for when in ("before", "after"))
     if ppl_before and ppl_after:
         return f"PPL {ppl_before} → {ppl_after}"
@@ -204,51 +219,53 @@ def format_change(result: Mapping) -> str:
 
 
 def format_perplexity(ppl: float, se: float | None, digits: int = 2) -> str:
-    """Return a perplexity as text, with its standard error where there is one."""
     return f"{ppl:.{digits}f}" + ("" if se is None else f" ± {se:.{digits}f}")
 
 
 def format_answers(answers: Mapping, examples: str = "examples") -> str:
-    """Return the share of right answers as text: ``exact 0.0 % → 97.5 ± 1.1 % of 200 examples``.
+    """The share of right answers: ``exact 0.0 % → 97.5 ± 1.1 % of 200 examples``.
 
-    Args:
-        answers: metric, rows, and accuracies ``before`` and ``after`` (None without a pack).
-        examples: the questions.
+    ``answers`` has metric, rows, and accuracies ``before`` and ``after`` (None without a pack).
     """
     scores = [score for when in ("before", "after") if (score := answers[when])]
     shares = [
         f"{100 * score['share']:.1f}" + (f" ± {100 * score['se']:.1f} %" if score["se"] else " %")
         for score in scores
     ]
+
     text = f"{answers['metric']} {' → '.join(shares)} of {answers['rows']:,} {examples}"
     valid = [f"{100 * v:.1f} %" for score in scores if (v := score.get("valid")) is not None]
     return f"{text} (valid JSON {' → '.join(valid)})" if valid else text
 
 
 def phase_lines(phases: Sequence[Mapping]) -> list[str]:
-    """Return a line for each phase: its effect on its own held-out examples and on the others'."""
     lines = []
     for phase in phases:
         before, after = phase["before"], phase["after"]
         names = sorted(set(before) & set(after), key=lambda name: (name != phase["name"], name))
+
         changes = [f"{n} {before[n]['ppl']:.2f} → {after[n]['ppl']:.2f}" for n in names]
         replayed = f", {phase['replay']:.0%} replayed" if phase["replay"] else ""
+
         lines.append(
             f"{phase['name']}: {phase['steps']:,} updates on {phase['data']}{replayed} · held-out "
             f"PPL of {' · '.join(changes) or '?'}"
         )
+
     return lines
 
 
 def card_command(manifest: dict) -> str:
-    """Return a command that loads the pack: stock mlx-lm's, where that loads the same."""
+    """A command that loads the pack: stock mlx-lm's, where it loads the same."""
     base = manifest["base"]["id"]
+
     if not architecture_facts(manifest).in_mlx_lm:
         return f"packs merge . --model {base} --out merged  # a folder of sentence-transformers"
     if is_reward_model(manifest):
         return f"packs eval . --model {base} --data ..."
     if base == TINY:
         return "packs generate --pack . --prompt ..."
+
     quantize = (manifest.get("recipe") or {}).get("quantize") or "none"
     is_file = is_local_model(base) or names_file(base)
     if quantize == "none" and not is_file and adapter_config(manifest):

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 def check_base(pack: Pack, base: "BaseModel") -> None:
-    """Check that a base is the one that a pack was trained on, as `Pack.check_base`."""
     current = base.path, base.fingerprint
     _check_base(pack, base.name, current, base.config, base.quantization)
+
     pooling = getattr(base.model, "sentence_config", None)  # which decoders lack
     trained = pack._part("objective")
     for name, value in (pooling.to_json() if pooling else {}).items():
@@ -49,6 +49,7 @@ def _check_base(
             f"{name} is a {config['model_type']}.",
             "mismatch",
         )
+
     path, value = current
     if not is_fingerprint_of(path, ours["fingerprint"], value, where):
         value = sampled_fingerprint(path) if is_sampled(ours["fingerprint"]) else value
@@ -58,6 +59,7 @@ def _check_base(
             f"(fingerprint {short_fingerprint(value)}).",
             "mismatch",
         )
+
     was, now = (quantization_name(q) for q in (ours["quantization"], quantization))
     if was != now:
         mode = format_name(ours["quantization"])
@@ -68,6 +70,7 @@ def _check_base(
             "mismatch",
             "quantize",
         )
+
     if names := changed_texts(path, ours["text_files"]) if ours.get("text_files") else []:
         say_changed(where, path, tuple(names))
 
@@ -76,21 +79,24 @@ def check_checkpoint(pack: Pack, model: str | Path) -> tuple[Path, dict]:
     """Check a checkpoint by its headers, as `check_base` does; return its folder and config."""
     path = resolve_checkpoint(model)
     config = check_files(path)
+
     if quantization := config.get("quantization"):
         try:
             check_quantization("quantization", quantization)
         except ValueError as error:
             raise PackError(f"{path / 'config.json'}: {error}.", "unreadable") from None
+
     if not quantization and (
         is_converted_on_loading(config) or quantize_for(pack, config) != "none"
     ):
         quantization = pack.manifest["base"]["quantization"]  # as it will be once it is loaded
+
     _check_base(pack, str(model), (path, fingerprint(path)), config, quantization)
     return path, config
 
 
 def quantize_for(pack: Pack, config: dict) -> str:
-    """Return the ``quantize`` of `load_base` that makes a checkpoint the pack's base model."""
+    """The ``quantize`` of `load_base` that makes a checkpoint the pack's base model."""
     if config.get("quantization") or is_converted_on_loading(config):
         return "none"
     return format_name(pack.manifest["base"]["quantization"])
@@ -103,14 +109,14 @@ def quantize_options(pack: Pack) -> dict:
 
 
 def is_converted_on_loading(config: dict) -> bool:
-    """Return whether a checkpoint is quantized in a format that mlx-lm converts as it loads."""
+    """Whether a checkpoint is quantized in a format that mlx-lm converts as it loads."""
     text = config.get("text_config")
     configs = (config, text if isinstance(text, dict) else {})
     return not config.get("quantization") and any(c.get("quantization_config") for c in configs)
 
 
 def check_generates(pack: Pack) -> None:
-    """Raise a PackError for a reward model, which no text can be generated with."""
+    """No text can be generated with a reward model."""
     if pack.is_reward_model:
         raise PackError(
             f"{pack.name}: is a reward model (--task reward), which scores completions and generates "

@@ -1,8 +1,8 @@
 """Differences of two packs: what they share, and the distance of their deltas layer by layer.
 
 A delta is scale * A @ B, [in, out]. With orthogonal bases Q of both packs' A, side by side, and P
-of their B, a delta is Q @ core @ P.T with a core as small as the ranks together; norms, products
-and singular vectors are those of the cores, and nothing as large as a weight is made.
+of their B, a delta is Q @ core @ P.T with a core as small as the ranks together. Norms, products
+and singular vectors are computed from the cores, and nothing as large as a weight is made.
 
 Subspace similarity (phi of equation 4): LoRA, section 7.2, https://arxiv.org/abs/2106.09685
 """
@@ -53,21 +53,26 @@ def diff(a: str | Path | Pack, b: str | Path | Pack) -> dict:
     specs = [pack.specs for pack in packs]
     tensors = [pack.load_tensors() for pack in packs]
     modules, layers, incomparable = [], {}, {}
+
     for path in sorted({*specs[0], *specs[1]}, key=by_number):
         spec = [s.get(path) for s in specs]
         if reason := _unlike(*spec):
             incomparable[path] = reason
             continue
+
         factors = [factors_of(s, t) if s else None for s, t in zip(spec, tensors, strict=True)]
         sums, overlap = _compare(*factors)
+
         ranks = {"rank_a": spec[0].rank if spec[0] else 0, "rank_b": spec[1].rank if spec[1] else 0}
         modules.append({"path": path, **ranks, **_distances(sums), **overlap})
         layers.setdefault(layer_of(path), []).append((sums, overlap))
+
     for pack, spec, stored in zip(packs, specs, tensors, strict=True):
         incomparable |= dict.fromkeys(replaced_of(pack.manifest), "is stored in full")
         factors = {name for path in spec for name in spec[path].shapes}
         for name in sorted(set(stored) - factors - set(incomparable)):
             incomparable[name] = "is not a factor of a LoRA"
+
     if not modules:
         path, reason = next(iter(incomparable.items()))
         raise PackError(
@@ -75,6 +80,7 @@ def diff(a: str | Path | Pack, b: str | Path | Pack) -> dict:
             f"{reason}.",
             "mismatch",
         )
+
     shared = _shared(*packs)
     return {
         "a": _facts(packs[0]),
@@ -91,7 +97,7 @@ def diff(a: str | Path | Pack, b: str | Path | Pack) -> dict:
 
 
 def factors_of(spec: ModuleSpec, tensors: Mapping[str, mx.array]) -> Factors:
-    """Return both factors in float64, the scale of each slice in the first."""
+    """Both factors in float64, the scale of each slice in the first."""
     stored = {name: tensors[name].shape for name in spec.shapes if name in tensors}
     check_shapes(spec.shapes, stored, spec.path)
     a, b = (np.asarray(x.astype(mx.float32), np.float64) for x in read_factors(spec, tensors))
@@ -102,23 +108,28 @@ def factors_of(spec: ModuleSpec, tensors: Mapping[str, mx.array]) -> Factors:
 
 
 def _compare(a: Factors | None, b: Factors | None) -> tuple[Sums, dict]:
-    """Return norms, product and subspace overlaps of two deltas; None is a delta of zero."""
+    """Norms, product and subspace overlaps of two deltas; None is a delta of zero."""
     no_overlap = {"overlap_in": None, "overlap_out": None, "chance": None}
     if a is None or b is None:
         square = squared_norm(*(a or b))
         return square * np.array([b is None, a is None, True, False]), no_overlap
+
     sums, overlaps = np.zeros(4), []
     for expert in range(len(a[0])):
         (a_in, a_out), (b_in, b_out) = ((f[expert] for f in pack) for pack in (a, b))
         r = a_in.shape[1]
+
         left = np.linalg.qr(np.concatenate([a_in, b_in], axis=1), mode="r")  # [k, ra + rb]
         right = np.linalg.qr(np.concatenate([a_out, b_out], axis=0).T, mode="r")  # [l, ra + rb]
         of_a, of_b = left[:, :r] @ right[:, :r].T, left[:, r:] @ right[:, r:].T  # [k, l]
+
         sums += [np.sum(x) for x in (of_a**2, of_b**2, (of_a - of_b) ** 2, of_a * of_b)]
         overlaps.append(_overlap(of_a, of_b, a_in.shape[0], a_out.shape[1]))
+
     overlaps = [overlap for overlap in overlaps if overlap is not None]
     if not overlaps:  # a delta of zero has no directions
         return sums, no_overlap
+
     means = np.mean(overlaps, axis=0)
     return sums, {
         "overlap_in": float(means[0]),
@@ -128,12 +139,12 @@ def _compare(a: Factors | None, b: Factors | None) -> tuple[Sums, dict]:
 
 
 def squared_norm(a: np.ndarray, b: np.ndarray) -> float:
-    """Return ||A @ B||^2 = sum(A'A * BB'), summed over experts."""
+    """||A @ B||^2 = sum(A'A * BB'), summed over experts."""
     return float(np.sum((a.swapaxes(-1, -2) @ a) * (b @ b.swapaxes(-1, -2))))
 
 
 def _overlap(a: np.ndarray, b: np.ndarray, width: int, height: int) -> list[float] | None:
-    """Return phi for inputs and outputs, and that of random subspaces of these sizes."""
+    """Phi for inputs and outputs, of the deltas and of random subspaces of these sizes."""
     (a_in, a_out), (b_in, b_out) = _directions(a), _directions(b)
     i, j = a_in.shape[1], b_in.shape[1]
     if not i or not j:
@@ -143,14 +154,14 @@ def _overlap(a: np.ndarray, b: np.ndarray, width: int, height: int) -> list[floa
 
 
 def _directions(core: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the left and right singular vectors of a core with nonzero singular values."""
+    """Left and right singular vectors of a core with nonzero singular values."""
     u, s, vt = np.linalg.svd(core, full_matrices=False)
     nonzero = s > 1e-6 * s[0] if s[0] > 0 else np.zeros(len(s), bool)  # factors have 24 bits
     return u[:, nonzero], vt[nonzero].T
 
 
 def _distances(sums: Sums) -> dict:
-    """Return Frobenius norms, ``relative`` to that of A; ``cosine`` is None if a delta is zero."""
+    """Frobenius norms, ``relative`` to A's; ``cosine`` is None if a delta is zero."""
     norm_a, norm_b, distance = np.sqrt(sums[:3]).tolist()
     both = norm_a * norm_b
     return {
@@ -163,7 +174,6 @@ def _distances(sums: Sums) -> dict:
 
 
 def _total(parts: list[tuple[Sums, dict]]) -> dict:
-    """Return distances of several projections, and mean overlaps of those that both packs adapt."""
     total = _distances(sum(sums for sums, _ in parts))
     for key in ("overlap_in", "overlap_out"):
         overlaps = [overlap[key] for _, overlap in parts if overlap[key] is not None]
@@ -172,7 +182,7 @@ def _total(parts: list[tuple[Sums, dict]]) -> dict:
 
 
 def _unlike(a: ModuleSpec | None, b: ModuleSpec | None) -> str | None:
-    """Return why two adapters of one path cannot be compared; None if they can."""
+    """Why two adapters of one path cannot be compared; None if they can."""
     kinds = [spec.kind for spec in (a, b) if spec]
     if "dora" in kinds or len(set(kinds)) > 1:
         places = [f"{spec.kind} in {of}" for spec, of in ((a, "A"), (b, "B")) if spec]
@@ -183,7 +193,7 @@ def _unlike(a: ModuleSpec | None, b: ModuleSpec | None) -> str | None:
 
 
 def layer_of(path: str) -> str:
-    """Return the path through the number of its block, or all of it."""
+    """The path through the number of its block, or all of it."""
     match = re.match(r"(.*?\.\d+)\.", path)
     return match[1] if match else path
 
@@ -200,11 +210,13 @@ def _facts(pack: Pack) -> dict:
 
 
 def _shared(a: Pack, b: Pack) -> dict[str, dict]:
-    """Return facts of both manifests side by side; of a recipe only what differs."""
+    """Only settings that differ are in ``recipe``."""
     packs = (a, b)
     bases = [pack.manifest["base"] for pack in packs]
     recipes = [pack._part("recipe") for pack in packs]
+
     keys = [k for k in {**recipes[0], **recipes[1]} if recipes[0].get(k) != recipes[1].get(k)]
+
     values = {
         "base": [base["fingerprint"] for base in bases],
         "quantization": [quantization_name(base["quantization"]) for base in bases],
@@ -215,6 +227,7 @@ def _shared(a: Pack, b: Pack) -> dict[str, dict]:
         "versions": [pack._part("versions") for pack in packs],
         "adapters": [pack._adapters_hash for pack in packs],
     }
+
     facts = {key: {"same": x == y, "a": x, "b": y} for key, (x, y) in values.items()}
     facts["base"]["same"] = same_fingerprint(*bases)
     if a._adapters_hash is None:  # neither of two sums is on disk
@@ -223,33 +236,40 @@ def _shared(a: Pack, b: Pack) -> dict[str, dict]:
 
 
 def lines(report: dict) -> list[str]:
-    """Return the report of `diff` as a table of 60 columns, the farthest projections below it."""
+    """The report of `diff` as a table of 60 columns, the farthest projections below it."""
     table = []
     for name, facts in (("A", report["a"]), ("B", report["b"])):
         ranks = ", ".join(map(str, facts["ranks"])) or "0"
         table.append(f"{name:<7} {facts['pack']} · {facts['base']} · rank {ranks}")
+
     for key, fact in report["shared"].items():
         table += _fact_lines(key, fact)
+
     if not report["same_base"]:
         table.append("note    other bases: distances are of the deltas alone")
     if report["shared"]["adapters"]["same"]:  # to the byte
         return table
+
     table += ["", f"{'layer':<13}{'|A|':>8}{'|B|':>8}{'|A-B|':>8}{'rel':>6}{'cos':>6}   overlap"]
     table += [_row(_block(layer["layer"]), layer) for layer in report["layers"]]
     if len(report["layers"]) > 1:
         table.append(_row("all", report["total"]))
+
     table.append("")
     for m in sorted(report["modules"], key=lambda m: -m["distance"])[:3]:
         table.append(
             f"far     {m['path']}: |A-B| {_norm(m['distance'])}, rel "
             f"{_ratio(m['relative'])}, cos {_ratio(m['cosine'])}"
         )
+
     for name, key in (("A", "only_in_a"), ("B", "only_in_b")):
         if paths := report[key]:
             table.append(f"only {name}  {len(paths)} projections: {', '.join(leaf_names(paths))}")
+
     if reasons := report["not_comparable"]:
         table += [f"unlike  {path}: {reason}" for path, reason in list(reasons.items())[:3]]
         table.append(f"unlike  {len(reasons)} in all, which are in no figure above")
+
     if chances := [m["chance"] for m in report["modules"] if m["chance"]]:
         read, written = np.mean(chances, axis=0)
         table.append(f"overlap of what is read/written: 1 same, {read:.2f}/{written:.2f} by chance")
@@ -261,6 +281,7 @@ def _fact_lines(key: str, fact: dict) -> list[str]:
     if fact["same"]:
         answer = "none recorded" if not fact["a"] and key != "recipe" else "same"
         return [f"{label:<9} {answer}"]
+
     of_a, of_b = fact["a"], fact["b"]
     if isinstance(of_a, dict) and isinstance(of_b, dict):
         parts = [
@@ -297,6 +318,6 @@ def _ratio(value: float | None) -> str:
 
 
 def _block(layer: str) -> str:
-    """Return the last part of a block's path with its number, as far as it fits."""
+    """The last part of a block's path with its number, as far as it fits."""
     name = ".".join(layer.rsplit(".", 2)[-2:])
     return name if len(name) < 13 else "…" + name[-11:]

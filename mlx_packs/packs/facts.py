@@ -1,4 +1,4 @@
-"""Facts of a pack for a page, from its manifest alone."""
+"""Facts of a pack for a page, from its manifest only."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -33,7 +33,7 @@ _LOWER = ("ppl", "chosen_ppl", "nll", "loss")
 
 
 def manifest_facts(manifest: Mapping, title: str) -> Facts:
-    """Return the facts of a pack for a page, without its run and without its tensors."""
+    """Without the pack's run and without its tensors."""
     measured, result = _mapping(manifest, "measured"), _mapping(manifest, "eval")
     changes = changes_of(result)
     return Facts(
@@ -55,27 +55,28 @@ def manifest_facts(manifest: Mapping, title: str) -> Facts:
 
 
 def notebook_html(manifest: Mapping, title: str, curve: Mapping[str, Points] | None = None) -> str:
-    """Return name, results and loss curve of a pack for a notebook; a given curve comes first."""
+    """Name, results and loss curve of a pack; a given curve takes precedence."""
     facts = manifest_facts(manifest, title)
     return render_fragment(replace(facts, curve=curve or facts.curve))
 
 
 def report_html(report: Mapping, title: str) -> str:
-    """Return the main figures of a run's report for a notebook."""
     return render_fragment(Facts(title=title, figures=figures_of(changes_of(report), report)))
 
 
 def changes_of(result: Mapping) -> list[Change]:
-    """Return every metric that has a value before and one after."""
+    """Every metric that has a value before and one after."""
     changes = []
     for key in result:
         name = key.removesuffix("_before")
         values = [number(result.get(f"{name}_{end}")) for end in ("before", "after")]
         if name == key or None in values:
             continue
+
         errors = [number(result.get(f"{name}_{end}_se")) for end in ("before", "after")]
         shown = _NAMES.get(name) or text(name, 40).replace("_", " ").capitalize()
         changes.append(Change(shown, *values, *errors, lower_is_better=name in _LOWER))
+
     if answers := _mapping(result, "answers"):
         ends = [_mapping(answers, end) for end in ("before", "after")]
         values = [number(end.get(key)) for key in ("share", "se") for end in ends]
@@ -86,7 +87,7 @@ def changes_of(result: Mapping) -> list[Change]:
 
 
 def held_out_line(result: Mapping) -> str:
-    """Return on how many examples of which split the metrics are, with what ± means."""
+    """How many examples of which split the metrics are of, and what ± means."""
     rows, targets = number(result.get("rows")), number(result.get("targets"))
     if rows is None:
         return ""
@@ -96,17 +97,19 @@ def held_out_line(result: Mapping) -> str:
 
 
 def figures_of(changes: list[Change], measured: Mapping) -> list[tuple[str, str]]:
-    """Return the headline figures of a page: the first result, updates, time and memory."""
     figures = []
     if changes:
         first = changes[0]
         most = max(abs(first.before), abs(first.after))
         digits = 3 if most < 2 else 2 if most < 100 else 1
         figures.append((first.name, f"{first.before:,.{digits}f} → {first.after:,.{digits}f}"))
+
         if first.relative is not None:
             figures.append(("Change", f"{first.relative:+.0%}".replace("-", "−")))
+
     if (seconds := number(measured.get("train_s"))) is not None:
         figures.append(("Training time", _duration(seconds)))
+
     for unit in ("tokens", "pairs"):
         if (rate := number(measured.get(f"{unit}_per_s"))) is not None:
             figures.append((rate_name(unit), f"{rate:,.0f}"))
@@ -114,7 +117,6 @@ def figures_of(changes: list[Change], measured: Mapping) -> list[tuple[str, str]
 
 
 def memory_of(measured: Mapping) -> list[tuple[str, float]]:
-    """Return gigabytes that were planned and measured."""
     names = {
         "plan_peak_gb": "planned",
         "peak_gb": "measured (MLX)",
@@ -125,20 +127,20 @@ def memory_of(measured: Mapping) -> list[tuple[str, float]]:
 
 
 def _mapping(values: Mapping, key: str) -> Mapping:
-    """Return an optional part of a manifest, or an empty one."""
     part = values.get(key)
     return part if isinstance(part, Mapping) else {}
 
 
 def _base_line(manifest: Mapping) -> str:
-    """Return base, method and size in one line."""
     base, adapters, specs = manifest["base"], manifest["adapters"], specs_of(manifest)
     full = f"{len(replaced_of(manifest))} tensors fine-tuned in full"
+
     what = full
     if specs:
         ranks = ", ".join(map(str, ranks_of(specs)))
         what = f"LoRA of rank {ranks} on {', '.join(leaf_names(specs)[:10])}"
         what += f", {full}" * bool(replaced_of(manifest))
+
     kind = quantization_name(base["quantization"])
     return text(
         f"{name_alone(base['id'])} ({base['model_type']}, {base['num_layers']} blocks, {kind}) · "
@@ -148,7 +150,6 @@ def _base_line(manifest: Mapping) -> str:
 
 
 def _command(manifest: Mapping, title: str) -> str:
-    """Return how to use a pack in the current folder."""
     base = manifest["base"]
     named = {**manifest, "base": {**base, "id": name_alone(base["id"])}}
     return text(card_command(named), 400).replace("--pack .", f"--pack {text(title)}")
@@ -161,18 +162,20 @@ def _size(manifest: Mapping) -> list[tuple[str, str]]:
 
 
 def _origins(manifest: Mapping) -> list[tuple[str, str]]:
-    """Return the origins of a pack: task, data, base, device and versions, gates."""
     measured, objective, data, versions = (
         _mapping(manifest, key) for key in ("measured", "objective", "data", "versions")
     )
+
     counts = _mapping(data, "rows").items()
     rows = ", ".join(f"{count:,} {text(split)}" for split, count in counts)
+
     task = text(objective.get("task"))
     gates = ", ".join(
         f"{text(name)} {gate['value']:.4g} of {gate['limit']:.4g} "
         f"({'passed' if gate['passed'] else 'failed'})"
         for name, gate in (manifest.get("gates") or {}).items()
     )
+
     origins = [
         ("created", text(measured.get("created"))),
         ("task", task if task in TASKS else ""),
@@ -192,6 +195,7 @@ def _origins(manifest: Mapping) -> list[tuple[str, str]]:
         ("gates", gates),
         ("licence", text(manifest.get("license"))),
     ]
+
     return [(name, value) for name, value in origins if value]
 
 

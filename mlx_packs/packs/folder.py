@@ -9,23 +9,25 @@ from .manifest import ADAPTER_CONFIG, ADAPTERS, MANIFEST, read_manifest
 
 
 def open_folder(folder: Path) -> dict:
-    """Return the manifest of a pack's folder, after checking the sizes of its files."""
+    """The manifest; the sizes of the files are checked."""
     file = folder / MANIFEST
     recover(folder)
+
     if not folder.is_dir():
         raise PackError(f"{folder}: no such pack folder.", "not-found")
+
     if not file.is_file():
         is_external = (folder / ADAPTER_CONFIG).is_file()
         hint = f" `packs import {folder} --out PACK` makes one of it." if is_external else ""
         kind = "an mlx-lm adapter" if (folder / ADAPTERS).is_file() else "not a pack"
         raise PackError(f"{folder}: is {kind}: it has no {MANIFEST}.{hint}", "not-found")
+
     manifest = read_manifest(file)
     check_sizes(folder, manifest)
     return manifest
 
 
 def check_sizes(folder: Path, manifest: dict) -> None:
-    """Raise a PackError if a file of a pack is missing or has another size."""
     for name, facts in manifest["files"].items():
         size, digest = facts["bytes"], facts["sha256"]
         part = folder / name
@@ -33,8 +35,10 @@ def check_sizes(folder: Path, manifest: dict) -> None:
             raise PackError(
                 f"{folder / MANIFEST}: names a file outside the pack: {name!r}.", "unreadable"
             )
+
         if not part.is_file() or (part.is_symlink() and not _is_hub_blob(part)):
             raise PackError(f"{part}: is named in {MANIFEST} but is not a file here.", "not-found")
+
         if part.stat().st_size != size:
             raise PackError(
                 f"{part}: has {part.stat().st_size} bytes, but {MANIFEST} says "
@@ -44,13 +48,12 @@ def check_sizes(folder: Path, manifest: dict) -> None:
 
 
 def verify_hashes(folder: Path, manifest: dict) -> None:
-    """Raise a PackError if the hash of a file differs from the manifest's."""
     for name, facts in manifest["files"].items():
         check_hash(folder / name, facts["sha256"], str(folder / name))
 
 
 def check_hash(file: Path, expected: str, where: str) -> None:
-    """Raise a PackError, which says ``where``, unless a file has the SHA-256 of its manifest."""
+    """``where`` is for errors."""
     if (digest := sha256(file)) != expected:
         raise PackError(
             f"{where}: sha256 is {digest[:12]}…, but {MANIFEST} says {expected[:12]}…. The file "
@@ -60,12 +63,14 @@ def check_hash(file: Path, expected: str, where: str) -> None:
 
 
 def check_output(folder: Path, overwrite: bool) -> None:
-    """Raise a PackError if something else is at ``folder``, or a pack and not ``overwrite``."""
+    """Check that nothing else is at ``folder``, and no pack unless ``overwrite``."""
     recover(folder)
+
     if folder.exists() and not folder.is_dir():
         raise PackError(f"--out {folder}: is a file. Choose another path.", "exists")
     if not folder.exists() or not any(folder.iterdir()):
         return
+
     if not (folder / MANIFEST).is_file():
         raise PackError(
             f"--out {folder}: already exists and is not a pack. Choose another path.", "exists"
@@ -78,6 +83,6 @@ def check_output(folder: Path, overwrite: bool) -> None:
 
 
 def _is_hub_blob(link: Path) -> bool:
-    """Return whether a link is in a snapshot of the Hub's cache, to a file that belongs to it."""
+    """Whether a link is in a snapshot of the Hub's cache, to a file that belongs to it."""
     snapshots, target = link.parent.parent, link.resolve()
     return snapshots.name == "snapshots" and target.parent == snapshots.resolve().parent / "blobs"

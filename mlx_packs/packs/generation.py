@@ -73,7 +73,6 @@ def batch_generate(
 
 
 def _loaded(base: Base | str | Path | None, pack: Packs | None) -> tuple[Base, Packs | None]:
-    """Return a base model, loaded if needed, and the pack."""
     if isinstance(base, Base):
         return base, pack
     pack = None if pack is None else as_pack(pack)

@@ -39,32 +39,37 @@ _TRIES = 3  # of a download in which nothing comes
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Split ``owner/name`` or ``owner/name@revision``; without a revision it is ``main``."""
+    """Without a revision it is ``main``."""
     repo, at, revision = name.partition("@")
     if not re.fullmatch(HUB_ID, repo, re.ASCII) or ".." in repo or "--" in repo:
         raise PackError(
             f"{name}: is not a hub id (owner/name, or owner/name@revision).", flag="pack"
         )
+
     if at and (not re.fullmatch(_REVISION, revision, re.ASCII) or ".." in revision):
         raise PackError(
             f"{name}: '{revision}' is not a revision (a branch, a tag or a commit).",
             flag="revision",
         )
+
     return repo, revision or MAIN
 
 
 def fetch(name: str, out: str | Path | None, overwrite: bool, show: Display) -> Path:
-    """Fetch a pack as `pull` does; its folder."""
     repo, revision = split_name(str(name))
     with errors_of_hub(f"{repo}@{revision}", "cannot be pulled"):
         commit, listed = _resolve(repo, revision)
+
     folder = _cache(repo) / commit if out is None else Path(out).expanduser()
     if folder.name in ("", ".."):
         raise PackError(f"--out {out}: must name the folder that the pack becomes.")
+
     with write_errors(folder, "out"), suppress(FileNotFoundError):
         _partial(folder, commit).lstat()  # whose name may be too long
+
     if folder.is_symlink():
         raise PackError(f"--out {folder}: is a symbolic link. Name a folder.", "exists")
+
     pin = {"repo": repo, "revision": revision, "commit": commit}
     if out is None and _is_complete(folder, commit):
         _pin(folder, pin)  # the newest one records where a branch was last
@@ -75,15 +80,17 @@ def fetch(name: str, out: str | Path | None, overwrite: bool, show: Display) -> 
 
 
 def cached(name: str) -> Path:
-    """Return the folder of a hub id in the cache; it is fetched if it is not there."""
+    """The folder of a hub id; it is fetched if it is not in the cache."""
     repo, revision = split_name(name)
     folders = [f.parent for f in _cache(repo).glob(f"[!.]*/{PIN}")]
     pins = {folder: read_pin(folder) or {} for folder in folders}
     of_revision = [
         f for f, pin in pins.items() if revision in (pin.get("revision"), pin.get("commit"))
     ]
+
     if of_revision:
         return max(of_revision, key=lambda folder: (folder / PIN).stat().st_mtime_ns)
+
     try:
         return fetch(name, None, False, Display())
     except PackError as error:
@@ -94,7 +101,7 @@ def cached(name: str) -> Path:
 
 
 def _is_complete(folder: Path, commit: str) -> bool:
-    """Return whether the cache has a pack unchanged: manifest and files with every hash right."""
+    """Whether the cache has a pack unchanged: manifest and files with every hash right."""
     pin = read_pin(folder)
     try:
         if pin is None or pin["commit"] != commit:
@@ -111,7 +118,7 @@ def _pin(folder: Path, pin: dict) -> None:
 
 
 def cache_roots() -> list[Path]:
-    """Return the folders with packs of the Hub: those pulled by name, and the Hub's own cache."""
+    """The folder of packs that were pulled by name, and the Hub's own cache."""
     from huggingface_hub import constants
 
     return [Path(constants.HF_ASSETS_CACHE) / "mlx_packs", Path(constants.HF_HUB_CACHE)]
@@ -122,7 +129,7 @@ def _cache(repo: str) -> Path:
 
 
 def _resolve(repo: str, revision: str) -> tuple[str, list[str]]:
-    """Return the commit of a revision, and the names of its files."""
+    """The commit of a revision, and the names of its files."""
     from huggingface_hub import HfApi
     from huggingface_hub.constants import HF_HUB_ETAG_TIMEOUT
 
@@ -135,8 +142,10 @@ def _resolve(repo: str, revision: str) -> tuple[str, list[str]]:
         commit, listed = info.sha, [file.rfilename for file in info.siblings or []]
     except (KeyError, TypeError, AttributeError) as error:  # huggingface_hub checks no types
         raise unreadable(reason_of(error)) from None
+
     if not isinstance(commit, str) or not re.fullmatch(r"[0-9a-f]{7,64}", commit):
         raise PackError(f"{repo}@{revision}: the Hub names no commit ({commit}).", "network")
+
     for name in listed:
         if not isinstance(name, str):
             raise unreadable(f"a file is called {name!r}")
@@ -144,8 +153,10 @@ def _resolve(repo: str, revision: str) -> tuple[str, list[str]]:
             raise PackError(
                 f"{repo}@{revision}: names a file outside the pack: {name!r}.", "unreadable"
             )
+
     if MANIFEST not in listed:
         raise PackError(f"{repo}@{revision}: is not a pack: it has no {MANIFEST}.", "not-found")
+
     return commit, listed
 
 
@@ -158,12 +169,15 @@ def _fetch(pin: dict, listed: list[str], folder: Path, show: Display) -> None:
     partial = _partial(folder, pin["commit"])
     with errors_of_hub(name, "cannot be pulled"):
         manifest, files = _fetch_manifest(pin, name, show)
+
     if missing := [file for file in files if file not in listed]:
         raise PackError(f"{name}: {MANIFEST} names {missing[0]}, which is not there.", "not-found")
+
     _check_space(name, files, partial)
     if beyond := sorted(set(listed) - {*files, *_USUAL}):
         more = f" and {len(beyond) - 5} more" if len(beyond) > 5 else ""
         show.line("left", f"{', '.join(beyond[:5])}{more}: not of the pack, not fetched")
+
     make_folder(folder.parent)
     with exclusive_writer(folder), errors_of_hub(name, _INCOMPLETE):
         _clear(partial)
@@ -175,10 +189,13 @@ def _fetch(pin: dict, listed: list[str], folder: Path, show: Display) -> None:
         except PackError:  # rejected, not interrupted
             shutil.rmtree(partial)
             raise
+
         for stray in {file.name for file in partial.iterdir()} - {MANIFEST, *files}:
             (partial / stray).unlink()
+
         _pin(partial, pin)
         replace_folder(partial, folder)
+
         for other in folder.parent.glob(f".{glob.escape(folder.name)}.pull-*"):
             shutil.rmtree(other, ignore_errors=True)  # of commits that are past
 
@@ -189,7 +206,9 @@ def _download_checked(pin: dict, file: Path, facts: dict, show: Display) -> None
     A pull that is killed while it takes the old pack's place leaves files of that one.
     """
     name, was_there = f"{pin['repo']}@{pin['revision']}: {file.name}", file.is_file()
+
     _download(pin, file, facts["bytes"], show)
+
     try:
         check_hash(file, facts["sha256"], name)
     except PackError:
@@ -201,33 +220,38 @@ def _download_checked(pin: dict, file: Path, facts: dict, show: Display) -> None
 
 
 def _partial(folder: Path, commit: str) -> Path:
-    """Return where the files of a commit are downloaded to, beside the folder of the pack."""
+    """Files of a commit are downloaded to this folder, beside the pack's."""
     return folder.with_name(f".{folder.name}.pull-{commit[:12]}")
 
 
 def _fetch_manifest(pin: dict, name: str, show: Display) -> tuple[bytes, dict]:
-    """Download a manifest into memory; its bytes, and sizes and hashes of the files that it names."""
+    """The bytes of a manifest, and sizes and hashes of the files that it names."""
     url, total = _locate(pin, MANIFEST)
     if total is None or total > DOCUMENT_BYTES:
         raise PackError(f"{name}: {MANIFEST} has {total} bytes, which none has.", "unreadable")
+
     content = io.BytesIO()
     _receive_all(url, content, total, show)
+
     where = f"{name}: {MANIFEST}"
     manifest = parse_manifest(decode(content.getvalue(), where), where)
     check_names(manifest, name)
+
     files = manifest["files"]
     total = sum(facts["bytes"] for facts in files.values())
+
     show.line("pull", f"{name} · commit {pin['commit'][:12]} · {len(files)} files · {size(total)}")
     return content.getvalue(), files
 
 
 def _check_space(name: str, files: dict, partial: Path) -> None:
-    """Raise a PackError unless the disk has room for what is still to be downloaded."""
     there = next(folder for folder in partial.absolute().parents if folder.is_dir())
+
     parts = [(facts["bytes"], partial / file) for file, facts in files.items()]
     missing = sum(
         max(0, total - (part.stat().st_size if part.is_file() else 0)) for total, part in parts
     )
+
     if missing > (free := shutil.disk_usage(there).free):
         raise PackError(
             f"{name}: needs {size(missing)} more on the disk, but {there} has {size(free)} free. "
@@ -237,7 +261,7 @@ def _check_space(name: str, files: dict, partial: Path) -> None:
 
 
 def _clear(partial: Path) -> None:
-    """Make a folder for downloads, or check that an earlier one has regular files alone."""
+    """Make a folder for downloads, or check that an earlier one has only regular files."""
     if partial.is_symlink():
         raise PackError(f"{partial}: is a symbolic link. Remove it.", "exists")
     partial.mkdir(exist_ok=True)
@@ -248,7 +272,7 @@ def _clear(partial: Path) -> None:
 
 
 def _locate(pin: dict, name: str) -> tuple[str, int | None]:
-    """Return the address of a file of a commit, and its size if the Hub states it."""
+    """The address of a file of a commit, and its size if the Hub states it."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
     url = hf_hub_url(pin["repo"], name, revision=pin["commit"])
@@ -259,12 +283,14 @@ def _download(pin: dict, file: Path, expected: int, show: Display) -> None:
     """Fetch a file of a commit, which must have the expected size, from where a try stopped."""
     if file.is_file() and file.stat().st_size == expected:
         return
+
     url, total = _locate(pin, file.name)
     if total not in (None, expected):
         raise PackError(
             f"{pin['repo']}: {file.name} has {total} bytes, but {MANIFEST} says {expected}.",
             "unreadable",
         )
+
     with file.open("ab", buffering=0) as f:  # what has arrived stays, however this ends
         if f.tell() > expected:
             f.truncate(f.seek(0))
@@ -300,6 +326,7 @@ def _receive(url: str, file: IO[bytes], total: int, bar: Task) -> None:
     headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
     if done:
         headers["Range"] = f"bytes={done}-"
+
     with http_stream_backoff(
         "GET",
         url,
@@ -319,12 +346,13 @@ def _receive(url: str, file: IO[bytes], total: int, bar: Task) -> None:
             file.write(chunk)
             for _ in range(file.tell() // _STEP - done):
                 bar.advance()
+
     if file.tell() < total:
         raise ConnectionError(f"the connection ended after {file.tell()} of {total} bytes")
 
 
 def check_names(manifest: dict, where: str) -> None:
-    """Raise a PackError if a manifest names files that a pack may not have on every disk.
+    """Check that a manifest names no files that a pack may not have on every disk.
 
     A Mac's disk ignores case and the normal form of Unicode. Two names must not be one file there.
     """
@@ -337,17 +365,19 @@ def check_names(manifest: dict, where: str) -> None:
                 f"card, under plain names of at most {_LONGEST_NAME} characters.",
                 "unsupported",
             )
+
         if other := names.get(name.lower()):
             raise PackError(
                 f"{where}: {MANIFEST} names {name!r}, which is {other!r} on a disk that ignores "
                 "case. Rename one of them.",
                 "unsupported",
             )
+
         names[name.lower()] = name
 
 
 def http_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions of huggingface_hub for a failed request; they differ by version."""
+    """Exceptions of huggingface_hub for a failed request; they differ by version."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return (OSError, ValueError, RuntimeError, *HfHubHTTPError.__bases__)
@@ -376,8 +406,10 @@ def errors_of_hub(name: str, what: str) -> Iterator[None]:
         status = getattr(getattr(error, "response", None), "status_code", None)
         unanswered = isinstance(error, (ConnectionError, *errors.HfHubHTTPError.__bases__[:1]))
         hint = f" No answer from {constants.ENDPOINT}." if unanswered and status is None else ""
+
         if status in (401, 403):
             hint = " Run `hf auth login`, with a token that may write."
+
         cause = (error.__cause__ if isinstance(error, RuntimeError) else None) or error
         text = next(iter(str(cause).strip().splitlines()), "") or type(cause).__name__
         raise PackError(f"{name}: {what}: {text[:160].rstrip('.')}.{hint}", "network") from None

@@ -1,4 +1,4 @@
-"""List packs below a folder or in the caches of the Hub, from manifests alone."""
+"""List packs below a folder or in the caches of the Hub, from manifests only."""
 
 import os
 from collections.abc import Iterator
@@ -43,16 +43,19 @@ def list_packs(folder: str | Path | None = ".", hub_cache: bool = False) -> list
                 "not-found",
                 "folder",
             )
+
         for path, fault in packs_below(top):
             name = top.resolve().name if path == top else str(path.relative_to(top))
             packs.append((name, path, fault))
+
     if hub_cache:
         packs += [(name, path, None) for name, path in _packs_of_hub()]
+
     return [_entry(*pack) for pack in sorted(packs, key=lambda pack: pack[:2])]
 
 
 def packs_below(top: Path) -> Iterator[tuple[Path, OSError | None]]:
-    """Yield each folder with a manifest, and each that cannot be read with the reason."""
+    """Each folder with a manifest, and each that cannot be read with the reason."""
     waiting = [top]
     while waiting:
         path = waiting.pop()
@@ -63,6 +66,7 @@ def packs_below(top: Path) -> Iterator[tuple[Path, OSError | None]]:
         except OSError as error:
             yield path, error
             continue
+
         if is_folder.get(MANIFEST) is False:
             yield path, None
         else:
@@ -71,36 +75,37 @@ def packs_below(top: Path) -> Iterator[tuple[Path, OSError | None]]:
 
 
 def _packs_of_hub() -> Iterator[tuple[str, Path]]:
-    """Yield packs that were pulled by name, and those in snapshots of the Hub's own cache."""
     from .hub import cache_roots
 
     pulled, snapshots = cache_roots()
     packs = [(file.parents[1], file.parent) for file in pulled.glob(f"*/[!.]*/{MANIFEST}")]
     in_snapshots = snapshots.glob(f"models--*/snapshots/*/{MANIFEST}")
     packs += [(file.parents[2], file.parent) for file in in_snapshots]
+
     for repo, folder in packs:
         name = repo.name.removeprefix("models--").replace("--", "/", 1)
         yield f"{name}@{folder.name[:_ID_DIGITS]}", folder
 
 
 def _entry(name: str, folder: Path, fault: OSError | None) -> dict:
-    """Return the entry of a pack; with an error where its manifest or a file is damaged.
-
-    ``fault`` is the reason why the folder cannot be read.
-    """
+    """A damaged manifest or file is its error, as ``fault`` is: the folder cannot be read."""
     entry = dict.fromkeys(
         "base fingerprint model_type quantization ranks parameters pack_mb ppl_before ppl_after "
         "metric metric_before metric_after created license".split()
     )
     entry = {"pack": str(folder), "name": name, "error": None, **entry, "hub": None}
+
     try:
         if fault is not None:
             raise fault
+
         entry["hub"] = check_pin(folder)
         manifest = read_manifest(folder / MANIFEST)
         base = manifest["base"]
         sizes = [facts["bytes"] for facts in manifest["files"].values()]
+
         result, measured = (manifest.get(key) or {} for key in ("eval", "measured"))
+
         entry |= {
             **{key: base[key] for key in ("fingerprint", "model_type", "quantization")},
             "base": base["id"],
@@ -113,36 +118,42 @@ def _entry(name: str, folder: Path, fault: OSError | None) -> dict:
             "created": measured.get("created"),
             "license": manifest.get("license"),
         }
+
         check_sizes(folder, manifest)
     except PackError as error:
         entry["error"] = error.message.removeprefix(f"{folder}{os.sep}")
     except OSError as error:
         entry["error"] = f"{Path(error.filename or MANIFEST).name}: {error.strerror or error}"
+
     return entry
 
 
 def _metric(result: dict) -> dict:
-    """Return the headline metric of a pack of an encoder; empty if it has none."""
+    """The headline metric of a pack of an encoder; empty if it has none."""
     name = next((name for name in METRICS if f"{name}_after" in result), None)
     values = {when: result.get(f"{name}_{when}") for when in ("before", "after")}
     return {} if name is None else {"metric": name} | {f"metric_{k}": v for k, v in values.items()}
 
 
 def table(entries: list[dict], width: int) -> list[str]:
-    """Return the list as a table, in lines of at most ``width`` columns (60 or more)."""
+    """Lines have at most ``width`` columns (60 or more)."""
     gap = "  " if width >= 80 else " "
     rows = [["pack", "base", "MB", "rank", "PPL", "created"], *map(_cells, entries)]
+
     widths = [max(len(row[i]) for row in rows) for i in range(6)]
     left = width - sum(widths[2:]) - 5 * len(gap)
     base = min(widths[1], max(8, left - widths[0], left * 2 // 5))
     widths[:2] = [min(widths[0], left - base), base]
+
     lines = []
     for row, entry in zip(rows, [None, *entries], strict=True):
         cells = [_cut(cell, column) for cell, column in zip(row, widths, strict=True)]
         name, base_name = f"{cells[0]:<{widths[0]}}", f"{cells[1]:<{widths[1]}}"
+
         if entry is not None and entry["error"]:
             lines.append(_cut(f"{name}{gap}damaged: {entry['error']}", width))
             continue
+
         numbers = [f"{cell:>{column}}" for cell, column in zip(cells[2:], widths[2:], strict=True)]
         lines.append(gap.join([name, base_name, *numbers]).rstrip())
     return lines
@@ -154,15 +165,17 @@ def _cells(entry: dict) -> list[str]:
     ranks, before, after = entry["ranks"], entry["ppl_before"], entry["ppl_after"]
     rank = "-".join(map(str, dict.fromkeys([ranks[0], ranks[-1]]))) if ranks else "full"
     change = "-" if before is None or after is None else f"{_short(before)}→{_short(after)}"
+
     if (name := entry["metric"]) and entry["metric_before"] is not None:
         change = f"{METRICS[name]} {entry['metric_before']:.2f}→{entry['metric_after']:.2f}"
+
     base = entry["base"].rsplit("/", 1)[-1]
     created = (entry["created"] or "-")[:10]
     return [entry["name"], base, f"{entry['pack_mb']:.1f}", rank, change, created]
 
 
 def _short(value: float) -> str:
-    """Return a perplexity in at most five characters, where that is possible."""
+    """A perplexity in at most five characters, where possible."""
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def pack_of(attached: Trainable, dtype: str = "float32", **facts: object) -> Pack:
-    """Return a pack of trained parameters in a dtype, with optional parts of a manifest."""
+    """``facts`` are optional parts of the manifest."""
     adapters = {
         "parameters": weights_of(attached.specs.values())
         + sum(math.prod(shape) for shape in attached.replaced.values()),
@@ -29,20 +29,20 @@ def pack_of(attached: Trainable, dtype: str = "float32", **facts: object) -> Pac
         **({"for_merge": attached.for_merge} if attached.for_merge != "none" else {}),
         **modules_json(attached.base, attached.specs, attached.replaced),
     }
+
     facts = {"method": attached.method, **facts}
     tensors = {n: t.astype(getattr(mx, dtype)) for n, t in attached.tensors().items()}
     return Pack(manifest_of(attached.base, adapters, facts), tensors)
 
 
 def group_paths(groups: Iterable[Group]) -> list[list[str]]:
-    """Return the modules of each projection group, for a manifest."""
     return [[geometry.path for geometry in group.members] for group in groups]
 
 
 def modules_json(
     base: "BaseModel", specs: Specs, replaced: Mapping[str, tuple[int, ...]]
 ) -> dict[str, list]:
-    """Return the modules of a manifest, each with the tensor of the base's files that it adapts."""
+    """Each module with the tensor of the base's files that it adapts."""
     origins = {path: base.weight_map.get(f"{path}.weight") for path in specs}
     modules = {"modules": [spec_json(spec, origins[path]) for path, spec in specs.items()]}
     if replaced:
@@ -52,7 +52,7 @@ def modules_json(
 
 
 def manifest_of(base: "BaseModel", adapters: dict, facts: Mapping[str, object]) -> dict:
-    """Return the manifest of adapters on a base; ``facts`` are its optional parts."""
+    """``facts`` are optional parts of the manifest."""
     heads = Heads.of(base.config)
     return {
         "format_version": FORMAT_VERSION,
@@ -76,5 +76,4 @@ def manifest_of(base: "BaseModel", adapters: dict, facts: Mapping[str, object]) 
 
 
 def versions_line() -> dict[str, str]:
-    """Return versions and device, for a manifest."""
     return {**runtime.versions(), "device": runtime.device_name()}

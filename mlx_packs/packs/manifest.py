@@ -147,12 +147,12 @@ _QUANTIZATION = {
 
 
 def read_manifest(file: Path) -> dict:
-    """Return the manifest in a file, with every key checked that this program reads."""
+    """Every key is checked that this program reads."""
     return parse_manifest(read_text(file), str(file))
 
 
 def parse_manifest(text: str, where: str) -> dict:
-    """Return a manifest, with every key checked; errors call it ``where``.
+    """The manifest, every key checked; errors call it ``where``.
 
     Its own hash, which manifests of early versions lack, is checked and left out.
     """
@@ -172,34 +172,40 @@ def parse_manifest(text: str, where: str) -> dict:
             }
     except (ValueError, RecursionError) as error:
         raise PackError(f"{where}: is not a manifest ({error}).", "unreadable") from None
+
     if version > FORMAT_VERSION:
         raise PackError(
             f"{where}: format {version} is newer than this program's ({FORMAT_VERSION}). Upgrade "
             "mlx-packs.",
             "unsupported",
         )
+
     return manifest
 
 
 def manifest_text(manifest: dict) -> str:
-    """Return the text of a manifest's file: the manifest, and its hash."""
+    """The manifest, and its hash."""
     return to_json(sealed(manifest))
 
 
 def check_manifest(manifest: dict, with_files: bool = True) -> None:
-    """Raise a ValueError if a key is missing or faulty; ``with_files`` those of files, too."""
+    """Raises ValueError if a key is missing or faulty; ``with_files``: files' keys, too."""
     check_keys(manifest, _KEYS)
     if with_files:
         check_keys(manifest, _FILES)
         check_kind(f"files.{ADAPTERS}", manifest["files"].get(ADAPTERS, MISSING), "a mapping")
+
     if (quantization := manifest["base"]["quantization"]) is not None:
         check_quantization("base.quantization", quantization)
+
     modules, replaced = (manifest["adapters"].get(key) for key in ("modules", "replaced"))
     if not modules and not replaced:
         raise ValueError("adapters.modules must be a list with something in it, but is []")
     for i, module in enumerate(modules):
         _check_module(f"adapters.modules[{i}]", module)
+
     _check_for_merge(manifest["adapters"])
+
     for i, tensor in enumerate(replaced or []):
         if not tensor["name"].rpartition(".")[0]:
             raise ValueError(
@@ -209,42 +215,45 @@ def check_manifest(manifest: dict, with_files: bool = True) -> None:
 
 
 def check_quantization(key: str, quantization: object) -> None:
-    """Raise a ValueError if what MLX needs to know of quantized weights is missing or faulty."""
+    """Raises ValueError if what MLX needs to know of quantized weights is missing or faulty."""
     check_kind(key, quantization, "a mapping")
     check_keys(quantization, _QUANTIZATION, key)
     check_kind(f"{key}.mode", quantization.get("mode", "affine"), "text")
 
 
 def _check_for_merge(adapters: dict) -> None:
-    """Raise a ValueError for adapters that no merge in the recorded format rounds."""
+    """Raises ValueError for adapters that no merge in the recorded format rounds."""
     if (name := adapters.get("for_merge")) is None:
         return
+
     if name not in WEIGHT_FORMATS:
         raise ValueError(
             f"adapters.for_merge must be one of {', '.join(WEIGHT_FORMATS)}, but is {name!r}"
         )
+
     others = [m for m in adapters["modules"] if m.get("kind", "lora") != "lora" or m.get("experts")]
     if others or adapters.get("replaced"):
         raise ValueError("adapters.for_merge is for adapters of linears alone")
 
 
 def _check_module(key: str, module: dict) -> None:
-    """Check how the facts of an adapter go together."""
     kind = module.get("kind", "lora")
     if kind not in _ADAPTER_KINDS:
         raise ValueError(f"{key}.kind must be one of {', '.join(_ADAPTER_KINDS)}, but is {kind!r}")
+
     has_experts = module.get("experts") is not None
     if kind != "lora" and (has_experts or len(module["slices"]) > 1):
         raise ValueError(f"{key}: {kind} has one slice and no experts")
     if has_experts and len(module["slices"]) > 1:
         raise ValueError(f"{key}: a switch linear has one slice, not {len(module['slices'])}")
+
     for i, part in enumerate(module["slices"]):
         if part["rank"]:
             check_kind(f"{key}.slices[{i}].alpha", part["alpha"], "a finite number above 0")
 
 
 def spec_json(spec: ModuleSpec, origin: str | list[str] | None = None) -> dict:
-    """Return a module of the manifest; ``origin`` is the tensor of the base's files, if certain."""
+    """``origin`` is the tensor of the base's files, if certain."""
     module = {
         "path": spec.path,
         "in_features": spec.in_features,
@@ -254,16 +263,17 @@ def spec_json(spec: ModuleSpec, origin: str | list[str] | None = None) -> dict:
         "head": spec.head,
         "slices": [asdict(s) for s in spec.slices],
     }
+
     return {key: value for key, value in module.items() if value is not None}
 
 
 def specs_of(manifest: dict) -> Specs:
-    """Return the adapters of a manifest."""
     specs = {}
     for module in manifest["adapters"]["modules"]:
         slices = tuple(
             SliceSpec(s["name"], s["width"], s["rank"], float(s["alpha"])) for s in module["slices"]
         )
+
         optional = module.get("experts"), module.get("kind", "lora"), module.get("head")
         path = module["path"]
         specs[path] = ModuleSpec(path, module["in_features"], slices, *optional)
@@ -271,27 +281,26 @@ def specs_of(manifest: dict) -> Specs:
 
 
 def replaced_json(name: str, shape: tuple[int, ...], head: bool) -> dict:
-    """Return a tensor of the manifest that is stored in full; ``head``: it is table and head."""
+    """``head``: the tensor is both table and head."""
     return {"name": name, "shape": list(shape), **({"head": True} if head else {})}
 
 
 def replaced_of(manifest: dict) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of tensors stored in full (PEFT's modules_to_save)."""
+    """Names and shapes of tensors stored in full (PEFT's modules_to_save)."""
     return {t["name"]: tuple(t["shape"]) for t in manifest["adapters"].get("replaced") or []}
 
 
 def is_reward_model(manifest: dict) -> bool:
-    """Return whether a pack has the head of a reward model, which scores and generates no text."""
+    """A pack with the head of a reward model scores and generates no text."""
     return SCORE_WEIGHT in replaced_of(manifest)
 
 
 def head_tables_of(manifest: dict) -> set[str]:
-    """Return those of `replaced_of` that are the table of an embedding and the head as well."""
+    """Tensors of `replaced_of` that are the table of an embedding and the head as well."""
     return {t["name"] for t in manifest["adapters"].get("replaced") or [] if t.get("head")}
 
 
 def shapes_of(manifest: dict) -> dict[str, tuple[int, ...]]:
-    """Return every tensor that the manifest promises, and its shape."""
     shapes = replaced_of(manifest)
     for spec in specs_of(manifest).values():
         shapes |= spec.shapes
@@ -299,12 +308,11 @@ def shapes_of(manifest: dict) -> dict[str, tuple[int, ...]]:
 
 
 def architecture_facts(manifest: dict) -> ArchitectureFacts:
-    """Return the facts of the architecture of a pack's base."""
     return ARCHITECTURES[architecture_of(manifest["base"]["model_type"])]
 
 
 def read_pin(folder: Path) -> dict | None:
-    """Return where a pulled pack comes from (repo, revision, commit); None if it was not pulled.
+    """Where a pulled pack comes from (repo, revision, commit); None if it was not pulled.
 
     ``manifest_sha256``, of the manifest as pulled, is missing if an older program wrote the file.
     """
@@ -314,24 +322,25 @@ def read_pin(folder: Path) -> dict | None:
 
 
 def check_pin(folder: Path) -> dict | None:
-    """Return the result of `read_pin`; raises a PackError or OSError if the file is damaged."""
+    """As `read_pin`, but a damaged file raises a PackError or OSError."""
     file = folder / PIN
     if not os.path.lexists(file):
         return None
+
     pin = read_json(file)
     keys = ("repo", "revision", "commit")
     if not all(isinstance(pin.get(key), str) for key in keys):
         raise PackError(f"{file}: has no {', '.join(keys)}. Pull the pack again.", "unreadable")
+
     return {key: pin[key] for key in (*keys, "manifest_sha256") if isinstance(pin.get(key), str)}
 
 
 def template_kwargs_of(manifest: dict) -> dict:
-    """Return the variables of the chat template that a pack was trained with."""
     recipe = manifest.get("recipe")
     return dict(recipe.get("template_kwargs") or {}) if isinstance(recipe, dict) else {}
 
 
 def is_hub_name(path: str | Path) -> bool:
-    """Return whether a pack's name can only be meant for the Hub: nothing here begins like it."""
+    """Whether a pack's name can only be meant for the Hub: nothing here begins like it."""
     is_id = re.fullmatch(HUB_ID + r"(@[\w./-]+)?", str(path), re.ASCII) is not None
     return is_id and not Path(Path(path).parts[0]).exists()

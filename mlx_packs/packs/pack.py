@@ -58,7 +58,6 @@ class Pack:
     parts: tuple = ()
 
     def __repr__(self) -> str:
-        """Return name, base, size and perplexity, in one line."""
         base, adapters = self.manifest["base"]["id"], self.manifest["adapters"]
         change = self.manifest.get("eval") or {}
         scored = ""
@@ -67,12 +66,11 @@ class Pack:
         return f"Pack({self.name!r} of {base}, {adapters['parameters']:,} weights{scored})"
 
     def _repr_html_(self) -> str:
-        """Return name, results and loss curve for a notebook."""
         return _later("facts:notebook_html")(self.manifest, Path(self.name).name)
 
     @property
     def _identity(self) -> object:
-        """A value that is equal for equal packs: the folder, or the parts of a weighted sum."""
+        """Equal for equal packs: the folder, or the parts of a weighted sum."""
         return self.path.resolve() if self.path else self.parts or id(self)
 
     @classmethod
@@ -94,7 +92,7 @@ class Pack:
         """Check the hash of every file of a saved pack.
 
         Raises:
-            PackError: If a hash differs from that of the manifest.
+            PackError: If a hash differs from the manifest's.
         """
         verify_hashes(self.path, self.manifest)
 
@@ -110,6 +108,7 @@ class Pack:
             tensors = read_tensors(file)
             shapes = stored_shapes(self.manifest)
             stored = {name: tensors[name].shape for name in shapes if name in tensors}
+
             check_shapes(shapes, stored, str(file))
             is_padded = "padded_rank" in self.manifest["adapters"]
             self.tensors = cut(self.specs, tensors) if is_padded else tensors
@@ -122,7 +121,7 @@ class Pack:
 
     @property
     def _adapters_hash(self) -> str | None:
-        """The SHA-256 of the adapters' file of a saved pack, otherwise None."""
+        """None if the pack is not saved."""
         return (self.manifest.get("files") or {}).get(ADAPTERS, {}).get("sha256")
 
     @property
@@ -147,7 +146,7 @@ class Pack:
         return f"{next(iter(replaced))} is stored in full" if replaced else ""
 
     def _part(self, name: str) -> dict:
-        """Return an optional part of the manifest (``recipe``, ``eval``), or an empty mapping."""
+        """An optional part of the manifest (``recipe``, ``eval``), or an empty mapping."""
         return self.manifest.get(name) or {}
 
     @property
@@ -187,25 +186,32 @@ class Pack:
         """
         folder = Path(path).expanduser()
         check_output(folder, overwrite)
+
         tensors = dict(self.load_tensors())
         if rank := padded_rank(self.manifest):
             tensors = padded(self.specs, tensors, rank)
             self.manifest["adapters"]["padded_rank"] = rank
+
         with atomic_folder(folder, replace=True) as partial:
             save_tensors(partial / ADAPTERS, tensors)
             if config := adapter_config(self.manifest):
                 (partial / ADAPTER_CONFIG).write_text(to_json(config))
+
             card = _later("card:model_card")(self.manifest, folder.name)
             (partial / CARD).write_text(card, encoding="utf-8")
+
             written = (ADAPTERS, ADAPTER_CONFIG, CARD)
             files = file_facts(partial, (n for n in written if (partial / n).is_file()))
             profile = "lite" if files[ADAPTERS]["bytes"] <= LITE_MB * 1e6 else "heavy"
             manifest = {**self.manifest, "profile": profile, "files": files}
+
             try:
                 check_manifest(manifest)
             except ValueError as error:
                 raise PackError(f"{folder}: the manifest would be faulty ({error}).") from None
+
             (partial / MANIFEST).write_text(manifest_text(manifest), encoding="utf-8")
+
         self.path, self.manifest = folder, manifest
         return self
 
@@ -239,7 +245,7 @@ Packs = OnePack | Mapping[str | Path, float] | Sequence[tuple[OnePack, float]]
 
 
 def as_pack(packs: Packs) -> Pack:
-    """Return a pack, a folder, or packs with weights (a mapping or pairs), as one pack."""
+    """One pack from a pack, a folder, or packs with weights (a mapping or pairs)."""
     if isinstance(packs, Pack):
         return packs
     if isinstance(packs, (str, Path)):
@@ -251,5 +257,5 @@ def as_pack(packs: Packs) -> Pack:
 
 
 def _later(name: str) -> Callable[..., Any]:
-    """Return a function of this package that brings much with it, imported when it is called."""
+    """A function of this package that brings much with it is imported when it is called."""
     return pkgutil.resolve_name(f"{__package__}.{name}")

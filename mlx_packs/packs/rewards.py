@@ -1,4 +1,4 @@
-"""Rewards of completions by a pack that is a reward model."""
+"""Rewards of completions by a reward model."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,24 +24,29 @@ _NO_LIMIT = 1 << 30  # of the tokens of a completion with its prompt
 def rewards(
     base: BaseModel, completions: Data, pack: Pack, batch_size: int, matmul_path: str
 ) -> np.ndarray:
-    """Return the rewards of completions, float32 [N]; `packs.base.Base.rewards` has the rest."""
+    """float32 [N]; `packs.base.Base.rewards` has the rest."""
     if batch_size < 1:
         raise PackError(
             f"rewards: batch_size must be positive, but got {batch_size}.", flag="batch_size"
         )
+
     source = source_of(completions)
     if not hasattr(source, "splits"):
         raise PackError(
             "rewards: completions must be examples in memory, but got a name.", flag="completions"
         )
+
     rows = source.splits["train"]
     if not len(rows):
         raise PackError("rewards: there are no completions.", flag="completions")
+
     options = EncodingOptions("completion", _NO_LIMIT, base.vocab_size)
     encoded = encode(rows, base.tokenizer, DataConfig(), options, COMPLETION)
     examples = Scored(encoded, np.arange(len(encoded)))
+
     order = np.argsort(examples.lengths, kind="stable")
     result = np.zeros(len(rows), np.float32)
+
     with attached_reward_model(base, pack, matmul_path) as attached:
         states = hidden_states(base.model, base.name)
         for start in range(0, len(order), batch_size):
@@ -50,21 +55,19 @@ def rewards(
             inputs = arrays_of(TokenCollate(slots, _NO_LIMIT)(examples, numbers))
             scores = completion_scores(base.model, states, attached.score, slots // 2, inputs)
             result[numbers] = np.array(scores).reshape(-1)[: len(numbers)]
+
     return result
 
 
 @contextmanager
 def attached_reward_model(base: BaseModel, pack: Pack, matmul_path: str) -> Iterator[Attached]:
-    """Return a context in which a base, which has no pack, has a reward model.
-
-    Raises:
-        PackError: the pack is none, or does not fit.
-    """
+    """The base has no pack; PackError if the pack is no reward model, or does not fit."""
     if not pack.is_reward_model:
         raise PackError(
             f"{pack.name}: is no reward model: it has no score head. Train one with --task reward.",
             "unsupported",
         )
+
     attached = pack.attach(base, matmul_path)
     try:
         yield attached

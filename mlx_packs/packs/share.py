@@ -1,8 +1,8 @@
 """Packs to and from the Hugging Face Hub, byte for byte; HF_ENDPOINT is the address of another Hub.
 
 What others see has no path of this machine, and a licence where one is known; otherwise manifest
-and card are rewritten in the pack's folder, so that its bytes are those on the Hub. A pack that was
-pulled is rewritten in a copy: what came from a commit stays unchanged.
+and card are rewritten in the pack's folder, so that both places have the same bytes. A pack that
+was pulled is rewritten in a copy: what came from a commit stays unchanged.
 """
 
 import copy
@@ -66,20 +66,20 @@ def push(
     samples: bool = False,
     display: Display | None = None,
 ) -> dict:
-    """Check a pack and upload it to the Hub: the manifest and the files that it lists, in one commit.
+    """Check a pack and upload it to the Hub: manifest and listed files, in one commit.
 
     The files on the Hub are identical to those in the folder. If necessary, the folder is therefore
     rewritten first: a licence is added to the manifest and the card, paths of this machine are
     reduced to their last part, held-out examples are removed, and a card without the Hub's metadata
-    is replaced. Of a pack that was pulled, a copy is rewritten.
+    is replaced. A pack that was pulled is rewritten in a copy.
 
     Args:
         pack: A pack or its folder.
         repo: ``owner/name``; the repository is created if it does not exist.
         private: Whether to create the repository as a private one.
         revision: Branch to push to; ``main`` by default.
-        license: Identifier of the licence on the Hub (``apache-2.0``); by default that of the base
-            model, if the Hub has it.
+        license: Identifier of the licence on the Hub (``apache-2.0``); by default the base model's,
+            if the Hub has it.
         samples: Whether to upload the held-out examples and completions that the card shows.
         display: Progress output; none by default.
 
@@ -98,8 +98,10 @@ def push(
             "push: the pack is not saved yet. Call pack.save(folder) first.", flag="pack"
         )
     repo, revision = split_name(repo if revision is None else f"{repo}@{revision}")
+
     if license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", license):
         raise PackError(f"--license {license}: must be the Hub's name for it, like apache-2.0.")
+
     opened.verify()
     check_names(opened.manifest, str(opened.path))
     with _writable(opened) as writable, errors_of_hub(repo, "cannot be pushed"):
@@ -108,34 +110,40 @@ def push(
         url = api.create_repo(repo, private=private or None, exist_ok=True)
         if private and api.model_info(repo).private is False:
             raise PackError(f"--private: {repo} already exists, and is public.", "conflict")
+
         if not opened.manifest.get("license") and (license := _license_of_base(opened, api)):
             opened, more = prepare(opened, license, samples)
             changed += more
+
         for line in changed:
             show.line("changed", line)
         if revision != MAIN:
             api.create_branch(repo, branch=revision, exist_ok=True)
+
         names = [MANIFEST, *opened.manifest["files"]]
         steps = [CommitOperationAdd(name, str(opened.path / name)) for name in names]
         if ADAPTER_CONFIG not in names and api.file_exists(repo, ADAPTER_CONFIG, revision=revision):
             steps.append(CommitOperationDelete(ADAPTER_CONFIG))  # mlx-lm would take it for this one
+
         with _bars_of_hub(show.live):
             commit = api.create_commit(
                 repo, steps, commit_message=f"Pack {opened.path.resolve().name}", revision=revision
             )
         total = sum((opened.path / name).stat().st_size for name in names)
+
     report = {"repo": repo, "revision": revision, "commit": commit.oid, "url": str(url)}
     return report | {"files": names, "bytes": total, "changed": changed}
 
 
 @contextmanager
 def _writable(pack: Pack) -> Iterator[Pack]:
-    """Yield the pack where it may be rewritten: a copy of its files, if it was pulled."""
+    """The pack where it may be rewritten: a copy of its files, if it was pulled."""
     folder = pack.path.resolve()
     in_cache = any(folder.is_relative_to(root.resolve()) for root in cache_roots())
     if read_pin(folder) is None and not in_cache:
         yield pack
         return
+
     with tempfile.TemporaryDirectory() as above:
         copy = Path(above) / pack.short_name.rpartition("/")[2]
         copy.mkdir()
@@ -149,18 +157,22 @@ def prepare(
 ) -> tuple[Pack, list[str]]:
     """Rewrite a saved pack in its folder, where others should not see it as it is.
 
-    Return the pack and a line for each change. Held-out examples go, unless ``samples``. Paths of this machine in files other than the
-    manifest are an error.
+    Returns the pack and a line for each change. Held-out examples go, unless ``samples``. Paths of
+    this machine in files other than the manifest are an error.
     """
     manifest, changed = _without_paths(copy.deepcopy(pack.manifest))
+
     if not samples and manifest.pop("samples", None):
         changed.append("held-out examples removed from manifest and card; --samples sends them")
+
     if license and license != manifest.get("license"):
         manifest["license"] = license
         changed.append(f"licence {license}, in manifest and card")
+
     if changed or not _has_metadata(pack.path / CARD, manifest):
         changed = changed or ["the card, which had no metadata for the Hub"]
         pack = _rewritten(pack, manifest)
+
     for name in pack.manifest["files"]:
         text = _text_of(pack.path / name)
         if match := re.search(_home(), text) or (name != CARD and _FOLDERS.search(text)):
@@ -173,7 +185,6 @@ def prepare(
 
 
 def _rewritten(pack: Pack, manifest: dict) -> Pack:
-    """Replace a pack by one with another manifest and its card."""
     with atomic_folder(pack.path, replace=True) as partial:
         shutil.copytree(pack.path, partial, symlinks=True, dirs_exist_ok=True)
         card = partial / CARD  # a link is replaced, never written through
@@ -184,7 +195,7 @@ def _rewritten(pack: Pack, manifest: dict) -> Pack:
 
 
 def _has_metadata(card: Path, manifest: dict) -> bool:
-    """Return whether a card begins with the metadata that the Hub reads of this pack."""
+    """Whether a card begins with the metadata that the Hub reads of this pack."""
     if not card.is_file():
         return False
     metadata = model_card(manifest, "").split("\n---\n", 1)[0]
@@ -192,10 +203,11 @@ def _has_metadata(card: Path, manifest: dict) -> bool:
 
 
 def _license_of_base(pack: Pack, api: "HfApi") -> str | None:
-    """Return the base's licence on the Hub; None where the Hub has none or not the base."""
+    """The base's licence on the Hub; None where the Hub has none or not the base."""
     base = pack.manifest["base"]["id"]
     if not re.fullmatch(HUB_ID, base, re.ASCII):
         return None
+
     try:
         license = (api.model_info(base).card_data or {}).get("license")
     except http_errors():
@@ -204,7 +216,7 @@ def _license_of_base(pack: Pack, api: "HfApi") -> str | None:
 
 
 def _without_paths(manifest: dict) -> tuple[dict, list[str]]:
-    """Return a manifest whose texts have no path of this machine, and a line for each that had."""
+    """A manifest whose texts have no path of this machine, and a line for each that had."""
     changed = []
 
     def clean(value: object, key: str) -> object:
@@ -221,7 +233,7 @@ def _without_paths(manifest: dict) -> tuple[dict, list[str]]:
 
 
 def _without_folders(text: str) -> str:
-    """Return the last part of a path; in another text, cut each path in it."""
+    """The last part of a path; in another text, each path is cut."""
     if text.startswith(("/", "~/")) and "\n" not in text:
         return PurePosixPath(text).name
     if PureWindowsPath(text).drive and PureWindowsPath(text).root:
@@ -230,13 +242,13 @@ def _without_folders(text: str) -> str:
 
 
 def _home() -> str:
-    """Return a pattern of the home folder; one that matches nothing if that is the root."""
+    """A pattern of the home folder; one that matches nothing if that is the root."""
     home = str(Path.home())
     return re.escape(home) + r"(?![\w-])" if len(home) > 1 else r"(?!)"
 
 
 def _text_of(file: Path) -> str:
-    """Return the text of a file: all of it, or the metadata of a safetensors header."""
+    """All of a file's text, or the metadata of a safetensors header."""
     if file.suffix == ".safetensors":
         return json.dumps(read_metadata(file))
     with open_regular(file, DOCUMENT_BYTES) as f:
@@ -245,7 +257,6 @@ def _text_of(file: Path) -> str:
 
 @contextmanager
 def _bars_of_hub(shown: bool) -> Iterator[None]:
-    """Let huggingface_hub draw its progress bars, or not."""
     from huggingface_hub import utils
 
     hide = not shown and not utils.are_progress_bars_disabled()

@@ -21,16 +21,18 @@ from .pack import Pack
 
 
 def open_weighted(text: str | Path) -> tuple[Pack, float]:
-    """Return a pack and its weight from ``DIR`` or ``DIR=0.7``."""
+    """A pack and its weight from ``DIR`` or ``DIR=0.7``."""
     folder, sign, weight = str(text).rpartition("=")
     if not sign or Path(text).expanduser().is_dir():
         return Pack.open(text), 1.0
+
     try:
         value = float(weight)
     except ValueError:
         raise PackError(
             f"--pack {text}: the weight must be a number, as in {folder}=0.7, but got '{weight}'."
         ) from None
+
     _check_weight(value, folder)
     return Pack.open(folder), value
 
@@ -67,18 +69,24 @@ def weighted_sum(packs: Sequence[tuple[Pack, float]]) -> Pack:
         raise PackError("--pack: there is no pack to add up.")
     for pack, weight in packs:
         _check_weight(weight, pack.name)
+
     parts = [_Part(pack, float(weight), pack.specs) for pack, weight in packs]
     check_distinct([part.pack for part in parts])
+
     first = parts[0].pack
     if len(parts) == 1 and parts[0].weight == 1:
         return first
+
     check_addable([part.pack for part in parts])
+
     specs, tensors = {}, {}
     for path in dict.fromkeys(path for part in parts for path in part.specs):
         with_path = [part for part in parts if path in part.specs]
         specs[path] = _sum_spec(path, with_path)
         tensors |= _sum_tensors(specs[path], with_path)
+
     mx.eval(tensors)
+
     manifest = {
         "format_version": first.manifest["format_version"],
         "method": "lora",
@@ -91,18 +99,18 @@ def weighted_sum(packs: Sequence[tuple[Pack, float]]) -> Pack:
         **{name: _agreed([p.pack._part(name) for p in parts]) for name in ("recipe", "objective")},
         "sum_of": [{"pack": p.pack.short_name, "weight": p.weight} for p in parts],
     }
+
     return Pack(manifest, tensors, parts=tuple((p.pack._identity, p.weight) for p in parts))
 
 
 def _base_of(packs: Sequence[Pack]) -> dict:
-    """Return the base of packs that have one, by the manifest that identifies it best."""
+    """The base of packs that have one, by the manifest that identifies it best."""
     return min(
         (p.manifest["base"] for p in packs), key=lambda base: is_sampled(base["fingerprint"])
     )
 
 
 def check_distinct(packs: Sequence[Pack]) -> None:
-    """Raise a PackError if two of the packs are one folder, one object, or the same sum."""
     seen = set()
     for pack in packs:
         if pack._identity in seen:
@@ -111,7 +119,6 @@ def check_distinct(packs: Sequence[Pack]) -> None:
 
 
 def check_addable(packs: Sequence[Pack]) -> None:
-    """Raise a PackError unless packs are sums of low-rank deltas for one base."""
     first = packs[0]
     for pack in packs:
         check_generates(pack)
@@ -121,6 +128,7 @@ def check_addable(packs: Sequence[Pack]) -> None:
                 "added. Merge it instead.",
                 "unsupported",
             )
+
         bases = [pack.manifest["base"], first.manifest["base"]]
         same_quantization = bases[0]["quantization"] == bases[1]["quantization"]
         if not same_quantization or not same_fingerprint(*bases):
@@ -137,7 +145,6 @@ def check_addable(packs: Sequence[Pack]) -> None:
 
 
 def _agreed(parts: list[dict]) -> dict:
-    """Return the entries that all mappings have in common."""
     first, *others = parts
     return {k: v for k, v in first.items() if all(k in o and o[k] == v for o in others)}
 
@@ -153,12 +160,13 @@ def _sum_groups(parts: list[_Part]) -> list[list[str]]:
 
 
 def _sum_spec(path: str, parts: list[_Part]) -> ModuleSpec:
-    """Return one projection's adapter with the ranks of all packs, and scale 1.
+    """One projection's adapter with the ranks of all packs, and scale 1.
 
-    Where one pack has slices that another has not, they become one slice with all ranks.
+    If one pack has slices that another has not, they become one slice with all ranks.
     """
     specs = [part.specs[path] for part in parts]
     first = specs[0]
+
     for part, spec in zip(parts, specs, strict=True):
         if spec.size != first.size:
             raise PackError(
@@ -166,20 +174,23 @@ def _sum_spec(path: str, parts: list[_Part]) -> ModuleSpec:
                 f"{first.size}.",
                 "mismatch",
             )
+
     if all(spec.widths == first.widths for spec in specs):
         places = [(s.name, s.width) for s in first.slices]
         ranks = [sum(spec.slices[i].rank for spec in specs) for i in range(len(places))]
     else:
         places = [(path.rpartition(".")[2], first.out_features)]
         ranks = [sum(spec.rank for spec in specs)]
+
     slices = [SliceSpec(*place, r, float(r)) for place, r in zip(places, ranks, strict=True)]
     return ModuleSpec(path, first.in_features, tuple(slices), first.experts)
 
 
 def _sum_tensors(spec: ModuleSpec, parts: list[_Part]) -> dict[str, mx.array]:
-    """Return A and B as on disk: slice by slice, and in each slice the packs in order."""
+    """A and B as on disk: slice by slice, and in each slice the packs in order."""
     columns: list[list[mx.array]] = [[] for _ in spec.slices]
     rows: list[list[mx.array]] = [[] for _ in spec.slices]
+
     for part in parts:
         a, b = read_factors(spec, part.pack.load_tensors())
         at = 0
@@ -188,6 +199,7 @@ def _sum_tensors(spec: ModuleSpec, parts: list[_Part]) -> dict[str, mx.array]:
             columns[to].append(a[..., ranks].astype(mx.float32))
             rows[to].append(part.weight * s.scale * b[..., ranks, :].astype(mx.float32))
             at += s.rank
+
     a = mx.concatenate([x for arrays in columns for x in arrays], axis=-1)
     b = mx.concatenate([x for arrays in rows for x in arrays], axis=-2)
     return name_factors(spec, a, b)
