@@ -112,9 +112,13 @@ def _llama(config: Config, metadata: Metadata) -> None:
 def _llama3_scaling(config: Config, file: GgufFile, tensor: TensorInfo) -> Config:
     """The published settings, with the largest of the file's factors for the factor."""
     factors = read_dense(file, tensor).astype(np.float64).reshape(-1)
-    low, high, context = 1.0, 4.0, 8192
-    base, dims, factor = config["rope_theta"], config["head_dim"], float(factors.max())
-    wavelengths = 2 * pi * base ** (np.arange(0, dims, 2) / dims)
+    factor = float(factors.max())
+    low = 1.0
+    high = 4.0
+    context = 8192
+
+    dims = config["head_dim"]
+    wavelengths = 2 * pi * config["rope_theta"] ** (np.arange(0, dims, 2) / dims)
     smooth = np.clip((context / wavelengths - low) / (high - low), 0, 1)
     expected = 1 / ((1 - smooth) / factor + smooth)
 
@@ -247,12 +251,13 @@ ARCHITECTURES = {
 def architecture_of(file: GgufFile) -> Architecture:
     """Raises PackError for an adapter, a vision projector, and an unsupported architecture."""
     metadata = file.metadata
-    kind, name = metadata.get("general.type", "model"), file.architecture
+    kind = metadata.get("general.type", "model")
     if kind == "adapter" or "adapter.type" in metadata:
         raise file.fault(
             "is a LoRA adapter, no base model. Name the GGUF that it belongs to.", "unsupported"
         )
 
+    name = file.architecture
     if kind == "mmproj" or name == "clip" or "clip.has_vision_encoder" in metadata:
         raise file.fault(
             "is a vision projector (mmproj), no language model. Name the GGUF beside it.",

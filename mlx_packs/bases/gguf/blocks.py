@@ -13,6 +13,7 @@ Multiples by powers of two are exact in float16. Only a bias that overflows floa
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
@@ -140,7 +141,7 @@ def read_dense(file: GgufFile, tensor: TensorInfo) -> np.ndarray:
 
     kind = GGMLQuantizationType[tensor.type]
     columns = tensor.shape[-1]
-    rows = file.data(tensor).reshape(-1, tensor.nbytes * columns // _size(tensor))
+    rows = file.data(tensor).reshape(-1, tensor.nbytes * columns // prod(tensor.shape))
 
     result = np.empty((len(rows), columns), np.float32)
     step = max(1, _ROWS_BYTES // rows.shape[1])
@@ -167,10 +168,3 @@ def read_dense(file: GgufFile, tensor: TensorInfo) -> np.ndarray:
         raise file.fault(f"{tensor.name} has NaN or infinite weights. Get it again.")
 
     return result.reshape(tensor.shape)
-
-
-def _size(tensor: TensorInfo) -> int:
-    size = 1
-    for axis in tensor.shape:
-        size *= axis
-    return size

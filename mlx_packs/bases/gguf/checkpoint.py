@@ -105,7 +105,9 @@ class Conversion:
 
             if _is_exact(info):
                 weight = read_affine(self.file, info)
-                yield from self._affine(name, weight if order is None else weight.rows(order))
+                if order is not None:
+                    weight = weight.rows(order)
+                yield from self._affine(name, weight)
                 continue
 
             array = read_dense(self.file, info)
@@ -132,9 +134,12 @@ class Conversion:
 
     def _order(self, name: str, info: TensorInfo) -> np.ndarray | None:
         """The rows of q and k in MLX's order; None if they are in it."""
-        heads = _heads_of(name, self.config) if self.architecture.permuted else None
+        if not self.architecture.permuted:
+            return None
+        heads = _heads_of(name, self.config)
         if heads is None:
             return None
+
         rows = info.shape[0]
         return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(rows)
 
@@ -168,7 +173,8 @@ def _check_shapes(
     for name, tensor in names.items():
         shape = file.tensors[tensor].shape
         is_matrix = name.endswith("_proj.weight") or "embed" in name or "lm_head" in name
-        if len(shape) != (2 if is_matrix else 1):
+        axes = 2 if is_matrix else 1
+        if len(shape) != axes:
             raise file.fault(f"{tensor} has the shape {list(shape)}. Copy or download it again.")
 
         heads = _heads_of(name, config)
@@ -187,8 +193,11 @@ def _main_dtype(file: GgufFile, architecture: Architecture) -> mx.Dtype:
     """
     sizes: dict[str, int] = {}
     for tensor in file.tensors.values():
-        kind = tensor.type if tensor.type in DENSE else "quantized"
-        kind = "exact" if _is_exact(tensor) else kind
+        kind = "quantized"
+        if _is_exact(tensor):
+            kind = "exact"
+        elif tensor.type in DENSE:
+            kind = tensor.type
         sizes[kind] = sizes.get(kind, 0) + tensor.nbytes
 
     most = max(sizes, key=lambda kind: sizes[kind])

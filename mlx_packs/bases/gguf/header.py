@@ -22,7 +22,9 @@ _VERSIONS = (2, 3)
 _MAX_TENSORS = 1 << 17
 _MAX_KEYS = 1 << 16
 _MAX_AXES = 4
-_STRING, _ARRAY, _BOOL = 8, 9, 7
+_BOOL = 7
+_STRING = 8
+_ARRAY = 9
 _SCALARS = {  # struct letter by type of a value
     0: "B",
     1: "b",
@@ -155,7 +157,9 @@ class _Parser:
     """Reads a header from front to back; every length is checked against the rest of the file."""
 
     def __init__(self, path: Path, view: mmap.mmap) -> None:
-        self.path, self.view, self.at = path, view, 8
+        self.path = path
+        self.view = view
+        self.at = 8  # behind magic and version
 
     def parse(self) -> GgufFile:
         tensors, keys = self._unpack("<QQ")
@@ -184,7 +188,8 @@ class _Parser:
 
     def _take(self, count: int) -> int:
         """Move on by some bytes and return where they start."""
-        start, end = self.at, self.at + count
+        start = self.at
+        end = start + count
         if end > len(self.view):
             raise _Fault(f"its header needs {end:,} bytes of {len(self.view):,}")
         self.at = end
@@ -225,10 +230,13 @@ class _Parser:
         if kind not in _SCALARS:
             raise _Fault(f"{key[:60]} is an array of the unknown type {kind}")
 
-        dtype = np.dtype(f"<{'B' if kind == _BOOL else _SCALARS[kind]}")
+        letter = "B" if kind == _BOOL else _SCALARS[kind]
+        dtype = np.dtype(f"<{letter}")
         start = self._take(count * dtype.itemsize)
         values = np.frombuffer(self.view[start : self.at], dtype, count)
-        return values.astype(bool) if kind == _BOOL else values
+        if kind == _BOOL:
+            return values.astype(bool)
+        return values
 
     def _tensor_header(self) -> tuple[str, list[int], int, int]:
         """Name, axes (the fastest first), type and offset in the data."""
@@ -257,7 +265,8 @@ class _Parser:
 
             type_name, nbytes = self._size(name, axes, kind)
 
-            begin, end = start + offset, start + offset + nbytes
+            begin = start + offset
+            end = begin + nbytes
             if offset % alignment or end > len(self.view):
                 raise _Fault(
                     f"{name[:60]} lies at {begin:,} to {end:,} of {len(self.view):,} bytes"

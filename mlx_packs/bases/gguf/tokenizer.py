@@ -16,7 +16,12 @@ from .architectures import Metadata
 from .header import GgufFile
 
 # Kinds of tokens (llama.cpp's llama_token_type)
-_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
+_UNKNOWN = 2
+_CONTROL = 3
+_USER_DEFINED = 4
+_UNUSED = 5
+_BYTE = 6
+
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
@@ -229,7 +234,9 @@ def _byte_level(file: GgufFile, metadata: Metadata, vocabulary: Vocabulary) -> A
     if split.nfc:
         tokenizer.normalizer = normalizers.NFC()
 
-    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if split.digits else []
+    steps: list[Any] = []
+    if split.digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
     steps.append(pre_tokenizers.Split(Regex(split.expression), "isolated"))
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
 
@@ -243,27 +250,28 @@ def _sentence_piece(file: GgufFile, metadata: Metadata, vocabulary: Vocabulary) 
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     vocab = {token: number for number, token in enumerate(vocabulary.tokens)}
-    unknown = vocabulary.special.get("unk")
+    unknown = None
+    if "unk" in vocabulary.special:
+        unknown = vocabulary.tokens[vocabulary.special["unk"]]
     has_bytes = all(f"<0x{byte:02X}>" in vocab for byte in range(256))
 
     tokenizer = Tokenizer(
         models.BPE(
             vocab,
             _merges(vocabulary, vocab),
-            unk_token=None if unknown is None else vocabulary.tokens[unknown],
+            unk_token=unknown,
             fuse_unk=True,
             byte_fallback=has_bytes,
         )
     )
 
-    prefix = metadata.get("tokenizer.ggml.add_space_prefix", bool, True)
-    steps: list[Any] = [normalizers.Prepend(_SPACE)] if prefix else []
-    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
-
+    steps: list[Any] = [normalizers.Replace(" ", _SPACE)]
     parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if prefix:
+    if metadata.get("tokenizer.ggml.add_space_prefix", bool, True):
+        steps.insert(0, normalizers.Prepend(_SPACE))
         parts.append(decoders.Strip(" ", 1, 0))
 
+    tokenizer.normalizer = normalizers.Sequence(steps)
     tokenizer.decoder = decoders.Sequence(parts)
     return tokenizer
 
