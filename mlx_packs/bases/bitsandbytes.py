@@ -85,7 +85,8 @@ def from_bitsandbytes(weights: dict[str, mx.array], where: str) -> dict[str, mx.
     for state_name in [name for name in weights if name.endswith(f"{_STATE}nf4")]:
         name = state_name.removesuffix(f"{_STATE}nf4")
         parts = {part: renamed.pop(f"{name}.{part}", None) for part in _PARTS}
-        codes, state = renamed.pop(name, None), renamed.pop(state_name)
+        codes = renamed.pop(name, None)
+        state = renamed.pop(state_name)
 
         try:
             weight = _weight(codes, _state(state), **parts)
@@ -146,23 +147,25 @@ def _weight(
     if (kind := state.get("quant_type")) != "nf4":
         raise ValueError(f"quant_type must be 'nf4' but its quant_state says {kind!r}.")
 
-    block_size, shape = state.get("blocksize"), state.get("shape")
+    block_size = state.get("blocksize")
     if block_size not in BLOCK_SIZES:
         raise ValueError(f"blocksize must be one of {BLOCK_SIZES} but is {block_size!r}.")
 
+    shape = state.get("shape")
     if not _is_matrix(shape):
         raise ValueError(f"shape must be [O, D] with even D but its quant_state says {shape!r}.")
 
     _check_dtype("dtype", state.get("dtype"), _DTYPES)
-
     bytes_wanted = shape[0] * shape[1] // 2
     if weight is None or weight.nbytes != bytes_wanted:
-        actual = "there is no weight" if weight is None else f"its weight has {weight.nbytes}"
+        actual = "there is no weight"
+        if weight is not None:
+            actual = f"its weight has {weight.nbytes}"
         raise ValueError(f"shape {shape} takes {bytes_wanted} bytes but {actual}.")
 
     _check_table("quant_map", quant_map, mx.array(LEVELS))
-    offset = None
 
+    offset = None
     if nested_absmax is not None:
         _check_table("nested_quant_map", nested_quant_map, dynamic_map())
         if (size := state.get("nested_blocksize")) != NESTED_BLOCK_SIZE:

@@ -64,8 +64,8 @@ class _Meter:
         if self._left >= 0:
             return
 
-        self._left, now = _TICKS, time.thread_time()
-
+        self._left = _TICKS
+        now = time.thread_time()
         if self._deadline is None:
             self._deadline = now + SECONDS
         elif now > self._deadline:
@@ -78,7 +78,12 @@ class _Meter:
         self.tick(size // _CHARACTERS_A_TICK)
 
     def checked(self, value: Any) -> Any:
-        self.check_size(len(value) if isinstance(value, str) else _weight(value, self.limit))
+        if isinstance(value, str):
+            size = len(value)
+        else:
+            size = _weight(value, self.limit)
+
+        self.check_size(size)
         return value
 
 
@@ -91,8 +96,8 @@ def _meter() -> _Meter:
 
 def _weight(value: Any, limit: float = float("inf")) -> int:
     """The characters of a value; parts that occur twice count twice. Stops above a limit."""
-    total, rest = 0, [value]
-
+    total = 0
+    rest = [value]
     while rest and total <= limit:
         part = rest.pop()
         if isinstance(part, str):
@@ -172,7 +177,9 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def concat(parts: Iterator[str]) -> str:
-        meter, total, pieces = _meter(), 0, []
+        meter = _meter()
+        total = 0
+        pieces = []
         for part in parts:
             total += len(part)
             meter.check_size(total)
@@ -196,17 +203,23 @@ class _Environment(ImmutableSandboxedEnvironment):
 
         if operator == "%" and isinstance(left, str):
             _check_format(meter, left, right)
+
         if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
-            grows = abs(left) > 1 and operator == "**"
-            bits = (
-                left.bit_length() * abs(right) if grows else left.bit_length() + right.bit_length()
-            )
+            bits = left.bit_length() + right.bit_length()
+            if operator == "**" and abs(left) > 1:
+                bits = left.bit_length() * abs(right)
             if bits > _INTEGER_BITS:
                 raise _LimitReached(f"produces an integer of more than {_INTEGER_BITS:,} bits")
 
         return meter.checked(super().call_binop(context, operator, left, right))
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+    def call(
+        __self,  # noqa: N805
+        __context: Context,
+        __obj: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         meter = _meter()
         meter.tick()
         method = getattr(__obj, "__wrapped__", __obj)
@@ -223,14 +236,17 @@ def _metered(name: str, function: Callable) -> Callable:
     def metered(*args: Any, **kwargs: Any) -> Any:
         meter = _meter()
         meter.tick()
-        before, (value, *rest) = args[:skipped], args[skipped:]
 
+        before = args[:skipped]
+        value, *rest = args[skipped:]
         if isinstance(value, GeneratorType):
             value = _listed(meter, value)
 
         if name == "join":
             separator = str(rest[0] if rest else kwargs.get("d", ""))
-            items = len(value) if isinstance(value, Sized) else 0
+            items = 0
+            if isinstance(value, Sized):
+                items = len(value)
             meter.check_size(_weight(value, meter.limit) + len(separator) * items)
         else:
             _check_text(meter, name, value, rest, kwargs)
@@ -242,7 +258,8 @@ def _metered(name: str, function: Callable) -> Callable:
 
 def _listed(meter: _Meter, items: Iterator) -> list:
     """The result of a generating filter, such as map, as a list."""
-    kept, total = [], 0
+    kept = []
+    total = 0
     for item in items:
         meter.tick()
         total += _ITEM + _weight(item, meter.limit)
@@ -258,7 +275,8 @@ def _check_text(
     arguments = [*args, *kwargs.values()]
 
     if name == "replace" and len(arguments) > 1 and isinstance(subject, str):
-        old, new = str(arguments[0]), str(arguments[1])
+        old = str(arguments[0])
+        new = str(arguments[1])
         meter.check_size(len(subject) + subject.count(old) * len(new))
     elif name == "join" and arguments and isinstance(arguments[0], (list, tuple)):
         meter.check_size(_weight(arguments[0]) + len(subject) * len(arguments[0]))
@@ -301,7 +319,9 @@ def _plain() -> Callable[[str], Template]:
 
     @functools.wraps(compiler)
     def dispatch(text: str) -> Template:
-        return compiler(text) if _METER.get() is None else _compiled(text)
+        if _METER.get() is None:
+            return compiler(text)
+        return _compiled(text)
 
     chat_template_utils._compile_jinja_template = dispatch
     return compiler
@@ -353,10 +373,12 @@ def unread_variables(tokenizer: Any, names: Iterable[str]) -> list[str]:
 
 
 def template_file(tokenizer: Any) -> Path:
-
     folder = Path(str(getattr(tokenizer, "name_or_path", "")))
     names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
-    return next((folder / name for name in names if (folder / name).is_file()), folder / names[-1])
+    for name in names:
+        if (folder / name).is_file():
+            return folder / name
+    return folder / names[-1]
 
 
 @overload
@@ -436,4 +458,6 @@ def _applied(tokenizer: Any, messages: list[Mapping], tokenize: bool, options: d
         return plain.apply_chat_template(messages, tokenize=tokenize, return_dict=False, **options)
 
     text = renderer(messages, **options)
-    return plain.encode(text, add_special_tokens=False) if tokenize else text
+    if not tokenize:
+        return text
+    return plain.encode(text, add_special_tokens=False)

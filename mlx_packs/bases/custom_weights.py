@@ -25,9 +25,9 @@ def place_custom_weights(
     """
     modes = weight_modes_of(weights)
     _check_no_codes_alone(weights, modes, config, where)
+
     modules = dict(model.named_modules())
     placed = []
-
     for path, mode in modes.items():
         if format_class(mode).native:
             continue
@@ -36,8 +36,8 @@ def place_custom_weights(
         if not isinstance(module, (nn.Linear, nn.Embedding)):
             kind = "nothing" if module is None else type(module).__name__
             raise PackError(
-                f"{where}: {path}.{WEIGHT_MODES[mode].parts[0]}: {mode.upper()} is read for linears "
-                f"and embeddings, here is {kind}.",
+                f"{where}: {path}.{WEIGHT_MODES[mode].parts[0]}: {mode.upper()} is read for "
+                f"linears and embeddings, here is {kind}.",
                 "unsupported",
             )
 
@@ -107,7 +107,9 @@ def _stores(mode: str, quantization: Mapping) -> bool:
 def custom_quantization(model: nn.Module) -> dict:
     """Settings of a model's custom weights whose config.json has none; {} for others."""
     module = next((m for m in model.modules() if isinstance(m, CustomWeight)), None)
-    return {} if module is None else format_of(module).to_config()
+    if module is None:
+        return {}
+    return format_of(module).to_config()
 
 
 def stored_as_asked(config: Mapping, quantize: str) -> bool:

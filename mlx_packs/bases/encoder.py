@@ -91,9 +91,10 @@ class _Residual(nn.Module):
 class _Layer(nn.Module):
     def __init__(self, dims: int, heads: int, ffn: int, eps: float, activation: Callable) -> None:
         super().__init__()
-        self.attention, self.intermediate = nn.Module(), nn.Module()  # for the tensors' names
+        self.attention = nn.Module()  # these two are for the tensors' names
         self.attention.self = _SelfAttention(dims, heads)
         self.attention.output = _Residual(dims, dims, eps)
+        self.intermediate = nn.Module()
         self.intermediate.dense = nn.Linear(dims, ffn)
         self.output = _Residual(ffn, dims, eps)
         self._activation = activation
@@ -111,13 +112,14 @@ class Encoder(nn.Module):
 
     def __init__(self, config: dict, sentence_config: SentenceConfig) -> None:
         super().__init__()
-        dims, ffn = config["hidden_size"], config["intermediate_size"]
+        dims = config["hidden_size"]
         eps = config.get("layer_norm_eps") or 1e-12
-
-        activation = _ACTIVATIONS[config.get("hidden_act", "gelu")]
-        positions, types = config["max_position_embeddings"], config.get("type_vocab_size", 2)
-
+        positions = config["max_position_embeddings"]
+        types = config.get("type_vocab_size", 2)
         self.embeddings = _Embeddings(config["vocab_size"], positions, types, dims, eps)
+
+        ffn = config["intermediate_size"]
+        activation = _ACTIVATIONS[config.get("hidden_act", "gelu")]
         self.encoder = nn.Module()
         self.encoder.layer = [
             _Layer(dims, config["num_attention_heads"], ffn, eps, activation)
@@ -135,10 +137,10 @@ class Encoder(nn.Module):
 
     def __call__(self, tokens: mx.array, lengths: mx.array | None = None) -> mx.array:
         """Tokens [B, T] to float32 [B, D]; of row i ``lengths[i]`` are no padding, None is all."""
-        valid = None
+        valid = mask = None
         if lengths is not None:
             valid = mx.arange(tokens.shape[1])[None] < lengths[:, None]  # [B, T]
-        mask = None if valid is None else valid[:, None, None]
+            mask = valid[:, None, None]
 
         x = self.embeddings(tokens)
         for layer in self.layers:
@@ -153,7 +155,9 @@ class Encoder(nn.Module):
             return x[:, 0]
 
         if self.sentence_config.pooling == "max":
-            return (x if valid is None else mx.where(valid[..., None], x, -mx.inf)).max(axis=1)
+            if valid is not None:
+                x = mx.where(valid[..., None], x, -mx.inf)
+            return x.max(axis=1)
 
         if valid is None:
             return x.mean(axis=1)
@@ -193,7 +197,8 @@ def check_config(config: dict, where: Path) -> dict:
                 "unreadable",
             )
 
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    hidden = config["hidden_size"]
+    heads = config["num_attention_heads"]
     if hidden % heads:
         raise PackError(
             f"{where}: hidden_size {hidden} cannot be cut into {heads} heads.", "unreadable"
@@ -227,15 +232,16 @@ def load_encoder(path: Path, config: dict, lazy: bool = False) -> Encoder:
                 tensors[name] = tensor if lazy else tensor.astype(mx.float32)
 
     shapes = {name: tuple(a.shape) for name, a in tree_flatten(model.parameters())}
+    actual = {name: tuple(a.shape) for name, a in tensors.items()}
     faults = [
-        f"{name}: is {tuple(tensors[name].shape) if name in tensors else 'missing'}, must be "
-        f"{shapes.get(name, 'absent')}"
-        for name in sorted(set(shapes) | set(tensors))
-        if name not in tensors or tuple(tensors[name].shape) != shapes.get(name)
+        f"{name}: is {actual.get(name, 'missing')}, must be {shapes.get(name, 'absent')}"
+        for name in sorted({*shapes, *actual})
+        if actual.get(name) != shapes.get(name)
     ]
-
     if faults:
-        more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
+        more = ""
+        if len(faults) > 3:
+            more = f" (and {len(faults) - 3} more)"
         raise PackError(
             f"{path}: tensors and config.json do not fit: {'; '.join(faults[:3])}{more}.",
             "unreadable",
@@ -261,8 +267,10 @@ def embedded(model: Encoder, rows: Sequence[np.ndarray], batch_size: int) -> np.
 
     for start in range(0, len(rows), batch_size):
         chosen = order[start : start + batch_size]
-        one_length = lengths[chosen].min() == lengths[chosen].max()
-
         tokens = mx.array(padded([rows[i] for i in chosen]))
-        vectors[chosen] = np.array(model(tokens, None if one_length else mx.array(lengths[chosen])))
+
+        unpadded = None
+        if lengths[chosen].min() != lengths[chosen].max():
+            unpadded = mx.array(lengths[chosen])
+        vectors[chosen] = np.array(model(tokens, unpadded))
     return vectors

@@ -21,7 +21,6 @@ _log = logging.getLogger("mlx_packs")
 
 TINY = "tiny"
 RECORD = "quantization.json"  # written by `packs quantize`: its options, and a hash of every shard
-_TEXT_BYTES = 256 << 20
 # what mlx-lm downloads; code among it is run only with trust_remote_code
 MORE_TEMPLATES = "additional_chat_templates/*"  # besides chat_template.jinja, by name
 CHECKPOINT_FILES = (
@@ -39,7 +38,9 @@ def public_name(name: str) -> str:
     path = Path(name).expanduser()
     if is_pattern(name):
         return path.name
-    return path.resolve().name if path.exists() else name
+    if path.exists():
+        return path.resolve().name
+    return name
 
 
 def resolve_checkpoint(name: str | Path) -> Path:
@@ -80,7 +81,9 @@ def resolve_checkpoint(name: str | Path) -> Path:
         raise PackError(f"--model {name}: no such file.", "not-found", "model")
 
     if not is_hub_id(str(name)):
-        hint = "" if "/" in str(name) else f" Its 4-bit form may be 'mlx-community/{name}'."
+        hint = ""
+        if "/" not in str(name):
+            hint = f" Its 4-bit form may be 'mlx-community/{name}'."
         raise PackError(
             f"--model {name}: no such folder, and not a hub id (owner/name).{hint}", "not-found"
         )
@@ -143,8 +146,11 @@ def weight_files(path: Path) -> list[Path]:
 
     With an index they are the files that it names, so that older ones beside them are not read.
     """
-    named, files = _named_shards(path), sorted(path.glob("model*.safetensors"))
-    return files if named is None else [file for file in files if file.name in named]
+    named = _named_shards(path)
+    files = sorted(path.glob("model*.safetensors"))
+    if named is None:
+        return files
+    return [file for file in files if file.name in named]
 
 
 def files_not_read(path: Path) -> list[str]:
@@ -189,13 +195,12 @@ def check_files(path: Path) -> dict:
     check_readable(path)
     check_record(path)
 
-    tensors: dict[str, Mapping] = {}
-
     if missing := _missing_shards(path):
         raise PackError(
             f"{path}: shard {missing[0]} is named in the index but missing.", "unreadable"
         )
 
+    tensors: dict[str, Mapping] = {}
     owners: dict[str, Path] = {}
     for file in files:
         header = read_header(file)[0]
@@ -219,7 +224,9 @@ def check_files(path: Path) -> dict:
 
 @lru_cache(maxsize=256)
 def _say_not_read(path: Path, names: tuple[str, ...]) -> None:
-    shown = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
+    shown = ", ".join(names[:3])
+    if len(names) > 3:
+        shown += " …"
     _log.warning("%s: the index does not name %s, so they are not read.", path, shown)
 
 
@@ -232,7 +239,8 @@ def check_readable(path: Path) -> None:
         for file in path.glob(pattern):
             if file.is_symlink() and not file.exists():
                 continue  # a cache of the Hub without this file
-            check_regular(file, None if file.suffix == ".safetensors" else _TEXT_BYTES)
+            limit = None if file.suffix == ".safetensors" else _TEXT_BYTES
+            check_regular(file, limit)
 
 
 _RECORD_KEYS = {
@@ -255,8 +263,10 @@ def read_record(path: Path) -> dict | None:
         check_keys(record, _RECORD_KEYS)
     except (OSError, PackError, ValueError):
         return None  # not there, or a file of somebody else
-    is_plain = all(Path(name).name == name for name in record["files"])
-    return record if is_plain else None
+
+    if all(Path(name).name == name for name in record["files"]):
+        return record
+    return None
 
 
 def check_record(path: Path, advance: Callable[[], None] | None = None) -> None:
@@ -284,7 +294,9 @@ def check_record(path: Path, advance: Callable[[], None] | None = None) -> None:
 
 def text_config(config: dict) -> dict:
     """The part of a config that describes the language model."""
-    return config if "vocab_size" in config else config.get("text_config") or config
+    if "vocab_size" in config:
+        return config
+    return config.get("text_config") or config
 
 
 def vocab_size_of(config: dict, where: str | Path) -> int:
@@ -310,17 +322,21 @@ def quantization_name(q: Mapping | None) -> str:
         return "dense"
 
     if q.get("quant_method") == METHOD:
-        kind = "8-bit" if q.get("load_in_8bit") else q.get("bnb_4bit_quant_type", "4-bit")
+        kind = q.get("bnb_4bit_quant_type", "4-bit")
+        if q.get("load_in_8bit"):
+            kind = "8-bit"
         return f"{METHOD} {kind}"
 
     mode = q.get("mode", q.get("quant_method", "affine"))
     if "bits" not in q or "group_size" not in q:
         return mode
 
-    double = " double-quantized" if q.get("double_quant") else ""
-    dense = f" without {', '.join(q['keep'])}" if q.get("keep") else ""
-
-    return f"{mode} {q['bits']}-bit g{q['group_size']}{double}{dense}"
+    name = f"{mode} {q['bits']}-bit g{q['group_size']}"
+    if q.get("double_quant"):
+        name += " double-quantized"
+    if q.get("keep"):
+        name += f" without {', '.join(q['keep'])}"
+    return name
 
 
 def quantized_as(path: Path, config: Mapping) -> str | None:

@@ -135,11 +135,11 @@ def changed_texts(path: Path, recorded: Mapping[str, str]) -> list[str]:
 @lru_cache(maxsize=256)
 def say_changed(where: str, path: Path, names: tuple[str, ...]) -> None:
     """Log once that a pack was trained with other files beside the weights."""
+    shown = ", ".join(names[:3])
+    if len(names) > 3:
+        shown += " …"
     _log.warning(
-        "%s: was trained with another %s than %s has. Results may differ.",
-        where,
-        ", ".join(names[:3]) + (" …" if len(names) > 3 else ""),
-        path,
+        "%s: was trained with another %s than %s has. Results may differ.", where, shown, path
     )
 
 
@@ -214,9 +214,10 @@ def _hash_pieces(pieces: list[_Piece]) -> list[str]:
 
     with pieces[0].file.open("rb", buffering=0) as f:
         for piece in pieces:
-            digest, left = hashlib.sha256(), piece.size
+            digest = hashlib.sha256()
             f.seek(piece.offset)
 
+            left = piece.size
             while left:
                 count = f.readinto(buffer[: min(left, _BUFFER_BYTES)])
                 if not count:
@@ -265,12 +266,12 @@ def _recall(path: Path, states: list[FileState]) -> str | None:
     except (PackError, OSError):
         return None
 
-    value = content.get("fingerprint")
-    is_current = content.get("format") == _FORMAT and content.get("files") == list(
-        map(list, states)
-    )
+    current = [list(state) for state in states]
+    if content.get("format") != _FORMAT or content.get("files") != current:
+        return None
 
-    return value if is_current and isinstance(value, str) else None
+    value = content.get("fingerprint")
+    return value if isinstance(value, str) else None
 
 
 def _remember(path: Path, states: list[FileState], value: str) -> None:

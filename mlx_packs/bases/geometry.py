@@ -58,8 +58,12 @@ def probe(path: str, module: nn.Module, config: dict, grouped: bool = False) -> 
 
 
 def _check_config(path: str, name: str, in_features: int, out_features: int, c: Heads) -> None:
-    attention = c.heads * c.head_dim if c.heads and c.head_dim else None
-    kv = c.kv_heads * c.head_dim if c.kv_heads and c.head_dim else None
+    attention = kv = None
+    if c.heads and c.head_dim:
+        attention = c.heads * c.head_dim
+    if c.kv_heads and c.head_dim:
+        kv = c.kv_heads * c.head_dim
+
     sizes = {
         "q_proj": (c.hidden, attention),
         "k_proj": (c.hidden, kv),
@@ -86,7 +90,9 @@ def _own_slices(name: str, module: nn.Module) -> tuple[tuple[str, int], ...] | N
     widths = getattr(module, "output_dims", None)
     if not isinstance(widths, list):
         return None
-    names = "qkv" if name == "qkv_proj" else range(len(widths))
+    names = range(len(widths))
+    if name == "qkv_proj":
+        names = "qkv"
     return tuple((str(part), width) for part, width in zip(names, widths, strict=True))
 
 
@@ -95,7 +101,8 @@ def _fused_slices(name: str, width: int, c: Heads) -> tuple[tuple[str, int], ...
     if name == "c_attn" and c.hidden and width == 3 * c.hidden:  # GPT-2: q, k, v of equal width
         return tuple((part, width // 3) for part in "qkv")
     if name == "qkv_proj" and c.heads and c.head_dim and c.kv_heads:  # Phi-3
-        q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        q = c.heads * c.head_dim
+        kv = c.kv_heads * c.head_dim
         if q + 2 * kv == width:
             return (("q", q), ("k", kv), ("v", kv))
     if name == "gate_up_proj" and c.ffn and 2 * c.ffn == width:
@@ -153,8 +160,11 @@ def select_targets(
     """
     prefixes = block_prefixes(model)
     check_num_layers(num_layers, len(prefixes))
-    # 0 and -1 both mean all, as in mlx-lm
-    blocks = tuple(p + "." for p in (prefixes[-num_layers:] if num_layers > 0 else prefixes))
+
+    last = prefixes  # 0 and -1 both mean all, as in mlx-lm
+    if num_layers > 0:
+        last = prefixes[-num_layers:]
+    blocks = tuple(f"{prefix}." for prefix in last)
 
     saved = dict(select_saved(model, modules_to_save))
     every = adaptable(model)
@@ -211,11 +221,14 @@ def _hint(name: str, names: Sequence[str]) -> str:
     """The name that was probably meant, or all names."""
     if name.rpartition(".")[2] == "lm_head":
         tables = [n for n in ("embed_tokens", "wte") if n in names]
-        return (
-            f"The head is the embedding: name {tables[0]}." if tables else did_you_mean(name, names)
-        )
+        if tables:
+            return f"The head is the embedding: name {tables[0]}."
+        return did_you_mean(name, names)
+
     hint = did_you_mean(name, names)
-    return hint if hint.startswith("Valid") else f"{hint} Those that exist: {', '.join(names)}."
+    if hint.startswith("Valid"):
+        return hint
+    return f"{hint} Those that exist: {', '.join(names)}."
 
 
 def select_saved(model: nn.Module, modules_to_save: Sequence[str]) -> list[tuple[str, nn.Module]]:
@@ -227,11 +240,9 @@ def select_saved(model: nn.Module, modules_to_save: Sequence[str]) -> list[tuple
         if not matched:
             others = [path for path, _ in model.named_modules() if is_named(path, name)]
             names = sorted({path.rpartition(".")[2] for path, _ in own})
-            fault = (
-                "no such module."
-                if not others
-                else f"{others[0]} has no weights of its own. Name modules inside it."
-            )
+            fault = "no such module."
+            if others:
+                fault = f"{others[0]} has no weights of its own. Name modules inside it."
             raise PackError(
                 f"--modules-to-save {name}: {fault} {_hint(name, names)}",
                 "unsupported" if others else "unknown",
@@ -269,10 +280,12 @@ def find_groups(
             faults.append(fault)
             continue
 
-        owner = path if kind is None else parent
+        owner = path
         group: tuple[str, ...] = (name,)
-        if kind is not None and name in kind.shared:
-            group = kind.shared
+        if kind is not None:
+            owner = parent
+            if name in kind.shared:
+                group = kind.shared
         members.setdefault((owner, group), []).append(geometry)
 
     for (owner, names), geometries in members.items():

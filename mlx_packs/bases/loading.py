@@ -94,17 +94,17 @@ def load_base_model(
 
 def _load_decoder(request: _Request) -> BaseModel:
     """Load a causal language model; if it is to be quantized, while it is read."""
-    name, path, stored = request.name, request.path, request.config
-    quantize, double_quant, keep = request.quantize, request.double_quant, request.keep
+    path = request.path
+    stored = request.config
+    quantize = request.quantize
+    keep = request.keep
 
     options = None
     if quantize != "none":
-        options = QuantizeOptions(named_format(quantize, double_quant), keep)
-
+        options = QuantizeOptions(named_format(quantize, request.double_quant), keep)
     as_stored = stored_as_asked(stored, quantize)
     if as_stored:
         options = None
-
     if options and (kind := quantized_as(path, stored)):
         raise already_quantized(quantize, kind)
 
@@ -120,11 +120,13 @@ def _load_decoder(request: _Request) -> BaseModel:
     model, config, sources = load_model_of(path, request.trust_remote_code, prepare)
     if as_stored:
         tensors = dict(tree_flatten(model.parameters()))
-        check_stored(tensors, name, quantize, double_quant, keep)
+        check_stored(tensors, request.name, quantize, request.double_quant, keep)
 
     quantization = config.get("quantization") or custom_quantization(model)
     if options:
-        quantization = options.weight_format.to_config() | ({"keep": list(keep)} if keep else {})
+        quantization = options.weight_format.to_config()
+        if keep:
+            quantization = {**quantization, "keep": list(keep)}
 
     names: list[str] = []
     if runtime.on_cpu() or request.compute_dtype != "auto":
@@ -139,19 +141,18 @@ def _load_decoder(request: _Request) -> BaseModel:
             _check_range(model, names)
 
     tokenizer = load_tokenizer(path, config, request.trust_remote_code)
-    hashed, dtype_name = fingerprint(path), dtype_of(model)
     return BaseModel(
-        name,
-        path,
-        model,
-        tokenizer,
-        config,
-        hashed,
-        dict(quantization),
-        sources,
-        dtype_name,
-        request.lazy,
-        rounding.relative if options else None,
+        name=request.name,
+        path=path,
+        model=model,
+        tokenizer=tokenizer,
+        config=config,
+        fingerprint=fingerprint(path),
+        quantization=dict(quantization),
+        weight_map=sources,
+        compute_dtype=dtype_of(model),
+        is_lazy=request.lazy,
+        rounding_error=rounding.relative if options else None,
     )
 
 
@@ -201,7 +202,10 @@ def load_model_of(
         )
 
     # mlx-lm before 0.32, the last for Python 3.10, has no such argument and always runs the code
-    has_flag = "trust_remote_code" in inspect.signature(load_model).parameters
+    flags = {}
+    if "trust_remote_code" in inspect.signature(load_model).parameters:
+        flags["trust_remote_code"] = True
+
     sources: dict[str, Source] = {}
 
     def classes(config: dict) -> tuple[Callable, type]:
@@ -232,12 +236,7 @@ def load_model_of(
         return make, arguments_class
 
     with library_errors(partial(unreadable, path, stored)), _named_files_only(path):
-        model, config = load_model(
-            path,
-            lazy=True,
-            get_model_classes=classes,
-            **({"trust_remote_code": True} if has_flag else {}),
-        )
+        model, config = load_model(path, lazy=True, get_model_classes=classes, **flags)
 
     vars(model).pop("sanitize", None)
     return model, config, sources
@@ -252,9 +251,9 @@ def _named_files_only(path: Path) -> Iterator[None]:
         yield
         return
 
-    stock, files = mlx_lm.utils.glob, [str(file) for file in weight_files(path)]
+    stock = mlx_lm.utils.glob
+    files = [str(file) for file in weight_files(path)]
     mlx_lm.utils.glob = SimpleNamespace(glob=lambda _: files)
-
     try:
         yield
     finally:
@@ -274,7 +273,8 @@ def _check_scales(weights: Weights, model: nn.Module, path: Path) -> None:
         if not name.endswith(".scales") or weight is None or weight.dtype != mx.uint32:
             continue
 
-        rows, groups = scales.shape[:-1], scales.shape[-1:]
+        rows = scales.shape[:-1]
+        groups = scales.shape[-1:]
         if not groups or rows != weight.shape[:-1] or not 1 <= groups[0] <= weight.shape[-1]:
             raise PackError(
                 f"{path}: {name} is {list(scales.shape)}, but its weight is {list(weight.shape)}. "
@@ -301,7 +301,7 @@ def _checkpoint(name: str | Path) -> tuple[Path, dict]:
 
 def _load_encoder(request: _Request) -> BaseModel:
     """Load an encoder, in float32 on every device."""
-    name, path, config = request.name, request.path, request.config
+    name = request.name
     if request.quantize != "none":
         raise PackError(
             f"--quantize {request.quantize}: {name} is an encoder, and those are trained in "
@@ -315,10 +315,11 @@ def _load_encoder(request: _Request) -> BaseModel:
             "unsupported",
         )
 
+    path = request.path
+    config = request.config
     model = late.load(_LOAD_ENCODER)(path, config)
     lower_case = model.sentence_config.lower_case
     tokenizer = load_encoder_tokenizer(path, config, lower_case, request.trust_remote_code)
-
     return BaseModel(name, path, model, tokenizer, config, fingerprint(path))
 
 
@@ -334,7 +335,9 @@ def _activation_dtype(config: dict, requested: str) -> mx.Dtype:
     """The dtype of hidden states: float32 on a CPU, else the specified or the stored one."""
     if runtime.on_cpu():
         return mx.float32
-    return DTYPES[stored_dtype(config) if requested == "auto" else requested]
+    if requested == "auto":
+        requested = stored_dtype(config)
+    return DTYPES[requested]
 
 
 def _constants(model: nn.Module) -> list[mx.array]:
@@ -355,13 +358,13 @@ def _cast(model: nn.Module, dtype: mx.Dtype) -> list[str]:
     Custom weights stay as they are, and on a GPU what the model itself keeps apart
     (mlx-lm's ``cast_predicate``).
     """
-    half = (mx.float16, mx.bfloat16)
-    changed = half if runtime.on_cpu() else (*half, mx.float32)
+    changed = (mx.float16, mx.bfloat16)
+    if not runtime.on_cpu():
+        changed = (*changed, mx.float32)
 
     casts = getattr(model, "cast_predicate", None)
     custom = [path for path, m in model.named_modules() if isinstance(m, CustomWeight)]
     kept = tuple(f"{path}." for path in custom)
-
     names = []
 
     def converted(name: str, value: mx.array) -> mx.array:

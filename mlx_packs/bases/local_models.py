@@ -87,7 +87,8 @@ def _lmstudio(name: str) -> Path:
     parts = name.split("/")
     if len(parts) not in (2, 3) or not all(_PART.fullmatch(part) for part in parts):
         raise PackError(
-            f"{flag}: is not a name of LM Studio. Name PUBLISHER/MODEL or PUBLISHER/MODEL/FILE.gguf."
+            f"{flag}: is not a name of LM Studio. Name PUBLISHER/MODEL or "
+            "PUBLISHER/MODEL/FILE.gguf."
         )
 
     root = Path("~/.lmstudio/models").expanduser()
@@ -98,7 +99,9 @@ def _lmstudio(name: str) -> Path:
     folder = root.joinpath(*parts[:2])
     names = [file.name for file in sorted(folder.glob("*.gguf")) if "mmproj" not in file.name]
     if not names or len(parts) == 3:
-        listed = f" It has {', '.join(names)}." if names else ""
+        listed = ""
+        if names:
+            listed = f" It has {', '.join(names)}."
         raise PackError(f"{flag}: there is no GGUF file at {place}.{listed}", "not-found")
 
     if len(names) > 1:

@@ -41,7 +41,8 @@ class MappedEmbedding:
     def _rows(self, name: str, tokens: np.ndarray) -> mx.array:
         mapped, kind = self._parts[name]
         rows = mx.array(mapped[tokens])
-        rows = rows.view(mx.bfloat16) if kind == "BF16" else rows
+        if kind == "BF16":
+            rows = rows.view(mx.bfloat16)
         return rows.astype(self._dtypes[name])
 
 
@@ -59,15 +60,14 @@ def map_embedding(folder: Path, key: str | None, module: nn.Module) -> MappedEmb
     parameters = [name for name in ("weight", "scales", "biases") if module.get(name) is not None]
 
     parts = {}
-
     for file in weight_files(folder):
         header, start = read_header(file)
-
         for name in parameters:
             if (tensor := header.get(f"{path}.{name}")) is None:
                 continue
 
-            kind, shape = tensor["dtype"], tuple(tensor["shape"])
+            kind = tensor["dtype"]
+            shape = tuple(tensor["shape"])
             if kind not in _KINDS or shape != tuple(module[name].shape):
                 return f"{path}.{name} is stored in the files as {kind} {list(shape)}"
 

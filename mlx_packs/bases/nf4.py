@@ -82,7 +82,8 @@ class NF4Format(CustomFormat):
     @classmethod
     def of_arrays(cls, arrays: Mapping[str, mx.array]) -> "NF4Format":
         """The default block size if none fits, or several do."""
-        codes, absmax = arrays["weight"].size, arrays["absmax"].size
+        codes = arrays["weight"].size
+        absmax = arrays["absmax"].size
         fitting = [size for size in BLOCK_SIZES if -(-2 * codes // size) == absmax]
         size = fitting[0] if len(fitting) == 1 else 64
         return cls(size, "nested_absmax" in arrays)

@@ -78,7 +78,9 @@ def dense_dtype(weights: Mapping[str, mx.array]) -> mx.Dtype:
         for name, w in weights.items()
         if name.endswith((".weight", ".bias")) and w.dtype in DTYPES.values()
     ]
-    return max(set(dtypes), key=dtypes.count) if dtypes else mx.bfloat16
+    if not dtypes:
+        return mx.bfloat16
+    return max(set(dtypes), key=dtypes.count)
 
 
 def _chip_without_bfloat16() -> str | None:
@@ -86,6 +88,11 @@ def _chip_without_bfloat16() -> str | None:
 
     A GPU that is only assumed, as by `packs plan --device gpu`, is never measured.
     """
+    chip = chips.chip()
     has_gpu = mx.default_device() != mx.Device(mx.cpu)
-    chip = chips.chip() or (chips.chip_here() if has_gpu else None)
-    return None if chip is None or chip.native_bf16 else chip.name
+    if chip is None and has_gpu:
+        chip = chips.chip_here()
+
+    if chip is None or chip.native_bf16:
+        return None
+    return chip.name

@@ -35,7 +35,9 @@ class RoundingError:
     @property
     def relative(self) -> float:
         """The relative error of all weights; 0 if none was quantized."""
-        return (self._difference / self._weights) ** 0.5 if self._weights else 0.0
+        if not self._weights:
+            return 0.0
+        return (self._difference / self._weights) ** 0.5
 
 
 @dataclass(frozen=True)
@@ -119,11 +121,11 @@ def format_for(
         advice: of the model's family (mlx-lm's ``quant_predicate``): False for dense, or bits and
             group_size. Options that name the module take precedence.
     """
-    weight_format, width = options.weight_format, shape[-1]
-
     if any(is_named(path, name) for name in options.keep):
         return "kept by name"
 
+    weight_format = options.weight_format
+    width = shape[-1]
     if options.layout == "bitsandbytes":
         # transformers quantizes linears alone, and leaves the head dense
         if kind != "linear" or is_named(path, "lm_head"):
@@ -142,8 +144,7 @@ def format_for(
         if not advice:
             return "its family advises so"
         if isinstance(advice, Mapping):
-            bits, group_size = advice.get("bits", 4), advice.get("group_size", 64)
-            weight_format = MLXFormat("affine", bits, group_size)
+            weight_format = MLXFormat("affine", advice.get("bits", 4), advice.get("group_size", 64))
 
         if not weight_format.holds(kind):
             return f"{weight_format.mode.upper()} is for linears and embeddings"
@@ -166,11 +167,11 @@ def formats_for(
 
     check_names(options, modules)
 
-    formats, dense = {}, {}
+    formats = {}
+    dense = {}
     for path, module in modules.items():
-        kind, advice = _kind(module), advise(path, module)
-        outcome = format_for(path, module.weight.shape, options, kind, advice)
-
+        advice = advise(path, module)
+        outcome = format_for(path, module.weight.shape, options, _kind(module), advice)
         if isinstance(outcome, WeightFormat):
             formats[path] = outcome
         else:
@@ -182,7 +183,9 @@ def formats_for(
 def _kind(module: nn.Module) -> str:
     if isinstance(module, nn.Linear):
         return "linear"
-    return "embedding" if isinstance(module, nn.Embedding) else "other"
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    return "other"
 
 
 def quantize_weights(
@@ -196,7 +199,6 @@ def quantize_weights(
     The model gets MLX's modules for native formats. ``rounding`` measures what this changes.
     """
     native = {}
-
     for path, weight_format in formats_for(model, options)[0].items():
         name = f"{path}.weight"
         if name not in weights:

@@ -71,7 +71,9 @@ def format_after(path: str, module: nn.Module, requantize: str) -> WeightFormat 
             "unsupported",
         )
 
-    return wanted if wanted.fits(frozen_weight(module).dense().shape[-1]) else None
+    if not wanted.fits(frozen_weight(module).dense().shape[-1]):
+        return None
+    return wanted
 
 
 def smaller_formats(base: BaseModel, requantize: str, changed: Collection[str]) -> Formats:

@@ -46,7 +46,10 @@ def read_sentence_config(path: Path) -> SentenceConfig:
     longest = settings.get("max_seq_length")
     if longest is None:
         longest = _read(path / _TOKENIZER).get("model_max_length")
-        longest = int(longest) if isinstance(longest, (int, float)) and longest < 2**31 else None
+        if isinstance(longest, (int, float)) and longest < 2**31:
+            longest = int(longest)
+        else:
+            longest = None
 
     if longest is not None and not (type(longest) is int and longest > 2):
         raise PackError(
@@ -61,15 +64,16 @@ def read_sentence_config(path: Path) -> SentenceConfig:
 def _modules(path: Path) -> tuple[str, bool]:
     """The pooling, and whether vectors are normalized, from ``modules.json``."""
     file = path / MODULES
-    pooling, kinds = SentenceConfig.pooling, []
-
+    pooling = SentenceConfig.pooling
+    kinds = []
     for module in _read(file, list):
         if not isinstance(module, dict) or not isinstance(module.get("type"), str):
             raise PackError(
                 f"{file}: every module must have a 'type', but got {module}.", "unreadable"
             )
 
-        kind, place = module["type"].rpartition(".")[2], module.get("path") or ""
+        kind = module["type"].rpartition(".")[2]
+        place = module.get("path") or ""
         if not isinstance(place, str) or Path(place).is_absolute() or ".." in Path(place).parts:
             raise PackError(
                 f"{file}: the path of a module must be in the folder, but is {place!r}.",
@@ -106,7 +110,6 @@ def _modules(path: Path) -> tuple[str, bool]:
 def _pooling(file: Path) -> str:
     """The one kind of pooling that a config of the Pooling module turns on."""
     config = _read(file)
-
     methods = config.get("pooling_mode")
     try:
         check_kind("pooling_mode", methods, "text or a list of texts?")
@@ -119,7 +122,9 @@ def _pooling(file: Path) -> str:
         methods = [names.get(key, key) for key, value in switches.items() if value is True]
         methods = [name for name in methods if name != "include_prompt"]
 
-    methods = [methods] if isinstance(methods, str) else list(methods or [])
+    if isinstance(methods, str):
+        methods = [methods]
+    methods = list(methods or [])
     if len(methods) != 1 or methods[0] not in POOLING:
         raise PackError(
             f"{file}: pools by {' and '.join(map(str, methods)) or 'nothing'}. Supported is one "

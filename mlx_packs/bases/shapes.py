@@ -33,14 +33,18 @@ class Geometry:
         """One line for people: stored and true shape."""
         if self.bits is None:
             shape = [self.out_features, self.in_features]
-            stored = f"dense {shape[::-1] if self.embeds else shape}"
+            if self.embeds:
+                shape.reverse()
+            stored = f"dense {shape}"
         else:
             width = self.out_features if self.embeds else self.in_features
             unit = width * self.bits // self.stored_width  # bits of a byte or a word
             stored = f"{self.mode} {self.bits}-bit g{self.group_size}, stored width"
             stored += f" {self.stored_width} = {width} x {self.bits} / {unit}"
 
-        experts = "" if self.experts is None else f"{self.experts} experts of "
+        experts = ""
+        if self.experts is not None:
+            experts = f"{self.experts} experts of "
         return f"{self.path}: {experts}{self.in_features} -> {self.out_features} ({stored})"
 
 
@@ -70,8 +74,11 @@ class Heads:
             value = next((text[key] for key in keys if text.get(key)), None)
             return value if isinstance(value, int) else None  # some families have one a block
 
-        hidden, heads = size("hidden_size", "n_embd"), size("num_attention_heads", "n_head")
-        head_dim = size("head_dim") or (hidden // heads if hidden and heads else None)
+        hidden = size("hidden_size", "n_embd")
+        heads = size("num_attention_heads", "n_head")
+        head_dim = size("head_dim")
+        if not head_dim and hidden and heads:
+            head_dim = hidden // heads
         kv_heads = size("num_key_value_heads") or heads
         return cls(hidden, size("intermediate_size"), heads, kv_heads, head_dim)
 

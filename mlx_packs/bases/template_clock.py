@@ -21,7 +21,11 @@ def strftime_now(form: str) -> str:
 @contextmanager
 def clock_at(date: str | None) -> Iterator[None]:
     """Stop the clock of templates inside the block, at midnight of a date; None lets it go on."""
-    token = _STOPPED_AT.set(None if date is None else datetime.fromisoformat(date))
+    stopped_at = None
+    if date is not None:
+        stopped_at = datetime.fromisoformat(date)
+
+    token = _STOPPED_AT.set(stopped_at)
     try:
         yield
     finally:

@@ -91,7 +91,8 @@ def token_bytes(tokenizer: Any, token: int) -> bytes:
     if added is not None:
         return piece.encode()
 
-    letters, text = _byte_decoder(), tokenizer.decode([token])
+    letters = _byte_decoder()
+    text = tokenizer.decode([token])
     is_of_bytes = "ByteLevel" in decoder or "\ufffd" in text
     if is_of_bytes and all(letter in letters for letter in piece):
         return bytes(letters[letter] for letter in piece)
@@ -140,7 +141,9 @@ def text_tokens(tokenizer: Any, text: str) -> list[int]:
     """The tokens of a text that a model continues; a BOS token is there once at most."""
     with tokenizer_errors(tokenizer):
         tokens = tokenizer.encode(text)
-    return tokens[1:] if starts_twice(tokenizer, tokens) else tokens
+    if starts_twice(tokenizer, tokens):
+        return tokens[1:]
+    return tokens
 
 
 def starts_twice(tokenizer: Any, tokens: Sequence[int]) -> bool:
@@ -187,7 +190,9 @@ def load_encoder_tokenizer(
         from tokenizers.normalizers import Lowercase, Sequence
 
         backend = tokenizer.backend_tokenizer
-        steps = [Lowercase(), *([backend.normalizer] if backend.normalizer else [])]
+        steps = [Lowercase()]
+        if backend.normalizer:
+            steps.append(backend.normalizer)
         backend.normalizer = Sequence(steps)
 
     return tokenizer

@@ -69,7 +69,11 @@ class TurnStyle:
         has_header = self.header and self.between and text.startswith(self.header)
         if has_header and text.removeprefix(self.header).endswith(self.between):
             return self.header
-        return next((mark for mark in self.opening if text.startswith(mark)), None)
+
+        for mark in self.opening:
+            if text.startswith(mark):
+                return mark
+        return None
 
 
 def turn_style(tokenizer: Any) -> TurnStyle:
@@ -176,12 +180,16 @@ def render_conversation(
     style = turn_style(tokenizer)
     options = given_variables(options)
     options["template_date"] = template_date
-    turns = [_in_parts(message) for message in messages] if style.takes_parts else list(messages)
+    turns = list(messages)
+    if style.takes_parts:
+        turns = [_in_parts(message) for message in turns]
 
     if style.needs_header and options.get("add_generation_prompt"):
         prompt = _before_answer(tokenizer, turns, style, options)
+        if prompt is not None and tokenize:
+            return _encoded(tokenizer, prompt)
         if prompt is not None:
-            return _encoded(tokenizer, prompt) if tokenize else prompt
+            return prompt
 
     if tokenize:
         return render_chat(tokenizer, turns, tokenize=True, **options)
@@ -192,9 +200,11 @@ def _before_answer(
     tokenizer: Any, turns: list[Mapping], style: TurnStyle, options: Mapping[str, Any]
 ) -> str | None:
     """The text before the next answer, header included; None if the template rejects one."""
-    answer = _in_parts(_ANSWER) if style.takes_parts else _ANSWER
-    options = {**options, "add_generation_prompt": False}
+    answer = _ANSWER
+    if style.takes_parts:
+        answer = _in_parts(answer)
 
+    options = {**options, "add_generation_prompt": False}
     try:
         text = render_chat(tokenizer, [*turns, answer], tokenize=False, **options)
     except PackError as error:
@@ -210,7 +220,10 @@ def _in_parts(message: Mapping) -> Mapping:
     content = message.get("content")
     if not isinstance(content, str):
         return message
-    parts = [{"type": "text", "text": text} for text in (content,) if text]
+
+    parts = []
+    if content:
+        parts.append({"type": "text", "text": content})
     return {**message, "content": parts}
 
 
@@ -236,7 +249,9 @@ def _turn_style(tokenizer: Any) -> TurnStyle:
             if SENTINEL in text and second_choice is None:
                 second_choice = probe
 
-    return unknown if second_choice is None else _style_of(second_choice)
+    if second_choice is None:
+        return unknown
+    return _style_of(second_choice)
 
 
 @dataclass(frozen=True)
@@ -248,7 +263,6 @@ class _Probe:
     takes_parts: bool
 
     def render(self, messages: Sequence[Mapping], **options: Any) -> str:
-
         turns: list[Mapping] = [*self.opening, *messages]
         if self.takes_parts:
             turns = [_in_parts(message) for message in turns]
@@ -268,11 +282,12 @@ class _Probe:
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text without the white space around it."""
-        return _encoded(self.tokenizer, text.strip()) if text.strip() else []
+        text = text.strip()
+        return _encoded(self.tokenizer, text) if text else []
 
 
 def _style_of(probe: _Probe) -> TurnStyle:
-    end, tokenizer = _answer_end(probe), probe.tokenizer
+    end = _answer_end(probe)
     others = tuple(token for token in _call_ends(probe) if token != end.token)
     end = replace(end, others=others)
 
@@ -280,10 +295,10 @@ def _style_of(probe: _Probe) -> TurnStyle:
     if not asked:
         return TurnStyle(end, probe.takes_parts, _needs_header(probe))
 
+    tokenizer = probe.tokenizer
     marks = _marks(tokenizer)
     opening = [tokenizer.decode([token]) for token in probe.encode(before) if token in marks]
     texts = tuple(text for text in dict.fromkeys(opening) if text.strip())
-
     for text in texts:
         before = before.replace(text, "")
 
@@ -292,14 +307,16 @@ def _style_of(probe: _Probe) -> TurnStyle:
 
 
 def _answer_end(probe: _Probe) -> AnswerEnd:
-    tokenizer, marks = probe.tokenizer, _marks(probe.tokenizer)
+    tokenizer = probe.tokenizer
+    marks = _marks(tokenizer)
+    for token in probe.encode(probe.behind(_ANSWER)):
+        if token in marks:
+            return AnswerEnd(token, tokenizer.decode([token]))
 
-    tokens = probe.encode(probe.behind(_ANSWER))
-    if (token := next((token for token in tokens if token in marks), None)) is not None:
-        return AnswerEnd(token, tokenizer.decode([token]))
-
+    token = tokenizer.eos_token_id
     tokens = probe.encode(probe.behind(_ANSWER, _QUESTION))
-    token = tokens[0] if tokens and tokens[0] in marks else tokenizer.eos_token_id
+    if tokens and tokens[0] in marks:
+        token = tokens[0]
     if token is None:
         return AnswerEnd()
     return AnswerEnd(token, tokenizer.decode([token]), is_written=False)
@@ -331,7 +348,9 @@ def _call_ends(probe: _Probe) -> list[int]:
 
     before = text.rstrip()
     text = probe.try_to_render([message, _RESULT], tools=tools) or ""
-    follows = probe.encode(text.removeprefix(before)) if text.startswith(before) else []
+    follows = []
+    if text.startswith(before):
+        follows = probe.encode(text.removeprefix(before))
     return [token for token in follows[:1] if token in ends]
 
 

@@ -151,7 +151,9 @@ class MLXFormat(WeightFormat):
         if isinstance(dense, nn.Linear):
             module = nn.QuantizedLinear.__new__(nn.QuantizedLinear)
             nn.Module.__init__(module)  # its own would draw weights
-            module.group_size, module.bits, module.mode = self.group_size, self.bits, self.mode
+            module.group_size = self.group_size
+            module.bits = self.bits
+            module.mode = self.mode
 
             arrays = self._quantize(dense.weight)
             for name, array in zip(("weight", "scales", "biases"), arrays, strict=False):
@@ -163,9 +165,8 @@ class MLXFormat(WeightFormat):
             module = dense.to_quantized(self.group_size, self.bits, self.mode)
 
         if self.mode == "affine":
-            module.scales, module.biases = (
-                module[name].astype(dtype) for name in ("scales", "biases")
-            )
+            module.scales = module["scales"].astype(dtype)
+            module.biases = module["biases"].astype(dtype)
 
         module.freeze()
         return module
@@ -205,7 +206,6 @@ class CustomFormat(WeightFormat):
         return {part_name(name, part): mx.zeros(a.shape, a.dtype) for part, a in arrays.items()}
 
     def quantize(self, name: str, w: mx.array, layout: str = "mlx") -> Tensors:
-
         arrays = by_slices(name, w, 1, lambda rows: tuple(self.arrays(rows).values()))
         return dict(zip(self.outline(name, w), arrays, strict=True))
 
@@ -237,7 +237,9 @@ def part_name(name: str, part: str) -> str:
 
 
 def fault_of(flag: str, value: int, valid: tuple[int, ...]) -> list[str]:
-    return [] if value in valid else [f"{flag}: must be one of {valid} but is {value}."]
+    if value in valid:
+        return []
+    return [f"{flag}: must be one of {valid} but is {value}."]
 
 
 def format_class(mode: str) -> type[WeightFormat]:
@@ -277,10 +279,13 @@ def _settings_of(kind: type[WeightFormat]) -> list[str]:
 def format_name(quantization: Mapping | None) -> str:
     """The name of the format that a config's quantization is in, or ``none``."""
     q = quantization or {}
-    mode, bits, group_size = q.get("mode", "affine"), q.get("bits"), q.get("group_size")
-    for name in (name for name, (of_name, _) in WEIGHT_FORMATS.items() if of_name == mode):
+    mode = q.get("mode", "affine")
+    sizes = (q.get("bits"), q.get("group_size"))
+    for name, (of_name, _) in WEIGHT_FORMATS.items():
+        if of_name != mode:
+            continue
         weight_format = named_format(name)
-        if (bits, group_size) == (weight_format.bits, weight_format.group_size):
+        if sizes == (weight_format.bits, weight_format.group_size):
             return name
     return "none"
 

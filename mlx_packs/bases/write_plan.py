@@ -31,7 +31,8 @@ class Item:
         outline = {name: mx.zeros(w.shape, w.dtype)}
         if weight_format is not None:
             outline = weight_format.outline(name, w, layout)
-        size = w.size if size is None else size
+        if size is None:
+            size = w.size
         return cls(name, size, dtype_name(w.dtype), weight_format, outline)
 
     @property
@@ -62,17 +63,21 @@ class WritePlan:
 
         Another version of this package or of MLX may quantize other tensors to other bits.
         """
-        return {
+        request = {
             "version": 1,
             "source": self.fingerprint,
             "recipe": self.options.to_json(),
             "versions": runtime.versions(),
-        } | ({"merged": self.merged} if self.merged else {})
+        }
+        if self.merged:
+            request["merged"] = self.merged
+        return request
 
 
 def in_shards(items: list[Item], max_shard_gb: float) -> dict[str, list[Item]]:
     """Items by file, in their order; tensors of one module stay together."""
-    shards, size = [[]], 0
+    shards = [[]]
+    size = 0
     for item in items:
         if shards[-1] and size + item.nbytes > max_shard_gb * 1e9:
             shards.append([])

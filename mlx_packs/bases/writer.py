@@ -57,8 +57,8 @@ def quantize(
         PackError: nothing was written.
         Interrupted: finished shards are kept.
     """
-    options, display = options or QuantizeOptions(), display or Display(QUIET)
-
+    options = options or QuantizeOptions()
+    display = display or Display(QUIET)
     options.check()
     source = base_files.resolve_checkpoint(model)
     started = time.monotonic()
@@ -161,8 +161,8 @@ def plan_quantized(
 
     if kind := base_files.quantized_as(source, config):
         raise PackError(
-            f"{named or source}: is quantized already ({kind}). Take the checkpoint that it was made "
-            "from.",
+            f"{named or source}: is quantized already ({kind}). Take the checkpoint that it was "
+            "made from.",
             "conflict",
             "model",
         )
