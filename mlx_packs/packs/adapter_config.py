@@ -55,13 +55,16 @@ def config_with(specs: Specs, blocks: int, rank: int, scale: float) -> dict:
     for block_list, number, _ in filter(None, places.values()):
         lengths[block_list] = max(number + 1, lengths.get(block_list, 0))
 
-    keys, first = list(specs), 0  # absolute ones, which mlx-lm alone knows
+    keys = list(specs)  # absolute ones, which only mlx-lm knows
+    first = 0
     if sum(lengths.values()) <= blocks:
         keys = [place[2] if place else path for path, place in places.items()]
         if len(lengths) == 1:
             first = min(place[1] for place in places.values() if place)
 
-    kind = "dora" if any(spec.kind == "dora" for spec in specs.values()) else "lora"
+    kind = "lora"
+    if any(spec.kind == "dora" for spec in specs.values()):
+        kind = "dora"
 
     return {
         "fine_tune_type": kind,
@@ -93,7 +96,9 @@ def one_rank(specs: Iterable[ModuleSpec]) -> int | None:
     specs = list(specs)
     ranks = {spec.rank for spec in specs}
     of_slices = {part.rank for spec in specs for part in spec.slices if part.rank}
-    return max(ranks) if len(ranks) == 1 or len(of_slices) == 1 else None
+    if len(ranks) == 1 or len(of_slices) == 1:
+        return max(ranks)
+    return None
 
 
 def padded_rank(manifest: dict) -> int | None:
@@ -102,7 +107,9 @@ def padded_rank(manifest: dict) -> int | None:
         return None
     specs = specs_of(manifest).values()
     rank = one_rank(specs)
-    return rank if any(spec.rank != rank for spec in specs) else None
+    if all(spec.rank == rank for spec in specs):
+        return None
+    return rank
 
 
 def stored_shapes(manifest: dict) -> dict[str, tuple[int, ...]]:

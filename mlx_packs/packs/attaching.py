@@ -21,7 +21,9 @@ def attach_pack(base: "BaseModel", pack: Pack, matmul_path: str = "quantized") -
 
     tensors = pack.load_tensors()
     fallback = bool(pack._part("recipe").get("train_fp16_fallback"))
-    where = str(pack.path / ADAPTERS if pack.path else "pack")
+    where = "pack"
+    if pack.path:
+        where = str(pack.path / ADAPTERS)
     check_shapes(shapes_of(pack.manifest), {n: t.shape for n, t in tensors.items()}, where)
 
     if pack.for_merge != "none":

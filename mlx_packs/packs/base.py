@@ -75,7 +75,9 @@ class Base(BaseModel):
     @property
     def template_kwargs(self) -> dict[str, Any]:
         """The variables of the chat template that the active pack was trained with."""
-        return template_kwargs_of(self.active.pack.manifest) if self.active else {}
+        if self.active is None:
+            return {}
+        return template_kwargs_of(self.active.pack.manifest)
 
     @contextmanager
     def applied(self, pack: Packs, matmul_path: str = "quantized") -> Iterator["Base"]:
@@ -98,7 +100,7 @@ class Base(BaseModel):
         try:
             yield self
         finally:
-            self.swap_pack(before and before.pack, before.matmul_path if before else "quantized")
+            self._swap_back(before)
 
     def generate(
         self,
@@ -146,7 +148,9 @@ class Base(BaseModel):
         """
         tokens = self._prompt_tokens(prompt, raw, pack)
         settings = build(Sampling, sampling)
-        return self._pieces(tokens, None if pack is None else as_pack(pack), settings)
+        if pack is not None:
+            pack = as_pack(pack)
+        return self._pieces(tokens, pack, settings)
 
     def generate_batch(
         self,
@@ -179,29 +183,40 @@ class Base(BaseModel):
 
         if not tokens:
             return []
-        with nullcontext() if pack is None else self.applied(pack):
+
+        context = nullcontext()
+        if pack is not None:
+            context = self.applied(pack)
+        with context:
             return complete_prompts(self, tokens, settings, batch_size)
 
     def _prompt_tokens(
         self, prompt: str | Sequence[Mapping], raw: bool, pack: Packs | None
     ) -> list[int]:
         self.check_architecture("generate", "decoder")
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if raw and not isinstance(prompt, str):
             raise PackError("raw: continues a text, but the prompt is messages.", "conflict", "raw")
         if raw:
             return raw_prompt(self, prompt)
 
+        messages = prompt
+        if isinstance(prompt, str):
+            messages = [{"role": "user", "content": prompt}]
         try:
             messages = [turn.message for turn in turns_of(messages)]
         except ValueError as error:
             raise PackError(f"prompt: {error}", flag="prompt") from None
 
-        variables = {} if pack is None else template_kwargs_of(as_pack(pack).manifest)
+        variables = {}
+        if pack is not None:
+            variables = template_kwargs_of(as_pack(pack).manifest)
         return chat_prompt(self, messages, **variables)
 
     def _pieces(self, tokens: list[int], pack: Pack | None, sampling: Sampling) -> Iterator[str]:
-        with nullcontext() if pack is None else self.applied(pack):
+        context = nullcontext()
+        if pack is not None:
+            context = self.applied(pack)
+        with context:
             yield from stream(self, tokens, sampling)
 
     def rewards(
@@ -233,7 +248,7 @@ class Base(BaseModel):
                 self, completions, as_pack(pack), batch_size, matmul_path
             )
         finally:
-            self.swap_pack(before and before.pack, before.matmul_path if before else "quantized")
+            self._swap_back(before)
 
     def attach(self, pack: Packs, matmul_path: str = "quantized") -> "Base":
         """Attach a pack until `detach`, in place of the active one, and return the base model.
@@ -269,27 +284,34 @@ class Base(BaseModel):
         Raises:
             PackError: If the pack does not fit or is a reward model; the active pack then stays.
         """
-        before = self.active
-        after = None if pack is None else as_pack(pack)
-        if after is not None:
-            check_generates(after)
-            after.check_base(self)
-            tensors = after.load_tensors()
-            if before and before.matmul_path == matmul_path and _fits(before.attached, after):
-                before.attached.load(tensors, after.name)
-                self.active = ActivePack(after, before.attached, matmul_path)
-                return
-
-        self._deactivate()
-        if after is None:
+        if pack is None:
+            self._deactivate()
             return
 
+        before = self.active
+        after = as_pack(pack)
+        check_generates(after)
+        after.check_base(self)
+        tensors = after.load_tensors()
+        if before and before.matmul_path == matmul_path and _fits(before.attached, after):
+            before.attached.load(tensors, after.name)
+            self.active = ActivePack(after, before.attached, matmul_path)
+            return
+
+        self._deactivate()
         try:
             self._activate(after, matmul_path)
         except BaseException:
             if before:
                 self._activate(before.pack, before.matmul_path)
             raise
+
+    def _swap_back(self, before: ActivePack | None) -> None:
+        """Restore the pack that was active before, if there was one."""
+        if before is None:
+            self.swap_pack(None)
+        else:
+            self.swap_pack(before.pack, before.matmul_path)
 
     def _activate(self, pack: Pack, matmul_path: str) -> None:
         attached = next((other for other in self.suspended if _fits(other, pack)), None)
@@ -305,7 +327,8 @@ class Base(BaseModel):
 
     def _deactivate(self) -> None:
         """Put the base's own modules back; keep those for adapters, if nothing was copied."""
-        active, self.active = self.active, None
+        active = self.active
+        self.active = None
         if active is None:
             return
 
@@ -383,15 +406,18 @@ def find_base(pack: Pack | None) -> str:
     if name == TINY or is_hub_id(name) or is_local_model(name):
         return name
 
-    folders = [name] if Path(name).name == name else []  # a pack leads to no other place
-    folders = [*_bases_of_runs(pack), *folders]
+    folders = _bases_of_runs(pack)
+    if Path(name).name == name:  # a pack leads to no other place
+        folders.append(name)
+
     for folder in folders:
         path = Path(folder).expanduser()
         if is_local_model(folder) or path.is_dir() or (path.is_file() and reader_of(path)):
             return folder
 
     raise PackError(
-        f"--model: {pack.name} was trained on {name}, which is not here. Name its folder: --model DIR.",
+        f"--model: {pack.name} was trained on {name}, which is not here. Name its folder: "
+        "--model DIR.",
         "not-found",
         "model",
     )
@@ -399,7 +425,10 @@ def find_base(pack: Pack | None) -> str:
 
 def _bases_of_runs(pack: Pack) -> list[str]:
     """The base of the run beside a pack, or beside the parts of a sum."""
-    folders = [pack.path] if pack.path else [identity for identity, _ in pack.parts]
+    folders = [identity for identity, _ in pack.parts]
+    if pack.path:
+        folders = [pack.path]
+
     bases = []
     for folder in folders:
         with suppress(PackError, OSError, AttributeError, KeyError, TypeError):

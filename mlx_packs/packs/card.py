@@ -33,13 +33,18 @@ def model_card(manifest: dict, name: str) -> str:
     elif replaced_of(manifest):
         what += f", {full}"
 
+    kind = "pack"
+    if is_reward_model(manifest):
+        kind = "pack that is a reward model (`--task reward`)"
+    if specs:
+        kind = f"LoRA {kind}"
+
     lines = [
         *_card_metadata(manifest),
         "",
         f"# {name}",
         "",
-        f"A {'LoRA ' if specs else ''}{_kind(manifest)} for `{base['id']}` ({base['model_type']}, "
-        f"{base['num_layers']} blocks), {what}.",
+        f"A {kind} for `{base['id']}` ({base['model_type']}, {base['num_layers']} blocks), {what}.",
         "",
     ]
 
@@ -77,12 +82,12 @@ def _full_tensors(manifest: dict) -> str:
     """How many tensors of the base are stored in full, and the head that is none of them."""
     scores = is_reward_model(manifest)
     count = len(replaced_of(manifest)) - scores
-    parts = [f"{count} of its tensors fine-tuned in full"] * bool(count)
-    return ", ".join([*parts, *["and a score head beside"] * scores])
-
-
-def _kind(manifest: dict) -> str:
-    return "pack that is a reward model (`--task reward`)" if is_reward_model(manifest) else "pack"
+    parts = []
+    if count:
+        parts.append(f"{count} of its tensors fine-tuned in full")
+    if scores:
+        parts.append("and a score head beside")
+    return ", ".join(parts)
 
 
 def _card_metadata(manifest: dict) -> list[str]:
@@ -98,10 +103,15 @@ def _card_metadata(manifest: dict) -> list[str]:
         lines.append(f"base_model: {json.dumps(base)}")
         lines.append(f"base_model_relation: {'adapter' if is_lora else 'finetune'}")
 
-    scores = is_reward_model(manifest)
-    task = "text-classification" if scores else architecture_facts(manifest).hub_task
+    task = architecture_facts(manifest).hub_task
+    if is_reward_model(manifest):
+        task = "text-classification"
     lines.append(f"pipeline_tag: {task}")
-    return [*lines, f"tags: [mlx, {'lora, ' * is_lora}mlx-packs]", "---"]
+
+    tags = ["mlx", "mlx-packs"]
+    if is_lora:
+        tags.insert(1, "lora")
+    return [*lines, f"tags: [{', '.join(tags)}]", "---"]
 
 
 def _card_data(data: Mapping) -> list[str]:
@@ -114,7 +124,9 @@ def _card_data(data: Mapping) -> list[str]:
     lines = ["", f"Data `{data.get('source', '?')}`, by fingerprint:", ""]
 
     for split, value in prints.items():
-        count = f", {rows[split]:,} examples" if split in rows else ""
+        count = ""
+        if split in rows:
+            count = f", {rows[split]:,} examples"
         lines.append(f"- {split}{count}: `{value}`")
     return lines
 
@@ -128,7 +140,10 @@ def _card_samples(manifest: Mapping) -> list[str]:
         for name, content in parts.items():
             if content:
                 lines += [f"{name}:", "", *_fenced(content), ""]
-    return ["## Sample", "", *lines] if lines else []
+
+    if not lines:
+        return []
+    return ["## Sample", "", *lines]
 
 
 def _fenced(content: str) -> list[str]:
@@ -181,20 +196,26 @@ def _cell(value: str) -> str:
 
 def format_result(result: Mapping, when: str) -> str | None:
     """The perplexity before or after with its standard error, None without one."""
-    ppl, se = result.get(f"ppl_{when}"), result.get(f"ppl_{when}_se")
-    return None if ppl is None else format_perplexity(ppl, se)
+    ppl = result.get(f"ppl_{when}")
+    if ppl is None:
+        return None
+    return format_perplexity(ppl, result.get(f"ppl_{when}_se"))
 
 
 def graph_lines(objective: Mapping) -> list[str]:
     """A line about the graph that was trained, where it was a proxy of the base."""
-    graph, stack = objective.get("graph"), objective.get("stack")
+    graph = objective.get("graph")
+    stack = objective.get("stack")
     if graph is None or stack is None:
         return []
 
-    before, after = objective.get("ppl_before"), objective.get("ppl_after")
-    own = "" if before is None or after is None else f"; its own PPL {before:.2f} → {after:.2f}"
-    shown = ", ".join(stack) or "no projection"
+    own = ""
+    before = objective.get("ppl_before")
+    after = objective.get("ppl_after")
+    if before is not None and after is not None:
+        own = f"; its own PPL {before:.2f} → {after:.2f}"
 
+    shown = ", ".join(stack) or "no projection"
     if len(stack) > 3:
         shown = f"{len(stack)} projections ({stack[0]} … {stack[-1]})"
 
@@ -213,13 +234,20 @@ def format_change(result: Mapping) -> str:
     ppl_before, ppl_after = (format_result(result, when) for when in ("before", "after"))
     if ppl_before and ppl_after:
         return f"PPL {ppl_before} → {ppl_after}"
-    names = [n for n in METRICS if all(f"{n}_{when}" in result for when in ("before", "after"))]
-    before, after = ({n: result[f"{n}_{when}"] for n in names} for when in ("before", "after"))
-    return f"{format_metrics(before)} → {format_metrics(after)}" if names else ""
+
+    names = [n for n in METRICS if f"{n}_before" in result and f"{n}_after" in result]
+    if not names:
+        return ""
+    before = {n: result[f"{n}_before"] for n in names}
+    after = {n: result[f"{n}_after"] for n in names}
+    return f"{format_metrics(before)} → {format_metrics(after)}"
 
 
 def format_perplexity(ppl: float, se: float | None, digits: int = 2) -> str:
-    return f"{ppl:.{digits}f}" + ("" if se is None else f" ± {se:.{digits}f}")
+    text = f"{ppl:.{digits}f}"
+    if se is not None:
+        text += f" ± {se:.{digits}f}"
+    return text
 
 
 def format_answers(answers: Mapping, examples: str = "examples") -> str:
@@ -228,25 +256,31 @@ def format_answers(answers: Mapping, examples: str = "examples") -> str:
     ``answers`` has metric, rows, and accuracies ``before`` and ``after`` (None without a pack).
     """
     scores = [score for when in ("before", "after") if (score := answers[when])]
-    shares = [
-        f"{100 * score['share']:.1f}" + (f" ± {100 * score['se']:.1f} %" if score["se"] else " %")
-        for score in scores
-    ]
+    shares = []
+    for score in scores:
+        share = f"{100 * score['share']:.1f}"
+        if score["se"]:
+            share += f" ± {100 * score['se']:.1f}"
+        shares.append(f"{share} %")
 
     text = f"{answers['metric']} {' → '.join(shares)} of {answers['rows']:,} {examples}"
     valid = [f"{100 * v:.1f} %" for score in scores if (v := score.get("valid")) is not None]
-    return f"{text} (valid JSON {' → '.join(valid)})" if valid else text
+    if valid:
+        text += f" (valid JSON {' → '.join(valid)})"
+    return text
 
 
 def phase_lines(phases: Sequence[Mapping]) -> list[str]:
     lines = []
     for phase in phases:
-        before, after = phase["before"], phase["after"]
+        before = phase["before"]
+        after = phase["after"]
         names = sorted(set(before) & set(after), key=lambda name: (name != phase["name"], name))
-
         changes = [f"{n} {before[n]['ppl']:.2f} → {after[n]['ppl']:.2f}" for n in names]
-        replayed = f", {phase['replay']:.0%} replayed" if phase["replay"] else ""
 
+        replayed = ""
+        if phase["replay"]:
+            replayed = f", {phase['replay']:.0%} replayed"
         lines.append(
             f"{phase['name']}: {phase['steps']:,} updates on {phase['data']}{replayed} · held-out "
             f"PPL of {' · '.join(changes) or '?'}"

@@ -27,9 +27,12 @@ def check_base(pack: Pack, base: "BaseModel") -> None:
     current = base.path, base.fingerprint
     _check_base(pack, base.name, current, base.config, base.quantization)
 
-    pooling = getattr(base.model, "sentence_config", None)  # which decoders lack
+    settings = {}
+    if pooling := getattr(base.model, "sentence_config", None):  # which decoders lack
+        settings = pooling.to_json()
+
     trained = pack._part("objective")
-    for name, value in (pooling.to_json() if pooling else {}).items():
+    for name, value in settings.items():
         if trained.get(name, value) != value:
             raise PackError(
                 f"{pack.name}: was trained with {name} {trained[name]}, but "
@@ -42,7 +45,8 @@ def _check_base(
     pack: Pack, name: str, current: tuple[Path, str], config: dict, quantization: Mapping | None
 ) -> None:
     """Compare model type, folder and fingerprint, quantization; without one the base is dense."""
-    ours, where = pack.manifest["base"], pack.name
+    ours = pack.manifest["base"]
+    where = pack.name
     if ours["model_type"] != config["model_type"]:
         raise PackError(
             f"{where}: was trained on a {ours['model_type']} ({ours['id']}), but "
@@ -52,7 +56,8 @@ def _check_base(
 
     path, value = current
     if not is_fingerprint_of(path, ours["fingerprint"], value, where):
-        value = sampled_fingerprint(path) if is_sampled(ours["fingerprint"]) else value
+        if is_sampled(ours["fingerprint"]):
+            value = sampled_fingerprint(path)
         raise PackError(
             f"{where}: was trained on {ours['id']} (fingerprint "
             f"{short_fingerprint(ours['fingerprint'])}), but {name} is another base "
@@ -63,7 +68,9 @@ def _check_base(
     was, now = (quantization_name(q) for q in (ours["quantization"], quantization))
     if was != now:
         mode = format_name(ours["quantization"])
-        how = f"with load_base(…, quantize='{mode}')" if mode != "none" else "without quantize"
+        how = "without quantize"
+        if mode != "none":
+            how = f"with load_base(…, quantize='{mode}')"
         raise PackError(
             f"{where}: was trained on {ours['id']} as {was}, but {name} is {now}. Packs of "
             f"different quantization take a command each; from Python, load the base {how}.",
@@ -71,7 +78,8 @@ def _check_base(
             "quantize",
         )
 
-    if names := changed_texts(path, ours["text_files"]) if ours.get("text_files") else []:
+    recorded = ours.get("text_files")
+    if recorded and (names := changed_texts(path, recorded)):
         say_changed(where, path, tuple(names))
 
 
@@ -119,7 +127,7 @@ def check_generates(pack: Pack) -> None:
     """No text can be generated with a reward model."""
     if pack.is_reward_model:
         raise PackError(
-            f"{pack.name}: is a reward model (--task reward), which scores completions and generates "
-            "no text. Evaluate it with packs eval, or score with base.rewards().",
+            f"{pack.name}: is a reward model (--task reward), which scores completions and "
+            "generates no text. Evaluate it with packs eval, or score with base.rewards().",
             "unsupported",
         )

@@ -52,8 +52,10 @@ def diff(a: str | Path | Pack, b: str | Path | Pack) -> dict:
     packs = [p if isinstance(p, Pack) else Pack.open(p) for p in (a, b)]
     specs = [pack.specs for pack in packs]
     tensors = [pack.load_tensors() for pack in packs]
-    modules, layers, incomparable = [], {}, {}
 
+    modules = []
+    layers = {}
+    incomparable = {}
     for path in sorted({*specs[0], *specs[1]}, key=by_number):
         spec = [s.get(path) for s in specs]
         if reason := _unlike(*spec):
@@ -63,7 +65,8 @@ def diff(a: str | Path | Pack, b: str | Path | Pack) -> dict:
         factors = [factors_of(s, t) if s else None for s, t in zip(spec, tensors, strict=True)]
         sums, overlap = _compare(*factors)
 
-        ranks = {"rank_a": spec[0].rank if spec[0] else 0, "rank_b": spec[1].rank if spec[1] else 0}
+        rank_a, rank_b = (s.rank if s else 0 for s in spec)
+        ranks = {"rank_a": rank_a, "rank_b": rank_b}
         modules.append({"path": path, **ranks, **_distances(sums), **overlap})
         layers.setdefault(layer_of(path), []).append((sums, overlap))
 
@@ -102,7 +105,8 @@ def factors_of(spec: ModuleSpec, tensors: Mapping[str, mx.array]) -> Factors:
     check_shapes(spec.shapes, stored, spec.path)
     a, b = (np.asarray(x.astype(mx.float32), np.float64) for x in read_factors(spec, tensors))
     if spec.experts is None:
-        a, b = a[None], b[None]
+        a = a[None]
+        b = b[None]
     scale = np.concatenate([np.full(s.rank, s.scale) for s in spec.slices])
     return a * scale, b
 
@@ -114,14 +118,16 @@ def _compare(a: Factors | None, b: Factors | None) -> tuple[Sums, dict]:
         square = squared_norm(*(a or b))
         return square * np.array([b is None, a is None, True, False]), no_overlap
 
-    sums, overlaps = np.zeros(4), []
+    sums = np.zeros(4)
+    overlaps = []
     for expert in range(len(a[0])):
         (a_in, a_out), (b_in, b_out) = ((f[expert] for f in pack) for pack in (a, b))
         r = a_in.shape[1]
 
         left = np.linalg.qr(np.concatenate([a_in, b_in], axis=1), mode="r")  # [k, ra + rb]
         right = np.linalg.qr(np.concatenate([a_out, b_out], axis=0).T, mode="r")  # [l, ra + rb]
-        of_a, of_b = left[:, :r] @ right[:, :r].T, left[:, r:] @ right[:, r:].T  # [k, l]
+        of_a = left[:, :r] @ right[:, :r].T  # [k, l]
+        of_b = left[:, r:] @ right[:, r:].T
 
         sums += [np.sum(x) for x in (of_a**2, of_b**2, (of_a - of_b) ** 2, of_a * of_b)]
         overlaps.append(_overlap(of_a, of_b, a_in.shape[0], a_out.shape[1]))
@@ -145,10 +151,13 @@ def squared_norm(a: np.ndarray, b: np.ndarray) -> float:
 
 def _overlap(a: np.ndarray, b: np.ndarray, width: int, height: int) -> list[float] | None:
     """Phi for inputs and outputs, of the deltas and of random subspaces of these sizes."""
-    (a_in, a_out), (b_in, b_out) = _directions(a), _directions(b)
-    i, j = a_in.shape[1], b_in.shape[1]
+    a_in, a_out = _directions(a)
+    b_in, b_out = _directions(b)
+    i = a_in.shape[1]
+    j = b_in.shape[1]
     if not i or not j:
         return None
+
     phi = [float(np.sum((x.T @ y) ** 2)) / min(i, j) for x, y in ((a_in, b_in), (a_out, b_out))]
     return [*phi, max(i, j) / width, max(i, j) / height]
 
@@ -156,20 +165,27 @@ def _overlap(a: np.ndarray, b: np.ndarray, width: int, height: int) -> list[floa
 def _directions(core: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Left and right singular vectors of a core with nonzero singular values."""
     u, s, vt = np.linalg.svd(core, full_matrices=False)
-    nonzero = s > 1e-6 * s[0] if s[0] > 0 else np.zeros(len(s), bool)  # factors have 24 bits
+    nonzero = np.zeros(len(s), bool)
+    if s[0] > 0:
+        nonzero = s > 1e-6 * s[0]  # factors have 24 bits
     return u[:, nonzero], vt[nonzero].T
 
 
 def _distances(sums: Sums) -> dict:
     """Frobenius norms, ``relative`` to A's; ``cosine`` is None if a delta is zero."""
     norm_a, norm_b, distance = np.sqrt(sums[:3]).tolist()
-    both = norm_a * norm_b
+    relative = cosine = None
+    if norm_a:
+        relative = distance / norm_a
+    if norm_a * norm_b:
+        cosine = float(np.clip(sums[3] / (norm_a * norm_b), -1, 1))
+
     return {
         "norm_a": norm_a,
         "norm_b": norm_b,
         "distance": distance,
-        "relative": distance / norm_a if norm_a else None,
-        "cosine": float(np.clip(sums[3] / both, -1, 1)) if both else None,
+        "relative": relative,
+        "cosine": cosine,
     }
 
 
@@ -177,7 +193,9 @@ def _total(parts: list[tuple[Sums, dict]]) -> dict:
     total = _distances(sum(sums for sums, _ in parts))
     for key in ("overlap_in", "overlap_out"):
         overlaps = [overlap[key] for _, overlap in parts if overlap[key] is not None]
-        total[key] = float(np.mean(overlaps)) if overlaps else None
+        total[key] = None
+        if overlaps:
+            total[key] = float(np.mean(overlaps))
     return total
 
 
@@ -186,10 +204,14 @@ def _unlike(a: ModuleSpec | None, b: ModuleSpec | None) -> str | None:
     kinds = [spec.kind for spec in (a, b) if spec]
     if "dora" in kinds or len(set(kinds)) > 1:
         places = [f"{spec.kind} in {of}" for spec, of in ((a, "A"), (b, "B")) if spec]
-        return ", ".join(places) + (": its delta is of the base too" if "dora" in kinds else "")
-    if a is None or b is None:
+        reason = ", ".join(places)
+        if "dora" in kinds:
+            reason += ": its delta is of the base too"
+        return reason
+
+    if a is None or b is None or a.size == b.size:
         return None
-    return None if a.size == b.size else f"{a.size} in A, {b.size} in B"
+    return f"{a.size} in A, {b.size} in B"
 
 
 def layer_of(path: str) -> str:
@@ -279,10 +301,13 @@ def lines(report: dict) -> list[str]:
 def _fact_lines(key: str, fact: dict) -> list[str]:
     label = {"quantization": "quant", "objective": "loss"}.get(key, key)
     if fact["same"]:
-        answer = "none recorded" if not fact["a"] and key != "recipe" else "same"
+        answer = "same"
+        if not fact["a"] and key != "recipe":
+            answer = "none recorded"
         return [f"{label:<9} {answer}"]
 
-    of_a, of_b = fact["a"], fact["b"]
+    of_a = fact["a"]
+    of_b = fact["b"]
     if isinstance(of_a, dict) and isinstance(of_b, dict):
         parts = [
             f"{k} {_text(of_a.get(k))} | {_text(of_b.get(k))}"
@@ -304,8 +329,9 @@ def _text(value: object) -> str:
 def _row(name: str, difference: dict) -> str:
     norms = "".join(f"{_norm(difference[key]):>8}" for key in ("norm_a", "norm_b", "distance"))
     ratios = "".join(f"{_ratio(difference[key]):>6}" for key in ("relative", "cosine"))
-    overlap = [difference["overlap_in"], difference["overlap_out"]]
-    both = "-" if overlap[0] is None else "/".join(f"{v:.2f}" for v in overlap)
+    both = "-"
+    if difference["overlap_in"] is not None:
+        both = f"{difference['overlap_in']:.2f}/{difference['overlap_out']:.2f}"
     return f"{name:<13}{norms}{ratios}{both:>10}"
 
 
@@ -314,7 +340,11 @@ def _norm(value: float) -> str:
 
 
 def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}" if abs(value) < 100 else ">99"
+    if value is None:
+        return "-"
+    if abs(value) < 100:
+        return f"{value:.2f}"
+    return ">99"
 
 
 def _block(layer: str) -> str:

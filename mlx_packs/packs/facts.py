@@ -34,8 +34,10 @@ _LOWER = ("ppl", "chosen_ppl", "nll", "loss")
 
 def manifest_facts(manifest: Mapping, title: str) -> Facts:
     """Without the pack's run and without its tensors."""
-    measured, result = _mapping(manifest, "measured"), _mapping(manifest, "eval")
+    measured = _mapping(manifest, "measured")
+    result = _mapping(manifest, "eval")
     changes = changes_of(result)
+
     return Facts(
         title=text(title),
         base=_base_line(manifest),
@@ -88,12 +90,18 @@ def changes_of(result: Mapping) -> list[Change]:
 
 def held_out_line(result: Mapping) -> str:
     """How many examples of which split the metrics are of, and what ± means."""
-    rows, targets = number(result.get("rows")), number(result.get("targets"))
+    rows = number(result.get("rows"))
     if rows is None:
         return ""
+
     line = f"On {rows:,.0f} examples of {text(result.get('split')) or 'the held-out split'}"
-    line += "" if targets is None else f", {targets:,.0f} supervised tokens"
-    return line + (". ± is the standard error." if "ppl_after_se" in result else ".")
+    targets = number(result.get("targets"))
+    if targets is not None:
+        line += f", {targets:,.0f} supervised tokens"
+    line += "."
+    if "ppl_after_se" in result:
+        line += " ± is the standard error."
+    return line
 
 
 def figures_of(changes: list[Change], measured: Mapping) -> list[tuple[str, str]]:
@@ -101,9 +109,12 @@ def figures_of(changes: list[Change], measured: Mapping) -> list[tuple[str, str]
     if changes:
         first = changes[0]
         most = max(abs(first.before), abs(first.after))
-        digits = 3 if most < 2 else 2 if most < 100 else 1
+        digits = 1
+        if most < 2:
+            digits = 3
+        elif most < 100:
+            digits = 2
         figures.append((first.name, f"{first.before:,.{digits}f} → {first.after:,.{digits}f}"))
-
         if first.relative is not None:
             figures.append(("Change", f"{first.relative:+.0%}".replace("-", "−")))
 
@@ -132,19 +143,19 @@ def _mapping(values: Mapping, key: str) -> Mapping:
 
 
 def _base_line(manifest: Mapping) -> str:
-    base, adapters, specs = manifest["base"], manifest["adapters"], specs_of(manifest)
     full = f"{len(replaced_of(manifest))} tensors fine-tuned in full"
-
     what = full
-    if specs:
+    if specs := specs_of(manifest):
         ranks = ", ".join(map(str, ranks_of(specs)))
         what = f"LoRA of rank {ranks} on {', '.join(leaf_names(specs)[:10])}"
-        what += f", {full}" * bool(replaced_of(manifest))
+        if replaced_of(manifest):
+            what += f", {full}"
 
+    base = manifest["base"]
     kind = quantization_name(base["quantization"])
     return text(
         f"{name_alone(base['id'])} ({base['model_type']}, {base['num_layers']} blocks, {kind}) · "
-        f"{what} · {adapters['parameters']:,} parameters",
+        f"{what} · {manifest['adapters']['parameters']:,} parameters",
         400,
     )
 
@@ -157,8 +168,13 @@ def _command(manifest: Mapping, title: str) -> str:
 
 def _size(manifest: Mapping) -> list[tuple[str, str]]:
     total = sum(facts["bytes"] for facts in (manifest.get("files") or {}).values())
-    shown = f"{total / 1e6:,.1f} MB" if total >= 1e5 else f"{total / 1e3:,.0f} kB"
-    return [("Size", shown)] if total else []
+    if not total:
+        return []
+
+    shown = f"{total / 1e3:,.0f} kB"
+    if total >= 1e5:
+        shown = f"{total / 1e6:,.1f} MB"
+    return [("Size", shown)]
 
 
 def _origins(manifest: Mapping) -> list[tuple[str, str]]:
@@ -204,4 +220,6 @@ def _duration(seconds: float) -> str:
     hours, minutes = divmod(minutes, 60)
     if hours:
         return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    if minutes:
+        return f"{minutes} min {rest} s"
+    return f"{rest} s"

@@ -23,7 +23,6 @@ def check_fit(pack: Pack, model: str) -> dict:
     check_shapes(stored_shapes(pack.manifest), stored, str(pack.path / ADAPTERS))
 
     checked = _check_geometry(pack, str(model), path, config)
-
     return {
         "pack": str(pack.path),
         "model": str(model),
@@ -70,8 +69,9 @@ def _check_geometry(pack: Pack, model: str, path: Path, config: dict) -> bool:
         if shape is None:
             return False
 
-        stack = [] if spec.experts is None else [spec.experts]
-        expected = [*stack, spec.out_features, spec.in_features]
+        expected = [spec.out_features, spec.in_features]
+        if spec.experts is not None:
+            expected.insert(0, spec.experts)
         if spec.kind == "embedding":
             expected.reverse()
 
@@ -92,7 +92,8 @@ def _check_full_tensors(
     for name, shape in replaced_of(pack.manifest).items():
         if name == SCORE_WEIGHT and shape != (1, hidden):
             raise PackError(
-                f"{pack.path}: {name} is {list(shape)}, but a reward head of {model} is {[1, hidden]}.",
+                f"{pack.path}: {name} is {list(shape)}, but a reward head of {model} is "
+                f"{[1, hidden]}.",
                 "mismatch",
             )
 
@@ -110,8 +111,10 @@ def _dense_shape(spec: ModuleSpec, stored: dict[str, dict], quantization: dict) 
     shape = list(stored[f"{spec.path}.weight"]["shape"])
 
     if f"{spec.path}.scales" in stored:
-        own = quantization.get(spec.path)
-        bits = (own if isinstance(own, dict) else quantization).get("bits")
+        settings = quantization.get(spec.path)
+        if not isinstance(settings, dict):
+            settings = quantization
+        bits = settings.get("bits")
         if not isinstance(bits, int) or bits < 1:
             return None
 

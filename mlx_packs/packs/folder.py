@@ -10,16 +10,18 @@ from .manifest import ADAPTER_CONFIG, ADAPTERS, MANIFEST, read_manifest
 
 def open_folder(folder: Path) -> dict:
     """The manifest; the sizes of the files are checked."""
-    file = folder / MANIFEST
     recover(folder)
-
     if not folder.is_dir():
         raise PackError(f"{folder}: no such pack folder.", "not-found")
 
+    file = folder / MANIFEST
     if not file.is_file():
-        is_external = (folder / ADAPTER_CONFIG).is_file()
-        hint = f" `packs import {folder} --out PACK` makes one of it." if is_external else ""
-        kind = "an mlx-lm adapter" if (folder / ADAPTERS).is_file() else "not a pack"
+        kind = "not a pack"
+        if (folder / ADAPTERS).is_file():
+            kind = "an mlx-lm adapter"
+        hint = ""
+        if (folder / ADAPTER_CONFIG).is_file():
+            hint = f" `packs import {folder} --out PACK` makes one of it."
         raise PackError(f"{folder}: is {kind}: it has no {MANIFEST}.{hint}", "not-found")
 
     manifest = read_manifest(file)
@@ -29,7 +31,8 @@ def open_folder(folder: Path) -> dict:
 
 def check_sizes(folder: Path, manifest: dict) -> None:
     for name, facts in manifest["files"].items():
-        size, digest = facts["bytes"], facts["sha256"]
+        size = facts["bytes"]
+        digest = facts["sha256"]
         part = folder / name
         if part.name != name:
             raise PackError(
@@ -84,5 +87,6 @@ def check_output(folder: Path, overwrite: bool) -> None:
 
 def _is_hub_blob(link: Path) -> bool:
     """Whether a link is in a snapshot of the Hub's cache, to a file that belongs to it."""
-    snapshots, target = link.parent.parent, link.resolve()
+    snapshots = link.parent.parent
+    target = link.resolve()
     return snapshots.name == "snapshots" and target.parent == snapshots.resolve().parent / "blobs"

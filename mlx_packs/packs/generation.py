@@ -75,5 +75,9 @@ def batch_generate(
 def _loaded(base: Base | str | Path | None, pack: Packs | None) -> tuple[Base, Packs | None]:
     if isinstance(base, Base):
         return base, pack
-    pack = None if pack is None else as_pack(pack)
-    return load_base_for(pack, find_base(pack) if base is None else base), pack
+
+    if pack is not None:
+        pack = as_pack(pack)
+    if base is None:
+        base = find_base(pack)
+    return load_base_for(pack, base), pack

@@ -60,7 +60,10 @@ def fetch(name: str, out: str | Path | None, overwrite: bool, show: Display) -> 
     with errors_of_hub(f"{repo}@{revision}", "cannot be pulled"):
         commit, listed = _resolve(repo, revision)
 
-    folder = _cache(repo) / commit if out is None else Path(out).expanduser()
+    if out is None:
+        folder = _cache(repo) / commit
+    else:
+        folder = Path(out).expanduser()
     if folder.name in ("", ".."):
         raise PackError(f"--out {out}: must name the folder that the pack becomes.")
 
@@ -139,7 +142,8 @@ def _resolve(repo: str, revision: str) -> tuple[str, list[str]]:
 
     try:
         info = HfApi().model_info(repo, revision=revision, timeout=HF_HUB_ETAG_TIMEOUT)
-        commit, listed = info.sha, [file.rfilename for file in info.siblings or []]
+        commit = info.sha
+        listed = [file.rfilename for file in info.siblings or []]
     except (KeyError, TypeError, AttributeError) as error:  # huggingface_hub checks no types
         raise unreadable(reason_of(error)) from None
 
@@ -175,7 +179,9 @@ def _fetch(pin: dict, listed: list[str], folder: Path, show: Display) -> None:
 
     _check_space(name, files, partial)
     if beyond := sorted(set(listed) - {*files, *_USUAL}):
-        more = f" and {len(beyond) - 5} more" if len(beyond) > 5 else ""
+        more = ""
+        if len(beyond) > 5:
+            more = f" and {len(beyond) - 5} more"
         show.line("left", f"{', '.join(beyond[:5])}{more}: not of the pack, not fetched")
 
     make_folder(folder.parent)
@@ -205,8 +211,8 @@ def _download_checked(pin: dict, file: Path, facts: dict, show: Display) -> None
 
     A pull that is killed while it takes the old pack's place leaves files of that one.
     """
-    name, was_there = f"{pin['repo']}@{pin['revision']}: {file.name}", file.is_file()
-
+    name = f"{pin['repo']}@{pin['revision']}: {file.name}"
+    was_there = file.is_file()
     _download(pin, file, facts["bytes"], show)
 
     try:
@@ -247,10 +253,11 @@ def _fetch_manifest(pin: dict, name: str, show: Display) -> tuple[bytes, dict]:
 def _check_space(name: str, files: dict, partial: Path) -> None:
     there = next(folder for folder in partial.absolute().parents if folder.is_dir())
 
-    parts = [(facts["bytes"], partial / file) for file, facts in files.items()]
-    missing = sum(
-        max(0, total - (part.stat().st_size if part.is_file() else 0)) for total, part in parts
-    )
+    missing = 0
+    for file, facts in files.items():
+        part = partial / file
+        done = part.stat().st_size if part.is_file() else 0
+        missing += max(0, facts["bytes"] - done)
 
     if missing > (free := shutil.disk_usage(there).free):
         raise PackError(
@@ -311,7 +318,9 @@ def _receive_all(url: str, file: IO[bytes], total: int, show: Display) -> None:
             except (ConnectionError, *HfHubHTTPError.__bases__[:1]) as error:
                 if isinstance(error, HfHubHTTPError):  # an answer, which is an error
                     raise
-                tries = 0 if file.tell() > before else tries + 1
+                tries += 1
+                if file.tell() > before:
+                    tries = 0
                 if tries == _TRIES:
                     raise
                 time.sleep(tries)
@@ -405,11 +414,14 @@ def errors_of_hub(name: str, what: str) -> Iterator[None]:
     except http_errors() as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
         unanswered = isinstance(error, (ConnectionError, *errors.HfHubHTTPError.__bases__[:1]))
-        hint = f" No answer from {constants.ENDPOINT}." if unanswered and status is None else ""
-
+        hint = ""
+        if unanswered and status is None:
+            hint = f" No answer from {constants.ENDPOINT}."
         if status in (401, 403):
             hint = " Run `hf auth login`, with a token that may write."
 
-        cause = (error.__cause__ if isinstance(error, RuntimeError) else None) or error
+        cause = error
+        if isinstance(error, RuntimeError) and error.__cause__:
+            cause = error.__cause__
         text = next(iter(str(cause).strip().splitlines()), "") or type(cause).__name__
         raise PackError(f"{name}: {what}: {text[:160].rstrip('.')}.{hint}", "network") from None

@@ -37,11 +37,9 @@ def list_packs(folder: str | Path | None = ".", hub_cache: bool = False) -> list
     if folder is not None:
         top = Path(folder).expanduser()
         if not top.is_dir():
+            kind = "is a file" if top.exists() else "no such folder"
             raise PackError(
-                f"{top}: {'is a file' if top.exists() else 'no such folder'}. Name a "
-                "folder with packs below it.",
-                "not-found",
-                "folder",
+                f"{top}: {kind}. Name a folder with packs below it.", "not-found", "folder"
             )
 
         for path, fault in packs_below(top):
@@ -103,8 +101,8 @@ def _entry(name: str, folder: Path, fault: OSError | None) -> dict:
         manifest = read_manifest(folder / MANIFEST)
         base = manifest["base"]
         sizes = [facts["bytes"] for facts in manifest["files"].values()]
-
-        result, measured = (manifest.get(key) or {} for key in ("eval", "measured"))
+        result = manifest.get("eval") or {}
+        measured = manifest.get("measured") or {}
 
         entry |= {
             **{key: base[key] for key in ("fingerprint", "model_type", "quantization")},
@@ -130,9 +128,14 @@ def _entry(name: str, folder: Path, fault: OSError | None) -> dict:
 
 def _metric(result: dict) -> dict:
     """The headline metric of a pack of an encoder; empty if it has none."""
-    name = next((name for name in METRICS if f"{name}_after" in result), None)
-    values = {when: result.get(f"{name}_{when}") for when in ("before", "after")}
-    return {} if name is None else {"metric": name} | {f"metric_{k}": v for k, v in values.items()}
+    for name in METRICS:
+        if f"{name}_after" in result:
+            return {
+                "metric": name,
+                "metric_before": result.get(f"{name}_before"),
+                "metric_after": result[f"{name}_after"],
+            }
+    return {}
 
 
 def table(entries: list[dict], width: int) -> list[str]:
@@ -148,8 +151,8 @@ def table(entries: list[dict], width: int) -> list[str]:
     lines = []
     for row, entry in zip(rows, [None, *entries], strict=True):
         cells = [_cut(cell, column) for cell, column in zip(row, widths, strict=True)]
-        name, base_name = f"{cells[0]:<{widths[0]}}", f"{cells[1]:<{widths[1]}}"
-
+        name = f"{cells[0]:<{widths[0]}}"
+        base_name = f"{cells[1]:<{widths[1]}}"
         if entry is not None and entry["error"]:
             lines.append(_cut(f"{name}{gap}damaged: {entry['error']}", width))
             continue
@@ -162,10 +165,16 @@ def table(entries: list[dict], width: int) -> list[str]:
 def _cells(entry: dict) -> list[str]:
     if entry["error"]:
         return [entry["name"], "", "", "", "", ""]
-    ranks, before, after = entry["ranks"], entry["ppl_before"], entry["ppl_after"]
-    rank = "-".join(map(str, dict.fromkeys([ranks[0], ranks[-1]]))) if ranks else "full"
-    change = "-" if before is None or after is None else f"{_short(before)}→{_short(after)}"
 
+    rank = "full"
+    if ranks := entry["ranks"]:
+        rank = "-".join(map(str, dict.fromkeys([ranks[0], ranks[-1]])))
+
+    change = "-"
+    before = entry["ppl_before"]
+    after = entry["ppl_after"]
+    if before is not None and after is not None:
+        change = f"{_short(before)}→{_short(after)}"
     if (name := entry["metric"]) and entry["metric_before"] is not None:
         change = f"{METRICS[name]} {entry['metric_before']:.2f}→{entry['metric_after']:.2f}"
 
@@ -176,7 +185,11 @@ def _cells(entry: dict) -> list[str]:
 
 def _short(value: float) -> str:
     """A perplexity in at most five characters, where possible."""
-    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+    if value < 10:
+        return f"{value:.2f}"
+    if value < 100:
+        return f"{value:.1f}"
+    return f"{value:.0f}"
 
 
 def _cut(text: str, width: int) -> str:

@@ -26,9 +26,10 @@ def pack_of(attached: Trainable, dtype: str = "float32", **facts: object) -> Pac
         + sum(math.prod(shape) for shape in attached.replaced.values()),
         "groups": group_paths(attached.groups),
         "dtype": dtype,
-        **({"for_merge": attached.for_merge} if attached.for_merge != "none" else {}),
-        **modules_json(attached.base, attached.specs, attached.replaced),
     }
+    if attached.for_merge != "none":
+        adapters["for_merge"] = attached.for_merge
+    adapters |= modules_json(attached.base, attached.specs, attached.replaced)
 
     facts = {"method": attached.method, **facts}
     tensors = {n: t.astype(getattr(mx, dtype)) for n, t in attached.tensors().items()}

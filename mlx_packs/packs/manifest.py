@@ -282,7 +282,10 @@ def specs_of(manifest: dict) -> Specs:
 
 def replaced_json(name: str, shape: tuple[int, ...], head: bool) -> dict:
     """``head``: the tensor is both table and head."""
-    return {"name": name, "shape": list(shape), **({"head": True} if head else {})}
+    tensor = {"name": name, "shape": list(shape)}
+    if head:
+        tensor["head"] = True
+    return tensor
 
 
 def replaced_of(manifest: dict) -> dict[str, tuple[int, ...]]:
@@ -337,7 +340,9 @@ def check_pin(folder: Path) -> dict | None:
 
 def template_kwargs_of(manifest: dict) -> dict:
     recipe = manifest.get("recipe")
-    return dict(recipe.get("template_kwargs") or {}) if isinstance(recipe, dict) else {}
+    if not isinstance(recipe, dict):
+        return {}
+    return dict(recipe.get("template_kwargs") or {})
 
 
 def is_hub_name(path: str | Path) -> bool:

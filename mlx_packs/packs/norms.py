@@ -16,8 +16,8 @@ def delta_norms(pack: Pack) -> Norms:
     if not specs:
         return Norms((), ())
 
-    tensors, layers = pack.load_tensors(), {}
-
+    tensors = pack.load_tensors()
+    layers = {}
     for path in sorted(specs, key=by_number):
         layer = layer_of(path)
         name = path.removeprefix(layer).lstrip(".") or path

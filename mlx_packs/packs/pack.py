@@ -58,12 +58,14 @@ class Pack:
     parts: tuple = ()
 
     def __repr__(self) -> str:
-        base, adapters = self.manifest["base"]["id"], self.manifest["adapters"]
-        change = self.manifest.get("eval") or {}
+        base = self.manifest["base"]["id"]
+        weights = self.manifest["adapters"]["parameters"]
+
         scored = ""
+        change = self.manifest.get("eval") or {}
         if isinstance(change.get("ppl_before"), float) and "ppl_after" in change:
             scored = f", PPL {change['ppl_before']:.2f} -> {change['ppl_after']:.2f}"
-        return f"Pack({self.name!r} of {base}, {adapters['parameters']:,} weights{scored})"
+        return f"Pack({self.name!r} of {base}, {weights:,} weights{scored})"
 
     def _repr_html_(self) -> str:
         return _later("facts:notebook_html")(self.manifest, Path(self.name).name)
@@ -71,7 +73,9 @@ class Pack:
     @property
     def _identity(self) -> object:
         """Equal for equal packs: the folder, or the parts of a weighted sum."""
-        return self.path.resolve() if self.path else self.parts or id(self)
+        if self.path:
+            return self.path.resolve()
+        return self.parts or id(self)
 
     @classmethod
     def open(cls, path: str | Path) -> "Pack":
@@ -108,10 +112,11 @@ class Pack:
             tensors = read_tensors(file)
             shapes = stored_shapes(self.manifest)
             stored = {name: tensors[name].shape for name in shapes if name in tensors}
-
             check_shapes(shapes, stored, str(file))
-            is_padded = "padded_rank" in self.manifest["adapters"]
-            self.tensors = cut(self.specs, tensors) if is_padded else tensors
+
+            if "padded_rank" in self.manifest["adapters"]:
+                tensors = cut(self.specs, tensors)
+            self.tensors = tensors
         return self.tensors
 
     @property
@@ -139,11 +144,16 @@ class Pack:
         """A description of a part that is not LoRA on a linear layer; empty if there is none."""
         if self.for_merge != "none":
             return f"it is trained for packs merge --requantize {self.for_merge}"
+
         for path, spec in self.specs.items():
+            if spec.kind == "embedding":
+                return f"{path} is an embedding"
             if spec.kind != "lora":
-                return f"{path} is {'an ' * (spec.kind == 'embedding')}{spec.kind}"
-        replaced = replaced_of(self.manifest)
-        return f"{next(iter(replaced))} is stored in full" if replaced else ""
+                return f"{path} is {spec.kind}"
+
+        if replaced := replaced_of(self.manifest):
+            return f"{next(iter(replaced))} is stored in full"
+        return ""
 
     def _part(self, name: str) -> dict:
         """An optional part of the manifest (``recipe``, ``eval``), or an empty mapping."""
@@ -164,8 +174,13 @@ class Pack:
             return self.name
         if (pin := read_pin(self.path)) is None:
             return self.path.resolve().name
-        revision = pin["revision"] if pin["revision"] != pin["commit"] else pin["commit"][:7]
-        return pin["repo"] + ("" if revision == MAIN else f"@{revision}")
+
+        revision = pin["revision"]
+        if revision == pin["commit"]:
+            revision = revision[:7]
+        if revision == MAIN:
+            return pin["repo"]
+        return f"{pin['repo']}@{revision}"
 
     @property
     def size_mb(self) -> float:
@@ -212,7 +227,8 @@ class Pack:
 
             (partial / MANIFEST).write_text(manifest_text(manifest), encoding="utf-8")
 
-        self.path, self.manifest = folder, manifest
+        self.path = folder
+        self.manifest = manifest
         return self
 
     def _note(self, **facts: object) -> None:

@@ -97,8 +97,10 @@ def push(
         raise PackError(
             "push: the pack is not saved yet. Call pack.save(folder) first.", flag="pack"
         )
-    repo, revision = split_name(repo if revision is None else f"{repo}@{revision}")
 
+    if revision is not None:
+        repo = f"{repo}@{revision}"
+    repo, revision = split_name(repo)
     if license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", license):
         raise PackError(f"--license {license}: must be the Hub's name for it, like apache-2.0.")
 
@@ -244,7 +246,9 @@ def _without_folders(text: str) -> str:
 def _home() -> str:
     """A pattern of the home folder; one that matches nothing if that is the root."""
     home = str(Path.home())
-    return re.escape(home) + r"(?![\w-])" if len(home) > 1 else r"(?!)"
+    if len(home) <= 1:
+        return r"(?!)"
+    return re.escape(home) + r"(?![\w-])"
 
 
 def _text_of(file: Path) -> str:

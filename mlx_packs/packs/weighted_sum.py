@@ -79,7 +79,8 @@ def weighted_sum(packs: Sequence[tuple[Pack, float]]) -> Pack:
 
     check_addable([part.pack for part in parts])
 
-    specs, tensors = {}, {}
+    specs = {}
+    tensors = {}
     for path in dict.fromkeys(path for part in parts for path in part.specs):
         with_path = [part for part in parts if path in part.specs]
         specs[path] = _sum_spec(path, with_path)
@@ -195,7 +196,8 @@ def _sum_tensors(spec: ModuleSpec, parts: list[_Part]) -> dict[str, mx.array]:
         a, b = read_factors(spec, part.pack.load_tensors())
         at = 0
         for i, s in enumerate(part.specs[spec.path].slices):
-            ranks, to = slice(at, at + s.rank), min(i, len(spec.slices) - 1)
+            ranks = slice(at, at + s.rank)
+            to = min(i, len(spec.slices) - 1)
             columns[to].append(a[..., ranks].astype(mx.float32))
             rows[to].append(part.weight * s.scale * b[..., ranks, :].astype(mx.float32))
             at += s.rank
