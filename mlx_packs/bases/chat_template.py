@@ -299,7 +299,9 @@ def _check_format(meter: _Meter, text: str, arguments: Any) -> None:
 
 @functools.lru_cache(maxsize=32)
 def _compiled(text: str) -> Template:
-    return _Environment.like(_plain_template("").environment).from_string(text)
+    compiler = _plain()
+    environment = _Environment.like(compiler("").environment)
+    return environment.from_string(text)
 
 
 @functools.cache
@@ -325,10 +327,6 @@ def _plain() -> Callable[[str], Template]:
 
     chat_template_utils._compile_jinja_template = dispatch
     return compiler
-
-
-def _plain_template(text: str) -> Template:
-    return _plain()(text)
 
 
 @contextmanager

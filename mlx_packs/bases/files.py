@@ -281,7 +281,6 @@ def check_record(path: Path, advance: Callable[[], None] | None = None) -> None:
         file = path / name
         if not file.is_file():
             raise differs(file, "is missing, but named")
-
         if (size := file.stat().st_size) != facts["bytes"]:
             raise differs(file, f"has {size} bytes, but {facts['bytes']}")
 

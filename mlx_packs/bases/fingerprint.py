@@ -95,7 +95,6 @@ def is_fingerprint_of(path: Path, recorded: str, current: str, where: str) -> bo
         return recorded == current
     if recorded == current:
         return True
-
     if recorded != sampled_fingerprint(path):
         return False
 

@@ -42,7 +42,6 @@ def probe(path: str, module: nn.Module, config: dict, grouped: bool = False) -> 
 
     name = path.rsplit(".", 1)[-1]
     stored = frozen.bits, frozen.group_size, frozen.mode, stored_width
-
     if embeds := is_embedding(module):
         slices = ((name, in_features),)
         return Geometry(path, out_features, in_features, *stored, False, slices, embeds=embeds)
@@ -169,7 +168,6 @@ def select_targets(
     saved = dict(select_saved(model, modules_to_save))
     every = adaptable(model)
     inside = [(path, m) for path, m in every if path.startswith(blocks)]
-
     if not target_modules:
         return [
             (path, m)
@@ -248,6 +246,7 @@ def select_saved(model: nn.Module, modules_to_save: Sequence[str]) -> list[tuple
                 "unsupported" if others else "unknown",
                 "modules_to_save",
             )
+
         chosen.update(matched)
     return [(path, m) for path, m in own if path in chosen]
 

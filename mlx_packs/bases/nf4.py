@@ -65,7 +65,6 @@ class NF4Format(CustomFormat):
         rows_of_whole_blocks = self.group_size // math.gcd(self.group_size, w.shape[-1])
         arrays = by_slices(name, w, rows_of_whole_blocks, codes_and_absmax)
         weight = NF4Weight(*arrays, block_size=self.group_size)
-
         if self.double_quant:
             weight = nf4.quantize_absmax(weight)
         return _nf4_names(name, weight, dtype_name(w.dtype), layout)

@@ -37,20 +37,16 @@ def choose_compute_dtype(
     """
     if trains_base:
         return ComputeDtype("float32", "weights are trained in it", requested)
-
     if architecture_of(config.get("model_type")) == "encoder":
         return ComputeDtype("float32", "encoders compute in it", requested)
-
     if runtime.on_cpu():
         return ComputeDtype("float32", "CPUs are far slower in half precision", requested)
-
     if requested != "auto":
         return ComputeDtype(requested, "as specified", requested)
 
     stored = stored_dtype(config)
     if stored == "bfloat16" and (chip := _chip_without_bfloat16()):
         return ComputeDtype("float16", f"{chip} has no native bfloat16", "float16")
-
     return ComputeDtype(stored, STORED)
 
 

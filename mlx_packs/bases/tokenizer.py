@@ -31,7 +31,6 @@ def load_tokenizer(path: Path, config: dict, trust_remote_code: bool) -> Any:
 
             ends = config.get("eos_token_id")
             tokenizer = load_tokenizer(path, options, eos_token_ids=ends)
-
             if parser := _parser_of_named_template(tokenizer):
                 options["tool_parser_type"] = parser
                 tokenizer = load_tokenizer(path, options, eos_token_ids=ends)
@@ -44,7 +43,6 @@ def load_tokenizer(path: Path, config: dict, trust_remote_code: bool) -> Any:
     if not all(isinstance(token, int) for token in tokenizer.eos_token_ids):
         raise unreadable_tokenizer(path, "eos_token_id is no number")
     # without its files, transformers makes an empty tokenizer of the kind that the config names
-
     if not tokens:
         raise unreadable_tokenizer(path, "it knows no token")
 
@@ -77,7 +75,6 @@ def token_bytes(tokenizer: Any, token: int) -> bytes:
     piece = tokenizer.convert_ids_to_tokens(int(token))
     if piece is None or isinstance(piece, bytes):
         return piece or b""
-
     if byte := _BYTE_PIECE.fullmatch(piece):
         return bytes([int(byte[1], 16)])
 

@@ -307,7 +307,6 @@ def check_finite(name: str, w: mx.array) -> None:
 
     word, infinity = _INFINITY[w.dtype]
     bits = w.flatten().view(word)
-
     for start in range(0, bits.size, _SLICE):
         magnitudes = bits[start : start + _SLICE] & (2 ** (8 * word.size - 1) - 1)
         if magnitudes.max().item() >= infinity:
@@ -328,7 +327,6 @@ def by_slices(
     results = [mx.zeros(part.shape, part.dtype) for part in quantize(w)]
     ends = [0] * len(results)
     rows = max(1, _SLICE // (w.size // len(w)) // multiple) * multiple
-
     for start in range(0, len(w), rows):
         for i, part in enumerate(quantize(w[start : start + rows])):
             results[i][ends[i] : ends[i] + len(part)] = part

@@ -29,7 +29,6 @@ def weight_map(stored: Mapping[str, mx.array], named: Mapping[str, mx.array]) ->
 
     used = set(sources.values())
     free = {name: t for name, t in stored.items() if name not in used}
-
     for name, tensor in weights.items():
         if name in sources:
             continue

@@ -130,7 +130,6 @@ def output_folder(folder: str, source: Path, overwrite: bool) -> Path:
 
     if out.is_file():
         raise PackError(f"--out {out}: must be a folder, but is a file.", "exists")
-
     if not out.exists():
         return resolved
     if not overwrite:

@@ -37,7 +37,6 @@ def adapter_config_of(specs: Specs, model_type: str, blocks: int) -> dict | None
     """
     if model_type in _OTHER_NAMES or len({spec.kind == "dora" for spec in specs.values()}) != 1:
         return None
-
     if any(spec.head is False for spec in specs.values()):
         return None
 

@@ -51,7 +51,6 @@ def model_card(manifest: dict, name: str) -> str:
     result = manifest.get("eval") or {}
     change = format_change(result)
     before, after = (format_result(result, when) for when in ("before", "after"))
-
     if before and after:
         ratio = result["ppl_after"] / result["ppl_before"] - 1
         change = f"perplexity: {before} before, {after} with the pack ({ratio:+.0%})"

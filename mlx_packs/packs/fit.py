@@ -109,7 +109,6 @@ def _check_full_tensors(
 def _dense_shape(spec: ModuleSpec, stored: dict[str, dict], quantization: dict) -> list[int] | None:
     """None if it is not known."""
     shape = list(stored[f"{spec.path}.weight"]["shape"])
-
     if f"{spec.path}.scales" in stored:
         settings = quantization.get(spec.path)
         if not isinstance(settings, dict):

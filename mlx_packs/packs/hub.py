@@ -160,7 +160,6 @@ def _resolve(repo: str, revision: str) -> tuple[str, list[str]]:
 
     if MANIFEST not in listed:
         raise PackError(f"{repo}@{revision}: is not a pack: it has no {MANIFEST}.", "not-found")
-
     return commit, listed
 
 
@@ -245,7 +244,6 @@ def _fetch_manifest(pin: dict, name: str, show: Display) -> tuple[bytes, dict]:
 
     files = manifest["files"]
     total = sum(facts["bytes"] for facts in files.values())
-
     show.line("pull", f"{name} · commit {pin['commit'][:12]} · {len(files)} files · {size(total)}")
     return content.getvalue(), files
 

@@ -334,7 +334,6 @@ def check_pin(folder: Path) -> dict | None:
     keys = ("repo", "revision", "commit")
     if not all(isinstance(pin.get(key), str) for key in keys):
         raise PackError(f"{file}: has no {', '.join(keys)}. Pull the pack again.", "unreadable")
-
     return {key: pin[key] for key in (*keys, "manifest_sha256") if isinstance(pin.get(key), str)}
 
 

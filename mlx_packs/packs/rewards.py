@@ -46,7 +46,6 @@ def rewards(
 
     order = np.argsort(examples.lengths, kind="stable")
     result = np.zeros(len(rows), np.float32)
-
     with attached_reward_model(base, pack, matmul_path) as attached:
         states = hidden_states(base.model, base.name)
         for start in range(0, len(order), batch_size):

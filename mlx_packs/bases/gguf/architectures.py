@@ -388,7 +388,6 @@ def names_of(file: GgufFile, architecture: Architecture, blocks: int) -> dict[st
 
         stem, _, kind = tensor.rpartition(".")
         path = _OUTSIDE.get(stem)
-
         if match := re.fullmatch(r"blk\.(\d{1,5})\.(\w+)", stem):
             module = architecture.names.get(match[2])
             path = module and int(match[1]) < blocks and f"model.layers.{int(match[1])}.{module}"

@@ -145,10 +145,8 @@ def read_dense(file: GgufFile, tensor: TensorInfo) -> np.ndarray:
 
     result = np.empty((len(rows), columns), np.float32)
     step = max(1, _ROWS_BYTES // rows.shape[1])
-
     for start in range(0, len(rows), step):
         part = rows[start : start + step]
-
         try:
             if tensor.type == "F16":  # as in the file: gguf returns it unchanged
                 result[start : start + step] = part.view(np.float16)
@@ -166,5 +164,4 @@ def read_dense(file: GgufFile, tensor: TensorInfo) -> np.ndarray:
 
     if not np.isfinite(result).all():
         raise file.fault(f"{tensor.name} has NaN or infinite weights. Get it again.")
-
     return result.reshape(tensor.shape)

@@ -102,7 +102,6 @@ class Conversion:
     def _tensors(self) -> Iterator[tuple[str, mx.array]]:
         for name, info in self._infos():
             order = self._order(name, info)
-
             if _is_exact(info):
                 weight = read_affine(self.file, info)
                 if order is not None:

@@ -114,15 +114,15 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def _check_is_whole(path: Path) -> None:
-    if match := _PART.fullmatch(path.name):
-        if int(match["count"]) > 1:
-            first = path.with_name(f"{match['name']}-00001-of-{match['count']}.gguf")
-            raise PackError(
-                f"{path}: is one of {int(match['count'])} parts. Join them: "
-                f"`llama-gguf-split --merge {first} {match['name']}.gguf`.",
-                "unsupported",
-                "model",
-            )
+    match = _PART.fullmatch(path.name)
+    if match and int(match["count"]) > 1:
+        first = path.with_name(f"{match['name']}-00001-of-{match['count']}.gguf")
+        raise PackError(
+            f"{path}: is one of {int(match['count'])} parts. Join them: "
+            f"`llama-gguf-split --merge {first} {match['name']}.gguf`.",
+            "unsupported",
+            "model",
+        )
 
 
 def _check_version(path: Path, head: bytes) -> None:
@@ -209,13 +209,10 @@ class _Parser:
     def _value(self, kind: int, key: str) -> Any:
         if kind == _STRING:
             return self._string()
-
         if kind == _ARRAY:
             return self._array(key)
-
         if kind not in _SCALARS:
             raise _Fault(f"{key[:60]} has the unknown type {kind}")
-
         if kind == _BOOL:
             return self._unpack("<B")[0] != 0
         return self._unpack(f"<{_SCALARS[kind]}")[0]
@@ -297,5 +294,4 @@ class _Parser:
         per_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
         if any(not 1 <= axis < 2**31 for axis in axes) or axes[0] % per_block:
             raise _Fault(f"{name[:60]} has the shape {axes[::-1]} in {type_name}")
-
         return type_name, prod(axes) // per_block * block_bytes

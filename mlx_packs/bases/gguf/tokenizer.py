@@ -109,7 +109,9 @@ def tokenizer_files(file: GgufFile, vocab_size: int) -> tuple[str, dict[str, Any
         )
 
     vocabulary = _vocabulary(file, metadata, kind, vocab_size)
-    template = _template(file, metadata)
+    template = metadata.get("tokenizer.chat_template", str, None)
+    if template is not None:
+        check_syntax(template, str(file.path))
 
     def broken(reason: str) -> Exception:
         return file.fault(f"its tokenizer cannot be built: {reason}. Copy or download it again.")
@@ -130,10 +132,8 @@ def tokenizer_files(file: GgufFile, vocab_size: int) -> tuple[str, dict[str, Any
 
     for name, number in vocabulary.special.items():
         config[f"{name}_token"] = vocabulary.tokens[number]
-
     if template is not None:
         config["chat_template"] = template
-
     return text, config, vocabulary.ends
 
 
@@ -141,7 +141,6 @@ def _vocabulary(file: GgufFile, metadata: Metadata, kind: str, vocab_size: int) 
     tokens = _texts(file, "tokenizer.ggml.tokens")
     if not 1 <= len(tokens) <= vocab_size:
         raise file.fault(f"has {len(tokens):,} tokens, but its embedding {vocab_size:,} rows.")
-
     if len(set(tokens)) != len(tokens):
         raise file.fault("has two tokens of the same text. Copy or download it again.")
 
@@ -170,14 +169,12 @@ def _vocabulary(file: GgufFile, metadata: Metadata, kind: str, vocab_size: int) 
 
     ends = _ends(metadata, tokens, types, special["eos"])
     values = [] if scores is None else [float(score) for score in scores]
-
     return Vocabulary(tokens, types, values, merges, ends, special)
 
 
 def _ends(metadata: Metadata, tokens: list[str], types: list[int], eos: int) -> list[int]:
     """EOS, EOT and EOM by their keys, and the well-known."""
     ends = [eos]
-
     for key in ("eot", "eom"):
         number = metadata.get(f"tokenizer.ggml.{key}_token_id", int, None)
         if number is not None and 0 <= number < len(tokens):
@@ -185,7 +182,6 @@ def _ends(metadata: Metadata, tokens: list[str], types: list[int], eos: int) -> 
 
     names = set(_ENDS)
     ends += [n for n, token in enumerate(tokens) if token in names and types[n] == _CONTROL]
-
     return list(dict.fromkeys(ends))
 
 
@@ -203,13 +199,6 @@ def _numbers(file: GgufFile, key: str, count: int, default: int | None) -> Any:
     if not isinstance(value, np.ndarray) or len(value) != count or not np.isfinite(value).all():
         raise file.fault(f"{key} must be {count:,} numbers, one for each token.")
     return value.tolist()
-
-
-def _template(file: GgufFile, metadata: Metadata) -> str | None:
-    template = metadata.get("tokenizer.chat_template", str, None)
-    if template is not None:
-        check_syntax(template, str(file.path))
-    return template
 
 
 def _byte_level(file: GgufFile, metadata: Metadata, vocabulary: Vocabulary) -> Any:
@@ -230,7 +219,6 @@ def _byte_level(file: GgufFile, metadata: Metadata, vocabulary: Vocabulary) -> A
 
     vocab = {token: number for number, token in enumerate(vocabulary.tokens)}
     tokenizer = Tokenizer(models.BPE(vocab, pairs, ignore_merges=split.whole_words))
-
     if split.nfc:
         tokenizer.normalizer = normalizers.NFC()
 
@@ -310,7 +298,6 @@ def _add_bos(tokenizer: Any, metadata: Metadata, vocabulary: Vocabulary, kind: s
     from tokenizers import processors
 
     names = []
-
     begins = metadata.get("tokenizer.ggml.add_bos_token", bool, kind == "llama")
     begins = begins and "bos" in vocabulary.special
     if begins:
