@@ -19,15 +19,13 @@ _SHOWN = 3  # added tokens that a note names
 def differing_texts(adapter: Path, base: Path, name: str) -> str:
     """Return a note on how an adapter's tokenizer differs from its base's; empty if it does not.
 
-    Args:
-        adapter: the adapter's folder; what it does not have does not differ.
-        base: the folder of the base.
-        name: of the base.
+    What the folder of the adapter does not have does not differ; ``name`` is of the base.
     """
     try:
         differences = list(_differences(adapter, base))
     except PackError as error:
         return f"the tokenizer beside the adapter cannot be compared with the base's: {error}"
+
     if not differences:
         return ""
     return (
@@ -74,6 +72,7 @@ def _templates(folder: Path) -> dict[str, str]:
     named = {_DEFAULT: template}
     if isinstance(template, list):
         named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+
     return {
         name: text.strip()
         for name, text in named.items()
@@ -82,7 +81,6 @@ def _templates(folder: Path) -> dict[str, str]:
 
 
 def _eos(folder: Path) -> str | None:
-    """Return the token that ends a text."""
     for name in (_CONFIG, "special_tokens_map.json"):
         token = _json_of(folder, name).get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
@@ -92,11 +90,11 @@ def _eos(folder: Path) -> str | None:
 
 
 def _added(folder: Path) -> set[str]:
-    """Return the tokens that were added to a vocabulary."""
     tokens = {token for token in _json_of(folder, _ADDED) if isinstance(token, str)}
     decoder = _json_of(folder, _CONFIG).get("added_tokens_decoder")
     entries = list(decoder.values()) if isinstance(decoder, dict) else []
     listed = _json_of(folder, _TOKENIZER).get("added_tokens")
     entries += listed if isinstance(listed, list) else []
+
     texts = (entry.get("content") for entry in entries if isinstance(entry, dict))
     return tokens | {text for text in texts if isinstance(text, str)}

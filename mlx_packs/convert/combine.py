@@ -64,11 +64,13 @@ def ties(deltas: Weighted, density: float, *_) -> mx.array:
     """
     trimmed = [(_trimmed(delta, density), weight) for delta, weight in deltas]
     elected = mx.sign(sum(weight * t for t, weight in trimmed))
+
     total, weights = mx.zeros(elected.shape), mx.zeros(elected.shape)
     for t, weight in trimmed:
         agrees = mx.logical_and(mx.sign(weight * t) == elected, elected != 0)
         total = total + mx.where(agrees, weight * t, 0)
         weights = weights + mx.where(agrees, abs(weight), 0)
+
     return mx.where(weights > 0, total / mx.maximum(weights, 1e-30), 0)
 
 
@@ -148,11 +150,13 @@ def combine_packs(  # noqa: PLR0913 - a public facade
     _check_settings([weight for _, weight in packs], method, rank, density)
     out = Path(out).expanduser()
     check_output(out, overwrite)
+
     opened = _open(packs)
     first = opened[0][0]
     base = load_base_for(first, model, trust_remote_code)
     combination = _Combination(base, opened, method, rank, density or 0.5, seed)
     combined = combination.pack(rank)
+
     columns = columns or columns_of(first, data)
     meter = FidelityMeter(base, first, columns, rows, display or Display(QUIET))
     dense = meter.with_modules(combination.modules())
@@ -165,9 +169,11 @@ def combine_packs(  # noqa: PLR0913 - a public facade
     setting = str(rank or "all")
     others = {str(more): partial(kl_of, more) for more in combination.doublings(rank)}
     tried, passes = first_that_passes(setting, fidelity.kl_mean, limit, others)
+
     passed = passes == setting
     if passed:
         combined.save(out, overwrite)
+
     return {
         "out": str(out),
         "model": base_files.public_name(str(model)),
@@ -195,6 +201,7 @@ class _Combination:
     ) -> None:
         self.base, self.packs = base, packs
         self.deltas = _deltas(packs, method, density, seed)
+
         self.facts = {
             "method": method,
             **({"rank": rank} if rank else {}),
@@ -218,6 +225,7 @@ class _Combination:
         else:
             facts = {**facts, "rank": rank}
             specs, tensors = _low_rank(self.packs, self.deltas, rank)
+
         parts = {k: first.manifest[k] for k in ("recipe", "objective") if k in first.manifest}
         return untrained_pack(self.base, specs, tensors, **parts, combined=facts)
 
@@ -240,7 +248,6 @@ class _Combination:
 
 
 def _open(packs: Sequence[tuple[str | Path | Pack, float]]) -> Packs:
-    """Open packs and check that they can be combined."""
     opened = [(p if isinstance(p, Pack) else Pack.open(p), weight) for p, weight in packs]
     check_distinct([pack for pack, _ in opened])
     check_addable([pack for pack, _ in opened])
@@ -252,13 +259,14 @@ def _open(packs: Sequence[tuple[str | Path | Pack, float]]) -> Packs:
 def _check_settings(
     weights: Sequence[float], method: str, rank: int | None, density: float | None
 ) -> None:
-    """Raise a PackError for settings that do not apply to each other."""
     if method not in METHODS:
         raise PackError(f"--method {method}: must be one of {', '.join(METHODS)}.", "unknown")
+
     if len(weights) < 2:
         raise PackError(
             "combine takes two packs or more, each as PACK=WEIGHT.", flag="weighted_packs"
         )
+
     if method == "linear" and rank is not None:
         raise PackError(
             "--rank: not with --method linear, which keeps all ranks. Pass --method svd.",
@@ -266,10 +274,12 @@ def _check_settings(
         )
     if method != "linear" and (rank is None or rank < 1):
         raise PackError(f"--method {method}: needs --rank R of 1 or more.", "conflict", "rank")
+
     if density is not None and method not in ("ties", "dare"):
         raise PackError(f"--density: not with --method {method}.", "conflict")
     if density is not None and not 0 < density <= 1:
         raise PackError(f"--density must be above 0 and at most 1, but is {density}.")
+
     if bad := [weight for weight in weights if not math.isfinite(weight) or weight == 0]:
         raise PackError(
             f"weights must be numbers other than 0, but one is {bad[0]}.", flag="weighted_packs"
@@ -285,6 +295,7 @@ def _deltas(opened: Packs, method: str, density: float, seed: int) -> dict[str, 
             delta = delta_of(spec, pack.load_tensors())
             by_path.setdefault(path, []).append((delta, weight))
             keys.setdefault(path, []).append(adapter_key(seed, f"{i} {path}"))
+
     combine = METHODS[method]
     return {path: combine(deltas, density, keys[path]) for path, deltas in by_path.items()}
 
@@ -299,15 +310,17 @@ def _low_rank(opened: Packs, deltas: dict[str, mx.array], rank: int) -> tuple[Sp
         part = SliceSpec(path.rpartition(".")[2], sum(spec.widths), actual_rank, float(actual_rank))
         specs[path] = ModuleSpec(path, spec.in_features, (part,), spec.experts)
         tensors |= {f"{path}.lora_a": a, f"{path}.lora_b": b}
+
     return specs, tensors
 
 
 def _nearest(delta: np.ndarray, rank: int) -> tuple[mx.array, mx.array]:
-    """Return factors as on disk of the nearest matrix of a rank, to one [O, D] or each of a stack."""
+    """Return disk-layout factors of the nearest matrix of a rank; of one [O, D] or a stack."""
     if delta.ndim == 3:
         pairs = [_nearest(part, rank) for part in delta]
         a, b = (mx.stack([pair[i].T for pair in pairs]) for i in (0, 1))
         return a, b
+
     u, s, vt = _svd(delta, rank)
     root = np.sqrt(s)
     a, b = (vt.T * root).astype(np.float32), (root[:, None] * u.T).astype(np.float32)
@@ -322,6 +335,7 @@ def _svd(delta: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarr
     if min(delta.shape) <= max(_EXACT_SVD, rank + _OVERSAMPLED):
         u, s, vt = np.linalg.svd(delta, full_matrices=False)
         return u[:, :rank], s[:rank], vt[:rank]
+
     random = np.random.default_rng(0)
     guess = random.standard_normal((delta.shape[1], rank + _OVERSAMPLED)).astype(delta.dtype)
     span, _ = np.linalg.qr(delta @ guess)

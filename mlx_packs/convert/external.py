@@ -1,4 +1,4 @@
-"""Code that adapter formats share: an external adapter in memory, folded scales, and verification."""
+"""What adapter formats share: an external adapter in memory, folded scales, and verification."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -62,6 +62,7 @@ def check_no_pickle(path: Path) -> None:
     """Raise a PackError where there is no adapter besides pickles, which are never opened."""
     files = [path] if path.is_file() else sorted(path.glob("*"))
     pickles = [file for file in files if file.suffix in _PICKLES]
+
     if pickles and not any(file.suffix == ".safetensors" for file in files):
         raise PackError(
             f"{pickles[0]}: is a pickle, which can run any code when it is read. It was not "
@@ -71,11 +72,7 @@ def check_no_pickle(path: Path) -> None:
 
 
 def plain_file(folder: Path, name: str) -> Path:
-    """Return a regular file of a folder: no symbolic link, nothing outside.
-
-    Raises:
-        PackError: there is no such file.
-    """
+    """Return a regular file of a folder: no symbolic link, nothing outside; else a PackError."""
     file = folder / name
     if Path(name).name != name:
         raise PackError(f"{folder}: names a file outside: {name!r}.", "unreadable")
@@ -95,9 +92,11 @@ def check_complete(adapter: ExternalAdapter, is_dora: bool, where: Path) -> None
     """Raise a PackError unless all modules have both factors, and magnitudes if it is DoRA."""
     if not adapter.scales:
         raise PackError(f"{where}: has no adapter (no lora_a).", "unreadable")
+
     needed = {"lora_a": "lora_a", "lora_b": "lora_b"}
     if is_dora:
         needed["m"] = f"magnitudes, though it is DoRA by {CONFIG}"
+
     for path in {name.rpartition(".")[0]: None for name in adapter.tensors}:
         for part, described in needed.items():
             if f"{path}.{part}" not in adapter.tensors:
@@ -109,19 +108,17 @@ def check_complete(adapter: ExternalAdapter, is_dora: bool, where: Path) -> None
 
 
 def specs_for(base: BaseModel, adapter: ExternalAdapter, where: Path) -> Specs:
-    """Return the modules of an external adapter on a base, with their sizes, ranks and alphas.
-
-    Raises:
-        PackError: the base has no such module, or the tensors of one are faulty.
-    """
+    """Return an adapter's modules on a base; a PackError if it lacks one or a tensor is faulty."""
     modules = dict(base.model.named_modules())
     linear_paths = {path for path, _ in linears(base.model)}
     tied = "lm_head" not in modules
     specs: Specs = {}
+
     for path in sorted(adapter.scales, key=by_number):
         module = modules.get(path)
         kind = "dora" if f"{path}.m" in adapter.tensors else "lora"
         head = None
+
         if isinstance(module, (nn.Embedding, *EMBEDDINGS)):
             if kind == "dora":
                 raise PackError(
@@ -135,10 +132,12 @@ def specs_for(base: BaseModel, adapter: ExternalAdapter, where: Path) -> Specs:
             raise PackError(
                 f"{where}: {path}: {base.name} has {has}, so its adapter has no place.", "mismatch"
             )
+
         experts = module.weight.shape[0] if is_switch_linear(module) else None
         in_features, width, rank = _sizes_of(path, adapter, experts, where)
         part = SliceSpec(path.rpartition(".")[2], width, rank, adapter.scales[path] * rank)
         specs[path] = ModuleSpec(path, in_features, (part,), experts, kind, head)
+
     return specs
 
 
@@ -153,6 +152,7 @@ def _sizes_of(
             f"{where}: {path}: lora_a {list(a)} and lora_b {list(b)} are no factors of one rank.",
             "mismatch",
         )
+
     return a[inputs], b[1], a[1]
 
 
@@ -163,7 +163,7 @@ def common_scale(specs: Iterable[ModuleSpec]) -> float:
 
 
 def low_rank_delta(a: mx.array, b: mx.array, scale: float) -> Delta:
-    """Return the delta of a module's output: scale * (x a) b of a [in, r] and b [r, out], of token ids a[x]."""
+    """Return the delta of a module: scale * (x a) b of a [in, r], b [r, out]; of token ids a[x]."""
     a, b = (np.array(factor.astype(mx.float32), dtype=np.float64) for factor in (a, b))
     return lambda x: scale * ((a[x] if x.ndim == 1 else x @ a) @ b)
 
@@ -173,6 +173,7 @@ def _factors(spec: ModuleSpec, scale: float) -> mx.array | None:
     ratios = [s.scale / scale for s in spec.slices for _ in range(s.rank)]
     if all(ratio == 1 for ratio in ratios):
         return None
+
     factors = mx.array(ratios, dtype=mx.float32)
     return factors[:, None] if spec.experts is None else factors
 
@@ -200,6 +201,7 @@ def verify_numerically(
     for path, spec in specs.items():
         if spec.experts is not None:
             continue  # mlx-lm's own layout, taken over unchanged
+
         delta = np.array(delta_of(spec, tensors).astype(mx.float32), dtype=np.float64)
         if spec.kind == "embedding":
             x = random.integers(0, spec.in_features, 4)
@@ -207,6 +209,7 @@ def verify_numerically(
         else:
             x = random.standard_normal((4, spec.in_features))
             ours = x @ delta.T
+
         theirs = deltas[path](x)
         largest = max(np.abs(theirs).max(), np.abs(ours).max())
         if not np.abs(ours - theirs).max() <= _TOLERANCE * largest:  # NaN must fail
@@ -218,7 +221,7 @@ def verify_numerically(
 
 
 def save_folder(stored: StoredAdapter, folder: Path, convention: str) -> list[str]:
-    """Write tensors as safetensors of a convention (``mlx``, ``pt``) and the config; their names."""
+    """Write tensors in a convention (``mlx``, ``pt``) and the config; return the files' names."""
     file = folder / stored.file.name
     write_tensors(file, stored.tensors, stored.tensors.items(), convention)
     (folder / CONFIG).write_text(to_json(stored.config), encoding="utf-8")

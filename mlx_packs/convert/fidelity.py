@@ -90,7 +90,7 @@ def check_max_drift(max_drift: float | None) -> None:
 def drift_limit(
     max_drift: float | None, moved: float, largest: float = MAX_KL, noise: float = _NOISE
 ) -> float:
-    """Return ``max_drift``; None is a tenth of what the pack moves the base by, at most ``largest``."""
+    """None means a tenth of what the pack moves the base by, at most ``largest``."""
     if max_drift is not None:
         return max_drift
     return max(noise, min(largest, MAX_SHARE * moved))
@@ -101,15 +101,17 @@ def first_that_passes(
 ) -> tuple[dict[str, float], str | None]:
     """Return the distances of the settings tried, and the first within the limit.
 
-    If the specified setting does not pass, ``others`` are measured in turn.
+    ``others`` are measured in turn only if the specified setting does not pass.
     """
     tried = {setting: distance}
     if distance <= limit:
         return tried, setting
+
     for other, measure in others.items():
         tried[other] = measure()
         if tried[other] <= limit:
             return tried, other
+
     return tried, None
 
 
@@ -119,11 +121,7 @@ class FidelityMeter:
     def __init__(
         self, base: Base, pack: Pack, columns: DataConfig, rows: int, display: Display
     ) -> None:
-        """Read at most ``rows`` test examples and choose the fastest matmul path for them.
-
-        Raises:
-            PackError: no example has a target.
-        """
+        """Read at most ``rows`` test examples; a PackError if none of them has a target."""
         length = pack._part("recipe").get("max_seq_length") or TrainConfig.max_seq_length
         loss_on = pack._part("objective").get("loss_on") if columns.data != "tiny" else None
         examples = encode(
@@ -132,6 +130,7 @@ class FidelityMeter:
             columns,
             EncodingOptions(loss_on, length, base.vocab_size),
         )
+
         self.base, self.display = base, display
         self.batches = evaluation_batches(examples, 4, length)
         if not self.batches:
@@ -139,6 +138,7 @@ class FidelityMeter:
                 f"--data {columns.data}: no example has a target, so nothing can be compared.",
                 "data",
             )
+
         tokens = self.batches[-1].inputs["tokens"].size
         steps = 2 * len(self.batches)
         self.matmul_path = choose_matmul_path(base.model, tokens, steps=steps).matmul_path
@@ -148,7 +148,6 @@ class FidelityMeter:
         return partial(activated, self.base, pack, self.matmul_path)
 
     def with_modules(self, modules: Modules) -> Variant:
-        """Return the base with other modules."""
         return partial(_replaced, self.base.model, modules)
 
     def compare(self, first: Variant, second: Variant) -> Fidelity:
@@ -157,11 +156,13 @@ class FidelityMeter:
         model.eval()
         kl = kl_base = same = nll_before = nll_after = 0.0
         targets = rows = 0
+
         with self.display.task("drift", len(self.batches), "batches") as bar:
             for portion in _portions(self.batches, self.base.vocab_size):
                 before = _log_probabilities(model, portion, first)
                 after = _log_probabilities(model, portion, second)
                 alone = _log_probabilities(model, portion, plain)
+
                 for batch, p, q, r in zip(portion, before, after, alone, strict=True):
                     inputs = batch.inputs
                     wanted = mx.array(inputs["targets"][inputs["owners"] >= 0])[:, None]
@@ -173,6 +174,7 @@ class FidelityMeter:
                     targets += len(wanted)
                     rows += len(batch.examples)
                     bar.advance()
+
         return Fidelity(
             kl_mean=max(kl / targets, 0.0),  # rounding can make it negative; NaN stays
             kl_of_pack=max(kl_base / targets, 0.0),
@@ -190,6 +192,7 @@ def _replaced(model: nn.Module, modules: Modules) -> Iterator[None]:
     own = dict(model.named_modules())
     originals = [(path, own[path]) for path, _ in modules]
     replace_modules(model, modules)
+
     try:
         yield
     finally:
@@ -205,6 +208,7 @@ def _portions(batches: list[Batch], vocab_size: int) -> Iterator[list[Batch]]:
         if size >= _LOGIT_BYTES:
             yield portion
             portion, size = [], 0
+
     if portion:
         yield portion
 
@@ -213,6 +217,7 @@ def _log_probabilities(model: nn.Module, batches: list[Batch], variant: Variant)
     """Return log-probabilities [targets, V] float32 at each batch's targets."""
     with variant():
         head, arrays = split_head(model), []
+
         for batch in batches:
             inputs = batch.inputs
             positions = mx.array(inputs["positions"][inputs["owners"] >= 0])
@@ -221,6 +226,7 @@ def _log_probabilities(model: nn.Module, batches: list[Batch], variant: Variant)
             rows = outputs.reshape(-1, outputs.shape[-1])[positions]
             logits = (rows if head is None else head.logits(rows)).astype(mx.float32)
             arrays.append(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+
         mx.eval(arrays)
         return arrays
 

@@ -1,8 +1,8 @@
 """GGUF adapters for llama.cpp, ``llama-server --lora``, and what is built on them.
 
-The file has ``blk.N.attn_q.weight.lora_a`` [r, in] and ``.lora_b`` [out, r] and one
-``adapter.lora.alpha``; llama.cpp multiplies by alpha / r of each tensor (``src/llama-adapter.cpp``).
-Scales that differ go into lora_b. Written by MLX.
+The file has ``blk.N.attn_q.weight.lora_a`` [r, in] and ``.lora_b`` [out, r], and one
+``adapter.lora.alpha``. llama.cpp multiplies by alpha / r of each tensor
+(``src/llama-adapter.cpp``); scales that differ go into lora_b. Written by MLX.
 """
 
 import re
@@ -88,10 +88,12 @@ class Gguf:
         layout = layout_of(pack)
         tensors, alpha = gguf_tensors(pack, layout)
         name = f"{out.name}.gguf"
+
         with atomic_folder(out) as partial:
             save_gguf(partial / name, tensors, layout.architecture, alpha)
             verify_gguf(pack, partial / name, layout)
             (partial / "Modelfile").write_text(modelfile(pack, name, start), encoding="utf-8")
+
         return {
             "tensors": len(tensors),
             "notes": _commands(pack.manifest["base"]["id"], layout, out / name),
@@ -103,6 +105,7 @@ def _commands(base: str, layout: Layout, adapter: Path) -> list[str]:
     lora = shlex.quote(str(adapter))
     if base.lower().endswith(".gguf"):  # it was trained on this file
         return [f"llama-server -m {shlex.quote(base)} --lora {lora}"]
+
     return [
         f"llama-server -m BASE.gguf --lora {lora}",
         f"BASE.gguf is a GGUF of {base} ({layout.architecture})",
@@ -110,11 +113,7 @@ def _commands(base: str, layout: Layout, adapter: Path) -> list[str]:
 
 
 def layout_of(pack: Pack) -> Layout:
-    """Return llama.cpp's names for a pack's base.
-
-    Raises:
-        PackError: llama.cpp has no place for something in the pack.
-    """
+    """Return llama.cpp's names for a pack's base; a PackError says what it has no place for."""
     family, where = pack.manifest["base"]["model_type"], pack.name
     if not architecture_facts(pack.manifest).in_mlx_lm or family not in LAYOUTS:
         raise PackError(
@@ -122,12 +121,14 @@ def layout_of(pack: Pack) -> Layout:
             f"{', '.join(LAYOUTS)}. Merge the pack and convert the whole model.",
             "unsupported",
         )
+
     if names := list(replaced_of(pack.manifest))[:3]:
         raise PackError(
             f"{where}: stores {', '.join(names)} in full, and a GGUF adapter has low-rank factors "
             "alone. Merge the pack and convert the whole model.",
             "unsupported",
         )
+
     layout = LAYOUTS[family]
     for path, spec in pack.specs.items():
         _tensor_name(path, spec, layout, where)
@@ -144,12 +145,14 @@ def _tensor_name(path: str, spec: ModuleSpec, layout: Layout, where: str) -> str
         reason = "adapts all experts of a mixture"
     elif match is None or match[2] not in layout.names:
         reason = "has no name there"
+
     if reason or match is None:
         raise PackError(
             f"{where}: {path}: {reason}, so it cannot go into a GGUF adapter. Merge the pack and "
             "convert the whole model.",
             "unsupported",
         )
+
     return f"blk.{match[1]}.{layout.names[match[2]]}"
 
 
@@ -157,6 +160,7 @@ def gguf_tensors(pack: Pack, layout: Layout) -> tuple[Tensors, float]:
     """Return the tensors of a GGUF adapter in float32, and its alpha."""
     alpha = max(s.scale * spec.rank for spec in pack.specs.values() for s in spec.slices if s.rank)
     result: Tensors = {}
+
     for path, spec in pack.specs.items():
         a, b = (factor.astype(mx.float32) for factor in read_factors(spec, pack.load_tensors()))
         factors = [s.scale * spec.rank / alpha for s in spec.slices for _ in range(s.rank)]
@@ -165,9 +169,11 @@ def gguf_tensors(pack: Pack, layout: Layout) -> tuple[Tensors, float]:
         b = b.T
         if heads := _permuted_heads(path, pack, layout):
             b = _interleaved(b, heads)
+
         name = _tensor_name(path, spec, layout, pack.name)
         pair = (mx.contiguous(a.T), mx.contiguous(b))
         result |= zip((name + suffix for suffix in _SUFFIXES), pair, strict=True)
+
     return result, alpha
 
 
@@ -176,6 +182,7 @@ def _permuted_heads(path: str, pack: Pack, layout: Layout) -> int:
     key = _HEAD_COUNTS.get(path.rpartition(".")[2])
     if not layout.permuted or key is None:
         return 0
+
     heads = pack.manifest["base"].get(key)
     if not heads:
         raise PackError(
@@ -199,7 +206,6 @@ def _separated(rows: mx.array, heads: int) -> mx.array:
 
 
 def save_gguf(file: Path, tensors: Tensors, architecture: str, alpha: float) -> None:
-    """Write a GGUF adapter."""
     metadata = {
         "general.type": "adapter",
         "general.architecture": architecture,
@@ -207,6 +213,7 @@ def save_gguf(file: Path, tensors: Tensors, architecture: str, alpha: float) -> 
         "adapter.type": "lora",
         ALPHA: mx.array(alpha, mx.float32),
     }
+
     mx.eval(tensors)
     mx.save_gguf(str(file), tensors, metadata)
 
@@ -216,17 +223,19 @@ def verify_gguf(pack: Pack, file: Path, layout: Layout) -> None:
     tensors, metadata = mx.load(str(file), return_metadata=True)
     alpha = float(np.array(metadata[ALPHA]))
     deltas: dict[str, Delta] = {}
+
     for path, spec in pack.specs.items():
         name = _tensor_name(path, spec, layout, pack.name)
         a, b = (tensors[name + suffix] for suffix in _SUFFIXES)
         if heads := _permuted_heads(path, pack, layout):
             b = _separated(b, heads)
         deltas[path] = low_rank_delta(a.T, b.T, alpha / b.shape[1])
+
     verify_numerically(pack.specs, pack.load_tensors(), deltas, file)
 
 
 def modelfile(pack: Pack, adapter: str, start: str | None) -> str:
-    """Return a Modelfile for Ollama; without ``start`` it begins with a GGUF to be put beside it."""
+    """Return a Modelfile for Ollama; without ``start``, FROM is a GGUF for the user to add."""
     name, base = printable(pack.name), printable(pack.manifest["base"]["id"])
     lines = [f"# {name}: an adapter of {base}. FROM must be that model."]
     if start is None:

@@ -71,6 +71,7 @@ def export_pack(
         raise PackError(
             f"--to {to}: must be one of {', '.join((*FORMATS, *DESTINATIONS))}.", "unknown"
         )
+
     pack = pack if isinstance(pack, Pack) else Pack.open(pack)
     if pack.is_reward_model and to != "peft":
         raise PackError(
@@ -79,12 +80,14 @@ def export_pack(
             "unsupported",
             "to",
         )
+
     out = Path(out).expanduser()
     report = (
         DESTINATIONS[to].write(pack, out, start)
         if to in DESTINATIONS
         else _export_adapter(pack, FORMATS[to], out)
     )
+
     size = sum(f.stat().st_size for f in out.iterdir())
     facts = {"out": str(out), "to": to, "modules": len(pack.specs), "mb": round(size / 1e6, 3)}
     facts["for_merge"] = pack.for_merge
@@ -96,11 +99,13 @@ def _export_adapter(pack: Pack, form: AdapterFormat, out: Path) -> dict:
     stored = form.convert(pack, out / form.tensor_file)
     deltas = form.deltas(stored, pack.manifest["base"]["model_type"])
     verify_numerically(pack.specs, pack.load_tensors(), deltas, out)
+
     with atomic_folder(out) as partial:
         names = form.save(stored, partial)
         if originals := _not_invertible(pack, stored.config, form):
             save_tensors(partial / ORIGINALS, originals)
             names.append(ORIGINALS)
+
         sidecar = {
             "format_version": FORMAT_VERSION,
             "about": "what packs import needs to restore the pack byte for byte",
@@ -108,6 +113,7 @@ def _export_adapter(pack: Pack, form: AdapterFormat, out: Path) -> dict:
             "pack": {k: v for k, v in pack.manifest.items() if k not in ("files", "profile")},
         }
         (partial / SIDECAR).write_text(to_json(sidecar), encoding="utf-8")
+
     return {"tensors": len(stored.tensors), "notes": list(stored.notes)}
 
 
@@ -151,12 +157,14 @@ def import_adapter(
         raise PackError(f"{folder}: no such folder.", "not-found")
     if (folder / MANIFEST).is_file():
         raise PackError(f"{folder}: is a pack already. There is nothing to import.", "conflict")
+
     config = read_json(plain_file(folder, CONFIG))
     name = format_of(config, folder / CONFIG)
     form = FORMATS[name]
     form.check_config(config, folder / CONFIG)
     file = plain_file(folder, form.tensor_file)
     stored = StoredAdapter(read_tensors(file), config, file)
+
     sidecar, note = _read_sidecar(folder), ""
     unchanged = sidecar is not None and _is_unchanged(folder, sidecar, (form.tensor_file, CONFIG))
     if unchanged:
@@ -168,9 +176,11 @@ def import_adapter(
         base = _base_name(model, config, folder)
         pack = _converted(name, stored, base, trust_remote_code)
         note = differing_texts(folder, resolve_checkpoint(base), public_name(str(base)))
+
     deltas = form.deltas(stored, pack.manifest["base"]["model_type"])
     verify_numerically(pack.specs, pack.tensors, deltas, file)
     pack.save(out, overwrite)
+
     return {
         "out": str(pack.path),
         "from": name,
@@ -188,6 +198,7 @@ def import_adapter(
 def _base_name(model: str | Path | None, config: dict, folder: Path) -> str | Path:
     if model is not None:
         return model
+
     name = config.get("base_model_name_or_path") or config.get("model")
     # a path that a downloaded file names is not followed
     is_id = isinstance(name, str) and is_hub_id(name)
@@ -203,8 +214,10 @@ def _base_name(model: str | Path | None, config: dict, folder: Path) -> str | Pa
 def _read_sidecar(folder: Path) -> dict | None:
     if not (folder / SIDECAR).exists():
         return None
+
     file = plain_file(folder, SIDECAR)
     sidecar = read_json(file)
+
     version = sidecar.get("format_version")
     if not isinstance(version, int) or version < 1:
         raise PackError(
@@ -216,6 +229,7 @@ def _read_sidecar(folder: Path) -> dict | None:
             "Upgrade mlx-packs.",
             "unsupported",
         )
+
     hashes = sidecar.get("sha256")
     if not isinstance(hashes, dict) or not isinstance(sidecar.get("pack"), dict):
         raise PackError(
@@ -223,6 +237,7 @@ def _read_sidecar(folder: Path) -> dict | None:
         )
     if outside := next((name for name in hashes if Path(name).name != name), None):
         raise PackError(f"{file}: names a file outside: {outside!r}.", "unreadable")
+
     return sidecar
 
 
@@ -242,19 +257,23 @@ def _restored(folder: Path, form: AdapterFormat, stored: StoredAdapter, sidecar:
         check_manifest(manifest, with_files=False)
     except ValueError as error:
         raise PackError(f"{where}: is not a manifest ({error}).", "unreadable") from None
+
     specs = specs_of(manifest)
     ranks = {path: spec.rank for path, spec in specs.items()}
     adapter = form.read(stored, manifest["base"]["model_type"], ranks)
     tensors = adapter.full_tensors | adapter.tensors
+
     originals = {}
     if ORIGINALS in sidecar["sha256"]:
         originals = read_tensors(plain_file(folder, ORIGINALS))
     shapes = {name: tensor.shape for name, tensor in (tensors | originals).items()}
     check_shapes(shapes_of(manifest), shapes, str(where))
+
     for path, spec in specs.items():
         name = f"{path}.lora_b"
         if name in tensors and name not in originals:
             tensors[name] = unfolded(spec, tensors[name], form.scale_of(spec, stored.config))
+
     return Pack(manifest, tensors | originals)
 
 
@@ -264,6 +283,7 @@ def _converted(name: str, stored: StoredAdapter, model: str | Path, trust: bool)
     adapter = form.read(stored, base.config["model_type"])
     form.fit(adapter, base, stored.file)
     specs = specs_for(base, adapter, stored.file)
+
     base_id = stored.config.get("base_model_name_or_path") or stored.config.get("model")
     source = {
         "from": name,

@@ -21,6 +21,7 @@ class LMStudio:
         requantize = "same" if quantized else "none"
         if pack.for_merge != "none":
             requantize = pack.for_merge
+
         report = merge_pack(pack, start or base["id"], out, requantize=requantize)
         notes = []
         if not report["passed"] and report["passes"] in report["tried"]:
@@ -30,6 +31,7 @@ class LMStudio:
                 "much of the pack"
             )
             report = merge_pack(pack, start or base["id"], out, requantize=requantize)
+
         if not report["passed"]:
             tried = ", ".join(f"{name} {drift:.2g}" for name, drift in report["tried"].items())
             raise PackError(
@@ -37,4 +39,5 @@ class LMStudio:
                 f"pack ({tried}; at most {report['max_drift']:.2g}). `packs merge` has more choices.",
                 "unsupported",
             )
+
         return {"requantize": requantize, "notes": [*notes, "LM Studio lists it in My Models"]}

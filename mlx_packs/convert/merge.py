@@ -94,16 +94,20 @@ def merge_pack(  # noqa: PLR0913 - a public facade
         trust_remote_code=trust_remote_code,
         display=display or Display(QUIET),
     )
+
     _check(request)
     source, _ = check_checkpoint(pack, model)
     writer.output_folder(str(out), source, overwrite)
+
     outcome = MERGERS[architecture_of(pack.manifest["base"]["model_type"])](request)
     report = _report(request, outcome, out)
     if not report["passed"]:
         return report
+
     plan = plan_merge(request, _facts(request, outcome))
     plan = replace(plan, ends=_ends(pack, source, trust_remote_code))
     record, _ = writer.write(out, source, plan, overwrite, request.display)
+
     return report | {
         "changed": record["merged"]["changed"],
         "names": record["merged"]["names"],
@@ -120,12 +124,14 @@ def _check(request: MergeRequest) -> None:
     if request.dtype not in DTYPES:
         raise PackError(f"--dtype {request.dtype}: must be one of {', '.join(DTYPES)}.", "unknown")
     check_max_drift(request.max_drift)
+
     if request.pack.is_reward_model:
         raise PackError(
             f"{request.pack.name}: is a reward model, and a merged checkpoint has no place for its "
             "head. Use packs export --to peft.",
             "unsupported",
         )
+
     if request.pack.for_merge not in ("none", request.requantize):
         raise PackError(
             f"--requantize {request.requantize}: {request.pack.name} was trained for another merge "
@@ -139,6 +145,7 @@ def _ends(pack: Pack, source: Path, trust_remote_code: bool) -> tuple[int, ...]:
     """Return what ends an answer if the base does not name it: the pack writes it."""
     if architecture_of(pack.manifest["base"]["model_type"]) != "decoder":
         return ()
+
     from mlx_lm.utils import load_config
 
     tokenizer = load_tokenizer(source, load_config(source), trust_remote_code)

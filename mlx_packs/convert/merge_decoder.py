@@ -50,6 +50,7 @@ def compare_next_tokens(request: MergeRequest) -> Outcome:
         others["none --dtype float32"] = partial(kl_of, "none", "float32")
     limit = drift_limit(request.max_drift, fidelity.kl_of_pack)
     tried, passes = first_that_passes(request.requantize, fidelity.kl_mean, limit, others)
+
     return Outcome(
         scores=dataclasses.asdict(fidelity),
         recorded=("kl_mean", "ppl_ratio"),
@@ -79,6 +80,7 @@ def dense_modules(base: BaseModel, changes: list[Change], pack: Pack | None = No
         dense.freeze()
         mx.eval(dense.parameters())
         replaced.append((change.path, dense))
+
     if pack is not None:
         paths = {path for path, _ in replaced}
         names = [n for n in replaced_of(pack.manifest) if n.rpartition(".")[0] not in paths]

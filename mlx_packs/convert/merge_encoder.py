@@ -31,6 +31,7 @@ def compare_embeddings(request: MergeRequest) -> Outcome:
             "reads it.",
             "unsupported",
         )
+
     texts = _texts(request)
     base = load_base_for(request.pack, request.model, request.trust_remote_code)
     with request.display.working("drift", f"{len(texts)} texts"):
@@ -49,6 +50,7 @@ def compare_embeddings(request: MergeRequest) -> Outcome:
         if request.dtype != "float32":
             others["none --dtype float32"] = partial(distance_of, "float32")
         tried, passes = first_that_passes("none", distance, limit, others)
+
     return Outcome(
         scores={"drift_mean": distance, "drift_of_pack": moved, "texts": len(texts)},
         recorded=("drift_mean",),
@@ -67,13 +69,13 @@ def _texts(request: MergeRequest) -> list[str]:
         for text in format_of(row, columns, formats).texts(row, columns)
         if text
     ]
+
     if not texts:
         raise PackError(f"--data {columns.data}: has no text to compare on.", "data")
     return texts
 
 
 def _as_written(plan: WritePlan, base: Base) -> Encoder:
-    """Return the encoder that the tensors of a plan make."""
     model = make_encoder(base.path, base.config)
     named = [(tensor_name(stored), tensor) for stored, tensor in plan.tensors.items()]
     model.load_weights([(name, tensor.astype(mx.float32)) for name, tensor in named if name])

@@ -94,9 +94,11 @@ class _Planner:
         on_loading = quantize_for(pack, self.base.config)
         if on_loading == "none":
             return
+
         trained = quantize_options(pack)
         weight_format = named_format(on_loading, trained["double_quant"])
         self.options = QuantizeOptions(weight_format, trained["keep"])
+
         for path, weight_format in formats_for(self.base.model, self.options)[0].items():
             self.weights[path] = weight_format.rounded(self.modules[path].weight)
             self.formats[path] = weight_format if self.request.requantize == "same" else None
@@ -105,6 +107,7 @@ class _Planner:
         """Set the format to quantize to; all of a dense base is quantized."""
         if self.request.requantize not in WEIGHT_FORMATS:
             return
+
         self.options = QuantizeOptions(named_format(self.request.requantize))
         if not self.base.quantization:
             self.formats = formats_of_dense(self.base, self.request.requantize)
@@ -118,10 +121,10 @@ class _Planner:
                 self.weights[path] = tensors[name]
             else:
                 others[name] = tensors[name]
+
         return others
 
     def add_deltas(self, tensors: Mapping[str, mx.array]) -> None:
-        """Add the delta of every adapter to its weight."""
         pack = self.request.pack
         for path, spec in pack.specs.items():
             if path not in self.modules:
@@ -162,17 +165,20 @@ def plan_changes(request: MergeRequest) -> Changes:
     base = lazy_base(request.model, request.trust_remote_code)
     _check_mergeable(request.pack)
     planner, tensors = _Planner(request, base), request.pack.load_tensors()
+
     planner.quantize_as_trained()
     planner.choose_formats()
     others = planner.replace_full_tensors(tensors)
     planner.add_deltas(tensors)
     planner.cast()
     planner.requantize_others()
+
     changes = [
         Change(path, planner.weights[path], planner.formats[path])
         for path in reversed(planner.modules)
         if path in planner.weights
     ]
+
     stored = read_json(base.path / "config.json")
     config = _config(stored, base.quantization, changes, planner.options, request.requantize)
     return Changes(base, changes, others, config, planner.options)
@@ -199,6 +205,7 @@ def _merged(spec: ModuleSpec, tensors: Mapping[str, mx.array], weight: mx.array)
     adapted = weight.astype(mx.float32) + delta_of(spec, tensors)
     if spec.kind != "dora":
         return adapted
+
     m = tensors[f"{spec.path}.m"].astype(mx.float32)
     norms = mx.maximum(mx.linalg.norm(adapted, axis=1), LEAST_NORM)
     return (m / norms)[:, None] * adapted
@@ -211,9 +218,9 @@ def _config(
     options: QuantizeOptions,
     requantize: str,
 ) -> dict:
-    """Return config.json of the merged model."""
     if requantize == "same" and (quantization or not any(c.weight_format for c in changes)):
         return config
+
     quantized = dict(quantization)
     plain = {k: v for k, v in config.items() if k not in ("quantization", "quantization_config")}
     if "text_config" in plain:
@@ -221,6 +228,7 @@ def _config(
         plain["text_config"] = {k: v for k, v in text.items() if k != "quantization_config"}
     if requantize == "none":
         return plain
+
     if not quantized:
         quantized = options.weight_format.to_config()
     for change in changes:
@@ -233,6 +241,7 @@ def _config(
         else:
             # mlx-lm quantizes nothing here: it is dense, or NF4 by its tensors
             quantized[change.path] = False
+
     return dict(
         sorted({**plain, "quantization": quantized, "quantization_config": quantized}.items())
     )
@@ -260,10 +269,12 @@ def plan_merge(request: MergeRequest, facts: Mapping | None = None) -> WritePlan
     planned = plan_changes(request)
     base, source = planned.base, base_files.resolve_checkpoint(request.model)
     requantize = request.requantize
+
     of_bitsandbytes = base_files.stored_quantization(base.config).get("quant_method") == METHOD
     native = requantize in WEIGHT_FORMATS and named_format(requantize).native
     keeps_layout = of_bitsandbytes and requantize != "none" and not native
     layout = "bitsandbytes" if keeps_layout else "mlx"
+
     names, config, origin = _own_names(source, planned, layout), planned.config, "base"
     if names is None or (of_bitsandbytes and native):
         tensors = dict(tree_flatten(planned.base.model.parameters()))
@@ -271,12 +282,15 @@ def plan_merge(request: MergeRequest, facts: Mapping | None = None) -> WritePlan
         layout, origin = "mlx", "mlx-lm"
     if layout == "bitsandbytes":
         config = read_json(source / "config.json")
+
     items, tensors = _items(planned, names, DTYPES[request.dtype], layout)
     options = dataclasses.replace(planned.options, layout=layout, max_shard_gb=request.max_shard_gb)
+
     quantized = base_files.stored_quantization(config)
     short = {k: v for k, v in quantized.items() if not isinstance(v, dict) and v is not False}
     changed = len(planned.changes) + len(planned.tensors)
     merged = {**(facts or {}), "changed": changed, "names": origin}
+
     shards = in_shards(items, request.max_shard_gb)
     return WritePlan(options, tensors, shards, config, base.fingerprint, {}, short or None, merged)
 
@@ -288,16 +302,19 @@ def _items(
     places = names.places
     by_name = {f"{places[c.path]}.weight": c for c in planned.changes}
     changed = {places[c.path] for c in planned.changes}
+
     full_tensors = {}
     for name, tensor in planned.tensors.items():
         path, _, parameter = name.rpartition(".")
         full_tensors[f"{places.get(path, path)}.{parameter}"] = tensor
+
     sizes = _true_sizes(planned.base, places)
     items, tensors = [], {}
     for name, tensor in names.tensors.items():
         change, part = by_name.get(name), _PART_NAME.fullmatch(name)
         if change is None and part and part["place"] in changed:
             continue
+
         weight_format = None
         size = sizes.get(name, tensor.size)
         if change:
@@ -306,8 +323,10 @@ def _items(
             size = tensor.size
         elif name in full_tensors:
             tensor = full_tensors[name].astype(dtype or tensor.dtype)
+
         items.append(Item.of(name, tensor, weight_format, layout, size))
         tensors[name] = tensor
+
     return items, tensors
 
 
@@ -323,18 +342,17 @@ def _true_sizes(base: BaseModel, places: Mapping[str, str]) -> dict[str, int]:
 
 
 def _own_names(source: Path, planned: Changes, layout: str) -> _Names | None:
-    """Return the base's tensors as its files name them, with a place for each change.
-
-    None if mlx-lm has other names or shapes for a module that changes.
-    """
+    """None if mlx-lm has other names or shapes for a module that changes."""
     tensors: dict[str, mx.array] = {}
     for file in base_files.weight_files(source):
         tensors |= mx.load(str(file))
+
     base = planned.base
     modules = dict(base.model.named_modules())
     is_gpt2 = base.config["model_type"] == "gpt2"
     paths = [c.path for c in planned.changes]
     paths += [name.rpartition(".")[0] for name in planned.tensors]
+
     places = {path: _place_of(path, base, tensors, is_gpt2) for path in paths}
     if None in places.values():
         return None
@@ -343,6 +361,7 @@ def _own_names(source: Path, planned: Changes, layout: str) -> _Names | None:
         for path, place in places.items()
         if is_gpt2 and place != path and isinstance(modules[path], nn.Linear)
     }
+
     for change in planned.changes:
         place, stored = places[change.path], format_of(modules[change.path])
         if change.path in transposed:
@@ -356,6 +375,7 @@ def _own_names(source: Path, planned: Changes, layout: str) -> _Names | None:
             return None
         if layout == "mlx" and change.weight_format and f"{place}.weight.absmax" in tensors:
             return None
+
     return _Names(tensors, places, frozenset(transposed))
 
 

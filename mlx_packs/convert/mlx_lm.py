@@ -37,11 +37,9 @@ class MlxLm:
     tensor_file = "adapters.safetensors"
 
     def recognises(self, config: dict) -> bool:
-        """Return whether an adapter_config.json is mlx-lm's."""
         return "lora_parameters" in config or "fine_tune_type" in config
 
     def check_config(self, config: dict, where: Path) -> None:
-        """Check that a pack can store the adapters of a config."""
         kind = config.get("fine_tune_type", "lora")
         if kind == "full":
             raise PackError(
@@ -54,6 +52,7 @@ class MlxLm:
                 f"{where}: fine_tune_type must be lora or dora, but is {kind!r}.",
                 "unsupported",
             )
+
         parameters = config.get("lora_parameters")
         scale = parameters.get("scale") if isinstance(parameters, dict) else None
         if not is_positive(scale):
@@ -65,11 +64,9 @@ class MlxLm:
     def read(
         self, stored: StoredAdapter, model_type: str, ranks: Mapping[str, int] | None = None
     ) -> ExternalAdapter:
-        """Return the adapter; ranks that were padded with zeros are cut back.
-
-        Without ``ranks``, what is zero at the end of both factors goes.
-        """
+        """Cut back ranks padded with zeros; without ``ranks``, to what either factor uses."""
         adapter = ExternalAdapter(dict(stored.tensors))
+
         for name in stored.tensors:
             path, _, leaf = name.rpartition(".")
             if leaf not in _LEAVES:
@@ -79,22 +76,24 @@ class MlxLm:
                     "unsupported",
                 )
             adapter.scales[path] = float(stored.config["lora_parameters"]["scale"])
+
         check_complete(adapter, stored.config.get("fine_tune_type") == "dora", stored.file)
         for path in adapter.scales:
             a, b = stored.tensors[f"{path}.lora_a"], stored.tensors[f"{path}.lora_b"]
             if a.ndim != b.ndim or a.ndim not in (2, 3):
                 continue  # such factors have no place on any base
+
             rank = (ranks or {}).get(path) or _used_rank(a, b)
             adapter.tensors[f"{path}.lora_a"] = mx.contiguous(a[:, :rank])
             b = b[:rank] if a.ndim == 2 else b[..., :rank]
             adapter.tensors[f"{path}.lora_b"] = mx.contiguous(b)
+
         return adapter
 
     def fit(self, adapter: ExternalAdapter, base: BaseModel, where: Path) -> None:
         """Leave the adapter as it is: mlx-lm stores nothing twice."""
 
     def convert(self, pack: Pack, file: Path) -> StoredAdapter:
-        """Return a pack as stock mlx-lm loads it."""
         specs = pack.specs
         if not (facts := architecture_facts(pack.manifest)).in_mlx_lm:
             raise PackError(
@@ -102,25 +101,27 @@ class MlxLm:
                 "merge it.",
                 "unsupported",
             )
+
         if not specs and (config := adapter_config(pack.manifest)):
             return StoredAdapter(dict(pack.load_tensors()), config, file)
         _check_pack(pack)
+
         rank = max(spec.rank for spec in specs.values())
         scale = common_scale(specs.values())
         tensors = dict(pack.load_tensors())
         for path, spec in specs.items():
             tensors[f"{path}.lora_b"] = folded(spec, tensors[f"{path}.lora_b"], scale)
+
         config = config_with(specs, pack.manifest["base"]["num_layers"], rank, scale)
         lower = sum(spec.rank < rank for spec in specs.values())
         note = f"{lower} of {len(specs)} modules padded with zeros to rank {rank}"
         return StoredAdapter(padded(specs, tensors, rank), config, file, (note,) if lower else ())
 
     def save(self, stored: StoredAdapter, folder: Path) -> list[str]:
-        """Write both files."""
         return save_folder(stored, folder, "mlx")
 
     def scale_of(self, spec: ModuleSpec, config: dict) -> float:
-        """Return the one scale of the folder."""
+        """mlx-lm has one scale for all modules."""
         return config["lora_parameters"]["scale"]
 
     def deltas(self, stored: StoredAdapter, model_type: str) -> dict[str, Delta]:
@@ -146,6 +147,7 @@ def _check_pack(pack: Pack) -> None:
             f"alone, or dense weights over a dense base. {other}.",
             "unsupported",
         )
+
     for path, spec in specs.items():
         if spec.head is False:
             raise PackError(
@@ -153,6 +155,7 @@ def _check_pack(pack: Pack) -> None:
                 "an embedding does. Export it to peft.",
                 "unsupported",
             )
+
     if len({spec.kind == "dora" for spec in specs.values()}) > 1:
         raise PackError(
             f"{where}: is DoRA on some modules and LoRA on others, and mlx-lm has one "
@@ -166,6 +169,7 @@ def _used_rank(a: mx.array, b: mx.array) -> int:
     experts = a.ndim == 3
     used = mx.any(a != 0, axis=(0, 2)) if experts else mx.any(a != 0, axis=0)
     used_b = mx.any(b != 0, axis=(0, 1)) if experts else mx.any(b != 0, axis=1)
+
     if used.shape != used_b.shape:
         return a.shape[1]
     last = np.flatnonzero(np.array(used | used_b))

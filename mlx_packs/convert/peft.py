@@ -81,11 +81,9 @@ class Peft:
     tensor_file = "adapter_model.safetensors"
 
     def recognises(self, config: dict) -> bool:
-        """Return whether an adapter_config.json is PEFT's."""
         return "peft_type" in config
 
     def check_config(self, config: dict, where: Path) -> None:
-        """Check that a pack can store the adapters of a config."""
         kind = config.get("peft_type")
         if kind != "LORA":
             raise PackError(
@@ -93,18 +91,21 @@ class Peft:
                 "weight. Only LORA (with rsLoRA and DoRA) can be converted.",
                 "unsupported",
             )
+
         for key, reason in _UNSUPPORTED.items():
             if config.get(key):
                 raise PackError(
                     f"{where}: {key}: the adapter {reason}. A pack cannot store that.",
                     "unsupported",
                 )
+
         if config.get("bias", "none") != "none":
             raise PackError(
                 f"{where}: bias is {config['bias']!r}: the adapter trains biases of the "
                 "base. A pack cannot store that.",
                 "unsupported",
             )
+
         start = config.get("init_lora_weights")
         if isinstance(start, str) and start.startswith(_CHANGED_BASE):
             raise PackError(
@@ -113,6 +114,7 @@ class Peft:
                 "path_initial_model_for_weight_conversion.",
                 "unsupported",
             )
+
         for key in ("lora_alpha", "r"):
             value = config.get(key)
             if not is_positive(value):
@@ -125,8 +127,9 @@ class Peft:
     def read(
         self, stored: StoredAdapter, model_type: str, ranks: Mapping[str, int] | None = None
     ) -> ExternalAdapter:
-        """Return the adapter under a pack's names; ``ranks`` are those of the tensors."""
+        """PEFT's tensors have their true ranks, so ``ranks`` is not used."""
         adapter, where = ExternalAdapter(head=False), stored.file
+
         for name, tensor in stored.tensors.items():
             bare = name.removeprefix(_PREFIX)
             if match := _PART.fullmatch(bare):
@@ -141,6 +144,7 @@ class Peft:
                 bare = re.sub(r"\.(modules_to_save(\.default)?|base_layer)\.", ".", bare)
                 path = path_here(bare, model_type)
                 adapter.full_tensors[path] = _transposed(bare, tensor, model_type)
+
         if stored.config.get(TIED):
             drop_head(adapter, where)
         check_complete(adapter, bool(stored.config.get("use_dora")), where)
@@ -152,7 +156,6 @@ class Peft:
         _drop_tied_head(adapter, base, where)
 
     def convert(self, pack: Pack, file: Path) -> StoredAdapter:
-        """Return a pack as PEFT loads it."""
         model_type, specs = pack.manifest["base"]["model_type"], pack.specs
         if not specs:
             raise PackError(
@@ -161,9 +164,11 @@ class Peft:
                 "unsupported",
             )
         _check_specs(pack, model_type, specs)
+
         heads = head_tables_of(pack.manifest)
         is_tied = bool(heads) or any(spec.head for spec in specs.values())
         specs, ours = with_head(specs, pack.load_tensors())
+
         tensors: Tensors = {}
         for path, spec in specs.items():
             name = _PREFIX + path_there(path, model_type)
@@ -173,9 +178,11 @@ class Peft:
             tensors[f"{name}.lora_{infix}B{tail}"] = mx.contiguous(b.T)
             if spec.kind == "dora":
                 tensors[f"{name}.lora_magnitude_vector"] = ours[f"{path}.m"]
+
         config, full_modules = _config(pack, model_type, specs), set()
         if is_tied:
             config[TIED] = True
+
         for name in replaced_of(pack.manifest):
             path, _, parameter = name.rpartition(".")
             there, tensor = path_there(path, model_type), _transposed(name, ours[name], model_type)
@@ -187,15 +194,15 @@ class Peft:
             if name in heads:
                 full_modules.add(HEAD)
                 tensors[f"{_PREFIX}{HEAD}.{parameter}"] = tensor
+
         config["modules_to_save"] = sorted(full_modules) or None
         return StoredAdapter(tensors, dict(sorted(config.items())), file, _notes(specs, config))
 
     def save(self, stored: StoredAdapter, folder: Path) -> list[str]:
-        """Write both files."""
         return save_folder(stored, folder, "pt")
 
     def scale_of(self, spec: ModuleSpec, config: dict) -> float:
-        """Return the module's own scale; PEFT has one for each."""
+        """PEFT has a scale for each module."""
         return common_scale([spec])
 
     def deltas(self, stored: StoredAdapter, model_type: str) -> dict[str, Delta]:
@@ -204,11 +211,13 @@ class Peft:
         for name, tensor in stored.tensors.items():
             if match := _PART.fullmatch(name.removeprefix(_PREFIX)):
                 factors.setdefault(match["path"], {})[match["part"]] = tensor
+
         deltas = {}
         for path, parts in factors.items():
             a, b = parts["A"], parts["B"]
             scale = _scale_in(stored.config, path, a.shape[0])
             deltas[path_here(path, model_type)] = low_rank_delta(a.T, b.T, scale)
+
         return deltas
 
 
@@ -216,6 +225,7 @@ def _check_pattern(pattern: object, key: str, where: Path) -> None:
     """Raise a PackError unless a pattern maps regular expressions to positive numbers."""
     if not isinstance(pattern, dict):
         raise PackError(f"{where}: {key} must be a mapping, but is {pattern!r}.", "unreadable")
+
     for expression, value in pattern.items():
         try:
             re.compile(expression)
@@ -224,6 +234,7 @@ def _check_pattern(pattern: object, key: str, where: Path) -> None:
                 f"{where}: {key}: {expression!r} is not a regular expression: {error}.",
                 "unreadable",
             ) from None
+
         if not is_positive(value):
             raise PackError(
                 f"{where}: {key}: {expression!r} must be a number above 0, but is {value!r}.",
@@ -242,23 +253,26 @@ def _scale_in(config: dict, theirs: str, rank: int) -> float:
 def _read_part(
     adapter: ExternalAdapter, stored: StoredAdapter, name: str, match: re.Match, model_type: str
 ) -> None:
-    """Add one tensor of PEFT's file to an adapter."""
     tensor, path, part = stored.tensors[name], path_here(match["path"], model_type), match["part"]
+
     if ".experts." in f"{path}.":
         raise PackError(
             f"{stored.file}: {name}: adapts one expert, and mlx-lm stacks the experts of a layer. "
             "Expert adapters of PEFT cannot be converted.",
             "unsupported",
         )
+
     if part == "magnitude_vector":
         adapter.tensors[f"{path}.m"] = tensor.flatten()
         return
+
     if tensor.ndim != 2:
         raise PackError(
             f"{stored.file}: {name} has {tensor.ndim} axes, but must have 2 (an adapter of a "
             "linear).",
             "unsupported",
         )
+
     if part == "A":
         adapter.tensors[f"{path}.lora_a"] = mx.contiguous(tensor.T)
         adapter.scales[path] = _scale_in(stored.config, match["path"], tensor.shape[0])
@@ -278,10 +292,11 @@ def _drop_copies(adapter: ExternalAdapter, base: BaseModel) -> None:
 
 
 def _drop_tied_head(adapter: ExternalAdapter, base: BaseModel, where: Path) -> None:
-    """Drop the head of a base that ties it to the embedding: one table replaces both, or neither."""
+    """A base that ties its head to the embedding has one table: it replaces both, or neither."""
     full = adapter.full_tensors
     if "lm_head" in dict(base.model.named_modules()) or not full:
         return
+
     table, head = table_of(full), full.get("lm_head.weight")
     if head is None and (table is None or adapter.head):
         return
@@ -293,6 +308,7 @@ def _drop_tied_head(adapter: ExternalAdapter, base: BaseModel, where: Path) -> N
             "table cannot be both.",
             "mismatch",
         )
+
     del full["lm_head.weight"]
 
 
@@ -313,6 +329,7 @@ def _check_specs(pack: Pack, model_type: str, specs: Specs) -> None:
             f"what transformers calls the modules of {model_type} is not known here. PEFT export "
             f"knows {', '.join(_SAME_NAMES)}."
         )
+
     for path, spec in specs.items():
         if spec.experts is not None:
             raise unsupported(
@@ -325,6 +342,7 @@ def _check_specs(pack: Pack, model_type: str, specs: Specs) -> None:
                 f"{path}: adapts a router, which is not a linear in transformers. Export it to "
                 "mlx-lm, or merge it."
             )
+
     if len({spec.kind == "dora" for spec in specs.values()}) > 1:
         raise unsupported(
             "is DoRA on some modules and LoRA on others, and PEFT has one use_dora for all."
@@ -372,19 +390,22 @@ def _config(pack: Pack, model_type: str, specs: Specs) -> dict:
 
 
 def _targets(pack: Pack, model_type: str, specs: Specs) -> tuple[list[str], list[int] | None]:
-    """Return target_modules and layers_to_transform, short if all layers or the last N are alike."""
+    """Return target_modules and layers_to_transform: short if all layers, or the last N, agree."""
     full = [path_there(path, model_type) for path in specs]
     split = [re.fullmatch(r"(.+)\.(?:layers|h)\.(\d+)\.(.+)", path) for path in full]
     if not all(split):
         return sorted(full), None
+
     rests: dict[str, set[int]] = {}
     for match in split:
         rests.setdefault(match[3], set()).add(int(match[2]))
+
     count = pack.manifest["base"]["num_layers"]
     layers = set.union(*rests.values())
     last = set(range(count - len(layers), count))
     if layers != last or any(numbers != layers for numbers in rests.values()):
         return sorted(full), None
+
     short = {rest.rpartition(".")[2] for rest in rests}
     names = short if short <= set(_LEAVES) else rests
     return sorted(names), None if len(layers) == count else sorted(layers)
@@ -405,13 +426,16 @@ def _notes(specs: Specs, config: dict) -> tuple[str, ...]:
         notes.append(
             "PEFT 0.21's merge_and_unload adds a tied table's adapter twice; packs merge does it once"
         )
+
     if config["task_type"] == "SEQ_CLS":
         notes.append(
             "AutoModelForSequenceClassification with num_labels=1 opens it; set pad_token_id"
         )
     if config["alpha_pattern"]:
         notes.append("llama.cpp's converter knows one lora_alpha, and this folder has several")
+
     kinds = sorted({spec.kind for spec in specs.values()} - {"lora"})
     if names := [*kinds, *(["modules_to_save"] if config["modules_to_save"] else [])]:
         notes.append(f"llama.cpp's converter does not read {', '.join(names)}")
+
     return tuple(notes)

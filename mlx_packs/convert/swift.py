@@ -47,6 +47,7 @@ class Swift:
                     "Merge the pack.",
                     "unsupported",
                 )
+
         stored = form.convert(pack, out / form.tensor_file)
         keys = set(stored.config.get("lora_parameters", {}).get("keys", ()))
         if not pack.specs or keys & set(pack.specs):
@@ -55,11 +56,13 @@ class Swift:
                 "Merge the pack.",
                 "unsupported",
             )
+
         deltas = form.deltas(stored, pack.manifest["base"]["model_type"])
         verify_numerically(pack.specs, pack.load_tensors(), deltas, out)
         name, base = printable(out.name), printable(pack.manifest["base"]["id"])
         quoted = {"quoted_name": _literal(name), "quoted_base": _literal(base)}
         readme = _README.format(name=name, base=base, **quoted)
+
         with atomic_folder(out) as partial:
             form.save(stored, partial)
             (partial / "README.md").write_text(readme, encoding="utf-8")

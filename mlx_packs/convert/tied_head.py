@@ -27,22 +27,21 @@ def with_head(specs: Specs, tensors: Mapping[str, mx.array]) -> tuple[Specs, Ten
         head[HEAD] = ModuleSpec(HEAD, part.width, (whole,))
         a, b = (tensors[name] for name in factor_names(path))
         tensors |= zip(factor_names(HEAD), (b.T, a.T), strict=True)
+
     return {**{p: replace(s, head=None) for p, s in specs.items()}, **head}, tensors
 
 
 def drop_head(adapter: ExternalAdapter, where: Path) -> None:
-    """Leave out what an adapter with a tied head stores of it: the same as of the embedding.
-
-    Raises:
-        PackError: they differ.
-    """
+    """Drop what an adapter stores of a tied head; a PackError unless it equals the embedding."""
     adapter.head = True
     factors = [adapter.tensors.pop(name, None) for name in factor_names(HEAD)]
     adapter.scales.pop(HEAD, None)
+
     table = next((p for p in adapter.scales if p.endswith(("embed_tokens", "wte"))), HEAD)
     of_table = [adapter.tensors.get(name) for name in factor_names(table)]
     if any(f is not None for f in factors) and not _same(factors, _transposed(of_table)[::-1]):
         raise _differ(where, "adapters")
+
     weight = adapter.full_tensors.get(f"{HEAD}.weight")
     name = table_of(adapter.full_tensors)
     if weight is not None and name is not None:
