@@ -33,13 +33,7 @@ class Choice:
 
 
 class Texts:
-    """The texts of one request, as they are computed.
-
-    Args:
-        generator: what computes them.
-        count: number of texts.
-        make: the request for each.
-    """
+    """The texts of one request, as they are computed."""
 
     def __init__(self, generator: Generator, count: int, make: MakeRequest) -> None:
         self._generator = generator
@@ -57,13 +51,10 @@ class Texts:
         return tell
 
     async def start(self) -> None:
-        """Submit all, and wait until each has its place.
-
-        Raises:
-            Exception: that of the first which has none; the others are cancelled.
-        """
+        """Submit all, and wait until each has its place; raise the error of the first with none."""
         for request in self._requests:
             self._generator.submit(request)
+
         waiting = set(range(len(self._requests)))
         early = []
         while waiting:
@@ -75,15 +66,12 @@ class Texts:
                 waiting.discard(i)
             else:
                 early.append((i, event))
+
         for item in early:
             self._events.put_nowait(item)
 
     async def events(self) -> AsyncIterator[tuple[int, Progress | Finished]]:
-        """Yield what happens to each text, until all have their end.
-
-        Raises:
-            Exception: what ended one of them.
-        """
+        """Yield what happens to each text, until all have ended; raise what ended one of them."""
         while self._left:
             i, event = await self._events.get()
             if isinstance(event, Failed):
@@ -102,15 +90,7 @@ class Texts:
 
 
 class ChatAnswer:
-    """A chat completion, from texts.
-
-    Args:
-        texts: started.
-        model: as the client wrote it.
-        prompt_tokens: of the prompt.
-        tokenizer: mlx-lm's wrapper.
-        tools: those of the request.
-    """
+    """A chat completion from texts that are started; ``model`` is as the client wrote it."""
 
     kind, stream_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
@@ -130,14 +110,15 @@ class ChatAnswer:
         return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage()}
 
     async def stream(self, wants_usage: bool) -> AsyncIterator[dict[str, Any]]:
-        """Yield the answer in pieces."""
         for i in range(len(self._texts.choices)):
             yield self._chunk(i, self._opening())
+
         async for i, event in self._texts.events():
             choice = self._texts.choices[i]
             if isinstance(event, Finished):
                 yield self._chunk(i, self._nothing(), self._reason(choice))
                 continue
+
             before = len(choice.calls)
             self._add(choice, event)
             logprobs = self._logprobs(i, [event.logprob]) if event.logprob else None
@@ -145,6 +126,7 @@ class ChatAnswer:
             for delta in deltas or ([self._nothing()] if logprobs else []):
                 yield self._chunk(i, delta, logprobs=logprobs)
                 logprobs = None
+
         if wants_usage:
             empty = {**self._head, "object": self.stream_kind, "choices": []}
             yield {**empty, "usage": self._usage()}
@@ -160,6 +142,7 @@ class ChatAnswer:
             else:
                 texts = choice.reasoning if piece.kind == "reasoning" else choice.content
                 texts.append(piece.text)
+
         if event.logprob is not None:
             choice.logprobs.append(event.logprob)
 
@@ -192,6 +175,7 @@ class ChatAnswer:
                 continue
             name = "reasoning_content" if piece.kind == "reasoning" else "content"
             deltas.append({name: piece.text})
+
         if calls:
             numbered = [{"index": first + k, **call} for k, call in enumerate(calls)]
             deltas.append({"tool_calls": numbered})
@@ -204,6 +188,7 @@ class ChatAnswer:
             message["reasoning_content"] = "".join(choice.reasoning)
         if choice.calls:
             message |= {"content": content.strip() or None, "tool_calls": choice.calls}
+
         return {
             "index": i,
             "message": message,
@@ -229,11 +214,7 @@ class ChatAnswer:
 
 
 class CompletionAnswer(ChatAnswer):
-    """A text completion, from texts.
-
-    Args:
-        echoes: what comes before each text: its prompt, or nothing.
-    """
+    """A text completion; ``echoes`` come before each text: its prompt, or nothing."""
 
     kind = stream_kind = "text_completion"
     prefix = "cmpl"
@@ -267,6 +248,7 @@ class CompletionAnswer(ChatAnswer):
         for each in written:
             offsets.append(self._offsets[i])
             self._offsets[i] += len(self._decoders[i].decode(each))
+
         return {
             "tokens": [_text(each) for each in written],
             "token_logprobs": [_finite(entry.logprob) for entry in entries],

@@ -53,14 +53,7 @@ _PAGE = Path(__file__).with_name("page.html")
 
 
 class Server:
-    """The handlers of all routes.
-
-    Args:
-        worker: computes texts, or embeddings.
-        library: finds packs by name, folder and Hub.
-        settings: what is allowed.
-        metrics: what is counted.
-    """
+    """The handlers of all routes."""
 
     def __init__(
         self,
@@ -107,6 +100,7 @@ class Server:
         )
         generator = self._generator("/v1/completions")
         generator.registry.check_model(body.model)
+
         prompts = await self._in_thread(lambda: self._prompts.of_texts(body))
         each = [prompt for prompt in prompts for _ in range(body.n)]
         maker = self._prompts.text_maker(body, each, self._deadline())
@@ -124,6 +118,7 @@ class Server:
     ) -> Response:
         """Return texts whole or as a stream; they end when the client goes."""
         began = time.monotonic()
+
         try:
             await unless_gone(request, texts.start())
             self.metrics.first.observe(time.monotonic() - began)
@@ -154,11 +149,13 @@ class Server:
         body: EmbeddingBody = parsed(
             EmbeddingBody, await read_body(request, self.settings.body_bytes)
         )
+
         worker = self.worker
         if not isinstance(worker, Embedder):
             raise PackError(
                 "/v1/embeddings: the base is a decoder. Serve an encoder.", "unsupported"
             )
+
         worker.registry.check_model(body.model)
         texts, model = body.input, worker.base.model
         if not 0 < len(texts) <= _MAX_TEXTS or not all(texts):
@@ -166,6 +163,7 @@ class Server:
             raise PackError(message, flag="input")
         if body.dimensions not in (None, model.dims):
             raise PackError(f"dimensions: this base has {model.dims}.", flag="dimensions")
+
         rows = await self._in_thread(lambda: tokens_of(worker.base.tokenizer, texts, model.longest))
         future = worker.submit(body.model, rows)
         try:
@@ -173,18 +171,17 @@ class Server:
                 vectors = await unless_gone(request, _result(future))
         finally:
             future.cancel()
+
         tokens = sum(map(len, rows))
         return JSONResponse(embedding_answer(body.model, vectors, tokens, body.encoding_format))
 
     # Models and packs
 
     async def models(self, _: Request) -> Response:
-        """Answer ``/v1/models``."""
         data = [self._model(name) for name in self.worker.registry.names]
         return JSONResponse({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
-        """Answer ``/v1/models/{name}``."""
         name = request.path_params["name"]
         if name not in self.worker.registry.names:
             raise PackError(f"model '{name}': is not served.", "not-found", "model")
@@ -217,6 +214,7 @@ class Server:
                     "ppl_after": scores.get("ppl_after"),
                 }
             )
+
         base = self.worker.base
         facts = {"base": base.public_name, "architecture": base.architecture}
         return JSONResponse({"object": "list", **facts, "data": data})
@@ -238,7 +236,6 @@ class Server:
     # The server itself
 
     async def health(self, _: Request) -> Response:
-        """Answer ``/health``."""
         running, waiting = self.worker.counts
         alive = self.worker.is_alive
         facts = {"status": "ok" if alive else "stopping", "running": running, "waiting": waiting}
@@ -249,7 +246,6 @@ class Server:
         return Response(self.metrics.text(self.worker), media_type=self.metrics.media_type)
 
     async def page(self, _: Request) -> Response:
-        """Answer ``/``."""
         return HTMLResponse(_page(), headers=_PAGE_HEADERS)
 
     # Parts
@@ -331,6 +327,7 @@ def make_app(server: Server) -> Starlette:
         "/v1/embeddings": server.embed,
     }
     delete: dict[str, Handler] = {"/v1/packs/{name:path}": server.remove_pack}
+
     routes = [
         Route(path, answering(handler), methods=[method])
         for method, handlers in (("GET", get), ("POST", post), ("DELETE", delete))
@@ -343,6 +340,7 @@ def make_app(server: Server) -> Starlette:
         TimeoutError: on_late,
         Exception: on_error,
     }
+
     app = Starlette(routes=routes, exception_handlers=on, lifespan=lifespan)
     app.add_middleware(Guard, settings=server.settings, metrics=server.metrics)
     return app

@@ -1,7 +1,7 @@
 """The base with its packs, as mlx-lm's batches call it: the cache of a sequence knows its pack.
 
 mlx-lm's `BatchGenerator` joins, splits and filters the caches of its sequences as they come and go.
-`PackOfSequence` is one more cache of each, so that the packs stay in line with the sequences through
+`PackOfSequence` is one more cache of each, so that packs and sequences stay in line through
 whatever it does.
 """
 
@@ -27,11 +27,9 @@ class PackOfSequence:
 
     @classmethod
     def merge(cls, caches: Sequence["PackOfSequence"]) -> "PackOfSequence":
-        """Return the sequences of several caches as one batch."""
         return cls([slot for cache in caches for slot in cache.slots])
 
     def extend(self, other: "PackOfSequence") -> None:
-        """Add the sequences of another batch."""
         self.slots += other.slots
 
     def filter(self, keep: Sequence[int]) -> None:
@@ -39,7 +37,6 @@ class PackOfSequence:
         self.slots = [self.slots[i] for i in keep]
 
     def extract(self, i: int) -> "PackOfSequence":
-        """Return one sequence."""
         return PackOfSequence([self.slots[i]])
 
     def prepare(self, **_: Any) -> None:
@@ -92,6 +89,7 @@ def cache_bytes(model: BatchedModel) -> tuple[int, int]:
         model(mx.zeros((1, tokens), dtype=mx.int32), [*caches, PackOfSequence([-1])])
         mx.eval([c.state for c in caches])
         sizes.append(sum(c.nbytes for c in caches))
+
     first, second = sizes  # after one and after two allocations of so many tokens
     each = max(0, (second - first) // _STEP)
     return max(0, first - each * _STEP), each

@@ -17,7 +17,6 @@ class TimedHeaders(AutoHTTPProtocol):  # type: ignore[valid-type, misc]  # one o
     _late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """Expect a request."""
         super().connection_made(transport)
         self._expect()
 
@@ -30,7 +29,6 @@ class TimedHeaders(AutoHTTPProtocol):  # type: ignore[valid-type, misc]  # one o
             self._forget()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Expect nothing more."""
         self._forget()
         super().connection_lost(exc)
 

@@ -48,14 +48,10 @@ class Embedder(Worker):
 
     @property
     def counts(self) -> tuple[int, int]:
-        """How many requests run, and how many wait."""
         return min(1, len(self._waiting)), max(0, len(self._waiting) - 1)
 
     def submit(self, model: str, rows: Sequence[np.ndarray]) -> "Future[np.ndarray]":
-        """Return what will have the vectors [N, D] of texts, given as their tokens.
-
-        Cancelling it ends the request.
-        """
+        """Return the future vectors [N, D] of tokenized texts; cancelling it ends the request."""
         future: Future[np.ndarray] = Future()
         self.post(lambda: self._enqueue(model, list(rows), future))
         return future
@@ -75,7 +71,6 @@ class Embedder(Worker):
         self._waiting.append(_Texts(entry, rows, future, []))
 
     def is_busy(self) -> bool:
-        """Return whether texts wait."""
         return bool(self._waiting)
 
     def step(self) -> None:
@@ -83,17 +78,21 @@ class Embedder(Worker):
         self._forget_cancelled()
         if not self._waiting:
             return
+
         batch = []
         for texts in self._waiting:
             missing = texts.rows[len(texts.vectors) :]
             batch += [(texts, row) for row in missing[: self._batch_size - len(batch)]]
+
         rows = [row for _, row in batch]
         self.registry.slots.selection.set([texts.entry.slot for texts, _ in batch])
         lengths = mx.array([len(row) for row in rows])
         vectors = np.array(self.base.model(mx.array(padded(rows)), lengths))
         self.prefilled += sum(map(len, rows))
+
         for (texts, _), vector in zip(batch, vectors, strict=True):
             texts.vectors.append(vector)
+
         while self._waiting and len(self._waiting[0].vectors) == len(self._waiting[0].rows):
             texts = self._waiting.popleft()
             self.registry.release(texts.entry)
@@ -101,13 +100,11 @@ class Embedder(Worker):
                 texts.future.set_result(np.stack(texts.vectors))
 
     def _forget_cancelled(self) -> None:
-        """Drop the texts of requests that were given up."""
         for texts in [texts for texts in self._waiting if texts.future.cancelled()]:
             self._waiting.remove(texts)
             self.registry.release(texts.entry)
 
     def on_failure(self, error: Exception) -> None:
-        """End all requests."""
         while self._waiting:
             texts = self._waiting.popleft()
             self.registry.release(texts.entry)
@@ -115,6 +112,5 @@ class Embedder(Worker):
                 texts.future.set_exception(error)
 
     def on_end(self, reason: PackError) -> None:
-        """End all requests, and take the packs off the base."""
         self.on_failure(reason)
         self.registry.close()

@@ -1,4 +1,4 @@
-"""Objects of a request: null means "not given", and a fault is named by its field in plain words."""
+"""Objects of a request: null means "not given", and a fault names its field in plain words."""
 
 import re
 from typing import Any
@@ -43,13 +43,10 @@ class Object(BaseModel):
 
 
 def parsed(kind: type[Object], body: bytes) -> Any:
-    """Return a body as one of the classes of `protocol`.
-
-    Raises:
-        PackError: it is not JSON, or a field is wrong; ``flag`` names the field.
-    """
+    """Return a body as a class of `protocol`; a PackError has the faulty field as its ``flag``."""
     if body.count(b"[") + body.count(b"{") > _CONTAINERS:
         raise PackError(f"body: has more than {_CONTAINERS:,} lists and objects.")
+
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:

@@ -48,30 +48,24 @@ class _Running:
 
 
 class Generator(Worker):
-    """Computes the texts of all requests.
-
-    Args:
-        base: a decoder, without a pack.
-        limits: what is computed at once.
-        matmul_path: as `PackSlots` takes it.
+    """Computes the texts of all requests; a PackError if mlx-lm cannot batch the base.
 
     Attributes:
         registry: the packs; only `call` may touch it.
         generated: tokens so far; ``prefilled`` and ``reused``: of prompts.
-
-    Raises:
-        PackError: mlx-lm cannot batch this base.
     """
 
     def __init__(self, base: BaseModel, limits: Limits, matmul_path: str = "quantized") -> None:
         super().__init__()
         if not is_batchable(base.name, base.model):
             limits = replace(limits, batch_size=1)
+
         self.base, self.limits = base, limits
         self.generated = self.prefilled = self.reused = 0
         self.registry = PackRegistry(PackSlots(base, matmul_path))
         self._model = BatchedModel(self.registry.slots, limits.kv_bits)
         self._model.check_batchable()
+
         self._waiting: deque[Request] = deque()
         self._running: dict[int, _Running] = {}
         self._passed_over = 0  # steps that a free place has waited for others
@@ -118,11 +112,10 @@ class Generator(Worker):
         self._prompts = LRUPromptCache(_CACHED_PROMPTS, self.limits.kv_bytes)
 
     def is_busy(self) -> bool:
-        """Return whether a request runs or waits."""
         return bool(self._running or self._waiting)
 
     def kv_bytes(self, sequences: int, tokens: int) -> int:
-        """Return the bytes of keys and values of a batch whose longest sequence has so many tokens."""
+        """Return the bytes of keys and values of a batch whose longest sequence has ``tokens``."""
         return sequences * (self._fixed_bytes + self._token_bytes * reserved_tokens(tokens))
 
     def _enqueue(self, request: Request) -> None:
@@ -141,6 +134,7 @@ class Generator(Worker):
             raise PackError(
                 f"The queue is full: {len(self._waiting)} requests wait. Try again later.", "busy"
             )
+
         tokens = len(request.prompt) + request.max_tokens
         if tokens > self.limits.context:
             field = "messages" if request.after is None else "prompt"
@@ -150,6 +144,7 @@ class Generator(Worker):
                 f"{self.limits.context}. Shorten the prompt or lower max_tokens.",
                 flag=field,
             )
+
         if (need := self.kv_bytes(1, tokens)) > self.limits.kv_bytes:
             raise PackError(
                 f"max_tokens: {tokens} tokens need {need / 1e6:.0f} MB of keys and values, but the "
@@ -165,6 +160,7 @@ class Generator(Worker):
         self._admit()
         if not self._running:
             return
+
         _, responses = self._generator.next()
         for response in responses:
             running = self._running.get(response.uid)
@@ -190,11 +186,13 @@ class Generator(Worker):
         if self._running and free < together and self._passed_over < _PASSED_OVER:
             self._passed_over += free > 0
             return
+
         self._passed_over = 0
         while self._waiting and len(self._running) < self.limits.batch_size:
             request = self._waiting[0]
             if not self._has_room(request):
                 return
+
             self._waiting.popleft()
             try:
                 self._insert(request)
@@ -230,6 +228,7 @@ class Generator(Worker):
         except BaseException:
             self.registry.release(entry)
             raise
+
         self.prefilled, self.reused = self.prefilled + len(prompt) - known, self.reused + known
         output = Output(
             self.base.tokenizer, request.stop, request.state, request.after, request.one_call
@@ -243,6 +242,7 @@ class Generator(Worker):
             rest = prompt[-1:]
             trimmed = can_trim_prompt_cache(cache) and trim_prompt_cache(cache, 1)
             cache = cache if trimmed else None
+
         return (self._model.new_cache(), 0) if cache is None else (cache, len(prompt) - len(rest))
 
     def _take(self, response: Any, running: _Running) -> None:
@@ -255,24 +255,29 @@ class Generator(Worker):
             self.registry.release(running.entry)
             request.on_event(Failed(running.faults[0]))
             return
+
         running.tokens += 1
         self.generated += 1
         ended, pieces = response.finish_reason, []
         if ended != "stop":
             pieces += output.add(response.token)
+
         if output.stopped:
             if ended is None:
                 self._generator.remove([response.uid])
             ended = "stop"
         if ended is not None:
             pieces += output.finish()
+
         logprob = None
         if request.top_logprobs is not None and response.finish_reason != "stop":
             logprob = _logprob(response, request.top_logprobs)
         if pieces or logprob:
             request.on_event(Progress(tuple(pieces), logprob))
+
         if ended is None:
             return
+
         del self._running[response.uid]
         if response.prompt_cache is not None:
             *cache, _ = response.prompt_cache
@@ -302,7 +307,6 @@ class Generator(Worker):
         self._reset()
 
     def on_end(self, reason: PackError) -> None:
-        """End all requests, and take the packs off the base."""
         for request in self._waiting:
             request.on_event(Failed(reason))
         self._waiting.clear()

@@ -32,11 +32,7 @@ class Grammars:
         self._tokens: Any = None
 
     def check(self, schema: dict) -> str:
-        """Return the grammar of a JSON schema.
-
-        Raises:
-            PackError: it is no schema, or has what the library does not know.
-        """
+        """Return the grammar of a JSON schema, or raise a PackError if llguidance cannot use it."""
         return self._of_schema(schema, _unusable)
 
     def _of_schema(self, schema: dict, to_error: Callable[[str], PackError]) -> str:
@@ -49,16 +45,13 @@ class Grammars:
         return self._checked(grammar, to_error)
 
     def check_tools(self, tools: Sequence[Tool], state: str, must_call: bool) -> str:
-        """Return the grammar of an answer with tool calls; arguments as of `tool_grammar`.
-
-        Raises:
-            PackError: a schema has what the library does not know.
-        """
+        """Return the grammar of an answer with tool calls, as `tool_grammar` has it."""
         from llguidance import LLMatcher
 
         for tool in tools:
             if tool.function.strict and tool.function.parameters is not None:
                 self._of_schema(tool.function.parameters, _unusable_tools)
+
         is_special = self._known().is_special_token
         lark = tool_grammar(self._tokenizer, tools, state, must_call, is_special)
         with library_errors(_unusable_tools):
@@ -75,6 +68,7 @@ class Grammars:
             matcher = LLMatcher(self._known(), grammar)
             matcher.compute_logit_bias()
             fault = matcher.get_error()
+
         if fault:
             raise to_error(fault.splitlines()[0].rstrip("."))
         return grammar
@@ -92,10 +86,12 @@ class Grammars:
             if answer and not matcher.is_stopped():
                 matcher.consume_tokens(answer)
             taken += len(answer)
+
             bits = np.frombuffer(matcher.compute_logit_bias(), dtype=np.uint8)
             if matcher.is_error():
                 reason = matcher.get_error().splitlines()[0].rstrip(".")
                 raise PackError(f"The answer cannot go on as its schema needs it: {reason}.")
+
             allowed = mx.array(bits[: logits.shape[-1]] != 0)
             return mx.where(allowed, logits, -mx.inf)
 
@@ -115,6 +111,7 @@ class Grammars:
                     "unsupported",
                     "response_format",
                 )
+
             eos = sorted(self._tokenizer.eos_token_ids)
             self._tokens = LLTokenizer(backend.to_str(), n_vocab=self._vocab_size, eos_token=eos)
         return self._tokens

@@ -78,10 +78,10 @@ class Guard:
         self._app, self._settings, self._metrics = app, settings, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or reject it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+
         began, status = time.monotonic(), 500
 
         async def send_counted(message: Any) -> None:
@@ -103,6 +103,7 @@ class Guard:
         name = host[: host.find("]") + 1].strip("[]") if "[" in host else host.partition(":")[0]
         if is_loopback(self._settings.host) and not is_loopback(name):
             return failure(403, f"Host '{host:.80}': this server answers to this machine alone.")
+
         key = self._settings.api_key
         scheme, _, given = headers.get("authorization", "").partition(" ")
         known = hmac.compare_digest(given.strip().encode("latin-1"), key.encode())
@@ -130,14 +131,15 @@ def failure(
 
 
 def error_response(error: BaseException, retry_after: float = 1.0) -> JSONResponse:
-    """Return the answer to a request that ended with an error."""
     if isinstance(error, HTTPException):
         response = failure(error.status_code, error.detail)
         response.headers.update(error.headers or {})  # Allow, of a wrong method
         return response
+
     if not isinstance(error, PackError):
         log.error("A request failed.", exc_info=error)
         return failure(500, "Internal error. The server's log has the reason.")
+
     status = _STATUS.get(error.code, 400)
     message = _FOLDERS.sub("", error.message)
     response = failure(status, message, error.code, error.flag)
@@ -164,19 +166,17 @@ def answering(handler: Handler) -> Handler:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """Return the body of a request, which must be JSON of at most ``limit`` bytes.
-
-    Raises:
-        HTTPException: it is too large (413), no JSON by its header (415), or too slow (408).
-    """
+    """Return a JSON body of at most ``limit`` bytes; HTTPException 408 (slow), 413 or 415."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise HTTPException(415, "The body must be JSON, with Content-Type: application/json.")
+
     parts, size = [], 0
     too_large = HTTPException(413, f"The body is larger than {limit:,} bytes.")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise too_large
+
     try:
         with anyio.fail_after(_BODY_SECONDS):
             async for part in request.stream():
@@ -186,6 +186,7 @@ async def read_body(request: Request, limit: int) -> bytes:
                 parts.append(part)
     except TimeoutError:
         raise HTTPException(408, "The body took too long to arrive.") from None
+
     return b"".join(parts)
 
 
@@ -204,12 +205,9 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events, given up when a client has not read them for too long.
+    """Server-sent events, given up when a client has not read them within ``seconds``.
 
-    Args:
-        events: their texts.
-        seconds: that they may take.
-        end: is called when they have ended, or when the client has gone, be it before the first.
+    ``end`` is called when they have ended or the client has gone, be it before the first.
     """
 
     def __init__(self, events: AsyncIterator[str], seconds: float, end: Callable[[], None]) -> None:

@@ -24,9 +24,7 @@ _WATCH_SECONDS = 2.0
 class Library:
     """Adds packs to a worker and takes them away, by name.
 
-    Args:
-        worker: that computes with them.
-        folder: whose packs are served, as they come and go; None watches nothing.
+    ``folder`` is watched for packs that come and go; None watches nothing.
     """
 
     def __init__(self, worker: Generator | Embedder, folder: Path | None) -> None:
@@ -44,11 +42,7 @@ class Library:
         return self._created.get(name, 0)
 
     def load(self, name: str, source: str | Path) -> bool:
-        """Serve a pack of a folder or of the Hub under a name, and wait for it.
-
-        Returns:
-            Whether it is another than before.
-        """
+        """Serve a pack of a folder or the Hub under a name, and wait; return whether it is new."""
         pack = Pack.open(source)
         changed = self._worker.call(lambda: self._worker.registry.add(name, pack)).result()
         if changed:
@@ -56,11 +50,7 @@ class Library:
         return changed
 
     async def add(self, source: str, name: str | None) -> tuple[str, bool]:
-        """Serve a pack that a client names: of the watched folder, or of the Hub.
-
-        Raises:
-            PackError: it is neither.
-        """
+        """Serve a pack that a client names: of the watched folder or the Hub, else a PackError."""
         folder = self._below(source)
         if folder is None and not is_hub_id(source.partition("@")[0]):
             below = f"a folder below {self._folder.name} or " if self._folder else ""
@@ -69,14 +59,17 @@ class Library:
                 "not-found",
                 "source",
             )
+
         name = name or (self._name_of(folder) if folder else source)
         check_name(name)
+
         is_of_hub = folder is None
         if is_of_hub:  # never a folder of that name below the current one
             folder = await run_in_threadpool(cached, source)
         changed = await run_in_threadpool(self.load, name, folder)
         if is_of_hub:
             self._sources[name] = source
+
         return name, changed
 
     async def remove(self, name: str) -> None:
@@ -100,11 +93,13 @@ class Library:
         for folder, fault in packs_below(self._folder):
             if fault is None:
                 present[self._name_of(folder)] = folder
+
         for name in [name for name in self._watched if name not in present]:
             del self._watched[name]
             if self._worker.registry.packs.get(name) is not None:
                 self._worker.call(lambda name=name: self._worker.registry.remove(name)).result()
                 log.info("%s: is gone, and no longer served.", name)
+
         for name, folder in sorted(present.items()):
             stamp = _stamp(folder)
             if stamp is None or self._watched.get(name) == stamp:
@@ -124,6 +119,7 @@ class Library:
         """Return the folder of a pack below the one that is watched; None if there is none."""
         if self._folder is None:
             return None
+
         top = self._folder.resolve()
         try:
             folder = (top / source).resolve()
@@ -134,7 +130,7 @@ class Library:
 
 
 def _stamp(folder: Path) -> object:
-    """Return what differs when a pack was written anew, or is not copied yet; None if it has gone."""
+    """Return what differs when a pack was rewritten or is not copied yet; None if it has gone."""
     try:
         facts = {file.name: file.stat() for file in folder.iterdir()}
     except OSError:

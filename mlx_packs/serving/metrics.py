@@ -39,10 +39,10 @@ class Metrics:
         self._packs = made(Gauge, "packs", "Packs that are served.")
         self._memory = made(Gauge, "memory_bytes", "Bytes in memory.", ("kind",))
         self._steps = made(Gauge, "steps", "Forward passes so far.")
+
         self._answered, self._seconds = 0, 0.0
 
     def count(self, route: str, status: int, seconds: float) -> None:
-        """Count a request that has ended."""
         self._requests.labels(route, status).inc()
         self._took.observe(seconds)
         if route.endswith("completions") and status == 200:
@@ -60,6 +60,7 @@ class Metrics:
         self._waiting.set(waiting)
         self._packs.set(len(worker.registry.packs))
         self._steps.set(worker.steps)
+
         for kind, value in (
             ("generated", worker.generated),
             ("prompt", worker.prefilled),
@@ -72,4 +73,5 @@ class Metrics:
             ("cached_prompts", worker.cached_bytes),
         ):
             self._memory.labels(kind).set(value)
+
         return generate_latest(self._all)

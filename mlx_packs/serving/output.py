@@ -27,8 +27,8 @@ class Output:
         tokenizer: mlx-lm's wrapper, which knows how a model marks reasoning and tool calls.
         stop: strings that end the text, and are not part of it.
         state: where the text begins: ``normal``, ``reasoning``, or None to look for no marks.
-        after: last tokens of a text that is continued, so that its first space is kept; None begins a
-            new text.
+        after: last tokens of a text that is continued, so that its first space is kept; None
+            begins a new text.
         one_call: whether the text ends with its first tool call.
 
     Attributes:
@@ -48,10 +48,12 @@ class Output:
             for token in after:
                 self._detokenizer.add_token(token)
             _ = self._detokenizer.last_segment  # is not part of the text
+
         stops = TextStateMachine({"normal": [(word, None) for word in stop]} if stop else None)
         self._stop = stops.make_state()
         marks = TextStateMachine() if state is None else make_text_state_machine(tokenizer)
         self._marks = marks.make_state(state or "normal")
+
         self._call = ""
         self._one_call = one_call
         self.stopped = False
@@ -65,9 +67,11 @@ class Output:
         """Yield what was held back, because it could have been the beginning of a mark."""
         self._detokenizer.finalize()
         yield from self._take(self._detokenizer.last_segment)
+
         if not self.stopped:
             _, rest, _ = TextStateMachine.flush(self._stop)
             yield from self._marked(rest)
+
         state, rest, name = TextStateMachine.flush(self._marks)
         yield from self._pieces([(name, rest)])
         if self._call:
@@ -93,6 +97,7 @@ class Output:
             if kind == "tool_call":
                 self._call += text
                 continue
+
             if self._call:
                 yield Piece("tool_call", self._call)
                 self._call = ""

@@ -39,11 +39,7 @@ class Prompts:
         self._own = {"self"}.union(*(inspect.signature(f).parameters for f in functions))
 
     def of_chat(self, body: ChatBody, defaults: Mapping[str, Any] | None = None) -> list[int]:
-        """Return the tokens of a conversation.
-
-        Raises:
-            PackError: the base has no chat template, it rejects the conversation, or has no tools.
-        """
+        """Return the tokens of a conversation; a PackError if the template cannot render it."""
         tokenizer = self._base.tokenizer
         if not tokenizer.has_chat_template:
             raise PackError(
@@ -51,12 +47,14 @@ class Prompts:
                 "unsupported",
                 "messages",
             )
+
         variables = body.chat_template_kwargs or {}
         if taken := [name for name in variables if name in self._own]:
             raise PackError(
                 f"chat_template_kwargs: {taken[0]} is not a variable of the template.",
                 flag="chat_template_kwargs",
             )
+
         tools = None
         if body.usable_tools:
             if not tokenizer.has_tool_calling:
@@ -66,6 +64,7 @@ class Prompts:
                     "tools",
                 )
             tools = [tool.to_template() for tool in body.usable_tools]
+
         messages = [message.to_template() for message in body.messages]
         variables = {**(defaults or {}), **given_variables(variables)}
         return self._checked(chat_prompt(self._base, messages, tools, **variables))
@@ -85,6 +84,7 @@ class Prompts:
         if grammar is None:
             grammar = self._grammar(body)
             state = None if grammar else state
+
         is_named = body.tool_choice is not None and body.tool_choice.function is not None
         one_call = is_named or not body.parallel_tool_calls
 
@@ -92,6 +92,7 @@ class Prompts:
             processors = self._processors(body)
             if grammar is not None:
                 processors.append(self._grammars.processor(grammar, len(prompt)))
+
             limit = body.max_completion_tokens or body.max_tokens or self._default(prompt)
             top = (body.top_logprobs or 0) if body.logprobs else None
             return Request(
@@ -112,8 +113,6 @@ class Prompts:
     def text_maker(
         self, body: CompletionBody, prompts: Sequence[list[int]], deadline: float
     ) -> Maker:
-        """Return what makes the request of each choice of a text completion."""
-
         def make(i: int, on_event: Callable[[Event], None]) -> Request:
             return Request(
                 body.model,
@@ -145,10 +144,12 @@ class Prompts:
         must_call = choice is not None and choice.type in ("required", "function")
         if must_call and choice.function is not None:
             tools = [tool for tool in tools if tool.function.name == choice.function.name]
+
         is_strict = any(tool.function.strict for tool in tools)
         is_json = body.response_format is not None and body.response_format.type != "text"
         if not must_call and (is_json or not is_strict):
             return None
+
         if not has_tool_grammar(self._base.tokenizer):
             field, remedy = "tools", "strict calls are not supported. Send strict: false"
             if must_call:
@@ -159,6 +160,7 @@ class Prompts:
                 "unsupported",
                 field,
             )
+
         return self._grammars.check_tools(tools, state, must_call)
 
     def _choosing(self, body: GenerationBody, i: int) -> dict[str, Any]:
@@ -171,6 +173,7 @@ class Prompts:
         bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
         if beyond := [token for token in bias if token >= self._base.vocab_size]:
             raise PackError(f"logit_bias: token {beyond[0]} is unknown.", flag="logit_bias")
+
         repetition = body.repetition_penalty
         return make_logits_processors(
             logit_bias=bias or None,

@@ -107,6 +107,7 @@ class _Call(Object):
         arguments: Any = self.function.arguments
         with suppress(ValueError):
             arguments = normal_arguments(arguments)
+
         function = {"name": self.function.name, "arguments": arguments}
         call = {"type": self.type, "function": function}
         return call if self.id is None else {"id": self.id, **call}
@@ -142,12 +143,12 @@ class Message(Object):
         return "".join(part.text + part.refusal for part in parts) or self.refusal or ""
 
     def to_template(self) -> dict[str, Any]:
-        """Return the message as chat templates read it."""
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": self.text}
         for name in ("name", "tool_call_id", "reasoning_content"):
             if (value := getattr(self, name)) is not None:
                 message[name] = value
+
         name_thoughts(message)
         if self.tool_calls:
             message["tool_calls"] = [call.to_template() for call in self.tool_calls]
@@ -278,15 +279,18 @@ class ChatBody(GenerationBody):
     def _check(self) -> "ChatBody":
         if self.top_logprobs is not None and not self.logprobs:
             raise PackError("top_logprobs: needs logprobs.", flag="top_logprobs")
+
         choice = self.tool_choice
         if choice is None or choice.type in ("none", "auto"):
             return self
         if not self.tools:
             raise PackError(f"tool_choice: '{choice.type}' needs tools.", flag="tool_choice")
+
         names = [tool.function.name for tool in self.tools]
         if choice.function is not None and choice.function.name not in names:
             message = f"tool_choice: '{choice.function.name}' is none of the tools."
             raise PackError(message, flag="tool_choice")
+
         return self
 
     @property
@@ -358,7 +362,6 @@ def now() -> int:
 
 
 def usage(prompt: int, cached: int, completion: int) -> dict[str, Any]:
-    """Return numbers of tokens as OpenAI's."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -368,18 +371,11 @@ def usage(prompt: int, cached: int, completion: int) -> dict[str, Any]:
 
 
 def error_body(message: str, kind: str, code: str | None, param: str | None) -> dict[str, Any]:
-    """Return an error as OpenAI's."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def tool_calls(parser: Any, texts: Sequence[str], tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Return what a model wrote as tool calls; a text that is none is left out.
-
-    Args:
-        parser: mlx-lm's, of the model.
-        texts: what stands between the marks of a call.
-        tools: those of the request.
-    """
+    """Return what a model wrote as tool calls; a text between marks that is none is left out."""
     described = [tool.to_template() for tool in tools]
     calls = []
     for text in texts:
@@ -407,6 +403,7 @@ def _call(written: Any) -> dict[str, Any]:
         raise TypeError("the name of a function is a text")
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+
     identity = str(written.get("id") or new_id("call"))
     (identity + name + arguments).encode()  # half a surrogate pair cannot be sent
     return {

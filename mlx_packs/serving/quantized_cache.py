@@ -1,8 +1,8 @@
-"""Keys and values of a batch in 4 or 8 bits: mlx-lm has them quantized, and in batches, but not both.
+"""Quantized keys and values of a batch (4 or 8 bits): mlx-lm has one or the other, not both.
 
-`QuantizedSequence` is mlx-lm's cache of one sequence, and knows how to become a batch; `QuantizedBatch`
-does to quantized tensors, each a tuple of three arrays [B, heads, T, ...], what `BatchKVCache` does to
-plain ones. Sequences are padded on the left.
+`QuantizedSequence` is mlx-lm's cache of one sequence, and knows how to become a batch.
+`QuantizedBatch` does to quantized tensors, each a tuple of three arrays [B, heads, T, ...], what
+`BatchKVCache` does to plain ones. Sequences are padded on the left.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,12 +23,12 @@ class QuantizedSequence(QuantizedKVCache):
     """Keys and values of one sequence."""
 
     def merge(self, caches: Sequence["QuantizedSequence"]) -> "QuantizedBatch":
-        """Return sequences as one batch."""
         batch = QuantizedBatch([0] * len(caches), self.bits)
         lengths = [cache.offset for cache in caches]
         longest = max(lengths)
         if longest == 0:
             return batch
+
         example = next(cache for cache in caches if not cache.empty())
 
         def rows(name: str) -> list[Quantized]:
@@ -57,6 +57,7 @@ class QuantizedBatch(BatchKVCache):
         """Add keys and values [B, heads, T, D], and return all."""
         before, tokens = self._idx, keys.shape[2]
         new = [mx.quantize(x, group_size=GROUP, bits=self.bits) for x in (keys, values)]
+
         if self.keys is None or before + tokens > self.keys[0].shape[2]:
             more = -(-tokens // self.step) * self.step
             self._map(lambda x: x[..., :before, :])
@@ -68,15 +69,16 @@ class QuantizedBatch(BatchKVCache):
                     _joined([old, room], axis=2)
                     for old, room in zip((self.keys, self.values), grown, strict=True)
                 )
+
         self._idx += tokens
         self.offset = self.offset + tokens
         for stored, added in zip((self.keys, self.values), new, strict=True):
             for array, part in zip(stored, added, strict=True):
                 array[..., before : self._idx, :] = part
+
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[Quantized, Quantized]:
-        """Return keys and values of all tokens so far."""
         return tree_map(lambda x: x[..., : self._idx, :], (self.keys, self.values))
 
     @property
@@ -98,6 +100,7 @@ class QuantizedBatch(BatchKVCache):
         self._map(lambda x: x[batch_indices])
         self.offset = self.offset[batch_indices]
         self.left_padding = self.left_padding[batch_indices]
+
         least = min(self.left_padding.tolist())
         if least > 0:
             self._map(lambda x: x[..., least:, :])
@@ -105,12 +108,12 @@ class QuantizedBatch(BatchKVCache):
             self.left_padding -= least
 
     def extend(self, other: "QuantizedBatch") -> None:
-        """Add the sequences of another batch."""
         offsets = mx.concatenate([self.offset, other.offset])
         if self.keys is None and other.keys is None:
             self.left_padding = mx.concatenate([self.left_padding, other.left_padding])
             self.offset = offsets
             return
+
         longest = max(self._idx, other._idx)
         parts = [
             each._aligned(longest, self.keys is None and other or self) for each in (self, other)
@@ -131,6 +134,7 @@ class QuantizedBatch(BatchKVCache):
                 (example.keys, example.values),
             )
             return (*blank, self.left_padding + missing)
+
         keys, values = tree_map(
             lambda x: _padded(x[..., : self._idx, :], missing), self.keys_and_values()
         )
@@ -159,11 +163,7 @@ class QuantizedBatch(BatchKVCache):
 
 
 def quantized(caches: Sequence[Any], bits: int, name: str) -> list[QuantizedSequence]:
-    """Return empty quantized caches in the place of a model's.
-
-    Raises:
-        PackError: the model keeps something else than keys and values of every token.
-    """
+    """Return empty quantized caches; a PackError if the model's are not plain keys and values."""
     for cache in caches:
         if type(cache) is not KVCache:
             raise PackError(

@@ -54,7 +54,6 @@ class PackRegistry:
 
     @property
     def packs(self) -> dict[str, Pack]:
-        """The packs by name."""
         return {name: e.pack for name, e in self._entries.copy().items() if e.pack is not None}
 
     def add(self, name: str, pack: Pack) -> bool:
@@ -66,6 +65,7 @@ class PackRegistry:
         before = self._entries.get(name)
         if before is not None and before.pack and before.pack._adapters_hash == pack._adapters_hash:
             return False
+
         entry = self._load(name, pack)
         self._entries[name] = entry
         if before is not None:
@@ -89,6 +89,7 @@ class PackRegistry:
         variables = [template_kwargs_of(packs[name].manifest) for name in names if name in packs]
         if not variables:
             return {}
+
         first, *others = variables
         return {
             name: value
@@ -119,7 +120,6 @@ class PackRegistry:
             self.slots.remove(entry.slot)
 
     def close(self) -> None:
-        """Take all packs off the base."""
         self.slots.close()
 
     def _load(self, name: str, pack: Pack) -> Entry:
@@ -156,13 +156,16 @@ class PackRegistry:
         if model in self._sums:
             self._sums[model] = self._sums.pop(model)  # the last is the one that was used last
             return self._sums[model]
+
         entries = [(self._entry(name), weight) for name, weight in parts]
         if any(entry.pack is None for entry, _ in entries):
             raise PackError(f"model '{model}': base has no adapters to add.", flag="model")
         pack = weighted_sum([(entry.pack, weight) for entry, weight in entries])
+
         idle = [name for name, entry in self._sums.items() if entry.users == 0]
         for name in idle[: max(0, len(self._sums) - _SUMS + 1)]:
             self._retire(self._sums.pop(name))
+
         entry = self._load(model, pack)
         pack.tensors = {}  # they are in the slot, and nothing is summed from a sum
         self._sums[model] = entry
@@ -195,6 +198,7 @@ def parts_of(model: str) -> list[tuple[str, float]]:
                 flag="model",
             )
         parts.append((name.strip(), value))
+
     if len(parts) > _PARTS:
         raise PackError(f"model: adds {len(parts)} packs, and {_PARTS} is the most.", flag="model")
     return parts

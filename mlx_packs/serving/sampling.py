@@ -22,6 +22,7 @@ def sampler_of(
     """
     if temperature < _LEAST:
         return None
+
     filters: list[Sampler] = []
     if top_p < 1:
         filters.append(partial(apply_top_p, top_p=max(top_p, _LEAST)))
@@ -29,6 +30,7 @@ def sampler_of(
         filters.append(partial(apply_min_p, min_p=min_p))
     if top_k:
         filters.append(partial(apply_top_k, top_k=top_k))
+
     seed = int.from_bytes(os.urandom(8), "little") if seed is None else seed
     key = mx.random.key(seed % 2**64)
 

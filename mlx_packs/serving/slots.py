@@ -45,6 +45,7 @@ class PackSlots:
         self.base = base
         self._originals = apply_matmul_path(base.model, matmul_path)
         mx.eval(base.model.parameters())
+
         self.selection = Selection()
         self.nbytes = 0
         self._dtype = getattr(mx, base.compute_dtype)
@@ -56,8 +57,7 @@ class PackSlots:
     def add(self, pack: Pack) -> int:
         """Put a pack into a free slot, and return the slot; what is computed meanwhile stays valid.
 
-        Raises:
-            PackError: the pack is of another base, or has adapters that cannot be mixed in a batch.
+        A PackError if the pack is of another base, or has adapters that cannot share a batch.
         """
         pack.check_base(self.base)
         check_generates(pack)
@@ -67,9 +67,11 @@ class PackSlots:
                 "it (packs merge) and serve the result.",
                 "unsupported",
             )
+
         loaded = _Loaded(pack.specs, _slices(pack.specs, pack.load_tensors()))
         free = (i for i, other in enumerate(self._loaded) if other is None)
         slot = next(free, len(self._loaded))
+
         before = list(self._loaded)
         self._loaded[slot : slot + 1] = [loaded]
         try:
@@ -88,7 +90,6 @@ class PackSlots:
         self._install()
 
     def close(self) -> None:
-        """Put the base's own modules back."""
         if self._attached is not None:
             self._attached.detach()
         self._attached, self._groups, self._specs, self._loaded = None, [], {}, []
@@ -101,6 +102,7 @@ class PackSlots:
         specs = _union([loaded.specs for loaded in present])
         if _places(specs) != _places(self._specs):
             self._attach(specs)
+
         for served, places in self._groups:
             packs = [
                 None if loaded is None else _factors_at(loaded, places, self._specs)
@@ -111,6 +113,7 @@ class PackSlots:
                 for (path, i), part in zip(places if loaded else (), factors, strict=True):
                     if part is not None:
                         loaded.factors[path][i] = part
+
         self.nbytes = sum(served.nbytes for served, _ in self._groups)
 
     def _attach(self, specs: Specs) -> None:
@@ -120,17 +123,20 @@ class PackSlots:
         self._attached, self._groups, self._specs = None, [], specs
         if not specs:
             return
+
         attached = attach(self.base, specs=specs)
         places: dict[int, list[tuple[str, int]]] = {}
         for path, slot in attached.slots.items():
             adapted = [(path, i) for i, s in enumerate(specs[path].slices) if s.rank]
             places.setdefault(id(slot.lora), []).extend(adapted)
+
         modules = self.base.model.named_modules()
         loras = [(path, module) for path, module in modules if type(module) is GroupedLoRA]
         served = [(path, ServedLoRA(lora, self.selection)) for path, lora in loras]
         self._groups = [
             (module, places[id(lora)]) for (_, module), (_, lora) in zip(served, loras, strict=True)
         ]
+
         attached.swap(served)
         self.base.model.eval()
         self._attached = attached
@@ -169,6 +175,7 @@ def _union(packs: Sequence[Specs]) -> Specs:
         first = specs[0]
         if any(spec.widths != first.widths for spec in specs):
             specs = [_uncut(spec) for spec in specs]
+
         ranks = [max(s.slices[i].rank for s in specs) for i in range(len(specs[0].slices))]
         slices = [
             SliceSpec(s.name, s.width, rank, float(rank))
@@ -205,5 +212,6 @@ def _joined(spec: ModuleSpec, slices: Sequence[Factors]) -> Factors:
             after = spec.out_features - column - s.width
             rows.append(mx.pad(factors[1], ((0, 0), (column, after))))
         column += s.width
+
     a = mx.concatenate([factors[0] for factors in slices if factors is not None], axis=-1)
     return a, mx.concatenate(rows)

@@ -1,7 +1,7 @@
 """Tool calls that obey the schemas of their functions, as a grammar in llguidance's Lark.
 
-Only calls that are JSON between marks, as mlx-lm's parser ``json_tools`` reads them, have a grammar:
-``<tool_call>``, a line with ``{"name": ..., "arguments": {...}}``, ``</tool_call>``.
+Only calls that are JSON between marks, as mlx-lm's parser ``json_tools`` reads them, have a
+grammar: ``<tool_call>``, a line with ``{"name": ..., "arguments": {...}}``, ``</tool_call>``.
 """
 
 import json
@@ -64,6 +64,7 @@ def tool_grammar(
         special = [each for each in thoughts if not each.startswith('"')]
         rules.append(f"text: {' | '.join(['TEXT', *(f'TEXT {each} text' for each in special)])}")
         rules += _up_to("called", "text", opening, "call")
+
     return "\n".join(["%llguidance {}", start, *rules])
 
 

@@ -29,11 +29,7 @@ class Worker:
         self.steps = 0
 
     def start(self) -> None:
-        """Begin to compute.
-
-        Raises:
-            Exception: that of `on_start`.
-        """
+        """Begin to compute; raise what `on_start` raises."""
         self._thread.start()
         self._began.result()
 
@@ -64,11 +60,7 @@ class Worker:
         return future
 
     def close(self, grace: float) -> None:
-        """End the thread: at once if it is idle, else when its work is done or the grace is over.
-
-        Args:
-            grace: seconds that requests have to end.
-        """
+        """End the thread: at once if idle, else when its work is done or ``grace`` seconds over."""
         self._closing = time.monotonic() + grace
         self.post(lambda: None)
         if self._thread.is_alive():
@@ -81,10 +73,12 @@ class Worker:
             self._began.set_exception(error)
             return
         self._began.set_result(None)
+
         while self._closing is None or (self.is_busy() and time.monotonic() < self._closing):
             self._take_commands()
             if not self.is_busy():
                 continue
+
             try:
                 self.step()
             except BaseException as error:  # a panic of a library in Rust is no Exception
@@ -92,11 +86,13 @@ class Worker:
                 if not self._survives(exception_of(error)):
                     break
             self.steps += 1
+
         self._take_commands()
         try:
             self.on_end(PackError("The server is shutting down.", "interrupted"))
         except Exception:
             log.exception("The server could not be put in order at its end.")
+
         self._has_ended = True
         self._take_commands()
 
@@ -107,11 +103,13 @@ class Worker:
         except Exception:
             log.exception("The server cannot go on after a failed step.")
             self._closing = time.monotonic()
+
         return self._closing is None or self._closing > time.monotonic()
 
     def _take_commands(self) -> None:
         """Run what waits; where there is no other work, wait for it."""
         wait = not self.is_busy() and self._closing is None
+
         while True:
             try:
                 command = self._commands.get(block=wait)
