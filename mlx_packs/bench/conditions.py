@@ -1,7 +1,7 @@
 """Conditions besides the chip that affect the speed of a machine: power, heat, other programs.
 
-Nothing here needs root. On a Mac it is read from `pmset`, `notifyutil` and `ioreg`; on Linux only the
-load is known.
+Nothing here needs root. On a Mac it is read from `pmset`, `notifyutil` and `ioreg`; on Linux only
+the load is known.
 """
 
 import os
@@ -40,19 +40,16 @@ class Conditions:
 
 
 def read_conditions(read: macos.Read | None = None, system: str = sys.platform) -> Conditions:
-    """Return the state of this machine.
-
-    Args:
-        read: returns what a command prints, None if it cannot be run.
-        system: as `sys.platform`.
-    """
+    """Return the state of this machine; ``read`` returns what a command prints, or None."""
     load = round(os.getloadavg()[0] / (os.cpu_count() or 1), 2)
     if system != "darwin":
         return Conditions(load=load)
+
     read = read or macos.output
     therm = read(["pmset", "-g", "therm"]) or ""
     gpu = read(["ioreg", "-r", "-d", "1", "-w", "0", "-c", "IOAccelerator"]) or ""
     power = re.search(r"Now drawing from '(AC|Battery) Power'", read(["pmset", "-g", "batt"]) or "")
+
     return Conditions(
         power=power and {"AC": "AC", "Battery": "battery"}[power[1]],
         low_power_mode=macos.low_power_mode(read),
@@ -83,7 +80,6 @@ def disturbances(conditions: Conditions) -> list[str]:
 
 
 def unknown(conditions: Conditions) -> list[str]:
-    """Return the names of the conditions that cannot be read here."""
     names = {
         "power": "power",
         "low_power_mode": "low power mode",

@@ -59,7 +59,6 @@ class Rows:
         return cls(tokens, (length + 1) // 2 + 1 if offset is None else offset)
 
     def first(self, count: int) -> "Rows":
-        """Return the first rows."""
         return Rows(self.tokens[:count], self.offset)
 
     @property
@@ -76,7 +75,6 @@ class Rows:
         return next(iterate_batches(rows, len(rows), self.tokens.shape[1]))
 
     def for_ours(self) -> Batch:
-        """Return our batch of these rows."""
         target = np.arange(self.tokens.shape[1]) >= self.offset
         examples = [Example(row, target, "benchmark") for row in self.tokens]
         collate = TokenCollate(len(examples), self.tokens.shape[1] - 1)
@@ -85,7 +83,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Adapters:
-    """Initial A and B of both implementations; B is not zero, so that losses depend on all of it."""
+    """The same initial A and B for both; B is not zero, so that losses depend on all of them."""
 
     rank: int
     scale: float
@@ -97,17 +95,18 @@ class Adapters:
         attached = attach(base, LoRAConfig(rank=rank, alpha=scale * rank))
         shapes = {name: tensor.shape for name, tensor in attached.tensors().items()}
         attached.detach()
+
         keys = mx.random.split(mx.random.key(seed), len(shapes))
         tensors = {
             name: mx.random.normal(shape, key=key) * (shape[0] ** -0.5 / 4)
             for (name, shape), key in zip(shapes.items(), keys, strict=True)
         }
+
         mx.eval(tensors)
         return cls(rank, scale, tensors)
 
     @property
     def paths(self) -> set[str]:
-        """Paths of the projections that they are on."""
         return {name.rpartition(".")[0] for name in self.tensors}
 
 
@@ -132,13 +131,16 @@ class MlxLm(TrainingCallback):
         self.model = load().model
         if recompute:
             _with_own_class(self.model.layers)
+
         config = {"rank": adapters.rank, "scale": adapters.scale, "dropout": 0.0}
         linear_to_lora_layers(self.model, -1, config | {"keys": adapters.paths})
         self.model.load_weights(list(adapters.tensors.items()), strict=False)
+
         self.optimizer = optimizers.Adam(learning_rate=LEARNING_RATE)
         self.optimizer.init(self.model.trainable_parameters())
         mx.eval(self.model.parameters(), self.optimizer.state)
         self.resident_bytes = _active_memory() - start
+
         self.args = TrainingArgs(
             iters=_NEVER, steps_per_report=1, steps_per_save=_NEVER, grad_checkpoint=recompute
         )
@@ -147,7 +149,6 @@ class MlxLm(TrainingCallback):
         self.trained_tokens = 0
 
     def on_train_loss_report(self, train_info: dict) -> None:
-        """Keep what mlx-lm reports of a step."""
         self.step_ms = 1e3 / train_info["iterations_per_second"]
         self.loss = train_info["train_loss"]
         self.trained_tokens = train_info["trained_tokens"]
@@ -186,11 +187,13 @@ class Ours:
     ) -> None:
         start = _active_memory()
         base = load()
+
         lora = LoRAConfig(rank=adapters.rank, alpha=adapters.scale * adapters.rank)
         attached = attach(base, lora, matmul_path=matmul_path)
         self.attached = attached
         attached.load(adapters.tensors, "benchmark")
         attached.recompute(recompute)
+
         optimizer = optimizers.Adam(learning_rate=LEARNING_RATE)
         optimizer.init(base.model.trainable_parameters())
         self.stepper = Stepper(
@@ -199,6 +202,7 @@ class Ours:
             optimizer,
             max_grad_norm=None,
         )
+
         base.model.train()
         mx.eval(base.model.parameters(), optimizer.state)
         self.resident_bytes = _active_memory() - start
@@ -213,6 +217,7 @@ class Ours:
         """Return the milliseconds of several steps; a GPU gets one before the last is read."""
         started: deque[tuple[float, StartedStep]] = deque()
         milliseconds, read = [], 0.0
+
         for number in range(1, count + 1):
             start = time.perf_counter()
             step = self.stepper.start(batch, last=True, alone=True)
@@ -222,11 +227,12 @@ class Ours:
                 step.read()
                 since, read = max(start, read), time.perf_counter()
                 milliseconds.append(1e3 * (read - since))
+
         return milliseconds
 
 
 def _with_own_class(blocks: list[nn.Module]) -> None:
-    """Give blocks a class of their own: mlx-lm recomputes by changing the class of a model's blocks."""
+    """Give blocks a class of their own: mlx-lm recomputes by changing the class of blocks."""
     own = {kind: type(kind.__name__, (kind,), {}) for kind in map(type, blocks)}
     for block in blocks:
         block.__class__ = own[type(block)]

@@ -55,12 +55,11 @@ class Entry:
 
     @property
     def all_ms(self) -> list[float]:
-        """Milliseconds of all timed steps."""
         return [ms for turn in self.step_ms for ms in turn]
 
     @property
     def tokens_per_s(self) -> list[float]:
-        """Supervised tokens a second, step by step."""
+        """Supervised tokens per second, step by step."""
         return [1e3 * self.rows.targets / ms for ms in self.all_ms]
 
     @property
@@ -106,6 +105,7 @@ def race(
                 losses = yield from _check(entry, entries[0].rows, adapters)
                 expected = expected or losses
                 check_losses(expected, losses, entry.name, tolerance)
+
         for turn in turns:
             for entry in entries if turn % 2 == 0 else entries[::-1]:
                 say(f"turn {turn + 1}: {entry.name}")
@@ -116,11 +116,7 @@ def race(
 
 
 def check_losses(expected: list[float], results: list[float], name: str, tolerance: float) -> None:
-    """Hold the losses of an implementation's first steps against mlx-lm's.
-
-    Raises:
-        LossesDiffer: if one is not within the tolerance.
-    """
+    """Raise LossesDiffer unless the first losses are within the tolerance of mlx-lm's."""
     if not all(abs(a - b) <= tolerance * a for a, b in zip(expected, results, strict=True)):
         raise LossesDiffer(
             f"losses of mlx-lm {expected} and of {name} {results} differ by "
@@ -132,16 +128,19 @@ def _check(entry: Entry, rows: Rows, adapters: Adapters) -> Generator[tuple, Non
     """Take the first steps of an entry on mlx-lm's rows, and return their losses."""
     peer = entry.implementation if isinstance(entry.implementation, MlxLm) else None
     batch = entry.batch if peer or rows is entry.rows else rows.for_ours()
+
     before = 0
     if peer:
         peer.reset(adapters)
         before = peer.trained_tokens
+
     losses = []
     with entry.around():
         for _ in range(CHECKED_STEPS):
             ms, loss = yield from _step(entry, batch)
             entry.checked_ms.append(ms)
             losses.append(loss)
+
     if peer and (counted := peer.trained_tokens - before) != rows.targets * CHECKED_STEPS:
         raise LossesDiffer(
             f"mlx-lm counts {counted} targets in {CHECKED_STEPS} steps, ours {rows.targets} in each"
@@ -164,6 +163,7 @@ def _take_turn(entry: Entry) -> Steps:
                 with entry.memory():
                     ms, _ = yield from _step(entry, entry.batch)
                 turn.append(ms)
+
     entry.step_ms.append(turn)
 
 

@@ -1,4 +1,4 @@
-"""The fixed time of a training step and the rates of 4-bit products, which no table of chips has."""
+"""Rates that no table of chips has: the fixed time of a training step, and 4-bit products."""
 
 from pathlib import Path
 

@@ -36,6 +36,7 @@ def to_record(result: BenchResult) -> dict:
     settings = result.settings
     # half precision is emulated on CPUs
     half = None if runtime.on_cpu() else _rounded(result.rates.matrix_tflops * MATMUL_REACHED)
+
     return {
         "format": FORMAT,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -76,18 +77,19 @@ def to_record(result: BenchResult) -> dict:
 
 
 def notes(result: BenchResult) -> list[str]:
-    """Return notes for readers of the figures."""
     notes = [f"The machine {what}: it can do more." for what in result.disturbances]
     if result.after.thermal not in (None, "nominal", result.before.thermal):
         notes.append(f"At the end the thermal pressure was {result.after.thermal}.")
     if missing := unknown(result.before):
         notes.append(f"Not known on this system: {', '.join(missing)}.")
+
     if runtime.on_cpu():
         notes.append(
             "This is a CPU: both sides multiply by the BLAS that mlx_packs binds, and neither is "
             "compiled by mx.compile. Figures of a Mac's GPU are others."
         )
     notes += [anonymous(of.note) for of, _ in result.comparisons if of.note]
+
     compared = [c for _, comparisons in result.comparisons for c in comparisons]
     if any(0 < len(c.ratios) < MIN_ROUNDS for c in compared):
         notes.append(f"Fewer than {MIN_ROUNDS} rounds: raise --minutes for figures to rely on.")
@@ -97,7 +99,6 @@ def notes(result: BenchResult) -> list[str]:
 
 
 def differing(result: BenchResult) -> list[str]:
-    """Return the differences between the two implementations."""
     return [
         f"{of.name} {c.shape[0]} x {c.shape[1]}: {c.fault}. Please report it."
         for of, comparisons in result.comparisons
@@ -107,7 +108,6 @@ def differing(result: BenchResult) -> list[str]:
 
 
 def wrong_kernels(result: BenchResult) -> list[str]:
-    """Return which kernels are wrong on this machine."""
     return [
         f"the kernel {kernel['op']} ({kernel['instance']}) is wrong. Please report it."
         for kernel in result.kernels
@@ -120,18 +120,22 @@ def table(record: dict) -> list[str]:
     machine = record["machine"]
     cores = f" · {machine['gpu_cores']} GPU cores" if machine["gpu_cores"] else ""
     versions = machine["versions"]
+
     lines = [
         f"device  {machine['device']}{cores} · {machine['memory_gb']:g} GB",
         f"system  {machine['system']} · mlx {versions['mlx']} · mlx-lm {versions['mlx-lm']}",
         f"state   {_state(record['conditions']['before'])}",
         f"        after {record['seconds']:,.0f} s: {_state(record['conditions']['after'])}",
     ]
+
     wrong = sum(not kernel["ok"] for kernel in record["kernels"])
     count = len(record["kernels"])
     lines.append(f"kernels {f'{wrong} of {count} wrong' if wrong else f'{count} instances right'}")
+
     for model in dict.fromkeys(step["model"] for step in record["steps"]):
         steps = [step for step in record["steps"] if step["model"] == model]
         lines += ["", *_model_lines(steps)]
+
     return [*lines, "", *_labelled("note", record["notes"])]
 
 
@@ -143,6 +147,7 @@ def _model_lines(steps: Sequence[dict]) -> list[str]:
         f"{'batch':<10}{'tok/s':>7}{'GB':>5} |{'tok/s':>8}{'GB':>5} {'path':<11}|"
         f"{'times as fast':>17} |{'took':>6}{'plan':>5}",
     ]
+
     for step in steps:
         shape = f"{step['batch_size']} x {step['length']}"
         if step["fault"]:
@@ -150,6 +155,7 @@ def _model_lines(steps: Sequence[dict]) -> list[str]:
                 f"{shape:<10}{step['fault']}", _WIDTH, subsequent_indent=" " * 10
             )
             continue
+
         theirs, ours, ratio = step["mlx_lm"], step["mlx_packs"], step["ratio"]
         planned = ours["predicted_step_s"]
         path = step["matmul_path"] + "*" * (step["recompute"] == "block")
@@ -160,11 +166,11 @@ def _model_lines(steps: Sequence[dict]) -> list[str]:
             f"{times:>17} |{_short(ours['step_s']['p50']):>6}"
             f"{'-' if planned is None else _short(planned):>5}"
         )
+
     return lines
 
 
 def _labelled(label: str, texts: Sequence[str]) -> list[str]:
-    """Return texts in lines after a label."""
     return [
         line
         for text in texts
@@ -179,6 +185,7 @@ def pull_request(record: dict, file: str) -> str:
     machine, name = record["machine"], file_name(record)
     chip = machine["device"].split(" (")[0]
     cores = f"{machine['gpu_cores']} GPU cores, " if machine["gpu_cores"] else ""
+
     rows = [
         f"| {s['model']} | {s['batch_size']} x {s['length']} | {s['matmul_path']} | "
         f"{_short(s['mlx_lm']['tokens_per_s'])} | {_short(s['mlx_packs']['tokens_per_s'])} | "
@@ -187,6 +194,7 @@ def pull_request(record: dict, file: str) -> str:
         for s in record["steps"]
         if not s["fault"]
     ]
+
     lines = [
         f"# [benchmarks] Add a record of {chip}",
         "",
@@ -215,6 +223,7 @@ def pull_request(record: dict, file: str) -> str:
         "3. Push the branch, and open a pull request with the text above this heading.",
         "",
     ]
+
     return "\n".join(lines)
 
 
@@ -226,6 +235,7 @@ def file_name(record: dict) -> str:
 
 def _step(of: Contest, compared: Comparison) -> dict:
     config, timed = of.base.config, compared.ours is not None
+
     return {
         "model": anonymous(public_name(of.name)),
         "model_type": config.get("model_type"),

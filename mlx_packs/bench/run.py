@@ -26,14 +26,7 @@ _TINY_SHARE = 0.2  # of the time, beside another base
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """The bases and shapes to time.
-
-    Attributes:
-        model: A base beside the embedded one, if it is another.
-        shapes: Examples of a batch, tokens of each.
-        minutes: That all of it may take.
-        rank: Of the adapters, on all projections.
-    """
+    """What to time: ``model`` beside the embedded base, for ``minutes`` in all."""
 
     model: str = TINY
     shapes: tuple[Shape, ...] = ()
@@ -47,14 +40,10 @@ class BenchResult:
     """The result of a benchmark.
 
     Attributes:
-        before: The state of the machine before anything ran.
-        after: The same at the end.
-        rates: What it computes and copies.
         kernels: Of `ops.diagnostics.examine_kernel`, for each instance.
         comparisons: By contest, one for each shape.
         calibrated: How many steps `packs plan` predicts from now.
         uncalibrated: Why none was kept.
-        spent_s: Seconds that it took.
     """
 
     settings: BenchSettings
@@ -75,7 +64,6 @@ class BenchResult:
 
 
 def default_shapes() -> tuple[Shape, ...]:
-    """Return the shapes that suit this device."""
     return SHAPES["cpu" if on_cpu() else "gpu"]
 
 
@@ -89,26 +77,20 @@ def run_bench(
 ) -> BenchResult:
     """Examine this machine and time training steps on it.
 
-    Args:
-        settings: what is to be timed.
-        before: the state of the machine now.
-        instances: of kernels that are checked and timed.
-        display: progress output.
-        clock: seconds.
-        read: returns the state of the machine.
-
-    Raises:
-        PackError: a base cannot be loaded, or not be trained by both.
+    ``before`` is the state of the machine now. A PackError if a base cannot be loaded, or not be
+    trained by both.
     """
     start = clock()
     end = start + 60 * settings.minutes
     settings = replace(settings, shapes=settings.shapes or default_shapes())
     contests = _contests(settings, display)
+
     with measurements.discarded() if disturbances(before) else nullcontext():
         with display.task("kernels", len(instances), "instances") as bar:
             kernels = examine_all(instances, bar.advance)["kernels"]
         rates = chips.measure()
         comparisons = _compare(contests, settings.shapes, end, clock, display)
+
     spent_s = clock() - start
     after = read()
     return _calibrated(
@@ -127,6 +109,7 @@ def _compare(
     weights = [_TINY_SHARE if of.name == TINY else 1.0 for of in contests]
     left = sum(weights) * len(shapes)
     compared = []
+
     for of, weight in zip(contests, weights, strict=True):
         comparisons = []
         for shape in shapes:
@@ -137,11 +120,11 @@ def _compare(
                 comparisons.append(compare_steps(of, shape, share, end, clock))
             display.line("bench", f"{label}: {outcome(comparisons[-1])}")
         compared.append((of, comparisons))
+
     return compared
 
 
 def outcome(comparison: Comparison) -> str:
-    """Return the result of a shape in a few words."""
     if comparison.fault:
         return comparison.fault
     count = len(comparison.ratios)
@@ -150,7 +133,6 @@ def outcome(comparison: Comparison) -> str:
 
 
 def median(values: Sequence[float]) -> float:
-    """Return the median."""
     ordered, middle = sorted(values), len(values) // 2
     return ordered[middle] if len(values) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
@@ -167,7 +149,7 @@ def _contests(settings: BenchSettings, display: Display) -> list[Contest]:
 
 
 def _load(name: str, trust_remote_code: bool) -> tuple[Base, str]:
-    """Return a base in the dtype that a run computes it in, and why if that is not the stored one."""
+    """Return a base in the dtype that a run computes it in, and why if it is not the stored one."""
     dtype = choose_compute_dtype(check_files(resolve_checkpoint(name)))
     if dtype.cast != "auto":
         try:
@@ -176,6 +158,7 @@ def _load(name: str, trust_remote_code: bool) -> tuple[Base, str]:
             return base, f"{dtype.why}: both compute {name} in {dtype.name}, as packs train does."
         except Float16Overflow:  # as a run does, too
             pass
+
     return load_base(name, "none", trust_remote_code), ""
 
 
@@ -185,6 +168,7 @@ def _calibrated(result: BenchResult) -> BenchResult:
         return replace(result, uncalibrated=f"the machine {' and '.join(result.disturbances)}")
     if cache_folder("measurements") is None:
         return replace(result, uncalibrated=f"{CACHE_VARIABLE} is off")
+
     steps = [
         (
             of.headers,
@@ -197,6 +181,7 @@ def _calibrated(result: BenchResult) -> BenchResult:
         for c in comparisons
         if c.ours is not None
     ]
+
     is_calibrated = remember_steps(steps)
     return replace(
         result, calibrated=is_calibrated, uncalibrated="" if is_calibrated else "nothing was timed"

@@ -22,11 +22,8 @@ _SUBJECTS = "a list|the weather|an old house|a function|the sea|a long letter|nu
 class Target:
     """Where requests go, and how.
 
-    Attributes:
-        url: of the server, with or without ``/v1``.
-        key: that it wants; empty for none.
-        seconds: that an answer may take.
-        extra: more fields of each request, by its model.
+    ``url`` is with or without ``/v1``, ``seconds`` is what an answer may take, and ``extra``
+    returns more fields of a request by its model.
     """
 
     url: str
@@ -35,7 +32,6 @@ class Target:
     extra: Callable[[str], dict] = lambda model: {}
 
     def connect(self) -> http.client.HTTPConnection:
-        """Return a connection to the server."""
         parts = urlsplit(self.url if "://" in self.url else f"http://{self.url}")
         kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
         if parts.scheme not in kinds or not parts.hostname:
@@ -46,17 +42,13 @@ class Target:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers of every request."""
         key = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         return {"Content-Type": "application/json", **key}
 
     def models(self) -> list[str]:
-        """Return the models that the server lists.
-
-        Raises:
-            PackError: it does not answer, or not as such a server.
-        """
+        """Return the models that the server lists; a PackError if it is no such server."""
         connection = self.connect()
+
         try:
             connection.request("GET", "/v1/models", headers=self.headers)
             response = connection.getresponse()
@@ -65,6 +57,7 @@ class Target:
                 raise PackError(
                     f"--url {self.url}: answers with status {response.status}.", "network"
                 )
+
             return [str(entry["id"]) for entry in _parsed(body)["data"]]
         except (OSError, http.client.HTTPException) as error:
             raise PackError(f"--url {self.url}: does not answer ({error}).", "network") from None
@@ -78,15 +71,9 @@ class Target:
 
 @dataclass(frozen=True)
 class Load:
-    """Requests of one measurement.
+    """Requests of one measurement, to ``models`` one after the other, again and again.
 
-    Attributes:
-        models: taken one after the other, again and again.
-        concurrency: requests that are under way at once.
-        requests: in all.
-        prompt_words: of each prompt; each begins differently, so that none is in memory already.
-        max_tokens: of each answer.
-        seed: of the prompts.
+    Each prompt begins differently, so that none is in memory already.
     """
 
     models: tuple[str, ...]
@@ -142,6 +129,7 @@ def _body(target: Target, load: Load, i: int) -> dict:
     drawn = random.Random(load.seed * 1_000_003 + i)
     words = [str(drawn.randrange(10_000)), *drawn.choices(_SUBJECTS, k=max(1, load.prompt_words))]
     model = load.models[i % len(load.models)]
+
     return {
         "model": model,
         "messages": [{"role": "user", "content": " ".join(words)}],
@@ -156,12 +144,14 @@ def _body(target: Target, load: Load, i: int) -> dict:
 def _ask(connection: http.client.HTTPConnection, target: Target, body: dict) -> _Answer:
     began = time.perf_counter()
     first, tokens, pieces = None, None, 0
+
     try:
         connection.request("POST", "/v1/chat/completions", json.dumps(body), target.headers)
         response = connection.getresponse()
         if response.status != 200:
             response.read()
             return _Answer(None, time.perf_counter() - began, 0, f"status {response.status}")
+
         for line in response:
             data = line.strip().removeprefix(b"data: ")
             if not line.startswith(b"data: ") or data == b"[DONE]":
@@ -177,6 +167,7 @@ def _ask(connection: http.client.HTTPConnection, target: Target, body: dict) -> 
     except (OSError, http.client.HTTPException, ValueError) as error:
         connection.close()
         return _Answer(first, time.perf_counter() - began, 0, type(error).__name__)
+
     return _Answer(first, time.perf_counter() - began, pieces if tokens is None else tokens, None)
 
 
@@ -195,6 +186,7 @@ def _summary(load: Load, answers: Sequence[_Answer], seconds: float) -> dict:
     for answer in answers:
         if answer.error is not None:
             errors[answer.error] = errors.get(answer.error, 0) + 1
+
     return {
         "models": list(load.models),
         "concurrency": load.concurrency,
@@ -219,7 +211,6 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def table(results: Sequence[dict]) -> list[str]:
-    """Return results as lines of a table."""
     head = "models                at once  answers/s  tokens/s  first token ms (p50 p95 p99)  whole ms (p50 p95 p99)"
     lines = [head]
     for result in results:
@@ -229,6 +220,7 @@ def table(results: Sequence[dict]) -> list[str]:
             " ".join(f"{result[key].get(f'p{p}', float('nan')):8.0f}" for p in PERCENTILES)
             for key in ("first_token_ms", "latency_ms")
         )
+
         lines.append(
             f"{names:<20}  {result['concurrency']:>7}  {result['requests_per_s']:>9.2f}  "
             f"{result['tokens_per_s']:>8.1f}  {first}   {whole}".rstrip()
@@ -236,4 +228,5 @@ def table(results: Sequence[dict]) -> list[str]:
         if result["errors"]:
             reasons = ", ".join(f"{n} {reason}" for reason, n in result["errors"].items())
             lines.append(f"{'':<20}  failed: {reasons}")
+
     return lines

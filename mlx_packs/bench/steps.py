@@ -27,8 +27,8 @@ from .race import TOLERANCE, Entry, LossesDiffer, race
 MIN_ROUNDS = 3
 _TURN_S = 0.5  # of a turn, where a step is shorter
 _SEED = 0
-# What mlx-lm's step takes beside the weights, times ours, by policy of recomputation: captured graphs
-# of Qwen3 and Llama (docs/performance.md)
+# What mlx-lm's step takes beside the weights, times ours, by policy of recomputation: captured
+# graphs of Qwen3 and Llama (docs/performance.md)
 _MORE_MEMORY = {"none": 2.0, "block": 4.0}
 _OUT_OF_MEMORY = re.compile("malloc|memory|resource limit", re.IGNORECASE)
 
@@ -37,12 +37,7 @@ Shape = tuple[int, int]  # examples, tokens of each
 
 @dataclass(frozen=True)
 class Side:
-    """Steps of one implementation.
-
-    Attributes:
-        step_s: Seconds of every timed step.
-        peak_bytes: Of MLX's arrays that it needs on its own, the weights of the base included.
-    """
+    """Steps of one implementation; ``peak_bytes`` has MLX's arrays, the base's weights included."""
 
     step_s: list[float]
     peak_bytes: int
@@ -76,7 +71,6 @@ class Comparison:
 
     @property
     def targets(self) -> int:
-        """Supervised tokens of a step."""
         return math.prod(self.shape)
 
 
@@ -107,11 +101,9 @@ class Contest:
 
     @property
     def lora(self) -> LoRAConfig:
-        """Their settings as those of a run."""
         return LoRAConfig(rank=self.adapters.rank, alpha=SCALE * self.adapters.rank)
 
     def train(self, shape: Shape, path: str, recompute: str) -> TrainConfig:
-        """Return the settings of a run whose batches have a shape."""
         return TrainConfig(
             batch_size=shape[0],
             max_seq_length=shape[1] + 1,
@@ -121,25 +113,24 @@ class Contest:
 
 
 def contest(name: str, base: Base, rank: int, note: str = "") -> Contest:
-    """Return the contest on a base.
-
-    Raises:
-        PackError: mlx-lm does not train it, or ours does not.
-    """
+    """Return the contest on a base; a PackError unless mlx-lm and ours can train it."""
     base.check_architecture("bench", "decoder")
     headers = Headers.of(base)
+
     if custom := headers.custom_format():
         raise PackError(
             f"--model {name}: is {custom.mode.upper()}, which mlx-lm does not train. Name a dense "
             "base or one of mlx-lm's 4 bits.",
             "unsupported",
         )
+
     try:
         _shared(base.model)
     except TypeError as error:  # a module with a compiled function
         raise PackError(
             f"--model {name}: its modules cannot be copied ({error}).", "unsupported"
         ) from None
+
     adapters = Adapters.random(base, rank, SCALE, _SEED)
     return Contest(name, base, headers, adapters, note)
 
@@ -161,6 +152,7 @@ def compare_steps(
     comparison, path = _planned(of, shape)
     if comparison.fault:
         return comparison
+
     try:
         entries = _entries(of, shape, path, comparison.recompute)
         turns = _turns(entries, until, end, clock)
@@ -173,8 +165,10 @@ def compare_steps(
         return replace(comparison, fault="the memory of this machine was not enough")
     finally:
         mx.clear_cache()
+
     if not entries[0].step_ms:
         return replace(comparison, fault="no time was left after losses were compared")
+
     mlx_lm, ours = (
         Side([ms / 1e3 for ms in entry.all_ms], of.base_bytes + entry.peak_bytes)
         for entry in entries
@@ -188,17 +182,20 @@ def _planned(of: Contest, shape: Shape) -> tuple[Comparison, str]:
     """Return the facts known before anything runs, and our matmul path."""
     recompute = "none"
     fault = ""
+
     try:
         recompute, fault = _fitting_policy(of, shape)
         train = of.train(shape, "auto", recompute)
         plans = plan_run(of.headers, of.lora, train, {(shape[1], math.prod(shape))}, force=True)
     except PackError:  # a family without a plan
         plans = {}
+
     tokens = math.prod(shape)
     if fault:
         choice = MatmulPathChoice("quantized" if of.headers.is_quantized else "dense", {}, "")
     else:
         choice = choose_matmul_path(of.base.model, tokens, planned=frozenset(plans) or None)
+
     path = choice.matmul_path
     predicted = predict(of.headers, of.lora, of.train(shape, path, recompute))
     plan = plans.get(path)
@@ -215,6 +212,7 @@ def _fitting_policy(of: Contest, shape: Shape) -> tuple[str, str]:
         needed = weights + more * sum(parts.values())
         if needed <= memory:
             return policy, ""
+
     return policy, f"mlx-lm would take about {needed / 1e9:.0f} GB of {memory / 1e9:.0f}"
 
 
@@ -241,12 +239,13 @@ def _shared(model: nn.Module) -> nn.Module:
 def _turns(
     entries: Sequence[Entry], until: float, end: float, clock: Callable[[], float]
 ) -> Iterator[int]:
-    """Yield the numbers of rounds that there is time for; set the steps of a turn before the first."""
+    """Yield the numbers of rounds there is time for; set the steps of a turn before the first."""
     left = until - clock()
     for entry in entries:
         step_s = entry.checked_ms[-1] / 1e3
         most = left / (MIN_ROUNDS * len(entries) * step_s) - entry.untimed
         entry.steps = max(1, math.floor(min(math.ceil(_TURN_S / step_s), most)))
+
     number, last = 0, 0.0
     while clock() + last <= (until if number else end):
         start = clock()
