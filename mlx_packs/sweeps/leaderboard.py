@@ -26,41 +26,40 @@ def write_leaderboard(folder: Path, content: Mapping[str, Any]) -> None:
 
 
 def write_page(folder: Path, out: str | None = None) -> Path:
-    """Write the page of the leaderboard in a folder, and return its file.
-
-    Raises:
-        PackError: the leaderboard is damaged, or the page cannot be written.
-    """
+    """Write the page of a folder's leaderboard, return its file; a PackError if it is damaged."""
     file = folder / FILE
     try:
         text = page(read_json(file))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise PackError(f"{file}: is no leaderboard ({error!r}).", "unreadable") from None
+
     target = Path(out).expanduser() if out else file.with_suffix(".html")
     if target.is_dir():
         raise PackError(f"--out {target}: is a folder. Name a file.", "exists")
+
     atomic_write(target, text)
     return target
 
 
 def table(content: Mapping) -> list[list[str]]:
-    """Return the columns of a leaderboard and its rows as texts."""
     metric = content["metric"]
     axes = _axes(content)
     lines = [["place", "trial", *axes, metric, "batches", "pack MB", "time", "status"]]
+
     for row in content["rows"]:
         values = [value_text(row["values"][key]) for key in axes]
         seconds = "" if row["train_s"] is None else clock(row["train_s"])
         forms = {metric: ".4f", "batches": ",", "pack_mb": ".2f"}
         shown = ["" if row[k] is None else format(row[k], form) for k, form in forms.items()]
+
         lines.append(
             [str(row["place"]), str(row["trial"]), *values, *shown, seconds, row["status"]]
         )
+
     return lines
 
 
 def text_table(content: Mapping) -> list[str]:
-    """Return a leaderboard in lines of text, with columns that are aligned."""
     lines = table(content)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
@@ -73,32 +72,37 @@ def csv_text(content: Mapping) -> str:
     file = io.StringIO()
     writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
+
     for row in content["rows"]:
         gates = {name: gate["value"] for name, gate in (row["gates"] or {}).items()}
         writer.writerow({**row["values"], **gates, **row})
+
     return file.getvalue()
 
 
 def page(content: Mapping) -> str:
-    """Return a leaderboard as a page of HTML, with a plot for each parameter."""
     metric = content["metric"]
     rows = content["rows"]
     best = rows[0] if content["best"] is not None else None
+
     entries = [
         Entry(row["trial"], row["values"], row[metric], _kind(row, content))
         for row in rows
         if row[metric] is not None
     ]
+
     figures = [
         ("Best " + metric, "none" if best is None else f"{best[metric]:.4g}"),
         ("Best trial", "none" if best is None else str(best["trial"])),
         ("Trials", f"{len(rows)} of {content['trials']}"),
         ("Passed", str(sum(row["status"] == "ok" for row in rows))),
     ]
+
     direction = "lower" if content["lower_is_better"] else "higher"
     note = f"{content['search']} search · {metric} on held-out examples ({direction} is better)"
     name = content.get("name") or Path(content["sweep"]).name
     axes = [*_axes(content).values()]
+
     header, *lines = table(content)
     return render(Leaderboard(name, note, metric, figures, axes, entries, header, lines))
 
@@ -116,11 +120,11 @@ def _axes(content: Mapping) -> dict[str, Axis]:
         values = [row["values"][key] for row in content["rows"]]
         is_range = all(type(value) in (int, float) for value in values)
         axes[key] = Axis(key, None if is_range else [*dict.fromkeys(map(value_text, values))])
+
     return axes
 
 
 def _kind(row: Mapping, content: Mapping) -> str:
-    """Return how a trial is drawn."""
     if row["pack"] is not None and row["pack"] == content["best"]:
         return "best"
     if row["status"] != "ok":

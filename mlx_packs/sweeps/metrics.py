@@ -29,12 +29,11 @@ def metrics_of(task: str) -> tuple[str, ...]:
 
 
 def is_lower_better(metric: str) -> bool:
-    """Return whether less of a metric is better."""
     return metric in _LOWER
 
 
 def measured(report: Mapping) -> dict[str, float]:
-    """Return the metrics after training in the report of a run; those that are not finite are not there.
+    """Return the finite metrics after training in the report of a run.
 
     ``answers`` is the share of right answers (``--metric``).
     """

@@ -48,15 +48,9 @@ def plan_sweep(
 ) -> Plan:
     """Return the plan of a sweep; nothing is written or trained.
 
-    Args:
-        settings: of a recipe file, with the section ``sweep``.
-        where: the file.
-        folder: for everything that the sweep writes.
-        recipe_of: returns the recipe of a file's settings, with the defaults of its base.
-
-    Raises:
-        PackError: a key or a value is wrong, of the sweep, of one of its trials, or of a corner of
-            the space if trials are not known yet.
+    ``settings`` is the recipe file ``where`` with its section ``sweep``; ``recipe_of`` returns the
+    recipe of a file's settings, with the defaults of its base. A PackError if a key or a value is
+    wrong, of the sweep, of one of its trials, or of a corner of the space.
     """
     recipe = {key: value for key, value in settings.items() if key != SECTION}
     section = typed_value(settings.get(SECTION), dict, SECTION, where)
@@ -74,6 +68,7 @@ def plan_sweep(
     metrics = _metrics(config, recipes, where)
     _check_length(config, recipes[0], where)
     _check_inputs(recipes)
+
     return Plan(
         name=Path(where).stem,
         folder=folder,
@@ -88,8 +83,8 @@ def plan_sweep(
 
 
 def _check_key(key: str, config: SweepConfig, where: str) -> None:
-    """Raise a PackError for a key that a trial cannot choose."""
     place, first = f"sweep.parameters.{key}", key.partition(".")[0]
+
     if first in _OF_SWEEP:
         raise setting_error("is chosen by the sweep. Leave it out.", place, where, "conflict")
     if SEARCHES[config.search].halves and first in _LENGTHS:
@@ -102,6 +97,7 @@ def _recipe(
 ) -> Recipe:
     """Return the recipe of a trial; errors name the file, and the parameters if they cause it."""
     settings = with_values(recipe, values)
+
     try:
         resolved = recipe_of(settings)
         check_overridden(resolved.train, resolved.specified)
@@ -115,6 +111,7 @@ def _recipe(
             shown = ", ".join(f"{key}={value}" for key, value in values.items())
             place += f"sweep.parameters ({shown}): "
         raise PackError(place + text, error.code, error.flag) from None
+
     return resolved
 
 
@@ -124,9 +121,11 @@ def _metrics(config: SweepConfig, recipes: list[Recipe], where: str) -> tuple[st
     common = [
         name for name in metrics_of(tasks[0]) if all(name in metrics_of(task) for task in tasks)
     ]
+
     if not common:
         text = f"trials have the tasks {', '.join(tasks)}, which have no metric in common."
         raise setting_error(text, "sweep.parameters.task", where, "conflict")
+
     if config.metric is None:
         return tuple(common)
     if config.metric not in common:
@@ -137,9 +136,9 @@ def _metrics(config: SweepConfig, recipes: list[Recipe], where: str) -> tuple[st
 
 
 def _check_length(config: SweepConfig, recipe: Recipe, where: str) -> None:
-    """Check that the runs of successive halving have a length in batches."""
     if not SEARCHES[config.search].halves:
         return
+
     train = recipe.train
     if named := train.changed(("epochs", "time", "phases")):
         text = "does not go with search halving, which counts batches. Give iters."

@@ -38,7 +38,6 @@ class StopAt(Observer):
         self._check(done)
 
     def on_step(self, line: dict) -> None:
-        """End the run after its last batch."""
         self._check(line["batch"])
 
     def _check(self, done: int) -> None:
@@ -52,6 +51,7 @@ def train_trial(trial: Trial, until: int | None) -> Result:
     run = {k: v for k, v in recipe.run.items() if k not in ("model", "out", "resume", "overwrite")}
     if resumes := bool(checkpoints(run_folder(trial.pack))):
         run.pop("resume_adapter_file", None)
+
     trained = train_pack(
         recipe.run.get("model", "tiny"),
         lora=recipe.lora,
@@ -64,6 +64,7 @@ def train_trial(trial: Trial, until: int | None) -> Result:
         display=Display(),
         **run,
     )
+
     report = trained.report
     return Result(
         batches=report["batches"],
@@ -80,6 +81,7 @@ def train_trial(trial: Trial, until: int | None) -> Result:
 def _when_free(trial: Trial, until: int | None) -> Result:
     """Train a trial as soon as no process of an earlier sweep writes its run any more."""
     end = time.monotonic() + _WAIT_S
+
     while True:
         try:
             return train_trial(trial, until)
@@ -90,7 +92,7 @@ def _when_free(trial: Trial, until: int | None) -> Result:
 
 
 def _end_with_parent() -> None:
-    """End this process as by SIGTERM, which saves a checkpoint, when the one that began it is gone."""
+    """End this process as by SIGTERM, which saves a checkpoint, once its parent is gone."""
     os.read(0, 1)  # it writes nothing
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -101,6 +103,7 @@ def main() -> None:
     folder, rung, until = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]) or None
     trial = Trial(0, {}, folder)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+
     try:
         with signals.handled():
             result = _when_free(trial, until)
@@ -114,4 +117,5 @@ def main() -> None:
     except Exception:
         traceback.print_exc()
         sys.exit(CRASHED)
+
     write_result(trial, rung, result)

@@ -45,10 +45,12 @@ class RayExecutor(AbstractContextManager):
         self._has_begun = not ray.is_initialized()
         if self._has_begun:
             ray.init(log_to_driver=False, logging_level=logging.WARNING, include_dashboard=False)
+
         cpus = [n["Resources"].get("CPU", 0) for n in ray.nodes() if n["Alive"]]
         cpus = [count for count in cpus if count]
         if not cpus:
             raise PackError("--runner ray: no worker of the cluster has a CPU.")
+
         self.workers = len(cpus)
         self._call = ray.remote(_call).options(num_cpus=min(cpus), scheduling_strategy="SPREAD")
         return self
@@ -108,7 +110,6 @@ class SweepRun:
         write_leaderboard(sweep.plan.folder, sweep.leaderboard())
 
     def _train(self, trials: Iterable[Trial], rung: int) -> list[Trial]:
-        """Train trials to the end of a rung, and return them."""
         trained = []
         for trial in trials:
             trained.append(trial)
@@ -125,7 +126,6 @@ class SweepRun:
         return trained
 
     def _submit(self, trial: Trial, rung: int) -> Future:
-        """Check the recipe of a trial, and let the executor train it."""
         try:
             recipe = self.sweep.plan.recipe_of(trial.values).to_json()
         except PackError as error:
@@ -133,7 +133,6 @@ class SweepRun:
         return self.executor.submit(train, trial, recipe, rung, self.sweep.plan.rungs[rung])
 
     def _collect(self, rung: int) -> None:
-        """Wait for a trial, and show what came of it."""
         for future in wait(self._running, return_when=FIRST_COMPLETED).done:
             trial = self._running.pop(future)
             result = future.result()
@@ -162,5 +161,4 @@ class SweepRun:
 
 
 def _values(trial: Trial) -> str:
-    """Return the values of a trial in one line."""
     return ", ".join(f"{key}={value_text(value)}" for key, value in trial.values.items())

@@ -1,4 +1,4 @@
-"""The section `sweep` of a recipe: its space, as Optuna's distributions, and the values of trials."""
+"""A recipe's section `sweep`: its space, as Optuna's distributions, and the values of trials."""
 
 import itertools
 import math
@@ -50,7 +50,6 @@ class SweepConfig(Settings):
     parameters: dict = _key({}, "Values by key of the recipe.")
 
     def _conflicts(self) -> Iterator[Fault]:
-        """Faults of settings of one search beside another."""
         search = SEARCHES.get(self.search)
         if search is None:
             return  # a fault of its own
@@ -74,7 +73,6 @@ class Range(Settings):
     scale: str = _key("linear", "Whether logarithms are drawn.", choices=("linear", "log"))
 
     def _conflicts(self) -> Iterator[Fault]:
-        """Faults of the ends."""
         if self.min is None or self.max is None:
             missing = "min" if self.min is None else "max"
             yield Fault(missing, "is missing. Give min and max.")
@@ -86,15 +84,10 @@ class Range(Settings):
 
 
 def parse_space(parameters: Mapping, where: str) -> Space:
-    """Return the parameters of a sweep.
+    """Return the parameters of a sweep by key of the recipe, such as ``rank_pattern.v_proj``.
 
-    Args:
-        parameters: a list of values, or a mapping with ``min``, ``max`` and perhaps ``scale``, by
-            key of the recipe; a key in a mapping is ``rank_pattern.v_proj``.
-        where: the file.
-
-    Raises:
-        PackError: there is none, or one has no values, values twice, or a range without numbers.
+    Each is a list of values, or a mapping with ``min``, ``max`` and perhaps ``scale``. A PackError
+    if there is none, or one has no values, values twice, or a range without numbers.
     """
     if not parameters:
         text = "names no key of the recipe. Give at least one, such as `rank: [8, 16]`."
@@ -136,6 +129,7 @@ def planned_values(config: SweepConfig, space: Space, where: str) -> list[Values
     """
     search = SEARCHES[config.search]
     combinations = math.prod(len(listed(d) or ()) or math.inf for d in space.values())
+
     if not search.draws:
         if ranged := [key for key, distribution in space.items() if listed(distribution) is None]:
             text = "is a range, which a grid cannot go through. List values, or use search random."
@@ -149,6 +143,7 @@ def planned_values(config: SweepConfig, space: Space, where: str) -> list[Values
     if combinations < trials:
         text = f"is {trials}, but there are only {combinations:.0f} combinations. Use search grid."
         raise setting_error(text, "sweep.trials", where)
+
     if search.learns:
         return []
     values = list(itertools.islice(draws(config, space, [], trials), trials))
@@ -230,6 +225,7 @@ def rungs_of(config: SweepConfig, iters: int) -> tuple[int | None, ...]:
     factor = config.reduction_factor
     rungs: list[int | None] = [None]
     part = factor
+
     while (
         SEARCHES[config.search].halves
         and part <= (config.trials or 1)
@@ -237,4 +233,5 @@ def rungs_of(config: SweepConfig, iters: int) -> tuple[int | None, ...]:
     ):
         rungs.insert(0, iters // part)
         part *= factor
+
     return tuple(rungs)

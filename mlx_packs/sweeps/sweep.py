@@ -41,7 +41,6 @@ class Row:
 
     @property
     def status(self) -> str:
-        """What became of the trial, in one or a few words."""
         if self.result.error:
             return f"failed: {self.result.error}"
         if self.value is None:
@@ -66,7 +65,6 @@ class Sweep:
 
     @property
     def trials(self) -> list[Trial]:
-        """The trials so far."""
         folder = self.plan.folder / "trials"
         return [
             Trial(number, each.params, folder / f"{number:03d}")
@@ -83,6 +81,7 @@ class Sweep:
         yield from self.trials
         if not SEARCHES[self.plan.config.search].learns:
             return
+
         while len(self.trials) < self.count:
             values = self._draw()
             if values is None:  # all were tried
@@ -97,6 +96,7 @@ class Sweep:
             result = trial.result(len(self.plan.rungs) - 1)
             if result is not None and not result.passed:
                 known.set_constraint("gates", 1.0)
+
         lower = is_lower_better(self.plan.metrics[0])
         return next(draws(self.plan.config, self.plan.space, earlier, 1, lower), None)
 
@@ -116,7 +116,6 @@ class Sweep:
             self.study.tell(trial.number - 1, value, skip_if_finished=True)
 
     def prune(self, trial: Trial) -> None:
-        """Tell Optuna that a trial is not trained further."""
         self.study.tell(trial.number - 1, state=TrialState.PRUNED, skip_if_finished=True)
 
     def ranked(self, rung: int | None = None) -> list[Row]:
@@ -135,6 +134,7 @@ class Sweep:
         plan, rows = self.plan, self.ranked()
         metric = rows[0].metric if rows else plan.metrics[0]
         has_best = bool(rows) and rows[0].status == "ok"
+
         return {
             "sweep": str(plan.folder),
             "name": plan.name,
@@ -165,22 +165,15 @@ class Sweep:
 
 
 def _running(space: Space, values: Values) -> FrozenTrial:
-    """Return a trial of Optuna with these values.
-
-    Raises:
-        ValueError: they are not in the space.
-    """
+    """Return a trial of Optuna with these values; a ValueError unless they are in the space."""
     return create_trial(state=TrialState.RUNNING, params=values, distributions=space)
 
 
 def begin(plan: Plan) -> tuple[Sweep, bool]:
-    """Return the sweep in the folder of a plan, and whether it had begun before.
-
-    Raises:
-        PackError: the folder is that of another sweep, or something else.
-    """
+    """Return the sweep in a plan's folder, and whether it had begun; a PackError for another."""
     file = plan.folder / _FILE
     values = plan.values
+
     if continues := file.is_file():
         values = _continued(plan, without_seal(read_json(file)))
     elif plan.folder.exists() and (not plan.folder.is_dir() or any(plan.folder.iterdir())):
@@ -195,6 +188,7 @@ def begin(plan: Plan) -> tuple[Sweep, bool]:
         sweep = Sweep(plan, _open(study, is_lower_better(plan.metrics[0])))
         for each in values[len(sweep.trials) :]:
             sweep.study.add_trial(_running(plan.space, each))
+
     return sweep, continues
 
 
@@ -218,6 +212,7 @@ def _continued(plan: Plan, before: dict[str, Any]) -> list[Values]:
     """
     now = _identity(plan)
     values = plan.values
+
     if isinstance(recipe := before.get("recipe"), dict):
         before = {**before, "recipe": resolve(recipe).to_json()}
     if before.get("format") == _LISTED:
@@ -237,6 +232,7 @@ def _continued(plan: Plan, before: dict[str, Any]) -> list[Values]:
     now = without_seal(sealed(now))  # as it will be read
     if differs := [key for key in before if before[key] != now.get(key)]:
         raise _another(plan, differs[0])
+
     return values
 
 
@@ -255,6 +251,7 @@ def _open(file: Path, lower: bool) -> Study:
     if file.is_file():
         with file.open("r+b") as journal:  # without the line that it was writing
             journal.truncate(journal.read().rfind(b"\n") + 1)
+
     return optuna.create_study(
         storage=JournalStorage(JournalFileBackend(str(file))),
         study_name="sweep",

@@ -42,7 +42,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Trial:
-    """One recipe of a sweep: its number, from 1, its values by key of the recipe, and its folder."""
+    """One recipe of a sweep: its number, from 1, its values by key of the recipe, its folder."""
 
     number: int
     values: Mapping[str, Any]
@@ -50,7 +50,6 @@ class Trial:
 
     @property
     def pack(self) -> Path:
-        """The folder of its pack."""
         return self.folder / "pack"
 
     def result(self, rung: int) -> Result | None:
@@ -112,6 +111,7 @@ def _run(trial: Trial, arguments: list[str]) -> int:
             env={**os.environ, SUPERVISED: "1"},
             start_new_session=True,  # Ctrl-C reaches this process alone
         )
+
         with process:
             try:
                 return process.wait()
@@ -122,7 +122,6 @@ def _run(trial: Trial, arguments: list[str]) -> int:
 
 
 def _last_line(log: Path) -> str:
-    """Return the end of the last line of a log."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
         lines = file.read().decode(errors="replace").split("\n")
