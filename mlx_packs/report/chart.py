@@ -16,8 +16,6 @@ _LABEL = 7.2  # width of a character of a label
 
 @dataclass(frozen=True)
 class Tick:
-    """A line of the grid and its label."""
-
     at: float
     label: str
 
@@ -74,6 +72,7 @@ def ticks(low: float, high: float, count: int, least: float = 0.0) -> list[float
     """
     if not high > low:
         return [low]
+
     step = 10 ** math.floor(math.log10((high - low) / count))
     step *= min((1, 2, 5, 10), key=lambda factor: abs((high - low) / (step * factor) - count))
     step = max(step, least)
@@ -102,6 +101,7 @@ def _labels(values: Sequence[float]) -> list[str]:
     """Return ticks as text, all with the same decimals."""
     steps = [b - a for a, b in zip(values, values[1:], strict=False)] or [abs(values[0]) or 1]
     step, most = min(steps), max(map(abs, values))
+
     if most >= 1e6 or 0 < most < 1e-2:
         return [_scientific(value) if value else "0" for value in values]
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
@@ -127,18 +127,17 @@ def chart(
 ) -> Chart | None:
     """Return a chart of series by (name, kind); None without a line to draw.
 
-    Args:
-        series: points of each line.
-        y_label: what the values are, with their unit.
-        size: width and height of the viewBox.
-        mark: a batch to draw a vertical line at, and its label.
+    ``size`` is width and height of the viewBox. ``mark`` is a batch, at which there is a vertical
+    line, and its label.
     """
     usable = {key: thinned(points) for key, points in series.items() if points}
     if not any(len(points) > 1 for points in usable.values()):
         return None
+
     (width, height), all_points = size, list(usable.values())
     low, high = _around(all_points)
     first, last = min(p[0][0] for p in all_points), max(p[-1][0] for p in all_points)
+
     y_values = ticks(low, high, 5 if height > 180 else 3)
     y_labels = _labels(y_values)
     left = 14 + _LABEL * max(map(len, y_labels))
@@ -162,6 +161,7 @@ def chart(
         )
         for (name, kind), points in usable.items()
     ]
+
     x_labels = _labels(x_values)
     return Chart(
         *size,
@@ -181,6 +181,7 @@ def change_bars(change: Change) -> list[Bar]:
     values += (("after", change.after, change.after_error),)
     most = max(abs(value) + (error or 0) for _, value, error in values) or 1.0
     digits = 3 if most < 2 else 2
+
     return [
         Bar(
             name,

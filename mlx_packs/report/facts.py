@@ -76,17 +76,13 @@ class Facts:
     """The content of a page; every part but the title may be empty.
 
     Attributes:
-        title: the name of the pack or run, without its folder.
         status: what is missing of a run that is not over.
-        base: what was trained, in one line.
-        figures: name and value of the headline figures.
         curve: points of each of `SERIES`, and of the throughput as ``rate``.
         unit: what a run counts: tokens, pairs.
         best: the batch whose weights the pack has, where they are not the last ones.
         memory_gb: gigabytes (10^9) by name: planned, measured.
         recipe: sections of settings: name, value, and whether it differs from the default.
         origins: name and value of what the result depends on: data, versions, fingerprints.
-        command: how to use the pack, for a shell.
     """
 
     title: str
@@ -112,6 +108,7 @@ def number(value: object) -> float | None:
     """Return a finite number, else None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
+
     try:
         value = float(value)
     except OverflowError:
@@ -128,7 +125,6 @@ def text(value: object, most: int = 200) -> str:
 
 
 def rate_name(unit: str) -> str:
-    """Return the name of a run's throughput."""
     return "Supervised tokens/s" if unit == "tokens" else f"{unit.capitalize()}/s"
 
 
@@ -147,11 +143,11 @@ def points(pairs: object) -> Points:
             x, y = number(pair[0]), number(pair[1])
             if x is not None and y is not None:
                 usable.append((x, y))
+
     return sorted(usable)
 
 
 def curve_of(lines: Iterable[Mapping]) -> dict[str, Points]:
-    """Return the series of the lines of metrics.jsonl."""
     pairs: dict[str, list] = {}
     for line in lines:
         for key, value in line.items():
@@ -165,6 +161,7 @@ def thinned(series: Points, most: int = MOST_POINTS) -> Points:
     """Return at most so many points: means of neighbours, the last one among them unchanged."""
     if len(series) <= most:
         return series
+
     size = math.ceil((len(series) - 1) / (most - 1))
     groups = [series[i : i + size] for i in range(0, len(series) - 1, size)]
     means = [(sum(x for x, _ in g) / len(g), sum(y for _, y in g) / len(g)) for g in groups]
@@ -193,12 +190,12 @@ def stored_curve(manifest: Mapping) -> dict[str, Points]:
     stored = measured.get("curve") if isinstance(measured, Mapping) else None
     if not isinstance(stored, Mapping):
         return {}
+
     names = progress_series(stored)
     return {name: series for name in names if (series := points(stored.get(name)))}
 
 
 def samples_of(stored: object) -> list[Sample]:
-    """Return samples as reports and manifests have them."""
     samples = []
     for entry in stored[:MOST_SAMPLES] if isinstance(stored, list) else ():
         if isinstance(entry, Mapping) and isinstance(entry.get("prompt"), str):
@@ -213,12 +210,15 @@ def masks_of(stored: object) -> list[Masked]:
     for entry in stored[:MOST_SAMPLES] if isinstance(stored, list) else ():
         if not isinstance(entry, Mapping) or not isinstance(entry.get("spans"), list):
             continue
+
         left, spans = MOST_TEXT, []
         for span in entry["spans"]:
             if left > 0 and isinstance(span, Mapping):
                 shown = text(span.get("text"), left)
                 spans.append((shown, span.get("learned") is True))
                 left -= len(shown)
+
         counts = (int(number(entry.get(key)) or 0) for key in ("learned", "total"))
         masks.append(Masked(name_alone(entry.get("where")), *counts, spans))
+
     return masks

@@ -31,17 +31,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Leaderboard:
-    """The content of the page.
+    """The content of the page: plots of ``entries`` over ``axes``, and a table of all trials.
 
     Attributes:
-        title: the name of the sweep.
         note: search and metric, in one line.
-        metric: its name.
         figures: name and value of the headline figures.
-        axes: of the parameters.
-        entries: the trials to plot.
-        header: the columns of the table.
-        rows: its cells, the best trial first.
+        rows: cells of the table, the best trial first.
     """
 
     title: str
@@ -58,6 +53,7 @@ def render(board: Leaderboard) -> str:
     """Return the page as HTML: one file, no script, nothing from elsewhere."""
     template = environment().get_template("leaderboard.html.jinja")
     kinds = [kind for kind in KINDS if any(entry.kind == kind for entry in board.entries)]
+
     return template.render(
         board=board,
         plots=[plot for axis in board.axes if (plot := _plot(board, axis))],

@@ -33,8 +33,10 @@ def environment() -> "Environment":
         lstrip_blocks=True,
         finalize=lambda value: printable_text(value) if type(value) is str else value,
     )
+
     environment.filters |= {"shown": shown, "norm": norm}
     environment.globals |= {"change_bars": change_bars, "memory_bars": memory_bars}
+
     return environment
 
 
@@ -46,9 +48,9 @@ def norm(value: float, largest: float) -> str:
 
 
 def render(facts: Facts) -> str:
-    """Return the page as HTML."""
     loss_label = "loss (nats per token)" if facts.unit == "tokens" else "loss"
     mark = None if facts.best is None else (facts.best, "best")
+
     template = environment().get_template("page.html.jinja")
     return template.render(
         facts=facts,
@@ -67,13 +69,12 @@ def render(facts: Facts) -> str:
 
 
 def render_fragment(facts: Facts) -> str:
-    """Return the view for a notebook: figures, results and the loss curve, without a page around."""
+    """Return the view for a notebook: figures, results and the loss curve, without a page."""
     template = environment().get_template("fragment.html.jinja")
     return template.render(facts=facts, curve=_progress(facts, "loss", (640, 240), None))
 
 
 def write_page(facts: Facts, file: Path) -> None:
-    """Write the page atomically."""
     atomic_write(file, render(facts))
 
 

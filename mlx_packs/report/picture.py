@@ -22,11 +22,7 @@ def is_installed() -> bool:
 
 
 def current_axes() -> "Axes":
-    """Return the axes that pyplot draws on.
-
-    Raises:
-        PackError: matplotlib is not installed.
-    """
+    """Return the axes that pyplot draws on; a PackError if matplotlib is not installed."""
     try:
         import matplotlib.pyplot as plt
     except ModuleNotFoundError:
@@ -64,10 +60,12 @@ def save_picture(curve: Mapping[str, Points], file: Path, title: str, label: str
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
     draw(axes, curve, label)
+
     has_glyphs = all(" " <= character < "\u0590" for character in title)  # in matplotlib's own font
     shown = title if has_glyphs else ""
     # names are no formulas
     axes.set_title(shown, loc="left", parse_math=False, fontsize="medium", fontweight="bold")
+
     image = io.BytesIO()
     figure.savefig(image, format="png")
     atomic_write(file, image.getvalue())

@@ -1,4 +1,4 @@
-"""The settings of a run for readers: by section, each as its flag, those that were changed first."""
+"""A run's settings for readers: by section, each as its flag, those that were changed first."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -23,9 +23,11 @@ def recipe_sections(recipe: Mapping) -> list[tuple[str, Sequence[Setting]]]:
     first = [("model", recipe.get("model"), True), ("resume_adapter_file", None, True)]
     if isinstance(start := recipe.get("resume_adapter_file"), Mapping):
         first[1] = ("resume_adapter_file", start.get("name"), True)
+
     for name, value, differs in first:
         if value is not None:
             sections["Model and data"].append((name, _shown(name, value), differs))
+
     for config in (DataConfig, LoRAConfig, TrainConfig):
         for field in dataclasses.fields(config):
             value = recipe.get(field.name)
@@ -34,10 +36,12 @@ def recipe_sections(recipe: Mapping) -> list[tuple[str, Sequence[Setting]]]:
             is_other_task = bool(tasks) and not set(tasks) & set(_tasks_of(recipe))
             if value is None or value in ([], {}) or is_other_task:
                 continue
+
             flag = next(iter(flags_of(field)), field.name).lstrip("-")
             differs = field.name == "data" or value != _default(field)
             section = facts_of(field).section
             sections[section].append((flag, _shown(field.name, value), differs))
+
     return [(name, settings) for name, settings in sections.items() if settings]
 
 

@@ -37,11 +37,11 @@ class Axis:
         return math.log10(value) if self.is_log else float(value)
 
     def ticks(self, low: float, high: float) -> list[tuple[float, str]]:
-        """Return places of an axis and their labels."""
         if self.names is not None:
             return [(float(i), name[:_MOST_LABEL]) for i, name in enumerate(self.names)]
         if not self.is_log:
             return [(v, shown(v)) for v in ticks(low, high, 5)]
+
         factors = (1, 2, 5) if high - low < 2 else (1,)
         powers = range(math.floor(low), math.ceil(high) + 1)
         marks = [math.log10(factor) + power for power in powers for factor in factors]
@@ -56,16 +56,13 @@ def scatter(
 ) -> Chart | None:
     """Return a plot of dots; None without any.
 
-    Args:
-        axis: the horizontal one.
-        series: by name and kind (a class of the style sheet): value of the parameter, metric, and
-            what the dot is in words.
-        y_label: name of the metric.
-        size: width and height of the viewBox.
+    ``series`` has, by name and kind (a class of the style sheet): value of the parameter, metric,
+    and what the dot is in words. ``size`` is width and height of the viewBox.
     """
     dots = [(axis.place(x), y) for each in series.values() for x, y, _ in each]
     if not dots:
         return None
+
     low, high = _bounds([x for x, _ in dots])
     bottom_y, top_y = _bounds([y for _, y in dots])
     width, height = size
@@ -101,7 +98,6 @@ def scatter(
 
 
 def _bounds(values: Sequence[float]) -> tuple[float, float]:
-    """Return bounds of values with a margin."""
     low, high = min(values), max(values)
     margin = 0.08 * (high - low) or 0.05 * abs(high) or 1.0
     return low - margin, high + margin
