@@ -65,7 +65,6 @@ FORMATS: dict[str, AdapterFormat] = registered(ADAPTER_FORMATS, {"mlx-lm": MlxLm
 
 
 def format_of(config: dict, where: Path) -> str:
-    """Return the name of the format that recognises an adapter_config.json."""
     for name, form in FORMATS.items():
         if form.recognises(config):
             return name

@@ -230,7 +230,6 @@ class _Combination:
         return untrained_pack(self.base, specs, tensors, **parts, combined=facts)
 
     def modules(self) -> Modules:
-        """Return dense modules with the deltas added."""
         modules = dict(self.base.model.named_modules())
         changes = [
             Change(path, frozen_weight(modules[path]).dense().astype(mx.float32) + delta, None)

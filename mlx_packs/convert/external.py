@@ -84,7 +84,6 @@ def plain_file(folder: Path, name: str) -> Path:
 
 
 def is_positive(value: object) -> bool:
-    """Return whether a value of a config is a finite number above 0."""
     return isinstance(value, (int, float)) and value is not True and 0 < value < 2**53
 
 

@@ -84,7 +84,6 @@ class Gguf:
     """One GGUF file, a Modelfile of Ollama, and the line that starts llama.cpp with them."""
 
     def write(self, pack: Pack, out: Path, start: str | None) -> dict:
-        """Write the folder, read its numbers back, and return what to do with it."""
         layout = layout_of(pack)
         tensors, alpha = gguf_tensors(pack, layout)
         name = f"{out.name}.gguf"

@@ -251,7 +251,6 @@ def _is_unchanged(folder: Path, sidecar: dict, names: tuple[str, str]) -> bool:
 
 
 def _restored(folder: Path, form: AdapterFormat, stored: StoredAdapter, sidecar: dict) -> Pack:
-    """Return the pack that was exported, bit-identical."""
     where, manifest = folder / SIDECAR, sidecar["pack"]
     try:
         check_manifest(manifest, with_files=False)
@@ -278,7 +277,6 @@ def _restored(folder: Path, form: AdapterFormat, stored: StoredAdapter, sidecar:
 
 
 def _converted(name: str, stored: StoredAdapter, model: str | Path, trust: bool) -> Pack:
-    """Return a pack of what another tool wrote, checked against the base."""
     base, form = lazy_base(model, trust), FORMATS[name]
     adapter = form.read(stored, base.config["model_type"])
     form.fit(adapter, base, stored.file)

@@ -171,7 +171,6 @@ def _report(request: MergeRequest, outcome: Outcome, out: str | Path) -> dict:
 
 
 def _facts(request: MergeRequest, outcome: Outcome) -> dict:
-    """Return the record of the written folder."""
     return {
         "base": base_files.public_name(str(request.model)),
         "pack_sha256": request.pack._adapters_hash,

@@ -298,7 +298,6 @@ def plan_merge(request: MergeRequest, facts: Mapping | None = None) -> WritePlan
 def _items(
     planned: Changes, names: _Names, dtype: mx.Dtype | None, layout: str
 ) -> tuple[list[Item], dict[str, mx.array]]:
-    """Return the writer's entry of each tensor, and the tensors, by name."""
     places = names.places
     by_name = {f"{places[c.path]}.weight": c for c in planned.changes}
     changed = {places[c.path] for c in planned.changes}

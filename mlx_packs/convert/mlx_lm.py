@@ -32,8 +32,6 @@ _LEAVES = ("lora_a", "lora_b", "m")
 
 
 class MlxLm:
-    """``adapter_config.json`` and ``adapters.safetensors`` as mlx-lm writes them."""
-
     tensor_file = "adapters.safetensors"
 
     def recognises(self, config: dict) -> bool:

@@ -76,8 +76,6 @@ def path_there(ours: str, model_type: str) -> str:
 
 
 class Peft:
-    """``adapter_config.json`` and ``adapter_model.safetensors`` as PEFT writes them."""
-
     tensor_file = "adapter_model.safetensors"
 
     def recognises(self, config: dict) -> bool:
@@ -243,7 +241,6 @@ def _check_pattern(pattern: object, key: str, where: Path) -> None:
 
 
 def _scale_in(config: dict, theirs: str, rank: int) -> float:
-    """Return PEFT's scaling of one module of this rank."""
     patterns = config.get("alpha_pattern") or {}
     key = match_pattern(patterns, theirs)
     alpha = patterns[key] if key is not None else config["lora_alpha"]

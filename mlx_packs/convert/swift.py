@@ -38,7 +38,6 @@ class Swift:
     """The adapter as mlx-lm has it, on linears in blocks alone."""
 
     def write(self, pack: Pack, out: Path, start: str | None) -> dict:
-        """Write adapter_config.json, adapters.safetensors and a README with the Swift."""
         form = MlxLm()
         for path, spec in pack.specs.items():
             if spec.kind == "embedding" or spec.experts is not None:

@@ -51,7 +51,6 @@ def drop_head(adapter: ExternalAdapter, where: Path) -> None:
 
 
 def table_of(names: Collection[str]) -> str | None:
-    """Return the name of the embedding's tensor."""
     return next((n for n in names if n.endswith(("embed_tokens.weight", "wte.weight"))), None)
 
 

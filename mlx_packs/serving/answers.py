@@ -21,8 +21,6 @@ MakeRequest = Callable[[int, Callable[[Event], None]], Request]  # number of the
 
 @dataclass
 class Choice:
-    """One text of an answer as it grows."""
-
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -102,7 +100,6 @@ class ChatAnswer:
         self._head = {"id": new_id(self.prefix), "created": now(), "model": model}
 
     async def whole(self) -> dict[str, Any]:
-        """Return the answer when all texts have their end."""
         async for i, event in self._texts.events():
             if isinstance(event, Progress):
                 self._add(self._texts.choices[i], event)

@@ -53,8 +53,6 @@ _PAGE = Path(__file__).with_name("page.html")
 
 
 class Server:
-    """The handlers of all routes."""
-
     def __init__(
         self,
         worker: Generator | Embedder,
@@ -72,7 +70,6 @@ class Server:
     # Texts
 
     async def chat(self, request: Request) -> Response:
-        """Answer ``/v1/chat/completions``."""
         body: ChatBody = parsed(ChatBody, await read_body(request, self.settings.body_bytes))
         generator = self._generator("/v1/chat/completions")
         generator.registry.check_model(body.model)  # at once, however many requests wait
@@ -94,7 +91,6 @@ class Server:
         return await self._answer(request, texts, answer, body)
 
     async def complete(self, request: Request) -> Response:
-        """Answer ``/v1/completions``."""
         body: CompletionBody = parsed(
             CompletionBody, await read_body(request, self.settings.body_bytes)
         )
@@ -145,7 +141,6 @@ class Server:
     # Embeddings
 
     async def embed(self, request: Request) -> Response:
-        """Answer ``/v1/embeddings``."""
         body: EmbeddingBody = parsed(
             EmbeddingBody, await read_body(request, self.settings.body_bytes)
         )
@@ -199,7 +194,6 @@ class Server:
         }
 
     async def packs(self, _: Request) -> Response:
-        """Answer ``GET /v1/packs``."""
         data = []
         for name, pack in self.worker.registry.packs.items():
             adapters, scores = pack.manifest["adapters"], pack._part("eval")
@@ -220,7 +214,6 @@ class Server:
         return JSONResponse({"object": "list", **facts, "data": data})
 
     async def add_pack(self, request: Request) -> Response:
-        """Answer ``POST /v1/packs``."""
         body: PackBody = parsed(PackBody, await read_body(request, self.settings.body_bytes))
         began = time.monotonic()
         name, changed = await self.library.add(body.source, body.name)
@@ -228,7 +221,6 @@ class Server:
         return JSONResponse({"name": name, "changed": changed, "seconds": seconds}, 201)
 
     async def remove_pack(self, request: Request) -> Response:
-        """Answer ``DELETE /v1/packs/{name}``."""
         name = request.path_params["name"]
         await self.library.remove(name)
         return JSONResponse({"name": name, "removed": True})
@@ -242,7 +234,6 @@ class Server:
         return JSONResponse(facts, 200 if alive else 503)
 
     async def read_metrics(self, _: Request) -> Response:
-        """Answer ``/metrics``, as Prometheus reads it."""
         return Response(self.metrics.text(self.worker), media_type=self.metrics.media_type)
 
     async def page(self, _: Request) -> Response:

@@ -33,7 +33,6 @@ class PackOfSequence:
         self.slots += other.slots
 
     def filter(self, keep: Sequence[int]) -> None:
-        """Keep some sequences alone."""
         self.slots = [self.slots[i] for i in keep]
 
     def extract(self, i: int) -> "PackOfSequence":

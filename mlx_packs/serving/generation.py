@@ -83,18 +83,15 @@ class Generator(Worker):
 
     @property
     def counts(self) -> tuple[int, int]:
-        """How many requests run, and how many wait."""
         return len(self._running), len(self._waiting)
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes of keys and values of earlier prompts."""
         return self._prompts.nbytes
 
     # Called by the thread that computes.
 
     def on_start(self) -> None:
-        """Measure what a sequence keeps in memory."""
         self.base.model.eval()
         self._stream = mx.default_stream(mx.default_device())
         self._fixed_bytes, self._token_bytes = cache_bytes(self._model)
@@ -168,7 +165,6 @@ class Generator(Worker):
                 self._take(response, running)
 
     def _expire(self) -> None:
-        """End requests that have taken too long."""
         now = time.monotonic()
         late = [r for r in self._waiting if r.deadline < now]
         late += [r.request for r in self._running.values() if r.request.deadline < now]
@@ -286,7 +282,6 @@ class Generator(Worker):
         request.on_event(Finished(ended, running.tokens))
 
     def _drop(self, request: Request) -> None:
-        """Take a request out of the batch or the queue."""
         if request in self._waiting:
             self._waiting.remove(request)
             return

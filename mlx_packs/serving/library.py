@@ -79,7 +79,6 @@ class Library:
         self._sources.pop(name, None)
 
     async def watch(self) -> None:
-        """Follow the folder until cancelled."""
         while self._folder is not None:
             await asyncio.sleep(_WATCH_SECONDS)
             try:

@@ -11,8 +11,6 @@ _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
 class Metrics:
-    """Counters of one server."""
-
     media_type = CONTENT_TYPE_LATEST
 
     def __init__(self) -> None:

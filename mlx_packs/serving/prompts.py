@@ -70,7 +70,6 @@ class Prompts:
         return self._checked(chat_prompt(self._base, messages, tools, **variables))
 
     def of_texts(self, body: CompletionBody) -> list[list[int]]:
-        """Return the tokens of each prompt of a text completion."""
         if body.prompt and isinstance(body.prompt[0], int):
             return [self._checked(list(body.prompt))]
         if not 0 < len(body.prompt) <= _MAX_PROMPTS:
@@ -78,7 +77,6 @@ class Prompts:
         return [self._checked(raw_prompt(self._base, text)) for text in body.prompt]
 
     def chat_maker(self, body: ChatBody, prompt: list[int], deadline: float) -> Maker:
-        """Return what makes the request of each choice of a chat completion."""
         state: str | None = first_state(self._base.tokenizer, prompt)
         grammar = self._tool_grammar(body, state)
         if grammar is None:

@@ -54,8 +54,6 @@ class _Part(Object):
 
 
 class Function(Object):
-    """A function that the model may call."""
-
     name: str = Field(min_length=1, max_length=64)
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -63,8 +61,6 @@ class Function(Object):
 
 
 class Tool(Object):
-    """A tool, which is always a function."""
-
     type: Literal["function"]
     function: Function
     _template: dict[str, Any] = PrivateAttr(default_factory=dict)

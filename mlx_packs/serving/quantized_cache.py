@@ -153,7 +153,6 @@ class QuantizedBatch(BatchKVCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values."""
         stored = () if self.keys is None else (*self.keys, *self.values)
         return sum(array.nbytes for array in stored)
 

@@ -114,7 +114,6 @@ class PackRegistry:
         return entry
 
     def release(self, entry: Entry) -> None:
-        """End a request's use of an entry."""
         entry.users -= 1
         if entry.retired and entry.users == 0:
             self.slots.remove(entry.slot)
