@@ -11,7 +11,9 @@ from ..bases.files import MORE_TEMPLATES
 from ..errors import PackError, printable
 from ..reading import read_json, read_text
 
-_CONFIG, _TOKENIZER, _ADDED = "tokenizer_config.json", "tokenizer.json", "added_tokens.json"
+_CONFIG = "tokenizer_config.json"
+_TOKENIZER = "tokenizer.json"
+_ADDED = "added_tokens.json"
 _DEFAULT = "default"  # the chat template that no name chooses
 _SHOWN = 3  # added tokens that a note names
 
@@ -39,23 +41,30 @@ def _differences(adapter: Path, base: Path) -> Iterator[str]:
     of_base = _templates(base)
     for name, template in _templates(adapter).items():
         if template != of_base.get(name, of_base.get(_DEFAULT)):
-            which = "" if name == _DEFAULT else f" '{printable(name)}'"
+            which = ""
+            if name != _DEFAULT:
+                which = f" '{printable(name)}'"
             yield f"another chat template{which}"
 
-    eos, eos_of_base = _eos(adapter), _eos(base)
+    eos = _eos(adapter)
+    eos_of_base = _eos(base)
     if eos is not None and eos_of_base is not None and eos != eos_of_base:
         yield f"another EOS ({printable(eos)} instead of {printable(eos_of_base)})"
 
     added = sorted(_added(adapter) - _added(base))
     if added:
         shown = ", ".join(printable(token) for token in added[:_SHOWN])
-        yield f"{len(added)} more added tokens ({shown}{', …' if added[_SHOWN:] else ''})"
+        if len(added) > _SHOWN:
+            shown += ", …"
+        yield f"{len(added)} more added tokens ({shown})"
 
 
 def _json_of(folder: Path, name: str) -> dict:
     """Return a JSON file of a folder; nothing if there is none."""
     file = folder / name
-    return read_json(file) if file.is_file() else {}
+    if not file.is_file():
+        return {}
+    return read_json(file)
 
 
 def _templates(folder: Path) -> dict[str, str]:
@@ -83,7 +92,8 @@ def _templates(folder: Path) -> dict[str, str]:
 def _eos(folder: Path) -> str | None:
     for name in (_CONFIG, "special_tokens_map.json"):
         token = _json_of(folder, name).get("eos_token")
-        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, dict):
+            token = token.get("content")
         if isinstance(token, str):
             return token
     return None
@@ -91,10 +101,13 @@ def _eos(folder: Path) -> str | None:
 
 def _added(folder: Path) -> set[str]:
     tokens = {token for token in _json_of(folder, _ADDED) if isinstance(token, str)}
+    entries = []
     decoder = _json_of(folder, _CONFIG).get("added_tokens_decoder")
-    entries = list(decoder.values()) if isinstance(decoder, dict) else []
+    if isinstance(decoder, dict):
+        entries += decoder.values()
     listed = _json_of(folder, _TOKENIZER).get("added_tokens")
-    entries += listed if isinstance(listed, list) else []
+    if isinstance(listed, list):
+        entries += listed
 
     texts = (entry.get("content") for entry in entries if isinstance(entry, dict))
     return tokens | {text for text in texts if isinstance(text, str)}

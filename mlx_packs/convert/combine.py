@@ -35,6 +35,7 @@ from .fidelity import (
     ROWS,
     FidelityMeter,
     Modules,
+    Variant,
     check_max_drift,
     drift_limit,
     first_that_passes,
@@ -43,7 +44,8 @@ from .merge_decoder import dense_modules
 from .merge_plan import Change
 
 _EXACT_SVD = 512  # of the smaller side; above it the range is found by random projections
-_OVERSAMPLED, _ITERATIONS = 16, 4
+_OVERSAMPLED = 16
+_ITERATIONS = 4
 
 Weighted = list[tuple[mx.array, float]]  # deltas of one module with the weights of their packs
 Packs = Sequence[tuple[Pack, float]]
@@ -65,7 +67,8 @@ def ties(deltas: Weighted, density: float, *_) -> mx.array:
     trimmed = [(_trimmed(delta, density), weight) for delta, weight in deltas]
     elected = mx.sign(sum(weight * t for t, weight in trimmed))
 
-    total, weights = mx.zeros(elected.shape), mx.zeros(elected.shape)
+    total = mx.zeros(elected.shape)
+    weights = mx.zeros(elected.shape)
     for t, weight in trimmed:
         agrees = mx.logical_and(mx.sign(weight * t) == elected, elected != 0)
         total = total + mx.where(agrees, weight * t, 0)
@@ -150,41 +153,37 @@ def combine_packs(  # noqa: PLR0913 - a public facade
     _check_settings([weight for _, weight in packs], method, rank, density)
     out = Path(out).expanduser()
     check_output(out, overwrite)
-
     opened = _open(packs)
+
     first = opened[0][0]
     base = load_base_for(first, model, trust_remote_code)
     combination = _Combination(base, opened, method, rank, density or 0.5, seed)
     combined = combination.pack(rank)
-
     columns = columns or columns_of(first, data)
     meter = FidelityMeter(base, first, columns, rows, display or Display(QUIET))
     dense = meter.with_modules(combination.modules())
-
-    def kl_of(rank: int) -> float:
-        return meter.compare(dense, meter.with_pack(combination.pack(rank))).kl_mean
-
     fidelity = meter.compare(dense, meter.with_pack(combined))
+
     limit = drift_limit(max_drift, fidelity.kl_of_pack)
     setting = str(rank or "all")
+    kl_of = partial(combination.kl_of, meter, dense)
     others = {str(more): partial(kl_of, more) for more in combination.doublings(rank)}
     tried, passes = first_that_passes(setting, fidelity.kl_mean, limit, others)
 
-    passed = passes == setting
-    if passed:
-        combined.save(out, overwrite)
-
-    return {
+    report = {
         "out": str(out),
         "model": base_files.public_name(str(model)),
         **combination.facts,
         **asdict(fidelity),
         "max_drift": limit,
-        "passed": passed,
+        "passed": passes == setting,
         "passes": int(passes) if passes and passes != "all" else passes,
         "tried": tried,
-        **({"pack_mb": round(combined.size_mb, 3)} if passed else {}),
     }
+    if report["passed"]:
+        combined.save(out, overwrite)
+        report["pack_mb"] = round(combined.size_mb, 3)
+    return report
 
 
 class _Combination:
@@ -199,34 +198,37 @@ class _Combination:
         density: float,
         seed: int,
     ) -> None:
-        self.base, self.packs = base, packs
+        self.base = base
+        self.packs = packs
         self.deltas = _deltas(packs, method, density, seed)
 
-        self.facts = {
-            "method": method,
-            **({"rank": rank} if rank else {}),
-            **({"density": density, "seed": seed} if method in ("ties", "dare") else {}),
-            "packs": [
-                {
-                    "name": pack.short_name if pack.path else None,
-                    "weight": weight,
-                    "sha256": pack._adapters_hash,
-                }
-                for pack, weight in packs
-            ],
-        }
+        self.facts: dict = {"method": method}
+        if rank:
+            self.facts["rank"] = rank
+        if method in ("ties", "dare"):
+            self.facts |= {"density": density, "seed": seed}
+        self.facts["packs"] = [
+            {
+                "name": pack.short_name if pack.path else None,
+                "weight": weight,
+                "sha256": pack._adapters_hash,
+            }
+            for pack, weight in packs
+        ]
 
     def pack(self, rank: int | None) -> Pack:
         """Return the pack of a rank; None keeps all ranks."""
-        facts, first = self.facts, self.packs[0][0]
+        facts = self.facts
         if rank is None:
             total = weighted_sum(self.packs)
-            specs, tensors = total.specs, total.load_tensors()
+            specs = total.specs
+            tensors = total.load_tensors()
         else:
             facts = {**facts, "rank": rank}
             specs, tensors = _low_rank(self.packs, self.deltas, rank)
 
-        parts = {k: first.manifest[k] for k in ("recipe", "objective") if k in first.manifest}
+        manifest = self.packs[0][0].manifest
+        parts = {key: manifest[key] for key in ("recipe", "objective") if key in manifest}
         return untrained_pack(self.base, specs, tensors, **parts, combined=facts)
 
     def modules(self) -> Modules:
@@ -237,9 +239,14 @@ class _Combination:
         ]
         return dense_modules(self.base, changes)
 
+    def kl_of(self, meter: FidelityMeter, dense: Variant, rank: int) -> float:
+        """Return the distance of the pack of a rank from the dense modules, in nats per token."""
+        return meter.compare(dense, meter.with_pack(self.pack(rank))).kl_mean
+
     def doublings(self, rank: int | None) -> list[int]:
         """Return the ranks to try after one: its doublings, up to the largest that there is."""
-        largest, ranks = max(min(d.shape[-2:]) for d in self.deltas.values()), []
+        largest = max(min(delta.shape[-2:]) for delta in self.deltas.values())
+        ranks = []
         while rank and rank < largest:
             rank = min(2 * rank, largest)
             ranks.append(rank)
@@ -301,7 +308,8 @@ def _deltas(opened: Packs, method: str, density: float, seed: int) -> dict[str, 
 
 def _low_rank(opened: Packs, deltas: dict[str, mx.array], rank: int) -> tuple[Specs, dict]:
     """Return adapters of scale 1 of this rank."""
-    specs, tensors = {}, {}
+    specs = {}
+    tensors = {}
     for path, delta in deltas.items():
         spec = next(p.specs[path] for p, _ in opened if path in p.specs)
         a, b = _nearest(np.array(delta), min(rank, *delta.shape[-2:]))
@@ -317,12 +325,12 @@ def _nearest(delta: np.ndarray, rank: int) -> tuple[mx.array, mx.array]:
     """Return disk-layout factors of the nearest matrix of a rank; of one [O, D] or a stack."""
     if delta.ndim == 3:
         pairs = [_nearest(part, rank) for part in delta]
-        a, b = (mx.stack([pair[i].T for pair in pairs]) for i in (0, 1))
-        return a, b
+        return mx.stack([a.T for a, _ in pairs]), mx.stack([b.T for _, b in pairs])
 
     u, s, vt = _svd(delta, rank)
     root = np.sqrt(s)
-    a, b = (vt.T * root).astype(np.float32), (root[:, None] * u.T).astype(np.float32)
+    a = (vt.T * root).astype(np.float32)
+    b = (root[:, None] * u.T).astype(np.float32)
     return mx.array(a), mx.array(b)
 
 

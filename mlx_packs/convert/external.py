@@ -117,6 +117,7 @@ def specs_for(base: BaseModel, adapter: ExternalAdapter, where: Path) -> Specs:
         module = modules.get(path)
         kind = "dora" if f"{path}.m" in adapter.tensors else "lora"
         head = None
+        experts = None
 
         if isinstance(module, (nn.Embedding, *EMBEDDINGS)):
             if kind == "dora":
@@ -125,14 +126,19 @@ def specs_for(base: BaseModel, adapter: ExternalAdapter, where: Path) -> Specs:
                     "axis than mlx-lm. It cannot be converted.",
                     "unsupported",
                 )
-            kind, head = "embedding", adapter.head if tied else None
+            kind = "embedding"
+            if tied:
+                head = adapter.head
         elif module is None or path not in linear_paths:
-            has = "no such module" if module is None else f"a {type(module).__name__} there"
+            has = "no such module"
+            if module is not None:
+                has = f"a {type(module).__name__} there"
             raise PackError(
                 f"{where}: {path}: {base.name} has {has}, so its adapter has no place.", "mismatch"
             )
 
-        experts = module.weight.shape[0] if is_switch_linear(module) else None
+        if is_switch_linear(module):
+            experts = module.weight.shape[0]
         in_features, width, rank = _sizes_of(path, adapter, experts, where)
         part = SliceSpec(path.rpartition(".")[2], width, rank, adapter.scales[path] * rank)
         specs[path] = ModuleSpec(path, in_features, (part,), experts, kind, head)
@@ -164,7 +170,12 @@ def common_scale(specs: Iterable[ModuleSpec]) -> float:
 def low_rank_delta(a: mx.array, b: mx.array, scale: float) -> Delta:
     """Return the delta of a module: scale * (x a) b of a [in, r], b [r, out]; of token ids a[x]."""
     a, b = (np.array(factor.astype(mx.float32), dtype=np.float64) for factor in (a, b))
-    return lambda x: scale * ((a[x] if x.ndim == 1 else x @ a) @ b)
+
+    def delta(x: np.ndarray) -> np.ndarray:
+        inner = a[x] if x.ndim == 1 else x @ a
+        return scale * (inner @ b)
+
+    return delta
 
 
 def _factors(spec: ModuleSpec, scale: float) -> mx.array | None:
@@ -174,19 +185,25 @@ def _factors(spec: ModuleSpec, scale: float) -> mx.array | None:
         return None
 
     factors = mx.array(ratios, dtype=mx.float32)
-    return factors[:, None] if spec.experts is None else factors
+    if spec.experts is None:
+        factors = factors[:, None]
+    return factors
 
 
 def folded(spec: ModuleSpec, b: mx.array, scale: float) -> mx.array:
     """Return lora_b for a format in which this module has that scale."""
     factors = _factors(spec, scale)
-    return b if factors is None else b.astype(mx.float32) * factors
+    if factors is None:
+        return b
+    return b.astype(mx.float32) * factors
 
 
 def unfolded(spec: ModuleSpec, b: mx.array, scale: float) -> mx.array:
     """Undo `folded`; exact where the factors are powers of two."""
     factors = _factors(spec, scale)
-    return b if factors is None else b / factors
+    if factors is None:
+        return b
+    return b / factors
 
 
 def verify_numerically(

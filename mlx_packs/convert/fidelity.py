@@ -23,7 +23,7 @@ from ..evaluation.perplexity import perplexity
 from ..evaluation.rows import evaluation_rows
 from ..memory.matmul_path import choose_matmul_path
 from ..nn.surgery import replace_modules
-from ..objectives.causal_lm import forward, split_head
+from ..objectives.causal_lm import forward, part_of, split_head
 from ..packs.base import Base, activated
 from ..packs.pack import Pack
 from ..runtime import mx
@@ -123,7 +123,9 @@ class FidelityMeter:
     ) -> None:
         """Read at most ``rows`` test examples; a PackError if none of them has a target."""
         length = pack._part("recipe").get("max_seq_length") or TrainConfig.max_seq_length
-        loss_on = pack._part("objective").get("loss_on") if columns.data != "tiny" else None
+        loss_on = None
+        if columns.data != "tiny":
+            loss_on = pack._part("objective").get("loss_on")
         examples = encode(
             evaluation_rows(columns, "test", rows),
             base.tokenizer,
@@ -131,7 +133,8 @@ class FidelityMeter:
             EncodingOptions(loss_on, length, base.vocab_size),
         )
 
-        self.base, self.display = base, display
+        self.base = base
+        self.display = display
         self.batches = evaluation_batches(examples, 4, length)
         if not self.batches:
             raise PackError(
@@ -152,7 +155,8 @@ class FidelityMeter:
 
     def compare(self, first: Variant, second: Variant) -> Fidelity:
         """Return KL and perplexity of the second variant against the first."""
-        model, plain = self.base.model, self.with_pack(None)
+        plain = self.with_pack(None)
+        model = self.base.model
         model.eval()
         kl = kl_base = same = nll_before = nll_after = 0.0
         targets = rows = 0
@@ -201,13 +205,15 @@ def _replaced(model: nn.Module, modules: Modules) -> Iterator[None]:
 
 def _portions(batches: list[Batch], vocab_size: int) -> Iterator[list[Batch]]:
     """Yield as many batches at a time as their logits may wait for."""
-    portion, size = [], 0
+    portion = []
+    size = 0
     for batch in batches:
         size += 4 * vocab_size * batch.targets
         portion.append(batch)
         if size >= _LOGIT_BYTES:
             yield portion
-            portion, size = [], 0
+            portion = []
+            size = 0
 
     if portion:
         yield portion
@@ -216,15 +222,18 @@ def _portions(batches: list[Batch], vocab_size: int) -> Iterator[list[Batch]]:
 def _log_probabilities(model: nn.Module, batches: list[Batch], variant: Variant) -> list[mx.array]:
     """Return log-probabilities [targets, V] float32 at each batch's targets."""
     with variant():
-        head, arrays = split_head(model), []
-
+        head = split_head(model)
+        arrays = []
         for batch in batches:
             inputs = batch.inputs
             positions = mx.array(inputs["positions"][inputs["owners"] >= 0])
             tokens = mx.array(inputs["tokens"])
-            outputs = forward(model, model if head is None else head.hidden, tokens)
-            rows = outputs.reshape(-1, outputs.shape[-1])[positions]
-            logits = (rows if head is None else head.logits(rows)).astype(mx.float32)
+
+            outputs = forward(model, part_of(model, head), tokens)
+            logits = outputs.reshape(-1, outputs.shape[-1])[positions]
+            if head is not None:
+                logits = head.logits(logits)
+            logits = logits.astype(mx.float32)
             arrays.append(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
 
         mx.eval(arrays)

@@ -113,7 +113,8 @@ def _commands(base: str, layout: Layout, adapter: Path) -> list[str]:
 
 def layout_of(pack: Pack) -> Layout:
     """Return llama.cpp's names for a pack's base; a PackError says what it has no place for."""
-    family, where = pack.manifest["base"]["model_type"], pack.name
+    family = pack.manifest["base"]["model_type"]
+    where = pack.name
     if not architecture_facts(pack.manifest).in_mlx_lm or family not in LAYOUTS:
         raise PackError(
             f"{where}: GGUF adapters of {family} are not known here. Known are "
@@ -235,7 +236,8 @@ def verify_gguf(pack: Pack, file: Path, layout: Layout) -> None:
 
 def modelfile(pack: Pack, adapter: str, start: str | None) -> str:
     """Return a Modelfile for Ollama; without ``start``, FROM is a GGUF for the user to add."""
-    name, base = printable(pack.name), printable(pack.manifest["base"]["id"])
+    name = printable(pack.name)
+    base = printable(pack.manifest["base"]["id"])
     lines = [f"# {name}: an adapter of {base}. FROM must be that model."]
     if start is None:
         lines.append("# Put its GGUF here as base.gguf, or name the model that you pulled.")

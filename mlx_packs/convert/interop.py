@@ -72,26 +72,31 @@ def export_pack(
             f"--to {to}: must be one of {', '.join((*FORMATS, *DESTINATIONS))}.", "unknown"
         )
 
-    pack = pack if isinstance(pack, Pack) else Pack.open(pack)
+    if not isinstance(pack, Pack):
+        pack = Pack.open(pack)
     if pack.is_reward_model and to != "peft":
         raise PackError(
-            f"--to {to}: {pack.name} is a reward model, whose head {to} has no place for. Pass --to "
-            "peft.",
+            f"--to {to}: {pack.name} is a reward model, whose head {to} has no place for. Pass "
+            "--to peft.",
             "unsupported",
             "to",
         )
 
     out = Path(out).expanduser()
-    report = (
-        DESTINATIONS[to].write(pack, out, start)
-        if to in DESTINATIONS
-        else _export_adapter(pack, FORMATS[to], out)
-    )
+    if to in DESTINATIONS:
+        report = DESTINATIONS[to].write(pack, out, start)
+    else:
+        report = _export_adapter(pack, FORMATS[to], out)
 
     size = sum(f.stat().st_size for f in out.iterdir())
-    facts = {"out": str(out), "to": to, "modules": len(pack.specs), "mb": round(size / 1e6, 3)}
-    facts["for_merge"] = pack.for_merge
-    return {**facts, **report}
+    return {
+        "out": str(out),
+        "to": to,
+        "modules": len(pack.specs),
+        "mb": round(size / 1e6, 3),
+        "for_merge": pack.for_merge,
+        **report,
+    }
 
 
 def _export_adapter(pack: Pack, form: AdapterFormat, out: Path) -> dict:
@@ -121,7 +126,8 @@ def _not_invertible(pack: Pack, config: dict, form: AdapterFormat) -> Tensors:
     """Return each lora_b that `unfolded` does not restore bit-identically."""
     originals = {}
     for path, spec in pack.specs.items():
-        b, scale = pack.load_tensors()[f"{path}.lora_b"], form.scale_of(spec, config)
+        b = pack.load_tensors()[f"{path}.lora_b"]
+        scale = form.scale_of(spec, config)
         restored = unfolded(spec, folded(spec, b, scale), scale)
         if restored.dtype != b.dtype or not mx.array_equal(restored, b).item():
             originals[f"{path}.lora_b"] = b
@@ -165,7 +171,8 @@ def import_adapter(
     file = plain_file(folder, form.tensor_file)
     stored = StoredAdapter(read_tensors(file), config, file)
 
-    sidecar, note = _read_sidecar(folder), ""
+    note = ""
+    sidecar = _read_sidecar(folder)
     unchanged = sidecar is not None and _is_unchanged(folder, sidecar, (form.tensor_file, CONFIG))
     if unchanged:
         pack = _restored(folder, form, stored, sidecar)
@@ -251,7 +258,8 @@ def _is_unchanged(folder: Path, sidecar: dict, names: tuple[str, str]) -> bool:
 
 
 def _restored(folder: Path, form: AdapterFormat, stored: StoredAdapter, sidecar: dict) -> Pack:
-    where, manifest = folder / SIDECAR, sidecar["pack"]
+    where = folder / SIDECAR
+    manifest = sidecar["pack"]
     try:
         check_manifest(manifest, with_files=False)
     except ValueError as error:
@@ -277,15 +285,14 @@ def _restored(folder: Path, form: AdapterFormat, stored: StoredAdapter, sidecar:
 
 
 def _converted(name: str, stored: StoredAdapter, model: str | Path, trust: bool) -> Pack:
-    base, form = lazy_base(model, trust), FORMATS[name]
+    base = lazy_base(model, trust)
+    form = FORMATS[name]
     adapter = form.read(stored, base.config["model_type"])
     form.fit(adapter, base, stored.file)
     specs = specs_for(base, adapter, stored.file)
 
     base_id = stored.config.get("base_model_name_or_path") or stored.config.get("model")
-    source = {
-        "from": name,
-        "base": base_id if isinstance(base_id, str) else None,
-        "by": f"mlx-packs {__version__}",
-    }
+    if not isinstance(base_id, str):
+        base_id = None
+    source = {"from": name, "base": base_id, "by": f"mlx-packs {__version__}"}
     return untrained_pack(base, specs, adapter.tensors, adapter.full_tensors, imported=source)

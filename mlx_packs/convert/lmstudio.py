@@ -17,8 +17,8 @@ class LMStudio:
 
     def write(self, pack: Pack, out: Path, start: str | None) -> dict:
         """Write the model; ``start`` is the base, where it is not the one that the pack names."""
-        base, quantized = pack.manifest["base"], pack.manifest["base"]["quantization"]
-        requantize = "same" if quantized else "none"
+        base = pack.manifest["base"]
+        requantize = "same" if base["quantization"] else "none"
         if pack.for_merge != "none":
             requantize = pack.for_merge
 
@@ -35,8 +35,9 @@ class LMStudio:
         if not report["passed"]:
             tried = ", ".join(f"{name} {drift:.2g}" for name, drift in report["tried"].items())
             raise PackError(
-                f"{out}: not written: merged, the model would differ too much from the base with the "
-                f"pack ({tried}; at most {report['max_drift']:.2g}). `packs merge` has more choices.",
+                f"{out}: not written: merged, the model would differ too much from the base with "
+                f"the pack ({tried}; at most {report['max_drift']:.2g}). `packs merge` has more "
+                "choices.",
                 "unsupported",
             )
 

@@ -107,7 +107,6 @@ def merge_pack(  # noqa: PLR0913 - a public facade
     plan = plan_merge(request, _facts(request, outcome))
     plan = replace(plan, ends=_ends(pack, source, trust_remote_code))
     record, _ = writer.write(out, source, plan, overwrite, request.display)
-
     return report | {
         "changed": record["merged"]["changed"],
         "names": record["merged"]["names"],

@@ -30,7 +30,7 @@ _FINER = {"none": (), "affine8": ("none",)}
 
 def compare_next_tokens(request: MergeRequest) -> Outcome:
     """Return the fidelity of a merge, and the cheapest setting within the limit."""
-    pack, dtype = request.pack, request.dtype
+    pack = request.pack
     planned = plan_changes(request)
     base = load_base_for(pack, request.model, request.trust_remote_code)
     meter = FidelityMeter(base, pack, request.columns, request.rows, request.display)
@@ -45,7 +45,7 @@ def compare_next_tokens(request: MergeRequest) -> Outcome:
 
     fidelity = fidelity_of(planned.changes)
     finer = _FINER.get(request.requantize, ("affine8", "none"))
-    others = {requantize: partial(kl_of, requantize, dtype) for requantize in finer}
+    others = {requantize: partial(kl_of, requantize, request.dtype) for requantize in finer}
     if any(change.weight.dtype != mx.float32 for change in planned.changes):
         others["none --dtype float32"] = partial(kl_of, "none", "float32")
     limit = drift_limit(request.max_drift, fidelity.kl_of_pack)

@@ -20,7 +20,8 @@ from .fidelity import Outcome, drift_limit, first_that_passes
 from .merge_plan import MergeRequest, plan_merge
 
 _BATCH = 32
-_LARGEST, _NOISE = 1e-3, 1e-6  # of 1 - cosine: the largest limit, and rounding itself
+_LARGEST = 1e-3  # limit of 1 - cosine
+_NOISE = 1e-6  # of 1 - cosine, by rounding itself
 
 
 def compare_embeddings(request: MergeRequest) -> Outcome:
@@ -44,7 +45,8 @@ def compare_embeddings(request: MergeRequest) -> Outcome:
             tokens = tokens_of(base.tokenizer, texts, model.longest)
             return _distance(attached, embedded(model, tokens, _BATCH))
 
-        moved, distance = _distance(plain, attached), distance_of(request.dtype)
+        moved = _distance(plain, attached)
+        distance = distance_of(request.dtype)
         limit = drift_limit(request.max_drift, moved, _LARGEST, _NOISE)
         others = {}
         if request.dtype != "float32":
@@ -62,7 +64,8 @@ def compare_embeddings(request: MergeRequest) -> Outcome:
 
 def _texts(request: MergeRequest) -> list[str]:
     """Return the texts of at most ``request.rows`` examples, of pairs or of anything else."""
-    columns, formats = request.columns, (*PAIR_FORMATS, *TOKEN_FORMATS)
+    columns = request.columns
+    formats = (*PAIR_FORMATS, *TOKEN_FORMATS)
     texts = [
         text
         for row in evaluation_rows(columns, "test", request.rows)

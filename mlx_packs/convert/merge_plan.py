@@ -82,7 +82,9 @@ class _Planner:
     """Collects new weights and their formats by module, in the order in which they depend."""
 
     def __init__(self, request: MergeRequest, base: BaseModel) -> None:
-        self.request, self.base, self.dtype = request, base, DTYPES[request.dtype]
+        self.request = request
+        self.base = base
+        self.dtype = DTYPES[request.dtype]
         self.modules = dict(base.model.named_modules())
         self.weights: dict[str, mx.array] = {}
         self.formats: dict[str, WeightFormat | None] = {}
@@ -153,18 +155,17 @@ class _Planner:
 
     def _weight(self, path: str) -> mx.array:
         """Return the new weight of a module as far as it is known, else its own, dense."""
-        return (
-            self.weights[path]
-            if path in self.weights
-            else frozen_weight(self.modules[path]).dense()
-        )
+        if path in self.weights:
+            return self.weights[path]
+        return frozen_weight(self.modules[path]).dense()
 
 
 def plan_changes(request: MergeRequest) -> Changes:
     """Return which weights of the base change, and how each is quantized."""
     base = lazy_base(request.model, request.trust_remote_code)
     _check_mergeable(request.pack)
-    planner, tensors = _Planner(request, base), request.pack.load_tensors()
+    planner = _Planner(request, base)
+    tensors = request.pack.load_tensors()
 
     planner.quantize_as_trained()
     planner.choose_formats()
@@ -233,7 +234,9 @@ def _config(
         quantized = options.weight_format.to_config()
     for change in changes:
         weight_format = change.weight_format
-        entry = weight_format.to_config() if weight_format else {}
+        entry = {}
+        if weight_format:
+            entry = weight_format.to_config()
         if entry and all(quantized.get(k, "affine") == v for k, v in entry.items()):
             quantized.pop(change.path, None)
         elif entry and (weight_format.native or weight_format.is_stored(quantized)):
@@ -267,19 +270,25 @@ def plan_merge(request: MergeRequest, facts: Mapping | None = None) -> WritePlan
     ``facts`` are for the record that the writer leaves in the folder.
     """
     planned = plan_changes(request)
-    base, source = planned.base, base_files.resolve_checkpoint(request.model)
+    base = planned.base
+    source = base_files.resolve_checkpoint(request.model)
     requantize = request.requantize
 
     of_bitsandbytes = base_files.stored_quantization(base.config).get("quant_method") == METHOD
     native = requantize in WEIGHT_FORMATS and named_format(requantize).native
-    keeps_layout = of_bitsandbytes and requantize != "none" and not native
-    layout = "bitsandbytes" if keeps_layout else "mlx"
+    layout = "mlx"
+    if of_bitsandbytes and requantize != "none" and not native:
+        layout = "bitsandbytes"
 
-    names, config, origin = _own_names(source, planned, layout), planned.config, "base"
+    names = _own_names(source, planned, layout)
+    origin = "base"
     if names is None or (of_bitsandbytes and native):
-        tensors = dict(tree_flatten(planned.base.model.parameters()))
+        tensors = dict(tree_flatten(base.model.parameters()))
         names = _Names(tensors, {c.path: c.path for c in planned.changes})
-        layout, origin = "mlx", "mlx-lm"
+        layout = "mlx"
+        origin = "mlx-lm"
+
+    config = planned.config
     if layout == "bitsandbytes":
         config = read_json(source / "config.json")
 
@@ -308,9 +317,11 @@ def _items(
         full_tensors[f"{places.get(path, path)}.{parameter}"] = tensor
 
     sizes = _true_sizes(planned.base, places)
-    items, tensors = [], {}
+    items = []
+    tensors = {}
     for name, tensor in names.tensors.items():
-        change, part = by_name.get(name), _PART_NAME.fullmatch(name)
+        change = by_name.get(name)
+        part = _PART_NAME.fullmatch(name)
         if change is None and part and part["place"] in changed:
             continue
 
@@ -318,7 +329,9 @@ def _items(
         size = sizes.get(name, tensor.size)
         if change:
             weight_format = change.weight_format
-            tensor = change.weight.T if change.path in names.transposed else change.weight
+            tensor = change.weight
+            if change.path in names.transposed:
+                tensor = tensor.T
             size = tensor.size
         elif name in full_tensors:
             tensor = full_tensors[name].astype(dtype or tensor.dtype)
@@ -362,7 +375,8 @@ def _own_names(source: Path, planned: Changes, layout: str) -> _Names | None:
     }
 
     for change in planned.changes:
-        place, stored = places[change.path], format_of(modules[change.path])
+        place = places[change.path]
+        stored = format_of(modules[change.path])
         if change.path in transposed:
             if change.weight_format:
                 return None
@@ -382,10 +396,16 @@ def _place_of(
     path: str, base: BaseModel, tensors: Mapping[str, mx.array], is_gpt2: bool
 ) -> str | None:
     """Return the name of a module in the files; None if that is unknown."""
-    short = path.removeprefix("model.")
-    origin = base.weight_map.get(f"{path}.weight")
-    origins = [origin.removesuffix(".weight")] if isinstance(origin, str) else []
-    candidates = (
-        (path, short, f"transformer.{short}") if is_gpt2 else (path, f"bert.{path}", *origins)
-    )
-    return next((p for p in candidates if f"{p}.weight" in tensors or f"{p}.bias" in tensors), None)
+    if is_gpt2:
+        short = path.removeprefix("model.")
+        candidates = [path, short, f"transformer.{short}"]
+    else:
+        candidates = [path, f"bert.{path}"]
+        origin = base.weight_map.get(f"{path}.weight")
+        if isinstance(origin, str):
+            candidates.append(origin.removesuffix(".weight"))
+
+    for name in candidates:
+        if f"{name}.weight" in tensors or f"{name}.bias" in tensors:
+            return name
+    return None

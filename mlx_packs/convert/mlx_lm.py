@@ -52,7 +52,9 @@ class MlxLm:
             )
 
         parameters = config.get("lora_parameters")
-        scale = parameters.get("scale") if isinstance(parameters, dict) else None
+        scale = None
+        if isinstance(parameters, dict):
+            scale = parameters.get("scale")
         if not is_positive(scale):
             raise PackError(
                 f"{where}: lora_parameters.scale must be a number above 0, but is {scale!r}.",
@@ -77,7 +79,8 @@ class MlxLm:
 
         check_complete(adapter, stored.config.get("fine_tune_type") == "dora", stored.file)
         for path in adapter.scales:
-            a, b = stored.tensors[f"{path}.lora_a"], stored.tensors[f"{path}.lora_b"]
+            a = stored.tensors[f"{path}.lora_a"]
+            b = stored.tensors[f"{path}.lora_b"]
             if a.ndim != b.ndim or a.ndim not in (2, 3):
                 continue  # such factors have no place on any base
 
@@ -111,9 +114,10 @@ class MlxLm:
             tensors[f"{path}.lora_b"] = folded(spec, tensors[f"{path}.lora_b"], scale)
 
         config = config_with(specs, pack.manifest["base"]["num_layers"], rank, scale)
-        lower = sum(spec.rank < rank for spec in specs.values())
-        note = f"{lower} of {len(specs)} modules padded with zeros to rank {rank}"
-        return StoredAdapter(padded(specs, tensors, rank), config, file, (note,) if lower else ())
+        notes: tuple[str, ...] = ()
+        if lower := sum(spec.rank < rank for spec in specs.values()):
+            notes = (f"{lower} of {len(specs)} modules padded with zeros to rank {rank}",)
+        return StoredAdapter(padded(specs, tensors, rank), config, file, notes)
 
     def save(self, stored: StoredAdapter, folder: Path) -> list[str]:
         return save_folder(stored, folder, "mlx")
@@ -127,17 +131,16 @@ class MlxLm:
         deltas = {}
         for name, a in stored.tensors.items():
             if name.endswith(".lora_a") and a.ndim == 2:
-                path, scale = (
-                    name.removesuffix(".lora_a"),
-                    stored.config["lora_parameters"]["scale"],
-                )
+                path = name.removesuffix(".lora_a")
+                scale = stored.config["lora_parameters"]["scale"]
                 deltas[path] = low_rank_delta(a, stored.tensors[f"{path}.lora_b"], scale)
         return deltas
 
 
 def _check_pack(pack: Pack) -> None:
     """Raise a PackError for what stock mlx-lm cannot load."""
-    specs, where = pack.specs, pack.name
+    specs = pack.specs
+    where = pack.name
     if names := list(replaced_of(pack.manifest))[:3]:
         other = "Export it to peft, or merge it" if specs else "Merge it"
         raise PackError(
@@ -164,11 +167,16 @@ def _check_pack(pack: Pack) -> None:
 
 def _used_rank(a: mx.array, b: mx.array) -> int:
     """Rank without what is zero in both factors at its end; 1 at least."""
-    experts = a.ndim == 3
-    used = mx.any(a != 0, axis=(0, 2)) if experts else mx.any(a != 0, axis=0)
-    used_b = mx.any(b != 0, axis=(0, 1)) if experts else mx.any(b != 0, axis=1)
-
-    if used.shape != used_b.shape:
+    if a.ndim == 3:  # of all experts
+        used_in_a = mx.any(a != 0, axis=(0, 2))
+        used_in_b = mx.any(b != 0, axis=(0, 1))
+    else:
+        used_in_a = mx.any(a != 0, axis=0)
+        used_in_b = mx.any(b != 0, axis=1)
+    if used_in_a.shape != used_in_b.shape:
         return a.shape[1]
-    last = np.flatnonzero(np.array(used | used_b))
-    return int(last[-1]) + 1 if len(last) else 1
+
+    used = np.flatnonzero(np.array(used_in_a | used_in_b))
+    if len(used) == 0:
+        return 1
+    return int(used[-1]) + 1

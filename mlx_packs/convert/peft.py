@@ -126,8 +126,8 @@ class Peft:
         self, stored: StoredAdapter, model_type: str, ranks: Mapping[str, int] | None = None
     ) -> ExternalAdapter:
         """PEFT's tensors have their true ranks, so ``ranks`` is not used."""
-        adapter, where = ExternalAdapter(head=False), stored.file
-
+        where = stored.file
+        adapter = ExternalAdapter(head=False)
         for name, tensor in stored.tensors.items():
             bare = name.removeprefix(_PREFIX)
             if match := _PART.fullmatch(bare):
@@ -154,7 +154,8 @@ class Peft:
         _drop_tied_head(adapter, base, where)
 
     def convert(self, pack: Pack, file: Path) -> StoredAdapter:
-        model_type, specs = pack.manifest["base"]["model_type"], pack.specs
+        model_type = pack.manifest["base"]["model_type"]
+        specs = pack.specs
         if not specs:
             raise PackError(
                 f"{pack.name}: is of a full fine-tuning, and PEFT stores adapters. Merge it "
@@ -170,20 +171,27 @@ class Peft:
         tensors: Tensors = {}
         for path, spec in specs.items():
             name = _PREFIX + path_there(path, model_type)
+            name_a = f"{name}.lora_A.weight"
+            name_b = f"{name}.lora_B.weight"
+            if spec.kind == "embedding":
+                name_a = f"{name}.lora_embedding_A"
+                name_b = f"{name}.lora_embedding_B"
+
             b = folded(spec, ours[f"{path}.lora_b"], common_scale([spec]))
-            infix, tail = ("embedding_", "") if spec.kind == "embedding" else ("", ".weight")
-            tensors[f"{name}.lora_{infix}A{tail}"] = mx.contiguous(ours[f"{path}.lora_a"].T)
-            tensors[f"{name}.lora_{infix}B{tail}"] = mx.contiguous(b.T)
+            tensors[name_a] = mx.contiguous(ours[f"{path}.lora_a"].T)
+            tensors[name_b] = mx.contiguous(b.T)
             if spec.kind == "dora":
                 tensors[f"{name}.lora_magnitude_vector"] = ours[f"{path}.m"]
 
-        config, full_modules = _config(pack, model_type, specs), set()
+        config = _config(pack, model_type, specs)
         if is_tied:
             config[TIED] = True
 
+        full_modules = set()
         for name in replaced_of(pack.manifest):
+            tensor = _transposed(name, ours[name], model_type)
             path, _, parameter = name.rpartition(".")
-            there, tensor = path_there(path, model_type), _transposed(name, ours[name], model_type)
+            there = path_there(path, model_type)
             if path in specs:  # an embedding that has an adapter as well
                 there += ".base_layer"
             else:
@@ -212,7 +220,8 @@ class Peft:
 
         deltas = {}
         for path, parts in factors.items():
-            a, b = parts["A"], parts["B"]
+            a = parts["A"]
+            b = parts["B"]
             scale = _scale_in(stored.config, path, a.shape[0])
             deltas[path_here(path, model_type)] = low_rank_delta(a.T, b.T, scale)
 
@@ -244,14 +253,17 @@ def _scale_in(config: dict, theirs: str, rank: int) -> float:
     patterns = config.get("alpha_pattern") or {}
     key = match_pattern(patterns, theirs)
     alpha = patterns[key] if key is not None else config["lora_alpha"]
-    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    if config.get("use_rslora"):
+        return alpha / math.sqrt(rank)
+    return alpha / rank
 
 
 def _read_part(
     adapter: ExternalAdapter, stored: StoredAdapter, name: str, match: re.Match, model_type: str
 ) -> None:
-    tensor, path, part = stored.tensors[name], path_here(match["path"], model_type), match["part"]
-
+    tensor = stored.tensors[name]
+    path = path_here(match["path"], model_type)
+    part = match["part"]
     if ".experts." in f"{path}.":
         raise PackError(
             f"{stored.file}: {name}: adapts one expert, and mlx-lm stacks the experts of a layer. "
@@ -294,12 +306,16 @@ def _drop_tied_head(adapter: ExternalAdapter, base: BaseModel, where: Path) -> N
     if "lm_head" in dict(base.model.named_modules()) or not full:
         return
 
-    table, head = table_of(full), full.get("lm_head.weight")
+    table = table_of(full)
+    head = full.get("lm_head.weight")
     if head is None and (table is None or adapter.head):
         return
     if table is None or head is None or not mx.array_equal(head, full[table]).item():
-        only = "lm_head" if table is None else "the embedding"
-        reason = f"it stores {only} alone" if table is None or head is None else "the two differ"
+        reason = "the two differ"
+        if table is None:
+            reason = "it stores lm_head alone"
+        elif head is None:
+            reason = "it stores the embedding alone"
         raise PackError(
             f"{where}: {base.name} ties its head to the embedding, but {reason}. One "
             "table cannot be both.",
@@ -312,7 +328,9 @@ def _drop_tied_head(adapter: ExternalAdapter, base: BaseModel, where: Path) -> N
 def _transposed(name: str, tensor: mx.array, model_type: str) -> mx.array:
     """Transpose a weight of GPT-2's Conv1D, which transformers stores as [in, out]."""
     is_conv = model_type == "gpt2" and re.search(r"\.(c_attn|c_proj|c_fc)\.weight$", name)
-    return mx.contiguous(tensor.T) if is_conv and tensor.ndim == 2 else tensor
+    if is_conv and tensor.ndim == 2:
+        return mx.contiguous(tensor.T)
+    return tensor
 
 
 def _check_specs(pack: Pack, model_type: str, specs: Specs) -> None:
@@ -350,8 +368,17 @@ def _config(pack: Pack, model_type: str, specs: Specs) -> dict:
     """Return adapter_config.json: the commonest rank and alpha, and patterns for the others."""
     ranks = {path: spec.rank for path, spec in specs.items()}
     alphas = {path: _number(common_scale([spec]) * spec.rank) for path, spec in specs.items()}
-    rank, alpha = _commonest(ranks), _commonest(alphas)
+    rank = _commonest(ranks)
+    alpha = _commonest(alphas)
+
+    task = ARCHITECTURES[architecture_of(model_type)].peft_task
+    if is_reward_model(pack.manifest):
+        task = "SEQ_CLS"
+
     targets, layers = _targets(pack, model_type, specs)
+    layers_pattern = None
+    if layers is not None:
+        layers_pattern = "h" if model_type == "gpt2" else "layers"
 
     def pattern(values: dict[str, float], common: float) -> dict[str, float]:
         return {
@@ -362,11 +389,7 @@ def _config(pack: Pack, model_type: str, specs: Specs) -> dict:
 
     return {
         "peft_type": "LORA",
-        "task_type": (
-            "SEQ_CLS"
-            if is_reward_model(pack.manifest)
-            else ARCHITECTURES[architecture_of(model_type)].peft_task
-        ),
+        "task_type": task,
         "base_model_name_or_path": pack.manifest["base"]["id"],
         "r": rank,
         "lora_alpha": alpha,
@@ -379,7 +402,7 @@ def _config(pack: Pack, model_type: str, specs: Specs) -> dict:
         "rank_pattern": pattern(ranks, rank),
         "alpha_pattern": pattern(alphas, alpha),
         "layers_to_transform": layers,
-        "layers_pattern": None if layers is None else ("h" if model_type == "gpt2" else "layers"),
+        "layers_pattern": layers_pattern,
         "modules_to_save": None,
         "init_lora_weights": True,
         "inference_mode": True,
@@ -404,8 +427,10 @@ def _targets(pack: Pack, model_type: str, specs: Specs) -> tuple[list[str], list
         return sorted(full), None
 
     short = {rest.rpartition(".")[2] for rest in rests}
-    names = short if short <= set(_LEAVES) else rests
-    return sorted(names), None if len(layers) == count else sorted(layers)
+    names = sorted(short if short <= set(_LEAVES) else rests)
+    if len(layers) == count:
+        return names, None
+    return names, sorted(layers)
 
 
 def _commonest(values: Mapping[str, float]) -> float:
@@ -421,9 +446,9 @@ def _notes(specs: Specs, config: dict) -> tuple[str, ...]:
     notes = []
     if config.get(TIED) and HEAD in specs:
         notes.append(
-            "PEFT 0.21's merge_and_unload adds a tied table's adapter twice; packs merge does it once"
+            "PEFT 0.21's merge_and_unload adds a tied table's adapter twice; packs merge does it "
+            "once"
         )
-
     if config["task_type"] == "SEQ_CLS":
         notes.append(
             "AutoModelForSequenceClassification with num_labels=1 opens it; set pad_token_id"
@@ -431,8 +456,10 @@ def _notes(specs: Specs, config: dict) -> tuple[str, ...]:
     if config["alpha_pattern"]:
         notes.append("llama.cpp's converter knows one lora_alpha, and this folder has several")
 
-    kinds = sorted({spec.kind for spec in specs.values()} - {"lora"})
-    if names := [*kinds, *(["modules_to_save"] if config["modules_to_save"] else [])]:
-        notes.append(f"llama.cpp's converter does not read {', '.join(names)}")
+    unread = sorted({spec.kind for spec in specs.values()} - {"lora"})
+    if config["modules_to_save"]:
+        unread.append("modules_to_save")
+    if unread:
+        notes.append(f"llama.cpp's converter does not read {', '.join(unread)}")
 
     return tuple(notes)

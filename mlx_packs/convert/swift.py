@@ -51,14 +51,15 @@ class Swift:
         keys = set(stored.config.get("lora_parameters", {}).get("keys", ()))
         if not pack.specs or keys & set(pack.specs):
             raise PackError(
-                f"{pack.name}: has weights outside of the blocks, which mlx-swift-lm does not adapt. "
-                "Merge the pack.",
+                f"{pack.name}: has weights outside of the blocks, which mlx-swift-lm does not "
+                "adapt. Merge the pack.",
                 "unsupported",
             )
 
         deltas = form.deltas(stored, pack.manifest["base"]["model_type"])
         verify_numerically(pack.specs, pack.load_tensors(), deltas, out)
-        name, base = printable(out.name), printable(pack.manifest["base"]["id"])
+        name = printable(out.name)
+        base = printable(pack.manifest["base"]["id"])
         quoted = {"quoted_name": _literal(name), "quoted_base": _literal(base)}
         readme = _README.format(name=name, base=base, **quoted)
 

@@ -18,7 +18,8 @@ TIED = "ensure_weight_tying"  # of PEFT's config
 
 def with_head(specs: Specs, tensors: Mapping[str, mx.array]) -> tuple[Specs, Tensors]:
     """Return adapters with one for the head, which is that of its table transposed: A is Bᵀ."""
-    tensors, head = dict(tensors), {}
+    tensors = dict(tensors)
+    head = {}
     for path, spec in specs.items():
         if not spec.head:
             continue
@@ -28,7 +29,8 @@ def with_head(specs: Specs, tensors: Mapping[str, mx.array]) -> tuple[Specs, Ten
         a, b = (tensors[name] for name in factor_names(path))
         tensors |= zip(factor_names(HEAD), (b.T, a.T), strict=True)
 
-    return {**{p: replace(s, head=None) for p, s in specs.items()}, **head}, tensors
+    untied = {path: replace(spec, head=None) for path, spec in specs.items()}
+    return {**untied, **head}, tensors
 
 
 def drop_head(adapter: ExternalAdapter, where: Path) -> None:
@@ -67,7 +69,7 @@ def _same(some: list[mx.array | None], others: list[mx.array | None]) -> bool:
 
 def _differ(where: Path, kind: str) -> PackError:
     return PackError(
-        f"{where}: {TIED} is true, but the {kind} of head and embedding differ. One table cannot be "
-        "both. Save the adapter again with PEFT.",
+        f"{where}: {TIED} is true, but the {kind} of head and embedding differ. One table cannot "
+        "be both. Save the adapter again with PEFT.",
         "mismatch",
     )
