@@ -76,7 +76,8 @@ class Texts:
                 raise event.error
             if isinstance(event, Finished):
                 self._left -= 1
-                self.choices[i].tokens, self.choices[i].reason = event.tokens, event.reason
+                self.choices[i].tokens = event.tokens
+                self.choices[i].reason = event.reason
                 yield i, event
             elif isinstance(event, Progress):
                 yield i, event
@@ -90,13 +91,17 @@ class Texts:
 class ChatAnswer:
     """A chat completion from texts that are started; ``model`` is as the client wrote it."""
 
-    kind, stream_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    kind = "chat.completion"
+    stream_kind = "chat.completion.chunk"
+    prefix = "chatcmpl"
 
     def __init__(
         self, texts: Texts, model: str, prompt_tokens: int, tokenizer: Any, tools: Sequence[Tool]
     ) -> None:
-        self._texts, self._prompt_tokens = texts, prompt_tokens
-        self._tokenizer, self._tools = tokenizer, tools
+        self._texts = texts
+        self._prompt_tokens = prompt_tokens
+        self._tokenizer = tokenizer
+        self._tools = tools
         self._head = {"id": new_id(self.prefix), "created": now(), "model": model}
 
     async def whole(self) -> dict[str, Any]:
@@ -108,19 +113,22 @@ class ChatAnswer:
 
     async def stream(self, wants_usage: bool) -> AsyncIterator[dict[str, Any]]:
         for i in range(len(self._texts.choices)):
-            yield self._chunk(i, self._opening())
+            yield self._chunk(i, {"role": "assistant", "content": ""})
 
         async for i, event in self._texts.events():
             choice = self._texts.choices[i]
             if isinstance(event, Finished):
-                yield self._chunk(i, self._nothing(), self._reason(choice))
+                yield self._chunk(i, {}, self._reason(choice))
                 continue
 
             before = len(choice.calls)
             self._add(choice, event)
-            logprobs = self._logprobs(i, [event.logprob]) if event.logprob else None
             deltas = self._deltas(event.pieces, choice.calls[before:], before)
-            for delta in deltas or ([self._nothing()] if logprobs else []):
+            logprobs = None
+            if event.logprob:
+                logprobs = self._logprobs(i, [event.logprob])
+                deltas = deltas or [{}]
+            for delta in deltas:
                 yield self._chunk(i, delta, logprobs=logprobs)
                 logprobs = None
 
@@ -130,15 +138,16 @@ class ChatAnswer:
 
     def _add(self, choice: Choice, event: Progress) -> None:
         for piece in event.pieces:
-            if piece.kind == "tool_call":
-                parser = self._tokenizer.tool_parser
-                called = tool_calls(parser, [piece.text], self._tools) if self._tools else []
-                choice.calls += called
-                if not called:  # not a call that can be read: the client sees what was written
-                    choice.content.append(piece.text)
-            else:
-                texts = choice.reasoning if piece.kind == "reasoning" else choice.content
-                texts.append(piece.text)
+            if piece.kind == "reasoning":
+                choice.reasoning.append(piece.text)
+                continue
+
+            calls = []
+            if piece.kind == "tool_call" and self._tools:
+                calls = tool_calls(self._tokenizer.tool_parser, [piece.text], self._tools)
+            choice.calls += calls
+            if not calls:  # content, or a call that cannot be read: shown as it was written
+                choice.content.append(piece.text)
 
         if event.logprob is not None:
             choice.logprobs.append(event.logprob)
@@ -149,19 +158,15 @@ class ChatAnswer:
         return usage(self._prompt_tokens, cached, sum(choice.tokens for choice in choices))
 
     def _reason(self, choice: Choice) -> str | None:
-        return "tool_calls" if choice.calls and choice.reason == "stop" else choice.reason
+        if choice.calls and choice.reason == "stop":
+            return "tool_calls"
+        return choice.reason
 
     def _chunk(
         self, i: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None
     ) -> dict[str, Any]:
         choice = {"index": i, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
         return {**self._head, "object": self.stream_kind, "choices": [choice]}
-
-    def _opening(self) -> dict[str, Any]:
-        return {"role": "assistant", "content": ""}
-
-    def _nothing(self) -> dict[str, Any]:
-        return {}
 
     def _deltas(
         self, pieces: Sequence[Piece], calls: Sequence[dict], first: int
@@ -206,8 +211,7 @@ class ChatAnswer:
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         written = token_bytes(self._tokenizer, token)
-        text, numbers = _text(written), list(written)
-        return {"token": text, "logprob": _finite(logprob), "bytes": numbers}
+        return {"token": _text(written), "logprob": _finite(logprob), "bytes": list(written)}
 
 
 class CompletionAnswer(ChatAnswer):
@@ -258,7 +262,9 @@ class CompletionAnswer(ChatAnswer):
         mapping: dict[str, float] = {}
         for token, score in candidates:
             text = _text(token_bytes(self._tokenizer, token))
-            mapping[f"token_id:{token}" if text in mapping else text] = _finite(score)
+            if text in mapping:
+                text = f"token_id:{token}"
+            mapping[text] = _finite(score)
         return mapping
 
 
@@ -277,8 +283,9 @@ def _finite(logprob: float) -> float:
 
 def sse(data: dict[str, Any] | str) -> str:
     """Return one server-sent event."""
-    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
-    return f"data: {text}\n\n"
+    if not isinstance(data, str):
+        data = json.dumps(data, ensure_ascii=False)
+    return f"data: {data}\n\n"
 
 
 def embedding_answer(model: str, vectors: Any, tokens: int, encoding: str) -> dict[str, Any]:

@@ -60,8 +60,10 @@ class Server:
         settings: ServerSettings,
         metrics: Metrics,
     ) -> None:
-        self.worker, self.library = worker, library
-        self.settings, self.metrics = settings, metrics
+        self.worker = worker
+        self.library = library
+        self.settings = settings
+        self.metrics = metrics
         self._tokenizing = anyio.CapacityLimiter(1)  # tokenizers are not made for several threads
         if isinstance(worker, Generator):
             limit = settings.max_tokens
@@ -103,8 +105,11 @@ class Server:
         texts = _texts(generator, len(each), maker)
 
         def answer() -> CompletionAnswer:
-            tokenizer, tokens = generator.base.tokenizer, sum(map(len, prompts))
-            echoes = [tokenizer.decode(prompt) if body.echo else "" for prompt in each]
+            tokenizer = generator.base.tokenizer
+            tokens = sum(map(len, prompts))
+            echoes = [""] * len(each)
+            if body.echo:
+                echoes = [tokenizer.decode(prompt) for prompt in each]
             return CompletionAnswer(texts, body.model, tokens, tokenizer, echoes)
 
         return await self._answer(request, texts, answer, body)
@@ -114,7 +119,6 @@ class Server:
     ) -> Response:
         """Return texts whole or as a stream; they end when the client goes."""
         began = time.monotonic()
-
         try:
             await unless_gone(request, texts.start())
             self.metrics.first.observe(time.monotonic() - began)
@@ -152,7 +156,8 @@ class Server:
             )
 
         worker.registry.check_model(body.model)
-        texts, model = body.input, worker.base.model
+        texts = body.input
+        model = worker.base.model
         if not 0 < len(texts) <= _MAX_TEXTS or not all(texts):
             message = f"input: must have 1 to {_MAX_TEXTS} texts, none of them empty."
             raise PackError(message, flag="input")
@@ -196,7 +201,8 @@ class Server:
     async def packs(self, _: Request) -> Response:
         data = []
         for name, pack in self.worker.registry.packs.items():
-            adapters, scores = pack.manifest["adapters"], pack._part("eval")
+            adapters = pack.manifest["adapters"]
+            scores = pack._part("eval")
             data.append(
                 {
                     "name": name,

@@ -68,14 +68,17 @@ class BatchedModel:
     def new_cache(self) -> list[Any]:
         """Return empty caches of one sequence, without its pack."""
         caches = make_prompt_cache(self._model)
-        return caches if self._kv_bits is None else quantized(caches, self._kv_bits, self._name)
+        if self._kv_bits is None:
+            return caches
+        return quantized(caches, self._kv_bits, self._name)
 
     def check_batchable(self) -> None:
         """Raise a PackError if the caches of this model cannot be batched, or not quantized."""
         for cache in self.new_cache():
             if not hasattr(cache, "merge"):
                 raise PackError(
-                    f"{self._name}: cannot be served: mlx-lm has no batch of {type(cache).__name__}.",
+                    f"{self._name}: cannot be served: mlx-lm has no batch of "
+                    f"{type(cache).__name__}.",
                     "unsupported",
                 )
 

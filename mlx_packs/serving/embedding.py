@@ -41,7 +41,9 @@ class Embedder(Worker):
 
     def __init__(self, base: BaseModel, batch_size: int, waiting: int) -> None:
         super().__init__()
-        self.base, self._batch_size, self._limit = base, batch_size, waiting
+        self.base = base
+        self._batch_size = batch_size
+        self._limit = waiting
         self.registry = PackRegistry(PackSlots(base))
         self.generated = self.prefilled = self.reused = self.cached_bytes = 0
         self._waiting: deque[_Texts] = deque()

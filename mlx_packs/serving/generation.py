@@ -60,7 +60,8 @@ class Generator(Worker):
         if not is_batchable(base.name, base.model):
             limits = replace(limits, batch_size=1)
 
-        self.base, self.limits = base, limits
+        self.base = base
+        self.limits = limits
         self.generated = self.prefilled = self.reused = 0
         self.registry = PackRegistry(PackSlots(base, matmul_path))
         self._model = BatchedModel(self.registry.slots, limits.kv_bits)
@@ -225,7 +226,8 @@ class Generator(Worker):
             self.registry.release(entry)
             raise
 
-        self.prefilled, self.reused = self.prefilled + len(prompt) - known, self.reused + known
+        self.prefilled += len(prompt) - known
+        self.reused += known
         output = Output(
             self.base.tokenizer, request.stop, request.state, request.after, request.one_call
         )
@@ -236,14 +238,17 @@ class Generator(Worker):
         cache, rest = self._prompts.fetch_nearest_cache(entry.key, prompt)
         if cache is not None and not rest:  # at least one token is left to be computed
             rest = prompt[-1:]
-            trimmed = can_trim_prompt_cache(cache) and trim_prompt_cache(cache, 1)
-            cache = cache if trimmed else None
+            if not (can_trim_prompt_cache(cache) and trim_prompt_cache(cache, 1)):
+                cache = None
 
-        return (self._model.new_cache(), 0) if cache is None else (cache, len(prompt) - len(rest))
+        if cache is None:
+            return self._model.new_cache(), 0
+        return cache, len(prompt) - len(rest)
 
     def _take(self, response: Any, running: _Running) -> None:
         """Tell a request its next token."""
-        request, output = running.request, running.output
+        request = running.request
+        output = running.output
         if running.faults:
             if response.finish_reason is None:
                 self._generator.remove([response.uid])
@@ -254,7 +259,8 @@ class Generator(Worker):
 
         running.tokens += 1
         self.generated += 1
-        ended, pieces = response.finish_reason, []
+        ended = response.finish_reason
+        pieces = []
         if ended != "stop":
             pieces += output.add(response.token)
 
@@ -294,7 +300,8 @@ class Generator(Worker):
 
     def on_failure(self, error: Exception) -> None:
         """End the requests of the batch, and begin with an empty one."""
-        running, self._running = self._running, {}
+        running = self._running
+        self._running = {}
         for each in running.values():
             each.request.on_event(Failed(error))
             self.registry.release(each.entry)
@@ -326,7 +333,8 @@ def _isolated(process: Processor, faults: list[Exception]) -> Processor:
 
 def _logprob(response: Any, count: int) -> Logprob:
     """Return the log-probability of a token, with the likeliest ``count``."""
-    scores, top = response.logprobs, ()
+    scores = response.logprobs
+    top = ()
     if count:
         likeliest = mx.argpartition(-scores, kth=count - 1)[:count]
         pairs = zip(likeliest.tolist(), scores[likeliest].tolist(), strict=True)

@@ -106,8 +106,8 @@ class Grammars:
             backend = getattr(fast, "backend_tokenizer", None)
             if backend is None:
                 raise PackError(
-                    "response_format, tools: this base's tokenizer is not a fast one, which JSON and "
-                    "strict or required calls need.",
+                    "response_format, tools: this base's tokenizer is not a fast one, which JSON "
+                    "and strict or required calls need.",
                     "unsupported",
                     "response_format",
                 )

@@ -75,14 +75,17 @@ class Guard:
     """Lets a request through if it names this server and has the key, and counts it."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics) -> None:
-        self._app, self._settings, self._metrics = app, settings, metrics
+        self._app = app
+        self._settings = settings
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
 
-        began, status = time.monotonic(), 500
+        began = time.monotonic()
+        status = 500
 
         async def send_counted(message: Any) -> None:
             nonlocal status
@@ -100,7 +103,9 @@ class Guard:
 
     def _rejection(self, path: str, headers: Headers) -> Response | None:
         host = headers.get("host", "").rpartition("@")[2]
-        name = host[: host.find("]") + 1].strip("[]") if "[" in host else host.partition(":")[0]
+        name = host.partition(":")[0]
+        if "[" in host:  # an IPv6 address
+            name = host[: host.find("]") + 1].strip("[]")
         if is_loopback(self._settings.host) and not is_loopback(name):
             return failure(403, f"Host '{host:.80}': this server answers to this machine alone.")
 
@@ -171,12 +176,13 @@ async def read_body(request: Request, limit: int) -> bytes:
     if kind != "application/json":
         raise HTTPException(415, "The body must be JSON, with Content-Type: application/json.")
 
-    parts, size = [], 0
     too_large = HTTPException(413, f"The body is larger than {limit:,} bytes.")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise too_large
 
+    parts = []
+    size = 0
     try:
         with anyio.fail_after(_BODY_SECONDS):
             async for part in request.stream():
@@ -213,7 +219,9 @@ class EventStream(StreamingResponse):
     def __init__(self, events: AsyncIterator[str], seconds: float, end: Callable[[], None]) -> None:
         super().__init__(events, media_type="text/event-stream")
         self.headers["Cache-Control"] = "no-cache"
-        self._seconds, self._events, self._end = seconds, events, end
+        self._seconds = seconds
+        self._events = events
+        self._end = end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events; their source ends with them, however they end."""

@@ -28,7 +28,8 @@ class Library:
     """
 
     def __init__(self, worker: Generator | Embedder, folder: Path | None) -> None:
-        self._worker, self._folder = worker, folder
+        self._worker = worker
+        self._folder = folder
         self._watched: dict[str, object] = {}  # by name, what tells a folder from a changed one
         self._sources: dict[str, str] = {}
         self._created: dict[str, int] = {BASE_NAME: now()}
@@ -46,24 +47,28 @@ class Library:
         pack = Pack.open(source)
         changed = self._worker.call(lambda: self._worker.registry.add(name, pack)).result()
         if changed:
-            self._sources[name], self._created[name] = Path(source).name, now()
+            self._sources[name] = Path(source).name
+            self._created[name] = now()
         return changed
 
     async def add(self, source: str, name: str | None) -> tuple[str, bool]:
         """Serve a pack that a client names: of the watched folder or the Hub, else a PackError."""
         folder = self._below(source)
         if folder is None and not is_hub_id(source.partition("@")[0]):
-            below = f"a folder below {self._folder.name} or " if self._folder else ""
+            below = ""
+            if self._folder:
+                below = f"a folder below {self._folder.name} or "
             raise PackError(
                 f"source '{source:.140}': is not here. Name {below}a pack of the Hub (owner/name).",
                 "not-found",
                 "source",
             )
 
-        name = name or (self._name_of(folder) if folder else source)
+        is_of_hub = folder is None
+        if not name:
+            name = source if is_of_hub else self._name_of(folder)
         check_name(name)
 
-        is_of_hub = folder is None
         if is_of_hub:  # never a folder of that name below the current one
             folder = await run_in_threadpool(cached, source)
         changed = await run_in_threadpool(self.load, name, folder)
@@ -111,8 +116,11 @@ class Library:
                 log.warning("%s", error.message)
 
     def _name_of(self, folder: Path) -> str:
-        top, folder = self._folder.resolve(), folder.resolve()
-        return top.name if folder == top else folder.relative_to(top).as_posix()
+        top = self._folder.resolve()
+        folder = folder.resolve()
+        if folder == top:
+            return top.name
+        return folder.relative_to(top).as_posix()
 
     def _below(self, source: str) -> Path | None:
         """Return the folder of a pack below the one that is watched; None if there is none."""

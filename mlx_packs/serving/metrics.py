@@ -38,7 +38,8 @@ class Metrics:
         self._memory = made(Gauge, "memory_bytes", "Bytes in memory.", ("kind",))
         self._steps = made(Gauge, "steps", "Forward passes so far.")
 
-        self._answered, self._seconds = 0, 0.0
+        self._answered = 0
+        self._seconds = 0.0
 
     def count(self, route: str, status: int, seconds: float) -> None:
         self._requests.labels(route, status).inc()
@@ -49,7 +50,9 @@ class Metrics:
 
     def seconds_per_request(self) -> float:
         """Return how long an answered request took on average; 1 before the first."""
-        return self._seconds / self._answered if self._answered else 1.0
+        if not self._answered:
+            return 1.0
+        return self._seconds / self._answered
 
     def text(self, worker: Any) -> bytes:
         """Return all numbers in Prometheus's text format; ``worker`` gives those of now."""

@@ -49,11 +49,15 @@ class Output:
                 self._detokenizer.add_token(token)
             _ = self._detokenizer.last_segment  # is not part of the text
 
-        stops = TextStateMachine({"normal": [(word, None) for word in stop]} if stop else None)
+        stops = TextStateMachine()
+        if stop:
+            stops = TextStateMachine({"normal": [(word, None) for word in stop]})
         self._stop = stops.make_state()
-        marks = TextStateMachine() if state is None else make_text_state_machine(tokenizer)
-        self._marks = marks.make_state(state or "normal")
 
+        marks = TextStateMachine()
+        if state is not None:
+            marks = make_text_state_machine(tokenizer)
+        self._marks = marks.make_state(state or "normal")
         self._call = ""
         self._one_call = one_call
         self.stopped = False

@@ -30,7 +30,8 @@ class Prompts:
     """
 
     def __init__(self, base: BaseModel, max_tokens: int, context: int) -> None:
-        self._base, self._max_tokens = base, max_tokens
+        self._base = base
+        self._max_tokens = max_tokens
         self._context = context
         self._grammars = Grammars(base.tokenizer, base.vocab_size)
         # what renders a template takes these itself
@@ -81,7 +82,8 @@ class Prompts:
         grammar = self._tool_grammar(body, state)
         if grammar is None:
             grammar = self._grammar(body)
-            state = None if grammar else state
+            if grammar:
+                state = None
 
         is_named = body.tool_choice is not None and body.tool_choice.function is not None
         one_call = is_named or not body.parallel_tool_calls
@@ -92,7 +94,9 @@ class Prompts:
                 processors.append(self._grammars.processor(grammar, len(prompt)))
 
             limit = body.max_completion_tokens or body.max_tokens or self._default(prompt)
-            top = (body.top_logprobs or 0) if body.logprobs else None
+            top = None
+            if body.logprobs:
+                top = body.top_logprobs or 0
             return Request(
                 body.model,
                 prompt,
@@ -133,12 +137,14 @@ class Prompts:
         form = body.response_format
         if form is None or form.type == "text":
             return None
-        schema = form.json_schema.json_schema if form.json_schema else ANY_OBJECT
-        return self._grammars.check(schema)
+        if form.json_schema:
+            return self._grammars.check(form.json_schema.json_schema)
+        return self._grammars.check(ANY_OBJECT)
 
     def _tool_grammar(self, body: ChatBody, state: str) -> str | None:
         """Return the grammar of an answer with calls that are required or strict."""
-        tools, choice = body.usable_tools, body.tool_choice
+        tools = body.usable_tools
+        choice = body.tool_choice
         must_call = choice is not None and choice.type in ("required", "function")
         if must_call and choice.function is not None:
             tools = [tool for tool in tools if tool.function.name == choice.function.name]
@@ -149,9 +155,11 @@ class Prompts:
             return None
 
         if not has_tool_grammar(self._base.tokenizer):
-            field, remedy = "tools", "strict calls are not supported. Send strict: false"
+            field = "tools"
+            remedy = "strict calls are not supported. Send strict: false"
             if must_call:
-                field, remedy = "tool_choice", "a call cannot be enforced. Send 'auto'"
+                field = "tool_choice"
+                remedy = "a call cannot be enforced. Send 'auto'"
             raise PackError(
                 f"{field}: {self._base.name} does not write calls as JSON between marks, so that "
                 f"{remedy}.",
@@ -163,8 +171,10 @@ class Prompts:
 
     def _choosing(self, body: GenerationBody, i: int) -> dict[str, Any]:
         seed = None if body.seed is None else body.seed + i
-        top_k = body.top_k if body.top_k < self._base.vocab_size else 0
-        chosen = body.temperature, body.top_p, top_k, body.min_p, seed
+        top_k = body.top_k
+        if top_k >= self._base.vocab_size:
+            top_k = 0  # all tokens
+        chosen = (body.temperature, body.top_p, top_k, body.min_p, seed)
         return {"sampler": lambda: sampler_of(*chosen), "stop": body.stop}
 
     def _processors(self, body: GenerationBody) -> list[Processor]:

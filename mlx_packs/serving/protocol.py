@@ -106,7 +106,9 @@ class _Call(Object):
 
         function = {"name": self.function.name, "arguments": arguments}
         call = {"type": self.type, "function": function}
-        return call if self.id is None else {"id": self.id, **call}
+        if self.id is None:
+            return call
+        return {"id": self.id, **call}
 
 
 class Message(Object):
@@ -309,10 +311,12 @@ class CompletionBody(GenerationBody):
     @field_validator("prompt", mode="before")
     @classmethod
     def _to_list_of_prompts(cls, value: Any) -> Any:
-        kinds = {type(item) for item in value} if isinstance(value, list) else {type(value)}
-        if not kinds <= {str} and not (isinstance(value, list) and kinds == {int}):
+        prompts = value if isinstance(value, list) else [value]
+        kinds = {type(prompt) for prompt in prompts}
+        are_tokens = isinstance(value, list) and kinds == {int}
+        if not kinds <= {str} and not are_tokens:
             raise ValueError("must be a text, a list of texts, or a list of tokens")
-        return value if isinstance(value, list) else [value]
+        return prompts
 
     @field_validator("suffix")
     @classmethod
@@ -394,7 +398,8 @@ def _unreadable(reason: str) -> PackError:
 
 def _call(written: Any) -> dict[str, Any]:
     """Return a call that a parser read as OpenAI's; raise what a model wrote that is none."""
-    name, arguments = written["name"], written["arguments"]
+    name = written["name"]
+    arguments = written["arguments"]
     if not isinstance(name, str):
         raise TypeError("the name of a function is a text")
     if not isinstance(arguments, str):

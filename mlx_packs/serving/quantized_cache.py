@@ -32,14 +32,12 @@ class QuantizedSequence(QuantizedKVCache):
         example = next(cache for cache in caches if not cache.empty())
 
         def rows(name: str) -> list[Quantized]:
-            shown = []
-            for cache, length in zip(caches, lengths, strict=True):
-                stored = getattr(example if cache.empty() else cache, name)
-                padding = longest - length
-                shown.append(tree_map(lambda x: _padded(x[..., :length, :], padding), stored))  # noqa: B023
-            return shown
+            stored = [getattr(example if cache.empty() else cache, name) for cache in caches]
+            pairs = zip(stored, lengths, strict=True)
+            return [_first_tokens(each, length, longest) for each, length in pairs]
 
-        batch.keys, batch.values = _joined(rows("keys")), _joined(rows("values"))
+        batch.keys = _joined(rows("keys"))
+        batch.values = _joined(rows("values"))
         batch.left_padding = mx.array([longest - length for length in lengths])
         batch.offset = mx.array(lengths)
         batch._idx = longest
@@ -51,11 +49,13 @@ class QuantizedBatch(BatchKVCache):
 
     def __init__(self, left_padding: list[int], bits: int) -> None:
         super().__init__(left_padding)
-        self.bits, self.group_size = bits, GROUP
+        self.bits = bits
+        self.group_size = GROUP
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Quantized, Quantized]:
         """Add keys and values [B, heads, T, D], and return all."""
-        before, tokens = self._idx, keys.shape[2]
+        before = self._idx
+        tokens = keys.shape[2]
         new = [mx.quantize(x, group_size=GROUP, bits=self.bits) for x in (keys, values)]
 
         if self.keys is None or before + tokens > self.keys[0].shape[2]:
@@ -115,20 +115,21 @@ class QuantizedBatch(BatchKVCache):
             return
 
         longest = max(self._idx, other._idx)
-        parts = [
-            each._aligned(longest, self.keys is None and other or self) for each in (self, other)
-        ]
+        example = self if self.keys is not None else other
+        parts = [each._aligned(longest, example) for each in (self, other)]
         self.keys = _joined([keys for keys, _, _ in parts])
         self.values = _joined([values for _, values, _ in parts])
         self.left_padding = mx.concatenate([padding for _, _, padding in parts])
-        self.offset, self._idx = offsets, longest
+        self.offset = offsets
+        self._idx = longest
 
     def _aligned(
         self, longest: int, example: "QuantizedBatch"
     ) -> tuple[Quantized, Quantized, mx.array]:
         """Return keys, values and padding for so many tokens; an empty batch has only padding."""
-        missing, rows = longest - self._idx, self.offset.shape[0]
+        missing = longest - self._idx
         if self.keys is None:
+            rows = self.offset.shape[0]
             blank = tree_map(
                 lambda x: mx.zeros((rows, x.shape[1], longest, x.shape[3]), x.dtype),
                 (example.keys, example.values),
@@ -153,8 +154,9 @@ class QuantizedBatch(BatchKVCache):
 
     @property
     def nbytes(self) -> int:
-        stored = () if self.keys is None else (*self.keys, *self.values)
-        return sum(array.nbytes for array in stored)
+        if self.keys is None:
+            return 0
+        return sum(array.nbytes for array in (*self.keys, *self.values))
 
     def _map(self, change: Callable[[mx.array], mx.array]) -> None:
         if self.keys is not None:
@@ -174,7 +176,14 @@ def quantized(caches: Sequence[Any], bits: int, name: str) -> list[QuantizedSequ
 
 def _padded(x: mx.array, tokens: int) -> mx.array:
     """Return x [B, heads, T, ...] with so many tokens of zeros on the left."""
-    return mx.pad(x, ((0, 0), (0, 0), (tokens, 0), (0, 0))) if tokens else x
+    if tokens == 0:
+        return x
+    return mx.pad(x, ((0, 0), (0, 0), (tokens, 0), (0, 0)))
+
+
+def _first_tokens(stored: Quantized, length: int, longest: int) -> Quantized:
+    """Return the first ``length`` tokens, padded on the left to ``longest``."""
+    return tree_map(lambda x: _padded(x[..., :length, :], longest - length), stored)
 
 
 def _room(x: mx.array, tokens: int) -> mx.array:

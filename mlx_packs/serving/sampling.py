@@ -31,7 +31,8 @@ def sampler_of(
     if top_k:
         filters.append(partial(apply_top_k, top_k=top_k))
 
-    seed = int.from_bytes(os.urandom(8), "little") if seed is None else seed
+    if seed is None:
+        seed = int.from_bytes(os.urandom(8), "little")
     key = mx.random.key(seed % 2**64)
 
     def sample(logprobs: mx.array) -> mx.array:

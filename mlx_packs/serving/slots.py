@@ -92,7 +92,10 @@ class PackSlots:
     def close(self) -> None:
         if self._attached is not None:
             self._attached.detach()
-        self._attached, self._groups, self._specs, self._loaded = None, [], {}, []
+        self._attached = None
+        self._groups = []
+        self._specs = {}
+        self._loaded = []
         replace_modules(self.base.model, self._originals)
         self._originals = []
 
@@ -110,7 +113,9 @@ class PackSlots:
             ]
             parts = served.install(packs, self._dtype)
             for loaded, factors in zip(self._loaded, parts, strict=True):
-                for (path, i), part in zip(places if loaded else (), factors, strict=True):
+                if loaded is None:
+                    continue
+                for (path, i), part in zip(places, factors, strict=True):
                     if part is not None:
                         loaded.factors[path][i] = part
 
@@ -120,7 +125,9 @@ class PackSlots:
         """Put groups for these adapters on the base, in place of those that are there."""
         if self._attached is not None:
             self._attached.detach()
-        self._attached, self._groups, self._specs = None, [], specs
+        self._attached = None
+        self._groups = []
+        self._specs = specs
         if not specs:
             return
 
@@ -160,10 +167,15 @@ def _slices(specs: Specs, tensors: Mapping[str, mx.array]) -> SlicesByPath:
         rank = column = 0
         factors[path] = []
         for s in spec.slices:
-            rows, columns = slice(rank, rank + s.rank), slice(column, column + s.width)
-            part = a[:, rows], b[rows, columns].astype(mx.float32) * s.scale
-            factors[path].append(part if s.rank else None)
-            rank, column = rank + s.rank, column + s.width
+            part = None
+            if s.rank:
+                rows = slice(rank, rank + s.rank)
+                columns = slice(column, column + s.width)
+                part = (a[:, rows], b[rows, columns].astype(mx.float32) * s.scale)
+            factors[path].append(part)
+            rank += s.rank
+            column += s.width
+
     return factors
 
 
@@ -206,7 +218,8 @@ def _factors_at(loaded: _Loaded, places: Sequence[tuple[str, int]], specs: Specs
 
 def _joined(spec: ModuleSpec, slices: Sequence[Factors]) -> Factors:
     """Return the factors of the slices of a projection as those of the whole projection."""
-    rows, column = [], 0
+    rows = []
+    column = 0
     for s, factors in zip(spec.slices, slices, strict=True):
         if factors is not None:
             after = spec.out_features - column - s.width

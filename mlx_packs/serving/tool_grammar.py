@@ -40,9 +40,12 @@ def tool_grammar(
     def mark(text: str) -> str:
         """Return a mark as Lark has it: a special token by its name, other text in quotes."""
         token = tokenizer.get_vocab().get(text)
-        return text if token is not None and is_special(token) else json.dumps(text)
+        if token is not None and is_special(token):
+            return text
+        return json.dumps(text)
 
-    opening, closing = mark(tokenizer.tool_call_start), mark(tokenizer.tool_call_end)
+    opening = mark(tokenizer.tool_call_start)
+    closing = mark(tokenizer.tool_call_end)
     bodies = " | ".join(f"body_{i}" for i in range(len(tools)))
     rules = [f"call: ({bodies}) {closing}", r"TEXT: /(.|\n)*/"]
     for i, tool in enumerate(tools):

@@ -143,4 +143,6 @@ class Worker:
 
 def exception_of(error: BaseException) -> Exception:
     """Return an error as one that ends a request alone."""
-    return error if isinstance(error, Exception) else RuntimeError(repr(error))
+    if isinstance(error, Exception):
+        return error
+    return RuntimeError(repr(error))
