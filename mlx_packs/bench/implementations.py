@@ -56,7 +56,9 @@ class Rows:
         """Return random rows of ``length`` inputs; by default their second half is supervised."""
         shape = (count, length + 1)
         tokens = np.random.default_rng(seed).integers(1, vocab_size, shape, dtype=np.int32)
-        return cls(tokens, (length + 1) // 2 + 1 if offset is None else offset)
+        if offset is None:
+            offset = (length + 1) // 2 + 1
+        return cls(tokens, offset)
 
     def first(self, count: int) -> "Rows":
         return Rows(self.tokens[:count], self.offset)
@@ -216,16 +218,19 @@ class Ours:
     def steps(self, batch: Batch, count: int) -> list[float]:
         """Return the milliseconds of several steps; a GPU gets one before the last is read."""
         started: deque[tuple[float, StartedStep]] = deque()
-        milliseconds, read = [], 0.0
-
+        milliseconds = []
+        read = 0.0
         for number in range(1, count + 1):
             start = time.perf_counter()
             step = self.stepper.start(batch, last=True, alone=True)
             started.append((start, step))
-            while len(started) > (self.stepper.ahead if number < count else 0):
+
+            ahead = self.stepper.ahead if number < count else 0
+            while len(started) > ahead:
                 start, step = started.popleft()
                 step.read()
-                since, read = max(start, read), time.perf_counter()
+                since = max(start, read)
+                read = time.perf_counter()
                 milliseconds.append(1e3 * (read - since))
 
         return milliseconds

@@ -107,7 +107,8 @@ def race(
                 check_losses(expected, losses, entry.name, tolerance)
 
         for turn in turns:
-            for entry in entries if turn % 2 == 0 else entries[::-1]:
+            order = entries if turn % 2 == 0 else entries[::-1]
+            for entry in order:
                 say(f"turn {turn + 1}: {entry.name}")
                 yield from _take_turn(entry)
 
@@ -126,13 +127,15 @@ def check_losses(expected: list[float], results: list[float], name: str, toleran
 
 def _check(entry: Entry, rows: Rows, adapters: Adapters) -> Generator[tuple, None, list[float]]:
     """Take the first steps of an entry on mlx-lm's rows, and return their losses."""
-    peer = entry.implementation if isinstance(entry.implementation, MlxLm) else None
-    batch = entry.batch if peer or rows is entry.rows else rows.for_ours()
-
+    batch = entry.batch
+    peer = None
     before = 0
-    if peer:
+    if isinstance(entry.implementation, MlxLm):
+        peer = entry.implementation
         peer.reset(adapters)
         before = peer.trained_tokens
+    elif rows is not entry.rows:
+        batch = rows.for_ours()
 
     losses = []
     with entry.around():

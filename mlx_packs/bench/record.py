@@ -34,8 +34,9 @@ _WIDTH = 80
 def to_record(result: BenchResult) -> dict:
     """Return the result as JSON; docs/performance.md describes every key."""
     settings = result.settings
-    # half precision is emulated on CPUs
-    half = None if runtime.on_cpu() else _rounded(result.rates.matrix_tflops * MATMUL_REACHED)
+    half = None
+    if not runtime.on_cpu():  # which emulates half precision
+        half = _rounded(result.rates.matrix_tflops * MATMUL_REACHED)
 
     return {
         "format": FORMAT,
@@ -118,9 +119,10 @@ def wrong_kernels(result: BenchResult) -> list[str]:
 def table(record: dict) -> list[str]:
     """Return a record for people, in lines of at most 80 columns."""
     machine = record["machine"]
-    cores = f" · {machine['gpu_cores']} GPU cores" if machine["gpu_cores"] else ""
     versions = machine["versions"]
-
+    cores = ""
+    if machine["gpu_cores"]:
+        cores = f" · {machine['gpu_cores']} GPU cores"
     lines = [
         f"device  {machine['device']}{cores} · {machine['memory_gb']:g} GB",
         f"system  {machine['system']} · mlx {versions['mlx']} · mlx-lm {versions['mlx-lm']}",
@@ -130,7 +132,10 @@ def table(record: dict) -> list[str]:
 
     wrong = sum(not kernel["ok"] for kernel in record["kernels"])
     count = len(record["kernels"])
-    lines.append(f"kernels {f'{wrong} of {count} wrong' if wrong else f'{count} instances right'}")
+    kernels = f"{count} instances right"
+    if wrong:
+        kernels = f"{wrong} of {count} wrong"
+    lines.append(f"kernels {kernels}")
 
     for model in dict.fromkeys(step["model"] for step in record["steps"]):
         steps = [step for step in record["steps"] if step["model"] == model]
@@ -156,15 +161,21 @@ def _model_lines(steps: Sequence[dict]) -> list[str]:
             )
             continue
 
-        theirs, ours, ratio = step["mlx_lm"], step["mlx_packs"], step["ratio"]
-        planned = ours["predicted_step_s"]
-        path = step["matmul_path"] + "*" * (step["recompute"] == "block")
+        theirs = step["mlx_lm"]
+        ours = step["mlx_packs"]
+        ratio = step["ratio"]
+        path = step["matmul_path"]
+        if step["recompute"] == "block":
+            path += "*"
+        planned = "-"
+        if ours["predicted_step_s"] is not None:
+            planned = _short(ours["predicted_step_s"])
+
         times = f"{_short(ratio['p50'])} ({_short(ratio['p20'])}-{_short(ratio['p80'])})"
         lines.append(
             f"{shape:<10}{_short(theirs['tokens_per_s']):>7}{_short(theirs['peak_gb']):>5} |"
             f"{_short(ours['tokens_per_s']):>8}{_short(ours['peak_gb']):>5} {path:<11}|"
-            f"{times:>17} |{_short(ours['step_s']['p50']):>6}"
-            f"{'-' if planned is None else _short(planned):>5}"
+            f"{times:>17} |{_short(ours['step_s']['p50']):>6}{planned:>5}"
         )
 
     return lines
@@ -182,18 +193,12 @@ def _labelled(label: str, texts: Sequence[str]) -> list[str]:
 
 def pull_request(record: dict, file: str) -> str:
     """Return the Markdown of a pull request that adds a record, which is in a file of this name."""
-    machine, name = record["machine"], file_name(record)
+    machine = record["machine"]
+    name = file_name(record)
     chip = machine["device"].split(" (")[0]
-    cores = f"{machine['gpu_cores']} GPU cores, " if machine["gpu_cores"] else ""
-
-    rows = [
-        f"| {s['model']} | {s['batch_size']} x {s['length']} | {s['matmul_path']} | "
-        f"{_short(s['mlx_lm']['tokens_per_s'])} | {_short(s['mlx_packs']['tokens_per_s'])} | "
-        f"{_short(s['ratio']['p50'])} ({_short(s['ratio']['p20'])} to {_short(s['ratio']['p80'])}) | "
-        f"{_short(s['mlx_lm']['peak_gb'])} | {_short(s['mlx_packs']['peak_gb'])} |"
-        for s in record["steps"]
-        if not s["fault"]
-    ]
+    cores = ""
+    if machine["gpu_cores"]:
+        cores = f"{machine['gpu_cores']} GPU cores, "
 
     lines = [
         f"# [benchmarks] Add a record of {chip}",
@@ -204,7 +209,7 @@ def pull_request(record: dict, file: str) -> str:
         "| model | batch | path | mlx-lm tokens/s | mlx_packs tokens/s | times as fast | "
         "mlx-lm GB | mlx_packs GB |",
         "|---|---|---|--:|--:|--:|--:|--:|",
-        *rows,
+        *(_table_row(step) for step in record["steps"] if not step["fault"]),
         "",
         *(f"- {note}" for note in record["notes"]),
         "",
@@ -227,6 +232,18 @@ def pull_request(record: dict, file: str) -> str:
     return "\n".join(lines)
 
 
+def _table_row(step: dict) -> str:
+    theirs = step["mlx_lm"]
+    ours = step["mlx_packs"]
+    ratio = step["ratio"]
+    return (
+        f"| {step['model']} | {step['batch_size']} x {step['length']} | {step['matmul_path']} | "
+        f"{_short(theirs['tokens_per_s'])} | {_short(ours['tokens_per_s'])} | "
+        f"{_short(ratio['p50'])} ({_short(ratio['p20'])} to {_short(ratio['p80'])}) | "
+        f"{_short(theirs['peak_gb'])} | {_short(ours['peak_gb'])} |"
+    )
+
+
 def file_name(record: dict) -> str:
     """Return a name for the file of a record, such as ``apple-m3-max-2026-11-22T1940.json``."""
     chip = re.sub(r"[^a-z0-9]+", "-", record["machine"]["device"].split(" (")[0].lower())
@@ -234,11 +251,19 @@ def file_name(record: dict) -> str:
 
 
 def _step(of: Contest, compared: Comparison) -> dict:
-    config, timed = of.base.config, compared.ours is not None
+    mlx_lm = mlx_packs = ratio = None
+    if compared.ours is not None:
+        mlx_lm = _side(compared.mlx_lm, compared.targets)
+        mlx_packs = _side(compared.ours, compared.targets) | {
+            "predicted_step_s": compared.predicted and _rounded(compared.predicted.seconds),
+            "predicted_by": compared.predicted and compared.predicted.source,
+            "planned_peak_gb": compared.plan and _rounded(compared.plan.peak_gb),
+        }
+        ratio = _percentiles(compared.ratios)
 
     return {
         "model": anonymous(public_name(of.name)),
-        "model_type": config.get("model_type"),
+        "model_type": of.base.config.get("model_type"),
         "weights": _weights(of),
         "blocks": len(of.base.model.layers),
         "dtype": of.dtype,
@@ -250,16 +275,9 @@ def _step(of: Contest, compared: Comparison) -> dict:
         "matmul_ms": {path: _rounded(ms) for path, ms in compared.choice.step_ms.items()},
         "recompute": compared.recompute,
         "rounds": len(compared.ratios),
-        "mlx_lm": _side(compared.mlx_lm, compared.targets) if timed else None,
-        "mlx_packs": _side(compared.ours, compared.targets)
-        | {
-            "predicted_step_s": compared.predicted and _rounded(compared.predicted.seconds),
-            "predicted_by": compared.predicted and compared.predicted.source,
-            "planned_peak_gb": compared.plan and _rounded(compared.plan.peak_gb),
-        }
-        if timed
-        else None,
-        "ratio": _percentiles(compared.ratios) if timed else None,
+        "mlx_lm": mlx_lm,
+        "mlx_packs": mlx_packs,
+        "ratio": ratio,
         "fault": anonymous(compared.fault) or None,
     }
 
@@ -288,8 +306,10 @@ def _state(conditions: dict) -> str:
     """Return the state of the machine in words; what is not known is left out."""
     parts = []
     if conditions["power"]:
-        saving = ", Low Power Mode" if conditions["low_power_mode"] else ""
-        parts.append(f"on {conditions['power']}{saving}")
+        power = f"on {conditions['power']}"
+        if conditions["low_power_mode"]:
+            power += ", Low Power Mode"
+        parts.append(power)
     if conditions["thermal"]:
         parts.append(f"heat {conditions['thermal']}")
     if conditions["gpu_utilization"] is not None:
@@ -333,6 +353,8 @@ def _rounded(value: float) -> float:
 
 def _short(value: float) -> str:
     """Return a number with two or three digits: 0.03, 0.85, 3.14, 16.4, 1622."""
-    return (
-        f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
-    )
+    if value >= 99.95:
+        return f"{value:.0f}"
+    if value >= 9.995:
+        return f"{value:.1f}"
+    return f"{value:.2f}"

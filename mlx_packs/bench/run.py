@@ -85,7 +85,10 @@ def run_bench(
     settings = replace(settings, shapes=settings.shapes or default_shapes())
     contests = _contests(settings, display)
 
-    with measurements.discarded() if disturbances(before) else nullcontext():
+    measuring = nullcontext()
+    if disturbances(before):  # what is measured now is not kept
+        measuring = measurements.discarded()
+    with measuring:
         with display.task("kernels", len(instances), "instances") as bar:
             kernels = examine_all(instances, bar.advance)["kernels"]
         rates = chips.measure()
@@ -109,7 +112,6 @@ def _compare(
     weights = [_TINY_SHARE if of.name == TINY else 1.0 for of in contests]
     left = sum(weights) * len(shapes)
     compared = []
-
     for of, weight in zip(contests, weights, strict=True):
         comparisons = []
         for shape in shapes:
@@ -128,13 +130,16 @@ def outcome(comparison: Comparison) -> str:
     if comparison.fault:
         return comparison.fault
     count = len(comparison.ratios)
-    rounds = f"{count} round{'s' * (count > 1)}"
-    return f"{median(comparison.ratios):.2f} times as fast as mlx-lm, {rounds}"
+    rounds = "rounds" if count > 1 else "round"
+    return f"{median(comparison.ratios):.2f} times as fast as mlx-lm, {count} {rounds}"
 
 
 def median(values: Sequence[float]) -> float:
-    ordered, middle = sorted(values), len(values) // 2
-    return ordered[middle] if len(values) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+    ordered = sorted(values)
+    middle = len(values) // 2
+    if len(values) % 2:
+        return ordered[middle]
+    return (ordered[middle - 1] + ordered[middle]) / 2
 
 
 def _contests(settings: BenchSettings, display: Display) -> list[Contest]:
@@ -182,7 +187,7 @@ def _calibrated(result: BenchResult) -> BenchResult:
         if c.ours is not None
     ]
 
-    is_calibrated = remember_steps(steps)
-    return replace(
-        result, calibrated=is_calibrated, uncalibrated="" if is_calibrated else "nothing was timed"
-    )
+    calibrated = remember_steps(steps)
+    if not calibrated:
+        return replace(result, calibrated=calibrated, uncalibrated="nothing was timed")
+    return replace(result, calibrated=calibrated, uncalibrated="")

@@ -32,7 +32,10 @@ class Target:
     extra: Callable[[str], dict] = lambda model: {}
 
     def connect(self) -> http.client.HTTPConnection:
-        parts = urlsplit(self.url if "://" in self.url else f"http://{self.url}")
+        url = self.url
+        if "://" not in url:
+            url = f"http://{url}"
+        parts = urlsplit(url)
         kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
         if parts.scheme not in kinds or not parts.hostname:
             raise PackError(
@@ -42,13 +45,14 @@ class Target:
 
     @property
     def headers(self) -> dict[str, str]:
-        key = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        return {"Content-Type": "application/json", **key}
+        headers = {"Content-Type": "application/json"}
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
+        return headers
 
     def models(self) -> list[str]:
         """Return the models that the server lists; a PackError if it is no such server."""
         connection = self.connect()
-
         try:
             connection.request("GET", "/v1/models", headers=self.headers)
             response = connection.getresponse()
@@ -102,7 +106,8 @@ def run_load(target: Target, load: Load) -> dict:
         ``first_token_ms`` and ``latency_ms`` with their percentiles.
     """
     answers: list[_Answer] = []
-    numbers, lock = count(), threading.Lock()
+    numbers = count()
+    lock = threading.Lock()
 
     def work() -> None:
         connection = target.connect()
@@ -143,8 +148,9 @@ def _body(target: Target, load: Load, i: int) -> dict:
 
 def _ask(connection: http.client.HTTPConnection, target: Target, body: dict) -> _Answer:
     began = time.perf_counter()
-    first, tokens, pieces = None, None, 0
-
+    first = None
+    tokens = None
+    pieces = 0
     try:
         connection.request("POST", "/v1/chat/completions", json.dumps(body), target.headers)
         response = connection.getresponse()
@@ -168,7 +174,9 @@ def _ask(connection: http.client.HTTPConnection, target: Target, body: dict) -> 
         connection.close()
         return _Answer(first, time.perf_counter() - began, 0, type(error).__name__)
 
-    return _Answer(first, time.perf_counter() - began, pieces if tokens is None else tokens, None)
+    if tokens is None:  # the server does not count them
+        tokens = pieces
+    return _Answer(first, time.perf_counter() - began, tokens, None)
 
 
 def _text(choice: dict) -> str:
@@ -211,11 +219,15 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def table(results: Sequence[dict]) -> list[str]:
-    head = "models                at once  answers/s  tokens/s  first token ms (p50 p95 p99)  whole ms (p50 p95 p99)"
+    head = (
+        "models                at once  answers/s  tokens/s  first token ms (p50 p95 p99)  "
+        "whole ms (p50 p95 p99)"
+    )
     lines = [head]
     for result in results:
         names = ", ".join(result["models"])
-        names = names if len(names) <= 20 else f"{len(result['models'])} alternating"
+        if len(names) > 20:
+            names = f"{len(result['models'])} alternating"
         first, whole = (
             " ".join(f"{result[key].get(f'p{p}', float('nan')):8.0f}" for p in PERCENTILES)
             for key in ("first_token_ms", "latency_ms")

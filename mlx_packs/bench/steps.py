@@ -182,7 +182,6 @@ def _planned(of: Contest, shape: Shape) -> tuple[Comparison, str]:
     """Return the facts known before anything runs, and our matmul path."""
     recompute = "none"
     fault = ""
-
     try:
         recompute, fault = _fitting_policy(of, shape)
         train = of.train(shape, "auto", recompute)
@@ -204,7 +203,8 @@ def _planned(of: Contest, shape: Shape) -> tuple[Comparison, str]:
 
 def _fitting_policy(of: Contest, shape: Shape) -> tuple[str, str]:
     """Return the policy of recomputation with which both should fit, and why none would."""
-    memory, needed = total_memory(), 0.0
+    memory = total_memory()
+    needed = 0.0
     for policy, more in _MORE_MEMORY.items():
         train = of.train(shape, "quantized" if of.headers.is_quantized else "dense", policy)
         parts = estimate(of.headers, of.lora, train, {(shape[1], math.prod(shape))}).parts()
@@ -246,8 +246,12 @@ def _turns(
         most = left / (MIN_ROUNDS * len(entries) * step_s) - entry.untimed
         entry.steps = max(1, math.floor(min(math.ceil(_TURN_S / step_s), most)))
 
-    number, last = 0, 0.0
-    while clock() + last <= (until if number else end):
+    number = 0
+    last = 0.0
+    limit = end  # of the first round
+    while clock() + last <= limit:
         start = clock()
         yield number
-        number, last = number + 1, clock() - start
+        last = clock() - start
+        number += 1
+        limit = until
