@@ -33,7 +33,9 @@ def write_page(folder: Path, out: str | None = None) -> Path:
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise PackError(f"{file}: is no leaderboard ({error!r}).", "unreadable") from None
 
-    target = Path(out).expanduser() if out else file.with_suffix(".html")
+    target = file.with_suffix(".html")
+    if out:
+        target = Path(out).expanduser()
     if target.is_dir():
         raise PackError(f"--out {target}: is a folder. Name a file.", "exists")
 
@@ -48,7 +50,9 @@ def table(content: Mapping) -> list[list[str]]:
 
     for row in content["rows"]:
         values = [value_text(row["values"][key]) for key in axes]
-        seconds = "" if row["train_s"] is None else clock(row["train_s"])
+        seconds = ""
+        if row["train_s"] is not None:
+            seconds = clock(row["train_s"])
         forms = {metric: ".4f", "batches": ",", "pack_mb": ".2f"}
         shown = ["" if row[k] is None else format(row[k], form) for k, form in forms.items()]
 
@@ -83,7 +87,10 @@ def csv_text(content: Mapping) -> str:
 def page(content: Mapping) -> str:
     metric = content["metric"]
     rows = content["rows"]
-    best = rows[0] if content["best"] is not None else None
+    best_value = best_trial = "none"
+    if content["best"] is not None:
+        best_value = f"{rows[0][metric]:.4g}"
+        best_trial = str(rows[0]["trial"])
 
     entries = [
         Entry(row["trial"], row["values"], row[metric], _kind(row, content))
@@ -92,8 +99,8 @@ def page(content: Mapping) -> str:
     ]
 
     figures = [
-        ("Best " + metric, "none" if best is None else f"{best[metric]:.4g}"),
-        ("Best trial", "none" if best is None else str(best["trial"])),
+        ("Best " + metric, best_value),
+        ("Best trial", best_trial),
         ("Trials", f"{len(rows)} of {content['trials']}"),
         ("Passed", str(sum(row["status"] == "ok" for row in rows))),
     ]
@@ -115,12 +122,17 @@ def _axes(content: Mapping) -> dict[str, Axis]:
             for key, axis in content["axes"].items()
         }
 
-    axes = {}
-    for key in content["rows"][0]["values"] if content["rows"] else ():
-        values = [row["values"][key] for row in content["rows"]]
-        is_range = all(type(value) in (int, float) for value in values)
-        axes[key] = Axis(key, None if is_range else [*dict.fromkeys(map(value_text, values))])
+    rows = content["rows"]
+    if not rows:
+        return {}
 
+    axes = {}
+    for key in rows[0]["values"]:
+        values = [row["values"][key] for row in rows]
+        names = None
+        if any(type(value) not in (int, float) for value in values):
+            names = [*dict.fromkeys(map(value_text, values))]
+        axes[key] = Axis(key, names)
     return axes
 
 

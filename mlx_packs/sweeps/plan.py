@@ -83,8 +83,8 @@ def plan_sweep(
 
 
 def _check_key(key: str, config: SweepConfig, where: str) -> None:
-    place, first = f"sweep.parameters.{key}", key.partition(".")[0]
-
+    place = f"sweep.parameters.{key}"
+    first = key.partition(".")[0]
     if first in _OF_SWEEP:
         raise setting_error("is chosen by the sweep. Leave it out.", place, where, "conflict")
     if SEARCHES[config.search].halves and first in _LENGTHS:
@@ -150,7 +150,8 @@ def _check_length(config: SweepConfig, recipe: Recipe, where: str) -> None:
 
 def _check_inputs(recipes: list[Recipe]) -> None:
     """Check that every base and every data set of the trials is there and can be read."""
-    bases, data = set(), []
+    bases = set()
+    data = []
     for recipe in recipes:
         if recipe.model not in bases:
             bases.add(recipe.model)

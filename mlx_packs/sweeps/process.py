@@ -51,6 +51,9 @@ def train_trial(trial: Trial, until: int | None) -> Result:
     run = {k: v for k, v in recipe.run.items() if k not in ("model", "out", "resume", "overwrite")}
     if resumes := bool(checkpoints(run_folder(trial.pack))):
         run.pop("resume_adapter_file", None)
+    callbacks = ()
+    if until is not None:
+        callbacks = (StopAt(until),)
 
     trained = train_pack(
         recipe.run.get("model", "tiny"),
@@ -58,7 +61,7 @@ def train_trial(trial: Trial, until: int | None) -> Result:
         train=recipe.train,
         out=trial.pack,
         columns=recipe.data,
-        callbacks=() if until is None else (StopAt(until),),
+        callbacks=callbacks,
         resume=resumes,
         overwrite=not resumes,
         display=Display(),
@@ -100,8 +103,9 @@ def _end_with_parent() -> None:
 def main() -> None:
     """Train the trial in a folder: ``FOLDER RUNG BATCHES``; 0 batches train to the end."""
     terminal.guard()
-    folder, rung, until = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]) or None
-    trial = Trial(0, {}, folder)
+    trial = Trial(0, {}, Path(sys.argv[1]))
+    rung = int(sys.argv[2])
+    until = int(sys.argv[3]) or None
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
     try:
@@ -113,7 +117,10 @@ def main() -> None:
         error.show()
         if error.code in _OF_ALL:
             sys.exit(error.exit_code)
-        result = Result(error=error.reason if isinstance(error, RunStopped) else error.message)
+        reason = error.message
+        if isinstance(error, RunStopped):
+            reason = error.reason
+        result = Result(error=reason)
     except Exception:
         traceback.print_exc()
         sys.exit(CRASHED)

@@ -98,7 +98,9 @@ def parse_space(parameters: Mapping, where: str) -> Space:
 def _distribution(values: Any, key: str, where: str) -> BaseDistribution:
     if isinstance(values, Mapping):
         ends = build(Range, values, f"{where}: {key}")
-        low, high, is_log = values["min"], values["max"], ends.scale == "log"
+        low = values["min"]
+        high = values["max"]
+        is_log = ends.scale == "log"
         if type(low) is int and type(high) is int:
             return IntDistribution(low, high, log=is_log)
         return FloatDistribution(ends.min, ends.max, log=is_log)
@@ -183,7 +185,9 @@ def draws(
         lower: whether less of the metric is better.
     """
     seed = int(np.random.SeedSequence([config.seed, len(earlier)]).generate_state(1)[0])
-    sampler = TPESampler if SEARCHES[config.search].learns else RandomSampler
+    sampler = RandomSampler
+    if SEARCHES[config.search].learns:
+        sampler = TPESampler
     direction = "minimize" if lower else "maximize"
     study = optuna.create_study(sampler=sampler(seed=seed), direction=direction)
     study.add_trials(earlier)
@@ -211,7 +215,9 @@ def with_values(recipe: Mapping, values: Values) -> dict:
         first, _, rest = key.partition(".")
         if rest:
             inner = changed.get(first)
-            value = with_values(inner if isinstance(inner, Mapping) else {}, {rest: value})
+            if not isinstance(inner, Mapping):
+                inner = {}
+            value = with_values(inner, {rest: value})
         changed[first] = value
     return changed
 

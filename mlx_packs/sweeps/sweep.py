@@ -120,7 +120,9 @@ class Sweep:
 
     def ranked(self, rung: int | None = None) -> list[Row]:
         """Return the trials that have a result of a rung, or their last one, the best first."""
-        rungs = range(len(self.plan.rungs)) if rung is None else [rung]
+        rungs = [rung]
+        if rung is None:
+            rungs = range(len(self.plan.rungs))
         rows = {
             trial.number: Row(trial, each, result, *self.metric_of(result))
             for each in rungs
@@ -131,9 +133,14 @@ class Sweep:
 
     def leaderboard(self) -> dict[str, Any]:
         """Return the leaderboard as `packs sweep --json` prints it."""
-        plan, rows = self.plan, self.ranked()
-        metric = rows[0].metric if rows else plan.metrics[0]
-        has_best = bool(rows) and rows[0].status == "ok"
+        plan = self.plan
+        rows = self.ranked()
+        metric = plan.metrics[0]
+        best = None
+        if rows:
+            metric = rows[0].metric
+            if rows[0].status == "ok":
+                best = str(rows[0].trial.pack)
 
         return {
             "sweep": str(plan.folder),
@@ -147,7 +154,7 @@ class Sweep:
                 key: {"values": getattr(d, "choices", None), "log": getattr(d, "log", False)}
                 for key, d in plan.space.items()
             },
-            "best": str(rows[0].trial.pack) if has_best else None,
+            "best": best,
             "rows": [
                 {
                     "place": place,

@@ -55,8 +55,10 @@ class Trial:
     def result(self, rung: int) -> Result | None:
         """Return the result of a rung; None if it is not over. A damaged file is a PackError."""
         file = self.folder / f"result-{rung}.json"
+        if not file.is_file():
+            return None
         try:
-            return Result(**read_json(file)) if file.is_file() else None
+            return Result(**read_json(file))
         except TypeError:
             raise PackError(f"{file}: is not a result. Remove it.", "unreadable") from None
 
@@ -125,4 +127,7 @@ def _last_line(log: Path) -> str:
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
         lines = file.read().decode(errors="replace").split("\n")
-    return printable(next((line.strip() for line in reversed(lines) if line.strip()), ""))
+    for line in reversed(lines):
+        if line.strip():
+            return printable(line.strip())
+    return ""
