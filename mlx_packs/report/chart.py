@@ -100,7 +100,8 @@ def _scientific(value: float) -> str:
 def _labels(values: Sequence[float]) -> list[str]:
     """Return ticks as text, all with the same decimals."""
     steps = [b - a for a, b in zip(values, values[1:], strict=False)] or [abs(values[0]) or 1]
-    step, most = min(steps), max(map(abs, values))
+    step = min(steps)
+    most = max(map(abs, values))
 
     if most >= 1e6 or 0 < most < 1e-2:
         return [_scientific(value) if value else "0" for value in values]
@@ -114,9 +115,12 @@ def _around(series: Sequence[Points]) -> tuple[float, float]:
     They are at least 2 % apart: a flat curve then looks flat.
     """
     values = [y for points in series for _, y in points]
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     margin = max(0.06 * (high - low), 0.01 * abs(high)) or 1.0
-    return (0.0 if 0 <= low < 0.25 * high else low - margin), high + margin
+    if 0 <= low < 0.25 * high:
+        return 0.0, high + margin
+    return low - margin, high + margin
 
 
 def chart(
@@ -134,14 +138,18 @@ def chart(
     if not any(len(points) > 1 for points in usable.values()):
         return None
 
-    (width, height), all_points = size, list(usable.values())
+    all_points = list(usable.values())
     low, high = _around(all_points)
-    first, last = min(p[0][0] for p in all_points), max(p[-1][0] for p in all_points)
+    first = min(points[0][0] for points in all_points)
+    last = max(points[-1][0] for points in all_points)
 
+    width, height = size
     y_values = ticks(low, high, 5 if height > 180 else 3)
     y_labels = _labels(y_values)
     left = 14 + _LABEL * max(map(len, y_labels))
-    right, top, bottom = width - 14, 34 if y_label or mark else 8, height - 40
+    right = width - 14
+    top = 34 if y_label or mark else 8
+    bottom = height - 40
     x_values = ticks(first, last, max(2, round((right - left) / 90)), least=1)
 
     def x(value: float) -> float:
@@ -150,18 +158,17 @@ def chart(
     def y(value: float) -> float:
         return round(bottom - (value - low) / (high - low) * (bottom - top), 1)
 
-    lines = [
-        Line(
-            name,
-            kind,
-            " ".join(f"{x(b)},{y(v)}" for b, v in points),
-            [(x(b), y(v), f"batch {b:,.0f}: {name} {shown(v)}") for b, v in points]
-            if len(points) <= 40
-            else (),
-        )
-        for (name, kind), points in usable.items()
-    ]
+    lines = []
+    for (name, kind), points in usable.items():
+        path = " ".join(f"{x(b)},{y(v)}" for b, v in points)
+        dots = ()
+        if len(points) <= 40:
+            dots = [(x(b), y(v), f"batch {b:,.0f}: {name} {shown(v)}") for b, v in points]
+        lines.append(Line(name, kind, path, dots))
 
+    line = None
+    if mark and first <= mark[0] <= last:
+        line = (x(mark[0]), mark[1])
     x_labels = _labels(x_values)
     return Chart(
         *size,
@@ -171,7 +178,7 @@ def chart(
         lines,
         "batch",
         y_label,
-        (x(mark[0]), mark[1]) if mark and first <= mark[0] <= last else None,
+        line,
     )
 
 
@@ -182,16 +189,15 @@ def change_bars(change: Change) -> list[Bar]:
     most = max(abs(value) + (error or 0) for _, value, error in values) or 1.0
     digits = 3 if most < 2 else 2
 
-    return [
-        Bar(
-            name,
-            name,
-            max(0.0, value) / most,
-            f"{value:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}"),
-            None if error is None else (max(0.0, value - error) / most, (value + error) / most),
-        )
-        for name, value, error in values
-    ]
+    bars = []
+    for name, value, error in values:
+        label = f"{value:.{digits}f}"
+        ends = None
+        if error is not None:
+            label += f" ± {error:.{digits}f}"
+            ends = (max(0.0, value - error) / most, (value + error) / most)
+        bars.append(Bar(name, name, max(0.0, value) / most, label, ends))
+    return bars
 
 
 def memory_bars(gigabytes: Sequence[tuple[str, float]]) -> list[Bar]:

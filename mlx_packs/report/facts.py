@@ -35,7 +35,9 @@ class Change:
     @property
     def relative(self) -> float | None:
         """The change as a share of what it was before; None where that was 0."""
-        return self.after / self.before - 1 if self.before else None
+        if not self.before:
+            return None
+        return self.after / self.before - 1
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,9 @@ def number(value: object) -> float | None:
         value = float(value)
     except OverflowError:
         return None
-    return value if math.isfinite(value) and abs(value) < 1e30 else None
+    if math.isfinite(value) and abs(value) < 1e30:
+        return value
+    return None
 
 
 def text(value: object, most: int = 200) -> str:
@@ -121,7 +125,9 @@ def text(value: object, most: int = 200) -> str:
     if not isinstance(value, str):
         return ""
     shown = printable_text(value)
-    return shown if len(shown) <= most else shown[: most - 1] + "…"
+    if len(shown) <= most:
+        return shown
+    return shown[: most - 1] + "…"
 
 
 def rate_name(unit: str) -> str:
@@ -132,15 +138,20 @@ def name_alone(path: object) -> str:
     """Return the last part of a path; a hub id (``owner/name``) and other names as they are."""
     name = text(path)
     is_path = name.startswith(("/", "~", ".", "\\")) or name.count("/") > 1 or name[1:3] == ":\\"
-    return PurePosixPath(name.replace("\\", "/")).name or name if is_path else name
+    if not is_path:
+        return name
+    return PurePosixPath(name.replace("\\", "/")).name or name
 
 
 def points(pairs: object) -> Points:
     """Return those of a list of pairs that are two finite numbers, by batch."""
+    if not isinstance(pairs, (list, tuple)):
+        return []
+
     usable = []
-    for pair in pairs if isinstance(pairs, (list, tuple)) else ():
+    for pair in pairs:
         if isinstance(pair, (list, tuple)) and len(pair) == 2:
-            x, y = number(pair[0]), number(pair[1])
+            x, y = map(number, pair)
             if x is not None and y is not None:
                 usable.append((x, y))
 
@@ -151,7 +162,9 @@ def curve_of(lines: Iterable[Mapping]) -> dict[str, Points]:
     pairs: dict[str, list] = {}
     for line in lines:
         for key, value in line.items():
-            name = "rate" if key in ("tokens_per_s", "pairs_per_s") else key
+            name = key
+            if key in ("tokens_per_s", "pairs_per_s"):
+                name = "rate"
             if name in (*SERIES, "rate"):
                 pairs.setdefault(name, []).append((line.get("batch"), value))
     return {name: series for name, pair in pairs.items() if (series := points(pair))}
@@ -187,7 +200,9 @@ def short_curve(lines: Iterable[Mapping], most: int = 60) -> dict[str, list]:
 def stored_curve(manifest: Mapping) -> dict[str, Points]:
     """Return the losses or rewards that a manifest keeps (`short_curve`)."""
     measured = manifest.get("measured")
-    stored = measured.get("curve") if isinstance(measured, Mapping) else None
+    if not isinstance(measured, Mapping):
+        return {}
+    stored = measured.get("curve")
     if not isinstance(stored, Mapping):
         return {}
 
@@ -196,8 +211,11 @@ def stored_curve(manifest: Mapping) -> dict[str, Points]:
 
 
 def samples_of(stored: object) -> list[Sample]:
+    if not isinstance(stored, list):
+        return []
+
     samples = []
-    for entry in stored[:MOST_SAMPLES] if isinstance(stored, list) else ():
+    for entry in stored[:MOST_SAMPLES]:
         if isinstance(entry, Mapping) and isinstance(entry.get("prompt"), str):
             keys = ("prompt", "wanted", "before", "after")
             samples.append(Sample(*(text(entry.get(key), MOST_TEXT).strip() for key in keys)))
@@ -206,12 +224,16 @@ def samples_of(stored: object) -> list[Sample]:
 
 def masks_of(stored: object) -> list[Masked]:
     """Return training examples of `data.masks`, each cut to so many characters."""
+    if not isinstance(stored, list):
+        return []
+
     masks = []
-    for entry in stored[:MOST_SAMPLES] if isinstance(stored, list) else ():
+    for entry in stored[:MOST_SAMPLES]:
         if not isinstance(entry, Mapping) or not isinstance(entry.get("spans"), list):
             continue
 
-        left, spans = MOST_TEXT, []
+        left = MOST_TEXT
+        spans = []
         for span in entry["spans"]:
             if left > 0 and isinstance(span, Mapping):
                 shown = text(span.get("text"), left)

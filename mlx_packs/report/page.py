@@ -16,7 +16,8 @@ from .facts import Facts, progress_series, rate_name
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-_WIDE, _NARROW = (1040, 330), (360, 260)
+_WIDE = (1040, 330)
+_NARROW = (360, 260)
 _SMALL = (340, 150)
 
 
@@ -31,25 +32,36 @@ def environment() -> "Environment":
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=lambda value: printable_text(value) if type(value) is str else value,
+        finalize=_printable,
     )
 
     environment.filters |= {"shown": shown, "norm": norm}
     environment.globals |= {"change_bars": change_bars, "memory_bars": memory_bars}
-
     return environment
+
+
+def _printable(value: object) -> object:
+    """Return a plain text without what could steer a terminal; other values stay."""
+    if type(value) is not str:
+        return value
+    return printable_text(value)
 
 
 def norm(value: float, largest: float) -> str:
     """Return a norm with the decimals that fit the largest of a table."""
     if not 0.1 <= largest < 1e5:
         return f"{value:.2e}"
-    return f"{value:,.{max(0, 2 - len(str(int(largest))) + (largest >= 1))}f}"
+    decimals = 1
+    if largest >= 1:
+        decimals = max(0, 3 - len(str(int(largest))))
+    return f"{value:,.{decimals}f}"
 
 
 def render(facts: Facts) -> str:
     loss_label = "loss (nats per token)" if facts.unit == "tokens" else "loss"
-    mark = None if facts.best is None else (facts.best, "best")
+    mark = None
+    if facts.best is not None:
+        mark = (facts.best, "best")
 
     template = environment().get_template("page.html.jinja")
     return template.render(

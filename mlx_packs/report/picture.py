@@ -37,7 +37,8 @@ def draw(axes: "Axes", curve: Mapping[str, Points], loss_label: str) -> None:
     """Draw the losses or rewards of a run over batches; ``loss_label`` is that of losses."""
     names = progress_series(curve)
     measure = names[0]
-    labels, styles = (f"training {measure}", f"validation {measure}"), ("-", "o-")
+    labels = (f"training {measure}", f"validation {measure}")
+    styles = ("-", "o-")
     for name, label, style, color in zip(names, labels, styles, _COLOURS, strict=True):
         if series := thinned(curve.get(name, []), 2000):
             xs, ys = zip(*series, strict=True)

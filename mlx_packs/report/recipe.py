@@ -20,18 +20,20 @@ def recipe_sections(recipe: Mapping) -> list[tuple[str, Sequence[Setting]]]:
     Folders are named without their paths: a page is shared.
     """
     sections: dict[str, list[Setting]] = {name: [] for name in SECTIONS}
-    first = [("model", recipe.get("model"), True), ("resume_adapter_file", None, True)]
-    if isinstance(start := recipe.get("resume_adapter_file"), Mapping):
-        first[1] = ("resume_adapter_file", start.get("name"), True)
+    start = recipe.get("resume_adapter_file")
+    start_name = None
+    if isinstance(start, Mapping):
+        start_name = start.get("name")
 
-    for name, value, differs in first:
+    for name, value in (("model", recipe.get("model")), ("resume_adapter_file", start_name)):
         if value is not None:
-            sections["Model and data"].append((name, _shown(name, value), differs))
+            sections["Model and data"].append((name, _shown(name, value), True))
 
     for config in (DataConfig, LoRAConfig, TrainConfig):
         for field in dataclasses.fields(config):
             value = recipe.get(field.name)
-            value = list(value) if isinstance(value, tuple) else value
+            if isinstance(value, tuple):
+                value = list(value)
             tasks = tasks_of(field.name)
             is_other_task = bool(tasks) and not set(tasks) & set(_tasks_of(recipe))
             if value is None or value in ([], {}) or is_other_task:
@@ -52,9 +54,12 @@ def _tasks_of(recipe: Mapping) -> list[str]:
 
 
 def _default(field: dataclasses.Field) -> object:
-    if field.default is dataclasses.MISSING:
-        return field.default_factory() if callable(field.default_factory) else None
-    return list(field.default) if isinstance(field.default, tuple) else field.default
+    default = field.default
+    if default is dataclasses.MISSING:
+        default = field.default_factory() if callable(field.default_factory) else None
+    elif isinstance(default, tuple):
+        default = list(default)
+    return default
 
 
 def _shown(name: str, value: object) -> str:
@@ -70,7 +75,7 @@ def _shown(name: str, value: object) -> str:
         return ", ".join(shown)
     if isinstance(value, (list, tuple)):
         return ", ".join(_shown(name, item) for item in value[:20])
-    return text(value) if isinstance(value, str) else text(str(value))
+    return text(str(value))
 
 
 def _names(value: object) -> str:

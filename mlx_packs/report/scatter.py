@@ -34,7 +34,9 @@ class Axis:
         """Return where a value is: a number, its logarithm, or its place among the names."""
         if self.names is not None:
             return float(self.names.index(value_text(value)))
-        return math.log10(value) if self.is_log else float(value)
+        if self.is_log:
+            return math.log10(value)
+        return float(value)
 
     def ticks(self, low: float, high: float) -> list[tuple[float, str]]:
         if self.names is not None:
@@ -68,7 +70,9 @@ def scatter(
     width, height = size
     y_ticks = [(v, shown(v)) for v in ticks(bottom_y, top_y, 4)]
     left = 14 + _LABEL * max(len(label) for _, label in y_ticks)
-    right, top, bottom = width - 22, 34, height - 44
+    right = width - 22
+    top = 34
+    bottom = height - 44
 
     def x(place: float) -> float:
         return round(left + (place - low) / (high - low) * (right - left), 1)
@@ -86,18 +90,23 @@ def scatter(
         for (name, kind), each in series.items()
         if each
     ]
+
+    x_label = axis.name
+    if axis.is_log:
+        x_label += " (log scale)"
     return Chart(
         *size,
         *(left, right, top, bottom),
         [Tick(x(at), label) for at, label in axis.ticks(low, high)],
         [Tick(y(at), label) for at, label in y_ticks],
         lines,
-        axis.name + (" (log scale)" if axis.is_log else ""),
+        x_label,
         y_label,
     )
 
 
 def _bounds(values: Sequence[float]) -> tuple[float, float]:
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     margin = 0.08 * (high - low) or 0.05 * abs(high) or 1.0
     return low - margin, high + margin
