@@ -109,7 +109,6 @@ def page(content: Mapping) -> str:
     note = f"{content['search']} search · {metric} on held-out examples ({direction} is better)"
     name = content.get("name") or Path(content["sweep"]).name
     axes = [*_axes(content).values()]
-
     header, *lines = table(content)
     return render(Leaderboard(name, note, metric, figures, axes, entries, header, lines))
 

@@ -84,7 +84,6 @@ def train_trial(trial: Trial, until: int | None) -> Result:
 def _when_free(trial: Trial, until: int | None) -> Result:
     """Train a trial as soon as no process of an earlier sweep writes its run any more."""
     end = time.monotonic() + _WAIT_S
-
     while True:
         try:
             return train_trial(trial, until)
