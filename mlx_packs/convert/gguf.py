@@ -171,8 +171,8 @@ def gguf_tensors(pack: Pack, layout: Layout) -> tuple[Tensors, float]:
             b = _interleaved(b, heads)
 
         name = _tensor_name(path, spec, layout, pack.name)
-        pair = (mx.contiguous(a.T), mx.contiguous(b))
-        result |= zip((name + suffix for suffix in _SUFFIXES), pair, strict=True)
+        for suffix, factor in zip(_SUFFIXES, (a.T, b), strict=True):
+            result[name + suffix] = mx.contiguous(factor)
 
     return result, alpha
 

@@ -146,9 +146,8 @@ class _Planner:
 
     def requantize_others(self) -> None:
         """Change modules of a quantized base without an adapter, where they become smaller."""
-        for path, weight_format in smaller_formats(
-            self.base, self.request.requantize, self.weights
-        ).items():
+        smaller = smaller_formats(self.base, self.request.requantize, self.weights)
+        for path, weight_format in smaller.items():
             weight = frozen_weight(self.modules[path]).dense()
             self.weights[path] = weight.astype(self.dtype or weight.dtype)
             self.formats[path] = weight_format

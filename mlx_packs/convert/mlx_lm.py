@@ -66,7 +66,6 @@ class MlxLm:
     ) -> ExternalAdapter:
         """Cut back ranks padded with zeros; without ``ranks``, to what either factor uses."""
         adapter = ExternalAdapter(dict(stored.tensors))
-
         for name in stored.tensors:
             path, _, leaf = name.rpartition(".")
             if leaf not in _LEAVES:

@@ -367,7 +367,10 @@ def _check_specs(pack: Pack, model_type: str, specs: Specs) -> None:
 def _config(pack: Pack, model_type: str, specs: Specs) -> dict:
     """Return adapter_config.json: the commonest rank and alpha, and patterns for the others."""
     ranks = {path: spec.rank for path, spec in specs.items()}
-    alphas = {path: _number(common_scale([spec]) * spec.rank) for path, spec in specs.items()}
+    alphas = {}
+    for path, spec in specs.items():
+        value = common_scale([spec]) * spec.rank
+        alphas[path] = int(value) if value == int(value) else value
     rank = _commonest(ranks)
     alpha = _commonest(alphas)
 
@@ -435,10 +438,6 @@ def _targets(pack: Pack, model_type: str, specs: Specs) -> tuple[list[str], list
 
 def _commonest(values: Mapping[str, float]) -> float:
     return Counter(values.values()).most_common(1)[0][0]
-
-
-def _number(value: float) -> float | int:
-    return int(value) if value == int(value) else value
 
 
 def _notes(specs: Specs, config: dict) -> tuple[str, ...]:
