@@ -32,9 +32,12 @@ class QuantizedSequence(QuantizedKVCache):
         example = next(cache for cache in caches if not cache.empty())
 
         def rows(name: str) -> list[Quantized]:
-            stored = [getattr(example if cache.empty() else cache, name) for cache in caches]
-            pairs = zip(stored, lengths, strict=True)
-            return [_first_tokens(each, length, longest) for each, length in pairs]
+            padded = []
+            for cache, length in zip(caches, lengths, strict=True):
+                stored = getattr(example if cache.empty() else cache, name)
+                padding = longest - length
+                padded.append(tuple(_padded(x[..., :length, :], padding) for x in stored))
+            return padded
 
         batch.keys = _joined(rows("keys"))
         batch.values = _joined(rows("values"))
@@ -179,11 +182,6 @@ def _padded(x: mx.array, tokens: int) -> mx.array:
     if tokens == 0:
         return x
     return mx.pad(x, ((0, 0), (0, 0), (tokens, 0), (0, 0)))
-
-
-def _first_tokens(stored: Quantized, length: int, longest: int) -> Quantized:
-    """Return the first ``length`` tokens, padded on the left to ``longest``."""
-    return tree_map(lambda x: _padded(x[..., :length, :], longest - length), stored)
 
 
 def _room(x: mx.array, tokens: int) -> mx.array:
