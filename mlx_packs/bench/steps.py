@@ -37,7 +37,7 @@ Shape = tuple[int, int]  # examples, tokens of each
 
 @dataclass(frozen=True)
 class Side:
-    """Steps of one implementation; ``peak_bytes`` has MLX's arrays, the base's weights included."""
+    """Timed steps of one implementation, and MLX's peak if it ran on its own, the base included."""
 
     step_s: list[float]
     peak_bytes: int

@@ -78,6 +78,7 @@ class Facts:
     """The content of a page; every part but the title may be empty.
 
     Attributes:
+        title: the name of the pack or run, without its folder.
         status: what is missing of a run that is not over.
         curve: points of each of `SERIES`, and of the throughput as ``rate``.
         unit: what a run counts: tokens, pairs.
