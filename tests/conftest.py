@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
+from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_packs import train_pack
@@ -22,6 +23,7 @@ from mlx_packs.ops import _backend, dispatch
 from mlx_packs.packs.base import Base, load_base
 from mlx_packs.report import picture
 from mlx_packs.runtime import mx
+from mlx_packs.tasks import shared_prefix
 from mlx_packs.tasks.causal_lm import SamplePrompt
 from mlx_packs.terminal import printable
 from mlx_packs.training.observers.registry import OBSERVERS
@@ -230,6 +232,32 @@ def _no_picture() -> Iterator[None]:
     """Runs draw no loss.png, which takes as long as their steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(picture, "is_installed", lambda: False)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _trees_checked_once() -> Iterator[None]:
+    """Runs measure once for equal modules whether these compute trees, which takes as long as steps.
+
+    It is asked again where the answer is no; tests/objectives/test_shared_prefix.py tests it.
+    """
+    is_exact = set()
+    why_not_shared = shared_prefix.why_not_shared
+
+    def remembered(model, head, vocab_size, packed=False):
+        modules = [(n, type(m), getattr(m, "recompute", None)) for n, m in model.named_modules()]
+        trained = [(n, t.shape, t.dtype) for n, t in tree_flatten(model.trainable_parameters())]
+        asked = repr((modules, trained, head is None, vocab_size, packed))
+        if asked in is_exact:
+            return None
+
+        reason = why_not_shared(model, head, vocab_size, packed)
+        if reason is None:
+            is_exact.add(asked)
+        return reason
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_prefix, "why_not_shared", remembered)
         yield
 
 

@@ -109,7 +109,8 @@ def test_a_reward_sees_the_columns_of_its_rows(tmp_path, data):
         calls.append((prompts, completions, expected, n, others))
         return np.arange(len(completions), dtype=np.float32)
 
-    train_pack("tiny", data, LORA, settings(iters=1), tmp_path / "p", reward=reward)
+    few = settings(iters=1, max_completion_length=3)
+    train_pack("tiny", data, LORA, few, tmp_path / "p", reward=reward)
     prompts, completions, expected, n, others = calls[1]  # the first is of the held-out prompts
     assert len(prompts) == len(completions) == len(expected) == len(n) == 8
     assert prompts[0] == prompts[3] != prompts[4] and set(n) == {3}
@@ -131,7 +132,8 @@ def test_a_completion_has_the_form_of_its_prompt(tmp_path):
         seen.extend(zip(prompts, completions, strict=True))
         return [0.0] * len(completions)
 
-    changed = settings(iters=1, batch_size=2)
+    few = {"iters": 1, "num_generations": 2, "max_completion_length": 4}
+    changed = settings(**few)
     train_pack("tiny", tmp_path / "d", LORA, changed, tmp_path / "p", reward=reward)
     assert {type(prompt) for prompt, _ in seen} == {str, list}
     for prompt, completion in seen:
@@ -141,7 +143,7 @@ def test_a_completion_has_the_form_of_its_prompt(tmp_path):
             assert prompt == turns
             (turn,) = completion
             assert turn["role"] == "assistant" and isinstance(turn["content"], str)
-    exact = settings(iters=1, batch_size=2, reward="exact")
+    exact = settings(**few, reward="exact")
     run = train_pack("tiny", tmp_path / "d", LORA, exact, tmp_path / "q")
     assert 0 <= run.report["reward_after"] <= 1
 
@@ -158,7 +160,8 @@ def test_a_completion_has_the_form_of_its_prompt(tmp_path):
 )  # fmt: skip
 def test_a_reward_that_is_none_ends_the_run_with_one_line(tmp_path, data, reward, fault):
     with raises("data", "reward") as error:
-        train_pack("tiny", data, LORA, settings(), tmp_path / "p", reward=reward)
+        few = settings(max_completion_length=2)
+        train_pack("tiny", data, LORA, few, tmp_path / "p", reward=reward)
     assert fault in error.value.message and "\n" not in error.value.message
     assert not (tmp_path / "p").exists()
 

@@ -54,7 +54,7 @@ def chat(number: int) -> dict:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    rows = [chat(i) for i in range(24)]
+    rows = [chat(i) for i in range(20)]
     return write_rows(tmp_path_factory.mktemp("data") / "d", train=rows[:16], valid=rows[16:])
 
 
@@ -64,6 +64,12 @@ def trained(data, folder, lora=LORA, **changes):
 
 def losses_of(run) -> list[float]:
     return [line["loss"] for line in run.curve if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def on_trees(data, tmp_path_factory):
+    """A finished run on trees; tests only read it."""
+    return trained(data, tmp_path_factory.mktemp("on") / "trees", share_prefix="on")
 
 
 @pytest.mark.parametrize(
@@ -82,10 +88,11 @@ def losses_of(run) -> list[float]:
     ],
     ids=str,
 )
-def test_a_run_on_trees_learns_what_one_on_rows_learns(data, tmp_path, changes):
+def test_a_run_on_trees_learns_what_one_on_rows_learns(data, on_trees, tmp_path, changes):
     lora = None if "method" in changes else LORA
-    rows = trained(data, tmp_path / "rows", lora, **changes)
-    trees = trained(data, tmp_path / "trees", lora, share_prefix="on", **changes)
+    rows, trees = trained(data, tmp_path / "rows", lora, **changes), on_trees
+    if changes:
+        trees = trained(data, tmp_path / "trees", lora, share_prefix="on", **changes)
     np.testing.assert_allclose(losses_of(trees), losses_of(rows), rtol=2e-5)
     assert trees.report["ppl_before"] == pytest.approx(rows.report["ppl_before"], rel=1e-5)
     assert trees.report["ppl_after"] == pytest.approx(rows.report["ppl_after"], rel=1e-4)
@@ -116,7 +123,7 @@ def test_rows_that_begin_others_are_merged_into_them(tmp_path, capsys, system):
     data = write_rows(
         tmp_path / "d", train=train, valid=[row for rows in chats[4:] for row in rows]
     )
-    settings = {"loss_on": "assistant", "iters": 4, "max_seq_length": 192}
+    settings = {"loss_on": "assistant", "iters": 2, "max_seq_length": 192}
 
     rows = trained(data, tmp_path / "rows", batch_size=12, **settings)
     capsys.readouterr()
@@ -140,9 +147,9 @@ def test_auto_leaves_apart_what_saves_too_little(tmp_path):
     """One row of 17 begins another."""
     rows = [row for i in range(16) for row in turns_of(i, False)[2:]]
     data = write_rows(tmp_path / "d", train=[*rows, *turns_of(3, False)[:1]], valid=rows[:2])
-    run = trained(data, tmp_path / "auto", share_prefix="auto", iters=1)
+    run = trained(data, tmp_path / "auto", share_prefix="auto", iters=1, **UNSCORED)
     assert run.report["shared_prefix"] is None
-    run = trained(data, tmp_path / "on", share_prefix="on", iters=1)
+    run = trained(data, tmp_path / "on", share_prefix="on", iters=1, **UNSCORED)
     assert run.report["shared_prefix"]["merged"] == 1
 
 
@@ -231,7 +238,7 @@ def test_the_passes_of_a_batch_are_those_of_its_tree():
 
 
 def test_auto_leaves_the_order_of_examples(documents, tmp_path):
-    settings = {"iters": 1, "max_seq_length": 256, "batch_size": 8, **UNSCORED}
+    settings = {"iters": 1, "max_seq_length": 256, "batch_size": 3, **UNSCORED}
     rows = trained(documents, tmp_path / "rows", **settings)
     auto = trained(documents, tmp_path / "auto", share_prefix="auto", **settings)
     assert losses_of(auto) == losses_of(rows) and auto.report["shared_prefix"] is None
@@ -244,10 +251,10 @@ def plain(tmp_path_factory):
 
 
 def in_phases(first, second, folder, **changes):
-    """A run of three batches on each of two data sets."""
-    phases = [mp.Phase(name, data=str(d), iters=3) for name, d in (("a", first), ("b", second))]
+    """A run of a batch on each of two data sets."""
+    phases = [mp.Phase(name, data=str(d), iters=1) for name, d in (("a", first), ("b", second))]
     settings = {name: value for name, value in SETTINGS.items() if name != "iters"}
-    settings |= {"share_prefix": "on", **changes}
+    settings |= {"share_prefix": "on", **UNSCORED, **changes}
     train = TrainConfig(**settings, phases=tuple(phases))
     return train_pack("tiny", None, LORA, train, folder)
 
@@ -317,14 +324,14 @@ def test_both_completions_of_a_prompt_share_it(preferences, rated, tmp_path, tas
 def test_prompts_behind_one_system_prompt_are_a_second_level(tmp_path, capsys):
     """The gradients of a batch go through prompts to what is before all of them."""
     rows = []
-    for number in range(12):
-        words = " ".join(f"{number + i} and" for i in range(12))
+    for number in range(10):
+        words = " ".join(f"{number + i} and" for i in range(8))
         system, user = {"role": "system", "content": SYSTEM}, {"role": "user", "content": words}
         answers = {"chosen": f"It is {number}.", "rejected": f"It was {number + 1} once."}
         rows.append({"prompt": [system, user], **answers})
     data = write_rows(tmp_path / "d", train=rows[:8], valid=rows[8:])
 
-    settings = {"task": "dpo", "iters": 3, "max_seq_length": 256}
+    settings = {"task": "dpo", "iters": 2, "batch_size": 2, "max_seq_length": 256, **UNSCORED}
     ordinary = trained(data, tmp_path / "rows", **settings)
     capsys.readouterr()
     trees = trained(data, tmp_path / "trees", share_prefix="on", **settings)
@@ -371,17 +378,13 @@ def test_the_completions_that_are_generated_share_their_prompt(
     assert trees.report["plan_peak_gb"] < 0.95 * rows.report["plan_peak_gb"]
 
 
-def test_a_resumed_run_on_trees_equals_an_unbroken_one_to_the_bit(data, tmp_path):
-    whole = trained(data, tmp_path / "a", share_prefix="on")
-    trained(data, tmp_path / "b", share_prefix="on", iters=3)
-    resumed = trained_again(data, tmp_path / "b")
-    for name, tensor in whole.pack.tensors.items():
+def test_a_resumed_run_on_trees_equals_an_unbroken_one_to_the_bit(data, on_trees, tmp_path):
+    changes = {"share_prefix": "on", **UNSCORED}
+    trained(data, tmp_path / "b", iters=3, **changes)
+    train = TrainConfig(**SETTINGS | changes)
+    resumed = train_pack("tiny", data, LORA, train, tmp_path / "b", resume=True)
+    for name, tensor in on_trees.pack.tensors.items():
         assert mx.array_equal(tensor, resumed.pack.tensors[name]).item(), name
-
-
-def trained_again(data, folder):
-    train = TrainConfig(**SETTINGS | {"share_prefix": "on"})
-    return train_pack("tiny", data, LORA, train, folder, resume=True)
 
 
 @pytest.mark.parametrize(
@@ -448,7 +451,8 @@ def test_what_is_trained_changes_between_updates_alone(data, tmp_path, monkeypat
     """As the rounding of --for-merge, which would change a prefix that is computed once."""
     progress = []
     monkeypatch.setattr(Attached, "at", lambda self, share: progress.append(share))
-    trained(data, tmp_path / "p", grad_accumulation_steps=2, iters=6, **UNSCORED)
+    few = {"batch_size": 1, "grad_accumulation_steps": 2, "iters": 6}
+    trained(data, tmp_path / "p", **few, **UNSCORED)
     assert progress == [0, 2 / 6, 4 / 6]
 
 
@@ -456,7 +460,8 @@ def test_packed_examples_of_other_attention_are_computed_whole(data, tmp_path, c
     monkeypatch.setattr(shared_prefix, "attends_in_groups", lambda model: False)
     with raises("unsupported", "share_prefix", "not computed example by example"):
         trained(data, tmp_path / "on", share_prefix="on", packing=True)
-    run = trained(data, tmp_path / "auto", share_prefix="auto", packing=True, iters=1)
+    few = {"iters": 1, **UNSCORED}
+    run = trained(data, tmp_path / "auto", share_prefix="auto", packing=True, **few)
     assert "every row of a qwen3 model: with --packing its attention" in capsys.readouterr().err
     assert run.report["shared_prefix"] is None
 
@@ -475,7 +480,7 @@ def test_packed_batches_that_would_each_be_compiled_are_no_trees(monkeypatch, ca
 def test_without_a_common_beginning_nothing_is_shared(tmp_path, capsys):
     rows = [{"text": f"{i} is the number of this text, which is long enough."} for i in range(8)]
     data = write_rows(tmp_path / "d", train=rows, valid=rows[:2])
-    run = trained(data, tmp_path / "p", share_prefix="on", iters=1)
+    run = trained(data, tmp_path / "p", share_prefix="on", iters=1, **UNSCORED)
     assert run.report["shared_prefix"] is None
     assert "fewer than 16 tokens are common: none is shared" in capsys.readouterr().err
 
@@ -490,7 +495,7 @@ def test_a_model_that_computes_trees_otherwise_gets_rows(data, tmp_path, capsys,
     monkeypatch.setattr(shared_prefix, "why_not_shared", lambda *_: "its loss is off by 1")
     with raises("unsupported", "share_prefix", "a qwen3 model", "its loss is off by 1"):
         trained(data, tmp_path / "on", share_prefix="on")
-    run = trained(data, tmp_path / "auto", share_prefix="auto", iters=1)
+    run = trained(data, tmp_path / "auto", share_prefix="auto", iters=1, **UNSCORED)
     assert "in every row of a qwen3 model: its loss is off by 1" in capsys.readouterr().err
     assert run.report["shared_prefix"] is None
 
