@@ -116,8 +116,8 @@ def test_train_counts_and_says_what_is_cut(data_here, run):
     write_rows(
         data_here / "d", train=[*CHATS, chat("Say it.", "word " * 60), chat("long " * 60, "Yes.")]
     )
-    args = ("--out", "o", "--iters", "1", "--max-seq-length", "40")
-    code, _, err = run("train", "--data", "d", *args)
+    args = ("--out", "o", "--iters", "1", "--max-seq-length", "40", "--matmul-path", "dense")
+    code, _, err = run("train", "--data", "d", *args, "--num-layers", "1")
     assert code == 0
     (line,) = (line for line in err.splitlines() if "--max-seq-length" in line)
     assert (
@@ -278,7 +278,7 @@ def test_train_last_update_that_breaks_the_model_makes_no_pack(data_here, run, s
 
 @pytest.mark.parametrize(("every", "steps"), [("2", ["step-000003", "step-000006"])])
 def test_train_checkpoint_due_within_an_update_comes_after_it(data_here, run, every, steps):
-    accumulate = ("--grad-accumulation-steps", "3", "--batch-size", "2", "--iters", "6")
+    accumulate = ("--grad-accumulation-steps", "3", "--batch-size", "1", "--iters", "6")
     code, _, _ = run(*COMMAND, *accumulate, "--save-every", every)
     assert code == 0
     assert sorted(p.name for p in (data_here / "o-run").glob("step-*")) == steps
@@ -295,7 +295,7 @@ def test_train_full_disk_leaves_the_last_checkpoint_and_no_pack(data_here, run, 
         real(file, tensors, metadata)
 
     monkeypatch.setattr(mx, "save_safetensors", save)
-    code, out, err = run(*COMMAND, "--save-every", "1")
+    code, out, err = run(*COMMAND, "--save-every", "1", "--batch-size", "1")
     assert (code, out, err.count("\n")) == (2, "", 1)
     check(run.error, "unwritable", None, "[write] Unable to write 611 bytes")
     assert sorted(p.name for p in data_here.iterdir()) == ["d", "o-run"]

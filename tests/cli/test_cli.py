@@ -141,12 +141,19 @@ def test_doctor_reports_the_machine_and_every_kernel(tmp_path):
         assert kernel["ok"] and kernel["backend"] == "reference" and kernel["max_error"] > 0
 
 
+@pytest.fixture
+def nothing_timed(monkeypatch):
+    """Doctor checks kernels, and times each once; rates of the machine are not measured."""
+    monkeypatch.setattr(diagnostics, "matmul_gflops", lambda: 1.0)
+    monkeypatch.setattr(diagnostics, "COPIES", 1)
+    monkeypatch.setattr(diagnostics, "_REPEATS", 1)
+    monkeypatch.setattr(rates, "examine_rates", lambda: RATES)
+
+
+@pytest.mark.usefixtures("nothing_timed")
 def test_doctor_shows_a_failing_kernel_and_exits_with_1(monkeypatch):
     instances = [i for i in diagnostics.kernel_instances() if "float32 rank 8 4096" in i.name]
     monkeypatch.setattr(diagnostics, "kernel_instances", lambda: instances)
-    monkeypatch.setattr(diagnostics, "matmul_gflops", lambda: 1.0)
-    monkeypatch.setattr(diagnostics, "COPIES", 1)
-    monkeypatch.setattr(rates, "examine_rates", lambda: RATES)
     with emulation("metal", orders=("forward",)):
         small = [replace(i, workload=lambda b, i=i: i.checks(b)[0]) for i in instances]
         monkeypatch.setattr(diagnostics, "kernel_instances", lambda: small)
@@ -161,6 +168,7 @@ def test_doctor_shows_a_failing_kernel_and_exits_with_1(monkeypatch):
         assert "a kernel is wrong on this machine" in bad.stderr
 
 
+@pytest.mark.usefixtures("nothing_timed")
 def test_doctor_takes_the_sizes_of_a_base(run):
     code, out, _ = run("doctor", "--model", "tiny", "--rank", 8, "--json")
     names = [kernel["instance"] for kernel in json.loads(out)["kernels"]]
@@ -170,6 +178,7 @@ def test_doctor_takes_the_sizes_of_a_base(run):
     check(run.error, "invalid", "rank", "--rank 65")
 
 
+@pytest.mark.usefixtures("nothing_timed")
 def test_doctor_measures_the_weights_of_an_nf4_base(tmp_path, run):
     write_quantized(tmp_path / "nf4", write_checkpoint(tmp_path / "dense"), mode="nf4")
     _, out, _ = run("doctor", "--model", tmp_path / "nf4", "--json")
@@ -232,7 +241,8 @@ def test_a_run_on_texts_ends_with_a_command_that_continues_one(tmp_path):
     text = "Once there was a fox who lived by the river and sang all day long."
     (tmp_path / "train.jsonl").write_text((json.dumps({"text": text}) + "\n") * 8)
     out = tmp_path / "pack"
-    result = invoke("train", "--data", tmp_path / "train.jsonl", "--iters", 1, "--out", out)
+    few = ("--iters", 1, "--batch-size", 1, "--matmul-path", "dense", "--num-layers", 1)
+    result = invoke("train", "--data", tmp_path / "train.jsonl", *few, "--out", out)
     last = result.stdout.splitlines()[-1]
     assert last.startswith(f"packs generate --pack {out} --raw --prompt 'Once there was"), last
     shown = invoke(*shlex.split(last)[1:], "--max-tokens", 2)
@@ -306,8 +316,6 @@ def test_attached_merged_and_stock_mlx_lm_give_the_same_logits(answers):
 def test_one_row_has_no_standard_error(answers, tmp_path):
     line = (answers / "rows" / "test.jsonl").read_text().splitlines()[0]
     (tmp_path / "one.jsonl").write_text(line + "\n")
-    report = json.loads(
-        invoke("eval", answers / "pack", "--data", tmp_path / "one.jsonl", "--json").stdout
-    )
-    assert report["base"]["ppl_se"] is None
-    assert "±" not in invoke("eval", answers / "pack", "--data", tmp_path / "one.jsonl").stdout
+    evaluated = ("eval", answers / "pack", "--data", tmp_path / "one.jsonl")
+    assert json.loads(invoke(*evaluated, "--json").stdout)["base"]["ppl_se"] is None
+    assert "±" not in invoke(*evaluated).stdout

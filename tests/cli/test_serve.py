@@ -20,7 +20,7 @@ from tests.helpers.errors import check
 from tests.helpers.packs import edit_manifest, random_pack
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 8  # that a server may take to end: 4, and a busy machine
+SECONDS = 6  # that a server may take to end: 2, and a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ class Process:
             "--port",
             "0",
             "--grace",
-            "3",
+            "1",
         ]
         command += args
         self.process = subprocess.Popen(
