@@ -27,6 +27,7 @@ from mlx_packs.tasks import shared_prefix
 from mlx_packs.tasks.causal_lm import SamplePrompt
 from mlx_packs.terminal import printable
 from mlx_packs.training.observers.registry import OBSERVERS
+from tests.helpers import bases
 from tests.helpers.emulation import Emulated, emulation
 from tests.helpers.encoders import write_encoder
 from tests.helpers.local_hub import LocalHub, local_hub
@@ -73,6 +74,12 @@ def tiny() -> Base:
 def shared_tiny() -> Base:
     """The embedded base, loaded once; tests leave it as it was."""
     return load_base("tiny")
+
+
+@pytest.fixture(scope="session")
+def dense_tiny() -> Base:
+    """The embedded base with dense weights, loaded once; tests leave it as it was."""
+    return bases.dense_tiny()
 
 
 @pytest.fixture(scope="session")

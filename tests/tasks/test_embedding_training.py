@@ -138,7 +138,7 @@ def test_a_resumed_run_equals_an_unbroken_one_to_the_bit(
     encoder, pair_data, tmp_path, monkeypatch, loss
 ):
     lora = LoRAConfig(rank=4, dropout=0.1)
-    train = settings(iters=8, save_every=100, loss=loss, **parts_of(loss, 6))
+    train = settings(iters=5, save_every=100, loss=loss, **parts_of(loss, 6))
     whole = train_pack(encoder, str(pair_data["pairs"]), lora, train, tmp_path / "whole")
     taken = []
 
@@ -186,7 +186,7 @@ def test_resume_holds_the_settings_of_the_loss(encoder, pair_data, tmp_path, cha
 def test_recomputed_blocks_give_the_same_steps(encoder, pair_data, tmp_path):
     losses = []
     for policy in ("none", "block"):
-        train = settings(recompute=policy, steps_per_report=1)
+        train = settings(recompute=policy, steps_per_report=1, iters=3, batch_size=8)
         result = train_pack(encoder, str(pair_data["pairs"]), LORA, train, tmp_path / policy)
         losses.append([line["loss"] for line in result.curve])
     assert np.abs(np.subtract(*losses)).max() < 1e-5

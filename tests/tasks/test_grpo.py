@@ -10,6 +10,7 @@ from mlx_packs import LoRAConfig, Pack, TrainConfig, train_pack
 from mlx_packs.cli.train import train as train_command
 from mlx_packs.objectives.grpo import advantages, policy_loss
 from mlx_packs.runtime import mx
+from tests.helpers.bases import dense_tiny
 from tests.helpers.errors import raises
 from tests.helpers.preferences import preference
 from tests.helpers.rows import write_rows
@@ -72,7 +73,7 @@ def test_advantages_and_losses_are_those_of_the_paper():
 @pytest.mark.slow
 def test_a_run_earns_more_reward(tmp_path, data):
     train = settings(iters=6, bias_correction=False)  # six updates are small with it
-    run = train_pack("tiny", data, LORA, train, tmp_path / "p", reward=shorter)
+    run = train_pack(dense_tiny(), data, LORA, train, tmp_path / "p", reward=shorter)
     report = run.report
     assert report["reward_after"] > report["reward_before"] + 0.1
     assert {"reward", "reward_std", "tokens_per_s"} <= set(run.curve[0])
@@ -86,10 +87,12 @@ def test_a_run_earns_more_reward(tmp_path, data):
     "changes", [{}, {"beta": 0.1}, {"grad_accumulation_steps": 2, "recompute": "block"}]
 )
 def test_a_resumed_run_is_bit_identical(tmp_path, data, changes):
-    train_pack("tiny", data, LORA, settings(**changes), tmp_path / "a", reward=shorter)
+    train_pack(dense_tiny(), data, LORA, settings(**changes), tmp_path / "a", reward=shorter)
     part = settings(**changes, **{"iters": 2})
-    train_pack("tiny", data, LORA, part, tmp_path / "b", reward=shorter)
-    train_pack("tiny", data, LORA, settings(**changes), tmp_path / "b", reward=shorter, resume=True)
+    train_pack(dense_tiny(), data, LORA, part, tmp_path / "b", reward=shorter)
+    train_pack(
+        dense_tiny(), data, LORA, settings(**changes), tmp_path / "b", reward=shorter, resume=True
+    )
     assert same(tmp_path / "a", tmp_path / "b")
 
 
@@ -97,7 +100,7 @@ def test_a_resumed_run_is_bit_identical(tmp_path, data, changes):
 def test_rewards_follow_completions(tmp_path, data):
     phases = [{"name": "sft", "task": "lm", "iters": 2}, {"name": "rl", "iters": 2}]
     train = {**SETTINGS, "phases": phases, "reward": "exact"}
-    run = train_pack("tiny", data, LORA, train, tmp_path / "p")
+    run = train_pack(dense_tiny(), data, LORA, train, tmp_path / "p")
     assert [phase["task"] for phase in run.report["phases"]] == ["lm", "grpo"]
     assert run.report["reward_after"] >= 0
 
@@ -110,7 +113,7 @@ def test_a_reward_sees_the_columns_of_its_rows(tmp_path, data):
         return np.arange(len(completions), dtype=np.float32)
 
     few = settings(iters=1, max_completion_length=3)
-    train_pack("tiny", data, LORA, few, tmp_path / "p", reward=reward)
+    train_pack(dense_tiny(), data, LORA, few, tmp_path / "p", reward=reward)
     prompts, completions, expected, n, others = calls[1]  # the first is of the held-out prompts
     assert len(prompts) == len(completions) == len(expected) == len(n) == 8
     assert prompts[0] == prompts[3] != prompts[4] and set(n) == {3}
@@ -134,7 +137,7 @@ def test_a_completion_has_the_form_of_its_prompt(tmp_path):
 
     few = {"iters": 1, "num_generations": 2, "max_completion_length": 4}
     changed = settings(**few)
-    train_pack("tiny", tmp_path / "d", LORA, changed, tmp_path / "p", reward=reward)
+    train_pack(dense_tiny(), tmp_path / "d", LORA, changed, tmp_path / "p", reward=reward)
     assert {type(prompt) for prompt, _ in seen} == {str, list}
     for prompt, completion in seen:
         if isinstance(prompt, str):
@@ -144,7 +147,7 @@ def test_a_completion_has_the_form_of_its_prompt(tmp_path):
             (turn,) = completion
             assert turn["role"] == "assistant" and isinstance(turn["content"], str)
     exact = settings(**few, reward="exact")
-    run = train_pack("tiny", tmp_path / "d", LORA, exact, tmp_path / "q")
+    run = train_pack(dense_tiny(), tmp_path / "d", LORA, exact, tmp_path / "q")
     assert 0 <= run.report["reward_after"] <= 1
 
 
@@ -161,7 +164,7 @@ def test_a_completion_has_the_form_of_its_prompt(tmp_path):
 def test_a_reward_that_is_none_ends_the_run_with_one_line(tmp_path, data, reward, fault):
     with raises("data", "reward") as error:
         few = settings(max_completion_length=2)
-        train_pack("tiny", data, LORA, few, tmp_path / "p", reward=reward)
+        train_pack(dense_tiny(), data, LORA, few, tmp_path / "p", reward=reward)
     assert fault in error.value.message and "\n" not in error.value.message
     assert not (tmp_path / "p").exists()
 
@@ -192,9 +195,9 @@ def test_rows_that_give_no_prompt_or_answer_are_named(tmp_path, data):
     rows = [{"prompt": "Say red.", "answer": "red"}, {"prompt": "Say " * 80}]
     short = write_rows(tmp_path / "a", train=rows[:1] * 4, valid=rows[:1])
     with raises("data", "reward", "train.jsonl:1", "needs the expected completion in 'completion'"):
-        train_pack("tiny", short, LORA, settings(reward="exact"), tmp_path / "p")
+        train_pack(dense_tiny(), short, LORA, settings(reward="exact"), tmp_path / "p")
     long = write_rows(tmp_path / "b", train=rows[:1] * 3 + rows[1:], valid=rows[:1])
     with raises("data", "max_seq_length", "train.jsonl:4", "leaves no room for a completion"):
-        train_pack("tiny", long, LORA, settings(), tmp_path / "p", reward=shorter)
+        train_pack(dense_tiny(), long, LORA, settings(), tmp_path / "p", reward=shorter)
     with raises("data", None, "train.jsonl:1", "must have the columns {prompt, completion}"):
-        train_pack("tiny", short, LORA, TrainConfig(), tmp_path / "p")
+        train_pack(dense_tiny(), short, LORA, TrainConfig(), tmp_path / "p")

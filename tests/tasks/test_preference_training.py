@@ -12,6 +12,7 @@ from mlx_packs.errors import PackError
 from mlx_packs.nn.noisy_embedding import NoisyEmbedding
 from mlx_packs.reading import read_json
 from mlx_packs.runtime import mx
+from tests.helpers.bases import dense_tiny
 from tests.helpers.errors import raises
 from tests.helpers.preferences import preference, rated
 from tests.helpers.rows import write_rows
@@ -63,7 +64,7 @@ SLOW = pytest.mark.slow
 )
 def test_a_run_learns_what_is_preferred(tmp_path, data, rated_data, task):
     chosen = rated_data if task == "kto" else data
-    run = train_pack("tiny", chosen, LORA, settings(task=task), tmp_path / "p")
+    run = train_pack(dense_tiny(), chosen, LORA, settings(task=task), tmp_path / "p")
     report, manifest = run.report, Pack.open(tmp_path / "p").manifest
     assert report["reward_margin_after"] > report["reward_margin_before"] + 0.05
     assert report["loss_after"] < report["loss_before"]
@@ -90,10 +91,10 @@ def test_a_run_learns_what_is_preferred(tmp_path, data, rated_data, task):
 def test_a_resumed_run_is_bit_identical(tmp_path, data, rated_data, task, changes):
     chosen = rated_data if task == "kto" else data
     whole = settings(task=task, **changes)  # 6 batches: the second epoch begins within them
-    train_pack("tiny", chosen, LORA, whole, tmp_path / "whole")
+    train_pack(dense_tiny(), chosen, LORA, whole, tmp_path / "whole")
     part = settings(task=task, **changes | {"iters": 4})
-    train_pack("tiny", chosen, LORA, part, tmp_path / "part")
-    train_pack("tiny", chosen, LORA, whole, tmp_path / "part", resume=True)
+    train_pack(dense_tiny(), chosen, LORA, part, tmp_path / "part")
+    train_pack(dense_tiny(), chosen, LORA, whole, tmp_path / "part", resume=True)
     assert same(tmp_path / "whole", tmp_path / "part")
 
 
@@ -111,7 +112,7 @@ def phases_of(data, tmp_path) -> list[dict]:
 def test_preferences_follow_completions_with_the_reference_of_that_moment(tmp_path, data):
     shared = {**SETTINGS, "task": "lm", "beta": 0.3, "z_loss": 1e-4}
     phases = phases_of(data, tmp_path)
-    run = train_pack("tiny", None, LORA, {**shared, "phases": phases}, tmp_path / "p")
+    run = train_pack(dense_tiny(), None, LORA, {**shared, "phases": phases}, tmp_path / "p")
     reference = mx.load(str(tmp_path / "p-run" / "reference-000003.safetensors"))
     alone = train_pack(
         "tiny", phases[0]["data"], LORA, settings(task="lm", iters=3, z_loss=1e-4), tmp_path / "a"
@@ -126,7 +127,7 @@ def test_preferences_follow_completions_with_the_reference_of_that_moment(tmp_pa
     assert run.pack.manifest["data"]["rows"]["dpo/train"] == 16
     shutil.rmtree(tmp_path / "p-run" / "step-000007")
     pack = tensors_of(tmp_path / "p")
-    train_pack("tiny", None, LORA, {**shared, "phases": phases}, tmp_path / "p", resume=True)
+    train_pack(dense_tiny(), None, LORA, {**shared, "phases": phases}, tmp_path / "p", resume=True)
     resumed = tensors_of(tmp_path / "p")
     assert all(np.array_equal(pack[n], resumed[n]) for n in pack)
 
@@ -135,14 +136,14 @@ def test_preferences_follow_completions_with_the_reference_of_that_moment(tmp_pa
 def test_each_phase_of_preferences_has_its_own_reference(tmp_path, data):
     phases = [{"name": name, "data": str(data), "iters": 3} for name in "ab"]
     train = {**SETTINGS, "phases": phases}
-    run = train_pack("tiny", None, LORA, train, tmp_path / "p")
+    run = train_pack(dense_tiny(), None, LORA, train, tmp_path / "p")
     losses = {line["batch"]: line["loss"] for line in run.curve if "loss" in line}
     assert losses[1] == pytest.approx(np.log(2), abs=1e-4)  # as the phase began: nothing gained
     assert losses[4] == pytest.approx(np.log(2), abs=1e-4) and losses[3] < losses[4]
 
     shutil.rmtree(tmp_path / "p-run" / "step-000006")
     shutil.copytree(tmp_path / "p", tmp_path / "whole")
-    resumed = train_pack("tiny", None, LORA, train, tmp_path / "p", resume=True)
+    resumed = train_pack(dense_tiny(), None, LORA, train, tmp_path / "p", resume=True)
     assert same(tmp_path / "whole", tmp_path / "p")
     for key in ("phases", "preference_accuracy_after", "reward_margin_after"):
         assert run.report[key] == resumed.report[key]
@@ -155,8 +156,9 @@ def test_phases_of_several_tasks_have_the_noise_of_embeddings_once(tmp_path, dat
         NoisyEmbedding, "__init__", lambda self, *args: (made.append(self), init(self, *args))[1]
     )
     shared = {**SETTINGS, "task": "lm", "neftune_noise_alpha": 5.0}
+    shared |= {"val_batches": 0, "test_batches": 1}
     phases = [{**phase, "iters": 1} for phase in phases_of(data, tmp_path)]
-    train_pack("tiny", None, LORA, {**shared, "phases": phases}, tmp_path / "p")
+    train_pack(dense_tiny(), None, LORA, {**shared, "phases": phases}, tmp_path / "p")
     assert len(made) == 1
 
 
@@ -224,6 +226,7 @@ def test_phases_whose_tasks_do_not_go_together_are_named(phases, error):
 
 def test_a_run_shows_what_it_learned(tmp_path, data):
     flags = ["--model", "tiny", "--task", "dpo", "--iters", "2", "--batch-size", "2"]
+    flags += ["--matmul-path", "dense", "--num-layers", "1"]
     places = ["--data", data, "--out", tmp_path / "p", "--max-seq-length", "96"]
     result = CliRunner().invoke(train_command, [str(x) for x in flags + places])
     assert result.exit_code == 0, result.output

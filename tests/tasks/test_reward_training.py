@@ -7,6 +7,7 @@ from click.testing import CliRunner
 from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, train_pack
 from mlx_packs.cli.train import train as train_command
 from mlx_packs.runtime import mx
+from tests.helpers.bases import dense_tiny
 from tests.helpers.errors import check, raises
 from tests.helpers.preferences import preference
 from tests.helpers.rows import write_rows
@@ -43,7 +44,7 @@ def tensors_of(folder) -> dict[str, np.ndarray]:
 def test_a_run_learns_what_is_preferred(tmp_path, data):
     base = load_base("tiny")
     modules = dict(base.model.named_modules())
-    run = train_pack(base, data, LORA, settings(), tmp_path / "p")
+    run = train_pack(base, data, LORA, settings(iters=4), tmp_path / "p")
     report, manifest = run.report, Pack.open(tmp_path / "p").manifest
     assert report["preference_accuracy_after"] > max(0.8, report["preference_accuracy_before"])
     assert report["reward_margin_after"] > report["reward_margin_before"] + 0.2
@@ -106,7 +107,7 @@ def test_rewards_follow_completions(tmp_path, data):
     phases = phases_of(data, tmp_path)
     shared = {**SETTINGS, "task": "lm"}
     del shared["iters"]
-    run = train_pack("tiny", None, LORA, {**shared, "phases": phases}, tmp_path / "p")
+    run = train_pack(dense_tiny(), None, LORA, {**shared, "phases": phases}, tmp_path / "p")
     assert [phase["task"] for phase in run.report["phases"]] == ["lm", "reward"]
     assert run.report["reward_margin_after"] > run.report["reward_margin_before"]
     sft, reward = run.report["phases"]

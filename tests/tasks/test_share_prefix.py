@@ -18,6 +18,7 @@ from mlx_packs.objectives.causal_lm import CausalLM
 from mlx_packs.runtime import mx
 from mlx_packs.tasks import shared_prefix
 from tests.data.test_groups import documents as documents_of
+from tests.helpers.bases import dense_tiny
 from tests.helpers.errors import raises
 from tests.helpers.families import family_base
 from tests.helpers.models import base_of
@@ -59,7 +60,9 @@ def data(tmp_path_factory):
 
 
 def trained(data, folder, lora=LORA, **changes):
-    return train_pack("tiny", data, lora, TrainConfig(**SETTINGS | changes), folder)
+    own = changes.keys() & {"method", "matmul_path"}  # what alters the base, or how it computes
+    base = "tiny" if own else dense_tiny()
+    return train_pack(base, data, lora, TrainConfig(**SETTINGS | changes), folder)
 
 
 def losses_of(run) -> list[float]:
@@ -203,7 +206,7 @@ def test_a_resumed_run_on_groups_equals_an_unbroken_one_to_the_bit(documents, tm
     assert whole.report["shared_prefix"]["groups"] == 3
     trained(documents, tmp_path / "b", iters=3, **changes)
     train = TrainConfig(**SETTINGS | changes)
-    resumed = train_pack("tiny", documents, LORA, train, tmp_path / "b", resume=True)
+    resumed = train_pack(dense_tiny(), documents, LORA, train, tmp_path / "b", resume=True)
     for name, tensor in whole.pack.tensors.items():
         assert mx.array_equal(tensor, resumed.pack.tensors[name]).item(), name
 
@@ -256,7 +259,7 @@ def in_phases(first, second, folder, **changes):
     settings = {name: value for name, value in SETTINGS.items() if name != "iters"}
     settings |= {"share_prefix": "on", **UNSCORED, **changes}
     train = TrainConfig(**settings, phases=tuple(phases))
-    return train_pack("tiny", None, LORA, train, folder)
+    return train_pack(dense_tiny(), None, LORA, train, folder)
 
 
 def test_a_phase_shares_what_its_own_examples_begin_with(data, plain, tmp_path):
@@ -360,7 +363,7 @@ def test_the_completions_that_are_generated_share_their_prompt(
     def run(name: str, **changes):
         train = TrainConfig(**SETTINGS | settings | changes)
         reward = lambda completions, **_: [-len(text) / 20 for text in completions]  # noqa: E731
-        return train_pack("tiny", preferences, LORA, train, tmp_path / name, reward=reward)
+        return train_pack(dense_tiny(), preferences, LORA, train, tmp_path / name, reward=reward)
 
     rows, trees = run("rows"), run("trees", share_prefix="on")
     assert min(planted) >= 16
@@ -382,7 +385,7 @@ def test_a_resumed_run_on_trees_equals_an_unbroken_one_to_the_bit(data, on_trees
     changes = {"share_prefix": "on", **UNSCORED}
     trained(data, tmp_path / "b", iters=3, **changes)
     train = TrainConfig(**SETTINGS | changes)
-    resumed = train_pack("tiny", data, LORA, train, tmp_path / "b", resume=True)
+    resumed = train_pack(dense_tiny(), data, LORA, train, tmp_path / "b", resume=True)
     for name, tensor in on_trees.pack.tensors.items():
         assert mx.array_equal(tensor, resumed.pack.tensors[name]).item(), name
 
