@@ -26,7 +26,7 @@ SETTINGS = {
 
 
 @pytest.fixture
-def trained(tmp_path):
+def trained(dense_tiny, tmp_path):
     """Train on rows that say nothing of those that validate: it soon overfits."""
     other = [{"text": f"{word} " * 12} for word in ("zebra", "quartz")]
     rows = [{"text": text["messages"][-1]["content"]} for text in CHATS]
@@ -36,7 +36,7 @@ def trained(tmp_path):
         config = TrainConfig(iters=iters, **{**SETTINGS, "learning_rate": 2e-2, **settings})
         lines = Lines()
         result = train_pack(
-            "tiny", data, LORA, config, tmp_path / out, resume=resume, display=lines
+            dense_tiny, data, LORA, config, tmp_path / out, resume=resume, display=lines
         )
         return result, lines.lines
 
@@ -92,8 +92,8 @@ def test_a_run_that_patience_ended_ends_there_again(trained):
 
 def test_resumed_it_takes_what_an_unbroken_run_takes(trained):
     trained("p", iters=4, load_best=True)
-    resumed, _ = trained("p", iters=9, load_best=True, resume=True)
-    uninterrupted, _ = trained("q", iters=9, load_best=True)
+    resumed, _ = trained("p", iters=7, load_best=True, resume=True)
+    uninterrupted, _ = trained("q", iters=7, load_best=True)
     assert resumed.pack.manifest["end"] == uninterrupted.pack.manifest["end"]
     assert sha256(resumed.pack.path / ADAPTERS) == sha256(uninterrupted.pack.path / ADAPTERS)
 
@@ -229,13 +229,13 @@ ANSWERS = [{"prompt": f"Item {i} is", "completion": ("red", "green")[i % 2]} for
 
 
 @pytest.fixture
-def answering(tmp_path):
+def answering(dense_tiny, tmp_path):
     """Train on prompts with one of two answers."""
     data = write_rows(tmp_path / "d", train=ANSWERS, valid=ANSWERS[:4], test=ANSWERS[:2])
 
     def run(**settings):
         config = TrainConfig(**{**SETTINGS, "learning_rate": 1e-2, "metric": "none", **settings})
-        return train_pack("tiny", data, LORA, config, tmp_path / "p", overwrite=True)
+        return train_pack(dense_tiny, data, LORA, config, tmp_path / "p", overwrite=True)
 
     return run
 

@@ -13,17 +13,20 @@ from tests.helpers.errors import raises
 from tests.helpers.rows import CHATS, write_rows
 from tests.helpers.runs import LORA, Lines
 
-SETTINGS = {"batch_size": 2, "max_seq_length": 64, "matmul_path": "dense", "val_batches": 0}
+SETTINGS = {
+    **{"batch_size": 2, "max_seq_length": 64, "matmul_path": "dense", "val_batches": 0},
+    "test_batches": 1,
+}
 
 
 @pytest.fixture
-def trained(tmp_path):
-    data = write_rows(tmp_path / "d", train=CHATS, valid=CHATS[:2])
+def trained(dense_tiny, tmp_path):
+    data = write_rows(tmp_path / "d", train=CHATS, valid=CHATS[:1])
 
     def run(out: str, resume: bool = False, **settings):
         config, lines = TrainConfig(**{**SETTINGS, **settings}), Lines()
         result = train_pack(
-            "tiny", data, LORA, config, tmp_path / out, resume=resume, display=lines
+            dense_tiny, data, LORA, config, tmp_path / out, resume=resume, display=lines
         )
         return result, lines.lines
 
@@ -66,11 +69,11 @@ def test_the_best_of_short_epochs_is_found_after_each(trained):
 
 
 def test_a_run_that_ended_says_so_and_takes_no_batches_back(trained):
-    trained("p", iters=4)
-    assert any("had ended" in line for line in trained("p", iters=4, resume=True)[1])
-    with raises("conflict", "iters", "4", "2"):
-        trained("p", iters=2, resume=True)
-    assert not any("had ended" in line for line in trained("p", iters=5, resume=True)[1])
+    trained("p", iters=2)
+    assert any("had ended" in line for line in trained("p", iters=2, resume=True)[1])
+    with raises("conflict", "iters", "2", "1"):
+        trained("p", iters=1, resume=True)
+    assert not any("had ended" in line for line in trained("p", iters=3, resume=True)[1])
 
 
 def test_epochs_take_the_place_of_weaker_iters():

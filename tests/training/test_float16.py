@@ -186,6 +186,12 @@ def checkpoint(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def bfloat16_base(tmp_path_factory) -> Path:
+    """A base in bfloat16; tests only read it."""
+    return write_checkpoint(tmp_path_factory.mktemp("small") / "base", dtype=mx.bfloat16)
+
+
 @pytest.fixture
 def rows(here) -> Path:
     """Four rows, the last to be drawn of which is `LARGE`."""
@@ -283,34 +289,31 @@ def test_a_base_that_overflows_is_trained_in_bfloat16(checkpoint, here, held_out
     assert checkpoints(Path("o-run"))[0].name == "step-000002"
 
 
-def test_a_resumed_run_is_the_unbroken_one(tmp_path, here, monkeypatch):
+def test_a_resumed_run_is_the_unbroken_one(bfloat16_base, here, monkeypatch):
     monkeypatch.setattr(update, "GROWTH", 3)
-    base = write_checkpoint(tmp_path / "base", dtype=mx.bfloat16)
     data = small_rows(here)
-    trained(base, data, out="whole")
+    trained(bfloat16_base, data, out="whole")
     assert has_loss_scale(latest_checkpoint(Path("whole-run")))
-    trained(base, data, replace(TRAIN, iters=2))
-    result, lines = trained(base, data, resume=True)
+    trained(bfloat16_base, data, replace(TRAIN, iters=2))
+    result, lines = trained(bfloat16_base, data, resume=True)
     assert lines == ["dtype: float16: as specified · the loss is scaled"]
     assert stored("o") == stored("whole")
     assert result.report["loss_scale"] == 2 * FIRST and result.report["skipped_updates"] == 0
     assert [line["loss_scale"] for line in result.curve] == [FIRST, FIRST, 2 * FIRST, 2 * FIRST]
 
 
-def test_a_run_in_float16_can_be_resumed_on_a_cpu(tmp_path, here):
-    base = write_checkpoint(tmp_path / "base", dtype=mx.bfloat16)
+def test_a_run_in_float16_can_be_resumed_on_a_cpu(bfloat16_base, here):
     data = small_rows(here)
-    trained(base, data, replace(TRAIN, iters=2))
+    trained(bfloat16_base, data, replace(TRAIN, iters=2))
     with runtime.assumed_device("cpu"):
-        result, lines = trained(base, data, resume=True)
+        result, lines = trained(bfloat16_base, data, resume=True)
     assert lines == ["dtype: float32 instead of float16: CPUs are far slower in half precision"]
     assert result.report["batches"] == 4 and not has_loss_scale(latest_checkpoint(Path("o-run")))
 
 
-def test_a_skipped_update_is_logged(tmp_path, here, monkeypatch):
+def test_a_skipped_update_is_logged(bfloat16_base, here, monkeypatch):
     monkeypatch.setattr(update, "FIRST", 2.0**24)
-    base = write_checkpoint(tmp_path / "base", dtype=mx.bfloat16)
-    result, lines = trained(base, small_rows(here))
+    result, lines = trained(bfloat16_base, small_rows(here))
     assert lines[1] == ("dtype: batch 1: a gradient overflows in float16, its update is skipped")
     assert result.report["skipped_updates"] == len(lines) - 1 > 0
     assert all(math.isfinite(line["grad_norm"]) for line in result.curve)

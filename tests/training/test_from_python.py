@@ -40,12 +40,12 @@ class Recorder(Observer):
 
 
 @pytest.fixture
-def train(shared_tiny, tmp_path):
+def train(dense_tiny, tmp_path):
     data = write_rows(tmp_path / "d", train=CHATS, valid=CHATS[:1], test=CHATS[:1])
 
     def train(out: str = "p", settings=SETTINGS, **options):
         options = {"overwrite": True, **options}
-        return train_pack(shared_tiny, data, LORA, settings, tmp_path / out, **options)
+        return train_pack(dense_tiny, data, LORA, settings, tmp_path / out, **options)
 
     return train
 
@@ -87,7 +87,10 @@ def test_a_loss_of_ones_own_is_minimized(train):
         loss = nn.losses.cross_entropy(logits, targets)
         return (1 - mx.exp(-loss)) ** 2 * loss
 
-    ours, theirs, other = train("a"), train("b", loss=plain), train("c", loss=focal)
+    few = {**SETTINGS, "iters": 4}
+    ours, theirs, other = (
+        train(name, few, loss=loss) for name, loss in (("a", None), ("b", plain), ("c", focal))
+    )
     losses = [[line["loss"] for line in run.curve if "loss" in line] for run in (ours, theirs)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert theirs.report["ppl_after"] == pytest.approx(ours.report["ppl_after"], rel=1e-3)
@@ -132,9 +135,10 @@ def test_a_resumed_run_has_the_loss_that_it_began_with(train, tmp_path):
     resumed = train("b", settings, loss=focal, **again)
     files = [run.pack.path / "adapters.safetensors" for run in (uninterrupted, resumed)]
     assert files[0].read_bytes() == files[1].read_bytes()
-    train("c", settings)
+    short = {**settings, "iters": 1}
+    train("c", short)
     with raises("mismatch", "loss", "focal"):
-        train("c", settings, loss=focal, **again)
+        train("c", short, loss=focal, **again)
 
 
 def test_callbacks_are_observers(train, monkeypatch):
@@ -163,7 +167,7 @@ def test_settings_may_be_mappings(train):
         train(settings={"iters": "many"})
 
 
-def test_wrong_modules_are_said_before_anything_is_measured(shared_tiny, tmp_path, monkeypatch):
+def test_wrong_modules_are_said_before_anything_is_measured(dense_tiny, tmp_path, monkeypatch):
     def measured(*_, **__):
         raise AssertionError("rows were encoded or products measured")
 
@@ -171,7 +175,7 @@ def test_wrong_modules_are_said_before_anything_is_measured(shared_tiny, tmp_pat
     monkeypatch.setattr("mlx_packs.training.planning.load", lambda name: measured)
     with raises("unknown", "target_modules", "q_prj", "q_proj"):
         data = write_rows(tmp_path / "d", train=CHATS)
-        train_pack(shared_tiny, data, {"target_modules": ("q_prj",)}, SETTINGS, tmp_path / "p")
+        train_pack(dense_tiny, data, {"target_modules": ("q_prj",)}, SETTINGS, tmp_path / "p")
 
 
 @pytest.mark.parametrize("kind", [str, Path])

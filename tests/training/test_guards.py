@@ -33,12 +33,12 @@ from tests.helpers.runs import LORA, TRAIN, Lines
 SLOW = pytest.mark.slow
 WORDS = "one two six ten red sun".split()
 ROWS = [chat(f"Say {w}.", f"Yes, I say {w} to you.") for w in WORDS]
-SETTINGS = replace(TRAIN, iters=6, save_every=2, max_seq_length=32)
+SETTINGS = replace(TRAIN, iters=6, save_every=2, max_seq_length=32, val_batches=0, test_batches=1)
 
 
 @pytest.fixture
 def rows(tmp_path) -> Path:
-    return write_rows(tmp_path / "rows", train=ROWS, valid=ROWS[:2])
+    return write_rows(tmp_path / "rows", train=ROWS, valid=ROWS[:1])
 
 
 def files_of(run: Path) -> dict[str, str]:
@@ -53,7 +53,7 @@ def files_of(run: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     "how", ["removed", *(pytest.param(how, marks=SLOW) for how in ("moved", "with its parent"))]
 )
-def test_a_folder_that_vanishes_is_written_again(shared_tiny, rows, tmp_path, monkeypatch, at, how):
+def test_a_folder_that_vanishes_is_written_again(dense_tiny, rows, tmp_path, monkeypatch, at, how):
     out = tmp_path / "packs" / "p"
     folder = out.with_name("p-run")
 
@@ -68,20 +68,20 @@ def test_a_folder_that_vanishes_is_written_again(shared_tiny, rows, tmp_path, mo
     display = Lines()
     with monkeypatch.context() as patch:
         observe(patch, on_step=vanish)
-        run = train_pack(shared_tiny, rows, LORA, SETTINGS, out, display=display)
+        run = train_pack(dense_tiny, rows, LORA, SETTINGS, out, display=display)
     assert any("was removed or moved" in line for line in display.lines)
     check_resumable(folder)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert lines == run.curve and [line["batch"] for line in lines] == [1, 2, 3, 4, 5, 6]
     longer = replace(SETTINGS, iters=8)
-    train_pack(shared_tiny, rows, LORA, longer, out, resume=True)
-    train_pack(shared_tiny, rows, LORA, longer, tmp_path / "whole")
+    train_pack(dense_tiny, rows, LORA, longer, out, resume=True)
+    train_pack(dense_tiny, rows, LORA, longer, tmp_path / "whole")
     assert files_of(folder) == files_of(tmp_path / "whole-run")
 
 
 @pytest.mark.slow
 def test_a_folder_that_vanishes_while_a_checkpoint_is_written(
-    shared_tiny, rows, tmp_path, monkeypatch
+    dense_tiny, rows, tmp_path, monkeypatch
 ):
     write, folder = checkpoint_module.save_tensors, tmp_path / "p-run"
     left = [1]
@@ -93,7 +93,7 @@ def test_a_folder_that_vanishes_while_a_checkpoint_is_written(
             shutil.rmtree(folder)
 
     monkeypatch.setattr(checkpoint_module, "save_tensors", write_and_vanish)
-    train_pack(shared_tiny, rows, LORA, SETTINGS, tmp_path / "p")
+    train_pack(dense_tiny, rows, LORA, SETTINGS, tmp_path / "p")
     assert not left
     check_resumable(folder)
     assert [path.name for path in checkpoints(folder)] == [
@@ -104,7 +104,7 @@ def test_a_folder_that_vanishes_while_a_checkpoint_is_written(
 
 
 def test_a_folder_that_vanishes_after_the_last_checkpoint_is_reported(
-    shared_tiny, rows, tmp_path, monkeypatch
+    dense_tiny, rows, tmp_path, monkeypatch
 ):
     save = Pack.save
 
@@ -114,12 +114,12 @@ def test_a_folder_that_vanishes_after_the_last_checkpoint_is_reported(
 
     monkeypatch.setattr(Pack, "save", vanish)
     with raises("not-found", None, "p-run", "is complete", "cannot be resumed"):
-        train_pack(shared_tiny, rows, LORA, SETTINGS, tmp_path / "p")
+        train_pack(dense_tiny, rows, LORA, SETTINGS, tmp_path / "p")
     Pack.open(tmp_path / "p")
 
 
 @pytest.mark.slow
-def test_a_file_in_the_place_of_the_folder_is_an_error(shared_tiny, rows, tmp_path, monkeypatch):
+def test_a_file_in_the_place_of_the_folder_is_an_error(dense_tiny, rows, tmp_path, monkeypatch):
     def replaced(line):
         if line["batch"] == 3:
             shutil.rmtree(tmp_path / "p-run")
@@ -127,7 +127,7 @@ def test_a_file_in_the_place_of_the_folder_is_an_error(shared_tiny, rows, tmp_pa
 
     observe(monkeypatch, on_step=replaced)
     with raises("unwritable", None, "p-run"):
-        train_pack(shared_tiny, rows, LORA, SETTINGS, tmp_path / "p")
+        train_pack(dense_tiny, rows, LORA, SETTINGS, tmp_path / "p")
     assert not (tmp_path / "p").exists()
 
 
@@ -141,34 +141,32 @@ def free_space(monkeypatch, free) -> None:
 
 
 @pytest.mark.page
-def test_too_little_space_ends_a_run_before_the_checkpoint(
-    shared_tiny, rows, tmp_path, monkeypatch
-):
+def test_too_little_space_ends_a_run_before_the_checkpoint(dense_tiny, rows, tmp_path, monkeypatch):
     full = []
     free_space(monkeypatch, lambda: 1000 if full else 1 << 40)
     with monkeypatch.context() as patch:
         observe(patch, on_step=lambda line: line["batch"] == 3 and full.append(1))
         with pytest.raises(RunStopped) as stopped:
-            train_pack(shared_tiny, rows, LORA, SETTINGS, tmp_path / "p")
+            train_pack(dense_tiny, rows, LORA, SETTINGS, tmp_path / "p")
     check(stopped.value, "unwritable", None, "p-run", "step-000002")
     assert stopped.value.exit_code == 2
     names = sorted(path.name for path in (tmp_path / "p-run").iterdir())
     assert names == ["config.json", "metrics.jsonl", "report.html", "step-000002"]
     full.clear()
-    train_pack(shared_tiny, rows, LORA, SETTINGS, tmp_path / "p", resume=True)
+    train_pack(dense_tiny, rows, LORA, SETTINGS, tmp_path / "p", resume=True)
 
 
 @pytest.mark.slow
-def test_without_any_checkpoint_the_error_says_so(shared_tiny, rows, tmp_path, monkeypatch):
+def test_without_any_checkpoint_the_error_says_so(dense_tiny, rows, tmp_path, monkeypatch):
     free_space(monkeypatch, lambda: 1000)
     with raises("unwritable", None, "p-run", "0.0 MB are free"):
-        train_pack(shared_tiny, rows, LORA, SETTINGS, tmp_path / "p")
+        train_pack(dense_tiny, rows, LORA, SETTINGS, tmp_path / "p")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keep_last", [-1, 4])
 def test_old_checkpoints_make_room_if_any_may_go(
-    shared_tiny, rows, tmp_path, monkeypatch, keep_last
+    dense_tiny, rows, tmp_path, monkeypatch, keep_last
 ):
     """There is space for three checkpoints."""
     folder = tmp_path / "p-run"
@@ -176,10 +174,10 @@ def test_old_checkpoints_make_room_if_any_may_go(
     train = replace(SETTINGS, iters=5, save_every=1, keep_last=keep_last)
     if keep_last == -1:  # the user wants to have all of them
         with pytest.raises(RunStopped):
-            train_pack(shared_tiny, rows, LORA, train, tmp_path / "p")
+            train_pack(dense_tiny, rows, LORA, train, tmp_path / "p")
         assert [path.name[-1] for path in checkpoints(folder)] == ["1", "2", "3"]
     else:
-        train_pack(shared_tiny, rows, LORA, train, tmp_path / "p")
+        train_pack(dense_tiny, rows, LORA, train, tmp_path / "p")
         assert [path.name[-1] for path in checkpoints(folder)] == ["3", "4", "5"]
 
 
@@ -189,7 +187,7 @@ def test_old_checkpoints_make_room_if_any_may_go(
     ["adapters.safetensors", pytest.param("state.json", marks=SLOW)],
 )
 def test_a_disk_that_fills_up_leaves_the_last_checkpoint(
-    shared_tiny, rows, tmp_path, monkeypatch, code, file
+    dense_tiny, rows, tmp_path, monkeypatch, code, file
 ):
     """Where the system says so; MLX does not, and writes a file that is too short."""
     write_text, save, full = Path.write_text, mx.save_safetensors, []
@@ -209,15 +207,15 @@ def test_a_disk_that_fills_up_leaves_the_last_checkpoint(
     with monkeypatch.context() as patch:
         observe(patch, on_step=lambda line: line["batch"] == 3 and full.append(1))
         with pytest.raises(PackError) as stopped:
-            train_pack(shared_tiny, rows, LORA, SETTINGS, tmp_path / "p")
+            train_pack(dense_tiny, rows, LORA, SETTINGS, tmp_path / "p")
     assert isinstance(stopped.value, RunStopped) and stopped.value.exit_code == 2
     check(stopped.value, "unwritable", None, "p-run")
     run = tmp_path / "p-run"
     assert not [path.name for path in run.iterdir() if path.name.startswith(".")]
     assert not (tmp_path / "p").exists()
     full.clear()
-    train_pack(shared_tiny, rows, LORA, SETTINGS, tmp_path / "p", resume=True)
-    train_pack(shared_tiny, rows, LORA, SETTINGS, tmp_path / "whole")
+    train_pack(dense_tiny, rows, LORA, SETTINGS, tmp_path / "p", resume=True)
+    train_pack(dense_tiny, rows, LORA, SETTINGS, tmp_path / "whole")
     assert files_of(run) == files_of(tmp_path / "whole-run")
 
 
@@ -263,13 +261,13 @@ def losses_of(folder: Path) -> list[float]:
     ids=["plain", "accumulated", "packed"],
 )
 def test_smaller_micro_batches_are_the_same_update(
-    shared_tiny, rows, tmp_path, short_memory, settings
+    dense_tiny, rows, tmp_path, short_memory, settings
 ):
     train = replace(SETTINGS, batch_size=4, **settings)
-    train_pack(shared_tiny, rows, LORA, train, tmp_path / "whole")
+    train_pack(dense_tiny, rows, LORA, train, tmp_path / "whole")
     short_memory += [NONE, LOW, NONE, LOW]
     display = Lines()
-    run = train_pack(shared_tiny, rows, LORA, train, tmp_path / "parts", display=display)
+    run = train_pack(dense_tiny, rows, LORA, train, tmp_path / "parts", display=display)
     events = [line for line in run.curve if "micro_batches" in line]
     split = [event["micro_batches"] for event in events]
     assert split == [2, 4] and [event["batch"] for event in events] == [2, 4]
@@ -281,22 +279,22 @@ def test_smaller_micro_batches_are_the_same_update(
 
 
 @pytest.mark.slow
-def test_pieces_persist_through_phases(shared_tiny, rows, tmp_path, short_memory):
+def test_pieces_persist_through_phases(dense_tiny, rows, tmp_path, short_memory):
     short_memory += [LOW]
     two = (Phase("one", data=str(rows), iters=2), Phase("two", data=str(rows), iters=2))
-    run = train_pack(shared_tiny, None, LORA, replace(SETTINGS, phases=two), tmp_path / "p")
+    run = train_pack(dense_tiny, None, LORA, replace(SETTINGS, phases=two), tmp_path / "p")
     assert [line["micro_batches"] for line in run.curve if "micro_batches" in line] == [2]
     assert run.report["batches"] == 4
 
 
-def test_one_row_and_critical_memory_end_the_run_saved(shared_tiny, rows, tmp_path, short_memory):
+def test_one_row_and_critical_memory_end_the_run_saved(dense_tiny, rows, tmp_path, short_memory):
     short_memory += [LOW, LOW, LOW, CRITICAL]  # 2 rows; 1 row; nothing smaller; the end
     train = replace(SETTINGS, grad_accumulation_steps=3)
     with pytest.raises(RunStopped) as stopped:
-        train_pack(shared_tiny, rows, LORA, train, tmp_path / "p")
+        train_pack(dense_tiny, rows, LORA, train, tmp_path / "p")
     check(stopped.value, "memory", None, "it is short", "step-000006", "--resume")
     assert stopped.value.exit_code == 2 and "resume=True" in str(stopped.value)
-    run = train_pack(shared_tiny, rows, LORA, train, tmp_path / "p", resume=True)
+    run = train_pack(dense_tiny, rows, LORA, train, tmp_path / "p", resume=True)
     assert run.report["batches"] == 6
 
 
@@ -313,21 +311,22 @@ def test_pairs_that_are_compared_stay_together(encoder, tmp_path, short_memory, 
 
 
 @pytest.mark.slow
-def test_freed_buffers_are_given_back_first(shared_tiny, rows, tmp_path, short_memory, monkeypatch):
+def test_freed_buffers_are_given_back_first(dense_tiny, rows, tmp_path, short_memory, monkeypatch):
     monkeypatch.setattr(guards, "_WORTHWHILE", 0)
     short_memory += [LOW, NONE, LOW, NONE]  # before and after
-    run = train_pack(shared_tiny, rows, LORA, SETTINGS, tmp_path / "p")
+    run = train_pack(dense_tiny, rows, LORA, SETTINGS, tmp_path / "p")
     assert not any("micro_batches" in line for line in run.curve) and not short_memory
 
 
-def test_the_system_is_asked_once_a_second(shared_tiny, rows, tmp_path, monkeypatch):
+def test_the_system_is_asked_once_a_second(dense_tiny, rows, tmp_path, monkeypatch):
     now, asked = [0.0], []
     monkeypatch.setattr(guards.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(
         guards, "memory_pressure", lambda: (asked.append(now[0]), Pressure(NONE))[1]
     )
     observe(monkeypatch, on_step=lambda line: now.__setitem__(0, now[0] + 0.3))
-    train_pack(shared_tiny, rows, LORA, replace(SETTINGS, iters=9), tmp_path / "p")
+    train = replace(SETTINGS, iters=9, batch_size=1, save_every=9)
+    train_pack(dense_tiny, rows, LORA, train, tmp_path / "p")
     assert asked == pytest.approx([1.2, 2.4])
 
 
@@ -370,7 +369,7 @@ except SystemExit as end:
 
 
 @pytest.mark.slow
-def test_a_clock_that_is_set_back_changes_no_throughput(shared_tiny, rows, tmp_path, monkeypatch):
+def test_a_clock_that_is_set_back_changes_no_throughput(dense_tiny, rows, tmp_path, monkeypatch):
     clock = [time.time()]
 
     def back() -> float:
@@ -378,7 +377,7 @@ def test_a_clock_that_is_set_back_changes_no_throughput(shared_tiny, rows, tmp_p
         return clock[0]
 
     monkeypatch.setattr(time, "time", back)
-    run = train_pack(shared_tiny, rows, LORA, SETTINGS, tmp_path / "p")
+    run = train_pack(dense_tiny, rows, LORA, SETTINGS, tmp_path / "p")
     assert all(line["tokens_per_s"] > 0 for line in run.curve if "loss" in line)
     assert 0 < run.report["train_s"] < 3600 and run.report["tokens_per_s"] > 0
 

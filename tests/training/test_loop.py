@@ -176,7 +176,7 @@ def test_seconds_of_steps_in_flight_are_counted_once(on_gpu, monkeypatch):
 
 @pytest.fixture
 def rows(tmp_path):
-    return write_rows(tmp_path / "rows", train=CHATS, valid=CHATS[:2])
+    return write_rows(tmp_path / "rows", train=CHATS, valid=CHATS[:1])
 
 
 def files_of(run) -> dict[str, str]:
@@ -192,7 +192,7 @@ def lines_of(run) -> list[dict]:
 
 
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_steps_ahead_change_no_byte(tiny, rows, tmp_path, monkeypatch, accumulate):
+def test_steps_ahead_change_no_byte(dense_tiny, rows, tmp_path, monkeypatch, accumulate):
     settings = {"iters": 5, "steps_per_report": 2, "save_every": 4, "steps_per_eval": 3}
     train = replace(TRAIN, **settings, grad_accumulation_steps=accumulate)
     announced = {"cpu": [], "gpu": []}
@@ -200,14 +200,14 @@ def test_steps_ahead_change_no_byte(tiny, rows, tmp_path, monkeypatch, accumulat
         with monkeypatch.context() as patch:
             patch.setattr(step, "runs_ahead", lambda device=device: device == "gpu")
             observe(patch, on_step=lambda line, lines=lines: lines.append(line))
-            train_pack(tiny, rows, LORA, train, tmp_path / device)
+            train_pack(dense_tiny, rows, LORA, train, tmp_path / device)
     cpu, gpu = tmp_path / "cpu-run", tmp_path / "gpu-run"
     assert files_of(cpu) == files_of(gpu) and lines_of(cpu) == lines_of(gpu)
     pairs = [[(line["batch"], line["loss"]) for line in lines] for lines in announced.values()]
     assert pairs[0] == pairs[1] and [number for number, _ in pairs[0]] == [1, 2, 3, 4, 5]
 
 
-def test_a_gpu_is_given_steps_and_not_waited_for(tiny, rows, tmp_path, on_gpu, monkeypatch):
+def test_a_gpu_is_given_steps_and_not_waited_for(dense_tiny, rows, tmp_path, on_gpu, monkeypatch):
     """To start a step evaluates nothing at once; the first step is read when the second started."""
     log, whole, read = [], Stepper.start, StartedStep.read
 
@@ -221,14 +221,14 @@ def test_a_gpu_is_given_steps_and_not_waited_for(tiny, rows, tmp_path, on_gpu, m
     monkeypatch.setattr(Stepper, "start", start)
     monkeypatch.setattr(StartedStep, "read", lambda self: (log.append("read"), read(self))[1])
     train = replace(TRAIN, iters=3, save_every=3, steps_per_report=3)
-    train_pack(tiny, rows, LORA, train, tmp_path / "p")
+    train_pack(dense_tiny, rows, LORA, train, tmp_path / "p")
     assert log == ["start", "start", "read", "start", "read", "read"]
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 @pytest.mark.parametrize(("bad", "kept"), [(1, None), (4, "step-000003"), (6, "step-000003")])
 def test_a_loss_that_is_not_finite_has_its_number(
-    tiny, rows, tmp_path, monkeypatch, device, bad, kept
+    dense_tiny, rows, tmp_path, monkeypatch, device, bad, kept
 ):
     monkeypatch.setattr(step, "runs_ahead", lambda: device == "gpu")
     whole, announced, starts = Stepper.start, [], []
@@ -243,7 +243,7 @@ def test_a_loss_that_is_not_finite_has_its_number(
     observe(monkeypatch, on_step=lambda line: announced.append(line["batch"]))
     train = replace(TRAIN, iters=6, save_every=3, steps_per_report=10)
     with raises("diverged", None, f"step {bad}: the loss is nan", kept or "No checkpoint was due"):
-        train_pack(tiny, rows, LORA, train, tmp_path / "p")
+        train_pack(dense_tiny, rows, LORA, train, tmp_path / "p")
     assert announced == list(range(1, bad)) and not (tmp_path / "p").exists()
     folder = latest_checkpoint(tmp_path / "p-run")
     assert (folder and folder.name) == kept
@@ -252,9 +252,11 @@ def test_a_loss_that_is_not_finite_has_its_number(
 
 
 @pytest.mark.slow
-def test_a_run_on_a_gpu_that_is_interrupted_goes_on(tiny, rows, tmp_path, on_gpu, monkeypatch):
+def test_a_run_on_a_gpu_that_is_interrupted_goes_on(
+    dense_tiny, rows, tmp_path, on_gpu, monkeypatch
+):
     train = replace(TRAIN, iters=6, save_every=100, steps_per_report=4)
-    train_pack(tiny, rows, LORA, train, tmp_path / "whole")
+    train_pack(dense_tiny, rows, LORA, train, tmp_path / "whole")
 
     def interrupt(line):
         if line["batch"] == 2:
@@ -263,10 +265,10 @@ def test_a_run_on_a_gpu_that_is_interrupted_goes_on(tiny, rows, tmp_path, on_gpu
     with monkeypatch.context() as patch:
         observe(patch, on_step=interrupt)
         with raises("interrupted", None, "step-000003"):  # which was started by then
-            train_pack(tiny, rows, LORA, train, tmp_path / "cut")
+            train_pack(dense_tiny, rows, LORA, train, tmp_path / "cut")
     state = json.loads((tmp_path / "cut-run" / "step-000003" / "state.json").read_text())
     assert state["batches"] == state["window"]["batches"] == 3
-    train_pack(tiny, rows, LORA, train, tmp_path / "cut", resume=True)
+    train_pack(dense_tiny, rows, LORA, train, tmp_path / "cut", resume=True)
     last = "step-000006/adapters.safetensors"
     assert files_of(tmp_path / "cut-run")[last] == files_of(tmp_path / "whole-run")[last]
     assert lines_of(tmp_path / "cut-run") == lines_of(tmp_path / "whole-run")

@@ -27,17 +27,18 @@ from tests.helpers.runs import LORA
 SETTINGS = {
     **{"batch_size": 2, "max_seq_length": 64, "matmul_path": "dense", "save_every": 1},
     **{"steps_per_report": 2, "steps_per_eval": 2, "lr_schedule": "constant"},
+    "test_batches": 1,
 }
 
 
 @pytest.fixture
-def train_observed(tmp_path):
+def train_observed(dense_tiny, tmp_path):
     """Train for some batches; the run folder."""
-    data = write_rows(tmp_path / "d", train=CHATS, valid=CHATS[:2])
+    data = write_rows(tmp_path / "d", train=CHATS, valid=CHATS[:1])
 
     def run(iters: int, resume: bool = False, **settings) -> Path:
         config = TrainConfig(iters=iters, **{**SETTINGS, **settings})
-        return train_pack("tiny", data, LORA, config, tmp_path / "p", resume=resume).run
+        return train_pack(dense_tiny, data, LORA, config, tmp_path / "p", resume=resume).run
 
     return run
 
@@ -195,7 +196,7 @@ def test_trackers_get_metrics_under_mlx_lms_names(tmp_path, monkeypatch):
     monkeypatch.setitem(callbacks.SUPPORT_CALLBACK, "wandb", Recorder)
     monkeypatch.setattr(callbacks, "wandb", ModuleType("wandb"))
     monkeypatch.setitem(sys.modules, "wandb", ModuleType("wandb"))
-    data = write_rows(tmp_path / "d", train=CHATS, valid=CHATS[:2])
+    data = write_rows(tmp_path / "d", train=CHATS, valid=CHATS[:1])
     config = TrainConfig(iters=4, **SETTINGS)
     run = train_pack("tiny", data, LORA, config, tmp_path / "p", report_to="wandb").run
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -251,7 +252,7 @@ def test_tensorboard_and_trackio_get_every_report(tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(trackers, "_is_installed", lambda name: True)
     monkeypatch.setattr(Writer, "made", [])
-    data = write_rows(tmp_path / "d", train=CHATS, valid=CHATS[:2])
+    data = write_rows(tmp_path / "d", train=CHATS, valid=CHATS[:1])
     config = TrainConfig(iters=4, **SETTINGS)
     run = train_pack(
         "tiny", data, LORA, config, tmp_path / "p", report_to="TensorBoard, trackio"
@@ -279,7 +280,7 @@ def test_tensorboard_reads_what_a_run_wrote(tmp_path):
     pytest.importorskip("tensorboardX")
     from tensorboardX.proto.event_pb2 import Event
 
-    data = write_rows(tmp_path / "d", train=CHATS, valid=CHATS[:2])
+    data = write_rows(tmp_path / "d", train=CHATS, valid=CHATS[:1])
     config = TrainConfig(iters=4, **SETTINGS)
     run = train_pack("tiny", data, LORA, config, tmp_path / "p", report_to="tensorboard").run
     (file,) = (run / "tensorboard").iterdir()

@@ -34,13 +34,14 @@ WORDS = "one two six ten red sun".split()
 ROWS = [chat(f"Say {w}.", f"Yes, I say {w} to you.") for w in WORDS]
 SLOW = pytest.mark.slow
 BAD = 3  # the example whose loss is nan: the fourth line
-ONE = replace(TRAIN, iters=6, batch_size=1, save_every=100)  # each batch is an example
+FEW = {"iters": 6, "batch_size": 1, "save_every": 100, "test_batches": 1}
+ONE = replace(TRAIN, **FEW)  # each batch is an example
 DROPOUT = LoRAConfig(rank=2, num_layers=1, dropout=0.1)
 
 
 @pytest.fixture
 def rows(tmp_path) -> Path:
-    return write_rows(tmp_path / "rows", train=ROWS, valid=ROWS[:2])
+    return write_rows(tmp_path / "rows", train=ROWS, valid=ROWS[:1])
 
 
 def poison(monkeypatch, *bad: int, times: int = 10**6) -> list[tuple]:
@@ -104,28 +105,28 @@ def test_a_skipped_update_changes_nothing(name, alone):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"grad_accumulation_steps": 2}, {"packing": True}])
-def test_policies_change_no_byte_without_a_fault(shared_tiny, rows, tmp_path, settings):
+def test_policies_change_no_byte_without_a_fault(dense_tiny, rows, tmp_path, settings):
     hashes = set()
     for policy in ("stop", "skip", "back-off"):
         train = replace(ONE, **settings, on_nan=policy, max_seq_length=32)
-        train_pack(shared_tiny, rows, DROPOUT, train, tmp_path / policy)
+        train_pack(dense_tiny, rows, DROPOUT, train, tmp_path / policy)
         hashes.add(tuple(files_of(tmp_path / f"{policy}-run").values()))
     assert len(hashes) == 1
 
 
-def test_stopping_names_the_rows(shared_tiny, rows, tmp_path, monkeypatch):
+def test_stopping_names_the_rows(dense_tiny, rows, tmp_path, monkeypatch):
     train = replace(ONE, save_every=1)
     with monkeypatch.context() as patch:
         poison(patch, BAD)
         with raises("diverged", None, "the loss is nan", f"{rows}/train.jsonl:{BAD + 1}."):
-            train_pack(shared_tiny, rows, LORA, train, tmp_path / "p")
+            train_pack(dense_tiny, rows, LORA, train, tmp_path / "p")
         (record,) = records(tmp_path / "p-run")
         assert record["rows"] == [f"{rows}/train.jsonl:{BAD + 1}"] and record["action"] == "stop"
         batch = record["batch"]
         assert latest_checkpoint(tmp_path / "p-run").name == f"step-{batch - 1:06d}"
         # the same command goes on with another policy
         run = train_pack(
-            shared_tiny, rows, LORA, replace(train, on_nan="skip"), tmp_path / "p", resume=True
+            dense_tiny, rows, LORA, replace(train, on_nan="skip"), tmp_path / "p", resume=True
         )
     assert run.report["batches"] == 6 and run.report["skipped"] == 1
     assert [r["action"] for r in records(tmp_path / "p-run")] == ["stop", "skip"]
@@ -134,13 +135,13 @@ def test_stopping_names_the_rows(shared_tiny, rows, tmp_path, monkeypatch):
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=SLOW), "gpu"])
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=SLOW), 2])
 def test_a_run_resumes_bit_identically_after_a_skip(
-    shared_tiny, rows, tmp_path, monkeypatch, device, accumulate
+    dense_tiny, rows, tmp_path, monkeypatch, device, accumulate
 ):
     monkeypatch.setattr(step, "runs_ahead", lambda: device == "gpu")
     poison(monkeypatch, BAD)
     settings = {"grad_accumulation_steps": accumulate, "steps_per_report": 5}
     train = replace(ONE, on_nan="skip", iters=12, **settings)
-    run = train_pack(shared_tiny, rows, DROPOUT, train, tmp_path / "whole")
+    run = train_pack(dense_tiny, rows, DROPOUT, train, tmp_path / "whole")
     skipped = [r["batch"] for r in records(tmp_path / "whole-run")]
     assert len(skipped) == 2 and run.report["skipped"] == 2
     assert run.report["steps"] == 12 // accumulate - 2
@@ -152,9 +153,9 @@ def test_a_run_resumes_bit_identically_after_a_skip(
     with monkeypatch.context() as patch:
         observe(patch, on_step=interrupt)
         with pytest.raises(RunStopped):
-            train_pack(shared_tiny, rows, DROPOUT, train, tmp_path / "cut")
+            train_pack(dense_tiny, rows, DROPOUT, train, tmp_path / "cut")
     assert len(records(tmp_path / "cut-run")) == 1
-    train_pack(shared_tiny, rows, DROPOUT, train, tmp_path / "cut", resume=True)
+    train_pack(dense_tiny, rows, DROPOUT, train, tmp_path / "cut", resume=True)
     assert files_of(tmp_path / "cut-run") == files_of(tmp_path / "whole-run")
     assert records(tmp_path / "cut-run") == records(tmp_path / "whole-run")
     losses = [line["loss"] for line in run.curve if "loss" in line]
@@ -164,18 +165,18 @@ def test_a_run_resumes_bit_identically_after_a_skip(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"batch_size": 2}, {"packing": True, "max_seq_length": 48}])
-def test_all_rows_of_a_batch_are_named(shared_tiny, rows, tmp_path, monkeypatch, settings):
+def test_all_rows_of_a_batch_are_named(dense_tiny, rows, tmp_path, monkeypatch, settings):
     poisoned = poison(monkeypatch, BAD)
     train = replace(ONE, iters=6, on_nan="skip", **settings)
     display = Lines()
-    train_pack(shared_tiny, rows, LORA, train, tmp_path / "p", display=display)
+    train_pack(dense_tiny, rows, LORA, train, tmp_path / "p", display=display)
     for record, examples in zip(records(tmp_path / "p-run"), poisoned, strict=True):
         assert record["rows"] == [f"{rows}/train.jsonl:{i + 1}" for i in examples]
     assert any(f"train.jsonl:{BAD + 1}" in line for line in display.lines)
 
 
 @pytest.mark.slow
-def test_a_gradient_that_is_not_finite_is_skipped(shared_tiny, rows, tmp_path, monkeypatch):
+def test_a_gradient_that_is_not_finite_is_skipped(dense_tiny, rows, tmp_path, monkeypatch):
     """The loss is finite; without a culprit all batches of the update are named."""
     loss, calls = CausalLM.loss, []
 
@@ -187,31 +188,31 @@ def test_a_gradient_that_is_not_finite_is_skipped(shared_tiny, rows, tmp_path, m
 
     monkeypatch.setattr(CausalLM, "loss", steep)
     train = replace(ONE, iters=4, grad_accumulation_steps=2, on_nan="skip")
-    train_pack(shared_tiny, rows, LORA, train, tmp_path / "p")
+    train_pack(dense_tiny, rows, LORA, train, tmp_path / "p")
     (record,) = records(tmp_path / "p-run")
     assert record["fault"] == "the gradient is not finite" and len(record["rows"]) == 2
 
 
 @pytest.mark.slow
-def test_many_skips_in_a_row_end_the_run(shared_tiny, rows, tmp_path, monkeypatch):
+def test_many_skips_in_a_row_end_the_run(dense_tiny, rows, tmp_path, monkeypatch):
     monkeypatch.setattr(on_nan, "MOST_SKIPPED", 3)
     poison(monkeypatch, *range(6))
     train = replace(ONE, iters=9, on_nan="skip", save_every=2)
     with raises("diverged", None, "step 4", "3 updates in a row", "train.jsonl"):
-        train_pack(shared_tiny, rows, LORA, train, tmp_path / "p")
+        train_pack(dense_tiny, rows, LORA, train, tmp_path / "p")
     assert latest_checkpoint(tmp_path / "p-run").name == "step-000002"
     with raises("diverged", None, "step 4"):  # two of the three were before
-        train_pack(shared_tiny, rows, LORA, train, tmp_path / "p", resume=True)
+        train_pack(dense_tiny, rows, LORA, train, tmp_path / "p", resume=True)
 
 
 @pytest.mark.parametrize("saved", [True, pytest.param(False, marks=SLOW)])
 def test_backing_off_halves_the_rate_from_the_last_checkpoint(
-    shared_tiny, rows, tmp_path, monkeypatch, saved
+    dense_tiny, rows, tmp_path, monkeypatch, saved
 ):
     train = replace(ONE, iters=6, on_nan="back-off", save_every=1 if saved else 100)
     with monkeypatch.context() as patch:
         poison(patch, BAD, times=1)
-        run = train_pack(shared_tiny, rows, DROPOUT, train, tmp_path / "p")
+        run = train_pack(dense_tiny, rows, DROPOUT, train, tmp_path / "p")
     (record,) = records(tmp_path / "p-run")
     batch = record["batch"]
     assert record["to"] == (f"step-{batch - 1:06d}" if saved else "step-000000")
@@ -226,23 +227,23 @@ def test_backing_off_halves_the_rate_from_the_last_checkpoint(
         observe(patch, on_step=lambda line: line["batch"] == 5 and os.kill(os.getpid(), 15))
         poison(patch, BAD, times=1)
         with pytest.raises(RunStopped):
-            train_pack(shared_tiny, rows, DROPOUT, train, tmp_path / "cut")
-    train_pack(shared_tiny, rows, DROPOUT, train, tmp_path / "cut", resume=True)
+            train_pack(dense_tiny, rows, DROPOUT, train, tmp_path / "cut")
+    train_pack(dense_tiny, rows, DROPOUT, train, tmp_path / "cut", resume=True)
     assert files_of(tmp_path / "cut-run") == files_of(tmp_path / "p-run")
 
 
 @pytest.mark.slow
-def test_backing_off_has_an_end(shared_tiny, rows, tmp_path, monkeypatch):
+def test_backing_off_has_an_end(dense_tiny, rows, tmp_path, monkeypatch):
     poison(monkeypatch, BAD)
     train = replace(ONE, on_nan="back-off", save_every=1)
     with raises("diverged", None, "backed off 3 times", f"train.jsonl:{BAD + 1}", "--on-nan skip"):
-        train_pack(shared_tiny, rows, LORA, train, tmp_path / "p")
+        train_pack(dense_tiny, rows, LORA, train, tmp_path / "p")
     actions = [record["action"] for record in records(tmp_path / "p-run")]
     assert actions == ["back-off"] * 3 + ["stop"]
 
 
 @pytest.mark.slow
-def test_a_signal_ends_a_run_that_backs_off(shared_tiny, rows, tmp_path, monkeypatch):
+def test_a_signal_ends_a_run_that_backs_off(dense_tiny, rows, tmp_path, monkeypatch):
     backing_off = on_nan.OnNan.end
 
     def end(self, *args):
@@ -253,24 +254,24 @@ def test_a_signal_ends_a_run_that_backs_off(shared_tiny, rows, tmp_path, monkeyp
     poison(monkeypatch, BAD, times=1)
     train = replace(ONE, on_nan="back-off", save_every=1)
     with pytest.raises(RunStopped) as stopped:
-        train_pack(shared_tiny, rows, LORA, train, tmp_path / "p")
+        train_pack(dense_tiny, rows, LORA, train, tmp_path / "p")
     assert stopped.value.exit_code == 143
-    run = train_pack(shared_tiny, rows, LORA, train, tmp_path / "p", resume=True)
+    run = train_pack(dense_tiny, rows, LORA, train, tmp_path / "p", resume=True)
     assert run.report["back_offs"] == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["skip", "back-off"])
 @pytest.mark.parametrize("bad", [1, 8])  # in the first phase, in the second
-def test_phases_go_on_after_a_fault(shared_tiny, rows, tmp_path, monkeypatch, policy, bad):
-    narrow = write_rows(tmp_path / "narrow", train=ROWS[::-1], valid=ROWS[:2])
+def test_phases_go_on_after_a_fault(dense_tiny, rows, tmp_path, monkeypatch, policy, bad):
+    narrow = write_rows(tmp_path / "narrow", train=ROWS[::-1], valid=ROWS[:1])
     two = (
         Phase("one", data=str(rows), iters=6),
         Phase("two", data=str(narrow), iters=6, learning_rate=5e-4, warmup_steps=3),
     )
     train = replace(ONE, phases=two, on_nan=policy)
     poison(monkeypatch, bad, times=1)
-    run = train_pack(shared_tiny, None, LORA, train, tmp_path / "p")
+    run = train_pack(dense_tiny, None, LORA, train, tmp_path / "p")
     (record,) = records(tmp_path / "p-run")
     assert (record["batch"] > 6) == (bad > 5)
     folder = "narrow" if bad > 5 else "rows"
@@ -309,24 +310,24 @@ def test_pairs_have_rows_too(encoder, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_damaged_records_are_left_out(shared_tiny, rows, tmp_path, monkeypatch):
+def test_damaged_records_are_left_out(dense_tiny, rows, tmp_path, monkeypatch):
     train = replace(ONE, on_nan="skip", iters=3, save_every=1)
-    train_pack(shared_tiny, rows, LORA, train, tmp_path / "p")
+    train_pack(dense_tiny, rows, LORA, train, tmp_path / "p")
     lines = ["{", "[]", "7", '{"batch": "x", "action": "skip"}', "[" * 100_000]
     lines += ['{"batch": 2, "action": "skip", "in_a_row": "9"}']
     (tmp_path / "p-run" / "not_finite.jsonl").write_text("\n".join(lines))
     longer = replace(train, iters=4)
-    run = train_pack(shared_tiny, rows, LORA, longer, tmp_path / "p", resume=True)
+    run = train_pack(dense_tiny, rows, LORA, longer, tmp_path / "p", resume=True)
     assert run.report["batches"] == 4 and "skipped" not in run.report
 
 
 @pytest.mark.slow
-def test_a_new_run_has_no_records_of_the_old(shared_tiny, rows, tmp_path, monkeypatch):
+def test_a_new_run_has_no_records_of_the_old(dense_tiny, rows, tmp_path, monkeypatch):
     train = replace(ONE, on_nan="skip")
     with monkeypatch.context() as patch:
         poison(patch, BAD)
-        train_pack(shared_tiny, rows, LORA, train, tmp_path / "p")
+        train_pack(dense_tiny, rows, LORA, train, tmp_path / "p")
     assert records(tmp_path / "p-run")
-    run = train_pack(shared_tiny, rows, LORA, train, tmp_path / "p", overwrite=True)
+    run = train_pack(dense_tiny, rows, LORA, train, tmp_path / "p", overwrite=True)
     assert "skipped" not in run.report and not (tmp_path / "p-run" / "not_finite.jsonl").exists()
     assert read_metrics(tmp_path / "p-run", 100)

@@ -16,7 +16,10 @@ from tests.helpers.errors import raises
 from tests.helpers.packages import command, install, write_package
 from tests.helpers.rows import CHATS, write_rows
 
-SHORT = "--iters 2 --batch-size 2 --max-seq-length 64 --test-batches 1 --val-batches 0".split()
+SHORT = (
+    "--iters 2 --batch-size 2 --max-seq-length 64 --test-batches 1 --val-batches 0 "
+    "--matmul-path dense --num-layers 1"
+).split()
 SHOWN = {".py": "python", ".toml": "toml", ".yaml": "yaml"}
 FACTS = """
 import sys
@@ -91,7 +94,7 @@ def packs(run, tmp_path, monkeypatch):
 
 @pytest.fixture
 def data(tmp_path):
-    return write_rows(tmp_path / "data", train=CHATS, valid=CHATS[:2])
+    return write_rows(tmp_path / "data", train=CHATS, valid=CHATS[:1])
 
 
 def rejected(result) -> str:
@@ -139,7 +142,8 @@ def test_the_page_shows_the_example_as_it_is():
 
 def test_its_loss_is_the_one_that_is_trained(focal, here, tmp_path, data):
     here(focal)
-    settings = {"iters": 2, "batch_size": 2, "max_seq_length": 64, "val_batches": 0}
+    settings = {"iters": 2, "batch_size": 2, "max_seq_length": 64}
+    settings |= {"val_batches": 0, "test_batches": 1}
     losses = {}
     for name, task in {"lm": {}, "0": {"gamma": 0}, "2": {"gamma": 2}}.items():
         if task:

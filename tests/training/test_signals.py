@@ -26,6 +26,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SLOW = pytest.mark.slow
 ONE_SIGNAL = [pytest.param(n, marks=SLOW) if n != signal.SIGTERM else n for n in SIGNALS]
 SETTINGS = replace(TRAIN, iters=4, save_every=100)
+SMALL = ("--matmul-path", "dense", "--batch-size", "2")
 
 
 def arrive(number: int, at: int = 2):
@@ -40,7 +41,7 @@ def arrive(number: int, at: int = 2):
 
 @pytest.fixture
 def rows(tmp_path) -> Path:
-    return write_rows(tmp_path / "rows", train=CHATS, valid=CHATS[:2])
+    return write_rows(tmp_path / "rows", train=CHATS, valid=CHATS[:1])
 
 
 def tensors_of(pack: Path) -> str:
@@ -49,13 +50,13 @@ def tensors_of(pack: Path) -> str:
 
 @pytest.mark.parametrize("number", ONE_SIGNAL)
 @pytest.mark.parametrize("at", [2, pytest.param(4, marks=SLOW)])
-def test_a_signal_ends_a_run_saved(shared_tiny, rows, tmp_path, monkeypatch, number, at):
+def test_a_signal_ends_a_run_saved(dense_tiny, rows, tmp_path, monkeypatch, number, at):
     handlers = [signal.getsignal(n) for n in SIGNALS]
     out = tmp_path / "p"
     with monkeypatch.context() as patch:
         observe(patch, on_step=arrive(number, at))
         with pytest.raises(RunStopped) as stopped:
-            train_pack(shared_tiny, rows, LORA, SETTINGS, out)
+            train_pack(dense_tiny, rows, LORA, SETTINGS, out)
     assert handlers == [signal.getsignal(n) for n in SIGNALS]
     error = stopped.value
     assert (error.exit_code, error.code) == (128 + number, "interrupted")
@@ -64,8 +65,8 @@ def test_a_signal_ends_a_run_saved(shared_tiny, rows, tmp_path, monkeypatch, num
     assert f"out={str(out)!r}, resume=True" in str(error)
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"rows", "p-run"}
-    train_pack(shared_tiny, rows, LORA, SETTINGS, out, resume=True)
-    train_pack(shared_tiny, rows, LORA, SETTINGS, tmp_path / "whole")
+    train_pack(dense_tiny, rows, LORA, SETTINGS, out, resume=True)
+    train_pack(dense_tiny, rows, LORA, SETTINGS, tmp_path / "whole")
     assert tensors_of(out) == tensors_of(tmp_path / "whole")
 
 
@@ -103,7 +104,7 @@ def test_before_the_loop_nothing_is_left(run, rows, here, monkeypatch, place, na
     ("place", "name"), [pytest.param(Fit, "score", marks=SLOW), (Pack, "save")]
 )
 def test_after_the_loop_the_run_is_saved(run, rows, here, monkeypatch, place, name, number):
-    args = ["train", "-q", "--data", rows, "--out", "p", "--iters", 2]
+    args = ["train", "-q", "--data", rows, "--out", "p", "--iters", 2, *SMALL]
     with monkeypatch.context() as patch:
         kill_in(patch, place, name, number)
         code, _, err = run(*args)
@@ -132,7 +133,7 @@ def test_the_message_has_the_command_that_continues(run, rows, here, monkeypatch
     (here / "start.safetensors").symlink_to(
         here / "first-run" / "step-000002" / "adapters.safetensors"
     )
-    base = ["--data", str(rows), "--iters", "4", "--rank", "2", "--num-layers", "1"]
+    base = ["--data", str(rows), "--iters", "4", "--rank", "2", "--num-layers", "1", *SMALL]
     with monkeypatch.context() as patch:
         observe(patch, on_step=arrive(signal.SIGTERM))
         code, _, err = run("train", *base, *given)
