@@ -12,6 +12,7 @@ from mlx_packs.layers.trainer import LayerTrainer
 from mlx_packs.reading import sha256
 from mlx_packs.training.checkpoint import read_training_state
 from mlx_packs.training.run_folder import checkpoints, is_run, latest_checkpoint, resume_point
+from tests.helpers.bases import dense_tiny
 from tests.helpers.damage import flip_bit, remove_hashes
 from tests.helpers.errors import raises
 from tests.helpers.runs import LORA, TRAIN, Lines
@@ -27,7 +28,7 @@ def uninterrupted(trained, tmp_path_factory) -> dict[str, str]:
     out = tmp_path_factory.mktemp("uninterrupted") / "o"
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(trained)
-        train_pack("tiny", "d", LORA, LONGER, out)
+        train_pack(dense_tiny(), "d", LORA, LONGER, out)
     return hashes(out)
 
 
@@ -42,7 +43,7 @@ def resumed(trained_copy):
 
     def resume():
         display = Lines()
-        train_pack("tiny", "d", LORA, LONGER, "o", resume=True, display=display)
+        train_pack(dense_tiny(), "d", LORA, LONGER, "o", resume=True, display=display)
         return [line for line in display.lines if line.startswith(("resume", "note"))]
 
     return resume
@@ -170,7 +171,7 @@ def test_own_layers_resume_from_an_undamaged_checkpoint(tmp_path):
 
 def test_the_validation_loss_is_that_of_these_weights(trained, tmp_path):
     train = TrainConfig(**{**vars(TRAIN), "iters": 4, "steps_per_eval": 2, "keep_last": -1})
-    run = train_pack("tiny", trained / "d", LORA, train, tmp_path / "p").run
+    run = train_pack(dense_tiny(), trained / "d", LORA, train, tmp_path / "p").run
     losses = [read_training_state(folder).valid_loss for folder in checkpoints(run)]
     logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     (valid,) = [line["valid_loss"] for line in logged if "valid_loss" in line]

@@ -19,6 +19,7 @@ from mlx_packs.training.observers.retention import Retention
 from mlx_packs.training.observers.trackers import check_report_to
 from mlx_packs.training.run_folder import best_checkpoint, checkpoints, latest_checkpoint
 from mlx_packs.training.state import TrainingState
+from tests.helpers.bases import dense_tiny
 from tests.helpers.errors import check, raises
 from tests.helpers.observers import observe
 from tests.helpers.rows import CHATS, write_rows
@@ -198,7 +199,7 @@ def test_trackers_get_metrics_under_mlx_lms_names(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", ModuleType("wandb"))
     data = write_rows(tmp_path / "d", train=CHATS, valid=CHATS[:1])
     config = TrainConfig(iters=4, **SETTINGS)
-    run = train_pack("tiny", data, LORA, config, tmp_path / "p", report_to="wandb").run
+    run = train_pack(dense_tiny(), data, LORA, config, tmp_path / "p", report_to="wandb").run
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     result, *events = calls
     assert result == ("made", "p-run", str(run), 2)
@@ -255,7 +256,7 @@ def test_tensorboard_and_trackio_get_every_report(tmp_path, monkeypatch):
     data = write_rows(tmp_path / "d", train=CHATS, valid=CHATS[:1])
     config = TrainConfig(iters=4, **SETTINGS)
     run = train_pack(
-        "tiny", data, LORA, config, tmp_path / "p", report_to="TensorBoard, trackio"
+        dense_tiny(), data, LORA, config, tmp_path / "p", report_to="TensorBoard, trackio"
     ).run
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     (writer,) = Writer.made
@@ -282,7 +283,7 @@ def test_tensorboard_reads_what_a_run_wrote(tmp_path):
 
     data = write_rows(tmp_path / "d", train=CHATS, valid=CHATS[:1])
     config = TrainConfig(iters=4, **SETTINGS)
-    run = train_pack("tiny", data, LORA, config, tmp_path / "p", report_to="tensorboard").run
+    run = train_pack(dense_tiny(), data, LORA, config, tmp_path / "p", report_to="tensorboard").run
     (file,) = (run / "tensorboard").iterdir()
     content, values = file.read_bytes(), {}
     while content:  # length, its checksum, an event, its checksum

@@ -15,6 +15,7 @@ from mlx_packs.tasks.causal_lm import SamplePrompt
 from mlx_packs.training.observers import report_page
 from mlx_packs.training.run_folder import clear_run
 from mlx_packs.training.run_page import read_report
+from tests.helpers.bases import dense_tiny
 from tests.helpers.errors import check, raises
 from tests.helpers.rows import CHATS, write_rows
 from tests.helpers.runs import LORA, TRAIN, Lines
@@ -78,7 +79,7 @@ def test_a_run_that_goes_on_and_is_interrupted_leaves_a_page(finished, monkeypat
 
     monkeypatch.setattr("mlx_packs.training.observers.console.Console.on_step", interrupt)
     with pytest.raises((KeyboardInterrupt, mp.PackError)):
-        train_pack("tiny", "d", LORA, FOUR, "o", resume=True)
+        train_pack(dense_tiny(), "d", LORA, FOUR, "o", resume=True)
     page = (finished / "report.html").read_text(encoding="utf-8")
     assert "Not finished: the last entry is of batch 2 of 4" in page
     assert not (finished / "report.json").exists()  # it was of two batches
@@ -105,7 +106,9 @@ def train_four(tmp_path, monkeypatch):
 
     def go(config: TrainConfig = FOUR, **options) -> tuple[Path, list[str]]:
         display = Lines()
-        run = train_pack("tiny", data, LORA, config, tmp_path / "p", display=display, **options)
+        run = train_pack(
+            dense_tiny(), data, LORA, config, tmp_path / "p", display=display, **options
+        )
         return run.run, display.lines
 
     return go
@@ -168,7 +171,7 @@ def test_a_notebook_shows_a_run_and_its_report(finished):
 def test_the_card_has_sample_curve_and_recipe(tmp_path, monkeypatch):
     monkeypatch.setattr(SamplePrompt, "complete", lambda *_: "completed")
     data = write_rows(tmp_path / "d", train=CHATS, valid=CHATS[:2])
-    pack = train_pack("tiny", data, LORA, TRAIN, tmp_path / "p").pack
+    pack = train_pack(dense_tiny(), data, LORA, TRAIN, tmp_path / "p").pack
     card = (tmp_path / "p" / "README.md").read_text(encoding="utf-8")
     wanted = CHATS[0]["messages"][1]["content"]
     assert f"```text\n{wanted}\n```" in card and "```text\ncompleted\n```" in card
