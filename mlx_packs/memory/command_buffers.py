@@ -4,7 +4,8 @@ macOS ends the process whose command buffers keep the display waiting ("Impactin
 "GPU Timeout Error"). MLX hands operations to Metal in command buffers and ends one after so many
 operations, or when the arrays that it touches have so many million numbers together. An operation
 is never divided between two, so that attention over long rows is computed in several calls
-(`ops.attention`); `MLX_MAX_OPS_PER_BUFFER` keeps them apart. It is read when MLX first uses the GPU.
+(`ops.attention`); `MLX_MAX_OPS_PER_BUFFER` keeps them apart. It is read when MLX first uses the
+GPU.
 """
 
 from collections.abc import Iterator
@@ -99,11 +100,13 @@ def plan_buffers(
     step = _Step(sizes, train, chip, activation_bytes(headers.config, train.compute_dtype))
     own, numbers = default_limits(chip.name)
     before = longest_seconds(list(step.operations(1, 1)), limit or own, numbers)
+
     operations = list(step.operations(*step.calls))
     tried = [own, *(n for n in _LIMITS if n < own)] if limit is None else [limit]
     seconds = {n: longest_seconds(operations, n, numbers) for n in tried}
     short = [n for n, longest in seconds.items() if longest <= _TOO_LONG * LONGEST_S]
     chosen = short[0] if short else min(tried, key=lambda n: (seconds[n], -n))
+
     return CommandBuffers(
         limit=None if chosen == tried[0] else chosen,
         before_s=before,
@@ -115,7 +118,7 @@ def plan_buffers(
 
 
 def longest_seconds(operations: list[Operation], limit: int, numbers: float) -> float:
-    """Return the seconds of the longest buffer of operations that follow each other again and again.
+    """Return the seconds of the longest buffer of operations that repeat without an end.
 
     As MLX does: a buffer ends once it has more than ``limit`` operations, or touches more than so
     many numbers.
@@ -166,20 +169,24 @@ class _Step:
         seconds = attention_seconds(self._attention, self.chip) / attention
         outputs = self._tokens * self.sizes.queries / attention
         tokens = self._tokens // feed_forward
+
         yield self._small("norm", self.sizes.hidden)
         for name in ("q_proj", "k_proj", "v_proj"):
             yield from self._product(name, *block[name])
         yield from [Operation("attention", seconds / 2.5, outputs)] * attention
         yield from self._product("o_proj", *block["o_proj"])
         yield self._small("norm", self.sizes.hidden)
+
         for _ in range(feed_forward):
             yield from self._product("gate_proj", *block["gate_proj"], tokens)
             yield from self._product("up_proj", *block["up_proj"], tokens)
             yield self._small("swiglu", self.sizes.ffn)
             yield from self._product("down_proj", *block["down_proj"], tokens)
+
         for _ in range(feed_forward):
             for name in ("down_proj", "up_proj", "gate_proj"):
                 yield from self._product(name, *reversed(block[name]), tokens)
+
         yield from self._product("o_proj", *reversed(block["o_proj"]))
         yield from [Operation("gradient of attention", seconds, 3 * outputs)] * attention
         for name in ("q_proj", "k_proj", "v_proj"):

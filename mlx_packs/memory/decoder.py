@@ -39,23 +39,20 @@ _SMALL = "small base: full precision fits, quantizing would cost accuracy for me
 
 
 def describe(config: Mapping) -> Tensors:
-    """Return the headers of the dense checkpoint that a config describes."""
     sizes_of(config, {})  # none is missing
     return dense_tensors(config)
 
 
 def run_settings(headers: Headers, train: TrainConfig) -> TrainConfig:
-    """Return the settings that `packs train` would take for this base: those given."""
     return train
 
 
 def why_not_quantized(headers: Headers, plan: MemoryPlan) -> str:
-    """Return the reason why QLoRA is not the first recommendation for a small base."""
     return _SMALL
 
 
 def base_bytes(sizes: Sizes, headers: Headers, train: TrainConfig, itemsize: int) -> int:
-    """Return the bytes of the frozen weights: stored or quantized on loading, and dense copies."""
+    """Bytes of the frozen weights: stored or quantized on loading, and dense copies."""
     skipped = ("quant_map", "bitsandbytes__nf4", "bitsandbytes__fp4")
     widen = itemsize == 4
     total = sum(
@@ -63,7 +60,9 @@ def base_bytes(sizes: Sizes, headers: Headers, train: TrainConfig, itemsize: int
         for name, tensor in headers.tensors.items()
         if not name.endswith(skipped)
     )
+
     quantized = set(headers.weight_modes)
+
     if train.quantize != "none" and not quantized:
         wanted = named_format(train.quantize, train.double_quant)
         options = QuantizeOptions(wanted, tuple(train.keep))
@@ -75,6 +74,7 @@ def base_bytes(sizes: Sizes, headers: Headers, train: TrainConfig, itemsize: int
             quantized.add(path)
             total -= tensor_bytes(stored, widen)
             total += weight_format.nbytes(shape, itemsize)
+
     if MATMUL_PATHS[_path_of(train)].keeps_dense:
         total += sum(math.prod(s) * itemsize for p, s in sizes.modules.items() if p in quantized)
     return total
@@ -83,12 +83,9 @@ def base_bytes(sizes: Sizes, headers: Headers, train: TrainConfig, itemsize: int
 def estimate(
     headers: Headers, lora: LoRAConfig, train: TrainConfig, shape: Shape | None = None
 ) -> MemoryPlan:
-    """Return the peak memory of training with these settings, by part.
+    """Return the peak memory; by default for full rows in which every position is a target.
 
-    By default batches have all of max_seq_length, and every position is a target.
-
-    Raises:
-        PackError: A family or an objective that the formula does not know.
+    Raises a PackError for a family or an objective that the formula does not know.
     """
     check_objective(train)
     headers.check_formats()
@@ -96,7 +93,6 @@ def estimate(
 
 
 def check_objective(train: TrainConfig) -> None:
-    """Raise a PackError for an objective that the formula does not know."""
     if train.objective != "transformer" and not train.trains_base:
         raise PackError(
             f"no plan for the objective {train.objective}. Known is transformer.",
@@ -116,10 +112,12 @@ def plan_step(
     """Return the peak memory of training a base of these sizes; `estimate` has the rest."""
     if train.trains_base:
         return _plan_full(headers, lora, train, shape, sizes, step_class)
+
     itemsize = activation_bytes(headers.config, train.compute_dtype)
     adapters = plan_adapters(sizes.places(headers.tensors), lora, train.method)
     if has_score_head(train):
         adapters = adapters.beside((1, sizes.hidden))
+
     shape = shape or _largest_shape(train)
     quantized = headers.is_quantized or train.quantize != "none"
     custom = headers.custom_format(train.quantize) is not None
@@ -145,6 +143,7 @@ def plan_step(
         head=adapters.head,
         logits=has_logits(train),
     )
+
     return adapters.plan(
         train,
         base=base_bytes(sizes, headers, train, itemsize) + requantized,
@@ -167,7 +166,6 @@ def _largest_shape(train: TrainConfig) -> Shape:
 
 
 def smallest_shape(train: TrainConfig) -> Shape:
-    """Return the shape of the smallest batch that a run has."""
     length = padded_length(1, sequence_inputs(train.max_seq_length))
     return length, padded_targets(1, train.sequences * length)
 
@@ -177,6 +175,7 @@ def resized(shape: Shape, before: TrainConfig, after: TrainConfig) -> Shape:
     length, targets = shape[:2]
     cut = min(length, sequence_inputs(after.max_seq_length))
     share = after.sequences * cut / (before.sequences * length)
+
     if isinstance(shape, TreeShape) and shape.prefix * shape.examples < cut:
         return shape._replace(inputs=cut, targets=int(targets * share))
     return cut, int(targets * share)
@@ -207,12 +206,14 @@ def _plan_full(
     )
     smallest = LoRAConfig(rank=1, num_layers=lora.num_layers)
     plan = plan_step(headers.without_scales(), smallest, of_adapters, shape, sizes, step_class)
+
     paths = dict(sizes.modules)
     if lora.num_layers > 0:
         first = sizes.blocks - lora.num_layers
         paths = {p: s for p, s in sizes.projections.items() if int(p.split(".")[2]) >= first}
     trainable = sum(math.prod(shape) for shape in paths.values())
     largest = max(math.prod(shape) for shape in paths.values())
+
     targets = (shape or _largest_shape(train))[1]
     moments = {}
     for moment, of_plan in plan.moments.items():
@@ -229,6 +230,7 @@ def _plan_full(
             if train.optimizer == "adamw_8bit":  # the moments of all weights are decoded first
                 parts["working"] = 14 * trainable
         moments[moment] = parts
+
     itemsize = activation_bytes(headers.config, train.compute_dtype)
     return replace(
         plan,

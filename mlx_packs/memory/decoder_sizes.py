@@ -56,12 +56,13 @@ class Sizes:
 
 
 def sizes_of(config: Mapping, tensors: Tensors) -> Sizes:
-    """Return the sizes of a base, or raise a PackError where the formula does not know it."""
+    """Return the sizes; raise a PackError where the formula does not know the family."""
     family = config.get("model_type")
     if family not in FAMILIES:
         others = [t for facts in ARCHITECTURES.values() for t in facts.model_types]
         names = ", ".join((*FAMILIES, *HYBRID_FAMILIES, *others))
         raise PackError(f"no plan for model_type '{family}'. Known are {names}.", "unsupported")
+
     heads = Heads.of(dict(config))
     blocks, vocab = config.get("num_hidden_layers"), config.get("vocab_size")
     if not all(isinstance(n, int) and n > 0 for n in (*astuple(heads), blocks, vocab)):
@@ -69,6 +70,7 @@ def sizes_of(config: Mapping, tensors: Tensors) -> Sizes:
             "no plan: config.json lacks a size (hidden, FFN, heads, blocks or vocab).",
             "unsupported",
         )
+
     hidden, ffn = heads.hidden, heads.ffn
     queries, keys = heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim
     shapes = {
@@ -80,10 +82,12 @@ def sizes_of(config: Mapping, tensors: Tensors) -> Sizes:
         "mlp.up_proj": (ffn, hidden),
         "mlp.down_proj": (hidden, ffn),
     }
+
     modules = {"model.embed_tokens": (vocab, hidden)}
     for i in range(blocks):
         modules |= {f"model.layers.{i}.{name}": shape for name, shape in shapes.items()}
     if "lm_head.weight" in tensors and not config.get("tie_word_embeddings"):
         modules["lm_head"] = (vocab, hidden)
+
     norms = any(name.endswith("self_attn.q_norm.weight") for name in tensors)
     return Sizes(hidden, ffn, blocks, heads.heads, queries, keys, vocab, norms, modules)

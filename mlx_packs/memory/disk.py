@@ -35,11 +35,9 @@ class DiskPlan:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all checkpoints and the pack."""
         return self.checkpoint * self.checkpoints + self.pack
 
     def to_json(self) -> dict:
-        """Return the plan as reports have it."""
         return {
             "total_gb": self.total_bytes / 1e9,
             "checkpoint_bytes": self.checkpoint,
@@ -48,7 +46,6 @@ class DiskPlan:
         }
 
     def summary(self) -> str:
-        """Return the same in words."""
         plural = "s" if self.checkpoints > 1 else ""
         return (
             f"{size(self.total_bytes)} ({self.checkpoints} checkpoint{plural} of "
@@ -70,6 +67,7 @@ def plan_disk(plan: MemoryPlan, train: TrainConfig) -> DiskPlan:
 def _most_checkpoints(train: TrainConfig) -> int:
     """Return how many checkpoints a run has at a time: those it keeps, the best, and a new one."""
     lengths = [phase.iters or train.iters for phase in train.phases] or [train.iters]
+
     written = sum(-(-length // train.save_every) for length in lengths)
     if train.keep_last == -1:
         return written
@@ -78,7 +76,7 @@ def _most_checkpoints(train: TrainConfig) -> int:
 
 
 def disk_note(headers: Headers, plan: MemoryPlan, lora: LoRAConfig, train: TrainConfig) -> str:
-    """Return the disk space of a run in words, with that of cached frozen activations by token."""
+    """Return the disk space of a run, and of cached frozen activations per 1,000 tokens."""
     text = plan_disk(plan, train).summary()
     if cached := _cached_bytes_per_token(headers, lora, train):
         text += (
@@ -97,6 +95,7 @@ def _cached_bytes_per_token(headers: Headers, lora: LoRAConfig, train: TrainConf
     hidden, blocks = config.get("hidden_size"), config.get("num_hidden_layers")
     if not isinstance(hidden, int) or not isinstance(blocks, int):
         return 0
+
     cached = not train.trains_base and train.cache_frozen != "off" and train.task == "lm"
     return (
         hidden
@@ -106,10 +105,7 @@ def _cached_bytes_per_token(headers: Headers, lora: LoRAConfig, train: TrainConf
 
 
 def check_disk(plan: DiskPlan, folder: Path, present: int = 0) -> None:
-    """Raise a PackError if a run does not fit on the disk of its folder.
-
-    ``present`` are the bytes there that its own files will take the place of.
-    """
+    """Raise a PackError if a run does not fit; ``present`` are bytes that it will replace there."""
     free = free_bytes(folder)
     if free is not None and plan.total_bytes > free + present:
         raise PackError(

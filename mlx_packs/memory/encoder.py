@@ -33,7 +33,6 @@ _AHEAD = 2  # recomputed parts that are in memory together: MLX allocates ahead
 
 
 def describe(config: Mapping) -> Tensors:
-    """Return the headers of the checkpoint that a config describes."""
     return tensors_of(Encoder(check_config(dict(config), Path("config.json")), SentenceConfig()))
 
 
@@ -45,6 +44,7 @@ def run_settings(headers: Headers, train: TrainConfig) -> TrainConfig:
             "plan says why.",
             "conflict",
         )
+
     folder = Path(headers.name).expanduser()
     longest = read_sentence_config(folder).max_seq_length if folder.is_dir() else None
     limits = train.max_seq_length, longest, headers.config.get("max_position_embeddings")
@@ -52,7 +52,6 @@ def run_settings(headers: Headers, train: TrainConfig) -> TrainConfig:
 
 
 def _block_shapes(config: Mapping) -> dict[str, tuple[int, int]]:
-    """Return (out, in) of the projections of a block."""
     d, f = config["hidden_size"], config["intermediate_size"]
     return {
         "attention.self.query": (d, d),
@@ -86,7 +85,6 @@ class _Step:
     policy: PolicyFacts
 
     def saved(self) -> int:
-        """Return the number of values that are stored for the backward pass."""
         # The input, q, k and v, what attention gave, what both norms read and gave; what went into
         # GELU and what came out; and the probabilities.
         block = 9 * self.hidden + 2 * self.ffn + self.scores
@@ -99,35 +97,31 @@ class _Step:
         return self.columns * self.tokens * (sum(blocks) + below)
 
     def flying(self) -> int:
-        """Return the numbers in flight while a block goes back."""
         return self.tokens * (_FLYING_FFN * self.ffn + _FLYING_SCORES * self.scores)
 
 
 def estimate(
     headers: Headers, lora: LoRAConfig, train: TrainConfig, shape: Shape | None = None
 ) -> MemoryPlan:
-    """Return the peak memory of training an encoder, by part.
-
-    By default texts are as long as max_seq_length and positions allow.
-
-    Raises:
-        PackError: The config lacks a size.
-    """
+    """Return the peak memory; by default texts are as long as max_seq_length allows."""
     config = headers.config
     keys = "hidden_size intermediate_size num_attention_heads num_hidden_layers".split()
     if not all(isinstance(config.get(key), int) and config[key] > 0 for key in keys):
         raise PackError(
             "no plan: config.json lacks a size (hidden, FFN, heads or blocks).", "unsupported"
         )
+
     hidden, ffn, heads, blocks = (config[key] for key in keys)
     projections = {
         f"encoder.layer.{i}.{name}": shape
         for i in range(blocks)
         for name, shape in _block_shapes(config).items()
     }
+
     method = train.method
     if train.trains_base:  # all blocks, with the activations of adapters
         lora, method = replace(lora, num_layers=-1), "lora"
+
     adapters = plan_adapters(Places(projections, blocks), lora, method)
     loss = _loss_of(train)
     length, columns = shape or (train.max_seq_length, loss.texts)
@@ -135,6 +129,7 @@ def estimate(
     texts, at_once = train.batch_size, columns
     if loss.by_parts:
         texts, at_once = min(texts, train.mini_batch_size), _AHEAD
+
     step = _Step(
         hidden,
         ffn,
@@ -145,19 +140,21 @@ def estimate(
         all_blocks=len(adapters.kept) == blocks,
         policy=POLICIES[recompute_policies(train)[0]],
     )
+
     logits = 0
     if loss.compares_all:
         logits = 6 * train.batch_size**2 * max(1, columns - 1)
+
     backward = moment_parts(
         adapters.waiting(train), 4 * step.saved(), 4 * logits, 4 * step.flying()
     )
+
     base_weights = sum(math.prod(shape) for shape in _weight_shapes(headers))
     plan = adapters.plan(train, 4 * base_weights, base_weights, {"backward": backward})
     return _full(plan, headers, train) if train.trains_base else plan
 
 
 def _loss_of(train: TrainConfig) -> LossFacts:
-    """Return the facts of the loss of a run; ``auto`` takes at most the memory of mnrl."""
     return LOSSES.get(train.loss, LOSSES["mnrl"])
 
 
@@ -166,21 +163,19 @@ def _weight_shapes(headers: Headers) -> list[tuple[int, ...]]:
 
 
 def smallest_shape(train: TrainConfig) -> Shape:
-    """Return the shape of the smallest batch that a run has."""
     return padded_length(1, train.max_seq_length - 1), _loss_of(train).texts
 
 
 def resized(shape: Shape, before: TrainConfig, after: TrainConfig) -> Shape:
-    """Return the shape that a batch has after a change of its batch size or maximal length."""
+    """A batch keeps its columns; only the length changes."""
     length, columns = shape
     return min(length, after.max_seq_length), columns
 
 
 def _full(plan: MemoryPlan, headers: Headers, train: TrainConfig) -> MemoryPlan:
-    """Return the plan of full fine-tuning, made of that of adapters.
+    """Return the plan of full fine-tuning, made of the plan of adapters and its activations.
 
-    The weights, their gradients and the optimizer's state are there beside the base's own weights,
-    which are kept; activations are those of adapters.
+    Weights, gradients and the optimizer's state are there in addition to the base's own weights.
     """
     trainable = 4 * plan.base_weights
     waits = accumulates(train) or POLICIES[plan.recompute].blocks
@@ -201,6 +196,7 @@ def why_not_quantized(headers: Headers, plan: MemoryPlan) -> str:
     block = sum(out * width for out, width in _block_shapes(headers.config).values())
     quantizable = headers.config["num_hidden_layers"] * block
     saved = quantizable * (4 - _QUANTIZED_BITS / 8)
+
     return (
         f"float32 LoRA, not QLoRA: all {plan.base_weights / 1e6:.1f} M weights are "
         f"{size(plan.base)} in float32. 4 bits would save {size(saved)} of a peak of "

@@ -61,8 +61,8 @@ _OF_HYBRIDS = "memory.hybrid"
 
 
 def estimator_of(config: Mapping) -> Estimator:
-    """Return the estimator of a base's architecture."""
     check_supported(config)
+
     family = config.get("model_type")
     name = _OF_HYBRIDS if family in HYBRID_FAMILIES else ESTIMATORS[architecture_of(family)]
     return late.load(name)
@@ -89,15 +89,13 @@ def estimate(
 ) -> MemoryPlan:
     """Return the peak memory of training with these settings, by part.
 
-    Args:
-        headers: Of the base.
-        lora: The adapters.
-        train: Matmul path ``auto`` counts as quantized, recomputation ``auto`` as keeping all.
-        shapes: Of the run's batches, by default the largest possible.
+    Matmul path ``auto`` counts as quantized, recomputation ``auto`` as keeping all. ``shapes`` are
+    those of the run's batches, by default the largest possible.
     """
     one = estimator_of(headers.config).estimate
     if shapes is None:
         return one(headers, lora, train)
+
     # of shapes that only differ in their targets: estimates rise with these, to 2 %
     largest = {(type(shape), shape[0], *shape[2:]): shape for shape in sorted(shapes)}
     plans = [one(headers, lora, train, shape) for shape in largest.values()]
@@ -110,6 +108,7 @@ def matmul_paths(headers: Headers, train: TrainConfig) -> list[str]:
         return ["dense"]
     if train.matmul_path != "auto":
         return [train.matmul_path]
+
     quantized = headers.is_quantized or train.quantize != "none"
     if train.for_merge != "none":  # adapted weights are made for each use, whatever the path
         return ["transient" if quantized else "dense"]
@@ -119,10 +118,7 @@ def matmul_paths(headers: Headers, train: TrainConfig) -> list[str]:
 def least(
     headers: Headers, lora: LoRAConfig, train: TrainConfig, estimate_of: Estimate = estimate
 ) -> MemoryPlan:
-    """Return the plan of the least that a run takes, whatever its examples are.
-
-    Its batches are the shortest, its matmul path and policy of recomputation the cheapest.
-    """
+    """Return the plan of the shortest batches, by the cheapest matmul path and recomputation."""
     shape = estimator_of(headers.config).smallest_shape(train)
     plans = [
         estimate_of(headers, lora, replace(train, matmul_path=path, recompute=policy), [shape])
@@ -151,14 +147,11 @@ def plan_run(
     force: bool = False,
     estimate_of: Estimate = estimate,
 ) -> dict[str, MemoryPlan]:
-    """Return the plan of each matmul path that a run may take.
+    """Return the plan of each matmul path that a run may take, with the first policy that fits.
 
-    Each has the first policy of recomputation that fits. Paths that do not fit, or not as well as
-    another one, are left out; with ``force`` the cheapest is taken all the same. ``headers`` are
-    those of the base as it is loaded (`Headers.of`).
-
-    Raises:
-        PackError: Nothing fits (code ``memory``), or no plan is possible.
+    Paths that do not fit, or not as well as another one, are left out; with ``force`` the cheapest
+    is taken all the same. ``headers`` are those of the base as it is loaded (`Headers.of`). Raises
+    a PackError (code ``memory``) if nothing fits, or no plan is possible.
     """
     train = replace(train, quantize="none", keep=(), double_quant=True)  # it is done already
     memory = runtime.total_memory()
@@ -168,9 +161,11 @@ def plan_run(
         )
         for path in matmul_paths(headers, train)
     }
+
     for wanted in ("fits", "tight"):
         if fitting := {p: plan for p, plan in plans.items() if fit(plan, memory) == wanted}:
             return fitting
+
     cheapest = min(plans.values(), key=lambda plan: plan.peak_bytes)
     if force:
         return {cheapest.matmul_path: cheapest}
@@ -221,6 +216,7 @@ def remedies(
         "--recompute block": (lora, replace(train, recompute="block")),
         "a smaller --max-seq-length": (lora, replace(train, max_seq_length=shorter)),
     }
+
     if train.trains_base:
         path = "quantized" if headers.is_quantized else "dense"
         ways = {
@@ -237,6 +233,7 @@ def remedies(
             ways = {"--quantize nf4": (lora, replace(transient, quantize="nf4")), **ways}
         elif MATMUL_PATHS.get(train.matmul_path, MatmulPathFacts()).keeps_dense:
             ways = {"--matmul-path transient": (lora, transient), **ways}
+
     enough = _HELPS * plan_of(lora, train).peak_bytes
     helpful = [way for way, settings in ways.items() if plan_of(*settings).peak_bytes < enough]
     return [*helpful, "a smaller base"]

@@ -41,7 +41,6 @@ class ExampleMemory:
         return _WORKING_BYTES + _ROW_BYTES * self.rows + int(_IN_MEMORY * self.held_bytes)
 
     def line(self, source: str) -> str:
-        """Return the memory of the examples, for people."""
         return (
             f"{source} · {self.rows:,} examples, {size(self.file_bytes)} · about "
             f"{size(self.nbytes)} beside the model, which the peaks below do not have"
@@ -49,10 +48,11 @@ class ExampleMemory:
 
 
 def example_memory(config: DataConfig) -> ExampleMemory | None:
-    """Return the memory of examples in files here; None for those of the Hub, which are not read."""
+    """Return the memory of examples in files here; None for a dataset of the Hub."""
     is_here = config.data == "tiny" or Path(config.data).expanduser().exists()
     if config.hf_dataset is not None or not (is_here or is_pattern(config.data)):
         return None
+
     splits = load_rows(replace(config, hold_out="last")).rows
     rows = [splits[split] for split in SPLITS if len(splits[split])]
     sizes = [part.nbytes() for part in rows]
@@ -61,5 +61,4 @@ def example_memory(config: DataConfig) -> ExampleMemory | None:
 
 
 def _is_in_memory(rows: Rows) -> bool:
-    """Return whether rows are those of a file that is in memory."""
     return len(rows.sources) == 1 and not rows.is_in_files()

@@ -50,7 +50,7 @@ class Headers:
 
     @property
     def code(self) -> str | None:
-        """The Python file that comes with the base and replaces mlx-lm's model; None without one."""
+        """The Python file of the base that replaces mlx-lm's model; None without one."""
         return str(self.config["model_file"]) if "model_file" in self.config else None
 
     @cached_property
@@ -60,7 +60,6 @@ class Headers:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether any weight is quantized."""
         return bool(self.weight_modes)
 
     def custom_format(self, quantize: str = "none") -> WeightFormat | None:
@@ -91,7 +90,7 @@ class Headers:
         return Headers(self.name, self.config, dense)
 
     def check_quantize(self, train: TrainConfig) -> None:
-        """Raise a PackError, as `load_base` does, if a quantized base is to be quantized otherwise."""
+        """Raise a PackError, as `load_base` does, if a quantized base is to be quantized anew."""
         if stored_as_asked(self.config, train.quantize):
             check_stored(self.tensors, self.name, train.quantize, train.double_quant, train.keep)
 
@@ -114,7 +113,6 @@ def dense_tensors(config: Mapping) -> Tensors:
 
 
 def tensors_of(model: nn.Module) -> Tensors:
-    """Return the headers that a model's parameters would have."""
     return {
         name: {"dtype": DTYPES[dtype_name(array.dtype)], "shape": list(array.shape)}
         for name, array in tree_flatten(model.parameters())

@@ -1,8 +1,8 @@
 """Estimate the peak memory of training a Qwen3.5 or Qwen3-Next, dense or a mixture of experts.
 
-Most of their blocks have the gated delta rule (`ops.gated_delta`) in place of attention. What a block
-keeps was read off measured peaks of small models on a CPU, one size changed at a time; it is all
-that autodiff keeps, since the families' own blocks recompute nothing by themselves.
+Most of their blocks have the gated delta rule (`ops.gated_delta`) in place of attention. What a
+block keeps was read off measured peaks of small models on a CPU, one size changed at a time; it is
+all that autodiff keeps, since the families' own blocks recompute nothing by themselves.
 """
 
 import re
@@ -57,7 +57,6 @@ _PREFIX = re.compile(r"^(model\.language_model\.|language_model\.model\.|model\.
 
 
 def describe(config: Mapping) -> Tensors:
-    """Return the headers of the dense checkpoint that a config describes."""
     _sizes(_text_config(config), {})  # none is missing
     return dense_tensors(config)
 
@@ -65,20 +64,18 @@ def describe(config: Mapping) -> Tensors:
 def estimate(
     headers: Headers, lora: LoRAConfig, train: TrainConfig, shape: Shape | None = None
 ) -> MemoryPlan:
-    """Return the peak memory of training with these settings, by part.
-
-    Raises:
-        PackError: Adapters on experts, or an objective that the formula does not know.
-    """
+    """Return the peak memory; raise a PackError for adapters on experts or unknown objectives."""
     check_objective(train)
     headers = _language_model(headers)
     headers.check_formats()
+
     sizes = _sizes(headers.config, headers.tensors)
     if sizes.experts and (train.trains_base or set(lora.target_modules) & _OF_EXPERTS):
         raise PackError("no plan for training the experts of a mixture.", "unsupported")
     if not (lora.target_modules or train.trains_base):  # as `targets.without_narrow`
         wide = {p: s for p, s in sizes.modules.items() if min(s) >= lora.rank}
         sizes = replace(sizes, modules=wide)
+
     return plan_step(headers, lora, train, shape, sizes, HybridStep)
 
 
@@ -89,7 +86,7 @@ def _text_config(config: Mapping) -> dict:
 
 
 def _language_model(headers: Headers) -> Headers:
-    """Return the headers of the language model alone, by the names that it would have alone."""
+    """Return the headers of the language model alone, with the names of a text-only checkpoint."""
     tensors = {
         _PREFIX.sub(
             "model.", name.removeprefix(_HEAD_PREFIX) if "lm_head" in name else name
@@ -140,12 +137,12 @@ class HybridSizes(Sizes):
 
 
 def _sizes(config: Mapping, tensors: Tensors) -> HybridSizes:
-    """Return the sizes of a base, or raise a PackError where the formula does not know it."""
     mixture_keys = _MIXTURE_KEYS if config.get("num_experts") else ("intermediate_size",)
     try:
         check_keys(dict(config), dict.fromkeys((*_KEYS, *mixture_keys), "an integer above 0"))
     except ValueError as error:
         raise PackError(f"no plan: in config.json {error}.", "unsupported") from None
+
     heads = [config[key] for key in _HEAD_KEYS]
     blocks, vocab = config["num_hidden_layers"], config["vocab_size"]
     every = config["full_attention_interval"]
@@ -155,6 +152,7 @@ def _sizes(config: Mapping, tensors: Tensors) -> HybridSizes:
         ffn = config["shared_expert_intermediate_size"]
     queries, keys = known.heads * known.head_dim, known.kv_heads * known.head_dim
     mixed, values, of_heads = 2 * heads[0] * heads[2], heads[1] * heads[3], heads[1]
+
     recurrent = tuple((i + 1) % every != 0 for i in range(blocks))
     attention = {"q_proj": (2 * queries, hidden), "k_proj": (keys, hidden)}
     attention |= {"v_proj": (keys, hidden), "o_proj": (hidden, queries)}
@@ -163,18 +161,22 @@ def _sizes(config: Mapping, tensors: Tensors) -> HybridSizes:
     else:
         widths = {"in_proj_qkv": mixed + values, "in_proj_z": values}
         widths |= {"in_proj_b": of_heads, "in_proj_a": of_heads}
+
     rule = {name: (width, hidden) for name, width in widths.items()}
     rule["out_proj"] = (hidden, values)
     mlp = {"gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn)}
     modules = {"model.embed_tokens": (vocab, hidden)}
+
     for i, is_recurrent in enumerate(recurrent):
         kind, parts = ("linear_attn", rule) if is_recurrent else ("self_attn", attention)
         block = f"model.layers.{i}"
         modules |= {f"{block}.{kind}.{name}": shape for name, shape in parts.items()}
         shared = "mlp.shared_expert" if mixture else "mlp"
         modules |= {f"{block}.{shared}.{name}": shape for name, shape in mlp.items()}
+
     if "lm_head.weight" in tensors and not config.get("tie_word_embeddings"):
         modules["lm_head"] = (vocab, hidden)
+
     widths = hidden, ffn, blocks, known.heads, queries, keys, vocab
     return HybridSizes(*widths, True, modules, recurrent, *heads, *mixture)
 
@@ -189,8 +191,6 @@ def _mixture(config: Mapping) -> tuple[int, ...]:
 
 
 class HybridStep(Step):
-    """A training step of adapters on a hybrid base."""
-
     sizes: HybridSizes
 
     def _block_numbers(self, own: Pass, block: int, adapters: Mapping[str, int]) -> float:

@@ -82,15 +82,18 @@ def choose_matmul_path(
     kinds = weight_kinds(model, tokens, head_tokens or every)
     if not kinds:
         return MatmulPathChoice("dense", {}, "the base is not quantized")
+
     paths = [path for path in MATMUL_PATHS if path in (planned or _fitting(model))]
     left_out = _left_out(model, paths)
     if len(paths) == 1:
         return MatmulPathChoice(paths[0], {}, left_out)
+
     source, step_s = _times(kinds, paths, steps)
     if step_s is None:
         expected = _expected(kinds, paths)
         best = min(expected, key=expected.__getitem__)
         return MatmulPathChoice(best, {}, _joined(source, left_out))
+
     step_ms_of: dict[int, dict[str, float]] = {}  # by module, of all passes
     for kind, seconds in zip(kinds, step_s, strict=True):
         of_kind = step_ms_of.setdefault(id(kind.module), dict.fromkeys(paths, 0.0))
@@ -115,7 +118,6 @@ def _fitting(model: nn.Module) -> Set[str]:
 
 
 def _left_out(model: nn.Module, paths: Sequence[str]) -> str:
-    """Return why other paths are left out; empty where none is."""
     others = [path for path in MATMUL_PATHS if path not in paths]
     if others and all(MATMUL_PATHS[path].keeps_dense for path in others):
         return f"{' and '.join(others)} would need {dense_bytes(model) / 1e9:.1f} GB more"
@@ -133,16 +135,20 @@ def _times(
     of = {"weights": [_facts(kind) for kind in kinds]}
     if (step_s := _recalled(of, kinds, paths)) is not None:
         return "measured before", step_s
+
     limit = LIMIT_S
     if steps is not None:
         limit = min(limit, _SHARE * steps * min(_expected(kinds, paths).values()))
     if limit < _LEAST_S:
         return "by formula, since measuring would take longer than it could save", None
+
     timing = time_paths(kinds, paths, limit)
     if timing is None:
         return f"by formula, since {limit:.1f} s were too short to measure", None
+
     remember("matmul-path", of, {"step_s": timing.step_s})
     _remember_rates(kinds, timing.step_s)
+
     some = f", {timing.timed} of {len(kinds)} kinds of weights" * (timing.timed < len(kinds))
     return f"measured in {timing.seconds:.1f} s{some}", timing.step_s
 
@@ -190,11 +196,9 @@ def _expected(kinds: Sequence[WeightKind], paths: Sequence[str]) -> dict[str, fl
 
 
 def matmul_rates(quantization: Sequence, dtype: str) -> dict[str, float]:
-    """Return the multiply-adds per second by path that this device reached, where it was measured.
+    """Return the multiply-adds per second by path that this device reached, where measured.
 
-    Args:
-        quantization: Bits, group size and mode of the weights.
-        dtype: That they are dense in, such as ``float32``.
+    ``quantization`` is bits, group size and mode of the weights, ``dtype`` what they are dense in.
     """
     rates = recall("matmul-rates", _rates_of(quantization, dtype)) or {}
     return {path: rate for path, rate in rates.items() if isinstance(rate, float) and rate > 0}
@@ -228,6 +232,7 @@ def _expected_on_gpu(kind: WeightKind, facts: MatmulPathFacts) -> float:
     (out, width), (bits, group_size, _) = kind.shape, kind.quantization
     itemsize = 4 if frozen_weight(kind.module).dtype == mx.float32 else 2
     quantized = out * width * (bits + 32 / group_size) / 8  # bytes
+
     launches = [_cost.product("product", itemsize, kind.tokens, width, out)]
     if facts.in_place:
         launches = [replace(launches[0], flops=launches[0].flops / _GPU_QUANTIZED)]

@@ -18,5 +18,4 @@ class MemoryChoice:
 
     @property
     def peak_gb(self) -> float | None:
-        """The estimated peak."""
         return None if self.plan is None else self.plan.peak_gb

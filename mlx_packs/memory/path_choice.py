@@ -13,7 +13,6 @@ class KindTimes:
     step_ms: dict[str, float]  # that each matmul path would take for all of them
 
     def line(self) -> str:
-        """Return the times for the log."""
         parts = [f"{name} {ms:,.1f} ms" for name, ms in self.step_ms.items()]
         return f"{self.count} x {list(self.shape)} {', '.join(self.names)}: {' · '.join(parts)}"
 
@@ -28,7 +27,6 @@ class MatmulPathChoice:
     kinds: tuple[KindTimes, ...] = ()
 
     def line(self) -> str:
-        """Return the times and the choice for the log."""
         times = " · ".join(f"{name} {ms:,.0f} ms" for name, ms in self.step_ms.items())
         choice = f"{times} → {self.matmul_path}" if times else self.matmul_path
         return f"{choice} ({self.reason})" if self.reason else choice

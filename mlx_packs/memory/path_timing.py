@@ -75,19 +75,17 @@ class Timing:
 def weight_kinds(
     model: nn.Module, tokens: int | Sequence[int], head_tokens: int
 ) -> list[WeightKind]:
-    """Return the quantized weights that a step multiplies, by what the time of a product depends on.
+    """Return the quantized weights of a step, by what the time of a product depends on.
 
-    An embedding that is only looked up is left out.
-
-    Args:
-        model: The base.
-        tokens: Of a batch, or of each pass over the blocks: those that share a prefix take two.
-        head_tokens: That reach the head.
+    An embedding that is only looked up is left out. ``tokens`` are those of a batch, or of each
+    pass over the blocks (rows that share a prefix take two), ``head_tokens`` reach the head.
     """
     modules = quantized_modules(model)
+
     passes = [tokens] if isinstance(tokens, int) else list(tokens)
     has_head = "lm_head" in model or any(path.endswith("lm_head") for path, _ in modules)
     kinds: dict[tuple, list[tuple[str, nn.Module]]] = {}
+
     for path, module in modules:
         is_embedding = isinstance(module, EMBEDDINGS)
         if is_embedding and has_head:
@@ -95,6 +93,7 @@ def weight_kinds(
         is_head = is_embedding or path.endswith("lm_head")
         kind = frozen_weight(module).shape, module.bits, module.group_size, module.mode, is_head
         kinds.setdefault(kind, []).append((path, module))
+
     return [
         WeightKind(
             tuple(sorted({path.rsplit(".", 1)[-1] for path, _ in of_kind})),
@@ -117,14 +116,17 @@ def time_paths(kinds: Sequence[WeightKind], paths: Sequence[str], limit_s: float
     start = perf_counter()
     end = start + limit_s
     timed: dict[int, dict[str, float]] = {}
+
     order = sorted(range(len(kinds)), key=lambda i: -kinds[i].multiply_adds)
     for done, i in enumerate(order):
         now = perf_counter()
         seconds = _time_kind(kinds[i], paths, now + (end - now) / (len(order) - done), end)
         if seconds is not None:
             timed[i] = {path: kinds[i].count * seconds[path] for path in paths}
+
     if not timed:
         return None
+
     work = sum(kinds[i].multiply_adds for i in timed)
     pace = {path: sum(times[path] for times in timed.values()) / work for path in paths}
     step_s = [
@@ -144,12 +146,15 @@ def _time_kind(
     out, width = kind.shape
     most = min(out, max(_FIRST_ROWS, _MOST_NUMBERS // width))
     rows = min(_FIRST_ROWS, most)
+
     seconds = _time_rows(kind, paths, rows, 1, end)
     if seconds is None:
         return None
+
     close = [path for path in paths if seconds[path] < _FAR_BEHIND * min(seconds.values())]
     a_round = sum(seconds[path] * _share(kind, path, rows) for path in close)
     in_time = int((share_end - perf_counter()) / (2 * a_round))
+
     if in_time > 0:
         rows = min(most, in_time * rows)
         seconds |= _time_rows(kind, close, rows, _REPETITIONS, share_end) or {}
@@ -183,24 +188,24 @@ def _agree(rounds: Sequence[Mapping[str, float]]) -> bool:
 
 
 def _share(kind: WeightKind, path: str, rows: int) -> float:
-    """Return the share of a product that is computed with some rows of its weight."""
     return rows / kind.shape[0] * _sample(kind, path) / kind.tokens
 
 
 def _sample(kind: WeightKind, path: str) -> int:
-    """Return the number of a batch's tokens in the timed products."""
     most = _TOKENS_CPU[MATMUL_PATHS[path].in_place] if on_cpu() else _TOKENS_GPU
     return min(kind.tokens, most)
 
 
 def _products(kind: WeightKind, paths: Sequence[str], rows: int) -> dict[str, Callable[[], None]]:
-    """Return a function for a product with the first rows of a weight, and its input's gradient."""
+    """Return a function for each product of a weight's first rows, and its input's gradient."""
     module = frozen_weight(kind.module).first_rows(rows)
     dense = dense_module(module, profile().dtype)  # as `apply_matmul_path` does
+
     products = {}
     for path in paths:
         weights = dense if MATMUL_PATHS[path].keeps_dense else module
         tokens = _sample(kind, path)
+
         x = mx.random.normal((tokens, kind.shape[1]), key=mx.random.key(0))
         cotangent = mx.random.normal((tokens, rows), key=mx.random.key(1))
         arrays = [array.astype(dense.weight.dtype) for array in (x, cotangent)]
@@ -215,7 +220,7 @@ def _compute(multiply: Callable[[mx.array], mx.array], x: mx.array, cotangent: m
 
 
 def _seconds(products: Mapping[str, Callable[[], None]], until: float) -> dict[str, float] | None:
-    """Return how long each product takes, one after the other; None if time is up before the last."""
+    """Time each product once, one after the other; None if time is up before the last."""
     seconds = {}
     for path, compute in products.items():
         start = perf_counter()

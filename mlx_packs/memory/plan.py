@@ -50,7 +50,6 @@ class MemoryPlan:
 
     @property
     def moment(self) -> str:
-        """The worst moment."""
         return max(self.moments, key=lambda name: sum(self.moments[name].values()))
 
     @property
@@ -91,7 +90,6 @@ def fit(plan: MemoryPlan, memory: int) -> str:
 def moment_parts(
     gradients: float, activations: float = 0, logits: float = 0, working: float = 0
 ) -> dict[str, int]:
-    """Return the parts of one of a plan's moments, in whole bytes."""
     return {
         "gradients": int(gradients),
         "activations": int(activations),

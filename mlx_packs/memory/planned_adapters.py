@@ -34,7 +34,6 @@ class PlannedAdapters:
     head: bool = False  # whether the head is trained or has an adapter: then all logits are made
 
     def beside(self, head: tuple[int, ...]) -> "PlannedAdapters":
-        """Return the same with a head that is trained in full and belongs to no base."""
         return replace(self, shapes=[*self.shapes, head], saved=(*self.saved, head))
 
     @property
@@ -115,19 +114,14 @@ class Places:
 def plan_adapters(places: Places, lora: LoRAConfig, method: str = "lora") -> PlannedAdapters:
     """Return the adapters of a base, by the rules of `geometry.select_targets`.
 
-    Args:
-        places: Where the base can have them.
-        lora: What is to be adapted, and what is saved in full.
-        method: The name of a method that attaches adapters.
-
-    Raises:
-        PackError: No such projection or not so many blocks.
+    Raises a PackError where there is no such projection, or not so many blocks.
     """
     blocks, projections = places.blocks, places.projections
     check_num_layers(lora.num_layers, blocks)
     first = blocks - lora.num_layers if lora.num_layers > 0 else 0
     inside = [path for path in projections if _block_of(path) >= first]
     everywhere = {**projections, **places.head, **places.embedding}
+
     saved = _named(places.modules, lora.modules_to_save, "--modules-to-save")
     selected = set() if lora.target_modules else set(inside) - saved
     for target in lora.target_modules:
@@ -136,11 +130,13 @@ def plan_adapters(places: Places, lora: LoRAConfig, method: str = "lora") -> Pla
             rest = [p for p in everywhere if p not in projections or p == target]
             matched = _named(rest, [target], "--target-modules", everywhere)
         selected |= matched
+
     groups = [
         _group(p, *shape, p in places.embedding) for p, shape in everywhere.items() if p in selected
     ]
     specs = plan_specs(groups, lora)
     of_method = find_method(method)
+
     ranks: list[dict[str, int]] = [{} for _ in range(blocks)]
     kept: list[dict[str, int]] = [{} for _ in range(blocks)]
     trained = {*saved, *(path for path, spec in specs.items() if spec.rank)}
@@ -150,9 +146,11 @@ def plan_adapters(places: Places, lora: LoRAConfig, method: str = "lora") -> Pla
             block, name = _block_of(path), path.split(".", 3)[3]
             ranks[block][name] = spec.rank if spec else 0
             kept[block][name] = of_method.kept_numbers(spec) if spec else 0
+
     in_block = [_block_of(path) for path in trained if ".layers." in path or ".layer." in path]
     lowest = 0 if trained & set(places.embedding) else min(in_block, default=blocks - 1)
     shapes = tuple(shape for path in saved for shape in places.modules[path])
+
     return PlannedAdapters(
         ranks[lowest:],
         kept[lowest:],
@@ -183,10 +181,11 @@ def _block_of(path: str) -> int:
 
 
 def _group(path: str, out: int, width: int, embeds: bool = False) -> Group:
-    """Return a projection group of one dense linear layer or embedding."""
+    """Return a projection group of one dense linear layer or embedding; a table is transposed."""
     name = path.rpartition(".")[2]
     if embeds:
         out, width = width, out
+
     geometry = Geometry(
         path,
         in_features=width,
@@ -208,6 +207,7 @@ def optimizer_bytes(trainable: Iterable[tuple[int, ...]], train: TrainConfig) ->
     shapes = Counter(trainable)
     optimizer = make_optimizer(train)
     optimizer.init({str(shape): mx.zeros(shape) for shape in shapes})
+
     return sum(
         count * sum(a.nbytes for _, a in tree_flatten(optimizer.state[str(shape)]))
         for shape, count in shapes.items()

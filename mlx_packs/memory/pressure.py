@@ -61,6 +61,7 @@ def _of_linux() -> Pressure:
     groups = list(_groups())
     stalled = max((_stalled(group / "memory.pressure") for group in groups), default=0.0)
     stalled = max(stalled, _stalled(_PROC / "pressure" / "memory"))
+
     rooms = [*map(_of_group, groups), _of_machine(), _of_address_space()]
     pressures = [room.pressure(stalled) for room in rooms if room is not None]
     return max(pressures, key=lambda pressure: pressure.level, default=Pressure(NONE))
@@ -96,13 +97,14 @@ def _of_group(group: Path) -> _Room | None:
             taken = int((group / used).read_text())
             lines = (line.split() for line in (group / "memory.stat").read_text().splitlines())
             taken -= sum(int(value) for name, value in lines if name in dropped)
+
             if most < 1 << 60:  # version 1 has a number for no limit
                 return _Room(most - taken, most, "the container's memory")
     return None
 
 
 def oom_kills() -> int | None:
-    """Return how many processes Linux has killed for lack of memory; None where it does not report that.
+    """Return how many processes Linux has killed for lack of memory; None where it does not say.
 
     Those of this process's own cgroup (2 or 1) are counted, those of the machine where it has none.
     """

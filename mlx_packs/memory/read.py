@@ -31,6 +31,7 @@ def read_headers(name: str | Path) -> Headers:
         return Headers(str(name), *_from_hub(str(name)))
     if not weight_files(path):
         return describe(str(name), _config_of_dense(path / CONFIG))
+
     config = check_files(path)
     tensors: dict[str, Mapping] = {}
     for file in weight_files(path):
@@ -39,12 +40,11 @@ def read_headers(name: str | Path) -> Headers:
 
 
 def describe(name: str, config: dict) -> Headers:
-    """Return the headers of the dense checkpoint that a config describes."""
     return Headers(name, config, estimator_of(config).describe(config))
 
 
 def _config_of_dense(file: Path) -> dict:
-    """Return the config in ``file``; raises PackError if it is that of a quantized checkpoint."""
+    """Return the config in ``file``; raise a PackError if it belongs to a quantized checkpoint."""
     config = read_config(file)
     if config.get("quantization_config", config.get("quantization")):
         raise PackError(
@@ -56,7 +56,6 @@ def _config_of_dense(file: Path) -> dict:
 
 
 def _cached(repo: str) -> Path | None:
-    """Return the folder of a hub id if the cache has all of it."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -67,7 +66,6 @@ def _cached(repo: str) -> Path | None:
 
 
 def _from_hub(repo: str) -> tuple[dict, Tensors]:
-    """Return config and headers of a hub id; the config is downloaded."""
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -88,6 +86,7 @@ def _from_hub(repo: str) -> tuple[dict, Tensors]:
             f"cannot be read from the Hub ({reason}).",
             "network",
         ) from None
+
     tensors = {
         name: {"dtype": str(getattr(t.dtype, "value", t.dtype)), "shape": list(t.shape)}
         for file in headers.files_metadata.values()

@@ -71,16 +71,14 @@ class Option:
 
     @property
     def fits(self) -> bool:
-        """Whether it fits with the error of the estimate to spare."""
         return self.fit == "fits"
 
     @property
     def kind(self) -> str:
-        """The method, and how the base is quantized for it."""
+        """The method, with the format that the base is quantized in for it."""
         return " ".join([self.method, *[self.quantize] * (self.quantize != "none")])
 
     def dtype(self, config: Mapping) -> ComputeDtype:
-        """Return the dtype of activations of a base with this config."""
         train = self.train
         return choose_compute_dtype(config, train.compute_dtype, train.trains_base)
 
@@ -120,22 +118,19 @@ class Option:
     def command(
         self, model: str, configs: Sequence[str] = (), defaults: Recipe | None = None
     ) -> str:
-        """Return the `packs train` whose peak this is.
+        """Return the `packs train` whose peak this is, given what ``configs`` and defaults set.
 
         The matmul path is always named: left to `auto`, the run would choose, and peak, by the
         machine that it is on.
-
-        Args:
-            model: The base.
-            configs: Files of settings.
-            defaults: What that run takes without these flags, by ``configs`` and defaults.
         """
         words = ["packs", "train", *(w for file in configs for w in ("-c", str(file)))]
         words += ["--model", model]
+
         defaults = defaults or Recipe()
         before = {**vars(defaults.train), **vars(defaults.lora)}
         wanted = {**vars(self.train), **vars(self.lora)}
         unused = ADAPTER_SETTINGS if self.train.trains_base else ()
+
         names = fields_where(TrainConfig, LoRAConfig, memory=True)
         for name in (*names, *fields_where(TrainConfig, disk=True)):
             if name not in unused and (name in _ALWAYS or wanted[name] != before[name]):
@@ -170,14 +165,12 @@ def recommend(
     """Return ways of training a base within ``memory`` bytes, the best first.
 
     Settings that are not ``specified`` are reduced until it fits, in this order: batch_size,
-    recompute, max_seq_length, rank; of matmul_path and quantize all are tried. ``shapes_of`` has
-    the shapes of the batches; without it every row has max_seq_length tokens.
-
-    Raises:
-        PackError: No plan is possible.
+    recompute, max_seq_length, rank; of matmul_path and quantize all are tried. Without
+    ``shapes_of`` every row has max_seq_length tokens.
     """
     if memory <= 0:
         raise PackError(f"--memory {memory / 1e9:g}: must be above 0 GB.")
+
     estimator = estimator_of(headers.config)
     train = _of_task(headers, train or TrainConfig(), specified)
     train = estimator.run_settings(headers, train)
@@ -185,15 +178,19 @@ def recommend(
     request = PlanRequest(headers, memory, lora or LoRAConfig(), train, specified, shapes_of)
     if train.trains_base:
         return [_full_option(request)]
+
     options = [_option(request, way) for way in _ways(request)]
     small = options[0].plan.base_weights < SMALL_WEIGHTS
     options.sort(key=lambda option: _harm(option, small))
+
     best = options[0]
     if small and best.method == "lora-fp32" and best.fits and not headers.is_quantized:
         reason = estimator.why_not_quantized(headers, best.plan)
         options[0] = replace(best, why=f"{reason}; {best.why}")
+
     if not has_score_head(train):
         options.append(_full_option(replace(request, lora=best.lora, train=best.train)))
+
     return [
         replace(
             option,
@@ -207,11 +204,10 @@ def recommend(
 def larger_batch(
     headers: Headers, memory: int, option: Option, rows: RowShapes | None, now: Repeats | None
 ) -> list[str]:
-    """Return a line on what batches of twice as many rows would need and save, if it is worth it.
+    """Return a line on batches of twice as many rows, if they save enough and fit; else none.
 
-    It is where ``--share-prefix`` makes batches short, so that a larger one computes at least 15 %
-    fewer inputs for each example, and fits into ``memory`` bytes with the error of the estimate to
-    spare. ``now`` is what batches of the option save.
+    ``--share-prefix`` makes batches short, so that a larger one may compute at least 15 % fewer
+    inputs for each example. ``now`` is what batches of the option save.
     """
     train = replace(option.train, batch_size=2 * option.train.batch_size)
     if rows is None or now is None or not (option.fits and may_share(train, option.lora)):
@@ -224,6 +220,7 @@ def larger_batch(
     plan = estimate(headers, option.lora, train, rows.shapes_of(train))
     if fewer < WORTHWHILE or fit(plan, memory) != "fits":
         return []
+
     times = plan.peak_bytes / option.plan.peak_bytes
     return [
         f"larger  --batch-size {train.batch_size} would need {times:.1f} times the memory and "
@@ -238,6 +235,7 @@ def _of_task(headers: Headers, train: TrainConfig, specified: frozenset[str]) ->
         check_task(train.task, headers.name, model_type)
     else:
         train = replace(train, task=tasks_of(model_type)[0])
+
     own = {k: v for k, v in TASKS[train.task].defaults.items() if k not in specified}
     return replace(train, **own)
 
@@ -246,8 +244,10 @@ def _harm(option: Option, small: bool) -> tuple:
     """Return the sort key of an option, worse options last, the most important part first."""
     if option.fit == "no":
         return 2, option.plan.peak_bytes
+
     path, train = option.plan.matmul_path, option.train
     dense_first = list(reversed(MATMUL_PATHS)).index(path)
+
     return (
         option.fit == "tight",
         -option.lora.rank,
@@ -263,13 +263,13 @@ def _harm(option: Option, small: bool) -> tuple:
 
 
 def _ways(request: PlanRequest) -> list[_Way]:
-    """Return the ways to try."""
     headers, train = request.headers, request.train
     dtype = train.compute_dtype
     if not ARCHITECTURES[architecture_of(headers.config.get("model_type"))].quantizable:
         return [_Way("lora-fp32", "none", "dense", dtype)]
     if headers.is_quantized:
         return [_Way("qlora", "none", path, dtype) for path in matmul_paths(headers, train)]
+
     ways = []
     named = "quantize" in request.specified
     for quantize in [train.quantize] if named else ["none", "nf4", "affine4"]:
@@ -290,13 +290,14 @@ def _ways(request: PlanRequest) -> list[_Way]:
 
 
 def _option(request: PlanRequest, way: _Way) -> Option:
-    """Return the option that is reduced least and fits this way; the smallest where nothing fits."""
+    """Return the option that is reduced least and fits this way, else the smallest one."""
     train = replace(
         request.train,
         quantize=request.train.quantize if request.headers.is_quantized else way.quantize,
         matmul_path=way.matmul_path,
         compute_dtype=way.compute_dtype,
     )
+
     tried: list[Option] = []
     for changes, rank in _smaller_settings(request):
         smaller = replace(train, **changes)
@@ -312,6 +313,7 @@ def _option(request: PlanRequest, way: _Way) -> Option:
             tried,
             key=lambda o: (o.fit == "no", o.fit == "tight" and -o.lora.rank, o.plan.peak_bytes),
         )
+
     return replace(best, why=_why(request, best))
 
 
@@ -327,15 +329,16 @@ def _smaller_settings(request: PlanRequest) -> Iterator[tuple[dict[str, Any], in
         lengths = [train.max_seq_length]
     least = 2 if request.in_batch else 1
     batches = [train.batch_size] if "batch_size" in specified else _halved(train.batch_size, least)
+
     steps = [(policy, batch) for policy in recompute_policies(train) for batch in batches]
     if request.in_batch:  # examples are each other's negatives: rather recompute
         steps.sort(key=lambda step: -step[1])
+
     for rank, length, (policy, batch) in itertools.product(ranks, lengths, steps):
         yield {"batch_size": batch, "max_seq_length": length, "recompute": policy}, rank
 
 
 def _halved(largest: int, least: int) -> list[int]:
-    """Return ``largest`` and its halves down to ``least``."""
     sizes = [largest]
     while sizes[-1] // 2 >= least:
         sizes.append(sizes[-1] // 2)
@@ -343,7 +346,6 @@ def _halved(largest: int, least: int) -> list[int]:
 
 
 def _why(request: PlanRequest, option: Option) -> str:
-    """Return what an option reduces of a request, and the largest part, in one line."""
     reductions, train, wanted = [], option.train, request.train
     for name, before, after in (
         ("rank", request.lora.rank, option.lora.rank),
@@ -352,10 +354,13 @@ def _why(request: PlanRequest, option: Option) -> str:
     ):
         if after != before:
             reductions.append(f"{name} {after} instead of {before}")
+
     if train.recomputes != wanted.recomputes and (text := POLICIES[train.recomputes].described):
         reductions.append(text)
+
     name, largest = max(option.plan.parts().items(), key=lambda item: item[1])
     share = f"{name} {size(largest)} is the largest part"
+
     if option.fit == "no":
         smaller = f" with {', '.join(reductions)}" if reductions else ""
         return f"does not fit{smaller}: {share}"
@@ -376,6 +381,7 @@ def _full_option(request: PlanRequest) -> Option:
         changes["batch_size"] = 1
     if "recompute" not in specified:
         changes |= {"recompute": "block", "grad_checkpoint": False}
+
     train = replace(
         wanted,
         method="full",
@@ -390,13 +396,16 @@ def _full_option(request: PlanRequest) -> Option:
         loraplus_lr_ratio=TrainConfig.loraplus_lr_ratio,
         **changes,
     )
+
     layers = LoRAConfig(num_layers=request.lora.num_layers)
     plan = request.estimate(layers, train)
+
     each = (4 * 2 * plan.adapter_weights + plan.optimizer) / plan.adapter_weights
     why = (
         f"the baseline: {each:.3g} bytes a trainable weight (float32 weights, gradients, "
         f"{train.optimizer}) beside the base's own, float32 activations of batch {train.batch_size}"
     )
+
     return Option("full", "none", layers, train, plan, fit(plan, request.memory), why)
 
 
@@ -412,6 +421,7 @@ def table(
     best = options[0]
     dtype = best.dtype(headers.config)
     timed = any(option.step for option in options)
+
     lines = [
         f"base    {headers.name} · {shown_count(best.plan.base_weights)} weights · "
         f"memory {size(memory)}",
@@ -420,6 +430,7 @@ def table(
         f"{'method':<13} {'path':<9}{'rank':>4} {'batch':>8} {'recompute':>9} {'peak':>8} "
         f"{'s/step ' * timed}fits",
     ]
+
     for o in options:
         batch = f"{o.train.batch_size} x {o.longest or o.train.max_seq_length}"
         rank = "-" if o.train.trains_base else o.lora.rank
@@ -428,13 +439,17 @@ def table(
             f"{o.train.recomputes:>9} {size(o.plan.peak_bytes):>8} "
             f"{_seconds(o.step) if timed else ''}{'yes' if o.fits else o.fit}"
         )
+
     lines += ["", f"{'parts of ' + best.kind:<24} {'at the peak':>12} {'at most':>9}"]
+
     largest = best.plan.largest_parts()
     for name, now in best.plan.parts().items():
         at_peak, at_most = (size(count) if count else "0" for count in (now, largest[name]))
         lines.append(f"  {name:<22} {at_peak:>12} {at_most:>9}")
     lines += [f"  {'peak, at ' + best.plan.moment:<22} {size(best.plan.peak_bytes):>12}", ""]
+
     lines += _notes(best, headers, width)
+
     if best.fit == "no":
         ways = remedies(headers, best.lora, best.train, partial(estimate, headers))
         return [*lines, f"try:    {any_of([*ways, 'more memory'])}"]
@@ -447,7 +462,6 @@ def _seconds(step: StepTime | None) -> str:
 
 
 def _notes(best: Option, headers: Headers, width: int) -> list[str]:
-    """Return notes on the numbers, wrapped."""
     assumed = estimator_of(headers.config).ASSUMED if has_logits(best.train) else ""
     if best.longest is not None:
         assumed = ""
@@ -459,11 +473,13 @@ def _notes(best: Option, headers: Headers, width: int) -> list[str]:
         "cache": "not counted: the buffers that MLX has freed and keeps; it gives them back when "
         "memory is short.",
     }
+
     if best.step:
         within = f", ± {best.step.error:.0%} on those steps" if best.step.error else ""
         notes["time"] = (
             f"seconds a step: {best.step.source}{within}. Every example is of full length."
         )
+
     return [
         line
         for label, text in notes.items()

@@ -65,9 +65,11 @@ def row_shapes(
     def shapes_of(train: TrainConfig) -> set[Shape]:
         if train.share_prefix != "off":
             return tree_shapes(train.batch_size, train.max_seq_length)
+
         inputs = sequence_inputs(train.max_seq_length)
         cut = np.minimum(lengths, inputs + 1)
         rows = SimpleNamespace(lengths=cut, target_counts=np.minimum(targets, cut))
+
         sampler = Sampler(cut, train.batch_size, inputs, train.seed, train.packing)
         return training_set(rows, sampler).shapes(train.iters)
 

@@ -40,7 +40,6 @@ _FACTORS = {
 
 
 def factors() -> Factors:
-    """Return the factors of the device that MLX computes on, or that is planned for."""
     return _FACTORS["cpu" if runtime.on_cpu() else "gpu"]
 
 
@@ -53,7 +52,6 @@ class Pass(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """The inputs of all rows."""
         return round(self.rows * self.length)
 
     @property
@@ -63,7 +61,6 @@ class Pass(NamedTuple):
 
 
 def passes_of(shape: Shape, sequences: int) -> tuple[Pass, ...]:
-    """Return the passes of a step on a batch of so many sequences."""
     if not isinstance(shape, TreeShape):
         return (Pass(sequences, shape[0]),)
 
@@ -175,12 +172,12 @@ class Step:
         ]
 
     def _block_numbers(self, own: Pass, block: int, adapters: Mapping[str, int]) -> float:
-        """Return the numbers per token that an adapted block keeps."""
         d, f = self.sizes.hidden, self.sizes.ffn
         q, k = self.sizes.queries, self.sizes.keys
         adapted = {path.rpartition(".")[2] for path in adapters}
         qkv = bool(adapted & {"q_proj", "k_proj", "v_proj"})
         gate_up = bool(adapted & {"gate_proj", "up_proj"})
+
         # two residual streams, and what the gradients of A are made of
         saved = d * (2 + qkv + gate_up) + q * ("o_proj" in adapted) + sum(adapters.values())
         if self.recomputes and runtime.on_cpu():
@@ -218,5 +215,4 @@ class Step:
 
 
 def _scores_at_once() -> float:
-    """Return how many attention scores are computed at once."""
     return profile().streams * (profile().score_bytes / 4)

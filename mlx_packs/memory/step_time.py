@@ -1,6 +1,7 @@
 """Predict how long a training step takes: by rates of the chip, corrected by what was measured.
 
-    seconds = factor x (products / rate + attention / rate + other bytes / bandwidth) + overhead x blocks
+    seconds = factor x (products / rate + attention / rate + other bytes / bandwidth)
+              + overhead x blocks
 
 `packs bench` fits factor and overhead to the steps that it measured on this device. Without it they
 are 1 and the launches of a block, for chips whose rates are known. The shares and counts below are
@@ -92,6 +93,7 @@ def work(headers: Headers, lora: LoRAConfig, train: TrainConfig) -> Work | None:
         or architecture_of(headers.config.get("model_type")) != "decoder"
     ):
         return None
+
     try:
         sizes = sizes_of(headers.config, headers.tensors)
         ranks = plan_adapters(sizes.places(headers.tensors), lora, train.method).ranks
@@ -110,6 +112,7 @@ def _work(
     forward, backward = sizes.blocks + again * len(ranks), len(ranks)
     block = sum(map(math.prod, sizes.projections.values())) / sizes.blocks
     head = sizes.vocab * sizes.hidden * has_logits(train)
+
     widths = {path.split(".", 3)[3]: sum(shape) for path, shape in sizes.projections.items()}
     adapters = sum(rank * widths[name] for of_block in ranks for name, rank in of_block.items())
     one_attention = 2 * train.sequences * length**2 * sizes.queries
@@ -117,6 +120,7 @@ def _work(
     share = (
         forward + 3 * backward
     ) / 4  # a backward pass moves three times what a forward pass does
+
     return Work(
         blocks=share,
         products=2 * tokens * ((forward + backward) * block + 2 * head),
@@ -130,19 +134,17 @@ def _work(
 def predict(headers: Headers, lora: LoRAConfig, train: TrainConfig) -> StepTime | None:
     """Return how long a step takes on this device; None where there is no basis for an estimate.
 
-    That is so for devices that are only assumed, for what has no formula, for CPUs without and for
-    unknown chips before `packs bench`.
-
-    Args:
-        headers: Of the base.
-        lora: The adapters.
-        train: Batch size and length are those of every batch. Matmul path ``auto`` is quantized.
+    There is none for devices that are only assumed, for what has no formula, for CPUs without and
+    for unknown chips before `packs bench`. Batch size and length are those of every batch; matmul
+    path ``auto`` is quantized.
     """
     if runtime.is_assumed() or (needed := work(headers, lora, train)) is None:
         return None
+
     by_rates = _by_rates(needed, headers, train)
     if by_rates is None:
         return None
+
     measured = measured_steps()
     if measured:
         factor, overhead, error = _fit(measured)
@@ -150,6 +152,7 @@ def predict(headers: Headers, lora: LoRAConfig, train: TrainConfig) -> StepTime 
         source = f"calibrated by packs bench of {max(s.date for s in measured)} ({names})"
         seconds = factor * by_rates + overhead * needed.blocks
         return StepTime(seconds, source, max(error, _LEAST_ERROR))
+
     if runtime.on_cpu() or (chip := chips.chip()) is None:
         return None
     seconds = by_rates + _LAUNCHES * chip.launch_us * 1e-6 * needed.blocks
@@ -157,7 +160,7 @@ def predict(headers: Headers, lora: LoRAConfig, train: TrainConfig) -> StepTime 
 
 
 def measured_steps() -> list[MeasuredStep]:
-    """Return the steps that `packs bench` has measured on this device, if any."""
+    """The steps that `packs bench` has measured on this device, if any."""
     record = recall(_KIND, {}) or {}
     try:
         return [MeasuredStep(**{**step, "shape": tuple(step["shape"])}) for step in record["steps"]]
@@ -168,10 +171,8 @@ def measured_steps() -> list[MeasuredStep]:
 def remember_steps(steps: Sequence[tuple[Headers, LoRAConfig, TrainConfig, str, float]]) -> int:
     """Keep measured steps for `predict`; return how many have a formula.
 
-    Earlier ones of the same model and shape are replaced.
-
-    Args:
-        steps: Of each what was trained and how, the model's name and the seconds.
+    Of each: what was trained and how, the model's name and the seconds. Earlier ones of the same
+    model and shape are replaced.
     """
     new = {}
     today = time.strftime("%Y-%m-%d")
@@ -183,6 +184,7 @@ def remember_steps(steps: Sequence[tuple[Headers, LoRAConfig, TrainConfig, str, 
         shape = train.sequences, sequence_inputs(train.max_seq_length)
         step = MeasuredStep(model, shape, needed.blocks, by_rates, seconds, today)
         new[model, shape] = vars(step)
+
     if new:
         before = {(step.model, step.shape): vars(step) for step in measured_steps()}
         remember(_KIND, {}, {"steps": list((before | new).values())})
@@ -190,15 +192,17 @@ def remember_steps(steps: Sequence[tuple[Headers, LoRAConfig, TrainConfig, str, 
 
 
 def _fit(steps: Sequence[MeasuredStep]) -> tuple[float, float, float]:
-    """Return factor, overhead of a block and the largest relative error that fit best, none negative.
+    """Return factor, overhead of a block and the largest error: the best fit, none negative.
 
     Errors count relative to what was measured.
     """
     rows = np.array([[s.by_rates_s / s.measured_s, s.blocks / s.measured_s] for s in steps])
     ones = np.ones(len(steps))
+
     solutions = [np.array([rows[:, 0].sum() / (rows[:, 0] ** 2).sum(), 0.0])]
     if np.linalg.matrix_rank(rows, tol=1e-3 * np.abs(rows).max()) == 2:
         solutions.append(np.linalg.lstsq(rows, ones, rcond=None)[0])
+
     factor, overhead = min(
         (s for s in solutions if s[0] > 0 and s[1] >= 0),
         key=lambda s: ((rows @ s - 1) ** 2).sum(),
@@ -208,10 +212,11 @@ def _fit(steps: Sequence[MeasuredStep]) -> tuple[float, float, float]:
 
 
 def _by_rates(needed: Work, headers: Headers, train: TrainConfig) -> float | None:
-    """Return the seconds of a step's work by the rates of this device; None if they are not known."""
+    """Return the seconds of a step's work by this device's rates; None if they are not known."""
     chip = chips.known_chip()
     if chip is None:
         return None
+
     on_cpu = runtime.on_cpu()
     path = "quantized" if train.matmul_path == "auto" else train.matmul_path
     quantized = headers.is_quantized or train.quantize != "none"
@@ -241,10 +246,11 @@ def _bandwidth(chip: Chip) -> float:
 
 
 def _precision(headers: Headers, train: TrainConfig) -> tuple[tuple[int, int, str], str]:
-    """Return bits, group size and mode of a base's weights, and the dtype that they are dense in."""
+    """Return bits, group size and mode of a base's weights, and their dtype when dense."""
     written = headers.custom_format(train.quantize)
     if written is None and not headers.is_quantized:
         written = named_format(train.quantize)
+
     if written is not None:
         quantization = written.bits, written.group_size, written.mode
     else:
@@ -254,4 +260,5 @@ def _precision(headers: Headers, train: TrainConfig) -> tuple[tuple[int, int, st
             stored.get("group_size", 64),
             stored.get("mode", "affine"),
         )
+
     return quantization, choose_compute_dtype(headers.config, train.compute_dtype).name
