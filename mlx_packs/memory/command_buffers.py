@@ -66,11 +66,15 @@ class CommandBuffers:
         """Return the changes, for one line of output; nothing if none was needed."""
         if self.before_s <= _TOO_LONG * LONGEST_S:
             return ""
-        done = [f"{VARIABLE}={self.limit}"] * (self.limit is not None)
+        done = []
+        if self.limit is not None:
+            done.append(f"{VARIABLE}={self.limit}")
         for what, calls in zip(("attention", "feed-forward"), self.calls, strict=True):
-            done += [f"{what} in {calls} calls"] * (calls > 1)
+            if calls > 1:
+                done.append(f"{what} in {calls} calls")
         if self.after_s > _TOO_LONG * LONGEST_S:
             done.append(f"too long for a display is one {self.longest.name}; shorten the examples")
+
         return (
             f"{self.after_s:.2g} s of work at once, {self.before_s:.2g} s if undivided "
             f"(estimate, {self.chip}) · {' · '.join(done)}"
@@ -82,8 +86,9 @@ def default_limits(chip: str) -> tuple[int, float]:
 
     Numbers are what MLX counts, though the variable for them speaks of megabytes.
     """
-    larger = any(part in chip for part in ("Pro", "Max", "Ultra"))  # an M4 Pro has those of a Max
-    return (50, 50 << 20) if larger else (40, 40 << 20)
+    if any(part in chip for part in ("Pro", "Max", "Ultra")):  # an M4 Pro has those of a Max
+        return 50, 50 << 20
+    return 40, 40 << 20
 
 
 def plan_buffers(
@@ -102,10 +107,14 @@ def plan_buffers(
     before = longest_seconds(list(step.operations(1, 1)), limit or own, numbers)
 
     operations = list(step.operations(*step.calls))
-    tried = [own, *(n for n in _LIMITS if n < own)] if limit is None else [limit]
+    tried = [limit]
+    if limit is None:
+        tried = [own, *(n for n in _LIMITS if n < own)]
     seconds = {n: longest_seconds(operations, n, numbers) for n in tried}
     short = [n for n, longest in seconds.items() if longest <= _TOO_LONG * LONGEST_S]
-    chosen = short[0] if short else min(tried, key=lambda n: (seconds[n], -n))
+    chosen = min(tried, key=lambda n: (seconds[n], -n))
+    if short:
+        chosen = short[0]
 
     return CommandBuffers(
         limit=None if chosen == tried[0] else chosen,
@@ -126,10 +135,13 @@ def longest_seconds(operations: list[Operation], limit: int, numbers: float) -> 
     longest = seconds = touched = 0.0
     count = 0
     for operation in chain(operations, operations):
-        count, touched = count + 1, touched + operation.numbers
+        count += 1
+        touched += operation.numbers
         seconds += operation.seconds
         if count > limit or touched > numbers:
-            longest, seconds, touched, count = max(longest, seconds), 0.0, 0.0, 0
+            longest = max(longest, seconds)
+            seconds = touched = 0.0
+            count = 0
     return max(longest, seconds)
 
 
@@ -149,7 +161,8 @@ class _Step:
     @property
     def _attention(self) -> AttentionSizes:
         width = self.sizes.queries // self.sizes.heads
-        rows, length = self.train.sequences, sequence_inputs(self.train.max_seq_length)
+        rows = self.train.sequences
+        length = sequence_inputs(self.train.max_seq_length)
         return AttentionSizes(rows, self.sizes.heads, self.sizes.keys // width, length, width)
 
     @property
@@ -160,8 +173,10 @@ class _Step:
     def calls(self) -> tuple[int, int]:
         """How many calls attention and a feed-forward are computed in."""
         rows, heads = attention_calls(self._attention, self.chip)
-        ffn, hidden = self.sizes.ffn, self.sizes.hidden
-        return rows * heads, product_calls(self._tokens, ffn, hidden, self.chip, self._is_half)
+        tokens = self._tokens
+        sizes = self.sizes
+        products = product_calls(tokens, sizes.ffn, sizes.hidden, self.chip, self._is_half)
+        return rows * heads, products
 
     def operations(self, attention: int, feed_forward: int) -> Iterator[Operation]:
         """Yield those of a block, forward and backward, in so many calls."""

@@ -64,8 +64,8 @@ def base_bytes(sizes: Sizes, headers: Headers, train: TrainConfig, itemsize: int
     quantized = set(headers.weight_modes)
 
     if train.quantize != "none" and not quantized:
-        wanted = named_format(train.quantize, train.double_quant)
-        options = QuantizeOptions(wanted, tuple(train.keep))
+        quantized_format = named_format(train.quantize, train.double_quant)
+        options = QuantizeOptions(quantized_format, tuple(train.keep))
         for path, shape in sizes.modules.items():
             stored = headers.tensors.get(f"{path}.weight")
             weight_format = format_for(path, shape, options)
@@ -76,7 +76,8 @@ def base_bytes(sizes: Sizes, headers: Headers, train: TrainConfig, itemsize: int
             total += weight_format.nbytes(shape, itemsize)
 
     if MATMUL_PATHS[_path_of(train)].keeps_dense:
-        total += sum(math.prod(s) * itemsize for p, s in sizes.modules.items() if p in quantized)
+        dense = (shape for path, shape in sizes.modules.items() if path in quantized)
+        total += sum(math.prod(shape) * itemsize for shape in dense)
     return total
 
 
@@ -161,7 +162,8 @@ def _path_of(train: TrainConfig) -> str:
 def _largest_shape(train: TrainConfig) -> Shape:
     length = sequence_inputs(train.max_seq_length)
     if not has_logits(train):  # packed ones may hold many completions
-        return length, train.sequences * (length if train.packing else 1)
+        if not train.packing:
+            return length, train.sequences
     return length, train.sequences * length
 
 

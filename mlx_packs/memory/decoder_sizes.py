@@ -64,15 +64,18 @@ def sizes_of(config: Mapping, tensors: Tensors) -> Sizes:
         raise PackError(f"no plan for model_type '{family}'. Known are {names}.", "unsupported")
 
     heads = Heads.of(dict(config))
-    blocks, vocab = config.get("num_hidden_layers"), config.get("vocab_size")
+    blocks = config.get("num_hidden_layers")
+    vocab = config.get("vocab_size")
     if not all(isinstance(n, int) and n > 0 for n in (*astuple(heads), blocks, vocab)):
         raise PackError(
             "no plan: config.json lacks a size (hidden, FFN, heads, blocks or vocab).",
             "unsupported",
         )
 
-    hidden, ffn = heads.hidden, heads.ffn
-    queries, keys = heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim
+    hidden = heads.hidden
+    ffn = heads.ffn
+    queries = heads.heads * heads.head_dim
+    keys = heads.kv_heads * heads.head_dim
     shapes = {
         "self_attn.q_proj": (queries, hidden),
         "self_attn.k_proj": (keys, hidden),

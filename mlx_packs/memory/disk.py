@@ -12,9 +12,12 @@ from ..files import free_bytes
 from .headers import Headers
 from .plan import MemoryPlan
 
-# Measured: an entry in the header of safetensors and one of a manifest, by tensor; the rest.
-_ENTRY_BYTES, _MANIFEST_BYTES = 110, 170
-_STATE_BYTES, _PACK_BYTES = 1_000, 5_700
+# Measured, by tensor: an entry in the header of safetensors, and one of a manifest.
+_ENTRY_BYTES = 110
+_MANIFEST_BYTES = 170
+# Measured: the rest of a checkpoint and of a pack.
+_STATE_BYTES = 1_000
+_PACK_BYTES = 5_700
 _COPIES = 3  # of each trainable parameter in a checkpoint: itself and two moments
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -80,8 +83,8 @@ def disk_note(headers: Headers, plan: MemoryPlan, lora: LoRAConfig, train: Train
     text = plan_disk(plan, train).summary()
     if cached := _cached_bytes_per_token(headers, lora, train):
         text += (
-            f"; cached frozen activations: {size(1000 * cached)} for 1,000 tokens of the examples, in "
-            "a quarter of the free disk at most"
+            f"; cached frozen activations: {size(1000 * cached)} for 1,000 tokens of the examples, "
+            "in a quarter of the free disk at most"
         )
     return text
 
@@ -92,16 +95,15 @@ def _cached_bytes_per_token(headers: Headers, lora: LoRAConfig, train: TrainConf
     There is one where blocks are below the adapters.
     """
     config = headers.config
-    hidden, blocks = config.get("hidden_size"), config.get("num_hidden_layers")
+    hidden = config.get("hidden_size")
+    blocks = config.get("num_hidden_layers")
     if not isinstance(hidden, int) or not isinstance(blocks, int):
         return 0
 
     cached = not train.trains_base and train.cache_frozen != "off" and train.task == "lm"
-    return (
-        hidden
-        * activation_bytes(config, train.compute_dtype)
-        * (cached and 0 < lora.num_layers < blocks)
-    )
+    if not (cached and 0 < lora.num_layers < blocks):
+        return 0
+    return hidden * activation_bytes(config, train.compute_dtype)
 
 
 def check_disk(plan: DiskPlan, folder: Path, present: int = 0) -> None:
@@ -109,9 +111,9 @@ def check_disk(plan: DiskPlan, folder: Path, present: int = 0) -> None:
     free = free_bytes(folder)
     if free is not None and plan.total_bytes > free + present:
         raise PackError(
-            f"{folder}: the run would take {plan.summary()} of disk, but {size(free + present)} are "
-            "free. Free some space, choose another --out, take a smaller --keep-last, or pass --force "
-            "to try anyway.",
+            f"{folder}: the run would take {plan.summary()} of disk, but {size(free + present)} "
+            "are free. Free some space, choose another --out, take a smaller --keep-last, or pass "
+            "--force to try anyway.",
             "unwritable",
             "out",
         )

@@ -27,8 +27,10 @@ ASSUMED = (
     "up to twice the estimate."
 )
 _QUANTIZED_BITS = 4.5  # a 4-bit weight with its scales
-# In flight while a block goes back: the inputs of GELU's gradient, and of that of the probabilities.
-_FLYING_FFN, _FLYING_SCORES = 20, 4
+# In flight while a block goes back: the inputs of GELU's gradient, and of the gradient of the
+# probabilities.
+_FLYING_FFN = 20
+_FLYING_SCORES = 4
 _AHEAD = 2  # recomputed parts that are in memory together: MLX allocates ahead
 
 
@@ -46,13 +48,16 @@ def run_settings(headers: Headers, train: TrainConfig) -> TrainConfig:
         )
 
     folder = Path(headers.name).expanduser()
-    longest = read_sentence_config(folder).max_seq_length if folder.is_dir() else None
-    limits = train.max_seq_length, longest, headers.config.get("max_position_embeddings")
+    longest = None
+    if folder.is_dir():
+        longest = read_sentence_config(folder).max_seq_length
+    limits = (train.max_seq_length, longest, headers.config.get("max_position_embeddings"))
     return replace(train, max_seq_length=min(limit for limit in limits if limit))
 
 
 def _block_shapes(config: Mapping) -> dict[str, tuple[int, int]]:
-    d, f = config["hidden_size"], config["intermediate_size"]
+    d = config["hidden_size"]
+    f = config["intermediate_size"]
     return {
         "attention.self.query": (d, d),
         "attention.self.key": (d, d),
@@ -89,9 +94,11 @@ class _Step:
         # GELU and what came out; and the probabilities.
         block = 9 * self.hidden + 2 * self.ffn + self.scores
         blocks = [block + kept for kept in self.kept]
+
         if self.policy.blocks:
             inputs = self.columns * self.hidden * len(blocks)
             return self.tokens * (inputs + _AHEAD * max(blocks))
+
         # the forward of blocks below the adapters is in flight, one block's worth
         below = max(blocks) * (not self.all_blocks)
         return self.columns * self.tokens * (sum(blocks) + below)
@@ -120,15 +127,18 @@ def estimate(
 
     method = train.method
     if train.trains_base:  # all blocks, with the activations of adapters
-        lora, method = replace(lora, num_layers=-1), "lora"
+        lora = replace(lora, num_layers=-1)
+        method = "lora"
 
     adapters = plan_adapters(Places(projections, blocks), lora, method)
     loss = _loss_of(train)
     length, columns = shape or (train.max_seq_length, loss.texts)
     length = min(length, config.get("max_position_embeddings") or train.max_seq_length)
-    texts, at_once = train.batch_size, columns
+    texts = train.batch_size
+    at_once = columns
     if loss.by_parts:
-        texts, at_once = min(texts, train.mini_batch_size), _AHEAD
+        texts = min(texts, train.mini_batch_size)
+        at_once = _AHEAD
 
     step = _Step(
         hidden,
@@ -151,7 +161,9 @@ def estimate(
 
     base_weights = sum(math.prod(shape) for shape in _weight_shapes(headers))
     plan = adapters.plan(train, 4 * base_weights, base_weights, {"backward": backward})
-    return _full(plan, headers, train) if train.trains_base else plan
+    if train.trains_base:
+        return _full(plan, headers, train)
+    return plan
 
 
 def _loss_of(train: TrainConfig) -> LossFacts:
@@ -201,6 +213,6 @@ def why_not_quantized(headers: Headers, plan: MemoryPlan) -> str:
         f"float32 LoRA, not QLoRA: all {plan.base_weights / 1e6:.1f} M weights are "
         f"{size(plan.base)} in float32. 4 bits would save {size(saved)} of a peak of "
         f"{size(plan.peak_bytes)}, since activations take most of the memory, and these stay; "
-        "every product would have to dequantize its weights first; and a model this small has little "
-        "redundancy to compensate for rounding to 4 bits"
+        "every product would have to dequantize its weights first; and a model this small has "
+        "little redundancy to compensate for rounding to 4 bits"
     )

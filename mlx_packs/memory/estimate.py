@@ -22,7 +22,8 @@ from .decoder_sizes import HYBRID_FAMILIES
 from .headers import Headers, Tensors
 from .plan import ERROR, MemoryPlan, Shape, fit, recompute_policies
 
-SHORTEST, LEAST_RANK = 256, 4  # a plan proposes nothing smaller
+SHORTEST = 256  # tokens; a plan proposes nothing shorter
+LEAST_RANK = 4  # and no smaller rank
 _HELPS = 0.98  # a remedy takes less than this share
 
 
@@ -64,8 +65,9 @@ def estimator_of(config: Mapping) -> Estimator:
     check_supported(config)
 
     family = config.get("model_type")
-    name = _OF_HYBRIDS if family in HYBRID_FAMILIES else ESTIMATORS[architecture_of(family)]
-    return late.load(name)
+    if family in HYBRID_FAMILIES:
+        return late.load(_OF_HYBRIDS)
+    return late.load(ESTIMATORS[architecture_of(family)])
 
 
 class Estimate(Protocol):
@@ -110,9 +112,11 @@ def matmul_paths(headers: Headers, train: TrainConfig) -> list[str]:
         return [train.matmul_path]
 
     quantized = headers.is_quantized or train.quantize != "none"
+    if not quantized:
+        return ["dense"]
     if train.for_merge != "none":  # adapted weights are made for each use, whatever the path
-        return ["transient" if quantized else "dense"]
-    return list(MATMUL_PATHS) if quantized else ["dense"]
+        return ["transient"]
+    return list(MATMUL_PATHS)
 
 
 def least(

@@ -51,7 +51,9 @@ class Headers:
     @property
     def code(self) -> str | None:
         """The Python file of the base that replaces mlx-lm's model; None without one."""
-        return str(self.config["model_file"]) if "model_file" in self.config else None
+        if "model_file" not in self.config:
+            return None
+        return str(self.config["model_file"])
 
     @cached_property
     def weight_modes(self) -> dict[str, str]:
@@ -108,6 +110,7 @@ def dense_tensors(config: Mapping) -> Tensors:
         model = model_class(arguments_class.from_dict(complete))
     except (TypeError, ValueError, KeyError) as error:
         raise PackError(f"no plan: config.json is incomplete ({error}).", "unsupported") from error
+
     dtype = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[stored_dtype(config)]
     return {name: {**tensor, "dtype": dtype} for name, tensor in tensors_of(model).items()}
 

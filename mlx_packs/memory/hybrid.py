@@ -87,13 +87,13 @@ def _text_config(config: Mapping) -> dict:
 
 def _language_model(headers: Headers) -> Headers:
     """Return the headers of the language model alone, with the names of a text-only checkpoint."""
-    tensors = {
-        _PREFIX.sub(
-            "model.", name.removeprefix(_HEAD_PREFIX) if "lm_head" in name else name
-        ): tensor
-        for name, tensor in headers.tensors.items()
-        if not _LEFT_OUT.search(name)
-    }
+    tensors = {}
+    for name, tensor in headers.tensors.items():
+        if _LEFT_OUT.search(name):
+            continue
+        if "lm_head" in name:
+            name = name.removeprefix(_HEAD_PREFIX)
+        tensors[_PREFIX.sub("model.", name)] = tensor
     return Headers(headers.name, _text_config(headers.config), tensors)
 
 
@@ -137,48 +137,56 @@ class HybridSizes(Sizes):
 
 
 def _sizes(config: Mapping, tensors: Tensors) -> HybridSizes:
-    mixture_keys = _MIXTURE_KEYS if config.get("num_experts") else ("intermediate_size",)
+    mixture_keys = ("intermediate_size",)
+    if config.get("num_experts"):
+        mixture_keys = _MIXTURE_KEYS
+
     try:
         check_keys(dict(config), dict.fromkeys((*_KEYS, *mixture_keys), "an integer above 0"))
     except ValueError as error:
         raise PackError(f"no plan: in config.json {error}.", "unsupported") from None
 
-    heads = [config[key] for key in _HEAD_KEYS]
-    blocks, vocab = config["num_hidden_layers"], config["vocab_size"]
+    blocks = config["num_hidden_layers"]
+    vocab = config["vocab_size"]
+    heads = Heads.of(dict(config))
+    mixture = _mixture(config)
+    hidden = heads.hidden
+    ffn = config["shared_expert_intermediate_size"] if mixture else heads.ffn
+    queries = heads.heads * heads.head_dim
+    keys = heads.kv_heads * heads.head_dim
+
     every = config["full_attention_interval"]
-    known, mixture = Heads.of(dict(config)), _mixture(config)
-    hidden, ffn = known.hidden, known.ffn
-    if mixture:
-        ffn = config["shared_expert_intermediate_size"]
-    queries, keys = known.heads * known.head_dim, known.kv_heads * known.head_dim
-    mixed, values, of_heads = 2 * heads[0] * heads[2], heads[1] * heads[3], heads[1]
+    rule_heads = [config[key] for key in _HEAD_KEYS]
+    key_heads, value_heads, key_width, value_width = rule_heads
+    mixed = 2 * key_heads * key_width
+    values = value_heads * value_width
 
     recurrent = tuple((i + 1) % every != 0 for i in range(blocks))
     attention = {"q_proj": (2 * queries, hidden), "k_proj": (keys, hidden)}
     attention |= {"v_proj": (keys, hidden), "o_proj": (hidden, queries)}
     if config["model_type"] == "qwen3_next":
-        widths = {"in_proj_qkvz": mixed + 2 * values, "in_proj_ba": 2 * of_heads}
+        widths = {"in_proj_qkvz": mixed + 2 * values, "in_proj_ba": 2 * value_heads}
     else:
         widths = {"in_proj_qkv": mixed + values, "in_proj_z": values}
-        widths |= {"in_proj_b": of_heads, "in_proj_a": of_heads}
+        widths |= {"in_proj_b": value_heads, "in_proj_a": value_heads}
 
     rule = {name: (width, hidden) for name, width in widths.items()}
     rule["out_proj"] = (hidden, values)
     mlp = {"gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn)}
     modules = {"model.embed_tokens": (vocab, hidden)}
 
+    feed_forward = "mlp.shared_expert" if mixture else "mlp"
     for i, is_recurrent in enumerate(recurrent):
         kind, parts = ("linear_attn", rule) if is_recurrent else ("self_attn", attention)
         block = f"model.layers.{i}"
         modules |= {f"{block}.{kind}.{name}": shape for name, shape in parts.items()}
-        shared = "mlp.shared_expert" if mixture else "mlp"
-        modules |= {f"{block}.{shared}.{name}": shape for name, shape in mlp.items()}
+        modules |= {f"{block}.{feed_forward}.{name}": shape for name, shape in mlp.items()}
 
     if "lm_head.weight" in tensors and not config.get("tie_word_embeddings"):
         modules["lm_head"] = (vocab, hidden)
 
-    widths = hidden, ffn, blocks, known.heads, queries, keys, vocab
-    return HybridSizes(*widths, True, modules, recurrent, *heads, *mixture)
+    widths = hidden, ffn, blocks, heads.heads, queries, keys, vocab
+    return HybridSizes(*widths, True, modules, recurrent, *rule_heads, *mixture)
 
 
 def _mixture(config: Mapping) -> tuple[int, ...]:
@@ -187,6 +195,7 @@ def _mixture(config: Mapping) -> tuple[int, ...]:
         return ()
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) > 1:
         raise PackError("no plan for a mixture of experts in some blocks alone.", "unsupported")
+
     return config["num_experts"], config["num_experts_per_tok"], config["moe_intermediate_size"]
 
 
@@ -201,8 +210,10 @@ class HybridStep(Step):
             return kept + 6 * keys + 6 * sizes.values + 6 * sizes.value_heads
 
         # probabilities, and half of what makes them; a fused gradient keeps neither
-        scores = 1.6 * sizes.heads * own.keys if runtime.on_cpu() else 0
-        return kept + 4.7 * sizes.queries + 2.3 * sizes.keys + scores
+        kept = kept + 4.7 * sizes.queries + 2.3 * sizes.keys
+        if runtime.on_cpu():
+            kept += 1.6 * sizes.heads * own.keys
+        return kept
 
     def _in_blocks(self, own: Pass, itemsize: int) -> dict[str, tuple[float, float]]:
         sizes = self.sizes

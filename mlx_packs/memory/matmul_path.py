@@ -31,7 +31,9 @@ _DENSE_SHARE_TO_GENERATE = 0.25
 _LARGE = 1 << 20  # numbers of a weight whose rate is worth keeping
 # A second of a core: multiply-adds of a dense product by OpenBLAS and of MLX's quantized one, and
 # dequantized numbers
-_CPU_DENSE, _CPU_QUANTIZED, _CPU_DEQUANTIZED = 2e10, 1e9, 1e9
+_CPU_DENSE = 2e10
+_CPU_QUANTIZED = 1e9
+_CPU_DEQUANTIZED = 1e9
 # Of a dense product's rate that MLX's quantized one reaches on GPUs (mlx-lm PRs 406 and 1569)
 _GPU_QUANTIZED = 0.9
 
@@ -55,7 +57,9 @@ def generation_path(model: nn.Module) -> str:
     if not runtime.on_cpu():
         return "quantized"
     free = runtime.total_memory() - mx.get_active_memory()
-    return "dense" if dense_bytes(model) < _DENSE_SHARE_TO_GENERATE * free else "quantized"
+    if dense_bytes(model) < _DENSE_SHARE_TO_GENERATE * free:
+        return "dense"
+    return "quantized"
 
 
 def choose_matmul_path(
@@ -119,9 +123,13 @@ def _fitting(model: nn.Module) -> Set[str]:
 
 def _left_out(model: nn.Module, paths: Sequence[str]) -> str:
     others = [path for path in MATMUL_PATHS if path not in paths]
-    if others and all(MATMUL_PATHS[path].keeps_dense for path in others):
-        return f"{' and '.join(others)} would need {dense_bytes(model) / 1e9:.1f} GB more"
-    return f"{' and '.join(others)} would not fit" if others else ""
+    if not others:
+        return ""
+
+    names = " and ".join(others)
+    if all(MATMUL_PATHS[path].keeps_dense for path in others):
+        return f"{names} would need {dense_bytes(model) / 1e9:.1f} GB more"
+    return f"{names} would not fit"
 
 
 def _joined(*parts: str) -> str:
@@ -149,8 +157,10 @@ def _times(
     remember("matmul-path", of, {"step_s": timing.step_s})
     _remember_rates(kinds, timing.step_s)
 
-    some = f", {timing.timed} of {len(kinds)} kinds of weights" * (timing.timed < len(kinds))
-    return f"measured in {timing.seconds:.1f} s{some}", timing.step_s
+    source = f"measured in {timing.seconds:.1f} s"
+    if timing.timed < len(kinds):
+        source += f", {timing.timed} of {len(kinds)} kinds of weights"
+    return source, timing.step_s
 
 
 def _facts(kind: WeightKind) -> list:
@@ -182,6 +192,10 @@ def _expected(kinds: Sequence[WeightKind], paths: Sequence[str]) -> dict[str, fl
 
     They are by the rates of this device, where it was measured, and else by nominal ones.
     """
+    seconds_of = _expected_on_gpu
+    if runtime.on_cpu():
+        seconds_of = _expected_on_cpu
+
     expected = dict.fromkeys(paths, 0.0)
     for kind in kinds:
         rates = matmul_rates(*_precision(kind))
@@ -189,9 +203,9 @@ def _expected(kinds: Sequence[WeightKind], paths: Sequence[str]) -> dict[str, fl
             if expected.keys() <= rates.keys():
                 expected[path] += kind.multiply_adds / rates[path]
             else:
-                products = _expected_on_cpu if runtime.on_cpu() else _expected_on_gpu
-                both = 2 * products(kind, MATMUL_PATHS[path])  # forward and backward
+                both = 2 * seconds_of(kind, MATMUL_PATHS[path])  # forward and backward
                 expected[path] += kind.count * both
+
     return expected
 
 
@@ -214,22 +228,28 @@ def _precision(kind: WeightKind) -> tuple[tuple[int, int, str], str]:
 
 def _remember_rates(kinds: Sequence[WeightKind], step_s: Sequence[Mapping[str, float]]) -> None:
     """Keep the rates of the largest weight, which those of other bases will be like."""
-    i = max(range(len(kinds)), key=lambda i: (math.prod(kinds[i].shape), kinds[i].tokens))
-    if math.prod(kinds[i].shape) >= _LARGE:
-        rates = {path: kinds[i].multiply_adds / seconds for path, seconds in step_s[i].items()}
-        precision = _precision(kinds[i])
-        remember("matmul-rates", _rates_of(*precision), matmul_rates(*precision) | rates)
+    largest = max(range(len(kinds)), key=lambda i: (math.prod(kinds[i].shape), kinds[i].tokens))
+    kind = kinds[largest]
+    if math.prod(kind.shape) < _LARGE:
+        return
+
+    rates = {path: kind.multiply_adds / seconds for path, seconds in step_s[largest].items()}
+    precision = _precision(kind)
+    remember("matmul-rates", _rates_of(*precision), matmul_rates(*precision) | rates)
 
 
 def _expected_on_cpu(kind: WeightKind, facts: MatmulPathFacts) -> float:
     rate = (os.cpu_count() or 1) * (_CPU_QUANTIZED if facts.in_place else _CPU_DENSE)
     numbers = math.prod(kind.shape)
-    dequantized = numbers / _CPU_DEQUANTIZED if facts.dequantizes else 0.0
-    return kind.tokens * numbers / rate + dequantized
+    seconds = kind.tokens * numbers / rate
+    if facts.dequantizes:
+        seconds += numbers / _CPU_DEQUANTIZED
+    return seconds
 
 
 def _expected_on_gpu(kind: WeightKind, facts: MatmulPathFacts) -> float:
-    (out, width), (bits, group_size, _) = kind.shape, kind.quantization
+    out, width = kind.shape
+    bits, group_size, _ = kind.quantization
     itemsize = 4 if frozen_weight(kind.module).dtype == mx.float32 else 2
     quantized = out * width * (bits + 32 / group_size) / 8  # bytes
 

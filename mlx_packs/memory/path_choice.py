@@ -28,5 +28,9 @@ class MatmulPathChoice:
 
     def line(self) -> str:
         times = " · ".join(f"{name} {ms:,.0f} ms" for name, ms in self.step_ms.items())
-        choice = f"{times} → {self.matmul_path}" if times else self.matmul_path
-        return f"{choice} ({self.reason})" if self.reason else choice
+        choice = self.matmul_path
+        if times:
+            choice = f"{times} → {choice}"
+        if self.reason:
+            choice = f"{choice} ({self.reason})"
+        return choice

@@ -20,10 +20,12 @@ from ..runtime import mx, on_cpu
 
 # Tokens of a batch that are timed; times are scaled up. On a CPU that of a product in place is in
 # proportion to them; on a GPU what a use of a weight costs counts the less the more they are.
-_TOKENS_CPU, _TOKENS_GPU = {True: 64, False: 512}, 2048
+_TOKENS_CPU = {True: 64, False: 512}  # by whether it is in place
+_TOKENS_GPU = 2048
 _FIRST_ROWS = 64  # of a weight
 _MOST_NUMBERS = 1 << 24  # of a weight that are dense at a time
-_LEAST_REPETITIONS, _REPETITIONS = 3, 100
+_LEAST_REPETITIONS = 3
+_REPETITIONS = 100
 _AGREEMENT = 1.05
 _FAR_BEHIND = 3.0  # times the fastest: not timed again
 
@@ -120,7 +122,8 @@ def time_paths(kinds: Sequence[WeightKind], paths: Sequence[str], limit_s: float
     order = sorted(range(len(kinds)), key=lambda i: -kinds[i].multiply_adds)
     for done, i in enumerate(order):
         now = perf_counter()
-        seconds = _time_kind(kinds[i], paths, now + (end - now) / (len(order) - done), end)
+        share_end = now + (end - now) / (len(order) - done)
+        seconds = _time_kind(kinds[i], paths, share_end, end)
         if seconds is not None:
             timed[i] = {path: kinds[i].count * seconds[path] for path in paths}
 
@@ -172,11 +175,16 @@ def _time_rows(
     rounds: list[dict[str, float]] = []
     last = _seconds(products, until)  # compiles kernels and allocates
     while last and len(rounds) < repetitions and not _agree(rounds):
-        if perf_counter() + sum(last.values()) > until or not (last := _seconds(products, until)):
+        if perf_counter() + sum(last.values()) > until:
             break
-        rounds.append(last)
+        last = _seconds(products, until)
+        if last:
+            rounds.append(last)
+    if not rounds:
+        return None
+
     share = {path: _share(kind, path, rows) for path in paths}
-    return {path: min(r[path] for r in rounds) / share[path] for path in paths} if rounds else None
+    return {path: min(r[path] for r in rounds) / share[path] for path in paths}
 
 
 def _agree(rounds: Sequence[Mapping[str, float]]) -> bool:
@@ -192,7 +200,9 @@ def _share(kind: WeightKind, path: str, rows: int) -> float:
 
 
 def _sample(kind: WeightKind, path: str) -> int:
-    most = _TOKENS_CPU[MATMUL_PATHS[path].in_place] if on_cpu() else _TOKENS_GPU
+    most = _TOKENS_GPU
+    if on_cpu():
+        most = _TOKENS_CPU[MATMUL_PATHS[path].in_place]
     return min(kind.tokens, most)
 
 

@@ -100,7 +100,9 @@ def moment_parts(
 
 def recompute_policies(train: "TrainConfig") -> tuple[str, ...]:
     """Return the policies of activation checkpointing that a run may take, the fastest first."""
-    return tuple(POLICIES) if train.recomputes == "auto" else (train.recomputes,)
+    if train.recomputes == "auto":
+        return tuple(POLICIES)
+    return (train.recomputes,)
 
 
 def has_score_head(train: "TrainConfig") -> bool:

@@ -44,8 +44,9 @@ class PlannedAdapters:
     def waiting(self, train: TrainConfig) -> int:
         """Return the bytes of gradients that wait for the update at the worst moment."""
         # in recomputed blocks the last one is the worst, and all other gradients are there
-        waits = accumulates(train) or POLICIES[recompute_policies(train)[0]].blocks
-        return 4 * (self.weights if waits else sum(map(math.prod, self.saved)))
+        if accumulates(train) or POLICIES[recompute_policies(train)[0]].blocks:
+            return 4 * self.weights
+        return 4 * sum(map(math.prod, self.saved))
 
     def plan(
         self,
@@ -103,8 +104,10 @@ class Places:
         weights: dict[str, list[tuple[int, ...]]] = {p: [s] for p, s in modules.items()}
         for name, tensor in tensors.items():
             path, _, parameter = name.rpartition(".")
-            if len(shape := tensor["shape"]) == 1 and parameter in ("weight", "bias"):
+            shape = tensor["shape"]
+            if len(shape) == 1 and parameter in ("weight", "bias"):
                 weights.setdefault(path, []).append(tuple(shape))
+
         outside = {p: s for p, s in modules.items() if p not in projections}
         head = {p: s for p, s in outside.items() if p.rpartition(".")[2] == "lm_head"}
         embedding = {p: s for p, s in outside.items() if p not in head}
@@ -116,14 +119,19 @@ def plan_adapters(places: Places, lora: LoRAConfig, method: str = "lora") -> Pla
 
     Raises a PackError where there is no such projection, or not so many blocks.
     """
-    blocks, projections = places.blocks, places.projections
+    blocks = places.blocks
+    projections = places.projections
     check_num_layers(lora.num_layers, blocks)
-    first = blocks - lora.num_layers if lora.num_layers > 0 else 0
+    first = 0
+    if lora.num_layers > 0:
+        first = blocks - lora.num_layers
     inside = [path for path in projections if _block_of(path) >= first]
     everywhere = {**projections, **places.head, **places.embedding}
 
     saved = _named(places.modules, lora.modules_to_save, "--modules-to-save")
-    selected = set() if lora.target_modules else set(inside) - saved
+    selected = set()
+    if not lora.target_modules:
+        selected = set(inside) - saved
     for target in lora.target_modules:
         matched = {p for p in inside if is_named(p, target)}
         if not matched:
@@ -141,14 +149,21 @@ def plan_adapters(places: Places, lora: LoRAConfig, method: str = "lora") -> Pla
     kept: list[dict[str, int]] = [{} for _ in range(blocks)]
     trained = {*saved, *(path for path, spec in specs.items() if spec.rank)}
     for path in projections:
-        if path in trained:
-            spec = specs.get(path)
-            block, name = _block_of(path), path.split(".", 3)[3]
-            ranks[block][name] = spec.rank if spec else 0
-            kept[block][name] = of_method.kept_numbers(spec) if spec else 0
+        if path not in trained:
+            continue
+        block = _block_of(path)
+        name = path.split(".", 3)[3]
+        spec = specs.get(path)
+        if spec is None:  # saved in full
+            ranks[block][name] = kept[block][name] = 0
+        else:
+            ranks[block][name] = spec.rank
+            kept[block][name] = of_method.kept_numbers(spec)
 
     in_block = [_block_of(path) for path in trained if ".layers." in path or ".layer." in path]
-    lowest = 0 if trained & set(places.embedding) else min(in_block, default=blocks - 1)
+    lowest = min(in_block, default=blocks - 1)
+    if trained & set(places.embedding):
+        lowest = 0
     shapes = tuple(shape for path in saved for shape in places.modules[path])
 
     return PlannedAdapters(
@@ -164,7 +179,9 @@ def _named(
     paths: Iterable[str], names: Iterable[str], flag: str, known: Iterable[str] = ()
 ) -> set[str]:
     """Return the paths that have one of these names; each name must have one."""
-    paths, chosen = list(paths), set()
+    paths = list(paths)
+    chosen = set()
+
     for name in names:
         matched = {path for path in paths if is_named(path, name)}
         if not matched:
@@ -173,6 +190,7 @@ def _named(
             kind = "projection" if known else "module"
             raise PackError(f"{flag} {name}: no such {kind} in a plan. {hint}", "unknown")
         chosen |= matched
+
     return chosen
 
 

@@ -12,7 +12,8 @@ from ..display import size
 NONE, LOW, CRITICAL = range(3)  # levels: nothing, take less, end before the system swaps or kills
 _CGROUPS = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")
-_LOW, _LOW_BYTES = 0.05, 1 << 30  # of what there is, at most so many bytes; half of it is critical
+_LOW = 0.05  # of what there is; half of it is critical
+_LOW_BYTES = 1 << 30  # at most so many
 _STALLED = 20.0  # percent of the last 10 s in which no process could go on for want of memory
 _STALLS_BELOW = 0.15  # of what there is: with more available, stalls are not for want of memory
 _MACOS_LEVELS = {1: NONE, 2: LOW, 4: CRITICAL}  # DISPATCH_MEMORYPRESSURE_NORMAL, _WARN, _CRITICAL
@@ -40,7 +41,8 @@ class _Room:
             f"{size(max(self.available, 0))} of {size(self.limit)} of {self.name} are available"
         )
         if self.available < low:
-            return Pressure(CRITICAL if self.available < low / 2 else LOW, reason)
+            level = CRITICAL if self.available < low / 2 else LOW
+            return Pressure(level, reason)
         if stalled >= _STALLED and self.available < _STALLS_BELOW * self.limit:
             return Pressure(LOW, f"{reason}, and processes stall {stalled:.0f} % of the time")
         return Pressure(NONE)
@@ -48,13 +50,18 @@ class _Room:
 
 def memory_pressure() -> Pressure:
     """Return the memory pressure by macOS's own level, or by the limits of a Linux process."""
-    return _of_macos() if macos.is_macos() else _of_linux()
+    if macos.is_macos():
+        return _of_macos()
+    return _of_linux()
 
 
 def _of_macos() -> Pressure:
     level = _MACOS_LEVELS.get(macos.sysctl("kern.memorystatus_vm_pressure_level"), NONE)
-    names = {LOW: "warning", CRITICAL: "critical"}
-    return Pressure(level, f"macOS reports memory pressure ({names[level]})" if level else "")
+    if level == NONE:
+        return Pressure(NONE)
+
+    name = "critical" if level == CRITICAL else "warning"
+    return Pressure(level, f"macOS reports memory pressure ({name})")
 
 
 def _of_linux() -> Pressure:

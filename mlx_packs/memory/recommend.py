@@ -76,7 +76,9 @@ class Option:
     @property
     def kind(self) -> str:
         """The method, with the format that the base is quantized in for it."""
-        return " ".join([self.method, *[self.quantize] * (self.quantize != "none")])
+        if self.quantize == "none":
+            return self.method
+        return f"{self.method} {self.quantize}"
 
     def dtype(self, config: Mapping) -> ComputeDtype:
         train = self.train
@@ -129,7 +131,9 @@ class Option:
         defaults = defaults or Recipe()
         before = {**vars(defaults.train), **vars(defaults.lora)}
         wanted = {**vars(self.train), **vars(self.lora)}
-        unused = ADAPTER_SETTINGS if self.train.trains_base else ()
+        unused = ()
+        if self.train.trains_base:
+            unused = ADAPTER_SETTINGS
 
         names = fields_where(TrainConfig, LoRAConfig, memory=True)
         for name in (*names, *fields_where(TrainConfig, disk=True)):
@@ -140,11 +144,16 @@ class Option:
 
 def _flag(name: str, value: Any) -> list[str]:
     spelling = name.replace("_", "-")
-    if isinstance(value, bool):
-        return [f"--{spelling}" if value else f"--no-{spelling}"]
+    if value is True:
+        return [f"--{spelling}"]
+    if value is False:
+        return [f"--no-{spelling}"]
+
     if isinstance(value, Mapping):
         value = tuple(f"{key}={number}" for key, number in value.items())
-    return [f"--{spelling}", ",".join(value) if isinstance(value, tuple) else str(value)]
+    if isinstance(value, tuple):
+        value = ",".join(value)
+    return [f"--{spelling}", str(value)]
 
 
 class _Way(NamedTuple):
@@ -245,41 +254,51 @@ def _harm(option: Option, small: bool) -> tuple:
     if option.fit == "no":
         return 2, option.plan.peak_bytes
 
-    path, train = option.plan.matmul_path, option.train
-    dense_first = list(reversed(MATMUL_PATHS)).index(path)
+    path = option.plan.matmul_path
+    train = option.train
+    path_rank = list(reversed(MATMUL_PATHS)).index(path)  # 0 for dense
+    if not runtime.on_cpu():
+        path_rank = -path_rank
 
     return (
         option.fit == "tight",
         -option.lora.rank,
         -train.max_seq_length,
-        # MLX's quantized products on a CPU take ten times as long as dense ones (README, "Measured")
+        # MLX's quantized products on a CPU take ten times as long as dense ones
+        # (README, "Measured")
         runtime.on_cpu() and MATMUL_PATHS[path].in_place,
         _METHODS[small].index(option.method),
         -train.batch_size,
         list(POLICIES).index(train.recomputes),
-        dense_first if runtime.on_cpu() else -dense_first,
+        path_rank,
         option.quantize != "nf4",
     )
 
 
 def _ways(request: PlanRequest) -> list[_Way]:
-    headers, train = request.headers, request.train
+    headers = request.headers
+    train = request.train
     dtype = train.compute_dtype
     if not ARCHITECTURES[architecture_of(headers.config.get("model_type"))].quantizable:
         return [_Way("lora-fp32", "none", "dense", dtype)]
     if headers.is_quantized:
         return [_Way("qlora", "none", path, dtype) for path in matmul_paths(headers, train)]
 
+    formats = ["none", "nf4", "affine4"]
+    if "quantize" in request.specified:
+        formats = [train.quantize]
+
     ways = []
-    named = "quantize" in request.specified
-    for quantize in [train.quantize] if named else ["none", "nf4", "affine4"]:
+    for quantize in formats:
         if quantize != "none":
             # other formats have one quantized path; those of MLX are slow on that of a CPU
             native = named_format(quantize).native
-            cheap = "quantized" if native and not runtime.on_cpu() else "transient"
-            path = cheap if train.matmul_path == "auto" else train.matmul_path
+            path = "quantized" if native and not runtime.on_cpu() else "transient"
+            if train.matmul_path != "auto":
+                path = train.matmul_path
             ways.append(_Way("qlora", quantize, path, dtype))
             continue
+
         half = activation_bytes(headers.config, train.compute_dtype) == 2
         if half:
             ways.append(_Way("lora", "none", "dense", dtype))
@@ -291,9 +310,12 @@ def _ways(request: PlanRequest) -> list[_Way]:
 
 def _option(request: PlanRequest, way: _Way) -> Option:
     """Return the option that is reduced least and fits this way, else the smallest one."""
+    quantize = way.quantize
+    if request.headers.is_quantized:
+        quantize = request.train.quantize
     train = replace(
         request.train,
-        quantize=request.train.quantize if request.headers.is_quantized else way.quantize,
+        quantize=quantize,
         matmul_path=way.matmul_path,
         compute_dtype=way.compute_dtype,
     )
@@ -319,16 +341,19 @@ def _option(request: PlanRequest, way: _Way) -> Option:
 
 def _smaller_settings(request: PlanRequest) -> Iterator[tuple[dict[str, Any], int]]:
     """Yield settings of the run and the rank, the least reduced first."""
-    train, lora, specified = request.train, request.lora, request.specified
+    train = request.train
+    rank = request.lora.rank
     longest = request.headers.config.get("max_position_embeddings") or train.max_seq_length
-    ranks = [lora.rank, *(r for r in (8, LEAST_RANK) if r < lora.rank)]
+
+    ranks = [rank, *(r for r in (8, LEAST_RANK) if r < rank)]
     lengths = _halved(min(train.max_seq_length, longest), SHORTEST)
-    if "rank" in specified:
-        ranks = [lora.rank]
-    if "max_seq_length" in specified:
+    batches = _halved(train.batch_size, 2 if request.in_batch else 1)
+    if "rank" in request.specified:
+        ranks = [rank]
+    if "max_seq_length" in request.specified:
         lengths = [train.max_seq_length]
-    least = 2 if request.in_batch else 1
-    batches = [train.batch_size] if "batch_size" in specified else _halved(train.batch_size, least)
+    if "batch_size" in request.specified:
+        batches = [train.batch_size]
 
     steps = [(policy, batch) for policy in recompute_policies(train) for batch in batches]
     if request.in_batch:  # examples are each other's negatives: rather recompute
@@ -346,7 +371,9 @@ def _halved(largest: int, least: int) -> list[int]:
 
 
 def _why(request: PlanRequest, option: Option) -> str:
-    reductions, train, wanted = [], option.train, request.train
+    train = option.train
+    wanted = request.train
+    reductions = []
     for name, before, after in (
         ("rank", request.lora.rank, option.lora.rank),
         ("length", wanted.max_seq_length, train.max_seq_length),
@@ -355,17 +382,22 @@ def _why(request: PlanRequest, option: Option) -> str:
         if after != before:
             reductions.append(f"{name} {after} instead of {before}")
 
-    if train.recomputes != wanted.recomputes and (text := POLICIES[train.recomputes].described):
-        reductions.append(text)
+    if train.recomputes != wanted.recomputes:
+        if text := POLICIES[train.recomputes].described:
+            reductions.append(text)
+    reduced = ", ".join(reductions)
 
     name, largest = max(option.plan.parts().items(), key=lambda item: item[1])
     share = f"{name} {size(largest)} is the largest part"
 
     if option.fit == "no":
-        smaller = f" with {', '.join(reductions)}" if reductions else ""
+        smaller = f" with {reduced}" if reduced else ""
         return f"does not fit{smaller}: {share}"
-    why = f"{', '.join(reductions)}; {share}" if reductions else share
-    return why if option.fits else f"tight, {ERROR:.0%} more would not fit: {why}"
+
+    why = f"{reduced}; {share}" if reduced else share
+    if option.fits:
+        return why
+    return f"tight, {ERROR:.0%} more would not fit: {why}"
 
 
 def _full_option(request: PlanRequest) -> Option:
@@ -375,7 +407,8 @@ def _full_option(request: PlanRequest) -> Option:
     activations of the smallest batch with recomputed blocks, unless specified otherwise. The
     examples of an encoder's batch are each other's negatives: its batch is the one wanted.
     """
-    wanted, specified = request.train, request.specified
+    wanted = request.train
+    specified = request.specified
     changes: dict[str, Any] = {}
     if not request.in_batch and "batch_size" not in specified:
         changes["batch_size"] = 1
@@ -420,7 +453,8 @@ def table(
     """Return options for people in lines of ``width`` columns, and the next command in one line."""
     best = options[0]
     dtype = best.dtype(headers.config)
-    timed = any(option.step for option in options)
+    has_times = any(option.step for option in options)
+    seconds_title = "s/step " if has_times else ""
 
     lines = [
         f"base    {headers.name} · {shown_count(best.plan.base_weights)} weights · "
@@ -428,23 +462,25 @@ def table(
         f"dtype   {dtype.name}: {dtype.why}",
         "",
         f"{'method':<13} {'path':<9}{'rank':>4} {'batch':>8} {'recompute':>9} {'peak':>8} "
-        f"{'s/step ' * timed}fits",
+        f"{seconds_title}fits",
     ]
 
     for o in options:
         batch = f"{o.train.batch_size} x {o.longest or o.train.max_seq_length}"
         rank = "-" if o.train.trains_base else o.lora.rank
+        verdict = "yes" if o.fits else o.fit
+        seconds = _seconds(o.step) if has_times else ""
         lines.append(
             f"{o.kind:<13} {o.plan.matmul_path:<9}{rank:>4} {batch:>8} "
-            f"{o.train.recomputes:>9} {size(o.plan.peak_bytes):>8} "
-            f"{_seconds(o.step) if timed else ''}{'yes' if o.fits else o.fit}"
+            f"{o.train.recomputes:>9} {size(o.plan.peak_bytes):>8} {seconds}{verdict}"
         )
 
     lines += ["", f"{'parts of ' + best.kind:<24} {'at the peak':>12} {'at most':>9}"]
 
     largest = best.plan.largest_parts()
     for name, now in best.plan.parts().items():
-        at_peak, at_most = (size(count) if count else "0" for count in (now, largest[name]))
+        at_peak = _size_or_0(now)
+        at_most = _size_or_0(largest[name])
         lines.append(f"  {name:<22} {at_peak:>12} {at_most:>9}")
     lines += [f"  {'peak, at ' + best.plan.moment:<22} {size(best.plan.peak_bytes):>12}", ""]
 
@@ -456,15 +492,20 @@ def table(
     return [*lines, f"try:    {best.command(headers.name, configs, defaults)}"]
 
 
+def _size_or_0(count: int) -> str:
+    return size(count) if count else "0"
+
+
 def _seconds(step: StepTime | None) -> str:
-    """Return a column of the table."""
-    return f"{f'{step.seconds:.3g}' if step else '-':>6} "
+    seconds = f"{step.seconds:.3g}" if step else "-"
+    return f"{seconds:>6} "
 
 
 def _notes(best: Option, headers: Headers, width: int) -> list[str]:
-    assumed = estimator_of(headers.config).ASSUMED if has_logits(best.train) else ""
-    if best.longest is not None:
-        assumed = ""
+    assumed = ""
+    if best.longest is None and has_logits(best.train):
+        assumed = estimator_of(headers.config).ASSUMED
+
     notes = {
         "disk": disk_note(headers, best.plan, best.lora, best.train),
         "why": f"{best.kind}: {best.why}",
@@ -475,10 +516,10 @@ def _notes(best: Option, headers: Headers, width: int) -> list[str]:
     }
 
     if best.step:
-        within = f", ± {best.step.error:.0%} on those steps" if best.step.error else ""
-        notes["time"] = (
-            f"seconds a step: {best.step.source}{within}. Every example is of full length."
-        )
+        time = f"seconds a step: {best.step.source}"
+        if best.step.error:
+            time += f", ± {best.step.error:.0%} on those steps"
+        notes["time"] = f"{time}. Every example is of full length."
 
     return [
         line

@@ -60,7 +60,8 @@ def row_shapes(
     examples, _ = encode_cached(
         splits.rows["train"], tokenizer, columns, options, row_format=splits.format
     )
-    lengths, targets = np.asarray(examples.lengths), np.asarray(examples.target_counts)
+    lengths = np.asarray(examples.lengths)
+    targets = np.asarray(examples.target_counts)
 
     def shapes_of(train: TrainConfig) -> set[Shape]:
         if train.share_prefix != "off":

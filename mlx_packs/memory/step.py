@@ -64,10 +64,12 @@ def passes_of(shape: Shape, sequences: int) -> tuple[Pass, ...]:
     if not isinstance(shape, TreeShape):
         return (Pass(sequences, shape[0]),)
 
-    rows, groups = shape.rows(sequences), shape.groups(sequences)
+    rows = shape.rows(sequences)
+    groups = shape.groups(sequences)
     passes = [Pass(groups, shape.prefix - shape.root, shape.root)]
     if shape.root:
         passes.insert(0, Pass(1, shape.root))
+
     following = shape.computed(sequences) - sum(own.tokens for own in passes)
     return *passes, Pass(rows, following / rows, shape.prefix)
 
@@ -122,10 +124,12 @@ class Step:
             kept = [len(self.kept) * self.sizes.hidden * own.tokens for own in self.passes]
 
         for own, of_pass in zip(self.passes, kept, strict=True):
-            if self.apart:  # what is read, its gradient, and that of the rows so far
-                yield own, of_pass + read * (3 if own is self.passes[-1] else 1)
-            else:
+            if not self.apart:
                 yield own, sum(kept) + read * self.policy.blocks
+            elif own is self.passes[-1]:  # what is read, its gradient, and that of the rows so far
+                yield own, of_pass + 3 * read
+            else:
+                yield own, of_pass + read
 
     @property
     def recomputes(self) -> bool:
@@ -159,7 +163,8 @@ class Step:
             return 0
         in_blocks = sum(map(math.prod, self.sizes.projections.values()))
         block_weights = in_blocks // self.sizes.blocks
-        return min((10 if self.custom else 5) * profile().slice_weights, block_weights)
+        slices = 10 if self.custom else 5
+        return min(slices * profile().slice_weights, block_weights)
 
     def _kept(self, own: Pass) -> list[float]:
         """Return the numbers that each adapted block keeps of a pass."""
@@ -172,8 +177,10 @@ class Step:
         ]
 
     def _block_numbers(self, own: Pass, block: int, adapters: Mapping[str, int]) -> float:
-        d, f = self.sizes.hidden, self.sizes.ffn
-        q, k = self.sizes.queries, self.sizes.keys
+        d = self.sizes.hidden
+        f = self.sizes.ffn
+        q = self.sizes.queries
+        k = self.sizes.keys
         adapted = {path.rpartition(".")[2] for path in adapters}
         qkv = bool(adapted & {"q_proj", "k_proj", "v_proj"})
         gate_up = bool(adapted & {"gate_proj", "up_proj"})
@@ -186,7 +193,9 @@ class Step:
         # attention probabilities are saved if they are one piece
         of_token = self.sizes.heads * own.keys
         one_piece = own.tokens * of_token <= _scores_at_once()
-        scores = of_token if runtime.on_cpu() and one_piece else 0
+        scores = 0
+        if one_piece and runtime.on_cpu():
+            scores = of_token
         # q and k after RoPE, v, attended; gate, up; the input of down, unless it is recomputed
         down = "down_proj" in adapted and not self.policy.operations
         saved += 2 * q + 2 * k + scores + 2 * f + f * down
@@ -194,9 +203,13 @@ class Step:
 
     def _in_blocks(self, own: Pass, itemsize: int) -> dict[str, tuple[float, float]]:
         """Return, by moment, bytes in flight and the numbers per token of a block that are gone."""
-        d, f, q = self.sizes.hidden, self.sizes.ffn, self.sizes.queries
+        d = self.sizes.hidden
+        f = self.sizes.ffn
+        q = self.sizes.queries
         if runtime.on_cpu():  # SwiGLU by pieces
-            mlp = 4 * d + (5 * f if self.recomputes else 4 * f + 2 * q)
+            mlp = 4 * d + 4 * f + 2 * q
+            if self.recomputes:
+                mlp = 4 * d + 5 * f
             pieces = factors().swiglu * profile().elements_at_once(own.tokens * f)
         else:
             mlp = 4 * d + (4 + self.policy.operations) * f + 2 * q

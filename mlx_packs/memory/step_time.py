@@ -109,7 +109,11 @@ def _work(
     tokens = train.sequences * length
     again = POLICIES[recompute_policies(train)[0]].blocks
     # blocks' worth of a forward pass, of those before the first adapter too, and of a backward pass
-    forward, backward = sizes.blocks + again * len(ranks), len(ranks)
+    forward = sizes.blocks + again * len(ranks)
+    backward = len(ranks)
+    # a backward pass moves three times what a forward pass does
+    share = (forward + 3 * backward) / 4
+
     block = sum(map(math.prod, sizes.projections.values())) / sizes.blocks
     head = sizes.vocab * sizes.hidden * has_logits(train)
 
@@ -117,9 +121,6 @@ def _work(
     adapters = sum(rank * widths[name] for of_block in ranks for name, rank in of_block.items())
     one_attention = 2 * train.sequences * length**2 * sizes.queries
     widest = sizes.hidden + sizes.ffn + sizes.queries + sizes.keys
-    share = (
-        forward + 3 * backward
-    ) / 4  # a backward pass moves three times what a forward pass does
 
     return Work(
         blocks=share,
@@ -163,7 +164,8 @@ def measured_steps() -> list[MeasuredStep]:
     """The steps that `packs bench` has measured on this device, if any."""
     record = recall(_KIND, {}) or {}
     try:
-        return [MeasuredStep(**{**step, "shape": tuple(step["shape"])}) for step in record["steps"]]
+        steps = record["steps"]
+        return [MeasuredStep(**{**step, "shape": tuple(step["shape"])}) for step in steps]
     except (KeyError, TypeError):
         return []
 
@@ -181,6 +183,7 @@ def remember_steps(steps: Sequence[tuple[Headers, LoRAConfig, TrainConfig, str, 
             continue
         if (by_rates := _by_rates(needed, headers, train)) is None:
             continue
+
         shape = train.sequences, sequence_inputs(train.max_seq_length)
         step = MeasuredStep(model, shape, needed.blocks, by_rates, seconds, today)
         new[model, shape] = vars(step)
@@ -218,15 +221,19 @@ def _by_rates(needed: Work, headers: Headers, train: TrainConfig) -> float | Non
         return None
 
     on_cpu = runtime.on_cpu()
-    path = "quantized" if train.matmul_path == "auto" else train.matmul_path
-    quantized = headers.is_quantized or train.quantize != "none"
-    rates = matmul_rates(*_precision(headers, train)) if quantized else {}
     nominal = chip.vector_tflops if on_cpu else chip.matrix_tflops
-    products = _product_seconds(needed, chip, path if quantized else "dense", nominal)
-    if path in rates:
-        products = needed.products / (2 * rates[path])
-    elif quantized and on_cpu:
-        return None
+    if not headers.is_quantized and train.quantize == "none":
+        products = _product_seconds(needed, chip, "dense", nominal)
+    else:
+        path = "quantized" if train.matmul_path == "auto" else train.matmul_path
+        rates = matmul_rates(*_precision(headers, train))
+        if path in rates:
+            products = needed.products / (2 * rates[path])
+        elif on_cpu:
+            return None
+        else:
+            products = _product_seconds(needed, chip, path, nominal)
+
     dense = needed.adapters / MATMUL_REACHED + needed.attention / _ATTENTION_REACHED
     return products + dense / (1e12 * nominal) + needed.bytes / _bandwidth(chip)
 
