@@ -1,1 +1,1 @@
-"""The computation on a batch: forward passes, losses, sequence packing, cached frozen activations."""
+"""The computation on a batch: forward pass, losses, packing, prefixes, frozen activations."""

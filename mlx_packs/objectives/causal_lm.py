@@ -1,7 +1,8 @@
 """The training loss: only rows with a target reach the head.
 
 A model is split into the part that makes hidden states and the head. The split is accepted only if
-both together give logits bit-identical to the model's own; any other model keeps its full forward pass.
+both together give logits bit-identical to the model's own; any other model keeps its full forward
+pass.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -45,6 +46,7 @@ def split_head(model: nn.Module, probe: mx.array | None = None) -> Head | None:
     Logit scaling or capping makes the check fail, and then the full forward pass is used.
     """
     probe = mx.array([[1, 2, 3, 1]]) if probe is None else probe
+
     try:
         expected = forward(model, model, probe)
         for head in possible_heads(model):
@@ -66,12 +68,14 @@ def possible_heads(model: nn.Module) -> Iterator[Head]:
     if isinstance(of_text := model.get("language_model"), nn.Module):
         yield from possible_heads(of_text)
         return
+
     inner = model.get("model", model.get("transformer"))
     if not isinstance(inner, nn.Module):
         return
     heads = [(model["lm_head"], model["lm_head"])] if "lm_head" in model else []
     tables = [inner[name] for name in ("embed_tokens", "wte") if name in inner]
     heads += [(table, table.as_linear) for table in tables if hasattr(table, "as_linear")]
+
     for module, logits in heads:
         trainable = bool(tree_flatten(module.trainable_parameters()))
         yield Head(inner, logits, None if trainable else frozen_head(module))
@@ -84,8 +88,7 @@ class StandIn(Protocol):
     def frozen_head(self, head_of: HeadOf) -> FrozenHead | None:
         """Return the head that is read by slices of rows; None if it cannot be sliced.
 
-        Args:
-            head_of: `frozen_head`, for the modules that it holds.
+        ``head_of`` is `frozen_head`, for the modules that it holds.
         """
         ...
 
@@ -167,10 +170,12 @@ def forward(
     if prefixes:
         run = partial(_with_caches, model, part)
         return load("nn.prefix:tree_states")(model, run, tokens, **prefixes, spans=segments)
+
     if tokens.ndim == 3:
         with injected(model, tokens):
             unread = mx.zeros(tokens.shape[:2], mx.int32)
             return forward(model, part, unread, segments, offset)
+
     if segments is None:
         return part(tokens)
     with restarting(model, segments):
@@ -217,27 +222,24 @@ def target_loss(
 ) -> tuple[mx.array, mx.array | None]:
     """Return the loss [M] float32 of each target, and whether it ranks first [M].
 
-    A frozen head does not return which token ranks first where a gradient will be computed.
-
-    Args:
-        model: the model.
-        head: the model as hidden states and head, None where it cannot be split.
-        inputs: of a batch of tokens (data/batches.py); ``states`` replace tokens (`forward`), and
-            ``kept`` the pass over ``prefix``.
-        layout: of that batch.
-        options: what the loss is (ops/linear_cross_entropy.py).
+    ``inputs`` and ``layout`` are of a batch of tokens (data/batches.py); ``states`` replace tokens
+    (`forward`), and ``kept`` the pass over ``prefix``. A frozen head does not return which token
+    ranks first where a gradient will be computed.
     """
     z_loss, smoothing = options.z_loss, options.label_smoothing
     part = part_of(model, head)
     targets = inputs["targets"]
+
     entering = inputs.get("states", inputs["tokens"])
     segments = segments_of(inputs, layout)
     states = forward(model, part, entering, segments, prefixes=prefixes_in(inputs))
     states = states.reshape(-1, states.shape[-1])[inputs["positions"]]  # logits without a head
+
     if options.custom is None and head is not None and head.frozen is not None:
         return linear_cross_entropy(
             states, targets, head.frozen, z_loss, smoothing, options.gradient
         )
+
     logits = states if head is None else head.logits(states)
     if options.custom is not None:
         loss = options.custom(logits.astype(mx.float32), targets)
@@ -298,19 +300,15 @@ class CausalLM(Objective):
         self._options = options
 
     def ahead(self, batch: Batch) -> Batch:
-        """Add what can be prepared in another thread."""
         return self._preparation.ahead(batch)
 
     def prepare(self, batch: Batch) -> Batch:
-        """Add the states that replace tokens."""
         return self._preparation.prepare(batch)
 
     def close(self) -> None:
-        """Release what the preparation holds."""
         self._preparation.close()
 
     def keep_prefixes(self, prefix: mx.array) -> Inputs:
-        """Return what rows that follow prefixes read of them."""
         return keep_prefixes(self.model, part_of(self.model, self.head), prefix)
 
     def loss(self, inputs: Inputs, layout: Layout = ()) -> tuple[mx.array, mx.array]:
@@ -320,7 +318,6 @@ class CausalLM(Objective):
         return (loss * is_target).sum(), is_target.sum()
 
     def validate(self, data: Dataset) -> Score:
-        """Score batches while the model trains."""
         return (self._validate or self._score)(data.once())
 
     def score(self, data: Dataset, advance: Callable[[], None] | None = None) -> Score:

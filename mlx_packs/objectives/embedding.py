@@ -37,6 +37,7 @@ def cosent_loss(
     logits = similarity_scale * cosines(*embeddings)
     differences = logits[:, None] - logits[None]
     ordered = (scores[:, None] < scores[None]) & ((weights[:, None] * weights[None]) > 0)
+
     differences = mx.where(ordered, differences, _HIDDEN).flatten()
     total = mx.logsumexp(mx.concatenate([mx.zeros((1,)), differences]))
     return total * weights.sum()
@@ -53,6 +54,7 @@ def ranking_loss(
     logits = similarity_scale * (
         anchors @ mx.concatenate(candidates).T
     )  # [B, B x candidates of a row]
+
     is_example = mx.concatenate([weights] * len(candidates)) > 0
     positives = mx.diagonal(logits)  # those of the anchors are the first B columns
     log_sums = mx.logsumexp(mx.where(is_example[None], logits, _HIDDEN), axis=1)
@@ -185,14 +187,12 @@ class EmbeddingObjective(Objective):
         return total / count if count else math.nan
 
     def score(self, data: Dataset, advance: Callable[[], None] | None = None) -> Score:
-        """Metrics on examples."""
         score = self._score(self, [], data.examples)
         for _ in range(data.batches_per_epoch() if advance is not None else 0):
             advance()
         return score
 
     def validate(self, data: Dataset) -> Score:
-        """Metrics on examples, and the loss on their batches."""
         return self._score(self, data.once(), data.examples)
 
     def score_trained(self, batch: Batch) -> Score:

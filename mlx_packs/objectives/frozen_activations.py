@@ -68,12 +68,15 @@ class FrozenActivations(Preparation):
         self.store = store
         self.rows_computed = 0
         self.rows_found = len(store.stored())  # by an earlier run
+
         self._blocks = frozen_blocks(attached)
         self._model, self._part = attached.model, part
         self._examples, self._collate = examples, token_collate(sampler)
+
         self._dtype = example_states.dtype
         self._token_bytes = example_states.shape[-1] * example_states.dtype.size
         self._inputs = examples.lengths - 1
+
         self._batches = sampler.epoch(0)
         self._batch_of = np.empty(len(examples), np.int64)
         for number, rows in enumerate(self._batches):
@@ -87,11 +90,7 @@ class FrozenActivations(Preparation):
         return batch.having(states=self._lay_out(batch, states))
 
     def prepare(self, batch: Batch) -> Batch:
-        """Add the states [B, T, D] of a batch.
-
-        What is not stored is computed, with the batch that has it in the first epoch; a batch whose
-        states could not be kept stays as it is.
-        """
+        """Add the states [B, T, D] of a batch; without room for them it stays as it is."""
         laid_out = batch.inputs.get("states")
         if laid_out is None:
             states = {row: self.store.get(row) for row in batch.examples}
@@ -115,6 +114,7 @@ class FrozenActivations(Preparation):
             self._model, lambda: forward(self._model, self._part, inputs["tokens"], segments)
         )
         flat = np.array(states.view(mx.uint8)).reshape(-1, self._token_bytes)
+
         self.rows_computed += len(batch.examples)
         return {
             row: flat[start : start + self._inputs[row]].reshape(-1)
@@ -122,7 +122,6 @@ class FrozenActivations(Preparation):
         }
 
     def to_json(self) -> dict:
-        """Return the part of a run's report on the cache."""
         return {
             "blocks": self._blocks,
             "gb": self.store.total_bytes / 1e9,
@@ -133,34 +132,35 @@ class FrozenActivations(Preparation):
         }
 
     def summary(self) -> str:
-        """Return the same before the run, for people."""
         store = self.store
         memory = store.most_memory_bytes
         in_memory = "all" if memory == store.total_bytes else size(memory)
         place = ", kept on disk" if store.is_on_disk else f", {store.note}" if store.note else ""
         earlier = f", {self.rows_found:,} from an earlier run" if self.rows_found else ""
+
         return (
             f"{self._blocks} of {len(self._model.layers)} blocks are below the adapters: computed "
             f"once for each example · {size(store.total_bytes)}, {in_memory} in memory{place}{earlier}"
         )
 
     def close(self) -> None:
-        """Release file and memory."""
         self.store.close()
 
     def drop_if_foreign(self) -> None:
-        """Compute some examples of an earlier run again; forget all if one differs from the store."""
+        """Compute some examples of an earlier run again; forget all if one differs."""
         rows = self.store.stored().tolist()
         intact = next((row for row in rows if self.store.get(row) is not None), None)
         if intact is None:
             self.rows_found = 0
             return
+
         for row, computed in self.compute(int(self._batch_of[intact])).items():
             stored = self.store.get(row)
             if stored is not None and not self._is_same(computed, stored):
                 self.store.forget()
                 self.rows_found = 0
                 break
+
         self.rows_computed = 0
 
     def _is_same(self, computed: np.ndarray, stored: np.ndarray) -> bool:
@@ -194,16 +194,16 @@ def open_frozen_activations(
     """Return the cache for ``train.cache_frozen``; None if there is none.
 
     ``plan_bytes`` is the peak of the memory plan; ``disk_bytes`` stay free for the run's own files.
-
-    Raises:
-        PackError: if the cache is requested and impossible.
+    Raises a PackError if the cache is requested and impossible.
     """
     if train.cache_frozen == "off" or train.trains_base:
         return None
+
     model, frozen = attached.model, frozen_blocks(attached)
     part = model if head is None else head.hidden
     inputs = sequence_inputs(train.max_seq_length)
     sampler = Sampler(examples.lengths, train.batch_size, inputs, train.seed, train.packing)
+
     try:
         _check_worthwhile(frozen, len(model.layers), train, sampler)
         stand_ins = _stand_ins(model, frozen)
@@ -218,6 +218,7 @@ def open_frozen_activations(
             ) from None
         display.line("cache", f"frozen activations are not cached: {reason}", VERBOSE)
         return None
+
     try:
         cache = FrozenActivations(attached, part, examples, sampler, states, store)
         attached.swap(stand_ins)
@@ -226,21 +227,25 @@ def open_frozen_activations(
     except BaseException:  # an interruption too: the file must be free for the next run
         store.close()
         raise
+
     display.line("cache", cache.summary())
     return cache
 
 
 def frozen_blocks(attached: Attached | WithSavedModules) -> int:
-    """Return how many blocks are below the first one with trainable parameters; 0 of an embedding.
+    """Return how many blocks are below the first one with trainable parameters.
 
-    What is outside of the blocks and no embedding comes after them; the probe of the cache checks it.
+    0 if an embedding is trained. What is outside of the blocks and no embedding comes after them;
+    the probe of the cache checks it.
     """
     modules = dict(attached.model.named_modules())
     saved = {name.rpartition(".")[0] for name in attached.replaced}
+
     if any(spec.kind == "embedding" for spec in attached.specs.values()):
         return 0
     if any(is_embedding(trained_module(modules[path])) for path in saved):
         return 0
+
     prefixes = block_prefixes(attached.model)
     for i, prefix in enumerate(prefixes):
         if any(path.startswith(prefix + ".") for path in (*attached.specs, *saved)):
@@ -249,7 +254,7 @@ def frozen_blocks(attached: Attached | WithSavedModules) -> int:
 
 
 def memory_budget(plan_bytes: int | None) -> int:
-    """Return the bytes of activations that fit into the process beside a run of this peak in MLX."""
+    """Return the bytes of activations that fit into the process with a run of this peak."""
     total = runtime.host_memory()
     return max(0, int(_MEMORY_SHARE * (total - (total // 2 if plan_bytes is None else plan_bytes))))
 
@@ -273,6 +278,7 @@ def _check_worthwhile(frozen: int, blocks: int, train: TrainConfig, sampler: Sam
         )
     if train.cache_frozen != "auto":
         return
+
     # a forward costs one, a forward with its backward three
     if frozen < _WORTHWHILE * (3 * blocks - 2 * frozen):
         raise _Impossible(f"only {frozen} of {blocks} blocks are below the adapters")
@@ -286,12 +292,14 @@ def _open_store(
     needed, folder = int(row_bytes.sum()), cache_folder("prefix")
     file = None if folder is None else folder / f"{key}.states"
     room = 0 if file is None else _disk_budget(file, disk_bytes)
+
     if needed > max(memory, room):
         raise _Impossible(
             f"the states of all examples take {size(needed)}, but there is room for {size(memory)} in "
             f"memory and {size(room)} on disk",
             "memory",
         )
+
     store = StateStore(
         row_bytes,
         memory,
@@ -299,6 +307,7 @@ def _open_store(
         key,
         lambda note: display.line("cache", f"states are {note}"),
     )
+
     if needed > memory and not store.is_on_disk:
         store.close()
         raise _Impossible(
@@ -308,7 +317,6 @@ def _open_store(
 
 
 def _stand_ins(model: nn.Module, frozen: int) -> StandIns:
-    """Return the modules that replace the frozen blocks while their activations are cached."""
     injection, paths = Injection(), block_prefixes(model)[:frozen]
     return [
         (path, FrozenBlock(block, injection, path == paths[-1]))
@@ -321,6 +329,7 @@ def _example_states(
 ) -> mx.array:
     """Return the states of some tokens, if the model takes states."""
     model, training = attached.model, attached.model.training
+
     blocks = [(path, stand_in["block"]) for path, stand_in in stand_ins]
     replace_modules(model, stand_ins)
     model.eval()
@@ -342,6 +351,7 @@ def _probe(attached: Attached | WithSavedModules, part: Callable[..., mx.array])
     states = frozen_output(model, lambda: forward(model, part, padded))
     if not isinstance(states, mx.array) or states.ndim != 3 or states.shape[:2] != padded.shape:
         raise _Impossible("its blocks return more than the states of each token")
+
     states = states[:, : tokens.shape[1]]
 
     def noisy(i: int, b: mx.array) -> mx.array:
@@ -371,7 +381,6 @@ def _key(
     frozen: int,
     states: mx.array,
 ) -> str:
-    """Return a hash of all that the bits of the states depend on."""
     base = attached.base
     dependencies = {
         "format": _FORMAT,
@@ -395,6 +404,7 @@ def _key(
         ],
         "versions": [version(name) for name in ("mlx", "mlx-lm")],
     }
+
     digest = hashlib.sha256(json.dumps(dependencies, sort_keys=True, default=str).encode())
     digest.update(examples.lengths.astype(np.int64).tobytes())
     for example in examples.items:

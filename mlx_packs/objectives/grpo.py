@@ -40,7 +40,6 @@ class TrainedScore(Score):
 
     @property
     def text(self) -> str:
-        """Return the same in one line for people."""
         return f"loss {self.nll:.3f}"
 
 
@@ -85,6 +84,7 @@ def policy_loss(
         difference = reference - log_probs
         losses = losses + beta * (mx.exp(difference) - difference - 1)
     losses = losses * mx.exp(log_probs - mx.stop_gradient(log_probs))
+
     owned = owners[None] == mx.arange(len(gains))[:, None]
     sums = mx.where(owned, losses[None], 0).sum(axis=1)
     return sums / mx.maximum(owned.sum(axis=1), 1)
@@ -93,13 +93,8 @@ def policy_loss(
 class GRPO(Objective):
     """The loss of completions that the model generates, by their rewards.
 
-    Args:
-        model: the model.
-        head: the model as hidden states and head, None where it cannot be split.
-        train: the settings.
-        generate: makes the completions of a batch.
-        start: the model as the phase began, which ``beta`` keeps it near to.
-        score: scores prompts; an objective that only trains needs none.
+    ``generate`` makes the completions of a batch; ``start`` is the model as the phase began, which
+    ``beta`` keeps it near to. ``score`` scores prompts; an objective that only trains needs none.
     """
 
     unit = "tokens"
@@ -119,12 +114,10 @@ class GRPO(Objective):
         self._rewards: list[np.ndarray] = []  # since the last report
 
     def begin(self, fresh: bool) -> None:
-        """Take the reference of the phase."""
         if self._start is not None:
             self._start.begin(fresh)
 
     def prepare(self, batch: Batch) -> Batch:
-        """Generate the completions of a batch of prompts, and add what each has gained."""
         training = self.model.training
         tokens, rewards = self._generate(batch)
         self.model.train(training)
@@ -160,7 +153,6 @@ class GRPO(Objective):
         return losses.sum(), mx.array(float(len(gains)))
 
     def facts(self) -> dict[str, float]:
-        """Return mean and standard deviation of the rewards since the last report."""
         if not self._rewards:
             return {}
         rewards, self._rewards = np.concatenate(self._rewards), []

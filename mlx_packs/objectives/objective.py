@@ -35,7 +35,7 @@ class Objective(Protocol):
     The model, and whatever else the computation needs, is bound when the objective is made.
 
     Attributes:
-        unit: what targets are, as a plural: ``tokens``, ``pairs``. It is part of the names of logged values.
+        unit: what targets are, as a plural: ``tokens``, ``pairs``; a part of logged names.
         compares_examples: whether the loss compares examples of a batch, which is one piece then.
     """
 
@@ -68,11 +68,11 @@ class Objective(Protocol):
         """
 
     def make_stepper(self, optimizer: "Optimizer", *others: Any) -> Any | None:
-        """Return what takes steps, given what `training.step.Stepper` is; None if that takes them."""
+        """Return what takes steps, as `training.step.Stepper`; None for that class itself."""
         return None
 
     def facts(self) -> dict[str, float]:
-        """Return entries for the next report of a training run, about the batches since the last."""
+        """Return entries for the next report of a run, about the batches since the last."""
         return {}
 
     def score(self, data: "Dataset", advance: Callable[[], None] | None = None) -> Score:

@@ -15,12 +15,9 @@ from ..tensors import read_tensors, save_tensors
 
 
 class PhaseStart:
-    """The model as a phase began.
+    """The model as a phase began; ``bare`` if it began with the base alone.
 
-    Args:
-        trainable: what the model has learned, and how to put it aside.
-        file: for the parameters that the phase begins with.
-        bare: whether it begins with the base alone.
+    ``file`` keeps the parameters that the phase began with, for a resumed run.
     """
 
     def __init__(self, trainable: Trainable, file: Path, bare: bool) -> None:
@@ -30,12 +27,12 @@ class PhaseStart:
     def begin(self, fresh: bool) -> None:
         """Take the model as it is, if it is ``fresh``, or that which began the phase.
 
-        Raises:
-            PackError: a resumed run lacks the file of its parameters.
+        Raises a PackError if a resumed run lacks the file of its parameters.
         """
         file = self._file
         if self._bare:
             return
+
         if fresh:
             self._parameters = self._trainable.tensors()
             save_tensors(file, self._parameters)
@@ -51,11 +48,11 @@ class PhaseStart:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Return a context in which the model is as the phase began."""
         if self._parameters is None:
             with self._trainable.disabled():
                 yield
             return
+
         trained = self._trainable.tensors()
         self._trainable.load(self._parameters, "reference")
         try:

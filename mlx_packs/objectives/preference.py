@@ -2,8 +2,8 @@
 
 A loss takes the log-probabilities of both completions of each row, and gives a loss for each row.
 
-DPO: https://arxiv.org/abs/2305.18290, with label smoothing: https://arxiv.org/abs/2403.00409 (robust)
-and its section 3 (conservative). IPO: https://arxiv.org/abs/2310.12036. Hinge:
+DPO: https://arxiv.org/abs/2305.18290, with label smoothing: https://arxiv.org/abs/2403.00409
+(robust) and its section 3 (conservative). IPO: https://arxiv.org/abs/2310.12036. Hinge:
 https://arxiv.org/abs/2305.10425. ORPO: https://arxiv.org/abs/2403.07691. SimPO:
 https://arxiv.org/abs/2405.14734. CPO: https://arxiv.org/abs/2401.08417. KTO:
 https://arxiv.org/abs/2402.01306
@@ -91,6 +91,7 @@ def pair_loss(margins: mx.array, loss: str, smoothing: float) -> mx.array:
     """Return the loss of each margin by which the chosen completion is preferred, [P]."""
     if loss == "hinge":
         return mx.maximum(1 - margins, 0)
+
     right, wrong = -nn.log_sigmoid(margins), -nn.log_sigmoid(-margins)
     if loss == "robust":
         return ((1 - smoothing) * right - smoothing * wrong) / (1 - 2 * smoothing)
@@ -117,6 +118,7 @@ class DPO:
         if loss_of(train) == "ipo":
             means = ratios / mx.maximum(completions.targets, 1)
             return (means[:, 0] - means[:, 1] - 1 / (2 * train.beta)).square()
+
         margins = train.beta * (ratios[:, 0] - ratios[:, 1])
         return pair_loss(margins, loss_of(train), train.label_smoothing)
 
@@ -145,7 +147,7 @@ class ORPO:
 
 
 class SimPO:
-    """The mean log-probability of what is chosen is to exceed that of what is rejected by a margin."""
+    """The mean log-probability of the chosen completion is to exceed the other's by a margin."""
 
     has_reference = False
     compares_examples = False
@@ -166,11 +168,15 @@ class CPO:
     compares_examples = True
 
     def losses(self, completions: Completions, train: CPOConfig) -> mx.array:
-        """Semantics: `pair_loss` of beta * (log p_chosen - log p_rejected) + alpha * NLL of chosen."""
+        """Semantics: `pair_loss` of beta * (log p_chosen - log p_rejected) + alpha * NLL.
+
+        The NLL is that of the chosen completion.
+        """
         nll, loss = train.cpo_alpha * mean_nll(completions), loss_of(train)
         if loss == "ipo":
             means = completions.means
             return (means[:, 0] - means[:, 1] - 1 / (2 * train.beta)).square() + nll
+
         margins = train.beta * (completions.log_probs[:, 0] - completions.log_probs[:, 1])
         return pair_loss(margins, loss, train.label_smoothing) + nll
 
@@ -189,10 +195,11 @@ class KTO:
     compares_examples = True
 
     def losses(self, completions: Completions, train: KTOConfig) -> mx.array:
-        """Semantics: weight * (1 - sigmoid(+-beta * (ratio - max(0, mean ratio of mismatched))))."""
+        """Semantics: weight * (1 - sigmoid(+-beta * (ratio - max(0, mean mismatched ratio))))."""
         ratios, is_row = completions.ratios, completions.is_row
         distance = (ratios[:, 1] * is_row).sum() / mx.maximum(is_row.sum(), 1)
         gains = train.beta * (ratios[:, 0] - mx.stop_gradient(mx.maximum(distance, 0)))
+
         desirable = completions.labels > 0
         weights = mx.where(desirable, train.desirable_weight, train.undesirable_weight)
         return weights * (1 - mx.sigmoid(mx.where(desirable, gains, -gains)))
@@ -221,6 +228,7 @@ def completion_sums(
     ``inputs`` are those of a batch of preferences (data/preference_batches.py).
     """
     loss, _ = target_loss(model, head, inputs, layout)
+
     # sums in a fixed order, which a scatter on a GPU does not have
     owned = inputs["owners"][None] == mx.arange(2 * len(inputs["labels"]))[:, None]
     sums = mx.where(owned, -loss[None], 0).sum(axis=1)
@@ -228,14 +236,10 @@ def completion_sums(
 
 
 class PreferenceObjective(Objective):
-    """A loss of preferences on batches of completions.
+    """A loss of preferences on batches of completions; ``train.task`` names it.
 
-    Args:
-        model: the model.
-        head: the model as hidden states and head, None where it cannot be split.
-        train: the settings; its task names the loss.
-        reference: the log-probabilities that the loss compares with; None where it has none.
-        score: scores batches; an objective that only trains needs none.
+    ``reference`` has the log-probabilities that the loss compares with, if it does; ``score``
+    scores batches, which an objective that only trains does not need.
     """
 
     unit = "tokens"
@@ -264,18 +268,15 @@ class PreferenceObjective(Objective):
         self.outcome = mx.compile(outcome, inputs=[m.state for m in trainable_modules(model)])
 
     def begin(self, fresh: bool) -> None:
-        """Take the reference of the phase."""
         if self.reference is not None:
             self.reference.begin(fresh)
 
     def prepare(self, batch: Batch) -> Batch:
-        """Add the log-probabilities of the reference."""
         if self.reference is None:
             return batch
         return batch.having(reference=self.reference.of(batch))
 
     def keep_prefixes(self, prefix: mx.array) -> Inputs:
-        """Return what rows that follow prefixes read of them."""
         return keep_prefixes(self.model, part_of(self.model, self.head), prefix)
 
     def loss(self, inputs: Inputs, layout: Layout = ()) -> tuple[mx.array, mx.array]:
@@ -286,6 +287,7 @@ class PreferenceObjective(Objective):
         completions = self._completions(inputs, layout)
         if not self.compares_examples:
             return self._sum(completions)
+
         ranks = group()
         total, count = self._sum(Completions(*map(ranks.joined, vars(completions).values())))
         return ranks.counted_once(total), ranks.counted_once(count)
@@ -303,7 +305,6 @@ class PreferenceObjective(Objective):
         return mx.where(is_row > 0, losses, 0).sum(), is_row.sum()
 
     def score(self, data: Dataset, advance: Callable[[], None] | None = None) -> Score:
-        """Loss, accuracy and margin of the rewards on batches."""
         return self._score(self, data.once(), advance)
 
     def score_trained(self, batch: Batch) -> Score:

@@ -22,11 +22,8 @@ Sums = Callable[[Inputs, Layout], mx.array]  # to log-probabilities [slots, 2]
 class Reference:
     """Log-probabilities of completions by the model as a phase began.
 
-    Args:
-        model: the model.
-        start: the model as the phase began.
-        sums: of the model as it is, the log-probability of both completions of each row.
-        training: the training batches of the phase.
+    ``sums`` gives, of the model as it is, the log-probability of both completions of each row;
+    ``training`` has the training batches of the phase.
     """
 
     def __init__(
@@ -57,6 +54,7 @@ class Reference:
         self._learn(batch)
         places = [self._places[row] for row in _rows(batch)]
         slots = len(batch.inputs["labels"])
+
         values = places[0][0]
         numbers = [number for _, number in places]
         is_whole = all(each is values for each, _ in places) and len(values) == slots
@@ -67,7 +65,7 @@ class Reference:
         return mx.stack([*parts, *[mx.zeros((2,))] * (slots - len(parts))])
 
     def _learn(self, batch: Batch) -> None:
-        """Compute the log-probabilities of training rows that are not known; ranks share the work."""
+        """Compute the training rows that are not known; ranks share the work."""
         ranks = group()
         for row in _rows(batch):
             if row in self._places:

@@ -22,8 +22,7 @@ States = Callable[..., mx.array]  # tokens [B, T] to final hidden states [B, T, 
 def hidden_states(model: nn.Module, name: str) -> States:
     """Return the part of a model that computes the states that a head reads.
 
-    Raises:
-        PackError: the model changes its logits after the head, so that this part is not certain.
+    Raises a PackError if the model changes its logits after the head: this part is not certain.
     """
     head = split_head(model)
     if head is None:
@@ -46,17 +45,13 @@ def completion_scores(
 ) -> mx.array:
     """Return the score of the last token of each completion, [rows, 2] float32; 0 for padding.
 
-    Args:
-        model: the model.
-        states: its hidden states.
-        score: maps [M, D] to [M, 1].
-        rows: number of rows, of two completions each.
-        inputs: of a batch of tokens (data/scored.py).
-        layout: of that batch.
+    ``states`` makes the hidden states, ``score`` maps [M, D] to [M, 1]. ``inputs`` and ``layout``
+    are those of a batch of tokens (data/scored.py) with two completions in each row.
     """
     segments = segments_of(inputs, layout)
     hidden = forward(model, states, inputs["tokens"], segments, prefixes=prefixes_in(inputs))
     last = hidden.reshape(-1, hidden.shape[-1])[inputs["positions"]]
+
     scores = score(last)[:, 0].astype(mx.float32)
     # sums in a fixed order, which a scatter on a GPU does not have
     owned = inputs["owners"][None] == mx.arange(2 * rows)[:, None]
@@ -75,12 +70,8 @@ def reward_losses(rewards: mx.array, centering: float) -> mx.array:
 class RewardModel(Objective):
     """The loss of rewards on batches of pairs.
 
-    Args:
-        model: the model.
-        states: its hidden states.
-        score: the head, [M, D] to [M, 1].
-        centering: ``center_rewards_coefficient``.
-        score_batches: scores batches; an objective that only trains needs none.
+    ``states`` makes hidden states, ``score`` is the head, [M, D] to [M, 1]. ``score_batches``
+    scores batches; an objective that only trains needs none.
     """
 
     unit = "tokens"
@@ -104,11 +95,9 @@ class RewardModel(Objective):
         self.outcome = mx.compile(outcome, inputs=[m.state for m in trainable_modules(model)])
 
     def keep_prefixes(self, prefix: mx.array) -> Inputs:
-        """Return what rows that follow prefixes read of them."""
         return keep_prefixes(self.model, self.states, prefix)
 
     def loss(self, inputs: Inputs, layout: Layout = ()) -> tuple[mx.array, mx.array]:
-        """Return the sum of the losses of the rows, and how many rows there are."""
         rewards, is_row = self._rewards(inputs, layout)
         losses = reward_losses(rewards, self.centering)
         return mx.where(is_row, losses, 0).sum(), is_row.astype(mx.float32).sum()
@@ -121,7 +110,6 @@ class RewardModel(Objective):
         return rewards, is_row
 
     def score(self, data: Dataset, advance: Callable[[], None] | None = None) -> Score:
-        """Loss, accuracy and margin of the rewards on batches."""
         return self._score(self, data.once(), advance)
 
     def score_trained(self, batch: Batch) -> Score:

@@ -61,6 +61,7 @@ class Score(ABC):
         """
         if other is None:
             return math.isfinite(self.value)
+
         theirs = other.value if other.measure == self.measure else -other.value
         gain = self.value - theirs if self.higher_is_better else theirs - self.value
         return gain > by * max(abs(self.value), abs(theirs))

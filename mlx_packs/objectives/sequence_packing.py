@@ -28,13 +28,13 @@ def prepare_packing(
 ) -> None:
     """Let learned positions start again in each segment, and check that packing is exact.
 
-    Raises:
-        PackError: for a model whose packed examples would see each other.
+    Raises a PackError for a model whose packed examples would see each other.
     """
     model = attached.model
     modules = model.named_modules()
     learned = [(p, m) for p, m in modules if p.rpartition(".")[2] in _LEARNED_POSITIONS]
     attached.swap([(path, RestartedPositions(module)) for path, module in learned])
+
     if reason := why_not_packed(model, head, sequence_inputs(max_seq_length), vocab_size):
         family = attached.base.config.get("model_type", attached.base.name)
         raise PackError(
@@ -52,10 +52,12 @@ def why_not_packed(model: nn.Module, head: Head | None, limit: int, vocab_size: 
     if others := kinds - {KVCache, RotatingKVCache}:
         names = ", ".join(sorted(kind.__name__ for kind in others))
         return f"it keeps more than keys and values: {names}"
+
     part = part_of(model, head)
     tokens = mx.array(np.random.default_rng(0).integers(0, vocab_size, (2, sum(_PROBE))))
     spans = (_PROBE, _PROBE)
     ways = [segment_numbers(spans), *([spans] if attends_by_spans(model) else [])]
+
     training = model.training
     model.eval()
     try:

@@ -36,11 +36,8 @@ def why_not_shared(
 ) -> str | None:
     """Return why a tree differs from its rows, in a line; None if it does not.
 
-    Args:
-        model: the model as it trains: with its adapters and its activation checkpointing.
-        head: the model as hidden states and head, None where it cannot be split.
-        vocab_size: of its tokens.
-        packed: whether the rows of the tree are packed.
+    ``model`` is as it trains: with its adapters and its activation checkpointing. ``packed`` is
+    whether the rows of the tree are packed.
     """
     rows, tree = _probe(vocab_size)
     layout = Tree(1, _PREFIX, root=_ROOT)
@@ -83,6 +80,7 @@ def why_length_matters(model: nn.Module, inputs: int) -> str | None:
         kind, dims = type(module).__name__, getattr(module, "dims", None)
         if "rope" not in kind.lower() or kind in kinds or not isinstance(dims, int):
             continue
+
         kinds.add(kind)
         if _turns_by_length(module, dims, inputs):
             return f"its {kind} depends on the length of a row, at {inputs:,} inputs"
@@ -169,6 +167,7 @@ def _without_noise(model: nn.Module) -> Iterator[None]:
     training = model.training
     dropouts = [d for m in model.modules() for d in vars(m).values() if isinstance(d, InputDropout)]
     shares = [dropout.p for dropout in dropouts]
+
     model.train()
     for module in model.modules():
         if isinstance(module, NoisyEmbedding | nn.Dropout):

@@ -1,6 +1,7 @@
 """Rows of bytes by number: in memory up to a limit, and in a file that other runs can use.
 
-A row of the file counts if its digest fits: what is damaged, half-written or of another run is ignored.
+A row of the file counts if its digest fits: what is damaged, half-written or of another run is
+ignored.
 """
 
 import hashlib
@@ -38,16 +39,19 @@ class StateStore:
         self.memory_bytes = 0  # of the rows in memory now
         self.is_on_disk = False  # whether rows are put into the file
         self.note = ""  # why they are not
+
         self._warn = warn
         self._in_memory: dict[int, np.ndarray] = {}
         self._sizes = row_bytes.astype(np.int64)
         self._ends = len(row_bytes) * _DIGEST_BYTES + np.cumsum(self._sizes)
         self._key = bytes.fromhex(key)
+
         self._lock = threading.RLock()
         self._open = ExitStack()
         self._file: int | None = None
         self._digests = np.zeros((len(row_bytes), _DIGEST_BYTES), np.uint8)
         self._verified = np.zeros(len(row_bytes), bool)
+
         if file is not None:
             self._open_file(file)
 
@@ -62,7 +66,7 @@ class StateStore:
         return min(self.total_bytes, self.memory_limit)
 
     def stored(self) -> np.ndarray:
-        """Return the numbers of the rows that the file claims; `get` checks that they are intact."""
+        """Return the numbers of the rows that the file claims; `get` checks them."""
         return np.flatnonzero(self._digests.any(axis=1))
 
     def get(self, row: int) -> np.ndarray | None:
@@ -72,6 +76,7 @@ class StateStore:
                 return self._in_memory[row]
             if self._file is None or not self._digests[row].any():
                 return None
+
             data = self._read(row)
             if data is None:
                 self._digests[row] = 0
@@ -92,6 +97,7 @@ class StateStore:
             except OSError as error:  # a full disk must not stop a run
                 self._stop_writing(error)
                 return
+
             self._digests[row] = digest
             self._verified[row] = True
 
@@ -101,7 +107,6 @@ class StateStore:
         return self.is_on_disk or self.memory_bytes + needed <= self.memory_limit
 
     def forget(self) -> None:
-        """Forget all rows, in the file too."""
         with self._lock:
             self._in_memory.clear()
             self.memory_bytes = 0
@@ -114,7 +119,6 @@ class StateStore:
                     self._stop_writing(error)
 
     def close(self) -> None:
-        """Release the file and the memory."""
         with self._lock:
             self._close_file()
             self._in_memory.clear()
@@ -135,17 +139,20 @@ class StateStore:
             remove_unused(file.parent, "*.states", _DAYS)
             self._open.enter_context(exclusive_writer(file))
             self._file = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+
             size = int(self._ends[-1])
             if os.fstat(self._file).st_size != size:
                 os.ftruncate(self._file, 0)
                 os.ftruncate(self._file, size)
             os.utime(file)
             os.preadv(self._file, [self._digests], 0)
+
             self.is_on_disk = True
         except PackError:
             self.note = "not kept on disk (another run uses it, or the folder is read-only)"
         except OSError as error:
             self.note = f"not kept on disk ({error.strerror or error})"
+
         if not self.is_on_disk:
             self._digests[:] = 0
             self._close_file()
@@ -164,6 +171,7 @@ class StateStore:
     def _read(self, row: int) -> np.ndarray | None:
         data = np.empty(self._sizes[row], np.uint8)
         at, start = 0, int(self._ends[row] - self._sizes[row])
+
         try:
             while at < len(data):
                 count = os.preadv(self._file, [data[at:]], start + at)
@@ -172,6 +180,7 @@ class StateStore:
                 at += count
         except OSError:
             return None
+
         if not self._verified[row]:
             if not np.array_equal(self._digest(row, data), self._digests[row]):
                 return None
