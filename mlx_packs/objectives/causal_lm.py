@@ -45,7 +45,8 @@ def split_head(model: nn.Module, probe: mx.array | None = None) -> Head | None:
 
     Logit scaling or capping makes the check fail, and then the full forward pass is used.
     """
-    probe = mx.array([[1, 2, 3, 1]]) if probe is None else probe
+    if probe is None:
+        probe = mx.array([[1, 2, 3, 1]])
 
     try:
         expected = forward(model, model, probe)
@@ -72,13 +73,16 @@ def possible_heads(model: nn.Module) -> Iterator[Head]:
     inner = model.get("model", model.get("transformer"))
     if not isinstance(inner, nn.Module):
         return
-    heads = [(model["lm_head"], model["lm_head"])] if "lm_head" in model else []
+    heads = []
+    if "lm_head" in model:
+        heads.append((model["lm_head"], model["lm_head"]))
     tables = [inner[name] for name in ("embed_tokens", "wte") if name in inner]
     heads += [(table, table.as_linear) for table in tables if hasattr(table, "as_linear")]
 
     for module, logits in heads:
         trainable = bool(tree_flatten(module.trainable_parameters()))
-        yield Head(inner, logits, None if trainable else frozen_head(module))
+        frozen = None if trainable else frozen_head(module)
+        yield Head(inner, logits, frozen)
 
 
 @runtime_checkable
@@ -226,7 +230,8 @@ def target_loss(
     (`forward`), and ``kept`` the pass over ``prefix``. A frozen head does not return which token
     ranks first where a gradient will be computed.
     """
-    z_loss, smoothing = options.z_loss, options.label_smoothing
+    z_loss = options.z_loss
+    smoothing = options.label_smoothing
     part = part_of(model, head)
     targets = inputs["targets"]
 
@@ -251,7 +256,9 @@ def target_loss(
 
 def _check_losses(loss: object, targets: mx.array) -> None:
     """Raise a PackError if a custom loss returns no array with one loss per target."""
-    shape = list(loss.shape) if isinstance(loss, mx.array) else type(loss).__name__
+    shape = type(loss).__name__
+    if isinstance(loss, mx.array):
+        shape = list(loss.shape)
     if shape != list(targets.shape):
         raise PackError(
             f"loss: must return the loss of each target, an array {list(targets.shape)}, but "
@@ -293,7 +300,8 @@ class CausalLM(Objective):
         options: LossOptions = _PLAIN,
         validate: Callable[..., Score] | None = None,
     ) -> None:
-        self.model, self.head = model, head
+        self.model = model
+        self.head = head
         self._preparation = preparation or Preparation()
         self._score = score
         self._validate = validate

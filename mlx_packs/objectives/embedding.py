@@ -51,9 +51,8 @@ def ranking_loss(
     Semantics: sum of -log softmax(scale * cos(anchor_i, candidates))[positive_i].
     """
     anchors, *candidates = (unit(column) for column in embeddings)
-    logits = similarity_scale * (
-        anchors @ mx.concatenate(candidates).T
-    )  # [B, B x candidates of a row]
+    # [B, B x candidates of a row]
+    logits = similarity_scale * (anchors @ mx.concatenate(candidates).T)
 
     is_example = mx.concatenate([weights] * len(candidates)) > 0
     positives = mx.diagonal(logits)  # those of the anchors are the first B columns
@@ -153,7 +152,9 @@ class EmbeddingObjective(Objective):
     ) -> None:
         self.model = model
         self.compares_examples = LOSSES[loss].compares_all
-        self._name, self._train, self._score = loss, train, score
+        self._name = loss
+        self._train = train
+        self._score = score
 
     def loss(self, inputs: Inputs, layout: Layout = ()) -> tuple[mx.array, mx.array]:
         """Sum of the loss over the examples, and the number of those that are not padding.
@@ -166,7 +167,8 @@ class EmbeddingObjective(Objective):
 
     def _loss(self, ranks: Group, inputs: Inputs) -> tuple[mx.array, mx.array]:
         """Sum and count of the examples of some ranks."""
-        train, facts = self._train, LOSSES[self._name]
+        train = self._train
+        facts = LOSSES[self._name]
         columns = [inputs[name] for name in COLUMNS if name in inputs]
         lengths = inputs["lengths"]
         if facts.by_parts:
@@ -175,7 +177,9 @@ class EmbeddingObjective(Objective):
             embeddings = [self.model(*column) for column in zip(columns, lengths, strict=True)]
 
         settings = {n: getattr(train, n) for n in facts.settings if n != "mini_batch_size"}
-        of_pairs = [inputs["weights"], *([inputs["scores"]] if facts.scored else [])]
+        of_pairs = [inputs["weights"]]
+        if facts.scored:
+            of_pairs.append(inputs["scores"])
         embeddings = [ranks.joined(column) for column in embeddings]
         weights, *scores = (ranks.joined(values) for values in of_pairs)
         return _LOSSES[self._name](embeddings, weights, *scores, **settings), weights.sum()
@@ -184,12 +188,14 @@ class EmbeddingObjective(Objective):
         """Return the loss per example of some batches, without gradients; nan of none."""
         total = sum(self._loss(ALONE, arrays_of(batch))[0].item() for batch in batches)
         count = sum(batch.targets for batch in batches)
+
         return total / count if count else math.nan
 
     def score(self, data: Dataset, advance: Callable[[], None] | None = None) -> Score:
         score = self._score(self, [], data.examples)
-        for _ in range(data.batches_per_epoch() if advance is not None else 0):
-            advance()
+        if advance is not None:
+            for _ in range(data.batches_per_epoch()):
+                advance()
         return score
 
     def validate(self, data: Dataset) -> Score:

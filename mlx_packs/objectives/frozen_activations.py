@@ -70,8 +70,10 @@ class FrozenActivations(Preparation):
         self.rows_found = len(store.stored())  # by an earlier run
 
         self._blocks = frozen_blocks(attached)
-        self._model, self._part = attached.model, part
-        self._examples, self._collate = examples, token_collate(sampler)
+        self._model = attached.model
+        self._part = part
+        self._examples = examples
+        self._collate = token_collate(sampler)
 
         self._dtype = example_states.dtype
         self._token_bytes = example_states.shape[-1] * example_states.dtype.size
@@ -135,12 +137,17 @@ class FrozenActivations(Preparation):
         store = self.store
         memory = store.most_memory_bytes
         in_memory = "all" if memory == store.total_bytes else size(memory)
-        place = ", kept on disk" if store.is_on_disk else f", {store.note}" if store.note else ""
-        earlier = f", {self.rows_found:,} from an earlier run" if self.rows_found else ""
+        place = ""
+        if store.is_on_disk:
+            place = ", kept on disk"
+        elif store.note:
+            place = f", {store.note}"
+        if self.rows_found:
+            place += f", {self.rows_found:,} from an earlier run"
 
         return (
             f"{self._blocks} of {len(self._model.layers)} blocks are below the adapters: computed "
-            f"once for each example · {size(store.total_bytes)}, {in_memory} in memory{place}{earlier}"
+            f"once for each example · {size(store.total_bytes)}, {in_memory} in memory{place}"
         )
 
     def close(self) -> None:
@@ -199,7 +206,8 @@ def open_frozen_activations(
     if train.cache_frozen == "off" or train.trains_base:
         return None
 
-    model, frozen = attached.model, frozen_blocks(attached)
+    model = attached.model
+    frozen = frozen_blocks(attached)
     part = model if head is None else head.hidden
     inputs = sequence_inputs(train.max_seq_length)
     sampler = Sampler(examples.lengths, train.batch_size, inputs, train.seed, train.packing)
@@ -256,7 +264,8 @@ def frozen_blocks(attached: Attached | WithSavedModules) -> int:
 def memory_budget(plan_bytes: int | None) -> int:
     """Return the bytes of activations that fit into the process with a run of this peak."""
     total = runtime.host_memory()
-    return max(0, int(_MEMORY_SHARE * (total - (total // 2 if plan_bytes is None else plan_bytes))))
+    used = total // 2 if plan_bytes is None else plan_bytes
+    return max(0, int(_MEMORY_SHARE * (total - used)))
 
 
 class _Impossible(Exception):
@@ -289,14 +298,18 @@ def _check_worthwhile(frozen: int, blocks: int, train: TrainConfig, sampler: Sam
 def _open_store(
     row_bytes: np.ndarray, memory: int, key: str, display: Display, disk_bytes: int
 ) -> StateStore:
-    needed, folder = int(row_bytes.sum()), cache_folder("prefix")
-    file = None if folder is None else folder / f"{key}.states"
-    room = 0 if file is None else _disk_budget(file, disk_bytes)
+    needed = int(row_bytes.sum())
+    folder = cache_folder("prefix")
+    file = None
+    room = 0
+    if folder is not None:
+        file = folder / f"{key}.states"
+        room = _disk_budget(file, disk_bytes)
 
     if needed > max(memory, room):
         raise _Impossible(
-            f"the states of all examples take {size(needed)}, but there is room for {size(memory)} in "
-            f"memory and {size(room)} on disk",
+            f"the states of all examples take {size(needed)}, but there is room for "
+            f"{size(memory)} in memory and {size(room)} on disk",
             "memory",
         )
 
@@ -317,7 +330,8 @@ def _open_store(
 
 
 def _stand_ins(model: nn.Module, frozen: int) -> StandIns:
-    injection, paths = Injection(), block_prefixes(model)[:frozen]
+    injection = Injection()
+    paths = block_prefixes(model)[:frozen]
     return [
         (path, FrozenBlock(block, injection, path == paths[-1]))
         for path, block in zip(paths, model.layers, strict=False)
@@ -328,7 +342,8 @@ def _example_states(
     attached: Attached | WithSavedModules, part: Callable[..., mx.array], stand_ins: StandIns
 ) -> mx.array:
     """Return the states of some tokens, if the model takes states."""
-    model, training = attached.model, attached.model.training
+    model = attached.model
+    training = model.training
 
     blocks = [(path, stand_in["block"]) for path, stand_in in stand_ins]
     replace_modules(model, stand_ins)
@@ -369,7 +384,9 @@ def _probe(attached: Attached | WithSavedModules, part: Callable[..., mx.array])
 def _disk_budget(file: Path, reserved: int) -> int:
     """Return the bytes that a file may have: what it has already, and a share of what is free."""
     free = free_bytes(file) or 0
-    own = file.stat().st_blocks * 512 if file.is_file() else 0
+    own = 0
+    if file.is_file():
+        own = file.stat().st_blocks * 512
     return own + max(0, min(int(_DISK_SHARE * free), free - reserved))
 
 
@@ -382,17 +399,20 @@ def _key(
     states: mx.array,
 ) -> str:
     base = attached.base
+    weights = [
+        base.fingerprint,
+        base.config,
+        base.quantization,
+        train.quantize,
+        train.double_quant,
+        train.keep,
+    ]
+    if train.for_merge != "none":
+        weights.append(train.for_merge)
+
     dependencies = {
         "format": _FORMAT,
-        "base": [
-            base.fingerprint,
-            base.config,
-            base.quantization,
-            train.quantize,
-            train.double_quant,
-            train.keep,
-            *([train.for_merge] if train.for_merge != "none" else []),
-        ],
+        "base": weights,
         "blocks": frozen,
         "states": [str(states.dtype), states.shape[-1], train.compute_dtype, matmul_path],
         "batches": [train.batch_size, train.max_seq_length, train.packing, train.seed],

@@ -58,7 +58,8 @@ def advantages(rewards: np.ndarray) -> np.ndarray:
 
     Semantics: (r - mean of its group) / (standard deviation of its group + 1e-4), as in TRL.
     """
-    mean, spread = rewards.mean(1, keepdims=True), rewards.std(1, ddof=1, keepdims=True)
+    mean = rewards.mean(1, keepdims=True)
+    spread = rewards.std(1, ddof=1, keepdims=True)
     return (rewards - mean) / (spread + _LEAST_SPREAD)
 
 
@@ -108,8 +109,11 @@ class GRPO(Objective):
         start: PhaseStart | None = None,
         score: Callable[..., Score] | None = None,
     ) -> None:
-        self.model, self.head, self.train = model, head, train
-        self._generate, self._score = generate, score
+        self.model = model
+        self.head = head
+        self.train = train
+        self._generate = generate
+        self._score = score
         self._start = start if train.beta else None
         self._rewards: list[np.ndarray] = []  # since the last report
 
@@ -148,14 +152,16 @@ class GRPO(Objective):
     def loss(self, inputs: Inputs, layout: Layout = ()) -> tuple[mx.array, mx.array]:
         """Return the sum of the losses of the completions, and how many there are."""
         nll, _ = target_loss(self.model, self.head, inputs)
-        owners, gains = inputs["owners"], inputs["gains"]
+        owners = inputs["owners"]
+        gains = inputs["gains"]
         losses = policy_loss(-nll, inputs.get("reference"), owners, gains, self.train.beta)
         return losses.sum(), mx.array(float(len(gains)))
 
     def facts(self) -> dict[str, float]:
         if not self._rewards:
             return {}
-        rewards, self._rewards = np.concatenate(self._rewards), []
+        rewards = np.concatenate(self._rewards)
+        self._rewards = []
         return {"reward": float(rewards.mean()), "reward_std": float(rewards.std(1).mean())}
 
     def score(self, data: Dataset, advance: Callable[[], None] | None = None) -> Score:

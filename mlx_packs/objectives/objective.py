@@ -23,10 +23,10 @@ Loss = Callable[..., tuple[mx.array, mx.array]]  # of `Inputs` and a `Layout`
 
 def arrays_of(batch: "Batch") -> dict[str, mx.array]:
     """Return the arrays of a batch for `Objective.loss`; each set of shapes is compiled."""
-    return {
-        name: values if isinstance(values, mx.array) else mx.array(values)
-        for name, values in batch.inputs.items()
-    }
+    arrays = {}
+    for name, values in batch.inputs.items():
+        arrays[name] = values if isinstance(values, mx.array) else mx.array(values)
+    return arrays
 
 
 class Objective(Protocol):

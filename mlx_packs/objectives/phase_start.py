@@ -21,7 +21,9 @@ class PhaseStart:
     """
 
     def __init__(self, trainable: Trainable, file: Path, bare: bool) -> None:
-        self._trainable, self._file, self._bare = trainable, file, bare
+        self._trainable = trainable
+        self._file = file
+        self._bare = bare
         self._parameters: dict[str, mx.array] | None = None
 
     def begin(self, fresh: bool) -> None:
@@ -40,8 +42,8 @@ class PhaseStart:
             self._parameters = read_tensors(file)
         else:
             raise PackError(
-                f"--resume: {file} is missing, which has the reference of the run. Train again with "
-                "--overwrite.",
+                f"--resume: {file} is missing, which has the reference of the run. Train again "
+                "with --overwrite.",
                 "not-found",
                 "resume",
             )

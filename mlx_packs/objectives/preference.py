@@ -92,7 +92,8 @@ def pair_loss(margins: mx.array, loss: str, smoothing: float) -> mx.array:
     if loss == "hinge":
         return mx.maximum(1 - margins, 0)
 
-    right, wrong = -nn.log_sigmoid(margins), -nn.log_sigmoid(-margins)
+    right = -nn.log_sigmoid(margins)
+    wrong = -nn.log_sigmoid(-margins)
     if loss == "robust":
         return ((1 - smoothing) * right - smoothing * wrong) / (1 - 2 * smoothing)
     return (1 - smoothing) * right + smoothing * wrong
@@ -100,7 +101,9 @@ def pair_loss(margins: mx.array, loss: str, smoothing: float) -> mx.array:
 
 def loss_of(train: PairLoss) -> str:
     """Return the value of ``--loss`` that ``auto`` stands for."""
-    return "sigmoid" if train.loss == "auto" else train.loss
+    if train.loss == "auto":
+        return "sigmoid"
+    return train.loss
 
 
 class DPO:
@@ -172,7 +175,8 @@ class CPO:
 
         The NLL is that of the chosen completion.
         """
-        nll, loss = train.cpo_alpha * mean_nll(completions), loss_of(train)
+        nll = train.cpo_alpha * mean_nll(completions)
+        loss = loss_of(train)
         if loss == "ipo":
             means = completions.means
             return (means[:, 0] - means[:, 1] - 1 / (2 * train.beta)).square() + nll
@@ -196,7 +200,8 @@ class KTO:
 
     def losses(self, completions: Completions, train: KTOConfig) -> mx.array:
         """Semantics: weight * (1 - sigmoid(+-beta * (ratio - max(0, mean mismatched ratio))))."""
-        ratios, is_row = completions.ratios, completions.is_row
+        ratios = completions.ratios
+        is_row = completions.is_row
         distance = (ratios[:, 1] * is_row).sum() / mx.maximum(is_row.sum(), 1)
         gains = train.beta * (ratios[:, 0] - mx.stop_gradient(mx.maximum(distance, 0)))
 
@@ -252,11 +257,15 @@ class PreferenceObjective(Objective):
         reference: Reference | None = None,
         score: Callable[..., Score] | None = None,
     ) -> None:
-        self.model, self.head, self.train = model, head, train
+        self.model = model
+        self.head = head
+        self.train = train
+        self._score = score
         self.preference = LOSSES[train.task]
         self.compares_examples = self.preference.compares_examples
-        self.reference = reference if self.preference.has_reference else None
-        self._score = score
+        self.reference = None
+        if self.preference.has_reference:
+            self.reference = reference
 
         def outcome(inputs: Inputs, layout: Layout) -> tuple[mx.array, ...]:
             """Sum of the losses, rewards, log-probabilities and numbers of targets."""

@@ -33,7 +33,8 @@ class Reference:
         sums: Sums,
         training: Dataset,
     ) -> None:
-        self._model, self._start = model, start
+        self._model = model
+        self._start = start
         self._first = FirstBatches(training)
         self._known: dict[tuple, mx.array] = {}  # by the rows of a held-out batch, [slots, 2]
         self._places: dict[int, tuple[mx.array, int]] = {}  # of training rows
@@ -52,6 +53,7 @@ class Reference:
         if batch.source is not self._first.data.examples:
             return self._held_out(batch)
         self._learn(batch)
+
         places = [self._places[row] for row in _rows(batch)]
         slots = len(batch.inputs["labels"])
 
@@ -71,10 +73,12 @@ class Reference:
             if row in self._places:
                 continue
             first = self._first.of(row)
-            first = batch if batch.examples == first.examples else first
-            shares = (
-                [first] if ranks.is_alone else self._first.data.collate.split(first, ranks.size)
-            )
+            if batch.examples == first.examples:
+                first = batch
+
+            shares = [first]
+            if not ranks.is_alone:
+                shares = self._first.data.collate.split(first, ranks.size)
             values = ranks.joined(self._computed(shares[ranks.rank]))
             for number, share in enumerate(shares):
                 start = number * len(share.inputs["labels"])
@@ -90,11 +94,13 @@ class Reference:
     def _computed(self, batch: Batch) -> mx.array:
         inputs = arrays_of(batch)
         inputs.pop("reference", None)
+
         training = self._model.training
         self._model.eval()
         with self._start.active():
             values = mx.stop_gradient(self._forward(inputs, batch.layout))
         self._model.train(training)
+
         mx.async_eval(values)
         return values
 
@@ -104,17 +110,21 @@ class FirstBatches:
 
     def __init__(self, data: Dataset) -> None:
         self.data = data
-        self._orders, self._next = data.sampler.batches(), 0
+        self._orders = data.sampler.batches()
+        self._next = 0
         self._numbers: dict[int, int] = {}
 
     def of(self, row: int) -> Batch:
         """Return the first batch that has a row, which has one."""
         while row not in self._numbers:
             order = next(self._orders)
-            examples = order.examples if isinstance(order, Packed) else order
+            examples = order
+            if isinstance(order, Packed):
+                examples = order.examples
             for example in examples[::2]:
                 self._numbers.setdefault(int(example) // 2, self._next)
             self._next += 1
+
         return next(self.data.batches(self._numbers[row]))
 
 

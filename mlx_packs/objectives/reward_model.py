@@ -27,8 +27,8 @@ def hidden_states(model: nn.Module, name: str) -> States:
     head = split_head(model)
     if head is None:
         raise PackError(
-            f"--task reward: {name} scales or caps its logits, or names its parts in its own way, so "
-            "what a head would read is not known. Train another base.",
+            f"--task reward: {name} scales or caps its logits, or names its parts in its own way, "
+            "so what a head would read is not known. Train another base.",
             "unsupported",
             "task",
         )
@@ -64,7 +64,9 @@ def reward_losses(rewards: mx.array, centering: float) -> mx.array:
     Semantics: -log sigmoid(r_chosen - r_rejected) + centering * (r_chosen + r_rejected)^2.
     """
     losses = -nn.log_sigmoid(rewards[:, 0] - rewards[:, 1])
-    return losses + centering * rewards.sum(axis=1).square() if centering else losses
+    if not centering:
+        return losses
+    return losses + centering * rewards.sum(axis=1).square()
 
 
 class RewardModel(Objective):
@@ -84,7 +86,10 @@ class RewardModel(Objective):
         centering: float = 0.0,
         score_batches: Callable[..., Score] | None = None,
     ) -> None:
-        self.model, self.states, self.head, self.centering = model, states, score, centering
+        self.model = model
+        self.states = states
+        self.head = score
+        self.centering = centering
         self._score = score_batches
 
         def outcome(inputs: Inputs, layout: Layout) -> tuple[mx.array, mx.array]:

@@ -8,7 +8,8 @@ from typing import ClassVar
 
 from ..errors import PackError, any_of
 
-LOSS, REWARD = "loss", "reward"
+LOSS = "loss"
+REWARD = "reward"
 _ENTRIES = {REWARD: "valid_reward", LOSS: "valid_loss"}  # of a line of metrics.jsonl
 _PREFIX = "valid_"  # of the numbers of a validation there
 _LOWER_IS_BETTER = (LOSS, "ppl")  # ends of what is measured
@@ -50,6 +51,7 @@ class Score(ABC):
         if entry is None:
             return self
         check_best(entry, self.entries)
+
         return StoredScore(self.entries[entry], entry.removeprefix(_PREFIX))
 
     def is_better_than(self, other: "Score | None", by: float = 0.0) -> bool:
@@ -62,8 +64,12 @@ class Score(ABC):
         if other is None:
             return math.isfinite(self.value)
 
-        theirs = other.value if other.measure == self.measure else -other.value
-        gain = self.value - theirs if self.higher_is_better else theirs - self.value
+        theirs = other.value
+        if other.measure != self.measure:
+            theirs = -theirs
+        gain = self.value - theirs
+        if not self.higher_is_better:
+            gain = -gain
         return gain > by * max(abs(self.value), abs(theirs))
 
 
@@ -83,7 +89,9 @@ class StoredScore(Score):
         """
         if entry is not None:
             value = stored.get(entry)
-            return None if value is None else cls(value, entry.removeprefix(_PREFIX))
+            if value is None:
+                return None
+            return cls(value, entry.removeprefix(_PREFIX))
 
         for measure, entry in _ENTRIES.items():
             if (value := stored.get(entry)) is not None:

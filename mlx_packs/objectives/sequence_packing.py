@@ -56,7 +56,9 @@ def why_not_packed(model: nn.Module, head: Head | None, limit: int, vocab_size: 
     part = part_of(model, head)
     tokens = mx.array(np.random.default_rng(0).integers(0, vocab_size, (2, sum(_PROBE))))
     spans = (_PROBE, _PROBE)
-    ways = [segment_numbers(spans), *([spans] if attends_by_spans(model) else [])]
+    ways = [segment_numbers(spans)]
+    if attends_by_spans(model):
+        ways.append(spans)
 
     training = model.training
     model.eval()
@@ -83,6 +85,7 @@ def why_not_packed(model: nn.Module, head: Head | None, limit: int, vocab_size: 
 
 def relative_error(actual: mx.array, expected: mx.array) -> float:
     """Return the largest error of a position's vector, as a share of that vector's length."""
-    actual, expected = actual.astype(mx.float32), expected.astype(mx.float32)
+    actual = actual.astype(mx.float32)
+    expected = expected.astype(mx.float32)
     lengths = mx.linalg.norm(expected, axis=-1)
     return (mx.linalg.norm(actual - expected, axis=-1) / (lengths + 1e-9)).max().item()

@@ -77,7 +77,8 @@ def why_length_matters(model: nn.Module, inputs: int) -> str | None:
     """
     kinds = set()
     for _, module in model.named_modules():
-        kind, dims = type(module).__name__, getattr(module, "dims", None)
+        kind = type(module).__name__
+        dims = getattr(module, "dims", None)
         if "rope" not in kind.lower() or kind in kinds or not isinstance(dims, int):
             continue
 
@@ -106,7 +107,8 @@ def _probe(vocab_size: int) -> tuple[list[Inputs], dict[str, mx.array]]:
     """Return two rows with a target at each input, and both as a tree."""
     tokens = np.random.default_rng(0).integers(0, vocab_size, (2, _PREFIX + _SUFFIX + 1))
     tokens[1, :_PREFIX] = tokens[0, :_PREFIX]
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    inputs = tokens[:, :-1]
+    targets = tokens[:, 1:]
 
     places = np.arange(inputs.shape[1])
     rows = [

@@ -170,7 +170,8 @@ class StateStore:
 
     def _read(self, row: int) -> np.ndarray | None:
         data = np.empty(self._sizes[row], np.uint8)
-        at, start = 0, int(self._ends[row] - self._sizes[row])
+        at = 0
+        start = int(self._ends[row] - self._sizes[row])
 
         try:
             while at < len(data):
