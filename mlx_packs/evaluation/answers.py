@@ -1,4 +1,4 @@
-"""The share of held-out prompts that are answered as wanted, with its error, and samples of answers."""
+"""The share of held-out prompts that are answered as wanted, with its error, and some answers."""
 
 import math
 import re
@@ -55,7 +55,6 @@ class AnswerReport:
     after: Accuracy | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as JSON has it."""
         return asdict(self)
 
 
@@ -74,7 +73,6 @@ class AnsweredScore(Score):
 
     @property
     def nll(self) -> float:
-        """Mean loss of a target."""
         return self.score.value
 
     @property
@@ -84,7 +82,6 @@ class AnsweredScore(Score):
 
     @property
     def text(self) -> str:
-        """Return the same in one line for people."""
         return f"{self.score.text}, {self.metric} {self.share:.1%}"
 
 
@@ -97,12 +94,9 @@ def answer_line(answers: Mapping[str, Any], examples: str = "examples") -> str:
 class Exam:
     """Questions for a base, evaluated again whenever it changes.
 
-    Args:
-        base: the base, with or without adapters.
-        metric: a name of `metrics.METRICS`.
-        questions: at least one.
-        tokens_at_once: tokens of a batch that the base is evaluated on or trained with; a few times as
-            many are generated together, since only their keys and values are kept.
+    ``metric`` is a name of `metrics.METRICS`. ``tokens_at_once`` are the tokens of a batch that the
+    base is evaluated on or trained with; a few times as many are generated together, since only
+    their keys and values are kept.
     """
 
     def __init__(
@@ -110,8 +104,10 @@ class Exam:
     ) -> None:
         self.metric, self.questions = metric, questions
         self._base, self._tokens_at_once = base, tokens_at_once
+
         with tokenizer_errors(base.tokenizer):
             longest = max(len(base.tokenizer.encode(q.wanted)) for q in questions)
+
         self._limit = longest + METRICS[metric].spare_tokens
         one = self._limit + max(len(q.tokens) for q in questions)
         self._batch_size = max(1, min(_MOST_AT_ONCE, _TIMES_AT_ONCE * tokens_at_once // one))
@@ -134,6 +130,7 @@ class Exam:
         tokens: list[list[int]] = [[] for _ in self.questions]
         prompts = [q.tokens for q in self.questions]
         begun = 0
+
         for i, token in stream_batch(self._base, prompts, self._limit, self._batch_size):
             tokens[i].append(token)
             if len(tokens[i]) == 1:
@@ -144,6 +141,7 @@ class Exam:
 
         if begun:
             advance(begun)
+
         texts = (text_of_tokens(self._base, each) for each in tokens)
         return [_THOUGHTS.sub("", text).strip() for text in texts]
 
@@ -160,8 +158,8 @@ class Exam:
     def samples(self, before: Sequence[str], after: Sequence[str]) -> list[dict[str, str]]:
         """Return up to three answers that are wrong without the pack and right with it.
 
-        Each has ``prompt``, ``wanted``, ``before`` and ``after``. If there are none, the first question is
-        returned instead.
+        Each has ``prompt``, ``wanted``, ``before`` and ``after``. If there are none, the first
+        question is returned instead.
         """
         is_right = METRICS[self.metric].is_right
         results = list(zip(self.questions, before, after, strict=True))
@@ -170,6 +168,7 @@ class Exam:
             for question, wrong, right in results
             if is_right(right, question.wanted) and not is_right(wrong, question.wanted)
         ]
+
         return [
             {"prompt": question.text, "wanted": question.wanted, "before": one, "after": other}
             for question, one, other in _spread(gained or results[:1])
@@ -179,6 +178,7 @@ class Exam:
         metric, count = METRICS[self.metric], len(answers)
         pairs = zip(answers, self.questions, strict=True)
         share = sum(metric.is_right(answer, q.wanted) for answer, q in pairs) / count
+
         valid = None
         if metric.is_valid is not None:
             valid = sum(map(metric.is_valid, answers)) / count
@@ -196,17 +196,9 @@ def questions_of(
 ) -> list[Question]:
     """Return the questions of some examples: those that have an answer with something in it.
 
-    Args:
-        rows: the examples, without those that were left out.
-        row_format: of the examples.
-        columns: what their columns are called.
-        base: whose tokenizer reads them.
-        metric: a name of `metrics.METRICS`.
-        longest: questions with more tokens of prompt and answer are skipped.
-        most: at most so many questions, the first; -1 takes all.
-
-    Raises:
-        PackError: no example has an answer, or an answer is not in the metric's form.
+    Those with more than ``longest`` tokens of prompt and answer are skipped; ``most`` takes the
+    first, -1 all. Raises a PackError if no example has an answer, or an answer is not in the
+    metric's form.
     """
     questions: list[Question] = []
     has_answers = False
@@ -216,6 +208,7 @@ def questions_of(
         expected = row_format.answer(row, columns)
         if expected is None or not expected.strip():
             continue
+
         has_answers = True
         is_valid = METRICS[metric].is_valid
         if is_valid is not None and not is_valid(expected):
@@ -224,11 +217,13 @@ def questions_of(
                 "data",
                 "metric",
             )
+
         text, tokens = row_format.prompt(row, columns, base.tokenizer)
         with tokenizer_errors(base.tokenizer):
             length = len(tokens) + len(base.tokenizer.encode(expected))
         if length <= longest:
             questions.append(Question(text, tokens, expected))
+
     if not questions:
         raise PackError(
             f"--metric {metric}: every example is longer than {longest} tokens. Raise "

@@ -162,6 +162,7 @@ def evaluate_batch(  # noqa: PLR0913 - a public facade
         tokens, steps = batches[-1].inputs["tokens"].size, len(models) * len(batches)
         scoring_path = choose_matmul_path(base.model, tokens, steps=steps).matmul_path
         generating_path = generation_path(scoring_path)
+
     with display.task("score", len(models) * len(batches), "batches") as bar:
         scores = _score_all(base, models[1:], batches, scoring_path, bar.advance)
     tokens = [example.tokens for example in examples.items]
@@ -181,12 +182,10 @@ def evaluate_batch(  # noqa: PLR0913 - a public facade
 
 
 def named_packs(packs: Sequence | Mapping) -> list[tuple[str, Pack]]:
-    """Packs with names for people: short ones, or the whole path where two have the same.
+    """Return packs with names for people: short ones, or the whole path where two have the same.
 
-    No name comes twice, and none is the base's.
-
-    Raises:
-        PackError: a pack comes twice, or a mapping calls one as the base is called.
+    No name comes twice, and none is the base's. Raises a PackError if a pack comes twice, or a
+    mapping calls one as the base is called.
     """
     opened = [as_pack(pack) for pack in (packs.values() if isinstance(packs, Mapping) else packs)]
     check_distinct(opened)
@@ -198,6 +197,7 @@ def named_packs(packs: Sequence | Mapping) -> list[tuple[str, Pack]]:
                 "pack",
             )
         return list(zip(packs, opened, strict=True))
+
     short = [BASE, *(pack.short_name for pack in opened)]
     names = [BASE]
     for pack, name in zip(opened, short[1:], strict=True):
@@ -234,11 +234,13 @@ def _check_models(base: Base, packs: Sequence[Pack], limits: Mapping[str, float]
 
 
 def _sequence_length(wanted: int | None, packs: Sequence[Pack], base: Base, max_tokens: int) -> int:
-    """Return the requested length, else the longest of the packs' with room for answers."""
+    """Return the wanted length, else the longest of the packs' that leaves room for answers."""
     if wanted is not None and wanted < 2:
         raise PackError(f"--sequence-length {wanted}: must be 2 or more.")
+
     trained = [n for pack in packs if (n := pack._part("recipe").get("max_seq_length"))]
     length = wanted or max(trained, default=TrainConfig.max_seq_length)
+
     text = text_config(base.config)
     positions = text.get("n_positions", text.get("max_position_embeddings"))
     if positions and length + max_tokens > positions:
@@ -258,6 +260,7 @@ def _scoring_batches(
     width = padded_length(int(examples.lengths.max()) - 1, sequence_inputs(length))
     if why_not_packed(base.model, split_head(base.model), width, base.vocab_size):
         return evaluation_batches(examples, batch_size, length), "by length"
+
     packed = first_fit(examples.lengths - 1, np.arange(len(examples)), width)
     collate = PackedCollate(batch_size, width)
     orders = (Packed(packed[i : i + batch_size]) for i in range(0, len(packed), batch_size))
@@ -275,6 +278,7 @@ def _score_all(
     with activated(base, None, matmul_path):
         scorer = Scorer(base.model, split_head(base.model))
         scores = [scorer.examples(batches, advance)]
+
     attached = None
     try:
         for pack in packs:
@@ -303,11 +307,13 @@ def _compared(
         pack_mb = pack.size_mb
     elif pack:  # it was never saved
         pack_mb = sum(tensor.nbytes for tensor in pack.load_tensors().values()) / 1e6
+
     values = {
         "max_ppl_ratio": difference.ppl_ratio,
         "min_tps_ratio": speed.tps_ratio,
         "max_pack_mb": pack_mb,
     }
+
     return Compared(
         name=name,
         rows=score.rows,
@@ -344,7 +350,9 @@ def as_csv(compared: Sequence[Compared]) -> str:
         row = each.to_json()
         gates = row.pop("gates")
         rows.append(row | {f"{name}_passed": gate["passed"] for name, gate in gates.items()})
+
     columns = list(dict.fromkeys(name for row in rows for name in row))
+
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
     writer.writeheader()

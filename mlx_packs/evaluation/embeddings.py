@@ -44,17 +44,14 @@ class EmbeddingScore(Score):
 
     @property
     def value(self) -> float:
-        """Mean loss of a target."""
         return self.nll
 
     @property
     def entries(self) -> dict[str, float]:
-        """Entries of the line in a run's metrics for validation examples."""
         return {"valid_loss": self.nll, **{f"valid_{k}": v for k, v in self.metrics.items()}}
 
     @property
     def text(self) -> str:
-        """Return the same in one line for people."""
         return f"loss {self.nll:.3f}, {format_metrics(self.metrics)}"
 
 
@@ -68,11 +65,9 @@ class EmbeddingReport:
     pack: Metrics | None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as JSON has it."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """Return the report for people."""
         metrics = {"base": self.base, "pack": self.pack}
         lines = [f"{name}    {format_metrics(own)}" for name, own in metrics.items() if own]
         return [*lines, f"data    {self.rows} examples ({self.format})"]
@@ -97,15 +92,18 @@ def score_pairs(model: Encoder, pairs: Pairs, batch_size: int) -> Metrics:
     numbers, first = np.unique(pairs.texts, return_index=True)
     rows, columns = np.unravel_index(first, pairs.texts.shape)
     tokens = [pairs.tokens[c][r] for r, c in zip(rows, columns, strict=True)]
+
     vectors = embedded(model, tokens, batch_size)
     vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
     at = np.searchsorted(numbers, pairs.texts)  # [N, C] into vectors
+
     if pairs.scores is not None:
         cosines = (vectors[at[:, 0]] * vectors[at[:, 1]]).sum(axis=1)
         return {
             "spearman": spearman(cosines, pairs.scores),
             "pearson": pearson(cosines, pairs.scores),
         }
+
     metrics = retrieval(vectors, at[:, 0], at[:, 1])
     if pairs.format.has_negatives:
         anchor, positive, negative = (vectors[column] for column in at.T)
@@ -146,17 +144,14 @@ def _ranks(x: np.ndarray) -> np.ndarray:
 def retrieval(vectors: np.ndarray, anchors: np.ndarray, positives: np.ndarray) -> Metrics:
     """MRR@10, NDCG@10 and recall@1 of each anchor's positives among all positives.
 
-    An anchor that occurs in several examples has several positives.
-
-    Args:
-        vectors: [M, D] of length 1.
-        anchors: int [N] into them.
-        positives: int [N] into them.
+    An anchor that occurs in several examples has several positives. ``vectors`` [M, D] have length
+    1; ``anchors`` and ``positives`` are int [N] into them.
     """
     queries, documents = np.unique(anchors), np.unique(positives)
     right: dict[int, set[int]] = {}
     for anchor, positive in zip(anchors.tolist(), positives.tolist(), strict=True):
         right.setdefault(anchor, set()).add(positive)
+
     gains = 1 / np.log2(np.arange(2, TOP + 2))
     reciprocal, discounted, recall = [], [], []
     for start in range(0, len(queries), _QUERIES):
@@ -170,6 +165,7 @@ def retrieval(vectors: np.ndarray, anchors: np.ndarray, positives: np.ndarray) -
             ideal = gains[: min(len(right[query]), TOP)].sum()
             discounted.append(gains[: len(hits)][hits].sum() / ideal)
             recall.append(float(hits[0]) / len(right[query]))
+
     return {
         "mrr_at_10": float(np.mean(reciprocal)),
         "ndcg_at_10": float(np.mean(discounted)),
@@ -189,12 +185,14 @@ class EmbeddingEvaluator:
                 "conflict",
                 "metric",
             )
+
         if settings.share_prefix == "on":
             raise PackError(
                 f"{base.name}: is an encoder, which shares no prefix. Leave --share-prefix out.",
                 "conflict",
                 "share_prefix",
             )
+
         if settings.loss_on is not None or settings.matmul_path not in ("auto", "dense"):
             setting = "loss_on" if settings.loss_on is not None else "matmul_path"
             raise PackError(
@@ -202,15 +200,14 @@ class EmbeddingEvaluator:
                 "conflict",
                 setting,
             )
+
         longest = min(settings.max_seq_length, base.model.longest)
         self._base, self._batch_size = base, settings.batch_size
         self._pairs = encode_pairs(rows, base.tokenizer, longest)
         check_scores(self._pairs, str(settings.columns.data))
 
     def score(self) -> Metrics:
-        """Return the metrics that the examples allow."""
         return score_pairs(self._base.model, self._pairs, self._batch_size)
 
     def report(self, base: Metrics, pack: Metrics | None) -> EmbeddingReport:
-        """Both metrics."""
         return EmbeddingReport(len(self._pairs), self._pairs.format.name, base, pack)

@@ -94,6 +94,7 @@ def evaluate(  # noqa: PLR0913 - a public facade
     TrainConfig(metric=metric, share_prefix=share_prefix)
     if pack is not None and not isinstance(pack, Pack):
         pack = Pack.open(pack)
+
     columns = columns or columns_of(pack, data)
     objective, recipe = (pack._part("objective"), pack._part("recipe")) if pack else ({}, {})
     is_reward_model = pack is not None and pack.is_reward_model
@@ -106,9 +107,11 @@ def evaluate(  # noqa: PLR0913 - a public facade
         metric,
         share_prefix,
     )
+
     rows = evaluation_rows(columns, split, limit)
     if pack is not None and is_reward_model:
         return load("evaluation.reward_model:evaluate_reward_model")(base, pack, rows, settings)
+
     evaluator: Evaluator = load(EVALUATORS[base.architecture])(base, rows, settings)
     scores = []
     for each in [None, pack] if pack else [None]:

@@ -72,6 +72,7 @@ def evaluate_tasks(  # noqa: PLR0913 - a public facade
     opened = None if pack is None else as_pack(pack)
     if opened is not None:
         opened.check_base(base)
+
     options = {
         "tasks": list(tasks),
         "num_fewshot": num_fewshot,
@@ -79,6 +80,7 @@ def evaluate_tasks(  # noqa: PLR0913 - a public facade
         "task_manager": manager,
         "apply_chat_template": chat,
     }
+
     figures: dict[str, dict] = {}
     for name, active in {"base": None, **({"pack": opened} if opened else {})}.items():
         with activated(base, active, matmul_path):
@@ -89,7 +91,6 @@ def evaluate_tasks(  # noqa: PLR0913 - a public facade
 
 
 def _task_manager(tasks: Sequence[str], task_path: str | Path | None) -> Any:
-    """Return the harness's task manager, which has all the tasks."""
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
@@ -97,9 +98,11 @@ def _task_manager(tasks: Sequence[str], task_path: str | Path | None) -> Any:
             f"lm_eval: cannot be imported ({error}). Run `pip install 'mlx-packs[lm-eval]'`.",
             "dependency",
         ) from None
+
     if task_path is not None and not Path(task_path).is_dir():
         raise PackError(f"--task-path {task_path}: is no folder.", "not-found")
     manager = TaskManager(include_path=None if task_path is None else str(task_path))
+
     if not tasks:
         raise PackError("--tasks: name one or more, separated by commas.")
     for task in tasks:
@@ -189,11 +192,13 @@ def language_model(base: Base, batch_size: int = 8) -> Any:
                     "lm_eval: the task asks for sampled answers, but answers are greedy.",
                     "unsupported",
                 )
+
             most = [int(o.get("max_gen_toks", _ANSWER_TOKENS)) for o in options]
             prompts = [
                 self.tok_encode(request.args[0])[-max(1, longest - n) :]
                 for request, n in zip(requests, most, strict=True)
             ]
+
             answers = complete_batch(base, prompts, most, batch_size)
             return [
                 _until(answer, option.get("until") or [])
@@ -218,6 +223,7 @@ def log_likelihoods(
         tokens = np.array([*context, *continuation], dtype=np.int32)[-longest:]
         target = np.arange(len(tokens)) >= max(1, len(tokens) - len(continuation))
         items.append(Example(tokens, target, "lm_eval"))
+
     rows = scorer.examples(evaluation_batches(Examples(items, "text", "all"), batch_size, longest))
     return [
         (-float(nll), math.isclose(hits, count))

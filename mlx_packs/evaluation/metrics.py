@@ -70,7 +70,7 @@ METRICS: dict[str, Metric] = registered(
 
 
 def metric_of(name: str | None, columns: DataConfig) -> str | None:
-    """Return the metric for some data: the one that is named, else that of the embedded data set."""
+    """Return the metric for some data: the named one, else that of the embedded data set."""
     if name is None:
         is_embedded = columns.data == "tiny" and columns.hf_dataset is None
         return EMBEDDED_METRIC if is_embedded else None

@@ -46,17 +46,14 @@ class PerplexityScore(Score):
 
     @property
     def value(self) -> float:
-        """Mean loss of a target."""
         return self.nll
 
     @property
     def entries(self) -> dict[str, float]:
-        """Entries of the line in a run's metrics for validation examples."""
         return dict(zip(self.numbers, (self.nll, self.ppl, self.accuracy), strict=True))
 
     @property
     def text(self) -> str:
-        """Return the same in one line for people."""
         return f"loss {self.nll:.3f}, PPL {self.ppl:.2f}"
 
 
@@ -102,7 +99,6 @@ class Difference:
 
     @classmethod
     def between(cls, base: ExampleScores, pack: ExampleScores) -> "Difference":
-        """Return the difference of two scores of the same examples."""
         mean, se = _mean_and_error(pack.nll - base.nll, base.targets)
         ratio = math.exp(min(mean, 700.0))
         return cls(mean, se, ratio, None if se is None else ratio * se)
@@ -154,12 +150,14 @@ class EvalReport:
             for name, score in scores.items()
             if score is not None
         ]
+
         if self.difference is not None:
             ratio = format_perplexity(self.difference.ppl_ratio, self.difference.ppl_ratio_se, 3)
             lines.append(
                 f"ratio   {ratio}, paired by example, on {self.rows} examples, "
                 f"{self.targets:,} target tokens"
             )
+
         if self.answers is not None:
             lines.append(answer_line(self.answers.to_json()))
         return lines
@@ -283,6 +281,7 @@ class PerplexityEvaluator:
         examples = encode(rows, base.tokenizer, columns, options)
         self._base = base
         self._batches = batches_of(base, examples, settings)
+
         self._exam = None
         if metric := metric_of(settings.metric, columns):
             bad = {i for i, _ in examples.bad.errors}
@@ -290,23 +289,23 @@ class PerplexityEvaluator:
             row_format = format_of(usable[0], columns, TOKEN_FORMATS)
             questions = questions_of(usable, row_format, columns, base, metric, length)
             self._exam = Exam(base, metric, questions, settings.batch_size * length)
+
         self.matmul_path = settings.matmul_path
         if self.matmul_path == "auto":
             tokens, steps = self._batches[-1].inputs["tokens"].size, len(self._batches)
             self.matmul_path = choose_matmul_path(base.model, tokens, steps=steps).matmul_path
 
     def score(self) -> Evaluation:
-        """Score every example."""
         scorer = Scorer(self._base.model, split_head(self._base.model))
         return Evaluation(
             scorer.examples(self._batches), self._exam.answers() if self._exam else None
         )
 
     def report(self, base: Evaluation, pack: Evaluation | None) -> EvalReport:
-        """Both scores, and their difference paired by example."""
         score, answers = base.examples.score, None
         if self._exam is not None:
             answers = self._exam.report(base.answers, pack and pack.answers)
+
         if pack is None:
             return EvalReport(score.rows, score.targets, score, None, None, None, answers)
         difference = Difference.between(base.examples, pack.examples)

@@ -37,17 +37,14 @@ class PairScore(Score):
 
     @property
     def value(self) -> float:
-        """Mean loss of a target."""
         return self.nll
 
     @property
     def entries(self) -> dict[str, float]:
-        """Entries of the line in a run's metrics for validation examples."""
         return dict(zip(self.numbers, (self.nll, self.accuracy, self.margin), strict=True))
 
     @property
     def text(self) -> str:
-        """Return the same in one line for people."""
         return f"loss {self.nll:.3f}, accuracy {self.accuracy:.1%}, margin {self.margin:.3f}"
 
 
@@ -86,6 +83,7 @@ def score_preferences(
     losses, *parts = zip(*group().map(scored, batches), strict=True)
     loss = sum(float(each) for each in losses)
     rewards, log_probs, targets = map(np.concatenate, parts)
+
     labels = [batch.inputs["labels"][: batch.denominator] for batch in batches]
     desirable = np.concatenate(labels) > 0
     rated = TASKS[objective.train.task].rated
@@ -94,11 +92,12 @@ def score_preferences(
     margin = _rated_margin(rewards[:, 0], desirable) if rated else float(gains.mean())
     nll, count = -log_probs[desirable, 0].sum(), int(targets[desirable, 0].sum())
     ppl = perplexity(float(nll), count) if count else float("nan")
+
     return PreferenceScore(loss / len(rewards), accuracy, margin, len(rewards), ppl)
 
 
 def _rated_margin(rewards: np.ndarray, desirable: np.ndarray) -> float:
-    """Return the mean reward of desirable completions less that of the others, if there are both."""
+    """Return the mean reward of desirable completions less the others', if there are both."""
     if desirable.all() or not desirable.any():
         return float(np.where(desirable, rewards, -rewards).mean())
     return float(rewards[desirable].mean() - rewards[~desirable].mean())

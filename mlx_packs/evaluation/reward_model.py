@@ -63,6 +63,7 @@ def score_pairs(
     gains = pairs[:, 0] - pairs[:, 1]
     right = (np.sign(gains) + 1) / 2
     loss = float(np.concatenate(losses).mean())
+
     errors = _standard_error(right), _standard_error(gains)
     return RewardScore(loss, float(right.mean()), float(gains.mean()), len(pairs), *errors)
 
@@ -85,11 +86,9 @@ class RewardReport:
     loss: float
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as JSON has it."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """Return the report for people."""
         accuracy = _with_error(self.preference_accuracy, self.preference_accuracy_se)
         margin = _with_error(self.reward_margin, self.reward_margin_se)
         dropped = f" · {self.dropped} dropped for their length" if self.dropped else ""
@@ -108,8 +107,7 @@ def evaluate_reward_model(
 ) -> RewardReport:
     """Return accuracy, margin and loss of a reward model on rows of preferences.
 
-    Raises:
-        PackError: a setting has no meaning for it, or a row cannot be used.
+    Raises a PackError if a setting has no meaning for it, or a row cannot be used.
     """
     for flag, given in (
         ("loss_on", settings.loss_on is not None),
@@ -120,19 +118,23 @@ def evaluate_reward_model(
             name = flag.replace("_", "-")
             text = f"--{name}: does not apply to a reward model, which scores completions. Leave it out."
             raise PackError(text, "conflict", flag)
+
     length = settings.max_seq_length
     options = EncodingOptions(max_seq_length=length, vocab_size=base.vocab_size)
     examples = encode_scored(rows, base.tokenizer, settings.columns, options)
     chosen = np.arange(examples.count)
     inputs = sequence_inputs(length)
     batches = preference_evaluation(examples, settings.batch_size, inputs, chosen).once()
+
     path = settings.matmul_path
     if path == "auto":
         tokens = batches[-1].inputs["tokens"].size
         path = choose_matmul_path(base.model, tokens, steps=len(batches)).matmul_path
+
     with attached_reward_model(base, pack, path) as attached:
         states = hidden_states(base.model, base.name)
         score = score_pairs(RewardModel(base.model, states, attached.score), batches)
+
     return RewardReport(
         score.rows,
         examples.dropped,

@@ -32,8 +32,10 @@ def columns_of(pack: Pack | None, data: Data, **specified: Any) -> DataConfig:
     """
     source = source_of(data)
     recipe = pack._part("recipe") if pack is not None and source != "tiny" else {}
+
     settings = (*COLUMN_SETTINGS, "template_kwargs", "template_date")
     trained = {name: recipe[name] for name in settings if recipe.get(name)}
+
     if variables := specified.get("template_kwargs"):
         specified["template_kwargs"] = {**trained.get("template_kwargs", {}), **variables}
     return DataConfig(data=source, **{**trained, **specified})
@@ -42,10 +44,7 @@ def columns_of(pack: Pack | None, data: Data, **specified: Any) -> DataConfig:
 def evaluation_rows(columns: DataConfig, split: str, limit: int = -1) -> list[Row]:
     """Return the rows of a file, or of a folder's ``split`` (``valid`` where it has no ``test``).
 
-    ``limit`` takes the first of them; -1 takes all.
-
-    Raises:
-        PackError: there are none.
+    ``limit`` takes the first of them; -1 takes all. Raises a PackError if there are none.
     """
     first = slice(None if limit < 0 else limit)
     if isinstance(columns.data, Given):
@@ -54,8 +53,10 @@ def evaluation_rows(columns: DataConfig, split: str, limit: int = -1) -> list[Ro
         if not len(chosen):
             raise PackError("data: has no rows.", "data", "data")
         return list(chosen[first])
+
     if Path(columns.data).is_file():
         return read_rows(Path(columns.data))[first]
+
     rows = load_rows(columns).rows
     if split == "test" and not rows["test"]:
         split = "valid"

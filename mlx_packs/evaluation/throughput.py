@@ -62,12 +62,14 @@ def time_generation(base: Base, prompts: Sequence[Sequence[int]], max_tokens: in
     mx.clear_cache()
     mx.reset_peak_memory()
     count, at_first, first, started = 0, 0, None, time.perf_counter()
+
     texts = stream_batch(base, prompts, max_tokens, len(prompts), stop=False, shares=False)
     for i, _ in texts:
         count += 1
         started_prompts.add(i)
         if first is None and len(started_prompts) == len(prompts):
             at_first, first = count, time.perf_counter()
+
     ended = time.perf_counter()
     decode_tps = (count - at_first) / (ended - first)
     return Timing(first - started, decode_tps, mx.get_peak_memory() / 1e9)
@@ -90,6 +92,7 @@ def measure_throughput(
     """
     timings: list[list[Timing]] = [[] for _ in packs]
     order = list(range(len(packs)))
+
     for number in range(rounds + 1):
         for i in order if number % 2 else order[::-1]:
             with activated(base, packs[i], matmul_path):
@@ -97,6 +100,7 @@ def measure_throughput(
             timings[i] += [timing] if number else []
             if advance is not None:
                 advance()
+
     size, firsts = len(prompts), timings[0]
     return [
         Speed(
