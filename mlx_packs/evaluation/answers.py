@@ -102,8 +102,10 @@ class Exam:
     def __init__(
         self, base: Base, metric: str, questions: Sequence[Question], tokens_at_once: int
     ) -> None:
-        self.metric, self.questions = metric, questions
-        self._base, self._tokens_at_once = base, tokens_at_once
+        self.metric = metric
+        self.questions = questions
+        self._base = base
+        self._tokens_at_once = tokens_at_once
 
         with tokenizer_errors(base.tokenizer):
             longest = max(len(base.tokenizer.encode(q.wanted)) for q in questions)
@@ -175,7 +177,8 @@ class Exam:
         ]
 
     def _accuracy(self, answers: Sequence[str]) -> Accuracy:
-        metric, count = METRICS[self.metric], len(answers)
+        metric = METRICS[self.metric]
+        count = len(answers)
         pairs = zip(answers, self.questions, strict=True)
         share = sum(metric.is_right(answer, q.wanted) for answer, q in pairs) / count
 
@@ -225,15 +228,14 @@ def questions_of(
             questions.append(Question(text, tokens, expected))
 
     if not questions:
-        raise PackError(
-            f"--metric {metric}: every example is longer than {longest} tokens. Raise "
-            "--max-seq-length."
-            if has_answers
-            else f"--metric {metric}: these examples ({row_format.name}) have no wanted answers. "
-            "Leave it out, or give chats or prompts with completions.",
-            "conflict",
-            "metric",
+        reason = (
+            f"these examples ({row_format.name}) have no wanted answers. Leave it out, or give "
+            "chats or prompts with completions."
         )
+        if has_answers:
+            reason = f"every example is longer than {longest} tokens. Raise --max-seq-length."
+        raise PackError(f"--metric {metric}: {reason}", "conflict", "metric")
+
     return questions
 
 

@@ -151,20 +151,19 @@ def evaluate_batch(  # noqa: PLR0913 - a public facade
     _check_sizes(batch_sizes, limit, rounds, max_tokens)
     _check_models(base, models[1:], limits)
     length = _sequence_length(sequence_length, models[1:], base, max_tokens)
-    columns = columns or columns_of(models[1] if models[1:] else None, data)
-    trained_on = {pack._part("objective").get("loss_on") for pack in models[1:]}
-    loss_on = loss_on or (trained_on.pop() if len(trained_on) == 1 else None)
+    first_pack = models[1] if models[1:] else None
+    columns = columns or columns_of(first_pack, data)
+    loss_on = loss_on or _trained_loss_on(models[1:])
+
     options = EncodingOptions(loss_on, length, base.vocab_size)
     examples = encode(evaluation_rows(columns, split, limit), base.tokenizer, columns, options)
     batches, scoring = _scoring_batches(base, examples, max(batch_sizes), length)
-    scoring_path = generating_path = matmul_path
-    if matmul_path == "auto":
-        tokens, steps = batches[-1].inputs["tokens"].size, len(models) * len(batches)
-        scoring_path = choose_matmul_path(base.model, tokens, steps=steps).matmul_path
-        generating_path = generation_path(scoring_path)
+    evaluations = len(models) * len(batches)
+    scoring_path, generating_path = _matmul_paths(base, matmul_path, batches, evaluations)
 
-    with display.task("score", len(models) * len(batches), "batches") as bar:
+    with display.task("score", evaluations, "batches") as bar:
         scores = _score_all(base, models[1:], batches, scoring_path, bar.advance)
+
     tokens = [example.tokens for example in examples.items]
     with display.task("speed", len(batch_sizes) * len(models) * (rounds + 1), "runs") as bar:
         prompts = [cut_prompts(tokens, size, length) for size in batch_sizes]
@@ -172,6 +171,7 @@ def evaluate_batch(  # noqa: PLR0913 - a public facade
             measure_throughput(base, models, each, max_tokens, rounds, generating_path, bar.advance)
             for each in prompts
         ]
+
     paths = {"scoring_path": scoring_path, "generation_path": generating_path}
     conditions = {"sequence_length": length, "scoring": scoring, **paths}
     return [
@@ -187,9 +187,10 @@ def named_packs(packs: Sequence | Mapping) -> list[tuple[str, Pack]]:
     No name comes twice, and none is the base's. Raises a PackError if a pack comes twice, or a
     mapping calls one as the base is called.
     """
-    opened = [as_pack(pack) for pack in (packs.values() if isinstance(packs, Mapping) else packs)]
+    is_mapping = isinstance(packs, Mapping)
+    opened = [as_pack(pack) for pack in (packs.values() if is_mapping else packs)]
     check_distinct(opened)
-    if isinstance(packs, Mapping):
+    if is_mapping:
         if BASE in packs:
             raise PackError(
                 f"packs: '{BASE}' is what the base is called. Choose another name.",
@@ -201,12 +202,31 @@ def named_packs(packs: Sequence | Mapping) -> list[tuple[str, Pack]]:
     short = [BASE, *(pack.short_name for pack in opened)]
     names = [BASE]
     for pack, name in zip(opened, short[1:], strict=True):
-        longer = [pack.name, *([str(pack.path.resolve())] if pack.path else [])]
-        candidates = chain(
-            longer if short.count(name) > 1 else [name], longer, (f"{name} ({i})" for i in count(2))
-        )
-        names.append(next(each for each in candidates if each not in names))
+        candidates = [name] if short.count(name) == 1 else []
+        candidates.append(pack.name)
+        if pack.path:
+            candidates.append(str(pack.path.resolve()))
+        numbered = (f"{name} ({i})" for i in count(2))
+        names.append(next(each for each in chain(candidates, numbered) if each not in names))
     return list(zip(names[1:], opened, strict=True))
+
+
+def _trained_loss_on(packs: Sequence[Pack]) -> str | None:
+    """Return what all packs were trained on; None if they differ."""
+    trained_on = {pack._part("objective").get("loss_on") for pack in packs}
+    return trained_on.pop() if len(trained_on) == 1 else None
+
+
+def _matmul_paths(
+    base: Base, matmul_path: str, batches: list[Batch], evaluations: int
+) -> tuple[str, str]:
+    """Return the matmul paths of scoring and of generation."""
+    if matmul_path != "auto":
+        return matmul_path, matmul_path
+
+    tokens = batches[-1].inputs["tokens"].size
+    scoring_path = choose_matmul_path(base.model, tokens, steps=evaluations).matmul_path
+    return scoring_path, generation_path(scoring_path)
 
 
 def _check_sizes(batch_sizes: Sequence[int], limit: int, rounds: int, max_tokens: int) -> None:
@@ -301,7 +321,8 @@ def _compared(
     conditions: Mapping[str, Any],
 ) -> Compared:
     """Return the figures of a model; ``scores`` are those of the base alone, and its own."""
-    score, difference = scores[1].score, Difference.between(*scores)
+    score = scores[1].score
+    difference = Difference.between(*scores)
     pack_mb = 0.0
     if pack and pack.path:
         pack_mb = pack.size_mb
@@ -337,8 +358,9 @@ def failed(compared: Sequence[Compared]) -> list[str]:
     lines = []
     for each in compared:
         for name, gate in each.gates.items():
-            is_speed = name == "min_tps_ratio"
-            where = f"{each.name}, batch {each.batch_size}" if is_speed else each.name
+            where = each.name
+            if name == "min_tps_ratio":
+                where += f", batch {each.batch_size}"
             lines += failures({name: gate}, where)
     return list(dict.fromkeys(lines))
 

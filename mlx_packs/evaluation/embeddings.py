@@ -127,7 +127,9 @@ def pearson(a: np.ndarray, b: np.ndarray) -> float:
     """Correlation of two [N]; 0 where one of them does not vary."""
     a, b = (x.astype(np.float64) - x.mean(dtype=np.float64) for x in (a, b))
     norm = float(np.sqrt((a * a).sum() * (b * b).sum()))
-    return float((a * b).sum()) / norm if norm > 0 else 0.0
+    if not norm > 0:
+        return 0.0
+    return float((a * b).sum()) / norm
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
@@ -147,13 +149,16 @@ def retrieval(vectors: np.ndarray, anchors: np.ndarray, positives: np.ndarray) -
     An anchor that occurs in several examples has several positives. ``vectors`` [M, D] have length
     1; ``anchors`` and ``positives`` are int [N] into them.
     """
-    queries, documents = np.unique(anchors), np.unique(positives)
+    queries = np.unique(anchors)
+    documents = np.unique(positives)
     right: dict[int, set[int]] = {}
     for anchor, positive in zip(anchors.tolist(), positives.tolist(), strict=True):
         right.setdefault(anchor, set()).add(positive)
 
     gains = 1 / np.log2(np.arange(2, TOP + 2))
-    reciprocal, discounted, recall = [], [], []
+    reciprocal: list[float] = []
+    discounted: list[float] = []
+    recall: list[float] = []
     for start in range(0, len(queries), _QUERIES):
         chosen = queries[start : start + _QUERIES]
         cosines = vectors[chosen] @ vectors[documents].T
@@ -194,7 +199,9 @@ class EmbeddingEvaluator:
             )
 
         if settings.loss_on is not None or settings.matmul_path not in ("auto", "dense"):
-            setting = "loss_on" if settings.loss_on is not None else "matmul_path"
+            setting = "matmul_path"
+            if settings.loss_on is not None:
+                setting = "loss_on"
             raise PackError(
                 f"{base.name}: is an encoder, which has neither --loss-on nor a matmul path.",
                 "conflict",
@@ -202,7 +209,8 @@ class EmbeddingEvaluator:
             )
 
         longest = min(settings.max_seq_length, base.model.longest)
-        self._base, self._batch_size = base, settings.batch_size
+        self._base = base
+        self._batch_size = settings.batch_size
         self._pairs = encode_pairs(rows, base.tokenizer, longest)
         check_scores(self._pairs, str(settings.columns.data))
 

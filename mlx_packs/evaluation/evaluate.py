@@ -96,13 +96,16 @@ def evaluate(  # noqa: PLR0913 - a public facade
         pack = Pack.open(pack)
 
     columns = columns or columns_of(pack, data)
-    objective, recipe = (pack._part("objective"), pack._part("recipe")) if pack else ({}, {})
+    trained = pack._part("objective") if pack else {}
+    recipe = pack._part("recipe") if pack else {}
     is_reward_model = pack is not None and pack.is_reward_model
+    if not is_reward_model:
+        loss_on = loss_on or trained.get("loss_on")
     settings = EvalSettings(
         columns,
         batch_size,
         max_seq_length or recipe.get("max_seq_length") or TrainConfig.max_seq_length,
-        loss_on or (None if is_reward_model else objective.get("loss_on")),
+        loss_on or None,
         matmul_path,
         metric,
         share_prefix,
@@ -113,8 +116,10 @@ def evaluate(  # noqa: PLR0913 - a public facade
         return load("evaluation.reward_model:evaluate_reward_model")(base, pack, rows, settings)
 
     evaluator: Evaluator = load(EVALUATORS[base.architecture])(base, rows, settings)
-    scores = []
-    for each in [None, pack] if pack else [None]:
-        with activated(base, each, evaluator.matmul_path):
-            scores.append(evaluator.score())
-    return evaluator.report(scores[0], scores[1] if pack else None)
+    with activated(base, None, evaluator.matmul_path):
+        base_score = evaluator.score()
+    pack_score = None
+    if pack:
+        with activated(base, pack, evaluator.matmul_path):
+            pack_score = evaluator.score()
+    return evaluator.report(base_score, pack_score)

@@ -69,8 +69,10 @@ def evaluate_tasks(  # noqa: PLR0913 - a public facade
         raise PackError(f"--limit {limit}: must be positive.")
     if chat and not base.tokenizer.has_chat_template:
         raise PackError(f"{base.name}: the tokenizer has no chat template.", "unsupported", "chat")
-    opened = None if pack is None else as_pack(pack)
-    if opened is not None:
+
+    opened = None
+    if pack is not None:
+        opened = as_pack(pack)
         opened.check_base(base)
 
     options = {
@@ -82,7 +84,10 @@ def evaluate_tasks(  # noqa: PLR0913 - a public facade
     }
 
     figures: dict[str, dict] = {}
-    for name, active in {"base": None, **({"pack": opened} if opened else {})}.items():
+    models = {"base": None}
+    if opened:
+        models["pack"] = opened
+    for name, active in models.items():
         with activated(base, active, matmul_path):
             results = _results(base, batch_size, options)
         for task, metric, part, value in _figures(results):
@@ -101,7 +106,10 @@ def _task_manager(tasks: Sequence[str], task_path: str | Path | None) -> Any:
 
     if task_path is not None and not Path(task_path).is_dir():
         raise PackError(f"--task-path {task_path}: is no folder.", "not-found")
-    manager = TaskManager(include_path=None if task_path is None else str(task_path))
+    include_path = None
+    if task_path is not None:
+        include_path = str(task_path)
+    manager = TaskManager(include_path=include_path)
 
     if not tasks:
         raise PackError("--tasks: name one or more, separated by commas.")
@@ -133,8 +141,8 @@ def _figures(results: Mapping[str, Mapping]) -> Iterator[tuple[str, str, str, fl
         for key, value in figures.items():
             metric = key.partition(",")[0]
             if isinstance(value, (int, float)) and "," in key:
-                se = metric.endswith("_stderr")
-                yield task, metric.removesuffix("_stderr"), "_se" if se else "", value
+                suffix = "_se" if metric.endswith("_stderr") else ""
+                yield task, metric.removesuffix("_stderr"), suffix, value
 
 
 def language_model(base: Base, batch_size: int = 8) -> Any:
@@ -233,6 +241,9 @@ def log_likelihoods(
 
 def _until(answer: str, stops: str | Sequence[str]) -> str:
     """Return an answer up to the first of the texts that end it."""
-    for stop in [stops] if isinstance(stops, str) else stops:
-        answer = answer.partition(stop)[0] if stop else answer
+    if isinstance(stops, str):
+        stops = [stops]
+    for stop in stops:
+        if stop:
+            answer = answer.partition(stop)[0]
     return answer

@@ -74,4 +74,6 @@ def metric_of(name: str | None, columns: DataConfig) -> str | None:
     if name is None:
         is_embedded = columns.data == "tiny" and columns.hf_dataset is None
         return EMBEDDED_METRIC if is_embedded else None
-    return None if name == NO_METRIC else name
+    if name == NO_METRIC:
+        return None
+    return name

@@ -79,9 +79,8 @@ class ExampleScores:
         mean, se = _mean_and_error(self.nll, self.targets)
         ppl = perplexity(float(self.nll.sum()), count)
         accuracy = float(self.hits.sum()) / count
-        return PerplexityScore(
-            ppl, None if se is None else ppl * se, accuracy, mean, len(self.nll), count
-        )
+        ppl_se = None if se is None else ppl * se
+        return PerplexityScore(ppl, ppl_se, accuracy, mean, len(self.nll), count)
 
 
 @dataclass(frozen=True)
@@ -101,12 +100,14 @@ class Difference:
     def between(cls, base: ExampleScores, pack: ExampleScores) -> "Difference":
         mean, se = _mean_and_error(pack.nll - base.nll, base.targets)
         ratio = math.exp(min(mean, 700.0))
-        return cls(mean, se, ratio, None if se is None else ratio * se)
+        ratio_se = None if se is None else ratio * se
+        return cls(mean, se, ratio, ratio_se)
 
 
 def _mean_and_error(sums: np.ndarray, targets: np.ndarray) -> tuple[float, float | None]:
     """Mean per target of sums per example, and its standard error with examples as independent."""
-    total, count = int(targets.sum()), len(targets)
+    total = int(targets.sum())
+    count = len(targets)
     mean = float(sums.sum() / total)
     if count < 2:
         return mean, None
@@ -208,7 +209,8 @@ class Scorer:
         self.model.eval()
 
         def scored(batch: Batch) -> list[np.ndarray]:
-            owners, count = batch.inputs["owners"], len(batch.examples)
+            owners = batch.inputs["owners"]
+            count = len(batch.examples)
             real = owners >= 0
             values = self._values(batch)
             mx.eval(values)
@@ -247,8 +249,8 @@ class Evaluation:
 def batches_of(base: Base, examples: Examples, settings: EvalSettings) -> list[Batch]:
     """Return every example once, by length; as trees where that is asked for and saves enough."""
     chosen = np.arange(len(examples))
-    least = WORTHWHILE if settings.share_prefix == "auto" else 0.0
     if settings.share_prefix != "off":
+        least = WORTHWHILE if settings.share_prefix == "auto" else 0.0
         plan = TreePlan.of(examples, chosen, settings.batch_size, 0, least)
         saved = plan.saved(examples)
         if saved > 0 and saved >= least and _computes_trees(base, settings):
@@ -276,7 +278,8 @@ class PerplexityEvaluator:
     """Perplexity, token accuracy and right answers of a causal model; see `evaluate.Evaluator`."""
 
     def __init__(self, base: Base, rows: Sequence[Row], settings: EvalSettings) -> None:
-        length, columns = settings.max_seq_length, settings.columns
+        length = settings.max_seq_length
+        columns = settings.columns
         options = EncodingOptions(settings.loss_on, length, base.vocab_size)
         examples = encode(rows, base.tokenizer, columns, options)
         self._base = base
@@ -292,17 +295,21 @@ class PerplexityEvaluator:
 
         self.matmul_path = settings.matmul_path
         if self.matmul_path == "auto":
-            tokens, steps = self._batches[-1].inputs["tokens"].size, len(self._batches)
+            tokens = self._batches[-1].inputs["tokens"].size
+            steps = len(self._batches)
             self.matmul_path = choose_matmul_path(base.model, tokens, steps=steps).matmul_path
 
     def score(self) -> Evaluation:
         scorer = Scorer(self._base.model, split_head(self._base.model))
-        return Evaluation(
-            scorer.examples(self._batches), self._exam.answers() if self._exam else None
-        )
+        examples = scorer.examples(self._batches)
+        answers = None
+        if self._exam:
+            answers = self._exam.answers()
+        return Evaluation(examples, answers)
 
     def report(self, base: Evaluation, pack: Evaluation | None) -> EvalReport:
-        score, answers = base.examples.score, None
+        score = base.examples.score
+        answers = None
         if self._exam is not None:
             answers = self._exam.report(base.answers, pack and pack.answers)
 

@@ -87,10 +87,16 @@ def score_preferences(
     labels = [batch.inputs["labels"][: batch.denominator] for batch in batches]
     desirable = np.concatenate(labels) > 0
     rated = TASKS[objective.train.task].rated
-    gains = np.where(desirable, 1, -1) * rewards[:, 0] if rated else rewards[:, 0] - rewards[:, 1]
+    if rated:
+        gains = np.where(desirable, 1, -1) * rewards[:, 0]
+        margin = _rated_margin(rewards[:, 0], desirable)
+    else:
+        gains = rewards[:, 0] - rewards[:, 1]
+        margin = float(gains.mean())
     accuracy = float(((np.sign(gains) + 1) / 2).mean())
-    margin = _rated_margin(rewards[:, 0], desirable) if rated else float(gains.mean())
-    nll, count = -log_probs[desirable, 0].sum(), int(targets[desirable, 0].sum())
+
+    nll = -log_probs[desirable, 0].sum()
+    count = int(targets[desirable, 0].sum())
     ppl = perplexity(float(nll), count) if count else float("nan")
 
     return PreferenceScore(loss / len(rewards), accuracy, margin, len(rewards), ppl)

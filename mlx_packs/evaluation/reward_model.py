@@ -69,7 +69,9 @@ def score_pairs(
 
 
 def _standard_error(values: np.ndarray) -> float | None:
-    return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else None
+    if len(values) < 2:
+        return None
+    return float(values.std(ddof=1) / np.sqrt(len(values)))
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,10 @@ class RewardReport:
     def lines(self) -> list[str]:
         accuracy = _with_error(self.preference_accuracy, self.preference_accuracy_se)
         margin = _with_error(self.reward_margin, self.reward_margin_se)
-        dropped = f" · {self.dropped} dropped for their length" if self.dropped else ""
+        dropped = ""
+        if self.dropped:
+            dropped = f" · {self.dropped} dropped for their length"
+
         return [
             f"pack    preference accuracy {accuracy}, reward margin {margin}, loss {self.loss:.4f}",
             f"data    {self.rows} examples ({self.format}){dropped}",
@@ -99,7 +104,9 @@ class RewardReport:
 
 
 def _with_error(value: float, error: float | None) -> str:
-    return f"{value:.4f}" + ("" if error is None else f" ± {error:.4f}")
+    if error is None:
+        return f"{value:.4f}"
+    return f"{value:.4f} ± {error:.4f}"
 
 
 def evaluate_reward_model(
@@ -116,8 +123,12 @@ def evaluate_reward_model(
     ):
         if given:
             name = flag.replace("_", "-")
-            text = f"--{name}: does not apply to a reward model, which scores completions. Leave it out."
-            raise PackError(text, "conflict", flag)
+            raise PackError(
+                f"--{name}: does not apply to a reward model, which scores completions. "
+                "Leave it out.",
+                "conflict",
+                flag,
+            )
 
     length = settings.max_seq_length
     options = EncodingOptions(max_seq_length=length, vocab_size=base.vocab_size)

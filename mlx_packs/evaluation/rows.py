@@ -31,7 +31,9 @@ def columns_of(pack: Pack | None, data: Data, **specified: Any) -> DataConfig:
     The embedded data set has the default names whatever a pack was trained on.
     """
     source = source_of(data)
-    recipe = pack._part("recipe") if pack is not None and source != "tiny" else {}
+    recipe = {}
+    if pack is not None and source != "tiny":
+        recipe = pack._part("recipe")
 
     settings = (*COLUMN_SETTINGS, "template_kwargs", "template_date")
     trained = {name: recipe[name] for name in settings if recipe.get(name)}
@@ -46,7 +48,7 @@ def evaluation_rows(columns: DataConfig, split: str, limit: int = -1) -> list[Ro
 
     ``limit`` takes the first of them; -1 takes all. Raises a PackError if there are none.
     """
-    first = slice(None if limit < 0 else limit)
+    first = slice(limit) if limit >= 0 else slice(None)
     if isinstance(columns.data, Given):
         splits = columns.data.splits
         chosen = next((splits[s] for s in (split, "valid", "train") if len(splits[s])), ())

@@ -44,7 +44,9 @@ def generation_path(measured: str) -> str:
 
     On a CPU, where that is far slower, it is the one that was measured to be the fastest.
     """
-    return measured if on_cpu() else "quantized"
+    if not on_cpu():
+        return "quantized"
+    return measured
 
 
 @dataclass(frozen=True)
@@ -61,14 +63,18 @@ def time_generation(base: Base, prompts: Sequence[Sequence[int]], max_tokens: in
     started_prompts: set[int] = set()
     mx.clear_cache()
     mx.reset_peak_memory()
-    count, at_first, first, started = 0, 0, None, time.perf_counter()
+    count = 0
+    at_first = 0
+    first = None
+    started = time.perf_counter()
 
     texts = stream_batch(base, prompts, max_tokens, len(prompts), stop=False, shares=False)
     for i, _ in texts:
         count += 1
         started_prompts.add(i)
         if first is None and len(started_prompts) == len(prompts):
-            at_first, first = count, time.perf_counter()
+            at_first = count
+            first = time.perf_counter()
 
     ended = time.perf_counter()
     decode_tps = (count - at_first) / (ended - first)
@@ -94,14 +100,17 @@ def measure_throughput(
     order = list(range(len(packs)))
 
     for number in range(rounds + 1):
-        for i in order if number % 2 else order[::-1]:
+        models = order if number % 2 else order[::-1]
+        for i in models:
             with activated(base, packs[i], matmul_path):
                 timing = time_generation(base, prompts, max_tokens)
-            timings[i] += [timing] if number else []
+            if number > 0:  # the first round warms up
+                timings[i].append(timing)
             if advance is not None:
                 advance()
 
-    size, firsts = len(prompts), timings[0]
+    size = len(prompts)
+    firsts = timings[0]
     return [
         Speed(
             batch_size=size,
