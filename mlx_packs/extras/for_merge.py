@@ -79,10 +79,7 @@ class QuantizedSum:
     def module(self, lora_a: Arrays, lora_b: Arrays, after: Arrays = ()) -> nn.Module:
         """Return the linear of Q(W + B A), which is not computed before ``after``.
 
-        Args:
-            lora_a: A [D, R] of each of `adapters`.
-            lora_b: B [R, O], with its scale.
-            after: any arrays.
+        ``lora_a`` has A [D, R] of each of `adapters`, ``lora_b`` B [R, O] with its scale.
         """
         weight = stored_weight(self.linear, self.dtype, after)
         lora_a = mx.depends(list(lora_a), list(after)) if after else lora_a
@@ -92,6 +89,7 @@ class QuantizedSum:
             for width, i in self.slices
         ]
         delta = deltas[0] if len(deltas) == 1 else mx.concatenate(deltas)
+
         return self.quantize((weight.astype(mx.float32) + delta).astype(self.dtype))
 
 
@@ -136,11 +134,13 @@ def quantized_sum_matmul(
     @products.vjp
     def products_vjp(primals: Arrays, cotangents: Arrays, _: Arrays) -> list[mx.array]:
         (x, *factors), of_x, gradients = primals, [], [mx.array(0.0)] * (2 * count)
+
         rows = x.reshape(-1, x.shape[-1])
         for total, dy in zip(sums, cotangents, strict=True):
             weight = quantized(total, factors, [dy, *of_x[-1:]])
             _, (own,) = mx.vjp(partial(multiply, module=weight), [x], [dy])
             of_x.append(of_x[-1] + own if of_x else own)
+
             column = 0
             for width, i in total.slices:
                 if i is not None:
@@ -179,16 +179,15 @@ class QuantizedSums:
 
 
 class StraightThroughLoRA(GroupedLoRA):
-    """Adapters of a projection group, of which each adapted weight is quantized as it will be merged.
+    """Adapters of a projection group, whose adapted weights are quantized as they will be merged.
 
     Semantics: y = Q(W + s B A) x + bias, where the gradient takes Q for the identity
 
     Without a rank (A [D, 0]) it computes y = W x + bias, and in training before it ``rounds`` what
     LoRA does: y = W x + s B A x + bias.
 
-    Args:
-        lora: the group that it takes the place of.
-        sums: the adapted projections, by their place in the group.
+    ``lora`` is the group that it takes the place of; ``sums`` are the adapted projections, by their
+    place in the group.
     """
 
     keeps_on_cpu = True
@@ -227,6 +226,7 @@ class StraightThroughLoRA(GroupedLoRA):
         sums = self._sums.all
         places = [i for i in range(len(projections)) if i in sums]
         products = iter(self._products(x, [(i, sums[i]) for i in places]))
+
         outputs = []
         for i, projection in enumerate(projections):
             if i not in sums:
@@ -237,20 +237,20 @@ class StraightThroughLoRA(GroupedLoRA):
         return outputs
 
     def _products(self, x: mx.array, sums: Sequence[tuple[int, QuantizedSum]]) -> list[mx.array]:
-        """Return the products of x with quantized sums, without their biases."""
         if not any(a.shape[-1] for a in self.lora_a):
             return [multiply(x, total.linear) for _, total in sums]
         if self.training and not self.rounds:
             return [self._unrounded(x, total) for _, total in sums]
+
         if self._kept is None or self.training:
             factors = self.lora_a, self.lora_b, self._scales
             return quantized_sum_matmul(x, *factors, [total for _, total in sums])
+
         modules = [self._once(("quantized", i), partial(self._module, total)) for i, total in sums]
         few = x.size <= MAX_ROWS * x.shape[-1]
         return [module(x) if few else multiply(x, module) for module in modules]
 
     def _unrounded(self, x: mx.array, total: QuantizedSum) -> mx.array:
-        """Return the product with a sum as it is."""
         a, b, scales = [], [], []
         for width, i in total.slices:
             a.append(mx.zeros((x.shape[-1], 0)) if i is None else self.lora_a[i])
@@ -268,7 +268,6 @@ class StraightThroughLinear(AdaptedLinear):
     """A frozen linear whose sum with its adapters is quantized: of one slice, or of several."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Map x [..., D] to [..., O]."""
         return self.lora.project(x, [self.linear])[0]
 
 
@@ -295,7 +294,6 @@ class Requantized(nn.Module):
         return self._own.all[0] if unchanged else self.linear
 
     def __call__(self, *args: mx.array, **kwargs: object) -> mx.array:
-        """Return what the module in use computes."""
         return self.used(*args, **kwargs)
 
     def as_linear(self, x: mx.array) -> mx.array:
@@ -342,6 +340,7 @@ class ForMerge(Attached):
             total = _quantized_sum(path, slot, self.frozen[path], grid[path])
             sums.setdefault(id(slot.lora), {})[place] = total
         install(self, lambda lora: StraightThroughLoRA(lora, sums[id(lora)]))
+
         self.swap(
             [
                 (path, StraightThroughLinear(module.linear, self.slots[path].lora, module._widths))
@@ -353,6 +352,7 @@ class ForMerge(Attached):
         """Let modules without adapters be what a merge makes of them."""
         modules, swapped = dict(self.model.named_modules()), []
         replacement = PATHS[matmul_path].replacement
+
         for path, own in modules.items():
             if path in self.specs or path.removesuffix(".linear") in self.specs:
                 continue
@@ -363,11 +363,12 @@ class ForMerge(Attached):
                 self._others.append(swapped[-1][1])
             elif own_used is not own:
                 swapped.append((path, own_used))
+
         self.swap(swapped)
         self.model.train(self.model.training)
 
     def at(self, share: float) -> None:
-        """Round in training once this share of a run is done; scores are of rounded weights always."""
+        """Round in training from this share of a run on; scores are always of rounded weights."""
         rounds = share >= ROUNDED_FROM
         for slot in self.slots.values():
             slot.lora.rounds = rounds  # which lets a compiled step be traced again
@@ -382,6 +383,7 @@ class ForMerge(Attached):
         """
         groups: list[GroupedLoRA] = list({id(s.lora): s.lora for s in self.slots.values()}.values())
         trained = [(list(group.lora_a), list(group.lora_b)) for group in groups]
+
         try:
             for group in groups:
                 group.lora_a[:] = [a[:, :0] for a in group.lora_a]
@@ -401,8 +403,7 @@ def attach_for_merge(
 ) -> ForMerge:
     """Attach fresh adapters on the grid of ``train.for_merge``.
 
-    Raises:
-        PackError: an adapted module cannot be quantized with its adapters.
+    Raises a PackError if an adapted module cannot be quantized with its adapters.
     """
     attached = attach(base, lora, None, "quantized", train.seed)
     try:
@@ -443,23 +444,17 @@ def planned_bytes(
     train: TrainConfig,
     itemsize: int,
 ) -> tuple[int, int]:
-    """Return what rounding adds to the plan of a run.
+    """Return what rounding adds to the plan of a run, in bytes.
 
-    Args:
-        modules: the shapes of the base's weights, by path.
-        adapters: that the run would attach.
-        headers: of the base's checkpoint.
-        train: settings with ``for_merge``.
-        itemsize: bytes of a number in activations.
-
-    Returns:
-        Bytes in flight while the largest adapted weight is rounded.
-        Bytes of the weights without adapters that are quantized anew beside the base's.
+    In flight while the largest adapted weight is rounded; and of the weights without adapters that
+    are quantized anew beside the base's. ``modules`` has the shapes of the base's weights by path,
+    ``itemsize`` the bytes of a number in activations.
     """
     adapted = _adapted_paths(modules, adapters)
     quantized = headers.is_quantized or train.quantize != "none"
     largest = max(math.prod(modules[path]) for path in adapted)
     others = {path: shape for path, shape in modules.items() if path not in adapted}
+
     return _BYTES[quantized] * largest, _requantized_bytes(others, headers, train, itemsize)
 
 
@@ -480,7 +475,6 @@ def _requantized_bytes(
 
 
 def _adapted_paths(modules: Modules, adapters: "PlannedAdapters") -> set[str]:
-    """Return the paths of the modules that have adapters."""
     first = 1 + max(int(path.split(".")[2]) for path in modules if "layers" in path)
     first -= len(adapters.kept)
     names = {f"{i}.{name}" for i, block in enumerate(adapters.kept, first) for name in block}

@@ -66,10 +66,7 @@ class ResidualLoRA(GroupedLoRA):
     Semantics: y = (W - s B0 A0) x + s B A x, where A and B begin as A0 and B0
 
     The weight stays as it is, quantized or not: what it is left without is added with a minus, as
-    more rows of A and columns of B.
-
-    Args:
-        lora: the group that it takes the place of, with A0 and B0 of each adapter.
+    more rows of A and columns of B. ``lora`` has A0 and B0 of each adapter.
 
     PiSSA: https://arxiv.org/abs/2404.02948
     """
@@ -188,7 +185,6 @@ class ResidualMethod:
         return Residual(attached, self.name)
 
     def adapter_shapes(self, specs: Specs) -> list[tuple[int, ...]]:
-        """Return the shapes of A [in, r] and B [r, out] of every slice, as they are trained."""
         return factor_shapes(specs)
 
     def kept_numbers(self, spec: ModuleSpec) -> int:
@@ -228,6 +224,7 @@ class LoftQ:
                 "begin with. Pass --quantize nf4 or affine4, or take --method pissa or lora.",
                 "conflict",
             )
+
         if quantized_as(base.path, read_config(base.path / CONFIG)) is not None:
             raise PackError(
                 f"--method loftq: {base.name} is stored quantized, and what that has lost is not in "
@@ -252,11 +249,11 @@ class LoftQ:
         except BaseException:
             attached.detach()
             raise
+
         attached.method = "loftq"
         return attached
 
     def adapter_shapes(self, specs: Specs) -> list[tuple[int, ...]]:
-        """Return the shapes of A [in, r] and B [r, out] of every slice."""
         return factor_shapes(specs)
 
     def kept_numbers(self, spec: ModuleSpec) -> int:
@@ -271,10 +268,7 @@ def begin_with(
 ) -> None:
     """Set the factors of all adapters from the weights that they are for.
 
-    Args:
-        attached: the adapters.
-        factors: of a weight [O, D], a rank and a scale.
-        weight: of the module at a path.
+    ``factors`` are of a weight [O, D], a rank and a scale; ``weight`` is of the module at a path.
     """
     for path, slot in attached.slots.items():
         whole, row, index = weight(path, attached.frozen[path]), 0, slot.first
@@ -296,10 +290,12 @@ def _decomposed(weight: mx.array, rank: int) -> tuple[mx.array, mx.array, mx.arr
     if min(weight.shape) <= max(_EXACT, rank + _MORE):
         u, s, vt = mx.linalg.svd(weight, stream=mx.cpu)
         return u[:, :rank], s[:rank], vt[:rank]
+
     columns = mx.random.normal((weight.shape[1], rank + _MORE), key=mx.random.key(0))
     q = _orthonormal(weight @ columns)
     for _ in range(_PASSES):
         q = _orthonormal(weight @ _orthonormal(weight.T @ q))
+
     u, s, vt = mx.linalg.svd(q.T @ weight, stream=mx.cpu)
     return (q @ u)[:, :rank], s[:rank], vt[:rank]
 

@@ -85,18 +85,20 @@ class ProjectionStack(nn.Module):
             for block in blocks
             if not any(path.startswith(f"{block}.") for path, _ in modules)
         ]
+
         for name, child in tree_unflatten([*modules, *empty]).items():
             self[name] = _as_modules(child)
+
         self._blocks = tuple(blocks)
         self._projections = tuple(path for path, _ in projections)
         self._embedding = embedding and embedding[0]
         self._head = head and head[0]
+
         if embedding is None:
             self["table"] = FrozenBlock(_NoTable(), Injection(), is_last=True)
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The blocks, as models of mlx-lm have them."""
         return [self.at(path) for path in self._blocks]
 
     def at(self, path: str) -> nn.Module:
@@ -179,32 +181,40 @@ def graph_of(base: "BaseModel", lora: LoRAConfig) -> Graph:
             "it out, or train --objective transformer.",
             "conflict",
         )
+
     modules = dict(base.model.named_modules())
     blocks = block_prefixes(base.model)
     check_num_layers(lora.num_layers, len(blocks))
+
     table_path, table = _table(base, modules)
     head = _head(base, modules)
     stack, left_out = _square(base, modules, blocks, table_path)
+
     trained = tuple(blocks[-lora.num_layers :] if lora.num_layers > 0 else blocks)
     adapted = [path for path, _ in stack if path.startswith(tuple(f"{b}." for b in trained))]
     adapted += [head[0]] if head else []
+
     if not adapted:
         raise PackError(
             f"--objective {STACK}: {base.name} has nothing to train in it: {left_out or 'no block'}"
             ", and its head is the frozen embedding table. Train --objective transformer.",
             "unsupported",
         )
+
     mapped: MappedEmbedding | str = f"the head is this table ({table_path})"
     if head:
         key = base.weight_map.get(f"{table_path}.weight")
         mapped = map_embedding(base.path, key if isinstance(key, str) else None, table)
     in_memory = isinstance(mapped, str)
+
     model = ProjectionStack(blocks, stack, (table_path, table) if in_memory else None, head)
     model.freeze()
     mx.eval(model.parameters())
+
     note = _PROXY
     if left_out:
         note += f"; without {left_out}" if stack else f"; the head alone, since {left_out}"
+
     facts = {
         "graph": STACK,
         "note": note,
@@ -213,6 +223,7 @@ def graph_of(base: "BaseModel", lora: LoRAConfig) -> Graph:
         "head": head[0] if head else f"{table_path}, tied and frozen",
         "embedding": f"in memory: {mapped}" if in_memory else "frozen, mapped from its file",
     }
+
     lora = dataclasses.replace(lora, target_modules=tuple(adapted), num_layers=-1)
     preparation = Preparation() if in_memory else _MappedRows(mapped)
     return Graph(dataclasses.replace(base, model=model, is_lazy=False), lora, preparation, facts)
@@ -225,7 +236,6 @@ class _MappedRows(Preparation):
         self._table = table
 
     def prepare(self, batch: Batch) -> Batch:
-        """Add states [B, T, D]."""
         return batch.having(states=self._table(batch.inputs["tokens"]))
 
 
@@ -246,6 +256,7 @@ def _head(base: "BaseModel", modules: dict[str, nn.Module]) -> tuple[str, nn.Mod
     for path, module in modules.items():
         if path.rpartition(".")[2] == _HEAD and isinstance(module, (nn.Linear, *LINEARS)):
             return path, module
+
     text = base.config.get("text_config") or base.config
     if text.get("tie_word_embeddings", base.config.get("tie_word_embeddings")) is False:
         raise PackError(
@@ -262,6 +273,7 @@ def _square(
     """Return the projections [D, D] of the blocks, D the table's width, and others' faults."""
     table = modules[table_path]
     width = (frozen_weight(table).shape if isinstance(table, EMBEDDINGS) else table.weight.shape)[1]
+
     stack, faults = [], []
     for block in blocks:
         paths = [f"{block}.{tail}" for tail in _PROJECTIONS]
@@ -275,11 +287,13 @@ def _square(
         except GeometryError:
             faults.append(f"{path.rpartition('.')[2]} is of a geometry that cannot be probed")
             continue
+
         if geometry.in_features == geometry.out_features == width:
             stack.append((path, module))
         else:
             sizes = f"{geometry.in_features} -> {geometry.out_features}"
             faults.append(f"{geometry.name} is {sizes}, not {width} -> {width}")
+
     counts = sorted(Counter(faults).items())
     return stack, "; ".join(f"{fault} in {n} of {len(blocks)} blocks" for fault, n in counts)
 
@@ -306,7 +320,6 @@ class ProjectionStackTask(CausalLMTask):
         starts: PhaseStarts,
         memory: MemoryChoice,
     ) -> list[Objective]:
-        """Return the loss of the targets; no token sees another, so packing needs nothing."""
         head, preparation = self.graph.head(), self.graph.preparation
         self.scorer = Scorer(trainable.model, head, preparation.prepare)
         return [self.objective_of(trainable, head, preparation)] * len(data)
@@ -321,6 +334,7 @@ class ProjectionStackTask(CausalLMTask):
         with display.working("eval", "loading the whole base model"):
             tokens, steps = batches[-1].inputs["tokens"].size, 2 * len(batches)
             matmul_path = choose_matmul_path(base.model, tokens, steps=steps).matmul_path
+
         fallback = self.train.train_fp16_fallback
         attached = attach(
             base, specs=trainable.specs, matmul_path=matmul_path, fp16_fallback=fallback
@@ -346,6 +360,7 @@ class ProjectionStackTask(CausalLMTask):
     def report_lines(cls, report: dict) -> list[str]:
         """Return the lines of the task, with the stack's own perplexity after the base's."""
         graph, lines = report["objective"], super().report_lines(report)
+
         at = next(number for number, line in enumerate(lines, 1) if line.startswith("done"))
         lines.insert(
             at,

@@ -42,15 +42,16 @@ class PipelinedAdapters(Extended):
     def __init__(self, adapters: Trainable, stages: Stages) -> None:
         super().__init__(adapters)
         self._stages = stages
+
         prefixes = block_prefixes(self.model)
         own = stage_blocks(len(prefixes), stages.size)[stages.rank]
         self.blocks = own
         self._own = tuple(f"{prefixes[number]}." for number in own)
+
         self.swap(_remote_modules(self.base, own, stages))
         mx.eval(self.model.parameters())
 
     def lines(self) -> list[str]:
-        """Return the blocks and bytes of this rank, for people."""
         nbytes = sum(a.nbytes for _, a in tree_flatten(self.model.parameters()))
         return [
             f"{self._stages.size} ranks · here blocks {self.blocks.start + 1} to "
@@ -66,11 +67,9 @@ class PipelinedAdapters(Extended):
 
 
 def check_splittable(base: "BaseModel", stages: int) -> None:
-    """Check that the blocks of a base can be split over so many ranks.
+    """Raise a PackError unless the blocks of a base can be split over so many ranks.
 
-    Raises:
-        PackError: its family passes more than one array from block to block, or is not known, or
-            there are more ranks than blocks.
+    Its family must be known to pass one array from block to block, and have enough blocks.
     """
     family = base.config["model_type"]
     if family not in FAMILIES:
@@ -80,6 +79,7 @@ def check_splittable(base: "BaseModel", stages: int) -> None:
             "unsupported",
             "pipeline",
         )
+
     if (blocks := len(base.model.layers)) < stages:
         raise PackError(
             f"--pipeline: {base.name} has {blocks} blocks, too few for {stages} ranks. Launch "
@@ -90,11 +90,7 @@ def check_splittable(base: "BaseModel", stages: int) -> None:
 
 
 def check_in_blocks(base: "BaseModel", lora: LoRAConfig) -> None:
-    """Check that all adapters are in blocks, of which each is on one rank.
-
-    Raises:
-        PackError: another module is a target, or there is no such target.
-    """
+    """Raise a PackError unless all adapters are in blocks, of which each is on one rank."""
     prefixes = tuple(f"{prefix}." for prefix in block_prefixes(base.model))
     for path, _ in select_targets(base.model, lora.target_modules, lora.num_layers):
         if not path.startswith(prefixes):
@@ -117,6 +113,7 @@ def _remote_modules(base: "BaseModel", own: range, stages: Stages) -> list[tuple
         )
         if number not in own
     ]
+
     has_head = _HEAD in model
     if not stages.is_first and (has_head or not stages.is_last):  # else the table is the head
         remote.append((_TABLE, RemoteEmbedding(Heads.of(base.config).hidden or 1)))

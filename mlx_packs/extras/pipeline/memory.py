@@ -27,27 +27,29 @@ def estimate_stage(
     """Return the peak memory of the rank of a pipeline that takes the most.
 
     Beside its blocks it has the states that enter them, of the whole batch; all else is of one
-    piece of ``--micro-batches``. Every rank counts the loss, which the last one computes.
-
-    Raises:
-        PackError: The base is of no family of which a plan is known.
+    piece of ``--micro-batches``. Every rank counts the loss, which the last one computes. Raises a
+    PackError for a family without a plan.
     """
     blocks = sizes_of(headers.config, headers.tensors).blocks
     shapes = None if shapes is None else set(shapes)
     resized = estimator_of(headers.config).resized
+
     piece = replace(train, batch_size=-(-train.batch_size // train.micro_batches))
     pieces = None
     if shapes is not None:
         resized_shapes = (resized(shape, train, piece) for shape in shapes)
         pieces = {(inputs, max(1, targets)) for inputs, targets in resized_shapes}
     length = train.max_seq_length if shapes is None else max(inputs for inputs, _ in shapes)
+
     numbers = train.batch_size * length * headers.config["hidden_size"]
     states = numbers * activation_bytes(headers.config, train.compute_dtype)
+
     plans = []
     for own in stage_blocks(blocks, stages):
         adapted = min(lora.num_layers, blocks) if lora.num_layers > 0 else blocks
         of_stage = replace(lora, num_layers=max(1, min(len(own), adapted - (blocks - own.stop))))
         plans.append(estimate(stage_headers(headers, own, blocks), of_stage, piece, pieces))
+
     plan = max(plans, key=lambda each: each.peak_bytes)
     moments = {
         name: {**parts, "activations": parts["activations"] + states}
@@ -62,9 +64,10 @@ def of_stages(stages: int) -> Estimate:
 
 
 def stage_headers(headers: Headers, own: range, blocks: int) -> Headers:
-    """Return the headers of a rank's part of a base: its blocks, counted from 0, and table or head."""
+    """Return the headers of a rank's part of a base: its blocks, counted from 0, table or head."""
     tied = not any(name.startswith(_HEAD) for name in headers.tensors)
     is_first, is_last = own.start == 0, own.stop == blocks
+
     tensors = {}
     for name, tensor in headers.tensors.items():
         if name.startswith(_BLOCKS):
@@ -76,6 +79,7 @@ def stage_headers(headers: Headers, own: range, blocks: int) -> Headers:
                 tensors[name] = tensor
         elif is_last or not name.startswith(_HEAD):
             tensors[name] = tensor
+
     config = headers.config | {"num_hidden_layers": len(own)}
     return Headers(headers.name, config, tensors)
 
@@ -111,7 +115,6 @@ class Machines:
         return fit(plan, self.memory) == "fits"
 
     def to_json(self) -> dict:
-        """Return the peaks in GB, and what is needed."""
         return {
             "count": self.count,
             "needed": self.needed,
@@ -121,7 +124,6 @@ class Machines:
         }
 
     def line(self) -> str:
-        """Return the same in one line."""
         peaks = [f"{size(self.alone.peak_bytes)} alone"]
         if self.shared is not None:
             peaks.append(f"{size(self.shared.peak_bytes)} data-parallel")
@@ -129,6 +131,7 @@ class Machines:
             f"{size(plan.peak_bytes)} in a pipeline of {stages}"
             for stages, plan in list(self.pipelines.items())[-1:]
         ]
+
         kind, _, stages = self.needed.partition(" ")
         needed = {
             "one": "fits one machine",
@@ -136,6 +139,7 @@ class Machines:
             "pipeline": f"pipeline of {stages} (--pipeline)",
             "none": f"does not fit on {self.count}",
         }[kind]
+
         return f"ranks   {needed}; a rank takes {' · '.join(peaks)}, of {size(self.memory)}"
 
 
@@ -145,14 +149,12 @@ def plan_machines(
     """Return how a run fits on ``count`` machines with ``memory`` bytes each.
 
     Of matmul paths and policies of activation checkpointing that are ``auto`` the cheapest count.
-
-    Raises:
-        PackError: No plan is possible.
     """
     alone = cheapest(headers, lora, train)
     shared = None
     if train.batch_size % count == 0:
         shared = cheapest(headers, lora, replace(train, batch_size=train.batch_size // count))
+
     pipelines: dict[int, MemoryPlan] = {}
     blocks = 0
     if headers.config.get("model_type") in FAMILIES:
@@ -161,6 +163,7 @@ def plan_machines(
         pipelines[stages] = cheapest(headers, lora, train, of_stages(stages))
         if fit(pipelines[stages], memory) == "fits":
             break
+
     return Machines(count, alone, shared, pipelines, memory)
 
 

@@ -21,10 +21,6 @@ class PipelinedCausalLM(CausalLM):
     """The next token of each input, by the ranks of a pipeline.
 
     On the last rank `loss` reads the states that enter in the place of tokens.
-
-    Args:
-        stage: this rank's.
-        score: as of `CausalLM`, as is ``options``.
     """
 
     def __init__(self, stage: Stage, score: Callable[..., Score], options: LossOptions) -> None:
@@ -32,17 +28,11 @@ class PipelinedCausalLM(CausalLM):
         self.stage = stage
 
     def make_stepper(self, optimizer: Optimizer, *others: Any) -> PipelineStepper:
-        """Return what exchanges states and gradients with the neighbours."""
         return PipelineStepper(self.stage, self.loss, optimizer, *others)
 
 
 class PipelinedScorer(Scorer):
-    """Scores batches by all ranks; each of them has the scores.
-
-    Args:
-        model: the base, of which other ranks' modules are remote.
-        stage: this rank's.
-    """
+    """Scores batches by all ranks; each of them has the scores."""
 
     def __init__(self, model: nn.Module, stage: Stage) -> None:
         super().__init__(model, stage.head)

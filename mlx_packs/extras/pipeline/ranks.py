@@ -12,8 +12,7 @@ from .stages import Stages
 def join_stages(lora: LoRAConfig) -> None:
     """Let the ranks be the stages of a pipeline from here on.
 
-    Raises:
-        PackError: this process is alone, or a setting needs the whole base on one rank.
+    Raises a PackError if this process is alone, or a setting needs the whole base on one rank.
     """
     ranks = group()
     if ranks.is_alone:
@@ -22,12 +21,14 @@ def join_stages(lora: LoRAConfig) -> None:
             "conflict",
             "pipeline",
         )
+
     for name in lora.changed(("dropout", "modules_to_save")):
         raise PackError(
             f"{flag_of(name)}: does not go with --pipeline. Leave one of them out.",
             "conflict",
             name,
         )
+
     join(Stages(ranks))
 
 

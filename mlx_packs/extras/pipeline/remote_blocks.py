@@ -49,7 +49,6 @@ class RemoteEmbedding(nn.Module):
         self.width = width
 
     def __call__(self, tokens: mx.array) -> mx.array:
-        """Return zeros in the place of the embeddings of tokens."""
         return mx.zeros((*tokens.shape, self.width))
 
 
@@ -58,11 +57,7 @@ class RemoteHead(nn.Module):
 
 
 def stage_output(forward: Callable[[], mx.array]) -> mx.array:
-    """Return the states [B, T, D] with which a forward pass leaves the blocks of a rank.
-
-    Raises:
-        ValueError: it never does.
-    """
+    """Return the states [B, T, D] that leave the blocks of a rank; a ValueError if none do."""
     try:
         forward()
     except StageEnd as end:

@@ -25,11 +25,13 @@ class Stage:
 
     def __init__(self, model: nn.Module, stages: Stages) -> None:
         self.model, self.stages = model, stages
+
         states = mx.zeros((*_PROBE, 0))
         if stages.is_first:
             states = self.output(mx.zeros(_PROBE, mx.int32))
         self._width, dtype = stages.highest(states.shape[-1], _DTYPES.index(states.dtype))
         self.dtype = _DTYPES[dtype]
+
         self.head = None
         if stages.is_last:
             probe = mx.random.normal((*_PROBE, self._width), key=mx.random.key(0))
@@ -38,8 +40,7 @@ class Stage:
     def output(self, entering: mx.array) -> mx.array:
         """Return the states [B, T, D] that leave the own blocks, which are not the last.
 
-        Args:
-            entering: tokens [B, T] on the first rank, else states [B, T, D].
+        On the first rank tokens [B, T] enter, else states [B, T, D].
         """
         states = stage_output(lambda: forward(self.model, self.model, entering))
         if states.ndim != 3:
@@ -51,14 +52,13 @@ class Stage:
         return states
 
     def entering(self, tokens: mx.array) -> mx.array:
-        """Return what enters the own blocks: tokens [B, T], or states that the rank before sends."""
+        """Return what enters the own blocks: tokens [B, T], or states from the rank before."""
         if self.stages.is_first:
             return tokens
         shape = (*tokens.shape, self._width)
         return self.stages.receive(shape, self.dtype, self.stages.rank - 1)
 
     def pass_on(self, states: mx.array) -> None:
-        """Send states to the next rank."""
         self.stages.send(states.astype(self.dtype), self.stages.rank + 1)
 
     def gradient(self, entering: mx.array) -> mx.array:
@@ -67,5 +67,4 @@ class Stage:
         return self.stages.receive(shape, self.dtype, self.stages.rank + 1)
 
     def pass_back(self, gradient: mx.array) -> None:
-        """Send the gradient of the states that entered to the rank before."""
         self.stages.send(gradient.astype(self.dtype), self.stages.rank - 1)

@@ -56,6 +56,7 @@ class Stages(Group):
         facts = [[name, a.shape, str(a.dtype).rpartition(".")[2]] for name, a in arrays.items()]
         headers = self.gathered(json.dumps(facts).encode())
         contents = self.gathered(b"".join(part.tobytes() for part in own.values()))
+
         united: dict[str, mx.array] = {}
         for header, content in zip(headers, contents, strict=True):
             start = 0
@@ -70,7 +71,6 @@ class Stages(Group):
     def map(
         self, function: Callable[[T], Sequence[np.ndarray]], items: Sequence[T]
     ) -> list[list[np.ndarray]]:
-        """Return a function's arrays for every item, which all ranks compute together."""
         return [list(map(np.asarray, function(item))) for item in items]
 
 

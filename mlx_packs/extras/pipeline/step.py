@@ -21,10 +21,7 @@ from .stage import Stage
 class PipelineStepper(Stepper):
     """Steps over batches of one run, by all ranks: each updates what it trains.
 
-    Args:
-        stage: this rank's.
-        loss: of what enters the blocks of the last rank.
-        others: as of `Stepper`.
+    ``stage`` is this rank's; ``loss`` is of what enters the blocks of the last rank.
     """
 
     def __init__(
@@ -33,6 +30,7 @@ class PipelineStepper(Stepper):
         super().__init__(stage.model, loss, optimizer, *others)
         self._stage = stage
         self.wait_for_each()
+
         own = tree_flatten(stage.model.trainable_parameters())
         trains = stage.stages.gathered(b"1" if own else b"")
         # whether a gradient comes from the next rank, and whether one goes back from here
@@ -52,7 +50,6 @@ class PipelineStepper(Stepper):
         self._loss_and_gradients = self._compiled(self._differentiated(loss_of))
 
     def start(self, batch: Batch, last: bool, alone: bool) -> StartedStep:
-        """Take a step on a batch in one piece."""
         return self.start_pieces([batch], last)
 
     def start_pieces(self, pieces: Sequence[Batch], last: bool) -> StartedStep:
@@ -64,6 +61,7 @@ class PipelineStepper(Stepper):
             entered.append(stage.entering(arrays[-1]["tokens"]))
             if not stage.stages.is_last:
                 stage.pass_on(self._output(entered[-1]))
+
         sums = mx.zeros(2)  # of the losses, and what they are divided by
         gradients = self._pending[1] if self.waiting else None
         for piece, inputs, entering in zip(pieces, arrays, entered, strict=True):
@@ -71,10 +69,12 @@ class PipelineStepper(Stepper):
             sums = sums + of_piece
             gradients = added if gradients is None else tree_map(mx.add, gradients, added)
             mx.eval(sums, gradients)
+
         total, number = stage.stages.from_last(sums)
         self._pending = (self._pending[0] + number if self.waiting else number), gradients
         self.waiting += 1
         mx.eval(self._pending, total)
+
         denominator = sum(piece.denominator for piece in pieces)
         return StartedStep(total, denominator, self._update_waiting() if last else None)
 
@@ -90,6 +90,7 @@ class PipelineStepper(Stepper):
             _, gradients = self._gradients(entering, stage.gradient(entering))
         else:
             return sums, self.model.trainable_parameters()
+
         of_parameters, of_entering = gradients if self._passes_back else (gradients, None)
         if of_entering is not None:
             stage.pass_back(of_entering)

@@ -23,7 +23,6 @@ class PipelinedTask(CausalLMTask):
     completes_text = False
 
     def target(self, base: Base) -> tuple[Base, LoRAConfig]:
-        """Return the base, whose blocks can be split over the ranks."""
         check_splittable(base, group().size)
         check_in_blocks(base, self.lora)
         return super().target(base)
@@ -35,7 +34,6 @@ class PipelinedTask(CausalLMTask):
         starts: PhaseStarts,
         memory: MemoryChoice,
     ) -> list[Objective]:
-        """Return the objective of this rank's blocks."""
         stage = Stage(trainable.model, group())
         self.scorer = PipelinedScorer(trainable.model, stage)
         return [PipelinedCausalLM(stage, self.scorer.score, self.loss_options())] * len(data)
