@@ -14,11 +14,8 @@ if TYPE_CHECKING:
 class Chat:
     """A conversation that goes on; ``messages`` have ``role`` and ``content``.
 
-    Args:
-        base: a decoder with a chat template, and with whatever pack is on it.
-        system: a message that comes before all others; none if empty.
-        sampling: how tokens are chosen.
-        variables: of the chat template; they take precedence over the variables that a pack was trained with.
+    ``system`` comes before all other messages, unless it is empty. ``variables`` of the chat
+    template take precedence over the variables that a pack was trained with.
     """
 
     def __init__(
@@ -50,12 +47,12 @@ class Chat:
 
         An answer that is not taken to its end counts as far as it was taken.
 
-        Raises:
-            PackError: the chat template fails; the conversation stays as it was.
+        Raises a PackError if the chat template fails; the conversation stays as it was.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = chat_prompt(self.base, messages, **self._variables)
         new = self._not_cached(prompt)
+
         answer: list[str] = []
         try:
             for response in responses(self.base, new, self.sampling, self._cache):
@@ -80,5 +77,6 @@ class Chat:
             trim_prompt_cache(cache, cached - kept)
         else:
             self._cache = make_prompt_cache(self.base.model)
+
         self._tokens = list(prompt)
         return prompt[kept:]

@@ -77,8 +77,10 @@ def responses(
     sampling = sampling or Sampling()
     mx.random.seed(sampling.seed)
     base.model.eval()
+
     top_k = sampling.top_k if sampling.top_k < base.vocab_size else 0  # mlx-lm rejects others
     penalty = sampling.repetition_penalty
+
     pieces = stream_generate(
         base.model,
         base.tokenizer,
@@ -130,8 +132,7 @@ def stream_batch(
     ended the next takes its place. Without ``stop`` each text has exactly ``max_tokens`` tokens.
     What the prompts begin with is read once, if ``shares``.
 
-    Raises:
-        PackError: the model's cache cannot be batched, or a prompt is empty.
+    Raises a PackError if the model's cache cannot be batched, or a prompt is empty.
     """
     for i, token, ends in _generated(base, prompts, max_tokens, batch_size, stop, None, shares):
         if not ends:
@@ -148,16 +149,8 @@ def sample_batch(
 ) -> list[list[int]]:
     """Return the tokens that follow each prompt, with the token that ends them, if one did.
 
-    Args:
-        base: the model.
-        prompts: their tokens.
-        max_tokens: the most that follow each.
-        batch_size: how many are generated at a time.
-        sampler: of log-probabilities [N, V], the tokens [N]; None takes the likeliest.
-        shares: whether what the prompts begin with is read once.
-
-    Raises:
-        PackError: as of `stream_batch`.
+    ``sampler`` maps log-probabilities [N, V] to tokens [N]; None takes the likeliest. ``shares``
+    is whether what the prompts begin with is read once. Raises as `stream_batch`.
     """
     tokens: list[list[int]] = [[] for _ in prompts]
     for i, token, _ in _generated(base, prompts, max_tokens, batch_size, True, sampler, shares):
@@ -189,14 +182,17 @@ def _generated(  # noqa: PLR0913 - what a batch of texts depends on
             f"{type(other).__name__}.",
             "unsupported",
         )
+
     if not all(len(prompt) for prompt in prompts):
         raise PackError("prompts: one of them is empty. Give each a token.", flag="prompts")
     for prompt in prompts:
         _check_tokens(base, prompt)
+
     limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
     if one_by_one:
         yield from _generated_alone(base, prompts, limits, stop, sampler)
         return
+
     generator = BatchGenerator(
         base.model,
         stop_tokens=[[token] for token in base.tokenizer.eos_token_ids] if stop else None,
@@ -308,8 +304,7 @@ def complete_prompts(
 ) -> list[str]:
     """Return the text that follows each prompt, in their order, with the settings of `Sampling`.
 
-    Raises:
-        PackError: as of `stream_batch`, or for a repetition penalty, which no batch has.
+    Raises a PackError as `stream_batch`, or for a repetition penalty, which no batch has.
     """
     from mlx_lm.sample_utils import make_sampler
 
@@ -321,6 +316,7 @@ def complete_prompts(
             "at a time.",
             "unsupported",
         )
+
     sampler = None
     if sampling.temperature:
         top_k = sampling.top_k if sampling.top_k < base.vocab_size else 0
