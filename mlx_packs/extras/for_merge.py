@@ -82,13 +82,18 @@ class QuantizedSum:
         ``lora_a`` has A [D, R] of each of `adapters`, ``lora_b`` B [R, O] with its scale.
         """
         weight = stored_weight(self.linear, self.dtype, after)
-        lora_a = mx.depends(list(lora_a), list(after)) if after else lora_a
+        if after:
+            lora_a = mx.depends(list(lora_a), list(after))
         pairs = zip(lora_a, lora_b, strict=True)
-        deltas = [
-            mx.zeros((width, weight.shape[1])) if i is None else low_rank_delta(*next(pairs), 1.0)
-            for width, i in self.slices
-        ]
-        delta = deltas[0] if len(deltas) == 1 else mx.concatenate(deltas)
+        deltas = []
+        for width, i in self.slices:
+            if i is None:
+                deltas.append(mx.zeros((width, weight.shape[1])))
+            else:
+                deltas.append(low_rank_delta(*next(pairs), 1.0))
+        delta = deltas[0]
+        if len(deltas) > 1:
+            delta = mx.concatenate(deltas)
 
         return self.quantize((weight.astype(mx.float32) + delta).astype(self.dtype))
 
@@ -133,7 +138,9 @@ def quantized_sum_matmul(
 
     @products.vjp
     def products_vjp(primals: Arrays, cotangents: Arrays, _: Arrays) -> list[mx.array]:
-        (x, *factors), of_x, gradients = primals, [], [mx.array(0.0)] * (2 * count)
+        x, *factors = primals
+        of_x: list[mx.array] = []
+        gradients = [mx.array(0.0)] * (2 * count)
 
         rows = x.reshape(-1, x.shape[-1])
         for total, dy in zip(sums, cotangents, strict=True):
@@ -147,12 +154,15 @@ def quantized_sum_matmul(
                     part = dy[..., column : column + width].reshape(-1, width)
                     pair = factors[i], factors[count + i]
                     of_a, of_b = _gradients(rows, part, *pair, scales[i])
-                    gradients[i], gradients[count + i] = of_a, of_b
+                    gradients[i] = of_a
+                    gradients[count + i] = of_b
                 column += width
         return [of_x[-1], *gradients]
 
     outputs = products(x, *lora_a, *lora_b)
-    return [outputs] if isinstance(outputs, mx.array) else list(outputs)
+    if isinstance(outputs, mx.array):
+        return [outputs]
+    return list(outputs)
 
 
 def _gradients(
@@ -194,9 +204,12 @@ class StraightThroughLoRA(GroupedLoRA):
 
     def __init__(self, lora: GroupedLoRA, sums: Mapping[int, QuantizedSum]) -> None:
         nn.Module.__init__(self)
-        self._slots, self._scales, self._kept = lora._slots, lora._scales, None
+        self._slots = lora._slots
+        self._scales = lora._scales
+        self._kept = None
         self.dropout = lora.dropout
-        self.lora_a, self.lora_b = list(lora.lora_a), list(lora.lora_b)
+        self.lora_a = list(lora.lora_a)
+        self.lora_b = list(lora.lora_b)
         self._sums = QuantizedSums(sums)
         self.rounding = mx.zeros((1,))
         self.freeze(recurse=False, keys="rounding")
@@ -232,8 +245,12 @@ class StraightThroughLoRA(GroupedLoRA):
             if i not in sums:
                 outputs.append(projection(x))
                 continue
+            output = next(products)
             bias = sums[i].linear.get("bias")
-            outputs.append(next(products) if bias is None else next(products) + bias)
+            if bias is not None:
+                output = output + bias
+            outputs.append(output)
+
         return outputs
 
     def _products(self, x: mx.array, sums: Sequence[tuple[int, QuantizedSum]]) -> list[mx.array]:
@@ -248,14 +265,23 @@ class StraightThroughLoRA(GroupedLoRA):
 
         modules = [self._once(("quantized", i), partial(self._module, total)) for i, total in sums]
         few = x.size <= MAX_ROWS * x.shape[-1]
-        return [module(x) if few else multiply(x, module) for module in modules]
+        if few:
+            return [module(x) for module in modules]
+        return [multiply(x, module) for module in modules]
 
     def _unrounded(self, x: mx.array, total: QuantizedSum) -> mx.array:
-        a, b, scales = [], [], []
+        a: list[mx.array] = []
+        b: list[mx.array] = []
+        scales: list[float] = []
         for width, i in total.slices:
-            a.append(mx.zeros((x.shape[-1], 0)) if i is None else self.lora_a[i])
-            b.append(mx.zeros((0, width)) if i is None else self.lora_b[i])
-            scales.append(0.0 if i is None else self._scales[i])
+            if i is None:
+                a.append(mx.zeros((x.shape[-1], 0)))
+                b.append(mx.zeros((0, width)))
+                scales.append(0.0)
+            else:
+                a.append(self.lora_a[i])
+                b.append(self.lora_b[i])
+                scales.append(self._scales[i])
         return grouped_lora(x, [multiply(x, total.linear)], a, b, scales)[0]
 
     def _module(self, total: QuantizedSum) -> nn.Module:
@@ -291,7 +317,9 @@ class Requantized(nn.Module):
     def used(self) -> nn.Module:
         """The module that computes."""
         unchanged = self.unchanged or (self.training and self.unchanged_in_training)
-        return self._own.all[0] if unchanged else self.linear
+        if unchanged:
+            return self._own.all[0]
+        return self.linear
 
     def __call__(self, *args: mx.array, **kwargs: object) -> mx.array:
         return self.used(*args, **kwargs)
@@ -350,7 +378,8 @@ class ForMerge(Attached):
 
     def _requantize_others(self, grid: Grid, matmul_path: str) -> None:
         """Let modules without adapters be what a merge makes of them."""
-        modules, swapped = dict(self.model.named_modules()), []
+        modules = dict(self.model.named_modules())
+        swapped = []
         replacement = PATHS[matmul_path].replacement
 
         for path, own in modules.items():
@@ -359,8 +388,9 @@ class ForMerge(Attached):
             own_used = replacement(own) or own
             if path in grid:
                 module = rounded_module(own, grid[path])
-                swapped.append((path, Requantized(own_used, replacement(module) or module)))
-                self._others.append(swapped[-1][1])
+                requantized = Requantized(own_used, replacement(module) or module)
+                swapped.append((path, requantized))
+                self._others.append(requantized)
             elif own_used is not own:
                 swapped.append((path, own_used))
 
@@ -393,7 +423,8 @@ class ForMerge(Attached):
             yield
         finally:
             for group, (a, b) in zip(groups, trained, strict=True):
-                group.lora_a[:], group.lora_b[:] = a, b
+                group.lora_a[:] = a
+                group.lora_b[:] = b
             for other in self._others:
                 other.unchanged = False
 
@@ -426,8 +457,10 @@ def _quantized_sum(path: str, slot: Slot, own: nn.Module, rounding: Rounding) ->
 
 def _check_module(path: str, spec: ModuleSpec, module: nn.Module) -> None:
     """Raise a PackError for a module whose product is not that of one matrix."""
-    reason = "is a stack of experts" if spec.experts is not None else ""
-    if not reason and type(module) is not DenseLinear and not is_plain_linear(module):
+    reason = ""
+    if spec.experts is not None:
+        reason = "is a stack of experts"
+    elif type(module) is not DenseLinear and not is_plain_linear(module):
         reason = f"is a {type(module).__name__}, and no plain linear"
     if reason:
         raise PackError(
@@ -488,5 +521,6 @@ def _stored_bits(headers: "Headers") -> float | None:
         return custom.bits_per_weight
     if not headers.is_quantized or "bits" not in quantization:
         return None
-    mode, group_size = quantization.get("mode", "affine"), quantization["group_size"]
+    mode = quantization.get("mode", "affine")
+    group_size = quantization["group_size"]
     return MLXFormat(mode, quantization["bits"], group_size).bits_per_weight

@@ -73,10 +73,14 @@ class ResidualLoRA(GroupedLoRA):
 
     def __init__(self, lora: GroupedLoRA) -> None:
         nn.Module.__init__(self)
-        self._slots, self._scales, self._kept = lora._slots, lora._scales, None
+        self._slots = lora._slots
+        self._scales = lora._scales
+        self._kept = None
         self.dropout = lora.dropout
-        self.lora_a, self.lora_b = list(lora.lora_a), list(lora.lora_b)
-        self._removed_a, self._removed_b = list(lora.lora_a), [-b for b in lora.lora_b]
+        self.lora_a = list(lora.lora_a)
+        self.lora_b = list(lora.lora_b)
+        self._removed_a = list(lora.lora_a)
+        self._removed_b = [-b for b in lora.lora_b]
 
     @property
     def removed(self) -> list[mx.array]:
@@ -108,7 +112,8 @@ class ResidualLoRA(GroupedLoRA):
             (self.lora_b, self._removed_b, lora_b, -2),
         ):
             halves = [mx.split(factor, 2, axis) for factor in whole]
-            own[:], removed[:] = [h[0] for h in halves], [h[1] for h in halves]
+            own[:] = [half[0] for half in halves]
+            removed[:] = [half[1] for half in halves]
 
 
 class Residual(Attached):
@@ -150,6 +155,7 @@ class Residual(Attached):
         for key, lora in loras.items():
             a, b = lora.stored()
             whole[key] = SimpleNamespace(lora_a=a, lora_b=b)
+
         return {
             path: Slot(whole[id(slot.lora)], slot.first, self.specs[path])
             for path, slot in self.slots.items()
@@ -227,8 +233,8 @@ class LoftQ:
 
         if quantized_as(base.path, read_config(base.path / CONFIG)) is not None:
             raise PackError(
-                f"--method loftq: {base.name} is stored quantized, and what that has lost is not in "
-                "it. Take the dense checkpoint with --quantize, or --method lora.",
+                f"--method loftq: {base.name} is stored quantized, and what that has lost is not "
+                "in it. Take the dense checkpoint with --quantize, or --method lora.",
                 "conflict",
             )
 
@@ -271,13 +277,16 @@ def begin_with(
     ``factors`` are of a weight [O, D], a rank and a scale; ``weight`` is of the module at a path.
     """
     for path, slot in attached.slots.items():
-        whole, row, index = weight(path, attached.frozen[path]), 0, slot.first
+        whole = weight(path, attached.frozen[path])
+        row = 0
+        index = slot.first
         for part in slot.spec.slices:
             if part.rank:
                 rows = whole[row : row + part.width]
                 a, b = factors(rows, part.rank, part.scale)
                 mx.eval(a, b)
-                slot.lora.lora_a[index], slot.lora.lora_b[index] = a, b
+                slot.lora.lora_a[index] = a
+                slot.lora.lora_b[index] = b
                 index += 1
             row += part.width
 

@@ -48,8 +48,8 @@ _PROJECTIONS = ("self_attn.o_proj", "attn.c_proj")
 _TABLES = ("embed_tokens", "wte")
 _HEAD = "lm_head"
 _PROXY = (
-    "a cheap proxy, not the full transformer: no attention, feed-forward, norm, residual or position; "
-    "no token sees another"
+    "a cheap proxy, not the full transformer: no attention, feed-forward, norm, residual or "
+    "position; no token sees another"
 )
 
 
@@ -79,7 +79,8 @@ class ProjectionStack(nn.Module):
         head: tuple[str, nn.Module] | None,  # None where it is the table
     ) -> None:
         super().__init__()
-        modules = [*projections, *(pair for pair in (embedding, head) if pair is not None)]
+        modules = [*projections]
+        modules += [pair for pair in (embedding, head) if pair is not None]
         empty = [
             (block, _Part())
             for block in blocks
@@ -110,7 +111,10 @@ class ProjectionStack(nn.Module):
 
     def hidden(self, tokens: mx.array, cache: object = None) -> mx.array:
         """Map tokens [B, T] to states [B, T, D]; packed examples need no mask here."""
-        x = self.at(self._embedding)(tokens) if self._embedding else self["table"](tokens)
+        if self._embedding:
+            x = self.at(self._embedding)(tokens)
+        else:
+            x = self["table"](tokens)
         for path in self._projections:
             x = self.at(path)(x)
         return x
@@ -123,7 +127,9 @@ class ProjectionStack(nn.Module):
     def logits(self, states: mx.array) -> mx.array:
         """Map states [..., D] to [..., V]."""
         head = self.head
-        return head(states) if self._head else head.as_linear(states)
+        if self._head:
+            return head(states)
+        return head.as_linear(states)
 
     def __call__(self, tokens: mx.array, cache: object = None) -> mx.array:
         """Map tokens [B, T] to logits [B, T, V]."""
@@ -158,7 +164,8 @@ class Graph:
 
     def lines(self) -> list[str]:
         """Return the facts of the stack for a run's report."""
-        count, head = len(self.facts["stack"]), self.facts["head"]
+        count = len(self.facts["stack"])
+        head = self.facts["head"]
         return [
             f"{STACK} · {count} of {self.facts['blocks']} blocks · head {head} · embedding "
             f"{self.facts['embedding']}",
@@ -190,9 +197,12 @@ def graph_of(base: "BaseModel", lora: LoRAConfig) -> Graph:
     head = _head(base, modules)
     stack, left_out = _square(base, modules, blocks, table_path)
 
-    trained = tuple(blocks[-lora.num_layers :] if lora.num_layers > 0 else blocks)
+    trained = blocks
+    if lora.num_layers > 0:
+        trained = blocks[-lora.num_layers :]
     adapted = [path for path, _ in stack if path.startswith(tuple(f"{b}." for b in trained))]
-    adapted += [head[0]] if head else []
+    if head:
+        adapted.append(head[0])
 
     if not adapted:
         raise PackError(
@@ -204,16 +214,21 @@ def graph_of(base: "BaseModel", lora: LoRAConfig) -> Graph:
     mapped: MappedEmbedding | str = f"the head is this table ({table_path})"
     if head:
         key = base.weight_map.get(f"{table_path}.weight")
-        mapped = map_embedding(base.path, key if isinstance(key, str) else None, table)
+        if not isinstance(key, str):
+            key = None
+        mapped = map_embedding(base.path, key, table)
     in_memory = isinstance(mapped, str)
 
-    model = ProjectionStack(blocks, stack, (table_path, table) if in_memory else None, head)
+    embedding = (table_path, table) if in_memory else None
+    model = ProjectionStack(blocks, stack, embedding, head)
     model.freeze()
     mx.eval(model.parameters())
 
     note = _PROXY
-    if left_out:
-        note += f"; without {left_out}" if stack else f"; the head alone, since {left_out}"
+    if left_out and stack:
+        note += f"; without {left_out}"
+    elif left_out:
+        note += f"; the head alone, since {left_out}"
 
     facts = {
         "graph": STACK,
@@ -272,9 +287,13 @@ def _square(
 ) -> tuple[list[tuple[str, nn.Module]], str]:
     """Return the projections [D, D] of the blocks, D the table's width, and others' faults."""
     table = modules[table_path]
-    width = (frozen_weight(table).shape if isinstance(table, EMBEDDINGS) else table.weight.shape)[1]
+    if isinstance(table, EMBEDDINGS):
+        _, width = frozen_weight(table).shape
+    else:
+        _, width = table.weight.shape
 
-    stack, faults = [], []
+    stack: list[tuple[str, nn.Module]] = []
+    faults: list[str] = []
     for block in blocks:
         paths = [f"{block}.{tail}" for tail in _PROJECTIONS]
         path = next((path for path in paths if path in modules), "")
@@ -308,7 +327,8 @@ class ProjectionStackTask(CausalLMTask):
 
     def target(self, base: Base) -> tuple[Base, LoRAConfig]:
         """Return the stack over the base, and those of its modules that are adapted."""
-        self.base, self.graph = base, graph_of(base, self.lora)
+        self.base = base
+        self.graph = graph_of(base, self.lora)
         for line in self.graph.lines():
             self.display.line("graph", line)
         return self.graph.base, self.graph.lora
@@ -320,7 +340,8 @@ class ProjectionStackTask(CausalLMTask):
         starts: PhaseStarts,
         memory: MemoryChoice,
     ) -> list[Objective]:
-        head, preparation = self.graph.head(), self.graph.preparation
+        head = self.graph.head()
+        preparation = self.graph.preparation
         self.scorer = Scorer(trainable.model, head, preparation.prepare)
         return [self.objective_of(trainable, head, preparation)] * len(data)
 
@@ -329,10 +350,12 @@ class ProjectionStackTask(CausalLMTask):
         own_before, own_after = trained.ends(goal.phase)
         graph = self.graph.facts | {"ppl_before": own_before.ppl, "ppl_after": own_after.ppl}
 
-        base, display = self.base, self.display
+        base = self.base
+        display = self.display
         batches = goal.held_out().once()
         with display.working("eval", "loading the whole base model"):
-            tokens, steps = batches[-1].inputs["tokens"].size, 2 * len(batches)
+            tokens = batches[-1].inputs["tokens"].size
+            steps = 2 * len(batches)
             matmul_path = choose_matmul_path(base.model, tokens, steps=steps).matmul_path
 
         fallback = self.train.train_fp16_fallback
@@ -342,7 +365,9 @@ class ProjectionStackTask(CausalLMTask):
 
         try:
             head = split_head(base.model)
-            scores, texts, answers = [], {}, []
+            scores = []
+            texts = {}
+            answers = []
             with display.task("eval", steps, "held-out batches, whole base model") as bar:
                 for when, tensors in (
                     ("before", attached.tensors()),
@@ -359,7 +384,8 @@ class ProjectionStackTask(CausalLMTask):
     @classmethod
     def report_lines(cls, report: dict) -> list[str]:
         """Return the lines of the task, with the stack's own perplexity after the base's."""
-        graph, lines = report["objective"], super().report_lines(report)
+        graph = report["objective"]
+        lines = super().report_lines(report)
 
         at = next(number for number, line in enumerate(lines, 1) if line.startswith("done"))
         lines.insert(

@@ -26,7 +26,8 @@ FAMILIES = (
     *("qwen3", "qwen2", "llama", "mistral", "gemma2", "gemma3_text", "olmo2", "phi3"),
     *("qwen3_moe", "mixtral", "glm4_moe", "gpt_oss"),
 )
-_TABLE, _HEAD = "model.embed_tokens", "lm_head"
+_TABLE = "model.embed_tokens"
+_HEAD = "lm_head"
 
 
 class PipelinedAdapters(Extended):
@@ -80,7 +81,8 @@ def check_splittable(base: "BaseModel", stages: int) -> None:
             "pipeline",
         )
 
-    if (blocks := len(base.model.layers)) < stages:
+    blocks = len(base.model.layers)
+    if blocks < stages:
         raise PackError(
             f"--pipeline: {base.name} has {blocks} blocks, too few for {stages} ranks. Launch "
             f"{blocks} at most.",
@@ -95,8 +97,8 @@ def check_in_blocks(base: "BaseModel", lora: LoRAConfig) -> None:
     for path, _ in select_targets(base.model, lora.target_modules, lora.num_layers):
         if not path.startswith(prefixes):
             raise PackError(
-                f"--target-modules: {path} is in no block, and --pipeline trains adapters in blocks "
-                "alone. Leave one of them out.",
+                f"--target-modules: {path} is in no block, and --pipeline trains adapters in "
+                "blocks alone. Leave one of them out.",
                 "unsupported",
                 "target_modules",
             )
@@ -106,13 +108,12 @@ def _remote_modules(base: "BaseModel", own: range, stages: Stages) -> list[tuple
     """Return what takes the place of the modules of other ranks, by path."""
     model = base.model
     entry = Injection()
-    remote: list[tuple[str, nn.Module]] = [
-        (path, RemoteBlock(block, entry if number < own.start else None))
-        for number, (path, block) in enumerate(
-            zip(block_prefixes(model), model.layers, strict=True)
-        )
-        if number not in own
-    ]
+    remote: list[tuple[str, nn.Module]] = []
+    blocks = zip(block_prefixes(model), model.layers, strict=True)
+    for number, (path, block) in enumerate(blocks):
+        if number not in own:
+            injection = entry if number < own.start else None
+            remote.append((path, RemoteBlock(block, injection)))
 
     has_head = _HEAD in model
     if not stages.is_first and (has_head or not stages.is_last):  # else the table is the head

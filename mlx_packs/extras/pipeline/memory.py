@@ -14,7 +14,9 @@ from ...memory.headers import Headers
 from ...memory.plan import MemoryPlan, Shape, fit, recompute_policies
 from .stages import stage_blocks
 
-_BLOCKS, _TABLE, _HEAD = "model.layers.", "model.embed_tokens.", "lm_head."
+_BLOCKS = "model.layers."
+_TABLE = "model.embed_tokens."
+_HEAD = "lm_head."
 
 
 def estimate_stage(
@@ -31,22 +33,26 @@ def estimate_stage(
     PackError for a family without a plan.
     """
     blocks = sizes_of(headers.config, headers.tensors).blocks
-    shapes = None if shapes is None else set(shapes)
+    if shapes is not None:
+        shapes = set(shapes)
     resized = estimator_of(headers.config).resized
 
     piece = replace(train, batch_size=-(-train.batch_size // train.micro_batches))
     pieces = None
+    length = train.max_seq_length
     if shapes is not None:
         resized_shapes = (resized(shape, train, piece) for shape in shapes)
         pieces = {(inputs, max(1, targets)) for inputs, targets in resized_shapes}
-    length = train.max_seq_length if shapes is None else max(inputs for inputs, _ in shapes)
+        length = max(inputs for inputs, _ in shapes)
 
     numbers = train.batch_size * length * headers.config["hidden_size"]
     states = numbers * activation_bytes(headers.config, train.compute_dtype)
 
+    adapted = blocks
+    if lora.num_layers > 0:
+        adapted = min(lora.num_layers, blocks)
     plans = []
     for own in stage_blocks(blocks, stages):
-        adapted = min(lora.num_layers, blocks) if lora.num_layers > 0 else blocks
         of_stage = replace(lora, num_layers=max(1, min(len(own), adapted - (blocks - own.stop))))
         plans.append(estimate(stage_headers(headers, own, blocks), of_stage, piece, pieces))
 
@@ -66,7 +72,8 @@ def of_stages(stages: int) -> Estimate:
 def stage_headers(headers: Headers, own: range, blocks: int) -> Headers:
     """Return the headers of a rank's part of a base: its blocks, counted from 0, table or head."""
     tied = not any(name.startswith(_HEAD) for name in headers.tensors)
-    is_first, is_last = own.start == 0, own.stop == blocks
+    is_first = own.start == 0
+    is_last = own.stop == blocks
 
     tensors = {}
     for name, tensor in headers.tensors.items():
@@ -109,7 +116,10 @@ class Machines:
             return "one"
         if self.shared is not None and self._fits(self.shared):
             return "data-parallel"
-        return next((f"pipeline {n}" for n, p in self.pipelines.items() if self._fits(p)), "none")
+        for stages, plan in self.pipelines.items():
+            if self._fits(plan):
+                return f"pipeline {stages}"
+        return "none"
 
     def _fits(self, plan: MemoryPlan) -> bool:
         return fit(plan, self.memory) == "fits"

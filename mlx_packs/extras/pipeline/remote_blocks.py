@@ -38,7 +38,9 @@ class RemoteBlock(nn.Module):
         """Return the states that enter the own blocks; raise StageEnd with those that left them."""
         if self.injection is None:
             raise StageEnd(states)
-        return states if self.injection.states is None else self.injection.states
+        if self.injection.states is None:
+            return states
+        return self.injection.states
 
 
 class RemoteEmbedding(nn.Module):

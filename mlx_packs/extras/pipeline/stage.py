@@ -24,7 +24,8 @@ class Stage:
     """
 
     def __init__(self, model: nn.Module, stages: Stages) -> None:
-        self.model, self.stages = model, stages
+        self.model = model
+        self.stages = stages
 
         states = mx.zeros((*_PROBE, 0))
         if stages.is_first:

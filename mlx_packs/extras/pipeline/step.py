@@ -55,7 +55,8 @@ class PipelineStepper(Stepper):
     def start_pieces(self, pieces: Sequence[Batch], last: bool) -> StartedStep:
         """Take a step on the pieces of a batch, as `Stepper.start_pieces`."""
         stage = self._stage
-        arrays, entered = [], []
+        arrays: list[Inputs] = []
+        entered: list[mx.array] = []
         for piece in pieces:
             arrays.append(self._arrays(piece))
             entered.append(stage.entering(arrays[-1]["tokens"]))
@@ -67,33 +68,41 @@ class PipelineStepper(Stepper):
         for piece, inputs, entering in zip(pieces, arrays, entered, strict=True):
             of_piece, added = self._go_back(entering, inputs, piece.layout)
             sums = sums + of_piece
-            gradients = added if gradients is None else tree_map(mx.add, gradients, added)
+            if gradients is None:
+                gradients = added
+            else:
+                gradients = tree_map(mx.add, gradients, added)
             mx.eval(sums, gradients)
 
         total, number = stage.stages.from_last(sums)
-        self._pending = (self._pending[0] + number if self.waiting else number), gradients
+        if self.waiting:
+            number = self._pending[0] + number
+        self._pending = number, gradients
         self.waiting += 1
         mx.eval(self._pending, total)
 
         denominator = sum(piece.denominator for piece in pieces)
-        return StartedStep(total, denominator, self._update_waiting() if last else None)
+        updated = self._update_waiting() if last else None
+        return StartedStep(total, denominator, updated)
 
     def _go_back(self, entering: mx.array, inputs: Inputs, layout: Layout) -> tuple[mx.array, dict]:
         """Return loss and count of a piece, zeros before the last rank, and the own gradients."""
-        stage, sums = self._stage, mx.zeros(2)
+        stage = self._stage
+        sums = mx.zeros(2)
         if stage.stages.is_last:
             values, gradients = self._loss_and_gradients(entering, inputs, layout)
-            sums = mx.stack(
-                [mx.array(v, mx.float32) for v in (values[1] if self.scaled else values)]
-            )
+            if self.scaled:
+                values = values[1]
+            sums = mx.stack([mx.array(value, mx.float32) for value in values])
         elif self._goes_back:
             _, gradients = self._gradients(entering, stage.gradient(entering))
         else:
             return sums, self.model.trainable_parameters()
 
-        of_parameters, of_entering = gradients if self._passes_back else (gradients, None)
-        if of_entering is not None:
-            stage.pass_back(of_entering)
+        if not self._passes_back:
+            return sums, gradients
+        of_parameters, of_entering = gradients
+        stage.pass_back(of_entering)
         return sums, of_parameters
 
     def _differentiated(self, function: Callable[..., Any]) -> Callable[..., Any]:
