@@ -34,7 +34,9 @@ class Chat:
 
     def clear(self) -> None:
         """Begin again, after the system message."""
-        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+        self.messages = []
+        if self.system:
+            self.messages.append({"role": "system", "content": self.system})
         self.forget_keys()
 
     def forget_keys(self) -> None:
@@ -68,7 +70,8 @@ class Chat:
         """Return the tokens of a prompt that the cache lacks, and take others out of it."""
         from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
-        kept, cache = 0, self._cache
+        kept = 0
+        cache = self._cache
         if cache and can_trim_prompt_cache(cache) and all(hasattr(c, "offset") for c in cache):
             cached = min(int(c.offset) for c in cache)
             seen = 1 if self.sampling.repetition_penalty == 1 else PENALIZED_TOKENS

@@ -78,7 +78,7 @@ def responses(
     mx.random.seed(sampling.seed)
     base.model.eval()
 
-    top_k = sampling.top_k if sampling.top_k < base.vocab_size else 0  # mlx-lm rejects others
+    top_k = _valid_top_k(base, sampling)
     penalty = sampling.repetition_penalty
 
     pieces = stream_generate(
@@ -95,6 +95,11 @@ def responses(
     )
     with factors_cast(base.model):
         yield from pieces
+
+
+def _valid_top_k(base: "BaseModel", sampling: Sampling) -> int:
+    """Return the number, or 0, which is none, where mlx-lm would reject it."""
+    return sampling.top_k if sampling.top_k < base.vocab_size else 0
 
 
 def _check_tokens(base: "BaseModel", prompt: Sequence[int]) -> None:
@@ -175,7 +180,9 @@ def _generated(  # noqa: PLR0913 - what a batch of texts depends on
 
     base.model.eval()
     one_by_one = not is_batchable(base.name, base.model)
-    caches = [] if one_by_one else make_prompt_cache(base.model)
+    caches = []
+    if not one_by_one:
+        caches = make_prompt_cache(base.model)
     if other := next((c for c in caches if not hasattr(c, "merge")), None):
         raise PackError(
             f"{base.name}: its texts cannot be generated in batches: mlx-lm has no batch of "
@@ -188,21 +195,28 @@ def _generated(  # noqa: PLR0913 - what a batch of texts depends on
     for prompt in prompts:
         _check_tokens(base, prompt)
 
-    limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
+    if isinstance(max_tokens, int):
+        limits = [max_tokens] * len(prompts)
+    else:
+        limits = list(max_tokens)
     if one_by_one:
         yield from _generated_alone(base, prompts, limits, stop, sampler)
         return
 
+    stop_tokens = None
+    if stop:
+        stop_tokens = [[token] for token in base.tokenizer.eos_token_ids]
     generator = BatchGenerator(
         base.model,
-        stop_tokens=[[token] for token in base.tokenizer.eos_token_ids] if stop else None,
+        stop_tokens=stop_tokens,
         sampler=sampler,
         completion_batch_size=batch_size,
         prefill_batch_size=batch_size,
     )
     try:
         with factors_cast(base.model):
-            counts, read = [0] * len(prompts), [None] * len(prompts)
+            counts: list[int] = [0] * len(prompts)
+            read: list[Any] = [None] * len(prompts)
             if shares and reads_in_parts(base.model):
                 counts, read = _read_once(base, prompts, batch_size, generator.stream)
             begun = [list(p[:count]) for p, count in zip(prompts, counts, strict=True)]
@@ -312,14 +326,14 @@ def complete_prompts(
 
     if sampling.repetition_penalty != 1:
         raise PackError(
-            "--repetition-penalty: is not available for batches. Leave it out, or generate one text "
-            "at a time.",
+            "--repetition-penalty: is not available for batches. Leave it out, or generate one "
+            "text at a time.",
             "unsupported",
         )
 
     sampler = None
     if sampling.temperature:
-        top_k = sampling.top_k if sampling.top_k < base.vocab_size else 0
+        top_k = _valid_top_k(base, sampling)
         mx.random.seed(sampling.seed)
         sampler = make_sampler(sampling.temperature, sampling.top_p, sampling.min_p, top_k=top_k)
 
