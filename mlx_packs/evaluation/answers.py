@@ -68,7 +68,6 @@ class AnsweredScore(Score):
 
     @property
     def value(self) -> float:
-        """The value of the score itself."""
         return self.score.value
 
     @property
@@ -115,7 +114,6 @@ class Exam:
         self._batch_size = max(1, min(_MOST_AT_ONCE, _TIMES_AT_ONCE * tokens_at_once // one))
 
     def first(self, count: int) -> "Exam":
-        """Return an exam of the first questions."""
         return Exam(self._base, self.metric, self.questions[:count], self._tokens_at_once)
 
     @property
@@ -153,7 +151,6 @@ class Exam:
         return AnsweredScore(score, self.metric, share)
 
     def report(self, before: Sequence[str], after: Sequence[str] | None = None) -> AnswerReport:
-        """Return how many answers are right, without a pack and with it."""
         with_pack = None if after is None else self._accuracy(after)
         return AnswerReport(self.metric, len(before), self._accuracy(before), with_pack)
 
@@ -240,6 +237,5 @@ def questions_of(
 
 
 def _spread(items: Sequence) -> list:
-    """Return a few items from all over a sequence."""
     count = min(_SAMPLES, len(items))
     return [items[i * len(items) // count] for i in range(count)]

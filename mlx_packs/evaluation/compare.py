@@ -220,7 +220,6 @@ def _trained_loss_on(packs: Sequence[Pack]) -> str | None:
 def _matmul_paths(
     base: Base, matmul_path: str, batches: list[Batch], evaluations: int
 ) -> tuple[str, str]:
-    """Return the matmul paths of scoring and of generation."""
     if matmul_path != "auto":
         return matmul_path, matmul_path
 

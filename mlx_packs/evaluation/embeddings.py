@@ -113,7 +113,6 @@ def score_pairs(model: Encoder, pairs: Pairs, batch_size: int) -> Metrics:
 
 
 def validated_entries(pairs: Pairs) -> list[str]:
-    """Return the entries of the score of a validation with some examples."""
     if pairs.scores is not None:
         names = ["spearman", "pearson"]
     else:

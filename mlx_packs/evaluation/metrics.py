@@ -29,12 +29,10 @@ def is_exact(answer: str, wanted: str) -> bool:
 
 
 def contains(answer: str, wanted: str) -> bool:
-    """Return whether an answer has the wanted text in it."""
     return wanted.strip() in answer
 
 
 def is_json(text: str) -> bool:
-    """Return whether a text is a value of JSON, and nothing else."""
     return _value(text) is not _INVALID
 
 

@@ -240,8 +240,6 @@ class Scorer:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Scores of the examples, and with a metric the answers to them."""
-
     examples: ExampleScores
     answers: list[str] | None
 

@@ -50,15 +50,10 @@ class PairScore(Score):
 
 @dataclass(frozen=True)
 class PreferenceScore(PairScore):
-    """The score of a model on preferences.
-
-    Attributes:
-        ppl: perplexity of the chosen completions.
-        ppl_se: not known.
-    """
+    """The score of a model on preferences; ``ppl`` is the perplexity of chosen completions."""
 
     ppl: float = float("nan")
-    ppl_se: float | None = None
+    ppl_se: float | None = None  # not known
 
 
 def score_preferences(

@@ -28,12 +28,9 @@ from .rows import EvalSettings
 
 @dataclass(frozen=True)
 class RewardScore(PairScore):
-    """The score of a reward model on pairs.
+    """The score of a reward model on pairs, with standard errors unless there is one pair.
 
-    Attributes:
-        accuracy_se: standard error of the accuracy; None of one pair.
-        margin_se: standard error of the margin; None of one pair.
-        ppl: none; a score is no probability.
+    ``ppl`` is None, since a score is no probability.
     """
 
     accuracy_se: float | None = None

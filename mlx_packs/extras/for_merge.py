@@ -315,7 +315,6 @@ class Requantized(nn.Module):
 
     @property
     def used(self) -> nn.Module:
-        """The module that computes."""
         unchanged = self.unchanged or (self.training and self.unchanged_in_training)
         if unchanged:
             return self._own.all[0]
@@ -352,7 +351,6 @@ class ForMerge(Attached):
 
     @property
     def details(self) -> str:
-        """Return ranks, places and the format of the merge, for one line of output."""
         return f"{super().details} · trained for packs merge --requantize {self.for_merge}"
 
     def _install(self, grid: Grid) -> None:
@@ -448,7 +446,6 @@ def attach_for_merge(
 
 
 def _quantized_sum(path: str, slot: Slot, own: nn.Module, rounding: Rounding) -> QuantizedSum:
-    """Return how an adapted weight and the adapters of a slot are quantized."""
     indices = iter(range(slot.first, len(slot.lora.lora_a)))
     slices = tuple((part.width, next(indices) if part.rank else None) for part in slot.spec.slices)
     quantize = partial(rounding.linear, compute_dtype(own))

@@ -106,7 +106,6 @@ class ResidualLoRA(GroupedLoRA):
         return [mx.concatenate(p, -1) for p in a], [mx.concatenate(p, -2) for p in b]
 
     def set_stored(self, lora_a: Sequence[mx.array], lora_b: Sequence[mx.array]) -> None:
-        """Set all factors from what `stored` returns."""
         for own, removed, whole, axis in (
             (self.lora_a, self._removed_a, lora_a, -1),
             (self.lora_b, self._removed_b, lora_b, -2),
@@ -140,7 +139,6 @@ class Residual(Attached):
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Return a context in which the model computes what the base does."""
         trained = self.tensors()
         try:
             self.load({name: mx.zeros_like(t) for name, t in trained.items()}, "base")
@@ -241,7 +239,6 @@ class LoftQ:
     def attach(
         self, base: "BaseModel", lora: LoRAConfig, train: TrainConfig, matmul_path: str
     ) -> Attached:
-        """Attach adapters that begin with what quantization has lost."""
         attached = attach(base, lora, None, matmul_path, train.seed, train.train_fp16_fallback)
         try:
             check_linears(attached, "loftq")

@@ -103,7 +103,6 @@ class ProjectionStack(nn.Module):
         return [self.at(path) for path in self._blocks]
 
     def at(self, path: str) -> nn.Module:
-        """Return the module that is at a path now."""
         node = self
         for part in path.split("."):
             node = node[int(part)] if isinstance(node, list) else node[part]
@@ -137,7 +136,6 @@ class ProjectionStack(nn.Module):
 
 
 def _as_modules(node: Any) -> nn.Module | list:
-    """Return a tree of dicts, lists and modules as modules."""
     if isinstance(node, nn.Module):
         return node
     if isinstance(node, list):
@@ -163,7 +161,6 @@ class Graph:
         return Head(stack.hidden, stack.logits, frozen_head(stack.head))
 
     def lines(self) -> list[str]:
-        """Return the facts of the stack for a run's report."""
         count = len(self.facts["stack"])
         head = self.facts["head"]
         return [
@@ -255,7 +252,6 @@ class _MappedRows(Preparation):
 
 
 def _table(base: "BaseModel", modules: dict[str, nn.Module]) -> tuple[str, nn.Module]:
-    """Return path and module of the embedding table."""
     for path, module in modules.items():
         if path.rpartition(".")[2] in _TABLES and isinstance(module, (nn.Embedding, *EMBEDDINGS)):
             return path, module
@@ -326,7 +322,6 @@ class ProjectionStackTask(CausalLMTask):
     graph: Graph
 
     def target(self, base: Base) -> tuple[Base, LoRAConfig]:
-        """Return the stack over the base, and those of its modules that are adapted."""
         self.base = base
         self.graph = graph_of(base, self.lora)
         for line in self.graph.lines():

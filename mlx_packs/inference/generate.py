@@ -45,7 +45,6 @@ def chat_prompt(
 
 
 def raw_prompt(base: "BaseModel", text: str) -> list[int]:
-    """Return the tokens of a text, without the chat template."""
     return text_tokens(base.tokenizer, text)
 
 

@@ -96,10 +96,7 @@ def plan_buffers(
 ) -> CommandBuffers:
     """Return the longest command buffer of a step on full batches, and what keeps it short.
 
-    ``limit`` is that of the user, which is kept.
-
-    Raises:
-        PackError: A family without a formula.
+    A ``limit`` of the user is kept. Raises a PackError for a family without a formula.
     """
     sizes = sizes_of(headers.config, headers.tensors)
     step = _Step(sizes, train, chip, activation_bytes(headers.config, train.compute_dtype))

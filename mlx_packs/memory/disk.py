@@ -57,7 +57,6 @@ class DiskPlan:
 
 
 def plan_disk(plan: MemoryPlan, train: TrainConfig) -> DiskPlan:
-    """Return the disk space of a run with this memory plan."""
     entries = plan.tensors * _ENTRY_BYTES
     adapters = _ITEM_BYTES[train.pack_dtype] * plan.adapter_weights
     return DiskPlan(

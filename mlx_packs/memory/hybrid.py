@@ -119,7 +119,6 @@ class HybridSizes(Sizes):
 
     @property
     def weights(self) -> int:
-        """Number of weights of linear layers, embeddings and experts."""
         of_experts = self.experts * self.hidden * (3 * self.expert_ffn + 1)
         return super().weights + self.blocks * of_experts
 

@@ -19,8 +19,6 @@ class KindTimes:
 
 @dataclass(frozen=True)
 class MatmulPathChoice:
-    """A matmul path, and why."""
-
     matmul_path: str
     step_ms: dict[str, float]  # that each measured path would take
     reason: str  # where the times are from or why there are none, why another path was left out

@@ -194,7 +194,6 @@ def keep_prefixes(model: nn.Module, part: Callable[..., mx.array], prefix: mx.ar
 def _with_caches(
     model: nn.Module, part: Callable[..., mx.array], tokens: mx.array, caches: Sequence[object]
 ) -> mx.array:
-    """Return the output of a part of the model for tokens, or for states in their place."""
     if tokens.ndim == 2:
         return part(tokens, cache=caches)
     with injected(model, tokens):
@@ -271,11 +270,9 @@ class Preparation:
     """What adds arrays to the batches of an objective."""
 
     def ahead(self, batch: Batch) -> Batch:
-        """As `Objective.ahead`."""
         return batch
 
     def prepare(self, batch: Batch) -> Batch:
-        """As `Objective.prepare`."""
         return batch
 
     def close(self) -> None:
@@ -320,7 +317,6 @@ class CausalLM(Objective):
         return keep_prefixes(self.model, part_of(self.model, self.head), prefix)
 
     def loss(self, inputs: Inputs, layout: Layout = ()) -> tuple[mx.array, mx.array]:
-        """Return the sum of the losses of the targets, and how many there are."""
         loss, _ = target_loss(self.model, self.head, inputs, layout, self._options)
         is_target = (inputs["owners"] >= 0).astype(mx.float32)
         return (loss * is_target).sum(), is_target.sum()
@@ -329,9 +325,7 @@ class CausalLM(Objective):
         return (self._validate or self._score)(data.once())
 
     def score(self, data: Dataset, advance: Callable[[], None] | None = None) -> Score:
-        """Perplexity and accuracy on batches."""
         return self._score(data.once(), advance)
 
     def score_trained(self, batch: Batch) -> Score:
-        """Perplexity and accuracy on a batch that was trained on."""
         return self._score([batch])

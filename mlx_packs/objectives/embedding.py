@@ -166,7 +166,6 @@ class EmbeddingObjective(Objective):
         return ranks.counted_once(total), ranks.counted_once(count)
 
     def _loss(self, ranks: Group, inputs: Inputs) -> tuple[mx.array, mx.array]:
-        """Sum and count of the examples of some ranks."""
         train = self._train
         facts = LOSSES[self._name]
         columns = [inputs[name] for name in COLUMNS if name in inputs]
@@ -202,5 +201,4 @@ class EmbeddingObjective(Objective):
         return self._score(self, data.once(), data.examples)
 
     def score_trained(self, batch: Batch) -> Score:
-        """Loss on a batch that was trained on."""
         return self._score(self, [batch])

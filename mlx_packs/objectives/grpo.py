@@ -30,7 +30,6 @@ class TrainedScore(Score):
 
     @property
     def value(self) -> float:
-        """Mean loss of a target."""
         return self.nll
 
     @property
@@ -150,7 +149,6 @@ class GRPO(Objective):
         return -loss
 
     def loss(self, inputs: Inputs, layout: Layout = ()) -> tuple[mx.array, mx.array]:
-        """Return the sum of the losses of the completions, and how many there are."""
         nll, _ = target_loss(self.model, self.head, inputs)
         owners = inputs["owners"]
         gains = inputs["gains"]
@@ -165,7 +163,6 @@ class GRPO(Objective):
         return {"reward": float(rewards.mean()), "reward_std": float(rewards.std(1).mean())}
 
     def score(self, data: Dataset, advance: Callable[[], None] | None = None) -> Score:
-        """Mean reward of the completions of some prompts."""
         return self._score(data, advance)
 
     def score_trained(self, batch: Batch) -> TrainedScore:

@@ -118,5 +118,4 @@ class RewardModel(Objective):
         return self._score(self, data.once(), advance)
 
     def score_trained(self, batch: Batch) -> Score:
-        """Loss, accuracy and margin of the rewards on a batch that was trained on."""
         return self._score(self, [batch])

@@ -43,11 +43,7 @@ class Score(ABC):
         return not self.measure.endswith(_LOWER_IS_BETTER)
 
     def by(self, entry: str | None) -> "Score":
-        """Return the score as one of its entries tells it; None is its own value.
-
-        Raises:
-            PackError: it has no such entry.
-        """
+        """Return the score by one of its entries, or by its own value; a PackError without it."""
         if entry is None:
             return self
         check_best(entry, self.entries)
@@ -100,12 +96,10 @@ class StoredScore(Score):
 
     @property
     def entries(self) -> dict[str, float]:
-        """The value."""
         return {f"{_PREFIX}{self.measure}": self.value}
 
     @property
     def text(self) -> str:
-        """Measure and value."""
         return f"{self.measure} {self.value:.3f}"
 
 

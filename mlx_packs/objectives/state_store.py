@@ -57,7 +57,6 @@ class StateStore:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all rows."""
         return int(self._sizes.sum())
 
     @property

@@ -35,9 +35,6 @@ class PipelinedAdapters(Extended):
 
     The base must be lazy: the weights of other ranks are taken off before they are read. Those of
     the own blocks are read here, on the first rank the embedding too, on the last norm and head.
-
-    Attributes:
-        blocks: the numbers of the own blocks.
     """
 
     def __init__(self, adapters: Trainable, stages: Stages) -> None:

@@ -65,7 +65,6 @@ def estimate_stage(
 
 
 def of_stages(stages: int) -> Estimate:
-    """Return `estimate_stage` of a number of stages."""
     return partial(estimate_stage, stages=stages)
 
 

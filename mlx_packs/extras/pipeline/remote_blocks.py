@@ -20,11 +20,9 @@ class StageEnd(Exception):
 
 
 class RemoteBlock(nn.Module):
-    """Stands in for a block of another rank, without weights.
+    """Stands in for a block of another rank, without weights but with its plain attributes.
 
-    Args:
-        block: the block, whose plain attributes some models read.
-        injection: has the states [B, T, D] that enter the own blocks; those behind them have none.
+    ``injection`` has the states [B, T, D] that enter the own blocks; those behind them have none.
     """
 
     def __init__(self, block: nn.Module, injection: Injection | None) -> None:

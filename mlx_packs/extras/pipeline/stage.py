@@ -15,12 +15,8 @@ _DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 class Stage:
     """The blocks of this rank, and the states that it exchanges with its neighbours.
 
-    Args:
-        model: the base, in which other ranks' modules are remote (adapters.py).
-        stages: the ranks.
-
-    Attributes:
-        head: on the last rank, hidden states and head; None where they cannot be split.
+    In ``model`` other ranks' modules are remote (adapters.py). ``head`` is None except on the last
+    rank, and where hidden states and head cannot be split.
     """
 
     def __init__(self, model: nn.Module, stages: Stages) -> None:

@@ -14,9 +14,6 @@ class Stages(Group):
 
     A message goes to a neighbour and is over when the neighbour has it. GPipe's order is safe: the
     states of all pieces of a batch go forward before a gradient goes back.
-
-    Args:
-        ranks: the same ranks as a group that shares batches.
     """
 
     def __init__(self, ranks: Group) -> None:
@@ -37,7 +34,6 @@ class Stages(Group):
         mx.eval(mx.distributed.send(array, rank, group=self.native))
 
     def receive(self, shape: Sequence[int], dtype: mx.Dtype, rank: int) -> mx.array:
-        """Return the array that a neighbour sends."""
         array = mx.distributed.recv(shape, dtype, rank, group=self.native)
         mx.eval(array)
         return array
