@@ -219,12 +219,11 @@ class Scorer:
             nll, hits = (np.array(value, dtype=np.float64)[real] for value in values)
             return [np.bincount(owners[real], weights, count) for weights in (nll, None, hits)]
 
-        parts = group().map(scored, batches)
+        parts = zip(*group().map(scored, batches), strict=True)
         order = [example for batch in batches for example in batch.examples]
         by_example = np.argsort(order, kind="stable")
-        return ExampleScores(
-            *(np.concatenate(part)[by_example] for part in zip(*parts, strict=True))
-        )
+        nll, targets, hits = (np.concatenate(part)[by_example] for part in parts)
+        return ExampleScores(nll, targets, hits)
 
     def _values(self, batch: Batch) -> Sequence[mx.array]:
         """Return the NLL [M] of every target, and whether it ranks first [M]."""

@@ -115,10 +115,9 @@ def oom_kills() -> int | None:
 
     Those of this process's own cgroup (2 or 1) are counted, those of the machine where it has none.
     """
-    for file in [
-        *(group / name for group in _groups() for name in ("memory.events", "memory.oom_control")),
-        _PROC / "vmstat",
-    ]:
+    names = ("memory.events", "memory.oom_control")
+    of_groups = [group / name for group in _groups() for name in names]
+    for file in [*of_groups, _PROC / "vmstat"]:
         with suppress(OSError):
             for line in file.read_text().splitlines():
                 name, _, value = line.partition(" ")

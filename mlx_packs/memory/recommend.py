@@ -326,16 +326,16 @@ def _option(request: PlanRequest, way: _Way) -> Option:
         lora = replace(request.lora, rank=rank)
         plan = request.estimate(lora, smaller)
         fitting = fit(plan, request.memory)
-        tried.append(Option(way.method, way.quantize, lora, smaller, plan, fitting, ""))
-        if fitting == "fits":
-            best = tried[-1]
-            break
-    else:  # a smaller rank frees little: it goes only where nothing else is tight
-        best = min(
-            tried,
-            key=lambda o: (o.fit == "no", o.fit == "tight" and -o.lora.rank, o.plan.peak_bytes),
-        )
+        option = Option(way.method, way.quantize, lora, smaller, plan, fitting, "")
+        if option.fits:
+            return replace(option, why=_why(request, option))
+        tried.append(option)
 
+    # a smaller rank frees little: it goes only where nothing else is tight
+    best = min(
+        tried,
+        key=lambda o: (o.fit == "no", o.fit == "tight" and -o.lora.rank, o.plan.peak_bytes),
+    )
     return replace(best, why=_why(request, best))
 
 
@@ -521,10 +521,9 @@ def _notes(best: Option, headers: Headers, width: int) -> list[str]:
             time += f", ± {best.step.error:.0%} on those steps"
         notes["time"] = f"{time}. Every example is of full length."
 
-    return [
-        line
-        for label, text in notes.items()
-        for line in textwrap.wrap(
+    lines = []
+    for label, text in notes.items():
+        lines += textwrap.wrap(
             text,
             width,
             initial_indent=f"{label:<8}",
@@ -532,4 +531,4 @@ def _notes(best: Option, headers: Headers, width: int) -> list[str]:
             break_long_words=False,
             break_on_hyphens=False,
         )
-    ]
+    return lines

@@ -172,11 +172,12 @@ class FrozenActivations(Preparation):
 
     def _is_same(self, computed: np.ndarray, stored: np.ndarray) -> bool:
         """Return whether the states of an example equal the stored ones, to float error."""
-        first, second = (
-            mx.array(np.ascontiguousarray(states).reshape(-1, self._token_bytes)).view(self._dtype)
-            for states in (computed, stored)
-        )
-        return relative_error(first, second) <= TOLERANCE[self._dtype]
+
+        def as_array(states: np.ndarray) -> mx.array:
+            by_token = np.ascontiguousarray(states).reshape(-1, self._token_bytes)
+            return mx.array(by_token).view(self._dtype)
+
+        return relative_error(as_array(computed), as_array(stored)) <= TOLERANCE[self._dtype]
 
     def _lay_out(self, batch: Batch, states: dict[int, np.ndarray]) -> np.ndarray:
         """uint8 [B, T, bytes] of a batch; zero where it has no example."""

@@ -298,7 +298,8 @@ class PreferenceObjective(Objective):
             return self._sum(completions)
 
         ranks = group()
-        total, count = self._sum(Completions(*map(ranks.joined, vars(completions).values())))
+        of_all = {name: ranks.joined(values) for name, values in vars(completions).items()}
+        total, count = self._sum(Completions(**of_all))
         return ranks.counted_once(total), ranks.counted_once(count)
 
     def _completions(self, inputs: Inputs, layout: Layout) -> Completions:
