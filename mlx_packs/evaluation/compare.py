@@ -373,7 +373,6 @@ def as_csv(compared: Sequence[Compared]) -> str:
         rows.append(row | {f"{name}_passed": gate["passed"] for name, gate in gates.items()})
 
     columns = list(dict.fromkeys(name for row in rows for name in row))
-
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
     writer.writeheader()

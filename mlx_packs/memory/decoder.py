@@ -62,7 +62,6 @@ def base_bytes(sizes: Sizes, headers: Headers, train: TrainConfig, itemsize: int
     )
 
     quantized = set(headers.weight_modes)
-
     if train.quantize != "none" and not quantized:
         quantized_format = named_format(train.quantize, train.double_quant)
         options = QuantizeOptions(quantized_format, tuple(train.keep))

@@ -476,7 +476,6 @@ def table(
         )
 
     lines += ["", f"{'parts of ' + best.kind:<24} {'at the peak':>12} {'at most':>9}"]
-
     largest = best.plan.largest_parts()
     for name, now in best.plan.parts().items():
         at_peak = _size_or_0(now)
@@ -485,7 +484,6 @@ def table(
     lines += [f"  {'peak, at ' + best.plan.moment:<22} {size(best.plan.peak_bytes):>12}", ""]
 
     lines += _notes(best, headers, width)
-
     if best.fit == "no":
         ways = remedies(headers, best.lora, best.train, partial(estimate, headers))
         return [*lines, f"try:    {any_of([*ways, 'more memory'])}"]
