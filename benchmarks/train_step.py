@@ -26,12 +26,12 @@ from .workloads import WORKLOADS, activation_dtype, base_name, load
 
 
 def records(entries: list[Entry], task: str, dtype: str, rank: int) -> list[Record]:
-    """Milliseconds a step and supervised tokens a second of every entry, against the first."""
+    """Milliseconds per step and supervised tokens per second of every entry, against the first."""
     here = Environment.here()
     baseline = entries[0]
     note = ""
     if any(e.rows.tokens.shape != baseline.rows.tokens.shape for e in entries):
-        note = "Batches differ in rows; ratios are of supervised tokens a second."
+        note = "Batches differ in rows; ratios are of supervised tokens per second."
     base_speed = percentiles(baseline.tokens_per_s)["p50"]
     new_records = []
     for entry in entries:

@@ -148,9 +148,9 @@ def _model_lines(steps: Sequence[dict]) -> list[str]:
     first = steps[0]
     lines = [
         f"{first['model'][:40]} · {first['weights']} · {first['dtype']} · rank {first['rank']}",
-        f"{'':10}{'mlx-lm':^12} |{'mlx_packs':^25}|{'':17} |{'s a step':>10}",
+        f"{'':10}{'mlx-lm':^12} |{'mlx_packs':^25}|{'':17} |{'s per step':>10}",
         f"{'batch':<10}{'tok/s':>7}{'GB':>5} |{'tok/s':>8}{'GB':>5} {'path':<11}|"
-        f"{'times as fast':>17} |{'took':>6}{'plan':>5}",
+        f"{'speedup':>17} |{'took':>6}{'plan':>5}",
     ]
 
     for step in steps:
@@ -206,7 +206,7 @@ def pull_request(record: dict, file: str) -> str:
         f"`packs bench` on {chip}, {cores}{machine['memory_gb']:g} GB, {machine['system']}, "
         f"{record['date'][:10]}.",
         "",
-        "| model | batch | path | mlx-lm tokens/s | mlx_packs tokens/s | times as fast | "
+        "| model | batch | path | mlx-lm tokens/s | mlx_packs tokens/s | speedup | "
         "mlx-lm GB | mlx_packs GB |",
         "|---|---|---|--:|--:|--:|--:|--:|",
         *(_table_row(step) for step in record["steps"] if not step["fault"]),

@@ -131,7 +131,7 @@ def outcome(comparison: Comparison) -> str:
         return comparison.fault
     count = len(comparison.ratios)
     rounds = "rounds" if count > 1 else "round"
-    return f"{median(comparison.ratios):.2f} times as fast as mlx-lm, {count} {rounds}"
+    return f"{median(comparison.ratios):.2f}x the speed of mlx-lm, {count} {rounds}"
 
 
 def median(values: Sequence[float]) -> float:

@@ -53,7 +53,7 @@ class Comparison:
         choice: Our matmul path, and why.
         plan: Its planned memory; None where there is no plan.
         predicted: The prediction of `packs plan` before this run; None if there is none.
-        ratios: How many times as fast ours was, round by round.
+        ratios: Our speed divided by the speed of mlx-lm, round by round.
         fault: Why there is no speed; empty if there is one.
         differs: Whether that is since the implementations disagree.
     """

@@ -156,4 +156,4 @@ def _check_out(out: str | None) -> None:
 def _calibration(steps: int, reason: str) -> str:
     if reason:
         return f"plan    not calibrated: {reason}"
-    return f"plan    packs plan now predicts seconds a step by {steps} steps measured here"
+    return f"plan    packs plan now predicts seconds per step from {steps} steps measured here"

@@ -514,7 +514,7 @@ def _notes(best: Option, headers: Headers, width: int) -> list[str]:
     }
 
     if best.step:
-        time = f"seconds a step: {best.step.source}"
+        time = f"seconds per step: {best.step.source}"
         if best.step.error:
             time += f", ± {best.step.error:.0%} on those steps"
         notes["time"] = f"{time}. Every example is of full length."

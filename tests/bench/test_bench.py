@@ -180,7 +180,7 @@ def test_the_table_fits_80_columns_and_names_the_files(benched):
     assert max(map(len, lines)) <= 80, max(lines, key=len)
     assert any(line.startswith("1 x 4 ") for line in lines)
     assert "kernels 1 instances right" in lines
-    assert "packs plan now predicts seconds a step by 2 steps measured here" in result.stdout
+    assert "packs plan now predicts seconds per step from 2 steps measured here" in result.stdout
     assert {f.name for f in folder.iterdir()} == {"r.json", "r.md", "cache"}
 
 
