@@ -47,7 +47,7 @@ ROWS, LENGTH = 16, 128
 WAYS = {
     "transformer, all projections": ("transformer", ()),
     "transformer, the stack's own": ("transformer", ("o_proj", "lm_head")),
-    "transformer, head alone": ("transformer", ("lm_head",)),
+    "transformer, only the head": ("transformer", ("lm_head",)),
     "projection-stack": ("projection-stack", ()),
 }
 

@@ -225,7 +225,7 @@ def graph_of(base: "BaseModel", lora: LoRAConfig) -> Graph:
     if left_out and stack:
         note += f"; without {left_out}"
     elif left_out:
-        note += f"; the head alone, since {left_out}"
+        note += f"; only the head, since {left_out}"
 
     facts = {
         "graph": STACK,

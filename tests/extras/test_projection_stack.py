@@ -163,7 +163,7 @@ def test_stack_of_projections_that_are_not_square_is_the_head_alone():
     result = graph(base_of("qwen3"))  # 4 heads of 32 to 64 hidden, as 4096 to 2560 in Qwen3-4B
     assert result.lora.target_modules == ("lm_head",) and result.facts["stack"] == []
     assert (
-        "the head alone, since o_proj is 128 -> 64, not 64 -> 64 in 2 of 2 blocks"
+        "only the head, since o_proj is 128 -> 64, not 64 -> 64 in 2 of 2 blocks"
         in (result.facts["note"])
     )
 

@@ -150,7 +150,7 @@ def test_projection_stack_without_square_projections_trains_the_head(graph_folde
     assert (
         list(modules(graph_folder / "head")) == ["lm_head"] and report["objective"]["stack"] == []
     )
-    assert "the head alone, since o_proj is 128 -> 64" in report["objective"]["note"]
+    assert "only the head, since o_proj is 128 -> 64" in report["objective"]["note"]
 
 
 def test_stack_without_trainable_weights_names_what_works(graph_folder, run):
