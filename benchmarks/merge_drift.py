@@ -31,7 +31,7 @@ WAYS = {
 def table(packs: list[Pack], model: str, data: str, rows: int) -> list[str]:
     """A row for each pack and precision."""
     lines = [
-        "| pack | merged into | KL, nats a token | of the pack's own | PPL ratio | same first "
+        "| pack | merged into | KL, nats per token | of the pack's own | PPL ratio | same first "
         "token | default gate |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]

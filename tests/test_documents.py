@@ -53,7 +53,7 @@ def test_relative_links_lead_to_a_file_and_a_heading(document):
 
 def test_broken_links_are_found():
     text = (
-        "[a](merge.md#what-is-written) [b](merge.md#nothing) ![c](../nothing.svg) [d](https://x.y)"
+        "[a](merge.md#written-formats) [b](merge.md#nothing) ![c](../nothing.svg) [d](https://x.y)"
     )
     assert documents.broken_links(documents.parse("docs/x.md", text)) == [
         "merge.md#nothing",

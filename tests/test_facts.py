@@ -75,7 +75,7 @@ def test_readme_and_index_show_the_same_run():
 
 
 def test_readme_says_what_fits_as_the_plan_does():
-    rows = table("README.md", "## What fits on which Mac")
+    rows = table("README.md", "## Memory and speed on Macs")
     assert [row[0] for row in rows] == list(FITTED)
     assert [row[1 : 1 + len(BATCHES)] for row in rows] == [fits(name) for name in FITTED], (
         "run python -m benchmarks.plan_table --fits"

@@ -192,7 +192,7 @@ class Supervisor:
         own = self._own()
         place = "starts again, as it had no checkpoint"
         if own:
-            place = f"goes on from {own[-1].name}"
+            place = f"continues from {own[-1].name}"
 
         size = ""
         if smaller:
@@ -293,7 +293,7 @@ def _with_agent(run: Supervised, agent: macos.LaunchAgent, display: Display) -> 
     if agent.file.exists() and checkpoints(run_folder(run.pack)):
         run = replace(run, first=run.again, resumes=True)
     agent.write([*PROGRAM, *run.at_login])
-    display.line("agent", f"{agent.file}: goes on with the run at login, until it has ended")
+    display.line("agent", f"{agent.file}: continues the run at login, until it has ended")
     return run
 
 
@@ -301,7 +301,7 @@ def _end_agent(agent: macos.LaunchAgent, asked: Sequence[int], display: Display)
     """Remove the agent's file, unless the Mac may be shutting down."""
     if set(asked) & set(_KEPT_AGENT):
         text = (
-            f"{agent.file} stays: the run goes on at the next login; without the file it does not"
+            f"{agent.file} stays: the run continues at the next login; without the file it does not"
         )
         display.line("agent", text)
     else:

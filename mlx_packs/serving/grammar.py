@@ -90,7 +90,7 @@ class Grammars:
             bits = np.frombuffer(matcher.compute_logit_bias(), dtype=np.uint8)
             if matcher.is_error():
                 reason = matcher.get_error().splitlines()[0].rstrip(".")
-                raise PackError(f"The answer cannot go on as its schema needs it: {reason}.")
+                raise PackError(f"The answer cannot continue as its schema requires: {reason}.")
 
             allowed = mx.array(bits[: logits.shape[-1]] != 0)
             return mx.where(allowed, logits, -mx.inf)

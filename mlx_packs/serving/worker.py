@@ -101,7 +101,7 @@ class Worker:
         try:
             self.on_failure(error)
         except Exception:
-            log.exception("The server cannot go on after a failed step.")
+            log.exception("The server cannot continue after a failed step.")
             self._closing = time.monotonic()
 
         return self._closing is None or self._closing > time.monotonic()
@@ -118,7 +118,7 @@ class Worker:
             try:
                 command()
             except Exception:
-                log.exception("A command failed; the server goes on.")
+                log.exception("A command failed; the server continues.")
             wait = False
 
     def on_start(self) -> None:

@@ -188,7 +188,7 @@ def run(request: Request, settings: RunSettings, place: Place) -> TrainRun:
             if isinstance(request.base, Base):  # it is the caller's
                 raise
             fault, saved = overflow.fault, overflow.saved
-        request.display.line("dtype", f"{fault}; the run goes on in bfloat16")
+        request.display.line("dtype", f"{fault}; the run continues in bfloat16")
         gc.collect()  # the base in float16, which the exception referenced
         place = replace(place, resume=place.resume or saved, overflow=fault)
         return _run(request, settings, place)

@@ -231,7 +231,7 @@ def stored(out: str) -> dict[str, bytes]:
 def test_a_run_that_overflows_goes_on_in_bfloat16(checkpoint, rows):
     result, lines = trained(checkpoint, rows)
     assert lines[0] == "dtype: float16: as specified · the loss is scaled"
-    overflow = next(line for line in lines if "goes on in bfloat16" in line)
+    overflow = next(line for line in lines if "continues in bfloat16" in line)
     number = int(overflow.removeprefix("dtype: batch ").partition(":")[0])
     assert "the loss is nan in float16" in overflow
     assert lines[-1].startswith("dtype: bfloat16 instead of float16: batch")
@@ -271,7 +271,7 @@ def test_a_run_goes_on_in_the_dtype_it_went_back_to(checkpoint, rows):
 def test_accumulated_batches_are_taken_again(checkpoint, rows):
     train = replace(TRAIN, grad_accumulation_steps=4, iters=8)
     result, lines = trained(checkpoint, rows, train)
-    assert any("goes on in bfloat16" in line for line in lines)
+    assert any("continues in bfloat16" in line for line in lines)
     assert [line["batch"] for line in result.curve if "loss" in line] == [*range(1, 9)]
     assert result.report["steps"] == 2
     assert checkpoints(Path("o-run"))[0].name == "step-000000"
