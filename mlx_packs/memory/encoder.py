@@ -212,7 +212,7 @@ def why_not_quantized(headers: Headers, plan: MemoryPlan) -> str:
     return (
         f"float32 LoRA, not QLoRA: all {plan.base_weights / 1e6:.1f} M weights are "
         f"{size(plan.base)} in float32. 4 bits would save {size(saved)} of a peak of "
-        f"{size(plan.peak_bytes)}, since activations take most of the memory, and these stay; "
+        f"{size(plan.peak_bytes)}, since activations need most of the memory, and these stay; "
         "every product would have to dequantize its weights first; and a model this small has "
         "little redundancy to compensate for rounding to 4 bits"
     )
