@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 @option(
     "--contribute",
     is_flag=True,
-    help="Also write the text of a pull request beside the record. Nothing is sent.",
+    help="Also write the text of a pull request next to the record. Nothing is sent.",
 )
 @options.trust_remote_code
 @options.as_json

@@ -43,7 +43,7 @@ _MOST = 4  # models that are mixed if none are named
     type=click.IntRange(1, 100_000),
     default=64,
     metavar="N",
-    help="Tokens of each answer at most.",
+    help="Maximum length of an answer, in tokens.",
 )
 @option(
     "--api-key",
@@ -65,9 +65,9 @@ def bench_serve(
 ) -> None:
     """Measure how a server of the OpenAI API answers at high load.
 
-    For each number of concurrent requests, one model alone and several alternating ones are
-    measured: answers and tokens per second, and percentiles of the time to the first token and to
-    the whole answer. The exit code is 1 if a request failed.
+    For each number of concurrent requests, one model and several alternating ones are measured:
+    answers and tokens per second, and percentiles of the time to the first token and to the
+    complete answer. The exit code is 1 if a request failed.
     """
     from ..bench.serving import Load, Target, run_load, table
 

@@ -24,14 +24,14 @@ _COMMANDS = """\
 /pack PACK     answer with this pack from now on (PACK=0.7 applies 70 % of it)
 /base          answer without a pack
 /history       show the conversation
-/clear         begin a new conversation
+/clear         start a new conversation
 /quit          leave; so does Ctrl-D. Ctrl-C ends an answer"""
 
 
 @click.command()
 @options.model_of_pack
 @options.packs(
-    "Pack to begin with; PACK=0.7 applies 70 % of its delta. The deltas of several "
+    "Pack to start with; PACK=0.7 applies 70 % of its delta. The deltas of several "
     "packs are added up."
 )
 @option("--system", default="", metavar="TEXT", help="System message that comes before all others.")
@@ -53,7 +53,7 @@ def chat(
     /pack PACK    answer with this pack from now on
     /base         answer without a pack
     /history      show the conversation
-    /clear        begin a new conversation
+    /clear        start a new conversation
     /quit         leave (or Ctrl-D); Ctrl-C ends an answer
 
     If standard input is not a terminal, each of its lines is a message.

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 def doctor(file: Path | None, model: str | None, rank: int, verbose: bool) -> None:
     """Check this machine and its kernels.
 
-    The usual instances of every kernel are compared with plain MLX and timed, alone and with their
+    The usual instances of every kernel are compared with plain MLX and timed, without and with
     gradients. The times are stored for this device, and an operation whose kernel is slower uses
     plain MLX from then on. The exit code is 1 if a kernel is wrong; its operation then uses plain
     MLX.

@@ -47,8 +47,8 @@ def evaluate(
 
     The pack of an encoder is evaluated by correlation with scores, retrieval or triplet accuracy,
     depending on the examples, a reward model by preference accuracy and reward margin. Base model
-    and pack see the same examples, and each result has its standard error; that of the ratio is
-    paired by example and therefore smaller. With --metric, the share of right answers is reported
+    and pack see the same examples, and each result has its standard error. The ratio is paired
+    by example, so its error is smaller. With --metric, the share of right answers is reported
     too, with greedy decoding. To evaluate the weighted sum of several packs, pass --pack
     PACK=WEIGHT for each.
     """
@@ -102,7 +102,7 @@ def _data_of(data: str | None, pack: "Pack") -> str:
     "--num-fewshot",
     type=click.IntRange(0),
     help="Number of solved examples before each question.",
-    default_text="that of the task",
+    default_text="the task's",
 )
 @option(
     "--limit",

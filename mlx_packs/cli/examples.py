@@ -43,7 +43,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("Estimate the bundled model:", "packs plan --model tiny"),
     ),
     "bench": (
-        ("Time training steps of the bundled model, beside mlx-lm:", "packs bench"),
+        ("Time training steps of the bundled model, with mlx-lm's:", "packs bench"),
         (
             "Time a larger model in at most 20 minutes:",
             "packs bench --model mlx-community/Qwen3-4B-4bit --minutes 20",
@@ -52,11 +52,11 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "doctor": (
         ("Check this machine and its kernels:", "packs doctor"),
-        ("Write what was found to a file, for a bug report:", "packs doctor --report doctor.json"),
+        ("Write the result to a file, for a bug report:", "packs doctor --report doctor.json"),
         ("Print the result as JSON:", "packs doctor --json"),
     ),
     "inspect": (
-        ("Show what a pack contains:", "packs inspect packs/tickets"),
+        ("Show the contents of a pack:", "packs inspect packs/tickets"),
         ("List each adapter too:", "packs inspect packs/tickets --verbose"),
         ("Print the manifest's facts as JSON:", "packs inspect packs/tickets --json"),
     ),
@@ -71,7 +71,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "report": (
         ("Write the report page of a run that still trains:", "packs report packs/tickets-run"),
-        ("Write that of a pack:", "packs report packs/tickets"),
+        ("Write the page of a pack:", "packs report packs/tickets"),
     ),
     "apply": (
         ("Check that a pack fits its base model:", "packs apply packs/tickets"),
@@ -121,7 +121,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
             '--prompt "My card was charged twice for order 1042."',
         ),
         (
-            "Generate with the base model alone:",
+            "Generate without a pack:",
             'packs generate --model tiny --prompt "What is a list?"',
         ),
         (
@@ -133,7 +133,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("Chat with a pack:", "packs chat --pack packs/tickets"),
         ("Chat with the bundled model:", "packs chat --model tiny"),
         (
-            "Begin with a system message:",
+            "Start with a system message:",
             'packs chat --pack packs/tickets --system "Answer in one sentence."',
         ),
     ),
@@ -194,7 +194,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ),
     ),
     "serve": (
-        ("Serve one pack, and the base model beside it:", "packs serve --pack packs/tickets"),
+        ("Serve one pack and the base model:", "packs serve --pack packs/tickets"),
         ("Serve every pack below a folder, as they come and go:", "packs serve --packs packs"),
         (
             "Serve other machines too, with a key:",

@@ -133,7 +133,9 @@ def _adapter_lines(pack: "Pack") -> list[str]:
         f"{short_fingerprint(base['fingerprint'])}",
     ]
 
-    count = f"{m['adapters']['parameters']:,} weights ({m['adapters'].get('dtype') or 'float32'})"
+    count = (
+        f"{m['adapters']['parameters']:,} parameters ({m['adapters'].get('dtype') or 'float32'})"
+    )
     if modules:
         lines.append(
             f"lora    rank {', '.join(map(str, ranks))} · scale {', '.join(map(str, scales))} · "
@@ -208,8 +210,8 @@ def _adapted_line(module: dict) -> str:
 def list_packs(folder: str | None, hub_cache: bool) -> None:
     """List the packs below a folder.
 
-    FOLDER is the current folder by default. With --hub-cache alone, only the Hub's caches are
-    searched. Only manifests and file sizes are read; `packs inspect` checks hashes.
+    FOLDER is the current folder by default. With --hub-cache and no FOLDER, only the Hub's caches
+    are searched. Only manifests and file sizes are read; `packs inspect` checks hashes.
     """
     from ..packs.listing import list_packs, table
 

@@ -33,13 +33,13 @@ _fidelity = options.add(
     "--requantize",
     default="none",
     metavar=f"{{none,same,{','.join(WEIGHT_FORMATS)}}}",
-    help="Format of the merged weights: dense (none), that of the base model (same), or another.",
+    help="Format of the merged weights: dense (none), the base model's (same), or another.",
 )
 @option(
     "--dtype",
     default="auto",
     metavar="{auto,float32,bfloat16,float16}",
-    help="Dtype of the merged weights; auto is that of the base model.",
+    help="Dtype of the merged weights; auto is the base model's.",
 )
 @_fidelity
 @options.max_shard_gb
@@ -98,7 +98,7 @@ def merge(pack: Path, model: str | None, out: str, **settings) -> None:
     help="Share of the deltas that ties and dare keep.",
     default_text="0.5",
 )
-@option("--seed", default=0, help="Random seed of what dare drops.")
+@option("--seed", default=0, help="Random seed of dare.")
 @options.model
 @_fidelity
 @options.overwrite

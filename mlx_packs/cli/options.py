@@ -255,8 +255,8 @@ loss_on = setting(
     "loss_on",
     "as the pack was trained",
     type=click.Choice(facts_of(SETTINGS["loss_on"]).choices),
-    help="Tokens to evaluate: all, those of the completion (the last answer), or those of every "
-    "assistant message.",
+    help="Tokens to evaluate: all, only the completion (the last answer), or every assistant "
+    "message.",
 )
 metric = setting(
     "metric",

@@ -115,11 +115,11 @@ def _size(flag: str, text: str) -> int:
 @option(
     "--machines",
     section="Memory and speed",
-    common="Also show what N such machines would need.",
+    common="Also show the plan for N such machines.",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Also show what N such machines would need for these settings: nothing, data-parallel "
-    "training, or a pipeline, which splits the base.",
+    help="Also show how N such machines can train with these settings: data-parallel, with a "
+    "pipeline, which splits the base, or not at all.",
     default_text="not counted",
 )
 @options.recipes

@@ -24,8 +24,8 @@ def report(run_or_pack: str, out: str | None) -> None:
 
     RUN_OR_PACK is a run folder, a pack's folder, the Hub id of a pulled pack, or the folder of a
     sweep. The page is one self-contained HTML file with the loss curve, results, samples, the mask
-    view, changes by layer, memory and recipe; that of a sweep has its leaderboard. For an
-    unfinished run, it shows what is available. No model is loaded.
+    view, changes by layer, memory and recipe. The page of a sweep has its leaderboard. The
+    page of an unfinished run shows the available parts. No model is loaded.
     """
     from ..sweeps import leaderboard
     from ..training.run_page import write_page

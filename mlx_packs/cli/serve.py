@@ -47,7 +47,7 @@ _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance"
     section="Server",
     default="127.0.0.1",
     metavar="ADDRESS",
-    help="Address to listen on. Others than 127.0.0.1 let other machines in.",
+    help="Address to listen on. Any other than 127.0.0.1 exposes the server to the network.",
 )
 @option(
     "--port",
@@ -79,7 +79,7 @@ _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance"
     default=256,
     type=click.IntRange(1),
     metavar="N",
-    help="Requests that wait at most; more are rejected with status 429.",
+    help="Maximum queue length; more requests are rejected with status 429.",
 )
 @option(
     "--matmul-path",
@@ -94,7 +94,7 @@ _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance"
     section="Memory and speed",
     metavar="SIZE",
     help="Memory for keys and values, such as 4GB.",
-    default_text="half of what the base leaves",
+    default_text="half of the memory that the base leaves",
 )
 @option(
     "--kv-bits",
@@ -117,7 +117,7 @@ _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance"
     default=512,
     type=click.IntRange(1),
     metavar="N",
-    help="Tokens of an answer whose request does not say.",
+    help="Default answer length, in tokens.",
 )
 @options.template_kwargs(
     "Variables of the chat template, such as '{\"enable_thinking\": false}', for requests without "

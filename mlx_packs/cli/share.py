@@ -18,7 +18,7 @@ from .output import print_report
     "--license",
     metavar="ID",
     help="Identifier of the licence on the Hub.",
-    default_text="that of the base model",
+    default_text="the base model's",
 )
 @option(
     "--samples",
@@ -29,7 +29,7 @@ from .output import print_report
 def push(pack: str, repo: str, **settings) -> None:
     """Upload a pack to the Hugging Face Hub.
 
-    REPO is owner/name. The pack is checked first, then its folder is uploaded as it is. A licence,
+    REPO is owner/name. The pack is checked first, then its folder is uploaded unchanged. A licence,
     or the Hub's metadata that its card lacks, is therefore added to the folder itself, and held-out
     examples are removed from it; for a pulled pack, a copy is changed.
     """

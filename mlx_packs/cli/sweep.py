@@ -45,8 +45,8 @@ from .recipe import RecipeFiles, recipe_of
     "--runner",
     type=click.Choice(SWEEP_RUNNERS),
     default=SWEEP_RUNNERS[0],
-    help="Train the trials one after the other on this machine (local), or on the workers of a Ray "
-    "cluster: that of RAY_ADDRESS, else one on this machine (ray).",
+    help="Train the trials one after the other on this machine (local), or on the workers of the "
+    "Ray cluster at RAY_ADDRESS, else of one on this machine (ray).",
 )
 @options.as_json
 @option("-q", "--quiet", is_flag=True, help="Print the leaderboard only.")
@@ -57,7 +57,7 @@ def sweep(file: str, out: str | None, search: str | None, runner: str, quiet: bo
     of the recipe. Every trial that is known is checked before the first one starts. Each is trained
     in a process of its own; after an interruption the same command continues. The leaderboard is
     printed and written as CSV, JSON and HTML. The best pack is the one with the best held-out
-    metric of those that pass the recipe's gates; if none does, the exit code is 1.
+    metric among the packs that pass the recipe's gates; if none does, the exit code is 1.
     """
     _check_installed("sweep", "Optuna", "sweep")
     if runner == "ray":

@@ -31,8 +31,8 @@ class CommonConfig(Settings):
     task: str = _data(
         "lm",
         "What to train: next-token prediction (lm), preferences (dpo, orpo, simpo, cpo; kto for "
-        "rated completions), completions that a reward function likes (grpo), or sentence "
-        "embeddings with an encoder.",
+        "rated completions), completions that maximize a reward function (grpo), a reward model "
+        "(reward), or sentence embeddings with an encoder.",
         choices=TASKS,
         memory=True,
         phase=True,
@@ -40,9 +40,9 @@ class CommonConfig(Settings):
     )
     method: str = option(
         "lora",
-        "Train LoRA adapters; adapters with magnitudes (dora); adapters that begin with the "
-        "principal part of the weights (pissa), with columns of their QR (olora), or with what "
-        "quantization lost (loftq); or all weights of the base model in float32 (full).",
+        "Train LoRA adapters; adapters with magnitudes (dora); adapters that start from the top "
+        "singular vectors of the weights (pissa), from columns of their QR (olora), or from the "
+        "quantization error (loftq); or all weights of the base model in float32 (full).",
         section="Adapter",
         choices=METHODS,
         memory=True,
@@ -148,7 +148,7 @@ class CommonConfig(Settings):
     micro_batches: int = _memory(
         1,
         "Split each batch into N pieces. The update is the same up to rounding (with dropout, the "
-        "masks differ) and takes less memory, which the plan does not take into account.",
+        "masks differ) and needs less memory, which the plan does not count.",
         at_least=1,
         resumable=True,
     )

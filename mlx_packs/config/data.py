@@ -70,13 +70,13 @@ class TextConfig(Settings):
     template_kwargs: dict = _data(
         {},
         "Variables of the chat template, such as '{\"enable_thinking\": false}', in training and "
-        "wherever the pack generates. A column chat_template_kwargs has those of one example.",
+        "wherever the pack generates. A column chat_template_kwargs sets them for one example.",
         metavar="JSON",
     )
     template_date: str | None = _data(
         None,
         "Date that a chat template which reads the clock sees in training.",
-        shown_default="the day on which the run begins",
+        shown_default="the day on which the run starts",
         metavar="YYYY-MM-DD",
     )
 

@@ -77,8 +77,8 @@ class LoRAConfig(Settings):
     )
     modules_to_save: tuple[str, ...] = _adapter(
         (),
-        "Modules to train in full beside the adapters, in float32, and to store in the pack: names "
-        "or paths of embeddings, the head, norms or linear layers (embed_tokens,norm).",
+        "Modules to train in full in addition to the adapters, in float32, and to store in the "
+        "pack: names or paths of embeddings, the head, norms or linear layers (embed_tokens,norm).",
         metavar="NAMES",
         memory=True,
     )

@@ -85,7 +85,8 @@ class OptimizerConfig(Settings):
     )
     loraplus_lr_ratio: float = _optimizer(
         1.0,
-        "Learning rate of B, the second factor of every adapter, over that of the rest (LoRA+).",
+        "Learning rate of B, the second factor of every adapter, divided by the rate of all other "
+        "parameters (LoRA+).",
         metavar="RATIO",
         above=0,
         method="lora",

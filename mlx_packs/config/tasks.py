@@ -47,10 +47,10 @@ class DecoderConfig(Settings):
     )
     share_prefix: str = option(
         "auto",
-        "Compute what the examples of a batch begin with, such as a system prompt, once, not in "
-        "every row, and with --task lm merge rows that begin other rows into them; auto does so if "
-        "it saves 15 % of the inputs, with nothing that is drawn at random. With --task lm on also "
-        "puts examples of each of many beginnings together.",
+        "Compute the common prefix of the examples of a batch, such as a system prompt, once, not "
+        "in every row, and with --task lm merge rows that are prefixes of other rows into them. "
+        "auto does so if it saves 15 % of the inputs and the run has no dropout or noise. With "
+        "--task lm, on also puts examples of the same prefix into the same batch.",
         section="Memory and speed",
         choices=("auto", "on", "off"),
         memory=True,
@@ -68,7 +68,7 @@ class PackableConfig(DecoderConfig):
 
     num_proc: int | None = _data(
         None,
-        "Most processes that tokenize data sets of files of about 16 MB or more.",
+        "Maximum number of tokenizer processes, for data sets of about 16 MB or more.",
         shown_default="one per core, at most 8",
         metavar="N",
         at_least=1,
@@ -151,8 +151,8 @@ class LMConfig(PackableConfig, LabelSmoothing):
 
     loss_on: str | None = _data(
         None,
-        "Tokens to train on: all, those of the completion (the last answer), or those of every "
-        "assistant message.",
+        "Tokens to train on: all, only the completion (the last answer), or every assistant "
+        "message.",
         shown_default="assistant for chats, completion for prompts with completions, all for texts",
         choices=("all", "completion", "assistant"),
         common="Tokens to train on.",
@@ -215,14 +215,14 @@ class LMConfig(PackableConfig, LabelSmoothing):
     )
     max_ppl_ratio: float | None = _gate(
         None,
-        "Gate: exit with code 1 if held-out perplexity with the pack is more than RATIO times that "
-        "of the base model.",
+        "Gate: exit with code 1 if held-out perplexity with the pack is more than RATIO times the "
+        "base model's.",
         metavar="RATIO",
     )
     min_tps_ratio: float | None = _gate(
         None,
-        "Gate: exit with code 1 if tokens/s with the pack are less than RATIO times those of the "
-        "base model.",
+        "Gate: exit with code 1 if tokens/s with the pack are less than RATIO times the base "
+        "model's.",
         metavar="RATIO",
     )
 
@@ -328,7 +328,7 @@ class GRPOConfig(DecoderConfig, Beta):
         8, "Completions of each prompt, whose rewards are compared.", at_least=2, memory=True
     )
     max_completion_length: int = _generated(
-        256, "Most tokens of a completion that is generated.", at_least=1, memory=True
+        256, "Maximum completion length, in tokens.", at_least=1, memory=True
     )
     temperature: float = _generated(
         1.0, "Sampling temperature of the completions in training.", metavar="TEMP", above=0
