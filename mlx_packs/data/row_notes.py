@@ -71,5 +71,5 @@ def _leak_note(
     first = min(found)
     return (
         f"{len(found):,} of {of} nearly repeat training examples ({held_out.where(first)} is "
-        f"{train.where(found[first])}): their loss flatters the pack"
+        f"{train.where(found[first])}), so the held-out loss is too optimistic"
     )

@@ -298,12 +298,12 @@ class StraightThroughLinear(AdaptedLinear):
 
 
 class Requantized(nn.Module):
-    """A frozen module whose weight is quantized anew, and that can be used as it was, too.
+    """A frozen module that holds a re-quantized copy of its weight and the original.
 
     Attributes:
         linear: the linear, embedding or stack of experts with the new weight.
-        unchanged: whether the module as it was is used instead.
-        unchanged_in_training: the same for training alone.
+        unchanged: whether the original is used.
+        unchanged_in_training: the same, only in training.
     """
 
     def __init__(self, own: nn.Module, linear: nn.Module) -> None:

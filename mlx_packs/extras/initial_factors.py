@@ -61,12 +61,12 @@ def orthonormal_factors(weight: mx.array, rank: int, scale: float) -> Factors:
 
 
 class ResidualLoRA(GroupedLoRA):
-    """Adapters of a projection group beside what is left of the weights when they begin.
+    """Adapters of a projection group whose initial product is subtracted from the weights.
 
-    Semantics: y = (W - s B0 A0) x + s B A x, where A and B begin as A0 and B0
+    Semantics: y = (W - s B0 A0) x + s B A x, where A and B start as A0 and B0
 
-    The weight stays as it is, quantized or not: what it is left without is added with a minus, as
-    more rows of A and columns of B. ``lora`` has A0 and B0 of each adapter.
+    W is not changed, quantized or not: s B0 A0 is subtracted by extra, negated rows of A and
+    columns of B. ``lora`` has A0 and B0 of each adapter.
 
     PiSSA: https://arxiv.org/abs/2404.02948
     """

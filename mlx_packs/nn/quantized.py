@@ -217,8 +217,7 @@ def _dense(module: nn.Module) -> nn.Module | None:
 class MatmulPath:
     modules: tuple[type[nn.Module], ...]  # that multiply so
     product: Callable[[FrozenWeight, mx.array], mx.array]  # x @ W.T
-    # What replaces a base's module; None where it stays, as subclasses do: they compute something
-    # of their own with the product.
+    # Returns the module to install; None leaves it: a subclass keeps its own forward.
     replacement: Callable[[nn.Module], nn.Module | None]
 
 

@@ -1,7 +1,7 @@
-"""The model as it was when a phase began: the reference of tasks that keep near to it.
+"""The model at the start of a phase: the reference of tasks that keep close to it.
 
-It is no second model: the trainable parameters of that moment are put back for a forward pass, or
-disabled where the phase began with the base alone.
+No second copy is kept: the parameters saved at the phase start are swapped in for the reference
+pass, or disabled if the phase started from the base without adapters.
 """
 
 from collections.abc import Iterator
@@ -15,9 +15,9 @@ from ..tensors import read_tensors, save_tensors
 
 
 class PhaseStart:
-    """The model as a phase began; ``bare`` if it began with the base alone.
+    """The model at the start of a phase; ``bare`` if that is the base without adapters.
 
-    ``file`` keeps the parameters that the phase began with, for a resumed run.
+    ``file`` keeps the parameters of the phase start, for a resumed run.
     """
 
     def __init__(self, trainable: Trainable, file: Path, bare: bool) -> None:

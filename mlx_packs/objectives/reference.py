@@ -1,7 +1,7 @@
-"""The reference of a run on preferences: log-probabilities by the model as the phase began.
+"""The reference of a run on preferences: log-probabilities by the model at the phase start.
 
-Each is computed once, in the first batch that has it, so that a resumed run computes the same
-numbers.
+A row's log-probability is computed when the row first appears, and kept, so that a resumed run
+computes the same numbers.
 """
 
 from collections.abc import Callable

@@ -133,7 +133,7 @@ def _card_data(data: Mapping) -> list[str]:
 def _card_samples(manifest: Mapping) -> list[str]:
     lines = []
     for sample in samples_of(manifest.get("samples")):
-        parts = {"Prompt": sample.prompt, "Wanted": sample.wanted}
+        parts = {"Prompt": sample.prompt, "Expected": sample.wanted}
         parts |= {"Base model": sample.before, "With the pack": sample.after}
 
         for name, content in parts.items():

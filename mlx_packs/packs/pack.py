@@ -59,13 +59,13 @@ class Pack:
 
     def __repr__(self) -> str:
         base = self.manifest["base"]["id"]
-        weights = self.manifest["adapters"]["parameters"]
+        parameters = self.manifest["adapters"]["parameters"]
 
         scored = ""
         change = self.manifest.get("eval") or {}
         if isinstance(change.get("ppl_before"), float) and "ppl_after" in change:
             scored = f", PPL {change['ppl_before']:.2f} -> {change['ppl_after']:.2f}"
-        return f"Pack({self.name!r} of {base}, {weights:,} weights{scored})"
+        return f"Pack({self.name!r} of {base}, {parameters:,} parameters{scored})"
 
     def _repr_html_(self) -> str:
         return _later("facts:notebook_html")(self.manifest, Path(self.name).name)

@@ -1,4 +1,4 @@
-"""One request over HTTP as computed texts, and these as answers: whole, or a stream of events."""
+"""Turns a request over HTTP into generations, and these into JSON or a stream of events."""
 
 import asyncio
 import base64

@@ -1,4 +1,4 @@
-"""The one thread that computes: others hand it functions, and what it does meanwhile goes on."""
+"""The compute thread: it runs functions that other threads submit between two decoding steps."""
 
 import logging
 import threading

@@ -39,7 +39,7 @@ class Stages(Group):
         return array
 
     def from_last(self, array: mx.array) -> mx.array:
-        """Return the array of the last rank; those of others count for their shape alone."""
+        """Return the array of the last rank; other ranks pass one of the same shape."""
         return self.sum(array if self.is_last else mx.zeros_like(array))
 
     def norm(self, norm: mx.array) -> mx.array:
