@@ -1,8 +1,9 @@
-"""Rules of prose for README, docs and help: what a native technical writer would not write.
+"""Rules of prose for README, docs and help: plain English, as a native technical writer has it.
 
-A rule is a regular expression, or a limit on the length of sentences.
+A rule is a regular expression with an example of what it finds. A page also has a limit on the
+mean length of its sentences.
 
-    python -m tests.helpers.prose docs/data.md README.md    # its hits, line by line
+    python -m tests.helpers.prose docs/data.md README.md    # what breaks a rule, line by line
 """
 
 import re
@@ -17,35 +18,136 @@ from tests.helpers import documents
 WORDS = 25  # of a sentence, in the mean of a page
 _SENTENCES = re.compile(r"(?<=[.?!])\s+(?=[A-Z`\"'*(0-9])")
 _CODE = "`x`"  # in the place of code, which is no prose
-_AMOUNT = r"(tokens?|bytes|[KMG]B|steps?|updates?|batch(es)?|requests?|rows?|examples?|runs?|answers?)"
-RULES = {
-    "repeat the noun, not: that of, those of": re.compile(r"\b(that|those) of\b", re.I),
-    "use, not: take": re.compile(r"(^|[.:;] )Take\b"),
-    "if or when, not: where at the beginning": re.compile(r"(^|[.:;] )Where\b"),
-    "only x, not: x alone": re.compile(r"(?<!stand)(?<!stands)(?<!leave)(?<!let) alone\b(?! in)", re.I),
-    "per second, not: a second": re.compile(rf"\b{_AMOUNT} an? (second|minute|hour|step|token|row|batch)\b"),
-    "19x faster, not: 19 times as fast": re.compile(r"\btimes as (fast|slow|long|large|many|much)\b", re.I),
-    "do not front: of": re.compile(r"(^|[.:;] )Of (a|an|the|each|every|its|these|those|two|three|all)\b"),
-    "start or continue, not: begin, go on, go with, come back": re.compile(
-        r"\b(begins?|began|begun|beginnings?|(go|goes|went|going) (on|with)|(come|comes|came) back)\b", re.I
-    ),
-    "N, not: so many, that many": re.compile(r"\b(so|that|as) (many|much)\b(?! (more|less|as)\b)", re.I),
-    "alongside or in addition to, not: beside": re.compile(r"\bbeside\b", re.I),
-}
-HEADING = re.compile(r"^(What|How)\b")
+_GENERATED = re.compile(r"<!-- measured: .*?<!-- end of measured -->", re.S)  # of stored records
+_START = r"(?:^|[.:;] )"  # of a sentence or a cell
+_AMOUNT = (
+    r"(?:seconds?|tokens?|bytes|[KMG]B|steps?|updates?|batch(?:es)?|requests?|rows?|examples?|runs?"
+    r"|nats|answers?)"
+)
 
 
-class Hit(NamedTuple):
-    """A place that a rule forbids."""
+class Rule(NamedTuple):
+    """What a text must not have, with an example that breaks it and one that is good English."""
+
+    pattern: re.Pattern[str]
+    bad: str
+    good: str
+
+
+class Break(NamedTuple):
+    """A place that breaks a rule."""
 
     line: int
     rule: str
     text: str
 
 
-def passages(page: documents.Document) -> Iterator[tuple[int, bool, str]]:
+def _rule(pattern: str, bad: str, good: str, flags: re.RegexFlag = re.I) -> Rule:
+    return Rule(re.compile(pattern, flags), bad, good)
+
+
+RULES = {
+    "P1: repeat the noun, or use its; not: that of, those of": _rule(
+        r"\b(?:that|those) of\b", "The loss is that of plain MLX.", "The loss equals plain MLX's."
+    ),
+    "P2: use, for advice; not: take": _rule(
+        _START + r"Take\b", "Take it when a run is slow.", "Use it if a run is slow.", re.M
+    ),
+    "P2: if or when, for a condition; not: where": _rule(
+        # A question is no condition, nor is "where" after a noun that is a place.
+        _START + r"Where\b(?![^.?]*\?)",
+        "Where it fits, it is dense.",
+        "In the folder where it is, it fits.",
+        re.M,
+    ),
+    "P3: only X; not: X alone": _rule(
+        # "stands alone" and "left alone" are idioms; "alone in" is about a place.
+        r"(?<!stand)(?<!stands)(?<!leave)(?<!left)(?<!let) alone\b(?! in)",
+        "Embeddings have LoRA alone.",
+        "A line stands alone.",
+    ),
+    "P4: per second; not: a second": _rule(
+        rf"\b{_AMOUNT} an? (?:second|minute|hour|step|token|row|batch|update)\b",
+        "It trains 100 tokens a second.",
+        "It trains 100 tokens per second.",
+    ),
+    "P4: 19x faster; not: 19 times as fast": _rule(
+        r"\btimes as (?:fast|slow|long|large|many|much)\b",
+        "It is 3 times as fast.",
+        "It is 3x faster.",
+    ),
+    "P5: do not start with: of": _rule(
+        # "Of the 30 requests, 2 failed" is good English: the rest is a part of a number.
+        _START + r"Of (?:an?|the|each|every|its|these|those|all) (?!\d|other)",
+        "Of a folder the test split is read.",
+        "Of the 30 requests, 2 failed.",
+        re.M,
+    ),
+    "P6: start or continue, work with, return; not: begin, go on, go with, come back": _rule(
+        r"\b(?:begins?|began|begun|beginnings?|beginning"
+        r"|(?:go|goes|went|going|gone) (?:on|with)(?! to\b)|(?:come|comes|came) back)\b",
+        "The run goes on where it began.",
+        "The run continues from its start.",
+    ),
+    "P7: a noun; not a clause with: what": _rule(
+        # A question is no clause. "what to do" and "what is wrong" are idioms.
+        rf"{_START}(?:What|Whatever)\b(?! to\b| is wrong)(?![^.?]*\?)"
+        r"|\b(?:is|are|of|than|by|with|from|says?|shows?|prints?|names?|reads?|lists?|has|have)"
+        r" what(?:ever)?\b(?! to\b| is wrong)",
+        "It prints what is left.",
+        "It says what to do.",
+    ),
+    "P8: N; not: so many, that many, or as many without a second as": _rule(
+        r"\b(?:so|that) (?:many|much)\b(?! that)|\bas (?:many|much)\b(?! as)(?!(?: [^\s.,;:]+){1,4} as\b)",
+        "It saves once in so many batches.",
+        "It takes as many examples as fit.",
+    ),
+    "P10: alongside, next to or in addition to; not: beside": _rule(
+        r"\bbeside\b", "The head is trained beside adapters.", "The head is trained, too."
+    ),
+    "P10: needs or uses memory; not: takes": _rule(
+        # A time is taken: "takes 2 minutes" is good English.
+        r"\b(?:takes?|took|taken) (?:(?:up to|about|at most|only) )?"
+        r"(?:[\d.,]+ (?:[KMG]i?B|bytes|bits)\b|(?:\w+ ){0,2}(?:of the )?memory\b)",
+        "An example takes 100 bytes.",
+        "A step takes 2 s.",
+    ),
+}
+HEADING = _rule(
+    r"^(?:What|How|Where|When|Which|Who)\b(?![^?]*\?)", "How fast it is", "Throughput", re.M
+)
+
+
+def breaks(text: str) -> Iterator[tuple[str, str]]:
+    """The rules that a text breaks, each with the place."""
+    for rule, (pattern, _, _) in RULES.items():
+        for match in pattern.finditer(text):
+            yield rule, f"…{text[max(match.start() - 40, 0) : match.end() + 40]}…"
+
+
+def breaks_of_page(page: documents.Document) -> Iterator[Break]:
+    """The places of a page that break a rule."""
+    for line, is_heading, text in _passages(page):
+        if is_heading and HEADING.pattern.search(text):
+            yield Break(line, "P7: a noun as a heading; not: What, How", text)
+        for rule, place in breaks(text):
+            yield Break(line, rule, place)
+
+
+def mean_words(page: documents.Document) -> float:
+    """The mean number of words of the sentences of a page; cells and headings are none."""
+    lengths = []
+    for _, is_heading, text in _passages(page):
+        if is_heading or not text.endswith((".", ":")):
+            continue
+        lengths += [len(sentence.split()) for sentence in _SENTENCES.split(text)]
+    return statistics.mean(lengths) if lengths else 0.0
+
+
+def _passages(page: documents.Document) -> Iterator[tuple[int, bool, str]]:
     """Line, whether it is a heading, and text of each paragraph, item, cell and heading."""
-    for before, token in pairwise(page.tokens):
+    written = _GENERATED.sub(lambda block: "\n" * block[0].count("\n"), page.text)
+    for before, token in pairwise(documents.parse(page.path, written).tokens):
         if token.type != "inline":
             continue
         text = "".join(
@@ -55,33 +157,13 @@ def passages(page: documents.Document) -> Iterator[tuple[int, bool, str]]:
         yield (token.map or [0])[0] + 1, before.type == "heading_open", text
 
 
-def hits(page: documents.Document) -> Iterator[Hit]:
-    """The places of a page that a rule forbids."""
-    for line, is_heading, text in passages(page):
-        if is_heading and HEADING.search(text):
-            yield Hit(line, "a noun as a heading, not: What, How", text)
-        for rule, pattern in RULES.items():
-            for found in pattern.finditer(text):
-                yield Hit(line, rule, text[max(found.start() - 40, 0) : found.end() + 40])
-
-
-def mean_words(page: documents.Document) -> float:
-    """The mean number of words of the sentences of a page; cells and headings are none."""
-    lengths = []
-    for _, is_heading, text in passages(page):
-        if is_heading or not text.endswith((".", ":")):
-            continue
-        lengths += [len(sentence.split()) for sentence in _SENTENCES.split(text)]
-    return statistics.mean(lengths) if lengths else 0.0
-
-
 def main() -> int:
-    """Print the hits of the pages that are named, and the mean length of their sentences."""
+    """Print what breaks a rule in the pages that are named, and the mean length of sentences."""
     for path in sys.argv[1:]:
         page = documents.read(path)
-        for hit in hits(page):
-            print(f"{path}:{hit.line}: {hit.rule}: …{hit.text}…")
-        print(f"{path}: {mean_words(page):.1f} words a sentence")
+        for line, rule, place in breaks_of_page(page):
+            print(f"{path}:{line}: {rule}: {place}")
+        print(f"{path}: {mean_words(page):.1f} words per sentence")
     return 0
 
 
