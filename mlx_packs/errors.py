@@ -52,7 +52,7 @@ class PackError(click.ClickException):
         message: The message on one line, in terms of the command line, with commands in backticks.
         code: The kind of error; it is stable, so that callers and tests can rely on it.
         flag: The setting that the error is about, as in Python (``max_seq_length``); by default the
-            flag that the message begins with.
+            flag at the start of the message.
     """
 
     exit_code = 2

@@ -12,7 +12,7 @@ _phase = partial(option, section="Optimization", flags=())
 
 @dataclass(frozen=True, repr=False)
 class Phase(Settings):
-    """One of the ``phases`` of a run; omitted settings are those of the run's `TrainConfig`.
+    """One of the ``phases`` of a run; omitted settings come from the run's `TrainConfig`.
 
     A run trains its phases one after the other, with the same adapters.
     """
@@ -53,7 +53,7 @@ class Phase(Settings):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The training data of the phase; empty if it uses that of the run."""
+        """The training data of the phase; empty if it uses the run's."""
         if isinstance(self.data, list):
             return tuple(self.data)
         return (self.data,) if self.data else ()

@@ -50,7 +50,7 @@ class TrainConfig(OptimizerConfig, AllTasksConfig, CommonConfig, _Ordered):
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """The tasks of the run, those of its phases in their order."""
+        """The tasks of the run; with phases, the task of each in order."""
         phases = dict.fromkeys(phase.task or self.task for phase in self.phases)
         return tuple(phases) or (self.task,)
 

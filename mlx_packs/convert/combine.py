@@ -143,7 +143,7 @@ def combine_packs(  # noqa: PLR0913 - a public facade
         display: Progress output; none by default.
 
     Returns:
-        What `packs combine --json` prints. If ``passed`` is false, nothing was written, and
+        The output of `packs combine --json`. If ``passed`` is false, nothing was written, and
         ``passes`` is the first of the doubled ranks that would pass.
 
     Raises:

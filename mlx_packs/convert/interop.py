@@ -62,7 +62,7 @@ def export_pack(
             checkpoint to merge into, by default the one that the pack was trained on.
 
     Returns:
-        What `packs export --json` prints.
+        The output of `packs export --json`.
 
     Raises:
         PackError: If the other format cannot store a part of the pack.
@@ -152,7 +152,7 @@ def import_adapter(
         trust_remote_code: Whether to allow executing Python code shipped with the base model.
 
     Returns:
-        What `packs import --json` prints.
+        The output of `packs import --json`.
 
     Raises:
         PackError: If a part of the adapter cannot be converted.

@@ -60,7 +60,7 @@ def merge_pack(  # noqa: PLR0913 - a public facade
             ``"affine8"`` and ``"nf4"`` quantize the weights that change, and others that become
             smaller by it.
         dtype: Dtype of the merged weights before any quantization: ``"float32"``, ``"bfloat16"``,
-            ``"float16"``, or ``"auto"`` for that of the base model.
+            ``"float16"``, or ``"auto"`` for the base model's.
         max_drift: Maximum mean KL divergence of the merged model from the attached pack, in nats
             per token. None is a tenth of the KL divergence that the pack itself makes, and 0.02 at
             most. For an encoder it is the mean of 1 - cosine of the embeddings, and 0.001 at most.
@@ -73,7 +73,7 @@ def merge_pack(  # noqa: PLR0913 - a public facade
         display: Progress output; none by default.
 
     Returns:
-        What `packs merge --json` prints. If ``passed`` is false, nothing was written, and
+        The output of `packs merge --json`. If ``passed`` is false, nothing was written, and
         ``passes`` is the cheapest setting that would pass (``affine8``, ``none --dtype float32``).
 
     Raises:

@@ -53,14 +53,14 @@ class Compared:
         targets: Number of target tokens.
         ppl: Perplexity.
         ppl_se: Its standard error; None for a single example.
-        ppl_ratio: Perplexity over that of the base model.
+        ppl_ratio: Perplexity divided by the base model's.
         ppl_ratio_se: Its standard error, paired by example.
         nll_difference: Nats per target above the base model.
         nll_difference_se: Its standard error, paired by example.
         accuracy: Share of the targets that the model ranks first.
         prompt_tps: Tokens of all prompts per second, until each has its first token.
         decode_tps: Tokens of all completions per second, after their first tokens.
-        tps_ratio: ``decode_tps`` over that of the base model in the same round.
+        tps_ratio: ``decode_tps`` divided by the base model's in the same round.
         first_token_ms: Milliseconds until each prompt has its first token.
         peak_gb: MLX peak in GB, including the weights.
         pack_mb: Size of the pack in MB; 0 for the base model.
@@ -134,8 +134,8 @@ def evaluate_batch(  # noqa: PLR0913 - a public facade
         matmul_path: How frozen weights are used. ``"auto"`` takes the fastest for scoring, and for
             generation on a CPU; elsewhere generation takes ``"quantized"``, as `packs generate`.
         columns: Names of the columns, as in `evaluate`; None is as the first pack was trained.
-        max_ppl_ratio: Gate: the largest perplexity, as a multiple of that of the base model.
-        min_tps_ratio: Gate: the smallest decoding speed, as a multiple of that of the base model.
+        max_ppl_ratio: Gate: the largest perplexity, as a multiple of the base model's.
+        min_tps_ratio: Gate: the smallest decoding speed, as a multiple of the base model's.
         max_pack_mb: Gate: the largest size of a pack, in MB.
         display: Progress output; none by default.
 

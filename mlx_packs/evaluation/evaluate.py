@@ -64,11 +64,11 @@ def evaluate(  # noqa: PLR0913 - a public facade
 
     Both see the same examples. For an encoder the report has correlations, retrieval metrics or
     triplet accuracy, depending on the columns of the examples. For a reward model it has preference
-    accuracy and reward margin with the pack; a base model alone has no score.
+    accuracy and reward margin with the pack; a base model without one has no score.
 
     Args:
         base: A loaded base model without an active pack.
-        pack: A pack or its folder; None evaluates the base model alone.
+        pack: A pack or its folder; None evaluates only the base model.
         data: A folder, a file, a Hugging Face dataset id, ``"tiny"``, or examples in memory.
         split: Split of a folder; if there is no ``"test"``, that is ``"valid"``.
         batch_size: Examples per batch.
@@ -77,14 +77,14 @@ def evaluate(  # noqa: PLR0913 - a public facade
         loss_on: Tokens to evaluate: ``"all"``, ``"completion"`` or ``"assistant"``. None is as the
             pack was trained, or the default of the examples' format.
         limit: Maximum number of examples; -1 uses all.
-        matmul_path: How frozen weights are used; ``"auto"`` measures and takes the fastest.
+        matmul_path: How frozen weights are used; ``"auto"`` measures and uses the fastest.
         columns: Names of the columns and, in place of ``data``, the source of the examples; None is
             as the pack was trained.
         metric: When a generated answer is right: ``"exact"``, ``"contains"``, ``"json"``, or
             ``"none"`` to generate nothing. None is ``"exact"`` for ``"tiny"`` and ``"none"``
             otherwise.
-        share_prefix: Whether what the examples begin with is computed once for each batch:
-            ``"on"``, ``"off"``, or ``"auto"`` where it is exact and saves 15 % of the inputs.
+        share_prefix: Whether the common prefix of examples is computed once for each batch:
+            ``"on"``, ``"off"``, or ``"auto"`` if it is exact and saves 15 % of the inputs.
 
     Raises:
         PackError: If examples cannot be used, the pack has another base model, or a pack is active.

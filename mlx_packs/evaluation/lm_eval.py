@@ -45,13 +45,13 @@ def evaluate_tasks(  # noqa: PLR0913 - a public facade
 
     Args:
         base: A loaded base model without an active pack.
-        pack: A pack, its folder, or several packs with weights; None evaluates the base model
-            alone.
+        pack: A pack, its folder, or several packs with weights; None evaluates only the base
+            model.
         tasks: Names of the tasks.
         num_fewshot: Number of solved examples before each question; None is the task's own.
         limit: Maximum number of examples per task; None uses all.
         batch_size: Examples per batch.
-        task_path: Folder with custom tasks in YAML, in addition to those of the harness.
+        task_path: Folder with custom tasks in YAML, in addition to the harness's own.
         chat: Whether to put each question into the chat template of the base model.
         matmul_path: How frozen weights are used: ``"quantized"``, ``"transient"`` or ``"dense"``.
 

@@ -124,7 +124,7 @@ class EvalReport:
         targets: Number of target tokens.
         base: Perplexity and token accuracy of the base model, with standard errors.
         pack: The same with the pack; None without a pack.
-        ppl_ratio: Perplexity with the pack over that of the base model.
+        ppl_ratio: Perplexity with the pack divided by the base model's.
         difference: The difference, paired by example, and its standard error; it is far smaller
             than the errors of the two perplexities, since per-example difficulty cancels out.
         answers: Share of right answers, if a metric was requested.

@@ -112,8 +112,8 @@ class LayerTrainer:
             name: A name that no other layer has: letters, digits, ``_`` and ``-``, with dots
                 between.
             linear: An `nn.Linear`, `nn.QuantizedLinear` or `NF4Linear`.
-            rank: Rank of the adapter; by default that of ``lora``.
-            alpha: LoRA alpha of the adapter; by default that of ``lora``.
+            rank: Rank of the adapter; by default the rank of ``lora``.
+            alpha: LoRA alpha of the adapter; by default the alpha of ``lora``.
 
         Raises:
             PackError: If the name is in use or malformed, or the module is not a linear layer.
@@ -186,7 +186,7 @@ class LayerTrainer:
             layers: Names or registered layers, which are applied one after the other; or a function
                 of the inputs that calls registered layers in any way. The function is compiled
                 where MLX compiles: pass the same one each time, and let it read no arrays that
-                change, except those of the layers. A registered layer that it does not call is not
+                change, except arrays of the layers. A registered layer that it does not call is not
                 updated, and one warning says so.
             inputs: An array; for a sequence of layers it is [..., in] of the first one.
             targets: Token ids, in the shape of the logits without their last axis; -100 is no
@@ -407,10 +407,10 @@ class LayerTrainer:
             replace_file(partial, file)
 
     def load_adapters(self, file: str | Path) -> None:
-        """Set all adapters to those of a file; the optimizer is unchanged.
+        """Load all adapters from a file; the optimizer is unchanged.
 
         Raises:
-            PackError: If names, shapes or alphas are not those of the registered layers.
+            PackError: If names, shapes or alphas differ from the registered layers.
         """
         file = Path(file).expanduser()
         if not file.is_file():

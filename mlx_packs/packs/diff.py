@@ -29,7 +29,7 @@ Sums = np.ndarray
 
 
 def diff(a: str | Path | Pack, b: str | Path | Pack) -> dict:
-    """Compare two packs: what they have in common, and the distance between their deltas.
+    """Compare two packs: their common settings, and the distance between their deltas.
 
     No base model is loaded. Ranks and targets may differ; a projection that only one pack adapts
     counts with its full delta. ``overlap_in`` and ``overlap_out`` are phi of the LoRA paper

@@ -42,7 +42,7 @@ def pull(
 ) -> Pack:
     """Download a pack from the Hub atomically, and open it.
 
-    A branch or tag is first resolved to its commit; ``hub.json`` beside the pack records both.
+    A branch or tag is first resolved to its commit; ``hub.json`` next to the pack records both.
 
     Args:
         name: ``owner/name``, or ``owner/name@revision`` for a revision other than ``main``.

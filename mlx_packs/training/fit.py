@@ -221,7 +221,7 @@ class Fit:
             )
 
         if done == end:
-            run.display.line("note", "the run had ended; with more --iters or --epochs it continues")
+            run.display.line("note", "the run had ended; more --iters or --epochs continue it")
 
     def _train_phases(self, before: Scores, checkpoint: Path | None) -> optimizers.Optimizer | None:
         """Train every phase that is not over at a checkpoint; return the optimizer of the last."""

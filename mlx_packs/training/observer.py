@@ -56,4 +56,4 @@ class Observer:
         """Called after each phase but the last; ``line`` has the held-out scores of all phases."""
 
     def on_end(self, report: dict) -> None:
-        """Called after the pack was saved; ``report`` is what `packs train --json` prints."""
+        """Called after the pack was saved; ``report`` is the output of `packs train --json`."""

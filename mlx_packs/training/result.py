@@ -65,7 +65,7 @@ class TrainRun:
     Attributes:
         pack: The pack.
         run: The run folder; `write_page` describes its ``report.html``.
-        report: What was measured, as `packs train --json` prints it.
+        report: The results, as `packs train --json` prints them.
         curve: The lines of ``metrics.jsonl``.
     """
 

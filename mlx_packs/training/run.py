@@ -101,7 +101,7 @@ def train_pack(  # noqa: PLR0913 (the public face)
         lora: Targets, ranks and scales of the adapters, as a config or a mapping of its settings.
         train: Settings of the training, likewise. For ``"tiny"`` both have defaults of their own.
         out: Folder to write the pack to; by default ``packs/<data>``, with a number if that exists.
-            The run folder beside it, ``<out>-run``, has the checkpoints and metrics.
+            The run folder next to it, ``<out>-run``, has the checkpoints and metrics.
         columns: Names of the columns and, without ``data``, the source of the examples.
         callbacks: Observers of the run; one of them can end it with ``stop_reason``.
         loss: A function that replaces the cross-entropy; it maps logits [M, V] in float32 and
@@ -109,8 +109,8 @@ def train_pack(  # noqa: PLR0913 (the public face)
         reward: A function that rewards the completions of ``task="grpo"``: lists of prompts,
             completions and columns by name in, a number for each completion out.
         overwrite: Whether to replace the pack and the run of ``out`` if they exist.
-        resume: Whether to continue the run of ``out`` from its last checkpoint; the result is that
-            of an uninterrupted run. All other arguments must be the original ones.
+        resume: Whether to continue the run of ``out`` from its last checkpoint; the result is the
+            same as of an uninterrupted run. All other arguments must be the original ones.
         resume_adapter_file: File with adapters in mlx-lm's names, to start from.
         report_to: Services to log to, separated by commas: tensorboard, trackio, wandb, swanlab.
         project_name: Name of the project for ``report_to``.

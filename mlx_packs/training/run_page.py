@@ -38,8 +38,8 @@ def write_page(of: str | Path, out: str | Path | None = None) -> Path:
 
     The page shows the loss curve, the results with their errors, samples, the tokens that the loss
     is computed on, how much each layer changed, memory, and the recipe. For an unfinished run it
-    shows what is available, and for a pack without its run what the manifest has. Folders appear
-    without their paths.
+    shows the available parts, and for a pack without its run the contents of the manifest. Folders
+    appear without their paths.
 
     Args:
         of: A run folder, a pack's folder, or the Hub id of a pack that was pulled.

@@ -428,7 +428,7 @@ def table() -> str:
             "expert would have its own: for 128 experts of 2048 x 768 at rank 16 that is 17 M "
             "parameters per block. Routers and the indexers of sparse attention get none unless named.",
             "- **In batches**, texts of these families differ from texts generated one at a time, so "
-            "`mlx_packs` generates them one at a time and says so: " + ", ".join(sorted(ONE_BY_ONE)) + ".",
+            f"`mlx_packs` generates them one at a time and says so: {', '.join(sorted(ONE_BY_ONE))}.",
             "- **Gemma 3n**: mlx-lm computes other logits with a cache than without. Training uses none "
             "and generation uses one; a run says so.",
             "- **A common prefix** is computed once (`--share-prefix`), equal to ordinary rows, in all but "
