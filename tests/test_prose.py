@@ -1,11 +1,13 @@
-"""README, docs and help follow the rules of prose (tests/helpers/prose.py)."""
+"""README, docs, help and public docstrings follow the rules of prose (tests/helpers/prose.py)."""
 
 import dataclasses
+import inspect
 from collections.abc import Iterator
 
 import click
 import pytest
 
+import mlx_packs
 from mlx_packs.cli.examples import EXAMPLES
 from mlx_packs.cli.main import packs
 from mlx_packs.config.data import DataConfig
@@ -53,12 +55,24 @@ def help_texts() -> Iterator[tuple[str, str | None]]:
                 yield field.name, facts_of(field).help
 
 
-def test_help_reads_as_plain_english():
-    texts = {(owner, text) for owner, text in help_texts() if isinstance(text, str)}
-    assert len(texts) > 500
-    broken = [
-        (owner, *each) for owner, text in texts for each in prose.breaks(" ".join(text.split()))
-    ]
+def docstrings() -> Iterator[tuple[str, str | None]]:
+    """The docstrings of all public names and of their public methods, which docs/python.md shows."""
+    for name in mlx_packs.__all__:
+        public = getattr(mlx_packs, name)
+        yield name, inspect.getdoc(public)
+        if inspect.isclass(public):
+            for method, value in inspect.getmembers(public):
+                if not method.startswith("_"):
+                    yield f"{name}.{method}", inspect.getdoc(value)
+
+
+@pytest.mark.parametrize(("texts", "least"), [(help_texts, 500), (docstrings, 100)])
+def test_texts_of_the_package_read_as_plain_english(texts, least):
+    by_owner = {(owner, text) for owner, text in texts() if isinstance(text, str)}
+    assert len(by_owner) > least
+    broken = []
+    for owner, text in by_owner:
+        broken += [(owner, *each) for each in prose.breaks(" ".join(text.split()))]
     assert not broken
 
 
