@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Mapping
 import mlx.nn as nn
 
 from ..errors import PackError
+from ..nn.dora import DoRALinear
 from ..nn.frozen_weight import frozen_weight
-from ..nn.imported import DoRALinear
 from ..nn.quantized import LINEARS, QUANTIZED, TransientLinear, bare_module, dense_module
 from ..runtime import mx
 from .lora import Attached

@@ -19,9 +19,9 @@ from ..bases.geometry import select_saved
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..errors import PackError
-from ..nn.experts import is_switch_linear
-from ..nn.full_copy import FullCopy
+from ..nn.lora import is_switch_linear
 from ..nn.quantized import QUANTIZED, bare_module, dense_module
+from ..nn.wrapped import FullCopy
 from ..runtime import mx
 from .method import find_method
 from .spec import check_shapes

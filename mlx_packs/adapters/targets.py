@@ -12,8 +12,8 @@ import mlx.nn as nn
 from ..bases.geometry import linears
 from ..bases.shapes import Geometry, GeometryError, Group
 from ..errors import PackError
-from ..nn.experts import is_switch_linear
 from ..nn.frozen_weight import frozen_weight
+from ..nn.lora import is_switch_linear
 from ..nn.quantized import HalfLinear
 from ..nn.surgery import replace_modules
 from ..runtime import mx

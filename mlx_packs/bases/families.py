@@ -13,7 +13,7 @@ import mlx.nn as nn
 
 from ..config.choices import ARCHITECTURES, TASKS, architecture_of
 from ..errors import PackError, any_of
-from ..nn.experts import is_switch_linear
+from ..nn.lora import is_switch_linear
 from ..runtime import mx
 
 _log = logging.getLogger("mlx_packs")

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import mlx.nn as nn
 
 from ..errors import PackError, did_you_mean
-from ..nn.experts import is_switch_linear
 from ..nn.frozen_weight import frozen_weight
+from ..nn.lora import is_switch_linear
 from ..nn.quantized import EMBEDDINGS, LINEARS
 from ..nn.surgery import block_kind, block_prefixes
 from ..runtime import mx

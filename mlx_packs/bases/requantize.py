@@ -10,8 +10,8 @@ import mlx.nn as nn
 
 from ..config.choices import WEIGHT_MODES
 from ..errors import PackError
-from ..nn.experts import is_switch_linear
 from ..nn.frozen_weight import frozen_weight
+from ..nn.lora import is_switch_linear
 from .model import BaseModel
 from .quantization import QuantizeOptions, formats_for
 from .weight_formats import WeightFormat, format_of, named_format

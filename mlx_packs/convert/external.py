@@ -13,7 +13,7 @@ from ..bases.geometry import linears
 from ..bases.model import BaseModel
 from ..errors import PackError
 from ..files import to_json
-from ..nn.experts import is_switch_linear
+from ..nn.lora import is_switch_linear
 from ..nn.quantized import EMBEDDINGS
 from ..runtime import mx
 from ..tensors import write_tensors

@@ -7,7 +7,7 @@ import mlx.nn as nn
 
 from ..adapters.imported import full_tensor_modules
 from ..bases.model import BaseModel
-from ..nn.experts import is_switch_linear
+from ..nn.lora import is_switch_linear
 from ..nn.quantized import LINEARS
 from ..ops.profile import profile
 from ..packs.base import load_base_for

@@ -1,4 +1,4 @@
-"""DoRA in training: adapted weights with a magnitude for each output, which are never made.
+"""DoRA: adapted weights with a magnitude for each output; in training they are never made.
 
 DoRA: https://arxiv.org/abs/2402.09353
 """
@@ -98,3 +98,43 @@ def _times_vjp(primals: tuple, cotangent: mx.array, result: mx.array) -> tuple[m
     rows = (cotangent * result).astype(mx.float32).reshape(-1, ratio.size).sum(axis=0)
     of_ratio = mx.where(ratio == 0, 0, rows / mx.where(ratio == 0, 1, ratio))
     return cotangent * ratio.astype(y.dtype), of_ratio
+
+
+class DoRALinear(nn.Module):
+    """DoRA that is applied and not trained: it computes what mlx-lm's and PEFT's modules compute.
+
+    Semantics: y = m / ||W + D|| * (x (W + D)^T) + bias, rows' norms, D = scale * (A B)^T
+
+    DoRA: https://arxiv.org/abs/2402.09353
+    """
+
+    def __init__(
+        self,
+        linear: nn.Module,  # quantized or dense
+        weight: mx.array,  # [O, D], what it multiplies by
+        lora_a: mx.array,  # [D, R]
+        lora_b: mx.array,  # [R, O]
+        m: mx.array,  # [O], the magnitudes
+        scale: float,  # alpha / rank
+        bias: mx.array | None,  # [O]
+    ) -> None:
+        super().__init__()
+        self.linear = linear
+        self.lora_a = lora_a.astype(mx.float32)
+        self.lora_b = lora_b.astype(mx.float32)
+        self.m = m.astype(mx.float32)
+
+        adapted = weight.astype(mx.float32) + scale * (self.lora_a @ self.lora_b).T
+        self.magnitude = self.m / mx.maximum(mx.linalg.norm(adapted, axis=1), LEAST_NORM)
+
+        self._scale = scale
+        self._bias = bias
+        self.freeze()
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = self.linear(x)
+        low_rank = (x.astype(mx.float32) @ self.lora_a) @ self.lora_b
+        scaled = self.magnitude * (y + self._scale * low_rank)
+        if self._bias is not None:  # it is in y, and has no magnitude
+            scaled = scaled + (1 - self.magnitude) * self._bias
+        return scaled.astype(y.dtype)

@@ -1,4 +1,4 @@
-"""GroupedLoRA: the adapters of one projection group, and the module for a single projection."""
+"""GroupedLoRA: the adapters of one projection group, the module for one projection, and experts."""
 
 import math
 import operator
@@ -309,3 +309,30 @@ def low_rank_delta(lora_a: mx.array, lora_b: mx.array, scale: float) -> mx.array
 def adapter_key(seed: int, path: str) -> mx.array:
     """Return a random key for the adapter at ``path``; it depends on no other adapter."""
     return mx.random.key((seed << 32) ^ zlib.crc32(path.encode()))
+
+
+_SWITCH_LAYERS = "mlx_lm.models.switch_layers"
+_SWITCH_LINEARS = ("SwitchLinear", "QuantizedSwitchLinear")
+
+
+def is_switch_linear(module: nn.Module) -> bool:
+    """Return whether a module is mlx-lm's stack of experts, dense or quantized."""
+    return type(module).__module__ == _SWITCH_LAYERS and type(module).__name__ in _SWITCH_LINEARS
+
+
+class AdaptedSwitchLinear(nn.Module):
+    """A frozen switch linear with an adapter for each expert; called as the switch linear is.
+
+    The weight is [E, O, D], dense or quantized. The adapter has A [E, D, R] and B [E, R, O], and a
+    row meets those of its own expert only.
+    """
+
+    def __init__(self, linear: nn.Module, lora: GroupedLoRA) -> None:
+        super().__init__()
+        self.linear = linear
+        self.lora = lora
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        """Map x [..., 1, D] and the expert of each row, [...], to [..., 1, O]."""
+        output = self.linear(x, indices, sorted_indices=sorted_indices)
+        return self.lora.of_experts(x, output, indices, sorted_indices)

@@ -14,7 +14,6 @@ import mlx.nn as nn
 
 from ..config.choices import MATMUL_PATHS, registered
 from ..ops.profile import profile
-from .experts import is_switch_linear
 from .frozen_weight import (
     CustomEmbedding,
     CustomLinear,
@@ -22,6 +21,7 @@ from .frozen_weight import (
     FrozenWeight,
     frozen_weight,
 )
+from .lora import is_switch_linear
 from .surgery import replace_modules
 
 LINEARS = (nn.QuantizedLinear, CustomLinear)

@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from ..data.dataset import Layout, Tree
 from ..nn.lora import InputDropout
-from ..nn.noisy_embedding import NoisyEmbedding
+from ..nn.wrapped import NoisyEmbedding
 from ..runtime import mx
 from .causal_lm import Head, forward, part_of, target_loss
 from .objective import Inputs

@@ -4,9 +4,8 @@ from ..adapters.trainable import Trainable
 from ..bases.geometry import is_embedding
 from ..errors import PackError
 from ..nn.frozen_weight import frozen_weight
-from ..nn.full_copy import trained_module
-from ..nn.noisy_embedding import NoisyEmbedding
 from ..nn.quantized import bare_module
+from ..nn.wrapped import NoisyEmbedding, trained_module
 
 
 def add_noise(trainable: Trainable, alpha: float) -> None:

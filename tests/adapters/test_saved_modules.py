@@ -10,7 +10,7 @@ from mlx_packs.adapters.saved_modules import attach_method
 from mlx_packs.bases.geometry import select_targets
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.convert.interop import export_pack, import_adapter
-from mlx_packs.nn.full_copy import FullCopy
+from mlx_packs.nn.wrapped import FullCopy
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.objectives.frozen_activations import frozen_blocks
 from mlx_packs.packs.making import pack_of

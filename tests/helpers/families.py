@@ -23,7 +23,7 @@ from mlx_packs.adapters.lora import Attached
 from mlx_packs.bases.families import ONE_BY_ONE, UNTRAINABLE, UNTRAINABLE_ON_METAL
 from mlx_packs.bases.geometry import linears
 from mlx_packs.config.schema import LoRAConfig
-from mlx_packs.nn.experts import is_switch_linear
+from mlx_packs.nn.lora import is_switch_linear
 from mlx_packs.packs.base import Base
 from mlx_packs.runtime import mx
 

@@ -4,7 +4,7 @@ import mlx.nn as nn
 import pytest
 
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
-from mlx_packs.nn.noisy_embedding import NoisyEmbedding
+from mlx_packs.nn.wrapped import NoisyEmbedding
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import write_dense
 from tests.helpers.errors import raises

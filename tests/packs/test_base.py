@@ -6,7 +6,7 @@ from mlx.utils import tree_flatten
 
 from mlx_packs import Pack, weighted_sum
 from mlx_packs.adapters.tensors import delta_of
-from mlx_packs.nn.imported import DoRALinear
+from mlx_packs.nn.dora import DoRALinear
 from mlx_packs.packs.base import Base
 from mlx_packs.packs.weighted_sum import open_weighted
 from mlx_packs.runtime import mx

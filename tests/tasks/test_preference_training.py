@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from mlx_packs import LoRAConfig, Pack, TrainConfig, train_pack
 from mlx_packs.cli.train import train as train_command
 from mlx_packs.errors import PackError
-from mlx_packs.nn.noisy_embedding import NoisyEmbedding
+from mlx_packs.nn.wrapped import NoisyEmbedding
 from mlx_packs.reading import read_json
 from mlx_packs.runtime import mx
 from tests.helpers.bases import dense_tiny
