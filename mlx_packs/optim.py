@@ -10,8 +10,8 @@ from mlx.utils import tree_map_with_path
 
 from .config import choices
 from .config.choices import registered
-from .config.parse import setting_error, typed_value
 from .config.schema import TrainConfig
+from .config.values import setting_error, typed_value
 from .errors import did_you_mean
 from .ops.blockwise import decode, encode
 from .runtime import mx

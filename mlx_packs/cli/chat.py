@@ -58,7 +58,7 @@ def chat(
 
     If standard input is not a terminal, each of its lines is a message.
     """  # noqa: D301 - click keeps the lines after \b
-    from ..config.parse import build
+    from ..config.fields import build
     from ..config.sampling import Sampling
     from ..inference.chat import Chat
     from ..inference.generate import chat_prompt

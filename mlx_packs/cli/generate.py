@@ -41,7 +41,7 @@ def generate(
 
     Control characters in the text are shown as "?"; --json keeps them, escaped.
     """
-    from ..config.parse import build
+    from ..config.fields import build
     from ..config.sampling import Sampling
     from ..inference.generate import chat_prompt, raw_prompt, stream
     from ..memory.matmul_path import generation_path

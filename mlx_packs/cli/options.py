@@ -10,9 +10,8 @@ from click.shell_completion import CompletionItem
 
 from ..config.choices import MATMUL_PATHS, without_extras
 from ..config.data import DataConfig
-from ..config.fields import SECTIONS, facts_of, flags_of
+from ..config.fields import SECTIONS, build, facts_of, flags_of
 from ..config.lora import LoRAConfig
-from ..config.parse import build
 from ..config.recipe import RunOptions
 from ..config.sampling import Sampling
 from ..config.schema import TrainConfig
@@ -157,7 +156,7 @@ def add(*decorators: Callable) -> Callable:
 def setting(name: str, default_text: str | None = None, **overrides) -> Callable:
     """Add the option of a setting of a run, as its field describes it but for ``overrides``.
 
-    Without a ``type`` its value is a text, which `config.parse.build` converts.
+    Without a ``type`` its value is a text, which `config.fields.build` converts.
     """
     return _of_field(SETTINGS[name], default_text, tasks=tasks_of(name), **overrides)
 

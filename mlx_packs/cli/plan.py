@@ -10,7 +10,7 @@ import click
 
 from ..config.fields import facts_of
 from ..config.recipe import DATA_SETTINGS, Recipe, RunOptions
-from ..config.sizes import bytes_of
+from ..config.values import bytes_of
 from ..display import size
 from ..errors import PackError
 from ..late import load

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..config.choices import METHODS, TASKS
 from ..config.external import translate
-from ..config.parse import build, read_settings
+from ..config.fields import build, read_settings
 from ..config.recipe import (
     ADAPTER_SETTINGS,
     Recipe,

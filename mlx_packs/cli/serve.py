@@ -361,7 +361,7 @@ class _Log(logging.Handler):
 
 def _limits(base: "Base", given: dict) -> "Limits":
     from ..bases.files import text_config
-    from ..config.sizes import bytes_of
+    from ..config.values import bytes_of
     from ..runtime import mx, total_memory
     from ..serving.request import Limits
 

@@ -8,7 +8,7 @@ import click
 from .. import signals
 from ..config.choices import SEARCHES, SWEEP_RUNNERS
 from ..config.external import translate
-from ..config.parse import read_settings
+from ..config.fields import read_settings
 from ..display import NORMAL, QUIET, Display
 from ..errors import Interrupted, PackError
 from . import options

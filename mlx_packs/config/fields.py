@@ -9,9 +9,11 @@ import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from ..errors import Code, PackError, did_you_mean, flag_of
+from ..reading import read_json, read_yaml
 from .choices import Table
 from .other_names import OTHER_NAMES, OTHER_VALUES, RENAMED_KEYS
 from .values import typed_value
@@ -288,3 +290,29 @@ def _names(cls: type[Settings]) -> set[str]:
 def _subclasses(cls: type[Settings]) -> list[type[Settings]]:
     below = [each for sub in cls.__subclasses__() for each in (sub, *_subclasses(sub))]
     return [each for each in below if dataclasses.is_dataclass(each)]
+
+
+def build(cls: type[S], values: Mapping[str, Any], where: str = "") -> S:
+    """Return a configuration by the names of its fields, as `Settings.from_mapping`."""
+    return cls.from_mapping(values, where)
+
+
+def read_settings(path: str | Path) -> dict:
+    """Return the mapping in a YAML or JSON file.
+
+    Raises:
+        PackError: the file cannot be read, or contains something else.
+    """
+    path = Path(path)
+    try:
+        values = read_json(path, object) if path.suffix == ".json" else read_yaml(path)
+    except OSError as error:
+        code = "not-found" if isinstance(error, FileNotFoundError) else "unreadable"
+        raise PackError(f"{path}: cannot be read ({error.strerror}).", code, "config") from None
+    except PackError as error:
+        raise PackError(error.message, error.code, "config") from error
+
+    if not isinstance(values, dict | None):
+        message = f"{path}: must be a mapping of settings, but is a {type(values).__name__}."
+        raise PackError(message, "unreadable", "config")
+    return values or {}

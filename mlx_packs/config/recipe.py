@@ -9,11 +9,10 @@ from typing import Any
 from ..errors import PackError, flag_of
 from ..files import TINY_FOLDER
 from .data import DataConfig
-from .fields import Settings, fields_where, option
+from .external import from_mlx_lm
+from .fields import Settings, build, fields_where, option, read_settings, unknown_setting
 from .lora import LoRAConfig
-from .mlx_lm import from_mlx_lm
 from .optimizer import with_bias_correction, without_arguments
-from .parse import build, read_settings, unknown_setting
 from .phase import Phase
 from .schema import TrainConfig
 

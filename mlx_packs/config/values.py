@@ -1,6 +1,7 @@
-"""Values of settings, each converted to the type of its field."""
+"""Values of settings: each converted to the type of its field, and sizes as people write them."""
 
 import dataclasses
+import math
 import os
 import re
 import types
@@ -10,6 +11,27 @@ from typing import Any
 
 from ..errors import Code, PackError, flag_of
 from ..reading import parse_json
+
+_UNITS = {
+    **{"": 1, "B": 1, "K": 10**3, "KB": 10**3, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9},
+    **{"T": 10**12, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30},
+}
+
+
+def bytes_of(text: str, unit: str = "") -> int | None:
+    """Return the bytes of a size (``8GB``, ``8 gb``, ``24GiB``), or None if it is none.
+
+    ``unit`` is that of a number alone.
+    """
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*)", text.strip(), re.IGNORECASE)
+    if match is None:
+        return None
+    factor = _UNITS.get((match[2] or unit).upper())
+    if factor is None:
+        return None
+    number = float(match[1]) * factor
+    return int(number) if math.isfinite(number) else None
+
 
 _NUMBERS = {int: "an integer", float: "a number"}
 _KINDS = {bool: "true or false", str: "text", dict: "a mapping", list: "a list", **_NUMBERS}

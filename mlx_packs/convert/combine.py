@@ -19,7 +19,7 @@ from ..bases import files as base_files
 from ..bases.families import check_architecture
 from ..bases.model import BaseModel
 from ..config.data import DataConfig
-from ..config.keywords import answers_other_names
+from ..config.other_names import answers_other_names
 from ..display import QUIET, Display
 from ..errors import PackError
 from ..evaluation.rows import columns_of

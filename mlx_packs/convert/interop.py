@@ -11,7 +11,7 @@ from .. import __version__
 from ..adapters.spec import check_shapes
 from ..bases.files import TINY, public_name, resolve_checkpoint
 from ..bases.loading import lazy_base
-from ..config.keywords import answers_other_names
+from ..config.other_names import answers_other_names
 from ..errors import PackError
 from ..files import atomic_folder, is_hub_id, to_json
 from ..packs.compatibility import check_checkpoint

@@ -16,7 +16,7 @@ from ..bases.tokenizer import load_tokenizer
 from ..bases.turns import unnamed_ends
 from ..config.choices import ARCHITECTURES, architecture_of, registered
 from ..config.data import DataConfig
-from ..config.keywords import answers_other_names
+from ..config.other_names import answers_other_names
 from ..display import QUIET, Display
 from ..errors import PackError
 from ..evaluation.rows import columns_of

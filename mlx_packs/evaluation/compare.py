@@ -16,7 +16,7 @@ import numpy as np
 
 from ..bases.files import text_config
 from ..config.data import DataConfig
-from ..config.keywords import answers_other_names
+from ..config.other_names import answers_other_names
 from ..config.schema import TrainConfig
 from ..data.batches import PackedCollate, evaluation_batches
 from ..data.dataset import Batch

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..config.choices import ARCHITECTURES, registered
 from ..config.data import DataConfig
-from ..config.keywords import answers_other_names
+from ..config.other_names import answers_other_names
 from ..config.schema import TrainConfig
 from ..data.given import Data
 from ..late import load

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..bases.families import is_batchable, reads_in_parts
 from ..bases.tokenizer import text_tokens
 from ..bases.turns import given_variables, render_conversation
-from ..config.parse import build
+from ..config.fields import build
 from ..config.sampling import Sampling
 from ..errors import PackError
 

@@ -19,8 +19,8 @@ from ..bases.local_models import is_local_model
 from ..bases.model import BaseModel
 from ..bases.readers import reader_of
 from ..config.choices import MATMUL_PATHS
-from ..config.keywords import answers_other_names
-from ..config.parse import build
+from ..config.fields import build
+from ..config.other_names import answers_other_names
 from ..config.sampling import Sampling
 from ..data.messages import turns_of
 from ..errors import Float16Overflow, PackError

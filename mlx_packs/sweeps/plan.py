@@ -6,8 +6,9 @@ from pathlib import Path
 
 from ..bases.files import check_files, resolve_checkpoint
 from ..config.choices import SEARCHES
-from ..config.parse import build, setting_error, typed_value
+from ..config.fields import build
 from ..config.recipe import Recipe, check_data_named
+from ..config.values import setting_error, typed_value
 from ..errors import PackError, did_you_mean
 from ..tasks.phases import check_overridden, resolve_phases
 from .metrics import metrics_of

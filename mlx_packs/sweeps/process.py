@@ -9,7 +9,7 @@ import traceback
 from pathlib import Path
 
 from .. import signals, terminal
-from ..config.parse import read_settings
+from ..config.fields import read_settings
 from ..config.recipe import resolve
 from ..display import Display
 from ..errors import PackError, RunStopped

@@ -20,8 +20,8 @@ from optuna.samplers import RandomSampler, TPESampler
 from optuna.trial import FrozenTrial
 
 from ..config.choices import SEARCHES
-from ..config.fields import Fault, Settings, option
-from ..config.parse import build, setting_error
+from ..config.fields import Fault, Settings, build, option
+from ..config.values import setting_error
 
 MOST_TRIALS = 10_000
 _ATTEMPTS = 100  # at drawing values that no trial has yet, for each trial

@@ -19,8 +19,8 @@ from ..bases.files import TINY, check_files, resolve_checkpoint
 from ..bases.precision import STORED, ComputeDtype
 from ..config.choices import TASKS
 from ..config.data import DataConfig
-from ..config.keywords import answers_other_names
 from ..config.lora import LoRAConfig
+from ..config.other_names import answers_other_names
 from ..config.recipe import Recipe, from_configs
 from ..config.schema import TrainConfig
 from ..data.bad_rows import LeftOut, write_quarantine

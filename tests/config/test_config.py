@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 
-from mlx_packs.config.parse import read_settings
+from mlx_packs.config.fields import read_settings
 from mlx_packs.config.recipe import Recipe, resolve
 from mlx_packs.config.schema import DataConfig, LoRAConfig, TrainConfig
 from mlx_packs.errors import PackError

@@ -8,7 +8,7 @@ import pytest
 
 from mlx_packs.adapters.attach import attach
 from mlx_packs.config.external import translate
-from mlx_packs.config.parse import read_settings
+from mlx_packs.config.fields import read_settings
 from mlx_packs.config.recipe import resolve
 from tests.helpers.errors import check, raises
 

@@ -17,7 +17,7 @@ from mlx_packs.adapters.attach import attach
 from mlx_packs.bases.geometry import select_targets
 from mlx_packs.cli.train import train as command
 from mlx_packs.config.external import translate
-from mlx_packs.config.parse import read_settings
+from mlx_packs.config.fields import read_settings
 from mlx_packs.config.recipe import resolve, tiny_recipe
 from mlx_packs.config.schema import DataConfig, LoRAConfig, TrainConfig
 from mlx_packs.display import NORMAL, Display

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_packs.config.parse import read_settings
+from mlx_packs.config.fields import read_settings
 from mlx_packs.config.recipe import resolve
 from mlx_packs.packs.pack import Pack
 from mlx_packs.training.run_folder import read_identity

@@ -3,7 +3,7 @@
 import pytest
 
 from mlx_packs.cli.main import packs
-from mlx_packs.config.sizes import bytes_of
+from mlx_packs.config.values import bytes_of
 from mlx_packs.runtime import metal_share
 from tests.helpers.errors import raises
 

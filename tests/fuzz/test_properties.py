@@ -9,7 +9,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlx_packs.config.parse import build, read_settings
+from mlx_packs.config.fields import build, read_settings
 from mlx_packs.config.recipe import resolve
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.data.rows import read_rows
