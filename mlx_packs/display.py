@@ -10,7 +10,8 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import IO
+from types import TracebackType
+from typing import IO, Any
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -19,9 +20,69 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColum
 from rich.progress import Task as RichTask
 from rich.text import Text
 
-from .notebook_bar import NotebookBar, in_notebook
 from .run_clock import TRAIN, RunClock
 from .terminal import Guarded, guarded, printable, unguarded
+
+_NOTEBOOK_CELLS = 30
+_NOTEBOOK_SECONDS = 0.5  # between two updates
+
+
+def in_notebook() -> bool:
+    """Return whether this is the kernel of a notebook, whose cells can show a bar."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    return type(shell).__name__ == "ZMQInteractiveShell"
+
+
+class NotebookBar:
+    """A line of text that is updated in place, with the methods of rich's ``Progress``."""
+
+    def __init__(self, label: str, total: int, done: int, text: str) -> None:
+        self.label = label
+        self.total = total
+        self.done = self._first = done
+        self.text = text
+        self._start = self._shown = time.monotonic()
+        self._handle: Any = None
+
+    def __enter__(self) -> "NotebookBar":
+        from IPython.display import DisplayHandle
+
+        self._handle = DisplayHandle()
+        self._handle.display(self._bundle(), raw=True)
+        return self
+
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._handle.update(self._bundle(), raw=True)
+
+    def update(self, _: object, completed: int | None = None, text: str | None = None) -> None:
+        """Set the progress and the text beside the bar; redraw at most twice a second."""
+        if completed is not None:
+            self.done = completed
+        if text is not None:
+            self.text = text
+
+        if self._handle is not None and time.monotonic() - self._shown >= _NOTEBOOK_SECONDS:
+            self._shown = time.monotonic()
+            self._handle.update(self._bundle(), raw=True)
+
+    def line(self) -> str:
+        cells = round(_NOTEBOOK_CELLS * self.done / max(1, self.total))
+        bar = "━" * cells + "─" * (_NOTEBOOK_CELLS - cells)
+        line = f"{self.label:<7} {bar} {self.done}/{self.total} {self.text}"
+
+        if self._first < self.done < self.total:
+            pace = (time.monotonic() - self._start) / (self.done - self._first)
+            left = round(pace * (self.total - self.done))
+            line += f"  {left // 60}:{left % 60:02} left"
+
+        return line.rstrip()
+
+    def _bundle(self) -> dict[str, str]:
+        return {"text/plain": self.line()}
+
 
 QUIET, NORMAL, VERBOSE = 0, 1, 2
 INDENT = 8  # columns of a label

@@ -5,9 +5,8 @@ from types import ModuleType
 
 import pytest
 
-from mlx_packs import display, notebook_bar
-from mlx_packs.display import NORMAL, QUIET, Display
-from mlx_packs.notebook_bar import NotebookBar
+from mlx_packs import display
+from mlx_packs.display import NORMAL, QUIET, Display, NotebookBar
 
 
 class ZMQInteractiveShell:
@@ -32,7 +31,7 @@ def shown(monkeypatch) -> list[str]:
     monkeypatch.setitem(sys.modules, "IPython", ipython)
     monkeypatch.setitem(sys.modules, "IPython.display", its_display)
     monkeypatch.setenv("JPY_PARENT_PID", "1")
-    monkeypatch.setattr(notebook_bar, "_SECONDS", 0.0)
+    monkeypatch.setattr(display, "_NOTEBOOK_SECONDS", 0.0)
     return lines
 
 
@@ -54,5 +53,5 @@ def test_a_quiet_display_shows_no_bar(shown):
 
 def test_there_is_no_bar_outside_of_notebooks(monkeypatch):
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
-    assert not notebook_bar.in_notebook()
+    assert not display.in_notebook()
     assert not isinstance(display.Task(Display(NORMAL), "train", 2, "", 0).bar, NotebookBar)
