@@ -11,8 +11,7 @@ from ..errors import PackError
 from ..files import atomic_write, to_json
 from ..gates import MEANING
 from ..reading import read_json
-from ..report.leaderboard import Entry, Leaderboard, render
-from ..report.scatter import Axis, value_text
+from ..report.leaderboard import Axis, Entry, Leaderboard, render, value_text
 
 FILE = "leaderboard.json"
 
