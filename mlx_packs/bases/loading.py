@@ -35,13 +35,12 @@ from .files import (
     weight_files,
 )
 from .fingerprint import fingerprint
-from .model import BaseModel
+from .model import BaseModel, Source, weight_map
 from .precision import DTYPES, dense_dtype, dtype_of, stored_dtype
 from .quantization import QuantizeOptions, RoundingError, quantize_weights
 from .tokenizer import load_encoder_tokenizer, load_tokenizer
 from .unsupported import unreadable
 from .weight_formats import named_format
-from .weight_map import Source, weight_map
 
 Weights = dict[str, mx.array]
 _LOAD_ENCODER = "bases.encoder:load_encoder"

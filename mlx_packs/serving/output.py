@@ -6,7 +6,20 @@ from typing import Any, Literal
 
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 
-from ..bases.thoughts import opens_thoughts
+_TAIL = 64  # tokens at the end of a prompt, more than any mark and the white space after it
+
+
+def opens_thoughts(tokenizer: Any, prompt: Sequence[int]) -> bool:
+    """Return whether what follows a prompt begins in the thoughts.
+
+    Only the end of the prompt counts: the mark that opens thoughts, and white space. A mark before
+    that is a text of the conversation: of a question, a tool, or an earlier answer.
+    """
+    if not tokenizer.has_thinking:
+        return False
+    end = tokenizer.decode(list(prompt[-_TAIL:]))
+    return end.rstrip().endswith(tokenizer.think_start)
+
 
 Kind = Literal["content", "reasoning", "tool_call"]
 _KINDS: dict[str | None, Kind] = {"reasoning": "reasoning", "tool": "tool_call"}

@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 
 from mlx_packs import load_base
 from mlx_packs.bases.files import tiny_checkpoint
-from mlx_packs.bases.weight_map import weight_map
+from mlx_packs.bases.model import weight_map
 from mlx_packs.reading import read_header
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import merged, write_checkpoint

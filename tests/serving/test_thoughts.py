@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from mlx_packs.bases.thoughts import opens_thoughts
 from mlx_packs.inference.generate import chat_prompt
-from mlx_packs.serving.output import Output, first_state
+from mlx_packs.serving.output import Output, first_state, opens_thoughts
 
 ENDS = {  # of the prompt, after the mark of the assistant
     "": False,
