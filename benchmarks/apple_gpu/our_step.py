@@ -15,11 +15,10 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from mlx_packs import runtime
-from mlx_packs.adapters.attach import attach
+from mlx_packs.adapters.attach import attach, install
 from mlx_packs.adapters.dora import DoRAAttached
 from mlx_packs.adapters.lora import Attached
 from mlx_packs.adapters.merged import Rounding
-from mlx_packs.adapters.variants import install
 from mlx_packs.bases.weight_formats import named_format
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.data.batches import few_shapes, most_targets, token_collate

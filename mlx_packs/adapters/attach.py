@@ -1,5 +1,10 @@
-"""Attach adapters to a base: which of its modules get one, and how its frozen weights are used."""
+"""Attach adapters to a base: which of its modules get one, and how its frozen weights are used.
 
+Methods that put a variant of LoRA in its place attach it first.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import mlx.nn as nn
@@ -9,8 +14,10 @@ from ..bases.geometry import find_groups
 from ..bases.shapes import Group
 from ..errors import PackError
 from ..late import load
+from ..nn.frozen_weight import frozen_weight
 from ..nn.lora import GroupedLoRA
 from ..nn.quantized import apply_matmul_path
+from ..runtime import mx
 from .lora import Attached, add_adapters
 from .spec import ModuleSpec, Specs, factor_shapes
 from .targets import experts_note, fp16_copies, plan_specs, with_heads, without_narrow
@@ -109,3 +116,46 @@ def _probed(
 def check_bare(base: "BaseModel") -> None:
     if any(isinstance(m, GroupedLoRA) for m in base.model.modules()):
         raise PackError(f"{base.name}: has adapters already. Detach them first.", "conflict")
+
+
+def check_linears(attached: Attached, method: str) -> None:
+    """Raise a PackError if an adapter is for an embedding or for a stack of experts."""
+    for path, spec in attached.specs.items():
+        if spec.kind == "embedding":
+            raise PackError(
+                f"--method {method}: {path} is an embedding, which has LoRA alone. Leave it out of "
+                "--target-modules, name it in --modules-to-save, or take --method lora.",
+                "unsupported",
+            )
+        if spec.experts is not None:
+            raise PackError(
+                f"--method {method}: {path} is a stack of experts, which it cannot adapt. Leave it "
+                "out of --target-modules, or take --method lora.",
+                "unsupported",
+            )
+
+
+def install(attached: Attached, make: Callable[[GroupedLoRA], GroupedLoRA]) -> None:
+    """Put another kind of group in the place of every group of adapters."""
+    modules = attached.model.named_modules()
+    loras = [(path, module) for path, module in modules if type(module) is GroupedLoRA]
+    others = {id(lora): make(lora) for _, lora in loras}
+    attached.swap([(path, others[id(lora)]) for path, lora in loras])
+    attached.slots = {
+        path: replace(slot, lora=others[id(slot.lora)]) for path, slot in attached.slots.items()
+    }
+
+
+def weight_of(path: str, module: nn.Module) -> mx.array:
+    """Return the dense weight [O, D] of a frozen module in float32; PackError if it has none."""
+    try:
+        weight = frozen_weight(module).dense().astype(mx.float32)
+        mx.eval(weight)
+    except (ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise PackError(
+            f"{path}: cannot be dequantized: {reason}. Take --method lora, which needs no "
+            "dense weights.",
+            "unsupported",
+        ) from None
+    return weight

@@ -13,11 +13,10 @@ from ..nn.dora import GroupedDoRA
 from ..nn.lora import AdaptedLinear
 from ..nn.quantized import TransientLinear
 from ..runtime import mx, on_cpu
-from .attach import attach
+from .attach import attach, check_linears, install, weight_of
 from .lora import Attached
 from .spec import ModuleSpec, SliceSpec, Specs
 from .tensors import load_slots, slot_tensors
-from .variants import check_linears, install, weight_of
 
 if TYPE_CHECKING:
     from ..bases.model import BaseModel

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING
 
 import mlx.nn as nn
 
-from ..adapters.attach import attach
+from ..adapters.attach import attach, install
 from ..adapters.lora import Attached
 from ..adapters.merged import Grid, Rounding, compute_dtype, grid_of, rounded_module
 from ..adapters.spec import ModuleSpec
 from ..adapters.tensors import Slot
-from ..adapters.variants import install
 from ..bases.quantization import QuantizeOptions, format_for
 from ..bases.weight_formats import MLXFormat, named_format
 from ..config.lora import LoRAConfig

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 import mlx.nn as nn
 
-from ..adapters.attach import attach
+from ..adapters.attach import attach, check_linears, install, weight_of
 from ..adapters.lora import Attached
 from ..adapters.spec import ModuleSpec, Specs, factor_shapes
 from ..adapters.tensors import Slot, load_slots, slot_tensors
-from ..adapters.variants import check_linears, install, weight_of
 from ..bases.config_file import CONFIG, read_config
 from ..bases.files import quantized_as
 from ..bases.loading import lazy_base

@@ -141,7 +141,7 @@ def test_weights_that_cannot_be_dequantized_are_named(monkeypatch):
     def fails(_):
         raise ValueError("no kernel for this")
 
-    monkeypatch.setattr("mlx_packs.adapters.variants.frozen_weight", fails)
+    monkeypatch.setattr("mlx_packs.adapters.attach.frozen_weight", fails)
     for method in OTHERS:
         with raises("unsupported", None, "q_proj", "no kernel for this", "--method lora"):
             attached(method, base_of("llama"))
