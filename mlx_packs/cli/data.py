@@ -56,11 +56,11 @@ def data(
     """
     from ..data.formats import PairFormat
     from ..data.left_out import template_notes
-    from ..data.masks import masked
+    from ..data.near_copies import row_notes
     from ..data.overview import look_at, write_splits
     from ..data.preferences import encode_tokens
-    from ..data.row_notes import row_notes
     from ..data.rows import load_rows
+    from ..data.token_store import masked
     from ..tasks.tokens import encoding_options
     from . import mask
 

@@ -14,8 +14,8 @@ from ..config.recipe import Recipe
 from ..data.encoding import encode
 from ..data.formats import PREFERENCE
 from ..data.left_out import template_notes
-from ..data.masks import masked
 from ..data.preferences import RATED, encode_preferences
+from ..data.token_store import masked
 from ..display import Display
 from ..errors import library_errors
 from ..tasks.phases import resolve_phases

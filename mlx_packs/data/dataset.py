@@ -6,6 +6,7 @@ Nothing here knows what the examples of a task are.
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -146,3 +147,12 @@ def edges_of(rows: int, parts: int) -> list[tuple[int, int]]:
     """Return where each of at most ``parts`` pieces starts and stops."""
     edges = np.linspace(0, rows, min(parts, rows) + 1).round().astype(int).tolist()
     return list(zip(edges, edges[1:], strict=False))
+
+
+def prefetched(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Yield the same batches; an error of one is raised in its place."""
+    with ThreadPoolExecutor(1, "batches") as thread:
+        ahead = thread.submit(next, batches, None)
+        while (batch := ahead.result()) is not None:
+            ahead = thread.submit(next, batches, None)
+            yield batch

@@ -14,7 +14,7 @@ from ..bases.tokenizer import starts_twice, tokenizer_errors
 from ..config.data import DataConfig
 from ..errors import PackError
 from .bad_rows import BadRows, RowError
-from .conversations import Span
+from .conversations import Span, split_prompts
 from .fim import SPARE, FillInTheMiddle, arranged, continued, sentinels
 from .formats import (
     PREFERENCE,
@@ -29,7 +29,6 @@ from .formats import (
     first_format,
     format_of,
 )
-from .prompt_boundary import split_prompts
 from .sources import Fingerprint, Rows, as_rows, canonical_line
 from .token_store import (
     DTYPES,

@@ -15,11 +15,11 @@ import numpy as np
 
 from .. import runtime
 from .batches import TokenCollate
+from .chains import TokenOrder, token_order
 from .dataset import Batch, Dataset, FixedOrder, Tree
 from .encoding import Examples
 from .sampler import Sampler
 from .shapes import Shape, joined_shapes, padded_targets, sequence_inputs
-from .token_order import TokenOrder, token_order
 from .trees import (
     LEAST,
     ROOT_WORTHWHILE,

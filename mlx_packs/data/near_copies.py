@@ -1,4 +1,4 @@
-"""Rows that nearly repeat others, by the runs of words that they share.
+"""Rows that nearly repeat others, by the runs of words that they share, and notes on usable rows.
 
 If a row has at least half of its runs of five words in common with another one, the other tells
 the answer: a loss on one, after training on the other, says little (Lee et al., 2022,
@@ -15,8 +15,9 @@ import numpy as np
 
 from ..config.data import DataConfig
 from ..errors import PackError
-from .formats import RowFormat
-from .sources import Row, Rows
+from .bad_rows import RowError
+from .formats import RowFormat, TokenFormat
+from .sources import Row, Rows, as_rows
 
 RUN = 5  # words
 SHARE = 0.5  # of the runs of a row, which make the other one a near-copy of it
@@ -142,3 +143,70 @@ def without(count: int, held_out: Iterable[int]) -> np.ndarray:
     mask = np.ones(count, bool)
     mask[list(held_out)] = False
     return np.flatnonzero(mask).astype(np.int32 if count < 1 << 31 else np.int64)
+
+
+_LOOKED_AT = 400  # rows of a split that is held out
+
+
+def row_notes(
+    splits: Mapping[str, Sequence[Row]], row_format: RowFormat, names: DataConfig
+) -> list[str]:
+    """Return a warning for each kind of fault, with its first place.
+
+    From more than 50,000 training rows, blocks of that many are read.
+    """
+    train = as_rows(splits["train"])
+    held_out = {split: as_rows(rows) for split, rows in splits.items() if split != "train"}
+    looked_at = {
+        split: {i: rows[i] for i in sorted(sampled(len(rows), _LOOKED_AT))}
+        for split, rows in held_out.items()
+        if len(rows)
+    }
+    copies = {s: NearCopies(rows, row_format, names) for s, rows in looked_at.items()}
+    first: dict[str, dict[int, int]] = {split: {} for split in copies}
+    empty: list[int] = []
+
+    for i, row in compared(train):
+        if _has_empty_answer(row, row_format, names):
+            empty.append(i)
+        words = words_of(row, row_format, names) if copies else ()
+        for split, of_split in copies.items():
+            for number in of_split.repeated_by_words(words):
+                first[split].setdefault(number, i)
+
+    notes = []
+    if empty:
+        number = f"{len(empty):,} training examples have"
+        if len(empty) == 1:
+            number = "1 training example has"
+        notes.append(
+            f"{number} an empty answer ({train.where(empty[0])}): the pack learns to answer nothing"
+        )
+
+    for split, found in first.items():
+        if found:
+            notes.append(_leak_note(split, held_out[split], len(looked_at[split]), train, found))
+    return notes
+
+
+def _has_empty_answer(row: Row, row_format: RowFormat, names: DataConfig) -> bool:
+    if not isinstance(row_format, TokenFormat):
+        return False
+    try:
+        usable = isinstance(row.value, Mapping) and row_format.matches(row, names)
+        return usable and row_format.answer(row, names) == ""
+    except RowError:
+        return False
+
+
+def _leak_note(
+    split: str, held_out: Rows, looked_at: int, train: Rows, found: Mapping[int, int]
+) -> str:
+    of = f"{looked_at:,} {split} examples"
+    if looked_at != len(held_out):
+        of += " looked at"
+    first = min(found)
+    return (
+        f"{len(found):,} of {of} nearly repeat training examples ({held_out.where(first)} is "
+        f"{train.where(found[first])}), so the held-out loss is too optimistic"
+    )

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 from numpy.lib import format as npy
@@ -19,6 +19,10 @@ from numpy.lib import format as npy
 from ..errors import PackError
 from ..files import cache_folder, replace_file
 from ..leftovers import temporary
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
 
 _IN_MEMORY = 4 << 20  # bytes that are no file yet
 _BLOCK_BYTES = 16 << 20
@@ -266,3 +270,24 @@ def release(part: np.ndarray) -> None:
         base = base.base
     if isinstance(base, mmap.mmap) and hasattr(base, "madvise"):
         base.madvise(mmap.MADV_DONTNEED)
+
+
+def masked(example: Example, tokenizer: "TokenizerWrapper") -> dict:
+    """Split an example into spans of text that are targets or not.
+
+    The result has ``where`` (its row), ``learned`` and ``total`` (numbers of tokens), and
+    ``spans``, each with ``text`` and ``learned``.
+    """
+    target = example.target
+    total = len(example.tokens)
+    edges = [0, *(i for i in range(1, total) if target[i] != target[i - 1]), total]
+
+    spans = [
+        {
+            "text": tokenizer.decode(example.tokens[start:end].tolist()),
+            "learned": bool(target[start]),
+        }
+        for start, end in zip(edges, edges[1:], strict=False)
+    ]
+
+    return {"where": example.where, "learned": int(target.sum()), "total": total, "spans": spans}

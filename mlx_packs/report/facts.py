@@ -224,7 +224,7 @@ def samples_of(stored: object) -> list[Sample]:
 
 
 def masks_of(stored: object) -> list[Masked]:
-    """Return training examples of `data.masks`, each cut to so many characters."""
+    """Return training examples of `data.token_store`, each cut to so many characters."""
     if not isinstance(stored, list):
         return []
 

@@ -17,7 +17,7 @@ from ..config.phase import Phase
 from ..config.schema import TrainConfig
 from ..data import rows as rows_of
 from ..data.bad_rows import LeftOut
-from ..data.row_notes import row_notes
+from ..data.near_copies import row_notes
 from ..data.sources import concatenated
 from ..errors import PackError, flag_of
 from ..optim import make_optimizer

@@ -17,12 +17,12 @@ from ..data.formats import RowFormat, Text
 from ..data.groups import GroupPlan
 from ..data.held_out import sample
 from ..data.left_out import template_notes
-from ..data.masks import masked
 from ..data.sampler import Draw, Sampler, packing_fill
 from ..data.shapes import padded_length, sequence_inputs
 from ..data.sharing import draws_at_random, plan_groups, plan_trees
 from ..data.sources import as_rows
 from ..data.token_cache import encode_cached
+from ..data.token_store import masked
 from ..data.trees import TreePlan
 from ..display import VERBOSE, Display
 from ..errors import PackError

@@ -12,7 +12,7 @@ import mlx.optimizers as optimizers
 
 from .. import runtime
 from ..adapters.trainable import Trainable
-from ..data.prefetch import prefetched
+from ..data.dataset import prefetched
 from ..display import VERBOSE, Display
 from ..errors import BackOff, Float16Overflow, PackError
 from ..objectives.objective import Objective

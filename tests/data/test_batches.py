@@ -8,9 +8,8 @@ import pytest
 
 from mlx_packs import runtime
 from mlx_packs.data.batches import evaluation_set, few_shapes, token_collate, training_set
-from mlx_packs.data.dataset import Batch, Dataset, first_examples
+from mlx_packs.data.dataset import Batch, Dataset, first_examples, prefetched
 from mlx_packs.data.encoding import Example, Examples
-from mlx_packs.data.prefetch import prefetched
 from mlx_packs.data.sampler import Sampler, packing_fill
 from mlx_packs.data.shapes import MOST_SHAPES, TILE, padded_length, padded_suffix
 from tests.helpers.steps import make_batch

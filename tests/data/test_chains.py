@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 
 from mlx_packs.data.batches import TokenCollate, few_shapes
-from mlx_packs.data.chains import merged
+from mlx_packs.data.chains import merged, token_order
 from mlx_packs.data.encoding import Example, Examples
 from mlx_packs.data.sampler import Sampler
 from mlx_packs.data.shapes import padded_targets
-from mlx_packs.data.token_order import token_order
 
 
 def example(tokens, targets=(), where="x") -> Example:

@@ -8,10 +8,10 @@ import pytest
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data.encoding import EncodingOptions, encode
 from mlx_packs.data.formats import PREFERENCE, Chat, Row, format_of
-from mlx_packs.data.masks import masked
 from mlx_packs.data.messages import turns_of
 from mlx_packs.data.preferences import RATED, encode_preferences
 from mlx_packs.data.prompts import encode_prompts
+from mlx_packs.data.token_store import masked
 from tests.helpers.errors import raises
 from tests.helpers.rows import chat
 

@@ -8,8 +8,7 @@ import pytest
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data import near_copies
 from mlx_packs.data.formats import FORMATS
-from mlx_packs.data.near_copies import NearCopies
-from mlx_packs.data.row_notes import row_notes
+from mlx_packs.data.near_copies import NearCopies, row_notes
 from mlx_packs.data.rows import load_rows
 from mlx_packs.data.sources import Row, as_rows
 from tests.helpers.rows import chat, write_rows

@@ -14,4 +14,4 @@ class ObservedRun:
     unit: str  # what the run counts: tokens, pairs
     recipe: dict  # its configuration as in config.json
     curve: list[dict] = field(default_factory=list)  # the lines of metrics.jsonl so far
-    masks: Sequence[dict] = ()  # some training examples, as `data.masks` has them
+    masks: Sequence[dict] = ()  # some training examples, as `data.token_store` has them
