@@ -27,8 +27,8 @@ from ..nn.frozen_weight import frozen_weight
 from ..nn.lora import adapter_key
 from ..packs.base import load_base_for
 from ..packs.folder import check_output
+from ..packs.making import untrained_pack
 from ..packs.pack import Pack
-from ..packs.untrained import untrained_pack
 from ..packs.weighted_sum import check_addable, check_distinct, weighted_sum
 from ..runtime import mx
 from .fidelity import (

@@ -15,6 +15,7 @@ from ..config.other_names import answers_other_names
 from ..errors import PackError
 from ..files import atomic_folder, is_hub_id, to_json
 from ..packs.compatibility import check_checkpoint
+from ..packs.making import untrained_pack
 from ..packs.manifest import (
     FORMAT_VERSION,
     MANIFEST,
@@ -24,7 +25,6 @@ from ..packs.manifest import (
     specs_of,
 )
 from ..packs.pack import Pack
-from ..packs.untrained import untrained_pack
 from ..reading import read_json, sha256
 from ..runtime import mx
 from ..tensors import read_tensors, save_tensors

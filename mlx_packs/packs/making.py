@@ -1,10 +1,11 @@
-"""The pack of what was trained on a base."""
+"""The pack of what was trained on a base, and of adapters from elsewhere that fit one."""
 
 import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from .. import runtime
+from ..adapters.imported import is_inference_only
 from ..adapters.spec import Specs, weights_of
 from ..adapters.targets import tied_tables
 from ..adapters.trainable import Trainable
@@ -12,6 +13,7 @@ from ..bases.fingerprint import sampled_fingerprint, text_hashes
 from ..bases.shapes import Group, Heads
 from ..nn.surgery import block_prefixes
 from ..runtime import mx
+from .attaching import attach_pack
 from .manifest import FORMAT_VERSION, replaced_json, spec_json
 from .pack import Pack
 
@@ -78,3 +80,33 @@ def manifest_of(base: "BaseModel", adapters: dict, facts: Mapping[str, object]) 
 
 def versions_line() -> dict[str, str]:
     return {**runtime.versions(), "device": runtime.device_name()}
+
+
+def untrained_pack(
+    base: "BaseModel",
+    specs: Specs,
+    tensors: Mapping[str, mx.array],
+    full_tensors: Mapping[str, mx.array] | None = None,
+    **facts: object,
+) -> Pack:
+    """A pack of adapters from another source, after checking each against the base model.
+
+    Tensors have their names on disk; ``full_tensors`` replace tensors of the base model. ``facts``
+    are optional parts of the manifest.
+    """
+    full_tensors = full_tensors or {}
+
+    factors = [shape for spec in specs.values() for shape in spec.shapes.values()]
+    adapters = {
+        "parameters": sum(math.prod(shape) for shape in factors),
+        "groups": [],
+        **modules_json(base, specs, {n: t.shape for n, t in full_tensors.items()}),
+    }
+
+    pack = Pack(manifest_of(base, adapters, facts), {**tensors, **full_tensors})
+    attached = attach_pack(base, pack)
+    attached.detach()
+
+    inference_only = [[path] for path, spec in specs.items() if is_inference_only(spec)]
+    adapters["groups"] = group_paths(attached.groups) + inference_only
+    return pack

@@ -9,12 +9,12 @@ from ..files import atomic_write, to_json
 from ..hashes import check_seal, sealed, without_seal
 from ..packs.facts import (
     changes_of,
+    delta_norms,
     figures_of,
     held_out_line,
     manifest_facts,
     memory_of,
 )
-from ..packs.norms import delta_norms
 from ..packs.pack import Pack
 from ..reading import read_json
 from ..report.facts import PAGE, Facts, curve_of, masks_of, number, samples_of, text

@@ -22,7 +22,7 @@ from mlx_packs.data.encoding import encode
 from mlx_packs.data.formats import COMPLETION, Row
 from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.nn.quantized import QUANTIZED
-from mlx_packs.packs.untrained import untrained_pack
+from mlx_packs.packs.making import untrained_pack
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import attached_logits
 from tests.helpers.packs import random_pack

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlx_packs.config.recipe import Recipe
-from mlx_packs.packs.facts import manifest_facts
-from mlx_packs.packs.norms import delta_norms
+from mlx_packs.packs.facts import delta_norms, manifest_facts
 from mlx_packs.packs.pack import Pack
 from mlx_packs.report.chart import change_bars, chart, ticks
 from mlx_packs.report.facts import (
