@@ -35,7 +35,7 @@ from ..objectives.objective import Objective
 from ..packs.base import Base
 from ..runtime import mx
 from ..tasks.causal_lm import CausalLMTask, Outcome
-from ..tasks.phase_data import PhaseData
+from ..tasks.phases import PhaseData
 from ..tasks.task import PhaseStarts, Task, Trained
 
 if TYPE_CHECKING:

@@ -36,8 +36,7 @@ from ..objectives.sequence_packing import prepare_packing
 from ..packs.base import Base, check_forward
 from ..packs.card import format_change, phase_lines
 from ..packs.pack import Pack
-from .phase_data import PhaseData
-from .phases import OWN, RunPhase
+from .phases import OWN, PhaseData, RunPhase
 from .shared_prefix import check_trees, merge_chains, shared_report
 from .task import PhaseStarts, Summary, Trained, bad_rows_lines, cost, evaluated, speed, try_lines
 from .tokens import TokenTask, encode_phases

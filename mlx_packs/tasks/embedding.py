@@ -36,8 +36,7 @@ from ..objectives.objective import Objective
 from ..objectives.score import check_best
 from ..packs.base import Base
 from ..packs.card import format_change
-from .phase_data import PhaseData
-from .phases import RunPhase
+from .phases import PhaseData, RunPhase
 from .task import PhaseStarts, Summary, Task, Trained, bad_rows_lines, cost, evaluated
 
 _MOST_PAIRS = 1000  # that a run is evaluated on by default

@@ -16,7 +16,6 @@ from ..data.batches import TokenCollate
 from ..data.dataset import Batch, Dataset, FixedOrder
 from ..data.encoding import Example
 from ..data.formats import PROMPT
-from ..data.held_out import sample
 from ..data.left_out import template_notes
 from ..data.prompts import PromptCollate, Prompts, SharedPrompts, encode_prompts, wanted_text
 from ..data.rows import Splits
@@ -32,8 +31,7 @@ from ..objectives.score import REWARD, Score
 from ..packs.base import Base, check_forward
 from ..runtime import mx
 from .causal_lm import SamplePrompt, phase_reports, stored_sample
-from .phase_data import PhaseData
-from .phases import RunPhase
+from .phases import PhaseData, RunPhase, sample
 from .preference import outcome_lines
 from .rewards import Reward, reward_of
 from .shared_prefix import check_trees, computes_trees, show_shared_prompts

@@ -39,8 +39,7 @@ from ..packs.base import Base, check_forward
 from ..packs.card import format_change, phase_lines
 from ..runtime import mx
 from .causal_lm import SamplePrompt, phase_reports, sample_lines, stored_sample
-from .phase_data import PhaseData
-from .phases import RunPhase
+from .phases import PhaseData, RunPhase
 from .shared_prefix import check_trees
 from .task import PhaseStarts, Summary, Trained, bad_rows_lines, cost, evaluated, speed, try_lines
 from .tokens import TokenTask

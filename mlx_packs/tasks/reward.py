@@ -23,7 +23,7 @@ from ..objectives.sequence_packing import prepare_packing
 from ..packs.base import Base
 from ..packs.card import format_change, phase_lines
 from .causal_lm import phase_reports
-from .phase_data import PhaseData
+from .phases import PhaseData
 from .preference import PreferenceTask, before_and_after
 from .shared_prefix import check_trees
 from .task import PhaseStarts, Summary, Trained, bad_rows_lines, cost, evaluated, speed

@@ -31,8 +31,7 @@ from ..objectives.score import Score, check_best
 from ..packs.base import Base
 from ..packs.pack import Pack
 from ..run_clock import COMPUTED_PER_S
-from .phase_data import PhaseData, PhaseTask
-from .phases import RunPhase
+from .phases import PhaseData, PhaseTask, RunPhase
 
 if TYPE_CHECKING:
     from .rewards import RewardFunction

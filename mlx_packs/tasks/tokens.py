@@ -15,7 +15,6 @@ from ..data.encoding_parts import part_count
 from ..data.fim import FillInTheMiddle
 from ..data.formats import RowFormat, Text
 from ..data.groups import GroupPlan
-from ..data.held_out import sample
 from ..data.left_out import template_notes
 from ..data.sampler import Draw, Sampler, packing_fill
 from ..data.shapes import padded_length, sequence_inputs
@@ -28,8 +27,7 @@ from ..display import VERBOSE, Display
 from ..errors import PackError
 from ..nn.blocks import attends_by_spans
 from ..packs.base import Base
-from .phase_data import PhaseData
-from .phases import RunPhase
+from .phases import PhaseData, RunPhase, sample
 from .shared_prefix import computes_trees, passes_of, say_nothing_shared, show_trees
 from .task import Task
 

@@ -20,8 +20,7 @@ from ..objectives.score import Score, StoredScore
 from ..optim import carry_state
 from ..run_clock import COMPUTED_PER_S, FORWARD, TRAIN
 from ..runtime import mx
-from ..tasks.phase_data import PhaseData
-from ..tasks.phases import RunPhase
+from ..tasks.phases import PhaseData, RunPhase
 from ..tasks.task import Trained
 from .batch_step import BatchStep
 from .checkpoint import batches_of, load_checkpoint, load_weights, read_training_state

@@ -24,7 +24,7 @@ from ..memory.plan import ERROR, MemoryPlan, Shape, fit
 from ..memory.read import read_headers
 from ..nn.quantized import matmul_path_of
 from ..packs.base import Base
-from ..tasks.phase_data import PhaseData
+from ..tasks.phases import PhaseData
 from .run_folder import checkpoints, recorded_matmul_path
 from .settings import Run, RunSettings
 

@@ -44,8 +44,7 @@ from ..reading import read_header
 from ..report.facts import short_curve
 from ..run_clock import RunClock
 from ..runtime import mx
-from ..tasks.phase_data import PhaseData, counts_of
-from ..tasks.phases import check_data_used, left_out_rows, resolve_phases
+from ..tasks.phases import PhaseData, check_data_used, counts_of, left_out_rows, resolve_phases
 from ..tasks.task import Summary, Task, make_tasks
 from .early_stop import check_validated
 from .fit import Fit, Objectives, check_scores, score_phases

@@ -15,8 +15,7 @@ from ..distributed.group import group
 from ..errors import PackError, flag_of
 from ..objectives.causal_lm import TargetLoss
 from ..optim import updates_of
-from ..tasks.phase_data import PhaseData
-from ..tasks.phases import RunPhase
+from ..tasks.phases import PhaseData, RunPhase
 from ..tasks.task import Calls
 from .observer import Observer
 from .run_folder import ResumePoint

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mlx_packs import evaluate, load_base, train_pack
-from mlx_packs.data.held_out import SHARE, sample
+from mlx_packs.tasks.phases import HELD_OUT_SHARE, sample
 from mlx_packs.training.fit import Fit
 from tests.helpers.encoders import all_pairs
 from tests.helpers.preferences import preference
@@ -17,7 +17,7 @@ from tests.helpers.runs import LORA
 def test_a_sample_takes_a_share_of_the_run_but_no_more_than_gives_two_digits():
     lengths = np.full(3080, 50)
     assert len(sample(lengths, 120 * 50)) == 32
-    assert len(sample(lengths, 4000 * 50)) == SHARE * 4000
+    assert len(sample(lengths, 4000 * 50)) == HELD_OUT_SHARE * 4000
     assert len(sample(lengths, 10**9)) == 400
 
 

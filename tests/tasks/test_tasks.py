@@ -18,8 +18,7 @@ from mlx_packs.display import QUIET, Display
 from mlx_packs.objectives.objective import Objective, arrays_of
 from mlx_packs.objectives.score import Score
 from mlx_packs.runtime import mx
-from mlx_packs.tasks.phase_data import PhaseData
-from mlx_packs.tasks.phases import resolve_phases
+from mlx_packs.tasks.phases import PhaseData, resolve_phases
 from mlx_packs.tasks.task import Summary, Task, make_tasks
 from mlx_packs.training.settings import Request, RunSettings
 from mlx_packs.training.step import Stepper

@@ -9,7 +9,7 @@ from ...memory.memory_choice import MemoryChoice
 from ...objectives.objective import Objective
 from ...packs.base import Base
 from ...tasks.causal_lm import CausalLMTask
-from ...tasks.phase_data import PhaseData
+from ...tasks.phases import PhaseData
 from ...tasks.task import PhaseStarts
 from .adapters import check_in_blocks, check_splittable
 from .objective import PipelinedCausalLM, PipelinedScorer
