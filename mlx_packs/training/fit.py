@@ -22,18 +22,16 @@ from ..run_clock import COMPUTED_PER_S, FORWARD, TRAIN
 from ..runtime import mx
 from ..tasks.phases import PhaseData, RunPhase
 from ..tasks.task import Trained
-from .batch_step import BatchStep
 from .checkpoint import batches_of, load_checkpoint, load_weights, read_training_state
-from .due import LoopSettings
 from .early_stop import EarlyStop, better_earlier
-from .loop import Loop
+from .loop import Loop, LoopSettings
 from .observer import Observer
 from .on_nan import OnNan
 from .reports import Reports
 from .run_folder import best_checkpoint, latest_checkpoint, read_metrics
 from .settings import Run
 from .state import TrainingState
-from .step import Stepper
+from .step import BatchStep, Stepper
 from .stopping import interrupted, stopped, write_checkpoint
 from .update import add_scale, scale_facts
 from .update_guard import UpdateGuard

@@ -14,7 +14,6 @@ from ..files import atomic_write, make_folder, write_errors
 from ..leftovers import discard
 from ..memory.pressure import CRITICAL, LOW, memory_pressure
 from ..runtime import mx
-from .batch_step import BatchStep
 from .observer import Observer
 from .run_folder import (
     CONFIG,
@@ -25,6 +24,7 @@ from .run_folder import (
     write_identity,
 )
 from .settings import Run
+from .step import BatchStep
 from .watch import Guard
 
 _SPARE = 1 << 20  # bytes for what else a run writes

@@ -1,22 +1,25 @@
-"""The identity of a run: its recipe, its base and its data; a resumed run must be the same run."""
+"""The identity of a run: its recipe, base, data and date; a resumed run must be the same run."""
 
 import json
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 
 from ..bases.files import public_name
 from ..bases.fingerprint import changed_texts, is_fingerprint_of, text_hashes
+from ..bases.template_clock import reads_clock
 from ..config.choices import METHODS, TASKS
 from ..config.fields import fields_where
 from ..config.optimizer import with_bias_correction
 from ..config.recipe import Recipe
 from ..config.schema import TrainConfig
 from ..data import rows as rows_of
+from ..display import Display
 from ..errors import PackError
 from ..packs.base import Base
 from ..reading import sha256
 from .run_folder import PACKAGES, check_unchanged
-from .settings import Run
+from .settings import Run, RunSettings
 
 # What older runs did that do not have an option whose default is something else.
 _BEFORE = {"share_prefix": "off"}
@@ -134,3 +137,35 @@ def public_recipe(recipe: Recipe, base: Base) -> dict:
             else:
                 phase["data"] = [public_name(source) for source in data]
     return public
+
+
+def with_template_date(
+    settings: RunSettings, base: Base, earlier: dict | None, display: Display
+) -> RunSettings:
+    """Return settings with the date that the chat template reads, if it reads the clock.
+
+    ``earlier`` is the identity of the run that is resumed: early versions recorded no date, and
+    their templates go on reading the clock.
+    """
+    specified = settings.columns.template_date
+    if not reads_clock(base.tokenizer):
+        if specified is None:
+            return settings
+        raise PackError(
+            f"--template-date: the chat template of {base.name} does not read the clock. Leave it "
+            "out.",
+            "conflict",
+            "template_date",
+        )
+
+    if specified is None and earlier is None:
+        specified = date.today().isoformat()
+    if specified is None:
+        display.line("template", "reads the clock, and this run has recorded no date")
+        return settings
+
+    display.line(
+        "template",
+        f"reads the clock: {specified} in training (--template-date), the current date in use",
+    )
+    return settings.with_settings({}, {"template_date": specified})

@@ -13,7 +13,7 @@ from .state import TrainingState, Window
 from .update import scale_facts
 
 if TYPE_CHECKING:
-    from .batch_step import BatchStep
+    from .step import BatchStep
 
 
 class Reports:

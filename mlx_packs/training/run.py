@@ -49,10 +49,9 @@ from ..tasks.task import Summary, Task, make_tasks
 from .early_stop import check_validated
 from .fit import Fit, Objectives, check_scores, score_phases
 from .guards import Guarded, make_guards
-from .identity import check_resume, public_recipe, run_identity, start_of
+from .identity import check_resume, public_recipe, run_identity, start_of, with_template_date
 from .observer import Observer
-from .observers.observed_run import ObservedRun
-from .observers.registry import make_observers
+from .observers.registry import ObservedRun, make_observers
 from .on_nan import OnNan
 from .planning import check_headers, fit_into_memory, matmul_paths_by_name
 from .precision import run_dtype, show_dtype
@@ -62,7 +61,6 @@ from .result import RunReport, TrainRun, in_order, losses_of
 from .run_folder import check_resumable, clear_run, reference_file, resume_point, write_identity
 from .settings import Place, Request, Run, RunSettings, with_batches
 from .stopping import resumable
-from .template_date import with_template_date
 from .unattended import unattended
 
 if TYPE_CHECKING:

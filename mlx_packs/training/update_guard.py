@@ -17,8 +17,8 @@ from .update import remove_scale
 
 if TYPE_CHECKING:
     from ..display import Display
-    from .batch_step import BatchStep
     from .on_nan import OnNan
+    from .step import BatchStep
 
 Save = Callable[[TrainingState], Path]  # writes a checkpoint
 

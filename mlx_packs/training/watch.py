@@ -10,8 +10,8 @@ from ..distributed.group import group
 from ..errors import BackOff, Float16Overflow
 
 if TYPE_CHECKING:
-    from .batch_step import BatchStep
     from .early_stop import EarlyStop
+    from .step import BatchStep
 
 _OTHER_RANK = "another rank had to stop"
 

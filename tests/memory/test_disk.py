@@ -11,7 +11,7 @@ from mlx_packs.memory import disk
 from mlx_packs.memory.disk import plan_disk
 from mlx_packs.memory.estimate import estimate
 from mlx_packs.memory.read import read_headers
-from mlx_packs.training.observers.retention import Retention
+from mlx_packs.training.observers.run_files import Retention
 from mlx_packs.training.run_folder import checkpoints
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.errors import check, raises

@@ -17,14 +17,13 @@ from mlx_packs.reading import sha256
 from mlx_packs.runtime import mx
 from mlx_packs.tasks.phases import RunPhase
 from mlx_packs.training import step
-from mlx_packs.training.batch_step import BatchStep
 from mlx_packs.training.fit import loop_settings
 from mlx_packs.training.loop import Loop
 from mlx_packs.training.observer import Observer
 from mlx_packs.training.reports import Reports
 from mlx_packs.training.run_folder import latest_checkpoint, read_metrics
 from mlx_packs.training.state import TrainingState
-from mlx_packs.training.step import StartedStep, Stepper
+from mlx_packs.training.step import BatchStep, StartedStep, Stepper
 from mlx_packs.training.update_guard import UpdateGuard
 from mlx_packs.training.watch import Watch
 from tests.helpers.errors import raises

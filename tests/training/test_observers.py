@@ -15,7 +15,7 @@ from mlx_packs.display import QUIET, Display
 from mlx_packs.errors import PackError
 from mlx_packs.training.observer import Observer
 from mlx_packs.training.observers import trackers
-from mlx_packs.training.observers.retention import Retention
+from mlx_packs.training.observers.run_files import Retention
 from mlx_packs.training.observers.trackers import check_report_to
 from mlx_packs.training.run_folder import best_checkpoint, checkpoints, latest_checkpoint
 from mlx_packs.training.state import TrainingState

@@ -12,7 +12,7 @@ from mlx_packs import TrainConfig, train_pack
 from mlx_packs.packs.card import model_card
 from mlx_packs.report import picture
 from mlx_packs.tasks.causal_lm import SamplePrompt
-from mlx_packs.training.observers import report_page
+from mlx_packs.training.observers import run_files
 from mlx_packs.training.run_folder import clear_run
 from mlx_packs.training.run_page import read_report
 from tests.helpers.bases import dense_tiny
@@ -135,7 +135,7 @@ def test_a_page_that_cannot_be_written_ends_no_run(train_four, monkeypatch):
     def broken(*_):
         raise RuntimeError("numpy.core.multiarray failed to import")
 
-    monkeypatch.setattr(report_page, "render", full)
+    monkeypatch.setattr(run_files, "render", full)
     monkeypatch.setattr(picture, "save_picture", broken)
     folder, lines = train_four()
     notes = [line for line in lines if line.startswith("note") and "is not written" in line]

@@ -12,7 +12,7 @@ from mlx_packs.bases.files import resolve_checkpoint
 from mlx_packs.bases.template_clock import clock_at, strftime_now
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.errors import PackError
-from mlx_packs.training import template_date
+from mlx_packs.training import identity
 from tests.helpers.runs import LORA
 
 CLOCK = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + strftime_now('%d %b %Y %H:%M:%S.%f') + m.content + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -58,7 +58,7 @@ def on(monkeypatch):
     def set_day(day):
         monkeypatch.setattr(Day, "now", day)
 
-    monkeypatch.setattr(template_date, "date", Day)
+    monkeypatch.setattr(identity, "date", Day)
     return set_day
 
 

@@ -1,1 +1,1 @@
-"""Everything that follows a training run: one file per observer; registry.py lists them."""
+"""Everything that follows a training run; registry.py lists the observers."""

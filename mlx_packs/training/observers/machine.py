@@ -5,7 +5,7 @@ import time
 from ... import macos
 from ...memory.pressure import memory_pressure
 from ..observer import Observer
-from .observed_run import ObservedRun
+from .registry import ObservedRun
 
 _EVERY = 10.0  # seconds between two readings; each starts two programs
 

@@ -1,0 +1,171 @@
+"""What observers write into a run folder, and the old checkpoints that they remove from it."""
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ...display import Display
+from ...errors import PackError, reason_of
+from ...files import append_line, atomic_write
+from ...leftovers import discard
+from ...objectives.score import Score
+from ...report import picture
+from ...report.facts import PAGE, Points, curve_of
+from ...report.page import render
+from ..checkpoint import batches_of
+from ..observer import Observer
+from ..run_folder import METRICS, PICTURE, REPORT, best_checkpoint, checkpoints
+from ..run_page import run_facts, write_report
+from .registry import ObservedRun
+
+_LEAST_POINTS = 3  # of a curve that is worth a picture
+
+
+class ReportPage(Observer):
+    """Writes report.json, report.html and loss.png when a run ends or is interrupted.
+
+    The picture is drawn beside the last evaluation: to import matplotlib takes as long as many a
+    batch. A run that succeeded is not ended by a file that cannot be written: there is a note.
+    """
+
+    def __init__(self, observed: ObservedRun) -> None:
+        self._observed = observed
+        self._drawing: threading.Thread | None = None
+        self._noted: set[str] = set()  # files about which there was a note
+
+    def on_phase_start(self, batches: int, done: int) -> None:
+        """Remove the result of a run that continues."""
+        (self._observed.run.folder / REPORT).unlink(missing_ok=True)
+
+    def on_phase_end(self) -> None:
+        """Write the page of a run that may not go on, and begin to draw its curve."""
+        self._attempt(PAGE, self._write_page)
+        curve = curve_of(self._observed.curve)
+        if len(curve.get("loss", [])) < _LEAST_POINTS or not picture.is_installed():
+            return
+
+        self._join()
+        args = (PICTURE, lambda: self._write_picture(curve))
+        self._drawing = threading.Thread(target=self._attempt, args=args)
+        self._drawing.start()
+
+    def on_end(self, report: dict) -> None:
+        observed = self._observed
+        folder = observed.run.folder
+        self._attempt(REPORT, lambda: write_report(folder, report, observed.masks))
+        self._attempt(PAGE, self._write_page)
+        self._join()
+        if PAGE not in self._noted:
+            observed.run.display.line("page", str(folder / PAGE))
+
+    def _join(self) -> None:
+        if self._drawing is not None:
+            self._drawing.join()
+
+    def _write_page(self) -> None:
+        folder = self._observed.run.folder
+        atomic_write(folder / PAGE, render(run_facts(folder)))
+
+    def _write_picture(self, curve: dict[str, Points]) -> None:
+        run = self._observed.run
+        label = "loss"
+        if self._observed.unit == "tokens":
+            label = "loss (nats per token)"
+        picture.save_picture(curve, run.folder / PICTURE, run.pack.name, label)
+
+    def _attempt(self, name: str, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except Exception as error:  # whatever it is, a run is worth more than its page
+            reason = error.message if isinstance(error, PackError) else reason_of(error)
+            if name not in self._noted:
+                self._noted.add(name)
+                run = self._observed.run
+                file = run.folder / name
+                run.display.line("note", f"{file}: is not written ({reason.rstrip('.')})")
+
+
+class MetricsFile(Observer):
+    """Adds each line to the run's curve, which is in memory, and to its metrics.jsonl."""
+
+    def __init__(self, observed: ObservedRun) -> None:
+        self._file = observed.run.folder / METRICS
+        self._curve = observed.curve
+
+    def _append(self, line: dict) -> None:
+        self._curve.append(line)
+        append_line(self._file, json.dumps(line))
+
+    def on_report(self, line: dict, batches_per_s: float) -> None:
+        self._append(line)
+
+    def on_validation(self, line: dict, score: Score, seconds: float) -> None:
+        self._append(line)
+
+    def on_event(self, line: dict) -> None:
+        self._append(line)
+
+    def on_held_out(self, line: dict) -> None:
+        """Log the scores after a phase; a resumed run reads them from here."""
+        self._append(line)
+
+
+class Retention(Observer):
+    """Keeps the last ``--keep-last`` checkpoints of a run folder, and the best of the phase."""
+
+    def __init__(
+        self,
+        run: Path,
+        keep_last: int,
+        display: Display,
+        starts: Sequence[int] = (0,),
+        resumed: Path | None = None,
+        best_by: str | None = None,
+    ) -> None:
+        """``starts`` are the batches before each phase, ``resumed`` is where a run continues."""
+        self._run = run
+        self._keep_last = keep_last
+        self._display = display
+        self._starts = starts
+        self._resumed = resumed
+        self._best_by = best_by
+
+    @classmethod
+    def of(cls, observed: ObservedRun) -> "Retention | None":
+        """Return the retention for ``--keep-last``; None if all checkpoints are kept."""
+        run = observed.run
+        if run.train.keep_last == -1:
+            return None
+
+        starts = [phase.start for phase in run.phases]
+        resumed = None
+        if (point := run.place.resume_point) is not None:
+            resumed = point.folder
+        return cls(run.folder, run.train.keep_last, run.display, starts, resumed, run.train.best)
+
+    def on_phase_start(self, batches: int, done: int) -> None:
+        """Remove what a killed run left, which ended between a checkpoint and the removal."""
+        if self._resumed is not None:
+            last = batches_of(self._resumed)
+            self._keep([f for f in checkpoints(self._run) if batches_of(f) <= last], self._resumed)
+            self._resumed = None
+
+    def on_checkpoint(self, folder: Path) -> None:
+        """The new one is complete. Later ones are damaged: the run was resumed before them."""
+        self._keep(checkpoints(self._run), folder)
+
+    def _keep(self, existing: list[Path], newest: Path) -> None:
+        """Keep the last checkpoints up to the newest, and the best of its phase."""
+        until_now = existing[: existing.index(newest) + 1]
+        start = max(start for start in self._starts if start < batches_of(newest) or not start)
+        best = best_checkpoint(self._run, start, self._best_by)
+        newest_and_best = {*until_now[-self._keep_last :], best}
+
+        for old in existing:
+            if old in newest_and_best:
+                continue
+            try:
+                discard(old, old)
+            except OSError as error:  # training is worth more than space on the disk
+                self._display.line("note", f"{old}: cannot be removed ({error.strerror or error})")
