@@ -17,8 +17,7 @@ from mlx.utils import tree_map
 
 from .. import runtime
 from ..data.dataset import Batch, Collate, Layout
-from ..distributed.gradients import summed_over_ranks
-from ..distributed.group import group
+from ..distributed.group import group, summed_over_ranks
 from ..late import load
 from ..objectives.objective import Inputs, KeepPrefixes, Loss, Objective, arrays_of
 from ..runtime import is_traced, mx, set_random_state
