@@ -267,9 +267,9 @@ def _run(
     from ..memory.matmul_path import generation_path
     from ..runtime import memory_limits
     from ..serving.app import Server, ServerSettings, make_app
-    from ..serving.connection import TimedHeaders
     from ..serving.embedding import Embedder
     from ..serving.generation import Generator
+    from ..serving.http import TimedHeaders
     from ..serving.library import Library
     from ..serving.metrics import Metrics
 

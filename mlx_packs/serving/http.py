@@ -1,4 +1,4 @@
-"""What every route has in common: who is let in, how bodies are read, what errors look like."""
+"""What every route has in common: who is let in, in what time, how bodies are read, errors."""
 
 import asyncio
 import hmac
@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from ..errors import PackError
 from .metrics import Metrics
@@ -238,3 +239,40 @@ async def _disconnected(request: Request) -> None:
     """Return when the client has gone; its body was read before."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+_HEADER_SECONDS = 30.0
+
+
+class TimedHeaders(AutoHTTPProtocol):  # type: ignore[valid-type, misc]  # one of two classes
+    """Closes a connection on which the headers of a request take too long: uvicorn waits for them.
+
+    Between requests uvicorn's own time of an idle connection holds, until a byte arrives.
+    """
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._expect()
+
+    def data_received(self, data: bytes) -> None:
+        """Read data; where they are no whole headers, expect the others."""
+        super().data_received(data)
+        if self.cycle is None or self.cycle.response_complete:
+            self._expect()
+        else:
+            self._forget()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget()
+        super().connection_lost(exc)
+
+    def _expect(self) -> None:
+        if self._late is None and not self.transport.is_closing():
+            self._late = self.loop.call_later(_HEADER_SECONDS, self.transport.close)
+
+    def _forget(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None

@@ -10,12 +10,10 @@ from ..bases.model import BaseModel
 from ..bases.turns import given_variables, render_conversation
 from ..errors import PackError
 from ..inference.generate import PENALIZED_TOKENS, chat_prompt, raw_prompt
-from .grammar import ANY_OBJECT, Grammars
+from .grammar import ANY_OBJECT, Grammars, has_tool_grammar
 from .output import first_state
 from .protocol import ChatBody, CompletionBody, GenerationBody
-from .request import Event, Processor, Request
-from .sampling import sampler_of
-from .tool_grammar import has_tool_grammar
+from .request import Event, Processor, Request, sampler_of
 
 Maker = Callable[[int, Callable[[Event], None]], Request]
 

@@ -14,9 +14,8 @@ from typing import Any
 import uvicorn
 
 from mlx_packs.serving.app import Server, make_app
-from mlx_packs.serving.connection import TimedHeaders
 from mlx_packs.serving.generation import Generator
-from mlx_packs.serving.http import ServerSettings
+from mlx_packs.serving.http import ServerSettings, TimedHeaders
 from mlx_packs.serving.library import Library
 from mlx_packs.serving.metrics import Metrics
 from mlx_packs.serving.request import Failed, Finished, Progress, Request

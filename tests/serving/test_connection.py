@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from mlx_packs.serving import connection
+from mlx_packs.serving import http
 
 HALF = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Le"
 HEALTH = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
@@ -15,7 +15,7 @@ SECONDS = 0.5
 
 @pytest.fixture
 def connect(shared_server, monkeypatch):
-    monkeypatch.setattr(connection, "_HEADER_SECONDS", SECONDS)
+    monkeypatch.setattr(http, "_HEADER_SECONDS", SECONDS)
 
     def connect() -> socket.socket:
         return socket.create_connection(("127.0.0.1", shared_server.port), timeout=20)

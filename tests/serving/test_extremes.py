@@ -3,7 +3,7 @@
 import pytest
 
 from mlx_packs.runtime import mx
-from mlx_packs.serving.sampling import sampler_of
+from mlx_packs.serving.request import sampler_of
 
 SCORES = mx.log(mx.array([[0.1, 0.2, 0.4, 0.3]]))
 LEAST = 5e-324
