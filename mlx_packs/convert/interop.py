@@ -28,9 +28,7 @@ from ..packs.pack import Pack
 from ..reading import read_json, sha256
 from ..runtime import mx
 from ..tensors import read_tensors, save_tensors
-from .adapter_format import FORMATS, AdapterFormat, format_of
 from .adapter_texts import differing_texts
-from .destination import DESTINATIONS
 from .external import (
     CONFIG,
     StoredAdapter,
@@ -42,6 +40,7 @@ from .external import (
     unfolded,
     verify_numerically,
 )
+from .formats import DESTINATIONS, FORMATS, AdapterFormat, format_of
 
 SIDECAR = "mlx_packs.json"
 ORIGINALS = "mlx_packs.safetensors"  # lora_b that cannot be restored from what it was folded into

@@ -1,4 +1,4 @@
-"""Formats of other tools that packs are exported to and imported from.
+"""Formats of other tools that packs are exported to and imported from, and programs that read them.
 
 A new one is a class in a file of its own, an entry here, and its name in `config.choices`.
 """
@@ -9,12 +9,17 @@ from typing import Protocol
 
 from ..adapters.spec import ModuleSpec
 from ..bases.model import BaseModel
+from ..config import choices
 from ..config.choices import ADAPTER_FORMATS, registered
 from ..errors import PackError
 from ..packs.pack import Pack
 from .external import CONFIG, Delta, ExternalAdapter, StoredAdapter
+from .gguf import Gguf
+from .lmstudio import LMStudio
 from .mlx_lm import MlxLm
+from .ollama import Ollama
 from .peft import Peft
+from .swift import Swift
 
 
 class AdapterFormat(Protocol):
@@ -69,3 +74,23 @@ def format_of(config: dict, where: Path) -> str:
         if form.recognises(config):
             return name
     raise PackError(f"{where}: is not the {CONFIG} of any of {', '.join(FORMATS)}.", "unsupported")
+
+
+class Destination(Protocol):
+    """A program that opens a pack in a form of its own."""
+
+    def write(self, pack: Pack, out: Path, start: str | None) -> dict:
+        """Write the folder atomically; ``start`` is the program's own name of the base.
+
+        Returns:
+            ``notes``, what the user does next, and figures of the conversion.
+
+        Raises:
+            PackError: the program has no place for something in the pack.
+        """
+
+
+DESTINATIONS: dict[str, Destination] = registered(
+    choices.DESTINATIONS,
+    {"gguf": Gguf(), "ollama": Ollama(), "lmstudio": LMStudio(), "swift": Swift()},
+)
