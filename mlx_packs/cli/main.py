@@ -50,7 +50,7 @@ COMMANDS = {
         "export": "convert:export",
         "import": "convert:import_",
     },
-    "Benchmark": {"bench": "bench:bench", "bench-serve": "bench_serve:bench_serve"},
+    "Benchmark": {"bench": "bench:bench", "bench-serve": "bench:bench_serve"},
     "Shell": {"completion": "completion:completion"},
 }
 
