@@ -16,7 +16,7 @@ from ..data.dataset import Batch, Dataset, Layout
 from ..runtime import mx
 from .causal_lm import Head, target_loss
 from .objective import Inputs, Objective, arrays_of
-from .phase_start import PhaseStart
+from .reference import PhaseStart
 from .score import Score
 
 _LEAST_SPREAD = 1e-4  # that is added to the standard deviation of a group's rewards, as in TRL

@@ -1,20 +1,74 @@
-"""The reference of a run on preferences: log-probabilities by the model at the phase start.
+"""The model at the start of a phase, and the log-probabilities of preferences by it.
 
-A row's log-probability is computed when the row first appears, and kept, so that a resumed run
-computes the same numbers.
+No second copy is kept: the parameters saved at the phase start are swapped in for the reference
+pass, or disabled if the phase started from the base without adapters. A row's log-probability is
+computed when the row first appears, and kept, so that a resumed run computes the same numbers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import mlx.nn as nn
 
-from ..adapters.trainable import trainable_modules
+from ..adapters.trainable import Trainable, trainable_modules
 from ..data.dataset import Batch, Dataset, Layout
 from ..data.packing import Packed
 from ..distributed.group import group
+from ..errors import PackError
 from ..runtime import mx
+from ..tensors import read_tensors, save_tensors
 from .objective import Inputs, arrays_of
-from .phase_start import PhaseStart
+
+
+class PhaseStart:
+    """The model at the start of a phase; ``bare`` if that is the base without adapters.
+
+    ``file`` keeps the parameters of the phase start, for a resumed run.
+    """
+
+    def __init__(self, trainable: Trainable, file: Path, bare: bool) -> None:
+        self._trainable = trainable
+        self._file = file
+        self._bare = bare
+        self._parameters: dict[str, mx.array] | None = None
+
+    def begin(self, fresh: bool) -> None:
+        """Take the model as it is, if it is ``fresh``, or that which began the phase.
+
+        Raises a PackError if a resumed run lacks the file of its parameters.
+        """
+        file = self._file
+        if self._bare:
+            return
+
+        if fresh:
+            self._parameters = self._trainable.tensors()
+            save_tensors(file, self._parameters)
+        elif file.is_file():
+            self._parameters = read_tensors(file)
+        else:
+            raise PackError(
+                f"--resume: {file} is missing, which has the reference of the run. Train again "
+                "with --overwrite.",
+                "not-found",
+                "resume",
+            )
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        if self._parameters is None:
+            with self._trainable.disabled():
+                yield
+            return
+
+        trained = self._trainable.tensors()
+        self._trainable.load(self._parameters, "reference")
+        try:
+            yield
+        finally:
+            self._trainable.load(trained, "trained")
+
 
 Sums = Callable[[Inputs, Layout], mx.array]  # to log-probabilities [slots, 2]
 

@@ -26,7 +26,7 @@ from ..late import load
 from ..memory.memory_choice import MemoryChoice
 from ..objectives.causal_lm import TargetLoss
 from ..objectives.objective import Objective
-from ..objectives.phase_start import PhaseStart
+from ..objectives.reference import PhaseStart
 from ..objectives.score import Score, check_best
 from ..packs.base import Base
 from ..packs.pack import Pack

@@ -34,7 +34,7 @@ from ..late import load
 from ..memory.memory_choice import MemoryChoice
 from ..nn.quantized import count_weights
 from ..objectives.causal_lm import TargetLoss
-from ..objectives.phase_start import PhaseStart
+from ..objectives.reference import PhaseStart
 from ..ops import _backend, dispatch
 from ..packs.adapter_config import adapter_config_of
 from ..packs.base import Base, load_base

@@ -18,14 +18,13 @@ from mlx_packs.data.sampler import GroupedSampler
 from mlx_packs.evaluation.preferences import score_preferences
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.objectives.objective import arrays_of
-from mlx_packs.objectives.phase_start import PhaseStart
 from mlx_packs.objectives.preference import (
     LOSSES,
     Completions,
     PreferenceObjective,
     completion_sums,
 )
-from mlx_packs.objectives.reference import Reference
+from mlx_packs.objectives.reference import PhaseStart, Reference
 from mlx_packs.objectives.sequence_packing import prepare_packing
 from mlx_packs.runtime import mx
 from tests.helpers.preferences import preference, rated

@@ -22,9 +22,8 @@ from mlx_packs.data.scored import Scored
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.objectives.grpo import GRPO, advantages
 from mlx_packs.objectives.objective import arrays_of
-from mlx_packs.objectives.phase_start import PhaseStart
 from mlx_packs.objectives.preference import PreferenceObjective, completion_sums
-from mlx_packs.objectives.reference import Reference
+from mlx_packs.objectives.reference import PhaseStart, Reference
 from mlx_packs.objectives.reward_model import RewardModel, hidden_states
 from mlx_packs.runtime import mx
 from tests.helpers.steps import make_batch
