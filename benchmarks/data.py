@@ -21,7 +21,7 @@ from mlx_packs import LoRAConfig, TrainConfig, train_pack
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.errors import PackError
 from mlx_packs.files import CACHE_VARIABLE
-from mlx_packs.memory.examples import example_memory
+from mlx_packs.memory.row_shapes import example_memory
 from mlx_packs.training.loop import Loop
 
 from . import alone, history, report

@@ -22,9 +22,8 @@ from .topics import TopicCommand
 
 if TYPE_CHECKING:
     from ..data.repeats import Repeats
-    from ..memory.examples import ExampleMemory
     from ..memory.recommend import Option
-    from ..memory.row_shapes import RowShapes
+    from ..memory.row_shapes import ExampleMemory, RowShapes
 
 _SEARCHED = {
     "batch_size": "{}, less if necessary",
@@ -140,10 +139,9 @@ def plan(
     length and rank are reduced, in this order, until the run fits. The last line is the command of
     the run whose peak is shown.
     """
-    from ..memory.examples import example_memory
     from ..memory.read import read_headers
     from ..memory.recommend import larger_batch, recommend, table
-    from ..memory.row_shapes import row_shapes
+    from ..memory.row_shapes import example_memory, row_shapes
     from ..runtime import assumed_device
 
     if device is not None and memory is None and budget is None:

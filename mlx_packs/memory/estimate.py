@@ -1,15 +1,16 @@
 """Estimate the peak memory of a run and check that it fits, before a weight is read or trained."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from .. import late, runtime
 from ..bases.families import check_supported
 from ..config.choices import (
     ARCHITECTURES,
     MATMUL_PATHS,
+    TASKS,
     MatmulPathFacts,
     architecture_of,
     registered,
@@ -21,6 +22,9 @@ from ..errors import PackError, any_of
 from .decoder_sizes import HYBRID_FAMILIES
 from .headers import Headers, Tensors
 from .plan import ERROR, MemoryPlan, Shape, fit, recompute_policies
+
+if TYPE_CHECKING:
+    from .row_shapes import ShapesOf
 
 SHORTEST = 256  # tokens; a plan proposes nothing shorter
 LEAST_RANK = 4  # and no smaller rank
@@ -241,3 +245,36 @@ def remedies(
     enough = _HELPS * plan_of(lora, train).peak_bytes
     helpful = [way for way, settings in ways.items() if plan_of(*settings).peak_bytes < enough]
     return [*helpful, "a smaller base"]
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """A run to plan, and its limit in bytes.
+
+    Attributes:
+        specified: Names of the settings that are not reduced.
+        shapes_of: The shapes of the batches for some settings; None where rows fill max_seq_length.
+    """
+
+    headers: Headers
+    memory: int
+    lora: LoRAConfig
+    train: TrainConfig
+    specified: frozenset[str]
+    shapes_of: "ShapesOf | None" = None
+
+    def estimate(self, lora: LoRAConfig, train: TrainConfig) -> MemoryPlan:
+        """Return the plan for these settings, by the rows of the run where they are known."""
+        shapes = None
+        if self.shapes_of:
+            shapes = self.shapes_of(train)
+        return estimate(self.headers, lora, train, shapes)
+
+    def longest(self, train: TrainConfig) -> int | None:
+        """Return the tokens of a row of the longest batch; None where the rows are not known."""
+        return max(self.shapes_of(train))[0] if self.shapes_of else None
+
+    @property
+    def in_batch(self) -> bool:
+        """Whether the other examples of a batch are the negatives of each."""
+        return TASKS[self.train.task].in_batch

@@ -19,7 +19,7 @@ from ..nn.frozen_weight import frozen_weight
 from ..nn.quantized import quantized_modules
 from ..ops import _cost
 from ..runtime import dtype_name, mx
-from .path_choice import KindTimes, MatmulPathChoice
+from .memory_choice import KindTimes, MatmulPathChoice
 from .path_timing import WeightKind, time_paths, weight_kinds
 
 LIMIT_S = 1.6  # of a measurement; with what has begun by then it takes 2 s at most

@@ -1,10 +1,43 @@
-"""The memory plan of a run, and what was decided by it."""
+"""What was decided for a run by its memory plan, and by times of its matmul paths."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from .disk import DiskPlan
-from .path_choice import MatmulPathChoice
 from .plan import MemoryPlan
+
+if TYPE_CHECKING:
+    from .disk import DiskPlan
+
+
+@dataclass(frozen=True)
+class KindTimes:
+    """Times of the weights of one shape (out, in) and quantization."""
+
+    names: tuple[str, ...]  # the last names of their paths
+    shape: tuple[int, int]
+    count: int  # how many a step multiplies
+    step_ms: dict[str, float]  # that each matmul path would take for all of them
+
+    def line(self) -> str:
+        parts = [f"{name} {ms:,.1f} ms" for name, ms in self.step_ms.items()]
+        return f"{self.count} x {list(self.shape)} {', '.join(self.names)}: {' · '.join(parts)}"
+
+
+@dataclass(frozen=True)
+class MatmulPathChoice:
+    matmul_path: str
+    step_ms: dict[str, float]  # that each measured path would take
+    reason: str  # where the times are from or why there are none, why another path was left out
+    kinds: tuple[KindTimes, ...] = ()
+
+    def line(self) -> str:
+        times = " · ".join(f"{name} {ms:,.0f} ms" for name, ms in self.step_ms.items())
+        choice = self.matmul_path
+        if times:
+            choice = f"{times} → {choice}"
+        if self.reason:
+            choice = f"{choice} ({self.reason})"
+        return choice
 
 
 @dataclass(frozen=True)
@@ -14,7 +47,7 @@ class MemoryChoice:
     plan: MemoryPlan | None
     choice: MatmulPathChoice
     recompute: str
-    disk: DiskPlan | None = None
+    disk: "DiskPlan | None" = None
 
     @property
     def peak_gb(self) -> float | None:

@@ -31,6 +31,7 @@ from .disk import disk_note, plan_disk
 from .estimate import (
     LEAST_RANK,
     SHORTEST,
+    PlanRequest,
     estimate,
     estimator_of,
     matmul_paths,
@@ -38,7 +39,6 @@ from .estimate import (
 )
 from .headers import Headers
 from .plan import ERROR, MemoryPlan, fit, has_logits, has_score_head, recompute_policies
-from .plan_request import PlanRequest
 from .row_shapes import RowShapes, ShapesOf
 from .step_time import StepTime, predict
 

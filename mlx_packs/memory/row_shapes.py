@@ -1,8 +1,9 @@
-"""The shapes of a run's batches by the lengths of its rows, for a plan without a loaded base."""
+"""What rows tell a plan without a loaded base: the shapes of batches, and the host's memory."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -17,12 +18,15 @@ from ..data.batches import training_set
 from ..data.encoding import EncodingOptions, Examples
 from ..data.near_copies import MOST_COMPARED, compared_indices
 from ..data.repeats import Repeats, cut_to, repeats_of
-from ..data.rows import load_rows
+from ..data.rows import SPLITS, load_rows
 from ..data.sampler import Sampler
 from ..data.shapes import sequence_inputs
 from ..data.sharing import plan_groups, plan_trees, training_batches, with_chains_merged
+from ..data.sources import Rows
 from ..data.token_cache import encode_cached
+from ..display import size
 from ..errors import PackError
+from ..files import is_pattern
 from .plan import Shape
 
 ShapesOf = Callable[[TrainConfig], set[Shape]]
@@ -98,3 +102,57 @@ def _tree_shapes(train: TrainConfig, lora: LoRAConfig, examples: Examples) -> se
     inputs = sequence_inputs(train.max_seq_length)
     sampler = Sampler(whole.lengths, train.batch_size, inputs, train.seed, train.packing)
     return training_batches(trees, whole, sampler).shapes(train.iters)
+
+
+# The tokenizer's working memory for the rows at hand, and the mapped tokens of the last batches.
+_WORKING_BYTES = 125_000_000
+# Where a row begins; where its example ends, its row, length and targets; its place in an epoch's
+# order and a share of its batch.
+_ROW_BYTES = 8 + 40 + 8 + 40
+_IN_MEMORY = 4.6  # of a .json file, as times its size
+
+
+@dataclass(frozen=True)
+class ExampleMemory:
+    """Examples of a run, and what they need on the host (`python -m benchmarks data` measures it).
+
+    Text is read, rendered and tokenized some rows at a time, and tokens are mapped from a file, so
+    that most of it does not depend on the size of the data.
+
+    Attributes:
+        rows: Of all splits.
+        file_bytes: Of their text.
+        held_bytes: Those of files that are in memory entirely (.json).
+    """
+
+    rows: int
+    file_bytes: int
+    held_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """The most bytes that the examples take, over the start of a run and its training."""
+        return _WORKING_BYTES + _ROW_BYTES * self.rows + int(_IN_MEMORY * self.held_bytes)
+
+    def line(self, source: str) -> str:
+        return (
+            f"{source} · {self.rows:,} examples, {size(self.file_bytes)} · about "
+            f"{size(self.nbytes)} beside the model, which the peaks below do not have"
+        )
+
+
+def example_memory(config: DataConfig) -> ExampleMemory | None:
+    """Return the memory of examples in files here; None for a dataset of the Hub."""
+    is_here = config.data == "tiny" or Path(config.data).expanduser().exists()
+    if config.hf_dataset is not None or not (is_here or is_pattern(config.data)):
+        return None
+
+    splits = load_rows(replace(config, hold_out="last")).rows
+    rows = [splits[split] for split in SPLITS if len(splits[split])]
+    sizes = [part.nbytes() for part in rows]
+    in_memory = sum(n for part, n in zip(rows, sizes, strict=True) if _is_in_memory(part))
+    return ExampleMemory(sum(map(len, rows)), sum(sizes), in_memory)
+
+
+def _is_in_memory(rows: Rows) -> bool:
+    return len(rows.sources) == 1 and not rows.is_in_files()

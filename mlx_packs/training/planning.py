@@ -18,8 +18,7 @@ from ..memory.decoder_sizes import FAMILIES
 from ..memory.disk import DiskPlan, check_disk, plan_disk
 from ..memory.estimate import Estimate, check_least, estimate, estimator_of, plan_run
 from ..memory.headers import Headers
-from ..memory.memory_choice import MemoryChoice
-from ..memory.path_choice import MatmulPathChoice
+from ..memory.memory_choice import MatmulPathChoice, MemoryChoice
 from ..memory.plan import ERROR, MemoryPlan, Shape, fit
 from ..memory.read import read_headers
 from ..nn.quantized import matmul_path_of

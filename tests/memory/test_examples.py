@@ -9,7 +9,7 @@ import pytest
 from benchmarks.data import write
 from mlx_packs.config.recipe import resolve, tiny_recipe
 from mlx_packs.config.schema import DataConfig
-from mlx_packs.memory.examples import example_memory
+from mlx_packs.memory.row_shapes import example_memory
 from tests.helpers.rows import write_rows
 
 # The most resident bytes over reading, encoding, one order of an epoch and some hundred batches.

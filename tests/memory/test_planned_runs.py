@@ -20,7 +20,7 @@ from mlx_packs.config.schema import DataConfig
 from mlx_packs.display import QUIET, Display
 from mlx_packs.memory.estimate import plan_run
 from mlx_packs.memory.headers import Headers
-from mlx_packs.memory.path_choice import MatmulPathChoice
+from mlx_packs.memory.memory_choice import MatmulPathChoice
 from mlx_packs.memory.plan import ERROR
 from mlx_packs.tasks.phases import resolve_phases
 from mlx_packs.training import planning
