@@ -144,7 +144,7 @@ OWN_READERS = {
     **dict.fromkeys(("files.py", "filesystem.py", "leftovers.py"), "what it writes, and locks"),
     "data/token_store.py": "a file that it makes",
     "distributed/link.py": "messages of other ranks, bounded",
-    **dict.fromkeys(("distributed/group.py", "extras/pipeline/stages.py"), "arrays of other ranks"),
+    **dict.fromkeys(("distributed/group.py", "extras/pipeline/stage.py"), "arrays of other ranks"),
     "training/ranks.py": "a run of its own, and names of its files",
     "memory/pressure.py": "what Linux says of memory",
     "serving/app.py": "a page of its own",

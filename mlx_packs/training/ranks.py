@@ -90,7 +90,7 @@ def ranks_of_run(lora: LoRAConfig, train: TrainConfig) -> Iterator[None]:
     ranks = group()
     check_ranks(train)
     if train.pipeline:
-        load("extras.pipeline.ranks:join_stages")(lora)
+        load("extras.pipeline.adapters:join_stages")(lora)
 
     try:
         yield

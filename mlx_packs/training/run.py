@@ -362,7 +362,7 @@ def _attached(
             _load_adapters(trainable, Path(file))
         trainable.recompute(memory.recompute)
         if run.train.pipeline:
-            trainable = load("extras.pipeline.ranks:of_stage")(trainable, run.display)
+            trainable = load("extras.pipeline.adapters:of_stage")(trainable, run.display)
 
         yield trainable, paths
     finally:

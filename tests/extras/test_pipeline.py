@@ -16,8 +16,7 @@ from mlx_packs.extras.pipeline.adapters import (
     check_in_blocks,
     check_splittable,
 )
-from mlx_packs.extras.pipeline.remote_blocks import stage_output
-from mlx_packs.extras.pipeline.stages import Stages, stage_blocks
+from mlx_packs.extras.pipeline.stage import Stages, stage_blocks, stage_output
 from mlx_packs.memory.estimate import least
 from mlx_packs.memory.read import read_headers
 from mlx_packs.objectives.causal_lm import forward, split_head

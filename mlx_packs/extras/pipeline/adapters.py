@@ -1,4 +1,4 @@
-"""Adapters on a base of which each rank of a pipeline has some blocks."""
+"""Adapters on a base of which each rank of a pipeline has some blocks, and what that needs."""
 
 from typing import TYPE_CHECKING
 
@@ -9,13 +9,13 @@ from ...adapters.trainable import Extended, Trainable
 from ...bases.geometry import select_targets
 from ...bases.shapes import Heads
 from ...config.lora import LoRAConfig
-from ...display import size
-from ...errors import PackError
+from ...display import Display, size
+from ...distributed.group import group, join
+from ...errors import PackError, flag_of
 from ...nn.frozen_blocks import Injection
 from ...nn.surgery import block_prefixes
 from ...runtime import mx
-from .remote_blocks import RemoteBlock, RemoteEmbedding, RemoteHead
-from .stages import Stages, stage_blocks
+from .stage import RemoteBlock, RemoteEmbedding, RemoteHead, Stages, stage_blocks
 
 if TYPE_CHECKING:
     from ...bases.model import BaseModel
@@ -118,3 +118,35 @@ def _remote_modules(base: "BaseModel", own: range, stages: Stages) -> list[tuple
     if not stages.is_last and has_head:
         remote.append((_HEAD, RemoteHead()))
     return remote
+
+
+def join_stages(lora: LoRAConfig) -> None:
+    """Let the ranks be the stages of a pipeline from here on.
+
+    Raises a PackError if this process is alone, or a setting needs the whole base on one rank.
+    """
+    ranks = group()
+    if ranks.is_alone:
+        raise PackError(
+            "--pipeline: splits a base over several machines. Pass --hosts too, or leave it out.",
+            "conflict",
+            "pipeline",
+        )
+
+    for name in lora.changed(("dropout", "modules_to_save")):
+        raise PackError(
+            f"{flag_of(name)}: does not go with --pipeline. Leave one of them out.",
+            "conflict",
+            name,
+        )
+
+    join(Stages(ranks))
+
+
+def of_stage(trainable: Trainable, display: Display) -> Trainable:
+    """Return what a rank trains: what is in its own blocks."""
+    with display.working("pipeline", "reading the blocks of this rank"):
+        pipelined = PipelinedAdapters(trainable, group())
+    for line in pipelined.lines():
+        display.line("pipeline", line)
+    return pipelined

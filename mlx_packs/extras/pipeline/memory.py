@@ -12,7 +12,7 @@ from ...memory.decoder_sizes import FAMILIES, sizes_of
 from ...memory.estimate import Estimate, estimate, estimator_of, matmul_paths
 from ...memory.headers import Headers
 from ...memory.plan import MemoryPlan, Shape, fit, recompute_policies
-from .stages import stage_blocks
+from .stage import stage_blocks
 
 _BLOCKS = "model.layers."
 _TABLE = "model.embed_tokens."
