@@ -305,9 +305,14 @@ def read_settings(path: str | Path) -> dict:
     """
     path = Path(path)
     try:
-        values = read_json(path, object) if path.suffix == ".json" else read_yaml(path)
+        if path.suffix == ".json":
+            values = read_json(path, object)
+        else:
+            values = read_yaml(path)
     except OSError as error:
-        code = "not-found" if isinstance(error, FileNotFoundError) else "unreadable"
+        code: Code = "unreadable"
+        if isinstance(error, FileNotFoundError):
+            code = "not-found"
         raise PackError(f"{path}: cannot be read ({error.strerror}).", code, "config") from None
     except PackError as error:
         raise PackError(error.message, error.code, "config") from error

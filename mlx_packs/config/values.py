@@ -30,7 +30,9 @@ def bytes_of(text: str, unit: str = "") -> int | None:
     if factor is None:
         return None
     number = float(match[1]) * factor
-    return int(number) if math.isfinite(number) else None
+    if not math.isfinite(number):
+        return None
+    return int(number)
 
 
 _NUMBERS = {int: "an integer", float: "a number"}

@@ -272,7 +272,9 @@ class PlanRequest:
 
     def longest(self, train: TrainConfig) -> int | None:
         """Return the tokens of a row of the longest batch; None where the rows are not known."""
-        return max(self.shapes_of(train))[0] if self.shapes_of else None
+        if not self.shapes_of:
+            return None
+        return max(self.shapes_of(train))[0]
 
     @property
     def in_batch(self) -> bool:

@@ -51,4 +51,6 @@ class MemoryChoice:
 
     @property
     def peak_gb(self) -> float | None:
-        return None if self.plan is None else self.plan.peak_gb
+        if self.plan is None:
+            return None
+        return self.plan.peak_gb
