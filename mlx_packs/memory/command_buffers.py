@@ -8,14 +8,19 @@ is never divided between two, so that attention over long rows is computed in se
 GPU.
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 
+from .. import runtime
 from ..bases.precision import activation_bytes
 from ..chips import BANDWIDTH_REACHED, CHIPS, Chip
 from ..config.schema import TrainConfig
 from ..data.shapes import sequence_inputs
+from ..display import Display
+from ..errors import PackError
 from ..ops.watchdog import (
     LONGEST_S,
     AttentionSizes,
@@ -24,8 +29,11 @@ from ..ops.watchdog import (
     product_calls,
     product_seconds,
 )
+from ..packs.base import Base
+from ..runtime import mx
 from .decoder_sizes import Sizes, sizes_of
 from .headers import Headers
+from .read import read_headers
 
 VARIABLE = "MLX_MAX_OPS_PER_BUFFER"
 _LIMITS = (20, 10, 5, 3, 2, 1, 0)  # to try, below MLX's own
@@ -223,3 +231,36 @@ class _Step:
 def chip_named(brand: str) -> Chip:
     """Return the table's chip of this name, or the slowest one for a chip that it does not know."""
     return CHIPS.get(brand) or CHIPS["Apple M1"]
+
+
+def limit_command_buffers(base: Base | str | Path, train: TrainConfig, display: Display) -> None:
+    """Set MLX's limit of operations where command buffers would be too long, and say so.
+
+    A limit in the environment is kept. MLX reads it once, so that a process that has used the GPU
+    keeps what it had.
+    """
+    if not mx.metal.is_available():
+        return
+
+    value = os.environ.get(VARIABLE, "")
+    limit = None
+    if value.isdecimal():
+        limit = int(value)
+
+    try:
+        if isinstance(base, Base):
+            headers = Headers.of(base)
+        else:
+            headers = read_headers(base)
+        chip = chip_named(runtime.processor_name())
+        planned = plan_buffers(headers, train, chip, limit)
+    except PackError:  # loading reports what is wrong; a family without a formula has no plan
+        return
+
+    line = planned.line()
+    if planned.limit is not None:
+        os.environ[VARIABLE] = str(planned.limit)
+        if isinstance(base, Base) or mx.get_peak_memory():
+            line += ", which has to be in the environment when Python starts"
+    if line:
+        display.line("gpu", line)

@@ -164,7 +164,7 @@ def train_request(request: Request) -> TrainRun:
     folders = folders_of_rank(request.option("out"), columns, request.option("overwrite"), resume)
     with signals.handled(), folders as (pack, folder):
         if not runtime.on_cpu():  # before MLX uses the GPU
-            limit = load("training.command_buffers:limit_command_buffers")
+            limit = load("memory.command_buffers:limit_command_buffers")
             limit(request.base, recipe.train, request.display)
         return run(request.of_rank(), settings, Place(pack, folder, resume))
 

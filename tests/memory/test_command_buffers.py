@@ -13,6 +13,7 @@ from mlx_packs.memory.command_buffers import (
     Operation,
     chip_named,
     default_limits,
+    limit_command_buffers,
     longest_seconds,
     plan_buffers,
 )
@@ -21,7 +22,6 @@ from mlx_packs.ops import attention as attention_module
 from mlx_packs.ops.attention import mlx_attention
 from mlx_packs.ops.watchdog import LONGEST_S, AttentionSizes, attention_calls, attention_seconds
 from mlx_packs.runtime import mx
-from mlx_packs.training.command_buffers import limit_command_buffers
 from tests.helpers.headers import dense_headers, write_headers
 from tests.helpers.interpreter import run_python
 from tests.helpers.models import base_of
