@@ -9,7 +9,7 @@ import pytest
 
 from mlx_packs import Pack, train_pack
 from mlx_packs.errors import PackError
-from mlx_packs.packs.fit import check_fit
+from mlx_packs.packs.compatibility import check_fit
 from mlx_packs.runtime import mx
 from mlx_packs.training.checkpoint import read_training_state
 from mlx_packs.training.run_folder import check_resumable, latest_checkpoint, read_metrics

@@ -33,7 +33,7 @@ def apply(
 
     Without --dry-run, the pack is also attached, run and detached again.
     """
-    from ..packs.fit import check_fit
+    from ..packs.compatibility import check_fit
     from ..packs.pack import Pack
 
     limits = gate_limits(max_pack_mb=max_pack_mb)

@@ -26,8 +26,7 @@ from mlx_packs.errors import PackError
 from mlx_packs.files import atomic_folder
 from mlx_packs.packs.base import find_base
 from mlx_packs.packs.card import model_card
-from mlx_packs.packs.compatibility import quantize_options
-from mlx_packs.packs.fit import check_fit
+from mlx_packs.packs.compatibility import check_fit, quantize_options
 from mlx_packs.reading import sha256
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import SIZES, write_files
