@@ -1,17 +1,23 @@
-"""`packs eval` and `packs eval-tasks`: a base model and a pack on the same examples."""
+"""`packs eval`, `eval-tasks` and `eval-batch`: a base model and packs on the same examples."""
 
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from ..config.data import COLUMN_SETTINGS, DataConfig
-from ..display import Display
+from ..display import NORMAL, QUIET, Display
+from ..distributed.launched import launched
 from ..errors import PackError
 from . import options
-from .options import option
-from .output import print_report
+from .hosts import launch
+from .options import arguments_without, option
+from .output import exit_if_failed, print_report
 
 if TYPE_CHECKING:
+    from ..evaluation.compare import Compared
     from ..packs.pack import Pack
 
 _AS_TRAINED = "as the pack was trained"
@@ -152,3 +158,167 @@ def _with_error(value: float, se: float | None) -> str:
     if isinstance(se, float):
         text += f" ± {se:.4f}"
     return text
+
+
+@click.command("eval-batch", cls=options.RepeatableCommand)
+@click.argument("more", nargs=-1, metavar="[PACK]...", type=click.Path())
+@options.model_of_pack
+@options.packs("Pack to compare; PACK=0.5 applies half of its delta. Repeatable.")
+@options.data()
+@options.split
+@option(
+    "--batch-size",
+    "sizes",
+    default="1,4,8",
+    metavar="N,N",
+    help="Batch sizes to time generation with, separated by commas.",
+)
+@option(
+    "--sequence-length",
+    type=int,
+    help="Maximum number of tokens per example, and length of the timed prompts.",
+    default_text="as the packs were trained",
+)
+@option("--max-tokens", default=32, help="Number of tokens to generate per prompt.")
+@option("--rounds", default=3, help="Number of timing rounds.")
+@options.limit
+@options.loss_on
+@options.matmul_path("auto")
+@options.setting("max_ppl_ratio", type=float)
+@options.setting("min_tps_ratio", type=float)
+@options.setting("max_pack_mb", type=float)
+@option("--csv", "csv_file", metavar="FILE", help="Also write all results to FILE as CSV.")
+@options.hosts("the examples")
+@options.execution
+def eval_batch(
+    more: tuple[str, ...],
+    model: str | None,
+    packs: tuple[str, ...],
+    sizes: str,
+    csv_file: str | None,
+    hosts: Path | None,
+    trust_remote_code: bool,
+    **settings,
+) -> None:
+    """Compare a base model and packs on the same examples.
+
+    The report has perplexity and its paired ratio, token accuracy, speed of batched generation,
+    memory and size. The base model is loaded once. The exit code is 1 if a pack fails a gate.
+    """
+    from ..distributed.join import joined_ranks
+    from ..evaluation.compare import as_csv, evaluate_batch, failed, named_packs
+    from ..files import atomic_write
+    from ..packs.base import load_base_for
+
+    if hosts is not None and launched() is None:
+        raise click.exceptions.Exit(launch(hosts, ["eval-batch", *arguments_without(("--hosts",))]))
+
+    csv_path = _writable(csv_file)
+    chosen = [pack for _, pack in named_packs([options.one_pack([p]) for p in (*packs, *more)])]
+    batch_sizes = _batch_sizes(sizes)
+    first = chosen[0] if chosen else None
+    model = options.base_of(model, first)
+
+    here = launched()
+    display = Display(QUIET if here and here.rank else NORMAL)
+    with display.working("base", f"loading {model}"):
+        base = load_base_for(first, model, trust_remote_code)
+    display.line("base", base.summary())
+
+    with joined_ranks() as ranks:
+        compared = evaluate_batch(
+            base, chosen, batch_sizes=batch_sizes, display=display, **settings
+        )
+
+    if not ranks.is_first:
+        return
+
+    lines = _lines(compared)
+    failures = failed(compared)
+    if csv_path is not None:
+        atomic_write(csv_path, as_csv(compared))
+        lines.append(f"csv     {csv_path}")
+    if any(one.gates for one in compared):
+        lines.append(f"gates   {'FAILED' if failures else 'ok'}")
+
+    print_report([one.to_json() for one in compared], lines)
+    exit_if_failed(failures)
+
+
+def _writable(file: str | None) -> Path | None:
+    """Return the path of the CSV; a place that cannot be written shows before the evaluation."""
+    if file is None:
+        return None
+    path = Path(file).expanduser()
+    if path.is_dir() or not path.parent.is_dir():
+        what = f"there is no folder {path.parent}"
+        if path.is_dir():
+            what = "is a folder"
+        raise PackError(f"--csv {file}: {what}.", "unwritable")
+    return path
+
+
+def _batch_sizes(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise PackError(f"--batch-size {text}: must be numbers above 0, as in 1,4,8.") from None
+
+
+def _lines(compared: Sequence["Compared"]) -> list[str]:
+    """Return a table of quality and one of speed, and how they were measured."""
+    first = compared[0]
+    quality = [one for one in compared if one.batch_size == first.batch_size]
+    return [
+        f"data    {first.rows} examples of at most {first.sequence_length} tokens · "
+        f"{first.targets:,} targets · evaluated {first.scoring}, {first.scoring_path}",
+        *_table(["", "PPL", "ratio", "accuracy", "MB"], [_quality(one) for one in quality]),
+        f"speed   prompts of {first.sequence_length} tokens, {first.generation_path} · "
+        "first token in ms, peak in GB",
+        *_table(
+            ["", "batch", "prompt/s", "decode/s", "ratio", "ms", "GB"],
+            [_speed(one) for one in compared],
+        ),
+    ]
+
+
+def _quality(one: "Compared") -> list[str]:
+    from ..evaluation.compare import BASE
+    from ..packs.card import format_perplexity
+
+    ratio = ""
+    size = ""
+    if one.name != BASE:
+        ratio = format_perplexity(one.ppl_ratio, one.ppl_ratio_se, 3)
+        size = f"{one.pack_mb:.2f}"
+    return [one.name, format_perplexity(one.ppl, one.ppl_se), ratio, f"{one.accuracy:.1%}", size]
+
+
+def _speed(one: "Compared") -> list[str]:
+    from ..evaluation.compare import BASE
+
+    return [
+        one.name,
+        str(one.batch_size),
+        f"{one.prompt_tps:,.0f}",
+        f"{one.decode_tps:,.0f}",
+        "" if one.name == BASE else f"{one.tps_ratio:.2f}",
+        f"{one.first_token_ms:,.0f}",
+        f"{one.peak_gb:.2f}",
+    ]
+
+
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    """Return lines that fit the terminal; names are cut, numbers never."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    columns = max(60, min(100, shutil.get_terminal_size((80, 24)).columns))
+    widths[0] = min(widths[0], max(8, columns - sum(width + 2 for width in widths[1:])))
+
+    lines = []
+    for name, *figures in [head, *rows]:
+        if len(name) > widths[0]:
+            name = name[: widths[0] - 1] + "…"
+        cells = [f"  {figure:>{width}}" for figure, width in zip(figures, widths[1:], strict=True)]
+        lines.append(f"{name:<{widths[0]}}{''.join(cells)}")
+
+    return lines

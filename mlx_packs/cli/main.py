@@ -32,7 +32,7 @@ COMMANDS = {
     "Use": {"generate": "generate:generate", "chat": "chat:chat", "serve": "serve:serve"},
     "Evaluate": {
         "eval": "evaluate:evaluate",
-        "eval-batch": "eval_batch:eval_batch",
+        "eval-batch": "evaluate:eval_batch",
         "eval-tasks": "evaluate:eval_tasks",
     },
     "Inspect": {
