@@ -11,7 +11,6 @@ from ..config.recipe import Recipe, check_data_named
 from ..config.values import setting_error, typed_value
 from ..errors import PackError, did_you_mean
 from ..tasks.phases import check_overridden, resolve_phases
-from .metrics import metrics_of
 from .space import (
     Space,
     SweepConfig,
@@ -22,6 +21,7 @@ from .space import (
     rungs_of,
     with_values,
 )
+from .trial import metrics_of
 
 SECTION = "sweep"  # of a recipe
 _OF_SWEEP = ("out", "adapter_path", "resume", "overwrite")  # keys that a trial cannot choose

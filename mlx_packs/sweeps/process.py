@@ -18,8 +18,7 @@ from ..training.observer import Observer
 from ..training.run import train_pack
 from ..training.run_folder import checkpoints, run_folder
 from ..training.unattended import CRASHED
-from .metrics import measured
-from .trial import RECIPE, Result, Trial, write_result
+from .trial import RECIPE, Result, Trial, measured, write_result
 
 # How long the process of an earlier sweep that was killed may take to save its checkpoint.
 _WAIT_S = 120.0

@@ -18,10 +18,9 @@ from ..files import atomic_write, make_folder, to_json
 from ..gates import MEANING
 from ..hashes import sealed, without_seal
 from ..reading import read_json
-from .metrics import is_lower_better
 from .plan import Plan
 from .space import Space, Values, draws
-from .trial import Result, Trial
+from .trial import Result, Trial, is_lower_better
 
 _FILE = "sweep.json"
 _STUDY = "study.jsonl"

@@ -1,4 +1,4 @@
-"""A trial of a sweep: its folder, and the run that trains it in a process of its own."""
+"""A trial of a sweep: its folder, the run that trains it in a process of its own, its metrics."""
 
 import os
 import subprocess
@@ -9,9 +9,11 @@ from signal import SIGKILL, Signals
 from typing import Any
 
 from .. import signals
+from ..config.choices import PREFERENCE_TASKS, TASKS
 from ..errors import Interrupted, PackError
 from ..files import atomic_write, make_folder, to_json
 from ..reading import read_json
+from ..report.facts import number
 from ..terminal import printable
 from ..training.unattended import SUPERVISED, program
 
@@ -131,3 +133,43 @@ def _last_line(log: Path) -> str:
         if line.strip():
             return printable(line.strip())
     return ""
+
+
+# Names of a report, without `_after`, by task; the first that a report has is the default.
+_PREFERENCES = ("preference_accuracy", "reward_margin", "loss", "chosen_ppl")
+METRICS: dict[str, tuple[str, ...]] = {
+    "lm": ("ppl", "accuracy", "answers"),
+    **dict.fromkeys(PREFERENCE_TASKS, _PREFERENCES),
+    "grpo": ("reward",),
+    "embedding": (
+        "spearman",
+        "ndcg_at_10",
+        "triplet_accuracy",
+        "pearson",
+        "mrr_at_10",
+        "recall_at_1",
+    ),
+}
+_LOWER = ("ppl", "chosen_ppl", "loss")
+
+
+def metrics_of(task: str) -> tuple[str, ...]:
+    """Return the metrics of a task; a plug-in has those of the task whose settings it has."""
+    return METRICS.get(task) or METRICS.get(TASKS[task].settings_of or "", ())
+
+
+def is_lower_better(metric: str) -> bool:
+    return metric in _LOWER
+
+
+def measured(report: Mapping) -> dict[str, float]:
+    """Return the finite metrics after training in the report of a run.
+
+    ``answers`` is the share of right answers (``--metric``).
+    """
+    answers = report.get("answers") or {}
+    values = {
+        name: report.get(f"{name}_after") for name in dict.fromkeys(sum(METRICS.values(), ()))
+    }
+    values["answers"] = (answers.get("after") or {}).get("share")
+    return {name: value for name, v in values.items() if (value := number(v)) is not None}
