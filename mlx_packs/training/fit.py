@@ -23,7 +23,6 @@ from ..runtime import mx
 from ..tasks.phases import PhaseData, RunPhase
 from ..tasks.task import Trained
 from .checkpoint import batches_of, load_checkpoint, load_weights, read_training_state
-from .early_stop import EarlyStop, better_earlier
 from .loop import Loop, LoopSettings
 from .observer import Observer
 from .on_nan import OnNan
@@ -35,7 +34,7 @@ from .step import BatchStep, Stepper
 from .stopping import interrupted, stopped, write_checkpoint
 from .update import add_scale, scale_facts
 from .update_guard import UpdateGuard
-from .watch import Ending, Guard, Watch
+from .watch import EarlyStop, Ending, Guard, Watch, better_earlier
 
 Scores = dict[str, Score]  # by phase
 Objectives = Mapping[str, Objective]  # by phase

@@ -46,7 +46,6 @@ from ..run_clock import RunClock
 from ..runtime import mx
 from ..tasks.phases import PhaseData, check_data_used, counts_of, left_out_rows, resolve_phases
 from ..tasks.task import Summary, Task, make_tasks
-from .early_stop import check_validated
 from .fit import Fit, Objectives, check_scores, score_phases
 from .guards import Guarded, make_guards
 from .identity import check_resume, public_recipe, run_identity, start_of, with_template_date
@@ -62,6 +61,7 @@ from .run_folder import check_resumable, clear_run, reference_file, resume_point
 from .settings import Place, Request, Run, RunSettings, with_batches
 from .stopping import resumable
 from .unattended import unattended
+from .watch import check_validated
 
 if TYPE_CHECKING:
     from ..tasks.rewards import RewardFunction

@@ -11,10 +11,10 @@ from mlx_packs.evaluation.answers import AnsweredScore, Exam
 from mlx_packs.evaluation.perplexity import PerplexityScore
 from mlx_packs.objectives.score import REWARD, StoredScore
 from mlx_packs.reading import sha256
-from mlx_packs.training import early_stop
+from mlx_packs.training import watch
 from mlx_packs.training.checkpoint import ADAPTERS
-from mlx_packs.training.early_stop import EarlyStop, better_earlier
 from mlx_packs.training.run_folder import checkpoints, read_identity
+from mlx_packs.training.watch import EarlyStop, better_earlier
 from tests.helpers.errors import raises
 from tests.helpers.rows import CHATS, write_rows
 from tests.helpers.runs import LORA, Lines
@@ -112,7 +112,7 @@ def test_accumulated_batches_are_validated_after_their_update(trained):
 
 def test_the_time_that_a_run_was_given_ends_it_with_a_pack(trained, monkeypatch):
     clock = iter(range(0, 1000, 10))
-    monkeypatch.setattr(early_stop, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(watch, "monotonic", lambda: next(clock))
     result, lines = trained("p", iters=40, time="45s")
     assert 1 < result.report["batches"] < 40
     assert result.report["stopped"] == "it trained for 0:45 (--time)"
