@@ -106,7 +106,7 @@ def chip(name: str | None = None) -> Chip | None:
 
 @cache
 def chip_here() -> Chip:
-    """Return this machine's GPU: measured before, by the table, or measured now (one second)."""
+    """Return MLX's default device: measured before, by the table, or measured now (one second)."""
     return known_chip() or measure()
 
 
@@ -119,6 +119,7 @@ def known_chip() -> Chip | None:
 
 
 def measure() -> Chip:
+    """Measure the rates of MLX's default device, and remember them for `chip_here`."""
     products = [_product_tflops(dtype) for dtype in (mx.float32, mx.float16, mx.bfloat16)]
     rates = dict(zip(_RATES, [_copied_gb_s(), *products, _launch_us()], strict=True))
     _store().remember(_KIND, {"name": _name()}, rates)

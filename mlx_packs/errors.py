@@ -86,6 +86,10 @@ class RunStopped(PackError):
     """A run ended early with a checkpoint; the message names the command that continues.
 
     Attributes:
+        reason: why it ended.
+        checkpoint: the folder of the checkpoint.
+        pack: the folder that the run writes when it is done.
+        exit_code: of the command line.
         command: the command line that continues; None unless `continue_with` was called.
     """
 

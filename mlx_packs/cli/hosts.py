@@ -14,7 +14,8 @@ from ..errors import PackError
 from ..reading import read_json
 from ..terminal import pass_on
 
-# The launcher ignores signals, so that only the ranks handle them: they save and end together.
+# Handlers that do nothing, not SIG_IGN, which the ranks would inherit: only they handle a signal,
+# save and end together.
 _LAUNCH = (
     "import signal; [signal.signal(n, lambda *_: None) for n in (1, 2, 15)]; "
     "from mlx._distributed_utils.launch import main; main()"

@@ -63,7 +63,7 @@ class RowError(PackError):
 
 @dataclass
 class BadRows:
-    """The rows of a split that cannot be used."""
+    """The rows of a split that cannot be used, in their order."""
 
     stops: bool = True  # whether the first one is raised as an error (``--on-bad-row stop``)
     errors: list[tuple[int, RowError]] = field(default_factory=list)  # with the index of the row

@@ -142,7 +142,8 @@ class Alpaca(ConversationFormat):
     """An instruction, its input (often empty), and the output.
 
     Columns of Stanford Alpaca (https://github.com/tatsu-lab/stanford_alpaca), and the ``system``
-    and ``history`` of LLaMA-Factory.
+    and ``history`` of LLaMA-Factory. The chat template of the base renders all of it, instead of
+    Stanford's own prompt.
     """
 
     name = "alpaca"

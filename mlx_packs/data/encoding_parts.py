@@ -1,8 +1,9 @@
 """A large split encoded part by part, by several processes; a killed run continues where it was.
 
-A part is some MB of rows. Its tokens go to a file of the token cache as soon as they are complete,
-and parts are joined in their order, whatever the number of processes. These are programs of their
-own (`work`): rendering and collecting hold Python's lock, so that threads would wait.
+A part is some MB of consecutive rows. Its tokens go to a file of the token cache as soon as they
+are complete, and parts are joined in their order: tokens, targets and fingerprint do not depend on
+the number of processes, which resuming and caching rely on. The processes are programs of their own
+(`work`): rendering and collecting hold Python's lock, so that threads would wait.
 """
 
 import os

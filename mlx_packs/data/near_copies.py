@@ -77,6 +77,7 @@ class NearCopies:
         return self.repeated_by_words(words_of(row, self._format, self._names))
 
     def repeated_by_words(self, words: tuple[str, ...]) -> set[int]:
+        """As `repeated_by`, for the `words_of` of a row."""
         copies = set(self._same.get(words, ()))
         owners = self._owners
         shared = Counter(i for run in _runs(words) if run in owners for i in owners[run])

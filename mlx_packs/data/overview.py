@@ -51,7 +51,7 @@ class SplitOverview:
         return dict(zip(("p5", "p50", "p95", "longest"), values.astype(int).tolist(), strict=True))
 
     def histogram(self) -> list[tuple[int, int, int]]:
-        """Return (shortest, longest, examples) of bins that double, from the first with some."""
+        """Return (shortest, longest, examples) of bins that double, from the first with any."""
         edges = [-1, 0]  # empty texts have a bin of their own
         while edges[-1] < self.lengths.max():
             edges.append(max(_SHORTEST, 2 * edges[-1]))
@@ -144,6 +144,7 @@ def write_splits(splits: Splits, columns: DataConfig, out: Path, overwrite: bool
     """Write the splits as JSONL files of a folder, without rows that are no JSON; count their rows.
 
     Without test rows, some training rows become these, unless no other would be left to train on.
+    Raises PackError if the folder exists, and may not be replaced or has other files.
     """
     names = {f"{split}.jsonl" for split in splits.rows}
     if overwrite and out.is_dir() and (other := {f.name for f in out.iterdir()} - names):

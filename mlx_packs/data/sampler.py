@@ -42,12 +42,12 @@ ALL = Draw()
 
 
 class _Batches(Sequence[np.ndarray]):
-    """Slices of an order, by their numbers; a list of a million would take 100 MB."""
+    """Slices of an order, of which the last may be shorter; a list of a million takes 100 MB."""
 
     def __init__(self, order: np.ndarray, size: int, numbers: np.ndarray) -> None:
         self._order = order
         self._size = size
-        self._numbers = numbers
+        self._numbers = numbers  # of the slice that each batch is
 
     def __len__(self) -> int:
         return len(self._numbers)

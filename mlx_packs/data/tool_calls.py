@@ -26,7 +26,8 @@ _MARKED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 def normal_arguments(value: Any) -> dict[str, Any]:
     """Return the arguments of a call as an object.
 
-    In an object a null is padding (of Arrow) and left out; a JSON text stays as it is written.
+    In an object a null is padding (of Arrow) and left out; a JSON text stays as it is written; None
+    is a call without arguments.
     """
     return _arguments(without_padding(value))
 

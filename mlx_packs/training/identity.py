@@ -26,7 +26,7 @@ _BEFORE = {"share_prefix": "off"}
 
 
 def start_of(file: str | None, earlier: dict | None) -> dict | None:
-    """Return name and hash of the adapters to start from; a resumed run has them in ``earlier``."""
+    """Return name and hash of adapters to start from, of ``earlier`` if resumed; None if fresh."""
     if earlier is not None:
         if file is not None:
             raise PackError(

@@ -72,7 +72,7 @@ def _receive_run(ranks: Group, run: Path) -> None:
 
 
 def check_alike(facts: dict) -> None:
-    """Check that all ranks train the same base on the same examples by the same recipe."""
+    """Raise a PackError that names a rank with other facts than the first, and what differs."""
     received = [json.loads(each) for each in group().gathered(json.dumps(facts).encode())]
     for rank, other in enumerate(received):
         differing = sorted(key for key in facts if other.get(key) != received[0].get(key))
