@@ -123,11 +123,14 @@ def _joined(values: Any, entries: Sequence[dict]) -> list[float]:
 def records(
     part: str, shape: str, by_trainer: dict[str, list[dict]], baseline: str, note: str
 ) -> list[Record]:
-    """Return the records of a part; a sample is a seed, of times a turn."""
+    """Return the records of a part; a sample is a seed, of times a turn.
+
+    Where ``baseline`` is not among the trainers, it is the first of them.
+    """
     here = Environment.here()
-    reference = None
-    if baseline in by_trainer:
-        reference = statistics.median(_joined(step_seconds, by_trainer[baseline]))
+    if baseline not in by_trainer:
+        baseline = next(iter(by_trainer))
+    reference = statistics.median(_joined(step_seconds, by_trainer[baseline]))
 
     lines = []
     for trainer, entries in by_trainer.items():
@@ -138,7 +141,7 @@ def records(
             lines.append(of(f"{label} before", unit, before))
             lines.append(of(f"{label} after", unit, after))
         seconds = _joined(step_seconds, entries)
-        ratio = reference / statistics.median(seconds) if reference else None
+        ratio = reference / statistics.median(seconds)
         lines.append(of("step", "s", seconds, ratio=ratio))
         lines.append(of("CPU time of a step", "s", _joined(cpu_seconds, entries)))
         lines.append(of("peak of the process", "GB", [peak_gb(entry) for entry in entries]))

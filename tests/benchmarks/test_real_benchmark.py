@@ -97,6 +97,8 @@ def test_results_are_kept_between_runs_and_become_a_table_and_records(tmp_path):
     ours = {(r.metric, r.unit): r for r in built if r.implementation == "mlx_packs"}
     assert ours["exact answers after", "%"].p50 == 50 and ours["step", "s"].ratio == 1
     assert ours["peak of the process", "GB"].p50 == 2
+    (alone, *_) = results.records("banking77", "2 x 2", by_trainer, "mlx-lm", "note")
+    assert alone.baseline == "PEFT"  # the first, since mlx-lm was left out
     picture = tmp_path / "real.svg"
     results.draw(by_trainer, "banking77", picture)
     assert "base model" in picture.read_text() or picture.stat().st_size > 1000
