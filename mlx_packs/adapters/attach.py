@@ -62,7 +62,8 @@ def attach(
 
     ``lora`` says where and how large, for training; or ``specs`` exactly which, as a pack's
     manifest has them (none at all is allowed). With ``fp16_fallback`` modules whose geometry
-    cannot be probed are dequantized to fp16; without it they are a PackError.
+    cannot be probed are dequantized to fp16; without it they are a PackError, and so is a target
+    that does not exist. ``seed`` is of the values of A.
     """
     check_bare(base)
     if specs is None:

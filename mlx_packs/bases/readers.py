@@ -15,6 +15,7 @@ from ..errors import PackError
 from .gguf.header import is_gguf
 
 _log = logging.getLogger("mlx_packs")
+_logged: set[str] = set()  # faults of packages, each of which is logged once
 
 
 @dataclass(frozen=True)
@@ -59,4 +60,6 @@ def _readers() -> Iterator[Reader]:
         try:
             yield plugin.facts(Reader)
         except PackError as error:
-            _log.warning("%s", error.message)
+            if error.message not in _logged:
+                _log.warning("%s", error.message)
+                _logged.add(error.message)

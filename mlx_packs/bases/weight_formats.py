@@ -216,6 +216,7 @@ class CustomFormat(WeightFormat):
         return self.module_of(dense, self.arrays(dense.weight), dtype)
 
     def is_stored(self, quantization: Mapping) -> bool:
+        # other settings than the mode do not count: `check_stored` compares these
         return quantization.get("mode") == self.mode
 
     def check_stored(

@@ -31,7 +31,7 @@ class BenchSettings:
     model: str = TINY
     shapes: tuple[Shape, ...] = ()
     minutes: float = 10.0
-    rank: int = 16
+    rank: int = 16  # of the adapters, which are on all projections
     trust_remote_code: bool = False
 
 

@@ -110,7 +110,7 @@ class _Step:
 def estimate(
     headers: Headers, lora: LoRAConfig, train: TrainConfig, shape: Shape | None = None
 ) -> MemoryPlan:
-    """Return the peak memory; by default texts are as long as max_seq_length allows."""
+    """Return the peak memory, by default of the longest texts that length and positions allow."""
     config = headers.config
     keys = "hidden_size intermediate_size num_attention_heads num_hidden_layers".split()
     if not all(isinstance(config.get(key), int) and config[key] > 0 for key in keys):

@@ -24,7 +24,7 @@ def read_headers(name: str | Path) -> Headers:
         PackError: There is none, or the Hub cannot be reached.
     """
     is_here = is_local_model(str(name)) or os.path.exists(Path(name).expanduser())
-    is_id = is_hub_id(str(name)) and not names_file(str(name)) and not is_here
+    is_id = is_hub_id(str(name)) and not is_here and not names_file(str(name))
     path = _cached(str(name)) if is_id else resolve_checkpoint(name)
 
     if path is None:

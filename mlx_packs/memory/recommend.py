@@ -213,10 +213,10 @@ def recommend(
 def larger_batch(
     headers: Headers, memory: int, option: Option, rows: RowShapes | None, now: Repeats | None
 ) -> list[str]:
-    """Return a line on batches of twice as many rows, if they save enough and fit; else none.
+    """Return a line on batches of twice as many rows, if they save 15 % of the inputs; else none.
 
-    ``--share-prefix`` makes batches short, so that a larger one may compute at least 15 % fewer
-    inputs for each example. ``now`` is what batches of the option save.
+    ``--share-prefix`` makes batches short. The larger batch has to fit into ``memory`` bytes with
+    the error of the estimate to spare. ``now`` is what batches of the option save.
     """
     train = replace(option.train, batch_size=2 * option.train.batch_size)
     if rows is None or now is None or not (option.fits and may_share(train, option.lora)):

@@ -141,7 +141,7 @@ class GroupedLoRA(nn.Module):
         norms: Sequence[nn.Module | None] = (),
         gated: bool = False,
     ) -> list[mx.array] | None:
-        """Return `project` of few rows by a kernel inside of `factors_cast`; None without a kernel.
+        """Return `project` of few rows by a kernel, on a GPU inside of `factors_cast`; else None.
 
         With ``norms`` the RMSNorm of each output's heads follows, with ``gated`` only
         silu(y[0]) * y[1] is returned. Weights must be affine.

@@ -92,7 +92,11 @@ class FrozenActivations(Preparation):
         return batch.having(states=self._lay_out(batch, states))
 
     def prepare(self, batch: Batch) -> Batch:
-        """Add the states [B, T, D] of a batch; without room for them it stays as it is."""
+        """Add the states [B, T, D] of a batch; without room for them it stays as it is.
+
+        Missing ones are computed with the batch that has them in the first epoch: stored and
+        computed states are equal.
+        """
         laid_out = batch.inputs.get("states")
         if laid_out is None:
             states = {row: self.store.get(row) for row in batch.examples}

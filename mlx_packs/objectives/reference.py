@@ -2,7 +2,8 @@
 
 No second copy is kept: the parameters saved at the phase start are swapped in for the reference
 pass, or disabled if the phase started from the base without adapters. A row's log-probability is
-computed when the row first appears, and kept, so that a resumed run computes the same numbers.
+computed once, with the first batch of the phase that has it, also in a run that is resumed later:
+both have the same numbers.
 """
 
 from collections.abc import Callable, Iterator

@@ -76,9 +76,10 @@ def examine(check: Check) -> Finding:
             else:
                 error = _error(value, truth[name])
                 plain_error = _error(plain[name], truth[name])
-                allowed = plain_error + _rounding(value.dtype)
                 if check.alone:
                     allowed = roundings
+                else:
+                    allowed = plain_error + _rounding(value.dtype)
 
             if value.dtype != plain[name].dtype or value.shape != plain[name].shape:
                 fault = fault or f"{check.name}: {name} is {value.dtype} {value.shape}"

@@ -40,7 +40,7 @@ class Profile:
             yield [(nullcontext(), piece)]
 
     def slice_size(self, shape: tuple[int, int], rows: int) -> int:
-        """Return how many rows of a weight [O, D] are dense at a time, times inputs [rows, D]."""
+        """Return how many rows of [O, D] are dense at a time in a product with inputs [rows, D]."""
         multiple = self.slice_rows
         return max(1, self.slice_weights // shape[1] // multiple) * multiple
 

@@ -13,7 +13,8 @@ def opens_thoughts(tokenizer: Any, prompt: Sequence[int]) -> bool:
     """Return whether what follows a prompt begins in the thoughts.
 
     Only the end of the prompt counts: the mark that opens thoughts, and white space. A mark before
-    that is a text of the conversation: of a question, a tool, or an earlier answer.
+    that is a text of the conversation: of a question, a tool, or an earlier answer. ``prompt`` is
+    as of `render_chat` with ``add_generation_prompt``.
     """
     if not tokenizer.has_thinking:
         return False

@@ -50,8 +50,9 @@ def plan_sweep(
     """Return the plan of a sweep; nothing is written or trained.
 
     ``settings`` is the recipe file ``where`` with its section ``sweep``; ``recipe_of`` returns the
-    recipe of a file's settings, with the defaults of its base. A PackError if a key or a value is
-    wrong, of the sweep, of one of its trials, or of a corner of the space.
+    recipe of a file's settings, with the defaults of its base; all files of the sweep go into
+    ``folder``. A PackError if a key or a value is wrong, of the sweep, of one of its trials, or, if
+    trials are not known yet, of a corner of the space.
     """
     recipe = {key: value for key, value in settings.items() if key != SECTION}
     section = typed_value(settings.get(SECTION), dict, SECTION, where)

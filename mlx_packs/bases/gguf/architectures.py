@@ -49,7 +49,7 @@ class Metadata:
         self.file = file
 
     def get(self, key: str, kind: type, default: Any = _MISSING) -> Any:
-        """The value at a key; ``%`` stands for the architecture. An integer is a float, too."""
+        """The value at a key, where ``%`` is the architecture; without a default it is needed."""
         key = key.replace("%", self.file.architecture)
         value = self.file.metadata.get(key, _MISSING)
         if value is _MISSING:
