@@ -492,7 +492,7 @@ def test_half_precision_halves_a_pack_and_opens_as_it_was_measured(dtype, tmp_pa
     assert made[dtype].report["ppl_after"] == pytest.approx(
         made["float32"].report["ppl_after"], rel=1e-3
     )
-    assert f"weights ({dtype}) on" in run("inspect", half.path)[1]
+    assert f"parameters ({dtype}) on" in run("inspect", half.path)[1]
     # the run itself stays in float32, so that it can be resumed to any dtype
     kept = [r.run / "step-000003" / "adapters.safetensors" for r in made.values()]
     assert kept[0].read_bytes() == kept[1].read_bytes()
