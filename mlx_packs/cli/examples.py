@@ -43,7 +43,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("Estimate the bundled model:", "packs plan --model tiny"),
     ),
     "bench": (
-        ("Time training steps of the bundled model, with mlx-lm's:", "packs bench"),
+        ("Time training steps of the bundled model, alongside mlx-lm's:", "packs bench"),
         (
             "Time a larger model in at most 20 minutes:",
             "packs bench --model mlx-community/Qwen3-4B-4bit --minutes 20",

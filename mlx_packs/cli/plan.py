@@ -117,8 +117,8 @@ def _size(flag: str, text: str) -> int:
     common="Also show the plan for N such machines.",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Also show how N such machines can train with these settings: data-parallel, with a "
-    "pipeline, which splits the base, or not at all.",
+    help="Also show the simplest way that fits on N such machines with these settings: one "
+    "machine, data-parallel training, a pipeline, which splits the base, or none.",
     default_text="not counted",
 )
 @options.recipes

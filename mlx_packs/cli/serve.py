@@ -117,7 +117,7 @@ _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance"
     default=512,
     type=click.IntRange(1),
     metavar="N",
-    help="Default answer length, in tokens.",
+    help="Default maximum length of an answer, in tokens.",
 )
 @options.template_kwargs(
     "Variables of the chat template, such as '{\"enable_thinking\": false}', for requests without "
