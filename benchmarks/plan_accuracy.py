@@ -219,11 +219,13 @@ def _rows(case: Case, folder: Path, models: Path | None) -> Path:
     """Return the data of a case, which are written on their first use unless they are there."""
     if case.data and case.task != "embedding":
         return models / "data" / case.data
+
     words = 2 * case.length
     if case.packing:
         words = case.length // 5
     elif case.task == "grpo":  # which leaves room for completions
         words = case.length // 2
+
     rows = folder / f"rows-{case.task}-{case.data or words}-{case.common}"
     if rows.exists():
         return rows

@@ -104,7 +104,7 @@ class FullFineTuning:
 def unfreeze(base: "BaseModel", num_layers: int = -1, matmul_path: str = "auto") -> Unfrozen:
     """Make the weights of a base trainable, as float32 copies.
 
-    They are those of the last ``num_layers`` blocks, as in mlx-lm, or with -1 all floating weights,
+    Trained are the last ``num_layers`` blocks, as in mlx-lm, or with -1 all floating weights,
     embedding and head too. With ``matmul_path`` dense a quantized base is dequantized first.
     """
     check_trainable(base.name, base.model)

@@ -16,7 +16,7 @@ from .families import check_architecture
 from .files import public_name, quantization_name, text_config, vocab_size_of, weight_files
 from .tokenizer import tokens_of
 
-Source = str | list[str]  # one tensor, or those of the experts that are stacked, in their order
+Source = str | list[str]  # one tensor, or the experts' tensors that are stacked, in their order
 
 _MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
@@ -26,7 +26,7 @@ def weight_map(stored: Mapping[str, mx.array], named: Mapping[str, mx.array]) ->
 
     mlx-lm's loader renames, transposes and stacks tensors to suit its model. What passes through
     under another name is known by being the same object; what is made anew, only where its name and
-    shape leave one answer. ``stored`` has the names of the files, ``named`` those of the model.
+    shape leave one answer. ``stored`` has the names of the files, ``named`` the model's.
     """
     by_object = {id(tensor): name for name, tensor in stored.items()}
     weights = {name: t for name, t in named.items() if name.endswith(".weight")}
