@@ -2,7 +2,7 @@
 
 Exit codes: 0 done, 1 a gate failed, 2 wrong use or bad input (in one line), 128 + n ended by
 signal n (130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP). A run of `packs train --supervise`
-that a defect ends has 70, where Python's own code would be that of a gate.
+that a defect ends has 70, since Python's own code, 1, means a failed gate.
 """
 
 import errno

@@ -97,7 +97,7 @@ class Supervisor:
         """Return the exit code of the run, whose result is printed.
 
         Raises:
-            PackError: it is not restarted; `exit_code` is that of its last attempt.
+            PackError: it is not restarted; `exit_code` is its last attempt's.
         """
         with signals.forwarded(self._send):
             arguments = self.run.first

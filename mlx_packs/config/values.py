@@ -21,7 +21,7 @@ _UNITS = {
 def bytes_of(text: str, unit: str = "") -> int | None:
     """Return the bytes of a size (``8GB``, ``8 gb``, ``24GiB``), or None if it is none.
 
-    ``unit`` is that of a number alone.
+    ``unit`` counts for a number without one.
     """
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*)", text.strip(), re.IGNORECASE)
     if match is None:
