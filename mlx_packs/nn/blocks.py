@@ -13,11 +13,11 @@ import mlx.nn as nn
 
 from ..ops.attention import attention, has_fused_gradient
 from ..ops.profile import profile
-from ..ops.span_attention import SharedKeys, Spans, span_attention
+from ..ops.span_attention import Branching, Spans, span_attention, tree_attention
 from ..ops.watchdog import product_calls, watched_chip
 from .frozen_weight import frozen_weight
 from .lora import GroupedLoRA
-from .prefix import PrefixKeys
+from .prefix import PrefixCache, PrefixKeys, PrefixLevels
 from .recompute import recomputed
 from .segments import SegmentCache
 from .surgery import ATTENTION, GroupedBlock, block_kind
@@ -29,6 +29,8 @@ class GroupedAttention(GroupedBlock):
     With ``recompute``, what is between the groups is computed again, but not where MLX has a fused
     gradient, which keeps what enters and leaves attention, and no scores.
     """
+
+    takes_levels = True  # nn/prefix.py
 
     def __init__(
         self, attention: nn.Module, qkv: GroupedLoRA | None, o: GroupedLoRA | None
@@ -54,8 +56,7 @@ class GroupedAttention(GroupedBlock):
 
         projected = _projected(x, projections, self.qkv_lora)
         width = projected[0].shape[-1] // self.n_heads
-        follows = isinstance(cache, PrefixKeys) and cache.offset > 0
-        fused = _spans_of(cache, mask) or has_fused_gradient(x.dtype, width, mask, follows)
+        fused = _has_fused_gradient(x.dtype, width, mask, cache)
 
         if self.training and self.recompute and not fused:
             trainable = [self[name] for name in ("q_norm", "k_norm") if name in self]
@@ -100,12 +101,12 @@ class GroupedAttention(GroupedBlock):
         seen = length
         if isinstance(cache, PrefixKeys):
             seen += cache.offset
-        ours = cache is None or isinstance(cache, SegmentCache | PrefixKeys)
+        ours = cache is None or isinstance(cache, SegmentCache | PrefixCache)
         ours = ours and (self.training or profile().cuts_scores(rows * self.n_heads, seen))
 
-        if spans and isinstance(cache, PrefixKeys):
-            shared = SharedKeys(*cache.kept, self.rope, mask.size)
-            attended = span_attention(queries, keys, values, self.scale, spans, shared)
+        if isinstance(cache, PrefixLevels):
+            branching = Branching(self.scale, self.rope, mask.size)
+            attended = tree_attention(queries, keys, values, branching, spans, cache.kept)
         elif spans:  # positions run on, as they may: what counts is how far two of them are apart
             queries = self.rope(queries, offset=cache.offset)
             keys = self.rope(keys, offset=cache.offset)
@@ -218,11 +219,21 @@ def _decoded(
 
 def _spans_of(cache: Any, mask: Any) -> Spans | None:
     """Return the segments that attention is computed for one after the other, if it is."""
-    if isinstance(cache, PrefixKeys):
-        return cache.spans
+    if isinstance(cache, PrefixLevels):
+        return cache.levels
     if isinstance(cache, SegmentCache) and mask is cache.unwindowed:
         return cache.spans
     return None
+
+
+def _has_fused_gradient(dtype: mx.Dtype, width: int, mask: Any, cache: Any) -> bool:
+    """Return whether MLX's attention keeps no scores for its gradient, wherever it is called."""
+    if isinstance(cache, PrefixLevels):
+        whole = mask.size is None
+        return whole and has_fused_gradient(dtype, width, "causal", fewer=True)
+
+    follows = isinstance(cache, PrefixKeys) and cache.offset > 0
+    return bool(_spans_of(cache, mask)) or has_fused_gradient(dtype, width, mask, follows)
 
 
 def attends_in_groups(model: nn.Module) -> bool:

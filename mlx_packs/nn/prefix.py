@@ -3,6 +3,9 @@
 A pass of a model over the prefixes leaves keys, values and recurrent states in its caches, in the
 graph; a pass over what follows, the suffixes, reads them there. Prefixes may begin alike, too: a
 pass over this root comes before theirs.
+
+Grouped attention needs one pass for all: it computes segment by segment what a row has in it, and
+everything else of a block is the same for each input. Weights are read, or dequantized, once then.
 """
 
 import copy
@@ -26,7 +29,7 @@ STATES = "states"  # the name of the states of prefixes among them
 
 @dataclass(frozen=True)
 class Window:
-    """The mask of packed suffixes: each input sees so many of its own past; None is all."""
+    """The mask of a `PrefixLevels`: each input sees so many of its own past; None is all."""
 
     size: int | None
 
@@ -66,8 +69,8 @@ class PrefixCache:
         other.is_last = is_last
         return other.keeping(self.left())
 
-    def before_spans(self, spans: "Spans") -> "PrefixCache":
-        """Return the cache of packed suffixes, which are computed span by span."""
+    def of_levels(self, levels: "Spans") -> "PrefixLevels":
+        """Return the cache of a row that has all inputs of these levels of a tree."""
         raise ValueError("packed rows share no recurrent states")
 
     def _for_each_suffix(self, array: mx.array) -> mx.array:
@@ -82,12 +85,9 @@ class PrefixKeys(PrefixCache):
     start_position = 0  # of the first key; mlx-lm's chunked caches cut some off
     keys: mx.array | None = None
     values: mx.array | None = None
-    spans: "Spans | None" = None  # of packed suffixes, whose attention reads ``kept`` itself
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Return keys and values of prefix and suffix, [B, heads, P + T, D]."""
-        if self.spans is not None:
-            raise ValueError("its attention is not computed span by span")
         if self.kept is not None:
             keys = self._joined(self.kept[0], keys)
             values = self._joined(self.kept[1], values)
@@ -104,12 +104,9 @@ class PrefixKeys(PrefixCache):
         N: int,  # noqa: N803 - mlx-lm passes it by this name
         return_array: bool = False,
         window_size: int | None = None,
-    ) -> "mx.array | str | Window | None":
+    ) -> mx.array | str | None:
         """Return the mask of N inputs, an array where a window hides keys."""
         from mlx_lm.models.base import create_causal_mask
-
-        if self.spans is not None:
-            return Window(window_size)
 
         hides = window_size is not None and self.offset + N > window_size
         if return_array or hides:
@@ -118,10 +115,8 @@ class PrefixKeys(PrefixCache):
             return None
         return "causal"
 
-    def before_spans(self, spans: "Spans") -> "PrefixKeys":
-        other = copy.copy(self)
-        other.spans = spans
-        return other
+    def of_levels(self, levels: "Spans") -> "PrefixLevels":
+        return PrefixLevels(levels, self.kept)
 
     def maybe_trim_front(self) -> None:
         """Cut no keys off: a mask hides them."""
@@ -139,6 +134,33 @@ class PrefixKeys(PrefixCache):
         by_prefix = own.reshape(-1, self.copies, *own.shape[1:])
         joined = mx.concatenate([self._for_each_suffix(of_prefixes), by_prefix], axis=3)
         return joined.flatten(0, 1)
+
+
+class PrefixLevels(PrefixCache):
+    """Levels of a tree in one row, whose attention reads ``kept`` itself.
+
+    Nothing is left: no other pass follows.
+    """
+
+    is_last = True
+
+    def __init__(self, levels: "Spans", kept: Arrays | None = None) -> None:
+        self.levels = levels
+        self.kept = kept
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        raise ValueError("its attention is not computed span by span")
+
+    def make_mask(
+        self,
+        N: int,  # noqa: N803 - mlx-lm passes it by this name
+        return_array: bool = False,
+        window_size: int | None = None,
+    ) -> Window:
+        return Window(window_size)
+
+    def start(self) -> None:
+        """Nothing was left."""
 
 
 class PrefixList(PrefixCache):
@@ -243,6 +265,8 @@ def tree_states(
         kept: what `keep_prefixes` returned for these prefixes, which are not computed then.
         spans: of one prefix, the inputs of each suffix in packed rows.
     """
+    if kept is None and _takes_levels(model):
+        return _states_of_levels(model, forward, [root, prefix, suffixes], spans)
     if kept is None:
         kept = keep_prefixes(model, forward, prefix, root)
 
@@ -257,10 +281,33 @@ def tree_states(
 
     following = [cache.after(offset, copies, is_last=True) for cache in caches]
     if spans is not None:
-        following = [cache.before_spans(spans) for cache in following]
+        following = [cache.of_levels(spans) for cache in following]
 
     of_suffixes = forward(suffixes, following)
     return mx.concatenate([kept[STATES], of_suffixes.flatten(0, 1)])
+
+
+def _takes_levels(model: nn.Module) -> bool:
+    """Return whether the attention of every layer is computed segment by segment."""
+    taking = sum(getattr(module, "takes_levels", False) for module in model.modules())
+    return taking > 0 and taking == len(model.layers)
+
+
+def _states_of_levels(
+    model: nn.Module,
+    forward: Forward,
+    parts: Sequence[mx.array | None],
+    spans: "Spans | None",
+) -> mx.array:
+    """Return what `tree_states` does of root, prefixes and suffixes, in one pass."""
+    present = [part for part in parts if part is not None]
+    levels = tuple((part.shape[1],) * part.shape[0] for part in present)
+    if spans is not None:
+        levels = (*levels[:-1], *spans)
+
+    row = mx.concatenate([part.flatten(0, 1) for part in present])[None]
+    caches = [PrefixLevels(levels) for _ in model.layers]
+    return forward(row, caches).squeeze(0)
 
 
 def keep_prefixes(

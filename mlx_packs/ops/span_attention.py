@@ -1,65 +1,60 @@
-"""Causal attention of packed segments, each by MLX's own attention.
+"""Causal attention of packed segments, each by MLX's own attention, and of trees of them.
 
 No mask of all queries and keys is read, and what attention costs grows with the sum of the squared
 lengths of the segments, forward and backward.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from .attention import attention, mlx_attention
 
-# For each packed sequence the inputs of its segments; they cover it.
+# For each packed sequence, or each level of a tree, the inputs of its segments; they cover it.
 Spans = tuple[tuple[int, ...], ...]
+Keys = tuple[mx.array, mx.array]  # keys [G, KV, P, D], at their positions, and values
 
 
 @dataclass(frozen=True)
-class SharedKeys:
-    """What every segment sees before its own inputs.
+class Branching:
+    """How segments see what they follow, and themselves.
 
     Attributes:
-        keys: [1, KV, P, D], at their positions.
-        values: [1, KV, P, D].
-        rope: turns queries and keys [..., T, D] of a segment to positions from ``offset``.
+        scale: of the scores.
+        rope: turns queries or keys [..., T, D] of a segment to positions from ``offset``.
         window: how many keys back a query sees, itself included; None is all.
     """
 
-    keys: mx.array
-    values: mx.array
+    scale: float
     rope: Callable[..., mx.array]
     window: int | None = None
 
     def attention(
-        self, queries: mx.array, keys: mx.array, values: mx.array, scale: float
-    ) -> mx.array:
-        """Return the attention of segments of equal length, [count, H, T, D]."""
-        count, _, length, _ = queries.shape
-        offset = self.keys.shape[2]
+        self, queries: mx.array, keys: mx.array, values: mx.array, followed: Keys | None
+    ) -> tuple[mx.array, Keys]:
+        """Return the attention of segments of equal length, [count, H, T, D], and all their keys.
+
+        Equally many segments in turn follow each of the G keys.
+        """
+        length = queries.shape[2]
+        offset = followed[0].shape[2] if followed else 0
         queries = self.rope(queries, offset=offset)
-        keys = self._before(self.keys, self.rope(keys, offset=offset), count)
-        values = self._before(self.values, values, count)
+        keys = self.rope(keys, offset=offset)
+        if followed:
+            keys = _joined(followed[0], keys)
+            values = _joined(followed[1], values)
 
-        if self.window is None or self.window >= offset + length:
-            return attention(queries, keys, values, scale, "causal")
-        distance = mx.arange(offset, offset + length)[:, None] - mx.arange(offset + length)[None]
-        seen = (distance >= 0) & (distance < self.window)
-        return attention(queries, keys, values, scale, seen)
-
-    def _before(self, shared: mx.array, own: mx.array, count: int) -> mx.array:
-        repeated = mx.broadcast_to(shared, (count, *shared.shape[1:]))
-        return mx.concatenate([repeated, own], axis=2)
+        mask = "causal"
+        if self.window is not None and self.window < offset + length:
+            keys_back = mx.arange(offset, offset + length)[:, None] - mx.arange(offset + length)
+            mask = (keys_back >= 0) & (keys_back < self.window)
+        return attention(queries, keys, values, self.scale, mask), (keys, values)
 
 
 def span_attention(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    scale: float,
-    spans: Spans,
-    shared: SharedKeys | None = None,
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, spans: Spans
 ) -> mx.array:
     """Return the attention of consecutive segments.
 
@@ -72,31 +67,79 @@ def span_attention(
         scale: of the scores.
         spans: inputs of each segment, by sequence; N in all. Neighbours of equal length are
             computed at once.
-        shared: keys and values before those of each segment, whose queries and keys are at no
-            positions yet.
 
     Returns:
         [1, H, N, D] in the dtype of queries.
     """
-    lengths = itertools.chain.from_iterable(spans)
-    runs = [(length, len(list(same))) for length, same in itertools.groupby(lengths)]
-    edges = list(itertools.accumulate(length * count for length, count in runs))[:-1]
-    parts = (_parts(x, edges) for x in (queries, keys, values))
+    runs = _runs(itertools.chain.from_iterable(spans))
+    segments = _segments((queries, keys, values), runs)
+    return _row([mlx_attention(*own, scale, "causal") for own in segments])
+
+
+def tree_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    branching: Branching,
+    levels: Spans,
+    followed: Keys | None = None,
+) -> mx.array:
+    """Return the attention of the segments of a tree, each of which sees those that it follows.
+
+    Args:
+        queries: [1, H, N, D], level after level, at no positions yet.
+        keys: [1, KV, N, D] with KV dividing H.
+        values: [1, KV, N, D].
+        branching: how segments see each other.
+        levels: inputs of each segment, by level; N in all. Those of a level but the last are
+            equally long, and equally many of the next follow each in turn.
+        followed: what those of the first level follow; None is nothing.
+
+    Returns:
+        [1, H, N, D] in the dtype of queries.
+    """
+    runs = [_runs(level) for level in levels]
+    segments = iter(_segments((queries, keys, values), itertools.chain.from_iterable(runs)))
 
     outputs = []
-    for (_, count), *own in zip(runs, *parts, strict=True):
-        q, k, v = (_segments(x, count) for x in own)
-        if shared is None:
-            output = mlx_attention(q, k, v, scale, "causal")
-        else:
-            output = shared.attention(q, k, v, scale)
-        # [count, H, length, D] to [1, count * length, H, D], as MLX's attention lays it out
-        outputs.append(output.transpose(0, 2, 1, 3).flatten(0, 1)[None])
+    for of_level in runs:
+        for own in itertools.islice(segments, len(of_level)):
+            output, left = branching.attention(*own, followed)
+            outputs.append(output)
+        followed = left
+    return _row(outputs)
 
-    joined = outputs[0]
-    if len(outputs) > 1:
-        joined = mx.concatenate(outputs, axis=1)
-    return joined.transpose(0, 2, 1, 3)
+
+def _runs(lengths: Iterable[int]) -> list[tuple[int, int]]:
+    """Return the length and the count of neighbours of equal length."""
+    return [(length, len(list(same))) for length, same in itertools.groupby(lengths)]
+
+
+def _segments(
+    arrays: Sequence[mx.array], runs: Iterable[tuple[int, int]]
+) -> Iterator[list[mx.array]]:
+    """Yield for each run its [count, heads, length, D] of arrays [1, heads, N, D]."""
+    runs = list(runs)
+    edges = list(itertools.accumulate(length * count for length, count in runs))[:-1]
+    parts = (_parts(array, edges) for array in arrays)
+    for (_, count), *own in zip(runs, *parts, strict=True):
+        yield [_apart(part, count) for part in own]
+
+
+def _row(outputs: Sequence[mx.array]) -> mx.array:
+    """Return outputs [count, H, length, D] as [1, H, N, D], laid out as MLX's attention does."""
+    joined = [output.transpose(0, 2, 1, 3).flatten(0, 1) for output in outputs]
+    if len(joined) > 1:
+        return mx.concatenate(joined)[None].transpose(0, 2, 1, 3)
+    return joined[0][None].transpose(0, 2, 1, 3)
+
+
+def _joined(followed: mx.array, own: mx.array) -> mx.array:
+    """Return keys [count, KV, P + T, D] of segments, which follow [G, KV, P, D]."""
+    groups = followed.shape[0]
+    each = own.shape[0] // groups
+    repeated = mx.broadcast_to(followed[:, None], (groups, each, *followed.shape[1:]))
+    return mx.concatenate([repeated.flatten(0, 1), own], axis=2)
 
 
 def _parts(x: mx.array, edges: list[int]) -> Sequence[mx.array]:
@@ -119,7 +162,7 @@ def _parts(x: mx.array, edges: list[int]) -> Sequence[mx.array]:
     return cut(x)
 
 
-def _segments(x: mx.array, count: int) -> mx.array:
+def _apart(x: mx.array, count: int) -> mx.array:
     """Return [1, heads, count * length, D] as [count, heads, length, D]."""
     if count == 1:
         return x

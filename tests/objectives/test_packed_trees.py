@@ -12,6 +12,7 @@ from mlx_packs.nn.blocks import attends_in_groups
 from mlx_packs.nn.prefix import PrefixKeys, Window
 from mlx_packs.objectives.causal_lm import CausalLM, Head
 from mlx_packs.objectives.shared_prefix import why_not_shared
+from mlx_packs.ops.span_attention import tree_attention
 from mlx_packs.runtime import mx
 from tests.helpers.models import base_of
 from tests.helpers.steps import adapted, assert_same, loss_and_gradients, make_batch
@@ -87,15 +88,18 @@ def test_attention_that_is_not_ours_computes_no_packed_trees(family, reason):
 
 def test_the_probe_finds_segments_that_see_each_other(monkeypatch):
     """As if all of them were one."""
-    before = PrefixKeys.before_spans
-    joined = lambda self, spans: before(self, ((sum(spans[0]),),))  # noqa: E731
-    monkeypatch.setattr(PrefixKeys, "before_spans", joined)
+
+    def joined(*args):
+        *arrays, levels, followed = args
+        return tree_attention(*arrays, (*levels[:-1], (sum(levels[-1]),)), followed)
+
+    monkeypatch.setattr("mlx_packs.nn.blocks.tree_attention", joined)
     attached, head = model_of("qwen3")
     assert "its loss is off" in why_not_shared(attached.model, head, 128, packed=True)
 
 
 def test_a_cache_of_packed_rows_has_the_window_as_its_mask():
-    cache = PrefixKeys().after(6, 1, is_last=True).before_spans(((3, 2),))
+    cache = PrefixKeys().after(6, 1, is_last=True).of_levels(((3, 2),))
     assert cache.make_mask(5) == Window(None) and cache.make_mask(5, window_size=4) == Window(4)
     with pytest.raises(ValueError, match="span by span"):
         cache.update_and_fetch(mx.zeros((1, 1, 5, 4)), mx.zeros((1, 1, 5, 4)))

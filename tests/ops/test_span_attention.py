@@ -1,8 +1,10 @@
 """Attention of packed segments: the same as of each alone, forward and backward."""
 
+import mlx.nn as nn
+import numpy as np
 import pytest
 
-from mlx_packs.ops.span_attention import span_attention
+from mlx_packs.ops.span_attention import Branching, span_attention, tree_attention
 from mlx_packs.runtime import mx
 
 SPANS = [((7,),), ((3, 3, 3), (5, 4)), ((1, 1, 6), (8,)), ((2, 9, 2),)]
@@ -58,3 +60,50 @@ def test_span_attention_has_no_scores_of_other_segments():
         patch.setattr(mx.fast, "scaled_dot_product_attention", recorded)
         span_attention(*arrays, 1.0, ((16, 16), (24, 8)))
     assert shapes == {(2, 16, 16, "causal"), (1, 24, 24, "causal"), (1, 8, 8, "causal")}
+
+
+def rows_of(levels) -> list[list[int]]:
+    """The places in the row of a tree that each segment of its last level sees: its ancestors'."""
+    paths = [[]]
+    place = 0
+    for level in levels:
+        each = len(level) // len(paths)
+        following = []
+        for i, length in enumerate(level):
+            following.append([*paths[i // each], *range(place, place + length)])
+            place += length
+        paths = following
+    return paths
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize(
+    "levels", [((5,), (4, 4, 3)), ((3, 3), (2, 2, 2, 2)), ((2,), (3, 3), (4, 4, 4, 4))], ids=str
+)
+def test_tree_attention_equals_that_of_each_row_alone(levels, window):
+    arrays = inputs(sum(map(sum, levels)), 2)
+    rope = nn.RoPE(8)
+    paths = rows_of(levels)
+    weights = mx.random.normal(arrays[0].shape, key=mx.random.key(1))
+
+    def of_tree(*arrays):
+        return tree_attention(*arrays, Branching(0.3, rope, window), levels)
+
+    def of_rows(*arrays):
+        whole = mx.zeros(arrays[0].shape)
+        for path in paths:  # ancestors are computed again, and are the same each time
+            q, k, v = (array[:, :, mx.array(path)] for array in arrays)
+            back = np.arange(len(path))[:, None] - np.arange(len(path))
+            seen = mx.array((back >= 0) & (back < (window or len(path))))
+            own = mx.fast.scaled_dot_product_attention(rope(q), rope(k), v, scale=0.3, mask=seen)
+            whole[:, :, mx.array(path)] = own
+        return whole
+
+    def total(attend):
+        return mx.value_and_grad(lambda *a: (attend(*a) * weights).sum(), argnums=(0, 1, 2))
+
+    value, gradients = total(of_tree)(*arrays)
+    expected, expected_gradients = total(of_rows)(*arrays)
+    assert value.item() == pytest.approx(expected.item(), abs=1e-4)
+    for own, other in zip(gradients, expected_gradients, strict=True):
+        assert mx.allclose(own, other, atol=1e-5).item()
