@@ -129,10 +129,12 @@ def plan_step(
         planned_bytes = load("extras.for_merge:planned_bytes")
         rounding, requantized = planned_bytes(sizes.modules, adapters, headers, train, itemsize)
 
+    apart = isinstance(shape, TreeShape) and shape.recurs
+    at_once = step_class.trees_at_once and not apart
     step = step_class(
         sizes,
-        passes=passes_of(shape, train.sequences),
-        apart=isinstance(shape, TreeShape) and shape.recurs,
+        passes=passes_of(shape, train.sequences, at_once),
+        apart=apart,
         targets=shape[1],
         kept=adapters.kept,
         policy=POLICIES[recompute_policies(train)[0]],

@@ -28,7 +28,7 @@ from .decoder import (
 from .decoder_sizes import Sizes
 from .headers import Headers, Tensors, dense_tensors
 from .plan import MemoryPlan, Shape
-from .step import Pass, Step
+from .step import Level, Pass, Step
 
 __all__ = ["ASSUMED", "resized", "run_settings", "smallest_shape", "why_not_quantized"]
 
@@ -200,8 +200,9 @@ def _mixture(config: Mapping) -> tuple[int, ...]:
 
 class HybridStep(Step):
     sizes: HybridSizes
+    trees_at_once = False
 
-    def _block_numbers(self, own: Pass, block: int, adapters: Mapping[str, int]) -> float:
+    def _block_numbers(self, own: Level, block: int, adapters: Mapping[str, int]) -> float:
         sizes = self.sizes
         kept = 4 * sizes.hidden + sizes.feed_forward + sum(adapters.values())
         if sizes.recurrent[block - len(self.kept)]:
@@ -216,9 +217,10 @@ class HybridStep(Step):
 
     def _in_blocks(self, own: Pass, itemsize: int) -> dict[str, tuple[float, float]]:
         sizes = self.sizes
+        (level,) = own.levels
         rule = gated_delta.Sizes(
-            own.rows,
-            int(own.length),
+            level.rows,
+            int(level.length),
             sizes.key_heads,
             sizes.value_heads,
             sizes.key_width,
@@ -226,7 +228,7 @@ class HybridStep(Step):
         )
 
         mlp = own.tokens * (4 * sizes.hidden + sizes.feed_forward)
-        scores = 3 * sizes.heads * own.keys if runtime.on_cpu() else 0
+        scores = 3 * sizes.heads * level.keys if runtime.on_cpu() else 0
         attention = own.tokens * (scores + 2 * (sizes.queries + sizes.keys))
 
         # of a block that is computed again half of the feed-forward is gone before the recurrence

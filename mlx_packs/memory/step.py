@@ -43,8 +43,8 @@ def factors() -> Factors:
     return _FACTORS["cpu" if runtime.on_cpu() else "gpu"]
 
 
-class Pass(NamedTuple):
-    """Rows that go through the blocks at once: of a batch, prefixes, or what follows these."""
+class Level(NamedTuple):
+    """Rows that attend alike: those of a batch, prefixes, or what follows these."""
 
     rows: int
     length: float  # inputs of a row, the mean of packed examples
@@ -60,27 +60,43 @@ class Pass(NamedTuple):
         return self.before + self.length
 
 
-def passes_of(shape: Shape, sequences: int) -> tuple[Pass, ...]:
+class Pass(NamedTuple):
+    """What goes through the blocks at once: levels of a tree, one after the other."""
+
+    levels: tuple[Level, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(level.tokens for level in self.levels)
+
+
+def passes_of(shape: Shape, sequences: int, at_once: bool = False) -> tuple[Pass, ...]:
+    """Return the passes of a batch; ``at_once`` is whether all levels of a tree are one."""
     if not isinstance(shape, TreeShape):
-        return (Pass(sequences, shape[0]),)
+        return (Pass((Level(sequences, shape[0]),)),)
 
     rows = shape.rows(sequences)
     groups = shape.groups(sequences)
-    passes = [Pass(groups, shape.prefix - shape.root, shape.root)]
+    levels = [Level(groups, shape.prefix - shape.root, shape.root)]
     if shape.root:
-        passes.insert(0, Pass(1, shape.root))
+        levels.insert(0, Level(1, shape.root))
 
-    following = shape.computed(sequences) - sum(own.tokens for own in passes)
-    return *passes, Pass(rows, following / rows, shape.prefix)
+    following = shape.computed(sequences) - sum(level.tokens for level in levels)
+    levels.append(Level(rows, following / rows, shape.prefix))
+    if at_once:
+        return (Pass(tuple(levels)),)
+    return tuple(Pass((level,)) for level in levels)
 
 
 @dataclass(frozen=True)
 class Step:
     """A training step of adapters on a batch; its blocks are those of the Llama family.
 
-    A tree takes two passes: over its prefixes, and then over the rows that follow them. Where all
-    prefixes begin alike, a pass over that comes first.
+    A tree takes one pass; a prefix that is computed once for several batches has its own
+    (nn/prefix.py).
     """
+
+    trees_at_once = True  # whether its attention is grouped
 
     sizes: Sizes
     passes: tuple[Pass, ...]
@@ -168,15 +184,18 @@ class Step:
 
     def _kept(self, own: Pass) -> list[float]:
         """Return the numbers that each adapted block keeps of a pass."""
-        joined = 0  # keys and values of the prefix, before those of each row
-        if not self.policy.operations:
-            joined = 2 * self.sizes.keys * own.rows * own.before
         return [
-            own.tokens * self._block_numbers(own, i, adapters) + joined
+            sum(self._kept_of(level, i, adapters) for level in own.levels)
             for i, adapters in enumerate(self.kept)
         ]
 
-    def _block_numbers(self, own: Pass, block: int, adapters: Mapping[str, int]) -> float:
+    def _kept_of(self, own: Level, block: int, adapters: Mapping[str, int]) -> float:
+        joined = 0  # keys and values of the prefix, before those of each row
+        if not self.policy.operations:
+            joined = 2 * self.sizes.keys * own.rows * own.before
+        return own.tokens * self._block_numbers(own, block, adapters) + joined
+
+    def _block_numbers(self, own: Level, block: int, adapters: Mapping[str, int]) -> float:
         d = self.sizes.hidden
         f = self.sizes.ffn
         q = self.sizes.queries
@@ -216,8 +235,9 @@ class Step:
             pieces = 0
 
         attention = 2 * (q + self.sizes.keys)
-        joined = 2 * self.sizes.keys * own.rows * own.before
-        scores = 9 * min(_scores_at_once(), own.tokens * self.sizes.heads * own.keys)
+        joined = 2 * self.sizes.keys * sum(level.rows * level.before for level in own.levels)
+        most = max(level.tokens * level.keys for level in own.levels)
+        scores = 9 * min(_scores_at_once(), most * self.sizes.heads)
 
         in_mlp = itemsize * (own.tokens * mlp + self.dense_slices() + pieces)
         in_attention = itemsize * (own.tokens * attention + joined + scores)

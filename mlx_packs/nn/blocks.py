@@ -13,7 +13,7 @@ import mlx.nn as nn
 
 from ..ops.attention import attention, has_fused_gradient
 from ..ops.profile import profile
-from ..ops.span_attention import Branching, Spans, span_attention, tree_attention
+from ..ops.span_attention import Branching, Spans, row_of, span_attention, tree_attention
 from ..ops.watchdog import product_calls, watched_chip
 from .frozen_weight import frozen_weight
 from .lora import GroupedLoRA
@@ -69,6 +69,17 @@ class GroupedAttention(GroupedBlock):
         else:
             attended = self._attended(*projected, mask, cache)
 
+        if self.training and isinstance(cache, PrefixLevels):
+            return recomputed(self._out, _present(self.o_proj, self.o_lora), attended)
+        return self._out(attended)
+
+    def _out(self, attended: mx.array | list[mx.array]) -> mx.array:
+        """Map [B, T, heads * head_dim], or what `tree_attention` returns, to [B, T, D].
+
+        The row of a tree is put together again for the gradient: attention keeps its parts.
+        """
+        if isinstance(attended, list):
+            attended = row_of(attended)
         return _projected(attended, [self.o_proj], self.o_lora)[0]
 
     def _attended(
@@ -79,8 +90,8 @@ class GroupedAttention(GroupedBlock):
         mask: Any,
         cache: Any,
         normed: bool = False,
-    ) -> mx.array:
-        """Return [B, T, heads * head_dim] of the three projections, [B, T, ...] each."""
+    ) -> mx.array | list[mx.array]:
+        """Return what `_out` takes of the three projections, [B, T, ...] each."""
         batch, inputs, _ = queries.shape
         spans = _spans_of(cache, mask)
         rows = batch
@@ -106,8 +117,8 @@ class GroupedAttention(GroupedBlock):
 
         if isinstance(cache, PrefixLevels):
             branching = Branching(self.scale, self.rope, mask.size)
-            attended = tree_attention(queries, keys, values, branching, spans, cache.kept)
-        elif spans:  # positions run on, as they may: what counts is how far two of them are apart
+            return tree_attention(queries, keys, values, branching, spans, cache.kept)
+        if spans:  # positions run on, as they may: what counts is how far two of them are apart
             queries = self.rope(queries, offset=cache.offset)
             keys = self.rope(keys, offset=cache.offset)
             attended = span_attention(queries, keys, values, self.scale, spans)
@@ -188,8 +199,7 @@ class GroupedMLP(GroupedBlock):
 
         gated = _projected(x, projections, self.gate_up_lora)
         if self.training and self.recompute:
-            trainable = [m for m in (self.down_proj, self.down_lora) if m is not None]
-            return recomputed(self._down, trainable, *gated)
+            return recomputed(self._down, _present(self.down_proj, self.down_lora), *gated)
         return self._down(*gated)
 
     def _down(self, gate: mx.array, up: mx.array) -> mx.array:
@@ -206,6 +216,10 @@ def _projected(
     if lora is None:
         return [projection(x) for projection in projections]
     return lora.project(x, projections)
+
+
+def _present(*modules: nn.Module | None) -> list[nn.Module]:
+    return [module for module in modules if module is not None]
 
 
 def _decoded(

@@ -73,7 +73,8 @@ def span_attention(
     """
     runs = _runs(itertools.chain.from_iterable(spans))
     segments = _segments((queries, keys, values), runs)
-    return _row([mlx_attention(*own, scale, "causal") for own in segments])
+    outputs = [mlx_attention(*own, scale, "causal") for own in segments]
+    return mx.unflatten(row_of(outputs), 2, (queries.shape[1], -1)).transpose(0, 2, 1, 3)
 
 
 def tree_attention(
@@ -83,7 +84,7 @@ def tree_attention(
     branching: Branching,
     levels: Spans,
     followed: Keys | None = None,
-) -> mx.array:
+) -> list[mx.array]:
     """Return the attention of the segments of a tree, each of which sees those that it follows.
 
     Args:
@@ -96,7 +97,8 @@ def tree_attention(
         followed: what those of the first level follow; None is nothing.
 
     Returns:
-        [1, H, N, D] in the dtype of queries.
+        [count, H, length, D] of neighbours of equal length, in the dtype of queries; `row_of` joins
+        them.
     """
     runs = [_runs(level) for level in levels]
     segments = iter(_segments((queries, keys, values), itertools.chain.from_iterable(runs)))
@@ -107,7 +109,15 @@ def tree_attention(
             output, left = branching.attention(*own, followed)
             outputs.append(output)
         followed = left
-    return _row(outputs)
+    return outputs
+
+
+def row_of(outputs: Sequence[mx.array]) -> mx.array:
+    """Return [1, N, H * D] of consecutive [count, H, length, D]."""
+    rows = [output.transpose(0, 2, 1, 3).flatten(2).flatten(0, 1) for output in outputs]
+    if len(rows) > 1:
+        return mx.concatenate(rows)[None]
+    return rows[0][None]
 
 
 def _runs(lengths: Iterable[int]) -> list[tuple[int, int]]:
@@ -124,14 +134,6 @@ def _segments(
     parts = (_parts(array, edges) for array in arrays)
     for (_, count), *own in zip(runs, *parts, strict=True):
         yield [_apart(part, count) for part in own]
-
-
-def _row(outputs: Sequence[mx.array]) -> mx.array:
-    """Return outputs [count, H, length, D] as [1, H, N, D], laid out as MLX's attention does."""
-    joined = [output.transpose(0, 2, 1, 3).flatten(0, 1) for output in outputs]
-    if len(joined) > 1:
-        return mx.concatenate(joined)[None].transpose(0, 2, 1, 3)
-    return joined[0][None].transpose(0, 2, 1, 3)
 
 
 def _joined(followed: mx.array, own: mx.array) -> mx.array:

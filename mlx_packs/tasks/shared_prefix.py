@@ -1,5 +1,7 @@
 """``--share-prefix``: whether what examples begin with is computed once, and not in every row."""
 
+import mlx.nn as nn
+
 from .. import runtime
 from ..adapters.attach import attach
 from ..adapters.trainable import Trainable
@@ -49,16 +51,20 @@ def shared_report(trees: TreePlan | GroupPlan | None, examples: Examples) -> dic
 
 
 def passes_of(
-    trees: TreePlan | GroupPlan | None, examples: Examples, inputs: int
+    model: nn.Module, trees: TreePlan | GroupPlan | None, examples: Examples, inputs: int
 ) -> tuple[int, ...]:
     """Return the inputs of each pass over the blocks, of a batch with ``inputs`` in its rows.
 
-    A tree takes two: over its prefixes and over what follows; and one over its root before.
+    Without grouped attention a tree takes two: over its prefixes and over what follows; and one
+    over its root before.
     """
     if trees is None:
         return (inputs,)
 
     computed = int(inputs * (1 - trees.saved(examples)))
+    if attends_in_groups(model):
+        return (computed,)
+
     of_all = trees
     groups = 1
     if isinstance(trees, GroupPlan):

@@ -65,7 +65,8 @@ class TokenTask(Task):
 
         rows = t.sequences * inputs
         targets = max(1, rows * examples.targets // int(lengths.sum()))
-        return passes_of(self.trees.get(data.phase.name), examples, rows), targets
+        trees = self.trees.get(data.phase.name)
+        return passes_of(self.base.model, trees, examples, rows), targets
 
     def mean_inputs(self, data: PhaseData) -> float | None:
         """Return the mean of the tokens of a training batch; None if batches are packed."""

@@ -226,18 +226,20 @@ def test_groups_are_for_what_they_spare_beyond_the_beginning_of_all():
 def test_the_passes_of_a_batch_are_those_of_its_tree():
     """64 inputs are common to all rows, or to those of each of two documents."""
     lora, rows = LORA, 8 * 79
+    grouped, other = base_of("qwen3").model, base_of("gemma3_text").model
     for changes, instruction, document in (({}, 64, 0), ({}, 0, 64), ({"micro_batches": 2}, 64, 0)):
         train = TrainConfig(share_prefix="on", batch_size=8, **changes)
         examples = documents_of([8] * 4, document, instruction=instruction)
         chosen = np.arange(len(examples))
         trees = sharing.plan_trees(train, lora, examples, chosen)
         trees = sharing.plan_groups(train, examples, chosen, trees)
-        passes = shared_prefix.passes_of(trees, examples, rows)
+        passes = shared_prefix.passes_of(other, trees, examples, rows)
         assert sum(passes) == pytest.approx(rows * (1 - trees.saved(examples)), abs=1)
         prefixes = {False: 64, True: 128}[isinstance(trees, GroupPlan)]
         assert passes[0] == pytest.approx(prefixes, rel=0.15) or len(passes) == 1
         assert len(passes) == (1 if changes else 2)
-    assert shared_prefix.passes_of(None, examples, rows) == (rows,)
+        assert shared_prefix.passes_of(grouped, trees, examples, rows) == (sum(passes),)
+    assert shared_prefix.passes_of(other, None, examples, rows) == (rows,)
 
 
 def test_auto_leaves_the_order_of_examples(documents, tmp_path):
