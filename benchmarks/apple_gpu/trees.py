@@ -83,4 +83,5 @@ SHAPES = (
     TreeShape("a prompt of 300, 8 rows of 200", 300, 200, 8),
     TreeShape("1200 common, 4 pairs, 500 common, 2 rows of 200", 1700, 200, 8, 4, 1200),
     TreeShape("500 common, 2 documents of 1500, 4 rows of 60", 2000, 60, 8, 2, 500),
+    TreeShape("32 common, 8 rows of 26", 32, 26, 8),  # banking77 as it is
 )
