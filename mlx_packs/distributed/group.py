@@ -41,7 +41,7 @@ class Group:
         return self.size == 1
 
     @property
-    def shares(self) -> int:
+    def batch_shares(self) -> int:
         """Number of ranks that share a batch."""
         return self.size
 
@@ -178,7 +178,7 @@ def summed_over_ranks(
     and added in ``dtype``, and returned in their own.
     """
     ranks = group()
-    if ranks.shares == 1:
+    if ranks.batch_shares == 1:
         return gradients, count
 
     count = ranks.sum(count.astype(mx.float32))

@@ -340,14 +340,14 @@ class ProjectionStackTask(CausalLMTask):
         self.scorer = Scorer(trainable.model, head, preparation.prepare)
         return [self.objective_of(trainable, head, preparation)] * len(data)
 
-    def outcome(self, trainable: Trainable, goal: PhaseData, trained: Trained) -> Outcome:
+    def outcome(self, trainable: Trainable, last: PhaseData, trained: Trained) -> Outcome:
         """Return what the base's own forward pass gives without and with the trained adapters."""
-        own_before, own_after = trained.ends(goal.phase)
+        own_before, own_after = trained.ends(last.phase)
         graph = self.graph.facts | {"ppl_before": own_before.ppl, "ppl_after": own_after.ppl}
 
         base = self.base
         display = self.display
-        batches = goal.held_out().once()
+        batches = last.held_out().once()
         with display.working("eval", "loading the whole base model"):
             tokens = batches[-1].inputs["tokens"].size
             steps = 2 * len(batches)

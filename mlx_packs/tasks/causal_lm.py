@@ -249,7 +249,7 @@ class CausalLMTask(TokenTask):
         train = self.train
         return LossOptions(train.z_loss, train.label_smoothing, custom=self.calls.loss)
 
-    def outcome(self, trainable: Trainable, goal: PhaseData, trained: Trained) -> Outcome:
+    def outcome(self, trainable: Trainable, last: PhaseData, trained: Trained) -> Outcome:
         texts: dict[str, str | None] = {"before": None, "after": None}
         answers = []
 
@@ -260,7 +260,7 @@ class CausalLMTask(TokenTask):
             texts["after"] = self.sample.complete(self.base)
             answers.append(self._answers())
 
-        return Outcome(*trained.ends(goal.phase), texts, answers, {"graph": "transformer"})
+        return Outcome(*trained.ends(last.phase), texts, answers, {"graph": "transformer"})
 
     def summary(
         self,
@@ -269,8 +269,8 @@ class CausalLMTask(TokenTask):
         trained: Trained,
         sources: Sequence[str],
     ) -> Summary:
-        goal = data[-1]
-        outcome = self.outcome(trainable, goal, trained)
+        last = data[-1]
+        outcome = self.outcome(trainable, last, trained)
         phases = phase_reports(data, sources, trained)
 
         sample = {"prompt": self.sample.text, "wanted": self.sample.wanted, **outcome.texts}
@@ -283,20 +283,20 @@ class CausalLMTask(TokenTask):
             "objective": outcome.graph,
             "eval_traces": self.scorer.traces,
             "cache_frozen": self.frozen.to_json() if self.frozen else None,
-            "shared_prefix": shared_report(self.trees.get(goal.phase.name), goal.train.examples),
+            "shared_prefix": shared_report(self.trees.get(last.phase.name), last.train.examples),
             "sample": sample,
             "raw_prompt": self.sample.is_raw,
         }
 
-        changes = _changes(goal.held_out_split, outcome.before, outcome.after)
-        changes["available"] = goal.held_out_examples.count
+        changes = _changes(last.held_out_split, outcome.before, outcome.after)
+        changes["available"] = last.held_out_examples.count
         if self.exam is not None:
             changes["answers"] = self.exam.report(*outcome.answers).to_json()
             samples = self.exam.samples(*outcome.answers)
             report["samples"] = samples
 
         objective: dict = {
-            "loss_on": goal.splits["train"].loss_on,
+            "loss_on": last.splits["train"].loss_on,
             "ce_last_k": self.train.ce_last_k,
         }
         if self.calls.loss:

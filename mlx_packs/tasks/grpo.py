@@ -250,8 +250,8 @@ class GRPOTask(Task):
         trained: Trained,
         sources: Sequence[str],
     ) -> Summary:
-        goal = data[-1]
-        before, after = trained.ends(goal.phase)
+        last = data[-1]
+        before, after = trained.ends(last.phase)
         sample = self.sample.report(trainable, self.base)
         phases = phase_reports(data, sources, trained)
         named = {"task": "grpo", "reward": self.reward.name, "beta": self.train.beta}
@@ -263,9 +263,9 @@ class GRPOTask(Task):
 
         return Summary(
             eval={
-                "split": goal.held_out_split,
+                "split": last.held_out_split,
                 "rows": after.rows,
-                "available": goal.held_out_examples.count,
+                "available": last.held_out_examples.count,
                 "reward_before": before.reward,
                 "reward_after": after.reward,
             },
@@ -274,7 +274,7 @@ class GRPOTask(Task):
             report={
                 "phases": phases,
                 "objective": named,
-                "shared_prefix": self.shared and self.shared.to_json(goal.train.examples),
+                "shared_prefix": self.shared and self.shared.to_json(last.train.examples),
                 "sample": sample,
             },
         )

@@ -216,7 +216,7 @@ class PreferenceTask(TokenTask):
         sources: Sequence[str],
     ) -> Summary:
         train = self.train
-        goal = data[-1]
+        last = data[-1]
         sample = self.sample.report(trainable, self.base)
         phases = phase_reports(data, sources, trained)
 
@@ -236,16 +236,16 @@ class PreferenceTask(TokenTask):
             "loss": "nll",
             "chosen_ppl": "ppl",
         }
-        trees = self.trees.get(goal.phase.name)
+        trees = self.trees.get(last.phase.name)
         shared = None
         if trees is not None:
-            shared = trees.to_json(goal.train.examples)
+            shared = trees.to_json(last.train.examples)
 
         return Summary(
             eval={
-                "split": goal.held_out_split,
-                "available": goal.held_out_examples.count,
-                **before_and_after(*trained.ends(goal.phase), values),
+                "split": last.held_out_split,
+                "available": last.held_out_examples.count,
+                **before_and_after(*trained.ends(last.phase), values),
             },
             objective=named,
             facts=facts,

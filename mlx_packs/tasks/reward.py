@@ -88,26 +88,26 @@ class RewardTask(PreferenceTask):
         sources: Sequence[str],
     ) -> Summary:
         train = self.train
-        goal = data[-1]
+        last = data[-1]
         phases = phase_reports(data, sources, trained)
         facts = {}
         if phases:
             facts["phases"] = phases
 
         shared = None
-        trees = self.trees.get(goal.phase.name)
+        trees = self.trees.get(last.phase.name)
         if trees is not None:
-            shared = trees.to_json(goal.train.examples)
+            shared = trees.to_json(last.train.examples)
 
-        named = {"task": "reward", "loss_on": goal.splits["train"].loss_on}
+        named = {"task": "reward", "loss_on": last.splits["train"].loss_on}
         named["center_rewards_coefficient"] = train.center_rewards_coefficient
         values = {"preference_accuracy": "accuracy", "reward_margin": "margin", "loss": "nll"}
 
         return Summary(
             eval={
-                "split": goal.held_out_split,
-                "available": goal.held_out_examples.count,
-                **before_and_after(*trained.ends(goal.phase), values),
+                "split": last.held_out_split,
+                "available": last.held_out_examples.count,
+                **before_and_after(*trained.ends(last.phase), values),
             },
             objective=named,
             facts=facts,

@@ -102,7 +102,7 @@ def load_checkpoint(
         arrays = {name: a for name, a in arrays.items() if not name.startswith(f"{KEY}.")}
     arrays = _with_current_names(arrays, optimizer)
     expected = {name: a.shape for name, a in tree_flatten(optimizer.state)} | {"random": (2,)}
-    if group().shares < group().size:  # those of all ranks of a pipeline
+    if group().batch_shares < group().size:  # those of all ranks of a pipeline
         arrays = {name: a for name, a in arrays.items() if name in expected}
 
     file = folder / OPTIMIZER

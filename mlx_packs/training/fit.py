@@ -112,7 +112,7 @@ class Fit:
     @property
     def unit(self) -> str:
         """What the run counts, as a plural: the unit of its last phase."""
-        return self.objectives[self.run.goal.name].unit
+        return self.objectives[self.run.last_phase.name].unit
 
     def trained(self) -> Trained:
         return Trained(self.run.phases, self.curve, self.scores)
@@ -132,7 +132,7 @@ class Fit:
             self.on_nan.resume(self.state.batches)
             for fault in point.damaged:
                 display.line("note", fault)
-            batches = f"batch {self.state.batches} of {run.goal.stop}"
+            batches = f"batch {self.state.batches} of {run.last_phase.stop}"
             display.line("resume", f"{run.folder}: {batches} ({point.why})")
             self._check_end()
 
@@ -183,7 +183,7 @@ class Fit:
         if clock is None:
             return before or {}
 
-        clock.plan(TRAIN, run.goal.stop - done, limit=run.train.seconds)
+        clock.plan(TRAIN, run.last_phase.stop - done, limit=run.train.seconds)
         validations = 0
         saves = 1
         for data in self.data:
@@ -207,7 +207,7 @@ class Fit:
         """Note that a resumed run had ended; it cannot end before batches that it has taken."""
         run = self.run
         done = self.state.batches
-        end = run.goal.stop
+        end = run.last_phase.stop
         if done > end:
             raise PackError(
                 f"--resume: {run.folder} has taken {done:,} batches, and is to end after {end:,}. "
@@ -227,7 +227,7 @@ class Fit:
 
         for data in self.data:
             phase = data.phase
-            if self.state.batches > phase.stop and phase is not run.goal:  # trained before
+            if self.state.batches > phase.stop and phase is not run.last_phase:  # trained before
                 self.objectives[phase.name].begin(fresh=False)  # it is scored after the run
                 self.scores.append(self._logged_scores(phase, before))
                 continue
@@ -245,7 +245,7 @@ class Fit:
                 carry_state(previous, optimizer)
 
             self._train_phase(data, optimizer)
-            if phase is not run.goal:
+            if phase is not run.last_phase:
                 scores = self._logged_scores(phase, before)
                 self.scores.append(scores or self._score_after(phase))
 
@@ -305,7 +305,7 @@ class Fit:
             save(self.state)
 
         return Loop(
-            settings=loop_settings(phase, run.goal.stop),
+            settings=loop_settings(phase, run.last_phase.stop),
             trainable=self.trainable,
             step=step,
             state=self.state,

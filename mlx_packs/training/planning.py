@@ -103,7 +103,7 @@ def fit_into_memory(
     if nothing is within memory and disk, unless forced.
     """
     ranks = group()
-    planned = replace(planned, batch_size=planned.batch_size // ranks.shares)
+    planned = replace(planned, batch_size=planned.batch_size // ranks.batch_shares)
     headers = Headers.of(base)
     estimate_of = _estimate_of(run.train)
     force = run.request.force
@@ -168,7 +168,7 @@ def choose_path(
             path = b""
             if ranks.is_first:
                 choose_matmul_path = load("memory.matmul_path:choose_matmul_path")
-                choice = choose_matmul_path(base.model, *rows, planned, run.goal.stop)
+                choice = choose_matmul_path(base.model, *rows, planned, run.last_phase.stop)
                 path = choice.matmul_path.encode()
             path = ranks.from_first(path)
         if not ranks.is_first:

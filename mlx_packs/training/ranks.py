@@ -71,7 +71,7 @@ def _receive_run(ranks: Group, run: Path) -> None:
         file.write_bytes(ranks.from_first(b""))
 
 
-def check_alike(facts: dict) -> None:
+def check_same_on_all_ranks(facts: dict) -> None:
     """Raise a PackError that names a rank with other facts than the first, and what differs."""
     received = [json.loads(each) for each in group().gathered(json.dumps(facts).encode())]
     for rank, other in enumerate(received):
@@ -116,7 +116,7 @@ def check_ranks(train: TrainConfig) -> None:
 
 def check_examples(counts: Mapping[str, int]) -> None:
     """Check that there are examples for every rank, given their numbers by split."""
-    size = group().shares
+    size = group().batch_shares
     for name, count in counts.items():
         if name.rpartition("/")[2] == "train" and count < size:
             raise PackError(

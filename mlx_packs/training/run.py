@@ -54,7 +54,7 @@ from .observers.registry import ObservedRun, make_observers
 from .on_nan import OnNan
 from .planning import check_headers, fit_into_memory, matmul_paths_by_name
 from .precision import run_dtype, show_dtype
-from .ranks import check_alike, check_examples, folders_of_rank, ranks_of_run
+from .ranks import check_examples, check_same_on_all_ranks, folders_of_rank, ranks_of_run
 from .rates import note_rates
 from .result import RunReport, TrainRun, in_order, losses_of
 from .run_folder import check_resumable, clear_run, reference_file, resume_point, write_identity
@@ -160,7 +160,7 @@ def train_request(request: Request) -> TrainRun:
     check_trackers(request.option("report_to"), request.option("project_name"))
 
     resume = request.option("resume")
-    columns = settings.goal.sources[0]
+    columns = settings.last_phase.sources[0]
     folders = folders_of_rank(request.option("out"), columns, request.option("overwrite"), resume)
     with signals.handled(), folders as (pack, folder):
         if not runtime.on_cpu():  # before MLX uses the GPU
@@ -210,7 +210,7 @@ class _Start:
     @property
     def task(self) -> Task:
         """The task of the last phase, which the pack and its results are of."""
-        return self.tasks[self.run.goal.train.task]
+        return self.tasks[self.run.last_phase.train.task]
 
 
 def _run(request: Request, settings: RunSettings, place: Place) -> TrainRun:
@@ -270,7 +270,7 @@ def _start(request: Request, settings: RunSettings, place: Place) -> _Start:
     check_validated(settings.train, splits[-1])
     base, dtype = _open_base(request, settings, place, tasks)
     targets = {name: task.checked_target(base) for name, task in tasks.items()}
-    target, lora = targets[settings.goal.train.task]
+    target, lora = targets[settings.last_phase.train.task]
 
     settings = with_template_date(settings, base, earlier, display)
     data = _encode(tasks, base, settings, splits)
@@ -289,7 +289,7 @@ def _start(request: Request, settings: RunSettings, place: Place) -> _Start:
     identity = run_identity(recipe, base, run, splits)
     if earlier is not None:
         check_resume(folder, base.path, identity, earlier)
-    check_alike(identity | {"compute dtype": dtype.name})
+    check_same_on_all_ranks(identity | {"compute dtype": dtype.name})
     check_examples(counts_of(data))
 
     return _Start(
@@ -496,7 +496,7 @@ def _train(start: _Start, trainable: Trainable, objectives: Objectives) -> Fit:
         if float16:
             check_scores(before, saved=False)
 
-    unit = objectives[run.goal.name].unit
+    unit = objectives[run.last_phase.name].unit
     observed = ObservedRun(run, unit, start.identity["recipe"], masks=start.task.masks)
     observers = make_observers(observed)
 
@@ -566,7 +566,7 @@ def _report(run: Run, pack: Pack, fit: Fit, summary: Summary, memory: MemoryChoi
     return {
         "pack": str(run.pack),
         "run": str(run.folder),
-        "task": run.goal.train.task,
+        "task": run.last_phase.train.task,
         **summary.report,
         **losses_of(fit.curve),
         "versions": pack.manifest["versions"],

@@ -98,7 +98,7 @@ class RunSettings:
     phases: tuple[RunPhase, ...]  # that ``train`` resolves to, at least one
 
     @property
-    def goal(self) -> RunPhase:
+    def last_phase(self) -> RunPhase:
         """The last phase: the pack is evaluated on its held-out examples."""
         return self.phases[-1]
 

@@ -272,7 +272,7 @@ class BatchStep:
 
     def start(self, batch: Batch, last: bool, alone: bool) -> StartedStep:
         """Start the step on a prepared batch, as `Stepper.start`, one piece after the other."""
-        if group().shares > 1:
+        if group().batch_shares > 1:
             return self._start_share(batch, last)
 
         pieces = self._pieces(batch)
@@ -282,7 +282,7 @@ class BatchStep:
 
     def use_smaller_pieces(self, batch: Batch) -> bool:
         """Take batches in twice as many pieces; return whether ``batch`` can be cut so small."""
-        if group().shares < group().size:  # the ranks of a pipeline take the same pieces
+        if group().batch_shares < group().size:  # the ranks of a pipeline take the same pieces
             return False
         if len(self._split(batch, 2 * self.parts)) <= len(self._split(batch, self.parts)):
             return False
@@ -292,7 +292,7 @@ class BatchStep:
 
     def first_piece(self, batch: Batch) -> Batch:
         """Return a part of a batch that is no larger than what is computed at a time."""
-        parts = self.parts * group().shares
+        parts = self.parts * group().batch_shares
         if parts == 1:
             return batch
         return self._split(batch, parts)[0]

@@ -78,7 +78,7 @@ class Stages(Group):
         super().__init__(ranks.native)
 
     @property
-    def shares(self) -> int:
+    def batch_shares(self) -> int:
         """One: every rank takes part in all of a batch."""
         return 1
 
