@@ -1,7 +1,6 @@
 """Base and packs side by side: figures, tables, gates."""
 
 import csv
-import functools
 import json
 import math
 import shutil
@@ -13,7 +12,6 @@ import pytest
 from mlx_lm.utils import load
 
 from mlx_packs import evaluate, evaluate_batch, load_base, weighted_sum
-from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.data.batches import evaluation_batches
 from mlx_packs.data.encoding import Example, Examples
 from mlx_packs.evaluation import compare as comparison
@@ -21,7 +19,9 @@ from mlx_packs.evaluation import throughput as speed
 from mlx_packs.evaluation.perplexity import Difference, ExampleScores, Scorer
 from mlx_packs.gates import evaluate_gates, failures, gate_limits
 from mlx_packs.objectives.causal_lm import split_head
+from mlx_packs.packs.base import Base
 from mlx_packs.runtime import mx
+from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.errors import check, raises
 from tests.helpers.models import base_of
 from tests.helpers.packs import edit_manifest, random_pack
@@ -32,18 +32,25 @@ ROWS = [
     chat("Who?", "The king."),
     chat("Where did they go?", "They went up into the mountain, and came down again."),
 ]
-QUICK = ("--data", "rows", "--sequence-length", 48, "--max-tokens", 3, "--rounds", 1)
+SHORT = {"sequence_length": 48, "max_tokens": 2, "rounds": 1}
+QUICK = "--model model --data rows --sequence-length 48 --max-tokens 3 --rounds 1".split()
 
 
 @pytest.fixture(scope="module")
 def packs_folder(tmp_path_factory) -> Path:
-    """A folder with rows and three packs, ``a`` and ``b`` of one shape."""
+    """A folder with a base ``model``, ``rows`` and three packs, ``a`` and ``b`` of one shape."""
     folder = tmp_path_factory.mktemp("made")
-    base = load_base("tiny")
-    for name, seed, rank in (("a", 0, 2), ("b", 1, 2), ("c", 2, 4)):
-        random_pack(base, seed, rank, ("q_proj", "down_proj")).save(folder / name)
+    base = load_base(write_checkpoint(folder / "model"))
+    for name, seed, rank in (("a", 0, 2), ("b", 1, 2), ("c", 2, 64)):
+        random_pack(base, seed, rank).save(folder / name)
     write_rows(folder / "rows", train=ROWS[:1], test=ROWS)
     return folder
+
+
+@pytest.fixture(scope="module")
+def base(packs_folder) -> Base:
+    """The base, loaded once; tests leave it as it was."""
+    return load_base(packs_folder / "model")
 
 
 @pytest.fixture
@@ -54,10 +61,9 @@ def packs_here(packs_folder, tmp_path, monkeypatch) -> Path:
     return tmp_path / "here"
 
 
-@functools.cache
-def stock_perplexity(adapter: Path | None) -> float:
+def stock_perplexity(model: Path, adapter: Path | None) -> float:
     """By mlx-lm's own loader, forward and loss, row by row."""
-    model, tokenizer = load(str(tiny_checkpoint()), adapter_path=adapter and str(adapter))
+    model, tokenizer = load(str(model), adapter_path=adapter and str(adapter))
     total, count = 0.0, 0
     for row in ROWS:
         tokens = tokenizer.apply_chat_template(row["messages"])
@@ -69,36 +75,25 @@ def stock_perplexity(adapter: Path | None) -> float:
     return math.exp(total / count)
 
 
-@pytest.mark.slow
 def test_eval_batch_on_base_and_three_packs(packs_here, run):
     """JSON and CSV; perplexities are those of stock mlx-lm on the same rows."""
-    code, out, err = run(
-        "eval-batch",
-        "--pack",
-        "a",
-        "b",
-        "c",
-        *QUICK,
-        "--batch-size",
-        "1,3",
-        "--csv",
-        "out.csv",
-        "--json",
-    )
+    packs = ("--pack", "a", "b", "c", "--batch-size", "1,3")
+    code, out, err = run("eval-batch", *packs, *QUICK, "--csv", "out.csv", "--json")
     assert code == 0, err
     compared = json.loads(out)
     assert [(f["name"], f["batch_size"]) for f in compared] == [
         (name, size) for name in ("base", "a", "b", "c") for size in (1, 3)
     ]
+    wanted = {name: stock_perplexity("model", Path(name)) for name in "abc"}
+    wanted["base"] = stock_perplexity("model", None)
     for one in compared:
         for key in "ppl_se prompt_tps decode_tps first_token_ms peak_gb accuracy".split():
             assert one[key] >= 0 and math.isfinite(one[key]), key
         assert one["scoring"] == "packed" and one["rows"] == 3
-        wanted = stock_perplexity(None if one["name"] == "base" else packs_here / one["name"])
-        assert one["ppl"] == pytest.approx(wanted, rel=1e-3)
+        assert one["ppl"] == pytest.approx(wanted[one["name"]], rel=1e-3)
         assert one["ppl_ratio"] == pytest.approx(one["ppl"] / compared[0]["ppl"], rel=1e-6)
     sizes = {f["name"]: f["pack_mb"] for f in compared}
-    assert sizes["base"] == 0 and 0.05 < sizes["a"] < sizes["c"]
+    assert sizes["base"] == 0 < sizes["a"] < 0.1 < sizes["c"]
     with open("out.csv") as file:
         lines = list(csv.DictReader(file))
     assert [float(line["ppl"]) for line in lines] == [f["ppl"] for f in compared]
@@ -109,18 +104,8 @@ def test_eval_batch_prints_tables_that_fit_60_columns(packs_here, run, monkeypat
     monkeypatch.setenv("COLUMNS", "60")
     long = Path("a-pack-with-a-name-that-is-longer-than-a-column-of-the-table")
     shutil.copytree("a", long)
-    code, out, err = run(
-        "eval-batch",
-        "--pack",
-        "b",
-        "--pack",
-        long,
-        *QUICK,
-        "--batch-size",
-        "1",
-        "--max-pack-mb",
-        9,
-    )
+    packs = ("--pack", "b", "--pack", long, "--batch-size", "1")
+    code, out, err = run("eval-batch", *packs, *QUICK, "--max-pack-mb", 9)
     assert code == 0, err
     lines = out.splitlines()
     tables = [line for line in lines if line.startswith(("base ", "b ", "a-pack"))]
@@ -129,23 +114,9 @@ def test_eval_batch_prints_tables_that_fit_60_columns(packs_here, run, monkeypat
 
 
 def test_eval_batch_failing_gate_exits_with_1_and_is_named(packs_here, run):
-    code, out, err = run(
-        "eval-batch",
-        "--pack",
-        "a",
-        "--pack",
-        "c",
-        *QUICK,
-        "--batch-size",
-        "1,2",
-        "--json",
-        "--max-pack-mb",
-        0.1,
-        "--min-tps-ratio",
-        1000,
-        "--max-ppl-ratio",
-        50,
-    )
+    packs = ("--pack", "a", "--pack", "c", "--batch-size", "1,2")
+    limits = ("--max-pack-mb", 0.1, "--min-tps-ratio", 1000, "--max-ppl-ratio", 50)
+    code, out, err = run("eval-batch", *packs, *QUICK, *limits, "--json")
     assert code == 1
     compared = {(f["name"], f["batch_size"]): f for f in json.loads(out)}
     gates = compared["c", 1]["gates"]
@@ -156,33 +127,28 @@ def test_eval_batch_failing_gate_exits_with_1_and_is_named(packs_here, run):
     }
     assert gates["max_pack_mb"]["limit"] == 0.1 < gates["max_pack_mb"]["value"]
     assert gates["max_ppl_ratio"]["value"] == compared["c", 1]["ppl_ratio"]
+    assert compared["base", 1]["gates"] == {}
     lines = [line for line in err.splitlines() if line.startswith("packs: gate")]
-    assert sum("--max-pack-mb failed (c)" in line for line in lines) == 1
+    assert sum("--max-pack-mb failed (c)" in line and " > 0.1" in line for line in lines) == 1
     assert sum("--min-tps-ratio failed (a, batch 2)" in line for line in lines) == 1
-    assert len(lines) == 6 - (gates["max_pack_mb"]["limit"] > compared["a", 1]["pack_mb"])
-    assert compared["base", 1]["gates"] == {} and " < 1000" in err and " > 0.1" in err
+    assert len(lines) == 5  # the size of c, and the speed of two packs at two batch sizes
 
 
-def test_evaluate_batch_gives_the_perplexities_of_evaluate(packs_here):
-    base = load_base("tiny")
-    compared = evaluate_batch(
-        base, ["a", "c"], "rows", batch_sizes=[2], sequence_length=48, max_tokens=2, rounds=1
-    )
-    for one, pack in zip(compared[1:], ("a", "c"), strict=True):
-        report = evaluate(base, pack, "rows")
+def test_evaluate_batch_gives_the_perplexities_of_evaluate(packs_folder, base):
+    packs, rows = [packs_folder / "a", packs_folder / "c"], packs_folder / "rows"
+    compared = evaluate_batch(base, packs, rows, batch_sizes=[2], **SHORT)
+    for one, pack in zip(compared[1:], packs, strict=True):
+        report = evaluate(base, pack, rows)
         assert one.ppl == pytest.approx(report.pack.ppl, rel=1e-5)
         assert one.accuracy == report.pack.accuracy
         assert one.ppl_ratio_se == pytest.approx(report.difference.ppl_ratio_se, rel=1e-3)
     assert base.active is None
 
 
-@pytest.mark.slow
-def test_rows_that_cannot_be_packed_exactly_are_scored_by_length(packs_here, monkeypatch):
-    base = load_base("tiny")
-    how = dict(batch_sizes=[2], sequence_length=48, max_tokens=2, rounds=1)
-    packed = evaluate_batch(base, ["a"], "rows", **how)
+def test_rows_that_cannot_be_packed_exactly_are_scored_by_length(packs_here, base, monkeypatch):
+    packed = evaluate_batch(base, ["a"], "rows", batch_sizes=[2], **SHORT)
     monkeypatch.setattr(comparison, "why_not_packed", lambda *_: "it keeps a state")
-    by_length = evaluate_batch(base, ["a"], "rows", **how)
+    by_length = evaluate_batch(base, ["a"], "rows", batch_sizes=[2], **SHORT)
     assert {o.scoring for o in by_length} == {"by length"} and packed[0].scoring == "packed"
     for one, other in zip(packed, by_length, strict=True):
         assert one.ppl == pytest.approx(other.ppl, rel=1e-5)
@@ -218,9 +184,8 @@ def test_row_scores_stand_in_the_order_of_the_data():
         assert batched.nll[i] == pytest.approx(alone.nll[0], rel=1e-5)
 
 
-def test_throughput_warms_up_alternates_and_pairs_the_ratio(packs_here, monkeypatch):
+def test_throughput_warms_up_alternates_and_pairs_the_ratio(packs_here, base, monkeypatch):
     """The machine slows down by half from round to round; the ratio of each round does not."""
-    base = load_base("tiny")
     pack = comparison.as_pack("a")
     order, rounds = [], []
 
@@ -276,18 +241,9 @@ def test_packs_have_names_of_the_hub_and_never_the_bases(packs_here):
         comparison.named_packs({"base": "a"})
 
 
-def test_a_pack_called_base_is_held_to_the_gates(packs_here):
+def test_a_pack_called_base_is_held_to_the_gates(packs_here, base):
     shutil.copytree("a", "base")
-    compared = evaluate_batch(
-        load_base("tiny"),
-        ["base"],
-        "rows",
-        batch_sizes=(1,),
-        sequence_length=48,
-        max_tokens=2,
-        rounds=1,
-        max_pack_mb=0.001,
-    )
+    compared = evaluate_batch(base, ["base"], "rows", batch_sizes=(1,), **SHORT, max_pack_mb=0.001)
     assert [one.name for one in compared] == ["base", str(packs_here / "base")]
     assert len(comparison.failed(compared)) == 1
 
@@ -339,8 +295,7 @@ def test_eval_batch_rejects_in_one_line(packs_here, run, args, code, flag, names
     Path("empty.jsonl").write_text("")
     shutil.copytree("a", "stranger")
     edit_manifest(Path("stranger"), lambda m: m["base"].update(fingerprint="f" * 64))
-    more = () if "--data" in args else ("--data", "rows")
-    status, out, err = run("eval-batch", *args, *more)
+    status, out, err = run("eval-batch", "--model", "model", "--data", "rows", *args)
     lines = [line for line in err.splitlines() if line.startswith("packs: ")]
     assert (status, out, len(lines)) == (2, "", 1), err
     check(run.error, code, flag, names)
@@ -351,19 +306,19 @@ def test_eval_names_both_bases_of_a_sum(packs_here, run):
     other = {"fingerprint": "e" * 64, "id": "elsewhere"}
     edit_manifest(Path("other"), lambda m: m["base"].update(other))
     assert run("eval", "--pack", "a=0.5", "--pack", "other=0.5")[0] == 2
-    check(run.error, "mismatch", None, "other", "elsewhere", "tiny")
+    check(run.error, "mismatch", None, "other", "elsewhere", "model")
 
 
-def test_eval_and_generate_take_a_weighted_sum(packs_here, run):
-    both = ("--pack", "a=0.7", "--pack", "c=0.3")
+def test_eval_and_generate_take_a_weighted_sum(packs_here, base, run):
+    both = ("--model", "model", "--pack", "a=0.7", "--pack", "c=0.3")
     code, out, err = run("eval", *both, "--data", "rows", "--json")
     assert code == 0, err
-    report = evaluate(load_base("tiny"), comparison.as_pack({"a": 0.7, "c": 0.3}), "rows")
+    report = evaluate(base, comparison.as_pack({"a": 0.7, "c": 0.3}), "rows")
     assert json.loads(out)["pack"]["ppl"] == pytest.approx(report.pack.ppl, rel=1e-6)
     assert json.loads(out)["difference"]["nll_se"] > 0
+    _, out, _ = run("eval", *both, "--data", "rows")
+    assert "ratio" in out and "±" in out.splitlines()[2] and "paired" in out
     code, out, err = run("generate", *both, "--prompt", "Who?", "--max-tokens", 3, "--json")
     assert code == 0 and json.loads(out)["pack"] == "a=0.7 + c=0.3", err
-    code, out, _ = run("eval", *both, "--data", "rows")
-    assert "ratio" in out and "±" in out.splitlines()[2] and "paired" in out
     assert run("eval", "--data", "rows")[0] == 2
     check(run.error, "invalid", "pack")

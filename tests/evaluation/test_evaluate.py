@@ -3,10 +3,8 @@
 import pytest
 
 from mlx_packs import evaluate, load_base
-from mlx_packs.config.choices import ARCHITECTURES
 from mlx_packs.data.trees import TreePlan
 from mlx_packs.evaluation import perplexity
-from mlx_packs.evaluation.evaluate import EVALUATORS
 from tests.helpers.encoders import all_triplets, write_pairs
 from tests.helpers.errors import raises
 from tests.helpers.packs import random_pack
@@ -29,32 +27,26 @@ def held_out_data(tmp_path_factory) -> dict:
     }
 
 
-def test_every_architecture_has_its_evaluator():
-    assert set(EVALUATORS) == set(ARCHITECTURES)
-
-
 @pytest.mark.parametrize("architecture", ["decoder", "encoder"])
-def test_limit_counts_examples(architecture, shared_tiny, loaded_encoder, held_out_data):
-    base = {"decoder": shared_tiny, "encoder": loaded_encoder}[architecture]
+def test_limit_counts_examples(architecture, small_base, loaded_encoder, held_out_data):
+    base = {"decoder": small_base, "encoder": loaded_encoder}[architecture]
     count = {"decoder": 5, "encoder": 22}[architecture]
     for limit, rows in ((3, 3), (-1, count), (100, count)):
-        assert (
-            evaluate(base, None, held_out_data[architecture], limit=limit, batch_size=2).rows
-            == rows
-        )
+        report = evaluate(base, None, held_out_data[architecture], limit=limit, batch_size=2)
+        assert report.rows == rows
     for limit in (0, -2):
         with raises("invalid", "limit", str(limit)):
             evaluate(base, None, held_out_data[architecture], limit=limit)
 
 
-def test_evaluate_scores_base_and_pack_on_the_same_examples(shared_tiny, held_out_data):
-    pack = random_pack(shared_tiny, 0)
-    alone = evaluate(shared_tiny, None, held_out_data["decoder"])
-    both = evaluate(shared_tiny, pack, held_out_data["decoder"])
+def test_evaluate_scores_base_and_pack_on_the_same_examples(small_base, held_out_data):
+    pack = random_pack(small_base, 0)
+    alone = evaluate(small_base, None, held_out_data["decoder"])
+    both = evaluate(small_base, pack, held_out_data["decoder"])
     assert alone.pack is None and alone.ppl_ratio is None and both.base == alone.base
     assert both.pack.targets == both.targets and both.pack.ppl != both.base.ppl
     assert both.ppl_ratio == pytest.approx(both.pack.ppl / both.base.ppl)
-    assert evaluate(shared_tiny, None, held_out_data["decoder"]) == alone
+    assert evaluate(small_base, None, held_out_data["decoder"]) == alone
     assert [line.split()[0] for line in both.lines()] == ["base", "pack", "ratio"]
     assert [line.split()[0] for line in alone.lines()] == ["base"]
 
@@ -79,33 +71,34 @@ def alike(tmp_path_factory):
     return write_rows(tmp_path_factory.mktemp("data") / "alike", test=rows)
 
 
-def test_what_examples_begin_with_is_computed_once_where_asked_for(shared_tiny, alike, monkeypatch):
+def test_what_examples_begin_with_is_computed_once_where_asked_for(small_base, alike, monkeypatch):
     planted = []
     held_out = TreePlan.held_out
-    monkeypatch.setattr(
-        TreePlan,
-        "held_out",
-        lambda self, *rest: planted.append(self.prefix) or held_out(self, *rest),
-    )
-    pack = random_pack(shared_tiny, 0)
-    expected = evaluate(shared_tiny, pack, alike, share_prefix="off")
+
+    def watched(self, *rest):
+        planted.append(self.prefix)
+        return held_out(self, *rest)
+
+    monkeypatch.setattr(TreePlan, "held_out", watched)
+    pack = random_pack(small_base, 0)
+    expected = evaluate(small_base, pack, alike, share_prefix="off")
     assert not planted
     for value in ("auto", "on"):
-        report = evaluate(shared_tiny, pack, alike, share_prefix=value)
+        report = evaluate(small_base, pack, alike, share_prefix=value)
         assert planted.pop() >= 16 and not planted
         assert report.rows == expected.rows and report.targets == expected.targets
         assert report.base.ppl == pytest.approx(expected.base.ppl, rel=1e-5)
         assert report.ppl_ratio == pytest.approx(expected.ppl_ratio, rel=1e-5)
-    assert evaluate(shared_tiny, None, alike, batch_size=1, share_prefix="on").rows == 7
+    assert evaluate(small_base, None, alike, batch_size=1, share_prefix="on").rows == 7
     assert not planted  # nothing is saved
 
 
-def test_a_model_that_computes_trees_otherwise_is_scored_on_rows(shared_tiny, alike, monkeypatch):
+def test_a_model_that_computes_trees_otherwise_is_scored_on_rows(small_base, alike, monkeypatch):
     monkeypatch.setattr(perplexity, "why_not_shared", lambda *_: "its loss is off by 1")
     with raises("unsupported", "share_prefix", "off by 1"):
-        evaluate(shared_tiny, None, alike, share_prefix="on")
-    expected = evaluate(shared_tiny, None, alike, share_prefix="off")
-    assert evaluate(shared_tiny, None, alike, share_prefix="auto") == expected
+        evaluate(small_base, None, alike, share_prefix="on")
+    expected = evaluate(small_base, None, alike, share_prefix="off")
+    assert evaluate(small_base, None, alike, share_prefix="auto") == expected
 
 
 def test_an_encoder_shares_no_prefix(loaded_encoder, held_out_data):
@@ -114,8 +107,8 @@ def test_an_encoder_shares_no_prefix(loaded_encoder, held_out_data):
     evaluate(loaded_encoder, None, held_out_data["encoder"], share_prefix="auto")
 
 
-def test_rows_of_another_architecture_are_named(shared_tiny, loaded_encoder, held_out_data):
+def test_rows_of_another_architecture_are_named(small_base, loaded_encoder, held_out_data):
     with raises("conflict", "task", "test.jsonl:1", "triplets"):
-        evaluate(shared_tiny, None, held_out_data["encoder"])
+        evaluate(small_base, None, held_out_data["encoder"])
     with raises("data", "task", "test.jsonl:1", "['messages']"):
         evaluate(loaded_encoder, None, held_out_data["decoder"])

@@ -12,7 +12,7 @@ from mlx_packs.evaluation.lm_eval import _figures, _until, language_model, log_l
 from mlx_packs.evaluation.perplexity import Scorer
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.runtime import mx
-from tests.helpers.errors import check, raises
+from tests.helpers.errors import raises
 from tests.helpers.packs import random_pack
 
 TASK = """
@@ -48,25 +48,25 @@ def alone(base, context: list[int], continuation: list[int]) -> tuple[float, boo
     return value, mx.argmax(scores, axis=-1).tolist() == continuation
 
 
-def test_log_likelihoods_are_those_of_each_pair_alone(shared_tiny):
-    encode = shared_tiny.tokenizer.encode
+def test_log_likelihoods_are_those_of_each_pair_alone(small_base):
+    encode = small_base.tokenizer.encode
     pairs = [(encode("In the beginning God"), encode(" created the heaven"))]
     pairs += [(encode("He"), encode(" was a")), ([5], [9]), (encode("And the"), [7, 8, 9, 10, 11])]
     context = encode("The house of the")
-    greedy = mx.argmax(shared_tiny.model(mx.array([context]))[0, -1]).item()
+    greedy = mx.argmax(small_base.model(mx.array([context]))[0, -1]).item()
     pairs.append((context, [greedy]))
-    scores = log_likelihoods(Scorer(shared_tiny.model, split_head(shared_tiny.model)), pairs, 2, 64)
+    scores = log_likelihoods(Scorer(small_base.model, split_head(small_base.model)), pairs, 2, 64)
     for pair, (value, is_greedy) in zip(pairs, scores, strict=True):
-        wanted, most = alone(shared_tiny, *pair)
+        wanted, most = alone(small_base, *pair)
         assert value == pytest.approx(wanted, rel=1e-4) and is_greedy is most
     assert scores[-1][1] and not all(is_greedy for _, is_greedy in scores)
 
 
-def test_log_likelihoods_cut_the_begin_of_what_is_too_long(shared_tiny):
-    scorer = Scorer(shared_tiny.model, split_head(shared_tiny.model))
+def test_log_likelihoods_cut_the_begin_of_what_is_too_long(small_base):
+    scorer = Scorer(small_base.model, split_head(small_base.model))
     context = list(range(1, 60))
     (whole,) = log_likelihoods(scorer, [(context, [7, 8])], 1, 16)
-    assert whole[0] == pytest.approx(alone(shared_tiny, context[-14:], [7, 8])[0], rel=1e-4)
+    assert whole[0] == pytest.approx(alone(small_base, context[-14:], [7, 8])[0], rel=1e-4)
 
 
 def test_until_ends_at_the_first_stop():
@@ -79,13 +79,10 @@ def test_figures_read_the_results_of_the_harness():
     assert list(_figures(results)) == [("t", "acc", "", 0.5), ("t", "acc", "_se", 0.1)]
 
 
-def test_without_lm_eval_the_message_says_how_to_get_it(shared_tiny, monkeypatch, run):
+def test_without_lm_eval_the_message_says_how_to_get_it(small_base, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with raises("dependency", None, "lm_eval", "`pip install 'mlx-packs[lm-eval]'`"):
-        evaluate_tasks(shared_tiny, None, ["arc_easy"])
-    code, out, err = run("eval-tasks", "--tasks", "arc_easy")
-    assert (code, out) == (2, "")
-    check(run.error, "dependency", None, "`pip install 'mlx-packs[lm-eval]'`")
+        evaluate_tasks(small_base, None, ["arc_easy"])
 
 
 @pytest.fixture
@@ -109,41 +106,32 @@ def stand_in(monkeypatch):
         requests = [((), [5, 6], [7]), ((), [8], [9, 10])]
         scored = model._loglikelihood_tokens(requests)
         ask = [SimpleNamespace(args=("He was a", {"until": ["."], "max_gen_toks": 4}))]
+        nll = -sum(value for value, _ in scored)
         return {
-            "results": {
-                "known": {
-                    "nll,none": -sum(v for v, _ in scored),
-                    "answer,none": model.generate_until(ask)[0],
-                }
-            }
+            "results": {"known": {"nll,none": nll, "answer,none": model.generate_until(ask)[0]}}
         }
 
-    tasks.TaskManager, model.TemplateLM, package.simple_evaluate = (
-        TaskManager,
-        TemplateLM,
-        simple_evaluate,
-    )
+    tasks.TaskManager, model.TemplateLM = TaskManager, TemplateLM
+    package.simple_evaluate = simple_evaluate
     utils.get_rolling_token_windows = lambda token_list, **_: [(token_list[:1], token_list[1:])]
     utils.make_disjoint_window = lambda window: window
     for module in (package, tasks, api, model, utils):
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
-def test_evaluate_tasks_scores_base_and_pack(shared_tiny, stand_in):
-    pack = random_pack(shared_tiny, 0)
-    figures = evaluate_tasks(shared_tiny, pack, ["known"])["known"]["nll"]
+def test_evaluate_tasks_scores_base_and_pack(small_base, stand_in):
+    pack = random_pack(small_base, 0)
+    figures = evaluate_tasks(small_base, pack, ["known"])["known"]["nll"]
     assert figures["base"] == pytest.approx(
-        -alone(shared_tiny, [5, 6], [7])[0] - alone(shared_tiny, [8], [9, 10])[0], rel=1e-4
+        -alone(small_base, [5, 6], [7])[0] - alone(small_base, [8], [9, 10])[0], rel=1e-4
     )
-    assert (
-        figures["pack"] != pytest.approx(figures["base"], rel=1e-4) and shared_tiny.active is None
-    )
-    with shared_tiny.applied(pack):
-        rolled = language_model(shared_tiny).loglikelihood_rolling(
+    assert figures["pack"] != pytest.approx(figures["base"], rel=1e-4) and small_base.active is None
+    with small_base.applied(pack):
+        rolled = language_model(small_base).loglikelihood_rolling(
             [SimpleNamespace(args=("He was",))]
         )
-        tokens = shared_tiny.tokenizer.encode("He was", add_special_tokens=False)
-        assert rolled[0] == pytest.approx(alone(shared_tiny, tokens[:1], tokens[1:])[0], rel=1e-4)
+        tokens = small_base.tokenizer.encode("He was", add_special_tokens=False)
+        assert rolled[0] == pytest.approx(alone(small_base, tokens[:1], tokens[1:])[0], rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -155,28 +143,28 @@ def test_evaluate_tasks_scores_base_and_pack(shared_tiny, stand_in):
         ({"tasks": ["known"], "task_path": "nowhere"}, "not-found", "task_path", "nowhere"),
     ],
 )
-def test_evaluate_tasks_names_what_is_wrong(shared_tiny, stand_in, how, code, flag, names):
+def test_evaluate_tasks_names_what_is_wrong(small_base, stand_in, how, code, flag, names):
     with raises(code, flag, names):
-        evaluate_tasks(shared_tiny, None, **how)
+        evaluate_tasks(small_base, None, **how)
 
 
-def test_eval_tasks_prints_json_alone_on_stdout(stand_in, run):
-    code, out, err = run("eval-tasks", "--tasks", "known", "--json")
+def test_eval_tasks_prints_json_alone_on_stdout(small_folder, stand_in, run):
+    code, out, err = run("eval-tasks", "--model", small_folder, "--tasks", "known", "--json")
     assert (code, set(json.loads(out)["known"])) == (0, {"nll"}) and "bootstrapping" in err
 
 
-def test_a_base_that_carries_a_pack_is_not_taken_for_the_base(shared_tiny, stand_in):
-    with shared_tiny.applied(random_pack(shared_tiny, 0)):
-        with raises("conflict", None, shared_tiny.name):
-            evaluate_tasks(shared_tiny, None, ["known"])
-        with raises("conflict", None, shared_tiny.name):
-            evaluate(shared_tiny, None, limit=1)
+def test_a_base_that_carries_a_pack_is_not_taken_for_the_base(small_base, stand_in):
+    with small_base.applied(random_pack(small_base, 0)):
+        with raises("conflict", None, small_base.name):
+            evaluate_tasks(small_base, None, ["known"])
+        with raises("conflict", None, small_base.name):
+            evaluate(small_base, None, limit=1)
 
 
-def test_sampled_answers_are_rejected(shared_tiny, stand_in):
+def test_sampled_answers_are_rejected(small_base, stand_in):
     ask = SimpleNamespace(args=("He", {"do_sample": True, "temperature": 0.7}))
     with raises("unsupported", None, "lm_eval"):
-        language_model(shared_tiny).generate_until([ask])
+        language_model(small_base).generate_until([ask])
 
 
 @pytest.mark.interop
