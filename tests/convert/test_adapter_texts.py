@@ -5,24 +5,17 @@ import shutil
 
 import pytest
 
-from mlx_packs import export_pack, import_adapter, train_pack
+from mlx_packs import export_pack, import_adapter
 from mlx_packs.bases.files import resolve_checkpoint
-from tests.helpers.cached_model import changed
-from tests.helpers.rows import CHATS
-from tests.helpers.runs import LORA, TRAIN
+from tests.helpers.packs import random_pack
 
 BASE = resolve_checkpoint("tiny")
 
 
-@pytest.fixture(scope="module")
-def pack(tmp_path_factory):
-    out = tmp_path_factory.mktemp("a") / "pack"
-    return train_pack("tiny", CHATS, LORA, changed(TRAIN, iters=1), out).pack
-
-
-@pytest.fixture(params=["peft", "mlx-lm"])
-def adapter(pack, tmp_path, request):
-    export_pack(pack, request.param, tmp_path / "adapter")
+@pytest.fixture
+def adapter(shared_tiny, tmp_path):
+    pack = random_pack(shared_tiny, num_layers=1).save(tmp_path / "pack")
+    export_pack(pack, "peft", tmp_path / "adapter")
     (tmp_path / "adapter" / "mlx_packs.json").unlink()
     return tmp_path / "adapter"
 
