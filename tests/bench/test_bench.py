@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
-from mlx_packs import chips, runtime
+from mlx_packs import chips, measurements, runtime
 from mlx_packs.bases.nf4 import NF4Format
 from mlx_packs.bases.precision import ComputeDtype
 from mlx_packs.bench import conditions, race, record, run, steps
@@ -28,10 +28,12 @@ from mlx_packs.display import QUIET, Display
 from mlx_packs.errors import Float16Overflow, PackError
 from mlx_packs.files import CACHE_VARIABLE
 from mlx_packs.memory import matmul_path, step_time
+from mlx_packs.memory.memory_choice import MatmulPathChoice
 from mlx_packs.ops import diagnostics
 from mlx_packs.packs.base import load_base
 from mlx_packs.runtime import mx
 from mlx_packs.training import step
+from tests.helpers.checkpoints import write_checkpoint
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "performance.md"
 KERNEL = {
@@ -56,7 +58,6 @@ def clock_of(seconds: float):
 
 
 def fake_race(adapters, entries, turns, tolerance, say):
-    """Steps of mlx-lm take 20 ms, ours 10 ms."""
     for entry in entries:
         entry.checked_ms = [30.0, 10.0]
     for _ in turns:
@@ -92,7 +93,7 @@ def benched(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         quick(patch, folder / "cache")
         patch.chdir(folder)
-        options = "bench --shapes 1x4,2x4 --rank 2 --minutes 0.7 --contribute --out r.json"
+        options = "bench --shapes 1x4,2x4 --rank 2 --minutes 0.5 --contribute --out r.json"
         result = CliRunner().invoke(packs, options.split(), catch_exceptions=False)
     chips.chip_here.cache_clear()
     assert result.exit_code == 0, result.output
@@ -105,6 +106,28 @@ def quickly(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     chips.chip_here.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A small dense base; tests leave it as it was."""
+    return load_base(write_checkpoint(tmp_path_factory.mktemp("base") / "small"))
+
+
+@pytest.fixture
+def untimed(quickly, small, monkeypatch):
+    """As `quickly`; the base is a small one, and no product is timed."""
+    monkeypatch.setattr(run, "load_base", lambda *_, **__: small)
+    choice = MatmulPathChoice("dense", {}, "")
+    monkeypatch.setattr(steps, "choose_matmul_path", lambda *_, **__: choice)
+    return quickly
+
+
+@pytest.fixture
+def faked(untimed, monkeypatch):
+    """As `untimed`; steps of mlx-lm take 20 ms, ours 10 ms."""
+    monkeypatch.setattr(steps, "race", fake_race)
+    return untimed
 
 
 @pytest.fixture
@@ -138,23 +161,18 @@ def test_the_record_has_both_sides_of_every_shape(benched):
     written = json.loads((benched[1] / "r.json").read_text())
     assert written["format"] == "mlx_packs bench 1" and written["calibrated"] is True
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", written["date"])
-    assert [(s["batch_size"], s["length"], s["targets"]) for s in written["steps"]] == [
-        (1, 4, 4),
-        (2, 4, 8),
-    ]
+    shapes = [(s["batch_size"], s["length"], s["targets"]) for s in written["steps"]]
+    assert shapes == [(1, 4, 4), (2, 4, 8)]
     for compared in written["steps"]:
         assert compared["model"] == "tiny" and compared["fault"] is None and compared["rounds"] >= 3
         for side in (compared["mlx_lm"], compared["mlx_packs"]):
             assert 0 < side["step_s"]["p20"] <= side["step_s"]["p50"] <= side["step_s"]["p80"]
-            assert side["tokens_per_s"] == pytest.approx(
-                compared["targets"] / side["step_s"]["p50"], rel=0.01
-            )
+            speed = compared["targets"] / side["step_s"]["p50"]
+            assert side["tokens_per_s"] == pytest.approx(speed, rel=0.01)
             assert side["peak_gb"] > 0.004 and side["steps"] >= compared["rounds"]
         assert compared["ratio"]["p20"] <= compared["ratio"]["p50"] <= compared["ratio"]["p80"]
         assert compared["mlx_packs"]["planned_peak_gb"] > 0.004
-        assert (
-            compared["mlx_packs"]["predicted_step_s"] is None
-        )  # a CPU that was not measured before
+        assert compared["mlx_packs"]["predicted_step_s"] is None  # of a CPU not measured before
     assert written["kernels"] == [KERNEL]
     assert {"mlx", "mlx-lm", "mlx-packs"} <= set(written["machine"]["versions"])
 
@@ -170,8 +188,8 @@ def test_every_key_of_the_record_is_documented(benched):
         if key.rpartition(".")[0] not in open_keys and key.rpartition(".")[2] not in described
     }
     assert not undocumented
-    instance = next(i for i in diagnostics.kernel_instances() if i.op == "nf4")
-    assert set(diagnostics.examine_kernel(instance)) == set(KERNEL) <= described
+    faulty = diagnostics.examine_kernel(SimpleNamespace(op="nf4", name="without checks"))
+    assert set(faulty) == set(KERNEL) <= described
 
 
 def test_the_table_fits_80_columns_and_names_the_files(benched):
@@ -191,11 +209,8 @@ def test_the_pull_request_says_what_to_add_and_where(benched):
     body, how = text.split("## How to open it")
     assert body.startswith("# [benchmarks] Add a record of ") and "| tiny | 1 x 4 |" in body
     copied = next(line for line in how.splitlines() if line.strip().startswith("cp "))
-    assert shlex.split(copied) == [
-        "cp",
-        "r.json",
-        f"benchmarks/contributed/{record.file_name(written)}",
-    ]
+    target = f"benchmarks/contributed/{record.file_name(written)}"
+    assert shlex.split(copied) == ["cp", "r.json", target]
     assert all(f"- {note}" in body for note in written["notes"])
 
 
@@ -218,19 +233,18 @@ def test_names_and_paths_in_texts_are_replaced(monkeypatch):
     assert record.anonymous("hannah at 3 GB/s") == "hannah at 3 GB/s"
 
 
-def test_a_kernel_fault_is_anonymous_in_the_record_and_exits_with_1(quickly, monkeypatch):
+def test_a_kernel_fault_is_anonymous_in_the_record_and_exits_with_1(faked, monkeypatch):
     wrong = KERNEL | {"ok": False, "fault": f"error in {Path.home()}/kernels/nf4.metal"}
     examine(monkeypatch, KERNEL, wrong)
-    monkeypatch.setattr(steps, "race", fake_race)
     options = ["bench", "--shapes", "1x4", "--rank", "2", "--minutes", "0.2", "--contribute"]
     result = CliRunner().invoke(packs, options)
     assert result.exit_code == 1 and "the kernel nf4" in result.stderr
-    (file,) = quickly.glob("packs-bench-*.json")
+    (file,) = faked.glob("packs-bench-*.json")
     assert json.loads(file.read_text())["kernels"][1]["fault"] == "error in (path)"
-    assert "kernels 1 of 2 wrong" in result.stdout and not list(quickly.glob("*.md"))
+    assert "kernels 1 of 2 wrong" in result.stdout and not list(faked.glob("*.md"))
 
 
-def test_losses_that_differ_give_no_speed_and_exit_with_1(quickly, monkeypatch):
+def test_losses_that_differ_give_no_speed_and_exit_with_1(untimed, monkeypatch):
     one = steps.Ours.step
     monkeypatch.setattr(steps.Ours, "step", lambda *a: (1.0, 1.01 * one(*a)[1]))
     options = ["bench", "--shapes", "1x4", "--rank", "2", "--minutes", "0.2", "--json"]
@@ -267,15 +281,14 @@ def test_rounds_go_on_until_the_time_is_spent():
     assert times == list(range(9))  # a tenth would end at 100
 
 
-def test_a_turn_has_several_short_steps_and_one_long_step(monkeypatch):
-    for seconds, ours, expected in (
-        (600.0, 20.0, (5, 25)),
-        (600.0, 9e3, (5, 1)),
-        (1.25, 20.0, (2, 9)),
-    ):
-        entries = entries_of(100.0, ours)
-        next(steps._turns(entries, until=seconds, end=seconds, clock=lambda: 0.0))
-        assert (entries[0].steps, entries[1].steps) == expected
+@pytest.mark.parametrize(
+    ("seconds", "ours", "expected"),
+    [(600.0, 20.0, (5, 25)), (600.0, 9e3, (5, 1)), (1.25, 20.0, (2, 9))],
+)
+def test_a_turn_has_several_short_steps_and_one_long_step(seconds, ours, expected):
+    entries = entries_of(100.0, ours)
+    next(steps._turns(entries, until=seconds, end=seconds, clock=lambda: 0.0))
+    assert (entries[0].steps, entries[1].steps) == expected
 
 
 def test_a_round_is_taken_late_but_none_after_the_end():
@@ -284,9 +297,7 @@ def test_a_round_is_taken_late_but_none_after_the_end():
     assert list(steps._turns(entries_of(1.0, 1.0), until=10.0, end=40.0, clock=lambda: 50.0)) == []
 
 
-@pytest.mark.slow
-def test_a_short_time_is_said_and_what_has_none_is_left_out(quickly, monkeypatch):
-    monkeypatch.setattr(steps, "race", fake_race)
+def test_a_short_time_is_said_and_what_has_none_is_left_out(faked):
     result = bench_of(shapes=((1, 4), (2, 4)), minutes=0.3, tick=2.5)
     first, second = result.comparisons[0][1]
     assert first.ratios == (2.0,) and second.fault.startswith("no time was left")
@@ -295,7 +306,7 @@ def test_a_short_time_is_said_and_what_has_none_is_left_out(quickly, monkeypatch
     assert any(line.startswith("2 x 4     no time was left") for line in lines)
 
 
-def test_memory_that_is_not_enough_is_a_line_of_the_record(quickly, monkeypatch):
+def test_memory_that_is_not_enough_is_a_line_of_the_record(untimed, monkeypatch):
     def fails(*_, **__):
         raise RuntimeError("[metal::malloc] Attempting to allocate 99 bytes")
 
@@ -304,8 +315,8 @@ def test_memory_that_is_not_enough_is_a_line_of_the_record(quickly, monkeypatch)
     assert compared.fault == "the memory of this machine was not enough"
 
 
-def test_blocks_are_recomputed_by_both_where_memory_is_short(monkeypatch):
-    of, shape = steps.contest("tiny", load_base("tiny"), 2), (8, 256)
+def test_blocks_are_recomputed_by_both_where_memory_is_short(shared_tiny, monkeypatch):
+    of, shape = steps.contest("tiny", shared_tiny, 2), (8, 256)
 
     def need(policy: str, more: float) -> float:
         train = of.train(shape, "quantized", policy)
@@ -320,25 +331,22 @@ def test_blocks_are_recomputed_by_both_where_memory_is_short(monkeypatch):
     assert fault.startswith("mlx-lm would take about")
 
 
-def test_recomputed_blocks_of_mlx_lm_leave_ours_alone(shared_tiny):
-    of = steps.contest("tiny", shared_tiny, 2)
-    kind = type(shared_tiny.model.layers[0])
+def test_recomputed_blocks_of_mlx_lm_leave_ours_alone(small):
+    of = steps.contest("small", small, 2)
+    kind = type(small.model.layers[0])
     call = kind.__call__
     entries = steps._entries(of, (1, 4), "dense", "block")
     race.race(of.adapters, entries, range(1), race.TOLERANCE[of.dtype])
     assert kind.__call__ is call and len(entries[0].step_ms) == 1
     peer_block = entries[0].implementation.model.layers[0]
     assert type(peer_block) is not kind and type(peer_block).__call__ is not call
-    assert (
-        entries[1].implementation.attached.base.model.layers[0] is not shared_tiny.model.layers[0]
-    )
+    assert entries[1].implementation.attached.base.model.layers[0] is not small.model.layers[0]
 
 
-def test_a_disturbed_machine_is_noted_and_calibrates_nothing(quickly, monkeypatch):
-    monkeypatch.setattr(steps, "race", fake_race)
+def test_a_disturbed_machine_is_noted_and_calibrates_nothing(faked):
     result = bench_of(before=Conditions(power="battery"))
     assert result.uncalibrated == "the machine runs on battery" and not result.calibrated
-    assert not list((quickly / "cache" / "measurements").rglob("*.json"))
+    assert not list((faked / "cache" / "measurements").rglob("*.json"))
     assert "The machine runs on battery: it can do more." in record.notes(result)
 
 
@@ -377,15 +385,14 @@ def test_a_base_that_mlx_lm_cannot_train_is_rejected_first(quickly, rejected, en
 
 
 @pytest.mark.parametrize("overflows", [False, True])
-def test_a_chip_without_bfloat16_computes_both_in_float16(monkeypatch, tiny, overflows):
+def test_a_chip_without_bfloat16_computes_both_in_float16(monkeypatch, small, overflows):
     half = ComputeDtype("float16", "Apple M1 has no native bfloat16", "float16")
     monkeypatch.setattr(run, "choose_compute_dtype", lambda config: half)
     loaded = []
 
     def load(*_, compute_dtype="auto"):
         loaded.append(compute_dtype)
-        tiny.compute_dtype = "float16" if compute_dtype == "float16" else "bfloat16"
-        return tiny
+        return replace(small, compute_dtype=compute_dtype.replace("auto", "bfloat16"))
 
     def overflow(*_):
         raise Float16Overflow("the forward pass overflows")
@@ -398,11 +405,10 @@ def test_a_chip_without_bfloat16_computes_both_in_float16(monkeypatch, tiny, ove
     assert of.dtype == ("bfloat16" if overflows else "float16") and bool(of.note) == (not overflows)
 
 
-def test_an_nf4_base_is_rejected():
-    base = load_base("tiny")
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(PackError, match="NF4"):
-        patch.setattr(steps.Headers, "custom_format", lambda self: NF4Format())
-        steps.contest("tiny", base, 2)
+def test_an_nf4_base_is_rejected(small, monkeypatch):
+    monkeypatch.setattr(steps.Headers, "custom_format", lambda self: NF4Format())
+    with pytest.raises(PackError, match="NF4"):
+        steps.contest("small", small, 2)
 
 
 def test_a_base_whose_modules_cannot_be_copied_is_rejected(tiny):
@@ -412,8 +418,7 @@ def test_a_base_whose_modules_cannot_be_copied_is_rejected(tiny):
     assert error.value.code == "unsupported"
 
 
-def test_the_record_of_a_mac_has_its_gpu_and_no_note_on_cpus(quickly, monkeypatch):
-    monkeypatch.setattr(steps, "race", fake_race)
+def test_the_record_of_a_mac_has_its_gpu_and_no_note_on_cpus(faked, monkeypatch):
     state = Conditions("AC", False, "nominal", None, 3, 40, 0.3)
     result = bench_of(before=state)
     monkeypatch.setattr(runtime, "_assumed", "gpu")
@@ -429,9 +434,9 @@ def test_the_record_of_a_mac_has_its_gpu_and_no_note_on_cpus(quickly, monkeypatc
 
 
 @pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_several_steps_learn_as_single_ones_do(shared_tiny, monkeypatch, ahead):
+def test_several_steps_learn_as_single_ones_do(small, monkeypatch, ahead):
     monkeypatch.setattr(step, "runs_ahead", lambda: ahead)
-    of = steps.contest("tiny", shared_tiny, 2)
+    of = steps.contest("small", small, 2)
     single, several = (steps._entries(of, (1, 4), "dense", "none")[1] for _ in range(2))
     losses = [single.implementation.step(single.batch)[1] for _ in range(4)]
     times = several.implementation.steps(several.batch, 3)
@@ -441,7 +446,7 @@ def test_several_steps_learn_as_single_ones_do(shared_tiny, monkeypatch, ahead):
 
 @pytest.mark.slow
 def test_bench_runs_as_a_user_starts_it(tmp_path):
-    options = ["bench", "--minutes", "0.5", "--shapes", "1x8", "--out", "r.json"]
+    options = ["bench", "--minutes", "0.3", "--shapes", "1x8", "--out", "r.json"]
     done = subprocess.run(
         [sys.executable, "-m", "mlx_packs", *options],
         cwd=tmp_path,
@@ -451,9 +456,10 @@ def test_bench_runs_as_a_user_starts_it(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    (compared,) = json.loads((tmp_path / "r.json").read_text())["steps"]
+    written = json.loads((tmp_path / "r.json").read_text())
+    (compared,) = written["steps"]
     assert compared["ratio"]["p50"] > 0 and compared["matmul_path"] in done.stdout
-    assert 0.3 * 60 < json.loads((tmp_path / "r.json").read_text())["seconds"] < 2 * 60
+    assert written["seconds"] > 9  # the time it was given is used
 
 
 def test_the_plan_predicts_by_what_was_measured(calibrated, run):
@@ -472,8 +478,6 @@ def test_the_path_of_a_short_run_goes_by_what_was_measured(calibrated, shared_ti
 
     def choice():
         return matmul_path.choose_matmul_path(shared_tiny.model, 128, steps=1)
-
-    from mlx_packs import measurements
 
     of = {"quantization": [4, 64, "affine"], "dtype": "float32"}
     for best in rates:
