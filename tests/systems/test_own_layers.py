@@ -11,6 +11,7 @@ from tests.helpers.errors import raises
 
 pytestmark = pytest.mark.systems
 SETTINGS = TrainConfig(iters=30, learning_rate=1e-3, lr_schedule="constant")
+SLOWLY = TrainConfig(iters=30, learning_rate=2e-4, lr_schedule="constant")
 QUANTIZERS = {
     "affine": lambda linear: nn.QuantizedLinear.from_linear(linear, 64, 4),
     "nf4": lambda linear: NF4Linear.from_linear(linear, double_quant=True),
@@ -33,7 +34,7 @@ def batch():
     return mx.random.normal((6, 7, 64)), mx.random.randint(0, 64, (6, 7))
 
 
-@pytest.mark.parametrize("count", [1, 3, 64])
+@pytest.mark.parametrize("count", [1, 16])
 def test_one_optimizer_trains_layers_under_distinct_names(count):
     trainer, linears = stack(count)
     norm = nn.RMSNorm(64)
@@ -53,8 +54,7 @@ def test_one_optimizer_trains_layers_under_distinct_names(count):
 
 
 def test_three_layers_equal_plain_autograd_as_sequence_and_function():
-    slowly = TrainConfig(iters=30, learning_rate=2e-4, lr_schedule="constant")
-    (trainer, linears), (other, _) = (stack(3, settings=slowly) for _ in range(2))
+    (trainer, linears), (other, _) = (stack(3, settings=SLOWLY) for _ in range(2))
     names, (x, y) = list(linears), batch()
     start = trainer.tensors()
     adapters = {n: [start[f"{n}.lora_a"], start[f"{n}.lora_b"]] for n in names}
@@ -72,18 +72,16 @@ def test_three_layers_equal_plain_autograd_as_sequence_and_function():
             h = other.layer(name)(h)
         return h
 
-    for _ in range(8):
+    for _ in range(4):
         value, grads = mx.value_and_grad(plain)(adapters)
         grads, _ = optimizers.clip_grad_norm(grads, 1.0)
         adapters = adamw.apply_gradients(grads, adapters)
         loss = trainer.step_lm(names, x, y)
-        assert loss == other.step_lm(forward, x, y)
-        assert loss == pytest.approx(value.item(), abs=1e-6)
-    for name in names:
-        for key, wanted in zip(("lora_a", "lora_b"), adapters[name], strict=True):
-            tensor = trainer.tensors()[f"{name}.{key}"]
-            assert mx.abs(tensor - wanted).max().item() < 1e-6
-            assert mx.array_equal(tensor, other.tensors()[f"{name}.{key}"]).item()
+        assert loss == other.step_lm(forward, x, y) == pytest.approx(value.item(), abs=1e-6)
+    tensors = trainer.tensors()
+    for name, (a, b) in adapters.items():
+        assert mx.abs(tensors[f"{name}.lora_a"] - a).max().item() < 1e-6
+        assert mx.abs(tensors[f"{name}.lora_b"] - b).max().item() < 1e-6
 
 
 def test_parameters_are_found_from_the_registered_modules():

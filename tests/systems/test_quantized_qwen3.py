@@ -1,6 +1,6 @@
 """docs/systems.md, section 1: LoRA on a quantized Qwen3-4B, as a user has it.
 
-The base is one block of Qwen3-4B's true geometry in 4 bits, with random weights.
+The base is one block of Qwen3-4B's true geometry in 4 bits, with random weights, or a small one.
 """
 
 import importlib.util
@@ -17,6 +17,8 @@ from mlx_packs.reading import read_header
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import write_checkpoint, write_quantized
 from tests.helpers.errors import check
+from tests.helpers.models import base_of
+from tests.helpers.packs import random_pack
 from tests.helpers.rows import write_rows
 
 pytestmark = pytest.mark.systems
@@ -36,51 +38,51 @@ SHAPES = {  # in, out
 
 
 @pytest.fixture(scope="module")
-def block_folder(tmp_path_factory) -> Path:
-    """The block of Qwen3-4B, a small base in bf16, and rows."""
+def folder(tmp_path_factory) -> Path:
+    """A small base in bf16, its copy in 4 bits, and rows."""
     folder = tmp_path_factory.mktemp("qwen3-4b")
-    spec = importlib.util.spec_from_file_location("c", ROOT / "examples" / "random_checkpoint.py")
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    example.write_checkpoint(folder / "qwen3-4b", "qwen3-4b", 1, 4096, 0)
     write_checkpoint(folder / "bf16", "qwen3", dtype=mx.bfloat16)
+    write_quantized(folder / "4-bit", folder / "bf16")
     rows = [{"text": f"row {i} has {i + 1} after it"} for i in range(12)]
-    write_rows(folder / "d", train=rows, valid=rows[:2], test=rows[2:4])
-    return folder
+    return write_rows(folder / "d", train=rows, valid=rows[:2], test=rows[2:4]).parent
 
 
-def training(here: Path, model: str, out: str, *args: object) -> list[str]:
-    """Arguments of `packs train` on a base of ``here``, for one short batch."""
-    arguments = ["--model", here / model, "--data", here / "d", "--out", here / out]
-    arguments += "--iters 1 --batch-size 2 --max-seq-length 32 --overwrite --json".split()
-    return ["train", *map(str, [*arguments, *args])]
-
-
-@pytest.fixture
-def train_block(block_folder, run):
-    """`packs train` on a base of ``here``; its report and its output."""
+@pytest.fixture(scope="module")
+def train(folder):
+    """`packs train` on a base of the folder, for one short batch; the report and other output."""
 
     def go(model: str, out: str, *args, code: int = 0) -> tuple[dict, str]:
-        exit_code, printed, err = run(*training(block_folder, model, out, *args))
-        assert exit_code == code, err
-        return json.loads(printed) if printed else {}, err
+        arguments = ["--model", folder / model, "--data", folder / "d", "--out", folder / out]
+        arguments += "--iters 1 --batch-size 2 --max-seq-length 32 --json".split()
+        result = CliRunner().invoke(packs, ["train", *map(str, [*arguments, *args])])
+        assert result.exit_code == code, result.stderr
+        return json.loads(result.stdout), result.stderr
 
     return go
 
 
 @pytest.fixture(scope="module")
-def pack_of_block(block_folder) -> tuple[Path, str]:
+def pack_of_4_bit(folder, train) -> Path:
+    train("4-bit", "of-4-bit")
+    return folder / "of-4-bit"
+
+
+@pytest.fixture(scope="module")
+def pack_of_block(folder, train) -> tuple[Path, str]:
     """A pack of the 4B block with a rank for each slice; and what was printed beside the report."""
+    spec = importlib.util.spec_from_file_location("c", ROOT / "examples" / "random_checkpoint.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    example.write_checkpoint(folder / "qwen3-4b", "qwen3-4b", 1, 4096, 0)
     pattern = ",".join(f"{name}={rank}" for name, rank in RANKS.items())
-    more = ("--rank", 4, "--rank-pattern", pattern, "--matmul-path", "dense", "-v")
-    result = CliRunner().invoke(packs, training(block_folder, "qwen3-4b", "pack", *more))
-    assert result.exit_code == 0, result.stderr
-    return block_folder / "pack", result.stderr
+    ranks = ("--rank", 4, "--rank-pattern", pattern)
+    _, printed = train("qwen3-4b", "pack", *ranks, "--matmul-path", "dense", "-v")
+    return folder / "pack", printed
 
 
 @pytest.mark.slow
-def test_grouped_projections_train_at_the_true_geometry_of_qwen3_4b(block_folder, pack_of_block):
-    stored, _ = read_header(block_folder / "qwen3-4b" / "model.safetensors")
+def test_grouped_projections_train_at_the_true_geometry_of_qwen3_4b(folder, pack_of_block):
+    stored, _ = read_header(folder / "qwen3-4b" / "model.safetensors")
     assert stored[f"{BLOCK}.self_attn.q_proj.weight"]["shape"] == [4096, 320]  # what once crashed
     pack = Pack.open(pack_of_block[0])
     tensors = pack.load_tensors()
@@ -92,13 +94,8 @@ def test_grouped_projections_train_at_the_true_geometry_of_qwen3_4b(block_folder
     assert sorted(groups) == sorted(
         [["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
     )
-    base = pack.manifest["base"]
-    assert [base[k] for k in ("num_layers", "num_heads", "num_kv_heads", "head_dim")] == [
-        1,
-        32,
-        8,
-        128,
-    ]
+    names = ("num_layers", "num_heads", "num_kv_heads", "head_dim")
+    assert [pack.manifest["base"][name] for name in names] == [1, 32, 8, 128]
 
 
 @pytest.mark.slow
@@ -110,12 +107,11 @@ def test_each_slice_has_the_rank_that_it_was_given(pack_of_block):
 
 @pytest.mark.slow
 def test_the_probed_geometry_is_logged(pack_of_block):
-    assert "7 projections" in pack_of_block[1]
+    _, printed = pack_of_block
+    assert "7 projections" in printed
     for path, (inputs, outputs) in SHAPES.items():
         width = f"stored width {inputs // 8} = {inputs} x 4 / 32"
-        assert (
-            f"{BLOCK}.{path}: {inputs} -> {outputs} (affine 4-bit g64, {width})" in pack_of_block[1]
-        )
+        assert f"{BLOCK}.{path}: {inputs} -> {outputs} (affine 4-bit g64, {width})" in printed
 
 
 PRUNED = """
@@ -132,139 +128,92 @@ class Model(qwen3.Model):
 
 
 @pytest.fixture(scope="module")
-def pruned(block_folder) -> str:
+def pruned(folder) -> str:
     """A base whose last feed-forward is narrower than its config says, by code of its own."""
-    folder = write_checkpoint(block_folder / "pruned", "qwen3")
-    tensors = mx.load(str(folder / "model.safetensors"))
+    base = write_checkpoint(folder / "pruned", "qwen3")
+    tensors = mx.load(str(base / "model.safetensors"))
     for name in ("gate_proj", "up_proj", "down_proj"):
         key = f"model.layers.1.mlp.{name}.weight"
         half = [n // 2 if n == 128 else n for n in tensors[key].shape]
         tensors[key] = mx.contiguous(tensors[key][: half[0], : half[1]])
-    mx.save_safetensors(str(folder / "model.safetensors"), tensors)
-    (folder / "pruned.py").write_text(PRUNED)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "model_file": "pruned.py"}))
+    mx.save_safetensors(str(base / "model.safetensors"), tensors)
+    (base / "pruned.py").write_text(PRUNED)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "model_file": "pruned.py"}))
     return "pruned"
 
 
-def test_geometry_that_contradicts_the_config_names_module_and_shapes(
-    block_folder, train_block, pruned, run
-):
-    train_block(pruned, "no", "--trust-remote-code", code=2)
+def test_geometry_that_contradicts_the_config_names_module_and_shapes(folder, pruned, run):
+    places = ("--model", folder / pruned, "--data", folder / "d", "--out", folder / "no")
+    assert run("train", *places, "--trust-remote-code")[0] == 2
     shapes = ("[64, 64]", "[128, 64]")
     check(run.error, "unreadable", None, "model.layers.1.mlp.", *shapes, "--train-fp16-fallback")
-    assert not (block_folder / "no").exists()
+    assert not (folder / "no").exists()
 
 
-def test_the_fp16_fallback_trains_on_all_the_same_and_says_where(
-    block_folder, train_block, pruned, run
-):
-    report, err = train_block(pruned, "fallback", "--trust-remote-code", "--train-fp16-fallback")
+def test_the_fp16_fallback_trains_on_all_the_same_and_says_where(folder, train, pruned, run):
+    report, err = train(pruned, "fallback", "--trust-remote-code", "--train-fp16-fallback")
     notes = [line for line in err.splitlines() if "fp16" in line]
     for name in ("gate", "up", "down"):
         assert any(f"model.layers.1.mlp.{name}_proj: " in line for line in notes), name
-    assert np.isfinite(report["ppl_after"])
-    code, out, _ = run(
-        "eval",
-        block_folder / "fallback",
-        "--model",
-        block_folder / pruned,
-        "--data",
-        block_folder / "d",
-        "--trust-remote-code",
-        "--json",
-    )
+    places = ("--model", folder / pruned, "--data", folder / "d", "--trust-remote-code")
+    code, out, _ = run("eval", folder / "fallback", *places, "--json")
     assert code == 0 and abs(json.loads(out)["pack"]["ppl"] / report["ppl_after"] - 1) < 1e-3
 
 
 @pytest.mark.slow
-def test_eval_batch_measures_ppl_and_speed_and_fails_gates(block_folder, train_block, run):
-    train_block("bf16", "evaluated")
-    evaluate = (
-        "eval-batch",
-        "--model",
-        block_folder / "bf16",
-        "--pack",
-        block_folder / "evaluated",
-        "--data",
-        block_folder / "d",
-        "--batch-size",
-        1,
-        "--sequence-length",
-        16,
-        "--max-tokens",
-        4,
-    )
-    code, out, _ = run(*evaluate, "--json", "--max-pack-mb", 10)
+def test_eval_batch_measures_ppl_and_speed_and_fails_gates(folder, pack_of_4_bit, run):
+    places = ("--model", folder / "4-bit", "--pack", pack_of_4_bit, "--data", folder / "d")
+    short = ("--batch-size", 1, "--sequence-length", 16, "--max-tokens", 4)
+    code, out, _ = run("eval-batch", *places, *short, "--json", "--max-pack-mb", 10)
     base, pack = json.loads(out)
     assert code == 0 and pack["pack_mb"] < 10
     for key in ("ppl", "ppl_se", "prompt_tps", "decode_tps", "first_token_ms", "peak_gb"):
         assert base[key] > 0 and pack[key] > 0
-    for gate, value in (
-        ("ppl-ratio", ("--max", 0.01)),
-        ("tps-ratio", ("--min", 99)),
-        ("pack-mb", ("--max", 0.001)),
-    ):
-        code, _, err = run(*evaluate, f"{value[0]}-{gate}", value[1])
-        assert code == 1 and gate.replace("-", "_") in err.replace("-", "_")
+    gates = {"--max-ppl-ratio": 0.01, "--min-tps-ratio": 99, "--max-pack-mb": 0.001}
+    code, _, err = run("eval-batch", *places, *short, *sum(gates.items(), ()))
+    assert code == 1 and all(f"gate {gate} failed" in err for gate in gates)
 
 
 @pytest.mark.slow
-def test_size_gate_of_training_keeps_the_pack(block_folder, train_block):
-    report, err = train_block("bf16", "small", "--max-pack-mb", 0.001, code=1)
+def test_size_gate_of_training_keeps_the_pack(folder, train):
+    report, err = train("bf16", "small", "--max-pack-mb", 0.001, code=1)
     assert report["gates"]["max_pack_mb"]["passed"] is False
     assert "--max-pack-mb" in err
-    assert Pack.open(block_folder / "small").manifest["gates"] == report["gates"]
+    assert Pack.open(folder / "small").manifest["gates"] == report["gates"]
 
 
-def test_packs_are_lite_up_to_10_mb_and_heavy_beyond(block_folder, train_block, run):
-    write_checkpoint(block_folder / "wide", "qwen3", intermediate_size=20_000)
-    sizes = {}
-    for profile, rank in (("lite", 2), ("heavy", 32)):
-        report, _ = train_block(
-            "wide", profile, "--target-modules", "up_proj,down_proj", "--rank", rank
-        )
-        sizes[profile] = report["pack_mb"]
-        assert Pack.open(block_folder / profile).manifest["profile"] == profile
-        _, shown, _ = run("inspect", block_folder / profile)
-        assert f"MB, {profile})" in shown
-    assert sizes["lite"] < 10 < sizes["heavy"]
+@pytest.mark.parametrize(("rank", "profile"), [(2, "lite"), (32, "heavy")])
+def test_packs_are_lite_up_to_10_mb_and_heavy_beyond(tmp_path, run, rank, profile):
+    base = base_of("qwen3", intermediate_size=20_000)
+    pack = random_pack(base, rank=rank, targets=("up_proj", "down_proj")).save(tmp_path / "p")
+    assert (pack.size_mb < 10) == (profile == "lite")
+    assert pack.manifest["profile"] == profile
+    assert f"MB, {profile})" in run("inspect", tmp_path / "p")[1]
 
 
-def test_pack_fits_its_own_quantized_base_alone(block_folder, pack_of_block, run):
-    code, out, _ = run(
-        "apply", pack_of_block[0], "--model", block_folder / "qwen3-4b", "--dry-run", "--json"
-    )
+def test_pack_fits_its_own_quantized_base_alone(folder, pack_of_4_bit, run):
+    dry = ("apply", pack_of_4_bit, "--dry-run", "--model")
+    code, out, _ = run(*dry, folder / "4-bit", "--json")
     assert code == 0 and json.loads(out)["geometry"] == "checked"
-    assert run("apply", pack_of_block[0], "--model", block_folder / "bf16", "--dry-run")[0] == 2
-    check(run.error, "mismatch", None, str(block_folder / "bf16"))
+    assert run(*dry, folder / "bf16")[0] == 2
+    check(run.error, "mismatch", None, str(folder / "bf16"))
 
 
-def test_detach_leaves_the_quantized_base_bit_identical(block_folder, train_block, run):
-    write_quantized(block_folder / "4-bit", block_folder / "bf16")
-    train_block("4-bit", "off")
-    code, out, _ = run("apply", block_folder / "off", "--model", block_folder / "4-bit")
+def test_detach_leaves_the_quantized_base_bit_identical(folder, pack_of_4_bit, run):
+    code, out, _ = run("apply", pack_of_4_bit, "--model", folder / "4-bit")
     assert code == 0 and "after detaching they are bit-identical to before" in out
 
 
-def test_a_bf16_checkpoint_trains_by_the_same_command(block_folder, train_block):
-    report, _ = train_block("bf16", "dense")
-    manifest = Pack.open(block_folder / "dense").manifest
+def test_a_bf16_checkpoint_trains_by_the_same_command(folder, train):
+    report, _ = train("bf16", "dense")
+    manifest = Pack.open(folder / "dense").manifest
     assert manifest["base"]["quantization"] is None and np.isfinite(report["ppl_after"])
-    assert {m["path"].rpartition(".")[2] for m in manifest["adapters"]["modules"]} == {
-        path.rpartition(".")[2] for path in SHAPES
-    }
+    adapted = {m["path"].rpartition(".")[2] for m in manifest["adapters"]["modules"]}
+    assert adapted == {path.rpartition(".")[2] for path in SHAPES}
 
 
-def test_runbook_says_what_a_pack_checks_of_a_base(block_folder, train_block, run):
+def test_runbook_says_what_a_pack_checks_of_a_base():
+    """`test_pack_fits_its_own_quantized_base_alone` shows that it does."""
     text = (ROOT / "runbook.md").read_text().partition("## Pack compatibility")[2]
     assert "another quantization of the same model is another base" in text
-    write_quantized(block_folder / "packed", block_folder / "bf16")
-    train_block("packed", "of-packed")
-    for model, code in (("packed", 0), ("bf16", 2)):
-        assert (
-            run("apply", block_folder / "of-packed", "--model", block_folder / model, "--dry-run")[
-                0
-            ]
-            == code
-        )
