@@ -10,7 +10,7 @@ import yaml
 
 from mlx_packs import load_base
 from mlx_packs.convert.interop import export_pack
-from tests.helpers.checkpoints import write_checkpoint, write_quantized
+from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.encoders import all_pairs, write_encoder, write_pairs
 from tests.helpers.packs import random_pack
 from tests.helpers.rows import chat, write_rows
@@ -21,7 +21,7 @@ SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
 COMMON = (
     "--iters 6 --save-every 2 --batch-size 2 --max-seq-length 32 --steps-per-report 2 "
     "--val-batches 1 --test-batches 1 --steps-per-eval 3 --learning-rate 1e-3 --matmul-path dense "
-    "--lr-schedule constant"
+    "--lr-schedule constant --share-prefix off"
 ).split()
 
 LORA = "--rank 2 --dropout 0.1".split()
@@ -36,10 +36,6 @@ class Places:
     @cached_property
     def base(self) -> Path:
         return write_checkpoint(self.folder / "base", **SMALL)
-
-    @cached_property
-    def nf4(self) -> Path:
-        return write_quantized(self.folder / "nf4", self.base, mode="nf4")
 
     @cached_property
     def encoder(self) -> Path:
@@ -80,33 +76,25 @@ class Places:
         return folders
 
 
-def _train(
-    places: Places, *args: object, model: Path | None = None, lora: list[str] = LORA
-) -> list[str]:
-    source = ["--model", model or places.base, "--data", places.chats]
+def _train(places: Places, *args: object, lora: list[str] = LORA) -> list[str]:
+    source = ["--model", places.base, "--data", places.chats]
     return [str(arg) for arg in ("train", *source, "--out", "x", *COMMON, *lora, *args)]
 
 
 def _phases(places: Places) -> list[str]:
-    dropped = ("--iters", "--learning-rate")
-    common = [(k, v) for k, v in zip(COMMON[::2], COMMON[1::2], strict=True) if k not in dropped]
-    flags = [part for pair in common for part in pair]
-    return [
-        *("train", "--model", str(places.base), "-c", str(places.recipe), "--out", "x"),
-        *flags,
-        *LORA,
-    ]
+    flags = dict(zip(COMMON[::2], COMMON[1::2], strict=True))
+    del flags["--iters"], flags["--learning-rate"]
+    source = ["train", "--model", str(places.base), "-c", str(places.recipe), "--out", "x"]
+    return [*source, *sum(flags.items(), ()), *LORA]
 
 
 def _embedding(places: Places) -> list[str]:
     args = "--task embedding --iters 6 --save-every 2 --batch-size 4 --steps-per-report 2 --rank 2"
-    return [
-        *("train", "--model", str(places.encoder), "--data", str(places.pairs), "--out", "x"),
-        *args.split(),
-    ]
+    source = ["train", "--model", str(places.encoder), "--data", str(places.pairs), "--out", "x"]
+    return [*source, *args.split()]
 
 
-# The eight configurations of runs: the command of each, which is resumed with --resume.
+# Runs with a state of their own: the command of each, which is resumed with --resume.
 RUNS: dict[str, Callable[[Places], list[str]]] = {
     "plain": lambda p: _train(p, "--keep-last", 2),
     "phases": _phases,
@@ -114,7 +102,6 @@ RUNS: dict[str, Callable[[Places], list[str]]] = {
     "cached": lambda p: _train(p, "--num-layers", 1, "--cache-frozen", "on"),
     "embedding": _embedding,
     "full": lambda p: _train(p, "--fine-tune-type", "full", lora=[]),
-    "nf4": lambda p: _train(p, "--matmul-path", "transient", model=p.nf4),
     "accumulation": lambda p: _train(p, "--grad-accumulation-steps", 2),
 }
 
@@ -154,8 +141,7 @@ def _overwriting_train(places: Places, seed: int) -> list[str]:
 OVERWRITES = {
     "train": Overwrite(lambda p: _overwriting_train(p, 0), lambda p: _overwriting_train(p, 1)),
     "quantize": Overwrite(
-        lambda p: _quantize(p),
-        lambda p: _quantize(p, "--mode", "affine", "--max-shard-gb", "0.0005"),
+        _quantize, lambda p: _quantize(p, "--mode", "affine", "--max-shard-gb", "0.0005")
     ),
     "merge": Overwrite(lambda p: _merge(p, 0), lambda p: _merge(p, 1)),
     "combine": Overwrite(lambda p: _combine(p, 1, 1), lambda p: _combine(p, 0.5, 0.2)),

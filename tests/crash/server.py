@@ -27,6 +27,8 @@ ALONE = {
     "PYTHONPATH": str(ROOT),
 }
 
+UNUSED = ("mlx_packs.serving.", "mlx_packs.sweeps.", "mlx_packs.bench.")  # by the cases
+
 
 @dataclass(frozen=True)
 class Kill:
@@ -79,15 +81,16 @@ class Server:
 
 
 def _import_everything() -> None:
-    """Import what commands import while they run."""
+    """Import what the commands import while they run."""
     import mlx_packs
     from mlx_packs import fork
     from mlx_packs.bases.files import TINY, check_files, resolve_checkpoint
     from mlx_packs.bases.tokenizer import load_tokenizer
+    from mlx_packs.report import picture
     from mlx_packs.tasks.causal_lm import SamplePrompt
 
     for module in pkgutil.walk_packages(mlx_packs.__path__, "mlx_packs."):
-        if not module.name.endswith("__main__"):
+        if not module.name.startswith(UNUSED) and not module.name.endswith("__main__"):
             import_module(module.name)
     for name in ("mlx_lm.models.qwen3", "transformers.models.bert.tokenization_bert"):
         import_module(name)
@@ -95,6 +98,7 @@ def _import_everything() -> None:
     folder = resolve_checkpoint(TINY)
     load_tokenizer(folder, check_files(folder), False)
     SamplePrompt.complete = lambda *_: ""
+    picture.is_installed = lambda: False
 
 
 def _child(request: dict, log: int, report: int) -> int:
