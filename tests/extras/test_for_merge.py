@@ -1,8 +1,9 @@
 """--for-merge: trained, applied and merged on one grid."""
 
-import json
+import shutil
 import signal
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from mlx_packs.adapters.merged import Rounding
 from mlx_packs.adapters.method import find_method
 from mlx_packs.bases.weight_formats import named_format
 from mlx_packs.config.recipe import resolve, tiny_recipe
+from mlx_packs.convert import lmstudio
 from mlx_packs.convert.interop import export_pack
 from mlx_packs.errors import RunStopped
 from mlx_packs.extras.for_merge import ROUNDED_FROM, QuantizedSum, quantized_sum_matmul
@@ -24,15 +26,26 @@ from mlx_packs.packs.making import pack_of
 from mlx_packs.packs.weighted_sum import weighted_sum
 from mlx_packs.runtime import mx
 from mlx_packs.serving.slots import PackSlots
-from mlx_packs.training.observer import Observer
 from tests.helpers.checkpoints import write_checkpoint, write_dense
 from tests.helpers.errors import raises
+from tests.helpers.observers import observe
+from tests.helpers.packs import edit_manifest
 from tests.helpers.rows import chat, write_rows
 
 FORMATS = ("affine4", "affine8", "nf4")
 TOKENS = mx.array([[5, 9, 3, 77, 12, 40], [1, 2, 3, 4, 5, 6]])
-ON_TINY = ("affine4", *(pytest.param(name, marks=pytest.mark.slow) for name in FORMATS[1:]))
 EXACT = 1e-5  # nats a token
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory) -> Path:
+    return write_dense(tmp_path_factory.mktemp("base") / "dense", vocab_size=4096)
+
+
+@pytest.fixture(scope="module")
+def small(dense):
+    """A base in 4 bits; tests leave it as it was."""
+    return load_base(dense, "affine4")
 
 
 def attached(base, for_merge: str, path: str = "transient", **lora):
@@ -101,37 +114,28 @@ def test_gradients_are_those_of_the_definition(name, stored, slices):
         assert (mx.abs(one - other).max() / mx.abs(other).max()).item() < EXACT
 
 
-@pytest.mark.parametrize("name", ON_TINY)
-def test_training_applying_and_the_base_alone(name, shared_tiny):
-    before = shared_tiny.model(TOKENS)
-    trainable = moved(attached(shared_tiny, name))
+@pytest.mark.parametrize("name", FORMATS)
+def test_training_applying_and_the_base_alone(name, small):
+    before = small.model(TOKENS)
+    trainable = moved(attached(small, name))
     try:
-        trained = shared_tiny.model(TOKENS)
+        trained = small.model(TOKENS)
         with trainable.disabled():
-            assert mx.allclose(shared_tiny.model(TOKENS), before, atol=1e-4).item()
-        assert mx.array_equal(shared_tiny.model(TOKENS), trained).item()
-        text = complete(shared_tiny, [5, 9, 3], 8)
+            assert mx.allclose(small.model(TOKENS), before, atol=1e-4).item()
+        assert mx.array_equal(small.model(TOKENS), trained).item()
+        text = complete(small, [5, 9, 3], 4)
         pack = pack_of(trainable)
     finally:
         trainable.detach()
-    assert mx.array_equal(shared_tiny.model(TOKENS), before).item()
+    assert mx.array_equal(small.model(TOKENS), before).item()
     assert pack.for_merge == name
     for path in ("quantized", "transient", "dense"):
-        with shared_tiny.applied(pack, path):
-            assert mx.allclose(shared_tiny.model(TOKENS), trained, atol=1e-3).item()
+        with small.applied(pack, path):
+            assert mx.allclose(small.model(TOKENS), trained, atol=1e-3).item()
     assert mx.abs(trained - before).max().item() > 0.1
-    with shared_tiny.applied(pack):
-        assert complete(shared_tiny, [5, 9, 3], 8) == text
-    assert mx.array_equal(shared_tiny.model(TOKENS), before).item()
-
-
-@pytest.mark.parametrize("name", ON_TINY)
-def test_a_merge_of_the_bundled_base_is_exact(name, shared_tiny, tmp_path):
-    pack, trained = moved_pack(shared_tiny, name)
-    report = merge_pack(pack, "tiny", tmp_path / "m", name, rows=6)
-    assert report["passed"] and report["for_merge"] == name
-    assert report["kl_mean"] <= EXACT < report["kl_of_pack"]
-    assert mx.allclose(load_base(tmp_path / "m").model(TOKENS), trained, atol=1e-3).item()
+    with small.applied(pack):
+        assert complete(small, [5, 9, 3], 4) == text
+    assert mx.array_equal(small.model(TOKENS), before).item()
 
 
 @pytest.mark.parametrize(
@@ -140,24 +144,16 @@ def test_a_merge_of_the_bundled_base_is_exact(name, shared_tiny, tmp_path):
         ("qwen3", "none", "affine4", {}),
         ("qwen3", "none", "nf4", {"target_modules": ("v_proj",)}),
         ("qwen3", "nf4", "nf4", {"num_layers": 1}),
-        pytest.param("qwen3", "nf4", "affine4", {}, marks=pytest.mark.slow),
         ("qwen3", "affine8", "affine4", {"rslora": True}),
         ("gpt2", "affine4", "affine8", {}),
     ],
 )
-def test_a_merge_of_other_bases_is_exact(family, quantize, name, lora, tmp_path):
-    if family == "qwen3":
-        folder = write_dense(tmp_path / "dense", vocab_size=4096)
-    else:
-        folder = write_checkpoint(tmp_path / "dense", family)
-    base = load_base(folder, quantize)
-    before = base.model(TOKENS)
-    pack, trained = moved_pack(base, name, **lora)
-    with base.applied(pack):
-        assert mx.allclose(base.model(TOKENS), trained, atol=1e-3).item()
-    assert mx.array_equal(base.model(TOKENS), before).item()
-    report = merge_pack(pack, folder, tmp_path / "m", name, rows=4)
-    assert report["passed"] and report["kl_mean"] <= EXACT
+def test_a_merge_is_exact(family, quantize, name, lora, dense, tmp_path):
+    folder = dense if family == "qwen3" else write_checkpoint(tmp_path / "base", family)
+    pack, trained = moved_pack(load_base(folder, quantize), name, **lora)
+    report = merge_pack(pack, folder, tmp_path / "m", name, rows=2)
+    assert report["passed"] and report["for_merge"] == name
+    assert report["kl_mean"] <= EXACT < report["kl_of_pack"]
     assert mx.allclose(load_base(tmp_path / "m").model(TOKENS), trained, atol=2e-3).item()
 
 
@@ -165,25 +161,16 @@ def test_weights_that_a_format_cannot_hold_stay_dense(tmp_path):
     folder = write_dense(tmp_path / "dense", vocab_size=4096, intermediate_size=96)
     base = load_base(folder)
     pack, trained = moved_pack(base, "affine4")  # 64 does not divide the width of down_proj
-    assert merge_pack(pack, folder, tmp_path / "m", "affine4", rows=4)["kl_mean"] <= EXACT
+    assert merge_pack(pack, folder, tmp_path / "m", "affine4", rows=2)["kl_mean"] <= EXACT
     merged = load_base(tmp_path / "m")
     assert "scales" not in merged.model.layers[0].mlp.down_proj
     assert mx.allclose(merged.model(TOKENS), trained, atol=2e-3).item()
 
 
-TRAIN = TrainConfig(
-    iters=8,
-    batch_size=2,
-    max_seq_length=64,
-    learning_rate=1e-3,
-    lr_schedule="constant",
-    val_batches=0,
-    for_merge="affine4",
-)
-
-
 def with_settings(**changes) -> TrainConfig:
-    return TrainConfig(**{**vars(TRAIN), **changes})
+    settings = {"iters": 8, "batch_size": 2, "max_seq_length": 64, "val_batches": 0}
+    settings |= {"learning_rate": 1e-2, "lr_schedule": "constant", "for_merge": "affine4"}
+    return TrainConfig(**settings | changes)
 
 
 @pytest.fixture
@@ -193,79 +180,77 @@ def rows(tmp_path):
     return write_rows(tmp_path / "rows", train=each, valid=each[:4])
 
 
-def test_a_run_learns_and_merges_exactly(tiny, rows, tmp_path):
-    run = train_pack(tiny, rows, LoRAConfig(rank=4), TRAIN, tmp_path / "p")
+def test_a_run_learns_and_merges_exactly(dense, rows, tmp_path):
+    train = with_settings(quantize="affine4")
+    run = train_pack(str(dense), rows, LoRAConfig(rank=4), train, tmp_path / "p")
     assert run.report["ppl_after"] < run.report["ppl_before"]
     assert Pack.open(tmp_path / "p").for_merge == "affine4"
-    report = merge_pack(run.pack, "tiny", tmp_path / "m", "affine4", data=rows)
+    report = merge_pack(run.pack, dense, tmp_path / "m", "affine4", data=rows)
     assert report["kl_mean"] <= EXACT
     assert report["ppl_after"] == pytest.approx(run.report["ppl_after"], rel=1e-3)
 
 
-class Interrupts(Observer):
-    """Interrupts a run after a batch, as Ctrl-C does."""
-
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
-
-    def on_step(self, line) -> None:
-        if line["batch"] == self.batch:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("quantize", "settings"),
+    [
+        ("none", {"packing": True}),
+        ("affine4", {"recompute": "block"}),
+        ("nf4", {"grad_accumulation_steps": 2}),
+    ],
+)
+def test_an_interrupted_run_equals_an_unbroken_one_to_the_bit(
+    quantize, settings, dense, rows, tmp_path, monkeypatch
+):
+    def interrupt(line: dict) -> None:
+        if line["batch"] == at:
             signal.raise_signal(signal.SIGINT)
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("quantize", ["none", "affine4", "nf4"])
-@pytest.mark.parametrize(
-    "settings",
-    [{"packing": True}, {"recompute": "block"}, {"grad_accumulation_steps": 2}],
-    ids=str,
-)
-def test_an_interrupted_run_equals_an_unbroken_one_to_the_bit(settings, quantize, rows, tmp_path):
-    base, lora = write_dense(tmp_path / "dense", vocab_size=4096), LoRAConfig(rank=4)
-    train = with_settings(quantize=quantize, **settings)
-    unbroken = train_pack(str(base), rows, lora, train, tmp_path / "a")
+    lora, train = LoRAConfig(rank=4), with_settings(quantize=quantize, **settings)
+    unbroken = train_pack(str(dense), rows, lora, train, tmp_path / "a")
     for at in (2, 6):  # before it rounds, and after that
+        observe(monkeypatch, on_step=interrupt)
+        out = tmp_path / f"b{at}"
         with pytest.raises(RunStopped):
-            out = tmp_path / f"b{at}"
-            train_pack(str(base), rows, lora, train, out, callbacks=[Interrupts(at)])
-        resumed = train_pack(str(base), rows, lora, train, out, resume=True)
+            train_pack(str(dense), rows, lora, train, out)
+        resumed = train_pack(str(dense), rows, lora, train, out, resume=True)
         for name, tensor in unbroken.pack.tensors.items():
             assert mx.array_equal(tensor, resumed.pack.tensors[name]).item(), name
 
 
-def test_rounding_begins_in_the_second_half_and_scores_are_always_rounded(shared_tiny):
-    trainable = moved(attached(shared_tiny, "affine4"))
+def test_rounding_begins_in_the_second_half_and_scores_are_always_rounded(small):
+    trainable = moved(attached(small, "affine4"))
     specs, tensors = trainable.specs, trainable.tensors()
     try:
-        rounded = shared_tiny.model(TOKENS)
+        rounded = small.model(TOKENS)
         trainable.at(ROUNDED_FROM - 0.01)
-        assert mx.array_equal(shared_tiny.model(TOKENS), rounded).item()
-        shared_tiny.model.train()
-        before = shared_tiny.model(TOKENS)
+        assert mx.array_equal(small.model(TOKENS), rounded).item()
+        small.model.train()
+        before = small.model(TOKENS)
         trainable.at(ROUNDED_FROM)
-        assert mx.allclose(shared_tiny.model(TOKENS), rounded, atol=1e-3).item()
+        assert mx.allclose(small.model(TOKENS), rounded, atol=1e-3).item()
     finally:
         trainable.detach()
-    plain = attach(shared_tiny, specs=specs)
+    plain = attach(small, specs=specs)
     try:
         plain.load(tensors, "test")
-        assert mx.allclose(shared_tiny.model(TOKENS), before, atol=1e-3).item()
+        assert mx.allclose(small.model(TOKENS), before, atol=1e-3).item()
     finally:
         plain.detach()
 
 
 @pytest.mark.parametrize("policy", ["selective", "block"])
-def test_recomputed_gradients_are_the_same(policy, shared_tiny):
-    trainable = moved(attached(shared_tiny, "affine4"))
+def test_recomputed_gradients_are_the_same(policy, small):
+    trainable = moved(attached(small, "affine4"))
     lora = trainable.slots["model.layers.0.self_attn.q_proj"].lora
 
     def gradient():
         def loss(b):
             lora.lora_b[0] = b
-            return shared_tiny.model(TOKENS).square().mean()
+            return small.model(TOKENS).square().mean()
 
         own = lora.lora_b[0]
-        shared_tiny.model.train()
+        small.model.train()
         result = mx.grad(loss)(own)
         lora.lora_b[0] = own
         return result
@@ -280,8 +265,8 @@ def test_recomputed_gradients_are_the_same(policy, shared_tiny):
 
 @pytest.mark.parametrize("quantize", ["none", "nf4"])
 def test_the_plan_counts_the_weights_that_are_rounded(quantize, tmp_path):
-    base = load_base(write_dense(tmp_path / "dense", hidden_size=256), quantize)
-    headers, train = Headers.of(base), TrainConfig(max_seq_length=64, matmul_path="transient")
+    headers = Headers.of(load_base(write_dense(tmp_path / "dense", hidden_size=256), quantize))
+    train = TrainConfig(max_seq_length=64, matmul_path="transient")
     plain = estimate(headers, LoRAConfig(), train)
     for_merge = estimate(headers, LoRAConfig(), TrainConfig(**vars(train) | {"for_merge": "nf4"}))
     assert for_merge.peak_bytes > plain.peak_bytes
@@ -291,8 +276,8 @@ def test_the_plan_counts_the_weights_that_are_rounded(quantize, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def for_merge_pack(tmp_path_factory, shared_tiny):
-    pack, _ = moved_pack(shared_tiny, "affine4")
+def for_merge_pack(tmp_path_factory, small):
+    pack, _ = moved_pack(small, "affine4")
     return pack.save(tmp_path_factory.mktemp("for-merge") / "p")
 
 
@@ -320,11 +305,11 @@ def test_experts_are_rejected(tmp_path):
     assert not any(type(m).__name__ == "GroupedLoRA" for m in base.model.modules())
 
 
-def test_such_packs_are_not_mixed_but_name_their_merge(for_merge_pack, shared_tiny):
+def test_such_packs_are_not_mixed_but_name_their_merge(for_merge_pack, small):
     command = "packs merge --requantize affine4"
     with raises("unsupported", None, command):
         weighted_sum([(for_merge_pack, 0.5)])
-    slots = PackSlots(shared_tiny)
+    slots = PackSlots(small)
     try:
         with raises("unsupported", None, command):
             slots.add(for_merge_pack)
@@ -332,15 +317,16 @@ def test_such_packs_are_not_mixed_but_name_their_merge(for_merge_pack, shared_ti
         slots.close()
 
 
-@pytest.mark.parametrize("other", ["none", "same", "affine8", "nf4"])
-def test_another_merge_is_rejected(other, for_merge_pack, rejected, here):
-    error = rejected("merge", for_merge_pack.path, "--requantize", other, "--out", "m")
+@pytest.mark.parametrize("other", ["none", "nf4"])
+def test_another_merge_is_rejected(other, for_merge_pack, dense, rejected, here):
+    merge = ("merge", for_merge_pack.path, "--model", dense, "--out", "m")
+    error = rejected(*merge, "--requantize", other)
     assert error.code == "conflict" and "--requantize affine4" in error.message
     assert not (here / "m").exists()
 
 
-def test_the_command_line_says_that_a_merge_is_exact(for_merge_pack, run, here):
-    wanted = ("--requantize", "affine4", "--out", "m", "--rows", "4")
+def test_the_command_line_says_that_a_merge_is_exact(for_merge_pack, dense, run, here):
+    wanted = ("--model", dense, "--requantize", "affine4", "--out", "m", "--rows", "2")
     code, out, _ = run("merge", for_merge_pack.path, *wanted)
     assert code == 0 and "exact" in out
 
@@ -351,41 +337,39 @@ def test_an_export_says_that_others_do_not_round(to, for_merge_pack, run, here):
     assert code == 0 and "packs merge --requantize affine4" in out
 
 
-@pytest.mark.slow
-def test_lm_studio_gets_the_merge_that_was_trained_for(for_merge_pack, here):
-    assert export_pack(for_merge_pack, "lmstudio", here / "l")["requantize"] == "affine4"
+def test_lm_studio_gets_the_merge_that_was_trained_for(for_merge_pack, here, monkeypatch):
+    asked = []
+
+    def merge(pack, base, out, requantize: str) -> dict:
+        asked.append(requantize)
+        out.mkdir()
+        return {"passed": True}
+
+    monkeypatch.setattr(lmstudio, "merge_pack", merge)
+    export_pack(for_merge_pack, "lmstudio", here / "l")
+    assert asked == ["affine4"]
 
 
 @pytest.mark.parametrize("fault", ["mxfp4", 3])
-def test_manifests_name_a_format(fault, for_merge_pack, tmp_path, rejected):
-    manifest = json.loads((for_merge_pack.path / "pack.json").read_text())
-    manifest["adapters"]["for_merge"] = fault
-    manifest.pop("sha256", None)
-    folder = tmp_path / "p"
-    folder.mkdir()
-    (folder / "pack.json").write_text(json.dumps(manifest))
-    with raises("unreadable", None):
+def test_manifests_name_a_format(fault, for_merge_pack, tmp_path):
+    folder = shutil.copytree(for_merge_pack.path, tmp_path / "p")
+    edit_manifest(folder, lambda manifest: manifest["adapters"].update(for_merge=fault))
+    with raises("unreadable", None, "for_merge"):
         Pack.open(folder)
 
 
 @pytest.mark.slow
 def test_merged_it_is_no_worse_than_lora_that_is_rounded(tmp_path):
-    """Same recipe and seed: after 30 updates of the bundled model, the mean of three seeds.
+    """Same recipe and seed: after 16 updates of the bundled model.
 
     This base is on the grid, so that its merge loses next to nothing: 0.03 %, where two runs of the
     same length differ by 0.2 %. What is gained elsewhere is measured (docs/methods.md).
     """
-    ratios = []
-    for seed in range(3):
-        ppl = {}
-        for name in ("none", "affine4"):
-            changes = {"iters": 30, "seed": seed, "for_merge": name, "metric": "none"}
-            recipe = resolve(tiny_recipe() | changes | {"val_batches": 0, "test_batches": 1})
-            out = tmp_path / f"{seed}-{name}"
-            pack = train_pack("tiny", "tiny", recipe.lora, recipe.train, out).pack
-            report = merge_pack(
-                pack, "tiny", tmp_path / f"{seed}-{name}-m", "affine4", rows=64, max_drift=10
-            )
-            ppl[name] = report["ppl_after"]
-        ratios.append(ppl["affine4"] / ppl["none"])
-    assert sum(ratios) / 3 <= 1.003
+    ppl = {}
+    for name in ("none", "affine4"):
+        changes = {"iters": 16, "for_merge": name, "metric": "none"}
+        recipe = resolve(tiny_recipe() | changes | {"val_batches": 0, "test_batches": 1})
+        pack = train_pack("tiny", "tiny", recipe.lora, recipe.train, tmp_path / name).pack
+        out = tmp_path / f"{name}-merged"
+        ppl[name] = merge_pack(pack, "tiny", out, "affine4", max_drift=10)["ppl_after"]
+    assert ppl["affine4"] <= 1.005 * ppl["none"]

@@ -13,17 +13,11 @@ from mlx_packs.memory.read import describe, read_headers
 from tests.helpers.errors import raises
 
 GB = 10**9
-CONFIG = {
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "num_hidden_layers": 36,
-    "intermediate_size": 12288,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "torch_dtype": "bfloat16",
-}  # as of Qwen3-8B
+CONFIG = {  # as of Qwen3-8B
+    **{"model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "head_dim": 128},
+    **{"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8},
+    **{"vocab_size": 151936, "torch_dtype": "bfloat16"},
+}
 LORA, TRAIN = LoRAConfig(), TrainConfig(batch_size=16, max_seq_length=1024, recompute="block")
 
 
