@@ -1,19 +1,20 @@
 """Runs on rewards: the model generates, learns from the better completions, and can be resumed."""
 
-import json
-
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, train_pack
-from mlx_packs.cli.train import train as train_command
+from mlx_packs.config.data import DataConfig
+from mlx_packs.data.formats import Row
+from mlx_packs.data.prompts import encode_prompts
 from mlx_packs.objectives.grpo import advantages, policy_loss
 from mlx_packs.runtime import mx
-from tests.helpers.bases import dense_tiny
+from mlx_packs.tasks.rewards import Reward, load_reward
+from tests.helpers.bases import small_base
 from tests.helpers.errors import raises
 from tests.helpers.preferences import preference
 from tests.helpers.rows import write_rows
+from tests.helpers.tasks import interrupted
 
 SETTINGS = {
     "task": "grpo",
@@ -73,7 +74,7 @@ def test_advantages_and_losses_are_those_of_the_paper():
 @pytest.mark.slow
 def test_a_run_earns_more_reward(tmp_path, data):
     train = settings(iters=6, bias_correction=False)  # six updates are small with it
-    run = train_pack(dense_tiny(), data, LORA, train, tmp_path / "p", reward=shorter)
+    run = train_pack(small_base(), data, LORA, train, tmp_path / "p", reward=shorter)
     report = run.report
     assert report["reward_after"] > report["reward_before"] + 0.1
     assert {"reward", "reward_std", "tokens_per_s"} <= set(run.curve[0])
@@ -84,23 +85,21 @@ def test_a_run_earns_more_reward(tmp_path, data):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "changes", [{}, {"beta": 0.1}, {"grad_accumulation_steps": 2, "recompute": "block"}]
+    "changes", [{}, {"beta": 0.1, "grad_accumulation_steps": 2, "recompute": "block"}]
 )
 def test_a_resumed_run_is_bit_identical(tmp_path, data, changes):
-    train_pack(dense_tiny(), data, LORA, settings(**changes), tmp_path / "a", reward=shorter)
-    part = settings(**changes, **{"iters": 2})
-    train_pack(dense_tiny(), data, LORA, part, tmp_path / "b", reward=shorter)
-    train_pack(
-        dense_tiny(), data, LORA, settings(**changes), tmp_path / "b", reward=shorter, resume=True
-    )
-    assert same(tmp_path / "a", tmp_path / "b")
+    train = settings(**changes)
+    train_pack(small_base(), data, LORA, train, tmp_path / "a", reward=shorter)
+    cut = interrupted(tmp_path / "a", tmp_path / "b")
+    train_pack(small_base(), data, LORA, train, cut, reward=shorter, resume=True)
+    assert same(tmp_path / "a", cut)
 
 
 @pytest.mark.slow
 def test_rewards_follow_completions(tmp_path, data):
     phases = [{"name": "sft", "task": "lm", "iters": 2}, {"name": "rl", "iters": 2}]
     train = {**SETTINGS, "phases": phases, "reward": "exact"}
-    run = train_pack(dense_tiny(), data, LORA, train, tmp_path / "p")
+    run = train_pack(small_base(), data, LORA, train, tmp_path / "p")
     assert [phase["task"] for phase in run.report["phases"]] == ["lm", "grpo"]
     assert run.report["reward_after"] >= 0
 
@@ -113,91 +112,86 @@ def test_a_reward_sees_the_columns_of_its_rows(tmp_path, data):
         return np.arange(len(completions), dtype=np.float32)
 
     few = settings(iters=1, max_completion_length=3)
-    train_pack(dense_tiny(), data, LORA, few, tmp_path / "p", reward=reward)
+    train_pack(small_base(), data, LORA, few, tmp_path / "p", reward=reward)
     prompts, completions, expected, n, others = calls[1]  # the first is of the held-out prompts
     assert len(prompts) == len(completions) == len(expected) == len(n) == 8
     assert prompts[0] == prompts[3] != prompts[4] and set(n) == {3}
     assert expected[0] == f"{prompts[0].split()[1]}." and set(others) == {"completion"}
 
 
-def test_a_completion_has_the_form_of_its_prompt(tmp_path):
-    (tmp_path / "d").mkdir()
-    text = {"prompt": "Say 1.", "completion": "1."}
-    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say 2."}]
-    messages = {"prompt": turns, "completion": [{"role": "assistant", "content": "2."}]}
-    for split in ("train", "valid"):
-        rows = [text, messages]
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (tmp_path / "d" / f"{split}.jsonl").write_text(lines)
+TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say 2."}]
+ROWS = [
+    {"prompt": "Say 1.", "completion": "1."},
+    {"prompt": TURNS, "completion": [{"role": "assistant", "content": "2."}]},
+]
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer):
+    """A text and messages, each with its answer."""
+    rows = [Row(f"f:{i + 1}", row) for i, row in enumerate(ROWS)]
+    return encode_prompts(rows, tokenizer, DataConfig(), 64)
+
+
+def test_a_completion_has_the_form_of_its_prompt(prompts):
     seen = []
 
     def reward(prompts, completions, **_):
         seen.extend(zip(prompts, completions, strict=True))
         return [0.0] * len(completions)
 
-    few = {"iters": 1, "num_generations": 2, "max_completion_length": 4}
-    changed = settings(**few)
-    train_pack(dense_tiny(), tmp_path / "d", LORA, changed, tmp_path / "p", reward=reward)
-    assert {type(prompt) for prompt, _ in seen} == {str, list}
-    for prompt, completion in seen:
-        if isinstance(prompt, str):
-            assert isinstance(completion, str)
-        else:
-            assert prompt == turns
-            (turn,) = completion
-            assert turn["role"] == "assistant" and isinstance(turn["content"], str)
-    exact = settings(**few, reward="exact")
-    run = train_pack(dense_tiny(), tmp_path / "d", LORA, exact, tmp_path / "q")
-    assert 0 <= run.report["reward_after"] <= 1
+    Reward(reward, DataConfig())(prompts, [0, 1], ["a", "b"])
+    assert seen == [("Say 1.", "a"), (TURNS, [{"role": "assistant", "content": "b"}])]
+    exact = Reward("exact", DataConfig())
+    exact.check(prompts)
+    assert exact(prompts, [0, 1, 1], ["1.", "2.", "3."]).tolist() == [1, 1, 0]
 
 
 @pytest.mark.parametrize(
     ("reward", "fault"),
     [
         (lambda **_: 1 / 0, "raised ZeroDivisionError: division by zero for the completions of"),
-        (lambda completions, **_: [float("nan")] * len(completions), "returned nan for a completion of"),
-        (lambda completions, **_: ["x"] * len(completions), "returned 'x' for a completion of"),
-        (lambda completions, **_: [1.0], "returned 1 values, but must return a list of 4 finite"),
-        (lambda **_: None, "returned a NoneType, but must return a list of 4 finite numbers"),
+        (lambda **_: [1.0, float("nan")], "returned nan for a completion of f:2"),
+        (lambda **_: ["x", "y"], "returned 'x' for a completion of f:1"),
+        (lambda **_: [1.0], "returned 1 values, but must return a list of 2 finite numbers"),
+        (lambda **_: None, "returned a NoneType, but must return a list of 2 finite numbers"),
     ],
-)  # fmt: skip
-def test_a_reward_that_is_none_ends_the_run_with_one_line(tmp_path, data, reward, fault):
-    with raises("data", "reward") as error:
-        few = settings(max_completion_length=2)
-        train_pack(dense_tiny(), data, LORA, few, tmp_path / "p", reward=reward)
-    assert fault in error.value.message and "\n" not in error.value.message
-    assert not (tmp_path / "p").exists()
+)
+def test_a_reward_that_is_none_is_named_in_one_line(prompts, reward, fault):
+    with raises("data", "reward", fault) as error:
+        Reward(reward, DataConfig())(prompts, [0, 1], ["a", "b"])
+    assert "\n" not in error.value.message
 
 
 @pytest.mark.parametrize(
-    ("reward", "error"),
+    ("reward", "code", "fault"),
     [
-        (None, "--reward: --task grpo needs one"),
-        ("best", "--reward best: must be FILE.py:NAME, or one of exact, contains, json."),
-        ("none.py:f", "--reward none.py:f: none.py is no file."),
-        ("r.py:g", "--reward r.py:g: r.py has no function g."),
-        ("broken.py:f", "--reward broken.py:f: broken.py cannot be executed (SyntaxError"),
+        (None, "invalid", "--reward: --task grpo needs one"),
+        (
+            "best",
+            "unknown",
+            "--reward best: must be FILE.py:NAME, or one of exact, contains, json.",
+        ),
+        ("none.py:f", "not-found", "--reward none.py:f: none.py is no file."),
+        ("r.py:g", "not-found", "--reward r.py:g: r.py has no function g."),
+        ("broken.py:f", "unreadable", "broken.py cannot be executed (SyntaxError"),
     ],
 )
-def test_a_reward_that_is_not_there_is_named(tmp_path, monkeypatch, data, reward, error):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "r.py").write_text(
-        "def f(completions, **_):\n    return [0.0] * len(completions)\n"
-    )
-    (tmp_path / "broken.py").write_text("def f(:\n")
-    flags = ["--task", "grpo", "--data", str(data), "--out", "p"]
-    flags += [] if reward is None else ["--reward", reward]
-    result = CliRunner().invoke(train_command, flags, standalone_mode=False)
-    assert error in result.exception.message
+def test_a_reward_that_is_not_there_is_named(here, data, reward, code, fault):
+    (here / "r.py").write_text("def f(completions, **_):\n    return [0.0] * len(completions)\n")
+    (here / "broken.py").write_text("def f(:\n")
+    with raises(code, "reward", fault):
+        train_pack(small_base(), data, LORA, settings(reward=reward), "p")
+    assert load_reward("r.py:f")(["a"]) == [0.0] and not (here / "p").exists()
 
 
-def test_rows_that_give_no_prompt_or_answer_are_named(tmp_path, data):
+def test_rows_that_give_no_prompt_or_answer_are_named(tmp_path):
     rows = [{"prompt": "Say red.", "answer": "red"}, {"prompt": "Say " * 80}]
     short = write_rows(tmp_path / "a", train=rows[:1] * 4, valid=rows[:1])
     with raises("data", "reward", "train.jsonl:1", "needs the expected completion in 'completion'"):
-        train_pack(dense_tiny(), short, LORA, settings(reward="exact"), tmp_path / "p")
+        train_pack(small_base(), short, LORA, settings(reward="exact"), tmp_path / "p")
     long = write_rows(tmp_path / "b", train=rows[:1] * 3 + rows[1:], valid=rows[:1])
     with raises("data", "max_seq_length", "train.jsonl:4", "leaves no room for a completion"):
-        train_pack(dense_tiny(), long, LORA, settings(), tmp_path / "p", reward=shorter)
+        train_pack(small_base(), long, LORA, settings(), tmp_path / "p", reward=shorter)
     with raises("data", None, "train.jsonl:1", "must have the columns {prompt, completion}"):
-        train_pack(dense_tiny(), short, LORA, TrainConfig(), tmp_path / "p")
+        train_pack(small_base(), short, LORA, TrainConfig(), tmp_path / "p")

@@ -22,6 +22,7 @@ from mlx_packs.tasks.phases import PhaseData, resolve_phases
 from mlx_packs.tasks.task import Summary, Task, make_tasks
 from mlx_packs.training.settings import Request, RunSettings
 from mlx_packs.training.step import Stepper
+from tests.helpers.bases import small_base
 from tests.helpers.rows import chat, write_rows
 
 WORD = 42
@@ -128,24 +129,24 @@ class OneWordTask(Task):
 
 def test_a_task_is_one_class_and_one_name(tmp_path, monkeypatch):
     monkeypatch.setitem(TASKS, "one-word", TaskFacts(f"{__name__}:OneWordTask", "decoder"))
-    rows = [
-        chat(f"Say {w} and nothing else, please, friend.", "Yes.") for w in "one two six".split()
-    ]
+    words = "one two six".split()
+    rows = [chat(f"Say {word} and nothing else, please, friend.", "Yes.") for word in words]
     data = write_rows(tmp_path / "d", train=rows, valid=rows[:2])
     settings = {"task": "one-word", "iters": 6, "learning_rate": 1e-2, "matmul_path": "dense"}
     train = TrainConfig(**settings, steps_per_report=2, steps_per_eval=4, save_every=3)
-    run = train_pack("tiny", data, LoRAConfig(rank=2), train, tmp_path / "p")
+    run = train_pack(small_base(), data, LoRAConfig(rank=2), train, tmp_path / "p")
     report = run.report
     assert report["loss_after"] < report["loss_before"] - 1
     assert report["trained_words"] == 6 * 8 and report["words_per_s"] > 0
     assert [line["batch"] for line in run.curve if "valid_loss" in line] == [4]
     manifest = Pack.open(tmp_path / "p").manifest
-    assert (
-        manifest["objective"] == {"task": "one-word"} and manifest["recipe"]["task"] == "one-word"
-    )
+    assert manifest["objective"] == {"task": "one-word"}
+    assert manifest["recipe"]["task"] == "one-word"
     assert manifest["data"]["rows"] == {"train": 3, "valid": 2}
     longer = TrainConfig(**{**settings, "iters": 8})
-    resumed = train_pack("tiny", data, LoRAConfig(rank=2), longer, tmp_path / "p", resume=True)
+    resumed = train_pack(
+        small_base(), data, LoRAConfig(rank=2), longer, tmp_path / "p", resume=True
+    )
     assert resumed.report["steps"] == 8
     lines = (tmp_path / "p-run" / "metrics.jsonl").read_text().splitlines()
     assert {key for line in lines for key in json.loads(line)} >= {"words_per_s", "trained_words"}
