@@ -21,7 +21,7 @@ from mlx_packs.objectives.embedding import (
 )
 from mlx_packs.objectives.objective import arrays_of
 from mlx_packs.runtime import mx
-from tests.helpers.encoders import all_pairs, all_scored, all_triplets, write_encoder
+from tests.helpers.encoders import all_pairs, all_scored, all_triplets
 from tests.helpers.memory import active_bytes
 
 B, D = 5, 7
@@ -128,9 +128,12 @@ def gradients(base, name: str, rows: list[dict], size: int, **settings) -> tuple
 
 
 @pytest.fixture
-def adapted_encoder(tmp_path):
+def adapted_encoder(encoder):
     """A base with adapters that do something."""
-    base = load_base(write_encoder(tmp_path))
+    return adapters_on(load_base(encoder)).base
+
+
+def adapters_on(base):
     attached = attach(base, LoRAConfig(rank=4), None, "dense", 0)
     mx.random.seed(3)
     tensors = attached.tensors()
@@ -138,7 +141,14 @@ def adapted_encoder(tmp_path):
         if name.endswith("lora_b"):
             tensors[name] = mx.random.normal(tensor.shape) * 0.1
     attached.load(tensors, "test")
-    return base
+    return attached
+
+
+def check_same(actual: dict, expected: dict) -> None:
+    """Gradients agree to 1e-5."""
+    assert set(actual) == set(expected)
+    for key, wanted in expected.items():
+        assert np.abs(actual[key] - wanted).max() < 1e-5 * (1 + np.abs(wanted).max()), key
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -147,26 +157,34 @@ def test_rows_of_padding_change_neither_loss_nor_gradient(adapted_encoder, name)
     loss, plain = gradients(adapted_encoder, name, rows, 6)
     padded_loss, with_padding = gradients(adapted_encoder, name, rows, 9)
     assert padded_loss == pytest.approx(loss, rel=1e-5)
-    for key, wanted in plain.items():
-        assert np.abs(with_padding[key] - wanted).max() < 1e-5 * (1 + np.abs(wanted).max())
+    check_same(with_padding, plain)
 
 
-@pytest.mark.parametrize("rows", [all_pairs(), all_triplets()], ids=["pairs", "triplets"])
-@pytest.mark.parametrize("size", [1, 3, 4, 50])
+def test_recomputed_blocks_change_no_gradient(encoder):
+    results = []
+    for policy in ("none", "block"):
+        attached = adapters_on(load_base(encoder))
+        attached.recompute(policy)
+        loss, result = gradients(attached.base, "mnrl", all_pairs()[:8], 8)
+        results.append((loss, {key.replace(".block.", "."): g for key, g in result.items()}))
+    (expected, plain), (actual, recomputed) = results
+    assert actual == pytest.approx(expected, rel=1e-6)
+    check_same(recomputed, plain)
+
+
+@pytest.mark.parametrize(("rows", "size"), [(all_pairs, 1), (all_pairs, 50), (all_triplets, 3)])
 def test_cached_ranking_has_the_gradients_of_the_whole_batch(adapted_encoder, rows, size):
-    loss, whole = gradients(adapted_encoder, "mnrl", rows[:8], 8)
+    loss, whole = gradients(adapted_encoder, "mnrl", rows()[:8], 8)
     cached_loss, cached = gradients(
-        adapted_encoder, "cached-mnrl", rows[:8], 8, mini_batch_size=size
+        adapted_encoder, "cached-mnrl", rows()[:8], 8, mini_batch_size=size
     )
     assert cached_loss == pytest.approx(loss, rel=1e-6)
-    assert set(cached) == set(whole)
-    for key, wanted in whole.items():
-        assert np.abs(cached[key] - wanted).max() < 1e-5 * (1 + np.abs(wanted).max())
+    check_same(cached, whole)
 
 
 @pytest.mark.parametrize("policy", ["none", "block"])
-def test_all_weights_get_the_gradients_of_plain_autograd(tmp_path, policy):
-    base = load_base(write_encoder(tmp_path))
+def test_all_weights_get_the_gradients_of_plain_autograd(encoder, policy):
+    base = load_base(encoder)
     rows = all_pairs()[:8]
     base.model.unfreeze()
     _, plain = gradients(base, "mnrl", rows, 8)
@@ -175,15 +193,13 @@ def test_all_weights_get_the_gradients_of_plain_autograd(tmp_path, policy):
     learning.recompute(policy)
     for name, settings in (("mnrl", {}), ("cached-mnrl", {"mini_batch_size": 3})):
         _, result = gradients(base, name, rows, 8, **settings)
-        result = {key.replace(".block.", "."): gradient for key, gradient in result.items()}
-        assert set(result) == set(plain) == set(learning.tensors())
-        for key, wanted in plain.items():
-            assert np.abs(result[key] - wanted).max() < 1e-5 * (1 + np.abs(wanted).max()), key
+        check_same({key.replace(".block.", "."): g for key, g in result.items()}, plain)
+    assert set(learning.tensors()) == set(plain)
 
 
-def test_cached_ranking_drops_the_same_inputs_on_the_way_back(tmp_path):
+def test_cached_ranking_drops_the_same_inputs_on_the_way_back(encoder):
     """The gradient is the slope of the loss with the inputs that the forward dropped."""
-    base = load_base(write_encoder(tmp_path))
+    base = load_base(encoder)
     attached = attach(base, LoRAConfig(rank=4, dropout=0.5), None, "dense", 0)
 
     def at(step: float, direction: dict) -> tuple[float, dict]:

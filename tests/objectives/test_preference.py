@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlx_packs import load_base
 from mlx_packs.adapters.method import find_method
 from mlx_packs.config.choices import PREFERENCE_TASKS
 from mlx_packs.config.schema import DataConfig, LoRAConfig, TrainConfig
@@ -27,6 +26,7 @@ from mlx_packs.objectives.preference import (
 from mlx_packs.objectives.reference import PhaseStart, Reference
 from mlx_packs.objectives.sequence_packing import prepare_packing
 from mlx_packs.runtime import mx
+from tests.helpers.bases import small_base
 from tests.helpers.preferences import preference, rated
 
 LOG_PROBS = np.array([[-4.0, -6.0], [-9.0, -2.0], [-5.0, -5.5]])
@@ -95,20 +95,17 @@ def test_a_loss_is_that_of_its_paper(task, loss, smoothing):
 
 @pytest.mark.parametrize("task", PREFERENCE_TASKS)
 def test_padding_changes_no_loss(task):
-    train = TrainConfig(task=task)
-    objective = PreferenceObjective(load_base("tiny").model, None, train)
-    padded = completions(
-        log_probs=np.pad(LOG_PROBS, ((0, 2), (0, 0))),
-        targets=np.pad(TARGETS, ((0, 2), (0, 0))),
-        reference=np.pad(REFERENCE, ((0, 2), (0, 0))),
-        labels=np.pad(LABELS, (0, 2)),
-    )
-    (total, rows), (expected_total, _) = objective._sum(padded), objective._sum(completions())
-    assert rows.item() == 3 and total.item() == pytest.approx(expected_total.item(), rel=1e-6)
-    gradient = mx.grad(lambda x: objective._sum(completions(log_probs=x))[0])(
-        mx.array(LOG_PROBS, mx.float32)
-    )
-    assert mx.isfinite(gradient).all().item()
+    objective = PreferenceObjective(small_base().model, None, TrainConfig(task=task))
+    rows = {"log_probs": LOG_PROBS, "targets": TARGETS, "reference": REFERENCE}
+    padded = {name: np.pad(values, ((0, 2), (0, 0))) for name, values in rows.items()}
+    total, count = objective._sum(completions(**padded, labels=np.pad(LABELS, (0, 2))))
+    assert count.item() == 3
+    assert total.item() == pytest.approx(objective._sum(completions())[0].item(), rel=1e-6)
+
+    def of(log_probs):
+        return objective._sum(completions(log_probs=log_probs))[0]
+
+    assert mx.isfinite(mx.grad(of)(mx.array(LOG_PROBS, mx.float32))).all().item()
 
 
 def test_odds_of_a_certain_completion_are_finite():
@@ -120,25 +117,21 @@ def test_odds_of_a_certain_completion_are_finite():
 class Small:
     """A base with adapters that have moved, and an objective over eight rows."""
 
-    def __init__(self, task: str, packing: bool = False, **settings) -> None:
-        self.base = load_base("tiny")
-        self.train = TrainConfig(
-            task=task, batch_size=4, max_seq_length=96, packing=packing, **settings
-        )
+    def __init__(self, task: str, packing: bool = False) -> None:
+        self.base = small_base()
+        train = TrainConfig(task=task, batch_size=4, max_seq_length=96, packing=packing)
         lora = LoRAConfig(rank=2, target_modules=("q_proj", "down_proj"))
-        self.trainable = find_method("lora").attach(self.base, lora, self.train, "dense")
+        self.trainable = find_method("lora").attach(self.base, lora, train, "dense")
         head = split_head(self.base.model)
         if packing:
             prepare_packing(self.trainable, head, 96, self.base.vocab_size)
         rows = [Row(f"f:{i + 1}", (rated if task == "kto" else preference)(i)) for i in range(8)]
         row_format, options = RATED if task == "kto" else PREFERENCE, EncodingOptions()
         tokenizer = self.base.tokenizer
-        self.examples = encode_preferences(rows, tokenizer, DataConfig(), options, row_format)
-        size = 4 if packing else 8
-        self.sampler = GroupedSampler(self.examples.lengths, size, 95, 1, packing)
+        examples = encode_preferences(rows, tokenizer, DataConfig(), options, row_format)
+        sampler = GroupedSampler(examples.lengths, 4 if packing else 8, 95, 1, packing)
+        self.data = preference_set(examples, sampler)
         self.passes = 0
-
-        self.data = preference_set(self.examples, self.sampler)
 
         def sums(inputs, layout):
             self.passes += 1
@@ -148,7 +141,7 @@ class Small:
         reference = Reference(self.base.model, start, sums, self.data)
         reference.begin(fresh=True)
         self.objective = PreferenceObjective(
-            self.base.model, head, self.train, reference, score_preferences
+            self.base.model, head, train, reference, score_preferences
         )
         mx.random.seed(2)
         self.trainable.load(
@@ -158,9 +151,6 @@ class Small:
 
     def batch(self, number: int):
         return next(self.data.batches(number))
-
-    def of(self, order):
-        return self.data.collate(self.examples, order)
 
     def reference_of(self, batch) -> np.ndarray:
         return np.array(self.objective.prepare(batch).inputs["reference"])
@@ -205,14 +195,13 @@ def test_the_reference_is_the_base_and_is_computed_once():
     assert small.base.model.training
     for name, tensor in small.trainable.tensors().items():
         assert np.array_equal(np.array(tensor), trained[name])
-    mixed = small.of(np.array([2, 3, 14, 15, 0, 1, 8, 9]))  # as a later epoch has them
+
+    order = np.array([2, 3, 14, 15, 0, 1, 8, 9])
+    mixed = small.data.collate(small.data.examples, order)  # as a later epoch has them
     again = small.reference_of(mixed)
     assert small.passes == passes
-    by_row = {
-        row: v[i]
-        for b, v in zip(batches, values, strict=True)
-        for i, row in enumerate(b.examples[::2])
-    }
+    rows = [row for batch in batches for row in batch.examples[::2]]
+    by_row = dict(zip(rows, np.concatenate(values), strict=True))
     assert all(np.array_equal(again[i], by_row[row]) for i, row in enumerate(mixed.examples[::2]))
     with small.trainable.disabled():
         sums = small.objective.outcome(arrays_of(batches[0]), ())[2]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mlx_packs import LoRAConfig, TrainConfig, load_base
+from mlx_packs import LoRAConfig, TrainConfig
 from mlx_packs.adapters.method import find_method
 from mlx_packs.adapters.score_head import fresh_score_head
 from mlx_packs.config.schema import DataConfig
@@ -18,6 +18,7 @@ from mlx_packs.objectives.objective import arrays_of
 from mlx_packs.objectives.reward_model import RewardModel, hidden_states, reward_losses
 from mlx_packs.objectives.sequence_packing import prepare_packing
 from mlx_packs.runtime import mx
+from tests.helpers.bases import small_base
 from tests.helpers.errors import raises
 from tests.helpers.preferences import preference
 
@@ -28,7 +29,7 @@ class Small:
     """The tiny base with a head, and an objective over eight pairs."""
 
     def __init__(self, packing: bool = False, length: int = 192) -> None:
-        self.base = load_base("tiny")
+        self.base = small_base()
         train = TrainConfig(task="reward", batch_size=4, max_seq_length=length, packing=packing)
         lora = LoRAConfig(rank=2, target_modules=("q_proj",))
         self.trainable = find_method("lora").attach(self.base, lora, train, "dense")
@@ -39,7 +40,7 @@ class Small:
         self.examples = encode_scored(rows, self.base.tokenizer, DataConfig(), OPTIONS)
         size = 4 if packing else 8
         self.sampler = GroupedSampler(self.examples.lengths, size, length - 1, 1, packing)
-        self.states = hidden_states(self.base.model, "tiny")
+        self.states = hidden_states(self.base.model, "small")
         self.score = fresh_score_head(self.base, 0)
         self.objective = RewardModel(self.base.model, self.states, self.score, 0.1)
 
@@ -65,9 +66,9 @@ def test_a_completion_is_scored_at_its_last_token():
 
 
 def test_the_head_is_that_of_the_seed_and_of_the_deviation_of_the_config():
-    base = load_base("tiny")
+    base = small_base(hidden_size=256, initializer_range=0.05)
     weight = fresh_score_head(base, 0).weight
-    assert weight.shape == (1, 256) and weight.std().item() == pytest.approx(0.02, rel=0.2)
+    assert weight.shape == (1, 256) and weight.std().item() == pytest.approx(0.05, rel=0.2)
     assert mx.array_equal(weight, fresh_score_head(base, 0).weight)
     assert not mx.array_equal(weight, fresh_score_head(base, 1).weight)
 
@@ -110,8 +111,7 @@ def test_losses_are_those_of_the_formula():
     np.testing.assert_allclose(reward_losses(rewards, 0.5), plain + 0.5 * sums**2, rtol=1e-5)
 
 
-def test_pairs_that_do_not_fit_are_dropped_and_not_cut():
-    tokenizer = load_base("tiny").tokenizer
+def test_pairs_that_do_not_fit_are_dropped_and_not_cut(tokenizer):
     values = [preference(0), preference(1)]
     values[1]["rejected"] += " and on" * 40
     rows = [Row(f"f:{i + 1}", value) for i, value in enumerate(values)]
@@ -122,7 +122,7 @@ def test_pairs_that_do_not_fit_are_dropped_and_not_cut():
 
 
 def test_a_model_that_changes_its_logits_is_rejected(monkeypatch):
-    base = load_base("tiny")
+    base = small_base()
     monkeypatch.setattr(type(base.model), "__call__", lambda self, x, **_: 2 * self.model(x))
-    with raises("unsupported", "task", "tiny"):
-        hidden_states(base.model, "tiny")
+    with raises("unsupported", "task", "small"):
+        hidden_states(base.model, "small")

@@ -1,22 +1,28 @@
 """Packed examples: each is trained as if it were alone, in every family; or packing is rejected."""
 
+import re
 import shutil
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from mlx_lm.models.phi import PhiAttention
 
-from mlx_packs import LoRAConfig, TrainConfig, train_pack
+from mlx_packs import LoRAConfig, TrainConfig, runtime, train_pack
 from mlx_packs.adapters.attach import attach
 from mlx_packs.errors import PackError
 from mlx_packs.evaluation.perplexity import Scorer
+from mlx_packs.nn import blocks
 from mlx_packs.nn.segments import SegmentCache, places_in_segments
+from mlx_packs.objectives import sequence_packing
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.objectives.sequence_packing import prepare_packing
 from mlx_packs.ops.span_attention import span_attention
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
+from mlx_packs.tasks import causal_lm, tokens
+from tests.helpers.bases import small_base
 from tests.helpers.errors import raises
 from tests.helpers.interpreter import run_python
 from tests.helpers.models import SMALL_FAMILIES, base_of
@@ -26,18 +32,19 @@ from tests.helpers.rows import chat, write_rows
 from tests.helpers.steps import (
     assert_same,
     examples_of,
+    largest_difference,
     lm_stepper,
     loss_and_gradients,
     make_batch,
 )
+from tests.helpers.tasks import EncodedTask, interrupted
+
+# Our attention, learned positions, soft capping, sliding windows.
+FAMILIES = ("qwen3", "gpt2", "gemma2", "gemma3_text")
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["stored", "recomputed"])
-@pytest.mark.parametrize("family", SMALL_FAMILIES)
-def test_packed_rows_have_the_loss_and_gradients_of_rows_alone(family, recompute):
-    attached, head = attached_model(family, recompute)
-    packed = packed_batch()
-    assert packed.inputs["segments"].max() > 2
+def check_rows_alone(attached, head, packed) -> None:
+    """Loss and gradients of packed rows are those of each row alone."""
     alone = [make_batch(ROWS, [i], 1, LIMIT) for i in range(len(ROWS))]
     loss, gradients = loss_and_gradients(attached.model, head, [packed])
     expected, expected_gradients = loss_and_gradients(attached.model, head, alone)
@@ -45,24 +52,39 @@ def test_packed_rows_have_the_loss_and_gradients_of_rows_alone(family, recompute
     assert_same(gradients, expected_gradients)
 
 
-@pytest.mark.parametrize("policy", ["none", "selective", "block"])
-@pytest.mark.parametrize("family", SMALL_FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "recompute"),
+    [*((family, False) for family in FAMILIES), ("qwen3", True), ("gemma3_text", True)],
+)
+def test_packed_rows_have_the_loss_and_gradients_of_rows_alone(family, recompute):
+    attached, head = attached_model(family, recompute)
+    packed = packed_batch()
+    assert packed.inputs["segments"].max() > 2
+    check_rows_alone(attached, head, packed)
+
+
+@pytest.mark.parametrize(
+    ("family", "policy"),
+    [
+        ("qwen3", "none"),
+        ("qwen3", "selective"),
+        ("qwen3", "block"),
+        ("gpt2", "block"),
+        ("gemma3_text", "none"),
+    ],
+)
 def test_aligned_rows_have_the_loss_and_gradients_of_rows_alone(family, policy):
     attached, head = attached_model(family, policy == "block")
     if policy == "selective":
         attached.recompute(policy)
     packed = aligned_batch()
     assert sum(map(len, packed.layout)) >= len(ROWS)
-    alone = [make_batch(ROWS, [i], 1, LIMIT) for i in range(len(ROWS))]
-    loss, gradients = loss_and_gradients(attached.model, head, [packed])
-    expected, expected_gradients = loss_and_gradients(attached.model, head, alone)
-    assert abs(loss / expected - 1) < 1e-6
-    assert_same(gradients, expected_gradients)
+    check_rows_alone(attached, head, packed)
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["stored", "recomputed"])
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("last_k", [None, 2])
+@pytest.mark.parametrize(
+    ("recompute", "accumulate", "last_k"), [(False, 1, 2), (True, 2, None)], ids=str
+)
 def test_packed_steps_equal_unpacked_ones(recompute, accumulate, last_k):
     """Whole updates: the same rows packed, in one batch or two, and each in a batch of its own."""
     rows = examples_of((9, 17, 5, 30, 6, 21, 12), last_k)
@@ -79,8 +101,7 @@ def test_packed_steps_equal_unpacked_ones(recompute, accumulate, last_k):
         for i, batch in enumerate(batches, 1):
             stepper(batch, i == len(batches), len(batches) == 1)
         results.append(attached.tensors())
-    for name, tensor in results[1].items():
-        assert mx.abs(results[0][name] - tensor).max().item() < 1e-6, name
+    assert largest_difference(*results) < 1e-6
 
 
 def test_packed_rows_are_scored_row_by_row_as_alone():
@@ -120,7 +141,7 @@ def check_rejected(family: str, *names: str) -> None:
 
 
 def test_packing_is_rejected_where_positions_run_on(monkeypatch):
-    monkeypatch.setattr("mlx_packs.objectives.sequence_packing._LEARNED_POSITIONS", ())
+    monkeypatch.setattr(sequence_packing, "_LEARNED_POSITIONS", ())
     check_rejected("gpt2", "at position 0")
 
 
@@ -158,6 +179,7 @@ PACKED = TrainConfig(
     matmul_path="dense",
     steps_per_eval=2,
     save_every=2,
+    share_prefix="off",
 )
 
 
@@ -168,57 +190,39 @@ def ragged_chats(tmp_path):
 
 
 @pytest.mark.slow
-def test_resumed_packed_run_equals_an_unbroken_one(tiny, ragged_chats, tmp_path):
+def test_resumed_packed_run_equals_an_unbroken_one(ragged_chats, tmp_path):
     lora = LoRAConfig(rank=4, dropout=0.2)
-    short = TrainConfig(**{**vars(PACKED), "iters": 2})
-    whole = train_pack(tiny, ragged_chats, lora, PACKED, tmp_path / "whole")
-    train_pack(tiny, ragged_chats, lora, short, tmp_path / "broken")
-    resumed = train_pack(
-        tiny, ragged_chats, lora, PACKED, tmp_path / "broken", resume=True, overwrite=True
-    )
+    whole = train_pack(small_base(), ragged_chats, lora, PACKED, tmp_path / "whole")
+    cut = interrupted(tmp_path / "whole", tmp_path / "cut")
+    unpacked = replace(PACKED, packing=False)
+    with raises("mismatch", "packing", "True", "False"):
+        train_pack(small_base(), ragged_chats, lora, unpacked, cut, resume=True)
+    resumed = train_pack(small_base(), ragged_chats, lora, PACKED, cut, resume=True)
     for name, tensor in whole.pack.tensors.items():
         assert mx.array_equal(tensor, resumed.pack.tensors[name]).item(), name
     assert whole.report["batch_shapes"] <= 4
-    unpacked = TrainConfig(**{**vars(PACKED), "packing": False})
-    with raises("mismatch", "packing", "True", "False"):
-        train_pack(
-            tiny, ragged_chats, lora, unpacked, tmp_path / "broken", resume=True, overwrite=True
-        )
 
 
-def test_packed_run_says_how_full_it_is_and_plans_its_own_shapes(
-    ragged_chats, tmp_path, run, monkeypatch
-):
-    planned = []
-    plan_run = "mlx_packs.training.planning.plan_run"
-    monkeypatch.setattr(
-        plan_run, lambda *a: planned.append(a[3]) or (_ for _ in ()).throw(PackError("none."))
-    )
-    arguments = (
-        f"--data {ragged_chats} --iters 1 --max-seq-length 96 --batch-size 2 --matmul-path dense"
-    )
-    code, _, err = run("train", *arguments.split(), "--packing", "--out", tmp_path / "p")
-    assert code == 0, err
-    line = next(line for line in err.splitlines() if line.startswith("data"))
-    assert (
-        "40 examples packed into " in line and " sequences of 96 (" in line and " % full)" in line
-    )
-    assert " supervised tokens" in line
-    assert {width for width, _ in planned[0]} == {95}
+def test_packed_run_says_how_full_it_is_and_plans_its_own_shapes(ragged_chats):
+    task = EncodedTask(small_base(), ragged_chats, PACKED, LoRAConfig())
+    assert re.search(r"40 examples packed into \d+ sequences of 96 \(\d.* % full\)", task.lines)
+    assert " supervised tokens" in task.lines
+    assert {width for width, _ in task.data[0].shapes()} == {95}
 
 
 @pytest.mark.slow
-def test_aligned_run_learns_what_a_packed_run_learns(tiny, ragged_chats, tmp_path, monkeypatch):
+def test_aligned_run_learns_what_a_packed_run_learns(ragged_chats, tmp_path, monkeypatch):
     """As on a GPU whose attention needs no mask, with another order of examples."""
-    plain = train_pack(tiny, ragged_chats, LoRAConfig(rank=2), PACKED, tmp_path / "plain").report
-    monkeypatch.setattr("mlx_packs.runtime.COMPILES", True)
-    for module in ("tokens", "causal_lm"):
-        name = f"mlx_packs.tasks.{module}.attends_by_spans"
-        monkeypatch.setattr(name, lambda model: True)
+    lora = LoRAConfig(rank=2)
+    plain = train_pack(small_base(), ragged_chats, lora, PACKED, tmp_path / "plain").report
+    monkeypatch.setattr(runtime, "COMPILES", True)
+    for task in (tokens, causal_lm):
+        monkeypatch.setattr(task, "attends_by_spans", lambda model: True)
     seen = []
-    attend = "mlx_packs.nn.blocks.span_attention"
-    monkeypatch.setattr(attend, lambda *a: seen.append(a[-1]) or span_attention(*a))
-    report = train_pack(tiny, ragged_chats, LoRAConfig(rank=2), PACKED, tmp_path / "p").report
+    monkeypatch.setattr(
+        blocks, "span_attention", lambda *a: seen.append(a[-1]) or span_attention(*a)
+    )
+    report = train_pack(small_base(), ragged_chats, lora, PACKED, tmp_path / "p").report
     assert seen and all(sum(row) == 96 for spans in seen for row in spans)
     assert report["ppl_before"] == pytest.approx(plain["ppl_before"], rel=1e-4)
     assert report["ppl_after"] == pytest.approx(plain["ppl_after"], rel=0.1)
@@ -226,14 +230,14 @@ def test_aligned_run_learns_what_a_packed_run_learns(tiny, ragged_chats, tmp_pat
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, PackError])
-def test_no_thread_is_left_when_a_run_breaks_off(tiny, ragged_chats, tmp_path, monkeypatch, error):
+def test_no_thread_is_left_when_a_run_breaks_off(ragged_chats, tmp_path, monkeypatch, error):
     def fail(line):
         assert any(t.name.startswith("batches") for t in threading.enumerate())
         raise error("now")
 
     observe(monkeypatch, on_step=fail)
     with pytest.raises(error):
-        train_pack(tiny, ragged_chats, LoRAConfig(rank=2), PACKED, tmp_path / "p")
+        train_pack(small_base(), ragged_chats, LoRAConfig(rank=2), PACKED, tmp_path / "p")
     assert not any(t.name.startswith("batches") for t in threading.enumerate())
 
 
