@@ -31,6 +31,8 @@ from tests.helpers.steps import make_batch
 pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("default")]
 TARGETS = ("q_proj", "v_proj", "down_proj")
 RANK, ALPHA = 4, 8.0
+LORA = LoRAConfig(rank=RANK, alpha=ALPHA, target_modules=TARGETS)
+QUIET = {"report_to": [], "use_cpu": True, "bf16": False, "gradient_checkpointing": False}
 PROMPTS = ["a", "b", "c", "d"]  # one token each, since TRL's ORPO counts the prompt's loss too
 CHOSEN = [" cat sat there", " longer answer of many words", " no", " it rains today"]
 REJECTED = [" dog", " no idea at all", " yes and more of it", " sun"]
@@ -65,12 +67,18 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
+def adapters_of(**changes):
+    from peft import LoraConfig
+
+    settings = {"target_modules": list(TARGETS), "task_type": "CAUSAL_LM", **changes}
+    return LoraConfig(r=RANK, lora_alpha=ALPHA, **settings)
+
+
 def trainer_of(task: str, checkpoint, folder, rows: dict, **options):
-    """TRL's trainer with PEFT's adapters."""
+    """TRL's trainer of preferences with PEFT's adapters."""
     import datasets
     import torch
     import trl
-    from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl.experimental import cpo, orpo
 
@@ -82,24 +90,14 @@ def trainer_of(task: str, checkpoint, folder, rows: dict, **options):
     }
     trainer, config = kinds[task]
     arguments = config(
-        output_dir=str(folder),
-        per_device_train_batch_size=len(PROMPTS),
-        report_to=[],
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        **options,
+        output_dir=str(folder), per_device_train_batch_size=len(PROMPTS), **QUIET, **options
     )
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    lora = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(TARGETS), task_type="CAUSAL_LM")
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    data = datasets.Dataset.from_dict(rows)
     return trainer(
-        model=model,
+        model=AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32),
         args=arguments,
-        train_dataset=data,
-        processing_class=tokenizer,
-        peft_config=lora,
+        train_dataset=datasets.Dataset.from_dict(rows),
+        processing_class=AutoTokenizer.from_pretrained(checkpoint),
+        peft_config=adapters_of(),
     )
 
 
@@ -118,38 +116,32 @@ def interleaved(first: list, second: list) -> list:
 def examples_of_batch(task: str, batch: dict) -> tuple[list[Example], np.ndarray]:
     """The examples and labels of a batch of TRL's, as ours are ordered."""
     b = {key: value.numpy() for key, value in batch.items() if hasattr(value, "numpy")}
+
+    def examples(target: str, prefix: str = "") -> list[Example]:
+        targets = b[f"{prefix}{target}"]
+        is_target = targets != -100 if target == "labels" else targets
+        is_real = b[f"{prefix}attention_mask"].astype(bool)
+        return examples_of(b[f"{prefix}input_ids"], zip(is_target, is_real, strict=True))
+
     if task in ("orpo", "cpo"):
-        sides = [
-            examples_of(
-                b[f"{side}_input_ids"],
-                zip(
-                    b[f"{side}_labels"] != -100,
-                    b[f"{side}_attention_mask"].astype(bool),
-                    strict=True,
-                ),
-            )
-            for side in ("chosen", "rejected")
-        ]
+        sides = [examples("labels", f"{side}_") for side in ("chosen", "rejected")]
         return interleaved(*sides), np.ones(len(PROMPTS), np.float32)
-    own = examples_of(
-        b["input_ids"],
-        zip(b["completion_mask"], b["attention_mask"].astype(bool), strict=True),
-    )
+    own = examples("completion_mask")
     if task == "dpo":
         half = len(own) // 2
         return interleaved(own[:half], own[half:]), np.ones(half, np.float32)
-    other = examples_of(
-        b["KL_input_ids"],
-        zip(b["KL_completion_mask"], b["KL_attention_mask"].astype(bool), strict=True),
-    )
     labels = np.array([bool(x) for x in batch["label"]], np.float32)
-    return interleaved(own, other), labels
+    return interleaved(own, examples("completion_mask", "KL_")), labels
+
+
+def attached(checkpoint, train: TrainConfig):
+    """The base and its adapters."""
+    base = load_base(checkpoint)
+    return base, find_method("lora").attach(base, LORA, train, "dense")
 
 
 def objective_of(checkpoint, train: TrainConfig, data: Dataset):
-    base = load_base(checkpoint)
-    lora = LoRAConfig(rank=RANK, alpha=ALPHA, target_modules=TARGETS)
-    trainable = find_method("lora").attach(base, lora, train, "dense")
+    base, trainable = attached(checkpoint, train)
     head = split_head(base.model)
     reference = Reference(
         base.model,
@@ -159,6 +151,55 @@ def objective_of(checkpoint, train: TrainConfig, data: Dataset):
     )
     reference.begin(fresh=True)
     return trainable, PreferenceObjective(base.model, head, train, reference)
+
+
+def their_name(name: str) -> str:
+    """What PEFT calls one of our tensors; all but the head's are transposed there."""
+    if name == "score.weight":
+        return "score.modules_to_save.default.weight"
+    return f"{name.rpartition('.')[0]}.lora_{name[-1].upper()}.default.weight"
+
+
+def check_loss_and_gradients(trainer, loss_of, trainable, objective, batch: Batch) -> None:
+    """Both have the same adapters, which are not zero, and then the same loss and gradients.
+
+    loss_of: TRL's loss, called once its adapters are those.
+    """
+    import torch
+
+    mx.random.seed(3)
+    moved = {n: t + 0.1 * mx.random.normal(t.shape) for n, t in trainable.tensors().items()}
+    parameters = {
+        name.removeprefix("base_model.model."): parameter
+        for name, parameter in trainer.model.named_parameters()
+        if parameter.requires_grad
+    }
+    assert {their_name(name) for name in moved} == set(parameters)
+
+    def there(name: str, tensor) -> np.ndarray:
+        return np.array(tensor if name == "score.weight" else tensor.T)
+
+    for name, tensor in moved.items():
+        parameters[their_name(name)].data = torch.tensor(there(name, tensor))
+    trainer.model.train()
+    loss = loss_of()
+    loss.backward()
+
+    trainable.load(moved, "test")
+    arrays = arrays_of(objective.prepare(batch))
+
+    def mean(tensors):
+        trainable.load(tensors, "test")
+        total, count = objective.loss(arrays)
+        return total / count
+
+    trainable.model.train()
+    value, gradients = mx.value_and_grad(mean)(moved)
+    assert value.item() == pytest.approx(loss.item(), abs=1e-4)
+    for name, gradient in gradients.items():
+        expected = parameters[their_name(name)].grad.numpy()
+        assert np.abs(expected).max() > 1e-5
+        np.testing.assert_allclose(there(name, gradient), expected, atol=1e-4)
 
 
 CASES = {
@@ -187,55 +228,24 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradients_are_those_of_trl(checkpoint, tmp_path, case):
-    import torch
-
     task = case.split()[0]
+    of_trl = "cpo" if task == "simpo" else task
     ours, theirs = CASES[case]
     rows = RATED if task == "kto" else PAIRS
-    trainer = trainer_of("cpo" if task == "simpo" else task, checkpoint, tmp_path, rows, **theirs)
+    trainer = trainer_of(of_trl, checkpoint, tmp_path, rows, **theirs)
     batch = next(iter(trainer.get_train_dataloader()))
-    examples, labels = examples_of_batch("cpo" if task == "simpo" else task, batch)
+    examples, labels = examples_of_batch(of_trl, batch)
     data = PreferenceExamples(examples, "preferences", "completion", labels=labels)
-    sampler = GroupedSampler(data.lengths, 2 * len(labels), 64)
-    training = preference_set(data, sampler)
+    training = preference_set(data, GroupedSampler(data.lengths, 2 * len(labels), 64))
     training = replace(training, sampler=FixedOrder([np.arange(len(examples))]))
     train = TrainConfig(task=task, batch_size=len(labels), **ours)
     trainable, objective = objective_of(checkpoint, train, training)
-
-    mx.random.seed(3)
-    moved = {n: t + 0.1 * mx.random.normal(t.shape) for n, t in trainable.tensors().items()}
-    parameters = {
-        name.removeprefix("base_model.model."): parameter
-        for name, parameter in trainer.model.named_parameters()
-        if parameter.requires_grad
-    }
-    named = {
-        f"{name.rpartition('.')[0]}.lora_{name[-1].upper()}.default.weight": t
-        for name, t in moved.items()
-    }
-    assert set(named) == set(parameters)
-    for name, parameter in parameters.items():
-        parameter.data = torch.tensor(np.array(named[name].T))
-    trainer.model.train()
-    loss = trainer.compute_loss(trainer.model, batch)
-    loss.backward()
-
     (laid_out,) = training.once()
-    arrays = arrays_of(objective.prepare(laid_out))
-
-    def mean(tensors):
-        trainable.load(tensors, "test")
-        total, count = objective.loss(arrays)
-        return total / count
-
-    trainable.model.train()
-    value, gradients = mx.value_and_grad(mean)(moved)
-    assert value.item() == pytest.approx(loss.item(), abs=1e-4)
-    for name, gradient in gradients.items():
-        torch_name = f"{name.rpartition('.')[0]}.lora_{name[-1].upper()}.default.weight"
-        expected = parameters[torch_name].grad.numpy().T
-        assert np.abs(expected).max() > 1e-5
-        np.testing.assert_allclose(np.array(gradient), expected, atol=1e-4)
+    check_loss_and_gradients(
+        trainer,
+        lambda: trainer.compute_loss(trainer.model, batch),
+        *(trainable, objective, laid_out),
+    )
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.2])
@@ -243,7 +253,6 @@ def test_loss_and_gradients_of_rewards_are_those_of_trl(checkpoint, tmp_path, be
     import datasets
     import torch
     import trl
-    from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     rng = np.random.default_rng(0)
@@ -256,42 +265,16 @@ def test_loss_and_gradients_of_rewards_are_those_of_trl(checkpoint, tmp_path, be
         num_generations=3,
         beta=beta,
         loss_type="grpo",
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to=[],
+        **QUIET,
     )
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    lora = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(TARGETS), task_type="CAUSAL_LM")
     trainer = trl.GRPOTrainer(
-        model=model,
+        model=AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32),
         args=arguments,
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         train_dataset=datasets.Dataset.from_dict({"prompt": PROMPTS}),
         processing_class=AutoTokenizer.from_pretrained(checkpoint),
-        peft_config=lora,
+        peft_config=adapters_of(),
     )
-    examples = [
-        Example(np.array([*p, *t[:n]], np.int32), np.arange(5 + n) >= 5, "row")
-        for p, t, n in zip(prompts, texts, lengths, strict=True)
-    ]
-    generated = make_batch(examples, range(6), 6, 32), rewards
-    train = TrainConfig(task="grpo", beta=beta, num_generations=3, batch_size=2)
-    base = load_base(checkpoint)
-    adapters = LoRAConfig(rank=RANK, alpha=ALPHA, target_modules=TARGETS)
-    trainable = find_method("lora").attach(base, adapters, train, "dense")
-    start = PhaseStart(trainable, Path("unused"), bare=True)
-    objective = GRPO(base.model, split_head(base.model), train, lambda _: generated, start)
-    mx.random.seed(3)
-    moved = {n: t + 0.1 * mx.random.normal(t.shape) for n, t in trainable.tensors().items()}
-    parameters = {
-        name.removeprefix("base_model.model."): parameter
-        for name, parameter in trainer.model.named_parameters()
-        if parameter.requires_grad
-    }
-    names = {n: f"{n.rpartition('.')[0]}.lora_{n[-1].upper()}.default.weight" for n in moved}
-    for name, tensor in moved.items():
-        parameters[names[name]].data = torch.tensor(np.array(tensor.T))
     mask = np.arange(7)[None] < np.array(lengths)[:, None]
     inputs = {
         "prompt_ids": torch.tensor(prompts),
@@ -309,22 +292,21 @@ def test_loss_and_gradients_of_rewards_are_those_of_trl(checkpoint, tmp_path, be
             chosen = inputs["completion_ids"][..., None]
             inputs["ref_per_token_logps"] = logits.log_softmax(-1).gather(-1, chosen)[..., 0]
     trainer.current_gradient_accumulation_steps = 1
-    loss = trainer._compute_loss(trainer.model, inputs)
-    loss.backward()
-    trainable.load(moved, "test")
-    arrays = arrays_of(objective.prepare(Batch({}, 0, 0, (0, 1))))
 
-    def mean(tensors):
-        trainable.load(tensors, "test")
-        total, count = objective.loss(arrays)
-        return total / count
-
-    value, gradients = mx.value_and_grad(mean)(moved)
-    assert value.item() == pytest.approx(loss.item(), abs=1e-4)
-    for name, gradient in gradients.items():
-        expected = parameters[names[name]].grad.numpy().T
-        assert np.abs(expected).max() > 1e-5
-        np.testing.assert_allclose(np.array(gradient), expected, atol=1e-4)
+    examples = [
+        Example(np.array([*p, *t[:n]], np.int32), np.arange(5 + n) >= 5, "row")
+        for p, t, n in zip(prompts, texts, lengths, strict=True)
+    ]
+    generated = make_batch(examples, range(6), 6, 32), rewards
+    train = TrainConfig(task="grpo", beta=beta, num_generations=3, batch_size=2)
+    base, trainable = attached(checkpoint, train)
+    start = PhaseStart(trainable, Path("unused"), bare=True)
+    objective = GRPO(base.model, split_head(base.model), train, lambda _: generated, start)
+    check_loss_and_gradients(
+        trainer,
+        lambda: trainer._compute_loss(trainer.model, inputs),
+        *(trainable, objective, Batch({}, 0, 0, (0, 1))),
+    )
 
 
 @pytest.mark.parametrize("centering", [0.0, 0.3])
@@ -332,35 +314,24 @@ def test_loss_and_gradients_of_a_reward_model_are_those_of_trl(checkpoint, tmp_p
     import datasets
     import torch
     import trl
-    from peft import LoraConfig
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     arguments = trl.RewardConfig(
         output_dir=str(tmp_path),
         per_device_train_batch_size=len(PROMPTS),
         center_rewards_coefficient=centering or None,
-        report_to=[],
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
         disable_dropout=True,
+        **QUIET,
     )
     model = AutoModelForSequenceClassification.from_pretrained(
         checkpoint, num_labels=1, dtype=torch.float32
-    )
-    lora = LoraConfig(
-        r=RANK,
-        lora_alpha=ALPHA,
-        target_modules=list(TARGETS),
-        task_type="SEQ_CLS",
-        modules_to_save=["score"],
     )
     trainer = trl.RewardTrainer(
         model=model,
         args=arguments,
         train_dataset=datasets.Dataset.from_dict(PAIRS),
         processing_class=AutoTokenizer.from_pretrained(checkpoint),
-        peft_config=lora,
+        peft_config=adapters_of(task_type="SEQ_CLS", modules_to_save=["score"]),
     )
     batch = next(iter(trainer.get_train_dataloader()))
     tokens, real = batch["input_ids"].numpy(), batch["attention_mask"].numpy().astype(bool)
@@ -374,42 +345,12 @@ def test_loss_and_gradients_of_a_reward_model_are_those_of_trl(checkpoint, tmp_p
 
     base = load_base(checkpoint)
     base = replace(base, model=with_score_head(base.model, fresh_score_head(base, 0)))
-    adapters = LoRAConfig(
-        rank=RANK, alpha=ALPHA, target_modules=TARGETS, modules_to_save=("score",)
-    )
     train = TrainConfig(task="reward", batch_size=half)
-    trainable = attach_method(base, adapters, train, "dense")
+    trainable = attach_method(base, replace(LORA, modules_to_save=("score",)), train, "dense")
     states = hidden_states(base.model, base.name)
     objective = RewardModel(base.model, states, base.model["score"], centering)
-    mx.random.seed(3)
-    moved = {n: t + 0.1 * mx.random.normal(t.shape) for n, t in trainable.tensors().items()}
-    parameters = {
-        name.removeprefix("base_model.model."): parameter
-        for name, parameter in trainer.model.named_parameters()
-        if parameter.requires_grad
-    }
-    names = {n: f"{n.rpartition('.')[0]}.lora_{n[-1].upper()}.default.weight" for n in moved}
-    names["score.weight"] = "score.modules_to_save.default.weight"
-    assert set(names.values()) == set(parameters)
-
-    def there(name, tensor) -> np.ndarray:
-        return np.array(tensor if name == "score.weight" else tensor.T)
-
-    for name, tensor in moved.items():
-        parameters[names[name]].data = torch.tensor(there(name, tensor))
-    trainer.model.train()
-    loss = trainer.compute_loss(trainer.model, batch)
-    loss.backward()
-    arrays = arrays_of(laid_out)
-
-    def mean(tensors):
-        trainable.load(tensors, "test")
-        total, count = objective.loss(arrays)
-        return total / count
-
-    value, gradients = mx.value_and_grad(mean)(moved)
-    assert value.item() == pytest.approx(loss.item(), abs=1e-4)
-    for name, gradient in gradients.items():
-        expected = parameters[names[name]].grad.numpy()
-        assert np.abs(expected).max() > 1e-5
-        np.testing.assert_allclose(there(name, gradient), expected, atol=1e-4)
+    check_loss_and_gradients(
+        trainer,
+        lambda: trainer.compute_loss(trainer.model, batch),
+        *(trainable, objective, laid_out),
+    )
