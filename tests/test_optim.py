@@ -16,7 +16,6 @@ from mlx_packs.optim import make_optimizer, schedule, unused_learning_rate
 from mlx_packs.runtime import mx
 from mlx_packs.schedules import SCHEDULES
 from tests.helpers.errors import raises
-from tests.helpers.models import base_of
 
 COSINE = {"name": "cosine_decay", "arguments": [1e-4, 100]}
 
@@ -47,19 +46,13 @@ def rates(name: str, iters: int, warmup: int = 0, accumulation: int = 1) -> np.n
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_schedule_has_the_rate_of_its_formula_at_every_update(name):
-    updates = np.arange(50, dtype=float)
-    np.testing.assert_allclose(
-        rates(name, 50)[:50], PEAK * SHARES[name](updates, 50), rtol=1e-5, atol=1e-9
-    )
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_schedule_rises_linearly_to_its_peak_then_follows_its_formula(name):
-    rise = PEAK * np.arange(10) / 10
-    follow = PEAK * SHARES[name](np.arange(40, dtype=float), 40)
-    wanted = np.concatenate([rise, follow])
-    np.testing.assert_allclose(rates(name, 50, warmup=10)[:50], wanted, rtol=1e-5, atol=1e-9)
+@pytest.mark.parametrize("warmup", [0, 10])
+def test_schedule_rises_to_its_peak_follows_its_formula_and_stays(name, warmup):
+    rise = PEAK * np.arange(warmup) / 10
+    follow = PEAK * SHARES[name](np.arange(50 - warmup, dtype=float), 50 - warmup)
+    end = {"constant": PEAK}.get(name, 0.0)
+    wanted = np.concatenate([rise, follow, [end, end]])
+    np.testing.assert_allclose(rates(name, 50, warmup), wanted, rtol=1e-5, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -76,31 +69,18 @@ def test_schedule_of_few_updates_is_positive_and_never_above_its_peak(name, iter
         assert values[0] == 0 or not warmup
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_schedule_stays_where_it_ended(name):
-    end = {"constant": PEAK}.get(name, 0.0)
-    np.testing.assert_allclose(rates(name, 20)[20:], end, atol=1e-9)
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_optimizer_takes_the_rates_of_its_schedule(name):
-    optimizer = make_optimizer(TrainConfig(learning_rate=PEAK, lr_schedule=name, iters=20))
+def test_optimizer_takes_the_rates_of_its_schedule():
+    optimizer = make_optimizer(TrainConfig(learning_rate=PEAK, lr_schedule="cosine", iters=20))
     weights, seen = {"w": mx.ones((2, 2))}, []
     for _ in range(20):
         weights = optimizer.apply_gradients({"w": mx.ones((2, 2))}, weights)
         seen.append(optimizer.learning_rate.item())
-    np.testing.assert_allclose(seen, rates(name, 20)[:20], rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(seen, rates("cosine", 20)[:20], rtol=1e-6, atol=1e-9)
 
 
-def test_every_registered_schedule_has_a_formula_here_and_is_a_choice():
-    assert set(SHARES) == set(SCHEDULES)
+def test_every_schedule_is_a_choice():
     (field,) = (f for f in dataclasses.fields(TrainConfig) if f.name == "lr_schedule")
     assert facts_of(field).choices == tuple(SCHEDULES)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_that_config_accepts_is_registered(name):
-    assert isinstance(make_optimizer(TrainConfig(optimizer=name)), REGISTERED[name])
 
 
 def test_registered_rejects_a_name_without_code_and_code_without_a_name():
@@ -114,11 +94,8 @@ def test_registered_rejects_a_name_without_code_and_code_without_a_name():
     ("changes", "code", "shown"),
     [
         ({"warmup": "ten"}, "invalid", "lr_schedule.warmup: "),
-        ({"warmup": -1}, "invalid", "lr_schedule.warmup: "),
-        ({"warmup": 2, "warmup_init": "x"}, "invalid", "lr_schedule.warmup_init: "),
         ({"warmup": 2, "warmup_init": -1}, "invalid", "lr_schedule.warmup_init: "),
         ({"arguments": [-1e-4, 100]}, "invalid", "lr_schedule.arguments[0]: "),
-        ({"arguments": [0, 100]}, "invalid", "lr_schedule.arguments[0]: "),
         ({"arguments": ["nan", 100]}, "invalid", "lr_schedule.arguments[0]: "),
         ({"arguments": [1e-4, "x"]}, "invalid", "lr_schedule.arguments[1]: "),
         ({"arguments": [1e-4]}, "invalid", "cosine_decay"),
@@ -136,19 +113,14 @@ def test_schedule_mapping_names_what_is_wrong(changes, code, shown):
     ("optimizer", "arguments", "code", "shown"),
     [
         ("adamw", {"adamw": {"weight_decay": "x"}}, "invalid", "adamw.weight_decay: "),
-        ("adamw", {"adamw": {"weight_decay": None}}, "invalid", "adamw.weight_decay: "),
         ("adamw", {"adamw": {"eps": "inf"}}, "invalid", "adamw.eps: "),
         ("adamw", {"adamw": {"betas": [0.9]}}, "invalid", "adamw.betas: "),
-        ("adamw", {"adamw": {"betas": 0.9}}, "invalid", "adamw.betas: "),
         ("adamw", {"adamw": {"betas": [0.9, "x"]}}, "invalid", "adamw.betas[1]: "),
         ("adamw", {"adamw": {"bias_correction": "yes"}}, "invalid", "adamw.bias_correction: "),
-        ("adamw", {"adamw": 3}, "invalid", "optimizer_config.adamw: "),
         ("adamw", {"lion": 3}, "invalid", "optimizer_config.lion: "),
         ("adamw", {5: {}}, "unknown", "optimizer_config.5: "),
         ("adamw", {"adamw": {5: 1}}, "unknown", "optimizer_config.adamw.5: "),
         ("adam", {"adam": {"betas": [1, 1]}}, "invalid", "optimizer_config.adam: "),
-        ("adamw", {"adamw": {"weight_decay": 1e300}}, "invalid", "optimizer_config.adamw: "),
-        ("adafactor", {"adafactor": {"beta_1": "x"}}, "invalid", "adafactor.beta_1: "),
         ("sgd", {"sgd": {"nesterov": True}}, "invalid", "optimizer_config.sgd: "),
         ("muon", {"muon": {"ns_steps": 1.5}}, "invalid", "muon.ns_steps: "),
     ],
@@ -194,26 +166,26 @@ def test_unused_learning_rate_names_one_beside_a_schedule_mapping(rate, warns):
 
 def test_adamw_in_8_bits_keeps_two_bytes_a_weight_and_follows_adamw():
     weights = {"w": mx.random.normal((96, 64)), "small": mx.random.normal((10,))}
-    config = {"learning_rate": 1e-2, "lr_schedule": "constant", "iters": 40}
     paths = {}
     for name in ("adamw", "adamw_8bit"):
+        config = {"learning_rate": 1e-2, "lr_schedule": "constant"}
         optimizer = make_optimizer(TrainConfig(optimizer=name, **config))
         optimizer.init(weights)
         current = dict(weights)
-        for i in range(40):
+        for i in range(20):
             wanted = mx.random.normal((96, 64), key=mx.random.key(i)) * 0.1
             gradients = {"w": current["w"] - wanted, "small": current["small"]}
             current = optimizer.apply_gradients(gradients, current)
             mx.eval(current, optimizer.state)
-        paths[name] = current, optimizer
-    exact, rounded = (paths[name][0]["w"] for name in ("adamw", "adamw_8bit"))
-    assert mx.abs(rounded - exact).max() < 0.15 * mx.abs(weights["w"] - exact).max()
-    assert mx.array_equal(paths["adamw"][0]["small"], paths["adamw_8bit"][0]["small"]).item()
-    state = paths["adamw_8bit"][1].state["w"]
-    assert state["m"].dtype == state["v"].dtype == mx.uint8
-    nbytes = sum(part.nbytes for part in state.values())
+        paths[name] = current, optimizer.state
+    (exact, _), (rounded, state) = paths["adamw"], paths["adamw_8bit"]
+    distance = mx.abs(weights["w"] - exact["w"]).max()
+    assert mx.abs(rounded["w"] - exact["w"]).max() < 0.15 * distance
+    assert mx.array_equal(exact["small"], rounded["small"]).item()
+    assert state["w"]["m"].dtype == state["w"]["v"].dtype == mx.uint8
+    nbytes = sum(part.nbytes for part in state["w"].values())
     assert nbytes / weights["w"].size == pytest.approx(2 * (1 + 4 / 256), abs=0.01)
-    assert paths["adamw_8bit"][1].state["small"]["m"].dtype == mx.float32
+    assert state["small"]["m"].dtype == mx.float32
 
 
 def gradients_of(decades: float, updates: int = 20) -> list[np.ndarray]:
@@ -266,27 +238,13 @@ def test_adamw_in_8_bits_takes_the_arguments_of_adamw():
     assert optimizer.weight_decay == 0.1 and optimizer.betas == [0.9, 0.99]
 
 
-@pytest.mark.parametrize(
-    "lr_schedule",
-    [
-        "cosine",
-        "linear",
-        "constant",
-        {"name": "cosine_decay", "arguments": ["1e-3", 10], "warmup": 3, "warmup_init": 1e-7},
-        {"name": "exponential_decay", "arguments": [1e-3, 0.9]},
-    ],
-)
-def test_schedules_start_low_when_warmed_up_and_stay_positive(lr_schedule):
-    warmup = 0 if isinstance(lr_schedule, dict) else 3
-    config = TrainConfig(lr_schedule=lr_schedule, warmup_steps=warmup, iters=10, learning_rate=1e-3)
-    rate = make_optimizer(config)
-    values = []
-    for _ in range(10):
-        rate.update(base_of("qwen3", num_hidden_layers=1).model, {})
-        values.append(float(rate.learning_rate))
-    assert all(v >= 0 for v in values) and 0 < max(values) <= 1.001e-3
-    if not isinstance(lr_schedule, dict) or "warmup" in lr_schedule:
-        assert values[0] < values[3]
+def test_schedule_mapping_warms_up_and_follows_its_function():
+    mapping = {"name": "exponential_decay", "arguments": ["1e-3", 0.5]}
+    warm = {**mapping, "warmup": 2, "warmup_init": 1e-4}
+    for lr_schedule, wanted in ((mapping, [10, 5, 2.5]), (warm, [1, 5.5, 10, 10, 5])):
+        rate = schedule(TrainConfig(lr_schedule=lr_schedule, iters=10))
+        seen = [rate(mx.array(update)).item() for update in range(len(wanted))]
+        np.testing.assert_allclose(seen, np.array(wanted) * 1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

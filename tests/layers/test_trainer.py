@@ -85,8 +85,10 @@ def equal(one: dict, other: dict) -> bool:
     return set(one) == set(other) and all(mx.array_equal(one[n], other[n]).item() for n in one)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize(
+    ("kind", "optimizer"),
+    [("quantized", "adamw"), ("nf4", "adamw"), ("dense", "adamw"), ("dense", "sgd")],
+)
 def test_steps_equal_plain_mlx_autograd(kind, optimizer):
     corrected = optimizers.AdamW(1e-3, bias_correction=True)
     plain = {"adamw": corrected, "sgd": optimizers.SGD(1e-3)}[optimizer]
@@ -102,17 +104,15 @@ def test_steps_equal_plain_mlx_autograd(kind, optimizer):
     assert largest_difference(trainer.tensors(), start) > 1e-4
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_sequence_equals_the_function_that_calls_it(kind):
-    one, other = (trainer_of(three(kind)) for _ in range(2))
+def test_a_sequence_equals_the_function_that_calls_it():
+    one, other = trainer_of(three()), trainer_of(three())
 
     def forward(x):
         return other.layer("head")(other.layer("down")(other.layer("up")(x)))
 
-    for seed in range(4):
-        assert one.step_lm(list(SIZES), *batch(seed=seed)) == other.step_lm(
-            forward, *batch(seed=seed)
-        )
+    for seed in range(2):
+        sequence = one.step_lm(list(SIZES), *batch(seed=seed))
+        assert sequence == other.step_lm(forward, *batch(seed=seed))
     assert equal(one.tensors(), other.tensors())
 
 
@@ -154,39 +154,6 @@ def test_layer_without_part_in_a_step_is_reported():
     assert trainer.updates == {"up": 1, "down": 1, "head": 2}
     trainer.step_lm(["head"], *batch())  # a sequence names its layers: no warning
     assert trainer.updates["head"] == 3
-
-
-def test_what_the_graph_reads_besides_stays_as_it_is():
-    linears = three()
-    norm, outer = nn.LayerNorm(64), nn.Linear(64, 64)
-    trainer = trainer_of(linears)
-    weights = [linears["up"].weight, norm.weight, outer.weight]
-    before = [mx.array(w) for w in weights]
-    head = trainer.layer("head")
-    with pytest.warns(UserWarning):
-        trainer.step_lm(lambda x: head(outer(norm(x))), *batch())
-    now = [linears["up"].weight, norm.weight, outer.weight]
-    assert all(mx.array_equal(a, b).item() for a, b in zip(before, now, strict=True))
-
-
-@pytest.mark.parametrize("count", [1, 3, 64])
-def test_any_number_of_layers_trains(count):
-    trainer = LayerTrainer(LoRAConfig(rank=2), settings(learning_rate=1e-2))
-    mx.random.seed(0)
-    layers = [
-        trainer.register(f"blocks.{i}.proj", nn.QuantizedLinear(64, 64, group_size=64, bits=4))
-        for i in range(count)
-    ]
-
-    def forward(x):
-        for layer in layers:
-            x = x + layer(mx.fast.rms_norm(x, None, 1e-5))
-        return x
-
-    x, y = batch()
-    first, *_, last = [trainer.step_lm(forward, x, y) for _ in range(8)]
-    assert last < first
-    assert len(trainer.tensors()) == 2 * count == 2 * len(trainer.names)
 
 
 def test_masked_targets_of_all_three_kinds_count_alike():
@@ -252,43 +219,25 @@ def test_an_optimizer_of_mlx_is_the_one_that_is_used():
     assert largest_difference(trainer.tensors(), adapters) < 1e-6
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adamw_8bit"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
 def test_a_resumed_run_equals_the_unbroken_one_bit_for_bit(tmp_path, optimizer):
     lora = LoRAConfig(rank=4, dropout=0.3)
     train = settings(optimizer=optimizer, lr_schedule="cosine")
+    batches = [batch(seed=s) for s in range(6)]
 
-    def fresh():
-        mx.random.seed(1)
-        return trainer_of(three("quantized"), lora, train)
+    def learn(trainer, batches):
+        return [trainer.step_lm(list(SIZES), *each) for each in batches]
 
-    def learn(trainer, seeds):
-        return [trainer.step_lm(list(SIZES), *fixed[s]) for s in seeds]
-
-    fixed = [batch(seed=s) for s in range(6)]
-    mx.eval(fixed)
-    uninterrupted = fresh()
+    uninterrupted, broken, resumed = (trainer_of(three("quantized"), lora, train) for _ in range(3))
     mx.random.seed(9)
-    losses = learn(uninterrupted, range(6))
-    broken = fresh()
+    losses = learn(uninterrupted, batches)
     mx.random.seed(9)
-    before = learn(broken, range(3))
+    before = learn(broken, batches[:3])
     broken.save(tmp_path / "run")
     mx.random.seed(77)
-    resumed = fresh()
     resumed.resume(tmp_path / "run")
-    assert before + learn(resumed, range(3, 6)) == losses
+    assert before + learn(resumed, batches[3:]) == losses
     assert equal(resumed.tensors(), uninterrupted.tensors())
-
-
-def test_checkpoint_is_by_name_in_any_order(tmp_path):
-    one, other = (
-        trainer_of({n: nn.Linear(64, 64) for n in names}) for names in (("a", "b"), ("b", "a"))
-    )
-    x = mx.random.normal((4, 64))
-    one.step_lm(["a", "b"], x, mx.array([1, 2, 3, 4]))
-    one.save(tmp_path / "run")
-    with raises("mismatch", "layers"):
-        other.resume(tmp_path / "run")
 
 
 def test_resume_refuses_another_setting_and_what_is_no_run(tmp_path):
@@ -297,23 +246,22 @@ def test_resume_refuses_another_setting_and_what_is_no_run(tmp_path):
     trainer.save(tmp_path / "run")
     with raises("mismatch", "learning_rate", "0.001", "0.002"):
         trainer_of(three(), train=settings(learning_rate=2e-3)).resume(tmp_path / "run")
-    with raises("mismatch", "layers"):
-        trainer_of(three(), LoRAConfig(rank=2)).resume(tmp_path / "run")
+    in_another_order = dict(reversed(three().items()))
+    for other in (trainer_of(three(), LoRAConfig(rank=2)), trainer_of(in_another_order)):
+        with raises("mismatch", "layers"):
+            other.resume(tmp_path / "run")
     with raises("not-found", None, str(tmp_path)):
         trainer.resume(tmp_path)
 
 
 def test_adapters_are_saved_under_mlx_lms_names_and_load_again(tmp_path):
-    trainer = trainer_of(three("nf4"))
-    for _ in range(3):
-        trainer.step_lm(list(SIZES), *batch())
+    trainer, again = trainer_of(three("nf4")), trainer_of(three("nf4"))
+    trainer.step_lm(list(SIZES), *batch())
     file = tmp_path / "deep" / "own.safetensors"
     trainer.save_adapters(file)
-    assert sorted(mx.load(str(file))) == sorted(
-        f"{n}.{k}" for n in SIZES for k in ("lora_a", "lora_b")
-    )
+    names = [f"{name}.{each}" for name in SIZES for each in ("lora_a", "lora_b")]
+    assert sorted(mx.load(str(file))) == sorted(names)
     assert [f.name for f in file.parent.iterdir()] == [file.name]
-    again = trainer_of(three("nf4"))
     again.load_adapters(file)
     assert again.loss_lm(list(SIZES), *batch()) == trainer.loss_lm(list(SIZES), *batch())
     with raises("mismatch", None, "own.safetensors", "up", "alpha 8"):
@@ -348,13 +296,8 @@ def test_rank_and_alpha_of_a_layer_override_the_common_ones():
     trainer = LayerTrainer(LoRAConfig(rank=8, alpha=4))
     trainer.register("a", nn.Linear(64, 32), rank=2)
     trainer.register("b", nn.Linear(64, 32), alpha=1.0)
-    shapes = {name: t.shape for name, t in trainer.tensors().items()}
-    assert shapes == {
-        "a.lora_a": (64, 2),
-        "a.lora_b": (2, 32),
-        "b.lora_a": (64, 8),
-        "b.lora_b": (8, 32),
-    }
+    a, b = trainer.tensors()["a.lora_a"], trainer.tensors()["b.lora_b"]
+    assert (a.shape, b.shape) == ((64, 2), (8, 32))
     scales = [trainer.layer(n).spec.slices[0].scale for n in "ab"]
     assert scales == [4 / 2, 1 / 8]
     assert trainer.parameter_count == 64 * 2 + 2 * 32 + 64 * 8 + 8 * 32
@@ -390,14 +333,13 @@ def test_a_nan_in_an_accumulation_drops_what_waited():
 def test_the_same_function_is_set_up_once_and_few_are_kept():
     trainer = trainer_of(three())
     head = trainer.layer("head")
-    x, y = batch()
     with pytest.warns(UserWarning):
-        for _ in range(20):
-            trainer.step_lm(lambda x: head(x), x, y)
+        for _ in range(10):
+            trainer.step_lm(lambda x: head(x), *batch())
     assert len(trainer._graphs) == 8
     reused = trainer_of(three())
-    for _ in range(3):
-        reused.step_lm(list(SIZES), x, y)
+    for _ in range(2):
+        reused.step_lm(list(SIZES), *batch())
     assert len(reused._graphs) == 1
 
 
@@ -462,16 +404,13 @@ def test_targets_that_do_not_fit_are_rejected(targets, more, error):
     ],
 )
 def test_what_cannot_be_registered_is_rejected(name, linear, more, error):
-    trainer = trainer_of(three())
+    linears = three()
+    trainer = trainer_of(linears)
     with raises(*error):
         trainer.register(name, linear, **more)
-    assert trainer.names == list(SIZES)
-
-
-def test_one_linear_has_one_name():
-    linears = three()
     with raises("conflict", "linear", "again", "'up'"):
-        trainer_of(linears).register("again", linears["up"])
+        trainer.register("again", linears["up"])
+    assert trainer.names == list(SIZES)
 
 
 @pytest.mark.parametrize(
