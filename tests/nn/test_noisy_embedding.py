@@ -1,14 +1,17 @@
 """NEFTune's noise: of its size, in training alone, and repeatable."""
 
+from dataclasses import replace
+
 import mlx.nn as nn
 import pytest
 
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
 from mlx_packs.nn.wrapped import NoisyEmbedding
 from mlx_packs.runtime import mx
-from tests.helpers.checkpoints import write_dense
+from tests.helpers.bases import small_base
 from tests.helpers.errors import raises
 from tests.helpers.rows import chat, write_rows
+from tests.helpers.tasks import interrupted
 
 ALPHA = 5.0
 TRAIN = TrainConfig(
@@ -17,7 +20,10 @@ TRAIN = TrainConfig(
     max_seq_length=64,
     lr_schedule="constant",
     matmul_path="dense",
+    steps_per_report=1,
+    save_every=2,
     val_batches=0,
+    test_batches=1,
     neftune_noise_alpha=ALPHA,
 )
 
@@ -43,43 +49,29 @@ def test_noise_is_uniform_and_as_large_as_the_paper_has_it():
     assert mx.array_equal(noisy(tokens), embedding(tokens)).item()
 
 
-def settings(**changes) -> TrainConfig:
-    return TrainConfig(**{**vars(TRAIN), **changes})
-
-
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_a_run_trains_with_noise_and_leaves_the_base_alone(method, rows, tmp_path):
-    base = str(write_dense(tmp_path / "base", vocab_size=4096))
+def test_a_run_trains_with_noise_and_scores_without(method, rows, tmp_path):
     lora = LoRAConfig() if method == "full" else LoRAConfig(rank=4)
-    losses = []
+    losses, scores = [], []
     for alpha in (ALPHA, 0.0):
-        train = settings(neftune_noise_alpha=alpha, method=method, steps_per_report=1)
-        run = train_pack(base, rows, lora, train, tmp_path / f"p{alpha}")
+        train = replace(TRAIN, neftune_noise_alpha=alpha, method=method, iters=2)
+        run = train_pack(small_base(), rows, lora, train, tmp_path / f"p{alpha}")
         losses.append([line["loss"] for line in run.curve if "loss" in line])
-        before = run.report["ppl_before"]
+        scores.append(run.report["ppl_before"])
     assert losses[0] != losses[1]
-    assert before == run.report["ppl_before"]
+    assert scores[0] == scores[1]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{"packing": True}, {"recompute": "block"}], ids=str)
-def test_a_resumed_run_equals_an_unbroken_one_to_the_bit(changes, tiny, rows, tmp_path):
-    lora, whole = LoRAConfig(rank=4), settings(**changes)
-    unbroken = train_pack(tiny, rows, lora, whole, tmp_path / "a")
-    train_pack(tiny, rows, lora, settings(iters=2, **changes), tmp_path / "b")
-    resumed = train_pack(tiny, rows, lora, whole, tmp_path / "b", resume=True, overwrite=True)
+def test_a_resumed_run_equals_an_unbroken_one_to_the_bit(rows, tmp_path):
+    lora, train = LoRAConfig(rank=4), replace(TRAIN, packing=True)
+    unbroken = train_pack(small_base(), rows, lora, train, tmp_path / "a")
+    cut = interrupted(tmp_path / "a", tmp_path / "b")
+    resumed = train_pack(small_base(), rows, lora, train, cut, resume=True)
     for name, tensor in unbroken.pack.tensors.items():
         assert mx.array_equal(tensor, resumed.pack.tensors[name]).item(), name
 
 
-def test_frozen_activations_differ_at_every_step_and_are_not_cached(tiny, rows, tmp_path):
-    lora = LoRAConfig(rank=4, num_layers=2)
-    with raises("conflict", None, "--cache-frozen on", "--neftune-noise-alpha"):
-        train_pack(tiny, rows, lora, settings(cache_frozen="on"), tmp_path / "p")
-    run = train_pack(tiny, rows, lora, settings(cache_frozen="auto"), tmp_path / "p")
-    assert run.report["cache_frozen"] is None
-
-
 def test_a_proxy_has_no_embeddings_to_add_noise_to():
     with raises("conflict", "neftune_noise_alpha", "projection-stack"):
-        settings(objective="projection-stack")
+        replace(TRAIN, objective="projection-stack")
