@@ -4,31 +4,20 @@ Not collected with an mlx-lm that cannot train mixtures (conftest.py).
 """
 
 import json
-import shutil
 
-import mlx.nn as nn
 import pytest
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.utils import load_adapters
-from mlx_lm.utils import save_config
 
 from mlx_packs.adapters.attach import attach
-from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.config.schema import LoRAConfig
 from mlx_packs.nn.surgery import replace_modules
 from mlx_packs.packs.making import pack_of
 from mlx_packs.packs.pack import Pack
 from mlx_packs.runtime import mx
+from tests.helpers.checkpoints import write_checkpoint, write_quantized
 from tests.helpers.errors import check, raises
-from tests.helpers.families import (
-    SIZES,
-    architectures,
-    config_of,
-    expert_paths,
-    family_base,
-    randomized,
-    targets_of,
-)
+from tests.helpers.families import expert_paths, family_base, randomized, targets_of
 from tests.helpers.packs import edit_manifest, merged_weights
 from tests.helpers.rows import write_rows
 
@@ -121,35 +110,23 @@ def test_stock_mlx_lm_opens_a_pack_with_experts(family, tokens, tmp_path):
 
 def test_train_inspect_apply_and_generate_with_experts(run, tmp_path):
     """The commands one after another on a checkpoint on disk, with recomputed blocks and dropout."""
-    tiny, folder, pack = tiny_checkpoint(), tmp_path / "moe", tmp_path / "pack"
-    folder.mkdir()
-    for file in tiny.glob("*token*"):
-        shutil.copy(file, folder)
-    vocab = json.loads((tiny / "config.json").read_text())["vocab_size"]
-    config = config_of("qwen3_moe") | {"vocab_size": vocab, "max_position_embeddings": 512}
-    module = architectures()["qwen3_moe"]
-    model = module.Model(module.ModelArgs.from_dict(config))
-    nn.quantize(model, 32, 4, class_predicate=lambda _, m: hasattr(m, "to_quantized"))
-    model.save_weights(str(folder / "model.safetensors"))
-    save_config(config | {"quantization": {"group_size": 32, "bits": 4}}, folder / "config.json")
-
-    options = (
-        "--iters 2 --batch-size 2 --max-seq-length 64 --rank 2 --dropout 0.1 --grad-checkpoint"
-    )
-    options += " --target-modules q_proj,up_proj,down_proj --matmul-path quantized --json"
+    folder, pack = tmp_path / "moe", tmp_path / "pack"
+    write_quantized(folder, write_checkpoint(tmp_path / "dense", "qwen3_moe"))
     data = write_rows(tmp_path / "data", train=[{"text": "one two"}] * 4, valid=[{"text": "one"}])
-    code, out, err = run(
-        "train", "--model", folder, "--data", data, "--out", pack, *options.split()
-    )
+    options = "--iters 1 --batch-size 2 --max-seq-length 64 --rank 2 --dropout 0.1"
+    options += " --target-modules q_proj,up_proj,down_proj --matmul-path quantized"
+    places = ("--model", folder, "--data", data, "--out", pack)
+    code, _, err = run("train", *places, *options.split(), "--grad-checkpoint")
     assert code == 0, err
     code, out, err = run("inspect", pack, "--json")
     modules = {m["path"]: m for m in json.loads(out)["adapters"]["modules"]}
-    assert modules["model.layers.1.mlp.switch_mlp.up_proj"]["experts"] == SIZES["num_experts"]
+    assert modules["model.layers.1.mlp.switch_mlp.up_proj"]["experts"] == 4
     assert "experts" not in modules["model.layers.1.self_attn.q_proj"]
     code, out, err = run("apply", pack, "--model", folder, "--dry-run", "--json")
     assert code == 0 and json.loads(out)["geometry"] == "checked", err
-    code, out, err = run(
-        "generate", "--model", folder, "--pack", pack, "--prompt", "a", "--max-tokens", 3, "--raw"
+    code, _, err = run(
+        *("generate", "--model", folder, "--pack", pack),
+        *("--prompt", "a", "--max-tokens", 3, "--raw"),
     )
     assert code == 0, err
 
@@ -160,4 +137,4 @@ def test_train_inspect_apply_and_generate_with_experts(run, tmp_path):
 
     edit_manifest(pack, more_experts)
     assert run("apply", pack, "--model", folder, "--dry-run")[0] == 2
-    check(run.error, "mismatch", None, "adapters.safetensors: ", "(4, 2, 32)", "(5, 2, 32)")
+    check(run.error, "mismatch", None, "adapters.safetensors: ", "(4, 2, 64)", "(5, 2, 64)")

@@ -22,7 +22,7 @@ from mlx_packs.objectives.shared_prefix import why_not_shared
 from mlx_packs.packs.base import Base
 from mlx_packs.runtime import mx
 from tests.helpers.families import family_base
-from tests.helpers.family_sweep import FAMILIES, recomputed_sweep, sweep
+from tests.helpers.family_sweep import FAMILIES, REPRESENTATIVE, recomputed_sweep, sweep
 from tests.helpers.interpreter import run_python
 from tests.helpers.models import SMALL_FAMILIES, base_of
 from tests.helpers.steps import adapted, fill_b
@@ -38,11 +38,14 @@ from tests.helpers.trees import (
     tree_of,
 )
 
-POLICIES = ("none", "selective", "block")
+ROOT = 6
+ROOTED = ordinary_batch(examples_with_prefixes((5, 11, 7), root=ROOT))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("family", ["qwen3", "gpt2", "gemma3_text"])
+@pytest.mark.parametrize(
+    ("family", "policy"),
+    [("qwen3", "none"), ("qwen3", "selective"), ("qwen3", "block"), ("gemma3_text", "block")],
+)
 def test_gradients_reach_the_prefix_through_recomputation(family, policy):
     """Keys and values are arguments and results of what is recomputed: none hides in a cache."""
     attached, head = adapted(base_of(family, **SMALL_FAMILIES[family]), recompute=policy)
@@ -51,8 +54,10 @@ def test_gradients_reach_the_prefix_through_recomputation(family, policy):
 
 @pytest.mark.parametrize("family", sweep([f for f in FAMILIES if f not in FALLS_BACK]))
 def test_a_tree_has_the_loss_and_gradients_of_its_rows(family):
+    """On both levels, since prefixes begin alike; the probe finds that, too."""
     attached, head = adapted_family(family)
-    check_equal(attached.model, head)
+    half = 2.5e-6 if family.startswith("gemma4") else 2e-6  # of its rows alone 2.2e-6
+    check_equal(attached.model, head, ROOTED, root=ROOT, half=half)
     assert why_not_shared(attached.model, head, 128) is None
 
 
@@ -61,8 +66,10 @@ def test_a_tree_has_the_loss_and_gradients_of_its_rows(family):
     recomputed_sweep([f for f in FAMILIES if f not in FALLS_BACK | FALLS_BACK_RECOMPUTED]),
 )
 def test_a_recomputed_tree_has_the_loss_and_gradients_of_its_rows(family, policy):
+    """The probe asks that, of families beyond the representative ones alone."""
     attached, head = adapted_family(family, policy)
-    check_equal(attached.model, head)
+    if family in REPRESENTATIVE:
+        check_equal(attached.model, head)
     assert why_not_shared(attached.model, head, 128) is None
 
 
@@ -73,31 +80,22 @@ def test_any_number_of_groups_and_of_rows(groups, lengths):
     check_equal(attached.model, head, batch, groups)
 
 
-ROOT = 6
-ROOTED = ordinary_batch(examples_with_prefixes((5, 11, 7), root=ROOT))
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_prefixes_may_begin_alike(policy):
+@pytest.mark.parametrize("policy", ["selective", "block"])
+def test_recomputed_prefixes_may_begin_alike(policy):
     attached, head = adapted(base_of("qwen3", num_hidden_layers=3), 2, policy)
     check_equal(attached.model, head, ROOTED, root=ROOT)
 
 
-@pytest.mark.parametrize("family", sweep([f for f in FAMILIES if f not in FALLS_BACK]))
-def test_prefixes_may_begin_alike_in_every_family(family):
-    attached, head = adapted_family(family)
-    half = 2.5e-6 if family.startswith("gemma4") else 2e-6  # of its rows alone 2.2e-6
-    check_equal(attached.model, head, ROOTED, root=ROOT, half=half)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["none", "selective", "block"])
 def test_blocks_below_the_adapters_leave_keys_without_a_gradient(policy):
     attached, head = adapted(base_of("qwen3", num_hidden_layers=3), 1, policy)
     check_equal(attached.model, head)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
+@pytest.mark.parametrize(
+    ("family", "policy"),
+    [("qwen3", "none"), ("qwen3", "selective"), ("qwen3", "block"), ("qwen3_next", "block")],
+)
 def test_all_parameters_may_train(family, policy):
     attached = attach(family_base(family), LoRAConfig(rank=2))
     attached.recompute(policy)
@@ -106,7 +104,7 @@ def test_all_parameters_may_train(family, policy):
     check_equal(attached.model, None)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "gpt2", "deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "deepseek_v3", "qwen3_next"])
 def test_a_suffix_of_one_input(family):
     """Models compute a single input in their own way, as while generating."""
     attached, head = adapted_family(family)
@@ -142,8 +140,10 @@ def four_bit_base() -> Base:
     return base
 
 
-@pytest.mark.parametrize("matmul_path", ["quantized", "transient", "dense"])
-@pytest.mark.parametrize("make", [four_bit_base, nf4_base])
+@pytest.mark.parametrize(
+    ("make", "matmul_path"),
+    [(four_bit_base, "quantized"), (four_bit_base, "transient"), (nf4_base, "transient")],
+)
 def test_every_matmul_path(make, matmul_path):
     attached = attach(make(), LoRAConfig(rank=2), None, matmul_path)
     fill_b(attached)
@@ -152,7 +152,7 @@ def test_every_matmul_path(make, matmul_path):
     check_equal(attached.model, head)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt2", "qwen3_next"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
 def test_evaluation_scores_the_rows(family):
     attached, head = adapted_family(family)
     attached.model.eval()
