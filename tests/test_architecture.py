@@ -1,13 +1,15 @@
 """The order of packages: each imports only from those above it, deferred imports included."""
 
 import ast
-from collections.abc import Iterator
+import re
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
+from mlx_packs.late import load
+from mlx_packs.training.observers.registry import OBSERVERS
 from tests.helpers.imports import PACKAGE, imported_modules, imported_names
 
 # A package (or module at the top) imports only from those above it, and from itself.
@@ -44,18 +46,24 @@ def imports_between_units() -> dict[tuple[str, str], set[str]]:
     return edges
 
 
-def test_every_package_has_its_place_in_the_order():
+def test_packages_have_a_place_and_import_only_from_above():
     units = {unit_of(file) for file in PACKAGE.rglob("*.py")} - set(ENTRY_POINTS)
     assert units == set(LAYERS)
-
-
-def test_packages_import_only_from_above():
     upward = {
         (unit, imported): files
         for (unit, imported), files in imports_between_units().items()
         if imported not in LAYERS[: LAYERS.index(unit)]
     }
     assert set(upward) == UPWARD, upward
+
+
+@pytest.fixture(scope="module")
+def nodes_of() -> dict[str, list[ast.AST]]:
+    """The syntax tree of every module, as a list of its nodes."""
+    return {
+        file.relative_to(PACKAGE).as_posix(): list(ast.walk(ast.parse(file.read_bytes())))
+        for file in sorted(PACKAGE.rglob("*.py"))
+    }
 
 
 @pytest.mark.parametrize("package", [PACKAGE, PACKAGE.parent / "benchmarks"], ids=lambda p: p.name)
@@ -70,10 +78,8 @@ def test_no_module_imports_itself_by_way_of_others(package):
         raise AssertionError(cycle) from None
 
 
-@pytest.mark.parametrize("package", ["cpu", "extras"])
-def test_packages_that_are_only_loaded_by_name(package):
-    users = {unit for unit, imported in imports_between_units() if imported == package}
-    assert not users
+def test_packages_that_are_only_loaded_by_name():
+    assert not {edge for edge in imports_between_units() if edge[1] in ("cpu", "extras")}
 
 
 SATELLITES = set("sweeps convert serving bench layers extras cli".split())
@@ -97,30 +103,22 @@ FACADES = {
 }
 
 
-def test_modules_have_at_most_600_lines_and_functions_80():
-    long_modules, long_functions = set(), []
-    for file in sorted(PACKAGE.rglob("*.py")):
-        text = file.read_text(encoding="utf-8")
-        name = file.relative_to(PACKAGE).as_posix()
-        if text.count("\n") > 600:
-            long_modules.add(name)
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                lines = (node.end_lineno or 0) - node.lineno + 1
-                if lines > 80:
-                    long_functions.append(f"{name}:{node.lineno} {node.name}: {lines} lines")
+def test_functions_and_modules_are_short_and_take_few_parameters(nodes_of):
+    long_modules, long_functions, facades = set(), [], set()
+    for file, nodes in nodes_of.items():
+        if (PACKAGE / file).read_text(encoding="utf-8").count("\n") > 600:
+            long_modules.add(file)
+        for node in nodes:
+            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                continue
+            lines = (node.end_lineno or 0) - node.lineno + 1
+            if lines > 80:
+                long_functions.append(f"{file}:{node.lineno} {node.name}: {lines} lines")
+            arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+            if len([a for a in arguments if a.arg not in ("self", "cls")]) > 8:
+                facades.add(node.name)
     assert long_modules == set(LONG_MODULES)
     assert not long_functions
-
-
-def test_only_facades_take_more_than_eight_parameters():
-    facades = set()
-    for file in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
-                if len([a for a in arguments if a.arg not in ("self", "cls")]) > 8:
-                    facades.add(node.name)
     assert facades == FACADES
 
 
@@ -168,29 +166,22 @@ PARSERS = {
 WRITES = {"w", "wb", "a", "ab"}
 
 
-def reads_of(file: Path) -> Iterator[int]:
-    """Lines of a module that open or parse a file; what was just written as text does not count."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if not isinstance(node, ast.Call):
-            continue
-        function = ast.unparse(node.func)
-        owner, _, name = function.rpartition(".")
-        modes = {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
-        written = [ast.unparse(arg).startswith(("json.dumps", "to_json")) for arg in node.args]
-        is_bounded = function == "read_text"  # that of `reading`, not of a path
-        reads = name in READS and owner != "Pack" and not modes & WRITES and not is_bounded
-        if reads or (function in PARSERS and not any(written)):
-            yield node.lineno
+def is_read(node: ast.AST) -> bool:
+    """Whether a call opens or parses a file; what was just written as text does not count."""
+    if not isinstance(node, ast.Call):
+        return False
+    function = ast.unparse(node.func)
+    owner, _, name = function.rpartition(".")
+    modes = {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
+    written = [ast.unparse(arg).startswith(("json.dumps", "to_json")) for arg in node.args]
+    is_bounded = function == "read_text"  # that of `reading`, not of a path
+    reads = name in READS and owner != "Pack" and not modes & WRITES and not is_bounded
+    return reads or (function in PARSERS and not any(written))
 
 
-def test_files_of_others_are_read_by_one_module():
-    lines = {
-        file.relative_to(PACKAGE).as_posix(): lines
-        for file in sorted(PACKAGE.rglob("*.py"))
-        if (lines := list(reads_of(file)))
-    }
-    lines.pop("reading.py")
-    assert set(lines) <= set(OWN_READERS), lines
+def test_files_of_others_are_read_by_one_module(nodes_of):
+    readers = {file for file, nodes in nodes_of.items() if any(map(is_read, nodes))}
+    assert readers - {"reading.py"} <= set(OWN_READERS)
 
 
 # What writes to a terminal, all of it through `terminal.echo` or of text that is `printable`.
@@ -216,25 +207,49 @@ def writes_to_a_terminal(node: ast.AST) -> bool:
     return isinstance(node, ast.Attribute) and ast.unparse(node) in ("sys.stdout", "sys.stderr")
 
 
-def test_only_three_modules_write_to_a_terminal():
-    writers = {
-        file.relative_to(PACKAGE).as_posix()
-        for file in PACKAGE.rglob("*.py")
-        if any(map(writes_to_a_terminal, ast.walk(ast.parse(file.read_text(encoding="utf-8")))))
-    }
+def test_only_three_modules_write_to_a_terminal(nodes_of):
+    writers = {file for file, nodes in nodes_of.items() if any(map(writes_to_a_terminal, nodes))}
     # the harness prints, and stdout is for results
     assert writers - {"evaluation/lm_eval.py"} == OUTPUT
 
 
-def test_raw_text_is_found_wherever_it_is_printed():
-    for text in (
-        "print(x)",
-        "click.echo(x)",
-        "from click import echo",
-        "from sys import stdout",
-        "import rich.console",
-        "def f():\n    from rich import print",
-        "sys.stderr.write(x)",
-    ):
-        assert any(map(writes_to_a_terminal, ast.walk(ast.parse(text)))), text
-    assert not any(map(writes_to_a_terminal, ast.walk(ast.parse("echo(x)\nsys.stdin.read()"))))
+PRIVATE = {"_tokenizer": "mlx-lm", "_chat_template": "mlx-lm", "_no_grad": "mlx"}
+
+
+def private_names(node: ast.AST) -> list[tuple[str, str]]:
+    """Names with an underscore that a node takes from mlx and mlx-lm, each with its package."""
+    if isinstance(node, ast.ImportFrom) and not node.level:
+        package = {"mlx_lm": "mlx-lm", "mlx": "mlx"}.get((node.module or "").split(".")[0])
+        return [(package, a.name) for a in node.names if package and a.name.startswith("_")]
+
+    name = None
+    if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self":
+        name = node.attr
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        name = node.value
+    return [(PRIVATE[name], name)] if name in PRIVATE else []
+
+
+def test_private_names_of_mlx_are_known(nodes_of):
+    """Their packages have upper bounds in pyproject.toml (test_policy.py)."""
+    nodes = (node for nodes in nodes_of.values() for node in nodes)
+    assert {name for node in nodes for name in private_names(node)} == {
+        *(("mlx-lm", name) for name in ("_byte_decoder", "_get_classes")),
+        *((package, name) for name, package in PRIVATE.items()),
+    }
+
+
+LATE_NAME = re.compile(r"(?:\w+\.)+\w+:\w+(?:\.\w+)*")
+
+
+def test_every_name_that_is_loaded_late_exists(nodes_of):
+    names = {f"training.observers.{name}" for name in OBSERVERS.values() if isinstance(name, str)}
+    for file, nodes in nodes_of.items():
+        text = (PACKAGE / file).read_text(encoding="utf-8")
+        if re.search(r"late import load|import (\w+, )*late\b", text):
+            strings = {node.value for node in nodes if isinstance(node, ast.Constant)}
+            names |= {s for s in strings if isinstance(s, str) and LATE_NAME.fullmatch(s)}
+
+    assert "cpu.blas:bind" in names and len(names) > 8
+    for name in names:
+        assert load(name) is not None, name

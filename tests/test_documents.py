@@ -43,35 +43,36 @@ def commands(document: str) -> list[list[str]]:
     return [args for _, block in blocks for args in documents.commands(block)]
 
 
-WITH_COMMANDS = [document for document in GUIDES if commands(document)]
+def test_relative_links_lead_to_a_file_and_a_heading():
+    text = "[a](merge.md#written-formats) [b](merge.md#nothing) ![c](../x.svg) [d](https://x.y)"
+    example = documents.broken_links(documents.parse("docs/x.md", text))
+    assert example == ["merge.md#nothing", "../x.svg"]
+
+    broken = {page: documents.broken_links(documents.read(page)) for page in DOCUMENTS}
+    assert not {page: links for page, links in broken.items() if links}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_relative_links_lead_to_a_file_and_a_heading(document):
-    assert not documents.broken_links(documents.read(document))
-
-
-def test_broken_links_are_found():
-    text = (
-        "[a](merge.md#written-formats) [b](merge.md#nothing) ![c](../nothing.svg) [d](https://x.y)"
-    )
-    assert documents.broken_links(documents.parse("docs/x.md", text)) == [
-        "merge.md#nothing",
-        "../nothing.svg",
-    ]
-
-
-@pytest.mark.parametrize("document", WITH_COMMANDS)
-def test_commands_and_their_flags_exist(document):
+def test_commands_and_their_flags_exist():
     root = click.Context(packs, **packs.context_settings)
-    for name, *args in commands(document):
-        command = packs.get_command(root, name)
-        assert command, name
-        with command.make_context(f"packs {name}", args, root) as context:
-            if name == "train" and not context.params["configs"]:
-                given = {k: v for k, v in context.params.items() if k in SETTINGS}
-                flags = {k: v for k, v in given.items() if v is not None}
-                recipe_of(flags, RecipeFiles())  # checks values
+    for document in GUIDES:
+        for name, *args in commands(document):
+            command = packs.get_command(root, name)
+            assert command, (document, name)
+            with command.make_context(f"packs {name}", args, root) as context:
+                if name == "train" and not context.params["configs"]:
+                    given = {k: v for k, v in context.params.items() if k in SETTINGS}
+                    flags = {k: v for k, v in given.items() if v is not None}
+                    recipe_of(flags, RecipeFiles())  # checks values
+
+
+def test_files_that_a_document_names_exist():
+    missing = []
+    for page in ("runbook.md", "docs/decisions.md", "docs/systems.md", "docs/performance.md"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        for path in re.findall(r"(?<![\w./])(\.?(?:[\w-]+/)+[\w-]+\.py)\b", text):
+            if not (ROOT / path).exists() and not (ROOT / "mlx_packs" / path).exists():
+                missing.append((page, path))
+    assert not missing
 
 
 def test_own_variables_of_the_environment_are_documented():

@@ -2,8 +2,6 @@
 
 import re
 
-import pytest
-
 from benchmarks.plan_table import BATCHES, FITTED, fits
 from mlx_packs.cli.main import COMMANDS
 from mlx_packs.config import choices
@@ -33,12 +31,9 @@ def test_security_counts_the_kinds_of_input_that_are_fuzzed():
     assert f"Mutants of {len(KINDS)} kinds of input" in text("SECURITY.md")
 
 
-@pytest.mark.parametrize("page", ["docs/methods.md", "docs/formats.md"])
-def test_every_method_is_named(page):
-    assert not [name for name in choices.METHODS if f"`{name}`" not in text(page)]
-
-
-def test_kernels_are_those_of_the_folder():
+def test_methods_and_kernels_are_named():
+    for page in ("docs/methods.md", "docs/formats.md"):
+        assert not [name for name in choices.METHODS if f"`{name}`" not in text(page)], page
     folders = {path.parent.name for path in (ROOT / "kernels").glob("*/*.metal")}
     for page in ("kernels/README.md", "docs/kernels.md", "CHANGELOG.md"):
         assert not [name for name in folders if name not in text(page)], page

@@ -28,18 +28,16 @@ def pyright(*paths: Path) -> str:
     return "" if summary.startswith("0 errors") else result.stdout
 
 
-def test_examples_pass_pyright():
-    assert not pyright(ROOT / "examples")
-
-
-WITH_PYTHON = [document for document in GUIDES if list(read(document).blocks("python"))]
-
-
-@pytest.mark.parametrize("document", WITH_PYTHON)
-def test_the_python_of_the_documents_passes_pyright(document, tmp_path):
-    blocks = [text for _, text in read(document).blocks("python")]
-    (tmp_path / "page.py").write_text("\n".join(blocks))  # later blocks use names of earlier ones
-    assert not pyright(tmp_path)
+def test_examples_and_the_python_of_the_documents_pass_pyright(tmp_path):
+    for document in GUIDES:
+        blocks = [text for _, text in read(document).blocks("python")]
+        file = tmp_path / f"{document.replace('/', '_').removesuffix('.md')}.py"
+        file.write_text("\n".join(blocks))  # later blocks use names of earlier ones
+    (tmp_path / "first_settings.py").write_text(
+        "import mlx_packs as mp\nmp.DataConfig([{'text': 'a'}])\n"
+        "mp.TrainConfig('dpo', 'lora', 100, 1.5, 4, 512, beta=0.2, learning_rate=1e-4)\n"
+    )
+    assert not pyright(ROOT / "examples", tmp_path)
 
 
 def test_pyright_sees_what_is_wrong(tmp_path):
@@ -48,14 +46,6 @@ def test_pyright_sees_what_is_wrong(tmp_path):
     )
     lines = pyright(tmp_path)
     assert '"iters"' in lines and '"no_such_name"' in lines
-
-
-def test_pyright_knows_the_first_settings_by_their_position(tmp_path):
-    (tmp_path / "settings.py").write_text(
-        "import mlx_packs as mp\nmp.DataConfig([{'text': 'a'}])\n"
-        "mp.TrainConfig('dpo', 'lora', 100, 1.5, 4, 512, beta=0.2, learning_rate=1e-4)\n"
-    )
-    assert not pyright(tmp_path)
 
 
 @pytest.mark.parametrize(

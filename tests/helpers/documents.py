@@ -5,6 +5,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from markdown_it import MarkdownIt
@@ -52,6 +53,7 @@ class Document:
         return posixpath.normpath(posixpath.join(posixpath.dirname(self.path), link))
 
 
+@cache
 def read(path: str) -> Document:
     """Read a document by its path from the root of the repository."""
     return parse(path, (ROOT / path).read_text(encoding="utf-8"))

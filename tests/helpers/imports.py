@@ -1,36 +1,36 @@
 """Which module of the package imports which, read from the sources."""
 
 import ast
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "mlx_packs"
 
 
-def imported_names(file: Path, typing: bool = True, package: Path = PACKAGE) -> Iterator[str]:
+def imported_names(file: Path, typing: bool = True, package: Path = PACKAGE) -> list[str]:
     """Dotted names of all that a file of a package imports, wherever the import stands.
 
     typing: whether imports under ``if TYPE_CHECKING`` count.
     """
+    return [name for name, is_type in _imports(file, package) if typing or not is_type]
+
+
+@cache
+def _imports(file: Path, package: Path) -> list[tuple[str, bool]]:
+    """Each imported name, and whether the import is for types only."""
     parents = [package.name, *file.relative_to(package).parts[:-1]]
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    ignored = set() if typing else set(_of_types(tree))
+    names, of_types = [], set()
     for node in ast.walk(tree):
-        if node in ignored:
-            continue
-        if isinstance(node, ast.ImportFrom):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            of_types.update(ast.walk(node))
+        elif isinstance(node, ast.ImportFrom):
             prefix = parents[: len(parents) - node.level + 1] if node.level else []
             module = ".".join([*prefix, *((node.module or "").split("."))]).strip(".")
-            yield from (f"{module}.{alias.name}" for alias in node.names)
+            names += [(f"{module}.{alias.name}", node in of_types) for alias in node.names]
         elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-
-
-def _of_types(tree: ast.AST) -> Iterator[ast.AST]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            yield from ast.walk(node)
+            names += [(alias.name, node in of_types) for alias in node.names]
+    return names
 
 
 @cache

@@ -113,6 +113,7 @@ RULES = {
         "A step takes 2 s.",
     ),
 }
+NOUN = "P7: a noun as a heading; not: What, How"
 HEADING = _rule(
     r"^(?:What|How|Where|When|Which|Who)\b(?![^?]*\?)", "How fast it is", "Throughput", re.M
 )
@@ -129,7 +130,7 @@ def breaks_of_page(page: documents.Document) -> Iterator[Break]:
     """The places of a page that break a rule."""
     for line, is_heading, text in _passages(page):
         if is_heading and HEADING.pattern.search(text):
-            yield Break(line, "P7: a noun as a heading; not: What, How", text)
+            yield Break(line, NOUN, text)
         for rule, place in breaks(text):
             yield Break(line, rule, place)
 
@@ -146,8 +147,10 @@ def mean_words(page: documents.Document) -> float:
 
 def _passages(page: documents.Document) -> Iterator[tuple[int, bool, str]]:
     """Line, whether it is a heading, and text of each paragraph, item, cell and heading."""
-    written = _GENERATED.sub(lambda block: "\n" * block[0].count("\n"), page.text)
-    for before, token in pairwise(documents.parse(page.path, written).tokens):
+    if _GENERATED.search(page.text):
+        written = _GENERATED.sub(lambda block: "\n" * block[0].count("\n"), page.text)
+        page = documents.parse(page.path, written)
+    for before, token in pairwise(page.tokens):
         if token.type != "inline":
             continue
         text = "".join(
