@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlx_packs import Pack, train_pack
+from mlx_packs import Pack, load_base
 from mlx_packs.errors import PackError
 from mlx_packs.packs.compatibility import check_fit
 from mlx_packs.runtime import mx
@@ -15,7 +15,7 @@ from mlx_packs.training.checkpoint import read_training_state
 from mlx_packs.training.run_folder import check_resumable, latest_checkpoint, read_metrics
 from tests.helpers.checkpoints import attached_logits, write_checkpoint
 from tests.helpers.damage import bits_to_flip, flip_bit
-from tests.helpers.runs import LORA, TRAIN
+from tests.helpers.packs import random_pack
 
 SAMPLE, ALL = 14, 340  # flips of the files of each kind, in the default suite and in the slow set
 
@@ -103,9 +103,9 @@ def test_flips_in_a_pack_are_noticed_or_harmless(trained_copy, count):
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_flips_in_a_base_are_noticed_or_harmless(trained, tmp_path, monkeypatch, count):
+def test_flips_in_a_base_are_noticed_or_harmless(tmp_path, monkeypatch, count):
     base = write_checkpoint(tmp_path / "base")
-    pack = train_pack(str(base), trained / "d", LORA, TRAIN, tmp_path / "p").pack
+    pack = random_pack(load_base(str(base))).save(tmp_path / "p")
     expected = attached_logits(pack, base).tobytes()
 
     def changed(where, path, names):

@@ -57,7 +57,7 @@ def test_figures_of_table_grow_with_generation_and_size():
     assert chip("NVIDIA H200").matrix_units
 
 
-@pytest.mark.parametrize("name", ["Apple M9 Max", "Apple Paravirtual device", "NVIDIA L4", ""])
+@pytest.mark.parametrize("name", ["Apple M9 Max", ""])
 def test_an_unknown_chip_is_measured_once_and_remembered(gpu, name):
     gpu(name)
     assert chip() is None and chip(name) is None
@@ -93,6 +93,7 @@ def test_a_known_chip_is_not_measured_unless_asked_for(gpu):
     assert chip() == chip("Apple M3 Max")  # the table is the table
 
 
+@pytest.mark.slow
 def test_rates_are_measured_on_this_machine():
     assert chips._copied_gb_s() > 0.01
     assert chips._product_tflops(mx.float32) > 1e-4

@@ -30,7 +30,7 @@ def terminal(monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 100])
+@pytest.mark.parametrize("width", [40, 100])
 def test_a_line_is_wrapped_between_words_below_its_label(terminal, width):
     display, shown = terminal(width)
     display.line("lora", LORA)
@@ -66,9 +66,9 @@ def test_words_stay_whole_and_wide_characters_count_twice():
     assert wrapped("", 9) == [""] and wrapped("a    b", 9) == ["a    b"]
 
 
-@pytest.mark.parametrize("line", ["layer        |A|     |B|   |A-B|", "packs/notes  tiny  2.1  16"])
-def test_only_lines_with_a_label_are_wrapped(line):
-    assert hanging(line, 20) == line
+def test_only_lines_with_a_label_are_wrapped():
+    for line in ("layer        |A|     |B|   |A-B|", "packs/notes  tiny  2.1  16"):
+        assert hanging(line, 20) == line
     assert hanging("sample  one two three", 15) == "sample  one two\n        three"
 
 

@@ -48,12 +48,6 @@ def test_memory_limits_restore_the_cache_limit_when_wiring_fails(monkeypatch):
         mx.set_cache_limit(before)
 
 
-def test_memory_limits_wire_nothing_without_metal(monkeypatch):
-    monkeypatch.setattr(mx, "set_wired_limit", None)
-    with runtime.memory_limits():
-        pass
-
-
 def test_memory_limits_wire_nothing_on_the_cpu_of_a_mac(monkeypatch):
     wired = stand_in_for_metal(monkeypatch)
     monkeypatch.setattr(runtime, "on_cpu", lambda: True)

@@ -32,8 +32,7 @@ def targets_of(batch) -> list[int]:
     return sorted(batch.inputs["targets"][: batch.targets].tolist())
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("count", [4, 3, 1])
+@pytest.mark.parametrize(("size", "count"), [(1, 4), (2, 3), (4, 1)])
 def test_shares_of_a_batch_are_the_batch(size, count):
     examples = [example(length) for length in (9, 5, 7, 3)]
     batch = make_batch(examples, range(count), 4, 32)
@@ -115,9 +114,8 @@ def connected(size: int, versions: list[dict]) -> list:
 
 
 def test_ranks_find_each_other():
-    links = connected(3, [{"mlx": "1"}] * 3)
-    assert all(isinstance(each, link.Link) for each in links)
-    for each in links:
+    for each in connected(3, [{"mlx": "1"}] * 3):
+        assert isinstance(each, link.Link)
         each.close()
 
 
