@@ -9,11 +9,11 @@ import pytest
 from benchmarks import graph, history, report
 from benchmarks.apple_gpu import command, costs, lazy_graph, libmlx, trees
 from benchmarks.apple_gpu import epoch as epoch_module
-from benchmarks.apple_gpu.capture import MLX_LM, OURS, Failed, StepJob, capture
+from benchmarks.apple_gpu.capture import MLX_LM, OURS, StepJob
 from benchmarks.apple_gpu.peak import Queue, evaluation_order, peak_bytes
 from benchmarks.apple_gpu.published import TASK, compare, predicted_s
 from benchmarks.apple_gpu.seconds import CHIPS, STEP_S, TRACE_S, rate, seconds
-from benchmarks.apple_gpu.step import lay_out
+from benchmarks.apple_gpu.step import Costs, Step, lay_out
 from benchmarks.apple_gpu.trees import TreeShape
 from benchmarks.workloads import QWEN3_4B
 from tests.helpers.memory import active_bytes
@@ -36,56 +36,46 @@ def _supported():
         pytest.skip(str(error))
 
 
-@pytest.fixture(scope="module")
-def steps():
-    """Steps of mlx-lm by recompute, and ours by matmul path and recompute."""
-    jobs = {(MLX_LM, policy): StepJob(QWEN3_4B, 1, 2048, recompute=policy)
-            for policy in MLX_LM_PRIMITIVES}  # fmt: skip
-    jobs |= {
-        (OURS, path, policy): StepJob(QWEN3_4B, 1, 2048, path=path, recompute=policy)
-        for path, policy in LIMITS
-    }
-    return dict(zip(jobs, lay_out([(key[0], job) for key, job in jobs.items()]), strict=True))
-
-
-@pytest.mark.parametrize("way", LIMITS, ids=" ".join)
-def test_a_block_dispatches_few_primitives(steps, way):
-    primitives, gigabytes = LIMITS[way]
-    block = steps[(OURS, *way)].block
-    assert block.primitives <= primitives
-    assert block.bytes / 1e9 <= gigabytes
-
-
-@pytest.mark.skipif(version("mlx-lm") != "0.32.2", reason="counted of mlx-lm 0.32.2")
-def test_mlx_lms_primitives_are_counted_alike(steps):
-    counted = {policy: steps[MLX_LM, policy].block.primitives for policy in MLX_LM_PRIMITIVES}
-    assert counted == MLX_LM_PRIMITIVES
-
-
-def test_a_block_has_the_products_of_a_right_step(steps):
+def check_products(step, times: int) -> None:
     """Forward and input gradient of all projections; recomputed, all but the last come again."""
     last, others = 2560 * 9728, 2560 * (2 * 4096 + 2 * 1024 + 2 * 9728)
-    for (_, *path, policy), step in steps.items():
-        fused = {kind.split()[0] for kind in step.block_kinds}
-        assert {"ScaledDotProductAttentionVJP", "RMSNormVJP", "RoPE", "Compiled"} <= fused
-        if path == ["transient"]:
-            continue
-        kinds = [kind for kind in step.block_kinds if kind.startswith("QuantizedMatmul")]
-        operations = sum(step.block_kinds[kind].operations for kind in kinds)
-        times = 6 if policy == "block" else 4
-        assert operations == 2048 * (times * others + 4 * last)
-
-
-def test_recomputing_blocks_trades_time_for_memory(steps):
-    kept, recomputed = (steps[OURS, "quantized", policy].whole for policy in ("none", "block"))
-    assert recomputed.peak_bytes < 0.1 * kept.peak_bytes
-    assert 1.2 < recomputed.seconds["M3 Max"] / kept.seconds["M3 Max"] < 1.4
+    fused = {kind.split()[0] for kind in step.block_kinds}
+    assert {"ScaledDotProductAttentionVJP", "RMSNormVJP", "RoPE", "Compiled"} <= fused
+    kinds = [kind for kind in step.block_kinds if kind.startswith("QuantizedMatmul")]
+    operations = sum(step.block_kinds[kind].operations for kind in kinds)
+    assert operations == 2048 * (times * others + 4 * last)
 
 
 @pytest.mark.slow
-def test_a_failed_capture_says_why_in_one_line():
-    with pytest.raises(Failed, match=r"^mlx_packs: \w+Error: .* \(\w+\.py:\d+\)$"):
-        capture(OURS, [StepJob(QWEN3_4B | {"num_hidden_layers": 1}, 1, 8, path="nowhere")])
+def test_a_block_dispatches_few_primitives():
+    job = StepJob(QWEN3_4B, 1, 2048)
+    asked = [(MLX_LM, dataclasses.replace(job, recompute=policy)) for policy in MLX_LM_PRIMITIVES]
+    asked += [(OURS, dataclasses.replace(job, path=way[0], recompute=way[1])) for way in LIMITS]
+    theirs, theirs_recomputed, *ours = lay_out(asked)
+    if version("mlx-lm") == "0.32.2":  # of which they were counted
+        counted = [each.block.primitives for each in (theirs, theirs_recomputed)]
+        assert counted == list(MLX_LM_PRIMITIVES.values())
+    for (primitives, gigabytes), step in zip(LIMITS.values(), ours, strict=True):
+        assert step.block.primitives <= primitives, step.name
+        assert step.block.bytes / 1e9 <= gigabytes, step.name
+
+    kept, _, recomputed = ours
+    for step, times in ((theirs, 4), (theirs_recomputed, 6), (kept, 4), (recomputed, 6)):
+        check_products(step, times)
+    assert recomputed.whole.peak_bytes < 0.1 * kept.whole.peak_bytes
+    assert 1.2 < recomputed.whole.seconds["M3 Max"] / kept.whole.seconds["M3 Max"] < 1.4
+
+
+# A step with made-up costs, for what only adds them up.
+COSTS = Costs(100.0, 90.0, 4e9, 1e12, 1e9, {chip: 0.01 for chip in CHIPS})
+STEP = Step(OURS, StepJob(QWEN3_4B, 1, 2048), 2048, COSTS, {}, COSTS, 0)
+
+
+@pytest.fixture
+def laid_out(monkeypatch):
+    """`steps` lays out this step, as if it were the one of both implementations."""
+    theirs = dataclasses.replace(STEP, implementation=MLX_LM)
+    monkeypatch.setattr(command, "lay_out", lambda *_: [theirs, theirs, STEP])
 
 
 def graph_of(outputs: list[mx.array], leaves: list[mx.array]) -> costs.Graph:
@@ -196,66 +186,56 @@ def test_kernels_of_ours_are_priced_as_declared():
     assert (op.bytes, op.operations, op.rate) == (4096, 1e9, "kernel product")
 
 
-def test_an_epoch_sums_batches_and_compiles_each_step_once(steps, monkeypatch):
-    step = steps[OURS, "quantized", "none"]
+def test_an_epoch_sums_batches_and_compiles_each_step_once(monkeypatch):
     batches = [(4, 64, 256, 0), (4, 64, 256, 0), (4, 64, 256, 1), (4, 32, 128, 0)]
     monkeypatch.setattr(epoch_module, "capture", lambda *_: [batches])
-    monkeypatch.setattr(epoch_module, "lay_out", lambda asked, _: [step] * len(asked))
+    monkeypatch.setattr(epoch_module, "lay_out", lambda asked, _: [STEP] * len(asked))
     examples = epoch_module.Examples(40, 0.5, 0.5, 12, 64)
     (result,) = epoch_module.epochs([(OURS, StepJob(QWEN3_4B, 4, 0))], examples, ["M2 Pro"])
-    whole = step.whole.seconds["M2 Pro"]
-    compiled = 3 * TRACE_S * step.whole.primitives
+    whole = STEP.whole.seconds["M2 Pro"]
+    compiled = 3 * TRACE_S * STEP.whole.primitives
     assert result.seconds["M2 Pro"] == pytest.approx(4 * whole + compiled)
     assert (result.batches, result.steps, result.targets) == (4, 3, examples.targets())
     assert result.fill == sum(n - 1 for n in examples.lengths()) / (3 * 4 * 64 + 4 * 32)
 
 
-def test_the_command_prints_and_records_steps(steps, monkeypatch, tmp_path, capsys):
-    ways = [(MLX_LM, "none"), (MLX_LM, "block"), (OURS, "transient", "none")]
-    monkeypatch.setattr(command, "lay_out", lambda asked, *_: [steps[way] for way in ways])
+def test_the_command_prints_and_records_steps(laid_out, tmp_path, capsys):
     file = tmp_path / "history.jsonl"
-    arguments = ["steps", "--model", "qwen3-4b", "--batch", "1", "--path", "transient"]
+    arguments = ["steps", "--model", "qwen3-4b", "--batch", "1", "--path", "quantized"]
     assert graph.main([*arguments, "--chip", "m3-max,M4 Max", "--history", str(file)]) == 0
     printed = capsys.readouterr().out
     assert "no Mac was timed" in printed and max(map(len, printed.splitlines())) <= 100
-    records = [r for r in history.read(file) if r.implementation == "mlx_packs transient"]
+    records = [r for r in history.read(file) if r.implementation == "mlx_packs quantized"]
     values = {r.metric: r.p50 for r in records}
-    whole = steps[OURS, "transient", "none"].whole
-    assert values["primitives"] == whole.primitives
-    assert values["M3 Max"] == pytest.approx(whole.seconds["M3 Max"], rel=1e-3)
-    assert values["time over mlx-lm"] < 1 and "M2 Pro" not in values
+    assert values["primitives"] == STEP.whole.primitives
+    assert values["M3 Max"] == pytest.approx(STEP.whole.seconds["M3 Max"], rel=1e-3)
+    assert values["time over mlx-lm"] == 1 and "M2 Pro" not in values
     assert {r.device for r in records} == {"Apple GPUs, predicted (no Mac timed)"}
     assert STEP_S < values["M4 Max"]
 
 
-def test_a_run_has_one_date_so_that_a_report_shows_all_of_it(steps, monkeypatch, tmp_path):
+def test_a_run_has_one_date_so_that_a_report_shows_all_of_it(laid_out, monkeypatch, tmp_path):
     here, days = history.Environment.here(), iter("123456789")
     monkeypatch.setattr(
         history.Environment, "here", lambda: dataclasses.replace(here, date=next(days))
     )
-    ways = [(MLX_LM, "none"), (MLX_LM, "block"), (OURS, "transient", "none")]
-    monkeypatch.setattr(command, "lay_out", lambda asked, *_: [steps[way] for way in ways])
     file = tmp_path / "history.jsonl"
     models = ["--model", "qwen3-4b,llama3-8b"]
-    assert graph.main(["steps", *models, "--path", "transient", "--history", str(file)]) == 0
+    assert graph.main(["steps", *models, "--path", "quantized", "--history", str(file)]) == 0
     (run,) = report.latest(history.read(file))
     assert len({r.shape for r in run}) == 4
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_bad_options_are_named(capsys):
+    for arguments, message in (
         (["--model", "qwen9"], "no 'qwen9'; there are qwen3_4b"),
         (["--batch", "0"], "'0' is no number of 1 or more"),
         (["--supervised", "1.5"], "'1.5' has a share"),
         (["batches", "--length", "512"], "batches takes no --length"),
-        (["--examples", "9", "--length", "512"], "steps takes no --examples"),
-    ],
-)
-def test_bad_options_are_named(arguments, message, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        graph.main(arguments)
-    assert message in capsys.readouterr().err
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            graph.main(arguments)
+        assert message in capsys.readouterr().err
 
 
 def test_another_mlx_is_rejected_with_what_to_do(monkeypatch, capsys, tmp_path):
@@ -307,30 +287,21 @@ def test_a_tree_computes_a_prefix_once(monkeypatch, tmp_path, capsys):
     assert values[tree, "peak activations"] < 0.8 * values[rows, "peak activations"]
 
 
-@pytest.mark.parametrize(
-    ("rows", "share"), [(16, 0.68), (64, 0.68), (128, 0.85), (256, 1), (4096, 1), (None, 1)]
-)
-def test_products_of_few_rows_reach_less(rows, share):
-    kind, chip = "quantized product", CHIPS["M3 Max"]
-    assert rate(kind, chip, rows) == pytest.approx(share * rate(kind, chip))
-
-
-def test_emulated_bfloat16_slows_quantized_products_alone():
-    old, new = CHIPS["M1 Max"], CHIPS["M3 Max"]
+def test_products_of_few_rows_and_of_emulated_bfloat16_are_slower():
+    kind, new, old = "quantized product", CHIPS["M3 Max"], CHIPS["M1 Max"]
+    for rows, share in ((16, 0.68), (128, 0.85), (256, 1), (None, 1)):
+        assert rate(kind, new, rows) == pytest.approx(share * rate(kind, new)), rows
     nominal = old.matrix_tflops / new.matrix_tflops
-    slower = rate("quantized product", old) / rate("quantized product", new) / nominal
-    assert slower == pytest.approx(0.48 / 0.64)
+    assert rate(kind, old) / rate(kind, new) / nominal == pytest.approx(0.48 / 0.64)
     assert rate("product", old) / rate("product", new) == pytest.approx(nominal)
 
 
-@pytest.mark.parametrize(
-    ("queries", "keys", "share"), [(256, 256, 0.625), (128, 4096, 0.9921875), (8, 40, 1)]
-)
-def test_a_suffix_attends_to_the_whole_prefix(queries, keys, share):
-    rows, seen = (costs.Array((1, 4, n, 64), "bfloat16") for n in (queries, keys))
-    op = costs.Op("ScaledDotProductAttention", [rows, seen, seen], [rows], attributes=True)
-    costs._attention(op)
-    assert op.operations == 4 * 4 * queries * keys * 64 * share
+def test_a_suffix_attends_to_the_whole_prefix():
+    for queries, keys, share in ((256, 256, 0.625), (128, 4096, 0.9921875), (8, 40, 1)):
+        rows, seen = (costs.Array((1, 4, n, 64), "bfloat16") for n in (queries, keys))
+        op = costs.Op("ScaledDotProductAttention", [rows, seen, seen], [rows], attributes=True)
+        costs._attention(op)
+        assert op.operations == 4 * 4 * queries * keys * 64 * share
 
 
 @pytest.mark.slow

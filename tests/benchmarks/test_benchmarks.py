@@ -83,18 +83,7 @@ def test_speed_counts_supervised_tokens_where_batches_differ(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_unequal_losses_print_no_speed_and_exit_with_1(tmp_path, capsys, monkeypatch):
-    load, seeds = train_step.load, iter(range(9))
-    monkeypatch.setattr(train_step, "load", lambda g, model, _: load(g, model, next(seeds)))
-    file = tmp_path / "history.jsonl"
-    assert train_step.main([*QUICK, "--history", str(file)]) == 1
-    captured = capsys.readouterr()
-    assert captured.out == "" and "losses of mlx-lm" in captured.err
-    assert not file.exists()
-
-
-@pytest.mark.slow
-def test_a_loss_that_differs_only_after_the_update_is_seen(tmp_path, capsys, monkeypatch):
+def test_losses_that_differ_only_after_the_update_print_no_speed(tmp_path, capsys, monkeypatch):
     step = train_step.Ours.step
 
     def other_rate(self, batch):
@@ -102,8 +91,10 @@ def test_a_loss_that_differs_only_after_the_update_is_seen(tmp_path, capsys, mon
         return step(self, batch)
 
     monkeypatch.setattr(train_step.Ours, "step", other_rate)
-    assert train_step.main([*QUICK, "--history", str(tmp_path / "history.jsonl")]) == 1
-    assert capsys.readouterr().out == ""
+    file = tmp_path / "history.jsonl"
+    assert train_step.main([*QUICK, "--history", str(file)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and "losses of mlx-lm" in captured.err and not file.exists()
 
 
 def test_a_base_that_is_not_there_is_one_line_and_exit_2(tmp_path, capsys):
@@ -112,20 +103,16 @@ def test_a_base_that_is_not_there_is_one_line_and_exit_2(tmp_path, capsys):
     assert "nowhere" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        ["--no-such-option"],
-        ["--rounds", "0"],
-        ["--mlx-lm-rows", "5"],
-        ["--workload", "qwen3_4b_block", "--model", "somewhere"],
-    ],
-)
-def test_wrong_options_are_errors(wrong, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        train_step.main(wrong)
-    assert stopped.value.code == 2
-    assert wrong[-2 if len(wrong) > 1 else 0] in capsys.readouterr().err
+def test_wrong_options_are_errors(capsys):
+    for wrong, shown in (
+        (["--no-such-option"], "--no-such-option"),
+        (["--rounds", "0"], "--rounds"),
+        (["--mlx-lm-rows", "5"], "--mlx-lm-rows"),
+        (["--workload", "qwen3_4b_block", "--model", "somewhere"], "--model"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            train_step.main(wrong)
+        assert shown in capsys.readouterr().err
 
 
 def example(**changes) -> history.Record:
@@ -192,12 +179,14 @@ def test_stock_baseline_has_its_own_blas_and_compile_and_leaves_ours(monkeypatch
     "task, bench, shape",
     [
         ("grouped_lora", bench_grouped_lora, "qwen3_0_6b q/k/v, 1 rows, rank 8, forward"),
-        ("lora_qmv", bench_lora_qmv, "qwen3_0_6b q/k/v of 8 blocks, 1 rows"),
+        ("lora_qmv", bench_lora_qmv, "qwen3_0_6b q/k/v of 1 blocks, 1 rows"),
         ("multi_lora", bench_multi_lora, "1 x 1 rows, rank 16"),
         ("nf4", bench_nf4, "qwen3_0_6b q, 1 rows"),
     ],
 )
-def test_an_op_is_raced_in_turns_and_recorded(task, bench, shape, tmp_path, capsys):
+def test_an_op_is_raced_in_turns_and_recorded(task, bench, shape, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench_lora_qmv, "BLOCKS", 1)
+    monkeypatch.setattr(op_race, "_TURN_S", 1e-4)
     file = tmp_path / "history.jsonl"
     arguments = ["--rounds", "1", "--only", shape, "--history", str(file)]
     assert op_race.main(task, bench.contests(), arguments) == 0
@@ -213,10 +202,10 @@ def test_an_op_that_computes_something_else_gets_no_time():
         op_race.check(op_race.Contest("case", "float32", lambda: calls), calls)
 
 
-@pytest.mark.parametrize("op", cost_tables.cases())
-def test_cost_tables_in_the_readmes_are_those_that_are_printed(op):
-    readme = (cost_tables.KERNELS / op / "README.md").read_text()
-    assert cost_tables.with_table(readme, op) == readme
+def test_cost_tables_in_the_readmes_are_those_that_are_printed():
+    for op in cost_tables.cases():
+        readme = (cost_tables.KERNELS / op / "README.md").read_text()
+        assert cost_tables.with_table(readme, op) == readme, op
 
 
 def test_quantizing_is_timed_in_programs_of_their_own(tmp_path, monkeypatch, capsys):
@@ -235,7 +224,6 @@ def test_quantizing_is_timed_in_programs_of_their_own(tmp_path, monkeypatch, cap
 @pytest.mark.parametrize(
     ("shape", "parts"),
     [
-        (TreeShape("behind one beginning", 48, 20, 8), 4),
         (TreeShape("pairs on two levels", 48, 20, 8, groups=4, root=24), 4),
         (TreeShape("short rows", 16, 4, 4), 1),
     ],
@@ -251,9 +239,8 @@ def test_trees_are_timed_beside_their_rows(shape, parts, monkeypatch):
     assert f"{trees.TREE}  " in trees.table(sides)
 
 
-def test_trees_that_compute_something_else_are_not_timed(monkeypatch):
-    shape = TreeShape("behind one beginning", 48, 20, 4)
-    sides = trees.sides_of(CONFIG, shape)
+def test_trees_that_compute_something_else_are_not_timed():
+    sides = trees.sides_of(CONFIG, TreeShape("short rows", 16, 4, 4))
     batch = sides[trees.TREE].checked
     targets = batch.inputs["targets"]
     sides[trees.TREE].checked = batch.having(targets=(targets + 1) % CONFIG["vocab_size"])

@@ -54,12 +54,6 @@ def test_batch_shapes_hold_every_example_of_an_epoch():
     assert max(length for _, length, _ in shapes) == 63
 
 
-def test_batch_shapes_of_packed_rows_are_full_sequences():
-    shapes = batch_shapes([33] * 16, 1.0, 2, True, 65)
-    assert [(rows, length) for rows, length, _ in shapes] == [(2, 64)] * 4
-    assert all(targets == 128 for *_, targets in shapes)
-
-
 def test_packed_batches_on_a_gpu_are_counted_by_the_places_of_examples(monkeypatch):
     monkeypatch.setattr(runtime, "COMPILES", True)
     lengths = np.random.default_rng(0).integers(2, 64, 400).tolist()
