@@ -107,7 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
     def handle(self):
         try:
             super().handle()
-        except (ConnectionError, BrokenPipeError):
+        except ConnectionError:
             pass  # the other side was killed
 
     def do_GET(self):
@@ -207,25 +207,14 @@ class _Handler(BaseHTTPRequestHandler):
         if entry := self._look_up(repo, revision):
             stored, sha = entry
             names = [{"rfilename": name} for name in sorted(stored.commits[sha])]
-            self._json(
-                {
-                    "id": repo,
-                    "sha": sha,
-                    "siblings": names,
-                    "private": stored.private,
-                    "cardData": stored.card,
-                }
-            )
+            about = {"private": stored.private, "cardData": stored.card}
+            self._json({"id": repo, "sha": sha, "siblings": names, **about})
 
     def _tree(self, repo: str, revision: str) -> None:
         if entry := self._look_up(repo, revision):
-            files = entry[0].commits[entry[1]]
-            self._json(
-                [
-                    {"type": "file", "path": name, "size": len(data), "oid": _git_oid(data)}
-                    for name, data in files.items()
-                ]
-            )
+            files = entry[0].commits[entry[1]].items()
+            sizes = [{"path": n, "size": len(data), "oid": _git_oid(data)} for n, data in files]
+            self._json([{"type": "file", **each} for each in sizes])
 
     def _branch(self, repo: str, branch: str) -> None:
         stored, sha = self._look_up(repo, None)
@@ -236,42 +225,22 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _preupload(self, repo: str, revision: str) -> None:
         if self._look_up(repo, revision):
-            self._json(
-                {
-                    "files": [
-                        {
-                            "path": f["path"],
-                            "shouldIgnore": False,
-                            "uploadMode": "lfs"
-                            if f["path"].endswith(".safetensors")
-                            else "regular",
-                        }
-                        for f in json.loads(self.body)["files"]
-                    ]
-                }
-            )
+            paths = [file["path"] for file in json.loads(self.body)["files"]]
+            modes = ["lfs" if path.endswith(".safetensors") else "regular" for path in paths]
+            files = [
+                {"path": path, "shouldIgnore": False, "uploadMode": mode}
+                for path, mode in zip(paths, modes, strict=True)
+            ]
+            self._json({"files": files})
 
     def _batch(self, repo: str) -> None:
-        wanted = json.loads(self.body)["objects"]
-        self._json(
-            {
-                "transfer": "basic",
-                "objects": [
-                    o
-                    | (
-                        {}
-                        if o["oid"] in self.hub.objects
-                        else {
-                            "actions": {
-                                "upload": {"href": f"{self.hub.url}/objects/{o['oid']}"},
-                                "verify": {"href": f"{self.hub.url}/verify"},
-                            }
-                        }
-                    )
-                    for o in wanted
-                ],
-            }
-        )
+        objects = json.loads(self.body)["objects"]
+        for each in objects:
+            if each["oid"] not in self.hub.objects:
+                upload = {"href": f"{self.hub.url}/objects/{each['oid']}"}
+                verify = {"href": f"{self.hub.url}/verify"}
+                each["actions"] = {"upload": upload, "verify": verify}
+        self._json({"transfer": "basic", "objects": objects})
 
     def _put(self, oid: str) -> None:
         assert hashlib.sha256(self.body).hexdigest() == oid
@@ -304,20 +273,13 @@ class _Handler(BaseHTTPRequestHandler):
             return self._bytes(data, 200, headers | {"ETag": f'"{_git_oid(data)}"'}, name)
         oid = hashlib.sha256(data).hexdigest()
         self.hub.objects[oid] = data
-        elsewhere = {
-            "Location": f"{self.hub.elsewhere or self.hub.url}/objects/{oid}/{name}",
-            "X-Linked-Etag": oid,
-        }
-        self._bytes(b"", 302, headers | elsewhere | {"X-Linked-Size": len(data)})
+        location = f"{self.hub.elsewhere or self.hub.url}/objects/{oid}/{name}"
+        linked = {"X-Linked-Etag": oid, "X-Linked-Size": len(data)}
+        self._bytes(b"", 302, headers | {"Location": location} | linked)
 
     def _object(self, oid: str, name: str) -> None:
-        data = self.hub.objects[oid]
-        self._bytes(
-            data,
-            200,
-            {"ETag": f'"{oid}"', "Accept-Ranges": "bytes", "X-Repo-Commit": "0" * 40},
-            name,
-        )
+        headers = {"ETag": f'"{oid}"', "Accept-Ranges": "bytes", "X-Repo-Commit": "0" * 40}
+        self._bytes(self.hub.objects[oid], 200, headers, name)
 
 
 def _git_oid(data: bytes) -> str:
