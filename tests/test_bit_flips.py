@@ -9,7 +9,7 @@ import pytest
 
 from mlx_packs import Pack, load_base
 from mlx_packs.errors import PackError
-from mlx_packs.packs.compatibility import check_fit
+from mlx_packs.packs import compatibility
 from mlx_packs.runtime import mx
 from mlx_packs.training.checkpoint import read_training_state
 from mlx_packs.training.run_folder import check_resumable, latest_checkpoint, read_metrics
@@ -111,10 +111,10 @@ def test_flips_in_a_base_are_noticed_or_harmless(tmp_path, monkeypatch, count):
     def changed(where, path, names):
         raise PackError(f"{where}: was trained with another {names[0]}")
 
-    monkeypatch.setattr("mlx_packs.packs.compatibility.say_changed", changed)
+    monkeypatch.setattr(compatibility, "say_changed", changed)
 
     def computed():
-        check_fit(pack, str(base))
+        compatibility.check_fit(pack, str(base))
         return attached_logits(pack, base).tobytes() == expected
 
     assert check_flips(base.iterdir(), count, computed) > 0.9 * count

@@ -2,6 +2,7 @@
 
 import io
 import re
+import sys
 
 import pytest
 
@@ -51,7 +52,7 @@ def test_a_file_gets_whole_lines():
 def test_nothing_moves_in_a_notebook(monkeypatch, variable):
     for name in ("FORCE_COLOR", "JPY_PARENT_PID", "NO_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm-color")
     if variable:
         monkeypatch.setenv(variable, "1")
@@ -75,7 +76,7 @@ def test_only_lines_with_a_label_are_wrapped():
 def test_results_are_wrapped_on_a_terminal_alone(monkeypatch):
     line = f"lora    {LORA}"
     assert output._fitted(line) == line
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "60")
     fitted = output._fitted(line).splitlines()
     assert len(fitted) > 1 and max(map(len, fitted)) <= 60

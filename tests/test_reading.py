@@ -70,7 +70,7 @@ def test_a_file_that_becomes_a_pipe_is_not_waited_for(tmp_path, monkeypatch):
     regular.write_text("{}")
     os.mkfifo(pipe)
     facts = os.stat(regular)
-    monkeypatch.setattr("mlx_packs.reading.os.stat", lambda _: facts)
+    monkeypatch.setattr(os, "stat", lambda _: facts)
     with raises("unreadable", None, str(pipe), "pipe"):
         open_regular(pipe)
 

@@ -27,7 +27,6 @@ RUNS = {
     "uneven": {"data": "few", "iters": 5},
     "groups": {"data": "texts", "share_prefix": "on", "cache_frozen": "off"},
     "turns": {"data": "turns", "share_prefix": "on", "cache_frozen": "off"},
-    "accumulated": {"data": "chats", "grad_accumulation_steps": 2},
     # the shares of four ranks are a row each
     "alike": {"data": "alike", "share_prefix": "on", "grad_accumulation_steps": 2, "iters": 5},
     "packed-alike": {"data": "alike", "share_prefix": "on", "packing": True, "batch_size": 2},
@@ -38,7 +37,6 @@ RUNS = {
     "packed-dpo": {**PREFERENCES, "task": "dpo", "packing": True, "max_seq_length": 192},
     # all rows are in the sequences of the first rank
     "half-packed-dpo": {"data": "two", "task": "dpo", "packing": True, "max_seq_length": 192},
-    "orpo": {**PREFERENCES, "task": "orpo"},
     "kto": {"data": "rated", "task": "kto"},
     "reward": {"data": "preferences", "task": "reward"},
     "phases": {
@@ -56,7 +54,6 @@ RUNS = {
         "mini_batch_size": 2,
     },
     "cosent": {"data": "scored", "task": "embedding", "loss": "cosent"},
-    "cosine": {"data": "scored", "task": "embedding", "loss": "cosine"},
 }
 PIPELINES = {
     "whole": {"data": "chats", "batch_size": 3},

@@ -77,7 +77,7 @@ def test_a_run_of_four_goes_on_with_two(place):
     assert [line["batch"] for line in losses] == list(range(1, 9))
 
 
-@pytest.mark.parametrize("victim, then", [(0, None), (1, None), (1, 0.0), (1, 0.1), (1, 0.5)])
+@pytest.mark.parametrize("victim, then", [(0, None), (1, None), (1, 0.0), (1, 0.3)])
 def test_ranks_end_with_one_that_is_killed(place, victim, then):
     pack = place / f"killed-{victim}-{then}" / "plain"
     pack.parent.mkdir()
@@ -88,12 +88,10 @@ def test_ranks_end_with_one_that_is_killed(place, victim, then):
     while not list(run.glob("step-*")) and time.monotonic() < deadline:
         time.sleep(0.1)
     ranks.kill(victim)
-    start = time.monotonic()
     if then is not None:  # as `mlx.launch` ends the others
         time.sleep(then)
         ranks.processes[1 - victim].send_signal(signal.SIGTERM)
     ended = ranks.wait(30)
-    assert time.monotonic() - start < 30
     assert ended.codes[victim] == -9 and ended.codes[1 - victim] == 75
     if victim:
         (line,) = [line for line in ended.outputs[0].splitlines() if line.startswith("packs:")]
@@ -115,33 +113,23 @@ def line_of_first(ended: Ended) -> str:
     return lines[0][0]
 
 
-def test_data_that_differ_between_ranks_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("rows_of_1", "batch_size", "names"),
+    [
+        (CHATS[:2], 2, ("rank 1 differs", "data")),  # other data
+        (None, 2, ("rank 1 of 2", "--data data")),  # none
+        (CHATS, 3, ("--batch-size", "2 ranks")),  # cannot be shared
+        (CHATS[:1], 2, ("1 train examples", "2 ranks")),  # one of both ranks
+    ],
+)
+def test_a_fault_is_one_line_of_the_first_rank(tmp_path, rows_of_1, batch_size, names):
     folders = [tmp_path / "a", tmp_path / "b"]
-    for folder, rows in zip(folders, (CHATS, CHATS[:2]), strict=True):
-        write_rows(folder / "data", train=rows, valid=CHATS)
-    arguments = ["mlx_packs", "train", "--data", "data", "--iters", "2", "--batch-size", "2"]
-    line = line_of_first(Ranks(tmp_path, 2, [*arguments, "--out", "p"], folders).wait())
-    assert "rank 1 differs" in line and "data" in line
-    assert not (folders[0] / "p").exists() and not (folders[1] / "p").exists()
-
-
-def test_an_error_of_one_rank_is_told_by_the_first(tmp_path):
-    folders = [tmp_path / "a", tmp_path / "b"]
-    write_rows(folders[0] / "data", train=CHATS, valid=CHATS)
     folders[1].mkdir()
-    arguments = ["mlx_packs", "train", "--data", "data", "--iters", "2", "--batch-size", "2"]
-    line = line_of_first(Ranks(tmp_path, 2, [*arguments, "--out", "p"], folders).wait())
-    assert "rank 1 of 2" in line and "--data data" in line
-
-
-def test_examples_for_every_rank_are_needed(tmp_path):
-    data = write_rows(tmp_path / "data", train=CHATS[:1], valid=CHATS)
-    arguments = ["mlx_packs", "train", "--data", str(data), "--batch-size", "2", "--out", "p"]
-    line = line_of_first(Ranks(tmp_path, 2, arguments).wait())
-    assert "1 train examples" in line and "2 ranks" in line
-
-
-def test_a_batch_that_cannot_be_shared_is_refused(tmp_path):
-    arguments = ["mlx_packs", "train", "--batch-size", "3", "--iters", "2", "--out", "p"]
-    line = line_of_first(Ranks(tmp_path, 2, arguments).wait())
-    assert "--batch-size" in line and "2 ranks" in line
+    first = rows_of_1 if rows_of_1 == CHATS[:1] else CHATS
+    for folder, rows in zip(folders, (first, rows_of_1), strict=True):
+        if rows:
+            write_rows(folder / "data", train=rows, valid=CHATS)
+    arguments = f"mlx_packs train --data data --iters 2 --batch-size {batch_size} --out p"
+    line = line_of_first(Ranks(tmp_path, 2, arguments.split(), folders).wait())
+    assert all(name in line for name in names), line
+    assert not (folders[0] / "p").exists() and not (folders[1] / "p").exists()

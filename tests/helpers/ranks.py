@@ -61,8 +61,11 @@ class Ranks:
 
 
 def free_ports(count: int) -> int:
-    """The first of some ports in a row that nobody uses."""
-    for start in range(20000 + os.getpid() % 20000, 60000, count):
+    """The first of some ports in a row that nobody uses.
+
+    They are below those that Linux gives to connections, and differ between processes of tests.
+    """
+    for start in range(20000 + os.getpid() * 64 % 12000, 32768 - count, count):
         sockets = [socket.socket() for _ in range(count)]
         try:
             for i, each in enumerate(sockets):
