@@ -38,6 +38,7 @@ from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.nn.quantized import quantized_modules
 from mlx_packs.runtime import mx
 from tests.helpers.memory import active_bytes
+from tests.helpers.rows import CHATS, write_rows
 
 CONFIG = workloads.QWEN3_4B | {
     "num_hidden_layers": 2,
@@ -114,50 +115,43 @@ def test_patched_rows_are_sorted_and_batches_have_targets():
     assert sorted(lengths) == [[3, 5], [7, 9]]
 
 
-@pytest.mark.slow
-def test_memory_of_sides_alone_is_recorded_with_ratios(in_this_process, tmp_path, capsys):
-    file = tmp_path / "h.jsonl"
-    assert memory.main(["--workload", "small", "--history", str(file)]) == 0
-    result = history.read(file)
-    names = dict.fromkeys(r.implementation for r in result)
-    assert [*names][:2] == [implementations.STOCK, implementations.PATCHED]
-    assert {r.metric for r in result} == set(memory._METRICS)
-    transient = {r.implementation: r for r in result if r.metric == "transient"}
-    assert transient[implementations.STOCK].ratio == 1 and all(
-        r.p50 > 0 for r in transient.values()
-    )
-    beyond = {r.implementation: r.p50 for r in result if r.metric == "beyond the base"}
-    assert beyond["mlx_packs dense"] > transient["mlx_packs dense"].p50
-    assert "times mlx-lm stock's transient memory" in capsys.readouterr().out
+SMALL = "--workload small"
+STOCK = implementations.STOCK
+# Arguments of benchmarks, and what is in their records.
+RUNS = {
+    whole: ("--model small --blocks 1 --length 32", {"most while building", "beyond the base"}),
+    swap: ("--rounds 2 --rank 2", {swap.BASELINE, swap.SAME, swap.OTHER, swap.ON_OFF}),
+    memory: (SMALL, {STOCK, implementations.PATCHED, "mlx_packs dense", *memory._METRICS}),
+    load: ("--rounds 1", {"load", "most in MLX", "process"}),
+    generate: (
+        "--rounds 1 --tokens 4 --repeat 1 --matmul-path dense",
+        {"prompt", "decode", "mlx_packs dense"},
+    ),
+    timeline: (f"{SMALL} --recompute block --out line.png", {"base", "for scale: whole logits"}),
+    steady: ("--iters 6 --every 2 --length 96 --out steady", {"step"}),
+    train_run: ("--iters 6 --held-out 4 --implementation STOCK", {STOCK, train_run.OURS}),
+}
+QUICK = (whole, swap)
 
 
-def test_a_whole_model_is_built_and_stepped_alone(in_this_process, tmp_path):
-    file = tmp_path / "h.jsonl"
-    arguments = ["--model", "small", "--blocks", "1", "--length", "32", "--history", str(file)]
-    assert whole.main(arguments) == 0
-    result = {r.metric: r for r in history.read(file)}
-    assert {"base", "most while building", "beyond the base", "step", "speed"} <= set(result)
-    assert result["step"].samples == 2 and result["beyond the base"].p50 > 0
-    assert result["base"].shape.startswith("1 blocks, 1 x 32, 16 targets, rank 16")
-    assert result["base"].implementation == "mlx_packs transient, recompute block"
+@pytest.mark.parametrize(
+    "module",
+    [pytest.param(m, marks=() if m in QUICK else pytest.mark.slow) for m in RUNS],
+    ids=lambda module: module.__name__.rpartition(".")[2],
+)
+def test_a_benchmark_appends_its_records(module, in_this_process, here, monkeypatch):
+    data = write_rows(here / "d", train=CHATS * 8, valid=CHATS, test=CHATS)
+    monkeypatch.setattr(train_run, "PASSAGES", data)
+    monkeypatch.setattr(train_run, "BATCH_SIZE", 2)
+    arguments, expected = RUNS[module]
+    words = [STOCK if word == "STOCK" else word for word in arguments.split()]
+    assert module.main([*words, "--history", "h.jsonl"]) == 0
 
-
-@pytest.mark.slow
-def test_loads_are_timed_in_processes_of_their_own(tmp_path):
-    file = tmp_path / "h.jsonl"
-    assert load.main(["--rounds", "1", "--history", str(file)]) == 0
-    result = history.read(file)
-    assert [r.metric for r in result] == ["load", "most in MLX", "process"] * 2
-    assert result[0].ratio == 1 and result[3].ratio > 0 and result[0].samples == 2
-    assert 4 < result[1].p50 < 10  # MB of the tiny base
-
-
-def test_swaps_are_timed_against_loading_anew(tmp_path):
-    file = tmp_path / "h.jsonl"
-    assert swap.main(["--rounds", "2", "--rank", "2", "--history", str(file)]) == 0
-    result = {r.implementation: r for r in history.read(file)}
-    assert list(result) == [swap.BASELINE, swap.SAME, swap.OTHER, swap.ON_OFF]
-    assert all(r.unit == "ms" and r.p50 > 0 for r in result.values())
+    records = history.read(here / "h.jsonl")
+    assert expected <= {name for r in records for name in (r.implementation, r.metric)}
+    assert all(r.p50 >= 0 or r.metric.startswith("growth") for r in records)
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in here.glob("*.png"))
+    assert module is not steady or len((here / "steady.csv").read_text().splitlines()) == 4
 
 
 @pytest.mark.slow
@@ -203,26 +197,6 @@ def test_a_side_that_gives_up_has_a_lower_bound(tmp_path):
     assert "lower bound" not in built[2].note
 
 
-@pytest.mark.slow
-def test_a_run_of_ours_and_of_mlx_lm_end_at_the_same_loss(in_this_process, tmp_path):
-    file = tmp_path / "h.jsonl"
-    arguments = ["--iters", "4", "--held-out", "4", "--implementation", implementations.STOCK]
-    assert train_run.main([*arguments, "--history", str(file)]) == 0
-    result = {(r.implementation, r.metric): r for r in history.read(file)}
-    assert result[train_run.OURS, "batches"].p50 == 4
-    assert 0 < result[implementations.STOCK, "batches"].p50 <= 8
-
-
-@pytest.mark.slow
-def test_generating_is_timed_where_all_say_the_same(tmp_path):
-    file = tmp_path / "h.jsonl"
-    quick = ["--rounds", "1", "--tokens", "4", "--repeat", "1", "--matmul-path", "dense"]
-    assert generate.main([*quick, "--history", str(file)]) == 0
-    result = history.read(file)
-    assert {r.metric for r in result} == {"prompt", "decode"} and all(r.p50 > 0 for r in result)
-    assert result[-1].implementation == "mlx_packs dense" and result[-1].ratio > 0
-
-
 def test_generating_something_else_gives_no_speed(tmp_path, capsys):
     calls = {"a": lambda: {"tokens": [1, 2]}, "b": lambda: {"tokens": [1, 3]}}
     with pytest.raises(generate.TextsDiffer, match="^b .* a .* 1"):
@@ -257,36 +231,6 @@ def test_a_profile_explains_a_step_and_counts_its_flops(tmp_path):
     assert gflops["base products"] == pytest.approx(products / 1e9, rel=1e-3)
     assert gflops["head and loss"] == pytest.approx(4 * targets_of_batch * 64 * 128 / 1e9, rel=1e-3)
     assert gflops["attention"] == pytest.approx(2 * 12 * 2 * 2 * 32 * 33 / 2 * 32 / 1e9, rel=1e-3)
-
-
-@pytest.mark.slow
-def test_a_timeline_is_drawn_and_its_parts_are_recorded(tmp_path):
-    file, out = tmp_path / "h.jsonl", tmp_path / "line.png"
-    arguments = ["--workload", "small", "--recompute", "block", "--out", str(out)]
-    assert timeline.main([*arguments, "--history", str(file)]) == 0
-    result = {r.implementation: r.p50 for r in history.read(file)}
-    assert out.read_bytes().startswith(b"\x89PNG")
-    size = workloads.base_bytes(workloads.random_base(CONFIG, 0)) / 1e6
-    assert result["base"] == pytest.approx(size, rel=1e-3)
-    assert result["for scale: whole logits"] == pytest.approx(2 * 32 * 128 * 4 / 1e6, rel=1e-3)
-    scores = 2 * 2 * 32**2 * 4 / 1e6
-    assert result["for scale: T x T scores of a block"] == pytest.approx(scores, rel=1e-3)
-
-
-@pytest.mark.slow
-def test_a_long_run_is_sampled_plotted_and_its_growth_recorded(tmp_path):
-    file, out = tmp_path / "h.jsonl", tmp_path / "steady"
-    arguments = ["--iters", "6", "--every", "2", "--length", "96", "--out", str(out)]
-    assert steady.main([*arguments, "--history", str(file)]) == 0
-    with out.with_suffix(".csv").open() as f:
-        rows = list(csv.DictReader(f))
-    assert [row["batch"] for row in rows] == ["2", "4", "6"]
-    assert all(float(row["rss_mb"]) > float(row["active_mb"]) > 1 for row in rows)
-    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    result = history.read(file)
-    assert result[0].metric == "step" and result[0].samples == 3
-    assert sum(r.metric.startswith("growth") for r in result) == 4
-    assert "shapes of batches, 0 compiled traces" in result[0].note
 
 
 def test_growth_is_from_the_second_tenth_to_the_last():
@@ -373,15 +317,6 @@ def test_a_table_stands_between_its_marks():
     assert shown.startswith("a\n<!-- measured: one -->\n\n**one** on cpu")
     assert shown.endswith("\n\n<!-- end of measured -->\nb\n") and "two" not in shown
     assert report.with_tables(shown, []) == text.replace("old\n", "")
-
-
-@pytest.mark.slow
-def test_the_main_ratios_are_drawn(tmp_path):
-    file = tmp_path / "deep" / "ratios.png"
-    records = [record("train_step tiny", n, "speed", 1.0, ratio=r) for n, r in (("a", 1), ("b", 9))]
-    records += [record("memory tiny", "b", "transient", 1.0, ratio=0.5)]
-    assert report.plot(records, file) and file.read_bytes().startswith(b"\x89PNG")
-    assert not report.plot([record("op nf4", "a", "call", 1.0)], tmp_path / "none.png")
 
 
 def test_every_benchmark_is_listed_and_says_its_options(capsys):

@@ -11,7 +11,6 @@ from benchmarks import __main__ as benchmarks_main
 from benchmarks import (
     bench_grouped_lora,
     bench_lora_qmv,
-    bench_multi_lora,
     bench_nf4,
     cost_tables,
     history,
@@ -116,30 +115,11 @@ def test_wrong_options_are_errors(capsys):
 
 
 def example(**changes) -> history.Record:
-    record = history.Record(
-        task="train_step tiny",
-        implementation="mlx_packs dense",
-        shape="4 x 128",
-        dtype="float32",
-        metric="step",
-        unit="ms",
-        p20=90.0,
-        p50=100.0,
-        p80=1234.5,
-        samples=4,
-        baseline="mlx-lm stock",
-        ratio=7.5,
-        peak_mb=96.0,
-        blas="lib.so",
-        blas_threads=1,
-        note="",
-        device="M4 (metal)",
-        os="Darwin arm64",
-        versions={"mlx": "0.32.4"},
-        commit="abc",
-        date="2026-01-01T00:00:00Z",
-    )
-    return dataclasses.replace(record, **changes)
+    versions, date = {"mlx": "0.32.4"}, "2026-01-01T00:00:00Z"
+    here = history.Environment("M4 (metal)", "Darwin arm64", versions, "abc", date)
+    about = ("train_step tiny", "mlx_packs dense", "4 x 128", "step", "ms")
+    record = history.record(here, *about, [100.0], ratio=7.5)
+    return dataclasses.replace(record, p20=90.0, p80=1234.5, **changes)
 
 
 def test_the_report_shows_the_latest_run_of_each_task_and_device(tmp_path, capsys):
@@ -180,7 +160,6 @@ def test_stock_baseline_has_its_own_blas_and_compile_and_leaves_ours(monkeypatch
     [
         ("grouped_lora", bench_grouped_lora, "qwen3_0_6b q/k/v, 1 rows, rank 8, forward"),
         ("lora_qmv", bench_lora_qmv, "qwen3_0_6b q/k/v of 1 blocks, 1 rows"),
-        ("multi_lora", bench_multi_lora, "1 x 1 rows, rank 16"),
         ("nf4", bench_nf4, "qwen3_0_6b q, 1 rows"),
     ],
 )
