@@ -11,54 +11,33 @@ from mlx_packs.bases.encoder import Encoder
 from mlx_packs.bases.sentence_config import SentenceConfig
 from mlx_packs.runtime import mx
 
+
+def _synonyms(text: str) -> dict[str, str]:
+    return dict(pair.split() for pair in text.split(", "))
+
+
 # Each thing by two words that share no piece of a word: what belongs together must be learned.
-DEEDS = {
-    "fix": "repair",
-    "buy": "purchase",
-    "clean": "wash",
-    "find": "locate",
-    "move": "carry",
-    "paint": "colour",
-    "sell": "trade",
-    "open": "unlock",
-    "build": "assemble",
-    "throw": "toss",
-    "hide": "conceal",
-    "lift": "raise",
-}
-THINGS = {
-    "car": "vehicle",
-    "house": "home",
-    "boat": "ship",
-    "shop": "store",
-    "road": "street",
-    "garden": "yard",
-    "coat": "jacket",
-    "stone": "rock",
-    "lamp": "light",
-    "bag": "sack",
-    "sofa": "couch",
-    "picture": "image",
-}
+DEEDS = _synonyms(
+    "fix repair, buy purchase, clean wash, find locate, move carry, paint colour, sell trade, "
+    "open unlock, build assemble, throw toss, hide conceal, lift raise"
+)
+THINGS = _synonyms(
+    "car vehicle, house home, boat ship, shop store, road street, garden yard, coat jacket, "
+    "stone rock, lamp light, bag sack, sofa couch, picture image"
+)
 _OTHERS = "how do i a the ways to way for steps please tell me".split()
 WORDS = [*DEEDS, *DEEDS.values(), *THINGS, *THINGS.values(), *_OTHERS]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-VOCABULARY = [
-    "[PAD]",
-    "[UNK]",
-    "[CLS]",
-    "[SEP]",
-    "[MASK]",
-    *LETTERS,
-    *(f"##{c}" for c in LETTERS),
-    *dict.fromkeys(w for w in WORDS if len(w) > 1),
-    "##s",
-    "##ing",
-    ".",
-    ",",
-    "?",
-]
-VOCABULARY = list(dict.fromkeys(VOCABULARY))
+VOCABULARY = list(
+    dict.fromkeys(
+        [
+            *("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS),
+            *(f"##{letter}" for letter in LETTERS),
+            *(word for word in WORDS if len(word) > 1),
+            *("##s", "##ing", ".", ",", "?"),
+        ]
+    )
+)
 SMALL = {
     "model_type": "bert",
     "architectures": ["BertModel"],
@@ -121,14 +100,10 @@ def write_encoder(
     tensors |= {f"{prefix}{name}": tensor for name, tensor in unused.items()}
     mx.save_safetensors(str(folder / "model.safetensors"), tensors, {"format": "pt"})
     parts = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
+    paths = ["", *(f"{i}_{kind}" for i, kind in enumerate(parts) if i)]
     modules = [
-        {
-            "idx": i,
-            "name": str(i),
-            "path": "" if i == 0 else f"{i}_{kind}",
-            "type": f"sentence_transformers.models.{kind}",
-        }
-        for i, kind in enumerate(parts)
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (path, kind) in enumerate(zip(paths, parts, strict=True))
     ]
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir(exist_ok=True)

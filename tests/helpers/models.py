@@ -4,6 +4,8 @@ import copy
 import importlib
 from pathlib import Path
 
+import mlx.nn as nn
+
 from mlx_packs.packs.base import Base
 from mlx_packs.runtime import mx
 
@@ -63,13 +65,18 @@ def model_of(family: str, **changes):
     config |= changes
     if family == "qwen2":
         config.pop("head_dim", None)
-    module = importlib.import_module(f"mlx_lm.models.{family}")
+    return _random_model(config), config
+
+
+def _random_model(config: dict) -> nn.Module:
+    """A frozen model of a config.json, in float32."""
+    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     mx.random.seed(3)
-    model = module.Model(module.ModelArgs.from_dict(config))
+    model = module.Model(module.ModelArgs.from_dict(copy.deepcopy(config)))
     model.freeze()
     model.eval()
     mx.eval(model.parameters())
-    return model, config
+    return model
 
 
 def base_of(family: str, **changes) -> Base:
@@ -80,10 +87,5 @@ def base_of(family: str, **changes) -> Base:
 
 def base_of_config(config: dict) -> Base:
     """A Base around a random model of a config.json, without tokenizer."""
-    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
-    mx.random.seed(3)
-    model = module.Model(module.ModelArgs.from_dict(copy.deepcopy(config)))
-    model.freeze()
-    model.eval()
-    mx.eval(model.parameters())
+    model = _random_model(config)
     return Base(config["model_type"], Path("nowhere"), model, None, config, "0" * 64)
