@@ -117,7 +117,7 @@ from mlx.core import default_stream
 from mlx_lm.generate import generation_stream
 with mx.stream({stream}):
     a = b = mx.random.normal((1000, 1000))
-    for _ in range(20):
+    for _ in range(8):
         b = b @ a * 0.01
     mx.async_eval(b)
 """
@@ -307,7 +307,7 @@ def test_wheel_and_wheel_from_sdist_carry_the_same_files_and_train(built, tmp_pa
     assert (tmp_path / report["run"] / "report.html").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a minute or two: the run that the README shows
 def test_default_run_answers_nine_of_ten_held_out_reminders(tmp_path):
     report = train_in_process("", tmp_path)
     answers = report["answers"]

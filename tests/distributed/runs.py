@@ -5,13 +5,14 @@ from pathlib import Path
 
 from mlx_packs import LoRAConfig, Phase, TrainConfig, train_pack
 from mlx_packs.distributed.launched import launched
+from tests.helpers.bases import dense_tiny
 from tests.helpers.encoders import all_pairs, all_scored, write_encoder, write_pairs
 from tests.helpers.preferences import preference, rated
 from tests.helpers.rows import chat, write_rows
 
 LORA = LoRAConfig(rank=2, num_layers=2)
 SETTINGS = {
-    "iters": 4,
+    "iters": 2,
     "batch_size": 4,
     "max_seq_length": 96,
     "matmul_path": "dense",
@@ -24,16 +25,16 @@ SETTINGS = {
 PREFERENCES = {"data": "preferences", "learning_rate": 2e-3}
 RUNS = {
     "plain": {"data": "chats"},
-    "uneven": {"data": "few", "iters": 5},
+    "uneven": {"data": "few", "iters": 3},
     "groups": {"data": "texts", "share_prefix": "on", "cache_frozen": "off"},
     "turns": {"data": "turns", "share_prefix": "on", "cache_frozen": "off"},
     # the shares of four ranks are a row each
-    "alike": {"data": "alike", "share_prefix": "on", "grad_accumulation_steps": 2, "iters": 5},
+    "alike": {"data": "alike", "share_prefix": "on", "grad_accumulation_steps": 2, "iters": 3},
     "packed-alike": {"data": "alike", "share_prefix": "on", "packing": True, "batch_size": 2},
     "packed": {"data": "chats", "packing": True, "max_seq_length": 128},
-    "cached": {"data": "chats", "cache_frozen": "on", "iters": 8},
+    "cached": {"data": "chats", "cache_frozen": "on", "iters": 4},
     "adam8": {"data": "chats", "optimizer": "adamw_8bit", "exchange_dtype": "bfloat16"},
-    "dpo": {**PREFERENCES, "task": "dpo", "iters": 6},
+    "dpo": {**PREFERENCES, "task": "dpo"},
     "packed-dpo": {**PREFERENCES, "task": "dpo", "packing": True, "max_seq_length": 192},
     # all rows are in the sequences of the first rank
     "half-packed-dpo": {"data": "two", "task": "dpo", "packing": True, "max_seq_length": 192},
@@ -43,7 +44,7 @@ RUNS = {
         "data": "preferences",
         "phases": (
             Phase(name="told", data="chats", task="lm", iters=2),
-            Phase(name="preferred", task="dpo", iters=3),
+            Phase(name="preferred", task="dpo", iters=2),
         ),
     },
     "mnrl": {"data": "pairs", "task": "embedding", "loss": "mnrl"},
@@ -56,10 +57,10 @@ RUNS = {
     "cosent": {"data": "scored", "task": "embedding", "loss": "cosent"},
 }
 PIPELINES = {
-    "whole": {"data": "chats", "batch_size": 3},
+    "whole": {"data": "chats", "batch_size": 3, "iters": 4},
     "pieces": {"data": "chats", "micro_batches": 2, "grad_accumulation_steps": 2, "iters": 5},
-    "blocks": {"data": "few", "recompute": "block", "matmul_path": "quantized"},
-    "top": {"data": "chats", "num_layers": 2, "z_loss": 1e-3, "load_best": True},
+    "blocks": {"data": "few", "recompute": "block", "matmul_path": "quantized", "iters": 4},
+    "top": {"data": "chats", "num_layers": 2, "z_loss": 1e-3, "load_best": True, "iters": 4},
 }
 
 
@@ -98,9 +99,10 @@ def train(folder: Path, name: str, out: Path, **changes) -> None:
         settings["pipeline"] = launched() is not None
     resume = settings.pop("resume", False)
     data = str(folder / settings.pop("data"))
+    base = "tiny" if name in PIPELINES else dense_tiny()
     if settings.get("task") == "embedding":
+        base = folder / "encoder"
         settings.pop("matmul_path")
-    base = folder / "encoder" if settings.get("task") == "embedding" else "tiny"
     if phases := settings.get("phases"):
         settings.pop("iters")
         named = [vars(p) | ({"data": str(folder / p.data)} if p.data else {}) for p in phases]

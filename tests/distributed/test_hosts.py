@@ -69,7 +69,7 @@ def rank_of(number: int, out: str) -> int:
 def test_a_run_on_two_machines_goes_on_where_one_has_gone(tmp_path):
     file = host_file(tmp_path, [HERE, HERE])
     data = write_rows(tmp_path / "data", train=CHATS, valid=CHATS)
-    settings = "--iters 12 --batch-size 2 --save-every 2 --matmul-path dense --val-batches 0"
+    settings = "--iters 8 --batch-size 2 --save-every 2 --matmul-path dense --val-batches 0"
     run = start(
         tmp_path, "train", "--hosts", str(file), "--supervise", "--data", str(data), "--out",
         "several", *settings.split(),

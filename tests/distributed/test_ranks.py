@@ -15,7 +15,7 @@ from tests.helpers.rows import CHATS, write_rows
 
 pytestmark = pytest.mark.slow
 
-OF_FOUR = ("plain", "uneven", "alike", "groups", "packed", "phases", "kto", "mnrl")
+OF_FOUR = ("uneven", "alike", "packed", "mnrl")  # a rank has few rows, one, none, those of all
 # Adam takes steps of about the learning rate whatever a gradient's size, and so of noise in one.
 # The reward run was off by 2.6e-5 with the bias correction of Adam, on one of two machines.
 TOLERANCE = {"packed-dpo": 2e-4, "packed": 2e-4, "adam8": 1e-2, "reward": 5e-5}
@@ -66,15 +66,15 @@ def test_ranks_train_what_one_trains(by_ranks, size, name):
 
 
 def test_a_run_of_four_goes_on_with_two(place):
-    ended = train(place, 4, "plain,iters=4", out="fewer")
+    ended = train(place, 4, "plain,iters=2", out="fewer")
     assert not any(ended.codes), ended.text
-    ended = train(place, 2, "plain,iters=8,resume=1", out="fewer")
+    ended = train(place, 2, "plain,iters=4,resume=1", out="fewer")
     assert not any(ended.codes), ended.text
-    ended = train(place, 1, "plain,iters=8", out="whole")
+    ended = train(place, 1, "plain,iters=4", out="whole")
     assert not any(ended.codes), ended.text
     assert difference(place / "fewer" / "plain", place / "whole" / "plain") < 5e-5
     losses = [line for line in curve(place / "fewer" / "plain") if "loss" in line]
-    assert [line["batch"] for line in losses] == list(range(1, 9))
+    assert [line["batch"] for line in losses] == list(range(1, 5))
 
 
 @pytest.mark.parametrize("victim, then", [(0, None), (1, None), (1, 0.0), (1, 0.3)])
