@@ -228,7 +228,6 @@ def _in_parts(message: Mapping) -> Mapping:
 
 
 def _turn_style(tokenizer: Any) -> TurnStyle:
-    """Renders a question and its answer."""
     if not tokenizer.has_chat_template:
         return TurnStyle(AnswerEnd(tokenizer.eos_token_id))
 

@@ -367,7 +367,6 @@ def _with_ends(config: dict, ends: tuple[int, ...]) -> dict:
 
 
 def _bits(items: list[Item]) -> float:
-    """Bits per weight on disk."""
     return round(8 * sum(i.nbytes for i in items) / max(1, sum(i.size for i in items)), 4)
 
 

@@ -44,8 +44,6 @@ Allowed = Collection[Shape] | Mapping[Spans, int]
 
 
 class _RowCollate(ABC):
-    """Lays out tokens in rows."""
-
     @abstractmethod
     def shape(self, examples: Examples, order: Order) -> Shape:
         """Return (T, M) of a batch without laying it out."""

@@ -157,8 +157,6 @@ def _encoding(job: EncodingJob, parts: list[Part], count: int) -> Iterator[dict[
 
 
 class _Worker:
-    """A process that encodes parts."""
-
     def __init__(self, job: bytes) -> None:
         self._errors: IO[bytes] = tempfile.TemporaryFile()
         self._process = subprocess.Popen(

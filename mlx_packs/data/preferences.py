@@ -268,8 +268,6 @@ class _BothCompletions(Source):
 
 
 class _Selected(Sequence):
-    """Some examples of others, by their numbers."""
-
     def __init__(self, examples: Examples, numbers: np.ndarray) -> None:
         self._items = examples.items
         self._numbers = numbers

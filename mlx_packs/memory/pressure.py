@@ -29,8 +29,6 @@ class Pressure:
 
 @dataclass(frozen=True)
 class _Room:
-    """Bytes available of a limit."""
-
     available: int
     limit: int
     name: str

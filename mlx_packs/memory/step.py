@@ -69,6 +69,11 @@ class Pass(NamedTuple):
     def tokens(self) -> int:
         return sum(level.tokens for level in self.levels)
 
+    @property
+    def repeated(self) -> int:
+        """Inputs of prefixes, once for each row that reads them."""
+        return sum(level.rows * level.before for level in self.levels)
+
 
 def passes_of(shape: Shape, sequences: int, at_once: bool = False) -> tuple[Pass, ...]:
     """Return the passes of a batch; ``at_once`` is whether all levels of a tree are one."""
@@ -184,16 +189,17 @@ class Step:
 
     def _kept(self, own: Pass) -> list[float]:
         """Return the numbers that each adapted block keeps of a pass."""
-        return [
-            sum(self._kept_of(level, i, adapters) for level in own.levels)
-            for i, adapters in enumerate(self.kept)
-        ]
-
-    def _kept_of(self, own: Level, block: int, adapters: Mapping[str, int]) -> float:
-        joined = 0  # keys and values of the prefix, before those of each row
+        joined = 0  # keys and values of prefixes, before those of each row
         if not self.policy.operations:
-            joined = 2 * self.sizes.keys * own.rows * own.before
-        return own.tokens * self._block_numbers(own, block, adapters) + joined
+            joined = 2 * self.sizes.keys * own.repeated
+
+        kept = []
+        for block, adapters in enumerate(self.kept):
+            of_levels = (
+                level.tokens * self._block_numbers(level, block, adapters) for level in own.levels
+            )
+            kept.append(joined + sum(of_levels))
+        return kept
 
     def _block_numbers(self, own: Level, block: int, adapters: Mapping[str, int]) -> float:
         d = self.sizes.hidden
@@ -235,7 +241,7 @@ class Step:
             pieces = 0
 
         attention = 2 * (q + self.sizes.keys)
-        joined = 2 * self.sizes.keys * sum(level.rows * level.before for level in own.levels)
+        joined = 2 * self.sizes.keys * own.repeated
         most = max(level.tokens * level.keys for level in own.levels)
         scores = 9 * min(_scores_at_once(), most * self.sizes.heads)
 

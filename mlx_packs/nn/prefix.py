@@ -137,10 +137,7 @@ class PrefixKeys(PrefixCache):
 
 
 class PrefixLevels(PrefixCache):
-    """Levels of a tree in one row, whose attention reads ``kept`` itself.
-
-    Nothing is left: no other pass follows.
-    """
+    """Levels of a tree in one row, whose attention reads ``kept`` itself; no pass follows."""
 
     is_last = True
 
@@ -160,7 +157,7 @@ class PrefixLevels(PrefixCache):
         return Window(window_size)
 
     def start(self) -> None:
-        """Nothing was left."""
+        pass  # nothing was left
 
 
 class PrefixList(PrefixCache):
@@ -265,9 +262,10 @@ def tree_states(
         kept: what `keep_prefixes` returned for these prefixes, which are not computed then.
         spans: of one prefix, the inputs of each suffix in packed rows.
     """
-    if kept is None and _takes_levels(model):
-        return _states_of_levels(model, forward, [root, prefix, suffixes], spans)
     if kept is None:
+        taking = sum(getattr(module, "takes_levels", False) for module in model.modules())
+        if 0 < taking == len(model.layers):
+            return _states_of_levels(model, forward, [root, prefix, suffixes], spans)
         kept = keep_prefixes(model, forward, prefix, root)
 
     caches = _prefix_caches(model)
@@ -285,12 +283,6 @@ def tree_states(
 
     of_suffixes = forward(suffixes, following)
     return mx.concatenate([kept[STATES], of_suffixes.flatten(0, 1)])
-
-
-def _takes_levels(model: nn.Module) -> bool:
-    """Return whether the attention of every layer is computed segment by segment."""
-    taking = sum(getattr(module, "takes_levels", False) for module in model.modules())
-    return taking > 0 and taking == len(model.layers)
 
 
 def _states_of_levels(

@@ -105,7 +105,6 @@ def _check_shapes(
     scales: Arrays,
     pack: mx.array,
 ) -> None:
-    """Raise ValueError with all that does not fit."""
     sequences, rows, depth = x.shape
     packs = lora_a[0].shape[0]
     faults = []

@@ -39,7 +39,10 @@ class Branching:
         Equally many segments in turn follow each of the G keys.
         """
         length = queries.shape[2]
-        offset = followed[0].shape[2] if followed else 0
+        offset = 0
+        if followed:
+            offset = followed[0].shape[2]
+
         queries = self.rope(queries, offset=offset)
         keys = self.rope(keys, offset=offset)
         if followed:
@@ -101,7 +104,7 @@ def tree_attention(
         them.
     """
     runs = [_runs(level) for level in levels]
-    segments = iter(_segments((queries, keys, values), itertools.chain.from_iterable(runs)))
+    segments = iter(_segments((queries, keys, values), sum(runs, [])))
 
     outputs = []
     for of_level in runs:
@@ -126,10 +129,9 @@ def _runs(lengths: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def _segments(
-    arrays: Sequence[mx.array], runs: Iterable[tuple[int, int]]
+    arrays: Sequence[mx.array], runs: Sequence[tuple[int, int]]
 ) -> Iterator[list[mx.array]]:
     """Yield for each run its [count, heads, length, D] of arrays [1, heads, N, D]."""
-    runs = list(runs)
     edges = list(itertools.accumulate(length * count for length, count in runs))[:-1]
     parts = (_parts(array, edges) for array in arrays)
     for (_, count), *own in zip(runs, *parts, strict=True):

@@ -46,8 +46,6 @@ def _check_weight(weight: float, name: str | Path) -> None:
 
 @dataclass(frozen=True)
 class _Part:
-    """One pack of a sum."""
-
     pack: Pack
     weight: float
     specs: Specs

@@ -38,8 +38,6 @@ _PASSED_OVER = 6  # steps that a free place waits at most
 
 @dataclass(eq=False)
 class _Running:
-    """A request that has its place in the batch."""
-
     request: Request
     entry: Entry
     output: Output
@@ -246,7 +244,6 @@ class Generator(Worker):
         return cache, len(prompt) - len(rest)
 
     def _take(self, response: Any, running: _Running) -> None:
-        """Tell a request its next token."""
         request = running.request
         output = running.output
         if running.faults:

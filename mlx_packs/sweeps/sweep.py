@@ -199,7 +199,6 @@ def begin(plan: Plan) -> tuple[Sweep, bool]:
 
 
 def _identity(plan: Plan) -> dict[str, Any]:
-    """Return what makes two sweeps the same one."""
     config = plan.config
     return {
         "format": _FORMAT,

@@ -165,7 +165,6 @@ class CausalLMTask(TokenTask):
         return Exam(self.base, metric, questions, train.batch_size * length)
 
     def _validation_exam(self, metric: str, columns: DataConfig, splits: Splits) -> Exam:
-        """Ask about the first validation examples."""
         train = self.train
         most = _MOST_QUESTIONS
         if train.val_batches > 0:

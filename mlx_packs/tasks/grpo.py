@@ -24,6 +24,7 @@ from ..data.shapes import Shape, padded_length, padded_targets, sequence_inputs
 from ..data.sharing import least_saved, may_share
 from ..inference.generate import sample_batch, text_of
 from ..memory.memory_choice import MemoryChoice
+from ..nn.blocks import attends_in_groups
 from ..objectives.causal_lm import split_head
 from ..objectives.grpo import GRPO
 from ..objectives.objective import Objective
@@ -148,8 +149,12 @@ class GRPOTask(Task):
         width, targets = data.train.collate.largest
         if self.shared is None:
             return (t.sequences * width,), targets
+
         prefix = int(self.shared.to_json(data.train.examples)["tokens"])
-        return (t.batch_size * prefix, t.sequences * (width - prefix)), targets
+        passes = (t.batch_size * prefix, t.sequences * (width - prefix))
+        if attends_in_groups(self.base.model):  # a tree takes one
+            passes = (sum(passes),)
+        return passes, targets
 
     def bind(
         self,

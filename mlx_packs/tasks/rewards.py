@@ -153,7 +153,6 @@ def _fault(place: str, fault: str, count: int) -> PackError:
 
 
 def _named(error: Exception) -> str:
-    """Return an exception in one line."""
     return f"{type(error).__name__}: {reason_of(error)}"
 
 

@@ -49,7 +49,6 @@ def check_headers(name: str | Path, settings: RunSettings, folder: Path) -> None
 
 
 def _estimate_of(train: TrainConfig) -> Estimate:
-    """Pick the estimate of a rank's memory."""
     if train.pipeline:
         return load(_OF_STAGES)(group().size)
     return estimate

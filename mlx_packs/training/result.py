@@ -53,7 +53,6 @@ class RunReport(dict):
         return f"RunReport({change} on {examples}, {updates})"
 
     def _repr_html_(self) -> str:
-        """Return the main figures for a notebook."""
         name = Path(str(self.get("pack", "run"))).name
         return load("packs.facts:report_html")(self, name)
 
@@ -79,7 +78,6 @@ class TrainRun:
         return f"TrainRun({self.pack!r}, {self.report['steps']:,} updates, run={str(self.run)!r})"
 
     def _repr_html_(self) -> str:
-        """Return results and loss curve for a notebook."""
         name = Path(self.pack.name).name
         return load("packs.facts:notebook_html")(self.pack.manifest, name, curve_of(self.curve))
 

@@ -43,8 +43,6 @@ _TEKKEN = (
 
 @dataclass(frozen=True)
 class _Split:
-    """How a text is split before merges."""
-
     expression: str  # finds what becomes one piece; the published one of the models
     digits: bool = False  # whether each digit is a piece first
     whole_words: bool = False  # whether a piece that is a token stays whole (``ignore_merges``)
