@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import sys
 import time
@@ -19,10 +18,6 @@ for number in (signal.SIGINT, signal.SIGTERM):
 if act.get("clears"):
     for folder in Path("p-run").glob("step-*"):
         folder.rmdir()
-if "copies" in act:
-    shutil.copytree(act["copies"], "p-run")
-if "program" in act:
-    os.execv(act["program"][0], [*act["program"], *sys.argv[2:]])
 for batch in act.get("checkpoints", ()):
     Path(f"p-run/step-{batch:06}").mkdir(parents=True)
 if "asks_parent" in act:

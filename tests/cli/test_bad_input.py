@@ -10,25 +10,23 @@ from pathlib import Path
 
 import pytest
 
-from mlx_packs import train_pack
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.errors import PackError
 from mlx_packs.runtime import mx
 from mlx_packs.training.run_folder import latest_checkpoint
-from tests.helpers.errors import check, raises
+from tests.helpers.errors import check
 from tests.helpers.packs import edit_manifest
 from tests.helpers.rows import CHATS, chat, write_rows
-from tests.helpers.runs import LORA, TRAIN
 
-COMMAND = ("train", "-q", "--matmul-path", "dense", "--data", "d", "--iters", "2", "--out", "o")
+SETTINGS = "--matmul-path dense --num-layers 1 --val-batches 0 --test-batches 1 --iters 2"
+COMMAND = ("train", "-q", *SETTINGS.split(), "--data", "d", "--out", "o")
 
 
 @pytest.fixture
-def data_here(tmp_path, monkeypatch):
+def data_here(here):
     """An empty folder to stand in, with a good data set in ``d``."""
-    write_rows(tmp_path / "d", train=CHATS, valid=CHATS[:2])
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    write_rows(here / "d", train=CHATS, valid=CHATS[:2])
+    return here
 
 
 @pytest.fixture
@@ -56,14 +54,8 @@ def files(folder: Path) -> dict[str, bytes | None]:
 @pytest.mark.parametrize(
     ("line", "code", "names"),
     [
-        ('{"messages": [}', "unreadable", ["JSON"]),
         ('{"messages": [{"role": "user", "conte', "unreadable", ["JSON"]),
-        ('["a"]', "data", ["list"]),
         ('{"text": "a"}', "data", ["text", "d/train.jsonl:1"]),
-        ('{"messages": "Hi"}', "data", ["'messages'"]),
-        ('{"messages": [{"role": "user", "content": "a"}]}', "data", ["assistant"]),
-        ('{"words": "a"}', "data", ["messages"]),
-        ('{"prompt": "a\\ud800", "completion": "b"}', "data", ["completion", "d/train.jsonl:1"]),
     ],
 )
 def test_train_names_file_and_line_of_a_bad_row(data_here, untouched, line, code, names):
@@ -74,21 +66,9 @@ def test_train_names_file_and_line_of_a_bad_row(data_here, untouched, line, code
     assert error.message.startswith(f"d/train.jsonl:{len(CHATS) + 1}: ")
 
 
-def test_train_names_file_and_line_in_other_splits(data_here, untouched):
-    (data_here / "d" / "valid.jsonl").write_text(json.dumps(CHATS[0]) + "\n{")
-    check(untouched(*COMMAND), "unreadable", None, "d/valid.jsonl:2: ", "JSON")
-
-
-def test_train_rejects_text_that_is_not_utf8(data_here, untouched):
-    (data_here / "d" / "train.jsonl").write_bytes(b'{"text": "\xff"}')
-    check(untouched(*COMMAND), "unreadable", None, "d/train.jsonl:1: ", "UTF-8", "byte 11")
-
-
-@pytest.mark.parametrize("split", ["train", "valid"])
-@pytest.mark.parametrize("content", ["", "\n\n"])
-def test_train_rejects_an_empty_split(data_here, untouched, split, content):
-    (data_here / "d" / f"{split}.jsonl").write_text(content)
-    check(untouched(*COMMAND), "data", None, f"d/{split}.jsonl: ")
+def test_train_rejects_an_empty_split(data_here, untouched):
+    (data_here / "d" / "valid.jsonl").write_text("\n\n")
+    check(untouched(*COMMAND), "data", None, "d/valid.jsonl: ")
 
 
 def test_train_rejects_a_folder_without_training_rows(data_here, untouched):
@@ -96,33 +76,14 @@ def test_train_rejects_a_folder_without_training_rows(data_here, untouched):
     check(untouched(*COMMAND), "data", "data", "--data d: ", "train")
 
 
-def test_train_rejects_one_row_alone(data_here, untouched):
-    write_rows(data_here / "d", train=CHATS[:1])
-    (data_here / "d" / "valid.jsonl").unlink()
-    check(untouched(*COMMAND), "data", "data", "valid.jsonl")
-
-
-def test_train_rejects_splits_of_different_formats(data_here, untouched):
-    write_rows(data_here / "d", valid=[{"text": "a"}])
-    check(untouched(*COMMAND), "data", None, "d/valid.jsonl:1: ", "text")
-
-
-def test_train_rejects_rows_that_lose_every_target(untouched):
-    error = untouched(*COMMAND, "--max-seq-length", "8")
-    check(error, "data", None, "d/train.jsonl:1: ", " 8 tokens")
-
-
 def test_train_counts_and_says_what_is_cut(data_here, run):
-    write_rows(
-        data_here / "d", train=[*CHATS, chat("Say it.", "word " * 60), chat("long " * 60, "Yes.")]
-    )
-    args = ("--out", "o", "--iters", "1", "--max-seq-length", "40", "--matmul-path", "dense")
-    code, _, err = run("train", "--data", "d", *args, "--num-layers", "1")
+    long = [chat("Say it.", "word " * 60), chat("long " * 60, "Yes.")]
+    write_rows(data_here / "d", train=[*CHATS, *long])
+    args = ("--data", "d", "--out", "o", "--max-seq-length", "40")
+    code, _, err = run("train", *SETTINGS.split(), *args)
     assert code == 0
     (line,) = (line for line in err.splitlines() if "--max-seq-length" in line)
-    assert (
-        "2 examples" in line and "40 tokens" in line and "1 of them" in line and "dropped" in line
-    )
+    assert all(part in line for part in ("2 examples", "40 tokens", "1 of them", "dropped"))
 
 
 def test_train_rejects_tokens_beyond_the_vocabulary(data_here, untouched):
@@ -137,59 +98,23 @@ def test_train_rejects_tokens_beyond_the_vocabulary(data_here, untouched):
     check(untouched(*COMMAND, "--model", "base"), "mismatch", None, "d/train.jsonl:1: ", "4096")
 
 
-def test_train_rejects_chats_for_a_base_without_chat_template(data_here, untouched):
-    shutil.copytree(tiny_checkpoint(), data_here / "base")
-    (data_here / "base" / "chat_template.jinja").unlink()
-    check(
-        untouched(*COMMAND, "--model", "base"), "unsupported", None, "d/train.jsonl:1: ", "template"
-    )
-
-
 @pytest.mark.parametrize(
-    ("args", "code", "flag", "names"),
+    ("args", "code", "flag", "name"),
     [
-        (["--learning-rat", "1"], "unknown", "learning_rat", ["--learning-rate"]),
-        (["--rank"], "invalid", "rank", []),
-        (["--iters", "many"], "invalid", "iters", ["'many'"]),
-        (["--rank", "0"], "invalid", "rank", ["0"]),
-        (["--rank", "400"], "invalid", "rank", ["layers.0.self_attn.q_proj", "256"]),
-        (["--learning-rate", "-1"], "invalid", "learning_rate", ["-1.0"]),
-        (["--learning-rate", "nan"], "invalid", "learning_rate", ["nan"]),
-        (["--optimizer", "adamm"], "unknown", "optimizer", ["adamw", "adamw_8bit"]),
-        (["--target-modules", "q_pro"], "unknown", "target_modules", ["q_pro", "'q_proj'"]),
-        (["--num-layers", "99"], "mismatch", "num_layers", ["99", "6"]),
-        (["--quantize", "affine4"], "conflict", "quantize", ["affine"]),
-        (["--data", "nope"], "not-found", "data", ["nope"]),
-        (["--data", "nope/train.jsonl"], "not-found", "data", ["nope/train.jsonl"]),
-        (["--model", "d"], "not-found", None, ["d: ", "config.json"]),
-        (["--model", "d/train.jsonl"], "unsupported", None, ["d/train.jsonl"]),
-        (["--model", "nope"], "not-found", "model", ["nope"]),
-        (["-c", "nope.yaml"], "not-found", None, ["nope.yaml: "]),
-        (["--resume"], "not-found", "resume", ["o-run"]),
-        (["--resume-adapter-file", "nope"], "not-found", "resume_adapter_file", ["nope"]),
-        (
-            ["--resume-adapter-file", "d/train.jsonl"],
-            "unreadable",
-            "resume_adapter_file",
-            ["d/train.jsonl"],
-        ),
-        (["--fine-tune-type", "ia3"], "unknown", "fine_tune_type", ["ia3", "dora"]),
-        (["what"], "invalid", None, ["what"]),
+        ("--data nope/train.jsonl", "not-found", "data", "nope/train.jsonl"),
+        ("--model d/train.jsonl", "unsupported", None, "d/train.jsonl"),
+        ("--resume-adapter-file d/train.jsonl", "unreadable", "resume_adapter_file", "d/train"),
+        ("what", "invalid", None, "what"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_train_names_the_flag(untouched, args, code, flag, names):
-    check(untouched(*COMMAND, *args), code, flag, *names)
+def test_train_names_the_flag(untouched, args, code, flag, name):
+    check(untouched(*COMMAND, *args.split()), code, flag, name)
 
 
 @pytest.mark.parametrize(
     ("text", "code", "flag", "names"),
     [
-        ("learnin_rate: 1", "unknown", "learnin_rate", ["c.yaml: ", "'learning_rate'"]),
-        ("lora_parameters: {rnak: 1}", "unknown", None, ["c.yaml: ", "lora_parameters.rnak"]),
-        ("rank: 0", "invalid", "rank", ["c.yaml: ", "0"]),
         ("rank: [1", "unreadable", None, ["c.yaml: "]),
-        ("rank_pattern: {no_proj: 4}", "unknown", "rank_pattern", ["'no_proj'"]),
         ("optimizer_config: {adamw: {bets: 1}}", "unknown", "optimizer_config", ["bets"]),
         ("lr_schedule: {name: cosine}", "unknown", "lr_schedule", ["'cosine'"]),
     ],
@@ -217,39 +142,21 @@ def test_a_fault_names_the_file_that_it_is_in(data_here, untouched):
     assert error.message.startswith("--rank: ")
 
 
-def test_packs_names_the_nearest_command(untouched):
-    check(untouched("trian"), "unknown", "command", "'trian'", "'train'")
-
-
 def test_train_never_writes_into_a_folder_of_something_else(data_here, untouched):
     (data_here / "o").mkdir()
     (data_here / "o" / "thesis.txt").write_text("mine")
-    for overwrite in ((), ("--overwrite",)):
-        check(untouched(*COMMAND, *overwrite), "exists", "out", "--out o: ")
+    check(untouched(*COMMAND, "--overwrite"), "exists", "out", "--out o: ")
 
 
-def test_train_never_writes_over_a_file(untouched):
-    check(untouched(*COMMAND[:-1], "d/train.jsonl"), "exists", "out", "--out d/train.jsonl: ")
-
-
-@pytest.mark.parametrize(
-    ("out", "code"), [(".", "invalid"), ("/", "invalid"), ("d/train.jsonl/x", "unwritable")]
-)
+@pytest.mark.parametrize(("out", "code"), [("/", "invalid"), ("d/train.jsonl/x", "unwritable")])
 def test_train_rejects_an_output_that_cannot_be_made(untouched, out, code):
     check(untouched(*COMMAND[:-1], out), code, "out", f"--out {out}: ")
 
 
-@pytest.mark.parametrize("name", ["o-run"])
-def test_train_never_mixes_a_run_with_something_else(data_here, untouched, name):
-    (data_here / name).mkdir()
-    (data_here / name / "thesis.txt").write_text("mine")
+def test_train_never_mixes_a_run_with_something_else(data_here, untouched):
+    (data_here / "o-run").mkdir()
+    (data_here / "o-run" / "thesis.txt").write_text("mine")
     check(untouched(*COMMAND), "exists", None, "o-run: ")
-
-
-@pytest.mark.parametrize(("service", "code"), [("nonsense", "unknown"), ("wandb", "dependency")])
-def test_train_unknown_or_absent_reporter_leaves_nothing(untouched, monkeypatch, service, code):
-    monkeypatch.setattr("mlx_lm.tuner.callbacks.wandb", None)
-    check(untouched(*COMMAND, "--report-to", service), code, "report_to", service)
 
 
 def test_train_nan_loss_names_the_step_and_keeps_a_checkpoint(data_here, run):
@@ -267,21 +174,13 @@ def test_train_nan_loss_names_the_step_and_keeps_a_checkpoint(data_here, run):
     assert all(mx.isfinite(t).all().item() for t in tensors.values())
 
 
-@pytest.mark.parametrize("save_every", ["1", "100"])
-def test_train_last_update_that_breaks_the_model_makes_no_pack(data_here, run, save_every):
+def test_train_last_update_that_breaks_the_model_makes_no_pack(data_here, run):
+    """Nor a checkpoint; without one due: error_texts.txt."""
     broken = ("--iters", "1", "--learning-rate", "1e30", "--warmup-steps", "0")
-    code, out, err = run(*COMMAND, *broken, "--save-every", save_every)
+    code, out, err = run(*COMMAND, *broken, "--save-every", "1")
     assert (code, out, err.count("\n")) == (2, "", 1)
     check(run.error, "diverged", None, "step 1: ", "nan")
     assert not (data_here / "o").exists() and not list((data_here / "o-run").glob("*step*"))
-
-
-@pytest.mark.parametrize(("every", "steps"), [("2", ["step-000003", "step-000006"])])
-def test_train_checkpoint_due_within_an_update_comes_after_it(data_here, run, every, steps):
-    accumulate = ("--grad-accumulation-steps", "3", "--batch-size", "1", "--iters", "6")
-    code, _, _ = run(*COMMAND, *accumulate, "--save-every", every)
-    assert code == 0
-    assert sorted(p.name for p in (data_here / "o-run").glob("step-*")) == steps
 
 
 def test_train_full_disk_leaves_the_last_checkpoint_and_no_pack(data_here, run, monkeypatch):
@@ -327,28 +226,20 @@ def _slice(manifest: dict) -> dict:
     return manifest["adapters"]["modules"][0]["slices"][0]
 
 
-USES = (
-    ("apply", "o", "--dry-run"),
-    ("eval", "o", "--data", "d"),
-    ("generate", "--pack", "o", "--prompt", "Hi"),
-)
-
-
-@pytest.mark.parametrize("use", USES, ids=lambda use: use[0])
+@pytest.mark.parametrize("use", ["apply o --dry-run", "generate --pack o --prompt Hi"])
 def test_pack_of_another_base_is_rejected(trained_pack, untouched, use):
     edit_manifest(trained_pack, lambda m: m["base"].update(fingerprint="0" * 64, id="other"))
-    check(
-        untouched(*use, "--model", "tiny"), "mismatch", None, "o: ", "other", "000000000000", "tiny"
-    )
+    error = untouched(*use.split(), "--model", "tiny")
+    check(error, "mismatch", None, "o: ", "other", "000000000000", "tiny")
 
 
-@pytest.mark.parametrize("use", [("inspect", "o"), *USES], ids=lambda use: use[0])
+@pytest.mark.parametrize("use", ["inspect o", "eval o --data d"])
 def test_pack_with_changed_adapters_is_rejected(trained_pack, untouched, use):
     file = trained_pack / "adapters.safetensors"
     content = bytearray(file.read_bytes())
     content[-2] ^= 255
     file.write_bytes(content)
-    check(untouched(*use), "unreadable", None, "o/adapters.safetensors: ", "sha256")
+    check(untouched(*use.split()), "unreadable", None, "o/adapters.safetensors: ", "sha256")
 
 
 def test_pack_with_truncated_adapters_is_rejected(trained_pack, untouched):
@@ -358,62 +249,21 @@ def test_pack_with_truncated_adapters_is_rejected(trained_pack, untouched):
 
 
 @pytest.mark.parametrize(
-    ("change", "code", "file", "name"),
+    ("files", "code", "file", "name"),
     [
-        (lambda m: m.update(format_version=9), "unsupported", "pack.json", "9"),
-        (lambda m: m.pop("files"), "unreadable", "pack.json", "files"),
-        (
-            lambda m: m["files"].update({"../x": {"bytes": 1, "sha256": "0"}}),
-            "unreadable",
-            "pack.json",
-            "../x",
-        ),
-        (
-            lambda m: m["files"].update({"x": {"bytes": 1, "sha256": "0"}}),
-            "not-found",
-            "x",
-            "pack.json",
-        ),
-        (lambda m: m.pop("base"), "unreadable", "pack.json", "base"),
-        (lambda m: m.update(format_version="x"), "unreadable", "pack.json", "format_version"),
-        (lambda m: m["files"].update({"README.md": 5}), "unreadable", "pack.json", "README.md"),
-        (lambda m: m["files"].pop("adapters.safetensors"), "unreadable", "pack.json", "adapters"),
-        (lambda m: _slice(m).update(rank="x"), "unreadable", "pack.json", "rank"),
+        ({"../x": {"bytes": 1, "sha256": "0"}}, "unreadable", "pack.json", "../x"),
+        ({"x": {"bytes": 1, "sha256": "0"}}, "not-found", "x", "pack.json"),
+        ({"README.md": 5}, "unreadable", "pack.json", "README.md"),
     ],
 )
-def test_pack_with_a_wrong_manifest_is_rejected(trained_pack, untouched, change, code, file, name):
-    edit_manifest(trained_pack, change)
+def test_pack_with_a_wrong_list_of_files_is_rejected(
+    trained_pack, untouched, files, code, file, name
+):
+    """The other keys of a manifest: tests/packs/test_pack.py."""
+    edit_manifest(trained_pack, lambda m: m["files"].update(files))
     check(untouched("inspect", "o"), code, None, f"o/{file}: ", name)
 
 
 def test_pack_manifest_that_contradicts_the_adapters_is_rejected(trained_pack, untouched):
     edit_manifest(trained_pack, lambda m: _slice(m).update(rank=1))
     check(untouched("apply", "o", "--dry-run"), "mismatch", None, "o", "(256, 1)")
-
-
-@pytest.mark.parametrize(
-    ("args", "code", "flag", "name"),
-    [
-        (("inspect", "nope"), "not-found", None, "nope: "),
-        (("inspect", "d"), "not-found", None, "d: "),
-        (("eval", "o", "--data", "d", "--split", "foo"), "data", "split", "foo"),
-        (("eval", "o", "--data", "nope"), "not-found", "data", "nope"),
-        (("eval", "o", "--data", "d", "--limit", "0"), "invalid", "limit", "0"),
-        (("generate", "--prompt", " "), "invalid", "prompt", ""),
-        ((*COMMAND,), "exists", "out", "--overwrite"),
-        ((*COMMAND, "--resume", "--rank", "4"), "mismatch", None, "rank"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)
-def test_error_beside_a_pack(trained_pack, untouched, args, code, flag, name):
-    check(untouched(*args), code, flag, name)
-
-
-@pytest.mark.parametrize("name", ["state.json", "optimizer.safetensors", "adapters.safetensors"])
-def test_resume_rejects_a_damaged_checkpoint(trained_pack, data_here, name):
-    shutil.rmtree(trained_pack)
-    shutil.rmtree(data_here / "o-run" / "step-000001", ignore_errors=True)
-    (data_here / "o-run" / "step-000002" / name).write_bytes(b"{")
-    with raises("unreadable", None, "o-run/step-000002"):
-        train_pack("tiny", "d", LORA, TRAIN, out="o", resume=True)
-    assert not trained_pack.exists()

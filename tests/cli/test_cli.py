@@ -2,8 +2,6 @@
 
 import json
 import shlex
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 from mlx_lm.utils import load
 
-from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, train_pack
+from mlx_packs import LoRAConfig, Pack, TrainConfig, evaluate, load_base, train_pack
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.bench import rates
 from mlx_packs.chips import CHIPS
@@ -56,11 +54,9 @@ def test_inspect_prints_the_manifest_with_hashes(answers):
     assert "rank 4 · scale 2.0" in text and manifest["files"]["README.md"]["sha256"] in text
 
 
-@pytest.mark.parametrize("dry", [("--dry-run",), ()])
-def test_apply_says_that_the_pack_fits(answers, dry):
-    report = json.loads(invoke("apply", answers / "pack", "--model", "tiny", *dry, "--json").stdout)
-    assert report["fits"] and report["projections"] == 42
-    assert ("largest_logit_change" in report) == (not dry)
+def test_apply_says_that_the_pack_fits(answers):
+    report = json.loads(invoke("apply", answers / "pack", "--model", "tiny", "--json").stdout)
+    assert report["fits"] and report["projections"] == 42 and "largest_logit_change" in report
 
 
 def test_apply_gate_on_size_exits_with_1(answers):
@@ -68,26 +64,16 @@ def test_apply_gate_on_size_exits_with_1(answers):
     assert result.exit_code == 1 and "--max-pack-mb failed" in result.stderr
 
 
-def test_eval_scores_base_and_pack_on_the_same_rows(answers):
-    data = answers / "rows" / "test.jsonl"
-    report = json.loads(invoke("eval", answers / "pack", "--data", data, "--json").stdout)
-    assert report["rows"] == 2 and report["base"]["targets"] == report["pack"]["targets"]
-    assert {"ppl", "ppl_se", "accuracy"} <= set(report["base"])
-    assert abs(report["ppl_ratio"] - report["pack"]["ppl"] / report["base"]["ppl"]) < 1e-9
-    assert "ratio" in invoke("eval", answers / "pack", "--data", data).stdout
-
-
-@pytest.mark.parametrize(("limit", "rows"), [(1, 1), (2, 2), (-1, 2)])
-def test_eval_limit_counts_examples(answers, limit, rows):
-    arguments = ("eval", answers / "pack", "--data", answers / "rows", "--limit", limit, "--json")
-    assert json.loads(invoke(*arguments).stdout)["rows"] == rows
+def test_one_example_has_no_standard_error(answers, shared_tiny):
+    data = str(answers / "rows" / "test.jsonl")
+    report = evaluate(shared_tiny, data=data, limit=1, matmul_path="dense")
+    assert report.base.ppl_se is None and "±" not in " ".join(report.lines())
 
 
 def test_eval_agrees_with_stock_mlx_lm_on_the_same_rows(answers):
     """Perplexity of base and pack by mlx-lm's loader and forward, row by row."""
-    report = json.loads(
-        invoke("eval", answers / "pack", "--data", answers / "rows", "--json").stdout
-    )
+    evaluated = ("eval", answers / "pack", "--data", answers / "rows", "--json")
+    report = json.loads(invoke(*evaluated).stdout)
     for name, adapter in (("base", None), ("pack", str(answers / "pack"))):
         model, tokenizer = load(str(tiny_checkpoint()), adapter_path=adapter)
         total, count = 0.0, 0
@@ -108,8 +94,6 @@ def test_generate_streams_and_the_pack_changes_the_text(answers):
     plain, packed = invoke(*arguments), invoke(*arguments, "--pack", answers / "pack")
     assert plain.exit_code == packed.exit_code == 0
     assert plain.stdout.strip() and plain.stdout != packed.stdout
-    raw = invoke("generate", "--prompt", "The module", "--raw", "--max-tokens", "3")
-    assert raw.exit_code == 0 and raw.stdout.strip()
 
 
 RATES = {
@@ -119,7 +103,8 @@ RATES = {
 
 
 @pytest.mark.slow
-def test_doctor_reports_the_machine_and_every_kernel(tmp_path):
+def test_doctor_reports_the_machine_and_every_kernel(tmp_path, monkeypatch):
+    monkeypatch.setattr(diagnostics, "_REPEATS", 1)
     result = invoke("doctor", "--json", "--report", tmp_path / "report.json")
     report = json.loads(result.stdout)
     assert json.loads((tmp_path / "report.json").read_text()) == report
@@ -130,12 +115,8 @@ def test_doctor_reports_the_machine_and_every_kernel(tmp_path):
     assert all(p["tflops"] > 0 and p["gradient_tflops"] > 0 for p in report["rates"]["products"])
     assert report["versions"]["mlx"] and report["blas"]["gflops"] > 0
     assert report["blas"]["streams"] == profile().streams
-    assert {k["op"] for k in report["kernels"]} == {
-        "grouped_lora",
-        "lora_qmv",
-        "multi_lora",
-        "nf4",
-    }
+    ops = {kernel["op"] for kernel in report["kernels"]}
+    assert ops == {"grouped_lora", "lora_qmv", "multi_lora", "nf4"}
     for kernel in report["kernels"]:
         assert {"op", "instance", "backend", "max_error", "ok"} <= set(kernel)
         assert kernel["ok"] and kernel["backend"] == "reference" and kernel["max_error"] > 0
@@ -152,7 +133,7 @@ def nothing_timed(monkeypatch):
 
 @pytest.mark.usefixtures("nothing_timed")
 def test_doctor_shows_a_failing_kernel_and_exits_with_1(monkeypatch):
-    instances = [i for i in diagnostics.kernel_instances() if "float32 rank 8 4096" in i.name]
+    instances = [i for i in diagnostics.kernel_instances() if "float32 rank 8 4096" in i.name][:2]
     monkeypatch.setattr(diagnostics, "kernel_instances", lambda: instances)
     with emulation("metal", orders=("forward",)):
         small = [replace(i, workload=lambda b, i=i: i.checks(b)[0]) for i in instances]
@@ -192,49 +173,15 @@ def test_doctor_shows_the_rates_of_a_gpu():
     kernels = [examine_kernel(kernel_instances()[0])]
     report = examine_machine() | {"kernels": kernels, "rates": RATES}
     assert report["chip"] is None
-    report["chip"] = asdict(CHIPS["Apple M5 Max"])
-    assert (
-        "614 GB/s · 22.8 TFLOP/s float32, 73.6 half · bfloat16 native · matrix units"
-        in (report_lines(report, verbose=False)[1])
-    )
-    report["chip"] = asdict(CHIPS["Apple M1"])
-    assert "bfloat16 emulated · no matrix units" in report_lines(report, verbose=False)[1]
+    for chip, line in {
+        "Apple M5 Max": "614 GB/s · 22.8 TFLOP/s float32, 73.6 half · bfloat16 native · matrix units",
+        "Apple M1": "bfloat16 emulated · no matrix units",
+    }.items():
+        report["chip"] = asdict(CHIPS[chip])
+        assert line in report_lines(report, verbose=False)[1]
     lines = "\n".join(report_lines(report, verbose=False))
     assert "step    26 ms with 36 blocks of next to nothing" in lines
-    assert (
-        "4-bit   float16, TFLOP/s of a product and of its gradient: 64 rows 4.51 and 3.9" in lines
-    )
-
-
-def test_doctor_rejects_a_report_in_a_folder_that_is_not_there(run, tmp_path):
-    code, out, err = run("doctor", "--report", tmp_path / "no" / "report.json")
-    assert (code, out) == (2, "") and err.count("\n") == 1
-    check(run.error, "not-found", "report", str(tmp_path / "no"))
-
-
-def test_pack_is_applied_and_taken_off_without_a_trace(answers):
-    base = load_base("tiny")
-    probe = mx.array([[1, 2, 3, 4]])
-    before = base.model(probe)
-    with base.applied(answers / "pack") as applied:
-        assert applied is base
-        assert not mx.array_equal(base.model(probe), before).item()
-    assert mx.array_equal(base.model(probe), before).item()
-
-
-@pytest.mark.slow
-def test_module_is_the_command_and_json_is_alone_on_stdout(answers):
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "mlx_packs.train", "--data", str(answers / "rows")]
-        + ["--iters", "1", "--out", str(answers / "again"), "--json", "--rank", "2"]
-        + ["--matmul-path", "dense", "--num-layers", "1", "--test-batches", "1"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["steps"] == 1
-    assert "held-out batches" not in result.stdout
+    assert "float16, TFLOP/s of a product and of its gradient: 64 rows 4.51 and 3.9" in lines
 
 
 def test_a_run_on_texts_ends_with_a_command_that_continues_one(tmp_path):
@@ -255,13 +202,6 @@ def test_show_mask_marks_what_is_learned(answers):
     assert "loss on assistant; --loss-on all, completion or assistant" in result.stderr
 
 
-def test_show_mask_advises_only_what_the_task_takes(tmp_path):
-    row = {"prompt": "Name a fruit.", "chosen": "A lime.", "rejected": "A stone."}
-    (tmp_path / "prefs.jsonl").write_text(json.dumps(row) + "\n")
-    result = invoke("train", "--data", tmp_path / "prefs.jsonl", "--task", "dpo", "--show-mask")
-    assert "⟦A lime.<|im_end|>" in result.stdout and "--loss-on" not in result.output
-
-
 def test_show_mask_shows_the_format_that_the_task_trains_on(tmp_path):
     file = tmp_path / "rows.jsonl"
     sides = {"prompt": "Name a fruit.", "chosen": "A lime.", "rejected": "A stone."}
@@ -269,7 +209,7 @@ def test_show_mask_shows_the_format_that_the_task_trains_on(tmp_path):
     file.write_text(json.dumps({**sides, "text": "A text.", "messages": messages}) + "\n")
     shown = invoke("train", "--data", file, "--task", "dpo", "--show-mask").output
     assert "⟦A lime.<|im_end|>" in shown and "⟦A stone.<|im_end|>" in shown
-    assert "Hello" not in shown and "A text" not in shown
+    assert "Hello" not in shown and "A text" not in shown and "--loss-on" not in shown
 
     file.write_text(json.dumps({"prompt": "Name a fruit.", "completion": "A lime.", "label": 1}))
     rejected = invoke("train", "--data", file, "--task", "kto", "--show-mask")
@@ -281,9 +221,8 @@ def test_show_mask_shows_the_format_that_the_task_trains_on(tmp_path):
 
 
 def test_quiet_prints_the_result_line_only(answers):
-    result = invoke(
-        *("train", "--data", answers / "rows", "--iters", 1, "-q", "--out", answers / "quiet")
-    )
+    few = ("--iters", 1, "--num-layers", 1, "--matmul-path", "dense", "--test-batches", 1)
+    result = invoke("train", "-q", "--data", answers / "rows", *few, "--out", answers / "quiet")
     assert result.stdout.count("\n") == 1 and result.stdout.startswith("done")
     assert not result.stderr
 
@@ -295,7 +234,7 @@ def test_manifest_and_card_hold_no_path_of_this_machine(answers):
 
 def test_attached_merged_and_stock_mlx_lm_give_the_same_logits(answers):
     base = load_base("tiny")
-    probe = mx.random.randint(0, 4000, (2, 48))
+    probe = mx.random.randint(0, 4000, (1, 12))
     plain = base.model(probe)
     attached = Pack.open(answers / "pack").attach(base)
     with_pack = base.model(probe)
@@ -311,11 +250,3 @@ def test_attached_merged_and_stock_mlx_lm_give_the_same_logits(answers):
     assert mx.abs(with_pack - plain).max().item() > 0.1
     assert mx.abs(with_pack - base.model(probe)).max().item() < 1e-4
     assert mx.abs(with_pack - stock(probe)).max().item() < 1e-4
-
-
-def test_one_row_has_no_standard_error(answers, tmp_path):
-    line = (answers / "rows" / "test.jsonl").read_text().splitlines()[0]
-    (tmp_path / "one.jsonl").write_text(line + "\n")
-    evaluated = ("eval", answers / "pack", "--data", tmp_path / "one.jsonl")
-    assert json.loads(invoke(*evaluated, "--json").stdout)["base"]["ppl_se"] is None
-    assert "±" not in invoke(*evaluated).stdout

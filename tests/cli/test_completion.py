@@ -39,22 +39,12 @@ def test_another_shell_is_rejected(run):
         (("train", "--rank", ""), set()),
         (("export", "packs/notes", "--to", "o"), {("plain", "ollama")}),
         (("eval", "packs/no"), {("file", "packs/no")}),
-        (("merge", "packs/no"), {("file", "packs/no")}),
+        (("inspect", "x"), {("file", "x")}),
+        (("data", "x"), {("file", "x")}),
     ],
 )
 def test_commands_options_choices_and_paths_are_completed(words, expected):
     assert answers(*words) == expected
-
-
-def test_every_argument_that_names_a_file_is_completed():
-    for name, path in {
-        "inspect": "x",
-        "diff": "x",
-        "report": "x",
-        "data": "x",
-        "push": "x",
-    }.items():
-        assert answers(name, path) == {("file", "x")}, name
 
 
 def test_bash_completes_with_the_script(tmp_path):

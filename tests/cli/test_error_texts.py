@@ -69,14 +69,21 @@ def updated() -> Iterator[dict[str, str]]:
         TEXTS.write_text("\n".join(["\n".join(head) + "\n", *entries]), encoding="utf-8")
 
 
+def states(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Size and time of every file; a run that starts writes its own folder."""
+    files = [path for path in folder.rglob("*") if "new-run" not in path.parts]
+    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
+
+
 @pytest.mark.parametrize("command", texts())
 def test_error_text_is_the_one_in_the_file(mistakes, updated, monkeypatch, command):
+    """And nothing is written; exit code and standard error: tests/cli/test_main.py."""
     monkeypatch.chdir(mistakes)
+    before = states(mistakes)
     arguments = shlex.split(command.removeprefix("$ packs"))
-    result = CliRunner().invoke(packs, arguments, standalone_mode=False)
-    assert isinstance(result.exception, PackError), result.output
-    error = result.exception
-    text = f"{error.format_message()}\n"
-    updated[command] = text
-    assert UPDATE or text == texts()[command]
-    assert "\n" not in error.format_message()
+    error = CliRunner().invoke(packs, arguments, standalone_mode=False).exception
+    assert isinstance(error, PackError), error
+    text = error.format_message()
+    assert "\n" not in text and states(mistakes) == before
+    updated[command] = f"{text}\n"
+    assert UPDATE or updated[command] == texts()[command]

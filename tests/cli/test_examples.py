@@ -32,9 +32,8 @@ def test_examples_are_understood(name):
     assert all(line in page for _, line in EXAMPLES[name])
 
 
-@pytest.mark.parametrize("name", ["train", "plan"])
-def test_help_does_not_depend_on_how_a_command_was_called_before(name):
-    root = packs.make_context("packs", ["-h", name], resilient_parsing=True)
-    command = packs.get_command(root, name)
-    command.make_context(name, [], resilient_parsing=True)  # alone, where -h is no option
-    assert CliRunner().invoke(packs, [name, "-h"]).exit_code == 0
+def test_help_does_not_depend_on_how_a_command_was_called_before():
+    root = packs.make_context("packs", ["-h", "train"], resilient_parsing=True)
+    command = packs.get_command(root, "train")
+    command.make_context("train", [], resilient_parsing=True)  # alone, where -h is no option
+    assert CliRunner().invoke(packs, ["train", "-h"]).exit_code == 0

@@ -12,6 +12,7 @@ import pytest
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.cli.main import packs
 from mlx_packs.cli.output import exit_if_failed
+from mlx_packs.inference import generate as generation
 from mlx_packs.terminal import printable_text
 from tests.helpers.packs import BASE, edit_manifest, write_pack
 from tests.helpers.rows import write_rows
@@ -29,7 +30,7 @@ def check_safe(*texts: str) -> None:
 @pytest.fixture
 def generated(monkeypatch) -> None:
     """Bases generate escape sequences, in pieces."""
-    monkeypatch.setattr("mlx_packs.inference.generate.stream", lambda *_, **__: iter(PIECES))
+    monkeypatch.setattr(generation, "stream", lambda *_, **__: iter(PIECES))
 
 
 def test_generated_text_cannot_steer_the_terminal(run, generated):

@@ -3,17 +3,9 @@
 import json
 import shutil
 
-import pytest
-
 from mlx_packs.bases.files import tiny_checkpoint
 from tests.helpers.errors import check
 from tests.helpers.gguf_base import write_gguf
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def test_a_checkpoint_is_described(run):

@@ -18,10 +18,9 @@ from mlx_packs.display import QUIET, Display
 from mlx_packs.errors import RunStopped
 from mlx_packs.memory.pressure import CRITICAL, NONE, Pressure
 from mlx_packs.reading import sha256
-from mlx_packs.training import unattended
+from mlx_packs.training import run_folder, unattended
 from mlx_packs.training.unattended import SUPERVISED
 from tests.helpers.errors import check
-from tests.helpers.observers import observe
 from tests.helpers.rows import CHATS, write_rows
 
 TESTS = Path(__file__).parent
@@ -88,15 +87,13 @@ def test_checkpoints_of_a_run_that_is_replaced_are_not_its_own(starts, here):
 
 
 def test_the_checkpoints_of_a_resumed_run_are_its_own(starts, here, monkeypatch):
-    monkeypatch.setattr(
-        "mlx_packs.training.run_folder.check_resumable", lambda folder: {"recipe": {}}
-    )
+    monkeypatch.setattr(run_folder, "check_resumable", lambda folder: {"recipe": {}})
     (here / "p-run" / "step-000050").mkdir(parents=True)
     code, lines = starts([{"checkpoints": [60], **KILL}, DONE], "--out", "p", "--resume")
     assert code == 0 and lines[1] == "--supervise --out p --resume"
 
 
-@pytest.mark.parametrize("code", [0, 1, 2, 129, 130, 143])
+@pytest.mark.parametrize("code", [0, 2, 143])
 def test_a_run_that_is_over_is_not_started_again(starts, code):
     assert starts([{"code": code, "messages": "packs: why"}], "--out", "p")[0] == code
     assert "packs: why" in starts.err and starts.error is None
@@ -108,16 +105,12 @@ def test_what_the_gpu_watchdog_ends_goes_on_with_half_the_micro_batch(starts, en
     code, lines = starts([act] * 3 + [DONE], "--out", "p", "--batch-size", 4)
     first = "--supervise --out p --batch-size 4"
     assert code == 0
-    assert (
-        [line.removeprefix(first).strip() for line in lines]
-        == [
-            "",
-            "--micro-batches 2",
-            "--micro-batches 4",  # of one example each: then nothing is smaller
-            "--micro-batches 4",
-        ][: len(lines)]
-        + ["--micro-batches 4"] * (len(lines) - 4)
-    )
+    assert [line.removeprefix(first).strip() for line in lines] == [
+        "",
+        "--micro-batches 2",
+        "--micro-batches 4",  # of one example each: then nothing is smaller
+        "--micro-batches 4",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -133,17 +126,18 @@ def test_what_runs_out_of_memory_goes_on_with_half_the_micro_batch(starts, act):
     assert code == 0 and lines[1] == "--supervise --out p --resume --micro-batches 2"
 
 
-@pytest.mark.parametrize(("counts", "halved"), [((3, 4), True), ((3, 3), False)])
-def test_linux_counts_what_it_kills_for_want_of_memory(starts, monkeypatch, counts, halved):
-    answers = iter([*counts, 4])
+@pytest.mark.parametrize(
+    ("oom_kills", "level", "halved"),
+    [
+        ((3, 4), NONE, True),  # as Linux counts them
+        ((3, 3), CRITICAL, False),
+        ((None, None), CRITICAL, True),  # elsewhere the pressure before the kill tells
+        ((None, None), NONE, False),
+    ],
+)
+def test_a_kill_for_want_of_memory_halves_too(starts, monkeypatch, oom_kills, level, halved):
+    answers = iter([*oom_kills, oom_kills[1]])
     monkeypatch.setattr(supervise, "oom_kills", lambda: next(answers))
-    code, lines = starts([{"checkpoints": [10], **KILL}, DONE], "--out", "p")
-    assert code == 0 and ("--micro-batches 2" in lines[1]) == halved
-
-
-@pytest.mark.parametrize(("level", "halved"), [(CRITICAL, True), (NONE, False)])
-def test_elsewhere_the_memory_pressure_before_a_kill_tells(starts, monkeypatch, level, halved):
-    monkeypatch.setattr(supervise, "oom_kills", lambda: None)
     monkeypatch.setattr(supervise, "memory_pressure", lambda: Pressure(level))
     code, lines = starts([{"checkpoints": [10], "seconds": 0.1, **KILL}, DONE], "--out", "p")
     assert code == 0 and ("--micro-batches 2" in lines[1]) == halved
@@ -168,12 +162,14 @@ def test_two_attempts_without_a_new_checkpoint_are_the_last(starts):
     assert not isinstance(starts.error, RunStopped)
 
 
-def test_the_time_of_a_run_is_that_of_all_its_attempts():
+def test_the_time_of_a_run_is_that_of_all_its_attempts(monkeypatch):
+    now = 50.0
+    monkeypatch.setattr(supervise.time, "monotonic", lambda: now)
     supervised = supervise.Supervised((), (), (), Path("p"), seconds=7200)
     supervisor = supervise.Supervisor(supervised, Display(QUIET))
-    supervisor._start -= 600
-    assert supervisor._next() in (["--time", "6600s"], ["--time", "6599s"])
-    supervisor._start -= 7200
+    now += 600
+    assert supervisor._next() == ["--time", "6600s"]
+    now += 7200
     assert supervisor._next() == ["--time", "1s"]  # a run that is over still writes its pack
 
 
@@ -301,40 +297,18 @@ def check_same_pack(first: Path, second: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_ends_with_the_same_bytes(run, starts, here, monkeypatch):
-    """What a kill after the first checkpoint leaves is a copy of the run folder at that moment."""
-    write_rows(here / "d", train=CHATS, valid=CHATS[:2])
-    args = (*ARGS, "--iters", 4, "--save-every", 2)
-
-    def copy(folder: Path) -> None:
-        if folder.name == "step-000002":
-            shutil.copytree(folder.parent, here / "killed")
-
-    with monkeypatch.context() as patch:
-        observe(patch, on_checkpoint=copy)
-        assert run("train", *args, "--out", "whole/p")[0] == 0
-    program = [sys.executable, str(TESTS / "dying_run.py"), "train"]
-    (here / "kills.json").write_text("[]")
-    acts = [{"copies": "killed", **KILL}, {"program": program}]
-    code, _ = starts(acts, "--out", "p", *args, "--json")
-    assert code == 0 and json.loads(starts.out)["batches"] == 4
-    assert "step-000002" in restarts(starts.err)[0]
-    check_same_pack(here / "whole" / "p", here / "p")
-
-
-@pytest.mark.slow
-def test_a_run_that_is_killed_five_times_ends_with_the_same_bytes(run, here, monkeypatch):
+def test_a_run_that_is_killed_three_times_ends_with_the_same_bytes(run, here, monkeypatch):
     monkeypatch.setattr(
         supervise, "PROGRAM", (sys.executable, str(TESTS / "dying_run.py"), "train")
     )
     write_rows(here / "d", train=CHATS, valid=CHATS[:2])
-    args = ("train", *ARGS, "--iters", 20, "--save-every", 2)
+    args = ("train", *ARGS, "--iters", 10, "--save-every", 2)
     assert run(*args, "--out", "whole/p", "-q")[0] == 0
-    (here / "kills.json").write_text("[1, 4, 7, 12, 17]")
+    (here / "kills.json").write_text("[1, 4, 9]")
     code, out, err = run(*args, "--out", "p", "--supervise", "--json")
     assert code == 0, err
-    assert json.loads(out)["batches"] == 20
-    assert len(restarts(err)) == 5 and (here / "kills.json").read_text() == "[]"
+    assert json.loads(out)["batches"] == 10
+    assert len(restarts(err)) == 3 and (here / "kills.json").read_text() == "[]"
     check_same_pack(here / "whole" / "p", here / "p")
 
 

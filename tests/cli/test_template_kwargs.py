@@ -12,6 +12,7 @@ from mlx_packs.cli.main import packs
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.errors import PackError
 from mlx_packs.evaluation.rows import columns_of
+from mlx_packs.inference import chat as chatting
 from mlx_packs.inference import generate as generation
 
 TONE = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{{ 'tone ' + tone|default('none') + ' ' + mood|default('none') + '\n' }}{% endif %}"
@@ -42,7 +43,7 @@ def prompts(pack, monkeypatch):
 
     chat_prompt = generation.chat_prompt
     monkeypatch.setattr(generation, "chat_prompt", recorded)
-    monkeypatch.setattr("mlx_packs.inference.chat.chat_prompt", recorded)
+    monkeypatch.setattr(chatting, "chat_prompt", recorded)
     return texts
 
 
@@ -50,18 +51,14 @@ def run(*arguments, **options):
     return CliRunner().invoke(packs, [*map(str, arguments)], **options)
 
 
-@pytest.mark.parametrize(
-    ("given", "shown"),
-    [([], "tone warm calm"), (["--template-kwargs", '{"tone": "cold"}'], "tone cold calm")],
-)
-def test_generate_and_chat_take_the_variables(pack, prompts, given, shown):
+def test_generate_and_chat_take_the_variables(pack, prompts):
     where = ["--pack", pack.path, "--model", pack.path.parent / "base", "--max-tokens", 1]
-    result = run("generate", *where, "--prompt", "a", *given)
+    result = run("generate", *where, "--prompt", "a")
     assert result.exit_code == 0, result.output
-    assert shown in prompts[-1]
-    result = run("chat", *where, *given, input="hello\n")
+    assert "tone warm calm" in prompts[-1]
+    result = run("chat", *where, "--template-kwargs", '{"tone": "cold"}', input="hello\n")
     assert result.exit_code == 0, result.output
-    assert shown in prompts[-1] and "hello" in prompts[-1]
+    assert "tone cold calm" in prompts[-1] and "hello" in prompts[-1]
 
 
 def test_an_evaluation_takes_the_variables(pack):
@@ -70,14 +67,19 @@ def test_an_evaluation_takes_the_variables(pack):
     assert columns.template_kwargs == {"tone": "cold", "mood": "calm"}
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "serve", "eval", "data"])
 @pytest.mark.parametrize(
-    ("value", "fault"),
-    [("off", "must be a mapping in JSON"), ('{"tools": []}', "tools is not a variable")],
+    ("command", "value", "fault"),
+    [
+        ("generate --prompt a", "off", "must be a mapping in JSON"),
+        ("chat", '{"tools": []}', "tools is not a variable"),
+        ("serve", '{"tools": []}', "tools is not a variable"),
+        ("eval pack", '{"tools": []}', "tools is not a variable"),
+        ("data .", '{"tools": []}', "tools is not a variable"),
+        ("train --data x.jsonl", '{"tools": []}', "tools is not a variable of the template"),
+    ],
 )
 def test_bad_variables_are_rejected_before_anything_is_loaded(command, value, fault):
-    needed = {"generate": ["--prompt", "a"], "eval": ["pack"], "data": ["."]}
-    result = run(command, *needed.get(command, []), "--template-kwargs", value)
+    result = run(*command.split(), "--template-kwargs", value)
     assert isinstance(result.exception, PackError) or result.exit_code == 2
     assert fault in result.output + str(result.exception)
 
@@ -105,8 +107,3 @@ def test_the_base_alone_has_no_variables(pack, prompts):
     base = load_base(pack.path.parent / "base")
     generation.chat_prompt(base, CHAT[0]["messages"][:1])
     assert "tone none none" in prompts[-1]
-
-
-def test_train_rejects_an_argument_of_the_renderer():
-    result = run("train", "--data", "x.jsonl", "--template-kwargs", '{"tools": []}')
-    assert "tools is not a variable of the template" in result.output + str(result.exception)
