@@ -1,6 +1,7 @@
 """A name of `config.choices` that has no code, or code that has no name, fails at import."""
 
 import ast
+import functools
 import importlib.util
 import pkgutil
 import re
@@ -25,12 +26,14 @@ WITHOUT_REGISTRY = {
 }
 
 
+@functools.cache
 def registries() -> list[tuple[str, str]]:
     """Listing and module of every call of `registered`."""
     calls = []
     for file in sorted(PACKAGE.rglob("*.py")):
         module = ".".join(("mlx_packs", *file.relative_to(PACKAGE).with_suffix("").parts))
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        text = file.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text if "registered(" in text else "")):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "registered":
                 calls.append((ast.unparse(node.args[0]).removeprefix("choices."), module))
     return sorted(set(calls))
