@@ -101,38 +101,26 @@ def test_cached_tokens_remember_what_was_left_out(bad_file, tokenizer, tmp_path,
         encode_cached(read_rows(bad_file), tokenizer, STOP, EncodingOptions(), 1)
 
 
-@pytest.mark.parametrize("policy", ["skip", "quarantine"])
-def test_run_counts_and_keeps_what_it_leaves_out(here, run, policy):
+def test_run_counts_and_keeps_what_it_leaves_out(here, run):
     write_rows(here / "d", train=GOOD, valid=GOOD[:2])
     train, valid = (here / "d" / f"{split}.jsonl" for split in ("train", "valid"))
     train.write_bytes(BAD["not JSON"] + b"\n" + train.read_bytes() + BAD["no target"] + b"\n")
     valid.write_bytes(valid.read_bytes() + BAD["not UTF-8"])
-    args = ["train", "--data", "d", "--iters", "2", "--rank", "2", "--num-layers", "1"]
-    args += ["--matmul-path", "dense", "--batch-size", "2", "--max-seq-length", "64"]
-    args += ["--save-every", "1", "--out", "p", "--on-bad-row", policy]
+    args = "train --data d --iters 1 --rank 2 --num-layers 1 --matmul-path dense --batch-size 2"
+    args = [*args.split(), "--save-every", 1, "--out", "p", "--on-bad-row", "quarantine"]
     code, out, err = run(*args)
     assert code == 0 and "2 of 10 train examples left out: 1 not JSON, 1 no target" in err
     assert "bad     1 valid examples left out: 1 not UTF-8" in out
-    kept = here / "p-run" / "bad-rows.jsonl"
-    assert kept.exists() == (policy == "quarantine")
-    if policy == "quarantine":
-        entries = [json.loads(line) for line in kept.read_text().splitlines()]
-        assert [(e["file"], e["line"], e["reason"]) for e in entries] == [
-            ("d/train.jsonl", 1, "not JSON"),
-            ("d/train.jsonl", 10, "no target"),
-            ("d/valid.jsonl", 3, "not UTF-8"),
-        ]
-        assert entries[0]["text"] == BAD["not JSON"].decode().strip()
-        assert entries[2]["text"] == '{"messages": "\\xff"}'
-        code, out, _ = run(*args, "--resume", "--json")
-        assert code == 0 and json.loads(out)["bad_rows"]["valid"] == {"not UTF-8": 1}
-        train.write_bytes(train.read_bytes().replace(b"Say 3", b"Say 4"))
-        assert run(*args, "--resume")[0] == 2
-
-
-def test_run_on_bad_rows_stops_by_default(here, run):
-    write_rows(here / "d", train=GOOD, valid=GOOD[:2])
-    (here / "d" / "valid.jsonl").write_bytes(b"{\n")
-    code, _, err = run("train", "--data", "d", "--out", "p")
-    assert code == 2 and "d/valid.jsonl:1: is not valid JSON" in err
-    assert not (here / "p").exists() and not (here / "p-run").exists()
+    lines = (here / "p-run" / "bad-rows.jsonl").read_text().splitlines()
+    entries = [json.loads(line) for line in lines]
+    assert [(e["file"], e["line"], e["reason"]) for e in entries] == [
+        ("d/train.jsonl", 1, "not JSON"),
+        ("d/train.jsonl", 10, "no target"),
+        ("d/valid.jsonl", 3, "not UTF-8"),
+    ]
+    assert entries[0]["text"] == BAD["not JSON"].decode().strip()
+    assert entries[2]["text"] == '{"messages": "\\xff"}'
+    code, out, _ = run(*args, "--resume", "--json")
+    assert code == 0 and json.loads(out)["bad_rows"]["valid"] == {"not UTF-8": 1}
+    train.write_bytes(train.read_bytes().replace(b"Say 3", b"Say 4"))
+    assert run(*args, "--resume")[0] == 2

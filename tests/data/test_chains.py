@@ -7,7 +7,6 @@ from mlx_packs.data.batches import TokenCollate, few_shapes
 from mlx_packs.data.chains import merged, token_order
 from mlx_packs.data.encoding import Example, Examples
 from mlx_packs.data.sampler import Sampler
-from mlx_packs.data.shapes import padded_targets
 
 
 def example(tokens, targets=(), where="x") -> Example:
@@ -40,7 +39,7 @@ def targets_of(examples) -> list[tuple]:
     )
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_examples_are_sorted_by_their_tokens(seed):
     examples = random_examples(seed)
     order = token_order(examples, np.arange(len(examples)))
@@ -53,11 +52,6 @@ def test_examples_are_sorted_by_their_tokens(seed):
         differing = [i for i, (one, other) in enumerate(pairs) if one != other]
         shortest = min(len(tokens[before]), len(tokens[after]))
         assert common == (differing[0] if differing else shortest)
-
-
-def test_no_example_has_an_order():
-    order = token_order([], np.arange(0))
-    assert len(order.indices) == len(order.common) == 0
 
 
 def test_the_turns_of_a_chat_become_one_example():
@@ -87,7 +81,7 @@ def test_equal_examples_are_in_chains_of_their_own():
     assert merged(twice) is twice
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_targets_are_those_of_the_examples_apart(seed):
     examples = random_examples(seed)
     whole = merged(examples)
@@ -111,12 +105,6 @@ def test_a_batch_has_a_target_once_for_each_example():
     assert batch.inputs["targets"][owned].tolist() == [2, 2, 2, 3, 3, 4]
     assert batch.targets == batch.denominator == 6
     assert collate.shape(whole, np.array([0])) == batch.inputs["tokens"].shape[1:] + (len(owned),)
-
-
-def test_there_is_room_for_more_targets_than_inputs():
-    assert (
-        padded_targets(8, 8) == 8 and padded_targets(9, 8) == 9 and padded_targets(100, 64) == 100
-    )
 
 
 def test_a_compiled_shape_holds_every_batch_of_merged_examples():

@@ -14,7 +14,6 @@ from mlx_packs.bases.tokenizer import load_tokenizer
 from mlx_packs.data.encoding import EncodingOptions, encode
 from mlx_packs.data.fim import SPELLINGS, FillInTheMiddle, arranged, continued, sentinels
 from mlx_packs.data.formats import Chat, Row, Text
-from mlx_packs.data.token_cache import encode_cached
 from mlx_packs.tasks.tokens import encoding_options
 from tests.helpers.errors import check, raises
 from tests.helpers.rows import write_rows
@@ -88,11 +87,11 @@ def test_cuts_lie_between_any_two_characters(fim_tokenizer):
     assert len(set(cuts)) == 15  # 5 places for two cuts, in order
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("rate", [0.0, 0.3])
 def test_rates_are_shares_of_rows_and_of_those_rearranged(rate):
-    parts = [FillInTheMiddle(rate, 0.25, 5).parts("some text", i, 0) for i in range(4000)]
+    parts = [FillInTheMiddle(rate, 0.25, 5).parts("some text", i, 0) for i in range(2000)]
     chosen = [p for p in parts if p]
-    assert len(chosen) / 4000 == pytest.approx(rate, abs=0.03)
+    assert len(chosen) / 2000 == pytest.approx(rate, abs=0.03)
     if chosen:
         assert sum(p[0] for p in chosen) / len(chosen) == pytest.approx(0.25, abs=0.05)
 
@@ -139,7 +138,7 @@ def test_split_rows_train_every_token_once(bare):
     assert len(cut) == 3 and cut.cut == 1 and np.array_equal(cut.items[1].tokens, whole[:100])
 
 
-@pytest.mark.parametrize("length", [32, 33, 100, 101])
+@pytest.mark.parametrize("length", [32, 101])
 def test_split_rows_that_are_rearranged_fit_and_lose_nothing(fim_tokenizer, length):
     fim = FillInTheMiddle(0.5, 0.5, seed=1)
     options = EncodingOptions(max_seq_length=length, long_rows="split", fim=fim)
@@ -204,96 +203,34 @@ def test_held_out_rows_and_chats_stay_as_they_are():
     assert encoding_options(train, "train", Chat(), 500) == replace(plain, ce_last_k=3)
 
 
-def test_the_token_cache_tells_rates_seeds_and_long_rows_apart(
-    fim_tokenizer, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path))
-    kinds = [
-        {},
-        {"long_rows": "split"},
-        *(
-            {"fim": FillInTheMiddle(*f)}
-            for f in (
-                (0.5, 0.5, 0),
-                (0.6, 0.5, 0),
-                (0.5, 0.4, 0),
-                (0.5, 0.5, 1),
-                (0.5, 0.5, 0, SPELLINGS[0]),
-            )
-        ),
-    ]
-    files = set()
-    for kind in kinds:
-        options = EncodingOptions(max_seq_length=64, **kind)
-        wanted = encode([*ROWS, LONG], fim_tokenizer, CONFIG, options)
-        for _ in range(2):  # made, then read
-            cached, file = encode_cached(
-                [*ROWS, LONG], fim_tokenizer, CONFIG, options, least_bytes=1
-            )
-            assert [e.tokens.tolist() for e in cached.items] == [
-                e.tokens.tolist() for e in wanted.items
-            ]
-            assert (cached.cut, len(cached)) == (wanted.cut, len(wanted))
-        files.add(file)
-    assert len(files) == len(kinds)
+def test_chats_are_not_rearranged(rejected, here):
+    check(rejected("train", "-q", "--fim-rate", 0.5, "--out", "o"), "conflict", "fim_rate", "chat")
+    assert not list(here.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("flags", "code", "flag", "names"),
-    [
-        ("--fim-rate 1.5", "invalid", "fim_rate", ["1.5"]),
-        ("--fim-spm-rate 0.2", "conflict", "fim_spm_rate", ["fim-rate"]),
-        ("--fim-rate 0.5 --fim-tokens a,b", "invalid", "fim_tokens", ["a, b"]),
-        ("--fim-rate 0.5 --fim-tokens a,a,b", "invalid", "fim_tokens", ["a, a, b"]),
-        ("--fim-rate 0.5 --fim-tokens a,b,c,c", "invalid", "fim_tokens", ["a, b, c, c"]),
-        ("--fim-rate 0.5 --max-seq-length 16", "conflict", "fim_rate", ["32", "16"]),
-        ("--long-rows fold", "unknown", "long_rows", ["cut", "split", "fold"]),
-        ("--fim-rate 0.5", "conflict", "fim_rate", ["chat"]),
-        ("--long-rows split", "conflict", "long_rows", ["chat"]),
-    ],
-)
-def test_faults_are_one_line(run, tmp_path, flags, code, flag, names):
-    status, _, err = run("train", "-q", "--iters", 1, "--out", tmp_path / "o", *flags.split())
-    assert status == 2 and len(err.splitlines()) == 1
-    check(run.error, code, flag, *names)
-    assert not list(tmp_path.iterdir())
-
-
-def test_run_on_code_resumes_with_the_same_layout_alone(tmp_path, run):
+def test_run_on_code_resumes_with_the_same_layout_only(tmp_path):
     rows = [{"text": text} for text in [*TEXTS, LONG.value["text"]]]
     data = write_rows(tmp_path / "d", train=rows, valid=rows[:2])
-    settings = {
-        "iters": 2,
-        "batch_size": 2,
-        "max_seq_length": 64,
-        "packing": True,
-        "matmul_path": "dense",
-        "fim_rate": 0.5,
-        "long_rows": "split",
-        "test_batches": 1,
-    }
-    lora = LoRAConfig(rank=2, num_layers=1)
+    settings = {"iters": 1, "batch_size": 1, "max_seq_length": 64, "packing": True}
+    settings |= {"matmul_path": "dense", "fim_rate": 0.5, "long_rows": "split", "test_batches": 1}
+
+    def train(**changes):
+        lora = LoRAConfig(rank=2, num_layers=1)
+        return train_pack("tiny", data, lora, settings, tmp_path / "o", **changes)
+
     with raises("unsupported", "fim_rate", "--fim-tokens PREFIX"):
-        train_pack("tiny", data, lora, TrainConfig(**settings), tmp_path / "o")
+        train()
     settings["fim_tokens"] = NAMED
-    trained = train_pack("tiny", data, lora, TrainConfig(**settings), tmp_path / "o")
-    assert trained.pack.manifest["recipe"]["fim_rate"] == 0.5
-    assert trained.pack.manifest["data"]["rows"]["train"] > 61 + 20  # pieces
-    for other in ({"fim_rate": 0.25}, {"long_rows": "cut"}, {"fim_spm_rate": 0.0}):
-        with raises("mismatch", next(iter(other))):
-            train_pack(
-                "tiny", data, lora, TrainConfig(**settings | other), tmp_path / "o", resume=True
-            )
-    code, out, _ = run(
-        "train",
-        "--data",
-        data,
-        "--show-mask",
-        "--long-rows",
-        "split",
-        "--fim-rate",
-        1,
-        "--fim-tokens",
-        ",".join(NAMED),
-    )
+    manifest = train().pack.manifest
+    assert manifest["recipe"]["fim_rate"] == 0.5
+    assert manifest["data"]["rows"]["train"] > 61 + 20  # pieces
+    settings["fim_rate"] = 0.25
+    with raises("mismatch", "fim_rate"):
+        train(resume=True)
+
+
+def test_show_mask_shows_rearranged_rows(tmp_path, run):
+    data = write_rows(tmp_path / "d", train=[{"text": text} for text in TEXTS])
+    flags = ("--long-rows", "split", "--fim-rate", 1, "--fim-tokens", ",".join(NAMED))
+    code, out, _ = run("train", "--data", data, "--show-mask", *flags)
     assert code == 0 and "<|im_end|>" in out

@@ -1,23 +1,18 @@
 """Rows in memory: what is taken, where messages say a row is, training, resuming, evaluating."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from mlx_packs import (
-    DataConfig,
-    LoRAConfig,
-    TrainConfig,
-    evaluate,
-    evaluate_batch,
-    load_base,
-    train_pack,
-)
+from mlx_packs import DataConfig, Pack, evaluate, evaluate_batch, train_pack
 from mlx_packs.cli.main import packs
 from mlx_packs.data.given import IN_MEMORY, source_of
 from mlx_packs.data.rows import load_rows
 from mlx_packs.reading import sha256
 from mlx_packs.training.checkpoint import ADAPTERS
 from tests.helpers.errors import raises
+from tests.helpers.packs import random_pack
 from tests.helpers.rows import CHATS, write_rows
 from tests.helpers.runs import LORA, TRAIN
 
@@ -101,40 +96,35 @@ def test_what_is_no_rows_is_one_line(data):
 
 
 def test_a_bad_row_is_named_by_its_number(tmp_path):
-    for bad in ({"words": 1}, "x", None):
-        with raises("data", None, "rows[1]"):
-            train_pack("tiny", [CHATS[0], bad, CHATS[1]], LORA, TRAIN, tmp_path / "p")
+    with raises("data", None, "rows[1]"):
+        train_pack("tiny", [CHATS[0], {"words": 1}, CHATS[1]], LORA, TRAIN, tmp_path / "p")
     assert not (tmp_path / "p").exists()
 
 
-def test_rows_train_what_their_file_trains(tmp_path):
-    run = train_pack("tiny", iter(CHATS), LORA, TRAIN, tmp_path / "p")
-    folder = write_rows(tmp_path / "d", train=CHATS)
-    other = train_pack("tiny", folder, LORA, TRAIN, tmp_path / "q")
-    assert sha256(run.pack.path / ADAPTERS) == sha256(other.pack.path / ADAPTERS)
-    assert run.pack.manifest["data"]["source"] == IN_MEMORY
-    assert run.pack.manifest["data"]["fingerprint"] == other.pack.manifest["data"]["fingerprint"]
-
-
-def test_a_run_goes_on_with_the_same_rows_alone(tmp_path):
-    more = TrainConfig(**{**vars(TRAIN), "iters": 4})
-    train_pack("tiny", CHATS, LORA, TRAIN, tmp_path / "p")
+def test_rows_train_what_their_file_trains_and_resume(tmp_path, trained):
+    """A run goes on with the same rows only, which the command line does not have."""
+    rows = {"train": iter(CHATS), "valid": CHATS[:2]}
+    run = train_pack("tiny", rows, LORA, TRAIN, tmp_path / "p")
+    other = Pack.open(trained / "o")
+    assert sha256(run.pack.path / ADAPTERS) == sha256(other.path / ADAPTERS)
+    facts, expected = run.pack.manifest["data"], other.manifest["data"]
+    assert facts["source"] == IN_MEMORY and facts["fingerprint"] == expected["fingerprint"]
     with raises("mismatch", "data"):
-        train_pack("tiny", CHATS[::-1], LORA, more, tmp_path / "p", resume=True)
+        train_pack("tiny", CHATS[::-1], LORA, TRAIN, tmp_path / "p", resume=True)
     with raises("not-found", "data"):
         packs(["train", "--resume", "--out", str(tmp_path / "p")], standalone_mode=False)
-    run = train_pack("tiny", CHATS, LORA, more, tmp_path / "p", resume=True)
-    assert run.report["batches"] == 4
+    rows["train"] = CHATS
+    run = train_pack("tiny", rows, LORA, replace(TRAIN, iters=3), tmp_path / "p", resume=True)
+    assert run.report["batches"] == 3
 
 
-def test_rows_are_evaluated(tmp_path):
-    base = load_base("tiny")
-    pack = train_pack(base, CHATS, LoRAConfig(rank=2, num_layers=1), TRAIN, tmp_path / "p").pack
-    report = evaluate(base, pack, CHATS, limit=3)
-    file = tmp_path / "rows.jsonl"
+def test_rows_are_evaluated(tmp_path, shared_tiny):
+    pack = random_pack(shared_tiny)
+    dense = {"matmul_path": "dense"}
+    report = evaluate(shared_tiny, pack, CHATS, limit=2, **dense)
     write_rows(tmp_path, rows=CHATS)
-    assert report == evaluate(base, pack, file, limit=3)
-    assert evaluate(base, data={"train": CHATS, "test": CHATS[:2]}).rows == 2
-    short = {"max_tokens": 2, "rounds": 1}
-    (compared, _) = evaluate_batch(base, [pack], CHATS, batch_sizes=[1], limit=2, **short)
+    assert report == evaluate(shared_tiny, pack, tmp_path / "rows.jsonl", limit=2, **dense)
+    assert evaluate(shared_tiny, data={"train": CHATS, "test": CHATS[:1]}, **dense).rows == 1
+    short = {"max_tokens": 2, "rounds": 1, "batch_sizes": [1], **dense}
+    (compared,) = evaluate_batch(shared_tiny, [], CHATS, limit=2, **short)
     assert compared.rows == 2

@@ -7,9 +7,7 @@ import pytest
 
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data import json_lines
-from mlx_packs.data.bad_rows import RowError
 from mlx_packs.data.encoding import encode
-from mlx_packs.data.json_lines import LineRow
 from mlx_packs.data.rows import load_rows, read_rows
 from mlx_packs.data.sources import concatenated
 from tests.helpers.errors import raises
@@ -22,7 +20,7 @@ def file(tmp_path):
     return tmp_path / "rows.jsonl"
 
 
-@pytest.mark.parametrize("block", [1, 2, 3, 7, 16, 1 << 20])
+@pytest.mark.parametrize("block", [1, 3, 16, 1 << 20])
 @pytest.mark.parametrize("ending", [b"", b"\n", b"\r\n\r\n"], ids=["none", "one", "two"])
 def test_rows_are_lines_that_are_not_blank(file, monkeypatch, block, ending):
     file.write_bytes(b"\xef\xbb\xbf" + b"\n".join(LINES) + ending)
@@ -52,13 +50,11 @@ def test_parts_and_joined_rows_are_where_they_were(file):
     [
         (b'{"text": ', "not JSON", ["column"]),
         (b'{"text": "a\x00b"}', "not JSON", ["control character"]),
-        (b'{"text": "a"} {"text": "b"}', "not JSON", ["Extra data"]),
         (b'\xef\xbb\xbf{"text": "a"}', "not JSON", ["BOM"]),
         (b'{"text": "\xff"}', "not UTF-8", ["byte 11"]),
         ('{"text": "a"}'.encode("utf-16"), "not UTF-8", []),
         (b'{"a": ' + b"[" * 101 + b"]" * 101 + b"}", "too deep", ["100"]),
         (b"[" * 10**5 + b"]" * 10**5, "too deep", ["100"]),
-        (b'{"a":' * 10**5 + b"1" + b"}" * 10**5, "too deep", ["100"]),
         (b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "integer too long", ["4300"]),
     ],
 )
@@ -71,7 +67,7 @@ def test_hostile_line_is_one_line_with_its_place(file, line, reason, names):
     assert caught.value.reason == reason and "\n" not in caught.value.message
 
 
-@pytest.mark.parametrize("value", [b"[1]", b'"text"', b"5", b"null", b"NaN"])
+@pytest.mark.parametrize("value", [b"[1]", b"null", b"NaN"])
 def test_row_that_is_no_object_is_named(file, tokenizer, value):
     file.write_bytes(b'{"text": "a b c"}\n' + value)
     with raises("data", None, "rows.jsonl:2", "JSON object"):
@@ -95,15 +91,15 @@ def test_odd_line_reads_as_python_reads_it(file, line, value):
 
 
 def test_line_that_is_too_long_is_not_read_whole(file, monkeypatch):
-    monkeypatch.setattr(json_lines, "MOST_LINE_BYTES", 2 << 20)
+    monkeypatch.setattr(json_lines, "MOST_LINE_BYTES", 1 << 20)
     with file.open("wb") as f:
         f.write(b'{"text": "a"}\n{"text": "')
-        f.truncate(200_000_000)  # zeros that take no room
+        f.truncate(20_000_000)  # zeros that take no room
         f.seek(0, os.SEEK_END)
         f.write(b'"}\n{"text": "b"}\n')
     rows = read_rows(file)
-    assert [len(row.line) <= (2 << 20) + 1 for row in rows] == [True] * 3
-    with raises("data", None, "rows.jsonl:2", "2 MiB", "Split it"):
+    assert [len(row.line) <= (1 << 20) + 1 for row in rows] == [True] * 3
+    with raises("data", None, "rows.jsonl:2", "1 MiB", "Split it"):
         _ = rows[1].value
     assert rows[2].value == {"text": "b"} and rows[2].where.endswith(":3")
 
@@ -116,12 +112,10 @@ def test_file_that_changes_while_it_is_read_is_an_error(file):
         _ = rows[0]
 
 
-@pytest.mark.parametrize(
-    ("content", "names"), [(b"", ["no examples"]), (b"\n \n", ["no examples"])]
-)
-def test_empty_file_is_an_error(file, content, names):
+@pytest.mark.parametrize("content", [b"", b"\n \n"])
+def test_empty_file_is_an_error(file, content):
     file.write_bytes(content)
-    with raises("data", None, "rows.jsonl", *names):
+    with raises("data", None, "rows.jsonl", "no examples"):
         read_rows(file)
 
 
@@ -149,10 +143,3 @@ def test_hostile_json_list_is_one_line(tmp_path, text):
     (tmp_path / "rows.json").write_text(text)
     with raises("unreadable", None, "rows.json"):
         read_rows(tmp_path / "rows.json")
-
-
-def test_a_line_is_parsed_when_its_value_is_read():
-    row = LineRow("x:1", b"{")
-    assert row.text() == "{"
-    with pytest.raises(RowError):
-        _ = row.value

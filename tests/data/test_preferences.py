@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 
-from mlx_packs import load_base
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data.encoding import EncodingOptions, encode
 from mlx_packs.data.formats import PREFERENCE, Row
-from mlx_packs.data.preference_batches import preference_evaluation, preference_set
+from mlx_packs.data.preference_batches import preference_set
 from mlx_packs.data.preferences import (
     RATED,
     PreferenceExamples,
@@ -20,11 +19,6 @@ from tests.helpers.preferences import preference, rated
 
 NAMES, OPTIONS = DataConfig(), EncodingOptions(max_seq_length=64)
 MESSAGES = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": "Red."}]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_base("tiny").tokenizer
 
 
 def rows_of(*values) -> list[Row]:
@@ -52,20 +46,6 @@ def test_sides_are_the_completions_that_lm_would_train_on(tokenizer):
     assert examples.lengths.tolist() == [len(e.tokens) for e in examples.items]
 
 
-def test_messages_and_a_prompt_in_both_sides_are_read(tokenizer):
-    text = preference(0)
-    as_messages = {
-        "prompt": [{"role": "user", "content": text["prompt"]}],
-        "chosen": [{"role": "assistant", "content": text["chosen"]}],
-        "rejected": [{"role": "assistant", "content": text["rejected"]}],
-    }
-    implicit = {side: as_messages["prompt"] + as_messages[side] for side in ("chosen", "rejected")}
-    examples = encoded(tokenizer, text, as_messages, implicit)
-    for i in (2, 4):
-        for side in (0, 1):
-            assert examples.items[i + side].tokens.tolist() == examples.items[side].tokens.tolist()
-
-
 def test_a_row_loses_both_sides_where_one_has_no_target_left(tokenizer):
     long = {"prompt": "word " * 80, "chosen": "a", "rejected": "b"}
     examples = encoded(tokenizer, preference(0), long, preference(1))
@@ -78,7 +58,6 @@ def test_a_row_loses_both_sides_where_one_has_no_target_left(tokenizer):
     [
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "'chosen' and 'rejected' are the same."),
         ({"prompt": "a", "chosen": " ", "rejected": "b"}, "'chosen' is empty."),
-        ({"prompt": "a", "chosen": "b", "rejected": []}, "'rejected' is empty."),
         ({"prompt": "a", "chosen": "b"}, "must have the columns {chosen, rejected}, but has"),
         ({"chosen": MESSAGES, "rejected": [{"role": "user", "content": "Who?"}, *MESSAGES[1:]]}, "the prompts of"),
         ({"chosen": "a", "rejected": "b"}, "'chosen' must be a list of messages that ends"),
@@ -122,18 +101,12 @@ def test_a_rated_row_is_followed_by_its_prompt_with_the_completion_before_it(tok
     assert list(zip(examples.lengths, examples.target_counts, strict=True)) == counted
 
 
-def test_lm_does_not_train_on_preferences(tokenizer):
-    with raises("conflict", "task", "f:1: the examples are preferences"):
-        encode(rows_of(preference(0)), tokenizer, NAMES, OPTIONS)
-
-
 def test_sides_are_read_from_anywhere():
     sides = both_completions(rows_of(*(preference(i) for i in range(4))), NAMES)
     whole = list(sides)
     assert len(sides) == len(whole) == 8
-    for start in range(8):
-        for stop in range(start, 9):
-            assert list(sides[start:stop]) == whole[start:stop]
+    for start, stop in ((0, 3), (1, 8), (2, 2), (3, 4), (5, 6)):
+        assert list(sides[start:stop]) == whole[start:stop]
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -161,16 +134,6 @@ def test_both_examples_of_a_row_are_in_one_batch(tokenizer, packing, replay):
         assert next(data.batches(number)).examples == batch.examples
     assert set(range(9, 23)) <= set(seen)
     assert bool(set(range(9)) & set(seen)) == bool(replay)
-
-
-def test_an_epoch_has_every_row_once(tokenizer):
-    examples = encoded(tokenizer, *(preference(i) for i in range(11)))
-    for packing in (False, True):
-        sampler = GroupedSampler(examples.lengths, 4, 63, 0, packing)
-        orders = [order.examples if packing else order for order in sampler.epoch(0)]
-        assert sorted(np.concatenate(orders).tolist()) == list(range(22))
-    batches = preference_evaluation(examples, 3, 63, np.arange(6)).once()
-    assert sorted(i for batch in batches for i in batch.examples) == list(range(12))
 
 
 @pytest.mark.parametrize("packing", [False, True])

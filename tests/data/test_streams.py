@@ -6,6 +6,7 @@ import sys
 import types
 from datetime import date, datetime
 
+import huggingface_hub
 import numpy as np
 import pytest
 
@@ -51,17 +52,15 @@ def hub(monkeypatch):
     """A data set of the Hub, by a substitute for its libraries."""
     module = types.ModuleType("datasets")
     module.splits = {"train": IterableDataset(ROWS), "validation": IterableDataset(ROWS[:9])}
-    module.revision = "a" * 40
+    module.sha = "a" * 40
 
     def load_dataset(name, revision, streaming):
-        assert name == "some/set" and revision == module.revision and streaming
+        assert name == "some/set" and revision == module.sha and streaming
         return module.splits
 
     module.load_dataset = load_dataset
     monkeypatch.setitem(sys.modules, "datasets", module)
-    monkeypatch.setattr(
-        "huggingface_hub.dataset_info", lambda name: types.SimpleNamespace(sha=module.revision)
-    )
+    monkeypatch.setattr(huggingface_hub, "dataset_info", lambda name: module)  # its sha
     return module
 
 
@@ -91,7 +90,7 @@ def test_data_set_of_the_hub_is_streamed_once(cache, hub, monkeypatch, is_kept):
         assert [len(rows[split]) for split in ("train", "valid", "test")] == [50, 9, 0]
         assert rows["train"][49].where == "hf:some/set/train[49]"
     assert hub.splits["train"].reads == (1 if is_kept else 2)
-    hub.revision = "b" * 40
+    hub.sha = "b" * 40
     load_rows(DataConfig(data="hf:some/set"))
     assert hub.splits["train"].reads == (2 if is_kept else 3)
 

@@ -62,14 +62,6 @@ def test_the_files_are_what_the_script_writes(make_data, tmp_path):
     assert sum(file.stat().st_size for file in tiny_path().iterdir()) < 650_000
 
 
-def test_the_readme_has_the_counts(make_data, rows):
-    readme = (tiny_path() / "README.md").read_text("utf-8")
-    for split in SPLITS:
-        wordings = len(make_data.WORDINGS[split])
-        assert f"| {split} | {len(rows[split]):,} | {wordings}" in readme
-    assert f"{len(make_data.TASKS)} tasks, 7 days and {len(make_data.TIMES)} times" in readme
-
-
 def test_every_answer_is_what_its_reminder_says(make_data, rows):
     for asked, answer in (row for split in SPLITS for row in rows[split]):
         assert answer["task"].lower() in asked.lower() and answer["day"] in asked

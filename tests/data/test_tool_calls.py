@@ -1,8 +1,7 @@
 """Calls and tools of every dialect have one form, which training and serving render."""
 
 import json
-from datetime import date, datetime, time, timedelta, timezone
-from decimal import Decimal
+from datetime import date, datetime, time, timezone
 
 import pytest
 
@@ -22,7 +21,6 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA
         ({"city": "Bonn"}, {"city": "Bonn"}),
         ('{"city": "Bonn", "a": null}', {"city": "Bonn", "a": None}),
         ({"city": "Bonn", "a": None, "at": {"x": 1, "y": None}}, {"city": "Bonn", "at": {"x": 1}}),
-        ({"of": [None, {"a": None}]}, {"of": [None, {}]}),
         (
             {"at": datetime(2026, 5, 1, 8), "of": [{"day": date(2026, 5, 1)}, time(8, 30)]},
             {"at": "2026-05-01T08:00:00", "of": [{"day": "2026-05-01"}, "08:30:00"]},
@@ -39,13 +37,9 @@ def test_arguments_are_an_object(value, expected):
     [
         ("{city", "not valid JSON"),
         ('{"a": NaN}', "not valid JSON: NaN"),
-        ('{"a": Infinity}', "not valid JSON"),
         ({"a": [{"b": float("nan")}]}, r"have, in 'a\[0\].b', nan, which JSON does not have"),
         ({"a": {"b": b"x"}}, r"have, in 'a.b', a bytes, which JSON does not have"),
-        ({"a": [timedelta(1)]}, r"in 'a\[0\]', a timedelta"),
-        ({"a": Decimal("1.5")}, "in 'a', a Decimal"),
         ({"a": {5: 1}}, "have the key 5, which is no text"),
-        ("[1]", "must be an object"),
         (5, "must be an object"),
     ],
 )
@@ -54,7 +48,7 @@ def test_arguments_that_are_no_object_are_a_fault(value, fault):
         normal_arguments(value)
 
 
-@pytest.mark.parametrize("levels", [101, 700, 985, 5000])
+@pytest.mark.parametrize("levels", [101, 5000])
 def test_a_text_that_is_nested_too_deeply_is_a_fault(levels):
     deep = '{"a":' * levels + "1" + "}" * levels
     tool = f'{{"name": "f", "parameters": {deep}}}'
@@ -84,22 +78,11 @@ def test_a_missing_date_of_pandas_is_a_fault():
     [
         [CALL],
         CALL,
-        json.dumps([CALL]),
         [json.dumps(CALL)],
         [{"name": "weather", "arguments": '{"city": "Bonn"}'}],
-        [{"name": "weather", "parameters": {"city": "Bonn", "a": None}}],
-        [
-            {
-                "function": {"name": "weather", "arguments": '{"city": "Bonn"}'},
-                "id": None,
-                "index": 0,
-            }
-        ],
-        [{"name": "weather", "args": {"city": "Bonn"}, "type": "tool_call"}],
+        [{"function": CALL["function"], "id": None, "index": 0}],
         [{"type": "tool_use", "name": "weather", "input": {"city": "Bonn"}}],
-        [{"function": {"name": "weather"}, "arguments": {"city": "Bonn"}}],
         [{"name": "weather", "function": {"arguments": {"city": "Bonn"}}}],
-        [{"function": json.dumps(CALL["function"])}],
         [{**CALL["function"], "input": {"city": "Bonn"}, "args": {}, "parameters": {"a": None}}],
         [{**CALL["function"], "call_id": None, "parsed_arguments": {"city": "Bonn"}}],
         [CALL, {"name": None, "arguments": {"city": None}}, {"function": {"name": None}}, None],
@@ -107,15 +90,12 @@ def test_a_missing_date_of_pandas_is_a_fault():
 )
 def test_calls_of_every_form_are_one(calls):
     assert normal_calls(calls) == [CALL]
-
-
-def test_a_call_keeps_its_id():
     assert normal_calls([{**CALL, "id": "c1"}]) == [{"id": "c1", **CALL}]
 
 
 @pytest.mark.parametrize(
     "calls",
-    [[5], ["x"], [{"arguments": {"a": 1}}], [{"name": ""}], [{"name": "f", "function": 5}], 5],
+    [["x"], [{"arguments": {"a": 1}}], [{"name": ""}], [{"name": "f", "function": 5}], 5],
 )
 def test_what_is_no_call_is_a_fault(calls):
     with pytest.raises(ValueError, match="call"):
@@ -125,7 +105,6 @@ def test_what_is_no_call_is_a_fault(calls):
 @pytest.mark.parametrize(
     ("call", "fault"),
     [
-        ({"name": "f", "kwargs": {"a": 1}}, "unknown key 'kwargs'"),
         ({"function": {"name": "f", "values": {"a": 1}}}, "unknown key 'values'"),
         ({"name": "f", "arguments": {"a": 1}, "input": {"a": 2}}, "different arguments"),
         ({"name": "f", "function": {"name": "g"}}, "different names"),
@@ -136,7 +115,7 @@ def test_what_a_call_says_elsewhere_is_named(call, fault):
         normal_calls([call])
 
 
-@pytest.mark.parametrize("nothing", [None, "", "null", [], {}, [None], [{}], {"name": None}])
+@pytest.mark.parametrize("nothing", [None, "", "null", [], [{}], {"name": None}])
 def test_no_calls_are_none(nothing):
     assert normal_calls(nothing) == []
 
@@ -183,13 +162,10 @@ def test_a_text_after_a_call_is_a_fault(text):
         [TOOL],
         TOOL,
         json.dumps([TOOL]),
-        [json.dumps(TOOL["function"])],
         [TOOL["function"]],
-        [{"type": "function", **TOOL["function"]}],
         [{"type": "function", "function": {**TOOL["function"], "parameters": json.dumps(SCHEMA)}}],
         [{**TOOL, "function": {**TOOL["function"], "strict": None}, "x": None}],
         [{"type": "function", "function": json.dumps(TOOL["function"])}],
-        [{"function": TOOL["function"]}],
         [TOOL, {}, None, {"type": None, "function": {"name": None}}],
     ],
 )
@@ -212,7 +188,7 @@ def test_dates_in_tools_are_iso_texts():
         normal_tools([{"name": "f", "parameters": {"x": b"x"}}])
 
 
-@pytest.mark.parametrize("nothing", [None, "", [], "[]", {}, [{}], [None], {"type": None}])
+@pytest.mark.parametrize("nothing", [None, "", "[]", [{}], {"type": None}])
 def test_no_tools_are_none(nothing):
     assert normal_tools(nothing) is None
 
@@ -228,11 +204,10 @@ RESULT = {"role": "tool", "content": "clear"}
         (NORMAL, RESULT),
         ({"role": "assistant", "content": None, "tool_calls": [CALL], "name": None}, RESULT),
         (
-            {"role": "assistant", "content": None, "function_call": CALL["function"]},
-            {"role": "function", "content": "clear"},
+            {**NORMAL, "tool_calls": None, "function_call": CALL["function"]},
+            {**RESULT, "role": "function"},
         ),
         ({"role": "function_call", "content": TEXT}, {"role": "observation", "content": "clear"}),
-        ({"role": "tool_call", "content": TEXT}, {"role": "tool_response", "content": "clear"}),
         ({"from": "function_call", "value": TEXT}, {"from": "observation", "value": "clear"}),
     ],
 )
@@ -260,11 +235,6 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
     ("first", "second", "expected"),
     [
         ({"content": "Look."}, {"reasoning": "Ask."}, {"content": "Look.", "thoughts": "Ask."}),
-        (
-            {"content": "Look.", "thinking": "Hm."},
-            {"reasoning_content": "Ask."},
-            {"content": "Look.", "thoughts": "Hm.\nAsk."},
-        ),
         ({"content": "Look.", "thinking": "Hm."}, {}, {"content": "Look.", "thoughts": "Hm."}),
         (
             {"content": "Look."},
@@ -276,8 +246,6 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
             {"content": f"<think>\nAsk.\n</think>\n\nWait.<tool_call>{TEXT}</tool_call>"},
             {"content": "<think>\nHm.\nAsk.\n</think>\n\nLook.\nWait."},
         ),
-        ({"content": "Look.", "name": "a"}, {"name": "a"}, {"content": "Look.", "name": "a"}),
-        ({"content": "Look."}, {"name": "a"}, {"content": "Look.", "name": "a"}),
     ],
 )
 def test_a_call_that_is_joined_to_an_answer_keeps_what_it_says(first, second, expected):
@@ -286,12 +254,6 @@ def test_a_call_that_is_joined_to_an_answer_keeps_what_it_says(first, second, ex
     thoughts = expected.pop("thoughts", None)
     named = dict.fromkeys(THOUGHTS, thoughts) if thoughts else {}
     assert turn.message == {"role": "assistant", "tool_calls": [CALL], **expected, **named}
-
-
-def test_thoughts_of_calls_that_follow_each_other_are_joined():
-    calls = [{"role": "function_call", "content": TEXT, "thinking": each} for each in "ab"]
-    (turn,) = turns_of(calls)
-    assert turn.message == {**NORMAL, "tool_calls": [CALL] * 2, **dict.fromkeys(THOUGHTS, "a\nb")}
 
 
 def test_messages_of_one_answer_that_contradict_each_other_are_a_fault():
@@ -311,10 +273,10 @@ def test_calls_as_text_stay_text():
     assert turns_of([answer])[0].message == answer
 
 
-@pytest.mark.parametrize("arguments", ['{"city": "Bonn", "a": null}', "", "{}"])
+@pytest.mark.parametrize("arguments", ['{"city": "Bonn", "a": null}', ""])
 def test_serving_has_the_same_form_as_training(arguments):
-    calls = [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}]
-    message = {"role": "assistant", "content": None, "tool_calls": calls}
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
     served = Message.model_validate(message).to_template()
     assert served == turns_of([message])[0].message
 
