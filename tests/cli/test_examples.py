@@ -28,7 +28,11 @@ def test_examples_are_understood(name):
         words = words[words.index("packs") + 2 :]
         with command.make_context(name, words, root) as context:
             assert context.params is not None
-    page = CliRunner().invoke(packs, [name, "-h"], terminal_width=200).stdout
+    page, same = (
+        CliRunner().invoke(packs, [name, flag], terminal_width=200).stdout
+        for flag in ("-h", "--help")
+    )
+    assert page == same
     assert all(line in page for _, line in EXAMPLES[name])
 
 

@@ -71,6 +71,7 @@ def test_an_evaluation_takes_the_variables(pack):
     ("command", "value", "fault"),
     [
         ("generate --prompt a", "off", "must be a mapping in JSON"),
+        ("generate --raw --prompt a", '{"tone": "cold"}', "raw text has no template"),
         ("chat", '{"tools": []}', "tools is not a variable"),
         ("serve", '{"tools": []}', "tools is not a variable"),
         ("eval pack", '{"tools": []}', "tools is not a variable"),
@@ -82,11 +83,6 @@ def test_bad_variables_are_rejected_before_anything_is_loaded(command, value, fa
     result = run(*command.split(), "--template-kwargs", value)
     assert isinstance(result.exception, PackError) or result.exit_code == 2
     assert fault in result.output + str(result.exception)
-
-
-def test_raw_text_takes_no_variables():
-    result = run("generate", "--raw", "--prompt", "a", "--template-kwargs", '{"tone": "cold"}')
-    assert "raw text has no template" in result.output + str(result.exception)
 
 
 def test_data_shows_the_variables(pack, tmp_path):

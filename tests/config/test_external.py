@@ -15,43 +15,29 @@ from tests.helpers.models import base_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TARGETS = "q_proj k_proj v_proj o_proj up_proj down_proj gate_proj".split()
+NOT_SET = """alora_invocation_tokens arrow_config auto_mapping corda_config eva_config exclude_modules
+layer_replication layers_pattern layers_to_transform megatron_config modules_to_save revision
+target_parameters trainable_token_indices""".split()
+OFF = "ensure_weight_tying fan_in_fan_out lora_bias use_dora use_qalora use_rslora".split()
 PEFT = {  # as peft 0.21 writes it
-    "alora_invocation_tokens": None,
+    **dict.fromkeys(NOT_SET),
+    **dict.fromkeys(OFF, False),
     "alpha_pattern": {},
-    "arrow_config": None,
-    "auto_mapping": None,
     "base_model_name_or_path": "owner/base",
     "bias": "none",
-    "corda_config": None,
-    "ensure_weight_tying": False,
-    "eva_config": None,
-    "exclude_modules": None,
-    "fan_in_fan_out": False,
     "inference_mode": True,
     "init_lora_weights": True,
-    "layer_replication": None,
-    "layers_pattern": None,
-    "layers_to_transform": None,
     "loftq_config": {},
     "lora_alpha": 32,
-    "lora_bias": False,
     "lora_dropout": 0.1,
-    "megatron_config": None,
     "megatron_core": "megatron.core",
-    "modules_to_save": None,
     "peft_type": "LORA",
     "peft_version": "0.21.2",
     "qalora_group_size": 16,
     "r": 8,
     "rank_pattern": {},
-    "revision": None,
     "target_modules": ["q_proj", "v_proj"],
-    "target_parameters": None,
     "task_type": "CAUSAL_LM",
-    "trainable_token_indices": None,
-    "use_dora": False,
-    "use_qalora": False,
-    "use_rslora": False,
 }
 BNB = {
     "_load_in_4bit": True,

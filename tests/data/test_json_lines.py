@@ -7,9 +7,7 @@ import pytest
 
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data import json_lines
-from mlx_packs.data.encoding import encode
 from mlx_packs.data.rows import load_rows, read_rows
-from mlx_packs.data.sources import concatenated
 from tests.helpers.errors import raises
 
 LINES = [b'{"text": "a"}', b"", b" \t\r", b'{"text": "\xc3\xa9 b"}', b"\r", b'{"text": "c"} ']
@@ -33,18 +31,6 @@ def test_rows_are_lines_that_are_not_blank(file, monkeypatch, block, ending):
     assert rows[1].text() == '{"text": "é b"}'
 
 
-def test_parts_and_joined_rows_are_where_they_were(file):
-    file.write_bytes(b"".join(b'{"text": "%d"}\n' % i for i in range(9)))
-    rows = read_rows(file)
-    joined = concatenated([rows[2:5], rows[7:]])
-    assert [row.value["text"] for row in joined] == list("23478")
-    assert [row.value["text"] for row in joined[2:4]] == list("47")
-    assert [joined[i].where for i in range(5)] == [joined.where(i) for i in range(5)]
-    assert joined.nbytes() == 5 * 14
-    keys = {part.content_key() for part in (rows, rows[:5], rows[1:], joined)}
-    assert len(keys) == 4 and None not in keys
-
-
 @pytest.mark.parametrize(
     ("line", "reason", "names"),
     [
@@ -65,13 +51,6 @@ def test_hostile_line_is_one_line_with_its_place(file, line, reason, names):
     with raises("unreadable", None, "rows.jsonl:3", *names) as caught:
         _ = rows[1].value
     assert caught.value.reason == reason and "\n" not in caught.value.message
-
-
-@pytest.mark.parametrize("value", [b"[1]", b"null", b"NaN"])
-def test_row_that_is_no_object_is_named(file, tokenizer, value):
-    file.write_bytes(b'{"text": "a b c"}\n' + value)
-    with raises("data", None, "rows.jsonl:2", "JSON object"):
-        encode(read_rows(file), tokenizer, DataConfig())
 
 
 @pytest.mark.parametrize(
@@ -110,13 +89,6 @@ def test_file_that_changes_while_it_is_read_is_an_error(file):
     file.write_bytes(b'{"text": "b"}\n' * 4)
     with raises("unreadable", None, "rows.jsonl", "changed"):
         _ = rows[0]
-
-
-@pytest.mark.parametrize("content", [b"", b"\n \n"])
-def test_empty_file_is_an_error(file, content):
-    file.write_bytes(content)
-    with raises("data", None, "rows.jsonl", "no examples"):
-        read_rows(file)
 
 
 @pytest.mark.parametrize(

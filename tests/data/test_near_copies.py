@@ -56,12 +56,6 @@ def test_a_sample_is_held_out_the_same_each_time(tmp_path, count, held_out, monk
         assert splits.rows["train"].where(places[0] - 1).endswith(f":{places[0] + 1}")
 
 
-def test_the_last_rows_are_held_out_where_this_is_asked_for(tmp_path):
-    splits = splits_of(tmp_path, texts(40), hold_out="last")
-    assert values(splits.rows["valid"]) == texts(40)[-2:]
-    assert "last 2" in splits.notes[0]
-
-
 def test_near_copies_stand_on_one_side(tmp_path):
     """Each text four times, twice with changed words: groups of four, all or none held out."""
     rows = []

@@ -224,20 +224,6 @@ def test_validation_rows_have_several_names(name, tmp_path):
     assert not splits.notes
 
 
-def test_two_files_of_one_split_are_rejected(tmp_path):
-    rows = [chat("a", "b")] * 3
-    write_rows(tmp_path, train=rows, valid=rows, dev=rows)
-    with raises("conflict", "data", "dev.jsonl", "valid.jsonl"):
-        load_rows(DataConfig(data=str(tmp_path)))
-
-
-def test_what_is_not_used_is_said(tmp_path):
-    rows = [chat("a", "b")] * 3
-    write_rows(tmp_path, train=rows, holdout=rows, test=rows)
-    (note,) = load_rows(DataConfig(data=str(tmp_path))).notes
-    assert "holdout.jsonl" in note and "validation" in note
-
-
 def test_a_folder_of_texts_is_read_with_its_subfolders(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / ".git").mkdir()
