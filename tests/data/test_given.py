@@ -125,6 +125,6 @@ def test_rows_are_evaluated(tmp_path, shared_tiny):
     write_rows(tmp_path, rows=CHATS)
     assert report == evaluate(shared_tiny, pack, tmp_path / "rows.jsonl", limit=2, **dense)
     assert evaluate(shared_tiny, data={"train": CHATS, "test": CHATS[:1]}, **dense).rows == 1
-    short = {"max_tokens": 2, "rounds": 1, "batch_sizes": [1], **dense}
-    (compared,) = evaluate_batch(shared_tiny, [], CHATS, limit=2, **short)
+    short = {"max_tokens": 2, "rounds": 1, "batch_sizes": [1], "sequence_length": 64}
+    (compared,) = evaluate_batch(shared_tiny, [], CHATS, limit=2, **short, **dense)
     assert compared.rows == 2
