@@ -3,32 +3,30 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from mlx_packs import LoRAConfig, TrainConfig, train_pack
+from mlx_packs import LoRAConfig, train_pack
 from mlx_packs.layers.trainer import LayerTrainer
 from mlx_packs.reading import sha256
 from mlx_packs.training.checkpoint import read_training_state
 from mlx_packs.training.run_folder import checkpoints, is_run, latest_checkpoint, resume_point
-from tests.helpers.bases import dense_tiny
 from tests.helpers.damage import flip_bit, remove_hashes
 from tests.helpers.errors import raises
 from tests.helpers.runs import LORA, TRAIN, Lines
 
 RUN = Path("o-run")
-LONGER = TrainConfig(**{**vars(TRAIN), "iters": 3})
+LONGER = replace(TRAIN, iters=3)
 FILES = ("adapters.safetensors", "optimizer.safetensors", "state.json")
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(trained, tmp_path_factory) -> dict[str, str]:
+def uninterrupted(small, trained, tmp_path_factory) -> dict[str, str]:
     """Hashes of the pack's adapters and of the last optimizer after three batches in one go."""
     out = tmp_path_factory.mktemp("uninterrupted") / "o"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(trained)
-        train_pack(dense_tiny(), "d", LORA, LONGER, out)
+    train_pack(small, trained / "d", LORA, LONGER, out)
     return hashes(out)
 
 
@@ -38,12 +36,12 @@ def hashes(out: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def resumed(trained_copy):
+def resumed(small, trained_copy):
     """Resume the copied run to its third batch; its lines on the terminal, and its pack."""
 
     def resume():
         display = Lines()
-        train_pack(dense_tiny(), "d", LORA, LONGER, "o", resume=True, display=display)
+        train_pack(small, "d", LORA, LONGER, "o", resume=True, display=display)
         return [line for line in display.lines if line.startswith(("resume", "note"))]
 
     return resume
@@ -54,11 +52,10 @@ def flip_last(file: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "step-000001"])
-def test_a_pointer_of_an_early_version_has_no_say(resumed, uninterrupted, text):
+def test_a_pointer_of_an_early_version_has_no_say(trained_copy, text):
     (RUN / "latest").write_text(text)
-    (line,) = resumed()
-    assert line == "resume o-run: batch 2 of 3 (step-000002, the newest checkpoint)"
-    assert hashes(Path("o")) == uninterrupted
+    point = resume_point(RUN)
+    assert (point.folder.name, point.why) == ("step-000002", "step-000002, the newest checkpoint")
 
 
 def test_a_kill_after_the_first_checkpoint_can_be_resumed(trained_copy, resumed, uninterrupted):
@@ -113,8 +110,7 @@ def test_a_damaged_later_checkpoint_confuses_no_later_resume(trained_copy, resum
     shutil.copytree(RUN / "step-000002", RUN / "step-000008")
     assert "step-000008" in resumed()[0]
     assert [folder.name for folder in checkpoints(RUN)] == [f"step-{n:06d}" for n in (1, 2, 3)]
-    assert hashes(Path("o")) == uninterrupted
-    assert resumed()[0] == "resume o-run: batch 3 of 3 (step-000003, the newest checkpoint)"
+    assert resume_point(RUN).folder.name == "step-000003" and hashes(Path("o")) == uninterrupted
 
 
 def test_checkpoints_without_hashes_resume(trained_copy, resumed, uninterrupted):
@@ -169,9 +165,9 @@ def test_own_layers_resume_from_an_undamaged_checkpoint(tmp_path):
         trainer.resume(tmp_path)
 
 
-def test_the_validation_loss_is_that_of_these_weights(trained, tmp_path):
-    train = TrainConfig(**{**vars(TRAIN), "iters": 4, "steps_per_eval": 2, "keep_last": -1})
-    run = train_pack(dense_tiny(), trained / "d", LORA, train, tmp_path / "p").run
+def test_the_validation_loss_is_that_of_these_weights(small, trained, tmp_path):
+    train = replace(TRAIN, iters=4, steps_per_eval=2, keep_last=-1)
+    run = train_pack(small, trained / "d", LORA, train, tmp_path / "p").run
     losses = [read_training_state(folder).valid_loss for folder in checkpoints(run)]
     logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     (valid,) = [line["valid_loss"] for line in logged if "valid_loss" in line]

@@ -2,22 +2,24 @@
 
 import json
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import mlx_packs as mp
-from mlx_packs import TrainConfig, train_pack
+from mlx_packs import train_pack
 from mlx_packs.packs.card import model_card
 from mlx_packs.report import picture
 from mlx_packs.tasks.causal_lm import SamplePrompt
 from mlx_packs.training.observers import run_files
+from mlx_packs.training.observers.console import Console
+from mlx_packs.training.result import RunReport
 from mlx_packs.training.run_folder import clear_run
 from mlx_packs.training.run_page import read_report
-from tests.helpers.bases import dense_tiny
 from tests.helpers.errors import check, raises
-from tests.helpers.rows import CHATS, write_rows
+from tests.helpers.rows import CHATS
 from tests.helpers.runs import LORA, TRAIN, Lines
 
 pytestmark = pytest.mark.page
@@ -33,7 +35,7 @@ def finished(trained_copy) -> Path:
 def test_a_run_leaves_its_page(finished):
     page = (finished / "report.html").read_text(encoding="utf-8")
     assert "<h1>o</h1>" in page and "Perplexity" in page and "Not finished" not in page
-    assert "What the loss is on" in page and "train.jsonl:1" in page and "layer 5" in page
+    assert "What the loss is on" in page and "train.jsonl:1" in page and "layer 1" in page
     assert str(finished.parent) not in page
     report = read_report(finished)
     assert report["steps"] == 2 and len(report["masks"]) == 2
@@ -57,9 +59,8 @@ def test_a_pack_without_its_run_has_a_page_of_its_own(finished, run):
     assert run("report", "o")[0] == 0
     page = Path("o-report.html").read_text(encoding="utf-8")
     assert "Perplexity" in page and "polyline" in page and "What the loss is on" not in page
-    assert sorted(path.name for path in Path("o").iterdir()) == sorted(
-        ["README.md", "adapter_config.json", "adapters.safetensors", "pack.json"]
-    )
+    files = {"README.md", "adapter_config.json", "adapters.safetensors", "pack.json"}
+    assert {path.name for path in Path("o").iterdir()} == files
 
 
 def test_a_run_that_is_not_over_shows_what_there_is(finished, run):
@@ -73,13 +74,13 @@ def test_a_run_that_is_not_over_shows_what_there_is(finished, run):
     assert "broken" in (finished / "metrics.jsonl").read_text()  # is only read
 
 
-def test_a_run_that_goes_on_and_is_interrupted_leaves_a_page(finished, monkeypatch):
+def test_a_run_that_goes_on_and_is_interrupted_leaves_a_page(small, finished, monkeypatch):
     def interrupt(self, line):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mlx_packs.training.observers.console.Console.on_step", interrupt)
+    monkeypatch.setattr(Console, "on_step", interrupt)
     with pytest.raises((KeyboardInterrupt, mp.PackError)):
-        train_pack(dense_tiny(), "d", LORA, FOUR, "o", resume=True)
+        train_pack(small, "d", LORA, FOUR, "o", resume=True)
     page = (finished / "report.html").read_text(encoding="utf-8")
     assert "Not finished: the last entry is of batch 2 of 4" in page
     assert not (finished / "report.json").exists()  # it was of two batches
@@ -99,16 +100,13 @@ def test_what_is_no_run_or_pack_and_a_damaged_report_are_errors(finished, reject
 
 
 @pytest.fixture
-def train_four(tmp_path, monkeypatch):
+def train_four(small, trained, tmp_path, monkeypatch):
     """Train four batches, with matplotlib in place; the run folder and the lines shown."""
     monkeypatch.setattr(picture, "is_installed", lambda: True)
-    data = write_rows(tmp_path / "d", train=CHATS, valid=CHATS[:2])
 
-    def go(config: TrainConfig = FOUR, **options) -> tuple[Path, list[str]]:
+    def go() -> tuple[Path, list[str]]:
         display = Lines()
-        run = train_pack(
-            dense_tiny(), data, LORA, config, tmp_path / "p", display=display, **options
-        )
+        run = train_pack(small, trained / "d", LORA, FOUR, tmp_path / "p", display=display)
         return run.run, display.lines
 
     return go
@@ -147,7 +145,7 @@ def test_a_page_that_cannot_be_written_ends_no_run(train_four, monkeypatch):
 def test_plot_without_matplotlib_names_the_command(finished, monkeypatch):
     result = mp.TrainRun(mp.Pack.open("o"), finished, {"steps": 2}, [])
     with monkeypatch.context() as patch:
-        patch.setitem(__import__("sys").modules, "matplotlib.pyplot", None)
+        patch.setitem(sys.modules, "matplotlib.pyplot", None)
         with raises("dependency", None, "pip install 'mlx-packs[plot]'"):
             result.plot()
     from matplotlib.figure import Figure
@@ -159,8 +157,6 @@ def test_plot_without_matplotlib_names_the_command(finished, monkeypatch):
 
 def test_a_notebook_shows_a_run_and_its_report(finished):
     report = read_report(finished)
-    from mlx_packs.training.result import RunReport
-
     result = mp.TrainRun(mp.Pack.open("o"), finished, RunReport(report), [])
     assert "<svg" in result._repr_html_()  # the curve that the pack keeps
     assert len(repr(result.report)) < 200 and "2 updates" in repr(result.report)
@@ -168,10 +164,9 @@ def test_a_notebook_shows_a_run_and_its_report(finished):
     assert json.loads(json.dumps(result.report)) == report
 
 
-def test_the_card_has_sample_curve_and_recipe(tmp_path, monkeypatch):
+def test_the_card_has_sample_curve_and_recipe(small, trained, tmp_path, monkeypatch):
     monkeypatch.setattr(SamplePrompt, "complete", lambda *_: "completed")
-    data = write_rows(tmp_path / "d", train=CHATS, valid=CHATS[:2])
-    pack = train_pack(dense_tiny(), data, LORA, TRAIN, tmp_path / "p").pack
+    pack = train_pack(small, trained / "d", LORA, TRAIN, tmp_path / "p").pack
     card = (tmp_path / "p" / "README.md").read_text(encoding="utf-8")
     wanted = CHATS[0]["messages"][1]["content"]
     assert f"```text\n{wanted}\n```" in card and "```text\ncompleted\n```" in card

@@ -20,26 +20,13 @@ class Losses(Observer):
         self.seen.append(line["loss"])
 
 
-def test_a_pack_and_a_run_are_shown_in_one_line(tmp_path):
+def test_a_run_is_shown_in_one_line_and_its_report_begins_with_the_result(small, tmp_path):
     data = write_rows(tmp_path / "d", train=CHATS, valid=CHATS[:2])
-    run = train_pack("tiny", data, LORA, TRAIN, tmp_path / "p")
+    run = train_pack(small, data, LORA, TRAIN, tmp_path / "p", progress=False)
     assert len(repr(run)) < 300 and "PPL" in repr(run) and "2 updates" in repr(run)
     assert repr(run.pack) in repr(run)
     assert run.report["sample"]["wanted"] == CHATS[0]["messages"][1]["content"]
 
-
-def test_a_run_from_python_shows_its_progress_unless_told_otherwise(tmp_path, capsys):
-    data = write_rows(tmp_path / "d", train=CHATS, valid=CHATS[:2])
-    train_pack("tiny", data, LORA, TRAIN, tmp_path / "silent", progress=False)
-    assert capsys.readouterr() == ("", "")
-    train_pack("tiny", data, LORA, TRAIN, tmp_path / "p")
-    shown = capsys.readouterr()
-    assert shown.out == "" and "plan " in shown.err and "data " in shown.err
-
-
-def test_a_report_begins_with_the_result_and_has_losses_and_versions(tmp_path):
-    data = write_rows(tmp_path / "d", train=CHATS, valid=CHATS[:2])
-    run = train_pack("tiny", data, LORA, TRAIN, tmp_path / "p", progress=False)
     losses = [line["loss"] for line in run.curve if "loss" in line]
     keys = list(run.to_json())
     assert keys[:2] == ["pack", "run"] and keys[-1] == "versions"
@@ -51,20 +38,27 @@ def test_a_report_begins_with_the_result_and_has_losses_and_versions(tmp_path):
     assert {"mlx", "device"} <= set(run.report["versions"])
 
 
+def test_a_run_from_python_shows_its_progress_unless_told_otherwise(small, tmp_path, capsys):
+    train_pack(small, CHATS, LORA, TRAIN, tmp_path / "silent", progress=False)
+    assert capsys.readouterr() == ("", "")
+    train_pack(small, CHATS, LORA, TRAIN, tmp_path / "p")
+    shown = capsys.readouterr()
+    assert shown.out == "" and "plan " in shown.err and "data " in shown.err
+
+
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_the_first_loss_of_a_slow_base_is_shown_before_its_gradient(
-    tiny, tmp_path, monkeypatch, accumulated
+    small, tmp_path, monkeypatch, accumulated
 ):
     monkeypatch.setattr(fit, "_LONG_S", 0)
     display, losses = Lines(), Losses()
     config = replace(TRAIN, grad_accumulation_steps=accumulated)
-    out = tmp_path / "pack"
-    train_pack(tiny, CHATS, LORA, config, out, display=display, callbacks=[losses])
+    train_pack(small, CHATS, LORA, config, tmp_path / "p", display=display, callbacks=[losses])
     shown = [line for line in display.lines if line.startswith("train first loss")]
     assert shown == [f"train first loss {losses.seen[0]:.3f}"]
 
 
-def test_the_first_loss_of_a_fast_base_has_no_line_of_its_own(tiny, tmp_path):
+def test_the_first_loss_of_a_fast_base_has_no_line_of_its_own(small, tmp_path):
     display = Lines()
-    train_pack(tiny, CHATS, LORA, TRAIN, tmp_path / "pack", display=display)
+    train_pack(small, CHATS, LORA, TRAIN, tmp_path / "pack", display=display)
     assert not [line for line in display.lines if "first loss" in line]

@@ -13,7 +13,6 @@ import pytest
 from mlx_packs import train_pack
 from mlx_packs.errors import Interrupted, RunStopped
 from mlx_packs.packs.pack import Pack
-from mlx_packs.reading import sha256
 from mlx_packs.training import run as run_module
 from mlx_packs.training.fit import Fit
 from mlx_packs.training.run_folder import latest_checkpoint
@@ -23,10 +22,8 @@ from tests.helpers.runs import LORA, TRAIN
 from tests.layers.test_trainer import batch, settings, three, trainer_of
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-SLOW = pytest.mark.slow
-ONE_SIGNAL = [pytest.param(n, marks=SLOW) if n != signal.SIGTERM else n for n in SIGNALS]
+DROPOUT = replace(LORA, dropout=0.2)
 SETTINGS = replace(TRAIN, iters=4, save_every=100)
-SMALL = ("--matmul-path", "dense", "--batch-size", "2")
 
 
 def arrive(number: int, at: int = 2):
@@ -44,30 +41,41 @@ def rows(tmp_path) -> Path:
     return write_rows(tmp_path / "rows", train=CHATS, valid=CHATS[:1])
 
 
-def tensors_of(pack: Path) -> str:
-    return sha256(next(pack.glob("*.safetensors")))
+@pytest.fixture
+def few(small_folder, rows) -> list[str]:
+    """Flags of a run of two batches."""
+    flags = "-q --iters 2 --matmul-path dense --batch-size 2 --data".split()
+    return [*flags, str(rows), "--model", str(small_folder)]
 
 
-@pytest.mark.parametrize("number", ONE_SIGNAL)
-@pytest.mark.parametrize("at", [2, pytest.param(4, marks=SLOW)])
-def test_a_signal_ends_a_run_saved(dense_tiny, rows, tmp_path, monkeypatch, number, at):
+@pytest.mark.parametrize(
+    ("number", "at", "accumulate", "saved"),
+    [
+        (signal.SIGTERM, 2, 1, "step-000002"),
+        (signal.SIGINT, 1, 2, "step-000002"),  # within an update, which is finished first
+        (signal.SIGHUP, 4, 1, "step-000004"),
+    ],
+)
+def test_a_signal_ends_a_run_saved(
+    small, rows, tmp_path, monkeypatch, number, at, accumulate, saved
+):
     handlers = [signal.getsignal(n) for n in SIGNALS]
-    out = tmp_path / "p"
+    out, train = tmp_path / "p", replace(SETTINGS, grad_accumulation_steps=accumulate)
     with monkeypatch.context() as patch:
         observe(patch, on_step=arrive(number, at))
         with pytest.raises(RunStopped) as stopped:
-            train_pack(dense_tiny, rows, LORA, SETTINGS, out)
+            train_pack(small, rows, DROPOUT, train, out)
     assert handlers == [signal.getsignal(n) for n in SIGNALS]
     error = stopped.value
     assert (error.exit_code, error.code) == (128 + number, "interrupted")
     assert error.checkpoint == latest_checkpoint(tmp_path / "p-run")
-    assert error.checkpoint.name == f"step-00000{at}"
+    assert error.checkpoint.name == saved
     assert f"out={str(out)!r}, resume=True" in str(error)
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"rows", "p-run"}
-    train_pack(dense_tiny, rows, LORA, SETTINGS, out, resume=True)
-    train_pack(dense_tiny, rows, LORA, SETTINGS, tmp_path / "whole")
-    assert tensors_of(out) == tensors_of(tmp_path / "whole")
+    assert {path.name for path in tmp_path.iterdir()} == {"rows", "p-run"}
+    resumed = train_pack(small, rows, DROPOUT, train, out, resume=True)
+    whole = train_pack(small, rows, DROPOUT, train, tmp_path / "whole")
+    files = [run.pack.path / "adapters.safetensors" for run in (resumed, whole)]
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def kill_in(monkeypatch, place, name: str, number: int) -> None:
@@ -81,61 +89,53 @@ def kill_in(monkeypatch, place, name: str, number: int) -> None:
     monkeypatch.setattr(place, name, killed)
 
 
-@pytest.mark.parametrize("number", ONE_SIGNAL)
 @pytest.mark.parametrize(
-    ("place", "name"),
+    ("number", "place", "name"),
     [
-        (run_module, "load_base"),
-        pytest.param(run_module, "make_tasks", marks=SLOW),
-        pytest.param(run_module, "attach_method", marks=SLOW),
-        pytest.param(run_module, "make_observers", marks=SLOW),
+        (signal.SIGTERM, run_module, "load_base"),
+        (signal.SIGINT, run_module, "make_tasks"),
+        (signal.SIGHUP, run_module, "attach_method"),
+        (signal.SIGTERM, run_module, "make_observers"),
     ],
 )
-def test_before_the_loop_nothing_is_left(run, rows, here, monkeypatch, place, name, number):
+def test_before_the_loop_nothing_is_left(run, few, here, monkeypatch, number, place, name):
     kill_in(monkeypatch, place, name, number)
-    code, out, err = run("train", "-q", "--data", rows, "--out", "o/p", "--iters", 2)
+    code, out, err = run("train", *few, "--out", "o/p")
     assert (code, out) == (128 + number, "")
     assert err.startswith("packs: interrupted") and err.count("\n") == 1
     assert not (here / "o").exists()
 
 
-@pytest.mark.parametrize("number", ONE_SIGNAL)
 @pytest.mark.parametrize(
-    ("place", "name"), [pytest.param(Fit, "score", marks=SLOW), (Pack, "save")]
+    ("number", "place", "name"), [(signal.SIGTERM, Pack, "save"), (signal.SIGINT, Fit, "score")]
 )
-def test_after_the_loop_the_run_is_saved(run, rows, here, monkeypatch, place, name, number):
-    args = ["train", "-q", "--data", rows, "--out", "p", "--iters", 2, *SMALL]
+def test_after_the_loop_the_run_is_saved(run, rows, few, here, monkeypatch, number, place, name):
     with monkeypatch.context() as patch:
         kill_in(patch, place, name, number)
-        code, _, err = run(*args)
+        code, _, err = run("train", *few, "--out", "p")
     assert code == 128 + number and "step-000002" in err and err.count("\n") == 1
     assert sorted(p.name for p in here.iterdir() if p != rows) == ["p-run"]
-    code, _, _ = run(*args, "--resume")
-    assert code == 0 and (here / "p" / "pack.json").is_file()
+    assert run("train", *few, "--out", "p", "--resume")[0] == 0
+    assert (here / "p" / "pack.json").is_file()
 
 
 @pytest.mark.parametrize(
     ("given", "continues"),
     [
-        pytest.param(["--out", "a b", "--overwrite"], ["--out", "a b"], marks=SLOW),
+        (["--out", "a b", "--overwrite"], ["--out", "a b"]),
         (["--adapter-path=p", "--resume-adapter-file", "start.safetensors"], ["--adapter-path=p"]),
-        pytest.param(
-            ["--resume-adapter-file=start.safetensors", "-q"],
-            ["-q", "--out", "packs/rows"],
-            marks=SLOW,
-        ),
-        pytest.param(["-c", "run.yaml"], ["-c", "run.yaml"], marks=SLOW),
+        (["--resume-adapter-file=start.safetensors"], ["--out", "packs/rows"]),
+        (["-c", "run.yaml"], ["-c", "run.yaml"]),
     ],
 )
-def test_the_message_has_the_command_that_continues(run, rows, here, monkeypatch, given, continues):
+def test_the_message_has_the_command_that_continues(
+    run, few, trained, here, monkeypatch, given, continues
+):
     (here / "run.yaml").write_text("out: p\noverwrite: true\n")
-    train_pack("tiny", rows, LORA, TRAIN, "first")
-    (here / "start.safetensors").symlink_to(
-        here / "first-run" / "step-000002" / "adapters.safetensors"
-    )
-    base = ["--data", str(rows), "--iters", "4", "--rank", "2", "--num-layers", "1", *SMALL]
+    (here / "start.safetensors").symlink_to(trained / "o" / "adapters.safetensors")
+    base = [*few, "--rank", "2", "--num-layers", "1"]
     with monkeypatch.context() as patch:
-        observe(patch, on_step=arrive(signal.SIGTERM))
+        observe(patch, on_step=arrive(signal.SIGTERM, at=1))
         code, _, err = run("train", *base, *given)
     assert code == 143, err
     words = shlex.split(run.error.command)
@@ -145,7 +145,7 @@ def test_the_message_has_the_command_that_continues(run, rows, here, monkeypatch
 
 
 @pytest.mark.slow
-def test_nohup_and_a_closed_terminal(rows, tmp_path):
+def test_nohup_and_a_closed_terminal(few, tmp_path):
     """A run that ignores SIGHUP goes on; another one is saved although nobody reads its messages."""
     code = f"""
 import os, signal, sys
@@ -157,7 +157,7 @@ class Hangup(Observer):
         if line["batch"] == 2:
             os.kill(os.getpid(), signal.SIGHUP)
 OBSERVERS["test"] = lambda run: Hangup()
-main(["train", "--data", {str(rows)!r}, "--iters", "3", "--out", sys.argv[1]])
+main(["train", *{few[1:]!r}, "--iters", "3", "--out", sys.argv[1]])
 """
     for ignored, name, codes in ((True, "kept", 0), (False, "saved", 129)):
         leader, terminal = os.openpty()

@@ -13,11 +13,13 @@ from mlx_packs.display import QUIET, Display
 from mlx_packs.errors import RunStopped
 from mlx_packs.reading import sha256
 from mlx_packs.training import unattended as module
+from mlx_packs.training.checkpoint import ADAPTERS
 from mlx_packs.training.observers import machine
 from mlx_packs.training.observers.machine import described, shares_of
+from mlx_packs.training.run_folder import logged_metrics
 from mlx_packs.training.unattended import SUPERVISED, unattended
 from tests.helpers.observers import observe
-from tests.helpers.rows import CHATS, write_rows
+from tests.helpers.rows import CHATS
 from tests.helpers.runs import LORA, TRAIN, Lines
 
 PACK = Path("packs/notes")
@@ -98,10 +100,9 @@ def test_what_a_notification_says_is_no_script(mac):
 
 
 def test_heat_and_power_are_in_the_log_and_their_shares_in_the_report(
-    mac, shared_tiny, tmp_path, monkeypatch
+    mac, small, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(machine, "_EVERY", 0.0)
-    rows = write_rows(tmp_path / "d", train=CHATS, valid=CHATS[:2])
     settings = replace(TRAIN, iters=4, save_every=2, awake=False)
 
     def warm_up(line):
@@ -109,9 +110,8 @@ def test_heat_and_power_are_in_the_log_and_their_shares_in_the_report(
 
     observe(monkeypatch, on_step=warm_up)
     display = Lines()
-    run = train_pack(shared_tiny, rows, LORA, settings, tmp_path / "p", display=display)
-    lines = [json.loads(line) for line in (run.run / "metrics.jsonl").read_text().splitlines()]
-    lines = [line for line in lines if "loss" in line]
+    run = train_pack(small, CHATS, LORA, settings, tmp_path / "p", display=display)
+    lines = [line for line in logged_metrics(run.run) if "loss" in line]
     assert [line["thermal_pressure"] for line in lines] == [2, 0, 0, 0]
     assert [line["low_power_mode"] for line in lines] == [0, 0, 1, 0]
     assert [line["memory_pressure_level"] for line in lines] == [0, 0, 0, 0]
@@ -135,24 +135,20 @@ def test_a_resumed_run_counts_whole_and_what_is_unknown_is_left_out():
     assert line == "throttled 25% of the training time (thermal pressure moderate at most)"
 
 
-def test_elsewhere_the_log_has_no_such_fields(shared_tiny, tmp_path):
-    rows = write_rows(tmp_path / "d", train=CHATS, valid=CHATS[:2])
-    run = train_pack(shared_tiny, rows, LORA, replace(TRAIN, iters=1), tmp_path / "p")
-    assert "machine" not in run.report or macos.is_macos()
-    assert not any(name in line for line in run.curve for name in machine.SHARES)
+def test_elsewhere_the_log_has_no_such_fields(trained):
+    run = trained / "o-run"
+    assert "machine" not in json.loads((run / "report.json").read_text()) or macos.is_macos()
+    assert not any(name in line for line in logged_metrics(run) for name in machine.SHARES)
 
 
-def test_batches_in_pieces_are_the_same_update_and_a_resumed_run_may_change_them(
-    shared_tiny, tmp_path
-):
-    rows = write_rows(tmp_path / "d", train=CHATS, valid=CHATS[:2])
-    losses, packs = [], []
-    for name, pieces in (("one", 1), ("two", 2)):
-        settings = replace(TRAIN, iters=2, micro_batches=pieces)
-        run = train_pack(shared_tiny, rows, LORA, settings, tmp_path / name)
-        losses.append([line["loss"] for line in run.curve if "loss" in line])
-        packs.append(sha256(next((tmp_path / name).glob("*.safetensors"))))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4) and packs[0] != packs[1]
+def test_batches_in_pieces_are_the_same_update_and_a_resumed_run_may_change_them(small, tmp_path):
+    one, two = (
+        train_pack(small, CHATS, LORA, replace(TRAIN, micro_batches=pieces), tmp_path / str(pieces))
+        for pieces in (1, 2)
+    )
+    losses = [[line["loss"] for line in run.curve if "loss" in line] for run in (one, two)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert sha256(one.pack.path / ADAPTERS) != sha256(two.pack.path / ADAPTERS)
     settings = replace(TRAIN, iters=3, micro_batches=2)
-    resumed = train_pack(shared_tiny, rows, LORA, settings, tmp_path / "one", resume=True)
+    resumed = train_pack(small, CHATS, LORA, settings, one.pack.path, resume=True)
     assert resumed.report["batches"] == 3
