@@ -20,14 +20,12 @@ SETTINGS = {
 
 
 @pytest.fixture
-def trained(dense_tiny, tmp_path):
+def trained(small, tmp_path):
     data = write_rows(tmp_path / "d", train=CHATS, valid=CHATS[:1])
 
     def run(out: str, resume: bool = False, **settings):
         config, lines = TrainConfig(**{**SETTINGS, **settings}), Lines()
-        result = train_pack(
-            dense_tiny, data, LORA, config, tmp_path / out, resume=resume, display=lines
-        )
+        result = train_pack(small, data, LORA, config, tmp_path / out, resume=resume, display=lines)
         return result, lines.lines
 
     return run
@@ -39,8 +37,6 @@ def test_batches_are_epochs_times_their_number(trained, epochs):
     each = math.ceil(len(CHATS) / 2)
     assert result.report["batches"] == max(1, round(epochs * each))
     assert any(line.startswith(f"epochs {epochs:g} of {each} batches") for line in lines)
-    same, _ = trained("q", iters=result.report["batches"])
-    assert sha256(same.pack.path / ADAPTERS) == sha256(result.pack.path / ADAPTERS)
     assert read_identity(result.run)["recipe"]["iters"] == result.report["batches"]
 
 
@@ -64,8 +60,6 @@ def test_the_best_of_short_epochs_is_found_after_each(trained):
     result, _ = trained("p", epochs=3, load_best=True, val_batches=1)
     measured = [line["batch"] for line in result.curve if "valid_loss" in line]
     assert measured == [each, 2 * each, 3 * each]
-    plain, _ = trained("q", epochs=3, val_batches=1)
-    assert not [line for line in plain.curve if "valid_loss" in line]
 
 
 def test_a_run_that_ended_says_so_and_takes_no_batches_back(trained):

@@ -136,6 +136,22 @@ def test_reports_scores_and_checkpoints_wait_for_all_steps(on_gpu):
     ]
 
 
+@pytest.mark.parametrize(
+    ("settings", "validated"),
+    [
+        ({}, [3, 6]),
+        ({"iters": 5}, [3]),  # the last weights are evaluated after the run
+        ({"iters": 5, "load_best": True}, [3, 5]),  # any may be the best
+        ({"load_best": True, "grad_accumulation_steps": 2}, [4, 6, 7]),  # each after its update
+    ],
+)
+def test_what_is_validated(settings, validated):
+    log = log_of(**{"iters": 7, "steps_per_eval": 3, **settings})
+    assert [line for line in log if line.startswith("validation")] == [
+        f"validation {number}" for number in validated
+    ]
+
+
 def test_a_checkpoint_waits_for_the_end_of_an_update(on_gpu):
     log = log_of(save_every=2, grad_accumulation_steps=3)
     assert log == [
@@ -190,8 +206,8 @@ def lines_of(run) -> list[dict]:
     return [{k: v for k, v in line.items() if k not in timed} for line in lines]
 
 
-@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_steps_ahead_change_no_byte(dense_tiny, rows, tmp_path, monkeypatch, accumulate):
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_steps_ahead_change_no_byte(small, rows, tmp_path, monkeypatch, accumulate):
     settings = {"iters": 5, "steps_per_report": 2, "save_every": 4, "steps_per_eval": 3}
     train = replace(TRAIN, **settings, grad_accumulation_steps=accumulate)
     announced = {"cpu": [], "gpu": []}
@@ -199,14 +215,14 @@ def test_steps_ahead_change_no_byte(dense_tiny, rows, tmp_path, monkeypatch, acc
         with monkeypatch.context() as patch:
             patch.setattr(step, "runs_ahead", lambda device=device: device == "gpu")
             observe(patch, on_step=lambda line, lines=lines: lines.append(line))
-            train_pack(dense_tiny, rows, LORA, train, tmp_path / device)
+            train_pack(small, rows, LORA, train, tmp_path / device)
     cpu, gpu = tmp_path / "cpu-run", tmp_path / "gpu-run"
     assert files_of(cpu) == files_of(gpu) and lines_of(cpu) == lines_of(gpu)
     pairs = [[(line["batch"], line["loss"]) for line in lines] for lines in announced.values()]
     assert pairs[0] == pairs[1] and [number for number, _ in pairs[0]] == [1, 2, 3, 4, 5]
 
 
-def test_a_gpu_is_given_steps_and_not_waited_for(dense_tiny, rows, tmp_path, on_gpu, monkeypatch):
+def test_a_gpu_is_given_steps_and_not_waited_for(small, rows, tmp_path, on_gpu, monkeypatch):
     """To start a step evaluates nothing at once; the first step is read when the second started."""
     log, whole, read = [], Stepper.start, StartedStep.read
 
@@ -220,14 +236,21 @@ def test_a_gpu_is_given_steps_and_not_waited_for(dense_tiny, rows, tmp_path, on_
     monkeypatch.setattr(Stepper, "start", start)
     monkeypatch.setattr(StartedStep, "read", lambda self: (log.append("read"), read(self))[1])
     train = replace(TRAIN, iters=3, save_every=3, steps_per_report=3)
-    train_pack(dense_tiny, rows, LORA, train, tmp_path / "p")
+    train_pack(small, rows, LORA, train, tmp_path / "p")
     assert log == ["start", "start", "read", "start", "read", "read"]
 
 
-@pytest.mark.parametrize("device", ["cpu", "gpu"])
-@pytest.mark.parametrize(("bad", "kept"), [(1, None), (4, "step-000003"), (6, "step-000003")])
+@pytest.mark.parametrize(
+    ("device", "bad", "kept"),
+    [
+        ("cpu", 1, None),
+        ("cpu", 4, "step-000003"),
+        ("gpu", 4, "step-000003"),
+        ("gpu", 6, "step-000003"),
+    ],
+)
 def test_a_loss_that_is_not_finite_has_its_number(
-    dense_tiny, rows, tmp_path, monkeypatch, device, bad, kept
+    small, rows, tmp_path, monkeypatch, device, bad, kept
 ):
     monkeypatch.setattr(step, "runs_ahead", lambda: device == "gpu")
     whole, announced, starts = Stepper.start, [], []
@@ -242,7 +265,7 @@ def test_a_loss_that_is_not_finite_has_its_number(
     observe(monkeypatch, on_step=lambda line: announced.append(line["batch"]))
     train = replace(TRAIN, iters=6, save_every=3, steps_per_report=10)
     with raises("diverged", None, f"step {bad}: the loss is nan", kept or "No checkpoint was due"):
-        train_pack(dense_tiny, rows, LORA, train, tmp_path / "p")
+        train_pack(small, rows, LORA, train, tmp_path / "p")
     assert announced == list(range(1, bad)) and not (tmp_path / "p").exists()
     folder = latest_checkpoint(tmp_path / "p-run")
     assert (folder and folder.name) == kept
@@ -250,12 +273,9 @@ def test_a_loss_that_is_not_finite_has_its_number(
         assert all(mx.isfinite(array).all() for array in mx.load(str(file)).values())
 
 
-@pytest.mark.slow
-def test_a_run_on_a_gpu_that_is_interrupted_goes_on(
-    dense_tiny, rows, tmp_path, on_gpu, monkeypatch
-):
+def test_a_run_on_a_gpu_that_is_interrupted_goes_on(small, rows, tmp_path, on_gpu, monkeypatch):
     train = replace(TRAIN, iters=6, save_every=100, steps_per_report=4)
-    train_pack(dense_tiny, rows, LORA, train, tmp_path / "whole")
+    train_pack(small, rows, LORA, train, tmp_path / "whole")
 
     def interrupt(line):
         if line["batch"] == 2:
@@ -264,10 +284,10 @@ def test_a_run_on_a_gpu_that_is_interrupted_goes_on(
     with monkeypatch.context() as patch:
         observe(patch, on_step=interrupt)
         with raises("interrupted", None, "step-000003"):  # which was started by then
-            train_pack(dense_tiny, rows, LORA, train, tmp_path / "cut")
+            train_pack(small, rows, LORA, train, tmp_path / "cut")
     state = json.loads((tmp_path / "cut-run" / "step-000003" / "state.json").read_text())
     assert state["batches"] == state["window"]["batches"] == 3
-    train_pack(dense_tiny, rows, LORA, train, tmp_path / "cut", resume=True)
+    train_pack(small, rows, LORA, train, tmp_path / "cut", resume=True)
     last = "step-000006/adapters.safetensors"
     assert files_of(tmp_path / "cut-run")[last] == files_of(tmp_path / "whole-run")[last]
     assert lines_of(tmp_path / "cut-run") == lines_of(tmp_path / "whole-run")
