@@ -6,13 +6,13 @@ import itertools
 import pytest
 
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
-from mlx_packs.runtime import mx
+from mlx_packs.reading import sha256
 from tests.helpers.cached_model import changed
 from tests.helpers.errors import check
 from tests.helpers.observers import observe
 from tests.helpers.rows import chat, write_rows
 
-LORA = LoRAConfig(rank=4, num_layers=2, dropout=0.1)
+LORA = LoRAConfig(rank=4, num_layers=1, dropout=0.1)
 RUN = TrainConfig(
     iters=8,
     batch_size=2,
@@ -42,75 +42,56 @@ def losses(run) -> list[float]:
     return [line["loss"] for line in run.curve if "loss" in line]
 
 
-def adapters(run) -> dict[str, mx.array]:
-    return mx.load(str(run.pack.path / "adapters.safetensors"))
+def adapters(run) -> str:
+    return sha256(run.pack.path / "adapters.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("stop", "packing"),
-    [
-        pytest.param(2, False, id="first epoch, unpacked", marks=pytest.mark.slow),
-        pytest.param(2, True, id="first epoch, packed"),
-        pytest.param(5, False, id="later, unpacked", marks=pytest.mark.slow),
-        pytest.param(5, True, id="later, packed", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("stop", [2, 5])  # in the first epoch, later
 def test_resumed_run_with_a_cache_equals_an_unbroken_one(
-    dense_tiny, varied_chats, tmp_path, monkeypatch, packing, stop
+    small, varied_chats, tmp_path, packing, stop
 ):
     train = changed(RUN, packing=packing)
-    uninterrupted = train_pack(dense_tiny, varied_chats, LORA, train, tmp_path / "a")
+    uninterrupted = train_pack(small, varied_chats, LORA, train, tmp_path / "a")
     assert uninterrupted.report["cache_frozen"]["rows_computed"] == 6
-    train_pack(dense_tiny, varied_chats, LORA, changed(train, iters=stop), tmp_path / "b")
-    resumed = train_pack(dense_tiny, varied_chats, LORA, train, tmp_path / "b", resume=True)
-    for name, tensor in adapters(uninterrupted).items():
-        assert mx.array_equal(adapters(resumed)[name], tensor).item(), name
+    train_pack(small, varied_chats, LORA, changed(train, iters=stop), tmp_path / "b")
+    resumed = train_pack(small, varied_chats, LORA, train, tmp_path / "b", resume=True)
+    assert adapters(resumed) == adapters(uninterrupted)
 
 
-def test_resumed_run_finds_its_states_on_disk(dense_tiny, varied_chats, tmp_path, monkeypatch):
+def test_resumed_run_finds_its_states_on_disk(small, varied_chats, tmp_path, monkeypatch):
     monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
-    train_pack(dense_tiny, varied_chats, LORA, changed(RUN, iters=6), tmp_path / "b")
-    resumed = train_pack(dense_tiny, varied_chats, LORA, RUN, tmp_path / "b", resume=True)
+    train_pack(small, varied_chats, LORA, changed(RUN, iters=6), tmp_path / "b")
+    resumed = train_pack(small, varied_chats, LORA, RUN, tmp_path / "b", resume=True)
     cache = resumed.report["cache_frozen"]
     assert (cache["rows_found"], cache["rows_computed"], cache["on_disk"]) == (6, 0, True)
-    uninterrupted = train_pack(
-        dense_tiny, varied_chats, LORA, changed(RUN, cache_frozen="off"), tmp_path / "a"
-    )
+    uncached = changed(RUN, cache_frozen="off")
+    uninterrupted = train_pack(small, varied_chats, LORA, uncached, tmp_path / "a")
     assert uninterrupted.report["cache_frozen"] is None
-    for name, tensor in adapters(uninterrupted).items():
-        assert mx.array_equal(adapters(resumed)[name], tensor).item(), name
+    assert adapters(resumed) == adapters(uninterrupted)
 
 
-def test_a_run_leaves_the_base_as_it_was(tiny, varied_chats, tmp_path, monkeypatch):
-    before = dict(tiny.model.named_modules())
+def test_a_run_leaves_the_base_as_it_was(shared_tiny, varied_chats, tmp_path, monkeypatch):
+    """Here its quantized modules are replaced by dense ones, besides."""
+    before = dict(shared_tiny.model.named_modules())
 
     def stop(line):
         raise KeyboardInterrupt
 
-    train_pack(tiny, varied_chats, LORA, RUN, tmp_path / "a")
+    once = changed(RUN, iters=1)
+    train_pack(shared_tiny, varied_chats, LORA, once, tmp_path / "a")
     observe(monkeypatch, on_step=stop)
     with pytest.raises(KeyboardInterrupt):
-        train_pack(tiny, varied_chats, LORA, RUN, tmp_path / "b")
-    after = dict(tiny.model.named_modules())
+        train_pack(shared_tiny, varied_chats, LORA, once, tmp_path / "b")
+    after = dict(shared_tiny.model.named_modules())
     assert list(after) == list(before)
     assert all(after[path] is module for path, module in before.items())
 
 
-def test_the_command_line_rejects_on_in_one_line(varied_chats, tmp_path, run):
-    code, _, err = run(
-        "train",
-        "--data",
-        varied_chats,
-        "--out",
-        tmp_path / "p",
-        "--cache-frozen",
-        "on",
-        "--iters",
-        2,
-    )
-    assert code == 2
-    check(run.error, "conflict", "cache_frozen")
-    assert "Traceback" not in err and not (tmp_path / "p").exists()
+def test_the_command_line_rejects_on_in_one_line(varied_chats, here, rejected):
+    words = ("train", "-q", "--data", varied_chats, "--out", "p", "--cache-frozen", "on")
+    check(rejected(*words), "conflict", "cache_frozen")
+    assert not (here / "p").exists()
 
 
 POLICIES = ({"recompute": "none"}, {"recompute": "selective"}, {"grad_checkpoint": True})
@@ -118,16 +99,13 @@ COMBINATIONS = [*itertools.product((False, True), ("off", "on"), POLICIES)]
 
 
 @pytest.mark.parametrize(
-    ("last_k", "updates", "combinations"),
+    ("last_k", "combinations"),
     [
-        pytest.param(2, 2, [COMBINATIONS[i] for i in (0, 4, 8, 9)], id="last 2, some"),
-        pytest.param(2, 3, COMBINATIONS, id="last 2", marks=pytest.mark.slow),
-        pytest.param(None, 3, COMBINATIONS, id="all", marks=pytest.mark.slow),
+        pytest.param(2, [COMBINATIONS[i] for i in (0, 4, 8, 9)], id="last 2, some"),
+        pytest.param(None, COMBINATIONS, id="all", marks=pytest.mark.slow),
     ],
 )
-def test_every_combination_learns_the_same(
-    dense_tiny, varied_chats, tmp_path, last_k, updates, combinations
-):
+def test_every_combination_learns_the_same(small, varied_chats, tmp_path, last_k, combinations):
     """An update of a whole epoch does not depend on how its rows are laid out or recomputed."""
     results = []
     for packing, cache, policy in combinations:
@@ -139,14 +117,13 @@ def test_every_combination_learns_the_same(
             cache_frozen=cache,
             ce_last_k=last_k,
             **policy,
-            save_every=100,
-            iters=updates * batches,
+            iters=2 * batches,
             grad_accumulation_steps=batches,
             steps_per_report=batches,
         )
         lora = dataclasses.replace(LORA, dropout=0.0)
-        run = train_pack(dense_tiny, varied_chats, lora, train, tmp_path / str(len(results)))
-        assert (run.report["steps"], run.report["batches"]) == (updates, updates * batches)
+        run = train_pack(small, varied_chats, lora, train, tmp_path / str(len(results)))
+        assert (run.report["steps"], run.report["batches"]) == (2, 2 * batches)
         assert (run.report["cache_frozen"] is None) == (cache == "off")
         results.append((run.report["trained_tokens"], losses(run)))
     (targets, plain), *others = results

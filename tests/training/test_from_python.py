@@ -8,13 +8,15 @@ import pytest
 from mlx_packs import DataConfig, Observer, Pack, TrainConfig, train_pack
 from mlx_packs.data.given import columns_of
 from mlx_packs.runtime import mx
+from mlx_packs.training import run as run_module
 from tests.helpers.errors import raises
 from tests.helpers.rows import CHATS, write_rows
 from tests.helpers.runs import LORA
 
 SETTINGS = {
-    **{"iters": 6, "batch_size": 1, "max_seq_length": 64, "steps_per_report": 2, "save_every": 6},
+    **{"iters": 4, "batch_size": 1, "max_seq_length": 64, "steps_per_report": 2, "save_every": 2},
     **{"val_batches": 1, "steps_per_eval": 3, "test_batches": 1, "matmul_path": "dense"},
+    **{"learning_rate": 1e-2, "lr_schedule": "constant"},
 }
 
 
@@ -40,29 +42,29 @@ class Recorder(Observer):
 
 
 @pytest.fixture
-def train(dense_tiny, tmp_path):
+def train(small, tmp_path):
     data = write_rows(tmp_path / "d", train=CHATS, valid=CHATS[:1], test=CHATS[:1])
 
     def train(out: str = "p", settings=SETTINGS, **options):
         options = {"overwrite": True, **options}
-        return train_pack(dense_tiny, data, LORA, settings, tmp_path / out, **options)
+        return train_pack(small, data, LORA, settings, tmp_path / out, **options)
 
     return train
 
 
 def test_observers_of_the_caller_follow_a_run(train):
     one, other = Recorder(), Recorder()
-    assert train(callbacks=[one, other]).report["batches"] == 6
+    assert train(callbacks=[one, other]).report["batches"] == 4
     assert one.calls == other.calls
     steps = [batch for kind, batch in one.calls if kind == "step"]
-    assert steps == [1, 2, 3, 4, 5, 6] and one.calls[-1] == ("end", 6)
-    assert [c for c in one.calls if c[0] == "report"] == [("report", n) for n in (2, 4, 6)]
+    assert steps == [1, 2, 3, 4] and one.calls[-1] == ("end", 4)
+    assert [c for c in one.calls if c[0] == "report"] == [("report", 2), ("report", 4)]
     assert ("validation", 3) in one.calls
 
 
 def test_an_observer_ends_a_run_with_a_pack(train):
-    run = train(callbacks=[Recorder(last=3)])
-    assert run.report["stopped"] == "enough" and 3 <= run.report["batches"] < 6
+    run = train(callbacks=[Recorder(last=2)])
+    assert run.report["stopped"] == "enough" and 2 <= run.report["batches"] < 4
     assert Pack.open(run.pack.path).manifest["end"]["stopped"] == "enough"
 
 
@@ -76,6 +78,10 @@ def test_an_error_of_an_observer_ends_the_run(train, tmp_path):
     assert not (tmp_path / "p").exists()
 
 
+def halved(logits: mx.array, targets: mx.array) -> mx.array:
+    return 0.5 * nn.losses.cross_entropy(logits, targets)
+
+
 def test_a_loss_of_ones_own_is_minimized(train):
     """The cross-entropy gives the same run; another loss another one, which is recorded."""
 
@@ -83,21 +89,16 @@ def test_a_loss_of_ones_own_is_minimized(train):
         assert logits.dtype == mx.float32 and logits.ndim == 2
         return nn.losses.cross_entropy(logits, targets)
 
-    def focal(logits: mx.array, targets: mx.array) -> mx.array:
-        loss = nn.losses.cross_entropy(logits, targets)
-        return (1 - mx.exp(-loss)) ** 2 * loss
-
-    few = {**SETTINGS, "iters": 4}
     ours, theirs, other = (
-        train(name, few, loss=loss) for name, loss in (("a", None), ("b", plain), ("c", focal))
+        train(name, loss=loss) for name, loss in (("a", None), ("b", plain), ("c", halved))
     )
     losses = [[line["loss"] for line in run.curve if "loss" in line] for run in (ours, theirs)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert theirs.report["ppl_after"] == pytest.approx(ours.report["ppl_after"], rel=1e-3)
-    assert other.curve[0]["loss"] < 0.99 * ours.curve[0]["loss"]
+    assert other.curve[0]["loss"] < 0.6 * ours.curve[0]["loss"]
     assert other.report["ppl_before"] == ours.report["ppl_before"]
     assert other.report["ppl_after"] < ours.report["ppl_before"]
-    assert "focal" in other.pack.manifest["objective"]["loss"]
+    assert "halved" in other.pack.manifest["objective"]["loss"]
     assert "loss" not in ours.pack.manifest["objective"]
 
 
@@ -115,34 +116,23 @@ def test_a_loss_does_not_go_with_settings_of_another(train):
         train(settings={"task": "embedding"}, loss=lambda x, t: x[:, 0])
 
 
-def test_a_resumed_run_has_the_loss_that_it_began_with(train, tmp_path):
-    class Broken(Observer):
-        def on_step(self, line) -> None:
-            if line["batch"] == 4:
-                raise ZeroDivisionError
-
-    def focal(logits: mx.array, targets: mx.array) -> mx.array:
-        loss = nn.losses.cross_entropy(logits, targets)
-        return (1 - mx.exp(-loss)) ** 2 * loss
-
-    settings = {**SETTINGS, "save_every": 2}
-    uninterrupted = train("a", settings, loss=focal)
-    with pytest.raises(ZeroDivisionError):
-        train("b", settings, loss=focal, callbacks=[Broken()])
+def test_a_resumed_run_has_the_loss_that_it_began_with(train):
+    few = {**SETTINGS, "iters": 2}
     again = {"overwrite": False, "resume": True}
-    with raises("mismatch", "loss", "focal"):
-        train("b", settings, **again)
-    resumed = train("b", settings, loss=focal, **again)
+    uninterrupted = train("a", loss=halved)
+    train("b", few, loss=halved)
+    with raises("mismatch", "loss", "halved"):
+        train("b", **again)
+    resumed = train("b", loss=halved, **again)
     files = [run.pack.path / "adapters.safetensors" for run in (uninterrupted, resumed)]
     assert files[0].read_bytes() == files[1].read_bytes()
-    short = {**settings, "iters": 1}
-    train("c", short)
-    with raises("mismatch", "loss", "focal"):
-        train("c", short, loss=focal, **again)
+    train("c", few)
+    with raises("mismatch", "loss", "halved"):
+        train("c", few, loss=halved, **again)
 
 
 def test_callbacks_are_observers(train, monkeypatch):
-    monkeypatch.setattr("mlx_packs.training.run.run", None)  # nothing begins
+    monkeypatch.setattr(run_module, "run", None)  # nothing begins
     with raises("invalid", "callbacks", "function"):
         train(callbacks=[lambda line: None])
 
@@ -167,7 +157,7 @@ def test_settings_may_be_mappings(train):
         train(settings={"iters": "many"})
 
 
-def test_wrong_modules_are_said_before_anything_is_measured(dense_tiny, tmp_path, monkeypatch):
+def test_wrong_modules_are_said_before_anything_is_measured(small, tmp_path, monkeypatch):
     def measured(*_, **__):
         raise AssertionError("rows were encoded or products measured")
 
@@ -175,7 +165,7 @@ def test_wrong_modules_are_said_before_anything_is_measured(dense_tiny, tmp_path
     monkeypatch.setattr("mlx_packs.training.planning.load", lambda name: measured)
     with raises("unknown", "target_modules", "q_prj", "q_proj"):
         data = write_rows(tmp_path / "d", train=CHATS)
-        train_pack(dense_tiny, data, {"target_modules": ("q_prj",)}, SETTINGS, tmp_path / "p")
+        train_pack(small, data, {"target_modules": ("q_prj",)}, SETTINGS, tmp_path / "p")
 
 
 @pytest.mark.parametrize("kind", [str, Path])

@@ -30,7 +30,6 @@ from tests.helpers.observers import observe
 from tests.helpers.rows import chat, write_rows
 from tests.helpers.runs import LORA, TRAIN, Lines
 
-SLOW = pytest.mark.slow
 WORDS = "one two six ten red sun".split()
 ROWS = [chat(f"Say {w}.", f"Yes, I say {w} to you.") for w in WORDS]
 SETTINGS = replace(TRAIN, iters=6, save_every=2, max_seq_length=32, val_batches=0, test_batches=1)
@@ -48,12 +47,22 @@ def files_of(run: Path) -> dict[str, str]:
 # --- the run folder
 
 
-# before the first checkpoint, at one, between two, at the end
-@pytest.mark.parametrize("at", [3, *(pytest.param(n, marks=SLOW) for n in (1, 2, 6))])
+@pytest.fixture(scope="module")
+def whole(small, tmp_path_factory) -> dict[str, str]:
+    """Hashes of the last checkpoint of a run that nothing happens to."""
+    folder = tmp_path_factory.mktemp("whole")
+    rows = write_rows(folder / "rows", train=ROWS, valid=ROWS[:1])
+    return files_of(train_pack(small, rows, LORA, SETTINGS, folder / "p").run)
+
+
 @pytest.mark.parametrize(
-    "how", ["removed", *(pytest.param(how, marks=SLOW) for how in ("moved", "with its parent"))]
+    ("how", "at"),
+    [("removed", 3), ("removed", 2), ("moved", 1), ("with its parent", 6)],
+    ids=["between checkpoints", "at one", "before the first", "at the end"],
 )
-def test_a_folder_that_vanishes_is_written_again(dense_tiny, rows, tmp_path, monkeypatch, at, how):
+def test_a_folder_that_vanishes_is_written_again(
+    small, rows, tmp_path, monkeypatch, whole, at, how
+):
     out = tmp_path / "packs" / "p"
     folder = out.with_name("p-run")
 
@@ -66,23 +75,16 @@ def test_a_folder_that_vanishes_is_written_again(dense_tiny, rows, tmp_path, mon
             shutil.rmtree(folder if how == "removed" else folder.parent)
 
     display = Lines()
-    with monkeypatch.context() as patch:
-        observe(patch, on_step=vanish)
-        run = train_pack(dense_tiny, rows, LORA, SETTINGS, out, display=display)
+    observe(monkeypatch, on_step=vanish)
+    run = train_pack(small, rows, LORA, SETTINGS, out, display=display)
     assert any("was removed or moved" in line for line in display.lines)
     check_resumable(folder)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert lines == run.curve and [line["batch"] for line in lines] == [1, 2, 3, 4, 5, 6]
-    longer = replace(SETTINGS, iters=8)
-    train_pack(dense_tiny, rows, LORA, longer, out, resume=True)
-    train_pack(dense_tiny, rows, LORA, longer, tmp_path / "whole")
-    assert files_of(folder) == files_of(tmp_path / "whole-run")
+    assert files_of(folder) == whole
 
 
-@pytest.mark.slow
-def test_a_folder_that_vanishes_while_a_checkpoint_is_written(
-    dense_tiny, rows, tmp_path, monkeypatch
-):
+def test_a_folder_that_vanishes_while_a_checkpoint_is_written(small, rows, tmp_path, monkeypatch):
     write, folder = checkpoint_module.save_tensors, tmp_path / "p-run"
     left = [1]
 
@@ -93,18 +95,14 @@ def test_a_folder_that_vanishes_while_a_checkpoint_is_written(
             shutil.rmtree(folder)
 
     monkeypatch.setattr(checkpoint_module, "save_tensors", write_and_vanish)
-    train_pack(dense_tiny, rows, LORA, SETTINGS, tmp_path / "p")
+    train_pack(small, rows, LORA, SETTINGS, tmp_path / "p")
     assert not left
     check_resumable(folder)
-    assert [path.name for path in checkpoints(folder)] == [
-        "step-000002",
-        "step-000004",
-        "step-000006",
-    ]
+    assert [path.name[-1] for path in checkpoints(folder)] == ["2", "4", "6"]
 
 
 def test_a_folder_that_vanishes_after_the_last_checkpoint_is_reported(
-    dense_tiny, rows, tmp_path, monkeypatch
+    small, rows, tmp_path, monkeypatch
 ):
     save = Pack.save
 
@@ -114,12 +112,11 @@ def test_a_folder_that_vanishes_after_the_last_checkpoint_is_reported(
 
     monkeypatch.setattr(Pack, "save", vanish)
     with raises("not-found", None, "p-run", "is complete", "cannot be resumed"):
-        train_pack(dense_tiny, rows, LORA, SETTINGS, tmp_path / "p")
+        train_pack(small, rows, LORA, SETTINGS, tmp_path / "p")
     Pack.open(tmp_path / "p")
 
 
-@pytest.mark.slow
-def test_a_file_in_the_place_of_the_folder_is_an_error(dense_tiny, rows, tmp_path, monkeypatch):
+def test_a_file_in_the_place_of_the_folder_is_an_error(small, rows, tmp_path, monkeypatch):
     def replaced(line):
         if line["batch"] == 3:
             shutil.rmtree(tmp_path / "p-run")
@@ -127,7 +124,7 @@ def test_a_file_in_the_place_of_the_folder_is_an_error(dense_tiny, rows, tmp_pat
 
     observe(monkeypatch, on_step=replaced)
     with raises("unwritable", None, "p-run"):
-        train_pack(dense_tiny, rows, LORA, SETTINGS, tmp_path / "p")
+        train_pack(small, rows, LORA, SETTINGS, tmp_path / "p")
     assert not (tmp_path / "p").exists()
 
 
@@ -141,53 +138,47 @@ def free_space(monkeypatch, free) -> None:
 
 
 @pytest.mark.page
-def test_too_little_space_ends_a_run_before_the_checkpoint(dense_tiny, rows, tmp_path, monkeypatch):
+def test_too_little_space_ends_a_run_before_the_checkpoint(small, rows, tmp_path, monkeypatch):
     full = []
     free_space(monkeypatch, lambda: 1000 if full else 1 << 40)
     with monkeypatch.context() as patch:
         observe(patch, on_step=lambda line: line["batch"] == 3 and full.append(1))
         with pytest.raises(RunStopped) as stopped:
-            train_pack(dense_tiny, rows, LORA, SETTINGS, tmp_path / "p")
+            train_pack(small, rows, LORA, SETTINGS, tmp_path / "p")
     check(stopped.value, "unwritable", None, "p-run", "step-000002")
     assert stopped.value.exit_code == 2
     names = sorted(path.name for path in (tmp_path / "p-run").iterdir())
     assert names == ["config.json", "metrics.jsonl", "report.html", "step-000002"]
     full.clear()
-    train_pack(dense_tiny, rows, LORA, SETTINGS, tmp_path / "p", resume=True)
+    train_pack(small, rows, LORA, SETTINGS, tmp_path / "p", resume=True)
 
 
-@pytest.mark.slow
-def test_without_any_checkpoint_the_error_says_so(dense_tiny, rows, tmp_path, monkeypatch):
+def test_without_any_checkpoint_the_error_says_so(small, rows, tmp_path, monkeypatch):
     free_space(monkeypatch, lambda: 1000)
     with raises("unwritable", None, "p-run", "0.0 MB are free"):
-        train_pack(dense_tiny, rows, LORA, SETTINGS, tmp_path / "p")
+        train_pack(small, rows, LORA, SETTINGS, tmp_path / "p")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("keep_last", [-1, 4])
-def test_old_checkpoints_make_room_if_any_may_go(
-    dense_tiny, rows, tmp_path, monkeypatch, keep_last
-):
+def test_old_checkpoints_make_room_if_any_may_go(small, rows, tmp_path, monkeypatch, keep_last):
     """There is space for three checkpoints."""
     folder = tmp_path / "p-run"
     free_space(monkeypatch, lambda: (1 << 40) if len(checkpoints(folder)) < 3 else 0)
     train = replace(SETTINGS, iters=5, save_every=1, keep_last=keep_last)
     if keep_last == -1:  # the user wants to have all of them
         with pytest.raises(RunStopped):
-            train_pack(dense_tiny, rows, LORA, train, tmp_path / "p")
+            train_pack(small, rows, LORA, train, tmp_path / "p")
         assert [path.name[-1] for path in checkpoints(folder)] == ["1", "2", "3"]
     else:
-        train_pack(dense_tiny, rows, LORA, train, tmp_path / "p")
+        train_pack(small, rows, LORA, train, tmp_path / "p")
         assert [path.name[-1] for path in checkpoints(folder)] == ["3", "4", "5"]
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, pytest.param(errno.EDQUOT, marks=SLOW)])
 @pytest.mark.parametrize(
-    "file",
-    ["adapters.safetensors", pytest.param("state.json", marks=SLOW)],
+    ("code", "file"), [(errno.ENOSPC, "adapters.safetensors"), (errno.EDQUOT, "state.json")]
 )
 def test_a_disk_that_fills_up_leaves_the_last_checkpoint(
-    dense_tiny, rows, tmp_path, monkeypatch, code, file
+    small, rows, tmp_path, monkeypatch, whole, code, file
 ):
     """Where the system says so; MLX does not, and writes a file that is too short."""
     write_text, save, full = Path.write_text, mx.save_safetensors, []
@@ -207,16 +198,15 @@ def test_a_disk_that_fills_up_leaves_the_last_checkpoint(
     with monkeypatch.context() as patch:
         observe(patch, on_step=lambda line: line["batch"] == 3 and full.append(1))
         with pytest.raises(PackError) as stopped:
-            train_pack(dense_tiny, rows, LORA, SETTINGS, tmp_path / "p")
+            train_pack(small, rows, LORA, SETTINGS, tmp_path / "p")
     assert isinstance(stopped.value, RunStopped) and stopped.value.exit_code == 2
     check(stopped.value, "unwritable", None, "p-run")
     run = tmp_path / "p-run"
     assert not [path.name for path in run.iterdir() if path.name.startswith(".")]
     assert not (tmp_path / "p").exists()
     full.clear()
-    train_pack(dense_tiny, rows, LORA, SETTINGS, tmp_path / "p", resume=True)
-    train_pack(dense_tiny, rows, LORA, SETTINGS, tmp_path / "whole")
-    assert files_of(run) == files_of(tmp_path / "whole-run")
+    train_pack(small, rows, LORA, SETTINGS, tmp_path / "p", resume=True)
+    assert files_of(run) == whole
 
 
 # --- memory
@@ -253,21 +243,15 @@ def losses_of(folder: Path) -> list[float]:
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        pytest.param({}, marks=SLOW),
-        {"grad_accumulation_steps": 2},
-        pytest.param({"packing": True, "max_seq_length": 64}, marks=SLOW),
-    ],
+    [{}, {"grad_accumulation_steps": 2}, {"packing": True, "max_seq_length": 64}],
     ids=["plain", "accumulated", "packed"],
 )
-def test_smaller_micro_batches_are_the_same_update(
-    dense_tiny, rows, tmp_path, short_memory, settings
-):
+def test_smaller_micro_batches_are_the_same_update(small, rows, tmp_path, short_memory, settings):
     train = replace(SETTINGS, batch_size=4, **settings)
-    train_pack(dense_tiny, rows, LORA, train, tmp_path / "whole")
+    train_pack(small, rows, LORA, train, tmp_path / "whole")
     short_memory += [NONE, LOW, NONE, LOW]
     display = Lines()
-    run = train_pack(dense_tiny, rows, LORA, train, tmp_path / "parts", display=display)
+    run = train_pack(small, rows, LORA, train, tmp_path / "parts", display=display)
     events = [line for line in run.curve if "micro_batches" in line]
     split = [event["micro_batches"] for event in events]
     assert split == [2, 4] and [event["batch"] for event in events] == [2, 4]
@@ -278,23 +262,22 @@ def test_smaller_micro_batches_are_the_same_update(
     assert np.allclose(whole, parts, rtol=1e-4)
 
 
-@pytest.mark.slow
-def test_pieces_persist_through_phases(dense_tiny, rows, tmp_path, short_memory):
+def test_pieces_persist_through_phases(small, rows, tmp_path, short_memory):
     short_memory += [LOW]
     two = (Phase("one", data=str(rows), iters=2), Phase("two", data=str(rows), iters=2))
-    run = train_pack(dense_tiny, None, LORA, replace(SETTINGS, phases=two), tmp_path / "p")
+    run = train_pack(small, None, LORA, replace(SETTINGS, phases=two), tmp_path / "p")
     assert [line["micro_batches"] for line in run.curve if "micro_batches" in line] == [2]
     assert run.report["batches"] == 4
 
 
-def test_one_row_and_critical_memory_end_the_run_saved(dense_tiny, rows, tmp_path, short_memory):
+def test_one_row_and_critical_memory_end_the_run_saved(small, rows, tmp_path, short_memory):
     short_memory += [LOW, LOW, LOW, CRITICAL]  # 2 rows; 1 row; nothing smaller; the end
     train = replace(SETTINGS, grad_accumulation_steps=3)
     with pytest.raises(RunStopped) as stopped:
-        train_pack(dense_tiny, rows, LORA, train, tmp_path / "p")
+        train_pack(small, rows, LORA, train, tmp_path / "p")
     check(stopped.value, "memory", None, "it is short", "step-000006", "--resume")
     assert stopped.value.exit_code == 2 and "resume=True" in str(stopped.value)
-    run = train_pack(dense_tiny, rows, LORA, train, tmp_path / "p", resume=True)
+    run = train_pack(small, rows, LORA, train, tmp_path / "p", resume=True)
     assert run.report["batches"] == 6
 
 
@@ -302,32 +285,31 @@ def test_one_row_and_critical_memory_end_the_run_saved(dense_tiny, rows, tmp_pat
 @pytest.mark.parametrize(("loss", "splits"), [("cosine", True), ("cosent", False)])
 def test_pairs_that_are_compared_stay_together(encoder, tmp_path, short_memory, loss, splits):
     data = str(write_pairs(tmp_path / "d", all_scored()))
-    train = TrainConfig(task="embedding", batch_size=8, iters=4, loss=loss, steps_per_report=1)
+    train = TrainConfig(task="embedding", batch_size=8, iters=2, loss=loss, steps_per_report=1)
     train_pack(encoder, data, LORA, train, tmp_path / "whole")
-    short_memory += [LOW, NONE, NONE, NONE]
+    short_memory += [LOW]
     run = train_pack(encoder, data, LORA, train, tmp_path / "parts")
     assert any("micro_batches" in line for line in run.curve) == splits
     assert differences(tmp_path / "whole", tmp_path / "parts") < 2e-3
 
 
-@pytest.mark.slow
-def test_freed_buffers_are_given_back_first(dense_tiny, rows, tmp_path, short_memory, monkeypatch):
+def test_freed_buffers_are_given_back_first(small, rows, tmp_path, short_memory, monkeypatch):
     monkeypatch.setattr(guards, "_WORTHWHILE", 0)
     short_memory += [LOW, NONE, LOW, NONE]  # before and after
-    run = train_pack(dense_tiny, rows, LORA, SETTINGS, tmp_path / "p")
+    run = train_pack(small, rows, LORA, SETTINGS, tmp_path / "p")
     assert not any("micro_batches" in line for line in run.curve) and not short_memory
 
 
-def test_the_system_is_asked_once_a_second(dense_tiny, rows, tmp_path, monkeypatch):
+def test_the_system_is_asked_once_a_second(monkeypatch):
     now, asked = [0.0], []
     monkeypatch.setattr(guards.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(
         guards, "memory_pressure", lambda: (asked.append(now[0]), Pressure(NONE))[1]
     )
-    observe(monkeypatch, on_step=lambda line: now.__setitem__(0, now[0] + 0.3))
-    train = replace(SETTINGS, iters=9, batch_size=1, save_every=9)
-    train_pack(dense_tiny, rows, LORA, train, tmp_path / "p")
-    assert asked == pytest.approx([1.2, 2.4])
+    guard = guards.Memory(None)
+    for now[0] in (0.3, 0.6, 0.9, 1.2, 1.5, 1.8, 2.1, 2.4, 2.7):
+        assert guard.between_batches(None, None, 1) is None
+    assert asked == [1.2, 2.4]
 
 
 @pytest.mark.slow
@@ -368,8 +350,7 @@ except SystemExit as end:
 # --- the clock
 
 
-@pytest.mark.slow
-def test_a_clock_that_is_set_back_changes_no_throughput(dense_tiny, rows, tmp_path, monkeypatch):
+def test_a_clock_that_is_set_back_changes_no_throughput(small, rows, tmp_path, monkeypatch):
     clock = [time.time()]
 
     def back() -> float:
@@ -377,7 +358,7 @@ def test_a_clock_that_is_set_back_changes_no_throughput(dense_tiny, rows, tmp_pa
         return clock[0]
 
     monkeypatch.setattr(time, "time", back)
-    run = train_pack(dense_tiny, rows, LORA, SETTINGS, tmp_path / "p")
+    run = train_pack(small, rows, LORA, SETTINGS, tmp_path / "p")
     assert all(line["tokens_per_s"] > 0 for line in run.curve if "loss" in line)
     assert 0 < run.report["train_s"] < 3600 and run.report["tokens_per_s"] > 0
 
