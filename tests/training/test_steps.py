@@ -103,19 +103,19 @@ def test_one_block_at_true_qwen3_4b_geometry_trains(nothing_ahead):
 @pytest.mark.parametrize("optimizer", ["adamw", "adam", "adafactor", "sgd", "muon", "lion"])
 def test_every_optimizer_lowers_the_loss(optimizer):
     rate = {"sgd": 0.3, "lion": 1e-3}.get(optimizer, 1e-2)
-    config = TrainConfig(optimizer=optimizer, learning_rate=rate, iters=8)
+    config = TrainConfig(optimizer=optimizer, learning_rate=rate, iters=4)
     base = base_of("qwen3")
     attach(base, LoRAConfig(rank=4))
     result = make_optimizer(config)
     result.init(base.model.trainable_parameters())
     stepper = lm_stepper(base.model, result)
     batch = make_batch(small_examples(), range(4), 4, 64)
-    losses = [stepper(batch, True, True)[0] for _ in range(8)]
+    losses = [stepper(batch, True, True)[0] for _ in range(4)]
     assert losses[-1] < losses[0]
 
 
 @pytest.mark.slow
-def test_three_hundred_steps_leave_memory_as_it_was(tmp_path):
+def test_a_hundred_steps_leave_memory_as_it_was():
     attached = attach(base_of("qwen3"), LoRAConfig(rank=4), None, "quantized", 0)
     optimizer = make_optimizer(TrainConfig(iters=4, learning_rate=1e-3))
     optimizer.init(attached.model.trainable_parameters())
@@ -125,11 +125,11 @@ def test_three_hundred_steps_leave_memory_as_it_was(tmp_path):
     ]
     active = []
     with runtime.memory_limits():
-        for number in range(300):
+        for number in range(100):
             stepper(batches[number % len(batches)], True, True)
             active.append(mx.get_active_memory())
             assert mx.get_cache_memory() <= runtime.cache_limit()
-    assert max(active[100:]) <= max(active[:20]) and max(active[290:]) <= max(active[10:20])
+    assert max(active[20:]) <= max(active[:20]) and max(active[90:]) <= max(active[10:20])
     assert 1 < len(stepper.shapes) <= len(batches)
     assert stepper.traces == 0 or runtime.COMPILES
 

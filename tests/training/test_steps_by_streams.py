@@ -41,8 +41,8 @@ def examples_of_lengths(lengths) -> list[Example]:
 
 def batches() -> list:
     """Of several shapes: an odd number of rows, a row alone, missing last rows, packed rows."""
-    some = examples_of_lengths((30, 41, 64, 12, 90, 17, 5, 33, 70))
-    unpacked = [make_batch(some, range(start, start + 3), 3, 128) for start in (0, 3, 6)]
+    some = examples_of_lengths((30, 41, 64, 12, 40, 17, 5, 33, 50))
+    unpacked = [make_batch(some, range(3), 3, 128)]
     unpacked += [make_batch(some, [4], 1, 128), make_batch(some, [0, 1], 8, 128)]
     packed = Packed([np.array([0, 1]), np.array([2, 3]), np.array([4, 5])])
     return [*unpacked, PackedCollate(3, 127)(some, packed), *unpacked]
@@ -76,17 +76,13 @@ def take_steps(family: str, path: str, recompute: str, accumulate: int):
 
 
 @pytest.mark.parametrize(
-    "family", [f if f == "qwen3" else pytest.param(f, marks=pytest.mark.slow) for f in MODELS]
-)
-@pytest.mark.parametrize(
-    ("path", "recompute", "accumulate"),
+    ("family", "path", "recompute", "accumulate"),
     [
-        ("dense", "none", 1),
-        ("transient", "selective", 2),
-        ("dense", "block", 1),
-        pytest.param("transient", "none", 1, marks=pytest.mark.slow),
-        pytest.param("dense", "selective", 2, marks=pytest.mark.slow),
-        pytest.param("transient", "block", 1, marks=pytest.mark.slow),
+        ("qwen3", "dense", "none", 1),
+        ("qwen3", "transient", "selective", 2),
+        ("qwen3", "dense", "block", 1),
+        pytest.param("qwen2", "transient", "block", 1, marks=pytest.mark.slow),
+        pytest.param("llama", "dense", "selective", 2, marks=pytest.mark.slow),
     ],
 )
 def test_steps_on_two_streams_are_those_on_one(family, path, recompute, accumulate):
@@ -108,6 +104,6 @@ def test_rows_are_scored_on_two_streams_as_on_one():
     scores = []
     for count in (2, 1):
         with streams(count):
-            scores.append(scorer.examples(batches()[:6]))
+            scores.append(scorer.examples(batches()[:4]))
     assert np.allclose(scores[0].nll, scores[1].nll, rtol=1e-5)
     assert (scores[0].hits == scores[1].hits).all()
