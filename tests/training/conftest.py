@@ -1,14 +1,54 @@
-"""A small base, on which a run takes a third of its time on the embedded one."""
+"""A small base, on which a run takes a third of its time on the embedded one, and such runs."""
 
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mlx_packs import load_base, train_pack
 from mlx_packs.packs.base import Base
+from mlx_packs.training.result import TrainRun
+from mlx_packs.training.run_folder import logged_metrics
 from tests.helpers.checkpoints import write_checkpoint
-from tests.helpers.rows import CHATS, write_rows
-from tests.helpers.runs import LORA, TRAIN
+from tests.helpers.observers import observe
+from tests.helpers.rows import CHATS, chat, write_rows
+from tests.helpers.runs import LORA, TRAIN, Lines
+
+WORDS = "one two six ten red sun".split()
+ROWS = [chat(f"Say {word}.", f"Yes, I say {word} to you.") for word in WORDS]
+TIMED = ("tokens_per_s", "computed_tokens_per_s", "peak_gb")
+OPTIONS = ("resume", "overwrite", "display", "callbacks", "loss", "report_to", "progress")
+
+
+def untimed_metrics(run: Path) -> list[dict]:
+    """The lines of a run's metrics without what a clock decides."""
+    return [{k: v for k, v in line.items() if k not in TIMED} for line in logged_metrics(run)]
+
+
+def interrupt_at(monkeypatch: pytest.MonkeyPatch, batch: int, number: int = signal.SIGTERM) -> None:
+    """Let a signal arrive at a batch of runs."""
+
+    def interrupt(line):
+        if line["batch"] == batch:
+            os.kill(os.getpid(), number)
+
+    observe(monkeypatch, on_step=interrupt)
+
+
+def kill_in(
+    monkeypatch: pytest.MonkeyPatch, place: object, name: str, number: int = signal.SIGTERM
+) -> None:
+    """Let a signal arrive before a function of a module or class does its work."""
+    function = getattr(place, name)
+
+    def killed(*args, **kwargs):
+        os.kill(os.getpid(), number)
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(place, name, killed)
 
 
 @pytest.fixture(scope="session")
@@ -32,3 +72,21 @@ def trained(small, tmp_path_factory) -> Path:
         patch.chdir(folder)
         train_pack(small, "d", LORA, TRAIN, "o")
     return folder
+
+
+@pytest.fixture
+def train(small, here) -> Callable[..., TrainRun]:
+    """Train `small` by `TRAIN` with other settings, on six rows ``d`` in the current folder.
+
+    ``train.lines`` are the lines that the last run showed.
+    """
+    write_rows(here / "d", train=ROWS, valid=ROWS[:1])
+
+    def train(out="p", data="d", lora=LORA, **changes) -> TrainRun:
+        display = Lines()
+        train.lines = display.lines
+        options = {"display": display}
+        options |= {name: changes.pop(name) for name in OPTIONS if name in changes}
+        return train_pack(small, data, lora, replace(TRAIN, **changes), out, **options)
+
+    return train

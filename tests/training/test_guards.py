@@ -1,20 +1,18 @@
 """Run folders that vanish, disks that fill up, memory that gets short, clocks that are set back."""
 
 import errno
-import json
 import math
 import os
 import shutil
 import time
 from collections import namedtuple
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from mlx_packs import Phase, TrainConfig, train_pack
-from mlx_packs.errors import PackError, RunStopped
+from mlx_packs.errors import RunStopped
 from mlx_packs.files import remove_unused
 from mlx_packs.memory.pressure import CRITICAL, LOW, NONE, Pressure
 from mlx_packs.packs.pack import Pack
@@ -22,37 +20,40 @@ from mlx_packs.reading import sha256
 from mlx_packs.runtime import mx
 from mlx_packs.training import checkpoint as checkpoint_module
 from mlx_packs.training import guards
-from mlx_packs.training.run_folder import check_resumable, checkpoints, latest_checkpoint
+from mlx_packs.training.run_folder import (
+    check_resumable,
+    checkpoints,
+    latest_checkpoint,
+    logged_metrics,
+)
 from tests.helpers.encoders import all_scored, write_pairs
-from tests.helpers.errors import check, raises
+from tests.helpers.errors import raises
 from tests.helpers.interpreter import run_python
 from tests.helpers.observers import observe
-from tests.helpers.rows import chat, write_rows
-from tests.helpers.runs import LORA, TRAIN, Lines
+from tests.helpers.rows import write_rows
+from tests.helpers.runs import LORA, Lines
+from tests.training.conftest import ROWS
 
-WORDS = "one two six ten red sun".split()
-ROWS = [chat(f"Say {w}.", f"Yes, I say {w} to you.") for w in WORDS]
-SETTINGS = replace(TRAIN, iters=6, save_every=2, max_seq_length=32, val_batches=0, test_batches=1)
-
-
-@pytest.fixture
-def rows(tmp_path) -> Path:
-    return write_rows(tmp_path / "rows", train=ROWS, valid=ROWS[:1])
+SIX = {"iters": 6, "save_every": 2, "max_seq_length": 32, "val_batches": 0, "test_batches": 1}
+RUN = Path("p-run")
 
 
 def files_of(run: Path) -> dict[str, str]:
     return {f.name: sha256(f) for f in latest_checkpoint(run).glob("*.safetensors")}
 
 
-# --- the run folder
-
-
-@pytest.fixture(scope="module")
-def whole(small, tmp_path_factory) -> dict[str, str]:
+@pytest.fixture
+def whole(train) -> dict[str, str]:
     """Hashes of the last checkpoint of a run that nothing happens to."""
-    folder = tmp_path_factory.mktemp("whole")
-    rows = write_rows(folder / "rows", train=ROWS, valid=ROWS[:1])
-    return files_of(train_pack(small, rows, LORA, SETTINGS, folder / "p").run)
+    return files_of(train("whole", **SIX).run)
+
+
+def left() -> str:
+    """The numbers of the checkpoints."""
+    return "".join(path.name[-1] for path in checkpoints(RUN))
+
+
+# --- the run folder
 
 
 @pytest.mark.parametrize(
@@ -60,72 +61,65 @@ def whole(small, tmp_path_factory) -> dict[str, str]:
     [("removed", 3), ("removed", 2), ("moved", 1), ("with its parent", 6)],
     ids=["between checkpoints", "at one", "before the first", "at the end"],
 )
-def test_a_folder_that_vanishes_is_written_again(
-    small, rows, tmp_path, monkeypatch, whole, at, how
-):
-    out = tmp_path / "packs" / "p"
-    folder = out.with_name("p-run")
+def test_a_folder_that_vanishes_is_written_again(train, whole, monkeypatch, at, how):
+    folder = Path("packs/p-run")
 
     def vanish(line):
         if line["batch"] != at:
             return
         if how == "moved":
-            folder.rename(tmp_path / "elsewhere")
+            folder.rename("elsewhere")
         else:
             shutil.rmtree(folder if how == "removed" else folder.parent)
 
     display = Lines()
     observe(monkeypatch, on_step=vanish)
-    run = train_pack(small, rows, LORA, SETTINGS, out, display=display)
+    run = train("packs/p", display=display, **SIX)
     assert any("was removed or moved" in line for line in display.lines)
     check_resumable(folder)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = logged_metrics(folder)
     assert lines == run.curve and [line["batch"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert files_of(folder) == whole
 
 
-def test_a_folder_that_vanishes_while_a_checkpoint_is_written(small, rows, tmp_path, monkeypatch):
-    write, folder = checkpoint_module.save_tensors, tmp_path / "p-run"
-    left = [1]
+def test_a_folder_that_vanishes_while_a_checkpoint_is_written(train, monkeypatch):
+    write, vanished = checkpoint_module.save_tensors, []
 
     def write_and_vanish(file, tensors, *args):
         write(file, tensors, *args)
-        if left and file.name == "optimizer.safetensors":
-            left.pop()
-            shutil.rmtree(folder)
+        if not vanished and file.name == "optimizer.safetensors":
+            vanished.append(file)
+            shutil.rmtree(RUN)
 
     monkeypatch.setattr(checkpoint_module, "save_tensors", write_and_vanish)
-    train_pack(small, rows, LORA, SETTINGS, tmp_path / "p")
-    assert not left
-    check_resumable(folder)
-    assert [path.name[-1] for path in checkpoints(folder)] == ["2", "4", "6"]
+    train(**SIX)
+    assert vanished
+    check_resumable(RUN)
+    assert left() == "246"
 
 
-def test_a_folder_that_vanishes_after_the_last_checkpoint_is_reported(
-    small, rows, tmp_path, monkeypatch
-):
+def test_a_folder_that_vanishes_after_the_last_checkpoint_is_reported(train, monkeypatch):
     save = Pack.save
 
     def vanish(pack, *args, **options):
-        shutil.rmtree(tmp_path / "p-run")
+        shutil.rmtree(RUN)
         return save(pack, *args, **options)
 
     monkeypatch.setattr(Pack, "save", vanish)
     with raises("not-found", None, "p-run", "is complete", "cannot be resumed"):
-        train_pack(small, rows, LORA, SETTINGS, tmp_path / "p")
-    Pack.open(tmp_path / "p")
+        train()
+    Pack.open("p")
 
 
-def test_a_file_in_the_place_of_the_folder_is_an_error(small, rows, tmp_path, monkeypatch):
+def test_a_file_in_the_place_of_the_folder_is_an_error(train, monkeypatch):
     def replaced(line):
-        if line["batch"] == 3:
-            shutil.rmtree(tmp_path / "p-run")
-            (tmp_path / "p-run").write_text("a file")
+        shutil.rmtree(RUN)
+        RUN.write_text("a file")
 
     observe(monkeypatch, on_step=replaced)
     with raises("unwritable", None, "p-run"):
-        train_pack(small, rows, LORA, SETTINGS, tmp_path / "p")
-    assert not (tmp_path / "p").exists()
+        train()
+    assert not Path("p").exists()
 
 
 # --- the disk
@@ -138,48 +132,43 @@ def free_space(monkeypatch, free) -> None:
 
 
 @pytest.mark.page
-def test_too_little_space_ends_a_run_before_the_checkpoint(small, rows, tmp_path, monkeypatch):
+def test_too_little_space_ends_a_run_before_the_checkpoint(train, monkeypatch):
     full = []
     free_space(monkeypatch, lambda: 1000 if full else 1 << 40)
     with monkeypatch.context() as patch:
         observe(patch, on_step=lambda line: line["batch"] == 3 and full.append(1))
-        with pytest.raises(RunStopped) as stopped:
-            train_pack(small, rows, LORA, SETTINGS, tmp_path / "p")
-    check(stopped.value, "unwritable", None, "p-run", "step-000002")
-    assert stopped.value.exit_code == 2
-    names = sorted(path.name for path in (tmp_path / "p-run").iterdir())
+        with raises("unwritable", None, "p-run", "step-000002") as stopped:
+            train(**SIX)
+    assert isinstance(stopped.value, RunStopped) and stopped.value.exit_code == 2
+    names = sorted(path.name for path in RUN.iterdir())
     assert names == ["config.json", "metrics.jsonl", "report.html", "step-000002"]
     full.clear()
-    train_pack(small, rows, LORA, SETTINGS, tmp_path / "p", resume=True)
+    train(resume=True, **SIX)
 
 
-def test_without_any_checkpoint_the_error_says_so(small, rows, tmp_path, monkeypatch):
+def test_without_any_checkpoint_the_error_says_so(train, monkeypatch):
     free_space(monkeypatch, lambda: 1000)
     with raises("unwritable", None, "p-run", "0.0 MB are free"):
-        train_pack(small, rows, LORA, SETTINGS, tmp_path / "p")
+        train()
 
 
 @pytest.mark.parametrize("keep_last", [-1, 4])
-def test_old_checkpoints_make_room_if_any_may_go(small, rows, tmp_path, monkeypatch, keep_last):
+def test_old_checkpoints_make_room_if_any_may_go(train, monkeypatch, keep_last):
     """There is space for three checkpoints."""
-    folder = tmp_path / "p-run"
-    free_space(monkeypatch, lambda: (1 << 40) if len(checkpoints(folder)) < 3 else 0)
-    train = replace(SETTINGS, iters=5, save_every=1, keep_last=keep_last)
+    free_space(monkeypatch, lambda: (1 << 40) if len(checkpoints(RUN)) < 3 else 0)
     if keep_last == -1:  # the user wants to have all of them
         with pytest.raises(RunStopped):
-            train_pack(small, rows, LORA, train, tmp_path / "p")
-        assert [path.name[-1] for path in checkpoints(folder)] == ["1", "2", "3"]
+            train(iters=5, keep_last=keep_last)
+        assert left() == "123"
     else:
-        train_pack(small, rows, LORA, train, tmp_path / "p")
-        assert [path.name[-1] for path in checkpoints(folder)] == ["3", "4", "5"]
+        train(iters=5, keep_last=keep_last)
+        assert left() == "345"
 
 
 @pytest.mark.parametrize(
     ("code", "file"), [(errno.ENOSPC, "adapters.safetensors"), (errno.EDQUOT, "state.json")]
 )
-def test_a_disk_that_fills_up_leaves_the_last_checkpoint(
-    small, rows, tmp_path, monkeypatch, whole, code, file
-):
+def test_a_disk_that_fills_up_leaves_the_last_checkpoint(train, whole, monkeypatch, code, file):
     """Where the system says so; MLX does not, and writes a file that is too short."""
     write_text, save, full = Path.write_text, mx.save_safetensors, []
 
@@ -197,16 +186,14 @@ def test_a_disk_that_fills_up_leaves_the_last_checkpoint(
     monkeypatch.setattr(mx, "save_safetensors", tensors)
     with monkeypatch.context() as patch:
         observe(patch, on_step=lambda line: line["batch"] == 3 and full.append(1))
-        with pytest.raises(PackError) as stopped:
-            train_pack(small, rows, LORA, SETTINGS, tmp_path / "p")
+        with raises("unwritable", None, "p-run") as stopped:
+            train(**SIX)
     assert isinstance(stopped.value, RunStopped) and stopped.value.exit_code == 2
-    check(stopped.value, "unwritable", None, "p-run")
-    run = tmp_path / "p-run"
-    assert not [path.name for path in run.iterdir() if path.name.startswith(".")]
-    assert not (tmp_path / "p").exists()
+    assert not [path.name for path in RUN.iterdir() if path.name.startswith(".")]
+    assert not Path("p").exists()
     full.clear()
-    train_pack(small, rows, LORA, SETTINGS, tmp_path / "p", resume=True)
-    assert files_of(run) == whole
+    train(resume=True, **SIX)
+    assert files_of(RUN) == whole
 
 
 # --- memory
@@ -226,7 +213,7 @@ def short_memory(monkeypatch):
     return levels
 
 
-def differences(one: Path, other: Path) -> float:
+def differences(one: str, other: str) -> float:
     """The largest relative difference of two packs' tensors."""
     first, second = (Pack.open(path).load_tensors() for path in (one, other))
     assert set(first) == set(second)
@@ -236,67 +223,58 @@ def differences(one: Path, other: Path) -> float:
     )
 
 
-def losses_of(folder: Path) -> list[float]:
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [line["loss"] for line in lines if "loss" in line]
-
-
 @pytest.mark.parametrize(
     "settings",
     [{}, {"grad_accumulation_steps": 2}, {"packing": True, "max_seq_length": 64}],
     ids=["plain", "accumulated", "packed"],
 )
-def test_smaller_micro_batches_are_the_same_update(small, rows, tmp_path, short_memory, settings):
-    train = replace(SETTINGS, batch_size=4, **settings)
-    train_pack(small, rows, LORA, train, tmp_path / "whole")
+def test_smaller_micro_batches_are_the_same_update(train, short_memory, settings):
+    settings = {**SIX, "batch_size": 4, **settings}
+    whole = train("whole", **settings)
     short_memory += [NONE, LOW, NONE, LOW]
     display = Lines()
-    run = train_pack(small, rows, LORA, train, tmp_path / "parts", display=display)
-    events = [line for line in run.curve if "micro_batches" in line]
-    split = [event["micro_batches"] for event in events]
-    assert split == [2, 4] and [event["batch"] for event in events] == [2, 4]
+    parts = train("parts", display=display, **settings)
+    events = [line for line in parts.curve if "micro_batches" in line]
+    assert [(event["batch"], event["micro_batches"]) for event in events] == [(2, 2), (4, 4)]
     assert sum("micro-batches" in line for line in display.lines) == 2
-    assert run.report["steps"] == 6 // train.grad_accumulation_steps
-    assert 0 < differences(tmp_path / "whole", tmp_path / "parts") < 2e-3
-    whole, parts = (losses_of(tmp_path / f"{name}-run") for name in ("whole", "parts"))
-    assert np.allclose(whole, parts, rtol=1e-4)
+    assert parts.report["steps"] == whole.report["steps"]
+    assert 0 < differences("whole", "parts") < 2e-3
+    losses = [[line["loss"] for line in run.curve if "loss" in line] for run in (whole, parts)]
+    assert np.allclose(*losses, rtol=1e-4)
 
 
-def test_pieces_persist_through_phases(small, rows, tmp_path, short_memory):
+def test_pieces_persist_through_phases(train, short_memory):
     short_memory += [LOW]
-    two = (Phase("one", data=str(rows), iters=2), Phase("two", data=str(rows), iters=2))
-    run = train_pack(small, None, LORA, replace(SETTINGS, phases=two), tmp_path / "p")
+    two = (Phase("one", data="d", iters=2), Phase("two", data="d", iters=2))
+    run = train(data=None, phases=two, **SIX)
     assert [line["micro_batches"] for line in run.curve if "micro_batches" in line] == [2]
     assert run.report["batches"] == 4
 
 
-def test_one_row_and_critical_memory_end_the_run_saved(small, rows, tmp_path, short_memory):
+def test_one_row_and_critical_memory_end_the_run_saved(train, short_memory):
     short_memory += [LOW, LOW, LOW, CRITICAL]  # 2 rows; 1 row; nothing smaller; the end
-    train = replace(SETTINGS, grad_accumulation_steps=3)
-    with pytest.raises(RunStopped) as stopped:
-        train_pack(small, rows, LORA, train, tmp_path / "p")
-    check(stopped.value, "memory", None, "it is short", "step-000006", "--resume")
+    settings = {**SIX, "grad_accumulation_steps": 3}
+    with raises("memory", None, "it is short", "step-000006", "--resume") as stopped:
+        train(**settings)
     assert stopped.value.exit_code == 2 and "resume=True" in str(stopped.value)
-    run = train_pack(small, rows, LORA, train, tmp_path / "p", resume=True)
-    assert run.report["batches"] == 6
+    assert train(resume=True, **settings).report["batches"] == 6
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("loss", "splits"), [("cosine", True), ("cosent", False)])
-def test_pairs_that_are_compared_stay_together(encoder, tmp_path, short_memory, loss, splits):
-    data = str(write_pairs(tmp_path / "d", all_scored()))
-    train = TrainConfig(task="embedding", batch_size=8, iters=2, loss=loss, steps_per_report=1)
-    train_pack(encoder, data, LORA, train, tmp_path / "whole")
+def test_pairs_that_are_compared_stay_together(encoder, here, short_memory, loss, splits):
+    data = str(write_pairs(here / "d", all_scored()))
+    config = TrainConfig(task="embedding", batch_size=8, iters=2, loss=loss, steps_per_report=1)
+    train_pack(encoder, data, LORA, config, "whole")
     short_memory += [LOW]
-    run = train_pack(encoder, data, LORA, train, tmp_path / "parts")
+    run = train_pack(encoder, data, LORA, config, "parts")
     assert any("micro_batches" in line for line in run.curve) == splits
-    assert differences(tmp_path / "whole", tmp_path / "parts") < 2e-3
+    assert differences("whole", "parts") < 2e-3
 
 
-def test_freed_buffers_are_given_back_first(small, rows, tmp_path, short_memory, monkeypatch):
+def test_freed_buffers_are_given_back_first(train, short_memory, monkeypatch):
     monkeypatch.setattr(guards, "_WORTHWHILE", 0)
     short_memory += [LOW, NONE, LOW, NONE]  # before and after
-    run = train_pack(small, rows, LORA, SETTINGS, tmp_path / "p")
+    run = train()
     assert not any("micro_batches" in line for line in run.curve) and not short_memory
 
 
@@ -313,8 +291,9 @@ def test_the_system_is_asked_once_a_second(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_real_limit_ends_a_run_saved(rows, tmp_path):
+def test_a_real_limit_ends_a_run_saved(tmp_path):
     """The address space of the process is limited to little more than it has."""
+    rows = write_rows(tmp_path / "rows", train=ROWS, valid=ROWS[:1])
     code = f"""
 import json, resource, sys
 from pathlib import Path
@@ -342,7 +321,7 @@ except SystemExit as end:
     assert run_python(code).splitlines()[-1] == "2"
     folder = tmp_path / "p-run"
     check_resumable(folder)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = logged_metrics(folder)
     assert [line["micro_batches"] for line in lines if "micro_batches" in line] == [2, 4]
     assert 4 <= int(latest_checkpoint(folder).name[-6:]) < 40
 
@@ -350,7 +329,7 @@ except SystemExit as end:
 # --- the clock
 
 
-def test_a_clock_that_is_set_back_changes_no_throughput(small, rows, tmp_path, monkeypatch):
+def test_a_clock_that_is_set_back_changes_no_throughput(train, monkeypatch):
     clock = [time.time()]
 
     def back() -> float:
@@ -358,7 +337,7 @@ def test_a_clock_that_is_set_back_changes_no_throughput(small, rows, tmp_path, m
         return clock[0]
 
     monkeypatch.setattr(time, "time", back)
-    run = train_pack(small, rows, LORA, SETTINGS, tmp_path / "p")
+    run = train()
     assert all(line["tokens_per_s"] > 0 for line in run.curve if "loss" in line)
     assert 0 < run.report["train_s"] < 3600 and run.report["tokens_per_s"] > 0
 

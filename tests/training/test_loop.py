@@ -2,14 +2,14 @@
 
 import json
 import math
-import os
-import signal
+import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from mlx_packs import LoRAConfig, runtime, train_pack
+from mlx_packs import runtime
 from mlx_packs.data.dataset import Batch
 from mlx_packs.objectives.causal_lm import CausalLM
 from mlx_packs.objectives.score import StoredScore
@@ -21,18 +21,18 @@ from mlx_packs.training.fit import loop_settings
 from mlx_packs.training.loop import Loop
 from mlx_packs.training.observer import Observer
 from mlx_packs.training.reports import Reports
-from mlx_packs.training.run_folder import latest_checkpoint, read_metrics
+from mlx_packs.training.run_folder import latest_checkpoint
 from mlx_packs.training.state import TrainingState
 from mlx_packs.training.step import BatchStep, StartedStep, Stepper
 from mlx_packs.training.update_guard import UpdateGuard
 from mlx_packs.training.watch import Watch
 from tests.helpers.errors import raises
 from tests.helpers.observers import observe
-from tests.helpers.rows import CHATS, write_rows
-from tests.helpers.runs import TRAIN
+from tests.helpers.runs import LORA, TRAIN
 from tests.helpers.steps import weighted, with_weight
+from tests.training.conftest import interrupt_at, untimed_metrics
 
-LORA = LoRAConfig(rank=2, num_layers=1, dropout=0.1)
+DROPOUT = replace(LORA, dropout=0.1)
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def test_seconds_of_steps_in_flight_are_counted_once(on_gpu, monkeypatch):
 
         return call
 
-    monkeypatch.setattr("mlx_packs.training.loop.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     start = Recorder.start
 
     def timed(self, *args):
@@ -189,40 +189,28 @@ def test_seconds_of_steps_in_flight_are_counted_once(on_gpu, monkeypatch):
     assert seconds == [12, 11, 11, 10] and sum(seconds) == now[0] - 100
 
 
-@pytest.fixture
-def rows(tmp_path):
-    return write_rows(tmp_path / "rows", train=CHATS, valid=CHATS[:1])
-
-
-def files_of(run) -> dict[str, str]:
+def files_of(run: Path) -> dict[str, str]:
     """Hashes of the tensors of all checkpoints."""
     return {str(f.relative_to(run)): sha256(f) for f in sorted(run.rglob("*.safetensors"))}
 
 
-def lines_of(run) -> list[dict]:
-    """The lines of the metrics without what a clock decides."""
-    lines = read_metrics(run, 100)
-    timed = ("tokens_per_s", "computed_tokens_per_s", "peak_gb")
-    return [{k: v for k, v in line.items() if k not in timed} for line in lines]
-
-
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_steps_ahead_change_no_byte(small, rows, tmp_path, monkeypatch, accumulate):
+def test_steps_ahead_change_no_byte(train, monkeypatch, accumulate):
     settings = {"iters": 5, "steps_per_report": 2, "save_every": 4, "steps_per_eval": 3}
-    train = replace(TRAIN, **settings, grad_accumulation_steps=accumulate)
+    settings |= {"grad_accumulation_steps": accumulate}
     announced = {"cpu": [], "gpu": []}
     for device, lines in announced.items():
         with monkeypatch.context() as patch:
             patch.setattr(step, "runs_ahead", lambda device=device: device == "gpu")
             observe(patch, on_step=lambda line, lines=lines: lines.append(line))
-            train_pack(small, rows, LORA, train, tmp_path / device)
-    cpu, gpu = tmp_path / "cpu-run", tmp_path / "gpu-run"
-    assert files_of(cpu) == files_of(gpu) and lines_of(cpu) == lines_of(gpu)
+            train(device, lora=DROPOUT, **settings)
+    cpu, gpu = Path("cpu-run"), Path("gpu-run")
+    assert files_of(cpu) == files_of(gpu) and untimed_metrics(cpu) == untimed_metrics(gpu)
     pairs = [[(line["batch"], line["loss"]) for line in lines] for lines in announced.values()]
     assert pairs[0] == pairs[1] and [number for number, _ in pairs[0]] == [1, 2, 3, 4, 5]
 
 
-def test_a_gpu_is_given_steps_and_not_waited_for(small, rows, tmp_path, on_gpu, monkeypatch):
+def test_a_gpu_is_given_steps_and_not_waited_for(train, on_gpu, monkeypatch):
     """To start a step evaluates nothing at once; the first step is read when the second started."""
     log, whole, read = [], Stepper.start, StartedStep.read
 
@@ -235,23 +223,15 @@ def test_a_gpu_is_given_steps_and_not_waited_for(small, rows, tmp_path, on_gpu, 
 
     monkeypatch.setattr(Stepper, "start", start)
     monkeypatch.setattr(StartedStep, "read", lambda self: (log.append("read"), read(self))[1])
-    train = replace(TRAIN, iters=3, save_every=3, steps_per_report=3)
-    train_pack(small, rows, LORA, train, tmp_path / "p")
+    train(iters=3, save_every=3, steps_per_report=3)
     assert log == ["start", "start", "read", "start", "read", "read"]
 
 
 @pytest.mark.parametrize(
     ("device", "bad", "kept"),
-    [
-        ("cpu", 1, None),
-        ("cpu", 4, "step-000003"),
-        ("gpu", 4, "step-000003"),
-        ("gpu", 6, "step-000003"),
-    ],
+    [("cpu", 1, ""), ("cpu", 4, "step-000003"), ("gpu", 6, "step-000003")],
 )
-def test_a_loss_that_is_not_finite_has_its_number(
-    small, rows, tmp_path, monkeypatch, device, bad, kept
-):
+def test_a_loss_that_is_not_finite_has_its_number(train, monkeypatch, device, bad, kept):
     monkeypatch.setattr(step, "runs_ahead", lambda: device == "gpu")
     whole, announced, starts = Stepper.start, [], []
 
@@ -263,31 +243,25 @@ def test_a_loss_that_is_not_finite_has_its_number(
     monkeypatch.setattr(Stepper, "start", start)
     monkeypatch.setattr(CausalLM, "loss", weighted)
     observe(monkeypatch, on_step=lambda line: announced.append(line["batch"]))
-    train = replace(TRAIN, iters=6, save_every=3, steps_per_report=10)
     with raises("diverged", None, f"step {bad}: the loss is nan", kept or "No checkpoint was due"):
-        train_pack(small, rows, LORA, train, tmp_path / "p")
-    assert announced == list(range(1, bad)) and not (tmp_path / "p").exists()
-    folder = latest_checkpoint(tmp_path / "p-run")
-    assert (folder and folder.name) == kept
-    for file in (tmp_path / "p-run").rglob("*.safetensors"):
+        train(iters=6, save_every=3, steps_per_report=10)
+    assert announced == list(range(1, bad)) and not Path("p").exists()
+    folder = latest_checkpoint(Path("p-run"))
+    assert (folder.name if folder else "") == kept
+    for file in Path("p-run").rglob("*.safetensors"):
         assert all(mx.isfinite(array).all() for array in mx.load(str(file)).values())
 
 
-def test_a_run_on_a_gpu_that_is_interrupted_goes_on(small, rows, tmp_path, on_gpu, monkeypatch):
-    train = replace(TRAIN, iters=6, save_every=100, steps_per_report=4)
-    train_pack(small, rows, LORA, train, tmp_path / "whole")
-
-    def interrupt(line):
-        if line["batch"] == 2:
-            os.kill(os.getpid(), signal.SIGINT)
-
+def test_a_run_on_a_gpu_that_is_interrupted_goes_on(train, on_gpu, monkeypatch):
+    settings = {"lora": DROPOUT, "iters": 6, "save_every": 100, "steps_per_report": 4}
+    whole = train("whole", **settings).run
     with monkeypatch.context() as patch:
-        observe(patch, on_step=interrupt)
+        interrupt_at(patch, 2)
         with raises("interrupted", None, "step-000003"):  # which was started by then
-            train_pack(small, rows, LORA, train, tmp_path / "cut")
-    state = json.loads((tmp_path / "cut-run" / "step-000003" / "state.json").read_text())
+            train(**settings)
+    state = json.loads(Path("p-run/step-000003/state.json").read_text())
     assert state["batches"] == state["window"]["batches"] == 3
-    train_pack(small, rows, LORA, train, tmp_path / "cut", resume=True)
+    run = train(resume=True, **settings).run
     last = "step-000006/adapters.safetensors"
-    assert files_of(tmp_path / "cut-run")[last] == files_of(tmp_path / "whole-run")[last]
-    assert lines_of(tmp_path / "cut-run") == lines_of(tmp_path / "whole-run")
+    assert files_of(run)[last] == files_of(whole)[last]
+    assert untimed_metrics(run) == untimed_metrics(whole)

@@ -10,30 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from mlx_packs import train_pack
 from mlx_packs.errors import Interrupted, RunStopped
 from mlx_packs.packs.pack import Pack
 from mlx_packs.training import run as run_module
 from mlx_packs.training.fit import Fit
 from mlx_packs.training.run_folder import latest_checkpoint
-from tests.helpers.observers import observe
 from tests.helpers.rows import CHATS, write_rows
-from tests.helpers.runs import LORA, TRAIN
+from tests.helpers.runs import LORA
 from tests.layers.test_trainer import batch, settings, three, trainer_of
+from tests.training.conftest import interrupt_at, kill_in
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-DROPOUT = replace(LORA, dropout=0.2)
-SETTINGS = replace(TRAIN, iters=4, save_every=100)
-
-
-def arrive(number: int, at: int = 2):
-    """A signal at a batch."""
-
-    def on_step(line):
-        if line["batch"] == at:
-            os.kill(os.getpid(), number)
-
-    return on_step
 
 
 @pytest.fixture
@@ -56,37 +43,26 @@ def few(small_folder, rows) -> list[str]:
         (signal.SIGHUP, 4, 1, "step-000004"),
     ],
 )
-def test_a_signal_ends_a_run_saved(
-    small, rows, tmp_path, monkeypatch, number, at, accumulate, saved
-):
+def test_a_signal_ends_a_run_saved(train, here, monkeypatch, number, at, accumulate, saved):
     handlers = [signal.getsignal(n) for n in SIGNALS]
-    out, train = tmp_path / "p", replace(SETTINGS, grad_accumulation_steps=accumulate)
+    settings = {"iters": 4, "save_every": 100, "grad_accumulation_steps": accumulate}
+    settings["lora"] = replace(LORA, dropout=0.2)
     with monkeypatch.context() as patch:
-        observe(patch, on_step=arrive(number, at))
+        interrupt_at(patch, at, number)
         with pytest.raises(RunStopped) as stopped:
-            train_pack(small, rows, DROPOUT, train, out)
+            train(**settings)
     assert handlers == [signal.getsignal(n) for n in SIGNALS]
     error = stopped.value
     assert (error.exit_code, error.code) == (128 + number, "interrupted")
-    assert error.checkpoint == latest_checkpoint(tmp_path / "p-run")
+    assert error.checkpoint == latest_checkpoint(Path("p-run"))
     assert error.checkpoint.name == saved
-    assert f"out={str(out)!r}, resume=True" in str(error)
-    assert {path.name for path in tmp_path.iterdir()} == {"rows", "p-run"}
-    resumed = train_pack(small, rows, DROPOUT, train, out, resume=True)
-    whole = train_pack(small, rows, DROPOUT, train, tmp_path / "whole")
-    files = [run.pack.path / "adapters.safetensors" for run in (resumed, whole)]
+    assert "out='p', resume=True" in str(error)
+    assert {path.name for path in here.iterdir()} == {"d", "p-run"}
+    files = [
+        train(out, resume=resume, **settings).pack.path / "adapters.safetensors"
+        for out, resume in (("p", True), ("whole", False))
+    ]
     assert files[0].read_bytes() == files[1].read_bytes()
-
-
-def kill_in(monkeypatch, place, name: str, number: int) -> None:
-    """A signal arrives before a function does its work."""
-    function = getattr(place, name)
-
-    def killed(*args, **kwargs):
-        os.kill(os.getpid(), number)
-        return function(*args, **kwargs)
-
-    monkeypatch.setattr(place, name, killed)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +111,7 @@ def test_the_message_has_the_command_that_continues(
     (here / "start.safetensors").symlink_to(trained / "o" / "adapters.safetensors")
     base = [*few, "--rank", "2", "--num-layers", "1"]
     with monkeypatch.context() as patch:
-        observe(patch, on_step=arrive(signal.SIGTERM, at=1))
+        interrupt_at(patch, 1)
         code, _, err = run("train", *base, *given)
     assert code == 143, err
     words = shlex.split(run.error.command)
@@ -176,8 +152,7 @@ main(["train", *{few[1:]!r}, "--iters", "3", "--out", sys.argv[1]])
         assert (tmp_path / name).is_dir() == ignored
 
 
-@pytest.mark.parametrize("number", SIGNALS)
-def test_a_layer_trainer_saves_after_the_update(tmp_path, number):
+def test_a_layer_trainer_saves_after_the_update(tmp_path):
     x, y = batch()
     accumulated = settings(grad_accumulation_steps=2)
     linears = three()
@@ -189,9 +164,9 @@ def test_a_layer_trainer_saves_after_the_update(tmp_path, number):
 
     with pytest.raises(Interrupted) as stopped, trainer.saving_on_signals(tmp_path / "t"):
         steps(trainer, 1)
-        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGTERM)
         steps(trainer, 9)
-    assert stopped.value.exit_code == 128 + number and "step-000002" in stopped.value.message
+    assert stopped.value.exit_code == 143 and "step-000002" in stopped.value.message
     again = trainer_of(linears, train=accumulated)
     again.resume(tmp_path / "t")
     steps(again, 2)
