@@ -6,68 +6,45 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import Mock
 
 import pytest
 from mlx_lm.tuner import callbacks
 
-from mlx_packs import TrainConfig, train_pack
+from mlx_packs import TrainConfig
 from mlx_packs.display import QUIET, Display
 from mlx_packs.errors import PackError
 from mlx_packs.training.observer import Observer
 from mlx_packs.training.observers import trackers
 from mlx_packs.training.observers.run_files import Retention
 from mlx_packs.training.observers.trackers import check_report_to
-from mlx_packs.training.run_folder import (
-    best_checkpoint,
-    checkpoints,
-    latest_checkpoint,
-    logged_metrics,
-)
+from mlx_packs.training.run_folder import best_checkpoint, checkpoints, logged_metrics
 from mlx_packs.training.state import TrainingState
 from tests.helpers.errors import raises
 from tests.helpers.observers import observe
-from tests.helpers.rows import CHATS, write_rows
-from tests.helpers.runs import LORA
+from tests.helpers.runs import Lines
 
-SETTINGS = {
-    **{"batch_size": 2, "max_seq_length": 64, "matmul_path": "dense", "save_every": 1},
-    **{"steps_per_report": 2, "steps_per_eval": 2, "lr_schedule": "constant"},
-    "test_batches": 1,
-}
-
-
-@pytest.fixture
-def train_observed(small, tmp_path):
-    """Train for some batches; the run folder."""
-    data = write_rows(tmp_path / "d", train=CHATS, valid=CHATS[:1])
-
-    def run(iters: int, resume: bool = False, report_to: str | None = None, **settings) -> Path:
-        options = {"resume": resume, "report_to": report_to}
-        config = TrainConfig(iters=iters, **{**SETTINGS, **settings})
-        return train_pack(small, data, LORA, config, tmp_path / "p", **options).run
-
-    return run
+EVERY_SECOND = {"steps_per_report": 2, "steps_per_eval": 2, "test_batches": 1}
 
 
 def names(run: Path) -> list[str]:
     return [folder.name for folder in checkpoints(run)]
 
 
-def test_keep_last_leaves_the_newest_checkpoints_and_the_best(train_observed, tmp_path):
-    run = train_observed(5, keep_last=2, steps_per_eval=2)
-    best = best_checkpoint(run)
-    assert best.name in ("step-000002", "step-000004")
-    assert names(run) == sorted({best.name, "step-000004", "step-000005"})
-    assert latest_checkpoint(run).name == "step-000005"
+def test_keep_last_leaves_the_newest_checkpoints_and_the_best(train):
+    run = train(iters=5, keep_last=2, steps_per_eval=2).run
+    best = best_checkpoint(run).name
+    assert best in ("step-000002", "step-000004")
+    assert names(run) == sorted({best, "step-000004", "step-000005"})
     assert not [path for path in run.iterdir() if path.name.startswith(".")]
-    resumed = names(train_observed(7, resume=True, keep_last=1, steps_per_eval=2))
+    resumed = names(train(iters=7, resume=True, keep_last=1, steps_per_eval=2).run)
     assert resumed == sorted({best_checkpoint(run).name, "step-000007"})
-    all_kept = names(train_observed(8, resume=True, keep_last=-1, steps_per_eval=2))
+    all_kept = names(train(iters=8, resume=True, keep_last=-1, steps_per_eval=2).run)
     assert all_kept == [*resumed, "step-000008"]
 
 
-def test_three_checkpoints_are_kept_by_default(train_observed):
-    run = train_observed(5, val_batches=0)
+def test_three_checkpoints_are_kept_by_default(train):
+    run = train(iters=5, val_batches=0).run
     assert names(run) == ["step-000003", "step-000004", "step-000005"]
     assert best_checkpoint(run) is None
 
@@ -126,9 +103,7 @@ def test_the_best_checkpoint_is_of_the_phase(tmp_path):
 def test_a_checkpoint_that_cannot_be_removed_ends_no_run(tmp_path, monkeypatch):
     for n in (1, 2):
         (tmp_path / f"step-{n:06d}").mkdir()
-    lines = []
-    display = Display(QUIET)
-    monkeypatch.setattr(display, "line", lambda label, text: lines.append(text))
+    display = Lines()
 
     def denied(*_):
         raise PermissionError(13, "Permission denied")
@@ -137,10 +112,10 @@ def test_a_checkpoint_that_cannot_be_removed_ends_no_run(tmp_path, monkeypatch):
         patch.setattr(os, "rename", denied)
         Retention(tmp_path, 1, display).on_checkpoint(tmp_path / "step-000002")
     assert names(tmp_path) == ["step-000001", "step-000002"]
-    assert len(lines) == 1 and "step-000001" in lines[0]
+    assert len(display.lines) == 1 and "step-000001" in display.lines[0]
 
 
-def test_observers_are_told_of_every_event_in_order(train_observed, monkeypatch):
+def test_observers_are_told_of_every_event_in_order(train, monkeypatch):
     events = []
 
     def record(name):
@@ -152,24 +127,15 @@ def test_observers_are_told_of_every_event_in_order(train_observed, monkeypatch)
     methods = [name for name in vars(Observer) if name.startswith("on_") and name != "on_end"]
     reports = []
     observe(monkeypatch, on_end=reports.append, **{name: record(name) for name in methods})
-    run = train_observed(3)
-    assert events == [
-        ("on_phase_start", None),
-        ("on_step", 1),
-        ("on_checkpoint", None),
-        ("on_step", 2),
-        ("on_report", 2),
-        ("on_validation", 2),
-        ("on_checkpoint", None),
-        ("on_step", 3),
-        ("on_report", 3),
-        ("on_checkpoint", None),
-        ("on_phase_end", None),
-    ]
+    run = train(iters=3, **EVERY_SECOND).run
+    first = [("on_phase_start", None), ("on_step", 1), ("on_checkpoint", None)]
+    second = [("on_step", 2), ("on_report", 2), ("on_validation", 2), ("on_checkpoint", None)]
+    third = [("on_step", 3), ("on_report", 3), ("on_checkpoint", None), ("on_phase_end", None)]
+    assert events == [*first, *second, *third]
     assert [report["run"] for report in reports] == [str(run)]
 
 
-def test_the_progress_bar_is_closed_when_a_run_breaks_off(train_observed, monkeypatch):
+def test_the_progress_bar_is_closed_when_a_run_breaks_off(train, monkeypatch):
     ended = []
 
     def fail(line):
@@ -177,38 +143,24 @@ def test_the_progress_bar_is_closed_when_a_run_breaks_off(train_observed, monkey
 
     observe(monkeypatch, on_step=fail, on_phase_end=lambda: ended.append(True))
     with raises("invalid", None, "now"):
-        train_observed(2)
+        train()
     assert ended == [True]
 
 
-def test_trackers_get_metrics_under_mlx_lms_names(train_observed, monkeypatch):
-    calls = []
-
-    class Recorder(callbacks.TrainingCallback):
-        def __init__(self, project_name, log_dir, config, wrapped_callback=None):
-            calls.append(("made", project_name, log_dir, config["rank"]))
-
-        def on_train_loss_report(self, info):
-            calls.append(("train", info))
-
-        def on_val_loss_report(self, info):
-            calls.append(("valid", info))
-
-    monkeypatch.setitem(callbacks.SUPPORT_CALLBACK, "wandb", Recorder)
+def test_trackers_get_metrics_under_mlx_lms_names(train, monkeypatch):
+    made = Mock()
+    monkeypatch.setitem(callbacks.SUPPORT_CALLBACK, "wandb", made)
     monkeypatch.setattr(callbacks, "wandb", ModuleType("wandb"))
     monkeypatch.setitem(sys.modules, "wandb", ModuleType("wandb"))
-    run = train_observed(4, report_to="wandb")
-    lines = logged_metrics(run)
-    result, *events = calls
-    assert result == ("made", "p-run", str(run), 2)
-    assert [kind for kind, _ in events] == ["train", "valid", "train"]
-    for (kind, info), line in zip(events, lines, strict=True):
-        if kind == "valid":
-            assert info.pop("val_time") > 0
-            measured = ("loss", "ppl", "accuracy")
-            scores = {f"val_{name}": line[f"valid_{name}"] for name in measured}
-            assert info == {"iteration": 2, **scores}
-            continue
+    run = train(iters=4, report_to="wandb", **EVERY_SECOND).run
+    first, valid, last = logged_metrics(run)
+
+    arguments = made.call_args.kwargs
+    assert (arguments["project_name"], arguments["log_dir"]) == ("p-run", str(run))
+    assert arguments["config"]["rank"] == 2
+    callback = made.return_value
+    for call, line in zip(callback.on_train_loss_report.mock_calls, (first, last), strict=True):
+        (info,) = call.args
         assert info.pop("iterations_per_second") > 0
         assert info == {
             "iteration": line["batch"],
@@ -218,49 +170,32 @@ def test_trackers_get_metrics_under_mlx_lms_names(train_observed, monkeypatch):
             "trained_tokens": line["trained_tokens"],
             "peak_memory": line["peak_gb"],
         }
+    ((info,),) = (call.args for call in callback.on_val_loss_report.mock_calls)
+    assert info.pop("val_time") > 0
+    scores = {f"val_{name}": valid[f"valid_{name}"] for name in ("loss", "ppl", "accuracy")}
+    assert info == {"iteration": 2, **scores}
 
 
-class Writer:
-    """tensorboardX's writer, which keeps what it is told."""
-
-    made: list["Writer"] = []
-
-    def __init__(self, folder):
-        self.folder, self.scalars, self.closed = folder, {}, False
-        Writer.made.append(self)
-
-    def add_scalar(self, name, value, step):
-        self.scalars[name, step] = value
-
-    def flush(self):
-        assert not self.closed
-
-    def close(self):
-        self.closed = True
-
-
-def test_tensorboard_and_trackio_get_every_report(train_observed, monkeypatch):
-    calls = []
-    trackio = ModuleType("trackio")
-    trackio.init = lambda **settings: print("init") or calls.append(settings)
-    trackio.log = lambda values, step: calls.append((step, values))
-    trackio.finish = lambda: calls.append("finished")
-    board = ModuleType("tensorboardX")
-    board.SummaryWriter = Writer
-    for module in (trackio, board):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+def test_tensorboard_and_trackio_get_every_report(train, monkeypatch):
+    board, trackio = Mock(), Mock()
+    monkeypatch.setitem(sys.modules, "tensorboardX", board)
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
     monkeypatch.setattr(trackers, "_is_installed", lambda name: True)
-    monkeypatch.setattr(Writer, "made", [])
-    run = train_observed(4, report_to="TensorBoard, trackio")
-    lines = logged_metrics(run)
-    (writer,) = Writer.made
-    assert writer.folder == str(run / "tensorboard") and writer.closed
-    assert writer.scalars["valid/val_loss", 2] == lines[1]["valid_loss"]
-    assert writer.scalars["train/train_loss", 4] == lines[2]["loss"]
-    begun, first, valid, last, end = calls
+    run = train(iters=4, report_to="TensorBoard, trackio", **EVERY_SECOND).run
+    _, valid, last = logged_metrics(run)
+
+    board.SummaryWriter.assert_called_once_with(str(run / "tensorboard"))
+    writer = board.SummaryWriter.return_value
+    writer.add_scalar.assert_any_call("valid/val_loss", valid["valid_loss"], 2)
+    writer.add_scalar.assert_any_call("train/train_loss", last["loss"], 4)
+    writer.close.assert_called_once_with()
+
+    begun = trackio.init.call_args.kwargs
     assert (begun["project"], begun["name"], begun["config"]["rank"]) == ("p-run", "p-run", 2)
-    assert [step for step, _ in (first, valid, last)] == [2, 2, 4] and end == "finished"
-    assert last[1]["train_loss"] == lines[2]["loss"] and "iteration" not in last[1]
+    assert [call.kwargs["step"] for call in trackio.log.call_args_list] == [2, 2, 4]
+    (logged,) = trackio.log.call_args.args
+    assert logged["train_loss"] == last["loss"] and "iteration" not in logged
+    trackio.finish.assert_called_once_with()
 
 
 @pytest.mark.parametrize("name", trackers.PACKAGES)
@@ -271,11 +206,11 @@ def test_a_tracker_that_is_absent_is_named_with_its_command(name, monkeypatch):
 
 
 @pytest.mark.interop
-def test_tensorboard_reads_what_a_run_wrote(train_observed):
+def test_tensorboard_reads_what_a_run_wrote(train):
     pytest.importorskip("tensorboardX")
     from tensorboardX.proto.event_pb2 import Event
 
-    run = train_observed(4, report_to="tensorboard")
+    run = train(iters=4, report_to="tensorboard", **EVERY_SECOND).run
     (file,) = (run / "tensorboard").iterdir()
     content, values = file.read_bytes(), {}
     while content:  # length, its checksum, an event, its checksum

@@ -98,17 +98,6 @@ def test_gates_are_checked_and_recorded_in_the_manifest(small_folder, numbers, t
     assert "PPL ratio" in shown.stdout and "0.001 FAILED" in shown.stdout
 
 
-def test_single_rows_and_last_k_targets_train(small, tmp_path):
-    rows = write_rows(
-        tmp_path / "rows",
-        train=[chat("a b c", "d e f g h"), chat("one", "two three")],
-        valid=[chat("hello", "world")],
-    )
-    train = TrainConfig(iters=1, batch_size=4, ce_last_k=1, matmul_path="dense")
-    run = train_pack(small, rows, LORA, train, tmp_path / "p")
-    assert run.report["trained_tokens"] == 2
-
-
 def test_json_reports_the_matmul_path_of_each_weight(numbers, tmp_path, monkeypatch):
     """Of those without adapters, too."""
     monkeypatch.setattr(matmul_path, "_SHARE", 100)  # two batches are little to measure for

@@ -3,12 +3,11 @@
 import json
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from mlx_packs import macos, train_pack
+from mlx_packs import macos
 from mlx_packs.display import QUIET, Display
 from mlx_packs.errors import RunStopped
 from mlx_packs.reading import sha256
@@ -19,8 +18,7 @@ from mlx_packs.training.observers.machine import described, shares_of
 from mlx_packs.training.run_folder import logged_metrics
 from mlx_packs.training.unattended import SUPERVISED, unattended
 from tests.helpers.observers import observe
-from tests.helpers.rows import CHATS
-from tests.helpers.runs import LORA, TRAIN, Lines
+from tests.helpers.runs import Lines
 
 PACK = Path("packs/notes")
 
@@ -99,26 +97,22 @@ def test_what_a_notification_says_is_no_script(mac):
     assert "a" not in mac.asked("osascript")[:-2]
 
 
-def test_heat_and_power_are_in_the_log_and_their_shares_in_the_report(
-    mac, small, tmp_path, monkeypatch
-):
+def test_heat_and_power_are_in_the_log_and_their_shares_in_the_report(mac, train, monkeypatch):
     monkeypatch.setattr(machine, "_EVERY", 0.0)
-    settings = replace(TRAIN, iters=4, save_every=2, awake=False)
 
     def warm_up(line):
         mac.answer(thermal=2 if line["batch"] == 1 else 0, saving=int(line["batch"] == 3))
 
     observe(monkeypatch, on_step=warm_up)
-    display = Lines()
-    run = train_pack(small, CHATS, LORA, settings, tmp_path / "p", display=display)
-    lines = [line for line in logged_metrics(run.run) if "loss" in line]
+    run = train(iters=4, awake=False)
+    lines = [line for line in run.curve if "loss" in line]
     assert [line["thermal_pressure"] for line in lines] == [2, 0, 0, 0]
     assert [line["low_power_mode"] for line in lines] == [0, 0, 1, 0]
     assert [line["memory_pressure_level"] for line in lines] == [0, 0, 0, 0]
     shares = run.report["machine"]
     assert 0 < shares["throttled_share"] < 1 and 0 < shares["low_power_mode_share"] < 1
     assert shares["memory_pressure_share"] == 0 and shares["thermal_pressure"] == "heavy"
-    assert any(line.startswith("machine throttled") for line in display.lines)
+    assert any(line.startswith("machine throttled") for line in train.lines)
 
 
 def test_a_resumed_run_counts_whole_and_what_is_unknown_is_left_out():
@@ -141,14 +135,9 @@ def test_elsewhere_the_log_has_no_such_fields(trained):
     assert not any(name in line for line in logged_metrics(run) for name in machine.SHARES)
 
 
-def test_batches_in_pieces_are_the_same_update_and_a_resumed_run_may_change_them(small, tmp_path):
-    one, two = (
-        train_pack(small, CHATS, LORA, replace(TRAIN, micro_batches=pieces), tmp_path / str(pieces))
-        for pieces in (1, 2)
-    )
+def test_batches_in_pieces_are_the_same_update_and_a_resumed_run_may_change_them(train):
+    one, two = (train(str(pieces), micro_batches=pieces) for pieces in (1, 2))
     losses = [[line["loss"] for line in run.curve if "loss" in line] for run in (one, two)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert sha256(one.pack.path / ADAPTERS) != sha256(two.pack.path / ADAPTERS)
-    settings = replace(TRAIN, iters=3, micro_batches=2)
-    resumed = train_pack(small, CHATS, LORA, settings, one.pack.path, resume=True)
-    assert resumed.report["batches"] == 3
+    assert train("1", iters=3, micro_batches=2, resume=True).report["batches"] == 3
