@@ -46,8 +46,7 @@ def adapters(run) -> str:
     return sha256(run.pack.path / "adapters.safetensors")
 
 
-@pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize("stop", [2, 5])  # in the first epoch, later
+@pytest.mark.parametrize(("packing", "stop"), [(True, 2), (False, 5)])  # in the first epoch, later
 def test_resumed_run_with_a_cache_equals_an_unbroken_one(
     small, varied_chats, tmp_path, packing, stop
 ):

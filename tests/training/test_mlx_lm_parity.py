@@ -113,46 +113,37 @@ def assert_within_tolerance(ours: dict[str, mx.array], theirs: dict[str, mx.arra
         assert mx.abs(ours[name] - expected).max().item() <= TOLERANCE * largest, name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("completion_only", [True, False])
-def test_full_rows_have_mlx_lms_loss_and_gradients(family, completion_only):
-    data = random_rows([WIDTH, WIDTH, WIDTH], completion_only)
-    attached, start = our_side(family)
-    batch = our_batch(data)
-    loss, gradients = our_loss_and_gradients(attached, batch)
-    expected, count, expected_gradients = their_loss_and_gradients(
-        mlx_lm_side(family, start), *their_batch(data)
-    )
+def check_step(ours, theirs, data: list[Row], batch, ends_at_the_row: bool = False) -> None:
+    """Both sides have the same number of targets, loss and gradients."""
+    loss, gradients = our_loss_and_gradients(ours, batch)
+    tokens, lengths = their_batch(data)
+    if ends_at_the_row:  # steps <= length - 1 is steps < length
+        lengths = lengths - mx.array([0, 1])
+    expected, count, expected_gradients = their_loss_and_gradients(theirs, tokens, lengths)
     assert count == batch.targets
     assert loss == pytest.approx(expected, rel=TOLERANCE)
     assert_within_tolerance(gradients, expected_gradients)
 
 
-@pytest.mark.parametrize("matmul_path", ["transient", "dense"])
-def test_every_matmul_path_has_mlx_lms_loss_and_gradients(matmul_path):
-    data = random_rows([WIDTH, WIDTH], True)
-    attached, start = our_side("qwen3", matmul_path)
-    loss, gradients = our_loss_and_gradients(attached, our_batch(data))
-    expected, _, expected_gradients = their_loss_and_gradients(
-        mlx_lm_side("qwen3", start), *their_batch(data)
-    )
-    assert loss == pytest.approx(expected, rel=TOLERANCE)
-    assert_within_tolerance(gradients, expected_gradients)
+@pytest.mark.parametrize(
+    ("family", "completion_only", "path"),
+    [
+        *((family, only, "quantized") for family in FAMILIES for only in (True, False)),
+        ("qwen3", True, "transient"),
+        ("qwen3", True, "dense"),
+    ],
+)
+def test_full_rows_have_mlx_lms_loss_and_gradients(family, completion_only, path):
+    data = random_rows([WIDTH, WIDTH, WIDTH], completion_only)
+    attached, start = our_side(family, path)
+    check_step(attached, mlx_lm_side(family, start), data, our_batch(data))
 
 
 @pytest.mark.parametrize("completion_only", [True, False])
 def test_padded_rows_equal_mlx_lm_once_its_mask_ends_at_the_row(completion_only):
     data = random_rows([WIDTH, 20, 11], completion_only)
     attached, start = our_side("qwen3")
-    loss, gradients = our_loss_and_gradients(attached, our_batch(data))
-    tokens, lengths = their_batch(data)
-    patched = lengths - mx.array([0, 1])  # steps <= length - 1 is steps < length
-    expected, count, expected_gradients = their_loss_and_gradients(
-        mlx_lm_side("qwen3", start), tokens, patched
-    )
-    assert count == our_batch(data).targets
-    assert loss == pytest.approx(expected, rel=TOLERANCE)
-    assert_within_tolerance(gradients, expected_gradients)
+    check_step(attached, mlx_lm_side("qwen3", start), data, our_batch(data), ends_at_the_row=True)
 
 
 def test_stock_mlx_lm_differs_by_one_pad_target_for_each_padded_row():
@@ -160,16 +151,12 @@ def test_stock_mlx_lm_differs_by_one_pad_target_for_each_padded_row():
     attached, start = our_side("qwen3")
     with_pads = our_batch(data, pad_is_target=True)
     assert with_pads.targets == our_batch(data).targets + 2
-    loss, gradients = our_loss_and_gradients(attached, with_pads)
-    expected, count, expected_gradients = their_loss_and_gradients(
-        mlx_lm_side("qwen3", start), *their_batch(data)
-    )
-    assert count == with_pads.targets
-    assert loss == pytest.approx(expected, rel=TOLERANCE)
-    assert_within_tolerance(gradients, expected_gradients)
-    attached.load(start, "test")
-    without, _ = our_loss_and_gradients(attached, our_batch(data))
-    assert without != pytest.approx(expected, rel=1e-3)
+    check_step(attached, mlx_lm_side("qwen3", start), data, with_pads)
+    losses = []
+    for batch in (with_pads, our_batch(data)):
+        attached.load(start, "test")
+        losses.append(our_loss_and_gradients(attached, batch)[0])
+    assert losses[0] != pytest.approx(losses[1], rel=1e-3)
 
 
 def test_three_steps_give_the_weights_of_mlx_lms_trainer(tmp_path):

@@ -4,6 +4,7 @@ Both start from the same weights (the bundled base, dense), the same adapters an
 the same order. There it is `Trainer` that clips, accumulates, warms up and decays.
 """
 
+import json
 import shutil
 from pathlib import Path
 
@@ -39,8 +40,6 @@ def dense_base(tmp_path_factory) -> Path:
     """The bundled Qwen3 as transformers reads it: dense, in float32."""
     for name in ("torch", "transformers", "peft"):
         pytest.importorskip(name)
-    import json
-
     base = load_base(tiny_checkpoint())
     weights = dict(tree_flatten(base.model.parameters()))
     modules = {name for name in weights if name.endswith(".scales")}
@@ -158,23 +157,14 @@ def by_our_names(model) -> dict:
 
 
 PLAIN = {"learning_rate": 1e-3, "lr_scheduler_type": "constant", "weight_decay": 0.0}
+CLIPPED = {**PLAIN, "max_grad_norm": 1.0}
 CASES = {
     "adamw": {**PLAIN, "max_grad_norm": 0.0},
     "decay": {**PLAIN, "max_grad_norm": 0.0, "weight_decay": 0.5},
     "clipping": {**PLAIN, "max_grad_norm": 0.1},
-    "cosine with warm-up": {
-        **PLAIN,
-        "max_grad_norm": 1.0,
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": 5,
-    },
-    "linear with warm-up": {
-        **PLAIN,
-        "max_grad_norm": 1.0,
-        "lr_scheduler_type": "linear",
-        "warmup_steps": 3,
-    },
-    "accumulation": {**PLAIN, "max_grad_norm": 1.0, "gradient_accumulation_steps": 3},
+    "cosine with warm-up": {**CLIPPED, "lr_scheduler_type": "cosine", "warmup_steps": 5},
+    "linear with warm-up": {**CLIPPED, "lr_scheduler_type": "linear", "warmup_steps": 3},
+    "accumulation": {**CLIPPED, "gradient_accumulation_steps": 3},
 }
 
 
