@@ -8,24 +8,16 @@ from mlx_packs.bases.nf4 import NF4Format
 from mlx_packs.bases.quantization import QuantizeOptions, format_for, formats_for
 from mlx_packs.bases.weight_formats import MLXFormat, named_format
 from mlx_packs.bases.writer import quantize
-from mlx_packs.config.choices import WEIGHT_FORMATS
 from mlx_packs.memory.estimate import estimate
 from mlx_packs.memory.headers import Headers
 from mlx_packs.nn.quantized import quantized_modules
 from mlx_packs.packs.base import load_base
 from mlx_packs.runtime import mx
-from tests.helpers.checkpoints import TOKENS, write_dense
+from tests.helpers.checkpoints import SIZES_OF, TOKENS, write_dense
 from tests.helpers.errors import raises
 from tests.helpers.models import model_of
 
-MOE = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "moe_intermediate_size": 64,
-    "norm_topk_prob": True,
-}
+MOE = SIZES_OF["qwen3_moe"]
 
 
 def kinds(base) -> dict[str, tuple]:
@@ -37,13 +29,13 @@ def kinds(base) -> dict[str, tuple]:
     }
 
 
-@pytest.mark.parametrize("asked", WEIGHT_FORMATS)
 @pytest.mark.parametrize(
-    "family, changes, keep",
+    ("family", "changes", "keep", "asked"),
     [
-        ("qwen3", {"intermediate_size": 33}, ()),
-        ("qwen3", {"intermediate_size": 72, "tie_word_embeddings": True}, ("lm_head", "v_proj")),
-        ("qwen3_moe", MOE, ("embed_tokens",)),
+        ("qwen3", {"intermediate_size": 33}, (), "affine8"),
+        ("qwen3", {"intermediate_size": 72, "tie_word_embeddings": True}, ("v_proj",), "nf4"),
+        ("qwen3_moe", MOE, ("embed_tokens",), "nf4"),
+        ("qwen3_moe", MOE, ("embed_tokens",), "affine4"),
     ],
 )
 def test_quantizing_on_loading_is_that_of_packs_quantize(tmp_path, family, changes, keep, asked):
@@ -52,17 +44,10 @@ def test_quantizing_on_loading_is_that_of_packs_quantize(tmp_path, family, chang
     written, result = load_base(tmp_path / "q"), load_base(dense, asked, keep=keep)
     assert kinds(written) == kinds(result) and len(kinds(result)) == report["quantized"]
     assert mx.array_equal(written.model(TOKENS), result.model(TOKENS)).item()
-
-
-def test_routers_are_quantized_as_their_family_advises(tmp_path):
-    dense = write_dense(tmp_path / "dense", family="qwen3_moe", **MOE)
-    result = kinds(load_base(dense, "nf4"))
-    router, expert = "model.layers.0.mlp.gate", "model.layers.0.mlp.switch_mlp.up_proj"
-    assert result[router] == ("QuantizedLinear", "affine", 8, 64)
-    assert expert not in result  # stacked experts have no NF4
-    assert result["model.layers.0.self_attn.q_proj"][1] == "nf4"
-    result = kinds(load_base(dense, "affine4"))
-    assert result[router][2:] == (8, 64) and result[expert][2:] == (4, 64)
+    if family == "qwen3_moe":  # routers as their family advises; stacked experts have no NF4
+        router, expert = "model.layers.0.mlp.gate", "model.layers.0.mlp.switch_mlp.up_proj"
+        assert kinds(result)[router] == ("QuantizedLinear", "affine", 8, 64)
+        assert (expert in kinds(result)) == (asked == "affine4")
 
 
 def test_advice_that_does_not_fit_or_leaves_something_out():
@@ -71,24 +56,20 @@ def test_advice_that_does_not_fit_or_leaves_something_out():
     assert isinstance(format_for("gate", (4, 96), options, advice=advised), str)
     assert isinstance(format_for("gate", (4, 96), options, advice=False), str)
     assert format_for("gate", (4, 96), options) == NF4Format()
-    assert isinstance(
-        format_for("m.gate", (4, 128), QuantizeOptions(keep=("gate",)), advice=advised), str
-    )
+    kept = QuantizeOptions(keep=("gate",))
+    assert isinstance(format_for("m.gate", (4, 128), kept, advice=advised), str)
 
 
-@pytest.mark.parametrize("asked", ["nf4", "affine4"])
-def test_the_plan_counts_the_modules_that_are_quantized(tmp_path, asked):
+@pytest.mark.parametrize(("asked", "count"), [("nf4", 14), ("affine4", 10)])
+def test_the_plan_counts_the_modules_that_are_quantized(tmp_path, asked, count):
     # 72 is even but no multiple of 64: NF4 packs such rows, affine does not
-    dense = write_dense(
-        tmp_path / "dense", intermediate_size=72, num_attention_heads=3, num_key_value_heads=3
-    )
-    keep = ("v_proj",)
-    base, plain = load_base(dense, asked, keep=keep), load_base(dense)
-    train = TrainConfig(quantize=asked, keep=keep, matmul_path="quantized")
-    lora = LoRAConfig(rank=2)
-    plan = estimate(Headers.of(plain), lora, train)
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3}
+    dense = write_dense(tmp_path / "dense", intermediate_size=72, **heads)
+    base, plain = load_base(dense, asked, keep=("v_proj",)), load_base(dense)
+    train = TrainConfig(quantize=asked, keep=("v_proj",), matmul_path="quantized")
+    plan = estimate(Headers.of(plain), LoRAConfig(rank=2), train)
     assert plan.base == sum(t.nbytes for _, t in tree_flatten(base.model.parameters()))
-    assert len(quantized_modules(base.model)) == (14 if asked == "nf4" else 10)
+    assert len(quantized_modules(base.model)) == count
 
 
 def test_the_rule_needs_no_model():
@@ -96,11 +77,9 @@ def test_the_rule_needs_no_model():
     options = QuantizeOptions(keep=("up_proj",))
     packed, dense = formats_for(model, options)
     assert len(packed) == 2 * 6 + 1 and len(dense) == 2
-    for path, module in model.named_modules():
-        if path in packed or path in dense:
-            assert format_for(path, module.weight.shape, options) == (
-                packed.get(path) or dense[path]
-            )
+    modules = dict(model.named_modules())
+    for path, chosen in {**packed, **dense}.items():
+        assert format_for(path, modules[path].weight.shape, options) == chosen
 
 
 def test_an_unknown_format_is_named_with_the_nearest():
