@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ from mlx_packs import load_base
 from mlx_packs.bases.encoder import tensor_name
 from mlx_packs.bases.loading import lazy_base
 from mlx_packs.runtime import mx
-from tests.helpers.encoders import SMALL, write_encoder
+from tests.helpers.encoders import SMALL, VOCABULARY, write_encoder
 from tests.helpers.errors import check, raises
 
 TEXTS = ["how do i fix a car?", "", "the STORE", "please " * 80, "a"]
@@ -114,14 +113,8 @@ def test_norms_of_tensorflow_and_half_precision_are_read(tmp_path, small_encoder
 def test_the_tokenizer_comes_from_vocab_txt_or_tokenizer_json(small_encoder):
     base = load_base(small_encoder)
     from_words = [base.tokenizer.encode(text) for text in TEXTS]
-    assert base.tokenizer.convert_ids_to_tokens(from_words[0])[:6] == [
-        "[CLS]",
-        "how",
-        "do",
-        "i",
-        "fix",
-        "a",
-    ]
+    words = base.tokenizer.convert_ids_to_tokens(from_words[0])
+    assert words[:6] == "[CLS] how do i fix a".split()
     base.tokenizer.save_pretrained(small_encoder)
     (small_encoder / "vocab.txt").unlink()
     assert (small_encoder / "tokenizer.json").is_file()
@@ -166,97 +159,44 @@ def module(kind: str, path: str = "") -> dict:
     return {"type": f"sentence_transformers.models.{kind}", "path": path}
 
 
-def set_modules(folder: Path, *modules: dict) -> None:
-    (folder / "modules.json").write_text(json.dumps(modules))
+TRANSFORMER, POOLING = module("Transformer"), module("Pooling", "1_Pooling")
+CONFIG, POOLING_CONFIG = "config.json", "1_Pooling/config.json"
+PROMPTS, LENGTH = "config_sentence_transformers.json", "sentence_bert_config.json"
+FAULTS = [  # file, its keys or content, code, what the message names
+    ("modules.json", [TRANSFORMER, POOLING, module("Dense", "2_Dense")], "unsupported", "2_Dense"),
+    ("modules.json", [TRANSFORMER, module("Normalize"), POOLING], "unsupported", "Normalize, Pool"),
+    ("modules.json", [{"path": ""}], "unreadable", "'type'"),
+    ("modules.json", [module("Transformer", "0_A"), POOLING], "unsupported", "'0_A'"),
+    ("modules.json", "[}", "unreadable", "modules.json"),
+    (POOLING_CONFIG, {"pooling_mode_cls_token": True}, "unsupported", "mean and cls"),
+    (POOLING_CONFIG, '{"pooling_mode": "lasttoken"}', "unsupported", "lasttoken"),
+    (POOLING_CONFIG, None, "unsupported", "1_Pooling"),
+    (PROMPTS, {"default_prompt_name": "query"}, "unsupported", "'query'"),
+    (LENGTH, {"max_seq_length": 2}, "unreadable", "max_seq_length"),
+    (CONFIG, {"position_embedding_type": "relative_key"}, "unsupported", "'relative_key'"),
+    (CONFIG, {"hidden_act": "quick"}, "unsupported", "'quick'"),
+    (CONFIG, {"is_decoder": True}, "unsupported", "is_decoder"),
+    (CONFIG, {"num_attention_heads": 5}, "unreadable", "hidden_size"),
+    (CONFIG, {"hidden_size": None}, "unreadable", "hidden_size"),
+    (CONFIG, {"num_hidden_layers": 3}, "unreadable", "encoder.layer.2."),
+    (CONFIG, {"quantization": {"bits": 4, "group_size": 64}}, "unsupported", "float32"),
+    (CONFIG, {"model_type": "roberta"}, "unsupported", "'roberta'"),
+    ("vocab.txt", "\n".join([*VOCABULARY, "one", "more"]), "mismatch", ""),
+    ("model.safetensors", None, "not-found", "model*.safetensors"),
+]
 
 
-POOLING = module("Pooling", "1_Pooling")
-FAULTS = {
-    "a Dense module": (
-        lambda f: set_modules(f, module("Transformer"), POOLING, module("Dense", "2_Dense")),
-        ("unsupported", "Dense", "2_Dense"),
-    ),
-    "modules in another order": (
-        lambda f: set_modules(f, module("Transformer"), module("Normalize"), POOLING),
-        ("unsupported", "Transformer, Normalize, Pooling"),
-    ),
-    "a module without a type": (
-        lambda f: set_modules(f, {"path": ""}),
-        ("unreadable", "modules.json", "'type'"),
-    ),
-    "weights in a folder": (
-        lambda f: set_modules(f, module("Transformer", "0_Transformer"), POOLING),
-        ("unsupported", "modules.json", "'0_Transformer'"),
-    ),
-    "two poolings": (
-        lambda f: change(f / "1_Pooling" / "config.json", pooling_mode_cls_token=True),
-        ("unsupported", "1_Pooling", "cls", "mean"),
-    ),
-    "an unknown pooling": (
-        lambda f: (f / "1_Pooling" / "config.json").write_text('{"pooling_mode": "lasttoken"}'),
-        ("unsupported", "1_Pooling", "lasttoken", "mean, cls, max"),
-    ),
-    "no pooling config": (lambda f: shutil.rmtree(f / "1_Pooling"), ("unsupported", "1_Pooling")),
-    "a prompt": (
-        lambda f: change(f / "config_sentence_transformers.json", default_prompt_name="query"),
-        ("unsupported", "config_sentence_transformers.json", "'query'"),
-    ),
-    "a length of nothing": (
-        lambda f: change(f / "sentence_bert_config.json", max_seq_length=2),
-        ("unreadable", "sentence_bert_config.json", "max_seq_length"),
-    ),
-    "JSON that is none": (
-        lambda f: (f / "modules.json").write_text("[}"),
-        ("unreadable", "modules.json"),
-    ),
-    "relative positions": (
-        lambda f: change(f / "config.json", position_embedding_type="relative_key"),
-        ("unsupported", "position_embedding_type", "'relative_key'"),
-    ),
-    "an unknown activation": (
-        lambda f: change(f / "config.json", hidden_act="quick"),
-        ("unsupported", "hidden_act", "'quick'"),
-    ),
-    "a decoder": (
-        lambda f: change(f / "config.json", is_decoder=True),
-        ("unsupported", "is_decoder"),
-    ),
-    "heads that do not divide": (
-        lambda f: change(f / "config.json", num_attention_heads=5),
-        ("unreadable", "config.json", "hidden_size", "5"),
-    ),
-    "a missing size": (
-        lambda f: change(f / "config.json", hidden_size=None),
-        ("unreadable", "config.json", "hidden_size"),
-    ),
-    "more blocks than tensors": (
-        lambda f: change(f / "config.json", num_hidden_layers=3),
-        ("unreadable", "encoder.layer.2.", "13 more"),
-    ),
-    "a quantized one": (
-        lambda f: change(f / "config.json", quantization={"bits": 4, "group_size": 64}),
-        ("unsupported", "config.json", "float32"),
-    ),
-    "another family": (
-        lambda f: change(f / "config.json", model_type="roberta"),
-        ("unsupported", "'roberta'", "bert"),
-    ),
-    "more tokens than rows": (
-        lambda f: (f / "vocab.txt").write_text((f / "vocab.txt").read_text() + "one\nmore\n"),
-        ("mismatch",),
-    ),
-    "a pickle": (
-        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
-        ("unsupported", "pytorch_model.bin"),
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault[0]} {fault[3]}")
 def test_what_is_not_supported_is_named(small_encoder, fault):
-    spoil, (code, *names) = FAULTS[fault]
-    spoil(small_encoder)
-    with raises(code, None, str(small_encoder), *names) as error:
+    name, content, code, part = fault
+    file = small_encoder / name
+    if content is None:
+        file.unlink()
+    elif isinstance(content, dict):
+        change(file, **content)
+    else:
+        file.write_text(content if isinstance(content, str) else json.dumps(content))
+    with raises(code, None, str(small_encoder), part) as error:
         load_base(small_encoder)
     assert "\n" not in error.value.message
 

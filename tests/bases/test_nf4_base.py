@@ -73,12 +73,7 @@ def test_bitsandbytes_checkpoint_is_read_without_quantizing_again(dense, tmp_pat
     config = {"quantization_config": config_of(True, "bfloat16", ["lm_head"])}
     folder = write_files(tmp_path / "bnb", tensors, config_in(dense) | config)
     base = load_base(folder)
-    assert base.quantization == {
-        "group_size": 64,
-        "bits": 4,
-        "mode": "nf4",
-        "double_quant": True,
-    }
+    assert base.quantization == {"group_size": 64, "bits": 4, "mode": "nf4", "double_quant": True}
     assert mx.array_equal(base.model(TOKENS), result.model(TOKENS)).item()
     asked = load_base(folder, "nf4", keep=("lm_head", "embed_tokens"))  # as a bnb_4bit recipe does
     assert asked.quantization == base.quantization

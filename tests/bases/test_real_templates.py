@@ -1,6 +1,5 @@
 """The chat templates of five families as they are published: targets, prompts and BOS of a chat."""
 
-import json
 import shutil
 
 import pytest
@@ -54,8 +53,7 @@ def family(request, tmp_path_factory):
     tokenizer.add_special_tokens({"additional_special_tokens": extra})
     tokenizer.save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(template)
-    config = json.loads((folder / "config.json").read_text())
-    loaded = load_tokenizer(folder, read_json(folder / "config.json") | config, False)
+    loaded = load_tokenizer(folder, read_json(folder / "config.json"), False)
     return loaded, end, bos, [SYSTEM, *TURNS] if takes_system else TURNS
 
 

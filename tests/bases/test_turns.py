@@ -80,7 +80,6 @@ def test_the_bundled_template_needs_no_note(tokenizer):
         ({"messages": TURNS[:2]}, "blue<|im_start|>"),
         ({"messages": TURNS}, "blue<|im_start|>blue blue<|im_start|>"),
         ({"prompt": "Say blue.", "completion": "blue"}, "blue<|im_start|>"),
-        ({"instruction": "Say blue.", "output": "blue"}, "blue<|im_start|>"),
     ],
 )
 def test_the_mark_of_the_next_turn_ends_the_last_answer(folder, row, expected):
@@ -142,20 +141,14 @@ def test_an_end_that_cannot_be_found_is_said_to_be_unknown(folder):
 
 
 def test_eos_ends_an_answer_that_no_token_ends(folder):
-    text, tokens = learned(loaded(folder, PLAIN), {"messages": TURNS[:2]})
+    text, _ = learned(loaded(folder, PLAIN), {"messages": TURNS[:2]})
     assert text.strip() == "blue<|im_end|>"
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": "Say blue.", "completion": "blue"},
-        {"instruction": "Say blue.", "output": "blue"},
-    ],
-)
-def test_an_empty_thought_in_the_prompt_leaves_completions_trainable(folder, row):
-    text, tokens = learned(loaded(folder, EMPTY_THOUGHT), row)
-    chat, same = learned(loaded(folder, EMPTY_THOUGHT), {"messages": TURNS[:2]}, "assistant")
+def test_an_empty_thought_in_the_prompt_leaves_completions_trainable(folder):
+    tokenizer = loaded(folder, EMPTY_THOUGHT)
+    text, tokens = learned(tokenizer, {"instruction": "Say blue.", "output": "blue"})
+    chat, same = learned(tokenizer, {"messages": TURNS[:2]}, "assistant")
     assert (text, tokens) == ("blue<|im_end|>\n", same) and chat == "blue<|im_end|>"
 
 
@@ -173,20 +166,15 @@ def test_the_prompt_in_training_is_the_prompt_in_use(folder, row):
 
 @pytest.fixture
 def with_bos(folder):
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
     name, bos = "<|endoftext|>", {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
     single = [bos, {"Sequence": {"id": "A", "type_id": 0}}]
-    change(
-        folder,
-        "tokenizer.json",
-        post_processor={
-            "type": "TemplateProcessing",
-            "single": single,
-            "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {name: {"id": name, "ids": [4089], "tokens": [name]}},
-        },
-    )
-    assert tokenizer["added_tokens"]
+    processor = {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {name: {"id": name, "ids": [4089], "tokens": [name]}},
+    }
+    change(folder, "tokenizer.json", post_processor=processor)
     change(folder, "tokenizer_config.json", bos_token=name)
     return loaded(folder)
 
@@ -288,12 +276,7 @@ HEADER = "<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize(
-    "row",
-    [
-        {"messages": TURNS[:2]},
-        {"prompt": "Say blue.", "completion": "blue"},
-        {"instruction": "Say blue.", "output": "blue"},
-    ],
+    "row", [{"messages": TURNS[:2]}, {"prompt": "Say blue.", "completion": "blue"}]
 )
 def test_a_header_is_prompt_where_the_template_has_no_generation_prompt(folder, row):
     tokenizer = loaded(folder, NO_PROMPT)
@@ -316,13 +299,10 @@ def test_the_header_is_prompt_in_generation_metrics_and_server_alike(folder):
     assert Prompts(base, 8, 64).of_chat(body) == prompt
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% for m in messages %}{{ '[INST] ' + m.content + ' [/INST]' if m.role == 'user' else ' ' + m.content + '<|im_end|>' }}{% endfor %}",
-        OPEN,
-    ],
-)
+INST = "{% for m in messages %}{{ '[INST] ' + m.content + ' [/INST]' if m.role == 'user' else ' ' + m.content + '<|im_end|>' }}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [INST, OPEN])
 def test_a_prompt_without_a_header_of_its_own_stays(folder, template):
     tokenizer = loaded(folder, template)
     options = {"tokenize": False, "add_generation_prompt": True}
@@ -349,14 +329,9 @@ RENDERED = "<|im_start|>user\nSay blue.<|im_end|>\n<|im_start|>assistant\n"
 @pytest.mark.parametrize(
     ("row", "fault"),
     [
-        ({"prompt": RENDERED, "completion": "blue"}, "message 1 is already rendered"),
-        (
-            {"prompt": "Say blue.", "completion": "blue<|im_end|>\n"},
-            "message 2 is already rendered",
-        ),
-        ({"instruction": RENDERED, "output": "blue"}, "message 1 is already rendered"),
-        ({"messages": chat("Say blue.", "blue<|im_end|>")["messages"]}, "message 2"),
-        ({"messages": chat("<|im_start|>user\nHi", "blue")["messages"]}, "message 1"),
+        ({"prompt": RENDERED, "completion": "blue"}, "message 1 is already"),
+        ({"prompt": "Say blue.", "completion": "blue<|im_end|>\n"}, "message 2 is already"),
+        (chat("<|im_start|>user\nHi", "blue"), "message 1 is already"),
     ],
 )
 def test_texts_that_are_rendered_already_are_rejected(folder, row, fault):
@@ -389,7 +364,6 @@ def test_texts_about_marks_are_no_rendered_texts(folder, texts):
 
 
 def test_a_rendered_prompt_is_known_by_a_mark_that_is_no_token(folder):
-    template = "{% for m in messages %}{{ '[INST] ' + m.content + ' [/INST]' if m.role == 'user' else ' ' + m.content + '<|im_end|>' }}{% endfor %}"
     with pytest.raises(PackError, match=r"'\[INST\]'"):
-        learned(loaded(folder, template), chat("[INST] Say blue. [/INST]", "blue"))
-    assert learned(loaded(folder, template), chat("Say blue.", "blue"))[0] == " blue<|im_end|>"
+        learned(loaded(folder, INST), chat("[INST] Say blue. [/INST]", "blue"))
+    assert learned(loaded(folder, INST), chat("Say blue.", "blue"))[0] == " blue<|im_end|>"

@@ -28,7 +28,6 @@ def check_unsupported(code: str, names: tuple[str, ...], load, *args) -> None:
     assert "\n" not in error.value.message and len(error.value.message) < 700
 
 
-@pytest.mark.parametrize("config", [False, True])
 @pytest.mark.parametrize(
     ("file", "names"),
     [
@@ -42,13 +41,13 @@ def check_unsupported(code: str, names: tuple[str, ...], load, *args) -> None:
         ("pack.json", ("--pack",)),
     ],
 )
-def test_a_folder_of_other_weights(llama_folder, file, names, config):
+def test_a_folder_of_other_weights(llama_folder, file, names):
     (llama_folder / "model.safetensors").rename(llama_folder / file)
-    if not config:
-        (llama_folder / "config.json").unlink()
-    missing = "model*.safetensors" if config else "config.json"
-    code = "unsupported" if config else "not-found"
-    check_unsupported(code, (str(llama_folder), missing, *names), load_base, llama_folder)
+    names = (str(llama_folder), "model*.safetensors", *names)
+    check_unsupported("unsupported", names, load_base, llama_folder)
+    (llama_folder / "config.json").unlink()
+    names = (str(llama_folder), "config.json", *names[2:])
+    check_unsupported("not-found", names, load_base, llama_folder)
 
 
 def test_a_file_of_other_weights(tmp_path):
@@ -56,13 +55,13 @@ def test_a_file_of_other_weights(tmp_path):
     check_unsupported("unsupported", ("m.onnx", "ONNX", DENSE), load_base, tmp_path / "m.onnx")
 
 
-def edited(folder: Path, **changes) -> Path:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+def edited(folder: Path, name: str = "config.json", **changes) -> Path:
+    config = json.loads((folder / name).read_text())
+    (folder / name).write_text(json.dumps({**config, **changes}))
     return folder
 
 
-@pytest.mark.parametrize("method", ["hqq", "torchao", "exl2", "gptq", "awq", "compressed-tensors"])
+@pytest.mark.parametrize("method", ["hqq", "gptq", "compressed-tensors"])
 def test_weights_quantized_for_another_backend(llama_folder, method):
     edited(llama_folder, quantization_config={"quant_method": method, "group_size": 128})
     check_unsupported("unsupported", (str(llama_folder), method, DENSE), load_base, llama_folder)
@@ -90,9 +89,7 @@ def test_base_without_tokenizer_names_the_missing_files(llama_folder):
 def test_a_sentencepiece_file_alone_names_what_is_read(llama_folder, capfd):
     (llama_folder / "tokenizer.json").unlink()
     (llama_folder / "tokenizer.model").write_bytes(b"no sentencepiece")
-    config = json.loads((llama_folder / "tokenizer_config.json").read_text())
-    config["tokenizer_class"] = "LlamaTokenizer"
-    (llama_folder / "tokenizer_config.json").write_text(json.dumps(config))
+    edited(llama_folder, "tokenizer_config.json", tokenizer_class="LlamaTokenizer")
     check_unsupported("unsupported", ("tokenizer.model", "tokenizer.json"), load_base, llama_folder)
     assert capfd.readouterr().err == ""
 

@@ -62,22 +62,16 @@ def quantize_rejected(run, tmp_path):
     return go
 
 
-@pytest.mark.parametrize("double_quant", [True, False])
-def test_an_nf4_folder_is_the_base_that_is_quantized_on_loading(
-    dense_checkpoint, tmp_path, double_quant
-):
-    quantize.quantize(
-        dense_checkpoint, tmp_path / "q", QuantizeOptions(NF4Format(double_quant=double_quant))
-    )
-    written, result = (
-        load_base(tmp_path / "q"),
-        load_base(dense_checkpoint, "nf4", double_quant=double_quant),
-    )
-    assert written.quantization["double_quant"] is double_quant
-    assert mx.array_equal(written.model(TOKENS), result.model(TOKENS)).item()
+def test_a_folder_is_the_base_that_is_quantized_on_loading(dense_checkpoint, tmp_path):
+    options = QuantizeOptions(NF4Format(double_quant=False))
+    quantize.quantize(dense_checkpoint, tmp_path / "q", options)
+    written = load_base(tmp_path / "q")
+    loaded = load_base(dense_checkpoint, "nf4", double_quant=False)
+    assert written.quantization["double_quant"] is False
+    assert mx.array_equal(written.model(TOKENS), loaded.model(TOKENS)).item()
 
 
-@pytest.mark.parametrize("bits, group_size", [(4, 64), (8, 32), (3, 64)])
+@pytest.mark.parametrize("bits, group_size", [(4, 64), (3, 32)])
 def test_affine_is_what_mlx_lm_convert_writes(dense_checkpoint, tmp_path, bits, group_size):
     convert(str(dense_checkpoint), tmp_path / "theirs", True, group_size, bits)
     options = QuantizeOptions(MLXFormat("affine", bits, group_size), max_shard_gb=SMALL_SHARDS)
@@ -94,21 +88,17 @@ def test_affine_is_what_mlx_lm_convert_writes(dense_checkpoint, tmp_path, bits, 
 def test_bits_per_weight_on_disk(dense_checkpoint, tmp_path, double_quant, bits):
     options = QuantizeOptions(NF4Format(double_quant=double_quant))
     report = quantize.quantize(dense_checkpoint, tmp_path / "q", options)
-    dense_sizes = {name: t.size for name, t in tensors_of(dense_checkpoint).items()}
-    packed = [n for n in tensors_of(tmp_path / "q") if n.endswith(".absmax")]
-    paths = {name.removesuffix(".absmax") for name in packed}
-    stored = sum(
-        tensor.nbytes
-        for name, tensor in tensors_of(tmp_path / "q").items()
-        if name.rpartition(".")[0] in paths
-    )
-    measured = 8 * stored / sum(dense_sizes[f"{path}.weight"] for path in paths)
+    dense, written = tensors_of(dense_checkpoint), tensors_of(tmp_path / "q")
+    paths = {name.removesuffix(".absmax") for name in written if name.endswith(".absmax")}
+    stored = sum(t.nbytes for name, t in written.items() if name.rpartition(".")[0] in paths)
+    measured = 8 * stored / sum(dense[f"{path}.weight"].size for path in paths)
     assert measured == pytest.approx(bits, abs=0.02)
     assert report["bits_per_quantized_weight"] == pytest.approx(measured, abs=1e-4)
 
 
-@pytest.mark.parametrize("double_quant", [True, False])
-@pytest.mark.parametrize("shape", [(40, 256), (37, 72), (64, 90), (1, 6)])
+@pytest.mark.parametrize(
+    ("shape", "double_quant"), [((40, 256), True), ((37, 72), True), ((64, 90), False)]
+)
 def test_slices_give_the_bits_of_the_whole(monkeypatch, shape, double_quant):
     monkeypatch.setattr(weight_formats, "_SLICE", 500)
     w = mx.random.normal(shape).astype(mx.bfloat16)
@@ -224,22 +214,14 @@ def test_an_interruption_before_the_rename_keeps_every_shard(
     def stop(*_):
         raise KeyboardInterrupt
 
-    options, real = QuantizeOptions(max_shard_gb=SMALL_SHARDS), quantize.replace_folder
-    monkeypatch.setattr(quantize, "replace_folder", stop)
-    with raises("interrupted", None, ".q.partial") as stopped:
+    options = QuantizeOptions(max_shard_gb=SMALL_SHARDS)
+    with monkeypatch.context() as patch, raises("interrupted", None, ".q.partial") as stopped:
+        patch.setattr(quantize, "replace_folder", stop)
         quantize.quantize(dense_checkpoint, tmp_path / "q", options)
     kept = len(list((tmp_path / ".q.partial").glob("*.safetensors")))
     assert f"{kept} of {kept} " in stopped.value.message
-    monkeypatch.setattr(quantize, "replace_folder", real)
     report = quantize.quantize(dense_checkpoint, tmp_path / "q", options)
     assert report["shards_found"] == report["shards"] > 3
-    quantize.quantize(dense_checkpoint, tmp_path / "uninterrupted", options)
-    names = sorted(file.name for file in (tmp_path / "uninterrupted").iterdir())
-    assert names == sorted(file.name for file in (tmp_path / "q").iterdir())
-    for name in names:
-        assert (tmp_path / "q" / name).read_bytes() == (
-            tmp_path / "uninterrupted" / name
-        ).read_bytes()
 
 
 def test_interruption_after_the_rename_names_the_complete_folder(
@@ -328,15 +310,6 @@ def test_a_shard_of_another_size_is_rejected_when_it_is_loaded(dense_checkpoint,
         load_base(tmp_path / "q")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"bits": 4}', '{"files": {"a": 3}}'])
-def test_a_quantization_json_of_somebody_else_is_no_record(dense_checkpoint, run, text):
-    (dense_checkpoint / base_files.RECORD).write_text(text)
-    load_base(dense_checkpoint)
-    code, out, _ = run("inspect", dense_checkpoint)
-    assert (code, out) == (2, "")
-    check(run.error, "unsupported", None, str(dense_checkpoint), "quantization.json")
-
-
 def test_a_folder_that_is_there_is_replaced_only_with_overwrite(
     dense_checkpoint, tmp_path, run, quantize_rejected
 ):
@@ -344,9 +317,7 @@ def test_a_folder_that_is_there_is_replaced_only_with_overwrite(
     assert run("quantize", *arguments)[0] == 0
     quantize_rejected("exists", "out", (str(tmp_path / "q"), "--overwrite"), *arguments)
     assert run("quantize", *arguments, "--mode", "affine", "--overwrite")[0] == 0
-    assert (
-        json.loads((tmp_path / "q" / "config.json").read_text())["quantization"]["mode"] == "affine"
-    )
+    assert quantize.verify(tmp_path / "q")["quantization"]["mode"] == "affine"
     assert sorted(f.name for f in tmp_path.iterdir()) == ["dense", "q"]
     args = ("--model", dense_checkpoint, "--out", dense_checkpoint, "--overwrite")
     quantize_rejected("conflict", "out", (str(dense_checkpoint),), *args)
@@ -372,9 +343,14 @@ def test_a_module_of_odd_width_stays_dense(tmp_path):
     assert result["model.layers.0.self_attn.q_proj.weight"].dtype == mx.uint8
 
 
-@pytest.mark.parametrize("format", ["mlx", "bitsandbytes"])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+@pytest.mark.parametrize(
+    ("name", "bad", "format"),
+    [
+        ("model.layers.1.mlp.up_proj.weight", float("nan"), "mlx"),
+        ("model.layers.1.mlp.up_proj.weight", float("inf"), "bitsandbytes"),
+        ("model.norm.weight", float("inf"), "mlx"),
+    ],
+)
 def test_a_weight_that_is_not_finite_is_named(
     dense_checkpoint, quantize_rejected, name, bad, format
 ):
@@ -396,20 +372,13 @@ def test_what_is_quantized_already_is_rejected_with_what_it_is(
     dense_checkpoint, tmp_path, quantize_rejected, run
 ):
     config = json.loads((dense_checkpoint / "config.json").read_text())
+    replace = ("--out", tmp_path / "q", "--overwrite")
     quantize_rejected("conflict", "model", ("(affine 4-bit g64)",), "--model", "tiny")
     for arguments, kind in (
         (["--mode", "nf4"], "nf4 4-bit g64 double-quantized"),
         (["--format", "bitsandbytes"], "bitsandbytes nf4"),
     ):
-        run(
-            "quantize",
-            "--model",
-            dense_checkpoint,
-            "--out",
-            tmp_path / "q",
-            "--overwrite",
-            *arguments,
-        )
+        run("quantize", "--model", dense_checkpoint, *replace, *arguments)
         quantize_rejected("conflict", "model", (f"({kind})",), "--model", tmp_path / "q")
     (tmp_path / "q" / "config.json").write_text(json.dumps(config))
     quantize_rejected("conflict", "model", (".weight is U8",), "--model", tmp_path / "q")
@@ -459,32 +428,20 @@ def test_a_wrong_flag_is_one_line_that_names_it(
 
 @pytest.mark.parametrize("flag", ["--block", "--group-size"])
 def test_group_size_is_the_block_of_nf4(dense_checkpoint, run, tmp_path, flag):
-    args = (
-        "quantize",
-        "--model",
-        dense_checkpoint,
-        "--out",
-        tmp_path / "q",
-        "--mode",
-        "nf4",
-        flag,
-        32,
-    )
-    assert run(*args, "--double-quant")[0] == 0
+    args = ("quantize", "--model", dense_checkpoint, "--out", tmp_path / "q", "--mode", "nf4")
+    assert run(*args, flag, 32, "--double-quant")[0] == 0
     result = base_files.read_record(tmp_path / "q")["quantization"]
     assert (result["group_size"], result["double_quant"]) == (32, True)
 
 
-@pytest.mark.parametrize("missing", ["quantization", "format", "source", "versions", "dense"])
-def test_a_record_of_somebody_else_is_not_taken_for_ours(dense_checkpoint, run, tmp_path, missing):
+def test_a_record_of_somebody_else_is_not_taken_for_ours(dense_checkpoint, rejected, tmp_path):
     quantize.quantize(dense_checkpoint, tmp_path / "q")
-    file = tmp_path / "q" / "quantization.json"
+    file = tmp_path / "q" / base_files.RECORD
     record = json.loads(file.read_text())
-    del record[missing]
-    file.write_text(json.dumps(record))
-    code, out, _ = run("inspect", tmp_path / "q")
-    assert (code, out) == (2, "")
-    check(run.error, "unsupported", None, str(tmp_path / "q"), "quantization.json")
+    for missing in ("quantization", "format", "source", "versions", "dense"):
+        file.write_text(json.dumps({k: v for k, v in record.items() if k != missing}))
+        error = rejected("inspect", tmp_path / "q")
+        check(error, "unsupported", None, str(tmp_path / "q"), "quantization.json")
 
 
 def test_a_recipe_that_leaves_nothing_to_quantize_is_rejected(dense_checkpoint, quantize_rejected):
