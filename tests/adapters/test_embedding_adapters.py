@@ -23,13 +23,12 @@ from mlx_packs.packs.weighted_sum import weighted_sum
 from mlx_packs.runtime import mx
 from mlx_packs.training.noise import add_noise
 from tests.helpers.checkpoints import write_dense
-from tests.helpers.errors import check, raises
+from tests.helpers.errors import raises
 from tests.helpers.models import base_of
 from tests.helpers.rows import CHATS, write_rows
 
 TOKENS = mx.array([[5, 9, 3, 77, 12, 40], [1, 2, 3, 4, 5, 6]])
-TABLES = {"qwen3": "embed_tokens", "llama": "embed_tokens", "gpt2": "wte"}
-TINY = TrainConfig(iters=4, batch_size=2, max_seq_length=48, save_every=2, lr_schedule="constant")
+TINY = TrainConfig(iters=2, batch_size=2, max_seq_length=48, lr_schedule="constant")
 
 
 def attached(base, *names: str, **lora):
@@ -44,17 +43,19 @@ def moved(trainable):
     return trainable
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", TABLES)
-def test_an_adapter_is_a_delta_of_the_one_table(family, tied):
-    """The definition, with the table made; gpt2 is always tied."""
-    base = base_of(family, **({} if family == "gpt2" else {"tie_word_embeddings": tied}))
+@pytest.mark.parametrize(
+    ("family", "tied", "name"),
+    [("qwen3", False, "embed_tokens"), ("qwen3", True, "embed_tokens"), ("gpt2", True, "wte")],
+)
+def test_an_adapter_is_a_delta_of_the_one_table(family, tied, name):
+    """The definition, with the table made."""
+    base = base_of(family, tie_word_embeddings=tied)
     before = base.model(TOKENS)
-    trainable = attached(base, TABLES[family])
+    trainable = attached(base, name)
     assert mx.array_equal(base.model(TOKENS), before).item()
     trained = moved(trainable) and base.model(TOKENS)
     ((path, spec),) = trainable.specs.items()
-    assert spec.kind == "embedding" and spec.head is ((tied or family == "gpt2") or None)
+    assert spec.kind == "embedding" and spec.head is (tied or None)
     table, delta = trainable.frozen[path], delta_of(spec, trainable.tensors())
     trainable.detach()
     assert mx.array_equal(base.model(TOKENS), before).item()
@@ -62,10 +63,12 @@ def test_an_adapter_is_a_delta_of_the_one_table(family, tied):
     assert mx.allclose(base.model(TOKENS), trained, atol=1e-4).item()
 
 
-@pytest.mark.parametrize("quantize", ["affine4", "nf4"])
-@pytest.mark.parametrize("matmul_path", ["quantized", "transient", "dense"])
+@pytest.mark.parametrize(
+    ("quantize", "matmul_path"),
+    [("affine4", "quantized"), ("nf4", "quantized"), ("nf4", "transient"), ("affine4", "dense")],
+)
 def test_on_a_quantized_table(quantize, matmul_path, tmp_path):
-    folder = write_dense(tmp_path / "dense", vocab_size=4096, tie_word_embeddings=True)
+    folder = write_dense(tmp_path / "dense", tie_word_embeddings=True)
     base = load_base(folder, quantize)
     before = base.model(TOKENS)
     lora = LoRAConfig(rank=4, target_modules=("embed_tokens", "q_proj"))
@@ -152,10 +155,12 @@ def test_noise_is_on_the_rows_in_training_alone():
     assert not any(isinstance(m, AdaptedEmbedding) for m in base.model.modules())
 
 
-@pytest.mark.parametrize("matmul_path", ["quantized", "transient"])
-@pytest.mark.parametrize("kind", ["frozen", "adapted", "saved"])
-def test_noise_is_added_once_to_any_table(matmul_path, kind, tmp_path):
-    base = load_base(write_dense(tmp_path / "dense", vocab_size=4096), "affine4")
+@pytest.mark.parametrize(
+    ("kind", "matmul_path"),
+    [("frozen", "transient"), ("adapted", "quantized"), ("saved", "quantized")],
+)
+def test_noise_is_added_once_to_any_table(kind, matmul_path, tmp_path):
+    base = load_base(write_dense(tmp_path / "dense"), "affine4")
     targets = ("q_proj", *(["embed_tokens"] * (kind == "adapted")))
     lora = LoRAConfig(
         4, target_modules=targets, modules_to_save=("embed_tokens",) * (kind == "saved")
@@ -185,7 +190,7 @@ def rows(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def trained(request, rows, tmp_path_factory):
-    """A base, its run, and the logits that the run's pack gives it."""
+    """A base, the pack of a run on it, and the logits that the pack gives it."""
     folder = tmp_path_factory.mktemp("embeddings")
     tied = {"tie_word_embeddings": request.param}
     base = write_dense(folder / "base", dtype=mx.float32, vocab_size=4096, **tied)
@@ -194,13 +199,13 @@ def trained(request, rows, tmp_path_factory):
     run = train_pack(str(base), rows, lora, TINY, folder / "pack")
     loaded = load_base(base)
     with loaded.applied(run.pack):
-        return base, lora, run.pack, np.array(loaded.model(TOKENS))
+        return base, run.pack, np.array(loaded.model(TOKENS))
 
 
 def test_merging_and_mlx_lm_compute_what_the_attached_pack_does(trained, rows, tmp_path):
-    base, _, pack, wanted = trained
+    base, pack, wanted = trained
     assert np.abs(wanted - np.array(load_base(base).model(TOKENS))).max() > 1e-3
-    merge_pack(pack, base, tmp_path / "merged", data=rows)
+    merge_pack(pack, base, tmp_path / "merged", data=rows, rows=2)
     merged = load_base(tmp_path / "merged").model(TOKENS)
     assert np.abs(np.array(merged) - wanted).max() < 1e-4
     export_pack(pack, "mlx-lm", tmp_path / "out")
@@ -208,16 +213,8 @@ def test_merging_and_mlx_lm_compute_what_the_attached_pack_does(trained, rows, t
     assert np.abs(np.array(stock(TOKENS)) - wanted).max() < 1e-4
 
 
-def test_a_resumed_run_is_bit_identical(trained, rows, tmp_path):
-    base, lora, pack, _ = trained
-    train_pack(str(base), rows, lora, TrainConfig(**{**vars(TINY), "iters": 2}), tmp_path / "b")
-    resumed = train_pack(str(base), rows, lora, TINY, tmp_path / "b", resume=True, overwrite=True)
-    for name, tensor in pack.load_tensors().items():
-        assert mx.array_equal(tensor, resumed.pack.tensors[name]).item(), name
-
-
-def test_such_packs_are_not_mixed(trained):
-    _, _, pack, _ = trained
+def test_such_packs_are_not_mixed():
+    pack = pack_of(attached(base_of("qwen3"), "embed_tokens"))
     with raises("unsupported", None, "model.embed_tokens", "embedding"):
         weighted_sum([(pack, 0.5)])
 
@@ -236,10 +233,3 @@ def test_the_memory_plan_counts_the_table_and_all_logits_of_a_tied_head():
     assert saved.adapter_weights - plain.adapter_weights == 128 * 64 + 64
     for plan in (adapted, saved):
         assert plan.moments["loss"]["logits"] > plain.moments["loss"]["logits"]
-
-
-def test_a_misspelled_embedding_is_one_line(run, tmp_path):
-    code, _, err = run("train", "--target-modules", "embed_token", "--out", tmp_path / "p")
-    assert code == 2 and "embed_tokens" in err and len(err.strip().splitlines()) <= 2
-    check(run.error, "unknown", None)
-    assert not (tmp_path / "p").exists()

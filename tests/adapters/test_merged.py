@@ -30,7 +30,7 @@ def test_a_pack_is_applied_as_its_merge_without_extras(tmp_path, monkeypatch):
     with base.applied(pack):
         applied = base.model(TOKENS)
     assert mx.array_equal(base.model(TOKENS), before).item()
-    assert merge_pack(pack, folder, tmp_path / "m", "affine4", rows=4)["kl_mean"] <= 1e-5
+    assert merge_pack(pack, folder, tmp_path / "m", "affine4", rows=2)["kl_mean"] <= 1e-5
     merged = load_base(tmp_path / "m").model(TOKENS)
     assert mx.allclose(merged, applied, atol=2e-3).item()
     assert not mx.allclose(merged, before, atol=0.1).item()

@@ -1,9 +1,11 @@
 """Methods other than plain LoRA: what they begin with, what they train, and the packs they make."""
 
+import mlx.nn as nn
 import numpy as np
 import pytest
 
 from mlx_packs import LoRAConfig, TrainConfig, load_base, merge_pack, train_pack
+from mlx_packs.adapters import attach as attaching
 from mlx_packs.adapters.attach import attach
 from mlx_packs.adapters.method import find_method
 from mlx_packs.adapters.tensors import delta_of
@@ -36,26 +38,26 @@ def moved(trainable):
 
 
 @pytest.mark.parametrize("method", OTHERS)
-@pytest.mark.parametrize("family", ["qwen3", "gpt2", "olmo2"])
-def test_attaching_changes_no_output(method, family):
-    base = base_of(family)
+def test_attaching_to_fused_projections_changes_no_output(method):
+    base = base_of("gpt2")  # test_saved_modules.py has other families
     before = base.model(TOKENS)
     attached(method, base)
     assert mx.allclose(base.model(TOKENS), before, atol=1e-4).item()
 
 
 @pytest.mark.parametrize("method", OTHERS)
-def test_of_a_quantized_base_too(method, shared_tiny):
-    before = shared_tiny.model(TOKENS)
-    trainable = attached(method, shared_tiny, num_layers=1)
-    try:
-        assert mx.allclose(shared_tiny.model(TOKENS), before, atol=1e-3).item()
-    finally:
-        trainable.detach()
+def test_of_a_quantized_base_too(method):
+    base = base_of("qwen3")
+    nn.quantize(base.model, group_size=32, bits=4)
+    before = base.model(TOKENS)
+    attached(method, base)
+    assert mx.allclose(base.model(TOKENS), before, atol=1e-3).item()
 
 
-@pytest.mark.parametrize("mode", ["train", "eval"])
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [("qwen3", "train"), ("qwen3", "eval"), ("qwen2", "eval"), ("gpt2", "train")],
+)
 def test_dora_is_the_adapted_weight_with_other_norms(family, mode):
     """The definition, with the weight made: m (W + s B A) / ||W + s B A||."""
     base = base_of(family)
@@ -116,17 +118,16 @@ def test_rows_of_zeros_are_applied_and_merged(tmp_path):
     trainable.detach()
     with base.applied(pack):
         assert mx.allclose(base.model(TOKENS), trained, atol=1e-4).item()
-    merge_pack(pack, folder, tmp_path / "merged")
+    merge_pack(pack, folder, tmp_path / "merged", rows=2)
     merged = load_base(tmp_path / "merged").model(TOKENS)
     assert mx.allclose(merged, trained, atol=1e-4).item()
 
 
-@pytest.mark.parametrize("method", OTHERS)
-def test_encoders_are_trained_applied_and_merged(method, encoder, tmp_path):
+def test_encoders_are_trained_applied_and_merged(encoder, tmp_path):
     words = "one two three four five six seven eight".split()
     pairs = [{"anchor": f"Say {word}.", "positive": f"{word}, I say."} for word in words]
     rows = write_rows(tmp_path / "pairs", train=pairs, valid=pairs[:4])
-    train = TrainConfig(task="embedding", method=method, iters=2, batch_size=4, val_batches=0)
+    train = TrainConfig(task="embedding", method="dora", iters=2, batch_size=4, val_batches=0)
     pack = train_pack(str(encoder), rows, LoRAConfig(rank=4), train, tmp_path / "p").pack
     base = load_base(encoder)
     bare = base.encode(words)
@@ -141,7 +142,7 @@ def test_weights_that_cannot_be_dequantized_are_named(monkeypatch):
     def fails(_):
         raise ValueError("no kernel for this")
 
-    monkeypatch.setattr("mlx_packs.adapters.attach.frozen_weight", fails)
+    monkeypatch.setattr(attaching, "frozen_weight", fails)
     for method in OTHERS:
         with raises("unsupported", None, "q_proj", "no kernel for this", "--method lora"):
             attached(method, base_of("llama"))
@@ -157,21 +158,25 @@ def test_rslora_scales_by_the_root_of_the_rank():
 
 
 TRAIN = TrainConfig(
-    iters=4,
+    iters=2,
     batch_size=2,
     max_seq_length=64,
-    learning_rate=1e-3,
+    learning_rate=1e-2,
     lr_schedule="constant",
     matmul_path="dense",
     val_batches=0,
 )
 
 
-@pytest.fixture
-def rows(tmp_path):
-    words = "one two three four five six seven eight".split()
-    each = [chat(f"Say {word}.", f"{word}, I say, {word}.") for word in words]
-    return write_rows(tmp_path / "rows", train=each, valid=each[:4])
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    each = [chat(f"Say {word}.", f"{word}, I say, {word}.") for word in "one two six ten".split()]
+    return write_rows(tmp_path_factory.mktemp("rows"), train=each, valid=each[:2])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_dense(tmp_path_factory.mktemp("base") / "dense", vocab_size=4096)
 
 
 def with_settings(**changes) -> TrainConfig:
@@ -179,32 +184,40 @@ def with_settings(**changes) -> TrainConfig:
 
 
 @pytest.mark.parametrize("method", OTHERS)
-def test_a_run_learns_and_its_pack_computes_what_was_trained(method, tiny, rows, tmp_path):
+def test_a_run_learns_and_its_pack_computes_what_was_trained(method, checkpoint, rows, tmp_path):
     lora = LoRAConfig(rank=4, num_layers=1)
-    run = train_pack(tiny, rows, lora, with_settings(method=method), tmp_path / "p")
+    run = train_pack(str(checkpoint), rows, lora, with_settings(method=method), tmp_path / "p")
     assert run.report["ppl_after"] < run.report["ppl_before"]
     assert run.pack.manifest["method"] == method
     stored = sum(tensor.size for tensor in run.pack.load_tensors().values())
     assert run.pack.manifest["adapters"]["parameters"] == stored
-    base = load_base("tiny")
+    base = load_base(checkpoint)
     before = base.model(TOKENS)
     with base.applied(run.pack):
         assert not mx.allclose(base.model(TOKENS), before, atol=1e-3).item()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{"packing": True}, {"recompute": "block"}], ids=str)
-@pytest.mark.parametrize("method", [*OTHERS, "loftq"])
-def test_a_resumed_run_equals_an_unbroken_one_to_the_bit(method, settings, rows, tmp_path):
-    base = write_dense(tmp_path / "dense", vocab_size=4096)
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("dora", {"packing": True}),
+        ("dora", {"recompute": "block"}),
+        ("pissa", {"packing": True}),
+        ("olora", {"recompute": "block"}),
+        ("loftq", {"recompute": "block", "quantize": "affine4"}),
+    ],
+)
+def test_a_resumed_run_equals_an_unbroken_one_to_the_bit(
+    method, settings, checkpoint, rows, tmp_path
+):
+    base = str(checkpoint)
     lora = LoRAConfig(rank=4, dropout=0.1)
-    if method == "loftq":
-        settings = settings | {"quantize": "affine4"}
     whole = with_settings(method=method, **settings)
-    unbroken = train_pack(str(base), rows, lora, whole, tmp_path / "a")
-    half = with_settings(method=method, iters=2, **settings)
-    train_pack(str(base), rows, lora, half, tmp_path / "b")
-    resumed = train_pack(str(base), rows, lora, whole, tmp_path / "b", resume=True, overwrite=True)
+    unbroken = train_pack(base, rows, lora, whole, tmp_path / "a")
+    half = with_settings(method=method, iters=1, **settings)
+    train_pack(base, rows, lora, half, tmp_path / "b")
+    resumed = train_pack(base, rows, lora, whole, tmp_path / "b", resume=True, overwrite=True)
     for name, tensor in unbroken.pack.tensors.items():
         assert mx.array_equal(tensor, resumed.pack.tensors[name]).item(), name
 
@@ -214,11 +227,3 @@ def test_experts_are_rejected(method):
     base = base_of("qwen3_moe", **SMALL_FAMILIES["qwen3_moe"])
     with raises("unsupported", None, f"--method {method}", "switch_mlp", "--target-modules"):
         attached(method, base, target_modules=("gate_proj",))
-
-
-def test_a_proxy_has_no_magnitudes(run, rows):
-    code, out, _ = run(
-        "train", "--data", rows, "--method", "dora", "--objective", "projection-stack"
-    )
-    assert (code, out) == (2, "")
-    assert "--method" in run.error.message and "projection-stack" in run.error.message

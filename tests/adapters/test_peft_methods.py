@@ -141,13 +141,13 @@ def test_a_method_is_that_of_peft(checkpoint, method):
         np.testing.assert_allclose(np.array(gradients[name]), parameter.grad.numpy(), atol=1e-4)
 
 
-@pytest.mark.parametrize("method", [*PEFT_OPTIONS, "rslora"])
+@pytest.mark.parametrize("method", PEFT_OPTIONS)
 def test_an_export_of_a_method_has_the_same_logits_in_peft(checkpoint, method, tmp_path):
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    base, trainable = here(checkpoint, "lora" if method == "rslora" else method)
+    base, trainable = here(checkpoint, method)
     moved = {
         n: t + 0.05 * mx.random.normal(t.shape) * (t.size > 1)
         for n, t in trainable.tensors().items()
