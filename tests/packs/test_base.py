@@ -12,7 +12,7 @@ from mlx_packs.packs.weighted_sum import open_weighted
 from mlx_packs.runtime import mx
 from tests.helpers.errors import raises
 from tests.helpers.interpreter import run_python
-from tests.helpers.models import base_of, model_of
+from tests.helpers.models import SMALL_FAMILIES, base_of, model_of
 from tests.helpers.packs import merged_weights, random_pack
 
 PROBE = [[1, 2, 3, 4, 5, 6, 7, 8]]
@@ -38,84 +38,93 @@ def same(a, b) -> bool:
 
 
 @pytest.fixture(scope="module")
-def packs(shared_tiny) -> dict[str, Pack]:
+def base() -> Base:
+    """A small base in 4 bits; tests leave it as it was."""
+    base = base_of("qwen3")
+    nn.quantize(base.model, group_size=32, bits=4)
+    base.model.freeze()
+    return base
+
+
+@pytest.fixture(scope="module")
+def packs(base) -> dict[str, Pack]:
     """``a`` and ``b`` have one shape, ``c`` another."""
     other = ("k_proj", "o_proj", "gate_proj")
     return {
-        "a": random_pack(shared_tiny, 0),
-        "b": random_pack(shared_tiny, 1),
-        "c": random_pack(shared_tiny, 2, 3, other),
+        "a": random_pack(base, 0),
+        "b": random_pack(base, 1),
+        "c": random_pack(base, 2, 3, other),
     }
 
 
-def test_applied_contexts_nest_and_restore_logits(shared_tiny, packs):
-    plain, alone = probe_logits(shared_tiny), {}
+def test_applied_contexts_nest_and_restore_logits(base, packs):
+    plain, alone = probe_logits(base), {}
     for name, pack in packs.items():
-        with shared_tiny.applied(pack):
-            alone[name] = probe_logits(shared_tiny)
+        with base.applied(pack):
+            alone[name] = probe_logits(base)
         assert not same(alone[name], plain)
-    with shared_tiny.applied(packs["a"]):
+    with base.applied(packs["a"]):
         for inner in "bc":
-            with shared_tiny.applied(packs[inner]):
-                assert same(probe_logits(shared_tiny), alone[inner])
-                with shared_tiny.applied(packs["a"]):
-                    assert same(probe_logits(shared_tiny), alone["a"])
-                assert same(probe_logits(shared_tiny), alone[inner])
-            assert same(probe_logits(shared_tiny), alone["a"])
-    assert same(probe_logits(shared_tiny), plain) and shared_tiny.active is None
+            with base.applied(packs[inner]):
+                assert same(probe_logits(base), alone[inner])
+                with base.applied(packs["a"]):
+                    assert same(probe_logits(base), alone["a"])
+                assert same(probe_logits(base), alone[inner])
+            assert same(probe_logits(base), alone["a"])
+    assert same(probe_logits(base), plain) and base.active is None
 
 
-def test_applied_restores_after_an_error_inside(shared_tiny, packs):
-    plain = probe_logits(shared_tiny)
+def test_applied_restores_after_an_error_inside(base, packs):
+    plain = probe_logits(base)
     with (
         pytest.raises(ZeroDivisionError),
-        shared_tiny.applied(packs["a"]),
-        shared_tiny.applied(packs["c"]),
+        base.applied(packs["a"]),
+        base.applied(packs["c"]),
     ):
         raise ZeroDivisionError
-    assert same(probe_logits(shared_tiny), plain) and shared_tiny.active is None
+    assert same(probe_logits(base), plain) and base.active is None
 
 
-def test_swap_pack_equals_a_fresh_attach_and_touches_no_weight(shared_tiny, packs):
-    before = [(name, id(array)) for name, array in tree_flatten(shared_tiny.model.parameters())]
-    modules = [(path, id(module)) for path, module in shared_tiny.model.named_modules()]
+def test_swap_pack_equals_a_fresh_attach_and_touches_no_weight(base, packs):
+    def objects() -> list:
+        arrays = tree_flatten(base.model.parameters())
+        return [(name, id(each)) for name, each in (*arrays, *base.model.named_modules())]
+
+    before = objects()
     for name in "abcacb":
-        shared_tiny.swap_pack(packs[name])
-        swapped = probe_logits(shared_tiny)
-        shared_tiny.swap_pack(None)
-        attached = packs[name].attach(shared_tiny)
-        assert same(swapped, probe_logits(shared_tiny))
+        base.swap_pack(packs[name])
+        swapped = probe_logits(base)
+        base.swap_pack(None)
+        attached = packs[name].attach(base)
+        assert same(swapped, probe_logits(base))
         attached.detach()
-    assert [
-        (name, id(array)) for name, array in tree_flatten(shared_tiny.model.parameters())
-    ] == before
-    assert [(path, id(module)) for path, module in shared_tiny.model.named_modules()] == modules
+    assert objects() == before
 
 
-def test_swap_pack_of_one_shape_replaces_arrays_alone(shared_tiny, packs):
-    shared_tiny.swap_pack(packs["a"])
-    first = shared_tiny.active.attached
-    shared_tiny.swap_pack(packs["b"])
-    assert shared_tiny.active.attached is first
-    shared_tiny.swap_pack(packs["c"])
-    assert shared_tiny.active.attached is not first
-    shared_tiny.swap_pack(packs["a"])
-    assert shared_tiny.active.attached is first
-    shared_tiny.swap_pack(None)
+def test_swap_pack_of_one_shape_replaces_arrays_alone(base, packs):
+    base.swap_pack(packs["a"])
+    first = base.active.attached
+    base.swap_pack(packs["b"])
+    assert base.active.attached is first
+    base.swap_pack(packs["c"])
+    assert base.active.attached is not first
+    base.swap_pack(packs["a"])
+    assert base.active.attached is first
+    base.swap_pack(None)
 
 
-def test_swap_pack_rejects_another_base_and_keeps_the_active_pack(shared_tiny, packs):
-    stranger = random_pack(Base(**{**vars_of(shared_tiny), "fingerprint": "f" * 64}), 3)
-    with shared_tiny.applied(packs["a"]):
-        active = probe_logits(shared_tiny)
-        with raises("mismatch", None, "tiny (fingerprint ffffffffffff)", "is another base"):
-            shared_tiny.swap_pack(stranger)
+def test_swap_pack_rejects_another_base_and_keeps_the_active_pack(base, packs):
+    stranger = random_pack(Base(**{**vars_of(base), "fingerprint": "f" * 64}), 3)
+    with base.applied(packs["a"]):
+        active = probe_logits(base)
+        with raises("mismatch", None, "qwen3 (fingerprint ffffffffffff)", "is another base"):
+            base.swap_pack(stranger)
         wrong = Pack({**packs["c"].manifest}, dict(list(packs["c"].tensors.items())[:-1]))
         with raises("mismatch", None, "missing"):
-            shared_tiny.swap_pack(wrong)
-        assert same(probe_logits(shared_tiny), active)
-        with raises("conflict", None, shared_tiny.name):
-            packs["b"].attach(shared_tiny)
+            base.swap_pack(wrong)
+        assert same(probe_logits(base), active)
+        with raises("conflict", None, base.name):
+            packs["b"].attach(base)
 
 
 def vars_of(base) -> dict:
@@ -123,25 +132,25 @@ def vars_of(base) -> dict:
     return {name: getattr(base, name) for name in names}
 
 
-def test_modules_removed_in_training_are_back_for_generation(shared_tiny, packs):
-    with shared_tiny.applied(packs["a"]):
-        wanted = probe_logits(shared_tiny)
-        shared_tiny.model.train()
-    assert not any(module.training for module in shared_tiny.model.modules())
-    with shared_tiny.applied(packs["a"]):
-        assert not any(module.training for module in shared_tiny.model.modules())
-        assert same(probe_logits(shared_tiny), wanted)
+def test_modules_removed_in_training_are_back_for_generation(base, packs):
+    with base.applied(packs["a"]):
+        wanted = probe_logits(base)
+        base.model.train()
+    assert not any(module.training for module in base.model.modules())
+    with base.applied(packs["a"]):
+        assert not any(module.training for module in base.model.modules())
+        assert same(probe_logits(base), wanted)
 
 
 @pytest.mark.slow
-def test_memory_is_flat_over_a_thousand_swaps(shared_tiny, packs):
+def test_memory_is_flat_over_a_thousand_swaps(base, packs):
     def swap(count):
         for i in range(count):
-            shared_tiny.swap_pack(packs["ab"[i % 2]])
+            base.swap_pack(packs["ab"[i % 2]])
             if i % 10 == 0:
-                shared_tiny.swap_pack(packs["c"])
-                mx.eval(shared_tiny.model(mx.array(PROBE)))
-        shared_tiny.swap_pack(None)
+                base.swap_pack(packs["c"])
+                mx.eval(base.model(mx.array(PROBE)))
+        base.swap_pack(None)
         mx.clear_cache()
         return mx.get_active_memory()
 
@@ -149,16 +158,15 @@ def test_memory_is_flat_over_a_thousand_swaps(shared_tiny, packs):
     assert swap(1000) == swap(20)
 
 
-def test_dense_path_is_kept_while_packs_of_one_shape_are_swapped(shared_tiny, packs):
-    plain = probe_logits(shared_tiny)
-    with shared_tiny.applied(packs["a"], "dense"):
-        first = shared_tiny.active.attached
-        with shared_tiny.applied(packs["b"], "dense"):
-            assert shared_tiny.active.attached is first
-            assert isinstance(shared_tiny.model.layers[0].self_attn.k_proj, nn.Linear)
-    assert same(probe_logits(shared_tiny), plain) and all(
-        attached is not first for attached in shared_tiny.suspended
-    )
+def test_dense_path_is_kept_while_packs_of_one_shape_are_swapped(base, packs):
+    plain = probe_logits(base)
+    with base.applied(packs["a"], "dense"):
+        first = base.active.attached
+        with base.applied(packs["b"], "dense"):
+            assert base.active.attached is first
+            assert isinstance(base.model.layers[0].self_attn.k_proj, nn.Linear)
+    assert same(probe_logits(base), plain)
+    assert all(attached is not first for attached in base.suspended)
 
 
 @pytest.mark.slow
@@ -212,25 +220,19 @@ def some_base(family: str):
         return base_of("qwen3"), ("q_proj", "down_proj"), ("q_proj", "o_proj")
     if family == "gpt2":
         return base_of("gpt2"), ("c_attn",), ("c_attn", "c_fc")
-    changes = {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "norm_topk_prob": True,
-    }
-    return base_of("qwen3_moe", **changes), ("gate_proj", "q_proj"), ("gate_proj",)
+    return (
+        base_of("qwen3_moe", **SMALL_FAMILIES["qwen3_moe"]),
+        ("gate_proj", "q_proj"),
+        ("gate_proj",),
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2", "qwen3_moe"])
 def test_weighted_sum_is_the_sum_of_the_deltas(family):
     base, first, second = some_base(family)
     a, b = random_pack(base, 0, 2, first, alpha=3.0), random_pack(base, 1, 4, second)
-    result, parts = (
-        deltas(base, weighted_sum([(a, 0.7), (b, -0.3)])),
-        (deltas(base, a), deltas(base, b)),
-    )
+    result = deltas(base, weighted_sum([(a, 0.7), (b, -0.3)]))
+    parts = deltas(base, a), deltas(base, b)
     assert set(result) == set(parts[0]) | set(parts[1])
     for path, delta in result.items():
         wanted = sum(w * p[path] for w, p in zip((0.7, -0.3), parts, strict=True) if path in p)
@@ -261,72 +263,72 @@ def test_weighted_sum_of_slices_and_a_whole_projection_has_one_slice():
         probe_logits(base)
 
 
-def test_applied_takes_packs_with_weights(shared_tiny, packs, tmp_path):
-    plain = probe_logits(shared_tiny)
+def test_applied_takes_packs_with_weights(base, packs, tmp_path):
+    plain = probe_logits(base)
     for name in "ac":
         packs[name].save(tmp_path / name)
-    with shared_tiny.applied({tmp_path / "a": 0.7, tmp_path / "c": 0.3}):
-        both = probe_logits(shared_tiny)
-    with shared_tiny.applied([(packs["a"], 0.7), (packs["c"], 0.3)]):
-        assert same(probe_logits(shared_tiny), both)
-    assert not same(both, plain) and same(probe_logits(shared_tiny), plain)
+    with base.applied({tmp_path / "a": 0.7, tmp_path / "c": 0.3}):
+        both = probe_logits(base)
+    with base.applied([(packs["a"], 0.7), (packs["c"], 0.3)]):
+        assert same(probe_logits(base), both)
+    assert not same(both, plain) and same(probe_logits(base), plain)
     summed = weighted_sum([(packs["a"], 0.7), (packs["c"], 0.3)]).save(tmp_path / "sum")
-    with shared_tiny.applied(Pack.open(summed.path)):
-        assert same(probe_logits(shared_tiny), both)
+    with base.applied(Pack.open(summed.path)):
+        assert same(probe_logits(base), both)
 
 
 def test_weighted_sum_of_one_pack_with_weight_1_is_that_pack(packs):
     assert weighted_sum([(packs["a"], 1.0)]) is packs["a"]
 
 
-def test_what_a_pack_brings_whole_goes_with_it(shared_tiny, packs):
-    plain, whole = packs["a"], with_full_norm(shared_tiny, packs["a"])
-    alone = probe_logits(shared_tiny)
-    with shared_tiny.applied(plain):
-        expected = probe_logits(shared_tiny)
+def test_what_a_pack_brings_whole_goes_with_it(base, packs):
+    plain, whole = packs["a"], with_full_norm(base, packs["a"])
+    alone = probe_logits(base)
+    with base.applied(plain):
+        expected = probe_logits(base)
     for _ in range(2):
-        with shared_tiny.applied(whole):
-            assert not mx.allclose(probe_logits(shared_tiny), expected).item()
-            shared_tiny.swap_pack(plain)
-            assert mx.array_equal(probe_logits(shared_tiny), expected).item()
-        with shared_tiny.applied(plain):
-            assert mx.array_equal(probe_logits(shared_tiny), expected).item()
-    assert mx.array_equal(probe_logits(shared_tiny), alone).item()
+        with base.applied(whole):
+            assert not mx.allclose(probe_logits(base), expected).item()
+            base.swap_pack(plain)
+            assert mx.array_equal(probe_logits(base), expected).item()
+        with base.applied(plain):
+            assert mx.array_equal(probe_logits(base), expected).item()
+    assert mx.array_equal(probe_logits(base), alone).item()
 
 
-def test_a_swap_leaves_nothing_of_dora_to_the_first_forward(shared_tiny, packs):
+def test_a_swap_leaves_nothing_of_dora_to_the_first_forward(base, packs):
     lora = packs["a"]
     modules, tensors = [], dict(lora.load_tensors())
     for module in lora.manifest["adapters"]["modules"]:
         modules.append({**module, "kind": "dora"})
         tensors[f"{module['path']}.m"] = mx.ones((module["slices"][0]["width"],))
     adapters = {**lora.manifest["adapters"], "modules": modules}
-    shared_tiny.swap_pack(Pack({**lora.manifest, "adapters": adapters}, tensors))
+    base.swap_pack(Pack({**lora.manifest, "adapters": adapters}, tensors))
     try:
-        result = [m.magnitude for m in shared_tiny.model.modules() if isinstance(m, DoRALinear)]
+        result = [m.magnitude for m in base.model.modules() if isinstance(m, DoRALinear)]
         before = mx.get_active_memory()
         mx.eval(result)
         assert result and mx.get_active_memory() == before
     finally:
-        shared_tiny.swap_pack(None)
+        base.swap_pack(None)
 
 
-def test_weighted_sum_refuses_what_cannot_be_added(shared_tiny, packs, tmp_path):
+def test_weighted_sum_refuses_what_cannot_be_added(base, packs, tmp_path):
     a = packs["a"].save(tmp_path / "a")
     model, config = model_of("qwen3")
     other = Base("elsewhere", tmp_path, model, None, config, "9" * 64)
     stranger = random_pack(other, 0).save(tmp_path / "b")
-    with raises("mismatch", None, str(stranger.path), "9" * 12, f"{a.path} on tiny"):
+    with raises("mismatch", None, str(stranger.path), "9" * 12, f"{a.path} on qwen3"):
         weighted_sum([(a, 0.5), (stranger, 0.5)])
     with raises("conflict", "pack", str(a.path)):
         weighted_sum([(a, 0.5), (Pack.open(tmp_path / "a"), 0.5)])
     with raises("invalid", "pack"):
         weighted_sum([])
     with raises("unsupported", None, "model.norm.weight"):
-        weighted_sum([(a, 0.5), (with_full_norm(shared_tiny, a), 0.5)])
+        weighted_sum([(a, 0.5), (with_full_norm(base, a), 0.5)])
 
 
-@pytest.mark.parametrize("weight", ["x", "", "nan", "inf", "0", "1e999"])
+@pytest.mark.parametrize("weight", ["x", "", "nan", "0", "1e999"])
 def test_open_weighted_refuses_what_is_no_weight(packs, tmp_path, weight):
     packs["a"].save(tmp_path / "a")
     with raises("invalid", "pack", str(tmp_path / "a")):
