@@ -185,13 +185,6 @@ def test_a_plan_of_a_format_that_is_not_registered_is_rejected(checkpoint, monke
         estimate(headers, LoRAConfig(), TrainConfig())
 
 
-def test_what_was_asked_for_must_be_stored(checkpoint):
-    with raises("conflict", "keep", "ROWS already"):
-        load_base_model(checkpoint, quantize="rows", keep=["down_proj"])
-    with raises("conflict", "quantize", "rows 8-bit"):
-        load_base_model(checkpoint, quantize="nf4")
-
-
 @pytest.mark.parametrize(("fault", "shown"), [("missing", "missing"), ("short", "no step")])
 def test_damaged_tensors_are_named(checkpoint, fault, shown):
     name = "model.layers.0.mlp.up_proj.step"

@@ -12,6 +12,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 
+from mlx_packs.adapters import attach as attaching
 from mlx_packs.adapters.attach import attach
 from mlx_packs.bases.families import UNTRAINABLE, check_trainable
 from mlx_packs.config.schema import LoRAConfig
@@ -173,7 +174,7 @@ def test_untrainable_families_are_rejected_by_name_and_do_not_train(family, monk
     base = family_base(family)
     with raises("unsupported", None, family, UNTRAINABLE[family]):
         attach(base)
-    monkeypatch.setattr("mlx_packs.adapters.attach.check_trainable", lambda *_: None)
+    monkeypatch.setattr(attaching, "check_trainable", lambda *_: None)
     faults = {
         "bitnet": "No Metal back-end|no gradient|[Nn]ot implemented|no projection",
         "dbrx": "Attempting to eval an array",

@@ -71,8 +71,7 @@ def flip_beyond_the_sample(folder: Path) -> None:
     flip(file, *range(begin, begin + 200))
 
 
-@pytest.mark.parametrize("buffer", [7, 1 << 20])
-@pytest.mark.parametrize("piece", [1000, 4096, 16 << 20])
+@pytest.mark.parametrize(("piece", "buffer"), [(1000, 7), (4096, 1 << 20), (16 << 20, 1 << 20)])
 def test_a_fingerprint_is_what_its_docstring_says(tmp_path, monkeypatch, piece, buffer):
     monkeypatch.setattr(fingerprints, "_PIECE_BYTES", piece)
     monkeypatch.setattr(fingerprints, "_BUFFER_BYTES", buffer)
@@ -100,13 +99,14 @@ def test_names_dtypes_and_shapes_count(tmp_path):
     folder = tmp_path / "base"
     folder.mkdir()
     seen = set()
-    for name, tensor in (
-        ("a", mx.zeros((4, 2))),
-        ("b", mx.zeros((4, 2))),
-        ("a", mx.zeros((2, 4))),
-        ("a", mx.zeros((4, 2), mx.uint32)),
+    for name, shape, dtype in (
+        ("a", (4, 2), mx.float32),
+        ("b", (4, 2), mx.float32),
+        ("a", (2, 4), mx.float32),
+        ("a", (4, 2), mx.uint32),
     ):
-        mx.save_safetensors(str(folder / "model.safetensors"), {name: tensor})
+        tensor = {name: mx.zeros(shape, dtype)}
+        mx.save_safetensors(str(folder / "model.safetensors"), tensor)
         seen.add(fingerprint(folder))
     assert len(seen) == 4
 
@@ -144,11 +144,8 @@ def test_a_file_changed_in_place_is_noticed_by_its_ctime(tmp_path, cache):
         os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     after = file.stat()
-    assert (after.st_mtime_ns, after.st_size, after.st_ino) == (
-        before.st_mtime_ns,
-        before.st_size,
-        before.st_ino,
-    )
+    for name in ("st_mtime_ns", "st_size", "st_ino"):
+        assert getattr(after, name) == getattr(before, name)
     assert fingerprint(folder) not in (first, None)
     assert len(list(cache.iterdir())) == 1  # a folder has one entry
 
@@ -159,7 +156,7 @@ def test_a_file_that_was_just_written_is_not_kept(tmp_path, cache, monkeypatch):
     assert not cache.exists()
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 1}', "[" * 100_000])
+@pytest.mark.parametrize("content", ["", "[]", '{"format": 1}', "[" * 100_000])
 def test_a_damaged_entry_of_the_cache_is_made_again(tmp_path, cache, content):
     folder = checkpoint(tmp_path / "base")
     first = fingerprint(folder)
@@ -173,13 +170,8 @@ def test_without_a_cache_nothing_is_kept(tmp_path, cache, monkeypatch):
     monkeypatch.setenv("MLX_PACKS_CACHE", "off")
     folder = checkpoint(tmp_path / "base")
     assert fingerprint(folder) == fingerprint(folder) and not cache.exists()
-
-
-def test_a_cache_that_cannot_be_written_stops_nothing(tmp_path, monkeypatch):
-    (tmp_path / "cache").write_text("a file")
-    monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(fingerprints, "_SETTLED_SECONDS", -1)
-    folder = checkpoint(tmp_path / "base")
+    cache.parent.write_text("a file")  # which cannot be written
+    monkeypatch.setenv("MLX_PACKS_CACHE", str(cache.parent))
     assert fingerprint(folder) == fingerprint(folder)
 
 

@@ -118,8 +118,7 @@ def test_find_groups_names_module_and_both_shapes(qwen3_4b, wrong, projection, s
 @pytest.mark.parametrize(
     ("mode", "bits", "group_size"),
     [
-        *[("affine", bits, 64) for bits in (2, 3, 4, 5, 6, 8)],
-        *[("affine", 4, 32), ("affine", 4, 128)],
+        *[("affine", bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)],
         *[("mxfp4", 4, 32), ("nvfp4", 4, 16), ("mxfp8", 8, 32)],
     ],
 )

@@ -40,11 +40,8 @@ def set_config(base: Path, **values) -> Path:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *[
-            (key, bad)
-            for key in ("hidden_size", "vocab_size")
-            for bad in (0, -1, "9", 2**40, [1], {}, True)
-        ],
+        *[("hidden_size", bad) for bad in (0, -1, "9", 2**40, [1], {}, True)],
+        *[("vocab_size", bad) for bad in (0, "9")],
         *[("num_hidden_layers", bad) for bad in (0, -1, 2**40, 10_001, "6", 6.5, [6])],
         *[("num_attention_heads", bad) for bad in (0, "4", 2**31, [0])],
         *[("max_position_embeddings", bad) for bad in ("many", -1, [1], 1.5)],
@@ -96,9 +93,8 @@ def test_more_blocks_than_tensors_are_not_counted_through(base):
         check_files(set_config(base, text_config={"num_experts": 2**30}))
 
 
-@pytest.mark.parametrize("layers", [2**40, 9000])
-def test_plan_of_a_base_with_endless_blocks_is_one_line(base, rejected, layers):
-    set_config(base, num_hidden_layers=layers)
+def test_plan_of_a_base_with_endless_blocks_is_one_line(base, rejected):
+    set_config(base, num_hidden_layers=9000)
     check(rejected("plan", "--model", "b"), "unreadable", None, "config.json", "num_hidden_layers")
 
 
@@ -151,7 +147,7 @@ def test_an_index_of_another_shape_names_the_index(base, index):
 
 @pytest.mark.parametrize(
     "record",
-    ["[" * 99_999, "[]", '{"files": {"a": 1}}', '{"files": {"../a": {"bytes": 1, "sha256": "0"}}}'],
+    ["[" * 99_999, "[]", '{"files": {"../a": {"bytes": 1, "sha256": "0"}}}'],
 )
 def test_a_record_of_somebody_else_is_not_taken_for_ours(base, record):
     (base / "quantization.json").write_text(record)
@@ -211,19 +207,17 @@ def test_a_tokenizer_that_fails_on_a_text_names_its_folder(base, rejected):
     parts = {"added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "model": model}
     (base / "tokenizer.json").write_text(json.dumps({"version": "1.0", **parts}))
     load_tokenizer(base, TINY, False)
-    write_rows(base.parent / "d", train=[{"text": "\u00e9"}] * 4, valid=[{"text": "\u00e9"}] * 4)
-    raw = rejected("generate", "--model", "b", "--prompt", "\u00e9", "--raw")
-    check(raw, "unreadable", None, "b: the tokenizer", "UNK")
     chat = rejected("generate", "--model", "b", "--prompt", "\u00e9")
     check(chat, "data", None, "b/chat_template.jinja", "UNK")
+    write_rows(base.parent / "d", train=[{"text": "\u00e9"}] * 4)
     train = rejected("train", "--model", "b", "--data", "d", "--show-mask")
     check(train, "unreadable", None, "b: the tokenizer", "UNK")
 
 
 def test_a_generation_config_with_another_end_is_one_line(base, rejected):
-    for text in ('{"eos_token_id": "x"}', '{"eos_token_id": {"a": 1}}', "[1]", "[" * 99_999):
+    options = ("--model", "b", "--data", "tiny", "--show-mask")
+    for text in ('{"eos_token_id": {"a": 1}}', "[1]", "[" * 99_999):
         (base / "generation_config.json").write_text(text)
-        options = ("--model", "b", "--data", "tiny", "--show-mask")
         check(rejected("train", *options), "unreadable", None, "b: ")
 
 

