@@ -54,44 +54,6 @@ def test_attach_changes_no_logit_and_detach_restores_the_same_objects(family, ma
     assert mx.array_equal(base.model(TOKENS), before).item()
 
 
-def plain_lora_loss(base, attached, tensors):
-    """The same loss by merged dense weights: W + scale (A B)^T, a function of every A and B."""
-    specs = attached.specs
-    attached.detach()
-    modules = dict(base.model.named_modules())
-    frozen = {path: modules[path].weight for path in specs}
-
-    def loss(parameters):
-        for path, spec in specs.items():
-            a, b = parameters[f"{path}.lora_a"], parameters[f"{path}.lora_b"]
-            scale = mx.concatenate([mx.full((s.rank,), s.scale) for s in spec.slices if s.rank])
-            modules[path].weight = frozen[path] + ((a * scale) @ b).T
-        return loss_sum(base.model, None, BATCH)
-
-    return mx.value_and_grad(loss)(tensors)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_of_every_factor_equal_plain_lora(family):
-    base = base_of(family)
-    attached = attach(base, LoRAConfig(rank=3, alpha=6.0))
-    tensors = randomize(attached)
-    value_and_grad = nn.value_and_grad(
-        base.model, lambda b: loss_sum(base.model, split_head(base.model), b)
-    )
-    loss, grads = value_and_grad(BATCH)
-    base.model.update(grads)  # so that tensors() lays gradients out by their names on disk
-    ours = attached.tensors()
-    expected_loss, expected = plain_lora_loss(base, attached, tensors)
-    assert abs(loss.item() - expected_loss.item()) < 1e-4
-    for name, gradient in ours.items():
-        wanted = expected[name]
-        if gradient.shape != wanted.shape or name.endswith("lora_b"):
-            wanted = wanted * (tensors[name] != 0)  # B of a fused projection is block-diagonal
-        scale = mx.abs(wanted).max().item()
-        assert mx.abs(gradient - wanted).max().item() < 1e-4 * max(scale, 1.0), name
-
-
 def test_gradients_agree_with_finite_differences():
     base = base_of("qwen3", num_hidden_layers=1)
     attached = attach(base, LoRAConfig(rank=2))
@@ -184,19 +146,11 @@ def test_dropout_uses_one_mask_for_the_group():
     assert not mx.array_equal(k, again).item()
 
 
-def test_num_layers_adapts_the_last_blocks_only():
-    base = base_of("qwen3")
-    attached = attach(base, LoRAConfig(rank=2, num_layers=1))
-    assert attached.specs and all(p.startswith("model.layers.1.") for p in attached.specs)
-
-
 @pytest.mark.parametrize(
     ("lora", "code", "names"),
     [
         ({"target_modules": ("q_prj",)}, "unknown", ("'q_proj'", "down_proj, embed_tokens")),
-        ({"target_modules": ("model.norm",)}, "unsupported", ("RMSNorm",)),
         ({"rank": 1000}, "invalid", ("1000", "64")),
-        ({"num_layers": 9}, "mismatch", ("9", "2 blocks")),
         ({"rank_pattern": {"nothing": 3}}, "unknown", ("nothing",)),
         ({"alpha_pattern": {"nothing": 3}}, "unknown", ("nothing",)),
     ],

@@ -26,6 +26,7 @@ from tests.helpers.checkpoints import write_dense
 from tests.helpers.errors import raises
 from tests.helpers.models import base_of
 from tests.helpers.rows import CHATS, write_rows
+from tests.helpers.steps import moved
 
 TOKENS = mx.array([[5, 9, 3, 77, 12, 40], [1, 2, 3, 4, 5, 6]])
 TINY = TrainConfig(iters=2, batch_size=2, max_seq_length=48, lr_schedule="constant")
@@ -33,14 +34,6 @@ TINY = TrainConfig(iters=2, batch_size=2, max_seq_length=48, lr_schedule="consta
 
 def attached(base, *names: str, **lora):
     return attach(base, LoRAConfig(rank=4, target_modules=names, **lora))
-
-
-def moved(trainable):
-    """The same with other values."""
-    mx.random.seed(3)
-    changed = {n: t + 0.1 * mx.random.normal(t.shape) for n, t in trainable.tensors().items()}
-    trainable.load(changed, "test")
-    return trainable
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from tests.helpers.checkpoints import write_dense
 from tests.helpers.errors import raises
 from tests.helpers.models import SMALL_FAMILIES, base_of
 from tests.helpers.rows import chat, write_rows
+from tests.helpers.steps import moved
 
 TOKENS = mx.array([[5, 9, 3, 77, 12, 40], [1, 2, 3, 4, 5, 6]])
 OTHERS = ("dora", "pissa", "olora")  # that go with any base
@@ -25,16 +26,6 @@ OTHERS = ("dora", "pissa", "olora")  # that go with any base
 def attached(method: str, base, **lora):
     lora = LoRAConfig(rank=4, **lora)
     return find_method(method).attach(base, lora, TrainConfig(method=method), "quantized")
-
-
-def moved(trainable):
-    """The same with other values."""
-    changed = {
-        n: t + 0.05 * mx.random.normal(t.shape) * (not n.endswith(".m"))
-        for n, t in trainable.tensors().items()
-    }
-    trainable.load(changed, "test")
-    return trainable
 
 
 @pytest.mark.parametrize("method", OTHERS)
@@ -61,7 +52,7 @@ def test_of_a_quantized_base_too(method):
 def test_dora_is_the_adapted_weight_with_other_norms(family, mode):
     """The definition, with the weight made: m (W + s B A) / ||W + s B A||."""
     base = base_of(family)
-    trainable = moved(attached("dora", base))
+    trainable = moved(attached("dora", base), 0.05)
     tensors = trainable.tensors()
     for path in trainable.specs:  # magnitudes other than the norms
         tensors[f"{path}.m"] = tensors[f"{path}.m"] * 1.1 + 0.01
@@ -97,7 +88,7 @@ def test_rows_of_zeros_have_no_magnitude_and_finite_gradients():
 @pytest.mark.parametrize("method", ["dora", "pissa"])
 def test_the_graph_of_a_gpu_computes_the_same(method):
     base = base_of("qwen3")
-    moved(attached(method, base))
+    moved(attached(method, base), 0.05)
     base.model.train()
     on_cpu = base.model(TOKENS)
     with forced_profile(GPU):

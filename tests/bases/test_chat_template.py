@@ -1,6 +1,5 @@
 """Chat templates of a stranger: limits of time and size, and one line that names the template."""
 
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,10 +7,10 @@ import pytest
 
 from mlx_packs.bases import chat_template
 from mlx_packs.bases.chat_template import render_chat
-from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.data.conversations import Conversation
 from mlx_packs.errors import PackError
 from mlx_packs.inference.generate import chat_prompt
+from tests.helpers.bases import copy_tiny
 from tests.helpers.errors import check, raises
 
 CONVERSATION = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}]
@@ -209,6 +208,6 @@ def test_the_template_of_a_prompt_is_named(with_template):
     "command", ["train --model b --data tiny --show-mask", "generate --model b --prompt Hi"]
 )
 def test_commands_name_the_template(here, rejected, command):
-    shutil.copytree(tiny_checkpoint(), "b")
+    copy_tiny(Path("b"))
     Path("b/chat_template.jinja").write_text("{{ 'a' * 20000000000 }}")
     check(rejected(*command.split()), "unreadable", None, "b/chat_template.jinja: ")

@@ -12,6 +12,7 @@ from mlx_packs.bases.files import check_files, read_record, tiny_checkpoint
 from mlx_packs.bases.sentence_config import read_sentence_config
 from mlx_packs.bases.tokenizer import load_encoder_tokenizer, load_tokenizer
 from mlx_packs.errors import PackError
+from tests.helpers.bases import copy_tiny
 from tests.helpers.errors import check, raises
 from tests.helpers.rows import write_rows
 
@@ -22,14 +23,7 @@ TEMPLATE = "chat_template.jinja"
 @pytest.fixture
 def base(here) -> Path:
     """A copy of the tiny base, as ``b``; its weights are a link."""
-    folder = here / "b"
-    folder.mkdir()
-    for file in tiny_checkpoint().iterdir():
-        if file.suffix == ".safetensors":
-            (folder / file.name).symlink_to(file)
-        else:
-            shutil.copy(file, folder)
-    return folder
+    return copy_tiny(here / "b")
 
 
 def set_config(base: Path, **values) -> Path:

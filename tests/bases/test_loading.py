@@ -7,18 +7,15 @@ import threading
 import time
 from pathlib import Path
 
-import mlx.nn as nn
 import numpy as np
 import pytest
 from huggingface_hub import constants
-from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
 from mlx_packs.bases.files import (
     quantization_name,
     resolve_checkpoint,
     stored_quantization,
-    tiny_checkpoint,
     weight_files,
 )
 from mlx_packs.nn.frozen_weight import frozen_weight
@@ -26,47 +23,16 @@ from mlx_packs.nn.quantized import quantized_modules
 from mlx_packs.packs.base import load_base
 from mlx_packs.reading import read_header
 from mlx_packs.runtime import mx
+from tests.helpers.checkpoints import write_stored
 from tests.helpers.errors import raises
-from tests.helpers.models import model_of
 
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 TOKENS = mx.array([[1, 2, 3, 4, 5]])
 
 
 @pytest.fixture
 def checkpoint(tmp_path):
     """A function that writes a small Qwen3 checkpoint and returns its folder."""
-
-    def write(name="base", dtype=mx.float32, bits=None, mixed=None, shards=1, **changes) -> Path:
-        folder = tmp_path / name
-        folder.mkdir()
-        model, config = model_of("qwen3", vocab_size=4096, **changes)
-        model.set_dtype(dtype)
-        if bits:
-            chosen = {"group_size": 32, "bits": bits}
-            mixed = mixed or {}
-            nn.quantize(
-                model,
-                class_predicate=lambda path, m: (
-                    mixed.get(path, chosen) if hasattr(m, "to_quantized") else False
-                ),
-            )
-            config["quantization"] = {**chosen, **mixed}
-        tensors = tree_flatten(model.parameters())
-        parts = [dict(tensors[i::shards]) for i in range(shards)]
-        names = [f"model-{i + 1:05}-of-{shards:05}.safetensors" for i in range(shards)]
-        names = names if shards > 1 else ["model.safetensors"]
-        for file, part in zip(names, parts, strict=True):
-            mx.save_safetensors(str(folder / file), part)
-        if shards > 1:
-            index = {k: f for f, part in zip(names, parts, strict=True) for k in part}
-            (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-        (folder / "config.json").write_text(json.dumps(config))
-        for file in TOKENIZER:
-            shutil.copy(tiny_checkpoint() / file, folder)
-        return folder
-
-    return write
+    return lambda name="base", **options: write_stored(tmp_path / name, **options)
 
 
 @pytest.fixture
@@ -109,7 +75,7 @@ def logits_of_model(model) -> mx.array:
     "stored",
     [
         {"bits": 4, "shards": 3},
-        {"bits": 4, "mixed": {"model.layers.1.mlp.down_proj": {"group_size": 64, "bits": 8}}},
+        {"bits": 4, "finer": ["model.layers.1.mlp.down_proj"]},
         {"bits": 4, "dtype": mx.bfloat16},
         {"dtype": mx.bfloat16},
         {"dtype": mx.float16},
@@ -118,7 +84,7 @@ def logits_of_model(model) -> mx.array:
     ids=["sharded", "mixed", "4bit_bf16", "bf16", "fp16", "fp32"],
 )
 def test_load_base_computes_what_mlx_lm_computes(checkpoint, stored):
-    folder = checkpoint(**stored, intermediate_size=128)
+    folder = checkpoint(**stored)
     base = load_base(folder)
     reference, _ = load_model(folder)
     reference.set_dtype(mx.float32)
@@ -127,7 +93,7 @@ def test_load_base_computes_what_mlx_lm_computes(checkpoint, stored):
     if bits := stored.get("bits"):
         assert base.model.layers[0].self_attn.q_proj.bits == bits
         assert base.quantization["bits"] == bits and f"{bits}-bit" in base.summary()
-    if "mixed" in stored:
+    if "finer" in stored:
         down = base.model.layers[1].mlp.down_proj
         assert [down.bits, down.group_size] == [8, 64]
 

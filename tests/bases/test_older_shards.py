@@ -1,6 +1,5 @@
 """Files beside a base that its index does not name: no reader sees them."""
 
-import json
 import shutil
 
 import pytest
@@ -12,31 +11,22 @@ from mlx_packs.bases.loading import lazy_base
 from mlx_packs.bases.writer import quantize
 from mlx_packs.packs.base import load_base
 from mlx_packs.runtime import mx
-from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.checkpoints import write_stored
 from tests.helpers.errors import raises
 
 
-def shards(folder, weights, number, index=True):
-    """Write weights as shards, with an index or without."""
-    names, where = sorted(weights), {}
+def shards(folder, weights, number):
+    """Write weights as shards without an index."""
     for i in range(number):
-        shard = f"model-{i + 1:05d}-of-{number:05d}.safetensors"
-        part = {name: weights[name] for name in names[i::number]}
-        mx.save_safetensors(str(folder / shard), part, {"format": "mlx"})
-        where |= dict.fromkeys(part, shard)
-    if index:
-        content = json.dumps({"metadata": {}, "weight_map": where})
-        (folder / "model.safetensors.index.json").write_text(content)
+        name = f"model-{i + 1:05d}-of-{number:05d}.safetensors"
+        part = {key: weights[key] for key in sorted(weights)[i::number]}
+        mx.save_safetensors(str(folder / name), part, {"format": "mlx"})
 
 
 @pytest.fixture
 def clean(tmp_path):
     """A checkpoint of two shards."""
-    folder = write_checkpoint(tmp_path / "clean")
-    weights = mx.load(str(folder / "model.safetensors"))
-    shards(folder, weights, 2)
-    (folder / "model.safetensors").unlink()
-    return folder
+    return write_stored(tmp_path / "clean", shards=2)
 
 
 def zeros(folder):
@@ -45,7 +35,7 @@ def zeros(folder):
 
 
 def older_shards(folder):
-    shards(folder, zeros(folder), 4, index=False)
+    shards(folder, zeros(folder), 4)
 
 
 def older_single_file(folder):

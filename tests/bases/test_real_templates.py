@@ -1,16 +1,14 @@
 """The chat templates of five families as they are published: targets, prompts and BOS of a chat."""
 
-import shutil
-
 import pytest
 from transformers import AutoTokenizer
 
-from mlx_packs.bases.files import resolve_checkpoint
 from mlx_packs.bases.tokenizer import load_tokenizer
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data.encoding import EncodingOptions, encode
 from mlx_packs.data.formats import Row
 from mlx_packs.reading import read_json
+from tests.helpers.bases import copy_tiny
 
 LLAMA_3 = """\
 {% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
@@ -45,8 +43,7 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 def family(request, tmp_path_factory):
     """A tokenizer with the template and the special tokens of a family, and what is expected."""
     template, end, bos, eos, takes_system = FAMILIES[request.param]
-    folder = tmp_path_factory.mktemp("family") / "base"
-    shutil.copytree(resolve_checkpoint("tiny"), folder)
+    folder = copy_tiny(tmp_path_factory.mktemp("family") / "base")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     extra = [mark for mark in [*MARKS.split(), end] if mark not in (bos, eos)]
     tokenizer.add_special_tokens({"bos_token": bos, "eos_token": eos})

@@ -1,13 +1,11 @@
 """What ends an answer, where the template is, and BOS once: exact tokens and texts."""
 
 import json
-import shutil
 
 import pytest
 
 from mlx_packs import load_base
 from mlx_packs.bases.chat_template import render_chat
-from mlx_packs.bases.files import resolve_checkpoint
 from mlx_packs.bases.tokenizer import load_tokenizer, text_tokens
 from mlx_packs.bases.turns import AnswerEnd, answer_end, answer_end_note, render_conversation
 from mlx_packs.config.schema import DataConfig
@@ -20,6 +18,7 @@ from mlx_packs.inference.generate import chat_prompt
 from mlx_packs.reading import read_json
 from mlx_packs.serving.prompts import Prompts
 from mlx_packs.serving.protocol import ChatBody
+from tests.helpers.bases import copy_tiny
 from tests.helpers.rows import chat
 
 OPEN = "{% for m in messages %}{{ ('<|im_start|>' if m.role == 'user' else '<tool_call>') + '\n' + m.content }}{% endfor %}{% if add_generation_prompt %}{{ '<tool_call>\n' }}{% endif %}"
@@ -36,7 +35,7 @@ TURNS = [
 
 @pytest.fixture
 def folder(tmp_path):
-    return shutil.copytree(resolve_checkpoint("tiny"), tmp_path / "base")
+    return copy_tiny(tmp_path / "base")
 
 
 def change(folder, file, **values):

@@ -11,7 +11,6 @@ from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.errors import check, raises
 from tests.helpers.rows import chat, write_rows
 
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 DENSE = "--quantize nf4 (or affine4), or one in MLX's 4 bits"
 SAFE = "Take the safetensors of the same model"
 
@@ -78,25 +77,12 @@ def test_a_recipe_for_8_bit_bitsandbytes_names_our_8_bits(tmp_path, run):
     check(run.error, "unsupported", "load_in_8bit", "c.yaml: ", "affine8")
 
 
-def test_base_without_tokenizer_names_the_missing_files(llama_folder):
-    for name in TOKENIZER:
-        (llama_folder / name).unlink()
-    check_unsupported(
-        "not-found", ("tokenizer.json", "tokenizer_config.json"), load_base, llama_folder
-    )
-
-
 def test_a_sentencepiece_file_alone_names_what_is_read(llama_folder, capfd):
     (llama_folder / "tokenizer.json").unlink()
     (llama_folder / "tokenizer.model").write_bytes(b"no sentencepiece")
     edited(llama_folder, "tokenizer_config.json", tokenizer_class="LlamaTokenizer")
     check_unsupported("unsupported", ("tokenizer.model", "tokenizer.json"), load_base, llama_folder)
     assert capfd.readouterr().err == ""
-
-
-def test_a_damaged_tokenizer_is_named(llama_folder):
-    (llama_folder / "tokenizer.json").write_text('{"version": "1.0"}')
-    check_unsupported("unreadable", ("tokenizer.json", "config.json"), load_base, llama_folder)
 
 
 def test_tokenizer_of_a_larger_vocabulary_is_rejected_first(tmp_path):

@@ -1,7 +1,5 @@
 """Which tensor of a base's files an adapter changes: true, or not said; no other is merged."""
 
-import json
-import shutil
 from pathlib import Path
 
 import mlx.nn as nn
@@ -9,25 +7,19 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_packs import load_base
-from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.bases.model import weight_map
 from mlx_packs.reading import read_header
 from mlx_packs.runtime import mx
-from tests.helpers.checkpoints import merged, write_checkpoint
+from tests.helpers.checkpoints import merged, write_checkpoint, write_files
 from tests.helpers.models import base_of, model_of
 from tests.helpers.packs import random_pack
 
 
 def renamed(folder: Path) -> Path:
     """A Qwen2-VL, whose files name the language model as if it stood alone."""
-    folder.mkdir()
     model, text = model_of("qwen2", vocab_size=4096)
     tensors = {**dict(tree_flatten(model.parameters())), "visual.x.weight": mx.zeros((2, 2))}
-    mx.save_safetensors(str(folder / "model.safetensors"), tensors)
-    (folder / "config.json").write_text(json.dumps({**text, "model_type": "qwen2_vl"}))
-    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(tiny_checkpoint() / file, folder)
-    return folder
+    return write_files(folder, tensors, {**text, "model_type": "qwen2_vl"})
 
 
 def one_by_one(folder: Path) -> Path:
@@ -36,11 +28,11 @@ def one_by_one(folder: Path) -> Path:
     file = str(folder / "model.safetensors")
     apart = {}
     for name, tensor in mx.load(file).items():
-        if ".switch_mlp." not in name:
-            apart[name] = tensor
-            continue
-        for e, expert in enumerate(tensor):
-            apart[name.replace("switch_mlp.", f"experts.{e}.")] = mx.contiguous(expert)
+        each = [tensor]
+        if ".switch_mlp." in name:
+            each = map(mx.contiguous, tensor)
+        for e, expert in enumerate(each):
+            apart[name.replace("switch_mlp.", f"experts.{e}.")] = expert
     mx.save_safetensors(file, apart)
     return folder
 

@@ -21,9 +21,11 @@ from mlx_packs.packs.base import load_base
 from mlx_packs.reading import sha256
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import TOKENIZER_FILES, TOKENS, write_dense
+from tests.helpers.damage import flip_bit
 from tests.helpers.errors import check, raises
 
 SMALL_SHARDS = 2e-5  # GB; a few modules each
+SMALL = QuantizeOptions(max_shard_gb=SMALL_SHARDS)
 
 
 def save(folder: Path, tensors: dict) -> None:
@@ -44,7 +46,7 @@ def same(a: dict, b: dict) -> bool:
 
 
 @pytest.fixture
-def dense_checkpoint(tmp_path) -> Path:
+def dense(tmp_path) -> Path:
     return write_dense(tmp_path / "dense")
 
 
@@ -63,20 +65,20 @@ def quantize_rejected(run, tmp_path):
     return go
 
 
-def test_a_folder_is_the_base_that_is_quantized_on_loading(dense_checkpoint, tmp_path):
+def test_a_folder_is_the_base_that_is_quantized_on_loading(dense, tmp_path):
     options = QuantizeOptions(NF4Format(double_quant=False))
-    quantize.quantize(dense_checkpoint, tmp_path / "q", options)
+    quantize.quantize(dense, tmp_path / "q", options)
     written = load_base(tmp_path / "q")
-    loaded = load_base(dense_checkpoint, "nf4", double_quant=False)
+    loaded = load_base(dense, "nf4", double_quant=False)
     assert written.quantization["double_quant"] is False
     assert mx.array_equal(written.model(TOKENS), loaded.model(TOKENS)).item()
 
 
 @pytest.mark.parametrize("bits, group_size", [(4, 64), (3, 32)])
-def test_affine_is_what_mlx_lm_convert_writes(dense_checkpoint, tmp_path, bits, group_size):
-    convert(str(dense_checkpoint), tmp_path / "theirs", True, group_size, bits)
+def test_affine_is_what_mlx_lm_convert_writes(dense, tmp_path, bits, group_size):
+    convert(str(dense), tmp_path / "theirs", True, group_size, bits)
     options = QuantizeOptions(MLXFormat("affine", bits, group_size), max_shard_gb=SMALL_SHARDS)
-    quantize.quantize(dense_checkpoint, tmp_path / "ours", options)
+    quantize.quantize(dense, tmp_path / "ours", options)
     assert same(tensors_of(tmp_path / "ours"), tensors_of(tmp_path / "theirs"))
     ours, theirs = (
         json.loads((tmp_path / who / "config.json").read_text()) for who in ("ours", "theirs")
@@ -86,13 +88,13 @@ def test_affine_is_what_mlx_lm_convert_writes(dense_checkpoint, tmp_path, bits, 
 
 
 @pytest.mark.parametrize("double_quant, bits", [(True, 4.13), (False, 4.50)])
-def test_bits_per_weight_on_disk(dense_checkpoint, tmp_path, double_quant, bits):
+def test_bits_per_weight_on_disk(dense, tmp_path, double_quant, bits):
     options = QuantizeOptions(NF4Format(double_quant=double_quant))
-    report = quantize.quantize(dense_checkpoint, tmp_path / "q", options)
-    dense, written = tensors_of(dense_checkpoint), tensors_of(tmp_path / "q")
+    report = quantize.quantize(dense, tmp_path / "q", options)
+    before, written = tensors_of(dense), tensors_of(tmp_path / "q")
     paths = {name.removesuffix(".absmax") for name in written if name.endswith(".absmax")}
     stored = sum(t.nbytes for name, t in written.items() if name.rpartition(".")[0] in paths)
-    measured = 8 * stored / sum(dense[f"{path}.weight"].size for path in paths)
+    measured = 8 * stored / sum(before[f"{path}.weight"].size for path in paths)
     assert measured == pytest.approx(bits, abs=0.02)
     assert report["bits_per_quantized_weight"] == pytest.approx(measured, abs=1e-4)
 
@@ -111,11 +113,10 @@ def test_slices_give_the_bits_of_the_whole(monkeypatch, shape, double_quant):
     assert not result
 
 
-def test_mixed_recipes_keep_modules_dense_or_give_them_other_bits(dense_checkpoint, tmp_path, run):
+def test_mixed_recipes_keep_modules_dense_or_give_them_other_bits(dense, tmp_path, run):
     arguments = ("--keep", "embed_tokens,layers.0.mlp.up_proj", "--bits-for", "down_proj|lm_head=8")
-    code, out, err = run(
-        "quantize", "--model", dense_checkpoint, "--out", tmp_path / "q", *arguments, "--json"
-    )
+    places = ("--model", dense, "--out", tmp_path / "q")
+    code, out, err = run("quantize", *places, *arguments, "--json")
     assert code == 0, err
     assert json.loads(out)["quantized"] == 14
     stated = json.loads((tmp_path / "q" / "config.json").read_text())["quantization"]
@@ -133,9 +134,9 @@ def test_mixed_recipes_keep_modules_dense_or_give_them_other_bits(dense_checkpoi
     assert mx.isfinite(base.model(TOKENS)).all().item()
 
 
-def test_quantize_writes_index_tokenizer_and_hashes(dense_checkpoint, tmp_path):
+def test_quantize_writes_index_tokenizer_and_hashes(dense, tmp_path):
     out = tmp_path / "q"
-    report = quantize.quantize(dense_checkpoint, out, QuantizeOptions(max_shard_gb=SMALL_SHARDS))
+    report = quantize.quantize(dense, out, SMALL)
     shards = sorted(out.glob("model*.safetensors"))
     assert len(shards) == report["shards"] > 3
     index = json.loads((out / "model.safetensors.index.json").read_text())
@@ -148,19 +149,19 @@ def test_quantize_writes_index_tokenizer_and_hashes(dense_checkpoint, tmp_path):
         shard.name: sha256(shard) for shard in shards
     }
     for name in TOKENIZER_FILES:
-        assert (out / name).read_bytes() == (dense_checkpoint / name).read_bytes()
+        assert (out / name).read_bytes() == (dense / name).read_bytes()
 
 
-def test_stock_mlx_lm_loads_mixed_affine_bits(dense_checkpoint, tmp_path):
+def test_stock_mlx_lm_loads_mixed_affine_bits(dense, tmp_path):
     options = QuantizeOptions(MLXFormat(), bits_for=(("down_proj", 8),), keep=("lm_head",))
-    quantize.quantize(dense_checkpoint, tmp_path / "q", options)
+    quantize.quantize(dense, tmp_path / "q", options)
     model, _ = load_model(tmp_path / "q")
     assert model.layers[0].mlp.down_proj.bits == 8 and model.layers[0].mlp.up_proj.bits == 4
     assert mx.isfinite(model(TOKENS)).all().item()
 
 
 @pytest.fixture
-def interrupted(dense_checkpoint, tmp_path, monkeypatch):
+def interrupted(dense, tmp_path, monkeypatch):
     """A run that was stopped after some shards; what is kept of it, by name and inode."""
     real, calls = NF4Format.quantize, []
 
@@ -172,21 +173,18 @@ def interrupted(dense_checkpoint, tmp_path, monkeypatch):
 
     monkeypatch.setattr(NF4Format, "quantize", stop)
     with raises("interrupted", None, ".q.partial"):
-        quantize.quantize(
-            dense_checkpoint, tmp_path / "q", QuantizeOptions(max_shard_gb=SMALL_SHARDS)
-        )
+        quantize.quantize(dense, tmp_path / "q", SMALL)
     monkeypatch.setattr(NF4Format, "quantize", real)
     assert not (tmp_path / "q").exists()
     return {f.name: f.stat().st_ino for f in (tmp_path / ".q.partial").glob("*.safetensors")}
 
 
-def test_an_interrupted_run_goes_on_without_redoing_shards(dense_checkpoint, tmp_path, interrupted):
-    options = QuantizeOptions(max_shard_gb=SMALL_SHARDS)
-    report = quantize.quantize(dense_checkpoint, tmp_path / "q", options)
+def test_an_interrupted_run_goes_on_without_redoing_shards(dense, tmp_path, interrupted):
+    report = quantize.quantize(dense, tmp_path / "q", SMALL)
     assert report["shards_found"] == len(interrupted) > 0
     for name, inode in interrupted.items():
         assert (tmp_path / "q" / name).stat().st_ino == inode
-    quantize.quantize(dense_checkpoint, tmp_path / "uninterrupted", options)
+    quantize.quantize(dense, tmp_path / "uninterrupted", SMALL)
     for file in (tmp_path / "uninterrupted").iterdir():
         assert (tmp_path / "q" / file.name).read_bytes() == file.read_bytes()
     assert not (tmp_path / ".q.partial").exists()
@@ -194,47 +192,39 @@ def test_an_interrupted_run_goes_on_without_redoing_shards(dense_checkpoint, tmp
 
 @pytest.mark.parametrize("change", ["options", "source", "versions"])
 def test_shards_of_another_request_are_not_reused(
-    dense_checkpoint, tmp_path, interrupted, change, monkeypatch
+    dense, tmp_path, interrupted, change, monkeypatch
 ):
-    options = QuantizeOptions(max_shard_gb=SMALL_SHARDS)
+    options = SMALL
     if change == "versions":
         monkeypatch.setattr(runtime, "versions", lambda: {"mlx": "another"})
     if change == "options":
         options = QuantizeOptions(NF4Format(double_quant=False), max_shard_gb=SMALL_SHARDS)
     elif change == "source":
-        save(
-            dense_checkpoint,
-            {name: 2 * tensor for name, tensor in tensors_of(dense_checkpoint).items()},
-        )
-    assert quantize.quantize(dense_checkpoint, tmp_path / "q", options)["shards_found"] == 0
+        save(dense, {n: 2 * t for n, t in tensors_of(dense).items()})
+    assert quantize.quantize(dense, tmp_path / "q", options)["shards_found"] == 0
 
 
-def test_an_interruption_before_the_rename_keeps_every_shard(
-    dense_checkpoint, tmp_path, monkeypatch
-):
+def test_an_interruption_before_the_rename_keeps_every_shard(dense, tmp_path, monkeypatch):
     def stop(*_):
         raise KeyboardInterrupt
 
-    options = QuantizeOptions(max_shard_gb=SMALL_SHARDS)
     with monkeypatch.context() as patch, raises("interrupted", None, ".q.partial") as stopped:
         patch.setattr(quantize, "replace_folder", stop)
-        quantize.quantize(dense_checkpoint, tmp_path / "q", options)
+        quantize.quantize(dense, tmp_path / "q", SMALL)
     kept = len(list((tmp_path / ".q.partial").glob("*.safetensors")))
     assert f"{kept} of {kept} " in stopped.value.message
-    report = quantize.quantize(dense_checkpoint, tmp_path / "q", options)
+    report = quantize.quantize(dense, tmp_path / "q", SMALL)
     assert report["shards_found"] == report["shards"] > 3
 
 
-def test_interruption_after_the_rename_names_the_complete_folder(
-    dense_checkpoint, tmp_path, monkeypatch
-):
+def test_interruption_after_the_rename_names_the_complete_folder(dense, tmp_path, monkeypatch):
     def stop(*folders):
         files.replace_folder(*folders)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(quantize, "replace_folder", stop)
     with raises("interrupted", None, str(tmp_path / "q")):
-        quantize.quantize(dense_checkpoint, tmp_path / "q")
+        quantize.quantize(dense, tmp_path / "q")
     assert sorted(f.name for f in tmp_path.iterdir()) == ["dense", "q"]
     quantize.verify(tmp_path / "q")
 
@@ -258,49 +248,47 @@ def test_interruption_between_renames_keeps_the_old_folder(tmp_path, monkeypatch
     assert (tmp_path / "q" / "q").is_file() and (tmp_path / "new" / "new").is_file()
 
 
-def test_one_run_at_a_time_writes_a_folder(dense_checkpoint, tmp_path, quantize_rejected):
+def test_one_run_at_a_time_writes_a_folder(dense, tmp_path, quantize_rejected):
     with files.exclusive_writer(tmp_path / "out"):
-        quantize_rejected("busy", None, (str(tmp_path / "out"),), "--model", dense_checkpoint)
-        quantize.quantize(dense_checkpoint, tmp_path / "other")
+        quantize_rejected("busy", None, (str(tmp_path / "out"),), "--model", dense)
+        quantize.quantize(dense, tmp_path / "other")
     (tmp_path / ".out.lock").touch()  # of a run that was killed
-    quantize.quantize(dense_checkpoint, tmp_path / "out")
+    quantize.quantize(dense, tmp_path / "out")
     assert sorted(f.name for f in tmp_path.iterdir()) == ["dense", "other", "out"]
 
 
-def test_a_folder_that_appeared_meanwhile_is_not_replaced(dense_checkpoint, tmp_path, monkeypatch):
+def test_a_folder_that_appeared_meanwhile_is_not_replaced(dense, tmp_path, monkeypatch):
     real = quantize.plan_quantized
 
     def slow(*args):
         monkeypatch.setattr(quantize, "plan_quantized", real)
-        quantize.quantize(dense_checkpoint, tmp_path / "q")
+        quantize.quantize(dense, tmp_path / "q")
         return real(*args)
 
     monkeypatch.setattr(quantize, "plan_quantized", slow)
     with raises("exists", "out", str(tmp_path / "q")):
-        quantize.quantize(dense_checkpoint, tmp_path / "q", QuantizeOptions(MLXFormat()))
+        quantize.quantize(dense, tmp_path / "q", QuantizeOptions(MLXFormat()))
     assert quantize.verify(tmp_path / "q")["quantization"]["mode"] == "nf4"
 
 
-def test_inspect_holds_every_shard_against_its_hash(dense_checkpoint, tmp_path, run):
+def test_inspect_holds_every_shard_against_its_hash(dense, tmp_path, run):
     out = tmp_path / "q"
-    quantize.quantize(dense_checkpoint, out, QuantizeOptions(max_shard_gb=SMALL_SHARDS))
+    quantize.quantize(dense, out, SMALL)
     code, shown, _ = run("inspect", out)
     shards = sorted(out.glob("model*.safetensors"))
     assert code == 0 and shown.count(" ok\n") == len(shards)
     assert shown.startswith(f"base    {out} (") and "nf4 4-bit g64 double-quantized" in shown
     code, shown, _ = run("inspect", out, "--json")
     assert json.loads(shown) == json.loads((out / base_files.RECORD).read_text())
-    data = bytearray(shards[1].read_bytes())
-    data[-1] ^= 1
-    shards[1].write_bytes(data)
+    flip_bit(shards[1], 8 * shards[1].stat().st_size - 1)
     load_base(out)  # reads no hash
     code, shown, err = run("inspect", out)
     assert (code, shown) == (2, "") and len(err.splitlines()) == 1
     check(run.error, "unreadable", None, str(shards[1]), "sha256", "quantization.json")
 
 
-def test_a_shard_of_another_size_is_rejected_when_it_is_loaded(dense_checkpoint, tmp_path):
-    quantize.quantize(dense_checkpoint, tmp_path / "q", QuantizeOptions(max_shard_gb=SMALL_SHARDS))
+def test_a_shard_of_another_size_is_rejected_when_it_is_loaded(dense, tmp_path):
+    quantize.quantize(dense, tmp_path / "q", SMALL)
     shard = sorted((tmp_path / "q").glob("model*.safetensors"))[2]
     shard.write_bytes(shard.read_bytes() + b"more")
     with raises("unreadable", None, str(shard), "quantization.json"):
@@ -312,16 +300,16 @@ def test_a_shard_of_another_size_is_rejected_when_it_is_loaded(dense_checkpoint,
 
 
 def test_a_folder_that_is_there_is_replaced_only_with_overwrite(
-    dense_checkpoint, tmp_path, run, quantize_rejected
+    dense, tmp_path, run, quantize_rejected
 ):
-    arguments = ("--model", dense_checkpoint, "--out", tmp_path / "q")
+    arguments = ("--model", dense, "--out", tmp_path / "q")
     assert run("quantize", *arguments)[0] == 0
     quantize_rejected("exists", "out", (str(tmp_path / "q"), "--overwrite"), *arguments)
     assert run("quantize", *arguments, "--mode", "affine", "--overwrite")[0] == 0
     assert quantize.verify(tmp_path / "q")["quantization"]["mode"] == "affine"
     assert sorted(f.name for f in tmp_path.iterdir()) == ["dense", "q"]
-    args = ("--model", dense_checkpoint, "--out", dense_checkpoint, "--overwrite")
-    quantize_rejected("conflict", "out", (str(dense_checkpoint),), *args)
+    args = ("--model", dense, "--out", dense, "--overwrite")
+    quantize_rejected("conflict", "out", (str(dense),), *args)
 
 
 def test_modules_with_bias_are_quantized_and_the_bias_stays(tmp_path):
@@ -342,14 +330,12 @@ def test_modules_with_bias_are_quantized_and_the_bias_stays(tmp_path):
         ("model.norm.weight", float("inf"), "mlx"),
     ],
 )
-def test_a_weight_that_is_not_finite_is_named(
-    dense_checkpoint, quantize_rejected, name, bad, format
-):
-    tensors = tensors_of(dense_checkpoint)
+def test_a_weight_that_is_not_finite_is_named(dense, quantize_rejected, name, bad, format):
+    tensors = tensors_of(dense)
     flat = tensors[name].flatten()
     flat[3] = bad
-    save(dense_checkpoint, {**tensors, name: flat.reshape(tensors[name].shape)})
-    quantize_rejected("unreadable", None, (name,), "--model", dense_checkpoint, "--format", format)
+    save(dense, {**tensors, name: flat.reshape(tensors[name].shape)})
+    quantize_rejected("unreadable", None, (name,), "--model", dense, "--format", format)
 
 
 def test_tensors_without_rows_or_numbers_are_checked_too():
@@ -360,33 +346,31 @@ def test_tensors_without_rows_or_numbers_are_checked_too():
 
 
 def test_what_is_quantized_already_is_rejected_with_what_it_is(
-    dense_checkpoint, tmp_path, quantize_rejected, run
+    dense, tmp_path, quantize_rejected, run
 ):
-    config = json.loads((dense_checkpoint / "config.json").read_text())
+    config = json.loads((dense / "config.json").read_text())
     replace = ("--out", tmp_path / "q", "--overwrite")
     quantize_rejected("conflict", "model", ("(affine 4-bit g64)",), "--model", "tiny")
     for arguments, kind in (
         (["--mode", "nf4"], "nf4 4-bit g64 double-quantized"),
         (["--format", "bitsandbytes"], "bitsandbytes nf4"),
     ):
-        run("quantize", "--model", dense_checkpoint, *replace, *arguments)
+        run("quantize", "--model", dense, *replace, *arguments)
         quantize_rejected("conflict", "model", (f"({kind})",), "--model", tmp_path / "q")
     (tmp_path / "q" / "config.json").write_text(json.dumps(config))
     quantize_rejected("conflict", "model", (".weight is U8",), "--model", tmp_path / "q")
 
 
-def test_a_damaged_source_is_rejected(dense_checkpoint, quantize_rejected):
-    file = dense_checkpoint / "model.safetensors"
+def test_a_damaged_source_is_rejected(dense, quantize_rejected):
+    file = dense / "model.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[:-100])
-    quantize_rejected("unreadable", None, (str(file),), "--model", dense_checkpoint)
+    quantize_rejected("unreadable", None, (str(file),), "--model", dense)
     file.write_bytes(whole)
     index = {"weight_map": {"a": "model-00002-of-00002.safetensors"}}
-    (dense_checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    (dense / "model.safetensors.index.json").write_text(json.dumps(index))
     shard = "model-00002-of-00002.safetensors"
-    quantize_rejected(
-        "unreadable", None, (str(dense_checkpoint), shard), "--model", dense_checkpoint
-    )
+    quantize_rejected("unreadable", None, (str(dense), shard), "--model", dense)
 
 
 @pytest.mark.parametrize(
@@ -411,22 +395,20 @@ def test_a_damaged_source_is_rejected(dense_checkpoint, quantize_rejected):
         ("--model nowhere", "not-found", "model", "nowhere"),
     ],
 )
-def test_a_wrong_flag_is_one_line_that_names_it(
-    dense_checkpoint, quantize_rejected, args, code, flag, name
-):
-    quantize_rejected(code, flag, (name,), "--model", dense_checkpoint, *args.split())
+def test_a_wrong_flag_is_one_line_that_names_it(dense, quantize_rejected, args, code, flag, name):
+    quantize_rejected(code, flag, (name,), "--model", dense, *args.split())
 
 
 @pytest.mark.parametrize("flag", ["--block", "--group-size"])
-def test_group_size_is_the_block_of_nf4(dense_checkpoint, run, tmp_path, flag):
-    args = ("quantize", "--model", dense_checkpoint, "--out", tmp_path / "q", "--mode", "nf4")
+def test_group_size_is_the_block_of_nf4(dense, run, tmp_path, flag):
+    args = ("quantize", "--model", dense, "--out", tmp_path / "q", "--mode", "nf4")
     assert run(*args, flag, 32, "--double-quant")[0] == 0
     result = base_files.read_record(tmp_path / "q")["quantization"]
     assert (result["group_size"], result["double_quant"]) == (32, True)
 
 
-def test_a_record_of_somebody_else_is_not_taken_for_ours(dense_checkpoint, rejected, tmp_path):
-    quantize.quantize(dense_checkpoint, tmp_path / "q")
+def test_a_record_of_somebody_else_is_not_taken_for_ours(dense, rejected, tmp_path):
+    quantize.quantize(dense, tmp_path / "q")
     file = tmp_path / "q" / base_files.RECORD
     record = json.loads(file.read_text())
     for missing in ("quantization", "format", "source", "versions", "dense"):
@@ -435,20 +417,18 @@ def test_a_record_of_somebody_else_is_not_taken_for_ours(dense_checkpoint, rejec
         check(error, "unsupported", None, str(tmp_path / "q"), "quantization.json")
 
 
-def test_a_recipe_that_leaves_nothing_to_quantize_is_rejected(dense_checkpoint, quantize_rejected):
+def test_a_recipe_that_leaves_nothing_to_quantize_is_rejected(dense, quantize_rejected):
     every = "q_proj,k_proj,v_proj,o_proj,up_proj,gate_proj,down_proj,embed_tokens,lm_head"
-    quantize_rejected(
-        "conflict", None, (str(dense_checkpoint),), "--model", dense_checkpoint, "--keep", every
-    )
+    quantize_rejected("conflict", None, (str(dense),), "--model", dense, "--keep", every)
 
 
-def test_a_full_disk_leaves_nothing_behind(dense_checkpoint, tmp_path, monkeypatch):
+def test_a_full_disk_leaves_nothing_behind(dense, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with raises("unwritable", None, "No space left on device"):
-        quantize.quantize(dense_checkpoint, tmp_path / "q")
+        quantize.quantize(dense, tmp_path / "q")
     assert [f.name for f in tmp_path.iterdir()] == ["dense"]
 
 
@@ -472,12 +452,12 @@ def test_modules_left_dense_are_named_with_the_reason(tmp_path, run):
 
 
 def test_overwrite_replaces_only_what_packs_quantize_made(
-    dense_checkpoint, tmp_path, quantize_rejected, monkeypatch
+    dense, tmp_path, quantize_rejected, monkeypatch
 ):
-    parent = dense_checkpoint.parent / "holder"
+    parent = dense.parent / "holder"
     parent.mkdir()
     source = parent / "source"
-    shutil.copytree(dense_checkpoint, source)
+    shutil.copytree(dense, source)
     (parent / "thesis.txt").write_text("mine")
     replace = ("--model", source, "--overwrite", "--out")
     quantize_rejected("conflict", "out", (str(parent),), *replace, parent)

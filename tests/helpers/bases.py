@@ -1,8 +1,10 @@
-"""Bases for runs that need no other: the embedded one with dense weights, and a smaller one."""
+"""Bases for runs that need no other: the embedded one with dense weights, and smaller ones."""
 
+import shutil
 from functools import cache
 from pathlib import Path
 
+from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.nn.quantized import apply_matmul_path
 from mlx_packs.packs.base import Base, load_base
 from tests.helpers.models import model_of
@@ -26,3 +28,14 @@ def small_base(**changes) -> Base:
     """
     model, config = model_of("qwen3", **{"vocab_size": 4096, **changes})
     return Base("small", Path("nowhere"), model, dense_tiny().tokenizer, config, "0" * 64)
+
+
+def copy_tiny(folder: Path) -> Path:
+    """Copy the folder of the embedded base; its weights become a link."""
+    folder.mkdir()
+    for file in tiny_checkpoint().iterdir():
+        if file.suffix == ".safetensors":
+            (folder / file.name).symlink_to(file)
+        else:
+            shutil.copy(file, folder)
+    return folder

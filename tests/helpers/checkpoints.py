@@ -2,8 +2,10 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
+import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
@@ -103,3 +105,42 @@ def merged(pack: Pack, model: Path, out: Path, **options) -> dict:
     report = merge_pack(pack, model, out, **{"rows": 2, "max_drift": 10.0, **options})
     assert report["passed"] and verify(out)["merged"]["kl_mean"] == report["kl_mean"]
     return report
+
+
+def write_stored(
+    folder: Path,
+    bits: int | None = None,
+    finer: Sequence[str] = (),
+    dtype: mx.Dtype = mx.float32,
+    shards: int = 1,
+    **changes,
+) -> Path:
+    """Write a Qwen3 as mlx-lm stores it: dense or in ``bits``, ``finer`` modules in 8, in shards."""
+    model, config = model_of("qwen3", **SIZES | changes)
+    model.set_dtype(dtype)
+    if bits:
+        chosen = {"group_size": 32, "bits": bits}
+        of_finer = {path: {"group_size": 64, "bits": 8} for path in finer}
+
+        def how(path, module):
+            return of_finer.get(path, chosen) if hasattr(module, "to_quantized") else False
+
+        nn.quantize(model, class_predicate=how)
+        config["quantization"] = chosen | of_finer
+    write_files(folder, dict(tree_flatten(model.parameters())), config)
+    if shards > 1:
+        split(folder, shards)
+    return folder
+
+
+def split(folder: Path, shards: int) -> None:
+    """Split the weights of a checkpoint into shards with an index."""
+    tensors, where = mx.load(str(folder / "model.safetensors")), {}
+    for i in range(shards):
+        name = f"model-{i + 1:05}-of-{shards:05}.safetensors"
+        part = {key: tensors[key] for key in sorted(tensors)[i::shards]}
+        mx.save_safetensors(str(folder / name), part, {"format": "mlx"})
+        where |= dict.fromkeys(part, name)
+    (folder / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -12,6 +12,7 @@ from mlx_packs.bases.model import BaseModel
 from mlx_packs.hashes import sealed
 from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.packs.making import pack_of
+from mlx_packs.reading import sha256
 from mlx_packs.runtime import mx
 
 BASE = {
@@ -79,6 +80,13 @@ def edit_manifest(folder: Path, change: Callable[[dict], object]) -> None:
     manifest = json.loads(file.read_text())
     change(manifest)
     file.write_text(json.dumps(sealed(manifest)))
+
+
+def record_as_is(folder: Path, name: str = "adapters.safetensors") -> None:
+    """Let the manifest of a pack say what a changed file is, so that the pack agrees with itself."""
+    file = folder / name
+    facts = {"bytes": file.stat().st_size, "sha256": sha256(file)}
+    edit_manifest(folder, lambda manifest: manifest["files"].update({name: facts}))
 
 
 def merged_weights(attached: Attached) -> dict[str, mx.array]:

@@ -10,6 +10,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_packs import LoRAConfig, TrainConfig
 from mlx_packs.adapters.attach import attach
 from mlx_packs.adapters.lora import Attached
+from mlx_packs.adapters.trainable import Trainable
 from mlx_packs.data.batches import TokenCollate
 from mlx_packs.data.dataset import Batch
 from mlx_packs.data.encoding import Example
@@ -39,6 +40,17 @@ def fill_b(attached: Attached) -> None:
     """Give B random values: with B at zero, A would get no gradient."""
     for slot in attached.slots.values():
         slot.lora.lora_b[:] = [0.1 * mx.random.normal(b.shape) for b in slot.lora.lora_b]
+
+
+def moved(trainable: Trainable, size: float = 0.1) -> Trainable:
+    """Add normal numbers times ``size`` to all that is trained but DoRA's magnitudes."""
+    mx.random.seed(3)
+    changed = {
+        name: t + size * mx.random.normal(t.shape) * (not name.endswith(".m"))
+        for name, t in trainable.tensors().items()
+    }
+    trainable.load(changed, "test")
+    return trainable
 
 
 def make_batch(

@@ -1,19 +1,24 @@
 """A base with packs: applied, swapped and removed without touching the base; sums of packs."""
 
 import mlx.nn as nn
+import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
 from mlx_packs import Pack, weighted_sum
 from mlx_packs.adapters.tensors import delta_of
+from mlx_packs.data.batches import evaluation_batches
+from mlx_packs.data.encoding import Examples
+from mlx_packs.evaluation import perplexity
+from mlx_packs.evaluation.perplexity import Scorer
 from mlx_packs.nn.dora import DoRALinear
 from mlx_packs.packs.base import Base
 from mlx_packs.packs.weighted_sum import open_weighted
 from mlx_packs.runtime import mx
 from tests.helpers.errors import raises
-from tests.helpers.interpreter import run_python
 from tests.helpers.models import SMALL_FAMILIES, base_of, model_of
 from tests.helpers.packs import merged_weights, random_pack
+from tests.helpers.steps import examples_of
 
 PROBE = [[1, 2, 3, 4, 5, 6, 7, 8]]
 
@@ -170,38 +175,31 @@ def test_dense_path_is_kept_while_packs_of_one_shape_are_swapped(base, packs):
 
 
 @pytest.mark.slow
-def test_packs_of_one_shape_share_the_traces_that_score_them():
-    # one trace for three packs; without g++ MLX compiles nothing on a CPU and traces each call
-    code = """
-import numpy as np
-from tests.helpers.models import base_of
-from tests.helpers.packs import random_pack
-from mlx_packs.evaluation import perplexity as e
-from mlx_packs.data.batches import evaluation_batches
-from mlx_packs.data.encoding import Example, Examples
-from mlx_packs.runtime import mx
-mx.enable_compile()
-traced, real = [], e.target_loss
-e.target_loss = lambda *args, **given: traced.append(1) or real(*args, **given)
-probed = []
-probe = mx.compile(lambda x: probed.append(1) or x + 1)
-mx.eval(probe(mx.ones(1)), probe(mx.ones(1)))
-base = base_of("qwen3", num_hidden_layers=1)
-packs = [random_pack(base, seed) for seed in range(3)]
-rows = [Example(np.arange(1, n + 9, dtype=np.int32), np.arange(n + 8) > 2, "") for n in range(4)]
-batches = evaluation_batches(Examples(rows, "text", "all"), 4, 64)
-base.swap_pack(packs[0])
-scorer = e.Scorer(base.model, None)
-found = []
-for pack in packs:
-    base.swap_pack(pack)
-    found.append(scorer.examples(batches).nll)
-count = len(traced)
-same = all(np.array_equal(f, e.Scorer(base.model, None).examples(batches).nll)
-           for f, pack in zip(found, packs) if base.swap_pack(pack) is None)
-print(count - len(packs) * (len(probed) - 1), same, np.array_equal(found[0], found[1]))
-"""
-    assert run_python(code) in ("1 True False", "0 True False")
+def test_packs_of_one_shape_share_the_traces_that_score_them(monkeypatch):
+    traced, probed, target_loss = [], [], perplexity.target_loss
+    counted = lambda *args, **options: traced.append(1) or target_loss(*args, **options)  # noqa: E731
+    monkeypatch.setattr(perplexity, "target_loss", counted)
+    base = base_of("qwen3", num_hidden_layers=1)
+    packs = [random_pack(base, seed) for seed in range(3)]
+    batches = evaluation_batches(Examples(examples_of(range(8, 12)), "text", "all"), 4, 64)
+
+    def scores(scorer, pack):
+        base.swap_pack(pack)
+        return (scorer or Scorer(base.model, None)).examples(batches).nll
+
+    mx.enable_compile()
+    try:
+        probe = mx.compile(lambda x: probed.append(1) or x + 1)
+        mx.eval(probe(mx.ones(1)), probe(mx.ones(1)))
+        base.swap_pack(packs[0])
+        scorer = Scorer(base.model, None)
+        shared = [scores(scorer, pack) for pack in packs]
+        count = len(traced)
+        alone = [scores(None, pack) for pack in packs]
+    finally:
+        mx.disable_compile()
+    assert count == (1 if len(probed) == 1 else 3)  # without g++ MLX traces each call on a CPU
+    assert np.array_equal(shared, alone) and not np.array_equal(shared[0], shared[1])
 
 
 def deltas(base, pack: Pack) -> dict[str, mx.array]:

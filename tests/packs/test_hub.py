@@ -22,7 +22,7 @@ from mlx_packs.runtime import mx
 from tests.helpers.damage import flip_bit
 from tests.helpers.errors import check, raises
 from tests.helpers.local_hub import LocalHub, Repo
-from tests.helpers.packs import BASE, EVAL, edit_manifest, write_pack
+from tests.helpers.packs import BASE, EVAL, edit_manifest, record_as_is, write_pack
 
 # huggingface_hub's upload of LFS files uses an argument that its HTTP library will drop
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -66,12 +66,6 @@ def flip_last_bit(file: Path) -> None:
 
 def facts_of(content: bytes) -> dict:
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-
-
-def record_as_is(pack: Path, name: str) -> None:
-    """Let the manifest say what a changed file is."""
-    facts = facts_of((pack / name).read_bytes())
-    edit_manifest(pack, lambda manifest: manifest["files"].update({name: facts}))
 
 
 def serve(hub: LocalHub, pack: Path, change=None, **files: bytes) -> str:
