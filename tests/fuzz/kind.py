@@ -4,10 +4,11 @@ The subject stands in the folder ``subject`` of a sandbox, which is the current 
 write to ``out`` alone.
 """
 
+import json
 import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,10 +73,18 @@ class Case:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(data)
 
-    def edit(self, name: str, change: Callable[[bytes], bytes]) -> None:
-        """Replace a file by what a mutator makes of it."""
+    def edit(self, name: str, **more: object) -> None:
+        """Replace a file by a mutant of it; ``more`` are keys that its JSON has besides."""
+        data = self.files[name]
+        if more:
+            data = json.dumps(json.loads(data) | more).encode()
         self.mutator.note(name)
-        self.write(name, change(self.files[name]))
+        self.write(name, self.mutator.file(name, data))
+
+    def some(self, values: Mapping[str, object]) -> dict[str, object]:
+        """Return up to two of some values."""
+        keys = self.rng.sample(list(values), self.rng.choice((0, 1, 2)))
+        return {key: values[key] for key in keys}
 
     def replace(self, name: str) -> None:
         """Put something else in the place of a file: nothing, a folder, a FIFO, a link."""
@@ -84,7 +93,7 @@ class Case:
         self.mutator.note(f"{name} is {place}")
         _remove(file)
         if place == "empty":
-            file.write_bytes(b"")
+            file.touch()
         elif place == "folder":
             (file / "x").mkdir(parents=True)
         elif place == "fifo":
@@ -115,12 +124,14 @@ class Kind:
     Attributes:
         name: of the kind.
         words: names that mean something to the reader, which a mutant may put elsewhere.
+        parts: the files that are changed, and how often each is drawn.
         share: of the mutants that go through a whole command, which takes longer.
         in_place: whether calls write into the subject.
     """
 
     name = ""
-    words: tuple[str, ...] = ()
+    words: Sequence[str] = ()
+    parts: Mapping[str, float] = {}
     share = 0.02
     in_place = False
 
@@ -129,8 +140,16 @@ class Kind:
         raise NotImplementedError
 
     def mutate(self, case: Case) -> None:
-        """Change files of the subject."""
-        raise NotImplementedError
+        """Change one of the `parts`, or now and then put something else in its place."""
+        name = case.rng.choices(list(self.parts), list(self.parts.values()))[0]
+        if case.rng.random() < 0.03:
+            case.replace(name)
+        else:
+            self.change(case, name)
+
+    def change(self, case: Case, name: str) -> None:
+        """Change a file of the subject."""
+        case.edit(name)
 
     def cheap(self) -> list[Call]:
         """Return what takes a few milliseconds."""

@@ -6,7 +6,9 @@ A `Mutator` remembers in ``notes`` what it changed, so that a failure can say wh
 import copy
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import PurePath
 from typing import Any
 
 DEEP = 100_000  # beyond every recursion limit
@@ -33,6 +35,12 @@ OTHERS = (None, True, False, [], {}, [[]], [None], [0] * 1000, {"": None}, {"a":
 RAWS = (Raw("9" * LONG), Raw("-" + "9" * LONG), Raw("1e999"), Raw("1" + "0" * 400), Raw("nul"))
 RAWS += (Raw("[" * DEEP + "]" * DEEP), Raw('{"a":' * DEEP + "1" + "}" * DEEP), Raw("[" * DEEP))
 RAWS += (Raw('"\\ud800"'), Raw('{"a":1,"a":[]}'), Raw('"\\u0000"'), Raw("[" * 900 + "]" * 900))
+
+
+# Changes of a tree, and how often each is drawn.
+_CHANGES = {"value": 8, "near": 6, "delete": 4, "rename": 3, "double": 1, "copy": 3, "wrap": 1}
+_CHANGES |= {"grow": 1}
+_DTYPES = "BOOL U8 I8 F8_E4M3 I16 U16 F16 BF16 I32 U32 F32 F64 I64 U64 C64 x".split()
 
 
 def dumps(value: Any) -> str:
@@ -105,10 +113,7 @@ class Mutator:
 
     def _change(self, holder: Any, key: Any, all_places: list) -> None:
         rng, value = self.rng, holder[key]
-        kind = rng.choices(
-            ("value", "near", "delete", "rename", "double", "copy", "wrap", "grow"),
-            (8, 6, 4, 3, 1, 3, 1, 1),
-        )[0]
+        kind = rng.choices(list(_CHANGES), list(_CHANGES.values()))[0]
         if kind == "value":
             holder[key] = self.value()
         elif kind == "near":
@@ -123,11 +128,8 @@ class Mutator:
             holder[key] = Pairs([*value.items(), (first, self.value())])
         elif kind == "copy":
             other, name = rng.choice(all_places)
-            holder[key] = (
-                copy.deepcopy(other[name])
-                if name in range(len(other)) or isinstance(other, dict) and name in other
-                else None
-            )
+            with suppress(LookupError):  # an earlier change has removed it
+                holder[key] = copy.deepcopy(other[name])
         elif kind == "wrap":
             for _ in range(rng.choice((1, 50))):
                 value = [value]
@@ -136,31 +138,53 @@ class Mutator:
             kind = "grow"
             often = 300 if len(dumps(value)) < 1000 else 2
             holder[key] = [copy.deepcopy(value)] * rng.choice((2, often))
-        self.note(
-            f"{kind} at {key!r}: {holder[key]!r}"
-            if kind in ("value", "near", "copy")
-            else f"{kind} at {key!r}"
-        )
+        shown = f": {holder[key]!r}" if kind in ("value", "near", "copy") else ""
+        self.note(f"{kind} at {key!r}{shown}")
 
     def json(self, data: bytes) -> bytes:
         """Return a mutant of a JSON file: of its tree, or now and then of its bytes."""
         if self.rng.random() < 0.15:
             return self.bytes(data)
-        text = dumps(self.tree(json.loads(data)))
+        text = dumps(self.tree(json.loads(data))).encode(errors="surrogatepass")
         if self.rng.random() < 0.03:
             self.note("a byte order mark")
-            return b"\xef\xbb\xbf" + text.encode(errors="surrogatepass")
-        return text.encode(errors="surrogatepass")
+            return b"\xef\xbb\xbf" + text
+        return text
+
+    def file(self, name: str, data: bytes) -> bytes:
+        """Return a mutant of a file, by its format."""
+        mutant = {".json": self.json, ".safetensors": self.safetensors}
+        return mutant.get(PurePath(name).suffix, self.bytes)(data)
 
     def bytes(self, data: bytes) -> bytes:
         """Return a mutant of bytes: flips, cuts, inserts, splices, known bad values."""
         data = bytearray(data)
         for _ in range(self.rng.choice((1, 1, 2, 4))):
-            change = self.rng.choice(_BYTE_CHANGES)
+            kind = self.rng.choice(_BYTE_CHANGES)
             at = self.rng.randrange(len(data) + 1)
-            change(self.rng, data, at)
-            self.note(f"bytes: {change.__name__.strip('_')} at {at}")
+            self._change_bytes(kind, data, at)
+            self.note(f"bytes: {kind} at {at}")
         return bytes(data)
+
+    def _change_bytes(self, kind: str, data: bytearray, at: int) -> None:
+        rng = self.rng
+        if kind == "flip" and at < len(data):
+            data[at] ^= 1 << rng.randrange(8)
+        elif kind == "set":
+            data[at : at + 1] = bytes([rng.choice(_BYTES)])
+        elif kind == "cut the end":
+            del data[at:]
+        elif kind == "cut":
+            del data[at : at + rng.choice((1, 2, 8, 100))]
+        elif kind == "insert":
+            data[at:at] = rng.randbytes(rng.choice((1, 4, 100)))
+        elif kind == "insert known":
+            data[at:at] = rng.choice(_KNOWN)
+        elif kind == "splice":
+            start = rng.randrange(len(data) + 1)
+            data[at:at] = data[start : start + rng.choice((4, 40, 400))]
+        elif kind == "overwrite":
+            data[at : at + 8] = rng.choice(EDGES).to_bytes(8, "little")
 
     def safetensors(self, data: bytes) -> bytes:
         """Return a mutant of a safetensors file: of its header, its length, its numbers."""
@@ -191,9 +215,7 @@ class Mutator:
         shape = tensor["shape"]
         kind = rng.choice(("dtype", "shape", "size", "offsets", "drop", "name", "other"))
         if kind == "dtype":
-            tensor["dtype"] = rng.choice(
-                "BOOL U8 I8 F8_E4M3 I16 U16 F16 BF16 I32 U32 F32 F64 I64 U64 C64 x".split()
-            )
+            tensor["dtype"] = rng.choice(_DTYPES)
         elif kind == "shape":
             tensor["shape"] = rng.choice([shape[::-1], shape[1:], [1, *shape], [], [0, *shape]])
         elif kind == "size" and shape:
@@ -201,15 +223,8 @@ class Mutator:
         elif kind == "offsets":
             begin, end = tensor["data_offsets"]
             edge = rng.choice(EDGES)
-            ways = (
-                [end, begin],
-                [begin, end + 4],
-                [begin + 1, end + 1],
-                [0, edge],
-                [edge, edge],
-                [-4, end],
-            )
-            tensor["data_offsets"] = rng.choice(ways)
+            ways = [[end, begin], [begin, end + 4], [begin + 1, end + 1]]
+            tensor["data_offsets"] = rng.choice([*ways, [0, edge], [edge, edge], [-4, end]])
         elif kind == "drop":
             del header[name]
         elif kind == "name":
@@ -221,9 +236,7 @@ class Mutator:
 
     def _numbers(self, body: bytearray) -> bytes:
         """Fill a part of the numbers with NaN, infinities, the largest or zeros."""
-        fill = self.rng.choice(
-            (b"\xff\xff\xff\xff", b"\x00\x00\x80\x7f", b"\xff\xff\x7f\x7f", bytes(4))
-        )
+        fill = bytes.fromhex(self.rng.choice(("ffffffff", "0000807f", "ffff7f7f", "00000000")))
         count = self.rng.choice((1, 1, 16, len(body) // 4))
         at = self.rng.randrange(max(1, len(body) // 4)) * 4
         body[at : at + 4 * count] = (fill * count)[: len(body) - at]
@@ -231,62 +244,10 @@ class Mutator:
         return bytes(body)
 
 
-def _flip(rng: random.Random, data: bytearray, at: int) -> None:
-    if at < len(data):
-        data[at] ^= 1 << rng.randrange(8)
-
-
-def _set(rng: random.Random, data: bytearray, at: int) -> None:
-    data[at : at + 1] = bytes(
-        [rng.choice((0, 9, 10, 27, 34, 44, 58, 91, 92, 123, 125, 127, 155, 255))]
-    )
-
-
-def _cut_end(rng: random.Random, data: bytearray, at: int) -> None:
-    del data[at:]
-
-
-def _cut(rng: random.Random, data: bytearray, at: int) -> None:
-    del data[at : at + rng.choice((1, 2, 8, 100))]
-
-
-def _insert(rng: random.Random, data: bytearray, at: int) -> None:
-    data[at:at] = rng.randbytes(rng.choice((1, 4, 100)))
-
-
-def _insert_known(rng: random.Random, data: bytearray, at: int) -> None:
-    data[at:at] = rng.choice(_KNOWN)
-
-
-def _splice(rng: random.Random, data: bytearray, at: int) -> None:
-    start = rng.randrange(len(data) + 1)
-    data[at:at] = data[start : start + rng.choice((4, 40, 400))]
-
-
-def _overwrite(rng: random.Random, data: bytearray, at: int) -> None:
-    data[at : at + 8] = rng.choice(EDGES).to_bytes(8, "little")
-
-
-_KNOWN = (
-    b"\x00",
-    b"\xff\xfe",
-    b"\x80",
-    b"\xed\xa0\x80",
-    b"\x1b[31m",
-    b"\xe2\x80\xae",
-    b"\r",
-    b"\n\n",
-)
-_KNOWN += (
-    b"[" * 2000,
-    b"9" * LONG,
-    b"NaN",
-    b"\\ud800",
-    b"../../outside/evil",
-    b"!!python/name:os",
-    b"&a [*a]",
-)
-_BYTE_CHANGES: tuple[Callable, ...] = (
-    *(_flip, _flip, _set, _set, _cut_end, _cut),
-    *(_insert, _insert_known, _insert_known, _splice, _overwrite),
-)
+# What means something to readers of text, JSON and YAML.
+_BYTES = b'\x00\t\n\x1b",:[\\{}\x7f\x9b\xff'
+_KNOWN = (b"\x00", b"\xff\xfe", b"\x80", b"\xed\xa0\x80", b"\x1b[31m", b"\xe2\x80\xae", b"\r")
+_KNOWN += (b"\n\n", b"[" * 2000, b"9" * LONG, b"NaN", b"\\ud800", b"../../outside/evil")
+_KNOWN += (b"!!python/name:os", b"&a [*a]")
+_BYTE_CHANGES = ("flip", "flip", "set", "set", "cut the end", "cut")
+_BYTE_CHANGES += ("insert", "insert known", "insert known", "splice", "overwrite")

@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 from huggingface_hub import constants
 
@@ -76,21 +77,21 @@ class Report:
     rejected: int = 0
     failures: list[Failure] = field(default_factory=list)
 
-    def row(self) -> str:
-        """Return a row of a Markdown table; `HEADER` stands above it."""
-        count = Counter(failure.fault for failure in self.failures)
-        sites = len({f.where for f in self.failures if f.fault == "traceback"})
-        others = ", ".join(
-            f"{n} {fault}" for fault, n in count.items() if fault not in ("traceback", "hang")
-        )
-        return (
-            f"| {self.kind} | {self.cases:,} | {self.calls:,} | {self.accepted:,} | {self.rejected:,} "
-            f"| {count['traceback']} at {sites} sites | {count['hang']} | {others or 0} |"
-        )
+    def add(self, other: "Report") -> None:
+        """Add the counts and failures of other mutants."""
+        for name in ("cases", "calls", "accepted", "rejected", "failures"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
-
-HEADER = """| kind | cases | calls | exit 0 | exit 2 | tracebacks | over 10 s | others |
-|---|---|---|---|---|---|---|---|"""
+    def lines(self) -> list[str]:
+        """Return the counts, and the first failure at each place."""
+        counts = f"{self.cases} mutants, {self.calls} calls, {self.accepted} accepted"
+        failures = Counter(f"{f.fault} at {f.where}" for f in self.failures)
+        first = {(f.fault, f.where): f.line() for f in reversed(self.failures)}
+        return [
+            f"{self.kind}: {counts}, {self.rejected} rejected, {len(self.failures)} failures",
+            *(f"{n} x {where}" for where, n in failures.items()),
+            *first.values(),
+        ]
 
 
 @dataclass(frozen=True)
@@ -109,27 +110,26 @@ def sandbox() -> Iterator[Path]:
 
     No picture of a loss is drawn: matplotlib's first one writes its list of fonts to the home.
     """
-    keep, draws = dict(vars(constants)), picture.is_installed
-    environment, here = dict(os.environ), Path.cwd()
-    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+    keep = dict(vars(constants))
+    with (
+        tempfile.TemporaryDirectory(prefix="fuzz-") as folder,
+        pytest.MonkeyPatch.context() as patch,
+        limited_addresses(),
+    ):
         root = Path(folder).resolve()
         for name in ("home", "tmp", "elsewhere", "outside", OUT):
             (root / name).mkdir()
         (root / "elsewhere" / "file").write_text('{"secret": 1}')
-        os.environ |= {"HOME": str(root / "home"), "TMPDIR": str(root / "tmp"), "COLUMNS": "100"}
-        os.environ["MLX_PACKS_CACHE"] = "off"
-        picture.is_installed = lambda: False
-        os.chdir(root)
+        settings = {"HOME": f"{root}/home", "TMPDIR": f"{root}/tmp", "COLUMNS": "100"}
+        for name, value in {**settings, "MLX_PACKS_CACHE": "off"}.items():
+            patch.setenv(name, value)
+        patch.setattr(picture, "is_installed", lambda: False)
+        patch.chdir(root)
         vars(constants).update(_HUB | {name: str(root / "home" / name) for name in _CACHES})
         try:
-            with limited_addresses():
-                yield root
+            yield root
         finally:
-            os.chdir(here)
-            os.environ.clear()
-            os.environ.update(environment)
             vars(constants).update(keep)
-            picture.is_installed = draws
 
 
 _CACHES = ("HF_HUB_CACHE", "HF_ASSETS_CACHE")
@@ -141,8 +141,9 @@ def limited_addresses() -> Iterator[None]:
     """Let allocations beyond `_SPACE_BYTES` fail, where the system can."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     try:
+        most = (_status("VmSize:") or 64 << 30) + _SPACE_BYTES
         with suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_AS, (_addresses() + _SPACE_BYTES, before[1]))
+            resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
         yield
     finally:
         with suppress(ValueError, OSError):
@@ -188,19 +189,10 @@ class Fuzzer:
                 report.calls += 1
                 report.accepted += outcome.error is None and outcome.code in (0, 1)
                 report.rejected += outcome.code == 2
+                here = (self.kind.name, self.seed, number, call.name)
+                details = tuple(case.notes), _trace(outcome.error) or outcome.output[-3000:]
                 for fault, where in self._faults(call, outcome, before):
-                    details = _trace(outcome.error) or outcome.output[-3000:]
-                    failure = Failure(
-                        self.kind.name,
-                        self.seed,
-                        number,
-                        call.name,
-                        fault,
-                        where,
-                        tuple(case.notes),
-                        details,
-                    )
-                    report.failures.append(failure)
+                    report.failures.append(Failure(*here, fault, where, *details))
                 self._tidy()
         finally:
             case.restore(self.kind.in_place)
@@ -247,10 +239,11 @@ def run_call(call: Call) -> Outcome:
         logger.addHandler(handler)
     begin = _reset_peak()
     code, output, error = None, "", None
+    run = _command if call.args else _library
     try:
         with _printed() as printed, warnings.catch_warnings(), _time_limit():
             warnings.simplefilter("ignore")
-            code, output, error = _command(call.args) if call.args else _library(call)
+            code, output, error = run(call)
     except BaseException as raised:  # noqa: BLE001 (a Hang, a Rust panic)
         if isinstance(raised, KeyboardInterrupt):
             raise
@@ -261,8 +254,8 @@ def run_call(call: Call) -> Outcome:
     return Outcome(code, printed[0] + logs.getvalue() + output, error, _peak() - begin)
 
 
-def _command(args: tuple[str, ...]) -> tuple[int, str, BaseException | None]:
-    result = CliRunner().invoke(packs, list(args), prog_name="packs")
+def _command(call: Call) -> tuple[int, str, BaseException | None]:
+    result = CliRunner().invoke(packs, list(call.args), prog_name="packs")
     error = result.exception
     return result.exit_code, result.output, None if isinstance(error, SystemExit) else error
 
@@ -270,7 +263,6 @@ def _command(args: tuple[str, ...]) -> tuple[int, str, BaseException | None]:
 def _library(call: Call) -> tuple[int | None, str, BaseException | None]:
     text = io.StringIO()
     try:
-        assert call.function is not None
         with user_errors():
             call.function()
     except PackError as error:
@@ -307,15 +299,14 @@ def _printed() -> Iterator[list[str]]:
     sys.stderr.flush()
     kept = os.dup(1), os.dup(2)
     with tempfile.TemporaryFile(dir=_SHM) as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
         try:
             yield text
         finally:
-            os.dup2(kept[0], 1)
-            os.dup2(kept[1], 2)
-            os.close(kept[0])
-            os.close(kept[1])
+            for number, copy in zip((1, 2), kept, strict=True):
+                os.dup2(copy, number)
+                os.close(copy)
             file.seek(0)
             text[0] = file.read().decode(errors="replace")
 
@@ -342,10 +333,9 @@ def snapshot(root: Path, without: set[str]) -> dict[str, tuple]:
 def _site(error: BaseException) -> str:
     """Return the last line of the package in a traceback."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = [f for f in frames if "/mlx_packs/" in f.filename] or frames
-    if not ours:
-        return "?"
-    return f"{ours[-1].filename.rpartition('/mlx_packs/')[2]}:{ours[-1].lineno}"
+    for frame in reversed([f for f in frames if "/mlx_packs/" in f.filename] or frames):
+        return f"{frame.filename.rpartition('/mlx_packs/')[2]}:{frame.lineno}"
+    return "?"
 
 
 def _trace(error: BaseException | None) -> str:
@@ -358,10 +348,6 @@ def _status(key: str) -> int:
             if line.startswith(key.encode()):
                 return int(line.split()[1]) * 1024
     return 0
-
-
-def _addresses() -> int:
-    return _status("VmSize:") or 64 << 30
 
 
 def _reset_peak() -> int:
@@ -391,7 +377,7 @@ def fuzz(name: str, cases: range, seed: int, journal: Path | None = None) -> Rep
             for number in cases:
                 one = Report(name)
                 fuzzer.run(number, one)
-                _add(report, one)
+                report.add(one)
                 if journal is not None:
                     with journal.open("a") as file:
                         file.write(json.dumps(asdict(one)) + "\n")
@@ -401,12 +387,6 @@ def fuzz(name: str, cases: range, seed: int, journal: Path | None = None) -> Rep
             kind.close()
             mx.clear_cache()
     return report
-
-
-def _add(report: Report, other: Report) -> None:
-    for count in ("cases", "calls", "accepted", "rejected"):
-        setattr(report, count, getattr(report, count) + getattr(other, count))
-    report.failures += other.failures
 
 
 def supervise(name: str, cases: int, seed: int, first: int = 0) -> Report:
@@ -431,16 +411,14 @@ def supervise(name: str, cases: int, seed: int, first: int = 0) -> Report:
             for line in journal.read_text().splitlines():
                 one = json.loads(line)
                 one["failures"] = [Failure(**f) for f in one["failures"]]
-                _add(report, Report(**one))
+                report.add(Report(**one))
             at = first + report.cases
             if at == start and not stuck and child.returncode > 0:
                 raise RuntimeError(f"{name}: cannot be set up:\n{errors[-3000:]}")
             if at < end:
-                fault = (
-                    ("hang", f"over {STUCK_S} s")
-                    if stuck
-                    else ("crash", f"exit {child.returncode}")
-                )
+                fault = ("crash", f"exit {child.returncode}")
+                if stuck:
+                    fault = ("hang", f"over {STUCK_S} s")
                 report.failures.append(Failure(name, seed, at, "?", *fault, details=errors[-3000:]))
                 report.cases += 1
     return report

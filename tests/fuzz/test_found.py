@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from contextlib import suppress
+from functools import cache
 
 import pytest
 
@@ -19,6 +20,7 @@ from mlx_packs.packs.base import load_base
 from mlx_packs.packs.share import pull
 from mlx_packs.runtime import mx
 from mlx_packs.training.run_folder import read_identity
+from tests.fuzz.subjects import write_tokenizer
 from tests.helpers.checkpoints import write_checkpoint, write_quantized
 from tests.helpers.encoders import write_encoder
 from tests.helpers.errors import raises
@@ -31,33 +33,31 @@ BNB = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
 
 @pytest.mark.parametrize(
-    ("values", "key"),
+    ("tool", "values"),
     [
-        (PEFT | {"lora_alpha": [8]}, "lora_alpha"),
-        (PEFT | {"lora_alpha": "embedding"}, "lora_alpha"),
-        (PEFT | {"r": {"a": 1}}, "r"),
-        (PEFT | {"r": 10**400, "use_rslora": True}, "r"),
-        (PEFT | {"rank_pattern": [1]}, "rank_pattern"),
-        (PEFT | {"rank_pattern": {"q_proj": "x"}, "use_rslora": True}, "rank_pattern"),
-        (PEFT | {"alpha_pattern": 5}, "alpha_pattern"),
-        (PEFT | {"target_modules": 5}, "target_modules"),
-        (BNB | {"llm_int8_skip_modules": 5}, "llm_int8_skip_modules"),
-        (BNB | {"llm_int8_skip_modules": [[]]}, "llm_int8_skip_modules"),
+        (PEFT, {"lora_alpha": [8]}),
+        (PEFT, {"lora_alpha": "embedding"}),
+        (PEFT, {"r": {"a": 1}}),
+        (PEFT, {"r": 10**400, "use_rslora": True}),
+        (PEFT, {"rank_pattern": [1]}),
+        (PEFT, {"rank_pattern": {"q_proj": "x"}, "use_rslora": True}),
+        (PEFT, {"alpha_pattern": 5}),
+        (PEFT, {"target_modules": 5}),
+        (BNB, {"llm_int8_skip_modules": 5}),
+        (BNB, {"llm_int8_skip_modules": [[]]}),
     ],
 )
-def test_config_of_another_tool_with_a_wrong_type(values, key):
-    with raises("invalid", key, "c.json: "):
-        translate(values, "c.json")
+def test_config_of_another_tool_with_a_wrong_type(tool, values):
+    with raises("invalid", next(iter(values)), "c.json: "):
+        translate(tool | values, "c.json")
 
 
 @pytest.mark.parametrize(
-    "values",
-    [{"fine_tune_type": ["lora"]}, {"clear_cache_threshold": "9" * 400 + "GB"}],
-    ids=lambda values: next(iter(values)),
+    ("key", "value"), [("fine_tune_type", ["lora"]), ("clear_cache_threshold", "9" * 400 + "GB")]
 )
-def test_setting_of_mlx_lm_with_a_wrong_value(values):
-    with raises("invalid", next(iter(values)), "c.yaml: "):
-        resolve(values, "c.yaml")
+def test_setting_of_mlx_lm_with_a_wrong_value(key, value):
+    with raises("invalid", key, "c.yaml: "):
+        resolve({key: value}, "c.yaml")
 
 
 @pytest.mark.parametrize(
@@ -92,56 +92,68 @@ def test_prompt_of_which_the_template_leaves_nothing(shared_tiny):
 
 
 def test_tokenizer_whose_library_prints_a_strangers_key(tmp_path, capfd):
-    base = tiny_checkpoint()
-    tokenizer = json.loads((base / "tokenizer.json").read_text())
+    write_tokenizer(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
     tokenizer["added_tokens"][0]["x\x1b[31my"] = 1
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    shutil.copy(base / "config.json", tmp_path)
+    file.write_text(json.dumps(tokenizer))
+    shutil.copy(tiny_checkpoint() / "config.json", tmp_path)
     load_tokenizer(tmp_path, {"eos_token_id": 0}, False)
     out, err = capfd.readouterr()
     assert not out and "x?[31my" in err and "\x1b" not in err
 
 
-def test_scales_of_another_shape_than_their_weight(tmp_path):
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory):
+    """Write a small checkpoint in a format of MLX, once for each."""
+    folder = tmp_path_factory.mktemp("quantized")
+    source = write_checkpoint(folder / "dense")
+
+    @cache
+    def write(mode):
+        return write_quantized(folder / mode, source, 8 if mode == "mxfp8" else 4, mode)
+
+    return write
+
+
+def changed(source, folder, **values):
+    """Copy a checkpoint, without the record of its files, and change its config.json."""
+    base = shutil.copytree(source, folder)
+    (base / "quantization.json").unlink()
+    config = json.loads((base / "config.json").read_text()) | values
+    (base / "config.json").write_text(json.dumps(config))
+    return base
+
+
+def test_scales_of_another_shape_than_their_weight(quantized, tmp_path):
     """mlx-lm divides by the scales of a row, and MLX then by zero: the process ended."""
-    base = write_quantized(tmp_path / "q", write_checkpoint(tmp_path / "b"))
+    base = changed(quantized("affine"), tmp_path / "q")
     file = base / "model.safetensors"
     tensors = mx.load(str(file))
     name = "model.embed_tokens.scales"
     tensors[name] = tensors[name].T
     mx.save_safetensors(str(file), tensors)
-    (base / "quantization.json").unlink()
     with raises("unreadable", None, name):
         load_base(base)
 
 
-def change_config(base, **values) -> None:
-    file = base / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
-    (base / "quantization.json").unlink()
-
-
-@pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize(
     ("mode", "size"), [("affine", 1), ("affine", 3), ("mxfp4", 1), ("mxfp8", 1)]
 )
-def test_config_with_fewer_columns_than_scales(tmp_path, mode, size, lazy):
+def test_config_with_fewer_columns_than_scales(quantized, tmp_path, mode, size):
     """MLX divides by a group size of 0, and the process ended."""
-    source = write_checkpoint(tmp_path / "b")
-    bits = 8 if mode == "mxfp8" else 4
-    base = write_quantized(tmp_path / "q", source, bits, mode)
-    change_config(base, intermediate_size=size)
-    with raises("unreadable", None, "down_proj.scales", "config.json"):
-        lazy_base(base) if lazy else load_base(base)
+    base = changed(quantized(mode), tmp_path / "q", intermediate_size=size)
+    for load in (load_base, lazy_base):
+        with raises("unreadable", None, "down_proj.scales", "config.json"):
+            load(base)
 
 
 @pytest.mark.parametrize("key", ["group_size", "bits"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, "4", [4]], ids=str)
-def test_config_with_a_group_size_or_bits_of_a_module(tmp_path, key, value):
-    base = write_quantized(tmp_path / "q", write_checkpoint(tmp_path / "b"))
+def test_config_with_a_group_size_or_bits_of_a_module(quantized, tmp_path, key, value):
     path = "model.layers.0.mlp.up_proj"
     settings = {"group_size": 32, "bits": 4, path: {"group_size": 32, "bits": 4} | {key: value}}
-    change_config(base, quantization=settings)
+    base = changed(quantized("affine"), tmp_path / "q", quantization=settings)
     with raises("unreadable", None, "config.json", f"quantization.{path}.{key}"):
         load_base(base)
 

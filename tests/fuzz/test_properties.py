@@ -1,10 +1,7 @@
 """Properties of what reads and prints strangers' text, over inputs that hypothesis draws."""
 
 import json
-import re
-from datetime import timedelta
 
-import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,16 +13,14 @@ from mlx_packs.data.rows import read_rows
 from mlx_packs.errors import PackError, printable
 from mlx_packs.files import is_hub_id
 from mlx_packs.packs.hub import split_name
-from mlx_packs.packs.manifest import check_manifest, read_manifest, read_pin
-from mlx_packs.reading import read_header, read_json
-from tests.fuzz.mutate import CONTROLS
+from mlx_packs.reading import read_header
 
 settings.register_profile(
     "fuzz",
     derandomize=True,
     database=None,
-    max_examples=100,
-    deadline=timedelta(seconds=5),
+    max_examples=50,
+    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 settings.load_profile("fuzz")
@@ -43,24 +38,6 @@ NAMES = st.sampled_from(
 )
 
 
-@given(st.text(alphabet=st.sampled_from([*"".join(CONTROLS), *"ab \n\r\x85\u2028"])))
-def test_printable_text_is_one_line_that_steers_no_terminal(text):
-    shown = printable(text)
-    assert not re.search(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]", shown)
-    assert len(shown.splitlines()) <= 1
-    assert printable(shown) == shown
-    shown.encode()
-
-
-@given(
-    st.text(
-        alphabet=st.characters(min_codepoint=32, max_codepoint=0x2FF, exclude_categories=["Cc"])
-    )
-)
-def test_printable_leaves_ordinary_text_alone(text):
-    assert printable(text) == text
-
-
 def reads(function, *args) -> object:
     """What a reader returns; None if it rejects its input in one line."""
     try:
@@ -68,13 +45,6 @@ def reads(function, *args) -> object:
     except PackError as error:
         assert "\n" not in printable(error.message)
         return None
-
-
-@given(st.binary(max_size=200))
-def test_bytes_are_a_safetensors_header_or_an_error(tmp_path, data):
-    file = tmp_path / "x.safetensors"
-    file.write_bytes(data)
-    reads(read_header, file)
 
 
 @given(JSON, st.integers(0, 40))
@@ -86,22 +56,6 @@ def test_json_is_a_safetensors_header_or_an_error(tmp_path, value, size):
         header, start = result
         ends = [tensor["data_offsets"][1] for tensor in header.values()]
         assert start == 8 + len(text) and max(ends, default=0) <= size
-
-
-@pytest.mark.parametrize("reader", [read_json, read_manifest, read_settings, read_pin])
-@given(data=st.binary(max_size=60) | JSON.map(lambda v: json.dumps(v).encode()))
-def test_any_bytes_are_read_or_rejected(tmp_path, reader, data):
-    file = tmp_path / "hub.json"
-    file.write_bytes(data)
-    value = reads(reader, tmp_path if reader is read_pin else file)
-    assert value is None or isinstance(value, dict)
-
-
-@given(JSON)
-def test_any_value_is_a_manifest_or_a_value_error(value):
-    content = value if isinstance(value, dict) else {"base": value, "adapters": value}
-    with pytest.raises(ValueError):
-        check_manifest(content)
 
 
 @given(st.lists(st.dictionaries(st.text(max_size=8), JSON, max_size=3), min_size=1, max_size=3))

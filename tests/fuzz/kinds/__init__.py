@@ -1,13 +1,9 @@
-"""The kinds of input that are fuzzed: one file and one entry for each."""
+"""The kinds of input that are fuzzed."""
 
 from tests.fuzz.kind import Kind
-from tests.fuzz.kinds.base_bnb import BaseBnb
-from tests.fuzz.kinds.base_config import BaseConfig
-from tests.fuzz.kinds.base_dense import BaseDense
 from tests.fuzz.kinds.base_enc import BaseEnc
-from tests.fuzz.kinds.base_rec import BaseRec
-from tests.fuzz.kinds.base_st import BaseSt
 from tests.fuzz.kinds.base_tok import BaseTok
+from tests.fuzz.kinds.checkpoints import BaseBnb, BaseConfig, BaseDense, BaseRec, BaseSt
 from tests.fuzz.kinds.ckpt import CkptKind
 from tests.fuzz.kinds.gguf import GgufKind
 from tests.fuzz.kinds.http import BodyKind, RawKind

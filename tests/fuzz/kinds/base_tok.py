@@ -1,13 +1,12 @@
 """The tokenizer and the chat template of a base."""
 
-import json
 from pathlib import Path
 
 from mlx_packs.bases import chat_template
 from mlx_packs.bases.files import check_files
 from mlx_packs.bases.tokenizer import load_tokenizer
-from tests.fuzz.checkpoints import GENERATE
-from tests.fuzz.kind import SUBJECT, Call, Case, Kind, command, library
+from tests.fuzz.kind import SUBJECT, Kind, command, library
+from tests.fuzz.kinds.checkpoints import GENERATE
 from tests.fuzz.subjects import ORDINARY, write_base, write_chats
 
 TEMPLATES = (
@@ -34,8 +33,12 @@ TEMPLATES = (
     "{{ ('a,' * 9999999).split(',') | join('b' * 9999) }}",
     "",
 )
-FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
-SPECIAL = '{"bos_token": "<|im_start|>", "eos_token": {"content": "<|im_end|>", "lstrip": false}}'
+CONFIG, TEMPLATE, SPECIAL = (
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+)
+TOKENS = b'{"bos_token": "<|im_start|>", "eos_token": {"content": "<|im_end|>", "lstrip": false}}'
 MORE = {
     "auto_map": {"AutoTokenizer": ["x.T", None]},
     "chat_template": "{{ messages }}",
@@ -48,11 +51,11 @@ MORE = {
     "extra_special_tokens": {"image_token": "<i>"},
     "fix_mistral_regex": True,
 }
-CLASSES = "Qwen2Tokenizer LlamaTokenizer GPT2TokenizerFast BertTokenizer T5Tokenizer None TokenizersBackend"
+CLASSES = "Qwen2Tokenizer LlamaTokenizer GPT2TokenizerFast BertTokenizer T5Tokenizer None"
+CLASSES = [*CLASSES.split(), "TokenizersBackend"]
 
 
 def load_it() -> None:
-    """Load the tokenizer."""
     config = {"eos_token_id": ORDINARY + 2, "model_type": "qwen3"}
     check_files(Path(SUBJECT))
     load_tokenizer(Path(SUBJECT), config, False)
@@ -62,56 +65,33 @@ class BaseTok(Kind):
     """A base whose tokenizer files are mutated."""
 
     name = "base-tok"
-    words = (
-        "BPE",
-        "WordPiece",
-        "Unigram",
-        "WordLevel",
-        "Replace",
-        "Prepend",
-        "Metaspace",
-        "Fuse",
-        *MORE,
-    )
+    words = (*"BPE WordPiece Unigram WordLevel Replace Prepend Metaspace Fuse".split(), *MORE)
+    parts = {"tokenizer.json": 12, CONFIG: 8, TEMPLATE: 6, SPECIAL: 1, "generation_config.json": 1}
 
-    def make(self, folder: Path) -> None:
-        """Write a base."""
+    def make(self, folder):
         write_base(folder)
         (folder / "generation_config.json").write_text(f'{{"eos_token_id": [{ORDINARY + 2}]}}')
         write_chats(folder.with_name("data"))
         self.seconds, chat_template.SECONDS = chat_template.SECONDS, 0.5
 
-    def close(self) -> None:
-        """Give templates their time again."""
+    def close(self):
         chat_template.SECONDS = self.seconds
 
-    def mutate(self, case: Case) -> None:
-        """Change one of the files."""
-        name = case.rng.choices((*FILES, "special_tokens_map.json"), (6, 4, 3, 0.5, 0.5))[0]
-        if case.rng.random() < 0.02:
-            case.replace(name)
-        elif name == "chat_template.jinja":
-            template = case.rng.choice(TEMPLATES)
-            case.mutator.note(template)
-            if case.rng.random() < 0.5:
-                return case.edit(name, case.mutator.bytes)
-            case.write(name, template.encode())
-        elif name == "special_tokens_map.json":
-            case.write(name, case.mutator.json(SPECIAL.encode()))
-        elif name == "tokenizer_config.json":
-            config = json.loads(case.files[name])
-            key = case.rng.choice(list(MORE))
-            config |= {key: MORE[key], "tokenizer_class": case.rng.choice(CLASSES.split())}
-            case.write(name, case.mutator.json(json.dumps(config).encode()))
-        else:
-            case.edit(name, case.mutator.json)
-        return None
+    def change(self, case, name):
+        if name == CONFIG:
+            one = case.rng.choice(list(MORE))
+            return case.edit(name, **{one: MORE[one], "tokenizer_class": case.rng.choice(CLASSES)})
+        if name == SPECIAL:
+            return case.write(name, case.mutator.json(TOKENS))
+        if name != TEMPLATE or case.rng.random() < 0.5:
+            return case.edit(name)
+        template = case.rng.choice(TEMPLATES)
+        case.mutator.note(template)
+        return case.write(name, template.encode())
 
-    def cheap(self) -> list[Call]:
-        """Return loading it, and showing which tokens are trained on."""
+    def cheap(self):
         mask = command("train", "--model", SUBJECT, "--data", "data", "--show-mask")
         return [library(load_it, "load_tokenizer"), mask]
 
-    def whole(self) -> list[Call]:
-        """Return generating from a conversation."""
+    def whole(self):
         return [command(*(arg for arg in GENERATE if arg != "--raw"))]

@@ -1,12 +1,10 @@
 """A base in a GGUF file: its header, its metadata, its tensors."""
 
-from pathlib import Path
-
 from gguf import GGUFReader
 
 from mlx_packs import load_base
 from mlx_packs.bases.loading import lazy_base
-from tests.fuzz.kind import SUBJECT, Call, Case, Kind, command, library
+from tests.fuzz.kind import SUBJECT, Case, Kind, command, library
 from tests.fuzz.mutate import EDGES
 from tests.helpers.gguf_file import write_tiny
 
@@ -16,17 +14,12 @@ PLAN = ("plan", "--model", MODEL, "--memory", "1", "--batch-size", "1")
 GENERATE = ("generate", "--model", MODEL, "--prompt", "a", "--max-tokens", "1", "--raw")
 
 
-def open_lazily() -> None:
-    """Convert the subject, and load it without reading its weights."""
-    lazy_base(MODEL)
-
-
 class GgufKind(Kind):
     """A file of llama.cpp with tensors of four types, a byte-level tokenizer and a template."""
 
     name = "gguf"
 
-    def make(self, folder: Path) -> None:
+    def make(self, folder):
         """Write a tiny file, load it, and remember where values of keys and tensors are."""
         folder.mkdir()
         file = folder / FILE
@@ -38,21 +31,18 @@ class GgufKind(Kind):
         self.values = {f.name: int(f.offset) + 8 + len(f.name.encode()) for f in fields}
         self.header_bytes = int(min(tensor.data_offset for tensor in reader.tensors))
 
-    def mutate(self, case: Case) -> None:
+    def mutate(self, case):
         """Change a value, bytes of the header or of tensors, or what the file is."""
         kind = case.rng.choices(("value", "header", "tensors", "place"), (60, 25, 12, 3))[0]
         if kind == "place":
             return case.replace(FILE)
-        data, cut = case.files[FILE], self.header_bytes
+        data = case.files[FILE]
         if kind == "value":
             return case.write(FILE, self._changed_value(case, data))
-        head, body = data[:cut], data[cut:]
+        parts = {"header": data[: self.header_bytes], "tensors": data[self.header_bytes :]}
         case.mutator.note(kind)
-        if kind == "header":
-            head = case.mutator.bytes(head)
-        else:
-            body = case.mutator.bytes(body)
-        return case.write(FILE, head + body)
+        parts[kind] = case.mutator.bytes(parts[kind])
+        return case.write(FILE, b"".join(parts.values()))
 
     def _changed_value(self, case: Case, data: bytes) -> bytes:
         """Change the type, length, shape or number that follows the name of a key or a tensor."""
@@ -66,10 +56,8 @@ class GgufKind(Kind):
         case.mutator.note(f"{name}: {width} bytes at {at} are {new}")
         return bytes(changed)
 
-    def cheap(self) -> list[Call]:
-        """Return the plan, and loading it lazily."""
-        return [command(*PLAN), library(open_lazily, "lazy_base")]
+    def cheap(self):
+        return [command(*PLAN), library(lambda: lazy_base(MODEL), "lazy_base")]
 
-    def whole(self) -> list[Call]:
-        """Return a command that reads the weights."""
+    def whole(self):
         return [command(*GENERATE)]

@@ -13,7 +13,7 @@ from mlx_packs.errors import PackError
 from mlx_packs.serving.embedding import Embedder
 from mlx_packs.serving.generation import Generator
 from mlx_packs.serving.request import Limits
-from tests.fuzz.kind import SUBJECT, Call, Case, Kind, library
+from tests.fuzz.kind import SUBJECT, Kind, library
 from tests.fuzz.subjects import write_base, write_pack_on
 from tests.helpers.encoders import write_encoder
 from tests.helpers.packs import random_pack
@@ -24,41 +24,28 @@ CALLED = {"id": "c1", "type": "function", "function": {"name": "f", "arguments":
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["b"]}}, "required": ["a"]}
 COMMON = {"model": "one", "max_tokens": 1, "temperature": 0.5, "top_p": 0.9, "top_k": 3, "seed": 1}
 COMMON |= {"logit_bias": {"5": 1.5}, "stop": ["a", "bc"], "min_p": 0.1, "presence_penalty": 0.5}
+TURNS = [
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": [{"type": "text", "text": "u"}]},
+    {"role": "assistant", "content": None, "tool_calls": [CALLED]},
+    {"role": "tool", "content": "1", "tool_call_id": "c1"},
+]
+CHAT = {"messages": TURNS, "tools": [TOOL], "logprobs": True, "top_logprobs": 2, "stream": True}
+CHAT |= {"stream_options": {"include_usage": True}}
+CHAT |= {"chat_template_kwargs": {"enable_thinking": False}}
+FORM = {"messages": [{"role": "user", "content": "u"}], "max_completion_tokens": 8}
+FORM |= {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}}
 BODIES = {
-    "chat": COMMON
-    | {
-        "messages": [
-            {"role": "system", "content": "s"},
-            {"role": "user", "content": [{"type": "text", "text": "u"}]},
-            {"role": "assistant", "content": None, "tool_calls": [CALLED]},
-            {"role": "tool", "content": "1", "tool_call_id": "c1"},
-        ],
-        "tools": [TOOL],
-        "logprobs": True,
-        "top_logprobs": 2,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "chat_template_kwargs": {"enable_thinking": False},
-    },
-    "form": COMMON
-    | {
-        "messages": [{"role": "user", "content": "u"}],
-        "max_completion_tokens": 8,
-        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
-    },
+    "chat": COMMON | CHAT,
+    "form": COMMON | FORM,
     "completion": COMMON | {"prompt": ["a b"], "echo": True, "logprobs": 2, "n": 2},
     "tokens": {"model": "one:1", "prompt": [5, 6], "max_tokens": 1},
     "embedding": {"model": "one", "input": ["a", "b c"], "encoding_format": "base64"},
     "pack": {"source": "one", "name": "two"},
 }
-PATHS = {
-    "chat": "/v1/chat/completions",
-    "form": "/v1/chat/completions",
-    "completion": "/v1/completions",
-    "tokens": "/v1/completions",
-    "embedding": "/v1/embeddings",
-    "pack": "/v1/packs",
-}
+PATHS = dict.fromkeys(("chat", "form"), "/v1/chat/completions")
+PATHS |= dict.fromkeys(("completion", "tokens"), "/v1/completions")
+PATHS |= {"embedding": "/v1/embeddings", "pack": "/v1/packs"}
 
 
 def judge(status: int, answer: bytes) -> None:
@@ -75,8 +62,7 @@ def judge(status: int, answer: bytes) -> None:
 class _Served(Kind):
     """A server of a small base and its pack."""
 
-    def make(self, folder: Path) -> None:
-        """Start the server."""
+    def make(self, folder):
         self._open = ExitStack()
         base = write_base(folder.with_name("base"))
         write_pack_on(base, folder.with_name("packs") / "one")
@@ -88,8 +74,7 @@ class _Served(Kind):
         self._open.callback(worker.close, 0.0)
         return self._open.enter_context(Running(worker, packs))
 
-    def close(self) -> None:
-        """Stop what was started."""
+    def close(self):
         self._open.close()
 
     def check_alive(self) -> None:
@@ -105,8 +90,7 @@ class BodyKind(_Served):
     words = (*BODIES["chat"], *BODIES["form"], "prompt", "input", "name", "source", "type", "text")
     words += ("role", "content", "one", "base", "one+one", "one:nan", "user", "json_object", "$ref")
 
-    def make(self, folder: Path) -> None:
-        """Write a body of each route, and start a server of texts and one of embeddings."""
+    def make(self, folder):
         super().make(folder)
         folder.mkdir()
         for name, body in BODIES.items():
@@ -118,10 +102,9 @@ class BodyKind(_Served):
 
     chosen = "chat"
 
-    def mutate(self, case: Case) -> None:
-        """Change a body."""
+    def mutate(self, case):
         self.chosen = case.rng.choice(list(BODIES))
-        case.edit(f"{self.chosen}.json", case.mutator.json)
+        case.edit(f"{self.chosen}.json")
 
     def _post(self, name: str) -> None:
         server = self.embedding if name == "embedding" else self.server
@@ -138,12 +121,10 @@ class BodyKind(_Served):
         if status == 201 and content["name"] != "one":
             judge(*server.request("DELETE", f"/v1/packs/{content['name']}")[::2])
 
-    def cheap(self) -> list[Call]:
-        """Return sending it; before a mutant was chosen, sending each."""
+    def cheap(self):
         return [library(lambda name=name: self._post(name), PATHS[name]) for name in BODIES]
 
-    def calls(self, case: Case) -> list[Call]:
-        """Return sending the body that was changed."""
+    def calls(self, case):
         return [library(lambda: self._post(self.chosen), PATHS[self.chosen])]
 
     def check_alive(self) -> None:
@@ -168,43 +149,36 @@ RAW = {
     + b"Transfer-Encoding: chunked\r\n\r\n%x;a=b\r\n%s\r\n0\r\nA: b\r\n\r\n" % (len(_TEXT), _TEXT),
     "old": b"GET /health HTTP/1.0\r\nHost: localhost\r\nAuthorization: Bearer x\r\n\r\n",
 }
-LINES = (
-    b"Host: example.org",
-    b"Host: [::1",
-    b"Host:",
-    b"Content-Length: 5",
-    b"Content-Length: -1",
-    b"Content-Length: 99999999999999999999",
-    b"Content-Length: 1, 1",
-    b"Transfer-Encoding: chunked",
-    b"Transfer-Encoding: gzip, chunked",
-    b"Content-Encoding: gzip",
-    b"Expect: 100-continue",
-    b"Connection: Upgrade",
-    b"Upgrade: websocket",
-    b"Upgrade: h2c",
-    b"Authorization: \xff\xfe",
-    b"Content-Type: application/json; charset=utf-16",
-    b"X: " + b"y" * 70_000,
-    b"\xff\x00: a",
-    b" folded",
-    b"X-Forwarded-For: ::1",
-    b": no name",
-)
-FIRST = (
-    b"POST /v1/packs HTTP/1.1",
-    b"OPTIONS * HTTP/1.1",
-    b"GET http://localhost/health HTTP/1.1",
-    b"HEAD / HTTP/1.1",
-    b"CONNECT localhost:80 HTTP/1.1",
-    b"GET /v1/models/%00%ff%2e%2e%2f HTTP/1.1",
-    b"GET /" + b"a" * 9000 + b" HTTP/1.1",
-    b"GET / HTTP/2.0",
-    b"PRI * HTTP/2.0",
-    b"get / HTTP/1.1",
-    b"GET /\xc3\xa9 HTTP/1.1",
-    b"",
-)
+LINES = rb"""Host: example.org
+Host: [::1
+Host:
+Content-Length: 5
+Content-Length: -1
+Content-Length: 99999999999999999999
+Content-Length: 1, 1
+Transfer-Encoding: chunked
+Transfer-Encoding: gzip, chunked
+Content-Encoding: gzip
+Expect: 100-continue
+Connection: Upgrade
+Upgrade: websocket
+Upgrade: h2c
+Content-Type: application/json; charset=utf-16
+ folded
+X-Forwarded-For: ::1
+: no name""".split(b"\n")
+LINES += [b"Authorization: \xff\xfe", b"X: " + b"y" * 70_000, b"\xff\x00: a"]
+FIRST = rb"""POST /v1/packs HTTP/1.1
+OPTIONS * HTTP/1.1
+GET http://localhost/health HTTP/1.1
+HEAD / HTTP/1.1
+CONNECT localhost:80 HTTP/1.1
+GET /v1/models/%00%ff%2e%2e%2f HTTP/1.1
+GET / HTTP/2.0
+PRI * HTTP/2.0
+get / HTTP/1.1
+""".split(b"\n")
+FIRST += [b"GET /" + b"a" * 9000 + b" HTTP/1.1", b"GET /\xc3\xa9 HTTP/1.1"]
 _STATUS = re.compile(rb"(?:^|\n)HTTP/1\.1 (\d{3}) ")
 _HEAD_BYTES = 1 << 16  # of headers, as uvicorn reads them
 _SECONDS = 8.0
@@ -216,8 +190,7 @@ class RawKind(_Served):
     name = "http"
     words = tuple(line.decode("latin-1") for line in LINES)
 
-    def make(self, folder: Path) -> None:
-        """Write a request of each form, and start a server."""
+    def make(self, folder):
         super().make(folder)
         folder.mkdir()
         for name, data in RAW.items():
@@ -225,13 +198,12 @@ class RawKind(_Served):
 
     chosen = "get"
 
-    def mutate(self, case: Case) -> None:
-        """Change lines of a request, or its bytes."""
+    def mutate(self, case):
         rng = case.rng
         self.chosen = rng.choice(list(RAW))
         file = f"{self.chosen}.http"
         if rng.random() < 0.4:
-            return case.edit(file, case.mutator.bytes)
+            return case.edit(file)
         head, _, body = RAW[self.chosen].partition(b"\r\n\r\n")
         lines = head.split(b"\r\n")
         for _ in range(rng.choice((1, 1, 2, 3))):
@@ -271,12 +243,10 @@ class RawKind(_Served):
         if not any(200 <= status < 300 for status in statuses):
             raise PackError(f"status {statuses}: rejected")
 
-    def cheap(self) -> list[Call]:
-        """Return sending each."""
+    def cheap(self):
         return [library(lambda name=name: self._send(name), f"{name}.http") for name in RAW]
 
-    def calls(self, case: Case) -> list[Call]:
-        """Return sending the one that was changed."""
+    def calls(self, case):
         return [library(lambda: self._send(self.chosen), f"{self.chosen}.http")]
 
 

@@ -1,70 +1,42 @@
 """What a hub answers, and the repository that it serves."""
 
-from pathlib import Path
+import json
 from types import SimpleNamespace
 
 from huggingface_hub import constants
 
 from mlx_packs.packs import hub
 from mlx_packs.packs.manifest import ADAPTERS, MANIFEST
-from tests.fuzz.kind import Call, Case, Kind, command
+from tests.fuzz.kind import Kind, command
 from tests.fuzz.kinds.pack import FACTS
 from tests.fuzz.mutate import EDGES
 from tests.fuzz.subjects import resealed, write_base, write_pack_on
 from tests.helpers.local_hub import Repo, local_hub
 
-NAMES = (
-    "../../outside/evil",
-    "/tmp/evil",
-    "..\\evil",
-    "x/../../evil.json",
-    ".git/config",
-    "x\x1b[31m.json",
-)
-NAMES += (
-    "Pack.json",
-    "HUB.JSON",
-    "pack.json ",
-    "a" * 300 + ".json",
-    "é.json",
-    "\u202ejson.exe",
-    "model.py",
-    "",
-)
+NAMES = ("../../outside/evil", "/tmp/evil", "..\\evil", "x/../../evil.json", ".git/config", "")
+NAMES += ("Pack.json", "HUB.JSON", "pack.json ", "a" * 300 + ".json", "é.json", "model.py")
+NAMES += ("x\x1b[31m.json", "\u202ejson.exe")
 
 
 class HubKind(Kind):
     """A repository of a stranger, pulled."""
 
     name = "hub"
-    words = (
-        "me/other",
-        "main",
-        "siblings",
-        "rfilename",
-        "sha",
-        MANIFEST,
-        ADAPTERS,
-        "bytes",
-        "../x.json",
-    )
+    words = (*"me/other main siblings rfilename sha bytes ../x.json".split(), MANIFEST, ADAPTERS)
     share = 0.1
 
-    def make(self, folder: Path) -> None:
-        """Write a pack and start a substitute for the Hub."""
+    def make(self, folder):
         write_pack_on(write_base(folder.with_name("base")), folder, facts=FACTS)
         self.context = local_hub()
         self.hub = self.context.__enter__()
         constants.ENDPOINT = self.hub.url
-        constants.HUGGINGFACE_CO_URL_TEMPLATE = (
-            self.hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-        )
+        template = self.hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        constants.HUGGINGFACE_CO_URL_TEMPLATE = template
         constants.HF_HUB_OFFLINE = False
         self.time, hub.time = hub.time, SimpleNamespace(sleep=lambda _: None)
         self._serve({file.name: file.read_bytes() for file in folder.iterdir()})
 
-    def close(self) -> None:
-        """Stop the substitute."""
+    def close(self):
         hub.time = self.time
         self.context.__exit__(None, None, None)
 
@@ -73,7 +45,7 @@ class HubKind(Kind):
         self.hub.repos["me/p"] = Repo()
         self.hub.repos["me/p"].commit(files)
 
-    def mutate(self, case: Case) -> None:
+    def mutate(self, case):
         """Change the manifest, files with their hashes, names, the commit, or the answers."""
         files, rng = dict(case.files), case.rng
         part = rng.choices(("manifest", "files", "names", "answers", "cut"), (6, 3, 3, 3, 1))[0]
@@ -84,19 +56,16 @@ class HubKind(Kind):
                 files[MANIFEST] = resealed(files[MANIFEST])
         elif part == "files":
             name = rng.choice([name for name in files if name != MANIFEST])
-            change = case.mutator.safetensors if name == ADAPTERS else case.mutator.bytes
-            files[name] = change(files[name])
+            files[name] = case.mutator.file(name, files[name])
             if rng.random() < 0.6:
                 files[MANIFEST] = resealed(files[MANIFEST], {name: files[name]})
         elif part == "names":
             name = rng.choice(NAMES)
             case.mutator.note(name)
             files[name] = b"{}"
-            entry = b'"files": {"%s": {"bytes": 2, "sha256": "%064d"}, ' % (
-                name.replace("\\", "\\\\").replace("\x1b", "\\u001b").encode(),
-                0,
-            )
-            files[MANIFEST] = resealed(files[MANIFEST].replace(b'"files": {', entry), {name: b"{}"})
+            manifest = json.loads(files[MANIFEST])
+            manifest["files"] = {name: {}, **manifest["files"]}
+            files[MANIFEST] = resealed(json.dumps(manifest).encode(), {name: b"{}"})
         self._serve(files)
         if part == "answers":
             self.hub.tamper = case.mutator.json
@@ -104,12 +73,10 @@ class HubKind(Kind):
             name = rng.choice(list(files))
             self.hub.cut[name] = rng.choice((0, 1, len(files[name]) // 2, *EDGES[:1]))
 
-    def cheap(self) -> list[Call]:
-        """Return pulling it."""
+    def cheap(self):
         return [command("pull", "me/p", "--out", "out/p")]
 
-    def whole(self) -> list[Call]:
-        """Return using it by its name."""
+    def whole(self):
         return [
             command("inspect", "me/p"),
             command("apply", "me/p", "--model", "base", "--dry-run"),

@@ -1,41 +1,33 @@
 """Rows of data, in every format."""
 
 import json
-from pathlib import Path
 
 from mlx_packs.bases.tokenizer import load_tokenizer
 from mlx_packs.config.schema import DataConfig, TrainConfig
 from mlx_packs.data.encoding import encode
 from mlx_packs.data.rows import load_rows
 from mlx_packs.tasks.tokens import encoding_options
-from tests.fuzz.kind import SUBJECT, Call, Case, Kind, command, library
+from tests.fuzz.kind import SUBJECT, Kind, command, library
 from tests.fuzz.subjects import ORDINARY, write_base
 from tests.helpers.rows import CHATS, write_rows
 
 CALLED = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+TURNS = [
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": "u"},
+    {"role": "assistant", "content": None, "tool_calls": [CALLED]},
+    {"role": "tool", "content": "1", "tool_call_id": "c1"},
+    {"role": "assistant", "content": "yes"},
+]
+SHARED = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
 ROWS = {
     "chat": CHATS,
-    "tools": [
-        {
-            "messages": [
-                {"role": "system", "content": "s"},
-                {"role": "user", "content": "u"},
-                {"role": "assistant", "content": None, "tool_calls": [CALLED]},
-                {"role": "tool", "content": "1", "tool_call_id": "c1"},
-                {"role": "assistant", "content": "yes"},
-            ],
-            "tools": [TOOL],
-        }
-    ]
-    * 4,
+    "tools": [{"messages": TURNS, "tools": [TOOL]}] * 4,
     "completion": [{"prompt": "a", "completion": "b c"}] * 4,
     "text": [{"text": "a text of some words"}] * 4,
     "alpaca": [{"instruction": "a", "input": "b", "output": "c", "history": [["d", "e"]]}] * 4,
-    "sharegpt": [
-        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
-    ]
-    * 4,
+    "sharegpt": [{"conversations": SHARED}] * 4,
 }
 
 
@@ -43,36 +35,18 @@ class JsonlKind(Kind):
     """A data folder."""
 
     name = "jsonl"
-    words = (
-        "messages",
-        "role",
-        "content",
-        "text",
-        "prompt",
-        "completion",
-        "tools",
-        "tool_calls",
-        "user",
-        "system",
-        "instruction",
-        "input",
-        "output",
-        "history",
-        "conversations",
-        "from",
-        "value",
-    )
+    words = "messages role content text prompt completion tools tool_calls user system".split()
+    words += "instruction input output history conversations from value".split()
+    data = f"{SUBJECT}/chat"
 
-    def make(self, folder: Path) -> None:
+    def make(self, folder):
         """Write a folder for each format, and a base with its tokenizer."""
         base = write_base(folder.with_name("base"))
         for name, rows in ROWS.items():
             write_rows(folder / name, train=rows, valid=rows[:2])
         self.tokenizer = load_tokenizer(base, {"eos_token_id": ORDINARY + 2}, False)
 
-    data = f"{SUBJECT}/chat"
-
-    def mutate(self, case: Case) -> None:
+    def mutate(self, case):
         """Change rows, or bytes of the file."""
         rng = case.rng
         format_name = rng.choice(list(ROWS))
@@ -81,7 +55,7 @@ class JsonlKind(Kind):
         if rng.random() < 0.02:
             return case.replace(file)
         if rng.random() < 0.2:
-            return case.edit(file, case.mutator.bytes)
+            return case.edit(file)
         lines = case.files[file].splitlines()
         for _ in range(rng.choice((1, 1, 3))):
             at = rng.randrange(len(lines))
@@ -97,19 +71,15 @@ class JsonlKind(Kind):
         for split in splits.present():
             encode(splits.rows[split], self.tokenizer, columns, options)
 
-    def cheap(self) -> list[Call]:
-        """Return reading and encoding them."""
+    def cheap(self):
         return [library(self._encode, f"encode {self.data}")]
 
-    def whole(self) -> list[Call]:
-        """Return showing what is trained on, and training."""
+    def whole(self):
         model = ("--model", "base", "--data", self.data, "--max-seq-length", "64")
-        short = (
-            "--iters 1 --batch-size 1 --rank 1 --num-layers 1 --matmul-path dense -q --out out/p"
-        )
+        short = "--iters 1 --batch-size 1 --rank 1 --num-layers 1 --matmul-path dense -q"
         return [
             command("train", *model, "--show-mask"),
             command("train", *model, "--show-mask", "--json"),
             command("data", self.data, "--model", "base", "--out", "out/s"),
-            command("train", *model, *short.split()),
+            command("train", *model, *short.split(), "--out", "out/p"),
         ]

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from mlx_packs.packs.manifest import ADAPTER_CONFIG, ADAPTERS, MANIFEST, PIN
-from tests.fuzz.kind import SUBJECT, Call, Case, Kind, command
+from tests.fuzz.kind import SUBJECT, Kind, command
 from tests.fuzz.subjects import resealed, write_base, write_chats, write_pack_on
 from tests.helpers.packs import EVAL
 
@@ -25,28 +25,17 @@ class PackKind(Kind):
     """A pack and its base."""
 
     name = "pack"
-    words = (
-        "lora",
-        "dora",
-        "embedding",
-        "experts",
-        "kind",
-        "head",
-        "replaced",
-        "base",
-        "adapters",
-        "files",
-        ADAPTERS,
-    )
+    words = "lora dora embedding experts kind head replaced base adapters files".split()
+    words += [ADAPTERS]
 
-    def make(self, folder: Path) -> None:
+    def make(self, folder):
         """Write a pack, another one to compare it with, and their base."""
         base = write_base(folder.with_name("base"))
         write_chats(folder.with_name("data"))
         write_pack_on(base, folder.with_name("other"), seed=2)
         write_pack_on(base, folder, facts=FACTS)
 
-    def mutate(self, case: Case) -> None:
+    def mutate(self, case):
         """Change the manifest; or the tensors, with or without new hashes; or what is beside."""
         names = (MANIFEST, ADAPTERS, "sealed", ADAPTER_CONFIG, PIN, "place")
         part = case.rng.choices(names, (9, 3, 5, 1, 1, 0.5))[0]
@@ -55,34 +44,31 @@ class PackKind(Kind):
         elif part == PIN:
             case.write(PIN, case.mutator.json(PINNED))
         elif part == "sealed":
-            case.edit(ADAPTERS, case.mutator.safetensors)
+            case.edit(ADAPTERS)
             manifest = case.files[MANIFEST]
             if case.rng.random() < 0.3:
                 manifest = case.mutator.json(manifest)
-            case.write(
-                MANIFEST, resealed(manifest, {ADAPTERS: Path(SUBJECT, ADAPTERS).read_bytes()})
-            )
+            data = Path(SUBJECT, ADAPTERS).read_bytes()
+            case.write(MANIFEST, resealed(manifest, {ADAPTERS: data}))
         else:
-            case.edit(part, case.mutator.safetensors if part == ADAPTERS else case.mutator.json)
+            case.edit(part)
             if part == MANIFEST and case.rng.random() < 0.7:
                 case.write(part, resealed(Path(SUBJECT, part).read_bytes()))
 
-    def cheap(self) -> list[Call]:
+    def cheap(self):
         """Return what needs no base, and the check against one."""
-        return [
-            command("inspect", SUBJECT),
-            command("inspect", SUBJECT, "-v", "--json"),
-            command("report", SUBJECT, "--out", "out/r.html"),
-            command("list", "."),
-            command("list", "--json"),
-            command("apply", SUBJECT, "--model", "base", "--dry-run"),
-            command("diff", SUBJECT, "other"),
-            command("export", SUBJECT, "--to", "peft", "--out", "out/a"),
-            command("export", SUBJECT, "--to", "mlx-lm", "--out", "out/a"),
-        ]
+        lines = f"""inspect {SUBJECT}
+            inspect {SUBJECT} -v --json
+            report {SUBJECT} --out out/r.html
+            list .
+            list --json
+            apply {SUBJECT} --model base --dry-run
+            diff {SUBJECT} other
+            export {SUBJECT} --to peft --out out/a
+            export {SUBJECT} --to mlx-lm --out out/a"""
+        return [command(*line.split()) for line in lines.splitlines()]
 
-    def whole(self) -> list[Call]:
-        """Return what attaches it."""
+    def whole(self):
         generate = "generate --prompt a --raw --max-tokens 1 --model base --pack"
         return [
             command("apply", SUBJECT, "--model", "base"),

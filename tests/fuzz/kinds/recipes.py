@@ -1,54 +1,31 @@
 """Configuration files: ours, mlx-lm's, PEFT's, QLoRA's and bitsandbytes'."""
 
 import json
-from pathlib import Path
 
 import yaml
 
 from mlx_packs.cli.recipe import read_recipes, recipe_of
-from tests.fuzz.kind import SUBJECT, Call, Case, Kind, command, library
+from tests.fuzz.kind import SUBJECT, Kind, command, library
 from tests.fuzz.subjects import write_base, write_chats
 
 OURS = {
-    "model": "base",
-    "data": "data",
-    "rank": 4,
-    "alpha": 8.0,
-    "dropout": 0.1,
-    "target_modules": ["q_proj", "v_proj"],
-    "rank_pattern": {"q_proj": 2},
-    "num_layers": 1,
-    "batch_size": 1,
-    "iters": 1,
-    "learning_rate": 1e-4,
+    **{"model": "base", "data": "data", "num_layers": 1, "batch_size": 1, "iters": 1},
+    **{"rank": 4, "alpha": 8.0, "dropout": 0.1, "target_modules": ["q_proj", "v_proj"]},
+    **{"rank_pattern": {"q_proj": 2}, "learning_rate": 1e-4, "optimizer": "adamw", "seed": 3},
+    **{"max_seq_length": 32, "max_grad_norm": 1.0, "packing": False, "recompute": "none"},
     "lr_schedule": {"name": "cosine_decay", "warmup": 2, "arguments": [1e-4, 10]},
-    "optimizer": "adamw",
     "optimizer_config": {"adamw": {"weight_decay": 0.1, "betas": [0.9, 0.99]}},
-    "max_seq_length": 32,
-    "max_grad_norm": 1.0,
-    "seed": 3,
-    "packing": False,
-    "recompute": "none",
     "loss_on": "completion",
 }
 MLX_LM = {
-    "fine_tune_type": "lora",
+    **{"fine_tune_type": "lora", "num_layers": 1, "iters": 1, "batch_size": 1, "train": True},
     "lora_parameters": {"keys": ["self_attn.q_proj"], "rank": 4, "scale": 2.0, "dropout": 0.0},
-    "num_layers": 1,
-    "iters": 1,
-    "batch_size": 1,
     "grad_checkpoint": False,
     "hf_dataset": {"path": "x/y", "prompt_feature": "a"},
-    "train": True,
 }
 PEFT = {
-    "peft_type": "LORA",
-    "r": 4,
-    "lora_alpha": 8,
-    "lora_dropout": 0.0,
-    "target_modules": ["q_proj"],
-    "task_type": "CAUSAL_LM",
-    "bias": "none",
+    **{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "bias": "none"},
+    **{"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"},
 }
 PHASES = {
     "batch_size": 1,
@@ -83,28 +60,16 @@ class YamlKind(Kind):
     """A configuration file of a run."""
 
     name = "yaml"
-    words = (
-        *OURS,
-        *MLX_LM,
-        "phases",
-        "quantize",
-        "nf4",
-        "matmul_path",
-        "cache_frozen",
-        "task",
-        "embedding",
-    )
+    words = (*OURS, *MLX_LM, *"phases quantize nf4 matmul_path cache_frozen task embedding".split())
+    file = f"{SUBJECT}/ours.yaml"
 
-    def make(self, folder: Path) -> None:
-        """Write a file of each tool."""
+    def make(self, folder):
         folder.mkdir()
         (folder / "ours.yaml").write_text(yaml.safe_dump(OURS))
         write_base(folder.with_name("base"))
         write_chats(folder.with_name("data"))
 
-    file = f"{SUBJECT}/ours.yaml"
-
-    def mutate(self, case: Case) -> None:
+    def mutate(self, case):
         """Write a mutant as YAML or JSON."""
         rng = case.rng
         tree = rng.choices((OURS, MLX_LM, PEFT, PHASES), (5, 3, 2, 2))[0]
@@ -118,15 +83,10 @@ class YamlKind(Kind):
             return case.write(name, case.mutator.bytes(yaml.safe_dump(tree).encode()))
         return case.write(name, case.mutator.json(json.dumps(tree).encode()))
 
-    def _read(self) -> None:
-        recipe_of({}, read_recipes([self.file]))
+    def cheap(self):
+        return [library(lambda: recipe_of({}, read_recipes([self.file])), f"recipe of {self.file}")]
 
-    def cheap(self) -> list[Call]:
-        """Return reading it as a recipe."""
-        return [library(self._read, f"recipe of {self.file}")]
-
-    def whole(self) -> list[Call]:
-        """Return what begins with it."""
+    def whole(self):
         flags = ("-c", self.file, "--model", "base", "--data", "data")
         short = "--iters 1 --batch-size 1 --out out/p -q"
         return [

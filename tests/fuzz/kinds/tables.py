@@ -2,10 +2,9 @@
 
 import gzip
 import json
-from pathlib import Path
 
 from mlx_packs.bases.tokenizer import load_tokenizer
-from tests.fuzz.kind import SUBJECT, Call, Case, command
+from tests.fuzz.kind import SUBJECT, command
 from tests.fuzz.kinds.jsonl import JsonlKind
 from tests.fuzz.subjects import ORDINARY, write_base
 
@@ -27,8 +26,7 @@ class TableKind(JsonlKind):
     words = ("prompt", "completion", "text", '"', ",", "\t", "\r\n")
     data = f"{SUBJECT}/train.csv/train.csv"
 
-    def make(self, folder: Path) -> None:
-        """Write every file, and a base with its tokenizer."""
+    def make(self, folder):
         base = write_base(folder.with_name("base"))
         for name, content in FILES.items():
             file = folder / name / name
@@ -36,7 +34,7 @@ class TableKind(JsonlKind):
             file.write_bytes(gzip.compress(content, mtime=0) if name.endswith("gz") else content)
         self.tokenizer = load_tokenizer(base, {"eos_token_id": ORDINARY + 2}, False)
 
-    def mutate(self, case: Case) -> None:
+    def mutate(self, case):
         """Change bytes of a file, or of what is packed in it."""
         rng = case.rng
         name = rng.choice(list(FILES))
@@ -45,12 +43,11 @@ class TableKind(JsonlKind):
         if rng.random() < 0.02:
             return case.replace(path)
         if not name.endswith("gz") or rng.random() < 0.3:
-            return case.edit(path, case.mutator.bytes)
+            return case.edit(path)
         inner = case.mutator.bytes(FILES[name])
         return case.write(path, gzip.compress(inner, mtime=0))
 
-    def whole(self) -> list[Call]:
-        """Return showing what is trained on, and what the data set is."""
+    def whole(self):
         model = ("--model", "base", "--data", self.data, "--max-seq-length", "64")
         return [
             command("train", *model, "--show-mask"),
