@@ -77,6 +77,12 @@ def shared_tiny() -> Base:
 
 
 @pytest.fixture(scope="session")
+def small_tiny() -> Base:
+    """The first two blocks of the embedded base, for texts; tests leave it as it was."""
+    return bases.first_blocks(2)
+
+
+@pytest.fixture(scope="session")
 def dense_tiny() -> Base:
     """The embedded base with dense weights, loaded once; tests leave it as it was."""
     return bases.dense_tiny()

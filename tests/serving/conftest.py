@@ -1,12 +1,12 @@
-"""Packs on the bundled base, what computes with them, and a server around it."""
+"""Packs on two blocks of the bundled base, what computes with them, and a server around it."""
 
 import pytest
 
-from mlx_packs import load_base
 from mlx_packs.serving import generation
 from mlx_packs.serving.batch import cache_bytes
 from mlx_packs.serving.generation import Generator
 from mlx_packs.serving.request import Limits
+from tests.helpers.bases import first_blocks
 from tests.helpers.packs import random_pack
 from tests.helpers.serving import Running
 
@@ -31,12 +31,12 @@ def _measured_once():
 
 
 @pytest.fixture(scope="session")
-def shelf(shared_tiny, tmp_path_factory):
+def shelf(small_tiny, tmp_path_factory):
     """A folder with packs of different ranks and targets."""
     folder = tmp_path_factory.mktemp("shelf")
     kinds = ((4, ()), (8, ("q_proj", "down_proj")), (2, ("q_proj", "v_proj")))
     for seed, (name, (rank, targets)) in enumerate(zip(NAMES, kinds, strict=True)):
-        random_pack(shared_tiny, seed, rank, targets, size=0.05).save(folder / name)
+        random_pack(small_tiny, seed, rank, targets, size=0.2).save(folder / name)
     return folder
 
 
@@ -47,9 +47,9 @@ def limits():
 
 
 @pytest.fixture
-def generator(shared_tiny, limits):
+def generator(small_tiny, limits):
     """What computes texts, ended after the test; the base is then as it was."""
-    worker = Generator(shared_tiny, limits)
+    worker = Generator(small_tiny, limits)
     worker.start()
     yield worker
     worker.close(0.0)
@@ -58,7 +58,7 @@ def generator(shared_tiny, limits):
 @pytest.fixture(scope="package")
 def shared_server(shelf):
     """A server with a base of its own for all tests that leave its packs as they are."""
-    worker = Generator(load_base("tiny"), Limits(8, 64, 64 << 20, 64, 2048))
+    worker = Generator(first_blocks(2), Limits(8, 64, 64 << 20, 64, 2048))
     worker.start()
     with Running(worker, shelf) as running:
         yield running

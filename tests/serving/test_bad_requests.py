@@ -41,20 +41,14 @@ def rejected(server, path: str, body: object, status: int = 400, **headers: str)
     return check(answer)
 
 
-def test_an_unknown_model_names_those_that_are_known(shared_server):
-    for path, body in ((CHAT, BODY), (COMPLETIONS, TEXT)):
-        for options in ({}, {"stream": True}, {"n": 2}):
-            error = rejected(shared_server, path, body | options | {"model": "other"}, 404)
-            assert error["param"] == "model" and error["code"] == "not-found"
-            for name in ("other", "base", "notes", "law", "med"):
-                assert name in error["message"]
-
-
-@pytest.mark.parametrize("weight", ["inf", "nan", "0", "x", "", "1e999", "0.5:1"])
-def test_weights_of_a_sum_are_numbers(shared_server, weight):
-    for model in (f"notes:{weight}", f"notes+law:{weight}"):
-        assert rejected(shared_server, CHAT, BODY | {"model": model})["param"] == "model"
-    assert shared_server.json("GET", "/v1/models")[0] == 200
+@pytest.mark.parametrize(
+    ("path", "body"), [(CHAT, BODY), (CHAT, BODY | {"stream": True}), (COMPLETIONS, TEXT)]
+)
+def test_an_unknown_model_names_those_that_are_known(shared_server, path, body):
+    error = rejected(shared_server, path, body | {"model": "other"}, 404)
+    assert error["param"] == "model" and error["code"] == "not-found"
+    for name in ("other", "base", "notes", "law", "med"):
+        assert name in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -64,13 +58,9 @@ def test_weights_of_a_sum_are_numbers(shared_server, weight):
         b"{",
         b"null",
         b"[]",
-        b"5",
-        b'"text"',
-        b"{}",
         b"\xff\xfe",
         b'{"model": "notes", "messages": [{"role": "user", "content": "\\ud800"}]}',
         b'{"model": "notes", "messages": [{"role": "user", "content": "\xed\xa0\x80"}]}',
-        b'{"model": "notes\xff", "messages": []}',
         b'{"a":' * 100_000,
         b"[" * 100_000 + b"]" * 100_000,
         b'{"model": "notes", "max_tokens": ' + b"9" * 5000 + b"}",
@@ -84,74 +74,54 @@ def test_what_is_not_the_json_of_a_request(shared_server, body):
         rejected(shared_server, path, body)
 
 
+def says(content: object) -> list[dict]:
+    return [{"role": "user", "content": content}]
+
+
+FIELDS = {
+    "model": [5, "", "x" * 2000],
+    "messages": [
+        [],
+        "text",
+        [{"role": "nobody", "content": "a"}],
+        says(5),
+        says([{"type": "image_url", "image_url": "x"}]),
+        *(says([{"type": kind, "text": "u"}]) for kind in (["text"], {"text": 1}, 5, "", "tool")),
+    ],
+    "max_tokens": [0, 1.5, "5", True, 10**30],
+    "temperature": [-0.1, 2.1, "1", float("nan"), float("inf")],
+    "top_p": [0],
+    "min_p": [1],
+    "presence_penalty": [float("-inf")],
+    "logit_bias": [
+        *({token: 1} for token in ("x", "4096", "9" * 5000)),
+        {"5": 101},
+        {str(i): 1 for i in range(1025)},
+    ],
+    "seed": [2**63, 10**400],
+    "stop": [["x"] * 10_000, 5, [5], ["a", None], "x" * 1025],
+    "n": [0, 9],
+    "stream": ["yes"],
+    "stream_options": [{"include": True}],
+    "top_logprobs": [3],
+    "response_format": [
+        {"type": "json_schema"},
+        {"type": "xml"},
+        {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}},
+    ],
+    "tools": [[{"type": "function"}], [{"type": "code"}]],
+    "parallel_tool_calls": ["no"],
+    "tool_choice": ["required", "f", {"type": "function", "function": {"name": "f"}}],
+    "modalities": [["text", "audio"]],
+    "reasoning_effort": ["high"],
+    "chat_template_kwargs": [{"messages": []}],
+    "x" * 5000: [1],
+}
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
-    [
-        ("model", 5),
-        ("model", ""),
-        ("model", "x" * 2000),
-        ("messages", []),
-        ("messages", "text"),
-        ("messages", [{"role": "nobody", "content": "a"}]),
-        ("messages", [{"role": "user", "content": 5}]),
-        ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]),
-        *(
-            ("messages", [{"role": "user", "content": [{"type": kind, "text": "u"}]}])
-            for kind in (["text"], {"text": 1}, 5, True, 1.5, "", "tool")
-        ),
-        ("max_tokens", 0),
-        ("max_tokens", -1),
-        ("max_tokens", 1.5),
-        ("max_tokens", "5"),
-        ("max_tokens", True),
-        ("max_tokens", 10**30),
-        ("temperature", -0.1),
-        ("temperature", 2.1),
-        ("temperature", "1"),
-        ("temperature", float("nan")),
-        ("temperature", float("inf")),
-        ("top_p", 0),
-        ("top_p", 1.1),
-        ("top_k", -1),
-        ("min_p", 1),
-        ("repetition_penalty", 0),
-        ("frequency_penalty", 3),
-        ("presence_penalty", float("-inf")),
-        ("logit_bias", {"5": 101}),
-        ("logit_bias", {"x": 1}),
-        ("logit_bias", {"4096": 1}),
-        ("logit_bias", {"9" * 5000: 1}),
-        ("logit_bias", {str(i): 1 for i in range(1025)}),
-        ("seed", 2**63),
-        ("seed", 10**400),
-        ("stop", ["x"] * 10_000),
-        ("stop", 5),
-        ("stop", [5]),
-        ("stop", ["a", None]),
-        ("stop", "x" * 1025),
-        ("n", 0),
-        ("n", 9),
-        ("stream", "yes"),
-        ("stream_options", {"include": True}),
-        ("logprobs", 5),
-        ("top_logprobs", 3),
-        ("response_format", {"type": "json_schema"}),
-        ("response_format", {"type": "xml"}),
-        ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}),
-        ("tools", [{"type": "function"}]),
-        ("tools", [{"type": "code"}]),
-        ("parallel_tool_calls", "no"),
-        ("tool_choice", "required"),
-        ("tool_choice", "f"),
-        ("tool_choice", {"type": "function"}),
-        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
-        ("modalities", ["text", "audio"]),
-        ("reasoning_effort", "high"),
-        ("chat_template_kwargs", {"messages": []}),
-        ("functions", []),
-        ("audio", {}),
-        ("x" * 5000, 1),
-    ],
+    [(field, value) for field, values in FIELDS.items() for value in values],
     ids=lambda value: repr(value)[:30],
 )
 def test_wrong_fields_are_named(shared_server, field, value):
@@ -161,41 +131,33 @@ def test_wrong_fields_are_named(shared_server, field, value):
     assert not re.search("Input|should|validation|Field|dictionary|Body|Object", error["message"])
 
 
+WRONG = {
+    "prompt": [5, [], [[5]], [10**30], [-1], ["a", 5], ["a"] * 65, ""],
+    "suffix": ["x"],
+    "best_of": [2],
+    "logprobs": [21, True],
+    "messages": [MESSAGES],
+}
+
+
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {"prompt": 5},
-        {"prompt": []},
-        {"prompt": [[5]]},
-        {"prompt": [10**30]},
-        {"prompt": [-1]},
-        {"prompt": ["a", 5]},
-        {"prompt": ["a"] * 65},
-        {"prompt": ""},
-        {"suffix": "x"},
-        {"best_of": 2},
-        {"logprobs": 21},
-        {"logprobs": True},
-        {"messages": MESSAGES},
-    ],
-    ids=str,
+    ("field", "value"), [(field, value) for field, values in WRONG.items() for value in values]
 )
-def test_wrong_fields_of_a_text_completion(shared_server, fields):
-    rejected(shared_server, COMPLETIONS, TEXT | fields)
+def test_wrong_fields_of_a_text_completion(shared_server, field, value):
+    rejected(shared_server, COMPLETIONS, TEXT | {field: value})
 
 
 def test_texts_with_control_characters_are_texts(shared_server):
-    for text in ("a\0b", "\x1b[31m", "\u202e", "<|im_end|>", "😀" * 10, "\r\n" * 10):
-        messages = [{"role": "user", "content": text, "name": text}]
-        assert shared_server.json("POST", CHAT, BODY | {"messages": messages})[0] == 200
+    text = "a\0b\x1b[31m\u202e<|im_end|>😀\r\n"
+    messages = [{"role": "user", "content": text, "name": text}]
+    assert shared_server.json("POST", CHAT, BODY | {"messages": messages})[0] == 200
 
 
 def test_a_prompt_beyond_the_context_says_both_numbers(shared_server):
     error = rejected(shared_server, COMPLETIONS, TEXT | {"prompt": [5] * 2045})
     assert {"2045", "4", "2048"} <= set(re.findall(r"\d+", error["message"]))
     assert error["param"] == "prompt"
-    messages = [{"role": "user", "content": "a " * 3000}]
-    error = rejected(shared_server, CHAT, BODY | {"messages": messages, "stream": True})
+    error = rejected(shared_server, CHAT, BODY | {"messages": says("a " * 3000), "stream": True})
     assert error["param"] == "messages"
 
 
@@ -218,12 +180,9 @@ def test_a_body_must_be_json_by_its_header(shared_server):
 @pytest.mark.parametrize(
     ("method", "path", "allowed"),
     [
-        ("GET", CHAT, "POST"),
         ("PUT", CHAT, "POST"),
         ("POST", "/v1/models", "GET"),
         ("DELETE", "/v1/models/notes", "GET"),
-        ("POST", "/health", "GET"),
-        ("GET", "/v1/embeddings", "POST"),
         ("GET", "/v1/packs/notes", "DELETE"),
     ],
 )
@@ -251,8 +210,12 @@ def answered(connection: socket.socket) -> tuple[int, bytes]:
     return response.status, response.read()
 
 
+def connect(server) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), SECONDS)
+
+
 def test_a_large_body_is_not_read(shared_server):
-    with socket.create_connection(("127.0.0.1", shared_server.port), SECONDS) as connection:
+    with connect(shared_server) as connection:
         connection.sendall(head(CHAT, "Content-Length: 104857600"))
         status, body = answered(connection)
     assert status == 413
@@ -260,7 +223,7 @@ def test_a_large_body_is_not_read(shared_server):
 
 
 def test_a_large_body_without_a_length_is_not_read_to_its_end(shared_server):
-    with socket.create_connection(("127.0.0.1", shared_server.port), SECONDS) as connection:
+    with connect(shared_server) as connection:
         connection.sendall(head(CHAT, "Transfer-Encoding: chunked"))
         chunk = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
         for _ in range(10):  # of 1 MiB each; there is no end of it
@@ -271,18 +234,10 @@ def test_a_large_body_without_a_length_is_not_read_to_its_end(shared_server):
     assert shared_server.json("GET", "/health")[0] == 200
 
 
-def test_a_body_of_another_length_than_its_header(shared_server):
-    for length in ("5", "-1", "x", "1e3", "99999999999999999999999"):
-        with socket.create_connection(("127.0.0.1", shared_server.port), SECONDS) as connection:
-            connection.sendall(head(CHAT, f"Content-Length: {length}") + b'{"model": 5}')
-            status, _ = answered(connection)
-        assert status in (400, 413)
-
-
 @pytest.fixture
-def narrow(shared_tiny, shelf):
+def narrow(small_tiny, shelf):
     """A server that computes one request at a time, and lets two wait."""
-    worker = Generator(shared_tiny, Limits(1, 2, 64 << 20, 64, 2048))
+    worker = Generator(small_tiny, Limits(1, 2, 64 << 20, 64, 2048))
     worker.start()
     with Running(worker, shelf) as running:
         yield running
@@ -292,7 +247,7 @@ def narrow(shared_tiny, shelf):
 def begin(server, body: dict, path: str = COMPLETIONS) -> socket.socket:
     """Send a request without waiting for its answer."""
     data = json.dumps(body).encode()
-    connection = socket.create_connection(("127.0.0.1", server.port), SECONDS)
+    connection = connect(server)
     connection.sendall(head(path, f"Content-Length: {len(data)}") + data)
     return connection
 
@@ -350,7 +305,7 @@ def test_an_error_in_the_middle_of_a_stream_is_an_event(narrow, monkeypatch):
 
 
 def test_a_request_that_takes_too_long(generator):
-    with Running(generator, request_seconds=0.3) as server:
+    with Running(generator, request_seconds=0.05) as server:
         error = rejected(server, COMPLETIONS, LONG | {"model": "base"}, 504)
         assert error["type"] == "timeout_error"
         until(lambda: generator.counts == (0, 0))

@@ -10,7 +10,7 @@ from mlx_packs.serving import http
 
 HALF = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Le"
 HEALTH = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
-SECONDS = 0.5
+SECONDS = 0.3  # of headers, here
 
 
 @pytest.fixture
@@ -44,15 +44,10 @@ def test_headers_of_a_second_request_must_arrive_in_time(connect):
 
 
 def test_a_header_byte_by_byte_takes_no_longer(connect):
-    with connect() as client:
-        began = time.monotonic()
-        try:
-            for byte in HALF * 100:
-                client.sendall(bytes([byte]))
-                time.sleep(0.05)
-        except OSError:
-            pass
-        assert time.monotonic() - began < 20 * SECONDS
+    with connect() as client, pytest.raises(OSError):  # closed before the last byte
+        for byte in HALF * 20:
+            client.sendall(bytes([byte]))
+            time.sleep(0.02)
 
 
 def test_bodies_and_answers_may_take_longer(connect):
@@ -60,6 +55,6 @@ def test_bodies_and_answers_may_take_longer(connect):
     head = HALF.replace(b"/chat", b"") + b"ngth: %d\r\nContent-Type: application/json\r\n\r\n"
     with connect() as client:
         client.sendall(head % len(body))
-        time.sleep(2 * SECONDS)
+        time.sleep(1.5 * SECONDS)
         client.sendall(body)
         assert b"200 OK" in client.recv(10_000)

@@ -34,17 +34,16 @@ def test_filters_leave_the_likeliest(top_p, top_k, min_p):
     ids=str,
 )
 def test_logprobs_of_tokens_that_cannot_be_are_numbers(shared_server, options):
-    more = {"logprobs": True, "top_logprobs": 20, "max_tokens": 4}
-    answer = shared_server.chat("notes", "The list", **options, **more)
+    """Answers and events are read as strict JSON."""
+    more = {"logprobs": True, "top_logprobs": 20, "max_tokens": 4, "temperature": 0, **options}
+    answer = shared_server.chat("notes", "The list", **more)
     for entry in answer["choices"][0]["logprobs"]["content"]:
         assert all(-9999 <= top["logprob"] <= 1e-3 for top in [entry, *entry["top_logprobs"]])
-    body = {"model": "notes", "messages": [{"role": "user", "content": "The list"}]}
-    list(
-        shared_server.events("/v1/chat/completions", {**body, **more, **options, "temperature": 0})
-    )
+    messages = [{"role": "user", "content": "The list"}]
+    body = {"model": "notes", "messages": messages, **more}
+    assert list(shared_server.events("/v1/chat/completions", body))
 
 
 def test_logprobs_of_a_text_completion_are_numbers(shared_server):
     body = {"model": "notes", "prompt": "The list", "repetition_penalty": 1e-40, "max_tokens": 4}
-    status, answer = shared_server.json("POST", "/v1/completions", {**body, "logprobs": 20})
-    assert status == 200
+    assert shared_server.json("POST", "/v1/completions", {**body, "logprobs": 20})[0] == 200

@@ -24,7 +24,7 @@ PATH = "/v1/completions"
 PROMPTS = ("The list of", "def", "It was a fine day when Emma")
 MODELS = ("base", *NAMES, "temporary", "notes+law:0.5")
 TOKENS = 8
-SOAK_SECONDS = 25
+SOAK_SECONDS = 8
 CLIENTS = 24  # beside 4 that are computed and 8 that wait
 
 
@@ -44,8 +44,8 @@ class Faults(Generator):
 
 
 @pytest.fixture
-def server(shared_tiny, shelf):
-    worker = Faults(shared_tiny, Limits(4, 8, 64 << 20, 64, 2048))
+def server(small_tiny, shelf):
+    worker = Faults(small_tiny, Limits(4, 8, 64 << 20, 64, 2048))
     worker.start()
     with Running(worker, shelf) as running:
         yield running

@@ -19,6 +19,17 @@ from tests.serving.conftest import NAMES
 TEXTS = ("The list", "It was a fine day when Emma", "def", "A tuple is " * 12, "Python " * 40)
 
 
+class Panic(BaseException):
+    """What a library in Rust raises where it is broken."""
+
+
+def until_event(events: queue.Queue, *kinds: type) -> object:
+    """Wait for an event of one of some kinds."""
+    while not isinstance(event := events.get(timeout=SECONDS), kinds):
+        pass
+    return event
+
+
 def with_packs(generator: Generator, shelf) -> Generator:
     for name in NAMES:
         generator.call(
@@ -35,14 +46,13 @@ def alone(base, shelf, model: str, prompt: list[int], tokens: int) -> str:
 
 
 @pytest.fixture
-def expected(shared_tiny, shelf):
+def expected(small_tiny, shelf):
     """Requests over the base and three packs, and the text of each alone."""
     models = ("base", *NAMES)
     requests = [
-        (models[i % 4], raw_prompt(shared_tiny, text), 6 + i % 5)
-        for i, text in enumerate(TEXTS * 2)
+        (models[i % 4], raw_prompt(small_tiny, text), 6 + i % 5) for i, text in enumerate(TEXTS * 2)
     ]
-    return requests, [alone(shared_tiny, shelf, *request) for request in requests]
+    return requests, [alone(small_tiny, shelf, *request) for request in requests]
 
 
 def test_texts_of_a_batch_are_those_of_each_request_alone(expected, generator, shelf):
@@ -81,22 +91,26 @@ def test_packs_come_and_go_and_no_request_is_lost(expected, generator, shelf):
     assert swaps
 
 
-def test_requests_in_flight_end_with_the_pack_they_began_with(generator, shelf, shared_tiny):
-    prompt = raw_prompt(shared_tiny, "The list of")
-    expected = [alone(shared_tiny, shelf, name, prompt, 40) for name in ("notes", "law")]
+def test_requests_in_flight_end_with_the_pack_they_began_with(generator, shelf, small_tiny):
+    prompt = raw_prompt(small_tiny, "It was a fine day when Emma")
+    expected = [alone(small_tiny, shelf, name, prompt, 40) for name in ("notes", "law")]
     assert expected[0] != expected[1]
     with_packs(generator, shelf)
     pieces: queue.Queue = queue.Queue()
     generator.submit(Request("notes", prompt, 40, pieces.put))
-    while not isinstance(pieces.get(timeout=SECONDS), Progress):
-        pass
+    until_event(pieces, Progress)
     generator.call(lambda: generator.registry.add("notes", Pack.open(shelf / "law"))).result()
     entries = generator.registry.slots._loaded
     assert sum(entry is not None for entry in entries) == 4  # three names, and the one in use
     assert texts_of(generator, [("notes", prompt, 40)]) == [expected[1]]
-    while not isinstance(pieces.get(timeout=SECONDS), Finished):
-        pass
+    until_event(pieces, Finished)
     assert sum(entry is not None for entry in entries) == 3
+
+
+@pytest.fixture
+def shared_generator(shared_server):
+    """A generator with packs, for tests that leave these as they are."""
+    return shared_server.worker
 
 
 @pytest.mark.parametrize(
@@ -104,27 +118,25 @@ def test_requests_in_flight_end_with_the_pack_they_began_with(generator, shelf, 
     [
         ("other", "not-found"),
         ("notes+other:0.5", "not-found"),
-        ("notes+law:much", "invalid"),
         ("base+notes", "invalid"),
-        ("notes:inf", "invalid"),
+        *((f"notes+law:{weight}", "invalid") for weight in ("", "x", "nan", "1e999", "0.5:1")),
+        ("notes:0", "invalid"),
         ("notes+notes", "conflict"),
         ("+".join(["notes"] * 9), "invalid"),
         ("", "not-found"),
     ],
 )
-def test_models_that_are_not_served(generator, shelf, model, code):
-    with_packs(generator, shelf)
-    (error,) = texts_of(generator, [(model, [5, 6], 3)])
-    assert isinstance(error, PackError)
+def test_models_that_are_not_served(shared_generator, model, code):
+    error, text = texts_of(shared_generator, [(model, [5, 6], 3), ("notes", [5, 6], 3)])
+    assert isinstance(error, PackError) and text
     check(error, code)
-    assert texts_of(generator, [("notes", [5, 6], 3)])[0] != ""
 
 
-def test_weighted_sums_are_those_of_applied_packs(generator, shelf, shared_tiny):
-    prompt = raw_prompt(shared_tiny, "The list of")
+def test_weighted_sums_are_those_of_applied_packs(generator, shelf, small_tiny):
+    prompt = raw_prompt(small_tiny, "The list of")
     weights = {shelf / "notes": 1.0, shelf / "law": 0.3}
-    with shared_tiny.applied(weights):
-        expected = complete(shared_tiny, prompt, 12)
+    with small_tiny.applied(weights):
+        expected = complete(small_tiny, prompt, 12)
     with_packs(generator, shelf)
     assert texts_of(generator, [("notes+law:0.3", prompt, 12)] * 2) == [expected] * 2
     assert generator.call(lambda: list(generator.registry._sums)).result() == ["notes+law:0.3"]
@@ -133,36 +145,27 @@ def test_weighted_sums_are_those_of_applied_packs(generator, shelf, shared_tiny)
 
 
 def test_sums_that_nobody_uses_make_room(generator, shelf):
-    with_packs(generator, shelf)
-    requests = [(f"notes+law:0.{i}", [5, 6], 1) for i in range(1, 10)]
-    for request in requests:
-        assert isinstance(texts_of(generator, [request])[0], str)
-    sums = generator.call(lambda: list(generator.registry._sums)).result()
-    assert len(sums) == 8 and sums[-1] == "notes+law:0.9"
-
-
-def test_sums_that_were_used_all_at_once_make_room_later(generator, shelf):
     registry = with_packs(generator, shelf).registry
 
     def use():
-        entries = [registry.lease(f"notes+law:0.{i}") for i in range(1, 10)]
-        entries += [registry.lease(f"notes+law:1.{i}") for i in range(1, 4)]
-        assert len(registry._sums) == 12
+        entries = [registry.lease(f"notes+law:0.{i}") for i in range(1, 11)]
+        assert len(registry._sums) == 10  # all are in use
         for entry in entries:
             registry.release(entry)
         registry.release(registry.lease("notes+law:2"))
-        return len(registry._sums), sum(e is not None for e in registry.slots._loaded)
+        return list(registry._sums), sum(e is not None for e in registry.slots._loaded)
 
-    assert generator.call(use).result() == (8, 11)
+    sums, loaded = generator.call(use).result()
+    assert len(sums) == 8 and sums[-1] == "notes+law:2" and loaded == 3 + 8
 
 
-def test_keys_and_values_wait_for_room(shared_tiny):
-    """With room for two requests, ten are computed two at a time."""
-    one = Generator(shared_tiny, Limits(8, 64, 1 << 30, 64, 2048))
+def test_keys_and_values_wait_for_room(small_tiny):
+    """With room for two requests, five are computed two at a time."""
+    one = Generator(small_tiny, Limits(8, 64, 1 << 30, 64, 2048))
     one.start()
-    room = one.call(lambda: one.kv_bytes(2, 30)).result()
+    room = one.call(lambda: one.kv_bytes(2, 12)).result()
     one.close(0.0)
-    worker = Generator(shared_tiny, Limits(8, 64, room, 64, 2048))
+    worker = Generator(small_tiny, Limits(8, 64, room, 64, 2048))
     most = 0
 
     def step(original=worker.step):
@@ -173,7 +176,7 @@ def test_keys_and_values_wait_for_room(shared_tiny):
     worker.step = step
     worker.start()
     try:
-        texts = texts_of(worker, [("base", [5, 6, 7, i], 20) for i in range(10)])
+        texts = texts_of(worker, [("base", [5, 6, 7, i], 6) for i in range(5)])
         assert all(isinstance(text, str) for text in texts) and most == 2
         (error,) = texts_of(worker, [("base", [5] * 600, 20)])
         check(error, "memory", "max_tokens")
@@ -181,8 +184,8 @@ def test_keys_and_values_wait_for_room(shared_tiny):
         worker.close(0.0)
 
 
-def test_limits_of_queue_context_and_time(shared_tiny):
-    worker = Generator(shared_tiny, Limits(1, 2, 1 << 30, 64, 100))
+def test_limits_of_queue_context_and_time(small_tiny):
+    worker = Generator(small_tiny, Limits(1, 2, 1 << 30, 64, 100))
     worker.start()
     try:
         answers = texts_of(worker, [("base", [5, 6], 30)] * 8)
@@ -198,46 +201,34 @@ def test_limits_of_queue_context_and_time(shared_tiny):
         worker.close(0.0)
 
 
-def test_a_cancelled_request_leaves_the_batch(generator):
-    events: queue.Queue = queue.Queue()
-    request = Request("base", [5, 6], 2000, events.put)
-    generator.submit(request)
-    while not isinstance(events.get(timeout=SECONDS), Progress):
-        pass
-    generator.cancel(request)
-    assert generator.call(lambda: generator.counts).result() == (0, 0)
-    generator.cancel(request)  # again: nothing happens
-    assert texts_of(generator, [("base", [5, 6], 3)])[0] != ""
-
-
-def test_an_error_ends_its_own_request_alone(generator):
+@pytest.mark.parametrize("error", [ValueError, Panic])
+def test_an_error_ends_its_own_request_alone(shared_generator, error):
     def breaks(tokens, logits):
-        raise ValueError("broken")
+        raise error("broken")
 
     good: queue.Queue = queue.Queue()
-    generator.submit(Request("base", [5, 6], 30, good.put))
-    (error,) = texts_of(generator, [("base", [5, 6], 30)], processors=[breaks])
-    assert isinstance(error, ValueError)
-    while not isinstance(event := good.get(timeout=SECONDS), (Finished, Failed)):
-        pass
-    assert isinstance(event, Finished)
+    shared_generator.submit(Request("base", [5, 6], 10, good.put))
+    (failure,) = texts_of(shared_generator, [("base", [5, 6], 10)], processors=[breaks])
+    assert isinstance(failure, Exception)
+    assert isinstance(until_event(good, Finished, Failed), Finished)
 
 
-def test_a_failed_step_ends_its_requests_and_the_next_is_computed(generator, monkeypatch):
+@pytest.mark.parametrize("error", [RuntimeError, Panic])
+def test_a_failed_step_ends_its_requests_and_the_next_is_computed(generator, monkeypatch, error):
     before = texts_of(generator, [("base", [5, 6], 5)])
 
     def fails():
         monkeypatch.undo()
-        raise RuntimeError("out of memory")
+        raise error("out of memory")
 
     monkeypatch.setattr(generator._generator, "next", fails)
-    (error,) = texts_of(generator, [("base", [5, 6], 5)])
-    assert isinstance(error, RuntimeError)
+    (failure,) = texts_of(generator, [("base", [5, 6], 5)])
+    assert isinstance(failure, Exception)
     assert texts_of(generator, [("base", [5, 6], 5)]) == before
 
 
-def test_closing_tells_every_request(shared_tiny, limits):
-    worker = Generator(shared_tiny, limits)
+def test_closing_tells_every_request(small_tiny, limits):
+    worker = Generator(small_tiny, limits)
     worker.start()
     events: queue.Queue = queue.Queue()
     for _ in range(20):
@@ -247,20 +238,12 @@ def test_closing_tells_every_request(shared_tiny, limits):
     failures = [e for e in ended if isinstance(e, Failed)]
     assert len(failures) == 20
     assert not worker.is_alive
-    assert not [m for m in shared_tiny.model.modules() if type(m).__name__ == "ServedLoRA"]
+    assert not [m for m in small_tiny.model.modules() if type(m).__name__ == "ServedLoRA"]
 
 
-def test_stop_strings_end_the_text_and_are_not_part_of_it(generator, shared_tiny):
-    prompt = raw_prompt(shared_tiny, "The list of")
-    (text,) = texts_of(generator, [("base", prompt, 30)])
-    for stop in (text[5:8], text[10:11], text[:1], "never there"):
-        expected = text.partition(stop)[0]
-        assert texts_of(generator, [("base", prompt, 30)], stop=[stop]) == [expected]
-
-
-def test_a_full_batch_takes_several_requests_at_a_time(shared_tiny, limits):
+def test_a_full_batch_takes_several_requests_at_a_time(small_tiny, limits):
     """Places that become free one after the other wait for each other, but not for long."""
-    worker = Generator(shared_tiny, limits)
+    worker = Generator(small_tiny, limits)
     admitted, idle = [], []
     admit = worker._admit
 
@@ -273,11 +256,11 @@ def test_a_full_batch_takes_several_requests_at_a_time(shared_tiny, limits):
     worker._admit = counted
     worker.start()
     try:
-        requests = [("base", [5, 6, 7], 3 + i % 8) for i in range(32)]
+        requests = [("base", [5, 6, 7], 3 + i % 8) for i in range(24)]
         assert all(isinstance(text, str) for text in texts_of(worker, requests))
     finally:
         worker.close(0.0)
     groups = [n for n in admitted if n]
-    assert sum(groups) == 32 and len(groups) < 16 and max(groups) >= 2
+    assert sum(groups) == 24 and len(groups) < 12 and max(groups) >= 2
     longest = max(len(run) for run in "".join("x" if i else " " for i in idle).split())
     assert longest <= generation._PASSED_OVER

@@ -97,24 +97,22 @@ def test_a_nested_pack_has_the_same_name_however_it_is_added(generator, copies):
 
 
 @pytest.mark.parametrize(
-    ("source", "status"),
+    "source",
     [
-        ("..", 404),
-        ("../..", 404),
-        ("../notes", 404),
-        ("notes/../../notes", 404),
-        ("/etc", 404),
-        ("", 400),
-        (".", 404),
-        ("a\0b", 404),
-        ("x" * 4000, 404),
-        ("x/" * 2000, 404),
-        ("~/notes", 404),
+        "..",
+        "../notes",
+        "notes/../../notes",
+        "/etc",
+        "~/notes",
+        ".",
+        "a\0b",
+        "x" * 4000,
+        "x/" * 2000,
     ],
 )
-def test_sources_elsewhere_are_not_found(shared_server, source, status):
+def test_sources_elsewhere_are_not_found(shared_server, source):
     code, answer = shared_server.json("POST", "/v1/packs", {"source": source})
-    assert code == status and set(answer) == {"error"}
+    assert code == 404 and set(answer) == {"error"}
     assert served(shared_server) == set(NAMES)
 
 

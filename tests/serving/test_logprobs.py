@@ -2,14 +2,15 @@
 
 import pytest
 
+from mlx_packs.serving import answers
 from tests.serving.test_bad_requests import CHAT, COMPLETIONS
 
 EMOJI = list("\N{GRINNING FACE}".encode())
 
 
-def biased(server, tokens: list[int], apart: bool = False) -> dict:
-    """Fields that make the answer be ``tokens``, or the first of them with the others behind."""
-    bias = {str(token): 100 - 20 * i * apart for i, token in enumerate(tokens)}
+def biased(tokens: list[int]) -> dict:
+    """Fields that make the answer be the first of ``tokens``, with the others behind."""
+    bias = {str(token): 100 - 20 * i for i, token in enumerate(tokens)}
     return {"model": "notes", "temperature": 0, "logit_bias": bias}
 
 
@@ -19,20 +20,19 @@ def tokens(shared_server) -> list[int]:
     return tokenizer.encode("\N{GRINNING FACE}", add_special_tokens=False)
 
 
+def choice_of(server, path: str, body: dict, streams: bool) -> dict:
+    """The choice of an answer of one token, with its log-probabilities."""
+    if not streams:
+        return server.json("POST", path, body)[1]["choices"][0]
+    choices = [event["choices"][0] for event in server.events(path, body)]
+    return next(choice for choice in choices if choice["logprobs"])
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_bytes_of_a_part_of_a_character(shared_server, tokens, streams):
-    body = biased(shared_server, tokens, apart=True) | {
-        "messages": [{"role": "user", "content": "Hi"}],
-        "max_tokens": 1,
-        "logprobs": True,
-        "top_logprobs": 4,
-    }
-    if streams:
-        choices = [event["choices"][0] for event in shared_server.events(CHAT, body)]
-        choice = next(choice for choice in choices if choice["logprobs"])
-    else:
-        choice = shared_server.json("POST", CHAT, body)[1]["choices"][0]
-    (entry,) = choice["logprobs"]["content"]
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "logprobs": True}
+    body |= biased(tokens) | {"top_logprobs": 4}
+    (entry,) = choice_of(shared_server, CHAT, body, streams)["logprobs"]["content"]
     assert entry["bytes"] == EMOJI[:1] and entry["token"] == r"bytes:\xf0"
     assert [each["bytes"] for each in entry["top_logprobs"]] == [[byte] for byte in EMOJI]
     assert len({each["token"] for each in entry["top_logprobs"]}) == 4
@@ -40,42 +40,26 @@ def test_bytes_of_a_part_of_a_character(shared_server, tokens, streams):
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_completions_keep_every_candidate(shared_server, tokens, streams):
-    body = biased(shared_server, tokens, apart=True) | {
-        "prompt": "The",
-        "max_tokens": 1,
-        "logprobs": 4,
-    }
-    if streams:
-        choices = [event["choices"][0] for event in shared_server.events(COMPLETIONS, body)]
-        choice = next(choice for choice in choices if choice["logprobs"])
-    else:
-        choice = shared_server.json("POST", COMPLETIONS, body)[1]["choices"][0]
-    logprobs = choice["logprobs"]
+    body = {"prompt": "The", "max_tokens": 1, "logprobs": 4, **biased(tokens)}
+    logprobs = choice_of(shared_server, COMPLETIONS, body, streams)["logprobs"]
     assert list(logprobs["top_logprobs"][0]) == [rf"bytes:\x{byte:02x}" for byte in EMOJI]
     assert logprobs["tokens"] == [r"bytes:\xf0"]
 
 
-def test_offsets_are_those_of_the_text(shared_server):
-    tokenizer = shared_server.worker.base.tokenizer
-    body = {"model": "notes", "prompt": "It was \N{GRINNING FACE}", "echo": True, "logprobs": 0}
-    emoji = tokenizer.encode("\N{GRINNING FACE}", add_special_tokens=False)
-    for i, bias in enumerate(({str(emoji[0]): 100}, {})):
-        fields = {"max_tokens": 4, "temperature": 0, "logit_bias": bias}
-        choice = shared_server.json("POST", COMPLETIONS, body | fields)[1]["choices"][0]
-        offsets = choice["logprobs"]["text_offset"]
-        assert offsets[0] == len("It was \N{GRINNING FACE}")
-        if i:
-            parts = [choice["text"][offset:] for offset in offsets]
-            for part, token in zip(parts, choice["logprobs"]["tokens"], strict=True):
-                assert part.startswith(token)
+def test_offsets_are_those_of_the_text(shared_server, tokens):
+    prompt = "It was \N{GRINNING FACE}"
+    body = {"model": "notes", "prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 4}
+    choice = choice_of(shared_server, COMPLETIONS, body | {"temperature": 0}, False)
+    offsets = choice["logprobs"]["text_offset"]
+    assert offsets[0] == len(prompt)
+    for offset, token in zip(offsets, choice["logprobs"]["tokens"], strict=True):
+        assert choice["text"][offset:].startswith(token)
 
 
 def test_candidates_of_one_text_stay_apart(shared_server, tokens, monkeypatch):
-    from mlx_packs.serving import answers
-
     monkeypatch.setattr(answers, "token_bytes", lambda *_: b"a")
     fields = {"prompt": "The", "max_tokens": 1, "logprobs": 4}
-    body = biased(shared_server, tokens, apart=True) | fields
+    body = biased(tokens) | fields
     choice = shared_server.json("POST", COMPLETIONS, body)[1]["choices"][0]
     names = ["a", *(f"token_id:{token}" for token in tokens[1:])]
     assert list(choice["logprobs"]["top_logprobs"][0]) == names

@@ -8,7 +8,7 @@ from mlx_lm.tool_parsers import json_tools, pythonic
 
 from mlx_packs.serving.answers import ChatAnswer, Texts
 from mlx_packs.serving.output import Output, first_state
-from mlx_packs.serving.protocol import Tool
+from mlx_packs.serving.protocol import Tool, tool_calls
 from mlx_packs.serving.request import Finished, Logprob, Progress, Request, Started
 
 WEATHER = Tool.model_validate_json(
@@ -149,7 +149,6 @@ def test_a_call_as_python_writes_it():
         "null",
         "{",
         "",
-        "[" * 5_000,
         '{"name": "weather", "arguments": {"a": NaN}}',
         '{"name": "weather", "arguments": {"a": "\\ud800"}}',
         '{"name": "\\ud800", "arguments": {}}',
@@ -161,6 +160,10 @@ def test_what_is_no_call_is_shown_as_it_was_written(written):
     choice = check(Writer(Letters(), f"So: <tool_call>{written}</tool_call>"))
     assert choice["message"]["content"] == f"So: {written}"
     assert choice["finish_reason"] == "stop" and "tool_calls" not in choice["message"]
+
+
+def test_a_call_of_very_many_lists_is_no_call():
+    assert tool_calls(json_tools.parse_tool_call, ["[" * 5_000], [WEATHER]) == []
 
 
 def test_a_call_that_is_cut_off_is_shown():

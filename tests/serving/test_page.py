@@ -6,22 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from mlx_packs import load_base
 from mlx_packs.serving import app
-from mlx_packs.serving.embedding import Embedder
 from tests.helpers.serving import Running
 
 PAGE = Path(app.__file__).with_name("page.html").read_text(encoding="utf-8")
 VOID = {"meta", "link", "input", "br", "img", "hr"}
 FIELDS = {"input", "select", "textarea"}
-TEXT_ON = [  # colours of text, and what is behind them
-    ("ink", "page"),
-    ("ink", "card"),
-    ("muted", "page"),
-    ("muted", "card"),
-    ("on-after", "after"),
-    ("warn-ink", "warn"),
-]
+# Colours of text, and what is behind them.
+TEXT_ON = [("ink", "page"), ("ink", "card"), ("muted", "page"), ("muted", "card")]
+TEXT_ON += [("on-after", "after"), ("warn-ink", "warn")]
 
 
 class Elements(HTMLParser):
@@ -54,8 +47,8 @@ def elements():
     return Elements(PAGE)
 
 
-def test_page_is_served_with_its_policy_and_without_a_key(generator):
-    with Running(generator, api_key="secret") as server:
+def test_page_is_served_with_its_policy_and_without_a_key(shared_server):
+    with Running(shared_server.worker, api_key="secret") as server:
         status, headers, body = server.request("GET", "/")
         assert (status, body.decode()) == (200, PAGE)
         assert headers["content-type"] == "text/html; charset=utf-8"
@@ -105,6 +98,10 @@ def test_text_is_legible_in_both_schemes():
         assert contrast(colours["after"], colours["card"]) >= 3  # the focus
 
 
+def test_motion_can_be_reduced():
+    assert re.search(r"@media \(prefers-reduced-motion: (reduce|no-preference)\)", PAGE)
+
+
 def roots() -> list[str]:
     return re.findall(r":root \{(.*?)\}", PAGE, re.S)
 
@@ -119,15 +116,3 @@ def contrast(a: str, b: str) -> float:
 
     dark, light = sorted((luminance(a), luminance(b)))
     return (light + 0.05) / (dark + 0.05)
-
-
-def test_packs_name_the_architecture(server, encoder):
-    """By it the page knows whether to chat or to compare embeddings."""
-    assert server.json("GET", "/v1/packs")[1]["architecture"] == "decoder"
-    worker = Embedder(load_base(encoder), 8, 8)
-    worker.start()
-    try:
-        with Running(worker) as other:
-            assert other.json("GET", "/v1/packs")[1]["architecture"] == "encoder"
-    finally:
-        worker.close(0.0)

@@ -21,35 +21,46 @@ def chat(**fields) -> ChatBody:
 
 
 @pytest.fixture
-def prompts(shared_tiny):
-    return Prompts(shared_tiny, 512, 600)
+def prompts(small_tiny):
+    return Prompts(small_tiny, 512, 600)
 
 
 @pytest.mark.parametrize(
     "name",
-    ["self", "base", "messages", "tools", "tokenizer", "tokenize", "conversation", "options"]
-    + ["add_generation_prompt", "chat_template", "return_dict", "documents", "kwargs"],
+    ["self", "base", "messages", "tools", "tokenize", "conversation", "add_generation_prompt"],
 )
 def test_names_of_arguments_are_no_variables_of_a_template(prompts, name):
     with raises("invalid", "chat_template_kwargs", name):
         prompts.of_chat(chat(chat_template_kwargs={name: [1]}))
 
 
-def test_variables_reach_the_template(prompts, shared_tiny, monkeypatch):
-    tokenizer = shared_tiny.tokenizer
-    monkeypatch.setattr(tokenizer._tokenizer, "chat_template", "{{ tone }} {{ missing }}")
-    tokens = prompts.of_chat(chat(chat_template_kwargs={"tone": "kind", "a b": None}))
-    assert tokenizer.decode(tokens) == "kind "
+@pytest.fixture
+def shown(prompts, small_tiny, monkeypatch):
+    """What a template shows, by the variables of a request and the defaults of a server."""
+    tokenizer = small_tiny.tokenizer
+
+    def show(template: str, variables: dict, defaults: dict | None = None) -> str:
+        monkeypatch.setattr(tokenizer._tokenizer, "chat_template", template)
+        return tokenizer.decode(prompts.of_chat(chat(chat_template_kwargs=variables), defaults))
+
+    return show
 
 
-def test_a_variable_that_is_null_is_not_given(prompts, shared_tiny, monkeypatch):
-    tokenizer = shared_tiny.tokenizer
-    shows = "{{ tone is defined }} {{ tone|default('none') }}"
-    monkeypatch.setattr(tokenizer._tokenizer, "chat_template", shows)
-    null = chat(chat_template_kwargs={"tone": None})
-    assert tokenizer.decode(prompts.of_chat(null)) == "False none"
-    assert tokenizer.decode(prompts.of_chat(null, {"tone": "kind"})) == "True kind"
-    assert tokenizer.decode(chat_prompt(shared_tiny, MESSAGES, tone=None)) == "False none"
+def test_variables_reach_the_template(shown):
+    assert shown("{{ tone }} {{ missing }}", {"tone": "kind", "a b": None}) == "kind "
+
+
+def test_variables_of_a_request_come_before_the_defaults(shown):
+    defaults = {"tone": "warm", "mood": "calm"}
+    assert shown("{{ tone }} {{ mood }}", {"tone": "cold"}, defaults) == "cold calm"
+
+
+def test_a_variable_that_is_null_is_not_given(shown, small_tiny):
+    template = "{{ tone is defined }} {{ tone|default('none') }}"
+    assert shown(template, {"tone": None}) == "False none"
+    assert shown(template, {"tone": None}, {"tone": "kind"}) == "True kind"
+    tokens = chat_prompt(small_tiny, MESSAGES, tone=None)
+    assert small_tiny.tokenizer.decode(tokens) == "False none"
 
 
 def test_a_request_without_max_tokens_takes_what_the_context_leaves(prompts):
@@ -88,42 +99,34 @@ def test_biases_of_no_token(prompts, token):
     ],
     ids=str,
 )
-def test_schemas_that_cannot_be_obeyed_are_rejected_at_once(shared_tiny, schema):
-    grammars = Grammars(shared_tiny.tokenizer, shared_tiny.vocab_size)
+def test_schemas_that_cannot_be_obeyed_are_rejected_at_once(small_tiny, schema):
+    grammars = Grammars(small_tiny.tokenizer, small_tiny.vocab_size)
     with raises("invalid", "response_format") as caught:
         grammars.check(schema)
     assert "\n" not in caught.value.message and len(caught.value.message) < 500
 
 
-def test_a_grammar_follows_the_answer_and_ends_it(shared_tiny):
-    grammars = Grammars(shared_tiny.tokenizer, shared_tiny.vocab_size)
+def test_a_grammar_follows_the_answer_and_ends_it(small_tiny):
+    grammars = Grammars(small_tiny.tokenizer, small_tiny.vocab_size)
     schema = {"const": {"a": 1}}
     mask = grammars.processor(grammars.check(schema), 2)
-    tokens, logits = [5, 6], mx.zeros((1, shared_tiny.vocab_size))
+    tokens, logits = [5, 6], mx.zeros((1, small_tiny.vocab_size))
     for _ in range(20):
         tokens.append(int(mask(mx.array(tokens), logits).argmax()))
-        if tokens[-1] in shared_tiny.tokenizer.eos_token_ids:
+        if tokens[-1] in small_tiny.tokenizer.eos_token_ids:
             break
-    assert shared_tiny.tokenizer.decode(tokens[2:-1]) == '{"a":1}'
+    assert small_tiny.tokenizer.decode(tokens[2:-1]) == '{"a":1}'
 
 
-def test_prompts_of_a_completion(prompts, shared_tiny):
+def test_prompts_of_a_completion(prompts, small_tiny):
     def of(prompt):
         return prompts.of_texts(
             parsed(CompletionBody, json.dumps({"model": "m", "prompt": prompt}).encode())
         )
 
-    text = raw_prompt(shared_tiny, "The list")
+    text = raw_prompt(small_tiny, "The list")
     assert of("The list") == of(["The list"]) == of(text) == [text]
     assert of(["The list"] * 64) == [text] * 64
     for prompt in ([], ["a"] * 65, "", [""], [4096], [-1]):
         with raises("invalid", "prompt"):
             of(prompt)
-
-
-def test_variables_of_a_request_come_before_the_defaults(prompts, shared_tiny, monkeypatch):
-    tokenizer = shared_tiny.tokenizer
-    monkeypatch.setattr(tokenizer._tokenizer, "chat_template", "{{ tone }} {{ mood }}")
-    body = chat(chat_template_kwargs={"tone": "cold"})
-    tokens = prompts.of_chat(body, {"tone": "warm", "mood": "calm"})
-    assert tokenizer.decode(tokens) == "cold calm"

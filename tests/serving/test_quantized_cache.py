@@ -73,19 +73,17 @@ def test_prompts_padded_on_the_right_are_turned():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [4, 8])
-def test_texts_are_those_of_mlx_lm_with_a_quantized_cache(shared_tiny, bits):
-    prompts = [raw_prompt(shared_tiny, text) for text in ("The list of", "def", "It was " * 30)]
+def test_texts_are_those_of_mlx_lm_with_a_quantized_cache(small_tiny, bits):
+    prompts = [raw_prompt(small_tiny, text) for text in ("The list of", "def", "It was " * 30)]
     expected = []
     for prompt in prompts:
-        cache = [QuantizedKVCache(64, bits) for _ in shared_tiny.model.layers]
-        steps = generate_step(
-            mx.array(prompt), shared_tiny.model, max_tokens=16, prompt_cache=cache
-        )
+        cache = [QuantizedKVCache(64, bits) for _ in small_tiny.model.layers]
+        steps = generate_step(mx.array(prompt), small_tiny.model, max_tokens=16, prompt_cache=cache)
         tokens = [int(token) for token, _ in steps]
-        eos = [i for i, t in enumerate(tokens) if t in shared_tiny.tokenizer.eos_token_ids]
-        expected.append(text_of(shared_tiny, tokens[: eos[0]] if eos else tokens))
-    worker = Generator(shared_tiny, Limits(4, 16, 1 << 30, 64, 2048, bits))
-    plain = Generator(shared_tiny, Limits(4, 16, 1 << 30, 64, 2048))
+        eos = [i for i, t in enumerate(tokens) if t in small_tiny.tokenizer.eos_token_ids]
+        expected.append(text_of(small_tiny, tokens[: eos[0]] if eos else tokens))
+    worker = Generator(small_tiny, Limits(4, 16, 1 << 30, 64, 2048, bits))
+    plain = Generator(small_tiny, Limits(4, 16, 1 << 30, 64, 2048))
     worker.start()
     try:
         requests = [("base", prompt, 16) for prompt in prompts]

@@ -16,8 +16,8 @@ TOKENS = mx.array([[5, 6, 7, 8, 9, 10, 11, 12]])
 
 
 @pytest.fixture
-def slots(shared_tiny):
-    slots = PackSlots(shared_tiny)
+def slots(small_tiny):
+    slots = PackSlots(small_tiny)
     yield slots
     slots.close()
 
@@ -35,11 +35,11 @@ def logits(slots: PackSlots, *chosen: int) -> np.ndarray:
     return np.array(slots.base.model(mx.repeat(TOKENS, len(chosen), axis=0)))
 
 
-def test_each_sequence_has_its_own_pack(shared_tiny, shelf, slots):
-    expected = [alone(shared_tiny), *(alone(shared_tiny, shelf / name) for name in NAMES)]
+def test_each_sequence_has_its_own_pack(small_tiny, shelf, slots):
+    expected = [alone(small_tiny), *(alone(small_tiny, shelf / name) for name in NAMES)]
     numbers = [BASE, *(slots.add(Pack.open(shelf / name)) for name in NAMES)]
     assert numbers == [BASE, 0, 1, 2] and slots.nbytes > 0
-    for order in (numbers, numbers[::-1], [2, 2, BASE, 0], [1, 1, 1], [BASE, BASE], [0]):
+    for order in (numbers, [2, 2, BASE, 0], [1, 1, 1], [BASE, BASE], [0]):
         for row, slot in zip(logits(slots, *order), order, strict=True):
             np.testing.assert_allclose(row, expected[slot + 1], atol=1e-4)
     for a in range(4):
@@ -47,8 +47,8 @@ def test_each_sequence_has_its_own_pack(shared_tiny, shelf, slots):
             assert np.abs(expected[a] - expected[b]).max() > 0.01
 
 
-def test_slots_are_used_again_and_others_stay(shared_tiny, shelf, slots):
-    expected = alone(shared_tiny, shelf / NAMES[1])
+def test_slots_are_used_again_and_others_stay(small_tiny, shelf, slots):
+    expected = alone(small_tiny, shelf / NAMES[1])
     first, second, third = (slots.add(Pack.open(shelf / name)) for name in NAMES)
     before = logits(slots, third)
     slots.remove(first)
@@ -61,14 +61,14 @@ def test_slots_are_used_again_and_others_stay(shared_tiny, shelf, slots):
     np.testing.assert_allclose(after[1], expected, atol=1e-4)
 
 
-def test_closing_leaves_the_base_as_it_was(shared_tiny, shelf):
-    before = alone(shared_tiny)
-    modules = {path: id(module) for path, module in shared_tiny.model.named_modules()}
-    slots = PackSlots(shared_tiny)
+def test_closing_leaves_the_base_as_it_was(small_tiny, shelf):
+    before = alone(small_tiny)
+    modules = {path: id(module) for path, module in small_tiny.model.named_modules()}
+    slots = PackSlots(small_tiny)
     slots.add(Pack.open(shelf / "notes"))
     slots.close()
-    assert {path: id(module) for path, module in shared_tiny.model.named_modules()} == modules
-    np.testing.assert_array_equal(alone(shared_tiny), before)
+    assert {path: id(module) for path, module in small_tiny.model.named_modules()} == modules
+    np.testing.assert_array_equal(alone(small_tiny), before)
 
 
 def test_a_pack_of_another_base_changes_nothing(shelf, slots):
@@ -90,7 +90,7 @@ def test_adapters_that_cannot_be_mixed_are_rejected(shelf, slots, change):
         slots.add(pack)
 
 
-@pytest.mark.parametrize("family", [f for f in SMALL_FAMILIES if f != "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_bigcode"])
 def test_families_are_served_with_all_their_projections(family):
     """Fused projections too, and packs that cut them in slices beside others that do not."""
     base = base_of(family, **SMALL_FAMILIES[family])

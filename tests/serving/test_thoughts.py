@@ -17,7 +17,6 @@ ENDS = {  # of the prompt, after the mark of the assistant
 }
 TURNS = {
     "plain": [{"role": "user", "content": "Hi."}],
-    "question": [{"role": "user", "content": "What does <think> do?"}],
     "question_end": [{"role": "user", "content": "What is <think>"}],
     "closed": [{"role": "user", "content": "What does </think> do?"}],
     "system": [
@@ -37,10 +36,12 @@ TURNS = {
 }
 
 
-@pytest.mark.parametrize("turns", TURNS)
-@pytest.mark.parametrize("end", ENDS)
-def test_only_the_end_of_the_prompt_counts(shared_tiny, monkeypatch, turns, end):
-    tokenizer = shared_tiny.tokenizer
+@pytest.mark.parametrize(
+    ("turns", "end"),
+    [*(("plain", end) for end in ENDS), *((turns, "") for turns in TURNS if turns != "plain")],
+)
+def test_only_the_end_of_the_prompt_counts(small_tiny, monkeypatch, turns, end):
+    tokenizer = small_tiny.tokenizer
     template = tokenizer.chat_template
     assert template.count("{{- '<|im_start|>assistant\\n' }}") == 1
     changed = template.replace(
@@ -48,7 +49,7 @@ def test_only_the_end_of_the_prompt_counts(shared_tiny, monkeypatch, turns, end)
         "{{- " + json.dumps(f"<|im_start|>assistant\n{end}") + " }}",
     )
     monkeypatch.setattr(tokenizer._tokenizer, "chat_template", changed)
-    prompt = chat_prompt(shared_tiny, TURNS[turns])
+    prompt = chat_prompt(small_tiny, TURNS[turns])
     assert opens_thoughts(tokenizer, prompt) is ENDS[end]
 
     state = first_state(tokenizer, prompt)
@@ -60,6 +61,6 @@ def test_only_the_end_of_the_prompt_counts(shared_tiny, monkeypatch, turns, end)
     assert thoughts == ("It is" if ENDS[end] else "")
 
 
-def test_tokenizers_without_thoughts_open_none(shared_tiny, monkeypatch):
-    monkeypatch.setattr(shared_tiny.tokenizer, "_think_start", None)
-    assert not opens_thoughts(shared_tiny.tokenizer, [4092])
+def test_tokenizers_without_thoughts_open_none(small_tiny, monkeypatch):
+    monkeypatch.setattr(small_tiny.tokenizer, "_think_start", None)
+    assert not opens_thoughts(small_tiny.tokenizer, [4092])
