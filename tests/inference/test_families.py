@@ -23,7 +23,8 @@ CASES = {
     "repeated": ([*COMMON, 5, 9], [*COMMON, *LONG], [*COMMON, *LONG], [*COMMON, 5, 9]),
 }
 # mlx-lm cannot batch the cache of llama4, and cannot generate with gear at all.
-MERGED = [f for f in FAMILIES if f not in ("llama4", "gear")]
+BATCHED = [f for f in FAMILIES if f not in ONE_BY_ONE | {"llama4"}]
+ALONE = [f for f in FAMILIES if f in ONE_BY_ONE - {"gear"}]
 
 
 def base_of(family: str):
@@ -33,8 +34,22 @@ def base_of(family: str):
     return base
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("family", [*sweep(MERGED), pytest.param("phi3small"), "mamba", "rwkv7"])
+def swept(*cases: str, of_all: tuple[str, ...]) -> list:
+    """Families with cases: the representative ones with each, the others with those ``of_all``."""
+    return [
+        pytest.param(*family.values, case, marks=family.marks)
+        for family in sweep(BATCHED)
+        for case in (of_all if family.marks else cases)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "case"),
+    [
+        *swept(*CASES, of_all=("three", "repeated")),
+        *(pytest.param(*family.values, "three", marks=family.marks) for family in sweep(ALONE)),
+    ],
+)
 def test_a_batch_equals_each_alone(family, case):
     base, prompts = base_of(family), CASES[case]
     texts = [[] for _ in prompts]
@@ -45,23 +60,17 @@ def test_a_batch_equals_each_alone(family, case):
         assert tokens == [int(token) for token, _ in steps]
 
 
-@pytest.mark.parametrize("family", sweep(MERGED))
+@pytest.mark.parametrize("family", sweep(BATCHED))
 def test_log_probabilities_in_a_batch_are_those_alone(family):
-    if family in ONE_BY_ONE:
-        return
     model = family_base(family).model
     together, alone = scores(model, PROMPTS), [scores(model, [p])[0] for p in PROMPTS]
     for one, other in zip(together, alone, strict=True):
-        finite = mx.isfinite(one) & mx.isfinite(other)
-        assert mx.abs(mx.where(finite, one - other, 0)).max().item() < 2e-3
+        assert distance(one, other) < 2e-3
 
 
-@pytest.mark.parametrize("case", ["shared", "repeated"])
-@pytest.mark.parametrize("family", sweep(MERGED))
+@pytest.mark.parametrize(("family", "case"), swept("shared", "repeated", of_all=("repeated",)))
 def test_prompts_that_are_read_once_have_the_log_probabilities_of_each(family, case):
     """Of five tokens, the same ones, in the same order of samples."""
-    if family in ONE_BY_ONE:
-        return
     base, steps = base_of(family), []
     base.tokenizer.eos_token_ids = set()
     for shares in (False, True):
@@ -78,8 +87,13 @@ def test_prompts_that_are_read_once_have_the_log_probabilities_of_each(family, c
     whole, once = steps
     assert [rows.shape for rows in once] == [rows.shape for rows in whole]
     for one, other in zip(once, whole, strict=True):
-        finite = mx.isfinite(one) & mx.isfinite(other)
-        assert mx.abs(mx.where(finite, one - other, 0)).max().item() < 1e-3
+        assert distance(one, other) < 1e-3
+
+
+def distance(one: mx.array, other: mx.array) -> float:
+    """The largest difference of log-probabilities, but where a token cannot be."""
+    finite = mx.isfinite(one) & mx.isfinite(other)
+    return mx.abs(mx.where(finite, one - other, 0)).max().item()
 
 
 def scores(model, prompts) -> list[mx.array]:

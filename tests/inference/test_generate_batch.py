@@ -3,12 +3,10 @@
 from types import SimpleNamespace
 
 import pytest
-from mlx_lm.generate import generate_step
 from mlx_lm.models import cache
 
 from mlx_packs.inference import generate
 from mlx_packs.inference.generate import chat_prompt, complete, complete_batch, stream_batch
-from mlx_packs.runtime import mx
 from tests.helpers.errors import raises
 from tests.helpers.models import base_of
 from tests.helpers.packs import random_pack
@@ -22,64 +20,37 @@ PROMPTS = (
 )
 
 
-@pytest.mark.parametrize(
-    "rank", [pytest.param(0, marks=pytest.mark.slow, id="base"), pytest.param(4, id="pack")]
-)
-def test_complete_batch_gives_the_text_of_each_prompt_alone(shared_tiny, rank):
-    """Five ragged prompts, completions of four lengths, two at a time: each slot is used again."""
-    prompts = [shared_tiny.tokenizer.encode(text) for text in PROMPTS]
+@pytest.mark.parametrize("batch_size", [2, 8])
+def test_complete_batch_gives_the_text_of_each_prompt_alone(small_tiny, batch_size):
+    """Five ragged prompts, completions of four lengths; two at a time, each slot is used again."""
+    prompts = [small_tiny.tokenizer.encode(text) for text in PROMPTS]
     lengths = [12, 5, 9, 12, 3]
-    if rank:
-        shared_tiny.swap_pack(random_pack(shared_tiny, 5, rank, ()))
-    try:
-        alone = [complete(shared_tiny, p, n) for p, n in zip(prompts, lengths, strict=True)]
-        assert complete_batch(shared_tiny, prompts, lengths, batch_size=2) == alone
-        assert complete_batch(shared_tiny, prompts, lengths, batch_size=8) == alone
-    finally:
-        shared_tiny.swap_pack(None)
-    assert len(set(alone)) > 2
+    plain = complete_batch(small_tiny, prompts, lengths, batch_size)
+    with small_tiny.applied(random_pack(small_tiny, 5, 4, ())):
+        alone = [complete(small_tiny, p, n) for p, n in zip(prompts, lengths, strict=True)]
+        assert complete_batch(small_tiny, prompts, lengths, batch_size) == alone
+    assert len(set(alone)) > 2 and plain != alone
 
 
-def test_complete_batch_differs_with_a_pack(shared_tiny):
-    prompts = [shared_tiny.tokenizer.encode(text) for text in PROMPTS[:2]]
-    plain = complete_batch(shared_tiny, prompts, 8)
-    with shared_tiny.applied(random_pack(shared_tiny, 5, 4, ())):
-        assert complete_batch(shared_tiny, prompts, 8) != plain
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
-def test_stream_batch_equals_one_by_one_in_other_families(family):
-    base = base_of(family)
-    base.tokenizer = SimpleNamespace(eos_token_ids={0})
-    prompts = [[5, 9, 3], [7], [11, 2, 8, 4, 6, 1, 90], [33, 44]]
-    with base.applied(random_pack(base, 1, 2, ())):
-        batched = [[] for _ in prompts]
-        for i, token in stream_batch(base, prompts, 6, 3, stop=False):
-            batched[i].append(token)
-        for prompt, tokens in zip(prompts, batched, strict=True):
-            alone = [t for t, _ in generate_step(mx.array(prompt), base.model, max_tokens=6)]
-            assert tokens == [int(t) for t in alone]
-
-
-def test_stream_batch_admits_the_next_prompt_when_one_has_ended(shared_tiny):
-    prompts = [shared_tiny.tokenizer.encode(text) for text in PROMPTS[:3]]
-    order = [i for i, _ in stream_batch(shared_tiny, prompts, [2, 10, 2], 2, stop=False)]
+def test_stream_batch_admits_the_next_prompt_when_one_has_ended(small_tiny):
+    prompts = [small_tiny.tokenizer.encode(text) for text in PROMPTS[:3]]
+    order = [i for i, _ in stream_batch(small_tiny, prompts, [2, 10, 2], 2, stop=False)]
     assert order.index(2) < len(order) - 1 - order[::-1].index(1)
 
 
-def test_stream_batch_rejects_empty_prompts_and_states_without_batches(shared_tiny, monkeypatch):
+def test_stream_batch_rejects_empty_prompts_and_states_without_batches(small_tiny, monkeypatch):
     with raises("invalid", "prompts", "prompt"):
-        list(stream_batch(shared_tiny, [[1], []]))
+        list(stream_batch(small_tiny, [[1], []]))
 
     class Lone:
         pass
 
     monkeypatch.setattr(cache, "make_prompt_cache", lambda model: [Lone()])
     with raises("unsupported", None, "tiny", "Lone"):
-        list(stream_batch(shared_tiny, [[1]]))
+        list(stream_batch(small_tiny, [[1]]))
 
 
-def test_messages_of_a_prompt_are_read_as_those_of_training(shared_tiny):
+def test_messages_of_a_prompt_are_read_as_those_of_training(small_tiny):
     """Parts of a content, roles and calls of other programs: as `packs serve` takes them."""
     plain = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say red."}]
     parts = [
@@ -87,9 +58,9 @@ def test_messages_of_a_prompt_are_read_as_those_of_training(shared_tiny):
         {"role": "user", "content": [{"type": "text", "text": "Say red."}]},
     ]
     for raw in (plain, parts):
-        assert shared_tiny._prompt_tokens(raw, False, None) == chat_prompt(shared_tiny, plain)
+        assert small_tiny._prompt_tokens(raw, False, None) == chat_prompt(small_tiny, plain)
     with raises("invalid", "prompt", "'content'"):
-        shared_tiny.generate([{"role": "user"}])
+        small_tiny.generate([{"role": "user"}])
 
 
 def prompt_tokens_of(base, prompts, monkeypatch, **changes) -> tuple[list[list[int]], int]:
