@@ -1,7 +1,7 @@
 """Kernels that run here: the same call as MLX's, emulated instead of launched."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import mlx.core as mx
 import numpy as np
@@ -24,6 +24,7 @@ class EmulatedKernel:
         self.checks = checks
         self.reports: list[Report] = []
         self.compile_only = False
+        self._last: tuple = ()  # a call, its outputs and report: a gradient repeats it
 
     def __call__(
         self,
@@ -52,7 +53,11 @@ class EmulatedKernel:
             report = compile_call(self.language, self.definition, call, self.checks).report
             self.reports.append(report)
             return [mx.zeros(s, d) for s, d in zip(output_shapes, output_dtypes, strict=True)]
-        outputs, report = emulate(self.language, self.definition, call, self.checks)
+        values = [(x.shape, x.dtype, _bytes(x)) for x in call.inputs]
+        key = (replace(call, inputs=()), values)
+        if not self._last or self._last[0] != key:
+            self._last = (key, *emulate(self.language, self.definition, call, self.checks))
+        _, outputs, report = self._last
         self.reports.append(report)
         if verbose:
             print(report.source)

@@ -1,5 +1,6 @@
 """The passes before a run: MLX's text, what Metal rejects, the size of threadgroup memory."""
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -86,6 +87,7 @@ def private_arrays(definition: Definition, call: Call) -> list[str]:
     return re.findall(r"^\s*(%\S+ = alloca .*)$", llvm, re.MULTILINE)
 
 
+@functools.cache  # a text is the same for many shapes
 def _check_metal(toolchain: Toolchain, program: metal_source.MetalProgram) -> int:
     """The strict pass: types, address spaces, and language that Metal does not have."""
     _refuse(program.name, lint_words(program.source), program.source)
@@ -94,6 +96,7 @@ def _check_metal(toolchain: Toolchain, program: metal_source.MetalProgram) -> in
     return threadgroup_bytes(llvm)
 
 
+@functools.cache
 def _check_cuda(toolchain: Toolchain, program: Program) -> int:
     """The twin compiles, and computes nothing in double."""
     llvm = _llvm(toolchain, program, program.run_text, CUDA_SHIM, SYNTAX_FLAGS)

@@ -5,6 +5,7 @@ after the other: lanes sum over k, simdgroups reduce, the first thread adds the 
 kernel of this project does is in it: tails in n and k, threadgroup memory, barriers, a reduction.
 """
 
+import math
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -144,5 +145,33 @@ def expected(dtype: mx.Dtype) -> mx.array:
     return (x * w).sum(axis=1) * scale
 
 
+BOUNDS = {mx.float32: 1e-5, mx.float16: 1e-2, mx.bfloat16: 5e-2}  # of its errors
 METAL = Sample("metal", METAL_HEADER, METAL_BODY)
 CUDA = Sample("cuda", CUDA_HEADER, CUDA_BODY)
+
+
+def run(
+    source: str,
+    *inputs: mx.array,
+    shape: tuple[int, ...] | None = None,
+    dtype: mx.Dtype = mx.float32,
+    header: str = "",
+    checks: Checks = Checks(low_precision=True),  # noqa: B008 - frozen
+    atomic_outputs: bool = False,
+    **changes,
+) -> mx.array:
+    """The output y of a small Metal kernel of a, b, c..: by default a thread for each element."""
+    shape = inputs[0].shape if shape is None else shape
+    size = math.prod(shape)
+    names = list("abcdef"[: len(inputs)])
+    kernel = metal_kernel(
+        "small", names, ["y"], source, header, atomic_outputs=atomic_outputs, checks=checks
+    )
+    call = {
+        "inputs": list(inputs),
+        "grid": (size, 1, 1),
+        "threadgroup": (min(size, 256), 1, 1),
+        "output_shapes": [shape],
+        "output_dtypes": [dtype],
+    }
+    return kernel(**(call | changes))[0]

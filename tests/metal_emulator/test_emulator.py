@@ -4,32 +4,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from . import Checks, KernelFault, cuda_kernel, metal_kernel, toolchain, why_not
+from . import Checks, KernelFault, cuda_kernel, toolchain, why_not
 from .lint import lint_llvm, lint_words
 from .passes import quote
-from .samples import CUDA, METAL
+from .samples import CUDA, METAL, run
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-
-RELAXED = Checks(low_precision=True)
-
-
-def run(source: str, *inputs: mx.array, shape=None, dtype=mx.float32, header="", **changes):
-    """The output of a small kernel: inputs a, b, c.., output y, one thread for each element."""
-    shape = inputs[0].shape if shape is None else shape
-    checks = changes.pop("checks", RELAXED)
-    size = int(np.prod(shape))
-    kernel = metal_kernel(
-        "small", list("abcdef"[: len(inputs)]), ["y"], source, header, checks=checks
-    )
-    call = {
-        "inputs": list(inputs),
-        "grid": (size, 1, 1),
-        "threadgroup": (min(size, 256), 1, 1),
-        "output_shapes": [shape],
-        "output_dtypes": [dtype],
-    }
-    return kernel(**(call | changes))[0]
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
@@ -245,23 +225,14 @@ def test_a_call_can_be_compiled_and_not_run(sample):
 
 
 def test_wrong_count_of_inputs_is_refused():
-    kernel = metal_kernel("two", ["a", "b"], ["y"], "y[0] = a[0];")
-    with pytest.raises(KernelFault, match="`inputs` must have size 2 but got 1"):
-        kernel(
-            inputs=[mx.zeros((9,))],
-            grid=(1, 1, 1),
-            threadgroup=(1, 1, 1),
-            output_shapes=[(1,)],
-            output_dtypes=[mx.float32],
-        )
+    with pytest.raises(KernelFault, match="`inputs` must have size 1 but got 2"):
+        run("y[0] = a[0];", mx.zeros((9,)), inputs=[mx.zeros((9,))] * 2)
 
 
 def test_message_quotes_the_line():
     with pytest.raises(KernelFault, match=r"\n  \d+: y\[i\] = 1 << k;"):
-        run(
-            "uint i = thread_position_in_grid.x;\nint k = int(a[i]);\ny[i] = 1 << k;",
-            40 + mx.zeros(8),
-        )
+        body = "uint i = thread_position_in_grid.x;\nint k = int(a[i]);\ny[i] = 1 << k;"
+        run(body, 40 + mx.zeros(8))
     assert quote("at line 2", "one\n  two\n") == "at line 2\n  2: two"
 
 

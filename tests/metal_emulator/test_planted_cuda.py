@@ -4,28 +4,23 @@ import mlx.core as mx
 import pytest
 
 from . import Checks, KernelFault, cuda_kernel, why_not
-from .samples import CUDA, N, expected, inputs
+from .samples import BOUNDS, CUDA, N, expected
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 WRITTEN = "__syncthreads();  // parts written"
-READ = "__syncthreads();  // parts read"
 LAST = "y[row] = T(total(parts, SIMDGROUPS) * scale[0]);"
 SUM = "sum = warp_sum(sum);"
 
 # A thread that comes too early finds memory that nobody has written, or races with the writer.
 EARLY = "race|uninitialised"
 
+# What is CUDA's own: its words, its barriers and shuffles, its compiler. The run time is Metal's.
 # name: (kind of the fault, a word of its message, the changes of the text)
 BUGS = {
     "missing_barrier": (EARLY, "parts", (WRITTEN, "")),
-    "missing_second_barrier": ("race", "parts", (READ, "")),
     "barrier_of_the_warp_only": (EARLY, "parts", (WRITTEN, "__syncwarp();")),
-    "all_lanes_write": ("race", "parts", ("if (lane == 0) parts", "parts")),
-    "groups_write_the_same_rows": ("race", "threadgroup 1", (LAST, LAST.replace("[row]", "[r]"))),
-    "sum_without_atomic": (EARLY, "`y`", ("if (thread_index == 0 && inside) y[row] =", "y[0] +=")),
     "barrier_in_half_the_lanes": ("divergence", "barrier", (WRITTEN, f"if (lane < 16) {WRITTEN}")),
-    "early_return": ("divergence", "has ended", (SUM, f"if (thread_index > 40) return; {SUM}")),
     "shuffle_in_half_the_lanes": ("divergence", "__shfl_xor_sync", (SUM, f"if (lane < 16) {SUM}")),
     "mask_of_half_the_lanes": ("lane", "mask", ("0xffffffff", "0xffff")),
     "shuffle_from_lane_32": (
@@ -33,26 +28,17 @@ BUGS = {
         "lane 64",
         (SUM, f"sum += 0.0f * __shfl_sync(0xffffffff, sum, lane + 2); {SUM}"),
     ),
-    "missing_row_test": ("bounds", "`x`", ("row < N", "true")),
-    "missing_row_test_at_the_store": ("bounds", "`y`", (" && inside", "")),
-    "missing_tail_test": ("bounds", "reads 4 bytes", ("k < unsigned(width)", "k < 128u")),
     "shared_array_one_short": (
         "bounds",
         "outside an array",
         ("parts[SIMDGROUPS];", "parts[SIMDGROUPS - 1];"),
     ),
     "write_to_an_input": ("bounds", "read only", (LAST, f"{{ ((T*)x)[0] = T(1); {LAST} }}")),
-    "wrong_order_of_arguments": (
-        "bounds",
-        "`w`",
-        ("row_part(x + row * K, w, K,", "row_part(w + row * K, x, K,"),
-    ),
     "shared_memory_not_written": (
         "uninitialised",
         "parts",
         ("if (lane == 0) parts", "if (thread_index == 0) parts"),
     ),
-    "output_never_written": ("unwritten", "`y`", ("row < N", "row < N - 1")),
     "local_accumulator_not_set": (
         "compile",
         "uninitialized",
@@ -73,11 +59,10 @@ def fault(*changes: tuple[str, str], **arguments) -> KernelFault:
     return caught.value
 
 
-def test_the_kernel_without_bugs_is_right():
-    for dtype, bound in ((mx.float32, 1e-5), (mx.float16, 1e-2), (mx.bfloat16, 5e-2)):
-        y, kernel = CUDA.run(dtype)
-        assert mx.abs(y.astype(mx.float32) - expected(dtype)).max() < bound
-        assert kernel.reports[-1].half_operations == kernel.reports[-1].bfloat_operations == 0
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_the_kernel_without_bugs_is_right(dtype):
+    y, _ = CUDA.run(dtype)
+    assert mx.abs(y.astype(mx.float32) - expected(dtype)).max() < BOUNDS[dtype]
 
 
 @pytest.mark.parametrize("bug", BUGS)
@@ -92,16 +77,6 @@ def test_arithmetic_in_16_bits_is_counted():
     for dtype in (mx.float16, mx.bfloat16):
         assert fault(change, dtype=dtype).kind == "precision"
         assert CUDA.planted(change).run(dtype, Checks(low_precision=True))[0].shape == (N,)
-
-
-def test_reduction_over_half_the_lanes_shows_against_the_reference():
-    wrong = CUDA.planted(("int offset = 16", "int offset = 8")).run()[0]
-    assert mx.abs(wrong - expected(mx.float32)).max() > 1e-2
-
-
-def test_inputs_in_the_wrong_order_are_seen():
-    x, w, scale = inputs(mx.float32)
-    assert fault(inputs=[w, x, scale]).kind == "bounds"
 
 
 def test_threads_past_the_grid_exist():

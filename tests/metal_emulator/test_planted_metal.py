@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 
 from . import Checks, KernelFault, find_toolchain, metal_kernel, why_not
-from .samples import METAL, N, expected, inputs
+from .samples import BOUNDS, METAL, N, expected, inputs, run
 from .toolchain import LOCAL_BOUNDS_CLANG
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -53,7 +53,6 @@ RUN = {
         instead_of_written("threadgroup_barrier", "simdgroup_barrier"),
     ),
     "all_lanes_write": ("race", "parts", ("if (lane == 0) parts", "parts")),
-    "wrong_simdgroup_stride": ("race", "parts", ("parts[simd] =", "parts[simd / 2] =")),
     "groups_write_the_same_rows": ("race", "threadgroup 1", (LAST, LAST.replace("[row]", "[r]"))),
     "sum_without_atomic": (EARLY, "`y`", ("if (thread_index == 0 && inside) y[row] =", "y[0] +=")),
     "barrier_in_half_the_lanes": ("divergence", "barrier", (WRITTEN, f"if (lane < 16) {WRITTEN}")),
@@ -66,7 +65,6 @@ RUN = {
     ),
     "missing_row_test": ("bounds", "`x`", ("row < N", "true")),
     "missing_row_test_at_the_store": ("bounds", "`y`", (" && inside", "")),
-    "missing_tail_test": ("bounds", "reads 4 bytes", ("k < uint(width)", "k < uint(128)")),
     "read_before_the_start": ("bounds", "offset -", ("x[k]", "x[int(k) - 1]")),
     "wild_pointer": ("bounds", "far from every array", ("x[k]", "x[k + 0x7fffffff]")),
     "threadgroup_array_one_short": (
@@ -92,11 +90,6 @@ RUN = {
         "8 bytes at offset 16 of `y`",
         (LAST, f"{{ {LAST} if (row == N - 1) ((device ulong*)y)[2] = 0; }}"),
     ),
-    "wrong_order_of_arguments": (
-        "bounds",
-        "`w`",
-        ("row_part(x + row * K, w, K,", "row_part(w + row * K, x, K,"),
-    ),
     "threadgroup_memory_not_written": (
         "uninitialised",
         "parts",
@@ -104,11 +97,6 @@ RUN = {
     ),
     "output_read_before_written": ("uninitialised", "`y`", (LAST, LAST.replace("=", "+="))),
     "output_never_written": ("unwritten", "`y`", ("row < N", "row < N - 1")),
-    "store_in_the_wrong_place": (
-        "unwritten",
-        "`y`",
-        (LAST, LAST.replace("y[row]", "y[row / 2 * 2]")),
-    ),
     "shuffle_from_lane_32": (
         "lane",
         "lane 32",
@@ -140,15 +128,15 @@ def fault(*changes: tuple[str, str], **arguments) -> KernelFault:
     return caught.value
 
 
-def test_the_kernel_without_bugs_is_right():
-    for dtype, bound in ((mx.float32, 1e-5), (mx.float16, 1e-2), (mx.bfloat16, 5e-2)):
-        y, kernel = METAL.run(dtype)
-        assert mx.abs(y.astype(mx.float32) - expected(dtype)).max() < bound
-        report = kernel.reports[-1]
-        assert (report.groups, report.threads_per_group) == (3, 64)
-        assert report.threadgroup_bytes == 16
-        assert report.half_operations == report.bfloat_operations == 0
-        assert report.roundings == (0 if dtype == mx.float32 else N)
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_the_kernel_without_bugs_is_right(dtype):
+    y, kernel = METAL.run(dtype)
+    assert mx.abs(y.astype(mx.float32) - expected(dtype)).max() < BOUNDS[dtype]
+    report = kernel.reports[-1]
+    assert (report.groups, report.threads_per_group) == (3, 64)
+    assert report.threadgroup_bytes == 16
+    assert report.half_operations == report.bfloat_operations == 0
+    assert report.roundings == (0 if dtype == mx.float32 else N)
 
 
 @pytest.mark.parametrize("bug", RUN)
@@ -181,11 +169,6 @@ STRICT = {
         "address space to another",
         before_sum("sum += ((const device float*)parts)[0];"),
     ),
-    "pointer_to_a_local_without_thread": (
-        "lint",
-        "names no address space",
-        before_sum("float* q = &sum; *q += 1.0f;"),
-    ),
     "write_through_constant": (
         "compile",
         "read-only|const",
@@ -210,10 +193,7 @@ STRICT = {
         before_sum("auto f = &metal::simd_is_first; if (f()) sum += 0.0f;"),
     ),
     "new": ("compile", "poisoned", before_sum("thread float* q = new float(1.0f);")),
-    "throw": ("compile", "poisoned", before_sum("if (r > 5) throw 1;")),
     "goto": ("compile", "poisoned", before_sum("if (r > 5) goto end; end:")),
-    "virtual": ("compile", "poisoned", before_total("struct S { virtual int f() { return 1; } };")),
-    "printf": ("compile", "printf", before_sum('printf("%d", r);')),
     "standard_library": ("compile", "std", before_sum("sum = std::max(sum, 0.0f);")),
     "unknown_function": (
         "lint",
@@ -221,7 +201,6 @@ STRICT = {
         before_total("float secret(float);"),
         before_sum("sum += secret(sum);"),
     ),
-    "static_variable": ("lint", "outlives", before_sum("static int calls = 0; calls++;")),
     "global_variable": ("lint", "outlives", before_total("int calls = 0;"), before_sum("calls++;")),
     "constant_outside_constant_memory": (
         "lint",
@@ -294,14 +273,6 @@ def test_inputs_in_the_wrong_order_are_seen():
     assert fault(inputs=[x, scale, w]).kind == "compile"  # `scale` is small: constant memory
 
 
-def test_numbers_in_the_wrong_order_are_seen():
-    """Two ints change places: the loop starts and steps wrongly, which only the result shows."""
-    bug = METAL.planted(
-        ("K, thread_index, 32 * SIMDGROUPS", "K, 32 * SIMDGROUPS, thread_index + 1")
-    )
-    assert mx.abs(bug.run()[0] - expected(mx.float32)).max() > 1e-2
-
-
 def test_grid_in_groups_instead_of_threads_leaves_output_unwritten():
     assert fault(grid=(-(-N // 2), 1, 1)).kind in ("unwritten", "uninitialised")
 
@@ -313,59 +284,33 @@ def test_too_many_threads_are_refused():
 def test_too_many_buffers_are_refused():
     names = [f"a{i}" for i in range(31)]
     kernel = metal_kernel("many", names, ["y"], "y[thread_position_in_grid.x] = a0[0];")
+    sizes = {"grid": (4, 1, 1), "threadgroup": (4, 1, 1), "output_shapes": [(4,)]}
     with pytest.raises(KernelFault, match="32 buffers"):
-        kernel(
-            inputs=[mx.zeros((9,))] * 31,
-            grid=(4, 1, 1),
-            threadgroup=(4, 1, 1),
-            output_shapes=[(4,)],
-            output_dtypes=[mx.float32],
-        )
-
-
-def _histogram(body: str, **changes):
-    kernel = metal_kernel("count", ["x"], ["y"], body, **changes)
-    return kernel(
-        inputs=[mx.arange(64) % 4],
-        grid=(64, 1, 1),
-        threadgroup=(32, 1, 1),
-        output_shapes=[(4,)],
-        output_dtypes=[mx.uint32],
-        init_value=0,
-    )[0]
+        kernel(inputs=[mx.zeros((9,))] * 31, output_dtypes=[mx.float32], **sizes)
 
 
 def test_atomics_are_no_race_and_their_absence_is():
     body = "uint i = thread_position_in_grid.x; {}"
-    atomic = "atomic_fetch_add_explicit(&y[x[i]], 1u, memory_order_relaxed);"
-    counts = _histogram(body.format(atomic), atomic_outputs=True)
-    assert counts.tolist() == [16, 16, 16, 16]
+    atomic = "atomic_fetch_add_explicit(&y[a[i]], 1u, memory_order_relaxed);"
+    of_four = {"shape": (4,), "dtype": mx.uint32, "init_value": 0}
+    of_four |= {"grid": (64, 1, 1), "threadgroup": (32, 1, 1)}
+    a = mx.arange(64) % 4
+    assert run(body.format(atomic), a, **of_four, atomic_outputs=True).tolist() == [16] * 4
     with pytest.raises(KernelFault, match="race"):
-        _histogram(body.format("y[x[i]] += 1u;"))
+        run(body.format("y[a[i]] += 1u;"), a, **of_four)
 
 
 def test_result_that_depends_on_the_order_of_threads_is_seen():
     """Atomics alone make no order: who comes first takes the first place."""
-    kernel = metal_kernel(
-        "places",
-        ["x"],
-        ["y"],
-        """
+    body = """
         threadgroup atomic_uint next;
         uint i = thread_position_in_grid.x;
         if (i == 0) atomic_store_explicit(&next, 0u, memory_order_relaxed);
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        y[atomic_fetch_add_explicit(&next, 1u, memory_order_relaxed)] = x[i];
-        """,
-    )
+        y[atomic_fetch_add_explicit(&next, 1u, memory_order_relaxed)] = a[i];
+        """
     with pytest.raises(KernelFault, match="differs between the orders"):
-        kernel(
-            inputs=[mx.arange(16)],
-            grid=(16, 1, 1),
-            threadgroup=(16, 1, 1),
-            output_shapes=[(16,)],
-            output_dtypes=[mx.int32],
-        )
+        run(body, mx.arange(16), dtype=mx.int32)
 
 
 @pytest.mark.parametrize(
@@ -386,7 +331,7 @@ def test_neighbours_exchange_through_memory_behind_the_right_barrier(memory, rig
     threadgroup float parts[64];
     uint i = thread_position_in_grid.x;
     uint lane = thread_index_in_simdgroup, simd = simdgroup_index_in_threadgroup;
-    MEMORY = x[i];
+    MEMORY = a[i];
     BARRIER;
     lane ^= 1;
     i ^= 1;
@@ -397,42 +342,23 @@ def test_neighbours_exchange_through_memory_behind_the_right_barrier(memory, rig
     if memory == "y[i]":
         body = body.replace(" + parts[0] * 0.0f", "")
 
-    def run(barrier: str) -> list[float]:
-        kernel = metal_kernel("swap", ["x"], ["y"], body.replace("BARRIER", barrier))
-        return kernel(
-            inputs=[mx.arange(64).astype(mx.float32)],
-            grid=(64, 1, 1),
-            threadgroup=(64, 1, 1),
-            output_shapes=[(64,)],
-            output_dtypes=[mx.float32],
-        )[0].tolist()
-
-    assert run(right) == list(range(64))
+    a = mx.arange(64).astype(mx.float32)
+    assert run(body.replace("BARRIER", right), a).tolist() == list(range(64))
     with pytest.raises(KernelFault, match="race|uninitialised"):
-        run(wrong)
+        run(body.replace("BARRIER", wrong), a)
 
 
 def test_matrix_multiply_in_half_the_lanes_is_divergence():
     body = """
-    simdgroup_matrix<float, 8, 8> a, b, c(0.0f);
-    simdgroup_load(a, x, 8);
-    simdgroup_load(b, x, 8);
-    if (thread_index_in_simdgroup < LANES) simdgroup_multiply_accumulate(c, a, b, c);
-    simdgroup_store(c, y, 8);
+    simdgroup_matrix<float, 8, 8> left, right, sum(0.0f);
+    simdgroup_load(left, a, 8);
+    simdgroup_load(right, a, 8);
+    if (thread_index_in_simdgroup < LANES)
+      simdgroup_multiply_accumulate(sum, left, right, sum);
+    simdgroup_store(sum, y, 8);
     """
     x = mx.random.normal((8, 8))
-
-    def run(lanes: int) -> mx.array:
-        kernel = metal_kernel("square", ["x"], ["y"], body)
-        return kernel(
-            inputs=[x],
-            template=[("LANES", lanes)],
-            grid=(32, 1, 1),
-            threadgroup=(32, 1, 1),
-            output_shapes=[(8, 8)],
-            output_dtypes=[mx.float32],
-        )[0]
-
-    assert mx.abs(run(32) - x @ x).max() < 1e-5
+    one = {"grid": (32, 1, 1), "threadgroup": (32, 1, 1)}
+    assert mx.abs(run(body, x, **one, template=[("LANES", 32)]) - x @ x).max() < 1e-5
     with pytest.raises(KernelFault, match="divergence"):
-        run(16)
+        run(body, x, **one, template=[("LANES", 16)])
