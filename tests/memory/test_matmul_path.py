@@ -78,8 +78,8 @@ def test_the_fastest_path_that_is_planned_is_taken(limits):
     assert len(limits) == 2, "one path is no choice"
 
 
-def test_dense_is_not_taken_where_it_does_not_fit(monkeypatch):
-    monkeypatch.setattr(matmul_path.runtime, "total_memory", lambda: 0)
+def test_dense_is_not_taken_where_it_does_not_fit(limits, monkeypatch):
+    monkeypatch.setattr(runtime, "total_memory", lambda: 0)
     choice = choose_matmul_path(quantized(), 64)
     assert choice.matmul_path != "dense" and "dense would need" in choice.reason
 
@@ -114,28 +114,27 @@ def test_what_was_measured_before_is_not_measured_again(cache, limits):
 def test_other_work_and_devices_are_measured(cache, limits, monkeypatch):
     choose_matmul_path(quantized(), 64, 16)
     others = [
-        lambda: choose_matmul_path(quantized(), 65, 16),
-        lambda: choose_matmul_path(quantized(), 64, 17),
-        lambda: choose_matmul_path(quantized(bits=8), 64, 16),
-        lambda: choose_matmul_path(quantized(dtype=mx.bfloat16), 64, 16),
-        lambda: choose_matmul_path(quantized(intermediate_size=128), 64, 16),
-        lambda: choose_matmul_path(quantized(num_hidden_layers=1), 64, 16),
+        (quantized(), 65, 16),
+        (quantized(), 64, 17),
+        (quantized(bits=8), 64, 16),
+        (quantized(dtype=mx.bfloat16), 64, 16),
+        (quantized(intermediate_size=128), 64, 16),
+        (quantized(num_hidden_layers=1), 64, 16),
     ]
-    for number, choose in enumerate(others, 2):
-        choose()
+    for number, arguments in enumerate(others, 2):
+        choose_matmul_path(*arguments)
         assert len(limits) == number
-    for change in (
-        lambda patch: patch.setattr(runtime, "device_name", lambda: "Apple M9 (metal)"),
-        lambda patch: patch.setattr(measurements.mx, "__version__", "9.9"),
+    for module, name, value in (
+        (runtime, "device_name", lambda: "Apple M9 (metal)"),
+        (measurements.mx, "__version__", "9.9"),
     ):
+        before = len(limits)
         with monkeypatch.context() as patch:
-            before = len(limits)
-            change(patch)
+            patch.setattr(module, name, value)
             choose_matmul_path(quantized(), 64, 16)
-            assert len(limits) == before + 1
-    before = len(limits)
+        assert len(limits) == before + 1
     choose_matmul_path(quantized(), 64, 16)
-    assert len(limits) == before
+    assert len(limits) == before + 1
 
 
 def test_paths_that_were_not_measured_before_are(cache, limits):

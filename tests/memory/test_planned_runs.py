@@ -1,35 +1,32 @@
 """Runs and their plans: what is rejected before it starts, what is tight, what `auto` takes."""
 
-import gc
-import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import huggingface_hub
-import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from benchmarks.plan_accuracy import Case
-from benchmarks.plan_accuracy import run as measure
 from mlx_packs import LoRAConfig, TrainConfig, runtime, train_pack
-from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.config.recipe import Recipe
 from mlx_packs.config.schema import DataConfig
-from mlx_packs.display import QUIET, Display
+from mlx_packs.memory import disk
 from mlx_packs.memory.estimate import plan_run
 from mlx_packs.memory.headers import Headers
-from mlx_packs.memory.memory_choice import MatmulPathChoice
+from mlx_packs.memory.memory_choice import MatmulPathChoice, MemoryChoice
 from mlx_packs.memory.plan import ERROR
 from mlx_packs.tasks.phases import resolve_phases
 from mlx_packs.training import planning
-from mlx_packs.training.planning import choose_path
+from mlx_packs.training.planning import choose_path, fit_into_memory
 from mlx_packs.training.run_folder import write_identity
 from mlx_packs.training.settings import Place, Request, Run
 from tests.helpers.errors import check, raises
 from tests.helpers.headers import dense_headers, write_headers
-from tests.helpers.rows import chat, write_rows
+from tests.helpers.memory import active_bytes
+from tests.helpers.models import base_of
+from tests.helpers.rows import CHATS, chat, write_rows
+from tests.helpers.runs import LORA, TRAIN, Lines
 
 
 @pytest.fixture
@@ -62,40 +59,23 @@ def measured(monkeypatch) -> list:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("recomputed", "method"),
-    [
-        (True, "lora"),
-        *(pytest.param(False, m, marks=pytest.mark.slow) for m in ("lora", "dora", "pissa")),
-    ],
-)
+@pytest.mark.parametrize(("recompute", "method"), [("block", "lora"), ("none", "dora")])
 def test_the_estimate_is_within_its_error_of_the_measured_peak(
-    recomputed, method, tiny, long_chats, tmp_path
+    recompute, method, tiny, long_chats, tmp_path
 ):
     train = TrainConfig(
         iters=2,
         batch_size=4,
         max_seq_length=128,
         matmul_path="dense",
-        grad_checkpoint=recomputed,
+        recompute=recompute,
         method=method,
         val_batches=0,
     )
-    gc.collect()
     own = sum(array.nbytes for _, array in tree_flatten(tiny.model.parameters()))
-    held = (mx.get_active_memory() - own) / 1e9  # by other tests of this process
+    held = (active_bytes() - own) / 1e9  # by other tests of this process
     report = train_pack(tiny, long_chats, LoRAConfig(rank=8), train, tmp_path / "p").report
     assert report["plan_peak_gb"] == pytest.approx(report["peak_gb"] - held, rel=ERROR)
-
-
-@pytest.mark.parametrize("recompute", ["block", pytest.param("none", marks=pytest.mark.slow)])
-def test_the_estimate_of_trees_is_within_its_error_of_the_measured_peak(recompute, tmp_path):
-    """Rows of which three quarters are common, in a process of its own."""
-    case = Case(
-        "tiny", "dense", 8, 256, 16, recompute, 2, common=120, options=("--share-prefix", "on")
-    )
-    result = measure(case, tmp_path)
-    assert abs(result.error) < ERROR
 
 
 def test_a_base_that_cannot_fit_is_rejected_before_it_is_loaded(
@@ -110,13 +90,10 @@ def test_a_base_that_cannot_fit_is_rejected_before_it_is_loaded(
     assert run(*arguments, "--quantize", "nf4")[0] == 2
     check(run.error, "memory", None, "of 4.00 GB")
     assert "--quantize" not in run.error.message
-    memory(64e9)
-    for more in (["--quantize", "nf4"], []):
+    for size, more in ((64e9, []), (4e9, ["--force"])):
+        memory(size)
         with pytest.raises(AssertionError, match="weights were loaded"):
             run(*arguments, *more)
-    memory(4e9)
-    with pytest.raises(AssertionError, match="weights were loaded"):
-        run(*arguments, "--force")
 
 
 def test_a_base_whose_headers_cannot_be_read_is_left_to_loading(monkeypatch, tmp_path, run):
@@ -130,37 +107,14 @@ def test_a_base_whose_headers_cannot_be_read_is_left_to_loading(monkeypatch, tmp
     check(run.error, "network", "model", "`hf download owner/name`")
 
 
-def test_training_that_cannot_fit_is_rejected_unless_forced(
-    long_chats, tmp_path, measured, memory, run
-):
+def test_training_that_cannot_fit_is_rejected(long_chats, tmp_path, measured, memory, run):
     memory(60e6)
     out = tmp_path / "p"
-    arguments = ["train", "--data", long_chats, "--out", out, "--iters", "1", "--recompute", "none"]
-    code, _, err = run(*arguments)
+    code, _, err = run("train", "--data", long_chats, "--out", out, "--recompute", "none")
     assert code == 2 and not out.exists()
     check(run.error, "memory", None, "--force", "--recompute block")
     assert "at least" not in run.error.message and "data" in err, "the rows are known by now"
     assert not measured, "rejected before any weight is dequantized"
-    short = ("--matmul-path", "transient", "--test-batches", 1, "--val-batches", 0)
-    assert run(*arguments, "--force", "-q", *short)[0] == 0
-    assert json.loads((out / "pack.json").read_text())["measured"]["plan_peak_gb"] > 0.06
-
-
-def short_run(rows: Path, out: Path) -> list:
-    return [
-        *("train", "--data", rows, "--iters", 1, "--matmul-path", "dense", "--json"),
-        *("--test-batches", 1, "--val-batches", 0, "--overwrite", "--out", out),
-    ]
-
-
-def test_what_is_tight_is_trained_with_a_warning(long_chats, tmp_path, memory, run):
-    arguments = [*short_run(long_chats, tmp_path / "p"), "--batch-size", 1, "--recompute", "none"]
-    arguments += ["--max-seq-length", 64]
-    peak = json.loads(run(*arguments)[1])["plan_peak_gb"]
-    for size, warned in ((1.05 * peak, True), (1.2 * peak, False)):
-        memory(size * 1e9)
-        code, _, err = run(*arguments)
-        assert code == 0 and ("tight: " in err) is warned
 
 
 def test_a_run_has_the_plans_of_the_paths_that_fit_best(tiny, memory):
@@ -182,7 +136,7 @@ def test_a_run_has_the_plans_of_the_paths_that_fit_best(tiny, memory):
     assert list(plans(least - 1, force=True)) == [cheapest]
 
 
-def run_of(base, folder: Path, **settings) -> Run:
+def run_of(base, folder: Path, force: bool = False, **settings) -> Run:
     train, columns = TrainConfig(**settings), DataConfig(data="tiny")
     recipe = Recipe(LoRAConfig(), train, columns, names_data=True)
     return Run(
@@ -190,9 +144,53 @@ def run_of(base, folder: Path, **settings) -> Run:
         train,
         columns,
         resolve_phases(train, columns),
-        Request(recipe, base, Display(QUIET)),
+        Request(recipe, base, Lines(), force=force),
         Place(folder / "p", folder / "p-run"),
     )
+
+
+def fitted(base, folder: Path, **settings) -> tuple[MemoryChoice, str]:
+    """The memory plan of a run with dense weights on batches of one shape, and what it says."""
+    run = run_of(base, folder, matmul_path="dense", **settings)
+    rows = Mock(**{"shapes.return_value": {(128, 300)}, "task.typical_rows.return_value": None})
+    choice = fit_into_memory(run, base, base, [rows], run.train, "none")
+    return choice, "\n".join(run.display.lines)
+
+
+def test_what_is_tight_is_trained_with_a_warning(shared_tiny, tmp_path, memory):
+    peak = fitted(shared_tiny, tmp_path, recompute="none")[0].plan.peak_bytes
+    for times, warned in ((1.05, True), (1.2, False)):
+        memory(times * peak)
+        assert ("tight: " in fitted(shared_tiny, tmp_path, recompute="none")[1]) is warned
+    memory(0.9 * peak)
+    choice, text = fitted(shared_tiny, tmp_path, recompute="none", force=True)
+    assert choice.plan.peak_bytes == peak and "does not fit, forced" in text
+
+
+def test_plan_takes_the_first_policy_that_fits(shared_tiny, tmp_path, memory):
+    peaks = {
+        policy: fitted(shared_tiny, tmp_path, recompute=policy)[0].plan.peak_bytes
+        for policy in ("none", "selective", "block")
+    }
+    assert peaks["none"] > peaks["selective"] > peaks["block"]
+    for policy, peak in peaks.items():
+        memory((1 + ERROR) * peak + 1000)
+        choice, text = fitted(shared_tiny, tmp_path)
+        assert choice.recompute == policy and f"recompute {policy}" in text
+
+
+def test_a_dense_base_has_its_plan(tmp_path):
+    choice, _ = fitted(base_of("qwen3"), tmp_path)
+    assert choice.plan.matmul_path == choice.choice.matmul_path == "dense"
+
+
+def test_a_run_on_a_loaded_base_that_the_disk_cannot_hold_is_rejected_unless_forced(
+    shared_tiny, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(disk, "free_bytes", lambda _: 1_000_000)
+    with raises("unwritable", "out", "p-run"):
+        fitted(shared_tiny, tmp_path)
+    assert fitted(shared_tiny, tmp_path, force=True)[0].disk.total_bytes > 1_000_000
 
 
 def test_auto_is_measured_on_the_rows_and_batches_of_the_run(shared_tiny, tmp_path, measured):
@@ -225,46 +223,9 @@ def test_a_resumed_run_takes_its_path_while_it_fits(
     assert choose_path(asked, shared_tiny, (96, 30), plans).matmul_path == "transient"
 
 
-@pytest.mark.slow
-def test_plan_takes_the_first_policy_that_fits(long_chats, tmp_path, memory, run):
-    arguments = short_run(long_chats, tmp_path / "p")
-    peaks = {}
-    for policy in ("none", "selective", "block"):
-        report = json.loads(run(*arguments, "--recompute", policy)[1])
-        assert report["recompute"] == policy
-        peaks[policy] = report["plan_peak_gb"]
-    assert peaks["none"] > peaks["selective"] > peaks["block"]
-    for policy, peak in peaks.items():
-        memory((1 + ERROR) * peak * 1e9 + 1000)
-        code, out, err = run(*arguments, "-v")
-        assert code == 0 and json.loads(out)["recompute"] == policy
-        assert f"recompute {policy}" in err
-
-
-@pytest.mark.slow
-def test_a_dense_base_has_its_estimate(long_chats, tmp_path, run):
-    vocab_size = json.loads((tiny_checkpoint() / "config.json").read_text())["vocab_size"]
-    base = write_headers(tmp_path / "base", dense_headers("small", vocab_size))
-    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(tiny_checkpoint() / file, base / file)
-    arguments = [
-        "--model",
-        base,
-        "--data",
-        long_chats,
-        "--iters",
-        "1",
-        "--val-batches",
-        "0",
-        "--json",
-    ]
-    code, out, err = run("train", *arguments, "--out", tmp_path / "p")
-    assert code == 0, err
-    assert json.loads(out)["plan_peak_gb"] > 0 and json.loads(out)["matmul_path"] == "dense"
-
-
-def test_a_base_without_a_plan_is_trained_all_the_same(monkeypatch, tiny, long_chats, tmp_path):
+def test_a_base_without_a_plan_is_trained_all_the_same(monkeypatch, here):
     monkeypatch.setattr("mlx_packs.memory.decoder_sizes.FAMILIES", ())
-    train = TrainConfig(iters=1, batch_size=2, matmul_path="dense", val_batches=0)
-    run = train_pack(tiny, long_chats, LoRAConfig(rank=4), train, tmp_path / "p")
+    write_rows(here / "d", train=CHATS)
+    train = replace(TRAIN, iters=1, val_batches=0)
+    run = train_pack("tiny", "d", LORA, train, "p")
     assert run.report["plan_peak_gb"] is None

@@ -20,7 +20,7 @@ from mlx_packs.memory.recommend import Option, recommend
 from tests.helpers.errors import check
 from tests.helpers.headers import dense_headers, write_headers
 
-MEMORIES = (8, 16, 24, 64)  # GB
+MEMORIES = (8, 24)  # GB
 RECIPE = {"batch_size": 2, "lora_parameters": {"rank": 32, "scale": 2.0}, "grad_checkpoint": True}
 
 
@@ -41,10 +41,8 @@ def learned(option: Option) -> tuple:
     return option.lora.rank, option.train.max_seq_length, option.method != "qlora"
 
 
-@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), "gpu"])
-@pytest.mark.parametrize(
-    "name", ["small", "qwen3-4b", pytest.param("llama-3-8b", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+@pytest.mark.parametrize("name", ["small", "qwen3-4b"])
 def test_more_memory_never_recommends_less(name, device):
     best = best_by_memory(name, device)
     assert all(option.fits for option in best)
@@ -53,13 +51,9 @@ def test_more_memory_never_recommends_less(name, device):
     assert (best[0].method == "qlora") == (name != "small")
 
 
-@pytest.mark.parametrize(
-    "name", ["small", "qwen3-4b", pytest.param("llama-3-8b", marks=pytest.mark.slow)]
-)
-def test_recommend_for_a_gpu_is_never_less_than_for_a_cpu(name):
-    for on_cpu, on_gpu in zip(
-        best_by_memory(name, "cpu"), best_by_memory(name, "gpu"), strict=True
-    ):
+def test_recommend_for_a_gpu_is_never_less_than_for_a_cpu():
+    best = best_by_memory("qwen3-4b", "cpu"), best_by_memory("qwen3-4b", "gpu")
+    for on_cpu, on_gpu in zip(*best, strict=True):
         assert learned(on_cpu) <= learned(on_gpu)
 
 
@@ -88,7 +82,7 @@ def nf4(memory: float, specified: frozenset = frozenset()) -> Option:
 
 @pytest.mark.slow
 def test_batch_gives_way_before_time_length_and_rank():
-    memories = [256 / 1.3**i for i in range(16)] + [4 / 1.03**i for i in range(18)]
+    memories = [256 / 1.7**i for i in range(8)] + [4 / 1.06**i for i in range(9)]
     options = [option for memory in memories if (option := nf4(memory)).fits]
     policies = ("none", "selective", "block")
     given_up = [
@@ -125,15 +119,16 @@ def test_rows_are_planned_no_longer_than_the_base_reads():
     [{"for_merge": "affine4"}, {"loraplus_lr_ratio": 4.0}, {"train_fp16_fallback": True}],
 )
 def test_full_fine_tuning_is_planned_beside_settings_of_adapters(settings):
-    *ways, full = recommend(dense_headers("qwen3-4b"), int(16e9), train=TrainConfig(**settings))
+    *ways, full = recommend(dense_headers("small"), int(16e9), train=TrainConfig(**settings))
     ((name, value),) = settings.items()
     assert all(getattr(way.train, name) == value for way in ways)
     assert full.method == "full" and getattr(full.train, name) == getattr(TrainConfig, name)
 
 
 def test_full_fine_tuning_is_planned_with_16_bytes_a_weight():
+    train = TrainConfig(method="full")
     with runtime.assumed_device("gpu"):
-        full = recommend(dense_headers("qwen3-4b"), int(16e9))[-1]
+        (full,) = recommend(dense_headers("qwen3-4b"), int(16e9), train=train)
     weights, parts = full.plan.base_weights, full.plan.parts()
     assert (parts["optimizer"], parts["adapters"]) == (8 * weights, 4 * weights)
     assert parts["base"] == pytest.approx(2 * weights, rel=0.01)  # as stored, in bfloat16
@@ -157,15 +152,11 @@ def test_what_is_specified_is_not_searched():
         assert (option.train.batch_size, option.train.max_seq_length) == (3, 300)
 
 
-def test_command_prints_a_list_of_options_and_the_next_command(run):
+def test_command_prints_a_list_of_options(run):
     code, out, _ = run("plan", "--memory", "16", "--json")
-    options = json.loads(out)
-    assert code == 0
     keys = "method matmul_path batch_size max_seq_length peak_gb fits why parts parts_max".split()
-    assert all(set(keys) <= set(option) for option in options)
-    code, out, _ = run("plan", "--memory", "16", "--grad-checkpoint")
-    assert code == 0 and out.splitlines()[-1].startswith("try:    packs train --model tiny")
-    assert f"{ERROR:.0%}" in out
+    assert code == 0 and all(set(keys) <= set(option) for option in json.loads(out))
+    assert f"{ERROR:.0%}" in run("plan", "--memory", "16")[1]
 
 
 def peak_of(command: str, headers: Headers) -> float:
@@ -181,21 +172,17 @@ def peak_of(command: str, headers: Headers) -> float:
     return estimate(headers, recipe.lora, recipe.train).peak_gb
 
 
-@pytest.mark.parametrize("device", ["cpu", "gpu"])
 @pytest.mark.parametrize(
-    "flags",
+    ("device", "flags"),
     [
-        "",
-        "--memory 8",
-        "--memory 0.3",
-        "--memory 16 --optimizer adamw_8bit --num-layers 2",
-        "--memory 16 --grad-accumulation-steps 4 --target-modules q_proj,v_proj -c FILE",
-        "--memory 16 -c FILE --no-grad-checkpoint",
-        "--memory 64 --model DENSE -c FILE",
-        "--memory 8 --model DENSE --quantize nf4 --keep embed_tokens --no-double-quant",
-        "--memory 8 --model DENSE --compute-dtype float32",
-        "--memory 4 --model DENSE",
-        "--memory 8 --rank-pattern q_proj=64,v_proj=2",
+        ("cpu", ""),
+        ("cpu", "--memory 0.3"),
+        ("gpu", "--memory 16 --optimizer adamw_8bit --num-layers 2"),
+        ("cpu", "--memory 16 --grad-accumulation-steps 4 --target-modules q_proj,v_proj -c FILE"),
+        ("gpu", "--memory 16 -c FILE --no-grad-checkpoint"),
+        ("cpu", "--memory 8 --model DENSE --quantize nf4 --keep embed_tokens --no-double-quant"),
+        ("cpu", "--memory 8 --model DENSE --compute-dtype float32 -c FILE"),
+        ("gpu", "--memory 4 --model DENSE --rank-pattern q_proj=64,v_proj=2"),
     ],
 )
 def test_the_printed_command_has_the_peak_that_is_shown(flags, device, run, tmp_path):
@@ -229,13 +216,14 @@ def test_flags_and_files_are_what_is_planned(run, tmp_path):
     assert more[1] - more[0] == 4 * weights
 
 
-@pytest.mark.parametrize("columns", [60, 100])
-@pytest.mark.parametrize("memory", ["0.05", "8"])
-def test_the_table_fits_the_terminal(columns, memory, run, monkeypatch):
+@pytest.mark.parametrize(
+    ("columns", "memory", "shown"), [(60, "0.05", "50.0 MB"), (100, "8", "8.00 GB")]
+)
+def test_the_table_fits_the_terminal(columns, memory, shown, run, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
     lines = run("plan", "--memory", memory)[1].splitlines()
     assert max(len(line) for line in lines[:-1]) <= columns  # the command is one line, to be copied
-    assert ("50.0 MB" if memory == "0.05" else "8.00 GB") in lines[0]
+    assert shown in lines[0]
 
 
 def test_where_nothing_fits_it_says_what_is_left_to_do(run):
@@ -260,16 +248,15 @@ def test_plan_says_that_a_base_brings_code(run, tmp_path):
     assert {o["code"] for o in reports["own"]} == {"own\x1b.py"}
 
 
-@pytest.mark.parametrize("quantize", ["nf4", "affine8"])
-def test_plan_and_train_reject_quantizing_again(quantize, run, tmp_path):
-    planned = run("plan", "--quantize", quantize)
+def test_plan_and_train_reject_quantizing_again(run, tmp_path):
+    planned = run("plan", "--quantize", "nf4")
     check(run.error, "conflict", "quantize")
-    trained = run("train", "--quantize", quantize, "--out", tmp_path / "p")
+    trained = run("train", "--quantize", "nf4", "--out", tmp_path / "p")
     assert planned[0] == trained[0] == 2 and planned[2] == trained[2]
 
 
 def test_plan_knows_an_nf4_base_as_it_is_stored(run, tmp_path):
-    dense = write_headers(tmp_path / "dense", dense_headers("small"))
+    dense = write_headers(tmp_path / "dense", dense_headers("small", 1024))
     out = tmp_path / "nf4"
     assert run("quantize", "--model", dense, "--out", out)[0] == 0
     arguments = ["plan", "--model", out, "--quantize", "nf4", "--memory", "64"]
@@ -283,27 +270,21 @@ def test_plan_knows_an_nf4_base_as_it_is_stored(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("wrong", "code", "flag"),
     [
-        ["--memory", "-1"],
-        ["--rank", "0"],
-        ["--model", "/nowhere/at-all"],
-        ["--num-layers", "99"],
-        ["--target-modules", "q_prj"],
-        ["--rank-pattern", "q_prj=2"],
-        ["--batch-size", "many"],
+        ("--memory -4", "invalid", "memory"),
+        ("--memory nan", "invalid", "memory"),
+        ("--memory inf", "invalid", "memory"),
+        ("--rank 0", "invalid", "rank"),
+        ("--batch-size many", "invalid", "batch_size"),
+        ("--model /nowhere/at-all", "not-found", "model"),
+        ("--num-layers 99", "mismatch", "num_layers"),
+        ("--target-modules q_prj", "unknown", "target_modules"),
+        ("--rank-pattern q_prj=2", "unknown", "rank_pattern"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_2(wrong, run):
-    code, out, err = run("plan", *wrong)
-    assert code == 2 and out == "" and err.startswith("packs: ") and len(err.splitlines()) == 1
-
-
-@pytest.mark.parametrize("memory", ["nan", "inf", "0", "-4"])
-def test_memory_that_is_no_size_is_rejected(run, memory):
-    code, out, err = run("plan", "--model", "tiny", "--memory", memory)
-    assert (code, out) == (2, "") and err.count("\n") == 1
-    check(run.error, "invalid", "memory")
+def test_bad_input_is_one_line_and_exit_2(wrong, code, flag, rejected):
+    check(rejected("plan", *wrong.split()), code, flag)
 
 
 def test_a_plan_for_another_device_is_that_of_the_device(tmp_path, run):
@@ -320,14 +301,6 @@ def test_a_plan_for_another_device_is_that_of_the_device(tmp_path, run):
 
 
 def test_the_table_of_bases_says_what_each_way_needs():
-    for name in ("llama-3-8b", "qwen3-4b"):
-        config, real = CONFIGS[name], dense_headers(name).config
-        assert all(
-            real[key] == config.get(key, 128)
-            for key in real
-            if key not in ("rms_norm_eps", "rope_theta")
-        ), name
-    assert headers_of("llama-3-8b").config is CONFIGS["llama-3-8b"]
     (line,) = rows(headers_of("all-minilm-l6-v2"), [8, 16, 24, 64])
     assert line.startswith("| 8, 16, 24, 64 GB | fits: ") and "(batch 32 x 256) | - | " in line
     assert "**lora-fp32, batch 32 x 256**: float32 LoRA, not QLoRA: all 22.6 M weights" in line
