@@ -10,25 +10,22 @@ from mlx_packs.cpu.exponential import exp, exp2
 from mlx_packs.cpu.profile import CPU
 from mlx_packs.ops.profile import GPU
 from mlx_packs.runtime import mx
+from tests.helpers.comparison import all_close
 
 
-def test_exp_is_within_4e_7_of_float64_over_its_range():
-    x = np.concatenate([np.linspace(-44, 88, 100_001), [0.0, -0.0, 1e-30, -1e-30]])
-    x = x.astype(np.float32)
-    expected = np.exp(x.astype(np.float64))
-    assert np.abs(np.array(exp(mx.array(x))) / expected - 1).max() < 4e-7
+@pytest.mark.parametrize(
+    ("function", "exact", "lowest", "highest"), [(exp, np.exp, -44, 88), (exp2, np.exp2, -64, 127)]
+)
+def test_exponentials_are_within_4e_7_of_float64(function, exact, lowest, highest):
+    x = np.concatenate([np.linspace(lowest, highest, 100_001), np.linspace(-1, 1, 10_001)])
+    x = np.concatenate([x, [0.0, -0.0, 1e-30, -1e-30]]).astype(np.float32)
+    expected = exact(x.astype(np.float64))
+    assert np.abs(np.array(function(mx.array(x))) / expected - 1).max() < 4e-7
 
 
-def test_exp_is_finite_and_positive_beyond_its_range():
+def test_exponentials_are_finite_and_positive_beyond_their_range():
     values = np.array(exp(mx.array([-1e30, -100.0, 89.0, 1e30])))
     assert np.isfinite(values).all() and (values[:2] < 1e-19).all() and (values[2:] > 1e38).all()
-
-
-def test_exp2_is_within_4e_7_of_float64_and_positive_below_its_range():
-    x = np.concatenate([np.linspace(-64, 127, 100_001), np.linspace(-1, 1, 10_001)])
-    x = x.astype(np.float32)
-    expected = np.exp2(x.astype(np.float64))
-    assert np.abs(np.array(exp2(mx.array(x))) / expected - 1).max() < 4e-7
     below = np.array(exp2(mx.array([-64.4, -1e30, -float("inf")])))
     assert (below == 2.0**-64).all()
 
@@ -40,14 +37,13 @@ def test_what_is_masked_has_normal_products_with_small_gradients():
         assert (values * 1e-18 >= mx.finfo(mx.float32).smallest_normal).all().item()
 
 
-@pytest.mark.parametrize("rows", [1, 256, 1023])
+@pytest.mark.parametrize("rows", [1, 1023])
 def test_swiglu_by_rows_is_swiglu_of_each_row(rows):
     """1023 rows of 1024 are three pieces and a part of one."""
     gate, up, cotangent = (mx.random.normal((rows, 1024)) for _ in range(3))
     result = mx.vjp(CPU.swiglu, [gate, up], [cotangent])
     expected = mx.vjp(lambda g, u: nn.silu(g) * u, [gate, up], [cotangent])
-    for a, b in zip(result[0] + result[1], expected[0] + expected[1], strict=True):
-        assert mx.allclose(a, b, rtol=1e-5, atol=1e-5).item()
+    assert all_close(result[0] + result[1], expected[0] + expected[1], rtol=1e-5, atol=1e-5)
 
 
 def test_swiglu_and_its_gradients_need_little_memory(nothing_ahead):

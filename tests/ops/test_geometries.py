@@ -2,23 +2,21 @@
 
 import pytest
 
-from mlx_packs.ops import grouped_lora_kernel, lora_qmv_kernel, multi_lora_kernel, nf4, nf4_kernel
+from mlx_packs.ops import grouped_lora_kernel, lora_qmv_kernel, multi_lora_kernel, nf4_kernel
 from mlx_packs.runtime import mx
 from tests.helpers.emulation import emulation
+from tests.ops.cases import DTYPES, quantized_weight
 
 # hidden, FFN, query heads x 128, KV heads x 128
 MODELS = {
-    "qwen3_0_6b": (1024, 3072, 2048, 1024),
     "qwen3_4b": (2560, 9728, 4096, 1024),
-    "qwen3_8b": (4096, 12288, 4096, 1024),
+    "qwen3_0_6b": (1024, 3072, 2048, 1024),
     "qwen3_14b": (5120, 17408, 5120, 1024),
     "llama3_8b": (4096, 14336, 4096, 1024),  # and Mistral 7B
 }
-SLOW = ("qwen3_8b", "qwen3_14b", "llama3_8b")  # kinds of widths that the others have
-NAMES = [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in MODELS]
+NAMES = [pytest.param(n, marks=() if n == "qwen3_4b" else pytest.mark.slow) for n in MODELS]
 RANKS = (1, 4, 8, 16, 32, 33, 64)
 ROWS = (1, 8)
-DTYPES = (mx.float32, mx.bfloat16, mx.float16)
 
 
 def groups(name: str) -> list[tuple[int, tuple[int, ...]]]:
@@ -83,16 +81,14 @@ def test_multi_lora_and_nf4_compile_at_every_geometry(name, language):
                     scales = [mx.ones((8,))] * len(widths)
                     pack = mx.zeros((max(8, sequences),), mx.int32)
                     multi_lora_kernel.by_kernel(language, x, y, a, b, scales, pack)
-                for width in widths:
+                for width in set(widths):
                     for double_quant in (False, True):
                         weight = quantized_weight(width, depth, double_quant)
                         nf4_kernel._dequantized(language, weight, dtype)
                         for rows in nf4_kernel.ROW_TILES:
                             nf4_kernel._matvec(language, weight, mx.zeros((rows, depth), dtype))
-        assert {k.definition.name for k in built} >= {
-            "mlx_packs_nf4_dequantize",
-            "mlx_packs_nf4_matvec",
-        }
+        names = {kernel.definition.name for kernel in built}
+        assert names >= {"mlx_packs_nf4_dequantize", "mlx_packs_nf4_matvec"}
         check_launches(built)
 
 
@@ -111,13 +107,3 @@ def test_lora_qmv_compiles_at_every_geometry(name, language):
                 check.kernel(*check.inputs)
         assert sum(len(kernel.reports) for kernel in built) == 2 * 4 * 2
         check_launches(built)
-
-
-def quantized_weight(outputs: int, depth: int, double_quant: bool) -> nf4.NF4Weight:
-    """A weight of zeros in the blocks of 64 that QLoRA takes."""
-    blocks = outputs * depth // 64
-    codes = mx.zeros((outputs, depth // 2), mx.uint8)
-    if not double_quant:
-        return nf4.NF4Weight(codes, mx.zeros((blocks,)))
-    nested = mx.zeros((-(-blocks // 256),))
-    return nf4.NF4Weight(codes, mx.zeros((blocks,), mx.uint8), nested, mx.zeros((1,)))

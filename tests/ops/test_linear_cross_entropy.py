@@ -56,43 +56,20 @@ def in_small_slices(device):
     return forced_profile(replace(device, logit_bytes=4 * 33 * 40, least_columns=16))
 
 
-@pytest.fixture
-def small_slices():
-    with in_small_slices(CPU):
-        yield
-
-
-@pytest.fixture(params=[CPU, GPU], ids=["largest", "logsumexp"])
-def small_slices_of_devices(request):
+@pytest.mark.parametrize(
+    ("name", "z_loss", "smoothing"),
+    [
+        *((name, 1e-2, 0.1) for name in heads()),
+        *(("linear", *s) for s in ((0, 0), (1e-2, 0), (0, 0.1))),
+    ],
+)
+@pytest.mark.parametrize("device", [CPU, GPU], ids=["largest", "logsumexp"])
+def test_linear_cross_entropy_by_slices_equals_that_of_all_logits(device, name, z_loss, smoothing):
     """By what the exponentials of logits are taken relative to."""
-    with in_small_slices(request.param):
-        yield
-
-
-@pytest.fixture
-def small_slices_of_a_gpu():
-    with in_small_slices(GPU):
-        yield
-
-
-@pytest.fixture
-def gpu():
-    """As a GPU computes, here."""
-    with forced_profile(GPU):
-        yield
-
-
-@pytest.mark.parametrize("name", heads())
-@pytest.mark.parametrize(("z_loss", "smoothing"), [(0, 0), (1e-2, 0), (0, 0.1), (1e-2, 0.1)])
-def test_linear_cross_entropy_by_slices_equals_that_of_all_logits(
-    name, z_loss, smoothing, small_slices_of_devices
-):
-    mx.random.seed(1)
     layer, call = heads()[name]
     head = frozen_head(layer)
     states, targets = mx.random.normal((33, 64)) * 2, mx.random.randint(0, VOCABULARY, (33,))
     weight = mx.random.normal((33,))
-    assert columns(33, 64) == 40
 
     def sliced(h):
         return (linear_cross_entropy(h, targets, head, z_loss, smoothing)[0] * weight).sum()
@@ -104,9 +81,10 @@ def test_linear_cross_entropy_by_slices_equals_that_of_all_logits(
         spread = smoothing * (own - logits.mean(axis=-1))
         return ((lse - own + z_loss * lse**2 + spread) * weight).sum()
 
-    (value, gradient), (expected, wanted) = (
-        mx.value_and_grad(f)(states) for f in (sliced, of_all_logits)
-    )
+    with in_small_slices(device):
+        assert columns(33, 64) == 40
+        value, gradient = mx.value_and_grad(sliced)(states)
+    expected, wanted = mx.value_and_grad(of_all_logits)(states)
     assert abs(value.item() - expected.item()) < 1e-4
     assert mx.allclose(gradient, wanted, atol=1e-5).item()
     by_logits = cross_entropy(call(states), targets, z_loss, smoothing)
@@ -114,11 +92,12 @@ def test_linear_cross_entropy_by_slices_equals_that_of_all_logits(
 
 
 @pytest.mark.parametrize("rows", [1, 33, 100])
-def test_linear_cross_entropy_hits_are_those_of_all_logits(rows, small_slices):
+def test_linear_cross_entropy_hits_are_those_of_all_logits(rows):
     head = nn.Linear(64, VOCABULARY)
     states = mx.random.normal((rows, 64))
     targets = mx.where(mx.arange(rows) % 2 == 0, mx.argmax(head(states), axis=-1), 3)
-    loss, hits = linear_cross_entropy(states, targets, frozen_head(head), gradient=False)
+    with in_small_slices(CPU):
+        loss, hits = linear_cross_entropy(states, targets, frozen_head(head), gradient=False)
     assert mx.array_equal(hits, mx.argmax(head(states), axis=-1) == targets).item()
     assert mx.allclose(loss, cross_entropy(head(states), targets), atol=1e-5).item()
 
@@ -143,20 +122,27 @@ def test_linear_cross_entropy_never_holds_all_logits_or_the_dense_head(matmul_pa
     assert used < vocab * rows * 4 / 2  # all logits; the dense head is half of that
 
 
-def test_sums_of_half_precision_logits_are_float32(small_slices_of_a_gpu, monkeypatch):
+def test_sums_of_half_precision_logits_are_float32(monkeypatch):
     """The mean logit of label smoothing: a sum in bfloat16 is off by a tenth of a unit."""
     # on a GPU it accumulates in float32, on a CPU in the dtype of the logits
     monkeypatch.setattr(mx.fast, "cross_entropy", cross_entropy)
-    mx.random.seed(2)
     head = nn.Linear(64, VOCABULARY, bias=False)
     head.weight = head.weight * 8
     head.set_dtype(mx.bfloat16)
     head.freeze()
     targets = mx.random.randint(0, VOCABULARY, (33,))
     states = (mx.random.normal((33, 64)) * 2 + 1).astype(mx.bfloat16)
-    loss, _ = linear_cross_entropy(states, targets, frozen_head(head), 0.0, 0.9)
+    with in_small_slices(GPU):
+        loss, _ = linear_cross_entropy(states, targets, frozen_head(head), 0.0, 0.9)
     expected = cross_entropy(head(states), targets, 0.0, 0.9)
     assert mx.abs(loss - expected).max().item() < 5e-4
+
+
+@pytest.fixture
+def gpu():
+    """As a GPU computes, here."""
+    with forced_profile(GPU):
+        yield
 
 
 def test_small_gradients_of_float16_are_rounded_once_scaled(gpu):

@@ -8,15 +8,9 @@ from mlx_packs.ops import lora_qmv as op
 from mlx_packs.ops import lora_qmv_kernel as op_kernel
 from mlx_packs.ops._check import examine
 from mlx_packs.ops._cost import MARGIN, seconds
-from mlx_packs.ops.lora_qmv import (
-    AffineWeight,
-    Factors,
-    Format,
-    Norm,
-    Task,
-    reference,
-)
+from mlx_packs.ops.lora_qmv import AffineWeight, Factors, Format, Norm, Task, reference
 from mlx_packs.runtime import mx
+from tests.helpers.comparison import all_close
 
 BF16, FP16, FP32 = mx.bfloat16, mx.float16, mx.float32
 
@@ -42,10 +36,7 @@ def by_definition(x, weights, a, b, scales) -> list[mx.array]:
 
 
 def close(ours: list[mx.array], wanted: list[mx.array]) -> bool:
-    return all(
-        y.shape == z.shape and mx.allclose(y, z, rtol=1e-4, atol=1e-3).item()
-        for y, z in zip(ours, wanted, strict=True)
-    )
+    return all_close(ours, wanted, atol=1e-3)
 
 
 def test_reference_is_the_product_with_deltas_norms_and_swiglu():
