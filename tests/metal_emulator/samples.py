@@ -9,8 +9,9 @@ import math
 from dataclasses import dataclass
 
 import mlx.core as mx
+import pytest
 
-from . import Checks, EmulatedKernel, cuda_kernel, metal_kernel
+from . import Checks, EmulatedKernel, KernelFault, cuda_kernel, metal_kernel
 
 METAL_HEADER = """
 template <typename T>
@@ -131,6 +132,12 @@ class Sample:
             "output_dtypes": [dtype],
         }
         return kernel(**(call | changes))[0], kernel
+
+    def fault(self, *changes: tuple[str, str], **arguments) -> KernelFault:
+        """The fault of a run with each text replaced."""
+        with pytest.raises(KernelFault) as caught:
+            self.planted(*changes).run(**arguments)
+        return caught.value
 
 
 def inputs(dtype: mx.Dtype) -> tuple[mx.array, mx.array, mx.array]:

@@ -53,12 +53,6 @@ BUGS = {
 }
 
 
-def fault(*changes: tuple[str, str], **arguments) -> KernelFault:
-    with pytest.raises(KernelFault) as caught:
-        CUDA.planted(*changes).run(**arguments)
-    return caught.value
-
-
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 def test_the_kernel_without_bugs_is_right(dtype):
     y, _ = CUDA.run(dtype)
@@ -68,14 +62,14 @@ def test_the_kernel_without_bugs_is_right(dtype):
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bug_is_seen(bug):
     kind, word, *changes = BUGS[bug]
-    seen = fault(*changes)
+    seen = CUDA.fault(*changes)
     assert seen.kind in kind.split("|") and word in seen.message, seen
 
 
 def test_arithmetic_in_16_bits_is_counted():
     change = ("float(x[k]) * float(w[k])", "float(x[k] * w[k])")
     for dtype in (mx.float16, mx.bfloat16):
-        assert fault(change, dtype=dtype).kind == "precision"
+        assert CUDA.fault(change, dtype=dtype).kind == "precision"
         assert CUDA.planted(change).run(dtype, Checks(low_precision=True))[0].shape == (N,)
 
 

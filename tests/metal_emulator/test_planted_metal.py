@@ -37,11 +37,7 @@ EARLY = "race|uninitialised"
 RUN = {
     "missing_barrier": (EARLY, "parts", (WRITTEN, "")),
     "missing_second_barrier": ("race", "parts", (READ, "")),
-    "barrier_without_memory": (
-        EARLY,
-        "parts",
-        instead_of_written("mem_threadgroup", "mem_none"),
-    ),
+    "barrier_without_memory": (EARLY, "parts", instead_of_written("mem_threadgroup", "mem_none")),
     "barrier_of_device_memory": (
         EARLY,
         "parts",
@@ -122,12 +118,6 @@ RUN = {
 }
 
 
-def fault(*changes: tuple[str, str], **arguments) -> KernelFault:
-    with pytest.raises(KernelFault) as caught:
-        METAL.planted(*changes).run(**arguments)
-    return caught.value
-
-
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 def test_the_kernel_without_bugs_is_right(dtype):
     y, kernel = METAL.run(dtype)
@@ -145,7 +135,7 @@ def test_run_sees(bug):
         if find_toolchain().version < LOCAL_BOUNDS_CLANG:
             pytest.skip("this clang is too old for -fsanitize=local-bounds: pip install ziglang")
     kind, word, *changes = RUN[bug]
-    seen = fault(*changes)
+    seen = METAL.fault(*changes)
     assert seen.kind in kind.split("|") and word in seen.message, seen
 
 
@@ -153,7 +143,7 @@ def test_run_sees(bug):
 @pytest.mark.parametrize("bug", ["missing_barrier", "groups_write_the_same_rows", "early_return"])
 def test_bugs_are_seen_in_each_order_alone(bug, order):
     kind, _, *changes = RUN[bug]
-    assert fault(*changes, checks=Checks(orders=(order,))).kind in kind.split("|")
+    assert METAL.fault(*changes, checks=Checks(orders=(order,))).kind in kind.split("|")
 
 
 # What the strict pass and the linters reject before anything runs.
@@ -169,11 +159,7 @@ STRICT = {
         "address space to another",
         before_sum("sum += ((const device float*)parts)[0];"),
     ),
-    "write_through_constant": (
-        "compile",
-        "read-only|const",
-        (LAST, f"scale[0] = 1.0f; {LAST}"),
-    ),
+    "write_through_constant": ("compile", "read-only|const", (LAST, f"scale[0] = 1.0f; {LAST}")),
     "double": ("lint", "double", before_sum("double wide = sum; sum = wide;")),
     "double_literal": ("lint", "double", ("* scale[0]", "* 1.0 * scale[0]")),
     "local_accumulator_not_set": (
@@ -228,7 +214,7 @@ STRICT = {
 @pytest.mark.parametrize("bug", STRICT)
 def test_strict_pass_sees(bug):
     kind, word, *changes = STRICT[bug]
-    seen = fault(*changes)
+    seen = METAL.fault(*changes)
     assert seen.kind == kind and any(w in seen.message for w in word.split("|")), seen
 
 
@@ -247,7 +233,7 @@ def test_accumulator_not_set_is_nan_in_the_run():
     ids=["accumulator", "product"],
 )
 def test_arithmetic_in_16_bits_is_counted(changes, dtype):
-    assert fault(*changes, dtype=dtype).kind == "precision"
+    assert METAL.fault(*changes, dtype=dtype).kind == "precision"
     assert METAL.planted(*changes).run(dtype, Checks(low_precision=True))[0].shape == (N,)
 
 
@@ -269,16 +255,16 @@ def test_reduction_over_half_the_lanes_shows_against_the_reference():
 
 def test_inputs_in_the_wrong_order_are_seen():
     x, w, scale = inputs(mx.float32)
-    assert fault(inputs=[w, x, scale]).kind == "bounds"
-    assert fault(inputs=[x, scale, w]).kind == "compile"  # `scale` is small: constant memory
+    assert METAL.fault(inputs=[w, x, scale]).kind == "bounds"
+    assert METAL.fault(inputs=[x, scale, w]).kind == "compile"  # `scale` is small: constant memory
 
 
 def test_grid_in_groups_instead_of_threads_leaves_output_unwritten():
-    assert fault(grid=(-(-N // 2), 1, 1)).kind in ("unwritten", "uninitialised")
+    assert METAL.fault(grid=(-(-N // 2), 1, 1)).kind in ("unwritten", "uninitialised")
 
 
 def test_too_many_threads_are_refused():
-    assert fault(threadgroup=(2048, 1, 1)).kind == "launch"
+    assert METAL.fault(threadgroup=(2048, 1, 1)).kind == "launch"
 
 
 def test_too_many_buffers_are_refused():

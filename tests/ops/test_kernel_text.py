@@ -118,11 +118,7 @@ def test_arrays_of_lora_qmv_kernels_stay_in_registers(arrays, rows):
 
 def test_an_array_with_an_unknown_index_is_seen(arrays, monkeypatch):
     source = _backend.source
-    monkeypatch.setattr(
-        _backend,
-        "source",
-        lambda *of: source(*of).replace("UNROLL for", "for"),
-    )
+    monkeypatch.setattr(_backend, "source", lambda *of: source(*of).replace("UNROLL for", "for"))
     nf4_kernel._matvec("metal", quantized_weight(64, 2560, True), mx.zeros((1, 2560)))
     assert all(arrays.values())
 

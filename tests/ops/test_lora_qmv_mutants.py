@@ -73,11 +73,7 @@ MUTANTS = {
         GATED,
     ),
     "sigmoid_of_the_negative": ("exponential(-gate)", "exponential(gate)", GATED),
-    "up_from_the_ranks_of_gate": (
-        "adapted<T, R1, R0, RANKS>",
-        "adapted<T, R1, 0, RANKS>",
-        GATED,
-    ),
+    "up_from_the_ranks_of_gate": ("adapted<T, R1, R0, RANKS>", "adapted<T, R1, 0, RANKS>", GATED),
 }
 
 
