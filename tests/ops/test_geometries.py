@@ -11,6 +11,7 @@ from tests.ops.cases import DTYPES, quantized_weight
 MODELS = {
     "qwen3_4b": (2560, 9728, 4096, 1024),
     "qwen3_0_6b": (1024, 3072, 2048, 1024),
+    "qwen3_8b": (4096, 12288, 4096, 1024),
     "qwen3_14b": (5120, 17408, 5120, 1024),
     "llama3_8b": (4096, 14336, 4096, 1024),  # and Mistral 7B
 }
