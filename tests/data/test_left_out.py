@@ -1,5 +1,7 @@
 """What rows say and nothing is trained on is named, with the count and the first place."""
 
+from dataclasses import replace
+
 import pytest
 from mlx_lm.utils import load_tokenizer
 
@@ -8,7 +10,10 @@ from mlx_packs.config.schema import DataConfig
 from mlx_packs.data import left_out
 from mlx_packs.data.formats import PREFERENCE, PROMPT, Row, first_format
 from mlx_packs.data.left_out import left_out_notes, template_notes
-from tests.helpers.rows import chat
+from tests.helpers.bases import small_base
+from tests.helpers.rows import chat, write_rows
+from tests.helpers.runs import LORA, TRAIN
+from tests.helpers.tasks import EncodedTask
 
 COLUMNS = DataConfig()
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
@@ -22,6 +27,8 @@ DROPS = """{%- for m in messages %}{% if m.role in ('user', 'assistant', 'system
 OPENS = """{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
 {%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}
 {%- if enable_thinking|default(true) %}{{ '<think>\n' }}{% endif %}{% endif %}"""
+# As templates that people write themselves: no token ends an answer.
+OPEN_END = "{% for m in messages %}{{ '### ' + m.role + ': ' + m.content + '\n' }}{% endfor %}"
 # As Qwen3: thoughts in a key of their own, those of answers before the last question are dropped.
 KEEPS_LAST = """{%- set ns = namespace(last=0) %}{% for m in messages %}
 {%- if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
@@ -176,13 +183,18 @@ def test_columns_without_a_use_are_named_once(with_template, row, row_format, un
 def test_an_unusual_end_is_named_where_a_template_renders_rows(
     with_template, row, row_format, count
 ):
-    open_end = "{% for m in messages %}{{ '### ' + m.role + ': ' + m.content + '\n' }}{% endfor %}"
-    tokenizer = with_template(open_end)
+    tokenizer = with_template(OPEN_END)
     rows = [Row("f:1", row)]
     row_format = row_format or first_format(rows, COLUMNS)[1]
     notes = template_notes(rows, row_format, COLUMNS, tokenizer)
     assert len(notes) == count
     assert all("does not end the last answer: <|im_end|> is put behind it" in n for n in notes)
+
+
+def test_a_run_says_how_its_answers_end(tmp_path, with_template):
+    data = write_rows(tmp_path / "d", train=[chat("a", "b")] * 4, valid=[chat("a", "c")])
+    base = replace(small_base(), tokenizer=with_template(OPEN_END))
+    assert "does not end the last answer" in EncodedTask(base, data, TRAIN, LORA).lines
 
 
 WITH_THOUGHTS = "<think>\nTwo and three.</think>5"
