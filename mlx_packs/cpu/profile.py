@@ -116,6 +116,8 @@ class CPUProfile(Profile):
     dtype: mx.Dtype | None = mx.float32
     has_fused_kernels: bool = False
     saves_passes: bool = False
+    # The weights are read once then; from here on, larger arrays cost more (benchmarks/LOG.md).
+    tree_inputs: float = 1024
     attention: type | None = StreamAttention
 
     stream_work: int = 1 << 22  # multiplications that are worth a stream: a tenth of a millisecond

@@ -21,6 +21,7 @@ from ..config.schema import TrainConfig
 from ..data.shapes import TreeShape, padded_length, padded_targets, sequence_inputs
 from ..errors import PackError
 from ..late import load
+from ..ops.profile import profile
 from .decoder_sizes import Sizes, sizes_of
 from .headers import Headers, Tensors, dense_tensors, tensor_bytes
 from .plan import (
@@ -129,8 +130,12 @@ def plan_step(
         planned_bytes = load("extras.for_merge:planned_bytes")
         rounding, requantized = planned_bytes(sizes.modules, adapters, headers, train, itemsize)
 
-    apart = isinstance(shape, TreeShape) and shape.recurs
+    is_tree = isinstance(shape, TreeShape)
+    apart = is_tree and shape.recurs
     at_once = step_class.trees_at_once and not apart
+    if is_tree and shape.computed(train.sequences) > profile().tree_inputs:
+        at_once = False
+
     step = step_class(
         sizes,
         passes=passes_of(shape, train.sequences, at_once),

@@ -255,6 +255,11 @@ def attends_in_groups(model: nn.Module) -> bool:
     return len(_attentions(model)) == len(model.layers)
 
 
+def takes_one_pass(model: nn.Module, inputs: int) -> bool:
+    """Return whether a tree with so many inputs is, or will be, computed in one pass."""
+    return inputs <= profile().tree_inputs and attends_in_groups(model)
+
+
 def _attentions(model: nn.Module) -> list[nn.Module]:
     return [
         module

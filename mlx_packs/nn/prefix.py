@@ -6,6 +6,7 @@ pass over this root comes before theirs.
 
 Grouped attention needs one pass for all: it computes segment by segment what a row has in it, and
 everything else of a block is the same for each input. Weights are read, or dequantized, once then.
+A CPU takes a pass for each level where there are many inputs.
 """
 
 import copy
@@ -17,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+
+from ..ops.profile import profile
 
 if TYPE_CHECKING:
     from ..ops.span_attention import Spans
@@ -263,9 +266,9 @@ def tree_states(
         spans: of one prefix, the inputs of each suffix in packed rows.
     """
     if kept is None:
-        taking = sum(getattr(module, "takes_levels", False) for module in model.modules())
-        if 0 < taking == len(model.layers):
-            return _states_of_levels(model, forward, [root, prefix, suffixes], spans)
+        parts = [part for part in (root, prefix, suffixes) if part is not None]
+        if _is_one_pass(model, parts):
+            return _states_of_levels(model, forward, parts, spans)
         kept = keep_prefixes(model, forward, prefix, root)
 
     caches = _prefix_caches(model)
@@ -285,19 +288,24 @@ def tree_states(
     return mx.concatenate([kept[STATES], of_suffixes.flatten(0, 1)])
 
 
+def _is_one_pass(model: nn.Module, parts: Sequence[mx.array]) -> bool:
+    inputs = sum(part.shape[0] * part.shape[1] for part in parts)
+    if inputs > profile().tree_inputs:
+        return False
+
+    taking = sum(getattr(module, "takes_levels", False) for module in model.modules())
+    return 0 < taking == len(model.layers)
+
+
 def _states_of_levels(
-    model: nn.Module,
-    forward: Forward,
-    parts: Sequence[mx.array | None],
-    spans: "Spans | None",
+    model: nn.Module, forward: Forward, parts: Sequence[mx.array], spans: "Spans | None"
 ) -> mx.array:
     """Return what `tree_states` does of root, prefixes and suffixes, in one pass."""
-    present = [part for part in parts if part is not None]
-    levels = tuple((part.shape[1],) * part.shape[0] for part in present)
+    levels = tuple((part.shape[1],) * part.shape[0] for part in parts)
     if spans is not None:
         levels = (*levels[:-1], *spans)
 
-    row = mx.concatenate([part.flatten(0, 1) for part in present])[None]
+    row = mx.concatenate([part.flatten(0, 1) for part in parts])[None]
     caches = [PrefixLevels(levels) for _ in model.layers]
     return forward(row, caches).squeeze(0)
 

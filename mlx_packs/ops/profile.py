@@ -3,6 +3,7 @@
 The profile of a CPU is in the package `cpu`, which is only loaded where it is needed.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ class Profile:
     dtype: mx.Dtype | None = None  # of all activations; None: of the base's
     has_fused_kernels: bool = True  # MLX may fuse attention with its gradient, and cross-entropy
     saves_passes: bool = True  # over activations, by more work on the factors of adapters
+    tree_inputs: float = math.inf  # of a tree that is computed in one pass (nn/prefix.py)
     attention: type | None = None  # the class that computes it by blocks, if not `BlockAttention`
 
     def rounds(

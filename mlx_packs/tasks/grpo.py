@@ -24,7 +24,7 @@ from ..data.shapes import Shape, padded_length, padded_targets, sequence_inputs
 from ..data.sharing import least_saved, may_share
 from ..inference.generate import sample_batch, text_of
 from ..memory.memory_choice import MemoryChoice
-from ..nn.blocks import attends_in_groups
+from ..nn.blocks import takes_one_pass
 from ..objectives.causal_lm import split_head
 from ..objectives.grpo import GRPO
 from ..objectives.objective import Objective
@@ -152,7 +152,7 @@ class GRPOTask(Task):
 
         prefix = int(self.shared.to_json(data.train.examples)["tokens"])
         passes = (t.batch_size * prefix, t.sequences * (width - prefix))
-        if attends_in_groups(self.base.model):  # a tree takes one
+        if takes_one_pass(self.base.model, sum(passes)):
             passes = (sum(passes),)
         return passes, targets
 

@@ -18,7 +18,7 @@ from ..data.trees import LEAST, TreePlan
 from ..display import Display
 from ..errors import PackError
 from ..memory.plan import recompute_policies
-from ..nn.blocks import attends_in_groups
+from ..nn.blocks import attends_in_groups, takes_one_pass
 from ..objectives.causal_lm import Head, split_head
 from ..objectives.shared_prefix import why_length_matters, why_not_shared
 from ..packs.base import Base
@@ -55,14 +55,13 @@ def passes_of(
 ) -> tuple[int, ...]:
     """Return the inputs of each pass over the blocks, of a batch with ``inputs`` in its rows.
 
-    Without grouped attention a tree takes two: over its prefixes and over what follows; and one
-    over its root before.
+    A tree takes one, or two: over its prefixes and over what follows; and one over its root before.
     """
     if trees is None:
         return (inputs,)
 
     computed = int(inputs * (1 - trees.saved(examples)))
-    if attends_in_groups(model):
+    if takes_one_pass(model, computed):
         return (computed,)
 
     of_all = trees

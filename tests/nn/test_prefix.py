@@ -4,6 +4,7 @@ In every family that trains, but those of `FALLS_BACK`; a run finds them by the 
 """
 
 import shutil
+from dataclasses import replace
 
 import mlx.nn as nn
 import numpy as np
@@ -12,6 +13,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_packs import LoRAConfig
 from mlx_packs.adapters.attach import attach
+from mlx_packs.cpu.profile import CPU
 from mlx_packs.evaluation.perplexity import Scorer
 from mlx_packs.nn.frozen_blocks import FrozenBlock, Injection, frozen_output
 from mlx_packs.nn.nf4 import NF4Embedding, NF4Linear
@@ -19,6 +21,7 @@ from mlx_packs.nn.prefix import PrefixKeys, prefix_cache
 from mlx_packs.nn.surgery import replace_modules
 from mlx_packs.objectives.causal_lm import forward, split_head
 from mlx_packs.objectives.shared_prefix import why_not_shared
+from mlx_packs.ops.profile import forced_profile
 from mlx_packs.packs.base import Base
 from mlx_packs.runtime import mx
 from tests.helpers.families import family_base
@@ -50,6 +53,19 @@ def test_gradients_reach_the_prefix_through_recomputation(family, policy):
     """Keys and values are arguments and results of what is recomputed: none hides in a cache."""
     attached, head = adapted(base_of(family, **SMALL_FAMILIES[family]), recompute=policy)
     check_equal(attached.model, head, ordinary_batch(examples_with_prefixes((5, 11), last=0.5)))
+
+
+@pytest.mark.parametrize("policy", ["none", "selective", "block"])
+@pytest.mark.parametrize("most", [82, 81])
+def test_a_cpu_computes_many_inputs_in_a_pass_for_each_level(most, policy, monkeypatch):
+    """Six inputs of a root, 2 x 8 of prefixes, and 6 x 10 of suffixes."""
+    passes = []
+    after = PrefixKeys.after
+    monkeypatch.setattr(PrefixKeys, "after", lambda *a, **k: passes.append(a) or after(*a, **k))
+    attached, head = adapted(base_of("qwen3"), recompute=policy)
+    with forced_profile(replace(CPU, tree_inputs=most)):
+        check_equal(attached.model, head, ROOTED, root=ROOT)
+    assert bool(passes) == (most == 81)
 
 
 @pytest.mark.parametrize("family", sweep([f for f in FAMILIES if f not in FALLS_BACK]))
