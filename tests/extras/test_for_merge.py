@@ -372,4 +372,4 @@ def test_merged_it_is_no_worse_than_lora_that_is_rounded(tmp_path):
         pack = train_pack("tiny", "tiny", recipe.lora, recipe.train, tmp_path / name).pack
         out = tmp_path / f"{name}-merged"
         ppl[name] = merge_pack(pack, "tiny", out, "affine4", max_drift=10)["ppl_after"]
-    assert ppl["affine4"] <= 1.005 * ppl["none"]
+    assert ppl["affine4"] <= 1.003 * ppl["none"]
