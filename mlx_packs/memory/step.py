@@ -97,8 +97,7 @@ def passes_of(shape: Shape, sequences: int, at_once: bool = False) -> tuple[Pass
 class Step:
     """A training step of adapters on a batch; its blocks are those of the Llama family.
 
-    A tree takes one pass; a prefix that is computed once for several batches has its own
-    (nn/prefix.py).
+    A tree takes one pass, or one for each of its levels (nn/prefix.py).
     """
 
     trees_at_once = True  # whether its attention is grouped
