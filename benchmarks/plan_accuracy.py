@@ -2,6 +2,7 @@
 
     python -m benchmarks.plan_accuracy
     python -m benchmarks.plan_accuracy --models MODELS      # and real models on real data
+    python -m benchmarks.plan_accuracy --whole              # and whole models of random weights: for a GPU
 
 Each case is a process of its own: a few steps on rows of random words, long enough to fill
 ``max_seq_length``, or a fifth of it where rows are packed. The estimate is the one that the run
@@ -43,9 +44,10 @@ class Case:
     """One run.
 
     Attributes:
-        base: ``tiny``; ``qwen3_4b_block`` (one block, vocabulary 8,192); ``llama_BxD`` (B blocks of
-            width D with random weights); or the name of a model in the folder of real models. The
-            block is affine 4-bit, or dense where it is quantized on loading.
+        base: ``tiny``; ``qwen3_4b_block`` (one block, vocabulary 8,192); ``qwen3-4b`` and others of
+            examples/random_checkpoint.py, whole; ``llama_BxD`` (B blocks of width D with random
+            weights); or the name of a model in the folder of real models. A Qwen3 is affine 4-bit,
+            or dense where it is quantized on loading.
         data: A data set in the folder of real models; by default rows of random words.
         common: Words that all these rows begin with, which ``--share-prefix`` computes once.
         options: Further options of `packs train`.
@@ -145,6 +147,15 @@ REAL_CASES = (
     Case(_SMOLLM2, "transient", 4, 2048, iters=10, data="tldr", recompute="block"),
     Case(_MINILM, "dense", 32, 256, iters=1, data="banking77", task="embedding"),
 )
+WHOLE_CASES = (
+    Case("qwen3-0.6b", "quantized", 8, 1024),
+    Case("qwen3-0.6b", "dense", 8, 1024),
+    Case("qwen3-0.6b", "transient", 8, 1024, recompute="selective"),
+    Case("qwen3-4b", "quantized", 4, 2048, recompute="block"),
+    Case("qwen3-4b", "transient", 4, 2048, recompute="block"),
+    Case("qwen3-4b", "quantized", 2, 1024, recompute="selective"),
+    Case("qwen3-4b", "dense", 2, 1024),
+)
 
 
 @dataclass(frozen=True)
@@ -210,6 +221,8 @@ def _base(case: Case, folder: Path, models: Path | None) -> str:
         return "tiny"
     if case.base == "qwen3_4b_block":
         return str(_block(folder, case.quantize != "none"))
+    if case.base.startswith("qwen3-"):
+        return str(_random(folder / case.base, "--geometry", case.base, "--vocab", "151936"))
     if case.base.startswith("llama_"):
         return str(_small(folder / case.base, *map(int, case.base.split("_")[1].split("x"))))
     return str(models / case.base)
@@ -301,11 +314,17 @@ def _small(out: Path, blocks: int, hidden: int) -> Path:
 
 def _block(folder: Path, dense: bool) -> Path:
     """One block at the geometry of Qwen3-4B, created once; 4-bit or dense."""
-    out = folder / ("qwen3-4b-block-dense" if dense else "qwen3-4b-block")
+    if dense:
+        return _random(folder / "qwen3-4b-block-dense", "--blocks", "1", "--dense")
+    return _random(folder / "qwen3-4b-block", "--blocks", "1")
+
+
+def _random(out: Path, *options: str) -> Path:
+    """A checkpoint of random weights, written on its first use."""
     if not out.exists():
         script = _CHECKOUT / "examples" / "random_checkpoint.py"
         subprocess.run(
-            [sys.executable, str(script), "--blocks", "1", "--out", str(out), *["--dense"] * dense],
+            [sys.executable, str(script), *options, "--out", str(out)],
             check=True,
             capture_output=True,
             cwd=_CHECKOUT,
@@ -326,6 +345,7 @@ def table(results: list[Result]) -> str:
 def records(results: list[Result], where: Environment) -> list[Record]:
     """Two records for each case, in GB; ratio is estimate over measured."""
     here = dataclasses.asdict(where)
+    dtype = "float32" if runtime.on_cpu() else "bfloat16"
     new_records = []
     for r in results:
         for name, value in ((_MEASURED, r.measured_gb), (_PLAN, r.plan_gb)):
@@ -335,7 +355,7 @@ def records(results: list[Result], where: Environment) -> list[Record]:
                     task="plan_accuracy",
                     implementation=name,
                     shape=r.case.shape,
-                    dtype="float32",
+                    dtype=dtype,
                     metric="peak",
                     unit="GB",
                     p20=each,
@@ -365,8 +385,9 @@ def main(arguments: list[str] | None = None) -> int:
         help="where records are appended [benchmarks/history.jsonl]",
     )
     asked.add_argument("--models", type=Path, metavar="DIR", help="run the real cases, too")
+    asked.add_argument("--whole", action="store_true", help="run whole models: for a GPU")
     options = asked.parse_args(arguments)
-    every = CASES + REAL_CASES * bool(options.models)
+    every = CASES + REAL_CASES * bool(options.models) + WHOLE_CASES * options.whole
     cases = [case for case in every if options.only in case.shape]
     if not cases:
         asked.error(f"--only {options.only}: no such case")

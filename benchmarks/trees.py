@@ -18,6 +18,7 @@ from typing import Any
 import mlx.nn as nn
 import numpy as np
 
+from mlx_packs import runtime
 from mlx_packs.bench.implementations import SCALE, Adapters, MlxLm, Ours, Rows
 from mlx_packs.bench.race import TOLERANCE, LossesDiffer, Steps, check_losses
 from mlx_packs.data.dataset import Batch, Tree
@@ -140,7 +141,7 @@ def measure(sides: dict[str, Side], rounds: int) -> None:
         for name, side in sides.items():
             _, loss = yield from side.step(side.checked)
             expected = expected or [loss]
-            check_losses(expected, [loss], name, TOLERANCE["float32"])
+            check_losses(expected, [loss], name, TOLERANCE[_dtype()])
 
         for number in range(rounds):
             for name in list(sides) if number % 2 == 0 else reversed(sides):
@@ -149,9 +150,14 @@ def measure(sides: dict[str, Side], rounds: int) -> None:
     sides[SAME_BLAS].implementation.train(batches())
 
 
+def _dtype() -> str:
+    """Return the dtype of a random base, by name."""
+    return "float32" if runtime.on_cpu() else "bfloat16"
+
+
 def _dense(module: nn.Module) -> nn.Module:
     """Return a linear or an embedding with the weights of a quantized one."""
-    weight = frozen_weight(module).dense().astype(mx.float32)
+    weight = frozen_weight(module).dense()
     kind = nn.Embedding if isinstance(module, nn.QuantizedEmbedding) else nn.Linear
     dense = kind(1, 1) if kind is nn.Embedding else kind(1, 1, bias=False)
     dense.weight = weight
@@ -179,7 +185,7 @@ def records(
 
     new_records = []
     for side_name, side in sides.items():
-        note = "float32; the vocabulary is cut as the number of blocks is."
+        note = f"{_dtype()}; the vocabulary is cut as the number of blocks is."
         if side.parts > 1:
             note += f" Timed on a part of the rows, {side.parts} times."
         new_records.append(
@@ -191,7 +197,7 @@ def records(
                 "step",
                 "s",
                 side.seconds,
-                dtype="float32",
+                dtype=_dtype(),
                 baseline=ROWS,
                 ratio=min(side.seconds) / rows,
                 peak_mb=side.peak_bytes / 1e6,

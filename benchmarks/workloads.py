@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 
 from mlx_packs import runtime
 from mlx_packs.bases.files import TINY
+from mlx_packs.config.choices import MATMUL_PATHS
 from mlx_packs.nn.quantized import quantized_modules
 from mlx_packs.packs.base import Base, load_base
 from mlx_packs.runtime import mx
@@ -86,7 +87,9 @@ WORKLOADS = {
         ("transient", "dense"),
         mlx_lm_rows=1,
     ),
-    "qwen3_4b": Workload(QWEN3_4B, 4, 2048, ("quantized",)),  # for a GPU
+    # for a GPU
+    "qwen3_4b": Workload(QWEN3_4B, 4, 2048, tuple(MATMUL_PATHS)),
+    "qwen3_0_6b": Workload(QWEN3_0_6B, 4, 2048, tuple(MATMUL_PATHS)),
 }
 
 
