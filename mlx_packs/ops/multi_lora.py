@@ -92,8 +92,8 @@ def reference(
 
 def _gathered_product(x: mx.array, factors: mx.array, index: mx.array) -> mx.array:
     """Return x[b] @ factors[index[b]] without a copy of the factors for each sequence."""
-    if x.dtype == mx.float64:  # of checks alone; gather_mm has none
-        return x @ factors[index]
+    if x.dtype == mx.float64 or dispatch.detect() == "cuda":  # gather_mm lacks float64, of checks
+        return x @ factors[index].astype(x.dtype)  # and reads misaligned addresses with CUDA
     return mx.gather_mm(x, factors.astype(x.dtype), rhs_indices=index)
 
 
