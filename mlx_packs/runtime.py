@@ -20,7 +20,7 @@ import numpy as np
 from . import fork, late
 
 _CPU_CACHE_BYTES = 128 << 20
-_GPU_CACHE_SHARE = 1 / 8  # of the memory: less than `memory.plan.fit` leaves free
+_GPU_CACHE_SHARE = 1 / 8  # of the memory: less than `memory.plan.verdict` leaves free
 _MEMORY_LIMITS = [  # of a container, by cgroups 2 and 1
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),

@@ -142,8 +142,8 @@ def install(attached: Attached, make: Callable[[GroupedLoRA], GroupedLoRA]) -> N
     loras = [(path, module) for path, module in modules if type(module) is GroupedLoRA]
     others = {id(lora): make(lora) for _, lora in loras}
     attached.swap([(path, others[id(lora)]) for path, lora in loras])
-    attached.slots = {
-        path: replace(slot, lora=others[id(slot.lora)]) for path, slot in attached.slots.items()
+    attached.places = {
+        path: replace(place, lora=others[id(place.lora)]) for path, place in attached.places.items()
     }
 
 

@@ -16,7 +16,7 @@ from ..runtime import mx, on_cpu
 from .attach import attach, check_linears, install, weight_of
 from .lora import Attached
 from .spec import ModuleSpec, SliceSpec, Specs
-from .tensors import load_slots, slot_tensors
+from .tensors import load_places, place_tensors
 
 if TYPE_CHECKING:
     from ..bases.model import BaseModel
@@ -39,31 +39,31 @@ class DoRAAttached(Attached):
         """Put a group with magnitudes in the place of every group of adapters."""
         modules = dict(self.model.named_modules())
         frozen: dict[int, list[tuple[nn.Module, mx.array]]] = {}
-        for path, slot in sorted(self.slots.items(), key=lambda item: item[1].first):
+        for path, place in sorted(self.places.items(), key=lambda item: item[1].first):
             norms = mx.linalg.norm(weight_of(path, self.frozen[path]), axis=1)
             mx.eval(norms)
-            frozen.setdefault(id(slot.lora), []).append((_projection(modules[path]), norms))
+            frozen.setdefault(id(place.lora), []).append((_projection(modules[path]), norms))
 
         install(self, lambda lora: GroupedDoRA(lora, *zip(*frozen[id(lora)], strict=True)))
-        self.slots = {p: replace(slot, spec=self.specs[p]) for p, slot in self.slots.items()}
+        self.places = {p: replace(place, spec=self.specs[p]) for p, place in self.places.items()}
 
     def tensors(self) -> dict[str, mx.array]:
         magnitudes = {
-            f"{path}.m": slot.lora.magnitude[slot.first] for path, slot in self.slots.items()
+            f"{path}.m": place.lora.magnitude[place.first] for path, place in self.places.items()
         }
-        return slot_tensors(self.slots) | magnitudes
+        return place_tensors(self.places) | magnitudes
 
     def load(self, tensors: Mapping[str, mx.array], where: str) -> None:
-        load_slots(self.slots, tensors, where)
-        for path, slot in self.slots.items():
-            slot.lora.magnitude[slot.first] = tensors[f"{path}.m"].astype(mx.float32)
+        load_places(self.places, tensors, where)
+        for path, place in self.places.items():
+            place.lora.magnitude[place.first] = tensors[f"{path}.m"].astype(mx.float32)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
         trained = self.tensors()
         bare = {name: mx.zeros_like(tensor) for name, tensor in trained.items()}
-        for path, slot in self.slots.items():
-            bare[f"{path}.m"] = slot.lora.norms[slot.first]
+        for path, place in self.places.items():
+            bare[f"{path}.m"] = place.lora.norms[place.first]
 
         try:
             self.load(bare, "base")

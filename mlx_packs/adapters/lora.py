@@ -19,7 +19,7 @@ from ..nn.lora import AdaptedLinear, AdaptedSwitchLinear, AdapterShape, GroupedL
 from ..nn.surgery import block_kind, recurrent_layer, replace_modules
 from ..runtime import mx
 from .spec import ModuleSpec, Specs, ranks_of, weights_of
-from .tensors import Slot, load_slots, slot_tensors
+from .tensors import AdapterPlace, load_places, place_tensors
 
 if TYPE_CHECKING:
     from ..bases.model import BaseModel
@@ -30,7 +30,7 @@ class Attached:
     """Adapters on a base; tensors have mlx-lm's names.
 
     Attributes:
-        slots: the adapters in memory, by path of the projection.
+        places: the adapters in memory, by path of the projection.
         frozen: the base's own modules, by path of the projection.
         for_merge: the format of the merge on whose grid they are trained, or none.
         inference_only: whether there is more on the base, which is applied but not trained.
@@ -49,7 +49,7 @@ class Attached:
         self.groups = groups
         self.notes = notes
         self.replaced: dict[str, tuple[int, ...]] = {}
-        self.slots: dict[str, Slot] = {}
+        self.places: dict[str, AdapterPlace] = {}
         self.frozen: dict[str, nn.Module] = {}
         self.inference_only = False
         self.score: nn.Linear | None = None
@@ -61,7 +61,7 @@ class Attached:
     def details(self) -> str:
         return f"rank {', '.join(map(str, ranks_of(self.specs)))} · {len(self.specs)} projections"
 
-    def at(self, share: float) -> None:
+    def progress(self, done: float) -> None:
         """Schedule nothing; called with the share of a run that is done."""
 
     def swap(self, modules: list[tuple[str, nn.Module]]) -> None:
@@ -91,8 +91,8 @@ class Attached:
         replace_modules(self.model, self._originals)
 
         empty = mx.zeros(())
-        for slot in self.slots.values():
-            for factors in (slot.lora.lora_a, slot.lora.lora_b):
+        for place in self.places.values():
+            for factors in (place.lora.lora_a, place.lora.lora_b):
                 factors[:] = [empty] * len(factors)
 
     def resume(self, tensors: Mapping[str, mx.array], where: str) -> None:
@@ -111,7 +111,7 @@ class Attached:
 
         They are float32; those of experts are as mlx-lm has them, [E, r, in] and [E, out, r].
         """
-        return slot_tensors(self.slots)
+        return place_tensors(self.places)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -122,7 +122,7 @@ class Attached:
     @contextmanager
     def altered_b(self, change: Callable[[int, mx.array], mx.array]) -> Iterator[None]:
         """Return a context in which ``change`` replaces every B, given its index and itself."""
-        groups = list({id(slot.lora): slot.lora for slot in self.slots.values()}.values())
+        groups = list({id(place.lora): place.lora for place in self.places.values()}.values())
         trained = [list(group.lora_b) for group in groups]
 
         try:
@@ -134,10 +134,10 @@ class Attached:
                 group.lora_b[:] = b
 
     def load(self, tensors: Mapping[str, mx.array], where: str) -> None:
-        load_slots(self.slots, tensors, where)
+        load_places(self.places, tensors, where)
 
     def parameter_count(self) -> int:
-        return weights_of(slot.spec for slot in self.slots.values())
+        return weights_of(place.spec for place in self.places.values())
 
 
 def _make_lora(
@@ -193,7 +193,7 @@ def _make_lora(
         lora = GroupedLoRA(first.in_features, shapes, dropout, keys)
 
     for path, index in firsts.items():
-        attached.slots[path] = Slot(lora, index, attached.specs[path])
+        attached.places[path] = AdapterPlace(lora, index, attached.specs[path])
     return lora
 
 
@@ -255,4 +255,4 @@ def add_adapters(attached: Attached, dropout: float, seed: int) -> None:
     attached.swap(swapped + [(path, layer) for path, layer in recurrent if layer is not None])
 
     order = {path: i for i, path in enumerate(attached.specs)}
-    attached.slots = dict(sorted(attached.slots.items(), key=lambda item: order[item[0]]))
+    attached.places = dict(sorted(attached.places.items(), key=lambda item: order[item[0]]))

@@ -10,7 +10,7 @@ from .spec import ModuleSpec, check_shapes, factor_names
 
 
 @dataclass(frozen=True)
-class Slot:
+class AdapterPlace:
     """The place of one projection's adapters in memory: in ``lora``, from index ``first`` on."""
 
     lora: GroupedLoRA
@@ -18,7 +18,7 @@ class Slot:
     spec: ModuleSpec
 
 
-Slots = Mapping[str, Slot]
+AdapterPlaces = Mapping[str, AdapterPlace]
 
 
 def read_factors(spec: ModuleSpec, tensors: Mapping[str, mx.array]) -> tuple[mx.array, mx.array]:
@@ -38,44 +38,44 @@ def name_factors(spec: ModuleSpec, a: mx.array, b: mx.array) -> dict[str, mx.arr
     return dict(zip(factor_names(spec.path), (a, b), strict=True))
 
 
-def slot_tensors(slots: Slots) -> dict[str, mx.array]:
+def place_tensors(places: AdapterPlaces) -> dict[str, mx.array]:
     """Return adapters by name on disk: A [in, r] and B [r, out], or mlx-lm's of experts."""
     tensors = {}
-    for slot in slots.values():
-        adapted = [s for s in slot.spec.slices if s.rank]
-        a = slot.lora.lora_a[slot.first : slot.first + len(adapted)]
-        b = slot.lora.lora_b[slot.first : slot.first + len(adapted)]
+    for place in places.values():
+        adapted = [s for s in place.spec.slices if s.rank]
+        a = place.lora.lora_a[place.first : place.first + len(adapted)]
+        b = place.lora.lora_b[place.first : place.first + len(adapted)]
 
         side_by_side = a[0]
         if len(a) > 1:
             side_by_side = mx.concatenate(a, axis=1)
-        tensors |= name_factors(slot.spec, side_by_side, _block_diagonal(slot.spec, b))
+        tensors |= name_factors(place.spec, side_by_side, _block_diagonal(place.spec, b))
     return tensors
 
 
-def load_slots(slots: Slots, tensors: Mapping[str, mx.array], where: str) -> None:
+def load_places(places: AdapterPlaces, tensors: Mapping[str, mx.array], where: str) -> None:
     """Set all adapters from tensors named as on disk; nothing is changed if one does not fit."""
-    expected = {n: shape for s in slots.values() for n, shape in s.spec.shapes.items()}
+    expected = {n: shape for s in places.values() for n, shape in s.spec.shapes.items()}
     check_shapes(expected, {name: tensor.shape for name, tensor in tensors.items()}, where)
 
-    for path, slot in slots.items():
+    for path, place in places.items():
         name = factor_names(path)[1]
-        if not _is_block_diagonal(slot.spec, tensors[name]):
+        if not _is_block_diagonal(place.spec, tensors[name]):
             raise PackError(
                 f"{where}: {name} couples the slices of a fused projection.", "unsupported"
             )
 
-    for slot in slots.values():
-        a, b = read_factors(slot.spec, tensors)
+    for place in places.values():
+        a, b = read_factors(place.spec, tensors)
         rank = column = 0
-        index = slot.first
+        index = place.first
 
-        for s in slot.spec.slices:
+        for s in place.spec.slices:
             if s.rank:
                 rows = slice(rank, rank + s.rank)
                 columns = slice(column, column + s.width)
-                slot.lora.lora_a[index] = a[..., rows].astype(mx.float32)
-                slot.lora.lora_b[index] = b[..., rows, columns].astype(mx.float32)
+                place.lora.lora_a[index] = a[..., rows].astype(mx.float32)
+                place.lora.lora_b[index] = b[..., rows, columns].astype(mx.float32)
                 index += 1
             rank += s.rank
             column += s.width

@@ -56,7 +56,7 @@ class Trainable(Protocol):
     def recompute(self, policy: str) -> None:
         """Set the activation checkpointing policy: ``none``, ``selective`` or ``block``."""
 
-    def at(self, share: float) -> None:
+    def progress(self, done: float) -> None:
         """Take note of the share of a run that is done, in [0, 1), before each of its batches."""
 
     def swap(self, modules: list[tuple[str, nn.Module]]) -> None:
@@ -103,8 +103,8 @@ class Extended:
     def recompute(self, policy: str) -> None:
         self.adapters.recompute(policy)
 
-    def at(self, share: float) -> None:
-        self.adapters.at(share)
+    def progress(self, done: float) -> None:
+        self.adapters.progress(done)
 
     def swap(self, modules: list[tuple[str, nn.Module]]) -> None:
         self.adapters.swap(modules)

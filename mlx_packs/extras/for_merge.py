@@ -20,7 +20,7 @@ from ..adapters.attach import attach, install
 from ..adapters.lora import Attached
 from ..adapters.merged import Grid, Rounding, compute_dtype, grid_of, rounded_module
 from ..adapters.spec import ModuleSpec
-from ..adapters.tensors import Slot
+from ..adapters.tensors import AdapterPlace
 from ..bases.quantization import QuantizeOptions, format_for
 from ..bases.weight_formats import MLXFormat, named_format
 from ..config.lora import LoRAConfig
@@ -203,7 +203,7 @@ class StraightThroughLoRA(GroupedLoRA):
 
     def __init__(self, lora: GroupedLoRA, sums: Mapping[int, QuantizedSum]) -> None:
         nn.Module.__init__(self)
-        self._slots = lora._slots
+        self._adapted = lora._adapted
         self._scales = lora._scales
         self._kept = None
         self.dropout = lora.dropout
@@ -360,15 +360,15 @@ class ForMerge(Attached):
             if isinstance(module, AdaptedLinear)
         }
         sums: dict[int, dict[int, QuantizedSum]] = {}
-        for path, slot in self.slots.items():
-            place = 0 if path in alone else slot.lora._slots[slot.first]
-            total = _quantized_sum(path, slot, self.frozen[path], grid[path])
-            sums.setdefault(id(slot.lora), {})[place] = total
+        for path, place in self.places.items():
+            index = 0 if path in alone else place.lora._adapted[place.first]
+            total = _quantized_sum(path, place, self.frozen[path], grid[path])
+            sums.setdefault(id(place.lora), {})[index] = total
         install(self, lambda lora: StraightThroughLoRA(lora, sums[id(lora)]))
 
         self.swap(
             [
-                (path, StraightThroughLinear(module.linear, self.slots[path].lora, module._widths))
+                (path, StraightThroughLinear(module.linear, self.places[path].lora, module._widths))
                 for path, module in alone.items()
             ]
         )
@@ -394,11 +394,11 @@ class ForMerge(Attached):
         self.swap(swapped)
         self.model.train(self.model.training)
 
-    def at(self, share: float) -> None:
+    def progress(self, done: float) -> None:
         """Round in training from this share of a run on; scores are always of rounded weights."""
-        rounds = share >= ROUNDED_FROM
-        for slot in self.slots.values():
-            slot.lora.rounds = rounds  # which lets a compiled step be traced again
+        rounds = done >= ROUNDED_FROM
+        for place in self.places.values():
+            place.lora.rounds = rounds  # which lets a compiled step be traced again
         for other in self._others:
             other.unchanged_in_training = not rounds
 
@@ -408,7 +408,9 @@ class ForMerge(Attached):
 
         Adapters have no rank meanwhile: compiled functions are traced again for other shapes.
         """
-        groups: list[GroupedLoRA] = list({id(s.lora): s.lora for s in self.slots.values()}.values())
+        groups: list[GroupedLoRA] = list(
+            {id(s.lora): s.lora for s in self.places.values()}.values()
+        )
         trained = [(list(group.lora_a), list(group.lora_b)) for group in groups]
 
         try:
@@ -444,9 +446,11 @@ def attach_for_merge(
         raise
 
 
-def _quantized_sum(path: str, slot: Slot, own: nn.Module, rounding: Rounding) -> QuantizedSum:
-    indices = iter(range(slot.first, len(slot.lora.lora_a)))
-    slices = tuple((part.width, next(indices) if part.rank else None) for part in slot.spec.slices)
+def _quantized_sum(
+    path: str, place: AdapterPlace, own: nn.Module, rounding: Rounding
+) -> QuantizedSum:
+    indices = iter(range(place.first, len(place.lora.lora_a)))
+    slices = tuple((part.width, next(indices) if part.rank else None) for part in place.spec.slices)
     quantize = partial(rounding.linear, compute_dtype(own))
     return QuantizedSum(own, rounding.dtype, quantize, slices)
 

@@ -17,7 +17,7 @@ import mlx.nn as nn
 from ..adapters.attach import attach, check_linears, install, weight_of
 from ..adapters.lora import Attached
 from ..adapters.spec import ModuleSpec, Specs, factor_shapes
-from ..adapters.tensors import Slot, load_slots, slot_tensors
+from ..adapters.tensors import AdapterPlace, load_places, place_tensors
 from ..bases.config_file import CONFIG, read_config
 from ..bases.files import quantized_as
 from ..bases.loading import lazy_base
@@ -72,7 +72,7 @@ class ResidualLoRA(GroupedLoRA):
 
     def __init__(self, lora: GroupedLoRA) -> None:
         nn.Module.__init__(self)
-        self._slots = lora._slots
+        self._adapted = lora._adapted
         self._scales = lora._scales
         self._kept = None
         self.dropout = lora.dropout
@@ -125,16 +125,16 @@ class Residual(Attached):
 
     def tensors(self) -> dict[str, mx.array]:
         """Return adapters by name on disk, of twice the rank that is trained."""
-        return slot_tensors(self._whole())
+        return place_tensors(self._whole())
 
     def load(self, tensors: Mapping[str, mx.array], where: str) -> None:
         """Set all adapters, those that the weights are left without too."""
         whole = self._whole()
-        load_slots(whole, tensors, where)
-        factors = {id(self.slots[path].lora): slot.lora for path, slot in whole.items()}
-        for slot in self.slots.values():
-            if (both := factors.pop(id(slot.lora), None)) is not None:
-                slot.lora.set_stored(both.lora_a, both.lora_b)
+        load_places(whole, tensors, where)
+        factors = {id(self.places[path].lora): place.lora for path, place in whole.items()}
+        for place in self.places.values():
+            if (both := factors.pop(id(place.lora), None)) is not None:
+                place.lora.set_stored(both.lora_a, both.lora_b)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -145,17 +145,17 @@ class Residual(Attached):
         finally:
             self.load(trained, "trained")
 
-    def _whole(self) -> dict[str, Slot]:
-        """Return the slots of all factors, the trained and the removed ones side by side."""
-        loras = {id(slot.lora): slot.lora for slot in self.slots.values()}
+    def _whole(self) -> dict[str, AdapterPlace]:
+        """Return the places of all factors, the trained and the removed ones side by side."""
+        loras = {id(place.lora): place.lora for place in self.places.values()}
         whole = {}
         for key, lora in loras.items():
             a, b = lora.stored()
             whole[key] = SimpleNamespace(lora_a=a, lora_b=b)
 
         return {
-            path: Slot(whole[id(slot.lora)], slot.first, self.specs[path])
-            for path, slot in self.slots.items()
+            path: AdapterPlace(whole[id(place.lora)], place.first, self.specs[path])
+            for path, place in self.places.items()
         }
 
 
@@ -272,17 +272,17 @@ def begin_with(
 
     ``factors`` are of a weight [O, D], a rank and a scale; ``weight`` is of the module at a path.
     """
-    for path, slot in attached.slots.items():
+    for path, place in attached.places.items():
         whole = weight(path, attached.frozen[path])
         row = 0
-        index = slot.first
-        for part in slot.spec.slices:
+        index = place.first
+        for part in place.spec.slices:
             if part.rank:
                 rows = whole[row : row + part.width]
                 a, b = factors(rows, part.rank, part.scale)
                 mx.eval(a, b)
-                slot.lora.lora_a[index] = a
-                slot.lora.lora_b[index] = b
+                place.lora.lora_a[index] = a
+                place.lora.lora_b[index] = b
                 index += 1
             row += part.width
 

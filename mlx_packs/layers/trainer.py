@@ -20,7 +20,7 @@ import mlx.optimizers as optimizers
 from mlx.utils import tree_map
 
 from .. import signals
-from ..adapters.tensors import Slot, delta_of, load_slots, slot_tensors
+from ..adapters.tensors import AdapterPlace, delta_of, load_places, place_tensors
 from ..config.fields import fields_where
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
@@ -383,7 +383,7 @@ class LayerTrainer:
 
     def tensors(self) -> dict[str, mx.array]:
         """Return the adapters in mlx-lm's names: ``lora_a`` [in, r] and ``lora_b`` [r, out]."""
-        return slot_tensors(self._slots())
+        return place_tensors(self._places())
 
     def load(self, tensors: Mapping[str, mx.array], where: str) -> None:
         """Set all adapters to tensors named as by `tensors`; errors name ``where`` as their source.
@@ -391,10 +391,10 @@ class LayerTrainer:
         Raises:
             PackError: If tensors do not fit; the adapters are then unchanged.
         """
-        load_slots(self._slots(), tensors, where)
+        load_places(self._places(), tensors, where)
 
-    def _slots(self) -> dict[str, Slot]:
-        return {n: Slot(o.lora, 0, o.spec) for n, o in self._layers.items()}
+    def _places(self) -> dict[str, AdapterPlace]:
+        return {n: AdapterPlace(o.lora, 0, o.spec) for n, o in self._layers.items()}
 
     def save_adapters(self, file: str | Path) -> None:
         """Write the adapters to a safetensors file; its metadata has their alphas."""

@@ -21,7 +21,7 @@ from ..display import size
 from ..errors import PackError, any_of
 from .decoder_sizes import HYBRID_FAMILIES
 from .headers import Headers, Tensors
-from .plan import ERROR, MemoryPlan, Shape, fit, recompute_policies
+from .plan import ERROR, MemoryPlan, Shape, recompute_policies, verdict
 
 if TYPE_CHECKING:
     from .row_shapes import ShapesOf
@@ -141,7 +141,7 @@ def check_least(
 ) -> MemoryPlan:
     """Return the plan of `least`; raise a PackError unless it fits into this machine."""
     plan = least(headers, lora, train, estimate_of)
-    if fit(plan, runtime.total_memory()) == "no":
+    if verdict(plan, runtime.total_memory()) == "no":
         ways = remedies(headers, lora, train, partial(least, headers, estimate_of=estimate_of))
         raise _too_large(plan, ways, "at least ")
     return plan
@@ -171,7 +171,7 @@ def plan_run(
     }
 
     for wanted in ("fits", "tight"):
-        if fitting := {p: plan for p, plan in plans.items() if fit(plan, memory) == wanted}:
+        if fitting := {p: plan for p, plan in plans.items() if verdict(plan, memory) == wanted}:
             return fitting
 
     cheapest = min(plans.values(), key=lambda plan: plan.peak_bytes)
@@ -198,7 +198,7 @@ def _first_fitting(
     plans = []
     for policy in recompute_policies(train):
         plans.append(estimate_of(replace(train, recompute=policy), shapes))
-        if fit(plans[-1], memory) == "fits":
+        if verdict(plans[-1], memory) == "fits":
             return plans[-1]
     return min(plans, key=lambda plan: plan.peak_bytes)
 

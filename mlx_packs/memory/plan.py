@@ -76,7 +76,7 @@ class MemoryPlan:
         return {name: (constant | moment)[name] for name in PARTS}
 
 
-def fit(plan: MemoryPlan, memory: int) -> str:
+def verdict(plan: MemoryPlan, memory: int) -> str:
     """Return ``fits`` (with the error of the estimate to spare), ``tight`` (without) or ``no``.
 
     One rule for `packs plan`, which recommends what fits, and for `packs train`, which warns of

@@ -38,7 +38,7 @@ from .estimate import (
     remedies,
 )
 from .headers import Headers
-from .plan import ERROR, MemoryPlan, fit, has_logits, has_score_head, recompute_policies
+from .plan import ERROR, MemoryPlan, has_logits, has_score_head, recompute_policies, verdict
 from .row_shapes import RowShapes, ShapesOf
 from .step_time import StepTime, predict
 
@@ -54,7 +54,7 @@ class Option:
     Attributes:
         method: lora, qlora, lora-fp32, or full (the baseline).
         quantize: How the base is quantized on loading.
-        fit: As of `plan.fit`.
+        fit: As of `plan.verdict`.
         why: What was reduced, and what takes most, in one line.
         step: How long a step takes on this device; None where that is not known.
     """
@@ -227,7 +227,7 @@ def larger_batch(
     then = rows.repeats_of(train.batch_size)
     fewer = 1 - (1 - then.saved) / (1 - now.saved)
     plan = estimate(headers, option.lora, train, rows.shapes_of(train))
-    if fewer < WORTHWHILE or fit(plan, memory) != "fits":
+    if fewer < WORTHWHILE or verdict(plan, memory) != "fits":
         return []
 
     times = plan.peak_bytes / option.plan.peak_bytes
@@ -325,7 +325,7 @@ def _option(request: PlanRequest, way: _Way) -> Option:
         smaller = replace(train, **changes)
         lora = replace(request.lora, rank=rank)
         plan = request.estimate(lora, smaller)
-        fitting = fit(plan, request.memory)
+        fitting = verdict(plan, request.memory)
         option = Option(way.method, way.quantize, lora, smaller, plan, fitting, "")
         if option.fits:
             return replace(option, why=_why(request, option))
@@ -439,7 +439,7 @@ def _full_option(request: PlanRequest) -> Option:
         f"{train.optimizer}) beside the base's own, float32 activations of batch {train.batch_size}"
     )
 
-    return Option("full", "none", layers, train, plan, fit(plan, request.memory), why)
+    return Option("full", "none", layers, train, plan, verdict(plan, request.memory), why)
 
 
 def table(
@@ -468,11 +468,11 @@ def table(
     for o in options:
         batch = f"{o.train.batch_size} x {o.longest or o.train.max_seq_length}"
         rank = "-" if o.train.trains_base else o.lora.rank
-        verdict = "yes" if o.fits else o.fit
+        answer = "yes" if o.fits else o.fit
         seconds = _seconds(o.step) if has_times else ""
         lines.append(
             f"{o.kind:<13} {o.plan.matmul_path:<9}{rank:>4} {batch:>8} "
-            f"{o.train.recomputes:>9} {size(o.plan.peak_bytes):>8} {seconds}{verdict}"
+            f"{o.train.recomputes:>9} {size(o.plan.peak_bytes):>8} {seconds}{answer}"
         )
 
     lines += ["", f"{'parts of ' + best.kind:<24} {'at the peak':>12} {'at most':>9}"]

@@ -31,7 +31,7 @@ class GroupedDoRA(GroupedLoRA):
         self, lora: GroupedLoRA, projections: Sequence[nn.Module], norms: Sequence[mx.array]
     ) -> None:
         nn.Module.__init__(self)
-        self._slots = lora._slots
+        self._adapted = lora._adapted
         self._scales = lora._scales
         self._kept = None
         self.dropout = lora.dropout

@@ -11,7 +11,7 @@ class EmbeddingLoRA(GroupedLoRA):
 
     def __init__(self, vocab_size: int, width: int, rank: int, scale: float, key: mx.array) -> None:
         super().__init__(vocab_size, [], 0.0, [])
-        self._slots = [0]
+        self._adapted = [0]
         self._scales = [scale]
         self.lora_a = [mx.zeros((vocab_size, rank))]
         self.lora_b = [mx.random.normal((rank, width), key=key)]

@@ -75,7 +75,7 @@ class GroupedLoRA(nn.Module):
         bound = 1 / math.sqrt(in_features)
         adapted = [(i, s) for i, s in enumerate(shapes) if s is not None]
 
-        self._slots = [i for i, _ in adapted]
+        self._adapted = [i for i, _ in adapted]
         self._kept: _Kept | None = None
         self._scales = [s.scale for _, s in adapted]
         self.dropout = InputDropout(dropout)
@@ -92,7 +92,7 @@ class GroupedLoRA(nn.Module):
     ) -> "GroupedLoRA":
         """Return a group for inference: A [D, R] and B [R, O] of ``slots``, scales in B."""
         lora = cls(lora_a[0].shape[0], [], 0.0, [])
-        lora._slots = list(slots)
+        lora._adapted = list(slots)
         lora._scales = [1.0] * len(lora_a)
         lora.lora_a = list(lora_a)
         lora.lora_b = list(lora_b)
@@ -117,20 +117,20 @@ class GroupedLoRA(nn.Module):
         a, b = self.multiplied()
         x, hidden = shared_input(x, a)
         outputs = [projection(x) for projection in projections]
-        adapted = [outputs[i] for i in self._slots]
+        adapted = [outputs[i] for i in self._adapted]
         return self._replaced(outputs, with_deltas(adapted, hidden, b, self._scales))
 
     def __call__(self, x: mx.array, outputs: Sequence[mx.array]) -> list[mx.array]:
         """Return ``outputs`` [..., O_i], those of adapted projections with their deltas."""
         if self.training and self.dropout.p:
             x = self.dropout(x)
-        adapted = [outputs[i] for i in self._slots]
+        adapted = [outputs[i] for i in self._adapted]
         summed = grouped_lora(x, adapted, *self.factors(x.dtype))
         return self._replaced(outputs, summed)
 
     def _replaced(self, outputs: Sequence[mx.array], summed: Sequence[mx.array]) -> list[mx.array]:
         result = list(outputs)
-        for i, y in zip(self._slots, summed, strict=True):
+        for i, y in zip(self._adapted, summed, strict=True):
             result[i] = y
         return result
 
@@ -163,7 +163,7 @@ class GroupedLoRA(nn.Module):
         gated: bool,
     ) -> Launches | None:
         form = common_format(projections)
-        if not self._slots or form is None:
+        if not self._adapted or form is None:
             return None
         if any(n is not None and type(n) is not nn.RMSNorm for n in norms):
             return None
@@ -171,7 +171,7 @@ class GroupedLoRA(nn.Module):
         weights = [AffineWeight(m.weight, m.scales, m.biases) for m in projections]
         of_heads = [None if n is None else Norm(n.weight, n.eps) for n in norms]
         present = zip(*self.multiplied(), self._scales, strict=True)
-        present = dict(zip(self._slots, present, strict=True))
+        present = dict(zip(self._adapted, present, strict=True))
         slots = [present.get(i, (None, None, 0.0)) for i in range(len(projections))]
 
         factors = Factors.of(*zip(*slots, strict=True), x.dtype)
@@ -213,8 +213,8 @@ class GroupedLoRA(nn.Module):
         b = []
         scales = []
         for i, width in enumerate(widths):
-            if i in self._slots:
-                at = self._slots.index(i)
+            if i in self._adapted:
+                at = self._adapted.index(i)
                 a.append(all_a[at])
                 b.append(all_b[at])
                 scales.append(self._scales[at])
@@ -228,7 +228,7 @@ class GroupedLoRA(nn.Module):
         self, x: mx.array, output: mx.array, indices: mx.array, sorted_indices: bool
     ) -> mx.array:
         """Return the output of experts: each row of x [..., 1, D] by the adapter of its index."""
-        if not self._slots:
+        if not self._adapted:
             return output
         if self.training and self.dropout.p:
             x = self.dropout(x)

@@ -63,7 +63,7 @@ class ServedLoRA(GroupedLoRA):
 
     def __init__(self, lora: GroupedLoRA, selection: Selection) -> None:
         nn.Module.__init__(self)
-        self._slots = lora._slots
+        self._adapted = lora._adapted
         self._selection = selection
         self._stacks = _Stacks()
         self._sizes = [
@@ -117,7 +117,7 @@ class ServedLoRA(GroupedLoRA):
             return None
 
         return GroupedLoRA.of_factors(
-            [self._slots[i] for i in present],
+            [self._adapted[i] for i in present],
             [stacks.lora_a[i][slot] for i in present],
             [stacks.lora_b[i][slot] for i in present],
         )
@@ -137,7 +137,7 @@ class ServedLoRA(GroupedLoRA):
                 return list(outputs)
             return view(x, outputs)
 
-        adapted = [outputs[i] for i in self._slots]
+        adapted = [outputs[i] for i in self._adapted]
         return self._replaced(outputs, self._mixed(x, adapted))
 
     def decoded(

@@ -133,9 +133,9 @@ class PackSlots:
 
         attached = attach(self.base, specs=specs)
         places: dict[int, list[tuple[str, int]]] = {}
-        for path, slot in attached.slots.items():
+        for path, place in attached.places.items():
             adapted = [(path, i) for i, s in enumerate(specs[path].slices) if s.rank]
-            places.setdefault(id(slot.lora), []).extend(adapted)
+            places.setdefault(id(place.lora), []).extend(adapted)
 
         modules = self.base.model.named_modules()
         loras = [(path, module) for path, module in modules if type(module) is GroupedLoRA]

@@ -129,7 +129,7 @@ class Loop:
         for number in range(self.state.batches - settings.start + 1, settings.iters + 1):
             batch = next(batches)
             if not self.step.stepper.waiting:  # within an update no weight changes
-                self.trainable.at((settings.start + number - 1) / settings.run_iters)
+                self.trainable.progress((settings.start + number - 1) / settings.run_iters)
 
             batch = self._start(batch, number)
             due.after(number, in_update=bool(self.step.stepper.waiting))

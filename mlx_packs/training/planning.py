@@ -19,7 +19,7 @@ from ..memory.disk import DiskPlan, check_disk, plan_disk
 from ..memory.estimate import Estimate, check_least, estimate, estimator_of, plan_run
 from ..memory.headers import Headers
 from ..memory.memory_choice import MatmulPathChoice, MemoryChoice
-from ..memory.plan import ERROR, MemoryPlan, Shape, fit
+from ..memory.plan import ERROR, MemoryPlan, Shape, verdict
 from ..memory.read import read_headers
 from ..nn.quantized import matmul_path_of
 from ..packs.base import Base
@@ -71,7 +71,7 @@ def suggesting_pipeline(
         shapes = shapes or [estimator_of(headers.config).smallest_shape(train)]
         cheapest = load("extras.pipeline.memory:cheapest")
         plan = cheapest(headers, settings.lora, train, load(_OF_STAGES)(ranks), shapes)
-        if fit(plan, runtime.total_memory()) == "no":
+        if verdict(plan, runtime.total_memory()) == "no":
             raise
 
         raise PackError(
@@ -218,5 +218,5 @@ def _show_plan(base: Base, run: Run, plan: MemoryPlan, disk: DiskPlan) -> None:
     run.display.line("", f"recompute {plan.recompute} · disk {disk.summary()}", VERBOSE)
 
     warnings = {"tight": f"tight: {ERROR:.0%} more would not fit", "no": "does not fit, forced"}
-    if warning := warnings.get(fit(plan, memory)):
+    if warning := warnings.get(verdict(plan, memory)):
         run.display.line("plan", warning)

@@ -31,8 +31,8 @@ BATCH = Batch(
 
 def randomize(attached) -> dict[str, mx.array]:
     """Give every adapter values that matter, B included."""
-    for slot in attached.slots.values():
-        for arrays in (slot.lora.lora_a, slot.lora.lora_b):
+    for place in attached.places.values():
+        for arrays in (place.lora.lora_a, place.lora.lora_b):
             arrays[:] = [mx.random.normal(t.shape) * 0.1 for t in arrays]
     return attached.tensors()
 

@@ -91,7 +91,7 @@ def test_the_beginning_is_zero_and_normal_and_depends_on_the_seed():
 def test_an_adapted_tied_head_is_no_frozen_head():
     """The loss by rows with a target has the gradient of the loss of all logits."""
     base = base_of("qwen3", tie_word_embeddings=True)
-    lora = moved(attached(base, "embed_tokens", "q_proj")).slots["model.embed_tokens"].lora
+    lora = moved(attached(base, "embed_tokens", "q_proj")).places["model.embed_tokens"].lora
     head = split_head(base.model)
     assert head is not None and head.frozen is None
     targets, positions = mx.array([7, 8, 9]), mx.array([0, 3, 8])

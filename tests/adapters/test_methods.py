@@ -73,7 +73,7 @@ def test_rows_of_zeros_have_no_magnitude_and_finite_gradients():
     base = base_of("llama")
     base.model.layers[0].self_attn.q_proj.weight[3] = 0
     trainable = attached("dora", base)
-    lora = trainable.slots["model.layers.0.self_attn.q_proj"].lora
+    lora = trainable.places["model.layers.0.self_attn.q_proj"].lora
     base.model.train()
 
     def loss(m):

@@ -77,11 +77,11 @@ def here(folder, targets=TARGETS, saved=(), method="lora", **lora):
     base = load_base(folder)
     trainable = attach_method(base, lora, TrainConfig(method=method), "quantized")
     arrays = {}
-    for path, slot in getattr(trainable, "adapters", trainable).slots.items():
-        arrays[f"{path}.lora_a"] = slot.lora.lora_a, slot.first
-        arrays[f"{path}.lora_b"] = slot.lora.lora_b, slot.first
+    for path, place in getattr(trainable, "adapters", trainable).places.items():
+        arrays[f"{path}.lora_a"] = place.lora.lora_a, place.first
+        arrays[f"{path}.lora_b"] = place.lora.lora_b, place.first
         if method == "dora":
-            arrays[f"{path}.m"] = slot.lora.magnitude, slot.first
+            arrays[f"{path}.m"] = place.lora.magnitude, place.first
     for name, each in getattr(trainable, "_copies", {}).items():
         arrays[name] = each.module, each.key
     return base, trainable, arrays
@@ -189,9 +189,9 @@ def test_a_method_is_that_of_peft(checkpoint, method):
     theirs = named_as_here(model)
     check_same_shapes(arrays, theirs)
     if method in ("pissa", "olora"):  # factors of either sign
-        for path, slot in trainable.slots.items():
+        for path, place in trainable.places.items():
             a, b = (theirs[f"{path}.lora_{x}"][0].detach().numpy() for x in "ab")
-            product = slot.lora.lora_a[slot.first] @ slot.lora.lora_b[slot.first]
+            product = place.lora.lora_a[place.first] @ place.lora.lora_b[place.first]
             np.testing.assert_allclose(np.array(product).T, b @ a, atol=1e-4)
     np.testing.assert_allclose(logits_here(base), logits_in(model), atol=1e-4)
     check_gradients(base, arrays, model)

@@ -202,7 +202,7 @@ def test_a_merge_rounds_to_it(dense_checkpoint):
     base, tokens = load_base(dense_checkpoint), mx.array([[1, 2, 3]])
     train = with_choice(TrainConfig(), for_merge="rows")
     attached = find_method("lora").attach(base, LoRAConfig(rank=2), train, "transient")
-    attached.at(1.0)
+    attached.progress(1.0)
     rounded = base.model(tokens)  # fresh adapters change nothing
     attached.detach()
     expected = load_base_model(dense_checkpoint, quantize="rows").model(tokens)

@@ -58,7 +58,7 @@ def pack_with(model: Path, folder: Path, **lora) -> Pack:
     attached = attach(base, LoRAConfig(**lora))
     try:
         mx.random.seed(1)
-        for adapters in {id(slot.lora): slot.lora for slot in attached.slots.values()}.values():
+        for adapters in {id(place.lora): place.lora for place in attached.places.values()}.values():
             adapters.lora_b[:] = [mx.random.normal(t.shape) * 0.1 for t in adapters.lora_b]
         return pack_of(attached).save(folder)
     finally:

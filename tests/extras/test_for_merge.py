@@ -56,7 +56,7 @@ def attached(base, for_merge: str, path: str = "transient", **lora):
 def moved(trainable, by: float = 0.05):
     """The same with other values."""
     mx.random.seed(1)
-    for lora in {id(slot.lora): slot.lora for slot in trainable.slots.values()}.values():
+    for lora in {id(place.lora): place.lora for place in trainable.places.values()}.values():
         for factors in (lora.lora_a, lora.lora_b):
             factors[:] = [m + by * mx.random.normal(m.shape) for m in factors]
     return trainable
@@ -223,11 +223,11 @@ def test_rounding_begins_in_the_second_half_and_scores_are_always_rounded(small)
     specs, tensors = trainable.specs, trainable.tensors()
     try:
         rounded = small.model(TOKENS)
-        trainable.at(ROUNDED_FROM - 0.01)
+        trainable.progress(ROUNDED_FROM - 0.01)
         assert mx.array_equal(small.model(TOKENS), rounded).item()
         small.model.train()
         before = small.model(TOKENS)
-        trainable.at(ROUNDED_FROM)
+        trainable.progress(ROUNDED_FROM)
         assert mx.allclose(small.model(TOKENS), rounded, atol=1e-3).item()
     finally:
         trainable.detach()
@@ -242,7 +242,7 @@ def test_rounding_begins_in_the_second_half_and_scores_are_always_rounded(small)
 @pytest.mark.parametrize("policy", ["selective", "block"])
 def test_recomputed_gradients_are_the_same(policy, small):
     trainable = moved(attached(small, "affine4"))
-    lora = trainable.slots["model.layers.0.self_attn.q_proj"].lora
+    lora = trainable.places["model.layers.0.self_attn.q_proj"].lora
 
     def gradient():
         def loss(b):

@@ -371,8 +371,8 @@ def expert_paths(model: nn.Module) -> list[str]:
 
 def randomized(attached: Attached) -> dict[str, mx.array]:
     """Give every adapter values that matter, B included; as they lie on disk."""
-    for slot in attached.slots.values():
-        for arrays in (slot.lora.lora_a, slot.lora.lora_b):
+    for place in attached.places.values():
+        for arrays in (place.lora.lora_a, place.lora.lora_b):
             arrays[:] = [mx.random.normal(t.shape) * 0.1 for t in arrays]
     return attached.tensors()
 

@@ -39,7 +39,7 @@ def random_pack(
     """Return a pack whose A and B are normal numbers times ``size``."""
     attached = attach(base, LoRAConfig(rank=rank, target_modules=targets, **lora))
     try:
-        adapters = list({id(slot.lora): slot.lora for slot in attached.slots.values()}.values())
+        adapters = list({id(place.lora): place.lora for place in attached.places.values()}.values())
         keys = mx.random.split(mx.random.key(seed), 2 * len(adapters))
         factors = [f for adapter in adapters for f in (adapter.lora_a, adapter.lora_b)]
         for key, arrays in zip(keys, factors, strict=True):
@@ -94,6 +94,6 @@ def merged_weights(attached: Attached) -> dict[str, mx.array]:
     tensors = attached.tensors()
     return {
         path: frozen_weight(attached.frozen[path]).dense().astype(mx.float32)
-        + delta_of(slot.spec, tensors)
-        for path, slot in attached.slots.items()
+        + delta_of(place.spec, tensors)
+        for path, place in attached.places.items()
     }

@@ -38,8 +38,8 @@ def examples_of(lengths: Iterable[int], last_k: int | None = None) -> list[Examp
 
 def fill_b(attached: Attached) -> None:
     """Give B random values: with B at zero, A would get no gradient."""
-    for slot in attached.slots.values():
-        slot.lora.lora_b[:] = [0.1 * mx.random.normal(b.shape) for b in slot.lora.lora_b]
+    for place in attached.places.values():
+        place.lora.lora_b[:] = [0.1 * mx.random.normal(b.shape) for b in place.lora.lora_b]
 
 
 def moved(trainable: Trainable, size: float = 0.1) -> Trainable:

@@ -16,7 +16,7 @@ from mlx_packs.data.trees import planted
 from mlx_packs.memory.decoder import resized
 from mlx_packs.memory.estimate import estimate, remedies
 from mlx_packs.memory.headers import Headers, tensor_bytes
-from mlx_packs.memory.plan import ERROR, fit
+from mlx_packs.memory.plan import ERROR, verdict
 from mlx_packs.memory.read import read_headers
 from tests.helpers.errors import raises
 from tests.helpers.headers import REAL, dense_headers
@@ -152,9 +152,9 @@ def test_parts_add_up_to_the_peak_and_each_is_largest_somewhere():
 
 def test_one_rule_says_what_fits():
     plan = estimate(read_headers("tiny"), LoRAConfig(), DENSE)
-    assert fit(plan, int(plan.peak_bytes * (1 + ERROR)) + 1) == "fits"
-    assert fit(plan, int(plan.peak_bytes * (1 + ERROR)) - 1) == "tight"
-    assert fit(plan, plan.peak_bytes) == "tight" and fit(plan, plan.peak_bytes - 1) == "no"
+    assert verdict(plan, int(plan.peak_bytes * (1 + ERROR)) + 1) == "fits"
+    assert verdict(plan, int(plan.peak_bytes * (1 + ERROR)) - 1) == "tight"
+    assert verdict(plan, plan.peak_bytes) == "tight" and verdict(plan, plan.peak_bytes - 1) == "no"
 
 
 def test_of_several_shapes_the_plan_is_that_of_the_largest():

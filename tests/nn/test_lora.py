@@ -33,8 +33,8 @@ def test_shared_input_changes_no_gradient(family, policy, monkeypatch):
 
 def test_dropped_input_is_not_shared(monkeypatch):
     attached, head = attached_model("qwen3")
-    for slot in attached.slots.values():
-        slot.lora.dropout.p = 0.5
+    for place in attached.places.values():
+        place.lora.dropout.p = 0.5
     monkeypatch.setattr(lora, "shared_input", None)
     with forced_profile(SAVES_PASSES):
         loss, _ = loss_and_gradients(attached.model, head, [make_batch(ROWS, [0, 1], 2, LIMIT)])

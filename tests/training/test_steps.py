@@ -42,8 +42,8 @@ def test_recomputed_blocks_drop_the_same_inputs_twice():
     """The gradient of a recomputed block with dropout is that of its own loss."""
     base = base_of("qwen3", num_hidden_layers=1)
     attached = attach(base, LoRAConfig(rank=2, dropout=0.4))
-    for slot in attached.slots.values():
-        slot.lora.lora_b[:] = [0.3 * mx.random.normal(b.shape) for b in slot.lora.lora_b]
+    for place in attached.places.values():
+        place.lora.lora_b[:] = [0.3 * mx.random.normal(b.shape) for b in place.lora.lora_b]
     attached.recompute("block")
     base.model.train()
     head = split_head(base.model)

@@ -51,8 +51,8 @@ def batches() -> list:
 def model_with_adapters(family: str, path: str, recompute: str):
     base = base_of(family, **MODELS[family])
     attached = attach(base, LoRAConfig(rank=4), matmul_path=path)
-    for slot in attached.slots.values():
-        slot.lora.lora_b[:] = [0.1 * mx.ones(b.shape) for b in slot.lora.lora_b]
+    for place in attached.places.values():
+        place.lora.lora_b[:] = [0.1 * mx.ones(b.shape) for b in place.lora.lora_b]
     attached.recompute(recompute)
     base.model.train()
     return attached

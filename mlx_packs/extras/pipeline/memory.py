@@ -11,7 +11,7 @@ from ...display import size
 from ...memory.decoder_sizes import FAMILIES, sizes_of
 from ...memory.estimate import Estimate, estimate, estimator_of, matmul_paths
 from ...memory.headers import Headers
-from ...memory.plan import MemoryPlan, Shape, fit, recompute_policies
+from ...memory.plan import MemoryPlan, Shape, recompute_policies, verdict
 from .stage import stage_blocks
 
 _BLOCKS = "model.layers."
@@ -121,7 +121,7 @@ class Machines:
         return "none"
 
     def _fits(self, plan: MemoryPlan) -> bool:
-        return fit(plan, self.memory) == "fits"
+        return verdict(plan, self.memory) == "fits"
 
     def to_json(self) -> dict:
         return {
@@ -170,7 +170,7 @@ def plan_machines(
         blocks = sizes_of(headers.config, headers.tensors).blocks
     for stages in range(2, min(count, blocks) + 1):
         pipelines[stages] = cheapest(headers, lora, train, of_stages(stages))
-        if fit(pipelines[stages], memory) == "fits":
+        if verdict(pipelines[stages], memory) == "fits":
             break
 
     return Machines(count, alone, shared, pipelines, memory)
