@@ -16,7 +16,7 @@ from ..files import TINY_FOLDER, is_hub_id, is_pattern
 from .bad_rows import BadRows, shown_counts
 from .converted import TEXT_SUFFIXES, gzip_rows, table_rows, text_rows
 from .formats import Row, RowFormat, check_format, first_format
-from .given import IN_MEMORY, SPLIT_NAMES, Given
+from .in_memory import IN_MEMORY, SPLIT_NAMES, InMemoryRows
 from .json_lines import MOST_DEPTH, JsonLines, is_deep
 from .near_copies import hold_out, without
 from .shards import matching_files, numbered_shards
@@ -119,7 +119,7 @@ def load_rows(config: DataConfig) -> Splits:
 
 def _local_or_hub(data: str) -> tuple[dict[str, Rows], list[str]]:
     """Return the rows of each split, and notes; all rows of a single file are for training."""
-    if isinstance(data, Given):
+    if isinstance(data, InMemoryRows):
         return dict(data.splits), []
 
     path = tiny_path() if data == "tiny" else Path(data).expanduser()

@@ -21,7 +21,7 @@ from ..config.schema import TrainConfig
 from ..data.batches import PackedCollate, evaluation_batches
 from ..data.dataset import Batch
 from ..data.encoding import EncodingOptions, Examples, encode
-from ..data.given import Data
+from ..data.in_memory import Data
 from ..data.packing import Packed, first_fit
 from ..data.shapes import padded_length, sequence_inputs
 from ..display import QUIET, Display

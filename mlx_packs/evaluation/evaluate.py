@@ -7,7 +7,7 @@ from ..config.choices import ARCHITECTURES, registered
 from ..config.data import DataConfig
 from ..config.other_names import answers_other_names
 from ..config.schema import TrainConfig
-from ..data.given import Data
+from ..data.in_memory import Data
 from ..late import load
 from ..packs.base import Base, activated, check_no_pack
 from ..packs.pack import Pack

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..config.data import COLUMN_SETTINGS, DataConfig
 from ..data.formats import Row
-from ..data.given import Data, Given, source_of
+from ..data.in_memory import Data, InMemoryRows, source_of
 from ..data.rows import load_rows, read_rows
 from ..errors import PackError
 from ..packs.pack import Pack
@@ -49,7 +49,7 @@ def evaluation_rows(columns: DataConfig, split: str, limit: int = -1) -> list[Ro
     ``limit`` takes the first of them; -1 takes all. Raises a PackError if there are none.
     """
     first = slice(limit) if limit >= 0 else slice(None)
-    if isinstance(columns.data, Given):
+    if isinstance(columns.data, InMemoryRows):
         splits = columns.data.splits
         chosen = next((splits[s] for s in (split, "valid", "train") if len(splits[s])), ())
         if not len(chosen):

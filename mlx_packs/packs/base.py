@@ -37,7 +37,7 @@ from .pack import Pack, Packs, as_pack
 
 if TYPE_CHECKING:
     from ..adapters.lora import Attached
-    from ..data.given import Data
+    from ..data.in_memory import Data
 
 _SUSPENDED = 4  # adapters that are kept, without their arrays
 _PROBED = 512  # tokens, of the check of a forward pass

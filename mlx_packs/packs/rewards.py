@@ -11,7 +11,7 @@ from ..config.data import DataConfig
 from ..data.batches import TokenCollate
 from ..data.encoding import EncodingOptions, encode
 from ..data.formats import COMPLETION
-from ..data.given import Data, source_of
+from ..data.in_memory import Data, source_of
 from ..data.scored import Scored
 from ..errors import PackError
 from ..objectives.objective import arrays_of

@@ -24,7 +24,7 @@ from ..config.other_names import answers_other_names
 from ..config.recipe import Recipe, from_configs
 from ..config.schema import TrainConfig
 from ..data.bad_rows import LeftOut, write_quarantine
-from ..data.given import Data, columns_of
+from ..data.in_memory import Data, columns_of
 from ..data.rows import Splits
 from ..display import NORMAL, QUIET, VERBOSE, Display, shown_count
 from ..errors import Float16Overflow, PackError, library_errors

@@ -12,7 +12,7 @@ import pytest
 
 import mlx_packs.data.streams as streams
 from mlx_packs.config.schema import DataConfig
-from mlx_packs.data.given import source_of
+from mlx_packs.data.in_memory import source_of
 from mlx_packs.data.rows import load_rows
 from mlx_packs.training.folders import _data_name
 from tests.helpers.errors import raises

@@ -6,7 +6,7 @@ import mlx.nn as nn
 import pytest
 
 from mlx_packs import DataConfig, Observer, Pack, TrainConfig, train_pack
-from mlx_packs.data.given import columns_of
+from mlx_packs.data.in_memory import columns_of
 from mlx_packs.runtime import mx
 from mlx_packs.tasks import tokens
 from mlx_packs.training import planning

@@ -7,7 +7,7 @@ import pytest
 
 from mlx_packs import DataConfig, Pack, evaluate, evaluate_batch, train_pack
 from mlx_packs.cli.main import packs
-from mlx_packs.data.given import IN_MEMORY, source_of
+from mlx_packs.data.in_memory import IN_MEMORY, source_of
 from mlx_packs.data.rows import load_rows
 from mlx_packs.reading import sha256
 from mlx_packs.training.checkpoint import ADAPTERS

@@ -23,30 +23,30 @@ SPLIT_NAMES = {
 Data = str | Path | Iterable[Mapping] | Mapping[str, Iterable[Mapping]]  # and what is like these
 
 
-class Given(str):
+class InMemoryRows(str):
     """The name of rows in memory, which carries them."""
 
     splits: dict[str, Rows]  # by the names of `SPLIT_NAMES`
 
-    def __new__(cls, splits: dict[str, Rows]) -> "Given":
+    def __new__(cls, splits: dict[str, Rows]) -> "InMemoryRows":
         name = super().__new__(cls, IN_MEMORY)
         name.splits = splits
         return name
 
 
 def source_of(data: Any) -> str:
-    """Return where rows are: a name as it is, and for rows in memory a `Given`.
+    """Return where rows are: a name as it is, and for rows in memory a `InMemoryRows`.
 
     ``data`` is a folder, file or data set id; or a list or iterator of mappings, a DataFrame of
     pandas or polars, a `datasets.Dataset` or `IterableDataset`, or a mapping of split names to
     such. Anything else is a PackError.
     """
-    if isinstance(data, Given):
+    if isinstance(data, InMemoryRows):
         return data
     if isinstance(data, (str, Path)):
         return str(data)
     if not isinstance(data, Mapping):
-        return Given({"train": _rows(data, "rows"), "valid": Rows(), "test": Rows()})
+        return InMemoryRows({"train": _rows(data, "rows"), "valid": Rows(), "test": Rows()})
 
     names = {name: split for split, known in SPLIT_NAMES.items() for name in known}
     if unknown := [str(name) for name in data if name not in names]:
@@ -59,7 +59,7 @@ def source_of(data: Any) -> str:
     splits = {split: Rows() for split in SPLIT_NAMES}
     for name, part in data.items():
         splits[names[name]] = _rows(part, name)
-    return Given(splits)
+    return InMemoryRows(splits)
 
 
 def columns_of(data: Data | None, columns: DataConfig | None) -> DataConfig:
