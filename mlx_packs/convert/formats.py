@@ -42,7 +42,7 @@ class AdapterFormat(Protocol):
             PackError: a tensor cannot be converted.
         """
 
-    def fit(self, adapter: ExternalAdapter, base: BaseModel, where: Path) -> None:
+    def drop_copies(self, adapter: ExternalAdapter, base: BaseModel, where: Path) -> None:
         """Drop what an adapter stores twice, now that its base is known.
 
         Raises:

@@ -287,7 +287,7 @@ def _converted(name: str, stored: StoredAdapter, model: str | Path, trust: bool)
     base = lazy_base(model, trust)
     form = FORMATS[name]
     adapter = form.read(stored, base.config["model_type"])
-    form.fit(adapter, base, stored.file)
+    form.drop_copies(adapter, base, stored.file)
     specs = specs_for(base, adapter, stored.file)
 
     base_id = stored.config.get("base_model_name_or_path") or stored.config.get("model")

@@ -90,7 +90,7 @@ class MlxLm:
 
         return adapter
 
-    def fit(self, adapter: ExternalAdapter, base: BaseModel, where: Path) -> None:
+    def drop_copies(self, adapter: ExternalAdapter, base: BaseModel, where: Path) -> None:
         """Leave the adapter as it is: mlx-lm stores nothing twice."""
 
     def convert(self, pack: Pack, file: Path) -> StoredAdapter:

@@ -148,7 +148,7 @@ class Peft:
         check_complete(adapter, bool(stored.config.get("use_dora")), where)
         return adapter
 
-    def fit(self, adapter: ExternalAdapter, base: BaseModel, where: Path) -> None:
+    def drop_copies(self, adapter: ExternalAdapter, base: BaseModel, where: Path) -> None:
         """Drop full tensors that are the base's own, and a tied head that equals the embedding."""
         _drop_copies(adapter, base)
         _drop_tied_head(adapter, base, where)

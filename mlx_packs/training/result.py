@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _FIRST_KEYS = (
     "pack run task method steps batches first_loss last_loss ppl_before ppl_after ppl_before_se "
     "ppl_after_se held_out gates train_s tokens_per_s trained_tokens peak_gb process_peak_gb "
-    "plan_peak_gb pack_mb learned_weights base_weights matmul_path recompute compute_dtype"
+    "plan_peak_gb pack_mb trainable_parameters base_weights matmul_path recompute compute_dtype"
 ).split()
 _LAST_KEYS = ("versions",)
 

@@ -584,7 +584,7 @@ def _report(run: Run, pack: Pack, fit: Fit, summary: Summary, memory: MemoryChoi
         "pack_mb": pack.size_mb,
         "matmul_path": memory.choice.matmul_path,
         "recompute": memory.recompute,
-        "learned_weights": pack.manifest["adapters"]["parameters"],
+        "trainable_parameters": pack.manifest["adapters"]["parameters"],
         "ops": _backend.record(),
         "plan_peak_gb": memory.peak_gb,
         "plan_disk": memory.disk.to_json() if memory.disk else None,

@@ -326,7 +326,7 @@ def test_held_out_perplexity_falls_and_the_ratio_is_told(full_run, checkpoint, o
     assert report["ppl_after"] < 0.5 * report["ppl_before"]
     assert report["method"] == manifest["method"] == "full"
     count = sum(t.size for t in stored.values())
-    assert report["learned_weights"] == report["base_weights"] == count
+    assert report["trainable_parameters"] == report["base_weights"] == count
     assert report["plan_peak_gb"] * (1 + ERROR) > report["peak_gb"] - other_bytes / 1e9
     recipe = manifest["recipe"]
     assert recipe["method"] == "full" and "rank" not in recipe and recipe["num_layers"] == -1

@@ -22,8 +22,8 @@ def test_full_fine_tuning_is_a_baseline_with_its_share_of_weights(run, tmp_path)
         assert code == 0, err
         reports[method] = json.loads(out)
         assert "% of 6.6 M)" in err
-    assert reports["full"]["learned_weights"] == reports["full"]["base_weights"] == 6_557_696
-    assert reports["lora"]["learned_weights"] < 0.1 * reports["lora"]["base_weights"]
+    assert reports["full"]["trainable_parameters"] == reports["full"]["base_weights"] == 6_557_696
+    assert reports["lora"]["trainable_parameters"] < 0.1 * reports["lora"]["base_weights"]
     assert reports["full"]["ppl_after"] < 0.5 * reports["full"]["ppl_before"]
 
     pack, held_out = tmp_path / "full", ("--data", data / "valid.jsonl", "--json")

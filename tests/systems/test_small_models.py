@@ -45,7 +45,7 @@ def test_a_folder_of_sentence_transformers_makes_embeddings(encoder):
 def test_every_loss_trains_float32_lora(encoder, tmp_path, loss, rows):
     """One loss for each kind of rows; tests/tasks/test_embedding_training.py has the others."""
     report = trained(encoder, tmp_path, rows(), 2, "--loss", loss)
-    assert report["loss"] == loss and 0 < report["learned_weights"] < report["base_weights"]
+    assert report["loss"] == loss and 0 < report["trainable_parameters"] < report["base_weights"]
     assert any(key.endswith("_after") for key in report)
 
 

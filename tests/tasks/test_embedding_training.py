@@ -98,7 +98,7 @@ def test_report_and_manifest_say_what_was_done(run_of_pairs, encoder):
     assert report["held_out"] == described and report["recompute"] == "none"
     shapes = [tensor["shape"] for tensor in tensors_of(load_base(encoder).model).values()]
     assert report["base_weights"] == sum(map(np.prod, shapes))
-    assert report["learned_weights"] == manifest["adapters"]["parameters"]
+    assert report["trainable_parameters"] == manifest["adapters"]["parameters"]
     assert manifest["objective"] == {
         "task": "embedding",
         "loss": "mnrl",
@@ -258,7 +258,7 @@ def full_encoder_run(encoder, pair_data, tmp_path_factory):
 
 def test_full_fine_tuning_of_an_encoder_is_scored_by_eval(full_encoder_run, encoder, pair_data):
     report = full_encoder_run.report
-    assert report["method"] == "full" and report["learned_weights"] == report["base_weights"]
+    assert report["method"] == "full" and report["trainable_parameters"] == report["base_weights"]
     base = load_base(encoder)
     plain = base.encode(TEXTS)
     result = evaluate(base, full_encoder_run.pack, str(pair_data["pairs"])).to_json()

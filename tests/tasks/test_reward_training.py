@@ -54,7 +54,7 @@ def test_a_run_learns_what_is_preferred(tmp_path, data):
         "center_rewards_coefficient": 0.0,
     }
     assert manifest["adapters"]["replaced"] == [{"name": "score.weight", "shape": [1, 64]}]
-    assert report["trained_tokens"] > 24 * 2 * 15 and report["learned_weights"] > 64
+    assert report["trained_tokens"] > 24 * 2 * 15 and report["trainable_parameters"] > 64
     lines = [line for line in run.curve if "valid_loss" in line]
     assert lines and {"valid_preference_accuracy", "valid_reward_margin"} <= set(lines[0])
     assert dict(base.model.named_modules()) == modules  # the head was never one of them
