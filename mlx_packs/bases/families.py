@@ -1,4 +1,4 @@
-"""Architectures and families of mlx-lm that cannot be trained.
+"""Architectures and families of mlx-lm and mlx-vlm that cannot be trained.
 
 Every other one can; docs/families.md lists them all, and tests/bases/test_families.py trains each.
 """
@@ -18,12 +18,16 @@ from ..runtime import mx
 
 _log = logging.getLogger("mlx_packs")
 
-# By the name of the module in mlx_lm.models.
+# By the name of the module in mlx_lm.models, or in mlx_vlm.models where mlx-lm has none.
 UNTRAINABLE = {
     "bitnet": "its projections (BitLinear) are a kernel for Metal that has no gradient",
     "dbrx": "its experts are chosen on the host, which a compiled step cannot do",
     "deepseek_v41": "its router lets gradients into indices, which MLX rejects",
+    "limite": "its attention multiplies by weights of its projections that it scales before",
+    "llada2_moe": "it makes text by diffusion, not one token after the other",
+    "longcat_flash_sparse": "its router lets gradients into indices, which MLX rejects",
     "muse_spark": "its attention and norms are kernels for Metal that have no gradient",
+    "nemotron_labs_diffusion": "it makes text by diffusion, not one token after the other",
     "olmo": "mlx-lm needs the package ai2-olmo for it and ends the program without",
     "prism_hadamard_qwen35": "its projections are HadamardQuantizedLinear, which carry no adapters",
     "recurrent_gemma": "mlx-lm's Model is not set up as a module and cannot be frozen",
@@ -33,11 +37,11 @@ UNTRAINABLE_ON_METAL = {"rwkv7": "its kernel for Metal (the recurrence) has no g
 # a recurrent state that padding runs through. tests/inference/test_families.py compares every one.
 ONE_BY_ONE = frozenset(
     "afm7 baichuan_m1 bailing_moe_linear gear gemma2 gpt_bigcode jamba longcat_flash_ngram mamba "
-    "nemotron-nas nemotron_h olmo_hybrid phi3small rwkv7".split()
+    "nemotron-nas nemotron_h olmo_hybrid phi3small qwen4_exp rwkv7 z1t".split()
 )
 # Its windows show a key more than its caches keep: other logits if a prompt is read in parts.
 READ_WHOLE = frozenset({"plamo3"})
-CACHE_DIFFERS = frozenset({"gemma3n"})  # other logits with a cache than without
+CACHE_DIFFERS = frozenset({"deepseek_v4", "gemma3n"})  # other logits with a cache than without
 MIXTURES_SINCE = (0, 32)  # of mlx-lm
 # Encoders of other families that people train with sentence-transformers, by model_type.
 _UNSUPPORTED_TYPES = (
@@ -82,8 +86,8 @@ def tasks_of(model_type: str) -> list[str]:
 
 
 def family_of(model: nn.Module) -> str:
-    """The module of mlx_lm.models that a model comes from, or where else it is defined."""
-    return type(model).__module__.rpartition(".")[2]
+    """The module of a package's models that a model comes from, or where else it is defined."""
+    return getattr(model, "family", type(model).__module__.rpartition(".")[2])
 
 
 def reads_in_parts(model: nn.Module) -> bool:
@@ -103,7 +107,7 @@ def is_batchable(name: str, model: nn.Module) -> bool:
 def _say_cache_differs(name: str, family: str) -> None:
     """Training and generation are then not the same model."""
     _log.warning(
-        "%s: mlx-lm's %s computes other logits with a cache than without. Training uses none and "
+        "%s: a %s computes other logits with a cache than without. Training uses none and "
         "generation uses one, so texts can be worse than the loss suggests.",
         name,
         family,
@@ -113,8 +117,7 @@ def _say_cache_differs(name: str, family: str) -> None:
 @lru_cache(maxsize=64)
 def _say_one_by_one(name: str, family: str) -> None:
     _log.warning(
-        "%s: mlx-lm's %s gives other texts in a batch than alone, so texts are generated one at a "
-        "time.",
+        "%s: a %s gives other texts in a batch than alone, so texts are generated one at a time.",
         name,
         family,
     )
@@ -143,7 +146,7 @@ def check_trainable(name: str, model: nn.Module) -> None:
         )
 
     if reason:
-        raise PackError(f"{name}: mlx-lm's {family} cannot be trained: {reason}.", "unsupported")
+        raise PackError(f"{name}: a {family} cannot be trained: {reason}.", "unsupported")
 
 
 def version_of_mlx_lm() -> tuple[int, int]:

@@ -293,14 +293,15 @@ def check_record(path: Path, advance: Callable[[], None] | None = None) -> None:
 
 def text_config(config: dict) -> dict:
     """The part of a config that describes the language model."""
-    if "vocab_size" in config:
-        return config
-    return config.get("text_config") or config
+    text = config.get("text_config") or {}
+    if "num_hidden_layers" in text or "vocab_size" not in config:
+        return text or config
+    return config
 
 
 def vocab_size_of(config: dict, where: str | Path) -> int:
     """``where`` is the base, for errors."""
-    size = text_config(config).get("vocab_size")
+    size = text_config(config).get("vocab_size", config.get("vocab_size"))
     if size is None:
         raise PackError(f"{where}: its config.json has no vocab_size.", "unreadable")
     return size

@@ -36,6 +36,7 @@ from .files import (
 )
 from .fingerprint import fingerprint
 from .model import BaseModel, Source, weight_map
+from .model_classes import classes_of
 from .precision import DTYPES, dense_dtype, dtype_of, stored_dtype
 from .quantization import QuantizeOptions, RoundingError, quantize_weights
 from .tokenizer import load_encoder_tokenizer, load_tokenizer
@@ -185,12 +186,12 @@ def _lazy_decoder(name: str, path: Path, stored: dict, trust_remote_code: bool) 
 def load_model_of(
     path: Path, trust_remote_code: bool, prepare: Callable[[nn.Module, Weights], Weights]
 ) -> tuple[nn.Module, dict, dict[str, Source]]:
-    """Load a decoder by mlx-lm's loader, its weights lazy.
+    """Load a decoder of mlx-lm or mlx-vlm by mlx-lm's loader, its weights lazy.
 
     ``prepare`` gets the model and its weights by the model's names, and returns those to load.
     Returns the model, its config, and which tensor of the files each of its weights is.
     """
-    from mlx_lm.utils import _get_classes, load_model
+    from mlx_lm.utils import load_model
 
     stored = read_config(path / CONFIG)
     if "model_file" in stored and not trust_remote_code:
@@ -208,7 +209,7 @@ def load_model_of(
     sources: dict[str, Source] = {}
 
     def classes(config: dict) -> tuple[Callable, type]:
-        model_class, arguments_class = _get_classes(config)
+        model_class, arguments_class = classes_of(config)
 
         def make(arguments: object) -> nn.Module:
             model = model_class(arguments)

@@ -57,9 +57,9 @@ def activation_bytes(config: Mapping, requested: str) -> int:
 
 def stored_dtype(config: Mapping) -> str:
     """The dtype that config.json names for weights; bfloat16 where it names none."""
-    text = text_config(dict(config))
-    name = str(text.get("torch_dtype") or text.get("dtype"))
-    return name if name in DTYPES else "bfloat16"
+    parts = (text_config(dict(config)), config)
+    names = [str(part.get("torch_dtype") or part.get("dtype")) for part in parts]
+    return next((name for name in names if name in DTYPES), "bfloat16")
 
 
 def dtype_of(model: nn.Module) -> str:

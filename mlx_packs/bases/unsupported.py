@@ -1,6 +1,7 @@
 """Checkpoints and tokenizers of other backends: known by their files, with what works instead."""
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 from ..errors import PackError
@@ -79,9 +80,13 @@ def unreadable(path: Path, config: Mapping, reason: str) -> PackError:
             "unsupported",
         )
 
-    if reason.endswith("not supported"):
+    if "not supported" in reason:
+        more = ""
+        if find_spec("mlx_vlm") is None:
+            more = " mlx-vlm may have it: pip install 'mlx-packs[vision]'."
         return PackError(
-            f"{path}: {reason}. docs/families.md lists the architectures that train.", "unsupported"
+            f"{path}: {reason}. docs/families.md lists the architectures that train.{more}",
+            "unsupported",
         )
 
     return PackError(f"{path}: tensors and config.json do not fit: {reason}.", "unreadable")

@@ -9,6 +9,8 @@ MLX.
 import pkgutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -353,3 +355,15 @@ def architecture_of(model_type: str | None) -> str:
     """Return the architecture of the base models that have a ``model_type`` in config.json."""
     listed = (name for name, facts in ARCHITECTURES.items() if model_type in facts.model_types)
     return next(listed, "decoder")
+
+
+@cache
+def package_of(model_type: str) -> str:
+    """Return ``mlx-lm``, or ``mlx-vlm`` for a ``model_type`` that mlx-lm lacks."""
+    from mlx_lm import models
+    from mlx_lm.utils import MODEL_REMAPPING
+
+    name = MODEL_REMAPPING.get(model_type, model_type)
+    if any((Path(folder) / f"{name}.py").is_file() for folder in models.__path__):
+        return "mlx-lm"
+    return "mlx-vlm"

@@ -112,7 +112,8 @@ class MlxLm:
         for path, spec in specs.items():
             tensors[f"{path}.lora_b"] = folded(spec, tensors[f"{path}.lora_b"], scale)
 
-        config = config_with(specs, pack.manifest["base"]["num_layers"], rank, scale)
+        base = pack.manifest["base"]
+        config = config_with(specs, base["model_type"], base["num_layers"], rank, scale)
         notes: tuple[str, ...] = ()
         if lower := sum(spec.rank < rank for spec in specs.values()):
             notes = (f"{lower} of {len(specs)} modules padded with zeros to rank {rank}",)

@@ -10,6 +10,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..bases.custom_weights import check_stored, stored_as_asked
+from ..bases.model_classes import classes_of
 from ..bases.precision import stored_dtype
 from ..bases.unsupported import INSTEAD
 from ..bases.weight_formats import WeightFormat, format_class, named_format
@@ -98,14 +99,12 @@ class Headers:
 
 
 def dense_tensors(config: Mapping) -> Tensors:
-    """Return the headers of the dense checkpoint that mlx-lm makes of a config.
+    """Return the headers of the dense checkpoint of a model that is made of a config.
 
     Its arrays are lazy: none is computed. Raises a PackError if the config lacks something.
     """
-    from mlx_lm.utils import _get_classes
-
     complete = _ASSUMED | dict(config)
-    model_class, arguments_class = _get_classes(complete)
+    model_class, arguments_class = classes_of(complete)
     try:
         model = model_class(arguments_class.from_dict(complete))
     except (TypeError, ValueError, KeyError) as error:

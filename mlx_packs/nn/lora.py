@@ -311,13 +311,14 @@ def adapter_key(seed: int, path: str) -> mx.array:
     return mx.random.key((seed << 32) ^ zlib.crc32(path.encode()))
 
 
-_SWITCH_LAYERS = "mlx_lm.models.switch_layers"
+_SWITCH_LAYERS = ("mlx_lm.models.switch_layers", "mlx_vlm.models.switch_layers")
 _SWITCH_LINEARS = ("SwitchLinear", "QuantizedSwitchLinear")
 
 
 def is_switch_linear(module: nn.Module) -> bool:
-    """Return whether a module is mlx-lm's stack of experts, dense or quantized."""
-    return type(module).__module__ == _SWITCH_LAYERS and type(module).__name__ in _SWITCH_LINEARS
+    """Return whether a module is a stack of experts, dense or quantized."""
+    kind = type(module)
+    return kind.__module__ in _SWITCH_LAYERS and kind.__name__ in _SWITCH_LINEARS
 
 
 class AdaptedSwitchLinear(nn.Module):

@@ -1,12 +1,14 @@
-"""``adapter_config.json`` of a pack, by which stock mlx-lm and mlx-swift-lm open it.
+"""``adapter_config.json`` of a pack, by which stock mlx-lm, mlx-swift-lm and mlx-vlm open it.
 
-Both have one rank and one scale for all modules. They name modules relative to the block, and count
-blocks from the last one; what has no tensor in the file keeps B = 0, and changes nothing.
+All have one rank and one scale for all modules. The first two name modules relative to the block,
+and count blocks from the last one; what has no tensor in the file keeps B = 0, and changes nothing.
+mlx-vlm names modules by their paths.
 """
 
 from collections.abc import Iterable, Mapping
 
 from ..adapters.spec import ModuleSpec, Specs, factor_names
+from ..config.choices import package_of
 from ..runtime import mx
 from .manifest import architecture_facts, replaced_of, shapes_of, specs_of
 
@@ -44,19 +46,19 @@ def adapter_config_of(specs: Specs, model_type: str, blocks: int) -> dict | None
     rank = one_rank(specs.values())
     if rank is None or len(scales) != 1:
         return None
-    return config_with(specs, blocks, rank, scales.pop())
+    return config_with(specs, model_type, blocks, rank, scales.pop())
 
 
-def config_with(specs: Specs, blocks: int, rank: int, scale: float) -> dict:
+def config_with(specs: Specs, model_type: str, blocks: int, rank: int, scale: float) -> dict:
     """The adapters are stored with a rank and a scale."""
     places = {path: _in_block(path) for path in specs}
     lengths: dict[str, int] = {}  # of each list of blocks, as far as is known
     for block_list, number, _ in filter(None, places.values()):
         lengths[block_list] = max(number + 1, lengths.get(block_list, 0))
 
-    keys = list(specs)  # absolute ones, which only mlx-lm knows
+    keys = list(specs)  # absolute ones, which mlx-swift-lm does not know
     first = 0
-    if sum(lengths.values()) <= blocks:
+    if sum(lengths.values()) <= blocks and package_of(model_type) == "mlx-lm":
         keys = [place[2] if place else path for path, place in places.items()]
         if len(lengths) == 1:
             first = min(place[1] for place in places.values() if place)

@@ -8,6 +8,7 @@ from ..adapters.spec import leaf_names, ranks_of
 from ..bases.files import TINY
 from ..bases.local_models import is_local_model
 from ..bases.readers import names_file
+from ..config.choices import package_of
 from ..report.facts import progress_series, samples_of, stored_curve, thinned
 from ..report.recipe import recipe_sections
 from ..terminal import printable_text
@@ -302,5 +303,6 @@ def card_command(manifest: dict) -> str:
     quantize = (manifest.get("recipe") or {}).get("quantize") or "none"
     is_file = is_local_model(base) or names_file(base)
     if quantize == "none" and not is_file and adapter_config(manifest):
-        return f"mlx_lm.generate --model {base} --adapter-path . --prompt ..."
+        program = package_of(manifest["base"]["model_type"]).replace("-", "_")
+        return f"{program}.generate --model {base} --adapter-path . --prompt ..."
     return f"packs generate --model {base} --pack . --prompt ..."

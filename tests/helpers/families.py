@@ -22,6 +22,7 @@ from mlx_packs.adapters.attach import attach
 from mlx_packs.adapters.lora import Attached
 from mlx_packs.bases.families import ONE_BY_ONE, UNTRAINABLE, UNTRAINABLE_ON_METAL
 from mlx_packs.bases.geometry import linears
+from mlx_packs.bases.model_classes import classes_of
 from mlx_packs.config.schema import LoRAConfig
 from mlx_packs.nn.lora import is_switch_linear
 from mlx_packs.packs.base import Base
@@ -274,6 +275,58 @@ SPECIAL = {
 }
 
 
+# Language models that only mlx-vlm has, and what they need besides `SIZES`.
+OF_MLX_VLM: dict[str, dict] = {
+    "cohere2_moe": {},
+    "deepseek_v4": {
+        "num_key_value_heads": 1,
+        "o_groups": 2,
+        "compress_ratios": [0, 4],
+        "num_hash_layers": 1,
+        "index_n_heads": 4,
+    },
+    "glm5_next": {
+        "num_key_value_heads": 4,
+        "qk_rope_head_dim": 0,
+        "layer_types": ["linear_attention", "deepseek_sparse_attention"],
+        "linear_head_dim": 32,
+        "linear_num_heads": 2,
+    },
+    "hy_v4": {},
+    "k2_horizon": {},
+    "kolibri1": {},
+    "mimo_v2": {
+        "hybrid_layer_pattern": [0, 1],
+        "moe_layer_freq": [0, 1],
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 16,
+        "swa_v_head_dim": 16,
+    },
+    "minimax_m3": {"moe_layer_freq": [0, 1]},
+    "mistral_large3": {},
+    "qwen4_exp": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_value_heads": 4,
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+        "hc_lowrank": 8,
+        "rope_parameters": {
+            "type": "default",
+            "mrope_section": [2, 1, 1],
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+    "step3p7": {"moe_layers_enum": [1]},
+    "xing4_0": {},
+    "z1t": {},
+}
+
+
 # Families of which a common prefix that is computed once gives something else, and why.
 NOT_SHARED = {
     "gear": "its attention gets the cache of a convolution, in mlx-lm too",
@@ -315,6 +368,9 @@ def _fields(module) -> set[str]:
 
 def config_of(family: str) -> dict:
     """A small config of a family, as its config.json would have it."""
+    if family in OF_MLX_VLM:
+        return _config_of_mlx_vlm(family)
+
     special = dict(SPECIAL.get(family, {}))
     text = special.pop("text", family)
     inside = {key: value for key, value in SPECIAL.get(text, {}).items() if key != "text"}
@@ -328,20 +384,35 @@ def config_of(family: str) -> dict:
     return {"model_type": family, "vocab_size": 128, "text_config": filled} | outside
 
 
+def _config_of_mlx_vlm(family: str) -> dict:
+    module = importlib.import_module(f"mlx_vlm.models.{family}")
+    special = OF_MLX_VLM[family]
+
+    def filled(kind: type) -> dict:
+        names = {field.name for field in dataclasses.fields(kind)}
+        return {key: value for key, value in (SIZES | special).items() if key in names}
+
+    own = filled(module.ModelConfig)
+    if hasattr(module, "TextConfig"):
+        own["text_config"] = filled(module.TextConfig) | {"model_type": family}
+    return {**own, "model_type": family}
+
+
 def _not_zero(array: mx.array) -> mx.array:
     """A part that starts at zero would keep gradients from reaching what is before it."""
     zero = mx.issubdtype(array.dtype, mx.floating) and array.size and not mx.any(array).item()
     return 0.3 * mx.random.normal(array.shape) if zero else array
 
 
-def build(family: str):
+def build(family: str, config: dict | None = None):
     """A small random model of a family, frozen, in float32, and its config.
 
-    Raises: whatever mlx-lm raises, or ValueError if a size was not filled in.
+    Raises: whatever mlx-lm or mlx-vlm raises, or ValueError if a size was not filled in.
     """
-    module, config = architectures()[family], config_of(family)
+    config = config or config_of(family)
+    make, arguments = classes_of(config)
     mx.random.seed(3)
-    model = module.Model(module.ModelArgs.from_dict(copy.deepcopy(config)))
+    model = make(arguments.from_dict(copy.deepcopy(config)))
     if (size := sum(a.nbytes for _, a in tree_flatten(model.parameters()))) > LARGEST:
         raise ValueError(f"{family}: {size / 1e6:.0f} MB: fill in the field that makes it large.")
     model.update(tree_map(_not_zero, model.parameters()))
@@ -409,6 +480,7 @@ def table() -> str:
     refused = [row for row in rows if "| not supported |" in row]
     aliases = [f"`{name}` as `{of}`" for name, of in sorted(MODEL_REMAPPING.items())]
     metal = [f"`{name}`: {reason}" for name, reason in UNTRAINABLE_ON_METAL.items()]
+    others = {name: reason for name, reason in UNTRAINABLE.items() if name not in architectures()}
     return "\n".join(
         [
             "# Families",
@@ -429,13 +501,19 @@ def table() -> str:
             "parameters per block. Routers and the indexers of sparse attention get none unless named.",
             "- **In batches**, texts of these families differ from texts generated one at a time, so "
             f"`mlx_packs` generates them one at a time and says so: {', '.join(sorted(ONE_BY_ONE))}.",
-            "- **Gemma 3n**: mlx-lm computes other logits with a cache than without. Training uses none "
+            "- **Gemma 3n, DeepSeek V4**: they compute other logits with a cache than without. Training uses none "
             "and generation uses one; a run says so.",
             "- **A common prefix** is computed once (`--share-prefix`), equal to ordinary rows, in all but "
             + "; ".join(f"{family} ({reason})" for family, reason in NOT_SHARED.items())
             + ". With `--recompute block` also not in "
             + "; ".join(f"{family} ({reason})" for family, reason in NOT_SHARED_RECOMPUTED.items())
             + ".",
+            "- **mlx-vlm** has language models that mlx-lm lacks. With `pip install '.[vision]'` these "
+            f"load and train, too: {', '.join(OF_MLX_VLM)}. Their packs open in mlx-vlm "
+            "(`--adapter-path`). Images are not trained on. These cannot be trained: "
+            + "; ".join(f"{name} ({reason})" for name, reason in others.items())
+            + ". tests/bases/test_mlx_vlm.py compares losses and gradients with plain LoRA, and "
+            "logits with mlx-vlm's own.",
             *[f"- Not on Metal: {line}. A CPU or CUDA trains it." for line in metal],
             "",
             "mlx-lm loads some model types with the code of another: " + ", ".join(aliases) + ".",

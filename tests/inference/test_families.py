@@ -10,7 +10,7 @@ from mlx_packs.bases import families
 from mlx_packs.bases.families import ONE_BY_ONE
 from mlx_packs.inference.generate import sample_batch, stream_batch
 from mlx_packs.runtime import mx
-from tests.helpers.families import architectures, family_base
+from tests.helpers.families import OF_MLX_VLM, architectures, family_base
 from tests.helpers.family_sweep import FAMILIES, sweep
 
 LONG = [(5 * i + 3) % 120 for i in range(37)]
@@ -133,5 +133,5 @@ def test_training_says_that_a_family_generates_as_another_model(caplog):
 
 
 def test_what_is_listed_is_an_architecture():
-    assert set(architectures()) >= ONE_BY_ONE
+    assert {*architectures(), *OF_MLX_VLM} >= ONE_BY_ONE
     assert all(hasattr(c, "merge") for c in make_prompt_cache(family_base("gemma2").model))
