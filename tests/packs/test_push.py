@@ -1,0 +1,229 @@
+"""Packs pushed to a substitute for the Hub: what is sent, under which card, and what is never sent."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+
+import mlx_packs as mp
+from mlx_packs import Pack
+from mlx_packs.packs.hub import MAIN
+from mlx_packs.packs.share import prepare
+from mlx_packs.runtime import mx
+from tests.helpers.errors import check, raises
+from tests.helpers.local_hub import LocalHub, Repo
+from tests.helpers.packs import BASE, EVAL, edit_manifest, record_as_is, write_pack
+from tests.packs.conftest import NAMES, contents, flip_last_bit
+
+# huggingface_hub's upload of LFS files uses an argument that its HTTP library will drop
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+
+
+def on_hub(hub: LocalHub, name: str) -> dict[str, bytes]:
+    """The files of the branch ``main``."""
+    return hub.repos[name].commits[hub.repos[name].branches[MAIN]]
+
+
+def test_a_name_that_a_mac_takes_for_another_is_not_pushed(hub, here, rejected):
+    write_pack(here / "p")
+    (here / "p" / "Readme.json").write_bytes(b"{}")
+    (here / "p" / "README.json").write_bytes(b"{}")
+    for name in ("Readme.json", "README.json"):
+        record_as_is(here / "p", name)
+    check(rejected("push", "p", "me/p"), "unsupported", None, "README.json", "ignores case")
+    assert hub.requests == []
+
+
+def test_a_symlink_in_a_pack_is_not_pushed(hub, here, rejected):
+    write_pack(here / "p")
+    (here / "p" / "README.md").rename(here / "card")
+    (here / "p" / "README.md").symlink_to(here / "card")
+    check(rejected("push", "p", "me/p"), "not-found", None, "README.md")
+    assert hub.requests == []
+
+
+def test_push_refuses_a_damaged_pack_before_it_sends_anything(hub, here, rejected):
+    pack = write_pack(here / "p")
+    flip_last_bit(here / "p" / "adapters.safetensors")
+    digest = pack.manifest["files"]["adapters.safetensors"]["sha256"][:12]
+    check(rejected("push", "p", "me/p"), "unreadable", None, "adapters.safetensors", digest)
+    assert hub.requests == []
+
+
+def test_push_writes_a_card_that_the_hub_understands(hub, here):
+    facts = {
+        "eval": EVAL,
+        "data": {"source": "notes", "fingerprint": {"train": "abc"}, "rows": {"train": 1200}},
+    }
+    write_pack(here / "p", **facts)
+    mp.push("p", "me/p", license="apache-2.0")
+    text = (here / "p" / "README.md").read_text()
+    card = ModelCard(text).data
+    assert card.library_name == "mlx" and card.base_model == BASE["id"] and "lora" in card.tags
+    assert card.license == "apache-2.0" and card.to_dict()["base_model_relation"] == "adapter"
+    for part in ("10.00 before, 5.00 with the pack", BASE["fingerprint"], "1,200 examples: `abc`"):
+        assert part in text
+    Pack.open("p").verify()
+
+
+def test_a_base_that_is_no_hub_id_is_not_named_as_one(here):
+    write_pack(here / "p", base=BASE | {"id": "tiny"})
+    card = ModelCard((here / "p" / "README.md").read_text()).data
+    assert card.base_model is None and card.license is None
+
+
+def test_a_licence_is_given_or_the_bases_and_never_invented(hub, here, rejected):
+    def license_of(name: str) -> str | None:
+        write_pack(here / name)
+        mp.push(name, f"me/{name}")
+        return json.loads((here / name / "pack.json").read_text()).get("license")
+
+    assert license_of("a") is None
+    hub.repos[BASE["id"]] = Repo(card={"license": "mit"})
+    hub.repos[BASE["id"]].commit({"config.json": b"{}"})
+    assert license_of("b") == "mit"
+    assert "Licence: mit" in (here / "b" / "README.md").read_text()
+    check(rejected("push", "a", "me/a", "--license", "My own!"), "invalid", "license", "My own!")
+
+
+@pytest.mark.parametrize("out", ["q", None], ids=["folder", "cache"])
+def test_push_of_a_pulled_pack_leaves_it_as_it_was(pushed, hub, out):
+    pulled = mp.pull("me/p", out)
+    before = contents(pulled.path)
+    assert mp.push(pulled.path, "me/own", license="mit")["changed"]
+    sent = on_hub(hub, "me/own")
+    assert json.loads(sent["pack.json"])["license"] == "mit"
+    assert b"\n# p\n" in sent["README.md"] or b"\n# q\n" in sent["README.md"]
+    assert contents(pulled.path) == before
+
+
+def snapshot_of(pack: Path, cache: Path) -> Path:
+    """A pack as huggingface_hub's own cache has it: links to blobs."""
+    repo = cache / "models--me--p"
+    snapshot = repo / "snapshots" / ("a" * 40)
+    for folder in (repo / "blobs", snapshot):
+        folder.mkdir(parents=True)
+    for file in pack.iterdir():
+        shutil.copyfile(file, repo / "blobs" / file.name)
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    return snapshot
+
+
+def test_nothing_is_written_through_the_links_of_a_snapshot(local_pack, hub, here):
+    snapshot = snapshot_of(local_pack, here / "hf" / "hub")
+    mp.push(snapshot, "me/own", license="mit")
+    assert all(file.is_symlink() for file in snapshot.iterdir())
+    elsewhere = snapshot_of(local_pack, here / "other")
+    prepare(Pack.open(elsewhere), "mit")
+    assert Pack.open(elsewhere).manifest["license"] == "mit"
+    for cache in ("hf/hub", "other"):
+        assert contents(here / cache / "models--me--p" / "blobs") == contents(local_pack)
+
+
+def test_a_link_to_a_pack_stays_a_link_when_the_pack_is_written(hub, here):
+    write_pack(here / "p")
+    (here / "link").symlink_to("p")
+    mp.push("link", "me/p", license="mit")
+    assert Pack.open("p").manifest["license"] == "mit"
+    Pack.open("p").save("link", overwrite=True)
+    assert (here / "link").is_symlink() and {f.name for f in here.iterdir()} == {"p", "link"}
+
+
+def test_an_old_card_gets_metadata_before_it_is_pushed(hub, here):
+    write_pack(here / "p")
+    card = here / "p" / "README.md"
+    card.write_text("# old\n")
+    record_as_is(here / "p", "README.md")
+    (here / "p" / "notes.txt").write_text("mine")
+    assert mp.push("p", "me/p")["changed"] == ["the card, which had no metadata for the Hub"]
+    assert mp.push("p", "me/p")["changed"] == []
+    assert (here / "p" / "notes.txt").read_text() == "mine"
+    assert set(on_hub(hub, "me/p")) == NAMES | {".gitattributes"}
+
+
+def test_push_sends_samples_on_request_alone(hub, here):
+    samples = [{"prompt": "a held-out row", "wanted": "its answer", "before": "b", "after": "c"}]
+
+    def sent(**options) -> str:
+        write_pack(here / "p", samples=samples)
+        mp.push("p", "me/p", **options)
+        files = on_hub(hub, "me/p")
+        return (files["pack.json"] + files["README.md"]).decode()
+
+    shown = sent(samples=True)
+    assert shown.count("a held-out row") == 2 and "its answer" in shown
+    shutil.rmtree(here / "p")
+    assert "held-out row" not in sent() and "samples" not in mp.Pack.open("p").manifest
+
+
+def test_push_leaves_no_path_of_this_machine_in_what_it_sends(hub, here):
+    home = Path.home()
+    recipe = {
+        "resume_adapter_file": f"{home}/private/notes/adapters",
+        "model": "/data/x/base",
+        "keep": ["lm_head"],
+        "chat_feature": "messages",
+        "data": "org/set",
+        "win": "C:\\Users\\me\\notes",
+        "regex": "(\\.q_proj|\\.k_proj)",
+    }
+    measured = {"ops": {"fallbacks": {"nf4": f"clang: {home}/lib/a.metal:3: error at /opt/x/b.h"}}}
+    write_pack(here / "p", recipe=recipe, measured=measured, data={"source": "https://a.b/c/d"})
+    changed = mp.push("p", "me/p")["changed"]
+    assert any(line.startswith("recipe.resume_adapter_file: ") for line in changed)
+    sent = on_hub(hub, "me/p")
+    manifest = json.loads(sent["pack.json"])
+    shortened = {"resume_adapter_file": "adapters", "model": "base", "win": "notes"}
+    assert manifest["recipe"] == recipe | shortened
+    assert manifest["measured"]["ops"]["fallbacks"]["nf4"] == "clang: a.metal:3: error at b.h"
+    assert manifest["data"]["source"] == "https://a.b/c/d"
+    assert not any(str(home).encode() in data for name, data in sent.items())
+
+
+@pytest.mark.parametrize("where", ["adapter_config.json", "adapters.safetensors"])
+def test_push_refuses_a_path_of_this_machine_in_other_files(hub, here, rejected, where):
+    write_pack(here / "p")
+    file, secret = here / "p" / where, f"{Path.home()}/private/x"
+    if where == "adapter_config.json":
+        file.write_text(json.dumps({"model": secret}))
+    else:
+        tensors = mx.load(str(file))
+        mx.eval(tensors)
+        mx.save_safetensors(str(file), tensors, {"from": secret})
+    record_as_is(here / "p", where)
+    check(rejected("push", "p", "me/p"), "data", None, where, str(Path.home()))
+    assert hub.requests == []
+
+
+def test_a_config_of_an_earlier_pack_does_not_stay_on_the_hub(hub, here):
+    """Stock mlx-lm would read the new adapters with the old rank."""
+    mp.push(write_pack(here / "p"), "me/p")
+    write_pack(here / "q")
+    (here / "q" / "adapter_config.json").unlink()
+    edit_manifest(here / "q", lambda manifest: manifest["files"].pop("adapter_config.json"))
+    mp.push("q", "me/p")
+    sent = on_hub(hub, "me/p")
+    assert set(sent) == {".gitattributes"} | NAMES - {"adapter_config.json"}
+
+
+def test_a_push_that_the_hub_forbids_says_what_to_do(hub, here, rejected):
+    write_pack(here / "p")
+    hub.forbidden = True
+    check(rejected("push", "p", "me/p"), "network", None, "me/p", "403", "hf auth login")
+
+
+def test_private_is_private(hub, here, rejected):
+    write_pack(here / "p")
+    mp.push("p", "me/secret", private=True)
+    assert hub.repos["me/secret"].private
+    hub.repos["me/open"] = Repo()
+    before = hub.repos["me/open"].commit({"a.json": b"{}"})
+    check(rejected("push", "p", "me/open", "--private"), "conflict", "private", "me/open")
+    assert hub.repos["me/open"].branches[MAIN] == before
+
+
+def test_a_pack_that_was_not_saved_cannot_be_pushed(hub):
+    with raises("invalid", "pack"):
+        mp.push(Pack({}, {}), "me/p")
