@@ -4,8 +4,6 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -13,62 +11,28 @@ import pytest
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model
 
-from mlx_packs import LoRAConfig, Pack, load_base
-from mlx_packs.adapters.attach import attach
+from mlx_packs import Pack, load_base
 from mlx_packs.convert.external import CONFIG, folded, verify_numerically
 from mlx_packs.convert.interop import ORIGINALS, SIDECAR, export_pack, import_adapter
 from mlx_packs.convert.merge import merge_pack
 from mlx_packs.convert.peft import Peft
-from mlx_packs.packs.making import pack_of
 from mlx_packs.reading import read_header, read_json, sha256
 from mlx_packs.runtime import mx
-from tests.helpers.checkpoints import (
-    attached_logits,
-    logits,
-    merged,
-    write_checkpoint,
-    write_quantized,
+from tests.convert.conftest import (
+    DOWN1,
+    KINDS,
+    PREFIX,
+    Q0,
+    SIZES,
+    WEIGHTS,
+    edit_json,
+    embedding_adapter,
+    pack_with,
+    write_peft,
 )
+from tests.helpers.checkpoints import attached_logits, logits, merged, write_quantized
 from tests.helpers.errors import check, raises
 from tests.helpers.packs import random_pack
-
-PREFIX = "base_model.model."
-WEIGHTS = "adapter_model.safetensors"
-LAYER = "model.layers.{}."
-
-
-@pytest.fixture(scope="module")
-def bases(tmp_path_factory) -> dict[str, Path]:
-    """Checkpoint folders by family; ``tied`` is a Qwen3 whose head is its embedding."""
-    folder = tmp_path_factory.mktemp("bases")
-    return {
-        "qwen3": write_checkpoint(folder / "qwen3"),
-        "llama": write_checkpoint(folder / "llama", "llama"),
-        "gpt2": write_checkpoint(folder / "gpt2", "gpt2"),
-        "tied": write_checkpoint(folder / "tied", tie_word_embeddings=True),
-        # head_dim 16 x 4 heads = hidden 64: q_proj and o_proj are square
-        "square": write_checkpoint(folder / "square", head_dim=16, num_key_value_heads=4),
-        "moe": write_checkpoint(folder / "moe", "qwen3_moe"),
-    }
-
-
-def pack_with(model: Path, folder: Path, **lora) -> Pack:
-    """A pack with random B on all that a LoRAConfig targets."""
-    base = load_base(model)
-    attached = attach(base, LoRAConfig(**lora))
-    try:
-        mx.random.seed(1)
-        for adapters in {id(place.lora): place.lora for place in attached.places.values()}.values():
-            adapters.lora_b[:] = [mx.random.normal(t.shape) * 0.1 for t in adapters.lora_b]
-        return pack_of(attached).save(folder)
-    finally:
-        attached.detach()
-
-
-def edit_json(file: Path, change: Callable[[dict], object]) -> None:
-    content = json.loads(file.read_text())
-    change(content)
-    file.write_text(json.dumps(content))
 
 
 def stock_logits(model: Path, adapter: Path) -> np.ndarray:
@@ -94,67 +58,6 @@ def is_the_same(one: Pack, other: Pack) -> bool:
     """Tensors to the byte, and the manifest; the card alone has the folder's name."""
     manifests = [{**p.manifest, "files": None} for p in (one, other)]
     return same_tensors(one, other) and manifests[0] == manifests[1]
-
-
-def write_peft(folder: Path, modules: dict[str, int], sizes: dict, **config) -> Path:
-    """A PEFT folder of random factors; ``modules``: path to rank, ``sizes``: path to (in, out)."""
-    folder.mkdir()
-    extra = config.pop("tensors", {})
-    tensors = {}
-    for i, (path, rank) in enumerate(modules.items()):
-        width, out = sizes[path]
-        key = mx.random.key(i)
-        tensors[f"{PREFIX}{path}.lora_A.weight"] = 0.2 * mx.random.normal((rank, width), key=key)
-        tensors[f"{PREFIX}{path}.lora_B.weight"] = 0.2 * mx.random.normal((out, rank), key=key)
-    tensors |= {PREFIX + name: tensor for name, tensor in extra.items()}
-    mx.save_safetensors(str(folder / WEIGHTS), tensors)
-    stated = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", **config}
-    (folder / CONFIG).write_text(json.dumps(stated))
-    return folder
-
-
-Q0, DOWN1 = LAYER.format(0) + "self_attn.q_proj", LAYER.format(1) + "mlp.down_proj"
-SIZES = {Q0: (64, 128), DOWN1: (128, 64)}
-RAGGED = {
-    "rank": 4,
-    "target_modules": ("q_proj", "v_proj", "down_proj"),
-    "rank_pattern": {"layers.0.self_attn.q_proj": 2, "down_proj": 3},
-    "alpha_pattern": {"layers.0.self_attn.v_proj": 1.7},
-}
-KINDS = {
-    "uniform": ("qwen3", {"rank": 4, "target_modules": ("q_proj", "up_proj")}),
-    "last block": ("llama", {"rank": 4, "num_layers": 1, "target_modules": ("q_proj", "o_proj")}),
-    "ragged": ("qwen3", RAGGED),
-    "square": ("square", {"rank": 4, "target_modules": ("q_proj", "o_proj")}),
-    "slices": (
-        "gpt2",
-        {
-            "rank": 2,
-            "alpha": 3.0,
-            "target_modules": ("c_attn", "c_proj"),
-            "rank_pattern": {"c_attn.v": 5},
-        },
-    ),
-}
-
-
-@pytest.fixture(scope="module")
-def exported(bases, tmp_path_factory):
-    """A pack by its kind, its base, and the folder of its export; tests copy what they change."""
-    folder = tmp_path_factory.mktemp("exported")
-
-    @cache
-    def pack_of_kind(kind: str) -> tuple[Pack, Path]:
-        family, lora = KINDS[kind]
-        return pack_with(bases[family], folder / kind, **lora), bases[family]
-
-    @cache
-    def get(kind: str, to: str) -> tuple[Pack, Path, Path]:
-        pack, base = pack_of_kind(kind)
-        export_pack(pack, to, folder / f"{kind}-{to}")
-        return pack, base, folder / f"{kind}-{to}"
-
-    return get
 
 
 @pytest.mark.parametrize("to", ["peft", "mlx-lm"])
@@ -313,12 +216,6 @@ def test_dora_is_carried_applied_merged_and_is_that_of_mlx_lm(bits, bases, tmp_p
         check_comes_back(pack, to, tmp_path / to)
 
 
-def embedding_adapter(vocab: int = 4096, width: int = 64, rank: int = 3) -> dict:
-    a, b = (mx.random.normal(s, key=mx.random.key(4)) for s in ((rank, vocab), (width, rank)))
-    name = "model.embed_tokens.lora_embedding_"
-    return {f"{name}A": 0.2 * a, f"{name}B": 0.2 * b}
-
-
 def test_an_adapter_on_an_untied_embedding_goes_both_ways(bases, tmp_path):
     folder = write_peft(tmp_path / "in", {Q0: 4}, SIZES, tensors=embedding_adapter())
     import_adapter(folder, tmp_path / "pack", bases["qwen3"])
@@ -453,135 +350,11 @@ def test_experts_go_to_mlx_lm_and_not_to_peft(bases, tmp_path):
         export_pack(router, "peft", tmp_path / "x")
 
 
-def check_rejected(folder: Path, out: Path, model: Path | None, code: str, *names: str) -> None:
-    """The adapter is not imported, by an error of one line with these names."""
-    with raises(code, None, *names) as error:
-        import_adapter(folder, out, model)
-    assert "\n" not in error.value.message and not out.exists()
-
-
-@pytest.mark.parametrize(
-    "config, code, names",
-    [
-        ({"peft_type": "IA3"}, "unsupported", ("peft_type", "'IA3'")),
-        ({"bias": "all"}, "unsupported", ("bias", "'all'")),
-        ({"lora_bias": True}, "unsupported", ("lora_bias",)),
-        ({"trainable_token_indices": [1]}, "unsupported", ("trainable_token_indices",)),
-        ({"layer_replication": [[0, 1]]}, "unsupported", ("layer_replication",)),
-        ({"target_parameters": ["mlp.experts.w"]}, "unsupported", ("target_parameters",)),
-        ({"alora_invocation_tokens": [3]}, "unsupported", ("alora_invocation_tokens",)),
-        ({"init_lora_weights": "pissa_niter_4"}, "unsupported", ("'pissa_niter_4'",)),
-        ({"lora_alpha": None}, "unreadable", ("lora_alpha", "None")),
-        ({"alpha_pattern": {"q_proj": 0}}, "unreadable", ("alpha_pattern: 'q_proj'", "is 0")),
-        ({"alpha_pattern": {"q_proj": -8}}, "unreadable", ("alpha_pattern: 'q_proj'", "is -8")),
-        ({"alpha_pattern": {"q_proj": math.nan}}, "unreadable", ("'q_proj'", "is nan")),
-        ({"rank_pattern": {"q_proj": "8"}}, "unreadable", ("rank_pattern: 'q_proj'", "is '8'")),
-        ({"alpha_pattern": {"[": 8}}, "unreadable", ("alpha_pattern: '['",)),
-        ({"alpha_pattern": ["q_proj"]}, "unreadable", ("alpha_pattern", "['q_proj']")),
-        ({"use_dora": True}, "unreadable", (Q0, "DoRA", "adapter_config.json")),
-    ],
-)
-def test_configs_that_cannot_be_converted_are_named(config, code, names, bases, tmp_path):
-    folder = write_peft(tmp_path / "in", {Q0: 4}, SIZES, **config)
-    check_rejected(folder, tmp_path / "pack", bases["qwen3"], code, *names)
-
-
-@pytest.mark.parametrize(
-    "name, shape, code",
-    [
-        (f"{Q0}.lora_B.bias", (128,), "unsupported"),
-        ("model.embed_tokens.token_adapter.trainable_tokens_delta", (1, 64), "unsupported"),
-        ("model.layers.0.mlp.experts.1.up_proj.lora_A.weight", (4, 64), "unsupported"),
-        ("model.layers.9.self_attn.q_proj.lora_A.weight", (4, 64), "unreadable"),
-        ("model.layers.0.self_attn.q_norm.lora_A.weight", (4, 64), "unreadable"),
-        (f"{Q0}.hada_w1_a", (4, 4), "unsupported"),
-        ("model.layers.7.norm.weight", (64,), "mismatch"),
-    ],
-)
-def test_tensors_that_have_no_place_are_named(name, shape, code, bases, tmp_path):
-    folder = write_peft(tmp_path / "in", {Q0: 4}, SIZES, tensors={name: mx.ones(shape)})
-    module = re.sub(r"\.(lora_A\.)?weight$", "", name)
-    check_rejected(folder, tmp_path / "pack", bases["qwen3"], code, module)
-
-
-def test_dora_on_an_embedding_is_refused(bases, tmp_path):
-    magnitudes = {"model.embed_tokens": mx.ones((64,)), Q0: mx.ones((128,))}
-    extra = embedding_adapter()
-    extra |= {f"{path}.lora_magnitude_vector": m for path, m in magnitudes.items()}
-    folder = write_peft(tmp_path / "in", {Q0: 4}, SIZES, tensors=extra, use_dora=True)
-    check_rejected(
-        folder, tmp_path / "pack", bases["qwen3"], "unsupported", "model.embed_tokens", "DoRA"
-    )
-
-
-def test_a_pickle_is_refused_and_never_opened(bases, tmp_path, monkeypatch):
-    folder = write_peft(tmp_path / "in", {Q0: 4}, SIZES)
-    (folder / WEIGHTS).unlink()
-    pickle = folder / "adapter_model.bin"
-    pickle.write_bytes(b"\x80\x04cos\nsystem\n")
-    real = Path.open
-
-    def watched(self, *args, **kwargs):
-        assert self != pickle, "it was opened"
-        return real(self, *args, **kwargs)
-
-    monkeypatch.setattr(Path, "open", watched)
-    for arguments in (folder, pickle):
-        check_rejected(arguments, tmp_path / "pack", bases["qwen3"], "unsupported", str(pickle))
-
-
-def shorten(folder: Path) -> None:
-    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-9])
-
-
-def poison(folder: Path) -> None:
-    tensors = mx.load(str(folder / WEIGHTS))
-    poisoned = {n: t * math.nan if "q_proj.lora_A" in n else t for n, t in tensors.items()}
-    mx.save_safetensors(str(folder / WEIGHTS), poisoned)
-
-
-def link(folder: Path) -> None:
-    (folder / WEIGHTS).rename(folder.parent / "elsewhere")
-    (folder / WEIGHTS).symlink_to(folder.parent / "elsewhere")
-
-
-@pytest.mark.parametrize(
-    ("damage", "code", "named"),
-    [
-        (shorten, "unreadable", WEIGHTS),
-        (poison, "unreadable", f"{Q0}.lora_A"),
-        (link, "unreadable", WEIGHTS),
-        (lambda f: (f / CONFIG).write_text('{"rank": 3}'), "unsupported", CONFIG),
-        (lambda f: (f / CONFIG).write_text("{"), "unreadable", "JSON"),
-        (shutil.rmtree, "not-found", "in"),
-    ],
-)
-def test_damaged_poisoned_and_misplaced_files_are_named(bases, tmp_path, damage, code, named):
-    folder = write_peft(tmp_path / "in", {Q0: 4}, SIZES)
-    damage(folder)
-    check_rejected(folder, tmp_path / "pack", bases["qwen3"], code, named)
-
-
-def test_a_base_is_not_looked_for_outside(tmp_path):
-    folder = write_peft(tmp_path / "in", {Q0: 4}, SIZES, base_model_name_or_path="../qwen3")
-    check_rejected(folder, tmp_path / "pack", None, "not-found", "../qwen3")
-
-
 def test_import_of_a_changed_export_reads_its_own_config(exported, tmp_path):
     _, base, folder = exported("ragged", "peft")
     changed = shutil.copytree(folder, tmp_path / "changed")
     edit_json(changed / CONFIG, lambda config: config.update(lora_alpha=2 * config["lora_alpha"]))
     assert not import_adapter(changed, tmp_path / "two", base)["exported_here"]
-
-
-def test_a_note_that_contradicts_its_adapter_is_rejected(exported, tmp_path):
-    folder = shutil.copytree(exported("ragged", "peft")[2], tmp_path / "in")
-    note = read_json(folder / SIDECAR)
-    note["pack"]["adapters"]["modules"][0]["slices"][0]["alpha"] *= 2
-    (folder / SIDECAR).write_text(json.dumps(note))
-    check_rejected(folder, tmp_path / "x", None, "mismatch")
-    edit_json(folder / SIDECAR, lambda note: note.update(format_version=99))
-    check_rejected(folder, tmp_path / "x", None, "unsupported", SIDECAR, "99")
 
 
 def test_an_adapter_of_mlx_lm_that_names_no_type_is_lora(exported, tmp_path):
@@ -590,63 +363,6 @@ def test_an_adapter_of_mlx_lm_that_names_no_type_is_lora(exported, tmp_path):
     edit_json(tmp_path / "e" / CONFIG, lambda config: config.pop("fine_tune_type"))
     import_adapter(tmp_path / "e", tmp_path / "q", base)
     assert same_tensors(pack, Pack.open(tmp_path / "q"))
-
-
-@pytest.mark.parametrize(
-    ("file", "change"),
-    [
-        (CONFIG, lambda c: c.update(fine_tune_type=[])),
-        (CONFIG, lambda c: c.update(fine_tune_type=None)),
-        (CONFIG, lambda c: c.update(lora_parameters=[])),
-        (CONFIG, lambda c: c["lora_parameters"].update(scale=True)),
-        (CONFIG, lambda c: c["lora_parameters"].update(scale="2")),
-        (CONFIG, lambda c: c["lora_parameters"].update(scale=10**50)),
-        (CONFIG, lambda c: c.update(model="half of \udc9b")),
-        (SIDECAR, lambda s: s.update(format_version="1")),
-        (SIDECAR, lambda s: s.update(sha256=[])),
-        (SIDECAR, lambda s: s["sha256"].update({"../x": "0"})),
-        (SIDECAR, lambda s: s["pack"].update(license="half of \ud800")),
-        (SIDECAR, lambda s: s["pack"].update(base=3)),
-        (SIDECAR, lambda s: s["pack"]["adapters"].update(modules=[])),
-        (SIDECAR, lambda s: s["pack"]["adapters"]["modules"][0].update(in_features=3)),
-        (SIDECAR, lambda s: s["pack"]["adapters"]["modules"].pop()),
-    ],
-)
-def test_values_of_a_wrong_kind_are_rejected(exported, tmp_path, rejected, file, change):
-    _, base, folder = exported("uniform", "mlx-lm")
-    shutil.copytree(folder, tmp_path / "e")
-    edit_json(tmp_path / "e" / file, change)
-    error = rejected("import", tmp_path / "e", "--out", tmp_path / "q", "--model", base)
-    assert str(tmp_path / "e") in error.message and not (tmp_path / "q").exists()
-
-
-FACTORS = {f"{Q0}.lora_a": mx.ones((64, 2)), f"{Q0}.lora_b": mx.ones((2, 128))}
-
-
-@pytest.mark.parametrize(
-    ("changes", "tensors", "code", "names"),
-    [
-        ({"fine_tune_type": "full"}, FACTORS, "unsupported", ["'full'"]),
-        ({"fine_tune_type": "dora"}, FACTORS, "unreadable", [Q0, "DoRA"]),
-        ({"lora_parameters": {"alpha": 3}}, FACTORS, "unreadable", ["lora_parameters.scale"]),
-        ({}, {f"{Q0}.weight": mx.ones((2, 2))}, "unsupported", [f"{Q0}.weight"]),
-        ({}, {name: mx.ones(64) for name in FACTORS}, "mismatch", [Q0, "[64]"]),
-    ],
-)
-def test_import_names_what_of_mlx_lm_has_no_place(bases, tmp_path, changes, tensors, code, names):
-    folder = tmp_path / "in"
-    folder.mkdir()
-    config = {"fine_tune_type": "lora", "num_layers": -1, "lora_parameters": {"scale": 2.0}}
-    (folder / CONFIG).write_text(json.dumps({**config, **changes}))
-    mx.save_safetensors(str(folder / "adapters.safetensors"), tensors)
-    check_rejected(folder, tmp_path / "x", bases["qwen3"], code, *names)
-
-
-def test_export_to_peft_rejects_an_unknown_family(bases, tmp_path):
-    pack = pack_with(bases["qwen3"], tmp_path / "pack", rank=2)
-    pack.manifest["base"]["model_type"] = "mamba2"
-    with raises("unsupported", None, "mamba2"):
-        export_pack(pack, "peft", tmp_path / "x")
 
 
 def test_commands_print_what_was_done(bases, tmp_path, run):
