@@ -58,12 +58,14 @@ def test_gradients_agree_with_finite_differences():
     base = base_of("qwen3", num_hidden_layers=1)
     attached = attach(base, LoRAConfig(rank=2))
     randomize(attached)
+
     head = split_head(base.model)
     value_and_grad = nn.value_and_grad(base.model, lambda b: loss_sum(base.model, head, b))
     _, grads = value_and_grad(BATCH)
     flat = dict(tree_flatten(grads))
     parameters = dict(tree_flatten(base.model.trainable_parameters()))
     assert set(flat) == set(parameters) and len(flat) == 14
+
     for name, gradient in flat.items():
         direction = mx.random.normal(gradient.shape)
         values = []
@@ -73,6 +75,7 @@ def test_gradients_agree_with_finite_differences():
             base.model.load_weights(list(moved.items()), strict=False)
             values.append(loss_sum(base.model, head, BATCH).item())
         base.model.load_weights(list(parameters.items()), strict=False)
+
         numeric = (values[0] - values[1]) / 2e-2
         exact = (gradient * direction).sum().item()
         size = mx.sqrt(gradient.square().sum() * direction.square().sum()).item()
@@ -104,8 +107,10 @@ def test_rank_and_alpha_patterns_select_by_path_and_regex():
         rank_pattern={r"layers\.0\..*q_proj": 2, "v_proj": 8},
         alpha_pattern={"model.layers.1.self_attn.o_proj": 16.0},
     )
+
     attached = attach(base, lora)
     slices = {path: spec.slices[0] for path, spec in attached.specs.items()}
+
     assert slices["model.layers.0.self_attn.q_proj"].rank == 2
     assert slices["model.layers.1.self_attn.q_proj"].rank == 4
     assert slices["model.layers.0.self_attn.v_proj"].rank == 8
@@ -130,16 +135,19 @@ def test_dropout_uses_one_mask_for_the_group():
     base = base_of("qwen3", num_hidden_layers=1)
     attached = attach(base, LoRAConfig(rank=4, dropout=0.5))
     tensors = attached.tensors()
+
     for name in tensors:
         if "k_proj" in name:
             tensors[name] = tensors[name.replace("k_proj", "v_proj")]
         if name.endswith("v_proj.lora_b") or name.endswith("k_proj.lora_b"):
             tensors[name] = mx.ones_like(tensors[name])
     attached.load(tensors, "test")
+
     attention = base.model.layers[0].self_attn
     attention.train()
     x = mx.random.normal((1, 5, 64))
     zeros = [mx.zeros((1, 5, w)) for w in (128, 64, 64)]
+
     _, k, v = attention.qkv_lora(x, zeros)
     assert mx.array_equal(k, v).item()
     _, again, _ = attention.qkv_lora(x, zeros)

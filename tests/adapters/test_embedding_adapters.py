@@ -136,14 +136,17 @@ def test_noise_is_on_the_rows_in_training_alone():
     trainable = moved(attached(base, "embed_tokens"))
     table = base.model.model.embed_tokens
     rows, logits = table(TOKENS), table.as_linear(table(TOKENS))
+
     add_noise(trainable, 5.0)
     base.model.train()
     noise = table(TOKENS) - rows
     size = 5.0 / (6 * 64) ** 0.5
     assert 0.8 * size < mx.abs(noise).max().item() <= size + 1e-6
     assert mx.array_equal(table.as_linear(rows), logits).item()
+
     base.model.eval()
     assert mx.array_equal(table(TOKENS), rows).item()
+
     trainable.detach()
     assert not any(isinstance(m, AdaptedEmbedding) for m in base.model.modules())
 

@@ -95,14 +95,17 @@ def test_gradients_are_those_of_plain_mlx(name, policy):
     expected, wanted = plain_gradients(base.model)
     learning = unfreeze(base)
     learning.recompute(policy)
+
     head = split_head(base.model)
     assert head is None or head.frozen is None
+
     base.model.train()
     built = batch()
     value, result = nn.value_and_grad(
         base.model, lambda batch: loss_sum(base.model, head, batch) / built.denominator
     )(built)
     result = named(result)
+
     assert value.item() == pytest.approx(expected, rel=1e-6)
     assert set(result) == set(wanted) == set(learning.tensors())
     for weight, gradient in wanted.items():
@@ -115,10 +118,12 @@ def test_detach_gives_the_base_back_to_the_bit():
     tokens = mx.array(TOKENS)
     modules = {path: id(m) for path, m in base.model.named_modules()}
     before, logits = dict(tree_flatten(base.model.parameters())), base.model(tokens)
+
     learning = unfreeze(base)
     learning.recompute("block")
     learning.load({n: t + 0.01 for n, t in learning.tensors().items()}, "test")
     assert not mx.array_equal(base.model(tokens), logits).item()
+
     learning.detach()
     learning.detach()
     after = dict(tree_flatten(base.model.parameters()))
@@ -227,6 +232,7 @@ def test_the_plan_is_no_less_than_a_step_takes(recompute, changes, nothing_ahead
         max_seq_length=length + 1,
         optimizer=changes.get("optimizer", "adamw"),
     )
+
     base = base_of(
         "qwen3",
         hidden_size=256,
@@ -237,6 +243,7 @@ def test_the_plan_is_no_less_than_a_step_takes(recompute, changes, nothing_ahead
         num_key_value_heads=4,
         tie_word_embeddings=True,
     )
+
     rows = [
         Example(np.arange(length + 1, dtype=np.int32), np.arange(length + 1) > 0, "x")
         for _ in range(train.batch_size)
@@ -244,6 +251,7 @@ def test_the_plan_is_no_less_than_a_step_takes(recompute, changes, nothing_ahead
     result = make_batch(rows, list(range(train.batch_size)), train.batch_size, length)
     lora, shape = LoRAConfig(num_layers=layers), (length, len(result.inputs["targets"]))
     planned = estimate(Headers.of(base), lora, train, [shape])
+
     before = active_bytes() - sum(a.nbytes for _, a in tree_flatten(base.model.parameters()))
     learning = unfreeze(base, layers)
     learning.recompute(recompute)
@@ -252,10 +260,12 @@ def test_the_plan_is_no_less_than_a_step_takes(recompute, changes, nothing_ahead
     stepper = lm_stepper(base.model, optimizer)
     base.model.train()
     mx.eval(base.model.parameters(), optimizer.state)
+
     for _ in range(2):
         mx.reset_peak_memory()
         stepper(result, True, True)
     measured = mx.get_peak_memory() - before
+
     assert measured / (1 + ERROR) < planned.peak_bytes < 1.75 * measured
 
 
@@ -268,12 +278,14 @@ def test_steps_and_scores_are_the_same_compiled(policy):
         base = family("qwen3")
         learning = unfreeze(base)
         learning.recompute(policy)
+
         optimizer = make_optimizer(FULL)
         optimizer.init(base.model.trainable_parameters())
         head = split_head(base.model)
         stepper = lm_stepper(base.model, optimizer, head=head)
         scorer = Scorer(base.model, head)
         losses, scores = [], []
+
         for _ in range(3):
             base.model.train()
             losses.append(stepper(batch(), True, True)[0])
@@ -325,13 +337,17 @@ def test_held_out_perplexity_falls_and_the_ratio_is_told(full_run, checkpoint, o
     stored = mx.load(str(checkpoint / "model.safetensors"))
     assert report["ppl_after"] < 0.5 * report["ppl_before"]
     assert report["method"] == manifest["method"] == "full"
+
     count = sum(t.size for t in stored.values())
     assert report["trainable_parameters"] == report["base_weights"] == count
     assert report["plan_peak_gb"] * (1 + ERROR) > report["peak_gb"] - other_bytes / 1e9
+
     recipe = manifest["recipe"]
     assert recipe["method"] == "full" and "rank" not in recipe and recipe["num_layers"] == -1
+
     tensors = mx.load(str(full_run.pack.path / "adapters.safetensors"))
     assert set(tensors) == set(stored) == {t["name"] for t in manifest["adapters"]["replaced"]}
+
     card = (full_run.pack.path / "README.md").read_text()
     assert f"{len(stored)} of its tensors fine-tuned in full" in card
     assert "lora" not in card.lower()
@@ -393,21 +409,25 @@ def test_a_pack_on_a_packed_base_brings_dense_weights(checkpoint, full_data, tmp
     places = ("--model", folder, "--data", full_data, "--out", tmp_path / "p")
     code, _, err = run("train", *arguments.split(), *places)
     assert code == 0, err
+
     pack, base = Pack.open(tmp_path / "p"), load_base(folder)
     assert not (tmp_path / "p" / "adapter_config.json").exists()  # stock mlx-lm could not load it
     with base.applied(pack):
         assert isinstance(base.model.layers[1].mlp.up_proj, nn.Linear)
         assert isinstance(base.model.layers[0].mlp.up_proj, nn.QuantizedLinear)
     assert isinstance(base.model.layers[1].mlp.up_proj, nn.QuantizedLinear)
+
     assert "tensors of the base, stored in full" in run("inspect", tmp_path / "p")[1]
     assert "full" in run("list", tmp_path)[1]
     shown = run("apply", tmp_path / "p", "--model", folder, "--dry-run")[1]
     assert "11 tensors stored in full" in shown
+
     for to in ("peft", "mlx-lm"):
         code, _, err = run("export", tmp_path / "p", "--to", to, "--out", tmp_path / "x")
         assert code == 2 and len(err.splitlines()) == 1
         check(run.error, "unsupported", None, str(tmp_path / "p"))
         assert not (tmp_path / "x").exists()
+
     assert run("diff", tmp_path / "p", tmp_path / "p")[0] == 2
     check(run.error, "mismatch", None, str(tmp_path / "p"))
 

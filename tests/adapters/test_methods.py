@@ -57,15 +57,18 @@ def test_dora_is_the_adapted_weight_with_other_norms(family, mode):
     for path in trainable.specs:  # magnitudes other than the norms
         tensors[f"{path}.m"] = tensors[f"{path}.m"] * 1.1 + 0.01
     trainable.load(tensors, "test")
+
     getattr(base.model, mode)()
     trained = base.model(TOKENS)
     specs, frozen = trainable.specs, trainable.frozen
     trainable.detach()
+
     for path, linear in frozen.items():
         dense = frozen_weight(linear).dense().astype(mx.float32)
         weight = dense + delta_of(specs[path], tensors)
         norms = mx.linalg.norm(weight, axis=1)
         linear.weight = (tensors[f"{path}.m"] / norms)[:, None] * weight
+
     assert mx.allclose(base.model(TOKENS), trained, atol=1e-4).item()
 
 
@@ -102,13 +105,16 @@ def test_rows_of_zeros_are_applied_and_merged(tmp_path):
     tensors["model.layers.0.self_attn.q_proj.weight"][3] = 0
     mx.eval(tensors)
     mx.save_safetensors(file, tensors, {"format": "mlx"})
+
     base = load_base(folder)
     trainable = attached("dora", base)
     trained, pack = base.model(TOKENS), pack_of(trainable)
     assert mx.isfinite(trained).all().item()
     trainable.detach()
+
     with base.applied(pack):
         assert mx.allclose(base.model(TOKENS), trained, atol=1e-4).item()
+
     merge_pack(pack, folder, tmp_path / "merged", rows=2)
     merged = load_base(tmp_path / "merged").model(TOKENS)
     assert mx.allclose(merged, trained, atol=1e-4).item()

@@ -32,6 +32,7 @@ def checkpoint(tmp_path_factory):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     pytest.importorskip("peft")
     torch.manual_seed(0)
+
     config = transformers.LlamaConfig(
         hidden_size=64,
         num_hidden_layers=2,
@@ -47,6 +48,7 @@ def checkpoint(tmp_path_factory):
     model = transformers.LlamaForCausalLM(config).to(torch.float32)
     for parameter in model.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
+
     folder = tmp_path_factory.mktemp("methods") / "llama"
     model.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -250,6 +252,7 @@ def test_embeddings_and_saved_modules_are_those_of_peft(place):
     model = in_peft(folder, targets, modules_to_save=list(saved) or None, ensure_weight_tying=tied)
     theirs = named_as_here(model)
     check_same_shapes(arrays, theirs)
+
     for name, (parameter, turn) in theirs.items():  # how each begins: zero, random, the base's own
         owner, key = arrays[name]
         if name == "model.embed_tokens.lora_b":
@@ -259,6 +262,7 @@ def test_embeddings_and_saved_modules_are_those_of_peft(place):
             assert stds == (pytest.approx(1, abs=0.15), pytest.approx(1, abs=0.15))
         elif "embed_tokens" in name or ".lora_" not in name or name.endswith("lora_b"):
             np.testing.assert_allclose(np.array(owner[key]), turn(parameter).detach(), atol=1e-6)
+
     np.testing.assert_allclose(logits_here(base), logits_in(model), atol=1e-4)
     check_gradients(base, arrays, model)
 

@@ -47,21 +47,25 @@ def test_attach_train_detach(family, method):
     objects = {path: id(m) for path, m in base.model.named_modules()}
     before = base.model(TOKENS)
     targets = {"gpt2": ("c_fc",)}.get(family, ())  # no slices, whose zeros must stay
+
     trainable = attached(base, *names, method=method, target_modules=targets)
     assert mx.allclose(base.model(TOKENS), before, atol=1e-4).item()
     assert trainable.method == method and len(trainable.replaced) >= 2
     count = sum(t.size for t in trainable.tensors().values())
     assert trainable.parameter_count() <= count  # of fused projections and residuals fewer
+
     trained = moved(trainable, 0.02) and base.model(TOKENS)
     assert not mx.allclose(trained, before, atol=1e-2).item()
     with trainable.disabled():
         assert mx.allclose(base.model(TOKENS), before, atol=1e-4).item()
     assert mx.array_equal(base.model(TOKENS), trained).item()
+
     pack = pack_of(trainable)
     trainable.detach()
     assert {path: id(m) for path, m in base.model.named_modules()} == objects
     assert mx.array_equal(base.model(TOKENS), before).item()
     assert not tree_flatten(base.model.trainable_parameters())
+
     with base.applied(pack):
         assert mx.allclose(base.model(TOKENS), trained, atol=1e-4).item()
 

@@ -33,6 +33,7 @@ def weight_of(kind: str, shape: tuple[int, int]) -> np.ndarray:
     numbers = np.arange(4 * shape[0] * shape[1], dtype=np.uint64)
     drawn = (numbers * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)) >> 40
     w = (drawn.astype(np.float64) / 2**24 - 0.5).reshape(4, *shape).sum(axis=0)  # nearly normal
+
     if kind == "constant":
         w[:] = 0.37
     elif kind == "zero":
@@ -45,6 +46,7 @@ def weight_of(kind: str, shape: tuple[int, int]) -> np.ndarray:
         levels = np.array(nf4.LEVELS)
         w = ((levels[1:] + levels[:-1]) / 2)[np.int64(40 * np.abs(w)) % 15]
         w[:, ::32] = 1
+
     return w.astype(np.float32)
 
 

@@ -99,11 +99,14 @@ def test_norms_of_tensorflow_and_half_precision_are_read(tmp_path, small_encoder
         head, _, last = name.rpartition(".")
         norm = head.endswith("LayerNorm")
         renamed[f"{head}.{spelled[last]}" if norm else name] = tensor
+
     other = write_encoder(tmp_path / "other")
     mx.save_safetensors(str(other / "model.safetensors"), renamed)
     assert np.array_equal(load_base(other).encode(TEXTS), load_base(small_encoder).encode(TEXTS))
+
     assert tensor_name("bert.embeddings.LayerNorm.gamma") == "embeddings.LayerNorm.weight"
     assert tensor_name("bert.embeddings.position_ids") is None
+
     half = load_base(write_encoder(tmp_path / "half", dtype=mx.float16))
     assert {a.dtype for _, a in tree_flatten(half.model.parameters())} == {mx.float32}
     lazy = lazy_base(tmp_path / "half")

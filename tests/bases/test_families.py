@@ -167,13 +167,16 @@ def test_untrainable_families_are_rejected_by_name_and_do_not_train(family, monk
         with pytest.raises(SystemExit):
             importlib.import_module(f"mlx_lm.models.{family}")
         return
+
     if family == "recurrent_gemma":  # cannot be frozen
         with pytest.raises(AttributeError, match="_no_grad"):
             family_base(family)
         return
+
     base = family_base(family)
     with raises("unsupported", None, family, UNTRAINABLE[family]):
         attach(base)
+
     monkeypatch.setattr(attaching, "check_trainable", lambda *_: None)
     faults = {
         "bitnet": "No Metal back-end|no gradient|[Nn]ot implemented|no projection",
@@ -182,6 +185,7 @@ def test_untrainable_families_are_rejected_by_name_and_do_not_train(family, monk
         "muse_spark": "No Metal back-end|no gradient|[Nn]ot implemented",
         "prism_hadamard_qwen35": "no projection gets an adapter",
     }
+
     with pytest.raises((RuntimeError, ValueError, PackError), match=faults[family]):
         check_step(family, None)
 

@@ -66,6 +66,7 @@ def test_probe_stored_width_320_is_an_input_of_2560(qwen3_4b):
 def test_find_groups_of_qwen3_4b_has_uneven_members(qwen3_4b):
     groups, faults = find_groups(*qwen3_4b, (), -1)
     assert faults == []
+
     members = {m.name: (m.in_features, m.out_features) for g in groups for m in g.members}
     assert members == {
         "q_proj": (2560, 4096),
@@ -76,6 +77,7 @@ def test_find_groups_of_qwen3_4b_has_uneven_members(qwen3_4b):
         "up_proj": (2560, 9728),
         "down_proj": (9728, 2560),
     }
+
     assert [len(group.members) for group in groups] == [3, 1, 2, 1]
     assert {group.block for group in groups} == {"model.layers.0.self_attn", "model.layers.0.mlp"}
 

@@ -70,13 +70,16 @@ def test_bitsandbytes_checkpoint_is_read_without_quantizing_again(dense, tmp_pat
             tensors[name] = tensor.astype(mx.bfloat16)
         elif part == "weight":
             tensors |= to_bitsandbytes(name, modules[path].nf4_weight, "bfloat16")
+
     config = {"quantization_config": config_of(True, "bfloat16", ["lm_head"])}
     folder = write_files(tmp_path / "bnb", tensors, config_in(dense) | config)
     base = load_base(folder)
     assert base.quantization == {"group_size": 64, "bits": 4, "mode": "nf4", "double_quant": True}
     assert mx.array_equal(base.model(TOKENS), result.model(TOKENS)).item()
+
     asked = load_base(folder, "nf4", keep=("lm_head", "embed_tokens"))  # as a bnb_4bit recipe does
     assert asked.quantization == base.quantization
+
     pack = random_pack(base).save(tmp_path / "p")
     pack.attach(load_base_for(pack, folder)).detach()
 
@@ -162,9 +165,11 @@ def test_a_pack_on_nf4_loads_its_base_as_it_was(dense, stored, tmp_path):
         "mode": "nf4",
         "double_quant": False,
     }
+
     again = load_base_for(pack, dense)
     assert not again.model.layers[0].self_attn.q_proj.double_quant
     pack.attach(again).detach()
+
     with raises("mismatch", None, "nf4 4-bit g64,", "nf4 4-bit g64 double-quantized"):
         pack.attach(load_base(dense, "nf4"))
     with raises("mismatch", None, str(stored)):

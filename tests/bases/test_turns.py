@@ -204,6 +204,7 @@ def test_calls_of_a_template_for_tools_are_read(folder, place):
         "{{- '<|im_end|>\\n' }}\n    {%- endif %}\n{%- endfor", end + "{% endif %}{% endfor"
     )
     assert end in own
+
     if place == "a file":
         (folder / "additional_chat_templates").mkdir()
         (folder / "additional_chat_templates" / "tool_use.jinja").write_text(own)
@@ -214,9 +215,11 @@ def test_calls_of_a_template_for_tools_are_read(folder, place):
         listed = [{"name": name, "template": text} for name, text in by_name.items()]
         change(folder, "tokenizer_config.json", chat_template=listed)
         tokenizer = loaded(folder)
+
     assert tokenizer.has_tool_calling
     assert tokenizer.tool_call_start == expected.tool_call_start
     assert answer_end(tokenizer).others == (4089,)
+
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     body = ChatBody.model_validate({"model": "m", "messages": TURNS[:1], "tools": tools})
     base = load_base(folder)

@@ -119,13 +119,16 @@ def test_mixed_recipes_keep_modules_dense_or_give_them_other_bits(dense, tmp_pat
     code, out, err = run("quantize", *places, *arguments, "--json")
     assert code == 0, err
     assert json.loads(out)["quantized"] == 14
+
     stated = json.loads((tmp_path / "q" / "config.json").read_text())["quantization"]
     assert stated.pop("model.embed_tokens") is False
     assert stated.pop("model.layers.0.mlp.up_proj") is False
     assert stated.pop("lm_head") == {"group_size": 64, "bits": 8, "mode": "affine"}
+
     tensors = tensors_of(tmp_path / "q")
     assert tensors["model.embed_tokens.weight"].dtype == mx.bfloat16
     assert tensors["model.layers.1.mlp.down_proj.weight"].dtype == mx.uint32
+
     base = load_base(tmp_path / "q")
     packed = {path: type(module).__name__ for path, module in base.model.named_modules()}
     assert packed["lm_head"] == "QuantizedLinear"
@@ -139,15 +142,18 @@ def test_quantize_writes_index_tokenizer_and_hashes(dense, tmp_path):
     report = quantize.quantize(dense, out, SMALL)
     shards = sorted(out.glob("model*.safetensors"))
     assert len(shards) == report["shards"] > 3
+
     index = json.loads((out / "model.safetensors.index.json").read_text())
     for shard in shards:
         for name in mx.load(str(shard)):
             assert index["weight_map"].pop(name) == shard.name
     assert not index["weight_map"]
+
     record = json.loads((out / base_files.RECORD).read_text())
     assert {name: facts["sha256"] for name, facts in record["files"].items()} == {
         shard.name: sha256(shard) for shard in shards
     }
+
     for name in TOKENIZER_FILES:
         assert (out / name).read_bytes() == (dense / name).read_bytes()
 
@@ -444,6 +450,7 @@ def test_modules_left_dense_are_named_with_the_reason(tmp_path, run):
             ("mlp.down_proj", "width 33 is no multiple of 2"),
         )
     ]
+
     options = QuantizeOptions(keep=("q_proj",), layout="bitsandbytes")
     result = quantize.quantize(folder, tmp_path / "b", options)["left_dense"]
     for path in ("model.embed_tokens", "lm_head"):
@@ -461,13 +468,16 @@ def test_overwrite_replaces_only_what_packs_quantize_made(
     (parent / "thesis.txt").write_text("mine")
     replace = ("--model", source, "--overwrite", "--out")
     quantize_rejected("conflict", "out", (str(parent),), *replace, parent)
+
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.txt").write_text("mine")
     quantize_rejected("exists", "out", (str(other), "quantization.json"), *replace, other)
     assert (parent / "thesis.txt").is_file() and (other / "thesis.txt").is_file()
+
     monkeypatch.chdir(source)
     quantize_rejected("conflict", "out", (".",), *replace, ".")
     quantize_rejected("invalid", "out", (), "--model", source, "--out", " ")
+
     quantize.quantize(source, tmp_path / "q")
     quantize.quantize(source, tmp_path / "q", overwrite=True)

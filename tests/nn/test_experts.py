@@ -73,6 +73,7 @@ def test_merged_experts_give_the_attached_forward(bits):
     randomized(attached)
     expected, merged = base.model(TOKENS), merged_weights(attached)
     attached.detach()
+
     modules = dict(base.model.named_modules())
     replaced = []
     for path, weight in merged.items():
@@ -81,6 +82,7 @@ def test_merged_experts_give_the_attached_forward(bits):
         linear.weight, linear.bias = weight, modules[path].bias
         replaced.append((path, linear))
     replace_modules(base.model, replaced)
+
     assert mx.abs(base.model(TOKENS) - expected).max().item() < 1e-5
 
 
@@ -96,14 +98,17 @@ def test_stock_mlx_lm_opens_a_pack_with_experts(family, tokens, tmp_path):
     experts, out, width = merged_weights(attached)[path].shape
     assert tensors[f"{path}.lora_a"].shape == (experts, RANK, width)
     assert tensors[f"{path}.lora_b"].shape == (experts, out, RANK)
+
     expected = base.model(TOKENS[:, :tokens])
     pack_of(attached).save(tmp_path / "pack")
     attached.detach()
+
     pack = Pack.open(tmp_path / "pack")
     assert pack.specs == attached.specs and pack.specs[path].experts == experts
     again = pack.attach(base)
     assert mx.array_equal(base.model(TOKENS[:, :tokens]), expected).item()
     again.detach()
+
     model = load_adapters(family_base(family, 4).model, str(tmp_path / "pack"))
     assert mx.abs(model(TOKENS[:, :tokens]) - expected).max().item() < 1e-4
 

@@ -39,16 +39,19 @@ def test_training_computes_by_chunks_what_mlx_lm_does(family, monkeypatch):
     base = family_base(family)
     home = sys.modules[f"mlx_lm.models.{'qwen3_5' if 'qwen3_5' in family else family}"]
     theirs = home.gated_delta_update
+
     before = base.model(FEW)
     base.model.train()
     expected = base.model(TOKENS)
     base.model.eval()
+
     calls = count_calls(monkeypatch)
     attached = attach(base, LoRAConfig(rank=2))
     assert mx.array_equal(base.model(FEW), before).item() and not calls
     base.model.train()
     assert mx.allclose(base.model(TOKENS), expected, rtol=1e-4, atol=1e-4).item()
     assert len(calls) == 1 and calls[0][1] == TOKENS.shape[1]
+
     attached.detach()
     base.model.train()
     assert mx.array_equal(base.model(TOKENS), expected).item() and len(calls) == 1

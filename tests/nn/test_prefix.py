@@ -260,5 +260,6 @@ mx.disable_compile(); plain, none = steps(batch)
 mx.enable_compile(); compiled, one = steps(tree_of(batch, 2))
 print(largest_difference(plain, compiled), none, one)
 """
+
     difference, *traces = run_python(code).split()
     assert float(difference) < 1e-6 and traces == ["0", "1"]
