@@ -153,8 +153,10 @@ def test_the_record_has_both_sides_of_every_shape(benched):
     written = json.loads((benched[1] / "r.json").read_text())
     assert written["format"] == "mlx_packs bench 1" and written["calibrated"] is True
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", written["date"])
+
     shapes = [(s["batch_size"], s["length"], s["targets"]) for s in written["steps"]]
     assert shapes == [(1, 4, 4), (2, 4, 8)]
+
     for compared in written["steps"]:
         assert compared["model"] == "tiny" and compared["fault"] is None and compared["rounds"] >= 3
         for side in (compared["mlx_lm"], compared["mlx_packs"]):
@@ -165,6 +167,7 @@ def test_the_record_has_both_sides_of_every_shape(benched):
         assert compared["ratio"]["p20"] <= compared["ratio"]["p50"] <= compared["ratio"]["p80"]
         assert compared["mlx_packs"]["planned_peak_gb"] > 0.004
         assert compared["mlx_packs"]["predicted_step_s"] is None  # of a CPU not measured before
+
     assert written["kernels"] == [KERNEL]
     assert {"mlx", "mlx-lm", "mlx-packs"} <= set(written["machine"]["versions"])
 
@@ -447,6 +450,7 @@ def test_bench_runs_as_a_user_starts_it(tmp_path):
         text=True,
         check=False,
     )
+
     assert done.returncode == 0, done.stderr
     written = json.loads((tmp_path / "r.json").read_text())
     (compared,) = written["steps"]

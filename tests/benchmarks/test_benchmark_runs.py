@@ -89,14 +89,17 @@ def test_patched_loss_is_that_of_mlx_lm_without_the_pad():
     base = workloads.random_base(CONFIG, seed=0)
     tokens = mx.array(np.random.default_rng(0).integers(1, 128, (2, 33)))
     whole_rows = mx.array([[9, 33], [17, 33]])
+
     expected, count = default_loss(base.model, tokens, whole_rows)
     result, targets_found = patched.loss(base.model, *patched.with_targets(tokens, whole_rows))
     assert result.item() == pytest.approx(expected.item(), rel=1e-6)
     assert targets_found.item() == count.item()
+
     padded = mx.array([[9, 20], [17, 33]])
     _, with_pad = default_loss(base.model, tokens, padded)
     result, without = patched.loss(base.model, *patched.with_targets(tokens, padded))
     assert (with_pad.item(), without.item()) == (12 + 16, 11 + 16)
+
     logits = base.model(tokens[:, :-1])
     nll = nn.losses.cross_entropy(logits, tokens[:, 1:])
     by_hand = (nll[0, 8:19].sum() + nll[1, 16:32].sum()) / 27
@@ -167,12 +170,14 @@ def test_the_prefix_cache_is_timed_over_all_epochs(tmp_path, monkeypatch):
     arguments = ["--workload", "small", "--rows", "3", "--rank", "2", "--rounds", "1"]
     arguments += ["--matmul-path", "dense"]
     assert prefix.main([*arguments, "--history", str(file)]) == 0
+
     actual = history.read(file)
     names = ["without the cache, dense", "mlx_packs dense", "mlx_packs dense"]
     assert [r.implementation for r in actual] == names
     assert [(r.metric, r.unit) for r in actual[1:]] == [("5 epochs", "s"), ("times without", "x")]
     assert actual[0].samples == 2 and actual[0].ratio == 1 and actual[1].ratio > 0
     assert actual[0].shape == "3 rows of 32, batch 2, top 1 of 2 blocks, rank 2"
+
     goal = next(g for g in targets.GOALS if "prefix" in g.runs)
     (result,) = targets.evaluate(goal, {"prefix": actual})
     assert result.ours.startswith("mlx_packs") and result.figure > 0

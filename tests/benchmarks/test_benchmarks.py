@@ -52,6 +52,7 @@ def test_a_run_prints_its_table_and_appends_whole_records(tmp_path, capsys):
     printed = capsys.readouterr().out
     records = history.read(file)
     assert report.render(records) == printed.strip()
+
     names = (
         [implementations.STOCK]
         + [implementations.SAME_BLAS] * BLAS.bound
@@ -61,12 +62,14 @@ def test_a_run_prints_its_table_and_appends_whole_records(tmp_path, capsys):
     assert [r.implementation for r in records[::2]] == names
     assert {r.metric for r in records} == {"step", "speed"}
     assert {r.date for r in records} == {records[0].date}
+
     for record in records:
         assert 0 < record.p20 <= record.p50 <= record.p80
         assert record.samples == 2 and record.dtype == "float32" and record.peak_mb > 0
         assert record.unit and record.device and record.os and record.commit and record.blas
         assert {"mlx", "mlx-lm", "mlx-packs", "python"} <= set(record.versions)
         assert (record.ratio is None) == (record.metric == "step")
+
     assert records[1].ratio == 1.0
     assert not re.search(r'[" ]/', file.read_text())  # no paths
 

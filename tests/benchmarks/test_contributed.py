@@ -44,6 +44,7 @@ def test_a_wrong_record_is_seen():
         "conditions": {"disturbances": []},
         "steps": [{"fault": None, "ratio": {"p50": 1.1}}],
     }
+
     for changes, expected in (
         ({}, []),
         ({"more": 1}, ["is no record"]),
@@ -75,10 +76,12 @@ def test_goals_take_the_best_path_and_the_worst_shape():
         predicted(four, "mlx_packs quantized", "peak activations", 5.0),
         predicted(one, "mlx_packs quantized", "primitives", 4438.0),
     ]
+
     rows = goals.table(records).splitlines()
     assert len(rows) == 2 + len(goals.GOALS)
     assert rows[2].endswith("| 0.9 x mlx-lm | 0.910 | transient | **missed** | abc |")
     assert rows[3].endswith("| 0.7 x mlx-lm | 0.625 | quantized | met | abc |")
     assert rows[4].endswith("| 0.9 x mlx-lm | not recorded |  |  |  |")
     assert rows[-1].endswith("| 5,000 | 4,438 | quantized | met | abc |")
+
     assert goals.table([]) == ""

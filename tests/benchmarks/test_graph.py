@@ -15,6 +15,7 @@ def step(packed: bool) -> tuple[list[mx.array], list[mx.array], int]:
     model, config = model_of("qwen3", hidden_size=128, intermediate_size=192)
     nn.quantize(model, group_size=64, bits=4)
     model.freeze()
+
     outputs, leaves = lazy_step(
         model,
         config,
@@ -26,6 +27,7 @@ def step(packed: bool) -> tuple[list[mx.array], list[mx.array], int]:
         recompute="none",
         packed=packed,
     )
+
     return outputs, leaves, 7 * len(model.layers)
 
 

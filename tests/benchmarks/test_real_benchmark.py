@@ -88,16 +88,20 @@ def test_results_are_kept_between_runs_and_become_a_table_and_records(tmp_path):
     for seed, share in enumerate((0.4, 0.6)):
         kept.add(entry("mlx_packs", seed, share=share))
         kept.add(entry("PEFT", seed, share=share))
+
     again = results.Results(tmp_path)
     assert again.get("banking77", "2x2", 1, "PEFT") is not None
     assert again.get("banking77", "2x3", 1, "PEFT") is None
+
     by_trainer = again.select("banking77", "2x2", [0, 1])
     shown = results.table(by_trainer)
     assert "| mlx_packs | 0 → 50 ± 14 | 100 → 2 ± 0 | 2.00 | 3.00 | 2.00 | 2 |" in shown
+
     built = results.records("banking77", "2 x 2", by_trainer, "PEFT", "note")
     ours = {(r.metric, r.unit): r for r in built if r.implementation == "mlx_packs"}
     assert ours["exact answers after", "%"].p50 == 50 and ours["step", "s"].ratio == 1
     assert ours["peak of the process", "GB"].p50 == 2
+
     (alone, *_) = results.records("banking77", "2 x 2", by_trainer, "mlx-lm", "note")
     assert alone.baseline == "PEFT"  # the first, since mlx-lm was left out
 

@@ -56,12 +56,15 @@ def test_the_plan_is_within_a_few_percent_of_the_files(changes, rows, encoder, t
     train = replace(SETTINGS, **changes)
     run = train_pack(base, data, LoRAConfig(), train, tmp_path / "p", display=display)
     plan = run.report["plan_disk"]
+
     for folder in checkpoints(run.run):
         assert plan["checkpoint_bytes"] == pytest.approx(bytes_of(folder), rel=0.03)
     assert plan["pack_bytes"] == pytest.approx(bytes_of(run.pack.path), rel=0.03)
     assert max(counts) <= plan["checkpoints"] <= max(counts) + 1
+
     total = plan["checkpoints"] * plan["checkpoint_bytes"] + plan["pack_bytes"]
     assert plan["total_gb"] == total / 1e9
+
     (line,) = [line for line in display.lines if line.startswith("plan ")]
     assert line.endswith(f"disk {total / 1e6:.1f} MB")
 
@@ -112,11 +115,13 @@ def test_packs_plan_has_the_disk_space(tmp_path, run):
     arguments = ["plan", "--model", base, "--memory", 64, "--rank", 16, "--keep-last", 1]
     code, out, _ = run(*arguments, "--json")
     best = json.loads(out)[0]
+
     weights = best["adapter_weights"]
     assert code == 0 and best["disk"]["checkpoint_bytes"] == pytest.approx(12 * weights, rel=0.01)
     assert best["disk"]["checkpoints"] == 3
     assert best["disk"]["pack_bytes"] == pytest.approx(4 * weights, rel=0.01)
     assert "--keep-last 1" in best["command"]
+
     text = run(*arguments)[1]
     assert "disk    " in text and "3 checkpoints of" in text and "cached frozen" not in text
     assert "16.4 MB for 1,000 tokens" in run(*arguments, "--num-layers", 8)[1].replace(

@@ -248,12 +248,15 @@ def test_the_plan_of_a_tree_is_within_its_error_of_the_measured_peak(recompute):
     base = base_of(
         "llama", hidden_size=128, intermediate_size=384, num_hidden_layers=4, vocab_size=4096
     )
+
     lora = LoRAConfig(rank=16)
     train = replace(DENSE, batch_size=rows, max_seq_length=length + 1, recompute=recompute)
+
     tokens = np.random.default_rng(0).integers(0, 4096, (rows, length + 1)).astype(np.int32)
     tokens[:, :prefix] = tokens[0, :prefix]
     examples = [Example(row, np.arange(length + 1) > prefix, "x") for row in tokens]
     batch = planted(make_batch(examples, range(rows), rows, length), Tree(1, prefix))
+
     shape = TreeShape(length, len(batch.inputs["positions"]), prefix)
     planned = estimate(Headers.of(base), lora, train, [shape]).peak_bytes
     assert planned == pytest.approx(peak_of_step(base, lora, train, batch, steps=6), rel=ERROR)

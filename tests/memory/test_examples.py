@@ -56,14 +56,17 @@ def test_plan_counts_examples_and_leaves_their_memory_free(here, run):
     write(here / "d.jsonl", rows=300)
     counted = example_memory(DataConfig(data="d.jsonl"))
     assert counted.rows == 300 and counted.file_bytes == (here / "d.jsonl").stat().st_size
+
     with_rows = ("plan", "--data", "d.jsonl")
     code, out, _ = run(*with_rows)
     assert code == 0 and "d.jsonl · 300 examples" in out
+
     batch_size = resolve(tiny_recipe()).train.batch_size
     best = json.loads(run(*with_rows, "--json")[1])[0]
     assert f"planned for {batch_size} x {best['planned_length']} tokens" in out
     assert best["planned_length"] < best["max_seq_length"]
     assert best["batch_size"] == batch_size and best["data_gb"] == counted.nbytes / 1e9
+
     enough = 1.2 * best["peak_gb"]  # for the run without its examples
     tight = json.loads(run(*with_rows, "--json", "--memory", str(enough))[1])[0]
     assert tight["batch_size"] < batch_size
@@ -78,10 +81,12 @@ def test_plan_says_what_examples_repeat(here, run):
             {"prompt": f"{text} Day {i}?", "completion": str(i)} for text in texts for i in range(8)
         ],
     )
+
     code, out, err = run("plan", "--data", "d")
     assert code == 0, err
     (line,) = (line for line in out.splitlines() if line.startswith("prefix"))
     assert "begin the examples of each of 2 groups: --share-prefix on puts" in line
+
     repeats = json.loads(run("plan", "--json", "--data", "d")[1])[0]["repeats"]
     assert repeats["groups"] == 2 and f"saves {repeats['saved']:.0%} of all inputs" in line
     assert json.loads(run("plan", "--json")[1])[0]["repeats"] is None

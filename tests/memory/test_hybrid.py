@@ -51,10 +51,12 @@ def config_of(family: str, hidden: int, ffn: int, value_heads: int, blocks: int)
         "tie_word_embeddings": False,
         "max_position_embeddings": 4096,
     }
+
     if family == "qwen3_5_moe":
         text |= MIXTURE | {"shared_expert_intermediate_size": ffn}
     if family.startswith("qwen3_5"):
         return {"model_type": family, "vocab_size": VOCAB, "text_config": text}
+
     moe = MIXTURE | {"shared_expert_intermediate_size": ffn}
     more = {"mlp_only_layers": [], "rope_theta": 1e4, "partial_rotary_factor": 0.25}
     return text | moe | more

@@ -124,6 +124,7 @@ def test_other_work_and_devices_are_measured(cache, limits, monkeypatch):
     for number, arguments in enumerate(others, 2):
         choose_matmul_path(*arguments)
         assert len(limits) == number
+
     for module, name, value in (
         (runtime, "device_name", lambda: "Apple M9 (metal)"),
         (measurements.mx, "__version__", "9.9"),
@@ -133,6 +134,7 @@ def test_other_work_and_devices_are_measured(cache, limits, monkeypatch):
             patch.setattr(module, name, value)
             choose_matmul_path(quantized(), 64, 16)
         assert len(limits) == before + 1
+
     choose_matmul_path(quantized(), 64, 16)
     assert len(limits) == before + 1
 

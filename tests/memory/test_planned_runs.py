@@ -72,8 +72,10 @@ def test_the_estimate_is_within_its_error_of_the_measured_peak(
         method=method,
         val_batches=0,
     )
+
     own = sum(array.nbytes for _, array in tree_flatten(tiny.model.parameters()))
     held = (active_bytes() - own) / 1e9  # by other tests of this process
+
     report = train_pack(tiny, long_chats, LoRAConfig(rank=8), train, tmp_path / "p").report
     assert report["plan_peak_gb"] == pytest.approx(report["peak_gb"] - held, rel=ERROR)
 
@@ -84,12 +86,15 @@ def test_a_base_that_cannot_fit_is_rejected_before_it_is_loaded(
     memory(4e9)
     base = write_headers(tmp_path / "base", dense_headers("llama-3-8b"))
     arguments = ["train", "--model", base, "--data", long_chats, "--out", tmp_path / "p"]
+
     code, _, err = run(*arguments)
     assert code == 2 and len(err.splitlines()) == 1 and not (tmp_path / "p").exists()
     check(run.error, "memory", None, "at least 3", "GB", "--quantize nf4", "--force")
+
     assert run(*arguments, "--quantize", "nf4")[0] == 2
     check(run.error, "memory", None, "of 4.00 GB")
     assert "--quantize" not in run.error.message
+
     for size, more in ((64e9, []), (4e9, ["--force"])):
         memory(size)
         with pytest.raises(AssertionError, match="weights were loaded"):

@@ -84,6 +84,7 @@ def nf4(memory: float, specified: frozenset = frozenset()) -> Option:
 def test_batch_gives_way_before_time_length_and_rank():
     memories = [256 / 1.7**i for i in range(8)] + [4 / 1.06**i for i in range(9)]
     options = [option for memory in memories if (option := nf4(memory)).fits]
+
     policies = ("none", "selective", "block")
     given_up = [
         (
@@ -95,10 +96,12 @@ def test_batch_gives_way_before_time_length_and_rank():
         for option in options
     ]
     assert given_up == sorted(given_up)
+
     ranks, lengths, recomputed, batches = map(set, zip(*given_up, strict=True))
     assert given_up[0] == (-16, -2048, 0, -4)
     assert recomputed == {0, 1, 2} and batches == {-4, -2, -1}
     assert min(len(ranks), len(lengths)) > 1, "everything gives way in the end"
+
     reduced = next(option for option in options if option.train.batch_size == 2)
     assert "batch 2 instead of 4" in reduced.why
 
