@@ -74,6 +74,7 @@ def test_eval_agrees_with_stock_mlx_lm_on_the_same_rows(answers):
     """Perplexity of base and pack by mlx-lm's loader and forward, row by row."""
     evaluated = ("eval", answers / "pack", "--data", answers / "rows", "--json")
     report = json.loads(invoke(*evaluated).stdout)
+
     for name, adapter in (("base", None), ("pack", str(answers / "pack"))):
         model, tokenizer = load(str(tiny_checkpoint()), adapter_path=adapter)
         total, count = 0.0, 0
@@ -85,6 +86,7 @@ def test_eval_agrees_with_stock_mlx_lm_on_the_same_rows(answers):
             logits = model(mx.array([tokens[:-1]]))[0]
             nll = nn.losses.cross_entropy(logits, mx.array(tokens[1:]))[start - 1 : end - 1]
             total, count = total + nll.sum().item(), count + nll.size
+
         assert count == report[name]["targets"]
         assert abs(mx.exp(mx.array(total / count)).item() / report[name]["ppl"] - 1) < 1e-4
 
@@ -108,13 +110,16 @@ def test_doctor_reports_the_machine_and_every_kernel(tmp_path, monkeypatch):
     result = invoke("doctor", "--json", "--report", tmp_path / "report.json")
     report = json.loads(result.stdout)
     assert json.loads((tmp_path / "report.json").read_text()) == report
+
     assert report_lines(report, verbose=False)[-1].startswith("        nf4           float16")
     assert len(report_lines(report, verbose=True)) == 8 + len(report["kernels"])
+
     assert {"device", "versions", "blas", "memory", "kernels"} <= set(report)
     assert report["rates"]["step"]["ms"] > 0 and report["rates"]["step"]["blocks"] == 36
     assert all(p["tflops"] > 0 and p["gradient_tflops"] > 0 for p in report["rates"]["products"])
     assert report["versions"]["mlx"] and report["blas"]["gflops"] > 0
     assert report["blas"]["streams"] == profile().streams
+
     ops = {kernel["op"] for kernel in report["kernels"]}
     assert ops == {"grouped_lora", "lora_qmv", "multi_lora", "nf4"}
     for kernel in report["kernels"]:
@@ -135,12 +140,14 @@ def nothing_timed(monkeypatch):
 def test_doctor_shows_a_failing_kernel_and_exits_with_1(monkeypatch):
     instances = [i for i in diagnostics.kernel_instances() if "float32 rank 8 4096" in i.name][:1]
     monkeypatch.setattr(diagnostics, "kernel_instances", lambda: instances)
+
     with emulation("metal", orders=("forward",)):
         small = [replace(i, workload=lambda b, i=i: i.checks(b)[0]) for i in instances]
         monkeypatch.setattr(diagnostics, "kernel_instances", lambda: small)
         good = invoke("doctor")
         assert good.exit_code == 0 and "kernels metal" in good.stdout
         assert good.stdout.count(" ok\n") == len(small) and "GFLOP/s" in good.stdout
+
         monkeypatch.setitem(_backend.MAKERS, "metal", lambda **_: 1 / 0)
         _backend._built.cache_clear()
         bad = invoke("doctor")
@@ -236,10 +243,12 @@ def test_attached_merged_and_stock_mlx_lm_give_the_same_logits(answers):
     base = load_base("tiny")
     probe = mx.random.randint(0, 4000, (1, 12))
     plain = base.model(probe)
+
     attached = Pack.open(answers / "pack").attach(base)
     with_pack = base.model(probe)
     merged = merged_weights(attached)
     attached.detach()
+
     stock, _ = load(str(tiny_checkpoint()), adapter_path=str(answers / "pack"))
     linears = []
     for path, weight in merged.items():
@@ -247,6 +256,7 @@ def test_attached_merged_and_stock_mlx_lm_give_the_same_logits(answers):
         linear.weight = weight
         linears.append((path, linear))
     replace_modules(base.model, linears)
+
     assert mx.abs(with_pack - plain).max().item() > 0.1
     assert mx.abs(with_pack - base.model(probe)).max().item() < 1e-4
     assert mx.abs(with_pack - stock(probe)).max().item() < 1e-4

@@ -31,17 +31,21 @@ def text(count: int, seed: int) -> dict:
 def test_lengths_cuts_bad_rows_and_copies_are_shown(here, run, report_of):
     rows = [text(3, i) for i in range(8)] + [text(60, i) for i in (20, 21)] + [{"text": 5}, {}]
     write_rows(here / "d", train=[*rows, rows[8]], valid=[rows[9], text(3, 50)])
+
     report = report_of("d", "--max-seq-length", 40)
     train, valid = (report["splits"][split] for split in ("train", "valid"))
     assert report["format"] == "text" and list(report["splits"]) == ["train", "valid"]
+
     assert (train["rows"], train["cut"], train["dropped"]) == (13, 3, 0)
     assert train["bad_rows"] == {"wrong type": 1, "missing columns": 1}
     assert (train["near_copies"], train["sampled"]) == (2, 13)
     assert sum(count for _, _, count in train["histogram"]) == 11
     assert train["lengths"]["longest"] > 40 > train["lengths"]["p5"] > 0
     assert valid["near_copies"] == 0 and 0.5 < valid["learned"] < 1
+
     (leak,) = report["notes"]
     assert "1 of 2 valid examples" in leak and "train.jsonl:10" in leak
+
     shown = run("data", "d", "--max-seq-length", 40)[1]
     for part in ("13 examples", "3 longer than 40, cut", "2 of 13 have a near-duplicate in train"):
         assert part in shown
@@ -73,13 +77,16 @@ def test_chats_that_begin_others_and_groups_are_shown(here, run, report_of):
     questions = [
         {"prompt": f"{each} Day {i}?", "completion": str(i)} for each in texts for i in range(8)
     ]
+
     write_rows(here / "c", train=chats, valid=chats[:2])
     write_rows(here / "q", train=questions, valid=questions[:2])
     chains, groups = (report_of(each)["splits"]["train"]["repeats"] for each in "cq")
     assert chains["merged"] == 8 and 0.15 < chains["merged_share"] <= chains["saved"] < 0.75
     assert groups["groups"] == 2 and groups["tokens"] >= 40 and groups["saved"] > 0.3
+
     assert "8 examples begin others: --share-prefix merges them, which saves" in run("data", "c")[1]
     assert "begin the examples of each of 2 groups: --share-prefix on puts" in run("data", "q")[1]
+
     cut = report_of("q", "--samples", 0, "--max-seq-length", 8)["splits"]["train"]
     assert cut["dropped"] == 16 and cut["repeats"] is None
 
@@ -95,19 +102,24 @@ def test_splits_are_written_and_train_alike(here, run):
     write_rows(here, only=rows)
     file = here / "only.jsonl"
     file.write_text(file.read_text() + "{broken\n")
+
     code, out, err = run("data", "only.jsonl", "--out", "s", "--samples", 0)
     assert code == 0 and "wrote   s: 55 train · 3 valid · 2 test" in out, err
+
     whole = load_rows(DataConfig(data="only.jsonl", on_bad_row="skip"))
     splits = load_rows(DataConfig(data="s"))
     assert [r.value for r in splits.rows["valid"]] == [r.value for r in whole.rows["valid"]]
     written = [r.value for split in splits.rows.values() for r in split]
     assert sorted(map(str, written)) == sorted(map(str, rows))
     assert "é" in (here / "s" / "train.jsonl").read_text(encoding="utf-8")
+
     assert run("data", "only.jsonl", "--out", "s")[0] == 2
     check(run.error, "exists", None, "s: ")
+
     assert run("data", "only.jsonl", "--out", "s", "--overwrite", "--hold-out", "last")[0] == 0
     last = json.loads((here / "s" / "valid.jsonl").read_text().splitlines()[-1])
     assert last == rows[-1]
+
     (here / "s" / "notes.txt").write_text("mine")
     assert run("data", "only.jsonl", "--out", "s", "--overwrite")[0] == 2
     check(run.error, "exists", "out", "notes.txt")

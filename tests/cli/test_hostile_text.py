@@ -52,14 +52,17 @@ def test_rows_and_templates_cannot_steer_the_terminal(here, run, json_flag):
     template = "{% for m in messages %}" + HOSTILE + "{{ m['content'] }}\n{% endfor %}"
     (base / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
     (base / "chat_template.jinja").write_text(template, encoding="utf-8")
+
     row = {
         "messages": [{"role": "user", "content": HOSTILE}, {"role": "assistant", "content": "b"}]
     }
     write_rows(here / HOSTILE, train=[row] * 4)
+
     command = ("train", "--model", "base", "--data", here / HOSTILE, "--show-mask", *json_flag)
     code, out, err = run(*command)
     assert code == 0, err
     check_safe(out, err)
+
     if json_flag:
         spans = json.loads(out)[0]["spans"]
         assert "".join(span["text"] for span in spans).count(HOSTILE) == 3

@@ -108,19 +108,23 @@ class Process:
 def test_signals_end_it_while_a_client_still_reads(folder, numbers, code):
     body = {"model": "base", "prompt": "a", "max_tokens": 4000, "stream": True}
     body["logit_bias"] = {"5": 100}
+
     with Process(folder, "--pack", "packs/notes") as server:
         idle = connected(server.port, "GET", "/health")
         idle.response.read()  # and keeps its connection
         stream = connected(server.port, "POST", "/v1/completions", body)
         assert stream.response.status == 200
         assert stream.response.readline().startswith(b"data: ")
+
         for number in numbers:
             server.process.send_signal(number)
             time.sleep(0.3 if number != numbers[-1] else 0)
+
         _, err = server.process.communicate(timeout=60)
         rest = stream.response.read().splitlines()
         idle.close()
         stream.close()
+
     assert server.process.returncode == code, err
     assert "Traceback" not in err and err.splitlines()[-1].startswith("packs: ")
     (last,) = [line for line in rest if line.startswith(b"data: ")][-1:]

@@ -233,15 +233,18 @@ def test_a_launch_agent_goes_on_with_the_run_after_a_reboot(mac, starts, here, m
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("MLX_PACKS_BACKEND", "reference")
     file, args = agent_of(here).file, ("--out", "p", "--launch-agent")
+
     act = {"checkpoints": [10], "asks_parent": signal.SIGTERM, "code": 143}
     assert starts([act], *args) == (143, ["--out p --launch-agent"])  # the Mac shuts down
     assert file.parent == Path.home() / "Library" / "LaunchAgents"
+
     settings = plistlib.loads(file.read_bytes())
     assert settings["ProgramArguments"] == [*supervise.PROGRAM, "--out", "p", "--launch-agent"]
     assert settings["WorkingDirectory"] == str(here) and settings["RunAtLoad"] is True
     assert Path(settings["StandardErrorPath"]).parent.is_dir()
     kept = settings["EnvironmentVariables"]
     assert kept["PATH"] and kept["MLX_PACKS_BACKEND"] == "reference" and "secret" not in str(kept)
+
     # at login it is started so, and ends
     code, lines = starts([DONE], *settings["ProgramArguments"][-3:])
     assert (code, lines) == (0, ["--out p --launch-agent --resume"])

@@ -130,8 +130,10 @@ def test_recipe_to_json_of_every_field_is_resolved_to_the_same():
         ),
         DataConfig("d", hf_dataset=[{"path": "a/b"}]),
     )
+
     written = json.loads(json.dumps(recipe.to_json()))
     back = resolve(written)
+
     assert (back.lora, back.data) == (recipe.lora, recipe.data)
     assert back.train.max_grad_norm == 0.0  # off, as None is
     assert (

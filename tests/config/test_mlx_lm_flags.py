@@ -188,12 +188,15 @@ def test_command_takes_a_whole_command_line_of_mlx_lm():
     --steps-per-report 5 --steps-per-eval 15 --grad-accumulation-steps 2 --resume-adapter-file r
     --adapter-path a --save-every 10 --test --test-batches 7 --max-seq-length 128 --grad-checkpoint
     --clear-cache-threshold 2GB --report-to wandb --project-name p --trust-remote-code""".split()
+
     parsed = vars(theirs.build_parser().parse_known_args(line)[0])
     recipe = recipe_of(*line)
     run = recipe.run
+
     same = [k for k in parsed if hasattr(recipe.train, k)]
     assert len(same) == 14
     assert {k: getattr(recipe.train, k) for k in same} == {k: parsed[k] for k in same}
+
     assert (recipe.data.data, recipe.lora.num_layers) == ("d", 4)
     assert recipe.train.loss_on == "completion"
     assert run == {

@@ -56,6 +56,7 @@ class Elements(HTMLParser):
 def hostile_facts() -> Facts:
     """Facts with a hostile text wherever one can be."""
     recipe = {"model": HOSTILE, "data": HOSTILE, "optimizer": HOSTILE, "rank_pattern": {HOSTILE: 1}}
+
     return Facts(
         title=HOSTILE,
         status=HOSTILE,
@@ -103,6 +104,7 @@ def test_a_page_of_a_long_run_stays_below_a_megabyte():
     sample = {key: text for key in ("prompt", "wanted", "before", "after")}
     spans = [{"text": "ab", "learned": i % 2 == 0} for i in range(50_000)]
     mask = {"where": "t:1", "learned": 1, "total": 2, "spans": spans}
+
     facts = Facts(
         title="long",
         curve=curve_of(lines),
@@ -111,6 +113,7 @@ def test_a_page_of_a_long_run_stays_below_a_megabyte():
         norms=Norms([str(i) for i in range(14)], [(f"layer {i}", [1.0] * 14) for i in range(128)]),
         recipe=recipe_sections({"model": text, "target_modules": [text] * 1000}),
     )
+
     assert 100_000 < len(render(facts).encode()) < 1_000_000
 
 
@@ -222,11 +225,13 @@ def test_a_manifest_alone_gives_a_page(tmp_path):
         data={"source": "/home/bob/d", "rows": {"train": 3}},
         recipe={"data": "/home/bob/d", "learning_rate": 1e-3},
     )
+
     facts = manifest_facts(Pack.open(pack.path).manifest, "p")
     assert facts.changes == [Change("Perplexity", 10.0, 5.0, 1.0, 0.5)]
     assert dict(facts.figures)["Training time"] == "1 min 15 s"
     assert facts.memory_gb == [("planned", 2.0), ("measured (MLX)", 1.5)]
     assert facts.curve == {"loss": [(1.0, 3.0), (2.0, 2.5)]}
+
     page = render(facts)
     assert "bob" not in page and "polyline" in page and "10.00 ± 1.00" in page
     assert "−50%" in pack._repr_html_() and "<svg" in pack._repr_html_()

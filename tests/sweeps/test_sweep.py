@@ -86,14 +86,17 @@ def test_the_best_is_named_last_and_written_to_every_file(trained, tmp_path):
     assert result.exit_code == 0, result.output
     assert trained == [(1, 0, None), (2, 0, None), (3, 0, None)]
     assert result.stdout.splitlines()[-1] == "best    s/trials/001/pack"
+
     content = leaderboard(tmp_path)
     assert content["best"] == "s/trials/001/pack" and content["lower_is_better"]
     with (tmp_path / "s" / "leaderboard.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["ppl"] for row in rows] == ["1.0", "2.0", "3.0"]
+
     page = (tmp_path / "s" / "leaderboard.html").read_text()
     assert page.count("<circle") == 3
     assert "<script" not in page and "http" not in page.split("</style>")[1]
+
     assert json.loads(run_sweep("--json").stdout) == content and len(trained) == 3
 
 
@@ -319,13 +322,16 @@ def test_a_study_continues_after_a_kill_while_it_is_written(trained, tmp_path):
     write_sweep(tmp_path, {"parameters": {"rank": [1, 2], "target_modules": [["q_proj"], []]}})
     trained.failing[3] = Interrupted("interrupted in trial 3", signal.SIGTERM)
     assert run_sweep().exit_code == 128 + signal.SIGTERM
+
     study = tmp_path / "s" / "study.jsonl"
     lines = study.read_bytes().splitlines(keepends=True)
     os.symlink(study, f"{study}.lock")
     trained.failing.clear()
+
     for lost in (1, 2, len(lines)):
         study.write_bytes(b"".join(lines[:-lost]) + lines[-lost][:20])
         assert run_sweep().exit_code == 0
+
     assert [number for number, *_ in trained] == [1, 2, 3, 4]
     rows = leaderboard(tmp_path)["rows"]
     assert [row["values"]["target_modules"] for row in rows] == [["q_proj"], []] * 2

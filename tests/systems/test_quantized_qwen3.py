@@ -84,16 +84,19 @@ def pack_of_block(folder, train) -> tuple[Path, str]:
 def test_grouped_projections_train_at_the_true_geometry_of_qwen3_4b(folder, pack_of_block):
     stored, _ = read_header(folder / "qwen3-4b" / "model.safetensors")
     assert stored[f"{BLOCK}.self_attn.q_proj.weight"]["shape"] == [4096, 320]  # what once crashed
+
     pack = Pack.open(pack_of_block[0])
     tensors = pack.load_tensors()
     for path, (inputs, outputs) in SHAPES.items():
         a, b = (tensors[f"{BLOCK}.{path}.lora_{part}"] for part in "ab")
         assert (a.shape[0], b.shape[1]) == (inputs, outputs)
         assert mx.abs(b).max().item() > 0
+
     groups = [[p.rpartition(".")[2] for p in g] for g in pack.manifest["adapters"]["groups"]]
     assert sorted(groups) == sorted(
         [["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
     )
+
     names = ("num_layers", "num_heads", "num_kv_heads", "head_dim")
     assert [pack.manifest["base"][name] for name in names] == [1, 32, 8, 128]
 

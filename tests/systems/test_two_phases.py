@@ -124,8 +124,10 @@ def test_a_plan_for_8b_says_what_full_lora_and_qlora_need(tmp_path, run):
     how = (
         "--memory 24 --device gpu --batch-size 1 --max-seq-length 2048 --recompute block --rank 16"
     )
+
     code, out, _ = run("plan", "--model", tmp_path, *how.split(), "--json")
     assert code == 0
+
     options = {(o["method"], o["quantize"]): o for o in json.loads(out)}
     assert options["full", "none"]["peak_gb"] > 60 and not options["full", "none"]["fits"]
     assert 16 < options["lora", "none"]["peak_gb"] < 32
@@ -162,15 +164,18 @@ def test_two_phase_example_trains_and_shows_what_was_forgotten(tmp_path, run, mo
     text = (ROOT / "examples" / "two_phases.yaml").read_text()
     short = tmp_path / "two_phases.yaml"
     short.write_text(text.replace("iters: 40", "iters: 4").replace("iters: 20", "iters: 3"))
+
     flags = ["--test-batches", 2, "--val-batches", 0, "--matmul-path", "dense"]
     code, out, err = run("train", "-c", short, "--out", tmp_path / "p", "--json", *flags)
     assert code == 0, err
+
     broad, narrow = json.loads(out)["phases"]
     assert [(p["name"], p["steps"]) for p in (broad, narrow)] == [("broad", 4), ("code", 3)]
     assert narrow["replay"] == 0.2 and narrow["optimizer_state"] == "carry"
     assert narrow["after"]["code"]["ppl"] < narrow["before"]["code"]["ppl"]
     assert set(narrow["after"]) == {"broad", "code"}
     assert json.loads((tmp_path / "p" / "pack.json").read_text())["adapters"]["dtype"] == "bfloat16"
+
     code, out, _ = run("inspect", tmp_path / "p")
     assert code == 0 and out.count("phase   ") == 2
 
