@@ -83,13 +83,16 @@ def write_peft(folder: Path, modules: dict[str, int], sizes: dict, **config) -> 
     folder.mkdir()
     extra = config.pop("tensors", {})
     tensors = {}
+
     for i, (path, rank) in enumerate(modules.items()):
         width, out = sizes[path]
         key = mx.random.key(i)
         tensors[f"{PREFIX}{path}.lora_A.weight"] = 0.2 * mx.random.normal((rank, width), key=key)
         tensors[f"{PREFIX}{path}.lora_B.weight"] = 0.2 * mx.random.normal((out, rank), key=key)
+
     tensors |= {PREFIX + name: tensor for name, tensor in extra.items()}
     mx.save_safetensors(str(folder / WEIGHTS), tensors)
+
     stated = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", **config}
     (folder / CONFIG).write_text(json.dumps(stated))
     return folder

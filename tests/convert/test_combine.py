@@ -35,15 +35,18 @@ def delta(pack: Pack, path: str) -> np.ndarray:
 def test_linear_keeps_all_ranks_and_is_the_weighted_sum(two_packs, tmp_path):
     base, a, b = two_packs
     report = combine_packs([(a, 0.7), (b, -0.3)], tmp_path / "c", model=base, **LOOSE)
+
     made_one = Pack.open(report["out"])
     for path, spec in made_one.specs.items():
         expected = 0.7 * delta(a, path) - 0.3 * delta(b, path)
         assert np.abs(delta(made_one, path) - expected).max() < 1e-6
         assert spec.rank == 2 * ((path in a.specs) + (path in b.specs))
+
     assert report["kl_mean"] < 1e-6 and report["kl_of_pack"] > 1e-3
     assert set(made_one.specs) == set(a.specs) | set(b.specs)
     assert [p["weight"] for p in made_one.manifest["combined"]["packs"]] == [0.7, -0.3]
     assert [p["name"] for p in made_one.manifest["combined"]["packs"]] == ["a", "b"]
+
     loaded = load_base(base)
     before = logits(loaded)
     with loaded.applied(made_one):

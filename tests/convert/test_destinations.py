@@ -100,9 +100,11 @@ def test_a_pack_of_a_gguf_adds_to_its_rows_in_the_order_of_that_file(tmp_path, m
     stored = write_tiny(tmp_path / "m.gguf")
     base = load_base(tmp_path / "m.gguf")
     pack = pack_of(base, tmp_path / "p", rank=4)
+
     export_pack(pack, "gguf", tmp_path / "out")
     deltas = deltas_in(tmp_path / "out" / "out.gguf")
     modules = dict(base.model.named_modules())
+
     for name, heads in (("q", HEADS), ("k", KV_HEADS)):
         path = f"model.layers.1.self_attn.{name}_proj"
         delta = np.array(delta_of(pack.specs[path], pack.load_tensors()), dtype=np.float64)

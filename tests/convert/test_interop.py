@@ -95,12 +95,14 @@ def test_what_peft_reads_is_what_peft_expects(bases, exported, tmp_path):
     """Also llama.cpp's convert_lora_to_gguf: names, 2 axes, one alpha, ranks by shape."""
     pack = pack_with(bases["qwen3"], tmp_path / "pack", rank=4, alpha=6.0)
     report = export_pack(pack, "peft", tmp_path / "out")
+
     config = read_json(tmp_path / "out" / CONFIG)
     assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (4, 6, False)
     assert config["target_modules"] == sorted(
         ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     )
     assert config["layers_to_transform"] is None and not config["fan_in_fan_out"]
+
     header, _ = read_header(tmp_path / "out" / WEIGHTS)
     stored = read_header(bases["qwen3"] / "model.safetensors")[0]
     for name, tensor in header.items():
@@ -108,6 +110,7 @@ def test_what_peft_reads_is_what_peft_expects(bases, exported, tmp_path):
         out, width = stored[f"{match[1]}.weight"]["shape"]
         assert tensor["shape"] == ([4, width] if match[2] == "A" else [out, 4])
     assert not report["notes"] and not list((tmp_path / "out").glob("*.bin"))
+
     ragged, _, _ = exported("ragged", "peft")
     report = export_pack(ragged, "peft", tmp_path / "several")
     assert "llama.cpp's converter knows one lora_alpha" in report["notes"][0]
@@ -201,17 +204,21 @@ def write_dora(folder: Path) -> Path:
 def test_dora_is_carried_applied_merged_and_is_that_of_mlx_lm(bits, bases, tmp_path):
     model = write_quantized(tmp_path / "q", bases["qwen3"], bits) if bits else bases["qwen3"]
     import_adapter(write_dora(tmp_path / "in"), tmp_path / "pack", model)
+
     pack = Pack.open(tmp_path / "pack")
     assert {spec.kind for spec in pack.specs.values()} == {"dora"}
     expected = attached_logits(pack, model)
     assert np.abs(expected - logits(load_base(model))).max() > 0.1
+
     for matmul_path in ("dense", "transient"):
         base = load_base(model)
         with base.applied(pack, matmul_path=matmul_path):
             assert np.abs(logits(base) - expected).max() < 1e-4
+
     merged(pack, model, tmp_path / "out")
     assert np.abs(logits(load_base(tmp_path / "out")) - expected).max() < 1e-4
     assert np.abs(stock_logits(model, pack.path) - expected).max() < 1e-4
+
     for to in ("peft", "mlx-lm"):
         check_comes_back(pack, to, tmp_path / to)
 
@@ -268,23 +275,29 @@ def test_modules_to_save_are_applied_and_merged_but_not_exported(bases, tmp_path
     folder = write_peft(
         tmp_path / "in", {Q0: 4}, SIZES, tensors=whole, modules_to_save=["lm_head", "norm"]
     )
+
     report = import_adapter(folder, tmp_path / "pack", bases["qwen3"])
     assert sorted(report["replaced"]) == sorted(whole)
     pack = Pack.open(tmp_path / "pack")
     expected = attached_logits(pack, bases["qwen3"])
+
     base = load_base(bases["qwen3"])
     before = logits(base)
     base.model.lm_head.weight, base.model.model.norm.weight = head, whole["model.norm.weight"]
     assert np.abs(logits(base) - expected).max() > 1e-3  # the adapter is there as well
+
     merged(pack, bases["qwen3"], tmp_path / "out")
     assert np.abs(logits(load_base(tmp_path / "out")) - expected).max() < 1e-4
+
     base = load_base(bases["qwen3"])
     with base.applied(pack):
         pass
     assert np.array_equal(logits(base), before)
+
     with raises("unsupported", None, "lm_head.weight", "mlx-lm"):
         export_pack(pack, "mlx-lm", tmp_path / "x")
     assert not (pack.path / CONFIG).exists()
+
     check_comes_back(pack, "peft", tmp_path / "peft")
     assert read_json(tmp_path / "peft" / CONFIG)["modules_to_save"] == ["lm_head", "model.norm"]
 
@@ -294,15 +307,18 @@ def test_whole_conv1d_weights_of_gpt2_are_turned_both_ways(bases, tmp_path):
     own = mx.load(str(bases["gpt2"] / "model.safetensors"))
     names = ["h.0.attn.c_proj.weight", "h.1.mlp.c_fc.weight"]  # [in, out]; the first is square
     whole = {f"transformer.{n}": own[n] + 0.1 * mx.random.normal(own[n].shape) for n in names}
+
     arguments = write_peft(tmp_path / "in", {path: 4}, {path: (64, 192)}, tensors=whole)
     import_adapter(arguments, tmp_path / "pack", bases["gpt2"])
     pack = Pack.open(tmp_path / "pack")
     for name in whole:
         ours = pack.load_tensors()[name.replace("transformer.", "model.")]
         assert mx.array_equal(ours, whole[name].T).item()
+
     merged(pack, bases["gpt2"], tmp_path / "out")
     written = mx.load(str(tmp_path / "out" / "model.safetensors"))
     assert all(mx.array_equal(written[n], whole[f"transformer.{n}"]).item() for n in names)
+
     export_pack(pack, "peft", tmp_path / "peft")
     result = mx.load(str(tmp_path / "peft" / WEIGHTS))
     assert all(mx.array_equal(result[PREFIX + n], whole[n]).item() for n in whole)
@@ -335,16 +351,20 @@ def test_whole_tables_of_a_tied_base_must_be_one(bases, tmp_path):
 def test_experts_go_to_mlx_lm_and_not_to_peft(bases, tmp_path):
     base = load_base(bases["moe"])
     pack = random_pack(base, targets=("switch_mlp.down_proj",)).save(tmp_path / "p")
+
     with raises("unsupported", None, "switch_mlp.down_proj", "target_parameters"):
         export_pack(pack, "peft", tmp_path / "x")
+
     check_comes_back(pack, "mlx-lm", tmp_path / "out")
     (tmp_path / "out" / SIDECAR).unlink()
     import_adapter(tmp_path / "out", tmp_path / "again", bases["moe"])
     again = Pack.open(tmp_path / "again")
     result, expected = (attached_logits(p, bases["moe"]) for p in (again, pack))
     assert np.abs(result - expected).max() < 1e-5
+
     attention = random_pack(base, targets=("q_proj",)).save(tmp_path / "a")
     assert export_pack(attention, "peft", tmp_path / "attention")["modules"] == 2
+
     router = random_pack(base, targets=("mlp.gate",)).save(tmp_path / "r")
     with raises("unsupported", None, "mlp.gate", "transformers"):
         export_pack(router, "peft", tmp_path / "x")

@@ -70,14 +70,17 @@ def test_llama_cpp_writes_the_same_text(family, targets, tmp_path):
     attached = attach(
         base, LoRAConfig(rank=8, alpha=12.0, rank_pattern=ranks, target_modules=targets)
     )
+
     randomized(attached)
     pack = pack_of(attached).save(tmp_path / "pack")
     attached.detach()
     export_pack(pack, "gguf", tmp_path / "out")
+
     model = write_gguf(folder, tmp_path / "base.gguf")
     tokens = base.tokenizer.encode(PROMPT)
     plain = complete(base, tokens, 24)
     check_text(plain, model)
+
     with base.applied(pack):
         expected = complete(base, tokens, 24)
     assert expected != plain

@@ -48,6 +48,7 @@ def transformers_base(request, tmp_path_factory) -> Path:
     pytest.importorskip("peft")
     torch.manual_seed(0)
     tied = request.param == "tied"
+
     if request.param == "gpt2":
         sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_ctx": 128}
         sizes |= {"vocab_size": 4096, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 1}
@@ -55,16 +56,19 @@ def transformers_base(request, tmp_path_factory) -> Path:
     else:
         config = transformers.Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=tied)
         model = transformers.Qwen3ForCausalLM(config)
+
     folder = tmp_path_factory.mktemp("peft") / request.param
     for parameter in model.parameters():  # norms and biases too
         parameter.data += 0.05 * torch.randn_like(parameter)
     model.to(torch.float32).save_pretrained(folder)
+
     if request.param == "gpt2":  # mlx-lm knows the names of the official files alone
         file = str(folder / "model.safetensors")
         named = {n.removeprefix("transformer."): t for n, t in mx.load(file).items()}
         mx.save_safetensors(file, named, {"format": "pt"})
         stated = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**stated, "n_ctx": 128}))
+
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tiny_checkpoint() / file, folder)
     return folder
@@ -175,13 +179,16 @@ def test_modules_to_save_and_embeddings_of_peft(transformers_base, tmp_path):
         targets, whole = ["c_attn", "mlp.c_fc", table], ["ln_f", "attn.c_proj", "mlp.c_proj"]
     elif transformers_base.name == "tied":
         whole = ["norm"]
+
     options = {"target_modules": targets, "modules_to_save": whole}
     theirs = peft_folder(transformers_base, tmp_path / "in", **options)
     import_adapter(tmp_path / "in", tmp_path / "pack", transformers_base)
     pack = Pack.open(tmp_path / "pack")
+
     kinds = {path: spec.kind for path, spec in pack.specs.items()}
     assert kinds[f"model.{table}"] == "embedding" and len(pack.manifest["adapters"]["replaced"])
     assert np.abs(attached_logits(pack, transformers_base) - theirs).max() < 1e-4
+
     export_pack(pack, "peft", tmp_path / "out")
     assert np.abs(with_peft(transformers_base, tmp_path / "out") - theirs).max() < 1e-4
 

@@ -118,6 +118,7 @@ def test_gradients_are_those_of_the_definition(name, stored, slices):
 def test_training_applying_and_the_base_alone(name, small):
     before = small.model(TOKENS)
     trainable = moved(attached(small, name))
+
     try:
         trained = small.model(TOKENS)
         with trainable.disabled():
@@ -127,12 +128,15 @@ def test_training_applying_and_the_base_alone(name, small):
         pack = pack_of(trainable)
     finally:
         trainable.detach()
+
     assert mx.array_equal(small.model(TOKENS), before).item()
     assert pack.for_merge == name
+
     for path in ("quantized", "transient", "dense"):
         with small.applied(pack, path):
             assert mx.allclose(small.model(TOKENS), trained, atol=1e-3).item()
     assert mx.abs(trained - before).max().item() > 0.1
+
     with small.applied(pack):
         assert complete(small, [5, 9, 3], 4) == text
     assert mx.array_equal(small.model(TOKENS), before).item()
@@ -221,6 +225,7 @@ def test_an_interrupted_run_equals_an_unbroken_one_to_the_bit(
 def test_rounding_begins_in_the_second_half_and_scores_are_always_rounded(small):
     trainable = moved(attached(small, "affine4"))
     specs, tensors = trainable.specs, trainable.tensors()
+
     try:
         rounded = small.model(TOKENS)
         trainable.progress(ROUNDED_FROM - 0.01)
@@ -231,6 +236,7 @@ def test_rounding_begins_in_the_second_half_and_scores_are_always_rounded(small)
         assert mx.allclose(small.model(TOKENS), rounded, atol=1e-3).item()
     finally:
         trainable.detach()
+
     plain = attach(small, specs=specs)
     try:
         plain.load(tensors, "test")

@@ -55,17 +55,20 @@ def test_the_stages_of_a_base_compute_what_it_computes(family):
     expected = base.model(TOKENS)
     mx.eval(expected)
     attached.detach()
+
     states = TOKENS
     for rank in range(2):
         attached = attach(base, LORA)
         attached.load(adapters, "here")
         PipelinedAdapters(attached, stage(rank))
+
         if rank == 0:
             states = stage_output(lambda: forward(base.model, base.model, TOKENS))
         else:
             states = forward(base.model, base.model, states)
         mx.eval(states)
         attached.detach()
+
     assert mx.array_equal(states, expected)
 
 

@@ -257,13 +257,16 @@ def test_resume_refuses_another_setting_and_what_is_no_run(tmp_path):
 def test_adapters_are_saved_under_mlx_lms_names_and_load_again(tmp_path):
     trainer, again = trainer_of(three("nf4")), trainer_of(three("nf4"))
     trainer.step_lm(list(SIZES), *batch())
+
     file = tmp_path / "deep" / "own.safetensors"
     trainer.save_adapters(file)
     names = [f"{name}.{each}" for name in SIZES for each in ("lora_a", "lora_b")]
     assert sorted(mx.load(str(file))) == sorted(names)
     assert [f.name for f in file.parent.iterdir()] == [file.name]
+
     again.load_adapters(file)
     assert again.loss_lm(list(SIZES), *batch()) == trainer.loss_lm(list(SIZES), *batch())
+
     with raises("mismatch", None, "own.safetensors", "up", "alpha 8"):
         trainer_of(three(), LoRAConfig(rank=4, alpha=1)).load_adapters(file)
     with raises("mismatch", None, "own.safetensors", "up.lora_a", "(64, 4)", "(64, 2)"):

@@ -68,6 +68,7 @@ def test_applied_contexts_nest_and_restore_logits(base, packs):
         with base.applied(pack):
             alone[name] = probe_logits(base)
         assert not same(alone[name], plain)
+
     with base.applied(packs["a"]):
         for inner in "bc":
             with base.applied(packs[inner]):
@@ -76,6 +77,7 @@ def test_applied_contexts_nest_and_restore_logits(base, packs):
                     assert same(probe_logits(base), alone["a"])
                 assert same(probe_logits(base), alone[inner])
             assert same(probe_logits(base), alone["a"])
+
     assert same(probe_logits(base), plain) and base.active is None
 
 
@@ -300,8 +302,10 @@ def test_a_swap_leaves_nothing_of_dora_to_the_first_forward(base, packs):
     for module in lora.manifest["adapters"]["modules"]:
         modules.append({**module, "kind": "dora"})
         tensors[f"{module['path']}.m"] = mx.ones((module["slices"][0]["width"],))
+
     adapters = {**lora.manifest["adapters"], "modules": modules}
     base.swap_pack(Pack({**lora.manifest, "adapters": adapters}, tensors))
+
     try:
         result = [m.magnitude for m in base.model.modules() if isinstance(m, DoRALinear)]
         before = mx.get_active_memory()

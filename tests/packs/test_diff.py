@@ -39,6 +39,7 @@ def make(folder, modules: dict, tensors: dict, **facts) -> Pack:
         },
         **facts,
     }
+
     return Pack(manifest, {name: mx.array(t) for name, t in tensors.items()}).save(folder)
 
 
@@ -73,14 +74,17 @@ def test_diff_equals_what_the_dense_deltas_say(tmp_path):
     da, db = delta(a, Q), delta(b, Q)
     report = mp.diff(tmp_path / "a", tmp_path / "b")
     (module,) = report["modules"]
+
     norm = np.linalg.norm
     assert close(module["norm_a"], norm(da)) and close(module["norm_b"], norm(db))
     assert close(module["distance"], norm(da - db))
     assert close(module["relative"], norm(da - db) / norm(da))
     assert close(module["cosine"], np.sum(da * db) / norm(da) / norm(db))
+
     (ua, _, va), (ub, _, vb) = (np.linalg.svd(d, full_matrices=False) for d in (da, db))
     assert close(module["overlap_in"], np.sum((ua[:, :3].T @ ub[:, :5]) ** 2) / 3)
     assert close(module["overlap_out"], np.sum((va[:3] @ vb[:5].T) ** 2) / 3)
+
     assert module["chance"] == [5 / 24, 5 / 40]
     assert (module["rank_a"], module["rank_b"]) == (3, 5)
 
@@ -214,6 +218,7 @@ def test_what_is_no_plain_delta_is_in_no_figure(tmp_path):
     modules = {Q: (24, slices, {"kind": "dora"}), DOWN: (24, slices, {})}
     b = make(tmp_path / "b", modules, dora)
     b.manifest["adapters"]["replaced"] = [{"name": "model.norm.weight", "shape": [24]}]
+
     report = mp.diff(a, b)
     assert [m["path"] for m in report["modules"]] == [DOWN]
     assert report["not_comparable"] == {

@@ -165,25 +165,30 @@ def test_list_shows_both_caches_of_the_hub(tmp_path, run, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.chdir(tmp_path)
     assert run("list", "--hub-cache") == (0, "no packs in the Hub's caches\n", "")
+
     commit = "0123456789" * 4
     pulled = write_pack(tmp_path / "assets" / "mlx_packs" / "me--mine" / commit).path
     pin = {"repo": "me/mine", "revision": "main", "commit": commit}
     (pulled / "hub.json").write_text(json.dumps(pin))
+
     blobs = write_pack(tmp_path / "hub" / "models--you--theirs" / "blobs").path
     snapshot = blobs.parent / "snapshots" / commit
     snapshot.mkdir(parents=True)
     for file in blobs.iterdir():  # as huggingface_hub lays files out
         (snapshot / file.name).symlink_to(Path("..", "..", "blobs", file.name))
     (tmp_path / "hub" / "models--you--base" / "snapshots" / commit).mkdir(parents=True)
+
     result = mp.list_packs(None, hub_cache=True)
     assert [e["name"] for e in result] == ["me/mine@0123456", "you/theirs@0123456"]
     assert [e["error"] for e in result] == [None, None]
     assert result[0]["hub"] == pin
     Pack.open(result[1]["pack"]).verify()
+
     (snapshot / "README.md").unlink()
     (snapshot / "README.md").symlink_to(pulled / "README.md")  # not of its repository
     with raises("not-found", None, "README.md"):
         Pack.open(snapshot)
+
     assert len(json.loads(run("list", ".", "--hub-cache", "--json")[1])) == 5
 
 

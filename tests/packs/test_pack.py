@@ -48,6 +48,7 @@ def full_pack(tmp_path_factory) -> Path:
     """A pack on the tiny base with every optional part in its manifest; tests copy it."""
     folder = tmp_path_factory.mktemp("made") / "p"
     recipe = {"quantize": "none", "chat_feature": "talk", "text_feature": "words"}
+
     random_pack(
         load_base("tiny"),
         facts={
@@ -382,15 +383,18 @@ def test_the_base_of_a_pack_is_found(quantized_folder, here, run, place):
     shutil.copytree(quantized_folder / "p4", here / "p4")
     shutil.copytree(quantized_folder / "base", here / {"here": "base", "beside": "other"}[place])
     generate = ("generate", "--pack", "p4=0.5", "--prompt", "a", "--max-tokens", 2)
+
     if place == "beside":
         assert run(*generate)[0] == 2
         check(run.error, "not-found", "model", "base", "--model DIR")
         (here / "p4-run").mkdir()
         identity = {"recipe": {"model": str(here / "other")}}
         (here / "p4-run" / "config.json").write_text(json.dumps(identity))
+
     assert run(*generate)[0] == 0
     assert run("apply", "p4", "--dry-run")[0] == 0
     assert find_base(Pack.open("p4")) == {"here": "base", "beside": str(here / "other")}[place]
+
     (here / "p4-run").mkdir(exist_ok=True)
     (here / "p4-run" / "config.json").write_text("[]")
     assert run("apply", "p4", "--dry-run")[0] == {"here": 0, "beside": 2}[place]
@@ -410,27 +414,33 @@ def test_half_precision_halves_a_pack_and_opens_as_it_was_measured(dtype, tmp_pa
     lora, few = LoRAConfig(rank=32), {"iters": 2, "batch_size": 2, "learning_rate": 2e-3}
     rows = [chat(f"Say {word}.", f"Yes, {word}.") for word in "one two six ten red sun".split()]
     data = write_rows(tmp_path / "data", train=rows, valid=rows[:3])
+
     made = {
         name: train_pack(base, data, lora, TrainConfig(pack_dtype=name, **few), tmp_path / name)
         for name in ("float32", dtype)
     }
+
     half, full = made[dtype].pack, made["float32"].pack
     sizes = [(p.path / "adapters.safetensors").stat().st_size for p in (half, full)]
     assert sizes[0] < 0.52 * sizes[1]
+
     stored = mx.load(str(half.path / "adapters.safetensors"))
     for name, tensor in full.tensors.items():
         assert stored[name].dtype == getattr(mx, dtype), name
         assert mx.array_equal(stored[name], tensor.astype(stored[name].dtype)).item(), name
     assert half.manifest["adapters"]["dtype"] == dtype
+
     report = evaluate(load_base(base), half.path, data, batch_size=2)
     assert report.pack.ppl == pytest.approx(made[dtype].report["ppl_after"], rel=1e-5)
     assert made[dtype].report["ppl_after"] == pytest.approx(
         made["float32"].report["ppl_after"], rel=1e-3
     )
     assert f"parameters ({dtype}) on" in run("inspect", half.path)[1]
+
     # the run itself stays in float32, so that it can be resumed to any dtype
     kept = [r.run / "step-000002" / "adapters.safetensors" for r in made.values()]
     assert kept[0].read_bytes() == kept[1].read_bytes()
+
     again = TrainConfig(pack_dtype="float32", **few)
     whole = train_pack(base, data, lora, again, tmp_path / dtype, resume=True)
     assert whole.pack.load_tensors().keys() == full.tensors.keys()

@@ -53,6 +53,7 @@ def test_push_then_pull_gives_the_same_bytes(hub, here, run):
     assert code == 0, err
     report = json.loads(out)
     assert set(report["files"]) == NAMES and "%|" not in err
+
     code, out, _ = run("pull", "me/p", "--out", "q", "--json")
     pulled = contents(here / "q")
     pin = json.loads(pulled.pop("hub.json"))
@@ -119,18 +120,22 @@ def test_a_killed_download_resumes_and_leaves_nothing_in_place(hub, here):
     mp.push("p", "me/p")
     hub.requests.clear()
     hub.hold["adapters.safetensors"] = 300_000
+
     environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(here / "hf")}
     environment["HF_HUB_DISABLE_XET"] = "1"
     command = [sys.executable, "-m", "mlx_packs.cli.main", "pull", "me/p", "--out", "q"]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+
     assert hub.holding.wait(30)
     (partial,) = here.glob(".q.pull-*")
     file = partial / "adapters.safetensors"
     while not file.exists() or file.stat().st_size < 300_000:
         assert process.poll() is None
+
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not (here / "q").exists()
+
     hub.hold.clear()
     mp.pull("me/p", "q").verify()
     assert hub.ranges("adapters.safetensors")[-1] == "bytes=300000-"

@@ -171,8 +171,10 @@ def test_push_leaves_no_path_of_this_machine_in_what_it_sends(hub, here):
     }
     measured = {"ops": {"fallbacks": {"nf4": f"clang: {home}/lib/a.metal:3: error at /opt/x/b.h"}}}
     write_pack(here / "p", recipe=recipe, measured=measured, data={"source": "https://a.b/c/d"})
+
     changed = mp.push("p", "me/p")["changed"]
     assert any(line.startswith("recipe.resume_adapter_file: ") for line in changed)
+
     sent = on_hub(hub, "me/p")
     manifest = json.loads(sent["pack.json"])
     shortened = {"resume_adapter_file": "adapters", "model": "base", "win": "notes"}

@@ -93,11 +93,14 @@ def test_what_generates_text_refuses_a_reward_model(base, folder, saved, tmp_pat
         base.swap_pack([(saved, 0.5), (random_pack(base), 0.5)])
     with raises("unsupported", None, str(saved.path)):
         merge_pack(saved, folder, tmp_path / "merged")
+
     for to in ("mlx-lm", "gguf", "swift", "ollama", "lmstudio"):
         with raises("unsupported", "to", to):
             export_pack(saved, to, tmp_path / "out")
+
     with raises("unsupported", None, str(saved.path)):
         PackSlots(load_base(folder)).add(saved)
+
     assert not list(tmp_path.iterdir())
     run = CliRunner().invoke(packs, ["generate", "--pack", str(saved.path), "--prompt", "x"])
     assert run.exit_code != 0
