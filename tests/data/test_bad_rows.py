@@ -106,11 +106,13 @@ def test_run_counts_and_keeps_what_it_leaves_out(here, run):
     train, valid = (here / "d" / f"{split}.jsonl" for split in ("train", "valid"))
     train.write_bytes(BAD["not JSON"] + b"\n" + train.read_bytes() + BAD["no target"] + b"\n")
     valid.write_bytes(valid.read_bytes() + BAD["not UTF-8"])
+
     args = "train --data d --iters 1 --rank 2 --num-layers 1 --matmul-path dense --batch-size 2"
     args = [*args.split(), "--save-every", 1, "--out", "p", "--on-bad-row", "quarantine"]
     code, out, err = run(*args)
     assert code == 0 and "2 of 10 train examples left out: 1 not JSON, 1 no target" in err
     assert "bad     1 valid examples left out: 1 not UTF-8" in out
+
     lines = (here / "p-run" / "bad-rows.jsonl").read_text().splitlines()
     entries = [json.loads(line) for line in lines]
     assert [(e["file"], e["line"], e["reason"]) for e in entries] == [
@@ -120,6 +122,7 @@ def test_run_counts_and_keeps_what_it_leaves_out(here, run):
     ]
     assert entries[0]["text"] == BAD["not JSON"].decode().strip()
     assert entries[2]["text"] == '{"messages": "\\xff"}'
+
     code, out, _ = run(*args, "--resume", "--json")
     assert code == 0 and json.loads(out)["bad_rows"]["valid"] == {"not UTF-8": 1}
     train.write_bytes(train.read_bytes().replace(b"Say 3", b"Say 4"))

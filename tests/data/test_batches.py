@@ -97,11 +97,13 @@ def test_compiled_run_has_few_shapes_and_the_same_examples(ragged_examples, comp
     free = Dataset(ragged_examples, token_collate(pairs), pairs)
     few = few_shapes(ragged_examples, pairs)
     assert len(free.shapes(1000)) > MOST_SHAPES >= len(few)
+
     joined = training_set(ragged_examples, pairs)
     stream = joined.batches()
     batches = [next(stream) for _ in range(1000)]
     assert {(b.inputs["tokens"].shape[1], b.inputs["targets"].size) for b in batches} <= few
     assert joined.shapes(1000) <= few
+
     for batch, plain in zip(batches[:100], free.batches(), strict=False):
         assert batch.examples == plain.examples and batch.targets == plain.targets
         own, theirs, count = batch.inputs, plain.inputs, batch.targets
@@ -178,19 +180,23 @@ def test_packed_batch_rebuilds_the_examples(ragged_examples):
         flat, segments = batch.inputs["tokens"].ravel(), batch.inputs["segments"].ravel()
         left = np.ones(flat.size, bool)
         assert batch.targets == batch.denominator == (batch.inputs["owners"] >= 0).sum()
+
         for owner, row in enumerate(batch.examples):
             example = ragged_examples.items[row]
             at = batch.inputs["owners"] == owner
             begin = batch.inputs["positions"][at][0] + 1 - np.flatnonzero(example.target)[0]
             inputs = slice(begin, begin + len(example.tokens) - 1)
             assert flat[inputs].tolist() == example.tokens[:-1].tolist()
+
             places = batch.inputs["positions"][at] - begin + 1
             assert places.tolist() == np.flatnonzero(example.target).tolist()
             assert batch.inputs["targets"][at].tolist() == example.tokens[example.target].tolist()
+
             mine = begin // 400, segments[begin]
             same = (np.arange(flat.size) // 400 == mine[0]) & (segments == mine[1])
             assert np.flatnonzero(same).tolist() == list(range(inputs.start, inputs.stop))
             left[inputs] = False
+
         assert not flat[left].any()
         for b, row in enumerate(batch.inputs["segments"]):
             assert set(np.diff(row)) <= {0, 1}

@@ -67,6 +67,7 @@ def texts_of(tokenizer, tokens) -> tuple[bool, str, str, str] | None:
 def test_rearranged_rows_have_the_same_text_all_of_it_trained(fim_tokenizer):
     fim = FillInTheMiddle(1.0, 0.5, seed=3)
     examples = encode(ROWS, fim_tokenizer, CONFIG, EncodingOptions(fim=fim))
+
     kinds = set()
     for row, (text, example) in enumerate(zip(TEXTS, examples.items, strict=True)):
         suffix_first, first, second, third = texts_of(fim_tokenizer, example.tokens)
@@ -78,6 +79,7 @@ def test_rearranged_rows_have_the_same_text_all_of_it_trained(fim_tokenizer):
             assert (first, second, third) == (prefix, suffix, middle)
         assert prefix + middle + suffix == text
         assert example.target[1:].all() and not example.target[0]
+
     assert kinds == {False, True}
 
 
@@ -143,12 +145,14 @@ def test_split_rows_that_are_rearranged_fit_and_lose_nothing(fim_tokenizer, leng
     fim = FillInTheMiddle(0.5, 0.5, seed=1)
     options = EncodingOptions(max_seq_length=length, long_rows="split", fim=fim)
     examples = encode([LONG], fim_tokenizer, CONFIG, options)
+
     text, kinds = LONG.value["text"], []
     at = 0  # how much of the text the pieces have covered
     for example in examples.items:
         assert len(example.tokens) <= length
         parts = texts_of(fim_tokenizer, example.tokens)
         kinds.append(parts is not None)
+
         if parts is None:
             piece = fim_tokenizer.decode(
                 [t for t in example.tokens if t != fim_tokenizer.eos_token_id]
@@ -157,9 +161,11 @@ def test_split_rows_that_are_rearranged_fit_and_lose_nothing(fim_tokenizer, leng
             piece = parts[3] + parts[2]
         else:
             piece = parts[1] + parts[3] + parts[2]
+
         start = text.find(piece)
         assert 0 <= start <= at
         at = max(at, start + len(piece))
+
     assert at == len(text) and set(kinds) == {False, True}
 
 

@@ -161,6 +161,7 @@ def test_trees_of_groups_have_the_inputs_and_targets_of_their_rows(
     data = data_of(documents(questions, 64), 8)
     tokens = TokenCollate(8, LIMIT)
     trees = 0
+
     for order, batch in zip(data.sampler.epoch(0), data.once(), strict=True):
         rows = tokens(data.examples, order[order >= 0])
         assert inputs_of(batch) == inputs_of(rows)
@@ -170,6 +171,7 @@ def test_trees_of_groups_have_the_inputs_and_targets_of_their_rows(
             assert batch.layout.groups == 2 and batch.layout.prefix >= 64
             back = felled(batch)
             assert inputs_of(back) == inputs_of(rows) and set(back.inputs) == set(rows.inputs)
+
     assert trees >= 3
 
 
@@ -178,17 +180,21 @@ def test_what_all_documents_have_in_common_is_a_level_of_its_own():
     plan = plan_of(examples, 8, 80)
     assert plan.root == 80
     assert plan.saved(examples) > plan_of(examples, 8).saved(examples) + 0.09
+
     data = data_of(examples, 8, prefix=80)
     rooted = 0
     for order, batch in zip(data.sampler.epoch(0), data.once(), strict=True):
         rows = TokenCollate(8, LIMIT)(data.examples, order[order >= 0])
         assert inputs_of(batch) == inputs_of(rows)
+
         pieces = data.collate.split(batch, 2)
         apart = [(path, target) for piece in pieces for path, target, _ in inputs_of(piece)]
         assert sorted(apart) == sorted((path, target) for path, target, _ in inputs_of(batch))
+
         if batch.layout and batch.layout.groups > 1:
             assert batch.inputs["root"].shape == (1, 80)
             rooted += 1
+
     assert rooted >= 3
 
 

@@ -105,14 +105,17 @@ def test_rows_train_what_their_file_trains_and_resume(tmp_path, trained):
     """A run goes on with the same rows only, which the command line does not have."""
     rows = {"train": iter(CHATS), "valid": CHATS[:2]}
     run = train_pack("tiny", rows, LORA, TRAIN, tmp_path / "p")
+
     other = Pack.open(trained / "o")
     assert sha256(run.pack.path / ADAPTERS) == sha256(other.path / ADAPTERS)
     facts, expected = run.pack.manifest["data"], other.manifest["data"]
     assert facts["source"] == IN_MEMORY and facts["fingerprint"] == expected["fingerprint"]
+
     with raises("mismatch", "data"):
         train_pack("tiny", CHATS[::-1], LORA, TRAIN, tmp_path / "p", resume=True)
     with raises("not-found", "data"):
         packs(["train", "--resume", "--out", str(tmp_path / "p")], standalone_mode=False)
+
     rows["train"] = CHATS
     run = train_pack("tiny", rows, LORA, replace(TRAIN, iters=3), tmp_path / "p", resume=True)
     assert run.report["batches"] == 3

@@ -102,6 +102,7 @@ def test_messages_calls_tools_documents_and_keys_that_are_lost_are_named(with_te
         *chat("And?", "One.")["messages"],
     ]
     row |= {"tools": [TOOL], "documents": [{"title": "a", "text": "b"}]}
+
     notes = notes_of(with_template(DROPS), row)
     expected = {
         "tools": "f:1",
@@ -111,8 +112,10 @@ def test_messages_calls_tools_documents_and_keys_that_are_lost_are_named(with_te
         "'name' of messages": "f:1, message 3",
     }
     assert len(notes) == len(expected)
+
     for kind, first in expected.items():
         assert any(noted(kind, 1, 1, first) in note for note in notes), kind
+
     kinds = [
         note.split(":")[0].removeprefix("the chat template leaves out ")
         for note in notes_of(with_template(), row)

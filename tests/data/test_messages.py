@@ -83,15 +83,18 @@ def test_other_marks_are_rejected(tokenizer, marks, fault):
 def test_marks_that_leave_no_target_are_rejected(tokenizer):
     row = chat("Capital?", "Rome.")
     row["messages"][1]["weight"] = 0
+
     with raises("data", None, "f:1", "every answer is marked"):
         rendered(tokenizer, row)
     with raises("data", None, "f:1", "the completion is marked"):
         rendered(tokenizer, row, loss_on="completion")
     with raises("data", None, "f:1", "--loss-on assistant"):
         rendered(tokenizer, row, loss_on="all")
+
     rated = {"prompt": "a", "completion": [row["messages"][1]], "label": True}
     with raises("data", None, "the completion is marked"):
         rendered(tokenizer, rated, "kto")
+
     row["messages"][0]["weight"] = 1
     with raises("data", None, "marks a message of user as a target"):
         rendered(tokenizer, row)

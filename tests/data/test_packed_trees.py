@@ -29,16 +29,19 @@ def targets_of(batch) -> list[tuple]:
     inputs, examples = batch.inputs, batch.examples
     flat = inputs["tokens"].reshape(-1).tolist()
     prefix = inputs["prefix"][0].tolist() if "prefix" in inputs else []
+
     found = []
     for at, target, owner in zip(
         *(inputs[n].tolist() for n in ("positions", "targets", "owners")), strict=True
     ):
         if owner < 0:
             continue
+
         path = prefix[: at + 1]
         if at >= len(prefix):
             path = prefix + flat[batch.starts[owner] : at - len(prefix) + 1]
         found.append((tuple(path), target, examples[owner]))
+
     return sorted(found)
 
 

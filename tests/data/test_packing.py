@@ -72,6 +72,7 @@ def test_aligned_batches_of_equal_spans_have_one_shape(supervised):
     allowed = most_targets(examples, sampler)
     count = len(sampler.epoch(0))
     data = Dataset(examples, token_collate(sampler, allowed), sampler)
+
     stream = data.batches()
     slots: dict = {}
     shapes = set()
@@ -80,6 +81,7 @@ def test_aligned_batches_of_equal_spans_have_one_shape(supervised):
         assert batch.inputs["targets"].size >= batch.targets
         slots.setdefault(batch.layout, set()).add(batch.inputs["targets"].size)
         shapes.add((batch.inputs["tokens"].shape[1], batch.inputs["targets"].size))
+
     assert all(len(sizes) == 1 for sizes in slots.values())
     assert shapes == data.shapes(count)
 

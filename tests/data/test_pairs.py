@@ -159,12 +159,14 @@ def test_pairs_leave_out_bad_rows_too(encoder_tokenizer):
         {"anchor": "a", "positive": "b"},
     ]
     rows = [Row(f"x:{i}", row) for i, row in enumerate([bad[0], *good, *bad[1:]])]
+
     pairs = encode_pairs(rows, encoder_tokenizer, 16, "skip")
     wanted = encode_pairs([Row("x", row) for row in good], encoder_tokenizer, 16)
     assert pairs.scores.tolist() == wanted.scores.tolist()
     assert pairs.texts.tolist() == wanted.texts.tolist()
     assert pairs.bad.counts() == {"wrong type": 2, "another format": 1}
     assert pairs.fingerprint == wanted.fingerprint
+
     for row in (rows[0], *rows[5:]):
         with raises("data", None, row.where):
             encode_pairs([rows[1], row], encoder_tokenizer, 16)

@@ -32,12 +32,14 @@ def encoded(tokenizer, *values, row_format=PREFERENCE, names=NAMES, options=OPTI
 def test_sides_are_the_completions_that_lm_would_train_on(tokenizer):
     values = [preference(i) for i in range(5)]
     examples = encoded(tokenizer, *values)
+
     completions = [
         {"prompt": value["prompt"], "completion": value[side]}
         for value in values
         for side in ("chosen", "rejected")
     ]
     expected = encode(rows_of(*completions), tokenizer, NAMES, OPTIONS)
+
     assert len(examples.items) == 10 and examples.labels.tolist() == [1.0] * 5
     for ours, theirs in zip(examples.items, expected.items, strict=True):
         assert ours.tokens.tolist() == theirs.tokens.tolist()
@@ -116,6 +118,7 @@ def test_both_examples_of_a_row_are_in_one_batch(tokenizer, packing, replay):
     size = 2 if packing else 6
     sampler = GroupedSampler(examples.lengths, size, 63, 3, packing, draw)
     data = preference_set(examples, sampler)
+
     seen = []
     for number, order in zip(range(20), sampler.batches(), strict=False):
         batch = data.collate(examples, order)
@@ -123,13 +126,16 @@ def test_both_examples_of_a_row_are_in_one_batch(tokenizer, packing, replay):
         assert batch.examples == tuple(i for row in rows for i in (2 * row, 2 * row + 1))
         assert batch.denominator == len(rows)
         assert batch.targets == (batch.inputs["owners"] >= 0).sum()
+
         labels = batch.inputs["labels"]
         assert len(labels) >= len(rows) and labels.sum() == len(rows)
         if packing:
             sequence = np.array(batch.starts) // batch.inputs["tokens"].shape[1]
             assert (sequence[::2] == sequence[1::2]).all()
+
         seen += rows
         assert next(data.batches(number)).examples == batch.examples
+
     assert set(range(9, 23)) <= set(seen)
     assert bool(set(range(9)) & set(seen)) == bool(replay)
 

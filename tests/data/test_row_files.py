@@ -231,11 +231,13 @@ def test_a_folder_of_texts_is_read_with_its_subfolders(tmp_path):
         (tmp_path / name).write_text("first\n\n" + "x" * 3993 + "\n\nend")
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "sub" / "blank.txt").write_text(" \n\n\t\n")
+
     splits = load_rows(DataConfig(data=str(tmp_path)))
     rows = [*splits.rows["train"], *splits.rows["valid"]]
     places = [
         (Path(row.where.rpartition(":")[0]).name, row.where.rpartition(":")[2]) for row in rows
     ]
+
     assert places == [("b.md", "1"), ("b.md", "5"), ("a.txt", "1"), ("a.txt", "5")]
     assert rows[1].value == {"text": "end"}
     assert splits.notes[0] == "not used: 2 blank texts (empty.txt, sub/blank.txt)"

@@ -69,13 +69,16 @@ def test_missing_shard_is_named(tmp_path, names, missing):
 def test_files_by_a_pattern_are_training_data_in_the_order_of_their_names(tmp_path):
     write(tmp_path / "d", "b.jsonl", "a.jsonl", "c.md")
     write(tmp_path / "d" / "e" / "f", "a.jsonl")
+
     held_out = texts(tmp_path / "d" / "*.jsonl", "valid")
     assert texts(tmp_path / "d" / "*.jsonl") + held_out == [
         f"{name} {i}" for name in "ab" for i in range(3)
     ]
+
     assert len(matching_files(str(tmp_path / "d" / "**" / "*.jsonl"))) == 3
     rows = load_rows(DataConfig(data=str(tmp_path / "d" / "*.jsonl"))).rows["train"]
     assert rows[0].where.endswith("d/a.jsonl:1")
+
     with raises("not-found", "data", "*.json: no file matches"):
         texts(tmp_path / "d" / "*.json")
     with raises("unsupported", "data", "x.bin: must end in .jsonl"):

@@ -32,6 +32,7 @@ def numbers(rows) -> list[int]:
 def test_rows_are_those_of_one_source_after_another(sources):
     rows = Rows(sources)
     assert numbers(rows) == list(range(1000)) and len(rows) == 1000
+
     edges = [rows.where(i).rpartition("/")[2] for i in (0, 399, 400, 639, 640, 999)]
     assert edges == [
         "rows.jsonl:1",
@@ -39,9 +40,11 @@ def test_rows_are_those_of_one_source_after_another(sources):
         *"list:400 list:639 values[0]".split(),
         ("values[359]"),
     ]
+
     assert [rows[i].where for i in range(1000)] == [rows.where(i) for i in range(1000)]
     assert [row.where for row in rows] == [rows.places()(i) for i in range(1000)]
     assert rows[-1].value == {"text": "999"} and numbers(rows[398:402]) == [398, 399, 400, 401]
+
     with pytest.raises(IndexError):
         _ = rows[1000]
 

@@ -90,9 +90,11 @@ def other_requests():
         {"fim": FillInTheMiddle(0.5, 0.5, 0, ("a", "b", "c"))},
     ):
         yield ROWS, CONFIG, replace(OPTIONS, **change)
+
     yield ROWS, DataConfig(text_feature="body"), OPTIONS
     yield [*ROWS[:-1], Row("x:29", chat("Say 29.", "no"))], CONFIG, OPTIONS
     yield ROWS[::-1], CONFIG, OPTIONS
+
     for tool in ({"b": 1, "a": 2}, {"a": 2, "b": 1}):  # templates see the order of keys
         yield [Row(r.where, {**r.value, "tools": [tool]}) for r in ROWS], CONFIG, OPTIONS
 
@@ -102,6 +104,7 @@ def test_key_changes_with_everything_that_tokens_depend_on(tokenizer, monkeypatc
     assert keys[0] == token_cache.cache_key(list(ROWS), tokenizer, CONFIG, replace(OPTIONS))
     for rows, config, options in other_requests():
         keys.append(token_cache.cache_key(rows, tokenizer, config, options))
+
     plain = tokenizer._tokenizer
     with monkeypatch.context() as patch:
         patch.setattr(plain, "chat_template", plain.chat_template + " ")
@@ -110,12 +113,15 @@ def test_key_changes_with_everything_that_tokens_depend_on(tokenizer, monkeypatc
         for day in ("2026-11-21", "2026-11-22"):
             patch.setattr(token_cache.time, "strftime", lambda _, day=day: day)
             keys.append(token_cache.cache_key(ROWS, tokenizer, CONFIG, OPTIONS))
+
     with monkeypatch.context() as patch:
         patch.setattr(token_cache, "version", lambda name: f"another {name}")
         keys.append(token_cache.cache_key(ROWS, tokenizer, CONFIG, OPTIONS))
+
     other = load_base("tiny").tokenizer
     other._tokenizer.add_tokens(["zebra crossing"])
     keys.append(token_cache.cache_key(ROWS, other, CONFIG, OPTIONS))
+
     assert None not in keys and len(set(keys)) == len(keys)
 
 
@@ -124,6 +130,7 @@ def test_encoding_has_not_changed_since_its_version(tokenizer):
     texts = [Row(f"x:{i}", {"text": "one two three " * (5 * i + 1)}) for i in range(9)]
     pairs = [Row(f"x:{i}", {"prompt": f"{i}?", "completion": "no " * i + "."}) for i in range(9)]
     fim = FillInTheMiddle(0.5, tokens=("<|im_start|>", "<|im_end|>", "<|endoftext|>"))
+
     digest = hashlib.sha256()
     for rows, options in (
         (ROWS, OPTIONS),
@@ -135,6 +142,7 @@ def test_encoding_has_not_changed_since_its_version(tokenizer):
     ):
         for example in encode(rows, tokenizer, CONFIG, options).items:
             digest.update(example.tokens.tobytes() + example.target.tobytes())
+
     assert (ENCODING_VERSION, digest.hexdigest()) == (
         3,
         "a8128330e54336797a577075f47005db67aabab0871ec9dcb902100d5b3f0f85",

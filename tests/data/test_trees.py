@@ -38,6 +38,7 @@ def inputs_of(batch) -> set[tuple]:
     """The token and everything before it that predicts each target, with the target and its owner."""
     inputs = batch.inputs
     tokens = inputs["tokens"]
+
     if "prefix" not in inputs:
         paths = [tuple(row[: at + 1]) for row in tokens for at in range(len(row))]
     else:
@@ -50,6 +51,7 @@ def inputs_of(batch) -> set[tuple]:
             for i, row in enumerate(tokens)
             for at in range(len(row))
         ]
+
     real = inputs["owners"] >= 0
     found = zip(
         *(inputs[n][real].tolist() for n in ("positions", "targets", "owners")), strict=True
@@ -180,10 +182,12 @@ def test_the_shape_of_a_tree_is_known_before_it_is_laid_out(lengths, steps):
     examples, order = examples_of(*lengths), np.arange(rows)
     (shape,) = collate.shapes(examples, iter([order]))
     batch = collate(examples, order)
+
     assert (
         isinstance(shape, TreeShape) == isinstance(batch.layout, Tree) == (rows > 1 or bool(steps))
     )
     assert shape[1] == len(batch.inputs["targets"])
+
     if isinstance(shape, TreeShape):
         assert shape.recurs == batch.layout.recurs == bool(steps)
         assert batch.inputs["prefix"].shape == (shape.groups(rows), shape.prefix)

@@ -194,6 +194,7 @@ mx.disable_compile(); plain = losses()
 mx.enable_compile(); compiled = losses()
 print(json.dumps([*plain, *compiled]))
 """
+
     plain, untraced, compiled, traces = json.loads(run_python(code))
     assert (untraced, traces) == (0, 1)
     assert compiled == pytest.approx(plain, rel=1e-5)

@@ -53,6 +53,7 @@ def expected(task: str, loss: str, smoothing: float) -> np.ndarray:
     """The losses as the papers define them, with beta 0.5, gamma 0.7 and alpha 1."""
     ratios, means = LOG_PROBS - REFERENCE, LOG_PROBS / TARGETS
     nll = -LOG_PROBS[:, 0].sum() / TARGETS[:, 0].sum()
+
     if task == "orpo":
         odds = np.exp(means) / (1 - np.exp(means))
         return nll - 0.5 * np.log(sigmoid(np.log(odds[:, 0] / odds[:, 1])))
@@ -61,14 +62,17 @@ def expected(task: str, loss: str, smoothing: float) -> np.ndarray:
     if task == "kto":
         gain = 0.5 * (ratios[:, 0] - max(0, ratios[:, 1].mean()))
         return np.where(LABELS > 0, 1.5 * (1 - sigmoid(gain)), 0.5 * (1 - sigmoid(-gain)))
+
     values = ratios if task == "dpo" else LOG_PROBS
     extra = 0 if task == "dpo" else nll
     if loss == "ipo":
         values = values / TARGETS
         return (values[:, 0] - values[:, 1] - 1 / (2 * 0.5)) ** 2 + extra
+
     margin = 0.5 * (values[:, 0] - values[:, 1])
     if loss == "hinge":
         return np.maximum(0, 1 - margin) + extra
+
     right, wrong = -np.log(sigmoid(margin)), -np.log(sigmoid(-margin))
     if loss == "robust":
         return ((1 - smoothing) * right - smoothing * wrong) / (1 - 2 * smoothing) + extra

@@ -91,6 +91,7 @@ def test_packed_steps_equal_unpacked_ones(recompute, accumulate, last_k):
     halves = [packed_batch(rows[:4], 2), packed_batch(rows[4:], 2)]
     packed = [packed_batch(rows)] if accumulate == 1 else halves
     alone = [make_batch(rows, [i], 1, LIMIT) for i in range(len(rows))]
+
     results = []
     for batches in (packed, alone):
         mx.random.seed(7)
@@ -101,6 +102,7 @@ def test_packed_steps_equal_unpacked_ones(recompute, accumulate, last_k):
         for i, batch in enumerate(batches, 1):
             stepper(batch, i == len(batches), len(batches) == 1)
         results.append(attached.tensors())
+
     assert largest_difference(*results) < 1e-6
 
 
@@ -215,6 +217,7 @@ def test_aligned_run_learns_what_a_packed_run_learns(ragged_chats, tmp_path, mon
     """As on a GPU whose attention needs no mask, with another order of examples."""
     lora = LoRAConfig(rank=2)
     plain = train_pack(small_base(), ragged_chats, lora, PACKED, tmp_path / "plain").report
+
     monkeypatch.setattr(runtime, "COMPILES", True)
     for task in (tokens, causal_lm):
         monkeypatch.setattr(task, "attends_by_spans", lambda model: True)
@@ -223,6 +226,7 @@ def test_aligned_run_learns_what_a_packed_run_learns(ragged_chats, tmp_path, mon
         blocks, "span_attention", lambda *a: seen.append(a[-1]) or span_attention(*a)
     )
     report = train_pack(small_base(), ragged_chats, lora, PACKED, tmp_path / "p").report
+
     assert seen and all(sum(row) == 96 for spans in seen for row in spans)
     assert report["ppl_before"] == pytest.approx(plain["ppl_before"], rel=1e-4)
     assert report["ppl_after"] == pytest.approx(plain["ppl_after"], rel=0.1)
@@ -264,5 +268,6 @@ mx.disable_compile(); plain, none = steps()
 mx.enable_compile(); compiled, one = steps()
 print(largest_difference(plain, compiled), none, one)
 """
+
     difference, *traces = run_python(code).split()
     assert float(difference) < 1e-6 and traces == ["0", "1"]

@@ -46,6 +46,7 @@ def checkpoint(tmp_path_factory):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     pytest.importorskip("trl")
     torch.manual_seed(0)
+
     config = transformers.LlamaConfig(
         hidden_size=64,
         num_hidden_layers=2,
@@ -60,6 +61,7 @@ def checkpoint(tmp_path_factory):
     model = transformers.LlamaForCausalLM(config).to(torch.float32)
     for parameter in model.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
+
     folder = tmp_path_factory.mktemp("trl") / "llama"
     model.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -232,15 +234,18 @@ def test_loss_and_gradients_are_those_of_trl(checkpoint, tmp_path, case):
     of_trl = "cpo" if task == "simpo" else task
     ours, theirs = CASES[case]
     rows = RATED if task == "kto" else PAIRS
+
     trainer = trainer_of(of_trl, checkpoint, tmp_path, rows, **theirs)
     batch = next(iter(trainer.get_train_dataloader()))
     examples, labels = examples_of_batch(of_trl, batch)
+
     data = PreferenceExamples(examples, "preferences", "completion", labels=labels)
     training = preference_set(data, GroupedSampler(data.lengths, 2 * len(labels), 64))
     training = replace(training, sampler=FixedOrder([np.arange(len(examples))]))
     train = TrainConfig(task=task, batch_size=len(labels), **ours)
     trainable, objective = objective_of(checkpoint, train, training)
     (laid_out,) = training.once()
+
     check_loss_and_gradients(
         trainer,
         lambda: trainer.compute_loss(trainer.model, batch),
