@@ -28,6 +28,7 @@ def image(machine: str = "x86_64", relocated: bool = True) -> bytearray:
     for name in names:
         places.append(len(strings))
         strings += name + b"\0"
+
     base = BASE if relocated else 0
     tags = {
         2: 24 * (len(names) - 1),
@@ -39,12 +40,14 @@ def image(machine: str = "x86_64", relocated: bool = True) -> bytearray:
         23: base + RELOCATIONS_AT,
         0: 0,
     }
+
     kind = {"x86_64": (62, 7), "aarch64": (183, 1026)}[machine]
     data = bytearray(SIZE)
     data[:16] = b"\x7fELF\x02\x01\x01".ljust(16, b"\0")
     struct.pack_into("<HHIQQQIHHHHHH", data, 16, 3, kind[0], 1, 0, 64, 0, 0, 64, 56, 2, 0, 0, 0)
     struct.pack_into("<IIQQQQQQ", data, 64, 1, 5, 0, 0, 0, SIZE, SIZE, 4096)
     struct.pack_into("<IIQQQQQQ", data, 120, 2, 6, 0, TAGS_AT, 0, 0, 16 * len(tags), 8)
+
     for i, (tag, value) in enumerate(tags.items()):
         struct.pack_into("<QQ", data, TAGS_AT + 16 * i, tag, value)
     data[STRINGS_AT : STRINGS_AT + len(strings)] = strings
@@ -53,6 +56,7 @@ def image(machine: str = "x86_64", relocated: bool = True) -> bytearray:
     for i in range(1, len(names)):
         entry = (SLOTS_AT + 8 * i, i << 32 | kind[1], 0)
         struct.pack_into("<QQq", data, RELOCATIONS_AT + 24 * (i - 1), *entry)
+
     return data
 
 
@@ -98,6 +102,7 @@ def test_mutated_images_are_errors_or_name_slots_and_never_read_outside():
     draw = random.Random(18)
     words = (0, 1, 7, 24, 2**31, 2**32 - 1, 2**63, 2**64 - 1, BASE, BASE + SIZE, BASE - 8)
     errors = 0
+
     for _ in range(5_000):
         data = image(relocated=draw.random() < 0.5)
         for _ in range(draw.randint(1, 4)):
@@ -106,12 +111,14 @@ def test_mutated_images_are_errors_or_name_slots_and_never_read_outside():
                 data[at] = draw.randrange(256)
             else:
                 struct.pack_into("<Q", data, at & ~7, draw.choice(words))
+
         try:
             slots = elf.jump_slots(reader(data), BASE, "x86_64", NAMES)
             assert set(slots) <= set(NAMES)
             assert all(address % 8 == 0 for address in slots.values())
         except ElfError:
             errors += 1
+
     assert errors > 500
 
 
@@ -152,6 +159,7 @@ def test_memory_is_read_within_ranges_alone():
             Segment(start + 8, start + 16, "rw-p", 8, file),
         ]
     )
+
     assert read(start + 6, 4) == b"6789"
     for address, size in ((start - 1, 2), (start + 15, 2), (start, 17), (0, 1), (start, -1)):
         with pytest.raises(ElfError):

@@ -53,14 +53,17 @@ class Operations:
         def watched(*args, **kwargs):
             if not counts(*args, **kwargs):
                 return call(*args, **kwargs)
+
             with self._lock:
                 self.kinds.append(kind)
                 is_here = len(self.kinds) == self.at
+
             if is_here and self.moment == "before":
                 _die()
             if is_here and self.moment == "torn" and torn:
                 torn(call, *args, **kwargs)
                 _die()
+
             try:
                 return call(*args, **kwargs)
             finally:  # an operation that fails counts too

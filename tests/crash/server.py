@@ -156,10 +156,12 @@ def _ended(request: dict, log: int, report: int) -> dict:
             code = _child(request, log, report)
         finally:
             os._exit(code)
+
     killer = None
     if after_s := request["kill"]["after_s"]:
         killer = threading.Timer(after_s, os.kill, (process, signal.SIGKILL))
         killer.start()
+
     code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     seconds = time.monotonic() - start
     if killer:

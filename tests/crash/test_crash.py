@@ -114,10 +114,12 @@ def check_overwrite(
     folder = killer.fresh(copy=old)
     ended = killer.run(args, folder, kill, exchange=exchange)
     check_killed(ended, kill)
+
     if exchange:
         assert (folder / "x").is_dir()
     check_whole(folder / "x")
     assert weights_of(folder / "x") in (weights_of(old / "x"), weights_of(new / "x"))
+
     again = killer.run(args, folder, exchange=exchange)
     assert again.code == 0, again.text
     assert weights_of(folder / "x") == weights_of(new / "x")

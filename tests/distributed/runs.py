@@ -71,20 +71,25 @@ def write_data(folder: Path) -> None:
     ]
     write_rows(folder / "chats", train=chats[:12], valid=chats[12:15], test=chats[15:])
     write_rows(folder / "few", train=chats[:5], valid=chats[12:15])
+
     system = {"role": "system", "content": "Say what you are told, in as few words as there are."}
     alike = [{"messages": [system, *row["messages"]]} for row in chats]
     write_rows(folder / "alike", train=alike[:12], valid=alike[12:])
+
     texts = [" ".join(f"{word} {i}" for i in range(16)) for word in ("tide", "price", "wind")]
     asked = [{"prompt": f"{t} {i}?", "completion": f"It is {i}."} for t in texts for i in range(5)]
     write_rows(folder / "texts", train=asked, valid=asked[:3])
+
     turns = [(f"{i}?", f"Yes, {i}.", "Sure?", "I am.") for i in range(8)]
     rows = [chat(*each[:stop]) for each in turns for stop in (2, 4)]
     write_rows(folder / "turns", train=rows, valid=chats[12:15])
+
     rows = [preference(i) for i in range(16)]
     write_rows(folder / "preferences", train=rows[:12], valid=rows[12:])
     write_rows(folder / "two", train=rows[:2], valid=rows[12:])
     rows = [rated(i) for i in range(16)]
     write_rows(folder / "rated", train=rows[:12], valid=rows[12:])
+
     write_pairs(folder / "pairs", all_pairs())
     write_pairs(folder / "scored", all_scored())
     write_encoder(folder / "encoder")
@@ -99,14 +104,17 @@ def train(folder: Path, name: str, out: Path, **changes) -> None:
         settings["pipeline"] = launched() is not None
     resume = settings.pop("resume", False)
     data = str(folder / settings.pop("data"))
+
     base = "tiny" if name in PIPELINES else dense_tiny()
     if settings.get("task") == "embedding":
         base = folder / "encoder"
         settings.pop("matmul_path")
+
     if phases := settings.get("phases"):
         settings.pop("iters")
         named = [vars(p) | ({"data": str(folder / p.data)} if p.data else {}) for p in phases]
         settings["phases"] = tuple(Phase(**phase) for phase in named)
+
     train_pack(base, data, lora, TrainConfig(**settings), out, resume=resume)
 
 

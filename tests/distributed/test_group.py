@@ -37,10 +37,12 @@ def test_shares_of_a_batch_are_the_batch(size, count):
     examples = [example(length) for length in (9, 5, 7, 3)]
     batch = make_batch(examples, range(count), 4, 32)
     shares = TokenCollate(4, 32).split(batch, size)
+
     assert len(shares) == size
     assert sum(share.targets for share in shares) == batch.targets
     assert sorted(t for share in shares for t in targets_of(share)) == targets_of(batch)
     assert sum((share.examples for share in shares), ()) == batch.examples
+
     for share in shares:
         width = batch.inputs["tokens"].shape[1]
         assert share.inputs["tokens"].shape == (4 // size, width)

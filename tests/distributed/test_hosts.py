@@ -74,17 +74,20 @@ def test_a_run_on_two_machines_goes_on_where_one_has_gone(tmp_path):
         tmp_path, "train", "--hosts", str(file), "--supervise", "--data", str(data), "--out",
         "several", *settings.split(),
     )  # fmt: skip
+
     deadline = time.monotonic() + 120
     while not (tmp_path / "several-run" / "step-000002").exists():
         assert time.monotonic() < deadline and run.poll() is None
         time.sleep(0.1)
     os.kill(rank_of(1, "several"), signal.SIGKILL)
+
     out, messages = run.communicate(timeout=300)
     assert run.returncode == 0, messages
     assert "[ring]" not in messages and "[WARN]" not in messages
     assert messages.count("restart") == 1 and "another machine" in messages
     assert "rank 1 of 2 has ended" in messages
     assert sum(line.startswith("done") for line in out.splitlines()) == 1
+
     compared = start(
         tmp_path, "eval-batch", "several", "--hosts", str(file), "--data", str(data),
         "--split", "valid", "--batch-size", "1", "--rounds", "1", "--max-tokens", "2", "--json",

@@ -83,19 +83,23 @@ def test_ranks_end_with_one_that_is_killed(place, victim, then):
     pack.parent.mkdir()
     arguments = ["tests.distributed.runs", str(place), str(pack.parent), "plain,iters=500"]
     ranks = Ranks(place, 2, arguments)
+
     run = pack.with_name("plain-run")
     deadline = time.monotonic() + 120
     while not list(run.glob("step-*")) and time.monotonic() < deadline:
         time.sleep(0.1)
+
     ranks.kill(victim)
     if then is not None:  # as `mlx.launch` ends the others
         time.sleep(then)
         ranks.processes[1 - victim].send_signal(signal.SIGTERM)
+
     ended = ranks.wait(30)
     assert ended.codes[victim] == -9 and ended.codes[1 - victim] == 75
     if victim:
         (line,) = [line for line in ended.outputs[0].splitlines() if line.startswith("packs:")]
         assert "rank 1 of 2" in line and "step-" in line and "--resume" in line
+
     done = max(int(folder.name.removeprefix("step-")) for folder in run.glob("step-??????"))
     ended = train(place, 2, f"plain,iters={done + 2},resume=1", out=pack.parent.name)
     assert not any(ended.codes), ended.text

@@ -103,11 +103,13 @@ def test_choose_follows_the_cost_model_and_records_its_reason(monkeypatch):
         call()
         text = "grouped_lora float32, factors float32, ranks 4/4, outputs 0/1, row tile 4 · inputs 40, widths 24/24"
         assert built and _backend.record()["kernels"] == {text: "6 rows"}
+
         slow = _cost.Launch("kernel", bytes=1e9)
         monkeypatch.setattr(grouped_lora_kernel, "plans", lambda *_: ([], [slow]))
         _backend.forget()
         call()
         assert f"plain MLX for 1 ({text}, 6 rows: 0 us, kernel 333" in _backend.summary()
+
         _backend.start_record()
         assert not _backend.record()["plain_mlx"]
         call()  # decided before, and recorded again
@@ -127,20 +129,24 @@ def test_a_measured_loss_or_win_decides_before_the_cost_model(remembered, monkey
         call()
         assert built
         (key,) = _backend._calls
+
         _backend.keep_measured("metal", key, 9.0, 8.0)
         _backend.forget()  # as in a new process
         call()
         (reason,) = _backend.record()["plain_mlx"].values()
         assert reason == "6 rows: 8 us, kernel 9 us (measured)"
+
         assert _backend.measured("metal", (*key[:2], 7, key[3])) == (9.0, 8.0)  # up to 8 rows
         assert _backend.measured("metal", (*key[:2], 9, key[3])) is None
         assert _backend.measured("cuda", key) is None
+
         monkeypatch.setattr(
             grouped_lora_kernel, "plans", lambda *_: ([], [_cost.Launch("kernel", 1e9)])
         )
         _backend.keep_measured("metal", key, 7.0, 8.0)
         call()
         assert _backend.record()["kernels"]
+
         with dispatch.backend("reference"):
             assert _backend.choose(*key, None, None) == "reference"
 

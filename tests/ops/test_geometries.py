@@ -82,12 +82,14 @@ def test_multi_lora_and_nf4_compile_at_every_geometry(name, language):
                     scales = [mx.ones((8,))] * len(widths)
                     pack = mx.zeros((max(8, sequences),), mx.int32)
                     multi_lora_kernel.by_kernel(language, x, y, a, b, scales, pack)
+
                 for width in set(widths):
                     for double_quant in (False, True):
                         weight = quantized_weight(width, depth, double_quant)
                         nf4_kernel._dequantized(language, weight, dtype)
                         for rows in nf4_kernel.ROW_TILES:
                             nf4_kernel._matvec(language, weight, mx.zeros((rows, depth), dtype))
+
         names = {kernel.definition.name for kernel in built}
         assert names >= {"mlx_packs_nf4_dequantize", "mlx_packs_nf4_matvec"}
         check_launches(built)

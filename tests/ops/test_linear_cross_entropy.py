@@ -37,6 +37,7 @@ def heads() -> dict:
     nf4 = NF4Embedding.from_embedding(nn.Embedding(VOCABULARY, 64))
     mxfp4 = nn.QuantizedLinear.from_linear(linear, 32, 4, mode="mxfp4")
     dense = nn.Embedding(VOCABULARY, 64)
+
     return {
         "linear": (linear, linear),
         "biased": (biased, biased),

@@ -42,12 +42,14 @@ def close(ours: list[mx.array], wanted: list[mx.array]) -> bool:
 def test_reference_is_the_product_with_deltas_norms_and_swiglu():
     x, weights, a, b, scales = group()
     wanted = by_definition(x, weights, a, b, scales)
+
     factors = Factors.of(a, b, scales, FP32)
     assert factors.ranks == (4, 0, 3) and factors.down.shape == (7, 128)
     form, rows = Format(64, 4), x.reshape(-1, 128)
     flat = [y.reshape(6, -1) for y in wanted]
     task = Task(form, factors.ranks, (None,) * 3, False)
     assert close(reference(rows, weights, factors, task), flat)
+
     weight = mx.random.normal((32,))
     task = task._replace(norms=(Norm(weight, 0.1), Norm(weight, 0.1), None))
     heads = [y.reshape(6, -1, 32) for y in flat[:2]]
@@ -72,15 +74,18 @@ def test_prepared_launches_are_two_and_compute_the_group(emulated):
 def test_other_calls_are_left_to_plain_mlx(nothing_launched):
     x, weights, a, b, scales = group()
     factors, form = Factors.of(a, b, scales, FP32), Format(64, 4)
+
     assert op.prepare((9, 128), FP32, weights, form, factors) is None  # rows
     assert op.prepare((0, 128), FP32, weights, form, factors) is None
     assert op.prepare(x.shape, BF16, weights, form, factors) is None  # scales in float32
     assert op.prepare(x.shape, FP32, weights, Format(64, 3), factors) is None
+
     norms = [Norm(mx.ones((40,)), 0.1), None, None]  # 64 columns are no whole number of heads
     assert op.prepare(x.shape, FP32, weights, form, factors, norms) is None
     wide = [mx.zeros((128, 65))] * 3, [mx.zeros((65, o)) for o in (64, 32, 40)]
     wide = Factors.of(*wide, scales, FP32)
     assert op.prepare(x.shape, FP32, weights, form, wide) is None
+
     reasons = " ".join(_backend.record()["plain_mlx"].values())
     for part in ("3 bits", "heads", "more slices or ranks"):
         assert part in reasons

@@ -147,15 +147,19 @@ def test_matmul_of_an_empty_batch_is_empty():
 
 def test_nf4_rejects_mismatched_arrays_naming_all_faults():
     quantized = nf4.quantize(random_weight("whole_blocks"))
+
     with pytest.raises(ValueError, match="'block_size' .* 48"):
         nf4.NF4Weight(quantized.weight, quantized.absmax, block_size=48)
+
     text = r"'absmax' .*uint8 \[24\] .*float32 \[3\].*'offset' .*None"
     with pytest.raises(ValueError, match=text):
         nf4.NF4Weight(quantized.weight, mx.zeros(3), quantized.nested_absmax)
+
     with pytest.raises(ValueError, match=r"'weight' .*uint8 \[O, D / 2\]"):
         nf4.NF4Weight(
             quantized.weight.flatten(), quantized.absmax, quantized.nested_absmax, quantized.offset
         )
+
     with pytest.raises(ValueError, match="7"):
         nf4.quantize(mx.zeros((4, 7)))
     with pytest.raises(ValueError, match=r"x .*256.*3, 255"):
