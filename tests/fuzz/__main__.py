@@ -21,17 +21,20 @@ def main(kinds, cases, seed, first, only, journal):
     if journal is not None:
         fuzz(kinds[0], range(first, first + cases), seed, journal)
         return
+
     failed = False
     for name in kinds or KINDS:
         if only is None:
             report = supervise(name, cases, seed, first)
         else:
             report = fuzz(name, range(only, only + 1), seed)
+
         click.echo("\n".join(report.lines()))
         for failure in report.failures if only is not None else ():
             control = failure.fault == "control"
             click.echo(repr(failure.details) if control else failure.details)
         failed = failed or bool(report.failures)
+
     sys.exit(failed)
 
 

@@ -92,6 +92,7 @@ class Case:
         file, place = Path(SUBJECT, name), self.rng.choice(_PLACES)
         self.mutator.note(f"{name} is {place}")
         _remove(file)
+
         if place == "empty":
             file.touch()
         elif place == "folder":

@@ -87,16 +87,20 @@ class Mutator:
         rng = self.rng
         if isinstance(value, bool) or value is None:
             return rng.choice([True, False, None, 0, 1, "true"])
+
         if isinstance(value, (int, float)):
             near = (value + 1, value - 1, -value, value * 2, value * 1000, value / 2, str(value))
             return rng.choice(near)
+
         if isinstance(value, str):
             at = rng.randrange(len(value) + 1)
             middle = rng.choice([*CONTROLS, "x", ".", "/", "é", "0"])
             cut = rng.choice([value[:-1], value.upper(), value[:at] + middle + value[at:]])
             return rng.choice([cut, *self.words[:1], [value], {value: value}])
+
         if isinstance(value, list):
             return rng.choice([value[:-1], value * 2, [value], value[::-1], dict(enumerate(value))])
+
         value = dict(value)
         return rng.choice([list(value), list(value.values()), [value], {**value, "more": 1}])
 
@@ -114,6 +118,7 @@ class Mutator:
     def _change(self, holder: Any, key: Any, all_places: list) -> None:
         rng, value = self.rng, holder[key]
         kind = rng.choices(list(_CHANGES), list(_CHANGES.values()))[0]
+
         if kind == "value":
             holder[key] = self.value()
         elif kind == "near":
@@ -138,6 +143,7 @@ class Mutator:
             kind = "grow"
             often = 300 if len(dumps(value)) < 1000 else 2
             holder[key] = [copy.deepcopy(value)] * rng.choice((2, often))
+
         shown = f": {holder[key]!r}" if kind in ("value", "near", "copy") else ""
         self.note(f"{kind} at {key!r}{shown}")
 
@@ -168,6 +174,7 @@ class Mutator:
 
     def _change_bytes(self, kind: str, data: bytearray, at: int) -> None:
         rng = self.rng
+
         if kind == "flip" and at < len(data):
             data[at] ^= 1 << rng.randrange(8)
         elif kind == "set":
@@ -193,6 +200,7 @@ class Mutator:
         kind = self.rng.choices(
             ("tree", "tensor", "length", "numbers", "body", "bytes"), (4, 6, 1, 2, 2, 2)
         )[0]
+
         if kind == "bytes":
             return self.bytes(data)
         if kind == "length":
@@ -203,6 +211,7 @@ class Mutator:
             return data[: 8 + length] + self.bytes(body)
         if kind == "numbers":
             return data[: 8 + length] + self._numbers(bytearray(body))
+
         header = self.tree(header) if kind == "tree" else self._tensor(header)
         text = dumps(header).encode(errors="surrogatepass")
         return len(text).to_bytes(8, "little") + text + body
@@ -214,6 +223,7 @@ class Mutator:
         tensor, other = header[name], header[rng.choice(list(header))]
         shape = tensor["shape"]
         kind = rng.choice(("dtype", "shape", "size", "offsets", "drop", "name", "other"))
+
         if kind == "dtype":
             tensor["dtype"] = rng.choice(_DTYPES)
         elif kind == "shape":
@@ -231,6 +241,7 @@ class Mutator:
             header[rng.choice([*TEXTS, name[:-1], f"{name}.x", *self.words])] = header.pop(name)
         elif "shape" in other:
             header[name] = copy.deepcopy(other)
+
         self.note(f"tensor {name}: {kind} {header.get(name, '')}")
         return header
 

@@ -111,6 +111,7 @@ def sandbox() -> Iterator[Path]:
     No picture of a loss is drawn: matplotlib's first one writes its list of fonts to the home.
     """
     keep = dict(vars(constants))
+
     with (
         tempfile.TemporaryDirectory(prefix="fuzz-") as folder,
         pytest.MonkeyPatch.context() as patch,
@@ -120,12 +121,14 @@ def sandbox() -> Iterator[Path]:
         for name in ("home", "tmp", "elsewhere", "outside", OUT):
             (root / name).mkdir()
         (root / "elsewhere" / "file").write_text('{"secret": 1}')
+
         settings = {"HOME": f"{root}/home", "TMPDIR": f"{root}/tmp", "COLUMNS": "100"}
         for name, value in {**settings, "MLX_PACKS_CACHE": "off"}.items():
             patch.setenv(name, value)
         patch.setattr(picture, "is_installed", lambda: False)
         patch.chdir(root)
         vars(constants).update(_HUB | {name: str(root / "home" / name) for name in _CACHES})
+
         try:
             yield root
         finally:
@@ -181,6 +184,7 @@ class Fuzzer:
     def run(self, number: int, report: Report) -> None:
         """Run one mutant and count it in the report."""
         case = self._case(number)
+
         try:
             self.kind.mutate(case)
             for call in self.kind.calls(case):
@@ -189,6 +193,7 @@ class Fuzzer:
                 report.calls += 1
                 report.accepted += outcome.error is None and outcome.code in (0, 1)
                 report.rejected += outcome.code == 2
+
                 here = (self.kind.name, self.seed, number, call.name)
                 details = tuple(case.notes), _trace(outcome.error) or outcome.output[-3000:]
                 for fault, where in self._faults(call, outcome, before):
@@ -206,14 +211,17 @@ class Fuzzer:
             yield "traceback", f"{_site(outcome.error)} {type(outcome.error).__name__}"
         elif outcome.code not in ((0, 1, 2) if call.gated else (0, 2)):
             yield "exit", f"exit code {outcome.code}"
+
         if outcome.code == 2 and not outcome.output.rstrip("\n").rpartition("\n")[2].startswith(
             "packs: "
         ):
             yield "lines", f"ends with {outcome.output[-200:]!r}"
+
         if "memory is exhausted" in outcome.output:
             yield "memory", "allocates without bounds"
         elif outcome.more_bytes > self.limit:
             yield "memory", f"took {outcome.more_bytes / 1e6:.0f} MB"
+
         if control := _CONTROLS.search(outcome.output):
             yield "control", f"prints {control[0]!r}"
         if changed := {path for path, _ in self._snapshot().items() ^ before.items()}:
@@ -237,9 +245,11 @@ def run_call(call: Call) -> Outcome:
     loggers = [logging.getLogger(), logging.getLogger("transformers")]
     for logger in loggers:
         logger.addHandler(handler)
+
     begin = _reset_peak()
     code, output, error = None, "", None
     run = _command if call.args else _library
+
     try:
         with _printed() as printed, warnings.catch_warnings(), _time_limit():
             warnings.simplefilter("ignore")
@@ -251,6 +261,7 @@ def run_call(call: Call) -> Outcome:
     finally:
         for logger in loggers:
             logger.removeHandler(handler)
+
     return Outcome(code, printed[0] + logs.getvalue() + output, error, _peak() - begin)
 
 
@@ -298,6 +309,7 @@ def _printed() -> Iterator[list[str]]:
     sys.stdout.flush()
     sys.stderr.flush()
     kept = os.dup(1), os.dup(2)
+
     with tempfile.TemporaryFile(dir=_SHM) as file:
         for number in (1, 2):
             os.dup2(file.fileno(), number)
@@ -368,12 +380,14 @@ def fuzz(name: str, cases: range, seed: int, journal: Path | None = None) -> Rep
     """Run mutants of a kind in this process; with a ``journal``, a line after each."""
     report = Report(name)
     kind, is_frozen = KINDS[name](), gc.get_freeze_count() > 0
+
     with sandbox() as root:
         try:
             fuzzer = Fuzzer(kind, seed, root)
             gc.collect()
             if not is_frozen:  # as tests are
                 gc.freeze()
+
             for number in cases:
                 one = Report(name)
                 fuzzer.run(number, one)
@@ -386,6 +400,7 @@ def fuzz(name: str, cases: range, seed: int, journal: Path | None = None) -> Rep
                 gc.unfreeze()
             kind.close()
             mx.clear_cache()
+
     return report
 
 
@@ -393,6 +408,7 @@ def supervise(name: str, cases: int, seed: int, first: int = 0) -> Report:
     """Run mutants in another process; one that crashes or never returns is a failure."""
     report = Report(name)
     end = first + cases
+
     with tempfile.TemporaryDirectory() as folder:
         journal = Path(folder, "journal")
         while first + report.cases < end:
@@ -406,21 +422,25 @@ def supervise(name: str, cases: int, seed: int, first: int = 0) -> Report:
                 stderr=subprocess.PIPE,
                 text=True,
             )
+
             stuck = _wait(child, journal)
             errors = child.communicate()[1]
             for line in journal.read_text().splitlines():
                 one = json.loads(line)
                 one["failures"] = [Failure(**f) for f in one["failures"]]
                 report.add(Report(**one))
+
             at = first + report.cases
             if at == start and not stuck and child.returncode > 0:
                 raise RuntimeError(f"{name}: cannot be set up:\n{errors[-3000:]}")
+
             if at < end:
                 fault = ("crash", f"exit {child.returncode}")
                 if stuck:
                     fault = ("hang", f"over {STUCK_S} s")
                 report.failures.append(Failure(name, seed, at, "?", *fault, details=errors[-3000:]))
                 report.cases += 1
+
     return report
 
 

@@ -71,6 +71,7 @@ def broken_links(page: Document) -> list[str]:
         path, _, anchor = link.partition("#")
         if re.match(r"[a-z]+:", link):
             continue
+
         target = page.target(path) if path else page.path
         if not (ROOT / target).exists():
             broken.append(link)
@@ -78,6 +79,7 @@ def broken_links(page: Document) -> list[str]:
             anchors = read(target).anchors()
             if anchors is not None and anchor not in anchors:
                 broken.append(link)
+
     return broken
 
 

@@ -85,6 +85,7 @@ def write_encoder(
     config = SMALL | changes
     write_vocabulary(folder)
     (folder / "config.json").write_text(json.dumps(config))
+
     mx.random.seed(11)
     model = Encoder(config, SentenceConfig())
     tensors = {
@@ -99,6 +100,7 @@ def write_encoder(
     }
     tensors |= {f"{prefix}{name}": tensor for name, tensor in unused.items()}
     mx.save_safetensors(str(folder / "model.safetensors"), tensors, {"format": "pt"})
+
     parts = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
     paths = ["", *(f"{i}_{kind}" for i, kind in enumerate(parts) if i)]
     modules = [
@@ -106,11 +108,13 @@ def write_encoder(
         for i, (path, kind) in enumerate(zip(paths, parts, strict=True))
     ]
     (folder / "modules.json").write_text(json.dumps(modules))
+
     (folder / "1_Pooling").mkdir(exist_ok=True)
     kinds = {"mean": "mean_tokens", "cls": "cls_token", "max": "max_tokens"}
     switches = {f"pooling_mode_{name}": kind == pooling for kind, name in kinds.items()}
     switches |= {"word_embedding_dimension": d, "include_prompt": True}
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(switches))
+
     settings = {"max_seq_length": max_seq_length, "do_lower_case": False}
     (folder / "sentence_bert_config.json").write_text(json.dumps(settings))
     return folder

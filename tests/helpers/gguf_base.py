@@ -79,10 +79,12 @@ def _add_tokenizer(writer, kinds, folder: Path, config: dict) -> None:
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     count = config["vocab_size"]
     tokens, types = [f"[unused {i}]" for i in range(count)], [kinds.UNUSED] * count
+
     for token, i in tokenizer["model"]["vocab"].items():
         tokens[i], types[i] = token, kinds.NORMAL
     for added in tokenizer["added_tokens"]:
         tokens[added["id"]], types[added["id"]] = added["content"], kinds.CONTROL
+
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(tokens)

@@ -58,19 +58,23 @@ def shapes_of(architecture: str, vocab: int) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"token_embd": (vocab, HIDDEN), "output_norm": (HIDDEN,)}
     q, kv = HEADS * WIDTH, KV_HEADS * WIDTH
     biases: dict[str, tuple[int, ...]] = {}
+
     for i in range(BLOCKS):
         block = {"attn_output": (HIDDEN, q), "ffn_down": (HIDDEN, FFN)}
         block |= dict.fromkeys(_NORMS.get(architecture, ("attn_norm", "ffn_norm")), (HIDDEN,))
+
         if architecture == "phi3":
             block |= {"attn_qkv": (q + 2 * kv, HIDDEN), "ffn_up": (2 * FFN, HIDDEN)}
         else:
             block |= {"attn_q": (q, HIDDEN), "attn_k": (kv, HIDDEN), "attn_v": (kv, HIDDEN)}
             block |= {"ffn_gate": (FFN, HIDDEN), "ffn_up": (FFN, HIDDEN)}
+
         if architecture == "qwen2":
             biases |= {f"blk.{i}.attn_{n}.bias": (w,) for n, w in (("q", q), ("k", kv), ("v", kv))}
         if architecture in _HEAD_NORMS:
             block |= {"attn_q_norm": (WIDTH,), "attn_k_norm": (WIDTH,)}
         shapes |= {f"blk.{i}.{name}": shape for name, shape in block.items()}
+
     return shapes | biases
 
 

@@ -23,6 +23,7 @@ def dense_headers(name: str, vocab_size: int | None = None) -> Headers:
     sizes = REAL[name][0] if name in REAL else SMALL
     hidden, ffn, blocks, heads, kv_heads, vocab, tied = sizes
     vocab = vocab_size or vocab
+
     family = "qwen3" if name.startswith("qwen3") else "llama"
     config = {
         "model_type": family,
@@ -37,6 +38,7 @@ def dense_headers(name: str, vocab_size: int | None = None) -> Headers:
         "rms_norm_eps": 1e-6,
         "rope_theta": 1e4,
     }
+
     q, k = heads * 128, kv_heads * 128
     shapes = {
         "self_attn.q_proj": [q, hidden],
@@ -51,11 +53,13 @@ def dense_headers(name: str, vocab_size: int | None = None) -> Headers:
     }
     if family == "qwen3":
         shapes |= {"self_attn.q_norm": [128], "self_attn.k_norm": [128]}
+
     tensors = {"model.embed_tokens.weight": [vocab, hidden], "model.norm.weight": [hidden]}
     if not tied:
         tensors["lm_head.weight"] = [vocab, hidden]
     for i in range(blocks):
         tensors |= {f"model.layers.{i}.{n}.weight": s for n, s in shapes.items()}
+
     return Headers(name, config, {n: {"dtype": "BF16", "shape": s} for n, s in tensors.items()})
 
 
@@ -66,8 +70,10 @@ def write_headers(folder: Path, headers: Headers) -> Path:
         end = at + 2 * math.prod(tensor["shape"])
         header[name] = {**tensor, "data_offsets": [at, end]}
         at = end
+
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
+
     folder.mkdir()
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)

@@ -21,6 +21,7 @@ def _imports(file: Path, package: Path) -> list[tuple[str, bool]]:
     parents = [package.name, *file.relative_to(package).parts[:-1]]
     tree = ast.parse(file.read_text(encoding="utf-8"))
     names, of_types = [], set()
+
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             of_types.update(ast.walk(node))
@@ -30,6 +31,7 @@ def _imports(file: Path, package: Path) -> list[tuple[str, bool]]:
             names += [(f"{module}.{alias.name}", node in of_types) for alias in node.names]
         elif isinstance(node, ast.Import):
             names += [(alias.name, node in of_types) for alias in node.names]
+
     return names
 
 

@@ -85,8 +85,10 @@ def local_hub():
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     hub.url = f"http://127.0.0.1:{server.server_port}"
+
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
+
     try:
         yield hub
     finally:
@@ -128,6 +130,7 @@ class _Handler(BaseHTTPRequestHandler):
         host = self.headers["Host"].partition(":")[0]
         self.hub.tokens.append((host, path, self.headers.get("Authorization")))
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+
         routes = {
             ("POST", "/api/repos/create"): self._create,
             ("POST", "/api/validate-yaml"): self._validate,
@@ -142,6 +145,7 @@ class _Handler(BaseHTTPRequestHandler):
             (method, rf"/{REPO}/resolve/(?P<revision>[^/]+)/(?P<name>.+)"): self._resolve,
             (method, r"/objects/(?P<oid>\w+)/(?P<name>.+)"): self._object,
         }
+
         for (verb, pattern), route in routes.items():
             if verb == method and (match := re.fullmatch(pattern, path)):
                 return route(**match.groupdict())
@@ -162,15 +166,18 @@ class _Handler(BaseHTTPRequestHandler):
         if ranged and (match := re.match(r"bytes=(\d+)-", self.headers.get("Range") or "")):
             status, begin = 206, int(match[1])
             headers |= {"Content-Range": f"bytes {begin}-{len(data) - 1}/{len(data)}"}
+
         self.send_response(status)
         for key, value in {**headers, "Content-Length": len(data) - begin}.items():
             self.send_header(key, str(value))
         self.end_headers()
         if self.command == "HEAD":
             return
+
         cut = self.hub.cut.pop(name, None)
         stop = cut if cut is not None else self.hub.hold.get(name)
         self.wfile.write(data[begin:] if stop is None else data[begin : max(begin, stop)])
+
         if stop is not None:
             self.wfile.flush()
             self.close_connection = True
@@ -267,10 +274,12 @@ class _Handler(BaseHTTPRequestHandler):
         stored, sha = entry
         if name not in stored.commits[sha]:
             return self._fail(404, "EntryNotFound")
+
         data = stored.commits[sha][name]
         headers = {"X-Repo-Commit": sha, "Accept-Ranges": "bytes"}
         if not name.endswith(".safetensors"):
             return self._bytes(data, 200, headers | {"ETag": f'"{_git_oid(data)}"'}, name)
+
         oid = hashlib.sha256(data).hexdigest()
         self.hub.objects[oid] = data
         location = f"{self.hub.elsewhere or self.hub.url}/objects/{oid}/{name}"

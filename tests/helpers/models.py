@@ -50,6 +50,7 @@ def model_of(family: str, **changes):
         "rope_theta": 10000.0,
         "tie_word_embeddings": False,
     }
+
     if family == "gpt2":
         config = {
             "model_type": "gpt2",
@@ -62,6 +63,7 @@ def model_of(family: str, **changes):
             "vocab_size": 128,
             "num_attention_heads": 4,
         }
+
     config |= changes
     if family == "qwen2":
         config.pop("head_dim", None)

@@ -35,6 +35,7 @@ def execute(notebook: NotebookNode, folder: Path) -> None:
         "PYTHONWARNINGS": "ignore:IProgress not found",  # of tqdm, where ipywidgets is missing
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
+
     client = NotebookClient(
         notebook,
         timeout=TIMEOUT,

@@ -42,11 +42,13 @@ def random_pack(
         adapters = list({id(place.lora): place.lora for place in attached.places.values()}.values())
         keys = mx.random.split(mx.random.key(seed), 2 * len(adapters))
         factors = [f for adapter in adapters for f in (adapter.lora_a, adapter.lora_b)]
+
         for key, arrays in zip(keys, factors, strict=True):
             parts = mx.random.split(key, len(arrays))
             arrays[:] = [
                 mx.random.normal(t.shape, key=k) * size for k, t in zip(parts, arrays, strict=True)
             ]
+
         pack = pack_of(attached, **(facts or {}))
         mx.eval(pack.tensors)
         return pack
@@ -58,6 +60,7 @@ def write_pack(folder: Path, width: int = 64, rank: int = 2, base: dict = BASE, 
     """Save a pack of random adapters on two projections, without a base."""
     paths = [f"model.layers.{i}.self_attn.q_proj" for i in range(2)]
     slices = [{"name": "q_proj", "width": width, "rank": rank, "alpha": 2.0 * rank}]
+
     manifest = {
         "format_version": 1,
         "kind": "lora",
@@ -69,6 +72,7 @@ def write_pack(folder: Path, width: int = 64, rank: int = 2, base: dict = BASE, 
         },
         **facts,
     }
+
     tensors = {f"{p}.lora_a": mx.random.normal((width, rank)) for p in paths}
     tensors |= {f"{p}.lora_b": mx.random.normal((rank, width)) for p in paths}
     return Pack(manifest, tensors).save(folder)

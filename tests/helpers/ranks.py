@@ -33,8 +33,10 @@ class Ranks:
         hosts = [[f"127.0.0.1:{start + 1 + i}"] for i in range(size)]
         file = folder / f"hosts-{start}.json"
         file.write_text(json.dumps(hosts))
+
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         environment = {**os.environ, "MLX_HOSTFILE": str(file), "PYTHONPATH": path}
+
         self.processes = [
             subprocess.Popen(
                 [sys.executable, "-m", *arguments],

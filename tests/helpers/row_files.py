@@ -50,9 +50,11 @@ def write(folder: Path, name: str) -> Path:
     """Write one of `FILES` into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     file, rows = folder / name, FILES[name]
+
     if isinstance(rows, str):
         file.write_text(rows)
         return file
+
     if ".csv" in name or ".tsv" in name:
         opened = gzip.open(file, "wt") if name.endswith("gz") else file.open("w", newline="")
         with opened as f:
@@ -60,6 +62,7 @@ def write(folder: Path, name: str) -> Path:
             writer.writeheader()
             writer.writerows(rows)
         return file
+
     content = json.dumps(rows) if name.endswith(".json") else _jsonl(rows)
     file.write_bytes(gzip.compress(content.encode()) if name.endswith("gz") else content.encode())
     return file

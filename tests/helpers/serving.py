@@ -77,6 +77,7 @@ class Running:
         if body is not None:
             headers.setdefault("Content-Type", "application/json")
             body = body if isinstance(body, bytes) else json.dumps(body).encode()
+
         try:
             connection.request(method, path, body, headers)
             response = connection.getresponse()

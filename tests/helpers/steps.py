@@ -124,11 +124,13 @@ def update(batches: Sequence[Batch], accumulate: int, recompute: bool = False) -
     fill_b(attached)
     if recompute:
         attached.recompute("block")
+
     base.model.train()
     mx.random.seed(11)
     optimizer = make_optimizer(TrainConfig(optimizer="sgd", learning_rate=0.1, iters=1))
     optimizer.init(base.model.trainable_parameters())
     stepper = lm_stepper(base.model, optimizer)
+
     for i, batch in enumerate(batches, 1):
         stepper(batch, i == len(batches), accumulate == 1)
     return attached.tensors(), stepper

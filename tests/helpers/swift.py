@@ -22,8 +22,10 @@ def load_into(model: nn.Module, folder: Path) -> nn.Module:
     count, parameters = config.get("num_layers"), config["lora_parameters"]
     if not isinstance(count, int) or isinstance(count, bool) or count < 0:
         raise ValueError(f"num_layers is {count}")
+
     kind = _KINDS[config["fine_tune_type"]]
     settings = {"r": int(parameters["rank"]), "scale": float(parameters["scale"])}
+
     for block in model.layers[len(model.layers) - count :]:
         chosen = [
             (name, kind.from_base(module, **settings))
@@ -31,10 +33,12 @@ def load_into(model: nn.Module, folder: Path) -> nn.Module:
             if name in parameters["keys"] and isinstance(module, (nn.Linear, nn.QuantizedLinear))
         ]
         block.update_modules(tree_unflatten(chosen))
+
     tensors = mx.load(str(folder / "adapters.safetensors"))
     places = {name: tensor.shape for name, tensor in tree_flatten(model.parameters())}
     for name, tensor in tensors.items():
         if places.get(name) != tensor.shape:
             raise ValueError(f"{name} {tensor.shape} is unused: the model has {places.get(name)}")
+
     model.load_weights(list(tensors.items()), strict=False)
     return model

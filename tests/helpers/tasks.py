@@ -36,10 +36,12 @@ class EncodedTask:
         display = Lines()
         columns = DataConfig() if data is None else DataConfig(data=str(data))
         self.train, self._phases = train, resolve_phases(train, columns)
+
         calls = Calls(display, reward=reward)
         (self.task,) = make_tasks(self._phases, train, lora, calls).values()
         self.task.check(base.name, base.config["model_type"])
         self._target, self._lora = self.task.checked_target(base)
+
         splits = [phase.load_rows() for phase in self._phases]
         self.data = self.task.encode(base, self._phases, splits)
         self.lines = "\n".join(display.lines)

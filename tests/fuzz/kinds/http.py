@@ -204,12 +204,14 @@ class RawKind(_Served):
         file = f"{self.chosen}.http"
         if rng.random() < 0.4:
             return case.edit(file)
+
         head, _, body = RAW[self.chosen].partition(b"\r\n\r\n")
         lines = head.split(b"\r\n")
         for _ in range(rng.choice((1, 1, 2, 3))):
             at = rng.randrange(len(lines) + 1)
             kind = rng.choice(("add", "add", "delete", "double", "first", "swap"))
             case.mutator.note(f"{kind} at line {at}")
+
             if kind == "add":
                 lines.insert(max(1, at), rng.choice(LINES))
             elif kind == "delete":
@@ -220,6 +222,7 @@ class RawKind(_Served):
                 lines[:1] = [rng.choice(FIRST)]
             else:
                 rng.shuffle(lines)
+
         if rng.random() < 0.1:
             body = case.mutator.bytes(body)
         end = rng.choice((b"\r\n\r\n",) * 8 + (b"\n\n", b"\r\n", b"\r\n\r\n\r\n"))
@@ -236,6 +239,7 @@ class RawKind(_Served):
                 connection.shutdown(socket.SHUT_WR)
                 while part := connection.recv(1 << 16):
                     answer += part
+
         self.check_alive()
         statuses = [int(status) for status in _STATUS.findall(answer)]
         if 500 in statuses or (_is_answered(data) and not statuses and answer):
@@ -254,8 +258,10 @@ def _is_answered(data: bytes) -> bool:
     """Return whether a server that has read so much answers, instead of waiting for more."""
     if not data:
         return False
+
     reader = h11.Connection(h11.SERVER, _HEAD_BYTES)
     reader.receive_data(data)
+
     try:
         while True:
             event = reader.next_event()

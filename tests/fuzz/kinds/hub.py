@@ -50,6 +50,7 @@ class HubKind(Kind):
         files, rng = dict(case.files), case.rng
         part = rng.choices(("manifest", "files", "names", "answers", "cut"), (6, 3, 3, 3, 1))[0]
         case.mutator.note(part)
+
         if part == "manifest":
             files[MANIFEST] = case.mutator.json(files[MANIFEST])
             if rng.random() < 0.7:
@@ -66,6 +67,7 @@ class HubKind(Kind):
             manifest = json.loads(files[MANIFEST])
             manifest["files"] = {name: {}, **manifest["files"]}
             files[MANIFEST] = resealed(json.dumps(manifest).encode(), {name: b"{}"})
+
         self._serve(files)
         if part == "answers":
             self.hub.tamper = case.mutator.json

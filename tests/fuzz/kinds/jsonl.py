@@ -52,10 +52,12 @@ class JsonlKind(Kind):
         format_name = rng.choice(list(ROWS))
         self.data = f"{SUBJECT}/{format_name}"
         file = f"{format_name}/{rng.choices(('train', 'valid'), (4, 1))[0]}.jsonl"
+
         if rng.random() < 0.02:
             return case.replace(file)
         if rng.random() < 0.2:
             return case.edit(file)
+
         lines = case.files[file].splitlines()
         for _ in range(rng.choice((1, 1, 3))):
             at = rng.randrange(len(lines))

@@ -39,6 +39,7 @@ class PackKind(Kind):
         """Change the manifest; or the tensors, with or without new hashes; or what is beside."""
         names = (MANIFEST, ADAPTERS, "sealed", ADAPTER_CONFIG, PIN, "place")
         part = case.rng.choices(names, (9, 3, 5, 1, 1, 0.5))[0]
+
         if part == "place":
             case.replace(case.rng.choice((MANIFEST, ADAPTERS, ADAPTER_CONFIG, "README.md")))
         elif part == PIN:
