@@ -143,18 +143,22 @@ def test_training_and_eval_report_the_same_answers(letters, dense_tiny, tmp_path
     out = tmp_path / "p"
     learn = {**vars(TRAIN), "iters": 12, "learning_rate": 5e-3, "metric": "exact"}
     result = train_pack(dense_tiny, letters, LORA, TrainConfig(**learn), out)
+
     answers = result.report["answers"]
     assert answers["rows"] == 5 and answers["before"]["share"] == 0
     assert answers["after"]["share"] == 1
+
     lines = CausalLMTask.report_lines(result.report)
     assert lines[0] == "exact   0.0 % → 100.0 % of 5 test examples"
     assert sum(line.startswith("before") for line in lines) == 3
+
     manifest = json.loads((out / "pack.json").read_text())
     assert manifest["eval"]["answers"] == answers
     assert len(manifest["samples"]) == 3
     assert [change.after for change in changes_of(manifest["eval"])][-1] == 1
     assert "exact 0.0 % → 100.0 % of 5 examples" in (out / "README.md").read_text()
     assert "answers exact 0.0 % → 100.0 % of 5 examples" in run("inspect", out)[1]
+
     assert run("eval", out)[0] == 2  # it learned nothing of the bundled examples
     check(run.error, "invalid", "data", str(letters.name))
     code, text, _ = run("eval", out, "--data", letters, "--metric", "exact", "--limit", 3)

@@ -80,10 +80,12 @@ def test_eval_batch_on_base_and_three_packs(packs_here, run):
     packs = ("--pack", "a", "b", "c", "--batch-size", "1,3")
     code, out, err = run("eval-batch", *packs, *QUICK, "--csv", "out.csv", "--json")
     assert code == 0, err
+
     compared = json.loads(out)
     assert [(f["name"], f["batch_size"]) for f in compared] == [
         (name, size) for name in ("base", "a", "b", "c") for size in (1, 3)
     ]
+
     wanted = {name: stock_perplexity("model", Path(name)) for name in "abc"}
     wanted["base"] = stock_perplexity("model", None)
     for one in compared:
@@ -92,8 +94,10 @@ def test_eval_batch_on_base_and_three_packs(packs_here, run):
         assert one["scoring"] == "packed" and one["rows"] == 3
         assert one["ppl"] == pytest.approx(wanted[one["name"]], rel=1e-3)
         assert one["ppl_ratio"] == pytest.approx(one["ppl"] / compared[0]["ppl"], rel=1e-6)
+
     sizes = {f["name"]: f["pack_mb"] for f in compared}
     assert sizes["base"] == 0 < sizes["a"] < 0.1 < sizes["c"]
+
     with open("out.csv") as file:
         lines = list(csv.DictReader(file))
     assert [float(line["ppl"]) for line in lines] == [f["ppl"] for f in compared]
@@ -118,6 +122,7 @@ def test_eval_batch_failing_gate_exits_with_1_and_is_named(packs_here, run):
     limits = ("--max-pack-mb", 0.1, "--min-tps-ratio", 1000, "--max-ppl-ratio", 50)
     code, out, err = run("eval-batch", *packs, *QUICK, *limits, "--json")
     assert code == 1
+
     compared = {(f["name"], f["batch_size"]): f for f in json.loads(out)}
     gates = compared["c", 1]["gates"]
     assert {name: gate["passed"] for name, gate in gates.items()} == {
@@ -128,6 +133,7 @@ def test_eval_batch_failing_gate_exits_with_1_and_is_named(packs_here, run):
     assert gates["max_pack_mb"]["limit"] == 0.1 < gates["max_pack_mb"]["value"]
     assert gates["max_ppl_ratio"]["value"] == compared["c", 1]["ppl_ratio"]
     assert compared["base", 1]["gates"] == {}
+
     lines = [line for line in err.splitlines() if line.startswith("packs: gate")]
     assert sum("--max-pack-mb failed (c)" in line and " > 0.1" in line for line in lines) == 1
     assert sum("--min-tps-ratio failed (a, batch 2)" in line for line in lines) == 1
@@ -160,15 +166,18 @@ def test_difference_is_paired_by_row():
     base = ExampleScores(np.array([10.0, 2.0, 6.0]), np.array([5, 2, 3]), np.array([1, 0, 2]))
     pack = ExampleScores(np.array([9.0, 1.5, 5.9]), base.targets, base.hits)
     difference = Difference.between(base, pack)
+
     d, n = np.array([-1.0, -0.5, -0.1]), base.targets
     mean = d.sum() / 10
     assert difference.nll == pytest.approx(mean)
     assert difference.nll_se == pytest.approx(
         math.sqrt(3 / 2 * sum((x - mean * k) ** 2 for x, k in zip(d, n, strict=True))) / 10
     )
+
     assert difference.ppl_ratio == pytest.approx(pack.score.ppl / base.score.ppl)
     assert difference.ppl_ratio_se == pytest.approx(difference.ppl_ratio * difference.nll_se)
     assert difference.nll_se < base.score.ppl_se / base.score.ppl
+
     one = ExampleScores(base.nll[:1], n[:1], base.hits[:1])
     assert Difference.between(one, one).nll_se is None
 

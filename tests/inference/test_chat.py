@@ -103,13 +103,16 @@ def test_tokens_are_chosen_as_asked(small_tiny):
     greedy = small_tiny.generate("Who was it?", max_tokens=6)
     for one in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 0.999}):
         assert small_tiny.generate("Who was it?", max_tokens=6, temperature=3.0, **one) == greedy
+
     drawn = {
         small_tiny.generate("Who was it?", max_tokens=6, temperature=3.0, top_k=10**9, seed=seed)
         for seed in (1, 1, 2)
     }
     assert len(drawn) == 2 and greedy not in drawn
+
     loop = [5] * 8
     assert complete(small_tiny, loop, 24) != complete(small_tiny, loop, 24, repetition_penalty=1.5)
+
     logits = small_tiny.model(mx.array([loop]))[0, -1]
     likeliest = int(mx.argmax(logits))
     penalized = complete(small_tiny, [*loop, likeliest], 1, repetition_penalty=1e6)

@@ -259,12 +259,15 @@ def test_clients_that_go_take_their_requests_with_them(narrow):
         until(lambda: worker.counts == (1, 0))
         waiting = begin(narrow, LONG | options)
         until(lambda: worker.counts == (1, 1))
+
         waiting.close()  # while it waits in the queue
         until(lambda: worker.counts == (1, 0))
         if options:
             assert b"200" in running.recv(4096)
+
         running.close()  # in the middle of its text
         until(lambda: worker.counts == (0, 0))
+
         choice = narrow.chat("notes", "The list", n=2)["choices"][0]
         assert choice["message"]["content"]
 
@@ -275,14 +278,17 @@ def test_more_than_the_queue_holds_is_told_when_to_come_again(narrow):
     for n in range(3):
         connections.append(begin(narrow, LONG))
         until(lambda n=n: worker.counts == (1, n))
+
     status, headers, body = narrow.request("POST", COMPLETIONS, TEXT)
     assert status == 429 and 1 <= int(headers["retry-after"]) < 3600
     assert check(body)["type"] == "rate_limit_error"
     rejected(narrow, COMPLETIONS, TEXT | {"model": "other"}, 404)  # which need not come again
     assert narrow.json("GET", "/health")[1] == {"status": "ok", "running": 1, "waiting": 2}
+
     for connection in connections:
         connection.close()
     until(lambda: worker.counts == (0, 0))
+
     assert rejected(narrow, COMPLETIONS, TEXT | {"n": 3})["param"] == "n"  # never has a place
     assert rejected(narrow, CHAT, BODY | {"n": 3})["param"] == "n"
     assert narrow.json("POST", COMPLETIONS, TEXT | {"n": 2})[0] == 200

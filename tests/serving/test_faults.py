@@ -95,6 +95,7 @@ class Clients:
             lines.append(line)
             time.sleep(wait)
         connection.close()
+
         events = [line[6:].strip() for line in lines if line.startswith(b"data: ")]
         if response.status != 200:
             self.judge(response.status, headers, model, prompt, None)

@@ -193,6 +193,7 @@ def test_limits_of_queue_context_and_time(small_tiny):
         assert 4 <= len(errors) <= 6
         for error in errors:
             check(error, "busy")
+
         (error,) = texts_of(worker, [("base", [5] * 90, 11)])
         check(error, "invalid", "messages", "90", "100")
         (error,) = texts_of(worker, [("base", [5, 6], 90)], deadline=time.monotonic())

@@ -66,9 +66,11 @@ def test_a_stream_is_the_whole_answer_in_pieces(shared_server, options):
     body = chat_body(**options)
     _, whole = shared_server.json("POST", CHAT, body)
     chunks = list(shared_server.events(CHAT, body | {"stream_options": {"include_usage": True}}))
+
     assert chunks[-1]["choices"] == []
     assert chunks[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
     assert len({chunk["id"] for chunk in chunks}) == 1
+
     for i, expected in enumerate(whole["choices"]):
         parts = [c for chunk in chunks for c in chunk["choices"] if c["index"] == i]
         assert parts[0]["delta"]["role"] == "assistant"
@@ -78,6 +80,7 @@ def test_a_stream_is_the_whole_answer_in_pieces(shared_server, options):
         assert [reason for reason in reasons if reason] == [expected["finish_reason"]]
         entries = [entry for part in parts for entry in (part["logprobs"] or {}).get("content", [])]
         assert entries == (expected["logprobs"] or {"content": []})["content"]
+
     assert "usage" not in list(shared_server.events(CHAT, body))[-1]
 
 
@@ -253,14 +256,17 @@ def test_a_key_opens_all_but_the_page_and_the_health(shared_server, monkeypatch)
     with Running(shared_server.worker, api_key="sécret") as server:
         for path in ("/", "/health"):
             assert server.request("GET", path)[0] == 200
+
         routes = [("GET", "/v1/models"), ("GET", "/metrics"), ("DELETE", "/v1/packs/notes")]
         routes += [("POST", CHAT), ("GET", "/nowhere"), ("POST", "/v1/packs")]
+
         for given in (None, "Bearer", "Bearer wrong", "sécret", "Basic sécret", "Bearer sécre"):
             headers = {} if given is None else {"Authorization": given.encode()}
             for method, path in routes:
                 status, answer_headers, body = server.request(method, path, None, headers)
                 assert (status, answer_headers["www-authenticate"]) == (401, "Bearer")
                 assert json.loads(body)["error"]["type"] == "authentication_error"
+
         for scheme in ("Bearer", "bearer"):
             headers = {"Authorization": f"{scheme} sécret".encode()}
             assert server.request("GET", "/v1/models", None, headers)[0] == 200

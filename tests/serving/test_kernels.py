@@ -22,6 +22,7 @@ def test_kernels_give_the_logits_of_plain_mlx(tiny, chosen, kernels):
     for pack in packs:
         with tiny.applied(pack):
             expected.append(tiny.model(TOKENS))
+
     slots = PackSlots(tiny)
     with assumed_device("gpu"), emulation("metal", ("forward",)), dispatch.backend("metal"):
         for pack in packs:
@@ -29,6 +30,7 @@ def test_kernels_give_the_logits_of_plain_mlx(tiny, chosen, kernels):
         slots.selection.set(chosen)
         logits = slots.base.model(TOKENS)
         calls = _backend.record()["kernels"]
+
     assert {call.partition(" ")[0] for call in calls} == kernels
     for row, slot in enumerate(chosen):
         assert mx.allclose(logits[row], expected[slot + 1][row], atol=1e-4).item()

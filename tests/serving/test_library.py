@@ -36,17 +36,20 @@ def hashes(library) -> dict[str, str]:
 def test_new_changed_and_removed_packs_are_followed(library, copies):
     before = hashes(library)
     assert set(before) == set(NAMES)
+
     shutil.copytree(copies / "notes", copies / "team" / "more")
     shutil.rmtree(copies / "notes")
     shutil.copytree(copies / "med", copies / "notes")
     shutil.rmtree(copies / "law")
     library.scan()
+
     assert hashes(library) == {
         "notes": before["med"],
         "med": before["med"],
         "team/more": before["notes"],
     }
     assert library.created("team/more") > 0 and library.source("team/more") == "more"
+
     library.scan()
     assert len(hashes(library)) == 3
 
@@ -76,12 +79,15 @@ def test_packs_are_added_under_their_own_and_other_names_and_removed(server, she
     status, answer = server.json("POST", "/v1/packs", body)
     assert (status, answer["name"], answer["changed"]) == (201, "again", True)
     assert server.json("POST", "/v1/packs", body)[1]["changed"] is False
+
     expected = server.chat("notes", "The list")["choices"]
     assert server.chat("again", "The list")["choices"] == expected
+
     for name in ("notes", "again"):
         assert server.json("DELETE", f"/v1/packs/{name}")[0] == 200
         assert server.json("DELETE", f"/v1/packs/{name}")[0] == 404
     assert served(server) == set(NAMES) - {"notes"}
+
     server.library.scan()  # it comes back when it changes, or when it is asked for
     assert served(server) == set(NAMES) - {"notes"}
     assert server.json("POST", "/v1/packs", {"source": "notes"})[0] == 201
@@ -144,13 +150,16 @@ def test_a_pack_of_another_base_conflicts_and_its_folder_stays_secret(generator,
     edit_manifest(copies / "other", lambda manifest: manifest["base"].update(fingerprint="f" * 64))
     shutil.copytree(copies / "notes", copies / "broken")
     (copies / "broken" / "adapters.safetensors").write_bytes(b"short")
+
     with Running(generator, copies) as server:
         assert served(server) == set(NAMES)
+
         status, answer = server.json("POST", "/v1/packs", {"source": "other"})
         assert (status, answer["error"]["code"]) == (409, "mismatch")
         message = answer["error"]["message"]
         assert len(set(re.findall(r"fingerprint ([0-9a-f]+)", message))) == 2
         assert str(copies) not in message
+
         status, answer = server.json("POST", "/v1/packs", {"source": "broken"})
         assert status == 400 and str(copies) not in answer["error"]["message"]
         assert "broken" in answer["error"]["message"] or "adapters" in answer["error"]["message"]

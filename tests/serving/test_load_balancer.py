@@ -36,6 +36,7 @@ def balanced(shelf, tmp_path):
     text = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```nginx\n(.*?)```", text, re.DOTALL)
     config = tmp_path / "nginx.conf"
+
     folders = "".join(
         f"{name}_temp_path {tmp_path / name};\n"
         for name in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
@@ -44,6 +45,7 @@ def balanced(shelf, tmp_path):
         f"daemon off; pid {tmp_path / 'pid'}; error_log {tmp_path / 'log'};\n"
         f"events {{}}\nhttp {{ access_log off;\n{folders}{block}}}\n"
     )
+
     servers = [
         subprocess.Popen(
             [sys.executable, "-m", "mlx_packs", "serve", "--packs", shelf, "--port", str(port)]
@@ -51,6 +53,7 @@ def balanced(shelf, tmp_path):
         for port in (8081, 8082)
     ]
     servers.append(subprocess.Popen([shutil.which("nginx") or "nginx", "-c", config]))
+
     try:
         targets = [wait_for(port) for port in (8081, 8082)]
         yield wait_for(8080), targets

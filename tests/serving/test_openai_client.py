@@ -45,13 +45,16 @@ def test_chat_whole_and_streamed(client):
     whole = client.chat.completions.create(model="notes", messages=MESSAGES, n=2, **GREEDY)
     text = whole.choices[1].message.content
     assert text and whole.usage.completion_tokens == 24
+
     again = [*MESSAGES, whole.choices[0].message, {"role": "user", "content": "More"}]
     assert client.chat.completions.create(model="law", messages=again, **GREEDY).choices
+
     usage = {"stream_options": {"include_usage": True}, **GREEDY}
     chunks = client.chat.completions.create(model="notes", messages=MESSAGES, stream=True, **usage)
     chunks = list(chunks)
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == text
     assert chunks[-1].usage.completion_tokens == 12
+
     stop = {"stop": text[6:9], **GREEDY}
     with client.chat.completions.stream(model="notes", messages=MESSAGES, **stop) as stream:
         stream.until_done()
@@ -131,6 +134,7 @@ def test_embeddings(encoder):
             ]
     finally:
         worker.close(0.0)
+
     np.testing.assert_allclose(vectors[0], vectors[1], atol=1e-6)
     assert len(vectors[0]) == 2 and len(vectors[0][0]) == worker.base.model.dims
 

@@ -96,6 +96,7 @@ def check(writer, tools=(WEATHER,)) -> dict:
     whole, chunks = answers(writer, tools)
     for answer in (whole, *chunks):
         json.dumps(answer, allow_nan=False, ensure_ascii=False).encode()
+
     (choice,) = whole["choices"]
     message, joined, calls = choice["message"], {"content": "", "reasoning_content": ""}, []
     for chunk in chunks[:-1]:
@@ -103,6 +104,7 @@ def check(writer, tools=(WEATHER,)) -> dict:
         for name in joined:
             joined[name] += delta.get(name, "")
         calls += delta.get("tool_calls", [])
+
     assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == whole["usage"]
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]][-1] == (
         choice["finish_reason"]

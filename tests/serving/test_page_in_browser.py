@@ -112,17 +112,21 @@ def test_base_and_pack_answer_side_by_side(server, opened, expect):
     expect(page.locator(".column")).to_have_count(2)
     first = server.worker.registry.names[1]
     assert [m.input_value() for m in page.locator(".model").all()] == ["base", first]
+
     options(page, max_tokens="12", system="You answer briefly.")
     ask(page, expect, "Name a colour.")
+
     messages = [
         {"role": "system", "content": "You answer briefly."},
         {"role": "user", "content": "Name a colour."},
     ]
     answers = [server.chat(name, "", messages=messages) for name in ("base", first)]
+
     assert texts(page, ".answer") == [a["choices"][0]["message"]["content"] for a in answers]
     assert texts(page, ".tokens") == [str(a["usage"]["completion_tokens"]) for a in answers]
     for text in texts(page, ".speed") + texts(page, "dd.first"):
         assert re.fullmatch(r"\d+(\.\d| ms)", text)
+
     assert texts(page, ".who") == ["base", first]
     for name, text in zip(("base", first), texts(page, ".answer"), strict=True):
         assert [line for line in texts(page, "#finished p") if line.startswith(f"{name}: {text}")]
@@ -134,11 +138,13 @@ def test_a_conversation_goes_on_until_it_is_cleared(server, opened, expect):
     options(page, max_tokens="4")
     for text in ("one", "two"):
         ask(page, expect, text)
+
     answer = texts(page, ".column:first-child .answer")[0]
     base = [body for body in bodies if body["model"] == "base"]
     assert [m["content"] for m in base[1]["messages"]] == ["one", answer, "two"]
     assert base[0]["stream_options"] == {"include_usage": True}
     assert (base[0]["temperature"], base[0]["max_tokens"], "seed" in base[0]) == (0, 4, False)
+
     page.get_by_role("button", name="Clear").click()
     assert page.locator(".turn").count() == 0 and set(texts(page, "dd")) == {"–"}
     ask(page, expect, "three")
@@ -152,16 +158,19 @@ def test_columns_are_added_and_removed_and_take_weighted_sums(server, opened, ex
     expect(column(page, 3).get_by_label("Model")).to_be_focused()
     add.click()
     assert add.is_disabled()
+
     for number, text in ((3, "notes+law:0.3"), (4, "notes+nothing")):
         column(page, number).get_by_label("Model").select_option("Weighted sum…")
         column(page, number).get_by_label("Weighted sum", exact=True).fill(text)
     options(page, max_tokens="8")
     ask(page, expect, "Hello.", 4)
+
     expected = server.chat("notes+law:0.3", "Hello.", max_tokens=8)
     shown = column(page, 3).locator(".answer").text_content()
     assert shown == expected["choices"][0]["message"]["content"]
     error = column(page, 4).locator(".error")
     assert error.text_content().startswith("model 'nothing': is not served.")
+
     page.get_by_role("button", name="Remove column 1").click()
     assert texts(page, ".who")[0] != "base" and add.is_enabled()
     for _ in range(2):
@@ -172,14 +181,17 @@ def test_columns_are_added_and_removed_and_take_weighted_sums(server, opened, ex
 def test_keyboard_alone(server, opened, expect):
     page = opened(server)
     expect(page.locator(".column")).to_have_count(2)
+
     order = []
     while not order or order[-1] != "seed":
         page.keyboard.press("Tab")
         order.append(page.evaluate("document.activeElement.id || document.activeElement.className"))
         assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+
     each = ["model", "remove", "log"]
     fields = ["message", "send", "system", "temperature", "max_tokens", "seed"]
     assert order == ["add", "clear", *each, *each, *fields]
+
     options(page, **LONG)
     for _ in range(5):
         page.keyboard.press("Shift+Tab")
@@ -188,6 +200,7 @@ def test_keyboard_alone(server, opened, expect):
     page.keyboard.type("second")
     page.keyboard.press("Enter")
     assert texts(page, ".question") == ["first\nsecond"] * 2
+
     expect(page.locator(".column:first-child .tokens")).not_to_have_text("–")
     page.keyboard.press("Tab")
     expect(page.get_by_role("button", name="Stop")).to_be_focused()
@@ -218,21 +231,25 @@ def test_every_width_and_scheme_is_accessible(server, opened, expect, width, sch
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     viewport = {"width": width, "height": 800}
     page = opened(server, viewport=viewport, color_scheme=scheme)
+
     for _ in range(2):
         page.get_by_role("button", name="Add column").click()
     column(page, 4).get_by_label("Model").select_option("Weighted sum…")
     column(page, 4).get_by_label("Weighted sum", exact=True).fill("unknown" * 20)
     options(page, max_tokens="8")
     ask(page, expect, "supercalifragilistic" * 30, 4)
+
     assert page.evaluate("document.scrollingElement.scrollWidth <= innerWidth")
     lefts = {round(box["x"]) for box in (c.bounding_box() for c in page.locator(".column").all())}
     assert len(lefts) == (4 if width == 1280 else 1)
+
     for part in page.locator(".log").all():
         assert part.evaluate("node => node.scrollWidth <= node.clientWidth")
         assert part.evaluate("node => node.scrollHeight > node.clientHeight")
         bottom = "node => node.getBoundingClientRect().bottom"
         end = part.locator(".turn").last.evaluate(bottom)
         assert 0 < part.evaluate(bottom) - end < 30  # it follows to its end
+
     result = axe.run(page)
     assert result.violations_count == 0, result.generate_report()
 
@@ -245,17 +262,20 @@ def test_texts_stay_texts(server, opened, expect):
     page.route(
         "**/v1/chat/completions", lambda r: r.fulfill(content_type="text/event-stream", body=events)
     )
+
     packs = server.json("GET", "/v1/packs")[1]
     packs["data"][0]["source"] = packs["base"] = HOSTILE
     page.route("**/v1/packs", lambda r: r.fulfill(json=packs))
     page.reload()
     ask(page, expect, HOSTILE)
+
     page.unroute("**/v1/chat/completions")
     page.route(
         "**/v1/chat/completions",
         lambda r: r.fulfill(status=400, json={"error": {"message": HOSTILE}}),
     )
     ask(page, expect, "Hello.")
+
     assert texts(page, ".question")[0] == texts(page, ".answer")[0] == HOSTILE
     assert texts(page, ".reasoning .text")[0] == texts(page, ".error:visible")[0] == HOSTILE
     assert HOSTILE in texts(page, "#packs td") and HOSTILE in page.locator("header").text_content()
@@ -267,18 +287,21 @@ def test_key_is_asked_for_and_kept_in_this_tab_only(generator, shelf, opened, ex
         page = opened(server)
         page.locator("#key").fill("not one word")
         expect(page.locator("#key:invalid")).to_be_visible()
+
         for key in ("wrong", "secret"):
             expect(page.locator("#notice")).to_contain_text("The API key is missing or wrong.")
             assert page.locator("#chat").is_hidden()
             page.locator("#key").fill(key)
             with page.expect_response("**/v1/packs"):
                 page.get_by_role("button", name="Connect").click()
+
         expect(page.locator("#chat")).to_be_visible()
         assert page.locator("#access").is_hidden() and page.locator("#notice").is_hidden()
         options(page, max_tokens="4")
         ask(page, expect, "Hello.")
         page.reload()
         expect(page.locator("#chat")).to_be_visible()
+
         stored = "JSON.stringify([sessionStorage, localStorage, document.cookie, location.href])"
         assert json.loads(page.evaluate(stored)) == [
             {"mlx-packs-key": "secret"},
@@ -292,15 +315,18 @@ def test_packs_are_listed_and_followed(server, opened, expect):
     page = opened(server)
     facts = {pack["name"]: pack for pack in server.json("GET", "/v1/packs")[1]["data"]}
     expect(page.locator("#packs tbody tr")).to_have_count(3)
+
     chosen = page.locator(".model").nth(1).input_value()
     row = page.get_by_role("row").filter(has=page.get_by_role("rowheader", name=chosen))
     cells = [chosen, f"{facts[chosen]['parameters']:,}", str(facts[chosen]["ranks"][0])]
     assert set(cells) <= set(texts(page, f"#packs tr:has(th:text-is('{chosen}')) > *"))
+
     assert server.json("DELETE", f"/v1/packs/{chosen}")[0] == 200
     expect(row).to_have_count(0)
     select = page.locator(".model").nth(1)
     assert select.input_value() == chosen
     assert f"{chosen} (not served)" in select.locator("option").all_text_contents()
+
     ask(page, expect, "Hello.")
     assert column(page, 2).locator(".error").text_content().startswith(f"model '{chosen}': is not")
 
@@ -320,11 +346,13 @@ def test_an_encoder_compares_two_texts(encoder_server, opened, expect):
     page = opened(encoder_server, viewport={"width": 390, "height": 800})
     expect(page.locator("#embed")).to_contain_text("The base is an encoder")
     assert page.locator("#chat").is_hidden() and page.locator(".column").count() == 0
+
     pair = ["how do i fix a car", "steps to repair the vehicle"]
     page.get_by_label("First text").fill(pair[0])
     page.get_by_label("Second text").fill(pair[1])
     page.locator("#embed-sum").fill("notes+law:0.3")
     page.get_by_label("Second text").press("Enter")
+
     rows = page.locator("#similarities tbody tr")
     expect(rows).to_have_count(4)
     for line in rows.all():
@@ -334,6 +362,7 @@ def test_an_encoder_compares_two_texts(encoder_server, opened, expect):
         a, b = (np.array(item["embedding"]) for item in data)
         expected = a @ b / np.sqrt((a @ a) * (b @ b))
         assert float(similarity) == pytest.approx(expected, abs=1e-4)
+
     page.locator("#embed-sum").fill("unknown" * 10)
     page.locator("#embed-sum").press("Enter")
     expect(rows.last).to_contain_text("is not served")

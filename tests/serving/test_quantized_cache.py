@@ -40,15 +40,18 @@ def test_sequences_pass_through_batches_unchanged(bits):
     lengths = (3, 300, 17)
     alone = [filled(i, n, bits) for i, n in enumerate(lengths)]
     batch = alone[0].merge([filled(i, n, bits) for i, n in enumerate(lengths)])
+
     other = filled(3, 5, bits).merge([filled(3, 5, bits)])
     alone.append(filled(3, 5, bits))
     batch.extend(other)
+
     added = [drawn(10 + i, 260) for i in range(4)]
     batch.update_and_fetch(*(mx.concatenate(parts) for parts in zip(*added, strict=True)))
     for cache, more in zip(alone, added, strict=True):
         cache.update_and_fetch(*more)
     assert batch.nbytes > 0
     assert all(same(batch.extract(i), cache) for i, cache in enumerate(alone))
+
     batch.filter([0, 2, 3])
     assert batch.left_padding.tolist() == [14, 0, 12]
     assert all(same(batch.extract(i), alone[k]) for i, k in enumerate((0, 2, 3)))
@@ -57,6 +60,7 @@ def test_sequences_pass_through_batches_unchanged(bits):
 def test_prompts_padded_on_the_right_are_turned():
     batch = filled(0, 0, 8).merge([filled(0, 0, 8), filled(1, 0, 8)])
     assert batch.empty() and batch.nbytes == 0
+
     (ka, va), (kb, vb) = drawn(0, 4), drawn(1, 2)
     pad = mx.zeros((1, 2, 2, 64))
     batch.prepare(lengths=[4, 2], right_padding=[0, 2])
@@ -66,6 +70,7 @@ def test_prompts_padded_on_the_right_are_turned():
     )
     batch.finalize()
     assert same(batch.extract(0), filled(0, 4, 8)) and same(batch.extract(1), filled(1, 2, 8))
+
     empty = filled(0, 0, 8).merge([filled(0, 0, 8)])
     empty.extend(batch)
     assert empty.offset.tolist() == [0, 4, 2] and same(empty.extract(1), filled(0, 4, 8))
@@ -82,6 +87,7 @@ def test_texts_are_those_of_mlx_lm_with_a_quantized_cache(small_tiny, bits):
         tokens = [int(token) for token, _ in steps]
         eos = [i for i, t in enumerate(tokens) if t in small_tiny.tokenizer.eos_token_ids]
         expected.append(text_of(small_tiny, tokens[: eos[0]] if eos else tokens))
+
     worker = Generator(small_tiny, Limits(4, 16, 1 << 30, 64, 2048, bits))
     plain = Generator(small_tiny, Limits(4, 16, 1 << 30, 64, 2048))
     worker.start()
@@ -93,6 +99,7 @@ def test_texts_are_those_of_mlx_lm_with_a_quantized_cache(small_tiny, bits):
         room = worker.call(lambda: worker.kv_bytes(1, 256)).result()
     finally:
         worker.close(0.0)
+
     plain.start()
     try:
         assert room < plain.call(lambda: plain.kv_bytes(1, 256)).result() * (bits + 2) / 32

@@ -215,6 +215,7 @@ def written(prompts, base, tools=(TOOL,), start=(), **fields) -> str:
     body = parse(ChatBody, tools=list(tools), **fields)
     prompt = prompts.of_chat(body)
     request = prompts.chat_maker(body, prompt, 0.0)(0, print)
+
     tokens, forced = list(prompt), list(start)
     for i in range(80):
         logits = mx.random.normal((1, base.vocab_size), key=mx.random.key(i))
@@ -225,6 +226,7 @@ def written(prompts, base, tools=(TOOL,), start=(), **fields) -> str:
         tokens.append(int(logits.argmax()))
         if tokens[-1] in base.tokenizer.eos_token_ids:
             break
+
     return base.tokenizer.decode(tokens[len(prompt) :])
 
 
