@@ -94,11 +94,13 @@ def test_report_and_manifest_say_what_was_done(run_of_pairs, encoder):
     report, manifest = run_of_pairs.report, run_of_pairs.pack.manifest
     assert {"mrr_at_10_before", "trained_pairs", "pairs_per_s", "plan_peak_gb"} <= set(report)
     assert not [key for key in report if key.startswith("ppl") or "tokens" in key]
+
     described = {"split": "test", "rows": 22, "available": 22, "format": "pairs"}
     assert report["held_out"] == described and report["recompute"] == "none"
     shapes = [tensor["shape"] for tensor in tensors_of(load_base(encoder).model).values()]
     assert report["base_weights"] == sum(map(np.prod, shapes))
     assert report["trainable_parameters"] == manifest["adapters"]["parameters"]
+
     assert manifest["objective"] == {
         "task": "embedding",
         "loss": "mnrl",
@@ -108,8 +110,10 @@ def test_report_and_manifest_say_what_was_done(run_of_pairs, encoder):
     assert manifest["base"]["model_type"] == "bert" and manifest["base"]["num_heads"] == 4
     assert manifest["recipe"]["task"] == "embedding" and manifest["eval"]["rows"] == 22
     check_manifest(manifest)
+
     targets = {spec.rpartition(".")[2] for spec in run_of_pairs.pack.specs}
     assert targets == {"query", "key", "value", "dense"}
+
     folder = run_of_pairs.pack.path
     assert not (folder / "adapter_config.json").exists()  # mlx-lm has no encoder to open it on
     card = (folder / "README.md").read_text()
@@ -214,9 +218,11 @@ def test_eval_gives_the_numbers_of_the_run(run, run_of_pairs, encoder, pair_data
     for name, value in result["pack"].items():
         assert value == pytest.approx(report[f"{name}_after"], abs=1e-6)
         assert result["base"][name] == pytest.approx(report[f"{name}_before"], abs=1e-6)
+
     triplets = ("--model", encoder, "--data", pair_data["triplets"])
     code, out, _ = run("eval", pack, *triplets, "--limit", 7)
     assert code == 0 and "triplet accuracy" in out and "7 examples (triplets)" in out
+
     assert run("eval", "--pack", f"{pack}=0.5", *pairs)[0] == 0
     assert run("eval", pack, *pairs, "--loss-on", "all")[0] == 2
     check(run.error, "conflict", "loss_on", str(encoder), "--loss-on")
@@ -227,18 +233,22 @@ def test_inspect_list_and_apply_say_what_it_is(run, run_of_pairs, encoder):
     pack = run_of_pairs.pack.path
     code, out, _ = run("inspect", pack)
     assert code == 0 and "embeddings, loss mnrl" in out and "held-out MRR@10" in out
+
     code, out, _ = run("list", pack.parent)
     assert code == 0 and "MRR@10 0." in out
     code, out, _ = run("list", pack.parent, "--json")
     entry = json.loads(out)[0]
     assert entry["metric"] == "mrr_at_10" and entry["ppl_after"] is None
     assert entry["metric_after"] == run_of_pairs.report["mrr_at_10_after"]
+
     code, out, _ = run("apply", pack, "--model", encoder)
     assert code == 0 and "embeddings moved by up to" in out
     code, out, _ = run("apply", pack, "--model", encoder, "--dry-run", "--json")
     assert code == 0 and json.loads(out)["geometry"] == "checked"
+
     assert run("apply", pack, "--model", "tiny", "--dry-run")[0] == 2
     check(run.error, "mismatch", None, str(pack), "bert", "tiny")
+
     code, out, _ = run("diff", pack, pack)
     assert code == 0
 
@@ -295,18 +305,22 @@ def test_merge_writes_a_folder_with_the_same_embeddings(pair_data, tmp_path):
     folder = write_encoder(tmp_path / "base", prefix="bert.")
     train = settings(iters=1, test_batches=1)
     pack = train_pack(folder, str(pair_data["pairs"]), LORA, train, tmp_path / "pack").pack
+
     report = merge_pack(pack, folder, tmp_path / "merged", data=pair_data["pairs"])
     assert report["passed"] and report["changed"] == 12 and report["names"] == "base"
     assert report["drift_mean"] < 1e-6 < report["drift_of_pack"]
+
     base, merged = load_base(folder), load_base(tmp_path / "merged")
     with base.applied(pack):
         wanted = base.encode(TEXTS)
     assert np.abs(merged.encode(TEXTS) - wanted).max() < 1e-5
     assert np.abs(base.encode(TEXTS) - wanted).max() > 1e-4
     assert merged.model.sentence_config == base.model.sentence_config  # pooling, Normalize, length
+
     stored = [mx.load(str(f)) for f in (tmp_path / "merged").glob("model*.safetensors")]
     names = {name for tensors in stored for name in tensors}
     assert names == set(mx.load(str(folder / "model.safetensors")))
+
     with raises("exists", "out", str(tmp_path / "merged")):
         merge_pack(pack, folder, tmp_path / "merged", data=pair_data["pairs"])
 
@@ -331,14 +345,18 @@ def test_export_to_peft_names_modules_in_full_and_comes_back(run, run_of_pairs, 
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert code == 0 and config["task_type"] == "FEATURE_EXTRACTION"
     assert len(config["target_modules"]) == 12 and "dense" not in config["target_modules"]
+
     code, _, _ = run("import", tmp_path / "peft", "--model", encoder, "--out", tmp_path / "back")
     assert code == 0 and adapters(tmp_path / "back") == adapters(pack)
+
     (tmp_path / "peft" / "mlx_packs.json").unlink()  # by its own config, as of a stranger
     code, _, _ = run("import", tmp_path / "peft", "--model", encoder, "--out", tmp_path / "new")
     assert code == 0 and set(Pack.open(tmp_path / "new").specs) == set(run_of_pairs.pack.specs)
+
     assert run("export", pack, "--to", "mlx-lm", "--out", tmp_path / "mlx")[0] == 2
     check(run.error, "unsupported", None, str(pack), "mlx-lm")
     assert not (tmp_path / "mlx").exists()
+
     both = (f"{pack}=1", f"{tmp_path / 'new'}=1")
     assert run("combine", *both, "--model", encoder, "--out", tmp_path / "c")[0] == 2
     check(run.error, "unsupported", "model", "combine", "bert")

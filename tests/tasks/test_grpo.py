@@ -60,13 +60,16 @@ def test_advantages_and_losses_are_those_of_the_paper():
     expected = (rewards[0] - rewards[0].mean()) / (rewards[0].std(ddof=1) + 1e-4)
     np.testing.assert_allclose(gains[0], expected, rtol=1e-5)
     assert gains[1].tolist() == [0, 0, 0]
+
     log_probs, reference = mx.array([-1.0, -2.0, -3.0, -9.0]), mx.array([-1.5, -2.0, -2.0, 0.0])
     owners, of_two = mx.array([0, 0, 1, -1]), mx.array([2.0, -1.0])
     plain = policy_loss(log_probs, None, owners, of_two, 0.0)
     assert np.array(plain).tolist() == [-2.0, 1.0]
+
     kept = np.array(policy_loss(log_probs, reference, owners, of_two, 0.5))
     apart = np.exp([-0.5, 0, 1]) - np.array([-0.5, 0, 1]) - 1
     np.testing.assert_allclose(kept, [-2 + 0.5 * apart[:2].mean(), 1 + 0.5 * apart[2]], rtol=1e-5)
+
     gradient = mx.grad(lambda x: policy_loss(x, None, owners, of_two, 0.0).sum())(log_probs)
     assert np.array(gradient).tolist() == [-1.0, -1.0, 1.0, 0.0]
 

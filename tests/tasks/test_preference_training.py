@@ -67,12 +67,14 @@ def test_a_run_learns_what_is_preferred(tmp_path, data, rated_data, task, loss):
     train = settings(task=task)
     run = train_pack(small_base(), chosen, LORA, train, tmp_path / "p", display=display)
     report, manifest = run.report, Pack.open(tmp_path / "p").manifest
+
     assert report["reward_margin_after"] > report["reward_margin_before"] + 0.05
     assert report["loss_after"] < report["loss_before"]
     if task != "orpo":
         assert (report["preference_accuracy_before"], report["reward_margin_before"]) == (0.5, 0)
         (done, *_) = PreferenceTask.report_lines(report)
         assert "held-out preference accuracy 0.5000, reward margin 0.0000 → " in done
+
     assert manifest["objective"]["task"] == manifest["recipe"]["task"] == task
     assert manifest["objective"].get("loss") == loss
     assert manifest["data"]["rows"] == {"train": 16, "valid": 8}

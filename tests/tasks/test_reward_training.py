@@ -45,9 +45,11 @@ def test_a_run_learns_what_is_preferred(tmp_path, data):
     modules = dict(base.model.named_modules())
     run = train_pack(base, data, LORA, settings(iters=6), tmp_path / "p")
     report, manifest = run.report, Pack.open(tmp_path / "p").manifest
+
     assert report["preference_accuracy_after"] > max(0.8, report["preference_accuracy_before"])
     assert report["reward_margin_after"] > report["reward_margin_before"] + 0.2
     assert report["loss_after"] < report["loss_before"]
+
     assert manifest["objective"] == {
         "task": "reward",
         "loss_on": "last token",
@@ -55,6 +57,7 @@ def test_a_run_learns_what_is_preferred(tmp_path, data):
     }
     assert manifest["adapters"]["replaced"] == [{"name": "score.weight", "shape": [1, 64]}]
     assert report["trained_tokens"] > 24 * 2 * 15 and report["trainable_parameters"] > 64
+
     lines = [line for line in run.curve if "valid_loss" in line]
     assert lines and {"valid_preference_accuracy", "valid_reward_margin"} <= set(lines[0])
     assert dict(base.model.named_modules()) == modules  # the head was never one of them

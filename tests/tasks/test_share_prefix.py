@@ -92,6 +92,7 @@ def data(tmp_path_factory):
         "rated": [begun(rated(i)) for i in range(20)],
     }
     held_out = {"chats": 6, "documents": 9}
+
     folder = tmp_path_factory.mktemp("data")
     folders = {}
     for name, each in rows.items():
@@ -250,18 +251,21 @@ def test_the_passes_of_a_batch_are_those_of_its_tree():
     """64 inputs are common to all rows, or to those of each of two documents."""
     rows = 8 * 79
     grouped, other = base_of("qwen3").model, base_of("gemma3_text").model
+
     for changes, instruction, document in (({}, 64, 0), ({}, 0, 64), ({"micro_batches": 2}, 64, 0)):
         train = TrainConfig(share_prefix="on", batch_size=8, **changes)
         examples = documents_of([8] * 4, document, instruction=instruction)
         chosen = np.arange(len(examples))
         trees = sharing.plan_trees(train, LORA, examples, chosen)
         trees = sharing.plan_groups(train, examples, chosen, trees)
+
         passes = shared_prefix.passes_of(other, trees, examples, rows)
         assert sum(passes) == pytest.approx(rows * (1 - trees.saved(examples)), abs=1)
         prefixes = {False: 64, True: 128}[isinstance(trees, GroupPlan)]
         assert passes[0] == pytest.approx(prefixes, rel=0.15) or len(passes) == 1
         assert len(passes) == (1 if changes else 2)
         assert shared_prefix.passes_of(grouped, trees, examples, rows) == (sum(passes),)
+
     assert shared_prefix.passes_of(other, None, examples, rows) == (rows,)
 
 

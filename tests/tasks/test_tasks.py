@@ -134,20 +134,24 @@ def test_a_task_is_one_class_and_one_name(tmp_path, monkeypatch):
     data = write_rows(tmp_path / "d", train=rows, valid=rows[:2])
     settings = {"task": "one-word", "iters": 6, "learning_rate": 1e-2, "matmul_path": "dense"}
     train = TrainConfig(**settings, steps_per_report=2, steps_per_eval=4, save_every=3)
+
     run = train_pack(small_base(), data, LoRAConfig(rank=2), train, tmp_path / "p")
     report = run.report
     assert report["loss_after"] < report["loss_before"] - 1
     assert report["trained_words"] == 6 * 8 and report["words_per_s"] > 0
     assert [line["batch"] for line in run.curve if "valid_loss" in line] == [4]
+
     manifest = Pack.open(tmp_path / "p").manifest
     assert manifest["objective"] == {"task": "one-word"}
     assert manifest["recipe"]["task"] == "one-word"
     assert manifest["data"]["rows"] == {"train": 3, "valid": 2}
+
     longer = TrainConfig(**{**settings, "iters": 8})
     resumed = train_pack(
         small_base(), data, LoRAConfig(rank=2), longer, tmp_path / "p", resume=True
     )
     assert resumed.report["steps"] == 8
+
     lines = (tmp_path / "p-run" / "metrics.jsonl").read_text().splitlines()
     assert {key for line in lines for key in json.loads(line)} >= {"words_per_s", "trained_words"}
 

@@ -120,11 +120,13 @@ def test_every_combination_learns_the_same(small, varied_chats, tmp_path, last_k
             grad_accumulation_steps=batches,
             steps_per_report=batches,
         )
+
         lora = dataclasses.replace(LORA, dropout=0.0)
         run = train_pack(small, varied_chats, lora, train, tmp_path / str(len(results)))
         assert (run.report["steps"], run.report["batches"]) == (2, 2 * batches)
         assert (run.report["cache_frozen"] is None) == (cache == "off")
         results.append((run.report["trained_tokens"], losses(run)))
+
     (targets, plain), *others = results
     assert plain[0] > plain[-1]
     for other, curve in others:

@@ -161,16 +161,19 @@ def test_the_number_that_is_named_decides(train, monkeypatch):
         Exam, "validated", lambda exam, score: AnsweredScore(score, exam.metric, next(shares))
     )
     write_rows(Path("d"), train=ANSWERS, valid=ANSWERS[:2], test=ANSWERS[:1])
+
     run = train(iters=9, metric="none", patience=2, best="valid_exact", **ONE)
     assert run.pack.manifest["end"] == {
         "stopped": "no higher validation exact in 2 validations",
         "best_batch": 2,  # the first of those that are equal
         "best_valid_exact": 0.5,
     }
+
     measured = [line for line in run.curve if "valid_exact" in line]
     assert all({"valid_loss", "valid_ppl", "valid_accuracy"} <= set(line) for line in measured)
     # the checkpoint of the best weights stays, beside the last one
     assert [f.name for f in checkpoints(run.run)] == ["step-000002", "step-000004"]
+
     resumed = EarlyStop(patience=2, best_by="valid_exact", curve=run.curve)
     assert resumed.batch == 2 and resumed.reason() == run.pack.manifest["end"]["stopped"]
 

@@ -106,14 +106,17 @@ def test_an_overflow_of_the_gradient_skips_and_halves(name, alone):
     model, stepper = stepper_of(optimizer=make_optimizer(TrainConfig(iters=99, optimizer=name)))
     stepper(batch_of(), True, alone)
     stepper.optimizer.state[KEY]["scale"] = mx.array(2.0**24)
+
     before = snapshot(model, stepper.optimizer)
     loss, norm = stepper(batch_of(), True, alone)
     after = snapshot(model, stepper.optimizer)
+
     assert math.isfinite(loss) and norm == math.inf
     # the schedule counts the batch, and no parameter or moment does
     assert changed(before, after) == {"step", "learning_rate", KEY}
     assert after[f"{KEY}.scale"] == 2.0**23
     assert (after[f"{KEY}.good"], after[f"{KEY}.skipped"]) == (0, 1)
+
     stepper.optimizer.state[KEY]["scale"] = mx.array(FIRST)
     assert math.isfinite(stepper(batch_of(), True, alone)[1])
     assert "weights" in changed(after, snapshot(model, stepper.optimizer))
@@ -205,20 +208,24 @@ def stored(out: str) -> dict[str, bytes]:
 def test_a_run_that_overflows_goes_on_in_bfloat16(checkpoint, rows):
     result, lines = trained(checkpoint, rows)
     assert lines[0] == "dtype float16: as specified · the loss is scaled"
+
     overflow = next(line for line in lines if "continues in bfloat16" in line)
     number = int(overflow.removeprefix("dtype batch ").partition(":")[0])
     assert "the loss is nan in float16" in overflow
     assert lines[-1].startswith("dtype bfloat16 instead of float16: batch")
+
     # every batch is trained once, the one that overflowed too
     assert [line["batch"] for line in result.curve if "loss" in line] == [1, 2, 3, 4]
     assert result.report["batches"] == 4 and math.isfinite(result.report["ppl_after"])
     assert result.report["compute_dtype"]["name"] == "bfloat16"
     assert result.pack.manifest["measured"]["compute_dtype"] == result.report["compute_dtype"]
+
     last_update = Path(f"o-run/step-{number - 1:06d}")
     assert last_update in checkpoints(Path("o-run")) and not has_loss_scale(last_update)
     tensors = result.pack.load_tensors()
     assert all(mx.isfinite(t).all().item() for t in tensors.values())
     assert not has_loss_scale(latest_checkpoint(Path("o-run")))
+
     _, lines = trained(checkpoint, rows, replace(TRAIN, iters=5), resume=True)
     assert lines == ["dtype bfloat16 instead of float16: as of step-000004"]
 

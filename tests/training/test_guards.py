@@ -318,6 +318,7 @@ try:
 except SystemExit as end:
     print(end.code)
 """
+
     assert run_python(code).splitlines()[-1] == "2"
     folder = tmp_path / "p-run"
     check_resumable(folder)

@@ -73,6 +73,7 @@ def log_of(saves: list | None = None, **settings) -> list[str]:
     train = replace(TRAIN, **{**quiet, "iters": 6, **settings})
     recorder, phase = Recorder(), RunPhase("", train, ())
     score = StoredScore(1.0)
+
     objective = SimpleNamespace(
         unit="tokens",
         prepare=lambda batch: batch,
@@ -80,8 +81,10 @@ def log_of(saves: list | None = None, **settings) -> list[str]:
         validate=lambda data: score,
         facts=dict,
     )
+
     batch_step, state = BatchStep(recorder, objective, collate=None), TrainingState()
     on_nan = SimpleNamespace(policy="stop", updated=lambda: None)
+
     loop = Loop(
         settings=loop_settings(phase, train.iters),
         trainable=SimpleNamespace(model=SimpleNamespace(train=lambda: None), at=lambda share: None),
@@ -94,6 +97,7 @@ def log_of(saves: list | None = None, **settings) -> list[str]:
         watch=Watch([], None),
         reports=Reports([recorder], batch_step),
     )
+
     loop.train(iter([Batch({}, targets=3, denominator=3)] * train.iters))
     assert loop.state.batches == train.iters and loop.state.trained_tokens == 3 * train.iters
     assert loop.state.updates == math.ceil(train.iters / train.grad_accumulation_steps)

@@ -164,10 +164,12 @@ def test_three_steps_give_the_weights_of_mlx_lms_trainer(tmp_path):
     attached, start = our_side("qwen3")
     # with eps = 1e-8 Adam turns the rounding of an entry without gradient into a step of its own
     ours, theirs = (optimizers.AdamW(learning_rate=1e-3, eps=1e-5) for _ in range(2))
+
     stepper = lm_stepper(attached.model, ours, max_grad_norm=None)
     batch = our_batch(data)
     for _ in range(3):
         stepper(batch, last=True, alone=True)
+
     train(
         mlx_lm_side("qwen3", start),
         theirs,
@@ -179,6 +181,7 @@ def test_three_steps_give_the_weights_of_mlx_lms_trainer(tmp_path):
             adapter_file=str(tmp_path / "adapters.safetensors"),
         ),
     )
+
     expected = mx.load(str(tmp_path / "adapters.safetensors"))
     for name, weights in attached.tensors().items():
         assert mx.abs(weights - expected[name]).max().item() <= TOLERANCE, name

@@ -76,23 +76,28 @@ def test_a_skipped_update_changes_nothing(name, alone):
         base = base_of("qwen3")
         fill_b(attach(base, LoRAConfig(rank=4)))
         base.model.train()
+
         optimizer = make_optimizer(TrainConfig(iters=9, optimizer=name))
         optimizer.init(base.model.trainable_parameters())
         objective = CausalLM(base.model, split_head(base.model))
         stepper = Stepper(base.model, partial(weighted, objective), optimizer, 1.0, skips)
+
         batch = make_batch(examples_of((9, 17)), range(2), 2, 64)
         good, bad = with_weight(batch, 1.0), with_weight(batch, math.nan)
         stepper(good, True, alone)
         before = snapshot(base.model, optimizer)
+
         if skips:
             if not alone:  # the fault is in the first batch of two
                 stepper(bad, False, alone)
             value, norm = stepper(good if not alone else bad, True, alone)
             assert math.isnan(norm) and math.isnan(value) == alone
             assert snapshot(base.model, optimizer) == before
+
         stepper(good, True, alone)
         results[skips] = snapshot(base.model, optimizer)
         assert results[skips] != before
+
     assert results[True] == results[False]
 
 
@@ -184,13 +189,16 @@ def test_backing_off_halves_the_rate_from_the_last_checkpoint(train, monkeypatch
     with monkeypatch.context() as patch:
         poison(patch, BAD, times=1)
         run = train("whole", **settings)
+
     (record,) = records(run.run)
     batch = record["batch"]
     assert record["to"] == (f"step-{batch - 1:06d}" if saved else "step-000000")
     assert record["rows"] == [BAD_ROW] and run.report["back_offs"] == 1
+
     rates = {line["batch"]: line["learning_rate"] for line in run.curve if "loss" in line}
     since = batch if saved else 1
     assert rates == pytest.approx({n: 1e-3 * (0.5 if n >= since else 1) for n in range(1, 7)})
+
     # a run that is resumed keeps the rate
     with monkeypatch.context() as patch:
         interrupt_at(patch, 5)
@@ -232,13 +240,16 @@ def test_phases_go_on_after_a_fault(train, monkeypatch, policy, bad):
         Phase("one", data="d", iters=6),
         Phase("two", data="narrow", iters=6, learning_rate=5e-4, warmup_steps=3),
     )
+
     poison(monkeypatch, bad, times=1)
     run = train(data=None, phases=two, on_nan=policy, **ONE)
     (record,) = records()
     assert (record["batch"] > 6) == (bad > 5)
     assert record["rows"] == [f"{'narrow' if bad > 5 else 'd'}/train.jsonl:{bad % 6 + 1}"]
+
     lines = [line for line in run.curve if "loss" in line]
     rates = {line["batch"]: line["learning_rate"] for line in lines}
+
     # a skipped update is not counted: after one in the first phase, the second starts one later
     late = policy == "skip" and bad < 6
     warm = ([0] if late else []) + [0, 1 / 3, 2 / 3, 1, 1, 1]  # of the rate, which rises from 0
@@ -248,6 +259,7 @@ def test_phases_go_on_after_a_fault(train, monkeypatch, policy, bad):
     else:  # from the last checkpoint, at the start of a phase
         since = 7 if bad > 5 else 1
         expected = {n: rate / (2 if n >= since else 1) for n, rate in expected.items()}
+
     assert rates == pytest.approx(expected)
     assert len(run.report["phases"]) == 2 and lines[-1]["batch"] == 12
 

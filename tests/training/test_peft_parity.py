@@ -40,15 +40,18 @@ def dense_base(tmp_path_factory) -> Path:
     """The bundled Qwen3 as transformers reads it: dense, in float32."""
     for name in ("torch", "transformers", "peft"):
         pytest.importorskip(name)
+
     base = load_base(tiny_checkpoint())
     weights = dict(tree_flatten(base.model.parameters()))
     modules = {name for name in weights if name.endswith(".scales")}
     config = json.loads((tiny_checkpoint() / "config.json").read_text())
     sizes = {key: config["quantization"][key] for key in ("group_size", "bits")}
+
     for scales in modules:
         path = scales.removesuffix(".scales")
         parts = (weights.pop(f"{path}.{name}") for name in ("weight", "scales", "biases"))
         weights[f"{path}.weight"] = mx.dequantize(*parts, **sizes).astype(mx.float32)
+
     config = {k: v for k, v in config.items() if not k.startswith("quantization")}
     folder = tmp_path_factory.mktemp("dense") / "qwen3"
     write_files(folder, weights, config)
@@ -72,15 +75,18 @@ def trained_here(folder: Path, settings: dict, rows: list[Example], start: dict 
     accumulate = settings.get("gradient_accumulation_steps", 1)
     ours = {OURS.get(key, key): value for key, value in settings.items()}
     config = TrainConfig(iters=UPDATES * accumulate, **ours)
+
     base = load_base(folder)
     attached = attach(base, LoRAConfig(rank=RANK, alpha=ALPHA, target_modules=TARGETS))
     if start is not None:
         attached.load({name: mx.array(value) for name, value in start.items()}, "test")
     first = {name: np.array(tensor) for name, tensor in attached.tensors().items()}
+
     base.model.train()
     optimizer = make_optimizer(config)
     optimizer.init(base.model.trainable_parameters())
     stepper = lm_stepper(base.model, optimizer, config.max_grad_norm)
+
     lines, total, count = [], 0.0, 0
     for number in range(1, config.iters + 1):
         batch = make_batch(rows, range((number - 1) * ROWS, number * ROWS), ROWS, 64)
@@ -90,6 +96,7 @@ def trained_here(folder: Path, settings: dict, rows: list[Example], start: dict 
         if last:
             lines.append((total / count, optimizer.learning_rate.item(), norm))
             total, count = 0.0, 0
+
     final = {name: np.array(tensor) for name, tensor in attached.tensors().items()}
     return first, np.array(lines), final
 

@@ -145,14 +145,17 @@ def test_what_a_phase_does_not_say_is_as_the_run_has_it():
         Phase(learning_rate=1e-5, optimizer_state="fresh"),
         Phase(data=["a", "b"], lr_schedule="constant", warmup_steps=0),
     )
+
     run = {"iters": 5, "learning_rate": 3e-4, "warmup_steps": 1, "grad_accumulation_steps": 2}
     config = TrainConfig(phases=four, **run)
     phases = resolve_phases(config, DataConfig(data="x", text_feature="body"))
+
     assert [phase.name for phase in phases] == ["phase-1", "phase-2", "phase-3", "phase-4"]
     assert [(p.start, p.stop) for p in phases] == [(0, 5), (5, 8), (8, 13), (13, 18)]
     assert [phase.updates_before for phase in phases] == [0, 3, 0, 3]
     assert [phase.train.learning_rate for phase in phases] == [3e-4, 3e-4, 1e-5, 3e-4]
     assert [phase.train.warmup_steps for phase in phases] == [1, 1, 1, 0]
+
     sources = [[s.data for s in phase.sources] for phase in phases]
     assert sources == [["x"], ["x"], ["x"], ["a", "b"]]
     assert {s.text_feature for phase in phases for s in phase.sources} == {"body"}
@@ -168,10 +171,12 @@ def test_settings_of_the_run_change_in_phases_as_if_they_were_resolved_again():
             Phase(task="dpo", data="c", warmup_ratio=0.5),
         ),
     )
+
     columns = DataConfig(data="x", text_feature="body")
     train = {"bias_correction": False, "warmup_from_zero": False, "test_batches": -1}
     source = {"hold_out": "last", "template_date": "2026-01-31"}
     phases = resolve_phases(replace(config, **train), replace(columns, **source))
+
     assert phases == tuple(
         phase.with_settings(train, source) for phase in resolve_phases(config, columns)
     )
@@ -185,6 +190,7 @@ def test_schedule_begins_with_its_phase():
             Phase(iters=2, learning_rate=5e-4, lr_schedule="constant"),
         )
     )
+
     weights, gradients = {"w": mx.ones((4, 4))}, {"w": mx.full((4, 4), 0.5)}
     before, rates = None, []
     for phase in resolve_phases(config, DataConfig()):
@@ -194,10 +200,12 @@ def test_schedule_begins_with_its_phase():
             carry_state(before, result)
             assert mx.array_equal(result.state["w"]["m"], before.state["w"]["m"]).item()
             assert result.state["step"].item() == phase.start == phase.updates_before
+
         for _ in range(phase.train.iters):
             weights = result.apply_gradients(gradients, weights)
             rates.append(result.learning_rate.item())
         before = result
+
     linear = [1e-3 * (1 - i / 4) for i in range(4)]
     assert rates == pytest.approx([*[1e-2] * 3, *linear, *[5e-4] * 2])
     assert isinstance(before, optimizers.AdamW)
@@ -211,10 +219,12 @@ def test_examples_of_all_sources_and_phases_are_concatenated(phase_data):
     assert len(splits.rows["train"]) == 36 and len(splits.rows["valid"]) == 12
     assert phases[1].public_source(splits) == "broad + broad"
     assert phases[-1].sources[0].data == both[0]
+
     one = Examples(
         [Example(np.arange(i + 2), np.ones(i + 2, bool), str(i)) for i in range(3)], "text", "all"
     )
     two = Examples([Example(np.arange(9), np.ones(9, bool), "9")], "chat", "assistant")
+
     joined = Examples.joined([one, two])
     assert joined.where_of(range(4)) == ["0", "1", "2", "9"]
     assert (joined.format, joined.loss_on) == ("text + chat", "all + assistant")
@@ -278,16 +288,19 @@ def test_manifest_has_both_phases_and_their_effects(whole):
     assert (first["steps"], first["batches"]) == (2, [0, 4])
     assert (second["replay"], second["optimizer_state"]) == (0.25, "carry")
     assert first["after"] == second["before"]
+
     for phase in (first, second):
         assert set(phase["before"]) == set(phase["after"]) == {"broad", "narrow"}
         assert phase["loss_first"] > 0 and phase["loss_last"] > 0
     assert second["after"]["narrow"]["ppl"] == manifest["eval"]["ppl_after"]
     assert first["before"]["narrow"]["ppl"] == manifest["eval"]["ppl_before"]
     assert first["after"]["broad"]["ppl"] < first["before"]["broad"]["ppl"]
+
     rows = {"broad/train": 18, "broad/valid": 6, "narrow/train": 4, "narrow/valid": 2}
     assert manifest["data"]["rows"] == rows
     assert set(manifest["data"]["fingerprint"]) == set(rows)
     assert [p["data"] for p in manifest["recipe"]["phases"]] == ["broad", "narrow"]
+
     assert len(phase_lines(manifest["phases"])) == 2
     assert "Trained in phases" in (whole.pack.path / "README.md").read_text()
     assert whole.report["phases"] == manifest["phases"] and whole.report["steps"] == 4
@@ -359,6 +372,7 @@ def test_phases_work_with_packing_and_a_cached_prefix(small, phase_data, tmp_pat
         ).report
         for how in ("off", "on")
     )
+
     assert on["cache_frozen"]["rows_computed"] <= 22  # each row of both phases once
     for one, other in zip(off["phases"], on["phases"], strict=True):
         perplexities = [phase["after"]["narrow"]["ppl"] for phase in (one, other)]

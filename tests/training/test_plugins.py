@@ -237,6 +237,7 @@ def test_a_faulty_package_that_is_not_asked_for_is_not_imported(
     write_package(site, "acme-damaged", "[mlx_packs.tasks\nno equals sign")
     write_package(site, "acme-taken", "[mlx_packs.tasks]\ndpo = faulty:TASK\n")
     write_package(site, "acme-too", "[mlx_packs.methods]\npissa = faulty:METHOD\n")
+
     for words in (
         ("train", "--model", small_folder, "--data", data, "--out", tmp_path / "p", *SHORT),
         ("train", "-h"),
@@ -245,6 +246,7 @@ def test_a_faulty_package_that_is_not_asked_for_is_not_imported(
     ):
         result = packs(*words, site=site)
         assert result.returncode == 0 and "imported" not in result.stderr, result
+
     assert "broken (acme-faulty 0.1)" in " ".join(packs("train", "-h", site=site).stdout.split())
 
 

@@ -47,10 +47,12 @@ def test_a_signal_ends_a_run_saved(train, here, monkeypatch, number, at, accumul
     handlers = [signal.getsignal(n) for n in SIGNALS]
     settings = {"iters": 4, "save_every": 100, "grad_accumulation_steps": accumulate}
     settings["lora"] = replace(LORA, dropout=0.2)
+
     with monkeypatch.context() as patch:
         interrupt_at(patch, at, number)
         with pytest.raises(RunStopped) as stopped:
             train(**settings)
+
     assert handlers == [signal.getsignal(n) for n in SIGNALS]
     error = stopped.value
     assert (error.exit_code, error.code) == (128 + number, "interrupted")
@@ -58,6 +60,7 @@ def test_a_signal_ends_a_run_saved(train, here, monkeypatch, number, at, accumul
     assert error.checkpoint.name == saved
     assert "out='p', resume=True" in str(error)
     assert {path.name for path in here.iterdir()} == {"d", "p-run"}
+
     files = [
         train(out, resume=resume, **settings).pack.path / "adapters.safetensors"
         for out, resume in (("p", True), ("whole", False))
@@ -135,6 +138,7 @@ class Hangup(Observer):
 OBSERVERS["test"] = lambda run: Hangup()
 main(["train", *{few[1:]!r}, "--iters", "3", "--out", sys.argv[1]])
 """
+
     for ignored, name, codes in ((True, "kept", 0), (False, "saved", 129)):
         leader, terminal = os.openpty()
         process = subprocess.Popen(
@@ -146,6 +150,7 @@ main(["train", *{few[1:]!r}, "--iters", "3", "--out", sys.argv[1]])
         )
         os.close(terminal)
         os.close(leader)  # what is written to the terminal fails from now on
+
         assert process.wait() == codes
         last = latest_checkpoint(tmp_path / f"{name}-run").name
         assert last == ("step-000003" if ignored else "step-000002")

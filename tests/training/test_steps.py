@@ -79,16 +79,20 @@ def test_one_block_at_true_qwen3_4b_geometry_trains(nothing_ahead):
         "qwen3", **sizes, head_dim=128, intermediate_size=9728, num_hidden_layers=1, vocab_size=512
     )
     nn.quantize(base.model, group_size=64, bits=4)
+
     attached = attach(base, LoRAConfig(rank=8), matmul_path="transient")
     described = [g.describe() for group in attached.groups for g in group.members]
     assert any("q_proj: 2560 -> 4096 (affine 4-bit g64, stored width 320" in d for d in described)
+
     optimizer = make_optimizer(TrainConfig(learning_rate=1e-3, iters=3, lr_schedule="constant"))
     optimizer.init(base.model.trainable_parameters())
     stepper = lm_stepper(base.model, optimizer)
     batch = make_batch(small_examples(), range(2), 2, 64)
+
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     losses = [stepper(batch, True, True)[0] for _ in range(2)]
+
     assert losses[-1] < losses[0]
     # the dense weights never exist together
     assert mx.get_peak_memory() - before < 0.5 * dense_bytes(base.model)
@@ -114,15 +118,18 @@ def test_a_hundred_steps_leave_memory_as_it_was():
     optimizer = make_optimizer(TrainConfig(iters=4, learning_rate=1e-3))
     optimizer.init(attached.model.trainable_parameters())
     stepper = lm_stepper(attached.model, optimizer)
+
     batches = [
         make_batch(small_examples(), range(n), 4, limit) for n in (1, 4) for limit in (29, 40, 64)
     ]
+
     active = []
     with runtime.memory_limits():
         for number in range(100):
             stepper(batches[number % len(batches)], True, True)
             active.append(mx.get_active_memory())
             assert mx.get_cache_memory() <= runtime.cache_limit()
+
     assert max(active[20:]) <= max(active[:20]) and max(active[90:]) <= max(active[10:20])
     assert 1 < len(stepper.shapes) <= len(batches)
     assert stepper.traces == 0 or runtime.COMPILES

@@ -84,9 +84,11 @@ def test_runs_of_one_date_are_equal_and_of_two_differ(clock, tmp_path, on, rows,
             train={**FEW, **task},
             reward=letters if task is GRPO else None,
         )
+
         date = specified or day
         assert run.pack.manifest["recipe"]["template_date"] == date
         assert json.loads((run.run / "config.json").read_text())["recipe"]["template_date"] == date
+
     assert adapters(tmp_path / "a") == adapters(tmp_path / "b")
     assert adapters(tmp_path / "a") != adapters(tmp_path / "c")
 

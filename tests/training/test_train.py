@@ -51,6 +51,7 @@ def test_run_reports_what_it_wrote_and_learns(small, numbers, tmp_path):
     settings = {"iters": 6, "batch_size": 4, "learning_rate": 1e-2, "steps_per_report": 4}
     train = TrainConfig(**settings, matmul_path="dense")
     run = train_pack(small, numbers, LORA, train, tmp_path / "p")
+
     report = run.report
     assert report["ppl_after"] < report["ppl_before"]
     assert all(report["sample"].values())
@@ -59,6 +60,7 @@ def test_run_reports_what_it_wrote_and_learns(small, numbers, tmp_path):
         *("tokens_per_s train_s peak_gb pack_mb matmul_path plan_peak_gb gates").split(),
     } <= set(report)
     assert [line["batch"] for line in logged_metrics(run.run)] == [4, 6]
+
     again = evaluate(small, tmp_path / "p", numbers, matmul_path="dense")
     assert abs(again.pack.ppl / report["ppl_after"] - 1) < 1e-4
     assert abs(again.base.ppl / report["ppl_before"] - 1) < 1e-4
@@ -80,6 +82,7 @@ def test_gates_are_checked_and_recorded_in_the_manifest(small_folder, numbers, t
     assert result.exit_code == 1
     assert "gate --max-ppl-ratio failed: " in result.stderr and " > 0.001" in result.stderr
     assert result.stderr.count("packs: gate") == 1
+
     report = json.loads(result.stdout)
     gates = report["gates"]
     assert {name: gate["passed"] for name, gate in gates.items()} == {
@@ -89,11 +92,13 @@ def test_gates_are_checked_and_recorded_in_the_manifest(small_folder, numbers, t
     }
     ratio = report["ppl_after"] / report["ppl_before"]
     assert gates["max_ppl_ratio"]["value"] == pytest.approx(ratio)
+
     pack = Pack.open(tmp_path / "p")
     pack.verify()
     assert pack.manifest["gates"] == gates
     assert gates["max_pack_mb"]["value"] == pytest.approx(report["pack_mb"], abs=2e-5)
     assert report["pack_mb"] == pack.size_mb
+
     shown = CliRunner().invoke(packs, ["inspect", str(tmp_path / "p")])
     assert "PPL ratio" in shown.stdout and "0.001 FAILED" in shown.stdout
 
@@ -107,6 +112,7 @@ def test_json_reports_the_matmul_path_of_each_weight(numbers, tmp_path, monkeypa
     )
     result = CliRunner().invoke(train_command, [*arguments.split(), "--json", "-v"])
     assert result.exit_code == 0, result.stderr
+
     report = json.loads(result.stdout)
     at_work = report["matmul_paths"]
     projections = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
@@ -114,6 +120,7 @@ def test_json_reports_the_matmul_path_of_each_weight(numbers, tmp_path, monkeypa
     for name, actual in at_work.items():
         assert actual["paths"] == {report["matmul_path"]: 1 if name == "embed_tokens" else 6}
         assert set(actual["step_ms"]) == {"quantized", "transient", "dense"}
+
     assert "24 x" not in result.stderr and "12 x [768, 256] gate_proj, up_proj:" in result.stderr
     assert f"{report['batch_shapes']} of batches" in result.stderr
 

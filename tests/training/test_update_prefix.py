@@ -268,6 +268,7 @@ mx.disable_compile(); plain, _ = updates(pieces)
 mx.enable_compile(); compiled, _ = updates(pieces)
 print(largest_difference(plain, compiled))
 """
+
     difference, *traces, of_packed = run_python(code).split()
     assert float(of_packed) < 1e-6
     # the pass over the prefix, the first rows, more rows, and the way back
