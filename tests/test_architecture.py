@@ -105,6 +105,7 @@ FACADES = {
 
 def test_functions_and_modules_are_short_and_take_few_parameters(nodes_of):
     long_modules, long_functions, facades = set(), [], set()
+
     for file, nodes in nodes_of.items():
         if (PACKAGE / file).read_text(encoding="utf-8").count("\n") > 600:
             long_modules.add(file)
@@ -114,9 +115,11 @@ def test_functions_and_modules_are_short_and_take_few_parameters(nodes_of):
             lines = (node.end_lineno or 0) - node.lineno + 1
             if lines > 80:
                 long_functions.append(f"{file}:{node.lineno} {node.name}: {lines} lines")
+
             arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
             if len([a for a in arguments if a.arg not in ("self", "cls")]) > 8:
                 facades.add(node.name)
+
     assert long_modules == set(LONG_MODULES)
     assert not long_functions
     assert facades == FACADES
@@ -197,13 +200,16 @@ def writes_to_a_terminal(node: ast.AST) -> bool:
             "click.secho",
             "click.echo_via_pager",
         )
+
     if isinstance(node, ast.ImportFrom):
         names = {alias.name for alias in node.names}
         is_stream = node.module == "sys" and bool(names & {"stdout", "stderr"})
         is_echo = node.module == "click" and bool(names & {"echo", "secho"})
         return is_stream or is_echo or (node.module or "").split(".")[0] == "rich"
+
     if isinstance(node, ast.Import):
         return any(alias.name.split(".")[0] == "rich" for alias in node.names)
+
     return isinstance(node, ast.Attribute) and ast.unparse(node) in ("sys.stdout", "sys.stderr")
 
 

@@ -33,6 +33,7 @@ def test_figures_see_what_they_count(tmp_path):
         + "    return _g(x) + 'text' * (a > 1)\n\n\ndef _g(x):\n    return x\n"
         + f"\n\n# {'-' * 99}\n"
     )
+
     assert figures(tmp_path) == {
         "least_blank_lines_percent": 0.0,
         "long_bodies_without_blank_line": 1,

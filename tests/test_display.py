@@ -88,15 +88,18 @@ def test_reports_stay_above_the_bar(terminal):
     run = type("Run", (), {"display": display})()
     console = Console(ObservedRun(run, "tokens", {}, curve))
     line = {"loss": 4.25, "tokens_per_s": 300.0, "peak_gb": 0.2, "learning_rate": 1e-3}
+
     console.on_phase_start(4, 0)
     for batch in range(1, 5):
         console.on_step(line | {"batch": batch})
         if batch % 2 == 0:
             console.on_report(line | {"batch": batch, "loss": 4.0}, 1.0)
     console.on_phase_end()
+
     expected = "train   batch {}: loss 4.000  valid 3.500  300 tok/s  lr 1.00e-03"
     lines = [line.rstrip() for line in re.split(r"[\r\n]+", shown())]
     assert lines.index(expected.format(2)) < lines.index(expected.format(4))
+
     display.live = False
     console.on_report(line | {"batch": 9}, 1.0)
     assert "batch 9" not in shown()  # a file has lines of the bar instead

@@ -112,13 +112,16 @@ def material(tmp_path_factory) -> Path:
     pair = {"prompt": "Say red.", "chosen": "red.", "rejected": "blue."}
     write_rows(folder / "prefs", train=[pair] * 20, valid=[pair] * 2, test=[pair] * 2)
     write_rows(folder / "prompts", train=[{"prompt": "Say red.", "completion": "red."}] * 20)
+
     (folder / "rewards.py").write_text(
         "def short(completions, **_):\n    return [-len(text) / 100 for text in completions]\n"
     )
     (folder / "qa.csv").write_text("question,answer\n" + "Where is it?,Under the mat.\n" * 30)
+
     shutil.copytree(ROOT / "examples", folder / "examples")
     recipe = folder / "examples" / "two_phases.yaml"
     recipe.write_text(few_batches(recipe.read_text()))
+
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         for seed, name in enumerate(("tickets", "law", "letters")):

@@ -35,6 +35,7 @@ def test_a_measurement_is_found_by_kind_and_subject(folder):
 
 def test_another_machine_or_version_has_none(folder, monkeypatch):
     remember("speed", OF, RESULT)
+
     for owner, name, value in (
         (runtime, "device_name", lambda: "Apple M9 (metal)"),
         (os, "cpu_count", lambda: 96),
@@ -55,6 +56,7 @@ def test_a_damaged_or_foreign_file_is_ignored_and_replaced(folder):
     (file,) = folder.iterdir()
     text = file.read_text()
     record = json.loads(text)
+
     for damaged in (
         "",
         text[: len(text) // 2],

@@ -167,6 +167,7 @@ def test_unused_learning_rate_names_one_beside_a_schedule_mapping(rate, warns):
 def test_adamw_in_8_bits_keeps_two_bytes_a_weight_and_follows_adamw():
     weights = {"w": mx.random.normal((96, 64)), "small": mx.random.normal((10,))}
     paths = {}
+
     for name in ("adamw", "adamw_8bit"):
         config = {"learning_rate": 1e-2, "lr_schedule": "constant"}
         optimizer = make_optimizer(TrainConfig(optimizer=name, **config))
@@ -178,10 +179,12 @@ def test_adamw_in_8_bits_keeps_two_bytes_a_weight_and_follows_adamw():
             current = optimizer.apply_gradients(gradients, current)
             mx.eval(current, optimizer.state)
         paths[name] = current, optimizer.state
+
     (exact, _), (rounded, state) = paths["adamw"], paths["adamw_8bit"]
     distance = mx.abs(weights["w"] - exact["w"]).max()
     assert mx.abs(rounded["w"] - exact["w"]).max() < 0.15 * distance
     assert mx.array_equal(exact["small"], rounded["small"]).item()
+
     assert state["w"]["m"].dtype == state["w"]["v"].dtype == mx.uint8
     nbytes = sum(part.nbytes for part in state["w"].values())
     assert nbytes / weights["w"].size == pytest.approx(2 * (1 + 4 / 256), abs=0.01)

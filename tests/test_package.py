@@ -166,6 +166,7 @@ def check_kernel_sources(installed: Path, empty: Path) -> None:
         "import OPS; print(json.dumps([mlx_packs.__file__, {op.OP + '.' + suffix: source(op.OP, "
         "suffix) for op in OPS for suffix in ('metal', 'cu')}]))"
     )
+
     result = subprocess.run(
         [sys.executable, "-c", code],
         cwd=empty,
@@ -174,6 +175,7 @@ def check_kernel_sources(installed: Path, empty: Path) -> None:
         text=True,
         env={**os.environ, "PYTHONPATH": str(installed), "PYTHONSAFEPATH": "1"},
     )
+
     file, texts = json.loads(result.stdout)
     assert file.startswith(str(installed))
     for name, text in texts.items():
@@ -233,6 +235,7 @@ def built(tmp_path_factory) -> list[dict[str, Path]]:
     if not (ROOT / ".git").exists():
         pytest.skip("needs a checkout")
     folder, builds = tmp_path_factory.mktemp("built"), []
+
     for name, umask, mode, year, zone in (
         ("first", 0o077, 0o600, 9, "Asia/Tokyo"),
         ("second folder", 0o002, 0o664, 40, "America/Lima"),
@@ -246,6 +249,7 @@ def built(tmp_path_factory) -> list[dict[str, Path]]:
             capture_output=True,
         )
         builds.append({p.name: p for p in (folder / name).iterdir() if p.is_file()})
+
     return builds
 
 
@@ -260,12 +264,14 @@ def test_wheel_and_sdist_are_the_same_bytes_from_two_copies_of_the_tree(built):
 def test_wheel_in_an_empty_environment_runs_the_first_command(tmp_path):
     build = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", tmp_path, ROOT]
     subprocess.run(build, check=True, capture_output=True)
+
     environment, empty = tmp_path / "environment", tmp_path / "empty"
     empty.mkdir()
     clean = {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ}
     subprocess.run([sys.executable, "-m", "venv", environment], check=True)
     pip = [environment / "bin" / "pip", "install", "-q", "-c", ROOT / "constraints.txt"]
     subprocess.run([*pip, *tmp_path.glob("*.whl")], env=clean, check=True)
+
     command = readme_commands()[0].rpartition("&&")[2].split()
     assert Path(command[0]).name == "packs"
     short = "--iters 2 --batch-size 1 --test-batches 1 --val-batches 0 --max-seq-length 64"
@@ -276,6 +282,7 @@ def test_wheel_in_an_empty_environment_runs_the_first_command(tmp_path):
         check=True,
         capture_output=True,
     )
+
     assert (empty / "packs" / "tiny" / "pack.json").is_file()
 
 

@@ -57,6 +57,7 @@ def test_licences_are_read_from_an_sbom_and_must_be_there():
     code = (ROOT / ".ci" / "licences.py").read_text(encoding="utf-8")
     scope: dict = {"__name__": "licences"}
     exec(compile(code, "licences.py", "exec"), scope)
+
     encoded = {"content": "aGVsbG8=", "encoding": "base64"}
     declared = [
         {"license": {"id": "MIT"}},
@@ -65,11 +66,13 @@ def test_licences_are_read_from_an_sbom_and_must_be_there():
     ]
     component = {"name": "b", "version": "1", "licenses": declared}
     other = {"name": "A", "version": "2", "licenses": [{"expression": "MIT OR Apache-2.0"}]}
+
     lines = scope["document"]({"components": [component, other]}).splitlines()
     assert lines[4:6] == ["| A | 2 | MIT OR Apache-2.0 |", "| b | 1 | MIT |"]
     assert "## b 1" in lines and "hello" in lines and "plain (c)" in lines
     with pytest.raises(ValueError, match="c 3"):
         scope["document"]({"components": [{"name": "c", "version": "3"}]})
+
     assert scope["LOCAL"].search('"url": "file:///x"') and scope["LOCAL"].search('"/home/me/x"')
     assert not scope["LOCAL"].search('"url": "https://github.com/home/tmp"')
 

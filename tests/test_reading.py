@@ -197,9 +197,11 @@ def test_a_header_is_read_with_its_offset(tmp_path):
         "empty": tensor("F32", (0, 9), 8, 8),
         "__metadata__": {"format": "mlx"},
     }
+
     file = write_safetensors(tmp_path / "model.safetensors", header, bytes(11))
     names, start = read_header(file)
     assert set(names) == {"a", "b", "empty"} and start == file.stat().st_size - 11
+
     mx.save_safetensors(str(file), {"a": mx.zeros((2, 3)), "b": mx.zeros((0,)), "c": mx.array(1)})
     assert {name: t["shape"] for name, t in read_header(file)[0].items()} == {
         "a": [2, 3],

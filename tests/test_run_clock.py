@@ -111,17 +111,20 @@ def test_the_end_is_right_within_a_fifth_after_a_tenth_of_a_run(seed, forward):
     run.clock.plan("save", 2, FORWARD)
     run.clock.plan("evaluate", 2 * 20, FORWARD)
     run.clock.plan("answer", 2 * 30, 0.3)
+
     for batch in range(1, batches + 1):
         run.work("train", draw.uniform(0.5, 1.5) * (10 if batch == 1 else 1))
         if batch % 60 == 0:
             run.work("validate", 10 * forward, units=10)
         if batch % 100 == 0:
             run.work("save", 1.0)
+
     for _ in range(2):
         for _ in range(20):
             run.work("evaluate", forward)
         for _ in range(30):
             run.work("answer", 0.4)
+
     later = [(when, end) for when, end in run.estimates if when > run.now / 10]
     assert len(later) > 200
     for when, end in later:

@@ -77,6 +77,7 @@ def test_lists_and_tables_are_those_of_the_markdown_files(site):
         source = parse(document, (ROOT / document).read_text(encoding="utf-8"))
         if source.anchors() is None:
             continue  # more of it is generated
+
         written = html(site, f"{page}.html").partition("<article")[2].partition("</article>")[0]
         for tag in ("li", "table", "h2", "h3"):
             expected = sum(
@@ -84,4 +85,5 @@ def test_lists_and_tables_are_those_of_the_markdown_files(site):
             )
             if len(re.findall(rf"<{tag}[ >]", written)) != expected:
                 differences.append((document, tag, expected))
+
     assert not differences

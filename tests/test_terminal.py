@@ -78,6 +78,7 @@ def test_a_stream_is_safe_however_it_is_cut(capsys):
 def test_a_guarded_stream_is_safe_whoever_writes(terminals, monkeypatch):
     monkeypatch.setattr(logging.getLogger("a.library"), "propagate", False)  # to pytest's report
     streams = out, err = terminals()
+
     with guarded():
         print(HOSTILE, end="")
         sys.stdout.writelines([HOSTILE])
@@ -88,6 +89,7 @@ def test_a_guarded_stream_is_safe_whoever_writes(terminals, monkeypatch):
         finally:
             logging.getLogger("a.library").removeHandler(handler)
         print(HOSTILE, file=sys.stderr)
+
     assert out.getvalue() == SAFE * 2
     assert err.getvalue() == f"of {SAFE}\n{SAFE}\n"
     assert (sys.stdout, sys.stderr) == streams
@@ -145,6 +147,7 @@ def test_colours_of_our_own_pass_and_those_of_data_do_not(terminals, monkeypatch
 def test_a_bar_shows_text_and_no_markup_of_data(terminals, monkeypatch, is_guarded):
     monkeypatch.setenv("TERM", "xterm")
     streams = out, err = terminals()
+
     with guarded() if is_guarded else nullcontext():
         display = Display(NORMAL)
         with display.task("train", 3, f"unit [red]{HOSTILE}") as bar:
@@ -156,6 +159,7 @@ def test_a_bar_shows_text_and_no_markup_of_data(terminals, monkeypatch, is_guard
             bar.bar.refresh()
         with display.working("base", f"[red]{HOSTILE}"):
             pass
+
     shown = err.getvalue() + out.getvalue()
     assert "\x1b[1mof     \x1b[0m another display" in shown
     assert "[red]" in shown and "[link=x]" in shown and SAFE in shown

@@ -48,6 +48,7 @@ def places(text: str, retired: dict[str, str]) -> list[str]:
 
 def test_retired_words_do_not_come_back():
     assert len(places("Mended, of course, and\n    found = it stands for 1", RETIRED)) == 2
+
     folders = ("mlx_packs", "docs", "examples", "kernels", "benchmarks")
     files = [file for folder in folders for file in (ROOT / folder).rglob("*")]
     used = {}
@@ -59,5 +60,6 @@ def test_retired_words_do_not_come_back():
             continue
         retired = RETIRED | ({"lane": "(?!)"} if OF_KERNELS.search(name) else {})
         used[name] = places(file.read_text(encoding="utf-8"), retired)
+
     assert len(used) > 250
     assert not {name: lines for name, lines in used.items() if lines}
