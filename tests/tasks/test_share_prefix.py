@@ -473,7 +473,7 @@ def test_a_resumed_run_on_trees_equals_an_unbroken_one_to_the_bit(data, tmp_path
 def test_what_is_trained_changes_between_updates_alone(data, tmp_path, monkeypatch):
     """As the rounding of --for-merge, which would change a prefix that is computed once."""
     progress = []
-    monkeypatch.setattr(Attached, "at", lambda self, share: progress.append(share))
+    monkeypatch.setattr(Attached, "progress", lambda self, share: progress.append(share))
     few = {"batch_size": 1, "grad_accumulation_steps": 2, "iters": 6}
     trained(data["system"], tmp_path / "p", **few, **UNSCORED)
     assert progress == [0, 2 / 6, 4 / 6]

@@ -87,7 +87,9 @@ def log_of(saves: list | None = None, **settings) -> list[str]:
 
     loop = Loop(
         settings=loop_settings(phase, train.iters),
-        trainable=SimpleNamespace(model=SimpleNamespace(train=lambda: None), at=lambda share: None),
+        trainable=SimpleNamespace(
+            model=SimpleNamespace(train=lambda: None), progress=lambda share: None
+        ),
         step=batch_step,
         state=state,
         validation=SimpleNamespace(batches_per_epoch=lambda: 1),
