@@ -112,8 +112,11 @@ def train(folder: Path, name: str, out: Path, **changes) -> None:
 
     if phases := settings.get("phases"):
         settings.pop("iters")
-        named = [vars(p) | ({"data": str(folder / p.data)} if p.data else {}) for p in phases]
-        settings["phases"] = tuple(Phase(**phase) for phase in named)
+        named = [dict(vars(phase)) for phase in phases]
+        for fields in named:
+            if fields["data"]:
+                fields["data"] = str(folder / fields["data"])
+        settings["phases"] = tuple(Phase(**fields) for fields in named)
 
     train_pack(base, data, lora, TrainConfig(**settings), out, resume=resume)
 

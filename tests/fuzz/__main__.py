@@ -30,9 +30,10 @@ def main(kinds, cases, seed, first, only, journal):
             report = fuzz(name, range(only, only + 1), seed)
 
         click.echo("\n".join(report.lines()))
-        for failure in report.failures if only is not None else ():
-            control = failure.fault == "control"
-            click.echo(repr(failure.details) if control else failure.details)
+        if only is not None:
+            for failure in report.failures:
+                control = failure.fault == "control"
+                click.echo(repr(failure.details) if control else failure.details)
         failed = failed or bool(report.failures)
 
     sys.exit(failed)

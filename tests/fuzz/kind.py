@@ -89,7 +89,8 @@ class Case:
     def replace(self, name: str) -> None:
         """Put something else in the place of a file: nothing, a folder, a FIFO, a link."""
         self.changed.add(name)
-        file, place = Path(SUBJECT, name), self.rng.choice(_PLACES)
+        file = Path(SUBJECT, name)
+        place = self.rng.choice(_PLACES)
         self.mutator.note(f"{name} is {place}")
         _remove(file)
 

@@ -116,7 +116,8 @@ class Mutator:
         return tree
 
     def _change(self, holder: Any, key: Any, all_places: list) -> None:
-        rng, value = self.rng, holder[key]
+        rng = self.rng
+        value = holder[key]
         kind = rng.choices(list(_CHANGES), list(_CHANGES.values()))[0]
 
         if kind == "value":
@@ -218,7 +219,8 @@ class Mutator:
 
     def _tensor(self, header: dict) -> dict:
         """Change what a header says of one tensor, in ways that a reader may believe."""
-        rng, header = self.rng, copy.deepcopy(header)
+        rng = self.rng
+        header = copy.deepcopy(header)
         name = rng.choice([name for name in header if name != "__metadata__"])
         tensor, other = header[name], header[rng.choice(list(header))]
         shape = tensor["shape"]

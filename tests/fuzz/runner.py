@@ -379,7 +379,8 @@ _RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 def fuzz(name: str, cases: range, seed: int, journal: Path | None = None) -> Report:
     """Run mutants of a kind in this process; with a ``journal``, a line after each."""
     report = Report(name)
-    kind, is_frozen = KINDS[name](), gc.get_freeze_count() > 0
+    kind = KINDS[name]()
+    is_frozen = gc.get_freeze_count() > 0
 
     with sandbox() as root:
         try:

@@ -65,7 +65,8 @@ def dense_headers(name: str, vocab_size: int | None = None) -> Headers:
 
 def write_headers(folder: Path, headers: Headers) -> Path:
     """A checkpoint folder that takes no space: the weights are a hole in the file, zeros."""
-    at, header = 0, {}
+    at = 0
+    header = {}
     for name, tensor in headers.tensors.items():
         end = at + 2 * math.prod(tensor["shape"])
         header[name] = {**tensor, "data_offsets": [at, end]}

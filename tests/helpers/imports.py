@@ -20,7 +20,8 @@ def _imports(file: Path, package: Path) -> list[tuple[str, bool]]:
     """Each imported name, and whether the import is for types only."""
     parents = [package.name, *file.relative_to(package).parts[:-1]]
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    names, of_types = [], set()
+    names = []
+    of_types = set()
 
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):

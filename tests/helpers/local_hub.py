@@ -176,12 +176,14 @@ class _Handler(BaseHTTPRequestHandler):
 
         cut = self.hub.cut.pop(name, None)
         stop = cut if cut is not None else self.hub.hold.get(name)
-        self.wfile.write(data[begin:] if stop is None else data[begin : max(begin, stop)])
+        if stop is None:
+            self.wfile.write(data[begin:])
+            return
 
-        if stop is not None:
-            self.wfile.flush()
-            self.close_connection = True
-        if cut is None and stop is not None:
+        self.wfile.write(data[begin : max(begin, stop)])
+        self.wfile.flush()
+        self.close_connection = True
+        if cut is None:
             self.hub.holding.set()
             self.hub.closing.wait()
 

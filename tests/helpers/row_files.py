@@ -49,7 +49,8 @@ FILES = {
 def write(folder: Path, name: str) -> Path:
     """Write one of `FILES` into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    file, rows = folder / name, FILES[name]
+    file = folder / name
+    rows = FILES[name]
 
     if isinstance(rows, str):
         file.write_text(rows)
@@ -63,6 +64,9 @@ def write(folder: Path, name: str) -> Path:
             writer.writerows(rows)
         return file
 
-    content = json.dumps(rows) if name.endswith(".json") else _jsonl(rows)
-    file.write_bytes(gzip.compress(content.encode()) if name.endswith("gz") else content.encode())
+    text = json.dumps(rows) if name.endswith(".json") else _jsonl(rows)
+    content = text.encode()
+    if name.endswith("gz"):
+        content = gzip.compress(content)
+    file.write_bytes(content)
     return file

@@ -19,7 +19,8 @@ def load_into(model: nn.Module, folder: Path) -> nn.Module:
     are matched within a block; linears alone get adapters; a tensor without a place is an error.
     """
     config = json.loads((folder / "adapter_config.json").read_text())
-    count, parameters = config.get("num_layers"), config["lora_parameters"]
+    count = config.get("num_layers")
+    parameters = config["lora_parameters"]
     if not isinstance(count, int) or isinstance(count, bool) or count < 0:
         raise ValueError(f"num_layers is {count}")
 

@@ -35,7 +35,8 @@ class EncodedTask:
     ) -> None:
         display = Lines()
         columns = DataConfig() if data is None else DataConfig(data=str(data))
-        self.train, self._phases = train, resolve_phases(train, columns)
+        self.train = train
+        self._phases = resolve_phases(train, columns)
 
         calls = Calls(display, reward=reward)
         (self.task,) = make_tasks(self._phases, train, lora, calls).values()

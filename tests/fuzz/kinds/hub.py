@@ -47,7 +47,8 @@ class HubKind(Kind):
 
     def mutate(self, case):
         """Change the manifest, files with their hashes, names, the commit, or the answers."""
-        files, rng = dict(case.files), case.rng
+        files = dict(case.files)
+        rng = case.rng
         part = rng.choices(("manifest", "files", "names", "answers", "cut"), (6, 3, 3, 3, 1))[0]
         case.mutator.note(part)
 
