@@ -234,7 +234,8 @@ def built(tmp_path_factory) -> list[dict[str, Path]]:
     """The sdist, and the wheel that was built from it, of two copies of the tree, by name."""
     if not (ROOT / ".git").exists():
         pytest.skip("needs a checkout")
-    folder, builds = tmp_path_factory.mktemp("built"), []
+    folder = tmp_path_factory.mktemp("built")
+    builds = []
 
     for name, umask, mode, year, zone in (
         ("first", 0o077, 0o600, 9, "Asia/Tokyo"),

@@ -105,7 +105,9 @@ def test_a_limit_ends_training_early_and_an_end_drops_what_is_left():
 @pytest.mark.parametrize(("seed", "forward"), [(0, 0.3), (1, 0.4), (2, 0.5)])
 def test_the_end_is_right_within_a_fifth_after_a_tenth_of_a_run(seed, forward):
     """Batches differ by a factor of three, and the first takes ten times as long."""
-    draw, run, batches = random.Random(seed), Simulated(), 200
+    draw = random.Random(seed)
+    run = Simulated()
+    batches = 200
     run.clock.plan("train", batches)
     run.clock.plan("validate", 3 * 10, FORWARD)
     run.clock.plan("save", 2, FORWARD)

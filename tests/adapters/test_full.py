@@ -117,7 +117,8 @@ def test_detach_gives_the_base_back_to_the_bit():
     base = family("qwen3")
     tokens = mx.array(TOKENS)
     modules = {path: id(m) for path, m in base.model.named_modules()}
-    before, logits = dict(tree_flatten(base.model.parameters())), base.model(tokens)
+    before = dict(tree_flatten(base.model.parameters()))
+    logits = base.model(tokens)
 
     learning = unfreeze(base)
     learning.recompute("block")
@@ -224,7 +225,8 @@ def test_a_base_that_carries_adapters_is_not_unfrozen():
 )
 def test_the_plan_is_no_less_than_a_step_takes(recompute, changes, nothing_ahead):
     """With nothing allocated ahead, which a step of a run does by up to nine pieces of logits."""
-    length, layers = changes.get("length", 128), changes.get("num_layers", -1)
+    length = changes.get("length", 128)
+    layers = changes.get("num_layers", -1)
     train = TrainConfig(
         method="full",
         recompute=recompute,
@@ -249,7 +251,8 @@ def test_the_plan_is_no_less_than_a_step_takes(recompute, changes, nothing_ahead
         for _ in range(train.batch_size)
     ]
     result = make_batch(rows, list(range(train.batch_size)), train.batch_size, length)
-    lora, shape = LoRAConfig(num_layers=layers), (length, len(result.inputs["targets"]))
+    lora = LoRAConfig(num_layers=layers)
+    shape = (length, len(result.inputs["targets"]))
     planned = estimate(Headers.of(base), lora, train, [shape])
 
     before = active_bytes() - sum(a.nbytes for _, a in tree_flatten(base.model.parameters()))
@@ -410,7 +413,8 @@ def test_a_pack_on_a_packed_base_brings_dense_weights(checkpoint, full_data, tmp
     code, _, err = run("train", *arguments.split(), *places)
     assert code == 0, err
 
-    pack, base = Pack.open(tmp_path / "p"), load_base(folder)
+    pack = Pack.open(tmp_path / "p")
+    base = load_base(folder)
     assert not (tmp_path / "p" / "adapter_config.json").exists()  # stock mlx-lm could not load it
     with base.applied(pack):
         assert isinstance(base.model.layers[1].mlp.up_proj, nn.Linear)

@@ -63,7 +63,8 @@ def test_a_dense_checkpoint_is_quantized_as_it_is_loaded(dense, double_quant):
 
 def test_bitsandbytes_checkpoint_is_read_without_quantizing_again(dense, tmp_path):
     result = load_base(dense, "nf4", keep=("embed_tokens",))
-    modules, tensors = dict(result.model.named_modules()), {}
+    modules = dict(result.model.named_modules())
+    tensors = {}
     for name, tensor in tree_flatten(result.model.parameters()):
         path, _, part = name.rpartition(".")
         if not isinstance(modules[path], NF4Linear):

@@ -77,7 +77,8 @@ def test_eval_agrees_with_stock_mlx_lm_on_the_same_rows(answers):
 
     for name, adapter in (("base", None), ("pack", str(answers / "pack"))):
         model, tokenizer = load(str(tiny_checkpoint()), adapter_path=adapter)
-        total, count = 0.0, 0
+        total = 0.0
+        count = 0
         for line in (answers / "rows" / "test.jsonl").read_text().splitlines():
             messages = json.loads(line)["messages"]
             tokens = tokenizer.apply_chat_template(messages)
@@ -85,7 +86,8 @@ def test_eval_agrees_with_stock_mlx_lm_on_the_same_rows(answers):
             end = len(tokens) - 1  # the newline after the end of the turn is not learned
             logits = model(mx.array([tokens[:-1]]))[0]
             nll = nn.losses.cross_entropy(logits, mx.array(tokens[1:]))[start - 1 : end - 1]
-            total, count = total + nll.sum().item(), count + nll.size
+            total += nll.sum().item()
+            count += nll.size
 
         assert count == report[name]["targets"]
         assert abs(mx.exp(mx.array(total / count)).item() / report[name]["ppl"] - 1) < 1e-4

@@ -232,7 +232,8 @@ def test_a_launch_agent_is_for_macs(rejected, here, monkeypatch):
 def test_a_launch_agent_goes_on_with_the_run_after_a_reboot(mac, starts, here, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("MLX_PACKS_BACKEND", "reference")
-    file, args = agent_of(here).file, ("--out", "p", "--launch-agent")
+    file = agent_of(here).file
+    args = ("--out", "p", "--launch-agent")
 
     act = {"checkpoints": [10], "asks_parent": signal.SIGTERM, "code": 143}
     assert starts([act], *args) == (143, ["--out p --launch-agent"])  # the Mac shuts down

@@ -165,7 +165,11 @@ def shown(value) -> str:
     """A default as the table writes it."""
     if isinstance(value, bool):
         return "on" if value else "off"
-    return "—" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    if value is None:
+        return "—"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)
 
 
 @pytest.mark.parametrize("dest", ACTIONS)

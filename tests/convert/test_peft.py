@@ -173,10 +173,12 @@ def test_a_folder_from_peft_has_the_same_logits_here(case, transformers_base, tm
 
 def test_modules_to_save_and_embeddings_of_peft(transformers_base, tmp_path):
     table = "embed_tokens"
-    targets, whole = [*ALL, table], ["lm_head", "norm"]
+    targets = [*ALL, table]
+    whole = ["lm_head", "norm"]
     if transformers_base.name == "gpt2":  # a square Conv1D and one that is not come whole
         table = "wte"
-        targets, whole = ["c_attn", "mlp.c_fc", table], ["ln_f", "attn.c_proj", "mlp.c_proj"]
+        targets = ["c_attn", "mlp.c_fc", table]
+        whole = ["ln_f", "attn.c_proj", "mlp.c_proj"]
     elif transformers_base.name == "tied":
         whole = ["norm"]
 

@@ -24,7 +24,8 @@ SIZE = 0x800
 def image(machine: str = "x86_64", relocated: bool = True) -> bytearray:
     """A loaded ELF64 library that calls three functions, and one of another name."""
     names = [b"", b"malloc", *(name.encode() for name in NAMES)]
-    strings, places = b"", []
+    strings = b""
+    places = []
     for name in names:
         places.append(len(strings))
         strings += name + b"\0"

@@ -106,8 +106,11 @@ def test_compiled_run_has_few_shapes_and_the_same_examples(ragged_examples, comp
 
     for batch, plain in zip(batches[:100], free.batches(), strict=False):
         assert batch.examples == plain.examples and batch.targets == plain.targets
-        own, theirs, count = batch.inputs, plain.inputs, batch.targets
-        width, least = own["tokens"].shape[1], theirs["tokens"].shape[1]
+        own = batch.inputs
+        theirs = plain.inputs
+        count = batch.targets
+        width = own["tokens"].shape[1]
+        least = theirs["tokens"].shape[1]
         assert width >= least and np.array_equal(own["tokens"][:, :least], theirs["tokens"])
         assert np.array_equal(
             own["tokens"].reshape(-1)[own["positions"][:count]],

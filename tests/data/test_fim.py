@@ -146,7 +146,8 @@ def test_split_rows_that_are_rearranged_fit_and_lose_nothing(fim_tokenizer, leng
     options = EncodingOptions(max_seq_length=length, long_rows="split", fim=fim)
     examples = encode([LONG], fim_tokenizer, CONFIG, options)
 
-    text, kinds = LONG.value["text"], []
+    text = LONG.value["text"]
+    kinds = []
     at = 0  # how much of the text the pieces have covered
     for example in examples.items:
         assert len(example.tokens) <= length

@@ -166,8 +166,8 @@ def test_trees_of_groups_have_the_inputs_and_targets_of_their_rows(
         rows = tokens(data.examples, order[order >= 0])
         assert inputs_of(batch) == inputs_of(rows)
         assert batch.examples == rows.examples and batch.targets == rows.targets
-        trees += bool(batch.layout)
         if batch.layout:
+            trees += 1
             assert batch.layout.groups == 2 and batch.layout.prefix >= 64
             back = felled(batch)
             assert inputs_of(back) == inputs_of(rows) and set(back.inputs) == set(rows.inputs)

@@ -37,8 +37,10 @@ def test_rows_are_those_of_one_source_after_another(sources):
     assert edges == [
         "rows.jsonl:1",
         "rows.jsonl:400",
-        *"list:400 list:639 values[0]".split(),
-        ("values[359]"),
+        "list:400",
+        "list:639",
+        "values[0]",
+        "values[359]",
     ]
 
     assert [rows[i].where for i in range(1000)] == [rows.where(i) for i in range(1000)]

@@ -43,7 +43,8 @@ def inputs_of(batch) -> set[tuple]:
         paths = [tuple(row[: at + 1]) for row in tokens for at in range(len(row))]
     else:
         root = tuple(inputs["root"][0]) if "root" in inputs else ()
-        prefixes, together = inputs["prefix"], len(tokens) // len(inputs["prefix"])
+        prefixes = inputs["prefix"]
+        together = len(tokens) // len(inputs["prefix"])
         paths = [root[: at + 1] for at in range(len(root))]
         paths += [(*root, *row[: at + 1]) for row in prefixes for at in range(len(row))]
         paths += [
@@ -179,7 +180,8 @@ def test_the_shape_of_a_tree_is_known_before_it_is_laid_out(lengths, steps):
     """A single row saves nothing, unless other batches of its update have the same prefix."""
     rows = len(lengths)
     collate = TreeCollate(TokenCollate(rows, 96, prefix=32), steps=steps)
-    examples, order = examples_of(*lengths), np.arange(rows)
+    examples = examples_of(*lengths)
+    order = np.arange(rows)
     (shape,) = collate.shapes(examples, iter([order]))
     batch = collate(examples, order)
 

@@ -83,7 +83,7 @@ def nf4(memory: float, specified: frozenset = frozenset()) -> Option:
 @pytest.mark.slow
 def test_batch_gives_way_before_time_length_and_rank():
     memories = [256 / 1.7**i for i in range(8)] + [4 / 1.06**i for i in range(9)]
-    options = [option for memory in memories if (option := nf4(memory)).fits]
+    options = [option for option in map(nf4, memories) if option.fits]
 
     policies = ("none", "selective", "block")
     given_up = [

@@ -71,7 +71,8 @@ def test_merged_experts_give_the_attached_forward(bits):
     base = family_base("gpt_oss", bits)  # its experts have a bias
     attached = attach(base, LoRAConfig(rank=RANK, target_modules=expert_paths(base.model)))
     randomized(attached)
-    expected, merged = base.model(TOKENS), merged_weights(attached)
+    expected = base.model(TOKENS)
+    merged = merged_weights(attached)
     attached.detach()
 
     modules = dict(base.model.named_modules())
@@ -79,7 +80,8 @@ def test_merged_experts_give_the_attached_forward(bits):
     for path, weight in merged.items():
         experts, out, width = weight.shape
         linear = SwitchLinear(width, out, experts)
-        linear.weight, linear.bias = weight, modules[path].bias
+        linear.weight = weight
+        linear.bias = modules[path].bias
         replaced.append((path, linear))
     replace_modules(base.model, replaced)
 
@@ -92,7 +94,8 @@ def test_merged_experts_give_the_attached_forward(bits):
 )
 def test_stock_mlx_lm_opens_a_pack_with_experts(family, tokens, tmp_path):
     base = family_base(family, 4)
-    targets, path = targets_of(base, RANK), expert_paths(base.model)[0]
+    targets = targets_of(base, RANK)
+    path = expert_paths(base.model)[0]
     attached = attach(base, LoRAConfig(rank=RANK, target_modules=targets))
     tensors = randomized(attached)
     experts, out, width = merged_weights(attached)[path].shape

@@ -37,7 +37,8 @@ def count_calls(monkeypatch) -> list[tuple]:
 @pytest.mark.parametrize("family", sweep(FAMILIES))
 def test_training_computes_by_chunks_what_mlx_lm_does(family, monkeypatch):
     base = family_base(family)
-    home = sys.modules[f"mlx_lm.models.{'qwen3_5' if 'qwen3_5' in family else family}"]
+    module = "qwen3_5" if "qwen3_5" in family else family
+    home = sys.modules[f"mlx_lm.models.{module}"]
     theirs = home.gated_delta_update
 
     before = base.model(FEW)

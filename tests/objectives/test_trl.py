@@ -249,7 +249,9 @@ def test_loss_and_gradients_are_those_of_trl(checkpoint, tmp_path, case):
     check_loss_and_gradients(
         trainer,
         lambda: trainer.compute_loss(trainer.model, batch),
-        *(trainable, objective, laid_out),
+        trainable,
+        objective,
+        laid_out,
     )
 
 
@@ -357,5 +359,7 @@ def test_loss_and_gradients_of_a_reward_model_are_those_of_trl(checkpoint, tmp_p
     check_loss_and_gradients(
         trainer,
         lambda: trainer.compute_loss(trainer.model, batch),
-        *(trainable, objective, laid_out),
+        trainable,
+        objective,
+        laid_out,
     )

@@ -45,7 +45,8 @@ def test_reference_is_the_product_with_deltas_norms_and_swiglu():
 
     factors = Factors.of(a, b, scales, FP32)
     assert factors.ranks == (4, 0, 3) and factors.down.shape == (7, 128)
-    form, rows = Format(64, 4), x.reshape(-1, 128)
+    form = Format(64, 4)
+    rows = x.reshape(-1, 128)
     flat = [y.reshape(6, -1) for y in wanted]
     task = Task(form, factors.ranks, (None,) * 3, False)
     assert close(reference(rows, weights, factors, task), flat)
@@ -73,7 +74,8 @@ def test_prepared_launches_are_two_and_compute_the_group(emulated):
 
 def test_other_calls_are_left_to_plain_mlx(nothing_launched):
     x, weights, a, b, scales = group()
-    factors, form = Factors.of(a, b, scales, FP32), Format(64, 4)
+    factors = Factors.of(a, b, scales, FP32)
+    form = Format(64, 4)
 
     assert op.prepare((9, 128), FP32, weights, form, factors) is None  # rows
     assert op.prepare((0, 128), FP32, weights, form, factors) is None

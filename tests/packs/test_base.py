@@ -63,7 +63,8 @@ def packs(base) -> dict[str, Pack]:
 
 
 def test_applied_contexts_nest_and_restore_logits(base, packs):
-    plain, alone = probe_logits(base), {}
+    plain = probe_logits(base)
+    alone = {}
     for name, pack in packs.items():
         with base.applied(pack):
             alone[name] = probe_logits(base)
@@ -298,7 +299,8 @@ def test_what_a_pack_brings_whole_goes_with_it(base, packs):
 
 def test_a_swap_leaves_nothing_of_dora_to_the_first_forward(base, packs):
     lora = packs["a"]
-    modules, tensors = [], dict(lora.load_tensors())
+    modules = []
+    tensors = dict(lora.load_tensors())
     for module in lora.manifest["adapters"]["modules"]:
         modules.append({**module, "kind": "dora"})
         tensors[f"{module['path']}.m"] = mx.ones((module["slices"][0]["width"],))

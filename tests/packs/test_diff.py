@@ -211,7 +211,8 @@ def test_what_is_no_factor_is_named(tmp_path):
 
 def test_what_is_no_plain_delta_is_in_no_figure(tmp_path):
     """DoRA and LoRA of the same factors are not the same, whatever A @ B says."""
-    slices, norm = [("q_proj", 40, 3, 6.0)], {"model.norm.weight": np.ones(24, np.float32)}
+    slices = [("q_proj", 40, 3, 6.0)]
+    norm = {"model.norm.weight": np.ones(24, np.float32)}
     plain = factors(Q, 24, 3, 40, 1) | factors(DOWN, 24, 3, 40, 2)
     a = make(tmp_path / "a", {Q: (24, slices, {}), DOWN: (24, slices, {})}, plain)
     dora = plain | norm | {f"{Q}.m": np.ones(40, np.float32)}

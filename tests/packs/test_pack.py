@@ -411,7 +411,8 @@ def test_generate_json_is_alone_on_stdout(pack, run):
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_half_precision_halves_a_pack_and_opens_as_it_was_measured(dtype, tmp_path, run):
     base = write_stored(tmp_path / "base")
-    lora, few = LoRAConfig(rank=32), {"iters": 2, "batch_size": 2, "learning_rate": 2e-3}
+    lora = LoRAConfig(rank=32)
+    few = {"iters": 2, "batch_size": 2, "learning_rate": 2e-3}
     rows = [chat(f"Say {word}.", f"Yes, {word}.") for word in "one two six ten red sun".split()]
     data = write_rows(tmp_path / "data", train=rows, valid=rows[:3])
 

@@ -69,7 +69,8 @@ def test_push_then_pull_gives_the_same_bytes(hub, here, run):
 
 
 def test_inspect_shows_where_a_pulled_pack_comes_from(pushed, hub, run):
-    commit = mp.pull("me/p", "q").manifest and hub.repos["me/p"].branches[MAIN]
+    mp.pull("me/p", "q")
+    commit = hub.repos["me/p"].branches[MAIN]
     assert f"hub     me/p@main · commit {commit}" in run("inspect", "q")[1]
     assert json.loads(run("inspect", "q", "--json")[1])["hub"]["commit"] == commit
     assert "hub" not in json.loads(run("inspect", "p", "--json")[1])

@@ -90,7 +90,8 @@ class Clients:
     def read(self, rng: random.Random, model: str, prompt: str, wait: float = 0.0) -> None:
         connection = self.open(body_of(model, prompt, stream=True))
         response = connection.getresponse()
-        headers, lines = dict(response.getheaders()), []
+        headers = dict(response.getheaders())
+        lines = []
         while line := response.readline():
             lines.append(line)
             time.sleep(wait)

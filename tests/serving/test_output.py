@@ -98,7 +98,9 @@ def check(writer, tools=(WEATHER,)) -> dict:
         json.dumps(answer, allow_nan=False, ensure_ascii=False).encode()
 
     (choice,) = whole["choices"]
-    message, joined, calls = choice["message"], {"content": "", "reasoning_content": ""}, []
+    message = choice["message"]
+    joined = {"content": "", "reasoning_content": ""}
+    calls = []
     for chunk in chunks[:-1]:
         delta = chunk["choices"][0]["delta"]
         for name in joined:
@@ -110,7 +112,8 @@ def check(writer, tools=(WEATHER,)) -> dict:
         choice["finish_reason"]
     )
     assert joined["reasoning_content"] == message.get("reasoning_content", "")
-    assert (joined["content"].strip() if calls else joined["content"]) == (message["content"] or "")
+    content = joined["content"].strip() if calls else joined["content"]
+    assert content == (message["content"] or "")
     assert [call["function"] for call in calls] == [
         call["function"] for call in message.get("tool_calls", [])
     ]

@@ -133,8 +133,14 @@ def test_base_and_pack_answer_side_by_side(server, opened, expect):
 
 
 def test_a_conversation_goes_on_until_it_is_cleared(server, opened, expect):
-    page, bodies = opened(server), []
-    page.on("request", lambda r: bodies.append(r.post_data_json) if r.post_data else None)
+    page = opened(server)
+    bodies = []
+
+    def keep(request):
+        if request.post_data:
+            bodies.append(request.post_data_json)
+
+    page.on("request", keep)
     options(page, max_tokens="4")
     for text in ("one", "two"):
         ask(page, expect, text)

@@ -210,7 +210,8 @@ def test_one_row_held_out_is_enough_for_ranking(encoder, tmp_path):
 
 
 def test_eval_gives_the_numbers_of_the_run(run, run_of_pairs, encoder, pair_data):
-    pack, report = run_of_pairs.pack.path, run_of_pairs.report
+    pack = run_of_pairs.pack.path
+    report = run_of_pairs.report
     pairs = ("--model", encoder, "--data", pair_data["pairs"])
     code, out, _ = run("eval", pack, *pairs, "--json")
     result = json.loads(out)

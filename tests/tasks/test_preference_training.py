@@ -63,9 +63,11 @@ def same(one, other) -> bool:
     ],
 )
 def test_a_run_learns_what_is_preferred(tmp_path, data, rated_data, task, loss):
-    chosen, display = rated_data if task == "kto" else data, Lines()
+    if task == "kto":
+        data = rated_data
+    display = Lines()
     train = settings(task=task)
-    run = train_pack(small_base(), chosen, LORA, train, tmp_path / "p", display=display)
+    run = train_pack(small_base(), data, LORA, train, tmp_path / "p", display=display)
     report, manifest = run.report, Pack.open(tmp_path / "p").manifest
 
     assert report["reward_margin_after"] > report["reward_margin_before"] + 0.05

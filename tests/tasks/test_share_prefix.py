@@ -261,7 +261,7 @@ def test_the_passes_of_a_batch_are_those_of_its_tree():
 
         passes = shared_prefix.passes_of(other, trees, examples, rows)
         assert sum(passes) == pytest.approx(rows * (1 - trees.saved(examples)), abs=1)
-        prefixes = {False: 64, True: 128}[isinstance(trees, GroupPlan)]
+        prefixes = 128 if isinstance(trees, GroupPlan) else 64
         assert passes[0] == pytest.approx(prefixes, rel=0.15) or len(passes) == 1
         assert len(passes) == (1 if changes else 2)
         assert shared_prefix.passes_of(grouped, trees, examples, rows) == (sum(passes),)

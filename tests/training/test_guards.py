@@ -203,13 +203,14 @@ def test_a_disk_that_fills_up_leaves_the_last_checkpoint(train, whole, monkeypat
 def short_memory(monkeypatch):
     """Memory is as short as the list says, look by look; then it is not."""
     levels: list[int] = []
+
+    def pressure() -> Pressure:
+        level = levels.pop(0) if levels else NONE
+        return Pressure(level, "it is short" if level else "")
+
     monkeypatch.setattr(guards, "_EVERY", 0.0)
     monkeypatch.setattr(guards, "_WORTHWHILE", math.inf)
-    monkeypatch.setattr(
-        guards,
-        "memory_pressure",
-        lambda: Pressure(level := levels.pop(0) if levels else NONE, "it is short" * bool(level)),
-    )
+    monkeypatch.setattr(guards, "memory_pressure", pressure)
     return levels
 
 

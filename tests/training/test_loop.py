@@ -71,7 +71,8 @@ def log_of(saves: list | None = None, **settings) -> list[str]:
     """What happens in a phase of these settings, in its order."""
     quiet = {"steps_per_report": 100, "steps_per_eval": 100, "save_every": 100}
     train = replace(TRAIN, **{**quiet, "iters": 6, **settings})
-    recorder, phase = Recorder(), RunPhase("", train, ())
+    recorder = Recorder()
+    phase = RunPhase("", train, ())
     score = StoredScore(1.0)
 
     objective = SimpleNamespace(
@@ -82,7 +83,8 @@ def log_of(saves: list | None = None, **settings) -> list[str]:
         facts=dict,
     )
 
-    batch_step, state = BatchStep(recorder, objective, collate=None), TrainingState()
+    batch_step = BatchStep(recorder, objective, collate=None)
+    state = TrainingState()
     on_nan = SimpleNamespace(policy="stop", updated=lambda: None)
 
     loop = Loop(

@@ -87,15 +87,19 @@ def trained_here(folder: Path, settings: dict, rows: list[Example], start: dict 
     optimizer.init(base.model.trainable_parameters())
     stepper = lm_stepper(base.model, optimizer, config.max_grad_norm)
 
-    lines, total, count = [], 0.0, 0
+    lines = []
+    total = 0.0
+    count = 0
     for number in range(1, config.iters + 1):
         batch = make_batch(rows, range((number - 1) * ROWS, number * ROWS), ROWS, 64)
         last = number % accumulate == 0
         loss, norm = stepper(batch, last, accumulate == 1)
-        total, count = total + loss * batch.targets, count + batch.targets
+        total += loss * batch.targets
+        count += batch.targets
         if last:
             lines.append((total / count, optimizer.learning_rate.item(), norm))
-            total, count = 0.0, 0
+            total = 0.0
+            count = 0
 
     final = {name: np.array(tensor) for name, tensor in attached.tensors().items()}
     return first, np.array(lines), final

@@ -192,7 +192,8 @@ def test_schedule_begins_with_its_phase():
     )
 
     weights, gradients = {"w": mx.ones((4, 4))}, {"w": mx.full((4, 4), 0.5)}
-    before, rates = None, []
+    before = None
+    rates = []
     for phase in resolve_phases(config, DataConfig()):
         result = phase.optimizer()
         result.init(weights)
