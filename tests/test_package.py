@@ -295,12 +295,14 @@ def test_wheel_and_wheel_from_sdist_carry_the_same_files_and_train(built, tmp_pa
     of_sdist = built[0][of_tree.name]
     names, expected = (set(zipfile.ZipFile(wheel).namelist()) for wheel in (of_tree, of_sdist))
     assert names == expected
+
     for needed in ("base/model.safetensors", "base/config.json", "data/train.jsonl", "recipe.yaml"):
         assert f"mlx_packs/tiny/{needed}" in names
     assert {name for name in names if name.startswith("mlx_packs/report/templates/")}
     pages = {name.partition(".data/data/share/man/man1/")[2] for name in names} - {""}
     assert pages == {file.name for file in (ROOT / "docs/man/man1").iterdir()} and len(pages) > 20
     assert "mlx_packs/serving/page.html" in names
+
     sources = sorted((ROOT / "kernels").glob("*/*.*"))
     assert len(sources) >= 9 and {s.suffix for s in sources} == {".metal", ".cu", ".md"}
     for source in sources:

@@ -46,11 +46,13 @@ def test_an_adapter_is_a_delta_of_the_one_table(family, tied, name):
     before = base.model(TOKENS)
     trainable = attached(base, name)
     assert mx.array_equal(base.model(TOKENS), before).item()
+
     moved(trainable)
     trained = base.model(TOKENS)
     ((path, spec),) = trainable.specs.items()
     assert spec.kind == "embedding" and spec.head is (tied or None)
     table, delta = trainable.frozen[path], delta_of(spec, trainable.tensors())
+
     trainable.detach()
     assert mx.array_equal(base.model(TOKENS), before).item()
     table.weight = table.weight + delta
@@ -68,10 +70,12 @@ def test_on_a_quantized_table(quantize, matmul_path, tmp_path):
     lora = LoRAConfig(rank=4, target_modules=("embed_tokens", "q_proj"))
     trainable = attach(base, lora, matmul_path=matmul_path)
     assert mx.allclose(base.model(TOKENS), before, atol=1e-4).item()
+
     moved(trainable)
     trained = base.model(TOKENS)
     pack = pack_of(trainable)
     assert not mx.allclose(trained, before, atol=1e-2).item()
+
     trainable.detach()
     with base.applied(pack):
         assert mx.allclose(base.model(TOKENS), trained, atol=1e-4).item()

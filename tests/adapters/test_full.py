@@ -170,15 +170,18 @@ def test_any_module_is_unfrozen_and_comes_back():
     base.model.freeze()
     x = mx.ones((2, 8))
     before = base.model(x)
+
     learning = unfreeze(base)
     net = [f"layers.0.{name}" for name in ("gain", "proj.bias", "proj.weight")]
     assert sorted(learning.tensors()) == [*net, "layers.1.bias", "layers.1.weight"]
+
     learned = {name: tensor + 1 for name, tensor in learning.tensors().items()}
     learning.load(learned, "test")
     after = base.model(x)
     assert not mx.array_equal(after, before).item()
     learning.detach()
     assert mx.array_equal(base.model(x), before).item()
+
     applied = attach(base, specs={})  # as a pack that stores full tensors
     attach_inference_only(applied, {}, learning.replaced, learned, "test")
     assert mx.array_equal(base.model(x), after).item()

@@ -47,6 +47,7 @@ def reference(folder: Path, text: str, pooling: str = "mean", normalize: bool = 
     word, position, kind = (w[f"embeddings.{name}_embeddings.weight"] for name in kinds.split())
     x = norm(word[ids] + position[: len(ids)] + kind[0], "embeddings")
     heads = SMALL["num_attention_heads"]
+
     for i in range(SMALL["num_hidden_layers"]):
         at = f"encoder.layer.{i}"
         q, k, v = (
@@ -58,9 +59,11 @@ def reference(folder: Path, text: str, pooling: str = "mean", normalize: bool = 
         shares /= shares.sum(-1, keepdims=True)
         attended = (shares @ v).swapaxes(0, 1).reshape(x.shape)
         x = norm(linear(attended, f"{at}.attention.output.dense") + x, f"{at}.attention.output")
+
         h = linear(x, f"{at}.intermediate.dense")
         h = h * (1 + np.vectorize(math.erf)(h / math.sqrt(2))) / 2
         x = norm(linear(h, f"{at}.output.dense") + x, f"{at}.output")
+
     vector = {"mean": x.mean(0), "cls": x[0], "max": x.max(0)}[pooling]
     return vector / np.linalg.norm(vector) if normalize else vector
 

@@ -95,11 +95,13 @@ def check_step(family: str, bits: int | None) -> None:
     attached = attach(base, LoRAConfig(rank=RANK, target_modules=targets_of(base, RANK)))
     specs = attached.specs
     assert mx.array_equal(base.model(TOKENS), before).item()
+
     tensors = randomized(attached)
     trace(base.model)
     loss, gradients = step(base.model)
     base.model.update(gradients)  # so that tensors() lays gradients out by their names on disk
     ours = attached.tensors()
+
     attached.detach()
     assert mx.array_equal(base.model(TOKENS), before).item()
 
@@ -109,11 +111,14 @@ def check_step(family: str, bits: int | None) -> None:
         scale = mx.concatenate([mx.full((s.rank,), s.scale) for s in spec.slices])
         adapters = (tensors[f"{path}.lora_a"], tensors[f"{path}.lora_b"])
         plain.append((path, PlainLoRA(modules[path], *adapters, scale)))
+
     replace_modules(base.model, plain)
     expected_loss, expected = step(base.model)
     expected = dict(tree_flatten(expected))
+
     assert abs(loss - expected_loss) < LEVEL * abs(expected_loss)
     assert set(expected) == {f"{path}.{name}" for path in specs for name in "ab"}
+
     for path in specs:
         for name, on_disk in (("a", "lora_a"), ("b", "lora_b")):
             result, wanted = ours[f"{path}.{on_disk}"], expected[f"{path}.{name}"]

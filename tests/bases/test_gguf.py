@@ -104,22 +104,27 @@ def test_every_architecture_loads_with_its_weights(tmp_path, architecture, kind)
             weights[path] = mx.dequantize(*parts, module.group_size, module.bits)
         elif "weight" in module:
             weights[path] = module.weight
+
     assert np.array_equal(weights["model.embed_tokens"], stored["token_embd"])
     assert np.array_equal(weights["model.layers.1.mlp.down_proj"], stored["blk.1.ffn_down"])
+
     shift = 1 if architecture.startswith("gemma") else 0
     norm = np.array(weights["model.layers.1.input_layernorm"])
     np.testing.assert_allclose(norm + shift, stored["blk.1.attn_norm"], rtol=2e-3)
     assert ("model.layers.0.self_attn.q_norm" in weights) == (architecture in ("qwen3", "gemma3"))
+
     attention = "model.layers.1.self_attn"
     if architecture == "phi3":
         assert np.array_equal(weights[f"{attention}.qkv_proj"], stored["blk.1.attn_qkv"])
         return
+
     for name, heads in (("q", HEADS), ("k", KV_HEADS)):
         expected = stored[f"blk.1.attn_{name}"]
         if architecture == "llama":  # the halves of a head instead of pairs
             pairs = expected.reshape(heads, WIDTH // 2, 2, -1)
             expected = pairs.swapaxes(1, 2).reshape(expected.shape)
         assert np.array_equal(weights[f"{attention}.{name}_proj"], expected)
+
     assert np.isfinite(np.array(base.model(mx.array([[1, 70, 80]])))).all()
 
 

@@ -234,11 +234,13 @@ def test_the_gguf_package_reads_an_adapter(family, tmp_path):
     architecture = reader.fields["general.architecture"].contents()
     assert architecture == family
     assert reader.fields["adapter.lora.alpha"].types == [gguf.GGUFValueType.FLOAT32]
+
     arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     known = gguf.get_tensor_name_map(arch, 8)
     for tensor in reader.tensors:
         assert known.get_name(tensor.name.rpartition(".weight.")[0]) is not None
         assert tensor.data.dtype == np.float32
+
     pairs = deltas_in(tmp_path / "out" / "out.gguf")
     by_name = {tensor.name: np.array(tensor.data, np.float64) for tensor in reader.tensors}
     alpha = reader.fields["adapter.lora.alpha"].contents()

@@ -55,6 +55,7 @@ def make_minilm(folder: Path, pooling: str = "mean", normalize: bool = True, **c
     for name, parameter in result.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.05)
+
     result.save_pretrained(raw)
     BertTokenizerFast(str(raw / "vocab.txt")).save_pretrained(raw)
     transformer = models.Transformer(str(raw), max_seq_length=128)
@@ -119,6 +120,7 @@ def torch_adapted(minilm: Path, tensors: dict):
     paths = sorted({name.rpartition(".")[0] for name in tensors})
     config = LoraConfig(r=4, lora_alpha=4 * SCALE, target_modules=paths, lora_dropout=0.0)
     model.add_adapter(config)
+
     result = {}
     for name, parameter in model[0].auto_model.named_parameters():
         if ".lora_" in name:
@@ -127,6 +129,7 @@ def torch_adapted(minilm: Path, tensors: dict):
             result[ours] = parameter
             with torch.no_grad():
                 parameter.copy_(torch.tensor(np.array(tensors[ours]).T))
+
     assert set(result) == set(tensors)
     return model, result
 

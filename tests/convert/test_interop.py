@@ -242,6 +242,7 @@ def test_tied_embedding_is_input_alone_in_peft_and_head_too_in_mlx_lm(bases, tmp
     import_adapter(folder, tmp_path / "peft", bases["tied"])
     peft = Pack.open(tmp_path / "peft")
     assert peft.specs["model.embed_tokens"].head is False
+
     with raises("unsupported", None, "model.embed_tokens", "mlx-lm"):
         export_pack(peft, "mlx-lm", tmp_path / "x")
     with raises("unsupported", None, "model.embed_tokens"):
@@ -256,6 +257,7 @@ def test_tied_embedding_is_input_alone_in_peft_and_head_too_in_mlx_lm(bases, tmp
     parameters = {"rank": 4, "scale": 2.0, "dropout": 0.0, "keys": keys}
     config = {"fine_tune_type": "lora", "num_layers": -1, "lora_parameters": parameters}
     (theirs / CONFIG).write_text(json.dumps(config))
+
     import_adapter(theirs, tmp_path / "mlx", bases["tied"])
     ours = Pack.open(tmp_path / "mlx")
     assert ours.specs["model.embed_tokens"].head is True
@@ -263,10 +265,12 @@ def test_tied_embedding_is_input_alone_in_peft_and_head_too_in_mlx_lm(bases, tmp
     (tmp_path / "tied" / SIDECAR).unlink()  # by PEFT's own config
     import_adapter(tmp_path / "tied", tmp_path / "read", bases["tied"])
     assert Pack.open(tmp_path / "read").specs == ours.specs
+
     expected = attached_logits(ours, bases["tied"])
     assert np.abs(expected - attached_logits(peft, bases["tied"])).max() > 0.1
     merged(ours, bases["tied"], tmp_path / "out")
     assert np.abs(logits(load_base(tmp_path / "out")) - expected).max() < 1e-4
+
     export_pack(ours, "mlx-lm", tmp_path / "again")
     assert np.abs(stock_logits(bases["tied"], tmp_path / "again") - expected).max() < 1e-4
 

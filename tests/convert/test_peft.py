@@ -226,13 +226,16 @@ def test_a_reward_model_has_the_same_scores_in_peft(transformers_base, tmp_path)
     pack = random_pack(base, targets=TARGETS.get(transformers_base.name, ALL))
     weight = mx.random.normal((1, 64), key=mx.random.key(5))
     pack = untrained_pack(base, pack.specs, pack.tensors, {"score.weight": weight})
+
     export_pack(pack.save(tmp_path / "pack"), "peft", tmp_path / "out")
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert (config["task_type"], config["modules_to_save"]) == ("SEQ_CLS", ["score"])
+
     model = AutoModelForSequenceClassification.from_pretrained(
         transformers_base, num_labels=1, dtype=torch.float32
     )
     there = PeftModel.from_pretrained(model, str(tmp_path / "out")).eval()
+
     rows = [{"prompt": "Say red.", "completion": c} for c in ("red.", "No, blue it is.")]
     scores = base.rewards(rows, pack)
     places = [Row(f"f:{i}", row) for i, row in enumerate(rows)]
@@ -242,6 +245,7 @@ def test_a_reward_model_has_the_same_scores_in_peft(transformers_base, tmp_path)
             logits = there(torch.tensor([example.tokens.tolist()])).logits
         assert logits.shape == (1, 1) and abs(logits.item() - score) < 1e-4
     assert abs(scores[0] - scores[1]) > 1e-3
+
     import_adapter(tmp_path / "out", tmp_path / "back")
     (tmp_path / "out" / "mlx_packs.json").unlink()  # as PEFT itself would write it
     import_adapter(tmp_path / "out", tmp_path / "read", transformers_base)

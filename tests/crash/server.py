@@ -113,6 +113,7 @@ def _child(request: dict, log: int, report: int) -> int:
     os.dup2(log, 2)
     os.chdir(request["folder"])
     os.environ["MLX_PACKS_CACHE"] = str(Path("cache").absolute())
+
     if not request.get("exchange", True):
         filesystem.exchange = lambda *_: False
     if limit := request.get("largest_file"):  # stands for a disk that is full
@@ -120,6 +121,7 @@ def _child(request: dict, log: int, report: int) -> int:
     if url := request.get("hub"):
         constants.ENDPOINT, constants.HF_HUB_OFFLINE = url, False
         constants.HUGGINGFACE_CO_URL_TEMPLATE = url + "/{repo_id}/resolve/{revision}/{filename}"
+
     kill = request["kill"]
     operations = Operations(kill["at"], kill["moment"]).watch()
     code = 0
@@ -130,6 +132,7 @@ def _child(request: dict, log: int, report: int) -> int:
     except BaseException:
         traceback.print_exc()
         code = 70
+
     sys.stdout.flush()
     sys.stderr.flush()
     os.write(report, json.dumps(operations.kinds).encode())

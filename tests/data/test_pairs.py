@@ -105,11 +105,13 @@ def test_a_batch_is_padded_by_column_and_to_its_size(
     pairs = encoded(encoder_tokenizer, rows)
     batch = PairCollate(4, 48)(pairs, [1, 0])
     inputs = batch.inputs
+
     assert [inputs[name].shape for name in ("first", "second")] == [(4, least), (4, 48)]
     assert inputs["weights"].tolist() == [1, 1, 0, 0]
     assert batch.targets == batch.denominator == 2 and batch.examples == (1, 0)
     assert inputs["lengths"].tolist() == [[3, 3, 1, 1], [3, 42, 1, 1]]
     assert inputs["first"][0, :4].tolist() == [*encoder_tokenizer.encode("fix"), 0]
+
     for collate in (PairCollate(4, 48), PairCollate(2, 100, powers=True)):
         for order in ([0], [1], [1, 0]):
             widest = max(inputs.shape[1] for inputs in tokens_of(collate(pairs, order)))

@@ -81,9 +81,11 @@ def test_gradients_are_those_of_the_definition(name, stored, slices):
     own = linear_of((0.1 * mx.random.normal((sum(slices), width))).astype(dtype))
     if stored != "none":
         own = named_format(stored).module(own, mx.float32)
+
     rounding = Rounding(dtype, named_format(name))
     places = [(n, None if i == 1 else min(i, 1)) for i, n in enumerate(slices)]
     total = QuantizedSum(own, dtype, partial(rounding.linear, mx.float32), tuple(places))
+
     adapted = [n for n, i in places if i is not None]
     a = [mx.random.normal((width, rank)) * 0.1 for _ in adapted]
     b = [mx.random.normal((rank, n)) * 0.1 for n in adapted]

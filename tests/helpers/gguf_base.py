@@ -38,9 +38,11 @@ def write_gguf(folder: Path, file: Path) -> Path:
     model = load_base(str(folder)).model
     if "quantization" in config:
         model = dequantize_model(model)
+
     writer = gguf.GGUFWriter(file, config["model_type"])
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     width = config.get("head_dim") or config["hidden_size"] // heads
+
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -53,6 +55,7 @@ def write_gguf(folder: Path, file: Path) -> Path:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
     _add_tokenizer(writer, gguf.TokenType, folder, config)
+
     for name, weight in tree_flatten(model.parameters()):
         path = name.removesuffix(".weight")
         array = np.array(weight.astype(mx.float32))
@@ -61,6 +64,7 @@ def write_gguf(folder: Path, file: Path) -> Path:
             pairs = array.reshape(count, 2, len(array) // count // 2, -1).swapaxes(1, 2)
             array = np.ascontiguousarray(pairs.reshape(array.shape))
         writer.add_tensor(_name_of(path) + ".weight", array)
+
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

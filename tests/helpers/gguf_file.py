@@ -107,6 +107,7 @@ def write_tiny(
         writer.add_unk_token_id(0)
         if template is not None:
             writer.add_chat_template(template)
+
     writer.add_context_length(256)
     writer.add_embedding_length(HIDDEN)
     writer.add_block_count(BLOCKS)
@@ -117,6 +118,7 @@ def write_tiny(
     writer.add_value_length(WIDTH)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
+
     if architecture == "gemma3":
         writer.add_sliding_window_pattern(2)
     change(writer)

@@ -124,12 +124,15 @@ def test_train_inspect_apply_and_generate_with_experts(run, tmp_path):
     options = "--iters 1 --batch-size 2 --max-seq-length 64 --rank 2 --dropout 0.1"
     options += " --target-modules q_proj,up_proj,down_proj --matmul-path quantized"
     places = ("--model", folder, "--data", data, "--out", pack)
+
     code, _, err = run("train", *places, *options.split(), "--grad-checkpoint")
     assert code == 0, err
+
     code, out, err = run("inspect", pack, "--json")
     modules = {m["path"]: m for m in json.loads(out)["adapters"]["modules"]}
     assert modules["model.layers.1.mlp.switch_mlp.up_proj"]["experts"] == 4
     assert "experts" not in modules["model.layers.1.self_attn.q_proj"]
+
     code, out, err = run("apply", pack, "--model", folder, "--dry-run", "--json")
     assert code == 0 and json.loads(out)["geometry"] == "checked", err
     code, _, err = run(

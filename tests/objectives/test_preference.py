@@ -129,12 +129,14 @@ class Small:
         head = split_head(self.base.model)
         if packing:
             prepare_packing(self.trainable, head, 96, self.base.vocab_size)
+
         rows = [Row(f"f:{i + 1}", (rated if task == "kto" else preference)(i)) for i in range(8)]
         row_format, options = RATED if task == "kto" else PREFERENCE, EncodingOptions()
         tokenizer = self.base.tokenizer
         examples = encode_preferences(rows, tokenizer, DataConfig(), options, row_format)
         sampler = GroupedSampler(examples.lengths, 4 if packing else 8, 95, 1, packing)
         self.data = preference_set(examples, sampler)
+
         self.passes = 0
 
         def sums(inputs, layout):

@@ -33,13 +33,16 @@ class Small:
         train = TrainConfig(task="reward", batch_size=4, max_seq_length=length, packing=packing)
         lora = LoRAConfig(rank=2, target_modules=("q_proj",))
         self.trainable = find_method("lora").attach(self.base, lora, train, "dense")
+
         if packing:
             head = split_head(self.base.model)
             prepare_packing(self.trainable, head, length, self.base.vocab_size)
+
         rows = [Row(f"f:{i + 1}", preference(i)) for i in range(8)]
         self.examples = encode_scored(rows, self.base.tokenizer, DataConfig(), OPTIONS)
         size = 4 if packing else 8
         self.sampler = GroupedSampler(self.examples.lengths, size, length - 1, 1, packing)
+
         self.states = hidden_states(self.base.model, "small")
         self.score = fresh_score_head(self.base, 0)
         self.objective = RewardModel(self.base.model, self.states, self.score, 0.1)

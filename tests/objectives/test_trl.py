@@ -266,6 +266,7 @@ def test_loss_and_gradients_of_rewards_are_those_of_trl(checkpoint, tmp_path, be
     prompts, lengths = rng.integers(5, 4000, (6, 5)), [7, 3, 5, 2, 6, 4]
     texts = rng.integers(5, 4000, (6, 7))
     rewards = np.array([[1.0, 0.2, -0.4], [0.5, 0.5, 2.0]], np.float32)
+
     arguments = trl.GRPOConfig(
         output_dir=str(tmp_path),
         per_device_train_batch_size=6,
@@ -282,6 +283,7 @@ def test_loss_and_gradients_of_rewards_are_those_of_trl(checkpoint, tmp_path, be
         processing_class=AutoTokenizer.from_pretrained(checkpoint),
         peft_config=adapters_of(),
     )
+
     mask = np.arange(7)[None] < np.array(lengths)[:, None]
     inputs = {
         "prompt_ids": torch.tensor(prompts),
@@ -291,6 +293,7 @@ def test_loss_and_gradients_of_rewards_are_those_of_trl(checkpoint, tmp_path, be
         "advantages": torch.tensor(advantages(rewards).reshape(-1)),
         "num_items_in_batch": torch.tensor(sum(lengths)),
     }
+
     if beta:
         with torch.no_grad(), trainer.model.disable_adapter():
             ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)

@@ -170,9 +170,11 @@ def test_doctor_keeps_times_of_many_copies_and_they_decide(remembered, monkeypat
         sides = {side: counted(side, getattr(workload, side)) for side in calls}
         watched = replace(small, workload=lambda _: replace(workload, **sides))
         result = diagnostics.examine_kernel(watched)
+
         assert result["ok"], result["fault"]
         assert result["choice"] == "reference"  # the emulator is slow
         assert min(calls.values()) >= 2 * 2 * 3  # warm and timed, forward and with gradients
+
         kernel, plain = _backend.measured("metal", (instance.op, *instance.call))
         assert (kernel, plain) == (result["kernel_us"], result["reference_us"])
         assert result["kernel_gradient_us"] > 0 < result["reference_gradient_us"]

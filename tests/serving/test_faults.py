@@ -157,10 +157,12 @@ def test_every_request_has_one_outcome(server, shelf):
             status, answer = server.json("POST", PATH, body_of(of, prompt))
             assert status == 200
             expected[model, prompt] = answer["choices"][0]["text"]
+
     loop = server.loop
     tasks, descriptors = tasks_of(loop), len(os.listdir("/dev/fd"))
     slots = len(worker.registry.slots._loaded)
     worker.every = 97
+
     clients = Clients(server, expected)
     with ThreadPoolExecutor(CLIENTS + 1) as pool:
         swaps = pool.submit(swap_packs, server, shelf, clients.end)
@@ -173,6 +175,7 @@ def test_every_request_has_one_outcome(server, shelf):
     assert sum(clients.outcomes.values()) == clients.sent
     for outcome in ("200", "429", "500", "vanished", "half"):
         assert clients.outcomes[outcome] > 0, clients.outcomes
+
     until(lambda: worker.counts == (0, 0))
     assert worker.is_alive and server.json("GET", "/health")[1]["status"] == "ok"
     entries = [*worker.registry._entries.values(), *worker.registry._sums.values()]

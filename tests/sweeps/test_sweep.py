@@ -374,9 +374,11 @@ def test_a_killed_sweep_trains_each_trial_exactly_once(tmp_path):
     parameters = {"learning_rate": rates, "rank": [1, 2, 64]}
     random = {"search": "random", "trials": 4, "parameters": parameters}
     write_sweep(tmp_path, random, model="base", max_pack_mb=0.1)
+
     command = [sys.executable, "-m", "mlx_packs", "sweep", "-c", "s.yaml", "--out", "s"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE)
+
     end = time.monotonic() + 300
     half = tmp_path / "s/trials/003/pack-run/step-000002"
     while not half.exists() and time.monotonic() < end and process.poll() is None:
@@ -424,10 +426,12 @@ def test_ray_trains_on_two_workers(tmp_path, monkeypatch):
     write_sweep(tmp_path, {**halving, "parameters": {"rank": [1, 2]}}, iters=2)
     worker = {"num_cpus": 1, "object_store_memory": 80_000_000}
     cluster = Cluster(initialize_head=True, head_node_args=worker)
+
     try:
         cluster.add_node(**worker)
         ray.init(address=cluster.address, log_to_driver=False)
         assert sum(node["Alive"] for node in ray.nodes()) == 2
+
         result = run_sweep("--runner", "ray")
         assert result.exit_code == 0, result.output
         rows = leaderboard(tmp_path)["rows"]

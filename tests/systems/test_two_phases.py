@@ -184,6 +184,7 @@ def test_two_phase_example_trains_and_shows_what_was_forgotten(tmp_path, run, mo
 def test_a_run_killed_in_phase_one_is_resumed_to_the_same_bits(tmp_path, note_data):
     talk = write_rows(tmp_path / "talk", train=TALK, valid=TALK[:2])
     base = write_checkpoint(tmp_path / "base")
+
     recipe = {
         "model": str(base),
         "rank": 4,
@@ -204,10 +205,12 @@ def test_a_run_killed_in_phase_one_is_resumed_to_the_same_bits(tmp_path, note_da
         time.sleep(0.02)
     broken.send_signal(signal.SIGINT)
     assert broken.wait() == 130 and 1 <= batches_of(latest_checkpoint(run)) < 40
+
     for more in (["broken", "--resume"], ["whole"]):
         subprocess.run([*command, *more], cwd=tmp_path, check=True)
     adapters = [tmp_path / name / "adapters.safetensors" for name in ("broken", "whole")]
     assert adapters[0].read_bytes() == adapters[1].read_bytes()
+
     logs = [(tmp_path / f"{name}-run" / "metrics.jsonl") for name in ("broken", "whole")]
     losses = [[json.loads(line).get("loss") for line in f.read_text().splitlines()] for f in logs]
     assert losses[0] == losses[1] and len(losses[0]) == 44  # 43 batches, and between the phases

@@ -121,13 +121,16 @@ def test_preferences_follow_completions_with_the_reference_of_that_moment(tmp_pa
     phases = phases_of(data, tmp_path)
     train = {**SETTINGS, "task": "lm", "beta": 0.3, "z_loss": 1e-4, "phases": phases}
     run = train_pack(small_base(), None, LORA, train, tmp_path / "p")
+
     sft = settings(task="lm", iters=3, z_loss=1e-4)
     train_pack(small_base(), phases[0]["data"], LORA, sft, tmp_path / "a")
     begun = tensors_of(tmp_path / "a")
     reference = mx.load(str(tmp_path / "p-run" / "reference-000003.safetensors"))
     assert all(np.array_equal(np.array(t), begun[n]) for n, t in reference.items())
+
     first = next(line for line in run.curve if line.get("phase") == "dpo" and "loss" in line)
     assert first["loss"] == pytest.approx(np.log(2), abs=1e-3)  # nothing was gained yet
+
     assert [phase["name"] for phase in run.report["phases"]] == ["sft", "dpo"]
     assert [phase["task"] for phase in run.report["phases"]] == ["lm", "dpo"]
     assert run.report["preference_accuracy_after"] >= 0.5

@@ -134,6 +134,7 @@ def trained_there(folder: Path, settings: dict, rows: list[Example], start: dict
     assert set(adapters) == set(start)
     for name, parameter in adapters.items():
         parameter.data = torch.tensor(np.ascontiguousarray(start[name].T))
+
     arguments = transformers.TrainingArguments(
         output_dir=str(out),
         max_steps=UPDATES,
@@ -147,9 +148,11 @@ def trained_there(folder: Path, settings: dict, rows: list[Example], start: dict
         disable_tqdm=True,
         **settings,
     )
+
     data = [{"tokens": row.tokens, "target": row.target} for row in rows]
     trainer = InOrder(model, arguments, train_dataset=data, data_collator=collated)
     trainer.train()
+
     keys = ("loss", "learning_rate", "grad_norm")
     lines = [[line[key] for key in keys] for line in trainer.state.log_history if "loss" in line]
     final = {name: parameter.detach().numpy().T for name, parameter in adapters.items()}

@@ -391,6 +391,7 @@ def test_a_run_interrupted_in_each_phase_resumes_bit_identically(
     settings |= {"model": str(small_folder), "rank": 2, "num_layers": 1, "dropout": 0.1}
     Path("p.yaml").write_text(yaml.safe_dump(settings))
     flags, folder = ("-c", "p.yaml"), here / "o-run"
+
     for batch, last in ((1, "step-000002"), (BETWEEN, "step-000004"), (5, "step-000006")):
         with monkeypatch.context() as patch:
             if batch == BETWEEN:
