@@ -150,6 +150,7 @@ def runs_here(document: str) -> bool:
     return not all(not text or ELSEWHERE.search(text) for text in texts)
 
 
+# 45 s for docs/merge.md: even short commands load a model each, and train, merge or evaluate
 @pytest.mark.slow
 @pytest.mark.parametrize("document", [guide for guide in GUIDES if runs_here(guide)])
 def test_commands_and_python_run_on_the_tiny_base(document, material, here, run):

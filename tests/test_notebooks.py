@@ -100,7 +100,7 @@ def test_every_notebook_is_listed():
         assert [f.stem for f in NOTEBOOKS if f"{f.stem}{suffix}" not in text] == [], page
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # up to 40 s: runs are not shortened, since their figures are compared
 @pytest.mark.parametrize("file", EXECUTED)
 def test_a_notebook_runs_and_says_what_is_stored_in_it(file, tmp_path):
     notebook = notebooks.read(file)

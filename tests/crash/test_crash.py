@@ -200,7 +200,7 @@ def test_ten_points(killer, places):
     kill_overwrite(killer, "import", places, 4, exchange=False)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # up to 25 s: a run is killed at 16 or 25 points, and each time resumed
 @pytest.mark.parametrize("name", RUNS)
 def test_killed_runs_end_bit_identical(killer, places, name):
     kill_run(killer, RUNS[name](places), RUN_POINTS[name])

@@ -13,6 +13,7 @@ from tests.distributed import runs
 from tests.helpers.ranks import Ended, Ranks
 from tests.helpers.rows import CHATS, write_rows
 
+# 95 s for the packs of `by_ranks`: 40 runs, by one rank, by two and by four on one machine
 pytestmark = pytest.mark.slow
 
 OF_FOUR = ("uneven", "alike", "packed", "mnrl")  # a rank has few rows, one, none, those of all
@@ -66,6 +67,7 @@ def test_ranks_train_what_one_trains(by_ranks, size, name):
 
 
 def test_a_run_of_four_goes_on_with_two(place):
+    """30 s: seven ranks are started, four of them at once, and each loads its base."""
     ended = train(place, 4, "plain,iters=2", out="fewer")
     assert not any(ended.codes), ended.text
     ended = train(place, 2, "plain,iters=4,resume=1", out="fewer")

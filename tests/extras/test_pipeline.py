@@ -165,7 +165,7 @@ def by_stages(place):
     return place
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # 55 s for the packs of `by_stages`: seven runs, whose ranks wait for one another
 @pytest.mark.parametrize(("size", "name"), [(2, n) for n in NAMES] + [(3, "pieces")])
 def test_a_pipeline_trains_what_one_rank_trains(by_stages, size, name):
     alone, split = by_stages / "by-1" / name, by_stages / f"by-{size}" / name
@@ -189,7 +189,7 @@ def test_a_pack_of_a_pipeline_evaluates_alone(by_stages):
     assert report.base.ppl == pytest.approx(stored["ppl_before"], rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # 30 s: four runs one after another, by two ranks, three, one and one
 def test_a_pipeline_goes_on_with_other_ranks(place):
     for size, changes in ((2, "iters=4"), (3, "iters=6,resume=1"), (1, "iters=8,resume=1")):
         ended = train(place, size, f"pieces,{changes}", out="on")
