@@ -51,7 +51,11 @@ def typed_value(value: Any, kind: Any, key: str, where: str = "") -> Any:
     """
     origin = typing.get_origin(kind)
     parts = typing.get_args(kind)
-    value = _of_python(value)
+
+    if getattr(value, "ndim", None) == 0:  # a number of NumPy or MLX
+        value = value.item()
+    elif isinstance(value, os.PathLike):
+        value = os.fspath(value)
 
     if origin in (typing.Union, types.UnionType):
         return _one_of(parts, value, key, where)
@@ -103,13 +107,6 @@ def _mapping_of_json(text: str, key: str, where: str) -> dict:
     if not isinstance(value, dict):
         raise _mistyped("a mapping in JSON", text, key, where)
     return value
-
-
-def _of_python(value: Any) -> Any:
-    """Return a number of NumPy or MLX as Python's, and a path as text."""
-    if getattr(value, "ndim", None) == 0:
-        return value.item()
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _items(value: Any, kind: Any, key: str, where: str) -> tuple:
