@@ -62,7 +62,7 @@ class Unpacked(Copy):
 
 
 def gzip_rows(file: Path) -> Unpacked:
-    return Unpacked(_copy(file, "jsonl", lambda out: _unpack(file, out)), file)
+    return Unpacked(_copy(file, "jsonl", lambda out: out.writelines(_blocks(file))), file)
 
 
 def table_rows(file: Path) -> Copy:
@@ -143,11 +143,6 @@ def _blocks(file: Path) -> Iterator[bytes]:
                 yield block
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise PackError(f"{file}: cannot be unpacked ({error}).", "unreadable") from None
-
-
-def _unpack(file: Path, out: BinaryIO) -> None:
-    for block in _blocks(file):
-        out.write(block)
 
 
 _Cells = tuple[int, list[str]]  # of a row of a table, and the line that it begins in

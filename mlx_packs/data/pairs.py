@@ -80,13 +80,13 @@ class Pairs:
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of the longest text of each pair, [N]."""
-        return np.array([_lengths(column) for column in self.tokens]).max(axis=0)
-
-
-def _lengths(column: Sequence[np.ndarray]) -> np.ndarray:
-    if isinstance(column, TextColumn):
-        return column.texts.lengths[column.numbers]
-    return np.array([len(text) for text in column])
+        lengths = []
+        for column in self.tokens:
+            if isinstance(column, TextColumn):
+                lengths.append(column.texts.lengths[column.numbers])
+            else:
+                lengths.append([len(text) for text in column])
+        return np.array(lengths).max(axis=0)
 
 
 def encode_pairs(

@@ -163,7 +163,13 @@ def _folder_rows(path: Path) -> tuple[dict[str, Rows], list[str]]:
         texts, notes = _text_folder(path, tables)
         return _training(texts), notes
 
-    rows = {split: _rows_of(chosen) for split, chosen in by_split.items()}
+    rows = {}
+    for split, chosen in by_split.items():
+        if len(chosen) == 1:  # an error if it is empty
+            rows[split] = read_rows(chosen[0])
+        else:
+            rows[split] = Rows([_source_of(file) for file in chosen])
+
     others = [file.name for file in tables if file not in used]
     notes = []
     if others:
@@ -204,13 +210,6 @@ def _files_of_splits(path: Path, tables: Sequence[Path]) -> dict[str, list[Path]
         if len(files) == len(tables):
             by_split["train"] = files
     return by_split
-
-
-def _rows_of(files: Sequence[Path]) -> Rows:
-    """Return the rows of a split; a single file must have some."""
-    if len(files) == 1:
-        return read_rows(files[0])
-    return Rows([_source_of(file) for file in files])
 
 
 def _text_folder(path: Path, tables: Sequence[Path]) -> tuple[Rows, list[str]]:

@@ -101,6 +101,10 @@ def cache_key(
     if backend is None or not type(plain).__module__.startswith("transformers."):
         return None  # a slow tokenizer, or one with its own code
 
+    today = columns.template_date
+    if not today and reads_clock(tokenizer):
+        today = time.strftime("%Y-%m-%d")
+
     template = str(plain.chat_template)
     special = getattr(tokenizer, "_chat_template", None)
     facts = {
@@ -111,7 +115,7 @@ def cache_key(
         "special": [plain.special_tokens_map, sorted(plain.all_special_ids)],
         "ends": [tokenizer.eos_token_id, sorted(tokenizer.eos_token_ids)],
         "template": [template, getattr(special, "__module__", None)],
-        "today": columns.template_date or _today(tokenizer),
+        "today": today,
         "columns": [getattr(columns, name) for name in COLUMN_SETTINGS],
         "template_kwargs": columns.template_kwargs,
         "options": asdict(options),
@@ -123,10 +127,6 @@ def cache_key(
 
     text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode() + content).hexdigest()
-
-
-def _today(tokenizer: Any) -> str | None:
-    return time.strftime("%Y-%m-%d") if reads_clock(tokenizer) else None
 
 
 def _write(file: Path, key: str, examples: Examples) -> None:
