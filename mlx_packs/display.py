@@ -279,7 +279,11 @@ class Task:
             self.bar.update(self.id, completed=self.done)
             if text is not None:
                 self.bar.update(self.id, text=_plain(text))
-        elif self._is_due() and self.display.level > QUIET:
+            return
+
+        is_first = self.part == TRAIN and self.done == self.initial + 1  # shown at once
+        is_due = is_first or time.monotonic() - self.last_line > _PLAIN_SECONDS
+        if is_due and self.display.level > QUIET:
             self.last_line = time.monotonic()
             line = f"{self.done}/{self.total}"
             if text:
@@ -288,11 +292,6 @@ class Task:
             if left is not None:
                 line += f"  {clock(left)} left"
             self.display.line(self.label, line)
-
-    def _is_due(self) -> bool:
-        """Return whether to print a line; the first step of a run is shown at once."""
-        is_first = self.part == TRAIN and self.done == self.initial + 1
-        return is_first or time.monotonic() - self.last_line > _PLAIN_SECONDS
 
 
 def clock(seconds: float) -> str:
