@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import mlx.nn as nn
 import mlx.optimizers as optimizers
 import numpy as np
 from mlx.utils import tree_map
@@ -132,7 +131,10 @@ class MlxLm(TrainingCallback):
         start = _active_memory()
         self.model = load().model
         if recompute:
-            _with_own_class(self.model.layers)
+            # mlx-lm changes the class of blocks to recompute them: these get one of their own
+            own = {kind: type(kind.__name__, (kind,), {}) for kind in map(type, self.model.layers)}
+            for block in self.model.layers:
+                block.__class__ = own[type(block)]
 
         config = {"rank": adapters.rank, "scale": adapters.scale, "dropout": 0.0}
         linear_to_lora_layers(self.model, -1, config | {"keys": adapters.paths})
@@ -234,13 +236,6 @@ class Ours:
                 milliseconds.append(1e3 * (read - since))
 
         return milliseconds
-
-
-def _with_own_class(blocks: list[nn.Module]) -> None:
-    """Give blocks a class of their own: mlx-lm recomputes by changing the class of blocks."""
-    own = {kind: type(kind.__name__, (kind,), {}) for kind in map(type, blocks)}
-    for block in blocks:
-        block.__class__ = own[type(block)]
 
 
 def _active_memory() -> int:

@@ -38,12 +38,16 @@ def to_record(result: BenchResult) -> dict:
     if not runtime.on_cpu():  # which emulates half precision
         half = _rounded(result.rates.matrix_tflops * MATMUL_REACHED)
 
+    system = platform.system()
+    if mac := platform.mac_ver()[0]:
+        system = f"macOS {mac}"
+
     return {
         "format": FORMAT,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": {
             "device": runtime.device_name(),
-            "system": _system(),
+            "system": f"{system} {platform.machine()}",
             "gpu_cores": result.before.gpu_cores,
             "cpu_cores": os.cpu_count(),
             "memory_gb": _rounded(runtime.total_memory() / 1e9),
@@ -71,7 +75,10 @@ def to_record(result: BenchResult) -> dict:
             "launch_us": _rounded(result.rates.launch_us),
         },
         "steps": [_step(of, c) for of, comparisons in result.comparisons for c in comparisons],
-        "kernels": [_kernel(kernel) for kernel in result.kernels],
+        "kernels": [
+            kernel | {"fault": kernel["fault"] and anonymous(kernel["fault"])}
+            for kernel in result.kernels
+        ],
         "calibrated": result.calibrated > 0,
         "notes": notes(result),
     }
@@ -261,10 +268,14 @@ def _step(of: Contest, compared: Comparison) -> dict:
         }
         ratio = _percentiles(compared.ratios)
 
+    weights = "dense"
+    if quantization := of.base.quantization:
+        weights = f"{quantization.get('mode', 'affine')} {quantization.get('bits', 4)} bits"
+
     return {
         "model": anonymous(public_name(of.name)),
         "model_type": of.base.config.get("model_type"),
-        "weights": _weights(of),
+        "weights": weights,
         "blocks": len(of.base.model.layers),
         "dtype": of.dtype,
         "rank": of.adapters.rank,
@@ -291,17 +302,6 @@ def _side(side: Side, targets: int) -> dict:
     }
 
 
-def _weights(of: Contest) -> str:
-    quantization = of.base.quantization
-    if not quantization:
-        return "dense"
-    return f"{quantization.get('mode', 'affine')} {quantization.get('bits', 4)} bits"
-
-
-def _kernel(kernel: dict) -> dict:
-    return kernel | {"fault": kernel["fault"] and anonymous(kernel["fault"])}
-
-
 def _state(conditions: dict) -> str:
     """Return the state of the machine in words; what is not known is left out."""
     parts = []
@@ -317,12 +317,6 @@ def _state(conditions: dict) -> str:
     if conditions["load"] is not None:
         parts.append(f"load {conditions['load']:.2f} per core")
     return " · ".join(parts) or "not known"
-
-
-def _system() -> str:
-    if mac := platform.mac_ver()[0]:
-        return f"macOS {mac} {platform.machine()}"
-    return f"{platform.system()} {platform.machine()}"
 
 
 def anonymous(text: str) -> str:
