@@ -99,8 +99,14 @@ def bench(
     record = to_record(result)
     file = Path(out).expanduser() if out else Path(f"packs-bench-{file_name(record)}")
     failures = differing(result) + wrong_kernels(result)
-    lines = table(record)
-    lines.append(_calibration(result.calibrated, result.uncalibrated))
+
+    calibration = (
+        f"packs plan now predicts seconds per step from {result.calibrated} steps measured here"
+    )
+    if result.uncalibrated:
+        calibration = f"not calibrated: {result.uncalibrated}"
+    lines = [*table(record), f"plan    {calibration}"]
+
     atomic_write(file, to_json(record))
     lines.append(f"record  {file}")
 
@@ -151,12 +157,6 @@ def _check_out(out: str | None) -> None:
         raise PackError(f"--out {out}: there is no folder {file.parent}.", "not-found")
     if out and file.exists():
         raise PackError(f"--out {out}: already exists. Choose another file.", "exists")
-
-
-def _calibration(steps: int, reason: str) -> str:
-    if reason:
-        return f"plan    not calibrated: {reason}"
-    return f"plan    packs plan now predicts seconds per step from {steps} steps measured here"
 
 
 _MOST = 4  # models that are mixed if none are named

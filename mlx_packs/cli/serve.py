@@ -156,7 +156,11 @@ def serve(
     Requests for different packs are computed in one batch. A page to try them is at /.
     """
     _check_installed()
-    specified = _specified(click.get_current_context())
+
+    source_of = click.get_current_context().get_parameter_source
+    default = click.core.ParameterSource.DEFAULT
+    text_options = [name for name in _OF_TEXT if source_of(name) is not default]
+
     listening = _listen(host, port)
 
     with listening:
@@ -164,19 +168,13 @@ def serve(
         watched = _watched(folder)
         base = _load(model, list(named.values()), watched, trust_remote_code)
 
-        if base.architecture == "encoder" and specified:
+        if base.architecture == "encoder" and text_options:
             raise PackError(
-                f"{flag_of(specified[0])}: is about generated text, and {base.name} is an encoder. "
-                "Leave it out.",
+                f"{flag_of(text_options[0])}: is about generated text, and {base.name} is an "
+                "encoder. Leave it out.",
                 "conflict",
             )
         _run(base, named, watched, listening, {"host": host, **settings})
-
-
-def _specified(ctx: click.Context) -> list[str]:
-    """Return the settings of the command line that only generated text has."""
-    default = click.core.ParameterSource.DEFAULT
-    return [name for name in _OF_TEXT if ctx.get_parameter_source(name) is not default]
 
 
 def _check_installed() -> None:

@@ -106,7 +106,9 @@ class Supervisor:
 
             for restarts in range(self.run.max_restarts + 1):
                 ended = self._attempt(arguments)
-                if self.asked or not _is_restarted(ended):
+                is_exhausted = ended.code == 2 and _NO_MEMORY.search(ended.messages)
+                is_final = ended.code in _FINAL and not is_exhausted
+                if self.asked or is_final:
                     echo(ended.result, end="")
                     return _exit_code(ended)
 
@@ -225,11 +227,6 @@ def _identity(checkpoint: Path) -> tuple[str, int, int]:
     """Return an identity that differs for a later checkpoint of the same name."""
     status = checkpoint.stat()
     return checkpoint.name, status.st_ino, status.st_mtime_ns
-
-
-def _is_restarted(ended: Ended) -> bool:
-    exhausted = ended.code == 2 and _NO_MEMORY.search(ended.messages)
-    return bool(exhausted) or ended.code not in _FINAL
 
 
 def _exit_code(ended: Ended) -> int:
