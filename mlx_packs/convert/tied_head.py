@@ -41,7 +41,8 @@ def drop_head(adapter: ExternalAdapter, where: Path) -> None:
 
     table = next((p for p in adapter.scales if p.endswith(("embed_tokens", "wte"))), HEAD)
     of_table = [adapter.tensors.get(name) for name in factor_names(table)]
-    if any(f is not None for f in factors) and not _same(factors, _transposed(of_table)[::-1]):
+    expected = [None if factor is None else factor.T for factor in reversed(of_table)]
+    if any(f is not None for f in factors) and not _same(factors, expected):
         raise _differ(where, "adapters")
 
     weight = adapter.full_tensors.get(f"{HEAD}.weight")
@@ -54,10 +55,6 @@ def drop_head(adapter: ExternalAdapter, where: Path) -> None:
 
 def table_of(names: Collection[str]) -> str | None:
     return next((n for n in names if n.endswith(("embed_tokens.weight", "wte.weight"))), None)
-
-
-def _transposed(factors: list[mx.array | None]) -> list[mx.array | None]:
-    return [None if factor is None else factor.T for factor in factors]
 
 
 def _same(some: list[mx.array | None], others: list[mx.array | None]) -> bool:
