@@ -168,9 +168,12 @@ class Exam:
             if is_right(right, question.wanted) and not is_right(wrong, question.wanted)
         ]
 
+        candidates = gained or results[:1]
+        count = min(_SAMPLES, len(candidates))
+        spread = [candidates[i * len(candidates) // count] for i in range(count)]
         return [
             {"prompt": question.text, "wanted": question.wanted, "before": one, "after": other}
-            for question, one, other in _spread(gained or results[:1])
+            for question, one, other in spread
         ]
 
     def _accuracy(self, answers: Sequence[str]) -> Accuracy:
@@ -234,8 +237,3 @@ def questions_of(
         raise PackError(f"--metric {metric}: {reason}", "conflict", "metric")
 
     return questions
-
-
-def _spread(items: Sequence) -> list:
-    count = min(_SAMPLES, len(items))
-    return [items[i * len(items) // count] for i in range(count)]

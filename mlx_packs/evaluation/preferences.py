@@ -84,21 +84,16 @@ def score_preferences(
     rated = TASKS[objective.train.task].rated
     if rated:
         gains = np.where(desirable, 1, -1) * rewards[:, 0]
-        margin = _rated_margin(rewards[:, 0], desirable)
     else:
         gains = rewards[:, 0] - rewards[:, 1]
-        margin = float(gains.mean())
     accuracy = float(((np.sign(gains) + 1) / 2).mean())
+
+    margin = float(gains.mean())
+    if rated and desirable.any() and not desirable.all():  # each kind counts as much as the other
+        margin = float(rewards[desirable, 0].mean() - rewards[~desirable, 0].mean())
 
     nll = -log_probs[desirable, 0].sum()
     count = int(targets[desirable, 0].sum())
     ppl = perplexity(float(nll), count) if count else float("nan")
 
     return PreferenceScore(loss / len(rewards), accuracy, margin, len(rewards), ppl)
-
-
-def _rated_margin(rewards: np.ndarray, desirable: np.ndarray) -> float:
-    """Return the mean reward of desirable completions less the others', if there are both."""
-    if desirable.all() or not desirable.any():
-        return float(np.where(desirable, rewards, -rewards).mean())
-    return float(rewards[desirable].mean() - rewards[~desirable].mean())
