@@ -85,7 +85,9 @@ def _check_no_codes_alone(
 ) -> None:
     """Check that codes have their parts beside them where config.json names the format."""
     quantization = stored_quantization(config)
-    mode = next((m for m in WEIGHT_MODES if _stores(m, quantization)), None)
+    if not quantization:
+        return
+    mode = next((m for m in WEIGHT_MODES if format_class(m)().is_stored(quantization)), None)
     if mode is None:
         return
 
@@ -97,11 +99,6 @@ def _check_no_codes_alone(
             raise _damaged(
                 where, f"{path}.{part}: is missing beside {name}, which is {mode.upper()}."
             )
-
-
-def _stores(mode: str, quantization: Mapping) -> bool:
-    """Whether a config.json has its weights in a format of a mode, which MLX lacks."""
-    return bool(quantization) and format_class(mode)().is_stored(quantization)
 
 
 def custom_quantization(model: nn.Module) -> dict:
