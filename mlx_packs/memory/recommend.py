@@ -469,7 +469,10 @@ def table(
         batch = f"{o.train.batch_size} x {o.longest or o.train.max_seq_length}"
         rank = "-" if o.train.trains_base else o.lora.rank
         answer = "yes" if o.fits else o.fit
-        seconds = _seconds(o.step) if has_times else ""
+        seconds = ""
+        if has_times:
+            step_s = f"{o.step.seconds:.3g}" if o.step else "-"
+            seconds = f"{step_s:>6} "
         lines.append(
             f"{o.kind:<13} {o.plan.matmul_path:<9}{rank:>4} {batch:>8} "
             f"{o.train.recomputes:>9} {size(o.plan.peak_bytes):>8} {seconds}{answer}"
@@ -492,11 +495,6 @@ def table(
 
 def _size_or_0(count: int) -> str:
     return size(count) if count else "0"
-
-
-def _seconds(step: StepTime | None) -> str:
-    seconds = f"{step.seconds:.3g}" if step else "-"
-    return f"{seconds:>6} "
 
 
 def _notes(best: Option, headers: Headers, width: int) -> list[str]:

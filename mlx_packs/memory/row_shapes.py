@@ -22,7 +22,6 @@ from ..data.rows import SPLITS, load_rows
 from ..data.sampler import Sampler
 from ..data.shapes import sequence_inputs
 from ..data.sharing import plan_groups, plan_trees, training_batches, with_chains_merged
-from ..data.sources import Rows
 from ..data.token_cache import encode_cached
 from ..display import size
 from ..errors import PackError
@@ -150,9 +149,9 @@ def example_memory(config: DataConfig) -> ExampleMemory | None:
     splits = load_rows(replace(config, hold_out="last")).rows
     rows = [splits[split] for split in SPLITS if len(splits[split])]
     sizes = [part.nbytes() for part in rows]
-    in_memory = sum(n for part, n in zip(rows, sizes, strict=True) if _is_in_memory(part))
+    in_memory = sum(
+        nbytes
+        for part, nbytes in zip(rows, sizes, strict=True)
+        if len(part.sources) == 1 and not part.is_in_files()
+    )
     return ExampleMemory(sum(map(len, rows)), sum(sizes), in_memory)
-
-
-def _is_in_memory(rows: Rows) -> bool:
-    return len(rows.sources) == 1 and not rows.is_in_files()
