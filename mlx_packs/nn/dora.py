@@ -55,20 +55,19 @@ class GroupedDoRA(GroupedLoRA):
 
     def _scaled(self, i: int, y: mx.array) -> mx.array:
         """Return the output [..., O] of an adapted projection with its magnitudes."""
-        norms = self._adapted_norms(i, y.dtype)
+        if self._kept is None or self.training:
+            norms = self._computed_norms(i, y.dtype)
+        else:
+            norms = self._once(("norms", i), lambda: self._computed_norms(i, y.dtype))
+
         ratio = self.magnitude[i] / mx.maximum(norms, LEAST_NORM)
         bias = self._projections.all[i].get("bias")
         if bias is None:
             return _times(y, ratio)
         return _times(y - bias, ratio) + bias
 
-    def _adapted_norms(self, i: int, dtype: mx.Dtype) -> mx.array:
-        """Return the norms of the rows of W + s B A, [O] in float32, without a gradient."""
-        if self._kept is None or self.training:
-            return self._computed_norms(i, dtype)
-        return self._once(("norms", i), lambda: self._computed_norms(i, dtype))
-
     def _computed_norms(self, i: int, dtype: mx.Dtype) -> mx.array:
+        """Return the norms of the rows of W + s B A, [O] in float32, without a gradient."""
         projection = self._projections.all[i]
         s = self._scales[i]
         a = mx.stop_gradient(self.lora_a[i])
