@@ -79,20 +79,17 @@ def _up_kernel(layout: Layout) -> Kernel:
     outputs = range(len(layout.strides))
     inputs = [f"y{m}" for m in outputs] + [f"b{i}" for i in layout.adapted]
 
+    # the text depends on the rank and the output of each slice
+    shape = "_".join(f"{rank}at{m}" for rank, m in zip(layout.ranks, layout.output_of, strict=True))
+
     return Kernel(
         OP,
-        f"grouped_lora_up_{_shape_name(layout)}",
+        f"grouped_lora_up_{shape}",
         (*inputs, "h", "scales", "sizes"),
         tuple(f"out{m}" for m in outputs),
         "\n".join(lines),
         UP_THREADS,
     )
-
-
-def _shape_name(layout: Layout) -> str:
-    """Return the facts on which the text of a body depends: rank and output of each slice."""
-    pairs = zip(layout.ranks, layout.output_of, strict=True)
-    return "_".join(f"{rank}at{m}" for rank, m in pairs)
 
 
 def compute(

@@ -43,11 +43,6 @@ def row_tile(rows: int) -> int:
     return next(tile for tile in ROW_TILES if rows <= tile)
 
 
-def _is_finished(task: Task, i: int) -> bool:
-    """Return whether the first launch makes the output of a slice."""
-    return not (task.ranks[i] or task.heads[i] or task.gated)
-
-
 @functools.cache
 def _product_kernel(finished: tuple[bool, ...]) -> Kernel:
     """Return the first launch: simdgroups for the ranks, then a line for each slice."""
@@ -158,7 +153,11 @@ def prepared(  # noqa: PLR0913 (what a launch depends on)
     *leading, depth = shape
     rows = math.prod(leading)
     widths = [w.weight.shape[0] for w in weights]
-    finished = tuple(_is_finished(task, i) for i in range(len(weights)))
+
+    # whether the first launch makes the output of each slice
+    finished = tuple(
+        not (task.ranks[i] or task.heads[i] or task.gated) for i in range(len(weights))
+    )
 
     ranks = _columns_of_h(task.ranks)
     groups = tiles(ranks, SIMDGROUPS)
