@@ -41,6 +41,10 @@ def manifest_facts(manifest: Mapping, title: str) -> Facts:
     result = _mapping(manifest, "eval")
     changes = changes_of(result)
 
+    base = manifest["base"]
+    named = {**manifest, "base": {**base, "id": name_alone(base["id"])}}
+    command = text(card_command(named), 400).replace("--pack .", f"--pack {text(title)}")
+
     return Facts(
         title=text(title),
         base=_base_line(manifest),
@@ -55,7 +59,7 @@ def manifest_facts(manifest: Mapping, title: str) -> Facts:
         recipe=recipe_sections(manifest.get("recipe") or {}),
         phases=[text(line, 400) for line in phase_lines(manifest.get("phases") or ())],
         origins=_origins(manifest),
-        command=_command(manifest, title),
+        command=command,
     )
 
 
@@ -161,12 +165,6 @@ def _base_line(manifest: Mapping) -> str:
         f"{what} · {manifest['adapters']['parameters']:,} parameters",
         400,
     )
-
-
-def _command(manifest: Mapping, title: str) -> str:
-    base = manifest["base"]
-    named = {**manifest, "base": {**base, "id": name_alone(base["id"])}}
-    return text(card_command(named), 400).replace("--pack .", f"--pack {text(title)}")
 
 
 def _size(manifest: Mapping) -> list[tuple[str, str]]:

@@ -86,10 +86,14 @@ def weighted_sum(packs: Sequence[tuple[Pack, float]]) -> Pack:
 
     mx.eval(tensors)
 
+    # of the manifest that identifies the base best
+    bases = [part.pack.manifest["base"] for part in parts]
+    base = min(bases, key=lambda each: is_sampled(each["fingerprint"]))
+
     manifest = {
         "format_version": first.manifest["format_version"],
         "method": "lora",
-        "base": _base_of([part.pack for part in parts]),
+        "base": base,
         "adapters": {
             "parameters": sum(tensor.size for tensor in tensors.values()),
             "groups": _sum_groups(parts),
@@ -100,13 +104,6 @@ def weighted_sum(packs: Sequence[tuple[Pack, float]]) -> Pack:
     }
 
     return Pack(manifest, tensors, parts=tuple((p.pack._identity, p.weight) for p in parts))
-
-
-def _base_of(packs: Sequence[Pack]) -> dict:
-    """The base of packs that have one, by the manifest that identifies it best."""
-    return min(
-        (p.manifest["base"] for p in packs), key=lambda base: is_sampled(base["fingerprint"])
-    )
 
 
 def check_distinct(packs: Sequence[Pack]) -> None:
