@@ -29,13 +29,17 @@ def recipe_sections(recipe: Mapping) -> list[tuple[str, Sequence[Setting]]]:
         if value is not None:
             sections["Model and data"].append((name, _shown(name, value), True))
 
+    phases = [phase for phase in recipe.get("phases") or () if isinstance(phase, Mapping)]
+    named = (recipe.get("task", "lm"), *(phase.get("task") for phase in phases))
+    recipe_tasks = {task for task in named if isinstance(task, str)}
+
     for config in (DataConfig, LoRAConfig, TrainConfig):
         for field in dataclasses.fields(config):
             value = recipe.get(field.name)
             if isinstance(value, tuple):
                 value = list(value)
             tasks = tasks_of(field.name)
-            is_other_task = bool(tasks) and not set(tasks) & set(_tasks_of(recipe))
+            is_other_task = bool(tasks) and recipe_tasks.isdisjoint(tasks)
             if value is None or value in ([], {}) or is_other_task:
                 continue
 
@@ -45,12 +49,6 @@ def recipe_sections(recipe: Mapping) -> list[tuple[str, Sequence[Setting]]]:
             sections[section].append((flag, _shown(field.name, value), differs))
 
     return [(name, settings) for name, settings in sections.items() if settings]
-
-
-def _tasks_of(recipe: Mapping) -> list[str]:
-    phases = recipe.get("phases")
-    own = [phase.get("task") for phase in phases or () if isinstance(phase, Mapping)]
-    return [task for task in (recipe.get("task", "lm"), *own) if isinstance(task, str)]
 
 
 def _default(field: dataclasses.Field) -> object:
