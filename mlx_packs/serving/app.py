@@ -5,7 +5,6 @@ import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -168,7 +167,7 @@ class Server:
         future = worker.submit(body.model, rows)
         try:
             with anyio.fail_after(self.settings.request_seconds):
-                vectors = await unless_gone(request, _result(future))
+                vectors = await unless_gone(request, asyncio.wrap_future(future))
         finally:
             future.cancel()
 
@@ -267,10 +266,6 @@ def _texts(generator: Generator, count: int, maker: Maker) -> Texts:
             f"n: the request asks for {count} texts, but only {most} may wait.", flag="n"
         )
     return Texts(generator, count, maker)
-
-
-async def _result(future: "Future[T]") -> T:
-    return await asyncio.wrap_future(future)
 
 
 _MAX_TEXTS = 2048  # of one request for embeddings, as OpenAI has it

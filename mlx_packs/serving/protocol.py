@@ -380,7 +380,7 @@ def tool_calls(parser: Any, texts: Sequence[str], tools: Sequence[Tool]) -> list
     calls = []
     for text in texts:
         try:
-            with library_errors(_unreadable):
+            with library_errors(lambda reason: PackError(reason, "unreadable")):
                 written = parser(text, described)
             several = written if isinstance(written, list) else [written]
             calls += [_call(each) for each in several]
@@ -390,10 +390,6 @@ def tool_calls(parser: Any, texts: Sequence[str], tools: Sequence[Tool]) -> list
 
 
 _NO_CALL = (AttributeError, KeyError, TypeError, ValueError)  # of a mapping that is no call
-
-
-def _unreadable(reason: str) -> PackError:
-    return PackError(reason, "unreadable")
 
 
 def _call(written: Any) -> dict[str, Any]:
