@@ -51,19 +51,17 @@ def _long_warmup(phase: RunPhase) -> str | None:
         start = f"{phase.name}: "
         name = "phase"
 
+    setting = "lr_schedule.warmup"
+    if not isinstance(train.lr_schedule, dict):
+        setting = flag_of(train.changed(("warmup_steps", "warmup_ratio"))[0])
+
     highest = _rate(train, updates - 1)
     peak = _rate(train, warmup)
     return (
         f"{start}the warm-up takes {warmup:,} updates, and the {name} has {updates:,}: the "
         f"learning rate ends at {highest:.3g}, {100 * highest / peak:.2g} % of its peak. Use "
-        f"{_shorter(train)}, or train longer"
+        f"a lower {setting}, or train longer"
     )
-
-
-def _shorter(train: TrainConfig) -> str:
-    if isinstance(train.lr_schedule, dict):
-        return "a lower lr_schedule.warmup"
-    return f"a lower {flag_of(train.changed(('warmup_steps', 'warmup_ratio'))[0])}"
 
 
 def _changed_schedule(run: Run, earlier: dict) -> str | None:
