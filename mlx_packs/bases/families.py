@@ -11,7 +11,7 @@ from pathlib import Path
 
 import mlx.nn as nn
 
-from ..config.choices import ARCHITECTURES, TASKS, architecture_of
+from ..config.choices import ARCHITECTURES, TASKS, architecture_of, package_of
 from ..errors import PackError, any_of
 from ..nn.lora import is_switch_linear
 from ..runtime import mx
@@ -32,6 +32,11 @@ UNTRAINABLE = {
     "prism_hadamard_qwen35": "its projections are HadamardQuantizedLinear, which carry no adapters",
     "recurrent_gemma": "mlx-lm's Model is not set up as a module and cannot be frozen",
 }
+# Of mlx-vlm, those whose steps tests/bases/test_mlx_vlm.py compares with plain LoRA.
+COMPARED = frozenset(
+    "cohere2_moe deepseek_v4 glm5_next hy_v4 k2_horizon kolibri1 mimo_v2 minimax_m3 "
+    "mistral_large3 qwen4_exp step3p7 xing4_0 z1t".split()
+)
 UNTRAINABLE_ON_METAL = {"rwkv7": "its kernel for Metal (the recurrence) has no gradient"}
 # Families whose texts in a batch of mlx-lm differ from each alone: a mask without a batch axis, or
 # a recurrent state that padding runs through. tests/inference/test_families.py compares every one.
@@ -115,6 +120,15 @@ def _say_cache_differs(name: str, family: str) -> None:
 
 
 @lru_cache(maxsize=64)
+def _say_not_compared(name: str, family: str) -> None:
+    _log.warning(
+        "%s: a %s of mlx-vlm, which was not tested here: its steps may differ from plain LoRA.",
+        name,
+        family,
+    )
+
+
+@lru_cache(maxsize=64)
 def _say_one_by_one(name: str, family: str) -> None:
     _log.warning(
         "%s: a %s gives other texts in a batch than alone, so texts are generated one at a time.",
@@ -135,6 +149,8 @@ def check_trainable(name: str, model: nn.Module) -> None:
     family = family_of(model)
     if family in CACHE_DIFFERS:
         _say_cache_differs(name, family)
+    if "language_model" in model and package_of(family) == "mlx-vlm" and family not in COMPARED:
+        _say_not_compared(name, family)
 
     reason = why_untrainable(family)
 

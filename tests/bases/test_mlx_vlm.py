@@ -14,7 +14,7 @@ from mlx_lm.generate import generate_step
 
 from mlx_packs import train_pack
 from mlx_packs.bases import model_classes, unsupported
-from mlx_packs.bases.families import CACHE_DIFFERS
+from mlx_packs.bases.families import CACHE_DIFFERS, COMPARED, check_trainable
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.config.choices import package_of
 from mlx_packs.convert.merge import merge_pack
@@ -114,6 +114,18 @@ def test_a_pack_opens_in_mlx_vlm_and_merges(family, here):
     merge_pack("o", folder, here / "merged")
     assert is_close(adapted, load_base(here / "merged").model(TOKENS))
     assert is_close(adapted, logits_there(here / "merged"))
+
+
+def test_a_family_that_was_not_compared_is_named(caplog):
+    assert COMPARED == set(OF_MLX_VLM)
+    model = family_base("z1t").model
+
+    check_trainable("mine", model)
+    assert "not tested" not in caplog.text
+
+    model.family = "other"
+    check_trainable("mine", model)
+    assert "mine" in caplog.text and "not tested" in caplog.text
 
 
 def test_what_cannot_be_loaded_is_one_line(here, monkeypatch):
