@@ -63,6 +63,8 @@ def _lines(report: dict) -> list[str]:
         f"fits    {report['pack']} on {report['model']}: hashes, base fingerprint "
         f"{short_fingerprint(report['fingerprint'])}, {', '.join(tensors)}, {report['pack_mb']} MB"
     ]
+    if report["geometry"] != "checked":
+        lines.append("note    shapes were not compared: the base stores its tensors by other names")
     for output in (facts.output for facts in ARCHITECTURES.values()):
         if (change := report.get(f"largest_{output}_change")) is not None:
             lines.append(

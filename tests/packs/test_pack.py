@@ -154,6 +154,20 @@ def test_apply_dry_run_names_a_module_that_the_base_lacks(pack, rejected):
     check(rejected("apply", "p", "--dry-run"), "mismatch", None, f"p: {new}: ", "tiny")
 
 
+def test_apply_dry_run_says_where_shapes_cannot_be_compared(pack, run):
+    """The base stores no tensor under a name of the pack, as one that mlx-lm renames."""
+
+    def rename(m):
+        for module in m["adapters"]["modules"]:
+            module["path"] = f"renamed.{module['path']}"
+
+    edit_manifest(pack, rename)
+    replace_adapters(pack, lambda t: [t.update({f"renamed.{n}": t.pop(n)}) for n in list(t)])
+
+    code, out, err = run("apply", "p", "--dry-run")
+    assert code == 0 and "shapes were not compared" in out, err
+
+
 def _set(path: str, value=None, drop: bool = False):
     def change(manifest):
         *parents, last = path.split(".")
