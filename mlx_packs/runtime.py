@@ -90,6 +90,10 @@ def on_cpu() -> bool:
     return mx.default_device() == mx.Device(mx.cpu)
 
 
+def on_cuda() -> bool:
+    return not on_cpu() and not mx.metal.is_available()
+
+
 def dtype_name(dtype: mx.Dtype) -> str:
     """Return ``bfloat16`` for ``mx.bfloat16``."""
     return str(dtype).removeprefix("mlx.core.")

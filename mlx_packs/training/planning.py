@@ -210,9 +210,13 @@ def _show_plan(base: Base, run: Run, plan: MemoryPlan, disk: DiskPlan) -> None:
     if run.train.trains_base:
         method = "full fine-tuning"
 
+    error = f"± {ERROR:.0%}"
+    if runtime.on_cuda():  # docs/kernels.md
+        error = "on a Mac; CUDA takes more"
+
     run.display.line(
         "plan",
-        f"{method} · {size(plan.peak_bytes)} of {size(memory)} (± {ERROR:.0%}) · "
+        f"{method} · {size(plan.peak_bytes)} of {size(memory)} ({error}) · "
         f"disk {size(disk.total_bytes)}",
     )
     run.display.line("", f"recompute {plan.recompute} · disk {disk.summary()}", VERBOSE)
