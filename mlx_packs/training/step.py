@@ -131,9 +131,7 @@ class Stepper:
         The update comes with the ``last`` of an accumulation; where every update is of one batch
         (``alone``), all is one compiled function.
         """
-        inputs = arrays_of(batch)
-        self.shapes.add((*(values.shape for values in inputs.values()), batch.layout))
-
+        inputs = self.arrays(batch)
         if alone:
             loss, norm = self.whole(inputs, batch.layout)
             self._show_first(loss)
@@ -171,6 +169,12 @@ class Stepper:
 
         total, pending, sums = prefix.step(self._pending, inputs, batch.layout)
         return total, *pending, sums
+
+    def arrays(self, batch: Batch) -> dict[str, mx.array]:
+        """Return the arrays of a batch, whose shapes are noted."""
+        inputs = arrays_of(batch)
+        self.shapes.add((*(values.shape for values in inputs.values()), batch.layout))
+        return inputs
 
     def _show_first(self, loss: mx.array) -> None:
         if self.on_first_loss is not None:

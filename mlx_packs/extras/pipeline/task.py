@@ -72,7 +72,7 @@ class PipelineStepper(Stepper):
         arrays: list[Inputs] = []
         entered: list[mx.array] = []
         for piece in pieces:
-            arrays.append(self._arrays(piece))
+            arrays.append(self.arrays(piece))
             entered.append(stage.entering(arrays[-1]["tokens"]))
             if not stage.stages.is_last:
                 stage.pass_on(self._output(entered[-1]))
