@@ -256,7 +256,7 @@ def attends_in_groups(model: nn.Module) -> bool:
 
 
 def takes_one_pass(model: nn.Module, inputs: int) -> bool:
-    """Return whether a tree with so many inputs is, or will be, computed in one pass."""
+    """Return whether a tree of so many inputs takes one pass, also before adapters are attached."""
     return inputs <= profile().tree_inputs and attends_in_groups(model)
 
 
