@@ -16,7 +16,7 @@ from tests.helpers.imports import PACKAGE, imported_modules, imported_names
 LAYERS = """
 terminal errors plugins signals fork late runtime kinds reading hashes filesystem leftovers files tensors run_clock
 display gates measurements chips macos
-distributed schedules config report ops cpu optim nn bases adapters data objectives inference packs memory evaluation
+distributed schedules config report ops cpu optim nn bases vision adapters data objectives inference packs memory evaluation
 tasks training sweeps
 convert serving bench layers extras cli
 """.split()
