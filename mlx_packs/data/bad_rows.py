@@ -24,6 +24,7 @@ Reason = Literal[
     "empty",
     "half a surrogate pair",
     "rejected by the chat template",
+    "image",
     "no target",
     "prompts differ",
     "same completions",

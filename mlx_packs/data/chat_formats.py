@@ -3,11 +3,13 @@
 import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..config.data import DataConfig, renderer_argument
 from ..errors import PackError
 from .conversations import Conversation, Span
+from .images import IMAGE_COLUMNS, with_row_images, without_marks
 from .messages import Turn, turns_of
 from .row_format import Row, TokenFormat, optional, shown, text_of
 from .tool_calls import is_given, json_value, normal_tools, without_padding
@@ -15,7 +17,13 @@ from .tool_calls import is_given, json_value, normal_tools, without_padding
 SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
 TOOL_COLUMNS = ("tools", "functions")
 # What a row says about its conversation beside the messages.
-CONVERSATION_COLUMNS = (*SYSTEM_COLUMNS, *TOOL_COLUMNS, "documents", "chat_template_kwargs")
+CONVERSATION_COLUMNS = (
+    *SYSTEM_COLUMNS,
+    *TOOL_COLUMNS,
+    "documents",
+    "chat_template_kwargs",
+    *IMAGE_COLUMNS,
+)
 _LEAST_WORDS = 3  # of a prompt: an answer may begin with a word of it
 
 
@@ -34,7 +42,12 @@ class ConversationFormat(TokenFormat):
         return CONVERSATION_COLUMNS
 
     def turns(self, row: Row, names: DataConfig) -> list[Turn]:
-        """Return the turns of a row; the first may be a system prompt from its own column."""
+        """Return the turns of a row with what its columns have: a system prompt, and images."""
+        turns = self._with_system_prompt(row, names)
+        messages = with_row_images(row, [turn.message for turn in turns])
+        return [replace(t, message=message) for t, message in zip(turns, messages, strict=True)]
+
+    def _with_system_prompt(self, row: Row, names: DataConfig) -> list[Turn]:
         turns = self.own_turns(row, names)
         system = _system_prompt(row, self.columns(names))
         if system is None:
@@ -80,7 +93,7 @@ class ConversationFormat(TokenFormat):
         conversation = self.conversation(row, names, tokenizer)
         asked = self._asked(self.turns(row, names))
         messages = list(conversation.messages)[:asked]
-        return messages[-1].get("content") or "", conversation.prompt_tokens(messages)
+        return without_marks(messages[-1]), conversation.prompt_tokens(messages)
 
     def answer(self, row: Row, names: DataConfig) -> str | None:
         turns = self.turns(row, names)
@@ -88,7 +101,8 @@ class ConversationFormat(TokenFormat):
         return _answer_of(turns[asked]) if asked < len(turns) else None
 
     def texts(self, row: Row, names: DataConfig) -> list[str]:
-        return [text for turn in self.turns(row, names) if (text := turn.message["content"])]
+        texts = [without_marks(turn.message) for turn in self.turns(row, names)]
+        return [text for text in texts if text]
 
     def _asked(self, turns: Sequence[Turn]) -> int:
         """The last message of a completion, else the first answer that is a target."""
@@ -199,7 +213,7 @@ def _exchange(question: str, answer: str) -> list[Mapping]:
 def _turns(row: Row, messages: list) -> list[Turn]:
     """An error shows the first message that cannot be read."""
     try:
-        return turns_of(messages)
+        return turns_of(messages, row.folder)
     except ValueError as error:
         raise _fault(row, str(error), _first_faulty(messages)) from None
 
@@ -277,7 +291,8 @@ def _repeated(prompt: list[Turn], completion: list[Turn]) -> int:
 
 def _words_of(turn: Turn) -> tuple:
     message = turn.message
-    return message["role"], message["content"].strip(), message.get("tool_calls")
+    content = message["content"].strip()
+    return message["role"], content, message.get("tool_calls"), message.get("images")
 
 
 def _begins_with(completion: str, prompt: str) -> bool:

@@ -44,6 +44,9 @@ class Copy(JsonLines):
     def __init__(self, copy: Path, original: Path | str) -> None:
         super().__init__(copy)
         self._original = original
+        self.folder = None
+        if isinstance(original, Path):
+            self.folder = original.parent
 
     def _status(self, f: BinaryIO) -> tuple[int, ...]:
         """Return the size: every use of a copy changes its time, and its content stays."""

@@ -14,6 +14,7 @@ from ..errors import PackError
 from .bad_rows import RowError
 from .chat_formats import Alpaca, Chat, Completion, ShareGPT
 from .conversations import Span
+from .images import plain_text
 from .row_format import Row as Row
 from .row_format import RowFormat as RowFormat
 from .row_format import TokenFormat as TokenFormat
@@ -167,8 +168,8 @@ def _texts(row: Row, column: str) -> list[str]:
     """A column has a text, or messages with one each; without the column there is none."""
     if not isinstance(value := row.value.get(column, []), list):
         return [text_of(row, column)]
-    contents = [m.get("content") for m in value if isinstance(m, Mapping)]
-    return [content for content in contents if isinstance(content, str)]
+    contents = [plain_text(m.get("content")) for m in value if isinstance(m, Mapping)]
+    return [content for content in contents if content]
 
 
 COMPLETION = Completion()

@@ -29,8 +29,9 @@ _COMPRESSED = {b"\x1f\x8b": "gzip", b"(\xb5/\xfd": "zstd", b"PK\x03\x04": "zip",
 class LineRow(Row):
     """A line of a JSONL file, parsed when its value is first read."""
 
-    def __init__(self, where: str, line: bytes) -> None:
+    def __init__(self, where: str, line: bytes, folder: Path | None = None) -> None:
         object.__setattr__(self, "where", where)
+        object.__setattr__(self, "folder", folder)
         object.__setattr__(self, "line", line)
 
     @cached_property
@@ -96,6 +97,7 @@ class JsonLines(Source):
 
     def __init__(self, file: Path) -> None:
         self.file = file
+        self.folder: Path | None = file.parent
         with file.open("rb") as f:
             self._opened = self._status(f)
             _check_uncompressed(file, f.read(4))
@@ -160,7 +162,7 @@ class JsonLines(Source):
                     line = block[low:high]
                     if i == 0:
                         line = line.removeprefix(_BOM)
-                    yield LineRow(self.where(i), line)
+                    yield LineRow(self.where(i), line, self.folder)
 
                 start = end
 

@@ -6,8 +6,11 @@ marked as no target. A fault is a ValueError whose text says what is wrong.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from ..vision.pictures import ImageSource
+from .images import content_of, with_own_images
 from .row_format import shown
 from .tool_calls import WRITTEN_THOUGHTS, calls_in_text, normal_calls
 
@@ -53,11 +56,14 @@ class Turn:
     calls: bool = False
 
 
-def turns_of(messages: Sequence[Any]) -> list[Turn]:
-    """Put calls that follow an answer, or other calls, into one message."""
+def turns_of(messages: Sequence[Any], folder: Path | None = None) -> list[Turn]:
+    """Put calls that follow an answer, or other calls, into one message.
+
+    Paths of images are relative to ``folder``, by default to the current one.
+    """
     turns: list[Turn] = []
     for message in messages:
-        turn = _turn(message)
+        turn = _turn(message, folder)
         before = turns[-1] if turns else None
         if turn.calls and before is not None and before.message["role"] == "assistant":
             turns[-1] = _joined(before, turn)
@@ -66,6 +72,11 @@ def turns_of(messages: Sequence[Any]) -> list[Turn]:
         turns.append(turn)
 
     return turns
+
+
+def image_sources(messages: Sequence[Mapping]) -> list[ImageSource]:
+    """Return the images of messages, in the order in which they appear."""
+    return [source for message in messages for source in message.get("images", ())]
 
 
 def last_turn_start(messages: Sequence[Any]) -> int:
@@ -128,7 +139,7 @@ def _joined_content(first: str, second: str) -> str:
     return f"{written}\n\n{rest}".strip()
 
 
-def _turn(message: Any) -> Turn:
+def _turn(message: Any, folder: Path | None) -> Turn:
     """Return a message in the form of chat templates, with its mark."""
     if not isinstance(message, Mapping):
         raise ValueError("every message must be an object with a 'role'.")
@@ -142,7 +153,7 @@ def _turn(message: Any) -> Turn:
 
     role = ROLES.get(speaker, speaker)
     is_target = _popped_mark(given, role)
-    content = _text(given.get("content"))
+    content, images = content_of(given.get("content"), folder)
     calls = _popped_calls(given)
 
     if speaker in _CALLS and content is not None:
@@ -156,6 +167,7 @@ def _turn(message: Any) -> Turn:
         raise ValueError("the 'content' of a message must be a text.")
 
     normal = {**given, "role": role, "content": content or ""}
+    normal = with_own_images(normal, images, folder)
     if calls:
         normal["tool_calls"] = calls
     if role == "assistant":
@@ -235,21 +247,3 @@ def _popped_mark(given: dict[str, Any], role: str) -> bool:
         )
 
     return all(marks.values())
-
-
-def _text(content: Any) -> str | None:
-    """Return the text of a message, or its parts joined, as OpenAI's API has them."""
-    if content is None or isinstance(content, str):
-        return content
-
-    if not isinstance(content, list):
-        raise ValueError("the 'content' of a message must be a text.")
-
-    for part in content:
-        is_text = isinstance(part, Mapping) and part.get("type") == "text"
-        if not is_text or not isinstance(part.get("text"), str):
-            raise ValueError(
-                "the 'content' of a message must be a text, or parts of type 'text' alone."
-            )
-
-    return "".join(part["text"] for part in content)

@@ -194,7 +194,7 @@ def _split_turns(row: Row, column: str, names: DataConfig) -> tuple[list[Turn], 
     if completion == []:
         raise row.error(f"'{column}' is empty.", "empty")
 
-    side = Row(row.where, {names.prompt_feature: prompt, column: completion})
+    side = row.with_value({names.prompt_feature: prompt, column: completion})
     prompt, completion = prompt_and_completion(side, names.prompt_feature, column)
 
     parts = [turn.message.get(key) for turn in completion for key in ("content", "tool_calls")]
@@ -246,7 +246,7 @@ class _BothCompletions(Source):
     def _side(self, row: Row, column: str) -> Row:
         prompt, completion = split_prompt(row, column, self.names)
         value = {self.names.prompt_feature: prompt, self.names.completion_feature: completion}
-        return Row(row.where, {**about_conversation(row), **value})
+        return row.with_value({**about_conversation(row), **value})
 
     def where(self, i: int) -> str:
         return self.rows.where(i // 2)

@@ -166,7 +166,7 @@ def _prompt(row: Row, columns: DataConfig, tokenizer: Any, max_seq_length: int) 
 def with_placeholder(row: Row, columns: DataConfig) -> Row:
     prompt = row.value[columns.prompt_feature]
     own = {columns.prompt_feature: prompt, columns.completion_feature: _PLACEHOLDER}
-    return Row(row.where, {**about_conversation(row), **own})
+    return row.with_value({**about_conversation(row), **own})
 
 
 def wanted_text(row: Row, columns: DataConfig) -> str | None:

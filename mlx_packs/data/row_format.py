@@ -5,6 +5,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from ..config.data import DataConfig
@@ -15,10 +16,18 @@ from .conversations import Span
 
 @dataclass(frozen=True)
 class Row:
-    """One row as it was read, with the place that messages name (``train.jsonl:17``)."""
+    """One row as it was read, with the place that messages name (``train.jsonl:17``).
+
+    ``folder`` is that of its file, which paths in the row are relative to.
+    """
 
     where: str
     value: Mapping
+    folder: Path | None = None
+
+    def with_value(self, value: Mapping) -> "Row":
+        """Return other columns as a row of the same place."""
+        return Row(self.where, value, self.folder)
 
     def error(
         self, fault: str, reason: Reason, flag: str | None = None, code: Code = "data"

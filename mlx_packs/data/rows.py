@@ -327,7 +327,7 @@ def _json_rows(file: Path) -> ValueList:
         raise PackError(f"{file}: must be a list of examples, but is a {kind}.", "data")
     if is_deep(values):
         raise _too_deep(file)
-    return ValueList(str(file), values)
+    return ValueList(str(file), values, folder=file.parent)
 
 
 def _too_deep(file: Path) -> PackError:

@@ -248,15 +248,20 @@ class RowList(Source):
 class ValueList(Source):
     """The values of a list or data set as rows; messages call a row ``name[number]``.
 
-    ``convert`` returns the columns of a row, given its value.
+    ``convert`` returns the columns of a row, given its value. ``folder`` is that of its file.
     """
 
     def __init__(
-        self, name: str, values: Sequence[Any], convert: Callable[[Any], Any] | None = None
+        self,
+        name: str,
+        values: Sequence[Any],
+        convert: Callable[[Any], Any] | None = None,
+        folder: Path | None = None,
     ) -> None:
         self.name = name
         self.values = values
         self.convert = convert
+        self.folder = folder
 
     def __len__(self) -> int:
         return len(self.values)
@@ -269,7 +274,7 @@ class ValueList(Source):
         for i, value in enumerate(values, start):
             if self.convert is not None:
                 value = self.convert(value)
-            yield Row(self.where(i), value)
+            yield Row(self.where(i), value, self.folder)
 
     def where(self, i: int) -> str:
         return f"{self.name}[{i}]"
@@ -335,7 +340,7 @@ class Parquet(Source):
                 if low < high:
                     values = batch.slice(low, high - low).to_pylist()
                     for i, value in enumerate(values, number + low):
-                        yield Row(self.where(i), value)
+                        yield Row(self.where(i), value, self.file.parent)
                 number += batch.num_rows
 
     def where(self, i: int) -> str:

@@ -16,6 +16,7 @@ from ..data.batches import TokenCollate
 from ..data.dataset import Batch, Dataset, FixedOrder
 from ..data.encoding import Example
 from ..data.formats import PROMPT
+from ..data.images import plain_text
 from ..data.left_out import template_notes
 from ..data.prompts import PromptCollate, Prompts, SharedPrompts, encode_prompts, wanted_text
 from ..data.rows import Splits
@@ -127,7 +128,7 @@ class GRPOTask(Task):
         columns = phases[-1].sources[0]
         prompt = row.value[columns.prompt_feature]
         if not isinstance(prompt, str):  # the last message
-            prompt = str(prompt[-1].get("content", ""))
+            prompt = plain_text(prompt[-1].get("content"))
 
         self.sample = SamplePrompt(prompt, prompts.tokens[0], wanted_text(row, columns))
         return data

@@ -1,0 +1,236 @@
+"""Images of conversations: parts of a content, columns of a row, and their places in texts.
+
+A message that has images has them as ``images``, and its ``content`` is a text with `IMAGE_MARK`
+in the place of each. An image is None where only its place is known: a column has it.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..vision.pictures import IMAGE_MARK, ImageSource
+from .row_format import Row, optional
+
+IMAGE_COLUMNS = ("image", "images")
+_MARKER = "<image>"  # the place of an image in data for LLaVA, LLaMA-Factory and ms-swift
+_PLACES = re.compile(f"{IMAGE_MARK}|{_MARKER}")
+_TEXTS = ("text", "input_text")  # types of parts, as OpenAI's two interfaces have them
+_KEYS = {  # keys of a part by its type, one of which has the image
+    "image_url": ("image_url",),
+    "input_image": ("image_url",),
+    "image": ("image", "url", "path", "image_url"),
+}
+
+Images = list[ImageSource | None]
+
+
+def content_of(content: Any, folder: Path | None) -> tuple[str | None, Images]:
+    """Return the text of a content with a mark for each image, and the images.
+
+    A fault is a ValueError. Paths are relative to ``folder``.
+    """
+    if content is None or isinstance(content, str):
+        return content, []
+    if not isinstance(content, list):
+        raise ValueError("the 'content' of a message must be a text.")
+
+    texts = []
+    images: Images = []
+    for part in content:
+        kind = None
+        if isinstance(part, Mapping):
+            kind = part.get("type")
+
+        if kind in _KEYS:
+            images.append(_image_of(part, folder))
+            texts.append(IMAGE_MARK)
+        elif kind in _TEXTS and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        else:
+            raise ValueError(
+                "the 'content' of a message must be a text, or parts of type 'text', 'image' or "
+                "'image_url'."
+            )
+
+    text = "".join(texts)
+    _check_marks(text, images)
+    return text, images
+
+
+def _image_of(part: Mapping, folder: Path | None) -> ImageSource | None:
+    """Without an image, a part of type ``image`` is the place of one."""
+    given = [key for key in _KEYS[part["type"]] if part.get(key) is not None]
+    if len(given) > 1:
+        raise ValueError(f"a part has both '{given[0]}' and '{given[1]}'. Remove one of them.")
+    if not given and part["type"] == "image":
+        return None
+
+    key = next(iter(given), "image_url")
+    value = part.get(key)
+    if key == "image_url" and isinstance(value, Mapping):
+        value = value.get("url")
+    if value is None:
+        raise ValueError(f"a part of type '{part['type']}' must have an 'image_url'.")
+    return ImageSource(value, folder)
+
+
+def _check_marks(text: str, images: Sequence) -> None:
+    if text.count(IMAGE_MARK) != len(images):
+        raise ValueError(
+            "the text of a message with images has the character U+FFFC, which stands for an image "
+            "here. Remove it."
+        )
+
+
+def with_own_images(message: dict[str, Any], images: Images, folder: Path | None) -> dict[str, Any]:
+    """Return a message with the images of its parts, and those that its key ``images`` has."""
+    given = message.pop("images", None)
+    sources = _sources(given, folder, "'images' of a message")
+    if not images and not sources:
+        return message
+
+    if message["role"] == "assistant":
+        raise ValueError(
+            "an answer has an image, but only messages of user, system and tool may have images."
+        )
+    if images:
+        message["images"] = images
+    if sources:
+        return placed([message], sources, "'images' of a message")[0]
+    return message
+
+
+def row_images(row: Row) -> tuple[list[ImageSource], str]:
+    """Return the images that a row has in a column, and what errors call that column."""
+    given = {column: optional(row, column) for column in IMAGE_COLUMNS}
+    names = [f"'{column}'" for column, value in given.items() if value not in (None, [])]
+    if len(names) > 1:
+        raise ValueError(f"has both {names[0]} and {names[1]}. Remove one of them.")
+    if not names:
+        return [], "columns"
+
+    name = names[0]
+    return _sources(given[name.strip("'")], row.folder, name), name
+
+
+def with_row_images(row: Row, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages of a row with the images of its columns; a fault is a RowError."""
+    try:
+        sources, column = row_images(row)
+        if not sources and not any("images" in message for message in messages):
+            return messages
+
+        messages = placed(messages, sources, column)
+        _check_before_answer(messages)
+    except ValueError as error:
+        raise row.error(str(error), "image") from None
+    return messages
+
+
+def _check_before_answer(messages: Sequence[Mapping]) -> None:
+    """Raise a ValueError for an image after the last answer, which nothing is trained on with."""
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not answers:
+        return
+
+    for number in range(answers[-1] + 1, len(messages)):
+        if "images" in messages[number]:
+            raise ValueError(
+                f"message {number + 1} has an image after the last answer, which no answer is "
+                "about. Remove that message, or add its answer."
+            )
+
+
+def _sources(value: Any, folder: Path | None, where: str) -> list[ImageSource]:
+    """Return the images of a value, which is one or a list."""
+    if value is None:
+        return []
+
+    if not isinstance(value, list):
+        value = [value]
+    if any(each is None for each in value):
+        raise ValueError(f"{where} has a null. Leave it out.")
+    return [ImageSource(each, folder) for each in value]
+
+
+def placed(
+    messages: Sequence[dict[str, Any]], sources: Sequence[ImageSource], where: str
+) -> list[dict[str, Any]]:
+    """Return messages with the images of ``where`` in the places for them.
+
+    Without any place, and without other images, they come before the first message of the user. A
+    ValueError says that there are more places than images, or fewer.
+    """
+    messages = list(messages)
+    asked = [i for i, message in enumerate(messages) if message["role"] != "assistant"]
+
+    places = 0
+    for i in asked:
+        places += messages[i].get("images", []).count(None) + messages[i]["content"].count(_MARKER)
+
+    has_others = any("images" in message for message in messages)
+    in_answers = any(_MARKER in m["content"] for m in messages if m["role"] == "assistant")
+
+    if sources and not places and not has_others and not in_answers and asked:
+        users = [i for i in asked if messages[i]["role"] == "user"]
+        first = (users or asked)[0]
+        messages[first] = {
+            **messages[first],
+            "content": _MARKER * len(sources) + messages[first]["content"],
+        }
+    elif places != len(sources):
+        raise ValueError(_miscounted(len(sources), places, where, in_answers))
+
+    remaining = iter(sources)
+    for i in asked:
+        messages[i] = _filled(messages[i], remaining)
+    return messages
+
+
+def _miscounted(images: int, places: int, where: str, in_answers: bool) -> str:
+    text = (
+        f"images in {where}: {images}, places for them in the messages: {places} (<image> in a "
+        "text, or a part of type 'image'). Give each image one place."
+    )
+    if in_answers:
+        text += " An answer has <image>, too, which is no place."
+    return text
+
+
+def _filled(message: dict[str, Any], sources: Iterator[ImageSource]) -> dict[str, Any]:
+    """Return a message whose places have the next of the images."""
+    content = message["content"]
+    own = message.get("images", [])
+    if not own and _MARKER not in content:
+        return message
+
+    _check_marks(content, own)
+    known = iter(own)
+    images = []
+    for place in _PLACES.finditer(content):
+        image = None
+        if place[0] == IMAGE_MARK:
+            image = next(known)
+        images.append(image or next(sources))
+
+    return {**message, "content": content.replace(_MARKER, IMAGE_MARK), "images": images}
+
+
+def plain_text(content: Any) -> str:
+    """Return the text of a content as a row has it, without its images and without any check."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return ""
+
+    texts = [part.get("text") for part in content if isinstance(part, Mapping)]
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def without_marks(message: Mapping) -> str:
+    """Return the text of a message as people write it."""
+    content = message.get("content") or ""
+    if message.get("images"):
+        return content.replace(IMAGE_MARK, "")
+    return content

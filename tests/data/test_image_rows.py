@@ -1,0 +1,313 @@
+"""Rows with images: every form of them, the places of images in texts, and rows that are wrong."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from mlx_packs.bases.files import tiny_checkpoint
+from mlx_packs.config.schema import DataConfig
+from mlx_packs.data.encoding import encode
+from mlx_packs.data.formats import COMPLETION, PREFERENCE, PROMPT, TOKEN_FORMATS, Row, format_of
+from mlx_packs.data.in_memory import source_of
+from mlx_packs.data.left_out import left_out_notes
+from mlx_packs.data.messages import image_sources, turns_of
+from mlx_packs.data.preferences import both_completions, encode_preferences
+from mlx_packs.data.prompts import encode_prompts, with_placeholder
+from mlx_packs.data.rows import read_rows
+from mlx_packs.data.token_cache import encode_cached
+from mlx_packs.vision.pictures import IMAGE_MARK, ImageSource
+from tests.helpers.errors import raises
+from tests.helpers.rows import chat
+
+COLUMNS, SKIP = DataConfig(), DataConfig(on_bad_row="skip")
+ANSWER = {"role": "assistant", "content": "A cat."}
+M = IMAGE_MARK
+
+
+def parts(*parts) -> dict:
+    """A message of the user; a text stands for a part of it."""
+    return {
+        "role": "user",
+        "content": [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts],
+    }
+
+
+def place(**image) -> dict:
+    return {"type": "image", **image}
+
+
+def url(path: str) -> dict:
+    return {"type": "image_url", "image_url": {"url": path}}
+
+
+def asked(*messages, **columns) -> dict:
+    return {"messages": [*messages, ANSWER], **columns}
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def read(row: dict, folder: Path | None = None) -> list[dict]:
+    """The messages of a row of a conversation."""
+    row = Row("f:1", row, folder)
+    return [turn.message for turn in format_of(row, COLUMNS, TOKEN_FORMATS).turns(row, COLUMNS)]
+
+
+def shown(messages: list[dict]) -> tuple[list[str], list]:
+    """The text of each message, and all images."""
+    for message in messages:
+        images = message.get("images", [])
+        assert "images" not in message or images
+        assert message["content"].count(M) == len(images)
+    return [message["content"] for message in messages], [s.value for s in image_sources(messages)]
+
+
+HUB = {"bytes": b"...", "path": None}
+ONE = [
+    asked(parts(url("a.png"), "What?")),
+    asked(parts({"type": "image_url", "image_url": "a.png"}, "What?")),
+    asked(parts({"type": "input_image", "image_url": "a.png"}, {"type": "input_text", "text": "What?"})),
+    asked(parts(place(image="a.png"), "What?")),
+    asked(parts(place(url="a.png", text=None), "What?")),
+    asked(parts(place(path="a.png"), "What?")),
+    asked({"role": "user", "content": "What?", "images": ["a.png"]}),
+    asked({"role": "user", "content": "What?", "images": "a.png"}),
+    asked({"role": "user", "content": "<image>What?", "images": ["a.png"]}),
+    asked(parts(place(), "What?"), image="a.png"),
+    asked(parts(place(), "What?"), images=["a.png"], image=None),
+    asked(user("What?"), image="a.png"),
+    asked(user("What?"), images=["a.png"], image=float("nan")),
+    asked(user("<image>What?"), image=["a.png"], images=[]),
+    {"conversations": [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "A cat."}], "image": "a.png"},
+    {"prompt": "What?", "completion": "A cat.", "image": "a.png"},
+    {"prompt": [user("<image>What?")], "completion": [ANSWER], "images": ["a.png"]},
+    {"prompt": [parts(url("a.png"), "What?")], "completion": [ANSWER]},
+    {"prompt": [parts(url("a.png"), "What?")], "completion": [parts(url("a.png"), "What?"), ANSWER]},
+    {"instruction": "What?", "output": "A cat.", "images": ["a.png"]},
+    {"instruction": "<image>What?", "input": "", "output": "A cat.", "image": "a.png"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ONE)
+def test_every_form_of_a_row_with_an_image(row):
+    before = json.dumps(row)
+    assert shown(read(row)) == ([f"{M}What?", "A cat."], ["a.png"])
+    assert json.dumps(row) == before
+
+
+@pytest.mark.parametrize("value", [HUB, b"...", "data:image/png;base64,AAAA", {"path": "a.png"}])
+@pytest.mark.parametrize("column", ["image", "images"])
+def test_an_image_of_a_column_may_be_anything_that_is_opened(column, value):
+    for given in (value, [value]):
+        assert shown(read(asked(user("What?"), **{column: given})))[1] == [value]
+    assert shown(read(asked(parts(place(image=value), "What?"))))[1] == [value]
+
+
+def test_images_take_the_places_in_their_order():
+    images = ["a.png", "b.png", "c.png"]
+    row = asked(user("<image> or <image>?"), ANSWER, parts("And ", place(), "?"), images=images)
+    texts = [f"{M} or {M}?", "A cat.", f"And {M}?", "A cat."]
+    assert shown(read(row)) == (texts, images)
+    row["messages"][2] = parts("And ", url("own.png"), "<image>?")
+    assert shown(read(row))[1] == ["a.png", "b.png", "own.png", "c.png"]
+
+
+def test_without_places_images_come_before_the_first_message_of_the_user():
+    system = {"role": "system", "content": "Be short."}
+    row = asked(system, user("What?"), ANSWER, user("And?"), images=["a.png", "b.png"])
+    texts = ["Be short.", f"{M}{M}What?", "A cat.", "And?", "A cat."]
+    assert shown(read(row)) == (texts, ["a.png", "b.png"])
+    row = {"instruction": "What?", "output": "A cat.", "system": "Be short.", "image": "a.png"}
+    assert shown(read(row)) == (["Be short.", f"{M}What?", "A cat."], ["a.png"])
+
+
+def test_system_and_tool_messages_may_have_images():
+    row = asked({**parts(url("a.png")), "role": "system"}, user("What?"))
+    assert shown(read(row))[1] == ["a.png"]
+    calls = [{"type": "function", "function": {"name": "look", "arguments": {}}}]
+    call = {"role": "assistant", "content": "", "tool_calls": calls}
+    row = asked(user("What?"), call, {**parts("Seen: ", url("a.png")), "role": "tool"})
+    assert shown(read(row)) == (["What?", "", f"Seen: {M}", "A cat."], ["a.png"])
+
+
+def test_rows_without_images_stay_as_they_are():
+    for text in ("Use <image> in XML.", f"A {M} b", "What?"):
+        (question, answer) = read(asked(user(text), image=None, images=[]))
+        assert question == user(text) and answer == ANSWER
+    assert read(asked(parts("What", "?"))) == [user("What?"), ANSWER]
+    assert read(asked({**user("What?"), "images": []})) == [user("What?"), ANSWER]
+    row = asked(user("What?"), image="a.png")
+    row["messages"][-1] = {"role": "assistant", "content": "Write <img>."}
+    assert shown(read(row))[0] == [f"{M}What?", "Write <img>."]
+
+
+BAD = {
+    "more places than images": asked(user("<image> or <image>?"), image="a.png"),
+    "fewer places than images": asked(user("<image>?"), images=["a.png", "b.png"]),
+    "a place without any image": asked(parts(place(), "What?")),
+    "a marker beside other images": asked(parts(url("a.png"), "<image>?")),
+    "a column beside other images": asked(parts(url("a.png"), "What?"), image="b.png"),
+    "a place in an answer": {"messages": [user("What?"), {"role": "assistant", "content": "<image>"}], "image": "a.png"},
+    "an image in an answer": {"messages": [user("What?"), {**parts(url("a.png")), "role": "assistant"}]},
+    "images of an answer": {"messages": [user("What?"), {**ANSWER, "images": ["a.png"]}]},
+    "an image after the answer": {"messages": [user("What?"), ANSWER, parts(url("a.png"), "And?")]},
+    "no message for it": {"messages": [ANSWER], "image": "a.png"},
+    "both columns": asked(user("What?"), image="a.png", images=["b.png"]),
+    "a null among images": asked(user("What?"), images=["a.png", None]),
+    "a null in a message": asked({**user("What?"), "images": [None]}),
+    "more images of a message": asked({**user("<image>?"), "images": ["a.png", "b.png"]}),
+    "a mark in a text": asked(user(f"A {M}?"), image="a.png"),
+    "a mark beside a place": asked(user(f"A {M} <image>?"), image="a.png"),
+    "a mark in a part": asked(parts(f"A {M}?", url("a.png"))),
+    "two images in a part": asked(parts(place(image="a.png", url="b.png"))),
+    "a part without a URL": asked(parts({"type": "image_url", "image_url": {}})),
+    "a part of another type": asked(parts({"type": "input_audio", "input_audio": {}})),
+    "a file of OpenAI": asked(parts({"type": "input_image", "file_id": "file-1"})),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from mlx_lm.utils import load_tokenizer
+
+    return load_tokenizer(tiny_checkpoint())
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_wrong_row_is_one_line_with_its_place(tmp_path, tokenizer, name):
+    file = tmp_path / "train.jsonl"
+    rows = [chat("Say hi.", "Hi."), BAD[name], chat("Say yes.", "Yes.")]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with raises("data", None, f"{file}:2: ") as caught:
+        encode(read_rows(file), tokenizer, COLUMNS)
+    assert "\n" not in caught.value.message and caught.value.reason in ("image", "wrong type")
+
+    examples = encode(read_rows(file), tokenizer, SKIP)
+    assert [i for i, _ in examples.bad.errors] == [1] and len(examples) == 2
+
+
+def test_counts_are_in_one_line(tokenizer):
+    for name, images, places in [
+        ("more places than images", 1, 2),
+        ("fewer places than images", 2, 1),
+    ]:
+        with raises("data", None, f": {images}, places for them in the messages: {places} "):
+            encode([Row("f:1", BAD[name])], tokenizer, COLUMNS)
+
+
+def test_both_completions_of_a_preference_have_the_images_of_its_prompt():
+    forms = [
+        {"prompt": "<image>What?", "chosen": "A cat.", "rejected": "A dog.", "image": "a.png"},
+        {"prompt": [parts(place(), "What?")], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "A dog."}], "images": ["a.png"]},
+        {"prompt": [parts(url("a.png"), "What?")], "chosen": "A cat.", "rejected": "A dog."},
+        {side: [user("<image>What?"), {"role": "assistant", "content": text}] for side, text in [("chosen", "A cat."), ("rejected", "A dog.")]} | {"image": "a.png"},
+    ]  # fmt: skip
+    for form in forms:
+        sides = both_completions([Row("f:1", form, Path("/d"))], COLUMNS)
+        for side, answer in zip(sides, ("A cat.", "A dog."), strict=True):
+            messages = [turn.message for turn in COMPLETION.turns(side, COLUMNS)]
+            assert shown(messages) == ([f"{M}What?", answer], ["a.png"])
+            assert image_sources(messages)[0].folder == Path("/d")
+
+
+def test_preferences_and_prompts_name_the_row(tokenizer):
+    row = Row("f:7", {"prompt": "<image><image>?", "chosen": "A.", "rejected": "B.", "image": "a"})
+    with raises("data", None, "f:7: ") as caught:
+        encode_preferences([row], tokenizer, COLUMNS, options())
+    assert caught.value.reason == "image"
+    same = {"prompt": "Say A.", "chosen": "A.", "rejected": "B."}
+    assert encode_preferences([row, Row("f:8", same)], tokenizer, SKIP, options()).bad.counts() == {
+        "image": 1
+    }
+    with raises("data", None, "f:7: ") as caught:
+        encode_prompts([row], tokenizer, COLUMNS, 100)
+    assert caught.value.reason == "image"
+    other = {
+        "chosen": [parts(url("a.png"), "?"), ANSWER],
+        "rejected": [parts(url("b.png"), "?"), ANSWER],
+    }
+    with raises("data", None, "f:9: ") as caught:
+        encode_preferences([Row("f:9", other)], tokenizer, COLUMNS, options())
+    assert caught.value.reason == "prompts differ"
+
+
+def options():
+    from mlx_packs.data.encoding import EncodingOptions
+
+    return EncodingOptions()
+
+
+def test_a_prompt_has_the_images_of_its_row():
+    row = Row("f:1", {"prompt": "What?", "image": "a.png", "reference": "A cat."}, Path("/d"))
+    turns = COMPLETION.turns(with_placeholder(row, COLUMNS), COLUMNS)
+    assert image_sources([turn.message for turn in turns]) == [ImageSource("a.png", Path("/d"))]
+
+
+def test_paths_are_relative_to_the_file_of_the_row(tmp_path):
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
+    row = {"prompt": "What?", "completion": "A cat.", "image": "a.png"}
+    files = {name: tmp_path / f"rows.{name}" for name in ("jsonl", "json", "csv", "parquet")}
+    files["jsonl"].write_text(json.dumps(row))
+    files["json"].write_text(json.dumps([row]))
+    with files["csv"].open("w", newline="") as file:
+        csv.writer(file).writerows([row, row.values()])
+    parquet.write_table(arrow.Table.from_pylist([row]), files["parquet"])
+
+    for file in files.values():
+        (line,) = read_rows(file)
+        assert line.folder == tmp_path and line.with_value({}).folder == tmp_path
+        messages = [turn.message for turn in COMPLETION.turns(line, COLUMNS)]
+        assert image_sources(messages) == [ImageSource("a.png", tmp_path)]
+
+    (line,) = source_of([row]).splits["train"]
+    assert line.folder is None and turns_of([parts(url("a.png"))])[0].message["images"] == [
+        ImageSource("a.png")
+    ]
+
+
+def test_rows_of_a_table_are_padded_with_nulls(tmp_path):
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
+    seen = [parts(place(text=None), {"type": "text", "text": "What?"}), ANSWER]
+    seen[1] = {**ANSWER, "content": [{"type": "text", "text": "A cat."}]}
+    text = [{**parts("Hi?")}, seen[1]]
+    rows = [{"messages": seen, "images": [HUB]}, {"messages": text, "images": None}]
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "train.parquet")
+    first, second = read_rows(tmp_path / "train.parquet")
+    assert shown(read(first.value)) == ([f"{M}What?", "A cat."], [HUB])
+    assert read(second.value) == [user("Hi?"), ANSWER]
+
+
+def test_texts_and_prompts_show_no_marks(tokenizer):
+    row = Row("f:1", asked(user("<image>What?"), image="a.png"))
+    row_format = format_of(row, COLUMNS)
+    assert row_format.texts(row, COLUMNS) == ["What?", "A cat."]
+    assert row_format.answer(row, COLUMNS) == "A cat."
+    alone = Row("f:1", asked(parts(url("a.png"))))
+    assert row_format.texts(alone, COLUMNS) == ["A cat."]
+    preference = {
+        "prompt": [parts(url("a.png"), "What?")],
+        "chosen": "A cat.",
+        "rejected": "A dog.",
+    }
+    assert PREFERENCE.texts(Row("f:1", preference), COLUMNS) == ["What?", "A cat.", "A dog."]
+    assert PROMPT.texts(Row("f:1", preference), COLUMNS) == ["What?"]
+
+
+def test_columns_of_images_are_used(tokenizer):
+    rows = [Row("f:1", {**asked(user("Is it?"), image=None), "mood": "good"})] * 2
+    notes = left_out_notes(rows, format_of(rows[0], COLUMNS), COLUMNS, tokenizer)
+    assert notes == ["columns that are not used: mood"]
+
+
+def test_an_image_is_in_no_key_of_the_token_cache_by_accident(tokenizer, tmp_path, monkeypatch):
+    """Rows with values that JSON lacks, such as bytes, are encoded each time."""
+    monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path))
+    rows = [Row("f:1", {**chat("Say hi.", "Hi."), "other": b"..."})]
+    assert encode_cached(rows, tokenizer, COLUMNS, options(), 1)[1] is None
