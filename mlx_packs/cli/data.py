@@ -32,6 +32,8 @@ _BAR = 40  # characters of the longest bar of a histogram
     *(options.setting(name, default=getattr(DataConfig, name)) for name in COLUMN_SETTINGS)
 )
 @options.template_kwargs("Variables of the chat template, as for packs train.", None)
+@options.setting("max_pixels", default=DataConfig.max_pixels, type=click.IntRange(0))
+@options.setting("allow_urls", default=False)
 @option("--samples", default=2, type=click.IntRange(0), help="Number of examples to show.")
 @option("--out", metavar="DIR", help="Folder to write train, valid and test to, as JSONL files.")
 @options.overwrite

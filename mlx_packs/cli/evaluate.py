@@ -36,6 +36,8 @@ _BUNDLED = DataConfig.data
 @options.setting("max_seq_length", _AS_TRAINED, type=click.IntRange(2))
 @options.add(*(options.setting(name, _AS_TRAINED) for name in COLUMN_SETTINGS))
 @options.template_kwargs("Variables of the chat template.")
+@options.setting("max_pixels", _AS_TRAINED, type=click.IntRange(0))
+@options.setting("allow_urls", default=False)
 @options.loss_on
 @options.metric
 @options.setting("share_prefix", default="auto")
@@ -71,8 +73,9 @@ def evaluate(
         raise PackError(f"PACK: {text}", flag="pack")
 
     data = _data_of(data, opened)
-    columns = {name: settings.pop(name) for name in (*COLUMN_SETTINGS, "template_kwargs")}
-    columns = {name: column for name, column in columns.items() if column}
+    names = (*COLUMN_SETTINGS, "template_kwargs", "max_pixels", "allow_urls")
+    columns = {name: settings.pop(name) for name in names}
+    columns = {name: value for name, value in columns.items() if value or value == 0}
 
     report = evaluate(
         load_base_for(opened, options.base_of(model, opened), trust_remote_code),

@@ -13,7 +13,7 @@ _column = partial(_data, metavar="COLUMN", column=True)
 
 ORDER = """
 data chat_feature prompt_feature completion_feature text_feature on_bad_row hold_out template_kwargs
-template_date hf_dataset
+template_date max_pixels allow_urls hf_dataset
 """.split()
 
 # Arguments of transformers' apply_chat_template.
@@ -78,6 +78,18 @@ class TextConfig(Settings):
         "Date that a chat template which reads the clock sees in training.",
         shown_default="the day on which the run starts",
         metavar="YYYY-MM-DD",
+    )
+    max_pixels: int = _data(
+        1280 * 28 * 28,
+        "Maximum number of pixels of an image. Larger images are made smaller, in their shape; 0 "
+        "leaves all as they are.",
+        at_least=0,
+    )
+    allow_urls: bool = _data(
+        False,
+        "Fetch the images that examples name by an HTTP URL, at most 20 MB each. By default such a "
+        "URL is an error.",
+        resumable=True,
     )
 
     def _conflicts(self) -> Iterator[Fault]:

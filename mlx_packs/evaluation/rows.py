@@ -26,7 +26,7 @@ class EvalSettings:
 
 
 def columns_of(pack: Pack | None, data: Data, **specified: Any) -> DataConfig:
-    """Return where examples are, with columns named as specified, else as the pack was trained.
+    """Return where examples are, with settings as specified, else as the pack was trained.
 
     The embedded data set has the default names whatever a pack was trained on.
     """
@@ -37,6 +37,8 @@ def columns_of(pack: Pack | None, data: Data, **specified: Any) -> DataConfig:
 
     settings = (*COLUMN_SETTINGS, "template_kwargs", "template_date")
     trained = {name: recipe[name] for name in settings if recipe.get(name)}
+    if recipe.get("max_pixels") is not None:
+        trained["max_pixels"] = recipe["max_pixels"]
 
     if variables := specified.get("template_kwargs"):
         specified["template_kwargs"] = {**trained.get("template_kwargs", {}), **variables}

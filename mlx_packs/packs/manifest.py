@@ -93,6 +93,7 @@ _KEYS = {
     "recipe.train_fp16_fallback": "true or false?",
     "recipe.template_kwargs": "a mapping?",
     "recipe.template_date": "text?",
+    "recipe.max_pixels": "an integer of 0 or more?",
     **{f"recipe.{key}": "text?" for key in ("quantize", *COLUMN_SETTINGS)},
     "versions": "a mapping?",
     "measured": "a mapping?",
