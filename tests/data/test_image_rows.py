@@ -98,6 +98,21 @@ def test_every_form_of_a_row_with_an_image(row):
     assert json.dumps(row) == before
 
 
+def test_every_form_of_the_documentation_is_read():
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    block = page.partition("## Images")[2].partition("```json\n")[2].partition("```")[0]
+    rows = [json.loads(line) for line in block.splitlines()]
+    assert len(rows) == 11
+    for value in rows:
+        row = Row("f:1", value)
+        if "chosen" in value:
+            row = both_completions([row], COLUMNS)[0]
+        elif value.keys() == {"prompt", "image"}:
+            row = with_placeholder(row, COLUMNS)
+        texts, images = shown(read(row.value))
+        assert (texts[0], images) == (f"{M}Which animal?", ["cats/1.png"])
+
+
 @pytest.mark.parametrize("value", [HUB, b"...", "data:image/png;base64,AAAA", {"path": "a.png"}])
 @pytest.mark.parametrize("column", ["image", "images"])
 def test_an_image_of_a_column_may_be_anything_that_is_opened(column, value):
@@ -315,6 +330,9 @@ def test_an_image_is_in_no_key_of_the_token_cache_by_accident(tokenizer, tmp_pat
 
 def test_settings_of_images(tmp_path):
     assert (COLUMNS.max_pixels, COLUMNS.allow_urls) == (1280 * 28 * 28, False)
-    for settings, name in [({"max_pixels": -1}, "max_pixels"), ({"allow_urls": "so"}, "allow_urls")]:
+    for settings, name in [
+        ({"max_pixels": -1}, "max_pixels"),
+        ({"allow_urls": "so"}, "allow_urls"),
+    ]:
         with raises("invalid", name):
             DataConfig(**settings)
