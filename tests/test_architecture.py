@@ -143,7 +143,7 @@ OWN_READERS = {
     "bases/fingerprint.py": "weights, of files that were checked",
     "bases/mapped_embedding.py": "mapped, of files that were checked",
     **dict.fromkeys(("data/token_cache.py", "data/encoding.py"), "a cache that it writes"),
-    "objectives/state_store.py": "a file that it makes",
+    **dict.fromkeys(("objectives/state_store.py", "vision/store.py"), "a file that it makes"),
     **dict.fromkeys(("files.py", "filesystem.py", "leftovers.py"), "what it writes, and locks"),
     "data/token_store.py": "a file that it makes",
     "distributed/link.py": "messages of other ranks, bounded",

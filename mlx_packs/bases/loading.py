@@ -41,6 +41,7 @@ from .precision import DTYPES, dense_dtype, dtype_of, stored_dtype
 from .quantization import QuantizeOptions, RoundingError, quantize_weights
 from .tokenizer import load_encoder_tokenizer, load_tokenizer
 from .unsupported import unreadable
+from .vision_families import has_vision_tower
 from .weight_formats import named_format
 
 Weights = dict[str, mx.array]
@@ -141,6 +142,12 @@ def _load_decoder(request: _Request) -> BaseModel:
             _check_range(model, names)
 
     tokenizer = load_tokenizer(path, config, request.trust_remote_code)
+    if has_vision_tower(config) and not request.lazy:
+        open_images = late.load("vision.images:Images")
+        tokenizer._images = open_images(
+            request.name, path, config, fingerprint(path), dtype_of(model), model
+        )
+
     return BaseModel(
         name=request.name,
         path=path,

@@ -11,9 +11,18 @@ from mlx.utils import tree_map
 
 from ..config.choices import package_of
 from ..runtime import mx
+from .vision_families import TEXT_MODELS
 
 _PARTS = ("text", "vision", "perceiver", "projector", "audio")  # of a config.json, for mlx-vlm
 _KEPT = "language_model."
+# How names of a language model begin in the files of transformers and mlx-vlm, and in mlx-lm.
+_TEXT_NAMES = {
+    "model.text_model.": "model.",
+    "text_model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "language_model.": "model.",
+    "lm_head.": "lm_head.",
+}
 
 
 def classes_of(config: Mapping) -> tuple[Callable[[Any], nn.Module], Any]:
@@ -24,9 +33,40 @@ def classes_of(config: Mapping) -> tuple[Callable[[Any], nn.Module], Any]:
     """
     from mlx_lm.utils import _get_classes
 
+    if config["model_type"] in TEXT_MODELS:
+        return _classes_of_text_model(TEXT_MODELS[config["model_type"]])
     if package_of(config["model_type"]) == "mlx-lm" or find_spec("mlx_vlm") is None:
         return _get_classes(config)
     return _classes_of_mlx_vlm()
+
+
+def _classes_of_text_model(model_type: str) -> tuple[Callable[[Any], nn.Module], Any]:
+    """Return a language model of mlx-lm, whose weights are ``model.text_model`` in the files."""
+    from mlx_lm.utils import _get_classes
+
+    model_class, arguments_class = _get_classes({"model_type": model_type})
+
+    def arguments(config: Mapping) -> Any:
+        tied = config.get("tie_word_embeddings", False)
+        own = {"tie_word_embeddings": tied, **config["text_config"], "model_type": model_type}
+        return arguments_class.from_dict(own)
+
+    def make(arguments: Any) -> nn.Module:
+        model = model_class(arguments)
+        plain = model.sanitize
+
+        def sanitize(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+            own = {}
+            for name, array in weights.items():
+                stored = next((p for p in _TEXT_NAMES if name.startswith(p)), None)
+                if stored is not None:
+                    own[_TEXT_NAMES[stored] + name.removeprefix(stored)] = array
+            return plain(own)
+
+        model.sanitize = sanitize
+        return model
+
+    return make, SimpleNamespace(from_dict=arguments)
 
 
 def _classes_of_mlx_vlm() -> tuple[Callable[[tuple], nn.Module], SimpleNamespace]:

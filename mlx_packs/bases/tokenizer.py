@@ -96,6 +96,14 @@ def token_bytes(tokenizer: Any, token: int) -> bytes:
     return text.encode()
 
 
+def readable_text(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """The text of tokens; an image is ``[image 32x28 patches]``."""
+    images = getattr(tokenizer, "_images", None)
+    if images is None or min(tokens, default=0) >= 0:
+        return tokenizer.decode(list(tokens))
+    return images.readable(tokenizer, list(tokens))
+
+
 def _decoder_of(tokenizer: Any) -> str:
     """How a fast tokenizer joins its pieces, as tokenizer.json has it; empty for others."""
     backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -12,7 +12,13 @@ from typing import Any, Literal, overload
 
 from ..errors import PackError
 from .chat_template import render_chat
+from .vision_families import VISION_FAMILIES
 
+IMAGE_MARK = "\ufffc"  # stands for an image in the text of a message
+NO_IMAGES = (
+    "it takes no images: its config.json has no vision tower that is supported. Take a base of "
+    f"these families: {', '.join(VISION_FAMILIES)}."
+)
 SENTINEL = "\ue000\ue001\ue002"  # private use: in no template and no sane text
 _ASKED = "\ue003\ue004\ue005"
 _SYSTEM = {"role": "system", "content": "a"}
@@ -181,6 +187,11 @@ def render_conversation(
     options = given_variables(options)
     options["template_date"] = template_date
     turns = list(messages)
+    if tokenize and (sources := image_sources(turns)):
+        text = render_conversation(tokenizer, turns, tokenize=False, **options)
+        return _prompt_with_images(tokenizer, text, sources)
+
+    turns = [_with_image_parts(message) for message in turns]
     if style.takes_parts:
         turns = [_in_parts(message) for message in turns]
 
@@ -194,6 +205,42 @@ def render_conversation(
     if tokenize:
         return render_chat(tokenizer, turns, tokenize=True, **options)
     return render_chat(tokenizer, turns, tokenize=False, **options)
+
+
+def takes_images(tokenizer: Any) -> bool:
+    """Return whether the base of a tokenizer takes images."""
+    return getattr(tokenizer, "_images", None) is not None
+
+
+def image_sources(messages: Sequence[Mapping]) -> list[Any]:
+    """Return the images of messages, in the order in which they appear."""
+    return [source for message in messages for source in message.get("images") or ()]
+
+
+def _prompt_with_images(tokenizer: Any, text: str, sources: Sequence[Any]) -> list[int]:
+    """Return the tokens of a rendered prompt; a fault of an image is an error of the prompt."""
+    images = getattr(tokenizer, "_images", None)
+    if images is None:
+        raise PackError(f"{tokenizer.name_or_path}: {NO_IMAGES}", "unsupported")
+    try:
+        return images.prompt(tokenizer, text, sources)
+    except ValueError as error:
+        raise PackError(f"the prompt: {error}", "data") from None
+
+
+def _with_image_parts(message: Mapping) -> Mapping:
+    """Return a message whose images are parts of its content, as chat templates read them."""
+    if not message.get("images"):
+        return message
+
+    parts: list[dict] = []
+    for number, text in enumerate(message["content"].split(IMAGE_MARK)):
+        if number:
+            parts.append({"type": "image"})
+        if text:
+            parts.append({"type": "text", "text": text})
+    own = {key: value for key, value in message.items() if key != "images"}
+    return {**own, "content": parts}
 
 
 def _before_answer(

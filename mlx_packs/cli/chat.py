@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from .. import signals
+from ..bases.turns import IMAGE_MARK
 from ..errors import PackError
 from ..terminal import echo, printable
 from . import options
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _COMMANDS = """\
 /pack PACK     answer with this pack from now on (PACK=0.7 applies 70 % of it)
 /base          answer without a pack
+/image FILE    add an image to the next message
 /history       show the conversation
 /clear         start a new conversation
 /quit          leave; so does Ctrl-D. Ctrl-C ends an answer"""
@@ -34,6 +36,7 @@ _COMMANDS = """\
     "Pack to start with; PACK=0.7 applies 70 % of its delta. The deltas of several "
     "packs are added up."
 )
+@options.images("Image that the first message is about; may be given several times.")
 @option("--system", default="", metavar="TEXT", help="System message that comes before all others.")
 @options.template_kwargs("Variables of the chat template, such as '{\"enable_thinking\": false}'.")
 @options.sampling(max_tokens=512)
@@ -42,6 +45,7 @@ _COMMANDS = """\
 def chat(
     model: str | None,
     packs: tuple[str, ...],
+    images: tuple[str, ...],
     system: str,
     template_kwargs: dict,
     trust_remote_code: bool,
@@ -52,6 +56,7 @@ def chat(
     \b
     /pack PACK    answer with this pack from now on
     /base         answer without a pack
+    /image FILE   add an image to the next message
     /history      show the conversation
     /clear        start a new conversation
     /quit         leave (or Ctrl-D); Ctrl-C ends an answer
@@ -82,7 +87,11 @@ def chat(
         if packs:
             on = f" with {' + '.join(packs)}"
         echo(printable(f"{base.summary()}{on}. /help lists what you can do, /quit leaves."))
-    _talk(Chat(base, system, sampling, template_kwargs), model_in_use)
+
+    conversation = Chat(base, system, sampling, template_kwargs)
+    for image in images:
+        conversation.attach(image)
+    _talk(conversation, model_in_use)
 
 
 class _ModelInUse:
@@ -163,13 +172,17 @@ def _obey(line: str, conversation: "Chat", model_in_use: _ModelInUse) -> bool:
         model_in_use.switch_to(pack)
         conversation.forget_keys()
         echo(printable(f"({rest or 'the base alone'})"))
+    elif command == "/image" and rest:
+        conversation.attach(rest)
+        echo(printable(f"({rest} goes with your next message)"))
     elif command == "/clear":
         conversation.clear()
         echo("(a new conversation)")
     elif command == "/history":
         for message in conversation.messages:
-            echo(f"{message['role']}: {message['content']}")
-    elif command in ("/help", "/pack"):
+            text = message["content"].replace(IMAGE_MARK, "[image]")
+            echo(f"{message['role']}: {text}")
+    elif command in ("/help", "/pack", "/image"):
         echo(_COMMANDS)
     else:
         raise PackError(f"{command}: is not a command. /help lists them.", "unknown")

@@ -22,6 +22,7 @@ from .output import print_report, wants_json
     metavar="TEXT",
     help="Message of the user; - reads it from standard input.",
 )
+@options.images("Image that the prompt is about, before its text; may be given several times.")
 @option("--system", metavar="TEXT", help="System message that comes before the prompt.")
 @option("--raw", is_flag=True, help="Continue the prompt as plain text, without the chat template.")
 @options.template_kwargs("Variables of the chat template, such as '{\"enable_thinking\": false}'.")
@@ -31,6 +32,7 @@ def generate(
     model: str | None,
     packs: tuple[str, ...],
     prompt: str,
+    images: tuple[str, ...],
     system: str | None,
     trust_remote_code: bool,
     raw: bool,
@@ -59,17 +61,19 @@ def generate(
             "conflict",
             "raw",
         )
+    if raw and images:
+        raise PackError(
+            "--raw and --image: raw text has no place for an image. Leave one out.",
+            "conflict",
+            "raw",
+        )
 
     pack = options.one_pack(packs)
     model = options.base_of(model, pack)
     base = load_base_for(pack, model, trust_remote_code)
     base.check_architecture("generate", "decoder")
 
-    messages = []
-    if system:
-        messages.append({"role": "system", "content": system})
-    messages.append({"role": "user", "content": prompt})
-
+    messages = _messages(system, prompt, images)
     pieces = []
     with activated(base, pack, generation_path(base.model)):
         if raw:
@@ -88,6 +92,16 @@ def generate(
         "model": model,
     }
     print_report(report, [""])
+
+
+def _messages(system: str, prompt: str, images: tuple[str, ...]) -> list[dict]:
+    """Return the messages of a prompt, in the form of chat templates."""
+    from ..inference.chat import question
+
+    messages = [question(prompt, images)]
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    return messages
 
 
 def _text(flag: str, given: str | bytes) -> str:

@@ -284,6 +284,11 @@ def packs(sentence: str, metavar: str = "PACK") -> Callable:
     return option("--pack", "packs", multiple=True, help=sentence, **where)
 
 
+def images(sentence: str) -> Callable:
+    """Add ``--image``, which is repeatable."""
+    return option("--image", "images", multiple=True, metavar="FILE", help=sentence)
+
+
 def matmul_path(*auto: str) -> Callable:
     """Add ``--matmul-path`` to a command that does not train."""
     choices = (*auto, *MATMUL_PATHS)

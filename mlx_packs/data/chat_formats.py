@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..bases.turns import NO_IMAGES, image_sources, takes_images
 from ..config.data import DataConfig, renderer_argument
 from ..errors import PackError
 from .conversations import Conversation, Span
@@ -63,6 +64,8 @@ class ConversationFormat(TokenFormat):
 
     def conversation(self, row: Row, names: DataConfig, tokenizer: Any) -> Conversation:
         turns = self.turns(row, names)
+        if image_sources([turn.message for turn in turns]) and not takes_images(tokenizer):
+            raise row.conflict(f"has images, but {NO_IMAGES}", "unsupported", "model")
         if not tokenizer.has_chat_template:
             raise row.conflict(
                 "the base's tokenizer has no chat template. Use examples with 'text', or a base "
@@ -94,6 +97,9 @@ class ConversationFormat(TokenFormat):
         asked = self._asked(self.turns(row, names))
         messages = list(conversation.messages)[:asked]
         return without_marks(messages[-1]), conversation.prompt_tokens(messages)
+
+    def images(self, row: Row, names: DataConfig) -> list[Any]:
+        return image_sources([turn.message for turn in self.turns(row, names)])
 
     def answer(self, row: Row, names: DataConfig) -> str | None:
         turns = self.turns(row, names)

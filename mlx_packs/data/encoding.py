@@ -190,6 +190,7 @@ class _Rendered(NamedTuple):
     index: int  # of the row
     text: str
     spans: list[Span]  # targets
+    images: Sequence[Any] = ()  # `vision.images.Image`, whose tokens the text has
 
 
 class Encoder:
@@ -217,6 +218,9 @@ class Encoder:
         self.first = first  # the place of a row of this format, as messages name it
         self.loss_on = row_format.resolve_loss_on(options.loss_on)
         self.ends = set(tokenizer.eos_token_ids) | set(tokenizer.all_special_ids)
+        self.images = getattr(tokenizer, "_images", None)  # of a base that takes some
+        if self.images is not None:
+            self.images.limit(columns.max_pixels, columns.allow_urls)
 
         fim = options.fim
         is_split = options.long_rows == "split"
@@ -301,13 +305,14 @@ class Encoder:
                 check_format(row, self.format, self.first, self.columns)
                 text, spans = self.format.render(row, self.columns, self.loss_on, self.tokenizer)
                 check_unicode(row, text)
+                rendered = self._with_images(row, _Rendered(i, text, spans))
                 self._note(canonical_line(row))
             except RowError as error:
                 self.bad.add(i, error)
                 continue
 
-            chunk.append(_Rendered(i, text, spans))
-            size += len(text)
+            chunk.append(rendered)
+            size += len(rendered.text)
             if len(chunk) == _CHUNK_ROWS or size >= _CHUNK_CHARACTERS:
                 yield chunk
                 chunk = []
@@ -315,6 +320,18 @@ class Encoder:
 
         if chunk:
             yield chunk
+
+    def _with_images(self, row: Row, rendered: _Rendered) -> _Rendered:
+        """Return a text in which each placeholder of an image is what the image becomes."""
+        if self.images is None or self.images.family.placeholder not in rendered.text:
+            return rendered
+
+        try:
+            images = [self.images.add(each) for each in self.format.images(row, self.columns)]
+            text, spans = self.images.expanded(rendered.text, rendered.spans, images)
+        except ValueError as error:
+            raise row.error(str(error), "image") from None
+        return _Rendered(rendered.index, text, spans, images)
 
     def _note(self, line: bytes) -> None:
         """Add a row to the fingerprint, or keep it for the fingerprint of all rows."""
@@ -350,13 +367,15 @@ class Encoder:
         encoded = zip(chunk, encodings["input_ids"], offsets)  # noqa: B905
         end = [self.tokenizer.eos_token_id] if self.format.special_tokens else []
 
-        for (row, text, spans), tokens, places in encoded:
+        for (row, text, spans, images), tokens, places in encoded:
             if end and starts_twice(self.tokenizer, tokens):
                 tokens = tokens[1:]
                 places = places and places[1:]
             tokens, places = split_prompts(self.tokenizer, text, spans, tokens, places)
             if tokens[-1:] != end:
                 tokens = [*tokens, *end]
+            if images:
+                tokens = self.images.numbered(tokens, images)
 
             if self.in_pieces:
                 self.pieces.add(row, text, tokens, places)

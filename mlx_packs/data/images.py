@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..vision.pictures import IMAGE_MARK, ImageSource
+from ..bases.turns import IMAGE_MARK
+from ..vision.pictures import ImageSource
 from .row_format import Row, optional
 
 IMAGE_COLUMNS = ("image", "images")

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..vision.pictures import ImageSource
 from .images import content_of, with_own_images
 from .row_format import shown
 from .tool_calls import WRITTEN_THOUGHTS, calls_in_text, normal_calls
@@ -72,11 +71,6 @@ def turns_of(messages: Sequence[Any], folder: Path | None = None) -> list[Turn]:
         turns.append(turn)
 
     return turns
-
-
-def image_sources(messages: Sequence[Mapping]) -> list[ImageSource]:
-    """Return the images of messages, in the order in which they appear."""
-    return [source for message in messages for source in message.get("images", ())]
 
 
 def last_turn_start(messages: Sequence[Any]) -> int:

@@ -77,6 +77,10 @@ class TokenFormat(RowFormat):
     def prompt(self, row: Row, names: DataConfig, tokenizer: Any) -> tuple[str, list[int]]:
         """Return the prompt of a row: as people see it, and its tokens."""
 
+    def images(self, row: Row, names: DataConfig) -> list[Any]:
+        """Return the images of a row that has some, as `vision.pictures.ImageSource`."""
+        return []
+
     def answer(self, row: Row, names: DataConfig) -> str | None:
         """Return the text of the row after its `prompt`; None where that is no answer."""
         return None

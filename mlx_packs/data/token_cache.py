@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..bases.template_clock import reads_clock
+from ..bases.turns import takes_images
 from ..config.data import COLUMN_SETTINGS, DataConfig
 from ..errors import PackError
 from ..files import cache_folder, remove_unused
@@ -100,6 +101,8 @@ def cache_key(
     backend = getattr(plain, "backend_tokenizer", None)
     if backend is None or not type(plain).__module__.startswith("transformers."):
         return None  # a slow tokenizer, or one with its own code
+    if takes_images(tokenizer):
+        return None  # tokens of images are numbers of this process
 
     today = columns.template_date
     if not today and reads_clock(tokenizer):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import numpy as np
 from numpy.lib import format as npy
 
+from ..bases.tokenizer import readable_text
 from ..errors import PackError
 from ..files import cache_folder, replace_file
 from ..leftovers import temporary
@@ -284,7 +285,7 @@ def masked(example: Example, tokenizer: "TokenizerWrapper") -> dict:
 
     spans = [
         {
-            "text": tokenizer.decode(example.tokens[start:end].tolist()),
+            "text": readable_text(tokenizer, example.tokens[start:end].tolist()),
             "learned": bool(target[start]),
         }
         for start, end in zip(edges, edges[1:], strict=False)

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .. import runtime
+from ..nn.images import names_images
 from .batches import TokenCollate, few_shapes, split_rows
 from .dataset import Batch, Dataset, FixedOrder, Tree, by_length
 from .encoding import Example, Examples
@@ -254,6 +255,8 @@ class TreePlan:
     ) -> "TreePlan":
         """Return the plan that saves most of the inputs of chosen examples."""
         prefix = prefix_of(common_inputs(examples[i] for i in chosen))
+        if names_images(examples[int(chosen[0])].tokens[:prefix]):
+            steps = None  # an image is shown to the steps of one batch
         of_all = cls(batch_size, prefix, least=least, steps=steps)
         if not together:
             return of_all

@@ -1,14 +1,30 @@
 """A conversation with a base: its messages, and the keys and values of its tokens."""
 
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..bases.turns import IMAGE_MARK
 from ..config.sampling import Sampling
-from .generate import PENALIZED_TOKENS, chat_prompt, responses
+from ..vision.pictures import ImageSource
+from .generate import PENALIZED_TOKENS, chat_prompt, reads_at_once, responses
 
 if TYPE_CHECKING:
     from ..bases.model import BaseModel
+
+
+def question(text: str, images: Sequence[Any] = ()) -> dict[str, Any]:
+    """Return a message of the user, whose images come before its text.
+
+    ``images`` are paths, URLs of data, or PIL images.
+    """
+    if not images:
+        return {"role": "user", "content": text}
+    return {
+        "role": "user",
+        "content": IMAGE_MARK * len(images) + text,
+        "images": [ImageSource(image) for image in images],
+    }
 
 
 class Chat:
@@ -29,12 +45,13 @@ class Chat:
         self.system = system
         self.sampling = sampling or Sampling()
         self._variables = variables or {}
-        self.messages: list[dict[str, str]] = []
+        self.messages: list[dict[str, Any]] = []
         self.clear()
 
     def clear(self) -> None:
         """Begin again, after the system message."""
         self.messages = []
+        self._attached: list[Any] = []
         if self.system:
             self.messages.append({"role": "system", "content": self.system})
         self.forget_keys()
@@ -44,6 +61,10 @@ class Chat:
         self._cache: list[Any] | None = None
         self._tokens: list[int] = []  # whose keys and values the cache has, and the last one
 
+    def attach(self, image: Any) -> None:
+        """Add an image to the next message: a path, a URL of data, or a PIL image."""
+        self._attached.append(image)
+
     def reply(self, text: str) -> Generator[str, None, None]:
         """Yield pieces of the answer to a message; both are part of the conversation then.
 
@@ -51,7 +72,9 @@ class Chat:
 
         Raises a PackError if the chat template fails; the conversation stays as it was.
         """
-        messages = [*self.messages, {"role": "user", "content": text}]
+        attached = self._attached
+        self._attached = []  # a faulty image is not asked about again
+        messages = [*self.messages, question(text, attached)]
         prompt = chat_prompt(self.base, messages, **self._variables)
         new = self._not_cached(prompt)
 
@@ -72,6 +95,8 @@ class Chat:
 
         kept = 0
         cache = self._cache
+        if reads_at_once(self.base, prompt):
+            cache = None
         if cache and can_trim_prompt_cache(cache) and all(hasattr(c, "offset") for c in cache):
             cached = min(int(c.offset) for c in cache)
             seen = 1 if self.sampling.repetition_penalty == 1 else PENALIZED_TOKENS

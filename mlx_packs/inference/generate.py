@@ -91,9 +91,22 @@ def responses(
             repetition_context_size=PENALIZED_TOKENS,
         ),
         prompt_cache=cache,
+        prefill_step_size=_part_size(base, [prompt]),
     )
     with factors_cast(base.model):
         yield from pieces
+
+
+def reads_at_once(base: "BaseModel", prompt: Sequence[int]) -> bool:
+    """Return whether a prompt is read in one part: positions of images may have several axes."""
+    images = getattr(base.tokenizer, "_images", None)
+    return images is not None and images.has_axes and min(prompt) < 0
+
+
+def _part_size(base: "BaseModel", prompts: Sequence[Sequence[int]]) -> int:
+    """Return how many tokens of prompts are read at a time."""
+    whole = [len(prompt) for prompt in prompts if reads_at_once(base, prompt)]
+    return max([_READ_AT_ONCE, *whole])
 
 
 def _valid_top_k(base: "BaseModel", sampling: Sampling) -> int:
@@ -211,6 +224,7 @@ def _generated(  # noqa: PLR0913 - what a batch of texts depends on
         sampler=sampler,
         completion_batch_size=batch_size,
         prefill_batch_size=batch_size,
+        prefill_step_size=_part_size(base, prompts),
     )
     try:
         with factors_cast(base.model):
@@ -246,6 +260,8 @@ def _read_once(
     shortest = min(len(prompt) for prompt in prompts)
     common = min(common, shortest - 2)
     shared = None
+    if any(reads_at_once(base, prompt[common:]) for prompt in prompts):
+        common = 0
     if len(prompts) == 1 or common < _LEAST_SHARED:
         common = 0
     else:
@@ -270,8 +286,9 @@ def _read(base: "BaseModel", tokens: Sequence[int], cache: list[Any], stream: "m
     from ..runtime import mx
 
     with mx.stream(stream):
-        for start in range(0, len(tokens), _READ_AT_ONCE):
-            base.model(mx.array([tokens[start : start + _READ_AT_ONCE]]), cache=cache)
+        step = _part_size(base, [tokens])
+        for start in range(0, len(tokens), step):
+            base.model(mx.array([tokens[start : start + step]]), cache=cache)
             mx.eval([each.state for each in cache])
 
 

@@ -16,6 +16,7 @@ from ..ops.profile import profile
 from ..ops.span_attention import Branching, Spans, row_of, span_attention, tree_attention
 from ..ops.watchdog import product_calls, watched_chip
 from .frozen_weight import frozen_weight
+from .images import ShiftedRoPE
 from .lora import GroupedLoRA
 from .prefix import PrefixCache, PrefixKeys, PrefixLevels
 from .recompute import recomputed
@@ -116,7 +117,12 @@ class GroupedAttention(GroupedBlock):
         ours = ours and (self.training or profile().cuts_scores(rows * self.n_heads, seen))
 
         if isinstance(cache, PrefixLevels):
-            branching = Branching(self.scale, self.rope, mask.size)
+            rope = self.rope
+            if isinstance(rope, ShiftedRoPE):  # parts of a tree are turned by their places alone
+                queries = rope.shifted(queries)
+                keys = rope.shifted(keys)
+                rope = rope.rope
+            branching = Branching(self.scale, rope, mask.size)
             return tree_attention(queries, keys, values, branching, spans, cache.kept)
         if spans:  # positions run on, as they may: what counts is how far two of them are apart
             queries = self.rope(queries, offset=cache.offset)

@@ -18,6 +18,7 @@ from ..errors import PackError
 from ..late import load
 from ..nn.frozen_blocks import injected
 from ..nn.frozen_weight import frozen_weight
+from ..nn.images import tree_of_images
 from ..nn.quantized import QUANTIZED, DenseLinear, HalfLinear, bare_module
 from ..nn.segments import restarting, segment_caches
 from ..ops.linear_cross_entropy import FrozenHead, HeadSlice, cross_entropy, linear_cross_entropy
@@ -156,6 +157,7 @@ def forward(
     segments: mx.array | None = None,
     offset: int = 0,
     prefixes: Inputs | None = None,
+    unread: mx.array | None = None,
 ) -> mx.array:
     """Return the output of a part of the model for tokens [B, T].
 
@@ -170,14 +172,18 @@ def forward(
             `prefixes_in` has it: ``prefix`` [G, P] or float [G, P, D], and maybe ``root`` [1, Q]
             before all of them, or in place of both what `keep_prefixes` ``kept`` of them. The
             output is [Q + G P + B T, D], in this order (nn/prefix.py).
+        unread: the tokens [B, T] of states, which are not embedded, but may be images.
     """
     if prefixes:
         run = partial(_with_caches, model, part)
-        return load("nn.prefix:tree_states")(model, run, tokens, **prefixes, spans=segments)
+        tree_states = load("nn.prefix:tree_states")
+        with tree_of_images(model, tokens, prefixes):
+            return tree_states(model, run, tokens, **prefixes, spans=segments)
 
     if tokens.ndim == 3:
-        with injected(model, tokens):
+        if unread is None:
             unread = mx.zeros(tokens.shape[:2], mx.int32)
+        with injected(model, tokens):
             return forward(model, part, unread, segments, offset)
 
     if segments is None:
@@ -234,9 +240,11 @@ def target_loss(
     part = part_of(model, head)
     targets = inputs["targets"]
 
-    entering = inputs.get("states", inputs["tokens"])
+    tokens = inputs["tokens"]
+    entering = inputs.get("states", tokens)
     segments = segments_of(inputs, layout)
-    states = forward(model, part, entering, segments, prefixes=prefixes_in(inputs))
+    prefixes = prefixes_in(inputs)
+    states = forward(model, part, entering, segments, prefixes=prefixes, unread=tokens)
     states = states.reshape(-1, states.shape[-1])[inputs["positions"]]  # logits without a head
 
     if options.custom is None and head is not None and head.frozen is not None:

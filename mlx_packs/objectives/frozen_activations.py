@@ -28,7 +28,9 @@ from ..data.shapes import sequence_inputs
 from ..display import VERBOSE, Display, size
 from ..errors import Code, PackError
 from ..files import cache_folder, free_bytes
+from ..late import load
 from ..nn.frozen_blocks import FrozenBlock, Injection, frozen_output
+from ..nn.images import names_images
 from ..nn.surgery import block_prefixes, replace_modules
 from ..nn.wrapped import trained_module
 from ..ops.profile import profile
@@ -434,4 +436,6 @@ def _key(
     digest.update(examples.lengths.astype(np.int64).tobytes())
     for example in examples.items:
         digest.update(np.ascontiguousarray(example.tokens).data)
+        if names_images(example.tokens):  # by numbers of this process
+            digest.update(load("vision.images:keys_in")(example.tokens).encode())
     return digest.hexdigest()

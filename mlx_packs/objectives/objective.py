@@ -8,6 +8,8 @@ of a batch are agreed between the task's `Collate` and its objective.
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..late import load
+from ..nn.images import names_images
 from ..runtime import mx
 from .score import Score
 
@@ -20,11 +22,17 @@ Inputs = Mapping[str, mx.array]
 KeepPrefixes = Callable[[mx.array], Inputs]  # as `Objective.keep_prefixes`
 Loss = Callable[..., tuple[mx.array, mx.array]]  # of `Inputs` and a `Layout`
 
+_TOKENS = ("tokens", "prefix", "root")  # inputs that are tokens
+
 
 def arrays_of(batch: "Batch") -> dict[str, mx.array]:
     """Return the arrays of a batch for `Objective.loss`; each set of shapes is compiled."""
+    inputs = batch.inputs
+    if any(names_images(inputs[name]) for name in _TOKENS if name in inputs):
+        inputs = load("vision.images:for_step")(inputs)
+
     arrays = {}
-    for name, values in batch.inputs.items():
+    for name, values in inputs.items():
         arrays[name] = values if isinstance(values, mx.array) else mx.array(values)
     return arrays
 

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 
+from ..bases.tokenizer import readable_text
+
 _TAIL = 64  # tokens at the end of a prompt, more than any mark and the white space after it
 
 
@@ -18,7 +20,7 @@ def opens_thoughts(tokenizer: Any, prompt: Sequence[int]) -> bool:
     """
     if not tokenizer.has_thinking:
         return False
-    end = tokenizer.decode(list(prompt[-_TAIL:]))
+    end = readable_text(tokenizer, prompt[-_TAIL:])
     return end.rstrip().endswith(tokenizer.think_start)
 
 

@@ -21,7 +21,6 @@ from urllib.parse import unquote
 from ..errors import PackError, library_errors
 from ..reading import open_regular
 
-IMAGE_MARK = "\ufffc"  # stands for an image in the text of a message
 MOST_SIDE = 16_384  # pixels
 MOST_PIXELS = 64_000_000
 MOST_BYTES = 256 << 20  # of a file: 64 million pixels of four bytes each have a little less

@@ -7,17 +7,18 @@ from pathlib import Path
 import pytest
 
 from mlx_packs.bases.files import tiny_checkpoint
+from mlx_packs.bases.turns import IMAGE_MARK, image_sources
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data.encoding import encode
 from mlx_packs.data.formats import COMPLETION, PREFERENCE, PROMPT, TOKEN_FORMATS, Row, format_of
 from mlx_packs.data.in_memory import source_of
 from mlx_packs.data.left_out import left_out_notes
-from mlx_packs.data.messages import image_sources, turns_of
+from mlx_packs.data.messages import turns_of
 from mlx_packs.data.preferences import both_completions, encode_preferences
 from mlx_packs.data.prompts import encode_prompts, with_placeholder
 from mlx_packs.data.rows import read_rows
 from mlx_packs.data.token_cache import encode_cached
-from mlx_packs.vision.pictures import IMAGE_MARK, ImageSource
+from mlx_packs.vision.pictures import ImageSource
 from tests.helpers.errors import raises
 from tests.helpers.rows import chat
 

@@ -1,0 +1,65 @@
+"""Vision-language models that take images, and what is particular to each.
+
+A family is an entry. Its tower, projector and image processor are mlx-vlm's; its language model is
+one of mlx-lm (`bases/model_classes.py`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class VisionFamily:
+    """What is particular to a family.
+
+    placeholder: what its chat template writes for an image.
+    before, after: what its chat template writes around the placeholder, without which mlx-vlm's
+        processor does not count or place the tokens of an image.
+    scaled: whether the language model scales embeddings, so that features are divided before.
+    interleaved: whether three axes of positions take turns in the pairs of a head.
+    """
+
+    placeholder: str
+    before: str = ""
+    after: str = ""
+    scaled: bool = False
+    interleaved: bool = False
+
+
+_QWEN = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>")
+
+VISION_FAMILIES: Mapping[str, VisionFamily] = {
+    "qwen2_vl": VisionFamily(*_QWEN),
+    "qwen2_5_vl": VisionFamily(*_QWEN),
+    "qwen3_vl": VisionFamily(*_QWEN, interleaved=True),
+    "idefics3": VisionFamily("<image>"),
+    "smolvlm": VisionFamily("<image>"),
+}
+
+# The language model of mlx-lm for a family that mlx-lm lacks, and where the weights of it are.
+TEXT_MODELS = {"idefics3": "llama", "smolvlm": "llama"}
+
+
+def has_vision_tower(config: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint is of one of these families, with its vision tower."""
+    is_of_family = config.get("model_type") in VISION_FAMILIES
+    return is_of_family and bool(config.get("vision_config")) and image_token_of(config) is not None
+
+
+def image_token_of(config: Mapping[str, Any]) -> int | None:
+    """Return the token that stands for a feature of an image; None if a config names none."""
+    for name in ("image_token_id", "image_token_index"):
+        if isinstance(token := config.get(name), int):
+            return token
+    return None
+
+
+def mrope_sections(config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Return how many pairs of a head turn by each axis of positions; None with one axis."""
+    text = config.get("text_config") or config
+    for name in ("rope_scaling", "rope_parameters"):
+        for part in (text, config):
+            if sections := (part.get(name) or {}).get("mrope_section"):
+                return tuple(sections)
+    return None

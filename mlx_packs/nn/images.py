@@ -1,0 +1,328 @@
+"""Images in a language model: their features enter in place of tokens below zero.
+
+Token ``-1 - i`` of an input is row i of the features that the model is shown. Everything else that
+reads tokens (packing, common prefixes, losses) treats them as other tokens.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from ..runtime import is_traced
+
+# Tokens up to here name features of this process, those between it and zero rows of a batch.
+FIRST_IMAGE = -1 - (1 << 24)
+# The arrays are entries of a module, so that a compiled step reads them as inputs; names that begin
+# with an underscore are no parameters.
+_FEATURES = "_image_features"
+_LEVELS = "_image_levels"
+_SHIFTS = "_image_shifts"
+
+Turns = tuple[mx.array, mx.array]  # cosines and sines [B, T, head_dim / 2]
+
+
+def names_images(tokens: Any) -> bool:
+    """Return whether an array of NumPy has tokens that name features of this process."""
+    return isinstance(tokens, np.ndarray) and tokens.size > 0 and int(tokens.min()) <= FIRST_IMAGE
+
+
+@dataclass(frozen=True)
+class ShownImages:
+    """What a model is shown for tokens below zero.
+
+    features: [N, D].
+    levels: [K, N, D], added to what each of the first K blocks returns; None without.
+    shifts: float32 [N, 4], the position of each feature on three axes less its place, the first
+        feature of an image at 0; and by how much what follows an image is shifted, at its last
+        feature. None where positions are places.
+    """
+
+    features: mx.array
+    levels: mx.array | None = None
+    shifts: mx.array | None = None
+
+
+class ImageInputs:
+    """How a language model of mlx-lm takes images.
+
+    Args:
+        model: whose inner model is changed in place; no parameter gets another name.
+        token: the number of the token that stands for a feature in the vocabulary.
+        place: called with tokens [B, T] that are not of a prepared step; returns them with rows of
+            what it shows, or as they are.
+        scale: what features are multiplied by before they enter.
+        sections: how many pairs of a head's dimensions turn by each of three axes; None where all
+            turn by one.
+        interleaved: whether the axes of ``sections`` take turns, instead of following each other.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        token: int,
+        place: Callable[[mx.array], mx.array],
+        scale: float = 1.0,
+        sections: tuple[int, ...] | None = None,
+        interleaved: bool = False,
+    ) -> None:
+        self._inner = inner_model(model)
+        self._token = token
+        self._place = place
+        self._scale = scale
+        self._axes = None
+        if sections is not None:
+            self._axes = _axes_of(sections, interleaved)
+
+        self._read_last = False  # whether the last part of a prompt had several tokens
+        self._shown: tuple[mx.array, mx.array] | None = None  # of the inputs that are computed now
+        self._turns: Turns | None = None
+        self._tree: dict[tuple, mx.array] = {}  # shifts of the inputs of a tree, by their shape
+
+        vars(self._inner)["image_inputs"] = self
+        _call_through(self._inner, self._enter)
+        if self._axes is not None:
+            for block in self._inner.layers:
+                block.self_attn.rope = ShiftedRoPE(block.self_attn.rope, self)
+
+    @property
+    def has_axes(self) -> bool:
+        """Whether positions have three axes."""
+        return self._axes is not None
+
+    def show(self, images: ShownImages) -> None:
+        """Set what tokens below zero stand for, until the next call."""
+        inner = self._inner
+        inner[_FEATURES] = images.features
+        if images.levels is not None:
+            if _LEVELS not in inner:
+                for i, block in enumerate(inner.layers[: len(images.levels)]):
+                    _call_through(block, self._level(i))
+            inner[_LEVELS] = images.levels
+        if images.shifts is not None:
+            inner[_SHIFTS] = images.shifts
+
+    def _enter(
+        self,
+        inner: nn.Module,
+        plain: Callable[..., mx.array],
+        inputs: mx.array,
+        cache: Any = None,
+        input_embeddings: mx.array | None = None,
+        *others: Any,
+        **named: Any,
+    ) -> mx.array:
+        """Compute the inner model with features in the place of tokens below zero."""
+        if input_embeddings is not None:
+            return plain(inner, inputs, cache, input_embeddings, *others, **named)
+
+        is_prompt = _is_of_mlx_lm(cache)
+        placed = inputs
+        if is_prompt:
+            placed = self._placed(inputs, cache)
+        elif not is_traced(inputs):
+            placed = self._place(inputs)
+        if _FEATURES not in inner or (is_prompt and placed is inputs):
+            return plain(inner, inputs, cache, *others, **named)
+
+        inputs = placed
+
+        is_image = inputs < 0
+        rows = mx.where(is_image, -1 - inputs, 0)
+        tokens = mx.where(is_image, self._token, inputs)
+        embedded = inner.embed_tokens(tokens)
+        features = (inner[_FEATURES][rows] * self._scale).astype(embedded.dtype)
+        embedded = mx.where(is_image[..., None], features, embedded)
+
+        self._shown = is_image, rows
+        self._turns = self._turns_of(inputs, is_prompt)
+        try:
+            return plain(inner, tokens, cache, embedded, *others, **named)
+        finally:
+            self._shown = None
+            self._turns = None
+
+    def _placed(self, inputs: mx.array, cache: Any) -> mx.array:
+        """Return a part of a prompt with rows of `show`.
+
+        Generated tokens are not read, which would wait for each of them: one token alone is read
+        only after several, as it may be what was left of a prompt.
+        """
+        several = inputs.shape[1] > 1
+        if not several and not self._read_last:
+            return inputs
+
+        self._read_last = several
+        placed = self._place(inputs)
+        offset = mx.array(getattr(cache[0], "offset", 0))
+        if placed is not inputs and self.has_axes and offset.max().item() > 0:
+            raise ValueError("an image follows tokens that were read before it")
+        return placed
+
+    def _level(self, i: int) -> Callable[..., mx.array]:
+        def call(
+            block: nn.Module, plain: Callable[..., mx.array], *inputs: Any, **named: Any
+        ) -> mx.array:
+            states = plain(block, *inputs, **named)
+            if self._shown is None:
+                return states
+            is_image, rows = self._shown
+            level = self._inner[_LEVELS][i][rows].astype(states.dtype)
+            return states + mx.where(is_image[..., None], level, 0)
+
+        return call
+
+    def _turns_of(self, inputs: mx.array, is_prompt: bool) -> Turns | None:
+        """Return how inputs [B, T] are turned besides by their places; None if they are not.
+
+        What is generated after a prompt has its place as position, so a prompt is shifted to that.
+        """
+        if self._axes is None:
+            return None
+        if self._tree:
+            shifts = self._tree[inputs.shape]
+        else:
+            shifts = self._shifts_of(inputs)
+        if is_prompt:
+            shifts = shifts - shifts[:, :, -1:]
+
+        frequencies = self._inner.layers[0].self_attn.rope.frequencies
+        angles = mx.take(shifts, self._axes, axis=0).transpose(1, 2, 0) * frequencies
+        return mx.cos(angles), mx.sin(angles)
+
+    def _shifts_of(self, inputs: mx.array, before: mx.array | None = None) -> mx.array:
+        """Return the shifts [3, B, T] of inputs [B, T]; ``before`` [B] those of what they follow.
+
+        Examples that are packed in a row follow each other, too: only differences count.
+        """
+        own = self._own_shifts(inputs)
+        after = own[..., 3]
+        shifted = mx.cumsum(after, axis=1) - after
+        if before is not None:
+            shifted = shifted + before[:, None]
+        return shifted[None] + own[..., :3].transpose(2, 0, 1)
+
+    def _own_shifts(self, inputs: mx.array) -> mx.array:
+        """Return the shifts of the features at inputs, [B, T, 4]; zeros at other tokens."""
+        is_image = inputs < 0
+        own = self._inner[_SHIFTS][mx.where(is_image, -1 - inputs, 0)]
+        return mx.where(is_image[..., None], own, 0)
+
+    def shifts_of_tree(self, tokens: mx.array, prefixes: Mapping[str, mx.array]) -> None:
+        """Set the shifts of a root, prefixes and rows, which follow each other, and of all."""
+        before = mx.zeros(1)
+        levels = []
+        for level in (prefixes.get("root"), prefixes.get("prefix"), tokens):
+            if level is None or level.ndim != 2:
+                continue
+            before = mx.repeat(before, level.shape[0] // before.shape[0])
+            shifts = self._shifts_of(level, before)
+            levels.append(shifts)
+            self._tree[level.shape] = shifts
+            before = before + self._own_shifts(level)[..., 3].sum(axis=1)
+
+        whole = mx.concatenate([each.reshape(3, 1, -1) for each in levels], axis=2)
+        self._tree.setdefault(whole.shape[1:], whole)
+
+    def forget_tree(self) -> None:
+        self._tree = {}
+
+    def turned(self, x: mx.array) -> mx.array:
+        """Turn queries or keys [B, heads, T, head_dim] by the shifts of the current inputs."""
+        if self._turns is None:
+            return x
+        cosines, sines = (part.reshape(x.shape[0], 1, x.shape[2], -1) for part in self._turns)
+        first, second = mx.split(x.astype(mx.float32), 2, axis=-1)
+        turned = [first * cosines - second * sines, second * cosines + first * sines]
+        return mx.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+class ShiftedRoPE(nn.Module):
+    """RoPE by places, and then by how far the positions of image tokens are from their places.
+
+    Rotations add up, so that any cache and layout of places is right (arXiv:2409.12191, M-RoPE).
+    """
+
+    def __init__(self, rope: nn.Module, images: ImageInputs) -> None:
+        super().__init__()
+        self.rope = rope
+        self.dims = rope.dims
+        vars(self)["_images"] = images
+
+        exponents = mx.arange(0, rope.dims, 2, dtype=mx.float32) / rope.dims
+        self._frequencies = mx.power(rope.base, -exponents)
+
+    @property
+    def frequencies(self) -> mx.array:
+        return self._frequencies
+
+    def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
+        """Turn x [B, heads, T, head_dim]."""
+        return self.shifted(self.rope(x, offset=offset))
+
+    def shifted(self, x: mx.array) -> mx.array:
+        """Turn x [B, heads, T, head_dim] by the shifts alone."""
+        return vars(self)["_images"].turned(x)
+
+
+@contextmanager
+def tree_of_images(
+    model: nn.Module, tokens: mx.array, prefixes: Mapping[str, mx.array]
+) -> Iterator[None]:
+    """Let the positions of what follows prefixes go on from theirs, in a tree (nn/prefix.py)."""
+    inner = model.get("language_model", model).get("model")
+    images = None
+    if inner is not None:
+        images = vars(inner).get("image_inputs")
+    if images is None or not images.has_axes or _SHIFTS not in images._inner:
+        yield
+        return
+
+    images.shifts_of_tree(tokens, prefixes)
+    try:
+        yield
+    finally:
+        images.forget_tree()
+
+
+def inner_model(model: nn.Module) -> nn.Module:
+    """Return what makes hidden states in a model of mlx-lm: embeddings, blocks and a norm."""
+    of_text = model.get("language_model", model)
+    return of_text["model"]
+
+
+def _call_through(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Let ``call(module, plain, *inputs)`` take the calls of a module, whose class stays by name.
+
+    A module in its place would give every parameter another name.
+    """
+    kind = type(module)
+
+    def __call__(self: nn.Module, *inputs: Any, **named: Any) -> Any:  # noqa: N807
+        return call(self, kind.__call__, *inputs, **named)
+
+    own = {"__call__": __call__, "__module__": kind.__module__}
+    module.__class__ = type(kind.__name__, (kind,), own)
+
+
+def _axes_of(sections: tuple[int, ...], interleaved: bool) -> mx.array:
+    """Return the axis that each pair of dimensions turns by, int32 [head_dim / 2]."""
+    if not interleaved:
+        return mx.array([axis for axis, count in enumerate(sections) for _ in range(count)])
+
+    axes = [0] * sum(sections)
+    for axis in (1, 2):
+        for pair in range(axis, min(3 * sections[axis], len(axes)), 3):
+            axes[pair] = axis
+    return mx.array(axes)
+
+
+def _is_of_mlx_lm(cache: Any) -> bool:
+    """Return whether a cache keeps keys for generation, which no cache of ours does."""
+    if cache is None or cache[0] is None:
+        return False
+    return not type(cache[0]).__module__.startswith("mlx_packs.nn")

@@ -1,0 +1,354 @@
+"""The images of a base model: what each is in a text, in tokens, and in a batch.
+
+A token of an image is a number below zero that names one feature, so whatever treats tokens alike
+(packing, common prefixes, truncation) treats images alike. `for_step` gives the features of a
+batch to the model, and numbers their tokens by rows of these.
+"""
+
+import bisect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import runtime
+from ..bases.vision_families import VISION_FAMILIES, image_token_of, mrope_sections
+from ..errors import PackError
+from ..nn.images import FIRST_IMAGE, ImageInputs, ShownImages, names_images
+from ..runtime import mx
+from .pictures import ImageSource, Picture, open_picture
+from .store import FeatureStore, tower_facts
+from .tower import Features, Tower
+
+_FEW_ROWS = 64  # features of a batch are padded to one of few numbers if steps are compiled
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Image:
+    """An image that texts have been encoded with.
+
+    start: the number of its first feature among those of all images of the process.
+    shifts: float32 [count, 4], as `nn.images.ShownImages`; None where positions are places.
+    """
+
+    key: str
+    owner: "Images"
+    pixels: int  # the limit that it was read with, as `ImageLimits.max_pixels`
+    size: tuple[int, int]  # width and height
+    text: str
+    count: int  # features
+    patches: tuple[int, int] | None  # in a row and in a column; None where it is cut into parts
+    start: int
+    shifts: np.ndarray | None
+
+    @property
+    def label(self) -> str:
+        """The image as people read it in a text."""
+        if self.patches is None:
+            return f"[image of {self.count} tokens]"
+        return f"[image {self.patches[0]}x{self.patches[1]} patches]"
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """The tokens of the image, int32 [count]."""
+        return (FIRST_IMAGE - np.arange(self.start, self.start + self.count)).astype(np.int32)
+
+
+class _Table:
+    """All images of this process, by their features."""
+
+    def __init__(self) -> None:
+        self._images: list[Image] = []
+        self._starts: list[int] = []
+        self.end = 0
+
+    def add(self, image: Image) -> None:
+        self._images.append(image)
+        self._starts.append(image.start)
+        self.end += image.count
+
+    def of(self, token: int) -> Image:
+        return self._images[bisect.bisect_right(self._starts, FIRST_IMAGE - token) - 1]
+
+
+_TABLE = _Table()
+
+
+@dataclass
+class ImageLimits:
+    """What images may be.
+
+    max_pixels: of an image; larger ones are made smaller. 0 leaves all as they are.
+    allow_urls: whether images are fetched from the network.
+    """
+
+    max_pixels: int = 1_003_520
+    allow_urls: bool = False
+
+
+@dataclass(eq=False)
+class Images:
+    """The images of one base model, and its vision tower while it is needed.
+
+    Attributes:
+        limits: what images may be.
+        computed: images whose features were computed.
+        recalled: images whose features were on disk.
+    """
+
+    name: str
+    path: Path
+    config: Mapping[str, Any]
+    fingerprint: str
+    dtype: mx.Dtype
+    model: Any
+    limits: ImageLimits = field(default_factory=ImageLimits)
+    computed: int = 0
+    recalled: int = 0
+
+    def __post_init__(self) -> None:
+        self.family = VISION_FAMILIES[self.config["model_type"]]
+        self.token = image_token_of(self.config)
+        self._known: dict[tuple[str, int], Image] = {}
+        self._stores: dict[int, FeatureStore] = {}
+        self._tower: Tower | None = None
+
+        scale = 1.0
+        if self.family.scaled:
+            scale = self.config["text_config"]["hidden_size"] ** -0.5
+        self._inputs = ImageInputs(
+            self.model,
+            self.token,
+            self._place_prompt,
+            scale,
+            mrope_sections(self.config),
+            self.family.interleaved,
+        )
+
+    @property
+    def has_axes(self) -> bool:
+        """Whether positions have three axes."""
+        return self._inputs.has_axes
+
+    def limit(self, max_pixels: int, allow_urls: bool) -> None:
+        """Set what images may be: see --max-pixels and --allow-urls."""
+        self.limits = ImageLimits(max_pixels, allow_urls)
+
+    def add(self, source: ImageSource | None) -> Image:
+        """Return an image whose features are stored; a fault of it is a ValueError."""
+        if source is None:
+            raise ValueError("a message has a place for an image, but no image.")
+        picture = open_picture(source, self.limits.allow_urls)
+        pixels = self.limits.max_pixels
+        known = self._known.get((picture.key, pixels))
+        if known is None:
+            known = self._added(picture, pixels)
+            self._known[picture.key, pixels] = known
+        return known
+
+    def _added(self, picture: Picture, pixels: int) -> Image:
+        store = self._store(pixels)
+        features = store.get(picture.key)
+        if features is not None:
+            self.recalled += 1
+        else:
+            if self._tower is None:
+                self._tower = Tower(self.path, self.family, self.token)
+            features = self._tower.features(_resized(picture.image, pixels))
+            store.put(picture.key, features)
+            self.computed += 1
+
+        image = Image(
+            key=picture.key,
+            owner=self,
+            pixels=pixels,
+            size=picture.image.size,
+            text=features.text,
+            count=len(features.rows),
+            patches=features.patches,
+            start=_TABLE.end,
+            shifts=features.shifts,
+        )
+        _TABLE.add(image)
+        return image
+
+    def close_tower(self) -> None:
+        """Release the memory of the vision tower; the next image that is new loads it again."""
+        self._tower = None
+        mx.clear_cache()
+
+    def features(self, image: Image) -> Features:
+        """Return the features of an image, from memory or from disk."""
+        store = self._store(image.pixels)
+        if (features := store.get(image.key)) is None:
+            raise PackError(
+                f"{store.folder}: the features of an image are gone or damaged. Start again: those "
+                "that are missing are computed.",
+                "unreadable",
+            )
+        return features
+
+    def expanded(
+        self, text: str, spans: Sequence[Span], images: Sequence[Image]
+    ) -> tuple[str, list[Span]]:
+        """Return a rendered text with what each placeholder stands for, and its spans moved.
+
+        A ValueError says that there are more or fewer placeholders than images.
+        """
+        placeholder = self.family.placeholder
+        parts = text.split(placeholder)
+        if len(parts) - 1 != len(images):
+            raise ValueError(
+                f"has {len(images)} images, but its text has {placeholder} {len(parts) - 1} times."
+            )
+
+        edges = []  # where each placeholder ends in the text, and how much longer it becomes
+        at = 0
+        for part, image in zip(parts, images, strict=False):
+            at += len(part) + len(placeholder)
+            edges.append((at, len(image.text) - len(placeholder)))
+
+        def moved(place: int) -> int:
+            return place + sum(added for end, added in edges if end <= place)
+
+        written = [parts[0]]
+        for image, part in zip(images, parts[1:], strict=True):
+            written += [image.text, part]
+        return "".join(written), [(moved(begin), moved(end)) for begin, end in spans]
+
+    def numbered(self, tokens: Sequence[int], images: Sequence[Image]) -> list[int]:
+        """Return tokens of an expanded text in which each token of an image names its feature."""
+        places = [i for i, token in enumerate(tokens) if token == self.token]
+        own = [int(token) for image in images for token in image.tokens]
+        if len(places) != len(own):
+            raise ValueError(
+                f"has {len(places)} tokens of images where its {len(images)} images have "
+                f"{len(own)} features."
+            )
+
+        numbered = list(tokens)
+        for place, token in zip(places, own, strict=True):
+            numbered[place] = token
+        return numbered
+
+    def prompt(self, tokenizer: Any, text: str, sources: Sequence[ImageSource]) -> list[int]:
+        """Return the tokens of a rendered prompt."""
+        images = [self.add(source) for source in sources]
+        expanded, _ = self.expanded(text, [], images)
+        plain = getattr(tokenizer, "_tokenizer", tokenizer)
+        return self.numbered(plain.encode(expanded, add_special_tokens=False), images)
+
+    def readable(self, tokenizer: Any, tokens: Sequence[int]) -> str:
+        """Return tokens as a text in which each image is named once."""
+        written = []
+        text: list[int] = []
+        image: Image | None = None
+        for token in tokens:
+            if token > FIRST_IMAGE:
+                text.append(token)
+                continue
+            if image is None or not _is_of(token, image):
+                image = _TABLE.of(token)
+                written += [tokenizer.decode(text), image.label]
+                text = []
+        return "".join([*written, tokenizer.decode(text)])
+
+    def _store(self, pixels: int) -> FeatureStore:
+        if pixels not in self._stores:
+            facts = tower_facts(self.path, self.fingerprint, self.dtype, pixels)
+            self._stores[pixels] = FeatureStore(facts)
+            self._stores[pixels].sweep()
+        return self._stores[pixels]
+
+    def _place_prompt(self, tokens: mx.array) -> mx.array:
+        """Return the tokens of a prompt for the model, which is shown its images."""
+        values = np.array(tokens)
+        if not names_images(values):
+            return tokens
+        return mx.array(for_step({"tokens": values})["tokens"])
+
+
+def images_in(tokens: np.ndarray) -> list[Image]:
+    """Return the images that tokens name, in order, each once for each run of its tokens."""
+    images: list[Image] = []
+    for token in tokens[tokens <= FIRST_IMAGE].tolist():
+        if not images or not _is_of(token, images[-1]):
+            images.append(_TABLE.of(token))
+    return images
+
+
+def keys_in(tokens: np.ndarray) -> str:
+    """Return the keys of the images that tokens name."""
+    return " ".join(image.key for image in images_in(tokens))
+
+
+def _is_of(token: int, image: Image) -> bool:
+    return image.start <= FIRST_IMAGE - token < image.start + image.count
+
+
+def for_step(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Show the model the images of a batch; return its inputs with rows of what is shown.
+
+    ``inputs`` has int arrays of tokens among others.
+    """
+    named = {name: values for name, values in inputs.items() if names_images(values)}
+    used = np.unique(np.concatenate([v[v <= FIRST_IMAGE] for v in named.values()]))
+    images = images_in(used[::-1])
+    owner = images[0].owner
+
+    features = [owner.features(image) for image in images]
+    ends = np.cumsum([0, *(image.count for image in images)])
+    first = {image.start: int(end) for image, end in zip(images, ends, strict=False)}
+
+    numbered = dict(inputs)
+    for name, values in named.items():
+        numbered[name] = _local(values, images, first)
+
+    rows = mx.concatenate([each.rows for each in features])
+    levels = None
+    if features[0].levels is not None:
+        levels = _padded(mx.concatenate([each.levels for each in features], axis=1), axis=1)
+    shifts = None
+    if owner.has_axes:
+        shifts = _padded(mx.concatenate([mx.array(image.shifts) for image in images]))
+    owner._inputs.show(ShownImages(_padded(rows), levels, shifts))
+    return numbered
+
+
+def _local(tokens: np.ndarray, images: list[Image], first: Mapping[int, int]) -> np.ndarray:
+    """Return tokens with ``-1 - row`` of the features that are shown."""
+    starts = np.array([image.start for image in images])
+    rows = np.array([first[image.start] for image in images])
+    is_image = tokens <= FIRST_IMAGE
+    numbers = FIRST_IMAGE - tokens[is_image]
+    which = np.searchsorted(starts, numbers, "right") - 1
+
+    local = tokens.copy()
+    local[is_image] = -1 - (rows[which] + numbers - starts[which])
+    return local
+
+
+def _resized(image: Any, most_pixels: int) -> Any:
+    """Return a PIL image of the same shape with at most so many pixels; 0 is any number."""
+    width, height = image.size
+    if not most_pixels or width * height <= most_pixels:
+        return image
+    scale = math.sqrt(most_pixels / (width * height))
+    return image.resize((max(1, int(width * scale)), max(1, int(height * scale))))
+
+
+def _padded(features: mx.array, axis: int = 0) -> mx.array:
+    """Return features with zeros up to one of few numbers of rows, if steps are compiled."""
+    if not runtime.COMPILES:
+        return features
+    rows = _FEW_ROWS
+    while rows < features.shape[axis]:
+        rows = rows * 3 // 2 // 8 * 8
+    widths = [(0, 0)] * features.ndim
+    widths[axis] = (0, rows - features.shape[axis])
+    return mx.pad(features, widths)

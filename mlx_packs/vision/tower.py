@@ -1,0 +1,116 @@
+"""The vision tower, projector and image processor of a checkpoint, as mlx-vlm has them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mlx.utils import tree_map
+
+from .. import runtime
+from ..bases.vision_families import VisionFamily
+from ..errors import PackError, library_errors
+from ..runtime import mx
+
+_LOADING = "its vision tower cannot be loaded"
+
+
+@dataclass(frozen=True)
+class Features:
+    """What a tower makes of one image.
+
+    text: what stands for the image in a text, in which each token of the image is one feature.
+    rows: [n, D], features in the order of these tokens.
+    patches: in a row and in a column of the image; None where the processor does not say.
+    levels: [K, n, D], added after the first K blocks; None without.
+    shifts: float32 [n, 4], as `nn.images.ShownImages`; None where positions are places.
+    """
+
+    text: str
+    rows: mx.array
+    patches: tuple[int, int] | None = None
+    levels: mx.array | None = None
+    shifts: np.ndarray | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the features."""
+        if self.levels is None:
+            return self.rows.nbytes
+        return self.rows.nbytes + self.levels.nbytes
+
+
+class Tower:
+    """Computes features; its language model is never read from disk."""
+
+    def __init__(self, path: Path, family: VisionFamily, token: int) -> None:
+        from mlx_vlm.utils import load_model, load_processor
+
+        def faulty(reason: str) -> PackError:
+            return PackError(f"{path}: {_LOADING}: {reason}.", "unreadable")
+
+        with library_errors(faulty):
+            self._model = load_model(path, lazy=True, strict=False)
+            self._processor = load_processor(path, add_detokenizer=False)  # which it registers
+
+        if runtime.on_cpu():
+            self._model.update(tree_map(_in_float32, self._model.parameters()))
+        self._model.eval()
+        self._family = family
+        self._token = token
+
+    def features(self, image: Any) -> Features:
+        """Return the features of a PIL image, computed."""
+        family = self._family
+        written = family.before + family.placeholder + family.after
+        inputs = dict(self._processor(text=[written], images=[image], return_tensors="np"))
+        inputs = {name: mx.array(values) for name, values in inputs.items()}
+        tokens = inputs.pop("input_ids")
+        mask = inputs.pop("attention_mask", mx.ones_like(tokens))
+
+        entered = self._model.get_input_embeddings(
+            tokens, inputs.pop("pixel_values"), mask=mask, **inputs
+        )
+        places = np.flatnonzero(np.array(tokens[0]) == self._token)
+        rows = entered.inputs_embeds[0][mx.array(places)]
+        levels = None
+        if entered.deepstack_visual_embeds is not None:
+            levels = mx.stack(list(entered.deepstack_visual_embeds))
+
+        patches = None
+        if "image_grid_thw" in inputs:
+            _, rows_of_patches, columns = inputs["image_grid_thw"][0].tolist()
+            patches = columns, rows_of_patches
+
+        text = self._text(np.array(tokens[0]))
+        mx.eval([rows] if levels is None else [rows, levels])
+        return Features(text, rows, patches, levels, _shifts(entered, places))
+
+    def _text(self, tokens: np.ndarray) -> str:
+        """Return what the placeholder has become."""
+        tokenizer = self._processor.tokenizer
+        plain = tokens.tolist()
+        if plain[0] == tokenizer.bos_token_id:
+            plain = plain[1:]
+        text = tokenizer.decode(plain, skip_special_tokens=False)
+        return text.removeprefix(self._family.before).removesuffix(self._family.after)
+
+
+def _shifts(entered: Any, places: np.ndarray) -> np.ndarray | None:
+    """Return the shifts of an image's features, from the positions of the text that has it."""
+    positions = entered.position_ids
+    if positions is None or positions.ndim != 3:
+        return None
+
+    of_text = np.array(positions)[:, 0]
+    length = of_text.shape[1]
+    shifts = np.zeros((len(places), 4), np.float32)
+    shifts[:, :3] = (of_text - np.arange(length))[:, places].T
+    shifts[-1, 3] = of_text[0, -1] + 1 - length  # of what follows, all axes are the same
+    return shifts
+
+
+def _in_float32(array: mx.array) -> mx.array:
+    if array.dtype in (mx.float16, mx.bfloat16):
+        return array.astype(mx.float32)
+    return array

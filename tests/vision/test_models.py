@@ -1,0 +1,211 @@
+"""Language models that take images, against mlx-vlm and transformers on the same batches."""
+
+from dataclasses import replace
+from functools import cache
+
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_map
+
+from mlx_packs.adapters.attach import attach
+from mlx_packs.bases.turns import IMAGE_MARK, render_conversation
+from mlx_packs.bases.vision_families import VISION_FAMILIES
+from mlx_packs.config.lora import LoRAConfig
+from mlx_packs.cpu.profile import CPU
+from mlx_packs.data.batches import PackedCollate, TokenCollate
+from mlx_packs.data.dataset import Tree
+from mlx_packs.data.packing import Packed
+from mlx_packs.data.token_store import Example
+from mlx_packs.data.trees import planted
+from mlx_packs.objectives.causal_lm import split_head, target_loss
+from mlx_packs.objectives.objective import arrays_of
+from mlx_packs.ops.profile import forced_profile
+from mlx_packs.packs.base import Base, load_base
+from mlx_packs.runtime import mx
+from mlx_packs.vision.images import for_step
+from mlx_packs.vision.pictures import ImageSource
+from tests.helpers.vision_bases import FAMILIES as WRITTEN
+from tests.helpers.vision_bases import write_vision_base
+
+pytestmark = pytest.mark.interop
+
+FAMILIES = [family for family in WRITTEN if family in VISION_FAMILIES]
+ANSWER = 6  # targets of an example: its last tokens
+LENGTHS = [(84, 112), (56, 56), (56, 84)]
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """Writes each family once."""
+    return cache(lambda family: write_vision_base(family, tmp_path_factory.mktemp(family)))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
+
+
+def picture(number: int):
+    from PIL import Image
+
+    shape = (*LENGTHS[number], 3)
+    pixels = np.random.default_rng(number).integers(0, 255, shape, dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def question(text: str, *numbers: int) -> dict:
+    """A message whose images come at the marks of its text."""
+    images = [ImageSource(picture(number)) for number in numbers]
+    return {"role": "user", "content": text, "images": images}
+
+
+def tokens_of(base: Base, text: str, *numbers: int, answer: str = "It is that.") -> np.ndarray:
+    messages = [question(text, *numbers), {"role": "assistant", "content": answer}]
+    return np.array(render_conversation(base.tokenizer, messages, tokenize=True), np.int32)
+
+
+def examples_of(base: Base) -> list[Example]:
+    """Two pairs of rows that begin with the same image; one of them has another one at its end."""
+    texts = [
+        (f"Look at {IMAGE_MARK} and say one", [0]),
+        (f"Look at {IMAGE_MARK} and say two things", [0]),
+        (f"Look at {IMAGE_MARK} then at {IMAGE_MARK}", [1, 2]),
+        (f"Look at {IMAGE_MARK} then four or five", [1]),
+    ]
+    examples = []
+    for text, numbers in texts:
+        tokens = tokens_of(base, text, *numbers)
+        target = np.arange(len(tokens)) >= len(tokens) - ANSWER
+        examples.append(Example(tokens, target, "x"))
+    return examples
+
+
+def with_adapters(base: Base) -> nn.Module:
+    attach(base, LoRAConfig(rank=2))
+    mx.random.seed(1)
+
+    def drawn(parameter: mx.array) -> mx.array:
+        return 0.1 * mx.random.normal(parameter.shape)
+
+    base.model.update(tree_map(drawn, base.model.trainable_parameters()))
+    return base.model.train()
+
+
+def loss_and_gradients(model: nn.Module, batch) -> tuple[float, dict[str, mx.array]]:
+    head = split_head(model)
+    inputs = arrays_of(batch)
+
+    def loss() -> mx.array:
+        return target_loss(model, head, inputs, batch.layout)[0][: batch.targets].sum()
+
+    value, gradients = nn.value_and_grad(model, loss)()
+    mx.eval(value, gradients)
+    return value.item(), dict(tree_flatten(gradients))
+
+
+def check_equal(model: nn.Module, batch, expected: tuple[float, dict[str, mx.array]]) -> None:
+    value, gradients = loss_and_gradients(model, batch)
+    assert value == pytest.approx(expected[0], rel=1e-5)
+    largest = max(mx.abs(gradient).max().item() for gradient in expected[1].values())
+    for name, gradient in expected[1].items():
+        assert mx.abs(gradients[name] - gradient).max().item() <= 1e-5 * largest, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_mlx_vlm_and_of_transformers(family, folder_of):
+    import torch
+    from mlx_vlm.utils import load
+    from transformers import AutoModelForImageTextToText
+
+    folder = folder_of(family)
+    base = load_base(folder)
+    messages = [question(f"Look {IMAGE_MARK} and {IMAGE_MARK} what?", 0, 1)]
+    tokens = render_conversation(
+        base.tokenizer, messages, tokenize=True, add_generation_prompt=True
+    )
+    batch = for_step({"tokens": np.array([tokens], np.int32)})
+    ours = np.array(base.model(mx.array(batch["tokens"])))
+    assert np.array_equal(ours, np.array(base.model(mx.array([tokens]))))  # of a prompt, the same
+
+    text = render_conversation(base.tokenizer, messages, tokenize=False, add_generation_prompt=True)
+    model, processor = load(str(folder))
+    inputs = dict(processor(text=[text], images=[picture(0), picture(1)]))
+    mask = inputs.pop("attention_mask")
+    of_mlx_vlm = model(inputs["input_ids"], inputs["pixel_values"], **_others(inputs))
+
+    torch_model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    arrays = {name: torch.tensor(np.array(value)) for name, value in inputs.items()}
+    if "image_grid_thw" in arrays:
+        is_image = np.array(inputs["input_ids"]) == base.tokenizer._images.token
+        arrays["mm_token_type_ids"] = torch.tensor(is_image.astype(int))
+    arrays["input_ids"] = arrays["input_ids"].long()
+    of_torch = torch_model(attention_mask=torch.tensor(np.array(mask)), **arrays).logits
+
+    assert ours == pytest.approx(np.array(of_mlx_vlm.logits), abs=1e-5)
+    assert ours == pytest.approx(of_torch.detach().numpy(), abs=1e-4)
+
+
+def _others(inputs: dict) -> dict:
+    return {k: v for k, v in inputs.items() if k not in ("input_ids", "pixel_values")}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_batches_of_any_layout_equal_rows_alone(family, folder_of):
+    base = load_base(folder_of(family))
+    examples = examples_of(base)
+    model = with_adapters(base)
+
+    alone = [loss_and_gradients(model, TokenCollate(1, 512)(examples, [i])) for i in range(4)]
+    expected = (
+        sum(value for value, _ in alone),
+        tree_map(lambda *each: sum(each), *(gradients for _, gradients in alone)),
+    )
+    rows = TokenCollate(4, 512)(examples, [0, 1, 2, 3])
+    check_equal(model, rows, expected)
+
+    lengths = [len(example.tokens) - 1 for example in examples]
+    for spans in (None, (tuple(lengths),)):
+        order = Packed([np.arange(4)], spans)
+        check_equal(model, PackedCollate(1, sum(lengths))(examples, order), expected)
+
+    common = [_common(examples[0], examples[1]), _common(examples[2], examples[3])]
+    root = _common(examples[0], examples[2])
+    trees = [Tree(2, min(common)), Tree(2, min(common), root=root)]
+    for tree in trees:
+        check_equal(model, planted(rows, tree), expected)
+    with forced_profile(replace(CPU, tree_inputs=1)):  # which takes a pass for each level
+        for tree in trees:
+            check_equal(model, planted(rows, tree), expected)
+
+
+def _common(one: Example, other: Example) -> int:
+    length = min(len(one.tokens), len(other.tokens)) - 1
+    return int(np.argmax(one.tokens[:length] != other.tokens[:length]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_features_are_computed_once(family, folder_of):
+    base = load_base(folder_of(family))
+    tokens_of(base, f"{IMAGE_MARK}{IMAGE_MARK}", 0, 1)
+    tokens_of(base, f"{IMAGE_MARK}{IMAGE_MARK}", 1, 0)
+    images = base.tokenizer._images
+    assert (images.computed, images.recalled) == (2, 0)
+
+    again = load_base(folder_of(family))
+    tokens_of(again, f"{IMAGE_MARK}{IMAGE_MARK}", 0, 1)
+    images = again.tokenizer._images
+    assert (images.computed, images.recalled, images._tower) == (0, 2, None)
+
+
+def test_a_base_without_a_vision_tower_is_named(tmp_path):
+    from mlx_packs.config.schema import DataConfig
+    from mlx_packs.data.encoding import encode
+    from mlx_packs.data.rows import Row
+    from tests.helpers.bases import small_base
+    from tests.helpers.errors import raises
+
+    content = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "What?"}]
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "A"}]
+    with raises("unsupported", "model", "data.jsonl:3"):
+        encode([Row("data.jsonl:3", {"messages": messages})], small_base().tokenizer, DataConfig())
