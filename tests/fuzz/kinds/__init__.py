@@ -8,6 +8,7 @@ from tests.fuzz.kinds.ckpt import CkptKind
 from tests.fuzz.kinds.gguf import GgufKind
 from tests.fuzz.kinds.http import BodyKind, RawKind
 from tests.fuzz.kinds.hub import HubKind
+from tests.fuzz.kinds.image import ImageKind
 from tests.fuzz.kinds.imports import ImportKind
 from tests.fuzz.kinds.jsonl import JsonlKind
 from tests.fuzz.kinds.pack import PackKind
@@ -15,6 +16,6 @@ from tests.fuzz.kinds.recipes import YamlKind
 from tests.fuzz.kinds.tables import TableKind
 
 _BASES = (BaseBnb, BaseConfig, BaseDense, BaseEnc, BaseRec, BaseSt, BaseTok)
-_FILES = (CkptKind, GgufKind, ImportKind, JsonlKind, PackKind, TableKind, YamlKind)
+_FILES = (CkptKind, GgufKind, ImageKind, ImportKind, JsonlKind, PackKind, TableKind, YamlKind)
 _KINDS = (*_BASES, *_FILES, HubKind, BodyKind, RawKind)
 KINDS: dict[str, type[Kind]] = {kind.name: kind for kind in _KINDS}
