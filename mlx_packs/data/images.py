@@ -4,8 +4,11 @@ A message that has images has them as ``images``, and its ``content`` is a text 
 in the place of each. An image is None where only its place is known: a column has it.
 """
 
+import base64
+import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +42,7 @@ def content_of(content: Any, folder: Path | None) -> tuple[str | None, Images]:
     texts = []
     images: Images = []
     for part in content:
-        kind = None
-        if isinstance(part, Mapping):
-            kind = part.get("type")
-
+        kind = _type_of(part)
         if kind in _KEYS:
             images.append(_image_of(part, folder))
             texts.append(IMAGE_MARK)
@@ -57,6 +57,14 @@ def content_of(content: Any, folder: Path | None) -> tuple[str | None, Images]:
     text = "".join(texts)
     _check_marks(text, images)
     return text, images
+
+
+def _type_of(part: Any) -> str:
+    """Return the type of a part; an empty text without one."""
+    kind = ""
+    if isinstance(part, Mapping):
+        kind = part.get("type")
+    return kind if isinstance(kind, str) else ""
 
 
 def _image_of(part: Mapping, folder: Path | None) -> ImageSource | None:
@@ -235,3 +243,81 @@ def without_marks(message: Mapping) -> str:
     if message.get("images"):
         return content.replace(IMAGE_MARK, "")
     return content
+
+
+def hashed_text(value: Any) -> str:
+    """Return a value that JSON lacks as text; a PIL image by its pixels, as its text has none."""
+    from ..vision.pictures import open_picture
+
+    if not _is_pil(value):
+        return str(value)
+    try:
+        return open_picture(ImageSource(value)).key
+    except ValueError:  # a row that cannot be used
+        return f"{value.mode} {value.size}"
+
+
+def stored_text(value: Any) -> str:
+    """Return a value that JSON lacks as text: bytes and PIL images as data URLs."""
+    for kind in ("PNG", "TIFF"):  # the latter has all modes
+        with suppress(OSError):  # a mode that a PNG lacks, or a truncated image
+            if _is_pil(value):
+                file = io.BytesIO()
+                value.save(file, kind)
+                value = file.getvalue()
+
+    if isinstance(value, bytes):
+        return f"data:application/octet-stream;base64,{base64.b64encode(value).decode()}"
+    return str(value)
+
+
+def _is_pil(value: Any) -> bool:
+    return type(value).__module__.startswith("PIL.")
+
+
+def with_whole_paths(row: Row) -> Any:
+    """Return the columns of a row for a file elsewhere: paths of images are whole."""
+    folder = row.folder
+    if folder is None or not isinstance(row.value, Mapping):
+        return row.value
+
+    value = {column: _moved_messages(each, folder) for column, each in row.value.items()}
+    return _with_moved(value, IMAGE_COLUMNS, folder)
+
+
+def _moved_messages(messages: Any, folder: Path) -> Any:
+    """Return messages with whole paths; anything else stays as it is."""
+    if not isinstance(messages, list):
+        return messages
+
+    moved = []
+    for message in messages:
+        if isinstance(message, Mapping):
+            message = _with_moved(message, ("images",), folder)
+            if isinstance(message.get("content"), list):
+                message["content"] = [
+                    _with_moved(part, _KEYS.get(_type_of(part), ()), folder)
+                    for part in message["content"]
+                ]
+        moved.append(message)
+    return moved
+
+
+def _with_moved(value: Any, keys: Sequence[str], folder: Path) -> Any:
+    """Return a mapping whose images, under some keys, have whole paths."""
+    if not isinstance(value, Mapping):
+        return value
+    return {k: _moved(v, folder) if k in keys else v for k, v in value.items()}
+
+
+def _moved(image: Any, folder: Path) -> Any:
+    """Return an image with a whole path; a text that names no file there stays as it is."""
+    if isinstance(image, list):
+        return [_moved(each, folder) for each in image]
+    if isinstance(image, Mapping):
+        return _with_moved(image, ("path", "url"), folder)
+
+    with suppress(OSError, ValueError):  # too long for a path, or with a zero byte
+        if isinstance(image, str) and image and (folder / image).is_file():
+            return str((folder / image).absolute())
+    return image

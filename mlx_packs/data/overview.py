@@ -16,6 +16,7 @@ from ..files import atomic_folder
 from .bad_rows import BadRows, RowError
 from .encoding import EncodingOptions
 from .formats import PairFormat, Row, RowFormat, TokenFormat, check_format
+from .images import stored_text, with_whole_paths
 from .near_copies import MOST_COMPARED, NearCopies, compared_indices, sampled
 from .preferences import encode_tokens
 from .repeats import Repeats, repeats_of
@@ -178,8 +179,8 @@ def _lines(rows: Rows) -> Iterator[bytes]:
     """Leave out rows that cannot be read."""
     for row in rows:
         with suppress(RowError):
-            value = row.value
+            value = with_whole_paths(row)
             try:
-                yield (json.dumps(value, ensure_ascii=False, default=str) + "\n").encode()
+                yield (json.dumps(value, ensure_ascii=False, default=stored_text) + "\n").encode()
             except UnicodeEncodeError:  # half a surrogate pair
-                yield (json.dumps(value, default=str) + "\n").encode()
+                yield (json.dumps(value, default=stored_text) + "\n").encode()

@@ -15,10 +15,11 @@ import numpy as np
 from ..errors import PackError
 from ..reading import sha256
 from .formats import Row
+from .images import hashed_text
 
 _GAP = 16  # rows between two that are selected: fewer are read all the same
 _PARQUET_ROWS = 1024  # in memory at a time
-_CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False, default=str)
+_CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False, default=hashed_text)
 
 
 class Source(ABC):

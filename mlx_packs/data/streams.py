@@ -21,6 +21,7 @@ from ..errors import PackError, library_errors
 from ..files import cache_folder, remove_unused, replace_file, write_errors
 from ..leftovers import temporary
 from .converted import Copy
+from .images import stored_text
 from .row_format import plain
 from .sources import Rows
 
@@ -119,10 +120,10 @@ def _kept(name: str, revision: str, values: Iterable[Mapping]) -> Rows:
 
 
 def _write(name: str, values: Iterable[Mapping], file: BinaryIO) -> None:
-    """Write rows as lines of JSON: dates in ISO format, other values that JSON lacks as text."""
+    """Write rows as lines of JSON: dates in ISO format, images and bytes as data URLs."""
 
     def text(value: Any) -> str:
-        return value.isoformat() if isinstance(value, (date, time)) else str(value)
+        return value.isoformat() if isinstance(value, (date, time)) else stored_text(value)
 
     source = iter(values)
     while True:

@@ -178,7 +178,8 @@ def _of_mapping(value: Mapping) -> Any:
     """Bytes come before a path, which may be one of another machine."""
     content = value.get("bytes")
     if content is not None:
-        if not isinstance(content, (bytes, bytearray, memoryview)):
+        is_stored = isinstance(content, str) and content.startswith("data:")
+        if not is_stored and not isinstance(content, (bytes, bytearray, memoryview)):
             raise PackError(f"'bytes' must be bytes, but is a {type(content).__name__}.")
         return content
 

@@ -181,6 +181,8 @@ BAD = {
     "two images in a part": asked(parts(place(image="a.png", url="b.png"))),
     "a part without a URL": asked(parts({"type": "image_url", "image_url": {}})),
     "a part of another type": asked(parts({"type": "input_audio", "input_audio": {}})),
+    "a type that is no text": asked(parts({"type": ["image"]})),
+    "a part that is no object": asked({"role": "user", "content": [["image"]]}),
     "a file of OpenAI": asked(parts({"type": "input_image", "file_id": "file-1"})),
 }  # fmt: skip
 

@@ -1,0 +1,107 @@
+"""Rows with images that are copied or written elsewhere: the same images are read from there."""
+
+import base64
+import io
+from pathlib import Path
+
+import pytest
+
+from mlx_packs.config.schema import DataConfig
+from mlx_packs.data.formats import TOKEN_FORMATS, format_of
+from mlx_packs.data.in_memory import source_of
+from mlx_packs.data.overview import write_splits
+from mlx_packs.data.row_format import Row
+from mlx_packs.data.rows import Splits, read_rows
+from mlx_packs.data.sources import RowList, Rows, as_rows
+from mlx_packs.vision.pictures import ImageSource, open_picture
+from tests.helpers.rows import chat
+
+COLUMNS = DataConfig()
+TEXT = {"type": "text", "text": "What?"}
+
+
+def asked(content, **columns) -> dict:
+    answer = {"role": "assistant", "content": "A cat."}
+    return {"messages": [{"role": "user", "content": content}, answer], **columns}
+
+
+def sources_of(row: Row) -> list[ImageSource]:
+    turns = format_of(row, COLUMNS, TOKEN_FORMATS).turns(row, COLUMNS)
+    return [source for turn in turns for source in turn.message.get("images", ())]
+
+
+def drawn(mode: str = "RGB"):
+    return pytest.importorskip("PIL.Image").new("RGB", (6, 4), "red").convert(mode)
+
+
+def png(folder: Path | None = None) -> bytes:
+    file = io.BytesIO()
+    drawn().save(file, "PNG")
+    if folder is not None:
+        (folder / "a.png").write_bytes(file.getvalue())
+    return file.getvalue()
+
+
+def url(text: str) -> dict:
+    return {"type": "image_url", "image_url": {"url": text}}
+
+
+class Stream:
+    """As much of a `datasets.IterableDataset` as is read."""
+
+    def __init__(self, *rows: dict) -> None:
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+    take = skip = None
+
+
+def test_images_of_a_stream_are_read_from_its_copy(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path))
+    images = [drawn(), {"bytes": png(), "path": "a.png"}, drawn("CMYK")]
+    rows = source_of(Stream(*(asked("What?", image=image) for image in images))).splits
+    sources = [sources_of(row)[0] for row in rows["train"]]
+    assert all(open_picture(source).width == 6 for source in sources[:2])
+    with pytest.raises(ValueError, match="CMYK"):
+        open_picture(sources[2])
+
+
+def test_rows_that_are_written_elsewhere_keep_their_images(tmp_path, monkeypatch):
+    data = tmp_path / "data"
+    data.mkdir()
+    key = open_picture(ImageSource(png(data))).key
+    values = [
+        asked("What?", image="a.png"),
+        asked("What?", images=[{"bytes": None, "path": "a.png"}]),
+        asked("What?", image={"bytes": png(), "path": "elsewhere.png"}),
+        {"messages": [{"role": "user", "content": "What?", "images": ["a.png"]}]},
+        asked([url("a.png"), {"type": "image", "path": "a.png"}, TEXT], note="a.png"),
+        asked([url("data:image/png;base64," + base64.b64encode(png()).decode())]),
+    ]
+    splits = {"train": Rows([RowList([Row("f:1", value, data) for value in values])])}
+    splits |= {"valid": as_rows([]), "test": as_rows([Row("f:9", chat("Say hi.", "Hi."))])}
+    write_splits(
+        Splits(splits, "f", format_of(Row("f:1", values[0]), COLUMNS)),
+        COLUMNS,
+        tmp_path / "out",
+        False,
+    )
+
+    monkeypatch.chdir("/")
+    written = list(read_rows(tmp_path / "out" / "train.jsonl"))
+    assert written[4].value["note"] == "a.png" and len(written) == len(values)
+    for row in written:
+        sources = sources_of(row)
+        assert sources and {open_picture(source).key for source in sources} == {key}
+
+
+def test_the_fingerprint_of_rows_with_pil_images_is_of_their_pixels():
+    hashes = []
+    for image in (drawn(), drawn(), drawn("L")):
+        rows = source_of([asked("What?", image=image)]).splits["train"]
+        hashes.append(rows.fingerprint())
+    assert hashes[0] == hashes[1] != hashes[2]
+    broken = pytest.importorskip("PIL.Image").open(io.BytesIO(png()[:60]))
+    assert source_of([{"image": broken}]).splits["train"].fingerprint()
