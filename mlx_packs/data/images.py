@@ -5,7 +5,9 @@ in the place of each. An image is None where only its place is known: a column h
 """
 
 import base64
+import hashlib
 import io
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -25,6 +27,7 @@ _KEYS = {  # keys of a part by its type, one of which has the image
     "input_image": ("image_url",),
     "image": ("image", "url", "path", "image_url"),
 }
+_SHORT = 1000  # bytes of a value that is no image
 
 Images = list[ImageSource | None]
 
@@ -245,10 +248,35 @@ def without_marks(message: Mapping) -> str:
     return content
 
 
+def images_key(row: Row) -> str:
+    """Return a hash of the images that a row names, none of which is read; empty without any.
+
+    It is cheap, and the same image under two names has two.
+    """
+    named = [row.value.get(column) for column in IMAGE_COLUMNS]
+    for column in row.value.values():
+        if not isinstance(column, list):
+            continue
+        for message in column:
+            if not isinstance(message, Mapping):
+                continue
+            named.append(message.get("images"))
+            parts = message.get("content")
+            if isinstance(parts, list):
+                named += [part.get(key) for part in parts for key in _KEYS.get(_type_of(part), ())]
+
+    named = [each for each in named if each and not isinstance(each, float)]
+    if not named:
+        return ""
+    return hashlib.sha256(json.dumps(named, default=hashed_text).encode()).hexdigest()[:16]
+
+
 def hashed_text(value: Any) -> str:
-    """Return a value that JSON lacks as text; a PIL image by its pixels, as its text has none."""
+    """Return a value that JSON lacks as a short text, which is the same in each process."""
     from ..vision.pictures import open_picture
 
+    if isinstance(value, bytes) and len(value) > _SHORT:
+        return hashlib.sha256(value).hexdigest()
     if not _is_pil(value):
         return str(value)
     try:

@@ -17,6 +17,7 @@ from ..config.data import DataConfig
 from ..errors import PackError
 from .bad_rows import RowError
 from .formats import RowFormat, TokenFormat
+from .images import images_key
 from .sources import Row, Rows, as_rows
 
 RUN = 5  # words
@@ -56,6 +57,7 @@ class NearCopies:
         self._format = row_format
         self._names = names
         words = {i: words_of(row, row_format, names) for i, row in rows.items()}
+        self._images = {i: images_key(row) for i, row in rows.items() if words[i]}
         counts = Counter(run for i in words for run in _runs(words[i]))
 
         most = max(2, int(len(rows) * _COMMON))
@@ -74,14 +76,20 @@ class NearCopies:
 
     def repeated_by(self, row: Row) -> set[int]:
         """Return the numbers of rows that a row repeats, word by word or nearly."""
-        return self.repeated_by_words(words_of(row, self._format, self._names))
+        words = words_of(row, self._format, self._names)
+        images = images_key(row) if words else ""
+        return self.repeated_by_words(words, images)
 
-    def repeated_by_words(self, words: tuple[str, ...]) -> set[int]:
-        """As `repeated_by`, for the `words_of` of a row."""
+    def repeated_by_words(self, words: tuple[str, ...], images: str) -> set[int]:
+        """As `repeated_by`, for the `words_of` of a row and its `images_key`.
+
+        The same question on another image is another one.
+        """
         copies = set(self._same.get(words, ()))
         owners = self._owners
         shared = Counter(i for run in _runs(words) if run in owners for i in owners[run])
-        return copies | {i for i, n in shared.items() if n >= SHARE * self._counted[i]}
+        copies |= {i for i, n in shared.items() if n >= SHARE * self._counted[i]}
+        return {i for i in copies if self._images[i] == images}
 
     def in_rows(self, rows: Rows) -> dict[int, list[int]]:
         """Return the indices of the rows that repeat each number, among those compared."""
@@ -170,9 +178,11 @@ def row_notes(
     for i, row in compared(train):
         if _has_empty_answer(row, row_format, names):
             empty.append(i)
+
         words = words_of(row, row_format, names) if copies else ()
+        images = images_key(row) if words else ""
         for split, of_split in copies.items():
-            for number in of_split.repeated_by_words(words):
+            for number in of_split.repeated_by_words(words, images):
                 first[split].setdefault(number, i)
 
     notes = []

@@ -130,3 +130,39 @@ def test_empty_answers_are_said(tmp_path):
     (note,) = row_notes(splits.rows, splits.format, COLUMNS)
     assert note.startswith("2 training examples have an empty answer (")
     assert "train.jsonl:4)" in note
+
+
+@pytest.mark.parametrize("column", ["image", "images", "part", "message", "bytes"])
+def test_the_same_question_on_another_image_is_no_copy(tmp_path, column):
+    """And questions on one image are as near as their words are."""
+
+    def row(image: str, question: str = SYSTEM) -> dict:
+        about = chat(question, "It is a seven.")
+        if column == "part":
+            url = {"type": "image_url", "image_url": {"url": image}}
+            about["messages"][0]["content"] = [url, {"type": "text", "text": question}]
+        elif column == "message":
+            about["messages"][0]["images"] = [image]
+        else:
+            about[column.replace("bytes", "image")] = {
+                "image": image,
+                "images": [image],
+                "bytes": {"bytes": image.encode()},
+            }[column]
+        return about
+
+    rows = [
+        row("a.png"),
+        row("b.png"),
+        row("a.png"),
+        row("a.png", sentence(1)),
+        chat(SYSTEM, "It is a seven."),
+    ]
+    numbered = {i: Row(f"a:{i}", each) for i, each in enumerate(rows)}
+    copies = NearCopies(numbered, FORMATS[1], COLUMNS)
+    found = [copies.repeated_by(each) for each in numbered.values()]
+    assert found == [{0, 2}, {1}, {0, 2}, {3}, {4}]
+
+    if column != "bytes":
+        splits = splits_of(tmp_path, [row(f"{i}.png") for i in range(200)])
+        assert len(splits.rows["valid"]) == 10 and "near-duplicates" not in splits.notes[-1]
