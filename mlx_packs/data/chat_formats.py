@@ -45,7 +45,10 @@ class ConversationFormat(TokenFormat):
     def turns(self, row: Row, names: DataConfig) -> list[Turn]:
         """Return the turns of a row with what its columns have: a system prompt, and images."""
         turns = self._with_system_prompt(row, names)
-        messages = with_row_images(row, [turn.message for turn in turns])
+        own = [turn.message for turn in turns]
+        messages = with_row_images(row, own)
+        if messages is own:
+            return turns
         return [replace(t, message=message) for t, message in zip(turns, messages, strict=True)]
 
     def _with_system_prompt(self, row: Row, names: DataConfig) -> list[Turn]:
