@@ -1,10 +1,9 @@
-"""Small vision-language checkpoints: what transformers, mlx-vlm and mlx-lm make of one is the same."""
+"""Small vision-language checkpoints: transformers, mlx-vlm and mlx-lm compute the same from each."""
 
 import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,38 +11,53 @@ import pytest
 from mlx_packs.runtime import mx
 from tests.helpers.vision_bases import FAMILIES, write_vision_base
 
-pytestmark = pytest.mark.interop
+# mlx-vlm takes transformers' processor if its own warns, as Gemma 4's does of its audio.
+pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("ignore:At least one mel filter")]
 
 QUESTION = "What is it?"
 ANSWER = "A bird."
+LINE = "One line of text, longer than a window."
 TILE = "<image>" * 4
-PADS = "<|image_pad|>" * 20
+TILES = (
+    f"<fake_token_around_image><row_1_col_1>{TILE}<fake_token_around_image><row_1_col_2>{TILE}\n"
+    f"<fake_token_around_image><row_2_col_1>{TILE}<fake_token_around_image><row_2_col_2>{TILE}\n"
+    f"\n<fake_token_around_image><global-img>{TILE}<fake_token_around_image>"
+)
+PADS = f"<|vision_start|>{'<|image_pad|>' * 20}<|vision_end|>"
+SOFT = "<image_soft_token>" * 4
 
-# The user's turn with one picture of 70 x 50 as the processor expands it, up to the question.
+# A conversation that begins with a picture of 70 x 50, as the processor expands it up to the question.
 EXPANDED = {
-    "smolvlm": (
-        "<|im_start|>User:"
-        f"<fake_token_around_image><row_1_col_1>{TILE}<fake_token_around_image><row_1_col_2>{TILE}\n"
-        f"<fake_token_around_image><row_2_col_1>{TILE}<fake_token_around_image><row_2_col_2>{TILE}\n"
-        f"\n<fake_token_around_image><global-img>{TILE}<fake_token_around_image>"
-    ),
+    "smolvlm": f"<|im_start|>User:{TILES}",
+    "idefics3": f"<|begin_of_text|>User:{TILES}",
     "qwen2_5_vl": (
-        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
-        f"<|im_start|>user\n<|vision_start|>{PADS}<|vision_end|>"
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n" + f"<|im_start|>user\n{PADS}"
     ),
-    "qwen3_vl": f"<|im_start|>user\n<|vision_start|>{PADS}<|vision_end|>",
+    "qwen3_vl": f"<|im_start|>user\n{PADS}",
+    "gemma3": (f"<bos><start_of_turn>user\n\n\n<start_of_image>{SOFT}<end_of_image>\n\n"),
+    "gemma4": f"<bos><|turn>user\n<|image>{'<|image|>' * 63}<image|>",
 }
 
 
 @dataclass(frozen=True)
 class Opened:
-    """One checkpoint in both libraries, and a conversation with a picture as the processor lays it out."""
+    """One checkpoint in both libraries, and a conversation with a picture from the processor."""
 
+    family: str
     folder: Path
     torch_model: object
     model: object
     processor: object
     inputs: dict
+
+    @property
+    def ids(self) -> mx.array:
+        return self.inputs["input_ids"]
+
+    @property
+    def is_image(self) -> np.ndarray:
+        """Which tokens are replaced by the picture, of shape (1, length)."""
+        return np.array(self.ids) == self.torch_model.config.image_token_id
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +79,9 @@ def _open(family: str, folder: Path) -> Opened:
 
     model, processor = load(str(folder))
     assert type(processor).__module__.startswith("mlx_vlm.")  # other processors need torchvision
-    text = processor.apply_chat_template(conversation(), tokenize=False)
+    text = processor.tokenizer.apply_chat_template(conversation(), tokenize=False)
     inputs = dict(processor(images=[picture()], text=[text], add_special_tokens=False))
-    return Opened(folder, torch_model.eval(), model, processor, inputs)
+    return Opened(family, folder, torch_model.eval(), model, processor, inputs)
 
 
 def picture(seed: int = 3):
@@ -83,30 +97,78 @@ def conversation() -> list[dict]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
-def torch_logits(opened: Opened, **changes) -> np.ndarray:
-    """The logits of transformers; `changes` replace inputs."""
+def torch_logits(opened: Opened, seed: int = 3) -> np.ndarray:
+    """The logits of transformers, of a picture that its own image processor prepares."""
+    import torch
+    from transformers import AutoImageProcessor
+
+    prepare = AutoImageProcessor.from_pretrained(opened.folder, backend="pil")
+    pixels = prepare(images=[picture(seed)], return_tensors="pt")
+    for counts in ("num_crops", "num_soft_tokens_per_image"):
+        pixels.pop(counts, None)
+
+    # Where images are: Qwen's positions and Gemma's masks depend on it.
+    kinds = {"gemma3": "token_type_ids", "idefics3": None, "smolvlm": None}
+    if name := kinds.get(opened.family, "mm_token_type_ids"):
+        pixels[name] = torch.tensor(opened.is_image).long()
+    with torch.no_grad():
+        return opened.torch_model(torch.tensor(np.array(opened.ids)), **pixels).logits.numpy()
+
+
+def torch_text_logits(opened: Opened, ids: mx.array) -> np.ndarray:
     import torch
 
-    inputs = {
-        name: torch.tensor(np.array(array)) for name, array in (opened.inputs | changes).items()
-    }
-    if "image_grid_thw" in inputs:  # the positions of transformers' Qwen come from it
-        is_image = inputs["input_ids"] == opened.torch_model.config.image_token_id
-        inputs["mm_token_type_ids"] = is_image.long()
-
     with torch.no_grad():
-        return opened.torch_model(**inputs).logits.numpy()
+        return opened.torch_model(torch.tensor(np.array(ids))).logits.numpy()
 
 
 def mlx_logits(opened: Opened) -> np.ndarray:
     """The logits of mlx-vlm."""
+    if opened.family == "gemma3":
+        return gemma3_logits(opened)
+
     names = ("input_ids", "pixel_values", "attention_mask")
-    ids, pixels, _ = (opened.inputs[name] for name in names)
     others = {name: array for name, array in opened.inputs.items() if name not in names}
-    return np.array(opened.model(ids, pixels, **others).logits)
+    return np.array(opened.model(opened.ids, opened.inputs["pixel_values"], **others).logits)
 
 
-def distance(one: np.ndarray, other: np.ndarray) -> float:
+def gemma3_logits(opened: Opened) -> np.ndarray:
+    """The logits of Gemma 3 from the layers of mlx-vlm, with the masks of transformers.
+
+    In transformers the tokens of a picture see each other and what is before them; in a layer with
+    a window, nothing further back than the window. mlx-vlm's model adds a mask of ones to the scores
+    instead, so that every token sees all others, and its generation ignores that mask, so that a
+    token sees only earlier ones.
+
+    Besides, mlx-vlm divides the picture's features by the root of `hidden_size` at the root of
+    config.json, 2048 if it is missing as in published ones, and multiplies them by that of the text.
+    """
+    model, text = opened.model, opened.model.language_model.model
+    at_the_root = model.config.hidden_size
+    model.config.hidden_size = text.config.hidden_size
+    try:
+        h = model.get_input_embeddings(
+            opened.ids, opened.inputs["pixel_values"], mask=opened.inputs["attention_mask"]
+        ).inputs_embeds
+    finally:
+        model.config.hidden_size = at_the_root
+
+    h = h * text.config.hidden_size**0.5
+    everywhere, in_window = seen(opened.is_image[0], text.config.sliding_window)
+    for layer in text.layers:
+        h = layer(h, in_window if layer.self_attn.is_sliding else everywhere)
+    return np.array(model.language_model.lm_head(text.norm(h)))
+
+
+def seen(is_image: np.ndarray, window: int) -> tuple[mx.array, mx.array]:
+    """What a token sees if the tokens of the only picture see each other, without and with a window."""
+    position = np.arange(is_image.size)
+    distance = position[:, None] - position
+    everywhere = (distance >= 0) | (is_image[:, None] & is_image)
+    return mx.array(everywhere), mx.array(everywhere & (distance < window))
+
+
+def difference(one: np.ndarray, other: np.ndarray) -> float:
     """The largest difference, relative to the largest number of the first."""
     assert one.shape == other.shape
     return float(np.abs(one - other).max() / np.abs(one).max())
@@ -116,38 +178,34 @@ def distance(one: np.ndarray, other: np.ndarray) -> float:
 def test_logits_with_a_picture_are_equal(family, opened):
     both = opened(family)
     expected = torch_logits(both)
-    assert expected.std() > 0.1 and distance(expected, mlx_logits(both)) < 1e-4
+    assert expected.std() > 0.1 and difference(expected, mlx_logits(both)) < 1e-4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_picture_reaches_the_last_token(family, opened):
     both = opened(family)
-    flipped = both.inputs["pixel_values"][..., ::-1]
-    changed = torch_logits(both, pixel_values=flipped)
-    assert distance(torch_logits(both)[:, -1], changed[:, -1]) > 0.01
+    assert difference(torch_logits(both)[:, -1], torch_logits(both, seed=4)[:, -1]) > 0.01
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_picture_is_expanded_as_published(family, opened):
     both = opened(family)
-    text = both.processor.tokenizer.decode(both.inputs["input_ids"][0].tolist())
+    text = both.processor.tokenizer.decode(both.ids[0].tolist())
     beginning, _, rest = text.partition(QUESTION)
     assert beginning == EXPANDED[family] and ANSWER in rest
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_mlx_lm_has_the_logits_of_text(family, opened):
+def test_all_have_the_same_logits_of_text(family, opened):
     both = opened(family)
-    ids = mx.array([both.processor.tokenizer.encode("One line of text, longer than a window.")])
-    expected = torch_logits(
-        SimpleNamespace(torch_model=both.torch_model, inputs={"input_ids": ids})
-    )
-    assert distance(expected, np.array(text_model(both.folder)(ids))) < 1e-4
-    assert distance(expected, np.array(both.model.language_model(ids).logits)) < 1e-4
+    ids = mx.array([both.processor.tokenizer.encode(LINE)])
+    expected = torch_text_logits(both, ids)
+    assert difference(expected, np.array(both.model.language_model(ids).logits)) < 1e-4
+    assert difference(expected, np.array(text_model(both.folder)(ids))) < 1e-4
 
 
 def text_model(folder: Path):
-    """The model of mlx-lm: it drops the weights of the images, and knows SmolVLM's text as llama."""
+    """The model of mlx-lm, which has no images; Idefics3 and SmolVLM have the text of a Llama."""
     from mlx_lm.models import llama
     from mlx_lm.utils import load_model
 
@@ -164,6 +222,29 @@ def text_model(folder: Path):
     }
     model.load_weights(list(of_text.items()))
     return model
+
+
+def test_what_gemma_4_sees_of_a_picture_in_the_large_models(opened, monkeypatch):
+    """26B and 31B set `use_bidirectional_attention` to "vision", which the small ones leave unset.
+
+    In transformers the tokens of a picture then see each other only in layers with a window, and no
+    further back than it reaches. mlx-vlm lets them see each other in all layers and beyond the
+    window. With the masks of transformers its logits are the same.
+    """
+    both = opened("gemma4")
+    text = both.model.language_model.model
+    for config in (both.torch_model.config.text_config, text.config):
+        monkeypatch.setattr(config, "use_bidirectional_attention", "vision")
+    expected = torch_logits(both)
+    assert difference(expected, mlx_logits(both)) > 0.01
+
+    _, in_window = seen(both.is_image[0], text.config.sliding_window)
+    causal, _ = seen(both.is_image[0] & False, text.config.sliding_window)
+    masks = {"sliding_attention": in_window, "full_attention": causal}
+    monkeypatch.setattr(
+        type(text), "_make_masks", lambda *_: [masks[layer.layer_type] for layer in text.layers]
+    )
+    assert difference(expected, mlx_logits(both)) < 1e-4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
