@@ -13,6 +13,8 @@ from ..errors import Code, PackError
 from .bad_rows import Reason, RowError
 from .conversations import Span
 
+_MOST_BYTES = 1000  # that a row is shown with
+
 
 @dataclass(frozen=True)
 class Row:
@@ -41,7 +43,7 @@ class Row:
 
     def text(self) -> str:
         """Return the row as it is in its file, or as JSON."""
-        return json.dumps(self.value, ensure_ascii=False, default=str)
+        return json.dumps(self.value, ensure_ascii=False, default=short_text)
 
 
 class RowFormat(ABC):
@@ -111,6 +113,13 @@ def optional(row: Row, column: str) -> Any:
     if is_nan or value == "":
         return None
     return value
+
+
+def short_text(value: Any) -> str:
+    """Return a value that JSON lacks as text; of many bytes only their number."""
+    if isinstance(value, bytes) and len(value) > _MOST_BYTES:
+        return f"{len(value):,} bytes"
+    return str(value)
 
 
 def shown(value: Any) -> str:
