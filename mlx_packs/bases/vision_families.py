@@ -16,15 +16,20 @@ class VisionFamily:
     placeholder: what its chat template writes for an image.
     before, after: what its chat template writes around the placeholder, without which mlx-vlm's
         processor does not count or place the tokens of an image.
-    scaled: whether the language model scales embeddings, so that features are divided before.
+    scaled: whether the language model scales what it embeds, and so features, too.
+    divided: whether mlx-vlm divides features by that scale, of the hidden_size beside text_config.
     interleaved: whether three axes of positions take turns in the pairs of a head.
+    sees: in which blocks the tokens of an image see each other: ``none``, ``all``, or ``config``,
+        those with a window if ``use_bidirectional_attention`` is ``vision``.
     """
 
     placeholder: str
     before: str = ""
     after: str = ""
     scaled: bool = False
+    divided: bool = False
     interleaved: bool = False
+    sees: str = "none"
 
 
 _QWEN = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>")
@@ -35,6 +40,8 @@ VISION_FAMILIES: Mapping[str, VisionFamily] = {
     "qwen3_vl": VisionFamily(*_QWEN, interleaved=True),
     "idefics3": VisionFamily("<image>"),
     "smolvlm": VisionFamily("<image>"),
+    "gemma3": VisionFamily("<start_of_image>", scaled=True, divided=True, sees="all"),
+    "gemma4": VisionFamily("<|image|>", scaled=True, sees="config"),
 }
 
 # The language model of mlx-lm for a family that mlx-lm lacks, and where the weights of it are.

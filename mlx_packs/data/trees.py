@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .. import runtime
-from ..nn.images import names_images
+from ..nn.image_tokens import names_images
 from .batches import TokenCollate, few_shapes, split_rows
 from .dataset import Batch, Dataset, FixedOrder, Tree, by_length
 from .encoding import Example, Examples

@@ -98,9 +98,9 @@ def responses(
 
 
 def reads_at_once(base: "BaseModel", prompt: Sequence[int]) -> bool:
-    """Return whether a prompt is read in one part: positions of images may have several axes."""
+    """Return whether a prompt is read in one part, as some models need with images."""
     images = getattr(base.tokenizer, "_images", None)
-    return images is not None and images.has_axes and min(prompt) < 0
+    return images is not None and images.is_read_at_once and min(prompt) < 0
 
 
 def _part_size(base: "BaseModel", prompts: Sequence[Sequence[int]]) -> int:

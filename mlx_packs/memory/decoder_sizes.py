@@ -18,6 +18,14 @@ HYBRID_FAMILIES = (
     "qwen3_5_moe_text",
     "qwen3_next",
 )  # memory/hybrid.py
+# The language model of families with a vision tower, as a base without images: memory/vision.py.
+TEXT_FAMILIES = {
+    "qwen2_vl": "qwen2",
+    "qwen2_5_vl": "qwen2",
+    "qwen3_vl": "qwen3",
+    "idefics3": "llama",
+    "smolvlm": "llama",
+}
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,7 @@ def sizes_of(config: Mapping, tensors: Tensors) -> Sizes:
     family = config.get("model_type")
     if family not in FAMILIES:
         others = [t for facts in ARCHITECTURES.values() for t in facts.model_types]
-        names = ", ".join((*FAMILIES, *HYBRID_FAMILIES, *others))
+        names = ", ".join((*FAMILIES, *HYBRID_FAMILIES, *TEXT_FAMILIES, *others))
         raise PackError(f"no plan for model_type '{family}'. Known are {names}.", "unsupported")
 
     heads = Heads.of(dict(config))

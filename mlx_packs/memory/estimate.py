@@ -19,7 +19,7 @@ from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..display import size
 from ..errors import PackError, any_of
-from .decoder_sizes import HYBRID_FAMILIES
+from .decoder_sizes import HYBRID_FAMILIES, TEXT_FAMILIES
 from .headers import Headers, Tensors
 from .plan import ERROR, MemoryPlan, Shape, recompute_policies, verdict
 
@@ -63,6 +63,7 @@ class Estimator(Protocol):
 
 ESTIMATORS = registered(ARCHITECTURES, {"decoder": "memory.decoder", "encoder": "memory.encoder"})
 _OF_HYBRIDS = "memory.hybrid"
+_OF_TEXT_MODELS = "memory.vision"
 
 
 def estimator_of(config: Mapping) -> Estimator:
@@ -71,6 +72,8 @@ def estimator_of(config: Mapping) -> Estimator:
     family = config.get("model_type")
     if family in HYBRID_FAMILIES:
         return late.load(_OF_HYBRIDS)
+    if family in TEXT_FAMILIES:
+        return late.load(_OF_TEXT_MODELS)
     return late.load(ESTIMATORS[architecture_of(family)])
 
 

@@ -11,24 +11,19 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from ..runtime import is_traced
+from .segments import SegmentCache
+from .wrapped import Hidden
 
-# Tokens up to here name features of this process, those between it and zero rows of a batch.
-FIRST_IMAGE = -1 - (1 << 24)
 # The arrays are entries of a module, so that a compiled step reads them as inputs; names that begin
 # with an underscore are no parameters.
 _FEATURES = "_image_features"
 _LEVELS = "_image_levels"
 _SHIFTS = "_image_shifts"
+_BEGINS = "_image_begins"
 
 Turns = tuple[mx.array, mx.array]  # cosines and sines [B, T, head_dim / 2]
-
-
-def names_images(tokens: Any) -> bool:
-    """Return whether an array of NumPy has tokens that name features of this process."""
-    return isinstance(tokens, np.ndarray) and tokens.size > 0 and int(tokens.min()) <= FIRST_IMAGE
 
 
 @dataclass(frozen=True)
@@ -36,6 +31,7 @@ class ShownImages:
     """What a model is shown for tokens below zero.
 
     features: [N, D].
+    begins: bool [N], where an image begins.
     levels: [K, N, D], added to what each of the first K blocks returns; None without.
     shifts: float32 [N, 4], the position of each feature on three axes less its place, the first
         feature of an image at 0; and by how much what follows an image is shifted, at its last
@@ -43,8 +39,27 @@ class ShownImages:
     """
 
     features: mx.array
+    begins: mx.array
     levels: mx.array | None = None
     shifts: mx.array | None = None
+
+
+@dataclass(frozen=True)
+class ImageRules:
+    """How a language model of mlx-lm treats images.
+
+    scale: what features are multiplied by before they enter.
+    sections: how many pairs of a head's dimensions turn by each of three axes of positions; None
+        where all turn by one.
+    interleaved: whether the axes of ``sections`` take turns, instead of following each other.
+    sees: in which blocks the tokens of an image see each other: ``none``, those with a ``window``,
+        or ``all``.
+    """
+
+    scale: float = 1.0
+    sections: tuple[int, ...] | None = None
+    interleaved: bool = False
+    sees: str = "none"
 
 
 class ImageInputs:
@@ -52,31 +67,20 @@ class ImageInputs:
 
     Args:
         model: whose inner model is changed in place; no parameter gets another name.
-        token: the number of the token that stands for a feature in the vocabulary.
         place: called with tokens [B, T] that are not of a prepared step; returns them with rows of
             what it shows, or as they are.
-        scale: what features are multiplied by before they enter.
-        sections: how many pairs of a head's dimensions turn by each of three axes; None where all
-            turn by one.
-        interleaved: whether the axes of ``sections`` take turns, instead of following each other.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        token: int,
-        place: Callable[[mx.array], mx.array],
-        scale: float = 1.0,
-        sections: tuple[int, ...] | None = None,
-        interleaved: bool = False,
+        self, model: nn.Module, place: Callable[[mx.array], mx.array], rules: ImageRules
     ) -> None:
+        self._model = Hidden([model])
         self._inner = inner_model(model)
-        self._token = token
         self._place = place
-        self._scale = scale
+        self._rules = rules
         self._axes = None
-        if sections is not None:
-            self._axes = _axes_of(sections, interleaved)
+        if rules.sections is not None:
+            self._axes = _axes_of(rules.sections, rules.interleaved)
 
         self._read_last = False  # whether the last part of a prompt had several tokens
         self._shown: tuple[mx.array, mx.array] | None = None  # of the inputs that are computed now
@@ -98,6 +102,7 @@ class ImageInputs:
         """Set what tokens below zero stand for, until the next call."""
         inner = self._inner
         inner[_FEATURES] = images.features
+        inner[_BEGINS] = images.begins
         if images.levels is not None:
             if _LEVELS not in inner:
                 for i, block in enumerate(inner.layers[: len(images.levels)]):
@@ -133,10 +138,12 @@ class ImageInputs:
 
         is_image = inputs < 0
         rows = mx.where(is_image, -1 - inputs, 0)
-        tokens = mx.where(is_image, self._token, inputs)
+        tokens = mx.maximum(inputs, 0)
         embedded = inner.embed_tokens(tokens)
-        features = (inner[_FEATURES][rows] * self._scale).astype(embedded.dtype)
+        features = (inner[_FEATURES][rows] * self._rules.scale).astype(embedded.dtype)
         embedded = mx.where(is_image[..., None], features, embedded)
+        if self._rules.sees != "none":
+            cache = self._seeing(cache, is_image, is_image & inner[_BEGINS][rows])
 
         self._shown = is_image, rows
         self._turns = self._turns_of(inputs, is_prompt)
@@ -145,6 +152,18 @@ class ImageInputs:
         finally:
             self._shown = None
             self._turns = None
+
+    def _seeing(self, cache: Any, is_image: mx.array, begins: mx.array) -> list["SeeingCache"]:
+        """Return caches whose masks let the tokens of each image see each other."""
+        from mlx_lm.models.cache import make_prompt_cache
+
+        if cache is None:
+            alone = SegmentCache(mx.zeros(is_image.shape, mx.int32))
+            cache = [alone for _ in make_prompt_cache(self._model.all[0])]
+
+        number = mx.where(is_image, mx.cumsum(begins.astype(mx.int32), axis=1), 0)
+        same = (number[:, :, None] == number[:, None, :]) & is_image[:, :, None]
+        return [SeeingCache(each, same[:, None], self._rules.sees) for each in cache]
 
     def _placed(self, inputs: mx.array, cache: Any) -> mx.array:
         """Return a part of a prompt with rows of `show`.
@@ -239,6 +258,42 @@ class ImageInputs:
         first, second = mx.split(x.astype(mx.float32), 2, axis=-1)
         turned = [first * cosines - second * sines, second * cosines + first * sines]
         return mx.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+class SeeingCache:
+    """A cache of one pass, in whose mask the tokens of an image see each other.
+
+    Args:
+        cache: what keeps the keys.
+        same: bool [B, 1, T, T], which inputs are of one image.
+        sees: as of `ImageRules`.
+    """
+
+    def __init__(self, cache: Any, same: mx.array, sees: str) -> None:
+        self._cache = cache
+        self._same = same
+        self._sees = sees
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+    def make_mask(
+        self,
+        N: int,  # noqa: N803 - mlx-lm passes it by this name
+        return_array: bool = False,
+        window_size: int | None = None,
+    ) -> Any:
+        """Return the mask of the cache [.., N, K], in which images are whole."""
+        if window_size is None and self._sees == "window":
+            return self._cache.make_mask(N, return_array=return_array, window_size=window_size)
+
+        mask = self._cache.make_mask(N, return_array=True, window_size=window_size)
+        same = self._same
+        if window_size is not None:
+            places = mx.arange(N)
+            same = same & (places[:, None] - places < window_size)
+        before = mask.shape[-1] - N
+        return mask | mx.pad(same, [(0, 0), (0, 0), (0, 0), (before, 0)])
 
 
 class ShiftedRoPE(nn.Module):

@@ -30,7 +30,7 @@ from ..errors import Code, PackError
 from ..files import cache_folder, free_bytes
 from ..late import load
 from ..nn.frozen_blocks import FrozenBlock, Injection, frozen_output
-from ..nn.images import names_images
+from ..nn.image_tokens import names_images
 from ..nn.surgery import block_prefixes, replace_modules
 from ..nn.wrapped import trained_module
 from ..ops.profile import profile

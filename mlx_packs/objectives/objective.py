@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..late import load
-from ..nn.images import names_images
+from ..nn.image_tokens import names_images
 from ..runtime import mx
 from .score import Score
 

@@ -90,7 +90,10 @@ def computes_trees(
     Raises:
         PackError: it does not, and trees are asked for.
     """
-    reason = why_not_shared(base.model, split_head(base.model), base.vocab_size)
+    images = getattr(base.tokenizer, "_images", None)
+    reason = None if images is None else images.why_no_trees
+    if reason is None:
+        reason = why_not_shared(base.model, split_head(base.model), base.vocab_size)
     if reason is None:
         reason = why_length_matters(base.model, sequence_inputs(train.max_seq_length))
     if reason is None and train.share_prefix == "auto":

@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 
 from .. import runtime
+from ..bases.files import text_config
 from ..bases.vision_families import VISION_FAMILIES, image_token_of, mrope_sections
 from ..errors import PackError
-from ..nn.images import FIRST_IMAGE, ImageInputs, ShownImages, names_images
+from ..nn.image_tokens import FIRST_IMAGE, names_images
+from ..nn.images import ImageInputs, ImageRules, ShownImages
 from ..runtime import mx
 from .pictures import ImageSource, Picture, open_picture
 from .store import FeatureStore, tower_facts
@@ -118,22 +120,20 @@ class Images:
         self._stores: dict[int, FeatureStore] = {}
         self._tower: Tower | None = None
 
-        scale = 1.0
-        if self.family.scaled:
-            scale = self.config["text_config"]["hidden_size"] ** -0.5
-        self._inputs = ImageInputs(
-            self.model,
-            self.token,
-            self._place_prompt,
-            scale,
-            mrope_sections(self.config),
-            self.family.interleaved,
-        )
+        self._rules = image_rules(self.config)
+        self._inputs = ImageInputs(self.model, self._place_prompt, self._rules)
 
     @property
-    def has_axes(self) -> bool:
-        """Whether positions have three axes."""
-        return self._inputs.has_axes
+    def is_read_at_once(self) -> bool:
+        """Whether a prompt with images is read in one part, and from its beginning."""
+        return self._rules.sections is not None or self._rules.sees != "none"
+
+    @property
+    def why_no_trees(self) -> str | None:
+        """Why rows that begin alike are not computed as trees, in a line; None if they are."""
+        if self._known and self._rules.sees != "none":
+            return "the tokens of an image see each other, and a prefix may end inside one"
+        return None
 
     def limit(self, max_pixels: int, allow_urls: bool) -> None:
         """Set what images may be: see --max-pixels and --allow-urls."""
@@ -273,6 +273,22 @@ class Images:
         return mx.array(for_step({"tokens": values})["tokens"])
 
 
+def image_rules(config: Mapping[str, Any]) -> ImageRules:
+    """Return how the language model of a checkpoint treats images."""
+    family = VISION_FAMILIES[config["model_type"]]
+    text = text_config(dict(config))
+
+    scale = 1.0
+    if family.scaled:
+        scale = text["hidden_size"] ** -0.5
+
+    sees = family.sees
+    if sees == "config":
+        is_set = text.get("use_bidirectional_attention") == "vision"
+        sees = "window" if is_set else "none"
+    return ImageRules(scale, mrope_sections(config), family.interleaved, sees)
+
+
 def images_in(tokens: np.ndarray) -> list[Image]:
     """Return the images that tokens name, in order, each once for each run of its tokens."""
     images: list[Image] = []
@@ -314,9 +330,11 @@ def for_step(inputs: Mapping[str, Any]) -> dict[str, Any]:
     if features[0].levels is not None:
         levels = _padded(mx.concatenate([each.levels for each in features], axis=1), axis=1)
     shifts = None
-    if owner.has_axes:
+    if owner._rules.sections is not None:
         shifts = _padded(mx.concatenate([mx.array(image.shifts) for image in images]))
-    owner._inputs.show(ShownImages(_padded(rows), levels, shifts))
+    begins = np.zeros(len(rows), bool)
+    begins[ends[:-1]] = True
+    owner._inputs.show(ShownImages(_padded(rows), _padded(mx.array(begins)), levels, shifts))
     return numbered
 
 

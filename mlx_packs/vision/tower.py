@@ -1,5 +1,6 @@
 """The vision tower, projector and image processor of a checkpoint, as mlx-vlm has them."""
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,10 @@ class Tower:
         def faulty(reason: str) -> PackError:
             return PackError(f"{path}: {_LOADING}: {reason}.", "unreadable")
 
-        with library_errors(faulty):
+        with library_errors(faulty), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             self._model = load_model(path, lazy=True, strict=False)
-            self._processor = load_processor(path, add_detokenizer=False)  # which it registers
+            self._processor = load_processor(str(path), add_detokenizer=False)  # which it registers
 
         if runtime.on_cpu():
             self._model.update(tree_map(_in_float32, self._model.parameters()))
@@ -73,6 +75,8 @@ class Tower:
         )
         places = np.flatnonzero(np.array(tokens[0]) == self._token)
         rows = entered.inputs_embeds[0][mx.array(places)]
+        if family.divided:
+            rows = rows * self._model.config.hidden_size**0.5
         levels = None
         if entered.deepstack_visual_embeds is not None:
             levels = mx.stack(list(entered.deepstack_visual_embeds))

@@ -31,8 +31,9 @@ from tests.helpers.vision_bases import write_vision_base
 pytestmark = pytest.mark.interop
 
 FAMILIES = [family for family in WRITTEN if family in VISION_FAMILIES]
+ROUNDING = 5e-5  # of a gradient; that of Gemma 4, whose states are large, has 3e-5
 ANSWER = 6  # targets of an example: its last tokens
-LENGTHS = [(84, 112), (56, 56), (56, 84)]
+LENGTHS = [(84, 112), (56, 56), (56, 84), (84, 112)]
 
 
 @pytest.fixture(scope="module")
@@ -109,18 +110,17 @@ def check_equal(model: nn.Module, batch, expected: tuple[float, dict[str, mx.arr
     assert value == pytest.approx(expected[0], rel=1e-5)
     largest = max(mx.abs(gradient).max().item() for gradient in expected[1].values())
     for name, gradient in expected[1].items():
-        assert mx.abs(gradients[name] - gradient).max().item() <= 1e-5 * largest, name
+        assert mx.abs(gradients[name] - gradient).max().item() <= ROUNDING * largest, name
 
 
+@pytest.mark.filterwarnings("ignore:At least one mel filter")  # of Gemma 4's processor of sound
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_mlx_vlm_and_of_transformers(family, folder_of):
-    import torch
     from mlx_vlm.utils import load
-    from transformers import AutoModelForImageTextToText
 
     folder = folder_of(family)
     base = load_base(folder)
-    messages = [question(f"Look {IMAGE_MARK} and {IMAGE_MARK} what?", 0, 1)]
+    messages = [question(f"Look {IMAGE_MARK} and {IMAGE_MARK} what?", 0, 3)]
     tokens = render_conversation(
         base.tokenizer, messages, tokenize=True, add_generation_prompt=True
     )
@@ -130,20 +130,37 @@ def test_logits_are_those_of_mlx_vlm_and_of_transformers(family, folder_of):
 
     text = render_conversation(base.tokenizer, messages, tokenize=False, add_generation_prompt=True)
     model, processor = load(str(folder))
-    inputs = dict(processor(text=[text], images=[picture(0), picture(1)]))
-    mask = inputs.pop("attention_mask")
-    of_mlx_vlm = model(inputs["input_ids"], inputs["pixel_values"], **_others(inputs))
+    pictures = [picture(0), picture(3)]
+    inputs = dict(processor(text=[text], images=pictures, add_special_tokens=False))
+    inputs.pop("attention_mask")
+    of_mlx_vlm = None  # of Gemma 3 it has other masks (test_vision_bases.py)
+    if family != "gemma3":
+        of_mlx_vlm = model(inputs["input_ids"], inputs["pixel_values"], **_others(inputs)).logits
 
-    torch_model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    arrays = {name: torch.tensor(np.array(value)) for name, value in inputs.items()}
-    if "image_grid_thw" in arrays:
-        is_image = np.array(inputs["input_ids"]) == base.tokenizer._images.token
-        arrays["mm_token_type_ids"] = torch.tensor(is_image.astype(int))
-    arrays["input_ids"] = arrays["input_ids"].long()
-    of_torch = torch_model(attention_mask=torch.tensor(np.array(mask)), **arrays).logits
+    of_torch = _logits_of_transformers(folder, inputs, pictures)
+    if of_mlx_vlm is not None:
+        assert ours == pytest.approx(np.array(of_mlx_vlm), abs=1e-5)
+    assert ours == pytest.approx(of_torch, abs=1e-4)
 
-    assert ours == pytest.approx(np.array(of_mlx_vlm.logits), abs=1e-5)
-    assert ours == pytest.approx(of_torch.detach().numpy(), abs=1e-4)
+
+def _logits_of_transformers(folder, inputs: dict, pictures: list) -> np.ndarray:
+    """The logits of torch, of pictures that its own image processor prepares."""
+    import torch
+    from transformers import AutoImageProcessor, AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    arrays = AutoImageProcessor.from_pretrained(folder, backend="pil")(
+        images=[pictures], return_tensors="pt"
+    )
+    for counts in ("num_crops", "num_soft_tokens_per_image"):
+        arrays.pop(counts, None)
+
+    tokens = torch.tensor(np.array(inputs["input_ids"])).long()
+    kinds = {"gemma3": "token_type_ids", "idefics3": None, "smolvlm": None}
+    if name := kinds.get(model.config.model_type, "mm_token_type_ids"):
+        arrays[name] = (tokens == model.config.image_token_id).long()
+    with torch.no_grad():
+        return model(input_ids=tokens, **arrays).logits.numpy()
 
 
 def _others(inputs: dict) -> dict:

@@ -1,0 +1,54 @@
+"""Memory of the language model of a vision-language base, whose tower is gone in training."""
+
+from collections.abc import Mapping
+
+from ..bases.files import text_config
+from ..config.lora import LoRAConfig
+from ..config.schema import TrainConfig
+from . import decoder
+from .decoder import ASSUMED, resized, run_settings, smallest_shape, why_not_quantized
+from .decoder_sizes import TEXT_FAMILIES, sizes_of
+from .headers import Headers, Tensors, dense_tensors
+from .plan import MemoryPlan, Shape
+
+__all__ = ["ASSUMED", "resized", "run_settings", "smallest_shape", "why_not_quantized"]
+
+# How names of its tensors begin, in files and in memory, and in a base without images.
+_NAMES = {
+    "model.language_model.": "model.",
+    "model.text_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "text_model.": "model.",
+    "lm_head.": "lm_head.",
+    "model.embed_tokens.": "model.embed_tokens.",
+    "model.layers.": "model.layers.",
+    "model.norm.": "model.norm.",
+}
+
+
+def describe(config: Mapping) -> Tensors:
+    """Return the headers of the language model that a config describes."""
+    text = _config_of_text(config)
+    sizes_of(text, {})  # none is missing
+    return dense_tensors(text)
+
+
+def estimate(
+    headers: Headers, lora: LoRAConfig, train: TrainConfig, shape: Shape | None = None
+) -> MemoryPlan:
+    """Return the peak memory of training; images count by their tokens."""
+    tensors = {}
+    for name, tensor in headers.tensors.items():
+        stored = next((prefix for prefix in _NAMES if name.startswith(prefix)), None)
+        if stored is not None:
+            tensors[_NAMES[stored] + name.removeprefix(stored)] = tensor
+
+    text = Headers(headers.name, _config_of_text(headers.config), tensors)
+    return decoder.estimate(text, lora, train, shape)
+
+
+def _config_of_text(config: Mapping) -> dict:
+    text = text_config(dict(config))
+    family = TEXT_FAMILIES[config["model_type"]]
+    return {"dtype": config.get("dtype"), **config, **text, "model_type": family}
