@@ -15,9 +15,18 @@ from mlx_packs.bases.files import tiny_checkpoint
 from tests.helpers.vision_families.family import Family
 from tests.helpers.vision_families.gemma import GEMMA3, GEMMA4
 from tests.helpers.vision_families.idefics import IDEFICS3, SMOLVLM
-from tests.helpers.vision_families.qwen import QWEN2_5_VL, QWEN3_VL
+from tests.helpers.vision_families.internvl import INTERNVL
+from tests.helpers.vision_families.llama import LLAVA, MISTRAL3
+from tests.helpers.vision_families.qwen import QWEN2_5_VL, QWEN2_VL, QWEN3_VL
 
 SHARE_OF_NOISE = 0.05  # of a weight around 0, and of a norm around its neutral value
+FACTORS = (
+    "weight",
+    "scalar",
+    "scale",
+    "lambda_1",
+    "lambda_2",
+)  # names of tensors of one axis end so
 
 
 _FAMILIES = {
@@ -27,6 +36,10 @@ _FAMILIES = {
     "idefics3": IDEFICS3,
     "gemma3": GEMMA3,
     "gemma4": GEMMA4,
+    "qwen2_vl": QWEN2_VL,
+    "llava": LLAVA,
+    "mistral3": MISTRAL3,
+    "internvl": INTERNVL,
 }
 FAMILIES: tuple[str, ...] = tuple(_FAMILIES)
 
@@ -67,7 +80,8 @@ def _write_tokenizer(folder: Path, facts: Family) -> dict[str, int]:
         token: number for number, token in enumerate([*facts.first_tokens, *letters, *facts.tokens])
     }
 
-    tokenizer["model"] |= {"vocab": {letter: ids[letter] for letter in letters}, "merges": []}
+    in_the_model = [*facts.first_tokens, *letters]  # others have the ids after them in any case
+    tokenizer["model"] |= {"vocab": {token: ids[token] for token in in_the_model}, "merges": []}
     tokenizer["added_tokens"] = [
         {
             "id": ids[token],
@@ -125,7 +139,7 @@ def _random(name: str, shape: tuple[int, ...], facts: Family, numbers) -> np.nda
         return np.array(-3 if name.endswith("_min") else 3, np.float32)
 
     noise = SHARE_OF_NOISE * numbers.standard_normal(shape)
-    is_factor = len(shape) == 1 and name.endswith(("weight", "scalar", "scale"))
+    is_factor = len(shape) == 1 and name.endswith(FACTORS)
     if is_factor and not facts.norms_from_zero(name):
         noise += 1
     return noise.astype(np.float32)

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL and Qwen3-VL, whose pictures keep their shape."""
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL, whose pictures keep their shape."""
 
 from tests.helpers.vision_families.family import CLIP, HALVES, TEXT, Family
 
@@ -57,14 +57,12 @@ def _qwen_ids(ids: dict[str, int]) -> dict:
     }
 
 
-def _qwen2_5_config(ids: dict[str, int]) -> dict:
-    """The settings of the text are at the root, as published; a window is 2 x 2 image tokens."""
+def _qwen2_text(ids: dict[str, int]) -> dict:
+    """The settings of the text, which published ones have at the root of config.json."""
     return (
         TEXT
         | _qwen_ids(ids)
         | {
-            "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-            "model_type": "qwen2_5_vl",
             "vision_token_id": ids["<|vision_pad|>"],
             "bos_token_id": ids["<|endoftext|>"],
             "eos_token_id": ids["<|im_end|>"],
@@ -73,46 +71,85 @@ def _qwen2_5_config(ids: dict[str, int]) -> dict:
             "sliding_window": 512,
             "max_window_layers": 3,
             "use_sliding_window": False,
-            "tie_word_embeddings": False,
             "vocab_size": len(ids),
-            "vision_config": {
-                "depth": 2,
-                "hidden_act": "silu",
-                "hidden_size": 48,
-                "intermediate_size": 80,
-                "num_heads": 4,
-                "in_chans": 3,
-                "out_hidden_size": 64,
-                "patch_size": 14,
-                "spatial_merge_size": 2,
-                "spatial_patch_size": 14,
-                "window_size": 56,
-                "fullatt_block_indexes": [1],
-                "tokens_per_second": 2,
-                "temporal_patch_size": 2,
-            },
         }
     )
 
 
+def _qwen2_config(ids: dict[str, int]) -> dict:
+    """As 2B: head and word table are one."""
+    return _qwen2_text(ids) | {
+        "architectures": ["Qwen2VLForConditionalGeneration"],
+        "model_type": "qwen2_vl",
+        "tie_word_embeddings": True,
+        "vision_config": {
+            "depth": 2,
+            "embed_dim": 48,
+            "mlp_ratio": 2,
+            "num_heads": 4,
+            "in_chans": 3,
+            "hidden_size": 64,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "spatial_patch_size": 14,
+            "temporal_patch_size": 2,
+        },
+    }
+
+
+def _qwen2_5_config(ids: dict[str, int]) -> dict:
+    """A window of the image tower is 2 x 2 image tokens, except in its last layer."""
+    return _qwen2_text(ids) | {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl",
+        "tie_word_embeddings": False,
+        "vision_config": {
+            "depth": 2,
+            "hidden_act": "silu",
+            "hidden_size": 48,
+            "intermediate_size": 80,
+            "num_heads": 4,
+            "in_chans": 3,
+            "out_hidden_size": 64,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "spatial_patch_size": 14,
+            "window_size": 56,
+            "fullatt_block_indexes": [1],
+            "tokens_per_second": 2,
+            "temporal_patch_size": 2,
+        },
+    }
+
+
+QWEN2_PICTURES = CLIP | {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "min_pixels": 12544,
+    "max_pixels": 50176,
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+}
+QWEN2_NAMES = {"model.language_model.": "model.", "model.visual.": "visual."}
+QWEN2_VL = Family(
+    tokens=QWEN_TOKENS,
+    config=_qwen2_config,
+    tokenizer=QWEN_TOKENIZER,
+    files={
+        "preprocessor_config.json": QWEN2_PICTURES | {"processor_class": "Qwen2VLProcessor"},
+    },
+    template=QWEN2_TEMPLATE,
+    renamed=QWEN2_NAMES,
+)
 QWEN2_5_VL = Family(
     tokens=QWEN_TOKENS,
     config=_qwen2_5_config,
     tokenizer=QWEN_TOKENIZER,
     files={
-        "preprocessor_config.json": CLIP
-        | {
-            "image_processor_type": "Qwen2VLImageProcessor",
-            "processor_class": "Qwen2_5_VLProcessor",
-            "min_pixels": 12544,
-            "max_pixels": 50176,
-            "patch_size": 14,
-            "temporal_patch_size": 2,
-            "merge_size": 2,
-        },
+        "preprocessor_config.json": QWEN2_PICTURES | {"processor_class": "Qwen2_5_VLProcessor"},
     },
     template=QWEN2_TEMPLATE,
-    renamed={"model.language_model.": "model.", "model.visual.": "visual."},
+    renamed=QWEN2_NAMES,
 )
 
 
