@@ -65,6 +65,12 @@ class Opened:
         return self.inputs["input_ids"]
 
     @property
+    def others(self) -> dict:
+        """What the processor adds to tokens and pixels, such as the sizes of pictures."""
+        apart = ("input_ids", "pixel_values", "attention_mask", "image_token_index")
+        return {name: array for name, array in self.inputs.items() if name not in apart}
+
+    @property
     def is_image(self) -> np.ndarray:
         """Which tokens are replaced by the picture, of shape (1, length)."""
         return np.array(self.ids) == self.torch_model.config.image_token_id
@@ -140,10 +146,8 @@ def mlx_logits(opened: Opened) -> np.ndarray:
     if opened.family == "gemma3":
         return gemma3_logits(opened)
 
-    names = ("input_ids", "pixel_values", "attention_mask", "image_token_index")
-    others = {name: array for name, array in opened.inputs.items() if name not in names}
     pixels = opened.inputs["pixel_values"]
-    return np.array(opened.model(opened.ids, pixels, mask=None, **others).logits)
+    return np.array(opened.model(opened.ids, pixels, mask=None, **opened.others).logits)
 
 
 def gemma3_logits(opened: Opened) -> np.ndarray:
@@ -239,6 +243,36 @@ def test_all_have_the_same_logits_of_text(family, opened):
     expected = torch_text_logits(both, ids)
     assert difference(expected, np.array(both.model.language_model(ids).logits)) < 1e-4
     assert difference(expected, np.array(text_model(both.folder)(ids))) < 1e-4
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if not name.startswith("qwen")])
+def test_both_continue_from_the_same_embeddings(family, opened):
+    """mlx-lm's text model after mlx-vlm's image tower; those of Qwen lack positions in a picture.
+
+    Gemma 3 multiplies the given array itself by the root of the hidden size, in both libraries.
+    That of mlx-lm expects an array before this in Gemma 4, too, and that of mlx-vlm after it.
+    """
+    both = opened(family)
+    features = both.model.get_input_embeddings(
+        both.ids,
+        both.inputs["pixel_values"],
+        mask=both.inputs["attention_mask"],
+        **both.others,
+    )
+    given = np.array(features.inputs_embeds)
+    scale, layers = 1.0, {}
+    if family == "gemma4":
+        scale, layers = 1 / 8, {"per_layer_inputs": features.per_layer_inputs}
+
+    expected = both.model.language_model(
+        None if family == "gemma4" else both.ids, inputs_embeds=mx.array(given), **layers
+    )
+    embeddings = mx.array(given * scale)
+    logits = text_model(both.folder)(both.ids, input_embeddings=embeddings, **layers)
+    assert difference(np.array(expected.logits), np.array(logits)) < 1e-5
+
+    was_changed = not np.array_equal(np.array(embeddings), given * scale)
+    assert was_changed == (family == "gemma3")
 
 
 def text_model(folder: Path):
