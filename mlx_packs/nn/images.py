@@ -52,6 +52,7 @@ class ImageRules:
     sections: how many pairs of a head's dimensions turn by each of three axes of positions; None
         where all turn by one.
     interleaved: whether the axes of ``sections`` take turns, instead of following each other.
+    levels: how many of the first blocks add features of their own to what they return.
     sees: in which blocks the tokens of an image see each other: ``none``, those with a ``window``,
         or ``all``.
     """
@@ -59,6 +60,7 @@ class ImageRules:
     scale: float = 1.0
     sections: tuple[int, ...] | None = None
     interleaved: bool = False
+    levels: int = 0
     sees: str = "none"
 
 
@@ -89,6 +91,8 @@ class ImageInputs:
 
         vars(self._inner)["image_inputs"] = self
         _call_through(self._inner, self._enter)
+        for i, block in enumerate(self._inner.layers[: rules.levels]):
+            _call_through(block, self._level(i))
         if self._axes is not None:
             for block in self._inner.layers:
                 block.self_attn.rope = ShiftedRoPE(block.self_attn.rope, self)
@@ -104,9 +108,6 @@ class ImageInputs:
         inner[_FEATURES] = images.features
         inner[_BEGINS] = images.begins
         if images.levels is not None:
-            if _LEVELS not in inner:
-                for i, block in enumerate(inner.layers[: len(images.levels)]):
-                    _call_through(block, self._level(i))
             inner[_LEVELS] = images.levels
         if images.shifts is not None:
             inner[_SHIFTS] = images.shifts

@@ -286,7 +286,9 @@ def image_rules(config: Mapping[str, Any]) -> ImageRules:
     if sees == "config":
         is_set = text.get("use_bidirectional_attention") == "vision"
         sees = "window" if is_set else "none"
-    return ImageRules(scale, mrope_sections(config), family.interleaved, sees)
+    levels = config["vision_config"].get("deepstack_visual_indexes") or ()
+    sections = mrope_sections(config)
+    return ImageRules(scale, sections, family.interleaved, len(levels), sees)
 
 
 def images_in(tokens: np.ndarray) -> list[Image]:

@@ -52,8 +52,10 @@ class Tower:
 
         with library_errors(faulty), warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            path = path.resolve()  # a relative one looks like the name of a repository
             self._model = load_model(path, lazy=True, strict=False)
-            self._processor = load_processor(str(path), add_detokenizer=False)  # which it registers
+            # the module of the model registers its processor
+            self._processor = load_processor(str(path), add_detokenizer=False)
 
         if runtime.on_cpu():
             self._model.update(tree_map(_in_float32, self._model.parameters()))

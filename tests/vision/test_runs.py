@@ -1,0 +1,148 @@
+"""Runs on rows with images: every task and layout, the cache of features, resuming, packs."""
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlx_packs import LoRAConfig, TrainConfig, load_base, train_pack
+from mlx_packs.runtime import mx
+from tests.helpers.rows import write_rows
+from tests.helpers.tasks import interrupted
+from tests.helpers.vision_bases import write_vision_base
+
+pytestmark = pytest.mark.interop
+
+FAMILIES = ("smolvlm", "qwen3_vl", "gemma3")
+LORA = LoRAConfig(rank=2)
+TRAIN = {
+    "iters": 4,
+    "batch_size": 2,
+    "max_seq_length": 320,
+    "matmul_path": "dense",
+    "save_every": 2,
+    "steps_per_report": 1,
+    "val_batches": 0,
+    "lr_schedule": "constant",
+    "learning_rate": 1e-2,
+}
+NAMES = ("red", "blue", "dark", "light")
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """Writes each family once."""
+    return cache(lambda family: write_vision_base(family, tmp_path_factory.mktemp(family)))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
+
+
+def images(folder: Path) -> list[str]:
+    """Pictures of 56 x 56 in a folder."""
+    from PIL import Image
+
+    folder.mkdir(parents=True, exist_ok=True)
+    names = []
+    for number, name in enumerate(NAMES):
+        pixels = np.random.default_rng(number).integers(0, 255, (56, 56, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{name}.png")
+        names.append(f"{name}.png")
+    return names
+
+
+def chats(folder: Path) -> Path:
+    """Two questions on each of four images, and one without."""
+    rows = []
+    for name in images(folder):
+        for number in (1, 2):
+            question = {"role": "user", "content": f"What is it, {number}?"}
+            answer = {"role": "assistant", "content": name[:3]}
+            rows.append({"image": name, "messages": [question, answer]})
+    plain = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "You"}]
+    return write_rows(folder, train=[*rows, {"messages": plain}], valid=rows[:2])
+
+
+def weights(folder: Path) -> dict[str, np.ndarray]:
+    arrays = mx.load(str(folder / "adapters.safetensors"))
+    return {name: np.array(array) for name, array in arrays.items()}
+
+
+def trained(base, data, out: Path, **changes) -> dict[str, np.ndarray]:
+    train_pack(base, data, LORA, TrainConfig(**(TRAIN | changes)), out, progress=False)
+    return weights(out)
+
+
+def check_close(one: dict, other: dict) -> None:
+    for name in one:
+        assert one[name] == pytest.approx(other[name], abs=2e-5), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shared_prefixes_and_cached_activations_change_no_weight(family, folder_of, tmp_path):
+    data = chats(tmp_path / "data")
+    folder = folder_of(family)
+    plain = trained(folder, data, tmp_path / "a", share_prefix="off", cache_frozen="off")
+    if family != "gemma3":  # whose images see themselves
+        check_close(trained(folder, data, tmp_path / "b", share_prefix="on"), plain)
+
+    lora = LoRAConfig(rank=2, num_layers=1)
+    last = {}
+    for cached in ("off", "on"):
+        train = TrainConfig(**(TRAIN | {"cache_frozen": cached, "share_prefix": "off"}))
+        train_pack(folder, data, lora, train, tmp_path / cached, progress=False)
+        last[cached] = weights(tmp_path / cached)
+    check_close(last["on"], last["off"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_examples_train(family, folder_of, tmp_path):
+    data = chats(tmp_path / "data")
+    first = trained(folder_of(family), data, tmp_path / "a", packing=True)
+    assert any(np.abs(array).max() > 0 for name, array in first.items() if name.endswith("lora_b"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_preferences_share_the_images_of_their_prompt(family, folder_of, tmp_path):
+    folder = tmp_path / "data"
+    rows = [
+        {"image": name, "prompt": "What is it?", "chosen": "It is good", "rejected": "No"}
+        for name in images(folder)
+    ]
+    data = write_rows(folder, train=rows, valid=rows[:2])
+    base = load_base(folder_of(family))
+    trained(base, data, tmp_path / "a", task="dpo")
+    assert base.tokenizer._images.computed == len(NAMES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_completions_of_prompts_with_images_are_rewarded(family, folder_of, tmp_path):
+    folder = tmp_path / "data"
+    rows = [{"image": name, "prompt": "What is it?"} for name in images(folder)]
+    data = write_rows(folder, train=rows, valid=rows[:2])
+
+    def shorter(completions, **_):
+        return [-len(text) / 20 for text in completions]
+
+    settings = {"task": "grpo", "num_generations": 2, "max_completion_length": 6, "beta": 0.1}
+    train = TrainConfig(**(TRAIN | settings))
+    out = tmp_path / "a"
+    train_pack(folder_of(family), data, LORA, train, out, reward=shorter, progress=False)
+    assert any(array.any() for name, array in weights(out).items() if name.endswith("lora_b"))
+
+
+def test_a_resumed_run_computes_no_features_and_ends_the_same(folder_of, tmp_path):
+    data = chats(tmp_path / "data")
+    folder = folder_of("qwen3_vl")
+    whole = trained(folder, data, tmp_path / "a")
+
+    out = interrupted(tmp_path / "a", tmp_path / "b")
+    base = load_base(folder)
+    train_pack(base, data, LORA, TrainConfig(**TRAIN), out, resume=True, progress=False)
+    images = base.tokenizer._images
+    assert (images.computed, images.recalled, images._tower) == (0, len(NAMES), None)
+    resumed = weights(out)
+    assert all(np.array_equal(resumed[name], whole[name]) for name in whole)
