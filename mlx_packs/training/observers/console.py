@@ -16,7 +16,9 @@ class Console(Observer):
         self._display = observed.run.display
         self._curve = observed.curve
         self._rate = f"{observed.unit}_per_s"
-        self._unit = "tok" if observed.unit == "tokens" else observed.unit
+        self._unit = observed.unit
+        if observed.unit == "tokens":
+            self._unit = "tok"
         self._open = ExitStack()
         self._bar: Task | None = None
 
@@ -50,8 +52,10 @@ class Console(Observer):
         text = f"loss {line['loss']:.3f}"
         if losses:
             text += f"  valid {losses[-1]:.3f}"
-        if len(losses) == 2:
-            text += " ↓" if losses[1] < losses[0] else " ↑"
+        if len(losses) == 2 and losses[1] < losses[0]:
+            text += " ↓"
+        elif len(losses) == 2:
+            text += " ↑"
         return f"{text}  {rate}"
 
     def on_phase_end(self) -> None:
