@@ -21,7 +21,7 @@ from .recipe import read_recipes, recipe_of
 from .topics import TopicCommand
 
 if TYPE_CHECKING:
-    from ..data.repeats import Repeats
+    from ..data.sharing import Repeats
     from ..memory.recommend import Option
     from ..memory.row_shapes import ExampleMemory, RowShapes
 

@@ -19,8 +19,8 @@ from .formats import PairFormat, Row, RowFormat, TokenFormat, check_format
 from .images import stored_text, with_whole_paths
 from .near_copies import MOST_COMPARED, NearCopies, compared_indices, sampled
 from .preferences import encode_tokens
-from .repeats import Repeats, repeats_of
 from .rows import Splits, held_out
+from .sharing import Repeats, repeats_of
 from .sources import Rows, as_rows
 from .trees import common_inputs
 

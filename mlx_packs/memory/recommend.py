@@ -22,8 +22,7 @@ from ..config.fields import fields_where
 from ..config.lora import LoRAConfig
 from ..config.recipe import ADAPTER_SETTINGS, Recipe
 from ..config.schema import TrainConfig
-from ..data.repeats import Repeats
-from ..data.sharing import may_share
+from ..data.sharing import Repeats, may_share
 from ..data.trees import WORTHWHILE
 from ..display import shown_count, size
 from ..errors import PackError, any_of

@@ -17,11 +17,18 @@ from ..config.schema import TrainConfig
 from ..data.batches import training_set
 from ..data.encoding import EncodingOptions, Examples
 from ..data.near_copies import MOST_COMPARED, compared_indices
-from ..data.repeats import Repeats, cut_to, repeats_of
 from ..data.rows import SPLITS, load_rows
 from ..data.sampler import Sampler
 from ..data.shapes import sequence_inputs
-from ..data.sharing import plan_groups, plan_trees, training_batches, with_chains_merged
+from ..data.sharing import (
+    Repeats,
+    cut_to,
+    plan_groups,
+    plan_trees,
+    repeats_of,
+    training_batches,
+    with_chains_merged,
+)
 from ..data.token_cache import encode_cached
 from ..display import size
 from ..errors import PackError
