@@ -10,7 +10,7 @@ from ..data.dataset import Batch
 from ..data.encoding import EncodingOptions
 from ..data.formats import Row
 from ..data.preference_batches import preference_evaluation
-from ..data.scored import encode_scored
+from ..data.preferences import encode_scored
 from ..data.shapes import sequence_inputs
 from ..distributed.group import group
 from ..errors import PackError

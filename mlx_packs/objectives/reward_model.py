@@ -46,7 +46,7 @@ def completion_scores(
     """Return the score of the last token of each completion, [rows, 2] float32; 0 for padding.
 
     ``states`` makes the hidden states, ``score`` maps [M, D] to [M, 1]. ``inputs`` and ``layout``
-    are those of a batch of tokens (data/scored.py) with two completions in each row.
+    are those of a batch of tokens (data/preferences.py) with two completions in each row.
     """
     segments = segments_of(inputs, layout)
     hidden = forward(model, states, inputs["tokens"], segments, prefixes=prefixes_in(inputs))

@@ -12,7 +12,7 @@ from ..data.batches import TokenCollate
 from ..data.encoding import EncodingOptions, encode
 from ..data.formats import COMPLETION
 from ..data.in_memory import Data, source_of
-from ..data.scored import Scored
+from ..data.preferences import Scored
 from ..errors import PackError
 from ..objectives.objective import arrays_of
 from ..objectives.reward_model import completion_scores, hidden_states

@@ -10,9 +10,8 @@ from ..config.data import DataConfig
 from ..config.lora import LoRAConfig
 from ..data.encoding import EncodingOptions
 from ..data.formats import Row
-from ..data.preferences import PreferenceExamples
+from ..data.preferences import PreferenceExamples, encode_scored
 from ..data.rows import Splits
-from ..data.scored import encode_scored
 from ..evaluation.reward_model import score_pairs
 from ..gates import gates_text
 from ..memory.memory_choice import MemoryChoice

@@ -16,9 +16,8 @@ from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.data.dataset import Batch, Dataset, FixedOrder
 from mlx_packs.data.encoding import Example
 from mlx_packs.data.preference_batches import preference_set
-from mlx_packs.data.preferences import PreferenceExamples
+from mlx_packs.data.preferences import PreferenceExamples, Scored
 from mlx_packs.data.sampler import GroupedSampler
-from mlx_packs.data.scored import Scored
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.objectives.grpo import GRPO, advantages
 from mlx_packs.objectives.objective import arrays_of
