@@ -3,6 +3,8 @@
 transformers renders them in jinja's sandbox, which keeps them from running other code. Here the
 same environment counts as well: every turn of a loop and every call takes from a budget of CPU
 time, and every text and list that a template makes is checked before it is created.
+
+Some templates read the clock (Llama 3.2, gpt-oss, Granite); training stops it at a date.
 """
 
 import functools
@@ -11,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar
+from datetime import datetime
 from pathlib import Path
 from types import GeneratorType
 from typing import Any, Literal, overload
@@ -25,7 +28,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from ..errors import PackError, library_errors, reason_of
-from .template_clock import clock_at, strftime_now
 
 SECONDS = 2.0  # of CPU time for one conversation
 CHARACTERS = 1 << 22  # that a template may produce, beside its input
@@ -34,6 +36,7 @@ _ITEM = 8  # an entry of a list counts as so many characters
 _TICKS = 256  # between two readings of the clock
 _CHARACTERS_A_TICK = 1 << 13  # what an operation on so many takes is one more
 _INTEGER_BITS = 1 << 16
+_STOPPED_AT: ContextVar[datetime | None] = ContextVar("stopped_at", default=None)
 _REMEDY = "Take the template that the model's publisher has, or examples with 'text'."
 # Methods of texts, and filters, whose result can be far longer than what goes in.
 _PADS = frozenset(("center", "ljust", "rjust", "zfill"))
@@ -459,3 +462,26 @@ def _applied(tokenizer: Any, messages: list[Mapping], tokenize: bool, options: d
     if not tokenize:
         return text
     return plain.encode(text, add_special_tokens=False)
+
+
+def reads_clock(tokenizer: Any) -> bool:
+    return "strftime_now" in str(getattr(tokenizer, "chat_template", None))
+
+
+def strftime_now(form: str) -> str:
+    """The present time, or where the clock is stopped."""
+    return (_STOPPED_AT.get() or datetime.now()).strftime(form)
+
+
+@contextmanager
+def clock_at(date: str | None) -> Iterator[None]:
+    """Stop the clock of templates inside the block, at midnight of a date; None lets it go on."""
+    stopped_at = None
+    if date is not None:
+        stopped_at = datetime.fromisoformat(date)
+
+    token = _STOPPED_AT.set(stopped_at)
+    try:
+        yield
+    finally:
+        _STOPPED_AT.reset(token)

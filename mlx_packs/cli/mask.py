@@ -5,8 +5,8 @@ from datetime import date
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ..bases.chat_template import reads_clock
 from ..bases.files import check_files, resolve_checkpoint, vocab_size_of
-from ..bases.template_clock import reads_clock
 from ..bases.tokenizer import load_tokenizer
 from ..bases.unsupported import unreadable
 from ..config.choices import TASKS

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..bases.template_clock import reads_clock
+from ..bases.chat_template import reads_clock
 from ..bases.turns import takes_images
 from ..config.data import COLUMN_SETTINGS, DataConfig
 from ..errors import PackError

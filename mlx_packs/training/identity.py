@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
+from ..bases.chat_template import reads_clock
 from ..bases.files import public_name
 from ..bases.fingerprint import changed_texts, is_fingerprint_of, text_hashes
-from ..bases.template_clock import reads_clock
 from ..config.choices import METHODS, TASKS
 from ..config.fields import fields_where
 from ..config.optimizer import with_bias_correction

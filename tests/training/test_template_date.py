@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from mlx_packs import Pack, evaluate, load_base, train_pack
-from mlx_packs.bases.template_clock import clock_at, strftime_now
+from mlx_packs.bases.chat_template import clock_at, strftime_now
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.errors import PackError
 from mlx_packs.inference.generate import chat_prompt
