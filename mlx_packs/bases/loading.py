@@ -17,7 +17,6 @@ from ..errors import Float16Overflow, PackError, library_errors
 from ..nn.frozen_weight import CustomWeight
 from ..runtime import mx
 from .bitsandbytes import from_bitsandbytes
-from .config_file import CONFIG, read_config
 from .custom_weights import (
     already_quantized,
     check_stored,
@@ -27,10 +26,12 @@ from .custom_weights import (
 )
 from .families import check_supported
 from .files import (
+    CONFIG,
     TINY,
     check_files,
     files_not_read,
     quantized_as,
+    read_config,
     resolve_checkpoint,
     weight_files,
 )

@@ -18,8 +18,7 @@ from ..adapters.attach import attach, check_linears, install, weight_of
 from ..adapters.lora import Attached
 from ..adapters.spec import ModuleSpec, Specs, factor_shapes
 from ..adapters.tensors import AdapterPlace, load_places, place_tensors
-from ..bases.config_file import CONFIG, read_config
-from ..bases.files import quantized_as
+from ..bases.files import CONFIG, quantized_as, read_config
 from ..bases.loading import lazy_base
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig

@@ -4,8 +4,14 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..bases.config_file import CONFIG, read_config
-from ..bases.files import check_files, is_complete, resolve_checkpoint, weight_files
+from ..bases.files import (
+    CONFIG,
+    check_files,
+    is_complete,
+    read_config,
+    resolve_checkpoint,
+    weight_files,
+)
 from ..bases.local_models import is_local_model
 from ..bases.readers import names_file
 from ..errors import PackError

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_packs.bases.config_file import read_config
-from mlx_packs.bases.files import check_files, read_record, tiny_checkpoint
+from mlx_packs.bases.files import check_files, read_config, read_record, tiny_checkpoint
 from mlx_packs.bases.sentence_config import read_sentence_config
 from mlx_packs.bases.tokenizer import load_encoder_tokenizer, load_tokenizer
 from mlx_packs.errors import PackError
