@@ -15,8 +15,7 @@ from ..kinds import check_keys
 from ..leftovers import recover
 from ..reading import FLOATS, check_regular, read_header, read_json, sha256
 from .bitsandbytes import METHOD
-from .local_models import is_local_model, local_model
-from .readers import names_file, reader_of
+from .readers import is_local_model, local_model, names_file, reader_of
 from .unsupported import check_method, unsupported_file, unsupported_weights
 
 _log = logging.getLogger("mlx_packs")

@@ -60,8 +60,7 @@ def inspect(pack: Path, verbose: bool) -> None:
 def is_base(name: Path) -> bool:
     """Return whether a name is a base model on this machine; a pack is none."""
     from ..bases.files import TINY
-    from ..bases.local_models import is_local_model
-    from ..bases.readers import reader_of
+    from ..bases.readers import is_local_model, reader_of
     from ..packs.manifest import MANIFEST
 
     if os.path.isfile(name):

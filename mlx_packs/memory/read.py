@@ -12,8 +12,7 @@ from ..bases.files import (
     resolve_checkpoint,
     weight_files,
 )
-from ..bases.local_models import is_local_model
-from ..bases.readers import names_file
+from ..bases.readers import is_local_model, names_file
 from ..errors import PackError
 from ..files import is_hub_id
 from ..reading import read_header

@@ -15,9 +15,8 @@ import numpy as np
 
 from ..bases.files import TINY
 from ..bases.loading import load_base_model
-from ..bases.local_models import is_local_model
 from ..bases.model import BaseModel
-from ..bases.readers import reader_of
+from ..bases.readers import is_local_model, reader_of
 from ..config.choices import MATMUL_PATHS
 from ..config.fields import build
 from ..config.other_names import answers_other_names

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ..adapters.spec import leaf_names, ranks_of
 from ..bases.files import TINY
-from ..bases.local_models import is_local_model
-from ..bases.readers import names_file
+from ..bases.readers import is_local_model, names_file
 from ..config.choices import package_of
 from ..report.facts import progress_series, samples_of, stored_curve, thinned
 from ..report.recipe import recipe_sections

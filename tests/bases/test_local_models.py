@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mlx_packs.bases.files import resolve_checkpoint
-from mlx_packs.bases.local_models import local_model
+from mlx_packs.bases.readers import local_model
 from mlx_packs.errors import PackError
 from tests.helpers.gguf_file import write_tiny
 
