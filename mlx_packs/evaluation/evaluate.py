@@ -16,7 +16,7 @@ from .rows import EvalSettings, check_limit, columns_of, evaluation_rows
 if TYPE_CHECKING:
     from .embeddings import EmbeddingReport
     from .perplexity import EvalReport
-    from .reward_model import RewardReport
+    from .preferences import RewardReport
 
 
 class Evaluator(Protocol):
@@ -113,7 +113,7 @@ def evaluate(  # noqa: PLR0913 - a public facade
 
     rows = evaluation_rows(columns, split, limit)
     if pack is not None and is_reward_model:
-        return load("evaluation.reward_model:evaluate_reward_model")(base, pack, rows, settings)
+        return load("evaluation.preferences:evaluate_reward_model")(base, pack, rows, settings)
 
     evaluator: Evaluator = load(EVALUATORS[base.architecture])(base, rows, settings)
     with activated(base, None, evaluator.matmul_path):

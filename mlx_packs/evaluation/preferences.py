@@ -1,20 +1,32 @@
-"""Loss, accuracy and margin of a model on held-out preferences."""
+"""Loss, accuracy and margin of a model, or of a reward model, on held-out preferences."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 
 from ..config.choices import TASKS
 from ..data.dataset import Batch
+from ..data.encoding import EncodingOptions
+from ..data.formats import Row
+from ..data.preference_batches import preference_evaluation
+from ..data.preferences import encode_scored
+from ..data.shapes import sequence_inputs
 from ..distributed.group import group
 from ..errors import PackError
+from ..memory.matmul_path import choose_matmul_path
 from ..objectives.objective import arrays_of
 from ..objectives.preference import PreferenceObjective
+from ..objectives.reward_model import RewardModel, hidden_states
 from ..objectives.score import Score
+from ..packs.base import Base
+from ..packs.pack import Pack
+from ..packs.rewards import attached_reward_model
 from ..runtime import mx
+from .metrics import NO_METRIC
 from .perplexity import perplexity
+from .rows import EvalSettings
 
 
 @dataclass(frozen=True)
@@ -97,3 +109,132 @@ def score_preferences(
     ppl = perplexity(float(nll), count) if count else float("nan")
 
     return PreferenceScore(loss / len(rewards), accuracy, margin, len(rewards), ppl)
+
+
+@dataclass(frozen=True)
+class RewardScore(PairScore):
+    """The score of a reward model on pairs, with standard errors unless there is one pair.
+
+    ``ppl`` is None, since a score is no probability.
+    """
+
+    accuracy_se: float | None = None
+    margin_se: float | None = None
+    ppl: None = None
+
+
+def score_pairs(
+    objective: RewardModel,
+    batches: Sequence[Batch],
+    advance: Callable[[], None] | None = None,
+) -> RewardScore:
+    """Score all pairs of some batches, at least one, in evaluation mode."""
+    if not batches:
+        raise PackError("--data: there are no examples to evaluate.", "data")
+    objective.model.eval()
+
+    def scored(batch: Batch) -> list[np.ndarray]:
+        values = objective.outcome(arrays_of(batch), batch.layout)
+        mx.eval(values)
+        if advance is not None:
+            advance()
+        return [np.array(value, np.float64)[: batch.denominator] for value in values]
+
+    losses, rewards = zip(*group().map(scored, batches), strict=True)
+    pairs = np.concatenate(rewards)
+    gains = pairs[:, 0] - pairs[:, 1]
+    right = (np.sign(gains) + 1) / 2
+    loss = float(np.concatenate(losses).mean())
+
+    errors = _standard_error(right), _standard_error(gains)
+    return RewardScore(loss, float(right.mean()), float(gains.mean()), len(pairs), *errors)
+
+
+def _standard_error(values: np.ndarray) -> float | None:
+    if len(values) < 2:
+        return None
+    return float(values.std(ddof=1) / np.sqrt(len(values)))
+
+
+@dataclass(frozen=True)
+class RewardReport:
+    """A reward model on held-out pairs; the base alone has no score to compare with."""
+
+    rows: int
+    dropped: int
+    format: str
+    preference_accuracy: float
+    preference_accuracy_se: float | None
+    reward_margin: float
+    reward_margin_se: float | None
+    loss: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        accuracy = _with_error(self.preference_accuracy, self.preference_accuracy_se)
+        margin = _with_error(self.reward_margin, self.reward_margin_se)
+        dropped = ""
+        if self.dropped:
+            dropped = f" · {self.dropped} dropped for their length"
+
+        return [
+            f"pack    preference accuracy {accuracy}, reward margin {margin}, loss {self.loss:.4f}",
+            f"data    {self.rows} examples ({self.format}){dropped}",
+        ]
+
+
+def _with_error(value: float, error: float | None) -> str:
+    if error is None:
+        return f"{value:.4f}"
+    return f"{value:.4f} ± {error:.4f}"
+
+
+def evaluate_reward_model(
+    base: Base, pack: Pack, rows: Sequence[Row], settings: EvalSettings
+) -> RewardReport:
+    """Return accuracy, margin and loss of a reward model on rows of preferences.
+
+    Raises a PackError if a setting has no meaning for it, or a row cannot be used.
+    """
+    for flag, given in (
+        ("loss_on", settings.loss_on is not None),
+        ("metric", settings.metric not in (None, NO_METRIC)),
+        ("share_prefix", settings.share_prefix == "on"),
+    ):
+        if given:
+            name = flag.replace("_", "-")
+            raise PackError(
+                f"--{name}: does not apply to a reward model, which scores completions. "
+                "Leave it out.",
+                "conflict",
+                flag,
+            )
+
+    length = settings.max_seq_length
+    options = EncodingOptions(max_seq_length=length, vocab_size=base.vocab_size)
+    examples = encode_scored(rows, base.tokenizer, settings.columns, options)
+    chosen = np.arange(examples.count)
+    inputs = sequence_inputs(length)
+    batches = preference_evaluation(examples, settings.batch_size, inputs, chosen).once()
+
+    path = settings.matmul_path
+    if path == "auto":
+        tokens = batches[-1].inputs["tokens"].size
+        path = choose_matmul_path(base.model, tokens, steps=len(batches)).matmul_path
+
+    with attached_reward_model(base, pack, path) as attached:
+        states = hidden_states(base.model, base.name)
+        score = score_pairs(RewardModel(base.model, states, attached.score), batches)
+
+    return RewardReport(
+        score.rows,
+        examples.dropped,
+        examples.format,
+        score.accuracy,
+        score.accuracy_se,
+        score.margin,
+        score.margin_se,
+        score.nll,
+    )

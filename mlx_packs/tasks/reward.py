@@ -12,7 +12,7 @@ from ..data.encoding import EncodingOptions
 from ..data.formats import Row
 from ..data.preferences import PreferenceExamples, encode_scored
 from ..data.rows import Splits
-from ..evaluation.reward_model import score_pairs
+from ..evaluation.preferences import score_pairs
 from ..gates import gates_text
 from ..memory.memory_choice import MemoryChoice
 from ..objectives.causal_lm import split_head

@@ -12,7 +12,7 @@ from mlx_packs.data.formats import Row
 from mlx_packs.data.preference_batches import preference_set
 from mlx_packs.data.preferences import encode_scored
 from mlx_packs.data.sampler import GroupedSampler
-from mlx_packs.evaluation.reward_model import score_pairs
+from mlx_packs.evaluation.preferences import score_pairs
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.objectives.objective import arrays_of
 from mlx_packs.objectives.reward_model import RewardModel, hidden_states, reward_losses
