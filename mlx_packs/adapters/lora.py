@@ -14,8 +14,15 @@ import mlx.nn as nn
 
 from ..errors import PackError
 from ..late import load
-from ..nn.embedding_lora import AdaptedEmbedding, EmbeddingLoRA
-from ..nn.lora import AdaptedLinear, AdaptedSwitchLinear, AdapterShape, GroupedLoRA, adapter_key
+from ..nn.lora import (
+    AdaptedEmbedding,
+    AdaptedLinear,
+    AdaptedSwitchLinear,
+    AdapterShape,
+    EmbeddingLoRA,
+    GroupedLoRA,
+    adapter_key,
+)
 from ..nn.surgery import block_kind, recurrent_layer, replace_modules
 from ..runtime import mx
 from .spec import ModuleSpec, Specs, ranks_of, weights_of

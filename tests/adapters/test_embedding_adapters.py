@@ -14,7 +14,7 @@ from mlx_packs.adapters.tensors import delta_of
 from mlx_packs.convert.interop import export_pack
 from mlx_packs.memory.estimate import estimate
 from mlx_packs.memory.headers import Headers
-from mlx_packs.nn.embedding_lora import AdaptedEmbedding, EmbeddingLoRA
+from mlx_packs.nn.lora import AdaptedEmbedding, EmbeddingLoRA
 from mlx_packs.nn.wrapped import NoisyEmbedding
 from mlx_packs.objectives.causal_lm import split_head, target_loss
 from mlx_packs.objectives.frozen_activations import frozen_blocks
