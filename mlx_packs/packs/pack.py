@@ -253,7 +253,7 @@ class Pack:
         Raises:
             PackError: If the pack does not fit the base model.
         """
-        return _later("attaching:attach_pack")(base, self, matmul_path)
+        return _later("making:attach_pack")(base, self, matmul_path)
 
 
 OnePack = str | Path | Pack
