@@ -10,8 +10,7 @@ import math
 from pathlib import Path
 
 from mlx_packs import Pack
-from mlx_packs.convert.fidelity import Fidelity, drift_limit
-from mlx_packs.convert.merge_decoder import compare_next_tokens
+from mlx_packs.convert.fidelity import Fidelity, compare_next_tokens, drift_limit
 from mlx_packs.convert.merge_plan import MergeRequest
 from mlx_packs.display import QUIET, Display
 from mlx_packs.evaluation.rows import columns_of

@@ -37,10 +37,10 @@ from .fidelity import (
     Modules,
     Variant,
     check_max_drift,
+    dense_modules,
     drift_limit,
     first_that_passes,
 )
-from .merge_decoder import dense_modules
 from .merge_plan import Change
 
 _EXACT_SVD = 512  # of the smaller side; above it the range is found by random projections
