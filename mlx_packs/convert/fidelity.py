@@ -1,7 +1,8 @@
 """Merge fidelity: how far one way of computing a model is from another, in KL and perplexity.
 
 A delta smaller than the quantization step of a weight is lost in rounding. How much of it remains
-cannot be read off the weights; it is measured on examples: of a decoder as KL of the next token.
+cannot be read off the weights; it is measured on examples: of a decoder as KL of the next token, of
+an encoder, which is loaded as it would be written, as the angle between embeddings.
 """
 
 import dataclasses
@@ -12,14 +13,19 @@ from dataclasses import dataclass
 from functools import partial
 
 import mlx.nn as nn
+import numpy as np
 
 from ..adapters.imported import full_tensor_modules
+from ..bases.encoder import Encoder, embedded, make_encoder, tensor_name
 from ..bases.model import BaseModel
+from ..bases.tokenizer import tokens_of
+from ..bases.write_plan import WritePlan
 from ..config.data import DataConfig
 from ..config.schema import TrainConfig
 from ..data.batches import evaluation_batches
 from ..data.dataset import Batch
 from ..data.encoding import EncodingOptions, encode
+from ..data.formats import PAIR_FORMATS, TOKEN_FORMATS, format_of
 from ..display import Display
 from ..errors import PackError
 from ..evaluation.perplexity import perplexity
@@ -34,7 +40,7 @@ from ..packs.base import Base, activated, load_base_for
 from ..packs.manifest import replaced_of
 from ..packs.pack import Pack
 from ..runtime import mx
-from .merge_plan import Change, MergeRequest, dtype_of, plan_changes
+from .merge_plan import Change, MergeRequest, dtype_of, plan_changes, plan_merge
 
 # The default limit, in nats a token. Without a share a small pack could be rounded away entirely.
 MAX_KL = 0.02
@@ -44,6 +50,9 @@ ROWS = 32
 # What is tried where a merge is too far off, the cheapest first: after any other format both.
 _FINER = {"none": (), "affine8": ("none",)}
 _LOGIT_BYTES = 1 << 28  # of logits that wait for their counterpart
+_TEXTS_AT_ONCE = 32  # for an encoder
+_LARGEST_ANGLE = 1e-3  # limit of 1 - cosine
+_ANGLE_NOISE = 1e-6  # of 1 - cosine, by rounding itself
 
 Modules = list[tuple[str, nn.Module]]
 Variant = Callable[[], AbstractContextManager[None]]  # installs modules into a base, removes them
@@ -323,3 +332,73 @@ def _as_loaded(change: Change, dtype: mx.Dtype) -> mx.array:
         return change.weight.astype(dtype)
     tensors = change.weight_format.quantize(f"{change.path}.weight", change.weight)
     return change.weight_format.dequantize(tensors, dtype)
+
+
+def compare_embeddings(request: MergeRequest) -> Outcome:
+    """Return the mean of 1 - cosine of the embeddings; what is written stays dense."""
+    if request.requantize != "none":
+        raise PackError(
+            f"--requantize {request.requantize}: an encoder is written dense, as transformers "
+            "reads it.",
+            "unsupported",
+        )
+
+    texts = _texts(request)
+    base = load_base_for(request.pack, request.model, request.trust_remote_code)
+    with request.display.working("drift", f"{len(texts)} texts"):
+        plain = base.encode(texts, _TEXTS_AT_ONCE)
+        with base.applied(request.pack):
+            attached = base.encode(texts, _TEXTS_AT_ONCE)
+
+        def distance_of(dtype: str) -> float:
+            model = _as_written(plan_merge(dataclasses.replace(request, dtype=dtype)), base)
+            tokens = tokens_of(base.tokenizer, texts, model.longest)
+            return _distance(attached, embedded(model, tokens, _TEXTS_AT_ONCE))
+
+        moved = _distance(plain, attached)
+        distance = distance_of(request.dtype)
+        limit = drift_limit(request.max_drift, moved, _LARGEST_ANGLE, _ANGLE_NOISE)
+        others = {}
+        if request.dtype != "float32":
+            others["none --dtype float32"] = partial(distance_of, "float32")
+        tried, passes = first_that_passes("none", distance, limit, others)
+
+    return Outcome(
+        scores={"drift_mean": distance, "drift_of_pack": moved, "texts": len(texts)},
+        recorded=("drift_mean",),
+        limit=limit,
+        tried=tried,
+        passes=passes,
+    )
+
+
+def _texts(request: MergeRequest) -> list[str]:
+    """Return the texts of at most ``request.rows`` examples, of pairs or of anything else."""
+    columns = request.columns
+    formats = (*PAIR_FORMATS, *TOKEN_FORMATS)
+    texts = [
+        text
+        for row in evaluation_rows(columns, "test", request.rows)
+        for text in format_of(row, columns, formats).texts(row, columns)
+        if text
+    ]
+
+    if not texts:
+        raise PackError(f"--data {columns.data}: has no text to compare on.", "data")
+    return texts
+
+
+def _as_written(plan: WritePlan, base: Base) -> Encoder:
+    model = make_encoder(base.path, base.config)
+    named = [(tensor_name(stored), tensor) for stored, tensor in plan.tensors.items()]
+    model.load_weights([(name, tensor.astype(mx.float32)) for name, tensor in named if name])
+    model.eval()
+    return model
+
+
+def _distance(one: np.ndarray, other: np.ndarray) -> float:
+    """Return the mean of 1 - cosine of rows."""
+    one, other = (x.astype(np.float64) for x in (one, other))
+    norms = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
+    cosines = (one * other).sum(axis=1) / np.maximum(norms, 1e-24)
+    return float(max(0.0, 1 - cosines.mean()))

@@ -22,8 +22,7 @@ from ..errors import PackError
 from ..evaluation.rows import columns_of
 from ..packs.compatibility import check_checkpoint
 from ..packs.pack import Pack
-from .fidelity import ROWS, Outcome, check_max_drift, compare_next_tokens
-from .merge_encoder import compare_embeddings
+from .fidelity import ROWS, Outcome, check_max_drift, compare_embeddings, compare_next_tokens
 from .merge_plan import DTYPES, REQUANTIZE, MergeRequest, plan_merge
 
 # Each compares a merged model, before it is written, with the pack attached.
