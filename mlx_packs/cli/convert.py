@@ -46,8 +46,8 @@ def export(pack: Path, to: str, out: str | None, start: str | None) -> None:
 
     Every adapter is numerically verified against the pack, and a merged model is compared with it.
     """  # noqa: D301 - click keeps the lines after \b
+    from ..convert.destinations import MODELS
     from ..convert.interop import export_pack
-    from ..convert.lmstudio import MODELS
 
     if out is None and to != "lmstudio":
         raise PackError("--out: name the folder to write.", flag="out")

@@ -1,6 +1,7 @@
 """Formats of other tools that packs are exported to and imported from, and programs that read them.
 
-A new one is a class in a file of its own, an entry here, and its name in `config.choices`.
+A new format is a class in a file of its own, a new program one in `destinations`; each has an entry
+here, and its name in `config.choices`.
 """
 
 from collections.abc import Mapping
@@ -13,13 +14,11 @@ from ..config import choices
 from ..config.choices import ADAPTER_FORMATS, registered
 from ..errors import PackError
 from ..packs.pack import Pack
+from .destinations import LMStudio, Ollama, Swift
 from .external import CONFIG, Delta, ExternalAdapter, StoredAdapter
 from .gguf import Gguf
-from .lmstudio import LMStudio
 from .mlx_lm import MlxLm
-from .ollama import Ollama
 from .peft import Peft
-from .swift import Swift
 
 
 class AdapterFormat(Protocol):

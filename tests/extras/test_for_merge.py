@@ -13,7 +13,7 @@ from mlx_packs.adapters.merged import Rounding
 from mlx_packs.adapters.method import find_method
 from mlx_packs.bases.weight_formats import named_format
 from mlx_packs.config.recipe import resolve, tiny_recipe
-from mlx_packs.convert import lmstudio
+from mlx_packs.convert import destinations
 from mlx_packs.convert.interop import export_pack
 from mlx_packs.errors import RunStopped
 from mlx_packs.extras.for_merge import ROUNDED_FROM, QuantizedSum, quantized_sum_matmul
@@ -353,7 +353,7 @@ def test_lm_studio_gets_the_merge_that_was_trained_for(for_merge_pack, here, mon
         out.mkdir()
         return {"passed": True}
 
-    monkeypatch.setattr(lmstudio, "merge_pack", merge)
+    monkeypatch.setattr(destinations, "merge_pack", merge)
     export_pack(for_merge_pack, "lmstudio", here / "l")
     assert asked == ["affine4"]
 

@@ -1,0 +1,143 @@
+"""Programs that open a pack in a form of their own; that of llama.cpp is in gguf.py.
+
+LM Studio opens no adapters, so it gets a merged model where it looks for models. Ollama hands a
+GGUF adapter to llama.cpp, and a Modelfile names the model it belongs to. Of safetensors folders it
+reads those of llama and gemma2 alone, without the scale of mlx-lm's, so a GGUF file is the one form
+that is right for all. mlx-swift-lm opens a folder by ``LoRAContainer.from(directory:)``.
+"""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+from ..errors import PackError
+from ..files import atomic_folder
+from ..packs.pack import Pack
+from ..terminal import printable
+from .external import verify_numerically
+from .gguf import Gguf
+from .merge import merge_pack
+from .mlx_lm import MlxLm
+
+MODELS = Path("~/.lmstudio/models/mlx-packs")  # <publisher>/<model>, as LM Studio has them
+# The base of a pack that was trained on a model of Ollama. The name may be somebody else's text.
+_OF_OLLAMA = re.compile(r"ollama:([\w.\-/:]+)", re.ASCII)
+
+_README = """\
+# {name}
+
+An adapter of {base} for mlx-swift-lm.
+
+```swift
+import Foundation
+import MLXLLM
+import MLXLMCommon
+
+let model = try await loadModelContainer(id: {quoted_base})
+let folder = Bundle.main.url(forResource: {quoted_name}, withExtension: nil)!
+let adapter = try LoRAContainer.from(directory: folder)
+try await model.perform {{ context in
+    try context.model.load(adapter: adapter)  // context.model.unload(adapter: adapter) takes it off
+}}
+let session = ChatSession(model)
+print(try await session.respond(to: "Hello"))
+```
+
+It was not compiled where it was written: names are those of mlx-swift-lm in August 2026.
+"""
+
+
+class LMStudio:
+    """The base with the pack in it, quantized as the base is where the merge gate lets that pass.
+
+    A pack of ``--for-merge`` is merged in its format.
+    """
+
+    def write(self, pack: Pack, out: Path, start: str | None) -> dict:
+        """Write the model; ``start`` is the base, where it is not the one that the pack names."""
+        base = pack.manifest["base"]
+        requantize = "same" if base["quantization"] else "none"
+        if pack.for_merge != "none":
+            requantize = pack.for_merge
+
+        report = merge_pack(pack, start or base["id"], out, requantize=requantize)
+        notes = []
+        if not report["passed"] and report["passes"] in report["tried"]:
+            requantize = report["passes"]
+            notes.append(
+                f"merged with --requantize {requantize}: quantized as the base, it would lose too "
+                "much of the pack"
+            )
+            report = merge_pack(pack, start or base["id"], out, requantize=requantize)
+
+        if not report["passed"]:
+            tried = ", ".join(f"{name} {drift:.2g}" for name, drift in report["tried"].items())
+            raise PackError(
+                f"{out}: not written: merged, the model would differ too much from the base with "
+                f"the pack ({tried}; at most {report['max_drift']:.2g}). `packs merge` has more "
+                "choices.",
+                "unsupported",
+            )
+
+        return {"requantize": requantize, "notes": [*notes, "LM Studio lists it in My Models"]}
+
+
+class Ollama:
+    """`Gguf`, with the model that the Modelfile starts from."""
+
+    def write(self, pack: Pack, out: Path, start: str | None) -> dict:
+        """Write the folder; ``start`` is the model that `ollama pull` fetched."""
+        base = pack.manifest["base"]["id"]
+        if start is None and (of_ollama := _OF_OLLAMA.fullmatch(base)):
+            start = of_ollama[1]
+        if start is None:
+            raise PackError(
+                f"--to ollama: pass --from MODEL: the Ollama model, or the .gguf file, of {base}.",
+                flag="from",
+            )
+
+        report = Gguf().write(pack, out, start)
+        name = re.sub(r"[^a-z0-9_.-]", "-", out.name.lower())
+        create = f"(cd {shlex.quote(str(out))} && ollama create {name}) && ollama run {name}"
+        return {**report, "notes": [create]}
+
+
+class Swift:
+    """The adapter as mlx-lm has it, on linears in blocks alone."""
+
+    def write(self, pack: Pack, out: Path, start: str | None) -> dict:
+        form = MlxLm()
+        for path, spec in pack.specs.items():
+            if spec.kind == "embedding" or spec.experts is not None:
+                raise PackError(
+                    f"{pack.name}: {path}: is no linear, and mlx-swift-lm adapts linears alone. "
+                    "Merge the pack.",
+                    "unsupported",
+                )
+
+        stored = form.convert(pack, out / form.tensor_file)
+        keys = set(stored.config.get("lora_parameters", {}).get("keys", ()))
+        if not pack.specs or keys & set(pack.specs):
+            raise PackError(
+                f"{pack.name}: has weights outside of the blocks, which mlx-swift-lm does not "
+                "adapt. Merge the pack.",
+                "unsupported",
+            )
+
+        deltas = form.deltas(stored, pack.manifest["base"]["model_type"])
+        verify_numerically(pack.specs, pack.load_tensors(), deltas, out)
+        name = printable(out.name)
+        base = printable(pack.manifest["base"]["id"])
+        quoted = {"quoted_name": _literal(name), "quoted_base": _literal(base)}
+        readme = _README.format(name=name, base=base, **quoted)
+
+        with atomic_folder(out) as partial:
+            form.save(stored, partial)
+            (partial / "README.md").write_text(readme, encoding="utf-8")
+        return {"tensors": len(stored.tensors), "notes": [*stored.notes, f"see {out}/README.md"]}
+
+
+def _literal(text: str) -> str:
+    """Return a text as a literal of Swift, in which a backslash or a quote ends nothing."""
+    return json.dumps(text, ensure_ascii=False)
